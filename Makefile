@@ -1,0 +1,67 @@
+# Each target makes the virtual environment and installs what it needs, once.
+# Another interpreter: make test PYTHON=python3.13 VENV=.venv313
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+PY := $(VENV)/bin/python
+# Eight virtual CPU devices. NPROC sizes XLA's thread pool: JAX before 0.12 can deadlock with fewer
+# threads than twice the devices. Set here, for the commands, because the library never touches the environment.
+DEVICES := NPROC=32 JAX_PLATFORMS="$${JAX_PLATFORMS:-cpu}" \
+  XLA_FLAGS="--xla_force_host_platform_device_count=8 $${XLA_FLAGS:-}"
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test slow tpu bench lint format docs notebooks clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+
+demo: $(VENV)/.has-core  ## a small training run on 8 virtual devices, with its report
+	$(DEVICES) $(PY) -m shardfn demo
+
+test: $(VENV)/.has-test  ## the tests, slow ones left out
+	$(DEVICES) $(PY) -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+slow: $(VENV)/.has-test  ## the slow tests, and 1,000 examples of every property
+	$(DEVICES) HYPOTHESIS_PROFILE=slow $(PY) -m pytest -n $(WORKERS) --dist worksteal \
+	  -m "(slow or large or hypothesis) and not tpu" $(PYTEST_ARGS)
+
+tpu: $(VENV)/.has-test $(VENV)/.has-tpu-aot  ## the tests that compile for TPU topologies (no TPU needed)
+	$(DEVICES) TPU_SKIP_MDS_QUERY=1 $(PY) -m pytest -m tpu $(PYTEST_ARGS)
+
+bench: $(VENV)/.has-test  ## every benchmark, one table each
+	@set -e; for script in $(filter-out %/__init__.py,$(sort $(wildcard benchmarks/*.py))); do \
+	  echo "== $$script"; $(DEVICES) PYTHONPATH=. $(PY) $$script; done
+
+lint: $(VENV)/.has-core $(VENV)/.has-lint  ## format, lint and types
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m pyright --pythonpath $(PY)
+
+format: $(VENV)/.has-lint  ## rewrite the files as `make lint` wants them
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+docs: $(VENV)/.has-docs  ## the documentation, in docs/_build/html
+	$(DEVICES) $(PY) -m sphinx -W --keep-going -b html docs docs/_build/html
+
+notebooks: $(VENV)/.has-test  ## run every notebook of examples/
+	$(DEVICES) $(PY) -m pytest --nbmake $(or $(sort $(wildcard examples/*.ipynb)),$(error examples/ has no notebooks))
+
+clean:  ## remove the virtual environment and everything built
+	rm -rf $(VENV) build dist docs/_build .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "shardfn needs Python 3.11 or newer: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(VENV)/.has-core: pyproject.toml | $(PY)
+	$(PY) -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.has-%: pyproject.toml | $(PY)
+	$(PY) -m pip install --quiet --editable ".[$*]"
+	@touch $@ $(VENV)/.has-core

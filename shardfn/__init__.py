@@ -1,0 +1,45 @@
+"""Shard any JAX function from integers: cuts become a device mesh and PartitionSpecs, XLA does the rest, and you see it."""
+
+from shardfn.api import Report, ShardedFunction, explain, plan, reshard, shard
+from shardfn.callee import Cell
+from shardfn.context import (
+    GRAPH_MODE,
+    PYNATIVE_MODE,
+    ParallelMode,
+    auto_parallel,
+    get_auto_parallel_context,
+    get_context,
+    reset_auto_parallel_context,
+    set_auto_parallel_context,
+    set_context,
+)
+from shardfn.errors import ShardError
+from shardfn.layout import Layout
+from shardfn.plan import Plan, diff
+from shardfn.strategy import AUTO
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AUTO",
+    "GRAPH_MODE",
+    "PYNATIVE_MODE",
+    "Cell",
+    "Layout",
+    "ParallelMode",
+    "Plan",
+    "Report",
+    "ShardError",
+    "ShardedFunction",
+    "auto_parallel",
+    "diff",
+    "explain",
+    "get_auto_parallel_context",
+    "get_context",
+    "plan",
+    "reset_auto_parallel_context",
+    "reshard",
+    "set_auto_parallel_context",
+    "set_context",
+    "shard",
+]

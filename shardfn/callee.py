@@ -1,0 +1,371 @@
+"""What is being called: a plain function, a bound method, a module object. All become one pure function of arrays.
+
+A function's arrays are its arguments. A method's or a module's arrays are its attributes as well: they are read before
+the call, handed to the compiled function like arguments, and what the call changed (batch statistics, counters) is
+written back. `ADAPTERS` lists the kinds of object that hold arrays; a library's own kind is used only if the user's
+program has imported that library.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax import tree_util
+
+from shardfn.strategy import join, shape_of
+
+State = dict[str, Any]
+"""Path to array."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """How one kind of object gives its arrays away and takes them back.
+
+    `rebuild(owner, state)` is a copy of the object that holds other arrays; `write` puts arrays into the object itself.
+    """
+
+    matches: Callable[[Any], bool]
+    read: Callable[[Any], State]
+    rebuild: Callable[[Any, State], Any]
+    write: Callable[[Any, State], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Callee:
+    """A function and, for a method or a module, the object that holds its arrays."""
+
+    name: str
+    function: Callable[..., Any]
+    """Takes the (rebuilt) owner first where there is one."""
+    owner: Any
+    adapter: Adapter | None
+    signature: inspect.Signature | None
+    bound: tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]] = ((), ())
+    """Arguments that a `functools.partial` holds."""
+
+    def read(self) -> State:
+        """The object's arrays, by path."""
+        return {} if self.adapter is None else self.adapter.read(self.owner)
+
+    def write(self, state: State) -> None:
+        """Put changed arrays back into the object."""
+        if self.adapter is not None and state:
+            self.adapter.write(self.owner, state)
+
+    def call(self, state: State, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, State]:
+        """Call as a pure function; returns the result and those arrays of the object that are not the same any more."""
+        args, kwargs = (*self.bound[0], *args), {**dict(self.bound[1]), **kwargs}
+        if self.adapter is None:
+            return self.function(*args, **kwargs), {}
+        owner = self.adapter.rebuild(self.owner, state)
+        result = self.function(owner, *args, **kwargs)
+        after = self.adapter.read(owner)
+        return result, {path: after[path] for path in state if path in after and after[path] is not state[path]}
+
+
+def describe(fn: Callable[..., Any]) -> Callee:
+    """Look at a callable once."""
+    bound: tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]] = ((), ())
+    name = getattr(fn, "__name__", None)
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        signature = None
+    inner = fn
+    while isinstance(inner, functools.partial):
+        bound = ((*inner.args, *bound[0]), (*inner.keywords.items(), *bound[1]))
+        inner = inner.func
+        name = name or getattr(inner, "__name__", None)
+    owner = inner.__self__ if isinstance(inner, types.MethodType) else None
+    function = inner.__func__ if isinstance(inner, types.MethodType) else inner
+    if owner is None and not isinstance(inner, type | types.FunctionType | types.BuiltinFunctionType):
+        owner, function = inner, type(inner).__call__
+    adapter = next((a for a in ADAPTERS if owner is not None and a.matches(owner)), None)
+    if adapter is None:
+        function, owner = inner, None
+    else:
+        function = getattr(function, "__unsharded__", function)
+    return Callee(name or type(inner).__name__, function, owner, adapter, signature, bound)
+
+
+# ---- arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One argument of a call as it is handed to JAX: its name, the keyword it is passed by, whether it is static."""
+
+    name: str
+    keyword: str | None
+    declared: int | None
+    """Position among the function's positional parameters; None for keyword-only ones."""
+    is_static: bool
+
+
+def bind(
+    signature: inspect.Signature | None,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    static_argnums: frozenset[int] = frozenset(),
+    static_argnames: frozenset[str] = frozenset(),
+) -> tuple[tuple[Slot, ...], list[Any]]:
+    """Order the arguments of a call: positional parameters first, as declared, then keyword-only ones by name.
+
+    Raises:
+      TypeError: the call does not fit the signature, in Python's own words.
+    """
+    kinds = inspect.Parameter
+    parameters = list(signature.parameters.values()) if signature is not None else []
+    if signature is None:
+        slots = [Slot(f"arg{i}", None, i, i in static_argnums) for i in range(len(args))]
+        slots += [Slot(k, k, None, k in static_argnames) for k in sorted(kwargs)]
+        return tuple(slots), [*args, *(kwargs[k] for k in sorted(kwargs))]
+    given = signature.bind(*args, **kwargs).arguments
+    slots, values = [], []
+    late: list[tuple[Slot, Any]] = []
+    position = 0
+    skipped = False
+    for p in parameters:
+        if p.kind is kinds.VAR_KEYWORD:
+            late += [(Slot(k, k, None, k in static_argnames), v) for k, v in sorted(given.get(p.name, {}).items())]
+        elif p.kind is kinds.VAR_POSITIONAL:
+            for i, v in enumerate(given.get(p.name, ())):
+                slots.append(Slot(f"{p.name}/{i}", None, position, position in static_argnums))
+                values.append(v)
+                position += 1
+        else:
+            only = p.kind is kinds.KEYWORD_ONLY
+            static = p.name in static_argnames or (not only and position in static_argnums)
+            if p.name in given:
+                keyword = p.name if only or skipped else None
+                slot = Slot(p.name, keyword, None if only else position, static)
+                (late.append((slot, given[p.name])) if only else (slots.append(slot), values.append(given[p.name])))
+            else:
+                skipped = True
+            position += not only
+    return (*slots, *(s for s, _ in late)), [*values, *(v for _, v in late)]
+
+
+def split(slots: Sequence[Slot], values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments again."""
+    args = tuple(v for s, v in zip(slots, values, strict=True) if s.keyword is None)
+    return args, {s.keyword: v for s, v in zip(slots, values, strict=True) if s.keyword is not None}
+
+
+# ---- kinds of object
+
+
+class Cell:
+    """A mix-in for class-style code: `block.shard(in_strategy=((8, 1),))` shards the calls of that one instance.
+
+    Write `__call__`, or `construct` as in MindSpore. The arrays in the instance's attributes (in lists, dicts, pytrees
+    and other Cells too) are arguments of the compiled function, so `parameter_plan` can name them: `{"w1": (1, 4)}`.
+    It may stand beside another base class: `class Block(Cell, nnx.Module)`.
+
+    >>> import jax.numpy as jnp
+    >>> class Dense(Cell):
+    ...     def __init__(self): self.w = jnp.ones((8, 4))
+    ...     def __call__(self, x): return x @ self.w
+    >>> dense = Dense()
+    >>> _ = dense.shard(in_strategy=((1, 1),), out_strategy=(None,))
+    >>> dense(jnp.ones((2, 8))).shape
+    (2, 4)
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        plain = cls.__dict__.get("__call__")
+        if plain is not None and not hasattr(plain, "__unsharded__"):
+            cls.__call__ = _sharding_call(plain)  # type: ignore[method-assign]
+
+    def construct(self, *args: Any, **kwargs: Any) -> Any:
+        """The computation, where `__call__` is not written."""
+        raise NotImplementedError(f"{type(self).__name__} has neither `__call__` nor `construct`")
+
+    def shard(
+        self,
+        in_strategy: Any = None,
+        out_strategy: Any = None,
+        parameter_plan: Any = None,
+        device: Any = None,
+        level: int = 0,
+        **options: Any,
+    ) -> Any:
+        """Shard this instance's calls from now on; returns the instance. Arguments are those of `shardfn.shard`."""
+        from shardfn.api import shard  # the mix-in is what `shard` is applied to: neither can come first
+
+        function = shard(types.MethodType(type(self).__call__, self), in_strategy, out_strategy, device, level,
+                         parameter_plan=parameter_plan, **options)  # fmt: skip
+        object.__setattr__(self, SHARDED, Unlisted(function))
+        return self
+
+    def plan(self, *args: Any, **kwargs: Any) -> Any:
+        """The plan of a call, after `shard`."""
+        return self._sharded().plan(*args, **kwargs)
+
+    def explain(self, *args: Any, **kwargs: Any) -> Any:
+        """The report of a call, after `shard`."""
+        return self._sharded().explain(*args, **kwargs)
+
+    def _sharded(self) -> Any:
+        found = self.__dict__.get(SHARDED)
+        if found is None:
+            raise AttributeError(f"this {type(self).__name__} is not sharded yet: call its .shard(...) first")
+        return found.function
+
+
+SHARDED = "_shardfn_sharded"
+
+
+class Unlisted:
+    """Holds the sharded function of an instance; a copy of the instance (a rebuilt one too) does not take it along."""
+
+    def __init__(self, function: Any):
+        self.function = function
+
+    def __copy__(self) -> None:
+        return None
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+
+def _sharding_call(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = self.__dict__.get(SHARDED)
+        if found is None or found.function.callee.owner is not self:
+            return plain(self, *args, **kwargs)
+        return found.function(*args, **kwargs)
+
+    __call__.__unsharded__ = plain  # type: ignore[attr-defined]
+    return __call__
+
+
+def _construct(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self.construct(*args, **kwargs)
+
+
+Cell.__call__ = _sharding_call(_construct)  # type: ignore[attr-defined]
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, Cell | list | tuple | dict) or not tree_util.all_leaves([value])
+
+
+def _walk(value: Any, path: str, found: State) -> None:
+    if isinstance(value, Cell):
+        for key, child in vars(value).items():
+            _walk(child, join(path, (tree_util.GetAttrKey(key),)), found)
+    elif isinstance(value, list | tuple):
+        for i, child in enumerate(value):
+            _walk(child, join(path, (tree_util.SequenceKey(i),)), found)
+    elif isinstance(value, dict):
+        for key, child in value.items():
+            _walk(child, join(path, (tree_util.DictKey(key),)), found)
+    elif _is_array(value):
+        found[path] = value
+    elif not tree_util.all_leaves([value]):
+        for key, leaf in tree_util.tree_flatten_with_path(value)[0]:
+            if _is_array(leaf):
+                found[join(path, key)] = leaf
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype") and shape_of(value) is not None
+
+
+def _replace(value: Any, path: str, state: State) -> Any:
+    """A copy of a nest of Cells and containers with other arrays."""
+    if isinstance(value, Cell):
+        new = copy.copy(value)
+        for key, child in vars(value).items():
+            if key == SHARDED:
+                new.__dict__.pop(key, None)
+            elif _is_container(child) or _is_array(child):
+                new.__dict__[key] = _replace(child, join(path, (tree_util.GetAttrKey(key),)), state)
+        return new
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(_replace(c, join(path, (tree_util.SequenceKey(i),)), state) for i, c in enumerate(value))
+    if isinstance(value, tuple):
+        return type(value)(*(_replace(c, join(path, (tree_util.SequenceKey(i),)), state) for i, c in enumerate(value)))
+    if type(value) is dict:
+        return {k: _replace(c, join(path, (tree_util.DictKey(k),)), state) for k, c in value.items()}
+    if _is_array(value):
+        return state.get(path, value)
+    return tree_util.tree_map_with_path(lambda key, leaf: state.get(join(path, key), leaf), value)
+
+
+def _cell_read(owner: Any) -> State:
+    found: State = {}
+    _walk(owner, "", found)
+    return found
+
+
+def _cell_write(owner: Any, state: State) -> None:
+    """Arrays that are attributes are set; those in lists, dicts and pytrees are replaced with their container."""
+    new = _replace(owner, "", {**_cell_read(owner), **state})
+
+    def into(old: Any, fresh: Any) -> None:
+        for key, child in vars(old).items():
+            if isinstance(child, Cell):
+                into(child, vars(fresh)[key])
+            elif key in vars(fresh) and key != SHARDED:
+                old.__dict__[key] = vars(fresh)[key]
+
+    into(owner, new)
+
+
+def _is_nnx(owner: Any) -> bool:
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(owner, nnx.Module)
+
+
+def _nnx_read(owner: Any) -> State:
+    nnx = sys.modules["flax.nnx"]
+    flat = tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.split(owner)[1]))[0]
+    return {join("", key): leaf for key, leaf in flat}
+
+
+def _nnx_rebuild(owner: Any, state: State) -> Any:
+    nnx = sys.modules["flax.nnx"]
+    definition, old = nnx.split(owner)
+    return nnx.merge(definition, _nnx_state(nnx, old, state))
+
+
+def _nnx_write(owner: Any, state: State) -> None:
+    nnx = sys.modules["flax.nnx"]
+    nnx.update(owner, _nnx_state(nnx, nnx.split(owner)[1], state))
+
+
+def _nnx_state(nnx: Any, old: Any, state: State) -> Any:
+    pure = tree_util.tree_map_with_path(lambda key, leaf: state.get(join("", key), leaf), nnx.to_pure_dict(old))
+    nnx.replace_by_pure_dict(old, pure)
+    return old
+
+
+def _tree_read(owner: Any) -> State:
+    return {join("", k): leaf for k, leaf in tree_util.tree_flatten_with_path(owner)[0] if _is_array(leaf)}
+
+
+def _tree_rebuild(owner: Any, state: State) -> Any:
+    return tree_util.tree_map_with_path(lambda key, leaf: state.get(join("", key), leaf), owner)
+
+
+def _tree_write(owner: Any, state: State) -> None:
+    raise TypeError(f"{type(owner).__name__} is an immutable pytree, but its call changed {', '.join(state)}")
+
+
+ADAPTERS: tuple[Adapter, ...] = (
+    Adapter(_is_nnx, _nnx_read, _nnx_rebuild, _nnx_write),
+    Adapter(lambda owner: isinstance(owner, Cell), _cell_read, lambda o, s: _replace(o, "", s), _cell_write),
+    Adapter(lambda owner: not tree_util.all_leaves([owner]), _tree_read, _tree_rebuild, _tree_write),
+)

@@ -1,0 +1,176 @@
+"""The devices a plan is for: real ones, or a target that is not here.
+
+Figures are the makers' datasheet values: dense bf16 FLOP/s, memory bandwidth, memory, and what one device sends to its
+neighbours per second in one direction. The CPU's are a rough guess for virtual devices that share one host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from shardfn.errors import DeviceError, Problem, fail
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One device: rates per second, sizes in bytes, `latency_s` the time of an empty collective."""
+
+    name: str
+    platform: str
+    flops: float
+    memory_bytes_s: float
+    memory_bytes: float
+    link_bytes_s: float
+    latency_s: float
+    source: str
+
+
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip("cpu", "cpu", 5e10, 1e10, 4e9, 2e9, 5e-5, "a guess for virtual devices on one host"),
+        Chip("a100", "gpu", 312e12, 2.039e12, 80e9, 300e9, 7e-6, "NVIDIA A100 80GB SXM datasheet"),
+        Chip("h100", "gpu", 989e12, 3.35e12, 80e9, 450e9, 7e-6, "NVIDIA H100 SXM datasheet"),
+        Chip("h200", "gpu", 989e12, 4.8e12, 141e9, 450e9, 7e-6, "NVIDIA H200 SXM datasheet"),
+        Chip("tpu-v4", "tpu", 275e12, 1.228e12, 32e9, 300e9, 2e-6, "Google Cloud TPU v4 system page"),
+        Chip("tpu-v5e", "tpu", 197e12, 0.819e12, 16e9, 200e9, 2e-6, "Google Cloud TPU v5e system page"),
+        Chip("tpu-v5p", "tpu", 459e12, 2.765e12, 95e9, 600e9, 2e-6, "Google Cloud TPU v5p system page"),
+        Chip("tpu-v6e", "tpu", 918e12, 1.64e12, 32e9, 448e9, 2e-6, "Google Cloud TPU v6e system page"),
+    )
+}
+_DEFAULT_CHIP = {"cpu": "cpu", "gpu": "h100", "cuda": "h100", "rocm": "h100", "tpu": "tpu-v5e"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """What a plan runs on. `devices` is None for a target that is only planned for; `mesh` where the user gave one."""
+
+    chip: Chip
+    platform: str
+    """As JAX lowers for it: cpu, cuda, rocm, tpu."""
+    count: int
+    devices: tuple[Any, ...] | None = None
+    mesh: Mesh | None = None
+    name: str = ""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether programs can run on it now."""
+        return self.devices is not None
+
+
+def resolve(device: Any, *, count: int | None = None, default: str | None = None) -> Hardware:
+    """The hardware that `device` names.
+
+    Args:
+      device: None (the default backend), "CPU", "GPU", "TPU" in any case (or another platform that JAX has here), a
+        sequence of devices, a `Mesh`, or a target as "tpu-v5e:4x8", "h200:64", "cpu:4096".
+      count: how many of the devices to use; all of them if None.
+      default: the platform that None stands for, if not JAX's own default.
+
+    Raises:
+      DeviceError: the name is unknown, or that device is not here.
+
+    >>> resolve("tpu-v5e:4x8").count
+    32
+    """
+    if isinstance(device, Mesh):
+        return _real(tuple(device.devices.flat), device)
+    if (isinstance(device, Sequence) and not isinstance(device, str)) or isinstance(device, np.ndarray):
+        devices = tuple(np.asarray(device, dtype=object).flat)
+        if not devices or not all(isinstance(d, jax.Device) for d in devices):
+            fail(DeviceError, "`device` is a sequence, but not one of JAX devices", where=f"device = {_short(device)}",
+                 fix="pass jax.devices()[:n], a mesh, or a name")  # fmt: skip
+        return _real(devices[:count], None)
+    if device is not None and not isinstance(device, str):
+        raise DeviceTypeError(
+            Problem(
+                f"`device` must be a name, a list of devices or a mesh, but it is a {type(device).__name__}",
+                where=f"device = {_short(device)}",
+                fix='use "CPU", "GPU", "TPU", jax.devices()[:n], a Mesh, or a target such as "tpu-v5e:4x8"',
+                is_type=True,
+            )
+        )
+    if device is None:
+        return _platform(default, count) if default else _real(_take(jax.devices(), count, None), None)
+    if ":" in device:
+        return _target(device)
+    return _platform(device, count)
+
+
+class DeviceTypeError(DeviceError, TypeError):
+    """A `device` of the wrong type."""
+
+
+def _platform(name: str, count: int | None) -> Hardware:
+    key = name.strip().lower()
+    if key in CHIPS and key != "cpu":
+        fail(DeviceError, f"device {name!r} is a target without a size", where=f"device = {name!r}",
+             fix=f'write how many: "{key}:8"')  # fmt: skip
+    try:
+        devices = jax.devices(key) if key else None
+    except RuntimeError as error:
+        devices, reason = None, str(error).split(".")[0]
+    else:
+        reason = "the name is empty"
+    if devices is None:
+        here = ", ".join(dict.fromkeys(d.platform.upper() for d in jax.devices()))
+        close = difflib.get_close_matches(key, ["cpu", "gpu", "tpu", "ascend"], 1)
+        known = key in ("cpu", "gpu", "tpu", "ascend", "cuda", "rocm")
+        fix = f'this machine has {here}; to plan without the hardware name a target such as "tpu-v5e:4x4"'
+        fail(DeviceError, f"device {name!r} is not here" if known else f"device {name!r} is unknown",
+             where=f"device = {name!r}", why=reason if known else "the names are CPU, GPU and TPU, in any case",
+             fix=fix if known or not close else f"did you mean {close[0].upper()!r}?")  # fmt: skip
+    return _real(_take(devices, count, name), None)
+
+
+def _take(devices: Sequence[Any], count: int | None, name: str | None) -> tuple[Any, ...]:
+    if count is not None and count > len(devices):
+        platform = devices[0].platform
+        fix = f'set_auto_parallel_context(device_num={len(devices)}), or plan for a target: "{platform}:{count}"'
+        if platform == "cpu":
+            fix = f'jax.config.update("jax_num_cpu_devices", {count}) before JAX starts; or {fix}'
+        fail(DeviceError, f"{count} devices are wanted, but {len(devices)} {platform} devices are here",
+             where=f"device_num = {count}", fix=fix)  # fmt: skip
+    return tuple(devices[:count])
+
+
+def _real(devices: tuple[Any, ...], mesh: Mesh | None) -> Hardware:
+    platform = devices[0].platform
+    kind = getattr(devices[0], "device_kind", "").lower().replace(" ", "-").replace("lite", "e")
+    chip = next((c for c in CHIPS.values() if c.name.split("-")[-1] in kind and c.platform != "cpu"), None)
+    chip = chip or CHIPS[_DEFAULT_CHIP.get(platform, "cpu")]
+    name = f"{len(devices)} x {devices[0].device_kind}" if platform != "cpu" else f"{len(devices)} x cpu"
+    lowered = "cuda" if platform == "gpu" else platform
+    return Hardware(chip, lowered, len(devices), devices, mesh, name)
+
+
+_TARGET = re.compile(r"(?P<chip>[a-z0-9-]+):(?P<shape>\d+(x\d+)*)$")
+
+
+def _target(text: str) -> Hardware:
+    found = _TARGET.match(text.strip().lower())
+    if found is None or found["chip"] not in CHIPS or math.prod(map(int, found["shape"].split("x"))) < 1:
+        name = text.split(":")[0].lower()
+        close = difflib.get_close_matches(name, list(CHIPS), 1)
+        why = f"the chips are {', '.join(CHIPS)}" if name not in CHIPS else "the size is a count or a shape such as 4x8"
+        size = text.partition(":")[2] or "8"
+        fail(DeviceError, f"target {text!r} is unknown", where=f"device = {text!r}", why=why,
+             fix=f'did you mean "{close[0]}:{size}"?' if close and close[0] != name else 'write it as "tpu-v5e:4x8"')  # fmt: skip
+    chip = CHIPS[found["chip"]]
+    platform = "cuda" if chip.platform == "gpu" else chip.platform
+    return Hardware(chip, platform, math.prod(map(int, found["shape"].split("x"))), name=text.strip().lower())
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else text[:79] + "…"

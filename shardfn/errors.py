@@ -1,0 +1,92 @@
+"""What went wrong, where, why, and the fix: every message of this library is formatted here.
+
+>>> print(Problem("argument 1 `w1` cannot be cut 4 ways along dimension 0",
+...               where="in_strategy[1] = (4, 1), w1: float32[30, 64]",
+...               why="30 is not divisible by 4", fix="use 1, 2, 3, 5, 6, 10, 15 or 30 there"))
+argument 1 `w1` cannot be cut 4 ways along dimension 0
+  where: in_strategy[1] = (4, 1), w1: float32[30, 64]
+  why:   30 is not divisible by 4
+  fix:   use 1, 2, 3, 5, 6, 10, 15 or 30 there
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NoReturn
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a call. `is_type` says that a value has the wrong type, not the wrong value."""
+
+    what: str
+    where: str = ""
+    why: str = ""
+    fix: str = ""
+    is_type: bool = False
+
+    def __str__(self) -> str:
+        rows = [("where", self.where), ("why", self.why), ("fix", self.fix)]
+        return "\n".join([self.what, *(f"  {name + ':':<6} {text}" for name, text in rows if text)])
+
+
+class ShardError(Exception):
+    """Any error that a user of this library can mend; `problems` holds each of them.
+
+    Every subclass is a `ValueError`, a `TypeError` or a `NotImplementedError` as well.
+    """
+
+    def __init__(self, problems: Problem | Sequence[Problem]):
+        self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return str(self.problems[0])
+        numbered = (f"{i}. " + str(p).replace("\n", "\n   ") for i, p in enumerate(self.problems, 1))
+        return "\n".join([f"{len(self.problems)} problems:", *numbered])
+
+
+class StrategyError(ShardError, ValueError):
+    """A strategy that does not fit its function, its shapes or the devices."""
+
+
+class StrategyTypeError(ShardError, TypeError):
+    """A strategy, an option or an argument of the wrong type."""
+
+
+class LayoutError(ShardError, ValueError):
+    """A `Layout` that contradicts itself or the devices."""
+
+
+class LayoutTypeError(ShardError, TypeError):
+    """A `Layout` built from values of the wrong type."""
+
+
+class DeviceError(ShardError, ValueError):
+    """A device that is unknown, or that this machine does not have."""
+
+
+class ContextError(ShardError, ValueError):
+    """A parallel context value that is out of range, or a key that does not exist."""
+
+
+class ContextTypeError(ShardError, TypeError):
+    """A parallel context value of the wrong type."""
+
+
+class NotAvailableError(ShardError, NotImplementedError):
+    """A setting that is known and checked, but whose capability is not built yet."""
+
+
+def raise_problems(problems: Sequence[Problem]) -> None:
+    """Raise one error that holds all `problems`; do nothing where there are none."""
+    if problems:
+        kind = StrategyTypeError if all(p.is_type for p in problems) else StrategyError
+        raise kind(problems)
+
+
+def fail(kind: type[ShardError], what: str, *, where: str = "", why: str = "", fix: str = "") -> NoReturn:
+    """Raise `kind` with a single problem."""
+    raise kind(Problem(what, where, why, fix))

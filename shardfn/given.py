@@ -1,0 +1,195 @@
+"""Layouts the user drew: Layouts, PartitionSpecs and NamedShardings brought onto one device grid."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardfn.errors import LayoutError, Problem
+from shardfn.graph.model import Spec
+from shardfn.layout import Layout
+from shardfn.place import Placement
+from shardfn.strategy import Leaf, check_cuts
+
+
+def is_drawn(leaf: Leaf) -> bool:
+    """Whether the leaf's entry names axes, rather than counting pieces."""
+    return isinstance(leaf.entry, Layout | PartitionSpec | NamedSharding)
+
+
+def place_drawn(
+    leaves: Sequence[Leaf],
+    cuts: Sequence[tuple[int, ...] | None],
+    devices: int,
+    mesh: Mesh | None,
+    problems: list[Problem],
+) -> Placement:
+    """Put every leaf on the grid that the drawn ones share.
+
+    Args:
+      leaves: all arrays of the call; at least one has an entry that `is_drawn`.
+      cuts: for each leaf that is given by integers its cuts (`None` entries: dim 0 over all devices); else None.
+      devices: the device count.
+      mesh: the mesh that PartitionSpecs speak of, where the user gave one as `device`.
+      problems: receives axes that do not exist or stand twice, grids that do not fit each other or the devices,
+        and integers mixed with drawn layouts.
+    """
+    first = next(leaf for leaf in leaves if is_drawn(leaf))
+    grid = _grid(leaves, mesh)
+    specs: list[Spec | None] = []
+    before = len(problems)
+    for leaf, leaf_cuts in zip(leaves, cuts, strict=True):
+        if is_drawn(leaf):
+            specs.append(_drawn(leaf, leaves, grid, devices, problems))
+        elif leaf_cuts is None:
+            specs.append(None)
+        elif max(leaf_cuts, default=1) == 1:
+            specs.append(((),) * len(leaf_cuts))
+        elif leaf.entry is None:
+            specs.append((tuple(name for name, _ in grid), *((),) * (len(leaf_cuts) - 1)))
+        else:
+            specs.append(None)
+            problems.append(
+                Problem(
+                    f"{leaf.label} is cut by integers and {first.label} by named axes",
+                    where=f"{leaf.source}; {first.source}",
+                    why="integers leave the choice of axes open, and the named ones are already chosen",
+                    fix=f"write Layouts for both, or integers for both: {_as_cuts(first.entry, grid)}",
+                    is_type=True,
+                )
+            )
+    if len(problems) > before or devices == 1:
+        return Placement((), tuple(None if s is None else ((),) * len(s) for s in specs))
+    order = next((tuple(leaf.entry.rank_list) for leaf in leaves if isinstance(leaf.entry, Layout)), None)
+    return Placement(grid, tuple(specs), None if order == tuple(range(devices)) else order)
+
+
+def mesh_of(leaves: Sequence[Leaf]) -> Mesh | None:
+    """The mesh of the first NamedSharding among the entries, if there is one."""
+    for leaf in leaves:
+        if isinstance(leaf.entry, NamedSharding) and isinstance(leaf.entry.mesh, Mesh):
+            return leaf.entry.mesh
+    return None
+
+
+def _grid(leaves: Sequence[Leaf], mesh: Mesh | None) -> tuple[tuple[str, int], ...]:
+    """The axes of the first Layout or mesh; of several different ones the common refinement is not sought."""
+    for leaf in leaves:
+        if isinstance(leaf.entry, Layout):
+            return leaf.entry.axes
+        if isinstance(leaf.entry, NamedSharding):
+            return tuple(leaf.entry.mesh.shape.items())
+    return tuple(mesh.shape.items()) if mesh is not None else ()
+
+
+def _drawn(
+    leaf: Leaf, leaves: Sequence[Leaf], grid: tuple[tuple[str, int], ...], devices: int, problems: list[Problem]
+) -> Spec | None:
+    entry = leaf.entry
+    own: tuple[tuple[str, int], ...] = grid
+    if isinstance(entry, Layout):
+        own = entry.axes
+        try:
+            entry.spec  # noqa: B018
+        except LayoutError:
+            problems.append(
+                Problem(
+                    f"the Layout of {leaf.label} is not called with axes",
+                    where=leaf.source,
+                    fix='call it with one axis name, or "None", for each dimension: layout("dp", "None")',
+                )
+            )
+            return None
+        first = next(other.entry for other in leaves if isinstance(other.entry, Layout))
+        if list(entry.rank_list) != list(first.rank_list):
+            problems.append(
+                Problem(
+                    f"{leaf.label} has another rank_list than the Layouts before it",
+                    where=leaf.source,
+                    why="one call runs on one order of the devices",
+                    fix="use one rank_list for all Layouts of a call",
+                )
+            )
+            return None
+    elif isinstance(entry, NamedSharding):
+        own = tuple(entry.mesh.shape.items())
+    if own != grid:
+        problems.append(
+            Problem(
+                f"{leaf.label} lies on another device grid than the rest",
+                where=leaf.source,
+                why=f"{_text(own)} is not {_text(grid)}",
+                fix="use one device matrix with the same axis names for all arrays of a call",
+            )
+        )
+        return None
+    size = math.prod(n for _, n in own)
+    if size != devices and devices != 1:
+        problems.append(
+            Problem(
+                f"the grid of {leaf.label} has {size} devices, but there are {devices}",
+                where=leaf.source,
+                why=f"the product of {_text(own)} must be the device count",
+                fix=f"choose sizes with a product of {devices}, or pass device= a list of {size} devices",
+            )
+        )
+        return None
+    raw: tuple[Any, ...]
+    if isinstance(entry, Layout):
+        raw = entry.spec
+    else:
+        raw = tuple(entry.spec if isinstance(entry, NamedSharding) else entry)
+        raw = (*raw, *[None] * (len(leaf.shape) - len(raw)))
+    spec = tuple(_names(dim) for dim in raw)
+    known = [name for name, _ in own]
+    for name in (a for dim in spec for a in dim):
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            problems.append(
+                Problem(
+                    f"{leaf.label} is cut over `{name}`, which is no axis of the grid",
+                    where=leaf.source,
+                    why=f"the axes are {', '.join(known)}" if known else "a PartitionSpec needs a mesh to speak of",
+                    fix=f"did you mean `{close[0]}`?" if close else "pass device= a mesh with that axis, or a Layout",
+                )
+            )
+            return None
+    axes = [a for dim in spec for a in dim]
+    if len(set(axes)) < len(axes):
+        twice = next(a for a in axes if axes.count(a) > 1)
+        problems.append(
+            Problem(
+                f"two dimensions of {leaf.label} want the axis `{twice}`",
+                where=leaf.source,
+                why="an axis can cut one dimension of an array",
+                fix="give each dimension an axis of its own, or leave one whole",
+            )
+        )
+        return None
+    sizes = dict(own)
+    shards = tuple(math.prod(sizes[a] for a in dim) for dim in spec)
+    return None if check_cuts(leaf, shards, devices, problems) is None else spec
+
+
+def _names(dim: Any) -> tuple[str, ...]:
+    if dim is None:
+        return ()
+    if isinstance(dim, str):
+        return (dim,)
+    return tuple(dim) if isinstance(dim, tuple | list) else (repr(dim),)
+
+
+def _text(axes: Sequence[tuple[str, int]]) -> str:
+    return " x ".join(f"{name}={size}" for name, size in axes) or "no grid"
+
+
+def _as_cuts(entry: Any, grid: tuple[tuple[str, int], ...]) -> Any:
+    if isinstance(entry, Layout):
+        return entry.cuts
+    sizes = dict(grid)
+    raw = entry.spec if isinstance(entry, NamedSharding) else entry
+    return tuple(math.prod(sizes.get(a, 1) for a in _names(dim)) for dim in raw)

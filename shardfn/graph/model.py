@@ -1,0 +1,152 @@
+"""What a function does, as data: values, ops, the sharding rule of each op, and the collectives a layout implies."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+
+Dims = tuple[tuple[int, ...], ...]
+"""For each dim of one tensor, the factors it is made of, major to minor."""
+
+Spec = tuple[tuple[str, ...], ...]
+"""For each dim of one array, the grid axes that cut it, major to minor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A tensor of the program: its full shape and its element type as MLIR writes it (`f32`, `bf16`, `i1`)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How the dims of an op's operands and results belong together: Shardy's sharding rule.
+
+    A factor is one independent dim of the computation. `reduction` factors leave partial sums when cut,
+    `replicated` ones must be whole, `permuted` ones need an exchange between neighbours.
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    sizes: tuple[int, ...]
+    reduction: frozenset[int] = frozenset()
+    replicated: frozenset[int] = frozenset()
+    permuted: frozenset[int] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """One op: `inputs` and `outputs` index `Graph.values`; `trips` is how often the loops around it run."""
+
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    rule: Rule | None
+    trips: int
+    where: str
+    reduced: tuple[tuple[int, int], ...] = ()
+    """(input position, dim) pairs whose sizes multiply the work of each output element (a dot's contracted dims)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """A traced function. `ties` are pairs of values that hold the same array (loop carries, calls, branches)."""
+
+    values: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    ties: tuple[tuple[int, int], ...]
+    unruled: tuple[str, ...] = ()
+    """Ops without a sharding rule, as `name (file:line)`."""
+    uncounted: tuple[str, ...] = ()
+    """Loops whose trip count is not known before they run, counted once, as `file:line`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Communication:
+    """A collective as it stands in the flow: between two values, before it is given bytes."""
+
+    kind: str
+    axes: tuple[str, ...]
+    group_size: int
+    operand: int
+    result: int
+    trips: int
+    where: str
+    cause: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Flow:
+    """A graph with the layout of every value on a grid: `specs[i]` is that of `graph.values[i]`."""
+
+    graph: Graph
+    specs: tuple[Spec, ...]
+    axes: dict[str, int]
+    communications: tuple[Communication, ...]
+
+    def shards(self, value: int) -> tuple[int, ...]:
+        """How many ways each dim of a value is cut."""
+        return tuple(math.prod(axis_size(a, self.axes) for a in dim) for dim in self.specs[value])
+
+    def local_shape(self, value: int) -> tuple[int, ...]:
+        """Shape of the piece on one device, padded up where the cut does not divide."""
+        return tuple(-(-n // s) for n, s in zip(self.graph.values[value].shape, self.shards(value), strict=True))
+
+    def local_bytes(self, value: int) -> int:
+        """Bytes of the piece on one device."""
+        return math.prod(self.local_shape(value)) * dtype_bits(self.graph.values[value].dtype) // 8
+
+
+def axis_size(axis: str, axes: Mapping[str, int]) -> int:
+    """Size of a grid axis, or of the part of one that Shardy writes as `name:(pre)size`.
+
+    >>> axis_size("a:(2)4", {"a": 8}), axis_size("a", {"a": 8})
+    (4, 8)
+    """
+    name, _, part = axis.partition(":")
+    return int(part.partition(")")[2]) if part else axes.get(name, 1)
+
+
+def dtype_bits(dtype: str) -> int:
+    """Bits of one element of an MLIR type; a bool takes a byte.
+
+    >>> dtype_bits("bf16"), dtype_bits("complex<f32>"), dtype_bits("i1"), dtype_bits("ui8")
+    (16, 64, 8, 8)
+    """
+    if dtype.startswith("complex"):
+        return 2 * dtype_bits(dtype[8:-1])
+    digits = re.search(r"\d+", dtype)
+    return 0 if digits is None else max(8, int(digits[0])) if int(digits[0]) != 4 else 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One communication, predicted from the flow or read from a compiled module.
+
+    `bytes_sent` is what one device sends each time it runs (formulas: `cost.collectives.bytes_sent`); `trips` is how
+    often it runs in one call of the function; `axes` are grid axes (empty where only the groups are known).
+    """
+
+    kind: str
+    """`all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all` or `collective-permute`."""
+    axes: tuple[str, ...]
+    group_size: int
+    shape: tuple[int, ...]
+    """Per-device shape of the operand."""
+    dtype: str
+    bytes_sent: int
+    trips: int
+    where: str
+    """`file:line` of the user's code, or empty."""
+    cause: str = ""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes one device sends in one call: `bytes_sent * trips`."""
+        return self.bytes_sent * self.trips

@@ -1,0 +1,166 @@
+"""Arguments, strategies and hardware to a plan: place what was given, search what is open, propagate, price."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from shardfn.cost.hardware import Hardware
+from shardfn.cost.price import collectives, price
+from shardfn.errors import Problem, raise_problems
+from shardfn.given import is_drawn, place_drawn
+from shardfn.graph import shardy
+from shardfn.graph.classes import Classes, dim_classes
+from shardfn.graph.model import Flow, Graph, Spec, axis_size, dtype_bits
+from shardfn.place import Placement, place
+from shardfn.plan import Decision, DimClass, Plan
+from shardfn.search import Search
+from shardfn.search.problem import Axes
+from shardfn.search.problem import Problem as Question
+from shardfn.strategy import Leaf, check
+from shardfn.trace import Traced
+
+
+def place_call(
+    inputs: Sequence[Leaf], outputs: Sequence[Leaf], traced: Traced, classes: Classes, hardware: Hardware,
+    problems: list[Problem],
+) -> Placement:  # fmt: skip
+    """Validate all entries of a call, arguments and results alike, and put them on one grid; `problems` grows."""
+    leaves = [*inputs, *outputs]
+    before = len(problems)
+    cuts = [check(leaf, hardware.count, problems) for leaf in leaves]
+    values = (*traced.inputs, *traced.outputs)
+    tied = [classes.of[v][: len(leaf.shape)] for v, leaf in zip(values, leaves, strict=True)]
+    if any(is_drawn(leaf) for leaf in leaves):
+        return place_drawn(leaves, cuts, hardware.count, hardware.mesh, problems)
+    if len(problems) > before:
+        return Placement((), (None,) * len(leaves))
+    return place(leaves, cuts, tied, hardware.count, problems)
+
+
+def make_plan(
+    name: str, inputs: Sequence[Leaf], outputs: Sequence[Leaf], traced: Traced, hardware: Hardware, level: int,
+    search: Search, problems: list[Problem], same_as: Mapping[int, int],
+) -> Plan:  # fmt: skip
+    """The plan of one call. `same_as[i] = j` lays output i out as input j (arrays that a module updates).
+
+    Raises:
+      ShardError: with everything in `problems`, which other stages may have filled before.
+    """
+    graph = traced.graph
+    classes = dim_classes(graph)
+    placed = place_call(inputs, outputs, traced, classes, hardware, problems)
+    raise_problems(problems)
+    in_specs, out_specs = placed.specs[: len(inputs)], placed.specs[len(inputs) :]
+    grid = placed.axes or ((("a", hardware.count),) if hardware.count > 1 else ())
+
+    def flow_of(axes: Axes, specs: Sequence[Spec | None]) -> Flow:
+        spread = [None] * traced.captured + [_padded(s, graph, v) for s, v in zip(specs, traced.inputs, strict=True)]
+        tokens = len(graph.outputs) - len(outputs)
+        ends = [None] * tokens + [_padded(s, graph, v) for s, v in zip(out_specs, traced.outputs, strict=True)]
+        return shardy.propagate(traced.module, axes, spread, ends)
+
+    answer = search(
+        Question(
+            tuple(leaf.path for leaf in inputs),
+            tuple(leaf.shape for leaf in inputs),
+            tuple(_bytes(graph, v) for v in traced.inputs),
+            tuple(classes.of[v][: len(leaf.shape)] for v, leaf in zip(traced.inputs, inputs, strict=True)),
+            grid,
+            in_specs if hardware.count > 1 else tuple(((),) * len(leaf.shape) for leaf in inputs),
+            hardware.count,
+            level,
+            lambda axes, specs: price(flow_of(axes, specs), hardware.chip),
+        )
+    )
+    out_specs = tuple(answer.specs[same_as[i]] if i in same_as else spec for i, spec in enumerate(out_specs))
+    flow = flow_of(answer.axes, answer.specs)
+    findings: list[str] = []
+    decided_in = tuple(
+        _decision(leaf, spec, answer.axes, graph, value, "" if given is None else "you", reason, answer.runner_up)
+        for leaf, spec, given, value, reason in zip(
+            inputs, answer.specs, in_specs, traced.inputs, answer.reasons, strict=True
+        )
+    )
+    decided_out = []
+    for leaf, given, value in zip(outputs, out_specs, flow.graph.outputs[-len(outputs) or None :], strict=True):
+        spec = given
+        if spec is None:
+            spec = _whole_axes(flow.specs[value][: len(leaf.shape)], leaf, flow, findings)
+        decided_out.append(
+            _decision(leaf, spec, answer.axes, flow.graph, value, "you" if given else "propagated", "", "")
+        )
+    findings += _findings(graph, traced, hardware, inputs)
+    return Plan(
+        name, hardware, level, answer.axes, placed.order, decided_in, tuple(decided_out),
+        _classes(classes, inputs, outputs, traced, decided_in), collectives(flow), price(flow, hardware.chip),
+        answer.policy, tuple(findings), flow,
+    )  # fmt: skip
+
+
+def _padded(spec: Spec | None, graph: Graph, value: int) -> Spec | None:
+    """A spec for the array as the module has it: a PRNG key has one dim more there."""
+    return None if spec is None else (*spec, *((),) * (len(graph.values[value].shape) - len(spec)))
+
+
+def _bytes(graph: Graph, value: int) -> int:
+    return math.prod(graph.values[value].shape) * dtype_bits(graph.values[value].dtype) // 8
+
+
+def _decision(
+    leaf: Leaf, spec: Spec | None, axes: Axes, graph: Graph, value: int, source: str, reason: str, runner_up: str
+) -> Decision:
+    spec = spec if spec is not None else ((),) * len(leaf.shape)
+    sizes = dict(axes)
+    cuts = tuple(math.prod(axis_size(a, sizes) for a in dim) for dim in spec)
+    source = source or "searched"
+    if source == "you":
+        reason, runner_up = leaf.where + (": data parallel" if leaf.entry is None else ""), ""
+    elif source == "propagated":
+        runner_up = ""
+    local = _bytes(graph, value) // max(1, math.prod(cuts))
+    return Decision(leaf.path, leaf.shape, leaf.dtype, cuts, spec, source, reason, runner_up, local)
+
+
+def _whole_axes(spec: Spec, leaf: Leaf, flow: Flow, findings: list[str]) -> Spec:
+    """A propagated layout that JAX can hand out: axes must be whole ones and divide the dim."""
+    kept = []
+    for size, dim in zip(leaf.shape, spec, strict=True):
+        good = dim
+        while good and (any(":" in a for a in good) or size % math.prod(flow.axes.get(a, 0) or size + 1 for a in good)):
+            good = good[:-1]
+        kept.append(good)
+        if good != dim:
+            findings.append(f"{leaf.path}: XLA would cut dimension {len(kept) - 1} over {dim}, which does not divide "
+                            f"{size}; it is handed out over {good or 'no axis'}")  # fmt: skip
+    return tuple(kept)
+
+
+def _findings(graph: Graph, traced: Traced, hardware: Hardware, inputs: Sequence[Leaf]) -> list[str]:
+    found = []
+    if graph.unruled:
+        found.append(f"no sharding rule for: {', '.join(graph.unruled)}; XLA decides there, its cost is not predicted")
+    if graph.uncounted:
+        found.append(f"loops of unknown length, counted once: {', '.join(graph.uncounted)}")
+    if hardware.count == 1 and any(isinstance(leaf.entry, tuple) and max(leaf.entry, default=1) > 1 for leaf in inputs):
+        found.append("one device: the strategies are checked, and the function runs unsharded")
+    if traced.captured:
+        found.append(f"{traced.captured} arrays of the surrounding transformation are captured; they are left to XLA")
+    return found
+
+
+def _classes(
+    classes: Classes, inputs: Sequence[Leaf], outputs: Sequence[Leaf], traced: Traced, decided: Sequence[Decision]
+) -> tuple[DimClass, ...]:
+    leaves = [*inputs, *outputs]
+    values = (*traced.inputs, *traced.outputs)
+    found = []
+    for members in classes.members(values).values():
+        pairs = [(i, d) for i, d in members if d < len(leaves[i].shape) and leaves[i].shape[d] > 1]
+        if not pairs:
+            continue
+        axes: tuple[str, ...] = max((decided[i].spec[d] for i, d in pairs if i < len(decided)), key=len, default=())
+        i, d = pairs[0]
+        names = tuple(f"{leaves[i].path}.{d}" for i, d in pairs)
+        found.append(DimClass(names[0], leaves[i].shape[d], names, axes))
+    return tuple(found)

@@ -1,0 +1,237 @@
+"""Cuts and dim classes to a grid and layouts: which axis of which device grid carries each cut.
+
+Cuts on one class share axes as far as they go: 4 ways on one array and 2 on another, and the second takes the major
+part of the first's axes. Classes get axes of their own, in order of first appearance, row-major; devices left over
+are a repeat axis at the end. Only where the device count forces it do two classes share axes, and never on one array.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import string
+from collections.abc import Iterator, Sequence
+
+from shardfn.errors import Problem
+from shardfn.graph.model import Spec
+from shardfn.strategy import Leaf
+
+Atom = tuple[int, int]
+"""(chain, position): one prime factor of what a class needs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """One cut: dimension `dim` of leaf `leaf`, which belongs to `chain`, in `cut` pieces."""
+
+    leaf: int
+    dim: int
+    chain: int
+    cut: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """A grid and the layout of every leaf on it; None for a leaf that is still open."""
+
+    axes: tuple[tuple[str, int], ...]
+    specs: tuple[Spec | None, ...]
+    order: tuple[int, ...] | None = None
+    """Which device stands at each position of the grid, where it is not 0, 1, 2, …"""
+
+
+def place(
+    leaves: Sequence[Leaf],
+    cuts: Sequence[tuple[int, ...] | None],
+    classes: Sequence[tuple[int, ...]],
+    devices: int,
+    problems: list[Problem],
+) -> Placement:
+    """Build the grid that carries all cuts.
+
+    Args:
+      leaves: the arrays, for their names in errors.
+      cuts: for each leaf its cuts, or None where it is open.
+      classes: for each leaf the dim class of each of its dims.
+      devices: the device count; every leaf's product divides it.
+      problems: receives what cannot be placed, naming both arrays.
+
+    Returns:
+      The placement. Where nothing can be placed, `problems` has grown and every leaf is open.
+    """
+    if devices == 1:
+        return Placement((), tuple(None if c is None else ((),) * len(c) for c in cuts))
+    needs, chains = _needs(cuts, classes)
+    used = [_atoms(need, chains[need.chain]) for need in needs]
+    total = math.prod(p for chain in chains for p in chain)
+    slots_of = _own_slots(chains) if devices % total == 0 else _share(needs, used, chains, devices)
+    if slots_of is None:
+        problems.append(_clash(leaves, cuts, classes, devices))
+        return Placement((), (None,) * len(leaves))
+    sizes, slots_of = _ordered(slots_of, chains, devices)
+    rows = [tuple(slots_of[atom] for atom in atoms) for atoms in used]
+    groups = _merge(rows, sizes)
+    axes = tuple((name, math.prod(sizes[s] for s in group)) for name, group in zip(_names(), groups))  # noqa: B905
+    start = {group[0]: name for (name, _), group in zip(axes, groups, strict=True)}
+    specs: list[list[tuple[str, ...]] | None] = [None if c is None else [()] * len(c) for c in cuts]
+    for need, row in zip(needs, rows, strict=True):
+        spec = specs[need.leaf]
+        assert spec is not None
+        spec[need.dim] = tuple(start[s] for s in row if s in start)
+    return Placement(axes, tuple(None if s is None else tuple(s) for s in specs))
+
+
+def _names() -> Iterator[str]:
+    """a, b, … z, a1, b1, …"""
+    for i in itertools.count():
+        for letter in string.ascii_lowercase:
+            yield f"{letter}{i or ''}"
+
+
+def _needs(
+    cuts: Sequence[tuple[int, ...] | None], classes: Sequence[tuple[int, ...]]
+) -> tuple[list[Need], list[list[int]]]:
+    """The cuts that are more than 1, and for each class the primes that its cuts need, major first.
+
+    A class that stands twice on one array (`x @ x.T`) is two chains: one array's dims never share an axis.
+    """
+    number: dict[tuple[int, int], int] = {}
+    needs: list[Need] = []
+    for i, (leaf_cuts, leaf_classes) in enumerate(zip(cuts, classes, strict=True)):
+        met: dict[int, int] = {}
+        for dim, (cut, class_) in enumerate(zip(leaf_cuts or (), leaf_classes)):  # noqa: B905
+            if cut > 1:
+                met[class_] = met.get(class_, -1) + 1
+                needs.append(Need(i, dim, number.setdefault((class_, met[class_]), len(number)), cut))
+    chains: list[list[int]] = [[] for _ in number]
+    for need in sorted(needs, key=lambda n: n.cut):
+        left = need.cut
+        for prime in chains[need.chain]:
+            left = left // prime if left % prime == 0 else left
+        chains[need.chain] += _primes(left)
+    return needs, chains
+
+
+def _primes(n: int) -> list[int]:
+    found, p = [], 2
+    while n > 1:
+        while n % p == 0:
+            found.append(p)
+            n //= p
+        p = p + 1 if p * p <= n else n
+    return found
+
+
+def _atoms(need: Need, chain: list[int]) -> tuple[Atom, ...]:
+    left, taken = need.cut, []
+    for position, prime in enumerate(chain):
+        if left % prime == 0:
+            left //= prime
+            taken.append((need.chain, position))
+    return tuple(taken)
+
+
+def _own_slots(chains: list[list[int]]) -> dict[Atom, int]:
+    return {atom: slot for slot, atom in enumerate((c, i) for c, chain in enumerate(chains) for i in range(len(chain)))}
+
+
+def _share(
+    needs: Sequence[Need], used: Sequence[tuple[Atom, ...]], chains: list[list[int]], devices: int
+) -> dict[Atom, int] | None:
+    """Give every atom one of the device count's prime factors, sharing where they run out: a graph colouring.
+
+    Atoms of one class, and atoms that cut one array, need different factors. Depth-first, fresh factors first; the
+    atom with the fewest possible factors next.
+    """
+    primes = _primes(devices)
+    atoms = [(c, i) for c, chain in enumerate(chains) for i in range(len(chain))]
+    apart: dict[Atom, set[Atom]] = {a: {b for b in atoms if b[0] == a[0] and b != a} for a in atoms}
+    by_leaf: dict[int, list[Atom]] = {}
+    for need, row in zip(needs, used, strict=True):
+        by_leaf.setdefault(need.leaf, []).extend(row)
+    for together in by_leaf.values():
+        for a, b in itertools.permutations(together, 2):
+            apart[a].add(b)
+    options = {a: [s for s, p in enumerate(primes) if p == chains[a[0]][a[1]]] for a in atoms}
+    chosen: dict[Atom, int] = {}
+    budget = 50_000
+
+    def free(atom: Atom) -> list[int]:
+        taken = {chosen[b] for b in apart[atom] if b in chosen}
+        return [s for s in options[atom] if s not in taken]
+
+    def go() -> bool:
+        nonlocal budget
+        budget -= 1
+        rest = [a for a in atoms if a not in chosen]
+        if not rest or budget < 0:
+            return not rest
+        fresh = set(range(len(primes))) - set(chosen.values())
+        choices = {a: free(a) for a in rest}
+        tight = min(rest, key=lambda a: (len(choices[a]) if len(choices[a]) < 2 else 2, a))
+        for slot in sorted(choices[tight], key=lambda s: (s not in fresh, s)):
+            chosen[tight] = slot
+            if go():
+                return True
+            del chosen[tight]
+        return False
+
+    return dict(chosen) if go() else None
+
+
+def _ordered(slots_of: dict[Atom, int], chains: list[list[int]], devices: int) -> tuple[list[int], dict[Atom, int]]:
+    """Number the slots by first appearance over the classes; the primes left over follow, largest first."""
+    order: dict[int, int] = {}
+    sizes: list[int] = []
+    for atom in sorted(slots_of):
+        if slots_of[atom] not in order:
+            order[slots_of[atom]] = len(order)
+            sizes.append(chains[atom[0]][atom[1]])
+    sizes += sorted(_primes(devices // math.prod(sizes)), reverse=True)
+    return sizes, {atom: order[slot] for atom, slot in slots_of.items()}
+
+
+def _merge(rows: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> list[list[int]]:
+    """Neighbouring slots that always cut together, in order, are one axis."""
+    pairs = [set(itertools.pairwise(row)) for row in rows]
+
+    def together(s: int) -> bool:
+        return all(((s, s + 1) in pair) if (s in row or s + 1 in row) else True
+                   for row, pair in zip(rows, pairs, strict=True))  # fmt: skip
+
+    groups: list[list[int]] = []
+    for slot in range(len(sizes)):
+        if groups and together(slot - 1):
+            groups[-1].append(slot)
+        else:
+            groups.append([slot])
+    return groups
+
+
+def _clash(
+    leaves: Sequence[Leaf],
+    cuts: Sequence[tuple[int, ...] | None],
+    classes: Sequence[tuple[int, ...]],
+    devices: int,
+) -> Problem:
+    """Name the two arrays to blame: the first that no longer fits, and the first earlier one without which it would."""
+
+    def fits(chosen: Sequence[int]) -> bool:
+        kept = [cuts[i] if i in chosen else None for i in range(len(cuts))]
+        needs, chains = _needs(kept, classes)
+        used = [_atoms(n, chains[n.chain]) for n in needs]
+        total = math.prod(p for chain in chains for p in chain)
+        return devices % total == 0 or _share(needs, used, chains, devices) is not None
+
+    given = [i for i, c in enumerate(cuts) if c is not None and max(c, default=1) > 1]
+    last = next(i for k, i in enumerate(given) if not fits(given[: k + 1]))
+    before = given[: given.index(last)]
+    other = next((i for i in before if fits([j for j in (*before, last) if j != i])), before[0])
+    a, b = leaves[other], leaves[last]
+    return Problem(
+        f"{a.label} and {b.label} are cut in ways that {devices} devices cannot hold together",
+        where=f"{a.source}; {b.source}",
+        why="dims that the function ties together share mesh axes, and the dims of one array need different axes",
+        fix=f"cut one of them less (AUTO or 1), or give both as Layouts on one device matrix of {devices}",
+    )

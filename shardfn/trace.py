@@ -1,0 +1,69 @@
+"""A function and shapes to a lowered module, on paper: no device is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import tree_util
+from jax.extend import core as jex_core
+
+from shardfn.graph import shardy
+from shardfn.graph.model import Graph
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A function lowered for a platform.
+
+    The module's arguments are `captured` arrays first (those the function closes over, where they are tracers of a
+    transformation outside), then the call's arrays; `results` is the pytree of result shapes.
+    """
+
+    module: Any
+    graph: Graph
+    captured: int
+    results: Any
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Graph values of the call's arrays."""
+        return self.graph.inputs[self.captured :]
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Graph values of the results, without tokens of ordered effects."""
+        return self.graph.outputs[len(self.graph.outputs) - len(tree_util.tree_leaves(self.results)) :]
+
+
+def trace(function: Callable[..., Any], args: Sequence[Any], static_argnums: tuple[int, ...], platform: str) -> Traced:
+    """Trace and lower `function` for `platform` (as `lowering_platforms` of JAX names it).
+
+    Errors of the function itself come out as they are.
+    """
+    traced = jax.jit(function, static_argnums=static_argnums, keep_unused=True).trace(*args)
+    results = tree_util.tree_map(lambda o: jax.ShapeDtypeStruct(o.shape, o.dtype), traced.out_info)
+    jaxpr = traced.jaxpr
+    if any(isinstance(c, jax.core.Tracer) for c in jaxpr.consts):
+        open_ = jaxpr.jaxpr
+
+        def lifted(consts: list[Any], flat: list[Any]) -> list[Any]:
+            return jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(open_, consts))(*flat)
+
+        shapes = [jax.ShapeDtypeStruct(c.shape, c.dtype) for c in jaxpr.consts]
+        flat = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in jaxpr.in_avals]
+        traced = jax.jit(lifted, keep_unused=True).trace(shapes, flat)
+    module = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
+    graph = shardy.read_graph(module)
+    dynamic = [a for i, a in enumerate(args) if i not in static_argnums]
+    return Traced(module, graph, len(graph.inputs) - len(tree_util.tree_leaves(dynamic)), results)
+
+
+def shaped(leaf: Any) -> Any:
+    """A leaf as tracing sees it, without its data; numbers stay as they are, for their weak type."""
+    if isinstance(leaf, bool | int | float | complex):
+        return leaf
+    weak = bool(getattr(leaf, "weak_type", False))
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)

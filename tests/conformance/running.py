@@ -1,0 +1,111 @@
+"""A case on this library: planned always, and run wherever its devices are here."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import shardfn
+from tests.conformance.deviations import ACCEPTS, Ask, Row, row_of
+from tests.conformance.facts import Held, LayoutFact
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of a call that was accepted."""
+
+    plan: Any
+    received: tuple[tuple[int, ...], ...] | None
+    """Shape of each argument's piece as the compiled function takes it; None where the devices are not here."""
+    value: Any
+
+    @property
+    def planned(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(d.local_shape for d in self.plan.inputs)
+
+
+def entry(said: Any) -> Any:
+    """A fact's entry as this library takes it."""
+    match said:
+        case LayoutFact(map=None):
+            return shardfn.Layout(said.matrix, said.alias)
+        case LayoutFact():
+            return shardfn.Layout(said.matrix, said.alias)(*said.axes)
+    return said
+
+
+def entries(said: Any) -> Any:
+    """A fact's strategy as this library takes it."""
+    return tuple(map(entry, said)) if isinstance(said, tuple) else said
+
+
+def attempt(
+    fn: Callable[..., Any], args: Sequence[Any], strategy: Any, out: Any, devices: int,
+    context: Mapping[str, Any] | None = None, **options: Any,
+) -> Outcome:  # fmt: skip
+    """Shard `fn` on `devices` devices and call it; raises what the library raises."""
+    here = devices <= len(jax.devices())
+    device = jax.devices()[:devices] if here else f"cpu:{devices}"
+    with shardfn.auto_parallel(**context) if context else contextlib.nullcontext():
+        sharded = shardfn.shard(fn, entries(strategy), entries(out), device, **options)
+        if not here:
+            return Outcome(sharded.plan(*args), None, None)
+        value = sharded(*args)
+        compiled = sharded.lower(*args).compile()
+        received = tuple(s.shard_shape(np.shape(a)) for s, a in zip(compiled.input_shardings[0], args, strict=True))
+        return Outcome(sharded.plan(*args), received, value)
+
+
+def expected_slices(ask: Ask, row: Row | None) -> tuple[tuple[int, ...], ...]:
+    """What a device holds of each argument: as MindSpore says, or, where we differ, as the cuts say."""
+    held = ask.case.inputs.values() if isinstance(ask.case.inputs, dict) else ask.case.inputs
+    if row is None and all(held):
+        return tuple(h.slice_shape for h in held)
+    if ask.case.devices == 1:
+        return ask.shapes
+    return tuple(
+        tuple(n // c for n, c in zip(shape, cuts, strict=True))
+        for shape, cuts in zip(ask.shapes, ask.cuts_here, strict=True)
+    )
+
+
+def starts(plan: Any, decision: Any, rank: int) -> tuple[int, ...]:
+    """Where the slice of a rank starts in each dim, in slices."""
+    names, sizes = [n for n, _ in plan.axes], [s for _, s in plan.axes]
+    at = dict(zip(names, np.unravel_index(rank, sizes) if sizes else (), strict=True))
+    size = dict(plan.axes)
+    found = []
+    for axes in decision.spec:
+        place = 0
+        for axis in axes:
+            place = place * size[axis] + int(at[axis])
+        found.append(place)
+    return tuple(found)
+
+
+def same_ranks(plan: Any, held: Sequence[Held]) -> bool:
+    """Whether every rank holds the slices that it holds in MindSpore."""
+    return all(
+        starts(plan, decision, rank) == h.starts(rank)
+        for decision, h in zip(plan.inputs, held, strict=True)
+        for rank in range(math.prod(h.matrix))
+    )
+
+
+def assert_same(got: Any, want: Any) -> None:
+    """Floats nearly, everything else exactly; structure and types too."""
+    got_leaves, got_tree = jax.tree.flatten(got)
+    want_leaves, want_tree = jax.tree.flatten(want)
+    assert got_tree == want_tree
+    for g, w in zip(got_leaves, want_leaves, strict=True):
+        assert (g.shape, g.dtype) == (w.shape, w.dtype)
+        if np.issubdtype(w.dtype, np.floating):
+            np.testing.assert_allclose(np.asarray(g), np.asarray(w), rtol=2e-5, atol=2e-5)
+        else:
+            np.testing.assert_array_equal(np.asarray(g), np.asarray(w))

@@ -1,0 +1,61 @@
+"""What MindSpore 2.10.0's context accepts, against ours. Every difference is in a table, with its reason."""
+
+import ast
+import json
+import pathlib
+
+import pytest
+
+from shardfn.context import get_auto_parallel_context, set_auto_parallel_context
+from shardfn.errors import ContextError, ContextTypeError, NotAvailableError
+
+CASES = json.loads((pathlib.Path(__file__).parent / "context.json").read_text())["cases"]
+KINDS = {None: None, "ValueError": ContextError, "KeyError": ContextError, "TypeError": ContextTypeError}
+
+NOT_BUILT = {  # MindSpore takes these; here the value passes its check, and what it asks for is missing
+    "{'all_reduce_fusion_config': [20, 35]}": "how all-reduces fuse is XLA's choice",
+    "{'comm_fusion': {'openstate': False}}": "XLA fuses collectives, and nothing here stops it",
+    "{'parallel_optimizer_config': {'parallel_optimizer_threshold': 24}}": "optimizer states are not sharded by a rule",
+    "{'parallel_optimizer_config': {'gradient_accumulation_shard': True}}": "gradients are not sharded by a rule",
+    "{'pipeline_config': {'pipeline_interleave': True, 'pipeline_scheduler': 'gpipe'}}": "there are no pipeline stages",
+    "{'gradients_mean': True}": "the library does not touch gradients",
+    "{'loss_repeated_mean': False}": "the library does not touch the loss",
+}
+OTHERWISE = {  # decided otherwise, for good
+    "{'device_num': True}": (ContextTypeError, "MindSpore takes True for 1; a bool here is a slip"),
+    "{'all_reduce_fusion_config': [-3, 5]}": (
+        ContextError,
+        "an int of the wrong value; MindSpore's binding says TypeError",
+    ),
+    "{'pipeline_config': {'pipeline_interleave': False, 'pipeline_scheduler': 'gpipe'}}": (
+        ContextError,
+        "a str of the wrong value; MindSpore says TypeError",
+    ),
+}
+DEVIATIONS = {args: (NotAvailableError, why) for args, why in NOT_BUILT.items()} | OTHERWISE
+
+
+def outcome(settings):
+    try:
+        set_auto_parallel_context(**settings)
+    except (ContextError, ContextTypeError, NotAvailableError) as error:
+        return type(error)
+    return None
+
+
+def test_all_cases_are_here():
+    assert len(CASES) == 43
+    assert set(DEVIATIONS) <= {case["args"] for case in CASES}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["args"])
+def test_as_mindspore_or_as_the_table_says(case):
+    settings = ast.literal_eval(case["args"])
+    measured = KINDS[case["error"]]
+    assert case["accepted"] == (measured is None)
+    expected, _ = DEVIATIONS.get(case["args"], (measured, ""))
+    if case["args"] in DEVIATIONS:
+        assert expected is not measured, "no deviation any more: take it out of the table"
+    assert outcome(settings) is expected
+    if expected is None:
+        assert {key: get_auto_parallel_context(key) for key in settings} == settings

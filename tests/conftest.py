@@ -1,0 +1,24 @@
+"""Golden files: texts that a reviewer reads."""
+
+import os
+import pathlib
+
+import pytest
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+
+@pytest.fixture
+def golden():
+    """Hold a text against `tests/golden/<name>.txt`; `SHARDFN_UPDATE_GOLDEN=1` rewrites the file instead."""
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN / f"{name}.txt"
+        text = text.rstrip("\n") + "\n"
+        if os.environ.get("SHARDFN_UPDATE_GOLDEN"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert path.exists(), f"no golden file {path.name}: write it with SHARDFN_UPDATE_GOLDEN=1, then read it"
+        assert text == path.read_text(encoding="utf-8")
+
+    return check

@@ -1,0 +1,190 @@
+"""`import shardfn` is light and changes nothing; inside, imports point one way."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+FILES = sorted((ROOT / "shardfn").rglob("*.py"))
+SHARDY = "shardfn.graph.shardy"
+
+# A module may import only modules of the rows above its own. A new file gets a place here.
+LAYERS = (
+    ("errors",),
+    ("layout", "graph.model", "cost.hardware", "cost.collectives"),
+    ("context_keys", "callee"),
+    ("context",),
+    ("strategy", "graph.rules"),
+    ("graph.shardy", "graph.classes", "cost.compute", "cost.memory"),
+    ("graph", "cost", "compiled"),
+    ("place",),
+    ("given",),
+    ("plan",),
+    ("search.problem",),
+    ("search.propagation",),
+    ("search",),
+    ("apply", "report"),
+    ("render",),
+    ("api",),
+    ("",),  # shardfn/__init__.py
+    ("demo",),
+    ("cli",),
+    ("__main__",),
+)
+RANKS = {f"shardfn.{name}".rstrip("."): rank for rank, row in enumerate(LAYERS) for name in row}
+
+
+def name_of(path: pathlib.Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def sources():
+    return [pytest.param(name_of(path), path, id=name_of(path)) for path in FILES]
+
+
+def imported(tree: ast.AST, module: str, is_package: bool, modules: frozenset[str]) -> set[str]:
+    """The absolute names of what a file imports, at its top or inside functions.
+
+    Of `from shardfn.x import y` it is `shardfn.x.y` where that is a module of ours, else `shardfn.x`.
+    """
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module.split(".") if is_package else module.split(".")[:-1]
+                kept = package[: len(package) - node.level + 1]
+                base = ".".join([*kept, base] if base else kept)
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                ours = base.partition(".")[0] == "shardfn"
+                found.add(base if ours and full not in modules else full)
+    return found
+
+
+def wrong_way(tree: ast.AST, module: str, is_package: bool, modules: frozenset[str]) -> list[str]:
+    ours = {name for name in imported(tree, module, is_package, modules) if name.partition(".")[0] == "shardfn"}
+    return sorted(name for name in ours if RANKS.get(name, len(LAYERS)) >= RANKS[module])
+
+
+def environment_writes(tree: ast.AST) -> list[int]:
+    """Lines that change the process's environment or JAX's global flags."""
+
+    def is_environ(node: ast.AST) -> bool:
+        return ast.unparse(node) in ("os.environ", "environ")
+
+    lines = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Subscript(value=target, ctx=ast.Store() | ast.Del()) if is_environ(target):
+                lines.append(node.lineno)
+            case ast.AugAssign(target=target) if is_environ(target):
+                lines.append(node.lineno)
+            case ast.Call(func=ast.Attribute(value=target, attr=name)) if is_environ(target):
+                if name not in ("get", "copy", "items", "keys", "values"):
+                    lines.append(node.lineno)
+            case ast.Call(func=ast.Attribute(attr="putenv" | "unsetenv")):
+                lines.append(node.lineno)
+            case ast.Call(func=func) if ast.unparse(func) in ("jax.config.update", "config.update"):
+                lines.append(node.lineno)
+    return lines
+
+
+@pytest.mark.parametrize(("module", "path"), sources())
+def test_imports_point_one_way(module, path):
+    assert module in RANKS, f"{module} has no place in LAYERS"
+    modules = frozenset(name_of(file) for file in FILES)
+    assert wrong_way(ast.parse(path.read_text()), module, path.name == "__init__.py", modules) == []
+
+
+@pytest.mark.parametrize(("module", "path"), sources())
+def test_no_private_jax_and_one_door_to_mlir(module, path):
+    text = path.read_text()
+    names = imported(ast.parse(text), module, path.name == "__init__.py", frozenset())
+    assert "jax._src" not in text
+    assert not any(name.startswith(("jax._src", "jaxlib")) for name in names)
+    if module != SHARDY:
+        assert "jax.extend.mlir" not in text
+        assert not any(name.startswith("jax.extend.mlir") for name in names)
+
+
+@pytest.mark.parametrize(("module", "path"), sources())
+def test_nothing_writes_the_environment_or_flags(module, path):
+    assert environment_writes(ast.parse(path.read_text())) == []
+
+
+MODULES = frozenset(
+    {"shardfn", "shardfn.api", "shardfn.errors", "shardfn.graph", "shardfn.graph.model", "shardfn.plan"}
+)
+
+
+@pytest.mark.parametrize(
+    ("module", "code", "wrong"),
+    [
+        ("shardfn.plan", "import shardfn.api", ["shardfn.api"]),
+        ("shardfn.plan", "from shardfn.api import shard", ["shardfn.api"]),
+        ("shardfn.plan", "from shardfn import api, errors", ["shardfn.api"]),
+        ("shardfn.plan", "def f():\n  from . import api", ["shardfn.api"]),
+        ("shardfn.plan", "from shardfn import Layout", ["shardfn"]),
+        ("shardfn.graph.model", "from ..plan import Plan", ["shardfn.plan"]),
+        ("shardfn.graph.model", "from shardfn.nowhere import x", ["shardfn.nowhere"]),
+        ("shardfn.plan", "from .graph import model\nfrom .errors import fail\nimport jax", []),
+    ],
+)
+def test_the_direction_check_sees(module, code, wrong):
+    modules = MODULES | {"shardfn.nowhere"}
+    assert wrong_way(ast.parse(code), module, False, modules) == wrong
+
+
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [
+        ("os.environ['A'] = '1'", 1),
+        ("del os.environ['A']", 1),
+        ("os.environ |= {}", 1),
+        ("os.environ.setdefault('A', '1')", 1),
+        ("os.putenv('A', '1')", 1),
+        ("jax.config.update('jax_enable_x64', True)", 1),
+        ("os.environ.get('A'); os.environ['A']; dict(os.environ); {**os.environ}; settings.update(a=1)", 0),
+    ],
+)
+def test_the_environment_check_sees(code, count):
+    assert len(environment_writes(ast.parse(code))) == count
+
+
+def fresh(code: str) -> subprocess.CompletedProcess:
+    """Run `code` in a new process of this interpreter, without the tests' virtual devices."""
+    keep = {"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-c", code], env=keep, capture_output=True, text=True, timeout=120)
+
+
+# The number of CPU devices can only be set while no backend has started.
+NO_BACKEND = """
+jax.config.update("jax_num_cpu_devices", 3)
+assert jax.device_count() == 3
+"""
+
+
+def test_import_changes_nothing():
+    done = fresh(f"""
+import os, sys, jax, numpy, rich
+environ, flags = dict(os.environ), dict(jax.config.values)
+import shardfn
+assert dict(os.environ) == environ
+assert dict(jax.config.values) == flags
+extras = {{"flax", "equinox", "orbax", "grain", "ray", "optax", "IPython"}}
+assert not extras & set(sys.modules), extras & set(sys.modules)
+{NO_BACKEND}""")
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_backend_check_sees():
+    done = fresh(f"import jax; jax.devices(){NO_BACKEND}")
+    assert done.returncode != 0
+    assert "backend" in done.stderr
