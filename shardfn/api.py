@@ -15,7 +15,7 @@ from jax import tree_util
 from jax.sharding import NamedSharding
 
 from shardfn import context, search
-from shardfn.apply import apply, lies_elsewhere, moved, shardings
+from shardfn.apply import apply, finest, has_other_grids, lies_elsewhere, moved, shardings, whole
 from shardfn.callee import Callee, Slot, bind, describe, split
 from shardfn.cost import hardware as hardware_
 from shardfn.cost.hardware import Hardware
@@ -214,6 +214,9 @@ class Entry:
     plan: Plan
     slots: tuple[Slot, ...]
     jitted: Callable[..., Any]
+    nested: Callable[..., Any]
+    """The same for a call inside a transformation: on the finest grid, which all plans on these devices share, because
+    `jit` cannot name a layout of its results that its first grid has no axes for."""
     targets: tuple[NamedSharding, ...]
     stateful: bool
 
@@ -230,6 +233,7 @@ class ShardedFunction:
         self._methods: weakref.WeakKeyDictionary[Any, ShardedFunction] = weakref.WeakKeyDictionary()
         self._fast: Callable[..., Any] = _never
         self._fast_context: Any = None
+        self._checked = False
         self._moves = False
 
     def __repr__(self) -> str:
@@ -254,7 +258,11 @@ class ShardedFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # The shapes need no check here: `jit` looks them up, and traces for new ones, which raises OtherCall.
-        if not kwargs and context.current() is self._fast_context:
+        if (
+            not kwargs
+            and context.current() is self._fast_context
+            and (not self._checked or _CONCRETE.issuperset(map(type, tree_util.tree_leaves(args))))
+        ):
             try:
                 return self._fast(*args)
             except (OtherCall, ValueError):
@@ -303,27 +311,36 @@ class ShardedFunction:
             fail(StrategyError, f"`{self.callee.name}` is planned for {entry.plan.hardware.name}, which is not here",
                  where=f"device = {self.options.device!r}",
                  fix="use .plan(...) or .explain(...), or give a device of this machine to run on")  # fmt: skip
-        treedef = tree_util.tree_structure(_dynamic(values, entry.slots, entry.stateful))
-        leaves = tree_util.tree_leaves(_dynamic(values, entry.slots, entry.stateful))
-        leaves, which = moved(leaves, entry.targets)
-        if which:
-            self._moves = self._moves or any(leaf.committed for leaf in tree_util.tree_leaves(values)
-                                             if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer))  # fmt: skip
-            dynamic = iter(tree_util.tree_unflatten(treedef, leaves))
-            fixed = entry.stateful + 0
-            values = [
-                v if i >= fixed and entry.slots[i - fixed].is_static else next(dynamic) for i, v in enumerate(values)
-            ]
+        leaves, treedef = tree_util.tree_flatten(_dynamic(values, entry.slots, entry.stateful))
         with progress(f"compiling {self.callee.name}", len(self._entries) > known):
-            result = entry.jitted(*values)
+            if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+                return self._finish(entry, self._run_nested(entry, values, leaves, treedef))
+            _CONCRETE.update(map(type, leaves))
+            self._moves = self._moves or any(map(lies_elsewhere, leaves, entry.targets))
+            result = entry.jitted(*_replaced(values, entry, treedef, moved(leaves, entry.targets)))
         simple = not entry.stateful and not any(s.keyword for s in entry.slots)
         if simple and len(self._entries) == 1 and not self._moves:
+            self._checked = entry.plan.hardware.count > 1
             self._fast, self._fast_context = entry.jitted, context.current()
         else:
             self._fast, self._fast_context = _never, None
-        if entry.stateful:
-            result, changed = result
-            self.callee.write(changed)
+        return self._finish(entry, result)
+
+    def _run_nested(self, entry: Entry, values: list[Any], leaves: list[Any], treedef: Any) -> Any:
+        try:
+            return entry.nested(*values)
+        except ValueError as error:
+            # An eager derivative carries concrete arrays, which may be committed to another layout.
+            if "does not match the sharding" not in str(error) and "incompatible" not in str(error):
+                raise
+        put = [jax.device_put(leaf, target) for leaf, target in zip(leaves, entry.targets, strict=True)]
+        return entry.nested(*_replaced(values, entry, treedef, put))
+
+    def _finish(self, entry: Entry, result: Any) -> Any:
+        if not entry.stateful:
+            return result
+        result, changed = result
+        self.callee.write(changed)
         return result
 
     def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Entry, list[Any]]:
@@ -385,12 +402,15 @@ class ShardedFunction:
             for i, s in enumerate(slots)
             if not s.is_static and (s.declared in options.donate_argnums or s.name in options.donate_argnames)
         )
-        jitted = apply(made, pure, shapes, traced.results, statics, donated)
+        jit = functools.partial(apply, made, pure, shapes, traced.results, statics, donated)
+        fine = finest(made)
+        nested = jit(fine)
+        jitted = nested if has_other_grids(made, traced.grids) else jit(whole(made))
         if current.save_graphs:
             from shardfn.report import save_graphs
 
             save_graphs(made, current.save_graphs_path)
-        return Entry(made, slots, jitted, tuple(shardings(made, made.inputs)), stateful)
+        return Entry(made, slots, jitted, nested, tuple(shardings(made.inputs, whole(made))), stateful)
 
     def _input_leaves(
         self, slots: tuple[Slot, ...], values: list[Any], stateful: bool, current: Any, problems: list[Problem]
@@ -409,8 +429,8 @@ class ShardedFunction:
                 declared.append(slot.declared)
         if strategy is None and isinstance(current.dataset_strategy, tuple) and current.is_set("dataset_strategy"):
             strategy = (*current.dataset_strategy, *[AUTO] * (len(positional) - len(current.dataset_strategy)))
-        if type(strategy) is tuple and len(strategy) > len(positional):
-            strategy = _without_defaults(strategy, self.callee, self.options, declared)
+        if type(strategy) is tuple and len(strategy) != len(positional):
+            strategy = _with_defaults(strategy, self.callee, self.options, declared)
         leaves = []
         if stateful:
             for path, value in sorted(values[0].items()):
@@ -460,6 +480,17 @@ def _never(*args: Any) -> Any:
     raise OtherCall
 
 
+_CONCRETE: set[type] = set()
+"""Types of array leaves that have been seen and are no tracers."""
+
+
+def _replaced(values: list[Any], entry: Entry, treedef: Any, leaves: Sequence[Any]) -> list[Any]:
+    """The arguments of a call with other arrays."""
+    dynamic = iter(tree_util.tree_unflatten(treedef, leaves))
+    fixed = int(entry.stateful)
+    return [v if i >= fixed and entry.slots[i - fixed].is_static else next(dynamic) for i, v in enumerate(values)]
+
+
 def _dynamic(values: Sequence[Any], slots: Sequence[Slot], stateful: bool) -> tuple[Any, ...]:
     return (*values[:stateful], *(v for v, s in zip(values[stateful:], slots, strict=True) if not s.is_static))
 
@@ -492,20 +523,22 @@ def _hashable(value: Any) -> bool:
     return True
 
 
-def _without_defaults(strategy: tuple[Any, ...], callee: Callee, options: Options, declared: list[int]) -> Any:
-    """Entries of the arguments that were passed, where the strategy counts those with defaults too."""
+def _with_defaults(strategy: tuple[Any, ...], callee: Callee, options: Options, declared: list[int]) -> Any:
+    """Entries of the arguments that were passed. Arguments with defaults may be left out of the call or the strategy."""
     if callee.signature is None:
         return strategy
-    every = [
-        i
+    every = {
+        i: p.default is not p.empty
         for i, p in enumerate(callee.signature.parameters.values())
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         and i not in options.static_argnums
         and p.name not in options.static_argnames
-    ]
-    if len(every) != len(strategy):
+    }
+    required = [i for i, has_default in every.items() if not has_default]
+    if not len(required) <= len(strategy) <= len(every) or any(i not in every for i in declared):
         return strategy
-    return tuple(entry for i, entry in zip(every, strategy, strict=True) if i in declared)
+    entries = dict(zip(every, strategy, strict=False))
+    return tuple(entries.get(i, AUTO) for i in declared)
 
 
 def _outer(result: Any) -> tuple[Any, ...]:

@@ -2,20 +2,73 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax import tree_util
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from shardfn.place import primes
 from shardfn.plan import Decision, Plan
 
 
-def shardings(plan: Plan, decisions: Sequence[Decision]) -> list[NamedSharding]:
-    """The `NamedSharding` of each decision, all on one mesh."""
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """A mesh, and for each axis of a plan the mesh's axes that make it up, major to minor."""
+
+    mesh: Mesh | AbstractMesh
+    parts: dict[str, tuple[str, ...]]
+
+
+def whole(plan: Plan) -> Grid:
+    """The plan's own grid."""
     mesh = plan.mesh()
-    return [NamedSharding(mesh, d.partition_spec) for d in decisions]
+    return Grid(mesh, {name: (name,) for name in mesh.axis_names})
+
+
+def finest(plan: Plan) -> Grid:
+    """The plan's grid with every axis taken apart into its prime factors: `a=4` becomes `a0=2, a1=2`."""
+    mesh = plan.mesh()
+    parts: dict[str, tuple[str, ...]] = {}
+    sizes: list[int] = []
+    for name, size in mesh.shape.items():
+        factors = primes(size) or [size]
+        parts[name] = (name,) if len(factors) == 1 else tuple(f"{name}{i}" for i in range(len(factors)))
+        sizes += factors
+    names = tuple(n for part in parts.values() for n in part)
+    if len(set(names)) < len(names):  # the user's own names already end in digits
+        return whole(plan)
+    types = (AxisType.Auto,) * len(names)
+    if isinstance(mesh, AbstractMesh):
+        return Grid(AbstractMesh(tuple(sizes), names, axis_types=types), parts)
+    return Grid(Mesh(mesh.devices.reshape(sizes), names, axis_types=types), parts)
+
+
+def has_other_grids(plan: Plan, grids: Sequence[tuple[int, ...]]) -> bool:
+    """Whether the function uses grids inside whose axes the plan's grid cannot express."""
+    own = _strides([size for _, size in plan.axes] or [1])
+    return any(math.prod(grid) == plan.hardware.count and not _strides(grid) <= own for grid in grids)
+
+
+def _strides(sizes: Sequence[int]) -> set[int]:
+    return set(itertools.accumulate(reversed(sizes), operator.mul))
+
+
+def shardings(decisions: Sequence[Decision], grid: Grid) -> list[NamedSharding]:
+    """The `NamedSharding` of each decision, all on one mesh."""
+    return [
+        NamedSharding(grid.mesh, PartitionSpec(*(_entry([p for a in dim for p in grid.parts[a]]) for dim in d.spec)))
+        for d in decisions
+    ]
+
+
+def _entry(axes: list[str]) -> Any:
+    return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
 
 
 def apply(
@@ -23,8 +76,9 @@ def apply(
     function: Callable[..., Any],
     args: Sequence[Any],
     results: Any,
-    static_argnums: tuple[int, ...] = (),
-    donate_argnums: tuple[int, ...] = (),
+    static_argnums: tuple[int, ...],
+    donate_argnums: tuple[int, ...],
+    grid: Grid,
 ) -> Callable[..., Any]:
     """`function` as a jitted function whose arguments and results lie as planned.
 
@@ -32,31 +86,27 @@ def apply(
       plan: decisions in the order of the leaves of the dynamic `args` and of `results`.
       args: the arguments of the call, or their shapes, for their structure.
       results: the pytree of result shapes.
+      static_argnums: positions in `args`, as in `jax.jit`.
+      donate_argnums: the same.
+      grid: the mesh to name the layouts on.
     """
     dynamic = tuple(a for i, a in enumerate(args) if i not in static_argnums)
-    ins = tree_util.tree_unflatten(tree_util.tree_structure(dynamic), shardings(plan, plan.inputs))
-    outs = tree_util.tree_unflatten(tree_util.tree_structure(results), shardings(plan, plan.outputs))
+    ins = tree_util.tree_unflatten(tree_util.tree_structure(dynamic), shardings(plan.inputs, grid))
+    outs = tree_util.tree_unflatten(tree_util.tree_structure(results), shardings(plan.outputs, grid))
     return jax.jit(
         function, in_shardings=ins, out_shardings=outs, static_argnums=static_argnums, donate_argnums=donate_argnums
     )
 
 
-def moved(values: Sequence[Any], targets: Sequence[NamedSharding]) -> tuple[list[Any], list[int]]:
-    """Put the arrays that lie elsewhere where they belong; also says which ones were moved.
-
-    `jax.jit` refuses an array that was committed to another layout; tracers are left to it.
-    """
-    out, which = [], []
-    for i, (value, target) in enumerate(zip(values, targets, strict=True)):
-        if lies_elsewhere(value, target):
-            value = jax.device_put(value, target)
-            which.append(i)
-        out.append(value)
-    return out, which
+def moved(values: Sequence[Any], targets: Sequence[NamedSharding]) -> list[Any]:
+    """Put the arrays that lie elsewhere where they belong: `jax.jit` refuses one that is committed to another layout."""
+    return [
+        jax.device_put(v, target) if lies_elsewhere(v, target) else v for v, target in zip(values, targets, strict=True)
+    ]
 
 
 def lies_elsewhere(value: Any, target: NamedSharding) -> bool:
-    """Whether `value` is a concrete JAX array in another layout than `target`."""
-    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
+    """Whether `value` is a concrete JAX array, committed to another layout than `target`."""
+    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer) or not value.committed:
         return False
     return not value.sharding.is_equivalent_to(target, value.ndim)

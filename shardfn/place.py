@@ -109,11 +109,16 @@ def _needs(
         left = need.cut
         for prime in chains[need.chain]:
             left = left // prime if left % prime == 0 else left
-        chains[need.chain] += _primes(left)
+        chains[need.chain] += primes(left)
     return needs, chains
 
 
-def _primes(n: int) -> list[int]:
+def primes(n: int) -> list[int]:
+    """The prime factors of `n`, smallest first.
+
+    >>> primes(24)
+    [2, 2, 2, 3]
+    """
     found, p = [], 2
     while n > 1:
         while n % p == 0:
@@ -144,7 +149,7 @@ def _share(
     Atoms of one class, and atoms that cut one array, need different factors. Depth-first, fresh factors first; the
     atom with the fewest possible factors next.
     """
-    primes = _primes(devices)
+    factors = primes(devices)
     atoms = [(c, i) for c, chain in enumerate(chains) for i in range(len(chain))]
     apart: dict[Atom, set[Atom]] = {a: {b for b in atoms if b[0] == a[0] and b != a} for a in atoms}
     by_leaf: dict[int, list[Atom]] = {}
@@ -153,7 +158,7 @@ def _share(
     for together in by_leaf.values():
         for a, b in itertools.permutations(together, 2):
             apart[a].add(b)
-    options = {a: [s for s, p in enumerate(primes) if p == chains[a[0]][a[1]]] for a in atoms}
+    options = {a: [s for s, p in enumerate(factors) if p == chains[a[0]][a[1]]] for a in atoms}
     chosen: dict[Atom, int] = {}
     budget = 50_000
 
@@ -167,7 +172,7 @@ def _share(
         rest = [a for a in atoms if a not in chosen]
         if not rest or budget < 0:
             return not rest
-        fresh = set(range(len(primes))) - set(chosen.values())
+        fresh = set(range(len(factors))) - set(chosen.values())
         choices = {a: free(a) for a in rest}
         tight = min(rest, key=lambda a: (len(choices[a]) if len(choices[a]) < 2 else 2, a))
         for slot in sorted(choices[tight], key=lambda s: (s not in fresh, s)):
@@ -188,7 +193,7 @@ def _ordered(slots_of: dict[Atom, int], chains: list[list[int]], devices: int) -
         if slots_of[atom] not in order:
             order[slots_of[atom]] = len(order)
             sizes.append(chains[atom[0]][atom[1]])
-    sizes += sorted(_primes(devices // math.prod(sizes)), reverse=True)
+    sizes += sorted(primes(devices // math.prod(sizes)), reverse=True)
     return sizes, {atom: order[slot] for atom, slot in slots_of.items()}
 
 

@@ -26,6 +26,8 @@ class Traced:
     graph: Graph
     captured: int
     results: Any
+    grids: tuple[tuple[int, ...], ...]
+    """Sizes of the meshes that the function itself brings along (an inner `shard`, a `shard_map`)."""
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -58,7 +60,8 @@ def trace(function: Callable[..., Any], args: Sequence[Any], static_argnums: tup
     module = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
     graph = shardy.read_graph(module)
     dynamic = [a for i, a in enumerate(args) if i not in static_argnums]
-    return Traced(module, graph, len(graph.inputs) - len(tree_util.tree_leaves(dynamic)), results)
+    captured = len(graph.inputs) - len(tree_util.tree_leaves(dynamic))
+    return Traced(module, graph, captured, results, shardy.grids(module))
 
 
 def shaped(leaf: Any) -> Any:

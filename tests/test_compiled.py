@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import shardfn.compiled
 from shardfn.compiled import _found, collectives, read
 
 FRAMES = """
@@ -319,6 +320,18 @@ def test_where_is_the_users_line(tables, metadata, line):
     assert [c.where for c in collectives(text)] == [line]
 
 
+def test_frames_of_this_library_are_never_the_line():
+    ours = (FRAMES % (1, 2, 1, 4)).replace(
+        "/env/lib/python3.12/site-packages/flax/linear.py", shardfn.compiled.__file__
+    )
+    line = "%r = f32[8]{0} all-reduce(%p), replica_groups={}, to_apply=%add, metadata={stack_frame_id="
+    text = module("%p = f32[8]{0} parameter(0)\n" + line + "4}", SUM, ours)
+    assert [c.where for c in collectives(text)] == ["/home/me/train.py:9"]
+    alone = ours.replace("/home/me/train.py", shardfn.compiled.__file__)
+    text = module("%p = f32[8]{0} parameter(0)\n" + line + "4}", SUM, alone)
+    assert [c.where for c in collectives(text)] == [""]
+
+
 def test_without_a_line_the_nearest_instruction_lends_its_own():
     tables = FRAMES % (1, 2, 1, 4)
     fed = """%p = f32[8]{0} parameter(0)
@@ -366,15 +379,15 @@ ARITHMETIC = {
         ("f32[1,5,2]", "f32[3,2,4]"),
         2 * 13 * 4 * 2,
     ),
-    "strided convolution": (  # each of three results meets two taps
-        "%r = f32[1,3,4]{2,1,0} convolution(%a, %b), window={size=2 stride=2}, dim_labels=b0f_0io->b0f",
-        ("f32[1,6,2]", "f32[2,2,4]"),
-        2 * 6 * 4 * 2,
+    "strided convolution": (  # three results of two taps; the last tap falls outside
+        "%r = f32[1,3,4]{2,1,0} convolution(%a, %b), window={size=2 stride=2 pad=0_1}, dim_labels=b0f_0io->b0f",
+        ("f32[1,5,2]", "f32[2,2,4]"),
+        2 * 5 * 4 * 2,
     ),
-    "dilated kernel": (  # of the outer taps, three apart, only two fall inside
-        "%r = f32[1,5,4]{2,1,0} convolution(%a, %b), window={size=3 pad=3_3 rhs_dilate=3}, dim_labels=b0f_0io->b0f",
+    "dilated kernel": (  # taps at -1, +2 and +5 of each of five
+        "%r = f32[1,5,4]{2,1,0} convolution(%a, %b), window={size=3 pad=1_5 rhs_dilate=3}, dim_labels=b0f_0io->b0f",
         ("f32[1,5,2]", "f32[3,2,4]"),
-        2 * (2 + 5 + 2) * 4 * 2,
+        2 * (4 + 3 + 0) * 4 * 2,
     ),
     "cudnn forward": (
         "%r = (f32[1,5,4]{2,1,0}, u8[0]{0}) custom-call(%a, %b), window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f, "

@@ -72,6 +72,15 @@ def propagate(
         return Flow(graph, tuple(reader.specs), dict(axes), tuple(reader.communications))
 
 
+def grids(module: Any) -> tuple[tuple[int, ...], ...]:
+    """Axis sizes of the meshes that stand in a lowered module."""
+    return tuple(
+        tuple(size for _, size in _mesh_axes(op.operation.attributes["mesh"]))
+        for op in module.body.operations
+        if op.operation.name == "sdy.mesh"
+    )
+
+
 def _with_sharding(old: Any, spec: Spec | None) -> Any:
     kept = {named.name: named.attr for named in ir.DictAttr(old)} if old is not None else {}
     kept.pop("sdy.sharding", None)
@@ -259,7 +268,7 @@ class _Reader:
         outputs = self.results(op, trips)
         operand = env[op.operands[0]]
         if attribute is None:
-            axes, sizes = (), _group_sizes(op)
+            axes, sizes = self.groups(op)
         else:
             refs = _AXIS_REF.findall(str(op.attributes[attribute])) if attribute else ()
             mesh = self.mesh_of(op)
@@ -284,6 +293,19 @@ class _Reader:
         self.ops.append(Op(op.name.split(".")[1], (operand,), tuple(outputs), None, trips, _where(op)))
         return outputs
 
+    def groups(self, op: Any) -> tuple[tuple[str, ...], int]:
+        """Axes (where the module names them) and group size of a collective that the user wrote in a `shard_map`."""
+        attrs = op.attributes
+        if "replica_groups" not in attrs:
+            pairs = ir.RankedTensorType(attrs["source_target_pairs"].type).shape[0]
+            return (), 2 if pairs else 1
+        text = str(attrs["replica_groups"])
+        named = re.search(r"mesh = @(\w+), axes = (.*)", text)
+        if named is None:
+            return (), ir.RankedTensorType(attrs["replica_groups"].type).shape[1]
+        axes = tuple(_AXIS_REF_NAME.findall(named[2]))
+        return axes, math.prod(self.meshes.get(named[1], {}).get(a, 1) for a in axes)
+
     def mesh_of(self, op: Any) -> Mapping[str, int]:
         if "out_sharding" in op.attributes:
             ref = str(sdy.TensorShardingAttr(op.attributes["out_sharding"]).mesh_or_ref).lstrip("@").strip('"')
@@ -293,6 +315,7 @@ class _Reader:
 
 _TERMINATORS = frozenset({"func.return", "stablehlo.return", "sdy.return"})
 _NO_RULE_NEEDED = frozenset({"iota", "after_all", "create_token", "partition_id", "replica_id"})
+_AXIS_REF_NAME = re.compile(r'name = "([^"]+)"')
 _AXIS_REF = re.compile(r'"([^"]+)"(?::\(\d+\)(\d+))?')
 
 _COLLECTIVES: dict[str, tuple[str, str | None]] = {
@@ -372,14 +395,6 @@ def _reduced(op: Any, name: str) -> tuple[tuple[int, int], ...]:
     return ()
 
 
-def _group_sizes(op: Any) -> int:
-    attrs = op.attributes
-    if "replica_groups" in attrs:
-        return ir.RankedTensorType(attrs["replica_groups"].type).shape[1]
-    pairs = ir.RankedTensorType(attrs["source_target_pairs"].type).shape[0]
-    return 2 if pairs else 1
-
-
 def _cause(op: Any) -> str:
     """The op whose result is communicated, for a reduction; the one that needs it, for the rest."""
     if "reduce" in op.name:
@@ -389,6 +404,7 @@ def _cause(op: Any) -> str:
 
 
 _FRAME = re.compile(r'"([^"]+)":(\d+):')
+_LIBRARY = re.compile("(site|dist)-packages")
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -400,7 +416,7 @@ def _where(op: Any) -> str:
 def _frame(location: str) -> str:
     """`file:line` of the innermost frame that is the user's own, then of any library's, never of this one's."""
     frames = [(file, line) for file, line in _FRAME.findall(location) if not file.startswith(_HERE)]
-    own = [f for f in frames if "site-packages" not in f[0]]
+    own = [f for f in frames if not _LIBRARY.search(f[0])]
     file, line = (own or frames or [("", "")])[0]
     return f"{file}:{line}" if file else ""
 

@@ -59,7 +59,8 @@ class Ask:
     @property
     def fits(self) -> bool:
         """Each argument's cuts fit its shape and the devices; nothing is said of the arguments together."""
-        return self.fits_shapes and all(self.case.devices % math.prod(cuts) == 0 for cuts in self.cuts or ())
+        results = [c.cuts if isinstance(c, LayoutFact) else c for c in self.out or ()]
+        return self.fits_shapes and all(self.case.devices % math.prod(c) == 0 for c in (*(self.cuts or ()), *results))
 
     @property
     def fits_shapes(self) -> bool:
@@ -127,6 +128,15 @@ def too_many_together(ask: Ask) -> bool:
     return ask.case.devices % math.prod(max(cuts) for cuts in ask.classes.values()) != 0
 
 
+def dropped(ask: Ask) -> bool:
+    """MindSpore accepts the case and lays out nothing."""
+    return ask.case.accepted and bool(ask.case.inputs) and not any(held_in(ask.case))
+
+
+def held_in(case: Case) -> tuple[Any, ...]:
+    return tuple(case.inputs.values()) if isinstance(case.inputs, dict) else case.inputs
+
+
 def says_none(ask: Ask) -> bool:
     return any(isinstance(entries, tuple) and None in entries for entries in (ask.entries, ask.out))
 
@@ -148,16 +158,28 @@ ROWS = (
         "on one device a strategy is checked against the shapes, and the function runs unsharded",
     ),
     Row(
-        "uneven rows", lambda ask: "manual_split" in ask.case.attrs, ACCEPTS,
-        "manual_split gives an embedding table rows of uneven number, which is no cut; the cuts beside it are even",
-    ),
-    Row(
         "any device count", refused(lambda ask: ask.case.devices not in (1, 2, 4) and ask.case.devices % 8 != 0),
         ACCEPTS, "MindSpore wants 1, 2, 4 or a multiple of 8 devices; a mesh can have any size",
     ),
     Row(
+        "strategy dropped", lambda ask: dropped(ask) and ask.fits, ACCEPTS,
+        "MindSpore drops the strategy of this operator without a word; here the argument is cut as asked",
+    ),
+    Row(
+        "bad strategy dropped", lambda ask: dropped(ask) and not ask.fits, REFUSES,
+        "MindSpore drops the strategy of this operator before it is checked; here it is checked",
+    ),
+    Row(
+        "uneven rows", lambda ask: "manual_split" in ask.case.attrs, ACCEPTS,
+        "manual_split gives an embedding table rows of uneven number, which is no cut; the cuts beside it are even",
+    ),
+    Row(
         "no target needed", refused(lambda ask: not {*ask.needs} <= {*ask.case.attrs}), ACCEPTS,
         "MindSpore has this operator for one target only; XLA has it for all",
+    ),
+    Row(
+        "repeats cut", refused(lambda ask: ask.speaks_of_result), ACCEPTS,
+        "MindSpore cuts the number of repeats; here the result itself is cut, as far as its size allows",
     ),
     Row(
         "out_strategy for any function", refused(lambda ask: ask.out is not None and not ask.lays_result), ACCEPTS,
@@ -178,9 +200,5 @@ ROWS = (
     Row(
         "more pieces than devices", refused(too_many_together), ACCEPTS,
         "MindSpore multiplies the cuts of all arguments; here classes share axes where the device count forces it",
-    ),
-    Row(
-        "repeats cut", refused(lambda ask: ask.speaks_of_result), ACCEPTS,
-        "MindSpore cuts the number of repeats; here the result itself is cut, as far as its size allows",
     ),
 )  # fmt: skip

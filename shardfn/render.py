@@ -1,0 +1,252 @@
+"""Plain parts (texts, tables, drawings) shown in a terminal, as text, or as HTML. It knows nothing of plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import io
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import rich.console
+    import rich.table
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Lines of prose below a title; each may be long."""
+
+    title: str
+    lines: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows of cells below named columns; units stand in the columns' names."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """One array on a grid: for each device that is shown, the (start, stop) it holds of every dim."""
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[tuple[tuple[int, int], ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawing:
+    """Arrays on a grid of devices, `axes` as (name, size), row-major. Only HTML shows it: a text has the cuts."""
+
+    title: str
+    axes: tuple[tuple[str, int], ...]
+    devices: tuple[int, ...]
+    arrays: tuple[Placed, ...]
+    note: str = ""
+
+
+Part = Text | Table | Drawing
+
+
+def to_rich(parts: Sequence[Part]) -> rich.console.Group:
+    """The parts for `rich.console.Console.print`; drawings are left out."""
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.text import Text as Line
+
+    shown: list[rich.console.RenderableType] = []
+    for part in parts:
+        if isinstance(part, Drawing):
+            continue
+        if shown:
+            shown.append(Line())
+        if part.title:
+            shown.append(Line(part.title, style="bold"))
+        if isinstance(part, Table):
+            shown.append(_rich_table(part))
+            shown += [Line(part.note, style="dim")] if part.note else []
+        else:
+            shown += [Padding(Line(line), (0, 0, 0, 2 if part.title else 0)) for line in part.lines]
+    return Group(*shown)
+
+
+def to_text(parts: Sequence[Part], width: int = 100) -> str:
+    """The parts as plain text without colours or line drawing; what is too long for `width` folds.
+
+    >>> print(to_text([Table("Sizes", ("name", "B"), (("x", "4,096"), ("weights", "12")))]))
+    Sizes
+    name         B
+    ------- ------
+    x        4,096
+    weights     12
+    """
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False, force_terminal=False)
+    with console.capture() as capture:
+        console.print(to_rich(parts))
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def to_html(parts: Sequence[Part], title: str, page: bool = False) -> str:
+    """The parts as HTML that needs nothing else: no script, no file; colours go with a light and a dark page.
+
+    Args:
+      parts: what to show, in order; every text of theirs is escaped.
+      title: name of the whole, for screen readers and for the page.
+      page: make it a whole page instead of a fragment for a notebook.
+
+    >>> to_html([Text("", ("a < b",))], "example").endswith("<p>a &lt; b</p></section>")
+    True
+    """
+    inner = "".join(itertools.chain.from_iterable(_HTML[type(part)](part) for part in parts))
+    body = f'<section class="shardfn" aria-label="{html.escape(title)}"><style>{_CSS}</style>{inner}</section>'
+    if not page:
+        return body
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
+        f'<meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title></head>'
+        f"<body>{body}</body></html>"
+    )
+
+
+_NUMBER = re.compile(r"([\d,.]+(e[+-]\d+)?( ?%)?)?")
+_SHORT = 16
+"""Columns up to this many characters never fold."""
+
+
+def _is_number(table: Table, column: int) -> bool:
+    """Whether a column holds figures and nothing else, and so is set flush right."""
+    return any(row[column] for row in table.rows) and all(_NUMBER.fullmatch(row[column]) for row in table.rows)
+
+
+def _rich_table(table: Table) -> rich.table.Table:
+    from rich.box import Box
+    from rich.table import Table as Grid
+    from rich.text import Text as Line
+
+    rule = Box("    \n    \n -  \n    \n    \n    \n    \n    \n", ascii=True)  # a line of dashes below the header
+    grid = Grid(box=rule, show_edge=False, pad_edge=False, padding=0, header_style="")
+    for i, name in enumerate(table.columns):
+        longest = max((len(row[i]) for row in table.rows), default=0)
+        grid.add_column(
+            Line(name),
+            justify="right" if _is_number(table, i) else "left",
+            overflow="fold",
+            min_width=longest if longest <= _SHORT else None,
+        )
+    for row in table.rows:
+        grid.add_row(*map(Line, row))  # as Line, so that the brackets of float32[4] are not taken for markup
+    return grid
+
+
+# ---- HTML
+
+
+def _heading(title: str) -> str:
+    return f"<h4>{html.escape(title)}</h4>" if title else ""
+
+
+def _note(note: str) -> str:
+    return f'<p class="note">{html.escape(note)}</p>' if note else ""
+
+
+def _html_text(text: Text) -> Iterator[str]:
+    yield _heading(text.title)
+    yield from (f"<p>{html.escape(line)}</p>" for line in text.lines)
+
+
+def _html_table(table: Table) -> Iterator[str]:
+    title = html.escape(table.title)
+    figures = [_is_number(table, i) for i in range(len(table.columns))]
+    head = "".join(
+        f'<th scope="col"{_right(f)}>{html.escape(c)}</th>' for c, f in zip(table.columns, figures, strict=True)
+    )
+    rows = "".join(
+        "<tr>"
+        + "".join(
+            f'<th scope="row">{html.escape(cell)}</th>'
+            if i == 0
+            else f"<td{_right(figures[i])}>{html.escape(cell)}</td>"
+            for i, cell in enumerate(row)
+        )
+        + "</tr>"
+        for row in table.rows
+    )
+    yield f"<details{' open' if len(table.rows) <= _OPEN_ROWS else ''}><summary>{title} ({len(table.rows)})</summary>"
+    yield f'<div role="region" tabindex="0" aria-label="{title}"><table><thead><tr>{head}</tr></thead>'
+    yield f"<tbody>{rows}</tbody></table></div>{_note(table.note)}</details>"
+
+
+_OPEN_ROWS = 24
+"""Longer tables are folded at first."""
+
+
+def _right(is_figure: bool) -> str:
+    return ' class="n"' if is_figure else ""
+
+
+def _html_drawing(drawing: Drawing) -> Iterator[str]:
+    *outer, (last, columns) = drawing.axes or (("", 1),)
+    ids = [" ".join(f"{name}={i}" for (name, _), i in zip(outer, index, strict=True))
+           for index in itertools.product(*(range(size) for _, size in outer))]  # fmt: skip
+    head = "".join(f'<th scope="col">{html.escape(f"{last}={i}")}</th>' for i in range(columns))
+    yield f"{_heading(drawing.title)}{_note(drawing.note)}<div class='grids'>"
+    for array in drawing.arrays:
+        colours: dict[tuple[tuple[int, int], ...], int] = {}
+        cells = []
+        for device, piece in zip(drawing.devices, array.pieces, strict=True):
+            # The golden angle: neighbours in number are far apart in hue. The text says the same as the colour.
+            hue = colours.setdefault(piece, len(colours) * 137 % 360)
+            cells.append(
+                f'<td style="background:hsl({hue} 70% 50%/.28)"><small>{device}</small> {_piece(piece, array.shape)}</td>'
+            )
+        rows = "".join(
+            f'<tr><th scope="row">{html.escape(name)}</th>{"".join(cells[i * columns : (i + 1) * columns])}</tr>'
+            for i, name in enumerate(ids)
+        )
+        yield (
+            f'<div role="region" tabindex="0" aria-label="{html.escape(array.name)}"><table class="grid">'
+            f"<caption>{html.escape(array.name)}</caption><thead><tr><td></td>{head}</tr></thead>"
+            f"<tbody>{rows}</tbody></table></div>"
+        )
+    yield "</div>"
+
+
+def _piece(piece: tuple[tuple[int, int], ...], shape: tuple[int, ...]) -> str:
+    """As one would index it: `[0:16, :]`."""
+    ranges = (":" if r == (0, n) else f"{r[0]}:{r[1]}" for r, n in zip(piece, shape, strict=True))
+    return f"[{', '.join(ranges)}]"
+
+
+_HTML = {Text: _html_text, Table: _html_table, Drawing: _html_drawing}
+
+# Text takes the page's colour and backgrounds are translucent, so that it reads on light and on dark alike.
+_CSS = """
+.shardfn{font:13px/1.5 system-ui,sans-serif}
+.shardfn h4,.shardfn summary{font-size:14px;font-weight:600;margin:1em 0 .3em}
+.shardfn summary{cursor:pointer}
+.shardfn p{margin:.1em 0;overflow-wrap:anywhere}
+.shardfn .note{opacity:.75}
+.shardfn div[role=region]{overflow-x:auto}
+.shardfn table{border-collapse:collapse;font-variant-numeric:tabular-nums;margin:0}
+.shardfn caption{text-align:left;font-weight:600;white-space:nowrap}
+.shardfn th,.shardfn td{padding:.15em .7em .15em 0;text-align:left;vertical-align:top;border:0;background:none}
+.shardfn thead th{border-bottom:1px solid rgb(128 128 128/.6)}
+.shardfn tbody tr+tr>*{border-top:1px solid rgb(128 128 128/.2)}
+.shardfn tbody th{font-weight:500}
+.shardfn .n{text-align:right}
+.shardfn .grids{display:flex;flex-wrap:wrap;gap:1em 2em}
+.shardfn .grids>div{max-width:100%}
+.shardfn .grid td,.shardfn .grid th{padding:.25em .6em;border:1px solid rgb(128 128 128/.35);white-space:nowrap}
+.shardfn .grid thead td{border:0}
+.shardfn small{opacity:.75;font-size:10px}
+""".replace("\n", "")
