@@ -1,6 +1,6 @@
 """Shard any JAX function from integers: cuts become a device mesh and PartitionSpecs, XLA does the rest, and you see it."""
 
-from shardfn.api import Report, ShardedFunction, explain, plan, reshard, shard
+from shardfn.api import explain, plan, reshard, shard
 from shardfn.callee import Cell
 from shardfn.context import (
     GRAPH_MODE,
@@ -16,6 +16,8 @@ from shardfn.context import (
 from shardfn.errors import ShardError
 from shardfn.layout import Layout
 from shardfn.plan import Plan, diff
+from shardfn.report import Report
+from shardfn.sharded import ShardedFunction
 from shardfn.strategy import AUTO
 
 __version__ = "0.1.0"

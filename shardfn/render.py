@@ -206,9 +206,8 @@ def _html_drawing(drawing: Drawing) -> Iterator[str]:
         for device, piece in zip(drawing.devices, array.pieces, strict=True):
             # The golden angle: neighbours in number are far apart in hue. The text says the same as the colour.
             hue = colours.setdefault(piece, len(colours) * 137 % 360)
-            cells.append(
-                f'<td style="background:hsl({hue} 70% 50%/.28)"><small>{device}</small> {_piece(piece, array.shape)}</td>'
-            )
+            text = f"<small>{device}</small> {_piece(piece, array.shape)}"
+            cells.append(f'<td style="background:hsl({hue} 70% 50%/.28)">{text}</td>')
         rows = "".join(
             f'<tr><th scope="row">{html.escape(name)}</th>{"".join(cells[i * columns : (i + 1) * columns])}</tr>'
             for i, name in enumerate(ids)

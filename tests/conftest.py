@@ -18,7 +18,7 @@ def golden():
         if os.environ.get("SHARDFN_UPDATE_GOLDEN"):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        assert path.exists(), f"no golden file {path.name}: write it with SHARDFN_UPDATE_GOLDEN=1, then read it"
+        assert path.exists(), f"no tests/golden/{name}.txt: write it with SHARDFN_UPDATE_GOLDEN=1, then read it"
         assert text == path.read_text(encoding="utf-8")
 
     return check

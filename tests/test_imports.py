@@ -24,8 +24,10 @@ LAYERS = (
     ("search.problem",),
     ("search.propagation",),
     ("search",),
-    ("make", "apply", "report"),
-    ("render",),
+    ("make", "apply", "render", "comparison"),
+    ("sections",),
+    ("report",),
+    ("sharded",),
     ("api",),
     ("",),  # shardfn/__init__.py
     ("demo",),

@@ -48,10 +48,9 @@ def stack(trees: list) -> dict:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-@pytest.mark.parametrize("remat", [False, True])
-def test_gpt2_scanned_is_gpt2_unrolled(remat):
+def test_gpt2_scanned_is_gpt2_unrolled():
     unrolled, (params, state, tokens) = gpt2.make(TINY)
-    scanned = functools.partial(gpt2.train_step, cfg=dataclasses.replace(TINY, scan=True, remat=remat))
+    scanned = functools.partial(gpt2.train_step, cfg=dataclasses.replace(TINY, scan=True, remat=True))
     stacked = params | {"blocks": stack(params["blocks"])}
     new, _, loss = jax.jit(unrolled)(params, state, tokens)
     new_stacked, _, scanned_loss = jax.jit(scanned)(stacked, gpt2.ADAMW.init(stacked), tokens)

@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,14 +28,41 @@ class Held:
     map: tuple[int, ...]
     slice_shape: tuple[int, ...]
 
-    def starts(self, rank: int) -> tuple[int, ...]:
+    def axes(self, shape: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """For each dim the axes of the matrix that cut it; MindSpore writes a dim that two axes cut as two dims.
+
+        >>> Held((2, 4), (1, 0, -1), (4, 16)).axes((32, 16))
+        ((0, 1), ())
+        """
+        left, found = list(self.map), []
+        for size, piece in zip(shape, self.slice_shape, strict=True):
+            dim = [left.pop(0)]
+            while math.prod(self.matrix[-1 - k] for k in dim if k >= 0) < size // piece:
+                dim.append(left.pop(0))
+            found.append(tuple(len(self.matrix) - 1 - k for k in dim if k >= 0))
+        return tuple(found)
+
+    def starts(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """Where a rank's slice starts in each dim, in slices; ranks are row-major over the matrix.
 
-        >>> [Held((2, 4), (0, -1), (1, 1)).starts(rank) for rank in (0, 1, 4)]
+        >>> [Held((2, 4), (0, -1), (1, 2)).starts((4, 2), rank) for rank in (0, 1, 4)]
         [(0, 0), (1, 0), (0, 0)]
         """
         at = np.unravel_index(rank, self.matrix)
-        return tuple(0 if k < 0 else int(at[len(self.matrix) - 1 - k]) for k in self.map)
+        return tuple(
+            int(np.ravel_multi_index([at[a] for a in dim], [self.matrix[a] for a in dim])) if dim else 0
+            for dim in self.axes(shape)
+        )
+
+
+def in_order(held: Sequence[Held], shapes: Sequence[Sequence[int]]) -> bool:
+    """Whether the matrix lists the cuts in the order of the arguments' dims, and repeats stand last.
+
+    >>> in_order([Held((2, 4), (1, -1), (1, 1))], [(2, 1)]), in_order([Held((2, 4), (0, -1), (1, 1))], [(4, 1)])
+    (True, False)
+    """
+    met = dict.fromkeys(a for h, shape in zip(held, shapes, strict=False) for dim in h.axes(shape) for a in dim)
+    return list(met) == list(range(len(met)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +71,19 @@ class LayoutFact:
 
     matrix: tuple[int, ...]
     alias: tuple[str, ...]
-    map: tuple[Any, ...]
+    map: tuple[Any, ...] | None
+    """None for a layout that is not called yet."""
+
+    def __call__(self, *axes: Any) -> LayoutFact:
+        """As MindSpore's `layout(...)`.
+
+        >>> LayoutFact((2, 4), ("dp", "mp"), None)(("dp", "mp"), "None").map
+        ((1, 0), -1)
+        """
+        number = {"None": -1} | {name: i for i, name in enumerate(reversed(self.alias))}
+        return dataclasses.replace(
+            self, map=tuple(tuple(number[a] for a in dim) if isinstance(dim, tuple) else number[dim] for dim in axes)
+        )
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -53,7 +92,7 @@ class LayoutFact:
         >>> LayoutFact((2, 4), ("dp", "mp"), ((1, 0), -1)).cuts
         (8, 1)
         """
-        return tuple(math.prod(self.matrix[-1 - k] for k in _several(dim) if k >= 0) for dim in self.map)
+        return tuple(math.prod(self.matrix[-1 - k] for k in _several(dim) if k >= 0) for dim in self.map or ())
 
     @property
     def axes(self) -> tuple[Any, ...]:
@@ -62,8 +101,8 @@ class LayoutFact:
         >>> LayoutFact((2, 4), ("dp", "mp"), ((1, 0), -1)).axes
         (('dp', 'mp'), 'None')
         """
-        named = [tuple("None" if k < 0 else self.alias[-1 - k] for k in _several(dim)) for dim in self.map]
-        return tuple(n if isinstance(dim, tuple) else n[0] for n, dim in zip(named, self.map, strict=True))
+        named = [tuple("None" if k < 0 else self.alias[-1 - k] for k in _several(dim)) for dim in self.map or ()]
+        return tuple(n if isinstance(dim, tuple) else n[0] for n, dim in zip(named, self.map or (), strict=True))
 
 
 def _several(dim: Any) -> tuple[int, ...]:

@@ -94,7 +94,7 @@ def starts(plan: Any, decision: Any, rank: int) -> tuple[int, ...]:
 def same_ranks(plan: Any, held: Sequence[Held]) -> bool:
     """Whether every rank holds the slices that it holds in MindSpore."""
     return all(
-        starts(plan, decision, rank) == h.starts(rank)
+        starts(plan, decision, rank) == h.starts(decision.shape, rank)
         for decision, h in zip(plan.inputs, held, strict=False)
         for rank in range(math.prod(h.matrix))
     )

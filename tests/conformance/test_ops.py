@@ -45,8 +45,10 @@ def test_operator(case, tally):
     if ask.out is not None:
         assert outcome.plan.outputs[0].cuts == cuts_of(ask.out[0])
     if row is None:
-        where = "the same ranks hold the same slices" if same_ranks(outcome.plan, case.inputs) else "on other ranks"
-        tally(f"accepted alike, {where}")
+        same = same_ranks(outcome.plan, case.inputs)
+        # a layout says which rank holds what; of cuts, both list the classes as they appear, unless MindSpore doesn't
+        assert same or not (ask.layouts or facts.in_order(case.inputs, case.shapes))
+        tally(f"accepted alike, {'the same slices on the same ranks' if same else 'the same slices on other ranks'}")
     else:
         tally(f"{'laid out otherwise' if case.accepted else 'accepted here only'}: {row}")
 

@@ -1,0 +1,193 @@
+"""A plan's prediction beside what XLA compiled: collectives, operations, memory, and why they differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from shardfn.compiled import Compiled
+from shardfn.cost.collectives import KINDS
+from shardfn.cost.compute import op_flops
+from shardfn.graph.model import Collective
+from shardfn.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Tally:
+    """The collectives of one kind in one program: how many stand in it, how often they run, bytes one device sends."""
+
+    count: int
+    runs: int
+    bytes_sent: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """One number, predicted and compiled; None where it is not known."""
+
+    predicted: float | None
+    compiled: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Compiled over predicted, where both are known and there is something to compare."""
+        return self.compiled / self.predicted if self.predicted and self.compiled is not None else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What `compare` found. `kinds` holds (kind, predicted, compiled); memory is in bytes on one device."""
+
+    kinds: tuple[tuple[str, Tally, Tally], ...]
+    memory: tuple[tuple[str, Pair], ...]
+    matrix_flops: Pair
+    why: tuple[str, ...]
+
+
+def compare(plan: Plan, compiled: Compiled) -> Comparison:
+    """Hold a plan's prediction against its compiled program; loops are multiplied on both sides."""
+    kinds = tuple(
+        (kind, tally(kind, plan.collectives), tally(kind, compiled.collectives))
+        for kind in KINDS
+        if any(c.kind == kind for c in (*plan.collectives, *compiled.collectives))
+    )
+    flow, memory = plan.flow, plan.price.memory
+    flops = sum(op_flops(flow, op) * op.trips for op in flow.graph.ops if op.name in ("dot_general", "convolution"))
+    together = [compiled.argument_bytes, compiled.output_bytes, compiled.temp_bytes]
+    known = [size for size in together if size is not None]
+    rows = (
+        ("arguments", Pair(memory.arguments, compiled.argument_bytes)),
+        ("results", Pair(memory.results, compiled.output_bytes)),
+        ("temporaries", Pair(memory.temporaries, compiled.temp_bytes)),
+        ("all at once", Pair(memory.peak, sum(known) - (compiled.alias_bytes or 0) if len(known) == 3 else None)),
+        ("XLA's own peak", Pair(None, compiled.peak_bytes)),
+    )
+    explained: set[str] = set()
+    why = [text for rule in WHY for text in rule(plan, compiled, kinds, explained)]
+    return Comparison(kinds, rows, Pair(flops, compiled.flops), tuple(dict.fromkeys(why)))
+
+
+def tally(kind: str, collectives: Sequence[Collective]) -> Tally:
+    """Count the collectives of one kind."""
+    mine = [c for c in collectives if c.kind == kind]
+    return Tally(len(mine), sum(c.trips for c in mine), sum(c.total_bytes for c in mine))
+
+
+# ---- why they differ: each rule sees both sides and says what explains a difference. `explained` are the kinds whose
+# bytes an earlier rule has accounted for.
+
+Kinds = Sequence[tuple[str, Tally, Tally]]
+Rule = Callable[[Plan, Compiled, Kinds, set[str]], Iterator[str]]
+
+
+def _wider(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:
+    for kind, predicted, actual in kinds:
+        narrow = {c.dtype for c in plan.collectives if c.kind == kind} & {"bf16", "f16"}
+        kept = {part for c in compiled.collectives if c.kind == kind for part in c.dtype.split("+")}
+        if narrow and actual.count and not narrow & kept:
+            if actual.bytes_sent > predicted.bytes_sent:
+                explained.add(kind)
+            yield (f"{kind}: XLA's {plan.hardware.platform} backend sends {'/'.join(sorted(narrow))} "
+                   f"as {'/'.join(sorted(kept))}")  # fmt: skip
+
+
+def _loops(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:
+    for kind, where in dict.fromkeys((c.kind, c.where) for c in plan.collectives if c.trips > 1):
+        predicted, actual = (
+            [c for c in side if (c.kind, c.where) == (kind, where)] for side in (plan.collectives, compiled.collectives)
+        )
+        most, now = (max((c.trips for c in side), default=0) for side in (predicted, actual))
+        if 0 < now < most:
+            explained.add(kind)
+            yield f"{kind} at {_line(where)}: predicted {most} times, runs {now} times: XLA moved it out of a loop"
+        elif now > most:
+            explained.add(kind)
+            yield f"{kind} at {_line(where)}: predicted {most} times, runs {now} times: XLA keeps it in the loop"
+
+
+def _merged(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:
+    for kind, predicted, actual in kinds:
+        if predicted.count and _close(predicted.bytes_sent, actual.bytes_sent):
+            if actual.count < predicted.count:
+                yield f"{kind}: XLA merged {predicted.count} into {actual.count}, with the same bytes"
+            elif actual.count > predicted.count:
+                yield f"{kind}: XLA split {predicted.count} into {actual.count}, with the same bytes"
+
+
+# (predicted, compiled): what XLA does there
+_WAYS = {
+    ("reduce-scatter", "all-reduce"): "the whole sum goes to every device, which keeps its piece",
+    ("all-to-all", "all-gather"): "the array is gathered whole and cut anew (full rematerialisation)",
+    ("all-to-all", "collective-permute"): "pieces are exchanged in pairs",
+    ("all-to-all", "all-reduce"): "it multiplies the pieces as they lie and adds up the partial results",
+    ("all-gather", "all-reduce"): "it multiplies the pieces as they lie and adds up the partial results",
+    ("all-gather", "collective-permute"): "it sends only the rows that are needed",
+}
+
+
+def _other_ways(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:
+    changed = [(kind, p.bytes_sent, c.bytes_sent) for kind, p, c in kinds
+               if kind not in explained and not _close(p.bytes_sent, c.bytes_sent)]  # fmt: skip
+    less = [kind for kind, predicted, actual in changed if actual < predicted]
+    more = [kind for kind, predicted, actual in changed if actual > predicted]
+    if less and more:
+        ways = "; or ".join(dict.fromkeys(_WAYS[a, b] for a in less for b in more if (a, b) in _WAYS))
+        yield (f"XLA resolves a layout its own way: {' and '.join(more)}{_lines(more, compiled)} "
+               f"in place of {' and '.join(less)}{f'; usually {ways}' if ways else ''}")  # fmt: skip
+    elif more:
+        yield f"not predicted: {' and '.join(more)}{_lines(more, compiled)}"
+    elif less:
+        yield f"predicted, but XLA does without: {' and '.join(less)}{_lines(less, plan)}"
+
+
+def _gaps(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:
+    graph = plan.flow.graph
+    if graph.unruled:
+        listed = ", ".join(map(_line, graph.unruled[:4])) + _more(len(graph.unruled) - 4)
+        yield f"no sharding rule for {listed}: XLA decides there"
+    if graph.uncounted:
+        yield f"loops of unknown length are predicted as running once: {', '.join(map(_line, graph.uncounted[:4]))}"
+    yield from (f"in the compiled program: {finding}" for finding in compiled.findings)
+
+
+def _sizes(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:
+    memory = plan.price.memory
+    if (size := compiled.argument_bytes) is not None and size < memory.arguments:
+        yield "arguments: XLA drops those that nothing reads"
+    if (size := compiled.output_bytes) is not None and size - memory.results == 8 * len(plan.outputs):
+        yield "results: XLA adds a table of pointers, 8 B for each of them"
+    if compiled.alias_bytes:
+        yield f"donated arguments: {compiled.alias_bytes:,} B of the results take their place"
+    if (size := compiled.temp_bytes) is not None and size < memory.temporaries:
+        yield "temporaries: the prediction is an upper bound; XLA fuses ops, and what is fused takes no memory"
+    elif size is not None and size > memory.temporaries:
+        yield "temporaries: XLA needs more, for buffers of collectives, for padding and for copies"
+    peak, temp = compiled.peak_bytes, compiled.temp_bytes
+    if peak is not None and temp is not None and peak < temp + (compiled.argument_bytes or 0):
+        yield f"XLA's own peak leaves out temporaries on {plan.hardware.platform}"
+
+
+WHY: tuple[Rule, ...] = (_wider, _loops, _merged, _other_ways, _gaps, _sizes)
+
+
+def _close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=0.01)
+
+
+def _line(where: str) -> str:
+    """`file:line`, or a text that ends with it in brackets, without the directories."""
+    return re.sub(r"[^\s(]*[/\\]", "", where) or "an unknown line"
+
+
+def _lines(kinds: Sequence[str], side: Any) -> str:
+    """Where the most bytes of these kinds are sent."""
+    found = sorted((c for c in side.collectives if c.kind in kinds and c.where), key=lambda c: -c.total_bytes)
+    lines = list(dict.fromkeys(_line(c.where) for c in found))
+    return f" at {', '.join(lines[:2])}{_more(len(lines) - 2)}" if lines else ""
+
+
+def _more(count: int) -> str:
+    return f" and {count} more" if count > 0 else ""

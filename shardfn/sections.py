@@ -1,0 +1,299 @@
+"""The sections of a report, each a function from a plan to parts; `SECTIONS` at the end of the file is their order."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import math
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from shardfn.comparison import Comparison
+from shardfn.graph.model import Collective, Spec
+from shardfn.plan import Decision, Plan, op_strategies
+from shardfn.render import Drawing, Part, Placed, Table, Text
+
+MOST_ROWS = 40
+MOST_DEVICES = 64
+MOST_DRAWN = 16
+LEVELS = ("most compute per byte sent", "least memory per device", "fastest step")
+
+
+def grid_text(plan: Plan) -> str:
+    """The grid in a line."""
+    return " x ".join(f"{name}={size}" for name, size in plan.axes) or "of one device"
+
+
+def strides(plan: Plan) -> list[tuple[str, int, int]]:
+    """Each axis with its size and the step between the device indices that it walks."""
+    sizes = plan.device_matrix
+    return [(name, size, math.prod(sizes[i + 1 :])) for i, (name, size) in enumerate(plan.axes)]
+
+
+def time_s(plan: Plan, c: Collective) -> float:
+    """Modelled seconds of all runs of a collective in one call."""
+    chip = plan.hardware.chip
+    return c.total_bytes / chip.link_bytes_s + chip.latency_s * c.trips
+
+
+def owners(plan: Plan, c: Collective) -> list[str]:
+    """The cuts that a collective is due to: of the arguments over its axes; where there are none, of the results."""
+    axes = {axis.partition(":")[0] for axis in c.axes}
+
+    def over(decisions: Sequence[Decision]) -> list[str]:
+        ranked = sorted(decisions, key=lambda d: -math.prod(d.shape))
+        return [f"{d.path} dim {i} over {','.join(a for a in dim if a in axes)}"
+                for d in ranked for i, dim in enumerate(d.spec) if axes & set(dim)]  # fmt: skip
+
+    return over(plan.inputs) or over(plan.outputs)
+
+
+def _headline(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
+    hardware, price = plan.hardware, plan.price
+    at = f"on {hardware.name}" if hardware.is_here else f"planned for {hardware.name} (not here)"
+    lines = [f"{plan.function}: {at}, {hardware.count} device{'s'[: hardware.count != 1]}, grid {grid_text(plan)}",
+             f"policy: {plan.policy}; level {plan.level}, {LEVELS[plan.level]}"]  # fmt: skip
+    lines += [f"runner-up: {text}" for text in dict.fromkeys(d.runner_up for d in plan.inputs) if text]
+    unit, size = _unit([price.memory.peak])
+    lines += [
+        f"per device and call: {price.flops:,.0f} FLOPs, {price.bytes_sent:,} B sent, "
+        f"memory {_figure(price.memory.peak / size)} {unit} at most",
+        f"modelled time: {_figure(price.compute_s * 1e6)} µs compute + {_figure(price.communication_s * 1e6)} µs "
+        f"communication ({hardware.chip.name}: {hardware.chip.source})",
+    ]
+    yield Text("", tuple(lines))
+    if plan.findings or arrivals:
+        yield Text("Findings", (*plan.findings, *arrivals))
+
+
+def _grid_part(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
+    rows = []
+    for name, size, stride in strides(plan):
+        walk = ", ".join(str(i * stride) for i in range(min(size, 4))) + (", …" if size > 4 else "")
+        carried = [c.name for c in plan.classes if name in c.axes]
+        rows.append((name, str(size), str(stride), walk, _few(carried, 3) or "nothing: it repeats"))
+    note = f"device at each place of the grid: {_few(list(map(str, plan.order)), 16)}" if plan.order else ""
+    if rows:
+        yield _table("Grid", ("axis", "size", "stride", "devices it walks", "cuts dim class"), rows, note)
+
+
+def _arrays(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
+    for title, decisions in (("Arguments", plan.inputs), ("Results", plan.outputs)):
+        unit, size = _unit([d.local_bytes for d in decisions])
+        groups = _grouped(decisions, lambda d: dataclasses.replace(d, path=_masked(d.path), reason=_masked(d.reason)))
+        rows = [
+            (_masked(d.path) if count > 1 else d.path, _times(count), f"{d.dtype}{_shape(d.shape)}", str(d.cuts),
+             _spec(d.spec), _shape(d.local_shape), _figure(d.local_bytes / size), d.source,
+             _masked(d.reason) if count > 1 else d.reason)
+            for d, count in groups
+        ]  # fmt: skip
+        columns = ("array", "count", "shape", "cuts", "spec", "piece", f"{unit}/device", "chosen", "why")
+        if rows:
+            yield _table(title, columns, rows)
+
+
+def _classes(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
+    rows = [
+        (c.name, str(c.size), ",".join(c.axes) or "-", _few([m for m in c.members if m != c.name], 4))
+        for c in sorted(plan.classes, key=lambda c: not c.axes)
+    ]
+    yield _table("Dim classes", ("class", "size", "cut over", "tied with"), rows)
+
+
+_SHOWN_OPS = re.compile(
+    r"dot_general|convolution|reduce|reduce_window|select_and_scatter|gather|scatter|dynamic_gather|sort|top_k|fft|rng\w*"
+    r"|cholesky|triangular_solve|batch_norm\w+|custom_call .*|shard_map"
+)
+
+
+def _ops(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
+    every = op_strategies(plan)
+    shown = [o for o in every if _SHOWN_OPS.fullmatch(o.op)]
+    rows = [
+        (o.op, _times(count), _cuts(o.inputs), _cuts(o.outputs), _times(o.trips), _short(o.where))
+        for o, count in _grouped(shown, lambda o: o)
+    ]
+    hidden = len(every) - len(shown)
+    note = f'{hidden} other ops (elementwise, or moving data): .to_dict()["ops"]' if hidden else ""
+    yield _table("Op strategies", ("op", "count", "in", "out", "runs", "line"), rows, note, most=20)
+
+
+def _collectives(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
+    groups = sorted(_grouped(plan.collectives, lambda c: c), key=lambda g: -g[0].total_bytes * g[1])
+    unit, size = _unit([c.total_bytes * count for c, count in groups])
+    rows = [
+        (c.kind, _times(count), ",".join(c.axes) or "-", str(c.group_size), f"{c.dtype}{_shape(c.shape)}",
+         _times(c.trips), _figure(c.total_bytes * count / size), _figure(time_s(plan, c) * count * 1e6), _short(c.where),
+         "; ".join(filter(None, (_CAUSES.get(c.cause, c.cause), _few(owners(plan, c), 2)))))
+        for c, count in groups
+    ]  # fmt: skip
+    columns = ("collective", "count", "over", "group", "operand", "runs", f"{unit} sent", "µs", "line", "because of")
+    if rows:
+        yield _table("Collectives, per device and call", columns, rows, "bytes by ring algorithms; µs are modelled")
+    else:
+        yield Text("Collectives", ("none predicted",))
+
+
+_CAUSES = {"return": "layout of a result or of a loop's carry"}
+
+
+def _memory(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
+    memory, whole = plan.price.memory, plan.hardware.chip.memory_bytes
+    unit, size = _unit([memory.peak])
+    sizes = (("arguments", memory.arguments), ("results", memory.results), ("temporaries, at most", memory.temporaries),
+             ("all at once, at most", memory.peak), (f"one {plan.hardware.chip.name} has", whole))  # fmt: skip
+    rows = [(name, _figure(b / size), f"{b / whole:.1%}") for name, b in sizes]
+    note = "" if memory.peak <= whole else f"it may not fit: {memory.peak / whole:.1f} times the memory of a device"
+    yield _table("Memory per device", ("what", unit, "share"), rows, note)
+
+
+def _compiled(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
+    if compared is None:
+        return
+    unit, size = _unit([t.bytes_sent for _, *both in compared.kinds for t in both])
+    rows = [
+        (kind, str(p.count), str(c.count), str(p.runs), str(c.runs), _figure(p.bytes_sent / size),
+         _figure(c.bytes_sent / size), f"{c.bytes_sent / p.bytes_sent:.2f}" if p.bytes_sent else "")
+        for kind, p, c in compared.kinds
+    ]  # fmt: skip
+    columns = (
+        "collective",
+        "predicted",
+        "compiled",
+        "runs predicted",
+        "compiled",
+        f"{unit} predicted",
+        "compiled",
+        "ratio",
+    )
+    if rows:
+        yield _table("Compiled: collectives, per device and call", columns, rows)
+    pairs = [*((f"{name}, B", pair) for name, pair in compared.memory), ("matrix FLOPs", compared.matrix_flops)]
+    rows = [
+        (name, *("-" if v is None else f"{v:,.0f}" for v in (p.predicted, p.compiled)),
+         "" if p.ratio is None else f"{p.ratio:.2f}") for name, p in pairs
+    ]  # fmt: skip
+    yield _table("Compiled: memory and work of one device", ("what", "predicted", "compiled", "ratio"), rows)
+    yield Text("Why they differ", compared.why or ("they agree",))
+
+
+def _drawing(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
+    if plan.hardware.count == 1:
+        return
+    shown = list(plan.device_matrix)
+    while math.prod(shown) > MOST_DEVICES:
+        largest = shown.index(max(shown))
+        shown[largest] = -(-shown[largest] // 2)
+    places = np.array(list(np.ndindex(*shown)))
+    flat = np.ravel_multi_index(tuple(places.T), plan.device_matrix)
+    arrays: dict[tuple[Any, ...], list[Decision]] = {}
+    for d in (*plan.inputs, *plan.outputs):
+        if any(d.spec):
+            arrays.setdefault((d.shape, d.spec), []).append(d)
+    drawn = tuple(
+        Placed(f"{_few([d.path for d in same], 3)}  {_shape(shape)}", shape, _pieces(plan, same[0], places))
+        for (shape, _), same in itertools.islice(arrays.items(), MOST_DRAWN)
+    )
+    notes = (
+        [f"{math.prod(shown)} of {plan.hardware.count} devices are shown"] if shown != list(plan.device_matrix) else []
+    )
+    notes += [f"{len(arrays) - MOST_DRAWN} more layouts are not drawn"] if len(arrays) > MOST_DRAWN else []
+    whole = [d.path for d in (*plan.inputs, *plan.outputs) if not any(d.spec)]
+    notes += [f"whole on every device: {_few(whole, 8)}"] if whole else []
+    devices = tuple(int(plan.order[i] if plan.order else i) for i in flat)
+    axes = tuple(zip((name for name, _ in plan.axes), shown, strict=True))
+    yield Drawing("Which device holds what", axes, devices, drawn, "; ".join(notes))
+
+
+def _pieces(plan: Plan, d: Decision, places: np.ndarray) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """The (start, stop) of every dim at each place of the grid."""
+    position = {name: places[:, i] for i, (name, _) in enumerate(plan.axes)}
+    sizes = dict(plan.axes)
+    starts = []
+    for dim, piece in zip(d.spec, d.local_shape, strict=True):
+        index = np.zeros(len(places), int)
+        for axis in dim:  # major to minor
+            index = index * sizes[axis] + position[axis]
+        starts.append(index * piece)
+    return tuple(
+        tuple((int(s[k]), int(s[k]) + n) for s, n in zip(starts, d.local_shape, strict=True))
+        for k in range(len(places))
+    )
+
+
+SECTIONS: tuple[Callable[[Plan, Sequence[str], Comparison | None], Iterable[Part]], ...] = (
+    _headline, _grid_part, _drawing, _arrays, _classes, _ops, _collectives, _memory, _compiled,
+)  # fmt: skip
+
+
+# ---- texts
+
+
+def _table(
+    title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]], note: str = "", most: int = MOST_ROWS
+) -> Table:
+    """A table without its empty columns and with at most `most` rows."""
+    kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
+    more = [f"… {len(rows) - most} more rows: see .to_dict()"] if len(rows) > most else []
+    cells = tuple(tuple(row[i] for i in kept) for row in rows[:most])
+    return Table(title, tuple(columns[i] for i in kept), cells, "; ".join([*more, *([note] if note else [])]))
+
+
+def _grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> list[tuple[Any, int]]:
+    """The first of each group of three or more that are alike, with the group's size; the others one by one."""
+    items = list(items)
+    counts = collections.Counter(map(key, items))
+    out: dict[Any, tuple[Any, int]] = {}
+    for i, item in enumerate(items):
+        count = counts[key(item)]
+        out.setdefault(key(item) if count > 2 else i, (item, count if count > 2 else 1))
+    return list(out.values())
+
+
+def _masked(path: str) -> str:
+    """A path or a reason with the number of a layer taken out."""
+    return re.sub(r"(?<=[/_\[])\d+(?=[/\]]|$)|(?<=/)\d+(?= )", "*", path)
+
+
+def _few(texts: Sequence[str], most: int) -> str:
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+
+
+def _times(count: int) -> str:
+    return f"{count}" if count > 1 else ""
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return f"[{','.join(map(str, shape))}]"
+
+
+def _spec(spec: Spec) -> str:
+    """As JAX writes a PartitionSpec."""
+    return f"P({', '.join(repr(None if not d else d[0] if len(d) == 1 else d) for d in spec)})"
+
+
+def _cuts(values: Sequence[tuple[int, ...]]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _unit(sizes: Sequence[float]) -> tuple[str, int]:
+    """The unit that shows the largest of some sizes in bytes with at least two digits before the point."""
+    top = max(sizes, default=0)
+    units = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+    return next(((name, size) for name, size in units if top >= 10 * size), ("B", 1))
+
+
+def _figure(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:.3g}"
+
+
+def _short(where: str) -> str:
+    """`file:line`, the file relative to the working directory or else only its name."""
+    path = pathlib.PurePath(where)
+    here = pathlib.Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else path.name

@@ -1,0 +1,403 @@
+"""The callable that `shard` returns: plans on the first call with new shapes, and runs as fast as `jax.jit` after."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import tree_util
+from jax.sharding import NamedSharding
+
+from shardfn import context, search
+from shardfn.apply import apply, finest, has_other_grids, lies_elsewhere, moved, shardings, whole
+from shardfn.callee import Callee, Slot, bind, describe, split
+from shardfn.cost import hardware as hardware_
+from shardfn.cost.hardware import Hardware
+from shardfn.errors import ContextError, Problem, StrategyError, StrategyTypeError, fail, raise_problems
+from shardfn.given import mesh_of
+from shardfn.make import make_plan
+from shardfn.plan import Plan
+from shardfn.progress import progress
+from shardfn.report import Report, make_report, save_graphs
+from shardfn.strategy import AUTO, Argument, Leaf, apply_parameter_plan, leaves_of, match, shape_of
+from shardfn.trace import shaped, trace
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the user asked for, as given to `shard`."""
+
+    in_strategy: Any = None
+    out_strategy: Any = None
+    device: Any = None
+    level: int = 0
+    parameter_plan: Any = None
+    search_mode: str | None = None
+    static_argnums: tuple[int, ...] = ()
+    static_argnames: tuple[str, ...] = ()
+    donate_argnums: tuple[int, ...] = ()
+    donate_argnames: tuple[str, ...] = ()
+
+
+class OtherCall(Exception):
+    """Raised while tracing: the jitted function at hand was planned for other shapes or static values."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One plan, compiled for the calls it fits."""
+
+    plan: Plan
+    slots: tuple[Slot, ...]
+    jitted: Callable[..., Any]
+    nested: Callable[..., Any]
+    """The same for a call inside a transformation: on the finest grid, which all plans on these devices share, because
+    `jit` cannot name a layout of its results that its first grid has no axes for."""
+    targets: tuple[NamedSharding, ...]
+    stateful: bool
+
+
+class ShardedFunction:
+    """What `shard` returns: call it like the function. `plan`, `explain` and `lower` say what a call would do."""
+
+    def __init__(self, fn: Callable[..., Any], options: Options):
+        self.fn = fn
+        self.options = options
+        self.callee: Callee = describe(fn)
+        functools.update_wrapper(self, fn, updated=())
+        self._entries: dict[Any, Entry] = {}
+        self._methods: weakref.WeakKeyDictionary[Any, ShardedFunction] = weakref.WeakKeyDictionary()
+        self._fast: Callable[..., Any] = _never
+        self._fast_context: Any = None
+        self._checked = False
+        self._moves = False
+
+    def __repr__(self) -> str:
+        given = ", ".join(
+            f"{f.name}={getattr(self.options, f.name)!r}"
+            for f in dataclasses.fields(Options)
+            if getattr(self.options, f.name) != f.default
+        )
+        return f"shard({self.callee.name}{', ' if given else ''}{given})"
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a decorated method: bound to the instance, whose arrays become arguments where its kind is known."""
+        if instance is None:
+            return self
+        try:
+            found = self._methods.get(instance)
+            if found is None:
+                found = self._methods[instance] = ShardedFunction(types.MethodType(self.fn, instance), self.options)
+        except TypeError:  # not hashable, or no weak references to it
+            return ShardedFunction(types.MethodType(self.fn, instance), self.options)
+        return found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # The shapes need no check here: `jit` looks them up, and traces for new ones, which raises OtherCall.
+        if (
+            not kwargs
+            and context.current() is self._fast_context
+            and (not self._checked or _CONCRETE.issuperset(map(type, tree_util.tree_leaves(args))))
+        ):
+            try:
+                return self._fast(*args)
+            except (OtherCall, ValueError):
+                pass
+        return self._call(args, kwargs)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan of a call; arguments may be shapes.
+
+        Raises:
+          ShardError: all that is wrong with the call.
+        """
+        return self._entry(args, kwargs)[0].plan
+
+    def explain(self, *args: Any, compiled: bool = False, **kwargs: Any) -> Report:
+        """The report of a call; with `compiled`, beside what XLA made of it."""
+        entry, values = self._entry(args, kwargs)
+        executable = self._lower(entry, values).compile() if compiled else None
+        return make_report(entry.plan, executable, self._arrivals(entry, values))
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """`jax.stages.Lowered` of the sharded function; its `.compile()` is JAX's own."""
+        return self._lower(*self._entry(args, kwargs))
+
+    # ---- inside
+
+    def _lower(self, entry: Entry, values: list[Any]) -> Any:
+        jitted: Any = entry.jitted
+        if entry.plan.hardware.is_here:
+            return jitted.lower(*_shapes(values, entry.slots, entry.stateful))
+        traced = jitted.trace(*_shapes(values, entry.slots, entry.stateful))
+        return traced.lower(lowering_platforms=(entry.plan.hardware.platform,))
+
+    def _arrivals(self, entry: Entry, values: list[Any]) -> tuple[str, ...]:
+        leaves = tree_util.tree_leaves(_dynamic(values, entry.slots, entry.stateful))
+        return tuple(
+            f"{d.path} lies elsewhere ({leaf.sharding}) and is moved on arrival: {d.local_bytes:,} bytes per device"
+            for d, leaf, target in zip(entry.plan.inputs, leaves, entry.targets, strict=True)
+            if lies_elsewhere(leaf, target) and leaf.committed
+        )
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        known = len(self._entries)
+        entry, values = self._entry(args, kwargs)
+        if not entry.plan.hardware.is_here:
+            fail(StrategyError, f"`{self.callee.name}` is planned for {entry.plan.hardware.name}, which is not here",
+                 where=f"device = {self.options.device!r}",
+                 fix="use .plan(...) or .explain(...), or give a device of this machine to run on")  # fmt: skip
+        leaves, treedef = tree_util.tree_flatten(_dynamic(values, entry.slots, entry.stateful))
+        with progress(f"compiling {self.callee.name}", len(self._entries) > known):
+            if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+                return self._finish(entry, self._run_nested(entry, values, leaves, treedef))
+            _CONCRETE.update(map(type, leaves))
+            self._moves = self._moves or any(map(lies_elsewhere, leaves, entry.targets))
+            result = entry.jitted(*_replaced(values, entry, treedef, moved(leaves, entry.targets)))
+        simple = not entry.stateful and not any(s.keyword for s in entry.slots)
+        if simple and len(self._entries) == 1 and not self._moves:
+            self._checked = entry.plan.hardware.count > 1
+            self._fast, self._fast_context = entry.jitted, context.current()
+        else:
+            self._fast, self._fast_context = _never, None
+        return self._finish(entry, result)
+
+    def _run_nested(self, entry: Entry, values: list[Any], leaves: list[Any], treedef: Any) -> Any:
+        try:
+            return entry.nested(*values)
+        except ValueError as error:
+            # An eager derivative carries concrete arrays, which may be committed to another layout.
+            if "does not match the sharding" not in str(error) and "incompatible" not in str(error):
+                raise
+        put = [jax.device_put(leaf, target) for leaf, target in zip(leaves, entry.targets, strict=True)]
+        return entry.nested(*_replaced(values, entry, treedef, put))
+
+    def _finish(self, entry: Entry, result: Any) -> Any:
+        if not entry.stateful:
+            return result
+        result, changed = result
+        self.callee.write(changed)
+        return result
+
+    def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Entry, list[Any]]:
+        """The entry of a call, made if it is the first of its shapes; and the values as its jitted function takes them."""
+        slots, values = bind(
+            self.callee.signature, args, kwargs,
+            frozenset(self.options.static_argnums), frozenset(self.options.static_argnames),
+        )  # fmt: skip
+        state = self.callee.read()
+        if self.callee.adapter is not None:
+            values = [state, *values]
+        stateful = self.callee.adapter is not None
+        dynamic = _dynamic(values, slots, stateful)
+        leaves, treedef = tree_util.tree_flatten(dynamic)
+        statics = tuple(v for v, s in zip(values[stateful:], slots, strict=True) if s.is_static)
+        current = context.current()
+        key = (slots, treedef, tuple(map(_signature, leaves)), statics, current)
+        try:
+            entry = self._entries.get(key)
+        except TypeError:
+            bad = [s.name for s, v in zip(slots, values[stateful:], strict=True) if s.is_static and not _hashable(v)]
+            fail(StrategyTypeError, f"static argument {', '.join(f'`{b}`' for b in bad)} cannot be hashed",
+                 why="a static argument is part of what a compiled function is found by",
+                 fix="pass a tuple, a string or a frozen dataclass there")  # fmt: skip
+        if entry is None:
+            with progress(f"planning {self.callee.name}"):
+                entry = self._entries[key] = self._make(slots, values, stateful, current)
+        return entry, values
+
+    def _make(self, slots: tuple[Slot, ...], values: list[Any], stateful: bool, current: Any) -> Entry:
+        options, callee = self.options, self.callee
+        problems: list[Problem] = []
+        inputs = self._input_leaves(slots, values, stateful, current, problems)
+        hardware = self._hardware(inputs, current)
+        raise_problems([p for p in problems if p.is_type and "not an array" in p.what])  # it cannot be traced
+        statics = tuple(i + stateful for i, s in enumerate(slots) if s.is_static)
+        shapes = _shapes(values, slots, stateful)
+        expected = _call_signature(shapes, statics)
+
+        def pure(*flat: Any) -> Any:
+            if _call_signature(flat, statics) != expected:
+                raise OtherCall
+            state, rest = (flat[0], flat[1:]) if stateful else ({}, flat)
+            args, kwargs = split(slots, rest)
+            result, changed = callee.call(state, args, kwargs)
+            return (result, changed) if stateful else result
+
+        traced = trace(pure, shapes, statics, hardware.platform)
+        result, changed = traced.results if stateful else (traced.results, {})
+        outputs = _output_leaves(result, self._out_strategy(result, current), problems)
+        state_paths = {leaf.path: i for i, leaf in enumerate(inputs)}
+        made = make_plan(
+            callee.name, inputs, [*outputs, *_changed_leaves(changed)], traced, hardware, options.level,
+            search.select(options.search_mode or current.search_mode), problems,
+            same_as={len(outputs) + i: state_paths[p] for i, p in enumerate(sorted(changed))},
+        )  # fmt: skip
+        donated = tuple(
+            i + stateful
+            for i, s in enumerate(slots)
+            if not s.is_static and (s.declared in options.donate_argnums or s.name in options.donate_argnames)
+        )
+        jit = functools.partial(apply, made, pure, shapes, traced.results, statics, donated)
+        fine = finest(made)
+        nested = jit(fine)
+        jitted = nested if has_other_grids(made, traced.grids) else jit(whole(made))
+        if current.save_graphs:
+            save_graphs(made, current.save_graphs_path)
+        return Entry(made, slots, jitted, nested, tuple(shardings(made.inputs, whole(made))), stateful)
+
+    def _input_leaves(
+        self, slots: tuple[Slot, ...], values: list[Any], stateful: bool, current: Any, problems: list[Problem]
+    ) -> list[Leaf]:
+        strategy = self.options.in_strategy
+        positional: list[Argument] = []
+        declared: list[int] = []
+        late: list[Argument] = []
+        for slot, value in zip(slots, values[stateful:], strict=True):
+            if slot.is_static:
+                continue
+            if slot.declared is None:
+                late.append(Argument(slot.name, f"argument `{slot.name}`", value))
+            else:
+                positional.append(Argument(slot.name, f"argument {len(positional)} `{slot.name}`", value))
+                declared.append(slot.declared)
+        if strategy is None and isinstance(current.dataset_strategy, tuple) and current.is_set("dataset_strategy"):
+            strategy = (*current.dataset_strategy, *[AUTO] * (len(positional) - len(current.dataset_strategy)))
+        if type(strategy) is tuple and len(strategy) != len(positional):
+            strategy = _with_defaults(strategy, self.callee, self.options, declared)
+        leaves = []
+        if stateful:
+            for path, value in sorted(values[0].items()):
+                leaves.append(Leaf(path, f"`{path}` of {self.callee.name}", *(shape_of(value) or ((), "?"))))
+        leaves += match(positional, strategy, "in_strategy", problems)
+        for argument in late:
+            leaves += leaves_of(argument, problems)
+        return apply_parameter_plan(leaves, self.options.parameter_plan, problems)
+
+    def _hardware(self, inputs: Sequence[Leaf], current: Any) -> Hardware:
+        if current.is_set("parallel_mode") and current.parallel_mode in ("data_parallel", "hybrid_parallel"):
+            fail(ContextError, f"`shard` has no meaning under parallel_mode={current.parallel_mode!r}",
+                 where=f"parallel_mode = {current.parallel_mode!r}", why="that mode cuts no operator",
+                 fix='set_auto_parallel_context(parallel_mode="semi_auto_parallel"), or leave parallel_mode unset')  # fmt: skip
+        device = self.options.device
+        mesh = mesh_of(inputs)
+        if device is None and mesh is not None:
+            device = mesh
+        count = 1 if current.is_set("parallel_mode") and current.parallel_mode == "stand_alone" else current.device_num
+        found = hardware_.resolve(device, count=count, default=current.device_target)
+        current.rank_among(found.count)
+        return found
+
+    def _out_strategy(self, result: Any, current: Any) -> Any:
+        """The user's, unless MindSpore's context overrides it with data parallel (whole under full_batch)."""
+        given = self.options.out_strategy
+        overridden = (
+            given is not None
+            and current.is_set("parallel_mode")
+            and current.parallel_mode in ("semi_auto_parallel", "auto_parallel")
+            and current.out_strategy_mode != "honour"
+        )
+        if not overridden:
+            return given
+        entries = _outer(result)
+        whole = current.full_batch
+        warnings.warn(
+            f"out_strategy of `{self.callee.name}` is overridden with {'whole results' if whole else 'data parallel'}, "
+            f"as MindSpore does under parallel_mode={current.parallel_mode!r}; to honour it: "
+            'set_auto_parallel_context(out_strategy_mode="honour")',
+            stacklevel=6,
+        )
+        return tuple(tree_util.tree_map(lambda s: (1,) * len(s.shape), e) if whole else None for e in entries)
+
+
+def _never(*args: Any) -> Any:
+    raise OtherCall
+
+
+_CONCRETE: set[type] = set()
+"""Types of array leaves that have been seen and are no tracers."""
+
+
+def _replaced(values: list[Any], entry: Entry, treedef: Any, leaves: Sequence[Any]) -> list[Any]:
+    """The arguments of a call with other arrays."""
+    dynamic = iter(tree_util.tree_unflatten(treedef, leaves))
+    fixed = int(entry.stateful)
+    return [v if i >= fixed and entry.slots[i - fixed].is_static else next(dynamic) for i, v in enumerate(values)]
+
+
+def _dynamic(values: Sequence[Any], slots: Sequence[Slot], stateful: bool) -> tuple[Any, ...]:
+    return (*values[:stateful], *(v for v, s in zip(values[stateful:], slots, strict=True) if not s.is_static))
+
+
+def _shapes(values: Sequence[Any], slots: Sequence[Slot], stateful: bool) -> list[Any]:
+    return [
+        v if i >= stateful and slots[i - stateful].is_static else tree_util.tree_map(shaped, v)
+        for i, v in enumerate(values)
+    ]
+
+
+def _signature(leaf: Any) -> Any:
+    try:
+        return leaf.shape, leaf.dtype
+    except AttributeError:
+        return type(leaf)
+
+
+def _call_signature(flat: Sequence[Any], statics: tuple[int, ...]) -> Any:
+    dynamic = [v for i, v in enumerate(flat) if i not in statics]
+    leaves, treedef = tree_util.tree_flatten(dynamic)
+    return treedef, [shape_of(leaf) for leaf in leaves], [flat[i] for i in statics]
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _with_defaults(strategy: tuple[Any, ...], callee: Callee, options: Options, declared: list[int]) -> Any:
+    """Entries of the arguments that were passed. Arguments with defaults may be left out of the call or the strategy."""
+    if callee.signature is None:
+        return strategy
+    every = {
+        i: p.default is not p.empty
+        for i, p in enumerate(callee.signature.parameters.values())
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        and i not in options.static_argnums
+        and p.name not in options.static_argnames
+    }
+    required = [i for i, has_default in every.items() if not has_default]
+    if not len(required) <= len(strategy) <= len(every) or any(i not in every for i in declared):
+        return strategy
+    entries = dict(zip(every, strategy, strict=False))
+    return tuple(entries.get(i, AUTO) for i in declared)
+
+
+def _outer(result: Any) -> tuple[Any, ...]:
+    """The results that an out_strategy has entries for: a tuple's elements, or the one result."""
+    return tuple(result) if isinstance(result, tuple | list) else (result,)
+
+
+def _output_leaves(result: Any, strategy: Any, problems: list[Problem]) -> list[Leaf]:
+    outer = _outer(result)
+    single = not isinstance(result, tuple | list)
+    arguments = [
+        Argument("result" if single else f"result/{i}", "the output" if single else f"output {i}", value)
+        for i, value in enumerate(outer)
+    ]
+    return match(arguments, strategy, "out_strategy", problems)
+
+
+def _changed_leaves(changed: dict[str, Any]) -> list[Leaf]:
+    return [
+        Leaf(f"state/{path}", f"`{path}`", tuple(value.shape), str(value.dtype))
+        for path, value in sorted(changed.items())
+    ]
