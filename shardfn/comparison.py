@@ -144,13 +144,8 @@ def _other_ways(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str
 
 
 def _gaps(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:
-    graph = plan.flow.graph
-    if graph.unruled:
-        listed = ", ".join(map(_line, graph.unruled[:4])) + _more(len(graph.unruled) - 4)
-        yield f"no sharding rule for {listed}: XLA decides there"
-    if graph.uncounted:
-        yield f"loops of unknown length are predicted as running once: {', '.join(map(_line, graph.uncounted[:4]))}"
-    yield from (f"in the compiled program: {finding}" for finding in compiled.findings)
+    yield from (f"in the plan: {_line(f)}" for f in plan.findings if f.startswith(("no sharding rule", "loops of")))
+    yield from (f"in the compiled program: {_line(finding)}" for finding in compiled.findings)
 
 
 def _sizes(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:

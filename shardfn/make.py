@@ -42,7 +42,7 @@ def make_plan(
     name: str, inputs: Sequence[Leaf], outputs: Sequence[Leaf], traced: Traced, hardware: Hardware, level: int,
     search: Search, problems: list[Problem], same_as: Mapping[int, int],
 ) -> Plan:  # fmt: skip
-    """The plan of one call. `same_as[i] = j` lays output i out as input j (arrays that a module updates).
+    """The plan of one call. `same_as[i] = j` lays output i, if it is open, out as input j.
 
     Raises:
       ShardError: with everything in `problems`, which other stages may have filled before.
@@ -54,11 +54,14 @@ def make_plan(
     in_specs, out_specs = placed.specs[: len(inputs)], placed.specs[len(inputs) :]
     grid = placed.axes or ((("a", hardware.count),) if hardware.count > 1 else ())
 
+    def result_specs(specs: Sequence[Spec | None]) -> list[Spec | None]:
+        return [specs[same_as[i]] if spec is None and i in same_as else spec for i, spec in enumerate(out_specs)]
+
     def flow_of(axes: Axes, specs: Sequence[Spec | None]) -> Flow:
         spread = [None] * traced.captured + [_padded(s, graph, v) for s, v in zip(specs, traced.inputs, strict=True)]
+        ends = [_padded(s, graph, v) for s, v in zip(result_specs(specs), traced.outputs, strict=True)]
         tokens = len(graph.outputs) - len(outputs)
-        ends = [None] * tokens + [_padded(s, graph, v) for s, v in zip(out_specs, traced.outputs, strict=True)]
-        return shardy.propagate(traced.module, axes, spread, ends)
+        return shardy.propagate(traced.module, axes, spread, [None] * tokens + ends)
 
     answer = search(
         Question(
@@ -73,7 +76,6 @@ def make_plan(
             lambda axes, specs: price(flow_of(axes, specs), hardware.chip),
         )
     )
-    out_specs = tuple(answer.specs[same_as[i]] if i in same_as else spec for i, spec in enumerate(out_specs))
     flow = flow_of(answer.axes, answer.specs)
     findings: list[str] = []
     decided_in = tuple(
@@ -83,13 +85,14 @@ def make_plan(
         )
     )
     decided_out = []
-    for leaf, given, value in zip(outputs, out_specs, flow.graph.outputs[-len(outputs) or None :], strict=True):
-        spec = given
-        if spec is None:
-            spec = _whole_axes(flow.specs[value][: len(leaf.shape)], leaf, flow, findings)
-        decided_out.append(
-            _decision(leaf, spec, answer.axes, flow.graph, value, "you" if given else "propagated", "", "")
-        )
+    last = flow.graph.outputs[len(flow.graph.outputs) - len(outputs) :]
+    for i, (leaf, given, laid, value) in enumerate(
+        zip(outputs, out_specs, result_specs(answer.specs), last, strict=True)
+    ):
+        spec = laid if laid is not None else _whole_axes(flow.specs[value][: len(leaf.shape)], leaf, flow, findings)
+        source = "propagated" if given is None else "you"
+        reason = f"as `{inputs[same_as[i]].path}`, whose place it can take" if given is None and i in same_as else ""
+        decided_out.append(_decision(leaf, spec, answer.axes, flow.graph, value, source, reason, ""))
     findings += _findings(graph, traced, hardware, inputs)
     return Plan(
         name, hardware, level, answer.axes, placed.order, decided_in, tuple(decided_out),

@@ -234,10 +234,11 @@ class ShardedFunction:
         result, changed = traced.results if stateful else (traced.results, {})
         outputs = _output_leaves(result, self._out_strategy(result, current), problems)
         state_paths = {leaf.path: i for i, leaf in enumerate(inputs)}
+        same_as = {len(outputs) + i: state_paths[p] for i, p in enumerate(sorted(changed))}
         made = make_plan(
             callee.name, inputs, [*outputs, *_changed_leaves(changed)], traced, hardware, options.level,
             search.select(options.search_mode or current.search_mode), problems,
-            same_as={len(outputs) + i: state_paths[p] for i, p in enumerate(sorted(changed))},
+            {**_replacements(_outer(result), _dynamic(shapes, slots, stateful)), **same_as},
         )  # fmt: skip
         donated = tuple(
             i + stateful
@@ -384,6 +385,33 @@ def _with_defaults(strategy: tuple[Any, ...], callee: Callee, options: Options, 
 def _outer(result: Any) -> tuple[Any, ...]:
     """The results that an out_strategy has entries for: a tuple's elements, or the one result."""
     return tuple(result) if isinstance(result, tuple | list) else (result,)
+
+
+def _replacements(results: Sequence[Any], arguments: Sequence[Any]) -> dict[int, int]:
+    """Leaf by leaf, the results that can take an argument's place in the next call: parameters, optimizer state.
+
+    That is a result of several arrays with the structure, shapes and dtypes of an argument.
+    """
+
+    def form(tree: Any) -> Any:
+        leaves, treedef = tree_util.tree_flatten(tree)
+        return treedef, [shape_of(leaf) for leaf in leaves]
+
+    starts, position = [], 0
+    for argument in arguments:
+        starts.append((form(argument), position))
+        position += len(tree_util.tree_leaves(argument))
+    found: dict[int, int] = {}
+    position = 0
+    for result in results:
+        mine = form(result)
+        size = len(mine[1])
+        match_ = next((s for s in starts if size > 1 and s[0] == mine), None)
+        if match_ is not None:
+            starts.remove(match_)
+            found |= {position + i: match_[1] + i for i in range(size)}
+        position += size
+    return found
 
 
 def _output_leaves(result: Any, strategy: Any, problems: list[Problem]) -> list[Leaf]:
