@@ -1,7 +1,7 @@
-"""Shard any JAX function from integers: cuts become a device mesh and PartitionSpecs, XLA does the rest, and you see it."""
+"""Shard any JAX function from integers: cuts become a mesh and PartitionSpecs, XLA does the rest, and you see it."""
 
 from shardfn.api import explain, plan, reshard, shard
-from shardfn.callee import Cell
+from shardfn.cell import Cell
 from shardfn.context import (
     GRAPH_MODE,
     PYNATIVE_MODE,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from shardfn import search
 from shardfn.cost import hardware
@@ -114,7 +115,7 @@ def reshard(x: Any, layout: Layout) -> Any:
     if len(devices) == 1:
         return x
     sharding = layout.sharding(devices[: layout.size])
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         return jax.lax.with_sharding_constraint(x, sharding)
     return jax.device_put(x, sharding)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from jax import tree_util
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardfn.place import primes
@@ -107,6 +108,6 @@ def moved(values: Sequence[Any], targets: Sequence[NamedSharding]) -> list[Any]:
 
 def lies_elsewhere(value: Any, target: NamedSharding) -> bool:
     """Whether `value` is a concrete JAX array, committed to another layout than `target`."""
-    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer) or not value.committed:
+    if not isinstance(value, jax.Array) or isinstance(value, Tracer) or not value.committed:
         return False
     return not value.sharding.is_equivalent_to(target, value.ndim)

@@ -29,11 +29,13 @@ State = dict[str, Any]
 class Adapter:
     """How one kind of object gives its arrays away and takes them back.
 
-    `rebuild(owner, state)` is a copy of the object that holds other arrays; `write` puts arrays into the object itself.
+    `fixed` is what of the object is no array, as something hashable; `rebuild(owner, state)` is a copy of the object that
+    holds other arrays; `write` puts arrays into the object itself.
     """
 
     matches: Callable[[Any], bool]
     read: Callable[[Any], State]
+    fixed: Callable[[Any], Any]
     rebuild: Callable[[Any, State], Any]
     write: Callable[[Any, State], None]
 
@@ -55,6 +57,16 @@ class Callee:
         """The object's arrays, by path."""
         return {} if self.adapter is None else self.adapter.read(self.owner)
 
+    def fixed(self) -> Any:
+        """What of the object is no array (sizes, a switch between training and evaluation): with another, plan anew."""
+        return None if self.adapter is None else self.adapter.fixed(self.owner)
+
+    def frozen(self, shapes: State) -> Callee:
+        """The same on a copy of the object as it is now, which keeps no arrays alive."""
+        return (
+            self if self.adapter is None else dataclasses.replace(self, owner=self.adapter.rebuild(self.owner, shapes))
+        )
+
     def write(self, state: State) -> None:
         """Put changed arrays back into the object."""
         if self.adapter is not None and state:
@@ -66,6 +78,7 @@ class Callee:
         if self.adapter is None:
             return self.function(*args, **kwargs), {}
         owner = self.adapter.rebuild(self.owner, state)
+        getattr(owner, "__dict__", {}).pop(SHARDED, None)  # this call is the sharded one; Cells inside keep theirs
         result = self.function(owner, *args, **kwargs)
         after = self.adapter.read(owner)
         return result, {path: after[path] for path in state if path in after and after[path] is not state[path]}
@@ -85,6 +98,8 @@ def describe(fn: Callable[..., Any]) -> Callee:
         inner = inner.func
         name = name or getattr(inner, "__name__", None)
     owner = inner.__self__ if isinstance(inner, types.MethodType) else None
+    if owner is not None and name in ("__call__", "construct"):
+        name = type(owner).__name__
     function = inner.__func__ if isinstance(inner, types.MethodType) else inner
     if owner is None and not isinstance(inner, type | types.FunctionType | types.BuiltinFunctionType):
         owner, function = inner, type(inner).__call__
@@ -93,7 +108,7 @@ def describe(fn: Callable[..., Any]) -> Callee:
         function, owner = inner, None
     else:
         function = getattr(function, "__unsharded__", function)
-    return Callee(name or type(inner).__name__, function, owner, adapter, signature, bound)
+    return Callee(str(name or type(inner).__name__), function, owner, adapter, signature, bound)
 
 
 # ---- arguments
@@ -162,107 +177,23 @@ def split(slots: Sequence[Slot], values: Sequence[Any]) -> tuple[tuple[Any, ...]
 
 # ---- kinds of object
 
-
-class Cell:
-    """A mix-in for class-style code: `block.shard(in_strategy=((8, 1),))` shards the calls of that one instance.
-
-    Write `__call__`, or `construct` as in MindSpore. The arrays in the instance's attributes (in lists, dicts, pytrees
-    and other Cells too) are arguments of the compiled function, so `parameter_plan` can name them: `{"w1": (1, 4)}`.
-    It may stand beside another base class: `class Block(Cell, nnx.Module)`.
-
-    >>> import jax.numpy as jnp
-    >>> class Dense(Cell):
-    ...     def __init__(self): self.w = jnp.ones((8, 4))
-    ...     def __call__(self, x): return x @ self.w
-    >>> dense = Dense()
-    >>> _ = dense.shard(in_strategy=((1, 1),), out_strategy=(None,))
-    >>> dense(jnp.ones((2, 8))).shape
-    (2, 4)
-    """
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        plain = cls.__dict__.get("__call__")
-        if plain is not None and not hasattr(plain, "__unsharded__"):
-            cls.__call__ = _sharding_call(plain)  # type: ignore[method-assign]
-
-    def construct(self, *args: Any, **kwargs: Any) -> Any:
-        """The computation, where `__call__` is not written."""
-        raise NotImplementedError(f"{type(self).__name__} has neither `__call__` nor `construct`")
-
-    def shard(
-        self,
-        in_strategy: Any = None,
-        out_strategy: Any = None,
-        parameter_plan: Any = None,
-        device: Any = None,
-        level: int = 0,
-        **options: Any,
-    ) -> Any:
-        """Shard this instance's calls from now on; returns the instance. Arguments are those of `shardfn.shard`."""
-        from shardfn.api import shard  # the mix-in is what `shard` is applied to: neither can come first
-
-        function = shard(types.MethodType(type(self).__call__, self), in_strategy, out_strategy, device, level,
-                         parameter_plan=parameter_plan, **options)  # fmt: skip
-        object.__setattr__(self, SHARDED, Unlisted(function))
-        return self
-
-    def plan(self, *args: Any, **kwargs: Any) -> Any:
-        """The plan of a call, after `shard`."""
-        return self._sharded().plan(*args, **kwargs)
-
-    def explain(self, *args: Any, **kwargs: Any) -> Any:
-        """The report of a call, after `shard`."""
-        return self._sharded().explain(*args, **kwargs)
-
-    def _sharded(self) -> Any:
-        found = self.__dict__.get(SHARDED)
-        if found is None:
-            raise AttributeError(f"this {type(self).__name__} is not sharded yet: call its .shard(...) first")
-        return found.function
-
+CELL = "__shardfn_cell__"
+"""Class attribute that marks a `Cell`, a plain object whose attributes hold arrays."""
 
 SHARDED = "_shardfn_sharded"
+"""Attribute of a Cell that holds its sharded call; a rebuilt copy goes without."""
 
 
-class Unlisted:
-    """Holds the sharded function of an instance; a copy of the instance (a rebuilt one too) does not take it along."""
-
-    def __init__(self, function: Any):
-        self.function = function
-
-    def __copy__(self) -> None:
-        return None
-
-    def __deepcopy__(self, memo: Any) -> None:
-        return None
-
-
-def _sharding_call(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = self.__dict__.get(SHARDED)
-        if found is None or found.function.callee.owner is not self:
-            return plain(self, *args, **kwargs)
-        return found.function(*args, **kwargs)
-
-    __call__.__unsharded__ = plain  # type: ignore[attr-defined]
-    return __call__
-
-
-def _construct(self: Any, *args: Any, **kwargs: Any) -> Any:
-    return self.construct(*args, **kwargs)
-
-
-Cell.__call__ = _sharding_call(_construct)  # type: ignore[attr-defined]
+def _is_cell(value: Any) -> bool:
+    return getattr(type(value), CELL, False)
 
 
 def _is_container(value: Any) -> bool:
-    return isinstance(value, Cell | list | tuple | dict) or not tree_util.all_leaves([value])
+    return _is_cell(value) or isinstance(value, list | tuple | dict) or not tree_util.all_leaves([value])
 
 
 def _walk(value: Any, path: str, found: State) -> None:
-    if isinstance(value, Cell):
+    if _is_cell(value):
         for key, child in vars(value).items():
             _walk(child, join(path, (tree_util.GetAttrKey(key),)), found)
     elif isinstance(value, list | tuple):
@@ -285,12 +216,10 @@ def _is_array(value: Any) -> bool:
 
 def _replace(value: Any, path: str, state: State) -> Any:
     """A copy of a nest of Cells and containers with other arrays."""
-    if isinstance(value, Cell):
+    if _is_cell(value):
         new = copy.copy(value)
         for key, child in vars(value).items():
-            if key == SHARDED:
-                new.__dict__.pop(key, None)
-            elif _is_container(child) or _is_array(child):
+            if _is_container(child) or _is_array(child):
                 new.__dict__[key] = _replace(child, join(path, (tree_util.GetAttrKey(key),)), state)
         return new
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
@@ -310,13 +239,46 @@ def _cell_read(owner: Any) -> State:
     return found
 
 
+def _cell_fixed(owner: Any) -> Any:
+    """Every attribute that is no array, with its place; what cannot be hashed counts as itself only."""
+    leaves: list[Any] = []
+
+    def walk(value: Any, path: str) -> None:
+        if _is_cell(value):
+            leaves.append((path, type(value)))
+            for key, child in vars(value).items():
+                walk(child, f"{path}/{key}")
+        elif isinstance(value, list | tuple):
+            leaves.append((path, type(value), len(value)))
+            for i, child in enumerate(value):
+                walk(child, f"{path}/{i}")
+        elif isinstance(value, dict):
+            leaves.append((path, type(value), len(value)))
+            for key, child in value.items():
+                walk(child, f"{path}/{key}")
+        elif not _is_array(value):
+            inside, structure = tree_util.tree_flatten(value)
+            leaves.append((path, structure, *(type(leaf) if _is_array(leaf) else _hashed(leaf) for leaf in inside)))
+
+    walk(owner, "")
+    return tuple(leaves)
+
+
+def _hashed(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return type(value), id(value)
+    return type(value), value
+
+
 def _cell_write(owner: Any, state: State) -> None:
     """Arrays that are attributes are set; those in lists, dicts and pytrees are replaced with their container."""
     new = _replace(owner, "", {**_cell_read(owner), **state})
 
     def into(old: Any, fresh: Any) -> None:
         for key, child in vars(old).items():
-            if isinstance(child, Cell):
+            if _is_cell(child):
                 into(child, vars(fresh)[key])
             elif key in vars(fresh) and key != SHARDED:
                 old.__dict__[key] = vars(fresh)[key]
@@ -333,6 +295,10 @@ def _nnx_read(owner: Any) -> State:
     nnx = sys.modules["flax.nnx"]
     flat = tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.split(owner)[1]))[0]
     return {join("", key): leaf for key, leaf in flat}
+
+
+def _nnx_fixed(owner: Any) -> Any:
+    return sys.modules["flax.nnx"].graphdef(owner)
 
 
 def _nnx_rebuild(owner: Any, state: State) -> Any:
@@ -356,6 +322,11 @@ def _tree_read(owner: Any) -> State:
     return {join("", k): leaf for k, leaf in tree_util.tree_flatten_with_path(owner)[0] if _is_array(leaf)}
 
 
+def _tree_fixed(owner: Any) -> Any:
+    leaves, structure = tree_util.tree_flatten(owner)
+    return structure, tuple(None if _is_array(leaf) else _hashed(leaf) for leaf in leaves)
+
+
 def _tree_rebuild(owner: Any, state: State) -> Any:
     return tree_util.tree_map_with_path(lambda key, leaf: state.get(join("", key), leaf), owner)
 
@@ -365,7 +336,7 @@ def _tree_write(owner: Any, state: State) -> None:
 
 
 ADAPTERS: tuple[Adapter, ...] = (
-    Adapter(_is_nnx, _nnx_read, _nnx_rebuild, _nnx_write),
-    Adapter(lambda owner: isinstance(owner, Cell), _cell_read, lambda o, s: _replace(o, "", s), _cell_write),
-    Adapter(lambda owner: not tree_util.all_leaves([owner]), _tree_read, _tree_rebuild, _tree_write),
+    Adapter(_is_nnx, _nnx_read, _nnx_fixed, _nnx_rebuild, _nnx_write),
+    Adapter(_is_cell, _cell_read, _cell_fixed, lambda o, s: _replace(o, "", s), _cell_write),
+    Adapter(lambda o: not tree_util.all_leaves([o]), _tree_read, _tree_fixed, _tree_rebuild, _tree_write),
 )

@@ -62,8 +62,8 @@ def compare(plan: Plan, compiled: Compiled) -> Comparison:
         ("arguments", Pair(memory.arguments, compiled.argument_bytes)),
         ("results", Pair(memory.results, compiled.output_bytes)),
         ("temporaries", Pair(memory.temporaries, compiled.temp_bytes)),
-        ("all at once", Pair(memory.peak, sum(known) - (compiled.alias_bytes or 0) if len(known) == 3 else None)),
-        ("XLA's own peak", Pair(None, compiled.peak_bytes)),
+        ("together", Pair(memory.peak, sum(known) - (compiled.alias_bytes or 0) if len(known) == 3 else None)),
+        ("xla_peak", Pair(None, compiled.peak_bytes)),
     )
     explained: set[str] = set()
     why = [text for rule in WHY for text in rule(plan, compiled, kinds, explained)]

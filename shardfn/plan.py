@@ -102,6 +102,14 @@ class Plan:
         dims = ("None" if not d else d[0] if len(d) == 1 else d for d in self.decision(path).spec)
         return Layout(matrix, names, list(self.order) if self.order else None)(*dims)
 
+    def slices(self, path: str, rank: int | None = None) -> Any:
+        """What each rank holds of an array: one tuple of slices for each rank, or that of one rank.
+
+        Rank i is the i-th device of the plan's hardware, as in `Layout.slices`.
+        """
+        held = self.layout(path).slices(self.decision(path).shape)
+        return held if rank is None else held[rank]
+
     def mesh(self) -> Mesh | AbstractMesh:
         """The device mesh; an `AbstractMesh` where the devices are not here."""
         axes = self.axes or (("a", 1),)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import rich.console
-    import rich.table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +70,7 @@ def to_rich(parts: Sequence[Part]) -> rich.console.Group:
         if part.title:
             shown.append(Line(part.title, style="bold"))
         if isinstance(part, Table):
-            shown.append(_rich_table(part))
+            shown.append(_Fitted(part))
             shown += [Line(part.note, style="dim")] if part.note else []
         else:
             shown += [Padding(Line(line), (0, 0, 0, 2 if part.title else 0)) for line in part.lines]
@@ -83,10 +82,10 @@ def to_text(parts: Sequence[Part], width: int = 100) -> str:
 
     >>> print(to_text([Table("Sizes", ("name", "B"), (("x", "4,096"), ("weights", "12")))]))
     Sizes
-    name         B
-    ------- ------
-    x        4,096
-    weights     12
+    name        B
+    ------- -----
+    x       4,096
+    weights    12
     """
     from rich.console import Console
 
@@ -111,16 +110,15 @@ def to_html(parts: Sequence[Part], title: str, page: bool = False) -> str:
     body = f'<section class="shardfn" aria-label="{html.escape(title)}"><style>{_CSS}</style>{inner}</section>'
     if not page:
         return body
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
-        f'<meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title></head>'
-        f"<body>{body}</body></html>"
-    )
+    head = f'<meta charset="utf-8"><meta name="color-scheme" content="light dark"><title>{html.escape(title)}</title>'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>'
 
 
-_NUMBER = re.compile(r"([\d,.]+(e[+-]\d+)?( ?%)?)?")
-_SHORT = 16
-"""Columns up to this many characters never fold."""
+_NUMBER = re.compile(r"(<?[\d,.]+(e[+-]\d+)?%?|-)?")
+_WIDTHS = ((32, 18), (24, 12), (16, 8))
+"""Cells of the first column, which says what a row is, and of the others fold no earlier than at so many characters."""
+_OPEN_ROWS = 24
+"""Longer tables are folded at first."""
 
 
 def _is_number(table: Table, column: int) -> bool:
@@ -128,54 +126,70 @@ def _is_number(table: Table, column: int) -> bool:
     return any(row[column] for row in table.rows) and all(_NUMBER.fullmatch(row[column]) for row in table.rows)
 
 
-def _rich_table(table: Table) -> rich.table.Table:
-    from rich.box import Box
-    from rich.table import Table as Grid
-    from rich.text import Text as Line
-
-    rule = Box("    \n    \n -  \n    \n    \n    \n    \n    \n", ascii=True)  # a line of dashes below the header
-    grid = Grid(box=rule, show_edge=False, pad_edge=False, padding=0, header_style="")
-    for i, name in enumerate(table.columns):
-        longest = max((len(row[i]) for row in table.rows), default=0)
-        grid.add_column(
-            Line(name),
-            justify="right" if _is_number(table, i) else "left",
-            overflow="fold",
-            min_width=longest if longest <= _SHORT else None,
-        )
-    for row in table.rows:
-        grid.add_row(*map(Line, row))  # as Line, so that the brackets of float32[4] are not taken for markup
-    return grid
+def _widths(table: Table, width: int) -> list[int] | None:
+    """The width of each column if all of them fit into `width`, one space apart: the tightest that folds little."""
+    longest = [max((len(row[i]) for row in table.rows), default=0) for i in range(len(table.columns))]
+    words = [max(map(len, name.split())) for name in table.columns]
+    for first, others in _WIDTHS:
+        least = [max(w, min(n, others if i else first)) for i, (n, w) in enumerate(zip(longest, words, strict=True))]
+        spare = width - sum(least) - len(least) + 1
+        if spare < 0:
+            continue
+        wanted = [max(n, len(c)) - w for n, c, w in zip(longest, table.columns, least, strict=True)]
+        for left, i in enumerate(sorted(range(len(least)), key=wanted.__getitem__)):
+            more = min(wanted[i], spare // (len(least) - left))
+            least[i], spare = least[i] + more, spare - more
+        return least
+    return None
 
 
-# ---- HTML
+@dataclasses.dataclass(frozen=True)
+class _Fitted:
+    """A table in rich: as columns where they fit the width, else one cell below the other."""
+
+    table: Table
+
+    def __rich_console__(
+        self, console: rich.console.Console, options: rich.console.ConsoleOptions
+    ) -> Iterator[rich.console.RenderableType]:
+        from rich.box import Box
+        from rich.table import Table as Grid
+        from rich.text import Text as Line
+
+        columns, rows = self.table.columns, self.table.rows
+        widths = _widths(self.table, options.max_width)
+        if widths is None:
+            for row in rows:
+                cells = (f"\n  {name}: {cell}" for name, cell in zip(columns[1:], row[1:], strict=True) if cell)
+                yield Line("".join([row[0], *cells]), overflow="fold")
+            return
+        rule = Box("    \n    \n -  \n    \n    \n    \n    \n    \n", ascii=True)  # a line of dashes below the header
+        grid = Grid(box=rule, show_edge=False, pad_edge=False, padding=0, header_style="")
+        for i, name in enumerate(columns):
+            justify = "right" if _is_number(self.table, i) else "left"
+            grid.add_column(Line(name), justify=justify, overflow="fold", width=widths[i])
+        for row in rows:
+            grid.add_row(*map(Line, row))  # as Line, so that the brackets of float32[4] are not taken for markup
+        yield grid
 
 
-def _heading(title: str) -> str:
-    return f"<h4>{html.escape(title)}</h4>" if title else ""
-
-
-def _note(note: str) -> str:
-    return f'<p class="note">{html.escape(note)}</p>' if note else ""
+def _element(tag: str, text: str) -> str:
+    return f"<{tag}>{html.escape(text)}</{tag.split()[0]}>" if text else ""
 
 
 def _html_text(text: Text) -> Iterator[str]:
-    yield _heading(text.title)
-    yield from (f"<p>{html.escape(line)}</p>" for line in text.lines)
+    yield _element("h4", text.title)
+    yield from (_element("p", line) for line in text.lines)
 
 
 def _html_table(table: Table) -> Iterator[str]:
     title = html.escape(table.title)
-    figures = [_is_number(table, i) for i in range(len(table.columns))]
-    head = "".join(
-        f'<th scope="col"{_right(f)}>{html.escape(c)}</th>' for c, f in zip(table.columns, figures, strict=True)
-    )
+    style = [' class="n"' if _is_number(table, i) else "" for i in range(len(table.columns))]
+    head = "".join(f'<th scope="col"{s}>{html.escape(c)}</th>' for c, s in zip(table.columns, style, strict=True))
     rows = "".join(
         "<tr>"
         + "".join(
-            f'<th scope="row">{html.escape(cell)}</th>'
-            if i == 0
-            else f"<td{_right(figures[i])}>{html.escape(cell)}</td>"
+            f'<th scope="row">{html.escape(cell)}</th>' if i == 0 else f"<td{style[i]}>{html.escape(cell)}</td>"
             for i, cell in enumerate(row)
         )
         + "</tr>"
@@ -183,23 +197,16 @@ def _html_table(table: Table) -> Iterator[str]:
     )
     yield f"<details{' open' if len(table.rows) <= _OPEN_ROWS else ''}><summary>{title} ({len(table.rows)})</summary>"
     yield f'<div role="region" tabindex="0" aria-label="{title}"><table><thead><tr>{head}</tr></thead>'
-    yield f"<tbody>{rows}</tbody></table></div>{_note(table.note)}</details>"
-
-
-_OPEN_ROWS = 24
-"""Longer tables are folded at first."""
-
-
-def _right(is_figure: bool) -> str:
-    return ' class="n"' if is_figure else ""
+    yield f"<tbody>{rows}</tbody></table></div>{_element('p class=note', table.note)}</details>"
 
 
 def _html_drawing(drawing: Drawing) -> Iterator[str]:
     *outer, (last, columns) = drawing.axes or (("", 1),)
-    ids = [" ".join(f"{name}={i}" for (name, _), i in zip(outer, index, strict=True))
-           for index in itertools.product(*(range(size) for _, size in outer))]  # fmt: skip
+    indices = itertools.product(*(range(size) for _, size in outer))
+    names = (" ".join(f"{name}={i}" for (name, _), i in zip(outer, index, strict=True)) for index in indices)
+    ids = [html.escape(name or "devices") for name in names]
     head = "".join(f'<th scope="col">{html.escape(f"{last}={i}")}</th>' for i in range(columns))
-    yield f"{_heading(drawing.title)}{_note(drawing.note)}<div class='grids'>"
+    yield f"{_element('h4', drawing.title)}{_element('p class=note', drawing.note)}<div class='grids'>"
     for array in drawing.arrays:
         colours: dict[tuple[tuple[int, int], ...], int] = {}
         cells = []
@@ -208,10 +215,8 @@ def _html_drawing(drawing: Drawing) -> Iterator[str]:
             hue = colours.setdefault(piece, len(colours) * 137 % 360)
             text = f"<small>{device}</small> {_piece(piece, array.shape)}"
             cells.append(f'<td style="background:hsl({hue} 70% 50%/.28)">{text}</td>')
-        rows = "".join(
-            f'<tr><th scope="row">{html.escape(name)}</th>{"".join(cells[i * columns : (i + 1) * columns])}</tr>'
-            for i, name in enumerate(ids)
-        )
+        lines = ["".join(cells[i : i + columns]) for i in range(0, len(cells), columns)]
+        rows = "".join(f'<tr><th scope="row">{n}</th>{line}</tr>' for n, line in zip(ids, lines, strict=True))
         yield (
             f'<div role="region" tabindex="0" aria-label="{html.escape(array.name)}"><table class="grid">'
             f"<caption>{html.escape(array.name)}</caption><thead><tr><td></td>{head}</tr></thead>"
@@ -230,22 +235,15 @@ _HTML = {Text: _html_text, Table: _html_table, Drawing: _html_drawing}
 
 # Text takes the page's colour and backgrounds are translucent, so that it reads on light and on dark alike.
 _CSS = """
-.shardfn{font:13px/1.5 system-ui,sans-serif}
-.shardfn h4,.shardfn summary{font-size:14px;font-weight:600;margin:1em 0 .3em}
-.shardfn summary{cursor:pointer}
-.shardfn p{margin:.1em 0;overflow-wrap:anywhere}
-.shardfn .note{opacity:.75}
-.shardfn div[role=region]{overflow-x:auto}
+.shardfn{font:13px/1.5 system-ui,sans-serif}.shardfn p{margin:.1em 0;overflow-wrap:anywhere}
+.shardfn h4,.shardfn summary{font-size:14px;font-weight:600;margin:1em 0 .3em}.shardfn summary{cursor:pointer}
+.shardfn .note,.shardfn small{opacity:.75}.shardfn small{font-size:10px}
+.shardfn div[role=region]{overflow-x:auto;max-width:100%}.shardfn .grids{display:flex;flex-wrap:wrap;gap:1em 2em}
 .shardfn table{border-collapse:collapse;font-variant-numeric:tabular-nums;margin:0}
 .shardfn caption{text-align:left;font-weight:600;white-space:nowrap}
 .shardfn th,.shardfn td{padding:.15em .7em .15em 0;text-align:left;vertical-align:top;border:0;background:none}
-.shardfn thead th{border-bottom:1px solid rgb(128 128 128/.6)}
-.shardfn tbody tr+tr>*{border-top:1px solid rgb(128 128 128/.2)}
-.shardfn tbody th{font-weight:500}
-.shardfn .n{text-align:right}
-.shardfn .grids{display:flex;flex-wrap:wrap;gap:1em 2em}
-.shardfn .grids>div{max-width:100%}
+.shardfn thead th{border-bottom:1px solid rgb(128 128 128/.6)}.shardfn tbody th{font-weight:500}
+.shardfn tbody tr+tr>*{border-top:1px solid rgb(128 128 128/.2)}.shardfn .n{text-align:right}
 .shardfn .grid td,.shardfn .grid th{padding:.25em .6em;border:1px solid rgb(128 128 128/.35);white-space:nowrap}
 .shardfn .grid thead td{border:0}
-.shardfn small{opacity:.75;font-size:10px}
 """.replace("\n", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -11,8 +12,8 @@ import shutil
 from collections.abc import Sequence
 from typing import Any
 
-from shardfn import compiled as compiled_
-from shardfn.comparison import compare
+from shardfn.comparison import Comparison, compare
+from shardfn.compiled import Compiled, read
 from shardfn.errors import ContextError, fail
 from shardfn.graph.model import Collective
 from shardfn.plan import Decision, Plan, diff, op_strategies
@@ -74,11 +75,11 @@ def make_report(plan: Plan, executable: Any = None, arrivals: Sequence[str] = ()
       executable: what `jax.stages.Lowered.compile()` returned for it: adds what XLA made of the prediction.
       arrivals: what is said about arguments that lie elsewhere when they arrive.
     """
-    found = None if executable is None else compiled_.read(executable)
+    found = None if executable is None else read(executable)
     compared = None if found is None else compare(plan, found)
     data = _data(plan, arrivals)
     if found is not None and compared is not None:
-        data["compiled"] = {**dataclasses.asdict(compared), "collectives": [_sent(c) for c in found.collectives]}
+        data["compiled"] = _compared(found, compared)
     parts = (part for make in SECTIONS for part in make(plan, arrivals, compared))
     return Report(f"Plan of {plan.function}", tuple(parts), json.dumps(data, ensure_ascii=False))
 
@@ -105,22 +106,26 @@ def save_graphs(plan: Plan, path: str = ".") -> tuple[pathlib.Path, pathlib.Path
       ContextError: the directory cannot be written to.
     """
     name = re.sub(r"[^A-Za-z0-9_.-]+", "_", plan.function).strip("._")[:80] or "function"
+    strategies, report = strategies_text(plan), make_report(plan).to_json()
+    directory = pathlib.Path(path)
     try:
-        directory = pathlib.Path(path)
         directory.mkdir(parents=True, exist_ok=True)
         for n in itertools.count():
-            files = tuple(directory / f"{name}_{n}_{end}" for end in ("strategies.txt", "report.json"))
-            try:
-                texts = (file.open("x", encoding="utf-8") for file in files)
-                for file, text in zip(texts, (strategies_text(plan), make_report(plan).to_json()), strict=True):
-                    with file:
-                        file.write(text + "\n")
-            except FileExistsError:
-                continue
-            return files[0], files[1]
+            first, second = (directory / f"{name}_{n}_{end}" for end in ("strategies.txt", "report.json"))
+            # "x" claims the number: another process that writes here at this moment takes the next one.
+            if not second.exists():
+                with contextlib.suppress(FileExistsError), first.open("x", encoding="utf-8") as file:
+                    file.write(strategies + "\n")
+                    second.write_text(report + "\n", encoding="utf-8")
+                    return first, second
     except OSError as error:
-        fail(ContextError, f"the graphs of `{plan.function}` cannot be saved",
-             where=f"save_graphs_path = {str(path)!r}", why=str(error), fix="give a directory that can be written to")  # fmt: skip
+        fail(
+            ContextError,
+            f"the graphs of `{plan.function}` cannot be saved",
+            where=f"save_graphs_path = {str(path)!r}",
+            why=str(error),
+            fix="give a directory that can be written to",
+        )
     raise AssertionError("the numbers never end")
 
 
@@ -178,6 +183,18 @@ def _data(plan: Plan, arrivals: Sequence[str]) -> dict[str, Any]:
 
 def _decided(d: Decision) -> dict[str, Any]:
     return {**dataclasses.asdict(d), "local_shape": d.local_shape}
+
+
+def _compared(found: Compiled, compared: Comparison) -> dict[str, Any]:
+    return {
+        "collectives": [_sent(c) for c in found.collectives],
+        "kinds": {kind: {"predicted": dataclasses.asdict(p), "compiled": dataclasses.asdict(c)}
+                  for kind, p, c in compared.kinds},
+        "memory": {what: dataclasses.asdict(pair) for what, pair in compared.memory},
+        "matrix_flops": dataclasses.asdict(compared.matrix_flops),
+        "findings": found.findings,
+        "why": compared.why,
+    }  # fmt: skip
 
 
 def _sent(c: Collective) -> dict[str, Any]:

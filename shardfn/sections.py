@@ -9,23 +9,27 @@ import math
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from shardfn.comparison import Comparison
+from shardfn.comparison import Comparison, Tally
 from shardfn.graph.model import Collective, Spec
-from shardfn.plan import Decision, Plan, op_strategies
+from shardfn.plan import Decision, DimClass, Plan, op_strategies
 from shardfn.render import Drawing, Part, Placed, Table, Text
 
-MOST_ROWS = 40
+MOST_ROWS = 32
+MOST_REASONS = 6
 MOST_DEVICES = 64
 MOST_DRAWN = 16
 LEVELS = ("most compute per byte sent", "least memory per device", "fastest step")
 
 
+# ---- facts that follow from a plan
+
+
 def grid_text(plan: Plan) -> str:
-    """The grid in a line."""
+    """The grid in a few words."""
     return " x ".join(f"{name}={size}" for name, size in plan.axes) or "of one device"
 
 
@@ -53,6 +57,9 @@ def owners(plan: Plan, c: Collective) -> list[str]:
     return over(plan.inputs) or over(plan.outputs)
 
 
+# ---- sections
+
+
 def _headline(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
     hardware, price = plan.hardware, plan.price
     at = f"on {hardware.name}" if hardware.is_here else f"planned for {hardware.name} (not here)"
@@ -71,7 +78,7 @@ def _headline(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) 
         yield Text("Findings", (*plan.findings, *arrivals))
 
 
-def _grid_part(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
+def _grid(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
     rows = []
     for name, size, stride in strides(plan):
         walk = ", ".join(str(i * stride) for i in range(min(size, 4))) + (", …" if size > 4 else "")
@@ -85,24 +92,40 @@ def _grid_part(plan: Plan, arrivals: Sequence[str], compared: Comparison | None)
 def _arrays(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
     for title, decisions in (("Arguments", plan.inputs), ("Results", plan.outputs)):
         unit, size = _unit([d.local_bytes for d in decisions])
-        groups = _grouped(decisions, lambda d: dataclasses.replace(d, path=_masked(d.path), reason=_masked(d.reason)))
+        groups = _alike(decisions, lambda d: dataclasses.replace(d, path=_layer(d.path), reason=_layer(d.reason)))
+        if len(groups) > MOST_ROWS:  # the cut ones stay
+            groups.sort(key=lambda same: not any(same[0].spec))
+        counts = collections.Counter(_reason(same[0]) for same in groups)
+        stated = {text for text, count in counts.items() if count > MOST_REASONS}  # said once, below the table
         rows = [
-            (_masked(d.path) if count > 1 else d.path, _times(count), f"{d.dtype}{_shape(d.shape)}", str(d.cuts),
-             _spec(d.spec), _shape(d.local_shape), _figure(d.local_bytes / size), d.source,
-             _masked(d.reason) if count > 1 else d.reason)
-            for d, count in groups
+            (_starred([d.path for d in same]), _times(len(same)), f"{d.dtype}{_shape(d.shape)}", str(d.cuts),
+             _spec(d.spec), _shape(d.local_shape) if any(d.spec) else "whole", _figure(d.local_bytes / size),
+             d.source if _reason(d) in stated or not d.reason else f"{d.source}: {_starred([d.reason for d in same])}")
+            for same in groups for d in same[:1]
         ]  # fmt: skip
-        columns = ("array", "count", "shape", "cuts", "spec", "piece", f"{unit}/device", "chosen", "why")
+        note = "; ".join(f"{source}, where nothing follows: {reason}" for source, reason in sorted(stated) if reason)
         if rows:
-            yield _table(title, columns, rows)
+            columns = ("array", "count", "shape", "cuts", "spec", "piece", f"{unit}/device", "chosen")
+            yield _table(title, columns, rows, note)
+
+
+def _reason(d: Decision) -> tuple[str, str]:
+    """Who chose a layout and why, the other arrays' names left out."""
+    return d.source, re.sub(r"`[^`]*`", "`…`", d.reason)
 
 
 def _classes(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
-    rows = [
-        (c.name, str(c.size), ",".join(c.axes) or "-", _few([m for m in c.members if m != c.name], 4))
-        for c in sorted(plan.classes, key=lambda c: not c.axes)
-    ]
-    yield _table("Dim classes", ("class", "size", "cut over", "tied with"), rows)
+    def key(c: DimClass) -> Any:
+        return _layer(c.name), c.size, c.axes, tuple(map(_layer, c.members))
+
+    rows = []
+    for same in _alike(sorted(plan.classes, key=lambda c: not c.axes), key):
+        c = same[0]
+        members = [_starred(each) for each in zip(*(s.members for s in same), strict=True)]
+        name = _starred([s.name for s in same])
+        rows.append((name, _times(len(same)), str(c.size), ",".join(c.axes) or "-", _few(members[1:], 3)))
+    if rows:
+        yield _table("Dim classes", ("class", "count", "size", "cut over", "tied with"), rows, most=20)
 
 
 _SHOWN_OPS = re.compile(
@@ -113,23 +136,25 @@ _SHOWN_OPS = re.compile(
 
 def _ops(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
     every = op_strategies(plan)
-    shown = [o for o in every if _SHOWN_OPS.fullmatch(o.op)]
+    shown = collections.Counter(o for o in every if _SHOWN_OPS.fullmatch(o.op))
     rows = [
-        (o.op, _times(count), _cuts(o.inputs), _cuts(o.outputs), _times(o.trips), _short(o.where))
-        for o, count in _grouped(shown, lambda o: o)
-    ]
-    hidden = len(every) - len(shown)
+        (o.op, _times(count), ", ".join(map(str, o.inputs)), ", ".join(map(str, o.outputs)), _times(o.trips),
+         _file(o.where))
+        for o, count in shown.items()
+    ]  # fmt: skip
+    hidden = len(every) - sum(shown.values())
     note = f'{hidden} other ops (elementwise, or moving data): .to_dict()["ops"]' if hidden else ""
-    yield _table("Op strategies", ("op", "count", "in", "out", "runs", "line"), rows, note, most=20)
+    if rows:
+        yield _table("Op strategies", ("op", "count", "in", "out", "runs", "line"), rows, note, most=20)
 
 
 def _collectives(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
-    groups = sorted(_grouped(plan.collectives, lambda c: c), key=lambda g: -g[0].total_bytes * g[1])
+    groups = sorted(collections.Counter(plan.collectives).items(), key=lambda g: -g[0].total_bytes * g[1])
     unit, size = _unit([c.total_bytes * count for c, count in groups])
     rows = [
         (c.kind, _times(count), ",".join(c.axes) or "-", str(c.group_size), f"{c.dtype}{_shape(c.shape)}",
-         _times(c.trips), _figure(c.total_bytes * count / size), _figure(time_s(plan, c) * count * 1e6), _short(c.where),
-         "; ".join(filter(None, (_CAUSES.get(c.cause, c.cause), _few(owners(plan, c), 2)))))
+         _times(c.trips), _figure(c.total_bytes * count / size), _figure(time_s(plan, c) * count * 1e6),
+         _file(c.where), ": ".join(filter(None, (_CAUSES.get(c.cause, c.cause), _few(owners(plan, c), 2)))))
         for c, count in groups
     ]  # fmt: skip
     columns = ("collective", "count", "over", "group", "operand", "runs", f"{unit} sent", "µs", "line", "because of")
@@ -146,40 +171,47 @@ def _memory(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) ->
     memory, whole = plan.price.memory, plan.hardware.chip.memory_bytes
     unit, size = _unit([memory.peak])
     sizes = (("arguments", memory.arguments), ("results", memory.results), ("temporaries, at most", memory.temporaries),
-             ("all at once, at most", memory.peak), (f"one {plan.hardware.chip.name} has", whole))  # fmt: skip
-    rows = [(name, _figure(b / size), f"{b / whole:.1%}") for name, b in sizes]
-    note = "" if memory.peak <= whole else f"it may not fit: {memory.peak / whole:.1f} times the memory of a device"
+             ("all at once, at most", memory.peak))  # fmt: skip
+    rows = [(what, _figure(n / size), "<0.1%" if 0 < n < whole / 1000 else f"{n / whole:.1%}") for what, n in sizes]
+    note = f"one {plan.hardware.chip.name} has {_figure(whole / 2**30)} GiB"
+    if memory.peak > whole:
+        note += f": it may not fit, {memory.peak / whole:.1f} times that at most"
     yield _table("Memory per device", ("what", unit, "share"), rows, note)
 
 
 def _compiled(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
     if compared is None:
         return
-    unit, size = _unit([t.bytes_sent for _, *both in compared.kinds for t in both])
+    kinds = compared.kinds
+    if len(kinds) > 1:
+        totals = (Tally(*map(sum, zip(*map(dataclasses.astuple, side), strict=True)))
+                  for side in ([p for _, p, _ in kinds], [c for _, _, c in kinds]))  # fmt: skip
+        kinds = (*kinds, ("all", *totals))
+    unit, size = _unit([tally.bytes_sent for _, *both in kinds for tally in both])
+    loops = any(tally.runs != tally.count for _, *both in kinds for tally in both)
     rows = [
-        (kind, str(p.count), str(c.count), str(p.runs), str(c.runs), _figure(p.bytes_sent / size),
-         _figure(c.bytes_sent / size), f"{c.bytes_sent / p.bytes_sent:.2f}" if p.bytes_sent else "")
-        for kind, p, c in compared.kinds
+        (kind, str(p.count), str(c.count), *(map(str, (p.runs, c.runs)) if loops else ("", "")),
+         _figure(p.bytes_sent / size), _figure(c.bytes_sent / size),
+         f"{c.bytes_sent / p.bytes_sent:.2f}" if p.bytes_sent else "-")
+        for kind, p, c in kinds
     ]  # fmt: skip
-    columns = (
-        "collective",
-        "predicted",
-        "compiled",
-        "runs predicted",
-        "compiled",
-        f"{unit} predicted",
-        "compiled",
-        "ratio",
-    )
+    sides = ("predicted", "compiled")
+    columns = ("collective", *sides, *(f"runs {s}" for s in sides), *(f"{unit} {s}" for s in sides), "ratio")
     if rows:
         yield _table("Compiled: collectives, per device and call", columns, rows)
-    pairs = [*((f"{name}, B", pair) for name, pair in compared.memory), ("matrix FLOPs", compared.matrix_flops)]
+    pairs = [
+        *((f"{_TOGETHER.get(what, what)}, B", pair) for what, pair in compared.memory),
+        ("matrix FLOPs", compared.matrix_flops),
+    ]
     rows = [
-        (name, *("-" if v is None else f"{v:,.0f}" for v in (p.predicted, p.compiled)),
-         "" if p.ratio is None else f"{p.ratio:.2f}") for name, p in pairs
+        (what, *("-" if v is None else f"{v:,.0f}" for v in (p.predicted, p.compiled)),
+         "-" if p.ratio is None else f"{p.ratio:.2f}") for what, p in pairs
     ]  # fmt: skip
     yield _table("Compiled: memory and work of one device", ("what", "predicted", "compiled", "ratio"), rows)
     yield Text("Why they differ", compared.why or ("they agree",))
+
+
+_TOGETHER = {"together": "all at once", "xla_peak": "XLA's own peak"}
 
 
 def _drawing(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
@@ -190,7 +222,7 @@ def _drawing(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -
         largest = shown.index(max(shown))
         shown[largest] = -(-shown[largest] // 2)
     places = np.array(list(np.ndindex(*shown)))
-    flat = np.ravel_multi_index(tuple(places.T), plan.device_matrix)
+    numbers = np.asarray(np.ravel_multi_index(tuple(places.T), plan.device_matrix)).tolist()
     arrays: dict[tuple[Any, ...], list[Decision]] = {}
     for d in (*plan.inputs, *plan.outputs):
         if any(d.spec):
@@ -200,12 +232,12 @@ def _drawing(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -
         for (shape, _), same in itertools.islice(arrays.items(), MOST_DRAWN)
     )
     notes = (
-        [f"{math.prod(shown)} of {plan.hardware.count} devices are shown"] if shown != list(plan.device_matrix) else []
+        [f"{math.prod(shown)} of {plan.hardware.count} devices are shown"] if len(places) < plan.hardware.count else []
     )
     notes += [f"{len(arrays) - MOST_DRAWN} more layouts are not drawn"] if len(arrays) > MOST_DRAWN else []
     whole = [d.path for d in (*plan.inputs, *plan.outputs) if not any(d.spec)]
     notes += [f"whole on every device: {_few(whole, 8)}"] if whole else []
-    devices = tuple(int(plan.order[i] if plan.order else i) for i in flat)
+    devices = tuple(plan.order[i] if plan.order else i for i in numbers)
     axes = tuple(zip((name for name, _ in plan.axes), shown, strict=True))
     yield Drawing("Which device holds what", axes, devices, drawn, "; ".join(notes))
 
@@ -219,16 +251,10 @@ def _pieces(plan: Plan, d: Decision, places: np.ndarray) -> tuple[tuple[tuple[in
         index = np.zeros(len(places), int)
         for axis in dim:  # major to minor
             index = index * sizes[axis] + position[axis]
-        starts.append(index * piece)
+        starts.append((index * piece).tolist())
     return tuple(
-        tuple((int(s[k]), int(s[k]) + n) for s, n in zip(starts, d.local_shape, strict=True))
-        for k in range(len(places))
+        tuple((s[k], s[k] + n) for s, n in zip(starts, d.local_shape, strict=True)) for k in range(len(places))
     )
-
-
-SECTIONS: tuple[Callable[[Plan, Sequence[str], Comparison | None], Iterable[Part]], ...] = (
-    _headline, _grid_part, _drawing, _arrays, _classes, _ops, _collectives, _memory, _compiled,
-)  # fmt: skip
 
 
 # ---- texts
@@ -244,20 +270,34 @@ def _table(
     return Table(title, tuple(columns[i] for i in kept), cells, "; ".join([*more, *([note] if note else [])]))
 
 
-def _grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> list[tuple[Any, int]]:
-    """The first of each group of three or more that are alike, with the group's size; the others one by one."""
-    items = list(items)
-    counts = collections.Counter(map(key, items))
-    out: dict[Any, tuple[Any, int]] = {}
-    for i, item in enumerate(items):
-        count = counts[key(item)]
-        out.setdefault(key(item) if count > 2 else i, (item, count if count > 2 else 1))
-    return list(out.values())
+_T = TypeVar("_T")
 
 
-def _masked(path: str) -> str:
-    """A path or a reason with the number of a layer taken out."""
-    return re.sub(r"(?<=[/_\[])\d+(?=[/\]]|$)|(?<=/)\d+(?= )", "*", path)
+def _alike(items: Iterable[_T], key: Callable[[_T], Any], least: int = 3) -> list[list[_T]]:
+    """Items of one key together where there are at least that many, the others one by one."""
+    groups: dict[Any, list[_T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return [part for same in groups.values() for part in ([same] if len(same) >= least else [[item] for item in same])]
+
+
+def _layer(text: str) -> str:
+    """A path or a reason without the numbers that tell one layer from another: `blocks/0/w1`, `Dense_0`, `[0]`.
+
+    >>> _layer("params/blocks/3/w1.0"), _layer("Dense_2/kernel"), _layer("in_strategy[0]['blocks'][3]")
+    ('params/blocks/*/w1.0', 'Dense_*/kernel', "in_strategy[*]['blocks'][*]")
+    """
+    return re.sub(r"(?<=[/_\[])\d+(?=[/\].' ]|$)", "*", text)
+
+
+def _starred(texts: Sequence[str]) -> str:
+    """One text for several that differ only in numbers.
+
+    >>> _starred(["blocks/0/w1", "blocks/1/w1"])
+    'blocks/*/w1'
+    """
+    words = zip(*(re.split(r"(\d+)", text) for text in texts), strict=True)
+    return "".join(word[0] if len(set(word)) == 1 else "*" for word in words)
 
 
 def _few(texts: Sequence[str], most: int) -> str:
@@ -265,7 +305,7 @@ def _few(texts: Sequence[str], most: int) -> str:
 
 
 def _times(count: int) -> str:
-    return f"{count}" if count > 1 else ""
+    return f"{count:,}" if count > 1 else ""
 
 
 def _shape(shape: Sequence[int]) -> str:
@@ -274,14 +314,10 @@ def _shape(shape: Sequence[int]) -> str:
 
 def _spec(spec: Spec) -> str:
     """As JAX writes a PartitionSpec."""
-    return f"P({', '.join(repr(None if not d else d[0] if len(d) == 1 else d) for d in spec)})"
+    return f"P({', '.join(repr(None if not d else d[0] if len(d) == 1 else d) for d in spec) if any(spec) else ''})"
 
 
-def _cuts(values: Sequence[tuple[int, ...]]) -> str:
-    return ", ".join(map(str, values))
-
-
-def _unit(sizes: Sequence[float]) -> tuple[str, int]:
+def _unit(sizes: Iterable[float]) -> tuple[str, int]:
     """The unit that shows the largest of some sizes in bytes with at least two digits before the point."""
     top = max(sizes, default=0)
     units = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
@@ -292,8 +328,12 @@ def _figure(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:.3g}"
 
 
-def _short(where: str) -> str:
-    """`file:line`, the file relative to the working directory or else only its name."""
-    path = pathlib.PurePath(where)
-    here = pathlib.Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else path.name
+def _file(where: str) -> str:
+    """`file:line` without the directories; the data has them."""
+    return pathlib.PurePath(where).name
+
+
+Section = Callable[[Plan, Sequence[str], Comparison | None], Iterable[Part]]
+SECTIONS: tuple[Section, ...] = (
+    _headline, _grid, _drawing, _arrays, _classes, _ops, _collectives, _memory, _compiled,
+)  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import types
@@ -12,6 +13,7 @@ from typing import Any
 
 import jax
 from jax import tree_util
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from shardfn import context, search
@@ -19,7 +21,7 @@ from shardfn.apply import apply, finest, has_other_grids, lies_elsewhere, moved,
 from shardfn.callee import Callee, Slot, bind, describe, split
 from shardfn.cost import hardware as hardware_
 from shardfn.cost.hardware import Hardware
-from shardfn.errors import ContextError, Problem, StrategyError, StrategyTypeError, fail, raise_problems
+from shardfn.errors import ContextError, DeviceError, Problem, StrategyError, StrategyTypeError, fail, raise_problems
 from shardfn.given import mesh_of
 from shardfn.make import make_plan
 from shardfn.plan import Plan
@@ -94,9 +96,17 @@ class ShardedFunction:
             found = self._methods.get(instance)
             if found is None:
                 found = self._methods[instance] = ShardedFunction(types.MethodType(self.fn, instance), self.options)
+                found._entries = self._entries  # `nnx.grad` makes a new instance for every call
         except TypeError:  # not hashable, or no weak references to it
             return ShardedFunction(types.MethodType(self.fn, instance), self.options)
         return found
+
+    def for_owner(self, owner: Any) -> ShardedFunction:
+        """The same method of another instance, such as a copy made by `nnx.grad`; the plans are shared."""
+        other = copy.copy(self)
+        other.fn = types.MethodType(self.fn.__func__, owner)  # type: ignore[attr-defined]
+        other.callee = dataclasses.replace(self.callee, owner=owner)
+        return other
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # The shapes need no check here: `jit` looks them up, and traces for new ones, which raises OtherCall.
@@ -122,6 +132,9 @@ class ShardedFunction:
     def explain(self, *args: Any, compiled: bool = False, **kwargs: Any) -> Report:
         """The report of a call; with `compiled`, beside what XLA made of it."""
         entry, values = self._entry(args, kwargs)
+        if compiled and not entry.plan.hardware.is_here:
+            fail(DeviceError, f"nothing can be compiled for {entry.plan.hardware.name}, which is not here",
+                 where="compiled = True", fix="leave `compiled` out, or give a device of this machine")  # fmt: skip
         executable = self._lower(entry, values).compile() if compiled else None
         return make_report(entry.plan, executable, self._arrivals(entry, values))
 
@@ -155,7 +168,7 @@ class ShardedFunction:
                  fix="use .plan(...) or .explain(...), or give a device of this machine to run on")  # fmt: skip
         leaves, treedef = tree_util.tree_flatten(_dynamic(values, entry.slots, entry.stateful))
         with progress(f"compiling {self.callee.name}", len(self._entries) > known):
-            if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            if any(isinstance(leaf, Tracer) for leaf in leaves):
                 return self._finish(entry, self._run_nested(entry, values, leaves, treedef))
             _CONCRETE.update(map(type, leaves))
             self._moves = self._moves or any(map(lies_elsewhere, leaves, entry.targets))
@@ -199,7 +212,7 @@ class ShardedFunction:
         leaves, treedef = tree_util.tree_flatten(dynamic)
         statics = tuple(v for v, s in zip(values[stateful:], slots, strict=True) if s.is_static)
         current = context.current()
-        key = (slots, treedef, tuple(map(_signature, leaves)), statics, current)
+        key = (slots, treedef, tuple(map(_signature, leaves)), statics, self.callee.fixed(), current)
         try:
             entry = self._entries.get(key)
         except TypeError:
@@ -213,13 +226,14 @@ class ShardedFunction:
         return entry, values
 
     def _make(self, slots: tuple[Slot, ...], values: list[Any], stateful: bool, current: Any) -> Entry:
-        options, callee = self.options, self.callee
+        options = self.options
         problems: list[Problem] = []
         inputs = self._input_leaves(slots, values, stateful, current, problems)
         hardware = self._hardware(inputs, current)
         raise_problems([p for p in problems if p.is_type and "not an array" in p.what])  # it cannot be traced
         statics = tuple(i + stateful for i, s in enumerate(slots) if s.is_static)
         shapes = _shapes(values, slots, stateful)
+        callee = self.callee.frozen(shapes[0]) if stateful else self.callee
         expected = _call_signature(shapes, statics)
 
         def pure(*flat: Any) -> Any:

@@ -81,8 +81,10 @@ def shape_of(leaf: Any) -> tuple[tuple[int, ...], str] | None:
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     if not isinstance(shape, tuple) or dtype is None or dtype == np.dtype(object):
         return None
-    if isinstance(dtype, np.dtype) and dtype.kind in "USMmV" and not jax.dtypes.issubdtype(dtype, np.number):
+    if isinstance(dtype, np.dtype) and dtype.kind in "USMmV" and not jax.numpy.issubdtype(dtype, np.number):
         return None
+    if isinstance(dtype, np.dtype):  # what JAX makes of it: NumPy's float64 arrives as float32 unless x64 is on
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
     return tuple(int(d) for d in shape), str(dtype)
 
 

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import tree_util
+from jax.core import Tracer
 from jax.extend import core as jex_core
 
 from shardfn.graph import shardy
@@ -48,7 +50,7 @@ def trace(function: Callable[..., Any], args: Sequence[Any], static_argnums: tup
     traced = jax.jit(function, static_argnums=static_argnums, keep_unused=True).trace(*args)
     results = tree_util.tree_map(lambda o: jax.ShapeDtypeStruct(o.shape, o.dtype), traced.out_info)
     jaxpr = traced.jaxpr
-    if any(isinstance(c, jax.core.Tracer) for c in jaxpr.consts):
+    if any(isinstance(c, Tracer) for c in jaxpr.consts):
         open_ = jaxpr.jaxpr
 
         def lifted(consts: list[Any], flat: list[Any]) -> list[Any]:
@@ -69,4 +71,5 @@ def shaped(leaf: Any) -> Any:
     if isinstance(leaf, bool | int | float | complex):
         return leaf
     weak = bool(getattr(leaf, "weak_type", False))
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) if isinstance(leaf.dtype, np.dtype) else leaf.dtype
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=weak)

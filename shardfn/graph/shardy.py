@@ -151,6 +151,8 @@ class _Reader:
         if attribute is None or self.manual:
             return None
         dims = sdy.TensorShardingAttr(attribute).dimension_shardings
+        if not len(dims):  # a scalar, or a host callback, which holds its array on one device
+            return None
         return tuple(tuple(_axis(a) for a in sdy.DimensionShardingAttr(d).axes) for d in dims)
 
     def results(self, op: Any, trips: int) -> list[int]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from shardfn.search import MODES as SEARCHES
 from tests.conformance.facts import Case, LayoutFact
 
 ACCEPTS = "accepts"
@@ -29,46 +31,42 @@ class Ask:
     entries: Any = ()
     letters: tuple[str, ...] = ()
     out: Any = None
+    results: tuple[tuple[int, ...], ...] = ()
+    """Their shapes, where `out` says something."""
     needs: tuple[str, ...] = ()
     """Attributes that MindSpore wants set."""
-    lays_result: bool = False
-    """MindSpore takes an out_strategy for this operator."""
     speaks_of_result: bool = False
     """MindSpore's entry holds cuts of the result."""
 
     @property
     def cuts(self) -> tuple[tuple[int, ...], ...] | None:
-        """The cuts of each argument, where every entry is ints or a layout."""
-        entries = self.entries if isinstance(self.entries, tuple) else (None,)
-        found = tuple(e.cuts if isinstance(e, LayoutFact) and e.map is not None else e for e in entries)
-        if len(found) != len(self.shapes):
-            return None
-        good = all(isinstance(c, tuple) and all(type(k) is int and k > 0 for k in c) for c in found)
-        return found if good else None
+        """The cuts of each argument, where every entry is ints or a layout, and there is one for each."""
+        return whole_cuts(self.entries, len(self.shapes))
 
     @property
-    def cuts_here(self) -> tuple[tuple[int, ...], ...]:
-        """The cuts of each argument as this library reads them: None is data parallel."""
-        found = []
-        for shape, said in zip(self.shapes, self.entries, strict=True):
-            fits = bool(shape) and shape[0] % self.case.devices == 0
-            default = (self.case.devices if fits else 1, *(1,) * (len(shape) - 1)) if shape else ()
-            found.append(default if said is None else said.cuts if isinstance(said, LayoutFact) else said)
-        return tuple(found)
+    def cuts_here(self) -> tuple[tuple[int, ...] | None, ...]:
+        """The cuts of each argument as this library reads them: None is data parallel. What is left open is None."""
+        return tuple(
+            data_parallel(shape, self.case.devices) if said is None
+            else said.cuts if isinstance(said, LayoutFact)
+            else said if isinstance(said, tuple)
+            else None
+            for shape, said in zip(self.shapes, self.entries or ("open",) * len(self.shapes), strict=True)
+        )  # fmt: skip
 
     @property
     def fits(self) -> bool:
-        """Each argument's cuts fit its shape and the devices; nothing is said of the arguments together."""
-        results = [c.cuts if isinstance(c, LayoutFact) else c for c in self.out or ()]
-        return self.fits_shapes and all(self.case.devices % math.prod(c) == 0 for c in (*(self.cuts or ()), *results))
+        """The cuts fit each array by itself and the devices; nothing is said of the arrays together."""
+        out = whole_cuts(self.out, len(self.results)) if self.out is not None else ()
+        if self.cuts is None or out is None or not self.fits_shapes:
+            return False
+        placed = all(self.case.devices % math.prod(c) == 0 for c in (*self.cuts, *out))
+        return placed and all(map(divides, self.results, out))
 
     @property
     def fits_shapes(self) -> bool:
-        """Each argument's cuts fit its shape."""
-        return self.cuts is not None and all(
-            len(shape) == len(cuts) and all(n % c == 0 for n, c in zip(shape, cuts, strict=True))
-            for shape, cuts in zip(self.shapes, self.cuts, strict=True)
-        )
+        """The cuts fit the shape of each argument."""
+        return self.cuts is not None and all(map(divides, self.shapes, self.cuts))
 
     @property
     def dims(self) -> Iterator[tuple[str, int]]:
@@ -93,6 +91,34 @@ class Ask:
         return tuple(e for e in self.entries or () if isinstance(e, LayoutFact))
 
 
+def whole_cuts(entries: Any, count: int) -> tuple[tuple[int, ...], ...] | None:
+    """Entries as cuts, if there are `count` and each is a tuple of positive ints or a layout.
+
+    >>> whole_cuts(((2, 1), (4,)), 2), whole_cuts(((True, 1),), 1), whole_cuts((None,), 1)
+    (((2, 1), (4,)), None, None)
+    """
+    if not isinstance(entries, tuple) or len(entries) != count:
+        return None
+    found = tuple(e.cuts if isinstance(e, LayoutFact) and e.map is not None else e for e in entries)
+    good = all(isinstance(cuts, tuple) and all(type(c) is int and c > 0 for c in cuts) for cuts in found)
+    return found if good else None
+
+
+def divides(shape: tuple[int, ...], cuts: tuple[int, ...]) -> bool:
+    """Whether every dim has a cut that divides it."""
+    return len(shape) == len(cuts) and all(n % c == 0 for n, c in zip(shape, cuts, strict=True))
+
+
+def data_parallel(shape: tuple[int, ...], devices: int) -> tuple[int, ...]:
+    """Dim 0 over all devices where it divides, else whole.
+
+    >>> data_parallel((8, 3), 4), data_parallel((3,), 4)
+    ((4, 1), (1,))
+    """
+    whole = (1,) * len(shape)
+    return (devices, *whole[1:]) if shape and shape[0] % devices == 0 else whole
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One deviation."""
@@ -112,7 +138,7 @@ def row_of(ask: Ask) -> Row | None:
 
 
 def refused(when: Callable[[Ask], bool]) -> Callable[[Ask], bool]:
-    """MindSpore refuses the case, though the cuts of each argument fit it."""
+    """MindSpore refuses the case, though the cuts fit each array."""
     return lambda ask: not ask.case.accepted and ask.fits and when(ask)
 
 
@@ -130,11 +156,12 @@ def too_many_together(ask: Ask) -> bool:
 
 def dropped(ask: Ask) -> bool:
     """MindSpore accepts the case and lays out nothing."""
-    return ask.case.accepted and bool(ask.case.inputs) and not any(held_in(ask.case))
+    return ask.case.accepted and bool(ask.case.held) and not any(ask.case.held)
 
 
-def held_in(case: Case) -> tuple[Any, ...]:
-    return tuple(case.inputs.values()) if isinstance(case.inputs, dict) else case.inputs
+def same_kind(ask: Ask) -> bool:
+    """Layouts only, or none."""
+    return len({isinstance(entry, LayoutFact) for entry in (*ask.entries, *ask.out)}) == 1
 
 
 def says_none(ask: Ask) -> bool:
@@ -148,8 +175,17 @@ def several_data_dims(ask: Ask) -> bool:
 
 def names_nothing(ask: Ask) -> bool:
     plan = ast.literal_eval(ask.case.plan or "{}")
-    return isinstance(plan, dict) and any(not isinstance(ask.case.inputs, dict) or path.removeprefix("self.")
-               .removeprefix("net.") not in ask.case.shapes for path in plan)
+    paths = [re.sub(r"^(self\.|net\.)*", "", path) for path in plan] if isinstance(plan, dict) else []
+    return not {*paths} <= {*ask.case.shapes} if paths else False
+
+
+def not_built(search_mode: str) -> bool:
+    return SEARCHES[search_mode] is None
+
+
+def level_of_range(ask: Ask) -> bool:
+    level = ask.kwargs.get("level", 0)
+    return isinstance(level, int) and (isinstance(level, bool) or level not in (0, 1, 2))
 
 
 ROWS = (
@@ -182,12 +218,32 @@ ROWS = (
         "MindSpore cuts the number of repeats; here the result itself is cut, as far as its size allows",
     ),
     Row(
-        "out_strategy for any function", refused(lambda ask: ask.out is not None and not ask.lays_result), ACCEPTS,
-        "MindSpore lays out the results of a few operators; here every result can be",
+        "out_strategy alone", lambda ask: not ask.case.accepted and ask.entries is None and ask.out is not None,
+        ACCEPTS, "what in_strategy leaves out is AUTO",
     ),
     Row(
-        "out_strategy alone", lambda ask: not ask.case.accepted and ask.entries is None and ask.out is not None, ACCEPTS,
-        "what in_strategy leaves out is AUTO",
+        "None is data parallel", lambda ask: not ask.case.accepted and says_none(ask), ACCEPTS,
+        "MindSpore's texts say that None is data parallel, its code refuses it; here it is",
+    ),
+    Row(
+        "data cut along several dims", lambda ask: not ask.case.accepted and several_data_dims(ask), ACCEPTS,
+        "MindSpore slices a data set along one dim only",
+    ),
+    Row(
+        "no such parameter", lambda ask: ask.case.accepted and names_nothing(ask), REFUSES,
+        "MindSpore warns of a plan for a parameter that does not exist, and goes on without it",
+    ),
+    Row(
+        "search not built yet", lambda ask: ask.case.accepted and not_built(ask.case.ctx.get("search_mode", "auto")),
+        REFUSES, "only sharding_propagation is here today; asking for another search says so",
+    ),
+    Row(
+        "no such level", lambda ask: ask.case.accepted and level_of_range(ask), REFUSES,
+        "MindSpore checks that level is an int and never reads it; here 0, 1 and 2 mean something",
+    ),
+    Row(
+        "no device named", lambda ask: not ask.case.accepted and ask.kwargs.get("device", "") is None, ACCEPTS,
+        "None is JAX's own choice of devices",
     ),
     Row(
         "working dim cut", refused(along_is_cut), ACCEPTS,
@@ -200,5 +256,9 @@ ROWS = (
     Row(
         "more pieces than devices", refused(too_many_together), ACCEPTS,
         "MindSpore multiplies the cuts of all arguments; here classes share axes where the device count forces it",
+    ),
+    Row(
+        "any out_strategy", refused(lambda ask: ask.out is not None and same_kind(ask)), ACCEPTS,
+        "MindSpore lays out the results of a few operators, in a few ways; here every result can be, in every way",
     ),
 )  # fmt: skip

@@ -135,6 +135,11 @@ class Case:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def held(self) -> tuple[Held | None, ...]:
+        """How MindSpore lays out each tensor; None where it dropped the strategy."""
+        return tuple(self.inputs.values()) if isinstance(self.inputs, dict) else self.inputs
+
 
 def case(line: Mapping[str, Any]) -> Case:
     """A case from its line of JSON."""

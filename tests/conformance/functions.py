@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import shardfn
-from tests.conformance import ops
 from tests.conformance.deviations import Ask
 from tests.conformance.facts import Case, LayoutFact
+from tests.conformance.ops import TABLE
+from tests.conformance.programs import floats, shapes_of_results
 
 TEXT = {"T": lambda *shape: shape, "L": LayoutFact((2, 4), ("dp", "mp"), None)}
 """What the text of a case speaks of: tensors, and the layout that its entries are calls of."""
@@ -54,19 +54,19 @@ def call_of(case: Case) -> Call:
     if isinstance(case.shapes, dict):
         return network(case)
     shapes = read(case.shapes)
-    if case.op in ops.TABLE:
-        names, fn = tuple("xyz"[: len(shapes)]), ops.TABLE[case.op]().run
-    else:
-        names = tuple(dict.fromkeys(re.findall(r"\b[a-z]\b", case.op)))
-        fn = eval(f"lambda {', '.join(names)}: {case.op}", {"jnp": jnp})
-    args = tuple(ops.floats(shape, i, False) for i, shape in enumerate(shapes))
+    names = tuple("xyzuvw"[: len(shapes)])
+    text = f"{case.op}({', '.join(names)})" if case.op in TABLE else case.op
+    known = {case.op: TABLE[case.op]().run} if case.op in TABLE else {}
+    fn = eval(f"lambda {', '.join(names)}: {text}", known)
+    args = tuple(floats(shape, i, False) for i, shape in enumerate(shapes))
     return Call(fn, names, args, read(case.strategy), read(case.out), read(case.plan))
 
 
 def ask_of(case: Case) -> Ask:
     """What a case asks for."""
     made = call_of(case)
-    return Ask(case, tuple(a.shape for a in made.args), made.entries, out=made.out)
+    results = () if made.out is None else shapes_of_results(made.target, made.args)
+    return Ask(case, tuple(a.shape for a in made.args), made.entries, out=made.out, results=results)
 
 
 # ---------------------------------------------------------------- the network
@@ -94,7 +94,7 @@ DATA: dict[Any, Any] = {"full_batch": (1, 1), "data_parallel": None}
 
 def network(case: Case) -> Call:
     """With a strategy MindSpore shards the Cell; else the whole program, from its data set and from a seed inside."""
-    arrays = {name: ops.floats(shape, i, False) for i, (name, shape) in enumerate(case.shapes.items())}
+    arrays = {name: floats(shape, i, False) for i, (name, shape) in enumerate(case.shapes.items())}
     if case.strategy is not None:
         plan = read(case.plan)
         if isinstance(plan, dict):  # in MindSpore the Cell is the attribute `net` of what is compiled

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 import shardfn
-from tests.conformance.deviations import Ask, Row
+from tests.conformance.deviations import Ask
 from tests.conformance.facts import Held, LayoutFact
 
 
@@ -62,16 +62,12 @@ def attempt(
         return Outcome(plan, received, value)
 
 
-def expected_slices(ask: Ask, row: Row | None) -> tuple[tuple[int, ...], ...] | None:
-    """What a device holds of each argument: as MindSpore says, or, where we differ, as the cuts say (if they do)."""
-    if row is None:
-        return tuple(h.slice_shape for h in ask.case.held)
+def slices_said(ask: Ask) -> tuple[tuple[int, ...] | None, ...]:
+    """What a device holds of each argument, as the cuts say; None for an argument that was left open."""
     if ask.case.devices == 1:
         return ask.shapes
-    if ask.entries is None:
-        return None
     return tuple(
-        tuple(n // c for n, c in zip(shape, cuts, strict=True))
+        cuts and tuple(n // c for n, c in zip(shape, cuts, strict=True))
         for shape, cuts in zip(ask.shapes, ask.cuts_here, strict=True)
     )
 

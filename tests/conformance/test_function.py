@@ -7,7 +7,7 @@ from shardfn import ShardError
 from tests.conformance import facts
 from tests.conformance.deviations import ACCEPTS, row_of
 from tests.conformance.functions import ask_of, call_of
-from tests.conformance.running import assert_same, attempt, expected_slices
+from tests.conformance.running import assert_same, attempt, slices_said
 
 CASES = facts.load("shard_function")
 
@@ -18,7 +18,9 @@ def test_function(case, tally):
     row = row_of(ask)
 
     def run():
-        return attempt(made.target, made.args, made.strategy, made.out, case.devices, case.ctx, parameter_plan=made.plan)
+        return attempt(
+            made.target, made.args, made.strategy, made.out, case.devices, case.ctx, parameter_plan=made.plan
+        )
 
     if not (row.does == ACCEPTS if row else case.accepted):
         with pytest.raises(ShardError):
@@ -30,10 +32,14 @@ def test_function(case, tally):
     assert_same(outcome.value, made.target(*made.args))
     if made.out is not None and made.out != (None,):
         assert tuple(d.cuts for d in outcome.plan.outputs) == made.out
-    planned = dict(zip((d.path for d in outcome.plan.inputs), outcome.planned, strict=True))
+    named = [d.path for d in outcome.plan.inputs]
+    planned = dict(zip(named, outcome.planned, strict=True))
     stated = {name for name, entry in zip(made.names, made.entries, strict=True) if entry is not shardfn.AUTO}
     stated |= {path.removeprefix("self.") for path in made.plan or {}}
-    wanted = expected_slices(ask, row)
+    if row:
+        wanted = dict(zip(made.names, slices_said(ask), strict=True))
+    else:
+        wanted = {name: held.slice_shape for name, held in case.inputs.items()}
     assert {name: planned[name] for name in stated} == {name: wanted[name] for name in stated}
     if row:
         tally(f"accepted here only: {row}")

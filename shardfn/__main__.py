@@ -1,0 +1,8 @@
+"""`python -m shardfn`."""
+
+import sys
+
+from shardfn.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

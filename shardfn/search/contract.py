@@ -1,0 +1,258 @@
+"""Shrink a labelling problem without losing its optimum, for every price of memory at once.
+
+Most ops follow another: given the label of one, a single label of the other is possible. Such a node becomes a part of
+the one it follows. Labels with no possible partner go, a table that is a sum of two vectors goes into the costs of its
+ends, and a node that holds nothing and has few neighbours is minimised away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+
+import numpy as np
+
+from shardfn.search.labelling import Array, Labelling
+
+MOST_ENTRIES = 1 << 18  # of the tables of one node after a merge or a minimisation
+
+
+@dataclasses.dataclass(frozen=True)
+class Follow:
+    """Node `node` takes label `label[label of leader]` (labels of the original problem)."""
+
+    node: int
+    leader: int
+    label: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Minimised:
+    """Node `node` takes `label[labels of others]`, the argument of a minimum (-1 where that is forbidden)."""
+
+    node: int
+    others: tuple[int, ...]
+    label: Array
+
+
+@dataclasses.dataclass
+class Core:
+    """What is left: `costs[v]` of the labels `kept[v]` of each remaining node, `tables[u][v]`, and how to get back.
+
+    `constant` is the cost already settled; `possible` is False where no labelling avoids every forbidden cost.
+    """
+
+    costs: dict[int, Array]
+    kept: dict[int, Array]
+    tables: dict[int, dict[int, Array]]
+    steps: list[Follow | Minimised]
+    constant: float
+    possible: bool
+    sizes: list[int]
+
+    def full(self, labels: dict[int, int]) -> Array:
+        """The original problem's choice, from a position in `kept[v]` for every remaining node."""
+        choice = np.zeros(len(self.sizes), np.int64)
+        for node, position in labels.items():
+            choice[node] = self.kept[node][position]
+        for step in reversed(self.steps):
+            if isinstance(step, Follow):
+                choice[step.node] = step.label[choice[step.leader]]
+            else:
+                choice[step.node] = step.label[tuple(choice[other] for other in step.others)]
+        return choice
+
+
+def contract(problem: Labelling, most_entries: int = MOST_ENTRIES) -> Core:
+    """The problem with every safe reduction made, tables of three and more nodes turned into nodes of their own."""
+    return _Contraction(problem, most_entries).run()
+
+
+class _Contraction:
+    """Works a queue of nodes until no rule changes anything."""
+
+    def __init__(self, problem: Labelling, most_entries: int):
+        self.most_entries = most_entries
+        self.costs: list[Array] = [cost.copy() for cost in problem.costs]
+        limited = math.isfinite(problem.limit)
+        self.held = [limited and start < end and bool(np.ptp(usage)) if len(usage) else False
+                     for usage, (start, end) in zip(problem.usages, problem.intervals, strict=True)]  # fmt: skip
+        self.tables: list[dict[int, Array]] = [{} for _ in self.costs]
+        self.queue: deque[int] = deque()
+        self.waiting: list[bool] = [False] * len(self.costs)
+        self.steps: list[Follow | Minimised] = []
+        self.constant = 0.0
+        self.possible = all(len(cost) for cost in self.costs)
+        for table in problem.tables:
+            self.add(table.nodes, table.cost)
+        self.sizes = [len(cost) for cost in self.costs]
+        self.kept = [np.arange(size) for size in self.sizes]
+        self.alive = [True] * len(self.costs)
+
+    def add(self, nodes: tuple[int, ...], cost: Array) -> None:
+        if len(nodes) != len(set(nodes)):  # the same node twice: only the diagonal is ever taken
+            order = tuple(dict.fromkeys(nodes))
+            cost = np.einsum(cost, [order.index(node) for node in nodes], list(range(len(order))))
+            nodes = order
+        if len(nodes) == 1:
+            self.costs[nodes[0]] = self.costs[nodes[0]] + cost
+        elif len(nodes) == 2:
+            self.join(*nodes, cost)
+        else:
+            self.wide(nodes, cost)
+
+    def wide(self, nodes: tuple[int, ...], cost: Array) -> None:
+        """A table of three and more becomes a node whose labels are its possible combinations."""
+        combinations = np.argwhere(np.isfinite(cost))
+        new = len(self.costs)
+        self.costs.append(cost[tuple(combinations.T)])
+        self.held.append(False)
+        self.waiting.append(False)
+        self.tables.append({})
+        self.possible &= len(combinations) > 0
+        for column, node in enumerate(nodes):
+            match = combinations[:, column][None] == np.arange(len(self.costs[node]))[:, None]
+            self.join(node, new, np.where(match, 0.0, np.inf))
+
+    def join(self, u: int, v: int, cost: Array) -> None:
+        cost = self.tables[u][v] + cost if v in self.tables[u] else cost
+        self.tables[u][v], self.tables[v][u] = cost, cost.T
+        self.push(u)
+        self.push(v)
+
+    def cut(self, u: int, v: int) -> None:
+        del self.tables[u][v], self.tables[v][u]
+
+    def push(self, v: int) -> None:
+        if not self.waiting[v]:
+            self.waiting[v] = True
+            self.queue.append(v)
+
+    def run(self) -> Core:
+        for v in range(len(self.costs)):
+            self.push(v)
+        while self.queue and self.possible:
+            v = self.queue.popleft()
+            self.waiting[v] = False
+            if self.alive[v]:
+                self.visit(v)
+        left = [v for v in range(len(self.costs)) if self.alive[v]]
+        return Core({v: self.costs[v] for v in left}, {v: self.kept[v] for v in left},
+                    {v: self.tables[v] for v in left}, self.steps, self.constant, self.possible,
+                    self.sizes)  # fmt: skip
+
+    def visit(self, v: int) -> None:
+        self.consistent(v)
+        if not self.possible:
+            return
+        self.split(v)
+        if len(self.costs[v]) == 1:
+            for w, table in list(self.tables[v].items()):
+                self.costs[w] = self.costs[w] + table[0]
+                self.cut(v, w)
+                self.push(w)
+        if not self.tables[v]:
+            if not self.held[v] or len(self.costs[v]) == 1:
+                self.minimise(v)
+            return
+        for u in self.tables[v]:
+            if self.follow(v, u):
+                return
+        if not self.held[v] and self.worth(v):
+            self.minimise(v)
+
+    def consistent(self, v: int) -> None:
+        """Drop labels that are forbidden or have no partner left in some neighbour."""
+        possible = np.isfinite(self.costs[v])
+        for table in self.tables[v].values():
+            possible &= np.isfinite(table).any(1)
+        if possible.all():
+            return
+        self.possible &= bool(possible.any())
+        self.costs[v], self.kept[v] = self.costs[v][possible], self.kept[v][possible]
+        for w, table in self.tables[v].items():
+            table = table[possible]
+            self.tables[v][w], self.tables[w][v] = table, table.T
+            self.push(w)
+
+    def split(self, v: int) -> None:
+        """A table that is a sum of two vectors belongs to the costs of its two nodes."""
+        for w, table in list(self.tables[v].items()):
+            if not math.isfinite(table[0, -1]):
+                continue
+            mine = table[:, 0]
+            if not np.isfinite(table).all():
+                continue
+            theirs = table - mine[:, None]
+            if np.abs(theirs - theirs[0]).max() > 1e-13 * np.abs(table).max():
+                continue
+            self.costs[v] = self.costs[v] + mine
+            self.costs[w] = self.costs[w] + theirs[0]
+            self.cut(v, w)
+            self.push(w)
+
+    def follow(self, v: int, u: int) -> bool:
+        """Merge `v` into `u` where each label of `u` leaves `v` a single one and the tables stay small."""
+        table = self.tables[u][v]
+        if table.shape[1] > 1 and math.isfinite(table[0, 0]) and math.isfinite(table[0, -1]):
+            return False
+        possible = np.isfinite(table)
+        if np.count_nonzero(possible) != len(table):  # every label has a partner, so: exactly one each
+            return False
+        label = possible.argmax(1)
+        if len(table) == len(self.costs[v]) and len(self.tables[v]) > len(self.tables[u]):
+            self.merge(u, v, np.argsort(label))  # one to one: the one with more neighbours stays
+            return True
+        new = len(table) * sum(len(self.costs[w]) for w in self.tables[v] if w != u)
+        if len(table) > len(self.costs[v]) and new > self.most_entries:
+            return False
+        self.merge(v, u, label)
+        return True
+
+    def merge(self, v: int, u: int, label: Array) -> None:
+        """`v` becomes a part of `u`, whose label says its own."""
+        table = self.tables[u][v]
+        self.costs[u] = self.costs[u] + self.costs[v][label] + table[np.arange(len(label)), label]
+        self.cut(u, v)
+        for w, mine in list(self.tables[v].items()):
+            self.cut(v, w)
+            self.join(u, w, mine[label])
+        names = np.full(self.sizes[u], -1)
+        names[self.kept[u]] = self.kept[v][label]
+        self.steps.append(Follow(v, u, names))
+        self.held[u] = self.held[u] or self.held[v]
+        self.alive[v] = False
+        self.push(u)
+
+    def worth(self, v: int) -> bool:
+        """Minimising `v` away makes no table larger than those it removes, or a small one."""
+        if len(self.tables[v]) == 1:
+            return True
+        if len(self.tables[v]) != 2:
+            return False
+        a, b = (len(self.costs[w]) for w in self.tables[v])
+        mine = len(self.costs[v])
+        return a * b * mine <= self.most_entries and (a * b <= mine * (a + b) or a * b <= 4096)
+
+    def minimise(self, v: int) -> None:
+        """The best label of `v` for every combination of its neighbours, at most two, replaces it."""
+        others = tuple(self.tables[v])
+        total = self.costs[v]
+        for place, w in enumerate(others):
+            table = self.tables[v][w]
+            total = total.reshape(-1, *total.shape[1:], 1) + np.expand_dims(table, tuple(range(1, 1 + place)))
+        best, least = total.argmin(0), total.min(0)
+        names = np.full([self.sizes[w] for w in others], -1)
+        names[np.ix_(*(self.kept[w] for w in others))] = self.kept[v][best]
+        for w in others:
+            self.cut(v, w)
+        self.steps.append(Minimised(v, others, names))
+        self.alive[v] = False
+        if not others:
+            self.constant += float(least)
+        elif len(others) == 1:
+            self.costs[others[0]] = self.costs[others[0]] + least
+            self.push(others[0])
+        else:
+            self.join(*others, least)

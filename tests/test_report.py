@@ -1,0 +1,400 @@
+import dataclasses
+import json
+import pathlib
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding
+
+import shardfn
+from shardfn import render, sections
+from shardfn.cost.hardware import CHIPS, Hardware, resolve
+from shardfn.cost.memory import Memory
+from shardfn.cost.price import Price
+from shardfn.errors import ContextError, StrategyError
+from shardfn.graph.model import Collective, Flow, Graph, Op, Value
+from shardfn.plan import Decision, DimClass, Plan
+from shardfn.report import Report, diff_report, make_report, save_graphs, strategies_text
+
+LAYERS = 4
+X, CUT, WHOLE = (("b",), ()), ((), ("a",)), ((), ())
+FILE = "/home/me/project/model.py"
+
+
+def decided(path, shape, spec, source, reason="", runner_up=""):
+    sizes = {"a": 4, "b": 2}
+    cuts = tuple(int(np.prod([sizes[axis] for axis in dim])) for dim in spec)
+    return Decision(
+        path, shape, "float32", cuts, spec, source, reason, runner_up, 4 * int(np.prod(shape) / np.prod(cuts))
+    )
+
+
+def made(**changes) -> Plan:
+    """A plan of a small model, made by hand: nothing in it depends on JAX."""
+    runner = "x.0 over all devices: 12 KiB more"
+    inputs = [
+        decided(
+            f"params/layers/{i}/{name}",
+            shape,
+            spec,
+            "searched",
+            f"dim {dim} follows params/layers/{i}/up dim 1",
+            runner,
+        )
+        for i in range(LAYERS)
+        for name, shape, spec, dim in (("up", (32, 128), CUT, 1), ("down", (128, 32), (("a",), ()), 0))
+    ]
+    inputs += [
+        decided("params/scale", (32,), ((),), "file", "mlp.toml"),
+        decided("x", (64, 32), X, "you", "in_strategy[1]"),
+    ]
+    outputs = (decided("result/0", (64, 32), X, "propagated"), decided("result/1", (), (), "propagated"))
+    values = (Value((64, 32), "f32"), Value((32, 128), "f32"), Value((64, 128), "f32"), Value((128, 32), "f32"),
+              Value((64, 32), "f32"), Value((), "f32"), Value((), "f32"))  # fmt: skip
+    one = (
+        Op("dot_general", (0, 1), (2,), None, 1, f"{FILE}:12", ((0, 1),)),
+        Op("tanh", (2,), (2,), None, 1, f"{FILE}:12"),
+        Op("dot_general", (2, 3), (4,), None, 1, f"{FILE}:13", ((0, 1),)),
+        Op("all_reduce", (4,), (4,), None, 1, f"{FILE}:13"),
+    )
+    ops = (*one * LAYERS, Op("reduce", (4, 5), (6,), None, 3, "", ((0, 0),)))
+    specs = (X, CUT, (("b",), ("a",)), (("a",), ()), X, (), ())
+    graph = Graph(values, ops, (1, 3) * LAYERS + (5, 0), (4, 6), ())
+    layer = Collective("all-reduce", ("a",), 4, (32, 32), "f32", 6144, 1, f"{FILE}:13", "dot_general")
+    made = Plan(
+        function="step",
+        hardware=Hardware(CHIPS["tpu-v5e"], "tpu", 8, name="tpu-v5e:2x4"),
+        level=2,
+        axes=(("a", 4), ("b", 2)),
+        order=None,
+        inputs=tuple(inputs),
+        outputs=outputs,
+        classes=(
+            DimClass("params/scale.0", 32, ("params/scale.0", "x.1"), ()),
+            *(DimClass(f"params/layers/{i}/up.1", 128, (f"params/layers/{i}/up.1", f"params/layers/{i}/down.0"), ("a",))
+              for i in range(LAYERS)),
+            DimClass("x.0", 64, ("x.0", "result/0.0"), ("b",)),
+        ),
+        collectives=(
+            Collective("all-reduce", ("b",), 2, (), "f32", 4, 3, "", "reduce"),
+            *(layer,) * LAYERS,
+            Collective("all-to-all", ("a",), 4, (16, 16), "bf16", 384, 1, "", "return"),
+        ),
+        price=Price(1.5e6, 4 * 6144 + 384 + 12, Memory(36992, 4100, 20480), 7.6e-9, 1.4e-5),
+        policy="exact search: 12 classes in 3 ms",
+        findings=("no sharding rule for: cumsum (model.py:20); XLA decides there",),
+        flow=Flow(graph, specs, {"a": 4, "b": 2}, ()),
+    )  # fmt: skip
+    return dataclasses.replace(made, **changes)
+
+
+ARRIVALS = ("x lies elsewhere (SingleDeviceSharding) and is moved on arrival: 4,096 bytes per device",)
+
+
+# ---- the texts
+
+
+@pytest.mark.parametrize("width", [100, 60])
+def test_text(golden, width):
+    text = make_report(made(), arrivals=ARRIVALS).to_text(width)
+    golden(f"report_{width}", text)
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_one_device_says_so(golden):
+    alone = decided("x", (64, 32), WHOLE, "you", "in_strategy[0]")
+    plan = made(
+        hardware=dataclasses.replace(resolve("cpu"), count=1, name="1 x cpu"), axes=(), inputs=(alone,), outputs=(),
+        classes=(), collectives=(), findings=(), policy="nothing was open",
+        flow=Flow(Graph((Value((64, 32), "f32"),), (), (0,), (), ()), (WHOLE,), {}, ()),
+    )  # fmt: skip
+    report = make_report(plan)
+    golden("report_one_device", str(report))
+    assert not any(isinstance(part, render.Drawing) for part in report.parts)
+
+
+def test_what_does_not_fit_is_said():
+    plan = made(price=Price(1.0, 0, Memory(20 * 10**9, 0, 20 * 10**9), 1.0, 0.0))
+    assert "it may not fit, 2.5 times that at most" in str(make_report(plan))
+
+
+def test_strategies(golden):
+    golden("strategies", strategies_text(made()))
+
+
+def test_diff(golden):
+    other = made(
+        axes=(("a", 8),),
+        inputs=tuple(
+            dataclasses.replace(d, cuts=(1,) * len(d.shape), spec=((),) * len(d.shape)) for d in made().inputs
+        ),
+        collectives=(),
+        price=Price(3e6, 0, Memory(147968, 4100, 20480), 15e-9, 0.0),
+    )
+    report = diff_report(made(), other)
+    golden("report_diff", str(report))
+    assert "<table>" in report._repr_html_()
+    assert report.to_dict()["changes"][0] == {"what": "grid", "first": "a=4 x b=2", "second": "a=8"}
+    assert "equal" in str(diff_report(made(), made()))
+    with pytest.raises(StrategyError, match="other arguments"):
+        diff_report(made(), made(inputs=()))
+
+
+# ---- the data
+
+
+def schema(value, path=""):
+    """Every key of plain data with the types found there."""
+    if isinstance(value, dict):
+        named = path.endswith((".kinds", ".memory")) and "compiled" in path  # keys that are names
+        return {row for key, each in value.items() for row in schema(each, f"{path}.{'*' if named else key}")}
+    if isinstance(value, list):
+        return {row for each in value for row in schema(each, f"{path}[]")} or {f"{path}[]"}
+    return {f"{path}: {'null' if value is None else type(value).__name__}"}
+
+
+def compiled_program(**changes):
+    """Stands for an executable: its text, its sizes."""
+    hlo = """HloModule m, num_partitions=8
+ENTRY %main (x: f32[32,32]) -> f32[32,32] {
+  %x = f32[32,32]{1,0} parameter(0)
+  ROOT %r = f32[32,32]{1,0} all-reduce(%x), replica_groups=[2,4]<=[8], to_apply=%add
+}"""
+    sizes = {"argument_size_in_bytes": 36992, "output_size_in_bytes": 4116, "temp_size_in_bytes": 1024,
+             "alias_size_in_bytes": 0, "peak_memory_in_bytes": 41108}  # fmt: skip
+    return types.SimpleNamespace(
+        as_text=lambda: hlo,
+        memory_analysis=lambda: types.SimpleNamespace(**{**sizes, **changes}),
+        cost_analysis=lambda: {"flops": 1.0},
+    )
+
+
+def test_schema(golden):
+    """Programs read this: what changes here is a change of `SCHEMA`."""
+    golden("report_schema", "\n".join(sorted(schema(make_report(made(), compiled_program(), ARRIVALS).to_dict()))))
+
+
+def test_compiled_text(golden):
+    text = make_report(made(), compiled_program(), ARRIVALS).to_text()
+    golden("report_compiled", text[text.index("Compiled:") :])
+
+
+def test_data_is_complete_and_its_own():
+    report = make_report(made())
+    data = report.to_dict()
+    assert data == json.loads(report.to_json())
+    data["function"] = "other"
+    assert report.to_dict()["function"] == "step"
+    assert [len(data[key]) for key in ("inputs", "outputs", "classes", "ops", "collectives")] == [10, 2, 6, 17, 6]
+    assert data["grid"] == [{"axis": "a", "size": 4, "stride": 2}, {"axis": "b", "size": 2, "stride": 1}]
+    assert data["collectives"][1]["where"] == f"{FILE}:13"
+    assert data["ops"][0] == {
+        "op": "dot_general", "inputs": [[2, 1], [1, 4]], "outputs": [[2, 4]], "trips": 1, "where": f"{FILE}:12",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("axes", "owners"),
+    [
+        (("b",), ["x dim 0 over b"]),
+        (("a:(1)2",), [f"params/layers/{i}/{at}" for i in range(4) for at in ("up dim 1 over a", "down dim 0 over a")]),
+        (("c",), []),
+    ],
+)
+def test_owners(axes, owners):
+    collective = Collective("all-gather", axes, 2, (), "f32", 4, 1, "")
+    assert sections.owners(made(), collective) == owners
+
+
+def test_owners_are_results_where_no_argument_is_cut():
+    plan = made(inputs=(decided("x", (64, 32), WHOLE, "you"),))
+    assert sections.owners(plan, Collective("all-gather", ("b",), 2, (), "f32", 4, 1, "")) == ["result/0 dim 0 over b"]
+
+
+# ---- the drawing
+
+
+def drawing(plan):
+    return next(part for part in make_report(plan).parts if isinstance(part, render.Drawing))
+
+
+@pytest.mark.parametrize("axes", [(("a", 8),), (("a", 4), ("b", 2)), (("a", 2), ("b", 2), ("c", 2))])
+def test_pieces_are_what_jax_puts_there(axes):
+    names = [name for name, _ in axes]
+    mesh = jax.make_mesh(tuple(size for _, size in axes), tuple(names))
+    specs = [((name,), ()) for name in names] + [((), tuple(names)), (tuple(reversed(names)), ())]
+    sizes = dict(axes)
+    arrays = []
+    for i, spec in enumerate(specs):
+        cuts = tuple(int(np.prod([sizes[a] for a in dim])) for dim in spec)
+        arrays.append(Decision(f"x{i}", (16, 8 * (i + 1)), "float32", cuts, spec, "you"))
+    drawn = drawing(made(axes=axes, inputs=tuple(arrays), outputs=(), classes=(), collectives=()))
+    assert drawn.axes == axes
+    assert len(drawn.arrays) == len(arrays)
+    for decision, array in zip(arrays, drawn.arrays, strict=True):
+        slices = NamedSharding(mesh, decision.partition_spec).devices_indices_map(decision.shape)
+        held = [slices[device] for device in mesh.devices.flat]
+        expected = tuple(tuple((s.indices(n)[:2]) for s, n in zip(at, decision.shape, strict=True)) for at in held)
+        assert array.pieces == expected
+
+
+@pytest.mark.parametrize(
+    ("axes", "shown"), [((("a", 16), ("b", 16)), [8, 8]), ((("a", 4096),), [64]), ((("a", 512), ("b", 2)), [32, 2])]
+)
+def test_at_most_64_devices_are_drawn_and_that_is_said(axes, shown):
+    count = int(np.prod([size for _, size in axes]))
+    hardware = Hardware(CHIPS["tpu-v5e"], "tpu", count, name=f"tpu-v5e:{count}")
+    x = Decision("x", (4096, 4), "float32", (axes[0][1], 1), (("a",), ()), "you")
+    drawn = drawing(made(axes=axes, hardware=hardware, inputs=(x,), outputs=(), classes=(), collectives=()))
+    assert [size for _, size in drawn.axes] == shown
+    assert len(drawn.devices) == len(drawn.arrays[0].pieces) == 64
+    assert f"64 of {count} devices are shown" in drawn.note
+    assert drawn.devices[-1] == np.ravel_multi_index([s - 1 for s in shown], [size for _, size in axes])
+
+
+def test_devices_in_another_order():
+    order = (7, 6, 5, 4, 3, 2, 1, 0)
+    report = make_report(made(order=order))
+    assert drawing(made(order=order)).devices == order
+    assert "device at each place of the grid: 7, 6, 5" in str(report)
+
+
+# ---- real functions on 8 devices
+
+
+def dense(x, w):
+    return jax.nn.gelu(x @ w)
+
+
+def loss(params, x):
+    return jnp.mean((jax.nn.relu(x @ params["w1"] + params["b1"]) @ params["w2"]) ** 2)
+
+
+def layers(weights, x):
+    return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w[0]) @ w[1], None), x, weights)[0]
+
+
+ONES = jnp.ones
+PARAMS = {"w1": ONES((32, 128)), "b1": ONES(128), "w2": ONES((128, 16))}
+CASES = {
+    "matmul": (dense, (ONES((64, 32)), ONES((32, 128))), ((4, 1), (1, 2)), []),
+    "grad": (
+        jax.grad(loss), (PARAMS, ONES((64, 32))), ({"w1": (1, 4), "b1": (4,), "w2": (4, 1)}, (2, 1)),
+        [("all-reduce", 1)] * 4,
+    ),
+    "scan": (
+        layers, ((ONES((6, 32, 64)), ONES((6, 64, 32))), ONES((64, 32))), (((1, 1, 4), (1, 4, 1)), (2, 1)),
+        [("all-reduce", 6)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("fn", "args", "strategy", "expected"), CASES.values(), ids=list(CASES))
+def test_real_functions(fn, args, strategy, expected):
+    function = shardfn.shard(fn, strategy)
+    plan = function.plan(*args)
+    report = function.explain(*args, compiled=True)
+    data, text = report.to_dict(), str(report)
+
+    assert [tuple(d["cuts"]) for d in data["inputs"]] == [d.cuts for d in plan.inputs]
+    assert [(c["kind"], c["trips"]) for c in data["collectives"]] == expected
+    assert sum(c["total_bytes"] for c in data["collectives"]) == plan.price.bytes_sent
+    assert sum(c["time_s"] for c in data["collectives"]) == pytest.approx(plan.price.communication_s)
+    assert all(c["cause"]["cuts"] for c in data["collectives"])
+    assert all(pathlib.Path(c["where"].rpartition(":")[0]) == pathlib.Path(__file__) for c in data["collectives"])
+    assert all(d.path in text for d in (*plan.inputs, *plan.outputs))
+    for kind, pair in data["compiled"]["kinds"].items():
+        assert pair["predicted"]["bytes_sent"] == pair["compiled"]["bytes_sent"], kind
+    flops = data["compiled"]["matrix_flops"]
+    assert flops["predicted"] == flops["compiled"]
+    memory = data["compiled"]["memory"]
+    assert memory["arguments"]["predicted"] == memory["arguments"]["compiled"]
+    assert not any("no sharding rule" in why for why in data["compiled"]["why"])
+    assert text.endswith("\n".join(text.splitlines()[-1:]))
+
+
+def test_a_plan_for_a_target_says_that_it_is_not_here():
+    x, w = jax.ShapeDtypeStruct((1024, 512), "float32"), jax.ShapeDtypeStruct((512, 2048), "float32")
+    report = shardfn.explain(dense, x, w, in_strategy=((16, 1), (1, 16)), device="tpu-v5e:16x16")
+    assert str(report).startswith("dense: planned for tpu-v5e:16x16 (not here), 256 devices, grid a=16 x b=16")
+    assert "64 of 256 devices are shown" in report._repr_html_()
+    assert report.to_dict()["hardware"]["is_here"] is False
+
+
+def test_a_report_shows_itself():
+    report = make_report(made())
+    assert isinstance(report, Report)
+    assert str(report) == repr(report)
+    assert report.to_html().startswith("<!doctype html>")
+    assert report._repr_html_().startswith("<section")
+    from rich.console import Console
+
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(report)
+    assert "Arguments" in capture.get()
+
+
+def test_equal_layers_are_one_row_and_cut_arrays_stay():
+    many = tuple(decided(f"p{chr(97 + i // 26)}{chr(97 + i % 26)}", (32, 32), WHOLE, "searched") for i in range(50))
+    text = str(make_report(made(inputs=(*many, made().inputs[-1]))))
+    table = text[text.index("Arguments") : text.index("Results")]
+    assert "\nx " in table
+    assert "19 more rows: see .to_dict()" in table
+
+
+# ---- save_graphs
+
+
+def test_saved_graphs_are_numbered_and_never_overwritten(tmp_path):
+    directory = tmp_path / "new" / "graphs"
+    first = save_graphs(made(), str(directory))
+    first[0].write_text("mine")
+    second = save_graphs(made(function="other"), str(directory))
+    third = save_graphs(made(level=1), str(directory))
+    (directory / "step_2_report.json").write_text("{}")
+    fourth = save_graphs(made(), str(directory))
+    assert [path.name for pair in (first, second, third, fourth) for path in pair] == [
+        "step_0_strategies.txt", "step_0_report.json", "other_0_strategies.txt", "other_0_report.json",
+        "step_1_strategies.txt", "step_1_report.json", "step_3_strategies.txt", "step_3_report.json",
+    ]  # fmt: skip
+    assert first[0].read_text() == "mine"
+    assert json.loads(third[1].read_text())["level"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "safe"),
+    [("<lambda>", "lambda"), ("../../etc/x", "etc_x"), ("Model.block 1", "Model.block_1"), ("ä", "function"),
+     ("f" * 300, "f" * 80)],
+)  # fmt: skip
+def test_saved_names_are_safe(tmp_path, name, safe):
+    assert save_graphs(made(function=name), tmp_path)[0] == tmp_path / f"{safe}_0_strategies.txt"
+
+
+def test_a_path_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ContextError) as caught:
+        save_graphs(made(), str(tmp_path / "file"))
+    assert caught.value.problems[0].fix
+
+
+def test_the_context_saves_what_is_compiled(tmp_path):
+    shardfn.set_context(save_graphs=True, save_graphs_path=str(tmp_path))
+    function = shardfn.shard(dense, ((4, 1), (1, 2)))
+    function(ONES((64, 32)), ONES((32, 128)))
+    function(ONES((64, 32)), ONES((32, 128)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense_0_report.json", "dense_0_strategies.txt"]
+    assert "in_strategy: ((4, 1), (1, 2)), out_strategy: ((4, 2),)" in (tmp_path / "dense_0_strategies.txt").read_text()
+
+
+def test_axes_of_a_mesh_of_ones_own_are_named():
+    mesh = AbstractMesh((4, 2), ("data", "model"))
+    x = Decision("x", (64, 32), "float32", (4, 2), (("data",), ("model",)), "you")
+    plan = made(axes=tuple(mesh.shape.items()), inputs=(x,), outputs=(), classes=(), collectives=())
+    text = str(make_report(plan))
+    assert "grid data=4 x model=2" in text
+    assert "P('data', 'model')" in text
+    assert "nothing: it repeats" in text
