@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,12 +14,12 @@ from jax.core import Tracer
 
 from shardfn import search
 from shardfn.cost import hardware
-from shardfn.errors import Problem, StrategyTypeError, fail, raise_problems
+from shardfn.errors import Problem, ShardError, StrategyTypeError, a, fail, raise_problems
 from shardfn.layout import Layout
 from shardfn.plan import Plan
 from shardfn.report import Report
 from shardfn.sharded import Options, ShardedFunction
-from shardfn.strategy import apply_parameter_plan, match, shape_of
+from shardfn.strategy import apply_parameter_plan, match, shape_of, short
 
 
 def shard(
@@ -63,7 +65,7 @@ def shard(
     """
     options = Options(
         in_strategy, out_strategy, device, level, parameter_plan, search_mode,
-        _ints(static_argnums), _names(static_argnames), _ints(donate_argnums), _names(donate_argnames),
+        _several(static_argnums), _several(static_argnames), _several(donate_argnums), _several(donate_argnames),
     )  # fmt: skip
     if fn is None:
         return functools.partial(_sharded, options=options)
@@ -106,10 +108,11 @@ def reshard(x: Any, layout: Layout) -> Any:
       StrategyTypeError: `x` is no array, or `layout` no Layout. LayoutError: it does not fit the array or the devices.
     """
     if shape_of(x) is None or not hasattr(x, "shape"):
-        fail(StrategyTypeError, f"`reshard` takes an array, not a {type(x).__name__}", fix="pass a jax.Array")
+        fail(StrategyTypeError, f"`reshard` takes an array, not {a(x)}", where=f"x = {short(x)}",
+             why="only arrays lie on devices", fix="pass a jax.Array or a NumPy array, such as jnp.asarray(x)")  # fmt: skip
     if not isinstance(layout, Layout):
-        fail(StrategyTypeError, f"`reshard` takes a Layout, not a {type(layout).__name__}",
-             where=f"layout = {layout!r}", fix='build one: Layout((2, 4), ("dp", "mp"))("dp", "None")')  # fmt: skip
+        fail(StrategyTypeError, f"`reshard` takes a Layout, not {a(layout)}", where=f"layout = {short(layout)}",
+             why="the cuts of a tuple do not say which devices hold which piece", fix='build one: Layout((2, 4), ("dp", "mp"))("dp", "None")')  # fmt: skip
     layout.slice_shape(x.shape)
     devices = jax.devices()
     if len(devices) == 1:
@@ -130,33 +133,92 @@ def _with_options(fn: Any, kwargs: dict[str, Any]) -> tuple[ShardedFunction, dic
     return shard(fn, **mine), kwargs
 
 
-def _ints(value: int | Sequence[int]) -> tuple[int, ...]:
-    return (value,) if isinstance(value, int) else tuple(value)
-
-
-def _names(value: str | Sequence[str]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value)
+def _several(value: Any) -> tuple[Any, ...]:
+    """One number or name, or a sequence of them, as a tuple; checked later."""
+    return tuple(value) if isinstance(value, list | tuple | set | frozenset | range) else (value,)
 
 
 def _sharded(fn: Callable[..., Any], options: Options) -> ShardedFunction:
     if not callable(fn):
-        fail(StrategyTypeError, f"`shard` takes a function, not a {type(fn).__name__}", where=f"fn = {fn!r}",
-             fix="pass the function first: shard(fn, in_strategy, out_strategy)")  # fmt: skip
-    raise_problems(_option_problems(options))
-    return ShardedFunction(fn, options)
+        fix = "pass the function first: shard(fn, in_strategy, out_strategy)"
+        if isinstance(fn, tuple | list):
+            fix += f"; as a decorator, name the strategy: @shard(in_strategy={short(tuple(fn))})"
+        fail(StrategyTypeError, f"`shard` takes a function, not {a(fn)}", where=f"fn = {short(fn)}",
+             why="the first argument is what is sharded", fix=fix)  # fmt: skip
+    made = ShardedFunction(fn, options)
+    problems = [*_option_problems(options), *_number_problems(options, made.callee.signature)]
+    mode: ShardError | None = None
+    if options.search_mode is not None:
+        try:
+            search.select(options.search_mode)
+        except ShardError as error:
+            mode = error
+    if mode is not None and not problems:
+        raise mode
+    raise_problems([*problems, *(mode.problems if mode else ())])
+    if any(i < 0 for i in (*options.static_argnums, *options.donate_argnums)):  # counted from the end
+        count = len(_positional(made.callee.signature))
+        static, donated = ({i % count for i in n} for n in (options.static_argnums, options.donate_argnums))
+        options = dataclasses.replace(options, static_argnums=tuple(static), donate_argnums=tuple(donated))
+        return ShardedFunction(fn, options)
+    return made
+
+
+def _positional(signature: inspect.Signature | None) -> list[str]:
+    parameters = signature.parameters.values() if signature else ()
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _number_problems(options: Options, signature: inspect.Signature | None) -> Iterator[Problem]:
+    """What is wrong with static_argnums and its three companions, held against the function's parameters."""
+    parameters = dict(signature.parameters) if signature else {}
+    kinds = {p.kind for p in parameters.values()}
+    positional = _positional(signature)
+    endless = signature is None or inspect.Parameter.VAR_POSITIONAL in kinds
+    any_name = signature is None or inspect.Parameter.VAR_KEYWORD in kinds
+    places: dict[str, dict[str, Any]] = {"static": {}, "donate": {}}
+    for word, found in places.items():
+        for i in getattr(options, f"{word}_argnums"):
+            where = f"{word}_argnums = {short(getattr(options, f'{word}_argnums'))}"
+            if not isinstance(i, int) or isinstance(i, bool):
+                yield Problem(f"`{word}_argnums` holds {a(i)}", where, "arguments are counted by ints, from 0",
+                              f"write ints there, or names in {word}_argnames", is_type=True)  # fmt: skip
+            elif (i < 0 and endless) or (not endless and not -len(positional) <= i < len(positional)):
+                why = "the function takes any number of arguments" if endless else \
+                    f"the function has {len(positional)} positional ones: {', '.join(positional) or 'none'}"  # fmt: skip
+                yield Problem(f"`{word}_argnums` names argument {i}, which does not exist", where, why,
+                              "count from 0" + (f", up to {len(positional) - 1}" if not endless else ""))  # fmt: skip
+            elif positional and i < len(positional):
+                found[positional[i]] = i
+        for name in getattr(options, f"{word}_argnames"):
+            where = f"{word}_argnames = {short(getattr(options, f'{word}_argnames'))}"
+            if not isinstance(name, str):
+                yield Problem(f"`{word}_argnames` holds {a(name)}", where, "an argument's name is a string",
+                              f"write names there, or numbers in {word}_argnums", is_type=True)  # fmt: skip
+            elif name not in parameters and not any_name:
+                close = difflib.get_close_matches(name, list(parameters), 1)
+                yield Problem(f"`{word}_argnames` names `{name}`, which is no argument of the function", where,
+                              f"its arguments are {', '.join(parameters) or 'none'}",
+                              f"did you mean {close[0]!r}?" if close else "use one of these names")  # fmt: skip
+            else:
+                found[name] = name
+    for name in places["static"].keys() & places["donate"].keys():
+        yield Problem(f"`{name}` is static and donated", f"static: {name}; donated: {name}",
+                      "a static argument is no array, so it has no memory to give away",
+                      "take it out of the static or out of the donated arguments")  # fmt: skip
 
 
 def _option_problems(options: Options) -> list[Problem]:
     """What is wrong with the options whatever the function is."""
     problems: list[Problem] = []
     level = options.level
+    why = "a level names what the search makes best"
     if isinstance(level, bool) or not isinstance(level, int):
-        problems.append(Problem(f"`level` must be an int, but it is a {type(level).__name__}", f"level = {level!r}",
-                                fix=_LEVELS, is_type=True))  # fmt: skip
+        what = f"`level` must be an int, but it is {a(level)}"
+        problems.append(Problem(what, f"level = {short(level)}", why, _LEVELS, is_type=True))
     elif level not in (0, 1, 2):
-        problems.append(
-            Problem(f"`level` is {level}, but there are only 0, 1 and 2", f"level = {level!r}", fix=_LEVELS)
-        )
+        what = f"`level` is {level}, but there are only 0, 1 and 2"
+        problems.append(Problem(what, f"level = {level!r}", why, _LEVELS))
     for name in ("in_strategy", "out_strategy"):
         if getattr(options, name) is not None:
             match((), getattr(options, name), name, found := [])
@@ -169,9 +231,7 @@ def _option_problems(options: Options) -> list[Problem]:
             hardware.resolve(device)
         except hardware.DeviceTypeError as error:
             problems += error.problems
-    if options.search_mode is not None:
-        search.select(options.search_mode)
     return problems
 
 
-_LEVELS = "0 for most compute per byte communicated, 1 for least memory per device, 2 for least time"
+_LEVELS = "write 0 for most compute per byte communicated, 1 for least memory per device, or 2 for least time"

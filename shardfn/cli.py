@@ -188,7 +188,7 @@ def _load(name: str, what: str) -> Callable[..., Any]:
     except Exception as error:
         fail(StrategyError, f"module `{module_name}` cannot be imported", where=_last_line(error) or name,
              why=f"{type(error).__name__}: {_first_lines(error)}",
-             fix="start in the directory that holds it, or give the file: path/to/file.py:function")  # fmt: skip
+             fix="see that it can be imported from here, or give the file: path/to/file.py:function")  # fmt: skip
     for part in path.split("."):
         if not hasattr(found, part):
             names = [n for n in dir(found) if callable(getattr(found, n, None)) and not n.startswith("_")]
@@ -226,7 +226,7 @@ def _shapes(text: str) -> Any:
     try:
         tree = json.loads(text)
     except ValueError:
-        tree = _literal(text, "--shapes")
+        tree = _literal(text, "--shapes", """quote each shape: '{"w": "f32[4,4]", "b": "f32[4]"}'""")
     return tree_util.tree_map(_shape, tree)
 
 
@@ -252,7 +252,10 @@ class _Names(ast.NodeTransformer):
         return ast.Constant(shardfn.AUTO) if node.id == "AUTO" else node  # type: ignore[arg-type]
 
 
-def _literal(text: str | None, option: str) -> Any:
+_WRITE = 'write tuples of ints, None and AUTO in quotes: "((4, 1), None, AUTO)"'
+
+
+def _literal(text: str | None, option: str, fix: str = _WRITE) -> Any:
     """A Python literal, in which AUTO may stand; nothing is evaluated.
 
     >>> _literal("((4, 1), None, AUTO)", "--in-strategy")
@@ -264,8 +267,7 @@ def _literal(text: str | None, option: str) -> Any:
         return ast.literal_eval(_Names().visit(ast.parse(text.strip(), mode="eval")))
     except (ValueError, SyntaxError, TypeError, RecursionError) as error:
         reason = "it does not parse" if isinstance(error, SyntaxError) else "it is more than a literal"
-        fail(StrategyError, f"{option} cannot be read", where=f"{option} {text}", why=reason,
-             fix='write tuples of ints, None and AUTO in quotes: "((4, 1), None, AUTO)"')  # fmt: skip
+        fail(StrategyError, f"{option} cannot be read", where=f"{option} {text}", why=reason, fix=fix)
 
 
 def _first_lines(error: Exception) -> str:
@@ -274,6 +276,6 @@ def _first_lines(error: Exception) -> str:
 
 def _last_line(error: Exception) -> str:
     """The last line of the user's own code that an error came through."""
-    inside = (*(str(pathlib.Path(m.__file__ or "").parent) for m in (shardfn, jax)), sysconfig.get_path("stdlib"))
+    inside = ("<frozen ", *(str(pathlib.Path(m.__file__ or "").parent) for m in (shardfn, jax)), sysconfig.get_path("stdlib"))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inside)]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

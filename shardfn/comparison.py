@@ -54,8 +54,7 @@ def compare(plan: Plan, compiled: Compiled) -> Comparison:
         for kind in KINDS
         if any(c.kind == kind for c in (*plan.collectives, *compiled.collectives))
     )
-    flow, memory = plan.flow, plan.price.memory
-    flops = sum(op_flops(flow, op) * op.trips for op in flow.graph.ops if op.name in ("dot_general", "convolution"))
+    memory = plan.price.memory
     together = [compiled.argument_bytes, compiled.output_bytes, compiled.temp_bytes]
     known = [size for size in together if size is not None]
     rows = (
@@ -67,13 +66,19 @@ def compare(plan: Plan, compiled: Compiled) -> Comparison:
     )
     explained: set[str] = set()
     why = [text for rule in WHY for text in rule(plan, compiled, kinds, explained)]
-    return Comparison(kinds, rows, Pair(flops, compiled.flops), tuple(dict.fromkeys(why)))
+    return Comparison(kinds, rows, Pair(matrix_flops(plan), compiled.flops), tuple(dict.fromkeys(why)))
 
 
 def tally(kind: str, collectives: Sequence[Collective]) -> Tally:
     """Count the collectives of one kind."""
     mine = [c for c in collectives if c.kind == kind]
     return Tally(len(mine), sum(c.trips for c in mine), sum(c.total_bytes for c in mine))
+
+
+def matrix_flops(plan: Plan) -> float:
+    """Predicted operations of matrix products and convolutions on one device: what is counted in a compiled program."""
+    flow = plan.flow
+    return sum(op_flops(flow, op) * op.trips for op in flow.graph.ops if op.name in ("dot_general", "convolution"))
 
 
 # ---- why they differ: each rule sees both sides and says what explains a difference. `explained` are the kinds whose
@@ -95,17 +100,15 @@ def _wider(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) ->
 
 
 def _loops(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:
-    for kind, where in dict.fromkeys((c.kind, c.where) for c in plan.collectives if c.trips > 1):
+    for kind, where in dict.fromkeys((c.kind, c.where) for c in plan.collectives if c.trips > 1 and c.where):
         predicted, actual = (
             [c for c in side if (c.kind, c.where) == (kind, where)] for side in (plan.collectives, compiled.collectives)
         )
         most, now = (max((c.trips for c in side), default=0) for side in (predicted, actual))
-        if 0 < now < most:
+        if now and now != most:
             explained.add(kind)
-            yield f"{kind} at {_line(where)}: predicted {most} times, runs {now} times: XLA moved it out of a loop"
-        elif now > most:
-            explained.add(kind)
-            yield f"{kind} at {_line(where)}: predicted {most} times, runs {now} times: XLA keeps it in the loop"
+            what = "moved it out of a loop" if now < most else "keeps it in the loop"
+            yield f"{kind} at {_line(where)}: XLA {what}; predicted to run {_times(most)}, it runs {_times(now)}"
 
 
 def _merged(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:
@@ -140,7 +143,8 @@ def _other_ways(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str
     elif more:
         yield f"not predicted: {' and '.join(more)}{_lines(more, compiled)}"
     elif less:
-        yield f"predicted, but XLA does without: {' and '.join(less)}{_lines(less, plan)}"
+        does = "sends less" if any(c.kind in less for c in compiled.collectives) else "does without"
+        yield f"predicted, but XLA {does}: {' and '.join(less)}{_lines(less, plan)}"
 
 
 def _gaps(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:
@@ -165,11 +169,25 @@ def _sizes(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) ->
         yield f"XLA's own peak leaves out temporaries on {plan.hardware.platform}"
 
 
-WHY: tuple[Rule, ...] = (_wider, _loops, _merged, _other_ways, _gaps, _sizes)
+def _work(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:
+    predicted = matrix_flops(plan)
+    if not _close(compiled.flops, predicted):
+        yield "matrix FLOPs: XLA computes " + (
+            "fewer; usually it drops equal products, and writes small ones as sums"
+            if compiled.flops < predicted
+            else "more; usually devices repeat work, or an op is made of products inside"
+        )
+
+
+WHY: tuple[Rule, ...] = (_wider, _loops, _merged, _other_ways, _gaps, _sizes, _work)
 
 
 def _close(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=0.01)
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _line(where: str) -> str:

@@ -80,6 +80,16 @@ class NotAvailableError(ShardError, NotImplementedError):
     """A setting that is known and checked, but whose capability is not built yet."""
 
 
+def a(value: object) -> str:
+    """The type of a value with its article.
+
+    >>> a(3), a([3])
+    ('an int', 'a list')
+    """
+    name = {"ArrayImpl": "jax.Array", "NoneType": "None"}.get(type(value).__name__, type(value).__name__)
+    return name if name == "None" else f"an {name}" if name[0] in "aeiouAEIOU" or name == "ndarray" else f"a {name}"
+
+
 def raise_problems(problems: Sequence[Problem]) -> None:
     """Raise one error that holds all `problems`; do nothing where there are none."""
     if problems:

@@ -58,7 +58,7 @@ def place_drawn(
                     f"{leaf.label} is cut by integers and {first.label} by named axes",
                     where=f"{leaf.source}; {first.source}",
                     why="integers leave the choice of axes open, and the named ones are already chosen",
-                    fix=f"write Layouts for both, or integers for both: {_as_cuts(first.entry, grid)}",
+                    fix=f"write integers for both, {first.where} = {_as_cuts(first, grid)}, or Layouts for both",
                     is_type=True,
                 )
             )
@@ -100,7 +100,8 @@ def _drawn(
                 Problem(
                     f"the Layout of {leaf.label} is not called with axes",
                     where=leaf.source,
-                    fix='call it with one axis name, or "None", for each dimension: layout("dp", "None")',
+                    why="the device matrix alone does not say which axis cuts which dimension",
+                    fix=f'call it with an axis name, or "None", for each dimension: {leaf.where} = {_called(leaf)}',
                 )
             )
             return None
@@ -111,19 +112,29 @@ def _drawn(
                     f"{leaf.label} has another rank_list than the Layouts before it",
                     where=leaf.source,
                     why="one call runs on one order of the devices",
-                    fix="use one rank_list for all Layouts of a call",
+                    fix="use one rank_list for all Layouts of a call: build one Layout and call it for each array",
                 )
             )
             return None
     elif isinstance(entry, NamedSharding):
         own = tuple(entry.mesh.shape.items())
+    elif not grid:
+        problems.append(
+            Problem(
+                f"{leaf.label} has a PartitionSpec, but there is no mesh",
+                where=leaf.source,
+                why="a PartitionSpec names the axes of a mesh",
+                fix="pass the mesh as device=, or write a NamedSharding, a Layout or integers there",
+            )
+        )
+        return None
     if own != grid:
         problems.append(
             Problem(
                 f"{leaf.label} lies on another device grid than the rest",
                 where=leaf.source,
                 why=f"{_text(own)} is not {_text(grid)}",
-                fix="use one device matrix with the same axis names for all arrays of a call",
+                fix="use one device matrix with the same axis names for all arrays of a call, or integers",
             )
         )
         return None
@@ -134,7 +145,8 @@ def _drawn(
                 f"the grid of {leaf.label} has {size} devices, but there are {devices}",
                 where=leaf.source,
                 why=f"the product of {_text(own)} must be the device count",
-                fix=f"choose sizes with a product of {devices}, or pass device= a list of {size} devices",
+                fix=f"choose sizes with a product of {devices}"
+                + (f", or use {size} of the devices: device=jax.devices()[:{size}]" if size < devices else ""),
             )
         )
         return None
@@ -153,8 +165,8 @@ def _drawn(
                 Problem(
                     f"{leaf.label} is cut over `{name}`, which is no axis of the grid",
                     where=leaf.source,
-                    why=f"the axes are {', '.join(known)}" if known else "a PartitionSpec needs a mesh to speak of",
-                    fix=f"did you mean `{close[0]}`?" if close else "pass device= a mesh with that axis, or a Layout",
+                    why=f"the axes are {', '.join(known)}",
+                    fix=f"did you mean {close[0]!r}?" if close else "use one of these axes, or None to leave it whole",
                 )
             )
             return None
@@ -183,13 +195,23 @@ def _names(dim: Any) -> tuple[str, ...]:
     return tuple(dim) if isinstance(dim, tuple | list) else (repr(dim),)
 
 
+def _called(leaf: Leaf) -> str:
+    """A Layout as it could be called: its first axes that divide, in order."""
+    axes = [name for name, _ in leaf.entry.axes]
+    dims = [*axes, *["None"] * len(leaf.shape)][: len(leaf.shape)]
+    sizes = dict(leaf.entry.axes)
+    return repr(leaf.entry(*(d if n % sizes.get(d, 1) == 0 else "None" for d, n in zip(dims, leaf.shape, strict=True))))
+
+
 def _text(axes: Sequence[tuple[str, int]]) -> str:
     return " x ".join(f"{name}={size}" for name, size in axes) or "no grid"
 
 
-def _as_cuts(entry: Any, grid: tuple[tuple[str, int], ...]) -> Any:
-    if isinstance(entry, Layout):
-        return entry.cuts
-    sizes = dict(grid)
-    raw = entry.spec if isinstance(entry, NamedSharding) else entry
-    return tuple(math.prod(sizes.get(a, 1) for a in _names(dim)) for dim in raw)
+def _as_cuts(leaf: Leaf, grid: tuple[tuple[str, int], ...]) -> Any:
+    entry, sizes = leaf.entry, dict(grid)
+    try:
+        raw = entry.spec if isinstance(entry, Layout | NamedSharding) else entry
+    except LayoutError:  # it is not called yet
+        raw = ()
+    padded = [*raw, *[None] * len(leaf.shape)][: len(leaf.shape)]
+    return tuple(math.prod(sizes.get(a, 1) for a in _names(dim)) for dim in padded)

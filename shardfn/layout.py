@@ -232,12 +232,17 @@ class Layout:
     def _bound(self) -> Layout:
         if self._dims is None:
             fix = f'call it with one entry for each dim, as in layout("{self.alias_name[0]}", "None")'
-            fail(LayoutError, "this layout is not yet the layout of an array", where=repr(self), fix=fix)
+            why = "the device matrix alone does not say which axis cuts which dim"
+            fail(LayoutError, "this layout is not yet the layout of an array", where=repr(self), why=why, fix=fix)
         return self
 
 
 def _names(dim: Any) -> tuple[Any, ...]:
     return dim if isinstance(dim, tuple) else (dim,)
+
+
+def _count(n: int) -> str:
+    return f"{n} {'entry' if n == 1 else 'entries'}"
 
 
 def _call(dims: Iterable[Any]) -> str:
@@ -424,7 +429,8 @@ def _shape_problems(layout: Layout, shape: Any) -> Iterator[Problem]:
         yield Problem("a shape must be a tuple of ints", where, fix="pass array.shape", is_type=True)
     elif len(shape) != len(layout.cuts):
         what = f"the layout has {len(layout.cuts)} dims and the array has {len(shape)}"
-        yield Problem(what, where, fix=f"call the layout with {len(shape)} entries, one for each dim")
+        why = "each dim has an entry, that of a whole one is \"None\""
+        yield Problem(what, where, why, f"call the layout with {_count(len(shape))}, one for each dim")
     else:
         for i, (n, cut) in enumerate(zip(shape, layout.cuts, strict=True)):
             if n % cut:

@@ -35,7 +35,7 @@ def place_call(
         return place_drawn(leaves, cuts, hardware.count, hardware.mesh, problems)
     if len(problems) > before:
         return Placement((), (None,) * len(leaves))
-    return place(leaves, cuts, tied, hardware.count, problems)
+    return place(leaves, cuts, tied, hardware.count, problems, classes.of)
 
 
 def make_plan(

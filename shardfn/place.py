@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from shardfn.errors import Problem
 from shardfn.graph.model import Spec
@@ -47,6 +47,7 @@ def place(
     classes: Sequence[tuple[int, ...]],
     devices: int,
     problems: list[Problem],
+    values: Sequence[tuple[int, ...]] = (),
 ) -> Placement:
     """Build the grid that carries all cuts.
 
@@ -56,6 +57,7 @@ def place(
       classes: for each leaf the dim class of each of its dims.
       devices: the device count; every leaf's product divides it.
       problems: receives what cannot be placed, naming both arrays.
+      values: for every value inside the function the classes of its dims: classes that meet there share axes last.
 
     Returns:
       The placement. Where nothing can be placed, `problems` has grown and every leaf is open.
@@ -65,7 +67,11 @@ def place(
     needs, chains = _needs(cuts, classes)
     used = [_atoms(need, chains[need.chain]) for need in needs]
     total = math.prod(p for chain in chains for p in chain)
-    slots_of = _own_slots(chains) if devices % total == 0 else _share(needs, used, chains, devices)
+    if devices % total == 0:
+        slots_of = _own_slots(chains)
+    else:
+        apart = _meeting(needs, classes, values)
+        slots_of = _share(needs, used, chains, devices, apart) or _share(needs, used, chains, devices)
     if slots_of is None:
         problems.append(_clash(leaves, cuts, classes, devices))
         return Placement((), (None,) * len(leaves))
@@ -141,17 +147,36 @@ def _own_slots(chains: list[list[int]]) -> dict[Atom, int]:
     return {atom: slot for slot, atom in enumerate((c, i) for c, chain in enumerate(chains) for i in range(len(chain)))}
 
 
+def _meeting(
+    needs: Sequence[Need], classes: Sequence[tuple[int, ...]], values: Sequence[tuple[int, ...]]
+) -> set[tuple[int, int]]:
+    """The pairs of chains that stand on one value inside: a batch and a hidden dim do, two layers' hidden dims do not."""
+    chains_of: dict[int, set[int]] = {}
+    for need in needs:
+        chains_of.setdefault(classes[need.leaf][need.dim], set()).add(need.chain)
+    met = {tuple(sorted(chains_of.keys() & set(row))) for row in values}
+    return {
+        (c, d) for row in met for a, b in itertools.permutations(row, 2) for c in chains_of[a] for d in chains_of[b]
+    }
+
+
 def _share(
-    needs: Sequence[Need], used: Sequence[tuple[Atom, ...]], chains: list[list[int]], devices: int
+    needs: Sequence[Need],
+    used: Sequence[tuple[Atom, ...]],
+    chains: list[list[int]],
+    devices: int,
+    met: Collection[tuple[int, int]] = (),
 ) -> dict[Atom, int] | None:
     """Give every atom one of the device count's prime factors, sharing where they run out: a graph colouring.
 
-    Atoms of one class, and atoms that cut one array, need different factors. Depth-first, fresh factors first; the
-    atom with the fewest possible factors next.
+    Atoms of one class or of two that `met`, and atoms that cut one array, need different factors. Depth-first, fresh
+    factors first; the atom with the fewest possible factors next.
     """
     factors = primes(devices)
     atoms = [(c, i) for c, chain in enumerate(chains) for i in range(len(chain))]
-    apart: dict[Atom, set[Atom]] = {a: {b for b in atoms if b[0] == a[0] and b != a} for a in atoms}
+    apart: dict[Atom, set[Atom]] = {
+        a: {b for b in atoms if (b[0] == a[0] and b != a) or (a[0], b[0]) in met} for a in atoms
+    }
     by_leaf: dict[int, list[Atom]] = {}
     for need, row in zip(needs, used, strict=True):
         by_leaf.setdefault(need.leaf, []).extend(row)
@@ -238,5 +263,5 @@ def _clash(
         f"{a.label} and {b.label} are cut in ways that {devices} devices cannot hold together",
         where=f"{a.source}; {b.source}",
         why="dims that the function ties together share mesh axes, and the dims of one array need different axes",
-        fix=f"cut one of them less (AUTO or 1), or give both as Layouts on one device matrix of {devices}",
+        fix=f"leave one of them open ({b.where or b.path} = AUTO), cut it less, or give all as Layouts that share axes",
     )

@@ -96,10 +96,10 @@ def to_text(parts: Sequence[Part], width: int = 100) -> str:
 
 
 def to_html(parts: Sequence[Part], title: str, page: bool = False) -> str:
-    """The parts as HTML that needs nothing else: no script, no file; colours go with a light and a dark page.
+    """The parts as HTML, all escaped, that needs no script and no file; colours go with a light and a dark page.
 
     Args:
-      parts: what to show, in order; every text of theirs is escaped.
+      parts: what to show, in order.
       title: name of the whole, for screen readers and for the page.
       page: make it a whole page instead of a fragment for a notebook.
 
@@ -115,10 +115,9 @@ def to_html(parts: Sequence[Part], title: str, page: bool = False) -> str:
 
 
 _NUMBER = re.compile(r"(<?[\d,.]+(e[+-]\d+)?%?|-)?")
-_WIDTHS = ((32, 18), (24, 12), (16, 8))
+_WIDTHS = ((32, 18), (24, 12))
 """Cells of the first column, which says what a row is, and of the others fold no earlier than at so many characters."""
-_OPEN_ROWS = 24
-"""Longer tables are folded at first."""
+_OPEN_ROWS = 24  # longer tables are folded at first
 
 
 def _is_number(table: Table, column: int) -> bool:
@@ -153,6 +152,7 @@ class _Fitted:
         self, console: rich.console.Console, options: rich.console.ConsoleOptions
     ) -> Iterator[rich.console.RenderableType]:
         from rich.box import Box
+        from rich.padding import Padding
         from rich.table import Table as Grid
         from rich.text import Text as Line
 
@@ -160,8 +160,9 @@ class _Fitted:
         widths = _widths(self.table, options.max_width)
         if widths is None:
             for row in rows:
-                cells = (f"\n  {name}: {cell}" for name, cell in zip(columns[1:], row[1:], strict=True) if cell)
-                yield Line("".join([row[0], *cells]), overflow="fold")
+                yield Line(row[0], overflow="fold")
+                cells = (f"{name}: {cell}" for name, cell in zip(columns[1:], row[1:], strict=True) if cell)
+                yield from (Padding(Line(cell, overflow="fold"), (0, 0, 0, 2)) for cell in cells)
             return
         rule = Box("    \n    \n -  \n    \n    \n    \n    \n    \n", ascii=True)  # a line of dashes below the header
         grid = Grid(box=rule, show_edge=False, pad_edge=False, padding=0, header_style="")
@@ -186,15 +187,9 @@ def _html_table(table: Table) -> Iterator[str]:
     title = html.escape(table.title)
     style = [' class="n"' if _is_number(table, i) else "" for i in range(len(table.columns))]
     head = "".join(f'<th scope="col"{s}>{html.escape(c)}</th>' for c, s in zip(table.columns, style, strict=True))
-    rows = "".join(
-        "<tr>"
-        + "".join(
-            f'<th scope="row">{html.escape(cell)}</th>' if i == 0 else f"<td{style[i]}>{html.escape(cell)}</td>"
-            for i, cell in enumerate(row)
-        )
-        + "</tr>"
-        for row in table.rows
-    )
+    tags = ('th scope="row"', *(f"td{s}" for s in style[1:]))
+    cells = ((f"<{t}>{html.escape(c)}</{t[:2]}>" for t, c in zip(tags, row, strict=True)) for row in table.rows)
+    rows = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
     yield f"<details{' open' if len(table.rows) <= _OPEN_ROWS else ''}><summary>{title} ({len(table.rows)})</summary>"
     yield f'<div role="region" tabindex="0" aria-label="{title}"><table><thead><tr>{head}</tr></thead>'
     yield f"<tbody>{rows}</tbody></table></div>{_element('p class=note', table.note)}</details>"

@@ -187,7 +187,8 @@ def _decided(d: Decision) -> dict[str, Any]:
 
 def _compared(found: Compiled, compared: Comparison) -> dict[str, Any]:
     return {
-        "collectives": [_sent(c) for c in found.collectives],
+        # Of a compiled collective the groups are known, not the axes, nor what it is due to.
+        "collectives": [{k: v for k, v in _sent(c).items() if k not in ("axes", "cause")} for c in found.collectives],
         "kinds": {kind: {"predicted": dataclasses.asdict(p), "compiled": dataclasses.asdict(c)}
                   for kind, p, c in compared.kinds},
         "memory": {what: dataclasses.asdict(pair) for what, pair in compared.memory},

@@ -121,9 +121,9 @@ def _classes(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -
     rows = []
     for same in _alike(sorted(plan.classes, key=lambda c: not c.axes), key):
         c = same[0]
-        members = [_starred(each) for each in zip(*(s.members for s in same), strict=True)]
+        members = [_starred(each) for each in zip(*(s.members[1:] for s in same), strict=True)]
         name = _starred([s.name for s in same])
-        rows.append((name, _times(len(same)), str(c.size), ",".join(c.axes) or "-", _few(members[1:], 3)))
+        rows.append((name, _times(len(same)), str(c.size), ",".join(c.axes) or "-", _few(members, 3)))
     if rows:
         yield _table("Dim classes", ("class", "count", "size", "cut over", "tied with"), rows, most=20)
 
@@ -143,7 +143,7 @@ def _ops(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> It
         for o, count in shown.items()
     ]  # fmt: skip
     hidden = len(every) - sum(shown.values())
-    note = f'{hidden} other ops (elementwise, or moving data): .to_dict()["ops"]' if hidden else ""
+    note = f'{hidden} more op{"s"[: hidden != 1]} (elementwise, or moving data): .to_dict()["ops"]' if hidden else ""
     if rows:
         yield _table("Op strategies", ("op", "count", "in", "out", "runs", "line"), rows, note, most=20)
 
@@ -301,6 +301,8 @@ def _starred(texts: Sequence[str]) -> str:
 
 
 def _few(texts: Sequence[str], most: int) -> str:
+    """The first of some names, those that differ only in the number of a layer as one."""
+    texts = [_starred(same) for same in _alike(texts, _layer)]
     return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 

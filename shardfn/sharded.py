@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
+import keyword
+import sys
 import types
 import warnings
 import weakref
@@ -21,13 +24,24 @@ from shardfn.apply import apply, finest, has_other_grids, lies_elsewhere, moved,
 from shardfn.callee import Callee, Slot, bind, describe, split
 from shardfn.cost import hardware as hardware_
 from shardfn.cost.hardware import Hardware
-from shardfn.errors import ContextError, DeviceError, Problem, StrategyError, StrategyTypeError, fail, raise_problems
+from shardfn.errors import ContextError, DeviceError, Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.given import mesh_of
 from shardfn.make import make_plan
 from shardfn.plan import Plan
 from shardfn.progress import progress
 from shardfn.report import Report, make_report, save_graphs
-from shardfn.strategy import AUTO, Argument, Leaf, apply_parameter_plan, leaves_of, match, shape_of
+from shardfn.strategy import (
+    AUTO,
+    UNKNOWN,
+    Argument,
+    Leaf,
+    apply_parameter_plan,
+    check_all,
+    leaves_of,
+    match,
+    shape_of,
+    short,
+)
 from shardfn.trace import shaped, trace
 
 
@@ -95,11 +109,19 @@ class ShardedFunction:
         try:
             found = self._methods.get(instance)
             if found is None:
-                found = self._methods[instance] = ShardedFunction(types.MethodType(self.fn, instance), self.options)
-                found._entries = self._entries  # `nnx.grad` makes a new instance for every call
+                found = self._methods[instance] = self._bound(instance)
         except TypeError:  # not hashable, or no weak references to it
-            return ShardedFunction(types.MethodType(self.fn, instance), self.options)
+            return self._bound(instance)
         return found
+
+    def _bound(self, instance: Any) -> ShardedFunction:
+        found = ShardedFunction(types.MethodType(self.fn, instance), self.options)
+        if found.callee.adapter is not None:  # else its arrays are constants of what is compiled
+            found._entries = self._entries  # `nnx.grad` makes a new instance for every call
+        return found
+
+    def __reduce__(self) -> Any:
+        return ShardedFunction, (self.fn, self.options)
 
     def for_owner(self, owner: Any) -> ShardedFunction:
         """The same method of another instance, such as a copy made by `nnx.grad`; the plans are shared."""
@@ -134,7 +156,8 @@ class ShardedFunction:
         entry, values = self._entry(args, kwargs)
         if compiled and not entry.plan.hardware.is_here:
             fail(DeviceError, f"nothing can be compiled for {entry.plan.hardware.name}, which is not here",
-                 where="compiled = True", fix="leave `compiled` out, or give a device of this machine")  # fmt: skip
+                 where="compiled = True", why="XLA compiles for the devices of this machine",
+                 fix="leave `compiled` out, or give a device of this machine")  # fmt: skip
         executable = self._lower(entry, values).compile() if compiled else None
         return make_report(entry.plan, executable, self._arrivals(entry, values))
 
@@ -164,7 +187,7 @@ class ShardedFunction:
         entry, values = self._entry(args, kwargs)
         if not entry.plan.hardware.is_here:
             fail(StrategyError, f"`{self.callee.name}` is planned for {entry.plan.hardware.name}, which is not here",
-                 where=f"device = {self.options.device!r}",
+                 where=f"device = {self.options.device!r}", why="a target can be planned for, and not run on",
                  fix="use .plan(...) or .explain(...), or give a device of this machine to run on")  # fmt: skip
         leaves, treedef = tree_util.tree_flatten(_dynamic(values, entry.slots, entry.stateful))
         with progress(f"compiling {self.callee.name}", len(self._entries) > known):
@@ -212,14 +235,13 @@ class ShardedFunction:
         leaves, treedef = tree_util.tree_flatten(dynamic)
         statics = tuple(v for v, s in zip(values[stateful:], slots, strict=True) if s.is_static)
         current = context.current()
-        key = (slots, treedef, tuple(map(_signature, leaves)), statics, self.callee.fixed(), current)
+        key = (slots, treedef, tuple(map(_signature, leaves)), statics, self.callee.fixed(), current,
+               jax.config.jax_enable_x64)  # fmt: skip
         try:
             entry = self._entries.get(key)
         except TypeError:
-            bad = [s.name for s, v in zip(slots, values[stateful:], strict=True) if s.is_static and not _hashable(v)]
-            fail(StrategyTypeError, f"static argument {', '.join(f'`{b}`' for b in bad)} cannot be hashed",
-                 why="a static argument is part of what a compiled function is found by",
-                 fix="pass a tuple, a string or a frozen dataclass there")  # fmt: skip
+            raise StrategyTypeError([_unhashable(s.name, v) for s, v in zip(slots, values[stateful:], strict=True)
+                                     if s.is_static and not _hashable(v)]) from None  # fmt: skip
         if entry is None:
             with progress(f"planning {self.callee.name}"):
                 entry = self._entries[key] = self._make(slots, values, stateful, current)
@@ -229,8 +251,10 @@ class ShardedFunction:
         options = self.options
         problems: list[Problem] = []
         inputs = self._input_leaves(slots, values, stateful, current, problems)
-        hardware = self._hardware(inputs, current)
-        raise_problems([p for p in problems if p.is_type and "not an array" in p.what])  # it cannot be traced
+        hardware = self._hardware(inputs, current, problems)
+        if any(leaf.dtype == UNKNOWN for leaf in inputs):  # it cannot be traced
+            check_all(inputs, hardware.count, problems)
+            raise_problems(problems)
         statics = tuple(i + stateful for i, s in enumerate(slots) if s.is_static)
         shapes = _shapes(values, slots, stateful)
         callee = self.callee.frozen(shapes[0]) if stateful else self.callee
@@ -244,9 +268,10 @@ class ShardedFunction:
             result, changed = callee.call(state, args, kwargs)
             return (result, changed) if stateful else result
 
+        _dress(pure, self.callee, ["self"] * stateful + [s.name for s in slots])
         traced = trace(pure, shapes, statics, hardware.platform)
         result, changed = traced.results if stateful else (traced.results, {})
-        outputs = _output_leaves(result, self._out_strategy(result, current), problems)
+        outputs = self._output_leaves(result, current, hardware, problems)
         state_paths = {leaf.path: i for i, leaf in enumerate(inputs)}
         same_as = {len(outputs) + i: state_paths[p] for i, p in enumerate(sorted(changed))}
         made = make_plan(
@@ -289,13 +314,13 @@ class ShardedFunction:
         leaves = []
         if stateful:
             for path, value in sorted(values[0].items()):
-                leaves.append(Leaf(path, f"`{path}` of {self.callee.name}", *(shape_of(value) or ((), "?"))))
+                leaves.append(Leaf(path, f"`{path}` of {self.callee.name}", *(shape_of(value) or ((), UNKNOWN))))
         leaves += match(positional, strategy, "in_strategy", problems)
         for argument in late:
             leaves += leaves_of(argument, problems)
         return apply_parameter_plan(leaves, self.options.parameter_plan, problems)
 
-    def _hardware(self, inputs: Sequence[Leaf], current: Any) -> Hardware:
+    def _hardware(self, inputs: Sequence[Leaf], current: Any, problems: list[Problem]) -> Hardware:
         if current.is_set("parallel_mode") and current.parallel_mode in ("data_parallel", "hybrid_parallel"):
             fail(ContextError, f"`shard` has no meaning under parallel_mode={current.parallel_mode!r}",
                  where=f"parallel_mode = {current.parallel_mode!r}", why="that mode cuts no operator",
@@ -305,30 +330,70 @@ class ShardedFunction:
         if device is None and mesh is not None:
             device = mesh
         count = 1 if current.is_set("parallel_mode") and current.parallel_mode == "stand_alone" else current.device_num
-        found = hardware_.resolve(device, count=count, default=current.device_target)
+        try:
+            found = hardware_.resolve(device, count=count, default=current.device_target)
+        except DeviceError as error:  # beside it, what is wrong whatever the device is
+            check_all(inputs, 1, problems)
+            raise_problems([*error.problems, *problems] if problems else ())
+            raise
         current.rank_among(found.count)
         return found
 
-    def _out_strategy(self, result: Any, current: Any) -> Any:
-        """The user's, unless MindSpore's context overrides it with data parallel (whole under full_batch)."""
-        given = self.options.out_strategy
-        overridden = (
-            given is not None
+    def _output_leaves(self, result: Any, current: Any, hardware: Hardware, problems: list[Problem]) -> list[Leaf]:
+        said = _output_leaves(result, self.options.out_strategy, problems)
+        if not self._overridden(current):
+            return said
+        check_all(said, hardware.count, problems)
+        if problems:
+            return said
+        return _output_leaves(result, self._instead(result, current), [])
+
+    def _overridden(self, current: Any) -> bool:
+        return (
+            self.options.out_strategy is not None
             and current.is_set("parallel_mode")
             and current.parallel_mode in ("semi_auto_parallel", "auto_parallel")
             and current.out_strategy_mode != "honour"
         )
-        if not overridden:
-            return given
+
+    def _instead(self, result: Any, current: Any) -> Any:
+        """What MindSpore's context puts in the place of an out_strategy: data parallel, or whole under full_batch."""
         entries = _outer(result)
         whole = current.full_batch
         warnings.warn(
             f"out_strategy of `{self.callee.name}` is overridden with {'whole results' if whole else 'data parallel'}, "
             f"as MindSpore does under parallel_mode={current.parallel_mode!r}; to honour it: "
             'set_auto_parallel_context(out_strategy_mode="honour")',
-            stacklevel=6,
+            stacklevel=_outside(),
         )
         return tuple(tree_util.tree_map(lambda s: (1,) * len(s.shape), e) if whole else None for e in entries)
+
+
+def _dress(pure: Any, callee: Callee, names: list[str]) -> None:
+    """Give `pure` the user's names: JAX's errors, profiles and the HLO show them."""
+    kind = inspect.Parameter.POSITIONAL_ONLY
+    found = [n if n.isidentifier() and not keyword.iskeyword(n) else f"argument_{i}" for i, n in enumerate(names)]
+    pure.__name__ = pure.__qualname__ = callee.name
+    pure.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in found])
+    pure.__wrapped__ = callee.function
+
+
+def _outside() -> int:
+    """The stack level of the caller's code, for a warning that is raised by the caller of this."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "shardfn":
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _unhashable(name: str, value: Any) -> Problem:
+    return Problem(
+        f"static argument `{name}` is {a(value)}, which cannot be hashed",
+        where=f"{name} = {short(value)}",
+        why="a compiled function is found by the values of its static arguments",
+        fix="pass a tuple, a string or a frozen dataclass there, or make the argument a dynamic one",
+        is_type=True,
+    )
 
 
 def _never(*args: Any) -> Any:

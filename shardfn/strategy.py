@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax import tree_util
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from shardfn.errors import Problem
+from shardfn.errors import Problem, a
 from shardfn.layout import Layout
 
 
@@ -88,6 +88,10 @@ def shape_of(leaf: Any) -> tuple[tuple[int, ...], str] | None:
     return tuple(int(d) for d in shape), str(dtype)
 
 
+UNKNOWN = "?"
+"""The dtype of a leaf that is no array."""
+
+
 def leaves_of(argument: Argument, problems: list[Problem]) -> list[Leaf]:
     """The arrays of an argument in pytree order; what is no array becomes a problem."""
     found = []
@@ -95,19 +99,32 @@ def leaves_of(argument: Argument, problems: list[Problem]) -> list[Leaf]:
         path = join(argument.name, key)
         shape = shape_of(value)
         if shape is None:
-            problems.append(
-                Problem(
-                    f"{argument.label} holds a {type(value).__name__} at `{path}`, which is not an array",
-                    where=f"{path} = {_short(value)}",
-                    why="only arrays and numbers can be sharded",
-                    fix="pass it as a static argument (static_argnums or static_argnames), or close over it",
-                    is_type=True,
-                )
-            )
-            shape = ((), "?")
+            problems.append(_not_an_array(argument, path, value, nested=bool(key)))
+            shape = ((), UNKNOWN)
         label = argument.label if not key else f"{argument.label} at `{path}`"
         found.append(Leaf(path, label, *shape))
     return found
+
+
+def _not_an_array(argument: Argument, path: str, value: Any, nested: bool) -> Problem:
+    if isinstance(value, np.ndarray):
+        fix = "convert it to a dtype of numbers, or leave it out of the call"
+    elif nested:
+        fix = "take it out of that argument: close over it, or pass it as a static argument of its own"
+    elif argument.name.isidentifier():
+        fix = f"make it static, then it has no entry: static_argnames={argument.name!r}"
+    else:
+        fix = "make it static with static_argnums, then it has no entry"
+    what = f"{argument.label} holds {a(value)} at `{path}`" if nested else f"{argument.label} is {a(value)}"
+    if isinstance(value, np.ndarray):
+        what += f" of dtype {value.dtype}"
+    return Problem(
+        f"{what}, which JAX does not take as an array",
+        where=f"{path} = {short(value)}",
+        why="only arrays and numbers can be sharded",
+        fix=fix,
+        is_type=True,
+    )
 
 
 def join(name: str, key: Sequence[Any]) -> str:
@@ -127,9 +144,10 @@ def match(arguments: Sequence[Argument], strategy: Any, name: str, problems: lis
     if not isinstance(strategy, tuple) or isinstance(strategy, PartitionSpec):
         problems.append(
             Problem(
-                f"`{name}` must be a tuple with one entry for each {_NOUN[name]}, but it is a {type(strategy).__name__}",
-                where=f"{name} = {_short(strategy)}",
-                fix=f"write {_as_tuple(strategy)}",
+                f"`{name}` must be a tuple with one entry for each {_NOUN[name]}, but it is {a(strategy)}",
+                where=f"{name} = {short(strategy)}",
+                why=_COUNTS[name],
+                fix=_as_tuple(strategy, name),
                 is_type=True,
             )
         )
@@ -140,8 +158,8 @@ def match(arguments: Sequence[Argument], strategy: Any, name: str, problems: lis
             Problem(
                 f"`{name}` has {_count(len(strategy), 'entry', 'entries')} for "
                 f"{_count(len(arguments), _NOUN[name], _NOUN[name] + 's')}",
-                where=f"{name} = {_short(strategy)}; {_NOUN[name]}s: {names}",
-                why="every " + _NOUN[name] + " has one entry, a pytree as well",
+                where=f"{name} = {short(strategy)}; {_NOUN[name]}s: {names}",
+                why=_COUNTS[name],
                 fix=_fix_count(strategy, arguments, name),
             )
         )
@@ -154,6 +172,10 @@ def match(arguments: Sequence[Argument], strategy: Any, name: str, problems: lis
 
 
 _NOUN = {"in_strategy": "argument", "out_strategy": "output"}
+_COUNTS = {
+    "in_strategy": "each positional argument has one entry, a pytree too; static and keyword-only ones have none",
+    "out_strategy": "each element of a returned tuple has one entry; any other result is one output",
+}
 
 
 def _count(n: int, one: str, many: str) -> str:
@@ -163,16 +185,25 @@ def _count(n: int, one: str, many: str) -> str:
 def _fix_count(strategy: tuple[Any, ...], arguments: Sequence[Argument], name: str) -> str:
     if is_entry(strategy) and strategy and len(arguments) == 1:
         return f"write {name}=({strategy!r},): the outer tuple counts {_NOUN[name]}s"
+    if not arguments:
+        return f"leave {name} out, or write {name}=()"
     missing = len(arguments) - len(strategy)
     if missing > 0:
-        return f"add {_count(missing, 'entry', 'entries')}; AUTO leaves the choice to the library"
+        return (f"add {_count(missing, 'entry', 'entries')}, for instance AUTO, which leaves the choice to the library: "
+                f"{name}={short((*strategy, *[AUTO] * missing))}")  # fmt: skip
     return f"remove {_count(-missing, 'entry', 'entries')}"
 
 
-def _as_tuple(strategy: Any) -> str:
+def _as_tuple(strategy: Any, name: str) -> str:
+    if strategy is AUTO:
+        return f"leave {name} out: then all of it is AUTO"
     if isinstance(strategy, list):
-        return repr(tuple(tuple(e) if isinstance(e, list) else e for e in strategy))
-    return f"({strategy!r},)"
+        return f"write {name}={short(tuple(tuple(e) if isinstance(e, list) else e for e in strategy))}"
+    if isinstance(strategy, dict):
+        return f"write the entries in the order of the {_NOUN[name]}s: {name}={short(tuple(strategy.values()))}"
+    if isinstance(strategy, Layout | PartitionSpec | jax.sharding.Sharding):
+        return f"write {name}=({strategy!r},)"
+    return f"write a tuple of entries, such as {name}=((4, 1), None)"
 
 
 def is_entry(entry: Any) -> bool:
@@ -194,13 +225,25 @@ def _spread(entry: Any, tree: Any, where: str, label: str, problems: list[Proble
     """One (entry, where) for every leaf of `tree`."""
     count = len(tree_util.tree_leaves(tree))
     if is_entry(entry):
+        if not count and where.startswith("out_strategy") and entry not in (None, AUTO, ()):
+            problems.append(
+                Problem(
+                    f"{label} holds no array, but it has an entry",
+                    where=f"{where} = {short(entry)}, {label.removeprefix('the ')}: {short(tree)}",
+                    why="an entry that lies on nothing would be without effect",
+                    fix=f"write AUTO there, or return the array: {where} = AUTO",
+                )
+            )
         return [(entry, where)] * count
     if tree_util.all_leaves([tree]) and count == 1:
         problems.append(
             Problem(
-                f"{label} is one array, but its entry is a {type(entry).__name__} of entries",
-                where=f"{where} = {_short(entry)}",
-                fix=f"write a tuple of ints: {where} = {_flat_ints(entry)!r}",
+                f"{label} is one array, but its entry is {a(entry)} of entries"
+                if not isinstance(entry, list)
+                else f"the entry of {label} is a list",
+                where=f"{where} = {short(entry)}",
+                why="the entry of an array is a flat tuple of ints; None and AUTO stand for a whole entry",
+                fix=f"write a tuple of ints: {where} = {_flat_ints(entry, tree)!r}",
                 is_type=True,
             )
         )
@@ -210,10 +253,10 @@ def _spread(entry: Any, tree: Any, where: str, label: str, problems: list[Proble
     if wrong:
         problems.append(
             Problem(
-                f"the entry of {label} does not have the structure of that argument",
-                where=f"{where} has {', '.join(theirs) or 'nothing'}; the argument has {', '.join(mine) or 'nothing'}",
+                f"the entry of {label} has another structure than {label.split(' `')[0]}",
+                where=f"{where} has {', '.join(theirs) or 'nothing'}; the arrays are {', '.join(mine) or 'none'}",
                 why="; ".join(_mismatch(k, mine) for k in wrong[:4]),
-                fix="give one entry for the whole argument, or one for each key; AUTO leaves a key open",
+                fix=_fix_structure(tree, mine, theirs, where),
             )
         )
         return [(AUTO, where)] * count
@@ -230,12 +273,29 @@ def _mismatch(key: str, mine: dict[str, Any]) -> str:
     return f"there is no {key!r}" + (f" (did you mean {close[0]!r}?)" if close else "")
 
 
-def _flat_ints(entry: Any) -> Any:
-    flat = tuple(e for e in tree_util.tree_leaves(entry) if isinstance(e, int))
-    return flat or AUTO
+def _fix_structure(tree: Any, mine: dict[str, Any], theirs: dict[str, Any], where: str) -> str:
+    if type(tree) is not dict or len(mine) > 8:
+        return "give one entry for all of it, or one for each of these keys; AUTO leaves a key open"
+    close = {k: difflib.get_close_matches(k, [t for t in theirs if t not in mine], 1) for k in mine}
+    entries = {k: theirs.get(k, theirs[close[k][0]] if close[k] else AUTO) for k in mine}
+    return f"give every key an entry, AUTO leaves it open: {where} = {short(entries)}"
 
 
-def _short(value: Any, limit: int = 100) -> str:
+def _flat_ints(entry: Any, array: Any) -> Any:
+    """`entry` as cuts of `array`, as near to what was written as its rank allows."""
+    known = shape_of(array)
+    flat = [e if type(e) is int and e > 0 else 1 for e in tree_util.tree_leaves(entry, is_leaf=lambda e: e is None)]
+    return _fitting(flat, known[0]) if known else tuple(flat)
+
+
+def _fitting(cuts: Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """`cuts` brought to the rank of `shape`, whole where they do not divide it."""
+    padded = [*cuts, *[1] * len(shape)][: len(shape)]
+    return tuple(int(c) if c > 0 and n % c == 0 else 1 for c, n in zip(padded, shape, strict=True))
+
+
+def short(value: Any, limit: int = 100) -> str:
+    """`repr` on one line, cut where it gets long."""
     text = " ".join(repr(value).split())
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
@@ -247,9 +307,10 @@ def apply_parameter_plan(leaves: Sequence[Leaf], plan: Any, problems: list[Probl
     if not isinstance(plan, dict):
         problems.append(
             Problem(
-                f"`parameter_plan` must be a dict from path to entry, but it is a {type(plan).__name__}",
-                where=f"parameter_plan = {_short(plan)}",
-                fix='write {"params/w1": (1, 4)}',
+                f"`parameter_plan` must be a dict from path to entry, but it is {a(plan)}",
+                where=f"parameter_plan = {short(plan)}",
+                why="it gives single arrays entries, by their paths",
+                fix='write it as parameter_plan={"params/w1": (1, 4)}',
                 is_type=True,
             )
         )
@@ -258,12 +319,25 @@ def apply_parameter_plan(leaves: Sequence[Leaf], plan: Any, problems: list[Probl
     chosen: dict[int, tuple[bool, str]] = {}
     for pattern, entry in plan.items():
         where = f"parameter_plan[{pattern!r}]"
-        if not isinstance(pattern, str) or not (is_entry(entry) and not isinstance(entry, str | int | float)):
+        if not isinstance(pattern, str):
             problems.append(
                 Problem(
-                    f"`parameter_plan` maps paths (str) to entries, but {where} is a {type(entry).__name__}",
-                    where=f"{where} = {_short(entry)}",
-                    fix="use a string as key, and a tuple of ints, None, AUTO, Layout or PartitionSpec as value",
+                    f"a key of `parameter_plan` is {a(pattern)}",
+                    where=f"{where} = {short(entry)}",
+                    why="a key is the path of an array, or a glob of paths",
+                    fix='write a string there, such as "params/w1"',
+                    is_type=True,
+                )
+            )
+            continue
+        if not is_entry(entry) or isinstance(entry, str | int | float):
+            as_tuple = isinstance(entry, list) and all(type(e) is int for e in entry)
+            problems.append(
+                Problem(
+                    f"a value of `parameter_plan` is {a(entry)}",
+                    where=f"{where} = {short(entry)}",
+                    why=_ENTRY,
+                    fix=f"write {where} = {tuple(entry) if as_tuple else (1, 4)!r}",
                     is_type=True,
                 )
             )
@@ -271,14 +345,18 @@ def apply_parameter_plan(leaves: Sequence[Leaf], plan: Any, problems: list[Probl
         glob = _normal(pattern)
         hits = [i for i, path in enumerate(full) if fnmatch.fnmatchcase(path, glob)]
         hits = hits or [i for i, p in enumerate(full) if "/" in p and fnmatch.fnmatchcase(p.split("/", 1)[1], glob)]
+        if not hits and pattern.startswith("self."):  # MindSpore writes the path from the class around the Cell
+            hits = [i for i, path in enumerate(full) if fnmatch.fnmatchcase(path, glob.partition("/")[2])]
         if not hits:
             close = difflib.get_close_matches(glob, [*full, *(p.split("/", 1)[-1] for p in full)], 3, 0.4)
             problems.append(
                 Problem(
                     f"`parameter_plan` names `{pattern}`, which is no array of this call",
-                    where=f"{where} = {_short(entry)}",
-                    why=f"the closest are {', '.join(dict.fromkeys(close))}" if close else f"there are {_short(full)}",
-                    fix="use one of the paths of `explain`, or a glob such as `params/*/w1`",
+                    where=f"{where} = {short(entry)}",
+                    why=f"the arrays are {_listed(full)}",
+                    fix=f"did you mean {' or '.join(map(repr, dict.fromkeys(close)))}?"
+                    if close
+                    else "use one of these paths, or a glob that meets them: * stands for any part",
                 )
             )
         for i in hits:
@@ -288,7 +366,8 @@ def apply_parameter_plan(leaves: Sequence[Leaf], plan: Any, problems: list[Probl
                 problems.append(
                     Problem(
                         f"two rules of `parameter_plan` speak of `{leaves[i].path}`",
-                        where=f"parameter_plan[{before[1]!r}] = {_short(plan[before[1]])} and {where} = {_short(entry)}",
+                        where=f"parameter_plan[{before[1]!r}] = {short(plan[before[1]])} and {where} = {short(entry)}",
+                        why="an array has one entry, and no rule comes before the other",
                         fix="make one of the globs narrower, or name the path itself",
                     )
                 )
@@ -302,9 +381,20 @@ def apply_parameter_plan(leaves: Sequence[Leaf], plan: Any, problems: list[Probl
     ]
 
 
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "") or "none"
+
+
 def _normal(path: str) -> str:
     path = path.replace(".", "/").replace("][", "/").replace("['", "/").replace("']", "").strip("/")
     return path.removeprefix("self/")
+
+
+def check_all(leaves: Sequence[Leaf], devices: int, problems: list[Problem]) -> None:
+    """`check` every leaf that is an array, where the call cannot go on to placement."""
+    for leaf in leaves:
+        if leaf.dtype != UNKNOWN:
+            check(leaf, devices, problems)
 
 
 def check(leaf: Leaf, devices: int, problems: list[Problem]) -> tuple[int, ...] | None:
@@ -317,7 +407,7 @@ def check(leaf: Leaf, devices: int, problems: list[Problem]) -> tuple[int, ...] 
         whole = (1,) * len(leaf.shape)
         fits = bool(leaf.shape) and leaf.shape[0] > 0 and leaf.shape[0] % devices == 0
         return (devices, *whole[1:]) if fits else whole
-    if isinstance(entry, Auto | Layout | PartitionSpec | jax.sharding.Sharding):
+    if isinstance(entry, Auto | Layout | PartitionSpec | NamedSharding):
         return None
     return check_cuts(leaf, entry, devices, problems)
 
@@ -335,19 +425,19 @@ def _check_type(leaf: Leaf, cuts: Any, devices: int) -> list[Problem]:
     if not isinstance(cuts, tuple):
         return [
             Problem(
-                f"the entry of {leaf.label} is a {type(cuts).__name__}",
+                f"the entry of {leaf.label} is {a(cuts)}",
                 where=leaf.source,
-                why="an entry is a tuple of ints, None, AUTO, a Layout, a PartitionSpec or a NamedSharding",
-                fix=f"write {tuple([1] * len(leaf.shape))} to leave it whole, or AUTO",
+                why=_ENTRY,
+                fix=f"write one cut for each dimension, such as {_fitting([cuts] if type(cuts) is int else [], leaf.shape)}",
                 is_type=True,
             )
         ]
     return [
         Problem(
-            f"{leaf.label} has a cut of type {type(c).__name__} along dimension {d}",
+            f"{leaf.label} has {a(c)} as its cut along dimension {d}",
             where=leaf.source,
             why="a cut is an int: the number of pieces of that dimension",
-            fix=f"write {int(c) if isinstance(c, float) and c == int(c) else 1} there",
+            fix=f"write {_whole_number(c)} there",
             is_type=True,
         )
         for d, c in enumerate(cuts)
@@ -358,14 +448,33 @@ def _check_type(leaf: Leaf, cuts: Any, devices: int) -> list[Problem]:
 def _check_rank(leaf: Leaf, cuts: Any, devices: int) -> list[Problem]:
     if len(cuts) == len(leaf.shape):
         return []
+    fitting = _fitting([c for c in cuts if type(c) is int], leaf.shape)
+    spread = " at `" in leaf.label and "['" not in leaf.where
+    if isinstance(leaf.entry, Layout):
+        fix = f"call the Layout with one entry for each dimension, {len(leaf.shape)} in all"
+    elif isinstance(leaf.entry, PartitionSpec | NamedSharding):
+        fix = f"give the PartitionSpec {_count(len(leaf.shape), 'entry', 'entries')} at most"
+    elif spread:
+        fix = f"give that array an entry of its own: parameter_plan={{{leaf.path!r}: {fitting}}}"
+    else:
+        fix = f"write one cut for each dimension: {fitting}"
     return [
         Problem(
             f"{leaf.label} has {_count(len(leaf.shape), 'dimension', 'dimensions')}, "
             f"but its entry has {_count(len(cuts), 'cut', 'cuts')}",
             where=leaf.source,
-            fix=f"write one cut for each dimension: {(*cuts, *[1] * len(leaf.shape))[: len(leaf.shape)]}",
+            why="an entry has one cut for each dimension" + (", in each array it is spread over" if spread else ""),
+            fix=fix,
         )
     ]
+
+
+def _whole_number(cut: Any) -> str:
+    try:
+        number = int(cut)
+        return str(number) if number == float(cut) and number > 0 else "1, or a larger whole number,"
+    except (TypeError, ValueError):
+        return "1, or a larger whole number,"
 
 
 def _check_positive(leaf: Leaf, cuts: Any, devices: int) -> list[Problem]:
@@ -387,11 +496,19 @@ def _check_divides(leaf: Leaf, cuts: Any, devices: int) -> list[Problem]:
             f"{leaf.label} cannot be cut {c} ways along dimension {d}",
             where=leaf.source,
             why=f"{size} is not divisible by {c}",
-            fix=f"use {any_of(divisors(size))} there, or pad that dimension to {-(-size // c) * c}",
+            fix=_fix_divides(leaf, size, int(c), devices),
         )
         for d, (c, size) in enumerate(zip(cuts, leaf.shape, strict=True))
         if size % c
     ]
+
+
+def _fix_divides(leaf: Leaf, size: int, cut: int, devices: int) -> str:
+    """Only what the devices can hold is offered."""
+    ways = any_of(divisors(size if devices == 1 else math.gcd(size, devices)))
+    drawn = isinstance(leaf.entry, Layout | PartitionSpec | NamedSharding)
+    fix = f"cut it over axes of {ways} devices" if drawn else f"use {ways} there"
+    return fix + (f", or pad that dimension to {-(-size // cut) * cut}" if devices % cut == 0 or devices == 1 else "")
 
 
 def _check_product(leaf: Leaf, cuts: Any, devices: int) -> list[Problem]:
@@ -408,6 +525,7 @@ def _check_product(leaf: Leaf, cuts: Any, devices: int) -> list[Problem]:
     ]
 
 
+_ENTRY = "an entry is a tuple of ints, None, AUTO, a Layout, a PartitionSpec or a NamedSharding"
 _CUT_RULES: tuple[Callable[[Leaf, Any, int], list[Problem]], ...] = (
     _check_type, _check_rank, _check_positive, _check_divides, _check_product,
 )  # fmt: skip

@@ -165,3 +165,8 @@ def test_copies_stay_sharded():
     for other in (copy.copy(cell), copy.deepcopy(cell)):
         np.testing.assert_allclose(other(X), X @ cell.w, atol=1e-5)
     assert plans(cell) == 1
+
+
+def test_a_path_from_the_class_around_the_cell():
+    cell = Two().first.shard(in_strategy=((8, 1),), parameter_plan={"self.first.w": (1, 8)})
+    assert cell.plan(X).decision("w").cuts == (1, 8)

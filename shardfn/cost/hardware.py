@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from shardfn.errors import DeviceError, Problem, fail
+from shardfn.errors import DeviceError, Problem, a, fail
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,16 +87,20 @@ def resolve(device: Any, *, count: int | None = None, default: str | None = None
         return _real(tuple(device.devices.flat), device)
     if (isinstance(device, Sequence) and not isinstance(device, str)) or isinstance(device, np.ndarray):
         devices = tuple(np.asarray(device, dtype=object).flat)
-        if not devices or not all(isinstance(d, jax.Device) for d in devices):
-            fail(DeviceError, "`device` is a sequence, but not one of JAX devices", where=f"device = {_short(device)}",
-                 fix="pass jax.devices()[:n], a mesh, or a name")  # fmt: skip
+        bad = [d for d in devices if not isinstance(d, jax.Device)]
+        if bad or not devices:
+            what = f"`device` holds {a(bad[0])}, which is no JAX device" if bad else "`device` holds no devices"
+            fail(DeviceError, what, where=f"device = {_short(device)}",
+                 why="a sequence there lists the devices to use, in the order of their ranks",
+                 fix="pass jax.devices() or a part of it, a mesh, or a name")  # fmt: skip
         return _real(devices[:count], None)
     if device is not None and not isinstance(device, str):
         raise DeviceTypeError(
             Problem(
-                f"`device` must be a name, a list of devices or a mesh, but it is a {type(device).__name__}",
+                f"`device` must be a name, a list of devices or a mesh, but it is {a(device)}",
                 where=f"device = {_short(device)}",
-                fix='use "CPU", "GPU", "TPU", jax.devices()[:n], a Mesh, or a target such as "tpu-v5e:4x8"',
+                why="how many devices to use is told by a list of them, or by device_num of the context",
+                fix=_one_or_some(device),
                 is_type=True,
             )
         )
@@ -107,6 +111,14 @@ def resolve(device: Any, *, count: int | None = None, default: str | None = None
     return _platform(device, count)
 
 
+def _one_or_some(device: Any) -> str:
+    if isinstance(device, jax.Device):
+        return f"write device=[jax.devices()[{device.id}]] to run on that one"
+    if isinstance(device, int) and not isinstance(device, bool) and 0 < device:
+        return f"write device=jax.devices()[:{device}] for {device} of them"
+    return 'use "CPU", "GPU", "TPU", jax.devices(), a Mesh, or a target such as "tpu-v5e:4x8"'
+
+
 class DeviceTypeError(DeviceError, TypeError):
     """A `device` of the wrong type."""
 
@@ -115,18 +127,22 @@ def _platform(name: str, count: int | None) -> Hardware:
     key = name.strip().lower()
     if key in CHIPS and key != "cpu":
         fail(DeviceError, f"device {name!r} is a target without a size", where=f"device = {name!r}",
-             fix=f'write how many: "{key}:8"')  # fmt: skip
+             why="a target is planned for without being here, so it must say how many there are",
+             fix=f'write "{key}:8", or "{key}:2x4"')  # fmt: skip
     try:
         devices = jax.devices(key) if key else None
     except RuntimeError as error:
-        devices, reason = None, str(error).split(".")[0]
+        devices = None
+        reason = f"JAX has no backend for {name!r} on this machine"
+        if not str(error).startswith("Unknown backend"):
+            reason += f": {str(error).split('. ')[0]}"
     else:
         reason = "the name is empty"
     if devices is None:
         here = ", ".join(dict.fromkeys(d.platform.upper() for d in jax.devices()))
         close = difflib.get_close_matches(key, ["cpu", "gpu", "tpu", "ascend"], 1)
         known = key in ("cpu", "gpu", "tpu", "ascend", "cuda", "rocm")
-        fix = f'this machine has {here}; to plan without the hardware name a target such as "tpu-v5e:4x4"'
+        fix = f'use {here}, which is here; to plan without the hardware, name a target such as "tpu-v5e:4x4"'
         fail(DeviceError, f"device {name!r} is not here" if known else f"device {name!r} is unknown",
              where=f"device = {name!r}", why=reason if known else "the names are CPU, GPU and TPU, in any case",
              fix=fix if known or not close else f"did you mean {close[0].upper()!r}?")  # fmt: skip
@@ -140,7 +156,7 @@ def _take(devices: Sequence[Any], count: int | None, name: str | None) -> tuple[
         if platform == "cpu":
             fix = f'jax.config.update("jax_num_cpu_devices", {count}) before JAX starts; or {fix}'
         fail(DeviceError, f"{count} devices are wanted, but {len(devices)} {platform} devices are here",
-             where=f"device_num = {count}", fix=fix)  # fmt: skip
+             where=f"device_num = {count}", why="device_num is how many of the devices are used", fix=fix)  # fmt: skip
     return tuple(devices[:count])
 
 

@@ -406,8 +406,9 @@ def _cause(op: Any) -> str:
 
 
 _FRAME = re.compile(r'"([^"]+)":(\d+):')
-_LIBRARY = re.compile("(site|dist)-packages")
+_LIBRARY = re.compile("(site|dist)-packages|^<frozen ")
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_DEMO = _HERE + "demo.py"  # a user's program that happens to live here
 
 
 def _where(op: Any) -> str:
@@ -417,7 +418,9 @@ def _where(op: Any) -> str:
 @functools.lru_cache(maxsize=65536)
 def _frame(location: str) -> str:
     """`file:line` of the innermost frame that is the user's own, then of any library's, never of this one's."""
-    frames = [(file, line) for file, line in _FRAME.findall(location) if not file.startswith(_HERE)]
+    frames = [
+        (file, line) for file, line in _FRAME.findall(location) if not file.startswith(_HERE) or file == _DEMO
+    ]
     own = [f for f in frames if not _LIBRARY.search(f[0])]
     file, line = (own or frames or [("", "")])[0]
     return f"{file}:{line}" if file else ""

@@ -25,7 +25,7 @@ def select(mode: str) -> Search:
     """
     if mode not in MODES:
         fail(ContextError, f"search_mode {mode!r} is unknown", where=f"search_mode = {mode!r}",
-             fix=f"use one of {', '.join(MODES)}")  # fmt: skip
+             why="a search is chosen by its name", fix=f"use one of {', '.join(MODES)}")  # fmt: skip
     found = MODES[mode]
     if found is None:
         fail(NotAvailableError, f"search_mode {mode!r} is not available yet", where=f"search_mode = {mode!r}",

@@ -13,7 +13,7 @@ from collections import deque
 
 import numpy as np
 
-from shardfn.search.labelling import Array, Labelling
+from shardfn.search.labelling import Array, Labelling, holding
 
 MOST_ENTRIES = 1 << 18  # of the tables of one node after a merge or a minimisation
 
@@ -75,9 +75,7 @@ class _Contraction:
     def __init__(self, problem: Labelling, most_entries: int):
         self.most_entries = most_entries
         self.costs: list[Array] = [cost.copy() for cost in problem.costs]
-        limited = math.isfinite(problem.limit)
-        self.held = [limited and start < end and bool(np.ptp(usage)) if len(usage) else False
-                     for usage, (start, end) in zip(problem.usages, problem.intervals, strict=True)]  # fmt: skip
+        self.held: list[bool] = holding(problem)
         self.tables: list[dict[int, Array]] = [{} for _ in self.costs]
         self.queue: deque[int] = deque()
         self.waiting: list[bool] = [False] * len(self.costs)

@@ -99,3 +99,35 @@ def peak_of(problem: Labelling, choice: Sequence[int]) -> float:
     times, at = np.unique(np.concatenate([start[real], end[real]]), return_inverse=True)
     change = np.bincount(at, np.concatenate([held[real], -held[real]]), len(times))
     return float(np.max(np.cumsum(change), initial=0.0))
+
+
+def busy_times(problem: Labelling) -> Array:
+    """The times at which a largest set of nodes is alive: at every other time, less is."""
+    start, end = problem.intervals[:, 0], problem.intervals[:, 1]
+    holds = np.array([bool(len(usage)) and usage.max() > 0 for usage in problem.usages], bool)
+    real = (start < end) & holds
+    starts, ends = np.unique(start[real]), np.unique(end[real])
+    if not len(starts):
+        return starts
+    following = np.append(starts[1:], ends[-1] + 1)
+    return starts[np.searchsorted(ends, following, "right") > np.searchsorted(ends, starts, "right")]
+
+
+def tight_times(problem: Labelling) -> Array:
+    """The busy times at which some choice goes over the limit."""
+    times = busy_times(problem)
+    most = np.array([usage.max() if len(usage) else 0.0 for usage in problem.usages])
+    return times[alive_total(problem, most, times) > problem.limit]
+
+
+def alive_total(problem: Labelling, held: Array, times: Array) -> Array:
+    """The sum of what each node holds over the nodes alive at each of `times` (ascending)."""
+    begin, finish = np.searchsorted(times, problem.intervals).T
+    change = np.bincount(begin, held, len(times) + 1) - np.bincount(finish, held, len(times) + 1)
+    return np.cumsum(change)[: len(times)]
+
+
+def holding(problem: Labelling) -> list[bool]:
+    """Whether the label of a node makes a difference to what is alive at a tight time."""
+    begin, end = np.searchsorted(tight_times(problem), problem.intervals).T
+    return [bool(b < e and np.ptp(u)) if len(u) else False for b, e, u in zip(begin, end, problem.usages, strict=True)]

@@ -9,7 +9,7 @@ import numpy as np
 from scipy import sparse
 
 from shardfn.search.contract import Core, Follow
-from shardfn.search.labelling import Array, Labelling
+from shardfn.search.labelling import Array, Labelling, alive_total, tight_times
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,34 +33,10 @@ class Memory:
         later = np.append(np.cumsum(multipliers[::-1])[::-1], 0.0)
         return self.change @ later
 
-    def at(self, time: int) -> Array:
-        """What each label holds at one time."""
-        return self.change @ (np.arange(len(self.limit) + 1) <= time).astype(float)
-
-
-def busy_times(problem: Labelling) -> Array:
-    """The times at which a largest set of nodes is alive: at every other time, less is."""
-    start, end = problem.intervals[:, 0], problem.intervals[:, 1]
-    holds = np.array([bool(len(usage)) and usage.max() > 0 for usage in problem.usages], bool)
-    real = (start < end) & holds
-    starts, ends = np.unique(start[real]), np.unique(end[real])
-    if not len(starts):
-        return starts
-    following = np.append(starts[1:], ends[-1] + 1)
-    return starts[np.searchsorted(ends, following, "right") > np.searchsorted(ends, starts, "right")]
-
-
-def tight_times(problem: Labelling) -> Array:
-    """The busy times at which some choice goes over the limit."""
-    times = busy_times(problem)
-    most = np.array([usage.max() if len(usage) else 0.0 for usage in problem.usages])
-    return times[_total(problem, most, times) > problem.limit]
-
-
-def _total(problem: Labelling, held: Array, times: Array) -> Array:
-    begin, finish = np.searchsorted(times, problem.intervals).T
-    change = np.bincount(begin, held, len(times) + 1) - np.bincount(finish, held, len(times) + 1)
-    return np.cumsum(change)[: len(times)]
+    def dense(self, times: Array) -> Array:
+        """What each label holds at each of `times`."""
+        until = np.arange(len(self.limit) + 1)[:, None] <= times[None]
+        return np.asarray(self.change @ until.astype(float))
 
 
 def memory_of(problem: Labelling, core: Core, nodes: Sequence[int]) -> Memory:
@@ -74,32 +50,21 @@ def memory_of(problem: Labelling, core: Core, nodes: Sequence[int]) -> Memory:
         if isinstance(step, Follow) and step.leader in root:
             root[step.node] = root[step.leader]
             label[step.node] = step.label[label[step.leader]]
-    intervals = np.searchsorted(times, problem.intervals)
-    least = np.zeros(len(problem.costs))
-    rows, columns, values = [], [], []
-    for v, usage in enumerate(problem.usages):
-        begin, end = intervals[v]
-        if begin >= end:
-            continue
-        if v not in root:
-            least[v] = usage.min()
-            continue
-        mine = usage[label[v]]
-        least[v] = mine.min()
-        over = mine - least[v]
-        (some,) = np.nonzero(over)
-        if len(some):
+    mine = {v: problem.usages[v][label[v]] for v in root}
+    least, most = (np.array([get(mine.get(v, usage)) if len(usage) else 0.0 for v, usage in enumerate(problem.usages)])
+                   for get in (np.min, np.max))  # fmt: skip
+    times = times[alive_total(problem, most, times) > problem.limit]
+    rows, columns, values = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0)]
+    for v, (begin, end) in enumerate(np.searchsorted(times, problem.intervals).tolist()):
+        if begin < end and v in root and most[v] > least[v]:
+            over = mine[v] - least[v]
+            (some,) = np.nonzero(over)
             at = some + offset[root[v]]
             rows += [at, at]
             columns += [np.full(len(some), begin), np.full(len(some), end)]
             values += [over[some], -over[some]]
-    shape = (int(first[-1]), len(times) + 1)
-    if rows:
-        place = (np.concatenate(rows), np.concatenate(columns))
-        change = sparse.csr_matrix((np.concatenate(values), place), shape)
-    else:
-        change = sparse.csr_matrix(shape)
+    place = (np.concatenate(rows), np.concatenate(columns))
+    change = sparse.csr_matrix((np.concatenate(values), place), (int(first[-1]), len(times) + 1))
     change.sum_duplicates()
     change.eliminate_zeros()
-    limit = problem.limit - _total(problem, least, times)
-    return Memory(change, limit, first)
+    return Memory(change, problem.limit - alive_total(problem, least, times), first)

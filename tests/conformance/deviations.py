@@ -17,9 +17,12 @@ from shardfn.search import MODES as SEARCHES
 from tests.conformance.facts import Case, LayoutFact
 
 ACCEPTS = "accepts"
-"""Accepted here, with the slices that the cuts say and the right result."""
+"""Accepted here, with the slices that the cuts say and the right result. Where MindSpore refuses, this library may too,
+if the cuts of all arrays cannot be held by the devices together (`CLASH`)."""
 REFUSES = "refuses"
 """A `ShardError` here."""
+CLASH = "cannot hold together"
+"""How that error says it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,14 +179,14 @@ def several_data_dims(ask: Ask) -> bool:
 def names_nothing(ask: Ask) -> bool:
     plan = ast.literal_eval(ask.case.plan or "{}")
     paths = [re.sub(r"^(self\.|net\.)*", "", path) for path in plan] if isinstance(plan, dict) else []
-    return not {*paths} <= {*ask.case.shapes} if paths else False
+    return bool(paths) and not {*paths} <= {*ask.case.shapes}
 
 
 def not_built(search_mode: str) -> bool:
     return SEARCHES[search_mode] is None
 
 
-def level_of_range(ask: Ask) -> bool:
+def level_out_of_range(ask: Ask) -> bool:
     level = ask.kwargs.get("level", 0)
     return isinstance(level, int) and (isinstance(level, bool) or level not in (0, 1, 2))
 
@@ -238,7 +241,7 @@ ROWS = (
         REFUSES, "only sharding_propagation is here today; asking for another search says so",
     ),
     Row(
-        "no such level", lambda ask: ask.case.accepted and level_of_range(ask), REFUSES,
+        "no such level", lambda ask: ask.case.accepted and level_out_of_range(ask), REFUSES,
         "MindSpore checks that level is an int and never reads it; here 0, 1 and 2 mean something",
     ),
     Row(

@@ -74,16 +74,12 @@ def slices_said(ask: Ask) -> tuple[tuple[int, ...] | None, ...]:
 
 def starts(plan: Any, decision: Any, rank: int) -> tuple[int, ...]:
     """Where the slice of a rank starts in each dim, in slices."""
-    names, sizes = [n for n, _ in plan.axes], [s for _, s in plan.axes]
-    at = dict(zip(names, np.unravel_index(rank, sizes) if sizes else (), strict=True))
     size = dict(plan.axes)
-    found = []
-    for axes in decision.spec:
-        place = 0
-        for axis in axes:
-            place = place * size[axis] + int(at[axis])
-        found.append(place)
-    return tuple(found)
+    at = dict(zip(size, np.unravel_index(rank, tuple(size.values())), strict=True))
+    return tuple(
+        int(np.ravel_multi_index([at[a] for a in axes], [size[a] for a in axes])) if axes else 0
+        for axes in decision.spec
+    )
 
 
 def same_ranks(plan: Any, held: Sequence[Held]) -> bool:

@@ -4,6 +4,7 @@ import collections
 
 from tests.conformance import facts, functions, programs
 from tests.conformance.deviations import ACCEPTS, ROWS, Ask, row_of
+from tests.conformance.running import slices_said
 
 ASKS = (
     *map(programs.ask_of, facts.load("single_op")),
@@ -27,6 +28,5 @@ def test_a_row_says_something_else_than_mindspore():
     for ask in ASKS:
         row = row_of(ask)
         if row is not None and ask.case.accepted == (row.does == ACCEPTS):
-            # both accept: then the layouts differ
-            assert ask.case.accepted
-            assert not all(ask.case.held) or ask.case.attrs
+            # both accept: MindSpore lays out nothing, or other slices than the cuts say
+            assert not all(ask.case.held) or tuple(h.slice_shape for h in ask.case.held) != slices_said(ask)

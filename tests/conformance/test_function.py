@@ -32,8 +32,7 @@ def test_function(case, tally):
     assert_same(outcome.value, made.target(*made.args))
     if made.out is not None and made.out != (None,):
         assert tuple(d.cuts for d in outcome.plan.outputs) == made.out
-    named = [d.path for d in outcome.plan.inputs]
-    planned = dict(zip(named, outcome.planned, strict=True))
+    planned = {d.path: d.local_shape for d in outcome.plan.inputs}
     stated = {name for name, entry in zip(made.names, made.entries, strict=True) if entry is not shardfn.AUTO}
     stated |= {path.removeprefix("self.") for path in made.plan or {}}
     if row:

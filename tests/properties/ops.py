@@ -433,6 +433,8 @@ def draw_argmax(b: Builder) -> Drawn:
 
 def pool(x, *, kind, window, strides, padding):
     start, combine = {"max": (-jnp.inf, lax.max), "sum": (0.0, lax.add)}[kind]
+    if kind == "max":  # no two are equal: which of two gets the gradient is XLA's choice, and changes with the layout
+        x += (jnp.arange(x.size) % 251 / 256).reshape(x.shape)
     return lax.reduce_window(x, start, combine, window, strides, padding)
 
 

@@ -150,7 +150,9 @@ def draw_program(builder: Builder, stays: Callable[[str], bool]) -> Program:
 
 
 def draw_ask(builder: Builder, program: Program, stays: Callable[[str], bool]) -> Ask:
-    entry = by_layout(builder) if builder.ints(0, 2) == 0 else by_integers(builder)
+    # A nested `shard` names its devices in their own order, and JAX has one order of devices in a program.
+    alone = all("cuts" not in step.params for step in program.steps)
+    entry = by_layout(builder, alone) if builder.ints(0, 2) == 0 else by_integers(builder)
 
     def entries(kind: str, shapes: Sequence[tuple[int, ...]]) -> tuple[Any, ...] | None:
         found = [entry(shape) for shape in shapes]
@@ -166,7 +168,7 @@ def by_integers(builder: Builder) -> Callable[[tuple[int, ...]], Any]:
     return lambda shape: builder.cuts(shape) if builder.ints(0, 4) else None
 
 
-def by_layout(builder: Builder) -> Callable[[tuple[int, ...]], Any]:
+def by_layout(builder: Builder, any_order: bool) -> Callable[[tuple[int, ...]], Any]:
     """Layouts on one random device matrix, and what may stand beside them."""
     count = left = len(builder.devices)
     matrix: list[int] = []
@@ -174,7 +176,8 @@ def by_layout(builder: Builder) -> Callable[[tuple[int, ...]], Any]:
         matrix.append(builder.one(d for d in range(2, left + 1) if left % d == 0))
         left //= matrix[-1]
     names = tuple("xyz"[: len(matrix)] or "x")
-    layout = shardfn.Layout(tuple(matrix) or (1,), names, list(builder.order(range(count))) if builder.coin() else None)
+    ranks = list(builder.order(range(count))) if any_order and builder.coin() else None
+    layout = shardfn.Layout(tuple(matrix) or (1,), names, ranks)
     sizes = dict(layout.axes)
 
     def entry(shape: tuple[int, ...]) -> Any:

@@ -1,0 +1,164 @@
+"""Close the gap between the bound and the best labelling: split the labels of one node in two, bound each part.
+
+A part whose bound reaches the best cost is done. The node split is one the suggested labellings disagree on most,
+and its labels are split by what they pay for memory, because that is where the bound is weak. The part with the least
+bound goes first, so the bound of the whole rises with every part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from shardfn.search.eliminate import eliminate
+from shardfn.search.labelling import Array
+from shardfn.search.lagrange import Ascent
+from shardfn.search.local import Local
+
+STEPS = 12  # of the ascent, in each part
+MOST_TIMES = 200  # at which labels are held against the limit one by one
+ENTRIES, TOTAL = 1e5, 3e6  # of the tables of a part that is solved exactly
+
+
+@dataclasses.dataclass
+class Part:
+    """A subset of the labellings: its costs, and where the ascent stood when it was made."""
+
+    base: list[Array]
+    into: list[Array]
+    multipliers: Array
+    bound: float
+
+
+def save(ascent: Ascent, bound: float) -> Part:
+    return Part(list(ascent.base), [row.copy() for row in ascent.messages.into], ascent.best, bound)
+
+
+def load(ascent: Ascent, part: Part) -> None:
+    ascent.base = list(part.base)
+    for row, kept in zip(ascent.messages.into, part.into, strict=True):
+        row[:] = kept
+    ascent.best, ascent.bound, ascent.failures = part.multipliers, -np.inf, 0
+    ascent.direction = np.zeros_like(ascent.direction)
+    ascent.set_prices(part.multipliers)
+
+
+def branch(ascent: Ascent, local: Local, margin: float, most: int, deadline: float = np.inf,
+           watch: Callable[[float, float], None] | None = None) -> float:  # fmt: skip
+    """The bound after at most `most` parts; the labellings met go to `local`. A gain below `margin` is none.
+
+    With a bound of at least the best cost less `margin`, the best labelling is proved optimal.
+    """
+    queue = [(ascent.bound, 0, save(ascent, ascent.bound))]
+    count = 0
+    size = ascent.size
+    tightest = np.sort(np.argsort(-ascent.best, kind="stable")[:MOST_TIMES])
+    held = ascent.memory.dense(tightest), ascent.memory.limit[tightest]
+    while queue and count < most and time.monotonic() < deadline:
+        bound, _, part = heapq.heappop(queue)
+        if bound >= local.cost - margin:
+            return bound
+        if watch:
+            watch(bound, local.cost)
+        load(ascent, part)
+        ascent.size = max(size, 0.003)
+        seen = _explore(ascent, local, held, margin, deadline)
+        bound = max(bound, ascent.bound)
+        count += 1
+        if seen is None or bound >= local.cost - margin:
+            continue
+        part = save(ascent, bound)
+        for out in _split(ascent, seen):
+            base = list(part.base)
+            node, labels = out
+            base[node] = base[node].copy()
+            base[node][labels] = np.inf
+            heapq.heappush(queue, (bound, 2 * count + len(queue), dataclasses.replace(part, base=base)))
+    return min([local.cost, *(bound for bound, *_ in queue)])
+
+
+def _explore(ascent: Ascent, local: Local, held: tuple[Array, Array], margin: float,
+             deadline: float) -> list[Array] | None:  # fmt: skip
+    """Raise the bound of a part; the labellings it suggested, or None where nothing better is in it."""
+    seen = []
+    for number in range(STEPS):
+        if not _consistent(ascent, *held):
+            return None
+        labels = ascent.step(local.cost)
+        local.offer(labels)
+        seen.append(np.array(labels))
+        if ascent.bound >= local.cost - margin or time.monotonic() > deadline:
+            return seen
+        if number % 4 == 3:
+            ascent.fix(local.cost - margin)
+            if any(not np.isfinite(own).any() for own in ascent.base):
+                return None
+    labels = local.solve(seen[-1], ascent.best, 1e4)
+    local.fit(labels, ascent.best, 2)
+    if _solved(ascent, local) or all(len(labels) == 1 for labels in ascent.left()):
+        return None
+    return seen
+
+
+def _consistent(ascent: Ascent, dense: Array, limit: Array) -> bool:
+    """Put out the labels that do not fit with the least that every other node holds; whether all nodes keep one."""
+    if not len(limit):
+        return True
+    memory = ascent.memory
+    first = memory.first[:-1]
+    held = np.where(np.isfinite(np.concatenate(ascent.base))[:, None], dense, np.inf)
+    least = np.minimum.reduceat(held, first, axis=0)
+    if not np.isfinite(least).all():
+        return False
+    room = limit - least.sum(0)
+    if (room < 0).any():
+        return False
+    sizes = np.diff(memory.first)
+    fits = (held <= np.repeat(least + room, sizes, axis=0)).all(1)
+    if not fits.all():
+        for v, (begin, end) in enumerate(zip(memory.first, memory.first[1:], strict=False)):
+            if not fits[begin:end].all():
+                ascent.base[v] = np.where(fits[begin:end], ascent.base[v], np.inf)
+        if any(not np.isfinite(own).any() for own in ascent.base):
+            return False
+        ascent.set_prices(ascent.multipliers)
+    return True
+
+
+def _solved(ascent: Ascent, local: Local) -> bool:
+    """Whether the part is small enough to be minimised exactly, memory aside, and its minimum fits."""
+    kept = ascent.left()
+    tables = [{w: table[np.ix_(kept[v], kept[w])] for w, table in row.items()} for v, row in enumerate(local.tables)]
+    found = eliminate([own[k] for own, k in zip(ascent.base, kept, strict=True)], tables, ENTRIES, TOTAL)
+    return found is not None and local.offer([int(k[at]) for k, at in zip(kept, found, strict=True)])
+
+
+def _split(ascent: Ascent, seen: list[Array]) -> list[tuple[int, Array]]:
+    """A node and the labels to put out, for each of two parts."""
+    kept = ascent.left()
+    price = ascent.memory.price(ascent.best)
+    first = ascent.memory.first
+    best, choice = -1.0, 0
+    every = np.stack(seen[len(seen) // 2:])  # fmt: skip
+    for v, labels in enumerate(kept):
+        if len(labels) < 2:
+            continue
+        paid = price[first[v]:first[v + 1]]  # fmt: skip
+        unsure = float(paid[every[:, v]].std()) + 1e-3 * float(np.ptp(paid[labels]))
+        unsure += 1e-6 * float((every[:, v] != every[0, v]).mean()) + 1e-12
+        if unsure > best:
+            best, choice = unsure, v
+    labels = kept[choice]
+    paid = price[first[choice]:first[choice + 1]][labels]  # fmt: skip
+    middle = (paid.min() + paid.max()) / 2
+    low = paid <= middle
+    if low.all():
+        low = np.arange(len(labels)) < len(labels) // 2
+        last = labels == every[-1, choice]
+        if last.any():
+            low = last
+    return [(choice, labels[~low]), (choice, labels[low])]

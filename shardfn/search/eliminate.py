@@ -1,0 +1,144 @@
+"""Exact minimisation of a sum of tables, one node at a time, while the tables on the way stay small.
+
+A node is removed by minimising the sum of its tables over it, which leaves one table over its neighbours; the node
+that leaves the smallest goes first. Where even that one is too large, a node is held at the label it has: the answer
+is then the best of all that agree with the held nodes, a neighbourhood far larger than any list of moves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from shardfn.search.labelling import Array
+
+Scope = tuple[int, ...]
+
+
+@dataclasses.dataclass
+class Elimination:
+    """The state: what is left of the tables, and how each removed node follows from the later ones."""
+
+    costs: dict[int, Array]
+    tables: dict[int, tuple[Scope, Array]]
+    of: dict[int, dict[int, None]]
+    near: dict[int, set[int]]
+    steps: list[tuple[int, Scope, Array]]
+    serial: int = 0
+
+    def add(self, scope: Scope, table: Array) -> None:
+        if len(scope) == 1:
+            self.costs[scope[0]] = self.costs[scope[0]] + table
+            return
+        self.tables[self.serial] = scope, table
+        for v in scope:
+            self.of[v][self.serial] = None
+        self.serial += 1
+
+    def take(self, v: int) -> list[tuple[Scope, Array]]:
+        found = []
+        for key in self.of.pop(v):
+            scope, table = self.tables.pop(key)
+            found.append((scope, table))
+            for w in scope:
+                if w != v:
+                    del self.of[w][key]
+        for w in self.near[v]:
+            self.near[w].discard(v)
+        return found
+
+    def remove(self, v: int) -> None:
+        """Minimise over `v`."""
+        scope = (v, *sorted(self.near[v]))
+        total = self.costs.pop(v).reshape(-1, *(1 for _ in scope[1:]))
+        for nodes, table in sorted(self.take(v), key=lambda found: -found[1].size):
+            order = sorted(range(len(nodes)), key=lambda d, nodes=nodes: scope.index(nodes[d]))
+            sizes = dict(zip(nodes, table.shape, strict=True))
+            total = total + table.transpose(order).reshape([sizes.get(w, 1) for w in scope])
+        rest = self.near.pop(v)
+        best = total.argmin(0)
+        self.steps.append((v, scope[1:], best.astype(np.min_scalar_type(len(total)))))
+        if rest:
+            self.add(scope[1:], np.take_along_axis(total, best[None], 0)[0])
+            for w in rest:
+                self.near[w] |= rest
+                self.near[w].discard(w)
+
+    def hold(self, v: int, label: int) -> None:
+        """Keep `v` at `label`."""
+        del self.costs[v]
+        for nodes, table in self.take(v):
+            place = nodes.index(v)
+            self.add(nodes[:place] + nodes[place + 1:], table.take(label, place))  # fmt: skip
+        del self.near[v]
+        self.steps.append((v, (), np.array(label)))
+
+
+def eliminate(costs: Sequence[Array], tables: Sequence[dict[int, Array]], most_entries: float, total: float = math.inf,
+              free: Iterable[int] | None = None, current: Sequence[int] | None = None,
+              rank: Sequence[int] | None = None) -> list[int] | None:  # fmt: skip
+    """The labels of least cost, or None where a table of more than `most_entries` (or `total` in all) would be needed.
+
+    With `current`, the nodes outside `free` stay as they are, and instead of None further nodes are held. `rank`
+    decides between nodes that are equally good to remove.
+
+    >>> path = [{1: np.array([[0.0, 9], [9, 0]])}, {0: np.array([[0.0, 9], [9, 0]])}]
+    >>> eliminate([np.array([1.0, 5]), np.array([4.0, 2])], path, 100)
+    [0, 0]
+    """
+    count = len(costs)
+    inside = set(range(count) if free is None else free)
+    label = [0] * count if current is None else list(current)
+    state = Elimination({}, {}, {v: {} for v in inside}, {v: set() for v in inside}, [])
+    for v in sorted(inside):
+        own = costs[v]
+        for w, table in tables[v].items():
+            if w not in inside:
+                own = own + table[:, label[w]]
+        state.costs[v] = own
+    for v in sorted(inside):
+        for w, table in tables[v].items():
+            if v < w and w in inside:
+                state.near[v].add(w)
+                state.near[w].add(v)
+                state.add((v, w), table)
+    size = {v: math.log(len(costs[v])) for v in inside}
+    turn = rank if rank is not None else range(count)
+    room = math.log(most_entries) + 1e-9
+    spent = 0.0
+
+    def score(v: int) -> float:
+        return size[v] + sum(size[w] for w in state.near[v])
+
+    heap = [(score(v), turn[v], v) for v in inside]
+    heapq.heapify(heap)
+    while heap:
+        was, _, v = heapq.heappop(heap)
+        if v not in state.costs:
+            continue
+        now = score(v)
+        if now != was:
+            if now > was:  # a smaller one has been pushed already
+                heapq.heappush(heap, (now, turn[v], v))
+            continue
+        changed = list(state.near[v])
+        if now <= room:
+            spent += math.exp(now)
+            if spent > total:
+                return None
+            state.remove(v)
+        elif current is None:
+            return None
+        else:
+            v = max((v, *changed), key=lambda w: (score(w), turn[w]))
+            changed = list(state.near[v])
+            state.hold(v, label[v])
+        for w in changed:
+            heapq.heappush(heap, (score(w), turn[w], w))
+    for v, scope, best in reversed(state.steps):
+        label[v] = int(best[tuple(label[w] for w in scope)])
+    return label

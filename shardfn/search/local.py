@@ -1,0 +1,116 @@
+"""Better labellings from a good one: free a part of the nodes, solve it exactly with memory priced, keep what fits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardfn.search.eliminate import eliminate
+from shardfn.search.labelling import Array
+from shardfn.search.memory import Memory
+
+BALLS = (40, 120, 400, 0)  # nodes freed, 0: all
+ENTRIES = (1e4, 1e5)  # of the largest table of an exact solution
+SCALES = (1.0, 0.5, 0.0, 2.0)  # of the prices of memory
+
+
+class Local:
+    """A problem's costs, tables and memory, and the best labelling within the limit so far."""
+
+    def __init__(self, costs: Sequence[Array], tables: Sequence[dict[int, Array]], memory: Memory, seed: int = 0):
+        self.costs, self.tables, self.memory = list(costs), list(tables), memory
+        pairs = [(u, v, table) for u, row in enumerate(tables) for v, table in row.items() if u < v]
+        self.ends = np.array([(u, v) for u, v, _ in pairs], np.int64).reshape(-1, 2)
+        self.start = np.cumsum([0] + [table.size for *_, table in pairs])[:-1]
+        self.width = np.array([table.shape[1] for *_, table in pairs], np.int64)
+        self.entries = np.concatenate([np.zeros(0), *(table.ravel() for *_, table in pairs)])
+        self.own = np.concatenate([np.zeros(0), *self.costs])
+        self.random = np.random.default_rng(seed)
+        self.best: list[int] | None = None
+        self.cost = np.inf
+        self.unit = float(max(1.0, np.abs(memory.limit).max(initial=0.0)))
+
+    def cost_of(self, labels: Sequence[int]) -> float:
+        at = np.asarray(labels)
+        u, v = self.ends.T
+        return float(self.own[self.memory.first[:-1] + at].sum()
+                     + self.entries[self.start + at[u] * self.width + at[v]].sum())  # fmt: skip
+
+    def excess(self, labels: Sequence[int]) -> Array:
+        """How far over the limit each time is (negative: room)."""
+        return self.memory.held(self.memory.first[:-1] + np.asarray(labels)) - self.memory.limit
+
+    def offer(self, labels: list[int]) -> bool:
+        """Keep a labelling that fits and is cheaper; whether it fits."""
+        if self.excess(labels).max(initial=0.0) > 0:
+            return False
+        cost = self.cost_of(labels)
+        if cost < self.cost:
+            self.best, self.cost = list(labels), cost
+        return True
+
+    def priced(self, multipliers: Array) -> list[Array]:
+        if not multipliers.any():
+            return self.costs
+        price = self.memory.price(multipliers)
+        first = self.memory.first
+        return [own + price[first[v]:first[v + 1]] for v, own in enumerate(self.costs)]  # fmt: skip
+
+    def solve(self, current: Sequence[int], multipliers: Array, entries: float,
+              free: Sequence[int] | None = None) -> list[int]:  # fmt: skip
+        rank = self.random.permutation(len(self.costs)).tolist()
+        found = eliminate(self.priced(multipliers), self.tables, entries, free=free, current=current, rank=rank)
+        assert found is not None
+        return found
+
+    def raised(self, multipliers: Array, excess: Array, factor: float) -> Array:
+        """Dearer memory where a labelling is over the limit."""
+        over = excess > 0
+        paid = multipliers[multipliers > 0]
+        typical = float(paid.mean()) if len(paid) else max(abs(self.cost_of([0] * len(self.costs))), 1.0) / self.unit
+        share = excess / max(float(excess.max(initial=0.0)), 1e-300)
+        return multipliers + np.where(over, (multipliers + 0.1 * typical * share) * factor, 0.0)
+
+    def fit(self, labels: list[int], multipliers: Array, tries: int, entries: float = 1e4,
+            free: Sequence[int] | None = None, deadline: float = np.inf) -> bool:  # fmt: skip
+        """Raise prices where `labels` do not fit and solve again, until they do."""
+        for attempt in range(tries):
+            excess = self.excess(labels)
+            if excess.max(initial=0.0) <= 0 or time.monotonic() > deadline:
+                break
+            multipliers = self.raised(multipliers, excess, 0.5 * 1.3**attempt)
+            labels = self.solve(labels, multipliers, entries, free)
+        return self.offer(labels)
+
+    def ball(self, size: int) -> list[int] | None:
+        """Nodes around a random one, all of them for 0."""
+        count = len(self.costs)
+        if not size or size >= count:
+            return None
+        seen = {int(self.random.integers(count)): None}
+        queue = list(seen)
+        while queue and len(seen) < size:
+            at = int(self.random.integers(len(queue)))
+            queue[at], queue[-1] = queue[-1], queue[at]
+            for w in self.tables[queue.pop()]:
+                if w not in seen and len(seen) < size:
+                    seen[w] = None
+                    queue.append(w)
+        return list(seen)
+
+    def improve(self, multipliers: Array, rounds: int, deadline: float = np.inf) -> None:
+        """`rounds` neighbourhoods of the best labelling."""
+        for number in range(rounds):
+            if self.best is None or time.monotonic() > deadline:
+                return
+            free = self.ball(BALLS[number % len(BALLS)] if number % 40 < 39 else 0)
+            if free is None and number % 40 < 39:
+                free = self.ball(min(200, len(self.costs) // 2))
+            scale = SCALES[int(self.random.integers(len(SCALES)))]
+            prices = multipliers * scale
+            entries = ENTRIES[int(self.random.integers(len(ENTRIES)))]
+            labels = self.solve(self.best, prices, entries, free)
+            if labels != self.best:
+                self.fit(labels, prices, 0 if free is None else 3, entries, free, deadline)

@@ -1,0 +1,389 @@
+"""Every bad call: its full text is in golden/bad_input.txt, nothing is compiled before it, and the fix works as typed."""
+
+import dataclasses
+import functools
+
+import flax.nnx as nnx
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import shardfn
+from shardfn import (
+    AUTO,
+    Cell,
+    Layout,
+    auto_parallel,
+    explain,
+    plan,
+    reshard,
+    set_auto_parallel_context,
+    shard,
+)
+from shardfn.errors import Problem, ShardError
+
+COMPILED: list[str] = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, seconds, **_: COMPILED.append(event) if "backend_compile" in event else None
+)
+
+
+def zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+def dense(x, w):
+    return x @ w
+
+
+def double(x):
+    return 2 * x
+
+
+def mlp(params, x):
+    return x @ params["w"] + params["b"]
+
+
+def add(x, w, bias):
+    return x @ w + bias
+
+
+def scaled(x, factor=2.0):
+    return x * factor
+
+
+def power(x, n):
+    return x**n
+
+
+def no_arguments():
+    return jax.numpy.ones(4)
+
+
+def halves(x):
+    return x[:4], x[4:]
+
+
+def named(x):
+    return {"mean": x.mean(), "all": x}
+
+
+def nothing(x):
+    return None
+
+
+class Opaque:
+    def __repr__(self):
+        return "Opaque()"
+
+
+class Dense(Cell):
+    def __init__(self):
+        self.w1 = zeros(16, 4)
+
+    def __call__(self, x):
+        return x @ self.w1
+
+
+@dataclasses.dataclass
+class Settings:
+    names: list
+
+
+jax.tree_util.register_dataclass(Settings, data_fields=["names"], meta_fields=[])
+
+GRID = Layout((2, 4), ("dp", "mp"))
+
+
+@functools.cache
+def names():
+    """What the calls below may use."""
+    devices = jax.devices()
+    return {
+        **{k: v for k, v in globals().items() if not k.startswith("_")},
+        "devices": devices,
+        "linear": nnx.Linear(16, 4, rngs=nnx.Rngs(0)),
+        "x": zeros(8, 16),
+        "w": zeros(16, 4),
+        "params": {"w": zeros(16, 4), "b": zeros(4)},
+        "layers": {"layers": [{"w1": zeros(16, 32), "w2": zeros(32, 16)}, {"w1": zeros(16, 32), "w2": zeros(32, 16)}]},
+        "mesh": Mesh(np.array(devices).reshape(2, 4), ("dp", "mp")),
+        "four": Mesh(np.array(devices[:4]), ("dp",)),
+    }
+
+
+# What is wrong, the call, and the call with the fix as its text says; None where the fix is not an edit of the call.
+CASES = {
+    "number of entries": [
+        ("too few", "shard(dense, ((8, 1),))(x, w)", "shard(dense, ((8, 1), AUTO)).plan(x, w)"),
+        ("too many", "shard(dense, ((8, 1), (1, 1), (1, 1)))(x, w)", "shard(dense, ((8, 1), (1, 1))).plan(x, w)"),
+        ("the outer tuple is missing", "shard(double, (8, 1))(x)", "shard(double, ((8, 1),)).plan(x)"),
+        ("it is missing, with two arguments", "shard(dense, (8, 1))(x, w)", "shard(dense, ((8, 1), (1, 1))).plan(x, w)"),
+        ("a function of no arguments", "shard(no_arguments, ((4,),))()", "shard(no_arguments, ()).plan()"),
+        ("an entry for a static argument", "shard(power, ((8, 1), ()), static_argnums=1)(x, 2)",
+         "shard(power, ((8, 1),), static_argnums=1).plan(x, 2)"),
+        ("an empty tuple", "shard(dense, ())(x, w)", "shard(dense, (AUTO, AUTO)).plan(x, w)"),
+    ],
+    "what a strategy is": [
+        ("a list", "shard(dense, [(8, 1), (1, 1)])", "shard(dense, ((8, 1), (1, 1))).plan(x, w)"),
+        ("lists throughout", "shard(dense, [[8, 1], [1, 1]])", "shard(dense, ((8, 1), (1, 1))).plan(x, w)"),
+        ("a dict of arguments", "shard(dense, {'x': (8, 1), 'w': (1, 1)})", "shard(dense, ((8, 1), (1, 1))).plan(x, w)"),
+        ("a string", "shard(dense, 'data_parallel')", "shard(dense, ((4, 1), None)).plan(x, w)"),
+        ("an int", "shard(double, 8)", None),
+        ("AUTO itself", "shard(dense, AUTO)", "shard(dense).plan(x, w)"),
+        ("a Layout itself", "shard(double, GRID('dp', 'None'))", "shard(double, (GRID('dp', 'None'),)).plan(x)"),
+        ("out_strategy as a list", "shard(double, ((8, 1),), [(8, 1)])", "shard(double, ((8, 1),), ((8, 1),)).plan(x)"),
+    ],
+    "what an entry is": [
+        ("a list", "shard(dense, ([8, 1], (1, 1)))(x, w)", "shard(dense, ((8, 1), (1, 1))).plan(x, w)"),
+        ("a string", "shard(dense, ('dp', (1, 1)))(x, w)", "shard(dense, ((1, 1), (1, 1))).plan(x, w)"),
+        ("an int", "shard(dense, (8, (1, 1)))(x, w)", "shard(dense, ((8, 1), (1, 1))).plan(x, w)"),
+        ("an array", "shard(dense, (np.array([8, 1]), None))(x, w)", "shard(dense, ((1, 1), None)).plan(x, w)"),
+        ("None in the place of a cut", "shard(dense, ((8, None), (1, 1)))(x, w)",
+         "shard(dense, ((8, 1), (1, 1))).plan(x, w)"),
+        ("AUTO in the place of a cut", "shard(dense, ((AUTO, 8), (8, 1)))(x, w)",
+         "shard(dense, ((1, 8), (8, 1))).plan(x, w)"),
+        ("one tuple too deep", "shard(dense, (((8, 1),), (1, 1)))(x, w)", "shard(dense, ((8, 1), (1, 1))).plan(x, w)"),
+        ("a sharding without axes", "shard(double, (SingleDeviceSharding(devices[0]),))(x)",
+         "shard(double, ((1, 1),)).plan(x)"),
+    ],
+    "rank": [
+        ("too many cuts", "shard(dense, ((8, 1, 1), (1, 1)))(x, w)", "shard(dense, ((8, 1), (1, 1))).plan(x, w)"),
+        ("too few cuts", "shard(dense, ((8,), (1, 1)))(x, w)", "shard(dense, ((8, 1), (1, 1))).plan(x, w)"),
+        ("no cuts", "shard(dense, ((), (1, 1)))(x, w)", "shard(dense, ((1, 1), (1, 1))).plan(x, w)"),
+        ("a number", "shard(scaled, ((8, 1), (1,)))(x, 3.0)", "shard(scaled, ((8, 1), ())).plan(x, 3.0)"),
+        ("one entry for arrays of two ranks", "shard(mlp, ((1, 4), (1, 1)))(params, x)",
+         "shard(mlp, ((1, 4), (1, 1)), parameter_plan={'params/b': (1,)}).plan(params, x)"),
+        ("a Layout", "shard(double, (GRID('dp'),))(x)", "shard(double, (GRID('dp', 'None'),)).plan(x)"),
+        ("a PartitionSpec", "shard(double, (P('dp', None, None),), device=mesh)(x)",
+         "shard(double, (P('dp', None),), device=mesh).plan(x)"),
+    ],
+    "cuts": [
+        ("zero", "shard(dense, ((0, 1), (1, 1)))(x, w)", "shard(dense, ((1, 1), (1, 1))).plan(x, w)"),
+        ("negative", "shard(dense, ((8, -1), (-1, 1)))(x, w)", "shard(dense, ((8, 1), (1, 1))).plan(x, w)"),
+        ("a bool", "shard(dense, ((True, 1), (1, 1)))(x, w)", "shard(dense, ((1, 1), (1, 1))).plan(x, w)"),
+        ("a NumPy bool", "shard(dense, ((np.True_, 1), (1, 1)))(x, w)", "shard(dense, ((1, 1), (1, 1))).plan(x, w)"),
+        ("a float", "shard(dense, ((8.0, 1), (1, 1)))(x, w)", "shard(dense, ((8, 1), (1, 1))).plan(x, w)"),
+        ("a float between ints", "shard(dense, ((2.5, 1), (1, 1)))(x, w)", "shard(dense, ((1, 1), (1, 1))).plan(x, w)"),
+        ("not a number", "shard(dense, ((float('nan'), 1), (1, 1)))(x, w)", "shard(dense, ((1, 1), (1, 1))).plan(x, w)"),
+        ("a string", "shard(dense, (('8', 1), (1, 1)))(x, w)", "shard(dense, ((8, 1), (1, 1))).plan(x, w)"),
+        ("a word", "shard(dense, (('dp', 1), (1, 1)))(x, w)", "shard(dense, ((1, 1), (1, 1))).plan(x, w)"),
+    ],
+    "sizes": [
+        ("not divisible", "shard(dense, ((4, 1), (1, 1)))(zeros(30, 64), zeros(64, 8))",
+         "shard(dense, ((2, 1), (1, 1))).plan(zeros(30, 64), zeros(64, 8))"),
+        ("not divisible, of a prime", "shard(double, ((4,),))(zeros(7))", "shard(double, ((4,),)).plan(zeros(8))"),
+        ("more pieces than elements", "shard(double, ((8,),))(zeros(4))", "shard(double, ((4,),)).plan(zeros(4))"),
+        ("more pieces than devices", "shard(double, ((4, 4),))(x)", "shard(double, ((4, 2),)).plan(x)"),
+        ("the product does not divide", "shard(double, ((3, 1),))(zeros(9, 16))", "shard(double, ((1, 8),)).plan(zeros(9, 16))"),
+        ("a cut without measure", "shard(double, ((2**40, 1),))(x)", "shard(double, ((8, 1),)).plan(x)"),
+        ("a device count of six", "shard(double, ((4, 1),), device=devices[:6])(zeros(12, 16))",
+         "shard(double, ((3, 1),), device=devices[:6]).plan(zeros(12, 16))"),
+        ("on one device the sizes count all the same", "shard(double, ((3, 1),), device=devices[:1])(x)",
+         "shard(double, ((2, 1),), device=devices[:1]).plan(x)"),
+        ("a size that is planned for only", "plan(double, zeros(100, 4), in_strategy=((64, 1),), device='tpu-v5e:8x8')",
+         "plan(double, zeros(100, 4), in_strategy=((4, 1),), device='tpu-v5e:8x8')"),
+    ],
+    "together": [
+        ("two arguments", "shard(add, ((4, 2), (2, 4), (4, 2)))(x, w, zeros(8, 4))",
+         "shard(add, ((4, 2), (2, 4), AUTO)).plan(x, w, zeros(8, 4))"),
+        ("an argument and the output", "shard(dense, ((2, 2), (2, 2)), ((2, 2),), device=devices[:4])(x, w)",
+         "shard(dense, ((2, 2), (2, 2)), (AUTO,), device=devices[:4]).plan(x, w)"),
+        ("ints and a Layout", "shard(dense, ((2, 1), GRID('None', 'mp')))(x, w)",
+         "shard(dense, ((2, 1), (1, 4))).plan(x, w)"),
+        ("ints and a Layout that is not called", "shard(dense, ((2, 1), GRID))(x, w)",
+         "shard(dense, ((2, 1), (1, 1))).plan(x, w)"),
+        ("ints and a PartitionSpec", "shard(dense, (P('dp'), (1, 4)), device=mesh)(x, w)",
+         "shard(dense, ((2, 1), (1, 4)), device=mesh).plan(x, w)"),
+        ("two device matrices", "shard(dense, (GRID('dp', 'None'), Layout((4, 2), ('dp', 'mp'))('None', 'mp')))(x, w)",
+         "shard(dense, (GRID('dp', 'None'), GRID('None', 'mp'))).plan(x, w)"),
+        ("two orders of ranks",
+         "shard(dense, (GRID('dp', 'None'), Layout((2, 4), ('dp', 'mp'), [7, 6, 5, 4, 3, 2, 1, 0])('None', 'mp')))(x, w)",
+         "shard(dense, (GRID('dp', 'None'), GRID('None', 'mp'))).plan(x, w)"),
+    ],
+    "axes": [
+        ("two dims, one axis", "shard(double, (P('dp', 'dp'),), device=mesh)(x)",
+         "shard(double, (P('dp', 'mp'),), device=mesh).plan(x)"),
+        ("two dims, one axis of a Layout", "GRID('dp', 'dp')", "GRID('dp', 'None')"),
+        ("an axis twice on a dim", "GRID(('dp', 'dp'), 'None')", "GRID(('dp', 'mp'), 'None')"),
+        ("an axis that is not there", "GRID('dp', 'sp')", "GRID('dp', 'mp')"),
+        ("None in the place of a name", "GRID('dp', None)", "GRID('dp', 'None')"),
+        ("an axis that no mesh has", "shard(double, (P('mq'),), device=mesh)(x)",
+         "shard(double, (P('mp'),), device=mesh).plan(x)"),
+        ("an axis far from any", "shard(double, (P('batch'),), device=mesh)(x)",
+         "shard(double, (P('dp'),), device=mesh).plan(x)"),
+        ("no mesh", "shard(double, (P('dp'),))(x)", "shard(double, (P('dp'),), device=mesh).plan(x)"),
+        ("a Layout that is not called", "shard(double, (GRID,))(x)", "shard(double, (GRID('dp', 'mp'),)).plan(x)"),
+        ("too few devices in the matrix", "shard(double, (Layout((2, 2), ('a', 'b'))('a', 'b'),))(x)",
+         "shard(double, (Layout((2, 2), ('a', 'b'))('a', 'b'),), device=jax.devices()[:4]).plan(x)"),
+        ("too many devices in the matrix", "shard(double, (Layout((4, 4), ('a', 'b'))('a', 'b'),))(x)",
+         "shard(double, (Layout((4, 2), ('a', 'b'))('a', 'b'),)).plan(x)"),
+        ("a dim that an axis does not divide", "shard(double, (GRID('mp', 'None'),))(zeros(6, 16))",
+         "shard(double, (GRID('dp', 'None'),)).plan(zeros(6, 16))"),
+        ("a NamedSharding of other devices", "shard(dense, (None, NamedSharding(four, P('dp'))), device=mesh)(x, w)",
+         "shard(dense, (None, NamedSharding(mesh, P('dp'))), device=mesh).plan(x, w)"),
+        ("a device matrix with a 0", "Layout((0, 8), ('a', 'b'))", "Layout((1, 8), ('a', 'b'))"),
+    ],
+    "pytrees": [
+        ("a key that is not there", "shard(mlp, ({'kernel': (1, 4), 'b': (4,)}, None))(params, x)",
+         "shard(mlp, ({'b': (4,), 'w': AUTO}, None)).plan(params, x)"),
+        ("a key misspelt", "shard(mlp, ({'W': (1, 4), 'b': (4,)}, None))({'w': w, 'b': zeros(4)}, x)",
+         "shard(mlp, ({'w': (1, 4), 'b': (4,)}, None)).plan(params, x)"),
+        ("a key left out", "shard(mlp, ({'w': (1, 4)}, None))(params, x)",
+         "shard(mlp, ({'b': AUTO, 'w': (1, 4)}, None)).plan(params, x)"),
+        ("another length", "shard(lambda weights: weights, (((8, 1), (1, 4), AUTO),))([w, w])",
+         "shard(lambda weights: weights, (((8, 1), (1, 4)),)).plan([w, w])"),
+        ("deep inside", "shard(lambda p: p, ({'layers': [{'w1': (1, 3), 'w2': AUTO}, AUTO]},))(layers)",
+         "shard(lambda p: p, ({'layers': [{'w1': (1, 4), 'w2': AUTO}, AUTO]},)).plan(layers)"),
+        ("a leaf that is no array", "shard(dense, (None, None))(x, 'w')", None),
+        ("a leaf inside that is no array", "shard(lambda p: p['a'])({'a': x, 'note': Opaque()})", None),
+        ("strings in a list", "shard(lambda s: s)(Settings(['adam']))", None),
+        ("an array of objects", "shard(dense)(x, np.array([None]))", None),
+        ("an array of strings", "shard(dense)(x, np.array(['a', 'b']))", None),
+        ("dates", "shard(double)(np.array(['2026-01-01'], dtype='datetime64[D]'))", None),
+    ],
+    "parameter_plan": [
+        ("an unknown path", "shard(dense, parameter_plan={'v': (1, 4)})(x, w)",
+         "shard(dense, parameter_plan={'w': (1, 4)}).plan(x, w)"),
+        ("a path misspelt", "shard(mlp, parameter_plan={'params/ww': (1, 4)})(params, x)",
+         "shard(mlp, parameter_plan={'params/w': (1, 4)}).plan(params, x)"),
+        ("a glob that meets nothing", "shard(lambda p: p, parameter_plan={'*/w3': (1, 4)})(layers)",
+         "shard(lambda p: p, parameter_plan={'*/w1': (1, 4)}).plan(layers)"),
+        ("a parameter of a Cell", "Dense().shard(((8, 1),), parameter_plan={'self.w2': (1, 4)})(x)",
+         "Dense().shard(((8, 1),), parameter_plan={'self.w1': (1, 4)}).plan(x)"),
+        ("a parameter of a module", "shard(linear, parameter_plan={'weight': (1, 4)})(x)",
+         "shard(linear, parameter_plan={'kernel': (1, 4)}).plan(x)"),
+        ("a list of names", "shard(dense, parameter_plan=['w'])", None),
+        ("a value that is a list", "shard(dense, parameter_plan={'w': [1, 4]})",
+         "shard(dense, parameter_plan={'w': (1, 4)}).plan(x, w)"),
+        ("a value that is an int", "shard(dense, parameter_plan={'w': 4})", None),
+        ("a key that is no string", "shard(dense, parameter_plan={1: (1, 4)})", None),
+        ("rank", "shard(dense, parameter_plan={'w': (1, 4, 1)})(x, w)", "shard(dense, parameter_plan={'w': (1, 4)}).plan(x, w)"),
+        ("not divisible", "shard(dense, parameter_plan={'w': (1, 8)})(x, w)",
+         "shard(dense, parameter_plan={'w': (1, 4)}).plan(x, w)"),
+        ("two rules", "shard(dense, parameter_plan={'?': (1, 4), '*w': (4, 1)})(x, w)",
+         "shard(dense, parameter_plan={'x': (1, 4), '*w': (4, 1)}).plan(x, w)"),
+    ],
+    "out_strategy": [
+        ("too many", "shard(dense, None, ((8, 1), (1, 4)))(x, w)", "shard(dense, None, ((8, 1),)).plan(x, w)"),
+        ("too few", "shard(halves, None, ((4, 1),))(x)", "shard(halves, None, ((4, 1), AUTO)).plan(x)"),
+        ("the outer tuple is missing", "shard(dense, None, (8, 1))(x, w)", "shard(dense, None, ((8, 1),)).plan(x, w)"),
+        ("rank", "shard(dense, None, ((2, 1, 1),))(x, w)", "shard(dense, None, ((2, 1),)).plan(x, w)"),
+        ("not divisible", "shard(dense, None, ((1, 8),))(x, w)", "shard(dense, None, ((1, 4),)).plan(x, w)"),
+        ("another structure", "shard(named, None, ({'max': (), 'all': (8, 1)},))(x)",
+         "shard(named, None, ({'all': (8, 1), 'mean': AUTO},)).plan(x)"),
+        ("nothing is returned", "shard(nothing, None, ((8, 1),))(x)", None),
+        ("wrong, though the context would override it",
+         "set_auto_parallel_context(parallel_mode='semi_auto_parallel') or shard(dense, None, ((3, 1),))(x, w)", None),
+    ],
+    "device": [
+        ("unknown", "shard(double, device='quantum')(x)", "shard(double, device='CPU').plan(x)"),
+        ("misspelt", "shard(double, device='cpuu')(x)", "shard(double, device='CPU').plan(x)"),
+        ("not here", "shard(double, device='GPU')(x)", "shard(double, device='CPU').plan(x)"),
+        ("not here either", "shard(double, device='Ascend')(x)", "shard(double, device='tpu-v5e:4x4').plan(x)"),
+        ("empty", "shard(double, device='')(x)", "shard(double, device='CPU').plan(x)"),
+        ("a target that is unknown", "plan(double, x, device='tpu-v5x:4x4')", "plan(double, x, device='tpu-v5p:4x4')"),
+        ("a target without a size", "plan(double, x, device='h200')", "plan(double, x, device='h200:8')"),
+        ("a target with a bad size", "plan(double, x, device='h200:0')", "plan(double, x, device='h200:64')"),
+        ("a call of a target", "shard(double, device='tpu-v5e:8')(x)", "shard(double, device='tpu-v5e:8').plan(x)"),
+        ("compiled for a target", "explain(double, x, device='tpu-v5e:8', compiled=True)", "explain(double, x, device='tpu-v5e:8')"),
+        ("a number", "shard(double, device=4)", "shard(double, device=jax.devices()[:4]).plan(x)"),
+        ("one device", "shard(double, device=devices[1])(x)", "shard(double, device=[jax.devices()[1]]).plan(x)"),
+        ("names in a list", "shard(double, device=['CPU'])(x)", "shard(double, device=jax.devices()).plan(x)"),
+        ("no devices", "shard(double, device=[])(x)", "shard(double, device=jax.devices()).plan(x)"),
+        ("a bool", "shard(double, device=True)", None),
+    ],
+    "level and search": [
+        ("too high", "shard(double, level=3)", "shard(double, level=2).plan(x)"),
+        ("MindSpore's silent 7", "shard(double, ((8, 1),), ((8, 1),), 'CPU', 7)", None),
+        ("negative", "shard(double, level=-1)", "shard(double, level=0).plan(x)"),
+        ("a bool", "shard(double, level=True)", "shard(double, level=1).plan(x)"),
+        ("a string", "shard(double, level='0')", "shard(double, level=0).plan(x)"),
+        ("a float", "shard(double, level=1.0)", "shard(double, level=1).plan(x)"),
+        ("an unknown search", "shard(double, search_mode='greedy')", "shard(double, search_mode='auto').plan(x)"),
+        ("a search that is no string", "shard(double, search_mode=3)", "shard(double, search_mode='auto').plan(x)"),
+    ],
+    "what is sharded": [
+        ("a number", "shard(3)", None),
+        ("a strategy, in a decorator", "shard(((8, 1),))", "shard(in_strategy=((8, 1),))(double).plan(x)"),
+        ("a string", "shard('dense')", None),
+    ],
+    "static and donated arguments": [
+        ("not hashable", "shard(power, static_argnums=1)(x, [2])", "shard(power, static_argnums=1).plan(x, 2)"),
+        ("a number past the end", "shard(power, static_argnums=2)", "shard(power, static_argnums=1).plan(x, 2)"),
+        ("a number before the start", "shard(power, donate_argnums=-3)", "shard(power, donate_argnums=0).plan(x, 2)"),
+        ("a name that is not there", "shard(power, static_argnames='m')", "shard(power, static_argnames='n').plan(x, 2)"),
+        ("a name among the numbers", "shard(power, static_argnums='n')", "shard(power, static_argnames='n').plan(x, 2)"),
+        ("a number among the names", "shard(power, static_argnames=1)", "shard(power, static_argnums=1).plan(x, 2)"),
+        ("both static and donated", "shard(power, static_argnums=1, donate_argnames='n')",
+         "shard(power, static_argnums=1).plan(x, 2)"),
+    ],
+    "the context": [
+        ("more devices than there are", "auto(lambda: shard(double)(x), device_num=16)", "auto(lambda: shard(double).plan(x), device_num=8)"),
+        ("cuts for more devices than are used", "auto(lambda: shard(double, ((8, 1),))(x), device_num=4)",
+         "auto(lambda: shard(double, ((4, 1),)).plan(x), device_num=4)"),
+        ("a rank among fewer devices", "auto(lambda: shard(double)(x), device_num=4, global_rank=4)",
+         "auto(lambda: shard(double).plan(x), device_num=4, global_rank=3)"),
+        ("a mode without operators to cut", "auto(lambda: shard(double)(x), parallel_mode='data_parallel')",
+         "auto(lambda: shard(double).plan(x), parallel_mode='semi_auto_parallel')"),
+        ("a dataset_strategy for more arguments", "auto(lambda: shard(double)(x), dataset_strategy=((8, 1), (8, 1)))",
+         "auto(lambda: shard(double).plan(x), dataset_strategy=((8, 1),))"),
+        ("a dataset_strategy of another rank", "auto(lambda: shard(double)(x), dataset_strategy=((8,),))",
+         "auto(lambda: shard(double).plan(x), dataset_strategy=((8, 1),))"),
+    ],
+    "reshard": [
+        ("no array", "reshard(3, GRID('dp', 'mp'))", "reshard(x, GRID('dp', 'mp'))"),
+        ("no Layout", "reshard(x, (2, 4))", "reshard(x, GRID('dp', 'None'))"),
+        ("a Layout that is not called", "reshard(x, GRID)", "reshard(x, GRID('dp', 'None'))"),
+        ("another rank", "reshard(x, GRID('dp'))", "reshard(x, GRID('dp', 'None'))"),
+        ("not divisible", "reshard(zeros(7, 16), GRID('dp', 'None'))", "reshard(zeros(8, 16), GRID('dp', 'None'))"),
+    ],
+    "several at once": [
+        ("arguments, outputs and paths", "shard(dense, ((3, 1), (1, 5)), ((1, 3),), parameter_plan={'bias': (1,)})(x, w)", None),
+        ("in one array", "shard(dense, ((3, 5), (0, -1)))(x, w)", None),
+        ("options", "shard(dense, [(8, 1)], [(8, 1)], True, 9, parameter_plan=['w'], static_argnums=5, search_mode='greedy')", None),
+        ("types and values", "shard(dense, ((True, 0), (1.5, 3)))(x, w)", None),
+        ("a device and cuts", "shard(dense, ((3, 1), (1, True)), device='quantum')(x, w)", None),
+        ("a leaf and cuts", "shard(add, ((3, 1), None, None))(x, 'w', 1.0)", None),
+        ("layers", "shard(lambda p: p, ((1, 3),))(layers)", None),
+    ],
+}  # fmt: skip
+ROWS = [pytest.param(*row[1:], id=f"{group}: {row[0]}") for group, rows in CASES.items() for row in rows]
+
+
+def auto(call, **settings):
+    with auto_parallel(**settings):
+        return call()
+
+
+def refusal(code: str) -> ShardError:
+    with pytest.raises(ShardError) as caught:
+        eval(code, names())
+    shardfn.reset_auto_parallel_context()
+    return caught.value
+
+
+def test_error_texts(golden):
+    texts = []
+    names()
+    for group, rows in CASES.items():
+        texts.append(f"==== {group} ====\n")
+        for title, code, _ in rows:
+            before = len(COMPILED)
+            error = refusal(code)
+            assert len(COMPILED) == before, f"{code} compiled something before it was refused"
+            texts.append(f"# {title}\n>>> {code}\n{type(error).__name__}: {error}\n")
+    golden("bad_input", "\n".join(texts))
+
+
+@pytest.mark.parametrize(("code", "fixed"), ROWS)
+def test_every_problem_is_told_in_full(code, fixed):
+    for problem in refusal(code).problems:
+        assert all(getattr(problem, field.name) for field in dataclasses.fields(Problem) if field.name != "is_type")
+
+
+@pytest.mark.parametrize(("code", "fixed"), [row for row in ROWS if row.values[1]])
+def test_the_fix_works_as_typed(code, fixed):
+    eval(fixed, names())

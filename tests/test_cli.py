@@ -1,0 +1,191 @@
+"""The command line: what it prints, what it writes, and how it says what is wrong."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardfn
+from shardfn.cli import main
+
+ROOT = pathlib.Path(__file__).parent.parent
+MATMUL = ["explain", "jax.numpy:matmul", "--shapes", "f32[16,32]", "f32[32,64]"]
+CUT = ["--in-strategy", "((4,1),(1,2))"]
+
+
+def run(*args, **env):
+    """A process of its own, with nothing in its environment that says how many devices there are."""
+    keep = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    return subprocess.run(args, cwd=ROOT, env={**keep, **env}, capture_output=True, text=True, timeout=120)
+
+
+def explained(capsys, *args) -> dict:
+    assert main(["explain", *args, "--json", "-"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+# ---- explain
+
+
+def test_explain_prints_the_report(capsys):
+    assert main([*MATMUL, *CUT, "--device", "tpu-v5e:4x4"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("matmul: planned for tpu-v5e:4x4 (not here), 16 devices, grid a=4 x b=2 x c=2\n")
+    assert "you: in_strategy[1]" in out
+
+
+def test_explain_takes_every_option(capsys, tmp_path):
+    done = main([
+        *MATMUL, "--in-strategy", "((4, 1), AUTO)", "--out-strategy", "((4, 1),)", "--level", "2", "--device", "CPU",
+        "--parameter-plan", "{'b': (1, 1)}", "--search-mode", "sharding_propagation", "--compiled",
+        "--json", str(tmp_path / "report.json"), "--html", str(tmp_path / "report.html"), "--quiet",
+    ])  # fmt: skip
+    assert (done, capsys.readouterr().out) == (0, "")
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert data["level"] == 2
+    assert data["compiled"] is not None
+    assert data["inputs"][1]["reason"] == "parameter_plan['b']"
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_explain_of_a_function_in_a_file(capsys, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import jax, jax.numpy as jnp\n"
+        "from beside import WIDTH\n"
+        "from shardfn import shard\n"
+        "@shard(in_strategy=((8, 1), None))\n"
+        "def forward(x, params): return x @ params['w']\n"
+        "def arguments(): return jnp.zeros((16, WIDTH)), {'w': jnp.zeros((WIDTH, 4))}\n"
+        "def one(): return jnp.zeros(4)\n"
+        "def not_traceable(): return float(jnp.zeros(())) * jnp.ones(8), 'text'\n"
+    )
+    (tmp_path / "beside.py").write_text("WIDTH = 32\n")
+    file = str(tmp_path / "mine.py")
+    data = explained(capsys, f"{file}:forward", "--args", f"{file}:arguments", "--device", "cpu:8")
+    assert [d["cuts"] for d in data["inputs"]] == [[8, 1], [8, 1]]
+    assert [d["path"] for d in data["inputs"]] == ["x", "params/w"]
+    data = explained(capsys, "jax.numpy:tanh", "--args", f"{file}:one", "--in-strategy", "((4,),)", "--device", "cpu:8")
+    assert data["inputs"][0]["cuts"] == [4]
+
+
+def test_arguments_are_made_as_shapes_only(capsys, monkeypatch):
+    huge = type(sys)("huge")
+    huge.make = lambda: (jnp.zeros((2**20, 2**20)), jnp.zeros((2**20, 2**20)))  # 4 TiB each
+    monkeypatch.setitem(sys.modules, "huge", huge)
+    data = explained(capsys, "jax.numpy:matmul", "--args", "huge:make", "--in-strategy", "((64, 1), (1, 64))",
+                     "--device", "tpu-v5p:4096")  # fmt: skip
+    assert data["outputs"][0]["cuts"] == [64, 64]
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes"),
+    [
+        ("f32[16, 32]", [("float32", (16, 32))]),
+        ("bf16[4]", [("bfloat16", (4,))]),
+        ("pred[]", [("bool", ())]),
+        ("s8[2,3]", [("int8", (2, 3))]),
+        ("int32[7]", [("int32", (7,))]),
+        ("['f32[2]', 'i32[3]']", [("float32", (2,)), ("int32", (3,))]),
+        ('{"w1": "f32[4,4]", "b": ["f32[4]"]}', [("float32", (4,)), ("float32", (4, 4))]),
+        ("('f32[1]',)", [("float32", (1,))]),
+    ],
+)
+def test_shapes(text, shapes):
+    from shardfn.cli import _shapes
+
+    assert [(str(s.dtype), s.shape) for s in jax.tree.leaves(_shapes(text))] == shapes
+
+
+# ---- mistakes: status 2, what is wrong and how to mend it, no traceback
+
+OF_THE_CALL = {
+    "a strategy that does not fit": [*MATMUL, "--in-strategy", "((3, 1), (1, 2, 1))", "--device", "cpu:8"],
+    "a level that does not exist": [*MATMUL, "--level", "7"],
+    "a target that does not exist": [*MATMUL, "--device", "tpu-v9:4"],
+    "compiling for what is not here": [*MATMUL, "--device", "tpu-v5e:4", "--compiled"],
+    "shapes that do not fit the function": ["explain", "jax.numpy:matmul", "--shapes", "f32[2,3]", "f32[2,3]"],
+    "an argument too few": ["explain", "jax.numpy:matmul", "--shapes", "f32[2,3]"],
+}
+OF_THE_COMMAND = {
+    "no literal": [*MATMUL, "--in-strategy", "__import__('os').getcwd()"],
+    "an unknown name": [*MATMUL, "--in-strategy", "(auto, None)"],
+    "half a tuple": [*MATMUL, "--in-strategy", "((4, 1),"],
+    "no shape": ["explain", "jax.numpy:matmul", "--shapes", "16x32", "f32[32,64]"],
+    "half a tree of shapes": ["explain", "jax.numpy:matmul", "--shapes", "{'w': f32[2]", "f32[32,64]"],
+    "no element type": ["explain", "jax.numpy:matmul", "--shapes", "f33[16]", "f32[32,64]"],
+    "64 bits": ["explain", "jax.numpy:matmul", "--shapes", "f64[16]", "f32[32,64]"],
+    "no function": ["explain", "jax.numpy", "--shapes", "f32[2,3]"],
+    "no such module": ["explain", "nowhere_at_all:f"],
+    "no such function": ["explain", "jax.numpy:matmull"],
+    "not a function": ["explain", "jax.numpy:pi"],
+}
+
+
+@pytest.mark.parametrize("args", [*OF_THE_CALL.values(), *OF_THE_COMMAND.values()], ids=[*OF_THE_CALL, *OF_THE_COMMAND])
+def test_mistakes(args, capsys):
+    assert main(args) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    assert "  fix:   " in err
+
+
+def test_the_texts_of_mistakes(capsys, golden):
+    texts = []
+    for name, args in OF_THE_COMMAND.items():
+        main(args)
+        texts.append(f"# {name}: {' '.join(args[1:])}\n{capsys.readouterr().err}")
+    golden("cli_errors", "\n".join(texts))
+
+
+def test_a_user_error_has_its_line(capsys, tmp_path):
+    file = tmp_path / "wrong.py"
+    file.write_text("def f(x):\n    y = x + 1\n    return y.nothing\n")
+    assert main(["explain", f"{file}:f", "--shapes", "f32[4]"]) == 2
+    assert f"{file}:3" in capsys.readouterr().err
+    file.write_text("import nowhere_at_all\n")
+    assert main(["explain", f"{file}:f", "--shapes", "f32[4]"]) == 2
+    assert f"{file}:1" in capsys.readouterr().err
+    assert main(["explain", f"{tmp_path}/absent.py:f"]) == 2
+    assert "absent.py" in capsys.readouterr().err
+
+
+def test_usage_errors_are_status_2(capsys):
+    for args in ([], ["explain"], ["nothing"], [*MATMUL, "--level", "x"]):
+        with pytest.raises(SystemExit) as stop:
+            main(args)
+        assert stop.value.code == 2
+    assert "usage: shardfn" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert shardfn.__version__ in capsys.readouterr().out
+
+
+# ---- the process
+
+
+def test_the_command_gets_its_own_devices():
+    done = run(sys.executable, "-m", "shardfn", *MATMUL, *CUT, "--compiled")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("matmul: on 8 x cpu, 8 devices, grid a=4 x b=2\n")
+
+
+def test_the_command_respects_what_is_set():
+    done = run(sys.executable, "-X", "utf8", "-m", "shardfn", *MATMUL, JAX_NUM_CPU_DEVICES="4")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("matmul: on 4 x cpu, 4 devices, ")
+
+
+def test_a_reader_that_stops_early_is_no_error():
+    command = f'"{sys.executable}" -m shardfn {" ".join(MATMUL[:2])} --shapes "f32[16,32]" "f32[32,64]" --device cpu:8'
+    done = run("bash", "-c", f"set -o pipefail; {command} | head -n 1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("matmul: planned for cpu:8")

@@ -1,0 +1,134 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardfn
+from shardfn.comparison import compare
+from shardfn.compiled import Compiled, read
+from shardfn.cost.hardware import CHIPS, Hardware
+from shardfn.cost.memory import Memory
+from shardfn.cost.price import Price
+from shardfn.graph.model import Collective, Flow, Graph
+from shardfn.plan import Decision, Plan
+
+RESULTS = tuple(Decision(f"result/{i}", (), "float32", (), (), "propagated") for i in range(2))
+PLAN = Plan(
+    "f", Hardware(CHIPS["cpu"], "cpu", 8), 0, (("a", 8),), None, (), RESULTS, (), (),
+    Price(0, 0, Memory(1000, 100, 500), 0, 0), "", (), Flow(Graph((), (), (), (), ()), (), {"a": 8}, ()),
+)  # fmt: skip
+COMPILED = Compiled((), 0.0, 1000, 100, 500, 0, 1600)
+
+
+def sent(kind, sent_bytes, trips=1, where="/w/model.py:7", dtype="f32"):
+    return Collective(kind, ("a",), 8, (4,), dtype, sent_bytes, trips, where)
+
+
+AR, AG, RS, A2A, CP = "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"
+
+# What was predicted, what was compiled, and the one line that explains it.
+COLLECTIVES = {
+    "equal": ([sent(AR, 8)], [sent(AR, 8)], None),
+    "merged": ([sent(AR, 8), sent(AR, 16)], [sent(AR, 24)], "all-reduce: XLA merged 2 into 1, with the same bytes"),
+    "split": ([sent(AG, 16)], [sent(AG, 8), sent(AG, 8)], "all-gather: XLA split 1 into 2, with the same bytes"),
+    "moved out of a loop": (
+        [sent(AG, 8, 6)], [sent(AG, 8, 1)],
+        "all-gather at model.py:7: XLA moved it out of a loop; predicted to run 6 times, it runs once",
+    ),
+    "kept in a loop": (
+        [sent(AG, 8, 2)], [sent(AG, 8, 6)],
+        "all-gather at model.py:7: XLA keeps it in the loop; predicted to run 2 times, it runs 6 times",
+    ),
+    "wider": ([sent(AR, 8, dtype="bf16")], [sent(AR, 16)], "all-reduce: XLA's cpu backend sends bf16 as f32"),
+    "no reduce-scatter": (
+        [sent(RS, 7)], [sent(AR, 14)],
+        "XLA resolves a layout its own way: all-reduce at model.py:7 in place of reduce-scatter; "
+        "usually the whole sum goes to every device, which keeps its piece",
+    ),
+    "full rematerialisation": (
+        [sent(A2A, 7, where="")], [sent(AG, 56)],
+        "XLA resolves a layout its own way: all-gather at model.py:7 in place of all-to-all; "
+        "usually the array is gathered whole and cut anew (full rematerialisation)",
+    ),
+    "two kinds in place of one": (
+        [sent(A2A, 70)], [sent(A2A, 7), sent(AG, 56), sent(CP, 8)],
+        "XLA resolves a layout its own way: all-gather and collective-permute at model.py:7 in place of all-to-all; "
+        "usually the array is gathered whole and cut anew (full rematerialisation); or pieces are exchanged in pairs",
+    ),
+    "not predicted": (
+        [], [sent(AG, 8, where=f"/w/{name}.py:1") for name in "abcd"],
+        "not predicted: all-gather at a.py:1, b.py:1 and 2 more",
+    ),
+    "fewer": (
+        [sent(AG, 8), sent(AG, 8)], [sent(AG, 8)], "predicted, but XLA sends less: all-gather at model.py:7",
+    ),
+    "a loop at no known line": ([sent(AG, 8, 6, where="")], [sent(AG, 48, where="")], None),
+    "not needed": ([sent(AG, 8)], [], "predicted, but XLA does without: all-gather at model.py:7"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("predicted", "compiled", "why"), COLLECTIVES.values(), ids=list(COLLECTIVES))
+def test_collectives_are_explained(predicted, compiled, why):
+    plan = dataclasses.replace(PLAN, collectives=tuple(predicted))
+    found = compare(plan, dataclasses.replace(COMPILED, collectives=tuple(compiled)))
+    assert found.why == (() if why is None else (why,))
+
+
+SIZES = {
+    "arguments dropped": ({"argument_bytes": 900, "peak_bytes": 1500}, "arguments: XLA drops those that nothing reads"),
+    "tuple of results": ({"output_bytes": 116}, "results: XLA adds a table of pointers, 8 B for each of them"),
+    "donated": ({"alias_bytes": 80}, "donated arguments: 80 B of the results take their place"),
+    "fused": (
+        {"temp_bytes": 20},
+        "temporaries: the prediction is an upper bound; XLA fuses ops, and what is fused takes no memory",
+    ),
+    "more temporaries": (
+        {"temp_bytes": 600}, "temporaries: XLA needs more, for buffers of collectives, for padding and for copies",
+    ),
+    "a peak without temporaries": ({"peak_bytes": 1100}, "XLA's own peak leaves out temporaries on cpu"),
+    "a finding": ({"findings": ("loop at /w/m.py:3 runs on",)}, "in the compiled program: loop at m.py:3 runs on"),
+    "more work": (
+        {"flops": 64.0},
+        "matrix FLOPs: XLA computes more; usually devices repeat work, or an op is made of products inside",
+    ),
+    "nothing known": (
+        dict.fromkeys(("argument_bytes", "output_bytes", "temp_bytes", "alias_bytes", "peak_bytes")), None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "why"), SIZES.values(), ids=list(SIZES))
+def test_sizes_are_explained(changes, why):
+    found = compare(PLAN, dataclasses.replace(COMPILED, **changes))
+    assert found.why == (() if why is None else (why,))
+
+
+def test_gaps_of_the_plan_are_said():
+    unruled = "no sharding rule for: cumsum (/w/lib/model.py:20); XLA decides there"
+    found = compare(dataclasses.replace(PLAN, findings=(unruled, "something else")), COMPILED)
+    assert found.why == ("in the plan: no sharding rule for: cumsum (model.py:20); XLA decides there",)
+
+
+def test_numbers():
+    plan = dataclasses.replace(PLAN, collectives=(sent(AR, 8, 3), sent(AR, 8)))
+    found = compare(plan, dataclasses.replace(COMPILED, collectives=(sent(AR, 32),), alias_bytes=60))
+    [(kind, predicted, actual)] = found.kinds
+    assert kind == AR
+    assert dataclasses.astuple(predicted) == (2, 4, 32)
+    assert dataclasses.astuple(actual) == (1, 1, 32)
+    memory = dict(found.memory)
+    assert (memory["together"].predicted, memory["together"].compiled) == (1600, 1540)
+    assert memory["together"].ratio == 1540 / 1600
+    assert memory["xla_peak"].ratio is None
+
+
+def test_a_layout_that_xla_resolves_its_own_way():
+    """The operands are told to be gathered; XLA's CPU backend adds up partial products instead."""
+    x, w = jnp.ones((64, 32)), jnp.ones((32, 128))
+    function = shardfn.shard(jax.jit(lambda x, w: x @ w), ((1, 8), (8, 1)), ((8, 1),))
+    found = compare(function.plan(x, w), read(function.lower(x, w).compile()))
+    assert found.matrix_flops.ratio == 1
+    kinds = {kind: (p.bytes_sent, c.bytes_sent) for kind, p, c in found.kinds}
+    if any(p != c for p, c in kinds.values()):
+        assert any("its own way" in why for why in found.why)

@@ -1,0 +1,64 @@
+"""`python -m shardfn demo`, started as a newcomer starts it: with nothing set in the environment."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardfn
+from shardfn import demo
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def printed():
+    keep = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS", "JAX_PLATFORMS")}
+    done = subprocess.run([sys.executable, "-m", "shardfn", "demo"], cwd=ROOT, env=keep, capture_output=True, text=True,
+                          timeout=240)  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    return done.stdout
+
+
+def test_it_finds_eight_devices_by_itself(printed):
+    assert printed.startswith(f"shardfn on 8 cpu devices, jax {jax.__version__}\n")
+
+
+def test_losses_stand_side_by_side_and_fall(printed):
+    rows = re.findall(r"^ *(\d+) +(\d\.\d+) +(\d\.\d+) +\S+$", printed, re.M)
+    assert [int(step) for step, *_ in rows] == [*range(demo.STEPS)] * len(demo.RUNS)
+    for i in range(0, len(rows), demo.STEPS):
+        plain, sharded = ([float(row[k]) for row in rows[i : i + demo.STEPS]] for k in (1, 2))
+        assert sharded == pytest.approx(plain, rel=demo.TOLERANCE)
+        assert plain == sorted(plain, reverse=True)
+    assert "Both runs equal their unsharded twins" in printed
+
+
+def test_it_ends_with_the_reports(printed):
+    assert re.search(r"^BasicBlock: on 8 x cpu, 8 devices, grid a=8$", printed, re.M)
+    assert re.search(r"^train_step: on 8 x cpu, 8 devices, grid a=4 x b=2$", printed, re.M)
+    assert re.search(r"^all-reduce .* demo\.py:\d+", printed, re.M), "collectives carry the program's own line"
+    assert "Why they differ" in printed
+
+
+def test_a_loss_that_differs_is_seen(monkeypatch, capsys):
+    losses = iter(([1.0, 0.5], [1.0, 0.51]))
+    monkeypatch.setattr(demo, "RUNS", (("a run", lambda sharded: (next(losses), lambda: "report")),))
+    assert demo.run() is False
+    assert "DIFFER" in capsys.readouterr().out
+
+
+def test_layers_share_an_axis_and_the_batch_has_its_own():
+    """Cut 4 ways in two layers and 2 ways along the batch, 8 devices must share: but not hidden dim and batch."""
+    params = demo.make_params(jax.random.key(0), d=32, hidden=128, classes=16)
+    made = shardfn.plan(demo.residual_mlp, params, jnp.ones((64, 32)), in_strategy=(shardfn.AUTO, (2, 1)),
+                        parameter_plan=demo.CUTS, device="cpu:8")  # fmt: skip
+    assert made.device_matrix == (4, 2)
+    up = {made.decision(f"params/layers/{i}/up").spec[1] for i in range(2)}
+    assert up == {("a",)}
+    assert made.decision("x").spec[0] == ("b",)
