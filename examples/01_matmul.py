@@ -30,6 +30,7 @@ for collective in summed.plan(x, w).collectives:
     print(collective.kind, "of", collective.dtype, list(collective.shape), "over", collective.group_size, "devices,",
           collective.bytes_sent, "bytes sent by each")  # fmt: skip
 
+
 # A sharded operator is a function like any other: here inside an eager one, and inside one that is jitted.
 def attention_scores(q, k):
     return jax.nn.softmax(shard(jnp.matmul, ((2, 4), (4, 1)), ((2, 1),))(q, k))

@@ -109,10 +109,11 @@ def reshard(x: Any, layout: Layout) -> Any:
     """
     if shape_of(x) is None or not hasattr(x, "shape"):
         fail(StrategyTypeError, f"`reshard` takes an array, not {a(x)}", where=f"x = {short(x)}",
-             why="only arrays lie on devices", fix="pass a jax.Array or a NumPy array, such as jnp.asarray(x)")  # fmt: skip
+             why="only arrays lie on devices", fix="pass a jax.Array, such as jnp.asarray(x)")  # fmt: skip
     if not isinstance(layout, Layout):
         fail(StrategyTypeError, f"`reshard` takes a Layout, not {a(layout)}", where=f"layout = {short(layout)}",
-             why="the cuts of a tuple do not say which devices hold which piece", fix='build one: Layout((2, 4), ("dp", "mp"))("dp", "None")')  # fmt: skip
+             why="the cuts of a tuple do not say which devices hold which piece",
+             fix='build one: Layout((2, 4), ("dp", "mp"))("dp", "None")')  # fmt: skip
     layout.slice_shape(x.shape)
     devices = jax.devices()
     if len(devices) == 1:
@@ -184,8 +185,9 @@ def _number_problems(options: Options, signature: inspect.Signature | None) -> I
                 yield Problem(f"`{word}_argnums` holds {a(i)}", where, "arguments are counted by ints, from 0",
                               f"write ints there, or names in {word}_argnames", is_type=True)  # fmt: skip
             elif (i < 0 and endless) or (not endless and not -len(positional) <= i < len(positional)):
-                why = "the function takes any number of arguments" if endless else \
-                    f"the function has {len(positional)} positional ones: {', '.join(positional) or 'none'}"  # fmt: skip
+                why = f"the function has {len(positional)} positional ones: {', '.join(positional) or 'none'}"
+                if endless:
+                    why = "the function takes any number of arguments"
                 yield Problem(f"`{word}_argnums` names argument {i}, which does not exist", where, why,
                               "count from 0" + (f", up to {len(positional) - 1}" if not endless else ""))  # fmt: skip
             elif positional and i < len(positional):

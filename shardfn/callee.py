@@ -12,8 +12,10 @@ import copy
 import dataclasses
 import functools
 import inspect
+import operator
 import sys
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,8 +31,8 @@ State = dict[str, Any]
 class Adapter:
     """How one kind of object gives its arrays away and takes them back.
 
-    `fixed` is what of the object is no array, as something hashable; `rebuild(owner, state)` is a copy of the object that
-    holds other arrays; `write` puts arrays into the object itself.
+    `fixed` is what of the object is no array, as something hashable; `rebuild(owner, state)` is a copy of the object
+    that holds other arrays; `write` puts arrays into the object itself.
     """
 
     matches: Callable[[Any], bool]
@@ -81,6 +83,12 @@ class Callee:
         getattr(owner, "__dict__", {}).pop(SHARDED, None)  # this call is the sharded one; Cells inside keep theirs
         result = self.function(owner, *args, **kwargs)
         after = self.adapter.read(owner)
+        if new := sorted(after.keys() - state.keys()):
+            warnings.warn(
+                f"`{self.name}` makes arrays in its call that are not kept: {', '.join(new)}; "
+                "to keep them, create them before the call, in `__init__`",
+                stacklevel=2,
+            )
         return result, {path: after[path] for path in state if path in after and after[path] is not state[path]}
 
 
@@ -192,16 +200,20 @@ def _is_container(value: Any) -> bool:
     return _is_cell(value) or isinstance(value, list | tuple | dict) or not tree_util.all_leaves([value])
 
 
-def _walk(value: Any, path: str, found: State) -> None:
+def _walk(value: Any, path: str, found: State, seen: set[int]) -> None:
+    """The arrays of a nest; a Cell that stands at several places (tied weights, a parent) is met at the first."""
     if _is_cell(value):
+        if id(value) in seen:
+            return
+        seen.add(id(value))
         for key, child in vars(value).items():
-            _walk(child, join(path, (tree_util.GetAttrKey(key),)), found)
+            _walk(child, join(path, (tree_util.GetAttrKey(key),)), found, seen)
     elif isinstance(value, list | tuple):
         for i, child in enumerate(value):
-            _walk(child, join(path, (tree_util.SequenceKey(i),)), found)
+            _walk(child, join(path, (tree_util.SequenceKey(i),)), found, seen)
     elif isinstance(value, dict):
         for key, child in value.items():
-            _walk(child, join(path, (tree_util.DictKey(key),)), found)
+            _walk(child, join(path, (tree_util.DictKey(key),)), found, seen)
     elif _is_array(value):
         found[path] = value
     elif not tree_util.all_leaves([value]):
@@ -214,20 +226,24 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype") and shape_of(value) is not None
 
 
-def _replace(value: Any, path: str, state: State) -> Any:
-    """A copy of a nest of Cells and containers with other arrays."""
+def _replace(value: Any, path: str, state: State, made: dict[int, Any] | None = None) -> Any:
+    """A copy of a nest of Cells and containers with other arrays; `made` holds the copy of each Cell."""
+    made = {} if made is None else made
     if _is_cell(value):
-        new = copy.copy(value)
+        if id(value) in made:
+            return made[id(value)]
+        new = made[id(value)] = copy.copy(value)
         for key, child in vars(value).items():
             if _is_container(child) or _is_array(child):
-                new.__dict__[key] = _replace(child, join(path, (tree_util.GetAttrKey(key),)), state)
+                new.__dict__[key] = _replace(child, join(path, (tree_util.GetAttrKey(key),)), state, made)
         return new
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(_replace(c, join(path, (tree_util.SequenceKey(i),)), state) for i, c in enumerate(value))
-    if isinstance(value, tuple):
-        return type(value)(*(_replace(c, join(path, (tree_util.SequenceKey(i),)), state) for i, c in enumerate(value)))
-    if type(value) is dict:
-        return {k: _replace(c, join(path, (tree_util.DictKey(k),)), state) for k, c in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_replace(c, join(path, (tree_util.SequenceKey(i),)), state, made) for i, c in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        new = copy.copy(value)
+        new.update((k, _replace(c, join(path, (tree_util.DictKey(k),)), state, made)) for k, c in value.items())
+        return new
     if _is_array(value):
         return state.get(path, value)
     return tree_util.tree_map_with_path(lambda key, leaf: state.get(join(path, key), leaf), value)
@@ -235,17 +251,21 @@ def _replace(value: Any, path: str, state: State) -> Any:
 
 def _cell_read(owner: Any) -> State:
     found: State = {}
-    _walk(owner, "", found)
+    _walk(owner, "", found, set())
     return found
 
 
 def _cell_fixed(owner: Any) -> Any:
     """Every attribute that is no array, with its place; what cannot be hashed counts as itself only."""
     leaves: list[Any] = []
+    met: dict[int, int] = {}
 
     def walk(value: Any, path: str) -> None:
         if _is_cell(value):
-            leaves.append((path, type(value)))
+            is_new = id(value) not in met
+            leaves.append((path, type(value), met.setdefault(id(value), len(met))))
+            if not is_new:
+                return
             for key, child in vars(value).items():
                 walk(child, f"{path}/{key}")
         elif isinstance(value, list | tuple):
@@ -274,16 +294,33 @@ def _hashed(value: Any) -> Any:
 
 def _cell_write(owner: Any, state: State) -> None:
     """Arrays that are attributes are set; those in lists, dicts and pytrees are replaced with their container."""
-    new = _replace(owner, "", {**_cell_read(owner), **state})
+    seen: set[int] = set()
 
-    def into(old: Any, fresh: Any) -> None:
-        for key, child in vars(old).items():
-            if _is_cell(child):
-                into(child, vars(fresh)[key])
-            elif key in vars(fresh) and key != SHARDED:
-                old.__dict__[key] = vars(fresh)[key]
+    def put(value: Any, path: str) -> Any:
+        """`value` itself where nothing in it has changed."""
+        if _is_cell(value):
+            if id(value) not in seen:
+                seen.add(id(value))
+                for key, child in list(vars(value).items()):
+                    value.__dict__[key] = put(child, join(path, (tree_util.GetAttrKey(key),)))
+            return value
+        if isinstance(value, list | tuple):
+            items = [put(c, join(path, (tree_util.SequenceKey(i),))) for i, c in enumerate(value)]
+            if all(map(operator.is_, items, value)):
+                return value
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if isinstance(value, dict):
+            changed = {k: put(c, join(path, (tree_util.DictKey(k),))) for k, c in value.items()}
+            if all(changed[k] is c for k, c in value.items()):
+                return value
+            new = copy.copy(value)
+            new.update(changed)
+            return new
+        if _is_array(value) or tree_util.all_leaves([value]):
+            return state.get(path, value)
+        return tree_util.tree_map_with_path(lambda key, leaf: state.get(join(path, key), leaf), value)
 
-    into(owner, new)
+    put(owner, "")
 
 
 def _is_nnx(owner: Any) -> bool:

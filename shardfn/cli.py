@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("shardfn", description="Shard JAX functions from integers, and see what comes out.")
+    parser = argparse.ArgumentParser("shardfn", description="Shard JAX functions from integers.")
     parser.add_argument("--version", action="version", version=f"shardfn {shardfn.__version__}, jax {jax.__version__}")
     commands = parser.add_subparsers(required=True, metavar="demo | explain")
 
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("function", help="module:function or file.py:function")
     arguments = explain.add_mutually_exclusive_group()
     arguments.add_argument("--shapes", nargs="+", default=[], metavar="SHAPE",
-                           help='one for each argument: f32[16,32], or for a pytree a literal: \'{"w": "f32[4,4]"}\'')  # fmt: skip
+                           help="one for each argument: f32[16,32], or for a pytree \"{'w': 'f32[4,4]'}\"")  # fmt: skip
     arguments.add_argument("--args", metavar="MODULE:FUNCTION",
                            help="a function without parameters that returns the tuple of arguments")  # fmt: skip
     explain.add_argument("--in-strategy", metavar="TUPLE", help='one entry for each argument: "((4, 1), None, AUTO)"')
@@ -201,7 +201,7 @@ def _load(name: str, what: str) -> Callable[..., Any]:
 
 
 def _made(name: str) -> tuple[Any, ...]:
-    """The arguments that a function of the user's makes: as shapes where it can be traced, so that none is allocated."""
+    """The arguments that the user's function makes: as shapes where it can be traced, so that none is allocated."""
     make = _load(name, "function that makes arguments")
     try:
         made = jax.eval_shape(make)
@@ -276,6 +276,7 @@ def _first_lines(error: Exception) -> str:
 
 def _last_line(error: Exception) -> str:
     """The last line of the user's own code that an error came through."""
-    inside = ("<frozen ", *(str(pathlib.Path(m.__file__ or "").parent) for m in (shardfn, jax)), sysconfig.get_path("stdlib"))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inside)]
+    packages = (str(pathlib.Path(module.__file__ or "").parent) for module in (shardfn, jax))
+    others = ("<frozen ", sysconfig.get_path("stdlib"), *packages)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(others)]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -135,7 +135,7 @@ def train_whole(sharded: bool) -> tuple[list[float], Callable[[], Report]]:
 
 
 RUNS = (
-    ("MindSpore's example network: block1.shard(in_strategy=((1, 8),), out_strategy=(None,)), the rest eager", train_net),
+    ("MindSpore's example network: block1.shard(((1, 8),), (None,)), the rest eager", train_net),
     ("A whole training step, compiled: the batch cut 2 ways, the hidden dims 4 ways", train_whole),
 )
 

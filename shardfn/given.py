@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -27,6 +27,7 @@ def place_drawn(
     devices: int,
     mesh: Mesh | None,
     problems: list[Problem],
+    used: Sequence[Any] | None = None,
 ) -> Placement:
     """Put every leaf on the grid that the drawn ones share.
 
@@ -37,6 +38,7 @@ def place_drawn(
       mesh: the mesh that PartitionSpecs speak of, where the user gave one as `device`.
       problems: receives axes that do not exist or stand twice, grids that do not fit each other or the devices,
         and integers mixed with drawn layouts.
+      used: the devices in the order of their ranks; None for a target that is not here.
     """
     first = next(leaf for leaf in leaves if is_drawn(leaf))
     grid = _grid(leaves, mesh)
@@ -44,7 +46,7 @@ def place_drawn(
     before = len(problems)
     for leaf, leaf_cuts in zip(leaves, cuts, strict=True):
         if is_drawn(leaf):
-            specs.append(_drawn(leaf, leaves, grid, devices, problems))
+            specs.append(_drawn(leaf, leaves, grid, devices, problems, used))
         elif leaf_cuts is None:
             specs.append(None)
         elif max(leaf_cuts, default=1) == 1:
@@ -68,11 +70,35 @@ def place_drawn(
     return Placement(grid, tuple(specs), None if order == tuple(range(devices)) else order)
 
 
-def mesh_of(leaves: Sequence[Leaf]) -> Mesh | None:
+def mesh_of(entries: Iterable[Any]) -> Mesh | None:
     """The mesh of the first NamedSharding among the entries, if there is one."""
-    for leaf in leaves:
-        if isinstance(leaf.entry, NamedSharding) and isinstance(leaf.entry.mesh, Mesh):
-            return leaf.entry.mesh
+    for entry in entries:
+        if isinstance(entry, NamedSharding) and isinstance(entry.mesh, Mesh):
+            return entry.mesh
+    return None
+
+
+def _elsewhere(leaf: Leaf, used: Sequence[Any] | None) -> Problem | None:
+    """What a NamedSharding asks for that the call's devices do not give."""
+    mesh, kind = leaf.entry.mesh, leaf.entry.memory_kind
+    if used is None or not isinstance(mesh, Mesh):
+        return None
+    own = list(mesh.devices.flat)
+    if len(own) == len(used) and own != list(used):
+        what = "the devices in another order" if set(own) == set(used) else "other devices"
+        return Problem(
+            f"the mesh of {leaf.label} has {what} than this call",
+            where=leaf.source,
+            why="one call runs on one order of the devices, that of device= or of the first NamedSharding",
+            fix="use one mesh for all NamedShardings of a call, and no other devices in device=",
+        )
+    if kind not in (None, own[0].default_memory().kind):
+        return Problem(
+            f"{leaf.label} is wanted in memory of kind {kind!r}",
+            where=leaf.source,
+            why="only the memory that a device works from is laid out here",
+            fix=f"leave memory_kind out, or write {own[0].default_memory().kind!r}",
+        )
     return None
 
 
@@ -87,7 +113,12 @@ def _grid(leaves: Sequence[Leaf], mesh: Mesh | None) -> tuple[tuple[str, int], .
 
 
 def _drawn(
-    leaf: Leaf, leaves: Sequence[Leaf], grid: tuple[tuple[str, int], ...], devices: int, problems: list[Problem]
+    leaf: Leaf,
+    leaves: Sequence[Leaf],
+    grid: tuple[tuple[str, int], ...],
+    devices: int,
+    problems: list[Problem],
+    used: Sequence[Any] | None,
 ) -> Spec | None:
     entry = leaf.entry
     own: tuple[tuple[str, int], ...] = grid
@@ -118,6 +149,9 @@ def _drawn(
             return None
     elif isinstance(entry, NamedSharding):
         own = tuple(entry.mesh.shape.items())
+        if (problem := _elsewhere(leaf, used)) is not None:
+            problems.append(problem)
+            return None
     elif not grid:
         problems.append(
             Problem(
@@ -160,7 +194,7 @@ def _drawn(
     known = [name for name, _ in own]
     for name in (a for dim in spec for a in dim):
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
+            close = difflib.get_close_matches(name, known, 1, 0.5)
             problems.append(
                 Problem(
                     f"{leaf.label} is cut over `{name}`, which is no axis of the grid",

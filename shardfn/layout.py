@@ -429,7 +429,7 @@ def _shape_problems(layout: Layout, shape: Any) -> Iterator[Problem]:
         yield Problem("a shape must be a tuple of ints", where, fix="pass array.shape", is_type=True)
     elif len(shape) != len(layout.cuts):
         what = f"the layout has {len(layout.cuts)} dims and the array has {len(shape)}"
-        why = "each dim has an entry, that of a whole one is \"None\""
+        why = 'each dim has an entry, that of a whole one is "None"'
         yield Problem(what, where, why, f"call the layout with {_count(len(shape))}, one for each dim")
     else:
         for i, (n, cut) in enumerate(zip(shape, layout.cuts, strict=True)):

@@ -32,7 +32,7 @@ def place_call(
     values = (*traced.inputs, *traced.outputs)
     tied = [classes.of[v][: len(leaf.shape)] for v, leaf in zip(values, leaves, strict=True)]
     if any(is_drawn(leaf) for leaf in leaves):
-        return place_drawn(leaves, cuts, hardware.count, hardware.mesh, problems)
+        return place_drawn(leaves, cuts, hardware.count, hardware.mesh, problems, hardware.devices)
     if len(problems) > before:
         return Placement((), (None,) * len(leaves))
     return place(leaves, cuts, tied, hardware.count, problems, classes.of)

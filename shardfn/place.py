@@ -150,7 +150,7 @@ def _own_slots(chains: list[list[int]]) -> dict[Atom, int]:
 def _meeting(
     needs: Sequence[Need], classes: Sequence[tuple[int, ...]], values: Sequence[tuple[int, ...]]
 ) -> set[tuple[int, int]]:
-    """The pairs of chains that stand on one value inside: a batch and a hidden dim do, two layers' hidden dims do not."""
+    """The pairs of chains that stand on one value inside: batch and hidden dim do, two layers' hidden dims do not."""
     chains_of: dict[int, set[int]] = {}
     for need in needs:
         chains_of.setdefault(classes[need.leaf][need.dim], set()).add(need.chain)
@@ -184,12 +184,16 @@ def _share(
         for a, b in itertools.permutations(together, 2):
             apart[a].add(b)
     options = {a: [s for s, p in enumerate(factors) if p == chains[a[0]][a[1]]] for a in atoms}
+    arrays = {a: {need.leaf for need, row in zip(needs, used, strict=True) if a in row} for a in atoms}
+    twins = {a: [b for b in atoms if b < a and b[0] == a[0] and (options[b], arrays[b]) == (options[a], arrays[a])]
+             for a in atoms}  # fmt: skip
     chosen: dict[Atom, int] = {}
     budget = 50_000
 
     def free(atom: Atom) -> list[int]:
         taken = {chosen[b] for b in apart[atom] if b in chosen}
-        return [s for s in options[atom] if s not in taken]
+        least = max((chosen[b] for b in twins[atom] if b in chosen), default=-1)
+        return [s for s in options[atom] if s > least and s not in taken]
 
     def go() -> bool:
         nonlocal budget
@@ -200,7 +204,8 @@ def _share(
         fresh = set(range(len(factors))) - set(chosen.values())
         choices = {a: free(a) for a in rest}
         tight = min(rest, key=lambda a: (len(choices[a]) if len(choices[a]) < 2 else 2, a))
-        for slot in sorted(choices[tight], key=lambda s: (s not in fresh, s)):
+        first_fresh = min(fresh & set(choices[tight]), default=-1)
+        for slot in sorted(set(choices[tight]) - fresh | {first_fresh} - {-1}, key=lambda s: (s not in fresh, s)):
             chosen[tight] = slot
             if go():
                 return True

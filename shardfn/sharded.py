@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import inspect
@@ -20,12 +19,13 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from shardfn import context, search
-from shardfn.apply import apply, finest, has_other_grids, lies_elsewhere, moved, shardings, whole
+from shardfn.apply import Grid, apply, finest, has_other_grids, lies_elsewhere, moved, shardings, whole
 from shardfn.callee import Callee, Slot, bind, describe, split
 from shardfn.cost import hardware as hardware_
 from shardfn.cost.hardware import Hardware
 from shardfn.errors import ContextError, DeviceError, Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.given import mesh_of
+from shardfn.guard import convolution_finding, whole_convolutions, wrong_convolutions
 from shardfn.make import make_plan
 from shardfn.plan import Plan
 from shardfn.progress import progress
@@ -42,7 +42,7 @@ from shardfn.strategy import (
     shape_of,
     short,
 )
-from shardfn.trace import shaped, trace
+from shardfn.trace import Traced, shaped, trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,9 +125,8 @@ class ShardedFunction:
 
     def for_owner(self, owner: Any) -> ShardedFunction:
         """The same method of another instance, such as a copy made by `nnx.grad`; the plans are shared."""
-        other = copy.copy(self)
-        other.fn = types.MethodType(self.fn.__func__, owner)  # type: ignore[attr-defined]
-        other.callee = dataclasses.replace(self.callee, owner=owner)
+        other = ShardedFunction(types.MethodType(self.fn.__func__, owner), self.options)  # type: ignore[attr-defined]
+        other._entries = self._entries
         return other
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -269,28 +268,43 @@ class ShardedFunction:
             return (result, changed) if stateful else result
 
         _dress(pure, self.callee, ["self"] * stateful + [s.name for s in slots])
-        traced = trace(pure, shapes, statics, hardware.platform)
-        result, changed = traced.results if stateful else (traced.results, {})
-        outputs = self._output_leaves(result, current, hardware, problems)
-        state_paths = {leaf.path: i for i, leaf in enumerate(inputs)}
-        same_as = {len(outputs) + i: state_paths[p] for i, p in enumerate(sorted(changed))}
-        made = make_plan(
-            callee.name, inputs, [*outputs, *_changed_leaves(changed)], traced, hardware, options.level,
-            search.select(options.search_mode or current.search_mode), problems,
-            {**_replacements(_outer(result), _dynamic(shapes, slots, stateful)), **same_as},
-        )  # fmt: skip
+        traced, made = self._plan(pure, inputs, shapes, slots, statics, hardware, current, problems)
+        on: Callable[[Grid], Callable[..., Any]] = lambda grid: pure  # noqa: E731
+        if wrong := wrong_convolutions(traced.graph, made.flow):
+            on = lambda grid: whole_convolutions(pure, grid.mesh, statics)  # noqa: E731
+            traced, made = self._plan(on(whole(made)), inputs, shapes, slots, statics, hardware, current, problems)
+            made = dataclasses.replace(made, findings=(*made.findings, convolution_finding(wrong)))
         donated = tuple(
             i + stateful
             for i, s in enumerate(slots)
             if not s.is_static and (s.declared in options.donate_argnums or s.name in options.donate_argnames)
         )
-        jit = functools.partial(apply, made, pure, shapes, traced.results, statics, donated)
-        fine = finest(made)
-        nested = jit(fine)
+
+        def jit(grid: Grid) -> Callable[..., Any]:
+            return apply(made, on(grid), shapes, traced.results, statics, donated, grid)
+
+        nested = jit(finest(made))
         jitted = nested if has_other_grids(made, traced.grids) else jit(whole(made))
         if current.save_graphs:
             save_graphs(made, current.save_graphs_path)
         return Entry(made, slots, jitted, nested, tuple(shardings(made.inputs, whole(made))), stateful)
+
+    def _plan(
+        self, function: Callable[..., Any], inputs: list[Leaf], shapes: list[Any], slots: tuple[Slot, ...],
+        statics: tuple[int, ...], hardware: Hardware, current: Any, problems: list[Problem],
+    ) -> tuple[Traced, Plan]:  # fmt: skip
+        stateful = self.callee.adapter is not None
+        traced = trace(function, shapes, statics, hardware.platform)
+        result, changed = traced.results if stateful else (traced.results, {})
+        outputs = self._output_leaves(result, current, hardware, problems)
+        state_paths = {leaf.path: i for i, leaf in enumerate(inputs)}
+        same_as = {len(outputs) + i: state_paths[p] for i, p in enumerate(sorted(changed))}
+        made = make_plan(
+            self.callee.name, inputs, [*outputs, *_changed_leaves(changed)], traced, hardware, self.options.level,
+            search.select(self.options.search_mode or current.search_mode), problems,
+            {**_replacements(_outer(result), _dynamic(shapes, slots, stateful)), **same_as},
+        )  # fmt: skip
+        return traced, made
 
     def _input_leaves(
         self, slots: tuple[Slot, ...], values: list[Any], stateful: bool, current: Any, problems: list[Problem]
@@ -307,7 +321,9 @@ class ShardedFunction:
             else:
                 positional.append(Argument(slot.name, f"argument {len(positional)} `{slot.name}`", value))
                 declared.append(slot.declared)
+        name = "in_strategy"
         if strategy is None and isinstance(current.dataset_strategy, tuple) and current.is_set("dataset_strategy"):
+            name = "dataset_strategy"
             strategy = (*current.dataset_strategy, *[AUTO] * (len(positional) - len(current.dataset_strategy)))
         if type(strategy) is tuple and len(strategy) != len(positional):
             strategy = _with_defaults(strategy, self.callee, self.options, declared)
@@ -315,7 +331,7 @@ class ShardedFunction:
         if stateful:
             for path, value in sorted(values[0].items()):
                 leaves.append(Leaf(path, f"`{path}` of {self.callee.name}", *(shape_of(value) or ((), UNKNOWN))))
-        leaves += match(positional, strategy, "in_strategy", problems)
+        leaves += match(positional, strategy, name, problems)
         for argument in late:
             leaves += leaves_of(argument, problems)
         return apply_parameter_plan(leaves, self.options.parameter_plan, problems)
@@ -326,7 +342,7 @@ class ShardedFunction:
                  where=f"parallel_mode = {current.parallel_mode!r}", why="that mode cuts no operator",
                  fix='set_auto_parallel_context(parallel_mode="semi_auto_parallel"), or leave parallel_mode unset')  # fmt: skip
         device = self.options.device
-        mesh = mesh_of(inputs)
+        mesh = mesh_of([*(leaf.entry for leaf in inputs), *tree_util.tree_leaves(self.options.out_strategy)])
         if device is None and mesh is not None:
             device = mesh
         count = 1 if current.is_set("parallel_mode") and current.parallel_mode == "stand_alone" else current.device_num
@@ -345,7 +361,7 @@ class ShardedFunction:
             return said
         check_all(said, hardware.count, problems)
         if problems:
-            return said
+            return _output_leaves(result, None, [])
         return _output_leaves(result, self._instead(result, current), [])
 
     def _overridden(self, current: Any) -> bool:

@@ -10,7 +10,8 @@ import dataclasses
 import difflib
 import fnmatch
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -171,10 +172,11 @@ def match(arguments: Sequence[Argument], strategy: Any, name: str, problems: lis
     return found
 
 
-_NOUN = {"in_strategy": "argument", "out_strategy": "output"}
+_NOUN = {"in_strategy": "argument", "out_strategy": "output", "dataset_strategy": "argument"}
 _COUNTS = {
     "in_strategy": "each positional argument has one entry, a pytree too; static and keyword-only ones have none",
     "out_strategy": "each element of a returned tuple has one entry; any other result is one output",
+    "dataset_strategy": "without an in_strategy, the first arguments of the function are the inputs of the data set",
 }
 
 
@@ -241,7 +243,7 @@ def _spread(entry: Any, tree: Any, where: str, label: str, problems: list[Proble
                 f"{label} is one array, but its entry is {a(entry)} of entries"
                 if not isinstance(entry, list)
                 else f"the entry of {label} is a list",
-                where=f"{where} = {short(entry)}",
+                where=f"{where} = {short(entry)}, {_array_text(tree)}",
                 why="the entry of an array is a flat tuple of ints; None and AUTO stand for a whole entry",
                 fix=f"write a tuple of ints: {where} = {_flat_ints(entry, tree)!r}",
                 is_type=True,
@@ -253,7 +255,7 @@ def _spread(entry: Any, tree: Any, where: str, label: str, problems: list[Proble
     if wrong:
         problems.append(
             Problem(
-                f"the entry of {label} has another structure than {label.split(' `')[0]}",
+                f"{label} and its entry differ in structure",
                 where=f"{where} has {', '.join(theirs) or 'nothing'}; the arrays are {', '.join(mine) or 'none'}",
                 why="; ".join(_mismatch(k, mine) for k in wrong[:4]),
                 fix=_fix_structure(tree, mine, theirs, where),
@@ -262,22 +264,34 @@ def _spread(entry: Any, tree: Any, where: str, label: str, problems: list[Proble
         return [(AUTO, where)] * count
     spread: list[tuple[Entry, str]] = []
     for key, child in mine.items():
-        spread += _spread(theirs[key], child, f"{where}[{key!r}]", label, problems)
+        step = key if isinstance(tree, list | tuple) and key.isdigit() else repr(key)
+        spread += _spread(theirs[key], child, f"{where}[{step}]", label, problems)
     return spread
 
 
 def _mismatch(key: str, mine: dict[str, Any]) -> str:
     if key in mine:
         return f"{key!r} has no entry"
-    close = difflib.get_close_matches(key, list(mine), 1)
-    return f"there is no {key!r}" + (f" (did you mean {close[0]!r}?)" if close else "")
+    close = _close(key, mine)
+    return f"there is no {key!r}" + (f" (did you mean {close!r}?)" if close else "")
+
+
+def _close(key: str, keys: Iterable[str]) -> str | None:
+    lower = {k.lower(): k for k in keys}
+    close = difflib.get_close_matches(key.lower(), list(lower), 1)
+    return lower[close[0]] if close else None
+
+
+def _array_text(array: Any) -> str:
+    shape, dtype = shape_of(array) or ((), UNKNOWN)
+    return f"{dtype}{list(shape)}" if dtype != UNKNOWN else short(array)
 
 
 def _fix_structure(tree: Any, mine: dict[str, Any], theirs: dict[str, Any], where: str) -> str:
     if type(tree) is not dict or len(mine) > 8:
         return "give one entry for all of it, or one for each of these keys; AUTO leaves a key open"
-    close = {k: difflib.get_close_matches(k, [t for t in theirs if t not in mine], 1) for k in mine}
-    entries = {k: theirs.get(k, theirs[close[k][0]] if close[k] else AUTO) for k in mine}
+    close = {k: _close(k, [t for t in theirs if t not in mine]) for k in mine}
+    entries = {k: theirs.get(k, theirs.get(close[k] or "", AUTO)) for k in mine}
     return f"give every key an entry, AUTO leaves it open: {where} = {short(entries)}"
 
 
@@ -342,9 +356,7 @@ def apply_parameter_plan(leaves: Sequence[Leaf], plan: Any, problems: list[Probl
                 )
             )
             continue
-        glob = _normal(pattern)
-        hits = [i for i, path in enumerate(full) if fnmatch.fnmatchcase(path, glob)]
-        hits = hits or [i for i, p in enumerate(full) if "/" in p and fnmatch.fnmatchcase(p.split("/", 1)[1], glob)]
+        hits, glob = _met(pattern, full)
         if not hits and pattern.startswith("self."):  # MindSpore writes the path from the class around the Cell
             hits = [i for i, path in enumerate(full) if fnmatch.fnmatchcase(path, glob.partition("/")[2])]
         if not hits:
@@ -386,8 +398,18 @@ def _listed(names: Sequence[str], most: int = 8) -> str:
 
 
 def _normal(path: str) -> str:
-    path = path.replace(".", "/").replace("][", "/").replace("['", "/").replace("']", "").strip("/")
-    return path.removeprefix("self/")
+    return path.replace(".", "/").strip("/").removeprefix("self/")
+
+
+def _met(pattern: str, paths: Sequence[str]) -> tuple[list[int], str]:
+    """The paths that a pattern meets, and it as a glob: as written, or with `['a'][0]` and `.a[0]` read as `a/0`."""
+    glob = _normal(pattern)
+    for glob in (glob, _normal(re.sub(r"""\[(['"]?)([\w-]+)\1\]""", r"/\2", pattern))):
+        hits = [i for i, path in enumerate(paths) if fnmatch.fnmatchcase(path, glob)]
+        hits = hits or [i for i, p in enumerate(paths) if "/" in p and fnmatch.fnmatchcase(p.split("/", 1)[1], glob)]
+        if hits:
+            return hits, glob
+    return [], glob
 
 
 def check_all(leaves: Sequence[Leaf], devices: int, problems: list[Problem]) -> None:
@@ -414,40 +436,41 @@ def check(leaf: Leaf, devices: int, problems: list[Problem]) -> tuple[int, ...] 
 
 def check_cuts(leaf: Leaf, cuts: Any, devices: int, problems: list[Problem]) -> tuple[int, ...] | None:
     """`cuts` as a tuple of ints where they fit the array and the device count; else None, and `problems` has grown."""
-    for rule in _CUT_RULES:
-        if found := rule(leaf, cuts, devices):
-            problems.extend(found)
-            return None
-    return tuple(int(c) for c in cuts)
+    found = _check_entry(leaf, cuts)
+    if not found:
+        same_rank = len(cuts) == len(leaf.shape)
+        found = [] if same_rank else [_rank_problem(leaf, cuts)]
+        for d, cut in enumerate(cuts):
+            found += _check_cut(leaf, d, cut, leaf.shape[d] if same_rank else 0, devices)
+    found = found or _check_product(leaf, cuts, devices)
+    problems.extend(found)
+    return None if found else tuple(int(c) for c in cuts)
 
 
-def _check_type(leaf: Leaf, cuts: Any, devices: int) -> list[Problem]:
-    if not isinstance(cuts, tuple):
-        return [
-            Problem(
-                f"the entry of {leaf.label} is {a(cuts)}",
-                where=leaf.source,
-                why=_ENTRY,
-                fix=f"write one cut for each dimension, such as {_fitting([cuts] if type(cuts) is int else [], leaf.shape)}",
-                is_type=True,
-            )
-        ]
-    return [
-        Problem(
-            f"{leaf.label} has {a(c)} as its cut along dimension {d}",
-            where=leaf.source,
-            why="a cut is an int: the number of pieces of that dimension",
-            fix=f"write {_whole_number(c)} there",
-            is_type=True,
-        )
-        for d, c in enumerate(cuts)
-        if isinstance(c, bool | np.bool_) or not isinstance(c, int | np.integer)
-    ]
-
-
-def _check_rank(leaf: Leaf, cuts: Any, devices: int) -> list[Problem]:
-    if len(cuts) == len(leaf.shape):
+def _check_entry(leaf: Leaf, cuts: Any) -> list[Problem]:
+    if isinstance(cuts, tuple):
         return []
+    likely = _fitting([cuts] if type(cuts) is int else [], leaf.shape)
+    what = f"the entry of {leaf.label} is {a(cuts)}"
+    return [Problem(what, leaf.source, _ENTRY, f"write one cut for each dimension, such as {likely}", is_type=True)]
+
+
+def _check_cut(leaf: Leaf, dim: int, cut: Any, size: int, devices: int) -> list[Problem]:
+    """What is wrong with one cut."""
+    what, where = f"{leaf.label} cannot be cut {cut} ways along dimension {dim}", leaf.source
+    if isinstance(cut, bool | np.bool_) or not isinstance(cut, int | np.integer):
+        what = f"{leaf.label} has {a(cut)} as its cut along dimension {dim}"
+        why = "a cut is an int: the number of pieces of that dimension"
+        return [Problem(what, where, why, f"write {_whole_number(cut)} there", is_type=True)]
+    if cut < 1:
+        why = "a cut is at least 1, which leaves the dimension whole"
+        return [Problem(what, where, why, "write 1 to leave the dimension whole, or AUTO as the entry")]
+    if size % cut:
+        return [Problem(what, where, f"{size} is not divisible by {cut}", _fix_divides(leaf, size, int(cut), devices))]
+    return []
+
+
+def _rank_problem(leaf: Leaf, cuts: Any) -> Problem:
     fitting = _fitting([c for c in cuts if type(c) is int], leaf.shape)
     spread = " at `" in leaf.label and "['" not in leaf.where
     if isinstance(leaf.entry, Layout):
@@ -458,15 +481,13 @@ def _check_rank(leaf: Leaf, cuts: Any, devices: int) -> list[Problem]:
         fix = f"give that array an entry of its own: parameter_plan={{{leaf.path!r}: {fitting}}}"
     else:
         fix = f"write one cut for each dimension: {fitting}"
-    return [
-        Problem(
-            f"{leaf.label} has {_count(len(leaf.shape), 'dimension', 'dimensions')}, "
-            f"but its entry has {_count(len(cuts), 'cut', 'cuts')}",
-            where=leaf.source,
-            why="an entry has one cut for each dimension" + (", in each array it is spread over" if spread else ""),
-            fix=fix,
-        )
-    ]
+    return Problem(
+        f"{leaf.label} has {_count(len(leaf.shape), 'dimension', 'dimensions')}, "
+        f"but its entry has {_count(len(cuts), 'cut', 'cuts')}",
+        where=leaf.source,
+        why="an entry has one cut for each dimension" + (", in each array it is spread over" if spread else ""),
+        fix=fix,
+    )
 
 
 def _whole_number(cut: Any) -> str:
@@ -475,32 +496,6 @@ def _whole_number(cut: Any) -> str:
         return str(number) if number == float(cut) and number > 0 else "1, or a larger whole number,"
     except (TypeError, ValueError):
         return "1, or a larger whole number,"
-
-
-def _check_positive(leaf: Leaf, cuts: Any, devices: int) -> list[Problem]:
-    return [
-        Problem(
-            f"{leaf.label} cannot be cut {c} ways along dimension {d}",
-            where=leaf.source,
-            why="a cut is at least 1, which leaves the dimension whole",
-            fix="write 1 to leave the dimension whole, or AUTO as the entry",
-        )
-        for d, c in enumerate(cuts)
-        if c < 1
-    ]
-
-
-def _check_divides(leaf: Leaf, cuts: Any, devices: int) -> list[Problem]:
-    return [
-        Problem(
-            f"{leaf.label} cannot be cut {c} ways along dimension {d}",
-            where=leaf.source,
-            why=f"{size} is not divisible by {c}",
-            fix=_fix_divides(leaf, size, int(c), devices),
-        )
-        for d, (c, size) in enumerate(zip(cuts, leaf.shape, strict=True))
-        if size % c
-    ]
 
 
 def _fix_divides(leaf: Leaf, size: int, cut: int, devices: int) -> str:
@@ -526,9 +521,6 @@ def _check_product(leaf: Leaf, cuts: Any, devices: int) -> list[Problem]:
 
 
 _ENTRY = "an entry is a tuple of ints, None, AUTO, a Layout, a PartitionSpec or a NamedSharding"
-_CUT_RULES: tuple[Callable[[Leaf, Any, int], list[Problem]], ...] = (
-    _check_type, _check_rank, _check_positive, _check_divides, _check_product,
-)  # fmt: skip
 
 
 def divisors(n: int, most: int = 12) -> list[int]:

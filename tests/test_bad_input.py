@@ -1,4 +1,5 @@
 """Every bad call: its full text is in golden/bad_input.txt, nothing is compiled before it, and the fix works as typed."""
+# ruff: noqa: E501, F401  (a call stands on one line, as typed, and uses the names below)
 
 import dataclasses
 import functools
@@ -110,7 +111,9 @@ def names():
         "params": {"w": zeros(16, 4), "b": zeros(4)},
         "layers": {"layers": [{"w1": zeros(16, 32), "w2": zeros(32, 16)}, {"w1": zeros(16, 32), "w2": zeros(32, 16)}]},
         "mesh": Mesh(np.array(devices).reshape(2, 4), ("dp", "mp")),
+        "back": Mesh(np.array(devices[::-1]).reshape(2, 4), ("dp", "mp")),
         "four": Mesh(np.array(devices[:4]), ("dp",)),
+        "last": Mesh(np.array(devices[4:]), ("dp",)),
     }
 
 
@@ -224,6 +227,13 @@ CASES = {
          "shard(double, (GRID('dp', 'None'),)).plan(zeros(6, 16))"),
         ("a NamedSharding of other devices", "shard(dense, (None, NamedSharding(four, P('dp'))), device=mesh)(x, w)",
          "shard(dense, (None, NamedSharding(mesh, P('dp'))), device=mesh).plan(x, w)"),
+        ("two meshes", "shard(dense, (NamedSharding(four, P('dp')), NamedSharding(last, P('dp'))))(x, w)",
+         "shard(dense, (NamedSharding(four, P('dp')), NamedSharding(four, P('dp')))).plan(x, w)"),
+        ("the devices of a mesh in two orders",
+         "shard(dense, (NamedSharding(mesh, P('dp')), None), (NamedSharding(back, P('dp')),))(x, w)",
+         "shard(dense, (NamedSharding(mesh, P('dp')), None), (NamedSharding(mesh, P('dp')),)).plan(x, w)"),
+        ("memory elsewhere", "shard(double, (NamedSharding(mesh, P('dp'), memory_kind='pinned_host'),))(x)",
+         "shard(double, (NamedSharding(mesh, P('dp')),)).plan(x)"),
         ("a device matrix with a 0", "Layout((0, 8), ('a', 'b'))", "Layout((1, 8), ('a', 'b'))"),
     ],
     "pytrees": [

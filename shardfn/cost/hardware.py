@@ -114,7 +114,7 @@ def resolve(device: Any, *, count: int | None = None, default: str | None = None
 def _one_or_some(device: Any) -> str:
     if isinstance(device, jax.Device):
         return f"write device=[jax.devices()[{device.id}]] to run on that one"
-    if isinstance(device, int) and not isinstance(device, bool) and 0 < device:
+    if isinstance(device, int) and not isinstance(device, bool) and device > 0:
         return f"write device=jax.devices()[:{device}] for {device} of them"
     return 'use "CPU", "GPU", "TPU", jax.devices(), a Mesh, or a target such as "tpu-v5e:4x8"'
 
@@ -181,7 +181,8 @@ def _target(text: str) -> Hardware:
         why = f"the chips are {', '.join(CHIPS)}" if name not in CHIPS else "the size is a count or a shape such as 4x8"
         size = text.partition(":")[2] or "8"
         fail(DeviceError, f"target {text!r} is unknown", where=f"device = {text!r}", why=why,
-             fix=f'did you mean "{close[0]}:{size}"?' if close and close[0] != name else 'write it as "tpu-v5e:4x8"')  # fmt: skip
+             fix=f'did you mean "{close[0]}:{size}"?' if close and close[0] != name
+             else f'write it as "{name if name in CHIPS else "tpu-v5e"}:8", or with a shape as ":2x4"')  # fmt: skip
     chip = CHIPS[found["chip"]]
     platform = "cuda" if chip.platform == "gpu" else chip.platform
     return Hardware(chip, platform, math.prod(map(int, found["shape"].split("x"))), name=text.strip().lower())

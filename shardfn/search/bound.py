@@ -6,13 +6,11 @@ the chains until their separate minima, which sum to a lower bound of the whole,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from shardfn.search.labelling import Array
-
-Tables = dict[int, dict[int, Array]]
 
 
 class Messages:
@@ -46,7 +44,7 @@ class Messages:
             if decide:
                 known = belief
                 if self.behind[v]:
-                    known = self.costs[v] + np.add.reduce(into[len(self.behind[v]):], 0)
+                    known = self.costs[v] + np.add.reduce(into[len(self.behind[v]) :], 0)
                     for w, _, table, _ in self.behind[v]:
                         known = known + table[:, choice[w]]
                 choice.append(int(known.argmin()))

@@ -20,7 +20,7 @@ from shardfn.search.lagrange import Ascent
 from shardfn.search.local import Local
 
 STEPS = 12  # of the ascent, in each part
-MOST_TIMES = 200  # at which labels are held against the limit one by one
+NEIGHBOURHOODS = 8  # of the best labelling, every eight parts
 ENTRIES, TOTAL = 1e5, 3e6  # of the tables of a part that is solved exactly
 
 
@@ -35,10 +35,12 @@ class Part:
 
 
 def save(ascent: Ascent, bound: float) -> Part:
+    """Where the ascent stands."""
     return Part(list(ascent.base), [row.copy() for row in ascent.messages.into], ascent.best, bound)
 
 
 def load(ascent: Ascent, part: Part) -> None:
+    """Put the ascent where it stood."""
     ascent.base = list(part.base)
     for row, kept in zip(ascent.messages.into, part.into, strict=True):
         row[:] = kept
@@ -56,8 +58,6 @@ def branch(ascent: Ascent, local: Local, margin: float, most: int, deadline: flo
     queue = [(ascent.bound, 0, save(ascent, ascent.bound))]
     count = 0
     size = ascent.size
-    tightest = np.sort(np.argsort(-ascent.best, kind="stable")[:MOST_TIMES])
-    held = ascent.memory.dense(tightest), ascent.memory.limit[tightest]
     while queue and count < most and time.monotonic() < deadline:
         bound, _, part = heapq.heappop(queue)
         if bound >= local.cost - margin:
@@ -66,9 +66,11 @@ def branch(ascent: Ascent, local: Local, margin: float, most: int, deadline: flo
             watch(bound, local.cost)
         load(ascent, part)
         ascent.size = max(size, 0.003)
-        seen = _explore(ascent, local, held, margin, deadline)
+        seen = _explore(ascent, local, margin, deadline)
         bound = max(bound, ascent.bound)
         count += 1
+        if count % 8 == 0:
+            local.improve(part.multipliers, NEIGHBOURHOODS, deadline)
         if seen is None or bound >= local.cost - margin:
             continue
         part = save(ascent, bound)
@@ -81,15 +83,14 @@ def branch(ascent: Ascent, local: Local, margin: float, most: int, deadline: flo
     return min([local.cost, *(bound for bound, *_ in queue)])
 
 
-def _explore(ascent: Ascent, local: Local, held: tuple[Array, Array], margin: float,
-             deadline: float) -> list[Array] | None:  # fmt: skip
+def _explore(ascent: Ascent, local: Local, margin: float, deadline: float) -> list[Array] | None:
     """Raise the bound of a part; the labellings it suggested, or None where nothing better is in it."""
     seen = []
     for number in range(STEPS):
-        if not _consistent(ascent, *held):
+        if not ascent.fits():
             return None
         labels = ascent.step(local.cost)
-        local.offer(labels)
+        local.offer(ascent.full(labels))
         seen.append(np.array(labels))
         if ascent.bound >= local.cost - margin or time.monotonic() > deadline:
             return seen
@@ -97,44 +98,25 @@ def _explore(ascent: Ascent, local: Local, held: tuple[Array, Array], margin: fl
             ascent.fix(local.cost - margin)
             if any(not np.isfinite(own).any() for own in ascent.base):
                 return None
-    labels = local.solve(seen[-1], ascent.best, 1e4)
+    labels = local.solve(ascent.full(seen[-1]), ascent.best, 1e4)
     local.fit(labels, ascent.best, 2)
     if _solved(ascent, local) or all(len(labels) == 1 for labels in ascent.left()):
         return None
     return seen
 
 
-def _consistent(ascent: Ascent, dense: Array, limit: Array) -> bool:
-    """Put out the labels that do not fit with the least that every other node holds; whether all nodes keep one."""
-    if not len(limit):
-        return True
-    memory = ascent.memory
-    first = memory.first[:-1]
-    held = np.where(np.isfinite(np.concatenate(ascent.base))[:, None], dense, np.inf)
-    least = np.minimum.reduceat(held, first, axis=0)
-    if not np.isfinite(least).all():
-        return False
-    room = limit - least.sum(0)
-    if (room < 0).any():
-        return False
-    sizes = np.diff(memory.first)
-    fits = (held <= np.repeat(least + room, sizes, axis=0)).all(1)
-    if not fits.all():
-        for v, (begin, end) in enumerate(zip(memory.first, memory.first[1:], strict=False)):
-            if not fits[begin:end].all():
-                ascent.base[v] = np.where(fits[begin:end], ascent.base[v], np.inf)
-        if any(not np.isfinite(own).any() for own in ascent.base):
-            return False
-        ascent.set_prices(ascent.multipliers)
-    return True
-
-
 def _solved(ascent: Ascent, local: Local) -> bool:
     """Whether the part is small enough to be minimised exactly, memory aside, and its minimum fits."""
+    found = minimum(ascent, ENTRIES, TOTAL)
+    return found is not None and local.offer(found)
+
+
+def minimum(ascent: Ascent, entries: float, total: float) -> list[int] | None:
+    """The best of the labels that are not out, memory aside; None where the tables would be too large."""
     kept = ascent.left()
-    tables = [{w: table[np.ix_(kept[v], kept[w])] for w, table in row.items()} for v, row in enumerate(local.tables)]
-    found = eliminate([own[k] for own, k in zip(ascent.base, kept, strict=True)], tables, ENTRIES, TOTAL)
-    return found is not None and local.offer([int(k[at]) for k, at in zip(kept, found, strict=True)])
+    tables = [{w: table[np.ix_(kept[v], kept[w])] for w, table in row.items()} for v, row in enumerate(ascent.tables)]
+    found = eliminate([own[k] for own, k in zip(ascent.base, kept, strict=True)], tables, entries, total)
+    return None if found is None else ascent.full([int(k[at]) for k, at in zip(kept, found, strict=True)])
 
 
 def _split(ascent: Ascent, seen: list[Array]) -> list[tuple[int, Array]]:

@@ -196,7 +196,7 @@ class _Contraction:
         if table.shape[1] > 1 and math.isfinite(table[0, 0]) and math.isfinite(table[0, -1]):
             return False
         possible = np.isfinite(table)
-        if np.count_nonzero(possible) != len(table):  # every label has a partner, so: exactly one each
+        if np.count_nonzero(possible) != len(table) or not possible.any(1).all():  # exactly one each
             return False
         label = possible.argmax(1)
         if len(table) == len(self.costs[v]) and len(self.tables[v]) > len(self.tables[u]):
@@ -253,4 +253,4 @@ class _Contraction:
             self.costs[others[0]] = self.costs[others[0]] + least
             self.push(others[0])
         else:
-            self.join(*others, least)
+            self.join(others[0], others[1], least)

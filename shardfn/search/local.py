@@ -11,7 +11,7 @@ from shardfn.search.eliminate import eliminate
 from shardfn.search.labelling import Array
 from shardfn.search.memory import Memory
 
-BALLS = (40, 120, 400, 0)  # nodes freed, 0: all
+BALLS = (40, 120, 400) * 4 + (0,)  # nodes freed, 0: all
 ENTRIES = (1e4, 1e5)  # of the largest table of an exact solution
 SCALES = (1.0, 0.5, 0.0, 2.0)  # of the prices of memory
 
@@ -30,6 +30,7 @@ class Local:
         self.random = np.random.default_rng(seed)
         self.best: list[int] | None = None
         self.cost = np.inf
+        self.visits = 0
         self.unit = float(max(1.0, np.abs(memory.limit).max(initial=0.0)))
 
     def cost_of(self, labels: Sequence[int]) -> float:
@@ -100,17 +101,18 @@ class Local:
                     queue.append(w)
         return list(seen)
 
-    def improve(self, multipliers: Array, rounds: int, deadline: float = np.inf) -> None:
-        """`rounds` neighbourhoods of the best labelling."""
-        for number in range(rounds):
+    def improve(self, multipliers: Array, rounds: int, deadline: float = np.inf) -> float:
+        """Solve `rounds` neighbourhoods of the best labelling; the part of the cost that was saved."""
+        before = self.cost
+        for _ in range(rounds):
             if self.best is None or time.monotonic() > deadline:
-                return
-            free = self.ball(BALLS[number % len(BALLS)] if number % 40 < 39 else 0)
-            if free is None and number % 40 < 39:
-                free = self.ball(min(200, len(self.costs) // 2))
+                break
+            self.visits += 1
+            free = self.ball(BALLS[self.visits % len(BALLS)])
             scale = SCALES[int(self.random.integers(len(SCALES)))]
             prices = multipliers * scale
             entries = ENTRIES[int(self.random.integers(len(ENTRIES)))]
             labels = self.solve(self.best, prices, entries, free)
             if labels != self.best:
-                self.fit(labels, prices, 0 if free is None else 3, entries, free, deadline)
+                self.fit(labels, prices, 1 if free is None else 3, entries, free, deadline)
+        return (before - self.cost) / max(abs(before), 1e-300) if self.cost < before else 0.0

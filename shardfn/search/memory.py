@@ -50,13 +50,13 @@ def memory_of(problem: Labelling, core: Core, nodes: Sequence[int]) -> Memory:
         if isinstance(step, Follow) and step.leader in root:
             root[step.node] = root[step.leader]
             label[step.node] = step.label[label[step.leader]]
-    mine = {v: problem.usages[v][label[v]] for v in root}
+    mine = {v: problem.usages[v][label[v]] for v in root if v < len(problem.usages)}  # others price wide tables
     least, most = (np.array([get(mine.get(v, usage)) if len(usage) else 0.0 for v, usage in enumerate(problem.usages)])
                    for get in (np.min, np.max))  # fmt: skip
     times = times[alive_total(problem, most, times) > problem.limit]
     rows, columns, values = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0)]
     for v, (begin, end) in enumerate(np.searchsorted(times, problem.intervals).tolist()):
-        if begin < end and v in root and most[v] > least[v]:
+        if begin < end and v in mine and most[v] > least[v]:
             over = mine[v] - least[v]
             (some,) = np.nonzero(over)
             at = some + offset[root[v]]

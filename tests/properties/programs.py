@@ -209,16 +209,16 @@ def asked_cuts(entry: Any, shape: Sequence[int], devices: int) -> tuple[int, ...
     return entry
 
 
-def assert_near(got: Any, want: Any, what: str) -> None:
+def assert_near(got: Any, want: Any) -> None:
     """Equal structure and types; integers exactly, floats to what a sum in another order may change."""
     got_leaves, got_tree = jax.tree.flatten(got)
     want_leaves, want_tree = jax.tree.flatten(want)
-    assert got_tree == want_tree, what
+    assert got_tree == want_tree
     for g, w in zip(got_leaves, want_leaves, strict=True):
-        assert (g.shape, g.dtype) == (w.shape, w.dtype), what
+        assert (g.shape, g.dtype) == (w.shape, w.dtype)
         w = np.asarray(w)
         if np.issubdtype(w.dtype, np.floating):
             scale = max(1.0, float(np.abs(w).max(initial=0)))
-            np.testing.assert_allclose(np.asarray(g), w, rtol=1e-4, atol=2e-5 * scale, err_msg=what)
+            np.testing.assert_allclose(np.asarray(g), w, rtol=1e-4, atol=2e-5 * scale)
         else:
-            np.testing.assert_array_equal(np.asarray(g), w, err_msg=what)
+            np.testing.assert_array_equal(np.asarray(g), w)

@@ -1,0 +1,222 @@
+"""The solver against enumeration, and the parts it is made of."""
+
+import gzip
+import itertools
+import json
+import math
+import time
+
+import numpy as np
+import pytest
+
+from benchmarks import iopddl
+from shardfn.search.contract import contract
+from shardfn.search.eliminate import eliminate
+from shardfn.search.labelling import busy_times, cost_of, labelling, peak_of
+from shardfn.search.solve import Effort, solve
+
+NEVER = 10**18
+
+
+def random_problem(seed: int, nodes: int | None = None):
+    """A few nodes with followers, forbidden pairs, tables of one to three nodes, and a limit that may be too low."""
+    rng = np.random.default_rng(seed)
+    count = nodes or int(rng.integers(1, 8))
+    sizes = rng.integers(1, 5, count)
+    costs = [rng.integers(0, 30, k).tolist() for k in sizes]
+    usages = [(rng.integers(0, 12, k) * (rng.random() < 0.8)).tolist() for k in sizes]
+    start = rng.integers(0, 10, count)
+    intervals = np.stack([start, start + rng.integers(0, 8, count)], 1).tolist()
+    tables = []
+    for _ in range(int(rng.integers(0, 2 * count + 1))):
+        width = int(rng.choice([1, 2, 2, 2, 2, 3]))
+        ends = rng.integers(0, count, width).tolist()
+        flat = rng.integers(0, 40, math.prod(sizes[ends]))
+        kind = rng.random()
+        if kind < 0.3:
+            flat[rng.random(len(flat)) < 0.4] = NEVER
+        elif kind < 0.5 and width == 2:
+            flat = np.where(np.arange(sizes[ends[0]])[:, None] % sizes[ends[1]] == np.arange(sizes[ends[1]])[None],
+                            flat.reshape(sizes[ends]), NEVER).ravel()  # fmt: skip
+        tables.append((ends, flat.tolist()))
+    limit = None if rng.random() < 0.3 else int(rng.integers(2, 6 + 6 * count))
+    return labelling(costs, usages, intervals, tables, limit)
+
+
+def enumerated(problem) -> float:
+    every = itertools.product(*(range(len(cost)) for cost in problem.costs))
+    return min((cost_of(problem, c) for c in every if peak_of(problem, c) <= problem.limit), default=math.inf)
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_the_optimum_is_that_of_enumeration(block):
+    for seed in range(25 * block, 25 * block + 25):
+        problem = random_problem(seed)
+        found, best = solve(problem), enumerated(problem)
+        if math.isinf(best):
+            assert not found.feasible, seed
+            continue
+        assert found.feasible and found.cost == best, seed
+        assert found.proved and found.bound == best, seed
+        assert cost_of(problem, found.choice) == best and peak_of(problem, found.choice) <= problem.limit
+
+
+def dense_problem(seed: int, whole: bool):
+    """More tables than elimination is allowed below, and a limit that binds."""
+    rng = np.random.default_rng(seed)
+    count, labels = 9, 3
+    draw = (lambda *shape: rng.integers(0, 50, shape)) if whole else (lambda *shape: rng.random(shape))
+    pairs = [(u, v) for u in range(count) for v in range(u) if rng.random() < 0.8]
+    usages = rng.integers(0, 20, (count, labels))
+    limit = int(usages.min(1).sum() + rng.integers(5, 60))
+    tables = [(pair, draw(labels * labels).tolist()) for pair in pairs]
+    return labelling(draw(count, labels).tolist(), usages.tolist(), None, tables, limit)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_bounding_and_branching_find_the_optimum(seed, monkeypatch):
+    monkeypatch.setattr("shardfn.search.branch.TOTAL", 0)  # nothing is small enough for elimination
+    monkeypatch.setattr("shardfn.search.solve._Run.solved", lambda *_: False)
+    problem = dense_problem(seed, whole=seed % 2 == 0)
+    found, best = solve(problem, effort=Effort(rounds=2)), enumerated(problem)
+    assert found.proved and found.cost == pytest.approx(best, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_bound_holds_when_stopped(seed):
+    problem = dense_problem(seed, whole=True)
+    best = enumerated(problem)
+    for effort in (Effort(1, 1, 0, 0), Effort(1, 5, 1, 1), Effort(3, 5, 2, 3)):
+        found = solve(problem, effort=effort)
+        assert found.bound <= best + 1e-9
+        assert not found.feasible or found.cost >= best
+
+
+def test_a_time_limit_answers_and_the_same_problem_gives_the_same_answer():
+    problem = dense_problem(3, whole=False)
+    assert math.isfinite(solve(problem, seconds=0.0).cost)
+    first, second = solve(problem), solve(problem)
+    assert first.choice == second.choice and first.bound == second.bound
+
+
+def test_contracting_keeps_the_optimum_and_followers_go():
+    same = np.where(np.eye(4), 0, NEVER)
+    problem = labelling([[3, 1, 2, 5]] * 5, tables=[((i, i + 1), same.ravel().tolist()) for i in range(4)])
+    core = contract(problem)
+    assert not core.costs and core.constant == 5
+    assert core.full({}).tolist() == [1] * 5
+
+
+def test_contracting_finds_that_nothing_is_possible():
+    table = [NEVER] * 4
+    found = solve(labelling([[0, 0], [0, 0]], tables=[((0, 1), table)]))
+    assert not found.feasible and found.proved and math.isinf(found.bound)
+
+
+def test_the_least_possible_usage_over_the_limit_is_infeasible():
+    found = solve(labelling([[0, 1], [0, 1]], [[5, 4], [5, 4]], [(0, 2), (1, 3)], limit=7))
+    assert not found.feasible and found.proved
+    assert solve(labelling([[0, 1], [0, 1]], [[5, 4], [5, 4]], [(0, 1), (1, 3)], limit=5)).cost == 0  # half-open
+
+
+def test_elimination_holds_nodes_rather_than_build_a_large_table():
+    rng = np.random.default_rng(0)
+    costs = [rng.random(4) for _ in range(12)]
+    tables = [{v: None for v in range(12) if v != u} for u in range(12)]
+    for u in range(12):
+        for v in range(u):
+            table = rng.random((4, 4))
+            tables[u][v], tables[v][u] = table, table.T
+    assert eliminate(costs, tables, 100) is None
+    current = [0] * 12
+
+    def total(labels):
+        pairs = sum(tables[u][v][labels[u], labels[v]] for u in range(12) for v in range(u))
+        return pairs + sum(cost[a] for cost, a in zip(costs, labels, strict=True))
+
+    found = eliminate(costs, tables, 100, current=current)
+    assert total(found) < total(current)
+    some = eliminate(costs, tables, 1e4, free=[2, 5], current=current)
+    assert [v for v in range(12) if some[v]] in ([], [2], [5], [2, 5])
+    every = ([a if v == 2 else b if v == 5 else 0 for v in range(12)] for a in range(4) for b in range(4))
+    assert total(some) == pytest.approx(min(map(total, every)))
+
+
+def ladder(length: int, labels: int, held: bool):
+    """Two rails and rungs, as two streams of a deep network: width 2."""
+    rng = np.random.default_rng(length)
+    tables = []
+    for i in range(length):
+        ends = [(2 * i, 2 * i + 1)] + [(2 * i + r, 2 * i + 2 + r) for r in (0, 1) if i + 1 < length]
+        tables += [(end, rng.integers(0, 100, labels * labels).tolist()) for end in ends]
+    costs = rng.integers(0, 100, (2 * length, labels)).tolist()
+    usages = rng.integers(0, 5, (2 * length, labels)).tolist() if held else None
+    return labelling(costs, usages, [(i // 2, i // 2 + 3) for i in range(2 * length)], tables, 10**6)
+
+
+def test_deep_networks_are_solved_exactly_and_fast():
+    for problem in (ladder(1000, 16, held=False), ladder(500, 16, held=True)):
+        begin = time.process_time()
+        found = solve(problem)
+        assert found.proved and found.feasible
+        assert time.process_time() - begin < 5  # measured: 0.5 s; the machine may be busy
+
+
+def test_busy_times_are_those_of_largest_sets():
+    problem = labelling([[0]] * 4, [[1]] * 4, [(0, 3), (1, 2), (2, 4), (5, 5)])
+    assert busy_times(problem).tolist() == [1, 2]
+    assert peak_of(problem, (0, 0, 0, 0)) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(costs=[[1, 2]], usages=[[1]]), "same number of labels"),
+        (dict(costs=[[1, 2]], usages=[[1, -1]]), "negative"),
+        (dict(costs=[[1, 2]], tables=[((0, 1), [1])]), "nodes that exist"),
+        (dict(costs=[[1, 2]], tables=[((0,), [1])]), "give 2"),
+        (dict(costs=[[1, math.nan]]), "not a number"),
+    ],
+)
+def test_a_malformed_problem_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        labelling(**arguments)
+
+
+EXAMPLE = {
+    "problem": {
+        "name": "tiny",
+        "nodes": {"intervals": [[0, 2], [1, 3], [3, 3]], "costs": [[5, 1], [7, 2], [0, 4]],
+                  "usages": [[1, 6], [1, 6], [9, 9]]},
+        "edges": {"nodes": [[0, 1], [2]], "costs": [[0, 3, 3, 0], [2, NEVER]]},
+        "usage_limit": 7,
+    }
+}  # fmt: skip
+
+
+def test_the_benchmark_reads_solves_and_checks_a_file(tmp_path, capsys):
+    file, out = tmp_path / "tiny.json.gz", tmp_path / "out.json"
+    file.write_bytes(gzip.compress(json.dumps(EXAMPLE).encode()))
+    assert iopddl.main([str(file), "--json", str(out)]) == 0
+    (row,) = json.loads(out.read_text())
+    assert (row["cost"], row["peak"], row["feasible"], row["proved"]) == (12, 7, True, True)
+    assert row["choice"] == [0, 1, 0] and row["bound"] == 12
+    assert iopddl.main([str(file), "--no-memory", "--json", str(out)]) == 0
+    (row,) = json.loads(out.read_text())
+    assert row["cost"] == 5 and row["choice"] == [1, 1, 0]
+    assert "tiny" in capsys.readouterr().out
+
+
+def test_the_benchmarks_own_check_agrees_with_the_problem():
+    for seed in range(20):
+        problem = random_problem(seed)
+        data = {
+            "nodes": {"intervals": problem.intervals.tolist(), "costs": [c.tolist() for c in problem.costs],
+                      "usages": [u.tolist() for u in problem.usages]},
+            "edges": {"nodes": [list(t.nodes) for t in problem.tables],
+                      "costs": [np.where(np.isinf(t.cost), 0, t.cost).ravel().tolist() for t in problem.tables]},
+        }  # fmt: skip
+        choice = [len(c) - 1 for c in problem.costs]
+        cost, peak = iopddl.check(data, choice)
+        assert peak == peak_of(problem, choice)
+        assert cost == cost_of(problem, choice) or math.isinf(cost_of(problem, choice))

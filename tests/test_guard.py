@@ -1,0 +1,95 @@
+"""Layouts in which XLA computes convolutions wrongly are mended, said, and nothing else is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardfn
+from shardfn.rebind import bind_one, rebound
+
+X = jax.random.normal(jax.random.key(0), (8, 8, 16, 16))
+K = jax.random.normal(jax.random.key(1), (8, 8, 3, 3))
+
+
+def conv(x, k):
+    return jax.lax.conv_general_dilated(x, k, (1, 1), "SAME")
+
+
+def loss(x, k):
+    return jnp.sin(conv(x, k)).sum()
+
+
+CASES = [
+    (((1, 1, 2, 1), (8, 1, 1, 1)), True),  # the kernel cut over an axis of the image, others unused
+    (((2, 1, 2, 1), (2, 2, 1, 1)), True),
+    (((1, 1, 4, 1), (1, 1, 1, 1)), True),  # half of the devices without a piece of the image
+    (((1, 1, 8, 1), (1, 1, 1, 1)), False),
+    (((2, 1, 4, 1), (1, 1, 1, 1)), False),
+    (((8, 1, 1, 1), (1, 1, 1, 1)), False),
+]
+
+
+@pytest.mark.parametrize(("strategy", "mended"), CASES)
+def test_convolutions_with_cut_images_are_right_in_value_and_gradient(strategy, mended):
+    sharded = shardfn.shard(conv, strategy)
+    np.testing.assert_allclose(sharded(X, K), conv(X, K), rtol=1e-3, atol=1e-3)
+    found = jax.grad(lambda x, k: jnp.sin(sharded(x, k)).sum(), argnums=(0, 1))(X, K)
+    for mine, theirs in zip(found, jax.grad(loss, argnums=(0, 1))(X, K), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-3)
+    said = [f for f in sharded.plan(X, K).findings if "made whole first" in f]
+    assert bool(said) == mended
+    if said:
+        assert "test_guard.py" in said[0]
+
+
+def test_a_step_with_its_gradient_inside_is_right_too():
+    step = jax.grad(lambda x, k, n: jnp.sin(conv(x, k) * n).sum(), argnums=1)
+    sharded = shardfn.shard(step, ((1, 1, 4, 1), None), static_argnums=2)
+    np.testing.assert_allclose(sharded(X, K, 2), step(X, K, 2), rtol=1e-3, atol=1e-3)
+
+
+def test_a_pointwise_convolution_is_left_alone():
+    kernel = K[:, :, :1, :1]
+    sharded = shardfn.shard(conv, ((1, 1, 4, 1), (1, 1, 1, 1)))
+    np.testing.assert_allclose(sharded(X, kernel), conv(X, kernel), rtol=1e-3, atol=1e-3)
+    assert not [f for f in sharded.plan(X, kernel).findings if "made whole" in f]
+
+
+def test_rebound_opens_loops_branches_jit_and_checkpoint():
+    def f(x):
+        def body(c, y):
+            return jax.jit(jnp.sin)(c) + y, c
+
+        c, ys = jax.lax.scan(body, x, jnp.arange(6.0).reshape(3, 2))
+        c = jax.lax.cond(c.sum() > 0, lambda c: jnp.sin(c), lambda c: -jnp.sin(c), c)
+        c = jax.checkpoint(lambda c: jnp.sin(c) * 2)(c)
+        return jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, jnp.sin(c[1])), (0, c))[1], ys
+
+    seen = []
+
+    def bind(eqn, inputs):
+        seen.append(eqn.primitive.name)
+        return bind_one(eqn, inputs)
+
+    x = jnp.array([0.3, 0.7])
+    again = rebound(f, frozenset({"sin"}), bind)
+    jax.tree.map(np.testing.assert_allclose, again(x), f(x))
+    assert len(seen) >= 5
+    total = lambda g: lambda x: g(x)[0].sum() + g(x)[1].sum()  # noqa: E731
+    forward = lambda x: jax.checkpoint(lambda c: jnp.sin(jnp.sin(c)))(x)  # noqa: E731
+    np.testing.assert_allclose(
+        jax.grad(lambda x: rebound(forward, frozenset({"sin"}), bind)(x).sum())(x),
+        jax.grad(lambda x: forward(x).sum())(x),
+    )
+    assert total(again)(x) == pytest.approx(float(total(f)(x)))
+
+
+def test_rebound_keeps_custom_derivatives():
+    @jax.custom_vjp
+    def twice(x):
+        return jnp.sin(x)
+
+    twice.defvjp(lambda x: (jnp.sin(x), None), lambda _, g: (7 * g,))
+    again = rebound(twice, frozenset({"cos"}), bind_one)
+    assert float(jax.grad(again)(0.5)) == 7.0

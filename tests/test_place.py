@@ -1,0 +1,176 @@
+"""Placement: what the design decides, case by case. tests/properties/test_place.py holds what is always so."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardfn
+from shardfn.errors import StrategyError
+from shardfn.place import place, primes
+from shardfn.strategy import Leaf
+
+
+def placed(devices, *arrays):
+    """Grid and layouts of arrays given as ("ab", (4, 2)): a letter for each dim's class; cuts None: open."""
+    number = {letter: i for i, letter in enumerate("abcdefgh")}
+    leaves = [Leaf(f"x{i}", f"argument {i} `x{i}`", (24,) * len(letters), "float32") for i, (letters, _) in enumerate(arrays)]  # fmt: skip
+    classes = [tuple(number[letter] for letter in letters) for letters, _ in arrays]
+    found = place(leaves, [cuts for _, cuts in arrays], classes, devices, problems := [])
+    return found, problems
+
+
+def spec_text(spec):
+    return "open" if spec is None else " ".join("+".join(dim) or "-" for dim in spec)
+
+
+# devices, arrays, sizes of the grid, the layout of each array: the axes of each dim, - for whole
+PLACEMENTS = {
+    "a lone array: its cuts, and the rest of the devices as the last axis": [
+        (8, [("ab", (4, 1))], (4, 2), ["a -"]),
+        (8, [("ab", (1, 4))], (4, 2), ["- a"]),
+        (8, [("ab", (2, 4))], (2, 4), ["a b"]),
+        (8, [("ab", (8, 1))], (8,), ["a -"]),
+        (8, [("abc", (2, 1, 2))], (2, 2, 2), ["a - b"]),
+        (8, [("ab", (1, 1))], (8,), ["- -"]),
+        (8, [("", ())], (8,), [""]),
+    ],
+    "MatMul: rows, the contracted dim, columns, in order of first appearance": [
+        (8, [("ab", (2, 1)), ("bc", (1, 4))], (2, 4), ["a -", "- b"]),
+        (8, [("ab", (2, 2)), ("bc", (2, 1))], (2, 2, 2), ["a b", "b -"]),
+        (8, [("ab", (2, 2)), ("bc", (2, 2))], (2, 2, 2), ["a b", "b c"]),
+        (8, [("ab", (1, 8)), ("bc", (8, 1))], (8,), ["- a", "a -"]),
+        (8, [("ab", (4, 1)), ("bc", (1, 2))], (4, 2), ["a -", "- b"]),
+        (8, [("ab", (1, 2)), ("bc", (2, 1))], (2, 4), ["- a", "a -"]),
+    ],
+    "one class, two cuts: the smaller takes the major part of the larger's axes": [
+        (8, [("a", (4,)), ("a", (2,))], (2, 2, 2), ["a+b", "a"]),
+        (8, [("a", (2,)), ("a", (4,))], (2, 2, 2), ["a", "a+b"]),
+        (8, [("a", (8,)), ("a", (4,)), ("a", (2,))], (2, 2, 2), ["a+b+c", "a+b", "a"]),
+        (12, [("a", (12,)), ("a", (3,))], (3, 4), ["a+b", "a"]),
+        (12, [("a", (6,)), ("a", (4,))], (2, 2, 3), ["a+c", "a+b"]),
+    ],
+    "a 1 says whole, and conflicts with nothing": [
+        (8, [("a", (8,)), ("a", (1,))], (8,), ["a", "-"]),
+        (8, [("ab", (8, 1)), ("bc", (1, 1)), ("ac", (1, 8))], (8,), ["a -", "- -", "- a"]),
+    ],
+    "what is open stays open": [
+        (8, [("ab", (2, 1)), ("bc", None)], (2, 4), ["a -", "open"]),
+        (8, [("ab", None), ("bc", None)], (8,), ["open", "open"]),
+    ],
+    "classes share axes only where the device count forces it": [
+        (8, [("ab", (8, 1)), ("bc", (1, 8))], (8,), ["a -", "- a"]),
+        (16, [("ab", (8, 1)), ("bc", (1, 8))], (4, 2, 2), ["a+b -", "- a+c"]),
+        (64, [("ab", (8, 1)), ("bc", (1, 8))], (8, 8), ["a -", "- b"]),
+        (8, [("ab", (4, 1)), ("bc", (1, 4))], (2, 2, 2), ["a+b -", "- a+c"]),
+    ],
+    "never on one array": [
+        (8, [("ab", (4, 2)), ("bc", (2, 4))], (4, 2), ["a b", "b a"]),
+    ],
+    "a class twice on one array (x @ x.T) gets an axis for each": [
+        (4, [("aa", (2, 2))], (2, 2), ["a b"]),
+        (8, [("aa", (2, 4))], (2, 4), ["a b"]),
+    ],
+    "any device count": [
+        (1, [("ab", (4, 2)), ("bc", None)], (), ["- -", "open"]),
+        (6, [("ab", (2, 3))], (2, 3), ["a b"]),
+        (6, [("ab", (3, 1))], (3, 2), ["a -"]),
+        (12, [("ab", (4, 3))], (4, 3), ["a b"]),
+        (12, [("ab", (6, 1)), ("bc", (1, 2))], (6, 2), ["a -", "- b"]),
+        (24, [("ab", (4, 3)), ("bc", (3, 2))], (4, 3, 2), ["a b", "b c"]),
+        (24, [("ab", (2, 1)), ("bc", (1, 3))], (2, 3, 4), ["a -", "- b"]),
+        (30, [("abc", (2, 3, 5))], (2, 3, 5), ["a b c"]),
+        (7, [("a", (7,))], (7,), ["a"]),
+        (4096, [("ab", (64, 1)), ("bc", (1, 64))], (64, 64), ["a -", "- b"]),
+    ],
+}
+ROWS = [pytest.param(*row, id=f"{title}-{row[1]}-{row[0]}") for title, rows in PLACEMENTS.items() for row in rows]
+
+
+@pytest.mark.parametrize(("devices", "arrays", "sizes", "layouts"), ROWS)
+def test_placement(devices, arrays, sizes, layouts):
+    found, problems = placed(devices, *arrays)
+    assert not problems
+    assert (tuple(size for _, size in found.axes), [spec_text(s) for s in found.specs]) == (sizes, layouts)
+    assert [name for name, _ in found.axes] == [chr(ord("a") + i) for i in range(len(sizes))]
+    assert found.order is None
+    if devices > 1:
+        assert math.prod(sizes) == devices
+        for (_, cuts), spec in zip(arrays, found.specs, strict=True):
+            if cuts is not None:
+                assert tuple(math.prod(dict(found.axes)[a] for a in dim) for dim in spec) == cuts
+
+
+@pytest.mark.parametrize(
+    ("devices", "arrays", "blamed"),
+    [
+        (4, [("ab", (2, 2)), ("bc", (2, 2)), ("ac", (2, 2))], (0, 2)),
+        (8, [("ab", (4, 2)), ("bc", (2, 4)), ("ac", (4, 2))], (0, 2)),
+        (4, [("d", (2,)), ("ab", (2, 2)), ("bc", (2, 2)), ("ac", (2, 2)), ("e", (4,))], (1, 3)),
+        (6, [("ab", (2, 3)), ("ac", (3, 2)), ("bc", (2, 3))], None),
+    ],
+)
+def test_what_cannot_stand_together_names_two_arrays(devices, arrays, blamed):
+    found, problems = placed(devices, *arrays)
+    if blamed is None:
+        assert not problems
+        return
+    assert set(found.specs) == {None}
+    (problem,) = problems
+    assert all(f"argument {i} `x{i}`" in problem.what for i in blamed)
+    assert f"{devices} devices" in problem.what
+    first, second = blamed
+    assert not placed(devices, *(a for i, a in enumerate(arrays) if i != second))[1], "the fix: leave the second open"
+
+
+@pytest.mark.parametrize(("n", "factors"), [(1, []), (2, [2]), (24, [2, 2, 2, 3]), (97, [97]), (4096, [2] * 12)])
+def test_primes(n, factors):
+    assert primes(n) == factors
+
+
+# ---- on real functions, where Shardy says which dims are one
+
+
+def shapes(*given):
+    return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in given]
+
+
+def split(x, w):
+    """Heads: (batch, 4 * 8) to (batch, 4, 8)."""
+    return (x @ w).reshape(x.shape[0], 4, 8).sum(-1)
+
+
+# function, shapes, cuts, device matrix, tensor maps of arguments and result (MindSpore's notation)
+FUNCTIONS = [
+    (lambda x: x + 1, [(8, 16)], [(4, 1)], (4, 2), [(1, -1), (1, -1)]),
+    (jnp.matmul, [(8, 16), (16, 4)], [(2, 1), (1, 4)], (2, 4), [(1, -1), (-1, 0), (1, 0)]),
+    (jnp.matmul, [(8, 16), (16, 4)], [(2, 2), (2, 1)], (2, 2, 2), [(2, 1), (1, -1), (2, -1)]),
+    (lambda x, w: x @ w.T, [(8, 16), (4, 16)], [(2, 2), (2, 2)], (2, 2, 2), [(2, 1), (0, 1), (2, 0)]),
+    (lambda x, y: x + y, [(8, 16), (8, 16)], [(4, 1), (1, 2)], (4, 2), [(1, -1), (-1, 0), (1, 0)]),
+    (lambda x, y: x + y, [(8, 16), (16,)], [(4, 2), (2,)], (4, 2), [(1, 0), (0,), (1, 0)]),
+    (lambda x, y: x + y.T, [(8, 16), (16, 8)], [(4, 1), (2, 1)], (4, 2), [(1, -1), (0, -1), (1, 0)]),
+    (split, [(8, 16), (16, 32)], [(2, 1), (1, 4)], (2, 4), [(1, -1), (-1, 0), (1, 0)]),
+    (lambda x: jnp.einsum("bhqd,bhkd->bhqk", x, x), [(4, 2, 8, 8)], [(4, 2, 1, 1)], (4, 2),
+     [(1, 0, -1, -1), (1, 0, -1, -1)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "arguments", "cuts", "matrix", "maps"), FUNCTIONS)
+def test_the_device_matrix_of_a_function(function, arguments, cuts, matrix, maps):
+    made = shardfn.plan(function, *shapes(*arguments), in_strategy=tuple(cuts), device="cpu:8")
+    assert made.device_matrix == matrix
+    paths = [d.path for d in (*made.inputs, *made.outputs)]
+    assert [made.layout(path).tensor_map for path in paths] == maps
+    assert tuple(d.cuts for d in made.inputs) == tuple(cuts)
+
+
+@pytest.mark.parametrize(
+    ("function", "cuts", "out"),
+    [(jnp.matmul, ((4, 2), (2, 4)), (4, 2)), (lambda x, w: x @ w + 1, ((4, 2), (2, 4)), (4, 2))],
+)
+def test_a_clash_with_the_result_is_an_error(function, cuts, out):
+    with pytest.raises(StrategyError, match=r"argument 0 `.*` and the output are cut"):
+        shardfn.plan(function, *shapes((8, 16), (16, 8)), in_strategy=cuts, out_strategy=(out,), device="cpu:8")
+    made = shardfn.plan(function, *shapes((8, 16), (16, 8)), in_strategy=cuts, out_strategy=(out,), device="cpu:16")
+    assert made.outputs[0].cuts == out
