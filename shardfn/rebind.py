@@ -39,11 +39,8 @@ def rebound(
 
 def bind_one(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     """The outputs of an equation as it stands."""
-    fresh = eqn.replace(invars=[v for v in eqn.invars])
-    reads = [v for v in dict.fromkeys(v for v in fresh.invars if not isinstance(v, core.Literal))]
-    values = {v: x for v, x in zip(eqn.invars, inputs, strict=True) if not isinstance(v, core.Literal)}
-    jaxpr = core.Jaxpr(constvars=[], invars=reads, outvars=eqn.outvars, eqns=[fresh], effects=eqn.effects)
-    return list(core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, []))(*(values[v] for v in reads)))
+    out = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], wanted: frozenset[str], bind: Bind) -> list[Any]:

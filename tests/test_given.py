@@ -42,7 +42,7 @@ DRAWN = {
     "Layout and PartitionSpec": ((GRID("dp", "mp"), P("mp")), None, [("dp",), ("mp",)], [("mp",), ()]),
     "PartitionSpecs and a mesh": ((P("dp"), P(None, "mp")), MESH, [("dp",), ()], [(), ("mp",)]),
     "an empty PartitionSpec": ((P(), P("mp")), MESH, [(), ()], [("mp",), ()]),
-    "NamedShardings": ((named(P("mp")), named(P(None, ("dp", "mp")[0]))), None, [("mp",), ()], [(), ("dp",)]),
+    "NamedShardings": ((named(P("mp")), named(P(None, "dp"))), None, [("mp",), ()], [(), ("dp",)]),
     "NamedSharding and PartitionSpec": ((named(P("dp")), P("mp")), None, [("dp",), ()], [("mp",), ()]),
     "NamedSharding and its mesh": ((named(P("dp")), AUTO), MESH, [("dp",), ()], None),
     "explicit axes": ((named(P("dp"), EXPLICIT), AUTO), None, [("dp",), ()], None),

@@ -84,6 +84,12 @@ def resolve(device: Any, *, count: int | None = None, default: str | None = None
     32
     """
     if isinstance(device, Mesh):
+        if count == 1:
+            return _real((device.devices.flat[0],), None)
+        if count not in (None, device.size):
+            fail(DeviceError, f"{count} devices are wanted, but the mesh has {device.size}",
+                 where=f"device_num = {count}, device = {_short(device)}", why="a mesh is used whole",
+                 fix=f"set_auto_parallel_context(device_num={device.size}), or pass a mesh of {count} devices")  # fmt: skip
         return _real(tuple(device.devices.flat), device)
     if (isinstance(device, Sequence) and not isinstance(device, str)) or isinstance(device, np.ndarray):
         devices = tuple(np.asarray(device, dtype=object).flat)
@@ -93,7 +99,7 @@ def resolve(device: Any, *, count: int | None = None, default: str | None = None
             fail(DeviceError, what, where=f"device = {_short(device)}",
                  why="a sequence there lists the devices to use, in the order of their ranks",
                  fix="pass jax.devices() or a part of it, a mesh, or a name")  # fmt: skip
-        return _real(devices[:count], None)
+        return _real(_take(devices, count, is_list=True), None)
     if device is not None and not isinstance(device, str):
         raise DeviceTypeError(
             Problem(
@@ -105,7 +111,7 @@ def resolve(device: Any, *, count: int | None = None, default: str | None = None
             )
         )
     if device is None:
-        return _platform(default, count) if default else _real(_take(jax.devices(), count, None), None)
+        return _platform(default, count) if default else _real(_take(jax.devices(), count), None)
     if ":" in device:
         return _target(device)
     return _platform(device, count)
@@ -146,16 +152,19 @@ def _platform(name: str, count: int | None) -> Hardware:
         fail(DeviceError, f"device {name!r} is not here" if known else f"device {name!r} is unknown",
              where=f"device = {name!r}", why=reason if known else "the names are CPU, GPU and TPU, in any case",
              fix=fix if known or not close else f"did you mean {close[0].upper()!r}?")  # fmt: skip
-    return _real(_take(devices, count, name), None)
+    return _real(_take(devices, count), None)
 
 
-def _take(devices: Sequence[Any], count: int | None, name: str | None) -> tuple[Any, ...]:
+def _take(devices: Sequence[Any], count: int | None, is_list: bool = False) -> tuple[Any, ...]:
     if count is not None and count > len(devices):
         platform = devices[0].platform
         fix = f'set_auto_parallel_context(device_num={len(devices)}), or plan for a target: "{platform}:{count}"'
         if platform == "cpu":
             fix = f'jax.config.update("jax_num_cpu_devices", {count}) before JAX starts; or {fix}'
-        fail(DeviceError, f"{count} devices are wanted, but {len(devices)} {platform} devices are here",
+        if is_list:
+            fix = f"list {count} devices, or set_auto_parallel_context(device_num={len(devices)})"
+        there = "are listed" if is_list else f"{platform} devices are here"
+        fail(DeviceError, f"{count} devices are wanted, but {len(devices)} {there}",
              where=f"device_num = {count}", why="device_num is how many of the devices are used", fix=fix)  # fmt: skip
     return tuple(devices[:count])
 

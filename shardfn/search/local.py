@@ -52,17 +52,21 @@ class Local:
             self.best, self.cost = list(labels), cost
         return True
 
-    def priced(self, multipliers: Array) -> list[Array]:
+    def priced(self, multipliers: Array, free: Sequence[int] | None) -> list[Array]:
+        """The costs with memory priced, where nodes are free."""
         if not multipliers.any():
             return self.costs
         price = self.memory.price(multipliers)
         first = self.memory.first
-        return [own + price[first[v]:first[v + 1]] for v, own in enumerate(self.costs)]  # fmt: skip
+        costs = list(self.costs)
+        for v in range(len(costs)) if free is None else free:
+            costs[v] = costs[v] + price[first[v]:first[v + 1]]  # fmt: skip
+        return costs
 
     def solve(self, current: Sequence[int], multipliers: Array, entries: float,
               free: Sequence[int] | None = None) -> list[int]:  # fmt: skip
         rank = self.random.permutation(len(self.costs)).tolist()
-        found = eliminate(self.priced(multipliers), self.tables, entries, free=free, current=current, rank=rank)
+        found = eliminate(self.priced(multipliers, free), self.tables, entries, free=free, current=current, rank=rank)
         assert found is not None
         return found
 
@@ -85,12 +89,24 @@ class Local:
             labels = self.solve(labels, multipliers, entries, free)
         return self.offer(labels)
 
+    def seed(self) -> int:
+        """A node: any, or in two of three cases one where the best labelling pays much."""
+        if self.best is None or self.visits % 3 == 0:
+            return int(self.random.integers(len(self.costs)))
+        at = np.array(self.best)
+        u, v = self.ends.T
+        between = np.abs(self.entries[self.start + at[u] * self.width + at[v]])
+        paid = np.abs(self.own[self.memory.first[:-1] + at]) + 1e-300
+        paid += np.bincount(u, between, len(paid)) + np.bincount(v, between, len(paid))
+        total = np.cumsum(paid)
+        return min(int(np.searchsorted(total, self.random.random() * total[-1])), len(paid) - 1)
+
     def ball(self, size: int) -> list[int] | None:
         """Nodes around a random one, all of them for 0."""
         count = len(self.costs)
         if not size or size >= count:
             return None
-        seen = {int(self.random.integers(count)): None}
+        seen = {self.seed(): None}
         queue = list(seen)
         while queue and len(seen) < size:
             at = int(self.random.integers(len(queue)))

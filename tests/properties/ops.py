@@ -5,7 +5,7 @@ of the sums, so that an op that decides (sort, argmax, a comparison) decides the
 knows the largest magnitude it can have; one that is not exact any more is rounded before such an op.
 
 Left out is what ends the process inside XLA's partitioner (JAX 0.10 to 0.12), with hand-written shardings too: an fft
-along a dim in small pieces, and a pad that is negative at the start and has holes inside.
+along a dim in small pieces, a pad that is negative at the start and has holes inside, a convolution in groups.
 """
 
 from __future__ import annotations
@@ -330,12 +330,10 @@ def draw_einsum(b: Builder) -> Drawn:
     return einsum, [x, y], {"spec": f"{mine},{theirs}->{kept}"}, x.most * y.most * summed
 
 
-def conv(x, w, *, strides, padding, groups):
+def conv(x, w, *, strides, padding):
     letters = "NHWC"[:1] + "HW"[: x.ndim - 2] + "C"
     kernel = "HW"[: x.ndim - 2] + "IO"
-    return lax.conv_general_dilated(
-        x, w, strides, padding, dimension_numbers=(letters, kernel, letters), feature_group_count=groups
-    )
+    return lax.conv_general_dilated(x, w, strides, padding, dimension_numbers=(letters, kernel, letters))
 
 
 @drawn
@@ -344,11 +342,9 @@ def draw_conv(b: Builder) -> Drawn:
     channels = x.shape[-1]
     space = x.shape[1:-1]
     window = tuple(b.ints(1, min(3, n)) for n in space)
-    groups = b.one(g for g in (1, 1, 2, 3) if channels % g == 0)
-    out = groups * b.one((1, 2, 4))
-    w = b.other((*window, channels // groups, out))
-    params = {"strides": tuple(b.ints(1, 2) for _ in space), "padding": b.one(("SAME", "VALID")), "groups": groups}
-    return conv, [x, w], params, x.most * w.most * math.prod(window) * channels // groups
+    w = b.other((*window, channels, b.size()))
+    params = {"strides": tuple(b.ints(1, 2) for _ in space), "padding": b.one(("SAME", "VALID"))}
+    return conv, [x, w], params, x.most * w.most * math.prod(window) * channels
 
 
 # Reductions and what runs along a dim

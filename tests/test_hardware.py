@@ -1,0 +1,125 @@
+"""Devices and targets. The texts of what is refused are in golden/bad_input.txt."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import shardfn
+from shardfn.cost.hardware import CHIPS, resolve
+from shardfn.errors import DeviceError
+
+DEVICES = jax.devices()
+MESH = Mesh(np.array(DEVICES[:6]).reshape(2, 3), ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "expected"),
+    [
+        (None, None, DEVICES),
+        (None, 4, DEVICES[:4]),
+        ("cpu", None, DEVICES),
+        ("CPU", 2, DEVICES[:2]),
+        (" Cpu ", None, DEVICES),
+        (DEVICES[2:5], None, DEVICES[2:5]),
+        (tuple(DEVICES[::-1]), 3, DEVICES[:4:-1]),
+        (np.array(DEVICES), None, DEVICES),
+        (MESH, None, DEVICES[:6]),
+        (MESH, 6, DEVICES[:6]),
+        (MESH, 1, DEVICES[:1]),
+        ([DEVICES[3]], None, [DEVICES[3]]),
+    ],
+    ids=str,
+)
+def test_devices_that_are_here(device, count, expected):
+    found = resolve(device, count=count)
+    assert (list(found.devices), found.count, found.platform, found.is_here) == (expected, len(expected), "cpu", True)
+    assert found.chip is CHIPS["cpu"]
+    assert found.mesh is (device if isinstance(device, Mesh) and count != 1 else None)
+
+
+@pytest.mark.parametrize(
+    ("target", "chip", "platform", "count"),
+    [
+        ("tpu-v5e:16x16", "tpu-v5e", "tpu", 256),
+        ("TPU-V5P:4x4x4", "tpu-v5p", "tpu", 64),
+        ("h200:64", "h200", "cuda", 64),
+        ("a100:1", "a100", "cuda", 1),
+        (" cpu:4096 ", "cpu", "cpu", 4096),
+    ],
+)
+def test_targets_are_planned_for_and_not_here(target, chip, platform, count):
+    found = resolve(target)
+    assert (found.chip.name, found.platform, found.count, found.is_here) == (chip, platform, count, False)
+    assert found.name == target.strip().lower()
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.name)
+def test_every_chip_says_where_its_figures_are_from(chip):
+    assert chip.source
+    figures = (chip.flops, chip.memory_bytes_s, chip.memory_bytes, chip.link_bytes_s, chip.latency_s)
+    assert all(f > 0 and math.isfinite(f) for f in figures)
+    assert chip.latency_s < 1e-3 < 1e9 < chip.link_bytes_s < chip.flops
+
+
+@pytest.mark.parametrize(
+    "device",
+    ["", "xpu", "gpu", "TPU", "Ascend", "tpu-v5e", "tpu-v5e:", "tpu-v5e:0", "tpu-v5e:4x", "tpu:8", ":8", "cpu:-1", 3,
+     True, {}, [], [3], ["cpu"], DEVICES[0]],
+    ids=str,
+)  # fmt: skip
+def test_what_is_no_device_is_refused_with_a_fix(device):
+    with pytest.raises(DeviceError) as caught:
+        resolve(device)
+    assert all(p.where and p.why and p.fix for p in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "text"),
+    [
+        (None, 9, "9 devices are wanted, but 8 cpu"),
+        ("cpu", 9, "9 devices are wanted, but 8 cpu"),
+        (DEVICES[:4], 8, "8 devices are wanted, but 4 are listed"),
+        (MESH, 4, "4 devices are wanted, but the mesh has 6"),
+    ],
+    ids=str,
+)
+def test_another_number_than_there_are(device, count, text):
+    with pytest.raises(DeviceError, match=text):
+        resolve(device, count=count)
+
+
+def double(x):
+    return 2 * x
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 8])
+def test_any_number_of_devices_runs(count):
+    x = np.arange(count * 4, dtype=np.float32).reshape(count * 2, 2)
+    result = shardfn.shard(double, ((count, 1),), device=DEVICES[8 - count :])(x)
+    np.testing.assert_array_equal(result, 2 * x)
+    assert result.sharding.device_set == set(DEVICES[8 - count :])
+    assert result.sharding.shard_shape(x.shape) == (2, 2)
+
+
+@pytest.mark.parametrize("target", ["cpu:1", "cpu:12", "tpu-v5e:4x8", "h100:24", "tpu-v6e:16x16", "cpu:4096"])
+def test_a_plan_needs_no_devices(target):
+    count = resolve(target).count
+    plan = shardfn.plan(double, jax.ShapeDtypeStruct((8192 * 3, 4), np.float32), in_strategy=((count, 1),), device=target)
+    assert plan.inputs[0].cuts == (count, 1) and plan.hardware.name == target
+    assert plan.inputs[0].local_bytes == 8192 * 3 * 4 * 4 // count
+
+
+def test_a_plan_for_a_target_is_moved_to_devices_of_its_number():
+    plan = shardfn.plan(double, np.zeros((8, 2), np.float32), in_strategy=((4, 1),), device="tpu-v5e:2x2")
+    here = plan.with_devices(DEVICES[:4])
+    assert here.sharding("x").device_set == set(DEVICES[:4])
+    with pytest.raises(DeviceError, match="4 devices, not 8"):
+        plan.with_devices(DEVICES)
+
+
+def test_a_target_is_lowered_for_its_own_platform():
+    lowered = shardfn.shard(double, ((4, 1),), device="tpu-v5e:2x2").lower(np.zeros((8, 2), np.float32))
+    assert '"a"=4' in lowered.as_text() or "sdy.mesh" in lowered.as_text()
