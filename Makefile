@@ -48,7 +48,7 @@ docs: $(VENV)/.has-docs  ## the documentation, in docs/_build/html
 	$(DEVICES) $(PY) -m sphinx -W --keep-going -b html docs docs/_build/html
 
 notebooks: $(VENV)/.has-test  ## run every notebook of examples/
-	$(DEVICES) $(PY) -m pytest --nbmake $(or $(sort $(wildcard examples/*.ipynb)),$(error examples/ has no notebooks))
+	$(DEVICES) $(PY) -m pytest --nbmake $(or $(sort $(wildcard examples/notebooks/*.ipynb)),$(error examples/ has no notebooks))
 
 clean:  ## remove the virtual environment and everything built
 	rm -rf $(VENV) build dist docs/_build .pytest_cache .ruff_cache .hypothesis

@@ -73,7 +73,7 @@ def shard(
 
 
 def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
-    """Plan a call without running it; `args` may be `jax.ShapeDtypeStruct`s, and no device is needed.
+    """Plan a call without running it; `args` may be shapes (`jax.ShapeDtypeStruct`), and no device is needed.
 
     Keyword arguments that `shard` knows are options, the others go to `fn`.
 

@@ -16,7 +16,7 @@ import operator
 import sys
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax import tree_util
@@ -200,6 +200,12 @@ def _is_container(value: Any) -> bool:
     return _is_cell(value) or isinstance(value, list | tuple | dict) or not tree_util.all_leaves([value])
 
 
+def _numbered(value: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """The items of a list or tuple with their keys: numbers, or the names of a named tuple."""
+    for i, child in enumerate(value):
+        yield tree_util.GetAttrKey(value._fields[i]) if hasattr(value, "_fields") else tree_util.SequenceKey(i), child  # type: ignore[attr-defined]
+
+
 def _walk(value: Any, path: str, found: State, seen: set[int]) -> None:
     """The arrays of a nest; a Cell that stands at several places (tied weights, a parent) is met at the first."""
     if _is_cell(value):
@@ -209,8 +215,8 @@ def _walk(value: Any, path: str, found: State, seen: set[int]) -> None:
         for key, child in vars(value).items():
             _walk(child, join(path, (tree_util.GetAttrKey(key),)), found, seen)
     elif isinstance(value, list | tuple):
-        for i, child in enumerate(value):
-            _walk(child, join(path, (tree_util.SequenceKey(i),)), found, seen)
+        for key, child in _numbered(value):
+            _walk(child, join(path, (key,)), found, seen)
     elif isinstance(value, dict):
         for key, child in value.items():
             _walk(child, join(path, (tree_util.DictKey(key),)), found, seen)
@@ -238,7 +244,7 @@ def _replace(value: Any, path: str, state: State, made: dict[int, Any] | None = 
                 new.__dict__[key] = _replace(child, join(path, (tree_util.GetAttrKey(key),)), state, made)
         return new
     if isinstance(value, list | tuple):
-        items = [_replace(c, join(path, (tree_util.SequenceKey(i),)), state, made) for i, c in enumerate(value)]
+        items = [_replace(c, join(path, (key,)), state, made) for key, c in _numbered(value)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
         new = copy.copy(value)
@@ -305,7 +311,7 @@ def _cell_write(owner: Any, state: State) -> None:
                     value.__dict__[key] = put(child, join(path, (tree_util.GetAttrKey(key),)))
             return value
         if isinstance(value, list | tuple):
-            items = [put(c, join(path, (tree_util.SequenceKey(i),))) for i, c in enumerate(value)]
+            items = [put(c, join(path, (key,))) for key, c in _numbered(value)]
             if all(map(operator.is_, items, value)):
                 return value
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

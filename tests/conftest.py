@@ -3,6 +3,7 @@
 import os
 import pathlib
 
+import jax
 import pytest
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -22,3 +23,15 @@ def golden():
         assert text == path.read_text(encoding="utf-8")
 
     return check
+
+
+@pytest.fixture
+def as_user_code(monkeypatch):
+    """For code that asks for its eight CPU devices itself: they are here already, and JAX refuses to be asked again."""
+    update = jax.config.update
+
+    def unless_devices(name, value):
+        if name not in ("jax_num_cpu_devices", "jax_platforms"):
+            update(name, value)
+
+    monkeypatch.setattr(jax.config, "update", unless_devices)

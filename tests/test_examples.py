@@ -28,7 +28,7 @@ def test_all_are_here():
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.stem)
-def test_script(path, capsys):
+def test_script(path, as_user_code, capsys):
     runpy.run_path(str(path), run_name="__main__")  # in this process: it saves starting JAX again
     assert capsys.readouterr().out
 

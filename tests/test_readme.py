@@ -44,7 +44,7 @@ def test_the_first_example_prints_its_report(tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_every_python_block_runs(page, tmp_path, monkeypatch, capsys):
+def test_every_python_block_runs(page, tmp_path, monkeypatch, as_user_code, capsys):
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__main__"}
     for number, code in enumerate(blocks(page, "python")):

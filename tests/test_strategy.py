@@ -74,7 +74,7 @@ def entries(value, entry):
         (jax.ShapeDtypeStruct((4, 0), jnp.uint8), ((4, 0), "uint8")),
         ("text", None),
         (None, None),
-        (object(), None),
+        pytest.param(object(), None, id="object"),
         (len, None),
         (np.array([None]), None),
         (np.array(["a"]), None),

@@ -13,7 +13,7 @@ from shardfn.search.memory import Memory
 
 BALLS = (40, 120, 400) * 4 + (0,)  # nodes freed, 0: all
 ENTRIES = (1e4, 1e5)  # of the largest table of an exact solution
-SCALES = (1.0, 0.5, 0.0, 2.0)  # of the prices of memory
+SCALES = (1.0, 2.0, 4.0, 0.5)  # of the prices of memory
 
 
 class Local:
@@ -100,6 +100,16 @@ class Local:
         paid += np.bincount(u, between, len(paid)) + np.bincount(v, between, len(paid))
         total = np.cumsum(paid)
         return min(int(np.searchsorted(total, self.random.random() * total[-1])), len(paid) - 1)
+
+    def again(self, labels: list[int], multipliers: Array, rounds: int, deadline: float = np.inf) -> None:
+        """Start from other labels, and keep what they lead to if it is better than what is there."""
+        best, cost = self.best, self.cost
+        self.best, self.cost = None, np.inf
+        labels = self.solve(labels, multipliers, ENTRIES[0])
+        if self.fit(labels, multipliers, 5, deadline=deadline):
+            self.improve(multipliers, rounds, deadline)
+        if not self.cost < cost:
+            self.best, self.cost = best, cost
 
     def ball(self, size: int) -> list[int] | None:
         """Nodes around a random one, all of them for 0."""

@@ -161,7 +161,7 @@ class _Run:
             local.fit(last, ascent.best, 12, deadline=self.deadline)
         if not self.over() and number % self.pause == 0:
             before = local.cost
-            local.fit(local.solve(last, ascent.best, 1e4), ascent.best, 3, deadline=self.deadline)
+            local.again(last, ascent.best, 0 if number < 2 else self.visits, self.deadline)
             self.pause = 1 if local.cost < before else min(self.pause + 1, 4)
         if number >= 2:  # a small problem is often done before
             saved = local.improve(ascent.best, self.visits, self.deadline)
