@@ -67,13 +67,18 @@ def make_plan(
         Question(
             tuple(leaf.path for leaf in inputs),
             tuple(leaf.shape for leaf in inputs),
-            tuple(_bytes(graph, v) for v in traced.inputs),
             tuple(classes.of[v][: len(leaf.shape)] for v, leaf in zip(traced.inputs, inputs, strict=True)),
+            _weights(graph, classes),
             grid,
             in_specs if hardware.count > 1 else tuple(((),) * len(leaf.shape) for leaf in inputs),
             hardware.count,
             level,
             lambda axes, specs: price(flow_of(axes, specs), hardware.chip),
+            graph,
+            hardware.chip,
+            traced.inputs,
+            {v: _padded(s, graph, v) or () for v, s in zip(traced.outputs, out_specs, strict=True) if s is not None},
+            {traced.outputs[i]: traced.inputs[j] for i, j in same_as.items() if out_specs[i] is None},
         )
     )
     flow = flow_of(answer.axes, answer.specs)
@@ -108,6 +113,14 @@ def _padded(spec: Spec | None, graph: Graph, value: int) -> Spec | None:
 
 def _bytes(graph: Graph, value: int) -> int:
     return math.prod(graph.values[value].shape) * dtype_bits(graph.values[value].dtype) // 8
+
+
+def _weights(graph: Graph, classes: Classes) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for value, of in enumerate(classes.of):
+        for class_ in set(of):
+            found[class_] = found.get(class_, 0) + _bytes(graph, value)
+    return found
 
 
 def _decision(

@@ -16,30 +16,22 @@ from shardfn import demo
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="module")
-def printed():
+def test_the_demo():
     keep = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS", "JAX_PLATFORMS")}
     done = subprocess.run([sys.executable, "-m", "shardfn", "demo"], cwd=ROOT, env=keep, capture_output=True, text=True,
                           timeout=240)  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
-    return done.stdout
+    printed = done.stdout
+    assert done.returncode == 0, printed[-2000:] + done.stderr
+    assert printed.startswith(f"shardfn on 8 cpu devices, jax {jax.__version__}\n"), "it finds them by itself"
+    assert "Both runs equal their unsharded twins" in printed
 
-
-def test_it_finds_eight_devices_by_itself(printed):
-    assert printed.startswith(f"shardfn on 8 cpu devices, jax {jax.__version__}\n")
-
-
-def test_losses_stand_side_by_side_and_fall(printed):
     rows = re.findall(r"^ *(\d+) +(\d\.\d+) +(\d\.\d+) +\S+$", printed, re.M)
     assert [int(step) for step, *_ in rows] == [*range(demo.STEPS)] * len(demo.RUNS)
     for i in range(0, len(rows), demo.STEPS):
         plain, sharded = ([float(row[k]) for row in rows[i : i + demo.STEPS]] for k in (1, 2))
         assert sharded == pytest.approx(plain, rel=demo.TOLERANCE)
         assert plain == sorted(plain, reverse=True)
-    assert "Both runs equal their unsharded twins" in printed
 
-
-def test_it_ends_with_the_reports(printed):
     assert re.search(r"^BasicBlock: on 8 x cpu, 8 devices, grid a=8$", printed, re.M)
     assert re.search(r"^train_step: on 8 x cpu, 8 devices, grid a=4 x b=2$", printed, re.M)
     assert re.search(r"^all-reduce .* demo\.py:\d+", printed, re.M), "collectives carry the program's own line"

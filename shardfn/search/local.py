@@ -12,8 +12,10 @@ from shardfn.search.labelling import Array
 from shardfn.search.memory import Memory
 
 BALLS = (40, 120, 400) * 4 + (0,)  # nodes freed, 0: all
-ENTRIES = (1e4, 1e5)  # of the largest table of an exact solution
-SCALES = (1.0, 2.0, 4.0, 0.5)  # of the prices of memory
+ENTRIES = (1e4, 1e5)  # of the largest table of an exact solution, and where there are few nodes:
+ENTRIES_FEW = (1e5, 1e6)
+FEW = 1000
+SCALES = (1.0, 2.0, 4.0, 0.5, 0.0)  # of the prices of memory
 
 
 class Local:
@@ -31,6 +33,7 @@ class Local:
         self.best: list[int] | None = None
         self.cost = np.inf
         self.visits = 0
+        self.sizes = ENTRIES_FEW if len(self.costs) < FEW else ENTRIES
         self.unit = float(max(1.0, np.abs(memory.limit).max(initial=0.0)))
 
     def cost_of(self, labels: Sequence[int]) -> float:
@@ -105,7 +108,7 @@ class Local:
         """Start from other labels, and keep what they lead to if it is better than what is there."""
         best, cost = self.best, self.cost
         self.best, self.cost = None, np.inf
-        labels = self.solve(labels, multipliers, ENTRIES[0])
+        labels = self.solve(labels, multipliers, self.sizes[0])
         if self.fit(labels, multipliers, 5, deadline=deadline):
             self.improve(multipliers, rounds, deadline)
         if not self.cost < cost:
@@ -137,7 +140,7 @@ class Local:
             free = self.ball(BALLS[self.visits % len(BALLS)])
             scale = SCALES[int(self.random.integers(len(SCALES)))]
             prices = multipliers * scale
-            entries = ENTRIES[int(self.random.integers(len(ENTRIES)))]
+            entries = self.sizes[int(self.random.integers(len(self.sizes)))]
             labels = self.solve(self.best, prices, entries, free)
             if labels != self.best:
                 self.fit(labels, prices, 1 if free is None else 3, entries, free, deadline)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from shardfn.cost.hardware import Chip
 from shardfn.cost.price import Price
-from shardfn.graph.model import Spec
+from shardfn.graph.model import Graph, Spec
 
 Axes = tuple[tuple[str, int], ...]
 
@@ -20,13 +21,22 @@ class Problem:
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    bytes: tuple[int, ...]
     classes: tuple[tuple[int, ...], ...]
+    weights: Mapping[int, int]
+    """Bytes of all values of the program that have a dim of a class."""
     axes: Axes
     specs: tuple[Spec | None, ...]
     devices: int
     level: int
     price: Callable[[Axes, tuple[Spec, ...]], Price]
+    graph: Graph
+    chip: Chip
+    inputs: tuple[int, ...]
+    """The arguments' values in `graph`."""
+    results: Mapping[int, Spec]
+    """Layouts that were given for results, by value."""
+    same_as: Mapping[int, int]
+    """Results, by value, that take the layout of an argument's value."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -64,17 +64,19 @@ def _dividing(axes: tuple[str, ...], sizes: dict[str, int], size: int) -> tuple[
 
 def one_class(problem: Problem) -> Answer:
     """Cut one dim class over as many devices as divide it; the cheapest at the level wins, ties go to the first."""
-    weight: dict[int, int] = {}
-    for shape, size, classes, spec in zip(problem.shapes, problem.bytes, problem.classes, problem.specs, strict=True):
-        for class_ in dict.fromkeys(c for c, n in zip(classes, shape, strict=True) if spec is None and n > 1):
-            weight[class_] = weight.get(class_, 0) + size
-    heaviest = sorted(weight, key=lambda c: (-weight[c], c))[:MOST_CANDIDATES]
+    open_ = {
+        c
+        for shape, classes, spec in zip(problem.shapes, problem.classes, problem.specs, strict=True)
+        for c, n in zip(classes, shape, strict=True)
+        if spec is None and n > 1
+    }
+    heaviest = sorted(open_, key=lambda c: (-problem.weights[c], c))[:MOST_CANDIDATES]
     rated = []
     for class_ in sorted(heaviest):
         answer = _cut_class(problem, class_)
         if answer is not None:
             price = problem.price(*answer)
-            rated.append((_objective(price, problem), len(rated), class_, answer, price))
+            rated.append((objective(price, problem), len(rated), class_, answer, price))
     if not rated:
         specs = tuple(spec if spec is not None else ((),) * len(s)
                       for spec, s in zip(problem.specs, problem.shapes, strict=True))  # fmt: skip
@@ -122,7 +124,7 @@ def _cut_class(problem: Problem, class_: int) -> tuple[tuple[tuple[str, int], ..
     return axes, specs
 
 
-def _objective(price: Price, problem: Problem) -> tuple[float, ...]:
+def objective(price: Price, problem: Problem) -> tuple[float, ...]:
     """What each level makes least. Level 0 spreads the work before it saves bytes, else doing all of it everywhere wins."""
     return {
         0: (round(math.log2(price.flops + 1), 1), price.bytes_sent, price.time_s),

@@ -161,11 +161,11 @@ class _Run:
             local.fit(last, ascent.best, 12, deadline=self.deadline)
         if not self.over() and number % self.pause == 0:
             before = local.cost
-            local.again(last, ascent.best, 0 if number < 2 else self.visits, self.deadline)
+            local.again(last, ascent.best, 0 if number < 2 else 2 * self.effort.neighbourhoods, self.deadline)
             self.pause = 1 if local.cost < before else min(self.pause + 1, 4)
         if number >= 2:  # a small problem is often done before
             saved = local.improve(ascent.best, self.visits, self.deadline)
-            self.visits = min(self.visits * 2, 16 * self.effort.neighbourhoods) if saved > 1e-4 else (
+            self.visits = min(self.visits * 2, 4 * self.effort.neighbourhoods) if saved > 1e-4 else (
                 max(self.visits // 2, self.effort.neighbourhoods // 3))  # fmt: skip
 
     def solved(self, ascent: Ascent, local: Local, upper: float) -> bool:

@@ -35,12 +35,15 @@ class Grid:
 
 @dataclasses.dataclass
 class Node:
-    """Something to decide; `cost_s` and `bytes_sent` per label, summed over the ops that follow it."""
+    """Something to decide. Per label, summed over the ops that follow it: seconds of work and of communication, bytes
+    sent, bytes held on one device by arguments and by what the ops make."""
 
     labels: Array
     compute_s: Array
     sent_s: Array
     sent: Array
+    argument_bytes: Array
+    made_bytes: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +174,7 @@ class _Builder:
         self.grid = grid
         self.given = given
         self.names = names
+        self.arguments = frozenset(graph.inputs)
         self.nodes: list[Node] = []
         self.layouts: dict[int, tuple[int, Array]] = {}
         self.views: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -179,8 +183,7 @@ class _Builder:
         self.changes: dict[tuple[bytes, bytes, float], tuple[Array, Array]] = {}
 
     def node(self, labels: Array) -> int:
-        zeros = np.zeros(len(labels))
-        self.nodes.append(Node(labels, zeros, zeros, zeros))
+        self.nodes.append(Node(labels, *(np.zeros(len(labels)) for _ in range(5))))
         return len(self.nodes) - 1
 
     def value_node(self, value: int) -> None:
@@ -190,12 +193,12 @@ class _Builder:
         if spec is not None:
             where = {axis: dim for dim, axes in enumerate(spec) for axis in axes}
             labels = np.array([[where.get(name, -1) for name in self.names]], np.int8)
-        self.layouts[value] = self.node(labels), labels
+        node = self.node(labels)
+        self.layouts[value] = node, labels
         self.depth[value] = 0
-
-    def add(self, node: int, compute: Array, sent_s: Array, sent: Array) -> None:
-        n = self.nodes[node]
-        self.nodes[node] = Node(n.labels, n.compute_s + compute, n.sent_s + sent_s, n.sent + sent)
+        pieces = np.prod(_shards(labels, max(1, len(shape)), self.grid.sizes), axis=1)
+        if value in self.arguments:
+            self.nodes[node].argument_bytes += _bytes(self.graph.values[value]) / pieces
 
     def need(self, value: int, wanted: Array, node: int, trips: int) -> None:
         """`node` reads `value` in the layouts `wanted`, one for each of its labels."""
@@ -213,7 +216,8 @@ class _Builder:
             if have is wanted or np.array_equal(have, wanted):
                 return
             sent, seconds = change(have, wanted, full, self.grid)
-            self.add(node, np.zeros(len(have)), np.diagonal(seconds) * trips, np.diagonal(sent) * trips)
+            self.nodes[node].sent_s += np.diagonal(seconds) * trips
+            self.nodes[node].sent += np.diagonal(sent) * trips
             return
         key = (have.tobytes(), wanted.tobytes(), full)
         found = self.changes.get(key)
@@ -253,7 +257,6 @@ class _Builder:
         if rule is None:
             for value in op.outputs:
                 self.value_node(value)
-                self.nodes[self.layouts[value][0]] = dataclasses.replace(self.nodes[self.layouts[value][0]])
             return
         if not any(value in self.layouts or value in self.views for value in op.inputs) and not op.inputs:
             return
@@ -279,11 +282,14 @@ class _Builder:
         work *= math.prod(values[op.inputs[i]].shape[d] for i, d in op.reduced)
         flops = work * (2 if op.name in ("dot_general", "convolution") else 1) / np.prod(pieces, axis=1)
         moved = np.zeros(len(labels))
+        made = np.zeros(len(labels))
         for row, ids in ((rule.operands, op.inputs), (rule.results, op.outputs)):
             for dims, value in zip(row, ids, strict=False):
                 factors = [next((f for f in d if rule.sizes[f] > 1), None) for d in dims]
                 cut = np.prod([pieces[:, f] for f in factors if f is not None] or [np.ones(len(labels))], axis=0)
                 moved = moved + _bytes(values[value]) / cut
+                if ids is op.outputs:
+                    made = made + _bytes(values[value]) / cut
         compute = np.maximum(flops / grid.chip.flops, moved / grid.chip.memory_bytes_s) * op.trips
         sent = np.zeros(len(labels))
         steps = np.zeros(len(labels))
@@ -297,7 +303,11 @@ class _Builder:
                 )
                 sent = sent + 2 * (ways - 1) / ways * local
             steps = (ways > 1).astype(float)
-        self.add(node, compute, (sent / grid.chip.link_bytes_s + steps * grid.chip.latency_s) * op.trips, sent * op.trips)
+        target = self.nodes[node]
+        target.compute_s += compute
+        target.sent_s += (sent / grid.chip.link_bytes_s + steps * grid.chip.latency_s) * op.trips
+        target.sent += sent * op.trips
+        target.made_bytes += made
 
 
 def build(
