@@ -7,7 +7,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 from jax.core import Tracer
@@ -22,6 +22,24 @@ from shardfn.sharded import Options, ShardedFunction
 from shardfn.strategy import apply_parameter_plan, match, shape_of, short
 
 
+@overload
+def shard(
+    fn: Callable[..., Any],
+    in_strategy: Any = None,
+    out_strategy: Any = None,
+    device: Any = None,
+    level: int = 0,
+    **options: Any,
+) -> ShardedFunction: ...
+@overload
+def shard(
+    fn: None = None,
+    in_strategy: Any = None,
+    out_strategy: Any = None,
+    device: Any = None,
+    level: int = 0,
+    **options: Any,
+) -> Callable[[Callable[..., Any]], ShardedFunction]: ...
 def shard(
     fn: Callable[..., Any] | None = None,
     in_strategy: Any = None,

@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--out-strategy", metavar="TUPLE", help='one entry for each result: "((4, 2),)"')
     explain.add_argument("--parameter-plan", metavar="DICT", help="entries by path: \"{'params/w1': (1, 4)}\"")
     explain.add_argument("--device", help="CPU, GPU, TPU, or a target to plan for, such as tpu-v5e:4x4 or cpu:64")
-    explain.add_argument("--level", type=int, default=0, help="what a search makes best: 0, 1 or 2")
+    explain.add_argument("--level", type=int, help="what a search makes best: 0, 1 or 2")
     explain.add_argument("--search-mode", choices=sorted(MODES), help="the search for what is left open")
     explain.add_argument("--compiled", action="store_true", help="compile, and hold the prediction against it")
     explain.add_argument("--json", metavar="FILE", help="write the report's data as well; - for standard output alone")
@@ -130,7 +130,7 @@ def _explain(options: argparse.Namespace) -> None:
             ("out_strategy", _literal(options.out_strategy, "--out-strategy")),
             ("parameter_plan", _literal(options.parameter_plan, "--parameter-plan")),
             ("device", options.device),
-            ("level", options.level or None),
+            ("level", options.level),
             ("search_mode", options.search_mode),
         )
         if value is not None

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardfn.errors import StrategyError, fail
 from shardfn.graph.model import Flow, Graph
 from shardfn.rebind import bind_one, rebound
 
@@ -93,4 +94,9 @@ def whole_convolutions(
         (out,) = bind_one(eqn, [whole(inputs[0], numbers.lhs_spec), inputs[1]])
         return [whole(out, numbers.out_spec)]
 
-    return rebound(function, CONVOLUTION, bind, static_argnums)
+    def refuse(eqn: Any) -> None:
+        fail(StrategyError, f"a convolution inside a `{eqn.primitive.name}` would be computed wrongly by XLA",
+             why="its image is cut along a spatial dim in a way that XLA mistakes, and derivative rules of your own hide it",
+             fix="leave the spatial dims of the image whole, or cut the image over all devices")  # fmt: skip
+
+    return rebound(function, CONVOLUTION, bind, static_argnums, refuse)

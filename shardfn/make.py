@@ -39,7 +39,7 @@ def place_call(
 
 
 def make_plan(
-    name: str, inputs: Sequence[Leaf], outputs: Sequence[Leaf], traced: Traced, hardware: Hardware, level: int,
+    name: str, inputs: Sequence[Leaf], outputs: Sequence[Leaf], traced: Traced, *, hardware: Hardware, level: int,
     search: Search, problems: list[Problem], same_as: Mapping[int, int],
 ) -> Plan:  # fmt: skip
     """The plan of one call. `same_as[i] = j` lays output i, if it is open, out as input j.
@@ -52,7 +52,8 @@ def make_plan(
     placed = place_call(inputs, outputs, traced, classes, hardware, problems)
     raise_problems(problems)
     in_specs, out_specs = placed.specs[: len(inputs)], placed.specs[len(inputs) :]
-    grid = placed.axes or ((("a", hardware.count),) if hardware.count > 1 else ())
+    drawn = any(is_drawn(leaf) for leaf in (*inputs, *outputs))
+    grid = placed.axes if drawn or any(dim for spec in placed.specs if spec for dim in spec) else ()
 
     def result_specs(specs: Sequence[Spec | None]) -> list[Spec | None]:
         return [specs[same_as[i]] if spec is None and i in same_as else spec for i, spec in enumerate(out_specs)]
@@ -84,7 +85,9 @@ def make_plan(
     flow = flow_of(answer.axes, answer.specs)
     findings: list[str] = []
     decided_in = tuple(
-        _decision(leaf, spec, answer.axes, graph, value, "" if given is None else "you", reason, answer.runner_up)
+        _decision(
+            leaf, spec, answer.axes, graph, value, answer.source if given is None else "you", reason, answer.runner_up
+        )
         for leaf, spec, given, value, reason in zip(
             inputs, answer.specs, in_specs, traced.inputs, answer.reasons, strict=True
         )
@@ -98,7 +101,7 @@ def make_plan(
         source = "propagated" if given is None else "you"
         reason = f"as `{inputs[same_as[i]].path}`, whose place it can take" if given is None and i in same_as else ""
         decided_out.append(_decision(leaf, spec, answer.axes, flow.graph, value, source, reason, ""))
-    findings += _findings(graph, traced, hardware, inputs)
+    findings += _findings(graph, traced, hardware, inputs, answer.axes)
     return Plan(
         name, hardware, level, answer.axes, placed.order, decided_in, tuple(decided_out),
         _classes(classes, inputs, outputs, traced, decided_in), collectives(flow), price(flow, hardware.chip),
@@ -129,7 +132,6 @@ def _decision(
     spec = spec if spec is not None else ((),) * len(leaf.shape)
     sizes = dict(axes)
     cuts = tuple(math.prod(axis_size(a, sizes) for a in dim) for dim in spec)
-    source = source or "searched"
     if source == "you":
         reason, runner_up = leaf.where + (": data parallel" if leaf.entry is None else ""), ""
     elif source == "propagated":
@@ -152,7 +154,9 @@ def _whole_axes(spec: Spec, leaf: Leaf, flow: Flow, findings: list[str]) -> Spec
     return tuple(kept)
 
 
-def _findings(graph: Graph, traced: Traced, hardware: Hardware, inputs: Sequence[Leaf]) -> list[str]:
+def _findings(
+    graph: Graph, traced: Traced, hardware: Hardware, inputs: Sequence[Leaf], axes: Axes
+) -> list[str]:
     found = []
     if graph.unruled:
         found.append(f"no sharding rule for: {', '.join(graph.unruled)}; XLA decides there, its cost is not predicted")
@@ -160,6 +164,10 @@ def _findings(graph: Graph, traced: Traced, hardware: Hardware, inputs: Sequence
         found.append(f"loops of unknown length, counted once: {', '.join(graph.uncounted)}")
     if hardware.count == 1 and any(isinstance(leaf.entry, tuple) and max(leaf.entry, default=1) > 1 for leaf in inputs):
         found.append("one device: the strategies are checked, and the function runs unsharded")
+    others = [grid for grid in traced.grids if math.prod(grid) > 1 and grid != tuple(size for _, size in axes)]
+    if others:
+        found.append(f"parts of the function lie on a grid of their own ({', '.join('x'.join(map(str, g)) for g in others)}); "
+                     "what is sent between them and the rest is not predicted")  # fmt: skip
     if traced.captured:
         found.append(f"{traced.captured} arrays of the surrounding transformation are captured; they are left to XLA")
     return found

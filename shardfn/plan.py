@@ -16,14 +16,13 @@ from shardfn.errors import DeviceError, StrategyError, fail
 from shardfn.graph.model import Collective, Flow, Spec
 from shardfn.layout import Layout
 
-SOURCES = ("you", "file", "propagated", "searched")
-
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
     """The layout of one array and where it comes from.
 
-    `cuts` says how many ways each dim is cut, `spec` over which axes; `source` is one of `SOURCES`.
+    `cuts` says how many ways each dim is cut, `spec` over which axes; `source` is `you`, `propagated` or
+    `searched`.
     """
 
     path: str
@@ -102,13 +101,13 @@ class Plan:
         dims = ("None" if not d else d[0] if len(d) == 1 else d for d in self.decision(path).spec)
         return Layout(matrix, names, list(self.order) if self.order else None)(*dims)
 
-    def slices(self, path: str, rank: int | None = None) -> Any:
-        """What each rank holds of an array: one tuple of slices for each rank, or that of one rank.
-
-        Rank i is the i-th device of the plan's hardware, as in `Layout.slices`.
-        """
+    def slices(self, path: str) -> tuple[tuple[slice, ...], ...]:
+        """What each rank holds of an array: entry i is what the i-th of the plan's devices holds."""
         held = self.layout(path).slices(self.decision(path).shape)
-        return held if rank is None else held[rank]
+        if self.order is None:
+            return held
+        by_rank = dict(zip(self.order, held, strict=True))
+        return tuple(by_rank[rank] for rank in range(len(held)))
 
     def mesh(self) -> Mesh | AbstractMesh:
         """The device mesh; an `AbstractMesh` where the devices are not here."""

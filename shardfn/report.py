@@ -14,11 +14,12 @@ from typing import Any
 
 from shardfn.comparison import Comparison, compare
 from shardfn.compiled import Compiled, read
+from shardfn.cost.price import collective_s
 from shardfn.errors import ContextError, fail
 from shardfn.graph.model import Collective
 from shardfn.plan import Decision, Plan, diff, op_strategies
 from shardfn.render import Part, Table, to_html, to_rich, to_text
-from shardfn.sections import SECTIONS, grid_text, owners, strides, time_s
+from shardfn.sections import SECTIONS, grid_text, owners, strides
 
 SCHEMA = 1
 """Version of `Report.to_dict`; it grows when a key goes away or changes its meaning, not when one is added."""
@@ -169,7 +170,7 @@ def _data(plan: Plan, arrivals: Sequence[str]) -> dict[str, Any]:
         "classes": [dataclasses.asdict(c) for c in plan.classes],
         "ops": [dataclasses.asdict(o) for o in op_strategies(plan)],
         "collectives": [
-            {**_sent(c), "time_s": time_s(plan, c), "cause": {"op": c.cause, "cuts": owners(plan, c)}}
+            {**_sent(c), "time_s": collective_s(c, plan.hardware.chip), "cause": {"op": c.cause, "cuts": owners(plan, c)}}
             for c in plan.collectives
         ],
         "price": {"flops": price.flops, "bytes_sent": price.bytes_sent, "compute_s": price.compute_s,

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from shardfn.comparison import Comparison, Tally
+from shardfn.cost.price import collective_s
 from shardfn.graph.model import Collective, Spec
 from shardfn.plan import Decision, DimClass, Plan, op_strategies
 from shardfn.render import Drawing, Part, Placed, Table, Text
@@ -37,12 +38,6 @@ def strides(plan: Plan) -> list[tuple[str, int, int]]:
     """Each axis with its size and the step between the device indices that it walks."""
     sizes = plan.device_matrix
     return [(name, size, math.prod(sizes[i + 1 :])) for i, (name, size) in enumerate(plan.axes)]
-
-
-def time_s(plan: Plan, c: Collective) -> float:
-    """Modelled seconds of all runs of a collective in one call."""
-    chip = plan.hardware.chip
-    return c.total_bytes / chip.link_bytes_s + chip.latency_s * c.trips
 
 
 def owners(plan: Plan, c: Collective) -> list[str]:
@@ -153,7 +148,7 @@ def _collectives(plan: Plan, arrivals: Sequence[str], compared: Comparison | Non
     unit, size = _unit([c.total_bytes * count for c, count in groups])
     rows = [
         (c.kind, _times(count), ",".join(c.axes) or "-", str(c.group_size), f"{c.dtype}{_shape(c.shape)}",
-         _times(c.trips), _figure(c.total_bytes * count / size), _figure(time_s(plan, c) * count * 1e6),
+         _times(c.trips), _figure(c.total_bytes * count / size), _figure(collective_s(c, plan.hardware.chip) * count * 1e6),
          _file(c.where), ": ".join(filter(None, (_CAUSES.get(c.cause, c.cause), _few(owners(plan, c), 2)))))
         for c, count in groups
     ]  # fmt: skip

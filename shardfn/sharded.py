@@ -1,4 +1,9 @@
-"""The callable that `shard` returns: plans on the first call with new shapes, and runs as fast as `jax.jit` after."""
+"""The callable that `shard` returns: it plans on the first call of a kind, and hands later ones to `jax.jit`.
+
+A call is of another kind if its shapes, dtypes, structure, keywords or static values differ, or what is no array of the
+object it is a method of, or the parallel context, or JAX's x64 switch. As long as there was one kind, of positional
+arguments only, of a function (not of a module) whose arrays lay where they belong, a call costs what `jit` costs.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +47,7 @@ from shardfn.strategy import (
     shape_of,
     short,
 )
-from shardfn.trace import Traced, shaped, trace
+from shardfn.trace import shaped, trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,11 +273,24 @@ class ShardedFunction:
             return (result, changed) if stateful else result
 
         _dress(pure, self.callee, ["self"] * stateful + [s.name for s in slots])
-        traced, made = self._plan(pure, inputs, shapes, slots, statics, hardware, current, problems)
+        traced = trace(pure, shapes, statics, hardware.platform)
+        result, changed = traced.results if stateful else (traced.results, {})
+        outputs = self._output_leaves(result, current, hardware, problems)
+        state_paths = {leaf.path: i for i, leaf in enumerate(inputs)}
+        plan_of = functools.partial(
+            make_plan, self.callee.name, inputs, [*outputs, *_changed_leaves(changed)], hardware=hardware,
+            level=options.level, search=search.select(options.search_mode or current.search_mode), problems=problems,
+            same_as={
+                **_replacements(_outer(result), _dynamic(shapes, slots, stateful)),
+                **{len(outputs) + i: state_paths[p] for i, p in enumerate(sorted(changed))},
+            },
+        )  # fmt: skip
+        made = plan_of(traced)
         on: Callable[[Grid], Callable[..., Any]] = lambda grid: pure  # noqa: E731
         if wrong := wrong_convolutions(traced.graph, made.flow):
             on = lambda grid: whole_convolutions(pure, grid.mesh, statics)  # noqa: E731
-            traced, made = self._plan(on(whole(made)), inputs, shapes, slots, statics, hardware, current, problems)
+            traced = trace(on(whole(made)), shapes, statics, hardware.platform)
+            made = plan_of(traced)
             made = dataclasses.replace(made, findings=(*made.findings, convolution_finding(wrong)))
         donated = tuple(
             i + stateful
@@ -288,23 +306,6 @@ class ShardedFunction:
         if current.save_graphs:
             save_graphs(made, current.save_graphs_path)
         return Entry(made, slots, jitted, nested, tuple(shardings(made.inputs, whole(made))), stateful)
-
-    def _plan(
-        self, function: Callable[..., Any], inputs: list[Leaf], shapes: list[Any], slots: tuple[Slot, ...],
-        statics: tuple[int, ...], hardware: Hardware, current: Any, problems: list[Problem],
-    ) -> tuple[Traced, Plan]:  # fmt: skip
-        stateful = self.callee.adapter is not None
-        traced = trace(function, shapes, statics, hardware.platform)
-        result, changed = traced.results if stateful else (traced.results, {})
-        outputs = self._output_leaves(result, current, hardware, problems)
-        state_paths = {leaf.path: i for i, leaf in enumerate(inputs)}
-        same_as = {len(outputs) + i: state_paths[p] for i, p in enumerate(sorted(changed))}
-        made = make_plan(
-            self.callee.name, inputs, [*outputs, *_changed_leaves(changed)], traced, hardware, self.options.level,
-            search.select(self.options.search_mode or current.search_mode), problems,
-            {**_replacements(_outer(result), _dynamic(shapes, slots, stateful)), **same_as},
-        )  # fmt: skip
-        return traced, made
 
     def _input_leaves(
         self, slots: tuple[Slot, ...], values: list[Any], stateful: bool, current: Any, problems: list[Problem]

@@ -93,3 +93,14 @@ def test_rebound_keeps_custom_derivatives():
     twice.defvjp(lambda x: (jnp.sin(x), None), lambda _, g: (7 * g,))
     again = rebound(twice, frozenset({"cos"}), bind_one)
     assert float(jax.grad(again)(0.5)) == 7.0
+
+
+def test_a_convolution_out_of_reach_is_refused_not_computed_wrongly():
+    @jax.custom_vjp
+    def own(x, k):
+        return conv(x, k)
+
+    own.defvjp(lambda x, k: (conv(x, k), None), lambda _, g: (g, g))
+    with pytest.raises(shardfn.ShardError, match="custom_vjp"):
+        shardfn.shard(own, ((1, 1, 2, 1), (8, 1, 1, 1)))(X, K)
+    np.testing.assert_allclose(shardfn.shard(own, ((8, 1, 1, 1), None))(X, K), conv(X, K), rtol=1e-3, atol=1e-3)

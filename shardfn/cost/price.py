@@ -51,12 +51,14 @@ def collectives(flow: Flow) -> tuple[Collective, ...]:
     return tuple(found)
 
 
+def collective_s(c: Collective, chip: Chip) -> float:
+    """Modelled seconds of all runs of a collective in one call: its bytes over the link, and the latency of each run."""
+    return c.total_bytes / chip.link_bytes_s + chip.latency_s * c.trips
+
+
 def price(flow: Flow, chip: Chip) -> Price:
     """Price one call of a function."""
     sent = collectives(flow)
-    total = sum(c.total_bytes for c in sent)
     work = flops(flow)
-    return Price(
-        work, total, memory(flow), work / chip.flops,
-        total / chip.link_bytes_s + chip.latency_s * sum(c.trips for c in sent),
-    )  # fmt: skip
+    total = sum(c.total_bytes for c in sent)
+    return Price(work, total, memory(flow), work / chip.flops, sum(collective_s(c, chip) for c in sent))

@@ -24,7 +24,6 @@ from shardfn.graph.model import (
     Spec,
     Tap,
     Value,
-    axis_size,
     dtype_bits,
     joined_axes,
     split_axes,

@@ -69,17 +69,18 @@ def branch(ascent: Ascent, local: Local, margin: float, most: int, deadline: flo
         seen = _explore(ascent, local, margin, deadline)
         bound = max(bound, ascent.bound)
         count += 1
+        if count % 4 == 1 and seen:
+            local.fit(local.solve(ascent.full(seen[-1]), ascent.best, 1e4), ascent.best, 2)
         if count % 8 == 0:
             local.improve(part.multipliers, NEIGHBOURHOODS, deadline)
         if seen is None or bound >= local.cost - margin:
             continue
         part = save(ascent, bound)
-        for out in _split(ascent, seen):
+        for side, (node, labels) in enumerate(_split(ascent, seen)):
             base = list(part.base)
-            node, labels = out
             base[node] = base[node].copy()
             base[node][labels] = np.inf
-            heapq.heappush(queue, (bound, 2 * count + len(queue), dataclasses.replace(part, base=base)))
+            heapq.heappush(queue, (bound, 2 * count + side, dataclasses.replace(part, base=base)))
     return min([local.cost, *(bound for bound, *_ in queue)])
 
 
@@ -87,7 +88,7 @@ def _explore(ascent: Ascent, local: Local, margin: float, deadline: float) -> li
     """Raise the bound of a part; the labellings it suggested, or None where nothing better is in it."""
     seen = []
     for number in range(STEPS):
-        if not ascent.fits():
+        if number % 3 == 0 and not ascent.fits():
             return None
         labels = ascent.step(local.cost)
         local.offer(ascent.full(labels))
@@ -98,8 +99,6 @@ def _explore(ascent: Ascent, local: Local, margin: float, deadline: float) -> li
             ascent.fix(local.cost - margin)
             if any(not np.isfinite(own).any() for own in ascent.base):
                 return None
-    labels = local.solve(ascent.full(seen[-1]), ascent.best, 1e4)
-    local.fit(labels, ascent.best, 2)
     if _solved(ascent, local) or all(len(labels) == 1 for labels in ascent.left()):
         return None
     return seen

@@ -50,7 +50,7 @@ def search(problem: Problem) -> Answer:
 
 def grids(problem: Problem) -> list[Axes]:
     """The user's grid where a cut was given, else every split of the devices into at most two axes."""
-    if any(dim for spec in problem.specs if spec for dim in spec):
+    if problem.axes:
         return [problem.axes]
     n = problem.devices
     pairs = [(n // b, b) for b in range(1, n + 1) if n % b == 0 and b * b <= n]

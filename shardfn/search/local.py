@@ -15,6 +15,7 @@ BALLS = (40, 120, 400) * 4 + (0,)  # nodes freed, 0: all
 ENTRIES = (1e4, 1e5)  # of the largest table of an exact solution, and where there are few nodes:
 ENTRIES_FEW = (1e5, 1e6)
 FEW = 1000
+SMALL_BALL = 120  # of larger ones only the smaller tables are built
 SCALES = (1.0, 2.0, 4.0, 0.5, 0.0)  # of the prices of memory
 
 
@@ -141,6 +142,8 @@ class Local:
             scale = SCALES[int(self.random.integers(len(SCALES)))]
             prices = multipliers * scale
             entries = self.sizes[int(self.random.integers(len(self.sizes)))]
+            if free is None or len(free) > SMALL_BALL:
+                entries = self.sizes[0]
             labels = self.solve(self.best, prices, entries, free)
             if labels != self.best:
                 self.fit(labels, prices, 1 if free is None else 3, entries, free, deadline)

@@ -14,7 +14,7 @@ Axes = tuple[tuple[str, int], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Arguments with layouts given or open (None), on a grid that may still be one unnamed axis.
+    """Arguments with layouts given or open (None); `axes` is the grid of what was given, empty where it is open too.
 
     `classes[i][d]` is the dim class of dim `d` of argument `i`; `price` prices a full choice by Shardy's flow.
     """
@@ -41,13 +41,17 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """A layout for every argument, and for each open one the reason; `policy` says in a line how it was found."""
+    """A layout for every argument, and for each open one the reason; `policy` says in a line how it was found.
+
+    `source` is the `Decision.source` of what was open: "searched", or "propagated" where nothing was weighed.
+    """
 
     axes: Axes
     specs: tuple[Spec, ...]
     reasons: tuple[str, ...]
     policy: str
     runner_up: str = ""
+    source: str = "searched"
 
 
 Search = Callable[[Problem], Answer]

@@ -19,7 +19,8 @@ def search(problem: Problem) -> Answer:
     """Follow the given cuts, or cut the cheapest single class."""
     if all(spec is not None for spec in problem.specs):
         given = tuple(spec for spec in problem.specs if spec is not None)
-        return Answer(problem.axes, given, ("",) * len(given), "nothing was open")
+        axes = problem.axes or tuple(("a", n) for n in (problem.devices,) if n > 1)
+        return Answer(axes, given, ("",) * len(given), "nothing was open")
     if any(dim for spec in problem.specs if spec for dim in spec):
         return follow(problem)
     return one_class(problem)
@@ -51,7 +52,8 @@ def follow(problem: Problem) -> Answer:
                 why.append(f"dim {d} follows {source}")
         specs.append(tuple(mine))
         reasons.append("; ".join(why) or "whole: no dim of it is cut elsewhere")
-    return Answer(problem.axes, tuple(specs), tuple(reasons), "follow the given cuts (no search)")
+    policy = "follow the given cuts (no search)"
+    return Answer(problem.axes, tuple(specs), tuple(reasons), policy, source="propagated")
 
 
 def _dividing(axes: tuple[str, ...], sizes: dict[str, int], size: int) -> tuple[str, ...]:
@@ -81,7 +83,8 @@ def one_class(problem: Problem) -> Answer:
         specs = tuple(spec if spec is not None else ((),) * len(s)
                       for spec, s in zip(problem.specs, problem.shapes, strict=True))  # fmt: skip
         whole = f"whole: no dim divides over {problem.devices} devices"
-        return Answer(problem.axes, specs, tuple("" if s is not None else whole for s in problem.specs),
+        axes = problem.axes or tuple(("a", n) for n in (problem.devices,) if n > 1)
+        return Answer(axes, specs, tuple("" if s is not None else whole for s in problem.specs),
                       "replicate: nothing can be cut")  # fmt: skip
     rated.sort(key=lambda r: r[:2])
     _, _, class_, (axes, specs), price = rated[0]
@@ -109,7 +112,7 @@ def _cut_class(problem: Problem, class_: int) -> tuple[tuple[tuple[str, int], ..
         return None
     axes = tuple(a for a in (("a", pieces), ("b", problem.devices // pieces)) if a[1] > 1)
     names: tuple[str, ...] = ("a",)
-    if len(problem.axes) > 1 or (problem.axes and problem.axes[0][0] != "a"):  # the user's own grid
+    if problem.axes:  # the user's own grid
         axes = problem.axes
         names = _dividing(tuple(n for n, _ in axes), dict(axes), pieces)
         if not names:

@@ -250,8 +250,9 @@ class _Builder:
         values = self.graph.values
         if op.name == "broadcast_in_dim" and rule is not None:
             where = {f: d for f, d in _factor_dims(rule, 0, True)}
-            self.views[op.outputs[0]] = op.inputs[0], tuple(
-                next((where[f] for f in factors if f in where), 64) for factors in rule.operands[0]
+            self.views[op.outputs[0]] = (
+                op.inputs[0],
+                tuple(next((where[f] for f in factors if f in where), 64) for factors in rule.operands[0]),
             )
             return
         if rule is None:
@@ -299,7 +300,8 @@ class _Builder:
                 ways = np.where(np.isin(labels[:, axis], list(rule.reduction)), ways * size, ways)
             for position, value in enumerate(op.outputs):
                 local = _bytes(values[value]) / np.prod(
-                    _shards(_dims_of(labels, rule, position, True), max(1, len(values[value].shape)), grid.sizes), axis=1
+                    _shards(_dims_of(labels, rule, position, True), max(1, len(values[value].shape)), grid.sizes),
+                    axis=1,
                 )
                 sent = sent + 2 * (ways - 1) / ways * local
             steps = (ways > 1).astype(float)
