@@ -7,7 +7,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import jax
 from jax.core import Tracer
@@ -22,6 +22,17 @@ from shardfn.sharded import Options, ShardedFunction
 from shardfn.strategy import apply_parameter_plan, match, shape_of, short
 
 
+class More(TypedDict, total=False):
+    """The keyword-only options of `shard`."""
+
+    parameter_plan: dict[str, Any] | None
+    search_mode: str | None
+    static_argnums: int | Sequence[int]
+    static_argnames: str | Sequence[str]
+    donate_argnums: int | Sequence[int]
+    donate_argnames: str | Sequence[str]
+
+
 @overload
 def shard(
     fn: Callable[..., Any],
@@ -29,7 +40,7 @@ def shard(
     out_strategy: Any = None,
     device: Any = None,
     level: int = 0,
-    **options: Any,
+    **options: Unpack[More],
 ) -> ShardedFunction: ...
 @overload
 def shard(
@@ -38,7 +49,7 @@ def shard(
     out_strategy: Any = None,
     device: Any = None,
     level: int = 0,
-    **options: Any,
+    **options: Unpack[More],
 ) -> Callable[[Callable[..., Any]], ShardedFunction]: ...
 def shard(
     fn: Callable[..., Any] | None = None,
@@ -148,8 +159,12 @@ _OPTION_NAMES = tuple(f.name for f in dataclasses.fields(Options))
 def _with_options(fn: Any, kwargs: dict[str, Any]) -> tuple[ShardedFunction, dict[str, Any]]:
     mine = {k: kwargs.pop(k) for k in _OPTION_NAMES if k in kwargs}
     if isinstance(fn, ShardedFunction):
-        return (ShardedFunction(fn.fn, dataclasses.replace(fn.options, **mine)) if mine else fn), kwargs
-    return shard(fn, **mine), kwargs
+        if not mine:
+            return fn, kwargs
+        mine = {name: getattr(fn.options, name) for name in _OPTION_NAMES} | mine
+        fn = fn.fn
+    function: Any = shard(fn, **mine)
+    return function, kwargs
 
 
 def _several(value: Any) -> tuple[Any, ...]:

@@ -100,7 +100,7 @@ def apply(
 
 
 def moved(values: Sequence[Any], targets: Sequence[NamedSharding]) -> list[Any]:
-    """Put the arrays that lie elsewhere where they belong: `jax.jit` refuses one that is committed to another layout."""
+    """Put the arrays that lie elsewhere where they belong: `jax.jit` refuses those committed to another layout."""
     return [
         jax.device_put(v, target) if lies_elsewhere(v, target) else v for v, target in zip(values, targets, strict=True)
     ]

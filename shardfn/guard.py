@@ -22,7 +22,7 @@ CONVOLUTION = frozenset({"conv_general_dilated"})
 
 
 def wrong_convolutions(graph: Graph, flow: Flow) -> tuple[str, ...]:
-    """The convolutions (`file:line`) that XLA would compute wrongly in this layout; their spatial dims by their rules."""
+    """The convolutions (`file:line`) that XLA would compute wrongly in this layout."""
     ruled = [op for op in graph.ops if op.name == "convolution"]
     laid = [op for op in flow.graph.ops if op.name == "convolution"]
     if len(ruled) != len(laid):  # cannot tell which is which

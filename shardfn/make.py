@@ -166,8 +166,11 @@ def _findings(
         found.append("one device: the strategies are checked, and the function runs unsharded")
     others = [grid for grid in traced.grids if math.prod(grid) > 1 and grid != tuple(size for _, size in axes)]
     if others:
-        found.append(f"parts of the function lie on a grid of their own ({', '.join('x'.join(map(str, g)) for g in others)}); "
-                     "what is sent between them and the rest is not predicted")  # fmt: skip
+        grids = ", ".join("x".join(map(str, grid)) for grid in dict.fromkeys(others))
+        found.append(
+            f"parts of the function lie on a grid of their own ({grids}); what is sent between them and the rest is not "
+            "predicted"
+        )
     if traced.captured:
         found.append(f"{traced.captured} arrays of the surrounding transformation are captured; they are left to XLA")
     return found

@@ -173,46 +173,80 @@ def _share(
     factors first; the atom with the fewest possible factors next.
     """
     factors = primes(devices)
-    atoms = [(c, i) for c, chain in enumerate(chains) for i in range(len(chain))]
-    apart: dict[Atom, set[Atom]] = {
-        a: {b for b in atoms if (b[0] == a[0] and b != a) or (a[0], b[0]) in met} for a in atoms
-    }
+    by_chain = {c: [(c, i) for i in range(len(chain))] for c, chain in enumerate(chains)}
+    atoms = [atom for row in by_chain.values() for atom in row]
+    apart: dict[Atom, set[Atom]] = {a: {b for b in by_chain[a[0]] if b != a} for a in atoms}
+    for c, d in met:
+        for a in by_chain[c]:
+            apart[a].update(by_chain[d])
+    arrays: dict[Atom, set[int]] = {a: set() for a in atoms}
     by_leaf: dict[int, list[Atom]] = {}
     for need, row in zip(needs, used, strict=True):
         by_leaf.setdefault(need.leaf, []).extend(row)
+        for atom in row:
+            arrays[atom].add(need.leaf)
     for together in by_leaf.values():
         for a, b in itertools.permutations(together, 2):
             apart[a].add(b)
     options = {a: [s for s, p in enumerate(factors) if p == chains[a[0]][a[1]]] for a in atoms}
-    arrays = {a: {need.leaf for need, row in zip(needs, used, strict=True) if a in row} for a in atoms}
-    twins = {a: [b for b in atoms if b < a and b[0] == a[0] and (options[b], arrays[b]) == (options[a], arrays[a])]
+    twins = {a: [b for b in by_chain[a[0]] if b < a and (options[b], arrays[b]) == (options[a], arrays[a])]
              for a in atoms}  # fmt: skip
     chosen: dict[Atom, int] = {}
-    budget = 50_000
 
     def free(atom: Atom) -> list[int]:
         taken = {chosen[b] for b in apart[atom] if b in chosen}
         least = max((chosen[b] for b in twins[atom] if b in chosen), default=-1)
         return [s for s in options[atom] if s > least and s not in taken]
 
-    def go() -> bool:
-        nonlocal budget
-        budget -= 1
-        rest = [a for a in atoms if a not in chosen]
-        if not rest or budget < 0:
-            return not rest
+    def next_step(part: Sequence[Atom]) -> tuple[Atom, Iterator[int]] | None:
+        """The atom to choose for, and what to try; None where all of the part is chosen."""
+        choices = {a: free(a) for a in part if a not in chosen}
+        if not choices:
+            return None
         fresh = set(range(len(factors))) - set(chosen.values())
-        choices = {a: free(a) for a in rest}
-        tight = min(rest, key=lambda a: (len(choices[a]) if len(choices[a]) < 2 else 2, a))
+        tight = min(choices, key=lambda a: (len(choices[a]) if len(choices[a]) < 2 else 2, a))
         first_fresh = min(fresh & set(choices[tight]), default=-1)
-        for slot in sorted(set(choices[tight]) - fresh | {first_fresh} - {-1}, key=lambda s: (s not in fresh, s)):
-            chosen[tight] = slot
-            if go():
+        tried = set(choices[tight]) - fresh | {first_fresh} - {-1}
+        return tight, iter(sorted(tried, key=lambda s: (s not in fresh, s)))
+
+    def colour(part: Sequence[Atom]) -> bool:
+        """Choose for all atoms of a part: depth first, by a stack, because a model can have thousands."""
+        stack: list[tuple[Atom, Iterator[int]]] = []
+        for _ in range(50_000):
+            step = next_step(part)
+            if step is None:
                 return True
-            del chosen[tight]
+            stack.append(step)
+            while stack:
+                atom, slots = stack[-1]
+                chosen.pop(atom, None)
+                slot = next(slots, None)
+                if slot is not None:
+                    chosen[atom] = slot
+                    break
+                stack.pop()
+            else:
+                return False
         return False
 
-    return dict(chosen) if go() else None
+    return dict(chosen) if all(map(colour, _parts(apart))) else None
+
+
+def _parts(apart: dict[Atom, set[Atom]]) -> list[list[Atom]]:
+    """The atoms in groups that have nothing to do with each other, as many parameters of one call have not."""
+    parts: list[list[Atom]] = []
+    met: set[Atom] = set()
+    for first in apart:
+        if first in met:
+            continue
+        met.add(first)
+        part = [first]
+        for atom in part:  # it grows while it is walked
+            new = apart[atom] - met
+            met |= new
+            part += sorted(new)
+        parts.append(sorted(part))
+    return parts
 
 
 def _ordered(slots_of: dict[Atom, int], chains: list[list[int]], devices: int) -> tuple[list[int], dict[Atom, int]]:

@@ -31,9 +31,10 @@ def rebound(
     what runs there is each device's own.
 
     >>> import jax.numpy as jnp
-    >>> double = rebound(lambda x: jnp.sin(x) + 1, frozenset({"sin"}), lambda eqn, xs: [2 * y for y in bind_one(eqn, xs)])
+    >>> twice = lambda eqn, xs: [2 * y for y in bind_one(eqn, xs)]
+    >>> double = rebound(lambda x: jnp.cos(x) + 1, frozenset({"cos"}), twice)
     >>> float(double(jnp.float32(0)))
-    1.0
+    3.0
     """
 
     def run(*args: Any) -> Any:

@@ -226,7 +226,7 @@ class ShardedFunction:
         return result
 
     def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Entry, list[Any]]:
-        """The entry of a call, made if it is the first of its shapes; and the values as its jitted function takes them."""
+        """The entry of a call, made if it is the first of its kind; and the values as its jitted function takes them."""
         slots, values = bind(
             self.callee.signature, args, kwargs,
             frozenset(self.options.static_argnums), frozenset(self.options.static_argnames),
@@ -240,7 +240,7 @@ class ShardedFunction:
         statics = tuple(v for v, s in zip(values[stateful:], slots, strict=True) if s.is_static)
         current = context.current()
         key = (slots, treedef, tuple(map(_signature, leaves)), statics, self.callee.fixed(), current,
-               jax.config.jax_enable_x64)  # fmt: skip
+               jax.dtypes.canonicalize_dtype(float))  # fmt: skip
         try:
             entry = self._entries.get(key)
         except TypeError:

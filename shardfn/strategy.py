@@ -404,7 +404,7 @@ def _normal(path: str) -> str:
 def _met(pattern: str, paths: Sequence[str]) -> tuple[list[int], str]:
     """The paths that a pattern meets, and it as a glob: as written, or with `['a'][0]` and `.a[0]` read as `a/0`."""
     glob = _normal(pattern)
-    for glob in (glob, _normal(re.sub(r"""\[(['"]?)([\w-]+)\1\]""", r"/\2", pattern))):
+    for glob in (_normal(pattern), _normal(re.sub(r"""\[(['"]?)([\w-]+)\1\]""", r"/\2", pattern))):
         hits = [i for i, path in enumerate(paths) if fnmatch.fnmatchcase(path, glob)]
         hits = hits or [i for i, p in enumerate(paths) if "/" in p and fnmatch.fnmatchcase(p.split("/", 1)[1], glob)]
         if hits:
@@ -534,6 +534,11 @@ def divisors(n: int, most: int = 12) -> list[int]:
 
 
 def any_of(numbers: Sequence[int]) -> str:
+    """Numbers as a choice.
+
+    >>> any_of([1, 2, 4])
+    '1, 2 or 4'
+    """
     if not numbers:
         return "1"
     *most, last = map(str, numbers)

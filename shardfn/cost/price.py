@@ -46,7 +46,7 @@ def collectives(flow: Flow) -> tuple[Collective, ...]:
                     c.trips,
                     c.where,
                     c.cause,
-                )  # fmt: skip
+                )
             )
     return tuple(found)
 

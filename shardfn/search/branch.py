@@ -70,7 +70,7 @@ def branch(ascent: Ascent, local: Local, margin: float, most: int, deadline: flo
         bound = max(bound, ascent.bound)
         count += 1
         if count % 4 == 1 and seen:
-            local.fit(local.solve(ascent.full(seen[-1]), ascent.best, 1e4), ascent.best, 2)
+            local.fit(local.solve(ascent.full(seen[-1].tolist()), ascent.best, 1e4), ascent.best, 2)
         if count % 8 == 0:
             local.improve(part.multipliers, NEIGHBOURHOODS, deadline)
         if seen is None or bound >= local.cost - margin:

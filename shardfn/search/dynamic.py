@@ -28,7 +28,8 @@ def search(problem: Problem) -> Answer:
     simple = propagation.search(problem)
     if all(spec is not None for spec in problem.specs) or problem.devices == 1:
         return simple
-    rated = [(propagation.objective(problem.price(simple.axes, simple.specs), problem), 0, simple, None)]
+    first = propagation.objective(problem.price(simple.axes, simple.specs), problem)
+    rated: list[tuple[tuple[float, ...], int, Answer, Solution | None]] = [(first, 0, simple, None)]
     for axes in grids(problem):
         found = on_grid(problem, axes)
         if found is not None:

@@ -109,7 +109,7 @@ class Local:
         """Start from other labels, and keep what they lead to if it is better than what is there."""
         best, cost = self.best, self.cost
         self.best, self.cost = None, np.inf
-        labels = self.solve(labels, multipliers, self.sizes[0])
+        labels = self.solve(labels, multipliers, self.sizes[0] if rounds else ENTRIES[0])
         if self.fit(labels, multipliers, 5, deadline=deadline):
             self.improve(multipliers, rounds, deadline)
         if not self.cost < cost:

@@ -128,7 +128,7 @@ def _cut_class(problem: Problem, class_: int) -> tuple[tuple[tuple[str, int], ..
 
 
 def objective(price: Price, problem: Problem) -> tuple[float, ...]:
-    """What each level makes least. Level 0 spreads the work before it saves bytes, else doing all of it everywhere wins."""
+    """What each level makes least. Level 0 spreads the work before it saves bytes: doing it all everywhere sends none."""
     return {
         0: (round(math.log2(price.flops + 1), 1), price.bytes_sent, price.time_s),
         1: (price.memory.peak, price.time_s),

@@ -144,7 +144,7 @@ class _Run:
                 if not ascent.nodes:
                     local.offer(ascent.full([]))
                     return local.cost, last
-            if self.solved(ascent, local, upper):
+            if self.solved(ascent, local, upper, 2e6 if number < 1 else 2e7):
                 return local.cost, last
             if ascent.size < 1e-4:
                 break
@@ -161,16 +161,16 @@ class _Run:
             local.fit(last, ascent.best, 12, deadline=self.deadline)
         if not self.over() and number % self.pause == 0:
             before = local.cost
-            local.again(last, ascent.best, 0 if number < 2 else 2 * self.effort.neighbourhoods, self.deadline)
+            local.again(last, ascent.best, 0 if number < 3 else 2 * self.effort.neighbourhoods, self.deadline)
             self.pause = 1 if local.cost < before else min(self.pause + 1, 4)
-        if number >= 2:  # a small problem is often done before
+        if number >= 3:  # a small problem is often done before
             saved = local.improve(ascent.best, self.visits, self.deadline)
             self.visits = min(self.visits * 2, 4 * self.effort.neighbourhoods) if saved > 1e-4 else (
                 max(self.visits // 2, self.effort.neighbourhoods // 3))  # fmt: skip
 
-    def solved(self, ascent: Ascent, local: Local, upper: float) -> bool:
+    def solved(self, ascent: Ascent, local: Local, upper: float, total: float) -> bool:
         """Whether elimination now settles what is left, memory aside."""
-        found = minimum(ascent, 2e5, 2e7)
+        found = minimum(ascent, 2e5, total)
         if found is None:
             return False
         if local.offer(found):

@@ -240,9 +240,9 @@ class _Builder:
         wanted = {f for f, _ in _factor_dims(rule, 0, True)}
         best = None
         for position, value in enumerate(op.inputs):
-            if value in self.layouts and wanted <= {f for f, _ in _factor_dims(rule, position, False)}:
-                if best is None or self.depth[value] > self.depth[op.inputs[best]]:
-                    best = position
+            holds = value in self.layouts and wanted <= {f for f, _ in _factor_dims(rule, position, False)}
+            if holds and (best is None or self.depth[value] > self.depth[op.inputs[best]]):
+                best = position
         return best
 
     def op(self, op: Op) -> None:
