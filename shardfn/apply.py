@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +12,7 @@ from jax import tree_util
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardfn.place import primes
+from shardfn import place
 from shardfn.plan import Decision, Plan
 
 
@@ -33,31 +31,19 @@ def whole(plan: Plan) -> Grid:
 
 
 def finest(plan: Plan) -> Grid:
-    """The plan's grid with every axis taken apart into its prime factors: `a=4` becomes `a0=2, a1=2`."""
+    """The plan's grid with every axis taken apart into its prime factors."""
     mesh = plan.mesh()
-    parts: dict[str, tuple[str, ...]] = {}
-    sizes: list[int] = []
-    for name, size in mesh.shape.items():
-        factors = primes(size) or [size]
-        parts[name] = (name,) if len(factors) == 1 else tuple(f"{name}{i}" for i in range(len(factors)))
-        sizes += factors
-    names = tuple(n for part in parts.values() for n in part)
-    if len(set(names)) < len(names):  # the user's own names already end in digits
-        return whole(plan)
+    axes, parts = place.finest(tuple(mesh.shape.items()))
+    names, sizes = tuple(n for n, _ in axes), tuple(s for _, s in axes)
     types = (AxisType.Auto,) * len(names)
     if isinstance(mesh, AbstractMesh):
-        return Grid(AbstractMesh(tuple(sizes), names, axis_types=types), parts)
+        return Grid(AbstractMesh(sizes, names, axis_types=types), parts)
     return Grid(Mesh(mesh.devices.reshape(sizes), names, axis_types=types), parts)
 
 
 def has_other_grids(plan: Plan, grids: Sequence[tuple[int, ...]]) -> bool:
     """Whether the function uses grids inside whose axes the plan's grid cannot express."""
-    own = _strides([size for _, size in plan.axes] or [1])
-    return any(math.prod(grid) == plan.hardware.count and not _strides(grid) <= own for grid in grids)
-
-
-def _strides(sizes: Sequence[int]) -> set[int]:
-    return set(itertools.accumulate(reversed(sizes), operator.mul))
+    return any(math.prod(g) == plan.hardware.count and not place.expresses(plan.axes, g) for g in grids)
 
 
 def shardings(decisions: Sequence[Decision], grid: Grid) -> list[NamedSharding]:

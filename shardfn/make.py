@@ -12,7 +12,7 @@ from shardfn.given import is_drawn, place_drawn
 from shardfn.graph import shardy
 from shardfn.graph.classes import Classes, dim_classes
 from shardfn.graph.model import Flow, Graph, Spec, axis_size, dtype_bits
-from shardfn.place import Placement, place
+from shardfn.place import Placement, expresses, finest, place
 from shardfn.plan import Decision, DimClass, Plan
 from shardfn.search import Search
 from shardfn.search.problem import Axes
@@ -53,7 +53,14 @@ def make_plan(
     raise_problems(problems)
     in_specs, out_specs = placed.specs[: len(inputs)], placed.specs[len(inputs) :]
     drawn = any(is_drawn(leaf) for leaf in (*inputs, *outputs))
-    grid = placed.axes if drawn or any(dim for spec in placed.specs if spec for dim in spec) else ()
+    grid: Axes = placed.axes if drawn or any(dim for spec in placed.specs if spec for dim in spec) else ()
+
+    own = grid or (("a", hardware.count),)
+    if any(math.prod(other) == hardware.count and not expresses(own, other) for other in traced.grids):
+        # An inner `shard` has its own grid: Shardy carries layouts across only if both are one.
+        grid, parts = finest(own)
+        in_specs, out_specs = (tuple(None if s is None else _in_parts(s, parts) for s in specs)
+                               for specs in (in_specs, out_specs))  # fmt: skip
 
     def result_specs(specs: Sequence[Spec | None]) -> list[Spec | None]:
         return [specs[same_as[i]] if spec is None and i in same_as else spec for i, spec in enumerate(out_specs)]
@@ -107,6 +114,10 @@ def make_plan(
         _classes(classes, inputs, outputs, traced, decided_in), collectives(flow), price(flow, hardware.chip),
         answer.policy, tuple(findings), flow,
     )  # fmt: skip
+
+
+def _in_parts(spec: Spec, parts: Mapping[str, tuple[str, ...]]) -> Spec:
+    return tuple(tuple(p for axis in dim for p in parts[axis]) for dim in spec)
 
 
 def _padded(spec: Spec | None, graph: Graph, value: int) -> Spec | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import operator
 import string
 from collections.abc import Collection, Iterator, Sequence
 
@@ -119,6 +120,36 @@ def _needs(
     return needs, chains
 
 
+def finest(axes: Sequence[tuple[str, int]]) -> tuple[tuple[tuple[str, int], ...], dict[str, tuple[str, ...]]]:
+    """The grid with every axis taken apart into its prime factors, and for each old axis the new ones, major to minor.
+
+    The names go by position, so that two grids of one finest form are one grid.
+
+    >>> finest((("a", 2), ("b", 4)))
+    ((('x0', 2), ('x1', 2), ('x2', 2)), {'a': ('x0',), 'b': ('x1', 'x2')})
+    """
+    fine: list[tuple[str, int]] = []
+    parts: dict[str, tuple[str, ...]] = {}
+    for name, size in axes:
+        first = len(fine)
+        fine += [(f"x{first + i}", p) for i, p in enumerate(primes(size) or [1])]
+        parts[name] = tuple(n for n, _ in fine[first:])
+    return tuple(fine), parts
+
+
+def expresses(axes: Sequence[tuple[str, int]], other: Sequence[int]) -> bool:
+    """Whether each axis of the grid `other` (sizes) is made of whole axes of the grid `axes`.
+
+    >>> expresses((("a", 2), ("b", 4)), (8,)), expresses((("a", 8),), (2, 4))
+    (True, False)
+    """
+
+    def strides(sizes: Sequence[int]) -> set[int]:
+        return set(itertools.accumulate(reversed(sizes), operator.mul))
+
+    return strides(other) <= strides([size for _, size in axes] or [1])
+
+
 def primes(n: int) -> list[int]:
     """The prime factors of `n`, smallest first.
 
@@ -192,6 +223,16 @@ def _share(
     twins = {a: [b for b in by_chain[a[0]] if b < a and (options[b], arrays[b]) == (options[a], arrays[a])]
              for a in atoms}  # fmt: skip
     chosen: dict[Atom, int] = {}
+    still: dict[Atom, list[int]] = dict(options)
+
+    def choose(atom: Atom, slot: int | None) -> None:
+        """Give an atom its factor, or take it away; `still` is what each atom can have beside those."""
+        if slot is not None:
+            chosen[atom] = slot
+        elif chosen.pop(atom, None) is None:
+            return
+        for other in apart[atom]:
+            still[other] = free(other)
 
     def free(atom: Atom) -> list[int]:
         taken = {chosen[b] for b in apart[atom] if b in chosen}
@@ -200,7 +241,7 @@ def _share(
 
     def next_step(part: Sequence[Atom]) -> tuple[Atom, Iterator[int]] | None:
         """The atom to choose for, and what to try; None where all of the part is chosen."""
-        choices = {a: free(a) for a in part if a not in chosen}
+        choices = {a: still[a] for a in part if a not in chosen}
         if not choices:
             return None
         fresh = set(range(len(factors))) - set(chosen.values())
@@ -219,10 +260,10 @@ def _share(
             stack.append(step)
             while stack:
                 atom, slots = stack[-1]
-                chosen.pop(atom, None)
+                choose(atom, None)
                 slot = next(slots, None)
                 if slot is not None:
-                    chosen[atom] = slot
+                    choose(atom, slot)
                     break
                 stack.pop()
             else:

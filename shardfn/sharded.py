@@ -187,6 +187,11 @@ class ShardedFunction:
         )
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if manual := jax.sharding.get_abstract_mesh().manual_axes:
+            fail(StrategyError, f"`{self.callee.name}` is called inside a shard_map",
+                 where=f"the axes {', '.join(map(str, manual))} of the shard_map",
+                 why="there every device already works on its own piece",
+                 fix="call it outside, and the unsharded function inside: it is the `.fn` of what `shard` returns")  # fmt: skip
         known = len(self._entries)
         entry, values = self._entry(args, kwargs)
         if not entry.plan.hardware.is_here:
@@ -194,6 +199,12 @@ class ShardedFunction:
                  where=f"device = {self.options.device!r}", why="a target can be planned for, and not run on",
                  fix="use .plan(...) or .explain(...), or give a device of this machine to run on")  # fmt: skip
         leaves, treedef = tree_util.tree_flatten(_dynamic(values, entry.slots, entry.stateful))
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            fail(StrategyTypeError, f"`{self.callee.name}` is called with a shape in the place of an array",
+                 where=", ".join(d.path for d, leaf in zip(entry.plan.inputs, leaves, strict=True)
+                                 if isinstance(leaf, jax.ShapeDtypeStruct)),
+                 why="a jax.ShapeDtypeStruct holds no data: it can be planned for",
+                 fix="pass an array, or use .plan(...), .explain(...) or .lower(...)")  # fmt: skip
         with progress(f"compiling {self.callee.name}", len(self._entries) > known):
             if any(isinstance(leaf, Tracer) for leaf in leaves):
                 return self._finish(entry, self._run_nested(entry, values, leaves, treedef))

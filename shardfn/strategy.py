@@ -84,6 +84,8 @@ def shape_of(leaf: Any) -> tuple[tuple[int, ...], str] | None:
         return None
     if isinstance(dtype, np.dtype) and dtype.kind in "USMmV" and not jax.numpy.issubdtype(dtype, np.number):
         return None
+    if isinstance(dtype, np.dtype) and not dtype.isnative:
+        return None
     if isinstance(dtype, np.dtype):  # what JAX makes of it: NumPy's float64 arrives as float32 unless x64 is on
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return tuple(int(d) for d in shape), str(dtype)
@@ -109,7 +111,7 @@ def leaves_of(argument: Argument, problems: list[Problem]) -> list[Leaf]:
 
 def _not_an_array(argument: Argument, path: str, value: Any, nested: bool) -> Problem:
     if isinstance(value, np.ndarray):
-        fix = "convert it to a dtype of numbers, or leave it out of the call"
+        fix = "convert it to a dtype that JAX has, such as float32, or leave it out of the call"
     elif nested:
         fix = "take it out of that argument: close over it, or pass it as a static argument of its own"
     elif argument.name.isidentifier():

@@ -12,6 +12,7 @@ from jax import tree_util
 from jax.core import Tracer
 from jax.extend import core as jex_core
 
+from shardfn.errors import StrategyError, fail
 from shardfn.graph import shardy
 from shardfn.graph.model import Graph
 
@@ -50,6 +51,10 @@ def trace(function: Callable[..., Any], args: Sequence[Any], static_argnums: tup
     traced = jax.jit(function, static_argnums=static_argnums, keep_unused=True).trace(*args)
     results = tree_util.tree_map(lambda o: jax.ShapeDtypeStruct(o.shape, o.dtype), traced.out_info)
     jaxpr = traced.jaxpr
+    if mapped := [effect.name for effect in jaxpr.effects if type(effect).__name__ == "NamedAxisEffect"]:
+        fail(StrategyError, f"`{function.__name__}` works along the axis `{mapped[0]}` of a vmap around it",
+             where=f"axis_name = {mapped[0]!r}", why="it is planned on its own, where that axis is not there",
+             fix=f"shard what is mapped: shard(jax.vmap(f, axis_name={mapped[0]!r}), ...)")  # fmt: skip
     if any(isinstance(c, Tracer) for c in jaxpr.consts):
         open_ = jaxpr.jaxpr
 

@@ -75,6 +75,10 @@ def nothing(x):
     return None
 
 
+def centred(x):
+    return x - jax.lax.pmean(x, "batch")
+
+
 class Opaque:
     def __repr__(self):
         return "Opaque()"
@@ -252,7 +256,17 @@ CASES = {
         ("strings in a list", "shard(lambda s: s)(Settings(['adam']))", None),
         ("an array of objects", "shard(dense)(x, np.array([None]))", None),
         ("an array of strings", "shard(dense)(x, np.array(['a', 'b']))", None),
+        ("another byte order", "shard(double)(zeros(2, dtype='>f4'))", "shard(double).plan(zeros(2, dtype='float32'))"),
         ("dates", "shard(double)(np.array(['2026-01-01'], dtype='datetime64[D]'))", None),
+    ],
+    "where it is called": [
+        ("with a shape", "shard(dense)(x, jax.ShapeDtypeStruct((16, 4), 'float32'))",
+         "shard(dense).plan(x, jax.ShapeDtypeStruct((16, 4), 'float32'))"),
+        ("inside a shard_map",
+         "jax.shard_map(shard(double), mesh=mesh, in_specs=P('dp'), out_specs=P('dp'))(x)",
+         "jax.shard_map(shard(double).fn, mesh=mesh, in_specs=P('dp'), out_specs=P('dp'))(x)"),
+        ("along an axis of a vmap", "jax.vmap(shard(centred), axis_name='batch')(x)",
+         "shard(jax.vmap(centred, axis_name='batch'))(x)"),
     ],
     "parameter_plan": [
         ("an unknown path", "shard(dense, parameter_plan={'v': (1, 4)})(x, w)",

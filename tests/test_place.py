@@ -1,6 +1,7 @@
 """Placement: what the design decides, case by case. tests/properties/test_place.py holds what is always so."""
 
 import math
+import time
 
 import jax
 import jax.numpy as jnp
@@ -122,6 +123,21 @@ def test_what_cannot_stand_together_names_two_arrays(devices, arrays, blamed):
     assert f"{devices} devices" in problem.what
     first, second = blamed
     assert not placed(devices, *(a for i, a in enumerate(arrays) if i != second))[1], "the fix: leave the second open"
+
+
+@pytest.mark.parametrize(
+    ("arrays", "layout"),
+    [([(f"{i}", (8,)) for i in range(2000)], "a"), ([(f"x{i}", (2, 4)) for i in range(300)], "a b")],
+    ids=["each of a class of its own", "all with one class in common"],
+)
+def test_many_arrays_are_placed_in_no_time(arrays, layout):
+    number: dict[str, int] = {}
+    leaves = [Leaf(name, name, (8,) * len(cuts), "float32") for name, cuts in arrays]
+    classes = [(*[0] * (len(cuts) - 1), number.setdefault(name, len(number) + 1)) for name, cuts in arrays]
+    start = time.perf_counter()
+    found = place(leaves, [cuts for _, cuts in arrays], classes, 8, problems := [])
+    assert time.perf_counter() - start < 10 and not problems
+    assert {spec_text(spec) for spec in found.specs} == {layout}
 
 
 @pytest.mark.parametrize(("n", "factors"), [(1, []), (2, [2]), (24, [2, 2, 2, 3]), (97, [97]), (4096, [2] * 12)])

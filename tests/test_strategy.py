@@ -80,6 +80,7 @@ def entries(value, entry):
         (np.array(["a"]), None),
         (np.array(["2026"], "datetime64[Y]"), None),
         (np.zeros(2, [("x", "f4")]), None),
+        (np.zeros(2, ">f4"), None),
     ],
     ids=str,
 )
