@@ -210,7 +210,7 @@ REFUSED = [
     (set_auto_parallel_context, {"global_rank": 4096}),
     (set_auto_parallel_context, {"parallel_mode": "semi_auto"}),
     (set_auto_parallel_context, {"parallel_mode": None}),
-    (set_auto_parallel_context, {"search_mode": "dynamic_programming"}),
+    (set_auto_parallel_context, {"search_mode": "recursive_programming"}),
     (set_auto_parallel_context, {"auto_parallel_search_mode": "recursive_programming"}),
     (set_auto_parallel_context, {"search_mode": "propagation"}),
     (set_auto_parallel_context, {"search_mode": "auto", "auto_parallel_search_mode": "sharding_propagation"}),
@@ -324,7 +324,7 @@ def test_the_dataclass_is_validated_and_normalised():
         ParallelContext(device_num=0, global_rank=-1)
     assert len(caught.value.problems) == 2
     with pytest.raises(NotAvailableError):
-        ParallelContext(search_mode="dynamic_programming")
+        ParallelContext(search_mode="recursive_programming")
     with pytest.raises(dataclasses.FrozenInstanceError):
         made.device_num = 2
 

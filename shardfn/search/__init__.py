@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardfn.errors import ContextError, NotAvailableError, fail
-from shardfn.search import propagation
+from shardfn.search import dynamic, propagation
 from shardfn.search.problem import Answer, Problem, Search
 
 __all__ = ["MODES", "Answer", "Problem", "Search", "select"]
@@ -11,7 +11,7 @@ __all__ = ["MODES", "Answer", "Problem", "Search", "select"]
 MODES: dict[str, Search | None] = {
     "auto": propagation.search,
     "sharding_propagation": propagation.search,
-    "dynamic_programming": None,
+    "dynamic_programming": dynamic.search,
     "recursive_programming": None,
 }
 """None: the name is known, the search is not built yet."""

@@ -4,8 +4,9 @@ Inputs hold small integers, as float32. What is made of them by additions and pr
 of the sums, so that an op that decides (sort, argmax, a comparison) decides the same on one device and on eight. A value
 knows the largest magnitude it can have; one that is not exact any more is rounded before such an op.
 
-Left out is what ends the process inside XLA's partitioner (JAX 0.10 to 0.12), with hand-written shardings too: an fft
-along a dim in small pieces, a pad that is negative at the start and has holes inside, a convolution in groups.
+Left out is what XLA's partitioner cannot do, with hand-written shardings too (JAX 0.10 to 0.12), and ends the process
+over: an fft along a cut dim, a convolution in groups, and a pad with holes inside, which is also what the gradients of
+strided slices and of sum pools with strides are. Where it gives wrong values instead, `test_programs` finds that out.
 """
 
 from __future__ import annotations
@@ -442,7 +443,8 @@ def draw_pool(b: Builder) -> Drawn:
     kind = b.one(("max", "sum"))
     x = b.value(exact=kind == "max")
     window = tuple(b.ints(1, min(3, n)) for n in x.shape)
-    params = {"window": window, "strides": tuple(b.ints(1, 2) for _ in window), "padding": b.one(("SAME", "VALID"))}
+    strides = tuple(b.ints(1, 2 if kind == "max" else 1) for _ in window)
+    params = {"window": window, "strides": strides, "padding": b.one(("SAME", "VALID"))}
     return pool, [x], {"kind": kind, **params}, x.most * (math.prod(window) if kind == "sum" else 1)
 
 
@@ -514,7 +516,7 @@ def draw_cut(b: Builder) -> Drawn:
     pieces = []
     for n in x.shape:
         start = b.ints(0, n - 1)
-        pieces.append((start, b.ints(start + 1, n), b.ints(1, 2)))
+        pieces.append((start, b.ints(start + 1, n)))
     return cut, [x], {"pieces": tuple(pieces)}, x.most
 
 
@@ -525,7 +527,7 @@ def pad(x, *, config):
 @drawn
 def draw_pad(b: Builder) -> Drawn:
     x = b.value()
-    config = tuple(b.one(((b.ints(-1, 2), b.ints(0, 2), 0), (b.ints(0, 2), b.ints(0, 2), 1))) for _ in x.shape)
+    config = tuple((b.ints(-1, 2), b.ints(0, 2), 0) for _ in x.shape)
     return pad, [x], {"config": config}, x.most + 1
 
 

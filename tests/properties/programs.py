@@ -164,9 +164,7 @@ def draw_ask(builder: Builder, program: Program, stays: Callable[[str], bool]) -
         found = [e if stays(f"{kind} {i}") else shardfn.AUTO for i, e in enumerate(found)]
         return None if builder.ints(0, 5) == 0 else tuple(found)
 
-    return Ask(
-        builder.devices, entries("in", [i.shape for i in program.inputs]), entries("out", program.shapes)
-    )
+    return Ask(builder.devices, entries("in", [i.shape for i in program.inputs]), entries("out", program.shapes))
 
 
 def by_integers(builder: Builder) -> Callable[[tuple[int, ...]], Any]:

@@ -70,7 +70,9 @@ def test_every_rank_holds_the_slice_that_its_layout_says(ask):
     compiled = sharded.lower(*arrays).compile()
     rank_of = {d: rank for rank, d in enumerate(ask.devices)}
     for decision, sharding in zip(plan.inputs, compiled.input_shardings[0], strict=True):
-        assert held_by(sharding, decision.shape, rank_of) == held_by(plan.sharding(decision.path), decision.shape, rank_of)
+        assert held_by(sharding, decision.shape, rank_of) == held_by(
+            plan.sharding(decision.path), decision.shape, rank_of
+        )
 
     for decision, whole, lies in (
         *zip(plan.inputs, arrays, compiled.input_shardings[0], strict=True),
@@ -82,7 +84,9 @@ def test_every_rank_holds_the_slice_that_its_layout_says(ask):
         assert layout == Layout.from_sharding(plan.sharding(decision.path), whole.ndim, devices)
         numbers = Layout.from_tensor_map(layout.device_matrix, layout.tensor_map)
         assert numbers.slices(whole.shape) == layout.slices(whole.shape)
-        said = {rank: pairs(s, whole.shape) for rank, s in zip(layout.rank_list, layout.slices(whole.shape), strict=True)}
+        said = {
+            rank: pairs(s, whole.shape) for rank, s in zip(layout.rank_list, layout.slices(whole.shape), strict=True)
+        }
         assert held_by(lies, whole.shape, rank_of) == said
 
     for decision, whole, result in zip(plan.outputs, want, results, strict=True):

@@ -188,9 +188,7 @@ def test_so_does_a_planned_matmul(data):
     a, k, c = data.draw(cuts_of(3, count))
     x, w = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((a * 2, k * 3), (k * 3, c * 2)))
     out = Layout((a, k, c, count // (a * k * c)), ("a", "k", "c", "repeat"))("a", "c")
-    made = shardfn.plan(
-        jnp.matmul, x, w, in_strategy=((a, k), (k, c)), out_strategy=((a, c),), device=f"cpu:{count}"
-    )
+    made = shardfn.plan(jnp.matmul, x, w, in_strategy=((a, k), (k, c)), out_strategy=((a, c),), device=f"cpu:{count}")
     assert [s for _, s in made.axes] == [s for s in out.device_matrix if s > 1]
     assert made.layout("result").slices((a * 2, c * 2)) == out.slices((a * 2, c * 2))
 
@@ -245,11 +243,7 @@ def test_what_is_refused_is_impossible(call):
     subsets = [s for r in range(len(factors) + 1) for s in itertools.combinations(range(len(factors)), r)]
     ways = [[s for s in subsets if math.prod(factors[i] for i in s) == cut] for cut in used.values()]
     possible = any(
-        all(
-            not set(chosen[a]) & set(chosen[b])
-            for row in classes
-            for a, b in itertools.combinations(row, 2)
-        )
+        all(not set(chosen[a]) & set(chosen[b]) for row in classes for a, b in itertools.combinations(row, 2))
         for chosen in (dict(zip(used, sets, strict=True)) for sets in itertools.product(*ways))
     )
     assert bool(placed(*call)[1]) != possible
