@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -66,8 +67,12 @@ def apply(
     static_argnums: tuple[int, ...],
     donate_argnums: tuple[int, ...],
     grid: Grid,
+    nested: bool = False,
 ) -> Callable[..., Any]:
     """`function` as a jitted function whose arguments and results lie as planned.
+
+    A `nested` one, for calls inside a transformation, lays its results out by constraints inside: what `jit` itself
+    demands of results it demands of their cotangents too, which may come from anywhere.
 
     Args:
       plan: decisions in the order of the leaves of the dynamic `args` and of `results`.
@@ -80,6 +85,13 @@ def apply(
     dynamic = tuple(a for i, a in enumerate(args) if i not in static_argnums)
     ins = tree_util.tree_unflatten(tree_util.tree_structure(dynamic), shardings(plan.inputs, grid))
     outs = tree_util.tree_unflatten(tree_util.tree_structure(results), shardings(plan.outputs, grid))
+    if nested:
+
+        @functools.wraps(function)
+        def constrained(*flat: Any) -> Any:
+            return tree_util.tree_map(jax.lax.with_sharding_constraint, function(*flat), outs)
+
+        return jax.jit(constrained, in_shardings=ins, static_argnums=static_argnums)
     return jax.jit(
         function, in_shardings=ins, out_shardings=outs, static_argnums=static_argnums, donate_argnums=donate_argnums
     )

@@ -196,6 +196,11 @@ def _is_cell(value: Any) -> bool:
     return getattr(type(value), CELL, False)
 
 
+def _is_holder(value: Any) -> bool:
+    """Whether a plain object holds arrays: without taking them out, a compiled call would keep the first ones for ever."""
+    return hasattr(value, "__dict__") and not isinstance(value, types.ModuleType | type) and bool(_cell_read(value))
+
+
 def _is_container(value: Any) -> bool:
     return _is_cell(value) or isinstance(value, list | tuple | dict) or not tree_util.all_leaves([value])
 
@@ -208,7 +213,7 @@ def _numbered(value: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
 
 def _walk(value: Any, path: str, found: State, seen: set[int]) -> None:
     """The arrays of a nest; a Cell that stands at several places (tied weights, a parent) is met at the first."""
-    if _is_cell(value):
+    if _is_cell(value) or not path:
         if id(value) in seen:
             return
         seen.add(id(value))
@@ -235,7 +240,7 @@ def _is_array(value: Any) -> bool:
 def _replace(value: Any, path: str, state: State, made: dict[int, Any] | None = None) -> Any:
     """A copy of a nest of Cells and containers with other arrays; `made` holds the copy of each Cell."""
     made = {} if made is None else made
-    if _is_cell(value):
+    if _is_cell(value) or not path:
         if id(value) in made:
             return made[id(value)]
         new = made[id(value)] = copy.copy(value)
@@ -267,7 +272,7 @@ def _cell_fixed(owner: Any) -> Any:
     met: dict[int, int] = {}
 
     def walk(value: Any, path: str) -> None:
-        if _is_cell(value):
+        if _is_cell(value) or not path:
             is_new = id(value) not in met
             leaves.append((path, type(value), met.setdefault(id(value), len(met))))
             if not is_new:
@@ -304,7 +309,7 @@ def _cell_write(owner: Any, state: State) -> None:
 
     def put(value: Any, path: str) -> Any:
         """`value` itself where nothing in it has changed."""
-        if _is_cell(value):
+        if _is_cell(value) or not path:
             if id(value) not in seen:
                 seen.add(id(value))
                 for key, child in list(vars(value).items()):
@@ -382,4 +387,5 @@ ADAPTERS: tuple[Adapter, ...] = (
     Adapter(_is_nnx, _nnx_read, _nnx_fixed, _nnx_rebuild, _nnx_write),
     Adapter(_is_cell, _cell_read, _cell_fixed, lambda o, s: _replace(o, "", s), _cell_write),
     Adapter(lambda o: not tree_util.all_leaves([o]), _tree_read, _tree_fixed, _tree_rebuild, _tree_write),
+    Adapter(_is_holder, _cell_read, _cell_fixed, lambda o, s: _replace(o, "", s), _cell_write),
 )

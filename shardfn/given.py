@@ -60,7 +60,7 @@ def place_drawn(
                     f"{leaf.label} is cut by integers and {first.label} by named axes",
                     where=f"{leaf.source}; {first.source}",
                     why="integers leave the choice of axes open, and the named ones are already chosen",
-                    fix=f"write integers for both, {first.where} = {_as_cuts(first, grid)}, or Layouts for both",
+                    fix=f"write integers for all, {_all_as_cuts(leaves, grid)}, or Layouts for all",
                     is_type=True,
                 )
             )
@@ -239,6 +239,13 @@ def _called(leaf: Leaf) -> str:
 
 def _text(axes: Sequence[tuple[str, int]]) -> str:
     return " x ".join(f"{name}={size}" for name, size in axes) or "no grid"
+
+
+def _all_as_cuts(leaves: Sequence[Leaf], grid: tuple[tuple[str, int], ...], most: int = 4) -> str:
+    cuts = {leaf.where: _as_cuts(leaf, grid) for leaf in leaves if is_drawn(leaf)}
+    return ", ".join(f"{where} = {row}" for where, row in list(cuts.items())[:most]) + (
+        " …" if len(cuts) > most else ""
+    )
 
 
 def _as_cuts(leaf: Leaf, grid: tuple[tuple[str, int], ...]) -> Any:

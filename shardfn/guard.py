@@ -1,32 +1,29 @@
 """Where XLA computes wrong values, keep it from there; the report says so.
 
 Seen on JAX 0.10.2 and 0.12.0.1 (CPU): a convolution with a window larger than 1 and a spatial dim cut gives wrong
-results, in value or in gradient, if the image leaves some grid axis unused, or if the kernel is cut over an axis that
-cuts the image's spatial dims. With whole spatial dims it is right, and so it is where the image is cut over all axes.
+results, in value or in gradient, if the image leaves some grid axis unused, if the kernel is cut as well, or, with
+several spatial dims cut, strides or dilation, in other cases that follow no plain rule.
+It is right with whole spatial dims, and with one spatial dim cut of an image that is cut over all axes, without strides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
-from shardfn.graph.model import Flow, Graph
+from shardfn.graph.model import Flow
 from shardfn.rebind import bind_one, rebound
 
 CHANGES = frozenset({"all_gather", "all_slice", "all_to_all", "collective_permute", "all_reduce", "reduce_scatter"})
 CONVOLUTION = frozenset({"conv_general_dilated"})
 
 
-def wrong_convolutions(graph: Graph, flow: Flow) -> tuple[str, ...]:
-    """The convolutions (`file:line`) that XLA would compute wrongly in this layout."""
-    ruled = [op for op in graph.ops if op.name == "convolution"]
-    laid = [op for op in flow.graph.ops if op.name == "convolution"]
-    if len(ruled) != len(laid):  # cannot tell which is which
-        return tuple(dict.fromkeys(op.where for op in laid)) if flow.axes else ()
+def wrong_convolutions(flow: Flow) -> tuple[str, ...]:
+    """The convolutions (`file:line`) that XLA might compute wrongly, in value or gradient, in this layout."""
     # XLA may leave out the changes of layout around a convolution: judge it by what comes and what is wanted.
     moves = [(op.inputs[0], op.outputs[0]) for op in flow.graph.ops if op.name in CHANGES]
     moved_to: dict[int, int] = {}
@@ -37,43 +34,31 @@ def wrong_convolutions(graph: Graph, flow: Flow) -> tuple[str, ...]:
         moved_to[before] = moved_to.get(after, after)
     every = {axis for axis, size in flow.axes.items() if size > 1}
     found: dict[str, None] = {}
-    for op, at in zip(ruled, laid, strict=True):
-        if op.rule is None or not op.rule.permuted:
+    for op in flow.graph.ops:
+        if op.convolution is None:
             continue
-        kernel = graph.values[op.inputs[1]].shape
-        window = [n for n, factors in zip(kernel, op.rule.operands[1], strict=True) if _is_window(factors, op.rule)]
-        image, weights = (flow.specs[moved_from.get(v, v)] for v in at.inputs)
-        result = flow.specs[moved_to.get(at.outputs[0], at.outputs[0])]
-        spatial = {
-            _name(axis)
-            for dims, spec in ((op.rule.operands[0], image), (op.rule.results[0], result))
-            for factors, axes in zip(dims, spec, strict=True)
-            if set(factors) & op.rule.permuted
-            for axis in axes
-        }
-        used = {_name(axis) for dim in image for axis in dim}
-        cut_kernel = {_name(axis) for dim in weights for axis in dim}
-        if max(window, default=1) > 1 and spatial and (used != every or cut_kernel & spatial):
+        image, kernel = (flow.specs[moved_from.get(v, v)] for v in op.inputs)
+        result = flow.specs[moved_to.get(op.outputs[0], op.outputs[0])]
+        window = [flow.graph.values[op.inputs[1]].shape[d] for d in op.convolution.kernel]
+        cut = [image[a] or result[b] for a, b in zip(op.convolution.image, op.convolution.result, strict=True)]
+        if max(window, default=1) == 1 or not any(cut) or any(kernel[d] for d in op.convolution.kernel):
+            continue  # the last: a kernel's gradient, whose convolution forward is judged instead
+        one = sum(map(bool, cut)) == 1 and op.convolution.is_dense
+        if not one or _axes(image) != every or _axes(kernel):
             found.setdefault(op.where)
     return tuple(found)
+
+
+def _axes(spec: Sequence[tuple[str, ...]]) -> set[str]:
+    return {axis.partition(":")[0] for dim in spec for axis in dim}
 
 
 def convolution_finding(where: tuple[str, ...]) -> str:
     """What the report says of a mended plan."""
     return (
         f"the spatial dims of the convolutions at {', '.join(where)} are made whole first: XLA computes them wrongly in "
-        "the layout asked for. Cut the image over all devices, and the kernel over none that cut the image, to avoid it"
+        "the layout asked for, or their gradients. Cut one spatial dim, and the image over all devices, to avoid it"
     )
-
-
-def _is_window(factors: tuple[int, ...], rule: Any) -> bool:
-    """Whether a kernel dim is one of the window: its factors stand in no other tensor."""
-    others = {f for dim in (*rule.operands[0], *rule.results[0]) for f in dim}
-    return not set(factors) & others
-
-
-def _name(axis: str) -> str:
-    return axis.partition(":")[0]
 
 
 def whole_convolutions(

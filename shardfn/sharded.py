@@ -14,7 +14,6 @@ import keyword
 import sys
 import types
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -93,7 +92,6 @@ class ShardedFunction:
         self.callee: Callee = describe(fn)
         functools.update_wrapper(self, fn, updated=())
         self._entries: dict[Any, Entry] = {}
-        self._methods: weakref.WeakKeyDictionary[Any, ShardedFunction] = weakref.WeakKeyDictionary()
         self._fast: Callable[..., Any] = _never
         self._fast_context: Any = None
         self._checked = False
@@ -111,18 +109,16 @@ class ShardedFunction:
         """As a decorated method: bound to the instance, whose arrays become arguments where its kind is known."""
         if instance is None:
             return self
-        try:
-            found = self._methods.get(instance)
-            if found is None:
-                found = self._methods[instance] = self._bound(instance)
-        except TypeError:  # not hashable, or no weak references to it
-            return self._bound(instance)
-        return found
-
-    def _bound(self, instance: Any) -> ShardedFunction:
+        kept = getattr(instance, "__dict__", {}).get(METHODS, {})
+        found = kept.get(self)
+        if found is not None and found.fn.__self__ is instance:  # and not that of what the instance is a copy of
+            return found
         found = ShardedFunction(types.MethodType(self.fn, instance), self.options)
-        if found.callee.adapter is not None:  # else its arrays are constants of what is compiled
+        if found.callee.adapter is not None:
             found._entries = self._entries  # `nnx.grad` makes a new instance for every call
+        elif hasattr(instance, "__dict__"):  # its arrays are constants of what is compiled: that goes when it goes
+            own = {method: bound for method, bound in kept.items() if bound.fn.__self__ is instance}
+            instance.__dict__[METHODS] = Methods({**own, self: found})
         return found
 
     def __reduce__(self) -> Any:
@@ -226,7 +222,12 @@ class ShardedFunction:
             # An eager derivative carries concrete arrays, which may be committed to another layout.
             if "does not match the sharding" not in str(error) and "incompatible" not in str(error):
                 raise
-        put = [jax.device_put(leaf, target) for leaf, target in zip(leaves, entry.targets, strict=True)]
+        try:
+            put = [jax.device_put(leaf, target) for leaf, target in zip(leaves, entry.targets, strict=True)]
+        except ValueError as error:  # a batched one has another shape than its tracer tells
+            fail(StrategyError, f"an array in a transformation of `{self.callee.name}` is committed to another layout",
+                 why=str(error).split("\n")[0],
+                 fix="leave it uncommitted, or move it with jax.device_put before the transformation")  # fmt: skip
         return entry.nested(*_replaced(values, entry, treedef, put))
 
     def _finish(self, entry: Entry, result: Any) -> Any:
@@ -298,7 +299,7 @@ class ShardedFunction:
         )  # fmt: skip
         made = plan_of(traced)
         on: Callable[[Grid], Callable[..., Any]] = lambda grid: pure  # noqa: E731
-        if wrong := wrong_convolutions(traced.graph, made.flow):
+        if wrong := wrong_convolutions(made.flow):
             on = lambda grid: whole_convolutions(pure, grid.mesh, statics)  # noqa: E731
             traced = trace(on(whole(made)), shapes, statics, hardware.platform)
             made = plan_of(traced)
@@ -309,11 +310,11 @@ class ShardedFunction:
             if not s.is_static and (s.declared in options.donate_argnums or s.name in options.donate_argnames)
         )
 
-        def jit(grid: Grid) -> Callable[..., Any]:
-            return apply(made, on(grid), shapes, traced.results, statics, donated, grid)
+        def jit(grid: Grid, nested: bool = False) -> Callable[..., Any]:
+            return apply(made, on(grid), shapes, traced.results, statics, donated, grid, nested)
 
-        nested = jit(finest(made))
-        jitted = nested if has_other_grids(made, traced.grids) else jit(whole(made))
+        nested = jit(finest(made), nested=True)
+        jitted = jit(finest(made) if has_other_grids(made, traced.grids) else whole(made))
         if current.save_graphs:
             save_graphs(made, current.save_graphs_path)
         return Entry(made, slots, jitted, nested, tuple(shardings(made.inputs, whole(made))), stateful)
@@ -422,6 +423,16 @@ def _unhashable(name: str, value: Any) -> Problem:
         fix="pass a tuple, a string or a frozen dataclass there, or make the argument a dynamic one",
         is_type=True,
     )
+
+
+METHODS = "_shardfn_methods"
+
+
+class Methods(dict[ShardedFunction, ShardedFunction]):
+    """The sharded methods of one plain object, kept in its attributes; pickles and deep copies of it go without."""
+
+    def __reduce__(self) -> Any:
+        return Methods, ()
 
 
 def _never(*args: Any) -> Any:

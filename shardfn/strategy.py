@@ -24,9 +24,12 @@ from shardfn.layout import Layout
 
 
 class Auto:
-    """The type of `AUTO`."""
+    """The type of `AUTO`, which stays the one it is when it is copied or pickled."""
 
     def __repr__(self) -> str:
+        return "AUTO"
+
+    def __reduce__(self) -> str:
         return "AUTO"
 
 
@@ -347,13 +350,13 @@ def apply_parameter_plan(leaves: Sequence[Leaf], plan: Any, problems: list[Probl
             )
             continue
         if not is_entry(entry) or isinstance(entry, str | int | float):
-            as_tuple = isinstance(entry, list) and all(type(e) is int for e in entry)
+            likely = tuple(entry) if isinstance(entry, list) and all(type(e) is int for e in entry) else (1, 4)
             problems.append(
                 Problem(
                     f"a value of `parameter_plan` is {a(entry)}",
                     where=f"{where} = {short(entry)}",
                     why=_ENTRY,
-                    fix=f"write {where} = {tuple(entry) if as_tuple else (1, 4)!r}",
+                    fix=f"write {where} = {likely!r}",
                     is_type=True,
                 )
             )
@@ -496,7 +499,7 @@ def _whole_number(cut: Any) -> str:
     try:
         number = int(cut)
         return str(number) if number == float(cut) and number > 0 else "1, or a larger whole number,"
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return "1, or a larger whole number,"
 
 

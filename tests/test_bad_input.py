@@ -1,5 +1,5 @@
 """Every bad call: its full text is in golden/bad_input.txt, nothing is compiled before it, and the fix works as typed."""
-# ruff: noqa: E501, F401  (a call stands on one line, as typed, and uses the names below)
+# ruff: noqa: F401  (a call stands on one line, as typed, and uses the names below)
 
 import dataclasses
 import functools
@@ -175,6 +175,7 @@ CASES = {
         ("a float", "shard(dense, ((8.0, 1), (1, 1)))(x, w)", "shard(dense, ((8, 1), (1, 1))).plan(x, w)"),
         ("a float between ints", "shard(dense, ((2.5, 1), (1, 1)))(x, w)", "shard(dense, ((1, 1), (1, 1))).plan(x, w)"),
         ("not a number", "shard(dense, ((float('nan'), 1), (1, 1)))(x, w)", "shard(dense, ((1, 1), (1, 1))).plan(x, w)"),
+        ("infinity", "shard(dense, ((float('inf'), 1), (1, 1)))(x, w)", "shard(dense, ((1, 1), (1, 1))).plan(x, w)"),
         ("a string", "shard(dense, (('8', 1), (1, 1)))(x, w)", "shard(dense, ((8, 1), (1, 1))).plan(x, w)"),
         ("a word", "shard(dense, (('dp', 1), (1, 1)))(x, w)", "shard(dense, ((1, 1), (1, 1))).plan(x, w)"),
     ],
@@ -204,6 +205,8 @@ CASES = {
          "shard(dense, ((2, 1), (1, 1))).plan(x, w)"),
         ("ints and a PartitionSpec", "shard(dense, (P('dp'), (1, 4)), device=mesh)(x, w)",
          "shard(dense, ((2, 1), (1, 4)), device=mesh).plan(x, w)"),
+        ("Layouts, and ints for the result", "shard(dense, (GRID('dp', 'None'), GRID('None', 'mp')), ((2, 1),))(x, w)",
+         "shard(dense, ((2, 1), (1, 4)), ((2, 1),)).plan(x, w)"),
         ("two device matrices", "shard(dense, (GRID('dp', 'None'), Layout((4, 2), ('dp', 'mp'))('None', 'mp')))(x, w)",
          "shard(dense, (GRID('dp', 'None'), GRID('None', 'mp'))).plan(x, w)"),
         ("two orders of ranks",

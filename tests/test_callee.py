@@ -4,9 +4,13 @@ Class-style code with `Cell.shard` is in test_cell.py.
 """
 
 import collections
+import copy
 import dataclasses
 import functools
+import gc
 import inspect
+import pickle
+import weakref
 
 import equinox as eqx
 import flax.linen as nn
@@ -222,6 +226,32 @@ def test_decorated_methods_of_plain_objects_do_not_share_what_is_compiled():
         close((one(X), two(X), one.double(X), Scale.double(X)), (X, 2 * X, 2 * X, 2 * X))
 
 
+class Decorated:
+    def __init__(self, w):
+        self.w = w
+
+    @shard(in_strategy=((8, 1),))
+    def method(self, x):
+        return x @ self.w
+
+
+def test_decorated_methods_go_with_their_objects():
+    plain, linear = Decorated(W), DecoratedLinear()
+    for owner in (plain, linear):
+        close(owner.method(X), X @ W)
+    assert plain.method is plain.method and len(plain.method._entries) == 1
+    assert linear.method._entries is DecoratedLinear.__dict__["method"]._entries, "of all instances"
+    others = [copy.copy(plain), copy.deepcopy(plain), pickle.loads(pickle.dumps(plain)), copy.deepcopy(linear)]
+    for other in others:
+        other.w = other.w * 2
+        close(other.method(X), 2 * (X @ W))
+    close(plain.method(X), X @ W)
+    gone = [weakref.ref(plain), weakref.ref(linear), *map(weakref.ref, others)]
+    del plain, linear, others, owner, other
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 6
+
+
 def test_a_decorated_method_of_an_object_that_cannot_be_hashed():
     @dataclasses.dataclass  # with __eq__, and so without __hash__
     class Scale:
@@ -246,6 +276,15 @@ def test_errors_speak_of_the_user_s_function():
 
 
 # ---- objects that hold arrays
+
+
+class DecoratedLinear(Cell):
+    def __init__(self):
+        self.w = W
+
+    @shard(in_strategy=((8, 1),))
+    def method(self, x):
+        return x @ self.w
 
 
 class Counter(Cell):

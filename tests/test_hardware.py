@@ -107,7 +107,9 @@ def test_any_number_of_devices_runs(count):
 @pytest.mark.parametrize("target", ["cpu:1", "cpu:12", "tpu-v5e:4x8", "h100:24", "tpu-v6e:16x16", "cpu:4096"])
 def test_a_plan_needs_no_devices(target):
     count = resolve(target).count
-    plan = shardfn.plan(double, jax.ShapeDtypeStruct((8192 * 3, 4), np.float32), in_strategy=((count, 1),), device=target)
+    plan = shardfn.plan(
+        double, jax.ShapeDtypeStruct((8192 * 3, 4), np.float32), in_strategy=((count, 1),), device=target
+    )
     assert plan.inputs[0].cuts == (count, 1) and plan.hardware.name == target
     assert plan.inputs[0].local_bytes == 8192 * 3 * 4 * 4 // count
 

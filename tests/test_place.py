@@ -121,8 +121,9 @@ def test_what_cannot_stand_together_names_two_arrays(devices, arrays, blamed):
     (problem,) = problems
     assert all(f"argument {i} `x{i}`" in problem.what for i in blamed)
     assert f"{devices} devices" in problem.what
-    first, second = blamed
-    assert not placed(devices, *(a for i, a in enumerate(arrays) if i != second))[1], "the fix: leave the second open"
+    assert not placed(devices, *(a for i, a in enumerate(arrays) if i != blamed[1]))[1], (
+        "the fix: leave the second open"
+    )
 
 
 @pytest.mark.parametrize(

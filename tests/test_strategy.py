@@ -1,7 +1,9 @@
 """Strategies: entries meet arrays. The texts of what is refused are in golden/bad_input.txt."""
 
 import collections
+import copy
 import dataclasses
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -321,3 +323,7 @@ def test_any_of(numbers, text):
 def test_short():
     assert short("a\nb") == r"'a\nb'"
     assert len(short(list(range(1000)))) == 100
+
+
+def test_auto_stays_itself():
+    assert pickle.loads(pickle.dumps((AUTO, 1)))[0] is copy.deepcopy(AUTO) is AUTO

@@ -56,6 +56,16 @@ class Tap(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class Convolution:
+    """The spatial dims of a convolution's image, kernel and result, and whether it has neither strides nor dilation."""
+
+    image: tuple[int, ...]
+    kernel: tuple[int, ...]
+    result: tuple[int, ...]
+    is_dense: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Op:
     """One op: `inputs` and `outputs` index `Graph.values`; `trips` is how often the loops around it run."""
 
@@ -69,6 +79,7 @@ class Op:
     """(input position, dim) pairs whose sizes multiply the work of each output element (a dot's contracted dims)."""
     taps: tuple[Tap, ...] = ()
     """Which elements are read along dims with a window or an offset."""
+    convolution: Convolution | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy, stablehlo
 
-from shardfn.graph.model import Communication, Flow, Graph, Op, Rule, Spec, Value
+from shardfn.graph.model import Communication, Convolution, Flow, Graph, Op, Rule, Spec, Value
 from shardfn.graph.rules import MISSING_RULES
 
 GRID = "grid"  # the name of our mesh inside the module
@@ -118,6 +118,7 @@ class _Reader:
         self.communications: list[Communication] = []
         self.sent: dict[tuple[Any, ...], int] = {}
         self.types: dict[Any, Value] = {}
+        self.rules: dict[Any, Rule] = {}
         self.manual = False
 
     def graph(self) -> Graph:
@@ -198,12 +199,15 @@ class _Reader:
         where = _where(op)
         rule = None
         if "sdy.sharding_rule" in attrs:
-            rule = _rule(attrs["sdy.sharding_rule"])
+            attribute = attrs["sdy.sharding_rule"]
+            rule = self.rules.get(attribute) or self.rules.setdefault(attribute, _rule(attribute))
         elif (missing := MISSING_RULES.get(short)) is not None:
             rule = missing([self.values[i] for i in inputs], [self.values[o] for o in outputs])
         elif not name.startswith("sdy.") and short not in _NO_RULE_NEEDED:
             self.unruled.setdefault(f"{short} ({where})" if where else short)
-        self.ops.append(Op(short, inputs, outputs, rule, trips, where, _reduced(op, name)))
+        convolution = _convolution(op) if name == "stablehlo.convolution" else None
+        reduced = _reduced(op, name)
+        self.ops.append(Op(short, inputs, outputs, rule, trips, where, reduced, convolution=convolution))
         return outputs
 
     def call(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
@@ -366,7 +370,6 @@ def _mesh_axes(attribute: Any) -> list[tuple[str, int]]:
     return [(m[0], int(m[1])) for m in re.findall(r'"([^"]+)"=(\d+)', str(attribute))]
 
 
-@functools.lru_cache(maxsize=4096)
 def _rule(attribute: Any) -> Rule:
     r = sdy.OpShardingRuleAttr(attribute)
 
@@ -380,6 +383,20 @@ def _rule(attribute: Any) -> Rule:
         frozenset(r.reduction_factors),
         frozenset(r.need_replication_factors),
         frozenset(r.permutation_factors),
+    )
+
+
+def _convolution(op: Any) -> Convolution:
+    numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
+    steps = ("window_strides", "lhs_dilation", "rhs_dilation")
+    is_dense = all(
+        step == 1 for name in steps if name in op.attributes for step in ir.DenseI64ArrayAttr(op.attributes[name])
+    )
+    return Convolution(
+        tuple(numbers.input_spatial_dimensions),
+        tuple(numbers.kernel_spatial_dimensions),
+        tuple(numbers.output_spatial_dimensions),
+        is_dense,
     )
 
 

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 import shardfn
 from tests.properties.ops import Builder, Input, Step, without_strategy
 
-DEVICE_COUNTS = (2, 8, 6, 3, 4, 8, 6, 4, 1)
+# JAX 0.12 ends the process on a 2 x 3 mesh, where a cut over one axis becomes one over both: jit(x + 1) is enough.
+SIX = (6, 6) if jax.__version_info__ < (0, 11) else ()
+DEVICE_COUNTS = (2, 8, 3, 4, 8, 4, *SIX, 1)
 STEPS = (3, 5)
 
 

@@ -77,7 +77,7 @@ def is_nested(cuts):
 
 @given(calls())
 def test_the_cuts_are_those_asked_for(call):
-    cuts, classes, count = call
+    cuts, _, count = call
     made, problems = placed(*call)
     assume(not problems)
     sizes = dict(made.axes)

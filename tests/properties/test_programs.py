@@ -1,7 +1,5 @@
 """Random programs under random legal strategies compute what they compute unsharded, and lie as planned."""
 
-import gc
-import itertools
 import math
 
 import hypothesis
@@ -9,33 +7,73 @@ import jax
 import numpy as np
 
 import shardfn
+from tests.properties.apart import Ended, apart
 from tests.properties.programs import asked_cuts, assert_near, cases, scalar
 
-CALLS = itertools.count(1)
+XLA = "XLA is wrong by itself"
 
 
 @hypothesis.given(cases())
 def test_sharded_is_unsharded(case):
-    if next(CALLS) % 50 == 0:  # else a thousand programs stay in memory
-        jax.clear_caches()
-        gc.collect()
+    try:
+        events = apart(outcome, case)
+    except Ended:
+        if not ends(by_hand, case):
+            raise
+        events = [f"{XLA}: it ends the process"]
+    for event in events:
+        hypothesis.event(event)
+
+
+def ends(function, case):
+    """Whether the process does not come back from it."""
+    try:
+        apart(function, case)
+    except Ended:
+        return True
+    return False
+
+
+def outcome(case):
+    """Plan and run the case, and hold everything against the unsharded program. Returns what is worth counting."""
     program, args, devices = case.program, case.arguments(), case.ask.devices
     plain = program.function(nested=False)
-    want, want_gradients = jax.jit(lambda args: (plain(*args), gradients_of(plain, case, args)))(args)
+    want = jax.jit(lambda args: (plain(*args), gradients_of(plain, case, args)))(args)
 
     sharded, plan, ask = planned(case, args)
     for entry, decision in zip(ask.in_strategy or [shardfn.AUTO] * len(args), plan.inputs, strict=True):
         assert_as_asked(entry, decision, len(devices))
     for entry, decision in zip(ask.out_strategy or [shardfn.AUTO] * len(plan.outputs), plan.outputs, strict=True):
         assert_as_asked(entry, decision, len(devices))
-    for what in (*(step.run.__name__ for step in program.steps), f"{len(devices)} devices"):
-        hypothesis.event(what)
 
-    result = checked(lambda: sharded(*args), want, lambda: by_hand(case, plan, want)(*args))
-    if result is not None:
+    events = [*(step.run.__name__ for step in program.steps), f"{len(devices)} devices", case.derive]
+    events += ["a weaker strategy"] if ask is not case.ask else []
+    try:
+        result = sharded(*args)
+        assert_near(result, want[0])
         for array, decision in zip(jax.tree.leaves(result), plan.outputs, strict=True):
             assert_lies_as_planned(array, plan, decision, devices)
-    checked(lambda: derived(sharded, case, ask, args), want_gradients, lambda: derived_by_hand(case, plan, args, want))
+        assert_near(derived(sharded, case, ask, args), want[1])
+    except (AssertionError, jax.errors.JaxRuntimeError):
+        try:
+            assert_near(by_hand(case), want)
+        except (AssertionError, jax.errors.JaxRuntimeError):
+            return [*events, f"{XLA}: values or a compiler error"]
+        raise
+    return events
+
+
+def planned(case, args):
+    """The sharded function, its plan, and what was asked: less, where cuts could not stand together."""
+    ask, function = case.ask, case.program.function()
+    sharded = shardfn.shard(function, **ask.options())
+    try:
+        return sharded, sharded.plan(*args), ask
+    except shardfn.errors.StrategyError as error:
+        assert all("hold together" in p.what for p in error.problems), error
+    ask = ask.weaker()
+    sharded = shardfn.shard(function, **ask.options())
+    return sharded, sharded.plan(*args), ask
 
 
 def gradients_of(function, case, args):
@@ -53,51 +91,23 @@ def derived(sharded, case, ask, args):
     return shardfn.shard(lambda *args: gradients_of(case.program.function(), case, args), **options)(*args)
 
 
-def planned(case, args):
-    """The sharded function, its plan, and what was asked: less, where cuts could not stand together."""
-    ask, function = case.ask, case.program.function()
-    sharded = shardfn.shard(function, **ask.options())
-    try:
-        return sharded, sharded.plan(*args), ask
-    except shardfn.errors.StrategyError as error:
-        assert all("hold together" in p.what for p in error.problems), error
-        hypothesis.event("refused")
-    ask = ask.weaker()
-    sharded = shardfn.shard(function, **ask.options())
-    return sharded, sharded.plan(*args), ask
+def by_hand(case):
+    """Values and gradients by `jax.jit` with the plan's shardings, and by nothing else of this library.
 
-
-# XLA's own faults: what hand-written shardings get wrong as well is not this library's to answer for.
-
-
-def checked(run, want, control):
-    """The result of `run`, which is `want`; None where XLA gets it wrong by itself."""
-    try:
-        result = run()
-        assert_near(result, want)
-        return result
-    except (AssertionError, jax.errors.JaxRuntimeError):
-        try:
-            assert_near(control(), want)
-        except (AssertionError, jax.errors.JaxRuntimeError):
-            hypothesis.event("XLA is wrong by itself")
-            return None
-        raise
-
-
-def by_hand(case, plan, want):
-    """`jax.jit` with the plan's shardings, and nothing else of this library."""
+    What goes wrong here as well is XLA's fault.
+    """
+    args = case.arguments()
+    _, plan, _ = planned(case, args)
     function = case.program.function(nested=False)
-    outs = jax.tree.unflatten(jax.tree.structure(want), [plan.sharding(d.path) for d in plan.outputs])
-    return jax.jit(function, in_shardings=tuple(plan.sharding(d.path) for d in plan.inputs), out_shardings=outs)
-
-
-def derived_by_hand(case, plan, args, want):
+    structure = jax.tree.structure(jax.eval_shape(function, *args))
+    ins = tuple(plan.sharding(d.path) for d in plan.inputs)
+    outs = jax.tree.unflatten(structure, [plan.sharding(d.path) for d in plan.outputs])
+    laid = jax.jit(function, in_shardings=ins, out_shardings=outs)
     if case.derive == "shard of grad":
-        function = case.program.function(nested=False)
-        ins = tuple(plan.sharding(d.path) for d in plan.inputs)
-        return jax.jit(lambda *args: gradients_of(function, case, args), in_shardings=ins)(*args)
-    return jax.jit(lambda args: gradients_of(by_hand(case, plan, want), case, args))(args)
+        derive = jax.jit(lambda *args: gradients_of(function, case, args), in_shardings=ins)
+    else:
+        derive = jax.jit(lambda *args: gradients_of(laid, case, args))
+    return laid(*args), derive(*args)
 
 
 # What the plan says
