@@ -11,7 +11,7 @@ from shardfn.errors import Problem, raise_problems
 from shardfn.given import is_drawn, place_drawn
 from shardfn.graph import shardy
 from shardfn.graph.classes import Classes, dim_classes
-from shardfn.graph.model import Flow, Graph, Spec, axis_size, dtype_bits
+from shardfn.graph.model import Flow, Graph, Op, Spec, axis_size, dtype_bits
 from shardfn.place import Placement, expresses, finest, place
 from shardfn.plan import Decision, DimClass, Plan
 from shardfn.search import Search
@@ -109,6 +109,7 @@ def make_plan(
         reason = f"as `{inputs[same_as[i]].path}`, whose place it can take" if given is None and i in same_as else ""
         decided_out.append(_decision(leaf, spec, answer.axes, flow.graph, value, source, reason, ""))
     findings += _findings(graph, traced, hardware, inputs, answer.axes)
+    findings += _unpriced(graph, flow)
     return Plan(
         name, hardware, level, answer.axes, placed.order, decided_in, tuple(decided_out),
         _classes(classes, inputs, outputs, traced, decided_in), collectives(flow), price(flow, hardware.chip),
@@ -185,6 +186,35 @@ def _findings(
     if traced.captured:
         found.append(f"{traced.captured} arrays of the surrounding transformation are captured; they are left to XLA")
     return found
+
+
+def _unpriced(graph: Graph, flow: Flow) -> list[str]:
+    """Ops that are cut along a dim which they need whole, or at whose edges neighbours exchange: XLA sends what it likes."""
+    laid: dict[str, list[Op]] = {}
+    for op in flow.graph.ops:
+        laid.setdefault(op.name, []).append(op)
+    ruled: dict[str, list[Op]] = {}
+    for op in graph.ops:
+        ruled.setdefault(op.name, []).append(op)
+    found: dict[str, None] = {}
+    for name, ops in ruled.items():
+        if len(ops) != len(laid.get(name, ())):  # cannot tell which is which
+            continue
+        for op, at in zip(ops, laid[name], strict=True):
+            if op.rule is None:
+                continue
+            whole = op.rule.permuted | op.rule.replicated
+            rows = (*zip(op.rule.operands, at.inputs), *zip(op.rule.results, at.outputs))  # noqa: B905
+            if whole and any(
+                axes and whole.intersection(factors)
+                for dims, value in rows
+                for factors, axes in zip(dims, flow.specs[value], strict=True)
+            ):
+                found.setdefault(f"{op.name} ({op.where})" if op.where else op.name)
+    if not found:
+        return []
+    text = ", ".join(list(found)[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+    return [f"cut along a dim that they need whole, or exchange at its edges: {text}; what XLA sends there is not predicted"]
 
 
 def _classes(

@@ -64,7 +64,7 @@ def _headline(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) 
     unit, size = _unit([price.memory.peak])
     lines += [
         f"per device and call: {price.flops:,.0f} FLOPs, {price.bytes_sent:,} B sent, "
-        f"memory {_figure(price.memory.peak / size)} {unit} at most",
+        f"memory {_figure(price.memory.peak / size)} {unit} estimated",
         f"modelled time: {_figure(price.compute_s * 1e6)} µs compute + {_figure(price.communication_s * 1e6)} µs "
         f"communication ({hardware.chip.name}: {hardware.chip.source})",
     ]
@@ -165,12 +165,12 @@ _CAUSES = {"return": "layout of a result or of a loop's carry"}
 def _memory(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
     memory, whole = plan.price.memory, plan.hardware.chip.memory_bytes
     unit, size = _unit([memory.peak])
-    sizes = (("arguments", memory.arguments), ("results", memory.results), ("temporaries, at most", memory.temporaries),
-             ("all at once, at most", memory.peak))  # fmt: skip
+    sizes = (("arguments", memory.arguments), ("results", memory.results), ("temporaries, estimated", memory.temporaries),
+             ("all at once, estimated", memory.peak))  # fmt: skip
     rows = [(what, _figure(n / size), "<0.1%" if 0 < n < whole / 1000 else f"{n / whole:.1%}") for what, n in sizes]
     note = f"one {plan.hardware.chip.name} has {_figure(whole / 2**30)} GiB"
     if memory.peak > whole:
-        note += f": it may not fit, {memory.peak / whole:.1f} times that at most"
+        note += f": it may not fit, {memory.peak / whole:.1f} times that by the estimate"
     yield _table("Memory per device", ("what", unit, "share"), rows, note)
 
 

@@ -520,7 +520,7 @@ def _check_product(leaf: Leaf, cuts: Any, devices: int) -> list[Problem]:
             f"{leaf.label} is cut into {product} pieces, which {devices} devices cannot hold evenly",
             where=leaf.source,
             why=f"the product of the cuts must divide the device count: {devices} is not divisible by {product}",
-            fix=f"choose cuts with a product of {any_of(divisors(devices))}",
+            fix=f"choose cuts with a product of {any_of([p for p in divisors(devices) if math.prod(leaf.shape) % p == 0])}",
         )
     ]
 

@@ -118,7 +118,7 @@ def test_one_device_says_so(golden):
 
 def test_what_does_not_fit_is_said():
     plan = made(price=Price(1.0, 0, Memory(20 * 10**9, 0, 20 * 10**9), 1.0, 0.0))
-    assert "it may not fit, 2.5 times that at most" in make_report(plan).to_text()
+    assert "it may not fit, 2.5 times that by the estimate" in make_report(plan).to_text()
 
 
 def test_strategies(golden):

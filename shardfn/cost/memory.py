@@ -1,4 +1,4 @@
-"""Memory of one device: arguments and results exactly, temporaries as an upper bound from live ranges."""
+"""Memory of one device: arguments and results exactly, temporaries estimated from live ranges."""
 
 from __future__ import annotations
 
