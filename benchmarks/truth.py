@@ -47,7 +47,7 @@ from examples.models import (
     moe,
     stencil,
 )
-from shardfn import AUTO, compiled
+from shardfn import compiled
 from shardfn.cost.collectives import KINDS
 from shardfn.cost.compute import op_flops
 from shardfn.plan import Plan
@@ -466,7 +466,9 @@ def main() -> None:
     print("\n".join(summary(rows)))
     slowest = max(rows, key=lambda r: r.plan_s, default=None)
     if slowest:
-        print(f"slowest plan: {slowest.program}: {slowest.layout}, {slowest.plan_s:.2f} s, compile {slowest.compile_s:.2f} s")
+        print(
+            f"slowest plan: {slowest.program}: {slowest.layout}, {slowest.plan_s:.2f} s, compile {slowest.compile_s:.2f} s"
+        )
     if options.json:
         with open(options.json, "w") as file:
             listed = [dataclasses.asdict(r) | {"ratio": r.ratio} for r in rows]
@@ -478,7 +480,10 @@ _WIDTHS = (27, 40, 4, 26, 26, 13, 14, 6, 4, 7, 5, 5)
 
 def _line(shown: dict[str, str]) -> str:
     left = 5
-    parts = [f"{text:<{w}}" if i < left else f"{text:>{w}}" for i, (text, w) in enumerate(zip(shown.values(), _WIDTHS, strict=True))]
+    parts = [
+        f"{text:<{w}}" if i < left else f"{text:>{w}}"
+        for i, (text, w) in enumerate(zip(shown.values(), _WIDTHS, strict=True))
+    ]
     return " ".join(parts).rstrip()
 
 

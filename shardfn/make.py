@@ -166,9 +166,7 @@ def _whole_axes(spec: Spec, leaf: Leaf, flow: Flow, findings: list[str]) -> Spec
     return tuple(kept)
 
 
-def _findings(
-    graph: Graph, traced: Traced, hardware: Hardware, inputs: Sequence[Leaf], axes: Axes
-) -> list[str]:
+def _findings(graph: Graph, traced: Traced, hardware: Hardware, inputs: Sequence[Leaf], axes: Axes) -> list[str]:
     found = []
     if graph.unruled:
         found.append(f"no sharding rule for: {', '.join(graph.unruled)}; XLA decides there, its cost is not predicted")
@@ -214,7 +212,9 @@ def _unpriced(graph: Graph, flow: Flow) -> list[str]:
     if not found:
         return []
     text = ", ".join(list(found)[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
-    return [f"cut along a dim that they need whole, or exchange at its edges: {text}; what XLA sends there is not predicted"]
+    return [
+        f"cut along a dim that they need whole, or exchange at its edges: {text}; what XLA sends there is not predicted"
+    ]
 
 
 def _classes(

@@ -114,7 +114,9 @@ ACCEPTED = [
 ]
 
 
-@pytest.mark.parametrize(("setter", "settings", "read"), ACCEPTED, ids=lambda value: getattr(value, "__name__", str(value)))
+@pytest.mark.parametrize(
+    ("setter", "settings", "read"), ACCEPTED, ids=lambda value: getattr(value, "__name__", str(value))
+)
 def test_accepted_and_read_back(setter, settings, read):
     setter(**settings)
     for key, value in settings.items():

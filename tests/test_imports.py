@@ -45,6 +45,7 @@ LAYERS = (
 )
 RANKS = {f"shardfn.{name}".rstrip("."): rank for rank, row in enumerate(LAYERS) for name in row}
 
+
 def name_of(path: pathlib.Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
 
 Dims = tuple[tuple[int, ...], ...]
 """For each dim of one tensor, the factors it is made of, major to minor."""
@@ -40,21 +38,6 @@ class Rule:
     permuted: frozenset[int] = frozenset()
 
 
-class Tap(NamedTuple):
-    """Along `dim` of an operand, element i of the result's dim `out_dim` reads `extent` elements from i·stride + low.
-
-    Where `spacing` is more than 1, positions count the operand with spacing - 1 holes after each element.
-    """
-
-    operand: int
-    dim: int
-    out_dim: int
-    stride: int = 1
-    low: int = 0
-    extent: int = 1
-    spacing: int = 1
-
-
 @dataclasses.dataclass(frozen=True)
 class Convolution:
     """The spatial dims of a convolution's image, kernel and result, and whether it has neither strides nor dilation."""
@@ -77,8 +60,6 @@ class Op:
     where: str
     reduced: tuple[tuple[int, int], ...] = ()
     """(input position, dim) pairs whose sizes multiply the work of each output element (a dot's contracted dims)."""
-    taps: tuple[Tap, ...] = ()
-    """Which elements are read along dims with a window or an offset."""
     convolution: Convolution | None = None
 
 
@@ -141,74 +122,6 @@ def axis_size(axis: str, axes: Mapping[str, int]) -> int:
     """
     name, _, part = axis.partition(":")
     return int(part.partition(")")[2]) if part else axes.get(name, 1)
-
-
-def split_axes(
-    axes: Mapping[str, int], specs: Iterable[Spec]
-) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
-    """Take every axis apart into the smallest parts that the layouts can need: sizes, and the parts of every name.
-
-    The parts of one axis are prime, in row-major order, and begin and end wherever `specs` cut an axis in parts.
-
-    >>> split_axes({"a": 4}, [])
-    ({'a:(1)2': 2, 'a:(2)2': 2}, {'a': ('a:(1)2', 'a:(2)2')})
-    """
-    names = {a for spec in specs for dim in spec for a in dim} - axes.keys()
-    sizes: dict[str, int] = {}
-    parts: dict[str, tuple[str, ...]] = {}
-    for axis, size in axes.items():
-        bounds = {1, size}
-        for name in names:
-            if name.partition(":")[0] == axis:
-                pre = _before(name)
-                bounds |= {pre, pre * axis_size(name, axes)}
-        steps = sorted(bounds)
-        found = []
-        for low, high in itertools.pairwise(steps):
-            for prime in _primes(high // low):
-                found.append((low, prime))
-                low *= prime
-        single = len(found) < 2
-        mine = [(axis if single else f"{axis}:({pre}){n}", pre, n) for pre, n in found]
-        sizes |= {name: n for name, _, n in mine}
-        parts[axis] = tuple(name for name, _, _ in mine)
-        for name in names:
-            if name.partition(":")[0] == axis:
-                low, high = _before(name), _before(name) * axis_size(name, axes)
-                parts[name] = tuple(n for n, pre, _ in mine if low <= pre < high)
-    return sizes, parts
-
-
-def joined_axes(axes: Sequence[str], grid: Mapping[str, int]) -> tuple[str, ...]:
-    """Put neighbouring parts of one axis together again, whole ones under the axis's own name.
-
-    >>> joined_axes(("a:(1)2", "a:(2)2", "b:(2)2"), {"a": 4, "b": 4})
-    ('a', 'b:(2)2')
-    """
-    found: list[tuple[str, int, int]] = []
-    for name in axes:
-        axis, low, size = name.partition(":")[0], _before(name), axis_size(name, grid)
-        if found and found[-1][0] == axis and found[-1][1] * found[-1][2] == low:
-            found[-1] = axis, found[-1][1], found[-1][2] * size
-        else:
-            found.append((axis, low, size))
-    return tuple(axis if size == grid.get(axis) else f"{axis}:({low}){size}" for axis, low, size in found)
-
-
-def _before(name: str) -> int:
-    """`pre` of `axis:(pre)size`: how many parts the axis is cut in before this one."""
-    part = name.partition(":(")[2]
-    return int(part.partition(")")[0]) if part else 1
-
-
-def _primes(n: int) -> list[int]:
-    found, p = [], 2
-    while n > 1:
-        while n % p == 0:
-            found.append(p)
-            n //= p
-        p = p + 1 if p * p <= n else n
-    return found
 
 
 def dtype_bits(dtype: str) -> int:

@@ -435,9 +435,7 @@ def _where(op: Any) -> str:
 @functools.lru_cache(maxsize=65536)
 def _frame(location: str) -> str:
     """`file:line` of the innermost frame that is the user's own, then of any library's, never of this one's."""
-    frames = [
-        (file, line) for file, line in _FRAME.findall(location) if not file.startswith(_HERE) or file == _DEMO
-    ]
+    frames = [(file, line) for file, line in _FRAME.findall(location) if not file.startswith(_HERE) or file == _DEMO]
     own = [f for f in frames if not _LIBRARY.search(f[0])]
     file, line = (own or frames or [("", "")])[0]
     return f"{file}:{line}" if file else ""

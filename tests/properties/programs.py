@@ -14,7 +14,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 import shardfn
-from tests.properties.ops import Builder, Input, Step, without_strategy
+
+# inner, moves and ops fill the table that programs are drawn from.
+from tests.properties import inner, moves, ops  # noqa: F401
+from tests.properties.builder import Builder, Input, Step, without_strategy
 
 # JAX 0.12 ends the process on a 2 x 3 mesh, where a cut over one axis becomes one over both: jit(x + 1) is enough.
 SIX = (6, 6) if jax.__version_info__ < (0, 11) else ()
@@ -130,7 +133,7 @@ def cases(draw: Any) -> Case:
 
 
 def draw_program(builder: Builder, stays: Callable[[str], bool]) -> Program:
-    """Two to four steps; one that does not stay becomes an input, and what nobody uses goes."""
+    """Three to five steps; one that does not stay becomes an input, and what nobody uses goes."""
     builder.input(builder.shape(builder.ints(1, 3)))
     for _ in range(builder.ints(*STEPS)):
         builder.grow()
@@ -158,8 +161,8 @@ def draw_program(builder: Builder, stays: Callable[[str], bool]) -> Program:
 
 def draw_ask(builder: Builder, program: Program, stays: Callable[[str], bool]) -> Ask:
     # A nested `shard` names its devices in their own order, and JAX has one order of devices in a program.
-    alone = all("cuts" not in step.params for step in program.steps)
-    entry = by_layout(builder, alone) if builder.ints(0, 2) == 0 else by_integers(builder)
+    free = all("cuts" not in step.params for step in program.steps)
+    entry = by_layout(builder, free) if builder.ints(0, 2) == 0 else by_integers(builder)
 
     def entries(kind: str, shapes: Sequence[tuple[int, ...]]) -> tuple[Any, ...] | None:
         found = [entry(shape) for shape in shapes]
