@@ -127,7 +127,7 @@ class _Reader:
         arg_attrs = main.attributes["arg_attrs"] if "arg_attrs" in main.attributes else None
         env: dict[Any, int] = {}
         for i, argument in enumerate(block.arguments):
-            attrs = ir.DictAttr(arg_attrs[i]) if arg_attrs is not None else ()
+            attrs: Any = ir.DictAttr(arg_attrs[i]) if arg_attrs is not None else ()
             sharding = attrs["sdy.sharding"] if "sdy.sharding" in attrs else None
             env[argument] = self.new(argument.type, self.spec(sharding, argument.type), 1)
         inputs = tuple(env[a] for a in block.arguments)
