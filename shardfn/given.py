@@ -9,11 +9,12 @@ from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardfn.cuts import check_cuts
 from shardfn.errors import LayoutError, Problem
 from shardfn.graph.model import Spec
 from shardfn.layout import Layout
 from shardfn.place import Placement
-from shardfn.strategy import Leaf, check_cuts
+from shardfn.strategy import Leaf
 
 
 def is_drawn(leaf: Leaf) -> bool:

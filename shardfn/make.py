@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from shardfn.cost.hardware import Hardware
 from shardfn.cost.price import collectives, price
+from shardfn.cuts import check
 from shardfn.errors import Problem, raise_problems
 from shardfn.given import is_drawn, place_drawn
 from shardfn.graph import shardy
@@ -17,7 +18,7 @@ from shardfn.plan import Decision, DimClass, Plan
 from shardfn.search import Search
 from shardfn.search.problem import Axes
 from shardfn.search.problem import Problem as Question
-from shardfn.strategy import Leaf, check
+from shardfn.strategy import Leaf
 from shardfn.trace import Traced
 
 

@@ -27,6 +27,7 @@ from shardfn.apply import Grid, apply, finest, has_other_grids, lies_elsewhere, 
 from shardfn.callee import Callee, Slot, bind, describe, split
 from shardfn.cost import hardware as hardware_
 from shardfn.cost.hardware import Hardware
+from shardfn.cuts import check_all
 from shardfn.errors import ContextError, DeviceError, Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.given import mesh_of
 from shardfn.guard import convolution_finding, whole_convolutions, wrong_convolutions
@@ -40,7 +41,6 @@ from shardfn.strategy import (
     Argument,
     Leaf,
     apply_parameter_plan,
-    check_all,
     leaves_of,
     match,
     shape_of,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fnmatch
-import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import tree_util
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from shardfn.errors import Problem, a
 from shardfn.layout import Layout
@@ -162,8 +161,8 @@ def match(arguments: Sequence[Argument], strategy: Any, name: str, problems: lis
         names = ", ".join(a.name for a in arguments) or "none"
         problems.append(
             Problem(
-                f"`{name}` has {_count(len(strategy), 'entry', 'entries')} for "
-                f"{_count(len(arguments), _NOUN[name], _NOUN[name] + 's')}",
+                f"`{name}` has {count(len(strategy), 'entry', 'entries')} for "
+                f"{count(len(arguments), _NOUN[name], _NOUN[name] + 's')}",
                 where=f"{name} = {short(strategy)}; {_NOUN[name]}s: {names}",
                 why=_COUNTS[name],
                 fix=_fix_count(strategy, arguments, name),
@@ -185,7 +184,8 @@ _COUNTS = {
 }
 
 
-def _count(n: int, one: str, many: str) -> str:
+def count(n: int, one: str, many: str) -> str:
+    """`n` with its noun."""
     return f"{n} {one if n == 1 else many}"
 
 
@@ -196,9 +196,9 @@ def _fix_count(strategy: tuple[Any, ...], arguments: Sequence[Argument], name: s
         return f"leave {name} out, or write {name}=()"
     missing = len(arguments) - len(strategy)
     if missing > 0:
-        return (f"add {_count(missing, 'entry', 'entries')}, for instance AUTO, which leaves the choice to the library: "
+        return (f"add {count(missing, 'entry', 'entries')}, for instance AUTO, which leaves the choice to the library: "
                 f"{name}={short((*strategy, *[AUTO] * missing))}")  # fmt: skip
-    return f"remove {_count(-missing, 'entry', 'entries')}"
+    return f"remove {count(-missing, 'entry', 'entries')}"
 
 
 def _as_tuple(strategy: Any, name: str) -> str:
@@ -304,10 +304,10 @@ def _flat_ints(entry: Any, array: Any) -> Any:
     """`entry` as cuts of `array`, as near to what was written as its rank allows."""
     known = shape_of(array)
     flat = [e if type(e) is int and e > 0 else 1 for e in tree_util.tree_leaves(entry, is_leaf=lambda e: e is None)]
-    return _fitting(flat, known[0]) if known else tuple(flat)
+    return fitting(flat, known[0]) if known else tuple(flat)
 
 
-def _fitting(cuts: Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...]:
+def fitting(cuts: Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...]:
     """`cuts` brought to the rank of `shape`, whole where they do not divide it."""
     padded = [*cuts, *[1] * len(shape)][: len(shape)]
     return tuple(int(c) if c > 0 and n % c == 0 else 1 for c, n in zip(padded, shape, strict=True))
@@ -355,7 +355,7 @@ def apply_parameter_plan(leaves: Sequence[Leaf], plan: Any, problems: list[Probl
                 Problem(
                     f"a value of `parameter_plan` is {a(entry)}",
                     where=f"{where} = {short(entry)}",
-                    why=_ENTRY,
+                    why=ENTRY_KINDS,
                     fix=f"write {where} = {likely!r}",
                     is_type=True,
                 )
@@ -417,134 +417,4 @@ def _met(pattern: str, paths: Sequence[str]) -> tuple[list[int], str]:
     return [], glob
 
 
-def check_all(leaves: Sequence[Leaf], devices: int, problems: list[Problem]) -> None:
-    """`check` every leaf that is an array, where the call cannot go on to placement."""
-    for leaf in leaves:
-        if leaf.dtype != UNKNOWN:
-            check(leaf, devices, problems)
-
-
-def check(leaf: Leaf, devices: int, problems: list[Problem]) -> tuple[int, ...] | None:
-    """The cuts of a leaf whose entry is a tuple or None, validated; None for every other entry, or if it is wrong.
-
-    On one device everything is checked but that the product divides the device count.
-    """
-    entry = leaf.entry
-    if entry is None:
-        whole = (1,) * len(leaf.shape)
-        fits = bool(leaf.shape) and leaf.shape[0] > 0 and leaf.shape[0] % devices == 0
-        return (devices, *whole[1:]) if fits else whole
-    if isinstance(entry, Auto | Layout | PartitionSpec | NamedSharding):
-        return None
-    return check_cuts(leaf, entry, devices, problems)
-
-
-def check_cuts(leaf: Leaf, cuts: Any, devices: int, problems: list[Problem]) -> tuple[int, ...] | None:
-    """`cuts` as a tuple of ints where they fit the array and the device count; else None, and `problems` has grown."""
-    found = _check_entry(leaf, cuts)
-    if not found:
-        same_rank = len(cuts) == len(leaf.shape)
-        found = [] if same_rank else [_rank_problem(leaf, cuts)]
-        for d, cut in enumerate(cuts):
-            found += _check_cut(leaf, d, cut, leaf.shape[d] if same_rank else 0, devices)
-    found = found or _check_product(leaf, cuts, devices)
-    problems.extend(found)
-    return None if found else tuple(int(c) for c in cuts)
-
-
-def _check_entry(leaf: Leaf, cuts: Any) -> list[Problem]:
-    if isinstance(cuts, tuple):
-        return []
-    likely = _fitting([cuts] if type(cuts) is int else [], leaf.shape)
-    what = f"the entry of {leaf.label} is {a(cuts)}"
-    return [Problem(what, leaf.source, _ENTRY, f"write one cut for each dimension, such as {likely}", is_type=True)]
-
-
-def _check_cut(leaf: Leaf, dim: int, cut: Any, size: int, devices: int) -> list[Problem]:
-    """What is wrong with one cut."""
-    what, where = f"{leaf.label} cannot be cut {cut} ways along dimension {dim}", leaf.source
-    if isinstance(cut, bool | np.bool_) or not isinstance(cut, int | np.integer):
-        what = f"{leaf.label} has {a(cut)} as its cut along dimension {dim}"
-        why = "a cut is an int: the number of pieces of that dimension"
-        return [Problem(what, where, why, f"write {_whole_number(cut)} there", is_type=True)]
-    if cut < 1:
-        why = "a cut is at least 1, which leaves the dimension whole"
-        return [Problem(what, where, why, "write 1 to leave the dimension whole, or AUTO as the entry")]
-    if size % cut:
-        return [Problem(what, where, f"{size} is not divisible by {cut}", _fix_divides(leaf, size, int(cut), devices))]
-    return []
-
-
-def _rank_problem(leaf: Leaf, cuts: Any) -> Problem:
-    fitting = _fitting([c for c in cuts if type(c) is int], leaf.shape)
-    spread = " at `" in leaf.label and "['" not in leaf.where
-    if isinstance(leaf.entry, Layout):
-        fix = f"call the Layout with one entry for each dimension, {len(leaf.shape)} in all"
-    elif isinstance(leaf.entry, PartitionSpec | NamedSharding):
-        fix = f"give the PartitionSpec {_count(len(leaf.shape), 'entry', 'entries')} at most"
-    elif spread:
-        fix = f"give that array an entry of its own: parameter_plan={{{leaf.path!r}: {fitting}}}"
-    else:
-        fix = f"write one cut for each dimension: {fitting}"
-    return Problem(
-        f"{leaf.label} has {_count(len(leaf.shape), 'dimension', 'dimensions')}, "
-        f"but its entry has {_count(len(cuts), 'cut', 'cuts')}",
-        where=leaf.source,
-        why="an entry has one cut for each dimension" + (", in each array it is spread over" if spread else ""),
-        fix=fix,
-    )
-
-
-def _whole_number(cut: Any) -> str:
-    try:
-        number = int(cut)
-        return str(number) if number == float(cut) and number > 0 else "1, or a larger whole number,"
-    except (TypeError, ValueError, OverflowError):
-        return "1, or a larger whole number,"
-
-
-def _fix_divides(leaf: Leaf, size: int, cut: int, devices: int) -> str:
-    """Only what the devices can hold is offered."""
-    ways = any_of(divisors(size if devices == 1 else math.gcd(size, devices)))
-    drawn = isinstance(leaf.entry, Layout | PartitionSpec | NamedSharding)
-    fix = f"cut it over axes of {ways} devices" if drawn else f"use {ways} there"
-    return fix + (f", or pad that dimension to {-(-size // cut) * cut}" if devices % cut == 0 or devices == 1 else "")
-
-
-def _check_product(leaf: Leaf, cuts: Any, devices: int) -> list[Problem]:
-    product = math.prod(int(c) for c in cuts)
-    if devices == 1 or devices % product == 0:
-        return []
-    return [
-        Problem(
-            f"{leaf.label} is cut into {product} pieces, which {devices} devices cannot hold evenly",
-            where=leaf.source,
-            why=f"the product of the cuts must divide the device count: {devices} is not divisible by {product}",
-            fix=f"choose cuts with a product of {any_of([p for p in divisors(devices) if math.prod(leaf.shape) % p == 0])}",
-        )
-    ]
-
-
-_ENTRY = "an entry is a tuple of ints, None, AUTO, a Layout, a PartitionSpec or a NamedSharding"
-
-
-def divisors(n: int, most: int = 12) -> list[int]:
-    """The divisors of `n`, smallest first, at most `most` of them.
-
-    >>> divisors(30)
-    [1, 2, 3, 5, 6, 10, 15, 30]
-    """
-    small = [d for d in range(1, math.isqrt(max(n, 0)) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})[:most]
-
-
-def any_of(numbers: Sequence[int]) -> str:
-    """Numbers as a choice.
-
-    >>> any_of([1, 2, 4])
-    '1, 2 or 4'
-    """
-    if not numbers:
-        return "1"
-    *most, last = map(str, numbers)
-    return f"{', '.join(most)} or {last}" if most else last
+ENTRY_KINDS = "an entry is a tuple of ints, None, AUTO, a Layout, a PartitionSpec or a NamedSharding"

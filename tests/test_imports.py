@@ -16,6 +16,7 @@ LAYERS = (
     ("errors",),
     ("layout", "graph.model", "cost.hardware", "cost.collectives", "progress"),
     ("strategy", "context_keys", "graph.rules"),
+    ("cuts",),
     ("context", "callee", "graph.shardy", "graph.classes", "cost.compute", "cost.memory"),
     ("graph", "cost.price", "compiled"),
     ("cost", "trace", "place"),

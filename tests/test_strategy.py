@@ -11,16 +11,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from shardfn.cuts import any_of, check, divisors
 from shardfn.layout import Layout
 from shardfn.strategy import (
     AUTO,
     UNKNOWN,
     Argument,
     Leaf,
-    any_of,
     apply_parameter_plan,
-    check,
-    divisors,
     is_entry,
     join,
     leaves_of,
