@@ -189,17 +189,12 @@ def _findings(graph: Graph, traced: Traced, hardware: Hardware, inputs: Sequence
 
 def _unpriced(graph: Graph, flow: Flow) -> list[str]:
     """Ops that are cut along a dim which they need whole, or at whose edges neighbours exchange: XLA sends what it likes."""
-    laid: dict[str, list[Op]] = {}
-    for op in flow.graph.ops:
-        laid.setdefault(op.name, []).append(op)
-    ruled: dict[str, list[Op]] = {}
-    for op in graph.ops:
-        ruled.setdefault(op.name, []).append(op)
+    laid = _alike(flow.graph)
     found: dict[str, None] = {}
-    for name, ops in ruled.items():
-        if len(ops) != len(laid.get(name, ())):  # cannot tell which is which
+    for key, ops in _alike(graph).items():
+        if len(ops) != len(laid.get(key, ())):  # cannot tell which is which
             continue
-        for op, at in zip(ops, laid[name], strict=True):
+        for op, at in zip(ops, laid[key], strict=True):
             if op.rule is None:
                 continue
             whole = op.rule.permuted | op.rule.replicated
@@ -216,6 +211,15 @@ def _unpriced(graph: Graph, flow: Flow) -> list[str]:
     return [
         f"cut along a dim that they need whole, or exchange at its edges: {text}; what XLA sends there is not predicted"
     ]
+
+
+def _alike(graph: Graph) -> dict[tuple[object, ...], list[Op]]:
+    """Ops of one name, line and shapes: propagation reorders ops, and drops or copies some."""
+    found: dict[tuple[object, ...], list[Op]] = {}
+    for op in graph.ops:
+        shapes = tuple(graph.values[v].shape for v in (*op.inputs, *op.outputs))
+        found.setdefault((op.name, op.where, shapes), []).append(op)
+    return found
 
 
 def _classes(
