@@ -293,10 +293,10 @@ class _Reader:
             cause = _cause(op)
             for o, out in zip(op.operands, outputs, strict=False):
                 self.communications.append(
-                    Communication(kind, axes, sizes, env[o], out, trips, _where(op), cause)
+                    Communication(kind, axes, sizes, env[o], out, trips, _line(op), cause)
                 )  # fmt: skip
         self.trips_of[outputs[0]] = trips
-        self.ops.append(Op(op.name.split(".")[1], (operand,), tuple(outputs), None, trips, _where(op)))
+        self.ops.append(Op(op.name.split(".")[1], (operand,), tuple(outputs), None, trips, _line(op)))
         return outputs
 
     def groups(self, op: Any) -> tuple[tuple[str, ...], int]:
@@ -420,6 +420,12 @@ def _cause(op: Any) -> str:
         owner = op.operands[0].owner
         return owner.operation.name.split(".", 1)[-1] if not isinstance(owner, ir.Block) else ""
     return next((use.owner.operation.name.split(".", 1)[-1] for use in op.results[0].uses), "")
+
+
+def _line(op: Any) -> str:
+    """The user's line of a collective: its own, or, where Shardy put it in, that of the first op that reads it."""
+    readers = (use.owner.operation for use in op.results[0].uses)
+    return _where(op) or next(filter(None, map(_where, readers)), "")
 
 
 _FRAME = re.compile(r'"([^"]+)":(\d+):')
