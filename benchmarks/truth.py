@@ -2,7 +2,7 @@
 
 Each row is one program under one layout, good ones and deliberately bad ones. Loops are multiplied on both sides. Bytes
 are what one device sends; a ratio is predicted over compiled. Nothing is run: the programs are planned and compiled.
-Run: python benchmarks/truth.py [--only TEXT ...] [--quick] [--kinds] [--platform cpu] [--json OUT]
+Run: python benchmarks/truth.py [--only TEXT ...] [--quick] [--markdown] [--json OUT]
 """
 
 from __future__ import annotations
@@ -172,6 +172,7 @@ GOOD, BAD = True, False
 QUICK = {"quick": True}
 MEGATRON = {"wq": (1, 8, 1), "wk": (1, 8, 1), "wv": (1, 8, 1), "wo": (8, 1, 1), "w1": (1, 8), "b1": (8,), "w2": (8, 1)}
 HALF = {name: tuple(min(c, 4) for c in cuts) for name, cuts in MEGATRON.items()}
+BOTH = {"wq": (2, 4, 1), "wk": (2, 4, 1), "wv": (2, 4, 1), "wo": (4, 1, 2), "w1": (2, 4), "b1": (4,), "w2": (4, 2)}
 UNLIKE = {"wq": (8, 1, 1), "wk": (1, 1, 4), "wv": (1, 8, 1), "wo": (1, 1, 8), "w1": (8, 1), "w2": (1, 8)}
 
 LAYERS = {"w1": array(6, 64, 256), "w2": array(6, 256, 64)}
@@ -219,6 +220,10 @@ TABLE: tuple[tuple[str, Callable[[], Any], tuple[Any, ...]], ...] = (
         ("batch 2 x heads 4", GOOD, (named(**HALF), named(**HALF), (2, 1))),
         ("batch, weights in pieces", GOOD, (cut_largest(), cut_largest(), (8, 1))),
         ("batch, optimizer in pieces", GOOD, (whole, cut_largest(), (8, 1))),
+        ("batch 2 x heads 4, weights in pieces", GOOD, (named(**BOTH), named(**BOTH), (2, 1))),
+        ("the same, and the vocabulary", GOOD, (named(**BOTH, tokens=(4, 2)), named(**BOTH, tokens=(4, 2)), (2, 1))),
+        ("the same, rows of the table as the batch", GOOD,
+         (named(**BOTH, tokens=(2, 1)), named(**BOTH, tokens=(2, 1)), (2, 1))),
         ("vocabulary", GOOD, (named(tokens=(8, 1)), named(tokens=(8, 1)), (1, 1))),
         ("last dims of weights", BAD, (cut(-1), cut(-1), (1, 1))),
         ("a different dim of each weight", BAD, (named(**UNLIKE), named(**UNLIKE), (8, 1))),

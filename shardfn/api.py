@@ -13,6 +13,7 @@ import jax
 from jax.core import Tracer
 
 from shardfn import search
+from shardfn.amounts import bytes_of
 from shardfn.cost import hardware
 from shardfn.errors import Problem, ShardError, StrategyTypeError, a, fail, raise_problems
 from shardfn.layout import Layout
@@ -27,6 +28,9 @@ class More(TypedDict, total=False):
 
     parameter_plan: dict[str, Any] | None
     search_mode: str | None
+    memory_limit: int | float | str | None
+    finalists: int
+    time_limit: float
     static_argnums: int | Sequence[int]
     static_argnames: str | Sequence[str]
     donate_argnums: int | Sequence[int]
@@ -60,6 +64,9 @@ def shard(
     *,
     parameter_plan: dict[str, Any] | None = None,
     search_mode: str | None = None,
+    memory_limit: int | float | str | None = None,
+    finalists: int = 0,
+    time_limit: float = 60.0,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] = (),
@@ -79,6 +86,9 @@ def shard(
       level: what the search makes best: 0 most compute per byte communicated, 1 least memory per device, 2 least time.
       parameter_plan: entries by path glob, `{"params/layers/*/w1": (1, 4)}`; they win over `in_strategy`.
       search_mode: name of the search for what is left open (`search.MODES`); the context's if None.
+      memory_limit: bytes that one device may hold, or text such as "14GiB"; what the device has if None.
+      finalists: how many of the best plans are compiled, plain layouts among them, for the best compiled one to win.
+      time_limit: seconds after which the search answers with the best it has.
       static_argnums, static_argnames, donate_argnums, donate_argnames: as in `jax.jit`.
 
     Returns:
@@ -93,8 +103,8 @@ def shard(
     (2, 4)
     """
     options = Options(
-        in_strategy, out_strategy, device, level, parameter_plan, search_mode,
-        _several(static_argnums), _several(static_argnames), _several(donate_argnums), _several(donate_argnames),
+        in_strategy, out_strategy, device, level, parameter_plan, search_mode, memory_limit, finalists,
+        time_limit, _several(static_argnums), _several(static_argnames), _several(donate_argnums), _several(donate_argnames),
     )  # fmt: skip
     if fn is None:
         return functools.partial(_sharded, options=options)
@@ -254,6 +264,9 @@ def _option_problems(options: Options) -> list[Problem]:
     elif level not in (0, 1, 2):
         what = f"`level` is {level}, but there are only 0, 1 and 2"
         problems.append(Problem(what, f"level = {level!r}", why, _LEVELS))
+    if options.memory_limit is not None and isinstance(found := bytes_of(options.memory_limit, "memory_limit"), Problem):
+        problems.append(found)
+    problems += _bound_problems(options)
     for name in ("in_strategy", "out_strategy"):
         if getattr(options, name) is not None:
             match((), getattr(options, name), name, found := [])
@@ -267,6 +280,18 @@ def _option_problems(options: Options) -> list[Problem]:
         except hardware.DeviceTypeError as error:
             problems += error.problems
     return problems
+
+
+def _bound_problems(options: Options) -> Iterator[Problem]:
+    count, seconds = options.finalists, options.time_limit
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        yield Problem("`finalists` must be an int from 0 up", f"finalists = {short(count)}",
+                      "so many plans are compiled, and the best compiled one wins", "write 0 to compile none, or 4",
+                      is_type=isinstance(count, bool) or not isinstance(count, int))  # fmt: skip
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not is_number or not seconds > 0:
+        yield Problem("`time_limit` must be a number of seconds above 0", f"time_limit = {short(seconds)}",
+                      "the search answers with the best it has after so long", "write 60", is_type=not is_number)  # fmt: skip
 
 
 _LEVELS = "write 0 for most compute per byte communicated, 1 for least memory per device, or 2 for least time"

@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardfn import place
+from shardfn.pins import held
 from shardfn.plan import Decision, Plan
 
 
@@ -85,6 +86,8 @@ def apply(
     dynamic = tuple(a for i, a in enumerate(args) if i not in static_argnums)
     ins = tree_util.tree_unflatten(tree_util.tree_structure(dynamic), shardings(plan.inputs, grid))
     outs = tree_util.tree_unflatten(tree_util.tree_structure(results), shardings(plan.outputs, grid))
+    if plan.constraints:
+        function = functools.wraps(function)(held(function, plan.constraints, grid.mesh, grid.parts, static_argnums))
     if nested:
 
         @functools.wraps(function)

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import tree_util
 
 import shardfn
+from shardfn.cost.hardware import resolve
 from shardfn.errors import ShardError, StrategyError, StrategyTypeError, fail
 from shardfn.search import MODES
 
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(argv)
     if argv is None:
-        _start_with_devices(options.platform)
+        _start_with_devices(options.platform, max(1, getattr(options, "devices", VIRTUAL_DEVICES)))
     try:
         options.command(options)
         sys.stdout.flush()
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("shardfn", description="Shard JAX functions from integers.")
     parser.add_argument("--version", action="version", version=f"shardfn {shardfn.__version__}, jax {jax.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="demo | explain")
+    commands = parser.add_subparsers(required=True, metavar="demo | explain | calibrate")
 
     demo = commands.add_parser("demo", help="a small training run on 8 virtual CPU devices, with its report")
     demo.set_defaults(command=_demo, platform="cpu")
@@ -93,10 +94,18 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--html", metavar="FILE", help="write the report as a web page as well")
     explain.add_argument("--quiet", action="store_true", help="do not print the report")
     explain.set_defaults(command=_explain, platform=None)
+
+    calibrate = commands.add_parser("calibrate", help="measure the virtual CPU devices of this machine",
+                                    description="Measure what one virtual CPU device does per second while all are busy. "
+                                    "Plans for CPU devices\nuse the figures where the environment variable SHARDFN_CPU "
+                                    "names the saved file.")  # fmt: skip
+    calibrate.add_argument("--devices", type=int, default=VIRTUAL_DEVICES, help=f"how many; {VIRTUAL_DEVICES} if left out")
+    calibrate.add_argument("--save", metavar="FILE", help="write the figures, as JSON")
+    calibrate.set_defaults(command=_calibrate, platform="cpu")
     return parser
 
 
-def _start_with_devices(platform: str | None) -> None:
+def _start_with_devices(platform: str | None, devices: int = VIRTUAL_DEVICES) -> None:
     """Start this process anew with virtual CPU devices, where its environment does not say how many there are.
 
     XLA reads its settings when it starts, and the thread count (`NPROC`) must be at least twice the device count: JAX
@@ -105,9 +114,9 @@ def _start_with_devices(platform: str | None) -> None:
     has_count = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if has_count and "NPROC" in os.environ:
         return
-    environment = {"NPROC": str(4 * VIRTUAL_DEVICES), **os.environ}
+    environment = {"NPROC": str(4 * devices), **os.environ}
     if not has_count:
-        environment["JAX_NUM_CPU_DEVICES"] = str(VIRTUAL_DEVICES)
+        environment["JAX_NUM_CPU_DEVICES"] = str(devices)
     if platform is not None:
         environment.setdefault("JAX_PLATFORMS", platform)
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
@@ -118,6 +127,19 @@ def _demo(options: argparse.Namespace) -> None:
 
     if not run(show):
         raise SystemExit(1)
+
+
+def _calibrate(options: argparse.Namespace) -> None:
+    from shardfn.cost.calibrate import calibrate, table
+    from shardfn.cost.chips import save_chip
+
+    if options.devices < 1:
+        fail(StrategyError, f"--devices {options.devices} is no number of devices", where="calibrate", fix="write 8")
+    chip = calibrate(resolve("cpu", count=options.devices).devices or ())
+    print(table(chip))
+    if options.save:
+        save_chip(chip, options.save)
+        print(f"saved: plans for CPU devices use it with SHARDFN_CPU={options.save}")
 
 
 def _explain(options: argparse.Namespace) -> None:

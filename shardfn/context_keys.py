@@ -344,8 +344,6 @@ _search_mode = _now(
     "auto",
     _one_of("auto", "sharding_propagation", "dynamic_programming", "recursive_programming"),
     "How the cuts that you leave open are found.",
-    honours=("auto", "sharding_propagation", "dynamic_programming"),
-    lacks="that search",
 )
 
 

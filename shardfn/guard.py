@@ -19,7 +19,6 @@ from shardfn.graph.model import Flow
 from shardfn.rebind import bind_one, rebound
 
 CHANGES = frozenset({"all_gather", "all_slice", "all_to_all", "collective_permute", "all_reduce", "reduce_scatter"})
-CONVOLUTION = frozenset({"conv_general_dilated"})
 
 
 def wrong_convolutions(flow: Flow) -> tuple[str, ...]:
@@ -72,7 +71,7 @@ def whole_convolutions(
             dims[spatial] = None
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*dims)))
 
-    def bind(eqn: Any, inputs: list[Any]) -> list[Any]:
+    def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
         numbers = eqn.params["dimension_numbers"]
         if max((inputs[1].shape[d] for d in numbers.rhs_spec[2:]), default=1) == 1:
             return bind_one(eqn, inputs)
@@ -84,4 +83,4 @@ def whole_convolutions(
              why="its image is cut along a spatial dim in a way that XLA mistakes, and derivative rules of your own hide it",
              fix="leave the spatial dims of the image whole, or cut the image over all devices")  # fmt: skip
 
-    return rebound(function, CONVOLUTION, bind, static_argnums, refuse)
+    return rebound(function, lambda eqn, number: eqn.primitive.name == "conv_general_dilated", bind, static_argnums, refuse)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from shardfn.cost.hardware import Hardware
 from shardfn.cost.price import collectives, price
@@ -11,15 +13,27 @@ from shardfn.cuts import check
 from shardfn.errors import Problem, raise_problems
 from shardfn.given import is_drawn, place_drawn
 from shardfn.graph import shardy
+from shardfn.graph.roads import as_compiled
 from shardfn.graph.classes import Classes, dim_classes
 from shardfn.graph.model import Flow, Graph, Op, Spec, axis_size, dtype_bits
 from shardfn.place import Placement, expresses, finest, place
-from shardfn.plan import Decision, DimClass, Plan
+from shardfn.pins import anchors
+from shardfn.plan import Constraint, Decision, DimClass, Plan
 from shardfn.search import Search
-from shardfn.search.problem import Axes
+from shardfn.search.grid import Axes
+from shardfn.search.problem import Algorithm, Pins
 from shardfn.search.problem import Problem as Question
 from shardfn.strategy import Leaf
 from shardfn.trace import Traced
+
+
+@dataclasses.dataclass(frozen=True)
+class Wishes:
+    """What bounds a search: bytes per device (None: what the device has), seconds, and what may be left out."""
+
+    memory_limit: float | None = None
+    seconds: float = 60.0
+    algorithm: Algorithm = Algorithm()
 
 
 def place_call(
@@ -41,9 +55,10 @@ def place_call(
 
 def make_plan(
     name: str, inputs: Sequence[Leaf], outputs: Sequence[Leaf], traced: Traced, *, hardware: Hardware, level: int,
-    search: Search, problems: list[Problem], same_as: Mapping[int, int],
+    search: Search, problems: list[Problem], same_as: Mapping[int, int], donated: Collection[int] = (),
+    wishes: Wishes = Wishes(),
 ) -> Plan:  # fmt: skip
-    """The plan of one call. `same_as[i] = j` lays output i, if it is open, out as input j.
+    """The plan of one call. `same_as[i] = j` lays output i, if it is open, out as input j; `donated` are inputs.
 
     Raises:
       ShardError: with everything in `problems`, which other stages may have filled before.
@@ -66,39 +81,58 @@ def make_plan(
     def result_specs(specs: Sequence[Spec | None]) -> list[Spec | None]:
         return [specs[same_as[i]] if spec is None and i in same_as else spec for i, spec in enumerate(out_specs)]
 
-    def flow_of(axes: Axes, specs: Sequence[Spec | None]) -> Flow:
-        spread = [None] * traced.captured + [_padded(s, graph, v) for s, v in zip(specs, traced.inputs, strict=True)]
-        ends = [_padded(s, graph, v) for s, v in zip(result_specs(specs), traced.outputs, strict=True)]
-        tokens = len(graph.outputs) - len(outputs)
-        return shardy.propagate(traced.module, axes, spread, [None] * tokens + ends)
+    known: dict[Any, Flow] = {}
 
+    def flow_of(axes: Axes, specs: Sequence[Spec | None], pins: Pins) -> Flow:
+        key = axes, tuple(specs), tuple(pins.items())
+        if key not in known:
+            spread = [None] * traced.captured
+            spread += [_padded(s, graph, v) for s, v in zip(specs, traced.inputs, strict=True)]
+            ends = [_padded(s, graph, v) for s, v in zip(result_specs(specs), traced.outputs, strict=True)]
+            tokens = len(graph.outputs) - len(outputs)
+            at = {graph.ops[index].site: pin for index, pin in pins.items()}
+            laid = shardy.propagate(traced.module, axes, spread, [None] * tokens + ends, at)
+            known[key] = as_compiled(laid, hardware.platform)
+        return known[key]
+
+    anchored = anchors(traced.jaxpr, graph)
     answer = search(
         Question(
-            tuple(leaf.path for leaf in inputs),
-            tuple(leaf.shape for leaf in inputs),
-            tuple(classes.of[v][: len(leaf.shape)] for v, leaf in zip(traced.inputs, inputs, strict=True)),
-            _weights(graph, classes),
-            grid,
-            in_specs if hardware.count > 1 else tuple(((),) * len(leaf.shape) for leaf in inputs),
-            hardware.count,
-            level,
-            lambda axes, specs: price(flow_of(axes, specs), hardware.chip),
-            graph,
-            hardware.chip,
-            traced.inputs,
-            {v: _padded(s, graph, v) or () for v, s in zip(traced.outputs, out_specs, strict=True) if s is not None},
-            {traced.outputs[i]: traced.inputs[j] for i, j in same_as.items() if out_specs[i] is None},
+            names=tuple(leaf.path for leaf in inputs),
+            shapes=tuple(leaf.shape for leaf in inputs),
+            classes=tuple(classes.of[v][: len(leaf.shape)] for v, leaf in zip(traced.inputs, inputs, strict=True)),
+            weights=_weights(graph, classes),
+            axes=grid,
+            specs=in_specs if hardware.count > 1 else tuple(((),) * len(leaf.shape) for leaf in inputs),
+            hardware=hardware,
+            level=level,
+            flow=flow_of,
+            graph=graph,
+            inputs=traced.inputs,
+            results={v: _padded(s, graph, v) or ()
+                     for v, s in zip(traced.outputs, out_specs, strict=True) if s is not None},
+            same_as={traced.outputs[i]: traced.inputs[j] for i, j in same_as.items() if out_specs[i] is None},
+            donated=frozenset(traced.inputs[i] for i in donated),
+            can_hold=frozenset(anchored),
+            memory_limit=wishes.memory_limit if wishes.memory_limit is not None else hardware.chip.memory_bytes,
+            algorithm=wishes.algorithm,
+            seconds=wishes.seconds,
         )
+    )  # fmt: skip
+    flow = flow_of(answer.axes, answer.specs, answer.pins)
+    constraints = tuple(
+        Constraint(graph.ops[index].name, anchored[index], graph.ops[index].where, pin.operands, pin.results)
+        for index, pin in sorted(answer.pins.items())
     )
-    flow = flow_of(answer.axes, answer.specs)
     findings: list[str] = []
     decided_in = tuple(
         _decision(
-            leaf, spec, answer.axes, graph, value, answer.source if given is None else "you", reason, answer.runner_up
+            leaf, spec, answer.axes, graph, value, answer.source if given is None else "you", reason, runner_up
         )
-        for leaf, spec, given, value, reason in zip(
-            inputs, answer.specs, in_specs, traced.inputs, answer.reasons, strict=True
-        )
+        for leaf, spec, given, value, reason, runner_up in zip(
+            inputs, answer.specs, in_specs, traced.inputs, answer.reasons,
+            answer.runners_up or (answer.runner_up,) * len(inputs), strict=True,
+        )  # fmt: skip
     )
     decided_out = []
     last = flow.graph.outputs[len(flow.graph.outputs) - len(outputs) :]
@@ -113,8 +147,9 @@ def make_plan(
     findings += _unpriced(graph, flow)
     return Plan(
         name, hardware, level, answer.axes, placed.order, decided_in, tuple(decided_out),
-        _classes(classes, inputs, outputs, traced, decided_in), collectives(flow), price(flow, hardware.chip),
-        answer.policy, tuple(findings), flow,
+        _classes(classes, inputs, outputs, traced, decided_in), collectives(flow),
+        price(flow, hardware, tuple(traced.inputs[i] for i in donated)),
+        answer.policy, tuple(findings), flow, constraints, answer.gap,
     )  # fmt: skip
 
 

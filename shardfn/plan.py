@@ -43,7 +43,31 @@ class Decision:
     @property
     def partition_spec(self) -> PartitionSpec:
         """The layout as JAX writes it."""
-        return PartitionSpec(*(None if not d else d[0] if len(d) == 1 else d for d in self.spec))
+        return partition_spec(self.spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class Constraint:
+    """An op inside the function that is held to layouts: propagation alone would lay it out otherwise.
+
+    `kind` is the op as the report names it, `number` which of that kind it is in program order; `operands` and
+    `results` hold a layout, or None where it is left open.
+    """
+
+    kind: str
+    number: int
+    where: str
+    operands: tuple[Spec | None, ...]
+    results: tuple[Spec | None, ...]
+
+
+def partition_spec(spec: Spec) -> PartitionSpec:
+    """A layout as JAX writes it.
+
+    >>> partition_spec((("a",), (), ("b", "c")))
+    PartitionSpec('a', None, ('b', 'c'))
+    """
+    return PartitionSpec(*(None if not d else d[0] if len(d) == 1 else d for d in spec))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +100,10 @@ class Plan:
     policy: str
     findings: tuple[str, ...]
     flow: Flow = dataclasses.field(repr=False, compare=False)
+    constraints: tuple[Constraint, ...] = ()
+    """Ops inside that are held to a layout, because propagation alone would choose another."""
+    gap: float | None = None
+    """How far the search may be from the optimum of the cost model: 0 is proved, None where it does not know."""
 
     @property
     def device_matrix(self) -> tuple[int, ...]:

@@ -6,33 +6,43 @@ What has derivative rules of its own (custom_vjp, custom_jvp) is never opened, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax import tree_util
 from jax.extend import core
 
-How = tuple[frozenset[str], "Bind", Callable[[Any], None]]
-Bind = Callable[[Any, list[Any]], list[Any]]
-"""Takes an equation and its inputs, and gives its outputs."""
+Bind = Callable[[Any, list[Any], int], list[Any]]
+"""Takes an equation, its inputs and its number, and gives its outputs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """Which equations are bound anew, and by what; who is told of those that are not reached."""
+
+    wanted: Callable[[Any, int], bool]
+    bind: Bind
+    unreached: Callable[[Any], None]
 
 
 def rebound(
     function: Callable[..., Any],
-    wanted: frozenset[str],
+    wanted: Callable[[Any, int], bool],
     bind: Bind,
     static_argnums: tuple[int, ...] = (),
     unreached: Callable[[Any], None] = lambda eqn: None,
 ) -> Callable[..., Any]:
-    """`function` with every equation of a primitive in `wanted` bound by `bind`; positional arguments only.
+    """`function` with every equation that is `wanted` bound by `bind`; positional arguments only.
 
-    `unreached` is told of each equation that holds a wanted one and is not opened. In a `shard_map` nothing is wanted:
-    what runs there is each device's own.
+    An equation's number counts all equations before it in the text of the program, those inside others included
+    (`equations`). `unreached` is told of each equation that holds a wanted one and is not opened. In a `shard_map`
+    nothing is wanted: what runs there is each device's own.
 
     >>> import jax.numpy as jnp
-    >>> twice = lambda eqn, xs: [2 * y for y in bind_one(eqn, xs)]
-    >>> double = rebound(lambda x: jnp.cos(x) + 1, frozenset({"cos"}), twice)
+    >>> twice = lambda eqn, xs, number: [2 * y for y in bind_one(eqn, xs)]
+    >>> double = rebound(lambda x: jnp.cos(x) + 1, lambda eqn, number: eqn.primitive.name == "cos", twice)
     >>> float(double(jnp.float32(0)))
     3.0
     """
@@ -40,7 +50,7 @@ def rebound(
     def run(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, static_argnums=static_argnums, return_shape=True)(*args)
         dynamic = [a for i, a in enumerate(args) if i not in static_argnums]
-        flat = _evaluate(closed.jaxpr, closed.consts, tree_util.tree_leaves(dynamic), (wanted, bind, unreached))
+        flat = _evaluate(closed.jaxpr, closed.consts, tree_util.tree_leaves(dynamic), How(wanted, bind, unreached), 0)
         return tree_util.tree_unflatten(tree_util.tree_structure(shape), flat)
 
     return run
@@ -52,8 +62,21 @@ def bind_one(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], how: How) -> list[Any]:
-    wanted, bind, unreached = how
+def equations(jaxpr: Any, start: int = 0, is_reached: bool = True) -> Iterator[tuple[int, Any, bool]]:
+    """All equations of a jaxpr, each before those inside it: number, equation, whether all around it can be opened."""
+    for eqn in jaxpr.eqns:
+        yield start, eqn, is_reached
+        start += 1
+        for inside in inner(eqn):
+            yield from equations(inside, start, is_reached and eqn.primitive.name in _OPEN)
+            start += _size(inside)
+
+
+def _size(jaxpr: Any) -> int:
+    return sum(1 + sum(map(_size, inner(eqn))) for eqn in jaxpr.eqns)
+
+
+def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], how: How, number: int) -> list[Any]:
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
     def read(v: Any) -> Any:
@@ -62,20 +85,21 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], how: How) 
     for eqn in jaxpr.eqns:
         inputs = [read(v) for v in eqn.invars]
         opened = _OPEN.get(eqn.primitive.name)
-        if eqn.primitive.name in wanted:
-            outputs = bind(eqn, inputs)
-        elif opened is not None and _holds(eqn, wanted):
-            outputs = opened(eqn, inputs, how)
+        if how.wanted(eqn, number):
+            outputs = how.bind(eqn, inputs, number)
+        elif opened is not None and _holds(eqn, number, how):
+            outputs = opened(eqn, inputs, how, number + 1)
         else:
-            if eqn.primitive.name != "shard_map" and _holds(eqn, wanted):
-                unreached(eqn)
+            if eqn.primitive.name != "shard_map" and _holds(eqn, number, how):
+                how.unreached(eqn)
             outputs = bind_one(eqn, inputs)
         env.update(zip(eqn.outvars, outputs, strict=True))
+        number += 1 + sum(map(_size, inner(eqn)))
     return [read(v) for v in jaxpr.outvars]
 
 
-def _inner(eqn: Any) -> list[Any]:
-    """The jaxprs in an equation's parameters."""
+def inner(eqn: Any) -> list[Any]:
+    """The jaxprs in an equation's parameters, in order."""
     found = []
     for value in eqn.params.values():
         for one in value if isinstance(value, tuple | list) else (value,):
@@ -86,25 +110,30 @@ def _inner(eqn: Any) -> list[Any]:
     return found
 
 
-def _holds(eqn: Any, wanted: frozenset[str]) -> bool:
-    return any(e.primitive.name in wanted or _holds(e, wanted) for jaxpr in _inner(eqn) for e in jaxpr.eqns)
+def _holds(eqn: Any, number: int, how: How) -> bool:
+    number += 1
+    for jaxpr in inner(eqn):
+        if any(how.wanted(e, n) for n, e, _ in equations(jaxpr, number)):
+            return True
+        number += _size(jaxpr)
+    return False
 
 
-def _function(closed: Any, how: How) -> Callable[..., list[Any]]:
-    return lambda *args: _evaluate(closed.jaxpr, closed.consts, args, how)
+def _function(closed: Any, how: How, number: int) -> Callable[..., list[Any]]:
+    return lambda *args: _evaluate(closed.jaxpr, closed.consts, args, how, number)
 
 
-def _open_jit(eqn: Any, inputs: list[Any], how: How) -> list[Any]:
+def _open_jit(eqn: Any, inputs: list[Any], how: How, number: int) -> list[Any]:
     params = eqn.params
-    inner = jax.jit(
-        lambda *args: tuple(_function(params["jaxpr"], how)(*args)),
+    opened = jax.jit(
+        lambda *args: tuple(_function(params["jaxpr"], how, number)(*args)),
         in_shardings=tuple(params["in_shardings"]),
         out_shardings=tuple(params["out_shardings"]),
     )
-    return list(inner(*inputs))
+    return list(opened(*inputs))
 
 
-def _open_scan(eqn: Any, inputs: list[Any], how: How) -> list[Any]:
+def _open_scan(eqn: Any, inputs: list[Any], how: How, number: int) -> list[Any]:
     p = eqn.params
     closed = p["jaxpr"]
     # What is scanned over, or stacked, has one dim more outside than in the body.
@@ -113,7 +142,7 @@ def _open_scan(eqn: Any, inputs: list[Any], how: How) -> list[Any]:
     carries = len(eqn.outvars) - stacked
     constants = len(inputs) - scanned - carries
     consts, carry, xs = inputs[:constants], inputs[constants : constants + carries], inputs[constants + carries :]
-    body = _function(closed, how)
+    body = _function(closed, how, number)
 
     def step(carry: Any, x: Any) -> tuple[Any, Any]:
         out = body(*consts, *carry, *x)
@@ -123,10 +152,11 @@ def _open_scan(eqn: Any, inputs: list[Any], how: How) -> list[Any]:
     return [*last, *ys]
 
 
-def _open_while(eqn: Any, inputs: list[Any], how: How) -> list[Any]:
+def _open_while(eqn: Any, inputs: list[Any], how: How, number: int) -> list[Any]:
     p = eqn.params
     a, b = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
-    condition, body = _function(p["cond_jaxpr"], how), _function(p["body_jaxpr"], how)
+    condition = _function(p["cond_jaxpr"], how, number)
+    body = _function(p["body_jaxpr"], how, number + _size(p["cond_jaxpr"].jaxpr))
     return list(
         jax.lax.while_loop(
             lambda c: condition(*inputs[:a], *c)[0], lambda c: tuple(body(*inputs[a:b], *c)), tuple(inputs[b:])
@@ -134,15 +164,18 @@ def _open_while(eqn: Any, inputs: list[Any], how: How) -> list[Any]:
     )
 
 
-def _open_cond(eqn: Any, inputs: list[Any], how: How) -> list[Any]:
-    branches = [_function(branch, how) for branch in eqn.params["branches"]]
+def _open_cond(eqn: Any, inputs: list[Any], how: How, number: int) -> list[Any]:
+    branches = []
+    for branch in eqn.params["branches"]:
+        branches.append(_function(branch, how, number))
+        number += _size(branch.jaxpr)
     return list(jax.lax.switch(inputs[0], branches, *inputs[1:]))
 
 
-def _open_checkpoint(eqn: Any, inputs: list[Any], how: How) -> list[Any]:
+def _open_checkpoint(eqn: Any, inputs: list[Any], how: How, number: int) -> list[Any]:
     p = eqn.params
-    inner = _function(core.ClosedJaxpr(p["jaxpr"], []), how)
-    return list(jax.checkpoint(inner, prevent_cse=p["prevent_cse"], policy=p["policy"])(*inputs))
+    body = _function(core.ClosedJaxpr(p["jaxpr"], []), how, number)
+    return list(jax.checkpoint(body, prevent_cse=p["prevent_cse"], policy=p["policy"])(*inputs))
 
 
 _OPEN: dict[str, Callable[..., list[Any]]] = {

@@ -170,7 +170,7 @@ def _data(plan: Plan, arrivals: Sequence[str]) -> dict[str, Any]:
         "classes": [dataclasses.asdict(c) for c in plan.classes],
         "ops": [dataclasses.asdict(o) for o in op_strategies(plan)],
         "collectives": [
-            {**_sent(c), "time_s": collective_s(c, plan.hardware.chip), "cause": {"op": c.cause, "cuts": owners(plan, c)}}
+            {**_sent(c), "time_s": collective_s(c, plan.hardware, plan.axes), "cause": {"op": c.cause, "cuts": owners(plan, c)}}
             for c in plan.collectives
         ],
         "price": {"flops": price.flops, "bytes_sent": price.bytes_sent, "compute_s": price.compute_s,

@@ -148,7 +148,7 @@ def _collectives(plan: Plan, arrivals: Sequence[str], compared: Comparison | Non
     unit, size = _unit([c.total_bytes * count for c, count in groups])
     rows = [
         (c.kind, _times(count), ",".join(c.axes) or "-", str(c.group_size), f"{c.dtype}{_shape(c.shape)}",
-         _times(c.trips), _figure(c.total_bytes * count / size), _figure(collective_s(c, plan.hardware.chip) * count * 1e6),
+         _times(c.trips), _figure(c.total_bytes * count / size), _figure(collective_s(c, plan.hardware, plan.axes) * count * 1e6),
          _file(c.where), ": ".join(filter(None, (_CAUSES.get(c.cause, c.cause), _few(owners(plan, c), 2)))))
         for c, count in groups
     ]  # fmt: skip

@@ -23,6 +23,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from shardfn import context, search
+from shardfn.amounts import bytes_of
 from shardfn.apply import Grid, apply, finest, has_other_grids, lies_elsewhere, moved, shardings, whole
 from shardfn.callee import Callee, Slot, bind, describe, split
 from shardfn.cost import hardware as hardware_
@@ -31,7 +32,7 @@ from shardfn.cuts import check_all
 from shardfn.errors import ContextError, DeviceError, Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.given import mesh_of
 from shardfn.guard import convolution_finding, whole_convolutions, wrong_convolutions
-from shardfn.make import make_plan
+from shardfn.make import Wishes, make_plan
 from shardfn.plan import Plan
 from shardfn.progress import progress
 from shardfn.report import Report, make_report, save_graphs
@@ -59,6 +60,9 @@ class Options:
     level: int = 0
     parameter_plan: Any = None
     search_mode: str | None = None
+    memory_limit: int | float | str | None = None
+    finalists: int = 0
+    time_limit: float = 60.0
     static_argnums: tuple[int, ...] = ()
     static_argnames: tuple[str, ...] = ()
     donate_argnums: tuple[int, ...] = ()
@@ -288,10 +292,17 @@ class ShardedFunction:
         traced = trace(pure, shapes, statics, hardware.platform)
         result, changed = traced.results if stateful else (traced.results, {})
         outputs = self._output_leaves(result, current, hardware, problems)
+        donated = tuple(
+            i + stateful
+            for i, s in enumerate(slots)
+            if not s.is_static and (s.declared in options.donate_argnums or s.name in options.donate_argnames)
+        )
         state_paths = {leaf.path: i for i, leaf in enumerate(inputs)}
         plan_of = functools.partial(
             make_plan, self.callee.name, inputs, [*outputs, *_changed_leaves(changed)], hardware=hardware,
             level=options.level, search=search.select(options.search_mode or current.search_mode), problems=problems,
+            donated=_leaf_positions(shapes, statics, donated),
+            wishes=_wishes(options),
             same_as={
                 **_replacements(_outer(result), _dynamic(shapes, slots, stateful)),
                 **{len(outputs) + i: state_paths[p] for i, p in enumerate(sorted(changed))},
@@ -304,12 +315,6 @@ class ShardedFunction:
             traced = trace(on(whole(made)), shapes, statics, hardware.platform)
             made = plan_of(traced)
             made = dataclasses.replace(made, findings=(*made.findings, convolution_finding(wrong)))
-        donated = tuple(
-            i + stateful
-            for i, s in enumerate(slots)
-            if not s.is_static and (s.declared in options.donate_argnums or s.name in options.donate_argnames)
-        )
-
         def jit(grid: Grid, nested: bool = False) -> Callable[..., Any]:
             return apply(made, on(grid), shapes, traced.results, statics, donated, grid, nested)
 
@@ -396,6 +401,24 @@ class ShardedFunction:
             stacklevel=_outside(),
         )
         return tuple(tree_util.tree_map(lambda s: (1,) * len(s.shape), e) if whole else None for e in entries)
+
+
+def _wishes(options: Options) -> Wishes:
+    limit = None if options.memory_limit is None else bytes_of(options.memory_limit, "memory_limit")
+    assert not isinstance(limit, Problem)  # checked by `shard`
+    return Wishes(limit, options.time_limit)
+
+
+def _leaf_positions(args: Sequence[Any], statics: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
+    """Of all leaves of the dynamic arguments, the positions of those that belong to the arguments `wanted`."""
+    found: list[int] = []
+    position = 0
+    for i, argument in enumerate(args):
+        if i not in statics:
+            count = len(tree_util.tree_leaves(argument))
+            found += range(position, position + count) if i in wanted else ()
+            position += count
+    return tuple(found)
 
 
 def _dress(pure: Any, callee: Callee, names: list[str]) -> None:

@@ -31,6 +31,7 @@ class Traced:
     results: Any
     grids: tuple[tuple[int, ...], ...]
     """Sizes of the meshes that the function itself brings along (an inner `shard`, a `shard_map`)."""
+    jaxpr: Any
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -64,11 +65,11 @@ def trace(function: Callable[..., Any], args: Sequence[Any], static_argnums: tup
         shapes = [jax.ShapeDtypeStruct(c.shape, c.dtype) for c in jaxpr.consts]
         flat = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in jaxpr.in_avals]
         traced = jax.jit(lifted, keep_unused=True).trace(shapes, flat)
-    module = traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
+    module = shardy.flat(traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo"))
     graph = shardy.read_graph(module)
     dynamic = [a for i, a in enumerate(args) if i not in static_argnums]
     captured = len(graph.inputs) - len(tree_util.tree_leaves(dynamic))
-    return Traced(module, graph, captured, results, shardy.grids(module))
+    return Traced(module, graph, captured, results, shardy.grids(module), traced.jaxpr.jaxpr)
 
 
 def shaped(leaf: Any) -> Any:

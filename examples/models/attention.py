@@ -28,19 +28,19 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
     return (x - mean) * jax.lax.rsqrt(variance + 1e-5) * scale + bias
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """Softmax attention: q [b, t, h, d], k and v [b, s, h, d], mask [t, s], to [b, t, h, d]."""
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+    """Softmax attention: q [b, t, h, d], k and v [b, s, h, d], mask [t, s] (None: all is seen), to [b, t, h, d]."""
     scores = jnp.einsum("bthd,bshd->bhts", q, k) / q.shape[-1] ** 0.5
-    weights = jax.nn.softmax(jnp.where(mask, scores, -1e9), axis=-1)
+    weights = jax.nn.softmax(scores if mask is None else jnp.where(mask, scores, -1e9), axis=-1)
     return jnp.einsum("bhts,bshd->bthd", weights, v)
 
 
-def forward(params: Params, x: jax.Array) -> jax.Array:
-    """x [batch, seq, d_model] plus its causal self-attention."""
+def forward(params: Params, x: jax.Array, causal: bool = True) -> jax.Array:
+    """x [batch, seq, d_model] plus its self-attention; a causal one sees nothing that comes later."""
     y = layer_norm(x, params["scale"], params["bias"])
     q, k, v = (jnp.einsum("btm,mhd->bthd", y, params[name]) for name in ("wq", "wk", "wv"))
-    causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
-    return x + jnp.einsum("bthd,hdm->btm", attend(q, k, v, causal), params["wo"])
+    mask = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool)) if causal else None
+    return x + jnp.einsum("bthd,hdm->btm", attend(q, k, v, mask), params["wo"])
 
 
 def make(batch: int = 8, seq: int = 16, d_model: int = 32, heads: int = 8):

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from examples.models import attention, quick_key
+from examples.models import abstract, attention, quick_key
+from examples.models.layouts import Expert, hint, usual_experts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,18 @@ class Config:
 
 SMALL = Config(layers=12, d_model=768, heads=12, vocab=50304, context=1024)
 """The 124M model; its vocabulary of 50257 is padded to a multiple of 128, as is usual, so that it can be cut."""
+
+TINY = Config(layers=1, d_model=16, heads=4, vocab=32, context=8)
+"""For tests."""
+
+TENSOR_CUTS = {
+    **dict.fromkeys(("*/wq", "*/wk", "*/wv"), (None, "model", None)),
+    "*/wo": ("model", None, None),
+    "*/w1": (None, "model"),
+    "*/b1": ("model",),
+    "*/w2": ("model", None),
+}
+"""Megatron's: heads and the feed-forward's hidden dim."""
 
 ADAMW = optax.adamw(3e-4, weight_decay=0.1)
 
@@ -63,18 +76,18 @@ def init(key: jax.Array, cfg: Config) -> dict[str, Any]:
     }
 
 
-def block(params: dict[str, Any], x: jax.Array) -> jax.Array:
+def block(params: dict[str, Any], x: jax.Array, causal: bool = True) -> jax.Array:
     """x [batch, seq, d_model] through one layer."""
-    x = attention.forward(params["attention"], x)
+    x = hint(attention.forward(params["attention"], x, causal))
     p = params["mlp"]
     h = jax.nn.gelu(attention.layer_norm(x, p["scale"], p["bias"]) @ p["w1"] + p["b1"])
-    return x + h @ p["w2"] + p["b2"]
+    return hint(x + h @ p["w2"] + p["b2"])
 
 
 def forward(params: dict[str, Any], tokens: jax.Array, cfg: Config) -> jax.Array:
     """Tokens [batch, seq] to logits [batch, seq, vocab]."""
     layer = jax.checkpoint(block) if cfg.remat else block
-    x = params["tokens"][tokens] + params["positions"][: tokens.shape[1]]
+    x = hint(params["tokens"][tokens] + params["positions"][: tokens.shape[1]])
     if cfg.scan:
         x, _ = jax.lax.scan(lambda x, p: (layer(p, x), None), x, params["blocks"])
     else:
@@ -104,3 +117,20 @@ def make(cfg: Config = Config(), train: bool = True):
     if train:
         return functools.partial(train_step, cfg=cfg), (params, ADAMW.init(params), tokens)
     return functools.partial(forward, cfg=cfg), (params, tokens[:, :-1])
+
+
+def small() -> Config:
+    """Compiles on a CPU in seconds; the weights outweigh the activations, as in the full model."""
+    return Config(layers=2, d_model=256, heads=8, vocab=1024, context=64, batch=16)
+
+
+def large() -> Config:
+    """1.8 billion parameters and a batch for 512 devices: for plans on paper."""
+    return Config(layers=8, d_model=4096, heads=32, vocab=51200, context=512, batch=512)
+
+
+def experts(cfg: Config, devices: int) -> dict[str, Expert]:
+    """Layouts of the training step as people write them by hand."""
+    args = abstract(make, cfg)[1]
+    vocabulary = TENSOR_CUTS | {"*/tokens": ("model", None)}
+    return usual_experts(args, devices, cfg.batch, cfg.heads, TENSOR_CUTS, {"vocabulary cut too": vocabulary})

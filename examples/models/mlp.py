@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from examples.models import quick_key
+from examples.models import abstract, quick_key
+from examples.models.layouts import Expert, hint, usual_experts
 
 Params = dict[str, jax.Array]
 
@@ -24,7 +27,7 @@ def init(key: jax.Array, d_in: int, d_hidden: int, d_out: int) -> Params:
 def forward(params: Params, x: jax.Array) -> jax.Array:
     """x [batch, d_in] to [batch, d_out]."""
     h = jax.nn.gelu(x @ params["w1"] + params["b1"])
-    return h @ params["w2"] + params["b2"]
+    return hint(h @ params["w2"] + params["b2"])
 
 
 def loss(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -46,3 +49,17 @@ def make(batch: int = 16, d_in: int = 32, d_hidden: int = 64, d_out: int = 16, t
     if not train:
         return forward, (params, x)
     return train_step, (params, x, jax.random.normal(ky, (batch, d_out)))
+
+
+SMALL = {"batch": 1024, "d_in": 512, "d_hidden": 2048, "d_out": 512, "train": True}
+"""A training step that compiles on a CPU in a second."""
+
+LARGE = {"batch": 16_384, "d_in": 8192, "d_hidden": 32_768, "d_out": 8192, "train": True}
+"""0.5 billion parameters and a batch for 512 devices: for plans on paper."""
+
+
+def experts(devices: int, **sizes: Any) -> dict[str, Expert]:
+    """Layouts of the training step with these `sizes` as people write them by hand."""
+    args = abstract(make, **sizes)[1]
+    tensor = {"*/w1": (None, "model"), "*/b1": ("model",), "*/w2": ("model", None)}
+    return usual_experts(args, devices, sizes["batch"], sizes["d_hidden"], tensor, trained=1)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from examples.models import quick_key
+from examples.models.layouts import hint
 
 Params = dict[str, jax.Array]
 
@@ -49,9 +50,9 @@ def forward(params: Params, x: jax.Array, capacity: int) -> jax.Array:
     probabilities = jax.nn.softmax(jnp.einsum("gtm,me->gte", x, params["gate"]))
     combine = route(probabilities, capacity)
     dispatch = (combine > 0).astype(x.dtype)
-    inputs = jnp.einsum("gtec,gtm->egcm", dispatch, x)
+    inputs = hint(jnp.einsum("gtec,gtm->egcm", dispatch, x), "experts")
     hidden = jax.nn.gelu(jnp.einsum("egcm,emh->egch", inputs, params["w1"]))
-    outputs = jnp.einsum("egch,ehm->egcm", hidden, params["w2"])
+    outputs = hint(jnp.einsum("egch,ehm->egcm", hidden, params["w2"]), "experts")
     return jnp.einsum("gtec,egcm->gtm", combine, outputs)
 
 

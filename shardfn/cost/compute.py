@@ -1,31 +1,137 @@
-"""Floating-point work of one device, from local shapes."""
+"""Work of one device, from local shapes: operations, bytes moved between it and its memory, and the time of both."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
 
+from shardfn.cost.chips import Chip
+from shardfn.cost.fusion import CHEAP, COSTLY, VIEWS, Fusion, fuse
 from shardfn.graph.model import Flow, Op
 
-_FREE = frozenset(
+MOVES = frozenset(
     {"reshape", "transpose", "broadcast_in_dim", "slice", "concatenate", "dynamic_slice", "dynamic_update_slice", "pad",
      "iota", "convert", "bitcast_convert", "copy", "reverse", "gather", "while", "case", "shard_map", "sharding_constraint",
-     "optimization_barrier", "all_gather", "all_slice", "all_to_all", "collective_permute", "reshard"}
+     "optimization_barrier", "propagation_barrier", "all_gather", "all_slice", "all_to_all", "collective_permute",
+     "reshard", "rotate"}
 )  # fmt: skip
 """Ops that move data and compute nothing."""
+
+PRODUCTS = frozenset({"dot_general", "convolution"})
+
+_SENT = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute"})
+_FREE = VIEWS | _SENT | {"while", "case", "shard_map", "after_all", "create_token", "partition_id", "replica_id"}
+"""Ops that are priced elsewhere or take no time: loops and branches by what is in them."""
+
+_PRICED = (
+    MOVES | CHEAP | COSTLY | PRODUCTS | _FREE | {"reduce", "reduce_window", "select_and_scatter", "scatter", "map"}
+)
+
+
+def _last(flow: Flow, op: Op) -> int:
+    shape = flow.local_shape(op.inputs[0]) if op.inputs else ()
+    return shape[-1] if shape else 1
+
+
+LIBRARY: dict[str, Callable[[Flow, Op], float]] = {
+    # Comparison sort; radix-2 FFT; Golub and Van Loan, "Matrix Computations", for the rest: operations per element.
+    "sort": lambda flow, op: math.log2(max(2, _last(flow, op))),
+    "top_k": lambda flow, op: _last(flow, op) / max(1, flow.local_shape(op.outputs[0])[-1]) * 2,
+    "fft": lambda flow, op: 5 * math.log2(max(2, _last(flow, op))),
+    "cholesky": lambda flow, op: _last(flow, op) / 3,
+    "triangular_solve": lambda flow, op: float(_last(flow, op)),
+    "rng_bit_generator": lambda flow, op: 10.0,
+    "rng": lambda flow, op: 10.0,
+}
+"""Operations for each element of the result."""
 
 
 def op_flops(flow: Flow, op: Op) -> float:
     """FLOPs of one op on one device, once: 2 for a multiply-add of a dot or convolution, 1 for an element else.
 
-    Loops are not counted here: multiply by `op.trips`.
+    Library ops count as `LIBRARY` says. Loops are not counted here: multiply by `op.trips`.
     """
-    if op.name in _FREE or not op.outputs:
+    if op.name in MOVES or not op.outputs:
         return 0.0
     out = max(math.prod(flow.local_shape(o)) for o in op.outputs)
+    if op.name in LIBRARY:
+        return out * LIBRARY[op.name](flow, op)
     depth = math.prod(flow.local_shape(op.inputs[i])[d] for i, d in op.reduced)
-    return float(out * depth * (2 if op.name in ("dot_general", "convolution") else 1))
+    return float(out * depth * (2 if op.name in PRODUCTS else 1))
 
 
-def flops(flow: Flow) -> float:
-    """FLOPs of one device in one call, loops multiplied."""
-    return sum(op_flops(flow, op) * op.trips for op in flow.graph.ops)
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One call on one device. `bytes_moved` is between it and its memory; `unpriced` lists ops without a rule."""
+
+    flops: float
+    bytes_moved: float
+    seconds: float
+    unpriced: tuple[str, ...]
+
+
+def work(flow: Flow, chip: Chip, fusion: Fusion | None = None) -> Work:
+    """What one device does in one call, collectives left out.
+
+    Each op that runs by itself, with what is computed inside it (`cost.fusion`), takes the larger of its operations over
+    the chip's rate and its bytes over that of the memory (the roofline: Williams, Waterman, Patterson 2009). Products run
+    at the rate of their operands' type, other operations at the vector units' rate. A gather or slice reads what it
+    takes, an update in place writes what it changes. An op without a rule is charged for its bytes, and listed.
+    """
+    graph = flow.graph
+    fusion = fusion or fuse(flow)
+    total = moved = seconds = 0.0
+    unpriced: dict[str, None] = {}
+    for i, op in enumerate(graph.ops):
+        inner = fusion.inside[i]
+        if inner is None or op.name in _FREE:
+            continue
+        if op.name not in _PRICED and op.name not in LIBRARY:
+            unpriced.setdefault(f"{op.name} ({op.where})" if op.where else op.name)
+        count = op_flops(flow, op)
+        time = count * effort(op) / _rate(flow, op, chip)
+        for j in inner:
+            more = op_flops(flow, graph.ops[j])
+            count += more
+            time += more * effort(graph.ops[j]) / (chip.vector_flops or chip.flops)
+        size = _bytes(flow, op, inner, fusion)
+        total += count * op.trips
+        moved += size * op.trips
+        seconds += max(time, size / chip.memory_bytes_s) * op.trips
+    return Work(total, moved, seconds, tuple(unpriced))
+
+
+def effort(op: Op) -> float:
+    """Special functions run on an eighth of the lanes (CUDA C++ Programming Guide, arithmetic throughput: 16 of 128)."""
+    return 8.0 if op.name in COSTLY else 1.0
+
+
+def _rate(flow: Flow, op: Op, chip: Chip) -> float:
+    if op.name in PRODUCTS:
+        return chip.rate(flow.graph.values[op.inputs[0]].dtype)
+    return chip.vector_flops or chip.flops
+
+
+_TAKES = frozenset({"gather", "dynamic_slice", "slice"})
+_UPDATES = {"dynamic_update_slice": 1, "scatter": -1}
+"""Ops that change a part of operand 0 in place, and which operand is as large as that part."""
+
+
+def _bytes(flow: Flow, op: Op, inner: tuple[int, ...], fusion: Fusion) -> float:
+    read: dict[int, float] = {}
+    for step in (*(flow.graph.ops[j] for j in inner), op):
+        for position, v in enumerate(step.inputs):
+            if v not in fusion.stored:
+                continue
+            size = float(flow.local_bytes(v))
+            if position == 0 and step.name in _TAKES:
+                size = min(size, flow.local_bytes(step.outputs[0]))
+            elif position == 0 and step.name in _UPDATES:
+                size = 0.0
+            read[v] = max(read.get(v, 0.0), size)
+    if op.name in _UPDATES and op.inputs:
+        written = 2.0 * flow.local_bytes(op.inputs[_UPDATES[op.name]])
+    else:
+        written = float(sum(map(flow.local_bytes, op.outputs)))
+    return sum(read.values()) + written

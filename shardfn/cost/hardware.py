@@ -1,14 +1,11 @@
-"""The devices a plan is for: real ones, or a target that is not here.
-
-Figures are the makers' datasheet values: dense bf16 FLOP/s, memory bandwidth, memory, and what one device sends to its
-neighbours per second in one direction. The CPU's are a rough guess for virtual devices that share one host.
-"""
+"""The devices a plan is for: real ones, or a target that is not here."""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
+import functools
 import math
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -17,55 +14,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from shardfn.cost.chips import CHIPS, Chip, Hardware, load_chip
+from shardfn.cost.links import Link, link_over, links
 from shardfn.errors import DeviceError, Problem, a, fail
 
+__all__ = ["CHIPS", "Chip", "DeviceTypeError", "Hardware", "Link", "link_over", "links", "load_chip", "resolve"]
 
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """One device: rates per second, sizes in bytes, `latency_s` the time of an empty collective."""
+CPU_FILE = "SHARDFN_CPU"
+"""Environment variable: a file of `python -m shardfn calibrate --save`, whose figures "cpu" devices then have."""
 
-    name: str
-    platform: str
-    flops: float
-    memory_bytes_s: float
-    memory_bytes: float
-    link_bytes_s: float
-    latency_s: float
-    source: str
-
-
-CHIPS = {
-    chip.name: chip
-    for chip in (
-        Chip("cpu", "cpu", 5e10, 1e10, 4e9, 2e9, 5e-5, "a guess for virtual devices on one host"),
-        Chip("a100", "gpu", 312e12, 2.039e12, 80e9, 300e9, 7e-6, "NVIDIA A100 80GB SXM datasheet"),
-        Chip("h100", "gpu", 989e12, 3.35e12, 80e9, 450e9, 7e-6, "NVIDIA H100 SXM datasheet"),
-        Chip("h200", "gpu", 989e12, 4.8e12, 141e9, 450e9, 7e-6, "NVIDIA H200 SXM datasheet"),
-        Chip("tpu-v4", "tpu", 275e12, 1.228e12, 32e9, 300e9, 2e-6, "Google Cloud TPU v4 system page"),
-        Chip("tpu-v5e", "tpu", 197e12, 0.819e12, 16e9, 200e9, 2e-6, "Google Cloud TPU v5e system page"),
-        Chip("tpu-v5p", "tpu", 459e12, 2.765e12, 95e9, 600e9, 2e-6, "Google Cloud TPU v5p system page"),
-        Chip("tpu-v6e", "tpu", 918e12, 1.64e12, 32e9, 448e9, 2e-6, "Google Cloud TPU v6e system page"),
-    )
-}
 _DEFAULT_CHIP = {"cpu": "cpu", "gpu": "h100", "cuda": "h100", "rocm": "h100", "tpu": "tpu-v5e"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Hardware:
-    """What a plan runs on. `devices` is None for a target that is only planned for; `mesh` where the user gave one."""
-
-    chip: Chip
-    platform: str
-    """As JAX lowers for it: cpu, cuda, rocm, tpu."""
-    count: int
-    devices: tuple[Any, ...] | None = None
-    mesh: Mesh | None = None
-    name: str = ""
-
-    @property
-    def is_here(self) -> bool:
-        """Whether programs can run on it now."""
-        return self.devices is not None
 
 
 def resolve(device: Any, *, count: int | None = None, default: str | None = None) -> Hardware:
@@ -73,7 +31,8 @@ def resolve(device: Any, *, count: int | None = None, default: str | None = None
 
     Args:
       device: None (the default backend), "CPU", "GPU", "TPU" in any case (or another platform that JAX has here), a
-        sequence of devices, a `Mesh`, or a target as "tpu-v5e:4x8", "h200:64", "cpu:4096".
+        sequence of devices, a `Mesh`, a target as "tpu-v5e:4x8", "h200:64", "cpu:4096", or a `Hardware`, as
+        `Chip.pod` makes it.
       count: how many of the devices to use; all of them if None.
       default: the platform that None stands for, if not JAX's own default.
 
@@ -83,6 +42,8 @@ def resolve(device: Any, *, count: int | None = None, default: str | None = None
     >>> resolve("tpu-v5e:4x8").count
     32
     """
+    if isinstance(device, Hardware):
+        return device
     if isinstance(device, Mesh):
         if count == 1:
             return _real((device.devices.flat[0],), None)
@@ -118,6 +79,8 @@ def resolve(device: Any, *, count: int | None = None, default: str | None = None
 
 
 def _one_or_some(device: Any) -> str:
+    if isinstance(device, Chip):
+        return "say how many of them: chip.pod(8)"
     if isinstance(device, jax.Device):
         return f"write device=[jax.devices()[{device.id}]] to run on that one"
     if isinstance(device, int) and not isinstance(device, bool) and device > 0:
@@ -173,10 +136,34 @@ def _real(devices: tuple[Any, ...], mesh: Mesh | None) -> Hardware:
     platform = devices[0].platform
     kind = getattr(devices[0], "device_kind", "").lower().replace(" ", "-").replace("lite", "e")
     chip = next((c for c in CHIPS.values() if c.name.split("-")[-1] in kind and c.platform != "cpu"), None)
-    chip = chip or CHIPS[_DEFAULT_CHIP.get(platform, "cpu")]
+    chip = chip or _chip(_DEFAULT_CHIP.get(platform, "cpu"))
     name = f"{len(devices)} x {devices[0].device_kind}" if platform != "cpu" else f"{len(devices)} x cpu"
     lowered = "cuda" if platform == "gpu" else platform
-    return Hardware(chip, lowered, len(devices), devices, mesh, name)
+    return Hardware(chip, lowered, len(devices), devices, mesh, name, torus(devices) if chip.torus else ())
+
+
+def torus(devices: Sequence[Any]) -> tuple[int, ...]:
+    """Dims of the box that devices fill by their `coords`, listed with the first coordinate fastest; else ()."""
+    places = [tuple(getattr(d, "coords", None) or ()) for d in devices]
+    if len({len(place) for place in places}) != 1 or not places[0]:
+        return ()
+    columns = list(zip(*places, strict=True))
+    dims = tuple(max(c) - min(c) + 1 for c in reversed(columns))
+    first = [min(c) for c in columns]
+    walk = [tuple(first[i] + step for i, step in enumerate(reversed(at))) for at in np.ndindex(*dims)]
+    return dims if walk == places else ()
+
+
+def _chip(name: str) -> Chip:
+    path = os.environ.get(CPU_FILE) if name == "cpu" else None
+    if not path:
+        return CHIPS[name]
+    return _read(path, os.stat(path).st_mtime_ns if os.path.exists(path) else 0)
+
+
+@functools.lru_cache
+def _read(path: str, changed: int) -> Chip:
+    return load_chip(path)
 
 
 _TARGET = re.compile(r"(?P<chip>[a-z0-9-]+):(?P<shape>\d+(x\d+)*)$")
@@ -192,9 +179,7 @@ def _target(text: str) -> Hardware:
         fail(DeviceError, f"target {text!r} is unknown", where=f"device = {text!r}", why=why,
              fix=f'did you mean "{close[0]}:{size}"?' if close and close[0] != name
              else f'write it as "{name if name in CHIPS else "tpu-v5e"}:8", or with a shape as ":2x4"')  # fmt: skip
-    chip = CHIPS[found["chip"]]
-    platform = "cuda" if chip.platform == "gpu" else chip.platform
-    return Hardware(chip, platform, math.prod(map(int, found["shape"].split("x"))), name=text.strip().lower())
+    return _chip(found["chip"]).pod(found["shape"])
 
 
 def _short(value: Any) -> str:

@@ -1,50 +1,293 @@
-"""Memory of one device: arguments and results exactly, temporaries estimated from live ranges."""
+"""Memory of one device: arguments and results exactly, temporaries from live ranges.
+
+The model is XLA's on CPU, in program order: values take a place unless they are computed where they are read
+(`cost.fusion`), from the op that makes them to the last that reads them; an elementwise op writes over an operand that
+dies there; what a loop carries stays in one place; results' places serve before the results are made; donated arguments
+are the places of results.
+"""
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import math
+from collections.abc import Collection, Iterable, Sequence
 
-from shardfn.graph.model import Flow
+from shardfn.cost.fusion import CHEAP, COSTLY, Fusion, fuse
+from shardfn.cost.schedule import Order, early, first_of_body, merged
+from shardfn.graph.model import Flow, Graph, Op
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on one device. `temporaries` is the peak of what is alive between ops if nothing is fused."""
+    """Bytes on one device."""
 
     arguments: int
     results: int
     temporaries: int
+    """The most that is alive at once beside arguments and results."""
+    donated: int = 0
+    """Of the results, those that lie where donated arguments were."""
 
     @property
     def peak(self) -> int:
-        """Everything at once: arguments, results and the temporaries' peak."""
-        return self.arguments + self.results + self.temporaries
+        """Everything at once: arguments, results and the temporaries' peak; what is donated counts once."""
+        return self.arguments + self.results + self.temporaries - self.donated
 
 
-def memory(flow: Flow) -> Memory:
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A stretch of memory in the closed interval `[start, end]`, two ticks for each op: what lies there, and bytes."""
+
+    values: tuple[int, ...]
+    start: int
+    end: int
+    bytes: int
+
+
+def memory(flow: Flow, donated: Collection[int] = ()) -> Memory:
     """Memory of one call on one device.
 
-    A value is alive from the op that makes it to the last that reads it. What XLA fuses never takes memory, so the
-    compiled program usually needs less; what it pads or copies is not counted.
+    Args:
+      flow: layouts of all values.
+      donated: positions of arguments whose memory results of equal size take over.
     """
+    order = merged(flow)
+    order = early(order, fuse(order.flow))
+    return memory_of(order, fuse(order.flow), donated)
+
+
+def memory_of(order: Order, fusion: Fusion, donated: Collection[int] = ()) -> Memory:
+    """`memory`, where the order and what is fused in it are known already."""
+    flow, graph = order.flow, order.flow.graph
+    places, results = lives(order, fusion)
+    arguments = [flow.local_bytes(v) for v in graph.inputs]
+    given = sorted((arguments[i] for i in donated), reverse=True)
+    taken = 0
+    rooms = []
+    for place in sorted(results, key=lambda p: -p.bytes):
+        if place.bytes in given:
+            given.remove(place.bytes)
+            taken += place.bytes
+        else:
+            rooms.append(place)
+    left = _outside(places, rooms)
+    return Memory(sum(arguments), sum(flow.local_bytes(v) for v in graph.outputs), _most(left), taken)
+
+
+def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
+    """Places of temporaries, and of results: when each is in use."""
+    flow, graph = order.flow, order.flow.graph
+    together = order.together()
+    loops = _loops(graph, fusion)
+    start: dict[int, int] = {}
+    end: dict[int, int] = {}
+    copies: list[Place] = []
+    reordered: set[int] = set()
+    maker = {v: op.name for op in graph.ops for v in op.outputs}
+    for i, op in enumerate(graph.ops):
+        if i in fusion.dead:
+            continue
+        for v in op.outputs:
+            if v in fusion.stored:
+                start[v] = 2 * together.get(i, (i, i))[0]
+        if i in loops.spans:
+            first = 2 * loops.spans[i]
+            for v in fusion.reads[i]:
+                end[v] = max(end.get(v, 0), first - 1 if start.get(v, -1) < first else 2 * i - 1)
+        else:
+            turned = _turned(flow, op)
+            reordered.update(v for v in turned if maker.get(v) in CHEAP | COSTLY)
+            turned = [v for v in turned if v not in reordered]
+            until = 2 * together.get(i, (i, i))[1]
+            for v in fusion.reads[i]:
+                end[v] = max(end.get(v, 0), until - (v in turned))
+            copies += [Place((), 2 * i - 1, 2 * i, flow.local_bytes(v)) for v in turned]
+            copies += _workspace(flow, i, op)
+    for result, source in loops.unchanged.items():
+        start.pop(result, None)
+        if result in end:
+            end[source] = max(end.get(source, 0), end[result])
+    for v, first in loops.entered.items():
+        start[v] = 2 * first
+    _stay_through(start, end, [(2 * first, 2 * last) for last, first in loops.spans.items()], loops.entered)
+    _in_place(flow, fusion, start, end, reordered)
+    groups = _colocated(graph, loops, start, end)
+    inputs, outputs = set(graph.inputs), set(graph.outputs)
+    last = 2 * len(graph.ops)
+    temporaries, results = copies, []
+    for members in groups:
+        members = tuple(v for v in members if v in start and v not in inputs)
+        if not members:
+            continue
+        is_result = not outputs.isdisjoint(members)
+        until = last if is_result else max(end.get(v, start[v]) for v in members)
+        place = Place(members, min(start[v] for v in members), until, max(map(flow.local_bytes, members)))
+        (results if is_result else temporaries).append(place)
+    return temporaries, results
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loops:
+    spans: dict[int, int]
+    """Op of a loop -> its body's first op; the body's ops stand before the loop's own."""
+    entered: dict[int, int]
+    """What a loop carries, as its body sees it -> the body's first op."""
+    carried: tuple[tuple[int, int, int, int], ...]
+    """(what goes in, as the body sees it, as the body returns it, what comes out)."""
+    unchanged: dict[int, int]
+    """A loop's result -> what goes in and comes out as it is."""
+
+
+def _loops(graph: Graph, fusion: Fusion) -> _Loops:
+    made = set(graph.inputs).union(*(op.outputs for op in graph.ops))
+    inside: dict[int, list[int]] = {}
+    for a, b in graph.ties:
+        if b not in made:
+            inside.setdefault(a, []).append(b)
+    spans: dict[int, int] = {}
+    entered: dict[int, int] = {}
+    carried: list[tuple[int, int, int, int]] = []
+    unchanged: dict[int, int] = {}
+    for i, op in enumerate(graph.ops):
+        if op.name != "while" or not op.outputs or i in fusion.dead:
+            continue
+        first, count = first_of_body(graph, i), len(op.outputs)
+        spans[i] = first
+        for operand, back, result in zip(op.inputs[:count], op.inputs[count:], op.outputs, strict=True):
+            if operand == back:
+                unchanged[result] = operand
+                continue
+            seen = [v for v in inside.get(operand, ()) if v > max(op.outputs) and v not in entered]
+            if seen:
+                entered[seen[0]] = first
+                carried.append((operand, seen[0], back, result))
+    return _Loops(spans, entered, tuple(carried), unchanged)
+
+
+def _stay_through(
+    start: dict[int, int], end: dict[int, int], spans: Sequence[tuple[int, int]], entered: Collection[int]
+) -> None:
+    """What a loop reads from outside stays until its last round."""
+    for v, until in end.items():
+        if v in start and v not in entered:
+            for first, last in spans:
+                if start[v] < first <= until < last:
+                    until = end[v] = last
+
+
+def _workspace(flow: Flow, i: int, op: Op) -> list[Place]:
+    """On CPU the gradient of a max pool is a scatter: indices of every element, made at the start, and of the largest."""
+    if op.name != "select_and_scatter" or flow.platform != "cpu":
+        return []
+    image, pooled = (math.prod(flow.local_shape(v)) for v in op.inputs[:2])
+    rank = len(flow.local_shape(op.inputs[0]))
+    return [Place((), 0, 2 * i, 4 * (rank + 1) * image), Place((), 2 * i - 1, 2 * i, 8 * rank * pooled)]
+
+
+def _turned(flow: Flow, op: Op) -> list[int]:
+    """Operands of a batched product that are copied first: it reads [batch, free, summed] and [batch, summed, free].
+    An elementwise op writes its result in the order that is wanted."""
+    if op.name != "dot_general" or op.rule is None:
+        return []
+    left, right = op.rule.operands
+    result = {f for dim in op.rule.results[0] for f in dim}
+    both = {f for dim in left for f in dim} & {f for dim in right for f in dim}
+    if not both & result:
+        return []
+    found = []
+    for v, dims, order in ((op.inputs[0], left, (0, 1, 2)), (op.inputs[1], right, (0, 2, 1))):
+        roles = [
+            0 if f in both & result else order.index(2) if f in both else order.index(1)
+            for dim, n in zip(dims, flow.local_shape(v), strict=True)
+            if n > 1
+            for f in dim[:1]
+        ]
+        if roles != sorted(roles):
+            found.append(v)
+    return found
+
+
+def _in_place(
+    flow: Flow, fusion: Fusion, start: dict[int, int], end: dict[int, int], reordered: Collection[int]
+) -> None:
+    """Elementwise ops and updates write over an operand of their own size that dies there."""
     graph = flow.graph
-    last: dict[int, int] = {}
+    inputs, outputs = set(graph.inputs), set(graph.outputs)
     for i, op in enumerate(graph.ops):
-        for value in (*op.inputs, *op.outputs):
-            last[value] = i
-    held = set(graph.inputs) | set(graph.outputs)
-    sizes: dict[int, int] = {}
-    alive = peak = 0
-    dying: dict[int, list[int]] = {}
-    for value, i in last.items():
-        dying.setdefault(i, []).append(value)
-    for i, op in enumerate(graph.ops):
-        for value in op.outputs:
-            # A loop's results take the place of what it carries.
-            if value not in held and value not in sizes and op.name not in ("while", "broadcast_in_dim"):
-                sizes[value] = flow.local_bytes(value)
-                alive += sizes[value]
-        peak = max(peak, alive)
-        for value in dying.get(i, ()):
-            alive -= sizes.pop(value, 0)
-    return Memory(sum(flow.local_bytes(v) for v in graph.inputs), sum(flow.local_bytes(v) for v in graph.outputs), peak)
+        if (
+            len(op.outputs) != 1
+            or op.outputs[0] not in start
+            or op.name not in _WRITES_OVER
+            or op.outputs[0] in reordered
+        ):
+            continue
+        shape, size = flow.local_shape(op.outputs[0]), flow.local_bytes(op.outputs[0])
+        for v in fusion.reads[i]:
+            dies = end.get(v) == 2 * i and v in start and v not in inputs and v not in outputs
+            if dies and flow.local_shape(v) == shape and flow.local_bytes(v) == size:
+                end[v] = 2 * i - 1
+                break
+
+
+_MOVES = {"broadcast_in_dim", "concatenate", "dynamic_slice", "gather", "iota", "pad", "reverse", "slice", "transpose"}
+_WRITES_OVER = (CHEAP | COSTLY | {"dynamic_update_slice", "scatter"}) - _MOVES
+
+
+def _colocated(graph: Graph, loops: _Loops, start: dict[int, int], end: dict[int, int]) -> Iterable[tuple[int, ...]]:
+    """Values that lie in one place: what goes into a loop, goes round in it and comes out."""
+    parent: dict[int, int] = {}
+
+    def find(v: int) -> int:
+        while parent.setdefault(v, v) != v:
+            v = parent[v]
+        return v
+
+    inputs = set(graph.inputs)
+    given: set[int] = set()
+    for operand, seen, back, result in loops.carried:
+        parent[find(result)] = find(seen)
+        free = operand in start and operand not in inputs and operand not in given
+        if free and end.get(operand, 0) < start[seen]:
+            given.add(operand)
+            parent[find(operand)] = find(seen)
+        if back in start and start[back] >= end.get(seen, 0) - 1 and back not in given:
+            given.add(back)
+            parent[find(back)] = find(seen)
+    groups: dict[int, list[int]] = {}
+    for v in start:
+        groups.setdefault(find(v), []).append(v)
+    return map(tuple, groups.values())
+
+
+_TRIED = 128
+"""Places of results that are looked at for a temporary."""
+
+
+def _outside(places: Iterable[Place], rooms: Sequence[Place]) -> list[Place]:
+    """The places that do not fit into those of results while these are not in use: largest first, as XLA assigns."""
+    rooms = sorted(rooms, key=lambda p: p.bytes)
+    sizes = [room.bytes for room in rooms]
+    busy = [[(room.start, room.end)] for room in rooms]
+    left = []
+    for place in sorted(places, key=lambda p: -p.bytes):
+        first = bisect.bisect_left(sizes, place.bytes)
+        for taken in busy[first : first + _TRIED]:
+            if all(place.end < a or b < place.start for a, b in taken):
+                taken.append((place.start, place.end))
+                break
+        else:
+            left.append(place)
+    return left
+
+
+def _most(places: Iterable[Place]) -> int:
+    change: dict[int, int] = {}
+    for place in places:
+        change[place.start] = change.get(place.start, 0) + place.bytes
+        change[place.end + 1] = change.get(place.end + 1, 0) - place.bytes
+    alive = most = 0
+    for tick in sorted(change):
+        alive += change[tick]
+        most = max(most, alive)
+    return most

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 Dims = tuple[tuple[int, ...], ...]
 """For each dim of one tensor, the factors it is made of, major to minor."""
@@ -48,6 +49,23 @@ class Convolution:
     is_dense: bool
 
 
+class Tap(NamedTuple):
+    """Along `dim` of an operand, element i of the result's dim `out_dim` reads `extent` elements from i·stride + low.
+
+    With `spacing` above 1, positions count spacing - 1 holes after each element of the operand. With `over` at least 0,
+    i counts along `out_dim` of that operand (the kernel of a convolution) instead of the result.
+    """
+
+    operand: int
+    dim: int
+    out_dim: int
+    stride: int = 1
+    low: int = 0
+    extent: int = 1
+    spacing: int = 1
+    over: int = -1
+
+
 @dataclasses.dataclass(frozen=True)
 class Op:
     """One op: `inputs` and `outputs` index `Graph.values`; `trips` is how often the loops around it run."""
@@ -61,6 +79,18 @@ class Op:
     reduced: tuple[tuple[int, int], ...] = ()
     """(input position, dim) pairs whose sizes multiply the work of each output element (a dot's contracted dims)."""
     convolution: Convolution | None = None
+    taps: tuple[Tap, ...] = ()
+    """Which elements of an operand are read along dims with a window or an offset."""
+    site: int = -1
+    """Where it stands in the module: its number in program order. Ops that were put in have none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pin:
+    """Layouts that an op inside a function is held to: of its operands as it reads them, and of its results."""
+
+    operands: tuple[Spec | None, ...]
+    results: tuple[Spec | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +130,8 @@ class Flow:
     specs: tuple[Spec, ...]
     axes: dict[str, int]
     communications: tuple[Communication, ...]
+    platform: str = ""
+    """Whose collectives these are; empty where only those are there that the user wrote (`graph.roads` adds the rest)."""
 
     def shards(self, value: int) -> tuple[int, ...]:
         """How many ways each dim of a value is cut."""

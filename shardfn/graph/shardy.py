@@ -3,7 +3,7 @@
 Two passes over a copy of the module that JAX lowered:
 
 * `read_graph`: Shardy's rule for every op, before anything is placed;
-* `propagate`: the given layouts carried through every value, and the collectives that this implies.
+* `propagate`: the given layouts carried through every value; `graph.roads` then says what is sent between devices.
 
 Calls are read in place, once for each call site, so that two callers of one function stay two.
 """
@@ -20,20 +20,27 @@ from typing import Any
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy, stablehlo
 
-from shardfn.graph.model import Communication, Convolution, Flow, Graph, Op, Rule, Spec, Value
-from shardfn.graph.rules import MISSING_RULES
+from shardfn.graph.model import Communication, Convolution, Dims, Flow, Graph, Op, Pin, Rule, Spec, Tap, Value
+from shardfn.graph.rules import MISSING_RULES, elementwise_rule
+from shardfn.graph.windows import ATTRIBUTES, WINDOWED, taps
 
 GRID = "grid"  # the name of our mesh inside the module
 
 RULES_PIPELINE = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
-FLOW_PIPELINE = (
-    "builtin.module(sdy-propagation-pipeline,"
-    "func.func(sdy-insert-explicit-reshards{enable-full-version=true},sdy-reshard-to-collectives))"
-)
+FLOW_PIPELINE = "builtin.module(sdy-propagation-pipeline,func.func(sdy-populate-op-sharding-rules))"
+
+
+def flat(module: Any) -> Any:
+    """A copy of a lowered module (`jax.stages.Lowered.compiler_ir("stablehlo")`) in which every call of a function has
+    a function of its own, so that two callers can lay it out in two ways."""
+    with module.context, ir.Location.unknown():
+        copy = module.operation.clone()
+        passmanager.PassManager.parse("builtin.module(sdy-flatten-call-graph)").run(copy)
+        return copy
 
 
 def read_graph(module: Any) -> Graph:
-    """The ops of a lowered module (`jax.stages.Lowered.compiler_ir("stablehlo")`) with Shardy's rules."""
+    """The ops of a lowered module with Shardy's rules."""
     with module.context, ir.Location.unknown():
         copy = module.operation.clone()
         passmanager.PassManager.parse(RULES_PIPELINE).run(copy)
@@ -46,17 +53,24 @@ def propagate(
     axes: Sequence[tuple[str, int]],
     inputs: Sequence[Spec | None],
     outputs: Sequence[Spec | None],
+    pins: Mapping[int, Pin] | None = None,
 ) -> Flow:
-    """Carry layouts through the function with Shardy and read what lies where and what is communicated.
+    """Carry layouts through the function with Shardy and read what lies where; `graph.roads` adds what is sent.
 
     Args:
       module: the module as JAX lowered it; it is not changed.
       axes: the grid, as (name, size) in row-major order.
       inputs: the layout of every argument of the module's main function; None leaves it to propagation.
       outputs: the same for its results.
+      pins: by `Op.site`, layouts in which an op inside reads its operands and leaves its results.
     """
     with module.context, ir.Location.unknown():
         copy = module.operation.clone()
+        if pins:
+            sites = _preorder(copy)
+            found = [(op, pins[site]) for site, op in enumerate(sites) if site in pins]
+            for op, pin in found:
+                _pin(op, pin)
         block = copy.regions[0].blocks[0]
         mesh = ", ".join(f'"{name}"={size}' for name, size in axes)
         ir.InsertionPoint.at_block_begin(block).insert(ir.Operation.parse(f"sdy.mesh @{GRID} = <[{mesh}]>"))
@@ -66,6 +80,10 @@ def propagate(
             main.attributes[attribute] = ir.ArrayAttr.get(
                 [_with_sharding(old[i] if old is not None else None, spec) for i, spec in enumerate(specs)]
             )
+        body = main.regions[0].blocks[0]
+        _inline(body, {_symbol(f): f for f in _functions(copy)})
+        _as_xla(body, set(body.arguments))
+        _in_order(body)
         passmanager.PassManager.parse(FLOW_PIPELINE).run(copy)
         reader = _Reader(copy)
         graph = reader.graph()
@@ -76,18 +94,205 @@ def grids(module: Any) -> tuple[tuple[int, ...], ...]:
     """Axis sizes of the meshes that stand in a lowered module."""
     return tuple(
         tuple(size for _, size in _mesh_axes(op.operation.attributes["mesh"]))
-        for op in module.body.operations
+        for op in module.regions[0].blocks[0].operations
         if op.operation.name == "sdy.mesh"
     )
+
+
+def _preorder(op: Any) -> list[Any]:
+    """An op and all ops inside it, in program order."""
+    found = [op]
+    for region in op.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                found += _preorder(inner.operation) if len(inner.operation.regions) else [inner.operation]
+    return found
+
+
+def _pin(op: Any, pin: Pin) -> None:
+    def constrained(value: Any, spec: Spec) -> Any:
+        return sdy.ShardingConstraintOp(value, _sharding(spec), loc=op.location).result
+
+    with ir.InsertionPoint(op):
+        for position, spec in enumerate(pin.operands):
+            if spec is not None:
+                op.operands[position] = constrained(op.operands[position], spec)
+    for result, spec in zip(op.results, pin.results, strict=True):
+        if spec is not None:
+            uses = [(use.owner.operation, use.operand_number) for use in result.uses]
+            with ir.InsertionPoint.after(op):
+                new = constrained(result, spec)
+            for user, number in uses:
+                user.operands[number] = new
+
+
+def _sharding(spec: Spec) -> Any:
+    dims = ", ".join("{" + ", ".join(f'"{axis}"' for axis in dim) + "}" for dim in spec)
+    return ir.Attribute.parse(f"#sdy.sharding<@{GRID}, [{dims}]>")
 
 
 def _with_sharding(old: Any, spec: Spec | None) -> Any:
     kept = {named.name: named.attr for named in ir.DictAttr(old)} if old is not None else {}
     kept.pop("sdy.sharding", None)
     if spec is not None:
-        dims = ", ".join("{" + ", ".join(f'"{axis}"' for axis in dim) + "}" for dim in spec)
-        kept["sdy.sharding"] = ir.Attribute.parse(f"#sdy.sharding<@{GRID}, [{dims}]>")
+        kept["sdy.sharding"] = _sharding(spec)
     return ir.DictAttr.get(kept)
+
+
+# ---- the form in which XLA propagates
+
+
+def _as_xla(block: Any, arguments: set[Any]) -> None:
+    """Bring a block into the form that XLA's own passes give it before it propagates, as far as that decides anything."""
+    for view in list(block.operations):
+        op = view.operation
+        for region in op.regions:
+            for inner in region.blocks:
+                _as_xla(inner, arguments)
+        if op.name == "stablehlo.while":
+            _free_invariants(op, arguments)
+        elif op.name == "stablehlo.broadcast_in_dim":
+            _take_apart(op)
+        elif op.name.startswith("chlo."):
+            _add_rule(op)
+
+
+def _inline(block: Any, functions: Mapping[str, Any]) -> None:
+    """Put the body of a function in the place of its only call."""
+    for view in list(block.operations):
+        op = view.operation
+        for region in op.regions:
+            for inner in region.blocks:
+                _inline(inner, functions)
+        if op.name != "func.call":
+            continue
+        function = functions[ir.FlatSymbolRefAttr(op.attributes["callee"]).value]
+        body = function.regions[0].blocks[0]
+        _inline(body, functions)
+        for argument, operand in zip(list(body.arguments), list(op.operands), strict=True):
+            argument.replace_all_uses_with(operand)
+        *inside, end = [v.operation for v in body.operations]
+        for moved in inside:
+            moved.move_before(op)
+        for result, value in zip(list(op.results), list(end.operands), strict=True):
+            result.replace_all_uses_with(value)
+        op.erase()
+        function.erase()
+
+
+def _in_order(block: Any) -> None:
+    """Order ops as XLA does, depth first from what the block returns: layouts spread in the order of ops."""
+    ops = [view.operation for view in block.operations]
+    here, end = set(ops), ops[-1]
+    order: dict[Any, None] = {}
+    for root in (end, *ops):
+        stack = [(root, iter(_feeding(root, here)))] if root not in order else []
+        while stack:
+            op, feeding = stack[-1]
+            following = next((f for f in feeding if f not in order), None)
+            if following is not None:
+                stack.append((following, iter(_feeding(following, here))))
+                continue
+            stack.pop()
+            order[op] = None
+    for op in order:
+        if op != end:
+            op.move_before(end)
+        for region in op.regions:
+            for inner in region.blocks:
+                _in_order(inner)
+
+
+def _feeding(op: Any, here: set[Any]) -> list[Any]:
+    """Ops among `here` whose results an op reads, itself or in its regions."""
+    owners = [value.owner for value in op.operands]
+    found = [o.operation for o in owners if not isinstance(o, ir.Block) and o.operation in here]
+    for region in op.regions:
+        for inner in region.blocks:
+            for view in inner.operations:
+                found += _feeding(view.operation, here)
+    return found
+
+
+def _free_invariants(loop: Any, arguments: set[Any]) -> None:
+    """What every iteration hands on unchanged is read from outside, not carried: the loop may lay it out its own way.
+
+    For an argument of the program, which lies as it was given, that needs an open constraint in between.
+    """
+    condition, body = (region.blocks[0] for region in loop.regions)
+    end = body.operations[len(body.operations) - 1].operation
+    kept = [i for i, argument in enumerate(body.arguments) if end.operands[i] != argument]
+    if not kept or len(kept) == len(loop.operands):
+        return
+    with ir.InsertionPoint(loop), loop.location:
+        new = ir.Operation.create(
+            loop.name, [loop.results[i].type for i in kept], [loop.operands[i] for i in kept], regions=2
+        )
+        for i, value in enumerate(loop.operands):
+            if i in kept:
+                loop.results[i].replace_all_uses_with(new.results[kept.index(i)])
+                continue
+            loop.results[i].replace_all_uses_with(value)
+            rank = len(_value(value.type).shape)
+            if rank and value in arguments:
+                open_ = ir.Attribute.parse(f"#sdy.sharding<@{GRID}, [{', '.join(['{?}'] * rank)}]>")
+                with ir.InsertionPoint(new):
+                    value = sdy.ShardingConstraintOp(value, open_).result
+            for inside in (condition, body):
+                inside.arguments[i].replace_all_uses_with(value)
+    with ir.InsertionPoint(end), end.location:
+        ir.Operation.create(end.name, operands=[end.operands[i] for i in kept])
+    end.erase()
+    for inside, region in ((condition, new.regions[0]), (body, new.regions[1])):
+        inside.append_to(region)
+        for i in reversed(range(len(loop.operands))):
+            if i not in kept:
+                region.blocks[0].erase_argument(i)
+    loop.erase()
+
+
+def _take_apart(op: Any) -> None:
+    """A broadcast that only adds dims of 1 is a reshape; one that stretches dims of 1 drops them first."""
+    source, result = (ir.RankedTensorType(v.type) for v in (op.operands[0], op.results[0]))
+    dims = list(ir.DenseI64ArrayAttr(op.attributes["broadcast_dimensions"]))
+    kept = [i for i, d in enumerate(dims) if source.shape[i] == result.shape[d]]
+    with ir.InsertionPoint(op), op.location:
+        if dims and math.prod(source.shape) == math.prod(result.shape) and dims == sorted(dims):
+            new = ir.Operation.create("stablehlo.reshape", [result], [op.operands[0]])
+        elif len(kept) < len(dims):
+            small = ir.RankedTensorType.get([source.shape[i] for i in kept], source.element_type)
+            dropped = ir.Operation.create("stablehlo.reshape", [small], [op.operands[0]])
+            at: dict[str, Any] = {"broadcast_dimensions": ir.DenseI64ArrayAttr.get([dims[i] for i in kept])}
+            new = ir.Operation.create(op.name, [result], [dropped.result], at)
+        else:
+            return
+    op.results[0].replace_all_uses_with(new.result)
+    op.erase()
+
+
+def _add_rule(op: Any) -> None:
+    missing = MISSING_RULES.get(op.name.partition(".")[2])
+    rule = missing and missing([_value(o.type) for o in op.operands], [_value(r.type) for r in op.results])
+    if rule is not None:
+        op.attributes["sdy.sharding_rule"] = ir.Attribute.parse(rule_text(rule))
+
+
+def rule_text(rule: Rule) -> str:
+    """A rule as Shardy writes it.
+
+    >>> rule_text(Rule((((0,), (1,)),), (((0,), (2,)),), (8, 64, 4), replicated=frozenset({1, 2})))
+    '#sdy.op_sharding_rule<([i, j])->([i, k]) {i=8, j=64, k=4} need_replication={j, k}>'
+    """
+
+    def name(factor: int) -> str:
+        return "ijklmnopqrstuvwxyz"[factor] if factor < 18 else f"z_{factor - 17}"
+
+    def tensors(all_dims: Sequence[Dims]) -> str:
+        return ", ".join("[" + ", ".join("".join(map(name, dim)) for dim in dims) + "]" for dims in all_dims)
+
+    sizes = ", ".join(f"{name(f)}={n}" for f, n in enumerate(rule.sizes))
+    needs = f" need_replication={{{', '.join(map(name, sorted(rule.replicated)))}}}" if rule.replicated else ""
+    return f"#sdy.op_sharding_rule<({tensors(rule.operands)})->({tensors(rule.results)}) {{{sizes}}}{needs}>"
 
 
 def _functions(module: Any) -> Iterator[Any]:
@@ -110,16 +315,15 @@ class _Reader:
         }
         self.values: list[Value] = []
         self.specs: list[Spec] = []
-        self.trips_of: list[int] = []
         self.ops: list[Op] = []
         self.ties: list[tuple[int, int]] = []
         self.unruled: dict[str, None] = {}
         self.uncounted: dict[str, None] = {}
         self.communications: list[Communication] = []
-        self.sent: dict[tuple[Any, ...], int] = {}
         self.types: dict[Any, Value] = {}
         self.rules: dict[Any, Rule] = {}
         self.manual = False
+        self.sites = {op: site for site, op in enumerate(_preorder(module))}
 
     def graph(self) -> Graph:
         main = self.functions["main"]
@@ -132,6 +336,12 @@ class _Reader:
             env[argument] = self.new(argument.type, self.spec(sharding, argument.type), 1)
         inputs = tuple(env[a] for a in block.arguments)
         outputs = self.walk(block, env, 1)
+        if "res_attrs" in main.attributes:
+            laid = [ir.DictAttr(attrs) for attrs in main.attributes["res_attrs"]]
+            outputs = tuple(
+                self.laid_as(v, attrs["sdy.sharding"]) if "sdy.sharding" in attrs else v
+                for v, attrs in zip(outputs, laid, strict=True)
+            )
         return Graph(
             tuple(self.values), tuple(self.ops), inputs, outputs, tuple(self.ties),
             tuple(self.unruled), tuple(self.uncounted),
@@ -145,7 +355,6 @@ class _Reader:
             value = self.types[type_] = _value(type_)
         self.values.append(value)
         self.specs.append(spec if spec is not None else ((),) * len(value.shape))
-        self.trips_of.append(trips)
         return len(self.values) - 1
 
     def spec(self, attribute: Any, type_: Any) -> Spec | None:
@@ -168,6 +377,18 @@ class _Reader:
             self.new(r.type, self.spec(shardings[i] if i < len(shardings) else None, r.type), trips)
             for i, r in enumerate(op.results)
         ]
+
+    def laid_as(self, value: int, sharding: Any, trips: int = 1) -> int:
+        """The value in a layout of its own: through a reshard, if it lies otherwise."""
+        spec = self.spec(sharding, None)
+        if spec is None or spec == self.specs[value]:
+            return value
+        form = self.values[value]
+        self.values.append(form)
+        self.specs.append(spec)
+        moved = len(self.values) - 1
+        self.ops.append(Op("reshard", (value,), (moved,), elementwise_rule([form], [form]), trips, ""))
+        return moved
 
     # ---- ops
 
@@ -207,7 +428,10 @@ class _Reader:
             self.unruled.setdefault(f"{short} ({where})" if where else short)
         convolution = _convolution(op) if name == "stablehlo.convolution" else None
         reduced = _reduced(op, name)
-        self.ops.append(Op(short, inputs, outputs, rule, trips, where, reduced, convolution=convolution))
+        reads = _taps(op, short)
+        self.ops.append(
+            Op(short, inputs, outputs, rule, trips, where, reduced, convolution, taps=reads, site=self.sites[op])
+        )
         return outputs
 
     def call(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
@@ -255,12 +479,14 @@ class _Reader:
         out_specs = [
             self.spec(s, None) for s in sdy.TensorShardingPerValueAttr(op.attributes["out_shardings"]).shardings
         ]
+        in_shardings = sdy.TensorShardingPerValueAttr(op.attributes["in_shardings"]).shardings
+        inputs = tuple(self.laid_as(env[o], s, trips) for o, s in zip(op.operands, in_shardings, strict=True))
         was, self.manual = self.manual, True
         inner = {**env, **{a: self.new(a.type, None, trips) for a in block.arguments}}
         self.walk(block, inner, trips)
         self.manual = was
         outputs = [self.new(r.type, s, trips) for r, s in zip(op.results, out_specs, strict=True)]
-        self.ops.append(Op("shard_map", tuple(env[o] for o in op.operands), tuple(outputs), None, trips, _where(op)))
+        self.ops.append(Op("shard_map", inputs, tuple(outputs), None, trips, _where(op)))
         return outputs
 
     def named(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
@@ -270,33 +496,12 @@ class _Reader:
         )
 
     def communicate(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
-        kind, attribute = _COLLECTIVES[op.name]
-        outputs = self.results(op, trips)
-        operand = env[op.operands[0]]
-        if attribute is None:
-            axes, sizes = self.groups(op)
-        else:
-            refs = _AXIS_REF.findall(str(op.attributes[attribute])) if attribute else ()
-            mesh = self.mesh_of(op)
-            axes = tuple(name for name, _ in refs)
-            sizes = math.prod(int(sub) if sub else mesh.get(name, 1) for name, sub in refs)
-        if kind == "collective-permute" and attribute is not None:
-            moved = {a for dim in self.specs[operand] for a in dim} | {a for dim in self.specs[outputs[0]] for a in dim}
-            axes, sizes = tuple(sorted(moved)), 2
-        # XLA merges equal collectives of one value, and lifts what does not change out of a loop.
-        key = (op.name, operand, str(op.attributes[attribute]) if attribute else None, str(self.specs[outputs[0]]))
-        if not self.manual and key in self.sent:
-            return [self.sent[key]]
-        self.sent[key] = outputs[0]
-        trips = trips if self.manual else min(trips, self.trips_of[operand])
-        if kind:
-            cause = _cause(op)
-            for o, out in zip(op.operands, outputs, strict=False):
-                self.communications.append(
-                    Communication(kind, axes, sizes, env[o], out, trips, _line(op), cause)
-                )  # fmt: skip
-        self.trips_of[outputs[0]] = trips
-        self.ops.append(Op(op.name.split(".")[1], (operand,), tuple(outputs), None, trips, _line(op)))
+        """A collective that the user wrote in a `shard_map`."""
+        kind, (axes, size) = op.name.split(".")[1].replace("_", "-"), self.groups(op)
+        inputs, outputs = tuple(env[o] for o in op.operands), tuple(self.results(op, trips))
+        for operand, out in zip(inputs, outputs, strict=False):
+            self.communications.append(Communication(kind, axes, size, operand, out, trips, _where(op), _cause(op)))
+        self.ops.append(Op(op.name.split(".")[1], inputs, outputs, None, trips, _where(op)))
         return outputs
 
     def groups(self, op: Any) -> tuple[tuple[str, ...], int]:
@@ -312,32 +517,12 @@ class _Reader:
         axes = tuple(_AXIS_REF_NAME.findall(named[2]))
         return axes, math.prod(self.meshes.get(named[1], {}).get(a, 1) for a in axes)
 
-    def mesh_of(self, op: Any) -> Mapping[str, int]:
-        if "out_sharding" in op.attributes:
-            ref = str(sdy.TensorShardingAttr(op.attributes["out_sharding"]).mesh_or_ref).lstrip("@").strip('"')
-            return self.meshes.get(ref, self.meshes.get(GRID, {}))
-        return self.meshes.get(GRID, {})
-
 
 _TERMINATORS = frozenset({"func.return", "stablehlo.return", "sdy.return"})
 _NO_RULE_NEEDED = frozenset({"iota", "after_all", "create_token", "partition_id", "replica_id"})
 _AXIS_REF_NAME = re.compile(r'name = "([^"]+)"')
-_AXIS_REF = re.compile(r'"([^"]+)"(?::\(\d+\)(\d+))?')
 
-_COLLECTIVES: dict[str, tuple[str, str | None]] = {
-    # op: (kind or "" where nothing is sent, attribute that names the axes or None where it lists device groups)
-    "sdy.all_gather": ("all-gather", "gathering_axes"),
-    "sdy.all_reduce": ("all-reduce", "reduction_axes"),
-    "sdy.reduce_scatter": ("reduce-scatter", "reduce_scatter_axes"),
-    "sdy.all_to_all": ("all-to-all", "params"),
-    "sdy.collective_permute": ("collective-permute", "out_sharding"),
-    "sdy.all_slice": ("", "slicing_axes"),
-    "stablehlo.all_gather": ("all-gather", None),
-    "stablehlo.all_reduce": ("all-reduce", None),
-    "stablehlo.reduce_scatter": ("reduce-scatter", None),
-    "stablehlo.all_to_all": ("all-to-all", None),
-    "stablehlo.collective_permute": ("collective-permute", None),
-}
+_COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute")
 
 _STRUCTURED = {
     "func.call": _Reader.call,
@@ -346,7 +531,7 @@ _STRUCTURED = {
     "stablehlo.if": _Reader.branch,
     "sdy.manual_computation": _Reader.manual_region,
     "sdy.named_computation": _Reader.named,
-    **dict.fromkeys(_COLLECTIVES, _Reader.communicate),
+    **{f"stablehlo.{name}": _Reader.communicate for name in _COLLECTIVES},
 }
 
 
@@ -400,6 +585,21 @@ def _convolution(op: Any) -> Convolution:
     )
 
 
+def _taps(op: Any, name: str) -> tuple[Tap, ...]:
+    if name not in WINDOWED:
+        return ()
+    numbers = {a: list(ir.DenseI64ArrayAttr(op.attributes[a])) for a in ATTRIBUTES if a in op.attributes}
+    if "padding" in op.attributes:
+        rows = ir.DenseIntElementsAttr(op.attributes["padding"])
+        numbers["padding"] = [rows[i] for i in range(len(rows))]
+    if name == "convolution":
+        d = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
+        spatial = (d.input_spatial_dimensions, d.kernel_spatial_dimensions, d.output_spatial_dimensions)
+        numbers |= {key: list(dims) for key, dims in zip(("image", "kernel", "result"), spatial, strict=True)}
+    shapes = [ir.RankedTensorType(v.type).shape for v in (*op.operands, *op.results)]
+    return taps(name, numbers, shapes)
+
+
 def _reduced(op: Any, name: str) -> tuple[tuple[int, int], ...]:
     """(operand, dim) pairs whose sizes multiply the work of each element of the result."""
     if name == "stablehlo.dot_general":
@@ -420,12 +620,6 @@ def _cause(op: Any) -> str:
         owner = op.operands[0].owner
         return owner.operation.name.split(".", 1)[-1] if not isinstance(owner, ir.Block) else ""
     return next((use.owner.operation.name.split(".", 1)[-1] for use in op.results[0].uses), "")
-
-
-def _line(op: Any) -> str:
-    """The user's line of a collective: its own, or, where Shardy put it in, that of the first op that reads it."""
-    readers = (use.owner.operation for use in op.results[0].uses)
-    return _where(op) or next(filter(None, map(_where, readers)), "")
 
 
 _FRAME = re.compile(r'"([^"]+)":(\d+):')

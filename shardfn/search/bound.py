@@ -1,53 +1,118 @@
 """A lower bound by message passing, and what it proves about single labels (TRW-S: Kolmogorov, PAMI 28(10), 2006).
 
-The tables are split over chains that follow the order of the nodes. A pass forward and one backward moves cost along
-the chains until their separate minima, which sum to a lower bound of the whole, stop growing.
+The tables are split over chains that follow an order of the nodes. A pass forward and one backward moves cost along
+the chains until their separate minima, which sum to a lower bound of the whole, stop growing. The order is by colours:
+the nodes of one colour share no table, so that each colour is one step over arrays, and equal tables are one array.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import collections
+import dataclasses
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+from scipy import sparse
 
 from shardfn.search.labelling import Array
 
+LARGE = 1 << 12  # entries of a table from which it is not stacked with others of its shape
+ALIKE = 4  # edges of one colour that have the same table, from which they are sent together
+TWICE = 1 << 9  # entries of a table from which equal messages are computed once
+PERIOD = 4  # of the order of the nodes: with more, cost moves further in a pass, with fewer a pass is faster
+CHUNK = 1 << 15  # entries worked on at once: they stay in the cache
 
-class Messages:
-    """The state of the passes over nodes 0, 1, … with `costs[v]` (may be changed between passes) and `tables[u][v]`.
 
-    A cost may be infinite (a label that is out); a table may not have a row or column that is infinite throughout.
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Directed edges sent together: `tables[edge or 0, label of sender, label of receiver]`.
+
+    `who[edge]` is the sender's place among the nodes of its colour, `rows` (edges x labels) its labels there, `back` (edges x
+    labels) where the messages the other way lie; the messages go to `out` (edges x labels of the receiver, in a row).
     """
 
-    def __init__(self, costs: Sequence[Array], tables: Sequence[dict[int, Array]]):
-        self.costs = list(costs)
-        self.into = [np.zeros((len(neighbours), len(cost))) for cost, neighbours in zip(costs, tables, strict=True)]
-        place = [{w: row for row, w in enumerate(sorted(neighbours))} for neighbours in tables]
-        self.ahead, self.behind = ([
-            [(w, row, np.ascontiguousarray(tables[v][w]), self.into[w][place[w][v]])
-             for w, row in place[v].items() if (w > v) == later]
-            for v in range(len(costs))
-        ] for later in (True, False))  # fmt: skip
-        self.share = [1 / max(len(a), len(b), 1) for a, b in zip(self.ahead, self.behind, strict=True)]
+    tables: Array
+    who: Array
+    rows: Array
+    back: Array
+    out: slice
 
-    def belief(self, v: int) -> Array:
-        """What each label of `v` costs as far as the messages know."""
-        return self.costs[v] + np.add.reduce(self.into[v], 0)
 
-    def forward(self, decide: bool = False) -> list[int] | None:
-        """One pass in the order of the nodes; with `decide`, each node takes its best label given those before it."""
-        choice: list[int] = []
-        for v, ahead in enumerate(self.ahead):
-            into = self.into[v]
-            belief = self.costs[v] + np.add.reduce(into, 0)
-            self._send(belief * self.share[v], into, ahead)
+@dataclasses.dataclass(frozen=True)
+class Colour:
+    """Nodes that share no table: their labels in a row, where each node starts, and what they receive and send.
+
+    `share` is the part of a belief that one message takes. `inbox` sums the messages to each label.
+    """
+
+    nodes: Array
+    labels: slice
+    starts: Array
+    sizes: Array
+    share: Array
+    inbox: sparse.csr_matrix
+    ahead: tuple[Group, ...]
+    behind: tuple[Group, ...]
+
+
+class Messages:
+    """The state of the passes over nodes with the labels `first[v]` to `first[v + 1]` and `tables[u][v]`.
+
+    A cost may be infinite (a label that is out); so may entries of a table.
+    """
+
+    def __init__(self, costs: Sequence[Array], first: Array, tables: Sequence[dict[int, Array]]):
+        self.first = first
+        rank = colours(costs, tables)
+        nodes = np.argsort(rank, kind="stable")
+        sizes = np.diff(first)
+        self.order = _ranges(first[nodes], sizes[nodes])
+        self.place: dict[tuple[int, int], int] = {}
+        self.colours = tuple(_coloured(rank, nodes, sizes, tables, self.place))
+        total = sum(int(sizes[w]) for row in tables for w in row)
+        self.sent = np.zeros(total)
+        self.set_costs(np.concatenate([np.zeros(0), *costs]))
+
+    def set_costs(self, costs: Array) -> None:
+        self.inner = costs[self.order]
+
+    def costs(self) -> Array:
+        """The cost of each label, those that are out infinite."""
+        found = np.empty_like(self.inner)
+        found[self.order] = self.inner
+        return found
+
+    def belief(self) -> Array:
+        """What each label costs as far as the messages know."""
+        found = np.empty_like(self.inner)
+        found[self.order] = np.concatenate([self._belief(c, self.sent) for c in self.colours]) if self.colours else []
+        return found
+
+    def take(self, other: Messages, kept: Sequence[Array], stay: Sequence[int]) -> None:
+        """Go on from the messages of a larger problem, of which the nodes `stay` with the labels `kept` are left."""
+        for (u, w), at in self.place.items():
+            labels = kept[stay[w]]
+            self.sent[at : at + len(labels)] = other.sent[other.place[stay[u], stay[w]] + labels]
+
+    def _belief(self, colour: Colour, sent: Array) -> Array:
+        return self.inner[colour.labels] + colour.inbox @ sent
+
+    def forward(self, decide: bool = False) -> Array | None:
+        """One pass in the order of the colours; with `decide`, nodes take their best label given those before them."""
+        choice = np.zeros(len(self.first) - 1, np.int64)
+        known = self.sent.copy() if decide else self.sent
+        for colour in self.colours:
+            belief = self._belief(colour, self.sent)
             if decide:
-                known = belief
-                if self.behind[v]:
-                    known = self.costs[v] + np.add.reduce(into[len(self.behind[v]) :], 0)
-                    for w, _, table, _ in self.behind[v]:
-                        known = known + table[:, choice[w]]
-                choice.append(int(known.argmin()))
+                cost = self._belief(colour, known)
+                best = np.repeat(np.minimum.reduceat(cost, colour.starts), colour.sizes)
+                least = np.flatnonzero(cost == best)
+                taken = least[np.searchsorted(least, colour.starts)] - colour.starts
+                choice[colour.nodes] = taken
+                for group in colour.ahead:
+                    which = np.arange(len(group.who)) if len(group.tables) > 1 else 0
+                    known[group.out] = group.tables[which, taken[group.who]].ravel()
+            self._send(belief, colour, colour.ahead)
         return choice if decide else None
 
     def backward(self, gap: float = np.inf) -> float:
@@ -56,23 +121,129 @@ class Messages:
         With `gap` = (a known solution) - (the bound of the last pass), no better solution takes such a label.
         """
         bound = 0.0
-        for v in range(len(self.costs) - 1, -1, -1):
-            into = self.into[v]
-            belief = self.costs[v] + np.add.reduce(into, 0)
-            least = np.minimum.reduce(belief)
-            bound += float(least)
-            belief -= least
+        for colour in reversed(self.colours):
+            belief = self._belief(colour, self.sent)
+            least = np.minimum.reduceat(belief, colour.starts)
+            bound += float(least.sum())
+            if not np.isfinite(least).all():
+                return np.inf
+            belief -= np.repeat(least, colour.sizes)
             if gap < np.inf:
-                self.costs[v] = np.where(belief > gap, np.inf, self.costs[v])
-            bound += self._send(belief * self.share[v], into, self.behind[v])
+                self.inner[colour.labels][belief > gap] = np.inf
+            bound += self._send(belief, colour, colour.behind)
         return bound
 
-    @staticmethod
-    def _send(part: Array, into: Array, edges: Sequence[tuple[int, int, Array, Array]]) -> float:
+    def _send(self, belief: Array, colour: Colour, groups: Sequence[Group]) -> float:
+        part = belief * colour.share
+        out = np.isinf(belief).any()
         settled = 0.0
-        for _, row, table, out in edges:
-            np.minimum.reduce(table + (part - into[row])[:, None], 0, out=out)
-            least = np.minimum.reduce(out)
-            out -= least
-            settled += least
-        return float(settled)
+        for group in groups:
+            rows = part[group.rows]
+            mine = rows - self.sent[group.back] if not out else np.where(np.isinf(rows), rows, 0.0)
+            if out:
+                np.subtract(rows, self.sent[group.back], out=mine, where=np.isfinite(rows))
+            edges, labels = mine.shape
+            width = group.tables.shape[2]
+            found = self.sent[group.out].reshape(edges, width)
+            if len(group.tables) == 1 < edges and labels * width >= TWICE:
+                once: dict[bytes, int] = {}
+                same = np.array([once.setdefault(row.tobytes(), at) for at, row in enumerate(mine)])
+                alone = np.array(list(once.values()))
+                least = np.empty((edges, width))
+                least[alone] = _passed(group.tables, mine[alone])
+                found[:] = least[same]
+            else:
+                found[:] = _passed(group.tables, mine)
+            least = np.minimum.reduce(found, 1)
+            if not np.isfinite(least).all():
+                return np.inf
+            found -= least[:, None]
+            settled += float(least.sum())
+        return settled
+
+
+def _passed(tables: Array, mine: Array) -> Array:
+    """The least over the sender's labels of each table with the sender's part."""
+    edges, labels = mine.shape
+    found = np.empty((edges, tables.shape[2]))
+    step = max(1, CHUNK // (labels * tables.shape[2]))
+    for at in range(0, edges, step):
+        table = tables[at:at + step] if len(tables) > 1 else tables  # fmt: skip
+        np.minimum.reduce(table + mine[at:at + step, :, None], 1, out=found[at:at + step])  # fmt: skip
+    return found
+
+
+def colours(costs: Sequence[Array], tables: Sequence[dict[int, Array]], period: int = PERIOD) -> Array:
+    """A colour for each node, different from its neighbours': low where few come before it.
+
+    The nodes are taken as `period` runs side by side, so that along each run cost moves far in one pass. Nodes alike
+    (whose arrays are the same objects) are taken together: equal blocks send equal messages.
+    """
+    kinds: dict[tuple[int, ...], int] = {}
+    kind = [kinds.setdefault((id(cost), *sorted(map(id, row.values()))), len(kinds))
+            for cost, row in zip(costs, tables, strict=True)]  # fmt: skip
+    found: list[int] = [-1] * len(tables)
+    for v in sorted(range(len(tables)), key=lambda v: (kind[v] % period, kind[v], v)):
+        found[v] = 1 + max((found[w] for w in tables[v]), default=-1)
+    return np.array(found, np.int64)
+
+
+def _ranges(starts: Array, sizes: Array) -> Array:
+    """The ranges of `sizes` from `starts`, one after the other."""
+    ends = np.cumsum(sizes)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - sizes), sizes)
+
+
+def _coloured(rank: Array, nodes: Array, sizes: Array, tables: Sequence[dict[int, Array]],
+              place: dict[tuple[int, int], int]) -> Iterator[Colour]:  # fmt: skip
+    """The colours; `place` is told where the message of each directed edge begins."""
+    number = int(rank.max(initial=-1)) + 1
+    sorts: dict[tuple[int, bool], dict[tuple[int, ...], list[tuple[int, int]]]] = {}
+    directed = [((int(rank[u]), bool(rank[w] > rank[u])), u, w) for u in nodes.tolist() for w in sorted(tables[u])]
+    alike = collections.Counter((sort, id(tables[u][w])) for sort, u, w in directed)
+    for sort, u, w in directed:
+        table = tables[u][w]
+        alone = table.size >= LARGE or alike[sort, id(table)] >= ALIKE
+        key = (id(table), *table.shape) if alone else table.shape
+        sorts.setdefault(sort, {}).setdefault(key, []).append((u, w))
+    at = 0
+    for found in sorts.values():
+        for edges in found.values():
+            for u, w in edges:
+                place[u, w] = at
+                at += int(sizes[w])
+    begin = 0
+    for colour in range(number):
+        mine = nodes[rank[nodes] == colour]
+        size = sizes[mine]
+        starts = np.cumsum(size) - size
+        start = dict(zip(mine.tolist(), starts.tolist(), strict=True))
+        index = {v: i for i, v in enumerate(start)}
+        share = [1 / max(ahead, len(tables[v]) - ahead, 1)
+                 for v in start for ahead in [sum(bool(rank[w] > colour) for w in tables[v])]]  # fmt: skip
+        into = [(place[w, v], start[v], int(sizes[v])) for v in start for w in tables[v]]
+        count = int(size.sum())
+        into_at, into_to, into_n = np.array(into, np.int64).reshape(-1, 3).T
+        columns, rows = _ranges(into_at, into_n), _ranges(into_to, into_n)
+        inbox = sparse.csr_matrix((np.ones(len(rows)), (rows, columns)), (count, at))
+        ahead, behind = (
+            tuple(_group(edges, tables, sizes, start, index, place)
+                  for edges in sorts.get((colour, later), {}).values())
+            for later in (True, False))  # fmt: skip
+        labels = slice(begin, begin + count)
+        begin += count
+        yield Colour(mine, labels, starts, size, np.repeat(np.array(share), size), inbox, ahead, behind)
+
+
+def _group(edges: list[tuple[int, int]], tables: Sequence[dict[int, Array]], sizes: Array, start: dict[int, int],
+           index: dict[int, int], place: dict[tuple[int, int], int]) -> Group:  # fmt: skip
+    (u, w) = edges[0]
+    shape = tables[u][w].shape
+    same = all(tables[a][b] is tables[u][w] for a, b in edges)
+    stack = np.ascontiguousarray(tables[u][w])[None] if same else np.stack([tables[a][b] for a, b in edges])
+    labels = np.arange(shape[0])
+    rows = np.array([start[a] for a, _ in edges])[:, None] + labels
+    back = np.array([place[b, a] for a, b in edges])[:, None] + labels
+    first = place[u, w]
+    return Group(stack, np.array([index[a] for a, _ in edges]), rows, back,
+                 slice(first, first + len(edges) * shape[1]))  # fmt: skip

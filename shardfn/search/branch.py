@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from shardfn.search.content import Store, part
 from shardfn.search.eliminate import eliminate
 from shardfn.search.labelling import Array
 from shardfn.search.lagrange import Ascent
@@ -28,22 +29,21 @@ ENTRIES, TOTAL = 1e5, 3e6  # of the tables of a part that is solved exactly
 class Part:
     """A subset of the labellings: its costs, and where the ascent stood when it was made."""
 
-    base: list[Array]
-    into: list[Array]
+    base: Array
+    sent: Array
     multipliers: Array
     bound: float
 
 
 def save(ascent: Ascent, bound: float) -> Part:
     """Where the ascent stands."""
-    return Part(list(ascent.base), [row.copy() for row in ascent.messages.into], ascent.best, bound)
+    return Part(ascent.base, ascent.messages.sent.copy(), ascent.best, bound)
 
 
 def load(ascent: Ascent, part: Part) -> None:
     """Put the ascent where it stood."""
-    ascent.base = list(part.base)
-    for row, kept in zip(ascent.messages.into, part.into, strict=True):
-        row[:] = kept
+    ascent.base = part.base
+    ascent.messages.sent[:] = part.sent
     ascent.best, ascent.bound, ascent.failures = part.multipliers, -np.inf, 0
     ascent.direction = np.zeros_like(ascent.direction)
     ascent.set_prices(part.multipliers)
@@ -70,16 +70,15 @@ def branch(ascent: Ascent, local: Local, margin: float, most: int, deadline: flo
         bound = max(bound, ascent.bound)
         count += 1
         if count % 4 == 1 and seen:
-            local.fit(local.solve(ascent.full(seen[-1].tolist()), ascent.best, 1e4), ascent.best, 2)
+            local.fit(local.solve(ascent.full(seen[-1]), ascent.best, 1e4), ascent.best, 2)
         if count % 8 == 0:
             local.improve(part.multipliers, NEIGHBOURHOODS, deadline)
         if seen is None or bound >= local.cost - margin:
             continue
         part = save(ascent, bound)
         for side, (node, labels) in enumerate(_split(ascent, seen)):
-            base = list(part.base)
-            base[node] = base[node].copy()
-            base[node][labels] = np.inf
+            base = part.base.copy()
+            base[ascent.first[node] + labels] = np.inf
             heapq.heappush(queue, (bound, 2 * count + side, dataclasses.replace(part, base=base)))
     return min([local.cost, *(bound for bound, *_ in queue)])
 
@@ -92,14 +91,14 @@ def _explore(ascent: Ascent, local: Local, margin: float, deadline: float) -> li
             return None
         labels = ascent.step(local.cost)
         local.offer(ascent.full(labels))
-        seen.append(np.array(labels))
+        seen.append(labels)
         if ascent.bound >= local.cost - margin or time.monotonic() > deadline:
             return seen
         if number % 4 == 3:
             ascent.fix(local.cost - margin)
-            if any(not np.isfinite(own).any() for own in ascent.base):
+            if not (ascent.open() > 0).all():
                 return None
-    if _solved(ascent, local) or all(len(labels) == 1 for labels in ascent.left()):
+    if _solved(ascent, local) or (ascent.open() == 1).all():
         return None
     return seen
 
@@ -110,19 +109,34 @@ def _solved(ascent: Ascent, local: Local) -> bool:
     return found is not None and local.offer(found)
 
 
-def minimum(ascent: Ascent, entries: float, total: float) -> list[int] | None:
+def minimum(ascent: Ascent, entries: float, total: float) -> Array | None:
     """The best of the labels that are not out, memory aside; None where the tables would be too large."""
-    kept = ascent.left()
-    tables = [{w: table[np.ix_(kept[v], kept[w])] for w, table in row.items()} for v, row in enumerate(ascent.tables)]
-    found = eliminate([own[k] for own, k in zip(ascent.base, kept, strict=True)], tables, entries, total)
-    return None if found is None else ascent.full([int(k[at]) for k, at in zip(kept, found, strict=True)])
+    costs, tables, kept, store = parts(ascent)
+    found = eliminate(costs, tables, entries, total, store=store)
+    if found is None:
+        return None
+    return ascent.full(np.array([int(k[at]) for k, at in zip(kept, found, strict=True)], np.int64))
+
+
+def parts(ascent: Ascent) -> tuple[list[Array], list[dict[int, Array]], list[Array], Store]:
+    """The costs and tables of the labels that are not out, these labels, and the store that all came from."""
+    store = Store()
+    kept = [store.of(labels) for labels in ascent.left()]
+    tables: list[dict[int, Array]] = [{} for _ in kept]
+    for v, row in enumerate(ascent.tables):
+        for w, table in row.items():
+            if v < w:
+                tables[v][w] = store.call(part, table, kept[v], kept[w])
+                tables[w][v] = store.turned(tables[v][w])
+    costs = [store.of(ascent.base[at + k]) for at, k in zip(ascent.first, kept, strict=False)]
+    return costs, tables, kept, store
 
 
 def _split(ascent: Ascent, seen: list[Array]) -> list[tuple[int, Array]]:
     """A node and the labels to put out, for each of two parts."""
     kept = ascent.left()
     price = ascent.memory.price(ascent.best)
-    first = ascent.memory.first
+    first = ascent.first
     best, choice = -1.0, 0
     every = np.stack(seen[len(seen) // 2:])  # fmt: skip
     for v, labels in enumerate(kept):

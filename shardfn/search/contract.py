@@ -10,9 +10,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 
+from shardfn.search.content import Store
 from shardfn.search.labelling import Array, Labelling, holding
 
 MOST_ENTRIES = 1 << 18  # of the tables of one node after a merge or a minimisation
@@ -64,17 +66,25 @@ class Core:
         return choice
 
 
-def contract(problem: Labelling, most_entries: int = MOST_ENTRIES) -> Core:
-    """The problem with every safe reduction made, tables of three and more nodes turned into nodes of their own."""
-    return _Contraction(problem, most_entries).run()
+def contract(problem: Labelling, most_entries: int = MOST_ENTRIES, store: Store | None = None,
+             keep: Iterable[int] = ()) -> Core:  # fmt: skip
+    """The problem with every safe reduction made, tables of three and more nodes turned into nodes of their own.
+
+    With a `store`, the costs and tables of the result came from there. The nodes `keep` are not minimised away.
+    """
+    work = _Contraction(problem, most_entries, store or Store())
+    for v in keep:
+        work.held[v] = True
+    return work.run()
 
 
 class _Contraction:
     """Works a queue of nodes until no rule changes anything."""
 
-    def __init__(self, problem: Labelling, most_entries: int):
+    def __init__(self, problem: Labelling, most_entries: int, store: Store):
         self.most_entries = most_entries
-        self.costs: list[Array] = [cost.copy() for cost in problem.costs]
+        self.store = store
+        self.costs: list[Array] = [store.of(cost) for cost in problem.costs]
         self.held: list[bool] = holding(problem)
         self.tables: list[dict[int, Array]] = [{} for _ in self.costs]
         self.queue: deque[int] = deque()
@@ -85,7 +95,8 @@ class _Contraction:
         for table in problem.tables:
             self.add(table.nodes, table.cost)
         self.sizes = [len(cost) for cost in self.costs]
-        self.kept = [np.arange(size) for size in self.sizes]
+        every = {size: store.of(np.arange(size)) for size in set(self.sizes)}
+        self.kept = [every[size] for size in self.sizes]
         self.alive = [True] * len(self.costs)
 
     def add(self, nodes: tuple[int, ...], cost: Array) -> None:
@@ -94,9 +105,9 @@ class _Contraction:
             cost = np.einsum(cost, [order.index(node) for node in nodes], list(range(len(order))))
             nodes = order
         if len(nodes) == 1:
-            self.costs[nodes[0]] = self.costs[nodes[0]] + cost
+            self.pay(nodes[0], self.store.of(cost))
         elif len(nodes) == 2:
-            self.join(*nodes, cost)
+            self.join(*nodes, self.store.of(cost))
         else:
             self.wide(nodes, cost)
 
@@ -104,18 +115,23 @@ class _Contraction:
         """A table of three and more becomes a node whose labels are its possible combinations."""
         combinations = np.argwhere(np.isfinite(cost))
         new = len(self.costs)
-        self.costs.append(cost[tuple(combinations.T)])
+        self.costs.append(self.store.of(cost[tuple(combinations.T)]))
         self.held.append(False)
         self.waiting.append(False)
         self.tables.append({})
         self.possible &= len(combinations) > 0
         for column, node in enumerate(nodes):
             match = combinations[:, column][None] == np.arange(len(self.costs[node]))[:, None]
-            self.join(node, new, np.where(match, 0.0, np.inf))
+            self.join(node, new, self.store.of(np.where(match, 0.0, np.inf)))
+
+    def pay(self, v: int, cost: Array) -> None:
+        self.costs[v] = self.store.call(np.add, self.costs[v], cost)
+
+    def put(self, u: int, v: int, table: Array) -> None:
+        self.tables[u][v], self.tables[v][u] = table, self.store.turned(table)
 
     def join(self, u: int, v: int, cost: Array) -> None:
-        cost = self.tables[u][v] + cost if v in self.tables[u] else cost
-        self.tables[u][v], self.tables[v][u] = cost, cost.T
+        self.put(u, v, self.store.call(np.add, self.tables[u][v], cost) if v in self.tables[u] else cost)
         self.push(u)
         self.push(v)
 
@@ -147,7 +163,7 @@ class _Contraction:
         self.split(v)
         if len(self.costs[v]) == 1:
             for w, table in list(self.tables[v].items()):
-                self.costs[w] = self.costs[w] + table[0]
+                self.pay(w, self.store.call(_first, table))
                 self.cut(v, w)
                 self.push(w)
         if not self.tables[v]:
@@ -162,45 +178,36 @@ class _Contraction:
 
     def consistent(self, v: int) -> None:
         """Drop labels that are forbidden or have no partner left in some neighbour."""
-        possible = np.isfinite(self.costs[v])
-        for table in self.tables[v].values():
-            possible &= np.isfinite(table).any(1)
-        if possible.all():
+        masks = [self.store.call(_finite, self.costs[v])]
+        masks += [self.store.call(_partnered, table) for table in self.tables[v].values()]
+        if not any(mask is not None for mask in masks):
             return
+        possible = np.logical_and.reduce([mask for mask in masks if mask is not None])
         self.possible &= bool(possible.any())
-        self.costs[v], self.kept[v] = self.costs[v][possible], self.kept[v][possible]
-        for w, table in self.tables[v].items():
-            table = table[possible]
-            self.tables[v][w], self.tables[w][v] = table, table.T
+        chosen = self.store.of(np.flatnonzero(possible))
+        self.costs[v], self.kept[v] = (self.store.call(_rows, each, chosen) for each in (self.costs[v], self.kept[v]))
+        for w, table in list(self.tables[v].items()):
+            self.put(v, w, self.store.call(_rows, table, chosen))
             self.push(w)
 
     def split(self, v: int) -> None:
         """A table that is a sum of two vectors belongs to the costs of its two nodes."""
         for w, table in list(self.tables[v].items()):
-            if not math.isfinite(table[0, -1]):
-                continue
-            mine = table[:, 0]
-            if not np.isfinite(table).all():
-                continue
-            theirs = table - mine[:, None]
-            if np.abs(theirs - theirs[0]).max() > 1e-13 * np.abs(table).max():
-                continue
-            self.costs[v] = self.costs[v] + mine
-            self.costs[w] = self.costs[w] + theirs[0]
-            self.cut(v, w)
-            self.push(w)
+            parts = self.store.call(_halves, table)
+            if parts is not None:
+                self.pay(v, parts[0])
+                self.pay(w, parts[1])
+                self.cut(v, w)
+                self.push(w)
 
     def follow(self, v: int, u: int) -> bool:
         """Merge `v` into `u` where each label of `u` leaves `v` a single one and the tables stay small."""
         table = self.tables[u][v]
-        if table.shape[1] > 1 and math.isfinite(table[0, 0]) and math.isfinite(table[0, -1]):
+        label = self.store.call(_only, table)
+        if label is None:
             return False
-        possible = np.isfinite(table)
-        if np.count_nonzero(possible) != len(table) or not possible.any(1).all():  # exactly one each
-            return False
-        label = possible.argmax(1)
         if len(table) == len(self.costs[v]) and len(self.tables[v]) > len(self.tables[u]):
-            self.merge(u, v, np.argsort(label))  # one to one: the one with more neighbours stays
+            self.merge(u, v, self.store.call(np.argsort, label))  # one to one: the one with more neighbours stays
             return True
         new = len(table) * sum(len(self.costs[w]) for w in self.tables[v] if w != u)
         if len(table) > len(self.costs[v]) and new > self.most_entries:
@@ -210,12 +217,11 @@ class _Contraction:
 
     def merge(self, v: int, u: int, label: Array) -> None:
         """`v` becomes a part of `u`, whose label says its own."""
-        table = self.tables[u][v]
-        self.costs[u] = self.costs[u] + self.costs[v][label] + table[np.arange(len(label)), label]
+        self.pay(u, self.store.call(_led, self.costs[v], self.tables[u][v], label))
         self.cut(u, v)
         for w, mine in list(self.tables[v].items()):
             self.cut(v, w)
-            self.join(u, w, mine[label])
+            self.join(u, w, self.store.call(_rows, mine, label))
         names = np.full(self.sizes[u], -1)
         names[self.kept[u]] = self.kept[v][label]
         self.steps.append(Follow(v, u, names))
@@ -236,13 +242,9 @@ class _Contraction:
     def minimise(self, v: int) -> None:
         """The best label of `v` for every combination of its neighbours, at most two, replaces it."""
         others = tuple(self.tables[v])
-        total = self.costs[v]
-        for place, w in enumerate(others):
-            table = self.tables[v][w]
-            total = total.reshape(-1, *total.shape[1:], 1) + np.expand_dims(table, tuple(range(1, 1 + place)))
-        best, least = total.argmin(0), total.min(0)
-        names = np.full([self.sizes[w] for w in others], -1)
-        names[np.ix_(*(self.kept[w] for w in others))] = self.kept[v][best]
+        best, least = self.store.call(_minimised, self.costs[v], *(self.tables[v][w] for w in others))
+        sizes = tuple(self.sizes[w] for w in others)
+        names = self.store.call(_Named(sizes), best, self.kept[v], *(self.kept[w] for w in others))
         for w in others:
             self.cut(v, w)
         self.steps.append(Minimised(v, others, names))
@@ -250,7 +252,71 @@ class _Contraction:
         if not others:
             self.constant += float(least)
         elif len(others) == 1:
-            self.costs[others[0]] = self.costs[others[0]] + least
+            self.pay(others[0], least)
             self.push(others[0])
         else:
             self.join(others[0], others[1], least)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Named:
+    """Labels of the original problem, from positions among those that were kept."""
+
+    sizes: tuple[int, ...]
+
+    def __call__(self, best: Array, mine: Array, *kept: Array) -> Array:
+        names = np.full(self.sizes, -1)
+        names[np.ix_(*kept)] = mine[best]
+        return names
+
+
+def _minimised(cost: Array, *tables: Array) -> tuple[Array, Array]:
+    """The argument of the least sum over the labels of a node, and the least."""
+    if len(tables) < 2:
+        total = cost if not tables else cost[:, None] + tables[0]
+    else:
+        total = (cost[:, None] + tables[0])[:, :, None] + tables[1][:, None, :]
+    least = np.minimum.reduce(total, 0)
+    return (total == least).argmax(0), np.asarray(least)  # over this dim NumPy's argmin takes several times as long
+
+
+def _finite(cost: Array) -> Array | None:
+    finite = np.isfinite(cost)
+    return None if finite.all() else finite
+
+
+def _partnered(table: Array) -> Array | None:
+    return _finite(np.minimum.reduce(table, 1)) if table.shape[1] else np.zeros(len(table), bool)
+
+
+def _rows(array: Array, chosen: Array) -> Array:
+    return array[chosen]
+
+
+def _first(table: Array) -> Array:
+    return np.ascontiguousarray(table[0])
+
+
+def _led(cost: Array, table: Array, label: Array) -> Array:
+    return cost[label] + table[np.arange(len(label)), label]
+
+
+def _halves(table: Array) -> tuple[Array, Array] | None:
+    """The two vectors that a table is the sum of."""
+    if not math.isfinite(table[0, -1]) or not np.isfinite(table).all():
+        return None
+    mine = table[:, 0]
+    theirs = table - mine[:, None]
+    if np.abs(theirs - theirs[0]).max() > 1e-13 * np.abs(table).max():
+        return None
+    return np.ascontiguousarray(mine), np.ascontiguousarray(theirs[0])
+
+
+def _only(table: Array) -> Array | None:
+    """The one possible column of each row."""
+    if table.shape[1] > 1 and math.isfinite(table[0, 0]) and math.isfinite(table[0, -1]):
+        return None
+    possible = np.isfinite(table)
+    if np.count_nonzero(possible) != len(table) or not possible.any(1).all():
+        return None
+    return possible.argmax(1)

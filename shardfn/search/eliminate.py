@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from shardfn.search.content import Store
 from shardfn.search.labelling import Array
 
 Scope = tuple[int, ...]
@@ -28,11 +29,13 @@ class Elimination:
     of: dict[int, dict[int, None]]
     near: dict[int, set[int]]
     steps: list[tuple[int, Scope, Array]]
+    store: Store | None = None
     serial: int = 0
 
     def add(self, scope: Scope, table: Array) -> None:
         if len(scope) == 1:
-            self.costs[scope[0]] = self.costs[scope[0]] + table
+            v = scope[0]
+            self.costs[v] = self.store.call(np.add, self.costs[v], table) if self.store else self.costs[v] + table
             return
         self.tables[self.serial] = scope, table
         for v in scope:
@@ -53,16 +56,15 @@ class Elimination:
 
     def remove(self, v: int) -> None:
         """Minimise over `v`."""
-        scope = (v, *sorted(self.near[v]))
-        total = self.costs.pop(v).reshape(-1, *(1 for _ in scope[1:]))
-        for nodes, table in sorted(self.take(v), key=lambda found: -found[1].size):
-            order = sorted(range(len(nodes)), key=lambda d, nodes=nodes: scope.index(nodes[d]))
-            sizes = dict(zip(nodes, table.shape, strict=True))
-            total = total + table.transpose(order).reshape([sizes.get(w, 1) for w in scope])
-        rest = self.near.pop(v)
-        least = np.minimum.reduce(total, 0)
-        best = (total == least).argmax(0)  # over this dim NumPy's argmin takes up to five times as long
-        self.steps.append((v, scope[1:], best.astype(np.min_scalar_type(len(total)))))
+        rest = self.near[v]
+        scope = (v, *sorted(rest))
+        place = {w: at for at, w in enumerate(scope)}
+        found = sorted(self.take(v), key=lambda found: -found[1].size)
+        least_of = Least(tuple(tuple(place[w] for w in nodes) for nodes, _ in found), len(scope))
+        arrays = (self.costs.pop(v), *(table for _, table in found))
+        best, least = self.store.call(least_of, *arrays) if self.store else least_of(*arrays)
+        del self.near[v]
+        self.steps.append((v, scope[1:], best))
         if rest:
             self.add(scope[1:], least)
             for w in rest:
@@ -79,13 +81,37 @@ class Elimination:
         self.steps.append((v, (), np.array(label)))
 
 
+@dataclasses.dataclass(frozen=True)
+class Least:
+    """The argument of the least sum over the first dim, and the least, of a cost and tables over the dims `places`."""
+
+    places: tuple[tuple[int, ...], ...]
+    dims: int
+
+    def __call__(self, cost: Array, *tables: Array) -> tuple[Array, Array]:
+        total = self.total(cost, *tables)
+        least = np.asarray(np.minimum.reduce(total, 0))
+        best = (total == least).argmax(0)  # over this dim NumPy's argmin takes up to five times as long
+        return best.astype(np.min_scalar_type(len(total))), least
+
+    def total(self, cost: Array, *tables: Array) -> Array:
+        """The sum."""
+        total = cost.reshape(-1, *(1 for _ in range(self.dims - 1)))
+        for places, table in zip(self.places, tables, strict=True):
+            order = sorted(range(len(places)), key=places.__getitem__)
+            sizes = dict(zip(places, table.shape, strict=True))
+            total = total + table.transpose(order).reshape([sizes.get(d, 1) for d in range(self.dims)])
+        return total
+
+
 def eliminate(costs: Sequence[Array], tables: Sequence[dict[int, Array]], most_entries: float, total: float = math.inf,
               free: Iterable[int] | None = None, current: Sequence[int] | None = None,
-              rank: Sequence[int] | None = None) -> list[int] | None:  # fmt: skip
+              rank: Sequence[int] | None = None, store: Store | None = None) -> list[int] | None:  # fmt: skip
     """The labels of least cost, or None where a table of more than `most_entries` (or `total` in all) would be needed.
 
     With `current`, the nodes outside `free` stay as they are, and instead of None further nodes are held. `rank`
-    decides between nodes that are equally good to remove.
+    decides between nodes that are equally good to remove and touch none removed before: of equal blocks, equal nodes go
+    one after the other, and with the `store` that the costs and tables came from, each table is computed once.
 
     >>> path = [{1: np.array([[0.0, 9], [9, 0]])}, {0: np.array([[0.0, 9], [9, 0]])}]
     >>> eliminate([np.array([1.0, 5]), np.array([4.0, 2])], path, 100)
@@ -94,7 +120,7 @@ def eliminate(costs: Sequence[Array], tables: Sequence[dict[int, Array]], most_e
     count = len(costs)
     inside = set(range(count) if free is None else free)
     label = [0] * count if current is None else list(current)
-    state = Elimination({}, {}, {v: {} for v in inside}, {v: set() for v in inside}, [])
+    state = Elimination({}, {}, {v: {} for v in inside}, {v: set() for v in inside}, [], store)
     for v in sorted(inside):
         own = costs[v]
         for w, table in tables[v].items():
@@ -107,30 +133,30 @@ def eliminate(costs: Sequence[Array], tables: Sequence[dict[int, Array]], most_e
                 state.near[v].add(w)
                 state.near[w].add(v)
                 state.add((v, w), table)
-    size = {v: math.log(len(costs[v])) for v in inside}
+    size = {v: len(costs[v]) for v in inside}
     turn = rank if rank is not None else range(count)
-    room = math.log(most_entries) + 1e-9
+    depth = dict.fromkeys(inside, 0)
     spent = 0.0
 
-    def score(v: int) -> float:
-        return size[v] + sum(size[w] for w in state.near[v])
+    def score(v: int) -> int:
+        return math.prod([size[w] for w in state.near[v]], start=size[v])
 
-    heap = [(score(v), turn[v], v) for v in inside]
+    heap = [(score(v), 0, turn[v], v) for v in inside]
     heapq.heapify(heap)
     while heap:
-        was, _, v = heapq.heappop(heap)
+        was, deep, _, v = heapq.heappop(heap)
         if v not in state.costs:
             continue
         now = score(v)
-        if now != was:
-            if now > was:  # a smaller one has been pushed already
-                heapq.heappush(heap, (now, turn[v], v))
+        if (now, depth[v]) != (was, deep):  # it has been pushed again since
             continue
         changed = list(state.near[v])
-        if now <= room:
-            spent += math.exp(now)
+        if now <= most_entries:
+            spent += now
             if spent > total:
                 return None
+            for w in changed:
+                depth[w] = max(depth[w], depth[v] + 1)
             state.remove(v)
         elif current is None:
             return None
@@ -139,7 +165,7 @@ def eliminate(costs: Sequence[Array], tables: Sequence[dict[int, Array]], most_e
             changed = list(state.near[v])
             state.hold(v, label[v])
         for w in changed:
-            heapq.heappush(heap, (score(w), turn[w], w))
+            heapq.heappush(heap, (score(w), depth[w], turn[w], w))
     for v, scope, best in reversed(state.steps):
         label[v] = int(best[tuple(label[w] for w in scope)])
     return label

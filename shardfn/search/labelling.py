@@ -8,6 +8,7 @@ This is the form of Google's published auto-sharding problems, and what a graph 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -27,8 +28,20 @@ class Table:
 
 
 @dataclasses.dataclass(frozen=True)
+class Held:
+    """What `node` holds in the half-open `[start, end)`: a usage per label."""
+
+    node: int
+    start: int
+    end: int
+    usage: Array
+
+
+@dataclasses.dataclass(frozen=True)
 class Labelling:
     """Nodes with a cost and a usage per label, alive in the half-open `[start, end)`, and tables between them.
+
+    A node that stands for many values holds more, at other times: that is in `held`, any number of rows a node.
 
     >>> two = labelling([[1, 5], [4, 2]], tables=[((0, 1), [0, 9, 9, 0])])
     >>> cost_of(two, (0, 0)), cost_of(two, (1, 1))
@@ -40,6 +53,17 @@ class Labelling:
     intervals: Array
     tables: tuple[Table, ...]
     limit: float = math.inf
+    held: tuple[Held, ...] = ()
+
+    @functools.cached_property
+    def holders(self) -> tuple[Array, Array, list[Array]]:
+        """All that is held, whichever way it was said: node, interval (rows x 2) and usage of each row."""
+        rows = [(v, start, end, usage) for v, ((start, end), usage)
+                in enumerate(zip(self.intervals.tolist(), self.usages, strict=True))]  # fmt: skip
+        rows += [(each.node, each.start, each.end, each.usage) for each in self.held]
+        rows = [row for row in rows if row[1] < row[2] and len(row[3]) and row[3].any()]
+        numbers = np.array([row[:3] for row in rows], np.int64).reshape(-1, 3)
+        return numbers[:, 0], numbers[:, 1:], [row[3] for row in rows]
 
     def unlimited(self) -> Labelling:
         """The same without the limit."""
@@ -49,20 +73,25 @@ class Labelling:
 def labelling(costs: Sequence[Sequence[float]], usages: Sequence[Sequence[float]] | None = None,
               intervals: Sequence[Sequence[int]] | None = None,
               tables: Sequence[tuple[Sequence[int], Sequence[float]]] = (),
-              limit: float | None = None) -> Labelling:  # fmt: skip
+              limit: float | None = None,
+              held: Sequence[tuple[int, int, int, Sequence[float]]] = ()) -> Labelling:  # fmt: skip
     """The problem of lists as they stand in a file: tables row-major, costs of `FORBIDDEN` and more never taken.
 
-    Without `usages` nothing is held; without `intervals` every node is alive at one common time.
+    Without `usages` nothing is held; without `intervals` every node is alive at one common time. More that is held is in
+    rows `held` of (node, start, end, usage of each label).
 
     Raises:
       ValueError: lists whose lengths do not fit each other, a negative usage, a cost that is not a number.
     """
     found = tuple(_priced(cost) for cost in costs)
-    held = tuple(np.asarray(u, float) for u in usages) if usages is not None else tuple(np.zeros(len(c)) for c in found)
+    uses = tuple(np.asarray(u, float) for u in usages) if usages is not None else tuple(np.zeros(len(c)) for c in found)
     alive = np.asarray(intervals if intervals is not None else [(0, 1)] * len(found), np.int64).reshape(-1, 2)
-    if [len(u) for u in held] != [len(c) for c in found] or len(alive) != len(found):
+    if [len(u) for u in uses] != [len(c) for c in found] or len(alive) != len(found):
         raise ValueError("costs, usages and intervals differ in length: give each node the same number of labels")
-    if any((u < 0).any() or not np.isfinite(u).all() for u in held):
+    more = tuple(Held(node, start, end, np.asarray(usage, float)) for node, start, end, usage in held)
+    if any(not 0 <= each.node < len(found) or len(each.usage) != len(found[each.node]) for each in more):
+        raise ValueError("a row of what is held does not fit its node: give a node that exists, a usage for each label")
+    if any((u < 0).any() or not np.isfinite(u).all() for u in (*uses, *(each.usage for each in more))):
         raise ValueError("a usage is negative or not finite: give what each label holds, 0 for nothing")
     rows = []
     for nodes, flat in tables:
@@ -72,7 +101,7 @@ def labelling(costs: Sequence[Sequence[float]], usages: Sequence[Sequence[float]
         if len(flat) != math.prod(shape):
             raise ValueError(f"the table of nodes {list(nodes)} has {len(flat)} costs: give {math.prod(shape)}")
         rows.append(Table(tuple(nodes), _priced(flat).reshape(shape)))
-    return Labelling(found, held, alive, tuple(rows), math.inf if limit is None else float(limit))
+    return Labelling(found, uses, alive, tuple(rows), math.inf if limit is None else float(limit), more)
 
 
 def _priced(values: Sequence[float]) -> Array:
@@ -91,22 +120,20 @@ def cost_of(problem: Labelling, choice: Sequence[int]) -> float:
 
 def peak_of(problem: Labelling, choice: Sequence[int]) -> float:
     """The most that is alive at any one time."""
-    if not len(problem.costs):
+    nodes, intervals, usages = problem.holders
+    if not len(nodes):
         return 0.0
-    held = np.array([usage[label] for usage, label in zip(problem.usages, choice, strict=True)])
-    start, end = problem.intervals[:, 0], problem.intervals[:, 1]
-    real = start < end
-    times, at = np.unique(np.concatenate([start[real], end[real]]), return_inverse=True)
-    change = np.bincount(at, np.concatenate([held[real], -held[real]]), len(times))
+    held = np.array([usage[choice[v]] for v, usage in zip(nodes.tolist(), usages, strict=True)])
+    start, end = intervals.T
+    times, at = np.unique(np.concatenate([start, end]), return_inverse=True)
+    change = np.bincount(at, np.concatenate([held, -held]), len(times))
     return float(np.max(np.cumsum(change), initial=0.0))
 
 
 def busy_times(problem: Labelling) -> Array:
     """The times at which a largest set of nodes is alive: at every other time, less is."""
-    start, end = problem.intervals[:, 0], problem.intervals[:, 1]
-    holds = np.array([bool(len(usage)) and usage.max() > 0 for usage in problem.usages], bool)
-    real = (start < end) & holds
-    starts, ends = np.unique(start[real]), np.unique(end[real])
+    _, intervals, _ = problem.holders
+    starts, ends = np.unique(intervals[:, 0]), np.unique(intervals[:, 1])
     if not len(starts):
         return starts
     following = np.append(starts[1:], ends[-1] + 1)
@@ -114,20 +141,24 @@ def busy_times(problem: Labelling) -> Array:
 
 
 def tight_times(problem: Labelling) -> Array:
-    """The busy times at which some choice goes over the limit."""
+    """The busy times at which some choice may go over the limit."""
     times = busy_times(problem)
-    most = np.array([usage.max() if len(usage) else 0.0 for usage in problem.usages])
+    most = np.array([usage.max() for usage in problem.holders[2]])
     return times[alive_total(problem, most, times) > problem.limit]
 
 
 def alive_total(problem: Labelling, held: Array, times: Array) -> Array:
-    """The sum of what each node holds over the nodes alive at each of `times` (ascending)."""
-    begin, finish = np.searchsorted(times, problem.intervals).T
+    """The sum of what each row of `problem.holders` holds over those alive at each of `times` (ascending)."""
+    begin, finish = np.searchsorted(times, problem.holders[1]).reshape(-1, 2).T
     change = np.bincount(begin, held, len(times) + 1) - np.bincount(finish, held, len(times) + 1)
     return np.cumsum(change)[: len(times)]
 
 
 def holding(problem: Labelling) -> list[bool]:
     """Whether the label of a node makes a difference to what is alive at a tight time."""
-    begin, end = np.searchsorted(tight_times(problem), problem.intervals).T
-    return [bool(b < e and np.ptp(u)) if len(u) else False for b, e, u in zip(begin, end, problem.usages, strict=True)]
+    nodes, intervals, usages = problem.holders
+    begin, end = np.searchsorted(tight_times(problem), intervals).reshape(-1, 2).T
+    found = [False] * len(problem.costs)
+    for v, usage, alive in zip(nodes.tolist(), usages, (begin < end).tolist(), strict=True):
+        found[v] = found[v] or (alive and bool(np.ptp(usage)))
+    return found

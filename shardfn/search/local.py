@@ -31,29 +31,29 @@ class Local:
         self.entries = np.concatenate([np.zeros(0), *(table.ravel() for *_, table in pairs)])
         self.own = np.concatenate([np.zeros(0), *self.costs])
         self.random = np.random.default_rng(seed)
-        self.best: list[int] | None = None
+        self.best: Array | None = None
         self.cost = np.inf
         self.visits = 0
         self.sizes = ENTRIES_FEW if len(self.costs) < FEW else ENTRIES
         self.unit = float(max(1.0, np.abs(memory.limit).max(initial=0.0)))
 
-    def cost_of(self, labels: Sequence[int]) -> float:
-        at = np.asarray(labels)
+    def cost_of(self, labels: Array) -> float:
+        at = labels
         u, v = self.ends.T
         return float(self.own[self.memory.first[:-1] + at].sum()
                      + self.entries[self.start + at[u] * self.width + at[v]].sum())  # fmt: skip
 
-    def excess(self, labels: Sequence[int]) -> Array:
+    def excess(self, labels: Array) -> Array:
         """How far over the limit each time is (negative: room)."""
-        return self.memory.held(self.memory.first[:-1] + np.asarray(labels)) - self.memory.limit
+        return self.memory.held(self.memory.first[:-1] + labels) - self.memory.limit
 
-    def offer(self, labels: list[int]) -> bool:
+    def offer(self, labels: Array) -> bool:
         """Keep a labelling that fits and is cheaper; whether it fits."""
         if self.excess(labels).max(initial=0.0) > 0:
             return False
         cost = self.cost_of(labels)
         if cost < self.cost:
-            self.best, self.cost = list(labels), cost
+            self.best, self.cost = np.array(labels), cost
         return True
 
     def priced(self, multipliers: Array, free: Sequence[int] | None) -> list[Array]:
@@ -67,22 +67,22 @@ class Local:
             costs[v] = costs[v] + price[first[v]:first[v + 1]]  # fmt: skip
         return costs
 
-    def solve(self, current: Sequence[int], multipliers: Array, entries: float,
-              free: Sequence[int] | None = None) -> list[int]:  # fmt: skip
+    def solve(self, current: Array, multipliers: Array, entries: float,
+              free: Sequence[int] | None = None) -> Array:  # fmt: skip
         rank = self.random.permutation(len(self.costs)).tolist()
-        found = eliminate(self.priced(multipliers, free), self.tables, entries, free=free, current=current, rank=rank)
+        found = eliminate(self.priced(multipliers, free), self.tables, entries, free=free, current=current.tolist(), rank=rank)
         assert found is not None
-        return found
+        return np.array(found, np.int64)
 
     def raised(self, multipliers: Array, excess: Array, factor: float) -> Array:
         """Dearer memory where a labelling is over the limit."""
         over = excess > 0
         paid = multipliers[multipliers > 0]
-        typical = float(paid.mean()) if len(paid) else max(abs(self.cost_of([0] * len(self.costs))), 1.0) / self.unit
+        typical = float(paid.mean()) if len(paid) else max(abs(self.cost_of(np.zeros(len(self.costs), np.int64))), 1.0) / self.unit
         share = excess / max(float(excess.max(initial=0.0)), 1e-300)
         return multipliers + np.where(over, (multipliers + 0.1 * typical * share) * factor, 0.0)
 
-    def fit(self, labels: list[int], multipliers: Array, tries: int, entries: float = 1e4,
+    def fit(self, labels: Array, multipliers: Array, tries: int, entries: float = 1e4,
             free: Sequence[int] | None = None, deadline: float = np.inf) -> bool:  # fmt: skip
         """Raise prices where `labels` do not fit and solve again, until they do."""
         for attempt in range(tries):
@@ -97,7 +97,7 @@ class Local:
         """A node: any, or in two of three cases one where the best labelling pays much."""
         if self.best is None or self.visits % 3 == 0:
             return int(self.random.integers(len(self.costs)))
-        at = np.array(self.best)
+        at = self.best
         u, v = self.ends.T
         between = np.abs(self.entries[self.start + at[u] * self.width + at[v]])
         paid = np.abs(self.own[self.memory.first[:-1] + at]) + 1e-300
@@ -105,7 +105,7 @@ class Local:
         total = np.cumsum(paid)
         return min(int(np.searchsorted(total, self.random.random() * total[-1])), len(paid) - 1)
 
-    def again(self, labels: list[int], multipliers: Array, rounds: int, deadline: float = np.inf) -> None:
+    def again(self, labels: Array, multipliers: Array, rounds: int, deadline: float = np.inf) -> None:
         """Start from other labels, and keep what they lead to if it is better than what is there."""
         best, cost = self.best, self.cost
         self.best, self.cost = None, np.inf
@@ -145,6 +145,6 @@ class Local:
             if free is None or len(free) > SMALL_BALL:
                 entries = self.sizes[0]
             labels = self.solve(self.best, prices, entries, free)
-            if labels != self.best:
+            if not np.array_equal(labels, self.best):
                 self.fit(labels, prices, 1 if free is None else 3, entries, free, deadline)
         return (before - self.cost) / max(abs(before), 1e-300) if self.cost < before else 0.0

@@ -47,17 +47,22 @@ def memory_of(problem: Labelling, core: Core, nodes: Sequence[int]) -> Memory:
     label = dict(core.kept)
     root = {v: v for v in nodes}
     for step in reversed(core.steps):
-        if isinstance(step, Follow) and step.leader in root:
-            root[step.node] = root[step.leader]
-            label[step.node] = step.label[label[step.leader]]
-    mine = {v: problem.usages[v][label[v]] for v in root if v < len(problem.usages)}  # others price wide tables
-    least, most = (np.array([get(mine.get(v, usage)) if len(usage) else 0.0 for v, usage in enumerate(problem.usages)])
-                   for get in (np.min, np.max))  # fmt: skip
+        if isinstance(step, Follow):
+            if step.leader in label:
+                label[step.node] = step.label[label[step.leader]]
+            if step.leader in root:
+                root[step.node] = root[step.leader]
+        elif not step.others:  # settled
+            label[step.node] = step.label.reshape(1)
+    owner, intervals, usages = problem.holders
+    mine = [usage[label[v]] if v in label else usage for v, usage in zip(owner.tolist(), usages, strict=True)]
+    least, most = (np.array([get(usage) for usage in mine]) for get in (np.min, np.max))
     times = times[alive_total(problem, most, times) > problem.limit]
     rows, columns, values = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0)]
-    for v, (begin, end) in enumerate(np.searchsorted(times, problem.intervals).tolist()):
-        if begin < end and v in mine and most[v] > least[v]:
-            over = mine[v] - least[v]
+    places = np.searchsorted(times, intervals).reshape(-1, 2).tolist()
+    for v, usage, low, high, (begin, end) in zip(owner.tolist(), mine, least, most, places, strict=True):
+        if begin < end and v in root and high > low:
+            over = usage - low
             (some,) = np.nonzero(over)
             at = some + offset[root[v]]
             rows += [at, at]

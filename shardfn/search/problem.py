@@ -3,20 +3,51 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+import time
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
-from shardfn.cost.hardware import Chip
-from shardfn.cost.price import Price
-from shardfn.graph.model import Graph, Spec
+from shardfn.cost.hardware import Hardware
+from shardfn.cost.price import Price, price
+from shardfn.graph.model import Flow, Graph, Pin, Spec
+from shardfn.search.grid import Axes
+from shardfn.search.strategies import Known, known
 
-Axes = tuple[tuple[str, int], ...]
+Pins = Mapping[int, Pin]
+"""Layouts that ops are held to, by their index in `Graph.ops`."""
+
+
+class Flows(Protocol):
+    """Carries a full choice through the function: grid, a layout for each argument, and for ops held inside."""
+
+    def __call__(self, axes: Axes, specs: tuple[Spec, ...], pins: Pins) -> Flow: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    """MindSpore's `set_algo_parameters`: what a search may leave out.
+
+    `fully_use_devices`: every op that can be cut is cut over all devices. `elementwise_op_strategy_follow`: elementwise
+    ops take their operand's strategy (here they always do). `tensor_slice_align_size`: with `_enable`, the last dim of
+    every slice is a multiple of it. `enable_algo_approxi`, `algo_approxi_epsilon`: an answer within that part of the
+    optimum will do.
+    """
+
+    fully_use_devices: bool = False
+    elementwise_op_strategy_follow: bool = False
+    enable_algo_approxi: bool = False
+    algo_approxi_epsilon: float = 0.1
+    tensor_slice_align_enable: bool = False
+    tensor_slice_align_size: int = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """Arguments with layouts given or open (None); `axes` is the grid of what was given, empty where it is open too.
 
-    `classes[i][d]` is the dim class of dim `d` of argument `i`; `price` prices a full choice by Shardy's flow.
+    `classes[i][d]` is the dim class of dim `d` of argument `i`.
     """
 
     names: tuple[str, ...]
@@ -26,17 +57,63 @@ class Problem:
     """Bytes of all values of the program that have a dim of a class."""
     axes: Axes
     specs: tuple[Spec | None, ...]
-    devices: int
+    hardware: Hardware
     level: int
-    price: Callable[[Axes, tuple[Spec, ...]], Price]
+    flow: Flows
     graph: Graph
-    chip: Chip
     inputs: tuple[int, ...]
     """The arguments' values in `graph`."""
     results: Mapping[int, Spec]
     """Layouts that were given for results, by value."""
     same_as: Mapping[int, int]
     """Results, by value, that take the layout of an argument's value."""
+    donated: frozenset[int] = frozenset()
+    """Arguments, by value, whose memory results take over."""
+    can_hold: frozenset[int] = frozenset()
+    """Ops, by index, that can be held to a layout."""
+    memory_limit: float = math.inf
+    """Bytes per device."""
+    algorithm: Algorithm = Algorithm()
+    seconds: float = 60.0
+    """After which a search answers with the best it has."""
+    begun: float = dataclasses.field(default_factory=time.monotonic)
+    watch: Callable[[str], None] | None = None
+    """Is told what a search is doing."""
+
+    def price(self, axes: Axes, specs: tuple[Spec, ...], pins: Pins) -> Price:
+        """What a full choice costs, by its flow."""
+        return price(self.flow(axes, specs, pins), self.hardware, self.donated)
+
+    @functools.cached_property
+    def facts(self) -> Known:
+        """What holds of the graph on any grid."""
+        return known(self.graph, self.donated)
+
+    @property
+    def devices(self) -> int:
+        """How many there are."""
+        return self.hardware.count
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the time limit."""
+        return max(0.0, self.begun + self.seconds - time.monotonic())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is anything to search."""
+        return self.devices > 1 and any(spec is None for spec in self.specs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A full choice with its price: a layout for every argument, and for ops that are held inside."""
+
+    name: str
+    axes: Axes
+    specs: tuple[Spec, ...]
+    pins: Pins
+    price: Price
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +129,27 @@ class Answer:
     policy: str
     runner_up: str = ""
     source: str = "searched"
+    pins: Pins = dataclasses.field(default_factory=dict)
+    gap: float | None = None
+    """How far the cost may be above the least of the cost model, 0 to 1: 0 is proved, None not known."""
+    others: tuple[Candidate, ...] = ()
+    """What else was priced, best first."""
+    runners_up: tuple[str, ...] = ()
+    """For each argument the next best cut and what it would cost more, empty where there is none."""
+    findings: tuple[str, ...] = ()
 
 
 Search = Callable[[Problem], Answer]
+
+
+def objective(price: Price, problem: Problem) -> tuple[float, ...]:
+    """What each level makes least, within the memory limit first.
+
+    Level 0 spreads the work before it saves bytes: doing it all everywhere sends none.
+    """
+    over = max(0.0, price.memory.peak - problem.memory_limit)
+    return (over, *{
+        0: (round(math.log2(price.flops + 1), 1), price.bytes_sent, price.time_s),
+        1: (price.memory.peak, price.time_s),
+        2: (price.time_s, price.memory.peak),
+    }[problem.level])  # fmt: skip

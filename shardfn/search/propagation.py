@@ -10,7 +10,7 @@ import math
 
 from shardfn.cost.price import Price
 from shardfn.graph.model import Spec
-from shardfn.search.problem import Answer, Problem
+from shardfn.search.problem import Answer, Problem, objective
 
 MOST_CANDIDATES = 8
 
@@ -77,7 +77,7 @@ def one_class(problem: Problem) -> Answer:
     for class_ in sorted(heaviest):
         answer = _cut_class(problem, class_)
         if answer is not None:
-            price = problem.price(*answer)
+            price = problem.price(*answer, {})
             rated.append((objective(price, problem), len(rated), class_, answer, price))
     if not rated:
         specs = tuple(spec if spec is not None else ((),) * len(s)
@@ -125,15 +125,6 @@ def _cut_class(problem: Problem, class_: int) -> tuple[tuple[tuple[str, int], ..
         for i, spec in enumerate(problem.specs)
     )
     return axes, specs
-
-
-def objective(price: Price, problem: Problem) -> tuple[float, ...]:
-    """What each level makes least. Level 0 spreads the work before it saves bytes: doing it all everywhere sends none."""
-    return {
-        0: (round(math.log2(price.flops + 1), 1), price.bytes_sent, price.time_s),
-        1: (price.memory.peak, price.time_s),
-        2: (price.time_s, price.memory.peak),
-    }[problem.level]
 
 
 def _class_name(problem: Problem, class_: int) -> str:

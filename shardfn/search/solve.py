@@ -11,19 +11,23 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from shardfn.search.branch import branch, minimum
+from shardfn.search.content import Store
 from shardfn.search.contract import Core, contract
 from shardfn.search.eliminate import eliminate
-from shardfn.search.labelling import Labelling, cost_of, peak_of
+from shardfn.search.labelling import Array, Labelling, cost_of, peak_of
 from shardfn.search.lagrange import Ascent
 from shardfn.search.local import Local
 from shardfn.search.memory import memory_of
+from shardfn.search.narrow import Stuck, narrow
+from shardfn.search.peak import Peak, least_peak
 
 ENTRIES, TOTAL = 2e6, 1e8  # of the tables of an exact solution at the start
+PEAK_SECONDS = 2.0  # for the least peak, where a limit can't be kept
 SMALL = 60_000  # labels x neighbours, up to which branching is tried
 
 
@@ -42,7 +46,8 @@ class Solution:
     """A label per node, its cost, and a lower bound of every cost within the limit.
 
     `proved`: no labelling is cheaper (or, where not `feasible`, none exists). An unproved infeasible one goes over the
-    limit, and means only that none was found.
+    limit, and means only that none was found. Where it is not feasible, `least_peak` is the least peak that was found,
+    with a lower bound of every peak and the labels that reach it.
     """
 
     choice: tuple[int, ...]
@@ -51,6 +56,7 @@ class Solution:
     proved: bool
     feasible: bool
     seconds: float
+    least_peak: Peak | None = None
 
     @property
     def gap(self) -> float:
@@ -76,12 +82,13 @@ class _Run:
         self.begin = time.monotonic()
         self.deadline = self.begin + seconds
         self.problem, self.effort, self.watch = problem, effort, watch
-        self.integral = _integral(problem)
+        self.store = Store()
         self.pause = 1
         self.visits = self.effort.neighbourhoods
 
     def run(self) -> Solution:
-        core = contract(self.problem)
+        core = contract(self.problem, store=self.store)
+        self.integral = _integral(self.problem, self.store)
         if not core.possible:
             return self.answer((0,) * len(self.problem.costs), math.inf, True)
         nodes = sorted(core.costs)
@@ -89,27 +96,41 @@ class _Run:
         costs = [core.costs[v] for v in nodes]
         tables = [{place[w]: table for w, table in core.tables[v].items()} for v in nodes]
         memory = memory_of(self.problem, core, nodes)
-        local = Local(costs, tables, memory)
         if (memory.limit < 0).any():
             return self.answer(self.whole(core, nodes, [0] * len(nodes)), math.inf, True)
         if not len(memory.limit) or not nodes:
-            found = eliminate(costs, tables, ENTRIES, TOTAL)
+            found = eliminate(costs, tables, ENTRIES, TOTAL, store=self.store)
+            if found is None:
+                try:
+                    found = narrow(Ascent(costs, tables, memory), math.inf, self.deadline)
+                except Stuck:
+                    pass
             if found is not None:
                 return self.answer(self.whole(core, nodes, found), math.inf, True)
+        local = Local(costs, tables, memory)
         bound, last = self.search(Ascent(costs, tables, memory), local, core.constant)
         choice = self.whole(core, nodes, last if local.best is None else local.best)
         proved = bound >= local.cost - self.margin(local.cost + core.constant)
         return self.answer(choice, bound + core.constant, proved)
 
-    def whole(self, core: Core, nodes: list[int], labels: list[int]) -> tuple[int, ...]:
+    def whole(self, core: Core, nodes: list[int], labels: Sequence[int] | Array) -> tuple[int, ...]:
         full = core.full(dict(zip(nodes, labels, strict=True)))
         return tuple(full[: len(self.problem.costs)].tolist())
 
     def answer(self, choice: tuple[int, ...], bound: float, proved: bool) -> Solution:
         cost = cost_of(self.problem, choice)
         feasible = math.isfinite(cost) and peak_of(self.problem, choice) <= self.problem.limit
+        known = bound
         bound = math.inf if proved and not feasible else cost if proved else min(bound, cost)
-        return Solution(choice, cost, bound, proved, feasible, time.monotonic() - self.begin)
+        least = None
+        if not feasible and math.isfinite(self.problem.limit):
+            least = least_peak(self.problem, max(PEAK_SECONDS, 0.05 * (self.deadline - self.begin)))
+            if least is not None and least.peak <= self.problem.limit:  # found by looking for nothing else
+                cost, choice, feasible, proved = cost_of(self.problem, least.choice), least.choice, True, False
+                bound, least = min(known, cost), None
+            elif least is not None and least.bound > self.problem.limit * (1 + 1e-9):
+                bound, proved = math.inf, True
+        return Solution(choice, cost, bound, proved, feasible, time.monotonic() - self.begin, least)
 
     def margin(self, cost: float) -> float:
         """A gain below this is none: whole numbers differ by 1, others by more than rounding."""
@@ -117,10 +138,10 @@ class _Run:
             return 0.0
         return 0.999 if self.integral else 1e-9 * max(abs(cost), 1e-9)
 
-    def search(self, ascent: Ascent, local: Local, constant: float) -> tuple[float, list[int]]:
+    def search(self, ascent: Ascent, local: Local, constant: float) -> tuple[float, Array]:
         """The bound, with the best labelling in `local`; and the last labelling, should none fit."""
-        last = [0] * len(local.costs)
-        labels = sum(len(own) for own in ascent.base)
+        last = np.zeros(len(local.costs), np.int64)
+        labels = len(ascent.base)
         for number in range(self.effort.rounds):
             for _ in range(self.effort.steps):
                 last = ascent.full(ascent.step(local.cost))
@@ -137,25 +158,25 @@ class _Run:
                 self.watch(ascent.bound + constant, local.cost + constant)
             if self.over() or self.done(ascent.bound, local, constant):
                 return ascent.bound, last
-            now = sum(len(kept) for kept in ascent.left())
+            now = int(ascent.open().sum())
             if now < 0.8 * labels:
                 labels = now
                 ascent = ascent.compact()
-                if not ascent.nodes:
-                    local.offer(ascent.full([]))
+                if not len(ascent.nodes):
+                    local.offer(ascent.full(np.zeros(0, np.int64)))
                     return local.cost, last
             if self.solved(ascent, local, upper, 2e6 if number < 1 else 2e7):
                 return local.cost, last
             if ascent.size < 1e-4:
                 break
-        if sum(len(own) * len(near) for own, near in zip(ascent.base, ascent.tables, strict=True)) > SMALL:
+        if sum(len(own) * len(near) for own, near in zip(ascent.labels, ascent.tables, strict=True)) > SMALL:
             return ascent.bound, last
         watch = self.watch
         tell = None if watch is None else lambda bound, cost: watch(bound + constant, cost + constant)
         bound = branch(ascent, local, self.margin(local.cost + constant), self.effort.parts, self.deadline, tell)
         return max(bound, ascent.bound) if local.best is None else bound, last
 
-    def polish(self, ascent: Ascent, local: Local, last: list[int], number: int) -> None:
+    def polish(self, ascent: Ascent, local: Local, last: Array, number: int) -> None:
         """Better labellings: from the last one suggested, and around the best; more of what has just helped."""
         if local.best is None:
             local.fit(last, ascent.best, 12, deadline=self.deadline)
@@ -184,9 +205,14 @@ class _Run:
         return time.monotonic() > self.deadline
 
 
-def _integral(problem: Labelling) -> bool:
+def _integral(problem: Labelling, store: Store) -> bool:
     """Whether every cost is a whole number, and sums of them are exact."""
-    values = [*problem.costs, *(table.cost for table in problem.tables)]
-    finite = [value[np.isfinite(value)] for value in values]
-    total = sum(float(np.abs(value).max(initial=0.0)) for value in finite)
-    return total < 2**52 and all((value == np.rint(value)).all() for value in finite)
+    values = [store.of(value) for value in (*problem.costs, *(table.cost for table in problem.tables))]
+    largest = {id(value): _largest_whole(value) for value in {id(value): value for value in values}.values()}
+    return sum(largest[id(value)] for value in values) < 2**52
+
+
+def _largest_whole(values: Array) -> float:
+    """The largest size of a finite value; infinite where one is not whole."""
+    finite = values[np.isfinite(values)]
+    return float(np.abs(finite).max(initial=0.0)) if (finite == np.rint(finite)).all() else math.inf

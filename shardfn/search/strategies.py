@@ -1,356 +1,470 @@
 """A graph on a grid as a labelling problem: how each op may be cut, what that costs, what it costs to change layout.
 
-A label gives every grid axis to one factor of an op's sharding rule, or to none. An op that computes nothing new along
-its largest operand (elementwise, transpose, reshape, …) follows that operand's node; every other op is a node of its
-own. Tables price the change of layout between nodes: a slice is free, all-gather and all-to-all are not. The form is
-Alpa's (Zheng et al., OSDI 2022), on Shardy's rules instead of rules by hand.
+An op that computes nothing new along its largest operand (elementwise, transpose, reshape, …) follows that operand's
+node; every other op is a node of its own. Tables price the change of layout between nodes. The form is Alpa's (Zheng
+et al., OSDI 2022), on Shardy's rules instead of rules by hand.
+
+Equal ops on equal layouts are worked out once, so that a model of many equal layers costs little more than one layer.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from shardfn.cost.hardware import Chip
-from shardfn.graph.model import Graph, Op, Rule, Spec, Value, dtype_bits
-
-Array = np.ndarray
-"""Layouts of one value under each label of its node: [labels, axes] of the dim that an axis cuts, -1 for none."""
-
-MOST_LABELS = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class Grid:
-    """The axes that labels speak of, and the chip that prices them."""
-
-    sizes: tuple[int, ...]
-    chip: Chip
+from shardfn.cost.compute import MOVES, PRODUCTS, effort
+from shardfn.cost.fusion import fuse
+from shardfn.cost.memory import Place, lives
+from shardfn.cost.schedule import merged
+from shardfn.graph.model import Flow, Graph, Op, Rule, Spec, Value, dtype_bits
+from shardfn.search import forms
+from shardfn.search.grid import Array, Grid, add_up, change, pieces
 
 
 @dataclasses.dataclass
 class Node:
-    """Something to decide. Per label, summed over the ops that follow it: seconds of work and of communication, bytes
-    sent, bytes held on one device by arguments and by what the ops make."""
+    """Something to decide: [labels, axes] of what each axis cuts (`forms.op_codes` for an op), and per label, summed over the ops that follow it, FLOPs and
+    seconds of work, bytes and seconds of communication, and bytes held by arguments."""
 
     labels: Array
+    flops: Array
     compute_s: Array
-    sent_s: Array
     sent: Array
+    sent_s: Array
     argument_bytes: Array
-    made_bytes: Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Edge:
-    """Change of layout between two nodes: seconds and bytes for each pair of labels."""
+    """Change of layout between two nodes: bytes and seconds for each pair of labels."""
 
     first: int
     second: int
-    sent_s: Array
     sent: Array
+    sent_s: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What a node's labels hold on one device in the half-open `[start, end)`, two ticks for each op: bytes per label."""
+
+    node: int
+    start: int
+    end: int
+    bytes: Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """All choices of a graph on a grid. `layouts[v]` is (node, layout under each of its labels) of a value."""
+    """All choices of a graph on a grid.
+
+    `layouts[v]` is (node, its layout under each label) of a value; `reads[i]` is (node, the layouts in which op i reads
+    its operands). A layout is the dim that each axis cuts, -1 for none.
+    """
 
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
     layouts: Mapping[int, tuple[int, Array]]
+    reads: Mapping[int, tuple[int, tuple[Array, ...]]]
+    held: tuple[Held, ...]
 
 
-def value_labels(shape: tuple[int, ...], sizes: tuple[int, ...]) -> Array:
-    """Every way to give each axis to a dim that it divides, or to none: [labels, axes].
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """An op on a node's labels, worked out: layouts of its operands and results, and its costs for one run."""
 
-    >>> value_labels((4, 3), (2,)).tolist()
-    [[-1], [0]]
-    """
-    found = []
-    for choice in itertools.product(range(-1, len(shape)), repeat=len(sizes)):
-        if _divides(choice, shape, sizes):
-            found.append(choice)
-    return np.array(found[:MOST_LABELS], np.int8).reshape(-1, len(sizes))
-
-
-def _divides(choice: Sequence[int], shape: Sequence[int], sizes: Sequence[int]) -> bool:
-    left = list(shape)
-    for dim, size in zip(choice, sizes, strict=True):
-        if dim >= 0:
-            if left[dim] % size:
-                return False
-            left[dim] //= size
-    return True
+    wanted: tuple[Array, ...]
+    made: tuple[Array, ...]
+    flops: Array
+    compute_s: Array
+    sent: Array
+    sent_s: Array
 
 
-@functools.lru_cache(maxsize=65536)
-def _op_labels(rule: Rule, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Assignments of axes to factors that may be cut and that they divide."""
-    usable = [f for f, n in enumerate(rule.sizes) if n > 1 and f not in rule.replicated]
-    found = []
-    for choice in itertools.product([-1, *usable], repeat=len(sizes)):
-        if _divides(choice, rule.sizes, sizes):
-            found.append(choice)
-    return tuple(found[: 4 * MOST_LABELS])
+def bytes_of(value: Value) -> float:
+    """Bytes of a whole array."""
+    return forms.volume(value.shape) * dtype_bits(value.dtype) / 8
 
 
-@functools.lru_cache(maxsize=65536)
-def _factor_dims(rule: Rule, position: int, of_result: bool) -> tuple[tuple[int, int], ...]:
-    """(factor, dim) for the factors of a tensor that can be cut there: the major one of a dim."""
-    dims = (rule.results if of_result else rule.operands)[position]
-    found = []
-    for dim, factors in enumerate(dims):
-        major = next((f for f in factors if rule.sizes[f] > 1), None)
-        if major is not None:
-            found.append((major, dim))
-    return tuple(found)
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """What holds of a graph on any grid: how often each value is made in one call, how many ops read it, which values
+    take memory, and where and when."""
+
+    trips: tuple[int, ...]
+    readers: Mapping[int, int]
+    stored: frozenset[int]
+    places: tuple[Place, ...]
 
 
-def _dims_of(labels: Array, rule: Rule, position: int, of_result: bool) -> Array:
-    """Factor labels as layouts of an operand or a result."""
-    table = np.full(len(rule.sizes) + 1, -1, np.int8)
-    for factor, dim in _factor_dims(rule, position, of_result):
-        table[factor] = dim
-    return table[labels]
+def known(graph: Graph, donated: frozenset[int] = frozenset()) -> Known:
+    """What holds on any grid; `donated` are inputs whose memory results take over."""
+    readers: dict[int, int] = {}
+    for op in graph.ops:
+        for value in set(op.inputs):
+            readers[value] = readers.get(value, 0) + 1
+    whole = Flow(graph, tuple(((),) * len(v.shape) for v in graph.values), {}, ())
+    order = merged(whole)
+    fusion = fuse(order.flow)
+    temporaries, results = lives(order, fusion)
+    given = [bytes_of(graph.values[v]) for v in donated]
+    kept = []
+    for place in results:
+        if place.bytes in given:
+            given.remove(place.bytes)
+        else:
+            kept.append(place)
+    return Known(tuple(value_trips(graph)), readers, fusion.stored, (*temporaries, *kept))
 
 
-def _factors_of(layouts: Array, rule: Rule, position: int, sizes: tuple[int, ...]) -> Array:
-    """Layouts of an operand as factor labels; what the op cannot keep cut becomes -1."""
-    table = np.full(max((d for _, d in _factor_dims(rule, position, False)), default=-1) + 64, -1, np.int8)
-    for factor, dim in _factor_dims(rule, position, False):
-        if factor not in rule.replicated:
-            table[dim] = factor
-    table[-1] = -1
-    labels = table[layouts]
-    for row in labels:  # an axis that no longer divides its factor
-        left = list(rule.sizes)
-        for axis, factor in enumerate(row):
-            if factor >= 0:
-                if left[factor] % sizes[axis]:
-                    row[axis] = -1
-                else:
-                    left[factor] //= sizes[axis]
-    return labels
-
-
-def _shards(labels: Array, count: int, sizes: tuple[int, ...]) -> Array:
-    """Pieces of each factor or dim under each label: [labels, count]."""
-    pieces = np.ones((len(labels), count + 1))
-    for axis, size in enumerate(sizes):
-        np.multiply.at(pieces, (np.arange(len(labels)), labels[:, axis]), size)
-    return pieces[:, :count]
-
-
-def _bytes(value: Value) -> float:
-    return math.prod(value.shape) * dtype_bits(value.dtype) / 8
-
-
-def change(before: Array, after: Array, full_bytes: float, grid: Grid) -> tuple[Array, Array]:
-    """Bytes sent and seconds to change the layout of a value, for all pairs: [before, after].
-
-    Slices come first (free), then all-to-alls, then all-gathers from the piece that is left.
-    """
-    sizes = np.array(grid.sizes, float)
-    b, a = before[:, None, :], after[None, :, :]
-    held = np.prod(np.where((b >= 0) | (a >= 0), sizes, 1.0), axis=-1)
-    piece = full_bytes / held
-    swapped = (b >= 0) & (a >= 0) & (a != b)
-    gathered = (b >= 0) & (a < 0)
-    sent = np.sum(np.where(swapped, (sizes - 1) / sizes, 0.0), axis=-1) * piece
-    ways = np.prod(np.where(gathered, sizes, 1.0), axis=-1)
-    sent = sent + (ways - 1) * piece
-    steps = np.sum(swapped, axis=-1) + np.any(gathered, axis=-1)
-    return sent, sent / grid.chip.link_bytes_s + steps * grid.chip.latency_s
+def value_trips(graph: Graph) -> list[int]:
+    """How often each value is made in one call: as often as the loops around its op run; a loop's carried value as
+    often as the first op that reads it."""
+    trips = [0] * len(graph.values)
+    for v in graph.inputs:
+        trips[v] = 1
+    for op in graph.ops:
+        for v in op.outputs:
+            trips[v] = op.trips
+    for op in graph.ops:
+        for v in op.inputs:
+            trips[v] = trips[v] or op.trips
+    return [t or 1 for t in trips]
 
 
 class _Builder:
-    def __init__(self, graph: Graph, grid: Grid, given: Mapping[int, Spec], names: Sequence[str]):
-        self.graph = graph
-        self.grid = grid
-        self.given = given
-        self.names = names
-        self.arguments = frozenset(graph.inputs)
+    def __init__(
+        self, graph: Graph, grid: Grid, given: Mapping[int, Spec], chosen: Sequence[Array] | None, facts: Known
+    ):
+        self.graph, self.grid, self.given, self.chosen, self.facts = graph, grid, given, chosen, facts
         self.nodes: list[Node] = []
-        self.layouts: dict[int, tuple[int, Array]] = {}
-        self.views: dict[int, tuple[int, tuple[int, ...]]] = {}
-        self.depth: dict[int, int] = {}
         self.tables: dict[tuple[int, int], list[Array]] = {}
-        self.changes: dict[tuple[bytes, bytes, float], tuple[Array, Array]] = {}
+        self.layouts: dict[int, tuple[int, Array]] = {}
+        self.sources: dict[int, tuple[int, Array]] = {}
+        self.views: dict[int, tuple[int, Array]] = {}
+        self.reads: dict[int, tuple[int, tuple[Array, ...]]] = {}
+        self.depth: dict[int, int] = {}
+        self.trips = facts.trips
+        self.interned: dict[tuple[bytes, tuple[int, ...]], Array] = {}
+        self.made: dict[object, Array] = {}
+        self.decoded: dict[int, tuple[Array, Array]] = {}
+        self.pieces: dict[tuple[object, ...], _Piece] = {}
+        self.changes: dict[tuple[int, int, float], tuple[Array, Array]] = {}
+        self.pairs: dict[int, tuple[tuple[tuple[tuple[int, int], ...], ...], ...]] = {}
+        self.followed: dict[tuple[int, int, int], Array] = {}
 
-    def node(self, labels: Array) -> int:
-        self.nodes.append(Node(labels, *(np.zeros(len(labels)) for _ in range(5))))
-        return len(self.nodes) - 1
+    # ---- nodes
+
+    def one(self, array: Array) -> Array:
+        """The same array for the same content: what is cached by identity is found again."""
+        return self.interned.setdefault((array.tobytes(), array.shape), array)
+
+    def node(self, labels: Callable[[Array | None], Array]) -> tuple[int, Array]:
+        """A new node, whose labels go on from what is chosen of it already."""
+        row = self.chosen[len(self.nodes)] if self.chosen is not None else None
+        found = labels(row)
+        self.nodes.append(Node(found, *(np.zeros(len(found)) for _ in range(5))))
+        return len(self.nodes) - 1, found
+
+    def labels(self, key: object, make: Callable[[Array | None], Array]) -> Callable[[Array | None], Array]:
+        """`make`, but once for each key and row."""
+
+        def found(row: Array | None) -> Array:
+            full = key, None if row is None else row.tobytes()
+            if full not in self.made:
+                self.made[full] = self.one(make(row))
+            return self.made[full]
+
+        return found
+
+    def fixed(self, spec: Spec) -> Callable[[Array | None], Array]:
+        """The one label of what was given."""
+        return lambda row: self.one(np.array([row_of(spec, self.grid.names)], np.int16))
 
     def value_node(self, value: int) -> None:
         shape = self.graph.values[value].shape
         spec = self.given.get(value)
-        labels = value_labels(shape, self.grid.sizes)
-        if spec is not None:
-            where = {axis: dim for dim, axes in enumerate(spec) for axis in axes}
-            labels = np.array([[where.get(name, -1) for name in self.names]], np.int8)
-        node = self.node(labels)
-        self.layouts[value] = node, labels
+        labels = self.labels(shape, lambda row: forms.value_labels(shape, self.grid.sizes, row))
+        self.sources[value] = self.layouts[value] = self.node(self.fixed(spec) if spec is not None else labels)
         self.depth[value] = 0
-        pieces = np.prod(_shards(labels, max(1, len(shape)), self.grid.sizes), axis=1)
-        if value in self.arguments:
-            self.nodes[node].argument_bytes += _bytes(self.graph.values[value]) / pieces
+
+    def argument(self, value: int, readers: int) -> None:
+        """An argument's node; where several ops read it, they read one copy, so that a gather is paid for once."""
+        self.value_node(value)
+        node, labels = self.layouts[value]
+        self.nodes[node].argument_bytes += bytes_of(self.graph.values[value]) / pieces(labels, self.grid.sizes)
+        if readers > 1 and value not in self.given and self.graph.values[value].shape:
+            shape = self.graph.values[value].shape
+            self.sources[value] = self.node(
+                self.labels(shape, lambda row: forms.value_labels(shape, self.grid.sizes, row))
+            )
+            self.connect(node, labels, self.sources[value][0], self.sources[value][1], value, 1)
+
+    # ---- edges
 
     def need(self, value: int, wanted: Array, node: int, trips: int) -> None:
         """`node` reads `value` in the layouts `wanted`, one for each of its labels."""
         while value in self.views:
-            value, dims = self.views[value]
-            table = np.full(65, -1, np.int8)
-            for source, dim in enumerate(dims):
-                table[dim] = source
-            wanted = table[wanted]
-        if value not in self.layouts:
-            return  # a constant, made where it is needed
-        owner, have = self.layouts[value]
-        full = _bytes(self.graph.values[value])
+            value, table = self.views[value]
+            wanted = self.one(table[wanted])
+        if value in self.sources:  # else a constant, made where it is needed
+            owner, have = self.sources[value]
+            self.connect(owner, have, node, wanted, value, min(trips, self.trips[value]))
+
+    def connect(self, owner: int, have: Array, node: int, wanted: Array, value: int, trips: int) -> None:
+        full = bytes_of(self.graph.values[value])
         if owner == node:
-            if have is wanted or np.array_equal(have, wanted):
+            if have is wanted:
                 return
             sent, seconds = change(have, wanted, full, self.grid)
-            self.nodes[node].sent_s += np.diagonal(seconds) * trips
             self.nodes[node].sent += np.diagonal(sent) * trips
+            self.nodes[node].sent_s += np.diagonal(seconds) * trips
             return
-        key = (have.tobytes(), wanted.tobytes(), full)
+        key = (id(have), id(wanted), full * trips)
         found = self.changes.get(key)
         if found is None:
-            found = self.changes[key] = change(have, wanted, full, self.grid)
-        sent, seconds = found
-        if not sent.any():
+            sent, seconds = change(have, wanted, full, self.grid)
+            found = self.changes[key] = (sent * trips, seconds * trips)
+        if not found[1].any():
             return
         pair = (owner, node) if owner < node else (node, owner)
-        tables = [sent * trips, seconds * trips] if owner < node else [sent.T * trips, seconds.T * trips]
-        if pair in self.tables:
-            self.tables[pair] = [x + y for x, y in zip(self.tables[pair], tables, strict=True)]
+        tables = found if owner < node else (found[0].T, found[1].T)
+        before = self.tables.get(pair)
+        if before is None:
+            self.tables[pair] = list(tables)
         else:
-            self.tables[pair] = tables
+            self.tables[pair] = [x + y for x, y in zip(before, tables, strict=True)]
+
+    # ---- ops
+
+    def factor_pairs(self, rule: Rule) -> tuple[tuple[tuple[tuple[int, int], ...], ...], ...]:
+        found = self.pairs.get(id(rule))
+        if found is None:
+            found = self.pairs[id(rule)] = (
+                tuple(forms.factor_dims(d, rule.sizes) for d in rule.operands),
+                tuple(forms.factor_dims(d, rule.sizes) for d in rule.results),
+            )
+        return found
 
     def leader(self, op: Op, rule: Rule) -> int | None:
         """The operand that an op follows: it holds every factor of the result, and is made last."""
         if op.reduced or rule.reduction or len(op.outputs) != 1:
             return None
-        wanted = {f for f, _ in _factor_dims(rule, 0, True)}
+        operands, results = self.factor_pairs(rule)
+        wanted = {f for f, _ in results[0]}
         best = None
         for position, value in enumerate(op.inputs):
-            holds = value in self.layouts and wanted <= {f for f, _ in _factor_dims(rule, position, False)}
-            if holds and (best is None or self.depth[value] > self.depth[op.inputs[best]]):
+            if value not in self.sources or not wanted <= {f for f, _ in operands[position]}:
+                continue
+            if best is None or self.depth[value] > self.depth[op.inputs[best]]:
                 best = position
         return best
 
-    def op(self, op: Op) -> None:
+    def op(self, index: int, op: Op) -> None:
         rule = op.rule
-        values = self.graph.values
         if op.name == "broadcast_in_dim" and rule is not None:
-            where = {f: d for f, d in _factor_dims(rule, 0, True)}
-            self.views[op.outputs[0]] = (
-                op.inputs[0],
-                tuple(next((where[f] for f in factors if f in where), 64) for factors in rule.operands[0]),
-            )
+            self.views[op.outputs[0]] = op.inputs[0], self.view(rule)
             return
-        if rule is None:
+        if rule is None or not rule.operands:
             for value in op.outputs:
-                self.value_node(value)
-            return
-        if not any(value in self.layouts or value in self.views for value in op.inputs) and not op.inputs:
+                if value not in self.sources:
+                    self.value_node(value)
             return
         lead = self.leader(op, rule)
         if lead is not None:
-            node, have = self.layouts[op.inputs[lead]]
-            labels = _factors_of(have, rule, lead, self.grid.sizes)
+            node, have = self.sources[op.inputs[lead]]
+            key = (id(rule), lead, id(have))
+            work = self.followed.get(key)
+            if work is None:
+                pairs = self.factor_pairs(rule)[0][lead]
+                work = self.followed[key] = self.one(forms.factors_of(have, pairs, rule, self.grid.sizes))
+            piece = self.piece(op, rule, work, work)
         else:
-            labels = np.array(_op_labels(rule, self.grid.sizes), np.int8).reshape(-1, len(self.grid.sizes))
-            node = self.node(labels)
-        for position, value in enumerate(op.inputs):
-            self.need(value, _dims_of(labels, rule, position, False), node, op.trips)
-        depth = 1 + max((self.depth.get(v, 0) for v in op.inputs), default=0)
-        for position, value in enumerate(op.outputs):
-            self.layouts[value] = node, _dims_of(labels, rule, position, True)
-            self.depth[value] = depth
-        self.price(op, rule, labels, node, values)
-
-    def price(self, op: Op, rule: Rule, labels: Array, node: int, values: Sequence[Value]) -> None:
-        grid = self.grid
-        pieces = _shards(labels, len(rule.sizes), grid.sizes)
-        work = float(max((math.prod(values[v].shape) for v in op.outputs), default=0))
-        work *= math.prod(values[op.inputs[i]].shape[d] for i, d in op.reduced)
-        flops = work * (2 if op.name in ("dot_general", "convolution") else 1) / np.prod(pieces, axis=1)
-        moved = np.zeros(len(labels))
-        made = np.zeros(len(labels))
-        for row, ids in ((rule.operands, op.inputs), (rule.results, op.outputs)):
-            for dims, value in zip(row, ids, strict=False):
-                factors = [next((f for f in d if rule.sizes[f] > 1), None) for d in dims]
-                cut = np.prod([pieces[:, f] for f in factors if f is not None] or [np.ones(len(labels))], axis=0)
-                moved = moved + _bytes(values[value]) / cut
-                if ids is op.outputs:
-                    made = made + _bytes(values[value]) / cut
-        compute = np.maximum(flops / grid.chip.flops, moved / grid.chip.memory_bytes_s) * op.trips
-        sent = np.zeros(len(labels))
-        steps = np.zeros(len(labels))
-        if rule.reduction:
-            ways = np.ones(len(labels))
-            for axis, size in enumerate(grid.sizes):
-                ways = np.where(np.isin(labels[:, axis], list(rule.reduction)), ways * size, ways)
-            for position, value in enumerate(op.outputs):
-                local = _bytes(values[value]) / np.prod(
-                    _shards(_dims_of(labels, rule, position, True), max(1, len(values[value].shape)), grid.sizes),
-                    axis=1,
-                )
-                sent = sent + 2 * (ways - 1) / ways * local
-            steps = (ways > 1).astype(float)
+            node, codes = self.node(
+                self.labels(id(rule), lambda row: forms.op_codes(rule, self.grid.sizes, self.grid.scatters, row))
+            )
+            parts = self.decoded.get(id(codes))
+            if parts is None:
+                work, out = forms.decoded(codes)
+                parts = self.decoded[id(codes)] = self.one(work), self.one(out)
+            piece = self.piece(op, rule, *parts)
         target = self.nodes[node]
-        target.compute_s += compute
-        target.sent_s += (sent / grid.chip.link_bytes_s + steps * grid.chip.latency_s) * op.trips
-        target.sent += sent * op.trips
-        target.made_bytes += made
+        target.flops += piece.flops * op.trips
+        target.compute_s += piece.compute_s * op.trips
+        target.sent += piece.sent * op.trips
+        target.sent_s += piece.sent_s * op.trips
+        for value, wanted in zip(op.inputs, piece.wanted, strict=True):
+            self.need(value, wanted, node, op.trips)
+        depth = 1 + max((self.depth.get(v, 0) for v in op.inputs), default=0)
+        for value, made in zip(op.outputs, piece.made, strict=True):
+            self.sources[value] = self.layouts[value] = node, made
+            self.depth[value] = depth
+        self.reads[index] = node, piece.wanted
+
+    def view(self, rule: Rule) -> Array:
+        """From the dims of a broadcast's result to those of its operand."""
+        dim_of = dict(self.factor_pairs(rule)[1][0])
+        table = np.full(forms.NOWHERE + 2, -1, np.int16)
+        for source, factors in enumerate(rule.operands[0]):
+            for factor in factors:
+                if factor in dim_of:
+                    table[dim_of[factor]] = source
+                    break
+        return table
+
+    def piece(self, op: Op, rule: Rule, work: Array, out: Array) -> _Piece:
+        values = self.graph.values
+        stored = self.facts.stored
+        key = (id(rule), op.name, id(work), id(out), *(id(values[v]) for v in op.inputs),
+               *(v in stored for v in (*op.inputs, *op.outputs)))  # fmt: skip
+        found = self.pieces.get(key)
+        if found is None:
+            found = self.pieces[key] = self.worked_out(op, rule, work, out)
+        return found
+
+    def worked_out(self, op: Op, rule: Rule, work: Array, out: Array) -> _Piece:
+        grid, values = self.grid, self.graph.values
+        operands, results = self.factor_pairs(rule)
+        wanted = tuple(self.one(forms.dims_of(work, pairs, len(rule.sizes))) for pairs in operands)
+        made = tuple(self.one(forms.dims_of(out, pairs, len(rule.sizes))) for pairs in results)
+        flops, moved = self.work(op, work, wanted, made)
+        is_sum = np.isin(work, list(rule.reduction))
+        sent, sent_s = np.zeros(len(work)), np.zeros(len(work))
+        if is_sum.any():
+            scattered = is_sum & (out >= 0)
+            for value, after in zip(op.outputs, made, strict=True):
+                partial = bytes_of(values[value]) / pieces(np.where(scattered, -1, after), grid.sizes)
+                parts = add_up(partial, is_sum & ~scattered, scattered, grid)
+                sent, sent_s = sent + parts[0], sent_s + parts[1]
+        chip = grid.chip
+        rate = chip.rate(values[op.inputs[0]].dtype) if op.name in PRODUCTS else (chip.vector_flops or chip.flops) / effort(op)
+        compute_s = np.maximum(flops / rate, moved / chip.memory_bytes_s)
+        return _Piece(wanted, made, flops, compute_s, sent, sent_s)
+
+    def work(self, op: Op, work: Array, wanted: Sequence[Array], made: Sequence[Array]) -> tuple[Array, Array]:
+        """FLOPs and bytes moved of one run on one device."""
+        values, sizes = self.graph.values, self.grid.sizes
+        flops = 0.0
+        if op.name not in MOVES:
+            flops = max((forms.volume(values[v].shape) for v in op.outputs), default=0.0)
+            for position, dim in op.reduced:
+                flops *= values[op.inputs[position]].shape[dim]
+            flops *= 2 if op.name in PRODUCTS else 1
+        moved = np.zeros(len(work))
+        for value, layouts in (*zip(op.inputs, wanted, strict=True), *zip(op.outputs, made, strict=True)):
+            if value in self.facts.stored:
+                moved = moved + bytes_of(values[value]) / pieces(layouts, sizes)
+        return flops / pieces(work, sizes), moved
+
+
+def row_of(spec: Spec, names: Sequence[str]) -> list[int]:
+    """A spec as the dim that each axis cuts.
+
+    >>> row_of((("b",), (), ("a",)), ("a", "b", "c"))
+    [2, 0, -1]
+    """
+    where = {axis: dim for dim, axes in enumerate(spec) for axis in axes}
+    return [where.get(name, -1) for name in names]
+
+
+def spec_of(row: Sequence[int], rank: int, names: Sequence[str]) -> Spec:
+    """The reverse of `row_of`.
+
+    >>> spec_of([2, 0, -1], 3, ("a", "b", "c"))
+    (('b',), (), ('a',))
+    """
+    return tuple(tuple(n for n, d in zip(names, row, strict=True) if d == dim) for dim in range(rank))
 
 
 def build(
     graph: Graph,
     grid: Grid,
-    names: Sequence[str],
     given: Mapping[int, Spec],
     results: Mapping[int, Spec],
     same_as: Mapping[int, int],
+    chosen: Sequence[Array] | None = None,
+    facts: Known | None = None,
 ) -> Space:
     """The choices of a graph on a grid.
 
     Args:
       graph: the function.
-      grid: sizes of the axes, and the chip.
-      names: names of the axes, as specs write them.
+      grid: axes, links and chip.
       given: layouts of inputs that are not to be changed, by value.
       results: layouts that results must have, by value.
       same_as: output value -> input value whose layout it takes.
+      chosen: for each node a label of which one column is `forms.FREE`: only that is to be decided.
+      facts: `known` of the graph.
     """
-    builder = _Builder(graph, grid, given, names)
-    made = {v for op in graph.ops for v in op.outputs}
+    facts = facts or known(graph)
+    builder = _Builder(graph, grid, given, chosen, facts)
     for value in graph.inputs:
+        builder.argument(value, facts.readers.get(value, 0))
+    loops = _loops(graph, facts.trips)
+    for value in loops.carried:
         builder.value_node(value)
-    for _, b in graph.ties:
-        if b not in made and b not in builder.layouts:
-            builder.value_node(b)
-    for op in graph.ops:
-        builder.op(op)
-    trips = {v: op.trips for op in graph.ops for v in op.outputs}
-    for a, b in graph.ties:
-        if b in builder.layouts:
-            builder.need(a, builder.layouts[b][1], builder.layouts[b][0], 1)
-        elif a in builder.layouts:
-            builder.need(b, builder.layouts[a][1], builder.layouts[a][0], trips.get(b, 1))
+    for index, op in enumerate(graph.ops):
+        if op.name == "while":
+            for result in op.outputs:
+                source = loops.results.get(result)
+                if source in builder.sources:
+                    builder.sources[result] = builder.layouts[result] = builder.sources[source]
+                    builder.depth[result] = 1 + builder.depth.get(source, 0)
+        builder.op(index, op)
+    for source, value, trips in loops.flows:
+        if value in builder.sources:
+            node, have = builder.sources[value]
+            builder.need(source, have, node, trips)
     for value, spec in results.items():
-        where = {axis: dim for dim, axes in enumerate(spec) for axis in axes}
-        wanted = np.array([[where.get(name, -1) for name in names]], np.int8)
-        builder.need(value, wanted, builder.node(wanted), 1)
+        node, wanted = builder.node(builder.fixed(spec))
+        builder.need(value, wanted, node, 1)
     for value, source in same_as.items():
         node, have = builder.layouts[source]
         builder.need(value, have, node, 1)
-    edges = tuple(Edge(a, b, seconds, sent) for (a, b), (sent, seconds) in builder.tables.items())
-    return Space(tuple(builder.nodes), edges, builder.layouts)
+    edges = tuple(Edge(a, b, sent, seconds) for (a, b), (sent, seconds) in builder.tables.items())
+    held = _held(builder, facts.places)
+    return Space(tuple(builder.nodes), edges, builder.layouts, builder.reads, held)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loops:
+    """Values that loops carry; for a loop's result the value whose layout it has; (from, to, runs) of what flows in."""
+
+    carried: tuple[int, ...]
+    results: Mapping[int, int]
+    flows: tuple[tuple[int, int, int], ...]
+
+
+def _loops(graph: Graph, trips: Sequence[int]) -> _Loops:
+    made = {v for op in graph.ops for v in op.outputs} | set(graph.inputs)
+    outputs = {v for op in graph.ops if op.name == "while" for v in op.outputs}
+    carried: dict[int, int] = {}
+    back: dict[int, int] = {}
+    results: dict[int, int] = {}
+    flows: list[tuple[int, int, int]] = []
+    for a, b in graph.ties:
+        if b not in made:  # into the loop
+            carried[b] = a
+            flows.append((a, b, trips[a]))
+        elif a in carried and b not in outputs:  # round again
+            back[b] = a
+            flows.append((b, a, trips[a]))
+        elif b in outputs:
+            results[b] = back.get(a, a)
+        else:  # out of a branch
+            flows.append((a, b, trips[b]))
+    return _Loops(tuple(carried), results, tuple(flows))
+
+
+def _held(builder: _Builder, places: Sequence[Place]) -> tuple[Held, ...]:
+    sizes, values = builder.grid.sizes, builder.graph.values
+    total: dict[tuple[int, int, int], Array] = {}
+    for place in places:
+        value = max(place.values, key=lambda v: (bytes_of(values[v]), v), default=-1)
+        if value in builder.layouts:
+            node, layouts = builder.layouts[value]
+            key = (node, place.start, place.end + 1)
+            total[key] = total.get(key, 0.0) + bytes_of(values[value]) / pieces(layouts, sizes)
+    return tuple(Held(node, start, end, held) for (node, start, end), held in total.items())

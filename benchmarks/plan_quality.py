@@ -1,0 +1,488 @@
+"""Is the plan as good as the best layout written by hand? Families of training steps, on 8, 64 and 512 devices.
+
+On 8 devices XLA compiles every layout for the CPU (for TPU chips with --tpu, which needs libtpu and no TPU); on 64 and
+512 the figures are those of Shardy's flow. Each family is planned at levels 0, 1 and 2 under two memory limits: ample,
+and one that pure data parallel does not fit. Printed are bytes sent, peak memory, FLOPs of products and convolutions
+(all of one device) and modelled time, then the checks. Nothing is run: programs are planned and compiled.
+Run: python benchmarks/plan_quality.py [--families a,b] [--devices 8,64,512] [--level 2] [--tpu] [--json OUT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+DEVICES = 8
+ROOT = str(pathlib.Path(__file__).resolve().parent.parent)
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "NPROC": "32",  # JAX before 0.12 can deadlock with fewer threads than twice the devices
+    "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
+    "TPU_SKIP_MDS_QUERY": "1",
+}
+sys.path.insert(0, ROOT)  # for examples/, which is not installed
+if __name__ == "__main__":
+    os.environ.update(ENVIRONMENT)  # before JAX is imported
+
+import jax
+import jax.numpy as jnp
+
+import shardfn
+from examples.models import mindspore
+from examples.models.families import FAMILIES
+from shardfn import compiled
+from shardfn.cost.compute import op_flops
+from shardfn.cost.links import link_over
+from shardfn.plan import Plan
+
+TARGETS = {64: "tpu-v5e:8x8", 512: "h100:512"}
+"""What is planned for beyond 8 devices."""
+LEVELS = (0, 1, 2)
+SAME, BETTER = 1e-3, 1e-2
+"""A score this much larger is not worse; one this much smaller is strictly better."""
+SPREAD = 1.1
+"""Work counts as spread over all devices up to this multiple of the least FLOPs per device in the comparison."""
+WITHIN = {"bytes": 0.05, "peak": 0.10, "flops": 0.02}
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What one call costs one device."""
+
+    bytes: float
+    peak: float
+    flops: float
+    time_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One layout of one family; of a plan also its level and its limit. `compiled` only where XLA compiled it."""
+
+    family: str
+    device: str
+    devices: int
+    layout: str
+    predicted: Figures | None
+    compiled: Figures | None
+    seconds: float
+    level: int | None = None
+    limit: str = ""
+    limit_bytes: float | None = None
+    same_as: str = ""
+    policy: str = ""
+    error: str = ""
+
+    @property
+    def figures(self) -> Figures | None:
+        """The best that is known of it."""
+        return self.compiled or self.predicted
+
+    @property
+    def fits(self) -> bool:
+        return self.figures is not None and (self.limit_bytes is None or self.figures.peak <= self.limit_bytes)
+
+
+# ---- figures
+
+
+def predicted(plan: Plan) -> Figures:
+    return Figures(plan.price.bytes_sent, plan.price.memory.peak, products(plan), plan.price.time_s)
+
+
+def products(plan: Plan) -> float:
+    """FLOPs of matrix products and convolutions, which is what can be read from a compiled module."""
+    flow = plan.flow
+    return sum(op_flops(flow, op) * op.trips for op in flow.graph.ops if op.name in ("dot_general", "convolution"))
+
+
+def as_compiled(plan: Plan, real: compiled.Compiled) -> Figures:
+    """The compiled figures; the time is the cost model's on them.
+
+    Compute scales with the compiled FLOPs; collectives are priced one by one on the links of groups of their size.
+    """
+    sent = sum(c.total_bytes for c in real.collectives)
+    sizes = (real.argument_bytes, real.output_bytes, real.temp_bytes)
+    peak = sum(size or 0 for size in sizes) - (real.alias_bytes or 0)
+    model = products(plan)
+    compute_s = plan.price.compute_s * (real.flops / model if model else 1.0)
+    links = {c.group_size: link_over(plan.hardware, plan.axes, (), c.group_size) for c in real.collectives}
+    sent_s = sum(links[c.group_size].seconds(c.kind, c.bytes_sent) * c.trips for c in real.collectives)
+    return Figures(sent, peak, real.flops, compute_s + sent_s)
+
+
+def score(figures: Figures, level: int, least_flops: float) -> float:
+    """What each level makes least: 0 bytes per FLOP with the work spread, 1 peak memory, 2 modelled time."""
+    if level == 0:
+        return figures.bytes / figures.flops if figures.flops <= SPREAD * least_flops else math.inf
+    return figures.peak if level == 1 else figures.time_s
+
+
+# ---- measuring one family on one device count
+
+
+def measure(name: str, devices: int, levels: Sequence[int], tpu: bool, finalists: int) -> Iterator[Row]:
+    """All rows of a family: hand-written layouts first, then plans."""
+    family = FAMILIES[name]
+    compiles = devices == DEVICES
+    size = family.small if compiles else family.large
+    fn, args = family.on_paper(size)
+    device: Any = None if compiles else TARGETS.get(devices, f"cpu:{devices}")
+    if tpu:
+        device = tpu_devices()
+    seen: list[tuple[Any, str, Figures | None]] = []
+
+    def row(layout: str, **options: Any) -> Row:
+        more = {k: options.pop(k) for k in ("limit", "limit_bytes") if k in options}
+        start = time.perf_counter()
+        function: Any = shardfn.shard(options.pop("fn", fn), device=device, donate_argnums=family.donated, **options)
+        shown = "tpu" if tpu else "cpu" if device is None else str(device)
+        try:
+            plan = function.plan(*args)
+            seconds = time.perf_counter() - start
+            key = form(plan)
+            twin, real = next(((other, known) for k, other, known in seen if k == key), ("", None))
+            if compiles and real is None:
+                real = as_compiled(plan, compiled.read(function.lower(*args).compile()))
+        except Exception as error:  # a row without figures is a check that fails: the others still count
+            text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            spent = time.perf_counter() - start
+            return Row(name, shown, devices, layout, None, None, spent, options.get("level"), **more, error=text)
+        seen.append((key, layout, real))
+        return Row(name, shown, devices, layout, predicted(plan), real, seconds, options.get("level"), **more,
+                   same_as=twin, policy=plan.policy if "level" in options else "")  # fmt: skip
+
+    written = family.hand_written(size, devices)
+    experts = {layout: row(layout, in_strategy=e.in_strategy, fn=e.written(fn)) for layout, e in written.items()}
+    yield from experts.values()
+    for limit, limit_bytes in limits(experts):
+        for level in levels:
+            options = {"memory_limit": int(limit_bytes), "finalists": finalists if compiles else 0}
+            yield row(f"plan, level {level}, {limit}", level=level, limit=limit, limit_bytes=limit_bytes, **options)
+
+
+def form(plan: Plan) -> Any:
+    """What tells one plan from another: two of one form compile to one program."""
+    specs = tuple((d.path, d.cuts, d.spec) for d in (*plan.inputs, *plan.outputs))
+    return plan.axes, specs, plan.collectives, dataclasses.replace(plan.price, communication_s=0.0)
+
+
+def limits(experts: dict[str, Row]) -> Iterator[tuple[str, float]]:
+    """An ample memory limit, and one that data parallel misses while a hand-written layout still fits it."""
+    peaks = {name: row.figures.peak for name, row in experts.items() if row.figures}
+    if "data parallel" not in peaks:
+        return
+    yield "ample", 2 * max(peaks.values())
+    tight = max(0.6 * peaks["data parallel"], 1.05 * min(peaks.values()))
+    if tight < 0.95 * peaks["data parallel"]:
+        yield "tight", tight
+
+
+def tpu_devices() -> list[Any]:
+    """Eight chips that are not here, for which libtpu compiles."""
+    from jax.experimental import topologies
+
+    return list(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices)
+
+
+# ---- one matmul against its lower bound
+
+
+def matmul_rows(devices: Iterable[int] = (4, 16, 64), n: int = 8192) -> Iterator[dict[str, Any]]:
+    """Bytes of the planned n x n product beside the least that any algorithm sends with the memory that the plan takes."""
+    shape = jax.ShapeDtypeStruct((n, n), jnp.float32)
+    for p in devices:
+        side = math.isqrt(p)
+        blocks = shardfn.Layout((side, side), ("rows", "columns"))("rows", "columns")
+        gathered = 4 * (3 * n * n / p + 2 * n * n / side)
+        kinds: dict[str, dict[str, Any]] = {
+            "open": {},
+            "open, room for a row and a column of blocks": {"memory_limit": int(1.1 * gathered)},
+            "square blocks, each held once": {"in_strategy": (blocks, blocks), "out_strategy": (blocks,)},
+        }
+        for name, options in kinds.items():
+            try:
+                plan = shardfn.plan(jnp.matmul, shape, shape, device=f"cpu:{p}", level=2, **options)
+            except Exception as error:
+                yield {"devices": p, "layouts": name, "error": f"{type(error).__name__}: {error}".split("\n")[0]}
+                continue
+            cuts = [d.cuts for d in (*plan.inputs, *plan.outputs)]
+            yield {"devices": p, "layouts": name, "cuts": cuts, "peak": plan.price.memory.peak,
+                   "bytes": plan.price.bytes_sent, "bound": least_bytes(n, p, plan)}  # fmt: skip
+
+
+def matmul_table(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield f"{'devices':>7} {'layouts':<44} {'x, w, result':<26} {'peak B':>13} {'B sent':>13} {'bound B':>13} over the bound"
+    for line in lines:
+        if "error" in line:
+            yield f"{line['devices']:>7} {line['layouts']:<44} {line['error']}"
+            continue
+        over = f"{line['bytes'] / line['bound']:.2f}" if line["bound"] else "nothing has to be sent"
+        cuts = " ".join("x".join(map(str, c)) for c in line["cuts"])
+        yield (
+            f"{line['devices']:>7} {line['layouts']:<44} {cuts:<26} {line['peak']:>13,} {line['bytes']:>13,} "
+            f"{line['bound']:>13,.0f} {over}"
+        )
+
+
+def least_bytes(n: int, p: int, plan: Plan) -> float:
+    """The least bytes that one of p devices sends or receives for an n x n product, given what it holds.
+
+    With M words of memory n³ / (2√2 p √M) - M (Irony, Toledo, Tiskin 2004, Theorem 3.1; for M = 3n²/p of order n²/√p,
+    Ballard et al. 2011); whatever the memory, at least 3 (n³/p)^(2/3) words are used, less those that lie there before
+    and after (Al Daas, Ballard, Grigori, Kumar, Rouse 2022).
+    """
+    memory = plan.price.memory.peak / 4
+    held = sum(d.local_bytes for d in (*plan.inputs, *plan.outputs)) / 4
+    bounded = n**3 / (2 * math.sqrt(2) * p * math.sqrt(memory)) - memory
+    return 4 * max(0.0, bounded, 3 * (n**3 / p) ** (2 / 3) - held)
+
+
+# ---- MindSpore's seed
+
+
+def seed_rows(devices: int = DEVICES) -> Iterator[dict[str, Any]]:
+    """One seed on the first Q projection of the 4-layer transformer: do all blocks get tensor x data parallel?"""
+    wanted = {"q": (1, 4), "k": (1, 4), "v": (1, 4), "o": (4, 1), "up": (1, 4), "down": (4, 1)}
+    for train in (False, True):
+        size = dataclasses.replace(mindspore.TRANSFORMER, train=train)
+        fn, args = FAMILIES["mindspore transformer"].on_paper(size)
+        for mode in ("auto", "sharding_propagation", "dynamic_programming"):
+            options = {"in_strategy": (shardfn.AUTO, (2, 1, 1)), "parameter_plan": {"params/0/q": (1, 4)}}
+            try:
+                plan = shardfn.plan(fn, *args, device=f"cpu:{devices}", level=2, search_mode=mode, **options)
+            except Exception as error:
+                yield {"gradients": train, "mode": mode, "blocks": 0, "of": size.layers, "others": {},
+                       "error": f"{type(error).__name__}: {error}".split("\n")[0]}  # fmt: skip
+                continue
+            found = {d.path.split("/", 1)[1]: d.cuts for d in plan.inputs if "/" in d.path}
+            good = sum(all(found[f"{layer}/{w}"] == cuts for w, cuts in wanted.items()) for layer in range(size.layers))
+            yield {"gradients": train, "mode": mode, "blocks": good, "of": size.layers,
+                   "others": {k: c for k, c in found.items() if wanted.get(k.split("/")[1], c) != c}}  # fmt: skip
+
+
+def seed_table(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
+    for line in lines:
+        kind = "with gradients" if line["gradients"] else "forward"
+        others = line.get("error") or ", ".join(f"{k} {tuple(c)}" for k, c in line["others"].items())
+        yield f"{line['mode']:<22} {kind:<15} {line['blocks']} of {line['of']} blocks are data 2 x tensor 4" + (
+            f"; not {others}" if others else ""
+        )
+
+
+# ---- checks
+
+
+def checks(rows: Sequence[Row]) -> Iterator[tuple[str, bool | None, str]]:
+    """(what, passed or None for a remark, text), for each family and then over all."""
+    groups: dict[tuple[str, str, int], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.family, row.device, row.devices), []).append(row)
+    better: dict[str, str] = {}
+    for (family, device, devices), mine in groups.items():
+        known = [r.figures for r in mine if r.figures]
+        if not known:
+            continue
+        least = min(f.flops for f in known)
+        where = f"{family} on {devices} ({device})"
+        plans = [r for r in mine if r.level is not None]
+        yield from ((f"{where}, {r.layout}", False, r.error) for r in mine if r.level is None and r.error)
+        for plan in plans:
+            label = f"{where}, {plan.limit}, level {plan.level}"
+            fitting = [
+                r for r in mine if r.level is None and r.figures and r.figures.peak <= (plan.limit_bytes or math.inf)
+            ]
+            ranked = sorted((score(r.figures, plan.level or 0, least), r.layout) for r in fitting if r.figures)
+            if plan.figures is None:
+                yield label, False if ranked else None, f"no plan: {plan.error}"
+                continue
+            own = score(plan.figures, plan.level or 0, least)
+            if not plan.fits:
+                text = f"does not fit: {plan.figures.peak:,.0f} B of {plan.limit_bytes:,.0f}"
+                yield label, False, text
+                continue
+            if not ranked:
+                yield label, None, "no hand-written layout fits"
+                continue
+            best, name = ranked[0]
+            ratio = 1.0 if own == best else own / best if best else math.inf
+            yield label, ratio <= 1 + SAME, f"{ratio:.4f} of the best expert, {name}"
+            if ratio < 1 - BETTER:
+                better.setdefault(family, f"{ratio:.2f} at level {plan.level}, {plan.limit}, {devices} devices")
+            if family.startswith("mindspore") and plan.level != 1:
+                plain = next((r.figures.bytes for r in mine if r.layout == "data parallel" and r.figures), math.inf)
+                text = f"{plan.figures.bytes:,.0f} of {plain:,.0f} B"
+                yield f"{label}, bytes at most data parallel's", plan.figures.bytes <= plain, text
+        for limit in dict.fromkeys(r.limit for r in plans):
+            three = [r for r in plans if r.limit == limit and r.figures]
+            if len(three) < len(LEVELS):
+                continue
+            for plan in three:
+                scores = {r.level: score(r.figures, plan.level or 0, least) for r in three if r.figures}
+                own, best = scores[plan.level], min(scores.values())
+                good = own <= best * (1 + SAME)
+                text = (
+                    ""
+                    if good
+                    else f"level {min(scores, key=lambda k: scores[k])} is better by {own / best if best else 0:.3f}"
+                )
+                yield f"{where}, {limit}, level {plan.level} best of the three at its objective", good, text
+            different = len({r.figures for r in three})
+            yield f"{where}, {limit}", None, f"{different} different plans of 3"
+    if len({r.family for r in rows}) >= 3:
+        named = "; ".join(f"{k} ({v})" for k, v in better.items())
+        yield "strictly better than every expert on at least 3 families", len(better) >= 3, f"{len(better)}: {named}"
+
+
+def accuracy(rows: Sequence[Row]) -> list[str]:
+    """How close the predictions are to what was compiled, and the rows that are off."""
+    both = [r for r in rows if r.predicted and r.compiled and not r.same_as]
+    lines, off = [], []
+    for what, bound in WITHIN.items():
+        ratios = {r: ratio(getattr(r.predicted, what), getattr(r.compiled, what)) for r in both}
+        good = sum(abs(q - 1) <= bound for q in ratios.values())
+        lines.append(f"{what}: {good} of {len(both)} within {bound:.0%}")
+        off += [
+            f"  {what} {q:.3f} of compiled: {r.family}, {r.layout}" for r, q in ratios.items() if abs(q - 1) > bound
+        ]
+    return lines + off
+
+
+def ratio(first: float, second: float) -> float:
+    return 1.0 if first == second else first / second if second else math.inf
+
+
+# ---- printing
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    yield f"{'layout':<44} {'B sent':>15} {'peak B':>15} {'GFLOPs':>11} {'modelled ms':>12}  {'predicted / compiled':<22} plan s"
+    for row in rows:
+        figures = row.figures
+        if figures is None:
+            yield f"{row.layout:<44} {row.error}"
+            continue
+        ratios = ""
+        if row.predicted and row.compiled:
+            pairs = ((getattr(row.predicted, w), getattr(row.compiled, w)) for w in WITHIN)
+            ratios = " ".join(f"{ratio(*pair):>6.2f}" for pair in pairs)
+        fits = "" if row.fits else " does not fit"
+        yield (
+            f"{row.layout:<44} {figures.bytes:>15,.0f} {figures.peak:>15,.0f} {figures.flops / 1e9:>11,.3f} "
+            f"{figures.time_s * 1e3:>12,.3f}  {ratios:<22} {row.seconds:>6.2f}{fits}"
+            + (f" = {row.same_as}" if row.same_as else "")
+        )
+
+
+def as_row(data: dict[str, Any]) -> Row:
+    sides: dict[str, Any] = {k: Figures(**data[k]) if data[k] else None for k in ("predicted", "compiled")}
+    return Row(**(data | sides))
+
+
+# ---- one process for each family: what XLA keeps of compiled programs grows
+
+
+def in_own_process(arguments: Sequence[str]) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "rows.json")
+        done = subprocess.run([sys.executable, __file__, *arguments, "--child", path], check=False)
+        if not os.path.exists(path):
+            return {"failed": done.returncode}
+        with open(path) as file:
+            return json.load(file)
+
+
+def child(options: argparse.Namespace) -> None:
+    what, levels = options.families, [int(n) for n in options.level.split(",")]
+    if what == "matmul":
+        found: Any = list(matmul_rows())
+    elif what == "seed":
+        found = list(seed_rows())
+    else:
+        count = int(options.devices)
+        found = [dataclasses.asdict(r) for r in measure(what, count, levels, options.tpu, options.finalists)]
+    with open(options.child, "w") as file:
+        json.dump(found, file)
+
+
+def section(title: str, lines: Iterable[str]) -> None:
+    print(f"\n== {title}")
+    for line in lines:
+        print(line, flush=True)
+
+
+def verdict(found: tuple[str, bool | None, str]) -> str:
+    what, passed, text = found
+    return f"{'    ' if passed is None else 'PASS' if passed else 'FAIL'} {what}{': ' if text else ''}{text}"
+
+
+def main() -> None:
+    """Print the tables and the checks; exit with 1 where a check fails."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--families", default=",".join((*FAMILIES, "matmul", "seed")),
+                        help='comma-separated, of these; "matmul" and "seed" are sections of their own')  # fmt: skip
+    parser.add_argument("--devices", default="8,64,512")
+    parser.add_argument("--level", default="0,1,2")
+    parser.add_argument("--finalists", type=int, default=6, help="candidates that a plan compiles, on 8 devices")
+    parser.add_argument("--tpu", action="store_true", help="on 8 devices, compile for TPU v5e chips that are not here")
+    parser.add_argument("--json")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child(options)
+        return
+    more = ["--level", options.level, "--finalists", str(options.finalists), *["--tpu"] * options.tpu]
+    rows: list[Row] = []
+    failed: list[tuple[str, bool | None, str]] = []
+    extra: dict[str, Any] = {}
+    names = options.families.split(",")
+    if unknown := [n for n in names if n not in (*FAMILIES, "matmul", "seed")]:
+        parser.error(f"unknown families: {', '.join(unknown)}")
+    for count in (int(n) for n in options.devices.split(",")):
+        for name in (n for n in names if n in FAMILIES):
+            found = in_own_process(["--families", name, "--devices", str(count), *more])
+            if isinstance(found, dict):
+                failed.append((f"{name} on {count}", False, f"its process ended with {found['failed']}"))
+                continue
+            mine = [as_row(data) for data in found]
+            rows += mine
+            section(
+                f"{name}, {count} devices ({mine[0].device}), {'compiled' if mine[0].compiled else 'flow'}", table(mine)
+            )
+    for name in ("matmul", "seed"):
+        if name in names:
+            extra[name] = in_own_process(["--families", name])
+            if isinstance(extra[name], dict):
+                failed.append((name, False, f"its process ended with {extra.pop(name)['failed']}"))
+                continue
+            title = {"matmul": "one n x n matmul against its lower bound", "seed": "MindSpore's seed"}[name]
+            section(title, {"matmul": matmul_table, "seed": seed_table}[name](extra[name]))
+    verdicts = [*checks(rows), *failed]
+    for line in extra.get("seed", ()):
+        label = f"seed, {line['mode']}, {'with gradients' if line['gradients'] else 'forward'}"
+        verdicts.append((label, line["blocks"] == line["of"], f"{line['blocks']} of {line['of']} blocks"))
+    section("checks", map(verdict, verdicts))
+    if any(r.compiled for r in rows):
+        section("predicted against compiled", accuracy(rows))
+    wrong = sum(passed is False for _, passed, _ in verdicts)
+    print(f"\n{sum(passed is True for _, passed, _ in verdicts)} checks passed, {wrong} failed")
+    if options.json:
+        with open(options.json, "w") as file:
+            listed = [dataclasses.asdict(r) for r in rows]
+            json.dump({"benchmark": "plan_quality", "jax": jax.__version__, "rows": listed, **extra,
+                       "checks": verdicts}, file, indent=1)  # fmt: skip
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Kinds of devices with their figures, and how many of them a plan is for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+from typing import Any
+
+from jax.sharding import Mesh
+
+from shardfn.errors import DeviceError, fail
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One device: rates per second, sizes in bytes. A chip of your own needs the first seven fields.
+
+    >>> mine = Chip("mine", "gpu", flops=400e12, memory_bytes_s=2e12, memory_bytes=64e9, link_bytes_s=200e9, latency_s=1e-5)
+    >>> mine.pod(16).count, mine.rate("bf16") == mine.rate("f32")
+    (16, True)
+    """
+
+    name: str
+    platform: str
+    """`cpu`, `gpu` or `tpu`: what programs are lowered for."""
+    flops: float
+    """Dense matrix products: bf16, of a CPU f32."""
+    memory_bytes_s: float
+    memory_bytes: float
+    link_bytes_s: float
+    """What one device sends over one link in one direction: to its switch, or to one neighbour of a torus."""
+    latency_s: float
+    """An empty collective; on a torus, one hop."""
+    source: str = "given by the user"
+    vector_flops: float = 0.0
+    """Operations on single elements; 0 stands for `flops`."""
+    dtype_flops: tuple[tuple[str, float], ...] = ()
+    """Matrix products of other element types, as (`f32`, FLOP/s); types not named run at `flops`."""
+    torus: int = 0
+    """Dims of the torus that the devices form; 0 where they sit behind a switch."""
+    ring: int = 1
+    """A torus dim closes to a ring where its size is a multiple of this; in three dims only if all of them are."""
+    node: int = 0
+    """Devices behind one switch; 0 stands for all."""
+    network_bytes_s: float = 0.0
+    """What one device sends beyond its node."""
+
+    def __post_init__(self) -> None:
+        rates = ("flops", "memory_bytes_s", "memory_bytes", "link_bytes_s", "latency_s")
+        bad = [name for name in rates if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name)))]
+        if bad:
+            fail(DeviceError, f"chip {self.name!r} needs a positive `{bad[0]}`",
+                 where=f"Chip({self.name!r}, {bad[0]}={getattr(self, bad[0])!r})", why="times are divided by it",
+                 fix="write what one device does per second, or its size in bytes")  # fmt: skip
+        if self.platform not in ("cpu", "gpu", "tpu"):
+            fail(DeviceError, f"chip {self.name!r} has no platform {self.platform!r}", where=f"Chip({self.name!r})",
+                 why="a plan is lowered for one of cpu, gpu and tpu", fix='write platform="gpu"')  # fmt: skip
+        if self.node and not self.network_bytes_s > 0:
+            fail(DeviceError, f"chip {self.name!r} has nodes of {self.node}, but no network between them",
+                 where=f"Chip({self.name!r}, node={self.node})", why="larger groups send beyond the node",
+                 fix="give network_bytes_s, or leave node out")  # fmt: skip
+
+    def rate(self, dtype: str) -> float:
+        """FLOP/s of matrix products of an element type, named as in MLIR (`f32`, `bf16`)."""
+        return dict(self.dtype_flops).get(dtype, self.flops)
+
+    def pod(self, size: int | str) -> Hardware:
+        """So many of these, as a target to plan for.
+
+        Args:
+          size: a count, or a shape such as "4x8": the dims of the torus.
+
+        Raises:
+          DeviceError: the size is neither.
+
+        >>> CHIPS["tpu-v5e"].pod("4x8").topology
+        (4, 8)
+        """
+        text = str(size).strip().lower()
+        dims = tuple(map(int, text.split("x"))) if _SHAPE.fullmatch(text) else ()
+        count = math.prod(dims)
+        if not dims or count < 1:
+            fail(DeviceError, f"{size!r} is no size of a pod", where=f"{self.name}: pod({size!r})",
+                 why="a size is a count or the dims of a torus", fix='write 32, or "4x8"')  # fmt: skip
+        if self.torus and len(dims) == 1:
+            dims = most_cubic(count, self.torus)
+        platform = "cuda" if self.platform == "gpu" else self.platform
+        return Hardware(self, platform, count, name=f"{self.name}:{text}", topology=dims if self.torus else ())
+
+
+_SHAPE = re.compile(r"\d+(x\d+)*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """What a plan runs on. `devices` is None for a target that is only planned for; `mesh` where the user gave one."""
+
+    chip: Chip
+    platform: str
+    """As JAX lowers for it: cpu, cuda, rocm, tpu."""
+    count: int
+    devices: tuple[Any, ...] | None = None
+    mesh: Mesh | None = None
+    name: str = ""
+    topology: tuple[int, ...] = ()
+    """Dims of the torus that the devices fill, the last one fastest; () where there is none."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether programs can run on it now."""
+        return self.devices is not None
+
+
+def most_cubic(count: int, dims: int) -> tuple[int, ...]:
+    """The torus of `count` devices whose largest dim is least, dims in rising order, as Cloud TPU slices are cut.
+
+    >>> most_cubic(32, 2), most_cubic(128, 3), most_cubic(7, 2)
+    ((4, 8), (4, 4, 8), (1, 7))
+    """
+    if dims == 1:
+        return (count,)
+    found = [(n, *most_cubic(count // n, dims - 1)) for n in range(1, count + 1) if n**dims <= count and not count % n]
+    return min(found, key=lambda shape: (max(shape), tuple(reversed(shape))))
+
+
+def load_chip(path: str | os.PathLike[str]) -> Chip:
+    """A chip from the file that `python -m shardfn calibrate --save` writes, or one written by hand.
+
+    Raises:
+      DeviceError: the file is missing, or does not hold a chip.
+    """
+    where = os.fspath(path)
+    try:
+        with open(path, encoding="utf-8") as file:
+            data = json.load(file)["chip"]
+        data["dtype_flops"] = tuple((str(name), float(rate)) for name, rate in data.get("dtype_flops", ()))
+        return Chip(**data)
+    except DeviceError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        fail(DeviceError, "no chip can be read from the file", where=where, why=f"{type(error).__name__}: {error}",
+             fix="make it anew: python -m shardfn calibrate --save FILE")  # fmt: skip
+
+
+def save_chip(chip: Chip, path: str | os.PathLike[str]) -> None:
+    """Write a chip where `load_chip` finds it."""
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"chip": dataclasses.asdict(chip)}, file, indent=1)
+        file.write("\n")
+
+
+def _nvidia(name: str, flops: float, f32: float, f64: float, vector: float, memory_s: float, memory: float,
+            link: float, network: float, source: str) -> Chip:  # fmt: skip
+    # XLA runs f32 products as TF32 by default; int8 and fp8 at twice the rate of bf16.
+    dtypes = (("f32", f32), ("f64", f64), ("i8", 2 * flops), ("ui8", 2 * flops))
+    fp8 = tuple((name, 2 * flops) for name in ("f8E4M3FN", "f8E5M2")) if flops > 500e12 else ()
+    return Chip(name, "gpu", flops, memory_s, memory, link, 7e-6, source, vector, dtypes + fp8, node=8,
+                network_bytes_s=network)  # fmt: skip
+
+
+def _tpu(name: str, flops: float, int8: float, vector: float, memory_s: float, memory: float, link: float, torus: int,
+         source: str) -> Chip:  # fmt: skip
+    # f32 products run as one bf16 pass by default, so `flops` holds for them too.
+    return Chip(name, "tpu", flops, memory_s, memory, link, 1e-6, source, vector, (("i8", int8),), torus,
+                ring=4 if torus == 3 else 16)  # fmt: skip
+
+
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip(
+            "cpu",
+            "cpu",
+            3e10,
+            1.5e9,
+            4e9,
+            1.3e9,
+            7e-5,
+            "8 virtual devices on 2 cores, measured once",
+            7.5e9,
+            (("f64", 1.5e10),),
+        ),
+        _nvidia(
+            "a100", 312e12, 156e12, 19.5e12, 19.5e12, 2.039e12, 80e9, 300e9, 25e9, "NVIDIA A100 80GB SXM datasheet"
+        ),
+        _nvidia("h100", 989e12, 494e12, 67e12, 67e12, 3.35e12, 80e9, 450e9, 50e9, "NVIDIA H100 SXM datasheet"),
+        _nvidia("h200", 989e12, 494e12, 67e12, 67e12, 4.8e12, 141e9, 450e9, 50e9, "NVIDIA H200 SXM datasheet"),
+        _tpu("tpu-v4", 275e12, 275e12, 4.3e12, 1.228e12, 32e9, 50e9, 3, "Google Cloud TPU v4 system page"),
+        _tpu("tpu-v5e", 197e12, 393e12, 6.1e12, 0.819e12, 16e9, 50e9, 2, "Google Cloud TPU v5e system page"),
+        _tpu("tpu-v5p", 459e12, 918e12, 14.3e12, 2.765e12, 95e9, 100e9, 3, "Google Cloud TPU v5p system page"),
+        _tpu("tpu-v6e", 918e12, 1836e12, 7.2e12, 1.638e12, 32e9, 100e9, 2, "Google Cloud TPU v6e system page"),
+    )
+}
+"""Presets. The CPU's figures are those of `python -m shardfn calibrate` on a small virtual machine. Matrix rates, memory and
+its rate are the makers' figures for dense arithmetic.
+
+GPUs: the NVLink figure of the datasheet is both directions together, half of it is one; a network card for each GPU
+(200 Gb/s in a DGX A100, 400 Gb/s in a DGX H100 or H200), 8 GPUs behind one NVSwitch; about 7 µs for an empty NCCL
+collective. TPUs: interconnect of a chip in both directions, over 2 and over its 4 (v5e, v6e) or 6 (v4, v5p) ports; about
+1 µs a hop (Austin et al., "How to Scale Your Model", 2025); vector units: 1,024 lanes of four units (v4: two) in each
+core, at the clock that the matrix rate implies.
+"""

@@ -1,0 +1,162 @@
+"""What XLA computes where it is read: which values take a place in memory, and what each op reads from there."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from shardfn.graph.model import Flow, Graph, Op
+
+CHEAP = frozenset(
+    {"abs", "add", "and", "bitcast_convert", "broadcast_in_dim", "ceil", "clamp", "compare", "complex", "concatenate",
+     "convert", "copy", "dynamic_slice", "floor", "gather", "imag", "iota", "is_finite", "maximum", "minimum", "multiply",
+     "negate", "not", "or", "pad", "real", "reverse", "round_nearest_even", "round_nearest_afz", "select",
+     "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "slice", "square", "subtract", "transpose",
+     "xor", "dynamic_update_slice"}
+)  # fmt: skip
+"""Ops that are rather computed once for each reader than stored."""
+
+COSTLY = frozenset(
+    {"acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cosh", "cosine", "divide", "erf", "erfc",
+     "exponential", "exponential_minus_one", "lgamma", "log", "log_plus_one", "logistic", "popcnt", "power", "remainder",
+     "rsqrt", "sine", "sinh", "sqrt", "tan", "tanh", "erf_inv", "digamma", "mhlo.erf", "mhlo.tan"}
+)  # fmt: skip
+"""Ops that are computed once: fused only into a single reader that reads each element once."""
+
+VIEWS = frozenset({"reshape", "sharding_constraint", "optimization_barrier", "propagation_barrier"})
+"""Ops whose result lies where their operand does."""
+
+CUTS = frozenset({"all_slice", "reshard"})
+"""Ops whose result does so where they cut nothing; else they are as cheap as a slice."""
+
+_SPREADS = frozenset({"broadcast_in_dim", "gather", "dynamic_slice"})
+_READERS = CHEAP | COSTLY | CUTS
+
+
+@dataclasses.dataclass(frozen=True)
+class Fusion:
+    """How the ops of a graph are put together."""
+
+    stored: frozenset[int]
+    """Values with a place of their own."""
+    reads: tuple[tuple[int, ...], ...]
+    """For each op the stored values that it reads, also through what is computed inside it."""
+    inside: tuple[tuple[int, ...] | None, ...]
+    """For each op those that are computed inside it; None where it is itself computed elsewhere, or not at all."""
+    dead: frozenset[int]
+    """Ops whose results nobody needs."""
+
+
+def fuse(flow: Flow) -> Fusion:
+    """Fuse as XLA's instruction fusion does, readers first.
+
+    An op is computed where its readers are if all of them can do so (elementwise ops, moves of data, reductions over the
+    last dim) and they run as one; a cheap one (`CHEAP`) in several places too, if at most one operand that is no broadcast
+    is as large as itself; a costly one not where its elements are repeated. Products, collectives, loops and library
+    calls read from memory. A reshape is no work at all.
+    """
+    return _Fuser(flow).fusion()
+
+
+_MOST = 16
+"""Places in which one op is computed anew."""
+
+
+class _Fuser:
+    def __init__(self, flow: Flow):
+        self.flow, self.graph = flow, flow.graph
+        ops = flow.graph.ops
+        self.alive = _alive(flow.graph)
+        self.readers: dict[int, list[int]] = {}
+        for i in sorted(self.alive):
+            for v in dict.fromkeys(ops[i].inputs):
+                self.readers.setdefault(v, []).append(i)
+        self.held = frozenset(flow.graph.outputs)
+        made = (op.outputs for op in ops)
+        self.made = frozenset(flow.graph.inputs).union(*made, (b for _, b in flow.graph.ties))
+        self.spread = {v for op in ops if op.name in ("broadcast_in_dim", "iota") for v in op.outputs}
+        self.homes: dict[int, tuple[int, ...]] = {}
+        """For each op those inside which it is computed, or itself."""
+
+    def fusion(self) -> Fusion:
+        graph = self.graph
+        later = set()
+        for i in reversed(range(len(graph.ops))):
+            if i in self.alive:
+                homes = self.computed_in(i, graph.ops[i])
+                self.homes[i] = homes if homes is not None else (i,)
+                if homes is not None:
+                    later.add(i)
+        stored = set(graph.inputs)
+        lies: dict[int, tuple[int, ...]] = {}
+        done: dict[int, tuple[int, ...]] = {}
+        reads: list[tuple[int, ...]] = []
+        inside: list[tuple[int, ...] | None] = []
+        for i, op in enumerate(graph.ops):
+            below = tuple(dict.fromkeys(s for v in op.inputs for s in lies.get(v, (v,) if v in stored else ())))
+            before = tuple(dict.fromkeys(j for v in op.inputs for j in done.get(v, ())))
+            if i in later:
+                lies[op.outputs[0]] = below
+                done[op.outputs[0]] = (*before, i)
+            elif i in self.alive:
+                stored.update(op.outputs)
+            runs = i in self.alive and i not in later
+            reads.append(below if runs else ())
+            inside.append(before if runs else None)
+        stored.update(b for _, b in graph.ties if b not in lies)
+        return Fusion(frozenset(stored), tuple(reads), tuple(inside), frozenset(range(len(graph.ops))) - self.alive)
+
+    def computed_in(self, i: int, op: Op) -> tuple[int, ...] | None:
+        """The ops inside which op `i` is computed, or None where it runs by itself."""
+        if len(op.outputs) != 1 or op.outputs[0] in self.held:
+            return None
+        value = op.outputs[0]
+        readers = self.readers.get(value, [])
+        if op.name == "broadcast_in_dim" and op.inputs[0] not in self.made:  # of a constant
+            readers = [r for r in readers if not _passes(self.graph.ops[r], value)]
+        homes = tuple(dict.fromkeys(home for r in readers for home in self.homes[r]))
+        if self.is_view(op):
+            return homes
+        if op.name not in CHEAP and op.name not in COSTLY and op.name not in CUTS:
+            return None
+        if len(homes) > _MOST or not all(self.can_read(r) for r in readers):
+            return None
+        if op.name in COSTLY:
+            alone = len(homes) == 1 and all(self.graph.ops[r].name not in _SPREADS for r in readers)
+            return homes if alone else None
+        size = math.prod(self.graph.values[value].shape)
+        large = [v for v in set(op.inputs) if math.prod(self.graph.values[v].shape) >= size and v not in self.spread]
+        return homes if len(homes) <= 1 or len(large) <= 1 else None
+
+    def is_view(self, op: Op) -> bool:
+        if op.name in CUTS:
+            return self.flow.local_bytes(op.outputs[0]) == self.flow.local_bytes(op.inputs[0])
+        return op.name in VIEWS and len(op.outputs) == 1
+
+    def can_read(self, i: int) -> bool:
+        op = self.graph.ops[i]
+        if self.is_view(op):  # as its own readers do
+            following = self.readers.get(op.outputs[0], ())
+            return op.outputs[0] not in self.held and bool(following) and all(map(self.can_read, following))
+        if op.name == "reduce":  # over other dims XLA wants its operand in memory
+            rank = len(self.graph.values[op.inputs[0]].shape)
+            return any(d == rank - 1 for _, d in op.reduced)
+        return op.name in _READERS
+
+
+def _alive(graph: Graph) -> frozenset[int]:
+    """Ops whose results are needed."""
+    needed = set(graph.outputs)
+    alive = set()
+    for i in reversed(range(len(graph.ops))):
+        op = graph.ops[i]
+        if not op.outputs or needed.intersection(op.outputs) or "custom_call" in op.name:
+            alive.add(i)
+            needed.update(op.inputs)
+    return frozenset(alive)
+
+
+def _passes(op: Op, value: int) -> bool:
+    """A loop hands the value round unchanged: XLA makes a constant anew inside."""
+    n = len(op.outputs)
+    return op.name == "while" and all(op.inputs[k + n] == value for k in range(n) if op.inputs[k] == value)

@@ -1,0 +1,164 @@
+"""The order in which XLA runs a flow's ops, as far as it matters here: all-reduces that it makes one of run together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from shardfn.cost.fusion import Fusion
+from shardfn.graph.model import Communication, Flow, Graph
+
+
+def first_of_body(graph: Graph, loop: int) -> int:
+    """The first op of the body of the loop whose own op is number `loop`; the body stands right before it.
+
+    Values are numbered as they are met, and a loop's results before its body. Moves of layouts have numbers of their own;
+    before the loop they run as often as it does, in the body more often.
+    """
+    op, first = graph.ops[loop], loop
+    while first and graph.ops[first - 1].outputs and min(graph.ops[first - 1].outputs) > min(op.outputs):
+        first -= 1
+    body = graph.ops[first:loop]
+    if any(o.trips > op.trips for o in body):
+        first += next(n for n, o in enumerate(body) if o.trips > op.trips)
+    return first
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """The ops of a loop's body, or of the whole, in order: op numbers, and inner loops as one."""
+
+    parts: tuple[int | Region, ...]
+
+    def ops(self) -> tuple[int, ...]:
+        """All op numbers, those of inner loops too."""
+        return tuple(i for part in self.parts for i in ((part,) if isinstance(part, int) else part.ops()))
+
+
+def regions(graph: Graph) -> Region:
+    """The ops of a graph with its loops put together; a loop's own op is the last of its region."""
+    stack: list[tuple[int, int | Region]] = []  # (first op, part)
+    for i, op in enumerate(graph.ops):
+        if op.name == "while" and op.outputs:
+            first = first_of_body(graph, i)
+            cut = next((n for n, (at, _) in enumerate(stack) if at >= first), len(stack))
+            body = (*(part for _, part in stack[cut:]), i)
+            stack[cut:] = [(first, Region(body))]
+        else:
+            stack.append((i, i))
+    return Region(tuple(part for _, part in stack))
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """A flow with its ops in the order in which they run; `groups` has for an all-reduce's result the number of the one
+    that it is a part of."""
+
+    flow: Flow
+    groups: Mapping[int, int]
+
+    def together(self) -> dict[int, tuple[int, int]]:
+        """For an op that is a part of such an all-reduce: the first and the last op of it."""
+        found: dict[int, tuple[int, int]] = {}
+        where = {
+            i: self.groups[op.outputs[0]]
+            for i, op in enumerate(self.flow.graph.ops)
+            if op.outputs and op.outputs[0] in self.groups
+        }
+        for i, group in where.items():
+            found[group] = (min(i, found.get(group, (i, i))[0]), i)
+        return {i: found[group] for i, group in where.items()}
+
+
+def merged(flow: Flow) -> Order:
+    """The order in which all-reduces can run as one.
+
+    XLA's combiner puts all-reduces over the same axes into one where none needs another: in one region, of one element
+    type, behind equally many all-reduces. It runs when the last of them can; what reads their results comes after.
+    """
+    reduced = {c.result: c for c in flow.communications if c.kind == "all-reduce" and c.group_size > 1}
+    if len(reduced) < 2:
+        return Order(flow, {v: n for n, v in enumerate(reduced)})
+    groups: dict[object, int] = {}
+    of: dict[int, int] = {}
+    order = _ordered(flow, regions(flow.graph), reduced, groups, of)
+    graph = dataclasses.replace(flow.graph, ops=tuple(flow.graph.ops[i] for i in order))
+    return Order(dataclasses.replace(flow, graph=graph), of)
+
+
+def _ordered(
+    flow: Flow, region: Region, reduced: dict[int, Communication], groups: dict[object, int], of: dict[int, int]
+) -> list[int]:
+    ops = flow.graph.ops
+    inner = [[part] if isinstance(part, int) else _ordered(flow, part, reduced, groups, of) for part in region.parts]
+    made: dict[int, int] = {}
+    depth = [0] * len(inner)
+    needs: list[list[int]] = []
+    group: list[int | None] = [None] * len(inner)
+    for n, numbers in enumerate(inner):
+        needs.append([made[v] for i in numbers for v in ops[i].inputs if v in made])
+        depth[n] = max((depth[m] for m in needs[n]), default=0)
+        for i in numbers:
+            made.update(dict.fromkeys(ops[i].outputs, n))
+        result = ops[numbers[0]].outputs[0] if len(numbers) == 1 and ops[numbers[0]].outputs else None
+        if result in reduced:
+            c = reduced[result]
+            key = (region.parts[-1], c.axes, c.group_size, c.trips, flow.graph.values[c.operand].dtype, depth[n])
+            group[n] = of[result] = groups.setdefault(key, len(groups))
+            depth[n] += 1
+    when = [float(n) for n in range(len(inner))]
+    later = [0.0 if g is None else 1 / (len(inner) + 1) for g in group]  # what reads its result comes after all of it
+    last: dict[int, float] = {}
+    for _ in range(3):
+        for n, g in enumerate(group):
+            when[n] = max([when[n], *(when[m] + later[m] for m in needs[n])])
+            if g is not None:
+                when[n] = last[g] = max(last.get(g, 0.0), when[n])
+    if region.parts and not isinstance(region.parts[-1], Region) and ops[inner[-1][-1]].name == "while":
+        when[-1] = max(when)
+    return [i for n in sorted(range(len(inner)), key=lambda n: (when[n], n)) for i in inner[n]]
+
+
+_SHRINKS = 16
+"""How much larger the operands that die must be than the result; smaller gains XLA's scheduler often passes by."""
+
+
+def early(order: Order, fusion: Fusion) -> Order:
+    """Run an op as soon as it can where that frees much memory: XLA schedules for least memory.
+
+    Only within a region; what is computed inside the op moves with it.
+    """
+    flow = order.flow
+    graph = flow.graph
+    last: dict[int, int] = {}
+    for i, reads in enumerate(fusion.reads):
+        for v in reads:
+            last[v] = i
+    keep = set(graph.inputs) | set(graph.outputs)
+    made = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
+    fixed = set(order.together())
+
+    def arranged(region: Region) -> list[int]:
+        here = {i: n for n, part in enumerate(region.parts) for i in ((part,) if isinstance(part, int) else part.ops())}
+        when: list[tuple[float, ...]] = [(float(n),) for n in range(len(region.parts))]
+        for n, part in enumerate(region.parts):
+            inner = fusion.inside[part] if isinstance(part, int) else None
+            if inner is None or not isinstance(part, int) or part in fixed or graph.ops[part].name == "while":
+                continue
+            sources = [here[made[v]] for v in fusion.reads[part] if made.get(v) in here]
+            ready = max((when[m] for m in sources), default=None)
+            freed = sum(flow.local_bytes(v) for v in fusion.reads[part] if last[v] == part and v not in keep)
+            if ready is None or freed <= _SHRINKS * sum(map(flow.local_bytes, graph.ops[part].outputs)):
+                continue
+            for m in sorted((here[j] for j in inner if j in here), key=lambda m: when[m]):
+                when[m] = min(when[m], (*ready, float(m)))
+            when[n] = (*ready, float(n))
+        return [
+            i
+            for n in sorted(range(len(region.parts)), key=lambda n: when[n])
+            for part in (region.parts[n],)
+            for i in ([part] if isinstance(part, int) else arranged(part))
+        ]
+
+    ops = tuple(graph.ops[i] for i in arranged(regions(graph)))
+    return Order(dataclasses.replace(flow, graph=dataclasses.replace(graph, ops=ops)), order.groups)

@@ -1,0 +1,261 @@
+"""What XLA makes of a laid-out program: the collectives between its ops. A flow in, a flow out.
+
+Shardy says how every value lies; XLA's partitioner then works op by op (`graph.ways`) and moves each operand to where the
+op needs it (`graph.moves`). Equal moves of one value are one; what does not change in a loop is moved before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+from shardfn.graph.model import Communication, Flow, Graph, Op, Rule, Spec, Tap, Value
+from shardfn.graph.moves import Step, joined_axes, split_axes, steps
+from shardfn.graph.ways import Case, Edge, Way, way, whole
+
+
+def as_compiled(flow: Flow, platform: str) -> Flow:
+    """The flow with the ops as XLA works on them on `platform`, and the collectives that it runs.
+
+    Args:
+      flow: layouts of all values as propagated. Collectives that are in it (the user's own, in `shard_map`) stay. One
+        that was here before comes back as it is.
+      platform: `cpu`, `cuda`, `rocm` or `tpu`. On CPU a sum of which each device needs only its piece is an all-reduce
+        (elsewhere a reduce-scatter), and `bf16` is added up as `f32`.
+    """
+    if flow.platform:
+        return flow
+    return dataclasses.replace(_Roads(flow, platform == "cpu").flow(), platform=platform)
+
+
+class _Roads:
+    """Walks one flow once; the lists fill as it goes. Inside, axes are in prime parts."""
+
+    def __init__(self, flow: Flow, on_cpu: bool):
+        self.given, self.on_cpu = flow, on_cpu
+        graph = flow.graph
+        used = {a for spec in set(flow.specs) for dim in spec for a in dim}
+        self.sizes, parts = split_axes(flow.axes, used)
+        in_parts = functools.cache(lambda spec: tuple(tuple(p for a in dim for p in parts.get(a, ())) for dim in spec))
+        self.values, self.specs = list(graph.values), [in_parts(spec) for spec in flow.specs]
+        self.ops: list[Op] = []
+        self.sent: list[Communication] = []
+        self.moved: dict[tuple[int, Spec, frozenset[str]], int] = {}
+        self.ways: dict[object, Way] = {}
+        self.filled = {
+            v
+            for op in graph.ops
+            if op.name == "broadcast_in_dim" and not self.values[op.inputs[0]].shape
+            for v in op.outputs
+        }
+        self.lines = {v: op.where for op in graph.ops for v in op.outputs}
+        self.trips = [0] * len(self.values)
+        for op in reversed(graph.ops):
+            for v in op.inputs:  # of what a loop carries: the least of its readers'
+                self.trips[v] = min(self.trips[v] or op.trips, op.trips)
+        for op in graph.ops:
+            for v in op.outputs:
+                self.trips[v] = op.trips
+        for v in graph.inputs:
+            self.trips[v] = 1
+
+    def flow(self) -> Flow:
+        own = {c.result: c for c in self.given.communications}
+        for op in _needed(self.given.graph, _rotations(self.given)):
+            self.sent += [own[v] for v in op.outputs if v in own]
+            if op.name in ("while", "case"):
+                self.carry(op)
+            elif op.name in _PASSED or not any(any(self.specs[v]) for v in (*op.inputs, *op.outputs)):
+                self.ops.append(op)
+            else:
+                self.visit(op)
+        grid = self.given.axes
+        join = functools.cache(lambda axes: joined_axes(axes, grid))
+        specs = tuple(tuple(map(join, spec)) for spec in self.specs)
+        sent = tuple(dataclasses.replace(c, axes=join(c.axes)) for c in self.sent)
+        graph = dataclasses.replace(self.given.graph, values=tuple(self.values), ops=tuple(self.ops))
+        return Flow(graph, specs, grid, sent)
+
+    def carry(self, op: Op) -> None:
+        """What enters a loop, comes back from its body, or leaves a branch lies as the results do."""
+        first = 1 if op.name == "case" else 0  # what decides between the branches
+        laid = [
+            self.move(v, self.specs[op.outputs[i % len(op.outputs)]], self.trips[v], op.where, op.name)
+            for i, v in enumerate(op.inputs[first:])
+        ]
+        self.ops.append(dataclasses.replace(op, inputs=(*op.inputs[:first], *laid)))
+
+    def visit(self, op: Op) -> None:
+        found = self.way(op)
+        if not op.where:  # a result handed out in a layout of its own
+            op = dataclasses.replace(op, where=next(filter(None, map(self.lines.get, op.inputs)), ""))
+        inputs = []
+        for i, (v, spec) in enumerate(zip(op.inputs, found.wants, strict=True)):
+            inside = found.inside[i] if i < len(found.inside) else frozenset()
+            for step in (*(found.through[i] if i < len(found.through) else ()), spec):
+                v = self.move(v, step, op.trips, op.where, op.name, inside=inside)
+            inputs.append(v)
+        for edge in found.edges:
+            self.exchange(inputs[edge.operand], edge, op)
+        for i in found.turned:
+            inputs[i] = self.send(
+                "collective-permute", inputs[i], self.specs[inputs[i]], (), op.trips, op.where, op.name
+            )
+        ready = not found.summed and not found.collected
+        outputs = tuple(
+            v if ready and spec == self.specs[v] else self.new(self.values[v], spec, op.trips)
+            for v, spec in zip(op.outputs, found.gives, strict=True)
+        )
+        self.ops.append(dataclasses.replace(op, inputs=tuple(inputs), outputs=outputs))
+        for made, v in zip(outputs, op.outputs, strict=True):
+            if made == v:
+                continue
+            for axes in found.summed:
+                made = self.add_up(made, self.specs[v], axes, axes == found.summed[-1], op)
+            if found.collected:
+                lies = self.specs[made]
+                made = self.send("all-gather", made, lies, found.collected, op.trips, op.where, op.name)
+            self.move(made, self.specs[v], op.trips, op.where, op.name, into=v)
+
+    def way(self, op: Op) -> Way:
+        have, want = tuple(self.specs[v] for v in op.inputs), tuple(self.specs[v] for v in op.outputs)
+        operands, results = tuple(self.values[v] for v in op.inputs), tuple(self.values[v] for v in op.outputs)
+        if op.rule is None:  # XLA has no way to cut it
+            return Way(tuple(map(whole, operands)), tuple(map(whole, results)))
+        key = (op.name, id(op.rule), op.taps, operands, results, have, want)
+        if key not in self.ways:
+            self.ways[key] = way(Case(op, op.rule, operands, results, have, want, self.sizes))
+        return self.ways[key]
+
+    def new(self, value: Value, spec: Spec, trips: int) -> int:
+        self.values.append(value)
+        self.specs.append(spec)
+        self.trips.append(trips)
+        return len(self.values) - 1
+
+    def move(
+        self,
+        value: int,
+        to: Spec,
+        trips: int,
+        where: str,
+        cause: str,
+        into: int | None = None,
+        inside: frozenset[str] = frozenset(),
+    ) -> int:
+        """Lay a value out anew, once: a second wish for the same, within the same groups, is served by the first."""
+        before, first = self.specs[value], value
+        if into is None:
+            if before == to:
+                return value
+            if (value, to, inside) in self.moved:
+                return self.moved[value, to, inside]
+        trips = min(trips, self.trips[value])
+        path = steps(before, to, self.sizes) or (Step("", (), to),)
+        if value in self.filled:  # every device has what it needs
+            path = (Step("", (), to),)
+        for step in path:
+            last = into if step is path[-1] else None
+            value = self.send(step.kind, value, step.after, step.axes, trips, where, cause, last)
+        self.moved[first, to, inside] = value
+        self.moved.setdefault((value, before, inside), first)
+        return value
+
+    def send(
+        self, kind: str, value: int, after: Spec, axes: Sequence[str], trips: int, where: str, cause: str,
+        into: int | None = None,
+    ) -> int:  # fmt: skip
+        """One collective from `value` to a new one, or to `into`; an empty `kind` cuts it without sending."""
+        was = self.values[value]
+        result = self.new(was, after, trips) if into is None else into
+        if kind == "all-to-all":  # the pieces are padded before they are exchanged
+            pieces = [self.pieces(axes) for axes in after]
+            value = self.like(
+                value, Value(tuple(-(-n // p) * p for n, p in zip(was.shape, pieces, strict=True)), was.dtype)
+            )
+        elif kind == "all-reduce" and self.on_cpu and was.dtype == "bf16":
+            value = self.like(value, Value(was.shape, "f32"))
+        self.ops.append(Op(kind.replace("-", "_") or "all_slice", (value,), (result,), None, trips, where))
+        if kind:
+            size = 2 if kind == "collective-permute" else self.pieces(axes)
+            self.sent.append(Communication(kind, tuple(axes), size, value, result, trips, where, cause))
+        return result
+
+    def like(self, value: int, form: Value) -> int:
+        """The value in another form: itself, or a new one that lies as it does."""
+        return value if form == self.values[value] else self.new(form, self.specs[value], self.trips[value])
+
+    def pieces(self, axes: Sequence[str]) -> int:
+        return math.prod(self.sizes[a] for a in axes)
+
+    def add_up(self, partial: int, want: Spec, axes: tuple[str, ...], last: bool, op: Op) -> int:
+        """Partial sums to sums; to pieces of sums where that is all that is needed and the platform has a way."""
+        have = self.specs[partial]
+        nested = all(w[: len(h)] == h for h, w in zip(have, want, strict=True))
+        pieces = {a for h, w in zip(have, want, strict=True) for a in w[len(h) :]}
+        if last and nested and pieces == set(axes) and not self.on_cpu:
+            return self.send("reduce-scatter", partial, want, axes, op.trips, op.where, op.name)
+        return self.send("all-reduce", partial, have, axes, op.trips, op.where, op.name)
+
+    def exchange(self, value: int, edge: Edge, op: Op) -> None:
+        """Rows that neighbours send along one cut dim, farther ones where a piece is too short."""
+        spec = self.specs[value]
+        pieces = [self.pieces(axes) for axes in spec]
+        local = [-(-n // p) for n, p in zip(self.values[value].shape, pieces, strict=True)]
+        own = local[edge.dim]
+        for dim, size in edge.sizes:
+            local[dim] = size
+        for rows in (edge.before, edge.after):
+            for passed in range(0, rows, own):
+                local[edge.dim] = min(rows - passed, own)
+                shape = tuple(n * p for n, p in zip(local, pieces, strict=True))
+                part = self.new(Value(shape, self.values[value].dtype), spec, op.trips)
+                self.send("collective-permute", part, spec, spec[edge.dim], op.trips, op.where, op.name)
+
+
+def _needed(graph: Graph, ops: Sequence[Op]) -> list[Op]:
+    """The ops that the results depend on; XLA drops the others. A scalar truth that no op reads is a loop's condition."""
+    read = {v for op in ops for v in op.inputs}
+    alive = set(graph.outputs)
+    alive |= {v for op in ops for v in op.outputs if v not in read and graph.values[v] == Value((), "i1")}
+    found = []
+    for op in reversed(ops):
+        if not op.outputs or alive.intersection(op.outputs):
+            found.append(op)
+            alive.update(op.inputs)
+    return found[::-1]
+
+
+def _rotations(flow: Flow) -> list[Op]:
+    """The ops, with `concatenate` of two slices that make a rotation (`jnp.roll`) told as one op, as XLA does."""
+    slices = {op.outputs[0]: op for op in flow.graph.ops if op.name == "slice"}
+    found = []
+    for op in flow.graph.ops:
+        if op.name == "concatenate" and len(op.inputs) == 2 and all(v in slices for v in op.inputs):
+            tap = _rotation(flow, *(slices[v] for v in op.inputs))
+            if tap is not None:
+                shape = flow.graph.values[op.outputs[0]].shape
+                dims = tuple((d,) for d in range(len(shape)))
+                source = slices[op.inputs[0]].inputs
+                op = dataclasses.replace(
+                    op, name="rotate", inputs=source, rule=Rule((dims,), (dims,), shape), taps=(tap,)
+                )
+        found.append(op)
+    return found
+
+
+def _rotation(flow: Flow, end: Op, start: Op) -> Tap | None:
+    """Where `end` and `start` are what their names say of one array, and all of it: by how much it is rotated."""
+    whole, one, two = (flow.graph.values[v].shape for v in (end.inputs[0], end.outputs[0], start.outputs[0]))
+    dims = [d for d, n in enumerate(whole) if not one[d] == two[d] == n]
+    if end.inputs != start.inputs or len(dims) != 1 or any(t.stride != 1 for t in (*end.taps, *start.taps)):
+        return None
+    (d,) = dims
+    low, first = end.taps[d].low, start.taps[d].low
+    return Tap(0, d, d, low=low) if first == 0 and low == two[d] and one[d] + two[d] == whole[d] else None
+
+
+_PASSED = frozenset({"iota", "shard_map", "create_token", "after_all", "partition_id", "replica_id"})
+"""Ops at whose operands nothing is moved."""

@@ -1,0 +1,463 @@
+"""How XLA's partitioner works on one op, given how its operands and results lie: one rule for each kind of op.
+
+JAX hands the layouts that Shardy propagates to this partitioner on every platform. A rule says how the operands must lie,
+how the results lie then, and what remains to be done. The table at the end is the contents.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+
+from shardfn.graph.model import Dims, Op, Rule, Spec, Value, dtype_bits
+from shardfn.graph.windows import reach
+
+Factors = Mapping[int, Sequence[str]]
+"""For each factor of a rule, the axes that cut it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Edge:
+    """Rows along `dim` of an operand that come from the neighbours on either side, at most.
+
+    `sizes` are the sizes that a piece has along other dims by then.
+    """
+
+    operand: int
+    dim: int
+    before: int
+    after: int
+    sizes: tuple[tuple[int, int], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How one op is worked on: how its operands must lie, how its results lie then, and what remains to be done.
+
+    `summed`: axes over which the results are partial sums, in groups that are added up one after the other.
+    `collected`: axes over which the partial results of a reduction of several arrays are gathered. `turned`: operands
+    whose pieces change places (a reversal). `inside`: for each operand, the axes of the
+    groups of devices within which it is laid out anew; what another op wants in other groups is another move. `through`:
+    for each operand, the layouts on the way to what is wanted.
+    """
+
+    wants: tuple[Spec, ...]
+    gives: tuple[Spec, ...]
+    summed: tuple[tuple[str, ...], ...] = ()
+    collected: tuple[str, ...] = ()
+    edges: tuple[Edge, ...] = ()
+    turned: tuple[int, ...] = ()
+    inside: tuple[frozenset[str], ...] = ()
+    through: tuple[tuple[Spec, ...], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What a way is chosen from: one op with the layouts that propagation gave its operands and results."""
+
+    op: Op
+    rule: Rule
+    operands: tuple[Value, ...]
+    results: tuple[Value, ...]
+    have: tuple[Spec, ...]
+    want: tuple[Spec, ...]
+    sizes: Mapping[str, int]
+
+    def pieces(self, axes: Sequence[str]) -> int:
+        """Devices along `axes`."""
+        return math.prod(self.sizes[a] for a in axes)
+
+    def factors(self, dims: Dims, spec: Spec) -> dict[int, tuple[str, ...]]:
+        """The factors that a layout of one tensor cuts. Of a compound dim the major factors are cut first."""
+        found: dict[int, tuple[str, ...]] = {}
+        for dim, axes in zip(dims, spec, strict=True):
+            rest = list(axes)
+            for i, factor in enumerate(dim):
+                taken: list[str] = []
+                while rest and (len(dim) == 1 or self.rule.sizes[factor] % self.pieces([*taken, rest[0]]) == 0):
+                    taken.append(rest.pop(0))
+                if taken:
+                    found[factor] = tuple(taken)
+                if i + 1 < len(dim) and self.pieces(taken) != self.rule.sizes[factor]:
+                    break  # a minor factor is contiguous only where the major ones are cut to single elements
+        return found
+
+    def spec(self, dims: Dims, factors: Factors) -> Spec:
+        """The layout of one tensor whose factors are cut so, as far as it can be said in dims."""
+        spec: list[tuple[str, ...]] = []
+        for dim in dims:
+            axes: list[str] = []
+            for factor in dim:
+                axes += factors.get(factor, ())
+                if self.pieces(factors.get(factor, ())) != self.rule.sizes[factor]:
+                    break
+            spec.append(tuple(axes))
+        return tuple(spec)
+
+    def by_axis(self, dims: Dims, spec: Spec) -> dict[str, int]:
+        """For each axis of a layout, the factor that it cuts."""
+        return {axis: factor for factor, axes in self.factors(dims, spec).items() for axis in axes}
+
+    def laid(self, factors: Factors) -> Way:
+        """All operands and results with their factors cut so."""
+        rule = self.rule
+        wants, gives = (tuple(self.spec(dims, factors) for dims in row) for row in (rule.operands, rule.results))
+        return Way(wants, gives)
+
+
+def way(case: Case) -> Way:
+    """How XLA works on an op."""
+    return WAYS.get(case.op.name, follow_result)(case)
+
+
+def whole(value: Value) -> Spec:
+    """The layout of a value that every device holds all of."""
+    return ((),) * len(value.shape)
+
+
+# ---- the rules
+
+
+def replicate(case: Case) -> Way:
+    """Every device does all of it."""
+    return Way(tuple(map(whole, case.operands)), tuple(map(whole, case.results)))
+
+
+def follow_result(case: Case) -> Way:
+    """The operands are laid out as the results ask: elementwise ops, broadcast, transpose, select, …"""
+    factors: dict[int, tuple[str, ...]] = {}
+    for dims, spec in zip(case.rule.results, case.want, strict=True):
+        factors = case.factors(dims, spec) | factors
+    return case.laid({f: axes for f, axes in factors.items() if f not in case.rule.replicated})
+
+
+def pairwise(case: Case) -> Way:
+    """Result i is operand i."""
+    return Way(case.want, case.want)
+
+
+def reshape(case: Case) -> Way:
+    """Laid out as the result where the operand can be; else as the operand; else whole."""
+    (source,), (target,) = case.rule.operands, case.rule.results
+    for mine, spec, other in ((target, case.want[0], source), (source, case.have[0], target)):
+        factors = case.factors(mine, spec)
+        found = case.spec(other, factors)
+        cut = sum(map(len, spec))
+        if sum(map(len, factors.values())) == cut == sum(map(len, found)):
+            return Way((found,), (spec,)) if mine is target else Way((spec,), (found,))
+    return replicate(case)
+
+
+def reduce(case: Case) -> Way:
+    """Works on the operand as it lies; what is left of the cut dims is added up, the last dim first.
+
+    The partial results of a reduction of several arrays at once (argmax) are gathered instead.
+    """
+    factors = case.factors(case.rule.operands[0], case.have[0])
+    cut = [f for dim in reversed(case.rule.operands[0]) for f in dim if f in case.rule.reduction and f in factors]
+    partial = tuple(factors[f] for f in cut)
+    if len(case.results) == 1:
+        return dataclasses.replace(case.laid(factors), summed=partial)
+    return dataclasses.replace(case.laid(factors), collected=sum(partial, ()))
+
+
+def product(case: Case) -> Way:
+    """dot_general and convolution: one decision for each axis, from where it stands in both operands and the result.
+
+    In order: the same contracted or batch dim of both operands (partial sums, or nothing to do); the result's own (an
+    operand that has that dim is laid out for it, the other is gathered); a contracted dim of one operand alone, if
+    gathering that operand would move more than adding up the result (the other is cut too); else the axis is given up.
+    """
+    rows = (*zip(case.rule.operands[:2], case.have[:2], strict=True), (case.rule.results[0], case.want[0]))
+    left, right, out = (case.by_axis(dims, spec) for dims, spec in rows)
+    in_left, in_right, in_out = ({f for dim in dims for f in dim} for dims, _ in rows)
+    placed: tuple[dict[str, int], ...] = ({}, {}, {})
+    lhs, rhs, res = placed
+    summed: dict[int, list[str]] = {}
+    undecided: list[str] = []
+    for axis in dict.fromkeys((*left, *right, *out)):
+        a, b, c = left.get(axis), right.get(axis), out.get(axis)
+        if a is not None and a == b:
+            lhs[axis] = rhs[axis] = a
+            if a in in_out:
+                res[axis] = a
+            else:
+                summed.setdefault(a, []).append(axis)
+        elif c is not None:
+            for side, factors in zip(placed, (in_left, in_right, in_out), strict=True):
+                if c in factors:
+                    side[axis] = c
+        else:
+            undecided.append(axis)
+    contracted = (in_left & in_right) - in_out
+    for i, (has, lacks) in enumerate(((left, right), (right, left))):
+        if not undecided or not all(has.get(a) in contracted and a not in lacks for a in undecided):
+            continue
+        if any(placed[i].get(axis) != factor and axis not in undecided for axis, factor in has.items()):
+            continue  # it is gathered for another axis, and then wholly
+        gathered, added = (
+            math.prod(v.shape) // case.pieces(list(side))
+            for v, side in ((case.operands[i], placed[i]), (case.results[0], res))
+        )
+        if gathered > added:
+            for axis in undecided:
+                lhs[axis] = rhs[axis] = has[axis]
+                summed.setdefault(has[axis], []).append(axis)
+            break
+    orders = ({**left, **out}, {**right, **out}, {**out, **left, **right})
+    specs = [
+        case.spec(dims, _grouped(side, order)) for (dims, _), side, order in zip(rows, placed, orders, strict=True)
+    ]
+    rest = tuple(whole(v) for v in case.operands[2:])
+    wants = (specs[0], specs[1], *rest)
+    first = _first_groups(case, (left, right), res) or {a for axes in summed.values() for a in axes}
+    inside = tuple(frozenset() if _changed(case.have[i], specs[i]) <= first else frozenset(first) for i in (0, 1))
+    through = tuple(_detour(case, case.have[i], specs[i], first) for i in (0, 1))
+    return Way(wants, (specs[2],), tuple(map(tuple, summed.values())), inside=inside, through=through)
+
+
+def _detour(case: Case, have: Spec, want: Spec, groups: set[str]) -> tuple[Spec, ...]:
+    """On the way of an operand that is to be gathered over `groups`: a layout over axes that leave it whole.
+
+    XLA goes through it where those devices can be split into as many groups.
+    """
+    idle = [a for a in case.sizes if not any(a in axes for axes in have)]
+    dims = [d for d, axes in enumerate(have) if groups.intersection(axes)]
+    if len(dims) != 1 or set(have[dims[0]]) != groups or want[dims[0]] or case.pieces(idle) % case.pieces(list(groups)):
+        return ()
+    kept = list(have[dims[0]])
+    finer = [*kept, *idle[len(kept) :]]
+    return tuple(tuple(tuple(cut) if d == dims[0] else axes for d, axes in enumerate(have)) for cut in (finer, idle))
+
+
+def _first_groups(case: Case, has: tuple[Mapping[str, int], Mapping[str, int]], res: Mapping[str, int]) -> set[str]:
+    """The axes of the groups of devices into which XLA splits a product first; the rest is laid out inside a group.
+
+    They cut a batch dim; else a dim that one operand has in common with the result: of two such, the one for which
+    less is gathered of the other operand.
+    """
+    every = [{f for dim in dims for f in dim} for dims in case.rule.operands[:2]]
+    batch = {a for a, f in res.items() if f in every[0] and f in every[1]}
+    if batch:
+        return batch
+    offers = []
+    for i, axes in enumerate(has):
+        own = every[i] - every[1 - i]
+        before, after = ({a for a, f in side.items() if f in own} for side in (axes, res))
+        if before and before == after:
+            other, spec = case.operands[1 - i], case.have[1 - i]
+            local = math.prod(-(-n // case.pieces(cut)) for n, cut in zip(other.shape, spec, strict=True))
+            offers.append((case.pieces(list(before)) * local * dtype_bits(other.dtype), -i, before))
+    return min(offers, default=(0, 0, set()))[2]
+
+
+def _changed(before: Spec, after: Spec) -> set[str]:
+    return {a for old, new in zip(before, after, strict=True) for a in {*old} ^ {*new}}
+
+
+def _grouped(placed: Mapping[str, int], order: Mapping[str, int]) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for axis in (*(a for a in order if a in placed), *(a for a in placed if a not in order)):
+        found.setdefault(placed[axis], []).append(axis)
+    return found
+
+
+def look_up(case: Case) -> Way:
+    """gather: cut as `_indexed` says; where rows of the table are cut, each device reads what it holds, and all add up."""
+    factors, kinds = _indexed(case, case.rule.results[0], case.results[0])
+    index = case.spec(case.rule.operands[1], factors)
+    table, moved = _to_idle(case, factors, kinds)
+    rest = tuple(whole(v) for v in case.operands[2:])
+    return Way((table, index, *rest), (case.spec(case.rule.results[0], factors),), _group((*kinds["table"], *moved)))
+
+
+def put_down(case: Case) -> Way:
+    """scatter: as gather, the updates in place of the result; where these are cut and the table is not, all add up."""
+    if len(case.operands) != 3:
+        return replicate(case)
+    factors, kinds = _indexed(case, case.rule.operands[2], case.operands[2])
+    table, _ = _to_idle(case, factors, kinds)
+    wants = (table, *(case.spec(dims, factors) for dims in case.rule.operands[1:]))
+    return Way(wants, (table,), _group(kinds["index"]))
+
+
+def _to_idle(case: Case, factors: Factors, kinds: Mapping[str, Sequence[str]]) -> tuple[Spec, list[str]]:
+    """The table's layout. Rows that are cut along axes which the index needs go over to idle axes, as many as there are.
+
+    Also gives those axes.
+    """
+    spec = list(case.spec(case.rule.operands[0], factors))
+    taken = {*kinds["index"], *kinds["all"]}
+    used = {a for spec in case.have for axes in spec for a in axes}
+    idle = [a for a in case.sizes if a not in used]
+    found: list[str] = []
+    for d, axes in enumerate(case.have[0]):
+        lost = case.pieces([a for a in axes if a in taken])
+        while idle and not spec[d] and lost % case.pieces([*found, idle[0]]) == 0:
+            found.append(idle.pop(0))
+        if found:
+            spec[d] = tuple(found)
+            break
+    return tuple(spec), found
+
+
+def _group(axes: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    return (tuple(axes),) if axes else ()
+
+
+def _indexed(case: Case, rows: Dims, written: Value) -> tuple[dict[int, list[str]], dict[str, list[str]]]:
+    """gather and scatter: of the ways that fit, the one that touches the fewest bytes; again for the axes that remain.
+
+    `rows` are what is read (the result) or written (the updates). An axis can cut a dim of all three; a dim that the
+    table shares with the rows (`window`); the rows of the `table`; or the `index`.
+    """
+    table, index = case.rule.operands[:2]
+    in_table, in_index, in_rows = ({f for dim in dims for f in dim} for dims in (table, index, rows))
+    fits = {
+        "all": in_table & in_index & in_rows,
+        "window": (in_table & in_rows) - in_index,
+        "table": in_table - in_rows - in_index,
+        "index": (in_index & in_rows) - in_table,
+    }
+    by_table, by_index = (case.by_axis(d, spec) for d, spec in zip((table, index), case.have, strict=False))
+    sizes = [math.prod(v.shape) * dtype_bits(v.dtype) // 8 for v in (*case.operands[:2], written)]
+    decided: dict[str, int] = {}
+    kinds: dict[str, list[str]] = {kind: [] for kind in fits}
+    left = dict.fromkeys((*by_table, *by_index))
+    while left:
+        offers: list[tuple[int, int, str, dict[str, int]]] = []
+        for order, (kind, factors) in enumerate(fits.items()):
+            sources = {"all": (by_index, by_table), "index": (by_index,)}.get(kind, (by_table,))
+            found = {a: s[a] for s in sources for a in left if s.get(a) in factors}
+            if found:
+                ways = case.pieces([*found, *decided])
+                cut = {"all": (0, 0, 0), "window": (ways, 1, ways), "table": (ways, 1, 1), "index": (1, ways, ways)}
+                touched = sum(size // n for size, n in zip(sizes, cut[kind], strict=True) if n)
+                offers.append((touched, order, kind, found))
+        if not offers:
+            break
+        _, _, kind, found = min(offers, key=lambda offer: offer[:2])
+        decided |= found
+        kinds[kind] += found
+        for axis in found:
+            del left[axis]
+    return _grouped(decided, decided), kinds
+
+
+def windowed(case: Case) -> Way:
+    """slice, pad, reduce_window, select_and_scatter: laid out as the result; rows at the edges come from neighbours."""
+    spec = case.want[0]
+    rank = len(case.results[0].shape)
+    return _with_edges(case, Way(tuple(spec if len(v.shape) == rank else whole(v) for v in case.operands), (spec,)))
+
+
+def convolve(case: Case) -> Way:
+    """A product whose image is also cut along height or width."""
+    return _with_edges(case, product(case))
+
+
+def _with_edges(case: Case, found: Way) -> Way:
+    """Add what an op with windows needs from neighbours; where that is no less than everything, it is done whole."""
+    edges: list[Edge] = []
+    sizes: dict[int, int] = {}
+    for tap in case.op.taps:
+        other, spec = case.results[0], found.gives[0]
+        if tap.over >= 0:
+            other, spec = case.operands[tap.over], found.wants[tap.over]
+        axes = found.wants[tap.operand][tap.dim]
+        if not axes or axes != spec[tap.out_dim]:
+            continue
+        pieces = case.pieces(axes)
+        size, out_size = case.operands[tap.operand].shape[tap.dim], other.shape[tap.out_dim]
+        before, after = reach(size, out_size, pieces, tap)
+        if before + after >= (pieces - 1) * -(-size // pieces) > 0:
+            return replicate(case)
+        if before or after:
+            edges.append(Edge(tap.operand, tap.dim, before, after, tuple(sizes.items())))
+        sizes[tap.dim] = ((-(-out_size // pieces) - 1) * tap.stride + tap.extent - 1) // tap.spacing + 1
+    return dataclasses.replace(found, edges=tuple(edges))
+
+
+def concatenate(case: Case) -> Way:
+    """Along a cut dim it is done along another one, as a sort."""
+    shapes = zip(case.operands[0].shape, case.results[0].shape, strict=True)
+    return _elsewhere(case, next((d for d, (a, b) in enumerate(shapes) if a != b), None))
+
+
+def sort(case: Case) -> Way:
+    """A sort along a cut dim goes over to another dim that divides, and back; without one it is done whole."""
+    dims = enumerate(case.rule.results[0])
+    return _elsewhere(case, next((d for d, dim in dims if case.rule.replicated.intersection(dim)), None))
+
+
+def _elsewhere(case: Case, along: int | None) -> Way:
+    spec = case.want[0]
+    if along is not None and spec[along]:
+        sizes = enumerate(case.results[0].shape)
+        fits = (d for d, n in sizes if d != along and n % case.pieces((*spec[d], *spec[along])) == 0)
+        to = next(fits, None)
+        if to is None:
+            return replicate(case)
+        moved = {along: (), to: (*spec[to], *spec[along])}
+        spec = tuple(moved.get(d, axes) for d, axes in enumerate(spec))
+    return Way((spec,) * len(case.operands), (spec,) * len(case.results))
+
+
+def rotate(case: Case) -> Way:
+    """roll: rows of one piece go to the next ones."""
+    spec, (tap,) = case.want[0], case.op.taps
+    pieces, size = case.pieces(spec[tap.dim]), case.operands[0].shape[tap.dim]
+    if size % pieces:
+        return replicate(case)
+    edges = (Edge(0, tap.dim, min(tap.low, size - tap.low), 0),) if pieces > 1 else ()
+    return Way((spec,), (spec,), edges=edges)
+
+
+def reverse(case: Case) -> Way:
+    """The pieces along a cut dim change places."""
+    spec = case.want[0]
+    return Way((spec,), (spec,), turned=(0,) if any(spec[tap.dim] for tap in case.op.taps) else ())
+
+
+def dynamic_slice(case: Case) -> Way:
+    """The sliced dims must be whole; if the result is to be cut along one, all is done whole."""
+    spec, shapes = case.want[0], zip(case.operands[0].shape, case.results[0].shape, strict=True)
+    if any(axes and a != b for axes, (a, b) in zip(spec, shapes, strict=True)):
+        return replicate(case)
+    return Way((spec, *map(whole, case.operands[1:])), (spec,))
+
+
+def dynamic_update_slice(case: Case) -> Way:
+    """Single rows are written where they belong; longer slices along a cut dim make that dim whole."""
+    shapes = list(zip(case.operands[0].shape, case.operands[1].shape, strict=True))
+    base = tuple(() if b not in (1, a) else axes for axes, (a, b) in zip(case.want[0], shapes, strict=True))
+    new = tuple(() if a != b else axes for axes, (a, b) in zip(base, shapes, strict=True))
+    return Way((base, new, *map(whole, case.operands[2:])), (base,))
+
+
+WAYS: dict[str, Callable[[Case], Way]] = {
+    "reshape": reshape,
+    "reduce": reduce,
+    "dot_general": product,
+    "convolution": convolve,
+    "gather": look_up,
+    "scatter": put_down,
+    "slice": windowed,
+    "pad": windowed,
+    "reduce_window": windowed,
+    "select_and_scatter": windowed,
+    "concatenate": concatenate,
+    "rotate": rotate,
+    "reverse": reverse,
+    "sort": sort,
+    "dynamic_slice": dynamic_slice,
+    "dynamic_update_slice": dynamic_update_slice,
+    "optimization_barrier": pairwise,
+    # XLA has no way to cut these:
+    **dict.fromkeys(("top_k", "rng_bit_generator", "rng", "cholesky", "triangular_solve"), replicate),
+    **({} if jax.__version_info__ >= (0, 12) else {"fft": replicate}),
+}
+"""How each kind of op is worked on; the others follow their result."""

@@ -1,0 +1,66 @@
+"""The recursive search: the devices are divided again and again, and each time every op takes its best further cut.
+
+One division decides one axis of a prime size for all ops together (`search.solve`), with what earlier divisions cut
+held, so the time is linear in the ops and in the number of divisions. What divisions decide one by one can collapse to
+pure data parallel: therefore it starts twice, once with a first division for memory, and afterwards every axis is
+decided again with the others held, until nothing improves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numpy as np
+
+from shardfn.place import primes
+from shardfn.search import propagation
+from shardfn.search.dynamic import Found, answer_of, on_grid
+from shardfn.search.forms import FREE
+from shardfn.search.grid import Axes
+from shardfn.search.problem import Answer, Problem
+
+SWEEPS = 2
+
+
+def search(problem: Problem) -> Answer:
+    """The best layout found by dividing the devices."""
+    if not problem.is_open:
+        return propagation.search(problem)
+    axes = problem.axes or tuple((f"x{i}", p) for i, p in enumerate(sorted(primes(problem.devices), reverse=True)))
+    starts = dict.fromkeys((problem.level, 1))
+    found = [one for first in starts if (one := divided(problem, axes, first)) is not None]
+    return answer_of(problem, found, "recursive search")
+
+
+def divided(problem: Problem, axes: Axes, first: int) -> Found | None:
+    """All axes decided one after the other, the first at level `first`, and then each again."""
+    rows: list[np.ndarray] | None = None
+    found: Found | None = None
+    for count in range(1, len(axes) + 1):
+        chosen = None if rows is None else [np.append(row, FREE) for row in rows]
+        asked = dataclasses.replace(problem, level=first) if count == 1 else problem
+        found = on_grid(asked, axes[:count], chosen)
+        if found is None:
+            return None
+        rows = _rows(found)
+    for _ in range(SWEEPS):
+        before = found.solution.cost if found else 0.0
+        for column in range(len(axes)):
+            assert rows is not None
+            better = on_grid(problem, axes, [_free(row, column) for row in rows])
+            if better is not None and problem.seconds_left > 0:
+                found, rows = better, _rows(better)
+        if found is None or found.solution.cost >= before * (1 - 1e-6):
+            break
+    if found is None:
+        return None
+    return dataclasses.replace(found, is_exact=False)
+
+
+def _rows(found: Found) -> list[np.ndarray]:
+    return [node.labels[label] for node, label in zip(found.space.nodes, found.solution.choice, strict=True)]
+
+
+def _free(row: np.ndarray, column: int) -> np.ndarray:
+    row = row.copy()
+    row[column] = FREE
+    return row

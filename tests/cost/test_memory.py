@@ -1,0 +1,121 @@
+"""Peak memory against what XLA's CPU compiler assigns."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardfn
+from shardfn import compiled
+from shardfn.cost.memory import memory
+
+from .programs import HEADS, LAYERS, WEIGHTS, X_SMALL, X, array, attention, mlp, scanned, scanned_step, step
+
+BATCH, WHOLE = (8, 1), (1, 1)
+COLUMNS = {"w1": (1, 8), "w2": (8, 1)}
+HEAD_CUTS = (*((1, 8, 1),) * 3, (8, 1, 1))
+
+
+def both(fn, args, entries, **options):
+    """Predicted memory, and the compiled program's."""
+    function = shardfn.shard(fn, entries, device=jax.devices()[:8], **options)
+    plan = function.plan(*args)
+    donated = options.get("donate_argnums", ())
+    leaves = [jax.tree.leaves(a) for a in args]
+    firsts = [sum(len(x) for x in leaves[:i]) for i in range(len(args))]
+    positions = [firsts[i] + j for i in donated for j in range(len(leaves[i]))]
+    return memory(plan.flow, positions), compiled.read(function.lower(*args).compile())
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "entries"),
+    [
+        (jnp.matmul, (array(512, 256), array(256, 1024)), (BATCH, WHOLE)),
+        (jnp.matmul, (array(512, 256), array(256, 1024)), ((1, 8), (8, 1))),
+        (mlp, (WEIGHTS, X), (WHOLE, BATCH)),
+        (mlp, (WEIGHTS, X), (COLUMNS, WHOLE)),
+        (step, (WEIGHTS, X), (WHOLE, BATCH)),
+        (step, (WEIGHTS, X), (COLUMNS, WHOLE)),
+        (scanned, (LAYERS, array(512, 128)), (WHOLE, BATCH)),
+        (scanned_step, (LAYERS, array(4096, 128)), (WHOLE, BATCH)),
+        (attention, HEADS, ((8, 1, 1), *((1, 1, 1),) * 4)),
+        (attention, HEADS, ((1, 1, 1), *HEAD_CUTS)),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)  # fmt: skip
+def test_peak(fn, args, entries):
+    entries = tuple(
+        jax.tree.map(lambda leaf, entry=e: (*(1,) * (leaf.ndim - len(entry)), *entry), a)
+        if isinstance(e, tuple) and isinstance(a, dict)
+        else e
+        for e, a in zip(entries, args, strict=True)
+    )
+    predicted, real = both(fn, args, entries)
+    assert predicted.arguments == real.argument_bytes
+    peak = real.argument_bytes + real.output_bytes + real.temp_bytes
+    assert predicted.peak == pytest.approx(peak, rel=0.15), (predicted, real)
+
+
+def test_donated_arguments_are_the_places_of_results():
+    predicted, real = both(step, (WEIGHTS, X), (COLUMNS, WHOLE), donate_argnums=(0,))
+    kept, _ = both(step, (WEIGHTS, X), (COLUMNS, WHOLE))
+    assert predicted.donated == real.alias_bytes == 2 * 256 * 1024 * 4 // 8
+    assert kept.donated == 0
+    peak = real.argument_bytes + real.output_bytes + real.temp_bytes - real.alias_bytes
+    assert predicted.peak == pytest.approx(peak, rel=0.15), (predicted, real)
+    assert predicted.peak < kept.peak
+
+
+def flow(fn, *args, entries=None):
+    return shardfn.plan(fn, *args, in_strategy=entries, device="cpu:8").flow
+
+
+def chain(x):
+    for _ in range(4):
+        x = jnp.tanh(x)
+    return x
+
+
+def test_a_chain_takes_no_memory():
+    assert memory(flow(chain, X)).temporaries == 0
+
+
+def test_an_op_writes_over_what_dies():
+    """One array beside the result for any number of products with elementwise ops between them."""
+
+    def layers(x, w):
+        for _ in range(5):
+            x = jnp.tanh(x @ w) * 2.0
+        return x
+
+    found = memory(flow(layers, array(1024, 512), array(512, 512), entries=((8, 1), (1, 1))))
+    assert found.temporaries == 1024 * 512 * 4 // 8
+
+
+def test_loops_keep_what_they_carry_in_one_place():
+    shallow, deep = (
+        memory(flow(scanned, {"w1": array(n, 128, 512), "w2": array(n, 512, 128)}, X_SMALL)).temporaries
+        for n in (2, 64)
+    )
+    assert shallow == deep
+
+
+def test_what_a_loop_stacks_grows_with_it():
+    def stacked(x):
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x), x), x, length=16)[1].sum()
+
+    assert memory(flow(stacked, array(256, 128), entries=((8, 1),))).temporaries >= 16 * 256 * 128 * 4 // 8
+
+
+def test_merged_gradients_are_alive_together():
+    """All-reduces that run as one need all their operands at once, and give all their results at once."""
+
+    def step(ws, x):
+        grads = jax.grad(lambda ws: sum(jnp.sum(jnp.square(x @ w)) for w in ws))(ws)
+        return [w - g for w, g in zip(ws, grads, strict=True)]
+
+    count, size = 6, 512 * 512 * 4
+    ws = [array(512, 512) for _ in range(count)]
+    plan = shardfn.plan(step, ws, array(64, 512), in_strategy=(None, (8, 1)), device="cpu:8",
+                        parameter_plan={"ws/*": (1, 1)})  # fmt: skip
+    found = memory(plan.flow, range(count))
+    assert found.temporaries >= 2 * count * size

@@ -1,0 +1,208 @@
+"""Work, bytes and times of small flows, against figures worked out by hand."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardfn
+from shardfn.cost.chips import Chip
+from shardfn.cost.compute import op_flops, work
+from shardfn.cost.fusion import fuse
+from shardfn.cost.hardware import CHIPS, link_over, resolve
+from shardfn.cost.price import collective_s, collectives, price
+from shardfn.cost.schedule import merged
+
+from .programs import array
+
+ONE = Chip("one", "cpu", 1.0, 1e30, 1e12, 1.0, 1e-30)
+"""FLOPs are seconds, bytes take no time."""
+SLOW = Chip("slow", "cpu", 1e30, 1.0, 1e12, 1.0, 1e-30)
+"""Bytes moved are seconds."""
+
+
+def flow(fn, *args, entries=None, device="cpu:8"):
+    return shardfn.plan(fn, *args, in_strategy=entries, device=device).flow
+
+
+def moved(fn, *args, entries=None):
+    return work(flow(fn, *args, entries=entries, device="cpu:1"), SLOW).bytes_moved
+
+
+N = 64 * 64
+F = 4
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "expected"),
+    [
+        (lambda x: jnp.tanh(x * 2.0 + 1.0), (array(64, 64),), 2 * N * F),
+        (lambda x, y: x @ y, (array(64, 64), array(64, 64)), 3 * N * F),
+        (lambda x, y: jnp.tanh(x @ y), (array(64, 64), array(64, 64)), 5 * N * F),
+        # The product reads the sum from memory; it is no part of it.
+        (lambda x, y: (x + y) @ y, (array(64, 64), array(64, 64)), 6 * N * F),
+        (lambda x: jnp.sum(x * x, axis=1), (array(64, 64),), N * F + 64 * F),
+        # A gather reads the rows it takes, not the table; an update writes those it changes.
+        (lambda t, i: t[i], (array(10000, 64), array(4, dtype=jnp.int32)), 2 * 4 * 64 * F + 4 * 4),
+        (lambda x, u: jax.lax.dynamic_update_slice(x, u, (0, 0)), (array(10000, 64), array(2, 64)), 3 * 2 * 64 * F),
+        (lambda x: x.reshape(32, 128), (array(64, 64),), 0),
+    ],
+)
+def test_bytes_moved(fn, args, expected):
+    assert moved(fn, *args) == expected
+
+
+def test_loops_multiply():
+    def once(x, w):
+        return jnp.tanh(x @ w)
+
+    def often(x, w):
+        return jax.lax.fori_loop(0, 10, lambda _, x: once(x, w), x)
+
+    args = (array(64, 64), array(64, 64))
+    one, ten = (work(flow(fn, *args, device="cpu:1"), ONE) for fn in (once, often))
+    assert ten.flops == pytest.approx(10 * one.flops, rel=0.01)
+    assert one.flops == 2 * 64**3 + 64**2
+
+
+def test_time_is_the_larger_of_operations_and_bytes():
+    matmul = flow(jnp.matmul, array(512, 512), array(512, 512), device="h100:1")
+    chip = CHIPS["h100"]
+    assert work(matmul, chip).seconds == pytest.approx(max(2 * 512**3 / 494e12, 3 * 512 * 512 * 4 / 3.35e12))
+    tall = flow(jnp.matmul, array(8192, 8192), array(8192, 8192), device="h100:1")
+    assert work(tall, chip).seconds == pytest.approx(2 * 8192**3 / 494e12)
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "rate"),
+    [
+        ("h100:1", jnp.float32, 494e12),
+        ("h100:1", jnp.bfloat16, 989e12),
+        ("h100:1", jnp.int8, 1978e12),
+        ("a100:1", jnp.float32, 156e12),
+        ("tpu-v5e:1", jnp.float32, 197e12),
+        ("tpu-v5e:1", jnp.int8, 393e12),
+    ],
+)
+def test_products_run_at_the_rate_of_their_type(target, dtype, rate):
+    big = array(8192, 8192, dtype=dtype)
+    hardware = resolve(target)
+    assert price(flow(jnp.matmul, big, big, device=target), hardware).compute_s == pytest.approx(2 * 8192**3 / rate)
+
+
+def test_local_shapes_are_priced():
+    args = (array(4096, 4096), array(4096, 4096))
+    whole = price(flow(jnp.matmul, *args, device="h100:1"), resolve("h100:1"))
+    cut = price(flow(jnp.matmul, *args, entries=((8, 1), (1, 1)), device="h100:8"), resolve("h100:8"))
+    assert cut.flops == whole.flops / 8 and cut.compute_s == pytest.approx(whole.compute_s / 8)
+    assert cut.communication_s == 0
+
+
+def test_a_collective_takes_its_bytes_over_its_axes():
+    hardware = resolve("h100:64")
+    x, w = array(1024, 8192), array(8192, 1024)
+    for entries, sent, rate in (
+        (((1, 64), (64, 1)), 2 * 63 / 64, 400e9),
+        (((8, 8), (8, 1)), 2 * 7 / 8 / 8, 450e9),
+    ):
+        laid = shardfn.plan(jnp.matmul, x, w, in_strategy=entries, device="h100:64")
+        found = price(laid.flow, hardware)
+        bytes_sent = sent * 1024 * 1024 * 4
+        assert found.bytes_sent == pytest.approx(bytes_sent)
+        latency = link_over(hardware, laid.axes, laid.collectives[0].axes).latency_s
+        assert found.communication_s == pytest.approx(bytes_sent / rate + latency)
+        assert sum(collective_s(c, hardware, laid.axes) for c in laid.collectives) == pytest.approx(
+            found.communication_s
+        )
+
+
+def test_all_reduces_that_run_as_one_cost_one_latency():
+    def grads(ws, x):
+        return jax.grad(lambda ws: sum(jnp.sum(jnp.square(x @ w)) for w in ws))(ws)
+
+    laid = shardfn.plan(
+        grads, [array(64, 64)] * 5, array(64, 64), in_strategy=(None, (8, 1)), device="h100:8",
+        parameter_plan={"ws/*": (1, 1)},
+    )  # fmt: skip
+    hardware = resolve("h100:8")
+    single = sum(collective_s(c, hardware, laid.axes) for c in laid.collectives)
+    assert len(laid.collectives) == 5
+    assert price(laid.flow, hardware).communication_s == pytest.approx(single - 4 * hardware.chip.latency_s)
+    assert len(set(merged(laid.flow).groups.values())) == 1
+
+
+def test_all_reduces_that_need_each_other_stay_apart():
+    def layers(ws, x):
+        for a, b in ws:
+            x = jnp.tanh(x @ a) @ b
+        return x
+
+    ws = [(array(64, 64), array(64, 64))] * 3
+    laid = shardfn.plan(layers, ws, array(16, 64), in_strategy=(None, (1, 1)), device="h100:8",
+                        parameter_plan={"ws/*/0": (1, 8), "ws/*/1": (8, 1)})  # fmt: skip
+    assert len(laid.collectives) == 3
+    assert len(set(merged(laid.flow).groups.values())) == 3
+
+
+def test_an_order_keeps_every_op_behind_what_it_reads():
+    def step(ws, x):
+        value, grads = jax.value_and_grad(lambda ws: jnp.mean(jnp.square(jnp.tanh(x @ ws[0]) @ ws[1])))(ws)
+        return [w - g for w, g in zip(ws, grads, strict=True)], value
+
+    laid = flow(step, [array(64, 64)] * 2, array(64, 64), entries=(None, (8, 1)))
+    for before, after in ((laid, merged(laid).flow),):
+        assert sorted(map(repr, before.graph.ops)) == sorted(map(repr, after.graph.ops))
+        made = {v for op in after.graph.ops for v in op.outputs}
+        seen = set(after.graph.inputs)
+        for op in after.graph.ops:
+            assert {v for v in op.inputs if v in made} <= seen | set(after.graph.inputs)
+            seen.update(op.outputs)
+
+
+def test_an_op_without_a_rule_is_listed_and_charged():
+    laid = flow(lambda x: jnp.linalg.qr(x)[0], array(64, 64), device="cpu:1")
+    found = work(laid, SLOW)
+    assert any(name.startswith("custom_call") and "test_price.py:" in name for name in found.unpriced)
+    assert found.seconds >= 2 * N * F
+    assert price(laid, resolve("cpu:1")).unpriced == found.unpriced
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: jnp.sort(x, axis=1),
+        lambda x: jax.lax.top_k(x, 4)[0],
+        lambda x: jnp.cumsum(x, axis=0),
+        lambda x: jnp.exp(x) / jnp.sum(jnp.exp(x)),
+        lambda x: jnp.where(x > 0, x, jnp.roll(x, 1, axis=0)),
+        lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (2, 2), (2, 2), "VALID"),
+    ],
+)
+def test_common_ops_have_a_rule_and_cost_something(fn):
+    found = work(flow(fn, array(64, 64), device="cpu:1"), CHIPS["cpu"])
+    assert found.unpriced == () and found.seconds > 0
+
+
+def test_a_result_read_twice_is_stored_unless_it_is_cheap():
+    cheap = flow(lambda x, w: (lambda y: y @ w + jnp.sum(jnp.tanh(y)))(x * 2.0), array(64, 64), array(64, 64))
+    costly = flow(lambda x, w: jnp.sin(jnp.exp(x)).sum() + jnp.cos(jnp.exp(x)) @ w, array(64, 64), array(64, 64))
+    stored = [
+        sorted(
+            op.name for op in f.graph.ops if op.outputs[0] in fuse(f).stored and op.name in ("multiply", "exponential")
+        )
+        for f in (cheap, costly)
+    ]
+    assert stored[0] == ["multiply"]  # the product reads it from memory
+    assert "exponential" in stored[1] or len(stored[1]) == 0
+
+
+def test_flops_of_library_ops():
+    sorting = flow(lambda x: jnp.sort(x, axis=1), array(64, 1024), device="cpu:1")
+    [op] = [op for op in sorting.graph.ops if op.name == "sort"]
+    assert op_flops(sorting, op) == 64 * 1024 * 10
+
+
+def test_every_collective_has_bytes():
+    laid = flow(jnp.matmul, array(64, 64), array(64, 64), entries=((1, 8), (8, 1)))
+    assert [dataclasses.astuple(c)[0] for c in collectives(laid)] == ["all-reduce"]

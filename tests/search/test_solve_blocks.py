@@ -1,0 +1,103 @@
+"""Deep networks of equal blocks: work done once for all gives what plain work gives; what each label costs at least."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from shardfn.search import marginals, narrow
+from shardfn.search.content import Store
+from shardfn.search.eliminate import eliminate
+from shardfn.search.labelling import cost_of, labelling
+from shardfn.search.marginals import min_marginals
+from shardfn.search.solve import solve
+from tests.search.test_labelling import random_problem
+
+
+def blocks(seed: int, count: int, inside: int = 6, labels: int = 4, whole: bool = False):
+    """`count` equal random blocks in a row, each tied to the next by two tables, with a first and a last of their own."""
+    rng = np.random.default_rng(seed)
+    draw = (lambda *shape: rng.integers(0, 50, shape).tolist()) if whole else (lambda *shape: rng.random(shape).tolist())
+    pairs = [(u, v) for u in range(inside) for v in range(u) if rng.random() < 0.6]
+    costs, between = [draw(labels) for _ in range(inside)], [draw(labels * labels) for _ in pairs]
+    links = [(a, b, draw(labels * labels)) for a, b in ((inside - 1, 0), (inside - 2, 1))]
+    tables = []
+    for block in range(count):
+        at = block * inside
+        tables += [((at + u, at + v), table) for (u, v), table in zip(pairs, between, strict=True)]
+        if block:
+            tables += [((at - inside + a, at + b), table) for a, b, table in links]
+    every = [list(cost) for _ in range(count) for cost in costs]
+    every[0], every[-1] = draw(labels), draw(labels)
+    return labelling(every, tables=tables)
+
+
+def plain(problem) -> float:
+    """The least cost by elimination alone, nothing shared."""
+    tables = [{} for _ in problem.costs]
+    for table in problem.tables:
+        u, v = table.nodes
+        tables[u][v] = tables[u].get(v, 0.0) + table.cost
+        tables[v][u] = tables[u][v].T
+    return cost_of(problem, eliminate(problem.costs, tables, 1e9))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_equal_blocks_solved_together_cost_what_they_cost_alone(seed, monkeypatch):
+    problem = blocks(seed, count=3 + seed % 6, whole=seed % 2 == 0)
+    best = plain(problem)
+    found = solve(problem)
+    assert found.proved and found.cost == pytest.approx(best, rel=1e-12)
+    monkeypatch.setattr("shardfn.search.solve.ENTRIES", 0)  # narrowing instead of elimination
+    monkeypatch.setattr(narrow, "ENTRIES", 64)
+    found = solve(problem)
+    assert found.proved and found.cost == pytest.approx(best, rel=1e-12)
+
+
+def test_equal_blocks_share_most_of_their_work():
+    def misses(count):
+        store = Store()
+        problem = blocks(3, count)
+        tables = [{} for _ in problem.costs]
+        for table in problem.tables:
+            u, v = table.nodes
+            tables[u][v] = store.of(table.cost)
+            tables[v][u] = store.turned(tables[u][v])
+        assert eliminate([store.of(cost) for cost in problem.costs], tables, 1e9, store=store) is not None
+        return len(store.results)
+
+    few, many = misses(8), misses(64)
+    assert many < 4 * few  # 8 times as many blocks; only what is near an end differs
+
+
+@pytest.mark.parametrize("near", [False, True])
+def test_the_least_cost_of_each_label_is_that_of_enumeration(near, monkeypatch):
+    if near:
+        monkeypatch.setattr(marginals, "ENTRIES", 30)
+    exact = 0
+    for seed in range(60):
+        problem = random_problem(seed).unlimited()
+        nodes = list(range(len(problem.costs)))
+        least = [np.full(len(cost), np.inf) for cost in problem.costs]
+        for choice in itertools.product(*(range(len(cost)) for cost in problem.costs)):
+            cost = cost_of(problem, choice)
+            for v, label in enumerate(choice):
+                least[v][label] = min(least[v][label], cost)
+        found = min_marginals(problem, nodes)
+        assert found is not None or near
+        for each, mine in zip(found or [], least, strict=False):
+            assert np.allclose(each.cost[each.exact], mine[each.exact], rtol=1e-9)
+            assert (each.cost <= mine + 1e-9).all()
+            exact += int(each.exact.sum())
+            assert each.exact.all() or near
+    assert exact > 100
+
+
+def test_the_runner_up_of_a_decision():
+    (only,) = min_marginals(labelling([[3.0]]), [0])
+    assert only.runner_up == (-1, math.inf, True)
+    (first, second) = min_marginals(blocks(0, 4), [3, 9])
+    for each in (first, second):
+        at, more, exact = each.runner_up
+        assert exact and more == pytest.approx(np.sort(each.cost)[1] - each.cost.min()) and at != each.cost.argmin()

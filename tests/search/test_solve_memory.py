@@ -1,0 +1,88 @@
+"""Nodes that hold several values at different times, limits that can't be kept, and the least peak."""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from shardfn.search.labelling import Held, cost_of, labelling, peak_of
+from shardfn.search.peak import least_peak
+from shardfn.search.solve import solve
+from tests.search.test_labelling import NEVER, enumerated, random_problem
+
+
+def with_held(seed: int):
+    """A random problem whose nodes hold more, at times of their own."""
+    problem = random_problem(seed)
+    rng = np.random.default_rng(1000 + seed)
+    rows = []
+    for _ in range(int(rng.integers(0, 10))):
+        v, start = int(rng.integers(len(problem.costs))), int(rng.integers(0, 12))
+        rows.append(Held(v, start, start + int(rng.integers(0, 6)), rng.integers(0, 9, len(problem.costs[v])).astype(float)))
+    return dataclasses.replace(problem, held=tuple(rows), limit=problem.limit + 8 * len(rows) * rng.random())
+
+
+def peaks(problem, choice) -> float:
+    """Counted time by time, in the plainest way."""
+    rows = [(v, s, e, u) for v, ((s, e), u) in enumerate(zip(problem.intervals.tolist(), problem.usages, strict=True))]
+    rows += [(each.node, each.start, each.end, each.usage) for each in problem.held]
+    return max(sum(u[choice[v]] for v, s, e, u in rows if s <= t < e) for t in range(40))
+
+
+@pytest.mark.parametrize("block", range(6))
+def test_what_is_held_at_many_times_counts_at_each(block):
+    feasible = 0
+    for seed in range(20 * block, 20 * block + 20):
+        problem = with_held(seed)
+        every = list(itertools.product(*(range(len(cost)) for cost in problem.costs)))
+        for choice in every[:: max(1, len(every) // 5)]:
+            assert peak_of(problem, choice) == pytest.approx(peaks(problem, choice))
+        found, best = solve(problem), enumerated(problem)
+        assert found.proved and found.feasible == math.isfinite(best), seed
+        if found.feasible:
+            assert found.cost == best and found.least_peak is None, seed
+            feasible += 1
+    assert feasible > 5
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_the_least_peak_is_bounded_by_that_of_enumeration(block):
+    close = 0
+    for seed in range(20 * block, 20 * block + 20):
+        problem = with_held(seed)
+        every = itertools.product(*(range(len(cost)) for cost in problem.costs))
+        least = min((peak_of(problem, c) for c in every if math.isfinite(cost_of(problem, c))), default=None)
+        found = least_peak(problem)
+        if least is None:
+            assert found is None or math.isinf(found.peak)
+            continue
+        assert found is not None and found.bound <= least + 1e-9, seed
+        assert found.peak >= least and (math.isinf(found.peak) or found.peak == peak_of(problem, found.choice))
+        close += found.peak <= 1.05 * least
+    assert close >= 15
+
+
+def test_an_infeasible_limit_is_answered_with_the_least_peak():
+    problem = labelling([[0, 1], [0, 1]], held=[(0, 0, 2, [5, 4]), (1, 1, 3, [5, 4]), (1, 7, 9, [3, 7])], limit=7)
+    found = solve(problem)
+    assert found.proved and not found.feasible and math.isinf(found.bound)
+    assert found.least_peak is not None
+    assert found.least_peak.peak == 8 and found.least_peak.choice == (1, 1)
+    assert found.least_peak.bound == pytest.approx(8, rel=1e-5)
+
+
+def test_a_label_that_forbidden_pairs_settle_holds_what_it_holds():
+    never = [NEVER, 0, NEVER, NEVER]  # only labels 0 and 1 together
+    problem = labelling([[1, 1], [1, 1], [5, 1]], [[2, 9], [2, 9], [1, 6]], None, [((0, 1), never)], limit=12)
+    found = solve(problem)
+    assert found.proved and found.choice == (0, 1, 0) and peak_of(problem, found.choice) == 12
+
+
+@pytest.mark.parametrize(
+    "row", [(5, 0, 1, [1, 2]), (0, 0, 1, [1]), (0, 0, 1, [-1, 2])], ids=["node", "labels", "negative"]
+)
+def test_a_malformed_row_of_what_is_held_is_refused(row):
+    with pytest.raises(ValueError, match="usage|holds"):
+        labelling([[1, 2]], held=[row])

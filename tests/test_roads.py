@@ -1,0 +1,204 @@
+"""What the flow says is sent, for single ops, beside what XLA compiles; layouts to layouts; windows."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import shardfn
+from shardfn import compiled
+from shardfn.cost.price import collectives
+from shardfn.graph import shardy
+from shardfn.graph.model import Tap
+from shardfn.graph.moves import joined_axes, split_axes, steps
+from shardfn.graph.roads import as_compiled
+from shardfn.graph.windows import reach
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def i32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def bf16(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def conv(x, k):
+    return lax.conv_general_dilated(x, k, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+
+
+def halves(x):
+    return lax.reduce_window(x, -jnp.inf, lax.max, (2, 1), (2, 1), "VALID")
+
+
+def thirds(x):
+    return lax.reduce_window(x, 0.0, lax.add, (3, 1), (1, 1), "SAME")
+
+
+def looped(x, w):
+    return lax.fori_loop(0, 5, lambda _, x: jnp.tanh(x @ w), x)
+
+
+def settled(x):
+    """A loop whose condition communicates."""
+    return lax.while_loop(lambda x: jnp.max(x) > 1, lambda x: x / 2, x)
+
+
+def of_each_layer(ws, x):
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+
+
+# name: function, arguments, in_strategy, out_strategy
+OPS = {
+    "transpose": (jnp.transpose, (f32(16, 24),), ((8, 1),), ((8, 1),)),
+    "reshape that splits": (lambda x: x.reshape(8, 4, 3), (f32(32, 3),), ((8, 1),), ((8, 1, 1),)),
+    "reshape that merges": (lambda x: x.reshape(32, 3), (f32(8, 4, 3),), ((8, 1, 1),), ((8, 1),)),
+    "reshape over a minor dim": (lambda x: x.reshape(64), (f32(8, 8),), ((1, 8),), ((8,),)),
+    "broadcast": (lambda x: x[:, None] + jnp.zeros((16, 8)), (f32(16),), ((8,),), ((1, 8),)),
+    "sum of one dim": (lambda x: x.sum(0), (f32(16, 24),), ((8, 1),), None),
+    "sum of two cut dims": (jnp.sum, (f32(16, 24),), ((2, 4),), None),
+    "sum to pieces": (lambda x: x.sum(0), (f32(16, 24),), ((8, 1),), ((8,),)),
+    "maximum": (lambda x: x.max(1), (f32(16, 24),), ((1, 8),), None),
+    "argmax": (lambda x: jnp.argmax(x, 1), (f32(16, 24),), ((1, 8),), None),
+    "rows of a table": (lambda t, i: t[i], (f32(64, 16), i32(4)), ((8, 1), (1,)), None),
+    "columns of a table": (lambda t, i: t[i], (f32(64, 16), i32(4)), ((1, 8), (1,)), None),
+    "a cut index": (lambda t, i: t[i], (f32(64, 16), i32(64)), ((1, 1), (8,)), None),
+    "a small table and a cut index": (lambda t, i: t[i], (f32(16, 4), i32(64)), ((8, 1), (8,)), None),
+    "take_along_axis": (lambda x, i: jnp.take_along_axis(x, i, 1), (f32(16, 8), i32(16, 1)), ((8, 1), (8, 1)), None),
+    "scatter to cut rows": (lambda t, i, u: t.at[i].add(u), (f32(64, 16), i32(4), f32(4, 16)),
+                            ((8, 1), (1,), (1, 1)), ((8, 1),)),
+    "scatter of cut updates": (lambda t, i, u: t.at[i].add(u), (f32(16, 16), i32(64), f32(64, 16)),
+                               ((1, 1), (8,), (8, 1)), ((1, 1),)),
+    "slice": (lambda x: x[3:51], (f32(64, 4),), ((8, 1),), ((8, 1),)),
+    "slice along a whole dim": (lambda x: x[:, 1:3], (f32(64, 4),), ((8, 1),), ((8, 1),)),
+    "pad": (lambda x: jnp.pad(x, ((1, 7), (0, 0))), (f32(64, 4),), ((8, 1),), ((8, 1),)),
+    "roll": (lambda x: jnp.roll(x, 3, 0), (f32(64, 4),), ((8, 1),), ((8, 1),)),
+    "roll the other way": (lambda x: jnp.roll(x, -2, 0), (f32(64, 4),), ((8, 1),), ((8, 1),)),
+    "reverse": (lambda x: x[::-1], (f32(64, 4),), ((8, 1),), ((8, 1),)),
+    "concatenate along it": (lambda x, y: jnp.concatenate([x, y]), (f32(32, 8), f32(32, 8)),
+                             ((8, 1), (8, 1)), ((8, 1),)),
+    "concatenate beside it": (lambda x, y: jnp.concatenate([x, y], 1), (f32(32, 8), f32(32, 8)),
+                              ((8, 1), (8, 1)), ((8, 1),)),
+    "pool without overlap": (halves, (f32(64, 4),), ((8, 1),), ((8, 1),)),
+    "pool with overlap": (thirds, (f32(64, 4),), ((8, 1),), ((8, 1),)),
+    "convolution of batches": (conv, (f32(8, 16, 4), f32(3, 4, 8)), ((8, 1, 1), (1, 1, 1)), None),
+    "convolution of a cut line": (conv, (f32(2, 64, 4), f32(3, 4, 8)), ((1, 8, 1), (1, 1, 1)), None),
+    "convolution to cut channels": (conv, (f32(2, 16, 4), f32(3, 4, 8)), ((1, 1, 1), (1, 1, 8)), None),
+    "convolution of cut channels": (conv, (f32(2, 16, 8), f32(3, 8, 4)), ((1, 1, 8), (1, 8, 1)), None),
+    "sort along it": (lambda x: jnp.sort(x, 0), (f32(64, 8),), ((8, 1),), ((8, 1),)),
+    "cumulative sum along it": (lambda x: jnp.cumsum(x, 0), (f32(64, 8),), ((8, 1),), ((8, 1),)),
+    "largest of each row": (lambda x: lax.top_k(x, 2), (f32(64, 8),), ((8, 1),), None),
+    "one row written": (lambda x, u, i: lax.dynamic_update_slice(x, u, (i, 0)), (f32(64, 8), f32(1, 8), i32()),
+                        ((8, 1), (1, 1), ()), ((8, 1),)),
+    "one row read": (lambda x, i: lax.dynamic_slice(x, (i, 0), (1, 8)), (f32(64, 8), i32()), ((8, 1), ()), None),
+    "sum of bfloat16": (jnp.matmul, (bf16(8, 64), bf16(64, 8)), ((1, 8), (8, 1)), None),
+    "batched product": (jnp.matmul, (f32(8, 4, 6), f32(8, 6, 4)), ((8, 1, 1), (8, 1, 1)), None),
+    "product to rows": (jnp.matmul, (f32(64, 64), f32(64, 8)), ((1, 8), (8, 1)), ((8, 1),)),
+    "product with a weight in pieces": (jnp.matmul, (f32(64, 64), f32(64, 8)), ((8, 1), (8, 1)), ((8, 1),)),
+    "product of few rows": (jnp.matmul, (f32(8, 512), f32(512, 512)), ((1, 1), (8, 1)), ((1, 1),)),
+    "erf": (jax.scipy.special.erf, (f32(64, 4),), ((8, 1),), None),
+    "a value used twice": (lambda x, w: (x @ w) + (x @ w[::-1]), (f32(64, 8), f32(8, 16)), ((8, 1), (1, 8)), None),
+    "a loop's invariant": (looped, (f32(16, 8), f32(8, 8)), ((8, 1), (8, 1)), None),
+    "weights by layer": (of_each_layer, (f32(4, 8, 8), f32(16, 8)), ((1, 8, 1), (8, 1)), None),
+    "a loop's condition": (settled, (f32(64),), ((8,),), None),
+    "a condition": (lambda p, x: lax.cond(p > 0, lambda x: x.sum(0), lambda x: x[0] * 2, x), (f32(), f32(16, 8)),
+                    ((), (1, 8)), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_single_ops_send_what_was_predicted(name):
+    fn, args, cuts, out = OPS[name]
+    function = shardfn.shard(fn, cuts, out)
+    predicted, real = function.plan(*args).collectives, compiled.read(function.lower(*args).compile()).collectives
+
+    def sent(side):
+        return {k: sum(c.total_bytes for c in side if c.kind == k) for k in {c.kind for c in side}}
+
+    assert sent(predicted) == sent(real)
+
+
+def laid(fn, axes, specs, outs, *args):
+    """The flow before anything is worked out."""
+    module = shardy.flat(jax.jit(fn).trace(*args).lower(lowering_platforms=("cpu",)).compiler_ir("stablehlo"))
+    return shardy.propagate(module, axes, specs, outs)
+
+
+def kinds(flow):
+    return [(c.kind, c.dtype, c.bytes_sent) for c in collectives(flow)]
+
+
+@pytest.mark.parametrize(
+    ("platform", "sent"),
+    [("cpu", [("all-reduce", "f32", 2 * 7 * 512 // 8 * 2)]), ("tpu", [("reduce-scatter", "bf16", 7 * 512 // 8)])],
+)
+def test_a_sum_wanted_in_pieces(platform, sent):
+    specs = (((), ("a",)), (("a",), ()))
+    flow = laid(jnp.matmul, (("a", 8),), specs, ((("a",), ()),), bf16(32, 64), bf16(64, 8))
+    assert kinds(flow) == []
+    assert kinds(as_compiled(flow, platform)) == sent
+
+
+def test_a_flow_is_worked_out_once():
+    flow = laid(jnp.matmul, (("a", 8),), (((), ("a",)), (("a",), ())), (((), ()),), f32(32, 64), f32(64, 8))
+    once = as_compiled(flow, "tpu")
+    assert once.platform == "tpu" and as_compiled(once, "cpu") is once
+
+
+def test_weights_are_gathered_once_for_all_their_uses():
+    def both_ways(x, w):
+        return jnp.einsum("bd,kd->bk", x @ w, w)
+
+    flow = laid(both_ways, (("a", 8),), ((("a",), ()), (("a",), ())), ((("a",), ()),), f32(4096, 64), f32(64, 64))
+    assert kinds(as_compiled(flow, "tpu")) == [("all-gather", "f32", 7 * 8 * 64 * 4)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "through"),
+    [
+        ("a -", "a -", []),
+        ("- -", "a -", [""]),
+        ("a -", "- -", ["all-gather"]),
+        ("a -", "- a", ["all-to-all"]),
+        ("a -", "b -", ["collective-permute"]),
+        ("ab -", "a -", ["all-gather"]),
+        ("ab -", "b -", ["all-gather", ""]),
+        ("ab -", "a b", ["all-to-all"]),
+        ("a -", "a b", [""]),
+        ("a -", "- ab", ["all-to-all", ""]),
+        ("ab -", "- a", ["all-gather", ""]),
+    ],
+)
+def test_steps_lead_from_one_layout_to_the_other(before, after, through):
+    sizes = {"a": 2, "b": 2}
+    before, after = (tuple(tuple(dim.replace("-", "")) for dim in text.split()) for text in (before, after))
+    path = steps(before, after, sizes)
+    assert [step.kind for step in path] == through
+    assert (path[-1].after if path else before) == after
+
+
+@pytest.mark.parametrize("used", [(), ("a:(2)6",), ("a:(1)4", "b"), ("a:(3)4",)])
+def test_axes_in_parts_come_together_again(used):
+    grid = {"a": 12, "b": 2}
+    sizes, parts = split_axes(grid, used)
+    for name in (*grid, *used):
+        assert joined_axes(parts[name], grid) == (name,)
+    assert sizes["b"] == 2 and parts["b"] == ("b",)
+
+
+@pytest.mark.parametrize(
+    ("size", "out", "tap", "edges"),
+    [
+        (64, 64, Tap(0, 0, 0, low=-1, extent=3), (1, 1)),
+        (64, 32, Tap(0, 0, 0, stride=2, extent=2), (0, 0)),
+        (64, 32, Tap(0, 0, 0, stride=2, extent=3), (0, 1)),
+        (64, 48, Tap(0, 0, 0, low=3), (11, 1)),
+        (64, 64, Tap(0, 0, 0, low=0, extent=1), (0, 0)),
+    ],
+)
+def test_rows_that_come_from_neighbours(size, out, tap, edges):
+    assert reach(size, out, 8, tap) == edges
