@@ -63,6 +63,12 @@ class ParallelContext:
     device_target: str | None = _default("device_target")
     save_graphs: int = _default("save_graphs")
     save_graphs_path: str = _default("save_graphs_path")
+    fully_use_devices: bool = _default("fully_use_devices")
+    elementwise_op_strategy_follow: bool = _default("elementwise_op_strategy_follow")
+    enable_algo_approxi: bool = _default("enable_algo_approxi")
+    algo_approxi_epsilon: float = _default("algo_approxi_epsilon")
+    tensor_slice_align_enable: bool = _default("tensor_slice_align_enable")
+    tensor_slice_align_size: int = _default("tensor_slice_align_size")
     inert: tuple[tuple[str, Any], ...] = ()
     explicit: frozenset[str] = frozenset()
 
@@ -205,9 +211,18 @@ def reset_context() -> None:
 
 
 def set_algo_parameters(**settings: Any) -> None:
-    """Set parameters of MindSpore's strategy search; raises what `set_auto_parallel_context` raises.
+    """Set parameters of the search, by MindSpore's names; raises what `set_auto_parallel_context` raises.
 
-    >>> set_algo_parameters(fully_use_devices=False)
+    `fully_use_devices`: every op that can be cut over all devices is. `tensor_slice_align_enable` and `_size`: the last
+    dim of what a matrix product reads and makes is whole, or its slice a multiple of the size. `enable_algo_approxi`
+    and `algo_approxi_epsilon`: an answer within that part of the least cost will do. `elementwise_op_strategy_follow`:
+    elementwise ops are cut as their input, as they always are here. An op for which nothing would be left is free of
+    the rule, and your own cuts are kept.
+
+    >>> with auto_parallel():
+    ...     set_algo_parameters(fully_use_devices=True)
+    ...     get_algo_parameters("fully_use_devices")
+    True
     """
     _update(lambda context: _changed(context, ALGO_KEYS, "set_algo_parameters", settings))
 

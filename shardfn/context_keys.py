@@ -339,12 +339,15 @@ _pipeline_check = _in_turn(
 )
 _files_check = _record(load_file=_text, save_file=_text, only_trainable_params=_boolean)
 
-_search_mode = _now(
-    "search_mode",
-    "auto",
-    _one_of("auto", "sharding_propagation", "dynamic_programming", "recursive_programming"),
-    "How the cuts that you leave open are found.",
-)
+SEARCH_MODES = ["auto", "sharding_propagation", "dynamic_programming", "recursive_programming"]
+"""The names that a search is known by; `shardfn.search.register` adds to them."""
+
+
+def _search(name: str, value: Any) -> Iterator[Problem]:
+    yield from _one_of(*SEARCH_MODES)(name, value)
+
+
+_search_mode = _now("search_mode", "auto", _search, "How the cuts that you leave open are found.")
 
 
 def _batch(full: bool, standing: Any) -> Any:
@@ -418,12 +421,12 @@ RUN_KEYS = _table(
 )
 
 ALGO_KEYS = _table(
-    _later("fully_use_devices", False, _boolean, "a search over full cuts only", "Only cuts that use every device."),
-    _later("elementwise_op_strategy_follow", False, _boolean, "this rule of the search",
-           "Elementwise ops are cut as their input."),
-    _later("enable_algo_approxi", False, _boolean, "an approximate search", "Let the search prune."),
-    _later("algo_approxi_epsilon", 0.1, _fraction, "an approximate search", "How much the search may lose."),
-    _later("tensor_slice_align_enable", False, _boolean, "a search over aligned slices", "Only aligned slices."),
-    _later("tensor_slice_align_size", 16, _integer(1, 1024), "a search over aligned slices", "That alignment."),
+    _now("fully_use_devices", False, _boolean, "Every op that can be cut over all devices is."),
+    _now("elementwise_op_strategy_follow", False, _boolean,
+         "Elementwise ops are cut as their input: they always are here, so neither value asks for anything."),
+    _now("enable_algo_approxi", False, _boolean, "An answer near the best one will do."),
+    _now("algo_approxi_epsilon", 0.1, _fraction, "How near: the part of the cost that may be lost, above 0 up to 1."),
+    _now("tensor_slice_align_enable", False, _boolean, "Only cuts that leave a matrix product aligned slices."),
+    _now("tensor_slice_align_size", 16, _integer(1, 1024), "The alignment: what divides the last dim of such a slice."),
 )
 # fmt: on

@@ -22,7 +22,8 @@ from jax import tree_util
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from shardfn import context, search
+from shardfn import compiled as compiled_module
+from shardfn import context, finalists, search
 from shardfn.amounts import bytes_of
 from shardfn.apply import Grid, apply, finest, has_other_grids, lies_elsewhere, moved, shardings, whole
 from shardfn.callee import Callee, Slot, bind, describe, split
@@ -47,7 +48,9 @@ from shardfn.strategy import (
     shape_of,
     short,
 )
-from shardfn.trace import shaped, trace
+from shardfn.search.problem import Answer, Search
+from shardfn.search.problem import Problem as Question
+from shardfn.trace import Traced, shaped, trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +88,15 @@ class Entry:
     `jit` cannot name a layout of its results that its first grid has no axes for."""
     targets: tuple[NamedSharding, ...]
     stateful: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Laid:
+    """A plan, the function to apply it to on a grid, and that function traced."""
+
+    plan: Plan
+    on: Callable[[Grid], Callable[..., Any]]
+    traced: Traced
 
 
 class ShardedFunction:
@@ -300,7 +312,7 @@ class ShardedFunction:
         state_paths = {leaf.path: i for i, leaf in enumerate(inputs)}
         plan_of = functools.partial(
             make_plan, self.callee.name, inputs, [*outputs, *_changed_leaves(changed)], hardware=hardware,
-            level=options.level, search=search.select(options.search_mode or current.search_mode), problems=problems,
+            level=options.level, problems=problems,
             donated=_leaf_positions(shapes, statics, donated),
             wishes=_wishes(options),
             same_as={
@@ -308,21 +320,51 @@ class ShardedFunction:
                 **{len(outputs) + i: state_paths[p] for i, p in enumerate(sorted(changed))},
             },
         )  # fmt: skip
-        made = plan_of(traced)
-        on: Callable[[Grid], Callable[..., Any]] = lambda grid: pure  # noqa: E731
-        if wrong := wrong_convolutions(made.flow):
-            on = lambda grid: whole_convolutions(pure, grid.mesh, statics)  # noqa: E731
-            traced = trace(on(whole(made)), shapes, statics, hardware.platform)
-            made = plan_of(traced)
-            made = dataclasses.replace(made, findings=(*made.findings, convolution_finding(wrong)))
-        def jit(grid: Grid, nested: bool = False) -> Callable[..., Any]:
-            return apply(made, on(grid), shapes, traced.results, statics, donated, grid, nested)
 
-        nested = jit(finest(made), nested=True)
-        jitted = jit(finest(made) if has_other_grids(made, traced.grids) else whole(made))
+        def laid(find: Search) -> _Laid:
+            made = plan_of(traced, search=find)
+            if not (wrong := wrong_convolutions(made.flow)):
+                return _Laid(made, lambda grid: pure, traced)
+            mended = lambda grid: whole_convolutions(pure, grid.mesh, statics)  # noqa: E731
+            again = trace(mended(whole(made)), shapes, statics, hardware.platform)
+            made = plan_of(again, search=find)
+            made = dataclasses.replace(made, findings=(*made.findings, convolution_finding(wrong)))
+            return _Laid(made, mended, again)
+
+        def jit(found: _Laid, grid: Grid, nested: bool = False) -> Callable[..., Any]:
+            return apply(found.plan, found.on(grid), shapes, found.traced.results, statics, donated, grid, nested)
+
+        def here(found: _Laid) -> Callable[..., Any]:
+            return jit(found, finest(found.plan) if has_other_grids(found.plan, found.traced.grids) else whole(found.plan))
+
+        find = search.select(options.search_mode or current.search_mode)
+        asked: list[tuple[Question, Answer]] = []
+        found = laid(lambda problem: asked.append((problem, find(problem))) or asked[-1][1])
+        if options.finalists > 1 and asked[0][0].is_open:
+            found = self._best_compiled(asked[0], laid, lambda one: here(one).lower(*shapes).compile())
+        made = found.plan
+        nested, jitted = jit(found, finest(made), nested=True), here(found)
         if current.save_graphs:
             save_graphs(made, current.save_graphs_path)
         return Entry(made, slots, jitted, nested, tuple(shardings(made.inputs, whole(made))), stateful)
+
+    def _best_compiled(
+        self, asked: tuple[Question, Answer], laid: Callable[[Search], _Laid], compiled: Callable[[_Laid], Any]
+    ) -> _Laid:
+        problem, answer = asked
+        if not problem.hardware.is_here:
+            fail(DeviceError, f"nothing can be compiled for {problem.hardware.name}, which is not here",
+                 where=f"finalists = {self.options.finalists}", why="finalists are compiled, and the best one wins",
+                 fix="leave `finalists` out, or give a device of this machine")  # fmt: skip
+        found = []
+        for name, one in finalists.answers(problem, answer, self.options.finalists):
+            with progress(f"compiling {self.callee.name}: {name}"):
+                plan = laid(lambda _, one=one: one)
+                found.append((plan, finalists.judged(name, plan.plan, compiled_module.read(compiled(plan)))))
+        at, told = finalists.best([rated for _, rated in found], problem.memory_limit)
+        winner = found[at][0]
+        plan = dataclasses.replace(winner.plan, findings=(*winner.plan.findings, told))
+        return dataclasses.replace(winner, plan=plan)
 
     def _input_leaves(
         self, slots: tuple[Slot, ...], values: list[Any], stateful: bool, current: Any, problems: list[Problem]

@@ -52,8 +52,7 @@ def memory(flow: Flow, donated: Collection[int] = ()) -> Memory:
       flow: layouts of all values.
       donated: positions of arguments whose memory results of equal size take over.
     """
-    order = merged(flow)
-    order = early(order, fuse(order.flow))
+    order = early(merged(flow))
     return memory_of(order, fuse(order.flow), donated)
 
 
@@ -83,8 +82,7 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
     start: dict[int, int] = {}
     end: dict[int, int] = {}
     copies: list[Place] = []
-    reordered: set[int] = set()
-    maker = {v: op.name for op in graph.ops for v in op.outputs}
+    reordered = _reordered(flow, fusion)
     for i, op in enumerate(graph.ops):
         if i in fusion.dead:
             continue
@@ -96,9 +94,7 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
             for v in fusion.reads[i]:
                 end[v] = max(end.get(v, 0), first - 1 if start.get(v, -1) < first else 2 * i - 1)
         else:
-            turned = _turned(flow, op)
-            reordered.update(v for v in turned if maker.get(v) in CHEAP | COSTLY)
-            turned = [v for v in turned if v not in reordered]
+            turned = [v for v in _turned(flow, op) if v not in reordered]
             until = 2 * together.get(i, (i, i))[1]
             for v in fusion.reads[i]:
                 end[v] = max(end.get(v, 0), until - (v in turned))
@@ -176,9 +172,32 @@ def _stay_through(
                     until = end[v] = last
 
 
+def _reordered(flow: Flow, fusion: Fusion) -> set[int]:
+    """Results of elementwise ops that are only read the other way round: they are written so, and over no operand."""
+    maker = {v: op.name for op in flow.graph.ops for v in op.outputs}
+    readers: dict[int, int] = {}
+    turned: dict[int, int] = {}
+    for i, op in enumerate(flow.graph.ops):
+        for v in fusion.reads[i]:
+            readers[v] = readers.get(v, 0) + 1
+        for v in _turned(flow, op):
+            turned[v] = turned.get(v, 0) + 1
+    return {v for v, n in turned.items() if n == readers.get(v) and maker.get(v) in CHEAP | COSTLY}
+
+
 def _workspace(flow: Flow, i: int, op: Op) -> list[Place]:
-    """On CPU the gradient of a max pool is a scatter: indices of every element, made at the start, and of the largest."""
-    if op.name != "select_and_scatter" or flow.platform != "cpu":
+    """What XLA's CPU backend needs beside operands and results.
+
+    All-gathers gather along the first dim; for another one the result is turned. The gradient of a max pool is a scatter:
+    indices of every element, made at the start, and of the largest.
+    """
+    if flow.platform != "cpu":
+        return []
+    if op.name == "all_gather":
+        before, after = (flow.local_shape(v) for v in (*op.inputs[:1], *op.outputs[:1]))
+        dim = next((d for d, (m, n) in enumerate(zip(before, after, strict=True)) if m != n), 0)
+        return [Place((), 2 * i, 2 * i, flow.local_bytes(op.outputs[0]))] if math.prod(after[:dim]) > 1 else []
+    if op.name != "select_and_scatter":
         return []
     image, pooled = (math.prod(flow.local_shape(v)) for v in op.inputs[:2])
     rank = len(flow.local_shape(op.inputs[0]))
@@ -186,8 +205,7 @@ def _workspace(flow: Flow, i: int, op: Op) -> list[Place]:
 
 
 def _turned(flow: Flow, op: Op) -> list[int]:
-    """Operands of a batched product that are copied first: it reads [batch, free, summed] and [batch, summed, free].
-    An elementwise op writes its result in the order that is wanted."""
+    """Operands of a batched product that are copied first: it reads [batch, free, summed] and [batch, summed, free]."""
     if op.name != "dot_general" or op.rule is None:
         return []
     left, right = op.rule.operands

@@ -10,7 +10,7 @@ from shardfn.cost.compute import work
 from shardfn.cost.fusion import fuse
 from shardfn.cost.hardware import Hardware, link_over
 from shardfn.cost.memory import Memory, memory_of
-from shardfn.cost.schedule import Order, merged
+from shardfn.cost.schedule import Order, early, merged
 from shardfn.graph.model import Collective, Flow
 
 
@@ -64,7 +64,7 @@ def price(flow: Flow, hardware: Hardware, donated: Collection[int] = ()) -> Pric
     """
     sent = collectives(flow)
     axes = tuple(flow.axes.items())
-    order = merged(flow)
+    order = early(merged(flow))
     fusion = fuse(order.flow)
     done = work(order.flow, hardware.chip, fusion)
     communication_s = sum(collective_s(c, hardware, axes) for c in sent) - _merged_s(order, hardware)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from shardfn.cost.fusion import Fusion
+from shardfn.cost.fusion import fuse
 from shardfn.graph.model import Communication, Flow, Graph
 
 
@@ -123,13 +123,13 @@ _SHRINKS = 16
 """How much larger the operands that die must be than the result; smaller gains XLA's scheduler often passes by."""
 
 
-def early(order: Order, fusion: Fusion) -> Order:
+def early(order: Order) -> Order:
     """Run an op as soon as it can where that frees much memory: XLA schedules for least memory.
 
     Only within a region; what is computed inside the op moves with it.
     """
     flow = order.flow
-    graph = flow.graph
+    graph, fusion = flow.graph, fuse(flow)
     last: dict[int, int] = {}
     for i, reads in enumerate(fusion.reads):
         for v in reads:

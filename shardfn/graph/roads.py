@@ -11,9 +11,10 @@ import functools
 import math
 from collections.abc import Sequence
 
+from shardfn.graph.cases import Case, Edge, Way, whole
 from shardfn.graph.model import Communication, Flow, Graph, Op, Rule, Spec, Tap, Value
 from shardfn.graph.moves import Step, joined_axes, split_axes, steps
-from shardfn.graph.ways import Case, Edge, Way, way, whole
+from shardfn.graph.ways import way
 
 
 def as_compiled(flow: Flow, platform: str) -> Flow:

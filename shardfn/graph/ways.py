@@ -12,110 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
-from shardfn.graph.model import Dims, Op, Rule, Spec, Value, dtype_bits
+from shardfn.graph.cases import Case, Edge, Factors, Way, grouped, whole
+from shardfn.graph.model import Dims, Spec, Value, dtype_bits
+from shardfn.graph.products import product
 from shardfn.graph.windows import reach
-
-Factors = Mapping[int, Sequence[str]]
-"""For each factor of a rule, the axes that cut it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Edge:
-    """Rows along `dim` of an operand that come from the neighbours on either side, at most.
-
-    `sizes` are the sizes that a piece has along other dims by then.
-    """
-
-    operand: int
-    dim: int
-    before: int
-    after: int
-    sizes: tuple[tuple[int, int], ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """How one op is worked on: how its operands must lie, how its results lie then, and what remains to be done.
-
-    `summed`: axes over which the results are partial sums, in groups that are added up one after the other.
-    `collected`: axes over which the partial results of a reduction of several arrays are gathered. `turned`: operands
-    whose pieces change places (a reversal). `inside`: for each operand, the axes of the
-    groups of devices within which it is laid out anew; what another op wants in other groups is another move. `through`:
-    for each operand, the layouts on the way to what is wanted.
-    """
-
-    wants: tuple[Spec, ...]
-    gives: tuple[Spec, ...]
-    summed: tuple[tuple[str, ...], ...] = ()
-    collected: tuple[str, ...] = ()
-    edges: tuple[Edge, ...] = ()
-    turned: tuple[int, ...] = ()
-    inside: tuple[frozenset[str], ...] = ()
-    through: tuple[tuple[Spec, ...], ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """What a way is chosen from: one op with the layouts that propagation gave its operands and results."""
-
-    op: Op
-    rule: Rule
-    operands: tuple[Value, ...]
-    results: tuple[Value, ...]
-    have: tuple[Spec, ...]
-    want: tuple[Spec, ...]
-    sizes: Mapping[str, int]
-
-    def pieces(self, axes: Sequence[str]) -> int:
-        """Devices along `axes`."""
-        return math.prod(self.sizes[a] for a in axes)
-
-    def factors(self, dims: Dims, spec: Spec) -> dict[int, tuple[str, ...]]:
-        """The factors that a layout of one tensor cuts. Of a compound dim the major factors are cut first."""
-        found: dict[int, tuple[str, ...]] = {}
-        for dim, axes in zip(dims, spec, strict=True):
-            rest = list(axes)
-            for i, factor in enumerate(dim):
-                taken: list[str] = []
-                while rest and (len(dim) == 1 or self.rule.sizes[factor] % self.pieces([*taken, rest[0]]) == 0):
-                    taken.append(rest.pop(0))
-                if taken:
-                    found[factor] = tuple(taken)
-                if i + 1 < len(dim) and self.pieces(taken) != self.rule.sizes[factor]:
-                    break  # a minor factor is contiguous only where the major ones are cut to single elements
-        return found
-
-    def spec(self, dims: Dims, factors: Factors) -> Spec:
-        """The layout of one tensor whose factors are cut so, as far as it can be said in dims."""
-        spec: list[tuple[str, ...]] = []
-        for dim in dims:
-            axes: list[str] = []
-            for factor in dim:
-                axes += factors.get(factor, ())
-                if self.pieces(factors.get(factor, ())) != self.rule.sizes[factor]:
-                    break
-            spec.append(tuple(axes))
-        return tuple(spec)
-
-    def by_axis(self, dims: Dims, spec: Spec) -> dict[str, int]:
-        """For each axis of a layout, the factor that it cuts."""
-        return {axis: factor for factor, axes in self.factors(dims, spec).items() for axis in axes}
-
-    def laid(self, factors: Factors) -> Way:
-        """All operands and results with their factors cut so."""
-        rule = self.rule
-        wants, gives = (tuple(self.spec(dims, factors) for dims in row) for row in (rule.operands, rule.results))
-        return Way(wants, gives)
 
 
 def way(case: Case) -> Way:
     """How XLA works on an op."""
     return WAYS.get(case.op.name, follow_result)(case)
-
-
-def whole(value: Value) -> Spec:
-    """The layout of a value that every device holds all of."""
-    return ((),) * len(value.shape)
 
 
 # ---- the rules
@@ -162,107 +67,6 @@ def reduce(case: Case) -> Way:
     if len(case.results) == 1:
         return dataclasses.replace(case.laid(factors), summed=partial)
     return dataclasses.replace(case.laid(factors), collected=sum(partial, ()))
-
-
-def product(case: Case) -> Way:
-    """dot_general and convolution: one decision for each axis, from where it stands in both operands and the result.
-
-    In order: the same contracted or batch dim of both operands (partial sums, or nothing to do); the result's own (an
-    operand that has that dim is laid out for it, the other is gathered); a contracted dim of one operand alone, if
-    gathering that operand would move more than adding up the result (the other is cut too); else the axis is given up.
-    """
-    rows = (*zip(case.rule.operands[:2], case.have[:2], strict=True), (case.rule.results[0], case.want[0]))
-    left, right, out = (case.by_axis(dims, spec) for dims, spec in rows)
-    in_left, in_right, in_out = ({f for dim in dims for f in dim} for dims, _ in rows)
-    placed: tuple[dict[str, int], ...] = ({}, {}, {})
-    lhs, rhs, res = placed
-    summed: dict[int, list[str]] = {}
-    undecided: list[str] = []
-    for axis in dict.fromkeys((*left, *right, *out)):
-        a, b, c = left.get(axis), right.get(axis), out.get(axis)
-        if a is not None and a == b:
-            lhs[axis] = rhs[axis] = a
-            if a in in_out:
-                res[axis] = a
-            else:
-                summed.setdefault(a, []).append(axis)
-        elif c is not None:
-            for side, factors in zip(placed, (in_left, in_right, in_out), strict=True):
-                if c in factors:
-                    side[axis] = c
-        else:
-            undecided.append(axis)
-    contracted = (in_left & in_right) - in_out
-    for i, (has, lacks) in enumerate(((left, right), (right, left))):
-        if not undecided or not all(has.get(a) in contracted and a not in lacks for a in undecided):
-            continue
-        if any(placed[i].get(axis) != factor and axis not in undecided for axis, factor in has.items()):
-            continue  # it is gathered for another axis, and then wholly
-        gathered, added = (
-            math.prod(v.shape) // case.pieces(list(side))
-            for v, side in ((case.operands[i], placed[i]), (case.results[0], res))
-        )
-        if gathered > added:
-            for axis in undecided:
-                lhs[axis] = rhs[axis] = has[axis]
-                summed.setdefault(has[axis], []).append(axis)
-            break
-    orders = ({**left, **out}, {**right, **out}, {**out, **left, **right})
-    specs = [
-        case.spec(dims, _grouped(side, order)) for (dims, _), side, order in zip(rows, placed, orders, strict=True)
-    ]
-    rest = tuple(whole(v) for v in case.operands[2:])
-    wants = (specs[0], specs[1], *rest)
-    first = _first_groups(case, (left, right), res) or {a for axes in summed.values() for a in axes}
-    inside = tuple(frozenset() if _changed(case.have[i], specs[i]) <= first else frozenset(first) for i in (0, 1))
-    through = tuple(_detour(case, case.have[i], specs[i], first) for i in (0, 1))
-    return Way(wants, (specs[2],), tuple(map(tuple, summed.values())), inside=inside, through=through)
-
-
-def _detour(case: Case, have: Spec, want: Spec, groups: set[str]) -> tuple[Spec, ...]:
-    """On the way of an operand that is to be gathered over `groups`: a layout over axes that leave it whole.
-
-    XLA goes through it where those devices can be split into as many groups.
-    """
-    idle = [a for a in case.sizes if not any(a in axes for axes in have)]
-    dims = [d for d, axes in enumerate(have) if groups.intersection(axes)]
-    if len(dims) != 1 or set(have[dims[0]]) != groups or want[dims[0]] or case.pieces(idle) % case.pieces(list(groups)):
-        return ()
-    kept = list(have[dims[0]])
-    finer = [*kept, *idle[len(kept) :]]
-    return tuple(tuple(tuple(cut) if d == dims[0] else axes for d, axes in enumerate(have)) for cut in (finer, idle))
-
-
-def _first_groups(case: Case, has: tuple[Mapping[str, int], Mapping[str, int]], res: Mapping[str, int]) -> set[str]:
-    """The axes of the groups of devices into which XLA splits a product first; the rest is laid out inside a group.
-
-    They cut a batch dim; else a dim that one operand has in common with the result: of two such, the one for which
-    less is gathered of the other operand.
-    """
-    every = [{f for dim in dims for f in dim} for dims in case.rule.operands[:2]]
-    batch = {a for a, f in res.items() if f in every[0] and f in every[1]}
-    if batch:
-        return batch
-    offers = []
-    for i, axes in enumerate(has):
-        own = every[i] - every[1 - i]
-        before, after = ({a for a, f in side.items() if f in own} for side in (axes, res))
-        if before and before == after:
-            other, spec = case.operands[1 - i], case.have[1 - i]
-            local = math.prod(-(-n // case.pieces(cut)) for n, cut in zip(other.shape, spec, strict=True))
-            offers.append((case.pieces(list(before)) * local * dtype_bits(other.dtype), -i, before))
-    return min(offers, default=(0, 0, set()))[2]
-
-
-def _changed(before: Spec, after: Spec) -> set[str]:
-    return {a for old, new in zip(before, after, strict=True) for a in {*old} ^ {*new}}
-
-
-def _grouped(placed: Mapping[str, int], order: Mapping[str, int]) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
-    for axis in (*(a for a in order if a in placed), *(a for a in placed if a not in order)):
-        found.setdefault(placed[axis], []).append(axis)
-    return found
 
 
 def look_up(case: Case) -> Way:
@@ -344,7 +148,7 @@ def _indexed(case: Case, rows: Dims, written: Value) -> tuple[dict[int, list[str
         kinds[kind] += found
         for axis in found:
             del left[axis]
-    return _grouped(decided, decided), kinds
+    return grouped(decided, decided), kinds
 
 
 def windowed(case: Case) -> Way:

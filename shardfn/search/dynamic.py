@@ -14,6 +14,7 @@ import numpy as np
 
 from shardfn.graph.model import Flow, Graph, Op, Pin, Spec
 from shardfn.search import propagation
+from shardfn.search.filters import allowed, barred, narrowed
 from shardfn.search.labelling import Labelling, Table
 from shardfn.search.grid import Array, Axes, Grid, merged
 from shardfn.search.problem import Answer, Candidate, Pins, Problem, objective
@@ -135,7 +136,10 @@ def on_grid(problem: Problem, axes: Axes, chosen: Sequence[Array] | None = None)
     given = {v: spec for v, spec in zip(problem.inputs, problem.specs, strict=True) if spec is not None}
     grid = Grid.on(problem.hardware, axes)
     space = build(problem.graph, grid, given, problem.results, problem.same_as, chosen, problem.facts)
-    solution = solve(labelling_of(space, problem), max(0.05, problem.seconds_left))
+    labels, lost = narrowed(labelling_of(space, problem), space, problem.graph, grid.sizes, problem.algorithm)
+    solution = solve(labels, max(0.05, problem.seconds_left))
+    if lost:
+        solution = dataclasses.replace(solution, bound=solution.bound - lost, proved=False)
     return Found(axes, space, solution) if solution.feasible else None
 
 
@@ -199,8 +203,8 @@ def let_go(problem: Problem, best: Candidate) -> Candidate:
     aim = objective(best.price, problem)
     free = problem.flow(best.axes, best.specs, {})
     alone = dataclasses.replace(best, pins={}, price=problem.price(best.axes, best.specs, {}))
-    if objective(alone.price, problem) <= aim:
-        return alone
+    if objective(alone.price, problem) <= aim and not problem.algorithm.fully_use_devices:
+        return alone  # but for that rule, which propagation does not know
     agreed = agreeing(problem.graph, free, best.pins)
     needed = {index: pin for index, pin in best.pins.items() if index not in agreed}
     fewer = dataclasses.replace(best, pins=needed, price=problem.price(best.axes, best.specs, needed))
@@ -235,6 +239,7 @@ def _like(graph: Graph, op: Op) -> tuple[object, ...]:
 def runners_up(problem: Problem, found: Found) -> tuple[str, ...]:
     """For each open argument the next best cut with all else as it is, and what it would cost more."""
     labels = labelling_of(found.space, problem)
+    labels = barred(labels, allowed(found.space, problem.graph, tuple(n for _, n in found.axes), problem.algorithm))
     choice = found.solution.choice
     near: dict[int, list[tuple[Table, int]]] = {}
     for table in labels.tables:

@@ -20,6 +20,7 @@ from shardfn.search.memory import Memory
 
 MOST_TIMES = 200  # at which single labels are held against the limit
 PATIENCE = 5  # steps without a better bound until the steps shrink
+LONGER, LONGEST = 1.1, 0.2  # a step after a better bound, in steps before it; and at most, in bounds
 
 
 class Ascent:
@@ -83,6 +84,7 @@ class Ascent:
         bound = self.sweep()
         if bound > self.bound:
             self.bound, self.best, self.failures = bound, self.multipliers, 0
+            self.size = min(self.size * LONGER, LONGEST)
         else:
             self.failures += 1
         if not len(self.multipliers):
@@ -93,9 +95,10 @@ class Ascent:
         excess = (self.memory.held(self.first[:-1] + choice) - self.memory.limit) / self.unit
         self.direction = np.where((start > 0) | (excess > 0), 0.7 * self.direction + 0.3 * excess, 0.0)
         move = np.where((start > 0) | (self.direction > 0), self.direction, 0.0)
+        wide = move * (start + 0.1 * float(start.mean()) if start.any() else 1.0)  # a high price moves further
         length = min(self.size * max(abs(self.bound), 1e-9), max(upper - self.bound, 0.0))
-        scale = length / max(float(move @ move), 1e-9) / self.unit
-        self.set_prices(np.maximum(0.0, start + scale * move))
+        scale = length / max(float(wide @ move), 1e-9 * float(wide.max(initial=0.0)), 1e-300) / self.unit
+        self.set_prices(np.maximum(0.0, start + scale * wide))
         return choice
 
     def fix(self, upper: float, passes: int = 3) -> None:

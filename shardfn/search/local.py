@@ -19,6 +19,12 @@ SMALL_BALL = 120  # of larger ones only the smaller tables are built
 SCALES = (1.0, 2.0, 4.0, 0.5, 0.0)  # of the prices of memory
 
 
+def repeated(starts: Array, sizes: Array) -> Array:
+    """The ranges of `sizes` from `starts`, one after the other."""
+    ends = np.cumsum(sizes)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - sizes), sizes)
+
+
 class Local:
     """A problem's costs, tables and memory, and the best labelling within the limit so far."""
 
@@ -30,6 +36,14 @@ class Local:
         self.width = np.array([table.shape[1] for *_, table in pairs], np.int64)
         self.entries = np.concatenate([np.zeros(0), *(table.ravel() for *_, table in pairs)])
         self.own = np.concatenate([np.zeros(0), *self.costs])
+        first = memory.first
+        u, v = self.ends.T
+        tall, wide = np.diff(first)[u], self.width
+        self.asked = np.concatenate([repeated(first[u], tall), repeated(first[v], wide)])  # a label of one end, given
+        self.given = np.concatenate([np.repeat(v, tall), np.repeat(u, wide)])  # that of the other: where it is in
+        self.step = np.concatenate([np.ones(int(tall.sum()), np.int64), np.repeat(wide, wide)])  # entries, by steps from
+        self.at = np.concatenate([repeated(np.zeros_like(u), tall) * np.repeat(wide, tall) + np.repeat(self.start, tall),
+                                  repeated(self.start, wide)])  # fmt: skip
         self.random = np.random.default_rng(seed)
         self.best: Array | None = None
         self.cost = np.inf
@@ -42,6 +56,37 @@ class Local:
         u, v = self.ends.T
         return float(self.own[self.memory.first[:-1] + at].sum()
                      + self.entries[self.start + at[u] * self.width + at[v]].sum())  # fmt: skip
+
+    def conditional(self, labels: Array) -> Array:
+        """What each label costs, own and tables, with all other nodes as they are."""
+        given = self.entries[self.at + self.step * labels[self.given]]
+        return self.own + np.bincount(self.asked, given, len(self.own))
+
+    def descend(self, labels: Array, passes: int = 20) -> Array:
+        """Labels that fit, after single nodes took better labels that fit as well, while any did."""
+        labels = labels.copy()
+        first, change = self.memory.first, self.memory.change
+        owner = np.repeat(np.arange(len(self.costs)), np.diff(first))
+        excess = self.excess(labels)
+        for _ in range(passes):
+            cost = self.conditional(labels)
+            gain = np.repeat(cost[first[:-1] + labels], np.diff(first)) - cost
+            better = np.flatnonzero(gain > 1e-9 * abs(self.cost_of(labels)))
+            touched: set[int] = set()
+            for at in better[np.argsort(-gain[better], kind="stable")].tolist():
+                v = int(owner[at])
+                if v in touched:
+                    continue
+                moved = change[at] - change[first[v] + labels[v]]
+                after = excess + np.cumsum(moved.toarray().ravel())[: len(excess)] if moved.nnz else excess
+                if after.max(initial=0.0) > 0:
+                    continue
+                excess, labels[v] = after, at - first[v]
+                touched.add(v)
+                touched.update(self.tables[v])
+            if not touched:
+                break
+        return labels
 
     def excess(self, labels: Array) -> Array:
         """How far over the limit each time is (negative: room)."""

@@ -163,7 +163,7 @@ def test_an_order_keeps_every_op_behind_what_it_reads():
 def test_an_op_without_a_rule_is_listed_and_charged():
     laid = flow(lambda x: jnp.linalg.qr(x)[0], array(64, 64), device="cpu:1")
     found = work(laid, SLOW)
-    assert any(name.startswith("custom_call") and "test_price.py:" in name for name in found.unpriced)
+    assert any(name.startswith("custom_call lapack_sgeqrf") for name in found.unpriced)
     assert found.seconds >= 2 * N * F
     assert price(laid, resolve("cpu:1")).unpriced == found.unpriced
 

@@ -1,0 +1,121 @@
+"""What `set_algo_parameters` leaves out of a search: labels that break a rule, and those that gain next to nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from shardfn.graph.model import Graph
+from shardfn.search.forms import NOWHERE
+from shardfn.search.grid import Array
+from shardfn.search.labelling import Labelling
+from shardfn.search.problem import Algorithm
+from shardfn.search.strategies import Space
+
+
+def narrowed(problem: Labelling, space: Space, graph: Graph, sizes: tuple[int, ...],
+             algorithm: Algorithm) -> tuple[Labelling, float]:  # fmt: skip
+    """A labelling of `space` without what `algorithm` leaves out, and how much of its optimum may be lost by `epsilon`.
+
+    The rules change what is asked for, so what they cost is no loss.
+    """
+    problem = barred(problem, allowed(space, graph, sizes, algorithm))
+    return near(problem, algorithm.algo_approxi_epsilon) if algorithm.enable_algo_approxi else (problem, 0.0)
+
+
+def allowed(space: Space, graph: Graph, sizes: tuple[int, ...], algorithm: Algorithm) -> Mapping[int, Array]:
+    """For the nodes that a rule speaks of, a bool for each label; a rule that would leave none does not hold there.
+
+    Args:
+      space: the choices of `graph` on a grid.
+      graph: the function.
+      sizes: devices along each axis of that grid.
+      algorithm: which rules hold.
+    """
+    found: dict[int, Array] = {}
+
+    def hold(node: int, good: Array) -> None:
+        both = good & found.get(node, np.ones(len(good), bool))
+        if both.any():
+            found[node] = both
+
+    if algorithm.fully_use_devices:
+        for node, choices in enumerate(space.nodes):
+            if (choices.labels > NOWHERE).any():  # it decides how an op is cut, not only where an array lies
+                hold(node, (choices.labels >= 0).all(axis=1))
+    if algorithm.tensor_slice_align_enable:
+        step = algorithm.tensor_slice_align_size
+        for index, (node, wanted) in space.reads.items():
+            op = graph.ops[index]
+            if op.name != "dot_general":
+                continue
+            for value, layouts in zip(op.inputs, wanted, strict=True):
+                hold(node, aligned(layouts, graph.values[value].shape, sizes, step))
+            for value in {*op.inputs, *op.outputs} & space.layouts.keys():
+                owner, layouts = space.layouts[value]
+                if owner == node or value in graph.inputs:
+                    hold(owner, aligned(layouts, graph.values[value].shape, sizes, step))
+    return found
+
+
+def aligned(layouts: Array, shape: tuple[int, ...], sizes: tuple[int, ...], step: int) -> Array:
+    """Whether the last dim is whole, or its slice a multiple of `step`, in each of the layouts [labels, axes].
+
+    >>> aligned(np.array([[-1, 0], [1, -1], [1, 1]]), (8, 64), (2, 4), 16).tolist()
+    [True, True, False]
+    """
+    if not shape:
+        return np.ones(len(layouts), bool)
+    cuts = np.prod(np.where(layouts == len(shape) - 1, np.array(sizes), 1), axis=1)
+    return (cuts == 1) | (shape[-1] % (cuts * step) == 0)
+
+
+def barred(problem: Labelling, keep: Mapping[int, Array]) -> Labelling:
+    """The problem with the labels that are not kept forbidden.
+
+    >>> from shardfn.search.labelling import labelling
+    >>> barred(labelling([[1, 2]]), {0: np.array([False, True])}).costs[0].tolist()
+    [inf, 2.0]
+    """
+    costs = tuple(np.where(keep[v], cost, np.inf) if v in keep else cost for v, cost in enumerate(problem.costs))
+    return dataclasses.replace(problem, costs=costs)
+
+
+def near(problem: Labelling, epsilon: float) -> tuple[Labelling, float]:
+    """The problem without labels that another label nearly dominates, and the most that can be lost by that.
+
+    A label goes where one and the same other label of its node costs no more whatever the neighbours do, and holds no
+    more, `epsilon` of the node's least own cost aside. Own costs and tables are never negative, so these least costs
+    together bound the optimum from below, and the loss is at most `epsilon` of it.
+
+    >>> from shardfn.search.labelling import labelling
+    >>> smaller, lost = near(labelling([[10, 10.25], [0, 0]], tables=[((0, 1), [0.5, 0, 0, 0])]), 0.1)
+    >>> smaller.costs[0].tolist(), lost
+    ([10.0, inf], 0.25)
+    """
+    least = [float(cost.min(initial=np.inf)) for cost in problem.costs]
+    best = [int(np.argmin(cost)) for cost in problem.costs]
+    more = [least_ - cost for least_, cost in zip(least, problem.costs, strict=True)]
+    for table in problem.tables:
+        for place, node in enumerate(table.nodes):
+            rows = np.moveaxis(table.cost, place, 0).reshape(len(more[node]), -1)
+            mine = np.broadcast_to(rows[best[node]], rows.shape)
+            # a pair that is forbidden to the other label too is no loss
+            worse = np.subtract(mine, rows, out=np.full(rows.shape, -np.inf), where=np.isfinite(rows))
+            more[node] = more[node] + worse.max(axis=1, initial=-np.inf)
+    heavier = [usage[at] > usage for usage, at in zip(problem.usages, best, strict=True)]
+    for held in problem.held:
+        heavier[held.node] = heavier[held.node] | (held.usage[best[held.node]] > held.usage)
+    keep: dict[int, Array] = {}
+    lost = 0.0
+    for node, (gain, heavy, at) in enumerate(zip(more, heavier, best, strict=True)):
+        if not np.isfinite(least[node]):
+            continue
+        good = (gain > epsilon * least[node]) | heavy
+        good[at] = True
+        if not good.all():
+            keep[node] = good
+            lost += max(0.0, float(gain[~good].max()))
+    return barred(problem, keep), lost
