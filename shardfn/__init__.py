@@ -7,16 +7,21 @@ from shardfn.context import (
     PYNATIVE_MODE,
     ParallelMode,
     auto_parallel,
+    get_algo_parameters,
     get_auto_parallel_context,
     get_context,
+    reset_algo_parameters,
     reset_auto_parallel_context,
+    set_algo_parameters,
     set_auto_parallel_context,
     set_context,
 )
+from shardfn.cost.chips import Chip
 from shardfn.errors import ShardError
 from shardfn.layout import Layout
 from shardfn.plan import Plan, diff
 from shardfn.report import Report
+from shardfn.search import register as register_search
 from shardfn.sharded import ShardedFunction
 from shardfn.strategy import AUTO
 
@@ -27,6 +32,7 @@ __all__ = [
     "GRAPH_MODE",
     "PYNATIVE_MODE",
     "Cell",
+    "Chip",
     "Layout",
     "ParallelMode",
     "Plan",
@@ -36,11 +42,15 @@ __all__ = [
     "auto_parallel",
     "diff",
     "explain",
+    "get_algo_parameters",
     "get_auto_parallel_context",
     "get_context",
     "plan",
+    "register_search",
+    "reset_algo_parameters",
     "reset_auto_parallel_context",
     "reshard",
+    "set_algo_parameters",
     "set_auto_parallel_context",
     "set_context",
     "shard",

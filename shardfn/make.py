@@ -8,22 +8,25 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from shardfn.cost.hardware import Hardware
-from shardfn.cost.price import collectives, price
+from shardfn.cost.price import collectives
 from shardfn.cuts import check
+from shardfn.decisions import Candidate, Constraint, Decision, DimClass, Figures
 from shardfn.errors import Problem, raise_problems
+from shardfn.findings import advice, not_predicted, of_program
 from shardfn.given import is_drawn, place_drawn
 from shardfn.graph import shardy
-from shardfn.graph.roads import as_compiled
 from shardfn.graph.classes import Classes, dim_classes
-from shardfn.graph.model import Flow, Graph, Op, Spec, axis_size, dtype_bits
-from shardfn.place import Placement, expresses, finest, place
+from shardfn.graph.model import Flow, Graph, Spec, axis_size, dtype_bits
+from shardfn.graph.roads import as_compiled
 from shardfn.pins import anchors
-from shardfn.plan import Constraint, Decision, DimClass, Plan
+from shardfn.place import Placement, expresses, finest, place
+from shardfn.plan import Plan
 from shardfn.search import Search
 from shardfn.search.grid import Axes
 from shardfn.search.problem import Algorithm, Pins
 from shardfn.search.problem import Problem as Question
 from shardfn.strategy import Leaf
+from shardfn.study import Study
 from shardfn.trace import Traced
 
 
@@ -33,7 +36,7 @@ class Wishes:
 
     memory_limit: float | None = None
     seconds: float = 60.0
-    algorithm: Algorithm = Algorithm()
+    algorithm: Algorithm = dataclasses.field(default_factory=Algorithm)
 
 
 def place_call(
@@ -56,9 +59,11 @@ def place_call(
 def make_plan(
     name: str, inputs: Sequence[Leaf], outputs: Sequence[Leaf], traced: Traced, *, hardware: Hardware, level: int,
     search: Search, problems: list[Problem], same_as: Mapping[int, int], donated: Collection[int] = (),
-    wishes: Wishes = Wishes(),
+    wishes: Wishes = Wishes(), again: Search | None = None,
 ) -> Plan:  # fmt: skip
     """The plan of one call. `same_as[i] = j` lays output i, if it is open, out as input j; `donated` are inputs.
+
+    `again` is the search for `Plan.what_if`, where `search` is not one that can be asked twice.
 
     Raises:
       ShardError: with everything in `problems`, which other stages may have filled before.
@@ -81,44 +86,47 @@ def make_plan(
     def result_specs(specs: Sequence[Spec | None]) -> list[Spec | None]:
         return [specs[same_as[i]] if spec is None and i in same_as else spec for i, spec in enumerate(out_specs)]
 
+    def flow_with(axes: Axes, specs: Sequence[Spec | None], results: Mapping[int, Spec], pins: Pins) -> Flow:
+        ends = [results.get(i, spec) for i, spec in enumerate(result_specs(specs))]
+        spread = [None] * traced.captured
+        spread += [_padded(s, graph, v) for s, v in zip(specs, traced.inputs, strict=True)]
+        padded = [_padded(s, graph, v) for s, v in zip(ends, traced.outputs, strict=True)]
+        tokens = len(graph.outputs) - len(outputs)
+        at = {graph.ops[index].site: pin for index, pin in pins.items()}
+        laid = shardy.propagate(traced.module, axes, spread, [None] * tokens + padded, at)
+        return as_compiled(laid, hardware.platform)
+
     known: dict[Any, Flow] = {}
 
     def flow_of(axes: Axes, specs: Sequence[Spec | None], pins: Pins) -> Flow:
         key = axes, tuple(specs), tuple(pins.items())
         if key not in known:
-            spread = [None] * traced.captured
-            spread += [_padded(s, graph, v) for s, v in zip(specs, traced.inputs, strict=True)]
-            ends = [_padded(s, graph, v) for s, v in zip(result_specs(specs), traced.outputs, strict=True)]
-            tokens = len(graph.outputs) - len(outputs)
-            at = {graph.ops[index].site: pin for index, pin in pins.items()}
-            laid = shardy.propagate(traced.module, axes, spread, [None] * tokens + ends, at)
-            known[key] = as_compiled(laid, hardware.platform)
+            known[key] = flow_with(axes, specs, {}, pins)
         return known[key]
 
     anchored = anchors(traced.jaxpr, graph)
-    answer = search(
-        Question(
-            names=tuple(leaf.path for leaf in inputs),
-            shapes=tuple(leaf.shape for leaf in inputs),
-            classes=tuple(classes.of[v][: len(leaf.shape)] for v, leaf in zip(traced.inputs, inputs, strict=True)),
-            weights=_weights(graph, classes),
-            axes=grid,
-            specs=in_specs if hardware.count > 1 else tuple(((),) * len(leaf.shape) for leaf in inputs),
-            hardware=hardware,
-            level=level,
-            flow=flow_of,
-            graph=graph,
-            inputs=traced.inputs,
-            results={v: _padded(s, graph, v) or ()
-                     for v, s in zip(traced.outputs, out_specs, strict=True) if s is not None},
-            same_as={traced.outputs[i]: traced.inputs[j] for i, j in same_as.items() if out_specs[i] is None},
-            donated=frozenset(traced.inputs[i] for i in donated),
-            can_hold=frozenset(anchored),
-            memory_limit=wishes.memory_limit if wishes.memory_limit is not None else hardware.chip.memory_bytes,
-            algorithm=wishes.algorithm,
-            seconds=wishes.seconds,
-        )
+    question = Question(
+        names=tuple(leaf.path for leaf in inputs),
+        shapes=tuple(leaf.shape for leaf in inputs),
+        classes=tuple(classes.of[v][: len(leaf.shape)] for v, leaf in zip(traced.inputs, inputs, strict=True)),
+        weights=_weights(graph, classes),
+        axes=grid,
+        specs=in_specs if hardware.count > 1 else tuple(((),) * len(leaf.shape) for leaf in inputs),
+        hardware=hardware,
+        level=level,
+        flow=flow_of,
+        graph=graph,
+        inputs=traced.inputs,
+        results={v: _padded(s, graph, v) or ()
+                 for v, s in zip(traced.outputs, out_specs, strict=True) if s is not None},
+        same_as={traced.outputs[i]: traced.inputs[j] for i, j in same_as.items() if out_specs[i] is None},
+        donated=frozenset(traced.inputs[i] for i in donated),
+        can_hold=frozenset(anchored),
+        memory_limit=wishes.memory_limit if wishes.memory_limit is not None else hardware.chip.memory_bytes,
+        algorithm=wishes.algorithm,
+        seconds=wishes.seconds,
     )  # fmt: skip
+    answer = search(question)
     flow = flow_of(answer.axes, answer.specs, answer.pins)
     constraints = tuple(
         Constraint(graph.ops[index].name, anchored[index], graph.ops[index].where, pin.operands, pin.results)
@@ -126,13 +134,17 @@ def make_plan(
     )
     findings: list[str] = []
     decided_in = tuple(
-        _decision(
-            leaf, spec, answer.axes, graph, value, answer.source if given is None else "you", reason, runner_up
-        )
+        _decision(leaf, spec, answer.axes, graph, value, source if given is None else "you", reason, runner_up)
         for leaf, spec, given, value, reason, runner_up in zip(
-            inputs, answer.specs, in_specs, traced.inputs, answer.reasons,
-            answer.runners_up or (answer.runner_up,) * len(inputs), strict=True,
-        )  # fmt: skip
+            inputs,
+            answer.specs,
+            in_specs,
+            traced.inputs,
+            answer.reasons,
+            answer.runners_up or (answer.runner_up,) * len(inputs),
+            strict=True,
+        )
+        for source in (answer.source if hardware.count > 1 else "propagated",)
     )
     decided_out = []
     last = flow.graph.outputs[len(flow.graph.outputs) - len(outputs) :]
@@ -143,14 +155,24 @@ def make_plan(
         source = "propagated" if given is None else "you"
         reason = f"as `{inputs[same_as[i]].path}`, whose place it can take" if given is None and i in same_as else ""
         decided_out.append(_decision(leaf, spec, answer.axes, flow.graph, value, source, reason, ""))
-    findings += _findings(graph, traced, hardware, inputs, answer.axes)
-    findings += _unpriced(graph, flow)
-    return Plan(
+
+    def asked_again(changed: Sequence[Leaf], ends: Sequence[Leaf]) -> Plan:
+        return make_plan(name, changed, ends, traced, hardware=hardware, level=level, search=again or search,
+                         problems=[], same_as=same_as, donated=donated, wishes=wishes)  # fmt: skip
+
+    paid = question.price(answer.axes, answer.specs, answer.pins)
+    mine = Candidate("this plan", answer.axes, Figures.of(paid))
+    others = [Candidate(c.name, c.axes, Figures.of(c.price)) for c in answer.others]
+    # Without the flows that the search has priced: they are large.
+    study = Study(dataclasses.replace(question, flow=lambda axes, specs, pins: flow_with(axes, specs, {}, pins)),
+                  answer.specs, answer.pins, tuple(inputs), tuple(outputs), flow_with, asked_again)  # fmt: skip
+    made = Plan(
         name, hardware, level, answer.axes, placed.order, decided_in, tuple(decided_out),
-        _classes(classes, inputs, outputs, traced, decided_in), collectives(flow),
-        price(flow, hardware, tuple(traced.inputs[i] for i in donated)),
-        answer.policy, tuple(findings), flow, constraints, answer.gap,
+        _classes(classes, inputs, outputs, traced, decided_in), collectives(flow), paid, answer.policy, (), flow,
+        constraints, answer.gap, (mine, *others) if others else (), study,
     )  # fmt: skip
+    findings += [*answer.findings, *of_program(traced, hardware, inputs, answer.axes), *not_predicted(graph, flow)]
+    return dataclasses.replace(made, findings=(*findings, *advice(made, study)))
 
 
 def _in_parts(spec: Spec, parts: Mapping[str, tuple[str, ...]]) -> Spec:
@@ -200,61 +222,6 @@ def _whole_axes(spec: Spec, leaf: Leaf, flow: Flow, findings: list[str]) -> Spec
             findings.append(f"{leaf.path}: XLA would cut dimension {len(kept) - 1} over {dim}, which does not divide "
                             f"{size}; it is handed out over {good or 'no axis'}")  # fmt: skip
     return tuple(kept)
-
-
-def _findings(graph: Graph, traced: Traced, hardware: Hardware, inputs: Sequence[Leaf], axes: Axes) -> list[str]:
-    found = []
-    if graph.unruled:
-        found.append(f"no sharding rule for: {', '.join(graph.unruled)}; XLA decides there, its cost is not predicted")
-    if graph.uncounted:
-        found.append(f"loops of unknown length, counted once: {', '.join(graph.uncounted)}")
-    if hardware.count == 1 and any(isinstance(leaf.entry, tuple) and max(leaf.entry, default=1) > 1 for leaf in inputs):
-        found.append("one device: the strategies are checked, and the function runs unsharded")
-    others = [grid for grid in traced.grids if math.prod(grid) > 1 and grid != tuple(size for _, size in axes)]
-    if others:
-        grids = ", ".join("x".join(map(str, grid)) for grid in dict.fromkeys(others))
-        found.append(
-            f"parts of the function lie on a grid of their own ({grids}); what is sent between them and the rest is not "
-            "predicted"
-        )
-    if traced.captured:
-        found.append(f"{traced.captured} arrays of the surrounding transformation are captured; they are left to XLA")
-    return found
-
-
-def _unpriced(graph: Graph, flow: Flow) -> list[str]:
-    """Ops that are cut along a dim which they need whole, or at whose edges neighbours exchange: XLA sends what it likes."""
-    laid = _alike(flow.graph)
-    found: dict[str, None] = {}
-    for key, ops in _alike(graph).items():
-        if len(ops) != len(laid.get(key, ())):  # cannot tell which is which
-            continue
-        for op, at in zip(ops, laid[key], strict=True):
-            if op.rule is None:
-                continue
-            whole = op.rule.permuted | op.rule.replicated
-            rows = (*zip(op.rule.operands, at.inputs), *zip(op.rule.results, at.outputs))  # noqa: B905
-            if whole and any(
-                axes and whole.intersection(factors)
-                for dims, value in rows
-                for factors, axes in zip(dims, flow.specs[value], strict=True)
-            ):
-                found.setdefault(f"{op.name} ({op.where})" if op.where else op.name)
-    if not found:
-        return []
-    text = ", ".join(list(found)[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
-    return [
-        f"cut along a dim that they need whole, or exchange at its edges: {text}; what XLA sends there is not predicted"
-    ]
-
-
-def _alike(graph: Graph) -> dict[tuple[object, ...], list[Op]]:
-    """Ops of one name, line and shapes: propagation reorders ops, and drops or copies some."""
-    found: dict[tuple[object, ...], list[Op]] = {}
-    for op in graph.ops:
-        shapes = tuple(graph.values[v].shape for v in (*op.inputs, *op.outputs))
-        found.setdefault((op.name, op.where, shapes), []).append(op)
-    return found
 
 
 def _classes(

@@ -3,81 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import math
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from shardfn.cost.hardware import Hardware
 from shardfn.cost.price import Price
+from shardfn.decisions import Alternatives, Candidate, Constraint, Decision, DimClass, partition_spec
 from shardfn.errors import DeviceError, StrategyError, fail
-from shardfn.graph.model import Collective, Flow, Spec
+from shardfn.graph.model import Collective, Flow
 from shardfn.layout import Layout
 
-
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """The layout of one array and where it comes from.
-
-    `cuts` says how many ways each dim is cut, `spec` over which axes; `source` is `you`, `propagated` or
-    `searched`.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    cuts: tuple[int, ...]
-    spec: Spec
-    source: str
-    reason: str = ""
-    runner_up: str = ""
-    local_bytes: int = 0
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of the piece that one device holds."""
-        return tuple(n // c for n, c in zip(self.shape, self.cuts, strict=True))
-
-    @property
-    def partition_spec(self) -> PartitionSpec:
-        """The layout as JAX writes it."""
-        return partition_spec(self.spec)
+__all__ = [
+    "Alternatives", "Candidate", "Change", "Constraint", "Decision", "DimClass", "OpStrategy", "Plan", "Study", "diff",
+    "op_strategies", "partition_spec",
+]  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Constraint:
-    """An op inside the function that is held to layouts: propagation alone would lay it out otherwise.
+class Study(Protocol):
+    """What a plan was made from: it prices other layouts, and plans again."""
 
-    `kind` is the op as the report names it, `number` which of that kind it is in program order; `operands` and
-    `results` hold a layout, or None where it is left open.
-    """
+    def why(self, plan: Plan, path: str, most: int | None) -> Alternatives: ...
 
-    kind: str
-    number: int
-    where: str
-    operands: tuple[Spec | None, ...]
-    results: tuple[Spec | None, ...]
-
-
-def partition_spec(spec: Spec) -> PartitionSpec:
-    """A layout as JAX writes it.
-
-    >>> partition_spec((("a",), (), ("b", "c")))
-    PartitionSpec('a', None, ('b', 'c'))
-    """
-    return PartitionSpec(*(None if not d else d[0] if len(d) == 1 else d for d in spec))
-
-
-@dataclasses.dataclass(frozen=True)
-class DimClass:
-    """Dims of arguments and results that the function treats as one: `members` as `path.dim`."""
-
-    name: str
-    size: int
-    members: tuple[str, ...]
-    axes: tuple[str, ...]
+    def what_if(self, plan: Plan, entries: Mapping[str, Any]) -> Plan: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +57,79 @@ class Plan:
     """Ops inside that are held to a layout, because propagation alone would choose another."""
     gap: float | None = None
     """How far the search may be from the optimum of the cost model: 0 is proved, None where it does not know."""
+    candidates: tuple[Candidate, ...] = ()
+    """The whole plans that the search priced, best first; one of them is this one."""
+    study: Study | None = dataclasses.field(default=None, repr=False, compare=False)
+    verifier: Callable[[Plan], Any] | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    def __str__(self) -> str:
+        return "\n".join(_summary(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the devices, which are of this process, and without what it takes to plan again."""
+        hardware = dataclasses.replace(self.hardware, devices=None, mesh=None)
+        return {**self.__dict__, "study": None, "verifier": None, "hardware": hardware}
+
+    def __copy__(self) -> Plan:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Plan:
+        return self
+
+    def why(self, path: str, most: int | None = None) -> Alternatives:
+        """What each other cut of one array, an argument or under `result` a result, would cost, all else as planned.
+
+        Args:
+          path: of the array, as the report has it.
+          most: how many cuts to price; as many as take a few seconds, 12 at most, if None.
+
+        Raises:
+          StrategyError: no array has that path, or the plan comes from a file or another process.
+
+        >>> import jax, shardfn
+        >>> x, w = jax.ShapeDtypeStruct((8, 4), "float32"), jax.ShapeDtypeStruct((4, 2), "float32")
+        >>> made = shardfn.plan(lambda x, w: x @ w, x, w, in_strategy=((4, 1), (1, 1)), device="tpu-v5e:2x2")
+        >>> [row.cuts for row in made.why("x").rows]
+        [(1, 4), (1, 1)]
+        """
+        return self._study().why(self, path, most)
+
+    def what_if(self, entries: Mapping[str, Any]) -> Plan:
+        """The plan with other entries, by path glob as in `parameter_plan`; what was searched is searched again.
+
+        Raises:
+          ShardError: an entry that fits no array, or not its array.
+
+        >>> import jax, shardfn
+        >>> x, w = jax.ShapeDtypeStruct((8, 4), "float32"), jax.ShapeDtypeStruct((4, 2), "float32")
+        >>> made = shardfn.plan(lambda x, w: x @ w, x, w, in_strategy=((4, 1), (1, 1)), device="tpu-v5e:2x2")
+        >>> print(made.diff(made.what_if({"x": (2, 1), "w": (1, 2)}))[0])
+        grid: a=4 -> a=2 x b=2
+        """
+        return dataclasses.replace(self._study().what_if(self, entries), verifier=self.verifier)
+
+    def diff(self, other: Plan) -> tuple[Change, ...]:
+        """What differs in another plan of the same function (`shardfn.diff`)."""
+        return diff(self, other)
+
+    def _study(self) -> Study:
+        if self.study is None:
+            fail(StrategyError, f"the plan of `{self.function}` cannot be studied",
+                 why="what it was made from is not here: it was pickled, or made by hand",
+                 fix="plan the call again in this process")  # fmt: skip
+        return self.study
+
+    def verify(self) -> Any:
+        """The `Report` with what XLA compiles beside what is predicted; for a TPU that is not here through libtpu.
+
+        Raises:
+          StrategyError: it does not fit as compiled, or the plan comes from a file or another process.
+          DeviceError: there is no compiler for the target.
+        """
+        if self.verifier is None:
+            fail(StrategyError, f"this plan of `{self.function}` has no function to compile",
+                 why="it comes from a file or another process", fix="plan again: plan(f, *args)")  # fmt: skip
+        return self.verifier(self)
 
     @property
     def device_matrix(self) -> tuple[int, ...]:
@@ -197,9 +223,12 @@ class Change:
     first: str
     second: str
 
+    def __str__(self) -> str:
+        return f"{self.what}: {self.first} -> {self.second}"
+
 
 def diff(first: Plan, second: Plan) -> tuple[Change, ...]:
-    """What differs between two plans of one function: grid, layouts, costs.
+    """What differs between two plans of one function: grid, level, layouts, costs, proof, what is held inside.
 
     Raises:
       StrategyError: the plans are of functions with other arguments.
@@ -214,14 +243,76 @@ def diff(first: Plan, second: Plan) -> tuple[Change, ...]:
             changes.append(Change(what, str(a), str(b)))
 
     row("grid", _grid(first), _grid(second))
+    row("level", first.level, second.level)
     for a, b in zip((*first.inputs, *first.outputs), (*second.inputs, *second.outputs), strict=False):
         row(a.path, f"{a.cuts} {a.partition_spec}", f"{b.cuts} {b.partition_spec}")
+    if first.constraints != second.constraints:
+        row("held inside", *(_held(a, b) for a, b in ((first, second), (second, first))))
+    row("modelled time, µs", f"{first.price.time_s * 1e6:,.4g}", f"{second.price.time_s * 1e6:,.4g}")
     row("bytes sent per device", f"{first.price.bytes_sent:,}", f"{second.price.bytes_sent:,}")
     row("peak memory per device", f"{first.price.memory.peak:,}", f"{second.price.memory.peak:,}")
     row("FLOPs per device", f"{first.price.flops:,.0f}", f"{second.price.flops:,.0f}")
     row("collectives", len(first.collectives), len(second.collectives))
+    row("proof", proof(first.gap), proof(second.gap))
     return tuple(changes)
 
 
 def _grid(plan: Plan) -> str:
     return " x ".join(f"{n}={s}" for n, s in plan.axes) or "1 device"
+
+
+def proof(gap: float | None) -> str:
+    """How far a plan may be from the best under the cost model, in words.
+
+    >>> proof(0.0), proof(0.032), proof(None)
+    ('nothing costs less', 'at most 3.2% above the least cost', 'not known')
+    """
+    if gap is None:
+        return "not known"
+    return f"at most {math.ceil(gap * 1000) / 10:.1f}% above the least cost" if gap > 5e-5 else "nothing costs less"
+
+
+def _held(plan: Plan, other: Plan) -> str:
+    known = set(other.constraints)
+    where = dict.fromkeys((c.kind, pathlib.PurePath(c.where).name) for c in plan.constraints if c not in known)
+    shown = ", ".join(f"{kind} at {line}" if line else kind for kind, line in list(where)[:3])
+    more = f" and {len(where) - 3} more" if len(where) > 3 else ""
+    return f"{len(plan.constraints)} ops" + (f"; here only: {shown}{more}" if shown else "")
+
+
+MOST_LINES = 10
+"""Of arrays, in the text of a plan."""
+
+
+def _summary(plan: Plan) -> list[str]:
+    """A plan in less than 25 lines: the largest arrays stand for the rest."""
+    price, words = plan.price, ("most compute per byte sent", "least memory", "fastest step")
+    lines = [
+        f"{plan.function} on {plan.hardware.name or plan.hardware.chip.name}, "
+        f"{plan.hardware.count} device{'s'[: plan.hardware.count != 1]}: grid {_grid(plan)}",
+        f"level {plan.level}, {words[plan.level]}: {plan.policy}",
+        f"per device and call: {price.time_s * 1e6:,.4g} µs modelled, {price.bytes_sent:,} B sent, "
+        f"{price.memory.peak:,} B at the peak, {price.flops:,.0f} FLOPs",
+    ]
+    if any(d.source == "searched" for d in plan.inputs):
+        lines.append(f"proof under the cost model: {proof(plan.gap)}")
+    for title, decisions in (("arguments", plan.inputs), ("results", plan.outputs)):
+        most = MOST_LINES if title == "arguments" else 4
+        groups: dict[tuple[Any, ...], list[Decision]] = {}
+        for d in sorted(decisions, key=lambda d: -math.prod(d.shape)):
+            groups.setdefault((d.shape, d.dtype, d.cuts, d.spec, d.source), []).append(d)
+        rows = [
+            (same[0].path + (f" and {len(same) - 1} more" if len(same) > 1 else ""), f"{d.dtype}{list(d.shape)}",
+             str(d.cuts), d.source)
+            for same in groups.values() for d in same[:1]
+        ]  # fmt: skip
+        widths = [max((len(row[i]) for row in rows[:most]), default=0) for i in range(4)]
+        lines += [
+            f"  {'  '.join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()}" for row in rows[:most]
+        ]
+        lines += [f"  … {len(rows) - most} more kinds of {title}"] if len(rows) > most else []
+    if plan.constraints:
+        lines.append(f"{len(plan.constraints)} ops are held to layouts inside")
+    if plan.findings:
+        lines.append(f"{len(plan.findings)} finding{'s'[: len(plan.findings) > 1]}: see the report")
+    return lines

@@ -7,7 +7,7 @@ import html
 import io
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -53,6 +53,26 @@ class Drawing:
 
 
 Part = Text | Table | Drawing
+
+
+def unit_of(sizes: Iterable[float]) -> tuple[str, int]:
+    """The unit that shows the largest of some sizes in bytes with at least two digits before the point.
+
+    >>> unit_of([4096, 20480]), unit_of([])
+    (('KiB', 1024), ('B', 1))
+    """
+    top = max(sizes, default=0)
+    units = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+    return next(((name, size) for name, size in units if top >= 10 * size), ("B", 1))
+
+
+def figure(number: float) -> str:
+    """A number with three digits, or all of them before the point.
+
+    >>> figure(1234.5), figure(0.12345), figure(7)
+    ('1,234', '0.123', '7')
+    """
+    return f"{number:,.0f}" if abs(number) >= 100 or number == int(number) else f"{number:.3g}"
 
 
 def to_rich(parts: Sequence[Part]) -> rich.console.Group:

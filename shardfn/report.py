@@ -14,12 +14,11 @@ from typing import Any
 
 from shardfn.comparison import Comparison, compare
 from shardfn.compiled import Compiled, read
-from shardfn.cost.price import collective_s
 from shardfn.errors import ContextError, fail
 from shardfn.graph.model import Collective
 from shardfn.plan import Decision, Plan, diff, op_strategies
 from shardfn.render import Part, Table, to_html, to_rich, to_text
-from shardfn.sections import SECTIONS, grid_text, owners, strides
+from shardfn.sections import SECTIONS, grid_text, owners, seconds, strides
 
 SCHEMA = 1
 """Version of `Report.to_dict`; it grows when a key goes away or changes its meaning, not when one is added."""
@@ -170,11 +169,15 @@ def _data(plan: Plan, arrivals: Sequence[str]) -> dict[str, Any]:
         "classes": [dataclasses.asdict(c) for c in plan.classes],
         "ops": [dataclasses.asdict(o) for o in op_strategies(plan)],
         "collectives": [
-            {**_sent(c), "time_s": collective_s(c, plan.hardware, plan.axes), "cause": {"op": c.cause, "cuts": owners(plan, c)}}
-            for c in plan.collectives
+            {**_sent(c), "time_s": seconds(plan, c), "cause": {"op": c.cause, "cuts": owners(plan, c)}}
+            for c in sorted(plan.collectives, key=lambda c: -seconds(plan, c))  # the critical ones first
         ],
         "price": {"flops": price.flops, "bytes_sent": price.bytes_sent, "compute_s": price.compute_s,
-                  "communication_s": price.communication_s, "time_s": price.time_s},
+                  "communication_s": price.communication_s, "time_s": price.time_s,
+                  "unpriced": price.unpriced},
+        "gap": plan.gap,
+        "constraints": [dataclasses.asdict(c) for c in plan.constraints],
+        "candidates": [dataclasses.asdict(c) for c in plan.candidates],
         "memory": {**dataclasses.asdict(price.memory), "peak": price.memory.peak, "device": hardware.chip.memory_bytes},
         "findings": plan.findings,
         "arrivals": list(arrivals),

@@ -16,8 +16,9 @@ import numpy as np
 from shardfn.comparison import Comparison, Tally
 from shardfn.cost.price import collective_s
 from shardfn.graph.model import Collective, Spec
-from shardfn.plan import Decision, DimClass, Plan, op_strategies
-from shardfn.render import Drawing, Part, Placed, Table, Text
+from shardfn.plan import Decision, DimClass, Plan, op_strategies, proof
+from shardfn.render import Drawing, Part, Placed, Table, Text, figure, unit_of
+from shardfn.study import columns_of
 
 MOST_ROWS = 32
 MOST_REASONS = 6
@@ -52,6 +53,11 @@ def owners(plan: Plan, c: Collective) -> list[str]:
     return over(plan.inputs) or over(plan.outputs)
 
 
+def seconds(plan: Plan, c: Collective) -> float:
+    """Modelled seconds of all runs of a collective in one call."""
+    return collective_s(c, plan.hardware, plan.axes)
+
+
 # ---- sections
 
 
@@ -60,17 +66,39 @@ def _headline(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) 
     at = f"on {hardware.name}" if hardware.is_here else f"planned for {hardware.name} (not here)"
     lines = [f"{plan.function}: {at}, {hardware.count} device{'s'[: hardware.count != 1]}, grid {grid_text(plan)}",
              f"policy: {plan.policy}; level {plan.level}, {LEVELS[plan.level]}"]  # fmt: skip
-    lines += [f"runner-up: {text}" for text in dict.fromkeys(d.runner_up for d in plan.inputs) if text]
-    unit, size = _unit([price.memory.peak])
+    if any(d.source == "searched" for d in plan.inputs):
+        lines.append(f"proof under the cost model: {proof(plan.gap)}")
+    lines += [f"runner-up: {text}" for text in [shared_runner_up(plan)] if text]
+    unit, size = unit_of([price.memory.peak])
     lines += [
         f"per device and call: {price.flops:,.0f} FLOPs, {price.bytes_sent:,} B sent, "
-        f"memory {_figure(price.memory.peak / size)} {unit} estimated",
-        f"modelled time: {_figure(price.compute_s * 1e6)} µs compute + {_figure(price.communication_s * 1e6)} µs "
+        f"memory {figure(price.memory.peak / size)} {unit} estimated",
+        f"modelled time: {figure(price.compute_s * 1e6)} µs compute + {figure(price.communication_s * 1e6)} µs "
         f"communication ({hardware.chip.name}: {hardware.chip.source})",
     ]
     yield Text("", tuple(lines))
-    if plan.findings or arrivals:
-        yield Text("Findings", (*plan.findings, *arrivals))
+    findings = [*plan.findings, *([f"{_UNPRICED}: {', '.join(price.unpriced)}"] if price.unpriced else []), *arrivals]
+    if findings:
+        yield Text("Findings", tuple(findings))
+
+
+_UNPRICED = "no cost rule, charged for the bytes that they move"
+
+
+def shared_runner_up(plan: Plan) -> str:
+    """The runner-up of the whole search, where it is not told for each argument."""
+    told = {d.runner_up for d in plan.inputs if d.runner_up}
+    return next(iter(told)) if len(told) == 1 and sum(bool(d.runner_up) for d in plan.inputs) > 1 else ""
+
+
+def _candidates(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
+    if plan.candidates:
+        columns, rows = columns_of([c.figures for c in plan.candidates])
+        names = [(c.name, "x".join(str(size) for _, size in c.axes) or "1") for c in plan.candidates]
+        cells = [
+            (*name, *row, f"{c.figures.flops:,.0f}") for name, row, c in zip(names, rows, plan.candidates, strict=True)
+        ]
+        yield _table("Plans that were priced", ("plan", "grid", *columns, "FLOPs"), cells, most=12)
 
 
 def _grid(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
@@ -86,7 +114,7 @@ def _grid(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> I
 
 def _arrays(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
     for title, decisions in (("Arguments", plan.inputs), ("Results", plan.outputs)):
-        unit, size = _unit([d.local_bytes for d in decisions])
+        unit, size = unit_of([d.local_bytes for d in decisions])
         groups = _alike(decisions, lambda d: dataclasses.replace(d, path=_layer(d.path), reason=_layer(d.reason)))
         if len(groups) > MOST_ROWS:  # the cut ones stay
             groups.sort(key=lambda same: not any(same[0].spec))
@@ -94,7 +122,7 @@ def _arrays(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) ->
         stated = {text for text, count in counts.items() if count > MOST_REASONS}  # said once, below the table
         rows = [
             (_starred([d.path for d in same]), _times(len(same)), f"{d.dtype}{_shape(d.shape)}", str(d.cuts),
-             _spec(d.spec), _shape(d.local_shape) if any(d.spec) else "whole", _figure(d.local_bytes / size),
+             _spec(d.spec), _shape(d.local_shape) if any(d.spec) else "whole", figure(d.local_bytes / size),
              d.source if _reason(d) in stated or not d.reason else f"{d.source}: {_starred([d.reason for d in same])}")
             for same in groups for d in same[:1]
         ]  # fmt: skip
@@ -102,6 +130,19 @@ def _arrays(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) ->
         if rows:
             columns = ("array", "count", "shape", "cuts", "spec", "piece", f"{unit}/device", "chosen")
             yield _table(title, columns, rows, note)
+
+
+def _runners_up(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
+    told = [d for d in plan.inputs if d.runner_up and not shared_runner_up(plan)]
+    groups = _alike(told, lambda d: (_layer(d.path), d.cuts, d.runner_up))
+    rows = [
+        (_starred([d.path for d in same]), _times(len(same)), str(d.cuts), d.runner_up)
+        for same in groups
+        for d in same[:1]
+    ]
+    if rows:
+        note = "what another cut costs, all else as planned: Plan.why; what a cut of yours does: Plan.what_if"
+        yield _table("Runners-up", ("array", "count", "planned", "next best cut, and what it costs more"), rows, note)
 
 
 def _reason(d: Decision) -> tuple[str, str]:
@@ -144,31 +185,53 @@ def _ops(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> It
 
 
 def _collectives(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
-    groups = sorted(collections.Counter(plan.collectives).items(), key=lambda g: -g[0].total_bytes * g[1])
-    unit, size = _unit([c.total_bytes * count for c, count in groups])
+    counts = collections.Counter(plan.collectives)
+    groups = sorted(counts.items(), key=lambda g: (-seconds(plan, g[0]) * g[1], -g[0].total_bytes * g[1]))
+    unit, size = unit_of([c.total_bytes * count for c, count in groups])
     rows = [
         (c.kind, _times(count), ",".join(c.axes) or "-", str(c.group_size), f"{c.dtype}{_shape(c.shape)}",
-         _times(c.trips), _figure(c.total_bytes * count / size), _figure(collective_s(c, plan.hardware, plan.axes) * count * 1e6),
+         _times(c.trips), figure(c.total_bytes * count / size), figure(seconds(plan, c) * count * 1e6),
          _file(c.where), ": ".join(filter(None, (_CAUSES.get(c.cause, c.cause), _few(owners(plan, c), 2)))))
         for c, count in groups
     ]  # fmt: skip
     columns = ("collective", "count", "over", "group", "operand", "runs", f"{unit} sent", "µs", "line", "because of")
     if rows:
-        yield _table("Collectives, per device and call", columns, rows, "bytes by ring algorithms; µs are modelled")
+        yield _table(
+            "Collectives, per device and call",
+            columns,
+            rows,
+            "the critical ones first; bytes by ring algorithms; µs are modelled",
+        )
     else:
         yield Text("Collectives", ("none predicted",))
 
 
+_RING = "the critical ones first; bytes by ring algorithms; µs are modelled"
 _CAUSES = {"return": "layout of a result or of a loop's carry"}
+
+
+def _held(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
+    shown = collections.Counter((c.kind, c.where, c.operands, c.results) for c in plan.constraints)
+    rows = [
+        (kind, _times(count), ", ".join(map(_open, operands)), ", ".join(map(_open, results)), _file(where))
+        for (kind, where, operands, results), count in shown.items()
+    ]
+    note = f"propagation alone would lay {'them' if len(plan.constraints) > 1 else 'it'} out otherwise"
+    if rows:
+        yield _table("Held inside", ("op", "count", "in", "out", "line"), rows, note, most=20)
+
+
+def _open(spec: Spec | None) -> str:
+    return "left open" if spec is None else _spec(spec)
 
 
 def _memory(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
     memory, whole = plan.price.memory, plan.hardware.chip.memory_bytes
-    unit, size = _unit([memory.peak])
+    unit, size = unit_of([memory.peak])
     sizes = (("arguments", memory.arguments), ("results", memory.results), ("temporaries, estimated", memory.temporaries),
              ("all at once, estimated", memory.peak))  # fmt: skip
-    rows = [(what, _figure(n / size), "<0.1%" if 0 < n < whole / 1000 else f"{n / whole:.1%}") for what, n in sizes]
-    note = f"one {plan.hardware.chip.name} has {_figure(whole / 2**30)} GiB"
+    rows = [(what, figure(n / size), "<0.1%" if 0 < n < whole / 1000 else f"{n / whole:.1%}") for what, n in sizes]
+    note = f"one {plan.hardware.chip.name} has {figure(whole / 2**30)} GiB"
     if memory.peak > whole:
         note += f": it may not fit, {memory.peak / whole:.1f} times that by the estimate"
     yield _table("Memory per device", ("what", unit, "share"), rows, note)
@@ -182,11 +245,11 @@ def _compiled(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) 
         totals = (Tally(*map(sum, zip(*map(dataclasses.astuple, side), strict=True)))
                   for side in ([p for _, p, _ in kinds], [c for _, _, c in kinds]))  # fmt: skip
         kinds = (*kinds, ("all", *totals))
-    unit, size = _unit([tally.bytes_sent for _, *both in kinds for tally in both])
+    unit, size = unit_of([tally.bytes_sent for _, *both in kinds for tally in both])
     loops = any(tally.runs != tally.count for _, *both in kinds for tally in both)
     rows = [
         (kind, str(p.count), str(c.count), *(map(str, (p.runs, c.runs)) if loops else ("", "")),
-         _figure(p.bytes_sent / size), _figure(c.bytes_sent / size),
+         figure(p.bytes_sent / size), figure(c.bytes_sent / size),
          f"{c.bytes_sent / p.bytes_sent:.2f}" if p.bytes_sent else "-")
         for kind, p, c in kinds
     ]  # fmt: skip
@@ -314,17 +377,6 @@ def _spec(spec: Spec) -> str:
     return f"P({', '.join(repr(None if not d else d[0] if len(d) == 1 else d) for d in spec) if any(spec) else ''})"
 
 
-def _unit(sizes: Iterable[float]) -> tuple[str, int]:
-    """The unit that shows the largest of some sizes in bytes with at least two digits before the point."""
-    top = max(sizes, default=0)
-    units = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
-    return next(((name, size) for name, size in units if top >= 10 * size), ("B", 1))
-
-
-def _figure(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:.3g}"
-
-
 def _file(where: str) -> str:
     """`file:line` without the directories; the data has them."""
     return pathlib.PurePath(where).name
@@ -332,5 +384,5 @@ def _file(where: str) -> str:
 
 Section = Callable[[Plan, Sequence[str], Comparison | None], Iterable[Part]]
 SECTIONS: tuple[Section, ...] = (
-    _headline, _grid, _drawing, _arrays, _classes, _ops, _collectives, _memory, _compiled,
+    _headline, _grid, _drawing, _arrays, _runners_up, _classes, _candidates, _ops, _held, _collectives, _memory, _compiled,
 )  # fmt: skip

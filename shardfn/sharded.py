@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding
 
 from shardfn import compiled as compiled_module
 from shardfn import context, finalists, search
+from shardfn.algo import algorithm_of, idle
 from shardfn.amounts import bytes_of
 from shardfn.apply import Grid, apply, finest, has_other_grids, lies_elsewhere, moved, shardings, whole
 from shardfn.callee import Callee, Slot, bind, describe, split
@@ -51,6 +52,7 @@ from shardfn.strategy import (
 from shardfn.search.problem import Answer, Search
 from shardfn.search.problem import Problem as Question
 from shardfn.trace import Traced, shaped, trace
+from shardfn.verify import Verifier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,7 +316,7 @@ class ShardedFunction:
             make_plan, self.callee.name, inputs, [*outputs, *_changed_leaves(changed)], hardware=hardware,
             level=options.level, problems=problems,
             donated=_leaf_positions(shapes, statics, donated),
-            wishes=_wishes(options),
+            wishes=_wishes(options, current),
             same_as={
                 **_replacements(_outer(result), _dynamic(shapes, slots, stateful)),
                 **{len(outputs) + i: state_paths[p] for i, p in enumerate(sorted(changed))},
@@ -343,6 +345,11 @@ class ShardedFunction:
         if options.finalists > 1 and asked[0][0].is_open:
             found = self._best_compiled(asked[0], laid, lambda one: here(one).lower(*shapes).compile())
         made = found.plan
+        if told := idle(made, algorithm_of(current)):
+            warnings.warn(told, stacklevel=_outside())
+            made = dataclasses.replace(made, findings=(*made.findings, told))
+        again = Verifier(lambda plan: here(dataclasses.replace(found, plan=plan)), tuple(shapes))
+        made = dataclasses.replace(made, verifier=again)
         nested, jitted = jit(found, finest(made), nested=True), here(found)
         if current.save_graphs:
             save_graphs(made, current.save_graphs_path)
@@ -445,10 +452,10 @@ class ShardedFunction:
         return tuple(tree_util.tree_map(lambda s: (1,) * len(s.shape), e) if whole else None for e in entries)
 
 
-def _wishes(options: Options) -> Wishes:
+def _wishes(options: Options, current: Any) -> Wishes:
     limit = None if options.memory_limit is None else bytes_of(options.memory_limit, "memory_limit")
     assert not isinstance(limit, Problem)  # checked by `shard`
-    return Wishes(limit, options.time_limit)
+    return Wishes(limit, options.time_limit, algorithm_of(current))
 
 
 def _leaf_positions(args: Sequence[Any], statics: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:

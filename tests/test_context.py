@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from shardfn import context, context_keys
+from shardfn import context, context_keys, search
 from shardfn.context import (
     ParallelContext,
     ParallelMode,
@@ -96,7 +96,8 @@ ACCEPTED = [
     (set_auto_parallel_context, {"device_num": 100_000}, None),
     (set_auto_parallel_context, {"global_rank": 4095}, None),
     *[(set_auto_parallel_context, {"parallel_mode": mode}, None) for mode in ParallelMode.MODE_LIST],
-    (set_auto_parallel_context, {"search_mode": "sharding_propagation"}, None),
+    *[(set_auto_parallel_context, {"search_mode": mode}, None) for mode in context_keys.SEARCH_MODES],
+    (set_auto_parallel_context, {"auto_parallel_search_mode": "recursive_programming"}, None),
     (set_auto_parallel_context, {"out_strategy_mode": "honour"}, None),
     (set_auto_parallel_context, {"dataset_strategy": ((8, 1), (), (2, 4))}, None),
     (set_auto_parallel_context, {"enable_alltoall": True}, None),
@@ -111,6 +112,9 @@ ACCEPTED = [
     (set_context, {"save_graphs": 3}, None),
     (set_context, {"save_graphs_path": "graphs"}, None),
     (set_algo_parameters, {"tensor_slice_align_size": 16, "fully_use_devices": False}, None),
+    (set_algo_parameters, {"fully_use_devices": True, "elementwise_op_strategy_follow": True}, None),
+    (set_algo_parameters, {"enable_algo_approxi": True, "algo_approxi_epsilon": 1}, None),
+    (set_algo_parameters, {"tensor_slice_align_enable": True, "tensor_slice_align_size": 1024}, None),
 ]
 
 
@@ -160,6 +164,25 @@ def test_global_rank_is_held_against_the_devices_in_use():
     assert current().rank_among(8) == 7
     with pytest.raises(ContextError, match="from 0 to 3"):
         current().rank_among(4)
+
+
+def test_a_search_of_the_users_own_is_a_search_mode():
+    with pytest.raises(ContextError, match="one of auto"):
+        set_auto_parallel_context(search_mode="mine")
+    search.register("mine", search.MODES["sharding_propagation"])
+    try:
+        set_auto_parallel_context(search_mode="mine")
+        assert current().search_mode == "mine"
+        with pytest.raises(ContextError, match="each name once"):
+            search.register("mine", search.MODES["auto"])
+    finally:
+        search.forget("mine")
+    with pytest.raises(ContextError, match="one of auto"):
+        set_auto_parallel_context(search_mode="mine")
+    with pytest.raises(ContextTypeError, match="must be callable"):
+        search.register("mine", "greedy")
+    with pytest.raises(ContextError, match="no search was registered"):
+        search.forget("auto")
 
 
 # ---- two names of one setting ----
@@ -212,8 +235,8 @@ REFUSED = [
     (set_auto_parallel_context, {"global_rank": 4096}),
     (set_auto_parallel_context, {"parallel_mode": "semi_auto"}),
     (set_auto_parallel_context, {"parallel_mode": None}),
-    (set_auto_parallel_context, {"search_mode": "recursive_programming"}),
-    (set_auto_parallel_context, {"auto_parallel_search_mode": "recursive_programming"}),
+    (set_auto_parallel_context, {"search_mode": 1}),
+    (set_auto_parallel_context, {"auto_parallel_search_mode": "recursive"}),
     (set_auto_parallel_context, {"search_mode": "propagation"}),
     (set_auto_parallel_context, {"search_mode": "auto", "auto_parallel_search_mode": "sharding_propagation"}),
     (set_auto_parallel_context, {"out_strategy_mode": "honor"}),
@@ -269,7 +292,8 @@ REFUSED = [
     (set_algo_parameters, {"algo_approxi_epsilon": 0}),
     (set_algo_parameters, {"algo_approxi_epsilon": "0.1"}),
     (set_algo_parameters, {"tensor_slice_align_size": 2000}),
-    (set_algo_parameters, {"fully_use_devices": True}),
+    (set_algo_parameters, {"tensor_slice_align_size": 0, "tensor_slice_align_enable": 1}),
+    (set_algo_parameters, {"fully_use_devices": "True"}),
     (set_algo_parameters, {"fully_use_device": True}),
     (get_algo_parameters, "epsilon"),
 ]
@@ -325,8 +349,8 @@ def test_the_dataclass_is_validated_and_normalised():
     with pytest.raises(ContextError) as caught:
         ParallelContext(device_num=0, global_rank=-1)
     assert len(caught.value.problems) == 2
-    with pytest.raises(NotAvailableError):
-        ParallelContext(search_mode="recursive_programming")
+    with pytest.raises(ContextError, match="recursive_programming"):
+        ParallelContext(search_mode="recursive")
     with pytest.raises(dataclasses.FrozenInstanceError):
         made.device_num = 2
 

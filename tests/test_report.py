@@ -14,6 +14,7 @@ from shardfn import render, sections
 from shardfn.cost.hardware import CHIPS, Hardware, resolve
 from shardfn.cost.memory import Memory
 from shardfn.cost.price import Price
+from shardfn.decisions import Candidate, Constraint, Figures
 from shardfn.errors import ContextError, StrategyError
 from shardfn.graph.model import Collective, Flow, Graph, Op, Value
 from shardfn.plan import Decision, DimClass, Plan
@@ -34,7 +35,7 @@ def decided(path, shape, spec, source, reason="", runner_up=""):
 
 def made(**changes) -> Plan:
     """A plan of a small model, made by hand: nothing in it depends on JAX."""
-    runner = "x.0 over all devices: 12 KiB more"
+    runner = {"up": "(4, 1): +8.1 us", "down": "(1, 4): +8.1 us"}
     inputs = [
         decided(
             f"params/layers/{i}/{name}",
@@ -42,7 +43,7 @@ def made(**changes) -> Plan:
             spec,
             "searched",
             f"dim {dim} follows params/layers/{i}/up dim 1",
-            runner,
+            runner[name],
         )
         for i in range(LAYERS)
         for name, shape, spec, dim in (("up", (32, 128), CUT, 1), ("down", (128, 32), (("a",), ()), 0))
@@ -83,10 +84,14 @@ def made(**changes) -> Plan:
             *(layer,) * LAYERS,
             Collective("all-to-all", ("a",), 4, (16, 16), "bf16", 384, 1, "", "return"),
         ),
-        price=Price(1.5e6, 4 * 6144 + 384 + 12, Memory(36992, 4100, 20480), 7.6e-9, 1.4e-5),
+        price=Price(1.5e6, 4 * 6144 + 384 + 12, Memory(36992, 4100, 20480), 7.6e-9, 1.4e-5, (f"cumsum ({FILE}:20)",)),
         policy="exact search: 12 classes in 3 ms",
         findings=("no sharding rule for: cumsum (model.py:20); XLA decides there",),
         flow=Flow(graph, specs, {"a": 4, "b": 2}, ()),
+        constraints=(Constraint("dot_general", 2, f"{FILE}:13", (None, (("a",), ())), (X,)),) * 2,
+        gap=0.0125,
+        candidates=(Candidate("this plan", (("a", 4), ("b", 2)), Figures(1.4e-5, 24972, 61572, 1.5e6)),
+                    Candidate("8", (("a", 8),), Figures(2.1e-5, 0, 185024, 3e6))),
     )  # fmt: skip
     return dataclasses.replace(made, **changes)
 
@@ -108,7 +113,8 @@ def test_one_device_says_so(golden):
     alone = decided("x", (64, 32), WHOLE, "you", "in_strategy[0]")
     plan = made(
         hardware=dataclasses.replace(resolve("cpu"), count=1, name="1 x cpu"), axes=(), inputs=(alone,), outputs=(),
-        classes=(), collectives=(), findings=(), policy="nothing was open",
+        classes=(), collectives=(), findings=(), policy="nothing was open", constraints=(), candidates=(), gap=None,
+        price=Price(1.5e6, 0, Memory(8192, 0, 0), 7.6e-9, 0.0),
         flow=Flow(Graph((Value((64, 32), "f32"),), (), (0,), (), ()), (WHOLE,), {}, ()),
     )  # fmt: skip
     report = make_report(plan)
@@ -133,6 +139,9 @@ def test_diff(golden):
         ),
         collectives=(),
         price=Price(3e6, 0, Memory(147968, 4100, 20480), 15e-9, 0.0),
+        level=1,
+        constraints=(),
+        gap=None,
     )
     report = diff_report(made(), other)
     golden("report_diff", report.to_text())

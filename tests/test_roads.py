@@ -149,12 +149,41 @@ def test_a_flow_is_worked_out_once():
     assert once.platform == "tpu" and as_compiled(once, "cpu") is once
 
 
-def test_weights_are_gathered_once_for_all_their_uses():
+@pytest.mark.parametrize(("platform", "sent"), [("cuda", ("f32", 7 * 8 * 64 * 4)), ("tpu", ("bf16", 7 * 8 * 64 * 2))])
+def test_weights_are_gathered_once_for_all_their_uses(platform, sent):
     def both_ways(x, w):
         return jnp.einsum("bd,kd->bk", x @ w, w)
 
     flow = laid(both_ways, (("a", 8),), ((("a",), ()), (("a",), ())), ((("a",), ()),), f32(4096, 64), f32(64, 64))
-    assert kinds(as_compiled(flow, "tpu")) == [("all-gather", "f32", 7 * 8 * 64 * 4)]
+    assert kinds(as_compiled(flow, platform)) == [("all-gather", *sent)]
+
+
+GRIDS = {"2 x 4": (2, 4), "4 x 2": (4, 2)}
+
+
+def loss_of_rows(t, i):
+    return jax.grad(lambda t: (t[i] ** 2).sum())(t)
+
+
+# Programs in which one axis cuts the batch and the weight, and the other leaves both whole.
+IDLE = {
+    "lookup": (lambda t, i: t[i], (f32(128, 64), i32(16, 32))),
+    "lookup and its gradient": (loss_of_rows, (f32(128, 64), i32(16, 32))),
+    "product, contracted": (lambda w, x: jnp.einsum("bsd,dv->bsv", x, w), (f32(64, 128), f32(16, 32, 64))),
+    "product, own dim": (lambda w, x: jnp.einsum("bsd,vd->bsv", x, w), (f32(128, 64), f32(16, 32, 64))),
+    "product of few rows": (lambda w, x: jnp.einsum("bd,dv->bv", x, w), (f32(512, 64), f32(16, 512))),
+}
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("name", IDLE)
+def test_idle_axes_are_used(name, grid):
+    fn, args = IDLE[name]
+    layout = shardfn.Layout(GRIDS[grid], ("data", "model"))
+    specs = tuple(layout("data", *("None",) * (len(a.shape) - 1)) for a in args)
+    function = shardfn.shard(fn, specs)
+    predicted, real = function.plan(*args).collectives, compiled.read(function.lower(*args).compile()).collectives
+    assert sum(c.total_bytes for c in predicted) == sum(c.total_bytes for c in real)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Collection, Sequence
 
@@ -32,14 +33,31 @@ class Price:
         return self.compute_s + self.communication_s
 
 
-def collectives(flow: Flow) -> tuple[Collective, ...]:
-    """The flow's communications with their bytes; groups of one send nothing and are left out."""
+@dataclasses.dataclass(frozen=True)
+class Predicted(Collective):
+    """A collective of a flow; `merged` of them run as one and share its latency."""
+
+    merged: int = 1
+
+
+def collectives(flow: Flow, order: Order | None = None) -> tuple[Predicted, ...]:
+    """The flow's communications with their bytes; groups of one send nothing and are left out.
+
+    Args:
+      flow: layouts and communications.
+      order: `cost.schedule.merged` of it, if it is known already.
+    """
+    groups = (order or merged(flow)).groups
+    sizes = collections.Counter(groups.values())
     found = []
     for c in flow.communications:
         sent = bytes_sent(c.kind, c.group_size, flow.local_bytes(c.operand))
         if sent:
             shape, dtype = flow.local_shape(c.operand), flow.graph.values[c.operand].dtype
-            found.append(Collective(c.kind, c.axes, c.group_size, shape, dtype, sent, c.trips, c.where, c.cause))
+            together = sizes[groups[c.result]] if c.result in groups else 1
+            found.append(
+                Predicted(c.kind, c.axes, c.group_size, shape, dtype, sent, c.trips, c.where, c.cause, together)
+            )
     return tuple(found)
 
 
@@ -47,11 +65,13 @@ def collective_s(c: Collective, hardware: Hardware, axes: Sequence[tuple[str, in
     """Modelled seconds of all runs of a collective in one call: `Link.seconds` of the link over its axes.
 
     Args:
-      c: the collective.
+      c: the collective; its share of the latency, where several run as one.
       hardware: what it runs on.
       axes: the grid, as (name, size) in row-major order.
     """
-    return link_over(hardware, axes, c.axes, c.group_size).seconds(c.kind, c.bytes_sent) * c.trips
+    link = link_over(hardware, axes, c.axes, c.group_size)
+    share = link.latency_s / c.merged if isinstance(c, Predicted) else link.latency_s
+    return (link.seconds(c.kind, c.bytes_sent) - link.latency_s + share) * c.trips
 
 
 def price(flow: Flow, hardware: Hardware, donated: Collection[int] = ()) -> Price:
@@ -62,12 +82,13 @@ def price(flow: Flow, hardware: Hardware, donated: Collection[int] = ()) -> Pric
       hardware: what it runs on.
       donated: positions of arguments whose memory results take over.
     """
-    sent = collectives(flow)
     axes = tuple(flow.axes.items())
-    order = early(merged(flow))
+    order = merged(flow)
+    sent = collectives(flow, order)
+    order = early(order)
     fusion = fuse(order.flow)
     done = work(order.flow, hardware.chip, fusion)
-    communication_s = sum(collective_s(c, hardware, axes) for c in sent) - _merged_s(order, hardware)
+    communication_s = sum(collective_s(c, hardware, axes) for c in sent)
     return Price(
         done.flops,
         sum(c.total_bytes for c in sent),
@@ -76,18 +97,3 @@ def price(flow: Flow, hardware: Hardware, donated: Collection[int] = ()) -> Pric
         communication_s,
         done.unpriced,
     )
-
-
-def _merged_s(order: Order, hardware: Hardware) -> float:
-    """Latency that is saved where several all-reduces run as one."""
-    flow = order.flow
-    axes = tuple(flow.axes.items())
-    seen: set[int] = set()
-    saved = 0.0
-    for c in flow.communications:
-        group = order.groups.get(c.result) if c.kind == "all-reduce" else None
-        if group in seen:
-            saved += link_over(hardware, axes, c.axes, c.group_size).latency_s * c.trips
-        elif group is not None:
-            seen.add(group)
-    return saved

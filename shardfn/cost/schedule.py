@@ -50,6 +50,26 @@ def regions(graph: Graph) -> Region:
 
 
 @dataclasses.dataclass(frozen=True)
+class Sized(Flow):
+    """A flow that works out the piece of each value once."""
+
+    shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    sizes: dict[int, int] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+
+    def local_shape(self, value: int) -> tuple[int, ...]:
+        """Shape of the piece on one device."""
+        if value not in self.shapes:
+            self.shapes[value] = super().local_shape(value)
+        return self.shapes[value]
+
+    def local_bytes(self, value: int) -> int:
+        """Bytes of the piece on one device."""
+        if value not in self.sizes:
+            self.sizes[value] = super().local_bytes(value)
+        return self.sizes[value]
+
+
+@dataclasses.dataclass(frozen=True)
 class Order:
     """A flow with its ops in the order in which they run; `groups` has for an all-reduce's result the number of the one
     that it is a part of."""
@@ -76,6 +96,8 @@ def merged(flow: Flow) -> Order:
     XLA's combiner puts all-reduces over the same axes into one where none needs another: in one region, of one element
     type, behind equally many all-reduces. It runs when the last of them can; what reads their results comes after.
     """
+    if not isinstance(flow, Sized):
+        flow = Sized(**{field.name: getattr(flow, field.name) for field in dataclasses.fields(flow)})
     reduced = {c.result: c for c in flow.communications if c.kind == "all-reduce" and c.group_size > 1}
     if len(reduced) < 2:
         return Order(flow, {v: n for n, v in enumerate(reduced)})

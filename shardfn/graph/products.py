@@ -59,17 +59,8 @@ def product(case: Case) -> Way:
     first = _first_groups(case, (left, right), res) or {a for axes in summed.values() for a in axes}
     inside = tuple(_within(first, case.have[i], specs[i]) for i in (0, 1))
     through = tuple(_detour(case, case.have[i], specs[i], first) for i in (0, 1))
-    for i, detour in enumerate(through):
-        held = [flat(spec) for spec in (specs[1 - i], specs[2])]
-        dim, idle = next(((d, axes) for d, axes in enumerate(detour[-1] if detour else ()) if axes), (0, ()))
-        factors = case.rule.operands[i][dim]
-        if not idle or not contracted.issuperset(factors) or any(a in axes for a in idle for axes in held):
-            continue
-        if math.prod(case.operands[i].shape) > math.prod(case.results[0].shape) // case.pieces(held[1]):
-            other = case.rule.operands[1 - i].index(factors)
-            specs[i] = detour[-1]
-            specs[1 - i] = tuple(idle if d == other else axes for d, axes in enumerate(specs[1 - i]))
-            summed[factors[0]] = list(idle)
+    specs, over_idle = _summed_over_idle(case, specs, through)
+    summed |= over_idle
     wants = (specs[0], specs[1], *rest)
     return Way(wants, (specs[2],), tuple(map(tuple, summed.values())), inside=inside, through=through)
 
@@ -86,6 +77,28 @@ def _detour(case: Case, have: Spec, want: Spec, groups: set[str]) -> tuple[Spec,
     kept = list(have[dims[0]])
     finer = [*kept, *idle[len(kept) :]]
     return tuple(tuple(tuple(cut) if d == dims[0] else axes for d, axes in enumerate(have)) for cut in (finer, idle))
+
+
+def _summed_over_idle(
+    case: Case, specs: list[Spec], through: tuple[tuple[Spec, ...], ...]
+) -> tuple[list[Spec], dict[int, list[str]]]:
+    """Where a contracted dim was cut over idle axes on the way, stay there if gathering would move more than adding up.
+
+    Takes and gives the layouts of both operands and the result; also gives the axes to add up over, by factor.
+    """
+    for i, detour in enumerate(through):
+        dim, idle = next(((d, axes) for d, axes in enumerate(detour[-1] if detour else ()) if axes), (0, ()))
+        factors, others = case.rule.operands[i][dim], case.rule.operands[1 - i]
+        result = math.prod(case.results[0].shape) // case.pieces(flat(specs[2]))
+        if not idle or factors not in others or factors in case.rule.results[0]:
+            continue
+        if {*flat(specs[1 - i]), *flat(specs[2])} & {*idle} or math.prod(case.operands[i].shape) <= result:
+            continue
+        laid = [*specs]
+        laid[i] = detour[-1]
+        laid[1 - i] = tuple(idle if d == others.index(factors) else axes for d, axes in enumerate(specs[1 - i]))
+        return laid, {factors[0]: list(idle)}
+    return specs, {}
 
 
 def _first_groups(case: Case, has: tuple[Mapping[str, int], Mapping[str, int]], res: Mapping[str, int]) -> set[str]:

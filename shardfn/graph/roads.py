@@ -24,18 +24,19 @@ def as_compiled(flow: Flow, platform: str) -> Flow:
       flow: layouts of all values as propagated. Collectives that are in it (the user's own, in `shard_map`) stay. One
         that was here before comes back as it is.
       platform: `cpu`, `cuda`, `rocm` or `tpu`. On CPU a sum of which each device needs only its piece is an all-reduce
-        (elsewhere a reduce-scatter), and `bf16` is added up as `f32`.
+        (elsewhere a reduce-scatter), and `bf16` is added up as `f32`. On TPU, what is gathered for a product travels as
+        `bf16`, in which a product of default precision reads it.
     """
     if flow.platform:
         return flow
-    return dataclasses.replace(_Roads(flow, platform == "cpu").flow(), platform=platform)
+    return dataclasses.replace(_Roads(flow, platform).flow(), platform=platform)
 
 
 class _Roads:
     """Walks one flow once; the lists fill as it goes. Inside, axes are in prime parts."""
 
-    def __init__(self, flow: Flow, on_cpu: bool):
-        self.given, self.on_cpu = flow, on_cpu
+    def __init__(self, flow: Flow, platform: str):
+        self.given, self.platform = flow, platform
         graph = flow.graph
         used = {a for spec in set(flow.specs) for dim in spec for a in dim}
         self.sizes, parts = split_axes(flow.axes, used)
@@ -176,8 +177,8 @@ class _Roads:
             value = self.like(
                 value, Value(tuple(-(-n // p) * p for n, p in zip(was.shape, pieces, strict=True)), was.dtype)
             )
-        elif kind == "all-reduce" and self.on_cpu and was.dtype == "bf16":
-            value = self.like(value, Value(was.shape, "f32"))
+        elif (travels := _TRAVELS.get((self.platform, kind, was.dtype, cause in _PRODUCTS))) is not None:
+            value = self.like(value, Value(was.shape, travels))
         self.ops.append(Op(kind.replace("-", "_") or "all_slice", (value,), (result,), None, trips, where))
         if kind:
             size = 2 if kind == "collective-permute" else self.pieces(axes)
@@ -196,7 +197,7 @@ class _Roads:
         have = self.specs[partial]
         nested = all(w[: len(h)] == h for h, w in zip(have, want, strict=True))
         pieces = {a for h, w in zip(have, want, strict=True) for a in w[len(h) :]}
-        if last and nested and pieces == set(axes) and not self.on_cpu:
+        if last and nested and pieces == set(axes) and self.platform != "cpu":
             return self.send("reduce-scatter", partial, want, axes, op.trips, op.where, op.name)
         return self.send("all-reduce", partial, have, axes, op.trips, op.where, op.name)
 
@@ -257,6 +258,15 @@ def _rotation(flow: Flow, end: Op, start: Op) -> Tap | None:
     low, first = end.taps[d].low, start.taps[d].low
     return Tap(0, d, d, low=low) if first == 0 and low == two[d] and one[d] + two[d] == whole[d] else None
 
+
+_PRODUCTS = frozenset({"dot_general", "convolution"})
+
+_TRAVELS = {
+    ("cpu", "all-reduce", "bf16", True): "f32",
+    ("cpu", "all-reduce", "bf16", False): "f32",
+    ("tpu", "all-gather", "f32", True): "bf16",
+}
+"""By platform, collective, element type, and whether it is for a product: the type in which elements are sent."""
 
 _PASSED = frozenset({"iota", "shard_map", "create_token", "after_all", "partition_id", "replica_id"})
 """Ops at whose operands nothing is moved."""

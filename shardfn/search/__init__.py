@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from shardfn.errors import ContextError, fail
+from shardfn.context_keys import SEARCH_MODES
+from shardfn.errors import ContextError, ContextTypeError, a, fail
 from shardfn.search import auto, dynamic, propagation, recursive
 from shardfn.search.problem import Answer, Problem, Search
 
-__all__ = ["MODES", "Answer", "Problem", "Search", "register", "select"]
+__all__ = ["MODES", "Answer", "Problem", "Search", "forget", "register", "select"]
 
 MODES: dict[str, Search] = {
     "auto": auto.search,
@@ -17,21 +18,40 @@ MODES: dict[str, Search] = {
 
 
 def register(name: str, search: Search) -> None:
-    """Make a search of your own known by a name, for `search_mode`.
+    """Make a search of your own known by a name, for `search_mode`, here and in the context.
 
     It takes a `Problem` and gives an `Answer`; `Problem.price` prices what it tries.
 
     >>> register("mine", MODES["sharding_propagation"])
-    >>> select("mine") is MODES.pop("mine")
+    >>> select("mine") is MODES["sharding_propagation"]
     True
+    >>> forget("mine")
 
     Raises:
       ContextError: the name is taken, or not a name.
+      ContextTypeError: the search cannot be called.
     """
     if not isinstance(name, str) or not name.isidentifier() or name in MODES:
         fail(ContextError, f"a search cannot be registered as {name!r}", where=f"register({name!r}, ...)",
              why="a search is found by its name, and each name once", fix="give it a name that is free")  # fmt: skip
+    if not callable(search):
+        fail(ContextTypeError, f"a search must be callable, but it is {a(search)}", where=f"register({name!r}, ...)",
+             why="it is called with a Problem, and gives an Answer", fix="pass a function")  # fmt: skip
     MODES[name] = search
+    SEARCH_MODES.append(name)
+
+
+def forget(name: str) -> None:
+    """Take back what `register` did.
+
+    Raises:
+      ContextError: nobody registered that name.
+    """
+    if name not in SEARCH_MODES[4:]:
+        fail(ContextError, f"no search was registered as {name!r}", where=f"forget({name!r})",
+             why="MindSpore's four searches stay", fix="give the name that it was registered by")  # fmt: skip
+    SEARCH_MODES.remove(name)
+    del MODES[name]
 
 
 def select(mode: str) -> Search:

@@ -18,17 +18,19 @@ from shardfn.search.content import Store, part
 from shardfn.search.eliminate import eliminate
 from shardfn.search.labelling import Array
 from shardfn.search.lagrange import Ascent
-from shardfn.search.local import Local
+from shardfn.search.local import Local, fitted
 
 STEPS = 12  # of the ascent, in each part
+FEWER = 0.7  # of the labels, below which a part leaves out those that are out
 NEIGHBOURHOODS = 8  # of the best labelling, every eight parts
 ENTRIES, TOTAL = 1e5, 3e6  # of the tables of a part that is solved exactly
 
 
 @dataclasses.dataclass
 class Part:
-    """A subset of the labellings: its costs, and where the ascent stood when it was made."""
+    """A subset of the labellings: an ascent over it, its costs, and where the ascent stood when it was made."""
 
+    ascent: Ascent
     base: Array
     sent: Array
     multipliers: Array
@@ -37,53 +39,68 @@ class Part:
 
 def save(ascent: Ascent, bound: float) -> Part:
     """Where the ascent stands."""
-    return Part(ascent.base, ascent.messages.sent.copy(), ascent.best, bound)
+    return Part(ascent, ascent.base, ascent.messages.sent.copy(), ascent.best, bound)
 
 
-def load(ascent: Ascent, part: Part) -> None:
-    """Put the ascent where it stood."""
+def load(part: Part, size: float) -> Ascent | None:
+    """The ascent where it stood, without the labels that are out where these are many; None where nothing fits."""
+    ascent = part.ascent
     ascent.base = part.base
     ascent.messages.sent[:] = part.sent
     ascent.best, ascent.bound, ascent.failures = part.multipliers, -np.inf, 0
     ascent.direction = np.zeros_like(ascent.direction)
     ascent.set_prices(part.multipliers)
+    if not (ascent.open() > 0).all():
+        return None
+    if ascent.open().sum() < FEWER * len(ascent.base):
+        ascent = ascent.compact()
+    ascent.size = size
+    return ascent
 
 
-def branch(ascent: Ascent, local: Local, margin: float, most: int, deadline: float = np.inf,
+def branch(ascent: Ascent, local: Local, goal: Callable[[], float], most: int, deadline: float = np.inf,
            watch: Callable[[float, float], None] | None = None) -> float:  # fmt: skip
-    """The bound after at most `most` parts; the labellings met go to `local`. A gain below `margin` is none.
+    """The bound after at most `most` parts; the labellings met go to `local`. Only costs below `goal()` are looked for.
 
-    With a bound of at least the best cost less `margin`, the best labelling is proved optimal.
+    With a bound of at least `goal()`, nothing below it exists.
     """
     queue = [(ascent.bound, 0, save(ascent, ascent.bound))]
     count = 0
-    size = ascent.size
+    size = max(ascent.size, 0.003)
     while queue and count < most and time.monotonic() < deadline:
         bound, _, part = heapq.heappop(queue)
-        if bound >= local.cost - margin:
+        if bound >= goal():
             return bound
         if watch:
             watch(bound, local.cost)
-        load(ascent, part)
-        ascent.size = max(size, 0.003)
-        seen = _explore(ascent, local, margin, deadline)
-        bound = max(bound, ascent.bound)
         count += 1
+        now = load(part, size)
+        if now is None:
+            continue
+        if not len(now.nodes):
+            local.offer(now.full(np.zeros(0, np.int64)))
+            continue
+        seen = _explore(now, local, goal, deadline)
+        bound = max(bound, now.bound)
         if count % 4 == 1 and seen:
-            local.fit(local.solve(ascent.full(seen[-1]), ascent.best, 1e4), ascent.best, 2)
+            found = fitted(now, local, 0.05 * (1 + count % 3), deadline)
+            if found is not None:
+                local.offer(local.descend(found))
+        if count % 32 == 1 and seen:
+            local.fit(local.solve(now.full(seen[-1]), now.best, 1e4), now.best, 2, deadline=deadline)
         if count % 8 == 0:
             local.improve(part.multipliers, NEIGHBOURHOODS, deadline)
-        if seen is None or bound >= local.cost - margin:
+        if seen is None or bound >= goal():
             continue
-        part = save(ascent, bound)
-        for side, (node, labels) in enumerate(_split(ascent, seen)):
+        part = save(now, bound)
+        for side, (node, labels) in enumerate(_split(now, seen)):
             base = part.base.copy()
-            base[ascent.first[node] + labels] = np.inf
+            base[now.first[node] + labels] = np.inf
             heapq.heappush(queue, (bound, 2 * count + side, dataclasses.replace(part, base=base)))
-    return min([local.cost, *(bound for bound, *_ in queue)])
+    return min([goal(), *(bound for bound, *_ in queue)])
 
 
-def _explore(ascent: Ascent, local: Local, margin: float, deadline: float) -> list[Array] | None:
+def _explore(ascent: Ascent, local: Local, goal: Callable[[], float], deadline: float) -> list[Array] | None:
     """Raise the bound of a part; the labellings it suggested, or None where nothing better is in it."""
     seen = []
     for number in range(STEPS):
@@ -92,10 +109,10 @@ def _explore(ascent: Ascent, local: Local, margin: float, deadline: float) -> li
         labels = ascent.step(local.cost)
         local.offer(ascent.full(labels))
         seen.append(labels)
-        if ascent.bound >= local.cost - margin or time.monotonic() > deadline:
+        if ascent.bound >= goal() or time.monotonic() > deadline:
             return seen
         if number % 4 == 3:
-            ascent.fix(local.cost - margin)
+            ascent.fix(goal())
             if not (ascent.open() > 0).all():
                 return None
     if _solved(ascent, local) or (ascent.open() == 1).all():

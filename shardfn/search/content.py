@@ -23,7 +23,9 @@ class Store:
 
     def __init__(self) -> None:
         self.known: dict[tuple[Any, ...], list[Array]] = {}
-        self.one: dict[int, tuple[Array, Array]] = {}  # by id; what has an id here is kept, so that the id stays its own
+        self.one: dict[
+            int, tuple[Array, Array]
+        ] = {}  # by id; what has an id here is kept, so that the id stays its own
         self.results: dict[tuple[Any, ...], Any] = {}
 
     def of(self, array: Array) -> Array:

@@ -8,21 +8,32 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from shardfn.graph.model import Flow, Graph, Op, Pin, Spec
-from shardfn.search import propagation
-from shardfn.search.filters import allowed, barred, narrowed
-from shardfn.search.labelling import Labelling, Table
+from shardfn.search import plain, propagation
+from shardfn.search.filters import keeps, loosened, narrowed
+from shardfn.search.labelling import Held, Labelling, Table, cost_of, peak_of
 from shardfn.search.grid import Array, Axes, Grid, merged
+from shardfn.search.peak import Peak, least_peak
 from shardfn.search.problem import Answer, Candidate, Pins, Problem, objective
 from shardfn.search.solve import Solution, solve
 from shardfn.search.strategies import Edge, Node, Space, build, spec_of
 
+SLACK, SLACKS = 1.02, (1.3,)
+"""At level 1, how much above the least peak of the model the cheapest labelling is looked for: what is gathered for an op
+takes memory too, which the model does not see and the flow does."""
+
+STEPS, WITHIN = 40, 2.0
+"""Steps towards the least peak, and seconds for one search within a limit."""
+
 HOLDING = 0.1
 """Seconds charged for an argument that lies on a device, in passes over its memory: ties go to the smaller piece."""
+
+PLAIN = 2000
+"""Ops up to which the plain layouts are priced beside what was searched."""
 
 HELD_FIRST = frozenset({"dot_general", "convolution", "gather", "scatter", "reduce", "concatenate", "dynamic_slice"})
 """Ops whose layouts are decisions of their own; the others follow them."""
@@ -34,8 +45,14 @@ class Found:
 
     axes: Axes
     space: Space
+    labels: Labelling
     solution: Solution
     is_exact: bool = True
+
+    @property
+    def peak(self) -> float:
+        """Bytes that one device holds at most, by the model."""
+        return peak_of(self.labels, self.solution.choice)
 
 
 def search(problem: Problem) -> Answer:
@@ -50,28 +67,56 @@ def search(problem: Problem) -> Answer:
 
 
 def answer_of(problem: Problem, found: Sequence[Found], what: str) -> Answer:
-    """The best of what was found, as its flow shows, with all that is to be said of it."""
+    """The best of what was found and of the plain layouts, as their flows show, with all that is to be said of it."""
     found = sorted(found, key=lambda f: (f.solution.cost, len(f.axes)))
-    rated: list[tuple[tuple[float, ...], Candidate, Found]] = []
+    rated: list[tuple[tuple[float, ...], Candidate, Found | None]] = []
     for one in found[: _flows(problem.graph)]:
         made = candidate(problem, one)
         rated.append((objective(made.price, problem), made, one))
+        for tighter in _tighter(problem, one, made):
+            made = candidate(problem, tighter)
+            rated.append((objective(made.price, problem), made, tighter))
+    if len(problem.graph.ops) <= PLAIN or not rated:
+        rated += [(objective(c.price, problem), c, None) for c in plain.candidates(problem)
+                  if keeps(problem.flow(c.axes, c.specs, c.pins), problem.algorithm)]  # fmt: skip
     if not rated:
         return propagation.search(problem)
     rated.sort(key=lambda r: r[0])
     _, best, at = rated[0]
-    best = let_go(problem, best)
     others = tuple(c for _, c, _ in rated[1:])
+    tried = ", ".join(shape(f.axes) for f in found)
+    runner = f"{others[0].name}: {_figures(others[0])} against {_figures(best)}" if others else ""
+    if at is None:
+        reason = f"plain layout, better by its flow than the optimum of the cost model: {best.name}"
+        policy = f"{what} at level {problem.level}, grids tried: {tried}; a plain layout has the better flow: {best.name}"
+        reasons = tuple("" if given is not None else reason for given in problem.specs)
+        return Answer(best.axes, best.specs, reasons, policy, runner, others=others)
+    best = let_go(problem, best)
     gap = at.solution.gap if at.is_exact else None
     proof = "no bound of how far from the optimum" if gap is None else (
         "proved" if at.solution.proved else f"within {gap:.1%} of the optimum")  # fmt: skip
-    tried = ", ".join(shape(f.axes) for f in found)
     grid = " x ".join(f"{name}={size}" for name, size in best.axes)
     policy = f"{what} at level {problem.level}: grid {grid}, {proof} under the cost model; grids tried: {tried}"
-    runner = f"{shape(others[0].axes)} grid" if others else ""
     reasons = tuple("" if given is not None else "the optimum of all ops together" for given in problem.specs)
     return Answer(best.axes, best.specs, reasons, policy, runner, pins=best.pins, gap=gap, others=others,
                   runners_up=runners_up(problem, at))  # fmt: skip
+
+
+def _tighter(problem: Problem, found: Found, made: Candidate) -> Iterator[Found]:
+    """Where the flow holds more than the model thought: what the model finds within a limit that allows for it."""
+    if problem.level == 1:
+        for slack in SLACKS:
+            yield _within(found, slack * found.peak, problem)
+    elif made.price.memory.peak > problem.memory_limit:
+        share = problem.memory_limit / made.price.memory.peak
+        for _ in range(2):
+            found = _within(found, 0.98 * share * found.peak, problem)
+            yield found
+
+
+def _figures(c: Candidate) -> str:
+    price = c.price
+    return f"{price.bytes_sent:,} B sent, {price.memory.peak:,} B peak, {price.time_s * 1e6:,.1f} us modelled"
 
 
 def shape(axes: Axes) -> str:
@@ -132,41 +177,61 @@ def splits(n: int, most: int) -> list[tuple[int, ...]]:
 
 
 def on_grid(problem: Problem, axes: Axes, chosen: Sequence[Array] | None = None) -> Found | None:
-    """The optimum on one grid; None where no labelling was found."""
+    """The optimum on one grid, within the memory limit where there is one; None where no labelling was found."""
     given = {v: spec for v, spec in zip(problem.inputs, problem.specs, strict=True) if spec is not None}
     grid = Grid.on(problem.hardware, axes)
     space = build(problem.graph, grid, given, problem.results, problem.same_as, chosen, problem.facts)
     labels, lost = narrowed(labelling_of(space, problem), space, problem.graph, grid.sizes, problem.algorithm)
-    solution = solve(labels, max(0.05, problem.seconds_left))
-    if lost:
-        solution = dataclasses.replace(solution, bound=solution.bound - lost, proved=False)
-    return Found(axes, space, solution) if solution.feasible else None
+    seconds = max(0.05, problem.seconds_left)
+    if problem.level == 1:
+        least = least_peak(labels, seconds, STEPS)
+        if least is None:
+            return None
+        return _within(Found(axes, space, labels, _held(least, labels)), SLACK * least.peak, problem)
+    found = Found(axes, space, labels, loosened(solve(labels, seconds), lost))
+    if not math.isfinite(found.solution.cost):
+        return None
+    if found.peak <= problem.memory_limit:
+        return found
+    return _within(found, problem.memory_limit, problem)
+
+
+def _within(found: Found, limit: float, problem: Problem) -> Found:
+    """The cheapest labelling on a grid that holds at most `limit`, or one of the least peak where none does."""
+    seconds = min(max(0.05, problem.seconds_left), WITHIN)
+    solution = solve(dataclasses.replace(found.labels, limit=limit), seconds)
+    if solution.feasible:
+        return dataclasses.replace(found, solution=solution)
+    least = least_peak(found.labels, seconds, STEPS)
+    return found if least is None else dataclasses.replace(found, solution=_held(least, found.labels))
+
+
+def _held(least: Peak, labels: Labelling) -> Solution:
+    return Solution(least.choice, cost_of(labels, least.choice), -math.inf, False, False, 0.0)
 
 
 def labelling_of(space: Space, problem: Problem) -> Labelling:
-    """The cost of each label at the problem's level, in seconds (levels 0 and 2) or bytes (level 1)."""
+    """The cost of each label in seconds, at level 0 in bytes over the link's rate; what it holds in bytes."""
     chip = problem.hardware.chip
 
     def cost(node: Node) -> np.ndarray:
-        held = HOLDING * node.argument_bytes / chip.memory_bytes_s
-        return {
-            0: (node.sent + 1e-3 * node.argument_bytes) / chip.link_bytes_s + 1e3 * node.flops / chip.flops,
-            1: node.argument_bytes + 1e3 * (node.sent_s + node.compute_s),
-            2: node.sent_s + node.compute_s + held,
-        }[problem.level]
+        if problem.level == 0:  # spread the work first, then save bytes
+            return (node.sent + 1e-3 * node.argument_bytes) / chip.link_bytes_s + 1e3 * node.flops / chip.flops
+        return node.sent_s + node.compute_s + HOLDING * node.argument_bytes / chip.memory_bytes_s
 
-    def between(edge: Edge) -> np.ndarray:
-        return {0: edge.sent / chip.link_bytes_s, 1: 1e3 * edge.sent_s, 2: edge.sent_s}[problem.level]
-
-    costs = [cost(node) for node in space.nodes]
-    if problem.level == 1:
-        for held in space.held:
-            costs[held.node] = costs[held.node] + 0.1 * held.bytes
+    costs = tuple(cost(node) for node in space.nodes)
+    held = (*space.held, *space.copies) if problem.level == 1 else space.held
+    end = max((h.end for h in held), default=1)
+    arguments = [Held(v, 0, end, node.argument_bytes) for v, node in enumerate(space.nodes) if node.argument_bytes.any()]
     return Labelling(
-        tuple(costs),
+        costs,
         tuple(np.zeros(len(c)) for c in costs),
         np.zeros((len(costs), 2), np.int64),
-        tuple(Table((edge.first, edge.second), between(edge)) for edge in space.edges),
+        tuple(
+            Table((edge.first, edge.second), edge.sent_s if problem.level else edge.sent / chip.link_bytes_s)
+            for edge in space.edges
+        ),
+        held=(*arguments, *(Held(h.node, h.start, h.end, h.bytes) for h in held)),
     )
 
 
@@ -201,11 +266,12 @@ def let_go(problem: Problem, best: Candidate) -> Candidate:
     if not best.pins:
         return best
     aim = objective(best.price, problem)
-    free = problem.flow(best.axes, best.specs, {})
     alone = dataclasses.replace(best, pins={}, price=problem.price(best.axes, best.specs, {}))
-    if objective(alone.price, problem) <= aim and not problem.algorithm.fully_use_devices:
-        return alone  # but for that rule, which propagation does not know
-    agreed = agreeing(problem.graph, free, best.pins)
+    if objective(alone.price, problem) <= aim:
+        return alone
+    if len(problem.graph.ops) > PLAIN:  # a further flow costs more than the pins do
+        return best
+    agreed = agreeing(problem.graph, problem.flow(best.axes, best.specs, {}), best.pins)
     needed = {index: pin for index, pin in best.pins.items() if index not in agreed}
     fewer = dataclasses.replace(best, pins=needed, price=problem.price(best.axes, best.specs, needed))
     return fewer if objective(fewer.price, problem) <= aim else best
@@ -238,9 +304,7 @@ def _like(graph: Graph, op: Op) -> tuple[object, ...]:
 
 def runners_up(problem: Problem, found: Found) -> tuple[str, ...]:
     """For each open argument the next best cut with all else as it is, and what it would cost more."""
-    labels = labelling_of(found.space, problem)
-    labels = barred(labels, allowed(found.space, problem.graph, tuple(n for _, n in found.axes), problem.algorithm))
-    choice = found.solution.choice
+    labels, choice = found.labels, found.solution.choice
     near: dict[int, list[tuple[Table, int]]] = {}
     for table in labels.tables:
         for place, node in enumerate(table.nodes):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import numpy as np
 
-from shardfn.graph.model import Graph
+from shardfn.graph.model import Flow, Graph, axis_size
 from shardfn.search.forms import NOWHERE
 from shardfn.search.grid import Array
 from shardfn.search.labelling import Labelling
 from shardfn.search.problem import Algorithm
+from shardfn.search.solve import Solution
 from shardfn.search.strategies import Space
 
 
@@ -43,8 +45,8 @@ def allowed(space: Space, graph: Graph, sizes: tuple[int, ...], algorithm: Algor
 
     if algorithm.fully_use_devices:
         for node, choices in enumerate(space.nodes):
-            if (choices.labels > NOWHERE).any():  # it decides how an op is cut, not only where an array lies
-                hold(node, (choices.labels >= 0).all(axis=1))
+            if np.any(choices.labels > NOWHERE):  # it decides how an op is cut, not only where an array lies
+                hold(node, np.all(choices.labels >= 0, axis=1))
     if algorithm.tensor_slice_align_enable:
         step = algorithm.tensor_slice_align_size
         for index, (node, wanted) in space.reads.items():
@@ -58,6 +60,30 @@ def allowed(space: Space, graph: Graph, sizes: tuple[int, ...], algorithm: Algor
                 if owner == node or value in graph.inputs:
                     hold(owner, aligned(layouts, graph.values[value].shape, sizes, step))
     return found
+
+
+def loosened(solution: Solution, lost: float) -> Solution:
+    """A solution of a problem that `near` made smaller, as one of the whole problem."""
+    return dataclasses.replace(solution, bound=solution.bound - lost, proved=False) if lost else solution
+
+
+def keeps(flow: Flow, algorithm: Algorithm) -> bool:
+    """Whether a layout that no search of labels made keeps the rules in its matrix products."""
+    for op in flow.graph.ops:
+        if op.name != "dot_general":
+            continue
+        specs = [flow.specs[value] for value in (*op.inputs, *op.outputs)]
+        used = {axis for spec in specs for dim in spec for axis in dim}
+        if algorithm.fully_use_devices and math.prod(axis_size(a, flow.axes) for a in used) < math.prod(
+            flow.axes.values()
+        ):
+            return False
+        if algorithm.tensor_slice_align_enable:
+            step = algorithm.tensor_slice_align_size
+            for value, spec in zip((*op.inputs, *op.outputs), specs, strict=True):
+                if spec and spec[-1] and flow.local_shape(value)[-1] % step:
+                    return False
+    return True
 
 
 def aligned(layouts: Array, shape: tuple[int, ...], sizes: tuple[int, ...], step: int) -> Array:

@@ -96,13 +96,16 @@ def change(before: Array, after: Array, full_bytes: float, grid: Grid) -> tuple[
     return sent, seconds
 
 
-def add_up(local_bytes: Array, reduced: Array, scattered: Array, grid: Grid) -> tuple[Array, Array]:
+def add_up(
+    local_bytes: Array, reduced: Array, scattered: Array, grid: Grid, together: bool = False
+) -> tuple[Array, Array]:
     """Bytes sent and seconds to add up partial sums: reduce-scatters first, then all-reduces of what is left.
 
     Args:
       local_bytes: [labels], of the partial result on one device.
       reduced: [labels, axes], the axes over which everyone gets the sum.
       scattered: [labels, axes], those over which each gets its part of it.
+      together: the all-reduce is one with others, as XLA merges those that do not wait for each other: no latency.
     """
     left = np.array(local_bytes, float)
     sent, seconds = np.zeros_like(left), np.zeros_like(left)
@@ -113,7 +116,9 @@ def add_up(local_bytes: Array, reduced: Array, scattered: Array, grid: Grid) -> 
                 continue
             part = np.where(here, times * (size - 1) / size * left, 0.0)
             sent += part
-            seconds += part / link.bytes_s + np.where(here, link.latency_s, 0.0)
+            seconds += part / link.bytes_s
+            if times == 1 or not together:
+                seconds += np.where(here, link.latency_s, 0.0)
             left = np.where(here, left / size, left)
     return sent, seconds
 

@@ -183,4 +183,3 @@ class Ascent:
         new.best, new.unit = self.best, self.unit
         new.set_prices(self.best)
         return new
-

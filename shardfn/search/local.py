@@ -9,6 +9,7 @@ import numpy as np
 
 from shardfn.search.eliminate import eliminate
 from shardfn.search.labelling import Array
+from shardfn.search.lagrange import Ascent
 from shardfn.search.memory import Memory
 
 BALLS = (40, 120, 400) * 4 + (0,)  # nodes freed, 0: all
@@ -16,6 +17,7 @@ ENTRIES = (1e4, 1e5)  # of the largest table of an exact solution, and where the
 ENTRIES_FEW = (1e5, 1e6)
 FEW = 1000
 SMALL_BALL = 120  # of larger ones only the smaller tables are built
+MOST_RAISES = 20  # of prices, until labels fit
 SCALES = (1.0, 2.0, 4.0, 0.5, 0.0)  # of the prices of memory
 
 
@@ -23,6 +25,29 @@ def repeated(starts: Array, sizes: Array) -> Array:
     """The ranges of `sizes` from `starts`, one after the other."""
     ends = np.cumsum(sizes)
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - sizes), sizes)
+
+
+def fitted(ascent: Ascent, local: Local, factor: float, deadline: float = np.inf) -> Array | None:
+    """What the messages suggest when prices are raised by `factor` where it does not fit, again and again."""
+    if not len(ascent.nodes):
+        return None
+    before, prices, found = ascent.multipliers, ascent.best, None
+    for _ in range(MOST_RAISES):
+        ascent.set_prices(prices)
+        ascent.messages.forward()
+        ascent.messages.backward()
+        choice = ascent.messages.forward(decide=True)
+        ascent.messages.backward()
+        assert choice is not None
+        labels = ascent.full(choice)
+        excess = local.excess(labels)
+        if excess.max(initial=0.0) <= 0:
+            found = labels
+        if found is not None or time.monotonic() > deadline:
+            break
+        prices = local.raised(prices, excess, factor)
+    ascent.set_prices(before)
+    return found
 
 
 class Local:
@@ -41,7 +66,9 @@ class Local:
         tall, wide = np.diff(first)[u], self.width
         self.asked = np.concatenate([repeated(first[u], tall), repeated(first[v], wide)])  # a label of one end, given
         self.given = np.concatenate([np.repeat(v, tall), np.repeat(u, wide)])  # that of the other: where it is in
-        self.step = np.concatenate([np.ones(int(tall.sum()), np.int64), np.repeat(wide, wide)])  # entries, by steps from
+        self.step = np.concatenate(
+            [np.ones(int(tall.sum()), np.int64), np.repeat(wide, wide)]
+        )  # entries, by steps from
         self.at = np.concatenate([repeated(np.zeros_like(u), tall) * np.repeat(wide, tall) + np.repeat(self.start, tall),
                                   repeated(self.start, wide)])  # fmt: skip
         self.random = np.random.default_rng(seed)
@@ -115,7 +142,9 @@ class Local:
     def solve(self, current: Array, multipliers: Array, entries: float,
               free: Sequence[int] | None = None) -> Array:  # fmt: skip
         rank = self.random.permutation(len(self.costs)).tolist()
-        found = eliminate(self.priced(multipliers, free), self.tables, entries, free=free, current=current.tolist(), rank=rank)
+        found = eliminate(
+            self.priced(multipliers, free), self.tables, entries, free=free, current=current.tolist(), rank=rank
+        )
         assert found is not None
         return np.array(found, np.int64)
 
@@ -123,7 +152,11 @@ class Local:
         """Dearer memory where a labelling is over the limit."""
         over = excess > 0
         paid = multipliers[multipliers > 0]
-        typical = float(paid.mean()) if len(paid) else max(abs(self.cost_of(np.zeros(len(self.costs), np.int64))), 1.0) / self.unit
+        typical = (
+            float(paid.mean())
+            if len(paid)
+            else max(abs(self.cost_of(np.zeros(len(self.costs), np.int64))), 1.0) / self.unit
+        )
         share = excess / max(float(excess.max(initial=0.0)), 1e-300)
         return multipliers + np.where(over, (multipliers + 0.1 * typical * share) * factor, 0.0)
 

@@ -25,7 +25,19 @@ from shardfn.search.narrow import Stuck, narrow
 
 ENTRIES, TOTAL = 2e6, 2e7  # of the tables on the way
 PASSES = 24  # after which labels are judged
-SHARES = (0.05, 0.02, 0.01, 5e-3, 2e-3, 1e-3, 5e-4, 2e-4, 1e-4, 3e-5, 1e-5)  # of the optimum, how far labels are looked at
+SHARES = (
+    0.05,
+    0.02,
+    0.01,
+    5e-3,
+    2e-3,
+    1e-3,
+    5e-4,
+    2e-4,
+    1e-4,
+    3e-5,
+    1e-5,
+)  # of the optimum, how far labels are looked at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +75,10 @@ def min_marginals(problem: Labelling, nodes: Sequence[int]) -> list[Marginal] | 
     store = Store()
     core = contract(problem, store=store, keep=nodes)
     if not core.possible:
-        return [Marginal(np.full(len(cost), np.inf), np.full(len(cost), True)) for cost in map(problem.costs.__getitem__, nodes)]
+        return [
+            Marginal(np.full(len(cost), np.inf), np.full(len(cost), True))
+            for cost in map(problem.costs.__getitem__, nodes)
+        ]
     left = sorted(core.costs)
     place = {v: at for at, v in enumerate(left)}
     costs = [core.costs[v] for v in left]
@@ -105,7 +120,9 @@ def _near(ascent: Ascent) -> list[Marginal] | None:
         chosen = narrow(ascent, math.inf)
     except Stuck:
         return None
-    best = ascent.cost_of(chosen)
+    if chosen is None:
+        return None
+    best, bound = ascent.cost_of(chosen), -math.inf
     for _ in range(PASSES):
         ascent.messages.forward()
         bound = ascent.sweep()

@@ -82,7 +82,15 @@ class Problem:
 
     def price(self, axes: Axes, specs: tuple[Spec, ...], pins: Pins) -> Price:
         """What a full choice costs, by its flow."""
-        return price(self.flow(axes, specs, pins), self.hardware, self.donated)
+        key = axes, specs, tuple(pins.items())
+        if key not in self.prices:
+            self.prices[key] = price(self.flow(axes, specs, pins), self.hardware, self.donated)
+        return self.prices[key]
+
+    @functools.cached_property
+    def prices(self) -> dict[object, Price]:
+        """What was priced already."""
+        return {}
 
     @functools.cached_property
     def facts(self) -> Known:

@@ -8,6 +8,7 @@ same steps, and a time limit only stops them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -21,24 +22,31 @@ from shardfn.search.contract import Core, contract
 from shardfn.search.eliminate import eliminate
 from shardfn.search.labelling import Array, Labelling, cost_of, peak_of
 from shardfn.search.lagrange import Ascent
-from shardfn.search.local import Local
+from shardfn.search.local import FEW, Local, fitted
 from shardfn.search.memory import memory_of
 from shardfn.search.narrow import Stuck, narrow
 from shardfn.search.peak import Peak, least_peak
 
 ENTRIES, TOTAL = 2e6, 1e8  # of the tables of an exact solution at the start
+RAISES = (0.02, 0.05, 0.15)  # of prices where a labelling does not fit, one after the other
+RISING = 2e-3  # of the bound in a round: while it rises faster, nothing else is worth the time
+STILL = 1e-6  # of the bound in a round: it has stopped
 PEAK_SECONDS = 2.0  # for the least peak, where a limit can't be kept
 SMALL = 60_000  # labels x neighbours, up to which branching is tried
 
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """How much is tried when no time limit stops it: rounds of `steps` passes and `neighbourhoods`, then `parts`."""
+    """How much is tried when no time limit stops it: rounds of `steps` passes and `neighbourhoods`, then `parts`.
 
-    rounds: int = 40
+    A gap of at most `close` (0 to 1) is good enough.
+    """
+
+    rounds: int = 1000
     steps: int = 12
     neighbourhoods: int = 12
     parts: int = 2000
+    close: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,16 +109,14 @@ class _Run:
         if not len(memory.limit) or not nodes:
             found = eliminate(costs, tables, ENTRIES, TOTAL, store=self.store)
             if found is None:
-                try:
+                with contextlib.suppress(Stuck):
                     found = narrow(Ascent(costs, tables, memory), math.inf, self.deadline)
-                except Stuck:
-                    pass
             if found is not None:
                 return self.answer(self.whole(core, nodes, found), math.inf, True)
         local = Local(costs, tables, memory)
         bound, last = self.search(Ascent(costs, tables, memory), local, core.constant)
         choice = self.whole(core, nodes, last if local.best is None else local.best)
-        proved = bound >= local.cost - self.margin(local.cost + core.constant)
+        proved = bound >= local.cost - self.least_gain(local.cost + core.constant)
         return self.answer(choice, bound + core.constant, proved)
 
     def whole(self, core: Core, nodes: list[int], labels: Sequence[int] | Array) -> tuple[int, ...]:
@@ -132,28 +138,36 @@ class _Run:
                 bound, proved = math.inf, True
         return Solution(choice, cost, bound, proved, feasible, time.monotonic() - self.begin, least)
 
-    def margin(self, cost: float) -> float:
+    def least_gain(self, cost: float) -> float:
         """A gain below this is none: whole numbers differ by 1, others by more than rounding."""
         if not math.isfinite(cost):
             return 0.0
         return 0.999 if self.integral else 1e-9 * max(abs(cost), 1e-9)
 
+    def margin(self, cost: float) -> float:
+        """A gain below this is not looked for."""
+        return max(self.least_gain(cost), self.effort.close * abs(cost)) if math.isfinite(cost) else 0.0
+
     def search(self, ascent: Ascent, local: Local, constant: float) -> tuple[float, Array]:
         """The bound, with the best labelling in `local`; and the last labelling, should none fit."""
         last = np.zeros(len(local.costs), np.int64)
         labels = len(ascent.base)
+        small = sum(len(own) * len(near) for own, near in zip(ascent.labels, ascent.tables, strict=True)) <= SMALL
+        before, idle = -math.inf, 0
         for number in range(self.effort.rounds):
             for _ in range(self.effort.steps):
                 last = ascent.full(ascent.step(local.cost))
                 local.offer(last)
                 if self.over() or self.done(ascent.bound, local, constant):
                     break
-            self.polish(ascent, local, last, number)
+            rise = (ascent.bound - before) / max(abs(ascent.bound), 1e-300)
+            before, best = ascent.bound, local.cost
+            self.polish(ascent, local, last, number, rise < RISING or number % 4 == 3)
             upper = local.cost - self.margin(local.cost + constant)
             if not self.over() and not ascent.bound >= upper:
                 ascent.fix(upper)
                 if not ascent.fits():
-                    return local.cost, last
+                    return upper, last
             if self.watch:
                 self.watch(ascent.bound + constant, local.cost + constant)
             if self.over() or self.done(ascent.bound, local, constant):
@@ -164,27 +178,32 @@ class _Run:
                 ascent = ascent.compact()
                 if not len(ascent.nodes):
                     local.offer(ascent.full(np.zeros(0, np.int64)))
-                    return local.cost, last
-            if self.solved(ascent, local, upper, 2e6 if number < 1 else 2e7):
-                return local.cost, last
-            if ascent.size < 1e-4:
+                    return min(upper, local.cost), last
+            if number % 4 == 0 and self.solved(ascent, local, upper, 2e6 if number < 1 else 2e7):
+                return min(upper, local.cost), last
+            idle = idle + 1 if rise < (RISING if small else STILL) and not local.cost < best else 0
+            if idle > (0 if small else 20) and local.best is not None:
                 break
         if sum(len(own) * len(near) for own, near in zip(ascent.labels, ascent.tables, strict=True)) > SMALL:
             return ascent.bound, last
+        goal = lambda: local.cost - self.margin(local.cost + constant)  # noqa: E731
         watch = self.watch
         tell = None if watch is None else lambda bound, cost: watch(bound + constant, cost + constant)
-        bound = branch(ascent, local, self.margin(local.cost + constant), self.effort.parts, self.deadline, tell)
+        bound = branch(ascent, local, goal, self.effort.parts, self.deadline, tell)
         return max(bound, ascent.bound) if local.best is None else bound, last
 
-    def polish(self, ascent: Ascent, local: Local, last: Array, number: int) -> None:
+    def polish(self, ascent: Ascent, local: Local, last: Array, number: int, more: bool) -> None:
         """Better labellings: from the last one suggested, and around the best; more of what has just helped."""
+        found = fitted(ascent, local, RAISES[number % len(RAISES)], self.deadline)
+        if found is not None:
+            local.offer(local.descend(found))
         if local.best is None:
             local.fit(last, ascent.best, 12, deadline=self.deadline)
-        if not self.over() and number % self.pause == 0:
+        if not self.over() and more and number % self.pause == 0 and len(local.costs) < FEW:
             before = local.cost
             local.again(last, ascent.best, 0 if number < 3 else 2 * self.effort.neighbourhoods, self.deadline)
             self.pause = 1 if local.cost < before else min(self.pause + 1, 4)
-        if number >= 3:  # a small problem is often done before
+        if number >= 3 and more:  # a small problem is often done before
             saved = local.improve(ascent.best, self.visits, self.deadline)
             self.visits = min(self.visits * 2, 4 * self.effort.neighbourhoods) if saved > 1e-4 else (
                 max(self.visits // 2, self.effort.neighbourhoods // 3))  # fmt: skip

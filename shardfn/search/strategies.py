@@ -10,6 +10,7 @@ Equal ops on equal layouts are worked out once, so that a model of many equal la
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -69,6 +70,9 @@ class Space:
     layouts: Mapping[int, tuple[int, Array]]
     reads: Mapping[int, tuple[int, tuple[Array, ...]]]
     held: tuple[Held, ...]
+    copies: tuple[Held, ...]
+    """What changes of layout hold for a while: arguments as they are gathered, operands as an op reads them, sums before
+    each device has its part. Too much where nothing changes, so they only count where the least memory is looked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +85,8 @@ class _Piece:
     compute_s: Array
     sent: Array
     sent_s: Array
+    partial: Array | None
+    """Bytes of a sum before each device has its part of it, beyond that part."""
 
 
 def bytes_of(value: Value) -> float:
@@ -95,16 +101,22 @@ class Known:
 
     trips: tuple[int, ...]
     readers: Mapping[int, int]
+    read: Mapping[int, tuple[int, int]]
+    """The first and the last op that reads a value."""
     stored: frozenset[int]
     places: tuple[Place, ...]
+    last: frozenset[int]
+    """Ops, by index, after whose results no product is computed: their sums are added up in one go with others."""
 
 
 def known(graph: Graph, donated: frozenset[int] = frozenset()) -> Known:
     """What holds on any grid; `donated` are inputs whose memory results take over."""
     readers: dict[int, int] = {}
-    for op in graph.ops:
+    read: dict[int, tuple[int, int]] = {}
+    for index, op in enumerate(graph.ops):
         for value in set(op.inputs):
             readers[value] = readers.get(value, 0) + 1
+            read[value] = read.get(value, (index, index))[0], index
     whole = Flow(graph, tuple(((),) * len(v.shape) for v in graph.values), {}, ())
     order = merged(whole)
     fusion = fuse(order.flow)
@@ -116,7 +128,19 @@ def known(graph: Graph, donated: frozenset[int] = frozenset()) -> Known:
             given.remove(place.bytes)
         else:
             kept.append(place)
-    return Known(tuple(value_trips(graph)), readers, fusion.stored, (*temporaries, *kept))
+    return Known(tuple(value_trips(graph)), readers, read, fusion.stored, (*temporaries, *kept), _last(graph))
+
+
+def _last(graph: Graph) -> frozenset[int]:
+    leads: set[int] = {a for a, _ in graph.ties}  # what a loop carries may be multiplied in its next round
+    found = set()
+    for index in reversed(range(len(graph.ops))):
+        op = graph.ops[index]
+        if leads.isdisjoint(op.outputs):
+            found.add(index)
+        if op.name in PRODUCTS or not leads.isdisjoint(op.outputs):
+            leads.update(op.inputs)
+    return frozenset(found)
 
 
 def value_trips(graph: Graph) -> list[int]:
@@ -146,6 +170,7 @@ class _Builder:
         self.views: dict[int, tuple[int, Array]] = {}
         self.reads: dict[int, tuple[int, tuple[Array, ...]]] = {}
         self.depth: dict[int, int] = {}
+        self.copies: list[Held] = []
         self.trips = facts.trips
         self.interned: dict[tuple[bytes, tuple[int, ...]], Array] = {}
         self.made: dict[object, Array] = {}
@@ -201,6 +226,13 @@ class _Builder:
                 self.labels(shape, lambda row: forms.value_labels(shape, self.grid.sizes, row))
             )
             self.connect(node, labels, self.sources[value][0], self.sources[value][1], value, 1)
+            first, last = self.facts.read[value]
+            self.copied(value, self.sources[value], 2 * first, 2 * last + 1)
+
+    def copied(self, value: int, laid: tuple[int, Array], start: int, end: int) -> None:
+        full = bytes_of(self.graph.values[value])
+        least = full / math.prod(self.grid.sizes)
+        self.copies.append(Held(laid[0], start, end, full / pieces(laid[1], self.grid.sizes) - least))
 
     # ---- edges
 
@@ -280,7 +312,7 @@ class _Builder:
             if work is None:
                 pairs = self.factor_pairs(rule)[0][lead]
                 work = self.followed[key] = self.one(forms.factors_of(have, pairs, rule, self.grid.sizes))
-            piece = self.piece(op, rule, work, work)
+            piece = self.piece(op, rule, work, work, True)
         else:
             node, codes = self.node(
                 self.labels(id(rule), lambda row: forms.op_codes(rule, self.grid.sizes, self.grid.scatters, row))
@@ -289,7 +321,7 @@ class _Builder:
             if parts is None:
                 work, out = forms.decoded(codes)
                 parts = self.decoded[id(codes)] = self.one(work), self.one(out)
-            piece = self.piece(op, rule, *parts)
+            piece = self.piece(op, rule, *parts, index in self.facts.last)
         target = self.nodes[node]
         target.flops += piece.flops * op.trips
         target.compute_s += piece.compute_s * op.trips
@@ -297,6 +329,10 @@ class _Builder:
         target.sent_s += piece.sent_s * op.trips
         for value, wanted in zip(op.inputs, piece.wanted, strict=True):
             self.need(value, wanted, node, op.trips)
+            if op.name in PRODUCTS and value >= len(self.graph.inputs):
+                self.copied(value, (node, wanted), 2 * index, 2 * index + 1)
+        if piece.partial is not None:
+            self.copies.append(Held(node, 2 * index, 2 * index + 1, piece.partial))
         depth = 1 + max((self.depth.get(v, 0) for v in op.inputs), default=0)
         for value, made in zip(op.outputs, piece.made, strict=True):
             self.sources[value] = self.layouts[value] = node, made
@@ -314,17 +350,17 @@ class _Builder:
                     break
         return table
 
-    def piece(self, op: Op, rule: Rule, work: Array, out: Array) -> _Piece:
+    def piece(self, op: Op, rule: Rule, work: Array, out: Array, is_last: bool) -> _Piece:
         values = self.graph.values
         stored = self.facts.stored
-        key = (id(rule), op.name, id(work), id(out), *(id(values[v]) for v in op.inputs),
+        key = (id(rule), op.name, is_last, id(work), id(out), *(id(values[v]) for v in op.inputs),
                *(v in stored for v in (*op.inputs, *op.outputs)))  # fmt: skip
         found = self.pieces.get(key)
         if found is None:
-            found = self.pieces[key] = self.worked_out(op, rule, work, out)
+            found = self.pieces[key] = self.worked_out(op, rule, work, out, is_last)
         return found
 
-    def worked_out(self, op: Op, rule: Rule, work: Array, out: Array) -> _Piece:
+    def worked_out(self, op: Op, rule: Rule, work: Array, out: Array, is_last: bool) -> _Piece:
         grid, values = self.grid, self.graph.values
         operands, results = self.factor_pairs(rule)
         wanted = tuple(self.one(forms.dims_of(work, pairs, len(rule.sizes))) for pairs in operands)
@@ -332,16 +368,19 @@ class _Builder:
         flops, moved = self.work(op, work, wanted, made)
         is_sum = np.isin(work, list(rule.reduction))
         sent, sent_s = np.zeros(len(work)), np.zeros(len(work))
+        whole: Array | None = None
         if is_sum.any():
             scattered = is_sum & (out >= 0)
             for value, after in zip(op.outputs, made, strict=True):
                 partial = bytes_of(values[value]) / pieces(np.where(scattered, -1, after), grid.sizes)
-                parts = add_up(partial, is_sum & ~scattered, scattered, grid)
+                parts = add_up(partial, is_sum & ~scattered, scattered, grid, is_last)
                 sent, sent_s = sent + parts[0], sent_s + parts[1]
+                more = partial - bytes_of(values[value]) / pieces(after, grid.sizes)
+                whole = more if whole is None else whole + more
         chip = grid.chip
         rate = chip.rate(values[op.inputs[0]].dtype) if op.name in PRODUCTS else (chip.vector_flops or chip.flops) / effort(op)
         compute_s = np.maximum(flops / rate, moved / chip.memory_bytes_s)
-        return _Piece(wanted, made, flops, compute_s, sent, sent_s)
+        return _Piece(wanted, made, flops, compute_s, sent, sent_s, whole)
 
     def work(self, op: Op, work: Array, wanted: Sequence[Array], made: Sequence[Array]) -> tuple[Array, Array]:
         """FLOPs and bytes moved of one run on one device."""
@@ -425,7 +464,7 @@ def build(
         builder.need(value, have, node, 1)
     edges = tuple(Edge(a, b, sent, seconds) for (a, b), (sent, seconds) in builder.tables.items())
     held = _held(builder, facts.places)
-    return Space(tuple(builder.nodes), edges, builder.layouts, builder.reads, held)
+    return Space(tuple(builder.nodes), edges, builder.layouts, builder.reads, held, tuple(builder.copies))
 
 
 @dataclasses.dataclass(frozen=True)

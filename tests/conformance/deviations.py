@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shardfn.search import MODES as SEARCHES
 from tests.conformance.facts import Case, LayoutFact
 
 ACCEPTS = "accepts"
@@ -182,10 +181,6 @@ def names_nothing(ask: Ask) -> bool:
     return bool(paths) and not {*paths} <= {*ask.case.shapes}
 
 
-def not_built(search_mode: str) -> bool:
-    return SEARCHES[search_mode] is None
-
-
 def level_out_of_range(ask: Ask) -> bool:
     level = ask.kwargs.get("level", 0)
     return isinstance(level, int) and (isinstance(level, bool) or level not in (0, 1, 2))
@@ -235,10 +230,6 @@ ROWS = (
     Row(
         "no such parameter", lambda ask: ask.case.accepted and names_nothing(ask), REFUSES,
         "MindSpore warns of a plan for a parameter that does not exist, and goes on without it",
-    ),
-    Row(
-        "search not built yet", lambda ask: ask.case.accepted and not_built(ask.case.ctx.get("search_mode", "auto")),
-        REFUSES, "only sharding_propagation is here today; asking for another search says so",
     ),
     Row(
         "no such level", lambda ask: ask.case.accepted and level_out_of_range(ask), REFUSES,

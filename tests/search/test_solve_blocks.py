@@ -18,7 +18,9 @@ from tests.search.test_labelling import random_problem
 def blocks(seed: int, count: int, inside: int = 6, labels: int = 4, whole: bool = False):
     """`count` equal random blocks in a row, each tied to the next by two tables, with a first and a last of their own."""
     rng = np.random.default_rng(seed)
-    draw = (lambda *shape: rng.integers(0, 50, shape).tolist()) if whole else (lambda *shape: rng.random(shape).tolist())
+    draw = (
+        (lambda *shape: rng.integers(0, 50, shape).tolist()) if whole else (lambda *shape: rng.random(shape).tolist())
+    )
     pairs = [(u, v) for u in range(inside) for v in range(u) if rng.random() < 0.6]
     costs, between = [draw(labels) for _ in range(inside)], [draw(labels * labels) for _ in pairs]
     links = [(a, b, draw(labels * labels)) for a, b in ((inside - 1, 0), (inside - 2, 1))]

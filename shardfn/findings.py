@@ -1,0 +1,314 @@
+"""What a plan's reader ought to know: what is not predicted, and where a layout costs far more than it need."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from shardfn.cost.collectives import bytes_sent
+from shardfn.cost.hardware import Hardware
+from shardfn.cost.price import price
+from shardfn.decisions import Decision
+from shardfn.graph.model import Communication, Flow, Graph, Op, Spec
+from shardfn.plan import Plan
+from shardfn.render import figure, unit_of
+from shardfn.search.grid import Axes
+from shardfn.search.problem import objective
+from shardfn.strategy import Leaf
+from shardfn.study import Study, cuts_of, layouts
+from shardfn.trace import Traced
+
+LARGE = 1 << 20
+"""Bytes that one device sends in one call, below which nothing is said of a collective."""
+FLOWS, OPS = 6, 12_000
+"""Flows, and ops of them together, that are worked out to find a cut that avoids something."""
+
+Rule = Callable[[Plan, Study], Iterator[str]]
+
+
+def advice(plan: Plan, study: Study) -> list[str]:
+    """What XLA would do that costs far more than it need, each with its line and a cut that avoids it."""
+    return [] if plan.hardware.count == 1 else [text for rule in RULES for text in rule(plan, study)]
+
+
+# ---- layouts that cost far more than they need: a rule each; `RULES` at the end of the file lists them
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sent:
+    """Equal collectives at one line, and what one device sends for them in one call."""
+
+    communications: tuple[Communication, ...]
+    bytes: int
+
+    @property
+    def one(self) -> Communication:
+        return self.communications[0]
+
+
+def in_loops(plan: Plan, study: Study) -> Iterator[str]:
+    """Arrays that are gathered or laid out anew in every round of a loop, and make up much of what is sent."""
+    for sent in _alike_sent(plan.flow, lambda c: c.trips > 1 and c.kind in ("all-gather", "all-to-all"))[:2]:
+        c = sent.one
+        same = is_constant(plan.flow, c.operand, c.trips)
+        if sent.bytes < LARGE or sent.bytes < plan.price.bytes_sent / (20 if same else 4):
+            continue
+        yield (
+            f"{c.kind} of {_array(plan.flow, c.result)} in each of {c.trips} rounds of a loop{_at(c.where)}"
+            f"{', the same array each time' if same else ''}: {_share(sent.bytes, plan)}; "
+            + avoided(
+                plan, study, c, lambda flow, c=c: not any(_is_like(c, o) and o.trips > 1 for o in flow.communications)
+            )
+        )
+
+
+def rematerialised(plan: Plan, study: Study) -> Iterator[str]:
+    """Arrays that are gathered whole and cut again at once: both sides hold pieces, and each device all of it between."""
+    flow = plan.flow
+    for sent in _alike_sent(flow, _detours(flow).__contains__)[:2]:
+        c = sent.one
+        if sent.bytes < LARGE or sent.bytes < plan.price.bytes_sent / 10:
+            continue
+        before, after = flow.shards(c.operand), flow.shards(_detours(flow)[c])
+        yield (
+            f"{_array(flow, c.result)} is gathered whole on every device{_at(c.where)} and cut again, from {before} to "
+            f"{after} (full rematerialisation): {_share(sent.bytes, plan)}; "
+            + avoided(plan, study, c, lambda flow, c=c: not any(_is_like(c, o) for o in _detours(flow)))
+        )
+
+
+def held_whole(plan: Plan, study: Study) -> Iterator[str]:
+    """Arguments that every device holds whole though they can be cut, and that fill much of its memory."""
+    whole = [d for d in plan.inputs if not any(d.spec) and finer(d, plan.axes) is not None]
+    held, limit = sum(d.local_bytes for d in whole), study.question.memory_limit
+    if not whole or held < limit / 4:
+        return
+    d = max(whole, key=lambda d: d.local_bytes)
+    cuts = cuts_of(finer(d, plan.axes) or (), plan.axes)
+    several = f"{len(whole)} arguments lie" if len(whole) > 1 else f"`{d.path}` lies"
+    largest = f", the largest `{d.path}` with {_bytes(d.local_bytes)}" if len(whole) > 1 else ""
+    yield (
+        f"{several} whole on every device, {_bytes(held)} or {held / limit:.0%} of its memory{largest}; "
+        f"cut {cuts}, it takes {_bytes(d.local_bytes / math.prod(cuts))} there"
+    )
+
+
+def too_large(plan: Plan, study: Study) -> Iterator[str]:
+    """A plan that is estimated not to fit."""
+    memory, limit = plan.price.memory, study.question.memory_limit
+    if memory.peak <= limit:
+        return
+    holders = [(d.local_bytes, f"`{d.path}` {d.cuts}") for d in plan.inputs]
+    holders = sorted([*holders, (memory.temporaries, "temporaries")], key=lambda h: -h[0])[:3]
+    most = ", ".join(f"{name} {_bytes(size)}" for size, name in holders if size)
+    freed = [(d.local_bytes - _whole_bytes(d) / math.prod(cuts_of(spec, plan.axes)), d, spec)
+             for d in plan.inputs if (spec := finer(d, plan.axes)) is not None]  # fmt: skip
+    over = memory.peak - limit
+    text = (
+        f"it may not fit: {_bytes(memory.peak)} per device at the peak by the estimate, {_bytes(over)} over the limit; "
+        f"most of it {most}"
+    )
+    if freed:
+        most_freed, d, spec = max(freed, key=lambda f: f[0])
+        text += f"; cut `{d.path}` {cuts_of(spec, plan.axes)} instead of {d.cuts} to free {_bytes(most_freed)}"
+    else:
+        text += "; no argument can be cut further on this grid: use more devices, or smaller arrays"
+    if plan.level != 1 and any(d.source == "searched" for d in plan.inputs):
+        text += "; level=1 looks for the least memory"
+    yield text
+
+
+def avoided(plan: Plan, study: Study, c: Communication, is_gone: Callable[[Flow], bool]) -> str:
+    """The best cut of one argument with which a collective is gone and less is sent, by its flow; or that none was found."""
+    axes = {a.partition(":")[0] for a in c.axes}
+    sources = [d for d in (origin(plan, c.operand),) if d is not None]
+    cut = sorted((d for d in plan.inputs if any(axes & set(dim) for dim in d.spec)), key=lambda d: -math.prod(d.shape))
+    few = list(dict.fromkeys([*sources, *cut]))[:2]
+    most = min(FLOWS, OPS // max(1, len(plan.flow.graph.ops)))
+    tries = [
+        (d, spec)
+        for d in few
+        for spec in sorted(layouts(d.shape, plan.axes, d.spec), key=lambda s: _distance(s, d.spec))
+    ]
+    found = []
+    for d, spec in tries[:most]:
+        flow = study.flow_with(plan, d.path, spec)
+        if is_gone(flow):
+            paid = price(flow, plan.hardware, study.question.donated)
+            if paid.bytes_sent < plan.price.bytes_sent:
+                found.append((objective(paid, study.question), len(found), d, spec, paid))
+    if not found:
+        names = " or ".join(f"`{d.path}`" for d in few)
+        tried = f"no other cut of {names}" if len(tries) <= most else f"none of {most} other cuts tried of {names}"
+        return f"{tried} avoids it" if tries and most else "`Plan.why` tells what other cuts cost"
+    _, _, d, spec, paid = min(found, key=lambda f: f[:2])
+    return (
+        f"cut `{d.path}` {cuts_of(spec, plan.axes)} instead of {d.cuts} to avoid it: {_bytes(paid.bytes_sent)} sent "
+        f"instead of {_bytes(plan.price.bytes_sent)}, {_bytes(paid.memory.peak)} at the peak instead of "
+        f"{_bytes(plan.price.memory.peak)}"
+    )
+
+
+def origin(plan: Plan, value: int) -> Decision | None:
+    """The argument that a value is a piece or another form of, if it is one's alone."""
+    flow, seen = plan.flow, set()
+    made = {v: op for op in flow.graph.ops for v in op.outputs}
+    at = {v: i for i, v in enumerate(flow.graph.inputs[len(flow.graph.inputs) - len(plan.inputs) :])}
+    while value not in at:
+        sources = [v for v in made[value].inputs if math.prod(flow.graph.values[v].shape) > 1] if value in made else []
+        if len(sources) != 1 or value in seen:
+            return None
+        seen.add(value)
+        value = sources[0]
+    return plan.inputs[at[value]]
+
+
+def is_constant(flow: Flow, value: int, trips: int) -> bool:
+    """Whether a value in a loop that runs `trips` times is the same in every round: made of what is made outside."""
+    made = {v: op for op in flow.graph.ops for v in op.outputs}
+    inputs = set(flow.graph.inputs)
+    stack, seen = [value], set()
+    while stack:
+        v = stack.pop()
+        if v in seen or v in inputs:
+            continue
+        seen.add(v)
+        op = made.get(v)
+        if op is None or op.name in _CHANGING:  # what a loop carries
+            return False
+        if op.trips >= trips:
+            stack += op.inputs
+    return True
+
+
+_CHANGING = frozenset({"rng_bit_generator", "rng", "custom_call"})
+
+
+def finer(d: Decision, axes: Axes) -> Spec | None:
+    """The layout of an array in the most pieces, if that is more than now; ties go to what leaves its cuts as they are."""
+    pieces = math.prod(d.cuts)
+    more = [s for s in layouts(d.shape, axes, d.spec) if math.prod(cuts_of(s, axes)) > pieces]
+    return min(more, key=lambda s: (-math.prod(cuts_of(s, axes)), *_distance(s, d.spec)), default=None)
+
+
+def _distance(spec: Spec, now: Spec) -> tuple[int, int, Spec]:
+    """How many dims are cut otherwise, and how many are cut."""
+    return sum(set(a) != set(b) for a, b in zip(spec, now, strict=True)), sum(map(bool, spec)), spec
+
+
+def _alike_sent(flow: Flow, wanted: Callable[[Communication], bool]) -> list[_Sent]:
+    """The collectives that are wanted, equal ones of a line together, those that send most first."""
+    groups: dict[tuple[object, ...], list[Communication]] = {}
+    for c in flow.communications:
+        if c.group_size > 1 and wanted(c):
+            groups.setdefault((c.kind, c.where, flow.graph.values[c.result], c.trips), []).append(c)
+    found = [
+        _Sent(tuple(same), sum(bytes_sent(c.kind, c.group_size, flow.local_bytes(c.operand)) * c.trips for c in same))
+        for same in groups.values()
+    ]
+    return sorted(found, key=lambda sent: -sent.bytes)
+
+
+def _detours(flow: Flow) -> dict[Communication, int]:
+    """The gathers of a whole array that nothing reads but to cut it again, each with what is cut of it."""
+    gathers = {c.result: c for c in flow.communications if c.kind == "all-gather" and not any(flow.specs[c.result])}
+    readers: dict[int, list[Op]] = {v: [] for v in gathers}
+    for op in flow.graph.ops:
+        for v in op.inputs:
+            if v in readers:
+                readers[v].append(op)
+    ends = set(flow.graph.outputs)
+    return {
+        gathers[v]: ops[0].outputs[0]
+        for v, ops in readers.items()
+        if ops and v not in ends and all(op.name == "all_slice" and any(flow.specs[op.outputs[0]]) for op in ops)
+    }
+
+
+def _is_like(c: Communication, other: Communication) -> bool:
+    return (c.kind, c.where) == (other.kind, other.where)
+
+
+def _array(flow: Flow, value: int) -> str:
+    known = flow.graph.values[value]
+    return f"{known.dtype}[{','.join(map(str, known.shape))}]"
+
+
+def _at(where: str) -> str:
+    return f" at {where}" if where else ""
+
+
+def _share(size: int, plan: Plan) -> str:
+    return f"{_bytes(size)} or {size / plan.price.bytes_sent:.0%} of what a device sends"
+
+
+def _bytes(size: float) -> str:
+    name, one = unit_of([size])
+    return f"{figure(round(size / one, 1))} {name}"
+
+
+def _whole_bytes(d: Decision) -> int:
+    return d.local_bytes * math.prod(d.cuts)
+
+
+# ---- what is not predicted
+
+
+def of_program(traced: Traced, hardware: Hardware, inputs: Sequence[Leaf], axes: Axes) -> list[str]:
+    """What there is to say of the function whatever the layouts."""
+    graph, found = traced.graph, []
+    if graph.unruled:
+        found.append(f"no sharding rule for: {', '.join(graph.unruled)}; XLA decides there, its cost is not predicted")
+    if graph.uncounted:
+        found.append(f"loops of unknown length, counted once: {', '.join(graph.uncounted)}")
+    if hardware.count == 1 and any(isinstance(leaf.entry, tuple) and max(leaf.entry, default=1) > 1 for leaf in inputs):
+        found.append("one device: the strategies are checked, and the function runs unsharded")
+    others = [grid for grid in traced.grids if math.prod(grid) > 1 and grid != tuple(size for _, size in axes)]
+    if others:
+        grids = ", ".join("x".join(map(str, grid)) for grid in dict.fromkeys(others))
+        found.append(
+            f"parts of the function lie on a grid of their own ({grids}); what is sent between them and the rest is not "
+            "predicted"
+        )
+    if traced.captured:
+        found.append(f"{traced.captured} arrays of the surrounding transformation are captured; they are left to XLA")
+    return found
+
+
+def not_predicted(graph: Graph, flow: Flow) -> list[str]:
+    """Ops that are cut along a dim which they need whole, or at whose edges neighbours exchange: XLA sends what it likes."""
+    laid = _alike(flow.graph)
+    found: dict[str, None] = {}
+    for key, ops in _alike(graph).items():
+        if len(ops) != len(laid.get(key, ())):  # cannot tell which is which
+            continue
+        for op, at in zip(ops, laid[key], strict=True):
+            if op.rule is None:
+                continue
+            whole = op.rule.permuted | op.rule.replicated
+            rows = (*zip(op.rule.operands, at.inputs), *zip(op.rule.results, at.outputs))  # noqa: B905
+            if whole and any(
+                axes and whole.intersection(factors)
+                for dims, value in rows
+                for factors, axes in zip(dims, flow.specs[value], strict=True)
+            ):
+                found.setdefault(f"{op.name} ({op.where})" if op.where else op.name)
+    if not found:
+        return []
+    text = ", ".join(list(found)[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+    return [
+        f"cut along a dim that they need whole, or exchange at its edges: {text}; what XLA sends there is not predicted"
+    ]
+
+
+def _alike(graph: Graph) -> dict[tuple[object, ...], list[Op]]:
+    """Ops of one name, line and shapes: propagation reorders ops, and drops or copies some."""
+    found: dict[tuple[object, ...], list[Op]] = {}
+    for op in graph.ops:
+        shapes = tuple(graph.values[v].shape for v in (*op.inputs, *op.outputs))
+        found.setdefault((op.name, op.where, shapes), []).append(op)
+    return found
+
+
+RULES: tuple[Rule, ...] = (in_loops, rematerialised, held_whole, too_large)

@@ -1,0 +1,222 @@
+"""What a plan was made from, kept to answer: what would another cut cost, and what if something else were given?"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from shardfn.cost.price import price
+from shardfn.decisions import Alternative, Alternatives, Decision, Figures
+from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
+from shardfn.graph.model import Flow, Spec
+from shardfn.plan import Plan, partition_spec
+from shardfn.render import Part, Table, figure, to_html, to_rich, to_text, unit_of
+from shardfn.search.grid import Axes
+from shardfn.search.problem import Pins, objective
+from shardfn.search.problem import Problem as Question
+from shardfn.strategy import Leaf, apply_parameter_plan, short
+
+MOST = 12
+"""Cuts of an array that are priced unless more are asked for."""
+
+OPS = 30_000
+"""Ops of all flows together that are priced unless more is asked for: a few seconds, and the same on every machine."""
+
+Flows = Callable[[Axes, Sequence[Spec], Mapping[int, Spec], Pins], Flow]
+"""The flow of a full choice: grid, arguments, results that are laid out otherwise (by position), ops held inside."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """The question that a plan answers, how a choice flows, and how to ask anew with other entries.
+
+    `pins` and `specs` are the plan's own; `again` makes a plan of other arguments and results.
+    """
+
+    question: Question
+    specs: tuple[Spec, ...]
+    pins: Pins
+    inputs: tuple[Leaf, ...]
+    outputs: tuple[Leaf, ...]
+    flow: Flows
+    again: Callable[[Sequence[Leaf], Sequence[Leaf]], Plan]
+
+    def why(self, plan: Plan, path: str, most: int | None) -> Alternatives:
+        """What each other cut of an array would cost, all else as planned (`Plan.why`)."""
+        planned = find(plan, path)
+        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+            fail(StrategyError, f"{most!r} cuts cannot be priced", where=f"why({path!r}, most={most!r})",
+                 why="it counts the cuts to price", fix="give a whole number above 0, or leave it out")  # fmt: skip
+        others = sorted(layouts(planned.shape, plan.axes, planned.spec), key=lambda spec: _promise(spec, planned, plan))
+        if most is None:
+            most = min(MOST, max(1, OPS // max(1, len(plan.flow.graph.ops))))
+        own = Figures.of(plan.price)
+        rated = []
+        for spec in others[:most]:
+            paid = price(self.flow_with(plan, path, spec), plan.hardware, self.question.donated)
+            figures = Figures.of(paid)
+            row = Alternative(cuts_of(spec, plan.axes), spec, figures, figures - own)
+            rated.append((objective(paid, self.question), len(rated), row))
+        rows = tuple(row for _, _, row in sorted(rated, key=lambda r: r[:2]))
+        return Shown(planned, own, rows, tuple(cuts_of(spec, plan.axes) for spec in others[most:]))
+
+    def flow_with(self, plan: Plan, path: str, spec: Spec) -> Flow:
+        """The flow with one array laid out otherwise."""
+        specs, results = list(self.specs), {}
+        at = {d.path: i for i, d in enumerate(plan.inputs)}.get(path)
+        if at is None:
+            results = {i: spec for i, d in enumerate(plan.outputs) if d.path == path}
+        else:
+            specs[at] = spec
+        return self.flow(plan.axes, specs, results, self.pins)
+
+    def what_if(self, plan: Plan, entries: Mapping[str, Any]) -> Plan:
+        """The plan with other entries (`Plan.what_if`); keys that begin with `result` speak of results."""
+        if not isinstance(entries, Mapping):
+            fail(StrategyTypeError, f"`what_if` takes a dict from path to entry, not {a(entries)}",
+                 where=f"what_if({short(entries)})", why="it gives single arrays entries, by their paths",
+                 fix='write it as what_if({"params/w1": (1, 4)})')  # fmt: skip
+        problems: list[Problem] = []
+        own = any(leaf.path.split("/")[0] == "result" for leaf in self.inputs)
+        sides: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}
+        for key, entry in entries.items():
+            is_result = isinstance(key, str) and re.split(r"[/.\[]", key.lstrip("/."))[0] == "result"
+            sides[is_result and not own][key] = entry
+        changed = []
+        for leaves, mine in zip((self.inputs, self.outputs), sides, strict=True):
+            laid = apply_parameter_plan(leaves, mine or None, problems)
+            changed.append([dataclasses.replace(leaf, where=_said(leaf.where)) if leaf.where != old.where else leaf
+                            for leaf, old in zip(laid, leaves, strict=True)])  # fmt: skip
+        raise_problems([_renamed(p) for p in problems])
+        return self.again(*changed)
+
+
+def _said(text: str) -> str:
+    return text.replace("parameter_plan", "what_if")
+
+
+def _renamed(problem: Problem) -> Problem:
+    said = {name: _said(getattr(problem, name)) for name in ("what", "where", "why", "fix")}
+    return dataclasses.replace(problem, **said)
+
+
+def find(plan: Plan, path: str) -> Decision:
+    """The decision on an array by its path; `.` and `/` separate alike, and the argument's name may be left out.
+
+    Raises:
+      StrategyError: no array has that path.
+    """
+    decisions = (*plan.inputs, *plan.outputs)
+    paths = [d.path for d in decisions]
+    text = str(path).replace(".", "/").strip("/")
+    forms = [p.replace(".", "/") for p in paths]
+    hits = [d for d, form in zip(decisions, forms, strict=True) if text == form]
+    hits = hits or [d for d, form in zip(decisions, forms, strict=True) if text == form.partition("/")[2]]
+    if len(hits) == 1 and isinstance(path, str):
+        return hits[0]
+    ends = [p for p in paths if text and p.endswith("/" + text)]
+    ends += [p for p in paths if difflib.get_close_matches(text.rpartition("/")[2], [p.rpartition("/")[2]], 1, 0.5)]
+    close = list(dict.fromkeys([*difflib.get_close_matches(text, paths, 2, 0.6), *ends]))[:3]
+    listed = ", ".join(paths[:8]) + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")
+    fail(StrategyError, f"the plan of `{plan.function}` has no array `{path}`", where=f"why({path!r})",
+         why=f"the arrays are {listed}",
+         fix=f"did you mean {' or '.join(map(repr, close))}?" if close else "use one of these paths")  # fmt: skip
+
+
+def layouts(shape: Sequence[int], axes: Axes, but: Spec) -> Iterator[Spec]:
+    """Every way to put the axes of a grid on the dims of an array that they divide, but for one, up to their order.
+
+    >>> list(layouts((4, 3), (("a", 2),), ((), ())))
+    [(('a',), ())]
+    """
+    known = {tuple(map(frozenset, but))}
+    for choice in itertools.product(range(-1, len(shape)), repeat=len(axes)):
+        spec = tuple(
+            tuple(name for (name, _), at in zip(axes, choice, strict=True) if at == dim) for dim in range(len(shape))
+        )
+        if all(n and n % c == 0 for n, c in zip(shape, cuts_of(spec, axes), strict=True) if c > 1):
+            form = tuple(map(frozenset, spec))
+            if form not in known:
+                known.add(form)
+                yield spec
+
+
+def cuts_of(spec: Spec, axes: Axes) -> tuple[int, ...]:
+    """How many ways a layout cuts each dim."""
+    sizes = dict(axes)
+    return tuple(math.prod(sizes[a] for a in dim) for dim in spec)
+
+
+def _promise(spec: Spec, planned: Decision, plan: Plan) -> tuple[Any, ...]:
+    """What is priced first: the runner-up, whole, then what cuts most and fewest dims."""
+    cuts = cuts_of(spec, plan.axes)
+    return (
+        not planned.runner_up.startswith(f"{cuts}:"),
+        any(spec),
+        -math.prod(cuts),
+        sum(c > 1 for c in cuts),
+        tuple(-c for c in cuts),
+        spec,
+    )
+
+
+class Shown(Alternatives):
+    """Alternatives that know how to show themselves."""
+
+    def parts(self) -> tuple[Part, ...]:
+        """As a table, the plan's own cut first."""
+        columns, rows = columns_of([self.figures, *(row.figures for row in self.rows)])
+        more = _more([row.more for row in self.rows])
+        d = self.planned
+        title = f"Other cuts of {d.path}, {d.dtype}{list(d.shape)}, {d.source}: all else as planned"
+        first = (f"{d.cuts} as planned", str(partition_spec(d.spec)), *rows[0], *("",) * 3)
+        table = [first] + [
+            (str(row.cuts), str(partition_spec(row.spec)), *figures, *less)
+            for row, figures, less in zip(self.rows, rows[1:], more, strict=True)
+        ]
+        notes = [] if self.rows else ["there is no other cut on this grid"]
+        if self.left_out:
+            shown = ", ".join(map(str, self.left_out[:4])) + (" …" if len(self.left_out) > 4 else "")
+            notes.append(
+                f"{len(self.left_out)} more cuts were not priced: {shown}; why({d.path!r}, most=…) prices more"
+            )
+        names = ("cuts", "spec", *columns[:3], *(f"{c} more" for c in ("µs", "sent", "memory")))
+        return (Table(title, names, tuple(table), "; ".join(notes)),)
+
+    def __str__(self) -> str:
+        return to_text(self.parts(), 120)
+
+    __repr__ = __str__
+
+    def __rich__(self) -> Any:
+        return to_rich(self.parts())
+
+    def _repr_html_(self) -> str:
+        return to_html(self.parts(), f"Other cuts of {self.planned.path}")
+
+
+def columns_of(every: Sequence[Figures]) -> tuple[tuple[str, ...], list[tuple[str, str, str]]]:
+    """Names with units, and for each figures time, bytes sent and memory in them."""
+    sent, memory = (unit_of([abs(getattr(f, name)) for f in every]) for name in ("bytes_sent", "memory"))
+    names = ("µs", f"{sent[0]} sent", f"{memory[0]} memory")
+    return names, [
+        (figure(f.time_s * 1e6), figure(f.bytes_sent / sent[1]), figure(f.memory / memory[1])) for f in every
+    ]
+
+
+def _more(every: Sequence[Figures]) -> list[tuple[str, str, str]]:
+    """The same for differences, with their signs; each in a unit of its own."""
+
+    def signed(number: float, suffix: str = "") -> str:
+        return f"{'+' if number > 0 else ''}{figure(number)}{suffix}" if number else "0"
+
+    def bytes_(number: float) -> str:
+        name, size = unit_of([abs(number)])
+        return signed(number / size, f" {name}")
+
+    return [(signed(f.time_s * 1e6), bytes_(f.bytes_sent), bytes_(f.memory)) for f in every]

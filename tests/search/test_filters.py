@@ -1,0 +1,129 @@
+"""What `set_algo_parameters` leaves out of a search."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardfn
+from examples.models import abstract, attention
+from shardfn.search import filters
+from shardfn.search.labelling import cost_of, labelling
+from shardfn.search.problem import Algorithm
+
+S = jax.ShapeDtypeStruct
+X, W = S((16, 32), jnp.float32), S((32, 64), jnp.float32)
+HERE = {"device": "h100:8", "level": 2, "search_mode": "dynamic_programming"}
+
+
+@pytest.fixture(autouse=True)
+def _defaults():
+    yield
+    shardfn.reset_algo_parameters()
+
+
+def dense(x, w):
+    return jax.nn.relu(x @ w)
+
+
+def test_without_rules_nothing_is_left_out():
+    one = labelling([[1, 2], [3, 1]], tables=[((0, 1), [0, 4, 1, 0])])
+    assert filters.barred(one, {}).costs == one.costs
+    assert filters.near(one, 1e-9)[1] <= 1e-9 * 2
+
+
+@pytest.mark.parametrize("mode", ["dynamic_programming", "recursive_programming"])
+def test_fully_use_devices_cuts_what_is_cheaper_whole(mode):
+    options = HERE | {"search_mode": mode, "out_strategy": ((1, 1),)}
+    idle = shardfn.plan(dense, X, W, **options)
+    shardfn.set_algo_parameters(fully_use_devices=True)
+    full = shardfn.plan(dense, X, W, **options)
+    assert idle.price.flops == 8 * full.price.flops
+    assert full.price.time_s > idle.price.time_s, "else the rule was not what decided"
+
+
+def test_a_users_cut_is_kept_and_told():
+    shardfn.set_algo_parameters(fully_use_devices=True)
+    with pytest.warns(UserWarning, match="2 of 8 devices would do: nothing is cut over axis b of 4"):
+        made = shardfn.plan(dense, X, W, in_strategy=((2, 1), (1, 1)), device="h100:8")
+    assert [d.cuts for d in made.inputs] == [(2, 1), (1, 1)]
+    assert any("fully_use_devices" in text for text in made.findings)
+
+
+def test_an_op_that_cannot_use_all_devices_is_free_of_the_rule():
+    shardfn.set_algo_parameters(fully_use_devices=True)
+    with pytest.warns(UserWarning, match="1 of 8 devices would do"):
+        made = shardfn.plan(dense, S((3, 5), jnp.float32), S((5, 7), jnp.float32), **HERE)
+    assert [d.cuts for d in made.inputs] == [(1, 1), (1, 1)]
+
+
+def cuts(made):
+    return [d.cuts for d in (*made.inputs, *made.outputs)]
+
+
+def slices(made):
+    """The last dims of what each product reads and makes on one device, where they are cut."""
+    flow = made.flow
+    for op in flow.graph.ops:
+        if op.name == "dot_general":
+            for value in (*op.inputs, *op.outputs):
+                if flow.graph.values[value].shape and flow.shards(value)[-1] > 1:
+                    yield flow.local_shape(value)[-1]
+
+
+def test_slices_of_products_are_aligned():
+    args = S((1, 512), jnp.float32), S((512, 8192), jnp.float32)  # one row: only the last dims are worth a cut
+    free = shardfn.plan(dense, *args, **HERE)
+    assert set(slices(free)) == {1024}
+    shardfn.set_algo_parameters(tensor_slice_align_enable=True, tensor_slice_align_size=1024)
+    assert cuts(shardfn.plan(dense, *args, **HERE)) == cuts(free), "aligned as it is"
+    for size in (256, 384, 1000):
+        args = S((1, 65536), jnp.float32), S((65536, 4 * size), jnp.float32)
+        shardfn.set_algo_parameters(tensor_slice_align_enable=False)
+        assert set(slices(shardfn.plan(dense, *args, **HERE))) == {size // 2}
+        shardfn.set_algo_parameters(tensor_slice_align_enable=True, tensor_slice_align_size=size)
+        held = shardfn.plan(dense, *args, **HERE)
+        assert all(n % size == 0 for n in slices(held))
+        assert held.price.flops < 65536 * 4 * size, "something is cut nevertheless"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_nearness_loses_is_bounded(seed):
+    random = np.random.default_rng(seed)
+    sizes = random.integers(2, 5, 5)
+    pairs = list(itertools.combinations(range(5), 2))
+    tables = [((a, b), random.integers(0, 4, sizes[a] * sizes[b])) for a, b in pairs[:: 1 + seed % 3]]
+    held = [(node, 0, 9, random.integers(0, 9, n)) for node, n in enumerate(sizes)] if seed % 2 else []
+    whole = labelling([random.integers(4, 9, n) for n in sizes], tables=tables, held=held)
+    smaller, lost = filters.near(whole, 0.3)
+    best, left = (
+        min(cost_of(one, choice) for choice in itertools.product(*map(range, sizes))) for one in (whole, smaller)
+    )
+    assert best <= left <= best + lost
+    assert lost <= 0.3 * best
+
+
+def test_nearness_drops_labels_and_says_so():
+    function, args = abstract(attention.make)
+    options = HERE | {"device": "h100:64"}
+    exact = shardfn.plan(function, *args, **options)
+    shardfn.set_algo_parameters(enable_algo_approxi=True, algo_approxi_epsilon=1.0)
+    rough = shardfn.plan(function, *args, **options)
+    assert exact.gap == 0
+    assert 0 <= rough.gap <= 0.5
+    assert rough.price.time_s <= 3 * exact.price.time_s
+
+
+def test_the_rules_are_part_of_what_a_plan_is_kept_by():
+    function = shardfn.shard(dense, **HERE, out_strategy=((1, 1),))
+    before = function.plan(X, W)
+    shardfn.set_algo_parameters(fully_use_devices=True)
+    assert function.plan(X, W) != before
+    shardfn.reset_algo_parameters()
+    assert function.plan(X, W) == before
+
+
+def test_the_names_are_those_of_the_context():
+    assert Algorithm() == Algorithm(**{n: shardfn.get_algo_parameters(n) for n in Algorithm.__dataclass_fields__})
