@@ -12,7 +12,7 @@ from shardfn.cost.price import collectives
 from shardfn.cuts import check
 from shardfn.decisions import Candidate, Constraint, Decision, DimClass, Figures
 from shardfn.errors import Problem, raise_problems
-from shardfn.findings import advice, not_predicted, of_program
+from shardfn.findings import advice
 from shardfn.given import is_drawn, place_drawn
 from shardfn.graph import shardy
 from shardfn.graph.classes import Classes, dim_classes
@@ -28,6 +28,7 @@ from shardfn.search.problem import Problem as Question
 from shardfn.strategy import Leaf
 from shardfn.study import Study
 from shardfn.trace import Traced
+from shardfn.unpredicted import not_predicted, of_program
 
 
 @dataclasses.dataclass(frozen=True)

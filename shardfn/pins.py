@@ -91,7 +91,8 @@ def held(
             fail(StrategyError, f"equation {number} is a {eqn.primitive.name}, and was a {found.kind} when planned",
                  why="the function does not trace to the same program twice",
                  fix="make it a pure function of its arguments")  # fmt: skip
-        outs = bind_one(eqn, [layout(x, s) for x, s in zip(inputs, found.operands, strict=True)])
+        operands = found.operands[: len(inputs)]  # a module's reduce has its start value as an operand
+        outs = bind_one(eqn, [layout(x, s) for x, s in zip(inputs, operands, strict=True)])
         return [layout(x, s) for x, s in zip(outs, found.results, strict=True)]
 
     return rebound(function, lambda eqn, number: number in wanted, bind, static_argnums)

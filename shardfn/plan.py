@@ -248,7 +248,7 @@ def diff(first: Plan, second: Plan) -> tuple[Change, ...]:
         row(a.path, f"{a.cuts} {a.partition_spec}", f"{b.cuts} {b.partition_spec}")
     if first.constraints != second.constraints:
         row("held inside", *(_held(a, b) for a, b in ((first, second), (second, first))))
-    row("modelled time, µs", f"{first.price.time_s * 1e6:,.4g}", f"{second.price.time_s * 1e6:,.4g}")
+    row("modelled time, µs", _us(first), _us(second))
     row("bytes sent per device", f"{first.price.bytes_sent:,}", f"{second.price.bytes_sent:,}")
     row("peak memory per device", f"{first.price.memory.peak:,}", f"{second.price.memory.peak:,}")
     row("FLOPs per device", f"{first.price.flops:,.0f}", f"{second.price.flops:,.0f}")
@@ -272,6 +272,11 @@ def proof(gap: float | None) -> str:
     return f"at most {math.ceil(gap * 1000) / 10:.1f}% above the least cost" if gap > 5e-5 else "nothing costs less"
 
 
+def _us(plan: Plan) -> str:
+    """Microseconds with four digits."""
+    return f"{float(f'{plan.price.time_s * 1e6:.4g}'):,.10g}"
+
+
 def _held(plan: Plan, other: Plan) -> str:
     known = set(other.constraints)
     where = dict.fromkeys((c.kind, pathlib.PurePath(c.where).name) for c in plan.constraints if c not in known)
@@ -291,7 +296,7 @@ def _summary(plan: Plan) -> list[str]:
         f"{plan.function} on {plan.hardware.name or plan.hardware.chip.name}, "
         f"{plan.hardware.count} device{'s'[: plan.hardware.count != 1]}: grid {_grid(plan)}",
         f"level {plan.level}, {words[plan.level]}: {plan.policy}",
-        f"per device and call: {price.time_s * 1e6:,.4g} µs modelled, {price.bytes_sent:,} B sent, "
+        f"per device and call: {_us(plan)} µs modelled, {price.bytes_sent:,} B sent, "
         f"{price.memory.peak:,} B at the peak, {price.flops:,.0f} FLOPs",
     ]
     if any(d.source == "searched" for d in plan.inputs):

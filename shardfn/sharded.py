@@ -316,7 +316,7 @@ class ShardedFunction:
             make_plan, self.callee.name, inputs, [*outputs, *_changed_leaves(changed)], hardware=hardware,
             level=options.level, problems=problems,
             donated=_leaf_positions(shapes, statics, donated),
-            wishes=_wishes(options, current),
+            wishes=_wishes(options, current), again=search.select(options.search_mode or current.search_mode),
             same_as={
                 **_replacements(_outer(result), _dynamic(shapes, slots, stateful)),
                 **{len(outputs) + i: state_paths[p] for i, p in enumerate(sorted(changed))},

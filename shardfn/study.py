@@ -24,7 +24,7 @@ from shardfn.strategy import Leaf, apply_parameter_plan, short
 MOST = 12
 """Cuts of an array that are priced unless more are asked for."""
 
-OPS = 30_000
+OPS = 24_000
 """Ops of all flows together that are priced unless more is asked for: a few seconds, and the same on every machine."""
 
 Flows = Callable[[Axes, Sequence[Spec], Mapping[int, Spec], Pins], Flow]

@@ -108,7 +108,7 @@ def target(hardware: Hardware) -> Target:
     where = f"device = {hardware.name!r}"
     if hardware.platform != "tpu":
         fail(DeviceError, f"nothing compiles for {hardware.name} without such a GPU", where=where,
-             why="XLA's GPU compiler asks the driver and the GPU itself what they can do",
+             why="XLA's GPU compiler comes with CUDA and asks the driver what the GPU can do",
              fix=f'verify where the GPUs are, or plan for "cpu:{hardware.count}" to see which collectives XLA makes')  # fmt: skip
     generation = hardware.chip.name.removeprefix("tpu-")
     if generation not in _CONFIG:
@@ -247,7 +247,7 @@ def _compile(job: _Job) -> tuple[str, dict[str, int], dict[str, float]]:
     exported = job.exported
     # What the function does not read is no argument of its program; a typed key cannot be made up in its place.
     given = [i for i, aval in enumerate(exported.in_avals)
-             if i in exported.module_kept_var_idx or jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)]  # fmt: skip
+             if i in exported.module_kept_var_idx or jnp.issubdtype(aval.dtype, jax.dtypes.extended)]  # fmt: skip
 
     def run(*arrays: Any) -> Any:
         here = dict(zip(given, arrays, strict=True))

@@ -1,6 +1,7 @@
 """The command line: what it prints, what it writes, and how it says what is wrong."""
 
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardfn
+from shardfn import cli_arguments
 from shardfn.cli import main
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -96,9 +98,86 @@ def test_arguments_are_made_as_shapes_only(capsys, monkeypatch):
     ],
 )
 def test_shapes(text, shapes):
-    from shardfn.cli import _shapes
+    assert [(str(s.dtype), s.shape) for s in jax.tree.leaves(cli_arguments.shapes(text))] == shapes
 
-    assert [(str(s.dtype), s.shape) for s in jax.tree.leaves(_shapes(text))] == shapes
+
+# ---- plan
+
+PLAN = ["plan", "jax.numpy:matmul", "--shapes", "f32[4096,1024]", "f32[1024,8192]", "--device", "tpu-v5e:4x4"]
+
+
+def planned(capsys, *args) -> dict:
+    assert main([*PLAN, *args, "--save", "-"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_plan_prints_the_report_and_saves_the_plan(capsys, tmp_path):
+    file = tmp_path / "layout.json"
+    args = ["--level", "2", "--memory", "14GiB", "--search-mode", "auto", "--time-limit", "30", "--finalists", "0"]
+    assert main([*PLAN, *args, "--save", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("matmul: planned for tpu-v5e:4x4 (not here), 16 devices, grid ")
+    assert out.endswith(f"saved: {file}\n")
+    data = json.loads(file.read_text())
+    x, w = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4096, 1024), (1024, 8192)))
+    made = shardfn.plan(jnp.matmul, x, w, device="tpu-v5e:4x4", level=2, memory_limit="14GiB", time_limit=30)
+    assert (data["format"], data["version"], data["device"], data["devices"]) == ("shardfn-plan", 1, "tpu-v5e:4x4", 16)
+    assert (data["grid"], data["level"], data["gap"]) == (dict(made.axes), 2, made.gap)
+    assert {path: (d["cuts"], d["source"]) for path, d in data["arguments"].items()} == {
+        d.path: (list(d.cuts), "searched") for d in made.inputs
+    }
+    assert data["results"]["result"]["axes"] == [list(dim) for dim in made.outputs[0].spec]
+    assert data["price"]["memory_bytes"] == made.price.memory.peak <= 14 * 2**30
+    assert data["price"]["time_s"] == made.price.time_s
+    for array in (*data["arguments"].values(), *data["results"].values()):
+        pieces = [math.prod(data["grid"][axis] for axis in dim) for dim in array["axes"]]
+        assert pieces == array["cuts"]
+
+
+def test_plan_keeps_what_was_said(capsys):
+    data = planned(capsys, "--in-strategy", "((4, 1), AUTO)", "--parameter-plan", "{'b': (1, 2)}", "--level", "1")
+    assert {path: (d["cuts"], d["source"], d["reason"]) for path, d in data["arguments"].items()} == {
+        "a": ([4, 1], "you", "in_strategy[0]"),
+        "b": ([1, 2], "you", "parameter_plan['b']"),
+    }
+    assert data["grid"] == {"a": 4, "b": 2, "c": 2}
+
+
+def test_what_plan_saves_is_the_same_each_time(capsys):
+    assert planned(capsys) == planned(capsys)
+
+
+def test_donated_arguments_take_no_memory_twice(capsys, tmp_path):
+    (tmp_path / "step.py").write_text("def step(p, g): return p - g\n")
+    args = [
+        "plan",
+        f"{tmp_path}/step.py:step",
+        "--shapes",
+        "f32[1024]",
+        "f32[1024]",
+        "--device",
+        "cpu:2",
+        "--save",
+        "-",
+    ]
+    memory = []
+    for more in ([], ["--donate", "0"]):
+        assert main([*args, *more]) == 0
+        memory.append(json.loads(capsys.readouterr().out)["price"]["memory_bytes"])
+    assert memory[0] - memory[1] == 1024 * 4 // 2
+
+
+def test_plan_of_a_sharded_function_keeps_its_options(capsys, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import jax.numpy as jnp\nfrom shardfn import shard\n"
+        "@shard(in_strategy=((8, 1), None), level=1)\ndef forward(x, w): return x @ w\n"
+    )
+    shapes = ["--shapes", "f32[16,32]", "f32[32,64]", "--device", "cpu:8", "--save", "-"]
+    assert main(["plan", f"{tmp_path}/mine.py:forward", *shapes]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["arguments"]["x"]["cuts"], data["level"]) == ([8, 1], 1)
+    assert main(["plan", f"{tmp_path}/mine.py:forward", *shapes, "--level", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["level"] == 2
 
 
 # ---- mistakes: status 2, what is wrong and how to mend it, no traceback
@@ -110,6 +189,18 @@ OF_THE_CALL = {
     "compiling for what is not here": [*MATMUL, "--device", "tpu-v5e:4", "--compiled"],
     "shapes that do not fit the function": ["explain", "jax.numpy:matmul", "--shapes", "f32[2,3]", "f32[2,3]"],
     "an argument too few": ["explain", "jax.numpy:matmul", "--shapes", "f32[2,3]"],
+    "a search that does not exist": [*MATMUL, "--search-mode", "greedy"],
+}
+OF_THE_PLAN = {
+    "no amount of memory": [*PLAN, "--memory", "14 gigs"],
+    "no memory at all": [*PLAN, "--memory", "0"],
+    "no time": [*PLAN, "--time-limit", "0"],
+    "fewer finalists than none": [*PLAN, "--finalists", "-1"],
+    "finalists that cannot be compiled": [*PLAN, "--finalists", "2"],
+    "a search that does not exist": [*PLAN, "--search-mode", "recursive"],
+    "a directory that does not exist": [*PLAN, "--save", "nowhere/at/all/layout.json"],
+    "donating what is not there": [*PLAN, "--donate", "2"],
+    "everything at once": [*PLAN, "--memory", "much", "--level", "3", "--time-limit", "-1", "--search-mode", "best"],
 }
 OF_THE_COMMAND = {
     "no literal": [*MATMUL, "--in-strategy", "__import__('os').getcwd()"],
@@ -126,7 +217,12 @@ OF_THE_COMMAND = {
 }
 
 
-@pytest.mark.parametrize("args", [*OF_THE_CALL.values(), *OF_THE_COMMAND.values()], ids=[*OF_THE_CALL, *OF_THE_COMMAND])
+MISTAKES = {
+    f"{args[0]}: {name}": args for of in (OF_THE_CALL, OF_THE_COMMAND, OF_THE_PLAN) for name, args in of.items()
+}
+
+
+@pytest.mark.parametrize("args", MISTAKES.values(), ids=MISTAKES)
 def test_mistakes(args, capsys):
     assert main(args) == 2
     out, err = capsys.readouterr()
@@ -137,7 +233,7 @@ def test_mistakes(args, capsys):
 
 def test_the_texts_of_mistakes(capsys, golden):
     texts = []
-    for name, args in OF_THE_COMMAND.items():
+    for name, args in [*OF_THE_COMMAND.items(), *OF_THE_PLAN.items()]:
         main(args)
         texts.append(f"# {name}: {' '.join(args[1:])}\n{capsys.readouterr().err}")
     golden("cli_errors", "\n".join(texts))
@@ -156,7 +252,7 @@ def test_a_user_error_has_its_line(capsys, tmp_path):
 
 
 def test_usage_errors_are_status_2(capsys):
-    for args in ([], ["explain"], ["nothing"], [*MATMUL, "--level", "x"]):
+    for args in ([], ["explain"], ["plan"], ["nothing"], [*MATMUL, "--level", "x"], [*PLAN, "--time-limit", "long"]):
         with pytest.raises(SystemExit) as stop:
             main(args)
         assert stop.value.code == 2

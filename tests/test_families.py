@@ -94,6 +94,7 @@ def test_fully_sharded_means_every_array_that_divides():
 
 PATH = pathlib.Path(__file__).parent.parent / "benchmarks" / "plan_quality.py"
 SPEC = importlib.util.spec_from_file_location("plan_quality", PATH)
+assert SPEC is not None and SPEC.loader is not None
 quality = importlib.util.module_from_spec(SPEC)
 sys.modules["plan_quality"] = quality
 SPEC.loader.exec_module(quality)

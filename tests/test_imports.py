@@ -46,9 +46,9 @@ LAYERS = (
     ("search.recursive",),
     ("search.auto",),
     ("search",),
-    ("rebind", "render", "comparison", "algo"),
+    ("rebind", "render", "comparison", "algo", "planfile"),
     ("pins", "guard"),
-    ("study",),
+    ("study", "unpredicted"),
     ("findings",),
     ("make", "apply", "finalists"),
     ("sections",),
@@ -58,7 +58,7 @@ LAYERS = (
     ("api",),
     ("cell",),
     ("",),  # shardfn/__init__.py
-    ("demo",),
+    ("demo", "cli_arguments"),
     ("cli",),
     ("__main__",),
 )

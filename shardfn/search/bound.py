@@ -18,6 +18,8 @@ from shardfn.search.labelling import Array
 
 LARGE = 1 << 12  # entries of a table from which it is not stacked with others of its shape
 ALIKE = 4  # edges of one colour that have the same table, from which they are sent together
+MANY = 16  # edges of one colour that have the same shape; fewer are filled up to multiples of
+ROUND = 4
 TWICE = 1 << 9  # entries of a table from which equal messages are computed once
 PERIOD = 4  # of the order of the nodes: with more, cost moves further in a pass, with fewer a pass is faster
 CHUNK = 1 << 15  # entries worked on at once: they stay in the cache
@@ -25,7 +27,8 @@ CHUNK = 1 << 15  # entries worked on at once: they stay in the cache
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Directed edges sent together: `tables[edge or 0, label of sender, label of receiver]`.
+    """Directed edges sent together: `tables[edge or 0, label of sender, label of receiver]`,
+    filled up to one shape.
 
     `who[edge]` is the sender's place among the nodes of its colour, `rows` (edges x labels) its labels there, `back` (edges x
     labels) where the messages the other way lie; the messages go to `out` (edges x labels of the receiver, in a row).
@@ -69,8 +72,7 @@ class Messages:
         self.order = _ranges(first[nodes], sizes[nodes])
         self.place: dict[tuple[int, int], int] = {}
         self.colours = tuple(_coloured(rank, nodes, sizes, tables, self.place))
-        total = sum(int(sizes[w]) for row in tables for w in row)
-        self.sent = np.zeros(total)
+        self.sent = np.zeros(self.colours[0].inbox.shape[1] if self.colours else 0)
         self.set_costs(np.concatenate([np.zeros(0), *costs]))
 
     def set_costs(self, costs: Array) -> None:
@@ -201,17 +203,19 @@ def _coloured(rank: Array, nodes: Array, sizes: Array, tables: Sequence[dict[int
     sorts: dict[tuple[int, bool], dict[tuple[int, ...], list[tuple[int, int]]]] = {}
     directed = [((int(rank[u]), bool(rank[w] > rank[u])), u, w) for u in nodes.tolist() for w in sorted(tables[u])]
     alike = collections.Counter((sort, id(tables[u][w])) for sort, u, w in directed)
+    shapes = collections.Counter((sort, tables[u][w].shape) for sort, u, w in directed)
     for sort, u, w in directed:
         table = tables[u][w]
         alone = table.size >= LARGE or alike[sort, id(table)] >= ALIKE
-        key = (id(table), *table.shape) if alone else table.shape
+        shape = table.shape if shapes[sort, table.shape] >= MANY else tuple(-(-n // ROUND) * ROUND for n in table.shape)
+        key = (id(table), *table.shape) if alone else shape
         sorts.setdefault(sort, {}).setdefault(key, []).append((u, w))
     at = 0
     for found in sorts.values():
-        for edges in found.values():
+        for key, edges in found.items():
             for u, w in edges:
                 place[u, w] = at
-                at += int(sizes[w])
+                at += key[-1]
     begin = 0
     for colour in range(number):
         mine = nodes[rank[nodes] == colour]
@@ -227,23 +231,31 @@ def _coloured(rank: Array, nodes: Array, sizes: Array, tables: Sequence[dict[int
         columns, rows = _ranges(into_at, into_n), _ranges(into_to, into_n)
         inbox = sparse.csr_matrix((np.ones(len(rows)), (rows, columns)), (count, at))
         ahead, behind = (
-            tuple(_group(edges, tables, sizes, start, index, place)
-                  for edges in sorts.get((colour, later), {}).values())
+            tuple(_group(edges, key[-2:], tables, start, index, place)
+                  for key, edges in sorts.get((colour, later), {}).items())
             for later in (True, False))  # fmt: skip
         labels = slice(begin, begin + count)
         begin += count
         yield Colour(mine, labels, starts, size, np.repeat(np.array(share), size), inbox, ahead, behind)
 
 
-def _group(edges: list[tuple[int, int]], tables: Sequence[dict[int, Array]], sizes: Array, start: dict[int, int],
-           index: dict[int, int], place: dict[tuple[int, int], int]) -> Group:  # fmt: skip
+def _group(edges: list[tuple[int, int]], shape: tuple[int, ...], tables: Sequence[dict[int, Array]],
+           start: dict[int, int], index: dict[int, int], place: dict[tuple[int, int], int]) -> Group:  # fmt: skip
+    """The tables of `edges` are filled up to `shape` with what is never the least."""
     (u, w) = edges[0]
-    shape = tables[u][w].shape
-    same = all(tables[a][b] is tables[u][w] for a, b in edges)
-    stack = np.ascontiguousarray(tables[u][w])[None] if same else np.stack([tables[a][b] for a, b in edges])
-    labels = np.arange(shape[0])
+    every = [tables[a][b] for a, b in edges]
+    if all(table is every[0] for table in every) and every[0].shape == shape:
+        stack = np.ascontiguousarray(every[0])[None]
+    elif all(table.shape == shape for table in every):
+        stack = np.stack(every)
+    else:
+        stack = np.full((len(edges), *shape), np.inf)
+        for at, table in enumerate(every):
+            stack[at, : table.shape[0], : table.shape[1]] = table
+    labels = np.arange(shape[0])[None]
+    labels = np.where(labels < np.array([len(table) for table in every])[:, None], labels, 0)
     rows = np.array([start[a] for a, _ in edges])[:, None] + labels
     back = np.array([place[b, a] for a, b in edges])[:, None] + labels
     first = place[u, w]
-    return Group(stack, np.array([index[a] for a, _ in edges]), rows, back,
-                 slice(first, first + len(edges) * shape[1]))  # fmt: skip
+    who = np.array([index[a] for a, _ in edges])
+    return Group(stack, who, rows, back, slice(first, first + len(edges) * shape[1]))

@@ -70,7 +70,7 @@ def branch(ascent: Ascent, local: Local, goal: Callable[[], float], most: int, d
     while queue and count < most and time.monotonic() < deadline:
         bound, _, part = heapq.heappop(queue)
         if bound >= goal():
-            return bound
+            return goal()
         if watch:
             watch(bound, local.cost)
         count += 1

@@ -51,15 +51,15 @@ def value_labels(shape: tuple[int, ...], axes: tuple[int, ...], row: Sequence[in
     return np.array(_fewer(found), np.int16).reshape(-1, len(axes))
 
 
-def op_codes(rule: Rule, axes: tuple[int, ...], scatters: bool, row: Sequence[int] | None = None) -> Array:
+def op_codes(rule: Rule, axes: tuple[int, ...], scattered: int, row: Sequence[int] | None = None) -> Array:
     """The labels of an op by its rule, [labels, axes], as `decoded` reads them; -1 cuts nothing.
 
-    With `scatters`, sums may be left in pieces; `row` as in `value_labels`.
+    Sums may be left in pieces along the `scattered` largest factors of the result; `row` as in `value_labels`.
     """
     cuttable = [f for f, n in enumerate(rule.sizes) if n > 1 and f not in rule.replicated]
     pairs = [(f, -1 if f in rule.reduction else f) for f in cuttable]
-    if scatters and len(rule.results) == 1:
-        ends = {f for f, _ in factor_dims(rule.results[0], rule.sizes)}
+    if scattered and len(rule.results) == 1:
+        ends = sorted((f for f, _ in factor_dims(rule.results[0], rule.sizes)), key=lambda f: -rule.sizes[f])[:scattered]
         pairs += [(f, g) for f in cuttable if f in rule.reduction for g in cuttable if g in ends]
     found = []
     for choice in _choices([-1, *((f + 1) * BASE + g for f, g in pairs)], len(axes), row):

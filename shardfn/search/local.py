@@ -17,7 +17,7 @@ ENTRIES = (1e4, 1e5)  # of the largest table of an exact solution, and where the
 ENTRIES_FEW = (1e5, 1e6)
 FEW = 1000
 SMALL_BALL = 120  # of larger ones only the smaller tables are built
-MOST_RAISES = 20  # of prices, until labels fit
+MOST_RAISES = 8  # of prices, until labels fit
 SCALES = (1.0, 2.0, 4.0, 0.5, 0.0)  # of the prices of memory
 
 
@@ -32,7 +32,7 @@ def fitted(ascent: Ascent, local: Local, factor: float, deadline: float = np.inf
     if not len(ascent.nodes):
         return None
     before, prices, found = ascent.multipliers, ascent.best, None
-    for _ in range(MOST_RAISES):
+    for attempt in range(MOST_RAISES):
         ascent.set_prices(prices)
         ascent.messages.forward()
         ascent.messages.backward()
@@ -45,7 +45,7 @@ def fitted(ascent: Ascent, local: Local, factor: float, deadline: float = np.inf
             found = labels
         if found is not None or time.monotonic() > deadline:
             break
-        prices = local.raised(prices, excess, factor)
+        prices = local.raised(prices, excess, factor * 1.5**attempt)
     ascent.set_prices(before)
     return found
 

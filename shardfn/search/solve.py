@@ -29,6 +29,7 @@ from shardfn.search.peak import Peak, least_peak
 
 ENTRIES, TOTAL = 2e6, 1e8  # of the tables of an exact solution at the start
 RAISES = (0.02, 0.05, 0.15)  # of prices where a labelling does not fit, one after the other
+STEEP = 0.05  # of the bound in a round: what is suggested now has little worth
 RISING = 2e-3  # of the bound in a round: while it rises faster, nothing else is worth the time
 STILL = 1e-6  # of the bound in a round: it has stopped
 PEAK_SECONDS = 2.0  # for the least peak, where a limit can't be kept
@@ -152,6 +153,10 @@ class _Run:
         """The bound, with the best labelling in `local`; and the last labelling, should none fit."""
         last = np.zeros(len(local.costs), np.int64)
         labels = len(ascent.base)
+
+        def goal() -> float:
+            return local.cost - self.margin(local.cost + constant)
+
         small = sum(len(own) * len(near) for own, near in zip(ascent.labels, ascent.tables, strict=True)) <= SMALL
         before, idle = -math.inf, 0
         for number in range(self.effort.rounds):
@@ -162,31 +167,31 @@ class _Run:
                     break
             rise = (ascent.bound - before) / max(abs(ascent.bound), 1e-300)
             before, best = ascent.bound, local.cost
-            self.polish(ascent, local, last, number, rise < RISING or number % 4 == 3)
-            upper = local.cost - self.margin(local.cost + constant)
+            if rise < STEEP or number >= 3:
+                self.polish(ascent, local, last, number, rise < RISING or number % 4 == 3)
+            upper = goal()
             if not self.over() and not ascent.bound >= upper:
                 ascent.fix(upper)
                 if not ascent.fits():
-                    return upper, last
+                    return goal(), last
             if self.watch:
                 self.watch(ascent.bound + constant, local.cost + constant)
             if self.over() or self.done(ascent.bound, local, constant):
-                return ascent.bound, last
+                return min(ascent.bound, goal()), last
             now = int(ascent.open().sum())
             if now < 0.8 * labels:
                 labels = now
                 ascent = ascent.compact()
                 if not len(ascent.nodes):
                     local.offer(ascent.full(np.zeros(0, np.int64)))
-                    return min(upper, local.cost), last
+                    return goal(), last
             if number % 4 == 0 and self.solved(ascent, local, upper, 2e6 if number < 1 else 2e7):
-                return min(upper, local.cost), last
+                return goal(), last
             idle = idle + 1 if rise < (RISING if small else STILL) and not local.cost < best else 0
             if idle > (0 if small else 20) and local.best is not None:
                 break
         if sum(len(own) * len(near) for own, near in zip(ascent.labels, ascent.tables, strict=True)) > SMALL:
-            return ascent.bound, last
-        goal = lambda: local.cost - self.margin(local.cost + constant)  # noqa: E731
+            return min(ascent.bound, goal()), last
         watch = self.watch
         tell = None if watch is None else lambda bound, cost: watch(bound + constant, cost + constant)
         bound = branch(ascent, local, goal, self.effort.parts, self.deadline, tell)

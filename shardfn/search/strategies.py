@@ -24,6 +24,10 @@ from shardfn.search import forms
 from shardfn.search.grid import Array, Grid, add_up, change, pieces
 
 
+SCATTERED, SCATTERED_LAST = 1, 2
+"""Along how many factors of a result its sum may be left in pieces: of what is multiplied again, and of the rest."""
+
+
 @dataclasses.dataclass
 class Node:
     """Something to decide: [labels, axes] of what each axis cuts (`forms.op_codes` for an op), and per label, summed over the ops that follow it, FLOPs and
@@ -314,8 +318,9 @@ class _Builder:
                 work = self.followed[key] = self.one(forms.factors_of(have, pairs, rule, self.grid.sizes))
             piece = self.piece(op, rule, work, work, True)
         else:
+            ends = 0 if not self.grid.scatters else SCATTERED_LAST if index in self.facts.last else SCATTERED
             node, codes = self.node(
-                self.labels(id(rule), lambda row: forms.op_codes(rule, self.grid.sizes, self.grid.scatters, row))
+                self.labels((id(rule), ends), lambda row: forms.op_codes(rule, self.grid.sizes, ends, row))
             )
             parts = self.decoded.get(id(codes))
             if parts is None:

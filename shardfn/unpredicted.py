@@ -1,0 +1,68 @@
+"""What the cost model does not know of a program and its layouts: said in the plan, never silently zero."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from shardfn.cost.hardware import Hardware
+from shardfn.graph.model import Flow, Graph, Op
+from shardfn.search.grid import Axes
+from shardfn.strategy import Leaf
+from shardfn.trace import Traced
+
+
+def of_program(traced: Traced, hardware: Hardware, inputs: Sequence[Leaf], axes: Axes) -> list[str]:
+    """What there is to say of the function whatever the layouts."""
+    graph, found = traced.graph, []
+    if graph.unruled:
+        found.append(f"no sharding rule for: {', '.join(graph.unruled)}; XLA decides there, its cost is not predicted")
+    if graph.uncounted:
+        found.append(f"loops of unknown length, counted once: {', '.join(graph.uncounted)}")
+    if hardware.count == 1 and any(isinstance(leaf.entry, tuple) and max(leaf.entry, default=1) > 1 for leaf in inputs):
+        found.append("one device: the strategies are checked, and the function runs unsharded")
+    others = [grid for grid in traced.grids if math.prod(grid) > 1 and grid != tuple(size for _, size in axes)]
+    if others:
+        grids = ", ".join("x".join(map(str, grid)) for grid in dict.fromkeys(others))
+        found.append(
+            f"parts of the function lie on a grid of their own ({grids}); what is sent between them and the rest is not "
+            "predicted"
+        )
+    if traced.captured:
+        found.append(f"{traced.captured} arrays of the surrounding transformation are captured; they are left to XLA")
+    return found
+
+
+def not_predicted(graph: Graph, flow: Flow) -> list[str]:
+    """Ops that are cut along a dim which they need whole, or at whose edges neighbours exchange: XLA sends what it likes."""
+    laid = _alike(flow.graph)
+    found: dict[str, None] = {}
+    for key, ops in _alike(graph).items():
+        if len(ops) != len(laid.get(key, ())):  # cannot tell which is which
+            continue
+        for op, at in zip(ops, laid[key], strict=True):
+            if op.rule is None:
+                continue
+            whole = op.rule.permuted | op.rule.replicated
+            rows = (*zip(op.rule.operands, at.inputs), *zip(op.rule.results, at.outputs))  # noqa: B905
+            if whole and any(
+                axes and whole.intersection(factors)
+                for dims, value in rows
+                for factors, axes in zip(dims, flow.specs[value], strict=True)
+            ):
+                found.setdefault(f"{op.name} ({op.where})" if op.where else op.name)
+    if not found:
+        return []
+    text = ", ".join(list(found)[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+    return [
+        f"cut along a dim that they need whole, or exchange at its edges: {text}; what XLA sends there is not predicted"
+    ]
+
+
+def _alike(graph: Graph) -> dict[tuple[object, ...], list[Op]]:
+    """Ops of one name, line and shapes: propagation reorders ops, and drops or copies some."""
+    found: dict[tuple[object, ...], list[Op]] = {}
+    for op in graph.ops:
+        shapes = tuple(graph.values[v].shape for v in (*op.inputs, *op.outputs))
+        found.setdefault((op.name, op.where, shapes), []).append(op)
+    return found

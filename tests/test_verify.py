@@ -1,0 +1,312 @@
+"""A plan held against what XLA compiles for it: for devices that are here, for CPUs and TPUs that are not."""
+
+import copy
+import dataclasses
+import importlib.util
+import os
+import pickle
+import shutil
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import tree_util
+
+import shardfn
+from examples.models import abstract, gpt2
+from shardfn import verify
+from shardfn.compiled import read
+from shardfn.cost.hardware import CHIPS, Chip, resolve
+from shardfn.errors import DeviceError, ShardError, StrategyError
+from shardfn.plan import Constraint
+
+S = jax.ShapeDtypeStruct
+
+
+def array(*shape, dtype="float32"):
+    return S(shape, dtype)
+
+
+@tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class Weights:
+    """A pytree that another process does not know."""
+
+    w1: object
+    w2: object
+
+    def tree_flatten(self):
+        return (self.w1, self.w2), None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(*leaves)
+
+
+def step(rate, weights, x, y, key, unread):
+    """A static number, donated weights, a typed key, an argument that nothing reads."""
+
+    def loss(p):
+        noisy = x + 0.01 * jax.random.normal(key, x.shape)
+        return jnp.mean((jnp.tanh(noisy @ p.w1) @ p.w2 - y) ** 2)
+
+    grads = jax.grad(loss)(weights)
+    return jax.tree.map(lambda p, g: p - rate * g, weights, grads)
+
+
+def step_args(batch=64, d=64, hidden=256):
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    weights = Weights(array(d, hidden), array(hidden, d))
+    return 0.1, weights, array(batch, d), array(batch, d), key, array(8, 8)
+
+
+STEP = {"static_argnums": 0, "donate_argnums": 1}
+DATA = (Weights((1, 1), (1, 1)), (8, 1), (8, 1), (), (1, 1))
+PIECES = (Weights((8, 1), (8, 1)), (8, 1), (8, 1), (), (1, 1))
+
+
+def compiled_part(report):
+    return report.to_dict()["compiled"]
+
+
+def test_here_it_is_what_explain_shows():
+    options = {**STEP, "in_strategy": PIECES}
+    report = shardfn.plan(step, *step_args(), **options).verify()
+    assert compiled_part(report) == compiled_part(shardfn.explain(step, *step_args(), compiled=True, **options))
+    assert "Compiled: collectives" in str(report)
+
+
+def test_a_target_compiles_in_another_process_to_what_compiles_here():
+    """Eight CPU devices as a target, and these eight: pytrees, donation, static values, keys, grid and lines alike."""
+    options = {**STEP, "in_strategy": (Weights((1, 4), (4, 1)), (2, 1), (2, 1), (), (1, 1))}
+    before = dict(os.environ)
+    target = shardfn.plan(step, *step_args(), device="cpu:8", **options)
+    assert not target.hardware.is_here
+    there, here = (p.verifier.compiled(p) for p in (target, target.with_devices(jax.devices())))
+    assert isinstance(there, verify.Program) and isinstance(here, jax.stages.Compiled)
+    there, here = read(there), read(here)
+    assert sum(c.bytes_sent for c in here.collectives) > 0
+    assert [c.kind for c in there.collectives] == [c.kind for c in here.collectives]
+    assert [(c.bytes_sent, c.group_size, c.trips) for c in there.collectives] == [
+        (c.bytes_sent, c.group_size, c.trips) for c in here.collectives
+    ]
+    assert {c.where for c in there.collectives} == {c.where for c in here.collectives}
+    assert all(__file__ in c.where for c in there.collectives)
+    sizes = ("argument_bytes", "output_bytes", "alias_bytes", "flops")
+    assert [getattr(there, s) for s in sizes] == [getattr(here, s) for s in sizes]
+    assert there.alias_bytes == 2 * 64 * 256 * 4 // 4
+    assert there.argument_bytes < target.price.memory.arguments + 8  # without what nothing reads
+    assert dict(os.environ) == before
+
+
+@pytest.mark.slow
+def test_a_search_for_more_devices_than_are_here():
+    plan = shardfn.plan(step, *step_args(), device="cpu:16", level=2, **STEP)
+    found = compiled_part(plan.verify())
+    assert found["matrix_flops"]["compiled"] > 0
+    assert all(c["group_size"] <= 16 for c in found["collectives"])
+
+
+def test_constraints_inside_and_other_plans_of_the_function():
+    """A plan changed by hand is compiled as it says, not as the one that it was made from."""
+    x, w = array(64, 32), array(32, 16)
+    plan = shardfn.plan(jnp.matmul, x, w, in_strategy=((8, 1), (1, 1)), out_strategy=((8, 1),))
+    assert compiled_part(plan.verify())["collectives"] == []
+    whole = ((), ())
+    moved = dataclasses.replace(plan, outputs=(dataclasses.replace(plan.outputs[0], cuts=(1, 1), spec=whole),))
+    assert [c["kind"] for c in compiled_part(moved.verify())["collectives"]] == ["all-gather"]
+    held = dataclasses.replace(plan, constraints=(Constraint("dot_general", 0, "", (whole, whole), (whole,)),))
+    work = compiled_part(held.verify())["matrix_flops"]
+    assert work["compiled"] == 8 * work["predicted"] == 2 * 64 * 32 * 16
+
+
+def test_what_if_keeps_the_way_back():
+    x, w = array(64, 32), array(32, 16)
+    plan = shardfn.plan(jnp.matmul, x, w, in_strategy=((8, 1), (1, 1)))
+    other = plan.what_if({plan.inputs[0].path: (1, 8)})
+    assert compiled_part(plan.verify())["collectives"] == []
+    assert {c["kind"] for c in compiled_part(other.verify())["collectives"]} & {"all-reduce", "all-gather"}
+
+
+# ---- what cannot be compiled
+
+
+def refused(golden_name, golden, plan):
+    with pytest.raises(ShardError) as caught:
+        plan.verify()
+    golden(golden_name, str(caught.value))
+    return caught.value
+
+
+def small(device, **options):
+    return shardfn.plan(lambda x: 2 * x, array(16, 4), device=device, **{"in_strategy": ((4, 1),), **options})
+
+
+def test_without_libtpu(golden, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name))
+    assert isinstance(refused("verify_no_libtpu", golden, small("tpu-v5e:2x2")), DeviceError)
+
+
+def test_a_gpu(golden):
+    assert isinstance(refused("verify_gpu", golden, small("h100:8")), DeviceError)
+
+
+def test_a_tpu_of_ones_own(golden):
+    chip = dataclasses.replace(CHIPS["tpu-v5e"], name="tpu-mine")
+    assert isinstance(refused("verify_own_chip", golden, small(chip.pod("2x2"))), DeviceError)
+
+
+def test_a_plan_from_another_process(golden):
+    plan = pickle.loads(pickle.dumps(small("cpu:4")))
+    assert plan.verifier is None
+    refused("verify_no_function", golden, plan)
+    assert copy.deepcopy(small("cpu:4")).verifier is not None
+
+
+def test_a_function_that_calls_back():
+    def loud(x):
+        jax.debug.print("{}", x[0, 0])
+        return 2 * x
+
+    plan = shardfn.plan(loud, array(16, 4), in_strategy=((4, 1),), device="cpu:4")
+    with pytest.raises(StrategyError, match="cannot be compiled in another process"):
+        plan.verify()
+
+
+def test_a_compiler_that_dies(monkeypatch):
+    plan = small("cpu:4")
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(StrategyError, match="its process ended with 1"):
+        plan.verify()
+
+
+SAID = {
+    "memory": "RESOURCE_EXHAUSTED: E1000: Oom: Ran out of memory on HBM, 16.00G exceeds 15.75G. HLO module: m.\nmore",
+    "topology": 'INVALID_ARGUMENT: Topology layout "v5e:3x3" is not divisible\nmore',
+    "other": "INTERNAL: Mosaic failed to compile\nmore",
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_a_compiler_says_is_told(name, golden):
+    plan = small("tpu-v5e:2x2")
+    with pytest.raises(ShardError) as caught:
+        verify._refused(plan, verify.Target("tpu", 9, "v5e:3x3"), SAID[name])
+    golden(f"verify_refused_{name}", str(caught.value))
+
+
+# ---- targets
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "config"),
+    [
+        ("tpu-v5e:4x4", "v5e:4x4", ""),
+        ("tpu-v5e:8", "v5e:2x4", ""),
+        ("tpu-v6e:16x16", "v6e:16x16", ""),
+        ("tpu-v5p:2x2", "v5p:2x2x1", ""),
+        ("tpu-v5p:128", "v5p:4x4x8", ""),
+        ("tpu-v4:2x2x4", "v4:2x2x4", "megacore"),
+    ],
+)
+def test_names_of_topologies(device, name, config, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    found = verify.target(resolve(device))
+    assert (found.name, found.config, found.count) == (name, config, resolve(device).count)
+
+
+def test_a_chip_of_ones_own_compiles_as_its_platform():
+    mine = Chip("mine", "cpu", flops=1e9, memory_bytes_s=1e9, memory_bytes=1e9, link_bytes_s=1e9, latency_s=1e-5)
+    assert verify.target(mine.pod(4)) == verify.Target("cpu", 4)
+
+
+def test_the_other_process_has_its_own_environment(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_dump_to=there")
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--mine")
+    found = verify._environment(verify.Target("tpu", 16, "v5e:4x4"))
+    assert found["XLA_FLAGS"] == "--xla_dump_to=there"
+    assert (found["JAX_PLATFORMS"], found["JAX_NUM_CPU_DEVICES"], found["LIBTPU_INIT_ARGS"]) == ("cpu", "1", "--mine")
+    assert found["JAX_ENABLE_X64"] == "0"
+    with jax.enable_x64(True):
+        assert verify._environment(verify.Target("cpu", 16))["JAX_ENABLE_X64"] == "1"
+
+
+# ---- TPUs that are not here
+
+
+@pytest.fixture
+def libtpu():
+    pytest.importorskip("libtpu")
+
+
+def kinds(report):
+    """Of each kind bytes predicted and compiled."""
+    found = compiled_part(report)["kinds"].items()
+    return {kind: (both["predicted"]["bytes_sent"], both["compiled"]["bytes_sent"]) for kind, both in found}
+
+
+BIG = step_args(1024, 512, 2048)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("device", ["tpu-v5e:2x4", "tpu-v5p:2x2x2", "tpu-v4:2x2x2", "tpu-v6e:2x4"])
+def test_data_parallel_on_tpus(libtpu, device):
+    report = shardfn.plan(step, *BIG, in_strategy=DATA, device=device, **STEP).verify()
+    assert set(kinds(report)) == {"all-reduce"}
+    predicted, compiled = kinds(report)["all-reduce"]
+    assert predicted == compiled == 2 * 7 * 2 * 512 * 2048 * 4 // 8
+    work = compiled_part(report)["matrix_flops"]
+    assert work["compiled"] == work["predicted"]
+    arguments = dict(compiled_part(report)["memory"])["arguments"]
+    assert arguments["compiled"] == pytest.approx(arguments["predicted"], rel=0.01)
+
+
+@pytest.mark.tpu
+def test_pieces_of_weights_are_reduced_by_scattering(libtpu):
+    """Where a CPU sums up whole gradients, a TPU hands each device its piece of the sum."""
+    report = shardfn.plan(step, *BIG, in_strategy=PIECES, device="tpu-v5e:2x4", **STEP).verify()
+    found = kinds(report)
+    predicted, compiled = found["reduce-scatter"]
+    assert predicted == compiled > 0
+    assert "all-reduce" not in found
+
+
+@pytest.mark.tpu
+def test_the_grid_follows_the_torus(libtpu):
+    """Device numbers walk the last dim of the torus first, as `cost.links` has it."""
+    for text, dims in {
+        "tpu-v5e:2x4": (2, 4),
+        "tpu-v5e:4x2": (4, 2),
+        "tpu-v5p:2x2x4": (2, 2, 4),
+        "tpu-v4:2x2x2": (2, 2, 2),
+    }.items():
+        found = verify.devices(verify.target(resolve(text)))
+        assert len(found) == resolve(text).count
+        at = [sum(c * s for c, s in zip(d.coords, (*_strides(dims), 0), strict=False)) for d in found]
+        assert at == list(range(len(found)))
+
+
+def _strides(dims):
+    return [1] if len(dims) == 1 else [dims[1] * _strides(dims[1:])[0], *_strides(dims[1:])]
+
+
+@pytest.mark.tpu
+def test_a_searched_step_of_gpt2(libtpu):
+    function, args = abstract(gpt2.make, gpt2.Config(layers=2, scan=True, batch=16))
+    plan = shardfn.plan(function, *args, device="tpu-v5e:2x4", level=2, donate_argnums=(0, 1))
+    found = compiled_part(plan.verify())
+    assert found["matrix_flops"]["compiled"] == pytest.approx(found["matrix_flops"]["predicted"], rel=0.02)
+    assert not any("unknown number of times" in text for text in found["findings"])
+
+
+@pytest.mark.tpu
+def test_what_does_not_fit_and_what_is_no_slice(libtpu):
+    w = array(65536, 65536)
+    plan = shardfn.plan(jnp.matmul, array(8, 65536), w, in_strategy=((1, 1), (1, 1)), device="tpu-v5e:2x2")
+    with pytest.raises(StrategyError, match=r"as compiled, does not fit[\s\S]*Ran out of memory"):
+        plan.verify()
+    with pytest.raises(DeviceError, match="refuses the topology v5e:3x3"):
+        shardfn.plan(jnp.matmul, array(9, 9), array(9, 9), in_strategy=((3, 1), (1, 3)), device="tpu-v5e:3x3").verify()
