@@ -91,7 +91,7 @@ def held_whole(plan: Plan, study: Study) -> Iterator[str]:
     largest = f", the largest `{d.path}` with {_bytes(d.local_bytes)}" if len(whole) > 1 else ""
     yield (
         f"{several} whole on every device, {_bytes(held)} or {held / limit:.0%} of its memory{largest}; "
-        f"cut {cuts}, it takes {_bytes(d.local_bytes / math.prod(cuts))} there"
+        f"cut `{d.path}` {cuts}, and it takes {_bytes(d.local_bytes / math.prod(cuts))} there"
     )
 
 

@@ -163,14 +163,16 @@ def make_plan(
 
     paid = question.price(answer.axes, answer.specs, answer.pins)
     mine = Candidate("this plan", answer.axes, Figures.of(paid))
-    others = [Candidate(c.name, c.axes, Figures.of(c.price)) for c in answer.others]
+    priced: dict[Figures, Candidate] = {}  # what costs the same is the same on axes of other names, or as good
+    for c in (mine, *(Candidate(c.name, c.axes, Figures.of(c.price)) for c in answer.others)):
+        priced.setdefault(c.figures, c)
     # Without the flows that the search has priced: they are large.
     study = Study(dataclasses.replace(question, flow=lambda axes, specs, pins: flow_with(axes, specs, {}, pins)),
                   answer.specs, answer.pins, tuple(inputs), tuple(outputs), flow_with, asked_again)  # fmt: skip
     made = Plan(
         name, hardware, level, answer.axes, placed.order, decided_in, tuple(decided_out),
         _classes(classes, inputs, outputs, traced, decided_in), collectives(flow), paid, answer.policy, (), flow,
-        constraints, answer.gap, (mine, *others) if others else (), study,
+        constraints, answer.gap, tuple(priced.values()) if len(priced) > 1 else (), study,
     )  # fmt: skip
     findings += [*answer.findings, *of_program(traced, hardware, inputs, answer.axes), *not_predicted(graph, flow)]
     return dataclasses.replace(made, findings=(*findings, *advice(made, study)))

@@ -247,7 +247,8 @@ def diff(first: Plan, second: Plan) -> tuple[Change, ...]:
     for a, b in zip((*first.inputs, *first.outputs), (*second.inputs, *second.outputs), strict=False):
         row(a.path, f"{a.cuts} {a.partition_spec}", f"{b.cuts} {b.partition_spec}")
     if first.constraints != second.constraints:
-        row("held inside", *(_held(a, b) for a, b in ((first, second), (second, first))))
+        held = [_held(a, b) for a, b in ((first, second), (second, first))]
+        changes.append(Change("held inside", held[0], held[1] + (", in other layouts" if held[0] == held[1] else "")))
     row("modelled time, µs", _us(first), _us(second))
     row("bytes sent per device", f"{first.price.bytes_sent:,}", f"{second.price.bytes_sent:,}")
     row("peak memory per device", f"{first.price.memory.peak:,}", f"{second.price.memory.peak:,}")

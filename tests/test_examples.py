@@ -24,7 +24,7 @@ def bare() -> dict[str, str]:
 def test_all_are_here():
     assert [p.name[:2] for p in SCRIPTS] == [f"{i:02}" for i in range(1, len(SCRIPTS) + 1)]
     assert len(SCRIPTS) >= 8
-    assert {p.stem for p in NOTEBOOKS} >= {"pynative_style", "from_mindspore"}
+    assert {p.stem for p in NOTEBOOKS} >= {"pynative_style", "from_mindspore", "which_layout"}
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.stem)

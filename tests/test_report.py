@@ -17,7 +17,7 @@ from shardfn.cost.price import Price
 from shardfn.decisions import Candidate, Constraint, Figures
 from shardfn.errors import ContextError, StrategyError
 from shardfn.graph.model import Collective, Flow, Graph, Op, Value
-from shardfn.plan import Decision, DimClass, Plan
+from shardfn.plan import Decision, DimClass, Plan, proof
 from shardfn.report import Report, diff_report, make_report, save_graphs, strategies_text
 
 LAYERS = 4
@@ -322,6 +322,39 @@ def test_real_functions(fn, args, strategy, expected):
     memory = data["compiled"]["memory"]
     assert memory["arguments"]["predicted"] == memory["arguments"]["compiled"]
     assert not any("no sharding rule" in why for why in data["compiled"]["why"])
+
+
+def test_a_searched_plan_says_what_else_was_weighed():
+    function = shardfn.shard(jax.grad(loss), level=2, search_mode="dynamic_programming", device="h100:8")
+    shapes = {"w1": (4096, 8192), "b1": (8192,), "w2": (8192, 4096)}
+    params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((4096, 4096), "float32")
+    plan, report = function.plan(params, x), function.explain(params, x)
+    data, text, html = report.to_dict(), report.to_text(140), report.to_html()
+    assert data["gap"] == plan.gap
+    assert f"proof under the cost model: {proof(plan.gap)}" in text
+    best, *others = data["candidates"]
+    assert best["name"] == "this plan"
+    assert best["figures"]["time_s"] == plan.price.time_s
+    assert others
+    assert all(c["figures"]["time_s"] >= plan.price.time_s for c in others)
+    for shown in (text, html):
+        assert "Plans that were priced" in shown
+        assert all(c["name"] in shown for c in others[:11])
+        assert ("Held inside" in shown) is bool(plan.constraints)
+    assert len(data["constraints"]) == len(plan.constraints)
+    times = [c["time_s"] for c in data["collectives"]]
+    assert times == sorted(times, reverse=True)
+    if not sections.shared_runner_up(plan):
+        assert all(d.runner_up in text for d in plan.inputs)
+
+
+def test_one_runner_up_of_all_is_said_once():
+    runner = "8 grid: 12 B sent"
+    inputs = tuple(dataclasses.replace(d, runner_up=runner) for d in made().inputs)
+    text = make_report(made(inputs=inputs)).to_text()
+    assert text.count(runner) == 1
+    assert "Runners-up" not in text
 
 
 def test_a_plan_for_a_target_says_that_it_is_not_here():

@@ -6,10 +6,12 @@ import importlib.util
 import os
 import pickle
 import shutil
+import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import tree_util
 
@@ -274,23 +276,27 @@ def test_pieces_of_weights_are_reduced_by_scattering(libtpu):
     assert "all-reduce" not in found
 
 
+COORDS = """
+import sys
+from shardfn.cost.hardware import resolve
+from shardfn.verify import devices, target
+for name in sys.argv[1:]:
+    print(*(",".join(map(str, device.coords)) for device in devices(target(resolve(name)))))
+"""
+
+
 @pytest.mark.tpu
 def test_the_grid_follows_the_torus(libtpu):
     """Device numbers walk the last dim of the torus first, as `cost.links` has it."""
-    for text, dims in {
-        "tpu-v5e:2x4": (2, 4),
-        "tpu-v5e:4x2": (4, 2),
-        "tpu-v5p:2x2x4": (2, 2, 4),
-        "tpu-v4:2x2x2": (2, 2, 2),
-    }.items():
-        found = verify.devices(verify.target(resolve(text)))
-        assert len(found) == resolve(text).count
-        at = [sum(c * s for c, s in zip(d.coords, (*_strides(dims), 0), strict=False)) for d in found]
-        assert at == list(range(len(found)))
-
-
-def _strides(dims):
-    return [1] if len(dims) == 1 else [dims[1] * _strides(dims[1:])[0], *_strides(dims[1:])]
+    names = {"tpu-v5e:2x4": (2, 4), "tpu-v5e:4x2": (4, 2), "tpu-v5p:2x2x4": (2, 2, 4), "tpu-v4:2x2x2": (2, 2, 2)}
+    done = subprocess.run(
+        [sys.executable, "-c", COORDS, *names], env=verify._environment(verify.target(resolve("tpu-v5e:4"))),
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for line, dims in zip(done.stdout.splitlines(), names.values(), strict=True):
+        places = [tuple(map(int, text.split(",")))[: len(dims)] for text in line.split()]
+        assert places == list(np.ndindex(*dims))
 
 
 @pytest.mark.tpu

@@ -72,7 +72,8 @@ class Messages:
         self.order = _ranges(first[nodes], sizes[nodes])
         self.place: dict[tuple[int, int], int] = {}
         self.colours = tuple(_coloured(rank, nodes, sizes, tables, self.place))
-        self.sent = np.zeros(self.colours[0].inbox.shape[1] if self.colours else 0)
+        groups = [group for colour in self.colours for group in (*colour.ahead, *colour.behind)]
+        self.sent = np.zeros(max((group.out.stop for group in groups), default=0))
         self.set_costs(np.concatenate([np.zeros(0), *costs]))
 
     def set_costs(self, costs: Array) -> None:

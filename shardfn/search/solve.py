@@ -44,7 +44,7 @@ class Effort:
     """
 
     rounds: int = 1000
-    steps: int = 12
+    steps: int = 20
     neighbourhoods: int = 12
     parts: int = 2000
     close: float = 0.0
@@ -199,7 +199,8 @@ class _Run:
 
     def polish(self, ascent: Ascent, local: Local, last: Array, number: int, more: bool) -> None:
         """Better labellings: from the last one suggested, and around the best; more of what has just helped."""
-        found = fitted(ascent, local, RAISES[number % len(RAISES)], self.deadline)
+        raised = more or number % 2 == 0
+        found = fitted(ascent, local, RAISES[number // 2 % len(RAISES)], self.deadline) if raised else None
         if found is not None:
             local.offer(local.descend(found))
         if local.best is None:

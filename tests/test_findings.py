@@ -1,0 +1,231 @@
+"""Warnings of a plan: each on a small program that has it and on one that has not, and held against XLA."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import shardfn
+from shardfn import AUTO, Layout, compiled
+from shardfn.findings import is_constant, is_detour, origin
+
+ON = Layout((2, 4), ("a", "b"))
+
+
+def shaped(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def said(made, text):
+    return [f for f in made.findings if text in f]
+
+
+def suggested(finding):
+    """The path and the cuts of `cut `x` (1, 8)`."""
+    path, cuts = re.search(r"cut `([^`]+)` \(([\d, ]+)\)", finding).groups()
+    return {path: tuple(int(n) for n in cuts.split(",") if n.strip())}
+
+
+# ---- a gather in a loop
+
+
+def layers(ws, x):
+    return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0]
+
+
+WS, X = shaped(12, 1024, 1024), shaped(8192, 1024)
+
+
+def test_a_gather_in_every_round_of_a_loop():
+    made = shardfn.plan(layers, WS, X, in_strategy=((1, 8, 1), (8, 1)), device="h100:8")
+    (finding,) = said(made, "rounds of a loop")
+    assert "all-gather of f32[1024,1024] in each of 12 rounds" in finding
+    assert f"{__file__}:" in finding
+    assert "100% of what a device sends" in finding
+    other = made.what_if(suggested(finding))
+    assert other.price.bytes_sent == 0
+    assert not said(other, "loop")
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [((1, 1, 1), (8, 1)), ((1, 1, 8), (1, 1)), ((4, 1, 1), (1, 1))],
+    ids=["nothing is sent", "the activations are gathered", "the layers are cut"],
+)
+def test_loops_that_gather_no_weights_each_round(entries):
+    made = shardfn.plan(
+        layers,
+        shaped(12, 64, 64),
+        shaped(128, 64),
+        in_strategy=entries,
+        device="h100:4" if 4 in entries[0] else "h100:8",
+    )
+    assert not said(made, "rounds of a loop")  # what is gathered is small
+
+
+def test_a_loop_that_gathers_once():
+    def same(w, x):
+        return jax.lax.fori_loop(0, 12, lambda _, h: jnp.tanh(h @ w), x)
+
+    made = shardfn.plan(same, shaped(1024, 1024), X, in_strategy=((8, 1), (8, 1)), device="h100:8")
+    assert [c.trips for c in made.collectives] == [1]
+    assert not said(made, "loop")
+
+
+def test_the_same_array_each_time():
+    """XLA on CPU moves it out of the loop, so nothing is said there."""
+
+    def same(w, x):
+        return jax.lax.fori_loop(0, 12, lambda _, h: jnp.tanh(h @ jnp.sin(w)), x)
+
+    entries = ((8, 1), (8, 1))
+    found = said(shardfn.plan(same, shaped(1024, 1024), X, in_strategy=entries, device="h100:8"), "rounds of a loop")
+    assert all("the same array each time" in f and "made before the loop" in f for f in found)
+    here = shardfn.shard(same, entries)
+    assert not said(here.plan(jnp.ones((1024, 1024)), jnp.ones((1024, 1024))), "rounds of a loop")
+    data = here.explain(jnp.ones((1024, 1024)), jnp.ones((1024, 1024)), compiled=True).to_dict()
+    assert sum(c["trips"] for c in data["compiled"]["collectives"] if c["kind"] == "all-gather") == 1
+
+
+def test_what_is_constant_in_a_loop():
+    def body(w, x):
+        return jax.lax.fori_loop(0, 5, lambda i, h: (h * 2.0) @ jnp.sin(w) + jnp.cos(h), x)
+
+    flow = shardfn.plan(body, shaped(8, 8), shaped(8, 8), device="cpu:1").flow
+    known = {op.name: is_constant(flow, op.outputs[0], 5) for op in flow.graph.ops if op.trips == 5}
+    assert known["sine"] is True
+    assert known["cosine"] is False
+    assert known["dot_general"] is False
+
+
+def test_the_origin_of_a_value():
+    made = shardfn.plan(lambda w, x: x @ jnp.tanh(w.T), shaped(8, 4), shaped(2, 4), device="cpu:1")
+    (dot,) = (op for op in made.flow.graph.ops if op.name == "dot_general")
+    found = [origin(made, v) for v in dot.inputs]
+    assert [d.path for d in found if d] == ["x", "w"]
+    assert origin(made, dot.outputs[0]) is None
+
+
+# ---- full rematerialisation
+
+
+AXES = {"a": 2, "b": 4}
+ROADS = [
+    ((("b", "a"), ()), ((), ("b",))),
+    ((("a", "b"), ()), ((), ("a",))),
+    ((("a", "b"), ()), ((), ("b",))),
+    ((("b", "a"), ()), ((), ("a",))),
+    ((("a",), ("b",)), (("b",), ("a",))),
+    (((), ("a",)), ((), ("b", "a"))),
+    ((("a", "b"), ()), (("a",), ())),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), ROADS)
+def test_a_detour_is_what_xla_gathers_whole(before, after):
+    mesh = jax.make_mesh((2, 4), ("a", "b"))
+    here, there = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (before, after))
+    made = jax.jit(lambda x: x + 1, in_shardings=here, out_shardings=there).lower(shaped(512, 512)).compile()
+    sent = sum(c.total_bytes for c in compiled.read(made).collectives)
+    is_whole = sent == 7 / 8 * 4 * 512 * 512
+    if (before, after) == ROADS[-1]:  # a gather of the minor axis, and nothing after it
+        is_whole = False
+    assert is_detour(before, after, AXES) is is_whole
+
+
+def test_an_array_that_is_gathered_whole_and_cut_again():
+    made = shardfn.plan(lambda x: x * 2, X, in_strategy=((8, 1),), out_strategy=((1, 4),), device="h100:8")
+    (finding,) = said(made, "full rematerialisation")
+    assert "f32[8192,1024] is gathered whole on every device" in finding
+    assert "from (8, 1) to (1, 4)" in finding
+    assert f"{__file__}:" in finding
+    other = made.what_if(suggested(finding))
+    assert other.price.bytes_sent < made.price.bytes_sent
+    assert not said(other, "full rematerialisation")
+
+
+@pytest.mark.parametrize("after", [(1, 8), (8, 1), (4, 1), (1, 1)])
+def test_arrays_that_are_not(after):
+    made = shardfn.plan(lambda x: x * 2, X, in_strategy=((8, 1),), out_strategy=(after,), device="h100:8")
+    assert not said(made, "full rematerialisation")
+
+
+def test_a_small_array_is_not_worth_a_word():
+    made = shardfn.plan(lambda x: x * 2, shaped(64, 64), in_strategy=((8, 1),), out_strategy=((1, 4),), device="h100:8")
+    assert made.findings == ()
+
+
+# ---- memory
+
+
+TABLE = shaped(65536, 262144, dtype="bfloat16")
+ROWS = shaped(64, 65536, dtype="bfloat16")
+
+
+def test_an_argument_held_whole_that_can_be_cut():
+    made = shardfn.plan(lambda w, x: x @ w, TABLE, ROWS, in_strategy=((1, 1), (8, 1)), device="h100:8")
+    (finding,) = made.findings
+    assert finding.startswith("`w` lies whole on every device, 32 GiB or 43% of its memory")
+    other = made.what_if(suggested(finding))
+    assert other.decision("w").local_bytes == made.decision("w").local_bytes / 8
+    assert not said(other, "whole on every device")
+
+
+def test_several_arguments_held_whole():
+    tables = [shaped(65536, 65536, dtype="bfloat16") for _ in range(4)]
+    made = shardfn.plan(
+        lambda ws, x: [x @ w for w in ws], tables, ROWS, in_strategy=(((1, 1)), (8, 1)), device="h100:8"
+    )
+    (finding,) = made.findings
+    assert finding.startswith(
+        "4 arguments lie whole on every device, 32 GiB or 43% of its memory, the largest `ws/0` with 8,192 MiB"
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "entry"),
+    [((65536, 262144), (8, 1)), ((65536, 262144), (1, 4)), ((65537, 262147), (1, 1)), ((1024, 65536), (1, 1))],
+    ids=["cut", "cut in part", "cannot be cut", "small"],
+)
+def test_arguments_of_which_nothing_is_said(shape, entry):
+    x = shaped(64, shape[0], dtype="bfloat16")
+    made = shardfn.plan(
+        lambda w, x: x @ w, shaped(*shape, dtype="bfloat16"), x, in_strategy=(entry, AUTO), device="h100:8"
+    )
+    assert not said(made, "whole on every device")
+
+
+def test_what_does_not_fit_and_what_would_free_most():
+    w, x = shaped(65536, 262144), shaped(64, 65536)
+    made = shardfn.plan(lambda w, x: x @ w, w, x, in_strategy=((1, 1), (2, 1)), device="tpu-v5e:2x4")
+    (finding,) = made.findings
+    assert finding.startswith("it may not fit: 64 GiB per device at the peak by the estimate, 49.1 GiB over the limit")
+    assert "most of it `w` (1, 1) 64 GiB" in finding
+    other = made.what_if(suggested(finding))
+    assert not said(other, "may not fit")
+    assert made.price.memory.peak - other.price.memory.peak > 50 * 2**30
+
+
+def test_the_limit_is_the_users():
+    options = {"in_strategy": ((2, 1), AUTO), "device": "h100:2"}
+    made = shardfn.plan(lambda w, x: x @ w, shaped(512, 512), shaped(64, 512), memory_limit="100KiB", **options)
+    (finding,) = said(made, "it may not fit")
+    assert "no argument" not in finding or "use more devices" in finding
+    assert not said(shardfn.plan(lambda w, x: x @ w, shaped(512, 512), shaped(64, 512), **options), "it may not fit")
+
+
+def test_nothing_left_to_cut():
+    made = shardfn.plan(lambda x: x * 2, shaped(8), in_strategy=((8,),), device="h100:8", memory_limit=4)
+    (finding,) = said(made, "it may not fit")
+    assert "no argument can be cut further on this grid: use more devices" in finding
+
+
+def test_findings_are_the_same_every_time():
+    options = {"in_strategy": ((1, 8, 1), (8, 1)), "device": "h100:8"}
+    assert shardfn.plan(layers, WS, X, **options).findings == shardfn.plan(layers, WS, X, **options).findings
+
+
+def test_one_device_has_none():
+    assert shardfn.plan(layers, WS, X, device="h100:1").findings == ()

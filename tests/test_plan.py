@@ -1,0 +1,129 @@
+"""A plan as a text, as a pickle, and what differs in two of them."""
+
+import copy
+import dataclasses
+import pickle
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardfn
+from shardfn import ShardError
+from shardfn.plan import Constraint, diff, proof
+
+
+def shaped(*shape):
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+def stack(params, x):
+    for layer in params:
+        x = jnp.tanh(x @ layer["up"]) @ layer["down"]
+    return x
+
+
+LAYERS = [{"up": shaped(64, 128), "down": shaped(128, 64)} for _ in range(6)]
+X = shaped(32, 64)
+
+
+def made(**options):
+    return shardfn.plan(stack, LAYERS, X, **{"device": "h100:8", "level": 2, **options})
+
+
+# ---- as text
+
+
+def test_the_text_says_the_main_things_in_few_lines():
+    plan = made()
+    text = str(plan)
+    assert len(text.splitlines()) < 25
+    assert text.startswith("stack on h100:8, 8 devices: grid ")
+    assert f"{plan.price.bytes_sent:,} B sent" in text
+    assert f"{plan.price.memory.peak:,} B at the peak" in text
+    assert "level 2, fastest step" in text
+    assert "params/0/up and 5 more" in text
+    assert "searched" in text
+    assert plan.inputs[0].source == "searched"
+
+
+def test_many_kinds_of_arrays_are_cut_short():
+    arrays = [shaped(8, 8 + 8 * i) for i in range(40)]
+    text = str(shardfn.plan(lambda a: [2 * x for x in a], arrays, device="h100:8", in_strategy=(None,)))
+    assert len(text.splitlines()) < 25
+    assert "30 more kinds of arguments" in text
+
+
+def test_one_device():
+    plan = made(device="cpu:1")
+    assert str(plan).startswith("stack on cpu:1, 1 device: grid 1 device")
+    assert {d.source for d in plan.inputs} == {"propagated"}  # nothing was searched
+
+
+@pytest.mark.parametrize(
+    ("gap", "text"),
+    [
+        (0.0, "nothing costs less"),
+        (0.0101, "at most 1.1% above the least cost"),
+        (None, "not known"),
+        (1e-9, "nothing costs less"),
+    ],
+)
+def test_proof(gap, text):
+    assert proof(gap) == text
+
+
+# ---- as a pickle
+
+
+def test_a_plan_can_be_pickled_and_copied():
+    plan = made()
+    found = pickle.loads(pickle.dumps(plan))
+    assert found == plan
+    assert found.flow == plan.flow
+    assert str(found) == str(plan)
+    with pytest.raises(ShardError, match="cannot be studied"):
+        found.why("x")
+    with pytest.raises(ShardError, match="cannot be studied"):
+        found.what_if({})
+    assert copy.deepcopy(plan).why("x", most=1).rows
+    assert copy.copy(plan) == plan
+
+
+def test_the_devices_of_this_process_are_not_pickled():
+    plan = shardfn.plan(stack, LAYERS, X, in_strategy=(None, None))
+    assert plan.hardware.is_here
+    found = pickle.loads(pickle.dumps(plan))
+    assert not found.hardware.is_here
+    assert found.with_devices(jax.devices()).sharding("x") == plan.sharding("x")
+
+
+# ---- what differs
+
+
+def test_what_differs():
+    first = made(in_strategy=((8, 1), (1, 1)))
+    second = first.what_if({"params/*/up": (1, 8), "params/*/down": (1, 1)})
+    rows = {c.what: (c.first, c.second) for c in first.diff(second)}
+    assert first.diff(second) == diff(first, second) == shardfn.diff(first, second)
+    assert [text[:6] for text in rows["params/0/up"]] == ["(8, 1)", "(1, 8)"]
+    assert {"modelled time, µs", "bytes sent per device", "peak memory per device"} <= set(rows)
+    assert "x" not in rows
+    assert "level" not in rows
+    assert diff(first, first) == ()
+
+
+def test_level_and_proof_differ():
+    rows = {c.what: (c.first, c.second) for c in diff(made(), made(level=1, search_mode="recursive_programming"))}
+    assert rows["level"] == ("2", "1")
+
+
+def test_what_is_held_inside_differs():
+    one = Constraint("dot_general", 3, "/home/me/model.py:7", ((("a",), ()), None), (None,))
+    plan = dataclasses.replace(made(), constraints=(one,))
+    (change,) = diff(dataclasses.replace(plan, constraints=()), plan)
+    assert str(change) == "held inside: 0 ops -> 1 ops; here only: dot_general at model.py:7"
+    assert diff(plan, plan) == ()
+    (change,) = diff(plan, dataclasses.replace(plan, constraints=(dataclasses.replace(one, results=(((), ()),)),)))
+    assert change.first == "1 ops; here only: dot_general at model.py:7"
+    assert change.second == f"{change.first}, in other layouts"

@@ -1,0 +1,230 @@
+"""Why not another cut, and what if: every figure is held against a plan in which that cut was given."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardfn
+from shardfn import AUTO, Layout, ShardError
+from shardfn.decisions import Alternatives, Figures
+from shardfn.study import cuts_of, layouts
+
+ON = Layout((2, 4), ("a", "b"))
+
+
+def shaped(*shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def mlp(params, x):
+    return jax.nn.relu(x @ params["w1"]) @ params["w2"]
+
+
+def step(params, x):
+    grads = jax.grad(lambda p: (mlp(p, x) ** 2).mean())(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+PARAMS = {"w1": shaped(512, 2048), "w2": shaped(2048, 512)}
+X = shaped(256, 512)
+
+
+def given(**options):
+    entries = {"in_strategy": ({"w1": ON("None", "b"), "w2": ON("b", "None")}, ON("a", "None")),
+               "out_strategy": (ON("a", "None"),), "device": "h100:8", "level": 2}  # fmt: skip
+    return shardfn.plan(mlp, PARAMS, X, **{**entries, **options})
+
+
+def searched(fn=mlp, **options):
+    return shardfn.plan(fn, PARAMS, X, **{"device": "h100:8", "level": 2, **options})
+
+
+def as_layout(spec):
+    return ON(*(tuple(dim) if len(dim) > 1 else dim[0] if dim else "None" for dim in spec))
+
+
+# ---- why
+
+
+@pytest.mark.parametrize("path", ["params/w1", "x", "result"])
+def test_each_row_is_the_price_of_the_plan_with_that_cut(path):
+    made = given()
+    told = made.why(path)
+    assert len(told.rows) == 8  # each of two axes on one of two dims, or on none, but for what is planned
+    assert not told.left_out
+    for row in told.rows:
+        other = made.what_if({path: as_layout(row.spec)})
+        assert other.decision(path).cuts == row.cuts
+        assert Figures.of(other.price) == row.figures
+        assert row.more == row.figures - told.figures
+    assert told.figures == Figures.of(made.price)
+    assert told.planned == made.decision(path)
+
+
+@pytest.mark.parametrize(("level", "figure"), [(1, "memory"), (2, "time_s")])
+def test_the_best_comes_first(level, figure):
+    rows = given(level=level).why("params/w1").rows
+    assert [getattr(r.figures, figure) for r in rows] == sorted(getattr(r.figures, figure) for r in rows)
+
+
+def test_what_is_held_inside_stays_held():
+    made = searched(step, search_mode="dynamic_programming", level=0)
+    for d in (*made.inputs, *made.outputs[:1]):
+        assert made.study is not None
+        same = made.study.flow_with(made, d.path, d.spec)
+        assert same.communications == made.flow.communications
+
+
+def test_few_are_priced_of_many_and_the_others_are_named():
+    made = given()
+    every, one = made.why("x"), made.why("x", most=1)
+    assert len(one.rows) == 1
+    assert len(one.left_out) == 7
+    assert set(one.left_out) | {one.rows[0].cuts} == {r.cuts for r in every.rows}
+    assert "7 more cuts were not priced" in str(one)
+    assert every == made.why("x")
+
+
+@pytest.mark.parametrize("cuts", [(1, 8), (8, 1), (2, 4)])
+def test_the_searchs_runner_up_is_priced_first(cuts):
+    made = given()
+    x = dataclasses.replace(made.decision("x"), runner_up=f"{cuts}: +8.1 us")
+    (row,) = dataclasses.replace(made, inputs=(*made.inputs[:-1], x)).why("x", most=1).rows
+    assert row.cuts == cuts
+
+
+def test_alternatives_show_themselves():
+    told = given().why("x")
+    text = str(told)
+    assert text == repr(told)
+    assert "(2, 1) as planned" in text
+    assert all(str(row.cuts) in text for row in told.rows)
+    assert "<table>" in told._repr_html_()
+    assert isinstance(told, Alternatives)
+    from rich.console import Console
+
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(told)
+    assert "as planned" in capture.get()
+
+
+def test_one_device_has_no_other_cut():
+    told = shardfn.plan(mlp, PARAMS, X, device="cpu:1").why("x")
+    assert told.rows == ()
+    assert "there is no other cut on this grid" in str(told)
+
+
+@pytest.mark.parametrize(
+    ("path", "close"),
+    [("params/w3", "'params/w2' or 'params/w1'"), ("param/w2", "'params/w2'"), ("nothing", "use one of")],
+)
+def test_an_unknown_path_is_told_with_near_ones(path, close):
+    with pytest.raises(ShardError) as caught:
+        given().why(path)
+    problem = caught.value.problems[0]
+    assert close in problem.fix
+    assert "params/w1, params/w2, x, result" in problem.why
+
+
+@pytest.mark.parametrize("path", ["params/w1", "params.w1", "w1", "/params/w1"])
+def test_paths_are_written_as_in_a_parameter_plan(path):
+    assert given().why(path, most=1).planned.path == "params/w1"
+
+
+@pytest.mark.parametrize("most", [0, -1, True, 2.0, "3"])
+def test_how_many_must_be_a_number(most):
+    with pytest.raises(ShardError, match="cannot be priced"):
+        given().why("x", most=most)
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (6, 4), (8, 8, 2), (0, 4)])
+def test_layouts_are_all_that_divide(shape):
+    axes = (("a", 2), ("b", 4))
+    whole = ((),) * len(shape)
+    found = list(layouts(shape, axes, whole))
+    assert len(set(found)) == len(found)
+    assert whole not in found
+    expected = 0
+    for choice in itertools.product(range(-1, len(shape)), repeat=2):
+        cuts = [1] * len(shape)
+        for (_, size), at in zip(axes, choice, strict=True):
+            if at >= 0:
+                cuts[at] *= size
+        expected += max(cuts, default=1) > 1 and all(
+            n and n % c == 0 for n, c in zip(shape, cuts, strict=True) if c > 1
+        )
+    assert len(found) == expected
+    assert all(n % c == 0 for spec in found for n, c in zip(shape, cuts_of(spec, axes), strict=True))
+
+
+# ---- what if
+
+
+def test_an_entry_is_the_users_and_the_rest_is_searched_again():
+    made = searched()
+    other = made.what_if({"params/w1": (1, 8)})
+    fresh = searched(parameter_plan={"params/w1": (1, 8)})
+    assert [d.cuts for d in other.inputs] == [d.cuts for d in fresh.inputs]
+    assert other.price == fresh.price
+    assert [d.source for d in other.inputs] == ["you", "searched", "searched"]
+    assert other.inputs[0].reason == "what_if['params/w1']"
+    assert [d.source for d in made.inputs] == ["searched"] * 3  # the plan itself stays
+
+
+def test_entries_of_every_kind():
+    made = given()
+    assert searched().what_if({"params/*": (1, 8)}).inputs[1].cuts == (1, 8)
+    assert made.what_if({}) == made
+    opened = made.what_if({"x": AUTO})
+    assert [d.source for d in opened.inputs] == ["you", "you", "searched"]
+    plain = searched(in_strategy=({"w1": (1, 8), "w2": AUTO}, AUTO))
+    assert plain.what_if({"x": None, "w1": AUTO}).decision("x").cuts == (8, 1)
+    result = searched().what_if({"result": (1, 8)})
+    assert result.outputs[0].cuts == (1, 8)
+    assert result.outputs[0].source == "you"
+
+
+def test_an_argument_may_be_called_result():
+    made = shardfn.plan(lambda result: result * 2, shaped(8, 4), device="cpu:2")
+    other = made.what_if({"result": (1, 2)})
+    assert other.inputs[0].cuts == (1, 2)
+    assert other.inputs[0].source == "you"
+
+
+@pytest.mark.parametrize(
+    ("entries", "what"),
+    [
+        ({"params/w9": (1, 8)}, "`what_if` names `params/w9`"),
+        ({"params/w1": (3, 1)}, "cannot be cut 3 ways"),
+        ({"result/4": (1, 8)}, "`what_if` names `result/4`"),
+        ({3: (1, 8)}, "a key of `what_if` is an int"),
+        ({"x": "rows"}, "a value of `what_if` is a str"),
+        ([("x", (1, 8))], "`what_if` takes a dict"),
+        (None, "`what_if` takes a dict"),
+    ],
+)
+def test_wrong_entries_are_told(entries, what):
+    with pytest.raises(ShardError) as caught:
+        searched().what_if(entries)
+    problem = caught.value.problems[0]
+    assert what in problem.what
+    assert "parameter_plan" not in str(problem)
+    assert problem.fix
+
+
+def test_the_best_compiled_plan_can_be_searched_again():
+    ones = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), PARAMS)
+    made = shardfn.shard(mlp, level=2, finalists=2).plan(ones, jnp.ones((256, 512)))
+    other = made.what_if({"params/w1": (1, 8)})
+    assert other.decision("params/w1").source == "you"
+    assert other.decision("params/w2").source == "searched"
+
+
+def test_one_step_after_another():
+    made = searched().what_if({"params/w1": (1, 8)}).what_if({"x": (1, 1)})
+    assert [d.source for d in made.inputs] == ["you", "searched", "you"]
+    assert made.why("params/w2", most=1).rows
