@@ -14,7 +14,7 @@ def partition_spec(spec: Spec) -> PartitionSpec:
     """A layout as JAX writes it.
 
     >>> partition_spec((("a",), (), ("b", "c")))
-    PartitionSpec('a', None, ('b', 'c'))
+    P...('a', None, ('b', 'c'))
     """
     return PartitionSpec(*(None if not d else d[0] if len(d) == 1 else d for d in spec))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 from shardfn.comparison import matrix_flops
@@ -11,7 +10,7 @@ from shardfn.compiled import Compiled
 from shardfn.cost.price import collective_s
 from shardfn.plan import Plan
 from shardfn.search import plain
-from shardfn.search.problem import Answer, Candidate, Problem, objective
+from shardfn.search.problem import SPREAD, Answer, Candidate, Problem, objective
 
 
 def answers(problem: Problem, answer: Answer, count: int) -> tuple[tuple[str, Answer], ...]:
@@ -44,11 +43,11 @@ class Finalist:
     flops: float
     time_s: float
 
-    def rank(self, limit: float) -> tuple[float, ...]:
-        """What the plan's level makes least, within the memory limit first."""
+    def rank(self, limit: float, least: float) -> tuple[float, ...]:
+        """What the plan's level makes least, within the memory limit first; `least` are the fewest FLOPs of any finalist."""
         over = max(0.0, self.peak - limit)
         return (over, *{
-            0: (round(math.log2(self.flops + 1), 1), self.bytes_sent, self.time_s),
+            0: (round(max(0.0, self.flops / (SPREAD * least) - 1), 2) if least else 0.0, self.bytes_sent, self.time_s),
             1: (self.peak, self.time_s),
             2: (self.time_s, self.peak),
         }[self.plan.level])  # fmt: skip
@@ -63,12 +62,15 @@ def judged(name: str, plan: Plan, made: Compiled) -> Finalist:
     share = made.flops / predicted if made.flops and predicted else 1.0
     sizes = (made.argument_bytes, made.output_bytes, made.temp_bytes)
     peak = sum(s or 0 for s in sizes) - (made.alias_bytes or 0) if None not in sizes else plan.price.memory.peak
-    return Finalist(name, plan, sum(c.total_bytes for c in made.collectives), peak, flops, sent_s + share * plan.price.compute_s)
+    return Finalist(
+        name, plan, sum(c.total_bytes for c in made.collectives), peak, flops, sent_s + share * plan.price.compute_s
+    )
 
 
 def best(finalists: Sequence[Finalist], limit: float) -> tuple[int, str]:
     """Which one is best as compiled at its plan's level, and a finding that says how all of them came out."""
-    winner = min(range(len(finalists)), key=lambda i: (finalists[i].rank(limit), i))
+    least = min(f.flops for f in finalists)
+    winner = min(range(len(finalists)), key=lambda i: (finalists[i].rank(limit, least), i))
     lines = [
         f"{f.name}, grid {'x'.join(str(s) for _, s in f.plan.axes) or '1'}: {f.bytes_sent:,} B sent, {f.peak:,} B peak, "
         f"{f.flops:,.0f} FLOPs of products, {f.time_s * 1e6:,.1f} us"

@@ -65,6 +65,9 @@ class Plan:
     def __str__(self) -> str:
         return "\n".join(_summary(self))
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))  # in a notebook, where the whole of it would be pages long
+
     def __getstate__(self) -> dict[str, Any]:
         """Without the devices, which are of this process, and without what it takes to plan again."""
         hardware = dataclasses.replace(self.hardware, devices=None, mesh=None)
@@ -88,7 +91,7 @@ class Plan:
 
         >>> import jax, shardfn
         >>> x, w = jax.ShapeDtypeStruct((8, 4), "float32"), jax.ShapeDtypeStruct((4, 2), "float32")
-        >>> made = shardfn.plan(lambda x, w: x @ w, x, w, in_strategy=((4, 1), (1, 1)), device="tpu-v5e:2x2")
+        >>> made = shardfn.shard(lambda x, w: x @ w, ((4, 1), (1, 1)), device="tpu-v5e:2x2").plan(x, w)
         >>> [row.cuts for row in made.why("x").rows]
         [(1, 4), (1, 1)]
         """
@@ -102,7 +105,7 @@ class Plan:
 
         >>> import jax, shardfn
         >>> x, w = jax.ShapeDtypeStruct((8, 4), "float32"), jax.ShapeDtypeStruct((4, 2), "float32")
-        >>> made = shardfn.plan(lambda x, w: x @ w, x, w, in_strategy=((4, 1), (1, 1)), device="tpu-v5e:2x2")
+        >>> made = shardfn.shard(lambda x, w: x @ w, ((4, 1), (1, 1)), device="tpu-v5e:2x2").plan(x, w)
         >>> print(made.diff(made.what_if({"x": (2, 1), "w": (1, 2)}))[0])
         grid: a=4 -> a=2 x b=2
         """

@@ -6,10 +6,9 @@ import collections
 import dataclasses
 import itertools
 import math
-import pathlib
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -17,10 +16,10 @@ from shardfn.comparison import Comparison, Tally
 from shardfn.cost.price import collective_s
 from shardfn.graph.model import Collective, Spec
 from shardfn.plan import Decision, DimClass, Plan, op_strategies, proof
-from shardfn.render import Drawing, Part, Placed, Table, Text, figure, unit_of
+from shardfn.render import Drawing, Part, Placed, Text, figure, unit_of
 from shardfn.study import columns_of
+from shardfn.tables import MOST_ROWS, alike, few, file_line, layer, shape_text, spec_text, starred, table, times
 
-MOST_ROWS = 32
 MOST_REASONS = 6
 MOST_DEVICES = 64
 MOST_DRAWN = 16
@@ -98,7 +97,7 @@ def _candidates(plan: Plan, arrivals: Sequence[str], compared: Comparison | None
         cells = [
             (*name, *row, f"{c.figures.flops:,.0f}") for name, row, c in zip(names, rows, plan.candidates, strict=True)
         ]
-        yield _table("Plans that were priced", ("plan", "grid", *columns, "FLOPs"), cells, most=12)
+        yield table("Plans that were priced", ("plan", "grid", *columns, "FLOPs"), cells, most=12)
 
 
 def _grid(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
@@ -106,43 +105,43 @@ def _grid(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> I
     for name, size, stride in strides(plan):
         walk = ", ".join(str(i * stride) for i in range(min(size, 4))) + (", …" if size > 4 else "")
         carried = [c.name for c in plan.classes if name in c.axes]
-        rows.append((name, str(size), str(stride), walk, _few(carried, 3) or "nothing: it repeats"))
-    note = f"device at each place of the grid: {_few(list(map(str, plan.order)), 16)}" if plan.order else ""
+        rows.append((name, str(size), str(stride), walk, few(carried, 3) or "nothing: it repeats"))
+    note = f"device at each place of the grid: {few(list(map(str, plan.order)), 16)}" if plan.order else ""
     if rows:
-        yield _table("Grid", ("axis", "size", "stride", "devices it walks", "cuts dim class"), rows, note)
+        yield table("Grid", ("axis", "size", "stride", "devices it walks", "cuts dim class"), rows, note)
 
 
 def _arrays(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
     for title, decisions in (("Arguments", plan.inputs), ("Results", plan.outputs)):
         unit, size = unit_of([d.local_bytes for d in decisions])
-        groups = _alike(decisions, lambda d: dataclasses.replace(d, path=_layer(d.path), reason=_layer(d.reason)))
+        groups = alike(decisions, lambda d: dataclasses.replace(d, path=layer(d.path), reason=layer(d.reason)))
         if len(groups) > MOST_ROWS:  # the cut ones stay
             groups.sort(key=lambda same: not any(same[0].spec))
         counts = collections.Counter(_reason(same[0]) for same in groups)
         stated = {text for text, count in counts.items() if count > MOST_REASONS}  # said once, below the table
         rows = [
-            (_starred([d.path for d in same]), _times(len(same)), f"{d.dtype}{_shape(d.shape)}", str(d.cuts),
-             _spec(d.spec), _shape(d.local_shape) if any(d.spec) else "whole", figure(d.local_bytes / size),
-             d.source if _reason(d) in stated or not d.reason else f"{d.source}: {_starred([d.reason for d in same])}")
+            (starred([d.path for d in same]), times(len(same)), f"{d.dtype}{shape_text(d.shape)}", str(d.cuts),
+             spec_text(d.spec), shape_text(d.local_shape) if any(d.spec) else "whole", figure(d.local_bytes / size),
+             d.source if _reason(d) in stated or not d.reason else f"{d.source}: {starred([d.reason for d in same])}")
             for same in groups for d in same[:1]
         ]  # fmt: skip
         note = "; ".join(f"{source}, where nothing follows: {reason}" for source, reason in sorted(stated) if reason)
         if rows:
             columns = ("array", "count", "shape", "cuts", "spec", "piece", f"{unit}/device", "chosen")
-            yield _table(title, columns, rows, note)
+            yield table(title, columns, rows, note)
 
 
 def _runners_up(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
     told = [d for d in plan.inputs if d.runner_up and not shared_runner_up(plan)]
-    groups = _alike(told, lambda d: (_layer(d.path), d.cuts, d.runner_up))
+    groups = alike(told, lambda d: (layer(d.path), d.cuts, d.runner_up))
     rows = [
-        (_starred([d.path for d in same]), _times(len(same)), str(d.cuts), d.runner_up)
+        (starred([d.path for d in same]), times(len(same)), str(d.cuts), d.runner_up)
         for same in groups
         for d in same[:1]
     ]
     if rows:
         note = "what another cut costs, all else as planned: Plan.why; what a cut of yours does: Plan.what_if"
-        yield _table("Runners-up", ("array", "count", "planned", "next best cut, and what it costs more"), rows, note)
+        yield table("Runners-up", ("array", "count", "planned", "next best cut, and what it costs more"), rows, note)
 
 
 def _reason(d: Decision) -> tuple[str, str]:
@@ -152,16 +151,16 @@ def _reason(d: Decision) -> tuple[str, str]:
 
 def _classes(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
     def key(c: DimClass) -> Any:
-        return _layer(c.name), c.size, c.axes, tuple(map(_layer, c.members))
+        return layer(c.name), c.size, c.axes, tuple(map(layer, c.members))
 
     rows = []
-    for same in _alike(sorted(plan.classes, key=lambda c: not c.axes), key):
+    for same in alike(sorted(plan.classes, key=lambda c: not c.axes), key):
         c = same[0]
-        members = [_starred(each) for each in zip(*(s.members[1:] for s in same), strict=True)]
-        name = _starred([s.name for s in same])
-        rows.append((name, _times(len(same)), str(c.size), ",".join(c.axes) or "-", _few(members, 3)))
+        members = [starred(each) for each in zip(*(s.members[1:] for s in same), strict=True)]
+        name = starred([s.name for s in same])
+        rows.append((name, times(len(same)), str(c.size), ",".join(c.axes) or "-", few(members, 3)))
     if rows:
-        yield _table("Dim classes", ("class", "count", "size", "cut over", "tied with"), rows, most=20)
+        yield table("Dim classes", ("class", "count", "size", "cut over", "tied with"), rows, most=20)
 
 
 _SHOWN_OPS = re.compile(
@@ -174,14 +173,14 @@ def _ops(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> It
     every = op_strategies(plan)
     shown = collections.Counter(o for o in every if _SHOWN_OPS.fullmatch(o.op))
     rows = [
-        (o.op, _times(count), ", ".join(map(str, o.inputs)), ", ".join(map(str, o.outputs)), _times(o.trips),
-         _file(o.where))
+        (o.op, times(count), ", ".join(map(str, o.inputs)), ", ".join(map(str, o.outputs)), times(o.trips),
+         file_line(o.where))
         for o, count in shown.items()
     ]  # fmt: skip
     hidden = len(every) - sum(shown.values())
     note = f'{hidden} more op{"s"[: hidden != 1]} (elementwise, or moving data): .to_dict()["ops"]' if hidden else ""
     if rows:
-        yield _table("Op strategies", ("op", "count", "in", "out", "runs", "line"), rows, note, most=20)
+        yield table("Op strategies", ("op", "count", "in", "out", "runs", "line"), rows, note, most=20)
 
 
 def _collectives(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
@@ -189,14 +188,14 @@ def _collectives(plan: Plan, arrivals: Sequence[str], compared: Comparison | Non
     groups = sorted(counts.items(), key=lambda g: (-seconds(plan, g[0]) * g[1], -g[0].total_bytes * g[1]))
     unit, size = unit_of([c.total_bytes * count for c, count in groups])
     rows = [
-        (c.kind, _times(count), ",".join(c.axes) or "-", str(c.group_size), f"{c.dtype}{_shape(c.shape)}",
-         _times(c.trips), figure(c.total_bytes * count / size), figure(seconds(plan, c) * count * 1e6),
-         _file(c.where), ": ".join(filter(None, (_CAUSES.get(c.cause, c.cause), _few(owners(plan, c), 2)))))
+        (c.kind, times(count), ",".join(c.axes) or "-", str(c.group_size), f"{c.dtype}{shape_text(c.shape)}",
+         times(c.trips), figure(c.total_bytes * count / size), figure(seconds(plan, c) * count * 1e6),
+         file_line(c.where), ": ".join(filter(None, (_CAUSES.get(c.cause, c.cause), few(owners(plan, c), 2)))))
         for c, count in groups
     ]  # fmt: skip
     columns = ("collective", "count", "over", "group", "operand", "runs", f"{unit} sent", "µs", "line", "because of")
     if rows:
-        yield _table(
+        yield table(
             "Collectives, per device and call",
             columns,
             rows,
@@ -213,16 +212,16 @@ _CAUSES = {"return": "layout of a result or of a loop's carry"}
 def _held(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
     shown = collections.Counter((c.kind, c.where, c.operands, c.results) for c in plan.constraints)
     rows = [
-        (kind, _times(count), ", ".join(map(_open, operands)), ", ".join(map(_open, results)), _file(where))
+        (kind, times(count), ", ".join(map(_open, operands)), ", ".join(map(_open, results)), file_line(where))
         for (kind, where, operands, results), count in shown.items()
     ]
     note = f"propagation alone would lay {'them' if len(plan.constraints) > 1 else 'it'} out otherwise"
     if rows:
-        yield _table("Held inside", ("op", "count", "in", "out", "line"), rows, note, most=20)
+        yield table("Held inside", ("op", "count", "in", "out", "line"), rows, note, most=20)
 
 
 def _open(spec: Spec | None) -> str:
-    return "left open" if spec is None else _spec(spec)
+    return "left open" if spec is None else spec_text(spec)
 
 
 def _memory(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
@@ -234,7 +233,7 @@ def _memory(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) ->
     note = f"one {plan.hardware.chip.name} has {figure(whole / 2**30)} GiB"
     if memory.peak > whole:
         note += f": it may not fit, {memory.peak / whole:.1f} times that by the estimate"
-    yield _table("Memory per device", ("what", unit, "share"), rows, note)
+    yield table("Memory per device", ("what", unit, "share"), rows, note)
 
 
 def _compiled(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
@@ -256,7 +255,7 @@ def _compiled(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) 
     sides = ("predicted", "compiled")
     columns = ("collective", *sides, *(f"runs {s}" for s in sides), *(f"{unit} {s}" for s in sides), "ratio")
     if rows:
-        yield _table("Compiled: collectives, per device and call", columns, rows)
+        yield table("Compiled: collectives, per device and call", columns, rows)
     pairs = [
         *((f"{_TOGETHER.get(what, what)}, B", pair) for what, pair in compared.memory),
         ("matrix FLOPs", compared.matrix_flops),
@@ -265,7 +264,7 @@ def _compiled(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) 
         (what, *("-" if v is None else f"{v:,.0f}" for v in (p.predicted, p.compiled)),
          "-" if p.ratio is None else f"{p.ratio:.2f}") for what, p in pairs
     ]  # fmt: skip
-    yield _table("Compiled: memory and work of one device", ("what", "predicted", "compiled", "ratio"), rows)
+    yield table("Compiled: memory and work of one device", ("what", "predicted", "compiled", "ratio"), rows)
     yield Text("Why they differ", compared.why or ("they agree",))
 
 
@@ -286,7 +285,7 @@ def _drawing(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -
         if any(d.spec):
             arrays.setdefault((d.shape, d.spec), []).append(d)
     drawn = tuple(
-        Placed(f"{_few([d.path for d in same], 3)}  {_shape(shape)}", shape, _pieces(plan, same[0], places))
+        Placed(f"{few([d.path for d in same], 3)}  {shape_text(shape)}", shape, _pieces(plan, same[0], places))
         for (shape, _), same in itertools.islice(arrays.items(), MOST_DRAWN)
     )
     notes = (
@@ -294,7 +293,7 @@ def _drawing(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -
     )
     notes += [f"{len(arrays) - MOST_DRAWN} more layouts are not drawn"] if len(arrays) > MOST_DRAWN else []
     whole = [d.path for d in (*plan.inputs, *plan.outputs) if not any(d.spec)]
-    notes += [f"whole on every device: {_few(whole, 8)}"] if whole else []
+    notes += [f"whole on every device: {few(whole, 8)}"] if whole else []
     devices = tuple(plan.order[i] if plan.order else i for i in numbers)
     axes = tuple(zip((name for name, _ in plan.axes), shown, strict=True))
     yield Drawing("Which device holds what", axes, devices, drawn, "; ".join(notes))
@@ -313,73 +312,6 @@ def _pieces(plan: Plan, d: Decision, places: np.ndarray) -> tuple[tuple[tuple[in
     return tuple(
         tuple((s[k], s[k] + n) for s, n in zip(starts, d.local_shape, strict=True)) for k in range(len(places))
     )
-
-
-# ---- texts
-
-
-def _table(
-    title: str, columns: Sequence[str], rows: Sequence[tuple[str, ...]], note: str = "", most: int = MOST_ROWS
-) -> Table:
-    """A table without its empty columns and with at most `most` rows."""
-    kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
-    more = [f"… {len(rows) - most} more rows: see .to_dict()"] if len(rows) > most else []
-    cells = tuple(tuple(row[i] for i in kept) for row in rows[:most])
-    return Table(title, tuple(columns[i] for i in kept), cells, "; ".join([*more, *([note] if note else [])]))
-
-
-_T = TypeVar("_T")
-
-
-def _alike(items: Iterable[_T], key: Callable[[_T], Any], least: int = 3) -> list[list[_T]]:
-    """Items of one key together where there are at least that many, the others one by one."""
-    groups: dict[Any, list[_T]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return [part for same in groups.values() for part in ([same] if len(same) >= least else [[item] for item in same])]
-
-
-def _layer(text: str) -> str:
-    """A path or a reason without the numbers that tell one layer from another: `blocks/0/w1`, `Dense_0`, `[0]`.
-
-    >>> _layer("params/blocks/3/w1.0"), _layer("Dense_2/kernel"), _layer("in_strategy[0]['blocks'][3]")
-    ('params/blocks/*/w1.0', 'Dense_*/kernel', "in_strategy[*]['blocks'][*]")
-    """
-    return re.sub(r"(?<=[/_\[])\d+(?=[/\].' ]|$)", "*", text)
-
-
-def _starred(texts: Sequence[str]) -> str:
-    """One text for several that differ only in numbers.
-
-    >>> _starred(["blocks/0/w1", "blocks/1/w1"])
-    'blocks/*/w1'
-    """
-    words = zip(*(re.split(r"(\d+)", text) for text in texts), strict=True)
-    return "".join(word[0] if len(set(word)) == 1 else "*" for word in words)
-
-
-def _few(texts: Sequence[str], most: int) -> str:
-    """The first of some names, those that differ only in the number of a layer as one."""
-    texts = [_starred(same) for same in _alike(texts, _layer)]
-    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
-
-
-def _times(count: int) -> str:
-    return f"{count:,}" if count > 1 else ""
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return f"[{','.join(map(str, shape))}]"
-
-
-def _spec(spec: Spec) -> str:
-    """As JAX writes a PartitionSpec."""
-    return f"P({', '.join(repr(None if not d else d[0] if len(d) == 1 else d) for d in spec) if any(spec) else ''})"
-
-
-def _file(where: str) -> str:
-    """`file:line` without the directories; the data has them."""
-    return pathlib.PurePath(where).name
 
 
 Section = Callable[[Plan, Sequence[str], Comparison | None], Iterable[Part]]

@@ -59,7 +59,9 @@ def op_codes(rule: Rule, axes: tuple[int, ...], scattered: int, row: Sequence[in
     cuttable = [f for f, n in enumerate(rule.sizes) if n > 1 and f not in rule.replicated]
     pairs = [(f, -1 if f in rule.reduction else f) for f in cuttable]
     if scattered and len(rule.results) == 1:
-        ends = sorted((f for f, _ in factor_dims(rule.results[0], rule.sizes)), key=lambda f: -rule.sizes[f])[:scattered]
+        ends = sorted((f for f, _ in factor_dims(rule.results[0], rule.sizes)), key=lambda f: -rule.sizes[f])[
+            :scattered
+        ]
         pairs += [(f, g) for f in cuttable if f in rule.reduction for g in cuttable if g in ends]
     found = []
     for choice in _choices([-1, *((f + 1) * BASE + g for f, g in pairs)], len(axes), row):

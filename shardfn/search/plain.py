@@ -58,9 +58,7 @@ def _laid(problem: Problem, axes: Axes, cut: Mapping[int, str], in_pieces: bool)
     return tuple(s if s is not None else _along(shape, classes, axes, cut, in_pieces) for s, shape, classes in rows)
 
 
-def _along(
-    shape: Sequence[int], classes: Sequence[int], axes: Axes, cut: Mapping[int, str], in_pieces: bool
-) -> Spec:
+def _along(shape: Sequence[int], classes: Sequence[int], axes: Axes, cut: Mapping[int, str], in_pieces: bool) -> Spec:
     """Each class's first dim over its axis, where it divides; what axes are left over the largest dims that they divide."""
     sizes = dict(axes)
     spec: list[list[str]] = [[] for _ in shape]

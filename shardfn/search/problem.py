@@ -107,6 +107,11 @@ class Problem:
         """Until the time limit."""
         return max(0.0, self.begun + self.seconds - time.monotonic())
 
+    def idle(self, flops: float) -> float:
+        """How much of one device's work is more than spreading it evenly would leave, in hundredths; up to a tenth is
+        none."""
+        return round(max(0.0, flops / (SPREAD * self.facts.flops / self.devices) - 1), 2) if self.facts.flops else 0.0
+
     @property
     def is_open(self) -> bool:
         """Whether there is anything to search."""
@@ -147,6 +152,9 @@ class Answer:
     findings: tuple[str, ...] = ()
 
 
+SPREAD = 1.1
+"""Work counts as spread over all devices up to this multiple of an even share."""
+
 Search = Callable[[Problem], Answer]
 
 
@@ -157,7 +165,7 @@ def objective(price: Price, problem: Problem) -> tuple[float, ...]:
     """
     over = max(0.0, price.memory.peak - problem.memory_limit)
     return (over, *{
-        0: (round(math.log2(price.flops + 1), 1), price.bytes_sent, price.time_s),
+        0: (problem.idle(price.flops), price.bytes_sent, price.time_s),
         1: (price.memory.peak, price.time_s),
         2: (price.time_s, price.memory.peak),
     }[problem.level])  # fmt: skip

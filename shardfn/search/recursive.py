@@ -9,11 +9,13 @@ decided again with the others held, until nothing improves.
 from __future__ import annotations
 
 import dataclasses
+
 import numpy as np
 
 from shardfn.place import primes
 from shardfn.search import propagation
-from shardfn.search.dynamic import Found, answer_of, on_grid
+from shardfn.search.choose import Found, answer_of
+from shardfn.search.dynamic import mended, on_grid, order
 from shardfn.search.forms import FREE
 from shardfn.search.grid import Axes
 from shardfn.search.problem import Answer, Problem
@@ -28,7 +30,8 @@ def search(problem: Problem) -> Answer:
     axes = problem.axes or tuple((f"x{i}", p) for i, p in enumerate(sorted(primes(problem.devices), reverse=True)))
     starts = dict.fromkeys((problem.level, 1))
     found = [one for first in starts if (one := divided(problem, axes, first)) is not None]
-    return answer_of(problem, found, "recursive search")
+    found.sort(key=lambda f: order(problem, f))
+    return answer_of(problem, found, "recursive search", lambda one, made: mended(problem, one, made))
 
 
 def divided(problem: Problem, axes: Axes, first: int) -> Found | None:
@@ -38,7 +41,7 @@ def divided(problem: Problem, axes: Axes, first: int) -> Found | None:
     for count in range(1, len(axes) + 1):
         chosen = None if rows is None else [np.append(row, FREE) for row in rows]
         asked = dataclasses.replace(problem, level=first) if count == 1 else problem
-        found = on_grid(asked, axes[:count], chosen)
+        found = _best(asked, axes[:count], chosen)
         if found is None:
             return None
         rows = _rows(found)
@@ -46,7 +49,7 @@ def divided(problem: Problem, axes: Axes, first: int) -> Found | None:
         before = found.solution.cost if found else 0.0
         for column in range(len(axes)):
             assert rows is not None
-            better = on_grid(problem, axes, [_free(row, column) for row in rows])
+            better = _best(problem, axes, [_free(row, column) for row in rows])
             if better is not None and problem.seconds_left > 0:
                 found, rows = better, _rows(better)
         if found is None or found.solution.cost >= before * (1 - 1e-6):
@@ -54,6 +57,10 @@ def divided(problem: Problem, axes: Axes, first: int) -> Found | None:
     if found is None:
         return None
     return dataclasses.replace(found, is_exact=False)
+
+
+def _best(problem: Problem, axes: Axes, chosen: list[np.ndarray] | None) -> Found | None:
+    return min(on_grid(problem, axes, chosen), key=lambda f: order(problem, f), default=None)
 
 
 def _rows(found: Found) -> list[np.ndarray]:

@@ -15,14 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from shardfn.cost.compute import MOVES, PRODUCTS, effort
+from shardfn.cost.compute import MOVES, PRODUCTS, effort, op_flops
 from shardfn.cost.fusion import fuse
 from shardfn.cost.memory import Place, lives
 from shardfn.cost.schedule import merged
 from shardfn.graph.model import Flow, Graph, Op, Rule, Spec, Value, dtype_bits
 from shardfn.search import forms
 from shardfn.search.grid import Array, Grid, add_up, change, pieces
-
 
 SCATTERED, SCATTERED_LAST = 1, 2
 """Along how many factors of a result its sum may be left in pieces: of what is multiplied again, and of the rest."""
@@ -109,6 +108,8 @@ class Known:
     """The first and the last op that reads a value."""
     stored: frozenset[int]
     places: tuple[Place, ...]
+    flops: float
+    """Of one call, unsharded."""
     last: frozenset[int]
     """Ops, by index, after whose results no product is computed: their sums are added up in one go with others."""
 
@@ -132,7 +133,15 @@ def known(graph: Graph, donated: frozenset[int] = frozenset()) -> Known:
             given.remove(place.bytes)
         else:
             kept.append(place)
-    return Known(tuple(value_trips(graph)), readers, read, fusion.stored, (*temporaries, *kept), _last(graph))
+    return Known(
+        tuple(value_trips(graph)),
+        readers,
+        read,
+        fusion.stored,
+        (*temporaries, *kept),
+        sum(op_flops(whole, op) * op.trips for op in graph.ops),
+        _last(graph),
+    )
 
 
 def _last(graph: Graph) -> frozenset[int]:
@@ -383,7 +392,11 @@ class _Builder:
                 more = partial - bytes_of(values[value]) / pieces(after, grid.sizes)
                 whole = more if whole is None else whole + more
         chip = grid.chip
-        rate = chip.rate(values[op.inputs[0]].dtype) if op.name in PRODUCTS else (chip.vector_flops or chip.flops) / effort(op)
+        rate = (
+            chip.rate(values[op.inputs[0]].dtype)
+            if op.name in PRODUCTS
+            else (chip.vector_flops or chip.flops) / effort(op)
+        )
         compute_s = np.maximum(flops / rate, moved / chip.memory_bytes_s)
         return _Piece(wanted, made, flops, compute_s, sent, sent_s, whole)
 

@@ -1,0 +1,210 @@
+"""From what was found on the grids to an answer: each is priced by Shardy's flow with every decision held (`Pin`), the best
+flow wins, and what propagation finds by itself is let go."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from shardfn.graph.model import Flow, Graph, Op, Pin, Spec
+from shardfn.search import plain, propagation
+from shardfn.search.grid import Axes, merged
+from shardfn.search.labelling import Labelling, Table, peak_of
+from shardfn.search.problem import Answer, Candidate, Pins, Problem, objective
+from shardfn.search.solve import Solution
+from shardfn.search.strategies import Space, spec_of
+
+PLAIN = 2000
+"""Ops up to which the plain layouts are priced beside what was searched."""
+
+HELD_FIRST = frozenset({"dot_general", "convolution", "gather", "scatter", "reduce", "concatenate", "dynamic_slice"})
+"""Ops whose layouts are decisions of their own; the others follow them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The best on one grid; `is_exact` if the solution speaks of all choices on it."""
+
+    axes: Axes
+    space: Space
+    labels: Labelling
+    solution: Solution
+    is_exact: bool = True
+
+    @property
+    def peak(self) -> float:
+        """Bytes that one device holds at most, by the model."""
+        return peak_of(self.labels, self.solution.choice)
+
+
+Mend = Callable[[Found, Candidate], Iterable[Found]]
+"""What to try instead of something found whose flow holds more than the limit."""
+
+
+def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend = lambda found, made: ()) -> Answer:
+    """The best of what was found and of the plain layouts, as their flows show, with all that is to be said of it.
+
+    Args:
+      problem: what is asked.
+      found: in the order in which they are to be priced; of large programs only the first few are.
+      what: the name of the search.
+      mend: what else to try where a flow holds more than the limit.
+    """
+    rated: list[tuple[tuple[float, ...], Candidate, Found | None]] = []
+    for one in found[: _flows(problem.graph)]:
+        made = candidate(problem, one)
+        rated.append((objective(made.price, problem), made, one))
+        if made.price.memory.peak > problem.memory_limit:
+            for other in mend(one, made):
+                made = candidate(problem, other)
+                rated.append((objective(made.price, problem), made, other))
+    if len(problem.graph.ops) <= PLAIN or not rated:
+        rated += [(objective(c.price, problem), c, None) for c in plain.candidates(problem, problem.level == 1)]
+    if not rated:
+        return propagation.search(problem)
+    rated.sort(key=lambda r: r[0])
+    _, best, at = rated[0]
+    others = tuple(c for _, c, _ in rated[1:])
+    tried = ", ".join(dict.fromkeys(shape(f.axes) for f in found))
+    runner = f"{others[0].name}: {_figures(others[0])} against {_figures(best)}" if others else ""
+    if at is None:
+        reason = f"plain layout, better by its flow than the optimum of the cost model: {best.name}"
+        policy = (
+            f"{what} at level {problem.level}, grids tried: {tried}; a plain layout has the better flow: {best.name}"
+        )
+        reasons = tuple("" if given is not None else reason for given in problem.specs)
+        return Answer(best.axes, best.specs, reasons, policy, runner, others=others)
+    best = let_go(problem, best)
+    gap = at.solution.gap if at.is_exact and problem.level != 1 else None
+    proof = "no bound of how far from the optimum" if gap is None else (
+        "proved" if at.solution.proved else f"within {gap:.1%} of the optimum")  # fmt: skip
+    grid = " x ".join(f"{name}={size}" for name, size in best.axes)
+    policy = f"{what} at level {problem.level}: grid {grid}, {proof} under the cost model; grids tried: {tried}"
+    reasons = tuple("" if given is not None else "the optimum of all ops together" for given in problem.specs)
+    return Answer(best.axes, best.specs, reasons, policy, runner, pins=best.pins, gap=gap, others=others,
+                  runners_up=runners_up(problem, at))  # fmt: skip
+
+
+def _figures(c: Candidate) -> str:
+    price = c.price
+    return f"{price.bytes_sent:,} B sent, {price.memory.peak:,} B peak, {price.time_s * 1e6:,.1f} us modelled"
+
+
+def shape(axes: Axes) -> str:
+    """A grid as people write it: 4x2."""
+    return "x".join(str(size) for _, size in axes) or "1"
+
+
+def _flows(graph: Graph) -> int:
+    """How many flows are priced: fewer for larger programs, whatever the machine."""
+    return max(1, min(6, 6000 // max(1, len(graph.ops))))
+
+
+def candidate(problem: Problem, found: Found) -> Candidate:
+    """The optimum on a grid with every decision held, priced by its flow."""
+    names = tuple(name for name, _ in found.axes)
+
+    def laid(value: int) -> Spec:
+        node, layouts = found.space.layouts[value]
+        row = layouts[found.solution.choice[node]]
+        return spec_of(row.tolist(), len(problem.graph.values[value].shape), names)
+
+    specs = tuple(spec if spec is not None else laid(value)[: len(shape)]
+                  for value, spec, shape in zip(problem.inputs, problem.specs, problem.shapes, strict=True))  # fmt: skip
+    pins: dict[int, Pin] = {}
+    for index, op in enumerate(problem.graph.ops):
+        if index in problem.can_hold and index in found.space.reads and op.name in HELD_FIRST:
+            node, wanted = found.space.reads[index]
+            label = found.solution.choice[node]
+            operands = [spec_of(layouts[label].tolist(), len(problem.graph.values[v].shape), names)
+                        for v, layouts in zip(op.inputs, wanted, strict=True)]  # fmt: skip
+            pins[index] = Pin(tuple(operands), tuple(map(laid, op.outputs)))
+    axes = found.axes
+    if not problem.axes:
+        axes, laid_out, pins = merged(axes, specs, pins)
+        specs = tuple(laid_out)
+    return Candidate(shape(axes), axes, specs, pins, problem.price(axes, specs, pins))
+
+
+def let_go(problem: Problem, best: Candidate) -> Candidate:
+    """The same without the pins that propagation does not need, if the flow stays as good."""
+    if not best.pins:
+        return best
+    aim = objective(best.price, problem)
+    alone = dataclasses.replace(best, pins={}, price=problem.price(best.axes, best.specs, {}))
+    if objective(alone.price, problem) <= aim:
+        return alone
+    if len(problem.graph.ops) > PLAIN:  # a further flow costs more than the pins do
+        return best
+    agreed = agreeing(problem.graph, problem.flow(best.axes, best.specs, {}), best.pins)
+    needed = {index: pin for index, pin in best.pins.items() if index not in agreed}
+    fewer = dataclasses.replace(best, pins=needed, price=problem.price(best.axes, best.specs, needed))
+    return fewer if objective(fewer.price, problem) <= aim else best
+
+
+def agreeing(graph: Graph, flow: Flow, pins: Pins) -> frozenset[int]:
+    """The pinned ops, by index, that a flow lays out as their pins want."""
+    there: dict[tuple[object, ...], list[Op]] = {}
+    for op in flow.graph.ops:
+        there.setdefault(_like(flow.graph, op), []).append(op)
+    here: dict[tuple[object, ...], list[int]] = {}
+    for index, op in enumerate(graph.ops):
+        here.setdefault(_like(graph, op), []).append(index)
+    found = set()
+    for key, indices in here.items():
+        ops = there.get(key, [])
+        if len(ops) == len(indices):
+            for index, op in zip(indices, ops, strict=True):
+                pin = pins.get(index)
+                wanted = (*pin.operands, *pin.results) if pin else ()
+                if pin and all(s is None or s == flow.specs[v]
+                               for s, v in zip(wanted, (*op.inputs, *op.outputs), strict=True)):  # fmt: skip
+                    found.add(index)
+    return frozenset(found)
+
+
+def _like(graph: Graph, op: Op) -> tuple[object, ...]:
+    return op.name, op.where, tuple(graph.values[v].shape for v in (*op.inputs, *op.outputs))
+
+
+def runners_up(problem: Problem, found: Found) -> tuple[str, ...]:
+    """For each open argument the next best cut with all else as it is, and what it would cost more."""
+    labels, choice = found.labels, found.solution.choice
+    near: dict[int, list[tuple[Table, int]]] = {}
+    for table in labels.tables:
+        for place, node in enumerate(table.nodes):
+            near.setdefault(node, []).append((table, place))
+    told = []
+    for value, shape_, spec in zip(problem.inputs, problem.shapes, problem.specs, strict=True):
+        node, layouts = found.space.layouts[value]
+        total = labels.costs[node].copy()
+        for table, place in near.get(node, ()):
+            other = table.nodes[1 - place]
+            total += table.cost[:, choice[other]] if place == 0 else table.cost[choice[other]]
+        mine = total[choice[node]]
+        total[choice[node]] = np.inf
+        if spec is not None or not np.isfinite(total).any():
+            told.append("")
+            continue
+        at = int(np.argmin(total))
+        cuts = cuts_of(layouts[at].tolist(), len(shape_), found.axes)
+        more = total[at] - mine
+        told.append(f"{cuts}: {'+' if more >= 0 else ''}{amount(more, problem.level)}")
+    return tuple(told)
+
+
+def cuts_of(row: Sequence[int], rank: int, axes: Axes) -> tuple[int, ...]:
+    """How many ways each dim is cut.
+
+    >>> cuts_of([0, -1], 2, (("a", 4), ("b", 2)))
+    (4, 1)
+    """
+    return tuple(math.prod(size for (_, size), d in zip(axes, row, strict=True) if d == dim) for dim in range(rank))
+
+
+def amount(cost: float, level: int) -> str:
+    """A cost of the model in words: seconds, or bytes at level 1."""
+    return f"{cost:,.0f} B" if level == 1 else f"{cost * 1e6:,.1f} us"

@@ -1,0 +1,54 @@
+"""The programs on which MindSpore's searches were timed, planned here."""
+
+import dataclasses
+
+import jax
+import pytest
+
+import shardfn
+from examples.models import abstract, mindspore
+from shardfn import AUTO
+
+DEVICE = "h100:8"
+SEED = {"params/0/q": (1, 4)}
+BLOCK = {"q": (1, 4), "k": (1, 4), "v": (1, 4), "o": (4, 1), "up": (1, 4), "down": (4, 1)}
+"""Tensor parallel over four devices, as MindSpore's propagation lays out every block."""
+
+
+def program(config, train):
+    return abstract(mindspore.make, dataclasses.replace(config, train=train))
+
+
+def cut_of_batch(config):
+    return (8, 1, 1) if config.heads else (8, 1)
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["forward", "gradients"])
+def test_one_seed_gives_every_block_tensor_and_data_parallel(train):
+    function, args = program(mindspore.TRANSFORMER, train)
+    made = shardfn.plan(function, *args, parameter_plan=SEED, search_mode="sharding_propagation", level=2, device=DEVICE)
+    assert made.decision("params/0/q").source == "you"
+    cuts = {d.path: d.cuts for d in made.inputs}
+    assert {f"params/{i}/{name}": cuts[f"params/{i}/{name}"] for i in range(4) for name in BLOCK} == {
+        f"params/{i}/{name}": cut for i in range(4) for name, cut in BLOCK.items()
+    }
+    assert cuts["x"] == (2, 1, 1)
+
+
+@pytest.mark.parametrize("mode", ["dynamic_programming", "recursive_programming"])
+def test_a_seed_is_kept(mode):
+    function, args = program(mindspore.TRANSFORMER, train=False)
+    made = shardfn.plan(function, *args, parameter_plan=SEED, search_mode=mode, level=2, device=DEVICE)
+    assert made.decision("params/0/q").cuts == (1, 4)
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["forward", "gradients"])
+@pytest.mark.parametrize("config", [mindspore.MLP, mindspore.TRANSFORMER], ids=["mlp", "transformer"])
+@pytest.mark.parametrize("mode", ["auto", "recursive_programming"])
+def test_without_a_seed_no_more_is_sent_than_by_data_parallel(mode, config, train):
+    function, args = program(config, train)
+    whole = jax.tree.map(lambda leaf: (1,) * len(leaf.shape), args[0])
+    data_parallel = shardfn.plan(function, *args, in_strategy=(whole, cut_of_batch(config)), device=DEVICE)
+    made = shardfn.plan(function, *args, in_strategy=(AUTO, AUTO), search_mode=mode, level=2, device=DEVICE)
+    assert made.price.bytes_sent <= data_parallel.price.bytes_sent
+    assert made.price.flops <= 1.01 * data_parallel.price.flops, "or it does the work several times to send less"
