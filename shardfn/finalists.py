@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from shardfn.comparison import matrix_flops
@@ -14,14 +15,17 @@ from shardfn.search.problem import SPREAD, Answer, Candidate, Problem, objective
 
 
 def answers(problem: Problem, answer: Answer, count: int) -> tuple[tuple[str, Answer], ...]:
-    """The answers to compile, by name: the search's own first, then the best of what else it priced and of the plain
-    layouts; `count` in all."""
+    """The answers to compile, by name, `count` in all: the search's own first, then in turn the best of what else it
+    priced, of the plain layouts on one axis, and of those on two. The flow does not always tell which of them XLA likes."""
     own = Candidate("the search's", answer.axes, answer.specs, answer.pins,
                     problem.price(answer.axes, answer.specs, answer.pins))  # fmt: skip
-    others = sorted((*answer.others, *plain.candidates(problem)), key=lambda c: objective(c.price, problem))
+    single = plain.candidates(problem, pairs=False)
+    double = tuple(c for c in plain.candidates(problem) if c not in single)
+    others = tuple(sorted(answer.others, key=lambda c: objective(c.price, problem)))
     found: dict[object, Candidate] = {}
-    for c in (own, *others):
-        found.setdefault((c.axes, c.specs, tuple(sorted(c.pins.items()))), c)
+    for turn in itertools.zip_longest((own, *others), single, double):
+        for c in filter(None, turn):
+            found.setdefault((c.axes, c.specs, tuple(sorted(c.pins.items()))), c)
     return tuple((c.name, _answer(answer, c)) for c in list(found.values())[:count])
 
 

@@ -81,8 +81,11 @@ def rematerialised(plan: Plan, study: Study) -> Iterator[str]:
 
 def held_whole(plan: Plan, study: Study) -> Iterator[str]:
     """Arguments that every device holds whole though they can be cut, and that fill much of its memory."""
-    whole = [d for d in plan.inputs if not any(d.spec) and finer(d, plan.axes) is not None]
-    held, limit = sum(d.local_bytes for d in whole), study.question.memory_limit
+    whole, limit = [d for d in plan.inputs if not any(d.spec)], study.question.memory_limit
+    if sum(d.local_bytes for d in whole) < limit / 4:
+        return
+    whole = [d for d in whole if finer(d, plan.axes) is not None]
+    held = sum(d.local_bytes for d in whole)
     if not whole or held < limit / 4 or plan.price.memory.peak > limit:  # `too_large` speaks of that
         return
     d = max(whole, key=lambda d: d.local_bytes)

@@ -18,6 +18,8 @@ from shardfn.graph import shardy
 from shardfn.graph.classes import Classes, dim_classes
 from shardfn.graph.model import Flow, Graph, Spec, axis_size, dtype_bits
 from shardfn.graph.roads import as_compiled
+from shardfn.guard import convolution_finding, wrong_convolutions
+from shardfn.limits import within_limit
 from shardfn.pins import anchors
 from shardfn.place import Placement, expresses, finest, place
 from shardfn.plan import Plan
@@ -128,6 +130,8 @@ def make_plan(
         seconds=wishes.seconds,
     )  # fmt: skip
     answer = search(question)
+    if wishes.memory_limit is not None:
+        answer = within_limit(question, answer, again or search)
     flow = flow_of(answer.axes, answer.specs, answer.pins)
     constraints = tuple(
         Constraint(graph.ops[index].name, anchored[index], graph.ops[index].where, pin.operands, pin.results)
@@ -158,8 +162,12 @@ def make_plan(
         decided_out.append(_decision(leaf, spec, answer.axes, flow.graph, value, source, reason, ""))
 
     def asked_again(changed: Sequence[Leaf], ends: Sequence[Leaf]) -> Plan:
-        return make_plan(name, changed, ends, traced, hardware=hardware, level=level, search=again or search,
-                         problems=[], same_as=same_as, donated=donated, wishes=wishes)  # fmt: skip
+        other = make_plan(name, changed, ends, traced, hardware=hardware, level=level, search=again or search,
+                          problems=[], same_as=same_as, donated=donated, wishes=wishes)  # fmt: skip
+        if wrong := wrong_convolutions(other.flow):
+            told = f"{convolution_finding(wrong)}; what that costs is not in this plan"
+            other = dataclasses.replace(other, findings=(*other.findings, told))
+        return other
 
     paid = question.price(answer.axes, answer.specs, answer.pins)
     mine = Candidate("this plan", answer.axes, Figures.of(paid))

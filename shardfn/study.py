@@ -129,21 +129,37 @@ def find(plan: Plan, path: str) -> Decision:
 
 
 def layouts(shape: Sequence[int], axes: Axes, but: Spec) -> Iterator[Spec]:
-    """Every way to put the axes of a grid on the dims of an array that they divide, but for one, up to their order.
+    """The ways to put the axes of a grid on the dims of an array that they divide, but for one, up to their order.
+
+    All of them, or, where there are more than `MANY`, those that put neighbouring axes on one dim.
 
     >>> list(layouts((4, 3), (("a", 2),), ((), ())))
     [(('a',), ())]
     """
+    names, dims = [name for name, _ in axes], range(len(shape))
     known = {tuple(map(frozenset, but))}
-    for choice in itertools.product(range(-1, len(shape)), repeat=len(axes)):
-        spec = tuple(
-            tuple(name for (name, _), at in zip(axes, choice, strict=True) if at == dim) for dim in range(len(shape))
-        )
-        if all(n and n % c == 0 for n, c in zip(shape, cuts_of(spec, axes), strict=True) if c > 1):
-            form = tuple(map(frozenset, spec))
-            if form not in known:
-                known.add(form)
-                yield spec
+    for choice in _choices(len(shape), len(axes)):
+        spec = tuple(tuple(name for name, at in zip(names, choice, strict=True) if at == dim) for dim in dims)
+        form = tuple(map(frozenset, spec))
+        if form not in known and all(
+            n and n % c == 0 for n, c in zip(shape, cuts_of(spec, axes), strict=True) if c > 1
+        ):
+            known.add(form)
+            yield spec
+
+
+MANY = 4096
+
+
+def _choices(dims: int, axes: int) -> Iterator[tuple[int, ...]]:
+    """For each axis the dim that it cuts, -1 for none."""
+    if (dims + 1) ** axes <= MANY:
+        yield from itertools.product(range(-1, dims), repeat=axes)
+        return
+    for dim in range(dims):
+        for start, stop in itertools.combinations(range(axes + 1), 2):
+            yield tuple(dim if start <= i < stop else -1 for i in range(axes))
+    yield (-1,) * axes
 
 
 def cuts_of(spec: Spec, axes: Axes) -> tuple[int, ...]:

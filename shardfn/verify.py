@@ -225,7 +225,8 @@ def _refused(plan: Plan, of: Target, why: str) -> NoReturn:
         fail(DeviceError, f"the TPU compiler refuses the topology {of.name}", where=where, why=why.split("\n")[0],
              fix='name a slice that exists, such as "tpu-v5e:2x4", "tpu-v5e:4x4" or "tpu-v5p:2x2x2"')  # fmt: skip
     fail(StrategyError, f"`{plan.function}` does not compile for {plan.hardware.name}", where=where,
-         why=why.split("\n")[0], fix="pip install 'shardfn[tpu-aot]' for the compiler that fits this JAX; else look for the op it names")  # fmt: skip
+         why=why.split("\n")[0],
+         fix="pip install 'shardfn[tpu-aot]' for the compiler that fits this JAX; else look for the op it names")  # fmt: skip
 
 
 def answer(directory: str) -> None:

@@ -170,7 +170,7 @@ def test_a_wrong_out_strategy_is_an_error_though_it_is_overridden():
 )
 def test_dataset_strategy_is_the_default_of_the_first_arguments(settings, ins, cuts):
     set_auto_parallel_context(**settings)
-    plan = shardfn.plan(dense, X, W, in_strategy=ins)
+    plan = shardfn.plan(dense, X, W, in_strategy=ins, search_mode="sharding_propagation")
     assert [d.cuts for d in plan.inputs] == cuts
     np.testing.assert_array_equal(shard(dense, ins)(X, W), X @ W)
 

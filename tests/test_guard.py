@@ -56,6 +56,10 @@ def test_a_pointwise_convolution_is_left_alone():
     assert not [f for f in sharded.plan(X, kernel).findings if "made whole" in f]
 
 
+def is_sin(eqn, number):
+    return eqn.primitive.name == "sin"
+
+
 def test_rebound_opens_loops_branches_jit_and_checkpoint():
     def f(x):
         def body(c, y):
@@ -68,18 +72,18 @@ def test_rebound_opens_loops_branches_jit_and_checkpoint():
 
     seen = []
 
-    def bind(eqn, inputs):
+    def bind(eqn, inputs, number):
         seen.append(eqn.primitive.name)
         return bind_one(eqn, inputs)
 
     x = jnp.array([0.3, 0.7])
-    again = rebound(f, frozenset({"sin"}), bind)
+    again = rebound(f, is_sin, bind)
     jax.tree.map(np.testing.assert_allclose, again(x), f(x))
     assert len(seen) >= 5
     total = lambda g: lambda x: g(x)[0].sum() + g(x)[1].sum()  # noqa: E731
     forward = lambda x: jax.checkpoint(lambda c: jnp.sin(jnp.sin(c)))(x)  # noqa: E731
     np.testing.assert_allclose(
-        jax.grad(lambda x: rebound(forward, frozenset({"sin"}), bind)(x).sum())(x),
+        jax.grad(lambda x: rebound(forward, is_sin, bind)(x).sum())(x),
         jax.grad(lambda x: forward(x).sum())(x),
     )
     assert total(again)(x) == pytest.approx(float(total(f)(x)))
@@ -91,8 +95,11 @@ def test_rebound_keeps_custom_derivatives():
         return jnp.sin(x)
 
     twice.defvjp(lambda x: (jnp.sin(x), None), lambda _, g: (7 * g,))
-    again = rebound(twice, frozenset({"cos"}), bind_one)
+    told = []
+    again = rebound(twice, is_sin, lambda eqn, inputs, number: [jnp.zeros_like(inputs[0])], unreached=told.append)
+    assert float(again(0.5)) == pytest.approx(float(jnp.sin(0.5)))
     assert float(jax.grad(again)(0.5)) == 7.0
+    assert told and all("custom_vjp" in eqn.primitive.name for eqn in told)
 
 
 def test_a_convolution_out_of_reach_is_refused_not_computed_wrongly():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardfn
-from shardfn import ShardError
+from shardfn import AUTO, ShardError
 from shardfn.plan import Constraint, diff, proof
 
 
@@ -71,6 +71,31 @@ def test_one_device():
 )
 def test_proof(gap, text):
     assert proof(gap) == text
+
+
+@pytest.mark.parametrize(
+    ("options", "sources"),
+    [
+        ({"in_strategy": ((8, 1), AUTO)}, ["you", "searched"]),
+        ({"in_strategy": (AUTO, None), "search_mode": "sharding_propagation"}, ["propagated", "you"]),
+        ({"search_mode": "recursive_programming"}, ["searched", "searched"]),
+        ({"parameter_plan": {"x": (8, 1)}}, ["searched", "you"]),
+    ],
+)
+def test_who_chose(options, sources):
+    plan = made(**options)
+    assert [plan.inputs[0].source, plan.inputs[-1].source] == sources
+    assert plan.outputs[0].source == "propagated"
+
+
+def test_a_notebook_shows_the_text():
+    class Printer:
+        def text(self, text):
+            self.shown = text
+
+    printer, plan = Printer(), made()
+    plan._repr_pretty_(printer, False)
+    assert printer.shown == str(plan)
 
 
 # ---- as a pickle

@@ -161,6 +161,13 @@ def test_layouts_are_all_that_divide(shape):
     assert all(n % c == 0 for spec in found for n, c in zip(shape, cuts_of(spec, axes), strict=True))
 
 
+def test_of_very_many_layouts_some_are_left_out():
+    axes = tuple((f"x{i}", 2) for i in range(12))
+    found = list(layouts((4096, 4096, 8), axes, ((), (), ())))
+    assert len(found) == len(set(found)) == 2 * 78 + 33  # runs of axes on a dim; on the last one, up to three of them
+    assert ((), tuple(name for name, _ in axes), ()) in found
+
+
 # ---- what if
 
 
@@ -228,3 +235,15 @@ def test_one_step_after_another():
     made = searched().what_if({"params/w1": (1, 8)}).what_if({"x": (1, 1)})
     assert [d.source for d in made.inputs] == ["you", "searched", "you"]
     assert made.why("params/w2", most=1).rows
+
+
+def test_a_layout_that_xla_computes_wrongly_is_told():
+    def convolve(x, k):
+        return jax.lax.conv_general_dilated(x, k, (1, 1), "SAME")
+
+    made = shardfn.plan(
+        convolve, shaped(8, 4, 16, 16), shaped(8, 4, 3, 3), in_strategy=(None, (1, 1, 1, 1)), device="cpu:8"
+    )
+    assert not any("made whole first" in f for f in made.findings)
+    other = made.what_if({"x": (1, 1, 4, 2)})
+    assert any("made whole first" in f and "not in this plan" in f for f in other.findings)

@@ -22,7 +22,8 @@ EXACT = [
     "scan forward: hidden", "scan step: hidden", "convnet forward: channels", "convnet forward: batch",
     "embedding forward: rows of tables", "embedding step: batch", "moe: experts", "batch norm: features",
     "batch norm: rows of w", "sort: along it", "cholesky solve: batch", "decode step: heads",
-    "decode step: length of the cache", "generate, 8 tokens: heads",
+    "decode step: length of the cache", "generate, 8 tokens: heads", "cumsum: along it", "top_k: along it",
+    "convnet forward: height", "stencil, periodic: rows",
 ]  # fmt: skip
 
 
@@ -35,15 +36,6 @@ def test_bytes_are_those_of_the_compiled_module(name):
     row = truth.measure(CASES[name])
     assert row.predicted_bytes == row.compiled_bytes
     assert row.arguments_exact and row.results_exact
-
-
-@pytest.mark.parametrize(
-    "name", ["cumsum: along it", "top_k: along it", "convnet forward: height", "stencil, periodic: rows"]
-)
-def test_what_is_not_predicted_is_said(name):
-    function, args = truth.sharded(CASES[name])
-    assert is_documented(CASES[name])
-    assert any("is not predicted" in finding for finding in function.plan(*args).findings)
 
 
 def test_the_training_step_of_gpt2():

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from shardfn.context_keys import SEARCH_MODES
 from shardfn.errors import ContextError, ContextTypeError, a, fail
-from shardfn.search import auto, dynamic, propagation, recursive
+from shardfn.search import auto, dynamic, recursive, seeds
 from shardfn.search.problem import Answer, Problem, Search
 
 __all__ = ["MODES", "Answer", "Problem", "Search", "forget", "register", "select"]
 
 MODES: dict[str, Search] = {
     "auto": auto.search,
-    "sharding_propagation": propagation.search,
+    "sharding_propagation": seeds.search,
     "dynamic_programming": dynamic.search,
     "recursive_programming": recursive.search,
 }

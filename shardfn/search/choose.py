@@ -11,6 +11,7 @@ import numpy as np
 
 from shardfn.graph.model import Flow, Graph, Op, Pin, Spec
 from shardfn.search import plain, propagation
+from shardfn.search.filters import keeps
 from shardfn.search.grid import Axes, merged
 from shardfn.search.labelling import Labelling, Table, peak_of
 from shardfn.search.problem import Answer, Candidate, Pins, Problem, objective
@@ -62,7 +63,8 @@ def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend = 
                 made = candidate(problem, other)
                 rated.append((objective(made.price, problem), made, other))
     if len(problem.graph.ops) <= PLAIN or not rated:
-        rated += [(objective(c.price, problem), c, None) for c in plain.candidates(problem, problem.level == 1)]
+        rated += [(objective(c.price, problem), c, None) for c in plain.candidates(problem, problem.level == 1)
+                  if keeps(problem.flow(c.axes, c.specs, c.pins), problem.algorithm)]  # fmt: skip
     if not rated:
         return propagation.search(problem)
     rated.sort(key=lambda r: r[0])
@@ -135,8 +137,8 @@ def let_go(problem: Problem, best: Candidate) -> Candidate:
         return best
     aim = objective(best.price, problem)
     alone = dataclasses.replace(best, pins={}, price=problem.price(best.axes, best.specs, {}))
-    if objective(alone.price, problem) <= aim:
-        return alone
+    if objective(alone.price, problem) <= aim and not problem.algorithm.fully_use_devices:
+        return alone  # but for that rule, which propagation does not know
     if len(problem.graph.ops) > PLAIN:  # a further flow costs more than the pins do
         return best
     agreed = agreeing(problem.graph, problem.flow(best.axes, best.specs, {}), best.pins)

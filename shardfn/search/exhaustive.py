@@ -1,7 +1,8 @@
 """The cheapest labelling by trying everything: what the tests hold the solver against, and no part of any search.
 
 Depth first, one node after the other, and back as soon as what is spent and the least that the rest can cost are no less
-than the best so far. It shares no code with `search.solve`.
+than the best so far, or where the labels that the rest can see were met before at no more. It shares no code with
+`search.solve`.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ NEAR = 1e-12
 
 @dataclasses.dataclass(frozen=True)
 class Best:
-    """The cheapest labels with their cost, none and infinite where nothing is allowed; `steps` labels were tried."""
+    """The cheapest labels with their cost, none and infinite where there is none; `steps` labels were tried."""
 
     choice: tuple[int, ...]
     cost: float
     steps: int
 
 
-def exhaustive(problem: Labelling, most: int = STEPS) -> Best:
-    """The cheapest labelling within the limit; tables are of one or two nodes.
+def exhaustive(problem: Labelling, below: float = math.inf, most: int = STEPS) -> Best:
+    """The cheapest labelling that costs less than `below`, within the limit; tables are of one or two nodes.
 
     Raises:
       ShardError: `most` labels were tried and there is more to try, or a table is of more nodes.
@@ -45,16 +46,25 @@ def exhaustive(problem: Labelling, most: int = STEPS) -> Best:
     costs, later = _towards_first([own[v] for v in order], _placed(pairs, order))
     held, extra = _held(problem, order)
     least = math.fsum(cost.min(initial=math.inf) for cost in costs)
-    stack: list[tuple[int, tuple, float, list[Array], float, Array]] = [(0, (), 0.0, costs, least, held)]
-    cost, taken, steps = math.inf, (), 0
+    seen = _seen(later)
+    stack: list[tuple[tuple[int, ...], float, list[Array], float, Array]] = [((), 0.0, costs, least, held)]
+    met: dict[tuple[int, ...], float] = {}
+    cost, steps = below, 0
+    taken: tuple[int, ...] | None = None
     while stack:
-        depth, labels, spent, rows, rest, alive = stack.pop()
+        labels, spent, rows, rest, alive = stack.pop()
+        depth = len(labels)
         bound = spent + rest
         if math.isinf(bound) or bound >= cost - NEAR * abs(bound) or alive.max(initial=0.0) > problem.limit:
             continue
         if depth == len(order):
             cost, taken = spent, labels
             continue
+        if not extra:  # what is held depends on all labels before
+            view = (depth, *(labels[place] for place in seen[depth]))
+            if met.get(view, math.inf) <= spent:
+                continue
+            met[view] = spent
         row = rows[depth]
         for label in np.argsort(-row, kind="stable").tolist():  # the cheapest last, to be tried first
             if not math.isfinite(row[label]):
@@ -69,15 +79,13 @@ def exhaustive(problem: Labelling, most: int = STEPS) -> Best:
                 after[place] = rows[place] + table[label]
                 left += after[place].min() - rows[place].min()
             more = alive + extra[depth][label] if extra else alive
-            stack.append((depth + 1, (label, labels), spent + row[label], after, left, more))
-    if math.isinf(cost):
-        return Best((), cost, steps)
-    choice = [0] * len(order)
-    for v in reversed(order):
-        choice[v], taken = taken
-    total = [own[v][label] for v, label in enumerate(choice)]
+            stack.append(((*labels, label), spent + row[label], after, left, more))
+    if taken is None:
+        return Best((), math.inf, steps)
+    choice = dict(zip(order, taken, strict=True))
+    total = [own[v][label] for v, label in choice.items()]
     total += [table[choice[a], choice[b]] for (a, b), table in pairs.items()]
-    return Best(tuple(choice), math.fsum(total), steps)
+    return Best(tuple(choice[v] for v in range(len(order))), math.fsum(total), steps)
 
 
 Pairs = Mapping[tuple[int, int], Array]
@@ -100,19 +108,23 @@ def _merged(problem: Labelling) -> tuple[list[Array], Pairs]:
 
 
 def _order(own: list[Array], pairs: Pairs) -> list[int]:
-    """The nodes, each next one that with the most neighbours before it."""
+    """The nodes, each next one that leaves the fewest before it with neighbours to come."""
     near: list[set[int]] = [set() for _ in own]
     for a, b in pairs:
         near[a].add(b)
         near[b].add(a)
-    before = [0] * len(own)
     left, order = set(range(len(own))), []
+    open_: set[int] = set()
+
+    def opened(v: int) -> int:
+        return sum(not near[w].isdisjoint(left - {v}) for w in open_ | {v})
+
     while left:
-        v = max(left, key=lambda v: (before[v], len(near[v]), -v))
+        around = {w for v in open_ for w in near[v]} & left
+        v = min(around or left, key=lambda v: (opened(v), -len(near[v] & open_), v))
         left.remove(v)
         order.append(v)
-        for w in near[v]:
-            before[w] += 1
+        open_ = {w for w in open_ | {v} if not near[w].isdisjoint(left)}
     return order
 
 
@@ -124,6 +136,12 @@ def _placed(pairs: Pairs, order: list[int]) -> list[dict[int, Array]]:
         first, second, cost = (at[a], at[b], table) if at[a] < at[b] else (at[b], at[a], table.T)
         later[first][second] = cost
     return later
+
+
+def _seen(later: list[dict[int, Array]]) -> list[list[int]]:
+    """At each depth the places before it that have a table with a later one."""
+    last = [max(tables, default=-1) for tables in later]
+    return [[place for place in range(depth) if last[place] >= depth] for depth in range(len(later))]
 
 
 def _towards_first(costs: list[Array], later: list[dict[int, Array]]) -> tuple[list[Array], list[dict[int, Array]]]:

@@ -29,8 +29,8 @@ SCATTERED, SCATTERED_LAST = 1, 2
 
 @dataclasses.dataclass
 class Node:
-    """Something to decide: [labels, axes] of what each axis cuts (`forms.op_codes` for an op), and per label, summed over the ops that follow it, FLOPs and
-    seconds of work, bytes and seconds of communication, and bytes held by arguments."""
+    """Something to decide: [labels, axes] of what each axis cuts (`forms.op_codes` for an op), and per label, summed over
+    the ops that follow it, FLOPs and seconds of work, bytes and seconds of communication, and bytes held by arguments."""
 
     labels: Array
     flops: Array

@@ -181,6 +181,9 @@ def names_nothing(ask: Ask) -> bool:
     return bool(paths) and not {*paths} <= {*ask.case.shapes}
 
 
+OTHER_SEARCHES = ("dynamic_programming", "recursive_programming")
+
+
 def level_out_of_range(ask: Ask) -> bool:
     level = ask.kwargs.get("level", 0)
     return isinstance(level, int) and (isinstance(level, bool) or level not in (0, 1, 2))
@@ -230,6 +233,10 @@ ROWS = (
     Row(
         "no such parameter", lambda ask: ask.case.accepted and names_nothing(ask), REFUSES,
         "MindSpore warns of a plan for a parameter that does not exist, and goes on without it",
+    ),
+    Row(
+        "any search", lambda ask: not ask.case.accepted and ask.case.ctx.get("search_mode") in OTHER_SEARCHES, ACCEPTS,
+        "MindSpore's shard goes with sharding_propagation only; here every search keeps the cuts that are given",
     ),
     Row(
         "no such level", lambda ask: ask.case.accepted and level_out_of_range(ask), REFUSES,

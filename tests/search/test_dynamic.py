@@ -1,6 +1,4 @@
-"""The exact search: its model against enumeration, and its plans against the simple policy's."""
-
-import itertools
+"""The exact search: the price of changing a layout, and its plans against the simple policy's."""
 
 import jax
 import jax.numpy as jnp
@@ -9,64 +7,22 @@ import pytest
 
 import shardfn
 from examples.models import abstract, attention, mlp
-from shardfn.cost.hardware import CHIPS
-from shardfn.search import dynamic, propagation
-from shardfn.search.labelling import cost_of
-from shardfn.search.problem import Problem
-from shardfn.search.solve import solve
-from shardfn.search.strategies import Grid, build, change, value_labels
-from shardfn.trace import trace
+from shardfn.cost.hardware import resolve
+from shardfn.search.forms import value_labels
+from shardfn.search.grid import Grid, change
+from shardfn.search.problem import objective
+from tests.search.asking import S, problem_of, two_layers
 
-S = jax.ShapeDtypeStruct
-H100 = CHIPS["h100"]
-
-
-def two_layers(x, w1, w2):
-    return jax.nn.relu(x @ w1) @ w2
-
-
-def looped(x, w):
-    return jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=4)[0].sum()
-
-
-PROGRAMS = {
-    "matmul": (jnp.matmul, (S((8, 4), jnp.float32), S((4, 8), jnp.float32))),
-    "two layers": (two_layers, (S((8, 4), jnp.float32), S((4, 8), jnp.float32), S((8, 4), jnp.float32))),
-    "scan": (looped, (S((8, 4), jnp.float32), S((4, 4), jnp.float32))),
-    "gradient": (jax.grad(lambda w, x: jnp.tanh(x @ w).sum()), (S((4, 4), jnp.float32), S((8, 4), jnp.float32))),
-}
-
-
-def problem_of(graph, inputs, level=2, devices=4):
-    shapes = tuple(graph.values[v].shape for v in inputs)
-    return Problem(
-        tuple(map(str, inputs)), shapes, ((),) * len(inputs), {}, (), (None,) * len(inputs), devices, level,
-        lambda axes, specs: None, graph, H100, inputs, {}, {},
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("level", [0, 1, 2])
-def test_the_optimum_is_that_of_enumeration(name, level):
-    function, args = PROGRAMS[name]
-    traced = trace(function, args, (), "cpu")
-    space = build(traced.graph, Grid((2,), H100), ("a",), {}, {}, {})
-    labels = dynamic.labelling_of(space, problem_of(traced.graph, traced.inputs, level))
-    count = np.prod([len(c) for c in labels.costs], dtype=float)
-    if count > 200_000:
-        pytest.skip(f"{count:.0f} labellings are too many to list")
-    best = min(cost_of(labels, choice) for choice in itertools.product(*(range(len(c)) for c in labels.costs)))
-    found = solve(labels)
-    assert found.proved
-    assert found.cost == pytest.approx(best)
+EXACT = {"search_mode": "dynamic_programming"}
 
 
 def test_changing_a_layout_costs_what_its_collectives_cost():
-    grid = Grid((4,), H100)
+    grid = Grid.on(resolve("h100:4"), (("a", 4),))
     labels = value_labels((8, 8), grid.sizes)  # whole, rows, columns
-    sent, _ = change(labels, labels, 256.0, grid)
+    sent, seconds = change(labels, labels, 256.0, grid)
     assert labels.tolist() == [[-1], [0], [1]]
     assert sent.tolist() == [[0, 0, 0], [192, 0, 48], [192, 48, 0]]
+    assert (seconds > 0).tolist() == (sent > 0).tolist()
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
@@ -74,27 +30,58 @@ def test_changing_a_layout_costs_what_its_collectives_cost():
 def test_the_plan_is_never_worse_than_the_simple_policys(make, level):
     function, args = abstract(make)
     options = {"device": "h100:8", "level": level}
-    simple = shardfn.plan(function, *args, **options)
-    exact = shardfn.plan(function, *args, search_mode="dynamic_programming", **options)
-    rate = lambda plan: propagation.objective(plan.price, problem_of(plan.flow.graph, (), level))  # noqa: E731
-    assert rate(exact) <= rate(simple)
-    assert exact == shardfn.plan(function, *args, search_mode="dynamic_programming", **options)  # deterministic
+    simple = shardfn.plan(function, *args, search_mode="sharding_propagation", **options)
+    exact = shardfn.plan(function, *args, **EXACT, **options)
+    problem = problem_of(function, args, device="h100:8", level=level)
+    assert objective(exact.price, problem) <= objective(simple.price, problem)
+    assert exact == shardfn.plan(function, *args, **EXACT, **options)  # deterministic
 
 
 def test_parameters_are_cut_for_memory_and_whole_for_time():
     args = (S((8192, 1024), jnp.float32), S((1024, 4096), jnp.float32), S((4096, 1024), jnp.float32))
-    options = {"device": "h100:8", "search_mode": "dynamic_programming"}
-    least, fastest = (shardfn.plan(two_layers, *args, level=level, **options) for level in (1, 2))
+    least, fastest = (shardfn.plan(two_layers, *args, level=level, device="h100:8", **EXACT) for level in (1, 2))
     assert all(np.prod(d.cuts) == 8 for d in least.inputs)
     assert least.price.memory.peak < fastest.price.memory.peak
     assert least.price.time_s > fastest.price.time_s
-    assert "proved" in least.policy
+
+
+def test_what_is_proved_is_said():
+    args = (S((64, 8192), jnp.float32), S((8192, 32768), jnp.float32), S((32768, 8192), jnp.float32))
+    made = shardfn.plan(two_layers, *args, level=2, device="h100:8", **EXACT)
+    assert "proved under the cost model" in made.policy
+    assert made.gap == 0
 
 
 def test_a_users_cut_is_kept_and_the_values_are_right():
     x, w1, w2 = jnp.ones((16, 8)), jnp.ones((8, 32)) * 0.1, jnp.ones((32, 8))
-    function = shardfn.shard(two_layers, (shardfn.AUTO, (1, 4), shardfn.AUTO), search_mode="dynamic_programming")
+    function = shardfn.shard(two_layers, (shardfn.AUTO, (1, 4), shardfn.AUTO), **EXACT)
     np.testing.assert_allclose(function(x, w1, w2), two_layers(x, w1, w2), rtol=1e-5)
     made = function.plan(x, w1, w2)
     assert made.decision("w1").cuts == (1, 4)
     assert made.decision("w1").source == "you"
+
+
+def test_a_users_grid_is_kept():
+    args = (S((64, 8), jnp.float32), S((8, 64), jnp.float32), S((64, 8), jnp.float32))
+    grid = shardfn.Layout((4, 2), ("rows", "columns"))
+    made = shardfn.plan(two_layers, *args, in_strategy=(grid("rows", "None"), shardfn.AUTO, shardfn.AUTO),
+                        device="h100:8", level=2, **EXACT)  # fmt: skip
+    assert made.axes == (("rows", 4), ("columns", 2))
+    assert made.inputs[0].cuts == (4, 1)
+
+
+@pytest.mark.parametrize("devices", [6, 7, 12])
+def test_any_number_of_devices(devices):
+    args = (S((84, 36), jnp.float32), S((36, 84), jnp.float32), S((84, 36), jnp.float32))
+    made = shardfn.plan(two_layers, *args, device=f"h100:{devices}", level=2, **EXACT)
+    whole = shardfn.plan(two_layers, *args, device="h100:1")
+    assert made.price.flops == pytest.approx(whole.price.flops / devices, rel=0.01)
+    assert np.prod(made.device_matrix) == devices
+
+
+def test_a_tiny_time_limit_still_answers():
+    function, args = abstract(mlp.make, batch=64, d_in=64, d_hidden=64, d_out=64, train=True)
+    for mode in ("dynamic_programming", "recursive_programming", "auto"):
+        made = shardfn.plan(function, *args, device="h100:8", level=2, search_mode=mode, time_limit=1e-3)
+        assert all(np.prod(d.cuts) <= 8 for d in made.inputs)
+        assert any(np.prod(d.cuts) > 1 for d in made.inputs)

@@ -26,7 +26,9 @@ def cut_of_batch(config):
 @pytest.mark.parametrize("train", [False, True], ids=["forward", "gradients"])
 def test_one_seed_gives_every_block_tensor_and_data_parallel(train):
     function, args = program(mindspore.TRANSFORMER, train)
-    made = shardfn.plan(function, *args, parameter_plan=SEED, search_mode="sharding_propagation", level=2, device=DEVICE)
+    made = shardfn.plan(
+        function, *args, parameter_plan=SEED, search_mode="sharding_propagation", level=2, device=DEVICE
+    )
     assert made.decision("params/0/q").source == "you"
     cuts = {d.path: d.cuts for d in made.inputs}
     assert {f"params/{i}/{name}": cuts[f"params/{i}/{name}"] for i in range(4) for name in BLOCK} == {

@@ -1,0 +1,54 @@
+"""A memory limit that an answer does not keep: the answer of least memory, or the error that says what holds it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from shardfn.errors import StrategyError, fail
+from shardfn.graph.model import Flow
+from shardfn.search.problem import Answer, Problem, Search
+
+NAMED = 4
+"""Tensors that an error names."""
+
+
+def within_limit(problem: Problem, answer: Answer, search: Search) -> Answer:
+    """An answer whose flow holds at most the problem's memory limit: the one given, or else the one of least memory.
+
+    Raises:
+      StrategyError: even that one holds more.
+    """
+    if _peak(problem, answer) <= problem.memory_limit:
+        return answer
+    least = answer
+    if problem.is_open and problem.level != 1:
+        least = search(dataclasses.replace(problem, level=1))
+        if _peak(problem, least) > _peak(problem, answer):
+            least = answer
+    if _peak(problem, least) <= problem.memory_limit:
+        return dataclasses.replace(least, policy=f"{least.policy}; least memory, as no faster layout found fits the limit")
+    flow = problem.flow(least.axes, least.specs, least.pins)
+    price = problem.price(least.axes, least.specs, least.pins)
+    memory = price.memory
+    fail(StrategyError, f"no layout found holds at most {problem.memory_limit:,.0f} bytes per device",
+         where=f"memory_limit = {problem.memory_limit:,.0f}",
+         why=f"the least found is {memory.peak:,} bytes: {memory.arguments:,} of arguments, {memory.results:,} of results "
+             f"({memory.donated:,} in the place of donated arguments) and {memory.temporaries:,} in between; the largest: "
+             + "; ".join(_largest(problem, flow)),
+         fix="use more devices, a smaller batch, donate_argnums for what is given back, jax.checkpoint for what is kept for "
+             f"the backward pass, or memory_limit={memory.peak}")  # fmt: skip
+
+
+def _peak(problem: Problem, answer: Answer) -> int:
+    return problem.price(answer.axes, answer.specs, answer.pins).memory.peak
+
+
+def _largest(problem: Problem, flow: Flow) -> list[str]:
+    names = {v: f"`{name}`" for v, name in zip(flow.graph.inputs[-len(problem.names) :], problem.names, strict=True)}
+    for op in flow.graph.ops:
+        for v in op.outputs:
+            names.setdefault(v, f"{op.name} at {op.where}" if op.where else op.name)
+    sizes: dict[str, int] = {}
+    for v, name in names.items():
+        sizes[name] = max(sizes.get(name, 0), flow.local_bytes(v))
+    return [f"{name} {sizes[name]:,} bytes" for name in sorted(sizes, key=lambda n: (-sizes[n], n))[:NAMED]]

@@ -1,0 +1,46 @@
+"""The solver's optimum of a function's choices is that of trying all of them."""
+
+import pytest
+
+from examples.models.families import FAMILIES
+from shardfn.search.exhaustive import exhaustive
+from shardfn.search.labelling import cost_of
+from shardfn.search.solve import solve
+from tests.search.asking import PROGRAMS, choices, problem_of, random_program
+
+GRIDS = {"4": (("a", 4),), "2x2": (("a", 2), ("b", 2))}
+
+WIDE = {"gpt2", "gpt2 scanned", "llama", "vit", "moe", "t5"}
+"""Families that are too large to try on two axes, with 81 to 100 labels for each of 138 to 282 nodes: on one only."""
+
+
+@pytest.mark.parametrize("axes", GRIDS.values(), ids=GRIDS)
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_of_small_programs(name, level, axes):
+    labels = choices(problem_of(*PROGRAMS[name], level=level), axes)
+    found = solve(labels)
+    assert found.proved
+    assert found.cost == pytest.approx(exhaustive(labels).cost, rel=1e-9)
+
+
+@pytest.mark.parametrize("start", range(0, 200, 20))
+def test_of_200_random_programs(start):
+    for seed in range(start, start + 20):
+        function, args, steps = random_program(seed)
+        problem = problem_of(function, args, level=2 * (seed % 3 != 0))
+        for axes in GRIDS.values():
+            labels = choices(problem, axes)
+            found = solve(labels)
+            assert found.proved, (seed, steps)
+            assert found.cost == pytest.approx(exhaustive(labels).cost, rel=1e-9), (seed, steps)
+
+
+@pytest.mark.parametrize(("name", "grid"), [(n, g) for n in FAMILIES for g in GRIDS if g == "4" or n not in WIDE])
+def test_of_every_familys_tiny_size(name, grid):
+    problem = problem_of(*FAMILIES[name].on_paper(FAMILIES[name].tiny))
+    labels = choices(problem, GRIDS[grid])
+    found = solve(labels)
+    assert found.proved
+    assert cost_of(labels, found.choice) == found.cost
+    assert exhaustive(labels, below=found.cost * (1 - 1e-9), most=500_000).choice == ()

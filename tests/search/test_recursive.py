@@ -1,0 +1,95 @@
+"""The recursive search: any number of devices, the user's grid, no collapse to data parallel, linear in the ops."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardfn
+from examples.models import abstract, attention, mlp
+from shardfn.search import recursive
+from shardfn.search.problem import objective
+from tests.search.asking import S, problem_of, two_layers
+
+RECURSIVE = {"search_mode": "recursive_programming"}
+WIDE = (S((64, 8192), jnp.float32), S((8192, 32768), jnp.float32), S((32768, 8192), jnp.float32))
+"""Large weights and a small batch: cutting the weights is right."""
+
+
+def step(x, w1, w2):
+    return jax.grad(lambda w: (two_layers(x, *w) ** 2).mean())((w1, w2))
+
+
+@pytest.mark.parametrize("devices", [6, 7, 12, 64])
+def test_any_number_of_devices(devices):
+    args = (S((5376, 192), jnp.float32), S((192, 5376), jnp.float32), S((5376, 192), jnp.float32))
+    made = shardfn.plan(two_layers, *args, device=f"h100:{devices}", level=2, **RECURSIVE)
+    whole = shardfn.plan(two_layers, *args, device="h100:1")
+    assert math.prod(made.device_matrix) == devices
+    assert made.price.flops == pytest.approx(whole.price.flops / devices, rel=0.01)
+
+
+def test_the_users_grid_stays():
+    grid = shardfn.Layout((4, 2), ("rows", "columns"))
+    made = shardfn.plan(two_layers, *WIDE, in_strategy=(grid("rows", "None"), shardfn.AUTO, shardfn.AUTO),
+                        device="h100:8", level=2, **RECURSIVE)  # fmt: skip
+    assert made.axes == (("rows", 4), ("columns", 2))
+    assert (made.inputs[0].cuts, made.inputs[0].source) == ((4, 1), "you")
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("devices", [8, 64])
+@pytest.mark.parametrize("make", [mlp.make, attention.make], ids=["mlp", "attention"])
+def test_never_worse_than_data_parallel(make, devices, level):
+    sizes = {"batch": 64, "train": True} if make is mlp.make else {"batch": 64}
+    function, args = abstract(make, **sizes)
+    options = {"device": f"h100:{devices}", "level": level}
+    batch = args[-1].shape
+    cuts = [(devices, *(1,) * (len(a.shape) - 1)) if a.shape == batch else (1,) * len(a.shape)
+            for a in jax.tree.leaves(args)]  # fmt: skip
+    entries = tuple(jax.tree.unflatten(jax.tree.structure(args), cuts))
+    parallel = shardfn.plan(function, *args, in_strategy=entries, **options)
+    made = shardfn.plan(function, *args, **RECURSIVE, **options)
+    problem = problem_of(function, args, device=f"h100:{devices}", level=level)
+    assert objective(made.price, problem) <= objective(parallel.price, problem)
+
+
+@pytest.mark.parametrize("program", [two_layers, step], ids=["forward", "gradients"])
+def test_no_collapse_to_data_parallel(program):
+    made = shardfn.plan(program, *WIDE, device="h100:8", level=2, **RECURSIVE)
+    parallel = shardfn.plan(program, *WIDE, in_strategy=((8, 1), (1, 1), (1, 1)), device="h100:8", level=2)
+    assert made.decision("w1").cuts == (1, 8)
+    assert made.decision("w2").cuts == (8, 1)
+    assert made.price.time_s < parallel.price.time_s / 2
+
+
+def deep(layers):
+    def function(x, *ws):
+        for w in ws:
+            x = jax.nn.relu(x @ w)
+        return x
+
+    return problem_of(function, (S((64, 64), jnp.float32), *(S((64, 64), jnp.float32),) * layers), device="h100:64")
+
+
+def test_labels_looked_at_are_linear_in_the_ops_and_few(monkeypatch):
+    def looked_at(layers):
+        problem, count = deep(layers), 0
+        on_grid = recursive.on_grid
+
+        def counting(*args):
+            nonlocal count
+            for found in on_grid(*args):
+                count += sum(len(cost) for cost in found.labels.costs)
+                yield found
+
+        monkeypatch.setattr(recursive, "on_grid", counting)
+        axes = tuple((f"x{i}", 2) for i in range(6))
+        assert recursive.divided(problem, axes, 2) is not None
+        monkeypatch.undo()
+        return count
+
+    few, more, most = looked_at(4), looked_at(8), looked_at(16)
+    assert most - more == pytest.approx(2 * (more - few), rel=0.5)
+    assert most / 16 < 18 * 4 * 10, "axes decided x nodes of a layer x labels of one axis"

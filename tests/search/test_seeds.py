@@ -1,0 +1,102 @@
+"""Sharding propagation: the user's cuts spread with the least redistribution."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardfn
+from examples.models import abstract, gpt2
+from shardfn import AUTO
+from shardfn.search import propagation, seeds
+from shardfn.search.problem import objective
+
+S = jax.ShapeDtypeStruct
+HERE = {"device": "h100:8", "search_mode": "sharding_propagation", "level": 2}
+
+
+def ffn(x, params):
+    for w1, w2 in params:
+        x = x + jax.nn.relu(x @ w1) @ w2
+    return x
+
+
+def shapes(layers, rows=8192, width=1024, hidden=4096):
+    f32 = jnp.float32
+    return S((rows, width), f32), [(S((width, hidden), f32), S((hidden, width), f32))] * layers
+
+
+def looped(x, params):
+    return jax.lax.scan(lambda x, w: (x + jax.nn.relu(x @ w[0]) @ w[1], None), x, params)[0]
+
+
+def cuts(made):
+    return [d.cuts for d in made.inputs]
+
+
+def test_the_seed_of_the_first_layer_reaches_the_last():
+    x, params = shapes(3)
+    made = shardfn.plan(ffn, x, params, parameter_plan={"params/0/0": (1, 4)}, **HERE)
+    assert cuts(made) == [(2, 1)] + [(1, 4), (4, 1)] * 3
+    assert [d.source for d in made.inputs] == ["propagated", "you"] + ["propagated"] * 5
+    assert {(c.kind, c.axes) for c in made.collectives} == {("all-reduce", ("a",))}
+
+
+@pytest.mark.parametrize("rows", [2, 4, 8])
+def test_a_seed_in_the_middle_is_kept_and_the_work_spread(rows):
+    x, params = shapes(3)
+    made = shardfn.plan(ffn, x, params, parameter_plan={"params/1/1": (rows, 1)}, **HERE)
+    assert made.decision("params/1/1").cuts == (rows, 1)
+    assert made.price.flops <= 1.01 * 3 * 2 * 2 * 8192 * 1024 * 4096 / 8
+
+
+def test_data_parallel_stays_data_parallel():
+    x, params = shapes(2)
+    made = shardfn.plan(ffn, x, params, in_strategy=((8, 1), AUTO), **HERE)
+    assert cuts(made) == [(8, 1)] + [(1, 1), (1, 1)] * 2
+    assert made.price.bytes_sent == 0
+
+
+@pytest.mark.parametrize("seed", [{"x": (8, 1)}, {"x": (2, 1), "params/0": (1, 1, 4)}, {"params/1": (1, 4, 2)}])
+def test_loops(seed):
+    x, params = shapes(1)
+    stacked = jax.tree.map(lambda leaf: S((4, *leaf.shape), leaf.dtype), tuple(params[0]))
+    made = shardfn.plan(looped, x, stacked, parameter_plan=seed, **HERE)
+    for path, said in seed.items():
+        assert made.decision(path).cuts == said
+    assert made.price.flops < 1.1 * 4 * 2 * 2 * 8192 * 1024 * 4096 / 8, "the work is spread over all devices"
+
+
+def test_the_answer_is_never_worse_than_following_the_classes():
+    asked = []
+
+    def both(problem):
+        answers = [seeds.search(problem), propagation.search(problem)]
+        asked.append([objective(problem.price(a.axes, a.specs, a.pins), problem) for a in answers])
+        return answers[0]
+
+    function, args = abstract(gpt2.make, gpt2.Config(layers=1))
+    shardfn.register_search("both", both)
+    try:
+        for seed in (
+            {"tokens": (8, 1)},
+            {"params/blocks/0/mlp/w1": (1, 4)},
+            {"params/tokens": (2, 1), "tokens": (4, 1)},
+        ):
+            for level in (0, 1, 2):
+                shardfn.plan(function, *args, parameter_plan=seed, device="h100:8", level=level, search_mode="both")
+    finally:
+        shardfn.search.forget("both")
+    assert len(asked) == 9
+    assert all(mine <= plain for mine, plain in asked)
+    assert any(mine < plain for mine, plain in asked), "spreading is of some use"
+
+
+def test_values_are_right_and_plans_the_same_each_time():
+    key = jax.random.key(0)
+    x = jax.random.normal(key, (16, 32))
+    params = [(jax.random.normal(key, (32, 64)) / 8, jax.random.normal(key, (64, 32)) / 8)] * 2
+    options = {"parameter_plan": {"params/0/0": (1, 4)}, "search_mode": "sharding_propagation", "level": 2}
+    sharded = shardfn.shard(ffn, **options)
+    np.testing.assert_allclose(sharded(x, params), ffn(x, params), rtol=1e-4, atol=1e-5)
+    assert sharded.plan(x, params) == shardfn.shard(ffn, **options).plan(x, params)
