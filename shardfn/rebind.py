@@ -65,6 +65,8 @@ def bind_one(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
 def equations(jaxpr: Any, start: int = 0, is_reached: bool = True) -> Iterator[tuple[int, Any, bool]]:
     """All equations of a jaxpr, each before those inside it: number, equation, whether all around it can be opened."""
     for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _UNCOUNTED:
+            continue
         yield start, eqn, is_reached
         start += 1
         for inside in inner(eqn):
@@ -72,8 +74,16 @@ def equations(jaxpr: Any, start: int = 0, is_reached: bool = True) -> Iterator[t
             start += _size(inside)
 
 
+_UNCOUNTED = frozenset({"reshard", "mesh_cast"})
+"""What JAX puts in where an argument comes with a mesh: the same function traces with it or without."""
+
+
 def _size(jaxpr: Any) -> int:
-    return sum(1 + sum(map(_size, inner(eqn))) for eqn in jaxpr.eqns)
+    return sum(map(_count, jaxpr.eqns))
+
+
+def _count(eqn: Any) -> int:
+    return 0 if eqn.primitive.name in _UNCOUNTED else 1 + sum(map(_size, inner(eqn)))
 
 
 def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], how: How, number: int) -> list[Any]:
@@ -85,7 +95,9 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], how: How, 
     for eqn in jaxpr.eqns:
         inputs = [read(v) for v in eqn.invars]
         opened = _OPEN.get(eqn.primitive.name)
-        if how.wanted(eqn, number):
+        if eqn.primitive.name in _UNCOUNTED:
+            outputs = bind_one(eqn, inputs)
+        elif how.wanted(eqn, number):
             outputs = how.bind(eqn, inputs, number)
         elif opened is not None and _holds(eqn, number, how):
             outputs = opened(eqn, inputs, how, number + 1)
@@ -94,7 +106,7 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], how: How, 
                 how.unreached(eqn)
             outputs = bind_one(eqn, inputs)
         env.update(zip(eqn.outvars, outputs, strict=True))
-        number += 1 + sum(map(_size, inner(eqn)))
+        number += _count(eqn)
     return [read(v) for v in jaxpr.outvars]
 
 

@@ -181,7 +181,10 @@ def names_nothing(ask: Ask) -> bool:
     return bool(paths) and not {*paths} <= {*ask.case.shapes}
 
 
-OTHER_SEARCHES = ("dynamic_programming", "recursive_programming")
+def another_search(ask: Ask) -> bool:
+    context = ask.case.ctx
+    is_other = context.get("search_mode") in ("dynamic_programming", "recursive_programming")
+    return is_other and not ask.case.accepted and context.get("pipeline_stages", 1) == 1
 
 
 def level_out_of_range(ask: Ask) -> bool:
@@ -235,8 +238,12 @@ ROWS = (
         "MindSpore warns of a plan for a parameter that does not exist, and goes on without it",
     ),
     Row(
-        "any search", lambda ask: not ask.case.accepted and ask.case.ctx.get("search_mode") in OTHER_SEARCHES, ACCEPTS,
+        "any search", another_search, ACCEPTS,
         "MindSpore's shard goes with sharding_propagation only; here every search keeps the cuts that are given",
+    ),
+    Row(
+        "nothing said", lambda ask: ask.case.accepted and ask.entries is None and ask.out is None and not ask.case.plan,
+        ACCEPTS, "MindSpore's default is data parallel; here what is open is searched",
     ),
     Row(
         "no such level", lambda ask: ask.case.accepted and level_out_of_range(ask), REFUSES,

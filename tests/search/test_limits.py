@@ -1,0 +1,87 @@
+"""Memory limits: how they are written, plans that keep them, and the error where none does."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardfn
+from shardfn.amounts import bytes_of
+from shardfn.errors import Problem, ShardError
+from tests.search.asking import S, two_layers
+
+ARGS = S((64, 1024), jnp.float32), S((1024, 4096), jnp.float32), S((4096, 1024), jnp.float32)
+TRAINED = {"device": "h100:8", "donate_argnums": (0, 1)}
+
+
+def step(w1, w2, x):
+    grads = jax.grad(lambda w: (two_layers(x, *w) ** 2).mean())((w1, w2))
+    return w1 - 0.1 * grads[0], w2 - 0.1 * grads[1]
+
+
+STEP = ARGS[1], ARGS[2], S((64, 1024), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [
+        ("14GiB", 14 * 2**30),
+        ("1.5 kB", 1500),
+        ("16gb", 16e9),
+        (" 3 TiB ", 3 * 2**40),
+        ("512", 512),
+        ("1e3MB", 1e9),
+        (7, 7),
+    ],
+)
+def test_amounts(text, amount):
+    assert bytes_of(text, "memory_limit") == amount
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "12 apples", "1,5GB", 0, -3, float("nan")])
+def test_what_is_no_amount(text):
+    found = bytes_of(text, "memory_limit")
+    assert isinstance(found, Problem) and not found.is_type
+    with pytest.raises(ShardError, match="memory_limit") as error:
+        shardfn.shard(two_layers, memory_limit=text)
+    assert "14GiB" in str(error.value)
+
+
+@pytest.mark.parametrize("value", [True, [1], None, b"1GiB"])
+def test_what_is_not_even_a_number(value):
+    found = bytes_of(value, "memory_limit")
+    assert isinstance(found, Problem) and found.is_type
+
+
+@pytest.mark.parametrize("mode", ["auto", "dynamic_programming", "recursive_programming"])
+@pytest.mark.parametrize("level", [0, 2])
+def test_a_limit_that_data_parallel_does_not_keep(mode, level):
+    parallel = shardfn.plan(step, *STEP, in_strategy=((1, 1), (1, 1), (8, 1)), level=level, **TRAINED)
+    limit = 0.6 * parallel.price.memory.peak
+    made = shardfn.plan(step, *STEP, level=level, search_mode=mode, memory_limit=limit, **TRAINED)
+    assert made.price.memory.peak <= limit < parallel.price.memory.peak
+    assert "it may not fit" not in str(made.findings)
+
+
+@pytest.mark.parametrize("mode", ["auto", "recursive_programming"])
+def test_a_limit_that_nothing_keeps(mode):
+    with pytest.raises(ShardError, match=r"at most 1,000,000 bytes per device") as error:
+        shardfn.plan(two_layers, *ARGS, level=2, search_mode=mode, memory_limit="1MB", device="h100:8")
+    text = str(error.value)
+    least = int(re.search(r"the least found is ([\d,]+) bytes", text)[1].replace(",", ""))
+    assert least > 1e6
+    assert "`w1` " in text and "`w2` " in text, "the largest tensors are named"
+    made = shardfn.plan(two_layers, *ARGS, level=2, search_mode=mode, memory_limit=least, device="h100:8")
+    assert made.price.memory.peak <= least
+
+
+def test_cuts_that_the_user_gave_are_not_weakened_for_a_limit():
+    with pytest.raises(ShardError, match="memory_limit"):
+        shardfn.plan(two_layers, *ARGS, in_strategy=((8, 1), (1, 1), (1, 1)), memory_limit="20MB", device="h100:8")
+
+
+def test_what_the_device_has_is_a_finding_not_an_error():
+    args = S((64, 2**17), jnp.float32), S((2**17, 2**18), jnp.float32), S((2**18, 2**17), jnp.float32)
+    made = shardfn.plan(two_layers, *args, level=2, device="h100:2")
+    assert any("it may not fit" in finding for finding in made.findings)

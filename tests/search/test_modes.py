@@ -1,0 +1,166 @@
+"""What holds in every search mode: a user's cut stays, values stay, the same plan twice; and searches of one's own."""
+
+import itertools
+import os
+import pathlib
+import subprocess
+import sys
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardfn
+from shardfn import AUTO, search
+from shardfn.errors import ContextError, ContextTypeError
+from tests.search.asking import S, looped, two_layers
+
+MODES = ("auto", "sharding_propagation", "dynamic_programming", "recursive_programming")
+RNG = np.random.default_rng(0)
+
+
+def randn(*shape):
+    return jnp.asarray(RNG.normal(size=shape) / shape[-1] ** 0.5, jnp.float32)
+
+
+def attention(x, q, k, v):
+    scores = jax.nn.softmax(jnp.einsum("bsd,dhe,bte,teh->bhst", x, q, x @ k, v[:, :, : q.shape[1]]), axis=-1)
+    return jnp.einsum("bhst,btd->bshd", scores, x)
+
+
+def step(w1, w2, x):
+    grads = jax.grad(lambda w: (two_layers(x, *w) ** 2).mean())((w1, w2))
+    return w1 - 0.1 * grads[0], w2 - 0.1 * grads[1]
+
+
+PROGRAMS = {
+    "two layers": (two_layers, {"x": randn(16, 8), "w1": randn(8, 32), "w2": randn(32, 8)}),
+    "training step": (step, {"w1": randn(8, 32), "w2": randn(32, 8), "x": randn(16, 8)}),
+    "scan": (looped, {"x": randn(16, 8), "w": randn(8, 8)}),
+}
+
+
+@st.composite
+def seeds(draw):
+    """A program, and cuts for some of its arguments that stand together on 8 devices."""
+    name = draw(st.sampled_from(sorted(PROGRAMS)))
+    args = PROGRAMS[name][1]
+    legal = {path: [cut for cut in itertools.product((1, 2, 4, 8), repeat=a.ndim)
+                    if 8 % np.prod(cut) == 0 and all(n % c == 0 for n, c in zip(a.shape, cut, strict=True))]
+             for path, a in args.items()}  # fmt: skip
+    chosen = draw(st.lists(st.sampled_from(sorted(args)), unique=True, max_size=len(args)))
+    return name, {path: draw(st.sampled_from(legal[path])) for path in chosen}
+
+
+@hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
+@hypothesis.given(seeds(), st.sampled_from(MODES), st.sampled_from([0, 1, 2]))
+def test_a_users_cut_is_never_overruled(seed, mode, level):
+    name, cuts = seed
+    function, args = PROGRAMS[name]
+    sharded = shardfn.shard(function, parameter_plan=cuts, search_mode=mode, level=level)
+    try:
+        made = sharded.plan(*args.values())
+    except shardfn.errors.StrategyError as error:
+        assert all("hold together" in p.what for p in error.problems), error
+        hypothesis.reject()
+    assert {d.path: d.cuts for d in made.inputs if d.source == "you"} == cuts
+    found, wanted = sharded(*args.values()), function(*args.values())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_result_that_is_given_is_kept(mode):
+    made = shardfn.plan(two_layers, S((16, 8), jnp.float32), S((8, 32), jnp.float32), S((32, 8), jnp.float32),
+                        out_strategy=((2, 4),), search_mode=mode, device="h100:8", level=2)  # fmt: skip
+    assert (made.outputs[0].cuts, made.outputs[0].source) == ((2, 4), "you")
+
+
+def test_auto_is_exact_and_follows_where_nothing_is_open():
+    args = tuple(S(a.shape, a.dtype) for a in PROGRAMS["two layers"][1].values())
+    open_ = shardfn.plan(two_layers, *args, device="h100:8", level=2)
+    assert open_ == shardfn.plan(two_layers, *args, device="h100:8", level=2, search_mode="dynamic_programming")
+    given = shardfn.plan(two_layers, *args, in_strategy=((8, 1), (1, 1), (1, 1)), device="h100:8")
+    assert given.policy.startswith("nothing was open")
+    alone = shardfn.plan(two_layers, *args, in_strategy=(AUTO,) * 3, device="h100:1")
+    assert all(d.cuts == (1, 1) for d in alone.inputs)
+
+
+def test_auto_divides_the_devices_for_what_is_too_large(monkeypatch):
+    args = tuple(S(a.shape, a.dtype) for a in PROGRAMS["two layers"][1].values())
+    monkeypatch.setattr(search.auto, "QUICK", 0)
+    made = shardfn.plan(two_layers, *args, device="h100:8", level=2)
+    assert "recursive search" in made.policy
+
+
+def test_a_search_of_ones_own():
+    seen = []
+
+    def rows(problem):
+        seen.append(problem)
+        specs = tuple(s if s is not None else (("a",), *((),) * (len(shape) - 1))
+                      for s, shape in zip(problem.specs, problem.shapes, strict=True))  # fmt: skip
+        assert problem.price((("a", 8),), specs, {}).flops > 0
+        return search.Answer((("a", 8),), specs, ("rows",) * len(specs), "rows everywhere", runner_up="none")
+
+    search.register("rows", rows)
+    try:
+        sharded = shardfn.shard(two_layers, search_mode="rows")
+        args = PROGRAMS["two layers"][1].values()
+        made = sharded.plan(*args)
+        np.testing.assert_allclose(sharded(*args), two_layers(*args), rtol=1e-4, atol=1e-5)
+        shardfn.set_auto_parallel_context(search_mode="rows")
+        assert shardfn.plan(two_layers, *args).policy == "rows everywhere"
+        shardfn.reset_auto_parallel_context()
+        with pytest.raises(ContextError, match="'rows'"):
+            search.register("rows", rows)
+    finally:
+        shardfn.reset_auto_parallel_context()
+        search.forget("rows")
+    assert seen[0].names == ("x", "w1", "w2") and seen[0].devices == 8
+    assert [d.cuts for d in made.inputs] == [(8, 1)] * 3
+    assert {d.reason for d in made.inputs} == {"rows"}
+    with pytest.raises(ContextError, match="search_mode 'rows' is unknown"):
+        shardfn.plan(two_layers, *args, search_mode="rows")
+
+
+def test_names_that_cannot_be_registered():
+    for name in ("auto", "no name", "", 3, None):
+        with pytest.raises(ContextError, match="cannot be registered"):
+            search.register(name, search.MODES["auto"])
+    with pytest.raises(ContextTypeError, match="must be callable"):
+        search.register("mine", "auto")
+    for name in ("auto", "mine"):
+        with pytest.raises(ContextError, match="no search was registered"):
+            search.forget(name)
+    assert tuple(search.MODES) == MODES
+
+
+PLANS = """
+import hashlib, jax.numpy as jnp
+import shardfn
+from examples.models import abstract, attention
+from tests.search.asking import S, two_layers
+
+for mode in ("auto", "recursive_programming", "sharding_propagation"):
+    for level in (0, 1, 2):
+        args = S((64, 64), jnp.float32), S((64, 256), jnp.float32), S((256, 64), jnp.float32)
+        print(shardfn.plan(two_layers, *args, device="h100:8", level=level, search_mode=mode))
+    function, args = abstract(attention.make)
+    made = shardfn.plan(function, *args, device="tpu-v5e:2x4", level=2, search_mode=mode)
+    print(made, [(c.kind, c.number, c.operands, c.results) for c in made.constraints], made.candidates)
+"""
+
+
+def test_every_process_makes_the_same_plan():
+    root = pathlib.Path(__file__).parent.parent.parent
+    texts = set()
+    for seed in ("1", "2"):
+        env = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run(
+            [sys.executable, "-c", PLANS], env=env, cwd=root, capture_output=True, text=True, check=True
+        )
+        texts.add(done.stdout)
+    assert len(texts) == 1 and "two_layers" in texts.pop()

@@ -1,0 +1,63 @@
+"""The best few plans are compiled, and the best compiled one wins."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardfn
+from shardfn.finalists import Finalist, best
+
+RNG = np.random.default_rng(0)
+X, W1, W2 = (jnp.asarray(RNG.normal(size=shape) / 8, jnp.float32) for shape in ((64, 32), (32, 128), (128, 32)))
+
+
+def mlp(x, w1, w2):
+    return jax.nn.relu(x @ w1) @ w2
+
+
+def step(w1, w2, x):
+    grads = jax.grad(lambda w: (mlp(x, *w) ** 2).mean())((w1, w2))
+    return w1 - 0.1 * grads[0], w2 - 0.1 * grads[1]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_compiled_plan_wins_and_its_figures_are_those_of_xla(level):
+    sharded = shardfn.shard(step, level=level, finalists=3)
+    found, wanted = sharded(W1, W2, X), step(W1, W2, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, wanted)
+    made = sharded.plan(W1, W2, X)
+    (told,) = (f for f in made.findings if f.startswith("compiled 3 plans"))
+    rows = re.findall(r"(\d[\d,]*) B sent, ([\d,]+) B peak", told)
+    assert len(rows) == 3
+    winner = re.search(r"Best: (.+?); the search alone", told)[1]
+    sent, peak = re.search(re.escape(winner) + r", grid \S+: ([\d,]+) B sent, ([\d,]+) B peak", told).groups()
+    compiled = sharded.lower(W1, W2, X).compile().memory_analysis()
+    held = compiled.argument_size_in_bytes + compiled.output_size_in_bytes + compiled.temp_size_in_bytes
+    assert int(peak.replace(",", "")) == held - compiled.alias_size_in_bytes
+    assert int(sent.replace(",", "")) == sharded.explain(W1, W2, X, compiled=True).comparison.compiled_bytes
+    least = min(int(b.replace(",", "")) for _, b in rows)
+    assert level != 1 or int(peak.replace(",", "")) == least
+
+
+def test_a_target_that_is_not_here_cannot_compile():
+    with pytest.raises(shardfn.ShardError, match="finalists = 2"):
+        shardfn.plan(mlp, X, W1, W2, device="h100:8", finalists=2)
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, True, "2"])
+def test_what_is_no_count(count):
+    with pytest.raises(shardfn.ShardError, match="finalists"):
+        shardfn.shard(mlp, finalists=count)
+
+
+def test_the_limit_comes_first_then_the_level():
+    plan = shardfn.plan(mlp, X, W1, W2, device="cpu:8", level=2)
+    small, quick = Finalist("small", plan, 10, 100, 8.0, 2.0), Finalist("quick", plan, 20, 300, 8.0, 1.0)
+    assert best([small, quick], 1000)[0] == 1
+    assert best([small, quick], 200)[0] == 0
+    assert best([quick, quick], 1000)[0] == 0, "ties go to the search's own"
+    assert "the search alone would have picked small" in best([small, quick], 1000)[1]
+    assert "the search alone picked it too" in best([small, quick], 200)[1]

@@ -1,0 +1,168 @@
+"""Layouts that ops inside a function are held to: in loops, branches, `jit` and `checkpoint`, and nowhere else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardfn
+from shardfn import search
+from shardfn.graph.model import Pin
+from shardfn.pins import KINDS, anchors
+from shardfn.rebind import bind_one, equations, inner, rebound
+from shardfn.search import Answer
+from shardfn.trace import trace
+
+RNG = np.random.default_rng(0)
+
+
+def randn(*shape):
+    return jnp.asarray(RNG.normal(size=shape) / shape[-1] ** 0.5, jnp.float32)
+
+
+X, W1, W2 = randn(16, 32), randn(32, 64), randn(64, 32)
+STACKED = randn(3, 32, 64), randn(3, 64, 32)
+
+
+def block(x, w1, w2):
+    return jax.nn.relu(x @ w1) @ w2
+
+
+@jax.custom_vjp
+def own(x, w1, w2):
+    return block(x, w1, w2)
+
+
+own.defvjp(lambda *args: (block(*args), args), lambda args, g: jax.vjp(block, *args)[1](g))
+
+PROGRAMS = {
+    "plain": (block, (X, W1, W2)),
+    "scan": (lambda x, a, b: jax.lax.scan(lambda c, w: (block(c, *w), c.sum()), x, (a, b)), (X, *STACKED)),
+    "scan in reverse": (lambda x, a, b: jax.lax.scan(lambda c, w: (block(c, *w), None), x, (a, b), reverse=True)[0],
+                        (X, *STACKED)),
+    "jit": (lambda x, a, b: jax.jit(block)(jax.jit(block)(x, a, b), a, b), (X, W1, W2)),
+    "checkpoint": (jax.checkpoint(block), (X, W1, W2)),
+    "cond": (lambda x, a, b: jax.lax.cond(x.sum() > 0, block, lambda x, a, b: x @ (a @ b), x, a, b), (X, W1, W2)),
+    "fori": (lambda x, a, b: jax.lax.fori_loop(0, 2, lambda _, c: block(c, a, b), x), (X, W1, W2)),
+    "scan of checkpoint of jit": (
+        lambda x, a, b: jax.lax.scan(lambda c, w: (jax.checkpoint(jax.jit(block))(c, *w), None), x, (a, b))[0],
+        (X, *STACKED)),
+}  # fmt: skip
+
+
+def rows(problem, value):
+    """The first dim that 8 devices divide, cut over all of them."""
+    shape = problem.graph.values[value].shape
+    at = next((d for d, n in enumerate(shape) if n % 8 == 0), None)
+    return tuple(("a",) if d == at else () for d in range(len(shape)))
+
+
+def holding(problem):
+    """Arguments whole, and every product inside held in pieces: what propagation alone would never do."""
+    whole = tuple(((),) * len(shape) for shape in problem.shapes)
+    pins = {i: Pin((None,) * len(op.inputs), tuple(rows(problem, v) for v in op.outputs))
+            for i, op in enumerate(problem.graph.ops) if i in problem.can_hold and op.name == "dot_general"}  # fmt: skip
+    return Answer((("a", problem.devices),), whole, ("whole",) * len(whole), "products in pieces", pins=pins)
+
+
+@pytest.fixture(autouse=True)
+def _holding():
+    search.register("holding", holding)
+    yield
+    search.forget("holding")
+
+
+def close(found, wanted):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5), found, wanted)
+
+
+def loss(function):
+    return lambda *args: sum((leaf**2).sum() for leaf in jax.tree.leaves(function(*args)))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_products_are_held_and_values_stay(name):
+    function, args = PROGRAMS[name]
+    sharded = shardfn.shard(function, search_mode="holding")
+    made = sharded.plan(*args)
+    assert len(made.constraints) >= 2
+    assert {c.kind for c in made.constraints} == {"dot_general"}
+    assert all("test_pins.py" in c.where for c in made.constraints)
+    free = shardfn.plan(function, *args, in_strategy=tuple((1,) * a.ndim for a in args))
+    assert not free.constraints and made.price.flops < free.price.flops / 4, "the products are shared out"
+    text = sharded.lower(*args).as_text()
+    assert text.count("sharding_constraint") >= len(made.constraints)
+    assert "sharding_constraint" not in jax.jit(function).lower(*args).as_text()
+    close(sharded(*args), function(*args))
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "fori"])
+def test_gradients_stay_inside_and_outside(name):
+    function, args = PROGRAMS[name]
+    wanted = jax.grad(loss(function), (0, 1, 2))(*args)
+    sharded = shardfn.shard(function, search_mode="holding")
+    close(jax.grad(loss(sharded), (0, 1, 2))(*args), wanted)
+    step = shardfn.shard(jax.grad(loss(function), (0, 1, 2)), search_mode="holding")
+    assert len(step.plan(*args).constraints) >= 4
+    close(step(*args), wanted)
+
+
+def test_nothing_is_held_inside_a_custom_vjp():
+    both = lambda x, a, b: own(block(x, a, b), a, b)  # noqa: E731
+    sharded = shardfn.shard(both, search_mode="holding")
+    assert len(sharded.plan(X, W1, W2).constraints) == 2
+    close(sharded(X, W1, W2), both(X, W1, W2))
+    close(jax.grad(loss(sharded))(X, W1, W2), jax.grad(loss(both))(X, W1, W2))
+    assert not shardfn.plan(own, X, W1, W2, search_mode="holding").constraints
+
+
+def test_the_search_holds_what_propagation_would_lay_out_otherwise():
+    """Attention over few positions, weights in pieces: propagation alone cuts what the search keeps whole, or the reverse."""
+    function = jax.grad(loss(jax.checkpoint(block)), (1, 2))
+    x, w1, w2 = randn(64, 64), randn(64, 128), randn(128, 64)
+    sharded = shardfn.shard(function, (shardfn.AUTO, (1, 8), (1, 8)), level=2, search_mode="dynamic_programming")
+    made = sharded.plan(x, w1, w2)
+    assert made.constraints
+    close(sharded(x, w1, w2), function(x, w1, w2))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_an_anchor_is_the_equation_of_its_op(name):
+    function, args = PROGRAMS[name]
+    traced = trace(jax.grad(loss(function)) if name != "fori" else function, args, (), "cpu")
+    found = anchors(traced.jaxpr, traced.graph)
+    at = {number: eqn for number, eqn, _ in equations(traced.jaxpr)}
+    kinds = [traced.graph.ops[index].name for index in found]
+    assert kinds.count("dot_general") == sum(op.name == "dot_general" for op in traced.graph.ops)
+    for index, number in found.items():
+        op = traced.graph.ops[index]
+        assert at[number].primitive.name in KINDS[op.name]
+        assert at[number].outvars[0].aval.shape == traced.graph.values[op.outputs[0]].shape
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_numbers_are_those_that_binding_counts(name):
+    function, args = PROGRAMS[name]
+    jaxpr = jax.make_jaxpr(function)(*args).jaxpr
+    at = {number: eqn.primitive.name for number, eqn, is_reached in equations(jaxpr) if is_reached}
+    leaves = {number for number, eqn, is_reached in equations(jaxpr) if is_reached and not inner(eqn)}
+    seen = {}
+
+    def bind(eqn, inputs, number):
+        seen[number] = eqn.primitive.name
+        return bind_one(eqn, inputs)
+
+    close(rebound(function, lambda eqn, number: number in leaves, bind)(*args), function(*args))
+    assert seen == {number: at[number] for number in leaves}
+
+
+def test_a_function_that_traces_to_another_program_is_refused():
+    planned = []
+
+    def changing(x, w1, w2):
+        return jnp.tanh(x) @ jnp.sin(w1) @ w2 if planned else block(x, w1, w2)
+
+    sharded = shardfn.shard(changing, search_mode="holding")
+    planned.append(sharded.plan(X, W1, W2))
+    with pytest.raises(shardfn.ShardError, match="does not trace to the same program twice"):
+        sharded(X, W1, W2)
