@@ -14,16 +14,22 @@ from shardfn.search import plain
 from shardfn.search.problem import SPREAD, Answer, Candidate, Problem, objective
 
 
-def answers(problem: Problem, answer: Answer, count: int) -> tuple[tuple[str, Answer], ...]:
-    """The answers to compile, by name, `count` in all: the search's own first, then in turn the best of what else it
-    priced, of the plain layouts on one axis, and of those on two. The flow does not always tell which of them XLA likes."""
-    own = Candidate("the search's", answer.axes, answer.specs, answer.pins,
-                    problem.price(answer.axes, answer.specs, answer.pins))  # fmt: skip
+def answers(
+    problem: Problem, answer: Answer, levels: Sequence[Answer], count: int
+) -> tuple[tuple[str, Answer], ...]:
+    """The answers to compile, by name, `count` in all: the search's own first, those of the other levels, then in turn the
+    best of what else was priced, of the plain layouts on one axis, and of those on two. The flow does not always tell
+    which of them XLA likes."""
+
+    def candidate(name: str, one: Answer) -> Candidate:
+        return Candidate(name, one.axes, one.specs, one.pins, problem.price(one.axes, one.specs, one.pins))
+
+    first = [candidate("the search's", answer), *(candidate("another level's", one) for one in levels)]
     single = plain.candidates(problem, pairs=False)
     double = tuple(c for c in plain.candidates(problem) if c not in single)
     others = tuple(sorted(answer.others, key=lambda c: objective(c.price, problem)))
     found: dict[object, Candidate] = {}
-    for turn in itertools.zip_longest((own, *others), single, double):
+    for turn in (first, *itertools.zip_longest(single, others, double)):
         for c in filter(None, turn):
             found.setdefault((c.axes, c.specs, tuple(sorted(c.pins.items()))), c)
     return tuple((c.name, _answer(answer, c)) for c in list(found.values())[:count])
@@ -66,6 +72,8 @@ def judged(name: str, plan: Plan, made: Compiled) -> Finalist:
     share = made.flops / predicted if made.flops and predicted else 1.0
     sizes = (made.argument_bytes, made.output_bytes, made.temp_bytes)
     peak = sum(s or 0 for s in sizes) - (made.alias_bytes or 0) if None not in sizes else plan.price.memory.peak
+    if hardware.platform != "cpu":  # TPUs report a peak that counts what overlaps
+        peak = max(peak, made.peak_bytes or 0)
     return Finalist(
         name, plan, sum(c.total_bytes for c in made.collectives), peak, flops, sent_s + share * plan.price.compute_s
     )

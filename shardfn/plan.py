@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import pathlib
@@ -178,7 +179,8 @@ class Plan:
         if given is not None and tuple(given.shape.items()) == axes:
             return Mesh(given.devices, names, axis_types=types)
         if self.hardware.platform == "tpu" and self.order is None and len(devices) > 1:
-            return jax.make_mesh(sizes, names, axis_types=types, devices=devices)  # follows the torus
+            with contextlib.suppress(NotImplementedError):  # a grid that does not divide along the torus
+                return jax.make_mesh(sizes, names, axis_types=types, devices=devices)  # follows the torus
         order = self.order or range(len(devices))
         return Mesh(np.array([devices[i] for i in order], dtype=object).reshape(sizes), names, axis_types=types)
 

@@ -343,7 +343,8 @@ class ShardedFunction:
         asked: list[tuple[Question, Answer]] = []
         found = laid(lambda problem: asked.append((problem, find(problem))) or asked[-1][1])
         if options.finalists > 1 and asked[0][0].is_open:
-            found = self._best_compiled(asked[0], laid, lambda one: here(one).lower(*shapes).compile())
+            found = self._best_compiled(*asked[0], find, laid, lambda one: Verifier(
+                lambda plan: here(dataclasses.replace(one, plan=plan)), tuple(shapes)).compiled(one.plan))  # fmt: skip
         made = found.plan
         if told := idle(made, algorithm_of(current)):
             warnings.warn(told, stacklevel=_outside())
@@ -356,15 +357,12 @@ class ShardedFunction:
         return Entry(made, slots, jitted, nested, tuple(shardings(made.inputs, whole(made))), stateful)
 
     def _best_compiled(
-        self, asked: tuple[Question, Answer], laid: Callable[[Search], _Laid], compiled: Callable[[_Laid], Any]
-    ) -> _Laid:
-        problem, answer = asked
-        if not problem.hardware.is_here:
-            fail(DeviceError, f"nothing can be compiled for {problem.hardware.name}, which is not here",
-                 where=f"finalists = {self.options.finalists}", why="finalists are compiled, and the best one wins",
-                 fix="leave `finalists` out, or give a device of this machine")  # fmt: skip
+        self, problem: Question, answer: Answer, find: Search, laid: Callable[[Search], _Laid],
+        compiled: Callable[[_Laid], Any],
+    ) -> _Laid:  # fmt: skip
+        levels = [find(dataclasses.replace(problem, level=other)) for other in (0, 1, 2) if other != problem.level]
         found = []
-        for name, one in finalists.answers(problem, answer, self.options.finalists):
+        for name, one in finalists.answers(problem, answer, levels, self.options.finalists):
             with progress(f"compiling {self.callee.name}: {name}"):
                 plan = laid(lambda _, one=one: one)
                 found.append((plan, finalists.judged(name, plan.plan, compiled_module.read(compiled(plan)))))

@@ -1,6 +1,5 @@
 """The exact search: the price of changing a layout, and its plans against the simple policy's."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
