@@ -33,7 +33,7 @@ from shardfn.graph import shardy
 
 LAYERS = (2, 6, 12, 24, 48, 96)
 DEVICES = (8, 64, 512, 4096)
-BATCH = 512
+BATCH = 64
 """Enough that every device count has something to do."""
 
 

@@ -25,7 +25,9 @@ def bytes_of(amount: Any, name: str) -> float | Problem:
         found = _TEXT.fullmatch(amount)
         units = {unit.lower(): factor for unit, factor in _UNITS.items()}
         if found is None or found[2].lower() not in units or float(found[1]) <= 0:
-            return Problem(f"`{name}` is no amount of bytes", where, f"the units are {', '.join(filter(None, _UNITS))}", _FIX)
+            return Problem(
+                f"`{name}` is no amount of bytes", where, f"the units are {', '.join(filter(None, _UNITS))}", _FIX
+            )
         return float(found[1]) * units[found[2].lower()]
     if isinstance(amount, bool) or not isinstance(amount, int | float):
         return Problem(f"`{name}` is {a(amount)}", where, "it is an amount of bytes", _FIX, is_type=True)

@@ -264,7 +264,9 @@ def _option_problems(options: Options) -> list[Problem]:
     elif level not in (0, 1, 2):
         what = f"`level` is {level}, but there are only 0, 1 and 2"
         problems.append(Problem(what, f"level = {level!r}", why, _LEVELS))
-    if options.memory_limit is not None and isinstance(found := bytes_of(options.memory_limit, "memory_limit"), Problem):
+    if options.memory_limit is not None and isinstance(
+        found := bytes_of(options.memory_limit, "memory_limit"), Problem
+    ):
         problems.append(found)
     problems += _bound_problems(options)
     for name in ("in_strategy", "out_strategy"):

@@ -14,9 +14,7 @@ from shardfn.search import plain
 from shardfn.search.problem import SPREAD, Answer, Candidate, Problem, objective
 
 
-def answers(
-    problem: Problem, answer: Answer, levels: Sequence[Answer], count: int
-) -> tuple[tuple[str, Answer], ...]:
+def answers(problem: Problem, answer: Answer, levels: Sequence[Answer], count: int) -> tuple[tuple[str, Answer], ...]:
     """The answers to compile, by name, `count` in all: the search's own first, those of the other levels, then in turn the
     best of what else was priced, of the plain layouts on one axis, and of those on two. The flow does not always tell
     which of them XLA likes."""
@@ -39,7 +37,10 @@ def _answer(answer: Answer, c: Candidate) -> Answer:
     if (c.axes, c.specs, c.pins) == (answer.axes, answer.specs, answer.pins):
         return answer
     reasons = tuple("" if not reason else f"the best compiled: {c.name}" for reason in answer.reasons)
-    return dataclasses.replace(answer, axes=c.axes, specs=c.specs, pins=c.pins, reasons=reasons, runners_up=())
+    policy = f"best as compiled of the finalists: {c.name}"
+    return dataclasses.replace(
+        answer, axes=c.axes, specs=c.specs, pins=c.pins, reasons=reasons, runners_up=(), policy=policy, gap=None
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,4 +83,6 @@ def whole_convolutions(
              why="its image is cut along a spatial dim in a way that XLA mistakes, and derivative rules of your own hide it",
              fix="leave the spatial dims of the image whole, or cut the image over all devices")  # fmt: skip
 
-    return rebound(function, lambda eqn, number: eqn.primitive.name == "conv_general_dilated", bind, static_argnums, refuse)
+    return rebound(
+        function, lambda eqn, number: eqn.primitive.name == "conv_general_dilated", bind, static_argnums, refuse
+    )

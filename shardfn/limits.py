@@ -26,7 +26,9 @@ def within_limit(problem: Problem, answer: Answer, search: Search) -> Answer:
         if _peak(problem, least) > _peak(problem, answer):
             least = answer
     if _peak(problem, least) <= problem.memory_limit:
-        return dataclasses.replace(least, policy=f"{least.policy}; least memory, as no faster layout found fits the limit")
+        return dataclasses.replace(
+            least, policy=f"{least.policy}; least memory, as no faster layout found fits the limit"
+        )
     flow = problem.flow(least.axes, least.specs, least.pins)
     price = problem.price(least.axes, least.specs, least.pins)
     memory = price.memory

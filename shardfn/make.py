@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardfn.cost.hardware import Hardware
@@ -59,6 +61,19 @@ def place_call(
     return place(leaves, cuts, tied, hardware.count, problems, classes.of)
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Planning makes many small objects and no cycles that matter: the collector would only walk them again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@_no_collection()
 def make_plan(
     name: str, inputs: Sequence[Leaf], outputs: Sequence[Leaf], traced: Traced, *, hardware: Hardware, level: int,
     search: Search, problems: list[Problem], same_as: Mapping[int, int], donated: Collection[int] = (),

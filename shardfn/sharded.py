@@ -38,6 +38,8 @@ from shardfn.make import Wishes, make_plan
 from shardfn.plan import Plan
 from shardfn.progress import progress
 from shardfn.report import Report, make_report, save_graphs
+from shardfn.search.problem import Answer, Search
+from shardfn.search.problem import Problem as Question
 from shardfn.strategy import (
     AUTO,
     UNKNOWN,
@@ -49,8 +51,6 @@ from shardfn.strategy import (
     shape_of,
     short,
 )
-from shardfn.search.problem import Answer, Search
-from shardfn.search.problem import Problem as Question
 from shardfn.trace import Traced, shaped, trace
 from shardfn.verify import Verifier
 
@@ -337,7 +337,9 @@ class ShardedFunction:
             return apply(found.plan, found.on(grid), shapes, found.traced.results, statics, donated, grid, nested)
 
         def here(found: _Laid) -> Callable[..., Any]:
-            return jit(found, finest(found.plan) if has_other_grids(found.plan, found.traced.grids) else whole(found.plan))
+            return jit(
+                found, finest(found.plan) if has_other_grids(found.plan, found.traced.grids) else whole(found.plan)
+            )
 
         find = search.select(options.search_mode or current.search_mode)
         asked: list[tuple[Question, Answer]] = []

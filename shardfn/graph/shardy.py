@@ -323,6 +323,7 @@ class _Reader:
         self.types: dict[Any, Value] = {}
         self.rules: dict[Any, Rule] = {}
         self.manual = False
+        self.lines: dict[Any, str] = {}
         self.sites = {op: site for site, op in enumerate(_preorder(module))}
 
     def graph(self) -> Graph:
@@ -346,6 +347,14 @@ class _Reader:
             tuple(self.values), tuple(self.ops), inputs, outputs, tuple(self.ties),
             tuple(self.unruled), tuple(self.uncounted),
         )  # fmt: skip
+
+    def where(self, op: Any) -> str:
+        """The user's line of an op; few ops have one of their own, and printing a location takes long."""
+        location = op.location.attr
+        found = self.lines.get(location)
+        if found is None:
+            found = self.lines[location] = _where(op)
+        return found
 
     # ---- values
 
@@ -417,7 +426,7 @@ class _Reader:
         if short == "constant" or name == "sdy.mesh":
             return outputs
         attrs = op.attributes
-        where = _where(op)
+        where = self.where(op)
         rule = None
         if "sdy.sharding_rule" in attrs:
             attribute = attrs["sdy.sharding_rule"]
@@ -444,7 +453,7 @@ class _Reader:
         condition, body = (r.blocks[0] for r in op.regions)
         count = _trip_count(op, condition, body)
         if count is None:
-            self.uncounted.setdefault(_where(op))
+            self.uncounted.setdefault(self.where(op))
         inside = trips * (1 if count is None else count)
         carried = [env[o] for o in op.operands]
         results = self.results(op, trips)
@@ -460,7 +469,7 @@ class _Reader:
         out = self.walk(body, {**env, **dict(zip(body.arguments, ids, strict=True))}, inside)
         self.ties += [(a, b) for a, b in zip(ids, out, strict=True) if a != b]
         self.ties += list(zip(out, results, strict=True))
-        self.ops.append(Op("while", tuple(carried) + out, tuple(results), None, trips, _where(op)))
+        self.ops.append(Op("while", tuple(carried) + out, tuple(results), None, trips, self.where(op)))
         return results
 
     def branch(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
@@ -470,7 +479,7 @@ class _Reader:
             out = self.walk(region.blocks[0], dict(env), trips)
             self.ties += list(zip(out, results, strict=True))
             returned += out
-        self.ops.append(Op("case", (env[op.operands[0]], *returned), tuple(results), None, trips, _where(op)))
+        self.ops.append(Op("case", (env[op.operands[0]], *returned), tuple(results), None, trips, self.where(op)))
         return results
 
     def manual_region(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
@@ -486,7 +495,7 @@ class _Reader:
         self.walk(block, inner, trips)
         self.manual = was
         outputs = [self.new(r.type, s, trips) for r, s in zip(op.results, out_specs, strict=True)]
-        self.ops.append(Op("shard_map", inputs, tuple(outputs), None, trips, _where(op)))
+        self.ops.append(Op("shard_map", inputs, tuple(outputs), None, trips, self.where(op)))
         return outputs
 
     def named(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
@@ -500,8 +509,8 @@ class _Reader:
         kind, (axes, size) = op.name.split(".")[1].replace("_", "-"), self.groups(op)
         inputs, outputs = tuple(env[o] for o in op.operands), tuple(self.results(op, trips))
         for operand, out in zip(inputs, outputs, strict=False):
-            self.communications.append(Communication(kind, axes, size, operand, out, trips, _where(op), _cause(op)))
-        self.ops.append(Op(op.name.split(".")[1], inputs, outputs, None, trips, _where(op)))
+            self.communications.append(Communication(kind, axes, size, operand, out, trips, self.where(op), _cause(op)))
+        self.ops.append(Op(op.name.split(".")[1], inputs, outputs, None, trips, self.where(op)))
         return outputs
 
     def groups(self, op: Any) -> tuple[tuple[str, ...], int]:

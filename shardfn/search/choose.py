@@ -18,8 +18,11 @@ from shardfn.search.problem import Answer, Candidate, Pins, Problem, objective
 from shardfn.search.solve import Solution
 from shardfn.search.strategies import Space, spec_of
 
-PLAIN = 2000
-"""Ops up to which the plain layouts are priced beside what was searched."""
+PLAIN = 500
+"""Ops up to which the plain layouts are priced beside what was searched; where memory is the aim, up to `LARGE`."""
+
+LARGE = 2000
+"""Ops from which every further flow costs more than it brings."""
 
 HELD_FIRST = frozenset({"dot_general", "convolution", "gather", "scatter", "reduce", "concatenate", "dynamic_slice"})
 """Ops whose layouts are decisions of their own; the others follow them."""
@@ -34,6 +37,8 @@ class Found:
     labels: Labelling
     solution: Solution
     is_exact: bool = True
+    is_in_pieces: bool = False
+    """Whether all arguments were to be in the smallest pieces."""
 
     @property
     def peak(self) -> float:
@@ -62,7 +67,7 @@ def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend = 
             for other in mend(one, made):
                 made = candidate(problem, other)
                 rated.append((objective(made.price, problem), made, other))
-    if len(problem.graph.ops) <= PLAIN or not rated:
+    if len(problem.graph.ops) <= (LARGE if problem.level == 1 else PLAIN) or not rated:
         rated += [(objective(c.price, problem), c, None) for c in plain.candidates(problem, problem.level == 1)
                   if keeps(problem.flow(c.axes, c.specs, c.pins), problem.algorithm)]  # fmt: skip
     if not rated:
@@ -139,7 +144,7 @@ def let_go(problem: Problem, best: Candidate) -> Candidate:
     alone = dataclasses.replace(best, pins={}, price=problem.price(best.axes, best.specs, {}))
     if objective(alone.price, problem) <= aim and not problem.algorithm.fully_use_devices:
         return alone  # but for that rule, which propagation does not know
-    if len(problem.graph.ops) > PLAIN:  # a further flow costs more than the pins do
+    if len(problem.graph.ops) > LARGE:  # a further flow costs more than the pins do
         return best
     agreed = agreeing(problem.graph, problem.flow(best.axes, best.specs, {}), best.pins)
     needed = {index: pin for index, pin in best.pins.items() if index not in agreed}

@@ -112,12 +112,12 @@ def on_grid(problem: Problem, axes: Axes, chosen: Sequence[Array] | None = None)
     def asked(spread: float = 1.0) -> tuple[Labelling, float]:
         return narrowed(labelling_of(space, problem, spread), space, problem.graph, grid.sizes, problem.algorithm)
 
-    def solved(labels: Labelling, lost: float) -> Found:
-        return Found(axes, space, labels, loosened(solve(labels, _left(problem), EFFORT), lost))
+    def solved(labels: Labelling, lost: float, cut: bool = False) -> Found:
+        return Found(axes, space, labels, loosened(solve(labels, _left(problem), EFFORT), lost), is_in_pieces=cut)
 
     if problem.level == 1:
         labels, lost = asked()
-        yield from _possible(solved(in_pieces(labels, space), lost))
+        yield from _possible(solved(in_pieces(labels, space), lost, True))
         least = least_peak(labels, _left(problem), STEPS)
         if least is not None:
             yield _within(Found(axes, space, labels, _held(least, labels)), SLACK * least.peak, problem)
@@ -130,11 +130,9 @@ def on_grid(problem: Problem, axes: Axes, chosen: Sequence[Array] | None = None)
         found = min((found, solved(*asked(weight))), key=lambda f: order(problem, f))
     if not math.isfinite(found.solution.cost):
         return
-    if found.peak <= problem.memory_limit:
-        yield found
-        return
-    yield _within(found, problem.memory_limit, problem)
-    yield from _possible(solved(in_pieces(found.labels, space), 0.0))
+    yield found
+    if found.peak > problem.memory_limit:
+        yield from _possible(solved(in_pieces(found.labels, space), 0.0, True))
 
 
 def _possible(found: Found) -> Iterator[Found]:
@@ -147,10 +145,12 @@ def _left(problem: Problem) -> float:
 
 
 def mended(problem: Problem, found: Found, made: Candidate) -> Iterator[Found]:
-    """Where the flow holds more than the model thought: what the model finds with the arguments in pieces, and within a
-    limit that allows for the difference."""
-    pieces = in_pieces(found.labels, found.space)
-    yield from _possible(dataclasses.replace(found, labels=pieces, solution=solve(pieces, _left(problem), EFFORT)))
+    """Where the flow holds more than the limit: what the model finds with the arguments in pieces, and within a limit that
+    allows for the difference between them."""
+    if not found.is_in_pieces:
+        pieces = in_pieces(found.labels, found.space)
+        solution = solve(pieces, _left(problem), EFFORT)
+        yield from _possible(dataclasses.replace(found, labels=pieces, solution=solution, is_in_pieces=True))
     if problem.level != 1:
         yield _within(found, 0.98 * problem.memory_limit / made.price.memory.peak * found.peak, problem)
 

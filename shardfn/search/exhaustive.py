@@ -74,12 +74,12 @@ def exhaustive(problem: Labelling, below: float = math.inf, most: int = STEPS) -
                 fail(ShardError, f"a labelling of {len(order)} nodes is too large to try everything",
                      where=f"most = {most:,} labels", why="what is left to try grows with the product of all labels",
                      fix="ask for a smaller one, or use search.solve")  # fmt: skip
-            after, left = list(rows), rest - row.min()
+            after, left = list(rows), rest - float(row.min())
             for place, table in later[depth].items():
                 after[place] = rows[place] + table[label]
                 left += after[place].min() - rows[place].min()
             more = alive + extra[depth][label] if extra else alive
-            stack.append(((*labels, label), spent + row[label], after, left, more))
+            stack.append(((*labels, label), spent + float(row[label]), after, float(left), more))
     if taken is None:
         return Best((), math.inf, steps)
     choice = dict(zip(order, taken, strict=True))

@@ -1,5 +1,6 @@
 """The exact search: the price of changing a layout, and its plans against the simple policy's."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -84,3 +85,17 @@ def test_a_tiny_time_limit_still_answers():
         made = shardfn.plan(function, *args, device="h100:8", level=2, search_mode=mode, time_limit=1e-3)
         assert all(np.prod(d.cuts) <= 8 for d in made.inputs)
         assert any(np.prod(d.cuts) > 1 for d in made.inputs)
+
+
+def test_what_checkpoint_holds_back_is_free_to_be_cut_each_in_its_own_way():
+    """An optimization barrier passes several arrays on: one axis may cut all of them."""
+
+    def loss(w, x):
+        return (jax.checkpoint(two_layers)(x, *w) ** 2).mean()
+
+    args = (S((64, 128), jnp.float32), S((128, 64), jnp.float32)), S((4096, 64), jnp.float32)
+    pieces = ((1, 8), (1, 8))
+    options = EXACT | {"device": "cpu:8", "level": 2}
+    made = shardfn.plan(jax.grad(loss), *args, in_strategy=(pieces, shardfn.AUTO), **options)
+    given = shardfn.plan(jax.grad(loss), *args, in_strategy=(pieces, (8, 1)), **options)
+    assert made.price.time_s <= given.price.time_s
