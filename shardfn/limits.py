@@ -12,8 +12,10 @@ NAMED = 4
 """Tensors that an error names."""
 
 
-def within_limit(problem: Problem, answer: Answer, search: Search) -> Answer:
+def within_limit(problem: Problem, answer: Answer, search: Search, is_strict: bool = True) -> Answer:
     """An answer whose flow holds at most the problem's memory limit: the one given, or else the one of least memory.
+
+    Unless `is_strict`, that one is given even if it holds more.
 
     Raises:
       StrategyError: even that one holds more.

@@ -41,6 +41,8 @@ class Wishes:
 
     memory_limit: float | None = None
     seconds: float = 60.0
+    is_strict: bool = True
+    """Whether a plan that is predicted to hold more than `memory_limit` is an error."""
     algorithm: Algorithm = dataclasses.field(default_factory=Algorithm)
 
 
@@ -146,7 +148,7 @@ def make_plan(
     )  # fmt: skip
     answer = search(question)
     if wishes.memory_limit is not None:
-        answer = within_limit(question, answer, again or search)
+        answer = within_limit(question, answer, again or search, wishes.is_strict)
     flow = flow_of(answer.axes, answer.specs, answer.pins)
     constraints = tuple(
         Constraint(graph.ops[index].name, anchored[index], graph.ops[index].where, pin.operands, pin.results)

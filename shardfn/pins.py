@@ -93,6 +93,7 @@ def held(
                  fix="make it a pure function of its arguments")  # fmt: skip
         operands = found.operands[: len(inputs)]  # a module's reduce has its start value as an operand
         outs = bind_one(eqn, [layout(x, s) for x, s in zip(inputs, operands, strict=True)])
-        return [layout(x, s) for x, s in zip(outs, found.results, strict=True)]
+        results = found.results[-len(outs) :]  # an argmax's has the maximum beside the index
+        return [layout(x, s) for x, s in zip(outs, results, strict=True)]
 
     return rebound(function, lambda eqn, number: number in wanted, bind, static_argnums)

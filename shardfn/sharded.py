@@ -455,7 +455,7 @@ class ShardedFunction:
 def _wishes(options: Options, current: Any) -> Wishes:
     limit = None if options.memory_limit is None else bytes_of(options.memory_limit, "memory_limit")
     assert not isinstance(limit, Problem)  # checked by `shard`
-    return Wishes(limit, options.time_limit, algorithm_of(current))
+    return Wishes(limit, options.time_limit, options.finalists <= 1, algorithm_of(current))
 
 
 def _leaf_positions(args: Sequence[Any], statics: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:

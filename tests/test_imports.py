@@ -21,7 +21,10 @@ LAYERS = (
     ("graph.products",),
     ("graph.ways",),
     ("graph.roads",),
-    ("cost.schedule", "cuts",),
+    (
+        "cost.schedule",
+        "cuts",
+    ),
     ("context", "callee", "graph.shardy", "graph.classes", "cost.compute", "cost.memory", "cost.calibrate"),
     ("graph", "cost.price", "compiled"),
     ("cost", "trace", "place"),

@@ -60,8 +60,10 @@ def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend = 
       mend: what else to try where a flow holds more than the limit.
     """
     rated: list[tuple[tuple[float, ...], Candidate, Found | None]] = []
+    is_small = len(problem.graph.ops) <= PLAIN
     for one in found[: _flows(problem.graph)]:
         made = candidate(problem, one)
+        made = let_go(problem, made) if is_small else made
         rated.append((objective(made.price, problem), made, one))
         if made.price.memory.peak > problem.memory_limit:
             for other in mend(one, made):
@@ -84,15 +86,27 @@ def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend = 
         )
         reasons = tuple("" if given is not None else reason for given in problem.specs)
         return Answer(best.axes, best.specs, reasons, policy, runner, others=others)
-    best = let_go(problem, best)
-    gap = at.solution.gap if at.is_exact and problem.level != 1 else None
+    best = best if is_small else let_go(problem, best)
+    gap = _gap(problem, at, found)
     proof = "no bound of how far from the optimum" if gap is None else (
-        "proved" if at.solution.proved else f"within {gap:.1%} of the optimum")  # fmt: skip
+        "proved" if gap == 0 else f"within {gap:.1%} of the optimum")  # fmt: skip
     grid = " x ".join(f"{name}={size}" for name, size in best.axes)
     policy = f"{what} at level {problem.level}: grid {grid}, {proof} under the cost model; grids tried: {tried}"
     reasons = tuple("" if given is not None else "the optimum of all ops together" for given in problem.specs)
     return Answer(best.axes, best.specs, reasons, policy, runner, pins=best.pins, gap=gap, others=others,
                   runners_up=runners_up(problem, at))  # fmt: skip
+
+
+def _gap(problem: Problem, at: Found, found: Sequence[Found]) -> float | None:
+    """How far what was chosen may be from the optimum of all grids; at level 0, where costs are weighed on each grid by
+    itself, of its own."""
+    if not at.is_exact or problem.level == 1:
+        return None
+    if problem.level == 0:
+        return at.solution.gap
+    bound = min(f.solution.cost if f.solution.proved else f.solution.bound for f in found)
+    gap = 1 - bound / at.solution.cost if at.solution.cost > 0 else 0.0
+    return gap if gap > 1e-6 else 0.0
 
 
 def _figures(c: Candidate) -> str:
@@ -107,7 +121,7 @@ def shape(axes: Axes) -> str:
 
 def _flows(graph: Graph) -> int:
     """How many flows are priced: fewer for larger programs, whatever the machine."""
-    return max(1, min(6, 6000 // max(1, len(graph.ops))))
+    return max(1, min(6, 2000 // max(1, len(graph.ops))))
 
 
 def candidate(problem: Problem, found: Found) -> Candidate:

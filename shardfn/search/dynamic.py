@@ -27,12 +27,15 @@ SLACK = 1.02
 STEPS, WITHIN = 40, 2.0
 """Steps towards the least peak, and seconds for one search within a limit."""
 
+WORTH = 0.95
+"""Of the least cost: what a grid must promise to be looked at again."""
+
 SPREADS = (1e3, 0.1)
 """At level 0, how much the work weighs against the bytes: first it alone, then so that a tenth of it weighs as much as all
 the bytes that are sent then."""
 
-EFFORT = Effort(rounds=4, close=0.005)
-"""For a grid that elimination does not solve: a gap of half a percent will do."""
+EFFORT, FIRST = Effort(rounds=4, close=0.005), Effort(rounds=2, close=0.1)
+"""For a grid that elimination does not solve: a gap of half a percent will do, and a larger one at a first look."""
 
 
 def search(problem: Problem) -> Answer:
@@ -43,8 +46,19 @@ def search(problem: Problem) -> Answer:
     if found and not problem.axes and len(problem.graph.ops) <= LARGE:
         best = min(found, key=lambda f: order(problem, f))
         found += [f for axes in finer(problem, best.axes) for f in on_grid(problem, axes)]
-    found.sort(key=lambda f: order(problem, f))
+    found = sorted(settled(problem, found), key=lambda f: order(problem, f))
     return answer_of(problem, found, "exact search", lambda one, made: mended(problem, one, made))
+
+
+def settled(problem: Problem, found: Sequence[Found]) -> list[Found]:
+    """The same, with another look at the best, and at what may yet be better by a good part."""
+    least = min((f.solution.cost for f in found), default=0.0)
+    again = []
+    for one in found:
+        is_open = one.solution.gap > EFFORT.close and (one.solution.cost == least or one.solution.bound < WORTH * least)
+        solution = solve(one.labels, _left(problem), EFFORT) if is_open and problem.level == 2 else one.solution
+        again.append(dataclasses.replace(one, solution=solution))
+    return again
 
 
 def order(problem: Problem, found: Found) -> tuple[float, ...]:
@@ -113,7 +127,8 @@ def on_grid(problem: Problem, axes: Axes, chosen: Sequence[Array] | None = None)
         return narrowed(labelling_of(space, problem, spread), space, problem.graph, grid.sizes, problem.algorithm)
 
     def solved(labels: Labelling, lost: float, cut: bool = False) -> Found:
-        return Found(axes, space, labels, loosened(solve(labels, _left(problem), EFFORT), lost), is_in_pieces=cut)
+        effort = FIRST if problem.level == 2 else EFFORT
+        return Found(axes, space, labels, loosened(solve(labels, _left(problem), effort), lost), is_in_pieces=cut)
 
     if problem.level == 1:
         labels, lost = asked()

@@ -312,6 +312,14 @@ class _Builder:
         if op.name == "broadcast_in_dim" and rule is not None:
             self.views[op.outputs[0]] = op.inputs[0], self.view(rule)
             return
+        if op.name == "optimization_barrier":
+            for source, value in zip(op.inputs, op.outputs, strict=True):
+                if source in self.views:
+                    self.views[value] = self.views[source]
+                elif source in self.sources:
+                    self.sources[value] = self.layouts[value] = self.sources[source]
+                    self.depth[value] = self.depth.get(source, 0)
+            return
         if rule is None or not rule.operands:
             for value in op.outputs:
                 if value not in self.sources:
