@@ -161,7 +161,7 @@ def _sizes(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) ->
     if compiled.alias_bytes:
         yield f"donated arguments: {compiled.alias_bytes:,} B of the results take their place"
     if (size := compiled.temp_bytes) is not None and size < memory.temporaries:
-        yield "temporaries: the prediction fuses nothing; XLA fuses ops, and what is fused takes no memory"
+        yield "temporaries: XLA fuses more than predicted; what is fused takes no memory"
     elif size is not None and size > memory.temporaries:
         yield "temporaries: XLA needs more, for buffers of collectives, for padding and for copies"
     peak, temp = compiled.peak_bytes, compiled.temp_bytes

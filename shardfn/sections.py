@@ -205,7 +205,6 @@ def _collectives(plan: Plan, arrivals: Sequence[str], compared: Comparison | Non
         yield Text("Collectives", ("none predicted",))
 
 
-_RING = "the critical ones first; bytes by ring algorithms; µs are modelled"
 _CAUSES = {"return": "layout of a result or of a loop's carry"}
 
 

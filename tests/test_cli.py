@@ -196,7 +196,6 @@ OF_THE_PLAN = {
     "no memory at all": [*PLAN, "--memory", "0"],
     "no time": [*PLAN, "--time-limit", "0"],
     "fewer finalists than none": [*PLAN, "--finalists", "-1"],
-    "finalists that cannot be compiled": [*PLAN, "--finalists", "2"],
     "a search that does not exist": [*PLAN, "--search-mode", "recursive"],
     "a directory that does not exist": [*PLAN, "--save", "nowhere/at/all/layout.json"],
     "donating what is not there": [*PLAN, "--donate", "2"],

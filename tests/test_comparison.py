@@ -81,7 +81,7 @@ SIZES = {
     "donated": ({"alias_bytes": 80}, "donated arguments: 80 B of the results take their place"),
     "fused": (
         {"temp_bytes": 20},
-        "temporaries: the prediction fuses nothing; XLA fuses ops, and what is fused takes no memory",
+        "temporaries: XLA fuses more than predicted; what is fused takes no memory",
     ),
     "more temporaries": (
         {"temp_bytes": 600}, "temporaries: XLA needs more, for buffers of collectives, for padding and for copies",

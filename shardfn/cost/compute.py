@@ -113,8 +113,9 @@ def _rate(flow: Flow, op: Op, chip: Chip) -> float:
     return chip.vector_flops or chip.flops
 
 
-_TAKES = frozenset({"gather", "dynamic_slice", "slice"})
-_UPDATES = {"dynamic_update_slice": 1, "scatter": -1}
+TAKES = frozenset({"gather", "dynamic_slice", "slice"})
+"""Ops that read of operand 0 only what they take."""
+UPDATES = {"dynamic_update_slice": 1, "scatter": -1}
 """Ops that change a part of operand 0 in place, and which operand is as large as that part."""
 
 
@@ -125,13 +126,13 @@ def _bytes(flow: Flow, op: Op, inner: tuple[int, ...], fusion: Fusion) -> float:
             if v not in fusion.stored:
                 continue
             size = float(flow.local_bytes(v))
-            if position == 0 and step.name in _TAKES:
+            if position == 0 and step.name in TAKES:
                 size = min(size, flow.local_bytes(step.outputs[0]))
-            elif position == 0 and step.name in _UPDATES:
+            elif position == 0 and step.name in UPDATES:
                 size = 0.0
             read[v] = max(read.get(v, 0.0), size)
-    if op.name in _UPDATES and op.inputs:
-        written = 2.0 * flow.local_bytes(op.inputs[_UPDATES[op.name]])
+    if op.name in UPDATES and op.inputs:
+        written = 2.0 * flow.local_bytes(op.inputs[UPDATES[op.name]])
     else:
         written = float(sum(map(flow.local_bytes, op.outputs)))
     return sum(read.values()) + written

@@ -213,7 +213,7 @@ def runners_up(problem: Problem, found: Found) -> tuple[str, ...]:
         at = int(np.argmin(total))
         cuts = cuts_of(layouts[at].tolist(), len(shape_), found.axes)
         more = total[at] - mine
-        told.append(f"{cuts}: {'+' if more >= 0 else ''}{amount(more, problem.level)}")
+        told.append(f"{cuts}: {'+' if more >= 0 else ''}{amount(more)}")
     return tuple(told)
 
 
@@ -226,6 +226,6 @@ def cuts_of(row: Sequence[int], rank: int, axes: Axes) -> tuple[int, ...]:
     return tuple(math.prod(size for (_, size), d in zip(axes, row, strict=True) if d == dim) for dim in range(rank))
 
 
-def amount(cost: float, level: int) -> str:
-    """A cost of the model in words: seconds, or bytes at level 1."""
-    return f"{cost:,.0f} B" if level == 1 else f"{cost * 1e6:,.1f} us"
+def amount(cost: float) -> str:
+    """A cost of the model in words: seconds, at level 0 the bytes over the link's rate and the work beside them."""
+    return f"{cost * 1e6:,.1f} us"

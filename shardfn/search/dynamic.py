@@ -1,7 +1,8 @@
-"""The exact search: the best layout of every op under the cost model, on every grid of up to three axes.
+"""The exact search: the best layout of every op under the cost model, on every grid of one or two axes.
 
-Each grid's choices are a labelling problem that is solved to proven optimality (`search.solve`) at the problem's level
-(`search.levels`); `search.choose` takes the best by Shardy's flow.
+Each grid's choices are a labelling problem (`search.solve`, at the problem's level: `search.levels`), solved to proven
+optimality where elimination can, else to a stated gap. Of small programs the best grid is divided once more, into three
+axes. `search.choose` takes the best by Shardy's flow.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def divides(choice: Sequence[int], sizes: Sequence[int], axes: Sequence[int]) ->
     return True
 
 
-def value_labels(shape: tuple[int, ...], axes: tuple[int, ...], row: Sequence[int] | None = None) -> Array:
+def value_labels(shape: tuple[int, ...], axes: tuple[int, ...], row: Sequence[int] | np.ndarray | None = None) -> Array:
     """Every way to give each axis to a dim that it divides, or to none: [labels, axes].
 
     With a `row`, its columns are kept but for the one that is `FREE`.
@@ -51,7 +51,7 @@ def value_labels(shape: tuple[int, ...], axes: tuple[int, ...], row: Sequence[in
     return np.array(_fewer(found), np.int16).reshape(-1, len(axes))
 
 
-def op_codes(rule: Rule, axes: tuple[int, ...], scattered: int, row: Sequence[int] | None = None) -> Array:
+def op_codes(rule: Rule, axes: tuple[int, ...], scattered: int, row: Sequence[int] | np.ndarray | None = None) -> Array:
     """The labels of an op by its rule, [labels, axes], as `decoded` reads them; -1 cuts nothing.
 
     Sums may be left in pieces along the `scattered` largest factors of the result; `row` as in `value_labels`.
@@ -72,7 +72,7 @@ def op_codes(rule: Rule, axes: tuple[int, ...], scattered: int, row: Sequence[in
     return np.array(_fewer(found), np.int16).reshape(-1, len(axes))
 
 
-def _choices(options: Sequence[int], axes: int, row: Sequence[int] | None) -> Iterator[tuple[int, ...]]:
+def _choices(options: Sequence[int], axes: int, row: Sequence[int] | np.ndarray | None) -> Iterator[tuple[int, ...]]:
     if row is None:
         return itertools.product(options, repeat=axes)
     return itertools.product(*(options if column == FREE else (int(column),) for column in row))

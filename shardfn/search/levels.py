@@ -1,4 +1,5 @@
-"""What a level makes least, as the costs of a labelling: seconds at level 2, bytes at level 0, memory at level 1."""
+"""What a level makes least, as the costs of a labelling: bytes at level 0, seconds at level 2, and seconds within ever less
+memory at level 1. Of a flow, `search.problem.objective` says the same; of a compiled program, `finalists.Finalist.rank`."""
 
 from __future__ import annotations
 

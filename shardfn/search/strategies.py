@@ -1,8 +1,8 @@
 """A graph on a grid as a labelling problem: how each op may be cut, what that costs, what it costs to change layout.
 
-An op that computes nothing new along its largest operand (elementwise, transpose, reshape, …) follows that operand's
-node; every other op is a node of its own. Tables price the change of layout between nodes. The form is Alpa's (Zheng
-et al., OSDI 2022), on Shardy's rules instead of rules by hand.
+An op that computes nothing new beside an operand that holds all its factors (elementwise, transpose, reshape, …) follows
+that operand's node, of several the one made last; every other op is a node of its own. Tables price the change of layout
+between nodes. The form is Alpa's (Zheng et al., OSDI 2022), on Shardy's rules instead of rules by hand.
 
 Equal ops on equal layouts are worked out once, so that a model of many equal layers costs little more than one layer.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from shardfn.cost.compute import MOVES, PRODUCTS, effort, op_flops
+from shardfn.cost.compute import MOVES, PRODUCTS, TAKES, UPDATES, effort, op_flops
 from shardfn.cost.fusion import fuse
 from shardfn.cost.memory import Place, lives
 from shardfn.cost.schedule import merged
@@ -418,9 +418,21 @@ class _Builder:
                 flops *= values[op.inputs[position]].shape[dim]
             flops *= 2 if op.name in PRODUCTS else 1
         moved = np.zeros(len(work))
-        for value, layouts in (*zip(op.inputs, wanted, strict=True), *zip(op.outputs, made, strict=True)):
-            if value in self.facts.stored:
-                moved = moved + bytes_of(values[value]) / pieces(layouts, sizes)
+        made_bytes = sum(bytes_of(values[v]) / pieces(layouts, sizes) for v, layouts in zip(op.outputs, made, strict=True)
+                         if v in self.facts.stored)  # fmt: skip
+        for position, (value, layouts) in enumerate(zip(op.inputs, wanted, strict=True)):
+            if value not in self.facts.stored:
+                continue
+            size = bytes_of(values[value]) / pieces(layouts, sizes)
+            if position == 0 and op.name in TAKES:
+                size = np.minimum(size, bytes_of(values[op.outputs[0]]) / pieces(made[0], sizes))
+            elif position == 0 and op.name in UPDATES:
+                size = np.zeros(len(work))
+            moved = moved + size
+        if op.name in UPDATES and op.inputs:  # in place: what changes is read and written
+            at = UPDATES[op.name]
+            made_bytes = 2 * bytes_of(values[op.inputs[at]]) / pieces(wanted[at], sizes)
+        moved = moved + made_bytes
         return flops / pieces(work, sizes), moved
 
 

@@ -80,7 +80,7 @@ def test_any_number_of_devices(devices):
 
 
 def test_a_tiny_time_limit_still_answers():
-    function, args = abstract(mlp.make, batch=64, d_in=64, d_hidden=64, d_out=64, train=True)
+    function, args = abstract(mlp.make, batch=8192, d_in=1024, d_hidden=4096, d_out=1024, train=True)
     for mode in ("dynamic_programming", "recursive_programming", "auto"):
         made = shardfn.plan(function, *args, device="h100:8", level=2, search_mode=mode, time_limit=1e-3)
         assert all(np.prod(d.cuts) <= 8 for d in made.inputs)
