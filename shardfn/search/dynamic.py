@@ -35,8 +35,8 @@ SPREADS = (1e3, 0.1)
 """At level 0, how much the work weighs against the bytes: first it alone, then so that a tenth of it weighs as much as all
 the bytes that are sent then."""
 
-EFFORT, FIRST = Effort(rounds=4, close=0.005), Effort(rounds=2, close=0.1)
-"""For a grid that elimination does not solve: a gap of half a percent will do, and a larger one at a first look."""
+EFFORT, FIRST = Effort(rounds=4, close=0.005), Effort(rounds=2, close=0.03)
+"""For a grid that elimination does not solve: a gap of half a percent will do, of three at a first look."""
 
 
 def search(problem: Problem) -> Answer:
@@ -56,7 +56,7 @@ def settled(problem: Problem, found: Sequence[Found]) -> list[Found]:
     least = min((f.solution.cost for f in found), default=0.0)
     again = []
     for one in found:
-        is_open = one.solution.gap > EFFORT.close and (one.solution.cost == least or one.solution.bound < WORTH * least)
+        is_open = one.solution.gap > FIRST.close + 1e-9 and (one.solution.cost == least or one.solution.bound < WORTH * least)
         solution = solve(one.labels, _left(problem), EFFORT) if is_open and problem.level == 2 else one.solution
         again.append(dataclasses.replace(one, solution=solution))
     return again
