@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from shardfn.cost.hardware import Hardware
 from shardfn.cost.price import Price
 from shardfn.decisions import Alternatives, Candidate, Constraint, Decision, DimClass, partition_spec
-from shardfn.errors import DeviceError, StrategyError, fail
+from shardfn.errors import DeviceError, StrategyError, StrategyTypeError, a, fail
 from shardfn.graph.model import Collective, Flow
 from shardfn.layout import Layout
 
@@ -238,6 +238,11 @@ def diff(first: Plan, second: Plan) -> tuple[Change, ...]:
     Raises:
       StrategyError: the plans are of functions with other arguments.
     """
+    for plan in (first, second):
+        if not isinstance(plan, Plan):
+            fail(StrategyTypeError, f"`diff` takes two plans, not {a(plan)}", where=f"diff(..., {plan!r:.60})",
+                 why="it says what differs between two plans of one function",
+                 fix="pass what shardfn.plan(...) or plan.what_if(...) gives")  # fmt: skip
     if [d.path for d in first.inputs] != [d.path for d in second.inputs]:
         fail(StrategyError, f"`{first.function}` and `{second.function}` have other arguments",
              fix="compare two plans of one function")  # fmt: skip
@@ -249,8 +254,8 @@ def diff(first: Plan, second: Plan) -> tuple[Change, ...]:
 
     row("grid", _grid(first), _grid(second))
     row("level", first.level, second.level)
-    for a, b in zip((*first.inputs, *first.outputs), (*second.inputs, *second.outputs), strict=False):
-        row(a.path, f"{a.cuts} {a.partition_spec}", f"{b.cuts} {b.partition_spec}")
+    for one, two in zip((*first.inputs, *first.outputs), (*second.inputs, *second.outputs), strict=False):
+        row(one.path, f"{one.cuts} {one.partition_spec}", f"{two.cuts} {two.partition_spec}")
     if first.constraints != second.constraints:
         held = [_held(a, b) for a, b in ((first, second), (second, first))]
         changes.append(Change("held inside", held[0], held[1] + (", in other layouts" if held[0] == held[1] else "")))

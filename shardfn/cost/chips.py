@@ -82,7 +82,7 @@ class Chip:
         text = str(size).strip().lower()
         dims = tuple(map(int, text.split("x"))) if _SHAPE.fullmatch(text) else ()
         count = math.prod(dims)
-        if not dims or count < 1:
+        if not dims or not 1 <= count < 2**31:
             fail(DeviceError, f"{size!r} is no size of a pod", where=f"{self.name}: pod({size!r})",
                  why="a size is a count or the dims of a torus", fix='write 32, or "4x8"')  # fmt: skip
         if self.torus and len(dims) == 1:

@@ -60,7 +60,7 @@ def select(mode: str) -> Search:
     Raises:
       ContextError: no such name.
     """
-    if mode not in MODES:
+    if not isinstance(mode, str) or mode not in MODES:
         fail(ContextError, f"search_mode {mode!r} is unknown", where=f"search_mode = {mode!r}",
              why="a search is chosen by its name", fix=f"use one of {', '.join(MODES)}")  # fmt: skip
     return MODES[mode]

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
+from shardfn.cuts import divisors
 from shardfn.search import propagation
 from shardfn.search.choose import Found, answer_of
 from shardfn.search.filters import loosened, narrowed
@@ -56,7 +57,9 @@ def settled(problem: Problem, found: Sequence[Found]) -> list[Found]:
     least = min((f.solution.cost for f in found), default=0.0)
     again = []
     for one in found:
-        is_open = one.solution.gap > FIRST.close + 1e-9 and (one.solution.cost == least or one.solution.bound < WORTH * least)
+        is_open = one.solution.gap > FIRST.close + 1e-9 and (
+            one.solution.cost == least or one.solution.bound < WORTH * least
+        )
         solution = solve(one.labels, _left(problem), EFFORT) if is_open and problem.level == 2 else one.solution
         again.append(dataclasses.replace(one, solution=solution))
     return again
@@ -112,9 +115,8 @@ def splits(n: int, most: int) -> list[tuple[int, ...]]:
     if most == 1 or n == 1:
         return [(n,)]
     found = [(n,)]
-    for first in range(n // 2, 1, -1):
-        if n % first == 0:
-            found += [(first, *rest) for rest in splits(n // first, most - 1)]
+    for first in divisors(n, n)[1:-1]:
+        found += [(first, *rest) for rest in splits(n // first, most - 1)]
     return sorted(found, key=lambda s: (len(s), [-size for size in s]))
 
 

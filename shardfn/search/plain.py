@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
+from shardfn.cuts import divisors
 from shardfn.graph.model import Spec
 from shardfn.search.grid import Axes
 from shardfn.search.problem import Candidate, Problem, objective
@@ -37,7 +38,7 @@ def _layouts(problem: Problem, pairs: bool) -> Iterator[tuple[str, Axes, tuple[S
     for c in fit:
         yield from _both(problem, (("a", n),), {c: "a"})
     for first, second in itertools.permutations(fit if pairs else (), 2):
-        for a in (a for a in range(2, n) if n % a == 0):
+        for a in divisors(n, n)[1:-1]:
             yield from _both(problem, (("a", a), ("b", n // a)), {first: "a", second: "b"})
 
 
