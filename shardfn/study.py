@@ -58,7 +58,7 @@ class Study:
         own = Figures.of(plan.price)
         rated = []
         for spec in others[:most]:
-            paid = price(self.flow_with(plan, path, spec), plan.hardware, self.question.donated)
+            paid = price(self.flow_with(plan, planned.path, spec), plan.hardware, self.question.donated)
             figures = Figures.of(paid)
             row = Alternative(cuts_of(spec, plan.axes), spec, figures, figures - own)
             rated.append((objective(paid, self.question), len(rated), row))

@@ -247,3 +247,9 @@ def test_a_layout_that_xla_computes_wrongly_is_told():
     assert not any("made whole first" in f for f in made.findings)
     other = made.what_if({"x": (1, 1, 4, 2)})
     assert any("made whole first" in f and "not in this plan" in f for f in other.findings)
+
+
+def test_a_path_without_its_argument_says_the_same():
+    made = shardfn.plan(mlp, PARAMS, X, device="h100:8", level=2)
+    assert made.why("w1").rows == made.why("params/w1").rows
+    assert any(row.more.memory for row in made.why("w1").rows)
