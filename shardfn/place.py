@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from shardfn.errors import Problem
 from shardfn.graph.model import Spec
+from shardfn.graph.moves import primes
 from shardfn.strategy import Leaf
 
 Atom = tuple[int, int]
@@ -148,21 +149,6 @@ def expresses(axes: Sequence[tuple[str, int]], other: Sequence[int]) -> bool:
         return set(itertools.accumulate(reversed(sizes), operator.mul))
 
     return strides(other) <= strides([size for _, size in axes] or [1])
-
-
-def primes(n: int) -> list[int]:
-    """The prime factors of `n`, smallest first.
-
-    >>> primes(24)
-    [2, 2, 2, 3]
-    """
-    found, p = [], 2
-    while n > 1:
-        while n % p == 0:
-            found.append(p)
-            n //= p
-        p = p + 1 if p * p <= n else n
-    return found
 
 
 def _atoms(need: Need, chain: list[int]) -> tuple[Atom, ...]:

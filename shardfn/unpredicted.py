@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 
 from shardfn.cost.hardware import Hardware
-from shardfn.graph.model import Flow, Graph, Op
+from shardfn.graph.alike import pairs
+from shardfn.graph.model import Flow, Graph
 from shardfn.search.grid import Axes
 from shardfn.strategy import Leaf
 from shardfn.trace import Traced
@@ -35,34 +36,21 @@ def of_program(traced: Traced, hardware: Hardware, inputs: Sequence[Leaf], axes:
 
 def not_predicted(graph: Graph, flow: Flow) -> list[str]:
     """Ops that are cut along a dim which they need whole, or at whose edges neighbours exchange: XLA sends what it likes."""
-    laid = _alike(flow.graph)
     found: dict[str, None] = {}
-    for key, ops in _alike(graph).items():
-        if len(ops) != len(laid.get(key, ())):  # cannot tell which is which
+    for _, op, at in pairs(graph, flow.graph):
+        if op.rule is None:
             continue
-        for op, at in zip(ops, laid[key], strict=True):
-            if op.rule is None:
-                continue
-            whole = op.rule.permuted | op.rule.replicated
-            rows = (*zip(op.rule.operands, at.inputs), *zip(op.rule.results, at.outputs))  # noqa: B905
-            if whole and any(
-                axes and whole.intersection(factors)
-                for dims, value in rows
-                for factors, axes in zip(dims, flow.specs[value], strict=True)
-            ):
-                found.setdefault(f"{op.name} ({op.where})" if op.where else op.name)
+        whole = op.rule.permuted | op.rule.replicated
+        rows = (*zip(op.rule.operands, at.inputs), *zip(op.rule.results, at.outputs))  # noqa: B905
+        if whole and any(
+            axes and whole.intersection(factors)
+            for dims, value in rows
+            for factors, axes in zip(dims, flow.specs[value], strict=True)
+        ):
+            found.setdefault(f"{op.name} ({op.where})" if op.where else op.name)
     if not found:
         return []
     text = ", ".join(list(found)[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
     return [
         f"cut along a dim that they need whole, or exchange at its edges: {text}; what XLA sends there is not predicted"
     ]
-
-
-def _alike(graph: Graph) -> dict[tuple[object, ...], list[Op]]:
-    """Ops of one name, line and shapes: propagation reorders ops, and drops or copies some."""
-    found: dict[tuple[object, ...], list[Op]] = {}
-    for op in graph.ops:
-        shapes = tuple(graph.values[v].shape for v in (*op.inputs, *op.outputs))
-        found.setdefault((op.name, op.where, shapes), []).append(op)
-    return found

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from examples.models import abstract, quick_key
+from examples.models import abstract
 from examples.models.layouts import Expert, hint, usual_experts
-from examples.models.training import ADAMW, adamw_step, cross_entropy, normal
+from examples.models.training import cross_entropy, language_model, normal
 
 Params = dict[str, Any]
 
@@ -126,11 +126,7 @@ def loss(params: Params, tokens: jax.Array, *, cfg: Config) -> jax.Array:
 
 def make(cfg: Config = Config()):
     """A training step on (params, state, tokens)."""
-    key, kt = jax.random.split(quick_key())
-    params = init(key, cfg)
-    tokens = jax.random.randint(kt, (cfg.batch, cfg.context + 1), 0, cfg.vocab)
-    step = functools.partial(adamw_step, loss=functools.partial(loss, cfg=cfg))
-    return step, (params, ADAMW.init(params), tokens)
+    return language_model(cfg, init, functools.partial(loss, cfg=cfg))
 
 
 def small() -> Config:
@@ -151,7 +147,6 @@ def experts(cfg: Config, devices: int) -> dict[str, Expert]:
         **dict.fromkeys(("*/o_proj/*", "*/down_proj/*"), down),
     }
     vocabulary = tensor | {"*/embed_tokens/*": up, "*/lm_head/*": up}
-    found = usual_experts(
+    return usual_experts(
         abstract(make, cfg)[1], devices, cfg.batch, cfg.kv_heads, tensor, {"vocabulary cut too": vocabulary}
     )
-    return found

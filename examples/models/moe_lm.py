@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from examples.models import abstract, attention, gpt2, moe, quick_key
+from examples.models import abstract, attention, gpt2, moe
 from examples.models.layouts import Expert, data_axes, hint, lay_out, mixes, usual_experts
-from examples.models.training import ADAMW, adamw_step, cross_entropy
+from examples.models.training import cross_entropy, language_model
 
 Params = dict[str, Any]
 
@@ -81,11 +81,7 @@ def loss(params: Params, tokens: jax.Array, *, capacity: int) -> jax.Array:
 
 def make(cfg: Config = Config()):
     """A training step on (params, state, tokens)."""
-    key, kt = jax.random.split(quick_key())
-    params = init(key, cfg)
-    tokens = jax.random.randint(kt, (cfg.batch, cfg.context + 1), 0, cfg.vocab)
-    step = functools.partial(adamw_step, loss=functools.partial(loss, capacity=cfg.capacity))
-    return step, (params, ADAMW.init(params), tokens)
+    return language_model(cfg, init, functools.partial(loss, capacity=cfg.capacity))
 
 
 def small() -> Config:

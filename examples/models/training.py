@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from examples.models import quick_key
 
 ADAMW = optax.adamw(3e-4, weight_decay=0.1)
 
@@ -23,6 +26,14 @@ def sgd_step(params: Any, *batch: jax.Array, loss: Callable[..., jax.Array], rat
     """One step of gradient descent: new parameters, and the loss before it."""
     value, grads = jax.value_and_grad(loss)(params, *batch)
     return jax.tree.map(lambda p, g: p - rate * g, params, grads), value
+
+
+def language_model(cfg: Any, init: Callable[..., Any], loss: Callable[..., jax.Array]):
+    """A training step on (params, state, tokens) with AdamW, tokens [batch, context + 1]: the step, and its arguments."""
+    key, kt = jax.random.split(quick_key())
+    params = init(key, cfg)
+    tokens = jax.random.randint(kt, (cfg.batch, cfg.context + 1), 0, cfg.vocab)
+    return functools.partial(adamw_step, loss=loss), (params, ADAMW.init(params), tokens)
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:

@@ -127,7 +127,7 @@ def split_axes(axes: Mapping[str, int], used: Iterable[str]) -> tuple[dict[str, 
         bounds = {1, size}.union(*({_start(name), _start(name) * axis_size(name, axes)} for name in mine))
         found: list[tuple[int, int]] = []
         for low, high in itertools.pairwise(sorted(bounds)):
-            for prime in _primes(high // low):
+            for prime in primes(high // low):
                 found.append((low, prime))
                 low *= prime
         named = {(axis if len(found) < 2 else f"{axis}:({low}){n}"): (low, n) for low, n in found}
@@ -160,7 +160,12 @@ def _start(name: str) -> int:
     return int(part.partition(")")[0]) if part else 1
 
 
-def _primes(n: int) -> list[int]:
+def primes(n: int) -> list[int]:
+    """The prime factors of `n`, smallest first.
+
+    >>> primes(24)
+    [2, 2, 2, 3]
+    """
     found, p = [], 2
     while n > 1:
         while n % p == 0:

@@ -10,7 +10,7 @@ QUICK = 40_000
 
 
 def search(problem: Problem) -> Answer:
-    """The exact optimum of a program of up to `QUICK` ops, else the better of two quick searches."""
+    """The exact optimum of a program of up to `QUICK` ops, else what dividing the devices finds."""
     if not problem.is_open:
         return propagation.search(problem)
     if len(problem.graph.ops) <= QUICK:

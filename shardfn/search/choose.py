@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from shardfn.graph.alike import pairs
 from shardfn.graph.model import Flow, Graph, Op, Pin, Spec
 from shardfn.search import plain, propagation
 from shardfn.search.filters import keeps
 from shardfn.search.grid import Axes, merged
 from shardfn.search.labelling import Labelling, Table, peak_of
-from shardfn.search.problem import Answer, Candidate, Pins, Problem, objective
+from shardfn.search.problem import Answer, Candidate, Pins, Problem, figures, objective
 from shardfn.search.solve import Solution
 from shardfn.search.strategies import Space, spec_of
 
@@ -46,11 +47,11 @@ class Found:
         return peak_of(self.labels, self.solution.choice)
 
 
-Mend = Callable[[Found, Candidate], Iterable[Found]]
+Mend = Callable[[Problem, Found, Candidate], Iterable[Found]]
 """What to try instead of something found whose flow holds more than the limit."""
 
 
-def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend = lambda found, made: ()) -> Answer:
+def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend) -> Answer:
     """The best of what was found and of the plain layouts, as their flows show, with all that is to be said of it.
 
     Args:
@@ -66,7 +67,7 @@ def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend = 
         made = let_go(problem, made) if is_small else made
         rated.append((objective(made.price, problem), made, one))
         if made.price.memory.peak > problem.memory_limit:
-            for other in mend(one, made):
+            for other in mend(problem, one, made):
                 made = candidate(problem, other)
                 rated.append((objective(made.price, problem), made, other))
     if len(problem.graph.ops) <= (LARGE if problem.level == 1 else PLAIN) or not rated:
@@ -78,7 +79,7 @@ def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend = 
     _, best, at = rated[0]
     others = tuple(c for _, c, _ in rated[1:])
     tried = ", ".join(dict.fromkeys(shape(f.axes) for f in found))
-    runner = f"{others[0].name}: {_figures(others[0])} against {_figures(best)}" if others else ""
+    runner = f"{others[0].name}: {figures(others[0].price)} against {figures(best.price)}" if others else ""
     if at is None:
         reason = f"plain layout, better by its flow than the optimum of the cost model: {best.name}"
         policy = (
@@ -107,11 +108,6 @@ def _gap(problem: Problem, at: Found, found: Sequence[Found]) -> float | None:
     bound = min(f.solution.cost if f.solution.proved else f.solution.bound for f in found)
     gap = 1 - bound / at.solution.cost if at.solution.cost > 0 else 0.0
     return gap if gap > 1e-6 else 0.0
-
-
-def _figures(c: Candidate) -> str:
-    price = c.price
-    return f"{price.bytes_sent:,} B sent, {price.memory.peak:,} B peak, {price.time_s * 1e6:,.1f} us modelled"
 
 
 def shape(axes: Axes) -> str:
@@ -168,27 +164,12 @@ def let_go(problem: Problem, best: Candidate) -> Candidate:
 
 def agreeing(graph: Graph, flow: Flow, pins: Pins) -> frozenset[int]:
     """The pinned ops, by index, that a flow lays out as their pins want."""
-    there: dict[tuple[object, ...], list[Op]] = {}
-    for op in flow.graph.ops:
-        there.setdefault(_like(flow.graph, op), []).append(op)
-    here: dict[tuple[object, ...], list[int]] = {}
-    for index, op in enumerate(graph.ops):
-        here.setdefault(_like(graph, op), []).append(index)
-    found = set()
-    for key, indices in here.items():
-        ops = there.get(key, [])
-        if len(ops) == len(indices):
-            for index, op in zip(indices, ops, strict=True):
-                pin = pins.get(index)
-                wanted = (*pin.operands, *pin.results) if pin else ()
-                if pin and all(s is None or s == flow.specs[v]
-                               for s, v in zip(wanted, (*op.inputs, *op.outputs), strict=True)):  # fmt: skip
-                    found.add(index)
-    return frozenset(found)
 
+    def agrees(pin: Pin, op: Op) -> bool:
+        rows = zip((*pin.operands, *pin.results), (*op.inputs, *op.outputs), strict=True)
+        return all(spec is None or spec == flow.specs[value] for spec, value in rows)
 
-def _like(graph: Graph, op: Op) -> tuple[object, ...]:
-    return op.name, op.where, tuple(graph.values[v].shape for v in (*op.inputs, *op.outputs))
+    return frozenset(i for i, _, laid in pairs(graph, flow.graph) if i in pins and agrees(pins[i], laid))
 
 
 def runners_up(problem: Problem, found: Found) -> tuple[str, ...]:

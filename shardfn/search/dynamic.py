@@ -45,11 +45,11 @@ def search(problem: Problem) -> Answer:
     if not problem.is_open:
         return propagation.search(problem)
     found = [f for axes in grids(problem) for f in on_grid(problem, axes)]
-    if found and not problem.axes and len(problem.graph.ops) <= LARGE:
+    if found and not problem.axes and len(problem.graph.ops) <= THREE_AXES:
         best = min(found, key=lambda f: order(problem, f))
         found += [f for axes in finer(problem, best.axes) for f in on_grid(problem, axes)]
     found = sorted(settled(problem, found), key=lambda f: order(problem, f))
-    return answer_of(problem, found, "exact search", lambda one, made: mended(problem, one, made))
+    return answer_of(problem, found, "exact search", mended)
 
 
 def settled(problem: Problem, found: Sequence[Found]) -> list[Found]:
@@ -74,8 +74,8 @@ def order(problem: Problem, found: Found) -> tuple[float, ...]:
     return over, found.solution.cost, len(found.axes)
 
 
-LARGE = 400
-"""Ops from which grids of three axes are left out: they have up to 256 labels for each op."""
+THREE_AXES = 400
+"""Ops up to which grids of three axes are tried: they have up to 256 labels for each op."""
 
 
 def grids(problem: Problem) -> list[Axes]:

@@ -48,7 +48,7 @@ def labelling_of(space: Space, problem: Problem, spread: float = 1.0) -> Labelli
         tuple(np.zeros(len(c)) for c in costs),
         np.zeros((len(costs), 2), np.int64),
         tuple(Table((edge.first, edge.second), between(edge)) for edge in space.edges),
-        held=(*arguments, *(Held(h.node, h.start, h.end, h.bytes) for h in held)),
+        held=(*arguments, *held),
     )
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from shardfn.cost.hardware import Hardware
 from shardfn.cost.price import Price, price
@@ -77,25 +76,22 @@ class Problem:
     seconds: float = 60.0
     """After which a search answers with the best it has."""
     begun: float = dataclasses.field(default_factory=time.monotonic)
-    watch: Callable[[str], None] | None = None
-    """Is told what a search is doing."""
+    memo: dict[object, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    """What was worked out already, whatever the level: a copy of the problem at another level has it too."""
 
     def price(self, axes: Axes, specs: tuple[Spec, ...], pins: Pins) -> Price:
         """What a full choice costs, by its flow."""
         key = axes, specs, tuple(pins.items())
-        if key not in self.prices:
-            self.prices[key] = price(self.flow(axes, specs, pins), self.hardware, self.donated)
-        return self.prices[key]
+        if key not in self.memo:
+            self.memo[key] = price(self.flow(axes, specs, pins), self.hardware, self.donated)
+        return self.memo[key]
 
-    @functools.cached_property
-    def prices(self) -> dict[object, Price]:
-        """What was priced already."""
-        return {}
-
-    @functools.cached_property
+    @property
     def facts(self) -> Known:
         """What holds of the graph on any grid."""
-        return known(self.graph, self.donated)
+        if "facts" not in self.memo:
+            self.memo["facts"] = known(self.graph, self.donated)
+        return self.memo["facts"]
 
     @property
     def devices(self) -> int:
@@ -169,3 +165,8 @@ def objective(price: Price, problem: Problem) -> tuple[float, ...]:
         1: (price.memory.peak, price.time_s),
         2: (price.time_s, price.memory.peak),
     }[problem.level])  # fmt: skip
+
+
+def figures(price: Price) -> str:
+    """What a layout costs, in a line."""
+    return f"{price.bytes_sent:,} B sent, {price.memory.peak:,} B peak, {price.time_s * 1e6:,.1f} us modelled"

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 
-from shardfn.cost.price import Price
 from shardfn.graph.model import Spec
-from shardfn.search.problem import Answer, Problem, objective
+from shardfn.search.problem import Answer, Problem, figures, objective
 
 MOST_CANDIDATES = 8
 
@@ -96,7 +95,7 @@ def one_class(problem: Problem) -> Answer:
     runner = ""
     if len(rated) > 1:
         other = rated[1]
-        runner = f"{_class_name(problem, other[2])}: {_figures(other[4])} against {_figures(price)}"
+        runner = f"{_class_name(problem, other[2])}: {figures(other[4])} against {figures(price)}"
     policy = f"cheapest of {len(rated)} single dim classes at level {problem.level}: {what}"
     return Answer(axes, specs, reasons, policy, runner)
 
@@ -132,7 +131,3 @@ def _class_name(problem: Problem, class_: int) -> str:
         if class_ in classes:
             return f"{name} dim {classes.index(class_)}"
     return f"class {class_}"
-
-
-def _figures(price: Price) -> str:
-    return f"{price.bytes_sent:,} B sent, {price.memory.peak:,} B peak, {price.time_s * 1e6:,.1f} us modelled"

@@ -12,7 +12,7 @@ import dataclasses
 
 import numpy as np
 
-from shardfn.place import primes
+from shardfn.graph.moves import primes
 from shardfn.search import propagation
 from shardfn.search.choose import Found, answer_of
 from shardfn.search.dynamic import mended, on_grid, order
@@ -31,7 +31,7 @@ def search(problem: Problem) -> Answer:
     starts = dict.fromkeys((problem.level, 1))
     found = [one for first in starts if (one := divided(problem, axes, first)) is not None]
     found.sort(key=lambda f: order(problem, f))
-    return answer_of(problem, found, "recursive search", lambda one, made: mended(problem, one, made))
+    return answer_of(problem, found, "recursive search", mended)
 
 
 def divided(problem: Problem, axes: Axes, first: int) -> Found | None:

@@ -22,6 +22,7 @@ from shardfn.cost.schedule import merged
 from shardfn.graph.model import Flow, Graph, Op, Rule, Spec, Value, dtype_bits
 from shardfn.search import forms
 from shardfn.search.grid import Array, Grid, add_up, change, pieces
+from shardfn.search.labelling import Held
 
 SCATTERED, SCATTERED_LAST = 1, 2
 """Along how many factors of a result its sum may be left in pieces: of what is multiplied again, and of the rest."""
@@ -48,16 +49,6 @@ class Edge:
     second: int
     sent: Array
     sent_s: Array
-
-
-@dataclasses.dataclass(frozen=True)
-class Held:
-    """What a node's labels hold on one device in the half-open `[start, end)`, two ticks for each op: bytes per label."""
-
-    node: int
-    start: int
-    end: int
-    bytes: Array
 
 
 @dataclasses.dataclass(frozen=True)
