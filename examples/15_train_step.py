@@ -1,19 +1,18 @@
-"""A training step in several modes: the same losses, other layouts, other collectives.
-
-Run it: NPROC=32 python examples/15_train_step.py
-"""
+"""A training step in several modes: the same losses, other layouts, other collectives."""
 
 import collections
+import os
 
 import jax
-
-jax.config.update("jax_num_cpu_devices", 8)  # eight virtual devices; leave it out to use your own
-
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 from shardfn import compiled, train
+
+os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
 
 
 def loss(params, x, y):
