@@ -26,6 +26,7 @@ from shardfn.layout import Layout
 from shardfn.layoutrules import Axes, LayoutFile, Rule, as_layout, axes_on, laid, matched, no_rule
 from shardfn.layouttext import MOST_BYTES, parse, text_of
 from shardfn.strategy import AUTO, Argument, Leaf, leaves_of, short
+from shardfn.strategyfile import parse_json
 
 __all__ = ["LayoutFile", "LayoutFileError", "read", "recipes", "shardings", "write"]
 
@@ -53,7 +54,7 @@ def recipes() -> tuple[str, ...]:
 def read(source: Any) -> LayoutFile:
     """A layout file by its path, a recipe by its name ("llama/fsdp-tp"), or what a plan decides.
 
-    A path ends in `.toml`.
+    A path ends in `.toml`, or in `.json` for MindSpore's strategy JSON.
 
     Raises:
       StrategyError: there is no such file, or it is no layout file; all that is wrong with it.
@@ -70,9 +71,9 @@ def read(source: Any) -> LayoutFile:
              fix=f"use {_some_recipes()}, or a path such as layout.toml")  # fmt: skip
     text = os.fspath(source)
     path = pathlib.Path(text)
-    if isinstance(source, str) and path.suffix not in (".toml",) and not path.is_file():
+    if isinstance(source, str) and path.suffix not in (".toml", ".json") and not path.is_file():
         path = _recipe(text)
-    return _parsed(parse, path, str(text))
+    return _parsed(parse_json if path.suffix == ".json" else parse, path, str(text))
 
 
 def _parsed(parser: Any, path: pathlib.Path, name: str) -> LayoutFile:
@@ -104,7 +105,7 @@ def _recipe(name: str) -> pathlib.Path:
     close = difflib.get_close_matches(name[:80], known, 3, 0.4)
     families = ", ".join(dict.fromkeys(n.split("/")[0] for n in known))
     fail(LayoutFileError, f"there is no layout {short(name)}", where=f"layout = {short(name)}",
-         why=f"the recipes are for {families}; a file's path ends in .toml",
+         why=f"the recipes are for {families}; a file's path ends in .toml or .json",
          fix=f"did you mean {' or '.join(map(repr, close))}?" if close else f"use {_some_recipes()}, or a path")  # fmt: skip
 
 

@@ -128,6 +128,8 @@ class Plan:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as a layout file (TOML): `load` reads it, `shard(f, layout=path)` uses it.
 
+        A name that ends in `.json` gets MindSpore's strategy JSON: the layouts of the arguments, and each op's strategy.
+
         Raises:
           StrategyError: it cannot be written there.
 
@@ -138,7 +140,7 @@ class Plan:
         ...     shardfn.load(f"{folder}/layout.toml") == made
         True
         """
-        planfile.save(self, path)
+        planfile.save(self, path, op_strategies(self))
 
     def _study(self) -> Study:
         if self.study is None:

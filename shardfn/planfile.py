@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +13,7 @@ from shardfn.graph.model import Spec
 from shardfn.layoutfile import write
 from shardfn.layoutrules import Dim, LayoutFile, Rule, Source, escaped
 from shardfn.layouttext import text_of
+from shardfn.strategyfile import json_text, trained
 
 
 def layout_of(plan: Any) -> LayoutFile:
@@ -44,9 +47,22 @@ def text_of_plan(plan: Any, layout: LayoutFile | None = None) -> str:
     return head + text_of(layout or layout_of(plan), notes)
 
 
-def save(plan: Any, path: str | os.PathLike[str]) -> None:
-    """Write a plan to a file."""
-    write(None, path, text_of_plan(plan))
+def save(plan: Any, path: str | os.PathLike[str], ops: Sequence[Any] = (), only_trained: bool = False) -> None:
+    """Write a plan to a file: a layout file, or MindSpore's strategy JSON where the name ends in `.json`.
+
+    Args:
+      ops: the plan's `OpStrategy`s, which the JSON holds.
+      only_trained: leave out all but what seem to be trainable parameters (`strategyfile.trained`).
+    """
+    kept = trained(plan.inputs) if only_trained else list(plan.inputs)
+    if pathlib.Path(path).suffix == ".json":
+        write(None, path, json_text(kept, plan.axes, ops))
+        return
+    layout = layout_of(plan)
+    if only_trained:
+        layout = dataclasses.replace(layout, arguments=tuple(map(_rule, kept)), results=(), inside=(), activations=(),
+                                     sources=_sources(kept))  # fmt: skip
+    write(None, path, text_of_plan(plan, layout))
 
 
 def _rule(d: Decision) -> Rule:

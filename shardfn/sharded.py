@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect
 import keyword
+import pathlib
 import sys
 import types
 import warnings
@@ -23,7 +24,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from shardfn import compiled as compiled_module
-from shardfn import context, finalists, search
+from shardfn import context, finalists, planfile, search
 from shardfn.algo import algorithm_of, idle
 from shardfn.amounts import bytes_of
 from shardfn.apply import Grid, apply, finest, has_other_grids, lies_elsewhere, moved, on_paper, shardings, whole
@@ -37,7 +38,7 @@ from shardfn.guard import convolution_finding, whole_convolutions, wrong_convolu
 from shardfn.layoutfile import LayoutFile, read, with_layout
 from shardfn.layoutrules import axes_on
 from shardfn.make import Wishes, make_plan
-from shardfn.plan import Plan
+from shardfn.plan import Plan, op_strategies
 from shardfn.progress import progress
 from shardfn.report import Report, make_report, save_graphs
 from shardfn.search.problem import Answer, Search
@@ -294,9 +295,12 @@ class ShardedFunction:
         inputs = self._input_leaves(slots, values, stateful, current, problems)
         hardware = self._hardware(inputs, current, problems)
         layout = self._layout(current)
+        strict = options.layout is not None  # the context's is for every function of the program
         if layout is not None:
             names = [s.name for s in slots if not s.is_static]
-            inputs = with_layout(layout, inputs, hardware.count, problems, given=names, complete=self.layout_alone)
+            inputs = with_layout(
+                layout, inputs, hardware.count, problems, given=names, complete=self.layout_alone, strict=strict
+            )
         if any(leaf.dtype == UNKNOWN for leaf in inputs):  # it cannot be traced
             check_all(inputs, hardware.count, problems)
             raise_problems(problems)
@@ -318,7 +322,7 @@ class ShardedFunction:
         on: Callable[[Grid], Callable[..., Any]] = lambda grid: pure  # noqa: E731
         if layout is not None and layout.activations:
             axes = axes_on(layout, hardware.count, [])
-            tags = tags_of(layout, traced.jaxpr, axes, hardware.count, problems)
+            tags = tags_of(layout, traced.jaxpr, axes, hardware.count, problems, strict)
             if tags and hardware.count > 1 and not problems:
                 on = lambda grid: held_tags(pure, tags, axes, grid.mesh, grid.parts, statics)  # noqa: E731
                 traced = trace(on(on_paper(axes)), shapes, statics, hardware.platform)
@@ -326,7 +330,7 @@ class ShardedFunction:
         outputs = self._output_leaves(result, current, hardware, problems)
         ends = [*outputs, *_changed_leaves(changed)]
         if layout is not None:
-            ends = with_layout(layout, ends, hardware.count, problems, section="results")
+            ends = with_layout(layout, ends, hardware.count, problems, section="results", strict=strict)
         donated = tuple(
             i + stateful
             for i, s in enumerate(slots)
@@ -375,6 +379,8 @@ class ShardedFunction:
         again = Verifier(lambda plan: here(dataclasses.replace(found, plan=plan)), tuple(shapes))
         made = dataclasses.replace(made, verifier=again)
         nested, jitted = jit(found, finest(made), nested=True), here(found)
+        if (file := current.strategy_ckpt_config.save_file) and jax.process_index() == 0:
+            planfile.save(made, file, op_strategies(made), current.strategy_ckpt_config.only_trainable_params)
         if current.save_graphs:
             save_graphs(made, current.save_graphs_path)
         return Entry(made, slots, jitted, nested, tuple(shardings(made.inputs, whole(made))), stateful)
@@ -425,7 +431,10 @@ class ShardedFunction:
         return apply_parameter_plan(leaves, self.options.parameter_plan, problems)
 
     def _layout(self, current: Any) -> LayoutFile | None:
-        return None if self.options.layout is None else read(self.options.layout)
+        if self.options.layout is not None:
+            return read(self.options.layout)
+        file = current.strategy_ckpt_config.load_file
+        return read(pathlib.Path(file)) if file else None
 
     def _hardware(self, inputs: Sequence[Leaf], current: Any, problems: list[Problem]) -> Hardware:
         if current.is_set("parallel_mode") and current.parallel_mode in ("data_parallel", "hybrid_parallel"):

@@ -38,11 +38,13 @@ def tag(x: Any, name: str) -> Any:
     return jax.tree_util.tree_map(lambda leaf: checkpoint_name(leaf, PREFIX + name), x)
 
 
-def tags_of(layout: LayoutFile, jaxpr: Any, axes: Axes, devices: int, problems: list[Problem]) -> dict[str, Rule]:
+def tags_of(
+    layout: LayoutFile, jaxpr: Any, axes: Axes, devices: int, problems: list[Problem], strict: bool = True
+) -> dict[str, Rule]:
     """For each tag in a program that a rule of the file meets, that rule; `problems` receives what does not fit."""
     found = list(dict.fromkeys(_leaves(jaxpr)))
     first = list({leaf.path: leaf for leaf in found}.values())
-    met = matched(layout.activations, first, "activations", layout.name, problems)
+    met = matched(layout.activations, first, "activations", layout.name, problems, strict)
     rules = {first[i].path: rule for i, rule in met.items()}
     for leaf in found:
         if leaf.path in rules:

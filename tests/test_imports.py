@@ -41,6 +41,7 @@ LAYERS = (
     ("decisions",),
     ("layoutrules",),
     ("layouttext",),
+    ("strategyfile",),
     ("layoutfile",),
     ("planfile",),
     ("plan",),

@@ -84,7 +84,10 @@ def _linear(into: int, out: int, rngs: nnx.Rngs) -> nnx.Linear:
     return nnx.Linear(into, out, use_bias=False, rngs=rngs)
 
 
-def make(cfg: Config = dataclasses.replace(Config(), batch=16)):
+SIZES = dataclasses.replace(Config(), batch=16)
+
+
+def make(cfg: Config = SIZES):
     """A step of gradient descent on (params, tokens); `params` is the module's `nnx.State`."""
     graph, params = nnx.split(Llama(cfg, nnx.Rngs(0)))
 

@@ -1,4 +1,4 @@
-"""The recipes of `layouts/` held against small models of their families: `python -m examples.models.recipes` writes their README."""
+"""The recipes of `layouts/` held against small models of their families; run as a module it writes their README."""
 
 from __future__ import annotations
 
