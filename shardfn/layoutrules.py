@@ -126,17 +126,15 @@ def axes_on(layout: LayoutFile, devices: int, problems: list[Problem]) -> Axes:
         if not open_:
             fix = (f'use {fixed} devices, or change [grid]: sizes with a product of {devices}, or an axis left to the '
                    f'device count, {layout.grid[0][0]} = "left"')  # fmt: skip
-        problems.append(
-            Problem(
-                f"the grid of {layout.name} has {fixed} devices{' in its fixed axes' if open_ else ''}, "
-                f"but there are {devices}",
-                where=f"{layout.name}: [grid] {text}",
-                why=f"{devices} is not divisible by {fixed}"
-                if open_
-                else "the product of the axes is the device count",
-                fix=fix,
-            )
+        why = f"{devices} is not divisible by {fixed}" if open_ else "the product of the axes is the device count"
+        told = Problem(
+            f"the grid of {layout.name} has {fixed} devices{' in its fixed axes' if open_ else ''}, but there are {devices}",
+            where=f"{layout.name}: [grid] {text}",
+            why=why,
+            fix=fix,
         )
+        if told not in problems:  # arguments and results are asked one after the other
+            problems.append(told)
         return tuple((name, size or 1) for name, size in layout.grid)
     return tuple((name, devices // fixed if size is None else size) for name, size in layout.grid)
 
