@@ -194,16 +194,25 @@ def escaped(path: str) -> str:
     return re.sub(r"([*?\[])", r"[\1]", path)
 
 
+def printable(text: str) -> str:
+    """A text of a file without what would move a terminal's cursor.
+
+    >>> printable("a\x1b[2J")
+    'a?[2J'
+    """
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def _missing(rules: Sequence[Rule], full: Sequence[str], section: str, name: str) -> list[Problem]:
     told = []
     for rule in rules[:MOST]:
         close = difflib.get_close_matches(
             normal(rule.glob), [*full, *(p.split("/", 1)[-1] for p in full)][:2000], 3, 0.4
         )
-        mend = f"did you mean {' or '.join(map(repr, dict.fromkeys(close)))}?" if close else "correct the path"
+        mend = f"did you mean {' or '.join(map(repr, dict.fromkeys(close)))}?" if close else "correct the path."
         told.append(
             Problem(
-                f"a rule of {name} meets no array: `{rule.glob}`",
+                f"a rule of {name} meets no array: `{printable(rule.glob)}`",
                 where=f"{name}: [{section}]",
                 why=f"the arrays are {listed(full)}",
                 fix=f"{mend} Or take the rule out, or say optional = true in it",

@@ -106,7 +106,7 @@ def test_what_is_held_inside_is_saved(tmp_path):
     text = (tmp_path / "layout.toml").read_text().replace('op = "dot_general"', 'op = "gather"', 1)
     (tmp_path / "layout.toml").write_text(text)
     told = plan(fn, *args, layout=tmp_path / "layout.toml").findings
-    assert any("this program has no such one" in finding for finding in told)
+    assert any("program has no such one" in finding for finding in told)
     (problem,) = check(tmp_path / "layout.toml", fn, args)
     assert "a gather at" in problem.what
 
@@ -670,6 +670,14 @@ def test_a_path_meets_itself_and_nothing_else(path):
             if normal(path) in (normal(leaf.path), normal(leaf.path).split("/", 1)[-1])
         }
         assert problems == [] or not met
+
+
+def test_errors_hold_nothing_that_a_terminal_obeys():
+    text = 'format = "shardfn-layout"\nversion = 1\n[arguments]\n"a\\u001b[2J" = [1]\n"b\\u001b" = [1.5]\n'
+    assert all("\x1b" not in what for what in wrong(text))
+    with pytest.raises(ShardError) as caught:
+        shardings(made(text.rsplit('"b', 1)[0]), {"w": X}, 8)
+    assert "\x1b" not in str(caught.value)
 
 
 def test_loading_takes_what_there_is():
