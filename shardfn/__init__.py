@@ -1,6 +1,6 @@
 """Shard any JAX function from integers: cuts become a mesh and PartitionSpecs, XLA does the rest, and you see it."""
 
-from shardfn.api import explain, plan, reshard, shard
+from shardfn.api import explain, load, plan, reshard, shard
 from shardfn.cell import Cell
 from shardfn.context import (
     GRAPH_MODE,
@@ -24,6 +24,7 @@ from shardfn.report import Report
 from shardfn.search import register as register_search
 from shardfn.sharded import ShardedFunction
 from shardfn.strategy import AUTO
+from shardfn.tags import tag
 
 __version__ = "0.1.0"
 
@@ -45,6 +46,7 @@ __all__ = [
     "get_algo_parameters",
     "get_auto_parallel_context",
     "get_context",
+    "load",
     "plan",
     "register_search",
     "reset_algo_parameters",
@@ -54,4 +56,5 @@ __all__ = [
     "set_auto_parallel_context",
     "set_context",
     "shard",
+    "tag",
 ]
