@@ -144,18 +144,20 @@ def read(directory: pathlib.Path, wanted: Sequence[Wanted]) -> list[jax.Array]:
 def _reads(directory: pathlib.Path, want: Wanted) -> dict[Any, Any]:
     entry = want.entry
     if 0 in entry.shape:  # nothing of it is on disk
-        return {key: _Ready(np.zeros([b - a for a, b in key], want.dtype)) for key in want.boxes}
+        return {key: Ready(np.zeros([b - a for a, b in key], want.dtype)) for key in want.boxes}
     try:
         store = open_array(directory, entry).result()
         if jnp.dtype(want.dtype) != entry.numpy_dtype:
             store = need("tensorstore").cast(store, jnp.dtype(want.dtype).name)
     except (ValueError, OSError) as error:
-        return {(): _Failed(error)}
+        return {(): Failed(error)}
     return {key: store[tuple(slice(*ends) for ends in key)].read() for key in want.boxes}
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ready:
+class Ready:
+    """A value that is here already, as a future."""
+
     value: np.ndarray
 
     def result(self) -> np.ndarray:
@@ -163,7 +165,9 @@ class _Ready:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Failed:
+class Failed:
+    """A read that could not begin, as a future."""
+
     error: Exception
 
     def result(self) -> Any:
@@ -197,7 +201,9 @@ def damaged(directory: pathlib.Path, entry: Entry, error: Exception) -> Problem:
     )
 
 
-def verify(directory: pathlib.Path, entries: Sequence[Entry], progress: Callable[[], None] | None = None) -> list[Problem]:
+def verify(
+    directory: pathlib.Path, entries: Sequence[Entry], progress: Callable[[], None] | None = None
+) -> list[Problem]:
     """Read every chunk of every array, a file at a time, and say what is damaged."""
     problems: dict[str, Problem] = {}
     for entry in entries:
@@ -246,5 +252,9 @@ def no_room(error: BaseException, path: pathlib.Path) -> None:
     why = text.split(" [")[0][:400]
     fix = "make room, or keep fewer steps with keep=; what was saved before is whole" if full else (
         "see that the folder can be written to; what was saved before is whole")  # fmt: skip
-    what = f"{path} is full: the checkpoint could not be written" if full else f"the checkpoint could not be written to {path}"
+    what = (
+        f"{path} is full: the checkpoint could not be written"
+        if full
+        else f"the checkpoint could not be written to {path}"
+    )
     fail(CheckpointFileError, what, why=why, fix=fix)

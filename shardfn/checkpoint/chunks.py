@@ -1,7 +1,7 @@
-"""How an array is cut up on disk: files as large as what one device holds, chunks of about a MiB inside them.
+"""How an array is cut up on disk: files as large as what one device holds, small chunks inside them.
 
 A chunk is what is read, unpacked and checked as one. A layout that cuts a dim further than the one that was saved
-then reads only the chunks it needs, as long as its pieces are made of whole chunks.
+then reads only the chunks it needs, as long as its pieces are made of whole chunks: so every dim is cut as often as any.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ FILE_BYTES = 256 << 20
 """The most one file holds, before it is packed. A writer has one file at a time in memory."""
 
 CHUNK_BYTES = 1 << 20
-LEAST_CHUNK_BYTES = 128 << 10
-CHUNKS_OF_AN_ARRAY = 64
-"""An array of less than 64 MiB has smaller chunks, down to 128 KiB."""
+LEAST_CHUNK_BYTES = 64 << 10
+CHUNKS_OF_AN_ARRAY = 1024
+"""An array of less than 1 GiB has smaller chunks than 1 MiB, down to 64 KiB. Smaller ones cost time, measured; these do not."""
 
 Box = tuple[slice, ...]
 
@@ -42,24 +42,24 @@ def chunks(
       within: no chunk holds more bytes than this; 0 for what suits the size of the array.
 
     >>> chunks((4096, 1024), (8, 1), 4)
-    Chunks(file=(512, 1024), chunk=(256, 256))
+    Chunks(file=(512, 1024), chunk=(128, 128))
     """
     piece = tuple(n // c for n, c in zip(shape, cuts, strict=True))
     total = math.prod(shape) * itemsize
-    file = _shrunk(piece, file_bytes / itemsize)
+    file = _shrunk(shape, piece, file_bytes / itemsize)
     target = min(CHUNK_BYTES, max(LEAST_CHUNK_BYTES, total / CHUNKS_OF_AN_ARRAY))
-    return Chunks(file, _shrunk(file, min(target, within or target) / itemsize))
+    return Chunks(file, _shrunk(shape, file, min(target, within or target) / itemsize))
 
 
-def _shrunk(shape: tuple[int, ...], most: float) -> tuple[int, ...]:
-    """Divide the dims of a shape, the longest first, by their prime factors, until it has at most `most` elements."""
-    sizes = list(shape)
+def _shrunk(shape: Sequence[int], piece: Sequence[int], most: float) -> tuple[int, ...]:
+    """Divide the dims of a piece by their prime factors until it has at most `most` elements, those of fewest cuts first."""
+    sizes = list(piece)
     while math.prod(sizes) > most:
         # A small factor keeps chunks near the size that is wanted; a dim of a large prime is cut last.
-        choices = [(_least_factor(n) > 7, -n, i) for i, n in enumerate(sizes) if n > 1]
+        choices = [(_least_factor(n) > 7, shape[i] // n, -n, i) for i, n in enumerate(sizes) if n > 1]
         if not choices:
             break
-        i = min(choices)[2]
+        i = min(choices)[-1]
         sizes[i] //= _least_factor(sizes[i])
     return tuple(sizes)
 

@@ -12,7 +12,7 @@ import math
 import pathlib
 import zlib
 
-from typing import Any
+from typing import Any, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
@@ -105,7 +105,7 @@ def bits(dtype: Any) -> int:
     """
     dtype = jnp.dtype(dtype)
     small = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4}
-    return small.get(dtype.name, dtype.itemsize * 8)
+    return small[dtype.name] if dtype.name in small else int(dtype.itemsize) * 8
 
 
 def to_text(contents: Contents) -> str:
@@ -135,7 +135,16 @@ def to_text(contents: Contents) -> str:
             for e in contents.entries
         },
     }
-    return json.dumps(data | {"crc32": _crc(data)}, indent=1) + "\n"
+    data["crc32"] = _crc(data)
+    rows = ((key, data[key]) for key in data)
+    return "{\n" + ",\n".join(f" {json.dumps(key)}: {_lines(value)}" for key, value in rows) + "\n}\n"
+
+
+def _lines(value: Any) -> str:
+    """A dict of dicts with a line for each of them."""
+    if isinstance(value, dict):
+        return "{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()) + "\n }"
+    return json.dumps(value)
 
 
 def _crc(data: dict[str, Any]) -> str:
@@ -159,8 +168,9 @@ def read(folder: pathlib.Path) -> Contents:
         _damaged(file, str(error))
 
 
-def _damaged(file: Any, why: str) -> Any:
-    fail(CheckpointFileError, f"{file} cannot be read", why=why, fix="restore another step: checkpoint.steps(path) lists them")  # fmt: skip
+def _damaged(file: Any, why: str) -> NoReturn:
+    fix = "restore another step: checkpoint.steps(path) lists them"
+    fail(CheckpointFileError, f"{file} cannot be read", why=why, fix=fix)
 
 
 def from_text(text: str, file: str = FILE) -> Contents:
@@ -181,7 +191,7 @@ def from_text(text: str, file: str = FILE) -> Contents:
         return _contents(data)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
-        return _damaged(file, why)
+        _damaged(file, why)
 
 
 def _contents(data: dict[str, Any]) -> Contents:
@@ -224,5 +234,3 @@ def _ints(values: Any, least: int = 0) -> tuple[int, ...]:
     if not isinstance(values, list):
         raise ValueError(f"{values!r:.40} is no list of counts")
     return tuple(_int(value, least) for value in values)
-
-

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 
@@ -16,10 +17,9 @@ from shardfn.checkpoint.contents import KEY
 from shardfn.errors import CheckpointError, Problem, a
 from shardfn.strategy import join
 
-STORED = frozenset(
-    "bool int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 complex128 "
-    "float8_e3m4 float8_e4m3fn float8_e4m3fnuz float8_e4m3b11fnuz float8_e5m2 float8_e5m2fnuz int2".split()
-)
+UNSTORED = ("uint2", "uint4", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e8m0fnu", "float0")
+"""Dtypes of JAX that the array store does not have."""
+
 Keys = tuple[tuple[str, str], ...]
 
 
@@ -61,7 +61,7 @@ def flatten(state: Any, what: str = "state") -> list[Leaf]:
             problems.append(Problem(f"`{path}` is {a(value)}, which is no array", where=f"{what} at `{path}`",
                                     why="only arrays, numbers and PRNG keys can be saved",
                                     fix="take it out of the tree, or make it a static field"))  # fmt: skip
-        elif str(stored.dtype) not in STORED:
+        elif str(stored.dtype) in UNSTORED or stored.dtype == jax.dtypes.float0:
             problems.append(Problem(f"`{path}` has the dtype {stored.dtype}", where=f"{what} at `{path}`",
                                     why="the array store does not have it", fix="cast it before you save it"))  # fmt: skip
         elif path in found:
@@ -84,7 +84,7 @@ def _stored(value: Any) -> tuple[str, Any]:
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if not isinstance(shape, tuple) or dtype is None:
         return "", None
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         if isinstance(value, jax.ShapeDtypeStruct):
             value = jax.eval_shape(jax.random.key_data, value)
             return KEY + _implementation(dtype), value
@@ -159,5 +159,3 @@ def folder(path: str) -> str:
     if len(name) > 200:  # a name of a file has 255 bytes at most
         return f"{name[:160]}~{hashlib.sha256(path.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
     return name or "%"
-
-

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +10,19 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from shardfn.checkpoint import extra, leaves
+from shardfn import layoutfile
+from shardfn.checkpoint import extra, leaves, where
 from shardfn.checkpoint.chunks import Chunks, chunks
 from shardfn.checkpoint.contents import Contents, Entry, Grid, bits
 from shardfn.checkpoint.stored import place, steps
 from shardfn.errors import CheckpointError, CheckpointFileError, fail
+from shardfn.layouttext import text_of
+from shardfn.plan import Plan
 
 if TYPE_CHECKING:
     from shardfn.checkpoint.store import Saving
+
+LAYOUT = "layout.toml"
 
 
 def save(
@@ -57,7 +61,8 @@ def save(
     ...     save(path, {"w": jnp.ones((8, 4))}, step=10).step
     10
     """
-    extra.need("tensorstore"), extra.need("orbax.checkpoint")
+    extra.need("tensorstore")
+    extra.need("orbax.checkpoint")
     from shardfn.checkpoint import store
 
     folder = place(path)
@@ -73,7 +78,12 @@ def save(
         folder.mkdir(parents=True, exist_ok=True)
         known = steps(folder)
     except OSError as error:
-        fail(CheckpointFileError, f"{folder} cannot be made", why=str(error), fix="choose a folder that can be written to")
+        fail(
+            CheckpointFileError,
+            f"{folder} cannot be made",
+            why=str(error),
+            fix="choose a folder that can be written to",
+        )
     if step is None:
         step = max(known, default=-1) + 1
     elif step in known:
@@ -82,8 +92,8 @@ def save(
     contents = describe(flat)
     from shardfn.checkpoint.arrays import pieces_of
 
-    pieces = {leaf.path: pieces_of(leaf.value) for leaf in flat}
     texts = layout_texts(plan, contents)
+    pieces = {leaf.path: pieces_of(leaf.value) for leaf in flat}
     saving = store.begin(folder, step, contents, pieces, texts, keep, keep_every)
     if not background:
         saving.wait()
@@ -129,5 +139,13 @@ def _order(mesh: Any) -> tuple[int, ...] | None:
 
 
 def layout_texts(plan: Any, contents: Contents) -> dict[str, str]:
-    """The text of `layout.toml`."""
-    return {}
+    """The text of `layout.toml`: of the plan or the layout that was given, else of the arrays as they lie.
+
+    Raises:
+      ShardError: it is no plan and no layout.
+    """
+    if plan is None:
+        layout = where.of_contents(contents)
+    else:
+        layout = where.of_plan(plan) if isinstance(plan, Plan) else layoutfile.read(plan)
+    return {} if layout is None else {LAYOUT: text_of(layout)}

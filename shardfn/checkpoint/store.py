@@ -26,7 +26,6 @@ from shardfn.checkpoint.stored import ITEM
 from shardfn.errors import CheckpointFileError
 
 
-
 Pieces = Mapping[str, Sequence[tuple[Box, np.ndarray]]]
 
 

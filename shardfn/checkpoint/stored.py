@@ -78,5 +78,3 @@ def look(path: str | os.PathLike[str], step: int | None = None) -> tuple[pathlib
     """
     folder, step = find(path, step)
     return folder, step, contents.read(folder)
-
-
