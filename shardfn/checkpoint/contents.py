@@ -11,7 +11,6 @@ import json
 import math
 import pathlib
 import zlib
-
 from typing import Any, NoReturn
 
 import jax.numpy as jnp

@@ -162,7 +162,8 @@ def import_safetensors(
     with offline.new_step(path, step) as (out, commit):
         for (_, old, _), entry in zip(rows, laid.entries, strict=True):
             tensor = by_path[old.path]
-            offline.copy(out, entry, None if 0 in entry.shape else lambda box, t=tensor: arrays.Ready(t.read(box)), bound)
+            offline.copy(
+                out, entry, None if 0 in entry.shape else lambda box, t=tensor: arrays.Ready(t.read(box)), bound
+            )
         commit(laid)
     return offline.Copied(place(path), step, len(laid.entries), laid.nbytes, count)
-

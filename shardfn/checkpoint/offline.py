@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 
-
 from shardfn import layoutfile
 from shardfn.amounts import bytes_of
 from shardfn.checkpoint import arrays, extra, restoring, where
@@ -111,8 +110,13 @@ def devices_of(layout: LayoutFile) -> int:
     total = 1
     for name, size in layout.grid:
         if size is None:
-            fail(CheckpointError, f"the layout leaves the size of its axis `{name}` open", where=layout.name,
-                 why="it is what is left of the devices, and none are asked here", fix="say how many: devices=8, --devices 8")  # fmt: skip
+            fail(
+                CheckpointError,
+                f"the layout leaves the size of its axis `{name}` open",
+                where=layout.name,
+                why="it is what is left of the devices, and none are asked here",
+                fix="say how many: devices=8, --devices 8",
+            )
         total *= size
     return total
 
@@ -163,7 +167,7 @@ def lay(entries: Sequence[Entry], layout: Any, devices: int, bound: int) -> Cont
     for entry in entries:
         sharding, ndim = found.get(entry.path), len(entry.shape)
         grid, cuts, spec = Grid(()), (1,) * ndim, ((),) * ndim
-        if sharding is not None and devices > 1:
+        if layout is not None and sharding is not None and devices > 1:
             grid = Grid(tuple(sharding.mesh.shape.items()), layout.order)
             spec = tuple(() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in sharding.spec)
             spec += ((),) * (ndim - len(spec))
@@ -267,5 +271,3 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> None:
     problems = arrays.verify(folder, contents.entries)
     if problems:
         raise CheckpointFileError(problems)
-
-

@@ -190,13 +190,24 @@ def renamed(entries: Sequence[Entry], name_map: Mapping[str, str]) -> dict[str, 
             fresh = path.split("/")[: len(path.split("/")) - len(kept)]
             keys = (*(("key", part) for part in fresh if part), *kept)
         if path in found:
-            problems.append(Problem(f"two arrays would be `{path}`", where=f"{found[path][0].path}, {entry.path}",
-                                    why="name_map gives one the name of the other", fix="give each a name of its own"))  # fmt: skip
+            problems.append(
+                Problem(
+                    f"two arrays would be `{path}`",
+                    where=f"{found[path][0].path}, {entry.path}",
+                    why="name_map gives one the name of the other",
+                    fix="give each a name of its own",
+                )
+            )
         found[path] = (entry, keys)
     for old in spelled.keys() - used:
-        problems.append(Problem(f"name_map renames `{old}`, which the checkpoint does not hold",
-                                where=f"name_map = {{{old!r}: {spelled[old]!r}}}", why=f"it holds {_some([entry.path for entry in entries])}",
-                                fix="its keys are paths as they are stored, its values the new ones"))  # fmt: skip
+        problems.append(
+            Problem(
+                f"name_map renames `{old}`, which the checkpoint does not hold",
+                where=f"name_map = {{{old!r}: {spelled[old]!r}}}",
+                why=f"it holds {_some([entry.path for entry in entries])}",
+                fix="its keys are paths as they are stored, its values the new ones",
+            )
+        )
     if problems:
         raise CheckpointError(problems)
     return found
@@ -214,8 +225,14 @@ def _selected(paths: Sequence[str], globs: Globs, name: str, problems: list[Prob
     for glob in (globs,) if isinstance(globs, str) else tuple(globs):
         hits, _ = met(glob, full)
         if not hits:
-            problems.append(Problem(f"`{name}` names nothing that the checkpoint holds: {glob!r}", where=f"{name} = {globs!r:.80}",
-                                    why=f"it holds {_some(paths)}", fix="correct the path, or leave it out"))  # fmt: skip
+            problems.append(
+                Problem(
+                    f"`{name}` names nothing that the checkpoint holds: {glob!r}",
+                    where=f"{name} = {globs!r:.80}",
+                    why=f"it holds {_some(paths)}",
+                    fix="correct the path, or leave it out",
+                )
+            )
         found |= {paths[i] for i in hits}
     return found
 

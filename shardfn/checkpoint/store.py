@@ -25,7 +25,6 @@ from shardfn.checkpoint.contents import FILE, Contents, to_text
 from shardfn.checkpoint.stored import ITEM
 from shardfn.errors import CheckpointFileError
 
-
 Pieces = Mapping[str, Sequence[tuple[Box, np.ndarray]]]
 
 

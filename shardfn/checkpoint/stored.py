@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import sys
@@ -78,3 +79,47 @@ def look(path: str | os.PathLike[str], step: int | None = None) -> tuple[pathlib
     """
     folder, step = find(path, step)
     return folder, step, contents.read(folder)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """What one step of a folder holds; print it. `disk_bytes` is what its files take, packed."""
+
+    path: pathlib.Path
+    step: int
+    steps: tuple[int, ...]
+    contents: contents.Contents
+    disk_bytes: int
+
+    def __str__(self) -> str:
+        held = self.contents
+        grids = [" x ".join(f"{n}={s}" for n, s in g.axes) for g in held.grids if g.devices > 1]
+        others = [step for step in self.steps if step != self.step]
+        lines = [
+            f"{self.path}: step {self.step}" + (f"; also {', '.join(map(str, others[-8:]))}" if others else ""),
+            f"saved on {held.devices} device{'s'[: held.devices != 1]} in {held.processes} "
+            f"process{'es' if held.processes != 1 else ''}, grid {'; '.join(grids) or 'of one'}",
+            f"{len(held.entries)} arrays, {held.nbytes:,} B, {self.disk_bytes:,} B on disk",
+        ]
+        rows = [("array", "shape", "cuts", "B"), *((
+            e.path, e.kind if e.kind != "array" else f"{e.dtype}[{','.join(map(str, e.shape))}]",
+            str(e.cuts), f"{e.nbytes:,}") for e in held.entries)]  # fmt: skip
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        rows.insert(1, ("-" * widths[0], "-" * widths[1], "-" * widths[2], "-" * widths[3]))
+        table = [
+            "  ".join([*(c.ljust(w) for c, w in zip(row[:3], widths, strict=False)), row[3].rjust(widths[3])])
+            for row in rows
+        ]
+        return "\n".join([*lines, "", *table])
+
+
+def inspect(path: str | os.PathLike[str], step: int | None = None) -> Inspection:
+    """What a checkpoint holds, from its description alone.
+
+    Raises:
+      CheckpointError: there is no such step.
+      CheckpointFileError: its description is damaged.
+    """
+    folder, step, held = look(path, step)
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    return Inspection(place(path), step, steps(path), held, size)

@@ -92,8 +92,14 @@ def tensors(source: str | os.PathLike[str]) -> dict[str, Tensor]:
             continue
         for tensor in header:
             if tensor.name in found:
-                problems.append(Problem(f"two files hold the tensor `{tensor.name}`", where=f"{found[tensor.name].file}, {file}",
-                                        why="a tensor is found again by its name", fix="import one of them, or use an index"))  # fmt: skip
+                problems.append(
+                    Problem(
+                        f"two files hold the tensor `{tensor.name}`",
+                        where=f"{found[tensor.name].file}, {file}",
+                        why="a tensor is found again by its name",
+                        fix="import one of them, or use an index",
+                    )
+                )
             found[tensor.name] = tensor
     for name, file in promised.items():
         tensor = found.get(name)
@@ -151,7 +157,9 @@ def _header(file: pathlib.Path) -> list[Tensor]:
             raise ValueError(f"`{name}` has a shape or a range that is no count")
         tensor = Tensor(name, file, DTYPES[row["dtype"]], shape, begin + first)
         if last - first != tensor.nbytes or begin + last > size:
-            raise ValueError(f"`{name}` needs {tensor.nbytes:,} bytes up to {begin + last:,}, and the file has {size:,}: cut short")
+            raise ValueError(
+                f"`{name}` needs {tensor.nbytes:,} bytes up to {begin + last:,}, and the file has {size:,}: cut short"
+            )
         found.append(tensor)
     return found
 
