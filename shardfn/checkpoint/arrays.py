@@ -96,8 +96,15 @@ class Wanted:
     dtype: Any
 
     @property
+    def on_host(self) -> bool:
+        """Whether it stays a NumPy array: of 64 bits, while JAX has none, it would lose digits unseen."""
+        return jax.dtypes.canonicalize_dtype(self.dtype) != jnp.dtype(self.dtype)
+
+    @property
     def boxes(self) -> dict[tuple[tuple[int, int], ...], list[Any]]:
         """The devices of this process by the piece that they hold, as pairs of start and stop."""
+        if self.on_host:
+            return {tuple((0, n) for n in self.entry.shape): jax.local_devices()[:1]}
         found: dict[tuple[tuple[int, int], ...], list[Any]] = {}
         for device, index in self.sharding.addressable_devices_indices_map(self.entry.shape).items():
             box = whole(index or (), self.entry.shape)
@@ -105,13 +112,13 @@ class Wanted:
         return found
 
 
-def read(directory: pathlib.Path, wanted: Sequence[Wanted]) -> list[jax.Array]:
+def read(directory: pathlib.Path, wanted: Sequence[Wanted]) -> list[Any]:
     """Read arrays, of each the pieces that this process's devices hold, a piece once.
 
     Raises:
       CheckpointFileError: files that are missing, cut short or changed; all of them, by name.
     """
-    done: list[jax.Array] = []
+    done: list[Any] = []
     problems: dict[str, Problem] = {}
     waiting: collections.deque[tuple[Wanted, dict[Any, Any], int]] = collections.deque()
     held = 0
@@ -174,7 +181,9 @@ class Failed:
         raise self.error
 
 
-def _assembled(want: Wanted, pieces: Mapping[Any, np.ndarray]) -> jax.Array:
+def _assembled(want: Wanted, pieces: Mapping[Any, np.ndarray]) -> Any:
+    if want.on_host:
+        return next(iter(pieces.values()))
     kind = want.sharding.memory_kind
     parts = [
         jax.device_put(pieces[key], SingleDeviceSharding(device, memory_kind=kind))

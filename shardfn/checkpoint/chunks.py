@@ -42,7 +42,7 @@ def chunks(
       within: no chunk holds more bytes than this; 0 for what suits the size of the array.
 
     >>> chunks((4096, 1024), (8, 1), 4)
-    Chunks(file=(512, 1024), chunk=(128, 128))
+    Chunks(file=(512, 1024), chunk=(256, 64))
     """
     piece = tuple(n // c for n, c in zip(shape, cuts, strict=True))
     total = math.prod(shape) * itemsize

@@ -22,6 +22,9 @@ UNSTORED = ("uint2", "uint4", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn",
 
 Keys = tuple[tuple[str, str], ...]
 
+BARE = "value"
+"""The path of a lone array."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
@@ -55,7 +58,7 @@ def flatten(state: Any, what: str = "state") -> list[Leaf]:
     found: dict[str, Leaf] = {}
     problems: list[Problem] = []
     for key, value in tree_util.tree_flatten_with_path(state)[0]:
-        path = join("", key) or what
+        path = join("", key) or BARE
         kind, stored = _stored(value)
         if stored is None:
             problems.append(Problem(f"`{path}` is {a(value)}, which is no array", where=f"{what} at `{path}`",

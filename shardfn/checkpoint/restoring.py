@@ -39,7 +39,8 @@ def restore(
         device ("cpu", `jax.devices()[0]`), a list of devices (whole on each), a sharding, or a tree of shardings by path.
         None: as the arrays of `like` lie, else as they lay when they were saved.
       like: a tree of arrays or shapes to give the result its structure, shapes and dtypes. Without it the result is dicts
-        and lists: a module or a named tuple becomes a dict of its fields.
+        and lists: a module or a named tuple becomes a dict of its fields. Arrays of 64 bits are NumPy arrays while JAX's
+        `jax_enable_x64` is off.
       step: which step; the last whole one if None.
       only: globs of the paths to restore; the rest of `like` is given back as it is, the rest of the checkpoint not read.
       name_map: new paths by stored ones, of arrays or of containers: {"encoder": "model/encoder"}.
@@ -65,7 +66,7 @@ def restore(
     if like is None:
         return leaves.nested({row.keys: found[row.path] for row in chosen})
     flat, tree = tree_util.tree_flatten_with_path(like)
-    return tree_util.tree_unflatten(tree, [found.get(join("", key) or "state", old) for key, old in flat])
+    return tree_util.tree_unflatten(tree, [found.get(join("", key) or leaves.BARE, old) for key, old in flat])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +160,7 @@ def _shapes(like: Any) -> Any:
 def _lies_like(like: Any) -> Any:
     """The shardings that the arrays of a tree have, or None where one of them has none."""
     flat = tree_util.tree_flatten_with_path(like)[0]
-    found = {join("", key) or "state": getattr(leaf, "sharding", None) for key, leaf in flat}
+    found = {join("", key) or leaves.BARE: getattr(leaf, "sharding", None) for key, leaf in flat}
     first = next((s for s in found.values() if s is not None), None)
     if first is None:
         return None

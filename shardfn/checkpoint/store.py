@@ -13,6 +13,7 @@ import pathlib
 import shutil
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -143,10 +144,15 @@ def settle(path: pathlib.Path) -> None:
         saving.wait()
 
 
-@atexit.register
 def _settle_all() -> None:
     for saving in list(UNDER_WAY.values()):
         saving.wait()
+
+
+# Python takes no new work for threads once it shuts them down, which is before `atexit`. What concurrent.futures does of its own
+# at that moment has to come after this.
+assert ThreadPoolExecutor
+getattr(threading, "_register_atexit", atexit.register)(_settle_all)
 
 
 def begin(

@@ -148,10 +148,11 @@ def _planned(entries: Sequence[Entry], plan: Plan) -> dict[str, Sharding]:
         path = normal(entry.path)
         if path in known or any(p.partition("/")[2] == path for p in known):
             continue
-        inner = [d for d in plan.inputs if d.shape == entry.shape and (end := normal(d.path).partition("/")[2])
-                 and path.endswith("/" + end)]  # fmt: skip
-        if inner and len({d.spec for d in inner}) == 1:
-            bare.append(_rule(entry.path, inner[0].spec))
+        ends = [(end, d.spec) for d in plan.inputs if d.shape == entry.shape and (end := normal(d.path).partition("/")[2])
+                and path.endswith("/" + end)]  # fmt: skip
+        nearest = {spec for end, spec in ends if len(end) == max(len(end) for end, _ in ends)}
+        if len(nearest) == 1:
+            bare.append(_rule(entry.path, nearest.pop()))
     layout = dataclasses.replace(layout, arguments=(*layout.arguments, *bare))
     if plan.hardware.devices is None:
         plan = plan.with_devices(jax.devices())
