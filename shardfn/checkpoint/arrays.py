@@ -199,8 +199,7 @@ def damaged(directory: pathlib.Path, entry: Entry, error: Exception) -> Problem:
     named = re.search(r'local file "([^"]+)"', text) or re.search(r'Error (?:reading|opening) "([^"]+)"', text)
     where = directory / folder(entry.path)
     file = named.group(1) if named and named.group(1) != "zarr3" else f"{where}{os.sep}zarr.json"
-    # What they say of a missing, a shortened and a changed file is in words of their own; the first line holds it.
-    reason = text.split(" [")[0].strip()
+    reason = re.sub(r' in local file "[^"]+"|^[A-Z_]+: ', "", text.split(" [")[0]).strip()
     missing = not os.path.exists(file)
     return Problem(
         f"{file} is missing" if missing else f"{file} is damaged",

@@ -14,9 +14,9 @@ FILE_BYTES = 256 << 20
 """The most one file holds, before it is packed. A writer has one file at a time in memory."""
 
 CHUNK_BYTES = 1 << 20
-LEAST_CHUNK_BYTES = 64 << 10
+LEAST_CHUNK_BYTES = 16 << 10
 CHUNKS_OF_AN_ARRAY = 1024
-"""An array of less than 1 GiB has smaller chunks than 1 MiB, down to 64 KiB. Smaller ones cost time, measured; these do not."""
+"""An array of less than 1 GiB has smaller chunks than 1 MiB, down to 16 KiB. What a chunk costs beside its bytes is then still little."""
 
 Box = tuple[slice, ...]
 
@@ -42,7 +42,7 @@ def chunks(
       within: no chunk holds more bytes than this; 0 for what suits the size of the array.
 
     >>> chunks((4096, 1024), (8, 1), 4)
-    Chunks(file=(512, 1024), chunk=(256, 64))
+    Chunks(file=(512, 1024), chunk=(128, 32))
     """
     piece = tuple(n // c for n, c in zip(shape, cuts, strict=True))
     total = math.prod(shape) * itemsize

@@ -42,7 +42,7 @@ def restore(
         and lists: a module or a named tuple becomes a dict of its fields. Arrays of 64 bits are NumPy arrays while JAX's
         `jax_enable_x64` is off.
       step: which step; the last whole one if None.
-      only: globs of the paths to restore; the rest of `like` is given back as it is, the rest of the checkpoint not read.
+      only: globs of the paths to restore, as stored or as renamed; the rest of `like` is given back as it is, the rest of the checkpoint not read.
       name_map: new paths by stored ones, of arrays or of containers: {"encoder": "model/encoder"}.
       dtype: what floating-point arrays are cast to while they are read, `jnp.bfloat16` say; or a dict of dtypes by glob.
 
@@ -134,12 +134,17 @@ def choose(
     """Which arrays of a checkpoint are wanted, where and how."""
     problems: list[Problem] = []
     named = renamed(contents.entries, name_map or {})
-    paths = _selected(tuple(named), only, "only", problems)
+    stored = {path: entry.path for path, (entry, _) in named.items()}
+    paths = _selected(tuple(named), only, "only", problems, tuple(stored.values()))
     wanted = None
     if like is not None:
         wanted = {leaf.path: leaf for leaf in leaves.flatten(_shapes(like), "like")}
         # What `only` does not name stays as it is in `like`, and is not missing.
-        inside = _selected(tuple(wanted), only, "only", []) if only is not None else set(wanted)
+        inside = (
+            _selected(tuple(wanted), only, "only", [], tuple(stored.get(path, path) for path in wanted))
+            if only is not None
+            else set(wanted)
+        )
         problems += _misfits({p: named[p][0] for p in paths}, {p: leaf for p, leaf in wanted.items() if p in inside})
     if problems:
         raise CheckpointError(problems)
@@ -218,22 +223,20 @@ def _some(paths: Sequence[str]) -> str:
     return ", ".join(paths[:6]) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
 
 
-def _selected(paths: Sequence[str], globs: Globs, name: str, problems: list[Problem]) -> set[str]:
+def _selected(
+    paths: Sequence[str], globs: Globs, name: str, problems: list[Problem], stored: Sequence[str] = ()
+) -> set[str]:
+    """The paths that globs meet, by what they are called or, where that meets nothing, by what they were stored as."""
     if globs is None:
         return set(paths)
     found: set[str] = set()
-    full = [normal(path) for path in paths]
+    spellings = [[normal(path) for path in names] for names in (paths, stored)]
     for glob in (globs,) if isinstance(globs, str) else tuple(globs):
-        hits, _ = met(glob, full)
+        hits = met(glob, spellings[0])[0] or met(glob, spellings[1])[0]
         if not hits:
-            problems.append(
-                Problem(
-                    f"`{name}` names nothing that the checkpoint holds: {glob!r}",
-                    where=f"{name} = {globs!r:.80}",
-                    why=f"it holds {_some(paths)}",
-                    fix="correct the path, or leave it out",
-                )
-            )
+            where = f"{name} = {globs!r:.80}"
+            problems.append(Problem(f"`{name}` names nothing that the checkpoint holds: {glob!r}", where=where,
+                                    why=f"it holds {_some(paths)}", fix="correct the path, or leave it out"))  # fmt: skip
         found |= {paths[i] for i in hits}
     return found
 

@@ -38,21 +38,22 @@ def shardings(entries: Sequence[Entry], target: Any, contents: Contents) -> dict
     """
     found = _found(entries, target, contents)
     problems = [
-        Problem(f"`{entry.path}` cannot lie as it is wanted", where=f"{entry.text}, {found[entry.path]}", why=str(why),
+        Problem(f"`{entry.path}` cannot be cut as it is wanted", where=f"{entry.text}, {found[entry.path]}",
+                why="a dim is cut evenly, and a sharding has no more dims than its array",
                 fix="give it a sharding whose axes divide its dims")
-        for entry in entries if (why := _misfit(entry, found[entry.path])) is not None
+        for entry in entries if not _fits(entry, found[entry.path])
     ]  # fmt: skip
     if problems:
         raise CheckpointError(problems)
     return found
 
 
-def _misfit(entry: Entry, sharding: Sharding) -> Exception | None:
+def _fits(entry: Entry, sharding: Sharding) -> bool:
     try:
         sharding.shard_shape(entry.shape)
-    except (ValueError, TypeError) as error:
-        return error
-    return None
+    except (ValueError, TypeError):
+        return False
+    return True
 
 
 def _found(entries: Sequence[Entry], target: Any, contents: Contents) -> dict[str, Sharding]:

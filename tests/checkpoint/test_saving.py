@@ -45,7 +45,9 @@ def test_without_a_structure_it_is_dicts_and_lists(tmp_path, state):
     assert (back["step"], back["rate"]) == (7, 0.25)
 
 
-@pytest.mark.parametrize("bare", [jnp.arange(6.0), np.float32(2), 5, [jnp.ones(2), {"a": 1}], {1: jnp.ones(2), 20: (3,)}])
+@pytest.mark.parametrize(
+    "bare", [jnp.arange(6.0), np.float32(2), 5, [jnp.ones(2), {"a": 1}], {1: jnp.ones(2), 20: (3,)}]
+)
 def test_any_tree(tmp_path, bare):
     checkpoint.save(tmp_path, bare)
     same(checkpoint.restore(tmp_path, like=bare), bare)
@@ -66,7 +68,8 @@ def test_modules(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "dtype", ["bool", "int4", "int8", "uint16", "int32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64"]
+    "dtype",
+    ["bool", "int4", "int8", "uint16", "int32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64"],
 )
 def test_dtypes(tmp_path, dtype):
     state = {"x": jnp.arange(48).reshape(8, 6).astype(dtype)}
