@@ -6,12 +6,13 @@ what was written, or an error that names the file.
 
 from __future__ import annotations
 
-import collections
+import concurrent.futures
 import dataclasses
 import itertools
 import os
 import pathlib
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,9 @@ from shardfn.errors import CheckpointFileError, Problem, fail
 
 READ_BYTES = 1 << 30
 """Bytes of arrays that are on their way from disk at any time; a single array may be larger."""
+
+WORKERS = 4
+"""Threads that put what was read onto devices."""
 
 COUNTERS = "/tensorstore/kvstore/file/"
 
@@ -118,34 +122,44 @@ def read(directory: pathlib.Path, wanted: Sequence[Wanted]) -> list[Any]:
     Raises:
       CheckpointFileError: files that are missing, cut short or changed; all of them, by name.
     """
-    done: list[Any] = []
-    problems: dict[str, Problem] = {}
-    waiting: collections.deque[tuple[Wanted, dict[Any, Any], int]] = collections.deque()
-    held = 0
+    room = _Room(READ_BYTES)
 
-    def finish() -> None:
-        nonlocal held
-        want, futures, size = waiting.popleft()
+    def finish(want: Wanted, futures: dict[Any, Any]) -> Any:
         try:
-            pieces = {key: future.result() for key, future in futures.items()}
-            if not problems:
-                done.append(_assembled(want, pieces))
+            return _assembled(want, {key: future.result() for key, future in futures.items()})
         except (ValueError, OSError) as error:
-            problem = damaged(directory, want.entry, error)
-            problems[problem.what] = problem
-        held -= size
+            return damaged(directory, want.entry, error)
+        finally:
+            room.give(want.entry.nbytes)
 
-    for want in wanted:
-        size = want.entry.nbytes
-        while waiting and held + size > READ_BYTES:
-            finish()
-        waiting.append((want, _reads(directory, want), size))
-        held += size
-    while waiting:
-        finish()
+    with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
+        tasks = []
+        for want in wanted:
+            room.take(want.entry.nbytes)
+            tasks.append(pool.submit(finish, want, _reads(directory, want)))
+        done = [task.result() for task in tasks]
+    problems = {value.what: value for value in done if isinstance(value, Problem)}
     if problems:
         raise CheckpointFileError(list(problems.values()))
     return done
+
+
+class _Room:
+    """Bytes that may be on their way at once. One that asks for more than all has to be alone."""
+
+    def __init__(self, size: int):
+        self.size, self.taken = size, 0
+        self.changed = threading.Condition()
+
+    def take(self, size: int) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: not self.taken or self.taken + size <= self.size)
+            self.taken += size
+
+    def give(self, size: int) -> None:
+        with self.changed:
+            self.taken -= size
+            self.changed.notify_all()
 
 
 def _reads(directory: pathlib.Path, want: Wanted) -> dict[Any, Any]:

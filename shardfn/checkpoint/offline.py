@@ -28,7 +28,7 @@ from shardfn.plan import Plan
 MEMORY = 512 << 20
 """The default bound on what a copy holds in memory, beyond what the process has when it starts."""
 
-SHARE = 8
+SHARE = 16
 """A box is at most this part of the bound: it is in memory as it is read, as it is written, and packed, twice over."""
 
 Read = Callable[[Box], Any]

@@ -42,7 +42,8 @@ def restore(
         and lists: a module or a named tuple becomes a dict of its fields. Arrays of 64 bits are NumPy arrays while JAX's
         `jax_enable_x64` is off.
       step: which step; the last whole one if None.
-      only: globs of the paths to restore, as stored or as renamed; the rest of `like` is given back as it is, the rest of the checkpoint not read.
+      only: globs of the paths to restore, as stored or as renamed; the rest of `like` is given back as it is, the rest of
+        the checkpoint not read.
       name_map: new paths by stored ones, of arrays or of containers: {"encoder": "model/encoder"}.
       dtype: what floating-point arrays are cast to while they are read, `jnp.bfloat16` say; or a dict of dtypes by glob.
 
