@@ -3,7 +3,7 @@
 import importlib
 from types import ModuleType
 
-from shardfn.api import explain, plan, reshard, shard
+from shardfn.api import explain, load, plan, reshard, shard
 from shardfn.cell import Cell
 from shardfn.context import (
     GRAPH_MODE,
@@ -27,6 +27,7 @@ from shardfn.report import Report
 from shardfn.search import register as register_search
 from shardfn.sharded import ShardedFunction
 from shardfn.strategy import AUTO
+from shardfn.tags import tag
 
 __version__ = "0.1.0"
 
@@ -48,6 +49,7 @@ __all__ = [
     "get_algo_parameters",
     "get_auto_parallel_context",
     "get_context",
+    "load",
     "plan",
     "register_search",
     "reset_algo_parameters",
@@ -57,6 +59,7 @@ __all__ = [
     "set_auto_parallel_context",
     "set_context",
     "shard",
+    "tag",
 ]
 
 _PARTS = ("checkpoint",)

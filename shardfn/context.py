@@ -23,6 +23,7 @@ from shardfn.context_keys import (
     RUN_KEYS,
     Key,
     ParallelMode,
+    StrategyFiles,
     clipped,
     nearest,
 )
@@ -59,6 +60,7 @@ class ParallelContext:
     search_mode: str = _default("search_mode")
     dataset_strategy: str | tuple[Any, ...] = _default("dataset_strategy")
     out_strategy_mode: str = _default("out_strategy_mode")
+    strategy_ckpt_config: StrategyFiles = _default("strategy_ckpt_config")  # noqa: RUF009 (a NamedTuple does not change)
     mode: int = _default("mode")
     device_target: str | None = _default("device_target")
     save_graphs: int = _default("save_graphs")
@@ -314,7 +316,7 @@ def _changed(
     for key in [table[name] for name in kept if table[name].alias_of]:
         home, said = key.alias_of, kept.pop(key.name)
         value = key.write(said, kept.get(home, context._kept(home)))
-        if home in kept and kept[home] != value:
+        if home in settings and kept[home] != value:
             invalid.append(
                 Problem(
                     f"`{key.name}` and `{home}` contradict each other",

@@ -12,7 +12,7 @@ import difflib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardfn.errors import Problem
 
@@ -312,7 +312,15 @@ _OPTIMIZER = {
     "optimizer_level": "level1",
 }
 _PIPELINE = {"pipeline_interleave": False, "pipeline_scheduler": "1f1b"}
-_FILES = {"load_file": "", "save_file": "", "only_trainable_params": True}
+
+
+class StrategyFiles(NamedTuple):
+    """`strategy_ckpt_config`: a layout file to read, one to write, and whether only parameters go there."""
+
+    load_file: str = ""
+    save_file: str = ""
+    only_trainable_params: bool = True
+
 
 _fusion_check = _record(
     openstate=_boolean,
@@ -337,7 +345,13 @@ _pipeline_check = _in_turn(
     ),
     _interleaved,
 )
-_files_check = _record(load_file=_text, save_file=_text, only_trainable_params=_boolean)
+_files_record = _record(load_file=_text, save_file=_text, only_trainable_params=_boolean)
+
+
+def _files(name: str, value: Any) -> Iterator[Problem]:
+    if not isinstance(value, StrategyFiles):
+        yield from _files_record(name, value)
+
 
 SEARCH_MODES = ["auto", "sharding_propagation", "dynamic_programming", "recursive_programming"]
 """The names that a search is known by; `shardfn.search.register` adds to them."""
@@ -391,9 +405,15 @@ AUTO_PARALLEL_KEYS = _table(
            "Over how many devices each is sharded; 1 is no sharding, -1 as many as can be.", also=(1,)),
     _later("optimizer_weight_shard_aggregated_save", False, _boolean, "the sharding of optimizer states",
            "Gather them before they are saved."),
-    _later("strategy_ckpt_load_file", "", _text, "reading strategy files", "A strategy file to read."),
-    _later("strategy_ckpt_save_file", "", _text, "writing strategy files", "A strategy file to write."),
-    _later("strategy_ckpt_config", _FILES, _files_check, "reading and writing strategy files", "Both files."),
+    _now("strategy_ckpt_config", StrategyFiles(), _files, "The layout file to read, and the one to write.",
+         store=lambda value: value if isinstance(value, StrategyFiles) else StrategyFiles(**value),
+         read=lambda kept: kept._asdict()),
+    _now("strategy_ckpt_load_file", "", _text, "A layout file, or MindSpore's strategy JSON, for what no entry speaks of.",
+         alias_of="strategy_ckpt_config", write=lambda value, standing: standing._replace(load_file=value),
+         read=lambda kept: kept.load_file),
+    _now("strategy_ckpt_save_file", "", _text, "Each plan is written there; a name that ends in .json: MindSpore's JSON.",
+         alias_of="strategy_ckpt_config", write=lambda value, standing: standing._replace(save_file=value),
+         read=lambda kept: kept.save_file),
     _later("group_ckpt_save_file", "", _text, "writing the groups of devices", "A file for the groups of devices."),
     _later("pipeline_stages", 1, _integer(1), "pipeline parallelism", "The number of pipeline stages."),
     _later("pipeline_config", _PIPELINE, _pipeline_check, "pipeline parallelism", "The order in which stages work."),

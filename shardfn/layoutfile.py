@@ -8,6 +8,7 @@ P('model', 'data')
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import pathlib
@@ -25,6 +26,7 @@ from shardfn.layout import Layout
 from shardfn.layoutrules import Axes, LayoutFile, Rule, as_layout, axes_on, laid, matched, no_rule
 from shardfn.layouttext import MOST_BYTES, parse, text_of
 from shardfn.strategy import AUTO, Argument, Leaf, leaves_of, short
+from shardfn.strategyfile import parse_json
 
 __all__ = ["LayoutFile", "LayoutFileError", "read", "recipes", "shardings", "write"]
 
@@ -52,24 +54,26 @@ def recipes() -> tuple[str, ...]:
 def read(source: Any) -> LayoutFile:
     """A layout file by its path, a recipe by its name ("llama/fsdp-tp"), or what a plan decides.
 
-    A path ends in `.toml`.
+    A path ends in `.toml`, or in `.json` for MindSpore's strategy JSON.
 
     Raises:
       StrategyError: there is no such file, or it is no layout file; all that is wrong with it.
     """
     if isinstance(source, LayoutFile):
         return source
-    if callable(decided := getattr(source, "decided", None)):
-        return decided()
+    decided: Any = getattr(source, "decided", None)
+    if callable(decided):
+        found: Any = decided()
+        return found
     if not isinstance(source, str | os.PathLike):
         fail(StrategyTypeError, f"a layout is a path, a name or a plan, not {a(source)}", where=f"layout = {short(source)}",
              why="it is read from a file, or taken from a plan",
              fix=f"use {_some_recipes()}, or a path such as layout.toml")  # fmt: skip
     text = os.fspath(source)
     path = pathlib.Path(text)
-    if isinstance(source, str) and path.suffix not in (".toml",) and not path.is_file():
+    if isinstance(source, str) and path.suffix not in (".toml", ".json") and not path.is_file():
         path = _recipe(text)
-    return _parsed(parse, path, str(text))
+    return _parsed(parse_json if path.suffix == ".json" else parse, path, str(text))
 
 
 def _parsed(parser: Any, path: pathlib.Path, name: str) -> LayoutFile:
@@ -101,7 +105,7 @@ def _recipe(name: str) -> pathlib.Path:
     close = difflib.get_close_matches(name[:80], known, 3, 0.4)
     families = ", ".join(dict.fromkeys(n.split("/")[0] for n in known))
     fail(LayoutFileError, f"there is no layout {short(name)}", where=f"layout = {short(name)}",
-         why=f"the recipes are for {families}; a file's path ends in .toml",
+         why=f"the recipes are for {families}; a file's path ends in .toml or .json",
          fix=f"did you mean {' or '.join(map(repr, close))}?" if close else f"use {_some_recipes()}, or a path")  # fmt: skip
 
 
@@ -152,15 +156,15 @@ def shardings(layout: Any, tree: Any, devices: Any = None, *, root: str = "") ->
     if problems:
         raise LayoutFileError(problems)
     found = [_sharding(entry, axes, layout.order, pool, size, len(leaf.shape))
-             for entry, leaf in zip(entries, leaves, strict=True)]  # fmt: skip
+             for (entry, _), leaf in zip(entries, leaves, strict=True)]  # fmt: skip
     return tree_util.tree_unflatten(tree_util.tree_structure(tree), found)
 
 
 def entries_of(
     layout: LayoutFile, leaves: Sequence[Leaf], devices: int, problems: list[Problem], *, complete: bool,
     section: str = "arguments", strict: bool = True, given: Sequence[str] = (),
-) -> tuple[Axes, list[Any]]:  # fmt: skip
-    """The grid, and for each leaf what the file says: axes for each dim (a `Spec`), a tuple of cuts, or AUTO.
+) -> tuple[Axes, list[tuple[Any, str]]]:  # fmt: skip
+    """The grid, and for each leaf what the file says: axes for each dim (a `Spec`), a tuple of cuts, or AUTO; and where.
 
     Args:
       devices: how many there are.
@@ -173,22 +177,44 @@ def entries_of(
     axes = axes_on(layout, devices, problems)
     where = f"{layout.name}: [{section}]"
     rules = matched(getattr(layout, section), leaves, section, layout.name, problems, strict)
-    ruled = {leaves[i].path.split("/", 1)[0] for i in rules}
-    entries: list[Any] = []
+    owners = [next((name for name in given if f"{leaf.path}/".startswith(f"{name}/")), None) for leaf in leaves]
+    ruled = {owners[i] for i in rules}
+    entries: list[tuple[Any, str]] = []
     bare: list[Leaf] = []
     for i, leaf in enumerate(leaves):
-        argument = leaf.path.split("/", 1)[0]
         rule = rules.get(i)
         if rule is None and section == "arguments":
-            if layout.batch is not None and argument in given and argument not in ruled:
+            if layout.batch is not None and owners[i] is not None and owners[i] not in ruled:
                 rule = Rule("batch", (*layout.batch[: len(leaf.shape)], *(1,) * (len(leaf.shape) - len(layout.batch))))
             elif layout.others is not None:
                 rule = Rule("others", layout.others)
         if complete and (rule is None or rule.cut is None):
             bare.append(leaf)
-        entries.append(AUTO if rule is None else laid(rule, leaf, axes, devices, where, problems))
+        entry = AUTO if rule is None else laid(rule, leaf, axes, devices, where, problems)
+        entries.append((entry, f"{layout.name}: {rule.glob}" if rule is not None else ""))
     problems += no_rule(bare, layout.name)
     return axes, entries
+
+
+def with_layout(
+    layout: LayoutFile, leaves: Sequence[Leaf], devices: int, problems: list[Problem], *, section: str = "arguments",
+    strict: bool = True, given: Sequence[str] = (), complete: bool = False,
+) -> list[Leaf]:  # fmt: skip
+    """The arrays of a call, or its results, with what the file says of those of which nothing was said; as `entries_of`."""
+    before = len(problems)
+    axes, entries = entries_of(
+        layout, leaves, devices, problems, complete=complete, section=section, strict=strict, given=given
+    )
+    if len(problems) > before:
+        return list(leaves)
+    found = []
+    for leaf, (entry, where) in zip(leaves, entries, strict=True):
+        if leaf.entry is AUTO and entry is not AUTO:
+            if devices > 1 and axes and not any(isinstance(dim, int) for dim in entry):
+                entry = as_layout(entry, axes, layout.order)
+            leaf = dataclasses.replace(leaf, entry=entry, where=where, by="file")
+        found.append(leaf)
+    return found
 
 
 def _pool(devices: Any) -> tuple[Sequence[Any] | None, int]:

@@ -52,6 +52,8 @@ class Leaf:
     entry: Entry = AUTO
     where: str = ""
     """Where the entry stands: `in_strategy[1]`, `parameter_plan['w1']`."""
+    by: str = "you"
+    """Who wrote the entry: "you", or "file"."""
 
     @property
     def text(self) -> str:
@@ -391,7 +393,7 @@ def apply_parameter_plan(leaves: Sequence[Leaf], plan: Any, problems: list[Probl
             if before is None or exact >= before[0]:
                 chosen[i] = (exact, pattern)
     return [
-        dataclasses.replace(leaf, entry=plan[chosen[i][1]], where=f"parameter_plan[{chosen[i][1]!r}]")
+        dataclasses.replace(leaf, entry=plan[chosen[i][1]], where=f"parameter_plan[{chosen[i][1]!r}]", by="you")
         if i in chosen
         else leaf
         for i, leaf in enumerate(leaves)

@@ -261,7 +261,7 @@ REFUSED = [
     (set_auto_parallel_context, {"sharding_propagation": True}),
     (set_auto_parallel_context, {"communi_parallel_mode": "no_group_parallel"}),
     (set_auto_parallel_context, {"strategy_ckpt_config": {"load_file": 1, "only_trainable_params": 1}}),
-    (set_auto_parallel_context, {"strategy_ckpt_save_file": "strategy.ckpt"}),
+    (set_auto_parallel_context, {"group_ckpt_save_file": "group.ckpt"}),
     (set_auto_parallel_context, {"optimizer_weight_shard_size": 0}),
     (set_auto_parallel_context, {_OPT: {"optimizer_level": "level4", "parallel_optimizer_threshold": -1}}),
     (set_auto_parallel_context, {_OPT: {"optimizer_level": "level3", "gradient_accumulation_shard": True}}),
