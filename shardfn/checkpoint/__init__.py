@@ -6,8 +6,11 @@ from shardfn.checkpoint.offline import Copied, merge, relayout, verify
 from shardfn.checkpoint.restoring import Reads, reads, restore
 from shardfn.checkpoint.saving import save
 from shardfn.checkpoint.stored import Inspection, inspect, steps
+from shardfn.errors import CheckpointError, CheckpointFileError
 
 __all__ = [
+    "CheckpointError",
+    "CheckpointFileError",
     "Copied",
     "Inspection",
     "Reads",

@@ -17,7 +17,6 @@ from shardfn.checkpoint.contents import Contents, Entry, Grid, bits
 from shardfn.checkpoint.stored import place, steps
 from shardfn.errors import CheckpointError, CheckpointFileError, fail
 from shardfn.layouttext import text_of
-from shardfn.plan import Plan
 
 if TYPE_CHECKING:
     from shardfn.checkpoint.store import Saving
@@ -144,8 +143,5 @@ def layout_texts(plan: Any, contents: Contents) -> dict[str, str]:
     Raises:
       ShardError: it is no plan and no layout.
     """
-    if plan is None:
-        layout = where.of_contents(contents)
-    else:
-        layout = where.of_plan(plan) if isinstance(plan, Plan) else layoutfile.read(plan)
+    layout = where.of_contents(contents) if plan is None else layoutfile.read(plan)
     return {} if layout is None else {LAYOUT: text_of(layout)}

@@ -250,8 +250,8 @@ def killed(path, seed, kills):
 
 
 def test_killed_while_saving(tmp_path):
-    told = killed(tmp_path, 1, 6)
-    assert told.count("killed") == 6
+    told = killed(tmp_path, 1, 4)
+    assert told.count("killed") == 4
 
 
 @pytest.mark.slow
