@@ -31,6 +31,9 @@ MEMORY = 512 << 20
 SHARE = 16
 """A box is at most this part of the bound: it is in memory as it is read, as it is written, and packed, twice over."""
 
+ORBAX = "_CHECKPOINT_METADATA"
+"""Orbax keeps notes of its own on a step there, and speaks up where a later save finds a step without any."""
+
 Read = Callable[[Box], Any]
 """A box of an array to a future of its values."""
 
@@ -241,6 +244,7 @@ def new_step(path: Any, step: int, layout: Any = None) -> Iterator[tuple[pathlib
                     file.write(content)
                     file.flush()
                     os.fsync(file.fileno())
+        (part / ORBAX).write_text("{}\n")
         os.rename(part, parent / str(step))
         with contextlib.suppress(OSError):  # so that the name, too, is on disk
             handle = os.open(parent, os.O_RDONLY)

@@ -256,8 +256,8 @@ def test_killed_while_saving(tmp_path):
 
 @pytest.mark.slow
 def test_killed_at_many_moments(tmp_path):
-    told = killed(tmp_path, 2, 80)
-    assert told.count("killed") == 80
+    told = killed(tmp_path, 2, 40)
+    assert told.count("killed") == 40
     assert "orbax-checkpoint-tmp" in told, "some kills fell into a save"
 
 
