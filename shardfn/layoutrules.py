@@ -126,17 +126,15 @@ def axes_on(layout: LayoutFile, devices: int, problems: list[Problem]) -> Axes:
         if not open_:
             fix = (f'use {fixed} devices, or change [grid]: sizes with a product of {devices}, or an axis left to the '
                    f'device count, {layout.grid[0][0]} = "left"')  # fmt: skip
-        problems.append(
-            Problem(
-                f"the grid of {layout.name} has {fixed} devices{' in its fixed axes' if open_ else ''}, "
-                f"but there are {devices}",
-                where=f"{layout.name}: [grid] {text}",
-                why=f"{devices} is not divisible by {fixed}"
-                if open_
-                else "the product of the axes is the device count",
-                fix=fix,
-            )
+        why = f"{devices} is not divisible by {fixed}" if open_ else "the product of the axes is the device count"
+        told = Problem(
+            f"the grid of {layout.name} has {fixed} devices{' in its fixed axes' if open_ else ''}, but there are {devices}",
+            where=f"{layout.name}: [grid] {text}",
+            why=why,
+            fix=fix,
         )
+        if told not in problems:  # arguments and results are asked one after the other
+            problems.append(told)
         return tuple((name, size or 1) for name, size in layout.grid)
     return tuple((name, devices // fixed if size is None else size) for name, size in layout.grid)
 
@@ -196,16 +194,25 @@ def escaped(path: str) -> str:
     return re.sub(r"([*?\[])", r"[\1]", path)
 
 
+def printable(text: str) -> str:
+    """A text of a file without what would move a terminal's cursor.
+
+    >>> printable("a\x1b[2J")
+    'a?[2J'
+    """
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def _missing(rules: Sequence[Rule], full: Sequence[str], section: str, name: str) -> list[Problem]:
     told = []
     for rule in rules[:MOST]:
         close = difflib.get_close_matches(
             normal(rule.glob), [*full, *(p.split("/", 1)[-1] for p in full)][:2000], 3, 0.4
         )
-        mend = f"did you mean {' or '.join(map(repr, dict.fromkeys(close)))}?" if close else "correct the path"
+        mend = f"did you mean {' or '.join(map(repr, dict.fromkeys(close)))}?" if close else "correct the path."
         told.append(
             Problem(
-                f"a rule of {name} meets no array: `{rule.glob}`",
+                f"a rule of {name} meets no array: `{printable(rule.glob)}`",
                 where=f"{name}: [{section}]",
                 why=f"the arrays are {listed(full)}",
                 fix=f"{mend} Or take the rule out, or say optional = true in it",

@@ -11,7 +11,7 @@ from shardfn.context_keys import nearest
 from shardfn.decisions import Constraint
 from shardfn.errors import Problem
 from shardfn.graph.model import Spec
-from shardfn.layoutrules import SPREAD, WHOLE, Dim, LayoutFile, Rule, Source
+from shardfn.layoutrules import SPREAD, WHOLE, Dim, LayoutFile, Rule, Source, printable
 
 FORMAT = "shardfn-layout"
 VERSION = 1
@@ -97,7 +97,7 @@ def _toml(text: str, name: str, problems: Problems) -> dict[str, Any] | None:
 
 def _short(value: Any, most: int = 60) -> str:
     text = repr(value) if not isinstance(value, str) else value
-    text = " ".join(text[: 4 * most].split())
+    text = printable(" ".join(text[: 4 * most].split()))
     return text if len(text) <= most else text[: most - 1] + "…"
 
 

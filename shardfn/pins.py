@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from shardfn.errors import StrategyError, fail
 from shardfn.graph.model import Graph, Pin, Spec
-from shardfn.layoutrules import LayoutFile
+from shardfn.layoutrules import LayoutFile, printable
 from shardfn.plan import Constraint, partition_spec
 from shardfn.rebind import bind_one, equations, rebound
 
@@ -87,8 +87,8 @@ def held_in(
             found[op_of[held.number]] = Pin(held.operands, held.results)
         else:
             findings.append(
-                f"{layout.name} holds equation {held.number}, a {held.kind} at {held.where}, and this program has no such "
-                "one: it is laid out as it follows. Plan again and save, or take it out of [[inside]]"
+                f"{layout.name} holds equation {held.number}, a {printable(held.kind)} at {printable(held.where)}, and this "
+                "program has no such one: it is laid out as it follows. Plan again and save, or take it out of [[inside]]"
             )
     return found
 

@@ -84,7 +84,7 @@ def _linear(into: int, out: int, rngs: nnx.Rngs) -> nnx.Linear:
     return nnx.Linear(into, out, use_bias=False, rngs=rngs)
 
 
-SIZES = dataclasses.replace(Config(), batch=16)
+SIZES = dataclasses.replace(Config(), layers=1, batch=16)
 
 
 def make(cfg: Config = SIZES):

@@ -74,7 +74,7 @@ def denses(out: int, into: int, *names: str, bias: bool = True) -> dict[str, tup
 # ---- GPT-2 (Hugging Face)
 
 
-def gpt2(layers: int = 2, d: int = 64, heads: int = 8, vocab: int = 128, seq: int = 32, batch: int = 16):
+def gpt2(layers: int = 1, d: int = 64, heads: int = 8, vocab: int = 128, seq: int = 32, batch: int = 16):
     """A training step on (params, tokens)."""
     shapes: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (vocab, d), "transformer.wpe.weight": (seq, d)}
     for i in range(layers):
@@ -108,7 +108,7 @@ def gpt2(layers: int = 2, d: int = 64, heads: int = 8, vocab: int = 128, seq: in
 # ---- Mixtral (Hugging Face; experts stacked, or each on its own as they were stored before)
 
 
-def mixtral(layers: int = 2, d: int = 64, heads: int = 8, experts: int = 8, f: int = 128, vocab: int = 128, seq: int = 32,
+def mixtral(layers: int = 1, d: int = 64, heads: int = 8, experts: int = 8, f: int = 128, vocab: int = 128, seq: int = 32,
             batch: int = 16, stacked: bool = True):  # fmt: skip
     """A training step on (params, tokens); without rotation of the positions, and with as many key as query heads."""
     shapes = {"model.embed_tokens.weight": (vocab, d), "lm_head.weight": (vocab, d), "model.norm.weight": (d,)}
@@ -218,7 +218,7 @@ def t5(layers: int = 1, d: int = 64, heads: int = 8, f: int = 128, vocab: int = 
 
 
 def vit(
-    layers: int = 2, d: int = 64, heads: int = 8, image: int = 32, patch: int = 8, classes: int = 16, batch: int = 16
+    layers: int = 1, d: int = 64, heads: int = 8, image: int = 32, patch: int = 8, classes: int = 16, batch: int = 16
 ):
     """A training step on (params, images, labels); images [batch, channels, height, width]."""
     count = (image // patch) ** 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "dlrm": named.dlrm,
     "gpt2": named.gpt2,
     "large-image": named.large_image,
-    "llama": lambda: llama.make(dataclasses.replace(llama.Config(), batch=16)),
+    "llama": lambda: llama.make(llama_nnx.SIZES),
     "llama-nnx": llama_nnx.make,
     "mixtral": named.mixtral,
     "resnet": named.resnet,
