@@ -83,7 +83,16 @@ LAYERS = (
     ("train.lay",),
     ("train.step",),
     ("train",),
-    ("demo", "cli_arguments"),
+    ("checkpoint.chunks", "checkpoint.extra"),
+    ("checkpoint.contents", "checkpoint.tensorfiles"),
+    ("checkpoint.leaves", "checkpoint.stored", "checkpoint.where"),
+    ("checkpoint.arrays",),
+    ("checkpoint.store", "checkpoint.restoring"),
+    ("checkpoint.saving",),
+    ("checkpoint.offline",),
+    ("checkpoint.interchange", "checkpoint.mindspore"),
+    ("checkpoint",),
+    ("demo", "cli_arguments", "cli_checkpoint"),
     ("cli",),
     ("__main__",),
 )
@@ -246,7 +255,7 @@ environ, flags = dict(os.environ), dict(jax.config.values)
 import shardfn
 assert dict(os.environ) == environ
 assert dict(jax.config.values) == flags
-extras = {{"flax", "equinox", "orbax", "grain", "ray", "optax", "IPython"}}
+extras = {{"flax", "equinox", "orbax", "tensorstore", "grain", "ray", "optax", "IPython"}}
 assert not extras & set(sys.modules), extras & set(sys.modules)
 {NO_BACKEND}""")
     assert done.returncode == 0, done.stderr
