@@ -34,7 +34,7 @@ class Problem:
 class ShardError(Exception):
     """Any error that a user of this library can mend; `problems` holds each of them.
 
-    Every subclass is a `ValueError`, a `TypeError` or a `NotImplementedError` as well.
+    Every subclass is a `ValueError`, a `TypeError`, a `NotImplementedError` or an `ImportError` as well.
     """
 
     def __init__(self, problems: Problem | Sequence[Problem]):
@@ -74,6 +74,12 @@ class ContextError(ShardError, ValueError):
 
 class ContextTypeError(ShardError, TypeError):
     """A parallel context value of the wrong type."""
+
+
+class ExtraError(ShardError, ImportError):
+    """A capability whose packages are not installed."""
+
+    __str__ = ShardError.__str__
 
 
 class NotAvailableError(ShardError, NotImplementedError):
