@@ -27,7 +27,8 @@ class Ahead(Protocol):
     def set_state(self, state: dict[str, Any]) -> None: ...
 
 
-def _grain() -> Any:
+def installed_grain() -> Any:
+    """The package, or an `ExtraError` that names the extra."""
     try:
         import grain
     except ImportError as error:
@@ -52,7 +53,7 @@ def order(records: int, batch_size: int, *, seed: int | None, epochs: int | None
     >>> [rows[i].tolist() for i in range(len(rows))]
     [[0, 1], [2, 3], [4, -1]]
     """
-    rows = _grain().MapDataset.range(records)
+    rows = installed_grain().MapDataset.range(records)
     if seed is not None:
         rows = rows.seed(seed).shuffle()
     rows = rows.batch(batch_size, drop_remainder=drop)
@@ -62,5 +63,5 @@ def order(records: int, batch_size: int, *, seed: int | None, epochs: int | None
 
 def read_ahead(rows: Any, read: Callable[[np.ndarray], Any], batches: int) -> Ahead:
     """An iterator of `read(rows[0])`, `read(rows[1])`, …, with `batches` read ahead, each by a thread of its own."""
-    options = _grain().ReadOptions(num_threads=batches, prefetch_buffer_size=batches)
+    options = installed_grain().ReadOptions(num_threads=batches, prefetch_buffer_size=batches)
     return iter(rows.map(read).to_iter_dataset(options))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 from typing import Any
 
@@ -73,8 +74,8 @@ class Tiff:
 
     def __getitem__(self, window: Any) -> np.ndarray:
         asked = window if isinstance(window, tuple) else (window,)
-        asked = tuple(s if isinstance(s, slice) else slice(s, s + 1) for s in asked)
-        ranges = [s.indices(n) for s, n in itertools.zip_longest(asked, self.shape, fillvalue=slice(None))]
+        asked += (slice(None),) * (self.ndim - len(asked))
+        ranges = [self._range(s, n) for s, n in zip(asked, self.shape, strict=True)]
         edges = [(0, n) for n in self._five]
         for place, (start, stop, step) in zip(self._places, ranges, strict=True):
             if step != 1:
@@ -87,12 +88,16 @@ class Tiff:
                  for (first, last), block in zip(edges, self._blocks, strict=True)]  # fmt: skip
         for block in itertools.product(*spans):
             self._put(out, edges, int(np.ravel_multi_index(block, counts)))
-        kept = out.reshape([out.shape[place] for place in self._places])
-        numbers = isinstance(window, tuple) and any(not isinstance(s, slice) for s in window)
-        if numbers or not isinstance(window, tuple | slice):
-            first = window if isinstance(window, tuple) else (window,)
-            kept = kept[tuple(0 if not isinstance(s, slice) else slice(None) for s in first)]
-        return kept
+        kept = [out.shape[place] for place, s in zip(self._places, asked, strict=True) if isinstance(s, slice)]
+        return out.reshape(kept)  # a number takes its dim away
+
+    def _range(self, asked: Any, size: int) -> tuple[int, int, int]:
+        if isinstance(asked, slice):
+            return asked.indices(size)
+        place = operator.index(asked)
+        if not -size <= place < size:
+            raise IndexError(f"{self!r} has no place {place} there")
+        return place % size, place % size + 1, 1
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         whole = self[tuple(slice(None) for _ in self.shape)]

@@ -39,7 +39,9 @@ def test_windows(way, tmp_path):
         window = tuple(slice(int(a), int(b)) for a, b in edges)
         np.testing.assert_array_equal(mine[window], image[window])
     np.testing.assert_array_equal(mine[2, 3:5], image[2, 3:5])
-    np.testing.assert_array_equal(mine[3], image[3])
+    np.testing.assert_array_equal(mine[-1], image[-1])
+    with pytest.raises(IndexError):
+        mine[image.shape[0]]
     with pytest.raises(StrategyError, match="no steps"):
         mine[::2]
     mine.close()
