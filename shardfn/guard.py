@@ -56,7 +56,8 @@ def convolution_finding(where: tuple[str, ...]) -> str:
     """What the report says of a mended plan."""
     return (
         f"the spatial dims of the convolutions at {', '.join(where)} are made whole first: XLA computes them wrongly in "
-        "the layout asked for, or their gradients. Cut one spatial dim, and the image over all devices, to avoid it"
+        "the layout asked for, or their gradients. Cut one spatial dim, and the image over all devices, to avoid it, or "
+        "convolve with shardfn.halo.conv, which fetches borders itself"
     )
 
 
@@ -81,7 +82,7 @@ def whole_convolutions(
     def refuse(eqn: Any) -> None:
         fail(StrategyError, f"a convolution inside a `{eqn.primitive.name}` would be computed wrongly by XLA",
              why="its image is cut along a spatial dim in a way that XLA mistakes, and derivative rules of your own hide it",
-             fix="leave the spatial dims of the image whole, or cut the image over all devices")  # fmt: skip
+             fix="leave its spatial dims whole, cut the image over all devices, or use shardfn.halo.conv")  # fmt: skip
 
     return rebound(
         function, lambda eqn, number: eqn.primitive.name == "conv_general_dilated", bind, static_argnums, refuse

@@ -327,7 +327,7 @@ def _placed(layout: Any, ndim: int, name: str) -> tuple[Mesh | AbstractMesh, Spe
     if not isinstance(layout, Layout):
         fail(StrategyTypeError, f"`{name}` must be a Layout or a NamedSharding, but it is {a(layout)}",
              where=f"{name} = {layout!r:.80}", why="borders are fetched over named axes of the grid",
-             fix=f'build one: Layout((2, 4), ("row", "column"))({", ".join(["..."] * ndim)}), or pass image.sharding')  # fmt: skip
+             fix='build one: Layout((2, 4), ("row", "column"))("None", "row", …), or pass image.sharding')  # fmt: skip
     if len(layout.spec) != ndim:
         fail(StrategyTypeError, f"`{name}` has {len(layout.spec)} dims, and the array has {ndim}",
              where=f"{name} = {layout!r}", fix='give each dim an entry; that of a whole one is "None"')  # fmt: skip

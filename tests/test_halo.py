@@ -44,7 +44,7 @@ def check(cut, uncut, x=X, k=K):
     assert got.shape == want.shape and got.dtype == want.dtype
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
     weights = normal(*want.shape)
-    mine, theirs = (jax.grad(lambda x, k: (f(x, k) * weights).sum(), (0, 1))(x, k) for f in (cut, uncut))
+    mine, theirs = (jax.grad(lambda x, k, f=f: (f(x, k) * weights).sum(), (0, 1))(x, k) for f in (cut, uncut))
     for a, b in zip(mine, theirs, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
     return got.sharding.shard_shape(got.shape)
@@ -108,7 +108,9 @@ def rows_by_border(x, cut, window, stride, padding, outer, inner):
         dilated[::inner] = rows
         mine = dilated[found.starts[p] : found.starts[p] + found.length]
         assert len(mine) == found.length
-        made += [mine[i * stride : i * stride + (window - 1) * outer + 1 : outer].sum() for i in range(found.pieces_out)]
+        made += [
+            mine[i * stride : i * stride + (window - 1) * outer + 1 : outer].sum() for i in range(found.pieces_out)
+        ]
     return np.array(made[: found.size_out])
 
 
@@ -121,7 +123,9 @@ def test_border_is_exact_or_says_why(piece, cut, window, stride, padding, outer,
     span, length = (window - 1) * outer + 1, (len(x) - 1) * inner + 1
     row = np.zeros(length)
     row[::inner] = x
-    row = np.pad(row, [max(0, p) for p in padding])[max(0, -padding[0]) : len(row) + sum(max(0, p) for p in padding) + min(0, padding[1])]
+    row = np.pad(row, [max(0, p) for p in padding])[
+        max(0, -padding[0]) : len(row) + sum(max(0, p) for p in padding) + min(0, padding[1])
+    ]
     want = [row[i : i + span : outer].sum() for i in range(0, len(row) - span + 1, stride)]
     got = rows_by_border(x, cut, window, stride, padding, outer, inner)
     if isinstance(got, str):

@@ -12,7 +12,7 @@ import numpy as np
 from jax import tree_util
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardfn.data.order import Ahead, installed_grain, order, read_ahead
+from shardfn.data.order import installed_grain, order, read_ahead
 from shardfn.data.pieces import assembled, held, positions
 from shardfn.data.sources import PADDING, Read, Window, columns, names_of
 from shardfn.data.strategy import lay_out
@@ -113,7 +113,7 @@ class Batches(Iterator[Any]):
         self.reads: tuple[Read, ...] = ()
         rows = order(loader.records, loader.batch_size, seed=loader.seed, epochs=loader.epochs,
                      drop=loader.last != "pad")  # fmt: skip
-        self._ahead: Ahead = read_ahead(rows, self._read, loader.prefetch)
+        self._ahead = read_ahead(rows, self._read, loader.prefetch)
 
     def __next__(self) -> Any:
         pieces, self.reads = next(self._ahead)
@@ -250,14 +250,15 @@ def load(
         lambda s: jax.ShapeDtypeStruct((batch_size, *s.shape), s.dtype),
         tree_util.tree_map(lambda column: column.record, found),
     )
-    names = names_of(source) if isinstance(source, tuple | Mapping) else flat[0].names
-    by_name = dict(zip(names_of(batch), batch.values() if isinstance(batch, Mapping) else batch, strict=True)
-                   if isinstance(batch, tuple | Mapping) else [("source", batch)])  # fmt: skip
+    names = names_of(source) if isinstance(source, tuple | dict) else flat[0].names
+    several = isinstance(batch, tuple | dict)
+    parts = batch.values() if isinstance(batch, dict) else batch if several else (batch,)
+    by_name = dict(zip(names_of(batch), parts, strict=True))
     laid = lay_out({name: by_name[name] for name in names}, strategy, plan=plan, arguments=arguments, device=device)
     lies = {leaf.path: (leaf, sharding) for leaf, sharding in zip(laid.leaves, laid.shardings, strict=True)}
     arrays = []
     for key, struct in tree_util.tree_leaves_with_path(batch):
-        leaf, sharding = lies[join("", key) or "source"]
+        leaf, sharding = lies[join("" if several else "source", key)]
         arrays.append(Array(leaf.path, leaf.shape, struct.dtype, sharding, held(sharding, leaf.shape)))
     if last == "pad":
         arrays.append(_mask(arrays, batch_size))

@@ -6,25 +6,13 @@ hold. So a place in it is one number, whatever the number of processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from shardfn.data.sources import PADDING
 from shardfn.errors import ExtraError, Problem
-
-
-class Ahead(Protocol):
-    """Grain's iterator: batches that are read ahead, and its place as plain data."""
-
-    def __next__(self) -> Any: ...
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def get_state(self) -> dict[str, Any]: ...
-
-    def set_state(self, state: dict[str, Any]) -> None: ...
 
 
 def installed_grain() -> Any:
@@ -61,7 +49,10 @@ def order(records: int, batch_size: int, *, seed: int | None, epochs: int | None
     return rows if epochs == 1 else rows.repeat(epochs)
 
 
-def read_ahead(rows: Any, read: Callable[[np.ndarray], Any], batches: int) -> Ahead:
-    """An iterator of `read(rows[0])`, `read(rows[1])`, …, with `batches` read ahead, each by a thread of its own."""
+def read_ahead(rows: Any, read: Callable[[np.ndarray], Any], batches: int) -> Any:
+    """Grain's iterator of `read(rows[0])`, `read(rows[1])`, …, with `batches` read ahead, each by a thread of its own.
+
+    Its `get_state` and `set_state` know the next one's number.
+    """
     options = installed_grain().ReadOptions(num_threads=batches, prefetch_buffer_size=batches)
     return iter(rows.map(read).to_iter_dataset(options))

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from shardfn.data.sources import Read, Window, is_windowed, stored_bytes
 from shardfn.data.strategy import lay_out
@@ -22,7 +22,7 @@ def held(sharding: NamedSharding, shape: Sequence[int], *, everywhere: bool = Fa
     indices = sharding.devices_indices_map(tuple(shape))
     own = sharding.device_set if everywhere else sharding.addressable_devices
     found: dict[Window, list[Any]] = {}
-    for device in sharding.mesh.devices.flat:
+    for device in _mesh(sharding).devices.flat:
         if device in own:
             window = tuple(s.indices(n)[:2] for s, n in zip(indices[device], shape, strict=True))
             found.setdefault(window, []).append(device)
@@ -33,15 +33,20 @@ def assembled(
     shape: Sequence[int], sharding: NamedSharding, pieces: Sequence[np.ndarray], windows: dict[Window, list[Any]]
 ) -> jax.Array:
     """The global array whose `windows`, in order, hold `pieces`."""
-    parts = [jax.device_put(piece, device) for piece, devices in zip(pieces, windows.values(), strict=True)
-             for device in devices]  # fmt: skip
+    pairs = [(piece, device) for piece, devices in zip(pieces, windows.values(), strict=True) for device in devices]
+    parts = jax.device_put([piece for piece, _ in pairs], [device for _, device in pairs])
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, parts)
 
 
 def positions(sharding: NamedSharding, devices: Sequence[Any]) -> tuple[int, ...]:
     """The places of devices in the mesh: their ids are not 0, 1, 2 … where there are several processes."""
-    place = {device: i for i, device in enumerate(sharding.mesh.devices.flat)}
+    place = {device: i for i, device in enumerate(_mesh(sharding).devices.flat)}
     return tuple(place[device] for device in devices)
+
+
+def _mesh(sharding: NamedSharding) -> Mesh:
+    assert isinstance(sharding.mesh, Mesh)  # `lay_out` refuses devices that are not here
+    return sharding.mesh
 
 
 def reads(image: Any, entry: Any, *, device: Any = None, plan: Plan | None = None) -> tuple[Read, ...]:

@@ -28,9 +28,10 @@ PADDING = -1
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """One read: the window of an array that `devices` hold, its bytes, and the bytes stored that it had to touch.
+    """One read: the window of an array that `devices` hold, its bytes on a device, and those it had to touch to get them.
 
-    The two differ where a format stores blocks (tiles, chunks) and the window's edges run through them.
+    `bytes_stored` are in the source's dtype, before any packing. The two differ where a format stores blocks (tiles,
+    chunks) and the window's edges run through them.
     """
 
     path: str
@@ -44,11 +45,20 @@ class Read:
 class Column(Protocol):
     """One leaf of a source: so many records, each a pytree of arrays of these shapes."""
 
-    length: int
-    record: Any
-    """The pytree of one record, with `jax.ShapeDtypeStruct` leaves."""
-    names: tuple[str, ...]
-    """The inputs that a record holds, where it is the whole source: in the order they were written."""
+    @property
+    def length(self) -> int:
+        """The number of records."""
+        ...
+
+    @property
+    def record(self) -> Any:
+        """The pytree of one record, with `jax.ShapeDtypeStruct` leaves."""
+        ...
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The inputs that a record holds, where it is the whole source: in the order they were written."""
+        ...
 
     def read(self, rows: np.ndarray, windows: Sequence[Sequence[Window]]) -> list[list[np.ndarray]]:
         """For each array of a record, for each of its windows, what is read; windows start with the places in `rows`."""
@@ -90,7 +100,7 @@ def names_of(tree: Any) -> tuple[str, ...]:
     >>> names_of({"y": 1, "x": 2}), names_of((3, 4)), names_of(5)
     (('y', 'x'), ('0', '1'), ('source',))
     """
-    if isinstance(tree, Mapping):
+    if isinstance(tree, dict):
         return tuple(map(str, tree))
     if isinstance(tree, tuple):
         return tuple(map(str, getattr(tree, "_fields", range(len(tree)))))
@@ -98,15 +108,19 @@ def names_of(tree: Any) -> tuple[str, ...]:
 
 
 def _is_leaf(part: Any) -> bool:
-    return not isinstance(part, tuple | Mapping)
+    return not isinstance(part, tuple | dict)
 
 
 def is_windowed(value: Any) -> bool:
     """Whether a value can be read window by window: it has a shape, a dtype and `[...]`."""
-    return isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype") and hasattr(value, "__getitem__")
+    return (
+        isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype") and hasattr(value, "__getitem__")
+    )
 
 
 def _column(leaf: Any, name: str) -> Column:
+    if isinstance(leaf, jax.Array):
+        leaf = np.asarray(leaf)
     if is_windowed(leaf):
         known = shape_of(leaf)
         if known is None or not known[0]:
@@ -114,7 +128,7 @@ def _column(leaf: Any, name: str) -> Column:
                  where=f"{name}: {leaf.dtype}{list(leaf.shape)}", why="dim 0 counts the records, and they become arrays",
                  fix="convert it to numbers; for a single picture use data.read")  # fmt: skip
         return ArrayColumn(leaf, known[0][0], jax.ShapeDtypeStruct(known[0][1:], known[1]), name, ("source",))
-    if isinstance(leaf, str) or not (hasattr(leaf, "__len__") and hasattr(leaf, "__getitem__")):
+    if isinstance(leaf, str | Mapping) or not (hasattr(leaf, "__len__") and hasattr(leaf, "__getitem__")):
         fail(StrategyTypeError, f"input `{name}` is {a(leaf)}, which holds no records that can be read by number",
              where=f"{name} = {short(leaf)}", why="a batch is put together from records in any order",
              fix="give an array, a sequence with len() and [i], or a grain.MapDataset")  # fmt: skip
@@ -130,9 +144,10 @@ def _column(leaf: Any, name: str) -> Column:
     if None in shapes or not shapes:
         fail(StrategyTypeError, f"a record of input `{name}` is not made of arrays", where=f"{name}[0] = {short(first)}",
              why="records become arrays on devices",
-             fix="give arrays, numbers, or images that can be read in windows; open files first: [data.Tiff(p) for p in paths]")  # fmt: skip
+             fix="give arrays, numbers, or images to be read in windows, such as [data.Tiff(p) for p in paths]")  # fmt: skip
     structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in filter(None, shapes)]
-    blocks = tuple(tuple(getattr(part, "chunks", None) or (1,) * np.ndim(part)) for part in parts)
+    blocks = tuple(tuple(getattr(part, "chunks", None) or (1,) * len(struct.shape))
+                   for part, struct in zip(parts, structs, strict=True))  # fmt: skip
     record = tree_util.tree_unflatten(tree_util.tree_structure(first), structs)
     return RecordsColumn(leaf, length, record, name, names_of(first), blocks)
 
@@ -152,21 +167,20 @@ class ArrayColumn:
         return [[self._one(rows[first:last], inner) for (first, last), *inner in windows[0]]]
 
     def _one(self, rows: np.ndarray, window: Sequence[tuple[int, int]]) -> np.ndarray:
-        inner = tuple(slice(*edges) for edges in window)
-        kept = rows[rows != PADDING]
-        if len(kept) == len(rows) and _run(kept.tolist()):
-            found = self.array[(slice(int(rows[0]), int(rows[-1]) + 1), *inner)]
-        elif len(kept) == len(rows) and hasattr(self.array, "oindex"):  # Zarr: each of its blocks once
-            found = self.array.oindex[(rows, *inner)]
-        elif len(kept) == len(rows) and isinstance(self.array, np.ndarray):
-            found = self.array[(rows, *inner)]
-        else:
-            shape = (len(rows), *(last - first for first, last in window))
-            found = np.zeros(shape, self.array.dtype)
-            for place, row in enumerate(rows.tolist()):
-                if row != PADDING:
-                    found[place] = self.array[(row, *inner)]
-        return np.array(found, self.record.dtype, order="C")  # a copy: nothing of a memmap is read later
+        """What lies in memory of its own: nothing of a memmap is read later."""
+        inner, dtype = tuple(slice(*edges) for edges in window), self.record.dtype
+        full = not (rows == PADDING).any()
+        if full and _run(rows.tolist()):
+            return np.array(self.array[(slice(int(rows[0]), int(rows[-1]) + 1), *inner)], dtype, order="C")
+        if full and hasattr(self.array, "oindex"):  # Zarr: each of its blocks once
+            return np.ascontiguousarray(self.array.oindex[(rows, *inner)], dtype)
+        if full and isinstance(self.array, np.ndarray):
+            return np.ascontiguousarray(self.array[(rows, *inner)], dtype)
+        made = np.zeros((len(rows), *(last - first for first, last in window)), dtype)
+        for place, row in enumerate(rows.tolist()):
+            if row != PADDING:
+                made[place] = self.array[(row, *inner)]
+        return made
 
     def stored(self, leaf: int, rows: Sequence[int], window: Window) -> int:
         """See `Column`."""

@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
@@ -16,7 +15,7 @@ from shardfn.context import ParallelContext, current
 from shardfn.cost import hardware as hardware_
 from shardfn.cuts import check, check_all
 from shardfn.decisions import partition_spec
-from shardfn.errors import DeviceError, Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
+from shardfn.errors import DeviceError, Problem, StrategyError, StrategyTypeError, fail, raise_problems
 from shardfn.given import is_drawn, mesh_of, place_drawn
 from shardfn.graph.model import Spec
 from shardfn.place import place
@@ -55,6 +54,7 @@ def lay_out(
     Raises:
       StrategyError, StrategyTypeError: all that is wrong with the strategy. DeviceError: the devices are not here.
 
+    >>> import jax
     >>> image, label = jax.ShapeDtypeStruct((8, 64, 32), "float32"), jax.ShapeDtypeStruct((8,), "int32")
     >>> laid = lay_out({"image": image, "label": label}, ((2, 4, 1), (2,)))
     >>> [sharding.spec for sharding in laid.shardings]
@@ -107,7 +107,7 @@ def _leaves(many: Sequence[Argument], strategy: Any, name: str, problems: list[P
     if isinstance(strategy, str):
         if strategy not in (FULL, PARALLEL):
             fail(StrategyError, f"`strategy` cannot be {strategy!r}", where=f"strategy = {strategy!r}",
-                 why=f"the words are {FULL!r} and {PARALLEL!r}", fix="use one of them, or a tuple of cuts for each input")  # fmt: skip
+                 why=f"the words are {FULL!r} and {PARALLEL!r}", fix="use one of them, or cuts for each input")  # fmt: skip
         leaves = [leaf for argument in many for leaf in leaves_of(argument, problems)]
         entry = {FULL: lambda leaf: (1,) * len(leaf.shape), PARALLEL: lambda leaf: None}[strategy]
         return tuple(dataclasses.replace(leaf, entry=entry(leaf), where=f"{name} = {strategy!r}") for leaf in leaves)

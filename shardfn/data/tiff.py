@@ -19,7 +19,7 @@ class Tiff:
     """One page of a TIFF file, read by `image[0:512, 1024:1536]`; `bytes_read` counts what came from the file.
 
     Safe to read from several threads. `shape`, `dtype` and `chunks` (the size of a tile or strip) are known from the
-    file's header.
+    file's header. A page that is stored unpacked, in one run of bytes, is read as a memmap, and `chunks` are 1.
 
     Args:
       path: the file.
@@ -53,11 +53,16 @@ class Tiff:
             fail(StrategyError, f"a page with the axes {self._page.axes} cannot be read in windows", where=self.path,
                  why="a page is rows, columns, and perhaps samples and depth", fix="convert the file")  # fmt: skip
         self._places = tuple(places)
+        self._map: Any = None
+        if self._page.is_memmappable:  # nothing is packed: any window is read as it is, without its block
+            self._map = tifffile.memmap(path, page=page, mode="r")
         depth, rows, columns = (self._page.tiledepth, self._page.tilelength, self._page.tilewidth) if (
             self._page.is_tiled
         ) else (1, self._page.rowsperstrip, self._five[3])  # fmt: skip
         self._blocks = (1, max(1, depth), min(rows, self._five[2]), min(columns, self._five[3]), self._five[4])
-        self.chunks: tuple[int, ...] = tuple(self._blocks[place] for place in self._places)
+        self.chunks: tuple[int, ...] = tuple(
+            1 if self._map is not None else self._blocks[place] for place in self._places
+        )
 
     @property
     def ndim(self) -> int:
@@ -76,11 +81,16 @@ class Tiff:
         asked = window if isinstance(window, tuple) else (window,)
         asked += (slice(None),) * (self.ndim - len(asked))
         ranges = [self._range(s, n) for s, n in zip(asked, self.shape, strict=True)]
+        if any(step != 1 for _, _, step in ranges):
+            fail(StrategyError, "a window has no steps", where=f"{self.path}{list(asked)}",
+                 why="blocks are read whole", fix="read the rows between too, and step over the result")  # fmt: skip
+        if self._map is not None:
+            found = np.array(self._map[asked], self.dtype)
+            with self._lock:
+                self.bytes_read += found.nbytes
+            return found
         edges = [(0, n) for n in self._five]
-        for place, (start, stop, step) in zip(self._places, ranges, strict=True):
-            if step != 1:
-                fail(StrategyError, "a window has no steps", where=f"{self.path}{list(asked)}",
-                     why="blocks are read whole", fix="read the rows between too, and step over the result")  # fmt: skip
+        for place, (start, stop, _) in zip(self._places, ranges, strict=True):
             edges[place] = (start, max(start, stop))
         out = np.zeros([last - first for first, last in edges], self.dtype)
         counts = [-(-n // block) for n, block in zip(self._five, self._blocks, strict=True)]

@@ -26,6 +26,10 @@ def labels(loader):
     return [np.asarray(batch["label"]).tolist() for batch in loader]
 
 
+def flat(rows):
+    return [label for row in rows for label in row]
+
+
 def check(batch, mask=None):
     """The images are those of the labels."""
     rows = np.asarray(batch["label"])
@@ -57,12 +61,14 @@ def test_batches_lie_as_asked_and_hold_the_records(strategy, piece):
 
 def test_an_epoch_holds_every_record_once_and_the_next_is_in_another_order():
     loader = data.load(SOURCE, CUTS, batch_size=2, shuffle=True, seed=5, epochs=3)
-    order = sum(labels(loader), [])
+    order = flat(labels(loader))
     epochs = [order[i : i + 22] for i in (0, 22, 44)]
     assert all(sorted(epoch) == list(range(22)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
-    assert labels(loader) == labels(data.load(SOURCE, "data_parallel", batch_size=2, shuffle=True, seed=5, epochs=3, device=jax.devices()[:2]))
-    assert sum(labels(data.load(SOURCE, CUTS, batch_size=2, shuffle=True, seed=6)), []) != epochs[0]
+    assert labels(loader) == labels(
+        data.load(SOURCE, "data_parallel", batch_size=2, shuffle=True, seed=5, epochs=3, device=jax.devices()[:2])
+    )
+    assert flat(labels(data.load(SOURCE, CUTS, batch_size=2, shuffle=True, seed=6))) != epochs[0]
     for batch in loader:
         check(batch)
 
@@ -132,11 +138,28 @@ def test_resuming_gives_the_batches_that_would_have_come():
     assert labels(batches) == whole[15:], "an iterator in use goes there too"
 
 
+def test_a_place_is_kept_by_orbax(tmp_path):
+    import orbax.checkpoint as ocp
+
+    made = {"batch_size": 4, "shuffle": True, "seed": 3, "epochs": 2}
+    whole = labels(data.load(SOURCE, CUTS, **made))
+    batches = iter(data.load(SOURCE, CUTS, **made))
+    next(batches)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=ocp.args.Composite(data=ocp.args.JsonSave(batches.get_state())))
+    again = iter(data.load(SOURCE, CUTS, **made))
+    with ocp.CheckpointManager(tmp_path) as manager:
+        again.set_state(manager.restore(1, args=ocp.args.Composite(data=ocp.args.JsonRestore()))["data"])
+    assert labels(again) == whole[1:]
+
+
 def test_the_state_is_where_the_caller_stands_not_where_reading_ahead_is():
     batches = iter(data.load(SOURCE, CUTS, batch_size=2, prefetch=4))
     next(batches)
     assert batches.get_state()["next_index"] == 1
-    assert labels(data.load(SOURCE, CUTS, batch_size=2, prefetch=0)) == labels(data.load(SOURCE, CUTS, batch_size=2, prefetch=4))
+    assert labels(data.load(SOURCE, CUTS, batch_size=2, prefetch=0)) == labels(
+        data.load(SOURCE, CUTS, batch_size=2, prefetch=4)
+    )
 
 
 def state(**changed):
@@ -202,6 +225,10 @@ def test_forms_of_a_source():
     label, image = next(iter(data.load(chain, (None, (1, 1, 8, 1)), batch_size=8)))
     np.testing.assert_array_equal(image, IMAGES[:8] * 2)
     assert label.tolist() == list(range(8))
+    (several,) = data.load([[i, i / 2] for i in range(8)], ((8,),), batch_size=8)
+    assert isinstance(several, list) and several[1].tolist() == [i / 2 for i in range(8)]
+    (pair,) = data.load(jnp.arange(8.0), "data_parallel", batch_size=8)
+    assert pair.tolist() == list(range(8))
     nested = next(iter(data.load({"b": (IMAGES, LABELS), "a": LABELS}, "data_parallel", batch_size=8)))
     assert nested["b"][0].shape == (8, 8, 16, 3) and nested["a"].tolist() == list(range(8))
 

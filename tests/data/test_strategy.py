@@ -12,7 +12,9 @@ from shardfn.data import lay_out
 from shardfn.errors import DeviceError, StrategyError, StrategyTypeError
 
 P = PartitionSpec
-IMAGE, MASK, LABEL = (jax.ShapeDtypeStruct(s, d) for s, d in (((8, 16, 32, 3), "float32"), ((8, 16, 32), "int32"), ((8,), "int32")))
+IMAGE, MASK, LABEL = (
+    jax.ShapeDtypeStruct(s, d) for s, d in (((8, 16, 32, 3), "float32"), ((8, 16, 32), "int32"), ((8,), "int32"))
+)
 BATCH = {"image": IMAGE, "mask": MASK, "label": LABEL}
 GRID = Layout((2, 4), ("row", "column"))
 
@@ -144,4 +146,6 @@ def test_all_problems_at_once():
     with pytest.raises(StrategyError) as caught:
         lay_out(BATCH, ((3, 1, 1, 1), (1, 5, 1), (8, 1)))
     assert len(caught.value.problems) == 3
-    assert np.array_equal([p.where.split(" ")[0] for p in caught.value.problems], ["strategy[0]", "strategy[1]", "strategy[2]"])
+    assert np.array_equal(
+        [p.where.split(" ")[0] for p in caught.value.problems], ["strategy[0]", "strategy[1]", "strategy[2]"]
+    )

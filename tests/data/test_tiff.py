@@ -59,6 +59,14 @@ def test_only_the_tiles_that_are_met_are_read(tmp_path):
     assert mine.bytes_read < os.path.getsize(path) / 2
 
 
+def test_an_unpacked_page_is_read_without_its_strips(tmp_path):
+    tifffile.imwrite(tmp_path / "a.tif", GREY)
+    mine = Tiff(tmp_path / "a.tif")
+    assert mine.chunks == (1, 1)
+    mine[10:20, 30:50]
+    assert mine.bytes_read == 10 * 20 * 2
+
+
 def test_threads_share_a_file(tmp_path):
     tifffile.imwrite(tmp_path / "a.tif", RGB, tile=(16, 16), photometric="rgb", compression="zlib")
     mine = Tiff(tmp_path / "a.tif")

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from shardfn import data
+from shardfn import Layout, data, halo
 
 IMAGES = np.random.default_rng(0).normal(size=(20, 8, 16)).astype("float32")
 LABELS = np.arange(20)
@@ -76,6 +76,11 @@ def main(coordinator: str, process: int, processes: int, state: str) -> None:
     whole = data.read(image, (2, 4))
     np.testing.assert_array_equal(everywhere(whole), IMAGES[0])
     told["image"] = image.bytes
+    kernel = np.random.default_rng(1).normal(size=(1, 1, 3, 3)).astype("float32")
+    layout = Layout((2, 4), ("row", "column"))("None", "None", "row", "column")
+    pieces = data.read(IMAGES[:1, None], layout)
+    cut = everywhere(halo.conv(pieces, kernel, (1, 1), "SAME", layout=layout))
+    np.testing.assert_allclose(cut, jax.lax.conv(IMAGES[:1, None], kernel, (1, 1), "SAME"), rtol=1e-4, atol=1e-5)
     print(json.dumps(told), flush=True)
 
 
