@@ -258,7 +258,9 @@ def _coloured(rank: Array, nodes: Array, sizes: Array, tables: Sequence[dict[int
         into_at, into_to, into_n = np.array(into, np.int64).reshape(-1, 3).T
         columns, rows = _ranges(into_at, into_n), _ranges(into_to, into_n)
         inbox = sparse.csr_matrix((np.ones(len(rows)), (rows, columns)), (count, at))
-        ahead, behind = (_sending(sorts.get((colour, later), {}), tables, start, index, place) for later in (True, False))
+        ahead, behind = (
+            _sending(sorts.get((colour, later), {}), tables, start, index, place) for later in (True, False)
+        )
         labels = slice(begin, begin + count)
         begin += count
         yield Colour(mine, labels, starts, size, np.repeat(np.array(share), size), inbox, ahead, behind)
