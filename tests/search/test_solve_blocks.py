@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 
 from shardfn.search import narrow
+from shardfn.search.branch import Gains
 from shardfn.search.content import Store
 from shardfn.search.eliminate import eliminate
 from shardfn.search.labelling import cost_of, labelling
-from shardfn.search.solve import solve
+from shardfn.search.solve import solve, solve_within
+from tests.search.test_labelling import random_problem
 
 
 def blocks(seed: int, count: int, inside: int = 6, labels: int = 4, whole: bool = False):
@@ -66,3 +68,30 @@ def test_equal_blocks_share_most_of_their_work():
 
     few, many = misses(8), misses(64)
     assert many < 4 * few  # 8 times as many blocks; only what is near an end differs
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_a_ceiling_leaves_out_what_is_dearer_and_keeps_the_optimum(hard, monkeypatch):
+    if hard:  # elimination gives up: the optimum comes from bounds
+        monkeypatch.setattr("shardfn.search.solve.TOTAL", 0)
+        monkeypatch.setattr(narrow, "ENTRIES", 200)
+    for seed in range(20):
+        problem = random_problem(seed).unlimited()
+        least = solve(problem).cost
+        if not np.isfinite(least):
+            continue
+        room = 1e-6 * abs(least) + 1e-9
+        assert solve_within(problem, least - room) is None
+        found = solve_within(problem, least + room)
+        assert found is not None and found.cost == pytest.approx(least) and found.proved
+
+
+def test_what_splits_brought_is_averaged_on_both_sides():
+    gains = Gains()
+    gains.learn(None, 5.0)
+    gains.learn((3, 0), 2.0)
+    assert gains.of(3) is None
+    gains.learn((3, 1), 10.0)
+    gains.learn((3, 0), 4.0)
+    gains.learn((3, 1), -1.0)  # a bound that fell has brought nothing
+    assert gains.of(3) == 15.0
