@@ -88,7 +88,8 @@ def shard(
       search_mode: name of the search for what is left open (`search.MODES`); the context's if None.
       memory_limit: bytes that one device may hold, or text such as "14GiB"; what the device has if None.
       finalists: how many of the best plans are compiled, plain layouts among them, for the best compiled one to win.
-      time_limit: seconds after which the search answers with the best it has.
+      time_limit: seconds after which the search answers with the best it has; what is under way then is ended, and the
+        plan's `policy` says what there was no time for. Tracing comes before.
       static_argnums, static_argnames, donate_argnums, donate_argnames: as in `jax.jit`.
 
     Returns:

@@ -4,6 +4,7 @@ flow wins, and what propagation finds by itself is let go."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -12,7 +13,6 @@ import numpy as np
 from shardfn.graph.alike import pairs
 from shardfn.graph.model import Flow, Graph, Op, Pin, Spec
 from shardfn.search import plain, propagation
-from shardfn.search.filters import keeps
 from shardfn.search.grid import Axes, merged
 from shardfn.search.labelling import Labelling, Table, peak_of
 from shardfn.search.problem import Answer, Candidate, Pins, Problem, figures, objective
@@ -51,34 +51,44 @@ Mend = Callable[[Problem, Found, Candidate], Iterable[Found]]
 """What to try instead of something found whose flow holds more than the limit."""
 
 
-def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend) -> Answer:
+def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend, untried: Sequence[Axes] = ()) -> Answer:
     """The best of what was found and of the plain layouts, as their flows show, with all that is to be said of it.
+
+    After the time limit only the first thing found is priced.
 
     Args:
       problem: what is asked.
-      found: in the order in which they are to be priced; of large programs only the first few are.
+      found: best first; of large programs only the first few are priced.
       what: the name of the search.
       mend: what else to try where a flow holds more than the limit.
+      untried: grids that there was no time for.
     """
     rated: list[tuple[tuple[float, ...], Candidate, Found | None]] = []
     is_small = len(problem.graph.ops) <= PLAIN
-    for one in found[: _flows(problem.graph)]:
+    for one in _in_turn(problem, found)[: _flows(problem)]:
+        if rated and problem.seconds_left <= 0:
+            break
         made = candidate(problem, one)
         made = let_go(problem, made) if is_small else made
         rated.append((objective(made.price, problem), made, one))
-        if made.price.memory.peak > problem.memory_limit:
+        if made.price.memory.peak > problem.memory_limit and problem.seconds_left > 0:
             for other in mend(problem, one, made):
                 made = candidate(problem, other)
                 rated.append((objective(made.price, problem), made, other))
     if len(problem.graph.ops) <= (LARGE if problem.level == 1 else PLAIN) or not rated:
-        rated += [(objective(c.price, problem), c, None) for c in plain.candidates(problem, problem.level == 1)
-                  if keeps(problem.flow(c.axes, c.specs, c.pins), problem.algorithm)]  # fmt: skip
+        least = min((made.price.memory.peak for _, made, _ in rated), default=math.inf)
+        simple = plain.candidates(problem, problem.level == 1, least)
+        rated += [(objective(c.price, problem), c, None) for c in simple]
     if not rated:
         return propagation.search(problem)
     rated.sort(key=lambda r: r[0])
     _, best, at = rated[0]
     others = tuple(c for _, c, _ in rated[1:])
     tried = ", ".join(dict.fromkeys(shape(f.axes) for f in found))
+    if untried:
+        tried += f"; not in {problem.seconds:g} s: {', '.join(map(shape, untried))}"
+    elif problem.seconds_left <= 0:
+        tried += f"; {problem.seconds:g} s were over before all was tried"
     runner = f"{others[0].name}: {figures(others[0].price)} against {figures(best.price)}" if others else ""
     if at is None:
         reason = f"plain layout, better by its flow than the optimum of the cost model: {best.name}"
@@ -88,7 +98,7 @@ def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend) -
         reasons = tuple("" if given is not None else reason for given in problem.specs)
         return Answer(best.axes, best.specs, reasons, policy, runner, others=others)
     best = best if is_small else let_go(problem, best)
-    gap = _gap(problem, at, found)
+    gap = _gap(problem, at, found) if not untried else None
     proof = "no bound of how far from the optimum" if gap is None else (
         "proved" if gap == 0 else f"within {gap:.1%} of the optimum")  # fmt: skip
     grid = " x ".join(f"{name}={size}" for name, size in best.axes)
@@ -115,9 +125,18 @@ def shape(axes: Axes) -> str:
     return "x".join(str(size) for _, size in axes) or "1"
 
 
-def _flows(graph: Graph) -> int:
-    """How many flows are priced: fewer for larger programs, whatever the machine."""
-    return max(1, min(6, 2000 // max(1, len(graph.ops))))
+def _flows(problem: Problem) -> int:
+    """How many flows are priced: fewer for larger programs, whatever the machine; at level 1 one of each kind."""
+    return max(2 if problem.level == 1 else 1, min(6, 2000 // max(1, len(problem.graph.ops))))
+
+
+def _in_turn(problem: Problem, found: Sequence[Found]) -> Sequence[Found]:
+    """At level 1 the best of those with the arguments in pieces and of the others in turn: of which kind the flow holds
+    less, the model does not tell."""
+    if problem.level != 1:
+        return found
+    kinds = ([f for f in found if f.is_in_pieces == kind] for kind in (False, True))
+    return [f for pair in itertools.zip_longest(*kinds) for f in pair if f is not None]
 
 
 def candidate(problem: Problem, found: Found) -> Candidate:
@@ -148,7 +167,7 @@ def candidate(problem: Problem, found: Found) -> Candidate:
 
 def let_go(problem: Problem, best: Candidate) -> Candidate:
     """The same without the pins that propagation does not need, if the flow stays as good."""
-    if not best.pins:
+    if not best.pins or problem.seconds_left <= 0:
         return best
     aim = objective(best.price, problem)
     alone = dataclasses.replace(best, pins={}, price=problem.price(best.axes, best.specs, {}))

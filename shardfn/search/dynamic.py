@@ -27,7 +27,10 @@ SLACK = 1.02
 """At level 1, how much above the least peak of the model the cheapest labelling is looked for."""
 
 STEPS, WITHIN = 40, 2.0
-"""Steps towards the least peak, and seconds for one search within a limit."""
+"""Steps towards the least peak, and seconds for one search within a limit that a flow has shown to be too tight."""
+
+NEAR = Effort(rounds=2, steps=10, neighbourhoods=4, parts=1, close=0.1)
+"""Near the least peak, where any labelling is dear: how close to the cheapest one is of little worth."""
 
 WORTH = 0.95
 """Of the least cost: what a grid must promise to be looked at again."""
@@ -44,12 +47,26 @@ def search(problem: Problem) -> Answer:
     """The cheapest layout at the problem's level."""
     if not problem.is_open:
         return propagation.search(problem)
-    found = [f for axes in grids(problem) for f in on_grid(problem, axes)]
+    found, untried = on_grids(problem, grids(problem))
     if found and not problem.axes and len(problem.graph.ops) <= THREE_AXES:
         best = min(found, key=lambda f: order(problem, f))
-        found += [f for axes in finer(problem, best.axes) for f in on_grid(problem, axes)]
+        more, left = on_grids(problem, finer(problem, best.axes), is_first=False)
+        found, untried = found + more, untried + left
     found = sorted(settled(problem, found), key=lambda f: order(problem, f))
-    return answer_of(problem, found, "exact search", mended)
+    return answer_of(problem, found, "exact search", mended, untried)
+
+
+def on_grids(problem: Problem, every: Sequence[Axes], is_first: bool = True) -> tuple[list[Found], list[Axes]]:
+    """What is found on each grid, and the grids that the time limit leaves no time for; something is, if `is_first`.
+
+    A grid may take half of the time that is left, the last one all of it.
+    """
+    found: list[Found] = []
+    for number, axes in enumerate(every):
+        if problem.seconds_left <= 0 and (found or not is_first):
+            return found, list(every[number:])
+        found += on_grid(problem.hurried(0.5) if number + 1 < len(every) else problem, axes)
+    return found, []
 
 
 def settled(problem: Problem, found: Sequence[Found]) -> list[Found]:
@@ -71,6 +88,8 @@ def order(problem: Problem, found: Found) -> tuple[float, ...]:
     if problem.level == 0:
         made = totals(found.space, found.solution.choice)
         return over, problem.idle(made.flops), made.sent, len(found.axes)
+    if problem.level == 1:
+        return over, found.peak, found.solution.cost, len(found.axes)
     return over, found.solution.cost, len(found.axes)
 
 
@@ -138,7 +157,8 @@ def on_grid(problem: Problem, axes: Axes, chosen: Sequence[Array] | None = None)
         yield from _possible(solved(in_pieces(labels, space), lost, True))
         least = least_peak(labels, _left(problem), STEPS)
         if least is not None:
-            yield _within(Found(axes, space, labels, _held(least, labels)), SLACK * least.peak, problem)
+            near = Found(axes, space, labels, _held(least, labels))
+            yield _within(near, SLACK * least.peak, problem, _left(problem), NEAR)
         return
     found = solved(*asked(SPREADS[0]))
     if problem.level == 0 and math.isfinite(found.solution.cost):
@@ -170,13 +190,13 @@ def mended(problem: Problem, found: Found, made: Candidate) -> Iterator[Found]:
         solution = solve(pieces, _left(problem), EFFORT)
         yield from _possible(dataclasses.replace(found, labels=pieces, solution=solution, is_in_pieces=True))
     if problem.level != 1:
-        yield _within(found, 0.98 * problem.memory_limit / made.price.memory.peak * found.peak, problem)
+        limit = 0.98 * problem.memory_limit / made.price.memory.peak * found.peak
+        yield _within(found, limit, problem, min(_left(problem), WITHIN))
 
 
-def _within(found: Found, limit: float, problem: Problem) -> Found:
+def _within(found: Found, limit: float, problem: Problem, seconds: float, effort: Effort | None = None) -> Found:
     """The cheapest labelling on a grid that holds at most `limit`, or one of the least peak where none does."""
-    seconds = min(_left(problem), WITHIN)
-    solution = solve(dataclasses.replace(found.labels, limit=limit), seconds)
+    solution = solve(dataclasses.replace(found.labels, limit=limit), seconds, effort)
     if solution.feasible:
         return dataclasses.replace(found, solution=solution)
     least = least_peak(found.labels, seconds, STEPS)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from shardfn.cost.hardware import Hardware
 from shardfn.cost.price import Price, price
+from shardfn.graph.classes import dim_classes
 from shardfn.graph.model import Flow, Graph, Pin, Spec
 from shardfn.search.grid import Axes
 from shardfn.search.strategies import Known, known
@@ -94,6 +95,13 @@ class Problem:
         return self.memo["facts"]
 
     @property
+    def tied(self) -> tuple[tuple[int, ...], ...]:
+        """The dim class of each dim of every value of the graph."""
+        if "tied" not in self.memo:
+            self.memo["tied"] = dim_classes(self.graph).of
+        return self.memo["tied"]
+
+    @property
     def devices(self) -> int:
         """How many there are."""
         return self.hardware.count
@@ -102,6 +110,10 @@ class Problem:
     def seconds_left(self) -> float:
         """Until the time limit."""
         return max(0.0, self.begun + self.seconds - time.monotonic())
+
+    def hurried(self, share: float) -> Problem:
+        """The same with only a share of the time that is left."""
+        return dataclasses.replace(self, begun=time.monotonic(), seconds=share * self.seconds_left)
 
     def idle(self, flops: float) -> float:
         """How much of one device's work is more than spreading it evenly would leave, in hundredths; up to a tenth is
