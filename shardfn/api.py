@@ -85,7 +85,8 @@ def shard(
       device: "CPU", "GPU", "TPU", a list of devices, a mesh, or a target to plan for ("tpu-v5e:4x8").
       level: what the search makes best: 0 most compute per byte communicated, 1 least memory per device, 2 least time.
       parameter_plan: entries by path glob, `{"params/layers/*/w1": (1, 4)}`; they win over `in_strategy`.
-      search_mode: name of the search for what is left open (`search.MODES`); the context's if None.
+      search_mode: name of the search for what is left open (`search.MODES`); the context's if None. One that is named, but
+        for "auto", decides the layouts inside where no argument is open, too.
       memory_limit: bytes that one device may hold, or text such as "14GiB"; what the device has if None.
       finalists: how many of the best plans are compiled, plain layouts among them, for the best compiled one to win.
       time_limit: seconds after which the search answers with the best it has; what is under way then is ended, and the

@@ -74,6 +74,8 @@ class Problem:
     memory_limit: float = math.inf
     """Bytes per device."""
     algorithm: Algorithm = Algorithm()
+    inside: bool = False
+    """Whether the layouts inside are searched though no argument is open: a search was named."""
     seconds: float = 60.0
     """After which a search answers with the best it has."""
     begun: float = dataclasses.field(default_factory=time.monotonic)
@@ -123,7 +125,7 @@ class Problem:
     @property
     def is_open(self) -> bool:
         """Whether there is anything to search."""
-        return self.devices > 1 and any(spec is None for spec in self.specs)
+        return self.devices > 1 and (self.inside or any(spec is None for spec in self.specs))
 
 
 @dataclasses.dataclass(frozen=True)
