@@ -25,6 +25,9 @@ PLAIN = 500
 LARGE = 2000
 """Ops from which every further flow costs more than it brings."""
 
+KINDS = 3
+"""Of what is found at level 1: see `Found.kind`."""
+
 HELD_FIRST = frozenset({"dot_general", "convolution", "gather", "scatter", "reduce", "concatenate", "dynamic_slice"})
 """Ops whose layouts are decisions of their own; the others follow them."""
 
@@ -40,6 +43,9 @@ class Found:
     is_exact: bool = True
     is_in_pieces: bool = False
     """Whether all arguments were to be in the smallest pieces."""
+    kind: int = 0
+    """What it was looked for with: at level 1 the best of each kind are priced in turn, as the model does not tell of which
+    one the flow holds least."""
 
     @property
     def peak(self) -> float:
@@ -65,19 +71,20 @@ def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend, u
     """
     rated: list[tuple[tuple[float, ...], Candidate, Found | None]] = []
     is_small = len(problem.graph.ops) <= PLAIN
-    for one in _in_turn(problem, found)[: _flows(problem)]:
+    least = plain.least(problem)
+    for one in _in_turn(found)[: _flows(problem)]:
         if rated and problem.seconds_left <= 0:
             break
         made = candidate(problem, one)
         made = let_go(problem, made) if is_small else made
         rated.append((objective(made.price, problem), made, one))
-        if made.price.memory.peak > problem.memory_limit and problem.seconds_left > 0:
+        if least < problem.memory_limit < made.price.memory.peak and problem.seconds_left > 0:
             for other in mend(problem, one, made):
                 made = candidate(problem, other)
                 rated.append((objective(made.price, problem), made, other))
     if len(problem.graph.ops) <= (LARGE if problem.level == 1 else PLAIN) or not rated:
-        least = min((made.price.memory.peak for _, made, _ in rated), default=math.inf)
-        simple = plain.candidates(problem, problem.level == 1, least)
+        peak = min((made.price.memory.peak for _, made, _ in rated), default=math.inf)
+        simple = plain.candidates(problem, problem.level == 1, peak)
         rated += [(objective(c.price, problem), c, None) for c in simple]
     if not rated:
         return propagation.search(problem)
@@ -127,16 +134,12 @@ def shape(axes: Axes) -> str:
 
 def _flows(problem: Problem) -> int:
     """How many flows are priced: fewer for larger programs, whatever the machine; at level 1 one of each kind."""
-    return max(2 if problem.level == 1 else 1, min(6, 2000 // max(1, len(problem.graph.ops))))
+    return max(KINDS if problem.level == 1 else 1, min(6, 2000 // max(1, len(problem.graph.ops))))
 
 
-def _in_turn(problem: Problem, found: Sequence[Found]) -> Sequence[Found]:
-    """At level 1 the best of those with the arguments in pieces and of the others in turn: of which kind the flow holds
-    less, the model does not tell."""
-    if problem.level != 1:
-        return found
-    kinds = ([f for f in found if f.is_in_pieces == kind] for kind in (False, True))
-    return [f for pair in itertools.zip_longest(*kinds) for f in pair if f is not None]
+def _in_turn(found: Sequence[Found]) -> list[Found]:
+    kinds = ([f for f in found if f.kind == kind] for kind in range(KINDS))
+    return [f for row in itertools.zip_longest(*kinds) for f in row if f is not None]
 
 
 def candidate(problem: Problem, found: Found) -> Candidate:

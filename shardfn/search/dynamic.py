@@ -140,13 +140,17 @@ def splits(n: int, most: int) -> list[tuple[int, ...]]:
 
 
 def on_grid(problem: Problem, axes: Axes, chosen: Sequence[Array] | None = None) -> Iterator[Found]:
-    """The optimum on one grid, and where memory counts what else may have the least, or fit the limit."""
+    """The optimum on one grid, and where memory counts what else may have the least, or fit the limit.
+
+    At level 1 that is the fastest and what sends least with the arguments in pieces, and what is near the least peak.
+    """
     given = {v: spec for v, spec in zip(problem.inputs, problem.specs, strict=True) if spec is not None}
     grid = Grid.on(problem.hardware, axes)
     space = build(problem.graph, grid, given, problem.results, problem.same_as, chosen, problem.facts)
 
-    def asked(spread: float = 1.0) -> tuple[Labelling, float]:
-        return narrowed(labelling_of(space, problem, spread), space, problem.graph, grid.sizes, problem.algorithm)
+    def asked(spread: float = 1.0, level: int = problem.level) -> tuple[Labelling, float]:
+        labels = labelling_of(space, dataclasses.replace(problem, level=level), spread)
+        return narrowed(labels, space, problem.graph, grid.sizes, problem.algorithm)
 
     def solved(labels: Labelling, lost: float, cut: bool = False) -> Found:
         effort = FIRST if problem.level == 2 else EFFORT
@@ -154,7 +158,10 @@ def on_grid(problem: Problem, axes: Axes, chosen: Sequence[Array] | None = None)
 
     if problem.level == 1:
         labels, lost = asked()
-        yield from _possible(solved(in_pieces(labels, space), lost, True))
+        yield from _possible(dataclasses.replace(solved(in_pieces(labels, space), lost, True), kind=1))
+        sends = solved(in_pieces(asked(SPREADS[0], 0)[0], space), 0.0, True)
+        priced = dataclasses.replace(sends.solution, cost=cost_of(labels, sends.solution.choice))
+        yield from _possible(dataclasses.replace(sends, labels=labels, solution=priced, kind=2))
         least = least_peak(labels, _left(problem), STEPS)
         if least is not None:
             near = Found(axes, space, labels, _held(least, labels))
@@ -185,13 +192,14 @@ def _left(problem: Problem) -> float:
 def mended(problem: Problem, found: Found, made: Candidate) -> Iterator[Found]:
     """Where the flow holds more than the limit: what the model finds with the arguments in pieces, and within a limit that
     allows for the difference between them."""
+    if problem.level == 1:  # where all of this is tried anyway
+        return
     if not found.is_in_pieces:
         pieces = in_pieces(found.labels, found.space)
         solution = solve(pieces, _left(problem), EFFORT)
         yield from _possible(dataclasses.replace(found, labels=pieces, solution=solution, is_in_pieces=True))
-    if problem.level != 1:
-        limit = 0.98 * problem.memory_limit / made.price.memory.peak * found.peak
-        yield _within(found, limit, problem, min(_left(problem), WITHIN))
+    limit = 0.98 * problem.memory_limit / made.price.memory.peak * found.peak
+    yield _within(found, limit, problem, min(_left(problem), WITHIN))
 
 
 def _within(found: Found, limit: float, problem: Problem, seconds: float, effort: Effort | None = None) -> Found:

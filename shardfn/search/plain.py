@@ -79,6 +79,15 @@ def held(problem: Problem, layout: Layout) -> int:
     return on_one(arguments) + max(0, on_one(results) - given)
 
 
+def least(problem: Problem) -> float:
+    """Bytes that one device holds at least whatever the layout: an even share of the arguments, and of what results there
+    are that do not take their place."""
+    sizes = [bytes_of(problem.graph.values[v]) for v in problem.inputs]
+    given = sum(size for v, size in zip(problem.inputs, sizes, strict=True) if v in problem.donated)
+    results = sum(bytes_of(problem.graph.values[v]) for v in (*problem.results, *problem.same_as))
+    return (sum(sizes) + max(0.0, results - given)) / problem.devices
+
+
 def promised(problem: Problem, layout: Layout) -> float:
     """About what a layout holds at the peak: `held`, and the program's temporaries with their classes cut."""
     sizes, values = dict(layout.axes), problem.graph.values
