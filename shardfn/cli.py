@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 import shardfn
-from shardfn.cli_arguments import literal, load, made, shapes, tracing
+from shardfn.cli_arguments import literal, load, made, numbers, shapes, tracing
 from shardfn.cost.hardware import resolve
 from shardfn.errors import ShardError, StrategyError, fail
 from shardfn.planfile import to_json
@@ -113,7 +113,7 @@ def _add_call(command: argparse.ArgumentParser, modes: str) -> None:
     command.add_argument("--out-strategy", metavar="TUPLE", help='one entry for each result: "((4, 2),)"')
     command.add_argument("--parameter-plan", metavar="DICT", help="entries by path: \"{'params/w1': (1, 4)}\"")
     command.add_argument(
-        "--donate", nargs="+", type=int, metavar="N", help="arguments whose memory the results take over"
+        "--donate", nargs="+", metavar="N", help="arguments whose memory the results take over: 0 1, or 0,1"
     )
     command.add_argument("--device", help="CPU, GPU, TPU, or a target to plan for, such as tpu-v5e:4x4 or cpu:64")
     command.add_argument("--level", type=int, help="what a search makes best: 0, 1 or 2")
@@ -166,7 +166,7 @@ def _call(options: argparse.Namespace, **more: Any) -> tuple[shardfn.ShardedFunc
         "in_strategy": literal(options.in_strategy, "--in-strategy"),
         "out_strategy": literal(options.out_strategy, "--out-strategy"),
         "parameter_plan": literal(options.parameter_plan, "--parameter-plan"),
-        "donate_argnums": options.donate,
+        "donate_argnums": None if options.donate is None else numbers(options.donate, "--donate"),
         "device": options.device,
         "level": options.level,
         "search_mode": options.search_mode,
