@@ -98,7 +98,9 @@ def test_a_limit_that_nothing_keeps(mode):
 
 
 def least_of(error):
-    return int(re.search(r"the least found is ([\d,]+) bytes", str(error.value))[1].replace(",", ""))
+    found = re.search(r"the least found is ([\d,]+) bytes", str(error.value))
+    assert found
+    return int(found[1].replace(",", ""))
 
 
 @pytest.mark.parametrize(("level", "share"), [(0, 0.9), (1, 0.1), (2, 0.9)])
