@@ -129,7 +129,7 @@ def avoided(plan: Plan, study: Study, c: Communication, is_gone: Callable[[Flow]
     sources = [d for d in (origin(plan, c.operand),) if d is not None]
     cut = sorted((d for d in plan.inputs if any(axes & set(dim) for dim in d.spec)), key=lambda d: -math.prod(d.shape))
     few = list(dict.fromkeys([*sources, *cut]))[:2]
-    most = min(FLOWS, OPS // max(1, len(plan.flow.graph.ops)))
+    most = min(FLOWS, OPS // max(1, len(plan.flow.graph.ops))) if study.question.seconds_left > 0 else 0
     tries = [
         (d, spec)
         for d in few

@@ -25,12 +25,15 @@ def within_limit(problem: Problem, answer: Answer, search: Search, is_strict: bo
     least = answer
     if problem.is_open and problem.level != 1:
         least = search(dataclasses.replace(problem, level=1))
-        if _peak(problem, least) > _peak(problem, answer):
-            least = answer
     if _peak(problem, least) <= problem.memory_limit:
         return dataclasses.replace(
             least, policy=f"{least.policy}; least memory, as no faster layout found fits the limit"
         )
+    if _peak(problem, answer) < _peak(problem, least):
+        # What a level finds depends on the limit: the error names one that this level keeps, as level 1 keeps its own.
+        named = dataclasses.replace(problem, memory_limit=_peak(problem, answer))
+        again = search(named) if is_strict else answer
+        least = again if _peak(problem, again) <= named.memory_limit else least
     if not is_strict:
         return least
     flow = problem.flow(least.axes, least.specs, least.pins)

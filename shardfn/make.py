@@ -45,6 +45,8 @@ class Wishes:
     is_strict: bool = True
     """Whether a plan that is predicted to hold more than `memory_limit` is an error."""
     algorithm: Algorithm = dataclasses.field(default_factory=Algorithm)
+    inside: bool = False
+    """Whether the layouts inside are searched though no argument is open."""
 
 
 def place_call(
@@ -149,6 +151,7 @@ def make_plan(
         can_hold=frozenset(anchored),
         memory_limit=wishes.memory_limit if wishes.memory_limit is not None else hardware.chip.memory_bytes,
         algorithm=wishes.algorithm,
+        inside=wishes.inside,
         seconds=wishes.seconds,
     )  # fmt: skip
     answer = search(question)

@@ -488,7 +488,9 @@ class ShardedFunction:
 def _wishes(options: Options, current: Any) -> Wishes:
     limit = None if options.memory_limit is None else bytes_of(options.memory_limit, "memory_limit")
     assert not isinstance(limit, Problem)  # checked by `shard`
-    return Wishes(limit, options.time_limit, options.finalists <= 1, algorithm_of(current))
+    mode = options.search_mode or (current.search_mode if current.is_set("search_mode") else None)
+    inside = mode not in (None, "auto")  # which follows the cuts where nothing is left open
+    return Wishes(limit, options.time_limit, options.finalists <= 1, algorithm_of(current), inside)
 
 
 def _leaf_positions(args: Sequence[Any], statics: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -230,3 +231,29 @@ def test_findings_are_the_same_every_time():
 
 def test_one_device_has_none():
     assert shardfn.plan(layers, WS, X, device="h100:1").findings == ()
+
+
+# ---- what calls back into Python, for a platform that is not here
+
+
+def printing(x, w):
+    y = x @ w
+    jax.debug.print("{}", y.sum())
+    return y
+
+
+def asking(x, w):
+    return jax.pure_callback(lambda a: 2 * a, shaped(*x.shape), x) @ w
+
+
+@pytest.mark.parametrize("function", [printing, asking])
+@pytest.mark.parametrize("target", ["tpu-v5e:2x4", "h100:8"])
+def test_a_call_back_into_python_is_planned_for_a_target(function, target):
+    args = shaped(64, 64), shaped(64, 64)
+    made = shardfn.plan(function, *args, level=2, device=target)
+    (told,) = said(made, "calls back into Python")
+    assert "lowered for cpu instead" in told
+    assert made.price.flops > 0 and np.prod(made.device_matrix) == 8
+    here = shardfn.plan(function, *args, level=2, device="cpu:8")
+    assert not said(here, "lowered for")
+    assert not said(shardfn.plan(jnp.matmul, *args, level=2, device=target), "lowered for")

@@ -1,0 +1,80 @@
+"""The plain layouts: which of them are priced, in which order, and when no more are."""
+
+import dataclasses
+
+import pytest
+
+import shardfn
+from examples.models import abstract, attention, mlp
+from shardfn import search
+from shardfn.graph import shardy
+from shardfn.search import dynamic, plain
+from shardfn.search.problem import objective
+
+
+def asked(function, args, **options):
+    """The problem that a plan asks, with its flows, and the plan."""
+    seen = []
+
+    def mine(problem):
+        seen.append(problem)
+        return dynamic.search(problem)
+
+    search.register("mine", mine)
+    try:
+        made = shardfn.plan(function, *args, search_mode="mine", **options)
+    finally:
+        search.forget("mine")
+    return seen[0], made
+
+
+def counted(monkeypatch):
+    """A list that grows by one with every flow."""
+    flows = []
+    old = shardy.propagate
+    monkeypatch.setattr(shardy, "propagate", lambda *a, **k: flows.append(1) or old(*a, **k))
+    return flows
+
+
+@pytest.mark.parametrize("make", [mlp.make, attention.make])
+def test_at_level_1_what_is_left_out_holds_more(make):
+    problem, _ = asked(*abstract(make, batch=64), level=1, device="h100:8")
+    found = plain.candidates(problem)
+    every = plain.candidates(dataclasses.replace(problem, level=2))
+    assert 0 < len(found) <= len(every)
+    assert found[0].price.memory.peak == min(c.price.memory.peak for c in every)
+    left = [c for c in every if (c.axes, c.specs) not in {(f.axes, f.specs) for f in found}]
+    for one in plain._layouts(problem, True):
+        price = problem.price(one.axes, one.specs, {})
+        assert plain.held(problem, one) <= price.memory.peak, "a bound"
+    assert all(objective(c.price, problem) >= objective(found[0].price, problem) for c in left)
+
+
+def test_of_a_large_program_the_few_are_priced_that_promise_most(monkeypatch):
+    monkeypatch.setattr(plain, "FEWEST", 5)
+    monkeypatch.setattr(plain, "OPS", 0)
+    problem, _ = asked(*abstract(attention.make, batch=64), level=1, device="cpu:8")
+    few = plain.candidates(problem)
+    every = [problem.price(one.axes, one.specs, {}).memory.peak for one in plain._layouts(problem, True)]
+    assert len(few) <= 5 < len(every)
+    assert few[0].price.memory.peak == min(every)
+
+
+def test_the_time_limit_holds_for_flows_too(monkeypatch):
+    """With a limit that is over at once: one grid, and the flow of what it gives."""
+    flows = counted(monkeypatch)
+    function, args = abstract(mlp.make, batch=64)
+    for level in (0, 1, 2):
+        for mode in ("dynamic_programming", "recursive_programming"):
+            flows.clear()
+            made = shardfn.plan(function, *args, level=level, search_mode=mode, device="h100:8", time_limit=1e-6)
+            assert len(flows) == 1
+            assert "1e-06 s" in made.policy, made.policy
+            if mode == "dynamic_programming":
+                assert made.gap is None and "not in 1e-06 s: 4x2" in made.policy
+
+
+def test_without_hurry_nothing_is_said_of_time():
+    function, args = abstract(mlp.make, batch=64)
+    made = shardfn.plan(function, *args, level=2, device="h100:8")
+    assert " s" not in made.policy.replace(" search", "").partition("grids tried")[2]
