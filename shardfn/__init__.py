@@ -1,5 +1,8 @@
 """Shard any JAX function from integers: cuts become a mesh and PartitionSpecs, XLA does the rest, and you see it."""
 
+import importlib
+from types import ModuleType
+
 from shardfn.api import explain, load, plan, reshard, shard
 from shardfn.cell import Cell
 from shardfn.context import (
@@ -58,3 +61,12 @@ __all__ = [
     "shard",
     "tag",
 ]
+
+_PARTS = ("checkpoint",)
+"""Packages of the library that are imported when they are first used."""
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _PARTS:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`python -m shardfn plan module:function --shapes "f32[16,32]" --device tpu-v5e:4x4`, `explain`, `demo`, `calibrate`."""
+"""`python -m shardfn plan module:function --shapes "f32[16,32]"`, `explain`, `demo`, `calibrate`, `checkpoint`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 import shardfn
-from shardfn import layoutfile
+from shardfn import cli_checkpoint, layoutfile
 from shardfn.cli_arguments import literal, load, made, model, shapes, tracing
 from shardfn.cost.hardware import resolve
 from shardfn.errors import ShardError, StrategyError, fail
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("shardfn", description="Shard JAX functions from integers.")
     parser.add_argument("--version", action="version", version=f"shardfn {shardfn.__version__}, jax {jax.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="demo | plan | explain | check | calibrate")
+    commands = parser.add_subparsers(required=True, metavar="demo | plan | explain | check | calibrate | checkpoint")
 
     demo = commands.add_parser("demo", help="a small training run on 8 virtual CPU devices, with its report")
     demo.set_defaults(command=_demo, platform="cpu")
@@ -120,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     calibrate.add_argument("--save", metavar="FILE", help="write the figures, as JSON")
     calibrate.set_defaults(command=_calibrate, platform="cpu")
+    cli_checkpoint.add(commands)
     return parser
 
 
