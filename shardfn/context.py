@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -47,8 +47,8 @@ def _default(name: str) -> Any:
 class ParallelContext:
     """The settings that the library reads; hashable, so that it can be part of a cache's key.
 
-    Its fields are the active keys of `context_keys`; `explicit` names what the user set, `inert` holds the keys without
-    meaning here that were set to another harmless value than their default.
+    Its fields are the active keys of `context_keys`; `explicit` names what the user set, `inert` holds the other keys
+    that were set to another value than their default: those that the training step reads, and those without meaning.
 
     >>> ParallelContext(device_num=8).device_num
     8
@@ -253,6 +253,28 @@ def current() -> ParallelContext:
     'overwrite'
     """
     return _BLOCK.get() or _shared
+
+
+def changed(caller: str, settings: Mapping[str, Any], unset: Sequence[str] = ()) -> ParallelContext:
+    """The current context with these keys of `set_auto_parallel_context`, and others as if never set; nothing is set.
+
+    Raises what `set_auto_parallel_context` raises, in the name of `caller`.
+
+    >>> changed("train.step", {"gradients_mean": True}).read("gradients_mean")
+    True
+    """
+    made = _changed(current(), AUTO_PARALLEL_KEYS, caller, settings)
+    return _with(made, {name: _default(name) for name in unset}, made.explicit.difference(unset))
+
+
+@contextlib.contextmanager
+def held(context: ParallelContext) -> Iterator[None]:
+    """A block in which `context` is the current one."""
+    token = _BLOCK.set(context)
+    try:
+        yield
+    finally:
+        _BLOCK.reset(token)
 
 
 # ---- how a setting is found, checked and put in place ----

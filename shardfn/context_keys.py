@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import difflib
 import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -298,6 +299,15 @@ def _later(
     return Key(name, default, check, doc, honours=(default, *also), lacks=lacks, **more)
 
 
+def _trains(name: str, default: Any, check: Check, doc: str, **more: Any) -> Key:
+    """A setting that the training step reads; a dict is kept as its JSON, so that a context stays hashable."""
+    if isinstance(default, dict):
+        whole = default
+        default = json.dumps(whole)
+        more = {"store": lambda value: json.dumps({**whole, **value}), "read": json.loads, **more}
+    return Key(name, default, check, doc, **more)
+
+
 def _table(*rows: Key) -> Mapping[str, Key]:
     return MappingProxyType({row.name: row for row in rows})
 
@@ -386,10 +396,16 @@ AUTO_PARALLEL_KEYS = _table(
     _now("out_strategy_mode", "overwrite", _one_of("overwrite", "honour"),
          "Whether out_strategy gives way to data parallelism, as in MindSpore, in the semi-auto and auto modes."),
 
-    _later("gradients_mean", False, _boolean, "a mean of gradients over devices", "Divide gradients by the devices."),
-    _later("gradient_fp32_sync", True, _boolean, "a choice of the gradients' dtype", "Sum gradients in float32."),
-    _later("loss_repeated_mean", True, _boolean, "a loss without the mean over repeats", "Mean over repeated losses."),
-    _later("parameter_broadcast", False, _boolean, "a broadcast of parameters", "Send device 0's parameters to all."),
+    _trains("gradients_mean", False, _boolean,
+            "Whether the training step divides the sum of the devices' gradients by their number; it does if not set."),
+    _trains("gradient_fp32_sync", True, _boolean, "Sum gradients of 16 bits in float32."),
+    _trains("loss_repeated_mean", True, _boolean,
+            "Divide the gradient of a loss that several devices work out alike by their number."),
+    _trains("parameter_broadcast", False, _boolean, "Send process 0's parameters to all before the first step."),
+    _trains("enable_parallel_optimizer", False, _boolean, "Cut optimizer states over the devices with copies."),
+    _trains("parallel_optimizer_config", _OPTIMIZER, _optimizer_check, "Which of them are cut, and how far."),
+    _trains("optimizer_weight_shard_size", -1, _shard_size,
+            "Over how many devices each is cut; -1 as many as can be."),
     _later("force_fp32_communication", False, _boolean, "a choice of the collectives' dtype", "Reduce in float32."),
     _later("communi_parallel_mode", "all_group_parallel",
            _one_of("all_group_parallel", "same_server_group_parallel", "no_group_parallel"),
@@ -398,11 +414,6 @@ AUTO_PARALLEL_KEYS = _table(
     _later("enable_alltoall", False, _boolean, "", "Redistribute with all-to-all.", also=(True,)),
     _later("comm_fusion", _FUSION, _fusion_check, "a choice of how collectives fuse", "How they fuse."),
     _later("all_reduce_fusion_config", None, _indices, "a choice of how all-reduces fuse", "Where they are split."),
-    _later("enable_parallel_optimizer", False, _boolean, "the sharding of optimizer states", "Shard them."),
-    _later("parallel_optimizer_config", _OPTIMIZER, _optimizer_check, "the sharding of optimizer states",
-           "Which of them are sharded, and how far."),
-    _later("optimizer_weight_shard_size", -1, _shard_size, "the sharding of optimizer states",
-           "Over how many devices each is sharded; 1 is no sharding, -1 as many as can be.", also=(1,)),
     _later("optimizer_weight_shard_aggregated_save", False, _boolean, "the sharding of optimizer states",
            "Gather them before they are saved."),
     _now("strategy_ckpt_config", StrategyFiles(), _files, "The layout file to read, and the one to write.",

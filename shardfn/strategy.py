@@ -178,11 +178,14 @@ def match(arguments: Sequence[Argument], strategy: Any, name: str, problems: lis
     return found
 
 
-_NOUN = {"in_strategy": "argument", "out_strategy": "output", "dataset_strategy": "argument"}
+_NOUN = {"in_strategy": "argument", "out_strategy": "output", "dataset_strategy": "argument",
+         "strategy": "input", "context.dataset_strategy": "input"}  # fmt: skip
 _COUNTS = {
     "in_strategy": "each positional argument has one entry, a pytree too; static and keyword-only ones have none",
     "out_strategy": "each element of a returned tuple has one entry; any other result is one output",
     "dataset_strategy": "without an in_strategy, the first arguments of the function are the inputs of the data set",
+    "strategy": "each input of the source has one entry, a pytree too",
+    "context.dataset_strategy": "each input of the source has one entry, a pytree too",
 }
 
 
