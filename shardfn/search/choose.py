@@ -51,7 +51,8 @@ Mend = Callable[[Problem, Found, Candidate], Iterable[Found]]
 """What to try instead of something found whose flow holds more than the limit."""
 
 
-def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend) -> Answer:
+def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend,
+              grids: Sequence[Axes] = ()) -> Answer:  # fmt: skip
     """The best of what was found and of the plain layouts, as their flows show, with all that is to be said of it.
 
     Args:
@@ -59,10 +60,11 @@ def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend) -
       found: in the order in which they are to be priced; of large programs only the first few are.
       what: the name of the search.
       mend: what else to try where a flow holds more than the limit.
+      grids: all that were looked at, those too of which nothing is in `found`.
     """
     rated: list[tuple[tuple[float, ...], Candidate, Found | None]] = []
     is_small = len(problem.graph.ops) <= PLAIN
-    for one in found[: _flows(problem.graph)]:
+    for one in found[: priced(problem.graph)]:
         made = candidate(problem, one)
         made = let_go(problem, made) if is_small else made
         rated.append((objective(made.price, problem), made, one))
@@ -78,7 +80,7 @@ def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend) -
     rated.sort(key=lambda r: r[0])
     _, best, at = rated[0]
     others = tuple(c for _, c, _ in rated[1:])
-    tried = ", ".join(dict.fromkeys(shape(f.axes) for f in found))
+    tried = ", ".join(dict.fromkeys(shape(axes) for axes in (*(f.axes for f in found), *grids)))
     runner = f"{others[0].name}: {figures(others[0].price)} against {figures(best.price)}" if others else ""
     if at is None:
         reason = f"plain layout, better by its flow than the optimum of the cost model: {best.name}"
@@ -115,7 +117,7 @@ def shape(axes: Axes) -> str:
     return "x".join(str(size) for _, size in axes) or "1"
 
 
-def _flows(graph: Graph) -> int:
+def priced(graph: Graph) -> int:
     """How many flows are priced: fewer for larger programs, whatever the machine."""
     return max(1, min(6, 2000 // max(1, len(graph.ops))))
 
