@@ -21,7 +21,7 @@ from shardfn.graph.classes import Classes, dim_classes
 from shardfn.graph.model import Flow, Graph, Spec, axis_size, dtype_bits
 from shardfn.graph.roads import as_compiled
 from shardfn.guard import convolution_finding, wrong_convolutions
-from shardfn.limits import within_limit
+from shardfn.limits import near_limit, within_limit
 from shardfn.pins import anchors
 from shardfn.place import Placement, expresses, finest, place
 from shardfn.plan import Plan
@@ -202,6 +202,7 @@ def make_plan(
         _classes(classes, inputs, outputs, traced, decided_in), collectives(flow), paid, answer.policy, (), flow,
         constraints, answer.gap, tuple(priced.values()) if len(priced) > 1 else (), study,
     )  # fmt: skip
+    findings += near_limit(paid.memory, question.memory_limit) if wishes.is_strict else []  # else judged as compiled
     findings += [*answer.findings, *of_program(traced, hardware, inputs, answer.axes), *not_predicted(graph, flow)]
     return dataclasses.replace(made, findings=(*findings, *advice(made, study)))
 
