@@ -57,7 +57,10 @@ Mend = Callable[[Problem, Found, Candidate], Iterable[Found]]
 """What to try instead of something found whose flow holds more than the limit."""
 
 
-def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend, untried: Sequence[Axes] = ()) -> Answer:
+def answer_of(
+    problem: Problem, found: Sequence[Found], what: str, mend: Mend, grids: Sequence[Axes] = (),
+    untried: Sequence[Axes] = (),
+) -> Answer:  # fmt: skip
     """The best of what was found and of the plain layouts, as their flows show, with all that is to be said of it.
 
     After the time limit only the first thing found is priced.
@@ -67,12 +70,13 @@ def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend, u
       found: best first; of large programs only the first few are priced.
       what: the name of the search.
       mend: what else to try where a flow holds more than the limit.
-      untried: grids that there was no time for.
+      grids: all that were looked at, those too of which nothing is in `found`.
+      untried: those of them that there was no time for.
     """
     rated: list[tuple[tuple[float, ...], Candidate, Found | None]] = []
     is_small = len(problem.graph.ops) <= PLAIN
     least = plain.least(problem)
-    for one in _in_turn(found)[: _flows(problem)]:
+    for one in _in_turn(found)[: priced(problem)]:
         if rated and problem.seconds_left <= 0:
             break
         made = candidate(problem, one)
@@ -91,7 +95,8 @@ def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend, u
     rated.sort(key=lambda r: r[0])
     _, best, at = rated[0]
     others = tuple(c for _, c, _ in rated[1:])
-    tried = ", ".join(dict.fromkeys(shape(f.axes) for f in found))
+    looked = (*(f.axes for f in found), *(axes for axes in grids if axes not in untried))
+    tried = ", ".join(dict.fromkeys(map(shape, looked)))
     if untried:
         tried += f"; not in {problem.seconds:g} s: {', '.join(map(shape, untried))}"
     elif problem.seconds_left <= 0:
@@ -132,7 +137,7 @@ def shape(axes: Axes) -> str:
     return "x".join(str(size) for _, size in axes) or "1"
 
 
-def _flows(problem: Problem) -> int:
+def priced(problem: Problem) -> int:
     """How many flows are priced: fewer for larger programs, whatever the machine; at level 1 one of each kind."""
     return max(KINDS if problem.level == 1 else 1, min(6, 2000 // max(1, len(problem.graph.ops))))
 

@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 
 from shardfn.cuts import divisors
 from shardfn.search import propagation
-from shardfn.search.choose import Found, answer_of
+from shardfn.search.choose import Found, answer_of, priced
 from shardfn.search.filters import loosened, narrowed
 from shardfn.search.grid import Array, Axes, Grid
 from shardfn.search.labelling import Labelling, cost_of
 from shardfn.search.levels import in_pieces, labelling_of, totals
 from shardfn.search.peak import Peak, least_peak
 from shardfn.search.problem import Answer, Candidate, Problem
-from shardfn.search.solve import Effort, Solution, solve
+from shardfn.search.solve import Effort, Solution, solve, solve_within
 from shardfn.search.strategies import build
 
 SLACK = 1.02
@@ -47,26 +47,34 @@ def search(problem: Problem) -> Answer:
     """The cheapest layout at the problem's level."""
     if not problem.is_open:
         return propagation.search(problem)
-    found, untried = on_grids(problem, grids(problem))
+    tried = grids(problem)
+    found, untried = on_grids(problem, tried, ())
     if found and not problem.axes and len(problem.graph.ops) <= THREE_AXES:
-        best = min(found, key=lambda f: order(problem, f))
-        more, left = on_grids(problem, finer(problem, best.axes), is_first=False)
-        found, untried = found + more, untried + left
+        more = finer(problem, min(found, key=lambda f: order(problem, f)).axes)
+        again, left = on_grids(problem, more, found)
+        tried, found, untried = tried + more, found + again, untried + left
     found = sorted(settled(problem, found), key=lambda f: order(problem, f))
-    return answer_of(problem, found, "exact search", mended, untried)
+    return answer_of(problem, found, "exact search", mended, tried, untried)
 
 
-def on_grids(problem: Problem, every: Sequence[Axes], is_first: bool = True) -> tuple[list[Found], list[Axes]]:
-    """What is found on each grid, and the grids that the time limit leaves no time for; something is, if `is_first`.
+def on_grids(problem: Problem, tried: Sequence[Axes], before: Sequence[Found]) -> tuple[list[Found], list[Axes]]:
+    """What is best on each grid, and the grids that the time limit leaves no time for, unless nothing is found yet.
 
-    A grid may take half of the time that is left, the last one all of it.
+    The grids of the most equal sizes go first: often the best are among them. What can't be among the first ones to be
+    priced is left out. A grid may take half of the time that is left, the last one all of it.
     """
-    found: list[Found] = []
-    for number, axes in enumerate(every):
-        if problem.seconds_left <= 0 and (found or not is_first):
-            return found, list(every[number:])
-        found += on_grid(problem.hurried(0.5) if number + 1 < len(every) else problem, axes)
-    return found, []
+    made: dict[Axes, list[Found]] = {}
+    most = priced(problem)
+    turn = sorted(tried, key=lambda axes: sum(size for _, size in axes))
+    for number, axes in enumerate(turn):
+        known = [*before, *(f for some in made.values() for f in some)]
+        if problem.seconds_left <= 0 and known:
+            break
+        fit = sorted(f.solution.cost for f in known if f.peak <= problem.memory_limit)
+        ceiling = fit[most - 1] if problem.level == 2 and len(fit) >= most else math.inf
+        asked = problem.hurried(0.5) if number + 1 < len(turn) else problem
+        made[axes] = list(on_grid(asked, axes, ceiling=ceiling))
+    return [f for axes in tried for f in made.get(axes, ())], [axes for axes in tried if axes not in made]
 
 
 def settled(problem: Problem, found: Sequence[Found]) -> list[Found]:
@@ -139,10 +147,12 @@ def splits(n: int, most: int) -> list[tuple[int, ...]]:
     return sorted(found, key=lambda s: (len(s), [-size for size in s]))
 
 
-def on_grid(problem: Problem, axes: Axes, chosen: Sequence[Array] | None = None) -> Iterator[Found]:
+def on_grid(problem: Problem, axes: Axes, chosen: Sequence[Array] | None = None,
+            ceiling: float = math.inf) -> Iterator[Found]:  # fmt: skip
     """The optimum on one grid, and where memory counts what else may have the least, or fit the limit.
 
-    At level 1 that is the fastest and what sends least with the arguments in pieces, and what is near the least peak.
+    At level 1 that is the fastest and what sends least with the arguments in pieces, and what is near the least peak;
+    at level 2, nothing where all costs more than `ceiling`.
     """
     given = {v: spec for v, spec in zip(problem.inputs, problem.specs, strict=True) if spec is not None}
     grid = Grid.on(problem.hardware, axes)
@@ -167,7 +177,14 @@ def on_grid(problem: Problem, axes: Axes, chosen: Sequence[Array] | None = None)
             near = Found(axes, space, labels, _held(least, labels))
             yield _within(near, SLACK * least.peak, problem, _left(problem), NEAR)
         return
-    found = solved(*asked(SPREADS[0]))
+    if math.isfinite(ceiling):
+        labels, lost = asked()
+        solution = solve_within(labels, ceiling + lost, _left(problem), FIRST)
+        if solution is None:
+            return
+        found = Found(axes, space, labels, loosened(solution, lost))
+    else:
+        found = solved(*asked(SPREADS[0]))
     if problem.level == 0 and math.isfinite(found.solution.cost):
         made = totals(space, found.solution.choice)
         rate = problem.hardware.chip

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from shardfn.cuts import divisors
 from shardfn.graph.model import Spec
+from shardfn.search.facts import bytes_of
 from shardfn.search.filters import keeps
 from shardfn.search.grid import Axes
 from shardfn.search.problem import Candidate, Problem, objective
-from shardfn.search.strategies import bytes_of
 
 MOST = 3
 """Classes, the heaviest first."""
