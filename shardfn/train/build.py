@@ -164,9 +164,9 @@ def make(asked: Asked, params: Any, batch: tuple[Any, ...], earlier: Made | None
                  where=f"{asked.name}", why="what the stages hold depends on the model and the batch",
                  fix="call pack(params, *batch) first; shapes will do")  # fmt: skip
         parts, layout = earlier.parts, params.layout
-        arrays = tree_util.tree_unflatten(
-            layout.treedef, [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in layout.places]
-        )
+        of = lambda p: params.shared[p.path] if p.stage < 0 else params.rows[p.kind]  # noqa: E731
+        places = [jax.ShapeDtypeStruct(p.shape, of(p).dtype) for p in layout.places]  # they may have been cast
+        arrays = tree_util.tree_unflatten(layout.treedef, places)
         model = parts.model(arrays)
     else:
         model, parts, layout = params, anatomy(params), None

@@ -82,5 +82,5 @@ def described(machine: Machine, schedule: Schedule) -> Described:
     return Described(
         tuple(rows), schedule, machine.mesh.shape[DATA], machine.mesh.shape[TENSOR], row_bytes * layout.chunks, shared,
         schedule.slots * (machine.sends.bytes + machine.tells.bytes),
-        max(stage.cost_s for stage in cut.stages) / cut.bound if cut.bound else 1.0,
+        cut.largest / cut.bound if cut.bound else 1.0,
     )  # fmt: skip

@@ -100,8 +100,10 @@ def lay(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]
       StrategyError: a batch that the devices or the micro-batches do not divide; a glob that matches nothing; what
         `shard` raises in the semi-auto and auto modes.
     """
-    if training.mode.layouts == "whole":
-        drawn: _Drawn | Laid = _whole(training, parts, state, batch)
+    if hasattr(training.loss_fn, "grid"):
+        drawn: _Drawn | Laid = _by_loss(training, parts, state, batch)
+    elif training.mode.layouts == "whole":
+        drawn = _whole(training, parts, state, batch)
     else:
         drawn = _planned(training, parts, state, batch)
     if isinstance(drawn, Laid):
@@ -116,7 +118,8 @@ def lay(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]
 
 def whole_layout(training: Training, parts: Anatomy, state: State) -> State:
     """The layout of a state in the modes whose layouts do not depend on the batch."""
-    drawn = _whole(training, parts, state, ())
+    lies = _by_loss if hasattr(training.loss_fn, "grid") else _whole
+    drawn = lies(training, parts, state, ())
     return _shardings(state, drawn, _cut(training, parts, state, drawn))
 
 
@@ -147,6 +150,15 @@ def _whole(training: Training, parts: Anatomy, state: State, batch: tuple[Any, .
     cuts = tuple((names, *((),) * (len(x.shape) - 1)) if x.shape else () for x in tree_util.tree_leaves(batch))
     raise_problems(list(_batch_problems(training, devices.count, batch)))
     return _Drawn(_mesh(devices, axes), names, params, tuple(seen), cuts)
+
+
+def _by_loss(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]) -> _Drawn:
+    """As a loss function that has devices of its own says: a pipeline."""
+    mesh, params, cuts = training.loss_fn.grid(parts.model(state.params), batch)  # type: ignore[attr-defined]
+    like = dict(zip(parts.paths, params, strict=True))
+    leaves = tree_util.tree_leaves(state.opt_state)
+    seen = [like.get(p or "", ((),) * len(x.shape)) for p, x in zip(_mirrored(parts, state), leaves, strict=True)]
+    return _Drawn(mesh, (), tuple(params), tuple(seen), tuple(cuts))
 
 
 def _planned(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]) -> _Drawn | Laid:

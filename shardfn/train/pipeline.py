@@ -14,7 +14,7 @@ from shardfn import context
 from shardfn.errors import Problem, raise_problems
 from shardfn.graph.model import Spec
 from shardfn.train import rows as packing
-from shardfn.train.beats import STAGE, TENSOR
+from shardfn.train.beats import DATA, STAGE, TENSOR
 from shardfn.train.build import Asked, Made, make, problems_of
 from shardfn.train.described import Described, described
 from shardfn.train.rows import Packed
@@ -134,18 +134,22 @@ class Pipeline:
         made = self._for(params, batch)
         return described(made.machine, made.schedule)
 
-    def mesh_and_specs(self, params: Any) -> tuple[Mesh | AbstractMesh, list[Spec]]:
-        """The grid, and the layout of each array of parameters as the training step keeps them."""
-        made = self._last if self._last is not None else None
+    def grid(self, params: Any, batch: tuple[Any, ...]) -> tuple[Mesh | AbstractMesh, list[Spec], list[Spec]]:
+        """The mesh, and the axes that cut each array of the parameters and of the batch: where a training step keeps them.
+
+        Without a batch, as at the last call.
+        """
+        made = self._for(params, batch) if batch else self._last
         if made is None:
             raise_problems([_unknown()])
         assert made is not None
         if not isinstance(params, Packed):
-            return made.machine.mesh, [((),) * len(x.shape) for x in tree_util.tree_leaves(params)]
-        rows = {k: ((STAGE,), (), *(((TENSOR,),) if k.endswith("_cut") else ()), ()) for k in params.rows}
-        shared = {k: ((),) * len(x.shape) for k, x in params.shared.items()}
-        named = Packed(rows, shared, params.layout)
-        return made.machine.mesh, tree_util.tree_leaves(named, is_leaf=lambda x: isinstance(x, tuple))
+            specs: list[Spec] = [((),) * len(x.shape) for x in tree_util.tree_leaves(made.parts.arrays(params))]
+        else:
+            rows = [((STAGE,), (), *(((TENSOR,),) if k.endswith("_cut") else ()), ()) for k in sorted(params.rows)]
+            specs = [*rows, *(((),) * len(params.shared[k].shape) for k in sorted(params.shared))]
+        cuts: list[Spec] = [((DATA,), *((),) * (len(x.shape) - 1)) for x in tree_util.tree_leaves(batch)]
+        return made.machine.mesh, specs, cuts
 
     @property
     def schedule(self) -> Schedule:
@@ -161,11 +165,10 @@ class Pipeline:
     def _for(self, params: Any, batch: tuple[Any, ...]) -> Made:
         shapes = lambda tree: [_kind(x) for x in tree_util.tree_leaves(tree)]  # noqa: E731
         calls = tree_util.tree_structure(batch), tuple(shapes(batch))
-        key = calls, params.layout if isinstance(params, Packed) else (*shapes(params), tree_util.tree_structure(params))
+        key = calls, tuple(shapes(params)), tree_util.tree_structure(params)
         found = self._made.get(key)
         if found is None:
             found = self._made[key] = make(self.asked, params, batch, self._last)
-            self._made.setdefault((calls, found.layout), found)  # packed, it is the same program
         self._last = found
         return found
 

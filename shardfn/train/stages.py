@@ -52,15 +52,31 @@ class Cut:
     stages: tuple[Stage, ...]
     homes: tuple[int, ...]
     """For each leaf of the parameters the stage that reads it; -1 where several do, or none."""
+    largest: float
+    """The cost of the longest stage in modelled seconds, without what is worked out again on several."""
     bound: float
-    """The cost of the longest stage of the best contiguous cut of these ops, in modelled seconds."""
+    """That of the best contiguous cut of the same ops."""
     at: tuple[int | None, ...]
     """The stage of each op of the program; None for one that is worked out wherever it is read."""
 
-    def fits(self, program: Program) -> bool:
-        """Whether another program is this one at other shapes, so that it can be cut alike."""
-        names = [[op.eqn.primitive.name for op in p.ops] for p in (self.program, program)]
-        return names[0] == names[1]
+    def repeated(self, program: Program) -> dict[int, int] | None:
+        """The stages of the ops of this program at other shapes or dtypes; None if it is another one."""
+        mine, its = ([i for i, op in enumerate(p.ops) if not _is_cast(op)] for p in (self.program, program))
+        names = [[p.ops[i].eqn.primitive.name for i in on] for p, on in ((self.program, mine), (program, its))]
+        if names[0] != names[1]:
+            return None
+        there = {i: self.at[m] for m, i in zip(mine, its, strict=True)}
+        at = {i: stage for i, stage in there.items() if stage is not None}
+        makers = {o: i for i, op in enumerate(program.ops) for o in op.outputs}
+        for i, op in enumerate(program.ops):
+            reads = [makers[v] for v in op.reads() if v in makers]
+            if _is_cast(op) and reads and reads[0] in at:
+                at[i] = at[reads[0]]
+        return at
+
+
+def _is_cast(op: Op) -> bool:
+    return op.eqn.primitive.name == "convert_element_type"
 
 
 def cut(
@@ -87,8 +103,9 @@ def cut(
     costs = [cost_s(program.ops[i]) for i in placed]
     links = _links(program, placed, layers)
     sums = [sum(costs[a:b]) for a, b in links]
-    if like is not None and like.fits(program):
-        at = {i: stage for i, stage in enumerate(like.at) if stage is not None}
+    again = like.repeated(program) if like is not None else None
+    if again is not None:
+        at = again
     elif (layers and layers != count) or by_cost:
         _enough(len(links), count, "layers" if layers else "ops between the batch and the loss")
         begins = balanced(sums, count, _sent(program, placed, kinds, [a for a, _ in links]), SLACK)
@@ -106,7 +123,8 @@ def cut(
     ])  # fmt: skip
     readers: list[list[int]] = [[s for s, stage in enumerate(stages) if leaf in stage.leaves] for leaf in range(program.params)]
     homes = tuple(r[0] if len(r) == 1 else -1 for r in readers)
-    return Cut(program, stages, homes, least_largest(sums, count) if len(sums) >= count else math.inf,
+    largest = max(sum(cost_s(program.ops[i]) for i in placed if at[i] == s) for s in range(count))
+    return Cut(program, stages, homes, largest, least_largest(sums, count) if len(sums) >= count else math.inf,
                tuple(at.get(i) for i in range(len(program.ops))))  # fmt: skip
 
 
