@@ -70,7 +70,7 @@ def micro(loss: Loss, count: int, growing: Any, each: Callable[[Any], Any], firs
 
     Args:
       loss: a mean over the batch it is given.
-      count: how many; it divides dim 0 of every array of the batch.
+      count: how many; it divides dim 0 of every array of the batch that has one (scalars go to all).
       growing: for each leaf of the auxiliary output the dim that grows with the batch, None for a mean.
       each: what is done with the gradients of a micro-batch before they are added (reduced, where sums are kept in
         pieces).
@@ -78,10 +78,12 @@ def micro(loss: Loss, count: int, growing: Any, each: Callable[[Any], Any], firs
     """
 
     def run(trained: Any, carried: Any, batch: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
-        cut = tree_util.tree_map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
+        leaves, treedef = tree_util.tree_flatten(batch)
+        cut = [x.reshape(count, x.shape[0] // count, *x.shape[1:]) if x.ndim else None for x in leaves]
 
-        def body(held: tuple[Any, Any], part: tuple[Any, ...]) -> tuple[tuple[Any, Any], Any]:
+        def body(held: tuple[Any, Any], now: list[Any]) -> tuple[tuple[Any, Any], Any]:
             carried, sums = held
+            part = treedef.unflatten([x if mine is None else mine for x, mine in zip(leaves, now, strict=True)])
             value, aux, grads, carried = whole(loss, trained, carried, part)
             sums = tree_util.tree_map(lambda s, g: s + g.astype(s.dtype), sums, each(grads))
             return (carried, sums), (value, aux)
@@ -93,10 +95,9 @@ def micro(loss: Loss, count: int, growing: Any, each: Callable[[Any], Any], firs
     return run
 
 
-def parts(
-    loss: Loss, how: Parts, reduction: Reduction, micro_batches: int, early: bool, growing: Any,
-    micro_growing: Any, trained: Any, carried: Any, batch: tuple[Any, ...],
-) -> tuple[Any, Any, Any, Any]:  # fmt: skip
+def by_parts(
+    loss: Loss, how: Parts, reduction: Reduction, micro_batches: int, early: bool, growing: Any, micro_growing: Any
+) -> Callable[..., tuple[Any, Any, Any, Any]]:
     """As `whole`, by a shard_map over the axes that cut the batch.
 
     Args:
@@ -105,10 +106,21 @@ def parts(
       reduction: mean or sum, and in which dtype.
       micro_batches: the loss is called on so many micro-batches of each part; gradients are reduced once, after all.
       early: where there are micro-batches, reduce each one's gradients, so that their sums are kept in pieces.
-      growing: for each leaf of the auxiliary output the dim that grows with the batch; None for one that is averaged.
+      growing: for each leaf of the auxiliary output the dim that grows with the batch, -1 for one that is averaged.
       micro_growing: the same within a part.
     """
+    return lambda trained, carried, batch: _mapped(
+        loss, how, reduction, micro_batches, early, growing, micro_growing, trained, carried, batch
+    )
+
+
+def _mapped(
+    loss: Loss, how: Parts, reduction: Reduction, micro_batches: int, early: bool, growing: Any, micro_growing: Any,
+    trained: Any, carried: Any, batch: tuple[Any, ...],
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     treedef = tree_util.tree_structure(trained)
+    cut = PartitionSpec(how.axes)
+    batch_spec = tree_util.tree_map(lambda x: cut if x.ndim else PartitionSpec(), batch)
     early = early and micro_batches > 1
     is_partial = set(how.axes) != set(how.mesh.axis_names)
 
@@ -127,8 +139,7 @@ def parts(
             shape = list(leaf.shape)
             if early and at is not None:
                 shape[at[0]] //= math.prod(how.mesh.shape[a] for a in at[1])
-            dtype = jnp.promote_types(leaf.dtype, jnp.float32)
-            leaves.append(lax.pcast(jnp.zeros(shape, dtype), how.axes, to="varying"))
+            leaves.append(lax.pcast(jnp.zeros(shape, wide(leaf.dtype)), how.axes, to="varying"))
         return tree_util.tree_unflatten(treedef, leaves)
 
     def on_part(trained: Any, carried: Any, batch: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
@@ -138,6 +149,7 @@ def parts(
              zip(tree_util.tree_leaves(trained), how.gathered, how.own, strict=True)],
         )  # fmt: skip
         carried = tree_util.tree_map(lambda x: lax.pcast(x, how.axes, to="varying"), carried)
+        batch = tree_util.tree_map(lambda x: x if x.ndim else lax.pcast(x, how.axes, to="varying"), batch)
         if micro_batches == 1:
             value, aux, grads, carried = whole(loss, full, carried, batch)
         else:
@@ -154,18 +166,24 @@ def parts(
         aux = _together(aux, growing, lambda x, dim: x if dim is not None else _average(x, how.axes))
         return value, aux, grads, tree_util.tree_map(lambda x: _agreed(x, how.axes), carried)
 
-    cut = PartitionSpec(how.axes)
     own_spec = [cut if own else _spec(at) for at, own in zip(how.gathered, how.own, strict=True)]
     out_spec = [cut if own else _spec(at) for at, own in zip(how.scattered, how.own, strict=True)]
     aux_spec = _together(growing, growing, lambda _, dim: _spec(None if dim is None else (dim, how.axes)))
     mapped = jax.shard_map(
         on_part,
         mesh=how.mesh,
-        in_specs=(tree_util.tree_unflatten(treedef, own_spec), PartitionSpec(), cut),
+        in_specs=(tree_util.tree_unflatten(treedef, own_spec), PartitionSpec(), batch_spec),
         out_specs=(PartitionSpec(), aux_spec, tree_util.tree_unflatten(treedef, out_spec), PartitionSpec()),
         axis_names=set(how.axes),
     )
     return mapped(trained, carried, batch)
+
+
+def part_of(batch: Any, pieces: int) -> Any:
+    """The shapes of one of so many parts of a batch; a scalar goes to each."""
+    return tree_util.tree_map(
+        lambda x: jax.ShapeDtypeStruct((x.shape[0] // pieces, *x.shape[1:]) if x.ndim else (), x.dtype), batch
+    )
 
 
 def growing_dims(loss: Loss, trained: Any, carried: Any, batch: tuple[Any, ...], pieces: int) -> Any:
@@ -173,15 +191,19 @@ def growing_dims(loss: Loss, trained: Any, carried: Any, batch: tuple[Any, ...],
 
     Found by shapes: those of the whole batch against those of one of its `pieces`.
     """
-    part = tree_util.tree_map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // pieces, *x.shape[1:]), x.dtype), batch)
     large = jax.eval_shape(loss, trained, carried, batch)[1][0]
-    small = jax.eval_shape(loss, trained, carried, part)[1][0]
+    small = jax.eval_shape(loss, trained, carried, part_of(batch, pieces))[1][0]
 
     def dim(a: Any, b: Any) -> int:
         grown = [i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m == n * pieces and m != n]
         return grown[0] if grown else -1
 
     return tree_util.tree_map(dim, large, small)
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype that sums are kept in: at least float32."""
+    return jnp.promote_types(dtype, jnp.float32)
 
 
 def _together(values: Any, dims: Any, rule: Callable[[Any, int | None], Any]) -> Any:
@@ -220,7 +242,7 @@ def _average(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """The mean over the parts; of ints, which have none, the largest."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return lax.pmax(x, tuple(axes))
-    return lax.pmean(x.astype(jnp.promote_types(x.dtype, jnp.float32)), tuple(axes)).astype(x.dtype)
+    return lax.pmean(x.astype(wide(x.dtype)), tuple(axes)).astype(x.dtype)
 
 
 def _agreed(x: jax.Array, axes: Sequence[str]) -> jax.Array:
