@@ -1,8 +1,8 @@
 """The executor: a schedule's beats as scans in one program for all devices, each of which works on its own stages.
 
-A `jax.shard_map` that is manual over the stage and data axes; over the tensor axis XLA partitions what is in it. Stages differ by a
-`lax.switch`; after each beat what was computed goes to the neighbour by one collective-permute. From a forward to its backward
-only the input of the stage is kept: the backward works the stage out again.
+A `jax.shard_map` that is manual over the stage and data axes; over the tensor axis XLA partitions what is in it. Stages
+differ by a `lax.switch`; after each beat what was computed goes to the neighbour by one collective-permute. From a forward
+to its backward only the input of the stage is kept: the backward works the stage out again.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class Machine:
             mesh=self.mesh,
             in_specs=(row, whole, PartitionSpec(DATA)),
             out_specs=out,
-            axis_names={STAGE, DATA},
+            axis_names={STAGE, DATA} if self.mesh.shape[TENSOR] > 1 else {STAGE, DATA, TENSOR},
             check_vma=False,
         )
         return function(dict(packed.rows), dict(packed.shared), batch)
