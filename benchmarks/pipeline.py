@@ -1,7 +1,8 @@
 """Do pipelines keep to the formula of their bubble, what do they keep in memory, and what do they send?
 
-Three tables. `bubble`: idle beats of the schedule beside (stages - 1) / (chunks x micro + stages - 1), and beside the wall
-time of a step whose layers sleep (each device for the same time, so that cores do not matter). `memory`: temporary bytes
+Three tables. `bubble`: (stages - 1) / (chunks x micro + stages - 1), idle beats of the schedule, and what the clock says of
+a step whose layers sleep, so that cores do not matter: how much longer it takes than its micro-batches do on busy devices,
+by the difference that more of them make. `memory`: temporary bytes
 per device of the compiled step, micro-batches of one size. `collectives`: of the compiled step of a transformer.
 Run: python benchmarks/pipeline.py [--sleep-ms 40] [--json OUT]
 """
@@ -27,6 +28,7 @@ import numpy as np
 from shardfn import train
 from shardfn.train.schedule import schedule
 
+MICRO = (4, 8, 16)
 ORDERS = (("gpipe", 1), ("1f1b", 1), ("1f1b", 2))
 
 
@@ -48,8 +50,28 @@ def sleeping(seconds: float):
     return layer
 
 
-def bubble(order: str, chunks: int, micro: int, sleep_s: float) -> dict[str, object]:
+def bubble(order: str, chunks: int, sleep_s: float) -> list[dict[str, object]]:
     """The idle part of a step: by schedule, by formula, by the clock."""
+    took = {micro: step_s(order, chunks, micro, sleep_s) for micro in MICRO}
+    few, many = min(MICRO), max(MICRO)
+    each = (took[many] - took[few]) / (many - few)  # one micro-batch more, on devices that are busy
+    return [
+        {
+            "schedule": order,
+            "chunks": chunks,
+            "micro": micro,
+            "formula": (DEVICES - 1) / (chunks * micro + DEVICES - 1),
+            "idle beats": schedule(order, DEVICES, micro, chunks).bubble,
+            "by the clock": 1 - micro * each / took[micro],
+            "step s": took[micro],
+            "inputs kept": schedule(order, DEVICES, micro, chunks).slots,
+        }
+        for micro in MICRO
+    ]
+
+
+def step_s(order: str, chunks: int, micro: int, sleep_s: float) -> float:
+    """Seconds of a step of a pipeline whose layers sleep."""
     layer = sleeping(sleep_s / chunks)
     layers = [layer] * (DEVICES * chunks - 1) + [lambda w, x: jnp.mean(layer(w, x))]
     here = jax.devices()[:DEVICES]
@@ -59,27 +81,16 @@ def bubble(order: str, chunks: int, micro: int, sleep_s: float) -> dict[str, obj
     packed = pipe.pack(w, x)
     jax.block_until_ready(step(packed, x))
     times = []
-    for _ in range(3):
+    for _ in range(5):
         start = time.perf_counter()
         jax.block_until_ready(step(packed, x))
         times.append(time.perf_counter() - start)
-    worked = micro * sleep_s * 4  # forward; again, then twice as long, in the backward
-    made = schedule(order, DEVICES, micro, chunks)
-    return {
-        "schedule": order,
-        "chunks": chunks,
-        "micro": micro,
-        "formula": (DEVICES - 1) / (chunks * micro + DEVICES - 1),
-        "idle beats": made.bubble,
-        "by the clock": 1 - worked / min(times),
-        "step s": min(times),
-        "inputs kept": made.slots,
-    }
+    return min(times)
 
 
 def memory(order: str, chunks: int, micro: int) -> dict[str, object]:
-    """Temporary bytes of a step on micro-batches of 32 rows, 4 layers of width 256."""
-    n = DEVICES * chunks
+    """Temporary bytes of a step on micro-batches of 32 rows, 8 layers of width 256."""
+    n = 2 * DEVICES
     layers = [lambda w, x: jnp.tanh(x @ w)] * (n - 1) + [lambda w, x, y: jnp.mean((x @ w - y) ** 2)]
     w = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * n
     x = jax.ShapeDtypeStruct((32 * micro, 256), jnp.float32)
@@ -129,7 +140,7 @@ def main() -> None:
     parser.add_argument("--json")
     args = parser.parse_args()
     found = {
-        "bubble": [bubble(o, c, m, args.sleep_ms / 1e3) for o, c in ORDERS for m in (4, 8, 16)],
+        "bubble": [row for o, c in ORDERS for row in bubble(o, c, args.sleep_ms / 1e3)],
         "memory": [memory(o, c, m) for o, c in ORDERS for m in (4, 8, 16, 32)],
         "collectives": collectives(),
     }
