@@ -51,7 +51,7 @@ def marks_of(model: Any, arrays: Any) -> list[Mark | None]:
     [None]
     """
     keyed = tree_util.tree_flatten_with_path(arrays)[0]
-    return [_innermost(model, [_step(k) for k in key]) for key, _ in keyed]
+    return [_innermost(model, [_step(k) for k in key[:-1]]) for key, _ in keyed]
 
 
 def marks_by_path(owner: Any, paths: Sequence[str]) -> list[Mark | None]:
