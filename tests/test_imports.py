@@ -71,6 +71,13 @@ LAYERS = (
     ("api",),
     ("cell",),
     ("",),  # shardfn/__init__.py
+    ("train.modes", "train.state", "train.gradients", "train.optimizer_parallel"),
+    ("train.training",),
+    ("train.drawn",),
+    ("train.update",),
+    ("train.lay",),
+    ("train.step",),
+    ("train",),
     ("demo", "cli_arguments"),
     ("cli",),
     ("__main__",),

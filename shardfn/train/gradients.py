@@ -96,7 +96,14 @@ def micro(loss: Loss, count: int, growing: Any, each: Callable[[Any], Any], firs
 
 
 def by_parts(
-    loss: Loss, how: Parts, reduction: Reduction, micro_batches: int, early: bool, growing: Any, micro_growing: Any
+    loss: Loss,
+    how: Parts,
+    reduction: Reduction,
+    micro_batches: int,
+    early: bool,
+    growing: Any,
+    micro_growing: Any,
+    moving: Sequence[bool],
 ) -> Callable[..., tuple[Any, Any, Any, Any]]:
     """As `whole`, by a shard_map over the axes that cut the batch.
 
@@ -108,15 +115,16 @@ def by_parts(
       early: where there are micro-batches, reduce each one's gradients, so that their sums are kept in pieces.
       growing: for each leaf of the auxiliary output the dim that grows with the batch, -1 for one that is averaged.
       micro_growing: the same within a part.
+      moving: which carried leaves the loss changes: of these the parts agree on one value, the others stay.
     """
     return lambda trained, carried, batch: _mapped(
-        loss, how, reduction, micro_batches, early, growing, micro_growing, trained, carried, batch
+        loss, how, reduction, micro_batches, early, growing, micro_growing, moving, trained, carried, batch
     )
 
 
 def _mapped(
     loss: Loss, how: Parts, reduction: Reduction, micro_batches: int, early: bool, growing: Any, micro_growing: Any,
-    trained: Any, carried: Any, batch: tuple[Any, ...],
+    moving: Sequence[bool], trained: Any, carried: Any, batch: tuple[Any, ...],
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     treedef = tree_util.tree_structure(trained)
     cut = PartitionSpec(how.axes)
@@ -164,7 +172,8 @@ def _mapped(
         if not reduction.mean:
             value = value * how.count
         aux = _together(aux, growing, lambda x, dim: x if dim is not None else _average(x, how.axes))
-        return value, aux, grads, tree_util.tree_map(lambda x: _agreed(x, how.axes), carried)
+        after = zip(tree_util.tree_leaves(carried), moving, strict=True)
+        return value, aux, grads, [_agreed(x, how.axes) for x, moves in after if moves]
 
     own_spec = [cut if own else _spec(at) for at, own in zip(how.gathered, how.own, strict=True)]
     out_spec = [cut if own else _spec(at) for at, own in zip(how.scattered, how.own, strict=True)]
@@ -176,7 +185,11 @@ def _mapped(
         out_specs=(PartitionSpec(), aux_spec, tree_util.tree_unflatten(treedef, out_spec), PartitionSpec()),
         axis_names=set(how.axes),
     )
-    return mapped(trained, carried, batch)
+    value, aux, grads, changed = mapped(trained, carried, batch)
+    new = iter(changed)
+    leaves, structure = tree_util.tree_flatten(carried)
+    kept = [next(new) if moves else x for x, moves in zip(leaves, moving, strict=True)]
+    return value, aux, grads, tree_util.tree_unflatten(structure, kept)
 
 
 def part_of(batch: Any, pieces: int) -> Any:
@@ -204,6 +217,18 @@ def growing_dims(loss: Loss, trained: Any, carried: Any, batch: tuple[Any, ...],
 def wide(dtype: Any) -> Any:
     """The dtype that sums are kept in: at least float32."""
     return jnp.promote_types(dtype, jnp.float32)
+
+
+def moving(loss: Loss, trained: Any, carried: Any, batch: tuple[Any, ...]) -> tuple[bool, ...]:
+    """Which carried leaves the loss changes: those it does not give back as they came."""
+    found: list[bool] = []
+
+    def look(*args: Any) -> None:
+        after = tree_util.tree_leaves(loss(*args)[1][1])
+        found[:] = [a is not b for a, b in zip(after, tree_util.tree_leaves(args[1]), strict=True)]
+
+    jax.eval_shape(look, trained, carried, batch)
+    return tuple(found)
 
 
 def _together(values: Any, dims: Any, rule: Callable[[Any, int | None], Any]) -> Any:

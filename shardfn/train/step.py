@@ -84,7 +84,7 @@ def step(
     >>> mean_square = lambda params, x, y: jnp.mean((x @ params["w"] - y) ** 2)
     >>> train = step(mean_square, optax.sgd(0.1), mode="data_parallel")
     >>> state = train.init({"w": jnp.zeros((2, 1))})
-    >>> state, loss = train(state, jnp.ones((4, 2)), jnp.ones((4, 1)))
+    >>> state, loss = train(state, jnp.ones((8, 2)), jnp.ones((8, 1)))
     >>> float(loss), int(state.step)
     (1.0, 1)
     """

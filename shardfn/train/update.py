@@ -119,6 +119,7 @@ def _by_parts(
         loss, how, training.reduction, count, zero is not None and zero.accumulation_shard,
         gradients.growing_dims(loss, local, carried, batch, drawn.count),
         gradients.growing_dims(loss, local, carried, gradients.part_of(batch, drawn.count), count),
+        gradients.moving(loss, local, carried, gradients.part_of(batch, drawn.count)),
     )  # fmt: skip
 
 
