@@ -308,9 +308,8 @@ def _trains(name: str, default: Any, check: Check, doc: str, **more: Any) -> Key
     return Key(name, default, check, doc, **more)
 
 
-def _orders(*schedulers: str) -> tuple[str, ...]:
+def _orders(*pairs: tuple[bool, str]) -> tuple[str, ...]:
     """The pipeline's orders that are built, as they are kept."""
-    pairs = itertools.product((False, True), schedulers)
     return tuple(json.dumps({"pipeline_interleave": i, "pipeline_scheduler": s}) for i, s in pairs)
 
 
@@ -414,13 +413,15 @@ AUTO_PARALLEL_KEYS = _table(
     _later("group_ckpt_save_file", "", _text, "writing the groups of devices", "A file for the groups of devices."),
     _trains("pipeline_stages", 1, _integer(1), "The number of pipeline stages that `train.pipeline` cuts."),
     _trains("pipeline_config", _PIPELINE, _pipeline_check, "The order in which they work.",
-            honours=_orders("1f1b", "gpipe"), lacks="a pipeline in another order than 1f1b and gpipe",
+            honours=_orders((False, "1f1b"), (True, "1f1b"), (True, "gpipe")),
+            lacks="a pipeline in another order than 1f1b and gpipe",
             instead="use the pipeline_scheduler 1f1b or gpipe"),
     Key("pipeline_scheduler", "1f1b", _inside("pipeline_config"), "Read only.", alias_of="pipeline_config",
-        read=lambda kept: kept["pipeline_scheduler"]),
+        read=lambda kept: json.loads(kept)["pipeline_scheduler"]),
     Key("pipeline_interleave", False, _inside("pipeline_config"), "Read only.", alias_of="pipeline_config",
-        read=lambda kept: kept["pipeline_interleave"]),
-    _later("pipeline_result_broadcast", False, _boolean, "pipeline parallelism", "Send the last result to all."),
+        read=lambda kept: json.loads(kept)["pipeline_interleave"]),
+    _later("pipeline_result_broadcast", False, _boolean, "a pipeline that gives more than a loss",
+           "Send the last result to all."),
     _trains("auto_pipeline", False, _boolean, "Cut the stages of `train.pipeline` where their costs are most alike."),
     _later("grad_accumulation_step", 1, _in_turn(_integer(1), _removed("accumulate with optax.MultiSteps")),
            "gradient accumulation", "MindSpore has taken it away: only 1."),

@@ -5,8 +5,8 @@
 'step'
 """
 
-from shardfn.train.optimizer_parallel import OptimizerParallel
 from shardfn.train.marks import staged
+from shardfn.train.optimizer_parallel import OptimizerParallel
 from shardfn.train.pipeline import Pipeline, pipeline
 from shardfn.train.rows import Packed
 from shardfn.train.state import State

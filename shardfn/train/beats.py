@@ -79,7 +79,17 @@ class Machine:
         return self.apply(stage, packing.leaves_of(self.layout, stage, row), shared, sent, told, batch)
 
     def backward(
-        self, stage: int, row: Any, shared: Any, sent: Any, told: Any, batch: Any, got: Any, seed: Any, sums: Any, on: Any
+        self,
+        stage: int,
+        row: Any,
+        shared: Any,
+        sent: Any,
+        told: Any,
+        batch: Any,
+        got: Any,
+        seed: Any,
+        sums: Any,
+        on: Any,
     ) -> Any:
         """Its gradients: of its row, added to those of what is shared, and of what it got."""
         own = packing.leaves_of(self.layout, stage, row)

@@ -189,7 +189,9 @@ def make(asked: Asked, params: Any, batch: tuple[Any, ...], earlier: Made | None
     program = program_of(_function(asked, parts), arrays, micro)
     virtual = [None if mark is None else mark[1] * devices + mark[0] for mark in marks]
     if layout is not None:  # new shapes of a batch: the parameters stay where they are
-        virtual = [place.stage if place.stage >= 0 else mark for place, mark in zip(layout.places, virtual, strict=True)]
+        virtual = [
+            place.stage if place.stage >= 0 else mark for place, mark in zip(layout.places, virtual, strict=True)
+        ]
     by_cost = asked.auto and layout is None
     layers = len(asked.stages) if asked.is_list else 0
     is_marked = any(v is not None for v in virtual) or any(op.mark for op in program.ops) or count == 1

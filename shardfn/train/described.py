@@ -74,11 +74,11 @@ def described(machine: Machine, schedule: Schedule) -> Described:
     for i, stage in enumerate(cut.stages):
         sizes = sum(math.prod(layout.places[leaf].shape) for leaf in layout.of_stage(i))
         sends = machine.sends.bytes + machine.tells.bytes if i < machine.count - 1 else 0
-        rows.append(StageRow(i, i % layout.devices, i // layout.devices, len(stage.ops), sizes, stage.cost_s / total, sends))
+        rows.append(
+            StageRow(i, i % layout.devices, i // layout.devices, len(stage.ops), sizes, stage.cost_s / total, sends)
+        )
     row_bytes = sum(length * jnp.dtype(kind.removesuffix("_cut")).itemsize for kind, length in layout.lengths)
-    shared = sum(
-        math.prod(layout.places[i].shape) * jnp.dtype(layout.places[i].dtype).itemsize for i in layout.beside
-    )
+    shared = sum(math.prod(layout.places[i].shape) * jnp.dtype(layout.places[i].dtype).itemsize for i in layout.beside)
     return Described(
         tuple(rows), schedule, machine.mesh.shape[DATA], machine.mesh.shape[TENSOR], row_bytes * layout.chunks, shared,
         schedule.slots * (machine.sends.bytes + machine.tells.bytes),

@@ -102,7 +102,9 @@ class Pipeline:
 
     def __repr__(self) -> str:
         a = self.asked
-        return f"train.pipeline({a.name}, micro_size={a.micro_size}, schedule={a.schedule!r}, stages={a.pipeline_stages})"
+        return (
+            f"train.pipeline({a.name}, micro_size={a.micro_size}, schedule={a.schedule!r}, stages={a.pipeline_stages})"
+        )
 
     def __call__(self, params: Any, *batch: Any) -> Any:
         """The loss. `params` as the loss function takes them, or as `pack` gives them."""

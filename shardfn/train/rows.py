@@ -83,7 +83,8 @@ class Packed:
     @classmethod
     def tree_unflatten(cls, layout: Layout, children: Any) -> Packed:
         """The inverse."""
-        return cls(*children, layout)
+        rows, shared = children
+        return cls(rows, shared, layout)
 
 
 def layout_of(
@@ -141,7 +142,9 @@ def unpack(packed: Packed) -> Any:
     return tree_util.tree_unflatten(layout.treedef, leaves)
 
 
-def row_of(layout: Layout, stage: int, leaves: Sequence[Any], dtype: Callable[[Any], Any] = lambda d: d) -> dict[str, Any]:
+def row_of(
+    layout: Layout, stage: int, leaves: Sequence[Any], dtype: Callable[[Any], Any] = lambda d: d
+) -> dict[str, Any]:
     """The leaves of a stage end to end, by kind."""
     row = {}
     places = [layout.places[i] for i in layout.of_stage(stage)]

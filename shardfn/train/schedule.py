@@ -87,7 +87,11 @@ class Schedule:
             rows.append(f"device {device}: " + " ".join(cells))
         ideal, whole = self.devices - 1, self.chunks * self.micro_size + self.devices - 1
         chunks = f"{self.chunks} chunk{'s' if self.chunks > 1 else ''}"
-        said = f"bubble {ideal}/{whole} = {self.bubble:.1%}" if self.bubble * whole == ideal else f"bubble {self.bubble:.1%}"
+        said = (
+            f"bubble {ideal}/{whole} = {self.bubble:.1%}"
+            if self.bubble * whole == ideal
+            else f"bubble {self.bubble:.1%}"
+        )
         return "\n".join([*rows, f"{self.name}, {self.devices} devices x {chunks}, {self.micro_size} micro-batches: "
                                  f"{said}, at most {self.slots} inputs kept"])  # fmt: skip
 

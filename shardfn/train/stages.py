@@ -121,10 +121,12 @@ def cut(
                 "no op was put there", "mark a part of the model with it, or use fewer stages")
         for s, stage in enumerate(stages) if not any(i in at and at[i] == s for i in placed if program.ops[i] in stage.ops)
     ])  # fmt: skip
-    readers: list[list[int]] = [[s for s, stage in enumerate(stages) if leaf in stage.leaves] for leaf in range(program.params)]
+    readers: list[list[int]] = [
+        [s for s, stage in enumerate(stages) if leaf in stage.leaves] for leaf in range(program.params)
+    ]
     homes = tuple(r[0] if len(r) == 1 else -1 for r in readers)
     largest = max(sum(cost_s(program.ops[i]) for i in placed if at[i] == s) for s in range(count))
-    return Cut(program, stages, homes, largest, least_largest(sums, count) if len(sums) >= count else math.inf,
+    return Cut(program, tuple(stages), homes, largest, least_largest(sums, count) if len(sums) >= count else math.inf,
                tuple(at.get(i) for i in range(len(program.ops))))  # fmt: skip
 
 
@@ -199,14 +201,16 @@ def _marked(
         before = max((ends.get(v, 0) for v in op.reads()), default=0)
         read = {leaf for v in op.reads() for leaf in leaves.get(v, ())}
         said = [m for leaf in read if leaf not in first and (m := marks[leaf]) is not None]
-        own = op.mark[1] * devices + op.mark[0] if op.mark else 0
+        mark = op.mark or (0, 0)
+        own = mark[1] * devices + mark[0]
         if op.mark and own < before:
             late.append(Problem(f"`staged` ops go back from stage {before} to stage {own}",
-                                f"{op.eqn.primitive.name} in staged(..., {op.mark[0]}, {op.mark[1]})",
-                                "it reads what a later stage works out", "number the stages in the order of the data"))  # fmt: skip
+                                f"{op.eqn.primitive.name} in staged(..., {mark[0]}, {mark[1]})",
+                                "it reads what a later stage works out",
+                                "number the stages in the order of the data"))  # fmt: skip
         if own >= count:
             late.append(Problem(f"`staged` ops are marked for stage {own}",
-                                f"{op.eqn.primitive.name} in staged(..., {op.mark[0]}, {op.mark[1]})",
+                                f"{op.eqn.primitive.name} in staged(..., {mark[0]}, {mark[1]})",
                                 f"stages are 0 to {count - 1}", "mark them lower, or use more stages"))  # fmt: skip
         stage = max([before, own, *said])
         at[i] = stage
@@ -294,10 +298,10 @@ def _stages(
     stages = []
     for stage in range(count):
         over = lambda border: {v for later in asked[border:] for v in later if ends[v] < border}  # noqa: E731
-        gets = tuple(sorted(over(stage))) if stage else ()
-        gives = tuple(sorted(over(stage + 1))) if stage + 1 < count else ()
-        ops, leaves = held[stage]
-        stages.append(Stage(ops, leaves, gets, gives, sum(cost_s(op) for op in ops)))
+        comes = tuple(sorted(over(stage))) if stage else ()
+        goes = tuple(sorted(over(stage + 1))) if stage + 1 < count else ()
+        does, reads = held[stage]
+        stages.append(Stage(does, reads, comes, goes, sum(cost_s(op) for op in does)))
     return stages
 
 
@@ -310,4 +314,3 @@ def _enough(links: int, count: int, what: str) -> None:
 def is_inexact(aval: Any) -> bool:
     """Whether a value has a gradient."""
     return jnp.issubdtype(aval.dtype, jnp.inexact)
-

@@ -36,7 +36,9 @@ class Wire:
             return tuple(x.astype(self.avals[v].dtype) for v, x in zip(self.borders[border], values, strict=True))
         found = []
         for dtype, length in self.lengths:
-            mine = [jnp.ravel(x) for v, x in zip(self.borders[border], values, strict=True) if _name(self.avals[v]) == dtype]
+            mine = [
+                jnp.ravel(x) for v, x in zip(self.borders[border], values, strict=True) if _name(self.avals[v]) == dtype
+            ]
             filled = sum(x.size for x in mine)
             found.append(jnp.concatenate([*(x.astype(dtype) for x in mine), jnp.zeros((length - filled,), dtype)]))
         return tuple(found)

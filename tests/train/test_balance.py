@@ -29,7 +29,9 @@ def test_against_every_cut(chain):
     costs, pieces, sent, slack = chain
     least = min(largest for _, largest in every(costs, pieces))
     assert least_largest(costs, pieces) == pytest.approx(least)
-    allowed = {tuple(b): sum(sent[i] for i in b) for b, largest in every(costs, pieces) if largest <= least * (1 + slack)}
+    allowed = {
+        tuple(b): sum(sent[i] for i in b) for b, largest in every(costs, pieces) if largest <= least * (1 + slack)
+    }
     found = balanced(costs, pieces, sent, slack)
     assert tuple(found) in allowed
     assert allowed[tuple(found)] == min(allowed.values())

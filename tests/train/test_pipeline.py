@@ -58,7 +58,9 @@ def collectives(text):
         match = re.search(r"= (.*?) (all-[\w-]+?|collective-permute|reduce-scatter)(-start)?\(", line)
         if match:
             pairs = re.search(r"source_target_pairs=\{(\{.*?\})\}", line)
-            sizes = [np.prod([int(n) for n in s.split(",") if n] or [1]) for s in re.findall(r"\w\[([\d,]*)\]", match[1])]
+            sizes = [
+                np.prod([int(n) for n in s.split(",") if n] or [1]) for s in re.findall(r"\w\[([\d,]*)\]", match[1])
+            ]
             found.append((match[2], max(sizes), re.findall(r"\{(\d+),(\d+)\}", pairs[1]) if pairs else []))
     return found
 
@@ -152,7 +154,11 @@ def test_memory_of_1f1b_does_not_grow_with_micro_size():
 
 def test_list_of_functions():
     """Borders of two shapes, two dtypes."""
-    layers = [LAYERS[0], lambda w, x: jax.nn.relu(x @ w).astype(jnp.bfloat16), lambda w, x, y: LAYERS[2](w, x.astype(jnp.float32), y)]
+    layers = [
+        LAYERS[0],
+        lambda w, x: jax.nn.relu(x @ w).astype(jnp.bfloat16),
+        lambda w, x, y: LAYERS[2](w, x.astype(jnp.float32), y),
+    ]
     plain = lambda ws, x, y: layers[2](ws[2], layers[1](ws[1], layers[0](ws[0], x)), y)  # noqa: E731
     pipe = train.pipeline(layers, 4, device=jax.devices()[:3])
     close(jax.value_and_grad(pipe)(WS, X, Y), jax.value_and_grad(plain)(WS, X, Y), 2e-2)
@@ -176,7 +182,9 @@ def test_stage_config_and_segments():
             x = jnp.tanh(x @ w)
         return jnp.mean((x @ ws[-1] - y) ** 2)
 
-    pipe = train.pipeline(deep, 4, stage_config={"0": 0, "1": 1, "2": 0, "3": 1}, segment_config={"[23]": 1}, device=TWO)
+    pipe = train.pipeline(
+        deep, 4, stage_config={"0": 0, "1": 1, "2": 0, "3": 1}, segment_config={"[23]": 1}, device=TWO
+    )
     close(jax.value_and_grad(pipe)(ws, X, Y), jax.value_and_grad(deep)(ws, X, Y))
     assert (pipe.schedule.devices, pipe.schedule.chunks) == (2, 2)
 
@@ -282,8 +290,9 @@ def test_the_context_says_stages_and_order():
     with auto_parallel(pipeline_stages=2, auto_pipeline=True):
         pipe = train.pipeline(language, 8)
     assert (pipe.schedule.name, pipe.schedule.devices, pipe.asked.auto) == ("1f1b", 2, True)
-    with pytest.raises(NotAvailableError), auto_parallel(
-        pipeline_config={"pipeline_interleave": True, "pipeline_scheduler": "zero_bubble_v"}
+    with (
+        pytest.raises(NotAvailableError),
+        auto_parallel(pipeline_config={"pipeline_interleave": True, "pipeline_scheduler": "zero_bubble_v"}),
     ):
         pass
 

@@ -126,7 +126,11 @@ def test_staged_backwards():
 
 @pytest.mark.parametrize(
     ("function", "given"),
-    [(lambda ws, x: x @ ws[0], "float32[4, 8]"), (lambda ws, x: (x.sum(), 1.0), "float32[]"), (lambda ws, x: 3, "int32[]")],
+    [
+        (lambda ws, x: x @ ws[0], "float32[4, 8]"),
+        (lambda ws, x: (x.sum(), 1.0), "float32[]"),
+        (lambda ws, x: 3, "int32[]"),
+    ],
 )
 def test_a_loss_is_one_number(function, given):
     with pytest.raises(StrategyError) as caught:
