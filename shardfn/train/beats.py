@@ -18,6 +18,7 @@ from jax import lax, tree_util
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardfn.train import rows as packing
+from shardfn.train.program import Value
 from shardfn.train.rows import Layout, Packed
 from shardfn.train.schedule import FORWARD, Phase, Schedule
 from shardfn.train.stages import Cut, is_inexact
@@ -45,6 +46,12 @@ class Machine:
         """How many stages there are, over all devices and chunks."""
         return len(self.cut.stages)
 
+    @property
+    def loss_dtype(self) -> Any:
+        """That of the loss, at least float32."""
+        loss = self.cut.program.loss
+        return _wide(self.cut.program.avals[loss.number].dtype) if isinstance(loss, Value) else jnp.float32
+
     # ---- one stage
 
     def apply(self, stage: int, own: Sequence[Any], shared: Mapping[str, Any], sent: Any, told: Any, batch: Any) -> Any:
@@ -61,10 +68,10 @@ class Machine:
             for wire in (self.sends, self.tells)
         ]
         if stage < self.count - 1:
-            return given[0], given[1], jnp.zeros(())
+            return given[0], given[1], jnp.zeros((), self.loss_dtype)
         loss = program.loss
-        value = env[loss.number] if hasattr(loss, "number") else loss
-        return given[0], given[1], jnp.asarray(value).astype(jnp.float32)
+        value = env[loss.number] if isinstance(loss, Value) else loss
+        return given[0], given[1], jnp.asarray(value).astype(self.loss_dtype)
 
     def _held(self, leaf: int, x: Any) -> Any:
         place = self.layout.places[leaf]
@@ -146,7 +153,7 @@ class Machine:
             stage, row, part = at(unit)
             take = lambda x: lax.dynamic_index_in_dim(x, unit["slot"], 0, keepdims=False)  # noqa: E731
             sent, told = tree_util.tree_map(take, held["kept"])
-            seed = jnp.where(stage == last, weight, 0.0).astype(jnp.float32)
+            seed = jnp.where(stage == last, weight, 0.0).astype(self.loss_dtype)
             d_row, sums, d_sent = switched(
                 stage, self.backward, row, shared, sent, told, part, held["back"], seed, held["shared"], unit["on"]
             )
@@ -154,7 +161,10 @@ class Machine:
             back_ = tree_util.tree_map(lambda x: lax.ppermute(x, STAGE, back), d_sent)
             return {**held, "rows": tree_util.tree_map(add, held["rows"], d_row), "shared": sums, "back": back_}
 
-        held: dict[str, Any] = {"came": (self.sends.empty(), self.tells.empty()), "loss": jnp.zeros(())}
+        held: dict[str, Any] = {
+            "came": (self.sends.empty(), self.tells.empty()),
+            "loss": jnp.zeros((), self.loss_dtype),
+        }
         if trains:
             slots = lambda x: jnp.zeros((schedule.slots, *x.shape), x.dtype)  # noqa: E731
             held["kept"] = tree_util.tree_map(slots, held["came"])

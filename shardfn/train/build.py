@@ -39,6 +39,8 @@ class Asked:
     pipeline_stages: int | None
     schedule: str
     interleave: int | None
+    interleaves: bool
+    """Whether each device holds several chunks, two where nothing says how many."""
     auto: bool
     stage_config: Mapping[str, int]
     segment_config: Mapping[str, int]
@@ -63,6 +65,8 @@ class Asked:
         """How many stages work at a time, and how many chunks each device holds."""
         said = [mark for mark in marks if mark]
         chunks = self.interleave or max([1 + segment for _, segment in said], default=1)
+        if self.interleave is None and self.interleaves:
+            chunks = max(chunks, 2)
         devices = self.pipeline_stages
         if devices is None and self.is_list:
             devices = max(len(self.stages) // chunks, 1)

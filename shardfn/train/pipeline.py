@@ -51,9 +51,10 @@ def pipeline(
         module in it, or by `stage_config`; a list of as many functions as stages needs no mark, a longer one is cut by cost.
       micro_size: how many micro-batches the batch is cut into; not fewer than stages.
       pipeline_stages: how many stages work at a time; the context's where it is set, else as marked or listed.
-      schedule: "1f1b", "gpipe" or "interleaved" (1f1b with `interleave` 2 if that is not said); the context's
-        `pipeline_config` if left out.
-      interleave: how many chunks of the model each device holds; 1 if nothing says more.
+      schedule: "1f1b", "gpipe" or "interleaved", which is 1f1b with several chunks; the context's `pipeline_config` if
+        left out.
+      interleave: how many chunks of the model each device holds; where it is not said as many as segments are marked, or
+        else 2 with "interleaved" and 1 without.
       auto_pipeline: cut the stages where their modelled costs are most alike, whatever is marked.
       stage_config, segment_config: the stage and the segment of parameters, by globs of paths or paths of modules.
       parameter_plan: cuts of parameters within a stage, by globs of paths, as `{"*/w1": (1, 2), "*/w2": (2, 1)}`; one dim
@@ -74,17 +75,15 @@ def pipeline(
     0.5800 True
     """
     held = context.current()
+    interleaves = schedule == "interleaved"
     if schedule is None and held.is_set("pipeline_config"):
         order = held.read("pipeline_config")
-        schedule = order["pipeline_scheduler"]
-        interleave = 2 if interleave is None and order["pipeline_interleave"] and not segment_config else interleave
-    if schedule == "interleaved":
-        schedule, interleave = "1f1b", 2 if interleave is None else interleave
+        schedule, interleaves = order["pipeline_scheduler"], order["pipeline_interleave"]
     if pipeline_stages is None and held.is_set("pipeline_stages"):
         pipeline_stages = held.read("pipeline_stages")
     auto = held.read("auto_pipeline") if auto_pipeline is None else auto_pipeline
     asked = Asked(
-        stages, micro_size, pipeline_stages, "1f1b" if schedule is None else schedule, interleave, auto,
+        stages, micro_size, pipeline_stages, "1f1b" if schedule in (None, "interleaved") else schedule, interleave, interleaves, auto,
         types.MappingProxyType(dict(stage_config or {})), types.MappingProxyType(dict(segment_config or {})),
         types.MappingProxyType(dict(parameter_plan or {})), loss, device, held,
     )  # fmt: skip
@@ -128,7 +127,7 @@ class Pipeline:
 
     def unpack(self, packed: Packed) -> Any:
         """The inverse of `pack`; of gradients and of an optimizer's moments too."""
-        arrays = jax.jit(packing.unpack)(packed)
+        arrays = _unpack(packed)
         return self._last.parts.model(arrays) if self._last else arrays
 
     def described(self, params: Any, *batch: Any) -> Described:
@@ -177,6 +176,9 @@ class Pipeline:
 
 def _kind(x: Any) -> Any:
     return (x.shape, x.dtype) if hasattr(x, "dtype") else type(x)
+
+
+_unpack = jax.jit(packing.unpack)
 
 
 def _unknown() -> Problem:
