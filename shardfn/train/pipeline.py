@@ -82,8 +82,9 @@ def pipeline(
     if pipeline_stages is None and held.is_set("pipeline_stages"):
         pipeline_stages = held.read("pipeline_stages")
     auto = held.read("auto_pipeline") if auto_pipeline is None else auto_pipeline
+    name = "1f1b" if schedule in (None, "interleaved") else schedule
     asked = Asked(
-        stages, micro_size, pipeline_stages, "1f1b" if schedule in (None, "interleaved") else schedule, interleave, interleaves, auto,
+        stages, micro_size, pipeline_stages, name, interleave, interleaves, auto,
         types.MappingProxyType(dict(stage_config or {})), types.MappingProxyType(dict(segment_config or {})),
         types.MappingProxyType(dict(parameter_plan or {})), loss, device, held,
     )  # fmt: skip
