@@ -20,8 +20,8 @@ def balanced(costs: Sequence[float], pieces: int, sent: Sequence[float] = (), sl
       sent: for each link what is sent where a piece begins with it; nothing if left out.
       slack: a part of the least largest cost that may be given away for less sent.
 
-    >>> balanced([1, 1, 1, 1, 5], 3)
-    [2, 4]
+    >>> balanced([4, 1, 1, 1, 5], 3)
+    [1, 4]
     >>> balanced([1, 1, 1, 1, 1, 1], 2, sent=[9, 9, 9, 9, 1, 9], slack=0.4)
     [4]
     """

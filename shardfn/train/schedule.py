@@ -52,8 +52,8 @@ class Schedule:
     """Who works on what, beat by beat.
 
     >>> print(schedule("1f1b", 2, 3))
-    device 0: F0 F1 F2 B0 -- B1 B2
-    device 1: -- F0 F1 F2 B0 B1 B2
+    device 0: F0 F1 -- F2 B0 -- B1 B2
+    device 1: -- F0 B0 F1 B1 F2 B2 --
     1f1b, 2 devices x 1 chunk, 3 micro-batches: bubble 1/4 = 25.0%, at most 3 inputs kept
     """
 
@@ -70,7 +70,7 @@ class Schedule:
 
     @property
     def bubble(self) -> float:
-        """The part of the devices' beats in which they are idle; a device with no wait for a kind counts for it."""
+        """The part of the devices' beats in which they are idle."""
         beats = self.beats
         idle = sum(unit is None for beat in beats for unit in beat.units)
         return idle / (len(beats) * self.devices)

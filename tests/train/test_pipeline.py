@@ -272,6 +272,29 @@ def test_a_cell_with_marks():
 # ---- the rest
 
 
+def test_ops_of_all_kinds():
+    """Ints that go over a border, a loop, a branch on a leaf that is no parameter, recomputation."""
+    params = {
+        "route": jax.random.normal(KEYS[0], (D, 4)),
+        "deep": jax.random.normal(KEYS[1], (3, D, D)) / 3,
+        "expert": jax.random.normal(KEYS[2], (4, D, 4)) / 3,
+        "count": jnp.int32(2),
+    }
+
+    def loss(params, x, y):
+        chosen = jnp.argmax(x @ params["route"], -1)
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["deep"])
+        x = jax.checkpoint(lambda w, x: jnp.sin(x @ w))(params["deep"][0], x)
+        x = train.staged(lambda x, e, i: jnp.einsum("bd,bde->be", x, e[i]), 1)(x, params["expert"], chosen)
+        return jnp.mean((jax.lax.cond(params["count"] > 1, lambda x: 2 * x, lambda x: x, x) - y) ** 2)
+
+    pipe = train.pipeline(loss, 2, pipeline_stages=2, device=TWO)
+    value, grads = jax.value_and_grad(pipe, allow_int=True)(params, X, Y)
+    wanted, plain = jax.value_and_grad(loss, allow_int=True)(params, X, Y)
+    assert grads.pop("count").dtype == plain.pop("count").dtype == jax.dtypes.float0
+    close((value, grads), (wanted, plain))
+
+
 def test_shapes_are_enough_and_other_batches_fit():
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), language_params(2))
     tokens = jax.ShapeDtypeStruct((16,), jnp.int32)
