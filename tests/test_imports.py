@@ -76,6 +76,11 @@ LAYERS = (
     ("cell",),
     ("",),  # shardfn/__init__.py
     ("train.modes", "train.state", "train.gradients", "train.optimizer_parallel"),
+    ("train.schedule", "train.balance", "train.program", "train.rows", "train.tensor"),
+    ("train.marks", "train.stages", "train.wire"),
+    ("train.beats",),
+    ("train.build", "train.described"),
+    ("train.pipeline",),
     ("train.training",),
     ("train.drawn",),
     ("train.update",),

@@ -18,6 +18,7 @@ from shardfn.sharded import ShardedFunction
 from shardfn.strategy import AUTO, join
 from shardfn.train.drawn import Cut, Drawn, is_per_device, tree_of
 from shardfn.train.optimizer_parallel import OptimizerParallel, cut_further, mirrored
+from shardfn.train.pipeline import Pipeline
 from shardfn.train.state import Anatomy, State, owned
 from shardfn.train.training import Training
 from shardfn.train.update import update_of
@@ -39,8 +40,10 @@ def lay(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]
       StrategyError: a batch that the devices or the micro-batches do not divide; a glob that matches nothing; what
         `shard` raises in the semi-auto and auto modes.
     """
-    if training.mode.layouts == "whole":
-        drawn: Drawn | Laid = _whole(training, parts, state, batch)
+    if isinstance(training.loss_fn, Pipeline):
+        drawn: Drawn | Laid = _in_stages(training, parts, state, batch)
+    elif training.mode.layouts == "whole":
+        drawn = _whole(training, parts, state, batch)
     else:
         drawn = _planned(training, parts, state, batch)
     if isinstance(drawn, Laid):
@@ -57,7 +60,8 @@ def lay(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]
 
 def whole_layout(training: Training, parts: Anatomy, state: State) -> State:
     """The layout of a state in the modes whose layouts do not depend on the batch."""
-    drawn = _whole(training, parts, state, ())
+    lies = _in_stages if isinstance(training.loss_fn, Pipeline) else _whole
+    drawn = lies(training, parts, state, ())
     return _shardings(state, drawn, _cut(training, parts, state, drawn))
 
 
@@ -88,6 +92,16 @@ def _whole(training: Training, parts: Anatomy, state: State, batch: tuple[Any, .
     cuts = tuple((names, *((),) * (len(x.shape) - 1)) if x.shape else () for x in tree_util.tree_leaves(batch))
     raise_problems(list(_batch_problems(training, devices.count, batch)))
     return Drawn(_mesh(devices, axes), names, params, tuple(seen), cuts)
+
+
+def _in_stages(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]) -> Drawn:
+    """As a pipeline keeps its parameters, on its own grid."""
+    assert isinstance(training.loss_fn, Pipeline)
+    mesh, params, cuts = training.loss_fn.grid(parts.model(state.params), batch)
+    like = dict(zip(parts.paths, params, strict=True))
+    leaves = tree_util.tree_leaves(state.opt_state)
+    seen = [like.get(p or "", ((),) * len(x.shape)) for p, x in zip(_mirrored(parts, state), leaves, strict=True)]
+    return Drawn(mesh, (), tuple(params), tuple(seen), tuple(cuts))
 
 
 def _planned(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]) -> Drawn | Laid:

@@ -174,7 +174,9 @@ class TrainingStep:
         """
         make = params if _makes(params) else lambda: params
         model = _shape_of_model(make) if _makes(params) else params
-        self._anatomy = parts = anatomy(model, self.training.frozen)
+        parts = anatomy(model, self.training.frozen)
+        if parts != self._anatomy:
+            self._anatomy, self._laid = parts, {}
         if self.training.settings.read("parameter_broadcast") and jax.process_count() > 1:
             arrays = multihost_utils.broadcast_one_to_all(jax.jit(lambda: parts.arrays(make()))())
             make = lambda: parts.model(arrays)  # noqa: E731

@@ -15,7 +15,6 @@ KINDS = {None: None, "ValueError": ContextError, "KeyError": ContextError, "Type
 NOT_BUILT = {  # MindSpore takes these; here the value passes its check, and what it asks for is missing
     "{'all_reduce_fusion_config': [20, 35]}": "how all-reduces fuse is XLA's choice",
     "{'comm_fusion': {'openstate': False}}": "XLA fuses collectives, and nothing here stops it",
-    "{'pipeline_config': {'pipeline_interleave': True, 'pipeline_scheduler': 'gpipe'}}": "there are no pipeline stages",
 }
 OTHERWISE = {  # decided otherwise, for good
     "{'device_num': True}": (ContextTypeError, "MindSpore takes True for 1; a bool here is a slip"),
