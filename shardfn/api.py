@@ -35,6 +35,7 @@ class More(TypedDict, total=False):
     static_argnames: str | Sequence[str]
     donate_argnums: int | Sequence[int]
     donate_argnames: str | Sequence[str]
+    compiler_options: Mapping[str, Any] | None
 
 
 @overload
@@ -71,6 +72,7 @@ def shard(
     static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] = (),
     donate_argnames: str | Sequence[str] = (),
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Shard a function from integers: how many ways each dimension of each argument is cut.
 
@@ -90,6 +92,7 @@ def shard(
       finalists: how many of the best plans are compiled, plain layouts among them, for the best compiled one to win.
       time_limit: seconds after which the search answers with the best it has.
       static_argnums, static_argnames, donate_argnums, donate_argnames: as in `jax.jit`.
+      compiler_options: what XLA is told for this function's compile; a call inside another `jit` is compiled with that.
 
     Returns:
       A `ShardedFunction`. It plans on the first call with new shapes, and is an ordinary JAX function otherwise.
@@ -105,6 +108,7 @@ def shard(
     options = Options(
         in_strategy, out_strategy, device, level, parameter_plan, search_mode, memory_limit, finalists,
         time_limit, _several(static_argnums), _several(static_argnames), _several(donate_argnums), _several(donate_argnames),
+        dict(compiler_options) if compiler_options else None,
     )  # fmt: skip
     if fn is None:
         return functools.partial(_sharded, options=options)

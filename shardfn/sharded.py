@@ -72,6 +72,7 @@ class Options:
     static_argnames: tuple[str, ...] = ()
     donate_argnums: tuple[int, ...] = ()
     donate_argnames: tuple[str, ...] = ()
+    compiler_options: Any = None
 
 
 class OtherCall(Exception):
@@ -334,7 +335,8 @@ class ShardedFunction:
             return _Laid(made, mended, again)
 
         def jit(found: _Laid, grid: Grid, nested: bool = False) -> Callable[..., Any]:
-            return apply(found.plan, found.on(grid), shapes, found.traced.results, statics, donated, grid, nested)
+            return apply(found.plan, found.on(grid), shapes, found.traced.results, statics, donated, grid, nested,
+                         options.compiler_options)  # fmt: skip
 
         def here(found: _Laid) -> Callable[..., Any]:
             return jit(
