@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +26,7 @@ from shardfn.graph.model import Spec
 from shardfn.sharded import ShardedFunction
 from shardfn.strategy import AUTO, join
 from shardfn.train import gradients
+from shardfn.train.fusion import Bucket, Fusion, buckets, check_ids, compiler_options, unheard
 from shardfn.train.gradients import At, Parts
 from shardfn.train.modes import Mode
 from shardfn.train.optimizer_parallel import OptimizerParallel, cut_further, mirrored, optimizer_parallel_of
@@ -46,6 +49,8 @@ class Training:
     own: tuple[str, ...]
     frozen: tuple[str, ...]
     donate: bool
+    fusion: Fusion | None
+    """Which collectives travel together."""
     options: Mapping[str, Any]
     """What goes on to `shard`."""
 
@@ -73,6 +78,8 @@ class Laid:
     sharded: ShardedFunction
     state: State
     """Of `NamedSharding`s."""
+    buckets: tuple[tuple[Bucket, tuple[str, ...]], ...] = ()
+    """The collectives of gradients and parameters, each with the paths of what it takes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +118,50 @@ def lay(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]
     shardings = _shardings(state, drawn, cut)
     entries = _tree(batch, [drawn.named(s) for s in drawn.batch])
     donated = (0,) if training.donate else ()
-    return Laid(shard(function, (shardings, *entries), device=training.device, donate_argnums=donated), shardings)
+    how = _parts(training, parts, drawn, cut) if _is_per_device(training, drawn) else None
+    told = _told(training, how is not None and not how.is_partial)
+    sharded = shard(
+        function, (shardings, *entries), device=training.device, donate_argnums=donated, compiler_options=told
+    )
+    return Laid(sharded, shardings, _fused(training, parts, state, drawn, cut, how) if how else ())
+
+
+def _told(training: Training, is_explicit: bool) -> dict[str, Any]:
+    """What XLA is told of the collectives."""
+    platform = training.hardware().platform
+    missed = [] if is_explicit else unheard(training.fusion, platform)
+    if missed:
+        warnings.warn(
+            f"comm_fusion has no effect on {', '.join(missed)}: in mode {training.mode.name!r} XLA's partitioner makes the "
+            f'collectives, and on {platform} it takes no such option; use mode="data_parallel", or cross_batch=True',
+            stacklevel=2,
+        )
+    return compiler_options(training.fusion, platform, is_explicit)
+
+
+def _fused(
+    training: Training, parts: Anatomy, state: State, drawn: _Drawn, cut: _Cut, how: Parts
+) -> tuple[tuple[Bucket, tuple[str, ...]], ...]:
+    if training.fusion is None:
+        return ()
+    check_ids(training.fusion, how.paths)
+    leaves = tree_util.tree_leaves(_cast(parts.split(state.params)[0], training.compute_dtype))
+    kept = [i for i, is_trained in enumerate(parts.trained) if is_trained]
+    last = _regathered(how, drawn, cut, kept) if training.zero is not None and training.zero.level < 3 else how
+    sizes, found = dict(how.mesh.shape), []
+    for one, gathers in ((last, True), (how, False)):
+        local = [_local_shape(x, at if gathers else None, own, sizes)
+                 for x, at, own in zip(leaves, one.gathered, how.own, strict=True)]  # fmt: skip
+        tensors = [t for t in one.tensors(local, training.reduction, gathers) if t is not None]
+        found += [(b, tuple(tensors[i].path for i in b.members)) for b in buckets(tensors, training.fusion)]
+    return tuple(found)
+
+
+def _local_shape(x: Any, at: At, own: bool, sizes: Mapping[str, int]) -> jax.ShapeDtypeStruct:
+    shape = list(x.shape)
+    if at is not None:
+        shape[at[0]] //= math.prod(sizes[a] for a in at[1])
+    return jax.ShapeDtypeStruct(shape[1:] if own else shape, x.dtype)
 
 
 def whole_layout(training: Training, parts: Anatomy, state: State) -> State:
@@ -161,7 +211,8 @@ def _planned(training: Training, parts: Anatomy, state: State, batch: tuple[Any,
     draft = shard(
         function,
         (AUTO, *entries), device=training.device, parameter_plan=wanted,
-        donate_argnums=(0,) if training.donate else (), **options,
+        donate_argnums=(0,) if training.donate else (),
+        compiler_options=None if _may_be_per_device(training) else _told(training, False), **options,
     )  # fmt: skip
     made = draft.plan(state, *batch)
     specs = [d.spec for d in made.inputs]
@@ -303,6 +354,10 @@ def _is_per_device(training: Training, drawn: _Drawn) -> bool:
     """Whether the loss is called on each device's part of the batch."""
     if math.prod(drawn.mesh.shape[a] for a in drawn.data) == 1:
         return False
+    return _may_be_per_device(training)
+
+
+def _may_be_per_device(training: Training) -> bool:
     return training.mode.per_device or training.cross_batch or training.micro_batches > 1
 
 
@@ -321,6 +376,11 @@ def _update(
         return tree_util.tree_map(lax.with_sharding_constraint, tree, named)
 
     zero = training.zero
+    gather = lambda new: new  # noqa: E731
+    if zero is not None and cut is not None and training.fusion is not None and _is_per_device(training, drawn):
+        how = _parts(training, parts, drawn, cut)
+        if not how.is_partial and zero.level < 3:
+            gather = functools.partial(gradients.put_together, how=_regathered(how, drawn, cut, kept))
     states = cut.states if zero is not None and cut is not None else None
 
     def update(state: State, *batch: Any) -> tuple[State, Any]:
@@ -331,7 +391,7 @@ def _update(
         pieces = constrained(trained, states)
         updates, opt_state = training.optimizer.update(grads, state.opt_state, pieces)
         new = constrained(optax.apply_updates(pieces, updates), states)
-        made = State(parts.join(new, carried), opt_state, state.step + 1)
+        made = State(parts.join(gather(new), carried), opt_state, state.step + 1)
         return made, ((value, aux) if training.has_aux else value)
 
     return update
@@ -385,14 +445,8 @@ def _gradients(
         return globally
 
     part = tree_util.tree_map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // pieces, *x.shape[1:]), x.dtype), batch)
-    kept = [i for i, is_trained in enumerate(parts.trained) if is_trained]
-    zero, all_manual = training.zero, set(drawn.data) == set(drawn.mesh.axis_names)
-    own = owned(parts, training.own)
-    scattered = [
-        _added(drawn.params[i], cut.states[i]) if zero and zero.level > 1 and all_manual else None for i in kept
-    ]
-    gathered = [_added(drawn.params[i], cut.params[i]) if all_manual else None for i in kept]
-    how = Parts(drawn.mesh, drawn.data, tuple(scattered), tuple(gathered), tuple(own[i] for i in kept))
+    own, zero = owned(parts, training.own), training.zero
+    how = _parts(training, parts, drawn, cut)
     early = bool(zero and zero.accumulation_shard)
     whole_growing = _local(
         training, parts, loss, trained, own, lambda t: gradients.growing_dims(loss, t, carried, batch, pieces)
@@ -418,6 +472,27 @@ def _gradients(
         return value, aux, scale(grads), carried
 
     return by_parts
+
+
+def _parts(training: Training, parts: Anatomy, drawn: _Drawn, cut: _Cut) -> Parts:
+    """How gradients travel where each device works on its part of the batch."""
+    kept = [i for i, is_trained in enumerate(parts.trained) if is_trained]
+    zero, all_manual = training.zero, set(drawn.data) == set(drawn.mesh.axis_names)
+    own = owned(parts, training.own)
+    return Parts(
+        drawn.mesh,
+        drawn.data,
+        tuple(_added(drawn.params[i], cut.states[i]) if zero and zero.level > 1 and all_manual else None for i in kept),
+        tuple(_added(drawn.params[i], cut.params[i]) if all_manual else None for i in kept),
+        tuple(own[i] for i in kept),
+        tuple(parts.paths[i] for i in kept),
+        training.fusion,
+    )
+
+
+def _regathered(how: Parts, drawn: _Drawn, cut: _Cut, kept: Sequence[int]) -> Parts:
+    """The same with the pieces that updated parameters are put together from."""
+    return dataclasses.replace(how, gathered=tuple(_added(drawn.params[i], cut.states[i]) for i in kept))
 
 
 def _local(training, parts, loss, trained, own, of):

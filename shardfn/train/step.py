@@ -18,6 +18,7 @@ from shardfn.errors import Problem, a, raise_problems
 from shardfn.plan import Plan
 from shardfn.report import Report
 from shardfn.strategy import shape_of, short
+from shardfn.train.fusion import Bucket, fusion_of, id_problems
 from shardfn.train.lay import Laid, Training, lay, owned, whole_layout
 from shardfn.train.modes import Mode, mode_of
 from shardfn.train.state import Anatomy, State, anatomy
@@ -44,6 +45,9 @@ def step(
     frozen: Sequence[str] = (),
     enable_parallel_optimizer: bool | None = None,
     parallel_optimizer_config: Mapping[str, Any] | None = None,
+    comm_fusion: Mapping[str, Any] | None = None,
+    all_reduce_fusion_config: Sequence[int] | None = None,
+    fusion: Mapping[str, int] | None = None,
     donate: bool = True,
     **options: Any,
 ) -> TrainingStep:
@@ -72,6 +76,10 @@ def step(
       frozen: globs of parameters that are not trained.
       enable_parallel_optimizer, parallel_optimizer_config: as MindSpore's context has them: cut the optimizer's states
         (`optimizer_level` "level1"), gradients too ("level2"), parameters too ("level3").
+      comm_fusion, all_reduce_fusion_config: as MindSpore's context has them: which collectives travel as one, by size in
+        MB or by index. Where each device works on its part of the batch they are exactly so many collectives; else
+        XLA's combiners are told, where they take it. Not set: as XLA likes.
+      fusion: numbers by path glob; gradients (and gathered parameters) with the same number travel together, 0 alone.
       donate: give the old state's memory to the new one.
 
     Raises:
@@ -93,6 +101,8 @@ def step(
         "parameter_broadcast": parameter_broadcast,
         "enable_parallel_optimizer": enable_parallel_optimizer,
         "parallel_optimizer_config": parallel_optimizer_config,
+        "comm_fusion": comm_fusion,
+        "all_reduce_fusion_config": all_reduce_fusion_config,
     }
     if parallel_optimizer_config is not None and enable_parallel_optimizer is None:
         said["enable_parallel_optimizer"] = True
@@ -101,13 +111,14 @@ def step(
         chosen = mode_of(None)
     problems = list(_problems(loss_fn, optimizer, micro_batches, chosen, in_strategy, parameter_plan, cross_batch,
                               layerwise_parallel))  # fmt: skip
+    problems += id_problems(fusion) if fusion is not None else ()
     raise_problems(problems)
     for name in ("parallel_mode", "dataset_strategy"):  # they have been acted on
         settings = dataclasses.replace(settings, explicit=settings.explicit - {name})
     options = {**options, "level": level, "in_strategy": in_strategy, "parameter_plan": dict(parameter_plan or {})}
     return TrainingStep(Training(
         loss_fn, optimizer, chosen, settings, has_aux, device, micro_batches, compute_dtype, cross_batch,
-        tuple(layerwise_parallel), tuple(frozen), donate, types.MappingProxyType(options),
+        tuple(layerwise_parallel), tuple(frozen), donate, fusion_of(settings, fusion), types.MappingProxyType(options),
     ))  # fmt: skip
 
 
@@ -200,6 +211,13 @@ class TrainingStep:
         """`jax.stages.Lowered` of a step."""
         with context.held(self.training.settings):
             return self._for(state, batch).sharded.lower(state, *batch)
+
+    def buckets(self, state: State, *batch: Any) -> tuple[tuple[Bucket, tuple[str, ...]], ...]:
+        """The collectives of gradients and of gathered parameters, each with the paths of what it takes.
+
+        Empty where XLA puts them together: `comm_fusion` and `fusion` were not set, or its partitioner makes them.
+        """
+        return self._for(state, batch).buckets
 
     def model(self, state: State) -> Any:
         """The model that a state holds, with what of it is no array."""
