@@ -6,7 +6,8 @@
 """
 
 from shardfn.train.optimizer_parallel import OptimizerParallel
+from shardfn.train.recompute import communicated, recompute
 from shardfn.train.state import State
 from shardfn.train.step import TrainingStep, step
 
-__all__ = ["OptimizerParallel", "State", "TrainingStep", "step"]
+__all__ = ["OptimizerParallel", "State", "TrainingStep", "communicated", "recompute", "step"]
