@@ -1,7 +1,7 @@
 """Equal blocks of a program: runs of equations that repeat, with nothing different but what they read.
 
 A program is a jaxpr as a flat list of steps: what was called in it once (`jit` around the whole loss) is opened, and what
-is done to a parameter alone (a cast) stands where it is first used. Steps are equal by primitive, parameters and shapes;
+is done to a parameter alone (a cast) stands where it is first used, what picks from a value where that is made. Steps are equal by primitive, parameters and shapes;
 that they are wired alike is checked position by position.
 """
 
@@ -107,7 +107,7 @@ def program(closed: Any, alone: int = 0) -> Program:
     walk(closed.jaxpr, numbers)
     outputs = tuple(_of(numbers, v) for v in closed.jaxpr.outvars)
     held = tuple(zip(places, consts, strict=True))
-    return Program(len(closed.jaxpr.invars), held, tuple(_sunk(steps, alone, outputs)), outputs, tuple(avals))
+    return Program(len(closed.jaxpr.invars), held, tuple(_sunk(_hoisted(steps), alone, outputs)), outputs, tuple(avals))
 
 
 def _of(numbers: dict[Any, Any], v: Any) -> Any:
@@ -120,6 +120,32 @@ def _is_call(eqn: Any) -> bool:
         return False
     said = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     return all("Unspecified" in type(s).__name__ for s in said)
+
+
+_PICKS = frozenset({"slice", "squeeze"})
+
+
+def _hoisted(steps: list[Step]) -> list[Step]:
+    """The steps, with what picks from a value moved to where that is made: `keys[i]` says which block it is in."""
+    after: dict[int, list[Step]] = collections.defaultdict(list)
+    made = {value for step in steps for value in step.makes}
+    first: list[Step] = []
+    rest: list[Step] = []
+    for step in steps:
+        if step.eqn.primitive.name not in _PICKS:
+            rest.append(step)
+        elif step.reads[0] in made:
+            after[step.reads[0]].append(step)
+        else:
+            first.append(step)
+
+    def with_picks(step: Step) -> Iterator[Step]:
+        yield step
+        for value in step.makes:
+            for pick in after.get(value, ()):
+                yield from with_picks(pick)
+
+    return [each for step in (*first, *rest) for each in with_picks(step)]
 
 
 def _sunk(steps: list[Step], alone: int, outputs: Sequence[Any]) -> Iterator[Step]:
@@ -203,7 +229,9 @@ def _alike(a: Any, b: Any, depth: int = 6) -> bool:
         cells = zip(a.__closure__ or (), b.__closure__ or (), strict=True)
         return all(_alike(_cell(x), _cell(y), depth - 1) for x, y in cells)
     if isinstance(a, functools.partial) and isinstance(b, functools.partial):
-        return _alike((a.func, a.args, tuple(a.keywords.items())), (b.func, b.args, tuple(b.keywords.items())), depth - 1)
+        return _alike(
+            (a.func, a.args, tuple(a.keywords.items())), (b.func, b.args, tuple(b.keywords.items())), depth - 1
+        )
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         return len(a) == len(b) and all(_alike(x, y, depth) for x, y in zip(a, b, strict=True))
     if isinstance(a, bool | int | float | complex | str | bytes | None.__class__):
@@ -231,12 +259,12 @@ def _cell(cell: Any) -> Any:
 
 def runs(made: Program, numbers: Sequence[int] | None = None) -> list[Run]:
     """The runs of equal blocks, none of which overlap, in program order; the longest were chosen first."""
-    numbers = np.array(tokens(made) if numbers is None else numbers, np.int64)
+    row = np.array(tokens(made) if numbers is None else numbers, np.int64)
     found: list[Run] = []
-    ranges = [(0, len(numbers))]
+    ranges = [(0, len(row))]
     while ranges:
         low, high = ranges.pop()
-        best = _best(made, numbers, low, high)
+        best = _best(made, row, low, high)
         if best is not None:
             found.append(best)
             ranges += [(low, best.start), (best.stop, high)]
@@ -252,7 +280,7 @@ def _best(made: Program, numbers: np.ndarray, low: int, high: int) -> Run | None
         ends = np.flatnonzero(np.diff(equal))
         for a, b in zip(ends[::2], ends[1::2], strict=True):
             if b - a >= period:
-                candidates.append(((b - a) // period * period, period, low + int(a), int(b - a)))
+                candidates.append((int((b - a) // period * period), period, low + int(a), int(b - a)))
     for saved, period, first, length in sorted(candidates, key=lambda c: (-c[0], c[1]))[:200]:
         count = saved // period + 1
         options = []

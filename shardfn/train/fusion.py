@@ -166,7 +166,7 @@ def buckets(tensors: Sequence[Tensor], fusion: Fusion) -> tuple[Bucket, ...]:
     >>> [(b.members, b.nbytes) for b in buckets(tensors, Fusion(rules))]
     [((0, 1), 48), ((2, 3, 4), 72)]
     """
-    groups: dict[Any, list[int]] = {}
+    groups: dict[tuple[tuple[str, tuple[str, ...], str], tuple[str, int]], list[int]] = {}
     counted: dict[str, int] = {}
     filled: dict[Any, tuple[int, int]] = {}
     for i, tensor in enumerate(tensors):

@@ -51,6 +51,10 @@ class Training:
     donate: bool
     fusion: Fusion | None
     """Which collectives travel together."""
+    reuse: int | None
+    """The most equal blocks that one scanned body stands for; None folds nothing."""
+    recompute: Any
+    """How many of them are worked out again in the backward pass, or "auto"."""
     options: Mapping[str, Any]
     """What goes on to `shard`."""
 

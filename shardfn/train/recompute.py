@@ -24,7 +24,7 @@ from shardfn.callee import Callee, describe
 from shardfn.errors import Problem, StrategyError, a, fail, raise_problems
 from shardfn.pins import anchors
 from shardfn.rebind import bind_one, equations, inner, rebound
-from shardfn.strategy import join, shape_of, short
+from shardfn.strategy import shape_of, short
 
 COMMUNICATED = "shardfn.communicated"
 """The name of what a collective of the computation gave."""
@@ -181,7 +181,12 @@ def _class_of(cls: type, how: Recompute) -> type:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             return _run(describe(types.MethodType(plain, self)), how, args, kwargs)
 
-        body = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        body = {
+            "__call__": call,
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "__doc__": cls.__doc__,
+        }
         _CLASSES[key] = types.new_class(cls.__name__, (cls,), {}, lambda space: space.update(body))
     return _CLASSES[key]
 
@@ -238,13 +243,13 @@ def _rebuilt(value: Any, path: str, walk: Callable[[Any, str], Any]) -> Any:
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, Mapping):
         yield from value.items()
-    elif isinstance(value, list | tuple):
-        yield from enumerate(value)
-    elif type(value).__name__ == "List" and hasattr(value, "__getitem__"):  # Flax NNX's
+    elif isinstance(value, list | tuple) or (type(value).__name__ == "List" and hasattr(value, "__getitem__")):
         yield from enumerate(value)
     elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType | types.FunctionType):
         yield from (
-            (k, v) for k, v in vars(value).items() if not k.startswith("_") and not tree_util.all_leaves([v]) or _has_parts(v)
+            (k, v)
+            for k, v in vars(value).items()
+            if (not k.startswith("_") and not tree_util.all_leaves([v])) or _has_parts(v)
         )
 
 
@@ -254,7 +259,9 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
 def _run(callee: Callee, how: Recompute, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     state = callee.read()
     leaves, treedef = tree_util.tree_flatten((state, args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if shape_of(leaf) is not None and not isinstance(leaf, bool | int | float)]
+    places = [
+        i for i, leaf in enumerate(leaves) if shape_of(leaf) is not None and not isinstance(leaf, bool | int | float)
+    ]
     first = len(tree_util.tree_leaves(state)) or len(tree_util.tree_leaves(args[:1]))
     is_parameter = [i < first for i in places]
 
@@ -266,7 +273,10 @@ def _run(callee: Callee, how: Recompute, args: tuple[Any, ...], kwargs: dict[str
         return callee.call(held, given, named)
 
     arrays = [leaves[i] for i in places]
-    cuts = [None if p or not how.recompute_slice_activation else _cut_for(x) for x, p in zip(arrays, is_parameter, strict=True)]
+    cuts = [
+        None if p or not how.recompute_slice_activation else _cut_for(x)
+        for x, p in zip(arrays, is_parameter, strict=True)
+    ]
     if how.recompute_slice_activation and not any(cuts):
         _no_axis(callee.name)
     arrays = [x if cut is None else cut.sliced(x) for x, cut in zip(arrays, cuts, strict=True)]
@@ -329,7 +339,9 @@ def _is_in(v: Any, known: set[Any]) -> bool:
 
 def _implicit(callee: Callee, how: Recompute, args: tuple[Any, ...], jaxpr: Any) -> dict[int, str]:
     """The same of collectives that the partitioner makes, as the function's plan has them."""
-    shapes = tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if shape_of(x) is not None else x, args)
+    shapes = tree_util.tree_map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if shape_of(x) is not None else x, args
+    )
     planned = shard(
         lambda *given: callee.call(callee.read(), given, {})[0] if callee.adapter is not None else callee.function(*given),
         how.in_strategy, device=how.device, parameter_plan=how.parameter_plan, search_mode="sharding_propagation",

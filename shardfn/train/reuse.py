@@ -96,7 +96,9 @@ def limit_of(reuse: Any) -> int | None:
     return reuse
 
 
-def fold(loss_fn: Callable[..., Any], params: Any, *batch: Any, limit: int = DEFAULT_LIMIT, recomputed: int = 0) -> Folding:
+def fold(
+    loss_fn: Callable[..., Any], params: Any, *batch: Any, limit: int = DEFAULT_LIMIT, recomputed: int = 0
+) -> Folding:
     """Fold the repeated blocks of a loss function.
 
     Args:
@@ -144,9 +146,7 @@ def fold(loss_fn: Callable[..., Any], params: Any, *batch: Any, limit: int = DEF
         return tree_util.tree_unflatten(treedef, [leaf_of(stacked, i) for i in range(len(paths))])
 
     def folded_loss(stacked: Mapping[str, Any], *given: Any) -> Any:
-        shaped = tree_util.tree_unflatten(
-            treedef, [jax.ShapeDtypeStruct(*_one_of(stacked, names, groups, grouped, i)) for i in range(len(paths))]
-        )
+        shaped = jax.eval_shape(unstack, dict(stacked))  # within a shard_map it says what differs between devices
         shape: list[Any] = []
         here, repeated = _traced(loss_fn, shaped, given, shape)
         whole = {group.members: stacked[group.name] for group in groups}
@@ -161,18 +161,14 @@ def fold(loss_fn: Callable[..., Any], params: Any, *batch: Any, limit: int = DEF
     return Folding(folded_loss, stack, unstack, kept, findings, groups)
 
 
-def _traced(loss_fn: Callable[..., Any], params: Any, batch: Any, structure: list[Any] | None = None) -> tuple[Program, list[Run]]:
+def _traced(
+    loss_fn: Callable[..., Any], params: Any, batch: Any, structure: list[Any] | None = None
+) -> tuple[Program, list[Run]]:
     closed, shape = jax.make_jaxpr(loss_fn, return_shape=True)(params, *batch)
     if structure is not None:
         structure.append(tree_util.tree_structure(shape))
     made = program(closed, len(tree_util.tree_leaves(params)))
     return made, runs(made)
-
-
-def _one_of(stacked: Mapping[str, Any], names: Sequence[Any], groups: Sequence[Group], grouped: Any, i: int) -> Any:
-    name = names[i]
-    x = stacked[name] if name is not None else stacked[groups[grouped[i][0]].name]
-    return (x.shape, x.dtype) if name is not None else (x.shape[1:], x.dtype)
 
 
 def _stacked(leaves: Sequence[Any]) -> Any:
@@ -193,7 +189,7 @@ def _groups(found: Sequence[Run], paths: Sequence[str], shapes: Sequence[Any]) -
             if taken & set(slot) or len({shapes[v] for v in slot}) > 1:
                 continue
             taken |= set(slot)
-            name = _name([paths[v] for v in slot])
+            name = _name([paths[int(v)] for v in slot])
             while name in {g.name for g in groups} | set(paths):
                 name += "*"
             groups.append(Group(name, tuple(slot)))
@@ -217,8 +213,17 @@ def _common(words: Sequence[str]) -> str:
     return heads.pop() + "*" if len(heads) == 1 else "*"
 
 
+def _is_values(slot: Sequence[Any]) -> bool:
+    return not any(isinstance(v, core.Literal) for v in slot)
+
+
+def _values(run: Run) -> list[tuple[Any, ...]]:
+    """What the blocks of a run read in turn, literals left out: those are not hashable."""
+    return [slot for slot in run.wiring.scanned if _is_values(slot)]
+
+
 def _report(run: Run, groups: Sequence[Group]) -> Folded:
-    slots = set(run.wiring.scanned)
+    slots = set(_values(run))
     return Folded(run.count, run.period, tuple(g.name for g in groups if g.members in slots))
 
 
@@ -230,7 +235,7 @@ def _evaluate(
     limit: int, recomputed: int,
 ) -> list[Any]:  # fmt: skip
     env: dict[int, Any] = dict(made.consts)
-    starts = {run.start: run for run in found if any(slot in whole for slot in run.wiring.scanned)}
+    starts = {run.start: run for run in found if any(slot in whole for slot in _values(run))}
     read_later = _read_outside(made, starts.values())
 
     def read(v: Any) -> Any:
@@ -287,7 +292,9 @@ def _scan(
     collected = [at for at in wanted if at not in only_last]
     fixed = {where: read(where) for row in wiring.slots for kind, where in row if kind == "fixed"}
     scanned = tuple(
-        whole[slot] if slot in whole else jnp.stack([jnp.asarray(read(v)) if isinstance(v, core.Literal) else read(v) for v in slot])
+        whole[slot]
+        if _is_values(slot) and slot in whole
+        else jnp.stack([jnp.asarray(read(v)) if isinstance(v, core.Literal) else read(v) for v in slot])
         for slot in wiring.scanned
     )
     carried = tuple(read(init) for *_, init in wiring.carried)
@@ -307,7 +314,9 @@ def _scan(
     pieces: list[Any] = []
     for low, high, again in _stretches(run.count, limit, recomputed):
         xs = scanned if (low, high) == (0, run.count) else tuple(x[low:high] for x in scanned)
-        carried, ys = lax.scan(jax.checkpoint(body, prevent_cse=False) if again else body, carried, xs, length=high - low)
+        carried, ys = lax.scan(
+            jax.checkpoint(body, prevent_cse=False) if again else body, carried, xs, length=high - low
+        )
         pieces.append(ys)
     for k, at in enumerate(collected):
         column = jnp.concatenate([ys[k] for ys in pieces]) if len(pieces) > 1 else pieces[0][k]
@@ -350,7 +359,9 @@ def _unfolded(made: Program, groups: Sequence[Group], paths: Sequence[str], shap
             continue
         odd = next((i for i in members if shapes[i] != shapes[members[0]]), None)
         if odd is not None:
-            sizes.append(f"{name} is not folded: {paths[odd]} is {_shape(shapes[odd])}, {paths[members[0]]} {_shape(shapes[members[0]])}")
+            sizes.append(
+                f"{name} is not folded: {paths[odd]} is {_shape(shapes[odd])}, {paths[members[0]]} {_shape(shapes[members[0]])}"
+            )
         else:
             roots[name.split("*")[0] + "*"].append(name)
     yield from sizes
@@ -364,8 +375,8 @@ def _difference(made: Program, root: str, paths: Sequence[str]) -> str:
     first: dict[int, int] = {}
     for at, step in enumerate(made.steps):
         for v in step.reads:
-            if not isinstance(v, core.Literal) and v < len(paths) and fnmatch.fnmatchcase(paths[v], root):
-                number = re.match(r"\d+", paths[v][len(head) :])
+            if not isinstance(v, core.Literal) and v < len(paths) and fnmatch.fnmatchcase(paths[int(v)], root):
+                number = re.match(r"\d+", paths[int(v)][len(head) :])
                 if number:
                     first.setdefault(int(number[0]), at)
     starts = sorted((at, number) for number, at in first.items())
@@ -392,5 +403,3 @@ def _line(eqn: Any) -> str:
 
 def _shape(shape: tuple[tuple[int, ...], str]) -> str:
     return f"{shape[1]}{list(shape[0])}"
-
-
