@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, Unpack, overload
 
 import jax

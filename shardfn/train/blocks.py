@@ -1,8 +1,8 @@
 """Equal blocks of a program: runs of equations that repeat, with nothing different but what they read.
 
-A program is a jaxpr as a flat list of steps: what was called in it once (`jit` around the whole loss) is opened, and what
-is done to a parameter alone (a cast) stands where it is first used, what picks from a value where that is made. Steps are equal by primitive, parameters and shapes;
-that they are wired alike is checked position by position.
+A program is a jaxpr as a flat list of steps: what was called in it once (`jit` around the whole loss) is opened, what is
+done to a parameter alone (a cast) stands where it is first used, what picks from a value where that is made. Steps are
+equal by primitive, parameters and shapes; that they are wired alike is checked position by position.
 """
 
 from __future__ import annotations
@@ -94,9 +94,10 @@ def program(closed: Any, alone: int = 0) -> Program:
                         once[id(e.params["jaxpr"])] += 1
                 within = dict(zip(opened.jaxpr.invars, reads, strict=True))
                 for v, value in zip(opened.jaxpr.constvars, opened.consts, strict=True):
-                    within[v] = new(v.aval)
+                    place = new(v.aval)
+                    within[v] = place
                     consts.append(value)
-                    places.append(within[v])
+                    places.append(place)
                 walk(opened.jaxpr, within)
                 of |= {v: _of(within, w) for v, w in zip(eqn.outvars, opened.jaxpr.outvars, strict=True)}
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
@@ -147,7 +148,10 @@ def chosen(
 
     if asked != "auto":
         return of(min(asked, count), 0)
-    limit = (bytes_of(memory_limit, "memory_limit") or 0) - state_bytes
+    amount = bytes_of(memory_limit, "memory_limit")
+    if isinstance(amount, Problem):
+        raise StrategyError(amount)
+    limit = int(amount) - state_bytes
     found = next((of(n, limit) for n in range(count + 1) if of(n, limit).kept_bytes <= limit), None)
     if found is None:
         fail(StrategyError, "the step does not fit into memory with every block recomputed",
@@ -161,8 +165,14 @@ def _kept(loss: Callable[..., Any], params: Any, batch: tuple[Any, ...]) -> int:
     """Bytes kept between the passes, parameters aside."""
     first = lambda p, *b: tree_util.tree_leaves(loss(p, *b))[0]  # noqa: E731
     held = jax.eval_shape(lambda p, b: jax.vjp(lambda q: first(q, *b), p)[1], params, batch)
-    size = lambda tree: sum(math.prod(x.shape) * x.dtype.itemsize for x in tree_util.tree_leaves(tree))  # noqa: E731
-    return max(size(held) - size(params), 0)
+    own = collections.Counter((x.shape, x.dtype) for x in tree_util.tree_leaves(params))
+    total = 0
+    for x in tree_util.tree_leaves(held):
+        if own[x.shape, x.dtype]:
+            own[x.shape, x.dtype] -= 1
+        else:
+            total += math.prod(x.shape) * x.dtype.itemsize
+    return total
 
 
 def _flops(jaxpr: Any, inside: bool = False) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import fnmatch
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -366,7 +367,8 @@ def _unfolded(made: Program, groups: Sequence[Group], paths: Sequence[str], shap
             roots[name.split("*")[0] + "*"].append(name)
     yield from sizes
     for root, names in roots.items():
-        yield f"{root} is not folded: {_difference(made, root, paths)} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})"
+        shown = ", ".join([*names[:4], *(["..."] if len(names) > 4 else [])])
+        yield f"{root} is not folded: {_difference(made, root, paths)} ({shown})"
 
 
 def _difference(made: Program, root: str, paths: Sequence[str]) -> str:
@@ -381,7 +383,7 @@ def _difference(made: Program, root: str, paths: Sequence[str]) -> str:
                     first.setdefault(int(number[0]), at)
     starts = sorted((at, number) for number, at in first.items())
     numbers = tokens(made)
-    for (a, one), (b, other) in zip(starts, starts[1:], strict=False):
+    for (a, one), (b, other) in itertools.pairwise(starts):
         end = min(b - a, len(numbers) - b)
         for k in range(end):
             if numbers[a + k] != numbers[b + k]:
