@@ -25,6 +25,7 @@ import optax
 from shardfn import train
 
 COLUMNS = ("mode", "reuse", "collectives", "plan s", "lower+compile s")
+KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 UNMERGED = {"xla_disable_hlo_passes": "all-reduce-combiner,cpu-all-reduce-combiner"}
 
 
@@ -45,7 +46,10 @@ def norm(x, scale):
 
 
 def block(p, x):
-    q, k, v = (y.reshape(*x.shape[:2], 4, -1) for y in jnp.moveaxis(jnp.einsum("btd,dce->btce", norm(x, p["scale"][0]), p["qkv"]), 2, 0))
+    q, k, v = (
+        y.reshape(*x.shape[:2], 4, -1)
+        for y in jnp.moveaxis(jnp.einsum("btd,dce->btce", norm(x, p["scale"][0]), p["qkv"]), 2, 0)
+    )
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
     scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e9)
     x = x + jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape) @ p["out"]
@@ -74,8 +78,9 @@ def measure(mode: str, reuse: str | None, layers: int, width: int) -> dict[str, 
     start = time.perf_counter()
     compiled = step.lower(state, tokens).compile(UNMERGED)
     seconds = time.perf_counter() - start
-    found = len(re.findall(r"[ )}](?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", compiled.as_text()))
-    return {"mode": mode, "reuse": str(reuse), "collectives": found, "plan s": round(planned, 2), "lower+compile s": round(seconds, 2)}
+    found = len(re.findall(rf"[ )}}](?:{KINDS})(?:-start)?\(", compiled.as_text()))
+    figures = found, round(planned, 2), round(seconds, 2)
+    return dict(zip(COLUMNS, (mode, str(reuse), *figures), strict=True))
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from shardfn.cost.hardware import Hardware
 from shardfn.cost.price import Price
 from shardfn.decisions import Alternatives, Candidate, Constraint, Decision, DimClass, partition_spec
 from shardfn.errors import DeviceError, StrategyError, StrategyTypeError, a, fail
-from shardfn.graph.model import Collective, Flow
+from shardfn.graph.model import Collective, Flow, Op
 from shardfn.layout import Layout
 
 __all__ = [
@@ -214,8 +214,14 @@ class OpStrategy:
 def op_strategies(plan: Plan) -> tuple[OpStrategy, ...]:
     """Every op of the function with its cuts, in program order."""
     flow = plan.flow
+
+    def operands(op: Op) -> tuple[int, ...]:  # without what the body of a `shard_map` gives back
+        return op.inputs[: -len(op.outputs)] if op.name == "shard_map" else op.inputs
+
     return tuple(
-        OpStrategy(op.name, tuple(map(flow.shards, op.inputs)), tuple(map(flow.shards, op.outputs)), op.trips, op.where)
+        OpStrategy(
+            op.name, tuple(map(flow.shards, operands(op))), tuple(map(flow.shards, op.outputs)), op.trips, op.where
+        )
         for op in flow.graph.ops
     )
 

@@ -31,15 +31,16 @@ class Chosen:
     kept_bytes: int
     """Bytes of activations on a device between the passes; the batch is taken to be cut over all devices."""
     kept_bytes_before: int
-    limit: int
-    """Bytes that activations may take."""
+    limit: int | None
+    """Bytes that activations may take; None where you said how many blocks."""
     flops_again: int
     """Floating-point operations of a device that run twice."""
 
     def __str__(self) -> str:
+        limit = "" if self.limit is None else f" (limit {self.limit:,})"
         return (
             f"{self.blocks} of {self.of} blocks are recomputed: activations take {self.kept_bytes:,} B on a device instead of "
-            f"{self.kept_bytes_before:,} (limit {self.limit:,}), for {self.flops_again:,} floating-point operations again"
+            f"{self.kept_bytes_before:,}{limit}, for {self.flops_again:,} floating-point operations again"
         )
 
 
@@ -143,11 +144,11 @@ def chosen(
     none, every = (_kept(one.loss, stacked, batch) // devices for one in (made, refold(count)))
     again = _flops(jax.make_jaxpr(made.loss)(stacked, *batch).jaxpr) // devices
 
-    def of(blocks: int, limit: int) -> Chosen:
+    def of(blocks: int, limit: int | None) -> Chosen:
         return Chosen(blocks, count, none - (none - every) * blocks // count, none, limit, again * blocks // count)
 
     if asked != "auto":
-        return of(min(asked, count), 0)
+        return of(min(asked, count), None)
     amount = bytes_of(memory_limit, "memory_limit")
     if isinstance(amount, Problem):
         raise StrategyError(amount)

@@ -95,7 +95,7 @@ def micro(loss: Loss, count: int, growing: Any, each: Callable[[Any], Any], firs
 
     Args:
       loss: a mean over the batch it is given.
-      count: how many; it divides dim 0 of every array of the batch.
+      count: how many; it divides dim 0 of every array of the batch that has one (scalars go to all).
       growing: for each leaf of the auxiliary output the dim that grows with the batch, None for a mean.
       each: what is done with the gradients of a micro-batch before they are added (reduced, where sums are kept in
         pieces).
@@ -103,10 +103,12 @@ def micro(loss: Loss, count: int, growing: Any, each: Callable[[Any], Any], firs
     """
 
     def run(trained: Any, carried: Any, batch: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
-        cut = tree_util.tree_map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
+        leaves, treedef = tree_util.tree_flatten(batch)
+        cut = [x.reshape(count, x.shape[0] // count, *x.shape[1:]) if x.ndim else None for x in leaves]
 
-        def body(held: tuple[Any, Any], part: tuple[Any, ...]) -> tuple[tuple[Any, Any], Any]:
+        def body(held: tuple[Any, Any], now: list[Any]) -> tuple[tuple[Any, Any], Any]:
             carried, sums = held
+            part = treedef.unflatten([x if mine is None else mine for x, mine in zip(leaves, now, strict=True)])
             value, aux, grads, carried = whole(loss, trained, carried, part)
             sums = tree_util.tree_map(lambda s, g: s + g.astype(s.dtype), sums, each(grads))
             return (carried, sums), (value, aux)
@@ -118,10 +120,16 @@ def micro(loss: Loss, count: int, growing: Any, each: Callable[[Any], Any], firs
     return run
 
 
-def parts(
-    loss: Loss, how: Parts, reduction: Reduction, micro_batches: int, early: bool, growing: Any,
-    micro_growing: Any, trained: Any, carried: Any, batch: tuple[Any, ...],
-) -> tuple[Any, Any, Any, Any]:  # fmt: skip
+def by_parts(
+    loss: Loss,
+    how: Parts,
+    reduction: Reduction,
+    micro_batches: int,
+    early: bool,
+    growing: Any,
+    micro_growing: Any,
+    moving: Sequence[bool],
+) -> Callable[..., tuple[Any, Any, Any, Any]]:
     """As `whole`, by a shard_map over the axes that cut the batch.
 
     Args:
@@ -130,10 +138,22 @@ def parts(
       reduction: mean or sum, and in which dtype.
       micro_batches: the loss is called on so many micro-batches of each part; gradients are reduced once, after all.
       early: where there are micro-batches, reduce each one's gradients, so that their sums are kept in pieces.
-      growing: for each leaf of the auxiliary output the dim that grows with the batch; None for one that is averaged.
+      growing: for each leaf of the auxiliary output the dim that grows with the batch, -1 for one that is averaged.
       micro_growing: the same within a part.
+      moving: which carried leaves the loss changes: of these the parts agree on one value, the others stay.
     """
+    return lambda trained, carried, batch: _mapped(
+        loss, how, reduction, micro_batches, early, growing, micro_growing, moving, trained, carried, batch
+    )
+
+
+def _mapped(
+    loss: Loss, how: Parts, reduction: Reduction, micro_batches: int, early: bool, growing: Any, micro_growing: Any,
+    moving: Sequence[bool], trained: Any, carried: Any, batch: tuple[Any, ...],
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     treedef = tree_util.tree_structure(trained)
+    cut = PartitionSpec(how.axes)
+    batch_spec = tree_util.tree_map(lambda x: cut if x.ndim else PartitionSpec(), batch)
     early = early and micro_batches > 1
 
     def summed(grads: Any, now: Callable[[At], bool] = lambda at: True, riders: Sequence[jax.Array] = ()) -> Any:
@@ -156,21 +176,22 @@ def parts(
             shape = list(leaf.shape)
             if early and at is not None:
                 shape[at[0]] //= math.prod(how.mesh.shape[a] for a in at[1])
-            dtype = jnp.promote_types(leaf.dtype, jnp.float32)
-            leaves.append(lax.pcast(jnp.zeros(shape, dtype), how.axes, to="varying"))
+            leaves.append(lax.pcast(jnp.zeros(shape, wide(leaf.dtype)), how.axes, to="varying"))
         return tree_util.tree_unflatten(treedef, leaves)
 
     def on_part(trained: Any, carried: Any, batch: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
         full = tree_util.tree_unflatten(treedef, _all_full(tree_util.tree_leaves(trained), how, reduction))
         carried = tree_util.tree_map(lambda x: lax.pcast(x, how.axes, to="varying"), carried)
+        batch = tree_util.tree_map(lambda x: x if x.ndim else lax.pcast(x, how.axes, to="varying"), batch)
         if micro_batches == 1:
             value, aux, grads, carried = whole(loss, full, carried, batch)
         else:
             each = (lambda g: summed(g, lambda d: d is not None)[0]) if early else lambda g: g
             value, aux, grads, carried = micro(loss, micro_batches, micro_growing, each, started)(full, carried, batch)
         now = (lambda d: d is None) if early else (lambda d: True)
-        rest, whole_of = tree_util.tree_flatten((value, aux, carried))
-        dims = [-1, *tree_util.tree_leaves(growing), *[-1] * len(tree_util.tree_leaves(carried))]
+        changed = [x for x, moves in zip(tree_util.tree_leaves(carried), moving, strict=True) if moves]
+        rest, whole_of = tree_util.tree_flatten((value, aux, changed))
+        dims = [-1, *tree_util.tree_leaves(growing), *[-1] * len(changed)]
         rides = [how.fusion is not None and d < 0 and _is_float(x) for x, d in zip(rest, dims, strict=True)]
         grads, sums = summed(grads, now, [_widened(x) for x, r in zip(rest, rides, strict=True) if r])
         grads = tree_util.tree_unflatten(
@@ -181,23 +202,33 @@ def parts(
             (next(arrived) / how.count).astype(x.dtype) if r else _agreed(x, how.axes) if d < 0 else x
             for x, r, d in zip(rest, rides, dims, strict=True)
         ]
-        value, aux, carried = tree_util.tree_unflatten(whole_of, rest)
+        value, aux, changed = tree_util.tree_unflatten(whole_of, rest)
         if not reduction.mean:
             value = value * how.count
-        return value, aux, grads, carried
+        return value, aux, grads, changed
 
-    cut = PartitionSpec(how.axes)
     own_spec = [cut if own else _spec(at) for at, own in zip(how.gathered, how.own, strict=True)]
     out_spec = [cut if own else _spec(at) for at, own in zip(how.scattered, how.own, strict=True)]
     aux_spec = _together(growing, growing, lambda _, dim: _spec(None if dim is None else (dim, how.axes)))
     mapped = jax.shard_map(
         on_part,
         mesh=how.mesh,
-        in_specs=(tree_util.tree_unflatten(treedef, own_spec), PartitionSpec(), cut),
+        in_specs=(tree_util.tree_unflatten(treedef, own_spec), PartitionSpec(), batch_spec),
         out_specs=(PartitionSpec(), aux_spec, tree_util.tree_unflatten(treedef, out_spec), PartitionSpec()),
         axis_names=set(how.axes),
     )
-    return mapped(trained, carried, batch)
+    value, aux, grads, changed = mapped(trained, carried, batch)
+    new = iter(changed)
+    leaves, structure = tree_util.tree_flatten(carried)
+    kept = [next(new) if moves else x for x, moves in zip(leaves, moving, strict=True)]
+    return value, aux, grads, tree_util.tree_unflatten(structure, kept)
+
+
+def part_of(batch: Any, pieces: int) -> Any:
+    """The shapes of one of so many parts of a batch; a scalar goes to each."""
+    return tree_util.tree_map(
+        lambda x: jax.ShapeDtypeStruct((x.shape[0] // pieces, *x.shape[1:]) if x.ndim else (), x.dtype), batch
+    )
 
 
 def growing_dims(loss: Loss, trained: Any, carried: Any, batch: tuple[Any, ...], pieces: int) -> Any:
@@ -205,15 +236,31 @@ def growing_dims(loss: Loss, trained: Any, carried: Any, batch: tuple[Any, ...],
 
     Found by shapes: those of the whole batch against those of one of its `pieces`.
     """
-    part = tree_util.tree_map(lambda x: jax.ShapeDtypeStruct((x.shape[0] // pieces, *x.shape[1:]), x.dtype), batch)
     large = jax.eval_shape(loss, trained, carried, batch)[1][0]
-    small = jax.eval_shape(loss, trained, carried, part)[1][0]
+    small = jax.eval_shape(loss, trained, carried, part_of(batch, pieces))[1][0]
 
     def dim(a: Any, b: Any) -> int:
         grown = [i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m == n * pieces and m != n]
         return grown[0] if grown else -1
 
     return tree_util.tree_map(dim, large, small)
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype that sums are kept in: at least float32."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def moving(loss: Loss, trained: Any, carried: Any, batch: tuple[Any, ...]) -> tuple[bool, ...]:
+    """Which carried leaves the loss changes: those it does not give back as they came."""
+    found: list[bool] = []
+
+    def look(*args: Any) -> None:
+        after = tree_util.tree_leaves(loss(*args)[1][1])
+        found[:] = [a is not b for a, b in zip(after, tree_util.tree_leaves(args[1]), strict=True)]
+
+    jax.eval_shape(look, trained, carried, batch)
+    return tuple(found)
 
 
 def _together(values: Any, dims: Any, rule: Callable[[Any, int | None], Any]) -> Any:
@@ -363,7 +410,7 @@ def _average(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """The mean over the parts; of ints, which have none, the largest."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return lax.pmax(x, tuple(axes))
-    return lax.pmean(x.astype(jnp.promote_types(x.dtype, jnp.float32)), tuple(axes)).astype(x.dtype)
+    return lax.pmean(x.astype(wide(x.dtype)), tuple(axes)).astype(x.dtype)
 
 
 def _agreed(x: jax.Array, axes: Sequence[str]) -> jax.Array:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import tree_util
 
+from shardfn.errors import Problem, raise_problems
 from shardfn.strategy import join, shape_of
 
 
@@ -108,3 +109,18 @@ def _not_params(model: Any) -> set[str]:
         if is_variable(node) and not isinstance(node, nnx.Param):
             found |= {join("", (*key, *inner)) for inner, _ in tree_util.tree_flatten_with_path(node)[0]}
     return found
+
+
+def owned(parts: Anatomy, globs: Sequence[str]) -> tuple[bool, ...]:
+    """Which leaves match a glob.
+
+    Raises:
+      StrategyError: a glob matches none.
+    """
+    problems = [
+        Problem(f"layerwise_parallel {glob!r} matches no parameter", f"layerwise_parallel = {tuple(globs)!r}",
+                f"the parameters are {', '.join(parts.paths[:8])}", "use a path, or a glob of paths")
+        for glob in globs if not fnmatch.filter(parts.paths, glob)
+    ]  # fmt: skip
+    raise_problems(problems)
+    return tuple(any(fnmatch.fnmatchcase(path, glob) for glob in globs) for path in parts.paths)

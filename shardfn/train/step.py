@@ -15,16 +15,19 @@ from jax import tree_util
 from jax.experimental import multihost_utils
 
 from shardfn import context
+from shardfn.context_keys import nearest
 from shardfn.errors import Problem, a, raise_problems
 from shardfn.plan import Plan
 from shardfn.report import Report
+from shardfn.sharded import Options
 from shardfn.strategy import shape_of, short
 from shardfn.train.folded import Chosen, chosen, folding_of, recompute_problems
 from shardfn.train.fusion import Bucket, fusion_of, id_problems
-from shardfn.train.lay import Laid, Training, lay, owned, whole_layout
+from shardfn.train.lay import Laid, lay, whole_layout
 from shardfn.train.modes import Mode, mode_of
 from shardfn.train.reuse import DEFAULT_LIMIT, Folding, fold, limit_of
-from shardfn.train.state import Anatomy, State, anatomy
+from shardfn.train.state import Anatomy, State, anatomy, owned
+from shardfn.train.training import Training
 
 
 def step(
@@ -99,7 +102,7 @@ def step(
     >>> mean_square = lambda params, x, y: jnp.mean((x @ params["w"] - y) ** 2)
     >>> train = step(mean_square, optax.sgd(0.1), mode="data_parallel")
     >>> state = train.init({"w": jnp.zeros((2, 1))})
-    >>> state, loss = train(state, jnp.ones((4, 2)), jnp.ones((4, 1)))
+    >>> state, loss = train(state, jnp.ones((8, 2)), jnp.ones((8, 1)))
     >>> float(loss), int(state.step)
     (1.0, 1)
     """
@@ -119,7 +122,8 @@ def step(
     settings = context.changed("train.step", {name: value for name, value in said.items() if value is not None})
     with context.held(settings):
         chosen = mode_of(None)
-    problems = list(_problems(loss_fn, optimizer, micro_batches, chosen, in_strategy, parameter_plan, cross_batch,
+    problems = list(_option_problems(options))
+    problems += list(_problems(loss_fn, optimizer, micro_batches, chosen, in_strategy, parameter_plan, cross_batch,
                               layerwise_parallel))  # fmt: skip
     problems += id_problems(fusion) if fusion is not None else ()
     problems += recompute_problems(recompute, options)
@@ -132,6 +136,13 @@ def step(
         tuple(layerwise_parallel), tuple(frozen), donate, fusion_of(settings, fusion),
         limit_of(reuse or ("auto" if recompute else None)), recompute, types.MappingProxyType(options),
     ))  # fmt: skip
+
+
+def _option_problems(options: Mapping[str, Any]) -> Iterator[Problem]:
+    known = {f.name for f in dataclasses.fields(Options)} - {"out_strategy", "donate_argnums", "donate_argnames"}
+    for name in options.keys() - known:
+        yield Problem(f"`train.step` has no option `{name}`", f"{name} = {short(options[name])}",
+                      "its options are its own and those of `shard`", nearest(name, sorted(known)), is_type=True)  # fmt: skip
 
 
 def _problems(
@@ -278,7 +289,7 @@ class TrainingStep:
 
     def _for(self, state: State, batch: tuple[Any, ...]) -> Laid:
         leaves, treedef = tree_util.tree_flatten(batch)
-        key = treedef, tuple((x.shape, x.dtype) for x in leaves)
+        key = treedef, tuple(map(shape_of, leaves))
         found = self._laid.get(key)
         if found is None:
             with context.held(self.training.settings):
@@ -304,4 +315,6 @@ def _shape_of_model(make: Callable[[], Any]) -> Any:
 
 
 def _shapes(tree: Any) -> Any:
-    return tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    return tree_util.tree_map(
+        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), getattr(x, "dtype", None) or jnp.result_type(x)), tree
+    )

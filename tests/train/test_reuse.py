@@ -228,7 +228,7 @@ def after(options):
 
 
 @pytest.mark.parametrize(
-    "options", [dict(reuse="auto"), dict(recompute=2), dict(recompute="auto", memory_limit="30KB")]
+    "options", [dict(reuse="auto"), dict(recompute=2), dict(recompute="auto", memory_limit="17.8kB")]
 )
 def test_a_step(options):
     _, expected, loss, collectives = after(())
