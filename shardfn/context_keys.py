@@ -417,8 +417,9 @@ AUTO_PARALLEL_KEYS = _table(
            "an order of the collectives", "Which groups' collectives may run at the same time."),
     # XLA chooses all-to-all where it is cheaper, whatever is said here: neither value asks for anything.
     _later("enable_alltoall", False, _boolean, "", "Redistribute with all-to-all.", also=(True,)),
-    _later("comm_fusion", _FUSION, _fusion_check, "a choice of how collectives fuse", "How they fuse."),
-    _later("all_reduce_fusion_config", None, _indices, "a choice of how all-reduces fuse", "Where they are split."),
+    _trains("comm_fusion", _FUSION, _fusion_check, "Which collectives of the training step travel as one."),
+    _trains("all_reduce_fusion_config", None, _indices, "The last all-reduce of each of its buckets.",
+            store=tuple, read=lambda kept: None if kept is None else list(kept)),
     _later("optimizer_weight_shard_aggregated_save", False, _boolean, "the sharding of optimizer states",
            "Gather them before they are saved."),
     _now("strategy_ckpt_config", StrategyFiles(), _files, "The layout file to read, and the one to write.",

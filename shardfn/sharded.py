@@ -77,6 +77,7 @@ class Options:
     donate_argnums: tuple[int, ...] = ()
     donate_argnames: tuple[str, ...] = ()
     layout: Any = None
+    compiler_options: Any = None
 
 
 class OtherCall(Exception):
@@ -359,7 +360,8 @@ class ShardedFunction:
             return _Laid(made, mended, again)
 
         def jit(found: _Laid, grid: Grid, nested: bool = False) -> Callable[..., Any]:
-            return apply(found.plan, found.on(grid), shapes, found.traced.results, statics, donated, grid, nested)
+            return apply(found.plan, found.on(grid), shapes, found.traced.results, statics, donated, grid, nested,
+                         options.compiler_options)  # fmt: skip
 
         def here(found: _Laid) -> Callable[..., Any]:
             return jit(

@@ -17,9 +17,11 @@ from shardfn.errors import Problem, raise_problems
 from shardfn.sharded import ShardedFunction
 from shardfn.strategy import AUTO, join
 from shardfn.train.drawn import Cut, Drawn, is_per_device, tree_of
+from shardfn.train.fusion import Bucket
 from shardfn.train.optimizer_parallel import OptimizerParallel, cut_further, mirrored
 from shardfn.train.pipeline import Pipeline
 from shardfn.train.state import Anatomy, State, owned
+from shardfn.train.traffic import fused, parts_of, told
 from shardfn.train.training import Training
 from shardfn.train.update import update_of
 
@@ -31,6 +33,8 @@ class Laid:
     sharded: ShardedFunction
     state: State
     """Of `NamedSharding`s."""
+    buckets: tuple[tuple[Bucket, tuple[str, ...]], ...] = ()
+    """The collectives of gradients and parameters, each with the paths of what it takes."""
 
 
 def lay(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]) -> Laid:
@@ -55,7 +59,10 @@ def lay(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]
     keyed = [*_keyed("state", state), *_keyed("batch", batch)]
     entries = {path: sharding for (path, _), sharding in zip(keyed, named, strict=True)}
     donated = (0,) if training.donate else ()
-    return Laid(shard(function, device=training.device, parameter_plan=entries, donate_argnums=donated), shardings)
+    how = parts_of(training, parts, drawn, cut, owned(parts, training.own)) if is_per_device(training, drawn) else None
+    sharded = shard(function, device=training.device, parameter_plan=entries, donate_argnums=donated,
+                    compiler_options=told(training, how))  # fmt: skip
+    return Laid(sharded, shardings, fused(training, parts, state.params, drawn, cut, how) if how else ())
 
 
 def whole_layout(training: Training, parts: Anatomy, state: State) -> State:
@@ -116,7 +123,8 @@ def _planned(training: Training, parts: Anatomy, state: State, batch: tuple[Any,
     draft = shard(
         function,
         (AUTO, *entries), device=training.device, parameter_plan=wanted,
-        donate_argnums=(0,) if training.donate else (), **options,
+        donate_argnums=(0,) if training.donate else (),
+        compiler_options=told(training, None) if training.is_plain and not training.cross_batch else None, **options,
     )  # fmt: skip
     made = draft.plan(state, *batch)
     specs = [d.spec for d in made.inputs]
