@@ -147,7 +147,7 @@ def make_plan(
         seconds=wishes.seconds,
     )  # fmt: skip
     answer = search(question)
-    if wishes.memory_limit is not None:
+    if wishes.memory_limit is not None and wishes.is_strict:
         answer = within_limit(question, answer, again or search, wishes.is_strict)
     flow = flow_of(answer.axes, answer.specs, answer.pins)
     constraints = tuple(

@@ -345,8 +345,8 @@ class ShardedFunction:
         asked: list[tuple[Question, Answer]] = []
         found = laid(lambda problem: asked.append((problem, find(problem))) or asked[-1][1])
         if options.finalists > 1 and asked[0][0].is_open:
-            found = self._best_compiled(*asked[0], find, laid, lambda one: Verifier(
-                lambda plan: here(dataclasses.replace(one, plan=plan)), tuple(shapes)).compiled(one.plan))  # fmt: skip
+            found = self._best_compiled(*asked[0], find, str(traced.module), laid, lambda one: Verifier(
+                lambda plan: here(dataclasses.replace(one, plan=plan)), tuple(shapes)).compiled(one.plan, True))  # fmt: skip
         made = found.plan
         if told := idle(made, algorithm_of(current)):
             warnings.warn(told, stacklevel=_outside())
@@ -359,17 +359,22 @@ class ShardedFunction:
         return Entry(made, slots, jitted, nested, tuple(shardings(made.inputs, whole(made))), stateful)
 
     def _best_compiled(
-        self, problem: Question, answer: Answer, find: Search, laid: Callable[[Search], _Laid],
+        self, problem: Question, answer: Answer, find: Search, program: str, laid: Callable[[Search], _Laid],
         compiled: Callable[[_Laid], Any],
     ) -> _Laid:  # fmt: skip
         levels = [find(dataclasses.replace(problem, level=other)) for other in (0, 1, 2) if other != problem.level]
+        entered = finalists.answers(problem, answer, levels, self.options.finalists)
         found = []
-        for name, one in finalists.answers(problem, answer, levels, self.options.finalists):
+        for name, one in entered:
             with progress(f"compiling {self.callee.name}: {name}"):
-                plan = laid(lambda _, one=one: one)
-                found.append((plan, finalists.judged(name, plan.plan, compiled_module.read(compiled(plan)))))
-        at, told = finalists.best([rated for _, rated in found], problem.memory_limit)
-        winner = found[at][0]
+                made = finalists.compiled_once(
+                    program, problem, one, lambda one=one: compiled_module.read(compiled(laid(lambda _: one)))
+                )
+            found.append(finalists.judged(name, problem, one, made))
+        at, told = finalists.best(found, problem.memory_limit)
+        if self.options.memory_limit is not None:
+            finalists.check(found[at], len(found), problem.memory_limit)
+        winner = laid(lambda _: entered[at][1])
         plan = dataclasses.replace(winner.plan, findings=(*winner.plan.findings, told))
         return dataclasses.replace(winner, plan=plan)
 

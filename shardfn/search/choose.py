@@ -77,6 +77,7 @@ def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend) -
         return propagation.search(problem)
     rated.sort(key=lambda r: r[0])
     _, best, at = rated[0]
+    best = as_sliced(problem, best)
     others = tuple(c for _, c, _ in rated[1:])
     tried = ", ".join(dict.fromkeys(shape(f.axes) for f in found))
     runner = f"{others[0].name}: {figures(others[0].price)} against {figures(best.price)}" if others else ""
@@ -160,6 +161,31 @@ def let_go(problem: Problem, best: Candidate) -> Candidate:
     needed = {index: pin for index, pin in best.pins.items() if index not in agreed}
     fewer = dataclasses.replace(best, pins=needed, price=problem.price(best.axes, best.specs, needed))
     return fewer if objective(fewer.price, problem) <= aim else best
+
+
+def as_sliced(problem: Problem, best: Candidate) -> Candidate:
+    """The same with each open argument that the flow slices before anything else reads it laid out so from the start, if
+    that is better."""
+    flow = problem.flow(best.axes, best.specs, best.pins)
+    inputs = flow.graph.inputs[len(flow.graph.inputs) - len(best.specs) :]
+    readers: dict[int, list[Op]] = {value: [] for value in inputs}
+    for op in flow.graph.ops:
+        for value in set(op.inputs) & readers.keys():
+            readers[value].append(op)
+    sizes, specs = dict(best.axes), list(best.specs)
+    for i, value in enumerate(inputs):
+        found = {flow.specs[op.outputs[0]] for op in readers[value] if op.name == "all_slice"}
+        if problem.specs[i] is None and len(found) == 1 and all(op.name == "all_slice" for op in readers[value]):
+            (spec,) = found
+            laid, shape = spec[: len(problem.shapes[i])], problem.shapes[i]
+            if all(a in sizes for dim in laid for a in dim) and all(
+                n % math.prod(sizes[a] for a in dim) == 0 for n, dim in zip(shape, laid, strict=True)
+            ):
+                specs[i] = laid
+    if tuple(specs) == best.specs:
+        return best
+    laid = dataclasses.replace(best, specs=tuple(specs), price=problem.price(best.axes, tuple(specs), best.pins))
+    return laid if objective(laid.price, problem) <= objective(best.price, problem) else best
 
 
 def agreeing(graph: Graph, flow: Flow, pins: Pins) -> frozenset[int]:

@@ -1,19 +1,21 @@
 """Plain layouts that people write by hand, found by the dim classes: one class cut over all devices, or two on a grid of
-two axes, and the same with all else in pieces over the axes left (as FSDP lays out weights). They stand beside the
+two axes, and the same with what only the update reads, or all else, in pieces over the axes left. They stand beside the
 search's own plans: among the finalists, at level 1, and wherever the program is small."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from shardfn.cost.fusion import CHEAP, COSTLY
 from shardfn.cuts import divisors
 from shardfn.graph.model import Spec
 from shardfn.search.grid import Axes
 from shardfn.search.problem import Candidate, Problem, objective
 
-MOST = 3
-"""Classes, the heaviest first."""
+MOST, SMALL = 3, 500
+"""Classes, the heaviest first; in pairs so many only of programs of up to `SMALL` ops, else two."""
 
 
 def candidates(problem: Problem, pairs: bool = True) -> tuple[Candidate, ...]:
@@ -34,19 +36,52 @@ def _layouts(problem: Problem, pairs: bool) -> Iterator[tuple[str, Axes, tuple[S
     n = problem.devices
     open_ = {c for classes, spec in zip(problem.classes, problem.specs, strict=True) if spec is None for c in classes}
     heaviest = sorted(open_, key=lambda c: (-problem.weights.get(c, 0), c))
-    fit = [c for c in heaviest if any(map(any, _laid(problem, (("a", n),), {c: "a"}, False)))][:MOST]
+    parts = divisors(n, n)[1:-1]
+    fit = [c for c in heaviest if any(_fits(problem, c, ways) for ways in (n, *parts))][:MOST]
+    paired = fit[: MOST if len(problem.graph.ops) <= SMALL else 2] if pairs else []
     for c in fit:
-        yield from _both(problem, (("a", n),), {c: "a"})
-    for first, second in itertools.permutations(fit if pairs else (), 2):
-        for a in divisors(n, n)[1:-1]:
-            yield from _both(problem, (("a", a), ("b", n // a)), {first: "a", second: "b"})
+        if _fits(problem, c, n):
+            yield from _each(problem, (("a", n),), {c: "a"})
+    for first, second in itertools.permutations(paired, 2):
+        for a in parts:
+            if _fits(problem, first, a) and _fits(problem, second, n // a):
+                yield from _each(problem, (("a", a), ("b", n // a)), {first: "a", second: "b"})
 
 
-def _both(problem: Problem, axes: Axes, cut: Mapping[int, str]) -> Iterator[tuple[str, Axes, tuple[Spec, ...]]]:
-    sizes = dict(axes)
+def _fits(problem: Problem, class_: int, ways: int) -> bool:
+    """Whether an open argument has a dim of a class that can be cut so many ways."""
+    return any(map(any, _laid(problem, (("a", ways),), {class_: "a"})))
+
+
+STATE, ALL = "what only the update reads", "all else"
+"""What is cut into pieces over the axes that a layout leaves, or the first of them: what elementwise ops alone read (as
+ZeRO-1 lays out an optimizer's state), or everything (as fully sharded data parallel lays out weights)."""
+
+
+def _each(problem: Problem, axes: Axes, cut: Mapping[int, str]) -> Iterator[tuple[str, Axes, tuple[Spec, ...]]]:
+    sizes, every = dict(axes), tuple(name for name, _ in axes)
     name = ", ".join(f"{_name(problem, c)} cut {sizes[axis]} ways" for c, axis in cut.items())
-    yield name, axes, _laid(problem, axes, cut, False)
-    yield f"{name}, all else in pieces", axes, _laid(problem, axes, cut, True)
+    yield name, axes, _laid(problem, axes, cut)
+    kinds = [(STATE, every[:1])] * any(_is_state(problem)) + [(ALL, every[:1]), (ALL, every)]
+    for pieces, over in dict.fromkeys(kinds):
+        count = math.prod(sizes[axis] for axis in over)
+        yield f"{name}, {pieces} in {count} pieces", axes, _laid(problem, axes, cut, pieces, over)
+
+
+def _is_state(problem: Problem) -> tuple[bool, ...]:
+    """Of each argument whether a result takes its place and elementwise ops alone read it: momentum, not parameters."""
+    if "state" not in problem.memo:
+        read: dict[int, set[str]] = {value: set() for value in problem.inputs}
+        for op in problem.graph.ops:
+            for value in read.keys() & set(op.inputs):
+                read[value].add(op.name)
+        kept = set(problem.same_as.values())
+        problem.memo["state"] = tuple(v in kept and read[v] <= _ELEMENTWISE for v in problem.inputs)
+    return problem.memo["state"]
+
+
+_ELEMENTWISE = (CHEAP | COSTLY) - {"broadcast_in_dim", "concatenate", "dynamic_slice", "dynamic_update_slice", "gather",
+                                   "iota", "pad", "reverse", "slice", "transpose"}  # fmt: skip
 
 
 def _name(problem: Problem, class_: int) -> str:
@@ -54,13 +89,21 @@ def _name(problem: Problem, class_: int) -> str:
     return next(f"{path} dim {classes.index(class_)}" for path, classes in rows if class_ in classes)
 
 
-def _laid(problem: Problem, axes: Axes, cut: Mapping[int, str], in_pieces: bool) -> tuple[Spec, ...]:
-    rows = zip(problem.specs, problem.shapes, problem.classes, strict=True)
-    return tuple(s if s is not None else _along(shape, classes, axes, cut, in_pieces) for s, shape, classes in rows)
+def _laid(
+    problem: Problem, axes: Axes, cut: Mapping[int, str], pieces: str = "", over: Sequence[str] = ()
+) -> tuple[Spec, ...]:
+    rows = zip(problem.specs, problem.shapes, problem.classes, _is_state(problem), strict=True)
+    return tuple(
+        s if s is not None else _along(shape, classes, axes, cut, over if pieces == ALL or is_state else ())
+        for s, shape, classes, is_state in rows
+    )
 
 
-def _along(shape: Sequence[int], classes: Sequence[int], axes: Axes, cut: Mapping[int, str], in_pieces: bool) -> Spec:
-    """Each class's first dim over its axis, where it divides; what axes are left over the largest dims that they divide."""
+def _along(
+    shape: Sequence[int], classes: Sequence[int], axes: Axes, cut: Mapping[int, str], over: Sequence[str]
+) -> Spec:
+    """Each class's first dim over its axis, where it divides; those of `over` that are left over the largest dims that they
+    divide."""
     sizes = dict(axes)
     spec: list[list[str]] = [[] for _ in shape]
     left = list(shape)
@@ -70,7 +113,7 @@ def _along(shape: Sequence[int], classes: Sequence[int], axes: Axes, cut: Mappin
             spec[at].append(axis)
             left[at] //= sizes[axis]
     used = {axis for dim in spec for axis in dim}
-    for axis in (name for name, _ in axes if in_pieces and name not in used):
+    for axis in (name for name in over if name not in used):
         dims = [d for d, size in enumerate(left) if size and size % sizes[axis] == 0]
         at = max(dims, key=lambda d: (not spec[d], left[d], -d), default=None)
         if at is not None:
