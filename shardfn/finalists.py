@@ -13,18 +13,22 @@ from shardfn.cost.price import collective_s
 from shardfn.errors import StrategyError, fail
 from shardfn.search import plain
 from shardfn.search.grid import Axes
+from shardfn.search.polish import polished
 from shardfn.search.problem import SPREAD, Answer, Candidate, Problem, objective
 
 
 def answers(problem: Problem, answer: Answer, levels: Sequence[Answer], count: int) -> tuple[tuple[str, Answer], ...]:
-    """The answers to compile, by name, `count` in all: the search's own first, those of the other levels, then in turn the
-    best of what else was priced, of the plain layouts on one axis, and of those on two. The flow does not always tell
-    which of them XLA likes. Of those that cost the same, the first stands for all: they compile to one program, or as good."""
+    """The answers to compile, by name, `count` in all: the search's own first, as it is and polished, those of the other
+    levels, then in turn the best of what else was priced, of the plain layouts on one axis, and of those on two. The flow
+    does not always tell which of them XLA likes. Of those that cost the same, the first stands for all: they compile to
+    one program, or as good."""
 
     def candidate(name: str, one: Answer) -> Candidate:
         return Candidate(name, one.axes, one.specs, one.pins, problem.price(one.axes, one.specs, one.pins))
 
-    first = [candidate("the search's", answer), *(candidate("another level's", one) for one in levels)]
+    first = [candidate("the search's", answer)]
+    first += [polished(problem, first[0])]
+    first += [candidate("another level's", one) for one in levels]
     single = plain.candidates(problem, pairs=False)
     double = tuple(c for c in plain.candidates(problem) if c not in single)
     others = tuple(sorted(answer.others, key=lambda c: objective(c.price, problem)))
@@ -33,16 +37,23 @@ def answers(problem: Problem, answer: Answer, levels: Sequence[Answer], count: i
         for c in filter(None, turn):
             sizes = tuple(sorted(size for _, size in c.axes))
             found.setdefault((sizes, c.price.bytes_sent, c.price.memory.peak, c.price.time_s), c)
-    return tuple((c.name, _answer(answer, c)) for c in list(found.values())[:count])
+    return tuple((c.name, chosen(answer, c, "best as compiled of the finalists")) for c in list(found.values())[:count])
 
 
-def _answer(answer: Answer, c: Candidate) -> Answer:
+def chosen(answer: Answer, c: Candidate, why: str) -> Answer:
+    """An answer with another candidate in the place of what the search chose."""
     if (c.axes, c.specs, c.pins) == (answer.axes, answer.specs, answer.pins):
         return answer
-    reasons = tuple("" if not reason else f"the best compiled: {c.name}" for reason in answer.reasons)
-    policy = f"best as compiled of the finalists: {c.name}"
+    reasons = tuple("" if not reason else f"{why}: {c.name}" for reason in answer.reasons)
     return dataclasses.replace(
-        answer, axes=c.axes, specs=c.specs, pins=c.pins, reasons=reasons, runners_up=(), policy=policy, gap=None
+        answer,
+        axes=c.axes,
+        specs=c.specs,
+        pins=c.pins,
+        reasons=reasons,
+        runners_up=(),
+        policy=f"{why}: {c.name}",
+        gap=None,
     )
 
 

@@ -15,15 +15,21 @@ from shardfn.search import plain, propagation
 from shardfn.search.filters import keeps
 from shardfn.search.grid import Axes, merged
 from shardfn.search.labelling import Labelling, Table, peak_of
+from shardfn.search.levels import totals
+from shardfn.search.polish import LINE, in_line
 from shardfn.search.problem import Answer, Candidate, Pins, Problem, figures, objective
 from shardfn.search.solve import Solution
 from shardfn.search.strategies import Space, spec_of
 
 PLAIN = 500
-"""Ops up to which the plain layouts are priced beside what was searched; where memory is the aim, up to `LARGE`."""
+"""Ops up to which all that was found is let go of what it need not hold before it is compared."""
 
 LARGE = 2000
-"""Ops from which every further flow costs more than it brings."""
+"""Ops up to which the plain layouts are priced beside what was searched; from there every further flow costs more than it
+brings."""
+
+MOST = 3
+"""Of what was found, how much is priced by its flow beyond the first few, if it promises more than they turned out to hold."""
 
 HELD_FIRST = frozenset({"dot_general", "convolution", "gather", "scatter", "reduce", "concatenate", "dynamic_slice"})
 """Ops whose layouts are decisions of their own; the others follow them."""
@@ -62,15 +68,21 @@ def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend) -
     """
     rated: list[tuple[tuple[float, ...], Candidate, Found | None]] = []
     is_small = len(problem.graph.ops) <= PLAIN
-    for one in found[: _flows(problem.graph)]:
+    for count, one in enumerate(found):
+        if count >= _flows(problem.graph) and (count >= MOST or not promises(problem, one, min(r[0] for r in rated))):
+            break
         made = candidate(problem, one)
         made = let_go(problem, made) if is_small else made
         rated.append((objective(made.price, problem), made, one))
+        if len(problem.graph.ops) <= LARGE and one.axes == made.axes:
+            other = in_line(problem, made, layout_of(problem, one))
+            if keeps(problem.flow(other.axes, other.specs, {}), problem.algorithm):
+                rated.append((objective(other.price, problem), other, one))
         if made.price.memory.peak > problem.memory_limit:
             for other in mend(problem, one, made):
                 made = candidate(problem, other)
                 rated.append((objective(made.price, problem), made, other))
-    if len(problem.graph.ops) <= (LARGE if problem.level == 1 else PLAIN) or not rated:
+    if len(problem.graph.ops) <= LARGE or not rated:
         rated += [(objective(c.price, problem), c, None) for c in plain.candidates(problem, problem.level == 1)
                   if keeps(problem.flow(c.axes, c.specs, c.pins), problem.algorithm)]  # fmt: skip
     if not rated:
@@ -87,13 +99,14 @@ def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend) -
             f"{what} at level {problem.level}, grids tried: {tried}; a plain layout has the better flow: {best.name}"
         )
         reasons = tuple("" if given is not None else reason for given in problem.specs)
-        return Answer(best.axes, best.specs, reasons, policy, runner, others=others)
+        return Answer(best.axes, best.specs, reasons, policy, runner, pins=best.pins, others=others)
     best = best if is_small else let_go(problem, best)
     gap = _gap(problem, at, found)
     proof = "no bound of how far from the optimum" if gap is None else (
         "proved" if gap == 0 else f"within {gap:.1%} of the optimum")  # fmt: skip
     grid = " x ".join(f"{name}={size}" for name, size in best.axes)
-    policy = f"{what} at level {problem.level}: grid {grid}, {proof} under the cost model; grids tried: {tried}"
+    aside = f"; {LINE}" if best.name.endswith(LINE) else ""
+    policy = f"{what} at level {problem.level}: grid {grid}, {proof} under the cost model; grids tried: {tried}{aside}"
     reasons = tuple("" if given is not None else "the optimum of all ops together" for given in problem.specs)
     return Answer(best.axes, best.specs, reasons, policy, runner, pins=best.pins, gap=gap, others=others,
                   runners_up=runners_up(problem, at))  # fmt: skip
@@ -111,6 +124,16 @@ def _gap(problem: Problem, at: Found, found: Sequence[Found]) -> float | None:
     return gap if gap > 1e-6 else 0.0
 
 
+def promises(problem: Problem, found: Found, best: tuple[float, ...]) -> bool:
+    """Whether the model thinks that something is better than the best flow so far, at the levels where both count the same."""
+    if problem.level == 1 or len(problem.graph.ops) > LARGE or found.peak > problem.memory_limit:
+        return False
+    if problem.level == 2:
+        return found.solution.cost < best[1]
+    made = totals(found.space, found.solution.choice)
+    return (problem.idle(made.flops), made.sent) < best[1:3]
+
+
 def shape(axes: Axes) -> str:
     """A grid as people write it: 4x2."""
     return "x".join(str(size) for _, size in axes) or "1"
@@ -121,8 +144,8 @@ def _flows(graph: Graph) -> int:
     return max(1, min(6, 2000 // max(1, len(graph.ops))))
 
 
-def candidate(problem: Problem, found: Found) -> Candidate:
-    """The optimum on a grid with every decision held, priced by its flow."""
+def layout_of(problem: Problem, found: Found) -> Callable[[int], Spec]:
+    """The layout of each value of the graph, as it was found."""
     names = tuple(name for name, _ in found.axes)
 
     def laid(value: int) -> Spec:
@@ -130,6 +153,12 @@ def candidate(problem: Problem, found: Found) -> Candidate:
         row = layouts[found.solution.choice[node]]
         return spec_of(row.tolist(), len(problem.graph.values[value].shape), names)
 
+    return laid
+
+
+def candidate(problem: Problem, found: Found) -> Candidate:
+    """The optimum on a grid with every decision held, priced by its flow."""
+    names, laid = tuple(name for name, _ in found.axes), layout_of(problem, found)
     specs = tuple(spec if spec is not None else laid(value)[: len(shape)]
                   for value, spec, shape in zip(problem.inputs, problem.specs, problem.shapes, strict=True))  # fmt: skip
     pins: dict[int, Pin] = {}
@@ -157,6 +186,10 @@ def let_go(problem: Problem, best: Candidate) -> Candidate:
         return alone  # but for that rule, which propagation does not know
     if len(problem.graph.ops) > LARGE:  # a further flow costs more than the pins do
         return best
+    ends = {index: Pin((None,) * len(pin.operands), pin.results) for index, pin in best.pins.items()}
+    loose = dataclasses.replace(best, pins=ends, price=problem.price(best.axes, best.specs, ends))
+    if objective(loose.price, problem) < aim:  # as the op reads its operands, they are best changed elsewhere
+        best, aim = loose, objective(loose.price, problem)
     agreed = agreeing(problem.graph, problem.flow(best.axes, best.specs, {}), best.pins)
     needed = {index: pin for index, pin in best.pins.items() if index not in agreed}
     fewer = dataclasses.replace(best, pins=needed, price=problem.price(best.axes, best.specs, needed))

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from shardfn.cost.fusion import CHEAP, COSTLY
 from shardfn.cuts import divisors
-from shardfn.graph.model import Spec
+from shardfn.graph.model import Pin, Spec
 from shardfn.search.grid import Axes
-from shardfn.search.problem import Candidate, Problem, objective
+from shardfn.search.problem import Candidate, Pins, Problem, objective
 
 MOST, SMALL = 3, 500
-"""Classes, the heaviest first; in pairs so many only of programs of up to `SMALL` ops, else two."""
+"""Classes, the heaviest first; so many only of programs of up to `SMALL` ops, else two."""
 
 
 def candidates(problem: Problem, pairs: bool = True) -> tuple[Candidate, ...]:
@@ -27,18 +27,22 @@ def candidates(problem: Problem, pairs: bool = True) -> tuple[Candidate, ...]:
     """
     if problem.axes or not problem.is_open:
         return ()
-    layouts = dict.fromkeys(_layouts(problem, pairs))
-    found = [Candidate(name, axes, specs, {}, problem.price(axes, specs, {})) for name, axes, specs in layouts]
+    layouts = {
+        (axes, specs, tuple(pins)): (name, axes, specs, pins) for name, axes, specs, pins in _layouts(problem, pairs)
+    }
+    found = [Candidate(name, axes, specs, pins, problem.price(axes, specs, pins))
+             for name, axes, specs, pins in layouts.values()]  # fmt: skip
     return tuple(sorted(found, key=lambda c: objective(c.price, problem)))
 
 
-def _layouts(problem: Problem, pairs: bool) -> Iterator[tuple[str, Axes, tuple[Spec, ...]]]:
+def _layouts(problem: Problem, pairs: bool) -> Iterator[tuple[str, Axes, tuple[Spec, ...], Pins]]:
     n = problem.devices
     open_ = {c for classes, spec in zip(problem.classes, problem.specs, strict=True) if spec is None for c in classes}
     heaviest = sorted(open_, key=lambda c: (-problem.weights.get(c, 0), c))
     parts = divisors(n, n)[1:-1]
-    fit = [c for c in heaviest if any(_fits(problem, c, ways) for ways in (n, *parts))][:MOST]
-    paired = fit[: MOST if len(problem.graph.ops) <= SMALL else 2] if pairs else []
+    most = MOST if len(problem.graph.ops) <= SMALL else 2
+    fit = list(itertools.islice((c for c in heaviest if any(_fits(problem, c, ways) for ways in (n, *parts))), most))
+    paired = fit if pairs else []
     for c in fit:
         if _fits(problem, c, n):
             yield from _each(problem, (("a", n),), {c: "a"})
@@ -58,14 +62,31 @@ STATE, ALL = "what only the update reads", "all else"
 ZeRO-1 lays out an optimizer's state), or everything (as fully sharded data parallel lays out weights)."""
 
 
-def _each(problem: Problem, axes: Axes, cut: Mapping[int, str]) -> Iterator[tuple[str, Axes, tuple[Spec, ...]]]:
+def _each(problem: Problem, axes: Axes, cut: Mapping[int, str]) -> Iterator[tuple[str, Axes, tuple[Spec, ...], Pins]]:
     sizes, every = dict(axes), tuple(name for name, _ in axes)
     name = ", ".join(f"{_name(problem, c)} cut {sizes[axis]} ways" for c, axis in cut.items())
-    yield name, axes, _laid(problem, axes, cut)
+    yield name, axes, _laid(problem, axes, cut), {}
     kinds = [(STATE, every[:1])] * any(_is_state(problem)) + [(ALL, every[:1]), (ALL, every)]
     for pieces, over in dict.fromkeys(kinds):
         count = math.prod(sizes[axis] for axis in over)
-        yield f"{name}, {pieces} in {count} pieces", axes, _laid(problem, axes, cut, pieces, over)
+        laid = _laid(problem, axes, cut, pieces, over)
+        yield f"{name}, {pieces} in {count} pieces", axes, laid, _held(problem, axes, cut)
+
+
+def _held(problem: Problem, axes: Axes, cut: Mapping[int, str]) -> Pins:
+    """Products and look-ups whose results have a dim of a class are held to its cut: pieces would lead propagation
+    astray."""
+    pins: dict[int, Pin] = {}
+    for index, op in enumerate(problem.graph.ops):
+        if index in problem.can_hold and op.name in _HELD:
+            rows = [(problem.graph.values[v].shape, problem.tied[v]) for v in op.outputs]
+            results = tuple(_along(shape, classes, axes, cut, ()) for shape, classes in rows)
+            if any(map(any, results)):
+                pins[index] = Pin((None,) * len(op.inputs), results)
+    return pins
+
+
+_HELD = frozenset({"dot_general", "convolution", "gather"})
 
 
 def _is_state(problem: Problem) -> tuple[bool, ...]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from shardfn.cost.hardware import Hardware
 from shardfn.cost.price import Price, price
+from shardfn.graph.classes import dim_classes
 from shardfn.graph.model import Flow, Graph, Pin, Spec
 from shardfn.search.grid import Axes
 from shardfn.search.strategies import Known, known
@@ -92,6 +93,13 @@ class Problem:
         if "facts" not in self.memo:
             self.memo["facts"] = known(self.graph, self.donated)
         return self.memo["facts"]
+
+    @property
+    def tied(self) -> tuple[tuple[int, ...], ...]:
+        """The dim class of each dim of every value of the graph."""
+        if "tied" not in self.memo:
+            self.memo["tied"] = dim_classes(self.graph).of
+        return self.memo["tied"]
 
     @property
     def devices(self) -> int:

@@ -8,6 +8,7 @@ import pytest
 
 import shardfn
 from shardfn.search import forget, plain, propagation
+from shardfn.search.choose import answer_of
 
 S = jax.ShapeDtypeStruct
 
@@ -63,3 +64,22 @@ def test_only_what_the_update_alone_reads_is_cut_as_zero_1_cuts_it(laid):
 def test_what_is_given_stays():
     problem = asked(step, *ARGS, parameter_plan={"w": (1, 8)})
     assert plain.candidates(problem) == (), "with a grid of the user's own there is nothing plain to add"
+
+
+def test_in_pieces_products_are_held_to_the_cut_of_their_class():
+    """Weights in pieces over the batch's axis would have propagation cut the products' sums instead."""
+    problem = asked(step, *ARGS[:2], S((64, 16), jnp.float32), level=0)
+    full = next(c for c in plain.candidates(problem) if c.name.startswith("x dim 0 cut 8") and plain.ALL in c.name)
+    assert full.pins and all(pin.operands == (None, None) for pin in full.pins.values())
+    alone = problem.price(full.axes, full.specs, {})
+    assert full.price.bytes_sent <= alone.bytes_sent
+    made = [problem.graph.ops[index].outputs[0] for index in full.pins]
+    assert any(problem.graph.values[v].shape[0] == 64 for v in made)
+
+
+def test_a_plain_layout_that_wins_is_held_too():
+    problem = asked(step, *ARGS[:2], S((64, 16), jnp.float32), level=1)
+    answer = answer_of(problem, (), "nothing searched", lambda *_: ())
+    best = plain.candidates(problem)[0]
+    assert (answer.specs, answer.pins) == (best.specs, best.pins) and best.name in answer.policy
+    assert problem.price(answer.axes, answer.specs, answer.pins) == best.price
