@@ -51,6 +51,8 @@ TARGETS = {64: "tpu-v5e:8x8", 512: "h100:512"}
 LEVELS = (0, 1, 2)
 SAME, BETTER = 1e-3, 1e-2
 """A score this much larger is not worse; one this much smaller is strictly better."""
+HOUR = 3600.0
+"""Seconds for one plan: how busy the machine is must not decide."""
 SPREAD = 1.1
 """Work counts as spread over all devices up to this multiple of the least FLOPs per device in the comparison."""
 WITHIN = {"bytes": 0.05, "peak": 0.10, "flops": 0.02}
@@ -168,7 +170,7 @@ def measure(name: str, devices: int, levels: Sequence[int], tpu: bool, finalists
     yield from experts.values()
     for limit, limit_bytes in limits(experts):
         for level in levels:
-            options = {"memory_limit": int(limit_bytes), "finalists": finalists if compiles else 0}
+            options = {"memory_limit": int(limit_bytes), "finalists": finalists if compiles else 0, "time_limit": HOUR}
             yield row(f"plan, level {level}, {limit}", level=level, limit=limit, limit_bytes=limit_bytes, **options)
 
 
@@ -433,7 +435,7 @@ def main() -> None:
                         help='comma-separated, of these; "matmul" and "seed" are sections of their own')  # fmt: skip
     parser.add_argument("--devices", default="8,64,512")
     parser.add_argument("--level", default="0,1,2")
-    parser.add_argument("--finalists", type=int, default=6, help="candidates that a plan compiles, on 8 devices")
+    parser.add_argument("--finalists", type=int, default=7, help="candidates that a plan compiles, on 8 devices")
     parser.add_argument("--tpu", action="store_true", help="on 8 devices, compile for TPU v5e chips that are not here")
     parser.add_argument("--json")
     parser.add_argument("--child", help=argparse.SUPPRESS)

@@ -66,7 +66,7 @@ def _each(problem: Problem, axes: Axes, cut: Mapping[int, str]) -> Iterator[tupl
     sizes, every = dict(axes), tuple(name for name, _ in axes)
     name = ", ".join(f"{_name(problem, c)} cut {sizes[axis]} ways" for c, axis in cut.items())
     yield name, axes, _laid(problem, axes, cut), {}
-    kinds = [(STATE, every[:1])] * any(_is_state(problem)) + [(ALL, every[:1]), (ALL, every)]
+    kinds = [(STATE, every[:1])] * any(is_state(problem)) + [(ALL, every[:1]), (ALL, every)]
     for pieces, over in dict.fromkeys(kinds):
         count = math.prod(sizes[axis] for axis in over)
         laid = _laid(problem, axes, cut, pieces, over)
@@ -89,7 +89,7 @@ def _held(problem: Problem, axes: Axes, cut: Mapping[int, str]) -> Pins:
 _HELD = frozenset({"dot_general", "convolution", "gather"})
 
 
-def _is_state(problem: Problem) -> tuple[bool, ...]:
+def is_state(problem: Problem) -> tuple[bool, ...]:
     """Of each argument whether a result takes its place and elementwise ops alone read it: momentum, not parameters."""
     if "state" not in problem.memo:
         read: dict[int, set[str]] = {value: set() for value in problem.inputs}
@@ -113,10 +113,10 @@ def _name(problem: Problem, class_: int) -> str:
 def _laid(
     problem: Problem, axes: Axes, cut: Mapping[int, str], pieces: str = "", over: Sequence[str] = ()
 ) -> tuple[Spec, ...]:
-    rows = zip(problem.specs, problem.shapes, problem.classes, _is_state(problem), strict=True)
+    rows = zip(problem.specs, problem.shapes, problem.classes, is_state(problem), strict=True)
     return tuple(
-        s if s is not None else _along(shape, classes, axes, cut, over if pieces == ALL or is_state else ())
-        for s, shape, classes, is_state in rows
+        s if s is not None else _along(shape, classes, axes, cut, over if pieces == ALL or is_one else ())
+        for s, shape, classes, is_one in rows
     )
 
 

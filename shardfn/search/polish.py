@@ -10,22 +10,22 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from shardfn.graph.model import Spec
+from shardfn.graph.alike import pairs
+from shardfn.graph.model import Pin, Spec
+from shardfn.search import plain
 from shardfn.search.grid import Axes
 from shardfn.search.problem import Candidate, Problem, objective
 
 OPS = 30_000
 """Ops of all flows together that are priced: the same on every machine."""
 
-ROUNDS = 3
-
 
 def polished(problem: Problem, start: Candidate, ops: int = OPS) -> Candidate:
     """The best that changes of one group of arguments after another lead to, with nothing held inside.
 
     A group is open arguments of one shape and layout: a weight of all blocks, with what an optimizer keeps for it. Each is
-    tried whole, without one of its axes, and with one more; what no result takes the place of, as a batch, also with its
-    first dim alone cut, and before the others.
+    tried with fewer axes and with one more, at level 1 the other way round; what no result takes the place of, as a batch,
+    also with its first dim alone cut, and before the others.
 
     Args:
       problem: what is asked.
@@ -34,19 +34,17 @@ def polished(problem: Problem, start: Candidate, ops: int = OPS) -> Candidate:
     """
     left = max(1, ops // max(1, len(problem.graph.ops)))
     best = _at(problem, start, start.specs)
-    for _ in range(ROUNDS):
-        before = best
+    kinds = (more, fewer) if problem.level == 1 else (fewer, more)
+    for kind in (*kinds, *kinds):
         for members in groups(problem, best.specs):
             i = members[0]
-            for spec in moves(problem.shapes[i], best.specs[i], best.axes, i in fresh(problem)):
+            for spec in kind(problem.shapes[i], best.specs[i], best.axes, i in fresh(problem)):
                 if left <= 0 or problem.seconds_left <= 0:
                     return best
                 specs = tuple(spec if j in members else s for j, s in enumerate(best.specs))
                 made, left = _at(problem, start, specs), left - 1
                 if objective(made.price, problem) < objective(best.price, problem):
                     best = made
-        if best is before:
-            break
     return best
 
 
@@ -107,25 +105,61 @@ def fresh(problem: Problem) -> frozenset[int]:
     return frozenset(i for i, value in enumerate(problem.inputs) if kept and value not in kept)
 
 
-def moves(shape: Sequence[int], spec: Spec, axes: Axes, is_fresh: bool) -> Iterator[Spec]:
-    """Other layouts of an array: whole, an axis less, an axis more on the largest free dim, the first dim alone cut.
+def fewer(shape: Sequence[int], spec: Spec, axes: Axes, is_fresh: bool) -> Iterator[Spec]:
+    """Other layouts of an array: whole, an axis less, and of one that is fresh the first dim alone cut.
 
-    >>> list(moves((8, 16), (("a",), ()), (("a", 2), ("b", 2)), False))
-    [((), ()), (('a',), ('b',))]
+    >>> list(fewer((8, 16), (("a",), ("b",)), (("a", 2), ("b", 2)), False))
+    [((), ()), ((), ('b',)), (('a',), ())]
     """
-    sizes = dict(axes)
-    used = [axis for dim in spec for axis in dim]
     tried: dict[Spec, None] = {tuple(() for _ in spec): None}
-    for axis in used:
+    for axis in (axis for dim in spec for axis in dim):
         tried[tuple(tuple(a for a in dim if a != axis) for dim in spec)] = None
-    for axis in (axis for axis in sizes if axis not in used):
-        tried |= _more(shape, spec, axis, sizes)
-    if is_fresh:
-        for axis, size in axes:
-            if shape[0] % size == 0:
-                tried[((axis,), *((),) * (len(shape) - 1))] = None
+    for axis, size in axes if is_fresh else ():
+        if shape[0] % size == 0:
+            tried[((axis,), *((),) * (len(shape) - 1))] = None
     tried.pop(spec, None)
     yield from tried
+
+
+def more(shape: Sequence[int], spec: Spec, axes: Axes, is_fresh: bool) -> Iterator[Spec]:
+    """The layouts of an array with an axis more, on the largest dim that is free and divides.
+
+    >>> list(more((8, 16), (("a",), ()), (("a", 2), ("b", 2)), False))
+    [(('a',), ('b',))]
+    """
+    sizes = dict(axes)
+    for axis in (axis for axis in sizes if not any(axis in dim for dim in spec)):
+        yield from _more(shape, spec, axis, sizes)
+
+
+def in_pieces(problem: Problem, made: Candidate, only_state: bool = False) -> Candidate:
+    """The same with the arguments that are no batch, or of these only what the update alone reads, cut over all axes that
+    are left: a layout found for speed, laid out as fully sharded data parallel or ZeRO-1 would.
+
+    What products make of a batch is held as it was.
+    """
+    sizes, specs = dict(made.axes), list(made.specs)
+    for i, shape in enumerate(problem.shapes):
+        if problem.specs[i] is None and i not in fresh(problem) and (plain.is_state(problem)[i] or not only_state):
+            for axis in (axis for axis in sizes if not any(axis in dim for dim in specs[i])):
+                specs[i] = next(iter(_more(shape, specs[i], axis, sizes)), specs[i])
+    own = fresh(problem)
+    kept = {class_ for i, classes in enumerate(problem.classes) if i not in own for class_ in classes}
+    batch = {class_ for i in own for class_ in problem.classes[i]} - kept
+    flow = problem.flow(made.axes, made.specs, made.pins)
+    pins: dict[int, Pin] = {}
+    for index, op, at in pairs(problem.graph, flow.graph):
+        results = tuple(flow.specs[v] for v in at.outputs)
+        is_whole = all(axis in sizes for spec in results for dim in spec for axis in dim)
+        if (
+            index in problem.can_hold
+            and op.name in PRODUCTS
+            and is_whole
+            and batch.intersection(problem.tied[op.outputs[0]])
+        ):
+            pins[index] = Pin((None,) * len(op.inputs), results)
+    name = f"{made.name}, {plain.STATE if only_state else plain.ALL} in pieces"
+    return Candidate(name, made.axes, tuple(specs), pins, problem.price(made.axes, tuple(specs), pins))
 
 
 def _more(shape: Sequence[int], spec: Spec, axis: str, sizes: Mapping[str, int]) -> dict[Spec, None]:

@@ -6,7 +6,7 @@ import pytest
 
 import shardfn
 from shardfn.search import forget, propagation
-from shardfn.search.polish import fresh, groups, in_line, moves, polished
+from shardfn.search.polish import fewer, fresh, groups, in_line, in_pieces, more, polished
 from shardfn.search.problem import Candidate, objective
 
 S = jax.ShapeDtypeStruct
@@ -73,6 +73,17 @@ def test_what_no_product_reads_lies_as_the_products_do(problem):
 
 
 def test_moves():
-    assert list(moves((7, 16), ((), A), AXES, False)) == [WHOLE, ((), ("a", "b"))]
-    assert list(moves((8, 16), ((), A), AXES, False)) == [WHOLE, (B, A)]
-    assert list(moves((8, 16), ((), A), AXES, True)) == [WHOLE, (B, A), (A, ()), (B, ())]
+    assert list(more((7, 16), ((), A), AXES, False)) == [((), ("a", "b"))]
+    assert list(more((8, 16), ((), A), AXES, False)) == [(B, A)]
+    assert list(more((7, 3), WHOLE, AXES, False)) == []
+    assert list(fewer((8, 16), ((), A), AXES, False)) == [WHOLE]
+    assert list(fewer((8, 16), ((), A), AXES, True)) == [WHOLE, (A, ()), (B, ())]
+
+
+def test_an_answer_in_pieces_keeps_what_is_made_of_the_batch(problem):
+    start = candidate(problem, *BEST)
+    laid = in_pieces(problem, start)
+    assert laid.specs == ((A, B), (B, A), (("a", "b"),), (A, ()))
+    assert laid.price.memory.peak < start.price.memory.peak
+    assert laid.pins and all((A, B) in pin.results or (A, ()) in pin.results for pin in laid.pins.values())
+    assert in_pieces(problem, start, only_state=True).specs == start.specs, "there is no state"
