@@ -94,6 +94,7 @@ def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend) -
     tried = ", ".join(dict.fromkeys(shape(f.axes) for f in found))
     runner = f"{others[0].name}: {figures(others[0].price)} against {figures(best.price)}" if others else ""
     if at is None:
+        best = let_go(problem, best)
         reason = f"plain layout, better by its flow than the optimum of the cost model: {best.name}"
         policy = (
             f"{what} at level {problem.level}, grids tried: {tried}; a plain layout has the better flow: {best.name}"
