@@ -1,6 +1,9 @@
 """Shard any JAX function from integers: cuts become a mesh and PartitionSpecs, XLA does the rest, and you see it."""
 
-from shardfn.api import explain, plan, reshard, shard
+import importlib
+from types import ModuleType
+
+from shardfn.api import explain, load, plan, reshard, shard
 from shardfn.cell import Cell
 from shardfn.context import (
     GRAPH_MODE,
@@ -24,6 +27,7 @@ from shardfn.report import Report
 from shardfn.search import register as register_search
 from shardfn.sharded import ShardedFunction
 from shardfn.strategy import AUTO
+from shardfn.tags import tag
 
 __version__ = "0.1.0"
 
@@ -45,6 +49,7 @@ __all__ = [
     "get_algo_parameters",
     "get_auto_parallel_context",
     "get_context",
+    "load",
     "plan",
     "register_search",
     "reset_algo_parameters",
@@ -54,4 +59,14 @@ __all__ = [
     "set_auto_parallel_context",
     "set_context",
     "shard",
+    "tag",
 ]
+
+_PARTS = ("checkpoint",)
+"""Packages of the library that are imported when they are first used."""
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _PARTS:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

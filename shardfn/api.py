@@ -12,11 +12,12 @@ from typing import Any, TypedDict, Unpack, overload
 import jax
 from jax.core import Tracer
 
-from shardfn import search
+from shardfn import layoutfile, search
 from shardfn.amounts import bytes_of
 from shardfn.cost import hardware
 from shardfn.errors import Problem, ShardError, StrategyTypeError, a, fail, raise_problems
 from shardfn.layout import Layout
+from shardfn.layoutfile import LayoutFile
 from shardfn.plan import Plan
 from shardfn.report import Report
 from shardfn.sharded import Options, ShardedFunction
@@ -35,6 +36,7 @@ class More(TypedDict, total=False):
     static_argnames: str | Sequence[str]
     donate_argnums: int | Sequence[int]
     donate_argnames: str | Sequence[str]
+    layout: Any
 
 
 @overload
@@ -71,6 +73,7 @@ def shard(
     static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] = (),
     donate_argnames: str | Sequence[str] = (),
+    layout: Any = None,
 ) -> Any:
     """Shard a function from integers: how many ways each dimension of each argument is cut.
 
@@ -90,6 +93,8 @@ def shard(
       finalists: how many of the best plans are compiled, plain layouts among them, for the best compiled one to win.
       time_limit: seconds after which the search answers with the best it has.
       static_argnums, static_argnames, donate_argnums, donate_argnames: as in `jax.jit`.
+      layout: a layout file by its path, a recipe by its name ("llama/fsdp-tp"), what `load` gives, or a plan: it lays
+        out what no entry speaks of.
 
     Returns:
       A `ShardedFunction`. It plans on the first call with new shapes, and is an ordinary JAX function otherwise.
@@ -105,6 +110,7 @@ def shard(
     options = Options(
         in_strategy, out_strategy, device, level, parameter_plan, search_mode, memory_limit, finalists,
         time_limit, _several(static_argnums), _several(static_argnames), _several(donate_argnums), _several(donate_argnames),
+        layout,
     )  # fmt: skip
     if fn is None:
         return functools.partial(_sharded, options=options)
@@ -134,6 +140,20 @@ def explain(fn: Callable[..., Any], *args: Any, compiled: bool = False, **kwargs
     """
     function, rest = _with_options(fn, kwargs)
     return function.explain(*args, compiled=compiled, **rest)
+
+
+def load(path: Any) -> LayoutFile:
+    """A layout file, saved by `plan.save` or written by hand, or a recipe by its name ("llama/fsdp-tp").
+
+    It equals the plan that it was saved from; `shard(f, layout=...)` and `plan(f, ..., layout=...)` use it, or the path.
+
+    Raises:
+      ShardError: all that is wrong with the file.
+
+    >>> load("llama/fsdp-tp").grid
+    (('data', None), ('model', 4))
+    """
+    return layoutfile.read(path)
 
 
 def reshard(x: Any, layout: Layout) -> Any:

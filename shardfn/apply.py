@@ -32,6 +32,12 @@ def whole(plan: Plan) -> Grid:
     return Grid(mesh, {name: (name,) for name in mesh.axis_names})
 
 
+def on_paper(axes: Sequence[tuple[str, int]]) -> Grid:
+    """A grid before there is a plan: on an `AbstractMesh`."""
+    names, sizes = tuple(n for n, _ in axes), tuple(s for _, s in axes)
+    return Grid(AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(axes)), {name: (name,) for name in names})
+
+
 def finest(plan: Plan) -> Grid:
     """The plan's grid with every axis taken apart into its prime factors."""
     mesh = plan.mesh()

@@ -1,4 +1,4 @@
-"""`python -m shardfn plan module:function --shapes "f32[16,32]" --device tpu-v5e:4x4`, `explain`, `demo`, `calibrate`."""
+"""`python -m shardfn plan module:function --shapes "f32[16,32]"`, `explain`, `demo`, `calibrate`, `checkpoint`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from typing import Any
 import jax
 
 import shardfn
-from shardfn.cli_arguments import literal, load, made, shapes, tracing
+from shardfn import cli_checkpoint, layoutfile
+from shardfn.cli_arguments import literal, load, made, model, shapes, tracing
 from shardfn.cost.hardware import resolve
 from shardfn.errors import ShardError, StrategyError, fail
-from shardfn.planfile import to_json
+from shardfn.layoutcheck import checked
+from shardfn.planfile import text_of_plan
 from shardfn.search import MODES
 
 VIRTUAL_DEVICES = 8
@@ -33,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(argv)
     if argv is None:
-        _start_with_devices(options.platform, max(1, getattr(options, "devices", VIRTUAL_DEVICES)))
+        _start_with_devices(options.platform, max(1, getattr(options, "devices", None) or VIRTUAL_DEVICES))
     try:
         options.command(options)
         sys.stdout.flush()
@@ -48,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("shardfn", description="Shard JAX functions from integers.")
     parser.add_argument("--version", action="version", version=f"shardfn {shardfn.__version__}, jax {jax.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="demo | plan | explain | calibrate")
+    commands = parser.add_subparsers(required=True, metavar="demo | plan | explain | check | calibrate | checkpoint")
 
     demo = commands.add_parser("demo", help="a small training run on 8 virtual CPU devices, with its report")
     demo.set_defaults(command=_demo, platform="cpu")
@@ -60,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Search what is left open of a function's layouts, print the report and save the plan. Nothing runs, "
         "and with\na target as --device no hardware is needed.",
         epilog="example: python -m shardfn plan train.py:step --args train.py:shapes --device tpu-v5e:4x4 \\\n"
-        "           --level 2 --memory 14GiB --save layout.json",
+        "           --level 2 --memory 14GiB --save layout.toml",
     )
     _add_call(plan, "auto, the default, is the exact search while it is quick")
     plan.add_argument(
@@ -70,8 +72,8 @@ def _parser() -> argparse.ArgumentParser:
         "--time-limit", type=float, metavar="S", help="seconds, then the search answers with the best so far"
     )
     plan.add_argument("--finalists", type=int, metavar="N", help="compile the N best plans; the best as compiled wins")
-    plan.add_argument("--save", metavar="FILE", help="write the plan as JSON: grid, layouts by path, prices; - for standard "
-                      "output alone")  # fmt: skip
+    plan.add_argument("--save", metavar="FILE", help="write the plan as a layout file, TOML: grid, layouts by path; - for "
+                      "standard output alone")  # fmt: skip
     plan.set_defaults(command=_plan, platform=None)
 
     explain = commands.add_parser(
@@ -89,6 +91,26 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--html", metavar="FILE", help="write the report as a web page as well")
     explain.set_defaults(command=_explain, platform=None)
 
+    check = commands.add_parser(
+        "check",
+        help="hold a layout file against a model",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Say all that does not fit between a layout file and a model: arrays without a rule, rules without an "
+        "array,\nranks, axes, cuts, the grid. Nothing runs.",
+        epilog="example: python -m shardfn check llama/fsdp-tp --model model.py:make --device tpu-v5e:4x4",
+    )
+    check.add_argument("file", metavar="FILE", help='a layout file, or a recipe by its name: "llama/fsdp-tp"')
+    check.add_argument("--model", required=True, metavar="MODULE:FUNCTION",
+                       help="a function without parameters that returns (function, arguments), or a tree of parameters; "
+                       "with --args or --shapes, the function itself")  # fmt: skip
+    arguments = check.add_mutually_exclusive_group()
+    arguments.add_argument("--shapes", nargs="+", default=[], metavar="SHAPE", help="as in plan")
+    arguments.add_argument("--args", metavar="MODULE:FUNCTION", help="as in plan")
+    where = check.add_mutually_exclusive_group()
+    where.add_argument("--devices", type=int, metavar="N", help="how many devices there are, of any kind")
+    where.add_argument("--device", help="CPU, GPU, TPU, or a target such as tpu-v5e:4x4")
+    check.set_defaults(command=_check, platform=None)
+
     calibrate = commands.add_parser("calibrate", help="measure the virtual CPU devices of this machine",
                                     description="Measure what one virtual CPU device does per second while all are busy. "
                                     "Plans for CPU devices\nuse the figures where the environment variable SHARDFN_CPU "
@@ -98,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     calibrate.add_argument("--save", metavar="FILE", help="write the figures, as JSON")
     calibrate.set_defaults(command=_calibrate, platform="cpu")
+    cli_checkpoint.add(commands)
     return parser
 
 
@@ -112,6 +135,7 @@ def _add_call(command: argparse.ArgumentParser, modes: str) -> None:
     command.add_argument("--in-strategy", metavar="TUPLE", help='one entry for each argument: "((4, 1), None, AUTO)"')
     command.add_argument("--out-strategy", metavar="TUPLE", help='one entry for each result: "((4, 2),)"')
     command.add_argument("--parameter-plan", metavar="DICT", help="entries by path: \"{'params/w1': (1, 4)}\"")
+    command.add_argument("--layout", metavar="FILE", help='a layout file, or a recipe by its name: "llama/fsdp-tp"')
     command.add_argument(
         "--donate", nargs="+", type=int, metavar="N", help="arguments whose memory the results take over"
     )
@@ -166,6 +190,7 @@ def _call(options: argparse.Namespace, **more: Any) -> tuple[shardfn.ShardedFunc
         "in_strategy": literal(options.in_strategy, "--in-strategy"),
         "out_strategy": literal(options.out_strategy, "--out-strategy"),
         "parameter_plan": literal(options.parameter_plan, "--parameter-plan"),
+        "layout": options.layout,
         "donate_argnums": options.donate,
         "device": options.device,
         "level": options.level,
@@ -190,12 +215,12 @@ def _plan(options: argparse.Namespace) -> None:
     with tracing(options.function):
         plan = function.plan(*arguments)
     if options.save == "-":
-        print(to_json(plan))
+        print(text_of_plan(plan))
         return
     if not options.quiet:
         show(function.explain(*arguments))
     if options.save:
-        pathlib.Path(options.save).write_text(to_json(plan) + "\n", encoding="utf-8")
+        plan.save(options.save)
         if not options.quiet:
             print(f"saved: {options.save}")
 
@@ -212,6 +237,27 @@ def _explain(options: argparse.Namespace) -> None:
         pathlib.Path(options.html).write_text(report.to_html() + "\n", encoding="utf-8")
     if not options.quiet and options.json != "-":
         show(report)
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.devices is not None and options.devices < 1:
+        fail(StrategyError, f"--devices {options.devices} is no number of devices", where="check", fix="write 8")
+    if options.args or options.shapes:
+        function: Any = load(options.model, "function")
+        arguments = made(options.args) if options.args else tuple(map(shapes, options.shapes))
+    else:
+        function, arguments = model(options.model)
+    device = f"cpu:{options.devices}" if options.devices is not None else options.device
+    layout = layoutfile.read(options.file)
+    with tracing(options.model):
+        problems, plan = checked(layout, function, arguments, device=device)
+    if problems:
+        raise layoutfile.LayoutFileError(problems)
+    count = len(plan.inputs) if plan is not None else len(jax.tree.leaves(function))
+    rules = len(layout.arguments) + len(layout.results) + len(layout.activations) + len(layout.inside)
+    print(f"{options.file} fits: {rules} rules, {count} arrays")
+    if plan is not None:
+        print(plan)
 
 
 def show(report: shardfn.Report) -> None:

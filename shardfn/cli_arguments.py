@@ -90,6 +90,23 @@ def made(name: str) -> tuple[Any, ...]:
     return found if isinstance(found, tuple) else (found,)
 
 
+def model(name: str) -> tuple[Any, tuple[Any, ...]]:
+    """A model on paper: the function and the arguments that the user's function makes, or a tree of shapes and nothing."""
+    make = load(name, "function that makes a model")
+    functions: list[Any] = []
+
+    def arrays() -> Any:
+        found = make()
+        if isinstance(found, tuple) and len(found) == 2 and callable(found[0]) and isinstance(found[1], tuple):
+            functions.append(found[0])
+            return found[1]
+        return found
+
+    with tracing(name):
+        tree = jax.eval_shape(arrays)
+    return (functions[0], tree) if functions else (tree, ())
+
+
 _SHAPE = re.compile(r"\s*(?P<dtype>\w+)\s*\[(?P<dims>[\d\s,]*)\]\s*")
 
 

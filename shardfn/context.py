@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -23,6 +23,7 @@ from shardfn.context_keys import (
     RUN_KEYS,
     Key,
     ParallelMode,
+    StrategyFiles,
     clipped,
     nearest,
 )
@@ -46,8 +47,8 @@ def _default(name: str) -> Any:
 class ParallelContext:
     """The settings that the library reads; hashable, so that it can be part of a cache's key.
 
-    Its fields are the active keys of `context_keys`; `explicit` names what the user set, `inert` holds the keys without
-    meaning here that were set to another harmless value than their default.
+    Its fields are the active keys of `context_keys`; `explicit` names what the user set, `inert` holds the other keys
+    that were set to another value than their default: those that the training step reads, and those without meaning.
 
     >>> ParallelContext(device_num=8).device_num
     8
@@ -59,6 +60,7 @@ class ParallelContext:
     search_mode: str = _default("search_mode")
     dataset_strategy: str | tuple[Any, ...] = _default("dataset_strategy")
     out_strategy_mode: str = _default("out_strategy_mode")
+    strategy_ckpt_config: StrategyFiles = _default("strategy_ckpt_config")  # noqa: RUF009 (a NamedTuple does not change)
     mode: int = _default("mode")
     device_target: str | None = _default("device_target")
     save_graphs: int = _default("save_graphs")
@@ -253,6 +255,28 @@ def current() -> ParallelContext:
     return _BLOCK.get() or _shared
 
 
+def changed(caller: str, settings: Mapping[str, Any], unset: Sequence[str] = ()) -> ParallelContext:
+    """The current context with these keys of `set_auto_parallel_context`, and others as if never set; nothing is set.
+
+    Raises what `set_auto_parallel_context` raises, in the name of `caller`.
+
+    >>> changed("train.step", {"gradients_mean": True}).read("gradients_mean")
+    True
+    """
+    made = _changed(current(), AUTO_PARALLEL_KEYS, caller, settings)
+    return _with(made, {name: _default(name) for name in unset}, made.explicit.difference(unset))
+
+
+@contextlib.contextmanager
+def held(context: ParallelContext) -> Iterator[None]:
+    """A block in which `context` is the current one."""
+    token = _BLOCK.set(context)
+    try:
+        yield
+    finally:
+        _BLOCK.reset(token)
+
+
 # ---- how a setting is found, checked and put in place ----
 
 
@@ -314,7 +338,7 @@ def _changed(
     for key in [table[name] for name in kept if table[name].alias_of]:
         home, said = key.alias_of, kept.pop(key.name)
         value = key.write(said, kept.get(home, context._kept(home)))
-        if home in kept and kept[home] != value:
+        if home in settings and kept[home] != value:
             invalid.append(
                 Problem(
                     f"`{key.name}` and `{home}` contradict each other",

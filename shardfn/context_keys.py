@@ -10,9 +10,10 @@ import copy
 import dataclasses
 import difflib
 import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardfn.errors import Problem
 
@@ -298,6 +299,15 @@ def _later(
     return Key(name, default, check, doc, honours=(default, *also), lacks=lacks, **more)
 
 
+def _trains(name: str, default: Any, check: Check, doc: str, **more: Any) -> Key:
+    """A setting that the training step reads; a dict is kept as its JSON, so that a context stays hashable."""
+    if isinstance(default, dict):
+        whole = default
+        default = json.dumps(whole)
+        more = {"store": lambda value: json.dumps({**whole, **value}), "read": json.loads, **more}
+    return Key(name, default, check, doc, **more)
+
+
 def _table(*rows: Key) -> Mapping[str, Key]:
     return MappingProxyType({row.name: row for row in rows})
 
@@ -312,7 +322,15 @@ _OPTIMIZER = {
     "optimizer_level": "level1",
 }
 _PIPELINE = {"pipeline_interleave": False, "pipeline_scheduler": "1f1b"}
-_FILES = {"load_file": "", "save_file": "", "only_trainable_params": True}
+
+
+class StrategyFiles(NamedTuple):
+    """`strategy_ckpt_config`: a layout file to read, one to write, and whether only parameters go there."""
+
+    load_file: str = ""
+    save_file: str = ""
+    only_trainable_params: bool = True
+
 
 _fusion_check = _record(
     openstate=_boolean,
@@ -337,7 +355,13 @@ _pipeline_check = _in_turn(
     ),
     _interleaved,
 )
-_files_check = _record(load_file=_text, save_file=_text, only_trainable_params=_boolean)
+_files_record = _record(load_file=_text, save_file=_text, only_trainable_params=_boolean)
+
+
+def _files(name: str, value: Any) -> Iterator[Problem]:
+    if not isinstance(value, StrategyFiles):
+        yield from _files_record(name, value)
+
 
 SEARCH_MODES = ["auto", "sharding_propagation", "dynamic_programming", "recursive_programming"]
 """The names that a search is known by; `shardfn.search.register` adds to them."""
@@ -372,10 +396,16 @@ AUTO_PARALLEL_KEYS = _table(
     _now("out_strategy_mode", "overwrite", _one_of("overwrite", "honour"),
          "Whether out_strategy gives way to data parallelism, as in MindSpore, in the semi-auto and auto modes."),
 
-    _later("gradients_mean", False, _boolean, "a mean of gradients over devices", "Divide gradients by the devices."),
-    _later("gradient_fp32_sync", True, _boolean, "a choice of the gradients' dtype", "Sum gradients in float32."),
-    _later("loss_repeated_mean", True, _boolean, "a loss without the mean over repeats", "Mean over repeated losses."),
-    _later("parameter_broadcast", False, _boolean, "a broadcast of parameters", "Send device 0's parameters to all."),
+    _trains("gradients_mean", False, _boolean,
+            "Whether the training step divides the sum of the devices' gradients by their number; it does if not set."),
+    _trains("gradient_fp32_sync", True, _boolean, "Sum gradients of 16 bits in float32."),
+    _trains("loss_repeated_mean", True, _boolean,
+            "Divide the gradient of a loss that several devices work out alike by their number."),
+    _trains("parameter_broadcast", False, _boolean, "Send process 0's parameters to all before the first step."),
+    _trains("enable_parallel_optimizer", False, _boolean, "Cut optimizer states over the devices with copies."),
+    _trains("parallel_optimizer_config", _OPTIMIZER, _optimizer_check, "Which of them are cut, and how far."),
+    _trains("optimizer_weight_shard_size", -1, _shard_size,
+            "Over how many devices each is cut; -1 as many as can be."),
     _later("force_fp32_communication", False, _boolean, "a choice of the collectives' dtype", "Reduce in float32."),
     _later("communi_parallel_mode", "all_group_parallel",
            _one_of("all_group_parallel", "same_server_group_parallel", "no_group_parallel"),
@@ -384,16 +414,17 @@ AUTO_PARALLEL_KEYS = _table(
     _later("enable_alltoall", False, _boolean, "", "Redistribute with all-to-all.", also=(True,)),
     _later("comm_fusion", _FUSION, _fusion_check, "a choice of how collectives fuse", "How they fuse."),
     _later("all_reduce_fusion_config", None, _indices, "a choice of how all-reduces fuse", "Where they are split."),
-    _later("enable_parallel_optimizer", False, _boolean, "the sharding of optimizer states", "Shard them."),
-    _later("parallel_optimizer_config", _OPTIMIZER, _optimizer_check, "the sharding of optimizer states",
-           "Which of them are sharded, and how far."),
-    _later("optimizer_weight_shard_size", -1, _shard_size, "the sharding of optimizer states",
-           "Over how many devices each is sharded; 1 is no sharding, -1 as many as can be.", also=(1,)),
     _later("optimizer_weight_shard_aggregated_save", False, _boolean, "the sharding of optimizer states",
            "Gather them before they are saved."),
-    _later("strategy_ckpt_load_file", "", _text, "reading strategy files", "A strategy file to read."),
-    _later("strategy_ckpt_save_file", "", _text, "writing strategy files", "A strategy file to write."),
-    _later("strategy_ckpt_config", _FILES, _files_check, "reading and writing strategy files", "Both files."),
+    _now("strategy_ckpt_config", StrategyFiles(), _files, "The layout file to read, and the one to write.",
+         store=lambda value: value if isinstance(value, StrategyFiles) else StrategyFiles(**value),
+         read=lambda kept: kept._asdict()),
+    _now("strategy_ckpt_load_file", "", _text, "A layout file, or MindSpore's strategy JSON, for what no entry speaks of.",
+         alias_of="strategy_ckpt_config", write=lambda value, standing: standing._replace(load_file=value),
+         read=lambda kept: kept.load_file),
+    _now("strategy_ckpt_save_file", "", _text, "Each plan is written there; a name that ends in .json: MindSpore's JSON.",
+         alias_of="strategy_ckpt_config", write=lambda value, standing: standing._replace(save_file=value),
+         read=lambda kept: kept.save_file),
     _later("group_ckpt_save_file", "", _text, "writing the groups of devices", "A file for the groups of devices."),
     _later("pipeline_stages", 1, _integer(1), "pipeline parallelism", "The number of pipeline stages."),
     _later("pipeline_config", _PIPELINE, _pipeline_check, "pipeline parallelism", "The order in which stages work."),

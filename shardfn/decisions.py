@@ -23,8 +23,8 @@ def partition_spec(spec: Spec) -> PartitionSpec:
 class Decision:
     """The layout of one array and where it comes from.
 
-    `cuts` says how many ways each dim is cut, `spec` over which axes; `source` is `you`, `propagated` or
-    `searched`. `runner_up` is the next best cut, and what it would cost more by the search's estimate.
+    `cuts` says how many ways each dim is cut, `spec` over which axes; `source` is `you`, `file`,
+    `propagated` or `searched`. `runner_up` is the next best cut, and what it would cost more by the search's estimate.
     """
 
     path: str

@@ -34,7 +34,7 @@ class Problem:
 class ShardError(Exception):
     """Any error that a user of this library can mend; `problems` holds each of them.
 
-    Every subclass is a `ValueError`, a `TypeError` or a `NotImplementedError` as well.
+    Every subclass is a `ValueError`, a `TypeError`, a `NotImplementedError`, an `OSError` or an `ImportError` as well.
     """
 
     def __init__(self, problems: Problem | Sequence[Problem]):
@@ -74,6 +74,22 @@ class ContextError(ShardError, ValueError):
 
 class ContextTypeError(ShardError, TypeError):
     """A parallel context value of the wrong type."""
+
+
+class CheckpointError(ShardError, ValueError):
+    """A checkpoint that is not there, or that does not fit what is wanted of it."""
+
+
+class CheckpointFileError(ShardError, OSError):
+    """A file of a checkpoint that is damaged, or that could not be written."""
+
+    __str__ = ShardError.__str__  # OSError has one of its own
+
+
+class ExtraError(ShardError, ImportError):
+    """A capability whose packages are not installed."""
+
+    __str__ = ShardError.__str__
 
 
 class NotAvailableError(ShardError, NotImplementedError):

@@ -4,6 +4,8 @@ Seen on JAX 0.10.2 and 0.12.0.1 (CPU): a convolution with a window larger than 1
 results, in value or in gradient, if the image leaves some grid axis unused, if the kernel is cut as well, or, with
 several spatial dims cut, strides or dilation, in other cases that follow no plain rule.
 It is right with whole spatial dims, and with one spatial dim cut of an image that is cut over all axes, without strides.
+So is the gradient of a maximum over windows (max pooling) wrong where a dim is cut and neighbouring windows overlap by
+half or more: 3 rows each 1, 4 each 2, but not 3 each 2. It is judged where it stands in the function itself.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
-from shardfn.graph.model import Flow
+from shardfn.graph.model import Flow, Op
 from shardfn.rebind import bind_one, rebound
 
 CHANGES = frozenset({"all_gather", "all_slice", "all_to_all", "collective_permute", "all_reduce", "reduce_scatter"})
@@ -34,6 +36,8 @@ def wrong_convolutions(flow: Flow) -> tuple[str, ...]:
     every = {axis for axis, size in flow.axes.items() if size > 1}
     found: dict[str, None] = {}
     for op in flow.graph.ops:
+        if op.name == "select_and_scatter" and _is_wrong_pooling(op, flow):
+            found.setdefault(op.where)
         if op.convolution is None:
             continue
         image, kernel = (flow.specs[moved_from.get(v, v)] for v in op.inputs)
@@ -48,6 +52,17 @@ def wrong_convolutions(flow: Flow) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _is_wrong_pooling(op: Op, flow: Flow) -> bool:
+    """Whether windows that overlap by half or more run along a cut dim; in doubt, as padding may hide it, they do."""
+    operand, source = (flow.graph.values[v].shape for v in op.inputs[:2])
+    for tap in op.taps:
+        overlap = -tap.low
+        least_stride = (operand[tap.dim] - overlap) // (source[tap.dim] + 1) + 1
+        if overlap >= least_stride and (flow.specs[op.inputs[0]][tap.dim] or flow.specs[op.outputs[0]][tap.dim]):
+            return True
+    return False
+
+
 def _axes(spec: Sequence[tuple[str, ...]]) -> set[str]:
     return {axis.partition(":")[0] for dim in spec for axis in dim}
 
@@ -55,34 +70,41 @@ def _axes(spec: Sequence[tuple[str, ...]]) -> set[str]:
 def convolution_finding(where: tuple[str, ...]) -> str:
     """What the report says of a mended plan."""
     return (
-        f"the spatial dims of the convolutions at {', '.join(where)} are made whole first: XLA computes them wrongly in "
-        "the layout asked for, or their gradients. Cut one spatial dim, and the image over all devices, to avoid it"
+        f"the spatial dims of the convolutions, or the gradients of poolings, at {', '.join(where)} are made whole first: "
+        "XLA computes them wrongly in the layout asked for, or their gradients. To avoid it, cut one spatial dim, and the "
+        "image over all devices, or convolve with shardfn.halo.conv, which fetches borders itself"
     )
 
 
 def whole_convolutions(
     function: Callable[..., Any], mesh: Any, static_argnums: tuple[int, ...] = ()
 ) -> Callable[..., Any]:
-    """`function` with the spatial dims of every windowed convolution's image and result whole."""
+    """`function` with the dims of every window whole: of convolutions, and of gradients of a maximum over windows."""
 
-    def whole(x: Any, spec: tuple[int, ...]) -> Any:
+    def whole(x: Any, windowed: Sequence[int]) -> Any:
         dims: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
-        for spatial in spec[2:]:
+        for spatial in windowed:
             dims[spatial] = None
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*dims)))
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
+        if eqn.primitive.name == _POOLING:
+            dims = [d for d, size in enumerate(eqn.params["window_dimensions"]) if size > 1]
+            (out,) = bind_one(eqn, [whole(x, dims) for x in inputs])
+            return [whole(out, dims)]
         numbers = eqn.params["dimension_numbers"]
         if max((inputs[1].shape[d] for d in numbers.rhs_spec[2:]), default=1) == 1:
             return bind_one(eqn, inputs)
-        (out,) = bind_one(eqn, [whole(inputs[0], numbers.lhs_spec), inputs[1]])
-        return [whole(out, numbers.out_spec)]
+        (out,) = bind_one(eqn, [whole(inputs[0], numbers.lhs_spec[2:]), inputs[1]])
+        return [whole(out, numbers.out_spec[2:])]
 
     def refuse(eqn: Any) -> None:
-        fail(StrategyError, f"a convolution inside a `{eqn.primitive.name}` would be computed wrongly by XLA",
+        fail(StrategyError, f"a convolution or pooling inside a `{eqn.primitive.name}` would be computed wrongly by XLA",
              why="its image is cut along a spatial dim in a way that XLA mistakes, and derivative rules of your own hide it",
-             fix="leave the spatial dims of the image whole, or cut the image over all devices")  # fmt: skip
+             fix="leave its spatial dims whole, cut the image over all devices, or use shardfn.halo.conv")  # fmt: skip
 
-    return rebound(
-        function, lambda eqn, number: eqn.primitive.name == "conv_general_dilated", bind, static_argnums, refuse
-    )
+    wanted = ("conv_general_dilated", _POOLING)
+    return rebound(function, lambda eqn, number: eqn.primitive.name in wanted, bind, static_argnums, refuse)
+
+
+_POOLING = "select_and_scatter_add"

@@ -21,8 +21,9 @@ from shardfn.graph.classes import Classes, dim_classes
 from shardfn.graph.model import Flow, Graph, Spec, axis_size, dtype_bits
 from shardfn.graph.roads import as_compiled
 from shardfn.guard import convolution_finding, wrong_convolutions
+from shardfn.layoutrules import LayoutFile, axes_on
 from shardfn.limits import within_limit
-from shardfn.pins import anchors
+from shardfn.pins import anchors, held_in
 from shardfn.place import Placement, expresses, finest, place
 from shardfn.plan import Plan
 from shardfn.search import Search
@@ -79,11 +80,12 @@ def _no_collection() -> Iterator[None]:
 def make_plan(
     name: str, inputs: Sequence[Leaf], outputs: Sequence[Leaf], traced: Traced, *, hardware: Hardware, level: int,
     search: Search, problems: list[Problem], same_as: Mapping[int, int], donated: Collection[int] = (),
-    wishes: Wishes = Wishes(), again: Search | None = None,
+    wishes: Wishes = Wishes(), again: Search | None = None, layout: LayoutFile | None = None,
 ) -> Plan:  # fmt: skip
     """The plan of one call. `same_as[i] = j` lays output i, if it is open, out as input j; `donated` are inputs.
 
-    `again` is the search for `Plan.what_if`, where `search` is not one that can be asked twice.
+    `again` is the search for `Plan.what_if`, where `search` is not one that can be asked twice. Of `layout` the grid
+    and what is held inside are taken; what it says of arrays stands in the leaves.
 
     Raises:
       ShardError: with everything in `problems`, which other stages may have filled before.
@@ -95,6 +97,9 @@ def make_plan(
     in_specs, out_specs = placed.specs[: len(inputs)], placed.specs[len(inputs) :]
     drawn = any(is_drawn(leaf) for leaf in (*inputs, *outputs))
     grid: Axes = placed.axes if drawn or any(dim for spec in placed.specs if spec for dim in spec) else ()
+
+    if layout is not None and hardware.count > 1 and not grid:
+        grid = axes_on(layout, hardware.count, problems)
 
     own = grid or (("a", hardware.count),)
     if any(math.prod(other) == hardware.count and not expresses(own, other) for other in traced.grids):
@@ -149,14 +154,17 @@ def make_plan(
     answer = search(question)
     if wishes.memory_limit is not None and wishes.is_strict:
         answer = within_limit(question, answer, again or search, wishes.is_strict)
+    findings: list[str] = []
+    if layout is not None and hardware.count > 1:
+        pins = held_in(layout, anchored, graph, answer.axes, findings)
+        answer = dataclasses.replace(answer, pins={**answer.pins, **pins})
     flow = flow_of(answer.axes, answer.specs, answer.pins)
     constraints = tuple(
         Constraint(graph.ops[index].name, anchored[index], graph.ops[index].where, pin.operands, pin.results)
         for index, pin in sorted(answer.pins.items())
     )
-    findings: list[str] = []
     decided_in = tuple(
-        _decision(leaf, spec, answer.axes, graph, value, source if given is None else "you", reason, runner_up)
+        _decision(leaf, spec, answer.axes, graph, value, source if given is None else leaf.by, reason, runner_up)
         for leaf, spec, given, value, reason, runner_up in zip(
             inputs,
             answer.specs,
@@ -174,7 +182,7 @@ def make_plan(
         zip(outputs, out_specs, result_specs(answer.specs), last, strict=True)
     ):
         spec = laid if laid is not None else _whole_axes(flow.specs[value][: len(leaf.shape)], leaf, flow, findings)
-        source = "propagated" if given is None else "you"
+        source = "propagated" if given is None else leaf.by
         reason = f"as `{inputs[same_as[i]].path}`, whose place it can take" if given is None and i in same_as else ""
         decided_out.append(_decision(leaf, spec, answer.axes, flow.graph, value, source, reason, ""))
 
@@ -197,7 +205,8 @@ def make_plan(
     made = Plan(
         name, hardware, level, answer.axes, placed.order, decided_in, tuple(decided_out),
         _classes(classes, inputs, outputs, traced, decided_in), collectives(flow), paid, answer.policy, (), flow,
-        constraints, answer.gap, tuple(priced.values()) if len(priced) > 1 else (), study,
+        constraints, answer.gap, tuple(priced.values()) if len(priced) > 1 else (),
+        layout.activations if layout is not None else (), study,
     )  # fmt: skip
     findings += [*answer.findings, *of_program(traced, hardware, inputs, answer.axes), *not_predicted(graph, flow)]
     return dataclasses.replace(made, findings=(*findings, *advice(made, study)))
@@ -230,7 +239,7 @@ def _decision(
     spec = spec if spec is not None else ((),) * len(leaf.shape)
     sizes = dict(axes)
     cuts = tuple(math.prod(axis_size(a, sizes) for a in dim) for dim in spec)
-    if source == "you":
+    if source in ("you", "file"):
         reason, runner_up = leaf.where + (": data parallel" if leaf.entry is None else ""), ""
     elif source == "propagated":
         runner_up = ""

@@ -14,7 +14,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from shardfn.errors import StrategyError, fail
-from shardfn.graph.model import Graph, Spec
+from shardfn.graph.model import Graph, Pin, Spec
+from shardfn.layoutrules import LayoutFile, printable
 from shardfn.plan import Constraint, partition_spec
 from shardfn.rebind import bind_one, equations, rebound
 
@@ -57,6 +58,39 @@ def anchors(jaxpr: Any, graph: Graph) -> dict[int, int]:
 def _counts(kind: str, shape: Sequence[int]) -> bool:
     """Small sums and products are not counted: JAX puts in its own, of indices and counters."""
     return kind not in ("add", "multiply", "dynamic_slice") or math.prod(shape) > 1
+
+
+def held_in(
+    layout: LayoutFile, anchored: Mapping[int, int], graph: Graph, axes: Sequence[tuple[str, int]], findings: list[str]
+) -> dict[int, Pin]:
+    """What a layout file holds inside, by the op's index; `findings` receives what this program has no place for.
+
+    Args:
+      anchored: as `anchors` gives it.
+      axes: the grid.
+    """
+    op_of = {number: index for index, number in anchored.items()}
+    known = {name for name, _ in axes}
+    found: dict[int, Pin] = {}
+    for held in layout.inside:
+        op = graph.ops[op_of[held.number]] if held.number in op_of else None
+        ends = (*held.operands, *held.results)
+        values = (*op.inputs, *op.outputs) if op is not None else ()
+        fits = (
+            op is not None
+            and op.name == held.kind
+            and (len(held.operands), len(held.results)) == (len(op.inputs), len(op.outputs))
+            and all(s is None or len(s) == len(graph.values[v].shape) for s, v in zip(ends, values, strict=True))
+            and all(axis in known for s in ends for dim in s or () for axis in dim)
+        )
+        if fits:
+            found[op_of[held.number]] = Pin(held.operands, held.results)
+        else:
+            findings.append(
+                f"{layout.name} holds equation {held.number}, a {printable(held.kind)} at {printable(held.where)}, and this "
+                "program has no such one: it is laid out as it follows. Plan again and save, or take it out of [[inside]]"
+            )
+    return found
 
 
 def held(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -13,12 +14,14 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
+from shardfn import planfile
 from shardfn.cost.hardware import Hardware
 from shardfn.cost.price import Price
 from shardfn.decisions import Alternatives, Candidate, Constraint, Decision, DimClass, partition_spec
 from shardfn.errors import DeviceError, StrategyError, StrategyTypeError, a, fail
-from shardfn.graph.model import Collective, Flow
+from shardfn.graph.model import Collective, Flow, Op
 from shardfn.layout import Layout
+from shardfn.layoutrules import LayoutFile, Rule
 
 __all__ = [
     "Alternatives", "Candidate", "Change", "Constraint", "Decision", "DimClass", "OpStrategy", "Plan", "Study", "diff",
@@ -60,6 +63,8 @@ class Plan:
     """How far the search may be from the optimum of the cost model: 0 is proved, None where it does not know."""
     candidates: tuple[Candidate, ...] = ()
     """The whole plans that the search priced, best first; one of them is this one."""
+    activations: tuple[Rule, ...] = ()
+    """Rules of a layout file for what is tagged inside."""
     study: Study | None = dataclasses.field(default=None, repr=False, compare=False)
     verifier: Callable[[Plan], Any] | None = dataclasses.field(default=None, repr=False, compare=False)
 
@@ -115,6 +120,27 @@ class Plan:
     def diff(self, other: Plan) -> tuple[Change, ...]:
         """What differs in another plan of the same function (`shardfn.diff`)."""
         return diff(self, other)
+
+    def decided(self) -> LayoutFile:
+        """What the plan decides, as a layout file has it: grid, layouts, what is held inside, level, device, and why."""
+        return planfile.layout_of(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as a layout file (TOML): `load` reads it, `shard(f, layout=path)` uses it.
+
+        A name that ends in `.json` gets MindSpore's strategy JSON: the layouts of the arguments, and each op's strategy.
+
+        Raises:
+          StrategyError: it cannot be written there.
+
+        >>> import jax, shardfn, tempfile
+        >>> made = shardfn.plan(abs, jax.ShapeDtypeStruct((8,), "float32"), in_strategy=((4,),), device="tpu-v5e:4")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     made.save(f"{folder}/layout.toml")
+        ...     shardfn.load(f"{folder}/layout.toml") == made
+        True
+        """
+        planfile.save(self, path, op_strategies(self))
 
     def _study(self) -> Study:
         if self.study is None:
@@ -214,8 +240,14 @@ class OpStrategy:
 def op_strategies(plan: Plan) -> tuple[OpStrategy, ...]:
     """Every op of the function with its cuts, in program order."""
     flow = plan.flow
+
+    def operands(op: Op) -> tuple[int, ...]:  # without what the body of a `shard_map` gives back
+        return op.inputs[: -len(op.outputs)] if op.name == "shard_map" else op.inputs
+
     return tuple(
-        OpStrategy(op.name, tuple(map(flow.shards, op.inputs)), tuple(map(flow.shards, op.outputs)), op.trips, op.where)
+        OpStrategy(
+            op.name, tuple(map(flow.shards, operands(op))), tuple(map(flow.shards, op.outputs)), op.trips, op.where
+        )
         for op in flow.graph.ops
     )
 

@@ -1,101 +1,85 @@
-"""A plan as JSON for people and programs to read: the grid, every layout by its path, the prices."""
+"""A plan as a layout file: what it decides as rules, who decided as comments and as data, what it costs as comments."""
 
 from __future__ import annotations
 
-import json
-import math
+import dataclasses
+import os
+import pathlib
+from collections.abc import Sequence
 from typing import Any
 
-from shardfn.decisions import Constraint, Decision
+from shardfn.decisions import Decision
 from shardfn.graph.model import Spec
-from shardfn.plan import Plan
+from shardfn.layoutfile import write
+from shardfn.layoutrules import Dim, LayoutFile, Rule, Source, escaped
+from shardfn.layouttext import text_of
+from shardfn.strategyfile import json_text, trained
 
-FORMAT = "shardfn-plan"
-VERSION = 1
-"""It grows when a key goes away or changes its meaning, not when one is added."""
+
+def layout_of(plan: Any) -> LayoutFile:
+    """What a `Plan` decides: grid, layouts of arguments and results, what is held inside, level, device, and why."""
+    axes = plan.axes or ((("a", plan.hardware.count),) if plan.hardware.count > 1 else ())
+    return LayoutFile(
+        grid=axes,
+        arguments=tuple(_rule(d) for d in plan.inputs),
+        results=tuple(_rule(d) for d in plan.outputs),
+        activations=plan.activations,
+        inside=plan.constraints,
+        order=plan.order,
+        about=f"{plan.function} on {plan.hardware.name}, as planned at level {plan.level}",
+        function=plan.function,
+        device=plan.hardware.name,
+        level=plan.level,
+        sources=_sources((*plan.inputs, *plan.outputs)),
+        name=f"the plan of {plan.function}",
+    )
 
 
-def to_data(plan: Plan) -> dict[str, Any]:
-    """Plain data of a plan: what `json` takes, with keys in a fixed order.
+def text_of_plan(plan: Any, layout: LayoutFile | None = None) -> str:
+    """The text of the layout file of a plan, or of a part of it."""
+    price = plan.price
+    head = (
+        f"# Modelled: {price.time_s * 1e6:,.0f} us a call, {price.bytes_sent:,} B sent and {price.memory.peak:,} B at the peak "
+        f"on each device.\n# {' '.join(plan.policy.split())}\n"
+    )
+    notes = {("arguments", escaped(d.path)): _note(d) for d in plan.inputs}
+    notes |= {("results", escaped(d.path)): _note(d) for d in plan.outputs}
+    return head + text_of(layout or layout_of(plan), notes)
 
-    `axes` of an array holds for each dim the axes of the grid that cut it, major to minor. Times are modelled seconds,
-    memory is bytes of one device, `gap` how far from the best the search may be (null: not known).
 
-    >>> import jax, shardfn
-    >>> x, w = jax.ShapeDtypeStruct((8, 4), "float32"), jax.ShapeDtypeStruct((4, 2), "float32")
-    >>> data = to_data(shardfn.plan(lambda x, w: x @ w, x, w, in_strategy=((4, 1), (1, 2)), device="tpu-v5e:2x4"))
-    >>> data["grid"], data["arguments"]["x"]["axes"], data["results"]["result"]["source"]
-    ({'a': 4, 'b': 2}, [['a'], []], 'propagated')
+def save(plan: Any, path: str | os.PathLike[str], ops: Sequence[Any] = (), only_trained: bool = False) -> None:
+    """Write a plan to a file: a layout file, or MindSpore's strategy JSON where the name ends in `.json`.
+
+    Args:
+      ops: the plan's `OpStrategy`s, which the JSON holds.
+      only_trained: leave out all but what seem to be trainable parameters (`strategyfile.trained`).
     """
-    price, hardware = plan.price, plan.hardware
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "function": plan.function,
-        "device": hardware.name,
-        "devices": hardware.count,
-        "grid": dict(plan.axes),
-        "order": None if plan.order is None else list(plan.order),
-        "level": plan.level,
-        "policy": plan.policy,
-        "gap": plan.gap if plan.gap is None or math.isfinite(plan.gap) else None,
-        "price": {
-            "time_s": price.time_s,
-            "compute_s": price.compute_s,
-            "communication_s": price.communication_s,
-            "flops": price.flops,
-            "bytes_sent": price.bytes_sent,
-            "memory_bytes": price.memory.peak,
-        },
-        "arguments": {d.path: _array(d) for d in plan.inputs},
-        "results": {d.path: _array(d) for d in plan.outputs},
-        "inside": [_inside(c) for c in plan.constraints],
-        "findings": list(plan.findings),
-    }
+    kept = trained(plan.inputs) if only_trained else list(plan.inputs)
+    if pathlib.Path(path).suffix == ".json":
+        write(None, path, json_text(kept, plan.axes, ops))
+        return
+    layout = layout_of(plan)
+    if only_trained:
+        layout = dataclasses.replace(layout, arguments=tuple(map(_rule, kept)), results=(), inside=(), activations=(),
+                                     sources=_sources(kept))  # fmt: skip
+    write(None, path, text_of_plan(plan, layout))
 
 
-def to_json(plan: Plan) -> str:
-    """The text of `to_data`, a line for each array; the same for the same plan.
-
-    >>> import jax, shardfn
-    >>> made = shardfn.plan(abs, jax.ShapeDtypeStruct((8,), "float32"), in_strategy=((4,),), device="tpu-v5e:4")
-    >>> json.loads(to_json(made)) == to_data(made)
-    True
-    """
-    return "{\n" + ",\n".join(f" {_text(key)}: {_lines(value)}" for key, value in to_data(plan).items()) + "\n}"
+def _rule(d: Decision) -> Rule:
+    return Rule(escaped(d.path), dims_of(d.spec))
 
 
-def _lines(value: Any) -> str:
-    """A dict of dicts, or a list, with a line for each of what it holds."""
-    if isinstance(value, list) and value:
-        return "[\n" + ",\n".join(f"  {_text(item)}" for item in value) + "\n ]"
-    if isinstance(value, dict) and value and all(isinstance(item, dict) for item in value.values()):
-        return "{\n" + ",\n".join(f"  {_text(key)}: {_text(item)}" for key, item in value.items()) + "\n }"
-    return _text(value)
+def dims_of(spec: Spec) -> tuple[Dim, ...]:
+    """A layout as a rule has it."""
+    return tuple(1 if not dim else dim[0] if len(dim) == 1 else dim for dim in spec)
 
 
-def _text(value: Any) -> str:
-    return json.dumps(value, allow_nan=False)
+def _sources(decisions: Sequence[Decision]) -> tuple[Source, ...]:
+    found: dict[tuple[str, str], list[str]] = {}
+    for d in decisions:
+        found.setdefault((d.source, d.reason), []).append(d.path)
+    return tuple(Source(by, why, tuple(of)) for (by, why), of in found.items())
 
 
-def _array(d: Decision) -> dict[str, Any]:
-    return {
-        "shape": list(d.shape),
-        "dtype": d.dtype,
-        "cuts": list(d.cuts),
-        "axes": _axes(d.spec),
-        "source": d.source,
-        "reason": d.reason,
-    }
-
-
-def _inside(c: Constraint) -> dict[str, Any]:
-    ends = {
-        name: [None if spec is None else _axes(spec) for spec in specs]
-        for name, specs in (("operands", c.operands), ("results", c.results))
-    }
-    return {"op": c.kind, "number": c.number, "line": c.where, **ends}
-
-
-def _axes(spec: Spec) -> list[list[str]]:
-    return [list(dim) for dim in spec]
+def _note(d: Decision) -> str:
+    return f"{d.dtype}{list(d.shape)} {d.cuts}; {d.source}" + (f": {d.reason}" if d.reason else "")

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect
 import keyword
+import pathlib
 import sys
 import types
 import warnings
@@ -23,10 +24,10 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from shardfn import compiled as compiled_module
-from shardfn import context, finalists, search
+from shardfn import context, finalists, planfile, search
 from shardfn.algo import algorithm_of, idle
 from shardfn.amounts import bytes_of
-from shardfn.apply import Grid, apply, finest, has_other_grids, lies_elsewhere, moved, shardings, whole
+from shardfn.apply import Grid, apply, finest, has_other_grids, lies_elsewhere, moved, on_paper, shardings, whole
 from shardfn.callee import Callee, Slot, bind, describe, split
 from shardfn.cost import hardware as hardware_
 from shardfn.cost.hardware import Hardware
@@ -34,8 +35,10 @@ from shardfn.cuts import check_all
 from shardfn.errors import ContextError, DeviceError, Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.given import mesh_of
 from shardfn.guard import convolution_finding, whole_convolutions, wrong_convolutions
+from shardfn.layoutfile import LayoutFile, read, with_layout
+from shardfn.layoutrules import axes_on
 from shardfn.make import Wishes, make_plan
-from shardfn.plan import Plan
+from shardfn.plan import Plan, op_strategies
 from shardfn.progress import progress
 from shardfn.report import Report, make_report, save_graphs
 from shardfn.search.problem import Answer, Candidate, Search, objective
@@ -51,6 +54,7 @@ from shardfn.strategy import (
     shape_of,
     short,
 )
+from shardfn.tags import held_tags, tags_of
 from shardfn.trace import Traced, shaped, trace
 from shardfn.verify import Verifier
 
@@ -72,6 +76,7 @@ class Options:
     static_argnames: tuple[str, ...] = ()
     donate_argnums: tuple[int, ...] = ()
     donate_argnames: tuple[str, ...] = ()
+    layout: Any = None
 
 
 class OtherCall(Exception):
@@ -103,6 +108,9 @@ class _Laid:
 
 class ShardedFunction:
     """What `shard` returns: call it like the function. `plan`, `explain` and `lower` say what a call would do."""
+
+    layout_alone = False
+    """Whether an array of which the layout file does not speak is a problem."""
 
     def __init__(self, fn: Callable[..., Any], options: Options):
         self.fn = fn
@@ -286,6 +294,13 @@ class ShardedFunction:
         problems: list[Problem] = []
         inputs = self._input_leaves(slots, values, stateful, current, problems)
         hardware = self._hardware(inputs, current, problems)
+        layout = self._layout(current)
+        strict = options.layout is not None  # the context's is for every function of the program
+        if layout is not None:
+            names = [s.name for s in slots if not s.is_static]
+            inputs = with_layout(
+                layout, inputs, hardware.count, problems, given=names, complete=self.layout_alone, strict=strict
+            )
         if any(leaf.dtype == UNKNOWN for leaf in inputs):  # it cannot be traced
             check_all(inputs, hardware.count, problems)
             raise_problems(problems)
@@ -304,8 +319,18 @@ class ShardedFunction:
 
         _dress(pure, self.callee, ["self"] * stateful + [s.name for s in slots])
         traced = trace(pure, shapes, statics, hardware.platform)
+        on: Callable[[Grid], Callable[..., Any]] = lambda grid: pure  # noqa: E731
+        if layout is not None and layout.activations:
+            axes = axes_on(layout, hardware.count, [])
+            tags = tags_of(layout, traced.jaxpr, axes, hardware.count, problems, strict)
+            if tags and hardware.count > 1 and not problems:
+                on = lambda grid: held_tags(pure, tags, axes, grid.mesh, grid.parts, statics)  # noqa: E731
+                traced = trace(on(on_paper(axes)), shapes, statics, hardware.platform)
         result, changed = traced.results if stateful else (traced.results, {})
         outputs = self._output_leaves(result, current, hardware, problems)
+        ends = [*outputs, *_changed_leaves(changed)]
+        if layout is not None:
+            ends = with_layout(layout, ends, hardware.count, problems, section="results", strict=strict)
         donated = tuple(
             i + stateful
             for i, s in enumerate(slots)
@@ -313,8 +338,8 @@ class ShardedFunction:
         )
         state_paths = {leaf.path: i for i, leaf in enumerate(inputs)}
         plan_of = functools.partial(
-            make_plan, self.callee.name, inputs, [*outputs, *_changed_leaves(changed)], hardware=hardware,
-            level=options.level, problems=problems,
+            make_plan, self.callee.name, inputs, ends, hardware=hardware, layout=layout,
+            level=options.level or (layout and layout.level) or 0, problems=problems,
             donated=_leaf_positions(shapes, statics, donated),
             wishes=_wishes(options, current), again=search.select(options.search_mode or current.search_mode),
             same_as={
@@ -327,8 +352,8 @@ class ShardedFunction:
             asked: list[tuple[Question, Answer]] = []
             made = plan_of(traced, search=lambda problem: asked.append((problem, find(problem))) or asked[-1][1])
             if not (wrong := wrong_convolutions(made.flow)):
-                return _Laid(made, lambda grid: pure, traced)
-            mended = lambda grid: whole_convolutions(pure, grid.mesh, statics)  # noqa: E731
+                return _Laid(made, on, traced)
+            mended = lambda grid: whole_convolutions(on(grid), grid.mesh, statics)  # noqa: E731
             again = trace(mended(whole(made)), shapes, statics, hardware.platform)
             problem, first = asked[0]
             kept = dataclasses.replace(first, pins={})  # its ops have other numbers there
@@ -361,6 +386,8 @@ class ShardedFunction:
         again = Verifier(lambda plan: here(dataclasses.replace(found, plan=plan)), tuple(shapes))
         made = dataclasses.replace(made, verifier=again)
         nested, jitted = jit(found, finest(made), nested=True), here(found)
+        if (file := current.strategy_ckpt_config.save_file) and jax.process_index() == 0:
+            planfile.save(made, file, op_strategies(made), current.strategy_ckpt_config.only_trainable_params)
         if current.save_graphs:
             save_graphs(made, current.save_graphs_path)
         return Entry(made, slots, jitted, nested, tuple(shardings(made.inputs, whole(made))), stateful)
@@ -414,6 +441,12 @@ class ShardedFunction:
         for argument in late:
             leaves += leaves_of(argument, problems)
         return apply_parameter_plan(leaves, self.options.parameter_plan, problems)
+
+    def _layout(self, current: Any) -> LayoutFile | None:
+        if self.options.layout is not None:
+            return read(self.options.layout)
+        file = current.strategy_ckpt_config.load_file
+        return read(pathlib.Path(file)) if file else None
 
     def _hardware(self, inputs: Sequence[Leaf], current: Any, problems: list[Problem]) -> Hardware:
         if current.is_set("parallel_mode") and current.parallel_mode in ("data_parallel", "hybrid_parallel"):

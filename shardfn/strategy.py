@@ -52,6 +52,8 @@ class Leaf:
     entry: Entry = AUTO
     where: str = ""
     """Where the entry stands: `in_strategy[1]`, `parameter_plan['w1']`."""
+    by: str = "you"
+    """Who wrote the entry: "you", or "file"."""
 
     @property
     def text(self) -> str:
@@ -176,11 +178,14 @@ def match(arguments: Sequence[Argument], strategy: Any, name: str, problems: lis
     return found
 
 
-_NOUN = {"in_strategy": "argument", "out_strategy": "output", "dataset_strategy": "argument"}
+_NOUN = {"in_strategy": "argument", "out_strategy": "output", "dataset_strategy": "argument",
+         "strategy": "input", "context.dataset_strategy": "input"}  # fmt: skip
 _COUNTS = {
     "in_strategy": "each positional argument has one entry, a pytree too; static and keyword-only ones have none",
     "out_strategy": "each element of a returned tuple has one entry; any other result is one output",
     "dataset_strategy": "without an in_strategy, the first arguments of the function are the inputs of the data set",
+    "strategy": "each input of the source has one entry, a pytree too",
+    "context.dataset_strategy": "each input of the source has one entry, a pytree too",
 }
 
 
@@ -334,7 +339,7 @@ def apply_parameter_plan(leaves: Sequence[Leaf], plan: Any, problems: list[Probl
             )
         )
         return list(leaves)
-    full = [_normal(leaf.path) for leaf in leaves]
+    full = [normal(leaf.path) for leaf in leaves]
     chosen: dict[int, tuple[bool, str]] = {}
     for pattern, entry in plan.items():
         where = f"parameter_plan[{pattern!r}]"
@@ -361,7 +366,7 @@ def apply_parameter_plan(leaves: Sequence[Leaf], plan: Any, problems: list[Probl
                 )
             )
             continue
-        hits, glob = _met(pattern, full)
+        hits, glob = met(pattern, full)
         if not hits and pattern.startswith("self."):  # MindSpore writes the path from the class around the Cell
             hits = [i for i, path in enumerate(full) if fnmatch.fnmatchcase(path, glob.partition("/")[2])]
         if not hits:
@@ -370,7 +375,7 @@ def apply_parameter_plan(leaves: Sequence[Leaf], plan: Any, problems: list[Probl
                 Problem(
                     f"`parameter_plan` names `{pattern}`, which is no array of this call",
                     where=f"{where} = {short(entry)}",
-                    why=f"the arrays are {_listed(full)}",
+                    why=f"the arrays are {listed(full)}",
                     fix=f"did you mean {' or '.join(map(repr, dict.fromkeys(close)))}?"
                     if close
                     else "use one of these paths, or a glob that meets them: * stands for any part",
@@ -391,25 +396,27 @@ def apply_parameter_plan(leaves: Sequence[Leaf], plan: Any, problems: list[Probl
             if before is None or exact >= before[0]:
                 chosen[i] = (exact, pattern)
     return [
-        dataclasses.replace(leaf, entry=plan[chosen[i][1]], where=f"parameter_plan[{chosen[i][1]!r}]")
+        dataclasses.replace(leaf, entry=plan[chosen[i][1]], where=f"parameter_plan[{chosen[i][1]!r}]", by="you")
         if i in chosen
         else leaf
         for i, leaf in enumerate(leaves)
     ]
 
 
-def _listed(names: Sequence[str], most: int = 8) -> str:
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """The first of some names, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "") or "none"
 
 
-def _normal(path: str) -> str:
+def normal(path: str) -> str:
+    """A path as globs are held against it: `.` and `/` separate alike, a leading `self.` is optional."""
     return path.replace(".", "/").strip("/").removeprefix("self/")
 
 
-def _met(pattern: str, paths: Sequence[str]) -> tuple[list[int], str]:
+def met(pattern: str, paths: Sequence[str]) -> tuple[list[int], str]:
     """The paths that a pattern meets, and it as a glob: as written, or with `['a'][0]` and `.a[0]` read as `a/0`."""
-    glob = _normal(pattern)
-    for glob in (_normal(pattern), _normal(re.sub(r"""\[(['"]?)([\w-]+)\1\]""", r"/\2", pattern))):
+    glob = normal(pattern)
+    for glob in (normal(pattern), normal(re.sub(r"""\[(['"]?)([\w-]+)\1\]""", r"/\2", pattern))):
         hits = [i for i, path in enumerate(paths) if fnmatch.fnmatchcase(path, glob)]
         hits = hits or [i for i, p in enumerate(paths) if "/" in p and fnmatch.fnmatchcase(p.split("/", 1)[1], glob)]
         if hits:

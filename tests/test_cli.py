@@ -1,11 +1,12 @@
 """The command line: what it prints, what it writes, and how it says what is wrong."""
 
 import json
-import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
+import tomllib
 
 import jax
 import jax.numpy as jnp
@@ -108,39 +109,40 @@ PLAN = ["plan", "jax.numpy:matmul", "--shapes", "f32[4096,1024]", "f32[1024,8192
 
 def planned(capsys, *args) -> dict:
     assert main([*PLAN, *args, "--save", "-"]) == 0
-    return json.loads(capsys.readouterr().out)
+    return tomllib.loads(capsys.readouterr().out)
 
 
 def test_plan_prints_the_report_and_saves_the_plan(capsys, tmp_path):
-    file = tmp_path / "layout.json"
+    file = tmp_path / "layout.toml"
     args = ["--level", "2", "--memory", "14GiB", "--search-mode", "auto", "--time-limit", "30", "--finalists", "0"]
     assert main([*PLAN, *args, "--save", str(file)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("matmul: planned for tpu-v5e:4x4 (not here), 16 devices, grid ")
     assert out.endswith(f"saved: {file}\n")
-    data = json.loads(file.read_text())
     x, w = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4096, 1024), (1024, 8192)))
     made = shardfn.plan(jnp.matmul, x, w, device="tpu-v5e:4x4", level=2, memory_limit="14GiB", time_limit=30)
-    assert (data["format"], data["version"], data["device"], data["devices"]) == ("shardfn-plan", 1, "tpu-v5e:4x4", 16)
-    assert (data["grid"], data["level"], data["gap"]) == (dict(made.axes), 2, made.gap)
-    assert {path: (d["cuts"], d["source"]) for path, d in data["arguments"].items()} == {
-        d.path: (list(d.cuts), "searched") for d in made.inputs
-    }
-    assert data["results"]["result"]["axes"] == [list(dim) for dim in made.outputs[0].spec]
-    assert data["price"]["memory_bytes"] == made.price.memory.peak <= 14 * 2**30
-    assert data["price"]["time_s"] == made.price.time_s
-    for array in (*data["arguments"].values(), *data["results"].values()):
-        pieces = [math.prod(data["grid"][axis] for axis in dim) for dim in array["axes"]]
-        assert pieces == array["cuts"]
+    assert shardfn.load(file) == made
+    again = shardfn.plan(jnp.matmul, x, w, device="tpu-v5e:4x4", layout=file)
+    assert [(d.spec, d.source) for d in again.inputs] == [(d.spec, "file") for d in made.inputs]
+    assert f"{made.price.bytes_sent:,} B sent" in file.read_text().splitlines()[0]
+
+
+def test_plan_takes_a_layout(capsys, tmp_path):
+    file = tmp_path / "layout.toml"
+    assert main([*PLAN, "--in-strategy", "((4, 1), (1, 4))", "--save", str(file), "--quiet"]) == 0
+    data = explained(capsys, "jax.numpy:matmul", "--shapes", "f32[4096,1024]", "f32[1024,8192]",
+                     "--device", "tpu-v5e:4x4", "--layout", str(file))  # fmt: skip
+    assert [(d["cuts"], d["source"]) for d in data["inputs"]] == [([4, 1], "file"), ([1, 4], "file")]
 
 
 def test_plan_keeps_what_was_said(capsys):
     data = planned(capsys, "--in-strategy", "((4, 1), AUTO)", "--parameter-plan", "{'b': (1, 2)}", "--level", "1")
-    assert {path: (d["cuts"], d["source"], d["reason"]) for path, d in data["arguments"].items()} == {
-        "a": ([4, 1], "you", "in_strategy[0]"),
-        "b": ([1, 2], "you", "parameter_plan['b']"),
-    }
     assert data["grid"] == {"a": 4, "b": 2, "c": 2}
+    assert data["arguments"] == {"a": ["a", 1], "b": [1, "b"]}
+    assert {(row["by"], row["why"]): row["of"] for row in data["sources"][:2]} == {
+        ("you", "in_strategy[0]"): ["a"],
+        ("you", "parameter_plan['b']"): ["b"],
+    }
 
 
 def test_what_plan_saves_is_the_same_each_time(capsys):
@@ -163,7 +165,8 @@ def test_donated_arguments_take_no_memory_twice(capsys, tmp_path):
     memory = []
     for more in ([], ["--donate", "0"]):
         assert main([*args, *more]) == 0
-        memory.append(json.loads(capsys.readouterr().out)["price"]["memory_bytes"])
+        found = re.search(r"sent and ([\d,]+) B at the peak", capsys.readouterr().out)
+        memory.append(int(found[1].replace(",", "")))
     assert memory[0] - memory[1] == 1024 * 4 // 2
 
 
@@ -174,10 +177,10 @@ def test_plan_of_a_sharded_function_keeps_its_options(capsys, tmp_path):
     )
     shapes = ["--shapes", "f32[16,32]", "f32[32,64]", "--device", "cpu:8", "--save", "-"]
     assert main(["plan", f"{tmp_path}/mine.py:forward", *shapes]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert (data["arguments"]["x"]["cuts"], data["level"]) == ([8, 1], 1)
+    data = tomllib.loads(capsys.readouterr().out)
+    assert (data["grid"], data["arguments"]["x"], data["level"]) == ({"a": 8}, ["a", 1], 1)
     assert main(["plan", f"{tmp_path}/mine.py:forward", *shapes, "--level", "2"]) == 0
-    assert json.loads(capsys.readouterr().out)["level"] == 2
+    assert tomllib.loads(capsys.readouterr().out)["level"] == 2
 
 
 # ---- mistakes: status 2, what is wrong and how to mend it, no traceback
@@ -197,7 +200,7 @@ OF_THE_PLAN = {
     "no time": [*PLAN, "--time-limit", "0"],
     "fewer finalists than none": [*PLAN, "--finalists", "-1"],
     "a search that does not exist": [*PLAN, "--search-mode", "recursive"],
-    "a directory that does not exist": [*PLAN, "--save", "nowhere/at/all/layout.json"],
+    "a directory that does not exist": [*PLAN, "--save", "nowhere/at/all/layout.toml"],
     "donating what is not there": [*PLAN, "--donate", "2"],
     "everything at once": [*PLAN, "--memory", "much", "--level", "3", "--time-limit", "-1", "--search-mode", "best"],
 }

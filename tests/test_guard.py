@@ -56,6 +56,22 @@ def test_a_pointwise_convolution_is_left_alone():
     assert not [f for f in sharded.plan(X, kernel).findings if "made whole" in f]
 
 
+@pytest.mark.parametrize(("window", "stride", "mended"), [(3, 1, True), (4, 2, True), (3, 2, False), (2, 2, False)])
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+def test_the_gradient_of_max_pooling_is_right(window, stride, mended, padding):
+    def pooled(x):
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 1, window, 1), (1, 1, stride, 1), padding)
+
+    step = jax.grad(lambda x: jnp.sin(pooled(x)).sum())
+    x = jax.random.normal(jax.random.key(2), (4, 4, 24, 8))
+    sharded = shardfn.shard(step, ((2, 1, 4, 1),))
+    np.testing.assert_allclose(sharded(x), step(x), rtol=1e-3, atol=1e-4)
+    assert any("made whole first" in f for f in sharded.plan(x).findings) == mended
+    batched = shardfn.shard(step, ((4, 1, 1, 2),))
+    np.testing.assert_allclose(batched(x), step(x), rtol=1e-3, atol=1e-4)
+    assert not any("made whole first" in f for f in batched.plan(x).findings)
+
+
 def is_sin(eqn, number):
     return eqn.primitive.name == "sin"
 

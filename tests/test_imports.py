@@ -39,6 +39,11 @@ LAYERS = (
     ("cost", "trace", "place"),
     ("given",),
     ("decisions",),
+    ("layoutrules",),
+    ("layouttext",),
+    ("strategyfile",),
+    ("layoutfile",),
+    ("planfile",),
     ("plan",),
     ("search.labelling",),
     ("search.content", "search.exhaustive"),
@@ -48,8 +53,7 @@ LAYERS = (
     ("search.local",),
     ("search.branch",),
     ("search.narrow",),
-    ("search.marginals",),
-    ("search.solve", "search.forms", "search.grid"),
+    ("search.solve", "search.forms", "search.grid", "search.facts"),
     ("search.strategies",),
     ("search.problem",),
     ("search.filters",),
@@ -60,8 +64,8 @@ LAYERS = (
     ("search.recursive",),
     ("search.auto",),
     ("search",),
-    ("rebind", "render", "comparison", "algo", "planfile"),
-    ("pins", "guard"),
+    ("rebind", "render", "comparison", "algo"),
+    ("pins", "guard", "tags", "halo"),
     ("study", "unpredicted", "tables"),
     ("findings",),
     ("make", "apply", "finalists"),
@@ -69,10 +73,30 @@ LAYERS = (
     ("report",),
     ("verify",),
     ("sharded",),
-    ("api",),
+    ("api", "layoutcheck"),
     ("cell",),
     ("",),  # shardfn/__init__.py
-    ("demo", "cli_arguments"),
+    ("train.modes", "train.state", "train.gradients", "train.optimizer_parallel"),
+    ("train.training",),
+    ("train.drawn",),
+    ("train.update",),
+    ("train.lay",),
+    ("train.step",),
+    ("train",),
+    ("checkpoint.chunks", "checkpoint.extra"),
+    ("checkpoint.contents", "checkpoint.tensorfiles"),
+    ("checkpoint.leaves", "checkpoint.stored", "checkpoint.where"),
+    ("checkpoint.arrays",),
+    ("checkpoint.store", "checkpoint.restoring"),
+    ("checkpoint.saving",),
+    ("checkpoint.offline",),
+    ("checkpoint.interchange", "checkpoint.mindspore"),
+    ("checkpoint",),
+    ("data.sources", "data.strategy", "data.tiff"),
+    ("data.order", "data.pieces"),
+    ("data.loader",),
+    ("data",),
+    ("demo", "cli_arguments", "cli_checkpoint"),
     ("cli",),
     ("__main__",),
 )
@@ -235,7 +259,7 @@ environ, flags = dict(os.environ), dict(jax.config.values)
 import shardfn
 assert dict(os.environ) == environ
 assert dict(jax.config.values) == flags
-extras = {{"flax", "equinox", "orbax", "grain", "ray", "optax", "IPython"}}
+extras = {{"flax", "equinox", "orbax", "tensorstore", "grain", "ray", "optax", "IPython"}}
 assert not extras & set(sys.modules), extras & set(sys.modules)
 {NO_BACKEND}""")
     assert done.returncode == 0, done.stderr

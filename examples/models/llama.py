@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from examples.models import abstract
 from examples.models.layouts import Expert, hint, usual_experts
 from examples.models.training import cross_entropy, language_model, normal
+from shardfn import tag
 
 Params = dict[str, Any]
 
@@ -110,12 +111,12 @@ def attend(params: Params, x: jax.Array, cfg: Config) -> jax.Array:
 def forward(params: Params, tokens: jax.Array, cfg: Config) -> jax.Array:
     """Tokens [batch, seq] to logits [batch, seq, vocab]."""
     model = params["model"]
-    x = hint(model["embed_tokens"]["weight"][tokens])
+    x = tag(hint(model["embed_tokens"]["weight"][tokens]), "embedding")
     for p in model["layers"]:
-        x = hint(x + attend(p["self_attn"], rms_norm(p["input_layernorm"], x), cfg))
+        x = tag(hint(x + attend(p["self_attn"], rms_norm(p["input_layernorm"], x), cfg)), "block")
         y = rms_norm(p["post_attention_layernorm"], x)
         gate, up = linear(p["mlp"]["gate_proj"], y), linear(p["mlp"]["up_proj"], y)
-        x = hint(x + linear(p["mlp"]["down_proj"], jax.nn.silu(gate) * up))
+        x = tag(hint(x + linear(p["mlp"]["down_proj"], jax.nn.silu(gate) * up)), "block")
     return linear(params["lm_head"], rms_norm(model["norm"], x))
 
 

@@ -492,10 +492,10 @@ class _Reader:
         inputs = tuple(self.laid_as(env[o], s, trips) for o, s in zip(op.operands, in_shardings, strict=True))
         was, self.manual = self.manual, True
         inner = {**env, **{a: self.new(a.type, None, trips) for a in block.arguments}}
-        self.walk(block, inner, trips)
+        returned = self.walk(block, inner, trips)
         self.manual = was
         outputs = [self.new(r.type, s, trips) for r, s in zip(op.results, out_specs, strict=True)]
-        self.ops.append(Op("shard_map", inputs, tuple(outputs), None, trips, self.where(op)))
+        self.ops.append(Op("shard_map", (*inputs, *returned), tuple(outputs), None, trips, self.where(op)))
         return outputs
 
     def named(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -27,18 +28,37 @@ CHUNK = 1 << 15  # entries worked on at once: they stay in the cache
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Directed edges sent together: `tables[edge or 0, label of sender, label of receiver]`,
-    filled up to one shape.
+    """Directed edges worked on together: `tables[edge or 0, label of sender, label of receiver]`, filled up to one shape.
 
-    `who[edge]` is the sender's place among the nodes of its colour, `rows` (edges x labels) its labels there, `back` (edges x
-    labels) where the messages the other way lie; the messages go to `out` (edges x labels of the receiver, in a row).
+    What they send is at `mine` of the numbers of their `Sending`, the messages go to `out` of the state.
     """
 
     tables: Array
-    who: Array
+    mine: slice
+    out: slice
+    edges: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sending:
+    """All edges from the nodes of one colour to later ones, or to earlier ones.
+
+    `rows` says where among the colour's labels each number that is sent comes from, `back` where the message the other way
+    lies. The messages are `out` of the state, each beginning at `starts` there, with `widths` labels. `who` is the sender of
+    each, and `entries[table[edge] + its label * width]` its row of the table.
+    """
+
+    groups: tuple[Group, ...]
     rows: Array
     back: Array
     out: slice
+    starts: Array
+    widths: Array
+    who: Array
+    entries: Array
+    table: Array
+    inside: Array
+    """Each label's place in its message."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +74,8 @@ class Colour:
     sizes: Array
     share: Array
     inbox: sparse.csr_matrix
-    ahead: tuple[Group, ...]
-    behind: tuple[Group, ...]
+    ahead: Sending | None
+    behind: Sending | None
 
 
 class Messages:
@@ -72,8 +92,8 @@ class Messages:
         self.order = _ranges(first[nodes], sizes[nodes])
         self.place: dict[tuple[int, int], int] = {}
         self.colours = tuple(_coloured(rank, nodes, sizes, tables, self.place))
-        groups = [group for colour in self.colours for group in (*colour.ahead, *colour.behind)]
-        self.sent = np.zeros(max((group.out.stop for group in groups), default=0))
+        every = [each for colour in self.colours for each in (colour.ahead, colour.behind) if each is not None]
+        self.sent = np.zeros(max((each.out.stop for each in every), default=0))
         self.set_costs(np.concatenate([np.zeros(0), *costs]))
 
     def set_costs(self, costs: Array) -> None:
@@ -112,9 +132,10 @@ class Messages:
                 least = np.flatnonzero(cost == best)
                 taken = least[np.searchsorted(least, colour.starts)] - colour.starts
                 choice[colour.nodes] = taken
-                for group in colour.ahead:
-                    which = np.arange(len(group.who)) if len(group.tables) > 1 else 0
-                    known[group.out] = group.tables[which, taken[group.who]].ravel()
+                ahead = colour.ahead
+                if ahead is not None:
+                    row = ahead.table + taken[ahead.who] * ahead.widths
+                    known[ahead.out] = ahead.entries[np.repeat(row, ahead.widths) + ahead.inside]
             self._send(belief, colour, colour.ahead)
         return choice if decide else None
 
@@ -136,39 +157,45 @@ class Messages:
             bound += self._send(belief, colour, colour.behind)
         return bound
 
-    def _send(self, belief: Array, colour: Colour, groups: Sequence[Group]) -> float:
+    def _send(self, belief: Array, colour: Colour, sending: Sending | None) -> float:
+        if sending is None:
+            return 0.0
         part = belief * colour.share
-        out = np.isinf(belief).any()
-        settled = 0.0
-        for group in groups:
-            rows = part[group.rows]
-            mine = rows - self.sent[group.back] if not out else np.where(np.isinf(rows), rows, 0.0)
-            if out:
-                np.subtract(rows, self.sent[group.back], out=mine, where=np.isfinite(rows))
-            edges, labels = mine.shape
-            width = group.tables.shape[2]
-            found = self.sent[group.out].reshape(edges, width)
-            if len(group.tables) == 1 < edges and labels * width >= TWICE:
-                once: dict[bytes, int] = {}
-                same = np.array([once.setdefault(row.tobytes(), at) for at, row in enumerate(mine)])
+        mine = part[sending.rows]
+        if math.isfinite(part.sum()):
+            mine -= self.sent[sending.back]
+        else:
+            np.subtract(mine, self.sent[sending.back], out=mine, where=np.isfinite(mine))
+        for group in sending.groups:
+            self._work(group, mine[group.mine].reshape(group.edges, -1))
+        found = self.sent[sending.out]
+        least = np.minimum.reduceat(found, sending.starts)
+        if not np.isfinite(least).all():
+            return np.inf
+        found -= np.repeat(least, sending.widths)
+        return float(least.sum())
+
+    def _work(self, group: Group, mine: Array) -> None:
+        """The messages of a group, not yet brought to a least of zero."""
+        edges, labels = mine.shape
+        width = group.tables.shape[2]
+        found = self.sent[group.out].reshape(edges, width)
+        if len(group.tables) == 1 < edges and labels * width >= TWICE:
+            once: dict[bytes, int] = {}
+            same = np.array([once.setdefault(row.tobytes(), at) for at, row in enumerate(mine)])
+            if len(once) < edges:
                 alone = np.array(list(once.values()))
                 least = np.empty((edges, width))
                 least[alone] = _passed(group.tables, mine[alone])
                 found[:] = least[same]
-            else:
-                found[:] = _passed(group.tables, mine)
-            least = np.minimum.reduce(found, 1)
-            if not np.isfinite(least).all():
-                return np.inf
-            found -= least[:, None]
-            settled += float(least.sum())
-        return settled
+                return
+        _passed(group.tables, mine, found)
 
 
-def _passed(tables: Array, mine: Array) -> Array:
+def _passed(tables: Array, mine: Array, out: Array | None = None) -> Array:
     """The least over the sender's labels of each table with the sender's part."""
     edges, labels = mine.shape
-    found = np.empty((edges, tables.shape[2]))
+    found = np.empty((edges, tables.shape[2])) if out is None else out
     step = max(1, CHUNK // (labels * tables.shape[2]))
     for at in range(0, edges, step):
         table = tables[at:at + step] if len(tables) > 1 else tables  # fmt: skip
@@ -232,31 +259,54 @@ def _coloured(rank: Array, nodes: Array, sizes: Array, tables: Sequence[dict[int
         columns, rows = _ranges(into_at, into_n), _ranges(into_to, into_n)
         inbox = sparse.csr_matrix((np.ones(len(rows)), (rows, columns)), (count, at))
         ahead, behind = (
-            tuple(_group(edges, key[-2:], tables, start, index, place)
-                  for key, edges in sorts.get((colour, later), {}).items())
-            for later in (True, False))  # fmt: skip
+            _sending(sorts.get((colour, later), {}), tables, start, index, place) for later in (True, False)
+        )
         labels = slice(begin, begin + count)
         begin += count
         yield Colour(mine, labels, starts, size, np.repeat(np.array(share), size), inbox, ahead, behind)
 
 
-def _group(edges: list[tuple[int, int]], shape: tuple[int, ...], tables: Sequence[dict[int, Array]],
-           start: dict[int, int], index: dict[int, int], place: dict[tuple[int, int], int]) -> Group:  # fmt: skip
-    """The tables of `edges` are filled up to `shape` with what is never the least."""
-    (u, w) = edges[0]
-    every = [tables[a][b] for a, b in edges]
+def _sending(sorts: dict[tuple[int, ...], list[tuple[int, int]]], tables: Sequence[dict[int, Array]],
+             start: dict[int, int], index: dict[int, int], place: dict[tuple[int, int], int]) -> Sending | None:  # fmt: skip
+    """The edges of one colour and one direction, in groups of one shape; None where there are none."""
+    if not sorts:
+        return None
+    groups: list[Group] = []
+    rows, back, stacks, table = [], [], [], []
+    mine = entries = 0
+    begin = out = min(place[edges[0]] for edges in sorts.values())
+    for (*_, tall, wide), edges in sorts.items():
+        every = [tables[u][w] for u, w in edges]
+        stack = _stacked(every, (tall, wide))
+        labels = np.arange(tall)[None]
+        labels = np.where(labels < np.array([len(each) for each in every])[:, None], labels, 0)
+        rows.append((np.array([start[u] for u, _ in edges])[:, None] + labels).ravel())
+        back.append((np.array([place[w, u] for u, w in edges])[:, None] + labels).ravel())
+        stacks.append(stack)
+        table.append(entries + (np.arange(len(edges)) * (tall * wide) if len(stack) > 1 else np.zeros(len(edges), int)))
+        groups.append(
+            Group(stack, slice(mine, mine + len(edges) * tall), slice(out, out + len(edges) * wide), len(edges))
+        )
+        mine, entries, out = mine + len(edges) * tall, entries + stack.size, out + len(edges) * wide
+    widths = np.array([key[-1] for key, edges in sorts.items() for _ in edges])
+    starts = np.cumsum(widths) - widths
+    who = np.array([index[u] for edges in sorts.values() for u, _ in edges])
+    flat = np.concatenate([stack.ravel() for stack in stacks])
+    at = 0
+    for number, stack in enumerate(stacks):  # one copy of each
+        groups[number] = dataclasses.replace(groups[number], tables=flat[at : at + stack.size].reshape(stack.shape))
+        at += stack.size
+    return Sending(tuple(groups), np.concatenate(rows), np.concatenate(back), slice(begin, out), starts, widths, who, flat,
+                   np.concatenate(table), _ranges(np.zeros_like(starts), widths))  # fmt: skip
+
+
+def _stacked(every: list[Array], shape: tuple[int, int]) -> Array:
+    """Tables in one array, a single one where all are one object, filled up to `shape` with what is never the least."""
     if all(table is every[0] for table in every) and every[0].shape == shape:
-        stack = np.ascontiguousarray(every[0])[None]
-    elif all(table.shape == shape for table in every):
-        stack = np.stack(every)
-    else:
-        stack = np.full((len(edges), *shape), np.inf)
-        for at, table in enumerate(every):
-            stack[at, : table.shape[0], : table.shape[1]] = table
-    labels = np.arange(shape[0])[None]
-    labels = np.where(labels < np.array([len(table) for table in every])[:, None], labels, 0)
-    rows = np.array([start[a] for a, _ in edges])[:, None] + labels
-    back = np.array([place[b, a] for a, b in edges])[:, None] + labels
-    first = place[u, w]
-    who = np.array([index[a] for a, _ in edges])
-    return Group(stack, who, rows, back, slice(first, first + len(edges) * shape[1]))
+        return np.ascontiguousarray(every[0])[None]
+    if all(table.shape == shape for table in every):
+        return np.stack(every)
+    stack = np.full((len(every), *shape), np.inf)
+    for at, table in enumerate(every):
+        stack[at, : table.shape[0], : table.shape[1]] = table
+    return stack

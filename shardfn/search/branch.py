@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 import time
 from collections.abc import Callable
 
@@ -23,6 +24,7 @@ from shardfn.search.local import Local, fitted
 STEPS = 12  # of the ascent, in each part
 FEWER = 0.7  # of the labels, below which a part leaves out those that are out
 NEIGHBOURHOODS = 8  # of the best labelling, every eight parts
+CANDIDATES = 40  # nodes weighed for a split
 ENTRIES, TOTAL = 1e5, 3e6  # of the tables of a part that is solved exactly
 
 
@@ -35,6 +37,30 @@ class Part:
     sent: Array
     multipliers: Array
     bound: float
+    split: tuple[int, int] | None = None
+    """The node, and which of its two sides, that made this part of another."""
+
+
+class Gains:
+    """What splitting a node has raised the bound by, on either side, on average: what it will bring again.
+
+    So-called pseudo-costs (Benichou and others, Mathematical Programming 1, 1971).
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[tuple[int, int], list[float]] = {}
+
+    def learn(self, split: tuple[int, int] | None, gain: float) -> None:
+        """A part that was made by a split has been bounded."""
+        if split is not None:
+            self.sums.setdefault(split, []).append(max(gain, 0.0))
+
+    def of(self, node: int) -> float | None:
+        """The product of the two sides' gains; None for a node of which not both were seen."""
+        sides = [self.sums.get((node, side)) for side in (0, 1)]
+        if not all(sides):
+            return None
+        return math.prod(math.fsum(side) / len(side) for side in sides if side)
 
 
 def save(ascent: Ascent, bound: float) -> Part:
@@ -66,6 +92,7 @@ def branch(ascent: Ascent, local: Local, goal: Callable[[], float], most: int, d
     """
     queue = [(ascent.bound, 0, save(ascent, ascent.bound))]
     count = 0
+    gains = Gains()
     size = max(ascent.size, 0.003)
     while queue and count < most and time.monotonic() < deadline:
         bound, _, part = heapq.heappop(queue)
@@ -82,6 +109,7 @@ def branch(ascent: Ascent, local: Local, goal: Callable[[], float], most: int, d
             continue
         seen = _explore(now, local, goal, deadline)
         bound = max(bound, now.bound)
+        gains.learn(part.split, (goal() if seen is None else bound) - part.bound)
         if count % 4 == 1 and seen:
             found = fitted(now, local, 0.05 * (1 + count % 3), deadline)
             if found is not None:
@@ -93,10 +121,12 @@ def branch(ascent: Ascent, local: Local, goal: Callable[[], float], most: int, d
         if seen is None or bound >= goal():
             continue
         part = save(now, bound)
-        for side, (node, labels) in enumerate(_split(now, seen)):
+        node, sides = _split(now, seen, gains)
+        for side, labels in enumerate(sides):
             base = part.base.copy()
             base[now.first[node] + labels] = np.inf
-            heapq.heappush(queue, (bound, 2 * count + side, dataclasses.replace(part, base=base)))
+            made = dataclasses.replace(part, base=base, split=(int(now.nodes[node]), side))
+            heapq.heappush(queue, (bound, 2 * count + side, made))
     return min([goal(), *(bound for bound, *_ in queue)])
 
 
@@ -149,21 +179,27 @@ def parts(ascent: Ascent) -> tuple[list[Array], list[dict[int, Array]], list[Arr
     return costs, tables, kept, store
 
 
-def _split(ascent: Ascent, seen: list[Array]) -> list[tuple[int, Array]]:
-    """A node and the labels to put out, for each of two parts."""
+def _split(ascent: Ascent, seen: list[Array], gains: Gains) -> tuple[int, list[Array]]:
+    """A node, and the labels to put out for each of two parts: dear ones and cheap ones, by what they pay for memory.
+
+    Of the nodes that the suggestions disagree on most, the one whose splits have raised the bound most; one never split
+    counts as an average one, as much more or less as the suggestions disagree on it.
+    """
     kept = ascent.left()
     price = ascent.memory.price(ascent.best)
     first = ascent.first
-    best, choice = -1.0, 0
     every = np.stack(seen[len(seen) // 2:])  # fmt: skip
+    unsure = np.zeros(len(kept))
     for v, labels in enumerate(kept):
         if len(labels) < 2:
             continue
         paid = price[first[v]:first[v + 1]]  # fmt: skip
-        unsure = float(paid[every[:, v]].std()) + 1e-3 * float(np.ptp(paid[labels]))
-        unsure += 1e-6 * float((every[:, v] != every[0, v]).mean()) + 1e-12
-        if unsure > best:
-            best, choice = unsure, v
+        unsure[v] = float(paid[every[:, v]].std()) + 1e-3 * float(np.ptp(paid[labels]))
+        unsure[v] += 1e-6 * float((every[:, v] != every[0, v]).mean()) + 1e-12
+    asked = [v for v in np.argsort(-unsure, kind="stable")[:CANDIDATES].tolist() if unsure[v] > 0]
+    known = {v: gain for v in asked if (gain := gains.of(int(ascent.nodes[v]))) is not None}
+    rate = math.fsum(known.values()) / max(math.fsum(float(unsure[v]) for v in known), 1e-300) if known else 1.0
+    choice = max(asked, key=lambda v: known.get(v, rate * float(unsure[v])))
     labels = kept[choice]
     paid = price[first[choice]:first[choice + 1]][labels]  # fmt: skip
     middle = (paid.min() + paid.max()) / 2
@@ -173,4 +209,4 @@ def _split(ascent: Ascent, seen: list[Array]) -> list[tuple[int, Array]]:
         last = labels == every[-1, choice]
         if last.any():
             low = last
-    return [(choice, labels[~low]), (choice, labels[low])]
+    return choice, [labels[~low], labels[low]]

@@ -57,7 +57,8 @@ Mend = Callable[[Problem, Found, Candidate], Iterable[Found]]
 """What to try instead of something found whose flow holds more than the limit."""
 
 
-def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend) -> Answer:
+def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend,
+              grids: Sequence[Axes] = ()) -> Answer:  # fmt: skip
     """The best of what was found and of the plain layouts, as their flows show, with all that is to be said of it.
 
     Args:
@@ -65,11 +66,12 @@ def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend) -
       found: in the order in which they are to be priced; of large programs only the first few are.
       what: the name of the search.
       mend: what else to try where a flow holds more than the limit.
+      grids: all that were looked at, those too of which nothing is in `found`.
     """
     rated: list[tuple[tuple[float, ...], Candidate, Found | None]] = []
     is_small = len(problem.graph.ops) <= PLAIN
-    for count, one in enumerate(found):
-        if count >= _flows(problem.graph) and (count >= MOST or not promises(problem, one, min(r[0] for r in rated))):
+    for count, one in enumerate(found[: weighed(problem.graph)]):
+        if count >= priced(problem.graph) and not promises(problem, one, min(r[0] for r in rated)):
             break
         made = candidate(problem, one)
         made = let_go(problem, made) if is_small else made
@@ -91,7 +93,7 @@ def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend) -
     _, best, at = rated[0]
     best = as_sliced(problem, best)
     others = tuple(c for _, c, _ in rated[1:])
-    tried = ", ".join(dict.fromkeys(shape(f.axes) for f in found))
+    tried = ", ".join(dict.fromkeys(shape(axes) for axes in (*(f.axes for f in found), *grids)))
     runner = f"{others[0].name}: {figures(others[0].price)} against {figures(best.price)}" if others else ""
     if at is None:
         best = let_go(problem, best)
@@ -140,7 +142,12 @@ def shape(axes: Axes) -> str:
     return "x".join(str(size) for _, size in axes) or "1"
 
 
-def _flows(graph: Graph) -> int:
+def weighed(graph: Graph) -> int:
+    """How many of what was found may be priced: the first few, and what promises more than they turned out to hold."""
+    return max(priced(graph), MOST if len(graph.ops) <= LARGE else 1)
+
+
+def priced(graph: Graph) -> int:
     """How many flows are priced: fewer for larger programs, whatever the machine."""
     return max(1, min(6, 2000 // max(1, len(graph.ops))))
 

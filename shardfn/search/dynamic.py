@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 
 from shardfn.cuts import divisors
 from shardfn.search import propagation
-from shardfn.search.choose import Found, answer_of
+from shardfn.search.choose import Found, answer_of, weighed
 from shardfn.search.filters import loosened, narrowed
 from shardfn.search.grid import Array, Axes, Grid
 from shardfn.search.labelling import Labelling, cost_of
 from shardfn.search.levels import in_pieces, labelling_of, totals
 from shardfn.search.peak import Peak, least_peak
 from shardfn.search.problem import Answer, Candidate, Problem
-from shardfn.search.solve import Effort, Solution, solve
+from shardfn.search.solve import Effort, Solution, solve, solve_within
 from shardfn.search.strategies import build
 
 SLACK = 1.02
@@ -44,12 +44,28 @@ def search(problem: Problem) -> Answer:
     """The cheapest layout at the problem's level."""
     if not problem.is_open:
         return propagation.search(problem)
-    found = [f for axes in grids(problem) for f in on_grid(problem, axes)]
+    tried = grids(problem)
+    found = on_grids(problem, tried, ())
     if found and not problem.axes and len(problem.graph.ops) <= THREE_AXES:
-        best = min(found, key=lambda f: order(problem, f))
-        found += [f for axes in finer(problem, best.axes) for f in on_grid(problem, axes)]
+        more = finer(problem, min(found, key=lambda f: order(problem, f)).axes)
+        tried, found = tried + more, found + on_grids(problem, more, found)
     found = sorted(settled(problem, found), key=lambda f: order(problem, f))
-    return answer_of(problem, found, "exact search", mended)
+    return answer_of(problem, found, "exact search", mended, tried)
+
+
+def on_grids(problem: Problem, tried: Sequence[Axes], before: Sequence[Found]) -> list[Found]:
+    """What is best on each grid, those left out that can't be among the first ones to be priced.
+
+    The grids of the most equal sizes go first: often the best are among them.
+    """
+    made: dict[Axes, list[Found]] = {}
+    most = weighed(problem.graph)
+    for axes in sorted(tried, key=lambda axes: sum(size for _, size in axes)):
+        known = [*before, *(f for some in made.values() for f in some)]
+        fit = sorted(f.solution.cost for f in known if f.peak <= problem.memory_limit)
+        ceiling = fit[most - 1] if problem.level == 2 and len(fit) >= most else math.inf
+        made[axes] = list(on_grid(problem, axes, ceiling=ceiling))
+    return [f for axes in tried for f in made[axes]]
 
 
 def settled(problem: Problem, found: Sequence[Found]) -> list[Found]:
@@ -120,8 +136,12 @@ def splits(n: int, most: int) -> list[tuple[int, ...]]:
     return sorted(found, key=lambda s: (len(s), [-size for size in s]))
 
 
-def on_grid(problem: Problem, axes: Axes, chosen: Sequence[Array] | None = None) -> Iterator[Found]:
-    """The optimum on one grid, and where memory counts what else may have the least, or fit the limit."""
+def on_grid(problem: Problem, axes: Axes, chosen: Sequence[Array] | None = None,
+            ceiling: float = math.inf) -> Iterator[Found]:  # fmt: skip
+    """The optimum on one grid, and where memory counts what else may have the least, or fit the limit.
+
+    At level 2, nothing where all costs more than `ceiling`.
+    """
     given = {v: spec for v, spec in zip(problem.inputs, problem.specs, strict=True) if spec is not None}
     grid = Grid.on(problem.hardware, axes)
     space = build(problem.graph, grid, given, problem.results, problem.same_as, chosen, problem.facts)
@@ -140,7 +160,14 @@ def on_grid(problem: Problem, axes: Axes, chosen: Sequence[Array] | None = None)
         if least is not None:
             yield _within(Found(axes, space, labels, _held(least, labels)), SLACK * least.peak, problem)
         return
-    found = solved(*asked(SPREADS[0]))
+    if math.isfinite(ceiling):
+        labels, lost = asked()
+        solution = solve_within(labels, ceiling + lost, _left(problem), FIRST)
+        if solution is None:
+            return
+        found = Found(axes, space, labels, loosened(solution, lost))
+    else:
+        found = solved(*asked(SPREADS[0]))
     if problem.level == 0 and math.isfinite(found.solution.cost):
         made = totals(space, found.solution.choice)
         rate = problem.hardware.chip

@@ -12,8 +12,8 @@ from shardfn.cost.hardware import Hardware
 from shardfn.cost.price import Price, price
 from shardfn.graph.classes import dim_classes
 from shardfn.graph.model import Flow, Graph, Pin, Spec
+from shardfn.search.facts import Known, known
 from shardfn.search.grid import Axes
-from shardfn.search.strategies import Known, known
 
 Pins = Mapping[int, Pin]
 """Layouts that ops are held to, by their index in `Graph.ops`."""

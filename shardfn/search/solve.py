@@ -8,7 +8,6 @@ same steps, and a time limit only stops them.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import time
@@ -33,6 +32,7 @@ STEEP = 0.05  # of the bound in a round: what is suggested now has little worth
 RISING = 2e-3  # of the bound in a round: while it rises faster, nothing else is worth the time
 STILL = 1e-6  # of the bound in a round: it has stopped
 PEAK_SECONDS = 2.0  # for the least peak, where a limit can't be kept
+GLANCES = 4  # passes before anything else, where there is a ceiling
 SMALL = 60_000  # labels x neighbours, up to which branching is tried
 
 
@@ -82,20 +82,34 @@ def solve(problem: Labelling, seconds: float = math.inf, effort: Effort | None =
     >>> found.choice, found.cost, found.proved
     ((0, 0), 5.0, True)
     """
-    return _Run(problem, seconds, effort or Effort(), watch).run()
+    found = _Run(problem, seconds, effort or Effort(), watch).run()
+    assert found is not None
+    return found
+
+
+def solve_within(problem: Labelling, ceiling: float, seconds: float = math.inf,
+                 effort: Effort | None = None) -> Solution | None:  # fmt: skip
+    """The same, but None as soon as it is clear that every labelling costs more than `ceiling`.
+
+    >>> from shardfn.search.labelling import labelling
+    >>> solve_within(labelling([[1, 5], [4, 2]]), 2.5) is None
+    True
+    """
+    found = _Run(problem, seconds, effort or Effort(), None, ceiling).run()
+    return None if found is None or found.cost > ceiling else found
 
 
 class _Run:
     def __init__(self, problem: Labelling, seconds: float, effort: Effort,
-                 watch: Callable[[float, float], None] | None):  # fmt: skip
+                 watch: Callable[[float, float], None] | None, ceiling: float = math.inf):  # fmt: skip
         self.begin = time.monotonic()
         self.deadline = self.begin + seconds
-        self.problem, self.effort, self.watch = problem, effort, watch
+        self.problem, self.effort, self.watch, self.ceiling = problem, effort, watch, ceiling
         self.store = Store()
         self.pause = 1
         self.visits = self.effort.neighbourhoods
 
-    def run(self) -> Solution:
+    def run(self) -> Solution | None:
         core = contract(self.problem, store=self.store)
         self.integral = _integral(self.problem, self.store)
         if not core.possible:
@@ -107,14 +121,25 @@ class _Run:
         memory = memory_of(self.problem, core, nodes)
         if (memory.limit < 0).any():
             return self.answer(self.whole(core, nodes, [0] * len(nodes)), math.inf, True)
+        stuck = None
         if not len(memory.limit) or not nodes:
+            ceiling = self.ceiling - core.constant
+            ascent = Ascent(costs, tables, memory)
+            if math.isfinite(ceiling) and _dearer(ascent, ceiling):
+                return None
             found = eliminate(costs, tables, ENTRIES, TOTAL, store=self.store)
             if found is None:
-                with contextlib.suppress(Stuck):
-                    found = narrow(Ascent(costs, tables, memory), math.inf, self.deadline)
+                try:
+                    found = narrow(ascent, ceiling, self.deadline)
+                    if found is None and math.isfinite(ceiling):
+                        return None
+                except Stuck as stop:
+                    stuck = stop.best.labels
             if found is not None:
                 return self.answer(self.whole(core, nodes, found), math.inf, True)
         local = Local(costs, tables, memory)
+        if stuck is not None:
+            local.offer(stuck)
         bound, last = self.search(Ascent(costs, tables, memory), local, core.constant)
         choice = self.whole(core, nodes, last if local.best is None else local.best)
         proved = bound >= local.cost - self.least_gain(local.cost + core.constant)
@@ -228,6 +253,15 @@ class _Run:
 
     def over(self) -> bool:
         return time.monotonic() > self.deadline
+
+
+def _dearer(ascent: Ascent, ceiling: float) -> bool:
+    """Whether a few passes show that every labelling costs more than a ceiling."""
+    for _ in range(GLANCES):
+        ascent.messages.forward()
+        if ascent.sweep() > ceiling:
+            return True
+    return False
 
 
 def _integral(problem: Labelling, store: Store) -> bool:

@@ -15,12 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from shardfn.cost.compute import MOVES, PRODUCTS, TAKES, UPDATES, effort, op_flops
-from shardfn.cost.fusion import fuse
-from shardfn.cost.memory import Place, lives
-from shardfn.cost.schedule import merged
-from shardfn.graph.model import Flow, Graph, Op, Rule, Spec, Value, dtype_bits
+from shardfn.cost.compute import MOVES, PRODUCTS, TAKES, UPDATES, effort
+from shardfn.cost.memory import Place
+from shardfn.graph.model import Graph, Op, Rule, Spec
 from shardfn.search import forms
+from shardfn.search.facts import Known, known
 from shardfn.search.grid import Array, Grid, add_up, change, pieces
 from shardfn.search.labelling import Held
 
@@ -30,15 +29,36 @@ SCATTERED, SCATTERED_LAST = 1, 2
 
 @dataclasses.dataclass
 class Node:
-    """Something to decide: [labels, axes] of what each axis cuts (`forms.op_codes` for an op), and per label, summed over
-    the ops that follow it, FLOPs and seconds of work, bytes and seconds of communication, and bytes held by arguments."""
+    """Something to decide: [labels, axes] of what each axis cuts (`forms.op_codes` for an op), and [5, labels] summed over
+    the ops that follow it: FLOPs and seconds of work, bytes and seconds of communication, and bytes held by arguments."""
 
     labels: Array
-    flops: Array
-    compute_s: Array
-    sent: Array
-    sent_s: Array
-    argument_bytes: Array
+    sums: Array
+
+    @property
+    def flops(self) -> Array:
+        """Of one device."""
+        return self.sums[0]
+
+    @property
+    def compute_s(self) -> Array:
+        """Seconds of work."""
+        return self.sums[1]
+
+    @property
+    def sent(self) -> Array:
+        """Bytes that one device sends."""
+        return self.sums[2]
+
+    @property
+    def sent_s(self) -> Array:
+        """Seconds of communication."""
+        return self.sums[3]
+
+    @property
+    def argument_bytes(self) -> Array:
+        """Bytes held by arguments."""
+        return self.sums[4]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,91 +95,10 @@ class _Piece:
 
     wanted: tuple[Array, ...]
     made: tuple[Array, ...]
-    flops: Array
-    compute_s: Array
-    sent: Array
-    sent_s: Array
+    sums: Array
+    """The first four rows of `Node.sums`."""
     partial: Array | None
     """Bytes of a sum before each device has its part of it, beyond that part."""
-
-
-def bytes_of(value: Value) -> float:
-    """Bytes of a whole array."""
-    return forms.volume(value.shape) * dtype_bits(value.dtype) / 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Known:
-    """What holds of a graph on any grid: how often each value is made in one call, how many ops read it, which values
-    take memory, and where and when."""
-
-    trips: tuple[int, ...]
-    readers: Mapping[int, int]
-    read: Mapping[int, tuple[int, int]]
-    """The first and the last op that reads a value."""
-    stored: frozenset[int]
-    places: tuple[Place, ...]
-    flops: float
-    """Of one call, unsharded."""
-    last: frozenset[int]
-    """Ops, by index, after whose results no product is computed: their sums are added up in one go with others."""
-
-
-def known(graph: Graph, donated: frozenset[int] = frozenset()) -> Known:
-    """What holds on any grid; `donated` are inputs whose memory results take over."""
-    readers: dict[int, int] = {}
-    read: dict[int, tuple[int, int]] = {}
-    for index, op in enumerate(graph.ops):
-        for value in set(op.inputs):
-            readers[value] = readers.get(value, 0) + 1
-            read[value] = read.get(value, (index, index))[0], index
-    whole = Flow(graph, tuple(((),) * len(v.shape) for v in graph.values), {}, ())
-    order = merged(whole)
-    fusion = fuse(order.flow)
-    temporaries, results = lives(order, fusion)
-    given = [bytes_of(graph.values[v]) for v in donated]
-    kept = []
-    for place in results:
-        if place.bytes in given:
-            given.remove(place.bytes)
-        else:
-            kept.append(place)
-    return Known(
-        tuple(value_trips(graph)),
-        readers,
-        read,
-        fusion.stored,
-        (*temporaries, *kept),
-        sum(op_flops(whole, op) * op.trips for op in graph.ops),
-        _last(graph),
-    )
-
-
-def _last(graph: Graph) -> frozenset[int]:
-    leads: set[int] = {a for a, _ in graph.ties}  # what a loop carries may be multiplied in its next round
-    found = set()
-    for index in reversed(range(len(graph.ops))):
-        op = graph.ops[index]
-        if leads.isdisjoint(op.outputs):
-            found.add(index)
-        if op.name in PRODUCTS or not leads.isdisjoint(op.outputs):
-            leads.update(op.inputs)
-    return frozenset(found)
-
-
-def value_trips(graph: Graph) -> list[int]:
-    """How often each value is made in one call: as often as the loops around its op run; a loop's carried value as
-    often as the first op that reads it."""
-    trips = [0] * len(graph.values)
-    for v in graph.inputs:
-        trips[v] = 1
-    for op in graph.ops:
-        for v in op.outputs:
-            trips[v] = op.trips
-    for op in graph.ops:
-        for v in op.inputs:
-            trips[v] = trips[v] or op.trips
-    return [t or 1 for t in trips]
 
 
 class _Builder:
@@ -182,6 +121,8 @@ class _Builder:
         self.pieces: dict[tuple[object, ...], _Piece] = {}
         self.changes: dict[tuple[int, int, float], tuple[Array, Array]] = {}
         self.pairs: dict[int, tuple[tuple[tuple[tuple[int, int], ...], ...], ...]] = {}
+        self.broadcasts: dict[int, Array] = {}
+        self.seen: dict[tuple[int, int], Array] = {}
         self.followed: dict[tuple[int, int, int], Array] = {}
 
     # ---- nodes
@@ -194,7 +135,7 @@ class _Builder:
         """A new node, whose labels go on from what is chosen of it already."""
         row = self.chosen[len(self.nodes)] if self.chosen is not None else None
         found = labels(row)
-        self.nodes.append(Node(found, *(np.zeros(len(found)) for _ in range(5))))
+        self.nodes.append(Node(found, np.zeros((5, len(found)))))
         return len(self.nodes) - 1, found
 
     def labels(self, key: object, make: Callable[[Array | None], Array]) -> Callable[[Array | None], Array]:
@@ -223,7 +164,7 @@ class _Builder:
         """An argument's node; where several ops read it, they read one copy, so that a gather is paid for once."""
         self.value_node(value)
         node, labels = self.layouts[value]
-        self.nodes[node].argument_bytes += bytes_of(self.graph.values[value]) / pieces(labels, self.grid.sizes)
+        self.nodes[node].sums[4] += self.facts.bytes[value] / pieces(labels, self.grid.sizes)
         if readers > 1 and value not in self.given and self.graph.values[value].shape:
             shape = self.graph.values[value].shape
             self.sources[value] = self.node(
@@ -234,7 +175,7 @@ class _Builder:
             self.copied(value, self.sources[value], 2 * first, 2 * last + 1)
 
     def copied(self, value: int, laid: tuple[int, Array], start: int, end: int) -> None:
-        full = bytes_of(self.graph.values[value])
+        full = self.facts.bytes[value]
         least = full / math.prod(self.grid.sizes)
         self.copies.append(Held(laid[0], start, end, full / pieces(laid[1], self.grid.sizes) - least))
 
@@ -244,25 +185,27 @@ class _Builder:
         """`node` reads `value` in the layouts `wanted`, one for each of its labels."""
         while value in self.views:
             value, table = self.views[value]
-            wanted = self.one(table[wanted])
+            key = id(table), id(wanted)
+            seen = self.seen.get(key)
+            if seen is None:
+                seen = self.seen[key] = self.one(table[wanted])
+            wanted = seen
         if value in self.sources:  # else a constant, made where it is needed
             owner, have = self.sources[value]
             self.connect(owner, have, node, wanted, value, min(trips, self.trips[value]))
 
     def connect(self, owner: int, have: Array, node: int, wanted: Array, value: int, trips: int) -> None:
-        full = bytes_of(self.graph.values[value])
-        if owner == node:
-            if have is wanted:
-                return
-            sent, seconds = change(have, wanted, full, self.grid)
-            self.nodes[node].sent += np.diagonal(sent) * trips
-            self.nodes[node].sent_s += np.diagonal(seconds) * trips
+        if owner == node and have is wanted:
             return
+        full = self.facts.bytes[value]
         key = (id(have), id(wanted), full * trips)
         found = self.changes.get(key)
         if found is None:
             sent, seconds = change(have, wanted, full, self.grid)
             found = self.changes[key] = (sent * trips, seconds * trips)
+        if owner == node:
+            self.nodes[node].sums[2:4] += [np.diagonal(found[0]), np.diagonal(found[1])]
+            return
         if not found[1].any():
             return
         pair = (owner, node) if owner < node else (node, owner)
@@ -324,7 +267,7 @@ class _Builder:
             if work is None:
                 pairs = self.factor_pairs(rule)[0][lead]
                 work = self.followed[key] = self.one(forms.factors_of(have, pairs, rule, self.grid.sizes))
-            piece = self.piece(op, rule, work, work, True)
+            piece = self.piece(index, op, rule, work, work, True)
         else:
             ends = 0 if not self.grid.scatters else SCATTERED_LAST if index in self.facts.last else SCATTERED
             node, codes = self.node(
@@ -334,12 +277,9 @@ class _Builder:
             if parts is None:
                 work, out = forms.decoded(codes)
                 parts = self.decoded[id(codes)] = self.one(work), self.one(out)
-            piece = self.piece(op, rule, *parts, index in self.facts.last)
-        target = self.nodes[node]
-        target.flops += piece.flops * op.trips
-        target.compute_s += piece.compute_s * op.trips
-        target.sent += piece.sent * op.trips
-        target.sent_s += piece.sent_s * op.trips
+            piece = self.piece(index, op, rule, *parts, index in self.facts.last)
+        target = self.nodes[node].sums[:4]
+        target += piece.sums * op.trips if op.trips != 1 else piece.sums
         for value, wanted in zip(op.inputs, piece.wanted, strict=True):
             self.need(value, wanted, node, op.trips)
             if op.name in PRODUCTS and value >= len(self.graph.inputs):
@@ -354,8 +294,11 @@ class _Builder:
 
     def view(self, rule: Rule) -> Array:
         """From the dims of a broadcast's result to those of its operand."""
+        table = self.broadcasts.get(id(rule))
+        if table is not None:
+            return table
         dim_of = dict(self.factor_pairs(rule)[1][0])
-        table = np.full(forms.NOWHERE + 2, -1, np.int16)
+        table = self.broadcasts[id(rule)] = np.full(forms.NOWHERE + 2, -1, np.int16)
         for source, factors in enumerate(rule.operands[0]):
             for factor in factors:
                 if factor in dim_of:
@@ -363,18 +306,15 @@ class _Builder:
                     break
         return table
 
-    def piece(self, op: Op, rule: Rule, work: Array, out: Array, is_last: bool) -> _Piece:
-        values = self.graph.values
-        stored = self.facts.stored
-        key = (id(rule), op.name, is_last, id(work), id(out), *(id(values[v]) for v in op.inputs),
-               *(v in stored for v in (*op.inputs, *op.outputs)))  # fmt: skip
+    def piece(self, index: int, op: Op, rule: Rule, work: Array, out: Array, is_last: bool) -> _Piece:
+        key = (self.facts.kinds[index], is_last, id(work), id(out))
         found = self.pieces.get(key)
         if found is None:
             found = self.pieces[key] = self.worked_out(op, rule, work, out, is_last)
         return found
 
     def worked_out(self, op: Op, rule: Rule, work: Array, out: Array, is_last: bool) -> _Piece:
-        grid, values = self.grid, self.graph.values
+        grid, values, full = self.grid, self.graph.values, self.facts.bytes
         operands, results = self.factor_pairs(rule)
         wanted = tuple(self.one(forms.dims_of(work, pairs, len(rule.sizes))) for pairs in operands)
         made = tuple(self.one(forms.dims_of(out, pairs, len(rule.sizes))) for pairs in results)
@@ -385,10 +325,10 @@ class _Builder:
         if is_sum.any():
             scattered = is_sum & (out >= 0)
             for value, after in zip(op.outputs, made, strict=True):
-                partial = bytes_of(values[value]) / pieces(np.where(scattered, -1, after), grid.sizes)
+                partial = full[value] / pieces(np.where(scattered, -1, after), grid.sizes)
                 parts = add_up(partial, is_sum & ~scattered, scattered, grid, is_last)
                 sent, sent_s = sent + parts[0], sent_s + parts[1]
-                more = partial - bytes_of(values[value]) / pieces(after, grid.sizes)
+                more = partial - full[value] / pieces(after, grid.sizes)
                 whole = more if whole is None else whole + more
         chip = grid.chip
         rate = (
@@ -397,11 +337,11 @@ class _Builder:
             else (chip.vector_flops or chip.flops) / effort(op)
         )
         compute_s = np.maximum(flops / rate, moved / chip.memory_bytes_s)
-        return _Piece(wanted, made, flops, compute_s, sent, sent_s, whole)
+        return _Piece(wanted, made, np.array([flops, compute_s, sent, sent_s]), whole)
 
     def work(self, op: Op, work: Array, wanted: Sequence[Array], made: Sequence[Array]) -> tuple[Array, Array]:
         """FLOPs and bytes moved of one run on one device."""
-        values, sizes = self.graph.values, self.grid.sizes
+        values, sizes, full = self.graph.values, self.grid.sizes, self.facts.bytes
         flops = 0.0
         if op.name not in MOVES:
             flops = max((forms.volume(values[v].shape) for v in op.outputs), default=0.0)
@@ -409,20 +349,20 @@ class _Builder:
                 flops *= values[op.inputs[position]].shape[dim]
             flops *= 2 if op.name in PRODUCTS else 1
         moved = np.zeros(len(work))
-        made_bytes = sum(bytes_of(values[v]) / pieces(layouts, sizes) for v, layouts in zip(op.outputs, made, strict=True)
+        made_bytes = sum(full[v] / pieces(layouts, sizes) for v, layouts in zip(op.outputs, made, strict=True)
                          if v in self.facts.stored)  # fmt: skip
         for position, (value, layouts) in enumerate(zip(op.inputs, wanted, strict=True)):
             if value not in self.facts.stored:
                 continue
-            size = bytes_of(values[value]) / pieces(layouts, sizes)
+            size = full[value] / pieces(layouts, sizes)
             if position == 0 and op.name in TAKES:
-                size = np.minimum(size, bytes_of(values[op.outputs[0]]) / pieces(made[0], sizes))
+                size = np.minimum(size, full[op.outputs[0]] / pieces(made[0], sizes))
             elif position == 0 and op.name in UPDATES:
                 size = np.zeros(len(work))
             moved = moved + size
         if op.name in UPDATES and op.inputs:  # in place: what changes is read and written
             at = UPDATES[op.name]
-            made_bytes = 2 * bytes_of(values[op.inputs[at]]) / pieces(wanted[at], sizes)
+            made_bytes = 2 * full[op.inputs[at]] / pieces(wanted[at], sizes)
         moved = moved + made_bytes
         return flops / pieces(work, sizes), moved
 
@@ -470,7 +410,7 @@ def build(
     builder = _Builder(graph, grid, given, chosen, facts)
     for value in graph.inputs:
         builder.argument(value, facts.readers.get(value, 0))
-    loops = _loops(graph, facts.trips)
+    loops = facts.loops
     for value in loops.carried:
         builder.value_node(value)
     for index, op in enumerate(graph.ops):
@@ -496,43 +436,13 @@ def build(
     return Space(tuple(builder.nodes), edges, builder.layouts, builder.reads, held, tuple(builder.copies))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Loops:
-    """Values that loops carry; for a loop's result the value whose layout it has; (from, to, runs) of what flows in."""
-
-    carried: tuple[int, ...]
-    results: Mapping[int, int]
-    flows: tuple[tuple[int, int, int], ...]
-
-
-def _loops(graph: Graph, trips: Sequence[int]) -> _Loops:
-    made = {v for op in graph.ops for v in op.outputs} | set(graph.inputs)
-    outputs = {v for op in graph.ops if op.name == "while" for v in op.outputs}
-    carried: dict[int, int] = {}
-    back: dict[int, int] = {}
-    results: dict[int, int] = {}
-    flows: list[tuple[int, int, int]] = []
-    for a, b in graph.ties:
-        if b not in made:  # into the loop
-            carried[b] = a
-            flows.append((a, b, trips[a]))
-        elif a in carried and b not in outputs:  # round again
-            back[b] = a
-            flows.append((b, a, trips[a]))
-        elif b in outputs:
-            results[b] = back.get(a, a)
-        else:  # out of a branch
-            flows.append((a, b, trips[b]))
-    return _Loops(tuple(carried), results, tuple(flows))
-
-
 def _held(builder: _Builder, places: Sequence[Place]) -> tuple[Held, ...]:
-    sizes, values = builder.grid.sizes, builder.graph.values
+    sizes, full = builder.grid.sizes, builder.facts.bytes
     total: dict[tuple[int, int, int], Array] = {}
     for place in places:
-        value = max(place.values, key=lambda v: (bytes_of(values[v]), v), default=-1)
+        value = max(place.values, key=lambda v: (full[v], v), default=-1)
         if value in builder.layouts:
             node, layouts = builder.layouts[value]
             key = (node, place.start, place.end + 1)
-            total[key] = total.get(key, 0.0) + bytes_of(values[value]) / pieces(layouts, sizes)
+            total[key] = total.get(key, 0.0) + full[value] / pieces(layouts, sizes)
     return tuple(Held(node, start, end, held) for (node, start, end), held in total.items())

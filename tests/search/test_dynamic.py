@@ -1,5 +1,7 @@
 """The exact search: the price of changing a layout, and its plans against the simple policy's."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,10 +10,11 @@ import pytest
 import shardfn
 from examples.models import abstract, attention, mlp
 from shardfn.cost.hardware import resolve
+from shardfn.search import dynamic
 from shardfn.search.forms import value_labels
 from shardfn.search.grid import Grid, change
 from shardfn.search.problem import objective
-from tests.search.asking import S, problem_of, two_layers
+from tests.search.asking import PROGRAMS, S, problem_of, two_layers
 
 EXACT = {"search_mode": "dynamic_programming"}
 
@@ -99,3 +102,26 @@ def test_what_checkpoint_holds_back_is_free_to_be_cut_each_in_its_own_way():
     made = shardfn.plan(jax.grad(loss), *args, in_strategy=(pieces, shardfn.AUTO), **options)
     given = shardfn.plan(jax.grad(loss), *args, in_strategy=(pieces, (8, 1)), **options)
     assert made.price.time_s <= given.price.time_s
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_grids_left_out_early_are_not_among_the_first(most, monkeypatch):
+    problem = problem_of(*PROGRAMS["gradient"], device="h100:64")
+    tried = dynamic.grids(problem)
+
+    def best(count):
+        monkeypatch.setattr(dynamic, "weighed", lambda graph: count)
+        found = dynamic.on_grids(problem, tried, ())
+        ranked = sorted(found, key=lambda f: dynamic.order(problem, f))
+        return len(found), [(f.axes, f.solution.choice) for f in ranked[:most]]
+
+    (fewer, first), (all_, same) = best(most), best(len(tried) + 1)
+    assert first == same and fewer <= all_ == len(tried)
+
+
+def test_a_cheap_grid_leaves_dear_ones_out(monkeypatch):
+    problem = problem_of(*PROGRAMS["gradient"], device="h100:4")
+    monkeypatch.setattr(dynamic, "weighed", lambda graph: 1)
+    (found,) = dynamic.on_grids(problem, dynamic.grids(problem)[:1], ())
+    before = [dataclasses.replace(found, solution=dataclasses.replace(found.solution, cost=found.solution.cost / 2))]
+    assert dynamic.on_grids(problem, dynamic.grids(problem), before) == []

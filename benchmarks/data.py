@@ -1,0 +1,119 @@
+"""What does a device's window of a large image cost beside the whole image, in bytes read and in time?
+
+For each format one image is written and cut; a device's window is read, and the whole image is read and sliced, in turn.
+The median times are with files in the page cache: the disk's own time comes on top of the bytes. Then batches a second of
+a data set, through `load` and through whole records that are put on the devices.
+Run: python benchmarks/data.py [--size 4096] [--cuts 2 4] [--rounds 7] [--json OUT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import tempfile
+import time
+
+os.environ.setdefault("NPROC", "32")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import numpy as np
+
+from shardfn import data
+
+
+def median_ms(call, rounds: int) -> float:
+    call()
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
+
+
+def images(folder: pathlib.Path, size: int):
+    """The image in each format, opened for windows."""
+    import tifffile
+    import zarr
+
+    image = np.random.default_rng(0).integers(0, 32, (size, size, 3)).astype("uint8")
+    np.save(folder / "image.npy", image)
+    yield "memmap", np.load(folder / "image.npy", mmap_mode="r")
+    tifffile.imwrite(folder / "strips.tif", image, photometric="rgb", rowsperstrip=64)
+    yield "TIFF, strips of 64 rows", data.Tiff(folder / "strips.tif")
+    tifffile.imwrite(folder / "tiles.tif", image, photometric="rgb", tile=(256, 256), compression="zlib")
+    yield "TIFF, deflated tiles", data.Tiff(folder / "tiles.tif")
+    array = zarr.create_array(folder / "image.zarr", shape=image.shape, chunks=(256, 256, 3), dtype="uint8")
+    array[:] = image
+    yield "Zarr, chunks", zarr.open_array(folder / "image.zarr", mode="r")
+
+
+def windows(options: argparse.Namespace, folder: pathlib.Path) -> list[dict]:
+    """One row for each format."""
+    rows = []
+    print(f"image {options.size} x {options.size} x 3 uint8, {options.size**2 * 3:,} B, cut {options.cuts}")
+    print(f"{'format':<26}{'B kept':>14}{'B stored':>14}{'of':>14}{'window ms':>12}{'whole ms':>12}{'ratio':>8}")
+    for name, image in images(folder, options.size):
+        first = data.reads(image, (*options.cuts, 1))[0]
+        window = tuple(slice(*edges) for edges in first.window)
+        piece = median_ms(lambda image=image, window=window: np.array(image[window]), options.rounds)
+        whole = median_ms(lambda image=image, window=window: np.array(image[:])[window].copy(), options.rounds)
+        total = options.size**2 * 3
+        rows.append({"format": name, "bytes": first.bytes, "bytes_stored": first.bytes_stored, "bytes_whole": total,
+                     "window_ms": piece, "whole_ms": whole})  # fmt: skip
+        print(f"{name:<26}{first.bytes:>14,}{first.bytes_stored:>14,}{total:>14,}{piece:>12.2f}{whole:>12.2f}"
+              f"{whole / piece:>8.1f}")  # fmt: skip
+    return rows
+
+
+def batches(options: argparse.Namespace, folder: pathlib.Path) -> list[dict]:
+    """One row for each way to feed the devices; the last column is what each device got."""
+    records, batch = 256, 32
+    np.save(folder / "set.npy", np.random.default_rng(0).normal(size=(records, 128, 128, 3)).astype("float32"))
+    source = np.load(folder / "set.npy", mmap_mode="r")
+    rows = []
+    print(f"\n{records} records of 128 x 128 x 3 float32, {batch} to a batch, shuffled")
+    print(f"{'way':<40}{'batches/s':>12}{'B/device':>14}")
+
+    def show(name: str, seconds: float, held: int) -> None:
+        rows.append({"way": name, "batches_per_s": records // batch / seconds, "bytes_per_device": held})
+        print(f"{name:<40}{records // batch / seconds:>12.1f}{held:>14,}")
+
+    for strategy in ("full_batch", "data_parallel", ((1, 2, 4, 1),), ((2, 2, 2, 1),)):
+        for prefetch in (0, 2):
+            loader = data.load(source, strategy, batch_size=batch, shuffle=True, prefetch=prefetch)
+            ms = median_ms(lambda loader=loader: [jax.block_until_ready(b) for b in loader], options.rounds)
+            show(f"{strategy}, {prefetch} ahead", ms / 1e3, loader.bytes_per_device()[0])
+    order = np.random.default_rng(0).permutation(records).reshape(-1, batch)
+    spread = data.load(source, "data_parallel", batch_size=batch).shardings
+
+    def whole() -> None:
+        for chosen in order:
+            jax.block_until_ready(jax.device_put(np.array(source[chosen]), spread))
+
+    show("whole records, device_put", median_ms(whole, options.rounds) / 1e3, batch * 128 * 128 * 3 * 4 // 8)
+    return rows
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--size", type=int, default=4096)
+    parser.add_argument("--cuts", type=int, nargs=2, default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = {"benchmark": "data", "windows": windows(options, pathlib.Path(folder)),
+                 "batches": batches(options, pathlib.Path(folder))}  # fmt: skip
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(found, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Checkpoints into safetensors files and back, a box at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from shardfn.checkpoint import arrays, extra, offline, restoring
+from shardfn.checkpoint.chunks import Chunks
+from shardfn.checkpoint.contents import Entry
+from shardfn.checkpoint.stored import look, place
+from shardfn.checkpoint.tensorfiles import CODES, INDEX, SUFFIX, Planned, rows_of, shared_out, tensors, written
+from shardfn.errors import CheckpointError, CheckpointFileError, Problem
+
+FILE_BYTES = 5 << 30
+
+
+def export_safetensors(
+    path: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    only: restoring.Globs = None,
+    name_map: Mapping[str, str] | None = None,
+    dtype: Any = None,
+    separator: str = ".",
+    file_bytes: int | str = FILE_BYTES,
+    memory: int | str = offline.MEMORY,
+) -> tuple[pathlib.Path, ...]:
+    """Write a checkpoint as safetensors: one file, or several with `….safetensors.index.json` beside them.
+
+    Args:
+      path: the folder of the checkpoint.
+      target: the file, `model.safetensors` say, or a folder for `model.safetensors`.
+      step: which step; the last whole one if None.
+      only, name_map, dtype: as in `restore`.
+      separator: what stands for `/` in the names of tensors.
+      file_bytes: how large a file may be before there are several: bytes, or as "5GB".
+      memory: what may be in memory at once.
+
+    Returns:
+      The files that were written.
+
+    Raises:
+      CheckpointError: dtypes that safetensors does not have, names that would be alike, no such step.
+      CheckpointFileError: damaged files, by name; a full disk.
+    """
+    extra.need("tensorstore")
+    bound, most = offline.limit(memory), offline.limit(file_bytes)
+    folder, _, contents = look(path, step)
+    one = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    chosen = restoring.choose(contents, one, None, only, name_map, dtype)
+    names: dict[str, restoring.Chosen] = {}
+    problems = []
+    for row in chosen:
+        name = row.path.replace("/", separator)
+        if str(row.dtype) not in CODES:
+            problems.append(Problem(f"safetensors has no dtype {row.dtype}", where=row.entry.text,
+                                    fix="cast it with dtype=, or leave it out with only="))  # fmt: skip
+        if name in names:
+            problems.append(Problem(f"two tensors would be called `{name}`", where=f"{names[name].path}, {row.path}",
+                                    fix="choose another separator, or rename one with name_map"))  # fmt: skip
+        names[name] = row
+    if problems:
+        raise CheckpointError(problems)
+    parts = shared_out([Planned(name, str(row.dtype), row.entry.shape) for name, row in names.items()], most)
+    stem = place(target)
+    if not stem.name.endswith(SUFFIX):
+        stem = stem / f"model{SUFFIX}"
+    base = stem.name.removesuffix(SUFFIX)
+    files = [stem] if len(parts) == 1 else [
+        stem.with_name(f"{base}-{i:05}-of-{len(parts):05}{SUFFIX}") for i in range(1, len(parts) + 1)]  # fmt: skip
+    try:
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        for file, rows in zip(files, parts, strict=True):
+            with written(file, rows, {"format": "pt"}) as out:
+                for planned in rows:
+                    _write(out, folder, names[planned.name], bound)
+        if len(parts) > 1:
+            files.append(stem.with_name(base + INDEX))
+            weights = {row.name: file.name for file, rows in zip(files, parts, strict=False) for row in rows}
+            total = sum(row.nbytes for rows in parts for row in rows)
+            text = json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=1)
+            draft = files[-1].with_name(f".{files[-1].name}.part")
+            draft.write_text(text + "\n", encoding="utf-8")
+            os.replace(draft, files[-1])
+    except OSError as error:
+        if not isinstance(error, CheckpointFileError):
+            arrays.no_room(error, stem.parent)
+        raise
+    return tuple(files)
+
+
+def _write(out: Any, folder: pathlib.Path, row: restoring.Chosen, bound: int) -> None:
+    entry = row.entry
+    if 0 in entry.shape:
+        return
+    try:
+        store = arrays.open_array(folder, entry).result()
+        if str(row.dtype) != entry.dtype:
+            store = extra.need("tensorstore").cast(store, str(row.dtype))
+        most = int(bound // offline.SHARE / max(entry.itemsize, row.dtype.itemsize))
+        for box in rows_of(entry.shape, most, entry.chunks.chunk[0] if entry.shape else 1):
+            out.write(store[box].read().result().tobytes())
+    except ValueError as error:
+        raise CheckpointFileError(arrays.damaged(folder, entry, error)) from None
+
+
+def import_safetensors(
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    layout: Any = None,
+    *,
+    devices: int | None = None,
+    step: int = 0,
+    name_map: Mapping[str, str] | None = None,
+    separator: str = ".",
+    memory: int | str = offline.MEMORY,
+) -> offline.Copied:
+    """Make a checkpoint of safetensors files: a file, an index of files, or a folder with either.
+
+    Args:
+      source: the file, the index or the folder.
+      path: the folder of the checkpoint.
+      layout: how its files are cut: a plan, a layout file or the name of a recipe; every array whole if None.
+      devices: how many devices the layout is for, where it leaves the size of an axis open.
+      step: the number of the step.
+      name_map: new names by those in the files, of tensors or of what they begin with.
+      separator: what is written as `/` in paths.
+      memory: what may be in memory at once.
+
+    Raises:
+      CheckpointError: the step is there already; names that would be alike.
+      CheckpointFileError: files that are missing, cut short, or no safetensors; a full disk.
+      ShardError: a layout that does not fit the arrays.
+    """
+    extra.need("tensorstore")
+    bound = offline.limit(memory)
+    found = tensors(source)
+    entries = []
+    for name, tensor in found.items():
+        key = name.replace(separator, "/") if separator else name
+        keys = tuple(("key", part) for part in key.split("/"))
+        whole = Chunks(tensor.shape, tensor.shape)
+        entries.append(Entry(key, tensor.shape, tensor.dtype, keys, (1,) * len(tensor.shape), whole))
+    by_path = {entry.path: found[name] for entry, name in zip(entries, found, strict=True)}
+    renamed = restoring.renamed(entries, {k.replace(separator, "/"): v for k, v in (name_map or {}).items()})
+    rows = [(path_, entry, keys) for path_, (entry, keys) in renamed.items()]
+
+    if layout is not None:
+        layout = offline.layout_of(layout)
+        count = devices if devices is not None else offline.devices_of(layout)
+    else:
+        count = 1
+    laid = offline.lay([dataclasses.replace(entry, path=p, keys=keys) for p, entry, keys in rows], layout, count, bound)
+    with offline.new_step(path, step) as (out, commit):
+        for (_, old, _), entry in zip(rows, laid.entries, strict=True):
+            tensor = by_path[old.path]
+            offline.copy(
+                out, entry, None if 0 in entry.shape else lambda box, t=tensor: arrays.Ready(t.read(box)), bound
+            )
+        commit(laid)
+    return offline.Copied(place(path), step, len(laid.entries), laid.nbytes, count)

@@ -1,0 +1,164 @@
+"""A state as a flat table of arrays by path, and back: dicts, lists, modules, optimizer state, PRNG keys, numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import string
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import tree_util
+
+from shardfn.checkpoint.contents import KEY
+from shardfn.errors import CheckpointError, Problem, a
+from shardfn.strategy import join
+
+UNSTORED = ("uint2", "uint4", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e8m0fnu", "float0")
+"""Dtypes of JAX that the array store does not have."""
+
+Keys = tuple[tuple[str, str], ...]
+
+BARE = "value"
+"""The path of a lone array."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One array of a state; `value` is what is stored of it, an array or its shape. `kind` says what it was."""
+
+    path: str
+    keys: Keys
+    value: Any
+    kind: str = "array"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of what is stored."""
+        return tuple(self.value.shape)
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of what is stored."""
+        return str(self.value.dtype)
+
+
+def flatten(state: Any, what: str = "state") -> list[Leaf]:
+    """The arrays of a pytree by path.
+
+    Raises:
+      CheckpointError: what is no array, a dtype the store does not have, two arrays with one path; all at once.
+
+    >>> [(leaf.path, leaf.kind) for leaf in flatten({"w": [np.zeros(2)], "step": 3})]
+    [('step', 'int'), ('w/0', 'array')]
+    """
+    found: dict[str, Leaf] = {}
+    problems: list[Problem] = []
+    for key, value in tree_util.tree_flatten_with_path(state)[0]:
+        path = join("", key) or BARE
+        kind, stored = _stored(value)
+        if stored is None:
+            problems.append(Problem(f"`{path}` is {a(value)}, which is no array", where=f"{what} at `{path}`",
+                                    why="only arrays, numbers and PRNG keys can be saved",
+                                    fix="take it out of the tree, or make it a static field"))  # fmt: skip
+        elif str(stored.dtype) in UNSTORED or stored.dtype == jax.dtypes.float0:
+            problems.append(Problem(f"`{path}` has the dtype {stored.dtype}", where=f"{what} at `{path}`",
+                                    why="the array store does not have it", fix="cast it before you save it"))  # fmt: skip
+        elif path in found:
+            problems.append(Problem(f"two arrays have the path `{path}`", where=what,
+                                    why="an array is found again by its path", fix="rename one of them"))  # fmt: skip
+        else:
+            found[path] = Leaf(path, tuple(map(_key, key)), stored, kind)
+    if problems:
+        raise CheckpointError(problems)
+    return list(found.values())
+
+
+def _stored(value: Any) -> tuple[str, Any]:
+    """The kind of a leaf, and the array that is stored for it; None where it is no array."""
+    if isinstance(value, bool | int | float | complex):
+        dtype = jax.dtypes.canonicalize_dtype(type(value)) if not isinstance(value, int) else None
+        return type(value).__name__, np.asarray(value, dtype if isinstance(value, bool | complex) else None)
+    if isinstance(value, np.generic):
+        value = np.asarray(value)
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if not isinstance(shape, tuple) or dtype is None:
+        return "", None
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        if isinstance(value, jax.ShapeDtypeStruct):
+            value = jax.eval_shape(jax.random.key_data, value)
+            return KEY + _implementation(dtype), value
+        return KEY + str(jax.random.key_impl(value)), jax.random.key_data(value)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "OUSMm":
+        return "", None
+    if isinstance(value, np.ndarray) and not value.dtype.isnative:
+        value = value.astype(value.dtype.newbyteorder("="))
+    return "array", value
+
+
+def _implementation(dtype: Any) -> str:
+    """The name in `key<fry>`, as a key's dtype prints it, as `jax.random.key` takes it."""
+    short = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
+    return short.get(str(dtype).removeprefix("key<").removesuffix(">"), "threefry2x32")
+
+
+def restored(kind: str, value: Any) -> Any:
+    """What a stored array was: a number, a PRNG key, or the array itself."""
+    if kind.startswith(KEY):
+        return jax.random.wrap_key_data(value, impl=kind.removeprefix(KEY))
+    if kind == "array":
+        return value
+    return {"int": int, "float": float, "bool": bool, "complex": complex}[kind](np.asarray(value)[()])
+
+
+def _key(key: Any) -> tuple[str, str]:
+    """A pytree key as plain data: what holds it, and its name."""
+    match key:
+        case tree_util.SequenceKey(idx):
+            return "item", str(idx)
+        case tree_util.DictKey(name):
+            return ("number", str(name)) if isinstance(name, int) and not isinstance(name, bool) else ("key", str(name))
+        case tree_util.GetAttrKey(name):
+            return "field", str(name)
+    return "key", str(getattr(key, "key", key))
+
+
+def nested(values: Mapping[Keys, Any]) -> Any:
+    """The tree of values by key: dicts and lists. What was a module or a named tuple is a dict of its fields.
+
+    >>> nested({(("key", "a"), ("item", "0")): 1, (("key", "a"), ("item", "1")): 2})
+    {'a': [1, 2]}
+    """
+    if tuple(values) == ((),):
+        return values[()]
+    groups: dict[tuple[str, str], dict[Keys, Any]] = {}
+    for keys, value in values.items():
+        head = keys[0] if keys else ("key", "")
+        groups.setdefault(head, {})[keys[1:]] = value
+    children = {head: nested(group) for head, group in groups.items()}
+    if children and all(kind == "item" for kind, _ in children):
+        order = sorted(children, key=lambda head: int(head[1]))
+        if [int(name) for _, name in order] == list(range(len(order))):  # else some were left out
+            return [children[head] for head in order]
+        return {int(name): children[kind, name] for kind, name in order}
+    return {int(name) if kind == "number" else name: child for (kind, name), child in children.items()}
+
+
+SAFE = frozenset(string.ascii_letters + string.digits + "_-")
+
+
+def folder(path: str) -> str:
+    """The name of an array's folder: `/` is written `.`, what file systems may not like is written `%2E`.
+
+    >>> folder("params/layers/0/w.1")
+    'params.layers.0.w%2E1'
+    """
+    parts = ("".join(c if c in SAFE else "".join(f"%{b:02X}" for b in c.encode("utf-8", "surrogatepass")) for c in part)
+             for part in path.split("/"))  # fmt: skip
+    name = ".".join(parts)
+    if len(name) > 200:  # a name of a file has 255 bytes at most
+        return f"{name[:160]}~{hashlib.sha256(path.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
+    return name or "%"

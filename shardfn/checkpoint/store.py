@@ -1,0 +1,194 @@
+"""Checkpoints by step, in the background, whole or not at all: Orbax, wrapped. The only user of `orbax`.
+
+Orbax writes a step into a folder of another name and renames it when all of it, from all processes, is on disk; it keeps as
+many steps as it is told. What it writes there is ours: arrays (`arrays.py`), `checkpoint.json`, `layout.toml`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import os
+import pathlib
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from shardfn.checkpoint import arrays
+from shardfn.checkpoint.chunks import Box
+from shardfn.checkpoint.contents import FILE, Contents, to_text
+from shardfn.checkpoint.stored import ITEM
+from shardfn.errors import CheckpointFileError
+
+Pieces = Mapping[str, Sequence[tuple[Box, np.ndarray]]]
+
+
+class StateHandler(ocp.AsyncCheckpointHandler):
+    """Writes one checkpoint into the folder that Orbax gives it."""
+
+    async def async_save(self, directory: Any, args: StateSave) -> list[Any]:
+        """Write in the background; everything of the devices is in host memory already."""
+        return [_Commit(pathlib.Path(directory), args)]
+
+    def save(self, directory: Any, args: StateSave) -> None:
+        """Write, and wait for it."""
+        _Commit(pathlib.Path(directory), args).result()
+
+    def restore(self, directory: Any, args: Any = None) -> Any:
+        """Reading goes without Orbax: it has no state to keep."""
+        raise NotImplementedError
+
+
+@ocp.args.register_with_handler(StateHandler, for_save=True, for_restore=True)
+@dataclasses.dataclass(repr=False)
+class StateSave(ocp.args.CheckpointArgs):
+    """What one process writes: the pieces of the arrays, and in the first process the description and other texts."""
+
+    contents: Contents
+    pieces: Pieces
+    texts: Mapping[str, str]
+
+
+class _Commit:
+    """A write that runs in a thread of its own: what Orbax calls a future."""
+
+    def __init__(self, directory: pathlib.Path, args: StateSave):
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, args=(directory, args), name="checkpoint")
+        self.thread.start()
+
+    def _run(self, directory: pathlib.Path, args: StateSave) -> None:
+        try:
+            futures = []
+            for entry in args.contents.entries:
+                if 0 not in entry.shape and (pieces := args.pieces[entry.path]):
+                    futures += arrays.writes(directory, entry, pieces)
+            errors = [error for future in futures if (error := _error(future)) is not None]
+            if errors:
+                raise errors[0]
+            if jax.process_index() == 0:
+                for name, text in {**args.texts, FILE: to_text(args.contents)}.items():
+                    with open(directory / name, "w", encoding="utf-8") as file:
+                        file.write(text)
+                        file.flush()
+                        os.fsync(file.fileno())
+        except BaseException as error:
+            self.error = error
+
+    def result(self, timeout: float | None = None) -> None:
+        self.thread.join(timeout)
+        if self.error is not None:
+            raise self.error
+
+
+def _error(future: Any) -> BaseException | None:
+    try:
+        future.result()
+    except (ValueError, OSError) as error:
+        return error
+    return None
+
+
+class Saving:
+    """A save that is under way. `wait` ends when it is on disk, whole, and raises where it could not be."""
+
+    def __init__(self, path: pathlib.Path, step: int, manager: ocp.CheckpointManager):
+        self.path, self.step = path, step
+        self._manager: ocp.CheckpointManager | None = manager
+        self._failed: CheckpointFileError | None = None
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is on disk.
+
+        Raises:
+          CheckpointFileError: it could not be written, for instance because the disk is full. What was saved before is
+            whole.
+        """
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            try:
+                manager.wait_until_finished()
+                manager.close()
+            except Exception as error:
+                _clear(self.path, self.step)
+                try:
+                    arrays.no_room(error, self.path)
+                    raise
+                except CheckpointFileError as ours:
+                    self._failed = ours
+            finally:
+                if UNDER_WAY.get(self.path) is self:
+                    del UNDER_WAY[self.path]
+        if self._failed is not None:
+            raise self._failed
+
+    def __repr__(self) -> str:
+        state = "under way" if self._manager else "failed" if self._failed else "done"
+        return f"Saving({str(self.path)!r}, step={self.step}, {state})"
+
+
+UNDER_WAY: dict[pathlib.Path, Saving] = {}
+"""The save of each folder that was not waited for yet: the next call on the folder waits for it."""
+
+
+def settle(path: pathlib.Path) -> None:
+    """Wait for a save of this process into the folder, if there is one."""
+    saving = UNDER_WAY.get(path)
+    if saving is not None:
+        saving.wait()
+
+
+def _settle_all() -> None:
+    for saving in list(UNDER_WAY.values()):
+        saving.wait()
+
+
+# Python takes no new work for threads once it shuts them down, which is before `atexit`. What concurrent.futures does of its own
+# at that moment has to come after this.
+assert ThreadPoolExecutor
+getattr(threading, "_register_atexit", atexit.register)(_settle_all)
+
+
+def begin(
+    path: pathlib.Path,
+    step: int,
+    contents: Contents,
+    pieces: Pieces,
+    texts: Mapping[str, str],
+    keep: int | None,
+    keep_every: int | None,
+) -> Saving:
+    """Begin to save one step; a save into the same folder that is still under way is waited for."""
+    settle(path)
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep,
+        keep_period=keep_every,
+        create=True,
+        cleanup_tmp_directories=True,
+        enable_async_checkpointing=True,
+        async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+        save_root_metadata=False,
+    )
+    try:
+        manager = ocp.CheckpointManager(path, options=options, item_handlers={ITEM: StateHandler()})
+        saving = Saving(path, step, manager)
+        manager.save(step, args=ocp.args.Composite(**{ITEM: StateSave(contents, pieces, texts)}), force=True)
+    except OSError as error:
+        _clear(path, step)
+        arrays.no_room(error, path)
+        raise
+    UNDER_WAY[path] = saving
+    return saving
+
+
+def _clear(path: pathlib.Path, step: int) -> None:
+    """Remove what a failed save has left of its step, so that the disk is not full of it."""
+    if jax.process_index() == 0:
+        for left in path.glob(f"{step}.orbax-checkpoint-tmp*"):
+            shutil.rmtree(left, ignore_errors=True)

@@ -1,0 +1,234 @@
+"""Safetensors files, read and written a box at a time: one file, or several with an index.
+
+The format: eight bytes with the length of a JSON header, little-endian, the header with dtype, shape and the range of
+bytes of each tensor, then the bytes, row-major. https://huggingface.co/docs/safetensors. The package of that name reads and
+writes a tensor as a whole; here no more than a bound is in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, BinaryIO
+
+import jax.numpy as jnp
+import numpy as np
+
+from shardfn.checkpoint.chunks import Box
+from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail
+
+SUFFIX = ".safetensors"
+INDEX = ".safetensors.index.json"
+MOST_HEADER_BYTES = 100_000_000  # as the format's own reader has it
+STEP_BYTES = 8 << 20
+"""Bytes of a file that are mapped at a time."""
+
+DTYPES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn", "I16": "int16",
+    "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32", "F32": "float32",
+    "F64": "float64", "I64": "int64", "U64": "uint64", "C64": "complex64",
+}  # fmt: skip
+CODES = {name: code for code, name in DTYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One tensor of a file: where its bytes begin there."""
+
+    name: str
+    file: pathlib.Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+    def read(self, box: Box | None = None) -> np.ndarray:
+        """A box of the tensor; all of it if None."""
+        box = tuple(slice(0, n) for n in self.shape) if box is None else box
+        out = np.empty([s.stop - s.start for s in box], jnp.dtype(self.dtype))
+        if not box or not out.size:
+            if out.size:
+                with self.file.open("rb") as file:
+                    file.seek(self.start)
+                    out[...] = np.frombuffer(file.read(self.nbytes), out.dtype).reshape(())
+            return out
+        # A map is of a few rows at a time: pages of the file that were touched count as memory until it is closed.
+        row = math.prod(self.shape[1:]) * out.dtype.itemsize
+        step = max(1, STEP_BYTES // max(row, 1))
+        for first in range(box[0].start, box[0].stop, step):
+            last = min(first + step, box[0].stop)
+            rows = np.memmap(self.file, out.dtype, "r", self.start + first * row, (last - first, *self.shape[1:]))
+            out[first - box[0].start : last - box[0].start] = rows[(slice(None), *box[1:])]
+            del rows
+        return out
+
+
+def tensors(source: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The tensors of a file, of an index of files, or of a folder that holds either, by name.
+
+    Raises:
+      CheckpointFileError: a file is missing, cut short, or no such file; all of them.
+      CheckpointError: there are none, or two of one name.
+    """
+    source = pathlib.Path(source)
+    files, promised = _files(source)
+    found: dict[str, Tensor] = {}
+    problems: list[Problem] = []
+    for file in files:
+        try:
+            header = _header(file)
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            problems.append(Problem(f"{file} cannot be read", why=why, fix="fetch or write it again"))
+            continue
+        for tensor in header:
+            if tensor.name in found:
+                problems.append(
+                    Problem(
+                        f"two files hold the tensor `{tensor.name}`",
+                        where=f"{found[tensor.name].file}, {file}",
+                        why="a tensor is found again by its name",
+                        fix="import one of them, or use an index",
+                    )
+                )
+            found[tensor.name] = tensor
+    for name, file in promised.items():
+        tensor = found.get(name)
+        if not problems and (tensor is None or tensor.file.name != file):
+            problems.append(Problem(f"{file} does not hold `{name}`, which the index says", where=str(source),
+                                    fix="fetch the files and the index again"))  # fmt: skip
+    if problems:
+        raise CheckpointFileError(problems)
+    return found
+
+
+def _files(source: pathlib.Path) -> tuple[list[pathlib.Path], dict[str, str]]:
+    """The files, and which the index says holds each tensor."""
+    if source.is_dir():
+        indices = sorted(source.glob("*" + INDEX))
+        if len(indices) == 1:
+            source = indices[0]
+        elif indices or not (files := sorted(source.glob("*" + SUFFIX))):
+            fail(CheckpointError, f"{source} holds {'several indices' if indices else 'no safetensors files'}",
+                 fix="name the file or the index: model.safetensors, model.safetensors.index.json")  # fmt: skip
+        else:
+            return files, {}
+    if not source.name.endswith(".json"):
+        return [source], {}
+    try:
+        if source.stat().st_size > MOST_HEADER_BYTES:
+            raise ValueError("it is larger than any index")
+        rows = json.loads(source.read_text("utf-8"))["weight_map"]
+        promised = {str(name): str(file) for name, file in rows.items()}
+        for file in promised.values():
+            if pathlib.PurePath(file).name != file or file in ("", ".", ".."):
+                raise ValueError(f"{file!r:.60} is no file beside it")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        fail(CheckpointFileError, f"{source} cannot be read", why=f"{type(error).__name__}: {error}",
+             fix="an index is JSON with a weight_map of tensor names to file names")  # fmt: skip
+    return [source.parent / file for file in dict.fromkeys(promised.values())], promised
+
+
+def _header(file: pathlib.Path) -> list[Tensor]:
+    size = file.stat().st_size
+    with file.open("rb") as handle:
+        length = int.from_bytes(handle.read(8), "little")
+        if size < 8 or length > min(MOST_HEADER_BYTES, size - 8):
+            raise ValueError(f"its header is to be {length:,} bytes long, and the file has {size:,}")
+        rows = json.loads(handle.read(length))
+    begin = 8 + length
+    found = []
+    for name, row in rows.items():
+        if name == "__metadata__":
+            continue
+        if row["dtype"] not in DTYPES:
+            raise ValueError(f"`{name}` has the dtype {row['dtype']!r:.40}, which is not known here")
+        shape, (first, last) = tuple(row["shape"]), row["data_offsets"]
+        if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (*shape, first, last)):
+            raise ValueError(f"`{name}` has a shape or a range that is no count")
+        tensor = Tensor(name, file, DTYPES[row["dtype"]], shape, begin + first)
+        if last - first != tensor.nbytes or begin + last > size:
+            raise ValueError(
+                f"`{name}` needs {tensor.nbytes:,} bytes up to {begin + last:,}, and the file has {size:,}: cut short"
+            )
+        found.append(tensor)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A tensor to write."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+def shared_out(rows: Sequence[Planned], most_bytes: float) -> list[list[Planned]]:
+    """The tensors of each file: in order, as many as fit.
+
+    >>> [len(part) for part in shared_out([Planned("a", "int8", (6,)), Planned("b", "int8", (6,))], 8)]
+    [1, 1]
+    """
+    parts: list[list[Planned]] = [[]]
+    for row in rows:
+        if parts[-1] and sum(r.nbytes for r in parts[-1]) + row.nbytes > most_bytes:
+            parts.append([])
+        parts[-1].append(row)
+    return parts
+
+
+@contextlib.contextmanager
+def written(target: pathlib.Path, rows: Sequence[Planned], metadata: Mapping[str, str]) -> Iterator[BinaryIO]:
+    """A file with its header, for the bytes of the tensors in order; it gets its name when all are there."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for row in rows:
+        header[row.name] = {"dtype": CODES[row.dtype], "shape": list(row.shape), "data_offsets": [at, at + row.nbytes]}
+        at += row.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the bytes of the first tensor stand at a multiple of eight
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            yield file
+            if file.tell() != 8 + len(text) + at:
+                raise AssertionError(f"{target.name} has {file.tell()} bytes, not {8 + len(text) + at}")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def rows_of(shape: Sequence[int], most: int, whole_rows: int = 1) -> Iterator[Box]:
+    """Boxes of a row-major array that follow each other in memory, each of at most `most` elements where that can be.
+
+    >>> [box[0] for box in rows_of((5, 4), 8)]
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    if not shape:
+        yield ()
+    elif (row := math.prod(shape[1:])) <= most or len(shape) == 1:
+        step = max(1, most // max(row, 1))
+        step = step // whole_rows * whole_rows or step  # so that a chunk is read once
+        for start in range(0, shape[0], step):
+            yield (slice(start, min(start + step, shape[0])), *(slice(0, n) for n in shape[1:]))
+    else:
+        for i in range(shape[0]):
+            yield from ((slice(i, i + 1), *rest) for rest in rows_of(shape[1:], most))

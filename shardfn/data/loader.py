@@ -1,0 +1,308 @@
+"""Batches of a source as global arrays on a grid; each process reads what its devices hold, and only that."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import tree_util
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardfn.data.order import installed_grain, order, read_ahead
+from shardfn.data.pieces import assembled, held, positions
+from shardfn.data.sources import PADDING, Read, Window, columns, names_of
+from shardfn.data.strategy import lay_out
+from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
+from shardfn.plan import Plan
+from shardfn.strategy import join, short
+
+LAST = ("drop", "pad", "error")
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """One array of a batch: its global shape, where it lies, and the windows that this process reads."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: NamedSharding
+    windows: dict[Window, list[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loader:
+    """What `load` gives: an iterable of batches. Print it to see what each device reads.
+
+    `shapes` and `shardings` are pytrees as a batch is. Each `iter` starts at the first batch.
+    """
+
+    arrays: tuple[Array, ...]
+    columns: tuple[Any, ...]
+    treedef: Any
+    records: int
+    batch_size: int
+    seed: int | None
+    epochs: int | None
+    last: str
+    prefetch: int
+
+    @property
+    def shapes(self) -> Any:
+        """The arrays of a batch as shapes with shardings: what `plan`, `explain` and `lower` take."""
+        return self._tree([jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self.arrays])
+
+    @property
+    def shardings(self) -> Any:
+        """The `NamedSharding` of each array of a batch."""
+        return self._tree([x.sharding for x in self.arrays])
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """How many batches one pass over the records gives."""
+        whole, rest = divmod(self.records, self.batch_size)
+        return whole + (rest > 0 and self.last == "pad")
+
+    def __len__(self) -> int:
+        if self.epochs is None:
+            raise TypeError("a loader with epochs=None has no end, and so no length")
+        return self.batches_per_epoch * self.epochs
+
+    def __iter__(self) -> Batches:
+        return Batches(self)
+
+    def _tree(self, leaves: Sequence[Any]) -> Any:
+        tree = tree_util.tree_unflatten(self.treedef, leaves[: self.treedef.num_leaves])
+        return (tree, leaves[-1]) if self.last == "pad" else tree
+
+    def bytes_per_device(self) -> dict[int, int]:
+        """For each device, by its place in the mesh, the bytes of one full batch that are read for it."""
+        found: dict[int, int] = {}
+        for x in self.arrays[: self.treedef.num_leaves]:
+            for window, devices in held(x.sharding, x.shape, everywhere=True).items():
+                for place in positions(x.sharding, devices):
+                    found[place] = found.get(place, 0) + _bytes(window, x.dtype)
+        return dict(sorted(found.items()))
+
+    def __str__(self) -> str:
+        rows = [("array", "shape", "cuts", "piece", "B/device", "of")]
+        for x in self.arrays:
+            piece = x.sharding.shard_shape(x.shape)
+            cuts = tuple(n // p if p else 1 for n, p in zip(x.shape, piece, strict=True))
+            whole = math.prod(x.shape) * np.dtype(x.dtype).itemsize
+            rows.append((x.path, f"{x.dtype}{list(x.shape)}", str(cuts), str(list(piece)),
+                         f"{math.prod(piece) * np.dtype(x.dtype).itemsize:,}", f"{whole:,}"))  # fmt: skip
+        widths = [max(len(row[i]) for row in rows) for i in range(6)]
+        much = "no end" if self.epochs is None else f"{len(self):,} batches"
+        table = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+        return "\n".join([f"{self.records:,} records, {self.batch_size} to a batch, {much}", *table])
+
+
+class Batches(Iterator[Any]):
+    """An iterator over the batches of a loader. Its state is plain data that fits any number of processes.
+
+    `reads` holds what this process read for the last batch.
+    """
+
+    def __init__(self, loader: Loader):
+        self.loader = loader
+        self.reads: tuple[Read, ...] = ()
+        rows = order(loader.records, loader.batch_size, seed=loader.seed, epochs=loader.epochs,
+                     drop=loader.last != "pad")  # fmt: skip
+        self._ahead = read_ahead(rows, self._read, loader.prefetch)
+
+    def __next__(self) -> Any:
+        pieces, self.reads = next(self._ahead)
+        arrays = [assembled(x.shape, x.sharding, found, x.windows)
+                  for x, found in zip(self.loader.arrays, pieces, strict=True)]  # fmt: skip
+        return self.loader._tree(arrays)
+
+    def _read(self, rows: np.ndarray) -> tuple[list[list[np.ndarray]], tuple[Read, ...]]:
+        """All windows of a batch that this process's devices hold; runs in Grain's threads."""
+        loader, found, made = self.loader, [], []
+        place = 0
+        for column in loader.columns:
+            count = len(tree_util.tree_leaves(column.record))
+            mine = loader.arrays[place : place + count]
+            found += column.read(rows, [list(x.windows) for x in mine])
+            for leaf, x in enumerate(mine):
+                for ((first, last), *inner), devices in x.windows.items():
+                    kept = [row for row in rows[first:last].tolist() if row != PADDING]
+                    made.append(Read(x.path, ((first, last), *inner), positions(x.sharding, devices),
+                                     len(kept) * _bytes(tuple(inner), x.dtype),
+                                     column.stored(leaf, kept, tuple(inner)) if kept else 0))  # fmt: skip
+            place += count
+        if loader.last == "pad":
+            mask = rows != PADDING
+            found.append([mask[first:last] for ((first, last),) in loader.arrays[-1].windows])
+        return found, tuple(made)
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the iterator stands, as data that JSON can hold."""
+        place = self._ahead.get_state()
+        return {"version": 1, "next_index": int(place["next_index"]), **_identity(self.loader)}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go to where `get_state` was called, on this or any other number of processes and devices.
+
+        Raises:
+          StrategyError: the state is of other data, another order or another batch size; the batches would be others.
+          StrategyTypeError: it is no state.
+        """
+        if not isinstance(state, Mapping) or type(state.get("next_index")) is not int:
+            fail(StrategyTypeError, f"the state of a data iterator is a dict, but this is {a(state)}"
+                 if not isinstance(state, Mapping) else "this dict is no state of a data iterator",
+                 where=f"state = {short(state)}", why="it says which batch is the next",
+                 fix="pass what get_state() gave, as it was saved")  # fmt: skip
+        raise_problems(
+            [
+                Problem(
+                    f"the state is of a loader with {key} = {state.get(key)!r}",
+                    where=f"set_state: this loader has {key} = {value!r}",
+                    why="its batches are others, so there is no place in them that is the same",
+                    fix=f"load with {key}={state.get(key)!r}" if key != "records" else "load the same records",
+                )
+                for key, value in _identity(self.loader).items()
+                if state.get(key) != value
+            ]
+        )
+        end = None if self.loader.epochs is None else len(self.loader)
+        if state["next_index"] < 0 or (end is not None and state["next_index"] > end):
+            fail(StrategyError, f"the state stands at batch {state['next_index']}, and there are {end}",
+                 where=f"epochs = {self.loader.epochs}", why="it was saved in a later epoch",
+                 fix="load with as many epochs as before, or epochs=None")  # fmt: skip
+        self._ahead.set_state({"next_index": state["next_index"]})
+        self.reads = ()
+
+
+def _identity(loader: Loader) -> dict[str, Any]:
+    return {"records": loader.records, "batch_size": loader.batch_size, "seed": loader.seed, "last": loader.last}
+
+
+def _bytes(window: Window, dtype: Any) -> int:
+    return math.prod(last - first for first, last in window) * np.dtype(dtype).itemsize
+
+
+def _mask(arrays: Sequence[Array], batch_size: int) -> Array:
+    """Where the records of a batch are real: laid out as the batch dim of its first array."""
+    sharding = arrays[0].sharding
+    sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
+    return Array("mask", (batch_size,), np.dtype(bool), sharding, held(sharding, (batch_size,)))
+
+
+def load(
+    source: Any,
+    strategy: Any = None,
+    *,
+    batch_size: int,
+    shuffle: bool = False,
+    seed: int = 0,
+    epochs: int | None = 1,
+    last: str = "drop",
+    plan: Plan | None = None,
+    arguments: Sequence[str] | None = None,
+    device: Any = None,
+    prefetch: int = 2,
+) -> Loader:
+    """Batches of `source` as global arrays, laid out as `strategy` says; each process reads only its devices' part.
+
+    Args:
+      source: arrays with a record at each place of dim 0, or sequences of records, in a tuple or dict of inputs, or one
+        alone. A batch has the same structure.
+      strategy: "full_batch" (the whole batch on each device), "data_parallel" (each a part of it), a tuple with an entry
+        for each input, which may cut several dims, a dict of them by name, or None: as the plan's `arguments` lie, or
+        without a plan as the context's `dataset_strategy` says.
+      batch_size: records in a batch, over all devices.
+      shuffle: whether each epoch has an order of its own, told by `seed`.
+      seed: from 0 to 2**32 - 1.
+      epochs: how many times the records are gone through; None for no end.
+      last: what becomes of an epoch's last batch where records are too few for it: "drop" leaves it out, "pad" fills it
+        up with zeros and makes every batch a pair `(batch, mask)` with the mask False there, "error" refuses.
+      plan: a plan whose grid is used.
+      arguments: with a plan and no strategy, for each input the plan's argument that it is for; by default the inputs'
+        own names.
+      device: as in `shard`.
+      prefetch: how many batches are read ahead, each by a thread of its own; 0 reads when asked.
+
+    Raises:
+      ExtraError: Grain is not installed. StrategyError, StrategyTypeError: all that is wrong with the call.
+      DeviceError: the devices are not here.
+
+    >>> images, labels = np.zeros((32, 16, 16, 3), "float32"), np.arange(32)
+    >>> loader = load((images, labels), ((2, 2, 2, 1), (2,)), batch_size=8)
+    >>> for image, label in loader:
+    ...     pass
+    >>> len(loader), image.sharding.shard_shape(image.shape), label.tolist()
+    (4, (4, 8, 8, 3), [24, 25, 26, 27, 28, 29, 30, 31])
+    """
+    raise_problems(list(_option_problems(batch_size=batch_size, shuffle=shuffle, seed=seed, epochs=epochs, last=last,
+                                         prefetch=prefetch)))  # fmt: skip
+    installed_grain()
+    found = columns(source)
+    flat = tree_util.tree_leaves(found)
+    records = flat[0].length
+    raise_problems(list(_count_problems(records, batch_size, last)))
+    batch = tree_util.tree_map(
+        lambda s: jax.ShapeDtypeStruct((batch_size, *s.shape), s.dtype),
+        tree_util.tree_map(lambda column: column.record, found),
+    )
+    names = names_of(source) if isinstance(source, tuple | dict) else flat[0].names
+    several = isinstance(batch, tuple | dict)
+    parts = batch.values() if isinstance(batch, dict) else batch if several else (batch,)
+    by_name = dict(zip(names_of(batch), parts, strict=True))
+    laid = lay_out({name: by_name[name] for name in names}, strategy, plan=plan, arguments=arguments, device=device)
+    lies = {leaf.path: (leaf, sharding) for leaf, sharding in zip(laid.leaves, laid.shardings, strict=True)}
+    arrays = []
+    for key, struct in tree_util.tree_leaves_with_path(batch):
+        leaf, sharding = lies[join("" if several else "source", key)]
+        arrays.append(Array(leaf.path, leaf.shape, struct.dtype, sharding, held(sharding, leaf.shape)))
+    if last == "pad":
+        arrays.append(_mask(arrays, batch_size))
+    return Loader(tuple(arrays), tuple(flat), tree_util.tree_structure(batch), records, batch_size,
+                  seed if shuffle else None, epochs, last, prefetch)  # fmt: skip
+
+
+def _count_problems(records: int, batch_size: int, last: str) -> Iterator[Problem]:
+    """What is wrong with a batch size for so many records."""
+    where = f"batch_size = {batch_size}, last = {last!r}"
+    if batch_size > records and last != "pad":
+        yield Problem(f"a batch of {batch_size} is more than the {records} records", where,
+                      "there would be no batch at all", f'choose a batch_size up to {records}, or last="pad"')  # fmt: skip
+    elif last == "error" and records % batch_size:
+        yield Problem(f"{records} records are not a whole number of batches of {batch_size}", where,
+                      f"the last batch would have {records % batch_size}",
+                      'last="drop" leaves it out, last="pad" fills it up, or choose another batch_size')  # fmt: skip
+
+
+def _option_problems(**options: Any) -> Iterator[Problem]:
+    """What is wrong with the options, whatever the source is."""
+    for name, value in options.items():
+        where = f"{name} = {short(value)}"
+        if name == "last":
+            if value not in LAST:
+                yield Problem(f"`last` cannot be {value!r}", where, "it says what becomes of a batch that is not full",
+                              'write "drop", "pad" or "error"', is_type=not isinstance(value, str))  # fmt: skip
+        elif name == "shuffle":
+            if not isinstance(value, bool):
+                yield Problem(f"`shuffle` must be True or False, but it is {a(value)}", where,
+                              "the order's seed is an option of its own", "write shuffle=True, seed=0", is_type=True)  # fmt: skip
+        elif not (name == "epochs" and value is None):
+            least = 1 if name in ("batch_size", "epochs") else 0
+            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+            if not whole or value < least or (name == "seed" and value >= 2**32):
+                end = " to 2**32 - 1" if name == "seed" else " up"
+                yield Problem(f"`{name}` must be an int from {least}{end}", where, _WHY[name],
+                              "write such a number" + (", or None for no end" if name == "epochs" else ""),
+                              is_type=not whole)  # fmt: skip
+
+
+_WHY = {
+    "batch_size": "it counts the records of a batch, over all devices",
+    "epochs": "it counts the passes over the records",
+    "seed": "it tells the order of the records",
+    "prefetch": "it counts the batches that are read ahead",
+}

@@ -1,0 +1,58 @@
+"""Which records make up which batch, and their reading ahead: by Grain, and nowhere else.
+
+The order is of record numbers, the same on every process: each works it out for itself and then reads what its devices
+hold. So a place in it is one number, whatever the number of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from shardfn.data.sources import PADDING
+from shardfn.errors import ExtraError, Problem
+
+
+def installed_grain() -> Any:
+    """The package, or an `ExtraError` that names the extra."""
+    try:
+        import grain
+    except ImportError as error:
+        raise ExtraError(
+            Problem(
+                "data is loaded through Grain, which is not installed",
+                where="shardfn.data.load",
+                why="it is in the extra `data`, so that nothing else needs it",
+                fix="pip install 'shardfn[data]', or pip install grain",
+            )
+        ) from error
+    return grain
+
+
+def order(records: int, batch_size: int, *, seed: int | None, epochs: int | None, drop: bool) -> Any:
+    """The record numbers of each batch, as a Grain dataset of int arrays of `batch_size`.
+
+    Each epoch is cut into batches of its own. A batch that the records of an epoch do not fill is left out with `drop`,
+    else filled up with `PADDING`. With a `seed` each epoch has another order; `epochs` None goes on for ever.
+
+    >>> rows = order(5, 2, seed=None, epochs=1, drop=False)
+    >>> [rows[i].tolist() for i in range(len(rows))]
+    [[0, 1], [2, 3], [4, -1]]
+    """
+    rows = installed_grain().MapDataset.range(records)
+    if seed is not None:
+        rows = rows.seed(seed).shuffle()
+    rows = rows.batch(batch_size, drop_remainder=drop)
+    rows = rows.map(lambda found: np.pad(found, (0, batch_size - len(found)), constant_values=PADDING))
+    return rows if epochs == 1 else rows.repeat(epochs)
+
+
+def read_ahead(rows: Any, read: Callable[[np.ndarray], Any], batches: int) -> Any:
+    """Grain's iterator of `read(rows[0])`, `read(rows[1])`, …, with `batches` read ahead, each by a thread of its own.
+
+    Its `get_state` and `set_state` know the next one's number.
+    """
+    options = installed_grain().ReadOptions(num_threads=batches, prefetch_buffer_size=batches)
+    return iter(rows.map(read).to_iter_dataset(options))

@@ -1,0 +1,146 @@
+"""TIFF images read in windows: only the tiles or strips that a window meets are fetched and decoded."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import threading
+from typing import Any
+
+import numpy as np
+
+from shardfn.errors import ExtraError, StrategyError, fail
+
+_PLACE = {"S": 4, "Z": 1, "Y": 2, "X": 3}
+"""Where an axis of a page stands in tifffile's (sample plane, depth, length, width, sample)."""
+
+
+class Tiff:
+    """One page of a TIFF file, read by `image[0:512, 1024:1536]`; `bytes_read` counts what came from the file.
+
+    Safe to read from several threads. `shape`, `dtype` and `chunks` (the size of a tile or strip) are known from the
+    file's header. A page that is stored unpacked, in one run of bytes, is read as a memmap, and `chunks` are 1.
+
+    Args:
+      path: the file.
+      page: which page, from 0; a pyramid's smaller levels are pages too where the file stores them so.
+
+    Raises:
+      ExtraError: tifffile is not installed. StrategyError: there is no such page, or it stores its axes otherwise.
+    """
+
+    def __init__(self, path: Any, page: int = 0):
+        try:
+            import tifffile
+        except ImportError as error:
+            raise ExtraError(_missing(str(path))) from error
+        self.path, self.bytes_read = str(path), 0
+        self._file = tifffile.TiffFile(path)
+        self._lock = threading.Lock()
+        count = len(self._file.pages)
+        if not 0 <= page < count:
+            self._file.close()
+            fail(StrategyError, f"the file has no page {page}", where=self.path,
+                 why=f"its pages are 0 to {count - 1}", fix="name one of these")  # fmt: skip
+        self._page: Any = self._file.pages[page]
+        self.shape: tuple[int, ...] = tuple(self._page.shape)
+        self.dtype = np.dtype(self._page.dtype).newbyteorder("=")
+        self._five: tuple[int, ...] = tuple(self._page.shaped)
+        planes = self._page.axes.startswith("S")
+        places = [0 if axis == "S" and planes else _PLACE.get(axis, -1) for axis in self._page.axes]
+        if -1 in places or len(places) != len(self.shape):
+            self._file.close()
+            fail(StrategyError, f"a page with the axes {self._page.axes} cannot be read in windows", where=self.path,
+                 why="a page is rows, columns, and perhaps samples and depth", fix="convert the file")  # fmt: skip
+        self._places = tuple(places)
+        self._map: Any = None
+        if self._page.is_memmappable:  # nothing is packed: any window is read as it is, without its block
+            self._map = tifffile.memmap(path, page=page, mode="r")
+        depth, rows, columns = (self._page.tiledepth, self._page.tilelength, self._page.tilewidth) if (
+            self._page.is_tiled
+        ) else (1, self._page.rowsperstrip, self._five[3])  # fmt: skip
+        self._blocks = (1, max(1, depth), min(rows, self._five[2]), min(columns, self._five[3]), self._five[4])
+        self.chunks: tuple[int, ...] = tuple(
+            1 if self._map is not None else self._blocks[place] for place in self._places
+        )
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole image, decoded."""
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+    def __repr__(self) -> str:
+        return f"Tiff({self.path!r}): {self.dtype}{list(self.shape)} in blocks of {list(self.chunks)}"
+
+    def __getitem__(self, window: Any) -> np.ndarray:
+        asked = window if isinstance(window, tuple) else (window,)
+        asked += (slice(None),) * (self.ndim - len(asked))
+        ranges = [self._range(s, n) for s, n in zip(asked, self.shape, strict=True)]
+        if any(step != 1 for _, _, step in ranges):
+            fail(StrategyError, "a window has no steps", where=f"{self.path}{list(asked)}",
+                 why="blocks are read whole", fix="read the rows between too, and step over the result")  # fmt: skip
+        if self._map is not None:
+            found = np.array(self._map[asked], self.dtype)
+            with self._lock:
+                self.bytes_read += found.nbytes
+            return found
+        edges = [(0, n) for n in self._five]
+        for place, (start, stop, _) in zip(self._places, ranges, strict=True):
+            edges[place] = (start, max(start, stop))
+        out = np.zeros([last - first for first, last in edges], self.dtype)
+        counts = [-(-n // block) for n, block in zip(self._five, self._blocks, strict=True)]
+        spans = [range(first // block, -(-last // block)) if last > first else range(0)
+                 for (first, last), block in zip(edges, self._blocks, strict=True)]  # fmt: skip
+        for block in itertools.product(*spans):
+            self._put(out, edges, int(np.ravel_multi_index(block, counts)))
+        kept = [out.shape[place] for place, s in zip(self._places, asked, strict=True) if isinstance(s, slice)]
+        return out.reshape(kept)  # a number takes its dim away
+
+    def _range(self, asked: Any, size: int) -> tuple[int, int, int]:
+        if isinstance(asked, slice):
+            return asked.indices(size)
+        place = operator.index(asked)
+        if not -size <= place < size:
+            raise IndexError(f"{self!r} has no place {place} there")
+        return place % size, place % size + 1, 1
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        whole = self[tuple(slice(None) for _ in self.shape)]
+        return whole if dtype is None else whole.astype(dtype)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _put(self, out: np.ndarray, edges: list[tuple[int, int]], number: int) -> None:
+        """Fetch and decode block `number`, and copy what of it lies within `edges`."""
+        page = self._page
+        with self._lock:
+            handle = self._file.filehandle
+            handle.seek(page.dataoffsets[number])
+            data = handle.read(page.databytecounts[number])
+            self.bytes_read += len(data)
+        block, at, _ = page.decode(data, number, jpegtables=page.jpegtables, jpegheader=page.jpegheader)
+        if block is None:  # a block that the file leaves out: zeros
+            return
+        block = block[None] if block.ndim == 4 else block
+        into, of = [], []
+        for (first, last), start, size in zip(edges, at, block.shape, strict=True):
+            low, high = max(first, start), min(last, start + size)
+            if low >= high:
+                return
+            into.append(slice(low - first, high - first))
+            of.append(slice(low - start, high - start))
+        out[tuple(into)] = block[tuple(of)]
+
+
+def _missing(path: str) -> Any:
+    from shardfn.errors import Problem
+
+    return Problem("TIFF files are read by the package tifffile, which is not installed", where=path,
+                   why="it is no part of shardfn's own needs", fix="pip install tifffile")  # fmt: skip

@@ -1,0 +1,143 @@
+"""What the search knows of a graph before it looks at any grid: runs, readers, what takes memory when, loops, equal ops."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from shardfn.cost.compute import PRODUCTS, op_flops
+from shardfn.cost.fusion import fuse
+from shardfn.cost.memory import Place, lives
+from shardfn.cost.schedule import merged
+from shardfn.graph.model import Flow, Graph, Value, dtype_bits
+
+
+def bytes_of(value: Value) -> float:
+    """Bytes of a whole array."""
+    return float(math.prod(value.shape)) * dtype_bits(value.dtype) / 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Loops:
+    """Values that loops carry; for a loop's result the value whose layout it has; (from, to, runs) of what flows in."""
+
+    carried: tuple[int, ...]
+    results: Mapping[int, int]
+    flows: tuple[tuple[int, int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """What holds of a graph on any grid: how often each value is made in one call, how many ops read it, which values
+    take memory, and where and when."""
+
+    trips: tuple[int, ...]
+    readers: Mapping[int, int]
+    read: Mapping[int, tuple[int, int]]
+    """The first and the last op that reads a value."""
+    stored: frozenset[int]
+    places: tuple[Place, ...]
+    flops: float
+    """Of one call, unsharded."""
+    last: frozenset[int]
+    """Ops, by index, after whose results no product is computed: their sums are added up in one go with others."""
+    bytes: tuple[float, ...]
+    """Of each whole value."""
+    kinds: tuple[int, ...]
+    """A number for each op, the same for ops that cost the same on the same layouts."""
+    loops: Loops
+
+
+def known(graph: Graph, donated: frozenset[int] = frozenset()) -> Known:
+    """What holds on any grid; `donated` are inputs whose memory results take over."""
+    readers: dict[int, int] = {}
+    read: dict[int, tuple[int, int]] = {}
+    for index, op in enumerate(graph.ops):
+        for value in set(op.inputs):
+            readers[value] = readers.get(value, 0) + 1
+            read[value] = read.get(value, (index, index))[0], index
+    whole = Flow(graph, tuple(((),) * len(v.shape) for v in graph.values), {}, ())
+    order = merged(whole)
+    fusion = fuse(order.flow)
+    temporaries, results = lives(order, fusion)
+    given = [bytes_of(graph.values[v]) for v in donated]
+    kept = []
+    for place in results:
+        if place.bytes in given:
+            given.remove(place.bytes)
+        else:
+            kept.append(place)
+    trips, last = tuple(value_trips(graph)), _last(graph)
+    return Known(
+        trips,
+        readers,
+        read,
+        fusion.stored,
+        (*temporaries, *kept),
+        sum(op_flops(whole, op) * op.trips for op in graph.ops),
+        last,
+        tuple(map(bytes_of, graph.values)),
+        _kinds(graph, fusion.stored, last),
+        loops_of(graph, trips),
+    )
+
+
+def _kinds(graph: Graph, stored: frozenset[int], last: frozenset[int]) -> tuple[int, ...]:
+    values, numbers = graph.values, {}
+    found = []
+    for index, op in enumerate(graph.ops):
+        every = (*op.inputs, *op.outputs)
+        key = (op.name, id(op.rule), index in last, op.reduced, len(op.inputs),
+               *((values[v].shape, values[v].dtype, v in stored) for v in every))  # fmt: skip
+        found.append(numbers.setdefault(key, len(numbers)))
+    return tuple(found)
+
+
+def _last(graph: Graph) -> frozenset[int]:
+    leads: set[int] = {a for a, _ in graph.ties}  # what a loop carries may be multiplied in its next round
+    found = set()
+    for index in reversed(range(len(graph.ops))):
+        op = graph.ops[index]
+        if leads.isdisjoint(op.outputs):
+            found.add(index)
+        if op.name in PRODUCTS or not leads.isdisjoint(op.outputs):
+            leads.update(op.inputs)
+    return frozenset(found)
+
+
+def value_trips(graph: Graph) -> list[int]:
+    """How often each value is made in one call: as often as the loops around its op run; a loop's carried value as
+    often as the first op that reads it."""
+    trips = [0] * len(graph.values)
+    for v in graph.inputs:
+        trips[v] = 1
+    for op in graph.ops:
+        for v in op.outputs:
+            trips[v] = op.trips
+    for op in graph.ops:
+        for v in op.inputs:
+            trips[v] = trips[v] or op.trips
+    return [t or 1 for t in trips]
+
+
+def loops_of(graph: Graph, trips: Sequence[int]) -> Loops:
+    """The loops of a graph, by its ties."""
+    made = {v for op in graph.ops for v in op.outputs} | set(graph.inputs)
+    outputs = {v for op in graph.ops if op.name == "while" for v in op.outputs}
+    carried: dict[int, int] = {}
+    back: dict[int, int] = {}
+    results: dict[int, int] = {}
+    flows: list[tuple[int, int, int]] = []
+    for a, b in graph.ties:
+        if b not in made:  # into the loop
+            carried[b] = a
+            flows.append((a, b, trips[a]))
+        elif a in carried and b not in outputs:  # round again
+            back[b] = a
+            flows.append((b, a, trips[a]))
+        elif b in outputs:
+            results[b] = back.get(a, a)
+        else:  # out of a branch
+            flows.append((a, b, trips[b]))
+    return Loops(tuple(carried), results, tuple(flows))

@@ -1,0 +1,282 @@
+"""The gradients of a loss: on the whole batch at once, or on each device's part and then reduced; in one go, or
+micro-batch by micro-batch. All of it is one function from a state's parts to gradients, and each line of it shows in HLO.
+
+Two roads. `whole`: the loss is called once on the global batch, and XLA's partitioner makes the reductions. `parts`: a
+`jax.shard_map` over the axes that cut the batch calls it on each device's part, the gradients are summed by a collective
+that stands here. The second is what data parallelism means elsewhere (a batch statistic sees its own part), and the
+only way to say when gradients are reduced and in which dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax, tree_util
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+Loss = Callable[[Any, Any, tuple[Any, ...]], tuple[jax.Array, tuple[Any, Any]]]
+"""(trained, carried, batch) -> (loss, (auxiliary output, carried))."""
+
+
+At = tuple[int, tuple[str, ...]] | None
+"""A dim, and the axes that cut it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """How the gradients of the parts become one."""
+
+    mean: bool = True
+    """Divide their sum by the number of parts: the gradient of a loss that is a mean over the batch."""
+    fp32: bool = True
+    """Sum gradients of 16 bits in float32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Over what the batch is cut, and where each gradient goes.
+
+    `scattered` holds for each trained leaf the dim and the axes along which each device keeps a piece of its reduced
+    gradient, None where all keep the whole; `gathered` the same of the leaf itself, which is put together for use; `own`
+    says of each whether it is a device's own (layerwise parallel), with a leading dim of one, and not reduced at all.
+    """
+
+    mesh: Mesh | AbstractMesh
+    axes: tuple[str, ...]
+    scattered: tuple[At, ...]
+    gathered: tuple[At, ...]
+    own: tuple[bool, ...]
+
+    @property
+    def count(self) -> int:
+        """The number of parts."""
+        return math.prod(self.mesh.shape[a] for a in self.axes)
+
+
+def whole(loss: Loss, trained: Any, carried: Any, batch: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
+    """Loss, auxiliary output, gradients and carried leaves of the global batch."""
+    (value, (aux, carried)), grads = jax.value_and_grad(loss, has_aux=True)(trained, carried, batch)
+    return value, aux, grads, carried
+
+
+def micro(loss: Loss, count: int, growing: Any, each: Callable[[Any], Any], first: Callable[[Any], Any]) -> Any:
+    """As `whole`, on `count` micro-batches one after the other, whose gradients are added up in a scan.
+
+    Args:
+      loss: a mean over the batch it is given.
+      count: how many; it divides dim 0 of every array of the batch that has one (scalars go to all).
+      growing: for each leaf of the auxiliary output the dim that grows with the batch, None for a mean.
+      each: what is done with the gradients of a micro-batch before they are added (reduced, where sums are kept in
+        pieces).
+      first: the zeros that the sums start from, for the trained leaves.
+    """
+
+    def run(trained: Any, carried: Any, batch: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
+        leaves, treedef = tree_util.tree_flatten(batch)
+        cut = [x.reshape(count, x.shape[0] // count, *x.shape[1:]) if x.ndim else None for x in leaves]
+
+        def body(held: tuple[Any, Any], now: list[Any]) -> tuple[tuple[Any, Any], Any]:
+            carried, sums = held
+            part = treedef.unflatten([x if mine is None else mine for x, mine in zip(leaves, now, strict=True)])
+            value, aux, grads, carried = whole(loss, trained, carried, part)
+            sums = tree_util.tree_map(lambda s, g: s + g.astype(s.dtype), sums, each(grads))
+            return (carried, sums), (value, aux)
+
+        (carried, sums), (values, auxes) = lax.scan(body, (carried, first(trained)), cut)
+        grads = tree_util.tree_map(lambda s: s / count, sums)
+        return jnp.mean(values), _together(auxes, growing, _stacked), grads, carried
+
+    return run
+
+
+def by_parts(
+    loss: Loss,
+    how: Parts,
+    reduction: Reduction,
+    micro_batches: int,
+    early: bool,
+    growing: Any,
+    micro_growing: Any,
+    moving: Sequence[bool],
+) -> Callable[..., tuple[Any, Any, Any, Any]]:
+    """As `whole`, by a shard_map over the axes that cut the batch.
+
+    Args:
+      loss: a mean over the batch it is given.
+      how: the axes and what becomes of each gradient.
+      reduction: mean or sum, and in which dtype.
+      micro_batches: the loss is called on so many micro-batches of each part; gradients are reduced once, after all.
+      early: where there are micro-batches, reduce each one's gradients, so that their sums are kept in pieces.
+      growing: for each leaf of the auxiliary output the dim that grows with the batch, -1 for one that is averaged.
+      micro_growing: the same within a part.
+      moving: which carried leaves the loss changes: of these the parts agree on one value, the others stay.
+    """
+    return lambda trained, carried, batch: _mapped(
+        loss, how, reduction, micro_batches, early, growing, micro_growing, moving, trained, carried, batch
+    )
+
+
+def _mapped(
+    loss: Loss, how: Parts, reduction: Reduction, micro_batches: int, early: bool, growing: Any, micro_growing: Any,
+    moving: Sequence[bool], trained: Any, carried: Any, batch: tuple[Any, ...],
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
+    treedef = tree_util.tree_structure(trained)
+    cut = PartitionSpec(how.axes)
+    batch_spec = tree_util.tree_map(lambda x: cut if x.ndim else PartitionSpec(), batch)
+    early = early and micro_batches > 1
+    is_partial = set(how.axes) != set(how.mesh.axis_names)
+
+    def summed(grads: Any, now: Callable[[At], bool] = lambda at: True) -> Any:
+        """The gradients with those reduced whose `scattered` dim says that it is time."""
+        leaves = [
+            _reduced(g, how, reduction, d, is_partial) if now(d) and not own else g
+            for g, d, own in zip(tree_util.tree_leaves(grads), how.scattered, how.own, strict=True)
+        ]
+        return tree_util.tree_unflatten(treedef, leaves)
+
+    def started(full: Any) -> Any:
+        """Zeros of what `summed` gives, or of the gradients themselves."""
+        leaves = []
+        for leaf, at in zip(tree_util.tree_leaves(full), how.scattered, strict=True):
+            shape = list(leaf.shape)
+            if early and at is not None:
+                shape[at[0]] //= math.prod(how.mesh.shape[a] for a in at[1])
+            leaves.append(lax.pcast(jnp.zeros(shape, wide(leaf.dtype)), how.axes, to="varying"))
+        return tree_util.tree_unflatten(treedef, leaves)
+
+    def on_part(trained: Any, carried: Any, batch: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
+        full = tree_util.tree_unflatten(
+            treedef,
+            [_full(x, how, d, own) for x, d, own in
+             zip(tree_util.tree_leaves(trained), how.gathered, how.own, strict=True)],
+        )  # fmt: skip
+        carried = tree_util.tree_map(lambda x: lax.pcast(x, how.axes, to="varying"), carried)
+        batch = tree_util.tree_map(lambda x: x if x.ndim else lax.pcast(x, how.axes, to="varying"), batch)
+        if micro_batches == 1:
+            value, aux, grads, carried = whole(loss, full, carried, batch)
+        else:
+            in_pieces = functools.partial(summed, now=lambda d: d is not None)
+            each = in_pieces if early else lambda g: g
+            value, aux, grads, carried = micro(loss, micro_batches, micro_growing, each, started)(full, carried, batch)
+        grads = summed(grads, lambda d: d is None) if early else summed(grads)
+        grads = tree_util.tree_unflatten(
+            treedef, [g[None] if own else g for g, own in zip(tree_util.tree_leaves(grads), how.own, strict=True)]
+        )
+        value = _average(value, how.axes)
+        if not reduction.mean:
+            value = value * how.count
+        aux = _together(aux, growing, lambda x, dim: x if dim is not None else _average(x, how.axes))
+        after = zip(tree_util.tree_leaves(carried), moving, strict=True)
+        return value, aux, grads, [_agreed(x, how.axes) for x, moves in after if moves]
+
+    own_spec = [cut if own else _spec(at) for at, own in zip(how.gathered, how.own, strict=True)]
+    out_spec = [cut if own else _spec(at) for at, own in zip(how.scattered, how.own, strict=True)]
+    aux_spec = _together(growing, growing, lambda _, dim: _spec(None if dim is None else (dim, how.axes)))
+    mapped = jax.shard_map(
+        on_part,
+        mesh=how.mesh,
+        in_specs=(tree_util.tree_unflatten(treedef, own_spec), PartitionSpec(), batch_spec),
+        out_specs=(PartitionSpec(), aux_spec, tree_util.tree_unflatten(treedef, out_spec), PartitionSpec()),
+        axis_names=set(how.axes),
+    )
+    value, aux, grads, changed = mapped(trained, carried, batch)
+    new = iter(changed)
+    leaves, structure = tree_util.tree_flatten(carried)
+    kept = [next(new) if moves else x for x, moves in zip(leaves, moving, strict=True)]
+    return value, aux, grads, tree_util.tree_unflatten(structure, kept)
+
+
+def part_of(batch: Any, pieces: int) -> Any:
+    """The shapes of one of so many parts of a batch; a scalar goes to each."""
+    return tree_util.tree_map(
+        lambda x: jax.ShapeDtypeStruct((x.shape[0] // pieces, *x.shape[1:]) if x.ndim else (), x.dtype), batch
+    )
+
+
+def growing_dims(loss: Loss, trained: Any, carried: Any, batch: tuple[Any, ...], pieces: int) -> Any:
+    """For each leaf of the auxiliary output, the dim that grows with the batch, -1 for none.
+
+    Found by shapes: those of the whole batch against those of one of its `pieces`.
+    """
+    large = jax.eval_shape(loss, trained, carried, batch)[1][0]
+    small = jax.eval_shape(loss, trained, carried, part_of(batch, pieces))[1][0]
+
+    def dim(a: Any, b: Any) -> int:
+        grown = [i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m == n * pieces and m != n]
+        return grown[0] if grown else -1
+
+    return tree_util.tree_map(dim, large, small)
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype that sums are kept in: at least float32."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def moving(loss: Loss, trained: Any, carried: Any, batch: tuple[Any, ...]) -> tuple[bool, ...]:
+    """Which carried leaves the loss changes: those it does not give back as they came."""
+    found: list[bool] = []
+
+    def look(*args: Any) -> None:
+        after = tree_util.tree_leaves(loss(*args)[1][1])
+        found[:] = [a is not b for a, b in zip(after, tree_util.tree_leaves(args[1]), strict=True)]
+
+    jax.eval_shape(look, trained, carried, batch)
+    return tuple(found)
+
+
+def _together(values: Any, dims: Any, rule: Callable[[Any, int | None], Any]) -> Any:
+    return tree_util.tree_map(lambda d, x: rule(x, None if d < 0 else d), dims, values)
+
+
+def _stacked(x: jax.Array, dim: int | None) -> jax.Array:
+    """What a scan stacked, as one array: along the dim that grows with the batch, else the mean (the last of ints)."""
+    if dim is None:
+        return jnp.mean(x, 0) if jnp.issubdtype(x.dtype, jnp.inexact) else x[-1]
+    x = jnp.moveaxis(x, 0, dim)
+    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
+
+
+def _full(x: jax.Array, how: Parts, at: At, own: bool) -> jax.Array:
+    """A trained leaf as the loss takes it on a device."""
+    if own:
+        return x[0]
+    if at is not None:
+        x = lax.all_gather(x, at[1], axis=at[0], tiled=True)
+    missing = tuple(a for a in how.axes if at is None or a not in at[1])
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _reduced(g: jax.Array, how: Parts, reduction: Reduction, at: At, is_partial: bool) -> jax.Array:
+    if g.dtype.itemsize < 4 and (reduction.fp32 or is_partial):  # XLA's CPU compiler dies of the partial ones
+        g = g.astype(jnp.float32)
+    if at is not None:
+        g = lax.psum_scatter(g, at[1], scatter_dimension=at[0], tiled=True)
+    rest = tuple(a for a in how.axes if at is None or a not in at[1])
+    g = lax.psum(g, rest) if rest else g
+    return g / how.count if reduction.mean else g
+
+
+def _average(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """The mean over the parts; of ints, which have none, the largest."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return lax.pmax(x, tuple(axes))
+    return lax.pmean(x.astype(wide(x.dtype)), tuple(axes)).astype(x.dtype)
+
+
+def _agreed(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """One value of a carried leaf for all parts: of a statistic the mean, of a counter the largest."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = lax.pmax(jax.random.key_data(x), tuple(axes))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return _average(x, axes)
+
+
+def _spec(at: At) -> PartitionSpec:
+    return PartitionSpec() if at is None else PartitionSpec(*([None] * at[0]), at[1])

@@ -1,0 +1,213 @@
+"""From what was asked for and the shapes of a call to a laid-out step: the grid, a layout for every array, the function."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax import tree_util
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from shardfn.api import shard
+from shardfn.cost.hardware import Hardware
+from shardfn.errors import Problem, raise_problems
+from shardfn.sharded import ShardedFunction
+from shardfn.strategy import AUTO, join
+from shardfn.train.drawn import Cut, Drawn, is_per_device, tree_of
+from shardfn.train.optimizer_parallel import OptimizerParallel, cut_further, mirrored
+from shardfn.train.state import Anatomy, State, owned
+from shardfn.train.training import Training
+from shardfn.train.update import update_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Laid:
+    """A step for one kind of call."""
+
+    sharded: ShardedFunction
+    state: State
+    """Of `NamedSharding`s."""
+
+
+def lay(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]) -> Laid:
+    """A step for arrays of these shapes.
+
+    Raises:
+      StrategyError: a batch that the devices or the micro-batches do not divide; a glob that matches nothing; what
+        `shard` raises in the semi-auto and auto modes.
+    """
+    if training.mode.layouts == "whole":
+        drawn: Drawn | Laid = _whole(training, parts, state, batch)
+    else:
+        drawn = _planned(training, parts, state, batch)
+    if isinstance(drawn, Laid):
+        return drawn
+    cut = _cut(training, parts, state, drawn)
+    function = update_of(training, parts, drawn, cut, owned(parts, training.own), state, batch)
+    shardings = _shardings(state, drawn, cut)
+    named = [*tree_util.tree_leaves(shardings), *(drawn.named(s) for s in drawn.batch)]
+    keyed = [*_keyed("state", state), *_keyed("batch", batch)]
+    entries = {path: sharding for (path, _), sharding in zip(keyed, named, strict=True)}
+    donated = (0,) if training.donate else ()
+    return Laid(shard(function, device=training.device, parameter_plan=entries, donate_argnums=donated), shardings)
+
+
+def whole_layout(training: Training, parts: Anatomy, state: State) -> State:
+    """The layout of a state in the modes whose layouts do not depend on the batch."""
+    drawn = _whole(training, parts, state, ())
+    return _shardings(state, drawn, _cut(training, parts, state, drawn))
+
+
+def _shardings(state: State, drawn: Drawn, cut: Cut) -> State:
+    return State(
+        tree_of(state.params, [drawn.named(s) for s in cut.params]),
+        tree_of(state.opt_state, [drawn.named(s) for s in cut.opt_state]),
+        drawn.named(()),
+    )
+
+
+# ---- where everything lies
+
+
+def _whole(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]) -> Drawn:
+    """Parameters whole on every device, dim 0 of the batch cut over all."""
+    devices = training.hardware()
+    axes = _data_axes(devices.count, training.zero)
+    names = tuple(name for name, _ in axes)
+    own = owned(parts, training.own)
+    params = tuple(
+        (names, *((),) * (len(x.shape) - 1)) if mine else ((),) * len(x.shape)
+        for x, mine in zip(parts.treedef.flatten_up_to(state.params), own, strict=True)
+    )
+    like = dict(zip(parts.paths, params, strict=True))
+    leaves = tree_util.tree_leaves(state.opt_state)
+    seen = [like.get(p or "", ((),) * len(x.shape)) for p, x in zip(_mirrored(parts, state), leaves, strict=True)]
+    cuts = tuple((names, *((),) * (len(x.shape) - 1)) if x.shape else () for x in tree_util.tree_leaves(batch))
+    raise_problems(list(_batch_problems(training, devices.count, batch)))
+    return Drawn(_mesh(devices, axes), names, params, tuple(seen), cuts)
+
+
+def _planned(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]) -> Drawn | Laid:
+    """As `shard` plans the step on the whole batch; that plan itself where nothing of it is changed."""
+    given = training.mode.layouts == "given"
+    options = dict(training.options)
+    entries = options.pop("in_strategy") or ((None if given else AUTO),) * len(batch)
+    raise_problems(list(_entry_problems(entries, batch)))
+    wanted = _wanted(parts, state, options.pop("parameter_plan"), given)
+    none = (False,) * len(parts.paths)
+    function = update_of(dataclasses.replace(training, micro_batches=1), parts, None, None, none, state, batch)
+    draft = shard(
+        function,
+        (AUTO, *entries), device=training.device, parameter_plan=wanted,
+        donate_argnums=(0,) if training.donate else (), **options,
+    )  # fmt: skip
+    made = draft.plan(state, *batch)
+    specs = [d.spec for d in made.inputs]
+    counts = [len(tree_util.tree_leaves(part)) for part in (state.params, state.opt_state, state.step)]
+    params, opt_state, _, rest = (specs[sum(counts[:i]) : (sum(counts[: i + 1]) if i < 3 else None)] for i in range(4))
+    data = next((spec[0] for spec in rest if spec and spec[0]), ())
+    drawn = Drawn(made.mesh(), data, tuple(params), tuple(opt_state), tuple(rest))
+    if training.is_plain and not is_per_device(training, drawn):
+        shardings = [drawn.named(s) for s in specs]
+        return Laid(draft, tree_util.tree_unflatten(tree_util.tree_structure(state), shardings[: sum(counts)]))
+    raise_problems(list(_batch_problems(training, drawn.count if is_per_device(training, drawn) else 1, batch)))
+    return drawn
+
+
+def _cut(training: Training, parts: Anatomy, state: State, drawn: Drawn) -> Cut:
+    zero = training.zero
+    if zero is None:
+        return Cut(drawn.params, drawn.params, drawn.opt_state)
+    leaves = parts.treedef.flatten_up_to(state.params)
+    states = tuple(
+        cut_further(x.shape, x.dtype.itemsize, spec, drawn.axes, zero) if trained else spec
+        for x, spec, trained in zip(leaves, drawn.params, parts.trained, strict=True)
+    )
+    like = dict(zip(parts.paths, states, strict=True))
+    opt_state = tuple(
+        like[path] if path is not None else cut_further(x.shape, x.dtype.itemsize, spec, drawn.axes, zero)
+        for x, path, spec in zip(
+            tree_util.tree_leaves(state.opt_state), _mirrored(parts, state), drawn.opt_state, strict=True
+        )
+    )
+    return Cut(states if zero.level == 3 else drawn.params, states, opt_state)
+
+
+def _mirrored(parts: Anatomy, state: State) -> list[str | None]:
+    shapes = [tuple(x.shape) for x in parts.treedef.flatten_up_to(state.params)]
+    return mirrored(state.opt_state, dict(zip(parts.paths, shapes, strict=True)))
+
+
+def _wanted(parts: Anatomy, state: State, plan: Mapping[str, Any], is_given: bool) -> dict[str, Any]:
+    """The user's parameter plan by paths within the step's arguments.
+
+    Where layouts are given, what it does not name is whole, and the optimizer's states lie as their parameters.
+    """
+    found: dict[str, Any] = {}
+    by_path: dict[str | None, Any] = {}
+    keyed = _keyed("state/params", state.params)
+    for glob, entry in plan.items():
+        hits = [(i, path) for i, path in enumerate(parts.paths) if fnmatch.fnmatchcase(path, glob)]
+        if not hits:
+            found[f"state/params/{glob}"] = entry  # `shard` says that it matches nothing
+        for i, path in hits:
+            by_path[path] = found[keyed[i][0]] = entry
+    if is_given:
+        states = zip(_keyed("state/opt_state", state.opt_state), _mirrored(parts, state), strict=True)
+        rest = {name: (1,) * len(x.shape) for name, x in keyed}
+        rest |= {name: by_path.get(path, (1,) * len(x.shape)) for (name, x), path in states}
+        found = {**rest, "state/step": (), **found}
+    return found
+
+
+def _data_axes(count: int, zero: OptimizerParallel | None) -> tuple[tuple[str, int], ...]:
+    """One axis, or two where states are cut over groups of devices that lie side by side."""
+    size = zero.shard_size if zero else -1
+    if size in (-1, count) or size == 1:
+        return (("data", count),)
+    if size > count or count % size:
+        where = f"optimizer_weight_shard_size = {size}"
+        fix = f"use one of {', '.join(str(n) for n in range(2, count + 1) if count % n == 0)}, or -1 for all"
+        raise_problems([Problem(f"states cannot be cut over {size} of {count} devices", where,
+                                f"{size} does not divide {count}", fix)])  # fmt: skip
+    return (("replica", count // size), ("data", size))
+
+
+def _mesh(devices: Hardware, axes: Sequence[tuple[str, int]]) -> Mesh | AbstractMesh:
+    axes = axes or (("data", devices.count),)
+    names, sizes = tuple(n for n, _ in axes), tuple(s for _, s in axes)
+    types = (AxisType.Auto,) * len(axes)
+    if devices.devices is None:
+        return AbstractMesh(sizes, names, axis_types=types)
+    return Mesh(np.array(devices.devices, dtype=object).reshape(sizes), names, axis_types=types)
+
+
+def _batch_problems(training: Training, count: int, batch: tuple[Any, ...]) -> Iterator[Problem]:
+    """What of the batch cannot be cut over the devices and into micro-batches."""
+    need = count * training.micro_batches
+    for key, x in tree_util.tree_flatten_with_path(batch)[0]:
+        name = f"argument {key[0].idx + 1} `{join('batch', key)}`"
+        what = (
+            f"{training.micro_batches} micro-batches on each of {count} devices"
+            if training.micro_batches > 1
+            else f"{count} devices"
+        )
+        if x.shape and x.shape[0] % need:
+            yield Problem(f"{name} cannot be cut into {need} parts", f"{x.dtype}{list(x.shape)}",
+                          f"{x.shape[0]} is not divisible by {need}: {what}",
+                          f"use a batch of {max(x.shape[0] // need, 1) * need}, or pad it")  # fmt: skip
+
+
+def _entry_problems(entries: Any, batch: tuple[Any, ...]) -> Iterator[Problem]:
+    if not isinstance(entries, tuple) or len(entries) != len(batch):
+        yield Problem(f"`in_strategy` must be a tuple with {len(batch)} entries", f"in_strategy = {entries!r}",
+                      "it holds one for each argument of the batch; parameters are cut by parameter_plan",
+                      "write an entry for each, None for data parallel")  # fmt: skip
+
+
+def _keyed(name: str, tree: Any) -> list[tuple[str, Any]]:
+    """The leaves with their paths as `shard` writes them."""
+    return [(join(name, key), x) for key, x in tree_util.tree_flatten_with_path(tree)[0]]

@@ -1,0 +1,126 @@
+"""What a training step carries: a model's arrays, the optimizer's, a counter. A model is any pytree.
+
+Of its leaves some are trained (floating-point arrays; of a Flax NNX module the `nnx.Param`s), some are carried along
+(batch statistics, counters, keys of random numbers: what the loss function changes in a module is kept), and some are
+no arrays (an activation function in an Equinox module), which stay with the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import tree_util
+
+from shardfn.errors import Problem, raise_problems
+from shardfn.strategy import join, shape_of
+
+
+class State(NamedTuple):
+    """The state of a training run, an ordinary pytree: save it, map over it, donate it."""
+
+    params: Any
+    """The model as you gave it; None in the place of what is no array."""
+    opt_state: Any
+    step: Any
+    """int32[]: how many steps were taken."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Anatomy:
+    """Which leaves of a model are trained, which carried along, and what is no array."""
+
+    treedef: Any
+    """Of the model's arrays, None for the rest."""
+    paths: tuple[str, ...]
+    trained: tuple[bool, ...]
+    whole: Any
+    """The model's treedef with everything in it."""
+    rest: tuple[Any, ...]
+    """Its leaves, None for each array."""
+
+    def split(self, params: Any) -> tuple[Any, Any]:
+        """What is trained and what is carried along, each with None for the other."""
+        leaves = self.treedef.flatten_up_to(params)
+        first = [leaf if mine else None for leaf, mine in zip(leaves, self.trained, strict=True)]
+        second = [None if mine else leaf for leaf, mine in zip(leaves, self.trained, strict=True)]
+        return tree_util.tree_unflatten(self.treedef, first), tree_util.tree_unflatten(self.treedef, second)
+
+    def join(self, trained: Any, carried: Any) -> Any:
+        """The model's arrays again."""
+        pairs = zip(self.treedef.flatten_up_to(trained), self.treedef.flatten_up_to(carried), strict=True)
+        return tree_util.tree_unflatten(self.treedef, [b if a is None else a for a, b in pairs])
+
+    def model(self, params: Any) -> Any:
+        """The model as the loss function takes it, with what is no array."""
+        arrays = iter(self.treedef.flatten_up_to(params))
+        return tree_util.tree_unflatten(self.whole, [next(arrays) if leaf is None else leaf for leaf in self.rest])
+
+    def arrays(self, model: Any) -> Any:
+        """The inverse of `model`, for one whose arrays may have changed."""
+        leaves = self.whole.flatten_up_to(model)
+        return tree_util.tree_unflatten(self.treedef, [x for x, r in zip(leaves, self.rest, strict=True) if r is None])
+
+
+def anatomy(model: Any, frozen: Sequence[str] = ()) -> Anatomy:
+    """Look at a model: its arrays may be shapes.
+
+    Args:
+      model: a pytree, or a module that is one (Flax NNX from 0.12, Equinox).
+      frozen: globs of paths that are not trained.
+
+    >>> import numpy as np
+    >>> parts = anatomy({"w": np.ones(3, np.float32), "steps": np.int32(0), "act": abs})
+    >>> parts.paths, parts.trained
+    (('steps', 'w'), (False, True))
+    """
+    keyed, whole = tree_util.tree_flatten_with_path(model)
+    fixed = _not_params(model)
+    rest = tuple(None if shape_of(leaf) else leaf for _, leaf in keyed)
+    paths = tuple(_tidy(join("", key)) for key, leaf in keyed if shape_of(leaf))
+    trained = tuple(
+        jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact)
+        and join("", key) not in fixed
+        and not any(fnmatch.fnmatchcase(_tidy(join("", key)), glob) for glob in frozen)
+        for key, leaf in keyed
+        if shape_of(leaf)
+    )
+    arrays = tree_util.tree_unflatten(whole, [leaf if shape_of(leaf) else None for _, leaf in keyed])
+    return Anatomy(tree_util.tree_structure(arrays), paths, trained, whole, rest)
+
+
+def _tidy(path: str) -> str:
+    """A path as people write it: Flax NNX keeps each array as the `value` of a variable."""
+    return path.removesuffix("/value")
+
+
+def _not_params(model: Any) -> set[str]:
+    """The paths of a Flax NNX module's variables that are no parameters, to their arrays."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return set()
+    found = set()
+    is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
+    for key, node in tree_util.tree_flatten_with_path(model, is_leaf=is_variable)[0]:
+        if is_variable(node) and not isinstance(node, nnx.Param):
+            found |= {join("", (*key, *inner)) for inner, _ in tree_util.tree_flatten_with_path(node)[0]}
+    return found
+
+
+def owned(parts: Anatomy, globs: Sequence[str]) -> tuple[bool, ...]:
+    """Which leaves match a glob.
+
+    Raises:
+      StrategyError: a glob matches none.
+    """
+    problems = [
+        Problem(f"layerwise_parallel {glob!r} matches no parameter", f"layerwise_parallel = {tuple(globs)!r}",
+                f"the parameters are {', '.join(parts.paths[:8])}", "use a path, or a glob of paths")
+        for glob in globs if not fnmatch.filter(parts.paths, glob)
+    ]  # fmt: skip
+    raise_problems(problems)
+    return tuple(any(fnmatch.fnmatchcase(path, glob) for glob in globs) for path in parts.paths)

@@ -1,0 +1,256 @@
+"""`train.step`: a loss function and an optimizer to a jitted, donated training step, laid out by a mode."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import tree_util
+from jax.experimental import multihost_utils
+
+from shardfn import context
+from shardfn.context_keys import nearest
+from shardfn.errors import Problem, a, raise_problems
+from shardfn.plan import Plan
+from shardfn.report import Report
+from shardfn.sharded import Options
+from shardfn.strategy import shape_of, short
+from shardfn.train.lay import Laid, lay, whole_layout
+from shardfn.train.modes import Mode, mode_of
+from shardfn.train.state import Anatomy, State, anatomy, owned
+from shardfn.train.training import Training
+
+
+def step(
+    loss_fn: Any,
+    optimizer: optax.GradientTransformation,
+    *,
+    mode: str | None = None,
+    has_aux: bool = False,
+    device: Any = None,
+    level: int = 0,
+    in_strategy: Any = None,
+    parameter_plan: Mapping[str, Any] | None = None,
+    micro_batches: int = 1,
+    compute_dtype: Any = None,
+    gradients_mean: bool | None = None,
+    gradient_fp32_sync: bool | None = None,
+    loss_repeated_mean: bool | None = None,
+    parameter_broadcast: bool | None = None,
+    cross_batch: bool = False,
+    layerwise_parallel: Sequence[str] = (),
+    frozen: Sequence[str] = (),
+    enable_parallel_optimizer: bool | None = None,
+    parallel_optimizer_config: Mapping[str, Any] | None = None,
+    donate: bool = True,
+    **options: Any,
+) -> TrainingStep:
+    """A training step: `state, loss = step(state, *batch)`.
+
+    Args:
+      loss_fn: `(params, *batch) -> loss`, a mean over the batch; with `has_aux`, `-> (loss, auxiliary output)`.
+      optimizer: any optax transformation.
+      mode: "stand_alone", "data_parallel", "hybrid_parallel", "semi_auto_parallel" or "auto_parallel"; the context's
+        `parallel_mode` where you set it, else "auto_parallel".
+      device, level, options: as in `shard` (`search_mode`, `memory_limit`, `finalists`, ...).
+      in_strategy: an entry for each argument of the batch, in the semi-auto and auto modes; not said: dim 0 is cut over
+        all devices in "semi_auto_parallel", searched in "auto_parallel".
+      parameter_plan: entries by path glob within the parameters, `{"layers/*/w1": (1, 4)}`, in the same modes.
+      micro_batches: each batch is worked through in so many parts, whose gradients are added up; over devices they are
+        reduced once, at the end.
+      compute_dtype: the dtype that floating-point parameters are cast to for the loss and its gradients.
+      gradients_mean: False makes the objective the sum of the devices' losses (MindSpore's default), not their mean.
+      gradient_fp32_sync: sum gradients of 16 bits in float32 (where each device works on its part of the batch).
+      loss_repeated_mean: False multiplies gradients by the number of devices that work out the same loss.
+      parameter_broadcast: `init` sends process 0's parameters to all processes.
+      cross_batch: in the semi-auto and auto modes, batch statistics are those of each device's part of the batch, as
+        data parallelism computes them; False: of the whole batch.
+      layerwise_parallel: globs of parameters of which each device keeps one of its own, not aggregated ("data_parallel"
+        and "hybrid_parallel"); they get a leading dim, one entry for each device.
+      frozen: globs of parameters that are not trained.
+      enable_parallel_optimizer, parallel_optimizer_config: as MindSpore's context has them: cut the optimizer's states
+        (`optimizer_level` "level1"), gradients too ("level2"), parameters too ("level3").
+      donate: give the old state's memory to the new one.
+
+    Raises:
+      ContextError, ContextTypeError, StrategyError: what is wrong with the options, all at once.
+
+    >>> import jax.numpy as jnp, optax
+    >>> mean_square = lambda params, x, y: jnp.mean((x @ params["w"] - y) ** 2)
+    >>> train = step(mean_square, optax.sgd(0.1), mode="data_parallel")
+    >>> state = train.init({"w": jnp.zeros((2, 1))})
+    >>> state, loss = train(state, jnp.ones((8, 2)), jnp.ones((8, 1)))
+    >>> float(loss), int(state.step)
+    (1.0, 1)
+    """
+    said = {
+        "parallel_mode": mode,
+        "gradients_mean": gradients_mean,
+        "gradient_fp32_sync": gradient_fp32_sync,
+        "loss_repeated_mean": loss_repeated_mean,
+        "parameter_broadcast": parameter_broadcast,
+        "enable_parallel_optimizer": enable_parallel_optimizer,
+        "parallel_optimizer_config": parallel_optimizer_config,
+    }
+    if parallel_optimizer_config is not None and enable_parallel_optimizer is None:
+        said["enable_parallel_optimizer"] = True
+    settings = context.changed("train.step", {name: value for name, value in said.items() if value is not None})
+    with context.held(settings):
+        chosen = mode_of(None)
+    problems = list(_option_problems(options))
+    problems += list(_problems(loss_fn, optimizer, micro_batches, chosen, in_strategy, parameter_plan, cross_batch,
+                              layerwise_parallel))  # fmt: skip
+    raise_problems(problems)
+    for name in ("parallel_mode", "dataset_strategy"):  # they have been acted on
+        settings = dataclasses.replace(settings, explicit=settings.explicit - {name})
+    options = {**options, "level": level, "in_strategy": in_strategy, "parameter_plan": dict(parameter_plan or {})}
+    return TrainingStep(Training(
+        loss_fn, optimizer, chosen, settings, has_aux, device, micro_batches, compute_dtype, cross_batch,
+        tuple(layerwise_parallel), tuple(frozen), donate, types.MappingProxyType(options),
+    ))  # fmt: skip
+
+
+def _option_problems(options: Mapping[str, Any]) -> Iterator[Problem]:
+    known = {f.name for f in dataclasses.fields(Options)} - {"out_strategy", "donate_argnums", "donate_argnames"}
+    for name in options.keys() - known:
+        yield Problem(f"`train.step` has no option `{name}`", f"{name} = {short(options[name])}",
+                      "its options are its own and those of `shard`", nearest(name, sorted(known)), is_type=True)  # fmt: skip
+
+
+def _problems(
+    loss_fn: Any, optimizer: Any, micro_batches: Any, mode: Mode, in_strategy: Any, parameter_plan: Any,
+    cross_batch: bool, own: Any,
+) -> Iterator[Problem]:  # fmt: skip
+    if not callable(loss_fn):
+        yield Problem(f"`loss_fn` is {a(loss_fn)}, no function", f"loss_fn = {short(loss_fn)}",
+                      "it is called as loss_fn(params, *batch)", "pass the function first", is_type=True)  # fmt: skip
+    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
+        yield Problem(f"`optimizer` is {a(optimizer)}, no optax transformation", f"optimizer = {short(optimizer)}",
+                      "it has no init and update", "pass one, such as optax.adamw(1e-3)", is_type=True)  # fmt: skip
+    if not isinstance(micro_batches, int) or isinstance(micro_batches, bool) or micro_batches < 1:
+        yield Problem("`micro_batches` must be an int from 1 up", f"micro_batches = {short(micro_batches)}",
+                      "the batch is worked through in so many parts", "write 1 for none",
+                      is_type=not isinstance(micro_batches, int))  # fmt: skip
+    if mode.layouts == "whole":
+        for name, value in (("in_strategy", in_strategy), ("parameter_plan", parameter_plan)):
+            if value:
+                yield Problem(f"`{name}` has no meaning in mode {mode.name!r}", f"{name} = {short(value)}",
+                              "there parameters are whole and dim 0 of the batch is cut over all devices",
+                              'use mode="semi_auto_parallel" or "auto_parallel"')  # fmt: skip
+        if cross_batch and mode.one_device:
+            yield Problem("`cross_batch` has no meaning on one device", "cross_batch = True",
+                          "there is one part of the batch", "leave it out")  # fmt: skip
+    elif own:
+        yield Problem(f"`layerwise_parallel` has no meaning in mode {mode.name!r}", f"layerwise_parallel = {short(own)}",
+                      "there every parameter is one array, whose gradient is the loss's",
+                      'use mode="data_parallel" or "hybrid_parallel"')  # fmt: skip
+
+
+class TrainingStep:
+    """What `train.step` returns. `init` makes the state; a call takes one step."""
+
+    def __init__(self, training: Training):
+        self.training = training
+        self._anatomy: Anatomy | None = None
+        self._laid: dict[Any, Laid] = {}
+
+    def __repr__(self) -> str:
+        name = getattr(self.training.loss_fn, "__name__", type(self.training.loss_fn).__name__)
+        return f"train.step({name}, mode={self.training.mode.name!r})"
+
+    def init(self, params: Any, *batch: Any) -> State:
+        """The first state, laid out where the mode or `batch` says how.
+
+        Args:
+          params: the model (a pytree, an NNX or Equinox module), or a function of nothing that makes it: then it is
+            made where it lies, and never whole on one device.
+          batch: arrays or shapes as the step will get them; in the semi-auto and auto modes the layout depends on them.
+            Without them the first call moves the state.
+        """
+        make = params if _makes(params) else lambda: params
+        model = _shape_of_model(make) if _makes(params) else params
+        self._anatomy = parts = anatomy(model, self.training.frozen)
+        if self.training.settings.read("parameter_broadcast") and jax.process_count() > 1:
+            arrays = multihost_utils.broadcast_one_to_all(jax.jit(lambda: parts.arrays(make()))())
+            make = lambda: parts.model(arrays)  # noqa: E731
+        own, count = owned(parts, self.training.own), self.training.hardware().count
+
+        def first() -> State:
+            leaves = parts.treedef.flatten_up_to(parts.arrays(make()))
+            leaves = [jnp.broadcast_to(x, (count, *x.shape)) if o else x for x, o in zip(leaves, own, strict=True)]
+            arrays = tree_util.tree_unflatten(parts.treedef, leaves)
+            return State(arrays, self.training.optimizer.init(parts.split(arrays)[0]), jnp.zeros((), jnp.int32))
+
+        if not batch and self.training.mode.layouts != "whole":
+            return jax.jit(first)()
+        shapes = jax.eval_shape(first)
+        shardings = self._for(shapes, batch).state if batch else whole_layout(self.training, parts, shapes)
+        return jax.jit(first, out_shardings=shardings)()
+
+    def __call__(self, state: State, *batch: Any) -> tuple[State, Any]:
+        laid = self._for(state, batch)
+        with context.held(self.training.settings):
+            return laid.sharded(state, *batch)
+
+    def plan(self, state: State, *batch: Any) -> Plan:
+        """The plan of a step; arguments may be shapes."""
+        with context.held(self.training.settings):
+            return self._for(state, batch).sharded.plan(state, *batch)
+
+    def explain(self, state: State, *batch: Any, compiled: bool = False) -> Report:
+        """The report of a step; with `compiled`, beside what XLA made of it."""
+        with context.held(self.training.settings):
+            return self._for(state, batch).sharded.explain(state, *batch, compiled=compiled)
+
+    def lower(self, state: State, *batch: Any) -> Any:
+        """`jax.stages.Lowered` of a step."""
+        with context.held(self.training.settings):
+            return self._for(state, batch).sharded.lower(state, *batch)
+
+    def model(self, state: State) -> Any:
+        """The model that a state holds, with what of it is no array."""
+        return self._parts(state).model(state.params)
+
+    # ---- inside
+
+    def _parts(self, state: State) -> Anatomy:
+        if self._anatomy is None:  # a state from elsewhere, such as a checkpoint
+            self._anatomy = anatomy(state.params, self.training.frozen)
+        return self._anatomy
+
+    def _for(self, state: State, batch: tuple[Any, ...]) -> Laid:
+        leaves, treedef = tree_util.tree_flatten(batch)
+        key = treedef, tuple(map(shape_of, leaves))
+        found = self._laid.get(key)
+        if found is None:
+            with context.held(self.training.settings):
+                found = self._laid[key] = lay(self.training, self._parts(state), *_shapes((state, batch)))
+        return found
+
+
+def _makes(params: Any) -> bool:
+    """Whether it is a function that makes parameters, and no model."""
+    return callable(params) and tree_util.all_leaves([params])
+
+
+def _shape_of_model(make: Callable[[], Any]) -> Any:
+    """The model that a function makes, with shapes for arrays; nothing is computed."""
+    made: list[Any] = []
+
+    def arrays() -> list[Any]:
+        made[:] = tree_util.tree_flatten(make())
+        return [leaf if shape_of(leaf) else None for leaf in made[0]]
+
+    shapes = jax.eval_shape(arrays)
+    return tree_util.tree_unflatten(made[1], [a if b is None else b for a, b in zip(made[0], shapes, strict=True)])
+
+
+def _shapes(tree: Any) -> Any:
+    return tree_util.tree_map(
+        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), getattr(x, "dtype", None) or jnp.result_type(x)), tree
+    )

@@ -1,0 +1,152 @@
+"""The training step as one pure function: gradients by the road of the mode, the optimizer's update, the new state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax, tree_util
+
+from shardfn.graph.model import Spec
+from shardfn.train import gradients
+from shardfn.train.drawn import Cut, Drawn, is_per_device, tree_of
+from shardfn.train.gradients import At, Loss, Parts
+from shardfn.train.state import Anatomy, State
+from shardfn.train.training import Training
+
+Gradients = Callable[[Any, Any, tuple[Any, ...]], tuple[Any, Any, Any, Any]]
+"""(trained, carried, batch) -> (loss, auxiliary output, gradients, carried)."""
+
+
+def update_of(
+    training: Training, parts: Anatomy, drawn: Drawn | None, cut: Cut | None, own: tuple[bool, ...], state: State,
+    batch: tuple[Any, ...],
+) -> Callable[..., Any]:  # fmt: skip
+    """`(state, *batch) -> (state, loss)`.
+
+    Args:
+      drawn, cut: where things lie; None for a step that is not laid out yet.
+      own: which parameters are a device's own.
+      state, batch: shapes.
+    """
+    trained, carried = parts.split(state.params)
+    shapes = _cast(trained, training.compute_dtype), carried, batch
+    gradients_of = _gradients(training, parts, drawn, cut, own, shapes)
+    zero = training.zero
+    states = [s for s, mine in zip(cut.states, parts.trained, strict=True) if mine] if zero and cut else None
+
+    def in_pieces(tree: Any) -> Any:
+        if states is None or drawn is None:
+            return tree
+        return tree_util.tree_map(lax.with_sharding_constraint, tree, tree_of(tree, [drawn.named(s) for s in states]))
+
+    def update(state: State, *batch: Any) -> tuple[State, Any]:
+        trained, carried = parts.split(state.params)
+        value, aux, grads, carried = gradients_of(_cast(trained, training.compute_dtype), carried, batch)
+        grads = tree_util.tree_map(lambda g, p: g.astype(p.dtype), grads, trained)
+        if zero and zero.level > 1:
+            grads = in_pieces(grads)
+        pieces = in_pieces(trained)
+        updates, opt_state = training.optimizer.update(grads, state.opt_state, pieces)
+        new = in_pieces(optax.apply_updates(pieces, updates))
+        made = State(parts.join(new, carried), opt_state, state.step + 1)
+        return made, ((value, aux) if training.has_aux else value)
+
+    return update
+
+
+def _loss(training: Training, parts: Anatomy) -> Loss:
+    def loss(trained: Any, carried: Any, batch: tuple[Any, ...]) -> Any:
+        model = parts.model(parts.join(trained, carried))
+        value = training.loss_fn(model, *batch)
+        value, aux = value if training.has_aux else (value, ())
+        return value, (aux, parts.split(parts.arrays(model))[1])
+
+    return loss
+
+
+def _gradients(
+    training: Training, parts: Anatomy, drawn: Drawn | None, cut: Cut | None, own: tuple[bool, ...],
+    shapes: tuple[Any, Any, tuple[Any, ...]],
+) -> Gradients:  # fmt: skip
+    loss = _loss(training, parts)
+    if drawn is None or cut is None:
+        return lambda *args: gradients.whole(loss, *args)
+    times = 1 if training.settings.read("loss_repeated_mean") else drawn.mesh.size // drawn.count
+    if is_per_device(training, drawn):
+        return _scaled(_by_parts(training, parts, drawn, cut, own, loss, shapes), times, 1)
+    total = 1 if training.reduction.mean else drawn.count
+    return _scaled(_at_once(training, loss, shapes), times * total, total)
+
+
+def _at_once(training: Training, loss: Loss, shapes: tuple[Any, Any, tuple[Any, ...]]) -> Gradients:
+    """On the whole batch, XLA making the reductions."""
+    count = training.micro_batches
+    if count == 1:
+        return lambda *args: gradients.whole(loss, *args)
+    zeros = lambda tree: tree_util.tree_map(lambda x: jnp.zeros(x.shape, gradients.wide(x.dtype)), tree)  # noqa: E731
+    return gradients.micro(loss, count, gradients.growing_dims(loss, *shapes, count), lambda g: g, zeros)
+
+
+def _by_parts(
+    training: Training, parts: Anatomy, drawn: Drawn, cut: Cut, own: tuple[bool, ...], loss: Loss,
+    shapes: tuple[Any, Any, tuple[Any, ...]],
+) -> Gradients:  # fmt: skip
+    """On each device's part of the batch."""
+    zero, count = training.zero, training.micro_batches
+    rows = [row for row, mine in zip(zip(drawn.params, cut.params, cut.states, own, strict=True), parts.trained,
+                                     strict=True) if mine]  # fmt: skip
+    # Axes that are not those of the batch are XLA's: it cannot scatter along them without a gather before.
+    is_all = set(drawn.data) == set(drawn.mesh.axis_names)
+    scatters = is_all and zero is not None and zero.level > 1
+    how = Parts(
+        drawn.mesh,
+        drawn.data,
+        scattered=tuple(_added(whole, pieces) if scatters else None for whole, _, pieces, _ in rows),
+        gathered=tuple(_added(whole, kept) if is_all else None for whole, kept, _, _ in rows),
+        own=tuple(mine for *_, mine in rows),
+    )
+    trained, carried, batch = shapes
+    leaves = [
+        jax.ShapeDtypeStruct(x.shape[1:] if mine else x.shape, x.dtype)
+        for x, mine in zip(tree_util.tree_leaves(trained), how.own, strict=True)
+    ]
+    local = tree_of(trained, leaves)
+    return gradients.by_parts(
+        loss, how, training.reduction, count, zero is not None and zero.accumulation_shard,
+        gradients.growing_dims(loss, local, carried, batch, drawn.count),
+        gradients.growing_dims(loss, local, carried, gradients.part_of(batch, drawn.count), count),
+        gradients.moving(loss, local, carried, gradients.part_of(batch, drawn.count)),
+    )  # fmt: skip
+
+
+def _scaled(run: Gradients, of_gradients: int, of_loss: int) -> Gradients:
+    if of_gradients == of_loss == 1:
+        return run
+
+    def scaled(*args: Any) -> Any:
+        value, aux, grads, carried = run(*args)
+        return value * of_loss, aux, tree_util.tree_map(lambda g: g * of_gradients, grads), carried
+
+    return scaled
+
+
+def _added(before: Spec, after: Spec) -> At:
+    """The dim that `after` cuts further, and by which axes."""
+    for i, (a, b) in enumerate(zip(before, after, strict=True)):
+        if a != b:
+            return i, b[len(a) :]
+    return None
+
+
+def _cast(tree: Any, dtype: Any) -> Any:
+    if dtype is None:
+        return tree
+
+    def cast(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
+
+    return tree_util.tree_map(cast, tree)

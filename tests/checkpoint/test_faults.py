@@ -1,0 +1,272 @@
+"""Processes that are killed, files that are cut short or changed, disks that are full."""
+
+import os
+import pathlib
+import random
+import resource
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardfn import checkpoint
+from shardfn.errors import CheckpointError, CheckpointFileError
+from tests.checkpoint.states import mesh, plain
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def small():
+    rng = np.random.default_rng(0)
+    on = NamedSharding(mesh(2, 4), P("a", "b"))
+    return {
+        "w": jax.device_put(rng.normal(size=(64, 512)).astype("float32"), on),
+        "zeros": jax.device_put(jnp.zeros((16, 16)), on),
+        "n": 3,
+    }
+
+
+def files(path):
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def hit(run, path, damage):
+    """What happens to a restore when a file is changed: the error, or None where all is as it was."""
+    data = path.read_bytes()
+    damage(path, data)
+    try:
+        return None, plain(checkpoint.restore(run))
+    except (CheckpointFileError, CheckpointError) as error:
+        return error, None
+    finally:
+        path.write_bytes(data)
+
+
+def test_a_changed_bit_is_found_or_without_effect(tmp_path, small):
+    checkpoint.save(tmp_path, small)
+    whole = plain(checkpoint.restore(tmp_path))
+    draw = random.Random(0)
+    found = 0
+    for file in files(tmp_path):
+        size = file.stat().st_size
+        for at in sorted(draw.sample(range(size), min(size, 12))):
+            bit = 1 << draw.randrange(8)
+
+            def flip(path, data, at=at, bit=bit):
+                path.write_bytes(data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :])
+
+            error, back = hit(tmp_path, file, flip)
+            if error is None:
+                assert file.parent.name != "state" or file.name != "checkpoint.json"
+                assert "/c/" not in str(file), f"byte {at} of {file}"
+                jax.tree.map(np.testing.assert_array_equal, back, whole)
+            else:
+                found += 1
+                assert str(file) in str(error), f"byte {at} of {file}: {error}"
+    assert found > 100
+
+
+@pytest.mark.parametrize(
+    "name", ["w/c/0/1", "w/c/1/3", "w/zarr.json", "zeros/c/0/0", "n/c", "n/zarr.json", "checkpoint.json"]
+)
+@pytest.mark.parametrize("part", [None, 0, 0.5, 0.99])
+def test_a_file_cut_short_is_named(tmp_path, small, name, part):
+    checkpoint.save(tmp_path, small)
+    file = tmp_path / "0" / "state" / name
+
+    def cut(path, data):
+        path.unlink() if part is None else path.write_bytes(data[: int(len(data) * part)])
+
+    error, _ = hit(tmp_path, file, cut)
+    if part is None and name == "checkpoint.json":
+        assert "no checkpoint" in str(error), "what has no description is no checkpoint"
+    else:
+        assert isinstance(error, CheckpointFileError)
+        assert str(file) in str(error)
+    same_again = plain(checkpoint.restore(tmp_path))
+    jax.tree.map(np.testing.assert_array_equal, same_again, plain(small))
+
+
+def test_all_damage_is_told_at_once(tmp_path, small):
+    checkpoint.save(tmp_path, small)
+    folder = tmp_path / "0" / "state"
+    for name in ("w/c/0/1", "zeros/c/1/2"):
+        data = bytearray((folder / name).read_bytes())
+        data[3] ^= 1
+        (folder / name).write_bytes(data)
+    (folder / "n" / "c").unlink()
+    for call in (checkpoint.restore, checkpoint.verify):
+        with pytest.raises(CheckpointFileError) as error:
+            call(tmp_path)
+        told = str(error.value)
+        assert all(str(folder / name) in told for name in ("w/c/0/1", "zeros/c/1/2", "n/c"))
+    assert "float32[64, 512]" in told
+    with pytest.raises(CheckpointFileError):
+        checkpoint.merge(tmp_path, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists() or checkpoint.steps(tmp_path / "merged") == ()
+    with pytest.raises(CheckpointFileError):
+        checkpoint.export_safetensors(tmp_path, tmp_path / "model.safetensors")
+    assert not list(tmp_path.glob("*.safetensors*"))
+
+
+def test_only_what_is_read_is_checked(tmp_path, small):
+    checkpoint.save(tmp_path, small)
+    (tmp_path / "0" / "state" / "w" / "c" / "0" / "1").write_bytes(b"nothing")
+    assert checkpoint.restore(tmp_path, only="n")["n"] == 3
+    with pytest.raises(CheckpointFileError):
+        checkpoint.verify(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "[" * 100_000, '{"format": "shardfn-checkpoint", "version": 99}', "\0" * 9, '"x"']
+)
+def test_a_description_of_nonsense(tmp_path, small, text):
+    checkpoint.save(tmp_path, small)
+    (tmp_path / "0" / "state" / "checkpoint.json").write_text(text)
+    with pytest.raises(CheckpointFileError, match=r"checkpoint\.json cannot be read"):
+        checkpoint.restore(tmp_path)
+
+
+@pytest.fixture
+def small_files():
+    """No file of this process may grow beyond 100 kB: what a full disk is to a writer."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path, small_files):
+    big = {"w": np.random.default_rng(0).normal(size=(512, 512)), "b": np.ones(3)}
+    checkpoint.save(tmp_path, big, step=1, keep=1)
+    soft = resource.getrlimit(resource.RLIMIT_FSIZE)
+    small_files()
+    with pytest.raises(CheckpointFileError, match="is full") as error:
+        checkpoint.save(tmp_path, {**big, "b": np.zeros(3)}, step=2, keep=1)
+    saving = checkpoint.save(tmp_path, {**big, "b": np.zeros(3)}, step=3, keep=1, background=True)
+    with pytest.raises(CheckpointFileError, match="is full"):
+        saving.wait()
+    with pytest.raises(CheckpointFileError, match="is full"):
+        checkpoint.merge(tmp_path, tmp_path / "merged")
+    with pytest.raises(CheckpointFileError, match="is full"):
+        checkpoint.export_safetensors(tmp_path, tmp_path / "out")
+    resource.setrlimit(resource.RLIMIT_FSIZE, soft)
+    assert isinstance(error.value, OSError)
+    assert checkpoint.steps(tmp_path) == (1,)
+    assert checkpoint.restore(tmp_path)["b"][0] == 1
+    left = [path.name for path in tmp_path.iterdir()]
+    assert left == ["1", *(["merged"] if "merged" in left else []), *(["out"] if "out" in left else [])] or set(
+        left
+    ) <= {"1", "merged", "out"}
+    assert not files(tmp_path / "merged") and not files(tmp_path / "out")
+    checkpoint.save(tmp_path, big, step=4, keep=1)
+    assert checkpoint.steps(tmp_path) == (4,), "there is room again"
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointFileError, match="cannot be made"):
+        checkpoint.save(tmp_path / "file" / "run", {"x": jnp.ones(2)})
+
+
+KILLED = """
+import os, random, signal, sys, time
+import numpy as np
+import orbax.checkpoint, tensorstore
+from shardfn import checkpoint
+from shardfn.checkpoint import store
+
+path, seed, kills = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+draw = random.Random(seed)
+leaves, rows = 12, 96
+
+def state(step):
+    return {f"w{i}": np.full((rows, 257), step * 1000 + i, "int32") for i in range(leaves)} | {"step": step}
+
+def train(ready):
+    step = max(checkpoint.steps(path), default=0)
+    checkpoint.save(path, state(step + 1), step=step + 1, keep=2)
+    os.write(ready, b"x")
+    while True:
+        step += 1
+        checkpoint.save(path, state(step + 1), step=step + 1, keep=2, background=True)
+
+for kill in range(kills):
+    here, ready = os.pipe()
+    child = os.fork()  # nothing of JAX runs in this process: its threads begin in the children
+    if not child:
+        try:
+            train(ready)
+        finally:
+            os._exit(1)
+    os.close(ready)
+    assert os.read(here, 1) == b"x", "the child failed"
+    os.close(here)
+    time.sleep(draw.uniform(0, 0.5))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    checker = os.fork()
+    if not checker:
+        code = 1
+        try:
+            known = checkpoint.steps(path)
+            assert known, "no checkpoint is left"
+            for step in known[-2:]:
+                back = checkpoint.restore(path, step=step)
+                for i in range(leaves):
+                    assert (back[f"w{i}"] == step * 1000 + i).all(), (step, i)
+                assert back["step"] == step
+            names = sorted(os.listdir(path))
+            print("killed", kill, "whole", known, "left", [n for n in names if not n.isdecimal()], flush=True)
+            code = 0
+        finally:
+            if code:
+                import traceback
+                traceback.print_exc()
+            os._exit(code)
+    _, status = os.waitpid(checker, 0)
+    assert status == 0, f"kill {kill}"
+print("done")
+"""
+
+
+def killed(path, seed, kills):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "NPROC": "8",
+                   "PYTHONPATH": str(ROOT)}  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", KILLED, str(path), str(seed), str(kills)], env=environment,
+                          capture_output=True, text=True, timeout=900)  # fmt: skip
+    assert done.returncode == 0 and done.stdout.rstrip().endswith("done"), done.stdout + done.stderr
+    return done.stdout
+
+
+def test_killed_while_saving(tmp_path):
+    told = killed(tmp_path, 1, 4)
+    assert told.count("killed") == 4
+
+
+@pytest.mark.slow
+def test_killed_at_many_moments(tmp_path):
+    told = killed(tmp_path, 2, 40)
+    assert told.count("killed") == 40
+    assert "orbax-checkpoint-tmp" in told, "some kills fell into a save"
+
+
+def test_a_step_half_removed_is_not_taken(tmp_path):
+    """What a kill leaves while an old step is removed: a folder without its description, or without some files."""
+    for step in (1, 2):
+        checkpoint.save(tmp_path, {"x": np.full(4, step)}, step=step)
+    shutil.rmtree(tmp_path / "1" / "state" / "x")
+    with pytest.raises(CheckpointFileError, match="is missing"):
+        checkpoint.restore(tmp_path, step=1)
+    (tmp_path / "2" / "state" / "checkpoint.json").unlink()
+    assert checkpoint.steps(tmp_path) == (1,)

@@ -1,0 +1,164 @@
+"""MindSpore's functions: slices of ranks merged, and files of ranks rewritten for another strategy."""
+
+import json
+
+import hypothesis
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import strategies as st
+
+from shardfn import Layout
+from shardfn.checkpoint import merge_sliced_parameter, rank_list_for_transform, transform_checkpoints
+from shardfn.checkpoint.mindspore import read_strategy
+from shardfn.errors import CheckpointError, CheckpointFileError
+
+
+def row(matrix, tensor_map, shape, size=0, step=0):
+    return {"dev_matrix": matrix, "tensor_map": tensor_map, "tensor_shape": shape, "field": 0,
+            "opt_weight_shard_size": size, "opt_weight_shard_step": step}  # fmt: skip
+
+
+def file(path, **rows):
+    items = {"parallel_layout_item": rows, "parallel_strategy_item": {}, "current_stage": 2}
+    path.write_text(json.dumps(items))
+    return path
+
+
+WHOLE = np.arange(8 * 12, dtype="float32").reshape(8, 12)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "tensor_map", "shape"),
+    [
+        ([2, 4], [1, 0], (4, 3)),
+        ([2, 4], [0, 1], (2, 6)),
+        ([2, 4], [-1, -1], (8, 12)),
+        ([2, 4], [[1, 0], -1], (1, 12)),
+        ([2, 2, 2], [0, -1], (4, 12)),
+        ([8], [0, -1], (1, 12)),
+    ],
+)
+def test_slices_merge_to_the_whole(matrix, tensor_map, shape):
+    """Slices as MindSpore's rule of dev_matrix and tensor_map has them, worked out here by hand of the ranks' coordinates."""
+    slices = []
+    for rank in range(int(np.prod(matrix))):
+        at = np.unravel_index(rank, matrix)
+        index = []
+        for n, axes in zip(WHOLE.shape, tensor_map, strict=True):
+            piece, pieces = 0, 1
+            for k in axes if isinstance(axes, list) else [axes]:
+                if k >= 0:
+                    place = len(matrix) - 1 - k
+                    piece, pieces = piece * matrix[place] + int(at[place]), pieces * matrix[place]
+            index.append(slice(piece * n // pieces, (piece + 1) * n // pieces))
+        slices.append(WHOLE[tuple(index)])
+    assert slices[0].shape == shape
+    np.testing.assert_array_equal(merge_sliced_parameter(slices, row(matrix, tensor_map, [8, 12])), WHOLE)
+
+
+def test_slices_without_a_strategy_are_joined():
+    np.testing.assert_array_equal(merge_sliced_parameter([WHOLE[:4], WHOLE[4:]]), WHOLE)
+
+
+def test_optimizer_shards_merge():
+    """Rows cut 2 ways by the strategy, and each slice again 4 ways over the ranks that hold the same."""
+    cut = row([2, 4], [1, -1], [8, 12], 4, 1)
+    slices = [WHOLE[rank : rank + 1] for rank in range(8)]
+    np.testing.assert_array_equal(merge_sliced_parameter(slices, cut), WHOLE)
+
+
+PROBLEMS = {
+    "none": lambda: merge_sliced_parameter([]),
+    "alike": lambda: merge_sliced_parameter([WHOLE, WHOLE[:2], WHOLE.astype(int)], Layout((3,), ("x",))("x", "None")),
+    "count": lambda: merge_sliced_parameter([WHOLE, WHOLE], Layout((4,), ("x",))("x", "None")),
+    "dims": lambda: merge_sliced_parameter([WHOLE, WHOLE], Layout((2,), ("x",))("x")),
+    "type": lambda: merge_sliced_parameter([WHOLE, WHOLE], (2, 1)),
+    "keys": lambda: merge_sliced_parameter([WHOLE, WHOLE], {"dev_matrix": [2]}),
+    "rank": lambda: rank_list_for_transform(9, None, {"w": row([2, 4], [1, 0], [8, 12])}),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_what_does_not_fit(name, golden):
+    with pytest.raises(CheckpointError) as error:
+        PROBLEMS[name]()
+    golden(f"checkpoint_mindspore_{name}", str(error.value))
+
+
+def test_ranks_that_a_rank_is_made_of():
+    cut, other = {"w": row([2, 4], [-1, 0], [8, 12])}, {"w": row([4, 2], [1, 0], [8, 12])}
+    assert rank_list_for_transform(0) == [0]
+    assert rank_list_for_transform(3, None, cut) == [0], "each source rank has everything"
+    assert rank_list_for_transform(0, cut) == [0, 1, 2, 3], "the columns are cut 4 ways, over the fast axis"
+    assert rank_list_for_transform(5, cut, cut) == [5], "its own file has it"
+    assert rank_list_for_transform(1, cut, other) == [2, 3]
+
+
+def write(folder, strategies, whole, name="ckpt-1_1.safetensors"):
+    """The files of a run's ranks, as the strategy cuts them."""
+    cut = read_strategy(strategies)
+    ranks = max((c.ranks for c in cut.values()), default=1)
+    for rank in range(ranks):
+        part = folder / f"rank_{rank}"
+        part.mkdir(parents=True, exist_ok=True)
+        held = {n: np.ascontiguousarray(x[cut[n].boxes(x.shape)[rank]] if n in cut else x) for n, x in whole.items()}
+        safetensors.numpy.save_file(held, part / name)
+
+
+GRIDS = [((2, 4), 2), ((4, 2), 2), ((8,), 1), ((2, 2, 2), 3), ((4,), 1), ((3, 2), 2), ((1,), 1)]
+
+
+@st.composite
+def strategies(draw):
+    """A strategy of `w` (24, 48) and `v` (48,), any of them left out."""
+    matrix, ndim = draw(st.sampled_from(GRIDS))
+    rows = {}
+    for name, shape in (("w", (24, 48)), ("v", (48,))):
+        axes = draw(st.permutations(range(ndim)))
+        taken = iter(axes)
+        tensor_map = [next(taken) if draw(st.booleans()) and i < ndim else -1 for i in range(len(shape))]
+        if draw(st.integers(0, 3)):
+            rows[name] = row(list(matrix), tensor_map, list(shape))
+    return rows
+
+
+@hypothesis.given(source=strategies(), target=strategies())
+@hypothesis.settings(max_examples=20)
+def test_any_strategy_to_any_other(tmp_path_factory, source, target):
+    tmp = tmp_path_factory.mktemp("ranks")
+    rng = np.random.default_rng(0)
+    whole = {"w": rng.normal(size=(24, 48)).astype("float16"), "v": rng.normal(size=48), "scale": np.array(2.0)}
+    write(tmp / "src", source, whole)
+    write(tmp / "want", target, whole)
+    made = transform_checkpoints(tmp / "src", tmp / "dst", "next", source or None, target or None)
+    for rank, path in enumerate(made):
+        assert path == tmp / "dst" / f"rank_{rank}" / f"next{rank}.safetensors"
+        got = safetensors.numpy.load_file(path)
+        want = safetensors.numpy.load_file(tmp / "want" / f"rank_{rank}" / "ckpt-1_1.safetensors")
+        assert got.keys() == want.keys()
+        for name in want:
+            np.testing.assert_array_equal(got[name], want[name])
+    assert len(made) == max([int(np.prod(c["dev_matrix"])) for c in target.values()], default=1)
+
+
+def test_files_and_the_last_of_several(tmp_path):
+    cut = file(tmp_path / "src.json", w=row([2], [0, -1], [8, 12]))
+    write(tmp_path / "src", {"w": row([2], [0, -1], [8, 12])}, {"w": WHOLE * 0}, "net-9_1.safetensors")
+    write(tmp_path / "src", {"w": row([2], [0, -1], [8, 12])}, {"w": WHOLE}, "net-10_1.safetensors")
+    (only,) = transform_checkpoints(tmp_path / "src", tmp_path / "dst", "one", cut)
+    np.testing.assert_array_equal(safetensors.numpy.load_file(only)["w"], WHOLE)
+
+
+def test_what_is_missing_is_told(tmp_path, golden):
+    cut = {"w": row([2, 2], [1, 0], [8, 12]), "u": row([2, 2], [1, 0], [8, 12])}
+    write(tmp_path / "src", cut, {"w": WHOLE, "u": WHOLE})
+    safetensors.numpy.save_file({"w": WHOLE[:4, :3]}, tmp_path / "src/rank_2/ckpt-1_1.safetensors")
+    with pytest.raises(CheckpointError) as error:
+        transform_checkpoints(tmp_path / "src", tmp_path / "dst", "x", cut)
+    golden("checkpoint_ranks_missing", str(error.value).replace(str(tmp_path), "RUN"))
+    (tmp_path / "src/rank_1/ckpt-1_1.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="there is no file of rank 1"):
+        transform_checkpoints(tmp_path / "src", tmp_path / "dst", "x", cut)
+    with pytest.raises(CheckpointFileError, match="cannot be read"):
+        transform_checkpoints(tmp_path / "src", tmp_path / "dst", "x", tmp_path / "none.json")

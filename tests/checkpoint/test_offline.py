@@ -1,0 +1,231 @@
+"""Copies without devices: into another layout, onto one device, as safetensors and back; and the command line."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardfn import checkpoint
+from shardfn.checkpoint import contents
+from shardfn.cli import main
+from shardfn.errors import CheckpointError, CheckpointFileError
+from tests.checkpoint.states import mesh, same, training
+
+LAYOUT = """
+format = "shardfn-layout"
+version = 1
+others = "whole"
+[grid]
+data = {data}
+model = 4
+[arguments]
+"params/w1" = ["data", "model"]
+"*/mu/w1" = [["model", "data"], 1]
+"""
+
+
+@pytest.fixture(scope="module")
+def state():
+    return training()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, state):
+    path = tmp_path_factory.mktemp("run")
+    checkpoint.save(path, state, step=11)
+    return path
+
+
+@pytest.fixture
+def layout(tmp_path):
+    file = tmp_path / "layout.toml"
+    file.write_text(LAYOUT.format(data=2))
+    return file
+
+
+def held(path):
+    return contents.read(path / "11" / "state")
+
+
+def test_relayout(saved, state, layout, tmp_path):
+    done = checkpoint.relayout(saved, tmp_path / "out", layout, memory="1MiB")
+    assert (done.step, done.devices, done.arrays) == (11, 8, len(jax.tree.leaves(state)))
+    entry = held(tmp_path / "out")["params/w1"]
+    assert (entry.cuts, entry.spec) == ((2, 4), (("data",), ("model",)))
+    assert (tmp_path / "out/11/state/params.w1/c/1/3").is_file(), "a file for each piece"
+    back = checkpoint.restore(tmp_path / "out", like=state)
+    same(back, state)
+    back = checkpoint.restore(tmp_path / "out")
+    assert back["params"]["w1"].sharding.spec == P("data", "model")
+    assert back["opt"][0]["mu"]["w1"].sharding.shard_shape((64, 128)) == (8, 128)
+    checkpoint.verify(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="step 11 is there already"):
+        checkpoint.relayout(saved, tmp_path / "out", layout)
+    checkpoint.save(tmp_path / "out", state, step=12)  # a run goes on where a copy was made
+    assert checkpoint.steps(tmp_path / "out") == (11, 12)
+
+
+def test_relayout_for_devices_that_are_nowhere(saved, state, layout, tmp_path):
+    layout.write_text(LAYOUT.format(data='"left"'))
+    with pytest.raises(CheckpointError, match="leaves the size of its axis `data` open"):
+        checkpoint.relayout(saved, tmp_path / "out", layout)
+    done = checkpoint.relayout(saved, tmp_path / "out", layout, devices=64, only="params/*", dtype=jnp.bfloat16)
+    assert done.devices == 64
+    entry = held(tmp_path / "out")["params/w1"]
+    assert (entry.cuts, entry.dtype) == ((16, 4), "bfloat16")
+    back = checkpoint.restore(tmp_path / "out", mesh(4, names=["model"]))
+    same(back["params"]["w1"], state["params"]["w1"].astype(jnp.bfloat16))
+    assert set(back) == {"params"}
+
+
+def test_merge(saved, state, tmp_path):
+    checkpoint.merge(saved, tmp_path / "one")
+    found = held(tmp_path / "one")
+    assert found.devices == 1 and {max(entry.cuts, default=1) for entry in found.entries} == {1}
+    back = checkpoint.restore(tmp_path / "one", step=11)
+    same(back["params"], state["params"])
+    assert back["params"]["w1"].sharding.device_set == {jax.devices()[0]}
+
+
+def test_a_large_array_in_small_memory(tmp_path):
+    """Files no larger than a share of the bound, whatever the layout."""
+    x = np.random.default_rng(0).normal(size=(1024, 1536)).astype("float32")
+    checkpoint.save(tmp_path / "in", {"x": jax.device_put(x, NamedSharding(mesh(8), P(None, "a")))}, step=11)
+    checkpoint.merge(tmp_path / "in", tmp_path / "out", memory="1MiB")
+    entry = held(tmp_path / "out")["x"]
+    assert np.prod(entry.chunks.file) * 4 <= (1 << 20) // 8
+    same(checkpoint.restore(tmp_path / "out")["x"], x)
+
+
+def test_safetensors_round_trip(saved, state, layout, tmp_path):
+    (file,) = checkpoint.export_safetensors(
+        saved, tmp_path / "model.safetensors", only="params/*", name_map={"params": "m"}
+    )
+    found = safetensors.numpy.load_file(file)
+    assert set(found) == {"m.w1", "m.w2", "m.half", "m.none", "m.layers.0.bias", "m.layers.1.bias"}
+    same(found["m.w1"], state["params"]["w1"])
+    same(found["m.half"], state["params"]["half"])
+    done = checkpoint.import_safetensors(file, tmp_path / "back", layout, name_map={"m": "params"})
+    assert done.devices == 8
+    same(checkpoint.restore(tmp_path / "back", like={"params": state["params"]}), {"params": state["params"]})
+    assert checkpoint.restore(tmp_path / "back")["params"]["w1"].sharding.spec == P("data", "model")
+
+
+@pytest.mark.parametrize("which", ["index", "folder"])
+def test_safetensors_in_several_files(saved, state, tmp_path, which):
+    files = checkpoint.export_safetensors(
+        saved, tmp_path / "hub", only="params/*", file_bytes="1MiB", memory="1MiB", dtype="float16"
+    )
+    assert [file.name for file in files] == ["model.safetensors"]
+    big = {"a": np.ones((512, 512), "float32"), "b": {"c": np.arange(300_000, dtype="float32"), "d": np.float32(3)}}
+    checkpoint.save(tmp_path / "big", big)
+    files = checkpoint.export_safetensors(tmp_path / "big", tmp_path / "hub2", file_bytes="1.2MiB", memory="1MiB")
+    assert [file.name for file in files] == [
+        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]  # fmt: skip
+    index = json.loads(files[-1].read_text())
+    assert index["metadata"]["total_size"] == 512 * 512 * 4 + 300_000 * 4 + 4
+    assert index["weight_map"]["b.c"] == files[1].name
+    checkpoint.import_safetensors(
+        files[-1] if which == "index" else tmp_path / "hub2", tmp_path / "back", memory="1MiB"
+    )
+    same(checkpoint.restore(tmp_path / "back"), big)
+
+
+def test_files_of_others(tmp_path):
+    """What the package of the format's makers writes."""
+    rows = {
+        "model.embed.weight": np.random.default_rng(0).normal(size=(300, 70)).astype(jnp.bfloat16),
+        "n": np.array(3),
+    }
+    safetensors.numpy.save_file(rows, tmp_path / "x.safetensors")
+    checkpoint.import_safetensors(tmp_path / "x.safetensors", tmp_path / "run")
+    back = checkpoint.restore(tmp_path / "run")
+    same(back["model"]["embed"]["weight"], rows["model.embed.weight"])
+    assert back["n"] == 3
+
+
+def good(path):
+    safetensors.numpy.save_file({"w": np.ones((64, 64), "float32"), "v": np.ones(3)}, path)
+    return path.read_bytes()
+
+
+BROKEN = {
+    "empty": lambda data: b"",
+    "short": lambda data: data[:-5],
+    "shorter": lambda data: data[:20],
+    "long_header": lambda data: (10**12).to_bytes(8, "little") + data[8:],
+    "no_json": lambda data: data[:8] + b"x" + data[9:],
+    "no_dtype": lambda data: data.replace(b'"F32"', b'"F33"'),
+    "shape": lambda data: data.replace(b"[64,64]", b"[64,65]"),
+    "negative": lambda data: data.replace(b"[64,64]", b"[-4,64]"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_safetensors(tmp_path, name, golden):
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(BROKEN[name](good(file)))
+    with pytest.raises(CheckpointFileError) as error:
+        checkpoint.import_safetensors(file, tmp_path / "run")
+    golden(f"checkpoint_safetensors_{name}", str(error.value).replace(str(tmp_path), "HUB"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "rows", [{"w": "../../etc/passwd"}, {"w": "x.safetensors", "u": "x.safetensors"}, {"w": 3}, []]
+)
+def test_broken_indices(tmp_path, rows):
+    good(tmp_path / "x.safetensors")
+    file = tmp_path / "model.safetensors.index.json"
+    file.write_text(json.dumps({"weight_map": rows}))
+    with pytest.raises(CheckpointFileError):
+        checkpoint.import_safetensors(file, tmp_path / "run")
+
+
+def test_what_cannot_be_exported(saved, tmp_path, golden):
+    checkpoint.save(tmp_path / "run", {"a": {"b": jnp.ones(2)}, "a.b": jnp.ones(2), "i": jnp.ones(2, "int4")})
+    with pytest.raises(CheckpointError) as error:
+        checkpoint.export_safetensors(tmp_path / "run", tmp_path / "x")
+    golden("checkpoint_export", str(error.value))
+
+
+def run(capsys, *arguments):
+    status = main(["checkpoint", *map(str, arguments)])
+    told = capsys.readouterr()
+    return status, told.out, told.err
+
+
+def test_command_line(saved, state, layout, tmp_path, capsys, golden):
+    status, out, _ = run(capsys, "inspect", saved)
+    assert status == 0
+    golden(
+        "checkpoint_inspect",
+        "\n".join(line for line in out.replace(str(saved), "RUN").split("\n") if "on disk" not in line),
+    )
+    assert run(capsys, "verify", saved)[0] == 0
+    assert run(capsys, "relayout", saved, tmp_path / "a", "--layout", layout, "--memory", "2MiB")[0] == 0
+    assert run(capsys, "merge", tmp_path / "a", tmp_path / "b", "--only", "params/*", "--dtype", "bfloat16")[0] == 0
+    status, out, _ = run(capsys, "export", tmp_path / "b", tmp_path / "x.safetensors", "--rename", "params=model")
+    assert (status, out.strip()) == (0, str(tmp_path / "x.safetensors"))
+    assert run(capsys, "import", tmp_path / "x.safetensors", tmp_path / "c", "--step", "4")[0] == 0
+    back = checkpoint.restore(tmp_path / "c", step=4)
+    same(back["model"]["w2"], state["params"]["w2"].astype(jnp.bfloat16))
+    status, out, err = run(capsys, "relayout", saved, tmp_path / "d", "--layout", "nowhere/at-all")
+    assert status == 2 and "there is no layout" in err
+    status, out, err = run(capsys, "merge", saved, tmp_path / "e", "--rename", "x")
+    assert status == 2 and "has no =" in err
+
+
+def test_the_command_needs_no_devices(saved, layout, tmp_path):
+    done = subprocess.run([sys.executable, "-m", "shardfn", "checkpoint", "relayout", str(saved), str(tmp_path / "out"),
+                           "--layout", str(layout)], env={"PATH": "/usr/bin:/bin", "PYTHONPATH": "."}, capture_output=True,
+                          text=True, timeout=120)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "laid out for 8 devices" in done.stdout

@@ -1,0 +1,222 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardfn
+from shardfn import checkpoint
+from shardfn.checkpoint import arrays
+from shardfn.errors import CheckpointError, ShardError
+from tests.checkpoint.states import mesh, plain, same, training
+
+LAYOUT = """
+format = "shardfn-layout"
+version = 1
+others = "whole"
+[grid]
+x = 2
+y = 4
+[arguments]
+"params/w1" = ["y", "x"]
+"*/mu/w1" = [["x", "y"], 1]
+"""
+
+
+@pytest.fixture(scope="module")
+def state():
+    return training()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, state):
+    path = tmp_path_factory.mktemp("run")
+    checkpoint.save(path, state)
+    return path
+
+
+def targets():
+    four, eight = jax.devices()[4:], jax.devices()
+    yield "as it was", None
+    yield "device", eight[3]
+    yield "name", "cpu"
+    yield "devices", four
+    yield "mesh of other sizes", mesh(4, 2)
+    yield "mesh of one axis", mesh(8, names="b")
+    yield "fewer devices", mesh(1, 2, devices=four)
+    yield "mesh of other order", mesh(2, 4, devices=eight[::-1])
+    yield "sharding", NamedSharding(mesh(2, 4), P())
+    yield "host memory", NamedSharding(mesh(2, 4), P(), memory_kind="pinned_host")
+    yield "tree", {"params": NamedSharding(mesh(2), P()), "": NamedSharding(mesh(1), P())}
+
+
+@pytest.mark.parametrize("name", [name for name, _ in targets()])
+def test_into_any_layout(saved, state, name):
+    target = dict(targets())[name]
+    back = checkpoint.restore(saved, target, like=state)
+    same(back, state)
+    same(checkpoint.restore(saved, target)["params"], state["params"])
+    w1 = back["params"]["w1"]
+    if isinstance(target, jax.sharding.Sharding):
+        assert w1.sharding.is_equivalent_to(target, 2) and w1.sharding.memory_kind == target.memory_kind
+    if name == "mesh of other sizes":
+        assert w1.sharding.shard_shape(w1.shape) == (64, 64)
+    if name == "devices":
+        assert w1.sharding.device_set == set(target)
+
+
+def test_into_a_layout_file(saved, state, tmp_path):
+    file = tmp_path / "layout.toml"
+    file.write_text(LAYOUT)
+    back = checkpoint.restore(saved, file, like=state)
+    same(back, state)
+    assert back["params"]["w1"].sharding.shard_shape((64, 128)) == (16, 64)
+    assert back["opt"][0].mu["w1"].sharding.shard_shape((64, 128)) == (8, 128)
+    assert back["params"]["w2"].sharding.is_fully_replicated
+
+
+def test_into_a_plan(tmp_path):
+    params = {"w1": jnp.ones((32, 64)), "w2": jnp.ones((64, 8))}
+    opt = optax.adam(1e-3)
+    state = {"params": params, "opt": opt.init(params), "step": 3}
+
+    def step(params, opt_state, x):
+        grads = jax.grad(lambda p: jnp.sum((x @ p["w1"]) @ p["w2"]))(params)
+        updates, opt_state = opt.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    cuts = {"params/w1": (1, 4), "params/w2": (4, 1)}
+    made = shardfn.plan(step, params, state["opt"], jnp.ones((16, 32)), in_strategy=(shardfn.AUTO, None, (2, 1)),
+                        parameter_plan=cuts, search_mode="sharding_propagation")  # fmt: skip
+    checkpoint.save(tmp_path, state, made)
+    assert '"params/w1"' in (tmp_path / "0/state/layout.toml").read_text()
+    back = checkpoint.restore(tmp_path, made, like=state)
+    same(back, state)
+    assert back["params"]["w1"].sharding.is_equivalent_to(made.sharding("params/w1"), 2)
+    # A plan that speaks of the parameters alone: a parameter's moments lie where it does.
+    forward = shardfn.plan(lambda params, x: x @ params["w1"] @ params["w2"], params, jnp.ones((16, 32)),
+                           in_strategy=(shardfn.AUTO, (2, 1)), parameter_plan=cuts)  # fmt: skip
+    back = checkpoint.restore(tmp_path, forward, like=state)
+    assert back["opt"][0].mu["w1"].sharding.shard_shape((32, 64)) == (32, 16)
+    bare = checkpoint.restore(tmp_path, forward, only=["w1", "w2"], name_map={"params": ""})
+    assert bare["w2"].sharding.shard_shape((64, 8)) == (16, 8)
+
+
+def test_reads_what_it_needs(saved, state, tmp_path):
+    big = {"w": jax.device_put(np.random.default_rng(0).normal(size=(1024, 2048)).astype("float32"),
+                               NamedSharding(mesh(8), P("a")))}  # fmt: skip
+    checkpoint.save(tmp_path, big)
+    one = NamedSharding(mesh(1), P())
+    for target in (mesh(8), mesh(2), NamedSharding(mesh(8), P(None, "a")), NamedSharding(mesh(2, 4), P("a", "b")), one):
+        told = checkpoint.reads(tmp_path, target)
+        assert told.whole == 8 << 20
+        for device, needed in told.needed.items():
+            assert told.read[device] <= 1.1 * needed, device
+    # The half of it, as counted at the file system: random floats hardly pack.
+    half = {"w": jax.ShapeDtypeStruct((1024, 2048), "float32", sharding=NamedSharding(mesh(1), P()))}
+    before = arrays.bytes_read()
+    checkpoint.restore(tmp_path, like=half)
+    everything = arrays.bytes_read() - before
+    before = arrays.bytes_read()
+    checkpoint.restore(saved, only="params/w1")
+    assert arrays.bytes_read() - before < 64 * 128 * 4 * 1.1 + 2000, "a partial restore reads a part"
+    assert 7 << 20 < everything < 9 << 20
+    assert "needed B" in str(checkpoint.reads(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, "float16", jnp.float32])
+def test_casts(saved, state, dtype):
+    back = checkpoint.restore(saved, dtype=dtype, only=["params/*", "opt/*"])
+    for old, new in zip(jax.tree.leaves(state["params"]), jax.tree.leaves(back["params"]), strict=True):
+        np.testing.assert_array_equal(np.asarray(new), np.asarray(old.astype(dtype)))
+    assert back["opt"][0]["count"].dtype == "int32", "counts are not cast"
+
+
+def test_casts_by_path_and_by_like(saved, state):
+    back = checkpoint.restore(saved, dtype={"params/w*": jnp.bfloat16})
+    assert (back["params"]["w1"].dtype, back["params"]["half"].dtype) == ("bfloat16", "bfloat16")
+    assert back["opt"][0]["mu"]["w1"].dtype == "float32"
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "float16"), state["params"])
+    back = checkpoint.restore(saved, mesh(8, names="b"), like={"params": like}, only="params/*")
+    assert {leaf.dtype for leaf in jax.tree.leaves(back)} == {np.dtype("float16")}
+
+
+def test_a_part_keeps_the_rest_of_like(saved, state):
+    zeros = jax.tree.map(jnp.zeros_like, state["params"])
+    back = checkpoint.restore(saved, like={"params": zeros, "head": jnp.full(3, 5.0)}, only="params/w*")
+    same(back["params"]["w1"], state["params"]["w1"])
+    assert not np.asarray(back["params"]["half"]).any() and back["head"][0] == 5
+
+
+def test_renamed(saved, state):
+    names = {"params/layers": "model/blocks", "params": "model", "params/w1": "embed"}
+    back = checkpoint.restore(saved, only=["model/*", "embed"], name_map=names)
+    assert set(back) == {"model", "embed"} and isinstance(back["model"]["blocks"], list)
+    same(back["embed"], state["params"]["w1"])
+    like = {"model": {"w2": state["params"]["w2"]}}
+    same(checkpoint.restore(saved, like=like, only="model/w2", name_map=names), like)
+
+
+CASES = [
+    ("nowhere", lambda path, state: checkpoint.restore(path / "nowhere")),
+    ("empty", lambda path, state: (path / "empty").mkdir(exist_ok=True) or checkpoint.restore(path / "empty")),
+    ("step", lambda path, state: checkpoint.restore(path, step=9)),
+    ("leaves", lambda path, state: checkpoint.restore(path, like={
+        "params": {"w1": jnp.zeros((2, 2)), "w_2": jnp.zeros((128, 64)), "half": jnp.zeros((16, 8), int)},
+        "key": jnp.zeros(2, "uint32"), "step": 1}, only=["params/*", "key", "step"])),
+    ("target", lambda path, state: checkpoint.restore(path, 3.5)),
+    ("platform", lambda path, state: checkpoint.restore(path, "tpu")),
+    ("mesh", lambda path, state: checkpoint.restore(path, mesh(2, 4, names="xy"))),
+    ("odd", lambda path, state: checkpoint.restore(path, NamedSharding(mesh(5), P("a")), only="params/w*")),
+    ("tree", lambda path, state: checkpoint.restore(path, {"params": NamedSharding(mesh(2), P())}, only=["step", "key"])),
+    ("names", lambda path, state: checkpoint.restore(path, name_map={"parms": "x", "params/w1": "params/w2"})),
+    ("only", lambda path, state: checkpoint.restore(path, only=["parm/*", "params/*"])),
+    ("dtype", lambda path, state: checkpoint.restore(path, dtype={"nothing": "bfloat16"})),
+    ("no_dtype", lambda path, state: checkpoint.restore(path, dtype="bfloat17")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "call"), CASES, ids=[name for name, _ in CASES])
+def test_what_does_not_fit(saved, state, name, call, golden):
+    with pytest.raises(ShardError) as error:
+        call(saved, state)
+    assert isinstance(error.value, CheckpointError)
+    text = str(error.value).replace(str(saved), "RUN")
+    golden(f"checkpoint_restore_{name}", "\n".join(line for line in text.split("\n") if "Unable to init" not in line))
+
+
+def test_other_counts_of_devices_need_a_target(tmp_path):
+    on = mesh(4)
+    checkpoint.save(tmp_path, {"w": jax.device_put(jnp.arange(8.0), NamedSharding(on, P("a")))})
+    with pytest.raises(CheckpointError, match="saved on 4 devices, and here are 8"):
+        checkpoint.restore(tmp_path)
+    same(checkpoint.restore(tmp_path, on), {"w": np.arange(8, dtype="float32")})
+
+
+def test_a_layout_that_does_not_fit_says_so(saved, tmp_path):
+    file = tmp_path / "layout.toml"
+    file.write_text(LAYOUT.replace("y = 4", "y = 3"))
+    with pytest.raises(ShardError, match="grid"):
+        checkpoint.restore(saved, file)
+
+
+def test_sharded_training_goes_on(tmp_path):
+    """A run of eight devices goes on on two, and comes to where it would have."""
+
+    def step(params, x):
+        grads = jax.grad(lambda p: jnp.mean((jnp.tanh(x @ p["w1"]) @ p["w2"]) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    k1, k2, kx = jax.random.split(jax.random.key(0), 3)
+    params = {"w1": jax.random.normal(k1, (16, 32)), "w2": jax.random.normal(k2, (32, 8))}
+    x = jax.random.normal(kx, (8, 16))
+    on_eight = shardfn.shard(step, ({"w1": (1, 4), "w2": (4, 1)}, (2, 1)))
+    halfway = on_eight(on_eight(params, x), x)
+    checkpoint.save(tmp_path, halfway, on_eight.plan(params, x))
+    on_two = shardfn.shard(step, ({"w1": (2, 1), "w2": (1, 2)}, (1, 2)), device=jax.devices()[:2])
+    back = checkpoint.restore(tmp_path, on_two.plan(params, x))
+    assert back["w1"].sharding.device_set == set(jax.devices()[:2])
+    one, two = on_eight(on_eight(halfway, x), x), on_two(on_two(back, x), x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), plain(one), plain(two))

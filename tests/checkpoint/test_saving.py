@@ -1,0 +1,202 @@
+import json
+import pathlib
+import subprocess
+import sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from shardfn import checkpoint
+from shardfn.checkpoint import stored
+from shardfn.errors import CheckpointError
+from tests.checkpoint.states import plain, same, training
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def state():
+    return training()
+
+
+def test_round_trip(tmp_path, state):
+    saving = checkpoint.save(tmp_path, state, step=3)
+    assert (saving.step, checkpoint.steps(tmp_path)) == (3, (3,))
+    back = checkpoint.restore(tmp_path, like=state)
+    same(back, state)
+    assert jax.tree.structure(back) == jax.tree.structure(state)
+    assert type(back["step"]) is int and type(back["rate"]) is float
+    assert back["key"].dtype == state["key"].dtype
+    for old, new in zip(jax.tree.leaves(state["params"]), jax.tree.leaves(back["params"]), strict=True):
+        assert old.sharding.is_equivalent_to(new.sharding, old.ndim)
+
+
+def test_without_a_structure_it_is_dicts_and_lists(tmp_path, state):
+    checkpoint.save(tmp_path, state)
+    back = checkpoint.restore(tmp_path)
+    assert set(back) == set(state)
+    assert isinstance(back["params"]["layers"], list)
+    same(back["params"], state["params"])
+    assert set(back["opt"][0]) == {"count", "mu", "nu"}, "a named tuple is a dict of its fields"
+    assert (back["step"], back["rate"]) == (7, 0.25)
+
+
+@pytest.mark.parametrize(
+    "bare", [jnp.arange(6.0), np.float32(2), 5, [jnp.ones(2), {"a": 1}], {1: jnp.ones(2), 20: (3,)}]
+)
+def test_any_tree(tmp_path, bare):
+    checkpoint.save(tmp_path, bare)
+    same(checkpoint.restore(tmp_path, like=bare), bare)
+    same(checkpoint.restore(tmp_path), bare)
+
+
+def test_modules(tmp_path):
+    linear = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+    state = nnx.state(linear)
+    mlp = eqx.nn.MLP(2, 3, 8, 2, key=jax.random.key(1))
+    arrays = eqx.filter(mlp, eqx.is_array)
+    checkpoint.save(tmp_path, {"nnx": state, "eqx": arrays})
+    zeros = jax.tree.map(jnp.zeros_like, {"nnx": state, "eqx": arrays})
+    back = checkpoint.restore(tmp_path, like=zeros)
+    same(back, {"nnx": state, "eqx": arrays})
+    nnx.update(linear, back["nnx"])
+    assert eqx.combine(back["eqx"], mlp)(jnp.ones(2)).shape == (3,)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["bool", "int4", "int8", "uint16", "int32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64"],
+)
+def test_dtypes(tmp_path, dtype):
+    state = {"x": jnp.arange(48).reshape(8, 6).astype(dtype)}
+    checkpoint.save(tmp_path, state)
+    same(checkpoint.restore(tmp_path, jax.devices()[1]), state)
+
+
+def test_steps_and_retention(tmp_path):
+    for step in range(7):
+        checkpoint.save(tmp_path, {"x": jnp.full(4, step)}, step=step, keep=2, keep_every=3)
+    assert checkpoint.steps(tmp_path) == (0, 3, 5, 6)
+    assert checkpoint.restore(tmp_path)["x"][0] == 6
+    assert checkpoint.restore(tmp_path, step=3)["x"][0] == 3
+    assert checkpoint.save(tmp_path, {"x": jnp.zeros(1)}).step == 7
+
+
+def test_in_the_background(tmp_path):
+    x = jnp.arange(1 << 20, dtype="float32")
+    double = jax.jit(lambda x: x * 2, donate_argnums=0)
+    savings = []
+    for step in range(3):
+        savings.append(checkpoint.save(tmp_path, {"x": x}, step=step, background=True))
+        x = double(x)  # the memory that is being written is given away meanwhile
+    assert checkpoint.steps(tmp_path) == (0, 1, 2), "asking waits for what is under way"
+    savings[-1].wait()
+    for step in range(3):
+        np.testing.assert_array_equal(checkpoint.restore(tmp_path, step=step)["x"], np.arange(1 << 20) * 2.0**step)
+
+
+def test_numpy_arrays_may_change_meanwhile(tmp_path):
+    x = np.zeros(1 << 20)
+    saving = checkpoint.save(tmp_path, {"x": x}, background=True)
+    x[:] = 1
+    saving.wait()
+    assert not np.asarray(checkpoint.restore(tmp_path)["x"]).any()
+
+
+def test_the_layout_stands_beside_the_arrays(tmp_path, state):
+    checkpoint.save(tmp_path, state["params"])
+    folder = tmp_path / "0" / "state"
+    text = (folder / "layout.toml").read_text()
+    assert '"w1" = [1, "b"]' in text and "a = 2" in text
+    same(checkpoint.restore(tmp_path, folder / "layout.toml"), plain(state["params"]))
+    data = json.loads((folder / "checkpoint.json").read_text())
+    assert (data["format"], data["version"], data["devices"]) == ("shardfn-checkpoint", 1, 8)
+    assert data["arrays"]["w2"]["axes"] == [["a", "b"], []]
+
+
+def test_files_are_what_zarr_reads(tmp_path, state):
+    zarr = pytest.importorskip("zarr")
+    checkpoint.save(tmp_path, state["params"])
+    array = zarr.open_array(tmp_path / "0" / "state" / "w1", mode="r")
+    np.testing.assert_array_equal(array[:], state["params"]["w1"])
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("no_array", lambda path: checkpoint.save(path, {"a": "text", "b": object(), "c": jnp.ones(2)})),
+        ("nothing", lambda path: checkpoint.save(path, {})),
+        ("one_path", lambda path: checkpoint.save(path, {"a/b": jnp.ones(1), "a": {"b": jnp.ones(1)}})),
+        ("dtype", lambda path: checkpoint.save(path, {"x": jnp.ones(2, "uint4")})),
+        ("keep", lambda path: checkpoint.save(path, {"x": jnp.ones(2)}, keep=0)),
+        ("step", lambda path: checkpoint.save(path, {"x": jnp.ones(2)}, step=True)),
+        ("path", lambda path: checkpoint.save(3, {"x": jnp.ones(2)})),
+        ("twice", lambda path: [checkpoint.save(path, {"x": jnp.ones(2)}, step=4) for _ in range(2)]),
+    ],
+)
+def test_what_cannot_be_saved(tmp_path, name, call, golden):
+    with pytest.raises(CheckpointError) as error:
+        call(tmp_path)
+    golden(f"checkpoint_save_{name}", str(error.value).replace(str(tmp_path), "RUN"))
+
+
+def test_names_of_folders():
+    paths = ["a/b", "a.b", "a%2Eb", "a b", "ä", "a" * 300, "a" * 301, "..", "con/c", "x/zarr.json"]
+    names = [stored_name(path) for path in paths]
+    assert len(set(names)) == len(paths)
+    assert all(len(name) < 250 and name not in ("", ".", "..") and "/" not in name for name in names)
+
+
+def stored_name(path):
+    from shardfn.checkpoint.leaves import folder
+
+    return folder(path)
+
+
+def test_a_missing_extra_is_named():
+    code = """
+import sys
+sys.modules["orbax"] = sys.modules["orbax.checkpoint"] = sys.modules["tensorstore"] = None
+import shardfn, jax.numpy as jnp
+try:
+    shardfn.checkpoint.save("nowhere", {"x": jnp.ones(2)})
+except ImportError as error:
+    assert isinstance(error, shardfn.ShardError)
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert 'pip install "shardfn[checkpoint]"' in done.stdout
+
+
+def test_importing_it_imports_no_extra():
+    code = """
+import sys, shardfn
+assert "shardfn.checkpoint" not in sys.modules
+shardfn.checkpoint.steps("nowhere")
+assert not {"orbax", "tensorstore", "safetensors"} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_program_that_ends_waits(tmp_path):
+    code = f"""
+import jax.numpy as jnp, shardfn
+shardfn.checkpoint.save({str(tmp_path)!r}, {{"x": jnp.ones(1 << 22)}}, background=True)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert stored.steps(tmp_path) == (0,), done.stderr
+
+
+def test_64_bits_are_kept(tmp_path):
+    state = {"n": 2**40 + 1, "x": np.array([1 / 3]), "i": np.array([2**40])}
+    checkpoint.save(tmp_path, state)
+    back = checkpoint.restore(tmp_path)
+    assert back["n"] == 2**40 + 1 and back["x"].dtype == "float64"
+    same(back, state)

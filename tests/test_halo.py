@@ -1,0 +1,237 @@
+"""A convolution of a cut image is that of the whole one, in value and in both gradients; what is out of reach is refused."""
+
+import itertools
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from jax import lax
+from jax.sharding import NamedSharding
+
+import shardfn
+from shardfn import Layout, halo
+from shardfn.errors import StrategyError, StrategyTypeError
+
+GRID = Layout((2, 4), ("a", "b"))
+NHWC = ("NHWC", "HWIO", "NHWC")
+RANDOM = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return jnp.asarray(RANDOM.normal(size=shape), jnp.float32)
+
+
+X, K = normal(2, 16, 24, 4), normal(3, 3, 4, 8)
+
+
+def whole(x, k, strides=(1, 1), padding="SAME", inner=(1, 1), outer=(1, 1), numbers=NHWC, **more):
+    """The same convolution uncut; zeros and negative padding are put in first, because XLA's CPU mistakes the latter."""
+    if not isinstance(padding, str):
+        spatial = lax.conv_dimension_numbers(x.shape, k.shape, numbers).lhs_spec[2:]
+        config = [(0, 0, 0)] * x.ndim
+        for dim, (low, high), between in zip(spatial, padding, inner, strict=True):
+            config[dim] = (low, high, between - 1)
+        x, padding, inner = lax.pad(x, jnp.zeros((), x.dtype), config), "VALID", (1, 1)
+    return lax.conv_general_dilated(x, k, strides, padding, inner, outer, numbers, **more)
+
+
+def check(cut, uncut, x=X, k=K):
+    want = uncut(x, k)
+    got = cut(x, k)
+    assert got.shape == want.shape and got.dtype == want.dtype
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    weights = normal(*want.shape)
+    mine, theirs = (jax.grad(lambda x, k, f=f: (f(x, k) * weights).sum(), (0, 1))(x, k) for f in (cut, uncut))
+    for a, b in zip(mine, theirs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
+    return got.sharding.shard_shape(got.shape)
+
+
+PADDINGS = ["SAME", "VALID", ((2, 1), (0, 3)), ((-1, 1), (4, 0))]
+STEPS = [((1, 1), (1, 1), (1, 1)), ((2, 2), (1, 1), (1, 1)), ((2, 3), (1, 1), (2, 1)), ((1, 2), (2, 3), (1, 1))]
+CUTS = [("None", "a", "b", "None"), ("a", "None", "b", "None"), ("None", ("a", "b"), "None", "None")]
+CASES = [
+    (cut, padding, steps)
+    for cut, padding, steps in itertools.product(CUTS, PADDINGS, STEPS)
+    if not (isinstance(padding, str) and steps[1] != (1, 1))  # lax refuses a word beside zeros in the image
+]
+
+
+def one(case):
+    cut, padding, (strides, inner, outer) = case
+    layout = GRID(*cut)
+
+    def cut_conv(x, k):
+        return halo.conv(x, k, strides, padding, inner, outer, NHWC, layout=layout)
+
+    spans = [(3 - 1) * d + 1 for d in outer]
+    pads = lax.padtype_to_pads((16, 24), spans, strides, padding) if isinstance(padding, str) else padding
+    reach = [
+        halo.border(X.shape[dim], layout.cuts[dim], 3, strides[i], pads[i], outer[i], inner[i])
+        for i, dim in enumerate((1, 2))
+        if layout.cuts[dim] > 1
+    ]
+    if any(isinstance(found, str) for found in reach):
+        with pytest.raises(StrategyError, match="its neighbour holds"):
+            cut_conv(X, K)
+        return
+    check(cut_conv, lambda x, k: whole(x, k, strides, padding, inner, outer))
+
+
+@pytest.mark.parametrize("case", CASES[:: len(CASES) // 10], ids=str)
+def test_some_convolutions_are_those_of_the_whole_image(case):
+    one(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_all_convolutions_are_those_of_the_whole_image(case):
+    one(case)
+
+
+def rows_by_border(x, cut, window, stride, padding, outer, inner):
+    """The convolution of a vector with ones at dilated places, piece by piece, as `border` says, in NumPy."""
+    found = halo.border(len(x), cut, window, stride, padding, outer, inner)
+    if isinstance(found, str):
+        return found
+    piece, made = len(x) // cut, []
+    for p in range(cut):
+        # Only the neighbours' rows; what lies beyond them is 1e9, and must never be looked at but past the ends.
+        at = np.arange(p * piece - found.before, (p + 1) * piece + found.after)
+        near = (at >= (p - 1) * piece) & (at < (p + 2) * piece)
+        inside = (at >= 0) & (at < len(x))
+        rows = np.where(inside & near, x[np.clip(at, 0, len(x) - 1)], np.where(inside, 1e9, 0.0))
+        dilated = np.zeros(len(rows) * inner)
+        dilated[::inner] = rows
+        mine = dilated[found.starts[p] : found.starts[p] + found.length]
+        assert len(mine) == found.length
+        made += [
+            mine[i * stride : i * stride + (window - 1) * outer + 1 : outer].sum() for i in range(found.pieces_out)
+        ]
+    return np.array(made[: found.size_out])
+
+
+@given(
+    st.integers(1, 6), st.integers(1, 5), st.integers(1, 6), st.integers(1, 4),
+    st.tuples(st.integers(-2, 6), st.integers(-2, 6)), st.integers(1, 3), st.integers(1, 3),
+)  # fmt: skip
+def test_border_is_exact_or_says_why(piece, cut, window, stride, padding, outer, inner):
+    x = np.arange(1.0, piece * cut + 1)
+    span, length = (window - 1) * outer + 1, (len(x) - 1) * inner + 1
+    row = np.zeros(length)
+    row[::inner] = x
+    row = np.pad(row, [max(0, p) for p in padding])[
+        max(0, -padding[0]) : len(row) + sum(max(0, p) for p in padding) + min(0, padding[1])
+    ]
+    want = [row[i : i + span : outer].sum() for i in range(0, len(row) - span + 1, stride)]
+    got = rows_by_border(x, cut, window, stride, padding, outer, inner)
+    if isinstance(got, str):
+        assert "no window" in got if not want else "neighbour" in got
+        assert not want or cut > 1
+    else:
+        np.testing.assert_allclose(got, want)
+
+
+@pytest.mark.parametrize(
+    ("rows", "beyond"), [(4, False), (5, True), (8, True)], ids=["all of the neighbour", "one more", "two neighbours"]
+)
+def test_a_border_of_the_whole_neighbour_is_fetched_and_not_more(rows, beyond):
+    found = halo.border(16, 4, 2 * rows + 1, padding=(rows, rows))
+    assert isinstance(found, str) == beyond
+
+
+def test_layouts_of_the_result_channels_and_groups():
+    layout = GRID("None", "a", "None", "None")
+    y = check(lambda x, k: halo.conv(x, k, (2, 1), "SAME", dimension_numbers=NHWC, layout=layout,
+                                     kernel_layout=GRID("None", "None", "None", "b")),
+              lambda x, k: whole(x, k, (2, 1)))  # fmt: skip
+    assert y == (2, 4, 24, 2)
+    channels = GRID("None", "a", "None", "b")
+    y = check(lambda x, k: halo.conv(x, k, (1, 1), "SAME", dimension_numbers=NHWC, layout=channels), whole)
+    assert y == (2, 8, 24, 8)
+    depthwise = normal(3, 3, 1, 8)
+    y = check(lambda x, k: halo.conv(x, k, (1, 1), "SAME", dimension_numbers=NHWC, feature_group_count=4, layout=channels),
+              lambda x, k: whole(x, k, feature_group_count=4), k=depthwise)  # fmt: skip
+    assert y == (2, 8, 24, 2)
+    check(lambda x, k: halo.conv(x, k, (1, 1), "SAME", dimension_numbers=NHWC, batch_group_count=2, layout=layout),
+          lambda x, k: whole(x, k, batch_group_count=2))  # fmt: skip
+
+
+def test_nchw_one_and_three_spatial_dims_and_a_named_sharding():
+    x, k = normal(1, 2, 16, 8), normal(4, 2, 3, 3)
+    layout = GRID("None", "None", "b", "a")
+    check(lambda x, k: halo.conv(x, k, (1, 1), "SAME", layout=layout), lambda x, k: whole(x, k, numbers=None), x, k)
+    here = jax.device_put(x, layout.sharding())
+    y = halo.conv(here, k, (1, 1), "SAME", layout=here.sharding)
+    assert isinstance(y.sharding, NamedSharding) and y.sharding.shard_shape(y.shape) == (1, 4, 4, 4)
+    line, kernel = normal(2, 3, 32), normal(5, 3, 4)
+    check(lambda x, k: halo.conv(x, k, (1,), "SAME", layout=GRID("a", "None", "b")),
+          lambda x, k: lax.conv_general_dilated(x, k, (1,), "SAME"), line, kernel)  # fmt: skip
+    cube, kernel = normal(1, 1, 8, 8, 8), normal(2, 1, 3, 3, 3)
+    check(lambda x, k: halo.conv(x, k, (1, 1, 1), "SAME", layout=GRID("None", "None", "a", "b", "None")),
+          lambda x, k: lax.conv_general_dilated(x, k, (1, 1, 1), "SAME"), cube, kernel)  # fmt: skip
+
+
+def test_only_neighbours_talk():
+    layout = GRID("None", "a", "b", "None")
+    run = jax.jit(lambda x, k: halo.conv(x, k, (1, 1), "SAME", dimension_numbers=NHWC, layout=layout))
+    text = run.lower(jax.device_put(X, layout.sharding()), K).compile().as_text()
+    assert "collective-permute" in text
+    assert "all-gather" not in text and "all-to-all" not in text
+
+
+def test_an_equal_call_is_not_traced_again():
+    layout = GRID("None", "a", "b", "None")
+    count = []
+
+    first = halo.conv(X, K, (1, 1), "SAME", dimension_numbers=NHWC, layout=layout)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(halo.lax, "conv_general_dilated", lambda *args: count.append(args))
+        second = halo.conv(X, K, (1, 1), "SAME", dimension_numbers=NHWC, layout=layout)
+    assert not count
+    np.testing.assert_array_equal(first, second)
+
+
+def test_a_sharded_training_step_with_it_inside():
+    layout = GRID("None", "a", "b", "None")
+
+    def loss(kernels, x, conv):
+        for kernel, stride in zip(kernels, (1, 2), strict=True):
+            x = jax.nn.relu(conv(x, kernel, (stride, stride)))
+        return (x**2).mean()
+
+    def cut(x, k, strides):
+        return halo.conv(x, k, strides, "SAME", dimension_numbers=NHWC, layout=layout)
+
+    def step(conv):
+        return lambda kernels, x: jax.tree.map(lambda p, g: p - g, kernels, jax.grad(loss)(kernels, x, conv))
+
+    kernels = [K, normal(3, 3, 8, 4)]
+    want = step(whole)(kernels, X)
+    sharded = shardfn.shard(step(cut), (GRID("None", "None", "None", "None"), layout))
+    for mine, theirs in zip(sharded(kernels, X), want, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+    assert not [f for f in sharded.plan(kernels, X).findings if "made whole" in f]
+
+
+@pytest.mark.parametrize(
+    ("kind", "match", "call"),
+    [
+        (StrategyError, "dim 1 of the image cannot be cut 2 ways", lambda: halo.conv(X[:, :15], K, (1, 1), "SAME", dimension_numbers=NHWC, layout=GRID("None", "a", "None", "None"))),
+        (StrategyError, "piece 0 needs 4 rows after its own, and its neighbour holds 2", lambda: halo.conv(X, normal(9, 3, 4, 8), (1, 1), "SAME", dimension_numbers=NHWC, layout=GRID("None", ("a", "b"), "None", "None"))),
+        (StrategyError, "cannot be cut 4 ways with 2 groups", lambda: halo.conv(X, normal(3, 3, 2, 8), (1, 1), "SAME", dimension_numbers=NHWC, feature_group_count=2, layout=GRID("None", "a", "None", "b"))),
+        (StrategyError, "batch_group_count = 2", lambda: halo.conv(X, K, (1, 1), "SAME", dimension_numbers=NHWC, batch_group_count=2, layout=GRID("a", "None", "b", "None"))),
+        (StrategyError, "both cut over b", lambda: halo.conv(X, K, (1, 1), "SAME", dimension_numbers=NHWC, layout=GRID("None", "a", "b", "None"), kernel_layout=GRID("None", "None", "None", "b"))),
+        (StrategyError, "no meaning with zeros", lambda: halo.conv(X, K, (1, 1), "SAME", (2, 2), dimension_numbers=NHWC, layout=GRID("None", "a", "b", "None"))),
+        (StrategyTypeError, "must be a Layout", lambda: halo.conv(X, K, (1, 1), "SAME", layout=(1, 2, 4, 1))),
+        (StrategyTypeError, "`layout` has 3 dims", lambda: halo.conv(X, K, (1, 1), "SAME", layout=GRID("a", "b", "None"))),
+        (StrategyTypeError, "on two grids", lambda: halo.conv(X, K, (1, 1), "SAME", layout=GRID("a", "b", "None", "None"), kernel_layout=Layout((8,), ("c",))("None", "None", "None", "None"))),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused(kind, match, call):
+    with pytest.raises(kind, match=match) as caught:
+        call()
+    assert "fix:" in str(caught.value)

@@ -1,0 +1,688 @@
+"""Layout files: what a plan decides is saved, read and used again; what does not fit is told at once; nothing blows up."""
+
+import json
+import pathlib
+import time
+import tomllib
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given
+
+import shardfn
+from shardfn import Layout, auto_parallel, load, plan, shard, tag
+from shardfn.cli import main
+from shardfn.errors import Problem, ShardError
+from shardfn.layoutcheck import check
+from shardfn.layoutfile import LayoutFile, read, recipes, shardings, write
+from shardfn.layoutrules import Rule, Source, escaped
+from shardfn.layouttext import MOST_BYTES, parse, text_of
+from shardfn.plan import Constraint
+
+PARAMS = {"up": jnp.ones((16, 32)) / 8, "down": jnp.ones((32, 16)) / 8}
+X = jnp.arange(8 * 16, dtype=jnp.float32).reshape(8, 16) / 100
+
+
+def loss(params, x):
+    hidden = tag(jax.nn.relu(x @ params["up"]), "hidden")
+    return jnp.mean(jnp.square(hidden @ params["down"]))
+
+
+def step(params, x):
+    value, grads = jax.value_and_grad(loss)(params, x)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def made(text: str, name: str = "layout.toml") -> LayoutFile:
+    problems: list[Problem] = []
+    layout = parse(text, name, problems)
+    assert layout is not None, problems
+    return layout
+
+
+def wrong(text: str) -> list[str]:
+    problems: list[Problem] = []
+    assert parse(text, "layout.toml", problems) is None
+    return [p.what for p in problems]
+
+
+BY_HAND = """
+format = "shardfn-layout"
+version = 1
+others = "whole"
+batch = ["data"]
+
+[grid]
+data = "left"
+model = 2
+
+[arguments]
+"*/up" = { dims = ["in", "out"], cut = { out = "model" } }
+"*/down" = ["model", "data?"]
+"""
+
+# ---- saved and used again
+
+ASKED = {
+    "searched": {"level": 2},
+    "least memory": {"level": 1},
+    "given": {"in_strategy": ({"up": (1, 4), "down": (4, 1)}, (2, 1))},
+    "results given": {"in_strategy": (None, (8, 1)), "out_strategy": ({"up": (4, 1), "down": (1, 1)}, None)},
+    "an order of devices": {"in_strategy": (None, Layout((2, 4), ("dp", "mp"), [*range(7, -1, -1)])("dp", "None"))},
+    "for a pod": {"device": "tpu-v5e:2x2", "level": 2},
+    "one device": {"device": jax.devices()[:1]},
+}
+
+
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+def test_what_is_saved_is_the_plan(asked, tmp_path):
+    plan_ = plan(step, PARAMS, X, **asked)
+    plan_.save(tmp_path / "layout.toml")
+    loaded = load(tmp_path / "layout.toml")
+    assert loaded == plan_
+    assert plan_ == loaded
+    device = {"device": asked["device"]} if "device" in asked else {}
+    again = plan(step, PARAMS, X, layout=tmp_path / "layout.toml", **device)
+    assert [c.what for c in plan_.diff(again) if c.what != "proof"] == []
+    assert again.price == plan_.price
+    assert again.order == plan_.order
+    assert {d.source for d in again.inputs} == {"file"}
+    assert again.inputs[0].reason.startswith(str(tmp_path / "layout.toml"))
+
+
+def test_what_is_held_inside_is_saved(tmp_path):
+    from examples.models import abstract, named
+
+    fn, args = abstract(named.dlrm)
+    first = plan(fn, *args, level=0)
+    assert first.constraints
+    first.save(tmp_path / "layout.toml")
+    again = plan(fn, *args, layout=tmp_path / "layout.toml")
+    assert again.constraints == first.constraints
+    assert (again.price, again.findings) == (first.price, again.findings)
+    text = (tmp_path / "layout.toml").read_text().replace('op = "dot_general"', 'op = "gather"', 1)
+    (tmp_path / "layout.toml").write_text(text)
+    told = plan(fn, *args, layout=tmp_path / "layout.toml").findings
+    assert any("program has no such one" in finding for finding in told)
+    (problem,) = check(tmp_path / "layout.toml", fn, args)
+    assert "a gather at" in problem.what
+
+
+DIFFERENT = {
+    "level": {"level": 1},
+    "an argument": {"in_strategy": ({"up": (1, 2), "down": (2, 1)}, (2, 1))},
+    "a result": {"out_strategy": ({"up": (2, 1), "down": (1, 1)}, None)},
+    "the device": {"device": "tpu-v5e:2x4"},
+    "who said it": {"in_strategy": None, "parameter_plan": {"up": (1, 4), "down": (4, 1), "x": (2, 1)}},
+}
+
+
+@pytest.mark.parametrize("other", DIFFERENT.values(), ids=DIFFERENT)
+def test_other_plans_are_not_what_was_saved(other, tmp_path):
+    asked = {"in_strategy": ({"up": (1, 4), "down": (4, 1)}, (2, 1)), "level": 2}
+    first = plan(step, PARAMS, X, **asked)
+    first.save(tmp_path / "layout.toml")
+    assert load(tmp_path / "layout.toml") != plan(step, PARAMS, X, **{**asked, **other})
+
+
+def test_the_sources_stand_beside_the_rules(tmp_path):
+    plan(step, PARAMS, X, in_strategy=({"up": (1, 4), "down": (4, 1)}, (2, 1))).save(tmp_path / "layout.toml")
+    text = (tmp_path / "layout.toml").read_text()
+    assert '"params/up" = [1, "a"]  # float32[16, 32] (1, 4); you: in_strategy[0][\'up\']' in text
+    assert tomllib.loads(text)["grid"] == {"a": 4, "b": 2}
+
+
+def test_a_file_by_hand_lays_out_what_nothing_is_said_of(tmp_path):
+    (tmp_path / "mine.toml").write_text(BY_HAND)
+    wanted = step(PARAMS, X)
+    for layout in (tmp_path / "mine.toml", str(tmp_path / "mine.toml"), load(tmp_path / "mine.toml"),
+                   plan(step, PARAMS, X, layout=tmp_path / "mine.toml")):  # fmt: skip
+        sharded = shard(step, layout=layout)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), sharded(PARAMS, X), wanted)
+        cuts = {d.path: d.cuts for d in sharded.plan(PARAMS, X).inputs}
+        assert cuts == {"params/up": (1, 2), "params/down": (2, 4), "x": (4, 1)}
+    mine = plan(step, PARAMS, X, layout=tmp_path / "mine.toml", parameter_plan={"x": (1, 1)})
+    assert [(d.path, d.source) for d in mine.inputs if d.source == "you"] == [("x", "you")]
+    smaller = plan(step, PARAMS, X, layout=load(tmp_path / "mine.toml").with_grid(model=8))
+    assert smaller.axes == (("data", 1), ("model", 8))
+    assert plan(step, PARAMS, X, layout=tmp_path / "mine.toml", device=jax.devices()[:1]).inputs[0].cuts == (1, 1)
+
+
+def test_cuts_in_a_file_are_placed_together(tmp_path):
+    head = 'format = "shardfn-layout"\nversion = 1\n[arguments]\n'
+    (tmp_path / "cuts.toml").write_text(head + '"x" = [2, 1]\n"up" = [1, 4]\n"params/down" = "open"\n')
+    found = plan(step, PARAMS, X, layout=tmp_path / "cuts.toml", search_mode="sharding_propagation")
+    assert [(d.path, d.cuts, d.source) for d in found.inputs] == [
+        ("params/down", (4, 1), "propagated"), ("params/up", (1, 4), "file"), ("x", (2, 1), "file"),
+    ]  # fmt: skip
+
+
+def test_what_if_overrules_the_file(tmp_path):
+    (tmp_path / "mine.toml").write_text(BY_HAND)
+    first = plan(step, PARAMS, X, layout=tmp_path / "mine.toml")
+    whole = Layout((4, 2), ("data", "model"))("None", "None")
+    other = first.what_if({"params/up": whole})
+    assert [(d.cuts, d.source) for d in other.inputs if d.path == "params/up"] == [((1, 1), "you")]
+
+
+# ---- tags
+
+
+def test_a_tag_is_nothing_by_itself():
+    def plain(params, x):
+        return jnp.mean(jnp.square(jax.nn.relu(x @ params["up"]) @ params["down"]))
+
+    f, g = (jax.jit(jax.vmap(jax.grad(h), (None, 0))) for h in (loss, plain))
+    x = X[None] * jnp.arange(1.0, 3.0)[:, None, None]
+    jax.tree.map(np.testing.assert_array_equal, f(PARAMS, x), g(PARAMS, x))
+    assert f.lower(PARAMS, x).as_text().count("\n") == g.lower(PARAMS, x).as_text().count("\n")
+    assert tag({"a": 1.0}, "any") == {"a": 1.0}
+    with pytest.raises(ShardError, match="a tag is a name, not an int"):
+        tag(X, 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("where", ["plain", "scan", "remat", "jit"])
+def test_a_rule_of_a_tag_holds_it(where):
+    def inner(x):
+        return tag(jax.nn.relu(x), "h")
+
+    def scanned(x):
+        return jax.lax.scan(lambda c, _: (inner(c), None), x, None, length=2)[0]
+
+    f = {"plain": inner, "scan": scanned, "remat": jax.checkpoint(inner), "jit": jax.jit(inner)}[where]
+    layout = made(
+        'format = "shardfn-layout"\nversion = 1\n[grid]\na = 8\n[arguments]\nx = ["a", 1]\n[activations]\n"h*" = [1, "a"]'
+    )
+
+    def fn(x):
+        return f(x) * 2
+
+    x = jnp.ones((16, 16))
+    before = plan(fn, x, in_strategy=((8, 1),))
+    after = shard(fn, layout=layout)
+    assert {c.kind for c in before.collectives} == set()
+    assert "all-to-all" in {c.kind for c in after.plan(x).collectives}
+    np.testing.assert_array_equal(after(x), fn(x))
+    assert after.lower(x).compile().as_text().count("all-to-all") >= 1
+    assert load(after.plan(x)) == after.plan(x)
+    assert jax.grad(lambda x: after(x).sum())(x).shape == x.shape
+
+
+def test_a_tag_that_does_not_fit_is_told():
+    text = (
+        BY_HAND
+        + '[activations]\nhidden = ["data", 1, 1]\nnothing = ["data", 1]\n"maybe*" = { cut = [1], optional = true }\n'
+    )
+    told = [p.what for p in check(made(text), step, (PARAMS, X))]
+    assert told == [
+        "a rule of layout.toml meets no array: `nothing`",
+        "the activation `hidden` has 2 dimensions, but its rule speaks of 3",
+    ]
+
+
+# ---- check
+
+WRONG = """
+format = "shardfn-layout"
+version = 1
+
+[grid]
+data = 4
+model = 4
+
+[arguments]
+"params/up" = ["rows", 1]
+"*/down" = ["data", 1, 1]
+"params/d*" = [1, "data"]
+"params/nothing" = [1, "model"]
+"x" = ["data", "data"]
+
+[results]
+"result/1" = [1]
+"""
+
+
+def test_all_that_does_not_fit_is_told_at_once(golden):
+    more = {**PARAMS, "bias": jnp.ones(6), "odd": jnp.ones((6, 6))}
+    layout = made(WRONG + '[activations]\n"hid*" = ["data"]\n')
+    problems = check(layout, step, (more, X))
+    cut = made(BY_HAND.replace('others = "whole"', "") + '"*/odd" = ["data", 1]\n')
+    golden("layoutfile_problems", f"{ShardError(problems)}\n\n{ShardError(check(cut, step, (more, X)))}")
+    kinds = "\n".join(p.what for p in problems)
+    for part in (
+        "16 devices",
+        "no axis",
+        "meets no array",
+        "two rules",
+        "want the axis",
+        "no rule",
+        "output 1",
+        "hidden",
+    ):
+        assert part in kinds, part
+
+
+def test_check_on_the_command_line(tmp_path, capsys):
+    file = tmp_path / "model.py"
+    file.write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def loss(params, x): return jnp.sum(x @ params['up'] @ params['down'])\n"
+        "def arguments(): return {'up': jnp.ones((16, 32)), 'down': jnp.ones((32, 16))}, jnp.ones((8, 16))\n"
+        "def make(): return loss, arguments()\n"
+        "def parameters(): return {'params': arguments()[0]}\n"
+    )
+    (tmp_path / "mine.toml").write_text(BY_HAND)
+    layout = str(tmp_path / "mine.toml")
+    assert main(["check", layout, "--model", f"{file}:make", "--devices", "16"]) == 0
+    assert "fits: 2 rules, 3 arrays\nloss on cpu:16, 16 devices: grid data=8 x model=2" in capsys.readouterr().out
+    assert (
+        main(["check", layout, "--model", f"{file}:loss", "--args", f"{file}:arguments", "--device", "tpu-v5e:4x4"])
+        == 0
+    )
+    assert main(["check", layout, "--model", f"{file}:parameters", "--devices", "8"]) == 0
+    assert "2 rules, 2 arrays" in capsys.readouterr().out
+    assert main(["check", layout, "--model", f"{file}:make", "--devices", "3"]) == 2
+    assert "3 is not divisible by 2" in capsys.readouterr().err
+    assert main(["check", "llama/fsdp-pt", "--model", f"{file}:make"]) == 2
+    assert "did you mean 'llama/fsdp-tp'" in capsys.readouterr().err
+    assert main(["check", layout, "--model", f"{file}:make", "--devices", "0"]) == 2
+    assert main(["check", str(tmp_path / "absent.toml"), "--model", f"{file}:make"]) == 2
+
+
+# ---- trees
+
+
+def test_shardings_of_a_tree():
+    tree = {"params": PARAMS, "count": jnp.zeros((), jnp.int32)}
+    layout = made(BY_HAND)
+    found = shardings(layout, tree, jax.devices())
+    assert found["params"]["down"].shard_shape((32, 16)) == (16, 4)
+    assert found["count"].spec == jax.sharding.PartitionSpec()
+    assert {s.mesh for s in jax.tree.leaves(found)} == {found["count"].mesh}
+    put = jax.device_put(tree, found)
+    np.testing.assert_array_equal(put["params"]["up"], PARAMS["up"])
+    assert shardings(layout, PARAMS, 64, root="params")["down"].mesh.size == 64
+    assert shardings(layout, tree, jax.devices()[:1])["params"]["up"].shard_shape((16, 32)) == (16, 32)
+    with pytest.raises(ShardError) as caught:
+        shardings(made(BY_HAND.replace('others = "whole"', "")), tree, 3)
+    assert [p.what.split("`")[0] for p in caught.value.problems][:1] == [
+        "the grid of layout.toml has 2 devices in its fixed axes, but there are 3"
+    ]
+    assert "no rule of layout.toml meets `count`" in str(caught.value)
+
+
+def test_the_shardings_are_the_plans():
+    for asked in (ASKED["given"], ASKED["an order of devices"]):
+        plan_ = plan(step, PARAMS, X, **asked)
+        found = shardings(plan_, {"params": PARAMS, "x": X}, jax.devices())
+        for path, leaf in jax.tree_util.tree_flatten_with_path({"params": PARAMS, "x": X})[0]:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            mine = jax.tree_util.tree_flatten_with_path(found)[0]
+            sharding = next(s for p, s in mine if p == path)
+            assert sharding.is_equivalent_to(plan_.sharding(name), leaf.ndim), name
+
+
+# ---- MindSpore's files
+
+THEIRS = {
+    "current_stage": 2,
+    "parallel_layout_item": {
+        "up": {"dev_matrix": [2, 4], "tensor_map": [-1, 0], "tensor_shape": [16, 32], "field": 0,
+               "opt_weight_shard_size": 2, "opt_weight_shard_step": 4},
+        "down": {"dev_matrix": [4, 2], "tensor_map": [1, -1], "tensor_shape": [32, 16], "field": 0,
+                 "opt_weight_shard_size": 0, "opt_weight_shard_step": 0},
+    },
+    "parallel_strategy_item": {"MatMul_w1": {"parallel_strategy": [[2, 1], [1, 4]], "stage": 0}},
+}  # fmt: skip
+
+
+def test_a_strategy_json_found_elsewhere_is_used(tmp_path):
+    file = tmp_path / "strategy.json"
+    file.write_text(json.dumps(THEIRS))
+    layout = load(file)
+    assert layout.grid == (("a", 2), ("b", 2), ("c", 2))
+    assert [(r.glob, r.cut) for r in layout.arguments] == [("up", ("a", ("b", "c"))), ("down", (("a", "b"), 1))]
+    held = {d.path: d for d in plan(step, PARAMS, X, layout=file).inputs}
+    assert (held["params/up"].cuts, held["params/down"].cuts) == ((2, 4), (4, 1))
+    # by MindSpore's own rule: rank 5 is at (1, 1) of the matrix (2, 4); its optimizer's piece is the first axis
+    slices = plan(step, PARAMS, X, layout=file).slices("params/up")[5]
+    assert slices == (slice(8, 16), slice(8, 16))
+
+
+@pytest.mark.parametrize("asked", [ASKED["given"], ASKED["for a pod"]], ids=["given", "pod"])
+def test_a_plan_as_strategy_json(asked, tmp_path):
+    plan_ = plan(step, PARAMS, X, **asked)
+    plan_.save(tmp_path / "strategy.json")
+    data = json.loads((tmp_path / "strategy.json").read_text())
+    for name in ("up", "down"):
+        item = data["parallel_layout_item"][name]
+        theirs = Layout.from_tensor_map(tuple(item["dev_matrix"]), item["tensor_map"])
+        assert theirs.slices(tuple(item["tensor_shape"])) == plan_.slices(f"params/{name}")
+        assert set(item) == {
+            "dev_matrix",
+            "tensor_map",
+            "tensor_shape",
+            "field",
+            "opt_weight_shard_size",
+            "opt_weight_shard_step",
+        }
+    assert data["parallel_strategy_item"]["dot_general-op0"]["stage"] == 0
+    again = plan(step, PARAMS, X, layout=tmp_path / "strategy.json", device=asked.get("device"))
+    assert [d.cuts for d in again.inputs] == [d.cuts for d in plan_.inputs]
+
+
+BROKEN = {
+    "no JSON": ("{", "is no JSON"),
+    "no layouts": ("{}", "is no strategy JSON"),
+    "a matrix of text": ({"w": {"dev_matrix": "8", "tensor_map": [0]}}, "dev_matrix must be"),
+    "an axis that is not there": ({"w": {"dev_matrix": [8], "tensor_map": [1]}}, "names an axis twice, or one that"),
+    "an axis twice": ({"w": {"dev_matrix": [8], "tensor_map": [0, 0]}}, "names an axis twice"),
+    "other devices": ({"w": {"dev_matrix": [8], "tensor_map": [0]}, "v": {"dev_matrix": [4], "tensor_map": [0]}}, "4 and 8 devices"),
+    "no common grid": ({"w": {"dev_matrix": [2, 3], "tensor_map": [0]}, "v": {"dev_matrix": [3, 2], "tensor_map": [0]}}, "do not fit one grid"),
+    "ranks": ({"w": {"dev_matrix": [8], "tensor_map": [0], "tensor_shape": [4, 4]}}, "different numbers of dims"),
+    "an optimizer over a taken axis": ({"w": {"dev_matrix": [8], "tensor_map": [0], "opt_weight_shard_size": 2, "opt_weight_shard_step": 4}}, "cuts the parameter already"),
+    "huge": ({"w": {"dev_matrix": [10**9, 10**9], "tensor_map": [0]}}, "dev_matrix must be"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("data", "why"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_strategy_json_is_refused(data, why, tmp_path):
+    text = data if isinstance(data, str) else json.dumps({"parallel_layout_item": data})
+    (tmp_path / "s.json").write_text(text)
+    with pytest.raises(ShardError, match=why):
+        load(tmp_path / "s.json")
+
+
+@pytest.mark.parametrize("name", ["strategy.json", "strategy.toml", "strategy.ckpt"])
+def test_the_contexts_files(name, tmp_path):
+    file = str(tmp_path / name)
+    asked = {"in_strategy": ({"up": (1, 4), "down": (4, 1)}, (2, 1))}
+    with auto_parallel(strategy_ckpt_save_file=file):
+        assert shard(step, **asked)(PARAMS, X)[1] == pytest.approx(float(step(PARAMS, X)[1]))
+    with auto_parallel(strategy_ckpt_load_file=file):
+        found = {d.path: (d.cuts, d.source) for d in shard(step).plan(PARAMS, X).inputs}
+        assert shard(lambda y: y * 2)(jnp.ones(8)).shape == (8,)  # no rule speaks of it, and that is no error
+    assert (found["params/up"], found["params/down"]) == (((1, 4), "file"), ((4, 1), "file"))
+    assert found["x"][1] == "searched"  # only parameters were saved
+    whole = {"load_file": "", "save_file": file, "only_trainable_params": False}
+    with auto_parallel(strategy_ckpt_config=whole):
+        assert shardfn.get_auto_parallel_context("strategy_ckpt_config") == whole
+        assert shardfn.get_auto_parallel_context("strategy_ckpt_save_file") == file
+        shard(step, **asked).plan(PARAMS, X)
+    with auto_parallel(strategy_ckpt_config={"load_file": file}):
+        assert {d.source for d in shard(step).plan(PARAMS, X).inputs} == {"file"}
+
+
+def test_an_optimizers_state_is_no_parameter(tmp_path):
+    def adam(params, state, x):
+        new, value = step(params, x)
+        return new, jax.tree.map(lambda m, p: 0.9 * m + p, state, {"mu": new, "nu": new}), value
+
+    state = {"mu": PARAMS, "nu": PARAMS}
+    with auto_parallel(strategy_ckpt_save_file=str(tmp_path / "s.json")):
+        shard(adam, in_strategy=(None, None, None)).plan(PARAMS, state, X)
+    assert set(json.loads((tmp_path / "s.json").read_text())["parallel_layout_item"]) == {"up", "down"}
+
+
+# ---- recipes
+
+
+@pytest.fixture(scope="module")
+def planned():
+    """The plan of each recipe for the small model of its family; it fits, or this fails."""
+    from examples.models.recipes import planned
+
+    return {name: planned(name) for name in recipes()}
+
+
+def test_every_family_is_there():
+    found = {name.split("/")[0]: set() for name in recipes()}
+    for name in recipes():
+        found[name.split("/")[0]].add(name.split("/")[1])
+    assert set(found) == {"dlrm", "gpt2", "large-image", "llama", "llama-nnx", "mixtral", "resnet", "t5", "vit"}
+    assert all(
+        {"data-parallel", "fsdp", "tensor-parallel"} <= kinds for f, kinds in found.items() if f != "large-image"
+    )
+
+
+def test_the_readme_of_the_recipes_is_true(planned, monkeypatch):
+    from examples.models import recipes as module
+
+    monkeypatch.setattr(module, "planned", planned.__getitem__)
+    text = (pathlib.Path(module.folder()) / "README.md").read_text()
+    assert module.readme() == text, "write it anew: python -m examples.models.recipes"
+
+
+def test_recipes_do_what_they_say(planned):
+    def pieces(name, path):
+        return next(d.cuts for d in planned[name].inputs if d.path.endswith(path))
+
+    assert pieces("llama/data-parallel", "0/mlp/up_proj/weight") == (1, 1)
+    assert pieces("llama/fsdp", "0/mlp/up_proj/weight") == (1, 8)
+    assert pieces("llama/tensor-parallel", "0/mlp/up_proj/weight") == (8, 1)
+    assert pieces("llama/fsdp-tp", "0/mlp/up_proj/weight") == (4, 2)
+    assert pieces("llama-nnx/fsdp-tp", "0/mlp/up_proj/kernel/value") == (2, 4)
+    assert pieces("large-image/height-width", "image") == (4, 2, 1)
+    for name, plan_ in planned.items():
+        tree = [d for d in plan_.inputs if d.path.split("/")[0] in ("params", "state")]
+        cut = sum(d.local_bytes for d in tree) / max(1, sum(d.local_bytes * np.prod(d.cuts) for d in tree))
+        if "data-parallel" in name or not tree:
+            assert cut == 1 or not tree
+        else:
+            assert cut < 0.75, name  # the arrays that the recipe is about are cut
+        assert [d.source for d in plan_.inputs] == ["file"] * len(plan_.inputs)
+
+
+def test_experts_stored_one_by_one_are_known():
+    from examples.models import abstract, named
+
+    fn, args = abstract(lambda: named.mixtral(layers=1, experts=2, stacked=False))
+    for kind in ("data-parallel", "fsdp", "tensor-parallel", "fsdp-tp"):
+        assert check(f"mixtral/{kind}", fn, args, device="cpu:8") == ()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("gpt2/fsdp-tp", marks=pytest.mark.slow),
+        pytest.param("mixtral/fsdp-tp", marks=pytest.mark.slow),
+        "dlrm/data-rows",
+        "large-image/height-width",
+    ],
+)
+def test_recipes_compute_what_the_unsharded_step_computes(name):
+    from examples.models import named
+
+    fn, args = {"gpt2": lambda: named.gpt2(layers=1), "mixtral": lambda: named.mixtral(layers=1), "dlrm": named.dlrm,
+                "large-image": named.large_image}[name.split("/")[0]]()  # fmt: skip
+    got, wanted = shard(fn, layout=name)(*args), jax.jit(fn)(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), got, wanted)
+
+
+def test_the_wheel_has_them():
+    text = (pathlib.Path(__file__).parent.parent / "pyproject.toml").read_text()
+    wheel = tomllib.loads(text)["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel["force-include"] == {"layouts": "shardfn/layouts"}
+
+
+# ---- a file from an untrusted hand
+
+REFUSED = {
+    "no TOML": ("=", "is no TOML"),
+    "another format": ('format = "x"', "is not a layout file"),
+    "a newer version": ('format = "shardfn-layout"\nversion = 2', "of a newer version"),
+    "an unknown key": ("include = 'other.toml'", "has a key `include`"),
+    "a grid of text": ("grid = 'data'", "`grid` must be a table"),
+    "two sizes left": ("[grid]\na = 'left'\nb = 'left'", "two axes are left"),
+    "a size of nothing": ("[grid]\na = 0", "must be an int from 1"),
+    "a size beyond all": ("[grid]\na = 99999999999999999999", "must be an int from 1"),
+    "a name that is none": ("[grid]\n'a b' = 2", "no name of an axis"),
+    "no grid": ("[arguments]\nx = ['data']", "there is no [grid]"),
+    "axes and numbers": ("[grid]\na = 2\n[arguments]\nx = ['a']\ny = [2]", "names axes and `y` counts pieces"),
+    "a float": ("[arguments]\nx = [1.5]", "is no cut of a dimension"),
+    "a bool": ("[arguments]\nx = [true]", "is no cut of a dimension"),
+    "nought": ("[arguments]\nx = [0]", "is no cut of a dimension"),
+    "a date": ("[arguments]\nx = 2020-01-01", "is no layout"),
+    "dots twice": ("[arguments]\nx = ['...', '...']", "stands twice"),
+    "a rule of nothing": ("[arguments]\nx = {}", "a rule says nothing"),
+    "a dim that is none": ("[arguments]\nx = {dims = ['a'], cut = {b = 1}}", "is no dim of the rule"),
+    "a long path": (f"[arguments]\n'{'x' * 500}' = [1]", "too long"),
+    "many stars": (f"[arguments]\n'{'*a' * 50}' = [1]", "too many *"),
+    "ranks twice": ("order = [0, 0]\n[grid]\na = 2", "every device once"),
+    "an order of another grid": ("order = [0, 1]\n[grid]\na = 4", "does not list the devices"),
+    "deep": ("[arguments]\nx = " + "[" * 5000, "nested too deep"),
+    "deep over lines": ("[arguments]\nx = " + "[\n" * 5000, "nested too deep"),
+    "a dotted key": ("a" + ".a" * 4000 + " = 1", "nested too deep"),
+    "a quoted dotted key": ('"a"' + '."a"' * 4000 + " = 1", "nested too deep"),
+    "a level": ("level = 9", "must be an int from 0 to 2"),
+    "half of what is inside": ("[[inside]]\nop = 'dot'", "is not complete"),
+}
+
+
+@pytest.mark.parametrize(("text", "what"), REFUSED.values(), ids=REFUSED)
+def test_refused(text, what):
+    head = "" if "format" in text else 'format = "shardfn-layout"\nversion = 1\n'
+    assert any(what in told for told in wrong(head + text)), wrong(head + text)
+
+
+def test_what_cannot_be_read(tmp_path):
+    (tmp_path / "big.toml").write_bytes(b"#" * (MOST_BYTES + 1))
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    for source, what in (
+        (tmp_path / "big.toml", "too large"), (tmp_path / "bytes.toml", "no UTF-8"), (tmp_path, "cannot be read|no layout"),
+        ("../pyproject", "there is no layout"), ("", "there is no layout"), ("a\0b.toml", "cannot be read"), (3, "not an int"),
+        ("llama/../llama/fsdp", "there is no layout"),
+    ):  # fmt: skip
+        with pytest.raises(ShardError, match=what):
+            load(source)
+    with pytest.raises(ShardError, match="cannot be written"):
+        write(LayoutFile(), tmp_path / "no" / "layout.toml")
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_globs_cannot_blow_up():
+    stars = "".join(f'"{"*a" * 15}{i}" = {{ cut = [1], optional = true }}\n' for i in range(1000))
+    layout = made('format = "shardfn-layout"\nversion = 1\nothers = "whole"\n[arguments]\n' + stars)
+    tree = {f"{'a' * 300}{i}b": jax.ShapeDtypeStruct((8,), "float32") for i in range(20)}
+    start = time.process_time()
+    shardings(layout, tree, 8)
+    many = "".join(f'"p{i}" = [1]\n' for i in range(19_000))
+    with pytest.raises(ShardError, match="more rules that meet no array"):
+        shardings(made('format = "shardfn-layout"\nversion = 1\n[arguments]\n' + many), tree, 8)
+    assert time.process_time() - start < 20
+
+
+WORDS = ["format", "version", "grid", "arguments", "=", "[", "]", "{", "}", '"', "'", "1", "left", "data", ".", "\n", "...", "[[",
+         "inside", "sources", ",", "#", "9" * 5000, "\\u0000", "\0", "-1", "1e400", "2020-01-01", "true", "*" * 40, "é", "\ud7ff"]  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(WORDS), max_size=60).map("".join) | st.text(max_size=200), st.booleans())
+@example("a = [" * 400, True)
+def test_any_text_is_read_or_refused(text, begins_well):
+    head = 'format = "shardfn-layout"\nversion = 1\n[grid]\ndata = 4\n[arguments]\n' if begins_well else ""
+    problems: list[Problem] = []
+    layout = parse(head + text, "any", problems)
+    assert (layout is None) == bool(problems)
+    assert all(p.what and p.fix and len(str(p)) < 3000 for p in problems)
+    if layout is not None:
+        held_against_a_tree(layout)
+
+
+DATA = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(
+        ["w1", "dev_matrix", "tensor_map", "tensor_shape", "opt_weight_shard_size", "opt_weight_shard_step", "field"]), inner, max_size=6),
+    max_leaves=20,
+)  # fmt: skip
+ITEM = st.fixed_dictionaries(
+    {"dev_matrix": st.lists(st.integers(0, 4), max_size=4), "tensor_map": st.lists(st.integers(-2, 3) | st.lists(st.integers(-1, 3), max_size=2), max_size=3)},
+    optional={"opt_weight_shard_size": st.integers(-1, 8), "opt_weight_shard_step": st.integers(-1, 8), "tensor_shape": DATA},
+)  # fmt: skip
+
+
+@given(DATA | st.dictionaries(st.text(max_size=3), ITEM, min_size=1, max_size=3))
+def test_any_json_is_read_or_refused(data):
+    from shardfn.strategyfile import parse_json
+
+    problems: list[Problem] = []
+    layout = parse_json(json.dumps({"parallel_layout_item": data}), "any", problems)
+    assert (layout is None) == bool(problems)
+    if layout is not None:
+        held_against_a_tree(layout)
+
+
+def held_against_a_tree(layout):
+    try:
+        shardings(layout, {"w": jax.ShapeDtypeStruct((8, 4), "float32"), "w1": jax.ShapeDtypeStruct((2,), "int32")}, 4)
+    except ShardError as error:
+        assert error.problems
+
+
+NAMES = st.sampled_from(["data", "model", "x"])
+DIMS = st.lists(st.just(1) | NAMES | st.lists(NAMES, min_size=2, max_size=2, unique=True).map(tuple), max_size=4).map(
+    tuple
+)
+PATHS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+RULES = st.lists(
+    st.builds(Rule, PATHS, st.none() | DIMS, optional=st.booleans()), max_size=4, unique_by=lambda r: r.glob
+).map(tuple)
+SPECS = st.none() | st.lists(st.sampled_from([(), ("data",), ("data", "model")]), max_size=3).map(tuple)
+HELD = st.builds(Constraint, st.sampled_from(["dot_general", "add"]), st.integers(0, 999), st.text(st.characters(exclude_categories=["Cs"]), max_size=9),
+                 st.lists(SPECS, max_size=3).map(tuple), st.lists(SPECS, max_size=2).map(tuple))  # fmt: skip
+FILES = st.builds(
+    LayoutFile,
+    grid=st.just((("data", None), ("model", 4), ("x", 2))),
+    arguments=RULES,
+    results=RULES,
+    activations=RULES,
+    inside=st.lists(HELD, max_size=2).map(tuple),
+    others=st.none() | DIMS,
+    batch=st.none() | DIMS,
+    about=st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
+    level=st.none() | st.integers(0, 2),
+    sources=st.lists(st.builds(Source, NAMES, st.text(st.characters(exclude_categories=["Cs"]), max_size=9), st.lists(PATHS, max_size=30).map(tuple)), max_size=2).map(tuple),
+)  # fmt: skip
+
+
+@given(FILES)
+def test_what_is_written_is_read(layout):
+    assert made(text_of(layout)) == layout
+
+
+@given(PATHS)
+def test_a_path_meets_itself_and_nothing_else(path):
+    from shardfn.layoutrules import matched
+    from shardfn.strategy import Leaf, normal
+
+    leaves = [
+        Leaf(path, "", (8,), "float32"),
+        Leaf(path + "x", "", (8,), "float32"),
+        Leaf("other", "", (8,), "float32"),
+    ]
+    met = matched([Rule(escaped(path), (1,))], leaves, "arguments", "any", problems := [])
+    if normal(path):
+        assert set(met) == {
+            i
+            for i, leaf in enumerate(leaves)
+            if normal(path) in (normal(leaf.path), normal(leaf.path).split("/", 1)[-1])
+        }
+        assert problems == [] or not met
+
+
+def test_errors_hold_nothing_that_a_terminal_obeys():
+    text = 'format = "shardfn-layout"\nversion = 1\n[arguments]\n"a\\u001b[2J" = [1]\n"b\\u001b" = [1.5]\n'
+    assert all("\x1b" not in what for what in wrong(text))
+    with pytest.raises(ShardError) as caught:
+        shardings(made(text.rsplit('"b', 1)[0]), {"w": X}, 8)
+    assert "\x1b" not in str(caught.value)
+
+
+def test_loading_takes_what_there_is():
+    plan_ = plan(step, PARAMS, X, **ASKED["given"])
+    assert read(plan_) == plan_
+    assert read(read(plan_)) is not None
+    with pytest.raises(TypeError):
+        hash(read(plan_))

@@ -1,0 +1,304 @@
+"""Every mode takes the steps that one device takes, and what it composes shows in the compiled module."""
+
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from shardfn import auto_parallel, train
+from shardfn.compiled import read
+from shardfn.cost import price
+from shardfn.errors import ContextError, ShardError, StrategyError, StrategyTypeError
+from tests.train.regression import data, mean_square, run, start
+
+TENSOR = {"parameter_plan": {"w1": (1, 4), "b1": (4,), "w2": (4, 1)}, "in_strategy": ((2, 1), (2, 1))}
+
+
+def zero(level, **more):
+    return {
+        "parallel_optimizer_config": {"optimizer_level": f"level{level}", "parallel_optimizer_threshold": 0, **more}
+    }
+
+
+RUNS = {
+    "stand alone": {"mode": "stand_alone"},
+    "stand alone, micro-batches": {"mode": "stand_alone", "micro_batches": 4},
+    "data": {"mode": "data_parallel"},
+    "hybrid": {"mode": "hybrid_parallel"},
+    "semi-auto, nothing said": {"mode": "semi_auto_parallel"},
+    "semi-auto, tensor parallel": {"mode": "semi_auto_parallel", **TENSOR},
+    "auto": {"mode": "auto_parallel"},
+    "auto, fastest": {"mode": "auto_parallel", "level": 2},
+    "data, micro-batches": {"mode": "data_parallel", "micro_batches": 4},
+    "tensor, micro-batches": {"mode": "semi_auto_parallel", "micro_batches": 4, **TENSOR},
+    "tensor, cross batch": {"mode": "semi_auto_parallel", "cross_batch": True, **TENSOR},
+    "data, level 1": {"mode": "data_parallel", **zero(1)},
+    "data, level 2": {"mode": "data_parallel", **zero(2)},
+    "data, level 3": {"mode": "data_parallel", **zero(3)},
+    "data, groups of 4": {"mode": "data_parallel", **zero(2, optimizer_weight_shard_size=4)},
+    "data, sums in pieces": {"mode": "data_parallel", "micro_batches": 2, **zero(2, gradient_accumulation_shard=True)},
+    "tensor, level 2": {"mode": "semi_auto_parallel", **TENSOR, **zero(2)},
+    "tensor, level 3": {"mode": "semi_auto_parallel", **TENSOR, **zero(3)},
+}
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS.keys())
+def test_losses_of_twenty_steps_are_those_of_one_device(options, alone):
+    losses, state = run(train.step(mean_square, optax.adamw(1e-2), **options))
+    np.testing.assert_allclose(losses, alone(), rtol=2e-4)
+    assert losses[-1] < losses[0] / 2
+    assert int(state.step) == 20
+
+
+OPTIMIZERS = {
+    "lamb": optax.lamb(1e-2),
+    "lion": optax.lion(1e-3),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "chain": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
+    "injected": optax.inject_hyperparams(optax.adam)(learning_rate=1e-2),
+    "masked": optax.masked(optax.adam(1e-2), {"w1": True, "b1": False, "w2": True}),
+    "several": optax.multi_transform({"a": optax.adam(1e-2), "b": optax.sgd(0.1)}, {"w1": "a", "b1": "b", "w2": "a"}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_in_pieces(name, alone):
+    losses, _ = run(train.step(mean_square, OPTIMIZERS[name], mode="data_parallel", **zero(2)), steps=4)
+    np.testing.assert_allclose(losses, alone(OPTIMIZERS[name], 4, name), rtol=2e-4)
+
+
+# ---- what XLA compiled
+
+
+def compiled(loss=mean_square, **options):
+    step = train.step(loss, optax.adamw(1e-2), **options)
+    return step.lower(step.init(start, *data()), *data()).compile()
+
+
+def collectives(executable):
+    """How often each kind runs in a step, loops counted."""
+    found = Counter()
+    for one in read(executable).collectives:
+        found[one.kind] += one.trips
+    return dict(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"all-reduce": 1}),
+        ({"micro_batches": 4}, {"all-reduce": 1}),  # after the loop, whatever the number of micro-batches
+        (zero(1), {"all-reduce": 1, "all-gather": 3}),
+        (zero(2), {"reduce-scatter": 3, "all-reduce": 1, "all-gather": 3}),  # the all-reduce is the loss's
+        (zero(3), {"all-gather": 3, "reduce-scatter": 3, "all-reduce": 1}),
+    ],
+    ids=["data", "micro-batches", "level 1", "level 2", "level 3"],
+)
+def test_collectives(options, expected):
+    assert collectives(compiled(mode="data_parallel", **options)) == expected
+
+
+def test_sums_in_pieces_are_reduced_in_the_loop():
+    options = zero(2, gradient_accumulation_shard=True)
+    found = collectives(compiled(mode="data_parallel", micro_batches=4, **options))
+    assert found == {"reduce-scatter": 3 * 4, "all-reduce": 1, "all-gather": 3}
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 4}, zero(1), zero(2), zero(3)], ids=str)
+def test_the_report_predicts_what_was_compiled(options):
+    step = train.step(mean_square, optax.adamw(1e-2), mode="data_parallel", **options)
+    state = step.init(start)
+    made, found = step.plan(state, *data()), read(step.lower(state, *data()).compile())
+    assert made.price.bytes_sent == sum(c.bytes_sent * c.trips for c in found.collectives)
+
+
+def held(state):
+    """Bytes of the optimizer's state on one device."""
+    leaves = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
+    return sum(x.addressable_shards[0].data.nbytes for x in leaves)
+
+
+def test_optimizer_memory_falls_by_the_number_of_devices():
+    _, whole = run(train.step(mean_square, optax.adamw(1e-2), mode="data_parallel"), steps=1)
+    _, pieces = run(train.step(mean_square, optax.adamw(1e-2), mode="data_parallel", **zero(1)), steps=1)
+    _, groups = run(
+        train.step(mean_square, optax.adamw(1e-2), mode="data_parallel", **zero(1, optimizer_weight_shard_size=2)),
+        steps=1,
+    )
+    assert held(whole) == 8 * held(pieces) == 2 * held(groups)
+    arguments = [
+        compiled(mode="data_parallel", **o).memory_analysis().argument_size_in_bytes for o in ({}, zero(1), zero(3))
+    ]
+    params = 4 * (16 * 32 + 32 + 32 * 8)
+    assert arguments[0] - arguments[1] == 2 * params * 7 // 8
+    assert arguments[1] - arguments[2] == params * 7 // 8
+
+
+def test_a_threshold_is_inclusive():
+    step = train.step(mean_square, optax.adam(1e-2), mode="data_parallel", **zero(1, parallel_optimizer_threshold=2))
+    _, state = run(step, steps=1)  # w1 has 2,048 bytes, w2 1,024
+    assert state.opt_state[0].mu["w1"].sharding.spec[0] == "data"
+    assert state.opt_state[0].mu["w2"].sharding.is_fully_replicated
+
+
+def test_the_dtype_that_gradients_are_summed_in():
+    def text(**options):
+        def loss(params, x, y):
+            return mean_square(params, x.astype("bfloat16"), y.astype("bfloat16")).astype(jnp.float32)
+
+        step = train.step(loss, optax.adam(1e-2), mode="data_parallel", compute_dtype=jnp.bfloat16, **options)
+        return step.lower(step.init(start), *data()).as_text()
+
+    def sums(text):
+        return set(re.findall(r"\}\) : \(tensor<16x32x(\w+)>\) -> tensor<16x32x\w+>", text))
+
+    assert sums(text()) == {"f32"}
+    assert sums(text(gradient_fp32_sync=False)) == {"bf16"}
+
+
+# ---- what the options mean
+
+
+def one_step(loss, **options):
+    step = train.step(loss, optax.sgd(0.1), **options)
+    state, value = step(step.init(start), *data())
+    return float(value), np.asarray(state.params["w1"] - start()["w1"])
+
+
+@pytest.mark.parametrize("mode", ["data_parallel", "semi_auto_parallel"])
+def test_gradients_mean_and_loss_repeated_mean(mode):
+    value, moved = one_step(mean_square, mode=mode)
+    summed = one_step(mean_square, mode=mode, gradients_mean=False)
+    assert summed[0] == pytest.approx(8 * value, rel=1e-5)
+    np.testing.assert_allclose(summed[1], 8 * moved, rtol=1e-3, atol=1e-6)
+
+
+def test_loss_repeated_mean_counts_the_devices_with_the_same_loss():
+    options = {"mode": "semi_auto_parallel", **TENSOR}
+    value, moved = one_step(mean_square, **options)
+    again = one_step(mean_square, loss_repeated_mean=False, **options)
+    assert again[0] == pytest.approx(value)
+    np.testing.assert_allclose(again[1], 4 * moved, rtol=1e-3, atol=1e-6)
+
+
+def normed(params, x, y):
+    """A loss with a statistic of the batch."""
+    hidden = x @ params["w1"]
+    hidden = (hidden - hidden.mean(0)) / (hidden.std(0) + 1e-3)
+    return jnp.mean((hidden @ params["w2"] + params["b1"].sum() - y) ** 2)
+
+
+def test_cross_batch_is_the_statistic_that_data_parallelism_computes():
+    alone = one_step(normed, mode="stand_alone")[0]
+    part = one_step(normed, mode="data_parallel")[0]
+    assert one_step(normed, mode="semi_auto_parallel")[0] == pytest.approx(alone, rel=1e-5)
+    assert one_step(normed, mode="semi_auto_parallel", cross_batch=True)[0] == pytest.approx(part, rel=1e-5)
+    x, y = data()
+    parts = [float(normed(start(), a, b)) for a, b in zip(np.split(x, 8), np.split(y, 8), strict=True)]
+    assert part == pytest.approx(np.mean(parts), rel=1e-5) != pytest.approx(alone, rel=1e-3)
+
+
+def test_layerwise_parameters_are_a_devices_own():
+    step = train.step(mean_square, optax.sgd(0.1), mode="data_parallel", layerwise_parallel=("b*",))
+    _, state = run(step, steps=1)
+    own = state.params["b1"]
+    assert own.shape == (8, 32)
+    assert own.sharding.spec == P("data", None)
+    x, y = data()
+    for i, (a, b) in enumerate(zip(np.split(x, 8), np.split(y, 8), strict=True)):
+        grads = jax.grad(mean_square)(start(), a, b)
+        np.testing.assert_allclose(own[i], -0.1 * grads["b1"], atol=1e-6)
+
+
+def test_frozen_parameters_stay():
+    step = train.step(mean_square, optax.adam(1e-2), mode="data_parallel", frozen=("w1",))
+    before = np.asarray(step.init(start, *data()).params["w1"])
+    _, state = run(step, steps=3)
+    np.testing.assert_array_equal(state.params["w1"], before)
+    assert state.opt_state[0].mu["w1"] is None
+
+
+@pytest.mark.parametrize("mode", ["stand_alone", "data_parallel", "semi_auto_parallel"])
+def test_auxiliary_output_is_that_of_the_whole_batch(mode):
+    def loss(params, x, y):
+        return mean_square(params, x, y), {"guess": x @ params["w1"], "norm": jnp.abs(x).mean()}
+
+    for micro_batches in (1, 2):
+        step = train.step(loss, optax.sgd(0.1), mode=mode, has_aux=True, micro_batches=micro_batches)
+        _, (_, aux) = step(step.init(start), *data())
+        np.testing.assert_allclose(aux["guess"], data()[0] @ start()["w1"], rtol=1e-4, atol=1e-5)
+        assert float(aux["norm"]) == pytest.approx(float(jnp.abs(data()[0]).mean()), rel=1e-5)
+
+
+def test_a_scalar_of_the_batch_goes_to_every_part():
+    def loss(params, x, y, scale):
+        return scale * mean_square(params, x, y)
+
+    step = train.step(loss, optax.sgd(0.1), mode="data_parallel", micro_batches=2)
+    _, value = step(step.init(start), *data(), jnp.float32(3))
+    assert float(value) == pytest.approx(3 * one_step(mean_square, mode="stand_alone")[0], rel=1e-5)
+
+
+def test_the_mode_and_the_settings_come_from_the_context():
+    with auto_parallel(parallel_mode="data_parallel", enable_parallel_optimizer=True,
+                       parallel_optimizer_config={"parallel_optimizer_threshold": 0}):  # fmt: skip
+        step = train.step(mean_square, optax.adam(1e-2))
+    _, state = run(step, steps=1)
+    assert "data_parallel" in repr(step)
+    assert not state.opt_state[0].mu["w1"].sharding.is_fully_replicated
+    assert "auto_parallel" in repr(train.step(mean_square, optax.adam(1e-2)))
+
+
+def test_the_state_is_donated_and_kept_where_asked():
+    for donate in (True, False):
+        step = train.step(mean_square, optax.adam(1e-2), mode="data_parallel", donate=donate)
+        state = step.init(start)
+        step(state, *data())
+        assert state.params["w1"].is_deleted() is donate
+
+
+def test_another_batch_size_keeps_the_layout():
+    step = train.step(mean_square, optax.adam(1e-2), mode="semi_auto_parallel", **TENSOR)
+    state, _ = step(step.init(start, *data()), *data())
+    before = state.params["w1"].sharding
+    state, _ = step(state, *data(16))
+    assert state.params["w1"].sharding.is_equivalent_to(before, 2)
+
+
+def test_a_plan_and_a_report_for_a_pod_that_is_not_here():
+    step = train.step(mean_square, optax.adam(1e-2), mode="data_parallel", device="tpu-v5e:4x4", **zero(2))
+    shapes = jax.eval_shape(lambda: train.State(start(), optax.adam(1e-2).init(start()), jnp.int32(0)))
+    batch = jax.eval_shape(data)
+    made = step.plan(shapes, *batch)
+    assert made.decision("state/opt_state/0/mu/w1").cuts == (16, 1)
+    assert [c.kind for c in price.collectives(made.flow)].count("reduce-scatter") == 3
+
+
+# ---- what is wrong
+
+WRONG = [
+    (lambda: train.step(3, 4, micro_batches=0), StrategyError, "3 problems"),
+    (lambda: train.step(mean_square, optax.sgd(1), mode="dp"), ContextError, "must be one of stand_alone"),
+    (lambda: train.step(mean_square, optax.sgd(1), nonsense=1), StrategyTypeError, "no option `nonsense`"),
+    (lambda: train.step(mean_square, optax.sgd(1), parallel_optimizer_config={"foo": 1}), ContextError, "no entry 'foo'"),
+    (lambda: train.step(mean_square, optax.sgd(1), mode="data_parallel", in_strategy=((8, 1), None)), StrategyError, "no meaning"),
+    (lambda: train.step(mean_square, optax.sgd(1), mode="auto_parallel", layerwise_parallel=("b1",)), StrategyError, "no meaning"),
+    (lambda: one_step(mean_square, mode="data_parallel", layerwise_parallel=("q",)), StrategyError, "matches no parameter"),
+    (lambda: run(train.step(mean_square, optax.sgd(1), mode="data_parallel"), batch=data(30)), StrategyError, "batch of 24"),
+    (lambda: run(train.step(mean_square, optax.sgd(1), mode="data_parallel", micro_batches=3)), StrategyError, "3 micro-batches"),
+    (lambda: run(train.step(mean_square, optax.sgd(1), mode="semi_auto_parallel", in_strategy=((2, 1),))), StrategyError, "2 entries"),
+    (lambda: run(train.step(mean_square, optax.sgd(1), mode="semi_auto_parallel", parameter_plan={"q": (1,)})), ShardError, "no array"),
+    (lambda: run(train.step(mean_square, optax.sgd(1), mode="data_parallel", **zero(1, optimizer_weight_shard_size=3))), StrategyError, "use one of 2, 4, 8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "kind", "text"), WRONG, ids=[text for *_, text in WRONG])
+def test_errors_say_what_to_do(call, kind, text):
+    with pytest.raises(kind, match=re.escape(text)) as caught:
+        call()
+    assert "fix:" in str(caught.value)
