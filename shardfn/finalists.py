@@ -19,9 +19,9 @@ from shardfn.search.problem import SPREAD, Answer, Candidate, Problem, objective
 
 def answers(problem: Problem, answer: Answer, levels: Sequence[Answer], count: int) -> tuple[tuple[str, Answer], ...]:
     """The answers to compile, by name, `count` in all: the search's own first, polished where that is better by its flow,
-    those of the other levels, the search's own in pieces, then in turn the best of what else was priced, of the plain
-    layouts on one axis, and of those on two. The flow does not always tell which of them XLA likes. Of those that cost the
-    same, the first stands for all: they compile to one program, or as good."""
+    those of the other levels and without a memory limit, what of these sends least in pieces, then in turn the best of what
+    else was priced, of the plain layouts on one axis, and of those on two. The flow does not always tell which of them XLA
+    likes. Of those that cost the same, the first stands for all: they compile to one program, or as good."""
 
     def candidate(name: str, one: Answer) -> Candidate:
         return Candidate(name, one.axes, one.specs, one.pins, problem.price(one.axes, one.specs, one.pins))
@@ -30,7 +30,8 @@ def answers(problem: Problem, answer: Answer, levels: Sequence[Answer], count: i
     better = polished(problem, first[0])
     first += [better] if objective(better.price, problem) < objective(first[0].price, problem) else []
     first += [candidate("another level's", one) for one in levels]
-    first += [in_pieces(problem, first[0]), in_pieces(problem, first[0], only_state=True)]
+    least = min(first, key=lambda c: (problem.idle(c.price.flops), c.price.bytes_sent))
+    first += [in_pieces(problem, least), in_pieces(problem, least, only_state=True)]
     single = plain.candidates(problem, pairs=False)
     double = tuple(c for c in plain.candidates(problem) if c not in single)
     others = tuple(sorted(answer.others, key=lambda c: objective(c.price, problem)))

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect
 import keyword
+import math
 import pathlib
 import sys
 import types
@@ -397,6 +398,8 @@ class ShardedFunction:
         compiled: Callable[[_Laid], Any],
     ) -> _Laid:  # fmt: skip
         levels = [find(dataclasses.replace(problem, level=other)) for other in (0, 1, 2) if other != problem.level]
+        if self.options.memory_limit is not None:  # what is best without it may fit in pieces
+            levels.append(find(dataclasses.replace(problem, memory_limit=math.inf)))
         entered = finalists.answers(problem, answer, levels, self.options.finalists)
         found = []
         for name, one in entered:
