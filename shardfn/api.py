@@ -88,10 +88,13 @@ def shard(
       device: "CPU", "GPU", "TPU", a list of devices, a mesh, or a target to plan for ("tpu-v5e:4x8").
       level: what the search makes best: 0 most compute per byte communicated, 1 least memory per device, 2 least time.
       parameter_plan: entries by path glob, `{"params/layers/*/w1": (1, 4)}`; they win over `in_strategy`.
-      search_mode: name of the search for what is left open (`search.MODES`); the context's if None.
+      search_mode: name of the search for what is left open (`search.MODES`); the context's if None. One that is named, but
+        for "auto", decides the layouts inside where no argument is open, too.
       memory_limit: bytes that one device may hold, or text such as "14GiB"; what the device has if None.
-      finalists: how many of the best plans are compiled, plain layouts among them, for the best compiled one to win.
-      time_limit: seconds after which the search answers with the best it has.
+      finalists: how many of the best plans are compiled, plain layouts among them, for the best compiled one to win; at
+        most 64.
+      time_limit: seconds after which the search answers with the best it has; what is under way then is ended, and the
+        plan's `policy` says what there was no time for. Tracing comes before.
       static_argnums, static_argnames, donate_argnums, donate_argnames: as in `jax.jit`.
       layout: a layout file by its path, a recipe by its name ("llama/fsdp-tp"), what `load` gives, or a plan: it lays
         out what no entry speaks of.
@@ -306,8 +309,8 @@ def _option_problems(options: Options) -> list[Problem]:
 
 def _bound_problems(options: Options) -> Iterator[Problem]:
     count, seconds = options.finalists, options.time_limit
-    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-        yield Problem("`finalists` must be an int from 0 up", f"finalists = {short(count)}",
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MOST_FINALISTS:
+        yield Problem(f"`finalists` must be an int from 0 to {MOST_FINALISTS}", f"finalists = {short(count)}",
                       "so many plans are compiled, and the best compiled one wins", "write 0 to compile none, or 4",
                       is_type=isinstance(count, bool) or not isinstance(count, int))  # fmt: skip
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
@@ -315,5 +318,8 @@ def _bound_problems(options: Options) -> Iterator[Problem]:
         yield Problem("`time_limit` must be a number of seconds above 0", f"time_limit = {short(seconds)}",
                       "the search answers with the best it has after so long", "write 60", is_type=not is_number)  # fmt: skip
 
+
+MOST_FINALISTS = 64
+"""A search finds about thirty plans worth compiling; each takes seconds to minutes."""
 
 _LEVELS = "write 0 for most compute per byte communicated, 1 for least memory per device, or 2 for least time"

@@ -14,7 +14,7 @@ import jax
 
 import shardfn
 from shardfn import cli_checkpoint, layoutfile
-from shardfn.cli_arguments import literal, load, made, model, shapes, tracing
+from shardfn.cli_arguments import literal, load, made, model, numbers, shapes, tracing
 from shardfn.cost.hardware import resolve
 from shardfn.errors import ShardError, StrategyError, fail
 from shardfn.layoutcheck import checked
@@ -137,7 +137,7 @@ def _add_call(command: argparse.ArgumentParser, modes: str) -> None:
     command.add_argument("--parameter-plan", metavar="DICT", help="entries by path: \"{'params/w1': (1, 4)}\"")
     command.add_argument("--layout", metavar="FILE", help='a layout file, or a recipe by its name: "llama/fsdp-tp"')
     command.add_argument(
-        "--donate", nargs="+", type=int, metavar="N", help="arguments whose memory the results take over"
+        "--donate", nargs="+", metavar="N", help="arguments whose memory the results take over: 0 1, or 0,1"
     )
     command.add_argument("--device", help="CPU, GPU, TPU, or a target to plan for, such as tpu-v5e:4x4 or cpu:64")
     command.add_argument("--level", type=int, help="what a search makes best: 0, 1 or 2")
@@ -191,7 +191,7 @@ def _call(options: argparse.Namespace, **more: Any) -> tuple[shardfn.ShardedFunc
         "out_strategy": literal(options.out_strategy, "--out-strategy"),
         "parameter_plan": literal(options.parameter_plan, "--parameter-plan"),
         "layout": options.layout,
-        "donate_argnums": options.donate,
+        "donate_argnums": None if options.donate is None else numbers(options.donate, "--donate"),
         "device": options.device,
         "level": options.level,
         "search_mode": options.search_mode,

@@ -14,7 +14,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -51,6 +51,11 @@ def load(name: str, what: str) -> Callable[..., Any]:
     if not colon or not module_name or not path:
         fail(StrategyError, f"`{name}` does not name a {what}",
              fix="write module:function, for instance jax.numpy:matmul, or file.py:function")  # fmt: skip
+    if module_name.endswith(".py") and not pathlib.Path(module_name).is_file():
+        near = sorted(path.name for path in pathlib.Path(module_name).parent.glob("*.py"))[:12]
+        fail(StrategyError, f"there is no file {module_name}", where=name,
+             why="a path is read from the directory that the command is given in",
+             fix=f"give the path of a file that is there{': ' + ', '.join(near) if near else ''}")  # fmt: skip
     try:
         if module_name.endswith(".py"):
             spec = importlib.util.spec_from_file_location(pathlib.Path(module_name).stem, module_name)
@@ -105,6 +110,20 @@ def model(name: str) -> tuple[Any, tuple[Any, ...]]:
     with tracing(name):
         tree = jax.eval_shape(arrays)
     return (functions[0], tree) if functions else (tree, ())
+
+
+def numbers(words: Sequence[str], option: str) -> tuple[int, ...]:
+    """Whole numbers, with spaces or commas between them.
+
+    >>> numbers(["0,1", "4"], "--donate")
+    (0, 1, 4)
+    """
+    text = " ".join(words)
+    try:
+        return tuple(int(word) for word in text.replace(",", " ").split())
+    except ValueError:
+        fail(StrategyError, f"{option} takes numbers of arguments", where=f"{option} {text}",
+             why="an argument is donated by its place, counted from 0", fix=f"write {option} 0 1, or {option} 0,1")  # fmt: skip
 
 
 _SHAPE = re.compile(r"\s*(?P<dtype>\w+)\s*\[(?P<dims>[\d\s,]*)\]\s*")

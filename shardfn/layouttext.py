@@ -11,7 +11,7 @@ from shardfn.context_keys import nearest
 from shardfn.decisions import Constraint
 from shardfn.errors import Problem
 from shardfn.graph.model import Spec
-from shardfn.layoutrules import SPREAD, WHOLE, Dim, LayoutFile, Rule, Source, printable
+from shardfn.layoutrules import MOST, SPREAD, WHOLE, Dim, LayoutFile, Rule, Source, printable
 
 FORMAT = "shardfn-layout"
 VERSION = 1
@@ -56,12 +56,11 @@ def parse(text: str, name: str, problems: Problems) -> LayoutFile | None:
         return None
     reader = _Reader(name, problems)
     known = {**_FIELDS, "format": None, "version": None}
-    for key in data:
-        if key not in known:
-            problems.append(
-                Problem(f"{name} has a key `{_short(key)}`, which layout files do not have", where=name,
-                        why=f"the keys are {', '.join(known)}", fix=nearest(key, known))
-            )  # fmt: skip
+    for key in [key for key in data if key not in known][:MOST]:
+        problems.append(
+            Problem(f"{name} has a key `{_short(key)}`, which layout files do not have", where=name,
+                    why=f"the keys are {', '.join(known)}", fix=nearest(_short(key), known))
+        )  # fmt: skip
     fields = {key: read(reader, data[key], key) for key, read in _FIELDS.items() if key in data}
     if len(problems) > before:
         return None

@@ -22,7 +22,7 @@ from shardfn.graph.model import Flow, Graph, Spec, axis_size, dtype_bits
 from shardfn.graph.roads import as_compiled
 from shardfn.guard import convolution_finding, wrong_convolutions
 from shardfn.layoutrules import LayoutFile, axes_on
-from shardfn.limits import within_limit
+from shardfn.limits import near_limit, within_limit
 from shardfn.pins import anchors, held_in
 from shardfn.place import Placement, expresses, finest, place
 from shardfn.plan import Plan
@@ -45,6 +45,8 @@ class Wishes:
     is_strict: bool = True
     """Whether a plan that is predicted to hold more than `memory_limit` is an error."""
     algorithm: Algorithm = dataclasses.field(default_factory=Algorithm)
+    inside: bool = False
+    """Whether the layouts inside are searched though no argument is open."""
 
 
 def place_call(
@@ -149,6 +151,7 @@ def make_plan(
         can_hold=frozenset(anchored),
         memory_limit=wishes.memory_limit if wishes.memory_limit is not None else hardware.chip.memory_bytes,
         algorithm=wishes.algorithm,
+        inside=wishes.inside,
         seconds=wishes.seconds,
     )  # fmt: skip
     answer = search(question)
@@ -208,6 +211,7 @@ def make_plan(
         constraints, answer.gap, tuple(priced.values()) if len(priced) > 1 else (),
         layout.activations if layout is not None else (), study,
     )  # fmt: skip
+    findings += near_limit(paid.memory, question.memory_limit) if wishes.is_strict else []  # else judged as compiled
     findings += [*answer.findings, *of_program(traced, hardware, inputs, answer.axes), *not_predicted(graph, flow)]
     return dataclasses.replace(made, findings=(*findings, *advice(made, study)))
 

@@ -102,10 +102,19 @@ def _candidates(plan: Plan, arrivals: Sequence[str], compared: Comparison | None
 
 def _grid(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
     rows = []
+    used = {axis.partition(":")[0] for spec in plan.flow.specs for dim in spec for axis in dim}
     for name, size, stride in strides(plan):
         walk = ", ".join(str(i * stride) for i in range(min(size, 4))) + (", …" if size > 4 else "")
         carried = [c.name for c in plan.classes if name in c.axes]
-        rows.append((name, str(size), str(stride), walk, few(carried, 3) or "nothing: it repeats"))
+        rows.append(
+            (
+                name,
+                str(size),
+                str(stride),
+                walk,
+                few(carried, 3) or ("what is inside" if name in used else "nothing: it repeats"),
+            )
+        )
     note = f"device at each place of the grid: {few(list(map(str, plan.order)), 16)}" if plan.order else ""
     if rows:
         yield table("Grid", ("axis", "size", "stride", "devices it walks", "cuts dim class"), rows, note)

@@ -398,8 +398,8 @@ class ShardedFunction:
         compiled: Callable[[_Laid], Any],
     ) -> _Laid:  # fmt: skip
         levels = [find(dataclasses.replace(problem, level=other)) for other in (0, 1, 2) if other != problem.level]
-        if self.options.memory_limit is not None:  # what is best without it may fit in pieces
-            levels.append(find(dataclasses.replace(problem, memory_limit=math.inf)))
+        if self.options.memory_limit is not None:  # what sends least without it may fit in pieces
+            levels.append(find(dataclasses.replace(problem, level=0, memory_limit=math.inf)))
         entered = finalists.answers(problem, answer, levels, self.options.finalists)
         found = []
         for name, one in entered:
@@ -516,7 +516,9 @@ def unmended(problem: Question, answer: Answer) -> Candidate | None:
 def _wishes(options: Options, current: Any) -> Wishes:
     limit = None if options.memory_limit is None else bytes_of(options.memory_limit, "memory_limit")
     assert not isinstance(limit, Problem)  # checked by `shard`
-    return Wishes(limit, options.time_limit, options.finalists <= 1, algorithm_of(current))
+    mode = options.search_mode or (current.search_mode if current.is_set("search_mode") else None)
+    inside = mode not in (None, "auto")  # which follows the cuts where nothing is left open
+    return Wishes(limit, options.time_limit, options.finalists <= 1, algorithm_of(current), inside)
 
 
 def _leaf_positions(args: Sequence[Any], statics: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:

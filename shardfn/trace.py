@@ -32,6 +32,8 @@ class Traced:
     grids: tuple[tuple[int, ...], ...]
     """Sizes of the meshes that the function itself brings along (an inner `shard`, a `shard_map`)."""
     jaxpr: Any
+    platform: str = ""
+    """What it was lowered for."""
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -47,7 +49,8 @@ class Traced:
 def trace(function: Callable[..., Any], args: Sequence[Any], static_argnums: tuple[int, ...], platform: str) -> Traced:
     """Trace and lower `function` for `platform` (as `lowering_platforms` of JAX names it).
 
-    Errors of the function itself come out as they are.
+    What calls back into Python cannot be lowered for a platform that is not here: then it is lowered for the one that is,
+    whose ops are the same but for those that a platform has of its own. Errors of the function itself come out as they are.
     """
     traced = jax.jit(function, static_argnums=static_argnums, keep_unused=True).trace(*args)
     results = tree_util.tree_map(lambda o: jax.ShapeDtypeStruct(o.shape, o.dtype), traced.out_info)
@@ -65,11 +68,17 @@ def trace(function: Callable[..., Any], args: Sequence[Any], static_argnums: tup
         shapes = [jax.ShapeDtypeStruct(c.shape, c.dtype) for c in jaxpr.consts]
         flat = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in jaxpr.in_avals]
         traced = jax.jit(lifted, keep_unused=True).trace(shapes, flat)
-    module = shardy.flat(traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo"))
+    try:
+        lowered = traced.lower(lowering_platforms=(platform,))
+    except ValueError:
+        if platform == jax.default_backend():
+            raise
+        platform, lowered = jax.default_backend(), traced.lower()
+    module = shardy.flat(lowered.compiler_ir("stablehlo"))
     graph = shardy.read_graph(module)
     dynamic = [a for i, a in enumerate(args) if i not in static_argnums]
     captured = len(graph.inputs) - len(tree_util.tree_leaves(dynamic))
-    return Traced(module, graph, captured, results, shardy.grids(module), traced.jaxpr.jaxpr)
+    return Traced(module, graph, captured, results, shardy.grids(module), traced.jaxpr.jaxpr, platform)
 
 
 def shaped(leaf: Any) -> Any:

@@ -20,6 +20,11 @@ def of_program(traced: Traced, hardware: Hardware, inputs: Sequence[Leaf], axes:
         found.append(f"no sharding rule for: {', '.join(graph.unruled)}; XLA decides there, its cost is not predicted")
     if graph.uncounted:
         found.append(f"loops of unknown length, counted once: {', '.join(graph.uncounted)}")
+    if traced.platform not in ("", hardware.platform):
+        found.append(
+            f"it calls back into Python, which cannot be lowered for {hardware.platform} from here: lowered for "
+            f"{traced.platform} instead; what the call costs, and where {hardware.platform} makes other ops, is not predicted"
+        )
     if hardware.count == 1 and any(isinstance(leaf.entry, tuple) and max(leaf.entry, default=1) > 1 for leaf in inputs):
         found.append("one device: the strategies are checked, and the function runs unsharded")
     others = [grid for grid in traced.grids if math.prod(grid) > 1 and grid != tuple(size for _, size in axes)]

@@ -163,11 +163,12 @@ def test_donated_arguments_take_no_memory_twice(capsys, tmp_path):
         "-",
     ]
     memory = []
-    for more in ([], ["--donate", "0"]):
+    for more in ([], ["--donate", "0"], ["--donate", "0,"], ["--donate", "0,1"], ["--donate", "0", "1"]):
         assert main([*args, *more]) == 0
         found = re.search(r"sent and ([\d,]+) B at the peak", capsys.readouterr().out)
         memory.append(int(found[1].replace(",", "")))
     assert memory[0] - memory[1] == 1024 * 4 // 2
+    assert set(memory[1:]) == {memory[1]}, "there is one result to take a place"
 
 
 def test_plan_of_a_sharded_function_keeps_its_options(capsys, tmp_path):
@@ -201,7 +202,10 @@ OF_THE_PLAN = {
     "fewer finalists than none": [*PLAN, "--finalists", "-1"],
     "a search that does not exist": [*PLAN, "--search-mode", "recursive"],
     "a directory that does not exist": [*PLAN, "--save", "nowhere/at/all/layout.toml"],
+    "more finalists than are worth it": [*PLAN, "--finalists", "1000000000"],
     "donating what is not there": [*PLAN, "--donate", "2"],
+    "donating what is no number": [*PLAN, "--donate", "0,a"],
+    "a file that is not there": ["plan", "models/nofile.py:step", *PLAN[2:]],
     "everything at once": [*PLAN, "--memory", "much", "--level", "3", "--time-limit", "-1", "--search-mode", "best"],
 }
 OF_THE_COMMAND = {

@@ -4,6 +4,7 @@ flow wins, and what propagation finds by itself is let go."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
@@ -31,6 +32,9 @@ brings."""
 MOST = 3
 """Of what was found, how much is priced by its flow beyond the first few, if it promises more than they turned out to hold."""
 
+KINDS = 3
+"""Of what is found at level 1: see `Found.kind`."""
+
 HELD_FIRST = frozenset({"dot_general", "convolution", "gather", "scatter", "reduce", "concatenate", "dynamic_slice"})
 """Ops whose layouts are decisions of their own; the others follow them."""
 
@@ -46,6 +50,9 @@ class Found:
     is_exact: bool = True
     is_in_pieces: bool = False
     """Whether all arguments were to be in the smallest pieces."""
+    kind: int = 0
+    """What it was looked for with: at level 1 the best of each kind are priced in turn, as the model does not tell of which
+    one the flow holds least."""
 
     @property
     def peak(self) -> float:
@@ -57,43 +64,58 @@ Mend = Callable[[Problem, Found, Candidate], Iterable[Found]]
 """What to try instead of something found whose flow holds more than the limit."""
 
 
-def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend,
-              grids: Sequence[Axes] = ()) -> Answer:  # fmt: skip
+def answer_of(
+    problem: Problem, found: Sequence[Found], what: str, mend: Mend, grids: Sequence[Axes] = (),
+    untried: Sequence[Axes] = (),
+) -> Answer:  # fmt: skip
     """The best of what was found and of the plain layouts, as their flows show, with all that is to be said of it.
+
+    After the time limit only the first thing found is priced.
 
     Args:
       problem: what is asked.
-      found: in the order in which they are to be priced; of large programs only the first few are.
+      found: best first; of large programs only the first few are priced.
       what: the name of the search.
       mend: what else to try where a flow holds more than the limit.
       grids: all that were looked at, those too of which nothing is in `found`.
+      untried: those of them that there was no time for.
     """
     rated: list[tuple[tuple[float, ...], Candidate, Found | None]] = []
     is_small = len(problem.graph.ops) <= PLAIN
-    for count, one in enumerate(found[: weighed(problem.graph)]):
-        if count >= priced(problem.graph) and not promises(problem, one, min(r[0] for r in rated)):
+    least = plain.least(problem)
+    for count, one in enumerate(_in_turn(found)[: weighed(problem)]):
+        if rated and problem.seconds_left <= 0:
+            break
+        if count >= priced(problem) and not promises(problem, one, min(r[0] for r in rated)):
+            break
             break
         made = candidate(problem, one)
         made = let_go(problem, made) if is_small else made
         rated.append((objective(made.price, problem), made, one))
-        if len(problem.graph.ops) <= LARGE and one.axes == made.axes:
+        if len(problem.graph.ops) <= LARGE and one.axes == made.axes and problem.seconds_left > 0:
             other = in_line(problem, made, layout_of(problem, one))
             if keeps(problem.flow(other.axes, other.specs, {}), problem.algorithm):
                 rated.append((objective(other.price, problem), other, one))
-        if made.price.memory.peak > problem.memory_limit:
+        if least < problem.memory_limit < made.price.memory.peak and problem.seconds_left > 0:
             for other in mend(problem, one, made):
                 made = candidate(problem, other)
                 rated.append((objective(made.price, problem), made, other))
     if len(problem.graph.ops) <= LARGE or not rated:
-        rated += [(objective(c.price, problem), c, None) for c in plain.candidates(problem, problem.level == 1)
-                  if keeps(problem.flow(c.axes, c.specs, c.pins), problem.algorithm)]  # fmt: skip
+        peak = min((made.price.memory.peak for _, made, _ in rated), default=math.inf)
+        simple = plain.candidates(problem, problem.level == 1, peak)
+        rated += [(objective(c.price, problem), c, None) for c in simple]
     if not rated:
         return propagation.search(problem)
     rated.sort(key=lambda r: r[0])
     _, best, at = rated[0]
     best = as_sliced(problem, best)
     others = tuple(c for _, c, _ in rated[1:])
-    tried = ", ".join(dict.fromkeys(shape(axes) for axes in (*(f.axes for f in found), *grids)))
+    looked = (*(f.axes for f in found), *(axes for axes in grids if axes not in untried))
+    tried = ", ".join(dict.fromkeys(map(shape, looked)))
+    if untried:
+        tried += f"; not in {problem.seconds:g} s: {', '.join(map(shape, untried))}"
+    elif problem.seconds_left <= 0:
+        tried += f"; {problem.seconds:g} s were over before all was tried"
     runner = f"{others[0].name}: {figures(others[0].price)} against {figures(best.price)}" if others else ""
     if at is None:
         best = let_go(problem, best)
@@ -104,7 +126,7 @@ def answer_of(problem: Problem, found: Sequence[Found], what: str, mend: Mend,
         reasons = tuple("" if given is not None else reason for given in problem.specs)
         return Answer(best.axes, best.specs, reasons, policy, runner, pins=best.pins, others=others)
     best = best if is_small else let_go(problem, best)
-    gap = _gap(problem, at, found)
+    gap = _gap(problem, at, found) if not untried else None
     proof = "no bound of how far from the optimum" if gap is None else (
         "proved" if gap == 0 else f"within {gap:.1%} of the optimum")  # fmt: skip
     grid = " x ".join(f"{name}={size}" for name, size in best.axes)
@@ -142,14 +164,19 @@ def shape(axes: Axes) -> str:
     return "x".join(str(size) for _, size in axes) or "1"
 
 
-def weighed(graph: Graph) -> int:
+def weighed(problem: Problem) -> int:
     """How many of what was found may be priced: the first few, and what promises more than they turned out to hold."""
-    return max(priced(graph), MOST if len(graph.ops) <= LARGE else 1)
+    return max(priced(problem), MOST if len(problem.graph.ops) <= LARGE else 1)
 
 
-def priced(graph: Graph) -> int:
-    """How many flows are priced: fewer for larger programs, whatever the machine."""
-    return max(1, min(6, 2000 // max(1, len(graph.ops))))
+def priced(problem: Problem) -> int:
+    """How many flows are priced: fewer for larger programs, whatever the machine; at level 1 one of each kind."""
+    return max(KINDS if problem.level == 1 else 1, min(6, 2000 // max(1, len(problem.graph.ops))))
+
+
+def _in_turn(found: Sequence[Found]) -> list[Found]:
+    kinds = ([f for f in found if f.kind == kind] for kind in range(KINDS))
+    return [f for row in itertools.zip_longest(*kinds) for f in row if f is not None]
 
 
 def layout_of(problem: Problem, found: Found) -> Callable[[int], Spec]:
@@ -186,7 +213,7 @@ def candidate(problem: Problem, found: Found) -> Candidate:
 
 def let_go(problem: Problem, best: Candidate) -> Candidate:
     """The same without the pins that propagation does not need, if the flow stays as good."""
-    if not best.pins:
+    if not best.pins or problem.seconds_left <= 0:
         return best
     aim = objective(best.price, problem)
     alone = dataclasses.replace(best, pins={}, price=problem.price(best.axes, best.specs, {}))

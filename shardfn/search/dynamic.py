@@ -27,7 +27,10 @@ SLACK = 1.02
 """At level 1, how much above the least peak of the model the cheapest labelling is looked for."""
 
 STEPS, WITHIN = 40, 2.0
-"""Steps towards the least peak, and seconds for one search within a limit."""
+"""Steps towards the least peak, and seconds for one search within a limit that a flow has shown to be too tight."""
+
+NEAR = Effort(rounds=2, steps=10, neighbourhoods=4, parts=1, close=0.1)
+"""Near the least peak, where any labelling is dear: how close to the cheapest one is of little worth."""
 
 WORTH = 0.95
 """Of the least cost: what a grid must promise to be looked at again."""
@@ -45,27 +48,33 @@ def search(problem: Problem) -> Answer:
     if not problem.is_open:
         return propagation.search(problem)
     tried = grids(problem)
-    found = on_grids(problem, tried, ())
+    found, untried = on_grids(problem, tried, ())
     if found and not problem.axes and len(problem.graph.ops) <= THREE_AXES:
         more = finer(problem, min(found, key=lambda f: order(problem, f)).axes)
-        tried, found = tried + more, found + on_grids(problem, more, found)
+        again, left = on_grids(problem, more, found)
+        tried, found, untried = tried + more, found + again, untried + left
     found = sorted(settled(problem, found), key=lambda f: order(problem, f))
-    return answer_of(problem, found, "exact search", mended, tried)
+    return answer_of(problem, found, "exact search", mended, tried, untried)
 
 
-def on_grids(problem: Problem, tried: Sequence[Axes], before: Sequence[Found]) -> list[Found]:
-    """What is best on each grid, those left out that can't be among the first ones to be priced.
+def on_grids(problem: Problem, tried: Sequence[Axes], before: Sequence[Found]) -> tuple[list[Found], list[Axes]]:
+    """What is best on each grid, and the grids that the time limit leaves no time for, unless nothing is found yet.
 
-    The grids of the most equal sizes go first: often the best are among them.
+    The grids of the most equal sizes go first: often the best are among them. What can't be among the first ones to be
+    priced is left out. A grid may take half of the time that is left, the last one all of it.
     """
     made: dict[Axes, list[Found]] = {}
-    most = weighed(problem.graph)
-    for axes in sorted(tried, key=lambda axes: sum(size for _, size in axes)):
+    most = weighed(problem)
+    turn = sorted(tried, key=lambda axes: sum(size for _, size in axes))
+    for number, axes in enumerate(turn):
         known = [*before, *(f for some in made.values() for f in some)]
+        if problem.seconds_left <= 0 and known:
+            break
         fit = sorted(f.solution.cost for f in known if f.peak <= problem.memory_limit)
         ceiling = fit[most - 1] if problem.level == 2 and len(fit) >= most else math.inf
-        made[axes] = list(on_grid(problem, axes, ceiling=ceiling))
-    return [f for axes in tried for f in made[axes]]
+        asked = problem.hurried(0.5) if number + 1 < len(turn) else problem
+        made[axes] = list(on_grid(asked, axes, ceiling=ceiling))
+    return [f for axes in tried for f in made.get(axes, ())], [axes for axes in tried if axes not in made]
 
 
 def settled(problem: Problem, found: Sequence[Found]) -> list[Found]:
@@ -87,6 +96,8 @@ def order(problem: Problem, found: Found) -> tuple[float, ...]:
     if problem.level == 0:
         made = totals(found.space, found.solution.choice)
         return over, problem.idle(made.flops), made.sent, len(found.axes)
+    if problem.level == 1:
+        return over, found.peak, found.solution.cost, len(found.axes)
     return over, found.solution.cost, len(found.axes)
 
 
@@ -140,14 +151,16 @@ def on_grid(problem: Problem, axes: Axes, chosen: Sequence[Array] | None = None,
             ceiling: float = math.inf) -> Iterator[Found]:  # fmt: skip
     """The optimum on one grid, and where memory counts what else may have the least, or fit the limit.
 
-    At level 2, nothing where all costs more than `ceiling`.
+    At level 1 that is the fastest and what sends least with the arguments in pieces, and what is near the least peak;
+    at level 2, nothing where all costs more than `ceiling`.
     """
     given = {v: spec for v, spec in zip(problem.inputs, problem.specs, strict=True) if spec is not None}
     grid = Grid.on(problem.hardware, axes)
     space = build(problem.graph, grid, given, problem.results, problem.same_as, chosen, problem.facts)
 
-    def asked(spread: float = 1.0) -> tuple[Labelling, float]:
-        return narrowed(labelling_of(space, problem, spread), space, problem.graph, grid.sizes, problem.algorithm)
+    def asked(spread: float = 1.0, level: int = problem.level) -> tuple[Labelling, float]:
+        labels = labelling_of(space, dataclasses.replace(problem, level=level), spread)
+        return narrowed(labels, space, problem.graph, grid.sizes, problem.algorithm)
 
     def solved(labels: Labelling, lost: float, cut: bool = False) -> Found:
         effort = FIRST if problem.level == 2 else EFFORT
@@ -155,10 +168,14 @@ def on_grid(problem: Problem, axes: Axes, chosen: Sequence[Array] | None = None,
 
     if problem.level == 1:
         labels, lost = asked()
-        yield from _possible(solved(in_pieces(labels, space), lost, True))
+        yield from _possible(dataclasses.replace(solved(in_pieces(labels, space), lost, True), kind=1))
+        sends = solved(in_pieces(asked(SPREADS[0], 0)[0], space), 0.0, True)
+        priced = dataclasses.replace(sends.solution, cost=cost_of(labels, sends.solution.choice))
+        yield from _possible(dataclasses.replace(sends, labels=labels, solution=priced, kind=2))
         least = least_peak(labels, _left(problem), STEPS)
         if least is not None:
-            yield _within(Found(axes, space, labels, _held(least, labels)), SLACK * least.peak, problem)
+            near = Found(axes, space, labels, _held(least, labels))
+            yield _within(near, SLACK * least.peak, problem, _left(problem), NEAR)
         return
     if math.isfinite(ceiling):
         labels, lost = asked()
@@ -192,18 +209,19 @@ def _left(problem: Problem) -> float:
 def mended(problem: Problem, found: Found, made: Candidate) -> Iterator[Found]:
     """Where the flow holds more than the limit: what the model finds with the arguments in pieces, and within a limit that
     allows for the difference between them."""
+    if problem.level == 1:  # where all of this is tried anyway
+        return
     if not found.is_in_pieces:
         pieces = in_pieces(found.labels, found.space)
         solution = solve(pieces, _left(problem), EFFORT)
         yield from _possible(dataclasses.replace(found, labels=pieces, solution=solution, is_in_pieces=True))
-    if problem.level != 1:
-        yield _within(found, 0.98 * problem.memory_limit / made.price.memory.peak * found.peak, problem)
+    limit = 0.98 * problem.memory_limit / made.price.memory.peak * found.peak
+    yield _within(found, limit, problem, min(_left(problem), WITHIN))
 
 
-def _within(found: Found, limit: float, problem: Problem) -> Found:
+def _within(found: Found, limit: float, problem: Problem, seconds: float, effort: Effort | None = None) -> Found:
     """The cheapest labelling on a grid that holds at most `limit`, or one of the least peak where none does."""
-    seconds = min(_left(problem), WITHIN)
-    solution = solve(dataclasses.replace(found.labels, limit=limit), seconds)
+    solution = solve(dataclasses.replace(found.labels, limit=limit), seconds, effort)
     if solution.feasible:
         return dataclasses.replace(found, solution=solution)
     least = least_peak(found.labels, seconds, STEPS)

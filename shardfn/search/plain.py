@@ -4,6 +4,7 @@ search's own plans: among the finalists, at level 1, and wherever the program is
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,31 +12,106 @@ from collections.abc import Iterator, Mapping, Sequence
 from shardfn.cost.fusion import CHEAP, COSTLY
 from shardfn.cuts import divisors
 from shardfn.graph.model import Pin, Spec
+from shardfn.search.facts import bytes_of
+from shardfn.search.filters import keeps
 from shardfn.search.grid import Axes
 from shardfn.search.problem import Candidate, Pins, Problem, objective
 
 MOST, SMALL = 3, 500
 """Classes, the heaviest first; so many only of programs of up to `SMALL` ops, else two."""
 
+FEWEST, OPS = 5, 9_000
+"""Layouts that are priced at level 1: this many, and more as long as their flows have no more ops than that together."""
 
-def candidates(problem: Problem, pairs: bool = True) -> tuple[Candidate, ...]:
+
+def candidates(problem: Problem, pairs: bool = True, below: float = math.inf) -> tuple[Candidate, ...]:
     """The plain layouts of the heaviest dim classes, priced by their flow, best first; the user's own layouts stay.
+
+    At level 1 those are priced first that promise the least memory, of large programs only the first few, and none that
+    holds more than another in its arguments and results alone. After the time limit no more are priced. What the
+    algorithm parameters rule out is left out.
 
     Args:
       problem: what is asked.
       pairs: whether grids of two axes are among them.
+      below: bytes at the peak of what was found already.
     """
     if problem.axes or not problem.is_open:
         return ()
-    layouts = {
-        (axes, specs, tuple(pins)): (name, axes, specs, pins) for name, axes, specs, pins in _layouts(problem, pairs)
-    }
-    found = [Candidate(name, axes, specs, pins, problem.price(axes, specs, pins))
-             for name, axes, specs, pins in layouts.values()]  # fmt: skip
+    every = {(one.axes, one.specs, tuple(one.pins.items())): one for one in reversed(list(_layouts(problem, pairs)))}
+    layouts = list(every.values())[::-1]
+    if problem.level == 1:
+        layouts.sort(key=lambda one: promised(problem, one))
+        layouts = layouts[: max(FEWEST, OPS // max(1, len(problem.graph.ops)))]
+    found: list[Candidate] = []
+    for one in layouts:
+        if problem.seconds_left <= 0:
+            break
+        if problem.level != 1 or held(problem, one) < below:
+            price = problem.price(one.axes, one.specs, one.pins)
+            if keeps(problem.flow(one.axes, one.specs, one.pins), problem.algorithm):
+                found.append(Candidate(one.name, one.axes, one.specs, one.pins, price))
+                below = min(below, price.memory.peak)
     return tuple(sorted(found, key=lambda c: objective(c.price, problem)))
 
 
-def _layouts(problem: Problem, pairs: bool) -> Iterator[tuple[str, Axes, tuple[Spec, ...], Pins]]:
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A plain layout: dim classes cut over axes, all else whole or in pieces."""
+
+    name: str
+    axes: Axes
+    cut: Mapping[int, str]
+    specs: tuple[Spec, ...]
+    pins: Pins
+
+
+def held(problem: Problem, layout: Layout) -> int:
+    """Bytes that arguments, and results that lie as they do or as the user said, take on one device."""
+    sizes = dict(layout.axes)
+    arguments = dict(zip(problem.inputs, layout.specs, strict=True))
+    results = dict(problem.results) | {v: arguments[source] for v, source in problem.same_as.items()}
+
+    def on_one(laid: Mapping[int, Spec]) -> int:
+        return sum(
+            math.ceil(bytes_of(problem.graph.values[v]) / math.prod(sizes[a] for dim in spec for a in dim))
+            for v, spec in laid.items()
+        )
+
+    given = on_one({v: spec for v, spec in arguments.items() if v in problem.donated})
+    return on_one(arguments) + max(0, on_one(results) - given)
+
+
+def least(problem: Problem) -> float:
+    """Bytes that one device holds at least whatever the layout: an even share of the arguments, and of what results there
+    are that do not take their place."""
+    sizes = [bytes_of(problem.graph.values[v]) for v in problem.inputs]
+    given = sum(size for v, size in zip(problem.inputs, sizes, strict=True) if v in problem.donated)
+    results = sum(bytes_of(problem.graph.values[v]) for v in (*problem.results, *problem.same_as))
+    return (sum(sizes) + max(0.0, results - given)) / problem.devices
+
+
+def promised(problem: Problem, layout: Layout) -> float:
+    """About what a layout holds at the peak: `held`, and the program's temporaries with their classes cut."""
+    sizes, values = dict(layout.axes), problem.graph.values
+
+    def ways(value: int) -> int:
+        cut: dict[str, int] = {}
+        for size, class_ in zip(values[value].shape, problem.tied[value], strict=True):
+            axis = layout.cut.get(class_)
+            if axis is not None and size % sizes[axis] == 0:
+                cut.setdefault(axis, sizes[axis])
+        return math.prod(cut.values())
+
+    change: dict[int, float] = {}
+    for place in problem.facts.places:
+        size = place.bytes / min(map(ways, place.values), default=1)
+        change[place.start] = change.get(place.start, 0.0) + size
+        change[place.end + 1] = change.get(place.end + 1, 0.0) - size
+    return held(problem, layout) + max(itertools.accumulate(change[tick] for tick in sorted(change)), default=0.0)
+
+
+def _layouts(problem: Problem, pairs: bool) -> Iterator[Layout]:
     n = problem.devices
     open_ = {c for classes, spec in zip(problem.classes, problem.specs, strict=True) if spec is None for c in classes}
     heaviest = sorted(open_, key=lambda c: (-problem.weights.get(c, 0), c))
@@ -62,15 +138,15 @@ STATE, ALL = "what only the update reads", "all else"
 ZeRO-1 lays out an optimizer's state), or everything (as fully sharded data parallel lays out weights)."""
 
 
-def _each(problem: Problem, axes: Axes, cut: Mapping[int, str]) -> Iterator[tuple[str, Axes, tuple[Spec, ...], Pins]]:
+def _each(problem: Problem, axes: Axes, cut: Mapping[int, str]) -> Iterator[Layout]:
     sizes, every = dict(axes), tuple(name for name, _ in axes)
     name = ", ".join(f"{_name(problem, c)} cut {sizes[axis]} ways" for c, axis in cut.items())
-    yield name, axes, _laid(problem, axes, cut), {}
+    yield Layout(name, axes, cut, _laid(problem, axes, cut), {})
     kinds = [(STATE, every[:1])] * any(is_state(problem)) + [(ALL, every[:1]), (ALL, every)]
     for pieces, over in dict.fromkeys(kinds):
         count = math.prod(sizes[axis] for axis in over)
         laid = _laid(problem, axes, cut, pieces, over)
-        yield f"{name}, {pieces} in {count} pieces", axes, laid, _held(problem, axes, cut)
+        yield Layout(f"{name}, {pieces} in {count} pieces", axes, cut, laid, _held(problem, axes, cut))
 
 
 def _held(problem: Problem, axes: Axes, cut: Mapping[int, str]) -> Pins:

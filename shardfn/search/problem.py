@@ -74,6 +74,8 @@ class Problem:
     memory_limit: float = math.inf
     """Bytes per device."""
     algorithm: Algorithm = Algorithm()
+    inside: bool = False
+    """Whether the layouts inside are searched though no argument is open: a search was named."""
     seconds: float = 60.0
     """After which a search answers with the best it has."""
     begun: float = dataclasses.field(default_factory=time.monotonic)
@@ -111,6 +113,10 @@ class Problem:
         """Until the time limit."""
         return max(0.0, self.begun + self.seconds - time.monotonic())
 
+    def hurried(self, share: float) -> Problem:
+        """The same with only a share of the time that is left."""
+        return dataclasses.replace(self, begun=time.monotonic(), seconds=share * self.seconds_left)
+
     def idle(self, flops: float) -> float:
         """How much of one device's work is more than spreading it evenly would leave, in hundredths; up to a tenth is
         none."""
@@ -119,7 +125,7 @@ class Problem:
     @property
     def is_open(self) -> bool:
         """Whether there is anything to search."""
-        return self.devices > 1 and any(spec is None for spec in self.specs)
+        return self.devices > 1 and (self.inside or any(spec is None for spec in self.specs))
 
 
 @dataclasses.dataclass(frozen=True)

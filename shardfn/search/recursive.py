@@ -29,7 +29,10 @@ def search(problem: Problem) -> Answer:
         return propagation.search(problem)
     axes = problem.axes or tuple((f"x{i}", p) for i, p in enumerate(sorted(primes(problem.devices), reverse=True)))
     starts = dict.fromkeys((problem.level, 1))
-    found = [one for first in starts if (one := divided(problem, axes, first)) is not None]
+    found: list[Found] = []
+    for first in starts:
+        if not found or problem.seconds_left > 0:
+            found += [one] if (one := divided(problem, axes, first)) is not None else []
     found.sort(key=lambda f: order(problem, f))
     return answer_of(problem, found, "recursive search", mended)
 
@@ -48,9 +51,11 @@ def divided(problem: Problem, axes: Axes, first: int) -> Found | None:
     for _ in range(SWEEPS):
         before = found.solution.cost if found else 0.0
         for column in range(len(axes)):
+            if problem.seconds_left <= 0:
+                break
             assert rows is not None
             better = _best(problem, axes, [_free(row, column) for row in rows])
-            if better is not None and problem.seconds_left > 0:
+            if better is not None:
                 found, rows = better, _rows(better)
         if found is None or found.solution.cost >= before * (1 - 1e-6):
             break

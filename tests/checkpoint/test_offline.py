@@ -225,7 +225,7 @@ def test_command_line(saved, state, layout, tmp_path, capsys, golden):
 
 def test_the_command_needs_no_devices(saved, layout, tmp_path):
     done = subprocess.run([sys.executable, "-m", "shardfn", "checkpoint", "relayout", str(saved), str(tmp_path / "out"),
-                           "--layout", str(layout)], env={"PATH": "/usr/bin:/bin", "PYTHONPATH": "."}, capture_output=True,
+                           "--layout", str(layout)], env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ".", "NPROC": "8", "JAX_NUM_CPU_DEVICES": "1"}, capture_output=True,
                           text=True, timeout=120)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "laid out for 8 devices" in done.stdout

@@ -111,7 +111,7 @@ def test_grids_left_out_early_are_not_among_the_first(most, monkeypatch):
 
     def best(count):
         monkeypatch.setattr(dynamic, "weighed", lambda graph: count)
-        found = dynamic.on_grids(problem, tried, ())
+        found, _ = dynamic.on_grids(problem, tried, ())
         ranked = sorted(found, key=lambda f: dynamic.order(problem, f))
         return len(found), [(f.axes, f.solution.choice) for f in ranked[:most]]
 
@@ -122,6 +122,6 @@ def test_grids_left_out_early_are_not_among_the_first(most, monkeypatch):
 def test_a_cheap_grid_leaves_dear_ones_out(monkeypatch):
     problem = problem_of(*PROGRAMS["gradient"], device="h100:4")
     monkeypatch.setattr(dynamic, "weighed", lambda graph: 1)
-    (found,) = dynamic.on_grids(problem, dynamic.grids(problem)[:1], ())
+    (found,), _ = dynamic.on_grids(problem, dynamic.grids(problem)[:1], ())
     before = [dataclasses.replace(found, solution=dataclasses.replace(found.solution, cost=found.solution.cost / 2))]
-    assert dynamic.on_grids(problem, dynamic.grids(problem), before) == []
+    assert dynamic.on_grids(problem, dynamic.grids(problem), before) == ([], [])

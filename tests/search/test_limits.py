@@ -1,14 +1,22 @@
 """Memory limits: how they are written, plans that keep them, and the error where none does."""
 
+import dataclasses
 import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import shardfn
+from examples.models import abstract, mlp
 from shardfn.amounts import bytes_of
+from shardfn.cost.memory import Memory
 from shardfn.errors import Problem, ShardError
+from shardfn.limits import within_limit
+from shardfn.search.problem import Answer
 from tests.search.asking import S, two_layers
 
 ARGS = S((64, 1024), jnp.float32), S((1024, 4096), jnp.float32), S((4096, 1024), jnp.float32)
@@ -18,6 +26,20 @@ TRAINED = {"device": "h100:8", "donate_argnums": (0, 1)}
 def step(w1, w2, x):
     grads = jax.grad(lambda w: (two_layers(x, *w) ** 2).mean())((w1, w2))
     return w1 - 0.1 * grads[0], w2 - 0.1 * grads[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """As much of a problem as a limit looks at; the least memory is what an answer's pins say."""
+
+    level: int
+    memory_limit: float
+    price: Callable[..., Any]
+    is_open: bool = True
+    names: tuple[str, ...] = ("x",)
+
+    def flow(self, axes, specs, pins):
+        return SimpleNamespace(graph=SimpleNamespace(inputs=(0,), ops=()), local_bytes=lambda v: 4)
 
 
 STEP = ARGS[1], ARGS[2], S((64, 1024), jnp.float32)
@@ -68,12 +90,54 @@ def test_a_limit_that_data_parallel_does_not_keep(mode, level):
 def test_a_limit_that_nothing_keeps(mode):
     with pytest.raises(ShardError, match=r"at most 1,000,000 bytes per device") as error:
         shardfn.plan(two_layers, *ARGS, level=2, search_mode=mode, memory_limit="1MB", device="h100:8")
-    text = str(error.value)
-    least = int(re.search(r"the least found is ([\d,]+) bytes", text)[1].replace(",", ""))
+    text, least = str(error.value), least_of(error)
     assert least > 1e6
     assert "`w1` " in text and "`w2` " in text, "the largest tensors are named"
     made = shardfn.plan(two_layers, *ARGS, level=2, search_mode=mode, memory_limit=least, device="h100:8")
     assert made.price.memory.peak <= least
+
+
+def least_of(error):
+    found = re.search(r"the least found is ([\d,]+) bytes", str(error.value))
+    assert found
+    return int(found[1].replace(",", ""))
+
+
+@pytest.mark.parametrize(("level", "share"), [(0, 0.9), (1, 0.1), (2, 0.9)])
+def test_the_limit_that_an_error_names_is_kept(level, share):
+    """Far below what can be kept, and near it, where much else is tried."""
+    function, args = abstract(mlp.make, batch=64, train=True)
+    options = {"level": level, "device": "cpu:8"}
+    bound = shardfn.plan(function, *args, **options | {"level": 1}).price.memory.peak
+    with pytest.raises(ShardError, match="memory_limit") as error:
+        shardfn.plan(function, *args, memory_limit=share * bound, **options)
+    least = least_of(error)
+    assert least <= bound, "level 1 alone finds no less"
+    made = shardfn.plan(function, *args, memory_limit=least, **options)
+    assert made.price.memory.peak <= least
+    assert f"memory_limit={least}" in str(error.value)
+
+
+def test_what_only_a_limit_finds_is_named_if_it_is_found_again():
+    """A search that holds less the lower the limit is: the error names what it keeps, else what level 1 does."""
+
+    def search_that(gives):
+        def found(problem: Any) -> Answer:
+            peak = gives(problem)
+            pins: Any = {0: peak}
+            return Answer((), (), (), "", pins=pins)
+
+        return found
+
+    def problem(level, limit) -> Any:
+        price = lambda axes, specs, pins: SimpleNamespace(memory=Memory(pins[0], 0, 0))  # noqa: E731
+        return Asked(level, limit, price)
+
+    never = search_that(lambda p: 100 if p.level == 1 else 80 if p.memory_limit < 80 else 300)
+    always = search_that(lambda p: 100 if p.level == 1 else 80)
+    for found, told in ((never, 100), (always, 80)):
+        with pytest.raises(ShardError, match=f"memory_limit={told}$"):
+            within_limit(problem(0, 50), found(problem(0, 50)), found)
 
 
 def test_cuts_that_the_user_gave_are_not_weakened_for_a_limit():

@@ -164,3 +164,34 @@ def test_every_process_makes_the_same_plan():
         )
         texts.add(done.stdout)
     assert len(texts) == 1 and "two_layers" in texts.pop()
+
+
+ALL_GIVEN = {"in_strategy": ((2, 1), (1, 1), (1, 1)), "level": 2}
+WIDE = (S((4096, 1024), jnp.float32), S((1024, 4096), jnp.float32), S((4096, 1024), jnp.float32))
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_a_search_that_is_named_decides_the_ops_inside_where_every_argument_is_given(mode):
+    follows = shardfn.plan(two_layers, *WIDE, device="h100:8", **ALL_GIVEN)
+    assert follows.policy == "nothing was open" and not follows.constraints
+    made = shardfn.plan(two_layers, *WIDE, device="h100:8", search_mode=mode, **ALL_GIVEN)
+    assert [(d.cuts, d.source) for d in made.inputs] == [(c, "you") for c in ALL_GIVEN["in_strategy"]]
+    assert made.price.flops == follows.price.flops / 4, "all eight devices work, where two groups of four did the same"
+    assert made.price.time_s < follows.price.time_s
+    assert made.constraints and not made.policy.startswith("nothing")
+    with shardfn.auto_parallel(search_mode=mode):
+        assert shardfn.plan(two_layers, *WIDE, device="h100:8", **ALL_GIVEN) == made
+    sharded, args = shardfn.shard(two_layers, search_mode=mode, **ALL_GIVEN), PROGRAMS["two layers"][1].values()
+    np.testing.assert_allclose(sharded(*args), two_layers(*args), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_result_that_is_given_stays_where_only_the_inside_is_searched(level):
+    options = ALL_GIVEN | {"level": level, "out_strategy": ((1, 4),), "device": "h100:8"}
+    made = shardfn.plan(two_layers, *WIDE, search_mode="dynamic_programming", **options)
+    assert [d.cuts for d in (*made.inputs, *made.outputs)] == [(2, 1), (1, 1), (1, 1), (1, 4)]
+
+
+def test_auto_follows_the_cuts_by_its_name_too():
+    for options in ({"search_mode": "auto"}, {}):
+        assert shardfn.plan(two_layers, *WIDE, device="h100:8", **ALL_GIVEN, **options).policy == "nothing was open"
