@@ -18,10 +18,10 @@ from shardfn.search.problem import SPREAD, Answer, Candidate, Problem, objective
 
 
 def answers(problem: Problem, answer: Answer, levels: Sequence[Answer], count: int) -> tuple[tuple[str, Answer], ...]:
-    """The answers to compile, by name, `count` in all: the search's own first, polished where that is better by its flow,
-    those of the other levels, and of level 0 without a memory limit, what of these sends least in pieces, then in turn the best of what
-    else was priced, of the plain layouts on one axis, and of those on two. The flow does not always tell which of them XLA
-    likes. Of those that cost the same, the first stands for all: they compile to one program, or as good."""
+    """The answers to compile, by name, `count` in all: the search's own first, polished where that is better by its flow;
+    those of the other levels, and of level 0 without a memory limit; what of these sends least, in pieces; then in turn the
+    best of what else was priced, of the plain layouts on one axis, and of those on two. The flow does not always tell which
+    of them XLA likes. Of those that cost the same, the first stands for all: they compile to one program, or as good."""
 
     def candidate(name: str, one: Answer) -> Candidate:
         return Candidate(name, one.axes, one.specs, one.pins, problem.price(one.axes, one.specs, one.pins))
