@@ -155,7 +155,7 @@ def make_plan(
         seconds=wishes.seconds,
     )  # fmt: skip
     answer = search(question)
-    if wishes.memory_limit is not None:
+    if wishes.memory_limit is not None and wishes.is_strict:
         answer = within_limit(question, answer, again or search, wishes.is_strict)
     findings: list[str] = []
     if layout is not None and hardware.count > 1:
