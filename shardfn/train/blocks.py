@@ -219,11 +219,12 @@ def _alike(a: Any, b: Any, depth: int = 6) -> bool:
     """Whether two parameters whose texts are equal mean the same: functions by their code and what they close over."""
     if a is b or depth == 0:
         return True
-    if isinstance(a, core.ClosedJaxpr) and isinstance(b, core.ClosedJaxpr):
-        return all(x is y for x, y in zip(a.consts, b.consts, strict=True)) and _alike(a.jaxpr, b.jaxpr, depth)
-    if isinstance(a, core.Jaxpr) and isinstance(b, core.Jaxpr):
+    if isinstance(a, core.ClosedJaxpr | core.Jaxpr) and type(a) is type(b):
+        consts = zip(getattr(a, "consts", ()), getattr(b, "consts", ()), strict=True)
         pairs = zip(a.eqns, b.eqns, strict=True)
-        return all(_alike(e.params[k], f.params.get(k), depth) for e, f in pairs for k in e.params)
+        return all(x is y for x, y in consts) and all(
+            _alike(e.params[k], f.params.get(k), depth) for e, f in pairs for k in e.params
+        )
     if isinstance(a, types.FunctionType) and isinstance(b, types.FunctionType):
         if a.__code__ is not b.__code__ or not _alike(a.__defaults__, b.__defaults__, depth - 1):
             return False
