@@ -14,7 +14,7 @@ SHARDY = "shardfn.graph.shardy"
 # A module may import only modules of the rows above its own. A new file gets a place here.
 LAYERS = (
     ("errors",),
-    ("cost.chips",),
+    ("cost.chips", "extras"),
     ("cost.links",),
     ("layout", "graph.model", "cost.hardware", "cost.collectives", "progress", "amounts"),
     (
@@ -90,7 +90,7 @@ LAYERS = (
     ("train.lay",),
     ("train.step",),
     ("train",),
-    ("checkpoint.chunks", "checkpoint.extra"),
+    ("checkpoint.chunks",),
     ("checkpoint.contents", "checkpoint.tensorfiles"),
     ("checkpoint.leaves", "checkpoint.stored", "checkpoint.where"),
     ("checkpoint.arrays",),

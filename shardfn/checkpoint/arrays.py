@@ -23,9 +23,9 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from shardfn.checkpoint.chunks import Box, covering, volume, whole
 from shardfn.checkpoint.contents import Entry
-from shardfn.checkpoint.extra import need
 from shardfn.checkpoint.leaves import folder
 from shardfn.errors import CheckpointFileError, Problem, fail
+from shardfn.extras import need
 
 READ_BYTES = 1 << 30
 """Bytes of arrays that are on their way from disk at any time; a single array may be larger."""
@@ -65,12 +65,12 @@ def open_array(directory: pathlib.Path, entry: Entry, write: bool = False) -> An
         "open": True,
         "create": write,
     }
-    return need("tensorstore").open(spec)
+    return need("tensorstore", "checkpoint").open(spec)
 
 
 def bytes_read() -> int:
     """Bytes that this process has read from files of arrays since it started, as TensorStore counts them."""
-    rows = need("tensorstore").experimental_collect_matching_metrics(COUNTERS + "bytes_read")
+    rows = need("tensorstore", "checkpoint").experimental_collect_matching_metrics(COUNTERS + "bytes_read")
     return sum(int(value["value"]) for row in rows for value in row["values"])
 
 
@@ -169,7 +169,7 @@ def _reads(directory: pathlib.Path, want: Wanted) -> dict[Any, Any]:
     try:
         store = open_array(directory, entry).result()
         if jnp.dtype(want.dtype) != entry.numpy_dtype:
-            store = need("tensorstore").cast(store, jnp.dtype(want.dtype).name)
+            store = need("tensorstore", "checkpoint").cast(store, jnp.dtype(want.dtype).name)
     except (ValueError, OSError) as error:
         return {(): Failed(error)}
     return {key: store[tuple(slice(*ends) for ends in key)].read() for key in want.boxes}

@@ -11,12 +11,13 @@ from typing import Any
 
 import jax
 
-from shardfn.checkpoint import arrays, extra, offline, restoring
+from shardfn.checkpoint import arrays, offline, restoring
 from shardfn.checkpoint.chunks import Chunks
 from shardfn.checkpoint.contents import Entry
 from shardfn.checkpoint.stored import look, place
 from shardfn.checkpoint.tensorfiles import CODES, INDEX, SUFFIX, Planned, rows_of, shared_out, tensors, written
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem
+from shardfn.extras import need
 
 FILE_BYTES = 5 << 30
 
@@ -51,7 +52,7 @@ def export_safetensors(
       CheckpointError: dtypes that safetensors does not have, names that would be alike, no such step.
       CheckpointFileError: damaged files, by name; a full disk.
     """
-    extra.need("tensorstore")
+    need("tensorstore", "checkpoint")
     bound, most = offline.limit(memory), offline.limit(file_bytes)
     folder, _, contents = look(path, step)
     one = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
@@ -104,7 +105,7 @@ def _write(out: Any, folder: pathlib.Path, row: restoring.Chosen, bound: int) ->
     try:
         store = arrays.open_array(folder, entry).result()
         if str(row.dtype) != entry.dtype:
-            store = extra.need("tensorstore").cast(store, str(row.dtype))
+            store = need("tensorstore", "checkpoint").cast(store, str(row.dtype))
         most = int(bound // offline.SHARE / max(entry.itemsize, row.dtype.itemsize))
         for box in rows_of(entry.shape, most, entry.chunks.chunk[0] if entry.shape else 1):
             out.write(store[box].read().result().tobytes())
@@ -140,7 +141,7 @@ def import_safetensors(
       CheckpointFileError: files that are missing, cut short, or no safetensors; a full disk.
       ShardError: a layout that does not fit the arrays.
     """
-    extra.need("tensorstore")
+    need("tensorstore", "checkpoint")
     bound = offline.limit(memory)
     found = tensors(source)
     entries = []

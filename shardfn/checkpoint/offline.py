@@ -15,12 +15,13 @@ import jax
 
 from shardfn import layoutfile
 from shardfn.amounts import bytes_of
-from shardfn.checkpoint import arrays, extra, restoring, where
+from shardfn.checkpoint import arrays, restoring, where
 from shardfn.checkpoint.chunks import Box, chunks, volume
 from shardfn.checkpoint.contents import FILE, Contents, Entry, Grid, to_text
 from shardfn.checkpoint.saving import LAYOUT
 from shardfn.checkpoint.stored import ITEM, look, place, steps
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, ShardError, fail
+from shardfn.extras import need
 from shardfn.layoutrules import LayoutFile
 from shardfn.layouttext import text_of
 from shardfn.plan import Plan
@@ -127,7 +128,7 @@ def devices_of(layout: LayoutFile) -> int:
 def _copied(
     source: Any, target: Any, step: int | None, only: Any, name_map: Any, dtype: Any, memory: int | str, layout: Any, count: int
 ) -> Copied:  # fmt: skip
-    extra.need("tensorstore")
+    need("tensorstore", "checkpoint")
     bound = limit(memory)
     folder, step, contents = look(source, step)
     one = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
@@ -138,7 +139,7 @@ def _copied(
     def reader(row: restoring.Chosen) -> Read:
         store = arrays.open_array(folder, row.entry).result()
         if str(row.dtype) != row.entry.dtype:
-            store = extra.need("tensorstore").cast(store, str(row.dtype))
+            store = need("tensorstore", "checkpoint").cast(store, str(row.dtype))
         return lambda box: store[box].read()
 
     with new_step(target, step) as (out, commit):
@@ -270,7 +271,7 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> None:
       CheckpointError: there is no such step.
       CheckpointFileError: files that are missing, cut short or changed, all of them, by name.
     """
-    extra.need("tensorstore")
+    need("tensorstore", "checkpoint")
     folder, _, contents = look(path, step)
     problems = arrays.verify(folder, contents.entries)
     if problems:

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jax import tree_util
 from jax.sharding import Sharding
 
-from shardfn.checkpoint import arrays, extra, leaves, where
+from shardfn.checkpoint import arrays, leaves, where
 from shardfn.checkpoint.contents import KEY, Contents, Entry
 from shardfn.checkpoint.stored import look
 from shardfn.errors import CheckpointError, Problem, fail
+from shardfn.extras import need
 from shardfn.strategy import join, met, normal
 
 Globs = str | Sequence[str] | None
@@ -59,7 +60,7 @@ def restore(
     ...     restore(path, jax.devices()[0], only="w", dtype=jnp.bfloat16)
     {'w': Array([0, 1, 2, 3, 4, 5, 6, 7], dtype=bfloat16)}
     """
-    extra.need("tensorstore")
+    need("tensorstore", "checkpoint")
     folder, _, contents = look(path, step)
     chosen = choose(contents, target, like, only, name_map, dtype)
     values = arrays.read(folder, [row.wanted for row in chosen])

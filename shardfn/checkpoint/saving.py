@@ -11,11 +11,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from shardfn import layoutfile
-from shardfn.checkpoint import extra, leaves, where
+from shardfn.checkpoint import leaves, where
 from shardfn.checkpoint.chunks import Chunks, chunks
 from shardfn.checkpoint.contents import Contents, Entry, Grid, bits
 from shardfn.checkpoint.stored import place, steps
 from shardfn.errors import CheckpointError, CheckpointFileError, fail
+from shardfn.extras import need
 from shardfn.layouttext import text_of
 
 if TYPE_CHECKING:
@@ -60,8 +61,8 @@ def save(
     ...     save(path, {"w": jnp.ones((8, 4))}, step=10).step
     10
     """
-    extra.need("tensorstore")
-    extra.need("orbax.checkpoint")
+    need("tensorstore", "checkpoint")
+    need("orbax.checkpoint", "checkpoint")
     from shardfn.checkpoint import store
 
     folder = place(path)

@@ -12,11 +12,12 @@ import numpy as np
 from jax import tree_util
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardfn.data.order import installed_grain, order, read_ahead
+from shardfn.data.order import order, read_ahead
 from shardfn.data.pieces import assembled, held, positions
 from shardfn.data.sources import PADDING, Read, Window, columns, names_of
 from shardfn.data.strategy import lay_out
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
+from shardfn.extras import need
 from shardfn.plan import Plan
 from shardfn.strategy import join, short
 
@@ -241,7 +242,7 @@ def load(
     """
     raise_problems(list(_option_problems(batch_size=batch_size, shuffle=shuffle, seed=seed, epochs=epochs, last=last,
                                          prefetch=prefetch)))  # fmt: skip
-    installed_grain()
+    need("grain", "data")
     found = columns(source)
     flat = tree_util.tree_leaves(found)
     records = flat[0].length

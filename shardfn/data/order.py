@@ -12,23 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardfn.data.sources import PADDING
-from shardfn.errors import ExtraError, Problem
-
-
-def installed_grain() -> Any:
-    """The package, or an `ExtraError` that names the extra."""
-    try:
-        import grain
-    except ImportError as error:
-        raise ExtraError(
-            Problem(
-                "data is loaded through Grain, which is not installed",
-                where="shardfn.data.load",
-                why="it is in the extra `data`, so that nothing else needs it",
-                fix="pip install 'shardfn[data]', or pip install grain",
-            )
-        ) from error
-    return grain
+from shardfn.extras import need
 
 
 def order(records: int, batch_size: int, *, seed: int | None, epochs: int | None, drop: bool) -> Any:
@@ -41,7 +25,7 @@ def order(records: int, batch_size: int, *, seed: int | None, epochs: int | None
     >>> [rows[i].tolist() for i in range(len(rows))]
     [[0, 1], [2, 3], [4, -1]]
     """
-    rows = installed_grain().MapDataset.range(records)
+    rows = need("grain", "data").MapDataset.range(records)
     if seed is not None:
         rows = rows.seed(seed).shuffle()
     rows = rows.batch(batch_size, drop_remainder=drop)
@@ -54,5 +38,5 @@ def read_ahead(rows: Any, read: Callable[[np.ndarray], Any], batches: int) -> An
 
     Its `get_state` and `set_state` know the next one's number.
     """
-    options = installed_grain().ReadOptions(num_threads=batches, prefetch_buffer_size=batches)
+    options = need("grain", "data").ReadOptions(num_threads=batches, prefetch_buffer_size=batches)
     return iter(rows.map(read).to_iter_dataset(options))

@@ -5,6 +5,10 @@
 'step'
 """
 
+from shardfn.extras import need
+
+need("optax", "train")  # an error that names the extra, before the modules that import it
+
 from shardfn.train.marks import staged
 from shardfn.train.optimizer_parallel import OptimizerParallel
 from shardfn.train.pipeline import Pipeline, pipeline
