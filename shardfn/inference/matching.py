@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +113,6 @@ def _misfit(entry: Entry, weights: Weights, name: str, strict: bool) -> Problem 
     return None
 
 
-def _class(dtype: object) -> str:
+def _class(dtype: Any) -> str:
     kinds = (("float", jnp.floating), ("int", jnp.integer), ("complex", jnp.complexfloating))
     return next((name for name, kind in kinds if jnp.issubdtype(dtype, kind)), "bool")

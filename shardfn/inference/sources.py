@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from shardfn.checkpoint.contents import Contents, Entry
 from shardfn.checkpoint.tensorfiles import INDEX, SUFFIX, Tensor, tensors
 from shardfn.errors import CheckpointError, Problem, a, fail
 from shardfn.layoutfile import read as read_layout
-from shardfn.strategy import short
+from shardfn.strategy import listed, short
 
 KINDS = (
     "a folder of `checkpoint.save`, safetensors (a file, an index, a folder), or the ranks' safetensors files as a list"
@@ -82,14 +83,18 @@ def _ranks(files: Sequence[pathlib.Path], strategy: Any) -> Source:
     cut = mindspore.read_strategy(strategy)
     if len(files) > 1 and not cut:
         fail(CheckpointError, f"there are files of {len(files)} ranks, and no strategy",
-             where=f"checkpoint = {short(list(map(str, files)))}",
+             where=f"checkpoint = {_few(files)}",
              why="the strategy file of the training run says how its parameters were cut",
              fix="pass train_strategy_filename, the JSON that strategy_ckpt_save_file wrote")  # fmt: skip
     if not files or (cut and len(files) != mindspore.ranks_of(cut)):
         fail(CheckpointError, f"there are files of {len(files)} ranks, and the strategy is for {mindspore.ranks_of(cut)}",
-             where=f"checkpoint = {short(list(map(str, files)))}", why="each rank has one file",
+             where=f"checkpoint = {_few(files)}", why="each rank has one file",
              fix="pass the file of each rank, in the order of ranks")  # fmt: skip
     return _of_tensors([tensors(file) for file in files], cut, f"{len(files)} files of ranks")
+
+
+def _few(files: Sequence[pathlib.Path]) -> str:
+    return listed([os.path.join(file.parent.name, file.name) for file in files], 2)
 
 
 def _of_tensors(held: Sequence[Mapping[str, Tensor]], cut: mindspore.Strategy, text: str) -> Source:
@@ -136,9 +141,9 @@ def _same_cuts(contents: Contents, strategy: Any, path: pathlib.Path) -> None:
         sizes = dict(layout.grid)
         for rule in layout.arguments:
             dims = [(d,) if isinstance(d, str | int) else d for d in rule.cut or ("...",)]
-            factors = [[n if isinstance(n, int) else sizes.get(n) for n in dim] for dim in dims]
-            if all(isinstance(n, int) for dim in factors for n in dim) and not set("*?[") & set(rule.glob):
-                cuts[rule.glob] = tuple(int(np.prod(dim)) for dim in factors)
+            factors = [[n if isinstance(n, int) else sizes.get(n) or 0 for n in dim] for dim in dims]
+            if all(n for dim in factors for n in dim) and not set("*?[") & set(rule.glob):
+                cuts[rule.glob] = tuple(math.prod(dim) for dim in factors)
     problems = []
     for entry in contents.entries:
         said = cuts.get(entry.path) or cuts.get(entry.path.partition("/")[2])

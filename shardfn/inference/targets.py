@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -70,7 +71,7 @@ def _written(strategy: Any, entries: Sequence[Entry], tree: Any, found: Hardware
     problems: list[Problem] = []
     if isinstance(strategy, Mapping) and strategy and all(map(_is_row, strategy.values())):
         strategy = _rows(strategy)
-    if _is_table(strategy):
+    if _is_table(strategy) and not (isinstance(tree, Mapping) and set(tree) == set(strategy)):  # else a pytree prefix
         plain = [Leaf(e.path, f"`{e.path}`", e.shape, e.dtype) for e in entries]
         leaves = apply_parameter_plan(plain, strategy, problems)
     else:
@@ -92,8 +93,21 @@ def _written(strategy: Any, entries: Sequence[Entry], tree: Any, found: Hardware
                                                 fix="say which devices: device=jax.devices()[:4]"))  # fmt: skip
             except StrategyError as error:
                 problems += error.problems
-    raise_problems(problems)
+    raise_problems([_as_said(problem) for problem in problems])
     return {leaf.path: _sharding(leaf, found) for leaf in leaves}
+
+
+def _as_said(problem: Problem) -> Problem:
+    """A problem in the words of the call: the entries stand in `predict_strategy`."""
+    words = (
+        ("in_strategy[0]", "predict_strategy"),
+        ("parameter_plan", "predict_strategy"),
+        ("array of this call", "weight"),
+    )
+    texts = {name: getattr(problem, name) for name in ("what", "where", "why", "fix")}
+    for old, new in words:
+        texts = {name: text.replace(old, new) for name, text in texts.items()}
+    return dataclasses.replace(problem, **texts)
 
 
 def _is_table(strategy: Any) -> bool:
