@@ -96,32 +96,6 @@ def forward(params: dict[str, Any], tokens: jax.Array, cfg: Config) -> jax.Array
     return attention.layer_norm(x, params["scale"], params["bias"]) @ params["tokens"].T
 
 
-def empty_cache(cfg: Config, batch: int) -> list[dict[str, jax.Array]]:
-    """Keys and values of every layer, [batch, context, heads, head_dim]: of fixed size, filled while it decodes."""
-    shape = (batch, cfg.context, cfg.heads, cfg.d_model // cfg.heads)
-    return [{"k": jnp.zeros(shape), "v": jnp.zeros(shape)} for _ in range(cfg.layers)]
-
-
-def decode(
-    params: dict[str, Any], cache: list[dict[str, jax.Array]], tokens: jax.Array, position: jax.Array, cfg: Config
-):
-    """One token of each sequence, [batch], at `position`, to the logits of the next, [batch, vocab], and the new cache."""
-    x = (params["tokens"][tokens] + params["positions"][position])[:, None]
-    seen = jnp.arange(cfg.context)[None] <= position
-    after = []
-    for p, kept in zip(params["blocks"], cache, strict=True):
-        a = p["attention"]
-        y = attention.layer_norm(x, a["scale"], a["bias"])
-        q, k, v = (jnp.einsum("btm,mhd->bthd", y, a[name]) for name in ("wq", "wk", "wv"))
-        k, v = (jax.lax.dynamic_update_slice_in_dim(kept[n], new, position, 1) for n, new in (("k", k), ("v", v)))
-        x = x + jnp.einsum("bthd,hdm->btm", attention.attend(q, k, v, seen), a["wo"])
-        m = p["mlp"]
-        h = jax.nn.gelu(attention.layer_norm(x, m["scale"], m["bias"]) @ m["w1"] + m["b1"])
-        x = x + h @ m["w2"] + m["b2"]
-        after.append({"k": k, "v": v})
-    return (attention.layer_norm(x, params["scale"], params["bias"]) @ params["tokens"].T)[:, 0], after
-
-
 def loss(params: dict[str, Any], tokens: jax.Array, cfg: Config) -> jax.Array:
     """Mean cross entropy of each next token; tokens [batch, context + 1]."""
     logits = forward(params, tokens[:, :-1], cfg)

@@ -21,7 +21,7 @@ from shardfn.inference.matching import matched
 from shardfn.inference.predict import PredictLayout, with_options
 from shardfn.inference.sources import one_of, open_source
 from shardfn.inference.targets import shardings
-from shardfn.inference.weights import Named, Weights, of_module, of_tree
+from shardfn.inference.weights import Named, Weights, check_named, of_module, of_tree
 from shardfn.strategy import listed, short
 
 
@@ -97,6 +97,7 @@ def load_distributed_checkpoint(
     }  # fmt: skip
     _refuse(asked, format, strict_load, return_param_dict)
     found = one_of(checkpoint, unified_safetensors_dir)
+    check_named(weights)
     function, _ = with_options(fn, {})
     known = _known(function.callee, predict_strategy, like, weights)
     loaded = context.current().strategy_ckpt_config.load_file

@@ -49,6 +49,10 @@ def matched(
             found[name] = path
     if problems:
         raise CheckpointError(problems)
+    if not found:
+        fail(CheckpointError, f"{text} has none of the weights", where=listed(list(weights.shapes)),
+             why=f"it holds {listed(list(stored))}",
+             fix='name_map={"stored/name": "name"} says what they are called there')  # fmt: skip
     return found
 
 

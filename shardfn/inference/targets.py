@@ -22,7 +22,7 @@ from shardfn.inference.predict import PredictLayout, WeightLayout
 from shardfn.layout import Layout
 from shardfn.layoutrules import LayoutFile
 from shardfn.plan import Plan
-from shardfn.strategy import AUTO, Argument, Leaf, apply_parameter_plan, is_entry, match, short
+from shardfn.strategy import AUTO, Argument, Leaf, apply_parameter_plan, is_entry, listed, match, met, normal, short
 
 
 def shardings(
@@ -49,11 +49,25 @@ def shardings(
              why="a target is planned for", fix="give devices of this machine: jax.devices()[:4]")  # fmt: skip
     if strategy is None:
         return {entry.path: SingleDeviceSharding(found.devices[0]) for entry in entries}
-    if isinstance(strategy, Plan | Sharding | Mesh):
+    if isinstance(strategy, Plan | Sharding | Mesh | jax.Device) or _is_devices(strategy):
         return where.shardings(entries, strategy, contents)
     if isinstance(strategy, str | os.PathLike | LayoutFile):
-        return where.laid_out(entries, layoutfile.read(strategy), None, found.devices)
+        layout = layoutfile.read(strategy)
+        if layout.arguments and not any(_meets(rule.glob, entries) for rule in layout.arguments):
+            fail(CheckpointError, f"no rule of {layout.name} meets a weight", where=f"predict_strategy = {short(strategy)}",
+                 why=f"the weights are {listed([entry.path for entry in entries])}",
+                 fix="use the layout of this model, or name the weights as it does with name_map")  # fmt: skip
+        return where.laid_out(entries, layout, None, found.devices)
     return _written(strategy, entries, tree, found)
+
+
+def _is_devices(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(d, jax.Device) for d in value)
+
+
+def _meets(glob: str, entries: Sequence[Entry]) -> bool:
+    paths = [normal(entry.path) for entry in entries]
+    return bool(met(glob, paths)[0] or ("/" in glob and met(glob.partition("/")[2], paths)[0]))
 
 
 def _predicted(layout: PredictLayout, entries: Sequence[Entry]) -> dict[str, Sharding]:

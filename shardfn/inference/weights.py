@@ -76,12 +76,25 @@ def of_module(callee: Callee) -> Weights | None:
     return Weights((), shapes, {path: path for path in state}, None, state)
 
 
+def check_named(named: Any) -> None:
+    """`weights` as the user wrote it.
+
+    Raises:
+      StrategyTypeError: it names nothing.
+    """
+    names = (named,) if isinstance(named, str) else named
+    if names is not None and not (isinstance(names, list | tuple) and names and all(isinstance(n, str) for n in names)):
+        fail(StrategyTypeError, "`weights` names no argument", where=f"weights = {short(named)}", why="it says what is loaded",
+             fix='name an argument, or several: weights="params"')  # fmt: skip
+
+
 def of_call(function: ShardedFunction, args: Sequence[Any], kwargs: Mapping[str, Any], named: Named) -> Weights:
     """The weights of a call: of the arguments that are named, else what the module holds, else the first pytree.
 
     Raises:
       StrategyError: no argument has that name, or none is a pytree.
     """
+    check_named(named)
     options = function.options
     slots, values = bind(
         function.callee.signature, args, dict(kwargs),
@@ -103,8 +116,5 @@ def of_call(function: ShardedFunction, args: Sequence[Any], kwargs: Mapping[str,
              why=f"its arguments are {listed(list(given))}", fix="name one of them")  # fmt: skip
     if len(names) == 1 and not tree_util.all_leaves([given[names[0]]]):
         return of_tree(given[names[0]], names, names[0])
-    if not names:
-        fail(StrategyTypeError, "`weights` names nothing", where=f"weights = {named!r:.80}", why="it says what is loaded",
-             fix='name an argument: weights="params"')  # fmt: skip
     whole = of_tree({name: given[name] for name in names}, names, "weights")
     return dataclasses.replace(whole, paths={path: path for path in whole.shapes})

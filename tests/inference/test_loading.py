@@ -97,7 +97,7 @@ STRATEGIES = {
     "rows of such JSON": lambda folder: rows(),
     "entries by glob": lambda folder: CUTS,
     "entries in a pytree": lambda folder: {"up": (1, 4), "down": [Layout((4,), ("m",))("m", "None")]},
-    "shardings": lambda folder: {"up": predicted().shardings()["up"], "down": [predicted().shardings()["down/0"]]},
+    "its shardings": lambda folder: {"up": predicted().shardings()["up"], "down": [predicted().shardings()["down/0"]]},
 }
 
 
@@ -111,6 +111,9 @@ def test_without_a_strategy_all_on_one_device(run):
     assert holds(load_distributed_checkpoint(serve, run), {"up": (64, 128), "down": (128, 32)}, count=1)
     weights = load_distributed_checkpoint(serve, run, device=jax.devices()[3:5])
     assert weights["up"].sharding.device_set == {jax.devices()[3]}
+    whole = {"up": (64, 128), "down": (128, 32)}
+    assert holds(load_distributed_checkpoint(serve, run, jax.devices()[5]), whole, count=1)
+    assert holds(load_distributed_checkpoint(serve, run, jax.devices()[:2]), whole, count=2)
 
 
 def test_one_entry_stands_for_all(run):
@@ -312,6 +315,9 @@ def problems(run, tmp_path):
         "paper": lambda: load(serve, run, device="tpu-v5e:4"),
         "bool": lambda: load(serve, run, strict_load="yes"),
         "name map": lambda: load(serve, run, name_map=[("a", "b")]),
+        "weights": lambda: load(serve, run, weights=3),
+        "none of them": lambda: load(serve, run, like={"other": UP}),
+        "a layout of another model": lambda: load(serve, run, "dlrm/fsdp", like=LIKE),
         "prefix": lambda: load(serve, run, {"up": (1, 4), "down": [(1, 3)]}, like=LIKE, device=four()),
         "like": lambda: load(serve, run, like=UP),
         "like of a module": lambda: load(Dense(), run, like=LIKE),

@@ -96,7 +96,7 @@ def test_only_modes_that_cut():
     [
         (StrategyError, {"weights": "params"}, "has no argument `params`"),
         (StrategyError, {}, "no argument of `dot` is a pytree"),
-        (StrategyTypeError, {"weights": ()}, "names nothing"),
+        (StrategyTypeError, {"weights": ()}, "names no argument"),
         (StrategyTypeError, {"weights": "w", "skip_backend_compile": 1}, "must be a bool, not an int"),
     ],
 )
