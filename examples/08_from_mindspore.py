@@ -72,7 +72,7 @@ for call in (
     lambda: ms.shard(jnp.matmul, ((0, 1), (1, 4)))(x, w),
     lambda: ms.shard(jnp.matmul, level=7),
     lambda: ms.shard(net.block2, ((8, 1),), parameter_plan={"wieght": (1, 4)})(x),
-    lambda: ms.set_auto_parallel_context(pipeline_stages=2),
+    lambda: ms.set_auto_parallel_context(pipeline_result_broadcast=True),
 ):
     try:
         call()

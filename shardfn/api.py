@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, Unpack, overload
 
 import jax
@@ -37,6 +37,7 @@ class More(TypedDict, total=False):
     donate_argnums: int | Sequence[int]
     donate_argnames: str | Sequence[str]
     layout: Any
+    compiler_options: Mapping[str, Any] | None
 
 
 @overload
@@ -74,6 +75,7 @@ def shard(
     donate_argnums: int | Sequence[int] = (),
     donate_argnames: str | Sequence[str] = (),
     layout: Any = None,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Shard a function from integers: how many ways each dimension of each argument is cut.
 
@@ -98,6 +100,7 @@ def shard(
       static_argnums, static_argnames, donate_argnums, donate_argnames: as in `jax.jit`.
       layout: a layout file by its path, a recipe by its name ("llama/fsdp-tp"), what `load` gives, or a plan: it lays
         out what no entry speaks of.
+      compiler_options: what XLA is told for this function's compile; a call inside another `jit` is compiled with that.
 
     Returns:
       A `ShardedFunction`. It plans on the first call with new shapes, and is an ordinary JAX function otherwise.
@@ -114,6 +117,7 @@ def shard(
         in_strategy, out_strategy, device, level, parameter_plan, search_mode, memory_limit, finalists,
         time_limit, _several(static_argnums), _several(static_argnames), _several(donate_argnums), _several(donate_argnames),
         layout,
+        dict(compiler_options) if compiler_options else None,
     )  # fmt: skip
     if fn is None:
         return functools.partial(_sharded, options=options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -75,6 +75,7 @@ def apply(
     donate_argnums: tuple[int, ...],
     grid: Grid,
     nested: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """`function` as a jitted function whose arguments and results lie as planned.
 
@@ -88,6 +89,7 @@ def apply(
       static_argnums: positions in `args`, as in `jax.jit`.
       donate_argnums: the same.
       grid: the mesh to name the layouts on.
+      compiler_options: what XLA is told for this compile; a nested one is compiled with what it is part of.
     """
     dynamic = tuple(a for i, a in enumerate(args) if i not in static_argnums)
     ins = tree_util.tree_unflatten(tree_util.tree_structure(dynamic), shardings(plan.inputs, grid))
@@ -102,8 +104,9 @@ def apply(
 
         return jax.jit(constrained, in_shardings=ins, static_argnums=static_argnums)
     return jax.jit(
-        function, in_shardings=ins, out_shardings=outs, static_argnums=static_argnums, donate_argnums=donate_argnums
-    )
+        function, in_shardings=ins, out_shardings=outs, static_argnums=static_argnums, donate_argnums=donate_argnums,
+        compiler_options=dict(compiler_options) if compiler_options else None,
+    )  # fmt: skip
 
 
 def moved(values: Sequence[Any], targets: Sequence[NamedSharding]) -> list[Any]:

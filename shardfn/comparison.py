@@ -11,7 +11,7 @@ from typing import Any
 from shardfn.compiled import Compiled
 from shardfn.cost.collectives import KINDS
 from shardfn.cost.compute import op_flops
-from shardfn.graph.model import Collective
+from shardfn.graph.model import Collective, Flow
 from shardfn.plan import Plan
 
 
@@ -66,7 +66,7 @@ def compare(plan: Plan, compiled: Compiled) -> Comparison:
     )
     explained: set[str] = set()
     why = [text for rule in WHY for text in rule(plan, compiled, kinds, explained)]
-    return Comparison(kinds, rows, Pair(matrix_flops(plan), compiled.flops), tuple(dict.fromkeys(why)))
+    return Comparison(kinds, rows, Pair(matrix_flops(plan.flow), compiled.flops), tuple(dict.fromkeys(why)))
 
 
 def tally(kind: str, collectives: Sequence[Collective]) -> Tally:
@@ -75,9 +75,8 @@ def tally(kind: str, collectives: Sequence[Collective]) -> Tally:
     return Tally(len(mine), sum(c.trips for c in mine), sum(c.total_bytes for c in mine))
 
 
-def matrix_flops(plan: Plan) -> float:
+def matrix_flops(flow: Flow) -> float:
     """Predicted operations of matrix products and convolutions on one device: what is counted in a compiled program."""
-    flow = plan.flow
     return sum(op_flops(flow, op) * op.trips for op in flow.graph.ops if op.name in ("dot_general", "convolution"))
 
 
@@ -170,7 +169,7 @@ def _sizes(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) ->
 
 
 def _work(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:
-    predicted = matrix_flops(plan)
+    predicted = matrix_flops(plan.flow)
     if not _close(compiled.flops, predicted):
         yield "matrix FLOPs: XLA computes " + (
             "fewer; usually it drops equal products, and writes small ones as sums"

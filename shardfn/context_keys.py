@@ -308,6 +308,11 @@ def _trains(name: str, default: Any, check: Check, doc: str, **more: Any) -> Key
     return Key(name, default, check, doc, **more)
 
 
+def _orders(*pairs: tuple[bool, str]) -> tuple[str, ...]:
+    """The pipeline's orders that are built, as they are kept."""
+    return tuple(json.dumps({"pipeline_interleave": i, "pipeline_scheduler": s}) for i, s in pairs)
+
+
 def _table(*rows: Key) -> Mapping[str, Key]:
     return MappingProxyType({row.name: row for row in rows})
 
@@ -412,8 +417,9 @@ AUTO_PARALLEL_KEYS = _table(
            "an order of the collectives", "Which groups' collectives may run at the same time."),
     # XLA chooses all-to-all where it is cheaper, whatever is said here: neither value asks for anything.
     _later("enable_alltoall", False, _boolean, "", "Redistribute with all-to-all.", also=(True,)),
-    _later("comm_fusion", _FUSION, _fusion_check, "a choice of how collectives fuse", "How they fuse."),
-    _later("all_reduce_fusion_config", None, _indices, "a choice of how all-reduces fuse", "Where they are split."),
+    _trains("comm_fusion", _FUSION, _fusion_check, "Which collectives of the training step travel as one."),
+    _trains("all_reduce_fusion_config", None, _indices, "The last all-reduce of each of its buckets.",
+            store=tuple, read=lambda kept: None if kept is None else list(kept)),
     _later("optimizer_weight_shard_aggregated_save", False, _boolean, "the sharding of optimizer states",
            "Gather them before they are saved."),
     _now("strategy_ckpt_config", StrategyFiles(), _files, "The layout file to read, and the one to write.",
@@ -426,14 +432,18 @@ AUTO_PARALLEL_KEYS = _table(
          alias_of="strategy_ckpt_config", write=lambda value, standing: standing._replace(save_file=value),
          read=lambda kept: kept.save_file),
     _later("group_ckpt_save_file", "", _text, "writing the groups of devices", "A file for the groups of devices."),
-    _later("pipeline_stages", 1, _integer(1), "pipeline parallelism", "The number of pipeline stages."),
-    _later("pipeline_config", _PIPELINE, _pipeline_check, "pipeline parallelism", "The order in which stages work."),
+    _trains("pipeline_stages", 1, _integer(1), "The number of pipeline stages that `train.pipeline` cuts."),
+    _trains("pipeline_config", _PIPELINE, _pipeline_check, "The order in which they work.",
+            honours=_orders((False, "1f1b"), (True, "1f1b"), (True, "gpipe")),
+            lacks="a pipeline in another order than 1f1b and gpipe",
+            instead="use the pipeline_scheduler 1f1b or gpipe"),
     Key("pipeline_scheduler", "1f1b", _inside("pipeline_config"), "Read only.", alias_of="pipeline_config",
-        read=lambda kept: kept["pipeline_scheduler"]),
+        read=lambda kept: json.loads(kept)["pipeline_scheduler"]),
     Key("pipeline_interleave", False, _inside("pipeline_config"), "Read only.", alias_of="pipeline_config",
-        read=lambda kept: kept["pipeline_interleave"]),
-    _later("pipeline_result_broadcast", False, _boolean, "pipeline parallelism", "Send the last result to all."),
-    _later("auto_pipeline", False, _boolean, "a search over pipeline stages", "Search the number of stages."),
+        read=lambda kept: json.loads(kept)["pipeline_interleave"]),
+    _later("pipeline_result_broadcast", False, _boolean, "a pipeline that gives more than a loss",
+           "Send the last result to all."),
+    _trains("auto_pipeline", False, _boolean, "Cut the stages of `train.pipeline` where their costs are most alike."),
     _later("grad_accumulation_step", 1, _in_turn(_integer(1), _removed("accumulate with optax.MultiSteps")),
            "gradient accumulation", "MindSpore has taken it away: only 1."),
     _later("sharding_propagation", False, _boolean, "the old switch of this search", "An old form of search_mode.",

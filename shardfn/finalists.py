@@ -3,81 +3,139 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shardfn.comparison import matrix_flops
 from shardfn.compiled import Compiled
 from shardfn.cost.price import collective_s
-from shardfn.plan import Plan
+from shardfn.errors import StrategyError, fail
 from shardfn.search import plain
+from shardfn.search.grid import Axes
+from shardfn.search.polish import in_pieces, polished
 from shardfn.search.problem import SPREAD, Answer, Candidate, Problem, objective
 
 
 def answers(problem: Problem, answer: Answer, levels: Sequence[Answer], count: int) -> tuple[tuple[str, Answer], ...]:
-    """The answers to compile, by name, `count` in all: the search's own first, those of the other levels, then in turn the
-    best of what else was priced, of the plain layouts on one axis, and of those on two. The flow does not always tell
-    which of them XLA likes."""
+    """The answers to compile, by name, `count` in all: the search's own first, polished where that is better by its flow;
+    those of the other levels, and of level 0 without a memory limit; what of these sends least, in pieces; then in turn the
+    best of what else was priced, of the plain layouts on one axis, and of those on two. The flow does not always tell which
+    of them XLA likes. Of those that cost the same, the first stands for all: they compile to one program, or as good."""
 
     def candidate(name: str, one: Answer) -> Candidate:
         return Candidate(name, one.axes, one.specs, one.pins, problem.price(one.axes, one.specs, one.pins))
 
-    first = [candidate("the search's", answer), *(candidate("another level's", one) for one in levels)]
+    first = [candidate("the search's", answer)]
+    better = polished(problem, first[0])
+    first += [better] if objective(better.price, problem) < objective(first[0].price, problem) else []
+    first += [candidate("another level's", one) for one in levels]
+    least = min(first, key=lambda c: (problem.idle(c.price.flops), c.price.bytes_sent))
+    first += [in_pieces(problem, least), in_pieces(problem, least, only_state=True)]
     single = plain.candidates(problem, pairs=False)
     double = tuple(c for c in plain.candidates(problem) if c not in single)
     others = tuple(sorted(answer.others, key=lambda c: objective(c.price, problem)))
     found: dict[object, Candidate] = {}
     for turn in (first, *itertools.zip_longest(single, others, double)):
         for c in filter(None, turn):
-            found.setdefault((c.axes, c.specs, tuple(sorted(c.pins.items()))), c)
-    return tuple((c.name, _answer(answer, c)) for c in list(found.values())[:count])
+            sizes = tuple(sorted(size for _, size in c.axes))
+            found.setdefault((sizes, c.price.bytes_sent, c.price.memory.peak, c.price.time_s), c)
+    return tuple((c.name, chosen(answer, c, "best as compiled of the finalists")) for c in list(found.values())[:count])
 
 
-def _answer(answer: Answer, c: Candidate) -> Answer:
+def chosen(answer: Answer, c: Candidate, why: str) -> Answer:
+    """An answer with another candidate in the place of what the search chose."""
     if (c.axes, c.specs, c.pins) == (answer.axes, answer.specs, answer.pins):
         return answer
-    reasons = tuple("" if not reason else f"the best compiled: {c.name}" for reason in answer.reasons)
-    policy = f"best as compiled of the finalists: {c.name}"
+    reasons = tuple("" if not reason else f"{why}: {c.name}" for reason in answer.reasons)
     return dataclasses.replace(
-        answer, axes=c.axes, specs=c.specs, pins=c.pins, reasons=reasons, runners_up=(), policy=policy, gap=None
+        answer,
+        axes=c.axes,
+        specs=c.specs,
+        pins=c.pins,
+        reasons=reasons,
+        runners_up=(),
+        policy=f"{why}: {c.name}",
+        gap=None,
     )
+
+
+KEPT = 256
+"""Programs whose figures are remembered."""
+
+_made: dict[object, Compiled] = {}
+
+
+def compiled_once(program: str, problem: Problem, answer: Answer, compiled: Callable[[], Compiled]) -> Compiled:
+    """What XLA makes of an answer: the same program laid out alike is compiled once, whatever the level and the limit.
+
+    Args:
+      program: the text of the function's module.
+      problem: what was asked.
+      answer: the layouts.
+      compiled: compiles it.
+    """
+    pins = tuple(sorted(answer.pins.items(), key=lambda item: item[0]))
+    ends = tuple(problem.results.items()), tuple(problem.same_as.items()), problem.donated
+    text = hashlib.sha256(program.encode()).digest()
+    key = text, problem.hardware, ends, answer.axes, answer.specs, pins
+    if key not in _made:
+        while len(_made) >= KEPT:
+            _made.pop(next(iter(_made)), None)
+        _made[key] = compiled()
+    return _made[key]
 
 
 @dataclasses.dataclass(frozen=True)
 class Finalist:
-    """A plan and what one device does in one call of what XLA made of it."""
+    """A layout on a grid and what one device does in one call of what XLA made of it."""
 
     name: str
-    plan: Plan
+    axes: Axes
+    level: int
     bytes_sent: int
     peak: int
     flops: float
     time_s: float
 
     def rank(self, limit: float, least: float) -> tuple[float, ...]:
-        """What the plan's level makes least, within the memory limit first; `least` are the fewest FLOPs of any finalist."""
+        """What the level makes least, within the memory limit first; `least` are the fewest FLOPs of any finalist."""
         over = max(0.0, self.peak - limit)
         return (over, *{
             0: (round(max(0.0, self.flops / (SPREAD * least) - 1), 2) if least else 0.0, self.bytes_sent, self.time_s),
             1: (self.peak, self.time_s),
             2: (self.time_s, self.peak),
-        }[self.plan.level])  # fmt: skip
+        }[self.level])  # fmt: skip
 
 
-def judged(name: str, plan: Plan, made: Compiled) -> Finalist:
+def judged(name: str, problem: Problem, answer: Answer, made: Compiled) -> Finalist:
     """What was compiled, by the cost model's rates: bytes over the links, and work as predicted, scaled by the FLOPs."""
-    hardware = plan.hardware
-    sent_s = sum(collective_s(c, hardware, plan.axes) for c in made.collectives)
-    flops = made.flops or plan.price.flops
-    predicted = matrix_flops(plan)
+    hardware = problem.hardware
+    price = problem.price(answer.axes, answer.specs, answer.pins)
+    sent_s = sum(collective_s(c, hardware, answer.axes) for c in made.collectives)
+    predicted = matrix_flops(problem.flow(answer.axes, answer.specs, answer.pins))
     share = made.flops / predicted if made.flops and predicted else 1.0
     sizes = (made.argument_bytes, made.output_bytes, made.temp_bytes)
-    peak = sum(s or 0 for s in sizes) - (made.alias_bytes or 0) if None not in sizes else plan.price.memory.peak
+    peak = sum(s or 0 for s in sizes) - (made.alias_bytes or 0) if None not in sizes else price.memory.peak
     if hardware.platform != "cpu":  # TPUs report a peak that counts what overlaps
         peak = max(peak, made.peak_bytes or 0)
+    sent = sum(c.total_bytes for c in made.collectives)
     return Finalist(
-        name, plan, sum(c.total_bytes for c in made.collectives), peak, flops, sent_s + share * plan.price.compute_s
+        name, answer.axes, problem.level, sent, peak, made.flops or price.flops, sent_s + share * price.compute_s
     )
+
+
+def check(winner: Finalist, count: int, limit: float) -> None:
+    """That the best as compiled keeps a limit that the user gave.
+
+    Raises:
+      StrategyError: it holds more; as the limit comes first, none of the others fits either.
+    """
+    if winner.peak > limit:
+        fail(StrategyError, f"none of {count} plans compiled holds at most {limit:,.0f} bytes per device",
+             where=f"memory_limit = {limit:,.0f}", why=f"the least is {winner.peak:,} bytes: {winner.name}",
+             fix="compile more of them (finalists=), use more devices, a smaller batch, donate_argnums for what is given "
+                 f"back, jax.checkpoint for what is kept for the backward pass, or memory_limit={winner.peak}")  # fmt: skip
 
 
 def best(finalists: Sequence[Finalist], limit: float) -> tuple[int, str]:
@@ -85,7 +143,7 @@ def best(finalists: Sequence[Finalist], limit: float) -> tuple[int, str]:
     least = min(f.flops for f in finalists)
     winner = min(range(len(finalists)), key=lambda i: (finalists[i].rank(limit, least), i))
     lines = [
-        f"{f.name}, grid {'x'.join(str(s) for _, s in f.plan.axes) or '1'}: {f.bytes_sent:,} B sent, {f.peak:,} B peak, "
+        f"{f.name}, grid {'x'.join(str(s) for _, s in f.axes) or '1'}: {f.bytes_sent:,} B sent, {f.peak:,} B peak, "
         f"{f.flops:,.0f} FLOPs of products, {f.time_s * 1e6:,.1f} us"
         for f in finalists
     ]

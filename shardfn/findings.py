@@ -123,6 +123,33 @@ def too_large(plan: Plan, study: Study) -> Iterator[str]:
     yield text
 
 
+def idle(plan: Plan, study: Study) -> Iterator[str]:
+    """Devices that do what others do as well, where spreading the work would save a good part of the time."""
+    price, devices, whole = plan.price, plan.hardware.count, study.question.facts.flops
+    alike = min(float(devices), price.flops * devices / whole) if whole else 1.0
+    searched = any(d.source == "searched" for d in plan.inputs)
+    if not searched or alike < 2 or price.compute_s * (1 - 1 / alike) < WORTH * price.time_s:
+        return
+    text = f"of {devices} devices about {alike:.0f} do the same work: it is spread over {devices / alike:.0f}"
+    fewer = [c for c in plan.candidates if c.figures.flops <= price.flops / 1.5]
+    if fewer:
+        c = min(fewer, key=lambda c: (c.figures.flops, c.figures.time_s))
+        yield (
+            f"{text}; `{c.name}` on the grid {'x'.join(str(size) for _, size in c.axes)} spreads it over "
+            f"{min(float(devices), whole / c.figures.flops):.0f}, with {c.figures.time_s * 1e6:,.1f} us modelled instead of "
+            f"{price.time_s * 1e6:,.1f}"
+        )
+        return
+    yield (
+        f"{text}; what was found to spread it further is worse at level {plan.level}: a larger batch gives them work, or fewer "
+        "devices do as well"
+    )
+
+
+WORTH = 0.2
+"""Of the modelled time: what must be saved by spreading the work before anything is said of devices that do the same."""
+
+
 def avoided(plan: Plan, study: Study, c: Communication, is_gone: Callable[[Flow], bool]) -> str:
     """The best cut of one argument with which a collective is gone and less is sent, by its flow; or that none was found."""
     axes = {a.partition(":")[0] for a in c.axes}
@@ -281,4 +308,4 @@ def _whole_bytes(d: Decision) -> int:
     return d.local_bytes * math.prod(d.cuts)
 
 
-RULES: tuple[Rule, ...] = (in_loops, rematerialised, held_whole, too_large)
+RULES: tuple[Rule, ...] = (in_loops, rematerialised, held_whole, too_large, idle)

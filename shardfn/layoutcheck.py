@@ -33,7 +33,7 @@ def check(layout: Any, model: Any, args: Sequence[Any] = (), *, device: Any = No
     >>> import jax
     >>> layout = read("llama/fsdp-tp")
     >>> print(check(layout, {"lm_head": jax.ShapeDtypeStruct((6, 8), "float32")}, device="cpu:8")[0].what)
-    a rule of llama/fsdp-tp meets no array: `*embed_tokens/weight`
+    a rule of llama/fsdp-tp meets no array: `*[qkv]_proj/weight`
     """
     return checked(layout, model, args, device=device)[0]
 

@@ -1,9 +1,8 @@
 """Layout files: read by path or by the name of a recipe, written, and held against a tree of arrays.
 
->>> layout = read("llama/fsdp-tp").with_grid(model=2)
->>> tree = {"model": {"embed_tokens": {"weight": jax.ShapeDtypeStruct((64, 16), "float32")}}}
->>> shardings(layout, tree, 8)["model"]["embed_tokens"]["weight"].spec
-P('model', 'data')
+>>> layout = read("resnet/data-parallel")
+>>> shardings(layout, {"conv1.weight": jax.ShapeDtypeStruct((64, 3, 7, 7), "float32")}, 8)["conv1.weight"].spec
+P(None, None, None, None)
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from shardfn.graph.model import Flow, Graph, Spec, axis_size, dtype_bits
 from shardfn.graph.roads import as_compiled
 from shardfn.guard import convolution_finding, wrong_convolutions
 from shardfn.layoutrules import LayoutFile, axes_on
-from shardfn.limits import within_limit
+from shardfn.limits import near_limit, within_limit
 from shardfn.pins import anchors, held_in
 from shardfn.place import Placement, expresses, finest, place
 from shardfn.plan import Plan
@@ -155,7 +155,7 @@ def make_plan(
         seconds=wishes.seconds,
     )  # fmt: skip
     answer = search(question)
-    if wishes.memory_limit is not None:
+    if wishes.memory_limit is not None and wishes.is_strict:
         answer = within_limit(question, answer, again or search, wishes.is_strict)
     findings: list[str] = []
     if layout is not None and hardware.count > 1:
@@ -211,6 +211,7 @@ def make_plan(
         constraints, answer.gap, tuple(priced.values()) if len(priced) > 1 else (),
         layout.activations if layout is not None else (), study,
     )  # fmt: skip
+    findings += near_limit(paid.memory, question.memory_limit) if wishes.is_strict else []  # else judged as compiled
     findings += [*answer.findings, *of_program(traced, hardware, inputs, answer.axes), *not_predicted(graph, flow)]
     return dataclasses.replace(made, findings=(*findings, *advice(made, study)))
 

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect
 import keyword
+import math
 import pathlib
 import sys
 import types
@@ -41,7 +42,7 @@ from shardfn.make import Wishes, make_plan
 from shardfn.plan import Plan, op_strategies
 from shardfn.progress import progress
 from shardfn.report import Report, make_report, save_graphs
-from shardfn.search.problem import Answer, Search
+from shardfn.search.problem import Answer, Candidate, Search, objective
 from shardfn.search.problem import Problem as Question
 from shardfn.strategy import (
     AUTO,
@@ -77,6 +78,7 @@ class Options:
     donate_argnums: tuple[int, ...] = ()
     donate_argnames: tuple[str, ...] = ()
     layout: Any = None
+    compiler_options: Any = None
 
 
 class OtherCall(Exception):
@@ -348,18 +350,26 @@ class ShardedFunction:
             },
         )  # fmt: skip
 
-        def laid(find: Search) -> _Laid:
-            made = plan_of(traced, search=find)
+        def laid(find: Search, is_chosen: bool = False) -> _Laid:
+            asked: list[tuple[Question, Answer]] = []
+            made = plan_of(traced, search=lambda problem: asked.append((problem, find(problem))) or asked[-1][1])
             if not (wrong := wrong_convolutions(made.flow)):
                 return _Laid(made, on, traced)
             mended = lambda grid: whole_convolutions(on(grid), grid.mesh, statics)  # noqa: E731
             again = trace(mended(whole(made)), shapes, statics, hardware.platform)
-            made = plan_of(again, search=find)
+            problem, first = asked[0]
+            kept = dataclasses.replace(first, pins={})  # its ops have other numbers there
+            made = plan_of(again, search=lambda problem: better(problem, kept, find(problem), first))
+            sound = None if is_chosen else unmended(problem, first)
+            if sound and objective(sound.price, problem) < objective(made.price, problem):
+                why = "convolutions as XLA computes them rightly"
+                return laid(lambda _: finalists.chosen(first, sound, why), is_chosen=True)
             made = dataclasses.replace(made, findings=(*made.findings, convolution_finding(wrong)))
             return _Laid(made, mended, again)
 
         def jit(found: _Laid, grid: Grid, nested: bool = False) -> Callable[..., Any]:
-            return apply(found.plan, found.on(grid), shapes, found.traced.results, statics, donated, grid, nested)
+            return apply(found.plan, found.on(grid), shapes, found.traced.results, statics, donated, grid, nested,
+                         options.compiler_options)  # fmt: skip
 
         def here(found: _Laid) -> Callable[..., Any]:
             return jit(
@@ -370,8 +380,8 @@ class ShardedFunction:
         asked: list[tuple[Question, Answer]] = []
         found = laid(lambda problem: asked.append((problem, find(problem))) or asked[-1][1])
         if options.finalists > 1 and asked[0][0].is_open:
-            found = self._best_compiled(*asked[0], find, laid, lambda one: Verifier(
-                lambda plan: here(dataclasses.replace(one, plan=plan)), tuple(shapes)).compiled(one.plan))  # fmt: skip
+            found = self._best_compiled(*asked[0], find, str(traced.module), laid, lambda one: Verifier(
+                lambda plan: here(dataclasses.replace(one, plan=plan)), tuple(shapes)).compiled(one.plan, True))  # fmt: skip
         made = found.plan
         if told := idle(made, algorithm_of(current)):
             warnings.warn(told, stacklevel=_outside())
@@ -386,17 +396,24 @@ class ShardedFunction:
         return Entry(made, slots, jitted, nested, tuple(shardings(made.inputs, whole(made))), stateful)
 
     def _best_compiled(
-        self, problem: Question, answer: Answer, find: Search, laid: Callable[[Search], _Laid],
+        self, problem: Question, answer: Answer, find: Search, program: str, laid: Callable[[Search, bool], _Laid],
         compiled: Callable[[_Laid], Any],
     ) -> _Laid:  # fmt: skip
         levels = [find(dataclasses.replace(problem, level=other)) for other in (0, 1, 2) if other != problem.level]
+        if self.options.memory_limit is not None:  # what sends least without it may fit in pieces
+            levels.append(find(dataclasses.replace(problem, level=0, memory_limit=math.inf)))
+        entered = finalists.answers(problem, answer, levels, self.options.finalists)
         found = []
-        for name, one in finalists.answers(problem, answer, levels, self.options.finalists):
+        for name, one in entered:
             with progress(f"compiling {self.callee.name}: {name}"):
-                plan = laid(lambda _, one=one: one)
-                found.append((plan, finalists.judged(name, plan.plan, compiled_module.read(compiled(plan)))))
-        at, told = finalists.best([rated for _, rated in found], problem.memory_limit)
-        winner = found[at][0]
+                made = finalists.compiled_once(
+                    program, problem, one, lambda one=one: compiled_module.read(compiled(laid(lambda _: one, True)))
+                )
+            found.append(finalists.judged(name, problem, one, made))
+        at, told = finalists.best(found, problem.memory_limit)
+        if self.options.memory_limit is not None:
+            finalists.check(found[at], len(found), problem.memory_limit)
+        winner = laid(lambda _: entered[at][1], True)
         plan = dataclasses.replace(winner.plan, findings=(*winner.plan.findings, told))
         return dataclasses.replace(winner, plan=plan)
 
@@ -483,6 +500,19 @@ class ShardedFunction:
             stacklevel=_outside(),
         )
         return tuple(tree_util.tree_map(lambda s: (1,) * len(s.shape), e) if whole else None for e in entries)
+
+
+def better(problem: Question, kept: Answer, found: Answer, at_first: Answer) -> Answer:
+    """Of a mended program the arguments' layouts as they were found before it was mended, or what was found anew."""
+    if found is at_first:
+        return kept
+    costs = [objective(problem.price(a.axes, a.specs, a.pins), problem) for a in (kept, found)]
+    return kept if costs[0] <= costs[1] else found
+
+
+def unmended(problem: Question, answer: Answer) -> Candidate | None:
+    """The best of what else was priced in which XLA computes all convolutions rightly."""
+    return next((c for c in answer.others if not wrong_convolutions(problem.flow(c.axes, c.specs, c.pins))), None)
 
 
 def _wishes(options: Options, current: Any) -> Wishes:

@@ -56,6 +56,10 @@ class Program:
         return self.costs
 
 
+QUICK = {"xla_backend_optimization_level": 0}
+"""What XLA's CPU backend compiles by in half the time: it takes the same decisions, and LLVM does not polish the code."""
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Verifier:
     """The way from a plan back to its function. `jit` gives the function as a plan lays it out, `args` its shapes."""
@@ -67,8 +71,12 @@ class Verifier:
         """The plan's report, with what was compiled beside what was predicted."""
         return make_report(plan, self.compiled(plan))
 
-    def compiled(self, plan: Plan) -> Any:
+    def compiled(self, plan: Plan, quick: bool = False) -> Any:
         """What XLA makes of the plan: a `jax.stages.Compiled` for devices that are here, else a `Program`.
+
+        Args:
+          plan: the plan.
+          quick: whether code that is read and never run will do, where its collectives, operations and memory are the same.
 
         Raises:
           DeviceError: there is no compiler for the target, or it refuses its shape.
@@ -76,7 +84,8 @@ class Verifier:
         """
         if plan.hardware.is_here:
             with progress(f"compiling {plan.function}"):
-                return self.jit(plan).lower(*self.args).compile()
+                options = QUICK if quick and plan.hardware.platform == "cpu" else None
+                return self.jit(plan).lower(*self.args).compile(options)
         where = target(plan.hardware)
         with progress(f"compiling {plan.function} for {plan.hardware.name}"):
             return _elsewhere(plan, where, *_exported(plan, self.jit(plan), self.args))

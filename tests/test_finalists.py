@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 import shardfn
+import shardfn.make
+from shardfn import finalists
 from shardfn.finalists import Finalist, best
+from shardfn.verify import Verifier
 
 RNG = np.random.default_rng(0)
 X, W1, W2 = (jnp.asarray(RNG.normal(size=shape) / 8, jnp.float32) for shape in ((64, 32), (32, 128), (128, 32)))
@@ -55,10 +58,44 @@ def test_what_is_no_count(count):
 
 
 def test_the_limit_comes_first_then_the_level():
-    plan = shardfn.plan(mlp, X, W1, W2, device="cpu:8", level=2)
-    small, quick = Finalist("small", plan, 10, 100, 8.0, 2.0), Finalist("quick", plan, 20, 300, 8.0, 1.0)
+    axes = (("a", 8),)
+    small, quick = Finalist("small", axes, 2, 10, 100, 8.0, 2.0), Finalist("quick", axes, 2, 20, 300, 8.0, 1.0)
     assert best([small, quick], 1000)[0] == 1
     assert best([small, quick], 200)[0] == 0
     assert best([quick, quick], 1000)[0] == 0, "ties go to the search's own"
     assert "the search alone would have picked small" in best([small, quick], 1000)[1]
     assert "the search alone picked it too" in best([small, quick], 200)[1]
+
+
+def test_a_program_is_compiled_once_whatever_the_level_and_the_limit(monkeypatch):
+    finalists._made.clear()
+    compiled, names = Verifier.compiled, []
+    monkeypatch.setattr(Verifier, "compiled", lambda self, *a, **k: names.append(1) or compiled(self, *a, **k))
+    first = shardfn.shard(step, level=2, finalists=3).plan(W1, W2, X)
+    assert len(names) == 3
+    again = shardfn.shard(step, level=2, finalists=3, memory_limit="1GiB").plan(W1, W2, X)
+    assert len(names) == 3 and again.price == first.price
+    shardfn.shard(lambda w1, w2, x: step(2 * w1, w2, x), level=2, finalists=2).plan(W1, W2, X)
+    assert len(names) == 5
+
+
+def test_no_more_programs_are_kept_than_said(monkeypatch):
+    monkeypatch.setattr(finalists, "KEPT", 2)
+    finalists._made.clear()
+    for level in (0, 2):
+        shardfn.shard(step, level=level, finalists=3).plan(W1, W2, X)
+    assert len(finalists._made) == 2
+
+
+def test_a_limit_is_judged_as_compiled(monkeypatch):
+    """A finalist that is predicted to hold more is not exchanged for another answer before it was compiled."""
+    asked = []
+    monkeypatch.setattr(shardfn.make, "within_limit", lambda *a: asked.append(a) or a[1])
+    with pytest.raises(shardfn.ShardError) as error:
+        shardfn.shard(step, level=2, finalists=3, memory_limit=1000).plan(W1, W2, X)
+    assert not asked
+    least = re.search(
+        r"none of 3 plans .* 1,000 bytes.*the least is ([\d,]+) bytes.*or memory_limit=(\d+)", str(error.value), re.S
+    )
+    assert int(least[1].replace(",", "")) == int(least[2])
+    assert shardfn.shard(step, level=2, finalists=3, memory_limit=int(least[2])).plan(W1, W2, X)

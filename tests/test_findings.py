@@ -233,6 +233,47 @@ def test_one_device_has_none():
     assert shardfn.plan(layers, WS, X, device="h100:1").findings == ()
 
 
+# ---- devices that do the same work
+
+
+def test_devices_that_do_what_others_do():
+    step = jax.grad(lambda w, x: (jnp.tanh(x @ w) ** 2).sum())
+    odd = shaped(4099, 4099), shaped(16, 4099)  # nothing but the batch can be cut
+    made = shardfn.plan(step, *odd, device="h100:512", level=2)
+    (told,) = said(made, "do the same work")
+    alike = int(re.search(r"of 512 devices about (\d+) do", told)[1])
+    whole = shardfn.plan(step, *odd, device="h100:1").price.flops
+    assert alike == round(512 * made.price.flops / whole)
+    assert "a larger batch" in told
+    even = shaped(4096, 4096), shaped(8192, 4096)
+    assert not said(shardfn.plan(step, *even, device="h100:8", level=2), "do the same work")
+    given = shardfn.plan(step, *odd, in_strategy=((1, 1), (1, 1)), device="h100:512")
+    assert not said(given, "do the same work"), "the user said so"
+
+
+def test_what_would_use_the_devices():
+    args = shaped(16, 8192), shaped(8192, 8193), shaped(8193, 8192)
+    made = shardfn.plan(lambda x, v, w: jax.nn.relu(x @ v) @ w, *args, device="h100:512", level=2)
+    (told,) = said(made, "do the same work")
+    assert re.search(r"on the grid [\dx]+ spreads it over \d+, with [\d,.]+ us modelled instead of [\d,.]+$", told)
+
+
+# ---- a limit that is kept by a hair
+
+
+@pytest.mark.parametrize(("share", "count"), [(1.05, 1), (3.0, 0)])
+def test_a_limit_within_the_models_error(share, count):
+    step = jax.grad(lambda w, x: (jnp.tanh(x @ w) ** 2).sum())
+    args = shaped(256, 512), shaped(4096, 256)
+    options = {"device": "cpu:8", "in_strategy": ((1, 1), (8, 1))}
+    peak = shardfn.plan(step, *args, **options).price.memory.peak
+    made = shardfn.plan(step, *args, memory_limit=share * peak, **options)
+    told = said(made, "near the memory limit")
+    assert len(told) == count
+    for text in told:
+        assert f"{peak:,} of {share * peak:,.0f} bytes" in text and "finalists=" in text and "verify()" in text
+
+
 # ---- what calls back into Python, for a platform that is not here
 
 

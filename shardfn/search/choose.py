@@ -13,17 +13,24 @@ import numpy as np
 from shardfn.graph.alike import pairs
 from shardfn.graph.model import Flow, Graph, Op, Pin, Spec
 from shardfn.search import plain, propagation
+from shardfn.search.filters import keeps
 from shardfn.search.grid import Axes, merged
 from shardfn.search.labelling import Labelling, Table, peak_of
+from shardfn.search.levels import totals
+from shardfn.search.polish import LINE, in_line
 from shardfn.search.problem import Answer, Candidate, Pins, Problem, figures, objective
 from shardfn.search.solve import Solution
 from shardfn.search.strategies import Space, spec_of
 
 PLAIN = 500
-"""Ops up to which the plain layouts are priced beside what was searched; where memory is the aim, up to `LARGE`."""
+"""Ops up to which all that was found is let go of what it need not hold before it is compared."""
 
 LARGE = 2000
-"""Ops from which every further flow costs more than it brings."""
+"""Ops up to which the plain layouts are priced beside what was searched; from there every further flow costs more than it
+brings."""
+
+MOST = 3
+"""Of what was found, how much is priced by its flow beyond the first few, if it promises more than they turned out to hold."""
 
 KINDS = 3
 """Of what is found at level 1: see `Found.kind`."""
@@ -76,17 +83,24 @@ def answer_of(
     rated: list[tuple[tuple[float, ...], Candidate, Found | None]] = []
     is_small = len(problem.graph.ops) <= PLAIN
     least = plain.least(problem)
-    for one in _in_turn(found)[: priced(problem)]:
+    for count, one in enumerate(_in_turn(found)[: weighed(problem)]):
         if rated and problem.seconds_left <= 0:
+            break
+        if count >= priced(problem) and not promises(problem, one, min(r[0] for r in rated)):
+            break
             break
         made = candidate(problem, one)
         made = let_go(problem, made) if is_small else made
         rated.append((objective(made.price, problem), made, one))
+        if len(problem.graph.ops) <= LARGE and one.axes == made.axes and problem.seconds_left > 0:
+            other = in_line(problem, made, layout_of(problem, one))
+            if keeps(problem.flow(other.axes, other.specs, {}), problem.algorithm):
+                rated.append((objective(other.price, problem), other, one))
         if least < problem.memory_limit < made.price.memory.peak and problem.seconds_left > 0:
             for other in mend(problem, one, made):
                 made = candidate(problem, other)
                 rated.append((objective(made.price, problem), made, other))
-    if len(problem.graph.ops) <= (LARGE if problem.level == 1 else PLAIN) or not rated:
+    if len(problem.graph.ops) <= LARGE or not rated:
         peak = min((made.price.memory.peak for _, made, _ in rated), default=math.inf)
         simple = plain.candidates(problem, problem.level == 1, peak)
         rated += [(objective(c.price, problem), c, None) for c in simple]
@@ -94,6 +108,7 @@ def answer_of(
         return propagation.search(problem)
     rated.sort(key=lambda r: r[0])
     _, best, at = rated[0]
+    best = as_sliced(problem, best)
     others = tuple(c for _, c, _ in rated[1:])
     looked = (*(f.axes for f in found), *(axes for axes in grids if axes not in untried))
     tried = ", ".join(dict.fromkeys(map(shape, looked)))
@@ -103,18 +118,20 @@ def answer_of(
         tried += f"; {problem.seconds:g} s were over before all was tried"
     runner = f"{others[0].name}: {figures(others[0].price)} against {figures(best.price)}" if others else ""
     if at is None:
+        best = let_go(problem, best)
         reason = f"plain layout, better by its flow than the optimum of the cost model: {best.name}"
         policy = (
             f"{what} at level {problem.level}, grids tried: {tried}; a plain layout has the better flow: {best.name}"
         )
         reasons = tuple("" if given is not None else reason for given in problem.specs)
-        return Answer(best.axes, best.specs, reasons, policy, runner, others=others)
+        return Answer(best.axes, best.specs, reasons, policy, runner, pins=best.pins, others=others)
     best = best if is_small else let_go(problem, best)
     gap = _gap(problem, at, found) if not untried else None
     proof = "no bound of how far from the optimum" if gap is None else (
         "proved" if gap == 0 else f"within {gap:.1%} of the optimum")  # fmt: skip
     grid = " x ".join(f"{name}={size}" for name, size in best.axes)
-    policy = f"{what} at level {problem.level}: grid {grid}, {proof} under the cost model; grids tried: {tried}"
+    aside = f"; {LINE}" if best.name.endswith(LINE) else ""
+    policy = f"{what} at level {problem.level}: grid {grid}, {proof} under the cost model; grids tried: {tried}{aside}"
     reasons = tuple("" if given is not None else "the optimum of all ops together" for given in problem.specs)
     return Answer(best.axes, best.specs, reasons, policy, runner, pins=best.pins, gap=gap, others=others,
                   runners_up=runners_up(problem, at))  # fmt: skip
@@ -132,9 +149,24 @@ def _gap(problem: Problem, at: Found, found: Sequence[Found]) -> float | None:
     return gap if gap > 1e-6 else 0.0
 
 
+def promises(problem: Problem, found: Found, best: tuple[float, ...]) -> bool:
+    """Whether the model thinks that something is better than the best flow so far, at the levels where both count the same."""
+    if problem.level == 1 or len(problem.graph.ops) > LARGE or found.peak > problem.memory_limit:
+        return False
+    if problem.level == 2:
+        return found.solution.cost < best[1]
+    made = totals(found.space, found.solution.choice)
+    return (problem.idle(made.flops), made.sent) < best[1:3]
+
+
 def shape(axes: Axes) -> str:
     """A grid as people write it: 4x2."""
     return "x".join(str(size) for _, size in axes) or "1"
+
+
+def weighed(problem: Problem) -> int:
+    """How many of what was found may be priced: the first few, and what promises more than they turned out to hold."""
+    return max(priced(problem), MOST if len(problem.graph.ops) <= LARGE else 1)
 
 
 def priced(problem: Problem) -> int:
@@ -147,8 +179,8 @@ def _in_turn(found: Sequence[Found]) -> list[Found]:
     return [f for row in itertools.zip_longest(*kinds) for f in row if f is not None]
 
 
-def candidate(problem: Problem, found: Found) -> Candidate:
-    """The optimum on a grid with every decision held, priced by its flow."""
+def layout_of(problem: Problem, found: Found) -> Callable[[int], Spec]:
+    """The layout of each value of the graph, as it was found."""
     names = tuple(name for name, _ in found.axes)
 
     def laid(value: int) -> Spec:
@@ -156,6 +188,12 @@ def candidate(problem: Problem, found: Found) -> Candidate:
         row = layouts[found.solution.choice[node]]
         return spec_of(row.tolist(), len(problem.graph.values[value].shape), names)
 
+    return laid
+
+
+def candidate(problem: Problem, found: Found) -> Candidate:
+    """The optimum on a grid with every decision held, priced by its flow."""
+    names, laid = tuple(name for name, _ in found.axes), layout_of(problem, found)
     specs = tuple(spec if spec is not None else laid(value)[: len(shape)]
                   for value, spec, shape in zip(problem.inputs, problem.specs, problem.shapes, strict=True))  # fmt: skip
     pins: dict[int, Pin] = {}
@@ -183,10 +221,39 @@ def let_go(problem: Problem, best: Candidate) -> Candidate:
         return alone  # but for that rule, which propagation does not know
     if len(problem.graph.ops) > LARGE:  # a further flow costs more than the pins do
         return best
+    ends = {index: Pin((None,) * len(pin.operands), pin.results) for index, pin in best.pins.items()}
+    loose = dataclasses.replace(best, pins=ends, price=problem.price(best.axes, best.specs, ends))
+    if objective(loose.price, problem) < aim:  # as the op reads its operands, they are best changed elsewhere
+        best, aim = loose, objective(loose.price, problem)
     agreed = agreeing(problem.graph, problem.flow(best.axes, best.specs, {}), best.pins)
     needed = {index: pin for index, pin in best.pins.items() if index not in agreed}
     fewer = dataclasses.replace(best, pins=needed, price=problem.price(best.axes, best.specs, needed))
     return fewer if objective(fewer.price, problem) <= aim else best
+
+
+def as_sliced(problem: Problem, best: Candidate) -> Candidate:
+    """The same with each open argument that the flow slices before anything else reads it laid out so from the start, if
+    that is better."""
+    flow = problem.flow(best.axes, best.specs, best.pins)
+    inputs = flow.graph.inputs[len(flow.graph.inputs) - len(best.specs) :]
+    readers: dict[int, list[Op]] = {value: [] for value in inputs}
+    for op in flow.graph.ops:
+        for value in set(op.inputs) & readers.keys():
+            readers[value].append(op)
+    sizes, specs = dict(best.axes), list(best.specs)
+    for i, value in enumerate(inputs):
+        found = {flow.specs[op.outputs[0]] for op in readers[value] if op.name == "all_slice"}
+        if problem.specs[i] is None and len(found) == 1 and all(op.name == "all_slice" for op in readers[value]):
+            (spec,) = found
+            laid, shape = spec[: len(problem.shapes[i])], problem.shapes[i]
+            if all(a in sizes for dim in laid for a in dim) and all(
+                n % math.prod(sizes[a] for a in dim) == 0 for n, dim in zip(shape, laid, strict=True)
+            ):
+                specs[i] = laid
+    if tuple(specs) == best.specs:
+        return best
+    laid = dataclasses.replace(best, specs=tuple(specs), price=problem.price(best.axes, tuple(specs), best.pins))
+    return laid if objective(laid.price, problem) <= objective(best.price, problem) else best
 
 
 def agreeing(graph: Graph, flow: Flow, pins: Pins) -> frozenset[int]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from shardfn.cuts import divisors
 from shardfn.search import propagation
-from shardfn.search.choose import Found, answer_of, priced
+from shardfn.search.choose import Found, answer_of, weighed
 from shardfn.search.filters import loosened, narrowed
 from shardfn.search.grid import Array, Axes, Grid
 from shardfn.search.labelling import Labelling, cost_of
@@ -64,7 +64,7 @@ def on_grids(problem: Problem, tried: Sequence[Axes], before: Sequence[Found]) -
     priced is left out. A grid may take half of the time that is left, the last one all of it.
     """
     made: dict[Axes, list[Found]] = {}
-    most = priced(problem)
+    most = weighed(problem)
     turn = sorted(tried, key=lambda axes: sum(size for _, size in axes))
     for number, axes in enumerate(turn):
         known = [*before, *(f for some in made.values() for f in some)]

@@ -1,5 +1,5 @@
 """Plain layouts that people write by hand, found by the dim classes: one class cut over all devices, or two on a grid of
-two axes, and the same with all else in pieces over the axes left (as FSDP lays out weights). They stand beside the
+two axes, and the same with what only the update reads, or all else, in pieces over the axes left. They stand beside the
 search's own plans: among the finalists, at level 1, and wherever the program is small."""
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from shardfn.cost.fusion import CHEAP, COSTLY
 from shardfn.cuts import divisors
-from shardfn.graph.model import Spec
+from shardfn.graph.model import Pin, Spec
 from shardfn.search.facts import bytes_of
 from shardfn.search.filters import keeps
 from shardfn.search.grid import Axes
-from shardfn.search.problem import Candidate, Problem, objective
+from shardfn.search.problem import Candidate, Pins, Problem, objective
 
-MOST = 3
-"""Classes, the heaviest first."""
+MOST, SMALL = 3, 500
+"""Classes, the heaviest first; so many only of programs of up to `SMALL` ops, else two."""
 
 FEWEST, OPS = 5, 9_000
 """Layouts that are priced at level 1: this many, and more as long as their flows have no more ops than that together."""
@@ -37,7 +38,8 @@ def candidates(problem: Problem, pairs: bool = True, below: float = math.inf) ->
     """
     if problem.axes or not problem.is_open:
         return ()
-    layouts = list({(one.axes, one.specs): one for one in reversed(list(_layouts(problem, pairs)))}.values())[::-1]
+    every = {(one.axes, one.specs, tuple(one.pins.items())): one for one in reversed(list(_layouts(problem, pairs)))}
+    layouts = list(every.values())[::-1]
     if problem.level == 1:
         layouts.sort(key=lambda one: promised(problem, one))
         layouts = layouts[: max(FEWEST, OPS // max(1, len(problem.graph.ops)))]
@@ -46,9 +48,9 @@ def candidates(problem: Problem, pairs: bool = True, below: float = math.inf) ->
         if problem.seconds_left <= 0:
             break
         if problem.level != 1 or held(problem, one) < below:
-            price = problem.price(one.axes, one.specs, {})
-            if keeps(problem.flow(one.axes, one.specs, {}), problem.algorithm):
-                found.append(Candidate(one.name, one.axes, one.specs, {}, price))
+            price = problem.price(one.axes, one.specs, one.pins)
+            if keeps(problem.flow(one.axes, one.specs, one.pins), problem.algorithm):
+                found.append(Candidate(one.name, one.axes, one.specs, one.pins, price))
                 below = min(below, price.memory.peak)
     return tuple(sorted(found, key=lambda c: objective(c.price, problem)))
 
@@ -61,6 +63,7 @@ class Layout:
     axes: Axes
     cut: Mapping[int, str]
     specs: tuple[Spec, ...]
+    pins: Pins
 
 
 def held(problem: Problem, layout: Layout) -> int:
@@ -112,19 +115,70 @@ def _layouts(problem: Problem, pairs: bool) -> Iterator[Layout]:
     n = problem.devices
     open_ = {c for classes, spec in zip(problem.classes, problem.specs, strict=True) if spec is None for c in classes}
     heaviest = sorted(open_, key=lambda c: (-problem.weights.get(c, 0), c))
-    fit = [c for c in heaviest if any(map(any, _laid(problem, (("a", n),), {c: "a"}, False)))][:MOST]
+    parts = divisors(n, n)[1:-1]
+    most = MOST if len(problem.graph.ops) <= SMALL else 2
+    fit = list(itertools.islice((c for c in heaviest if any(_fits(problem, c, ways) for ways in (n, *parts))), most))
+    paired = fit if pairs else []
     for c in fit:
-        yield from _both(problem, (("a", n),), {c: "a"})
-    for first, second in itertools.permutations(fit if pairs else (), 2):
-        for a in divisors(n, n)[1:-1]:
-            yield from _both(problem, (("a", a), ("b", n // a)), {first: "a", second: "b"})
+        if _fits(problem, c, n):
+            yield from _each(problem, (("a", n),), {c: "a"})
+    for first, second in itertools.permutations(paired, 2):
+        for a in parts:
+            if _fits(problem, first, a) and _fits(problem, second, n // a):
+                yield from _each(problem, (("a", a), ("b", n // a)), {first: "a", second: "b"})
 
 
-def _both(problem: Problem, axes: Axes, cut: Mapping[int, str]) -> Iterator[Layout]:
-    sizes = dict(axes)
+def _fits(problem: Problem, class_: int, ways: int) -> bool:
+    """Whether an open argument has a dim of a class that can be cut so many ways."""
+    return any(map(any, _laid(problem, (("a", ways),), {class_: "a"})))
+
+
+STATE, ALL = "what only the update reads", "all else"
+"""What is cut into pieces over the axes that a layout leaves, or the first of them: what elementwise ops alone read (as
+ZeRO-1 lays out an optimizer's state), or everything (as fully sharded data parallel lays out weights)."""
+
+
+def _each(problem: Problem, axes: Axes, cut: Mapping[int, str]) -> Iterator[Layout]:
+    sizes, every = dict(axes), tuple(name for name, _ in axes)
     name = ", ".join(f"{_name(problem, c)} cut {sizes[axis]} ways" for c, axis in cut.items())
-    yield Layout(name, axes, cut, _laid(problem, axes, cut, False))
-    yield Layout(f"{name}, all else in pieces", axes, cut, _laid(problem, axes, cut, True))
+    yield Layout(name, axes, cut, _laid(problem, axes, cut), {})
+    kinds = [(STATE, every[:1])] * any(is_state(problem)) + [(ALL, every[:1]), (ALL, every)]
+    for pieces, over in dict.fromkeys(kinds):
+        count = math.prod(sizes[axis] for axis in over)
+        laid = _laid(problem, axes, cut, pieces, over)
+        yield Layout(f"{name}, {pieces} in {count} pieces", axes, cut, laid, _held(problem, axes, cut))
+
+
+def _held(problem: Problem, axes: Axes, cut: Mapping[int, str]) -> Pins:
+    """Products and look-ups whose results have a dim of a class are held to its cut: pieces would lead propagation
+    astray."""
+    pins: dict[int, Pin] = {}
+    for index, op in enumerate(problem.graph.ops):
+        if index in problem.can_hold and op.name in _HELD:
+            rows = [(problem.graph.values[v].shape, problem.tied[v]) for v in op.outputs]
+            results = tuple(_along(shape, classes, axes, cut, ()) for shape, classes in rows)
+            if any(map(any, results)):
+                pins[index] = Pin((None,) * len(op.inputs), results)
+    return pins
+
+
+_HELD = frozenset({"dot_general", "convolution", "gather"})
+
+
+def is_state(problem: Problem) -> tuple[bool, ...]:
+    """Of each argument whether a result takes its place and elementwise ops alone read it: momentum, not parameters."""
+    if "state" not in problem.memo:
+        read: dict[int, set[str]] = {value: set() for value in problem.inputs}
+        for op in problem.graph.ops:
+            for value in read.keys() & set(op.inputs):
+                read[value].add(op.name)
+        kept = set(problem.same_as.values())
+        problem.memo["state"] = tuple(v in kept and read[v] <= _ELEMENTWISE for v in problem.inputs)
+    return problem.memo["state"]
+
+
+_ELEMENTWISE = (CHEAP | COSTLY) - {"broadcast_in_dim", "concatenate", "dynamic_slice", "dynamic_update_slice", "gather",
+                                   "iota", "pad", "reverse", "slice", "transpose"}  # fmt: skip
 
 
 def _name(problem: Problem, class_: int) -> str:
@@ -132,13 +186,21 @@ def _name(problem: Problem, class_: int) -> str:
     return next(f"{path} dim {classes.index(class_)}" for path, classes in rows if class_ in classes)
 
 
-def _laid(problem: Problem, axes: Axes, cut: Mapping[int, str], in_pieces: bool) -> tuple[Spec, ...]:
-    rows = zip(problem.specs, problem.shapes, problem.classes, strict=True)
-    return tuple(s if s is not None else _along(shape, classes, axes, cut, in_pieces) for s, shape, classes in rows)
+def _laid(
+    problem: Problem, axes: Axes, cut: Mapping[int, str], pieces: str = "", over: Sequence[str] = ()
+) -> tuple[Spec, ...]:
+    rows = zip(problem.specs, problem.shapes, problem.classes, is_state(problem), strict=True)
+    return tuple(
+        s if s is not None else _along(shape, classes, axes, cut, over if pieces == ALL or is_one else ())
+        for s, shape, classes, is_one in rows
+    )
 
 
-def _along(shape: Sequence[int], classes: Sequence[int], axes: Axes, cut: Mapping[int, str], in_pieces: bool) -> Spec:
-    """Each class's first dim over its axis, where it divides; what axes are left over the largest dims that they divide."""
+def _along(
+    shape: Sequence[int], classes: Sequence[int], axes: Axes, cut: Mapping[int, str], over: Sequence[str]
+) -> Spec:
+    """Each class's first dim over its axis, where it divides; those of `over` that are left over the largest dims that they
+    divide."""
     sizes = dict(axes)
     spec: list[list[str]] = [[] for _ in shape]
     left = list(shape)
@@ -148,7 +210,7 @@ def _along(shape: Sequence[int], classes: Sequence[int], axes: Axes, cut: Mappin
             spec[at].append(axis)
             left[at] //= sizes[axis]
     used = {axis for dim in spec for axis in dim}
-    for axis in (name for name, _ in axes if in_pieces and name not in used):
+    for axis in (name for name in over if name not in used):
         dims = [d for d, size in enumerate(left) if size and size % sizes[axis] == 0]
         at = max(dims, key=lambda d: (not spec[d], left[d], -d), default=None)
         if at is not None:

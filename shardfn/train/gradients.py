@@ -20,6 +20,9 @@ import jax.numpy as jnp
 from jax import lax, tree_util
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from shardfn.train import bucketed
+from shardfn.train.fusion import Fusion, Tensor, buckets
+
 Loss = Callable[[Any, Any, tuple[Any, ...]], tuple[jax.Array, tuple[Any, Any]]]
 """(trained, carried, batch) -> (loss, (auxiliary output, carried))."""
 
@@ -52,11 +55,33 @@ class Parts:
     scattered: tuple[At, ...]
     gathered: tuple[At, ...]
     own: tuple[bool, ...]
+    paths: tuple[str, ...] = ()
+    fusion: Fusion | None = None
+    """Which collectives travel together; None leaves that to XLA."""
 
     @property
     def count(self) -> int:
         """The number of parts."""
         return math.prod(self.mesh.shape[a] for a in self.axes)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether there are axes that do not cut the batch, along which XLA's partitioner works."""
+        return set(self.axes) != set(self.mesh.axis_names)
+
+    def tensors(self, leaves: Sequence[Any], reduction: Reduction, gathers: bool) -> list[Tensor | None]:
+        """What each trained leaf puts into a collective: its gradient, or the piece that is gathered; None for none."""
+        found: list[Tensor | None] = []
+        for leaf, path, own, gathered, scattered in zip(
+            leaves, self.paths, self.own, self.gathered, self.scattered, strict=True
+        ):
+            at = gathered if gathers else scattered
+            kind = "all-gather" if gathers else "reduce-scatter" if at else "all-reduce"
+            dtype = leaf.dtype if gathers else _wire(leaf.dtype, reduction, self.is_partial)
+            axes = at[1] if at else self.axes
+            is_none = own or (gathers and at is None)
+            found.append(None if is_none else Tensor(path, tuple(leaf.shape), str(dtype), kind, axes))
+        return found
 
 
 def whole(loss: Loss, trained: Any, carried: Any, batch: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
@@ -130,15 +155,19 @@ def _mapped(
     cut = PartitionSpec(how.axes)
     batch_spec = tree_util.tree_map(lambda x: cut if x.ndim else PartitionSpec(), batch)
     early = early and micro_batches > 1
-    is_partial = set(how.axes) != set(how.mesh.axis_names)
 
-    def summed(grads: Any, now: Callable[[At], bool] = lambda at: True) -> Any:
+    def summed(grads: Any, now: Callable[[At], bool] = lambda at: True, riders: Sequence[jax.Array] = ()) -> Any:
         """The gradients with those reduced whose `scattered` dim says that it is time."""
+        leaves = tree_util.tree_leaves(grads)
+        if how.fusion is not None:
+            chosen = [now(d) and not own for d, own in zip(how.scattered, how.own, strict=True)]
+            leaves, sums = _reduced_together(leaves, chosen, how, reduction, riders)
+            return tree_util.tree_unflatten(treedef, leaves), sums
         leaves = [
-            _reduced(g, how, reduction, d, is_partial) if now(d) and not own else g
-            for g, d, own in zip(tree_util.tree_leaves(grads), how.scattered, how.own, strict=True)
+            _reduced(g, how, reduction, d) if now(d) and not own else g
+            for g, d, own in zip(leaves, how.scattered, how.own, strict=True)
         ]
-        return tree_util.tree_unflatten(treedef, leaves)
+        return tree_util.tree_unflatten(treedef, leaves), ()
 
     def started(full: Any) -> Any:
         """Zeros of what `summed` gives, or of the gradients themselves."""
@@ -151,29 +180,32 @@ def _mapped(
         return tree_util.tree_unflatten(treedef, leaves)
 
     def on_part(trained: Any, carried: Any, batch: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
-        full = tree_util.tree_unflatten(
-            treedef,
-            [_full(x, how, d, own) for x, d, own in
-             zip(tree_util.tree_leaves(trained), how.gathered, how.own, strict=True)],
-        )  # fmt: skip
+        full = tree_util.tree_unflatten(treedef, _all_full(tree_util.tree_leaves(trained), how, reduction))
         carried = tree_util.tree_map(lambda x: lax.pcast(x, how.axes, to="varying"), carried)
         batch = tree_util.tree_map(lambda x: x if x.ndim else lax.pcast(x, how.axes, to="varying"), batch)
         if micro_batches == 1:
             value, aux, grads, carried = whole(loss, full, carried, batch)
         else:
-            in_pieces = functools.partial(summed, now=lambda d: d is not None)
-            each = in_pieces if early else lambda g: g
+            each = (lambda g: summed(g, lambda d: d is not None)[0]) if early else lambda g: g
             value, aux, grads, carried = micro(loss, micro_batches, micro_growing, each, started)(full, carried, batch)
-        grads = summed(grads, lambda d: d is None) if early else summed(grads)
+        now = (lambda d: d is None) if early else (lambda d: True)
+        changed = [x for x, moves in zip(tree_util.tree_leaves(carried), moving, strict=True) if moves]
+        rest, whole_of = tree_util.tree_flatten((value, aux, changed))
+        dims = [-1, *tree_util.tree_leaves(growing), *[-1] * len(changed)]
+        rides = [how.fusion is not None and d < 0 and _is_float(x) for x, d in zip(rest, dims, strict=True)]
+        grads, sums = summed(grads, now, [_widened(x) for x, r in zip(rest, rides, strict=True) if r])
         grads = tree_util.tree_unflatten(
             treedef, [g[None] if own else g for g, own in zip(tree_util.tree_leaves(grads), how.own, strict=True)]
         )
-        value = _average(value, how.axes)
+        arrived = iter(sums)
+        rest = [
+            (next(arrived) / how.count).astype(x.dtype) if r else _agreed(x, how.axes) if d < 0 else x
+            for x, r, d in zip(rest, rides, dims, strict=True)
+        ]
+        value, aux, changed = tree_util.tree_unflatten(whole_of, rest)
         if not reduction.mean:
             value = value * how.count
-        aux = _together(aux, growing, lambda x, dim: x if dim is not None else _average(x, how.axes))
-        after = zip(tree_util.tree_leaves(carried), moving, strict=True)
-        return value, aux, grads, [_agreed(x, how.axes) for x, moves in after if moves]
+        return value, aux, grads, changed
 
     own_spec = [cut if own else _spec(at) for at, own in zip(how.gathered, how.own, strict=True)]
     out_spec = [cut if own else _spec(at) for at, own in zip(how.scattered, how.own, strict=True)]
@@ -243,24 +275,135 @@ def _stacked(x: jax.Array, dim: int | None) -> jax.Array:
     return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
 
 
-def _full(x: jax.Array, how: Parts, at: At, own: bool) -> jax.Array:
-    """A trained leaf as the loss takes it on a device."""
+def _full(x: jax.Array, how: Parts, at: At, own: bool, done: tuple[str, ...] = ()) -> jax.Array:
+    """A trained leaf as the loss takes it on a device; along the axes `done` it has been gathered."""
     if own:
         return x[0]
     if at is not None:
         x = lax.all_gather(x, at[1], axis=at[0], tiled=True)
-    missing = tuple(a for a in how.axes if at is None or a not in at[1])
+    missing = tuple(a for a in how.axes if (at is None or a not in at[1]) and a not in done)
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def _reduced(g: jax.Array, how: Parts, reduction: Reduction, at: At, is_partial: bool) -> jax.Array:
-    if g.dtype.itemsize < 4 and (reduction.fp32 or is_partial):  # XLA's CPU compiler dies of the partial ones
-        g = g.astype(jnp.float32)
+def _all_full(leaves: Sequence[jax.Array], how: Parts, reduction: Reduction) -> list[jax.Array]:
+    """The trained leaves as the loss takes them on a device; gathered together where that was asked for."""
+    if how.fusion is None or how.is_partial:
+        return [_full(x, how, at, own) for x, at, own in zip(leaves, how.gathered, how.own, strict=True)]
+    gathered = _gathered_together(leaves, how, reduction)
+    return [
+        _full(gathered.get(i, x), how, None, own, () if at is None else at[1])
+        for i, (x, at, own) in enumerate(zip(leaves, how.gathered, how.own, strict=True))
+    ]
+
+
+def put_together(trained: Any, how: Parts) -> Any:
+    """Trained leaves of which each device has a piece, `how.gathered`, made whole on all; bucket by bucket."""
+    leaves, treedef = tree_util.tree_flatten(trained)
+    places = [i for i, (at, own) in enumerate(zip(how.gathered, how.own, strict=True)) if at and not own]
+    if not places:
+        return trained
+    few = dataclasses.replace(how, **{
+        name: tuple(getattr(how, name)[i] for i in places) for name in ("scattered", "gathered", "own", "paths")
+    })  # fmt: skip
+
+    def on_part(*pieces: jax.Array) -> tuple[jax.Array, ...]:
+        found = _gathered_together(pieces, few, Reduction())
+        return tuple(found[i] for i in range(len(pieces)))
+
+    specs = tuple(_spec(at) for at in few.gathered)
+    mapped = jax.shard_map(
+        on_part, mesh=how.mesh, in_specs=specs, out_specs=(PartitionSpec(),) * len(specs), check_vma=False
+    )
+    for i, x in zip(places, mapped(*(leaves[i] for i in places)), strict=True):
+        leaves[i] = x
+    return tree_util.tree_unflatten(treedef, leaves)
+
+
+def _gathered_together(leaves: Sequence[jax.Array], how: Parts, reduction: Reduction) -> dict[int, jax.Array]:
+    """The whole of each leaf of which a device has a piece, by its place."""
+    assert how.fusion is not None
+    tensors = how.tensors(leaves, reduction, gathers=True)
+    places = [i for i, t in enumerate(tensors) if t is not None]
+    joined = buckets([t for t in tensors if t is not None], how.fusion)
+    jobs: list[Any] = []
+    for bucket in joined:
+        members = [places[m] for m in bucket.members]
+        dims = [_dim(how.gathered[i]) for i in members]
+        gather = functools.partial(bucketed.all_gathered, dims=dims, axes=bucket.axes)
+        jobs.append(([leaves[i] for i in members], gather))
+    done = bucketed.in_turn(jobs, backwards=False)
+    return {
+        places[m]: x for b, arrays in zip(joined, done, strict=True) for m, x in zip(b.members, arrays, strict=True)
+    }
+
+
+def _reduced(g: jax.Array, how: Parts, reduction: Reduction, at: At) -> jax.Array:
+    g = g.astype(_wire(g.dtype, reduction, how.is_partial))
     if at is not None:
         g = lax.psum_scatter(g, at[1], scatter_dimension=at[0], tiled=True)
     rest = tuple(a for a in how.axes if at is None or a not in at[1])
     g = lax.psum(g, rest) if rest else g
     return g / how.count if reduction.mean else g
+
+
+def _reduced_together(
+    leaves: Sequence[jax.Array], chosen: Sequence[bool], how: Parts, reduction: Reduction, riders: Sequence[jax.Array]
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The leaves with the chosen ones reduced bucket by bucket; the sums of the riders, which go with the last of them."""
+    assert how.fusion is not None
+    tensors = how.tensors(leaves, reduction, gathers=False)
+    places = [i for i, (t, c) in enumerate(zip(tensors, chosen, strict=True)) if c and t is not None]
+    joined = buckets([t for i in places if (t := tensors[i]) is not None], how.fusion)
+    takes = [
+        i for i, b in enumerate(joined)
+        if b.kind == "all-reduce" and b.axes == how.axes and all(str(x.dtype) == b.dtype for x in riders)
+    ]  # fmt: skip
+    jobs: list[Any] = []
+    for i, bucket in enumerate(joined):
+        arrays = [leaves[places[m]].astype(bucket.dtype) for m in bucket.members]
+        dims = [_dim(how.scattered[places[m]]) for m in bucket.members]
+        rest = tuple(a for a in how.axes if a not in bucket.axes)
+        arrays += riders if takes and i == takes[-1] else []
+        jobs.append((arrays, functools.partial(_sums, bucket.kind, how, dims, bucket.axes, rest)))
+    if riders and not takes:
+        jobs.append((list(riders), functools.partial(_sums, "all-reduce", how, [], how.axes, ())))
+    done = bucketed.in_turn(jobs, backwards=True)
+    found = list(leaves)
+    for bucket, arrays in zip(joined, done, strict=False):
+        for member, g in zip(bucket.members, arrays, strict=False):
+            found[places[member]] = g / how.count if reduction.mean else g
+    if not riders:
+        return found, []
+    return found, done[takes[-1] if takes else -1][-len(riders) :]
+
+
+def _sums(
+    kind: str, how: Parts, dims: Sequence[int], axes: tuple[str, ...], rest: tuple[str, ...],
+    arrays: Sequence[jax.Array],
+) -> list[jax.Array]:  # fmt: skip
+    if how.is_partial:  # a flat array would undo the cuts along the other axes; XLA's combiners join these
+        return [lax.psum(x, axes) for x in arrays]
+    found = bucketed.reduce_scattered(arrays, dims, axes) if kind == "reduce-scatter" else None
+    found = bucketed.all_reduced(arrays, axes) if found is None else found
+    return bucketed.all_reduced(found, rest) if rest else found
+
+
+def _wire(dtype: Any, reduction: Reduction, is_partial: bool) -> Any:
+    """The dtype in which a gradient is summed."""
+    is_wide = dtype.itemsize < 4 and (reduction.fp32 or is_partial)  # XLA's CPU compiler dies of the partial ones
+    return jnp.dtype(jnp.float32) if is_wide else dtype
+
+
+def _dim(at: At) -> int:
+    return -1 if at is None else at[0]
+
+
+def _is_float(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _widened(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _average(x: jax.Array, axes: Sequence[str]) -> jax.Array:

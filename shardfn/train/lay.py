@@ -17,8 +17,11 @@ from shardfn.errors import Problem, raise_problems
 from shardfn.sharded import ShardedFunction
 from shardfn.strategy import AUTO, join
 from shardfn.train.drawn import Cut, Drawn, is_per_device, tree_of
+from shardfn.train.fusion import Bucket
 from shardfn.train.optimizer_parallel import OptimizerParallel, cut_further, mirrored
+from shardfn.train.pipeline import Pipeline
 from shardfn.train.state import Anatomy, State, owned
+from shardfn.train.traffic import fused, parts_of, told
 from shardfn.train.training import Training
 from shardfn.train.update import update_of
 
@@ -30,6 +33,8 @@ class Laid:
     sharded: ShardedFunction
     state: State
     """Of `NamedSharding`s."""
+    buckets: tuple[tuple[Bucket, tuple[str, ...]], ...] = ()
+    """The collectives of gradients and parameters, each with the paths of what it takes."""
 
 
 def lay(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]) -> Laid:
@@ -39,8 +44,10 @@ def lay(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]
       StrategyError: a batch that the devices or the micro-batches do not divide; a glob that matches nothing; what
         `shard` raises in the semi-auto and auto modes.
     """
-    if training.mode.layouts == "whole":
-        drawn: Drawn | Laid = _whole(training, parts, state, batch)
+    if isinstance(training.loss_fn, Pipeline):
+        drawn: Drawn | Laid = _in_stages(training, parts, state, batch)
+    elif training.mode.layouts == "whole":
+        drawn = _whole(training, parts, state, batch)
     else:
         drawn = _planned(training, parts, state, batch)
     if isinstance(drawn, Laid):
@@ -52,12 +59,16 @@ def lay(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]
     keyed = [*_keyed("state", state), *_keyed("batch", batch)]
     entries = {path: sharding for (path, _), sharding in zip(keyed, named, strict=True)}
     donated = (0,) if training.donate else ()
-    return Laid(shard(function, device=training.device, parameter_plan=entries, donate_argnums=donated), shardings)
+    how = parts_of(training, parts, drawn, cut, owned(parts, training.own)) if is_per_device(training, drawn) else None
+    sharded = shard(function, device=training.device, parameter_plan=entries, donate_argnums=donated,
+                    compiler_options=told(training, how))  # fmt: skip
+    return Laid(sharded, shardings, fused(training, parts, state.params, drawn, cut, how) if how else ())
 
 
 def whole_layout(training: Training, parts: Anatomy, state: State) -> State:
     """The layout of a state in the modes whose layouts do not depend on the batch."""
-    drawn = _whole(training, parts, state, ())
+    lies = _in_stages if isinstance(training.loss_fn, Pipeline) else _whole
+    drawn = lies(training, parts, state, ())
     return _shardings(state, drawn, _cut(training, parts, state, drawn))
 
 
@@ -90,6 +101,16 @@ def _whole(training: Training, parts: Anatomy, state: State, batch: tuple[Any, .
     return Drawn(_mesh(devices, axes), names, params, tuple(seen), cuts)
 
 
+def _in_stages(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]) -> Drawn:
+    """As a pipeline keeps its parameters, on its own grid."""
+    assert isinstance(training.loss_fn, Pipeline)
+    mesh, params, cuts = training.loss_fn.grid(parts.model(state.params), batch)
+    like = dict(zip(parts.paths, params, strict=True))
+    leaves = tree_util.tree_leaves(state.opt_state)
+    seen = [like.get(p or "", ((),) * len(x.shape)) for p, x in zip(_mirrored(parts, state), leaves, strict=True)]
+    return Drawn(mesh, (), tuple(params), tuple(seen), tuple(cuts))
+
+
 def _planned(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]) -> Drawn | Laid:
     """As `shard` plans the step on the whole batch; that plan itself where nothing of it is changed."""
     given = training.mode.layouts == "given"
@@ -102,7 +123,8 @@ def _planned(training: Training, parts: Anatomy, state: State, batch: tuple[Any,
     draft = shard(
         function,
         (AUTO, *entries), device=training.device, parameter_plan=wanted,
-        donate_argnums=(0,) if training.donate else (), **options,
+        donate_argnums=(0,) if training.donate else (),
+        compiler_options=told(training, None) if training.is_plain and not training.cross_batch else None, **options,
     )  # fmt: skip
     made = draft.plan(state, *batch)
     specs = [d.spec for d in made.inputs]

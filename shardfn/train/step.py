@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import tree_util
 from jax.experimental import multihost_utils
@@ -20,8 +21,11 @@ from shardfn.plan import Plan
 from shardfn.report import Report
 from shardfn.sharded import Options
 from shardfn.strategy import shape_of, short
+from shardfn.train.folded import Chosen, chosen, folding_of, recompute_problems
+from shardfn.train.fusion import Bucket, fusion_of, id_problems
 from shardfn.train.lay import Laid, lay, whole_layout
 from shardfn.train.modes import Mode, mode_of
+from shardfn.train.reuse import DEFAULT_LIMIT, Folding, fold, limit_of
 from shardfn.train.state import Anatomy, State, anatomy, owned
 from shardfn.train.training import Training
 
@@ -47,6 +51,11 @@ def step(
     frozen: Sequence[str] = (),
     enable_parallel_optimizer: bool | None = None,
     parallel_optimizer_config: Mapping[str, Any] | None = None,
+    comm_fusion: Mapping[str, Any] | None = None,
+    all_reduce_fusion_config: Sequence[int] | None = None,
+    fusion: Mapping[str, int] | None = None,
+    reuse: Any = None,
+    recompute: Any = None,
     donate: bool = True,
     **options: Any,
 ) -> TrainingStep:
@@ -75,6 +84,15 @@ def step(
       frozen: globs of parameters that are not trained.
       enable_parallel_optimizer, parallel_optimizer_config: as MindSpore's context has them: cut the optimizer's states
         (`optimizer_level` "level1"), gradients too ("level2"), parameters too ("level3").
+      comm_fusion, all_reduce_fusion_config: as MindSpore's context has them: which collectives travel as one, by size in
+        MB or by index. Where each device works on its part of the batch they are exactly so many collectives; else
+        XLA's combiners are told, where they take it. Not set: as XLA likes.
+      fusion: numbers by path glob; gradients (and gathered parameters) with the same number travel together, 0 alone.
+      reuse: "auto" folds the equal blocks of an unrolled model into one that is scanned, with their parameters stacked
+        in the state ("layers/*/w"; `parameter_plan` and other globs name those); `init` then needs a batch. A positive
+        int is the most blocks in one scan, -1 is 1000. What is folded, and why not: `folding.explain()`.
+      recompute: how many of the equal blocks are worked out again in the backward pass; "auto" as few as fit into
+        `memory_limit`, and `recomputed` says what that costs. It folds as `reuse` does.
       donate: give the old state's memory to the new one.
 
     Raises:
@@ -96,6 +114,8 @@ def step(
         "parameter_broadcast": parameter_broadcast,
         "enable_parallel_optimizer": enable_parallel_optimizer,
         "parallel_optimizer_config": parallel_optimizer_config,
+        "comm_fusion": comm_fusion,
+        "all_reduce_fusion_config": all_reduce_fusion_config,
     }
     if parallel_optimizer_config is not None and enable_parallel_optimizer is None:
         said["enable_parallel_optimizer"] = True
@@ -105,13 +125,16 @@ def step(
     problems = list(_option_problems(options))
     problems += list(_problems(loss_fn, optimizer, micro_batches, chosen, in_strategy, parameter_plan, cross_batch,
                               layerwise_parallel))  # fmt: skip
+    problems += id_problems(fusion) if fusion is not None else ()
+    problems += recompute_problems(recompute, options)
     raise_problems(problems)
     for name in ("parallel_mode", "dataset_strategy"):  # they have been acted on
         settings = dataclasses.replace(settings, explicit=settings.explicit - {name})
     options = {**options, "level": level, "in_strategy": in_strategy, "parameter_plan": dict(parameter_plan or {})}
     return TrainingStep(Training(
         loss_fn, optimizer, chosen, settings, has_aux, device, micro_batches, compute_dtype, cross_batch,
-        tuple(layerwise_parallel), tuple(frozen), donate, types.MappingProxyType(options),
+        tuple(layerwise_parallel), tuple(frozen), donate, fusion_of(settings, fusion),
+        limit_of(reuse or ("auto" if recompute else None)), recompute, types.MappingProxyType(options),
     ))  # fmt: skip
 
 
@@ -155,9 +178,14 @@ class TrainingStep:
     """What `train.step` returns. `init` makes the state; a call takes one step."""
 
     def __init__(self, training: Training):
-        self.training = training
+        self.training = self._asked = training
         self._anatomy: Anatomy | None = None
         self._laid: dict[Any, Laid] = {}
+        self._unfolded: Anatomy | None = None
+        self.folding: Folding | None = None
+        """What was folded, with `reuse`; None before `init`."""
+        self.recomputed: Chosen | None = None
+        """What is recomputed, and what it costs, with `recompute`."""
 
     def __repr__(self) -> str:
         name = getattr(self.training.loss_fn, "__name__", type(self.training.loss_fn).__name__)
@@ -174,7 +202,11 @@ class TrainingStep:
         """
         make = params if _makes(params) else lambda: params
         model = _shape_of_model(make) if _makes(params) else params
-        self._anatomy = parts = anatomy(model, self.training.frozen)
+        if self.training.reuse is not None:
+            make, model = self._fold(make, model, batch)
+        parts = anatomy(model, self.training.frozen)
+        if parts != self._anatomy:
+            self._anatomy, self._laid = parts, {}
         if self.training.settings.read("parameter_broadcast") and jax.process_count() > 1:
             arrays = multihost_utils.broadcast_one_to_all(jax.jit(lambda: parts.arrays(make()))())
             make = lambda: parts.model(arrays)  # noqa: E731
@@ -212,11 +244,45 @@ class TrainingStep:
         with context.held(self.training.settings):
             return self._for(state, batch).sharded.lower(state, *batch)
 
+    def buckets(self, state: State, *batch: Any) -> tuple[tuple[Bucket, tuple[str, ...]], ...]:
+        """The collectives of gradients and of gathered parameters, each with the paths of what it takes.
+
+        Empty where XLA puts them together: `comm_fusion` and `fusion` were not set, or its partitioner makes them.
+        """
+        return self._for(state, batch).buckets
+
     def model(self, state: State) -> Any:
         """The model that a state holds, with what of it is no array."""
+        if self._unfolded is not None and self.folding is not None:
+            return self._unfolded.model(self.folding.unstack(state.params))
         return self._parts(state).model(state.params)
 
     # ---- inside
+
+    def _fold(self, make: Callable[[], Any], model: Any, batch: tuple[Any, ...]) -> tuple[Callable[[], Any], Any]:
+        """Parameters and what makes them, stacked; the loss becomes the folded one."""
+        asked, parts = self._asked, anatomy(model, self._asked.frozen)
+        limit = asked.reuse or DEFAULT_LIMIT
+        made = folding_of(parts, model, batch, asked.loss_fn, asked.optimizer, limit)
+        shapes, given = _shapes(parts.arrays(model)), _shapes(batch)
+        if asked.recompute:
+            refold = lambda n: fold(  # noqa: E731
+                lambda a, *b: asked.loss_fn(parts.model(a), *b), shapes, *given, limit=limit, recomputed=n
+            )
+            kept = sum(x.size * x.dtype.itemsize for x in tree_util.tree_leaves(
+                (shapes, shapes, jax.eval_shape(asked.optimizer.init, parts.split(shapes)[0]))))  # fmt: skip
+            self.recomputed = chosen(made, refold, shapes, given, asked.recompute, asked.options.get("memory_limit"),
+                                     asked.hardware().count, kept)  # fmt: skip
+            made = refold(self.recomputed.blocks) if self.recomputed else made
+        self.folding, self._laid = made, {}
+        if not made.groups:
+            self.training, self._unfolded = asked, None
+            return make, model
+        self._unfolded = parts
+        trained = made.stack(tree_util.tree_unflatten(parts.treedef, parts.trained))
+        frozen = tuple(name for name, one in trained.items() if not np.all(one))
+        self.training = dataclasses.replace(asked, loss_fn=made.loss, frozen=frozen)
+        return lambda: made.stack(parts.arrays(make())), jax.eval_shape(made.stack, shapes)
 
     def _parts(self, state: State) -> Anatomy:
         if self._anatomy is None:  # a state from elsewhere, such as a checkpoint

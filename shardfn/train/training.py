@@ -9,6 +9,7 @@ from typing import Any
 from shardfn.context import ParallelContext
 from shardfn.cost import hardware
 from shardfn.cost.hardware import Hardware
+from shardfn.train.fusion import Fusion
 from shardfn.train.gradients import Reduction
 from shardfn.train.modes import Mode
 from shardfn.train.optimizer_parallel import OptimizerParallel, optimizer_parallel_of
@@ -30,6 +31,12 @@ class Training:
     own: tuple[str, ...]
     frozen: tuple[str, ...]
     donate: bool
+    fusion: Fusion | None
+    """Which collectives travel together."""
+    reuse: int | None
+    """The most equal blocks that one scanned body stands for; None folds nothing."""
+    recompute: Any
+    """How many of them are worked out again in the backward pass, or "auto"."""
     options: Mapping[str, Any]
     """What goes on to `shard`."""
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import optax
 from jax import lax, tree_util
 
-from shardfn.graph.model import Spec
 from shardfn.train import gradients
 from shardfn.train.drawn import Cut, Drawn, is_per_device, tree_of
-from shardfn.train.gradients import At, Loss, Parts
+from shardfn.train.gradients import Loss
 from shardfn.train.state import Anatomy, State
+from shardfn.train.traffic import parts_of, regathered
 from shardfn.train.training import Training
 
 Gradients = Callable[[Any, Any, tuple[Any, ...]], tuple[Any, Any, Any, Any]]
@@ -38,6 +38,10 @@ def update_of(
     zero = training.zero
     states = [s for s, mine in zip(cut.states, parts.trained, strict=True) if mine] if zero and cut else None
 
+    gathers = None
+    if drawn is not None and cut is not None and is_per_device(training, drawn):
+        gathers = regathered(training, parts, drawn, cut, parts_of(training, parts, drawn, cut, own))
+
     def in_pieces(tree: Any) -> Any:
         if states is None or drawn is None:
             return tree
@@ -52,6 +56,7 @@ def update_of(
         pieces = in_pieces(trained)
         updates, opt_state = training.optimizer.update(grads, state.opt_state, pieces)
         new = in_pieces(optax.apply_updates(pieces, updates))
+        new = new if gathers is None else gradients.put_together(new, gathers)
         made = State(parts.join(new, carried), opt_state, state.step + 1)
         return made, ((value, aux) if training.has_aux else value)
 
@@ -97,18 +102,7 @@ def _by_parts(
 ) -> Gradients:  # fmt: skip
     """On each device's part of the batch."""
     zero, count = training.zero, training.micro_batches
-    rows = [row for row, mine in zip(zip(drawn.params, cut.params, cut.states, own, strict=True), parts.trained,
-                                     strict=True) if mine]  # fmt: skip
-    # Axes that are not those of the batch are XLA's: it cannot scatter along them without a gather before.
-    is_all = set(drawn.data) == set(drawn.mesh.axis_names)
-    scatters = is_all and zero is not None and zero.level > 1
-    how = Parts(
-        drawn.mesh,
-        drawn.data,
-        scattered=tuple(_added(whole, pieces) if scatters else None for whole, _, pieces, _ in rows),
-        gathered=tuple(_added(whole, kept) if is_all else None for whole, kept, _, _ in rows),
-        own=tuple(mine for *_, mine in rows),
-    )
+    how = parts_of(training, parts, drawn, cut, own)
     trained, carried, batch = shapes
     leaves = [
         jax.ShapeDtypeStruct(x.shape[1:] if mine else x.shape, x.dtype)
@@ -132,14 +126,6 @@ def _scaled(run: Gradients, of_gradients: int, of_loss: int) -> Gradients:
         return value * of_loss, aux, tree_util.tree_map(lambda g: g * of_gradients, grads), carried
 
     return scaled
-
-
-def _added(before: Spec, after: Spec) -> At:
-    """The dim that `after` cuts further, and by which axes."""
-    for i, (a, b) in enumerate(zip(before, after, strict=True)):
-        if a != b:
-            return i, b[len(a) :]
-    return None
 
 
 def _cast(tree: Any, dtype: Any) -> Any:

@@ -12,12 +12,7 @@ from shardfn.errors import ContextError, ContextTypeError, NotAvailableError
 CASES = json.loads((pathlib.Path(__file__).parent / "context.json").read_text())["cases"]
 KINDS = {None: None, "ValueError": ContextError, "KeyError": ContextError, "TypeError": ContextTypeError}
 
-NOT_BUILT = {  # MindSpore takes these; here the value passes its check, and what it asks for is missing
-    "{'all_reduce_fusion_config': [20, 35]}": "how all-reduces fuse is XLA's choice",
-    "{'comm_fusion': {'openstate': False}}": "XLA fuses collectives, and nothing here stops it",
-    "{'pipeline_config': {'pipeline_interleave': True, 'pipeline_scheduler': 'gpipe'}}": "there are no pipeline stages",
-}
-OTHERWISE = {  # decided otherwise, for good
+DEVIATIONS = {  # decided otherwise, for good
     "{'device_num': True}": (ContextTypeError, "MindSpore takes True for 1; a bool here is a slip"),
     "{'all_reduce_fusion_config': [-3, 5]}": (
         ContextError,
@@ -28,7 +23,6 @@ OTHERWISE = {  # decided otherwise, for good
         "a str of the wrong value; MindSpore says TypeError",
     ),
 }
-DEVIATIONS = {args: (NotAvailableError, why) for args, why in NOT_BUILT.items()} | OTHERWISE
 
 
 def outcome(settings):

@@ -110,7 +110,7 @@ def test_grids_left_out_early_are_not_among_the_first(most, monkeypatch):
     tried = dynamic.grids(problem)
 
     def best(count):
-        monkeypatch.setattr(dynamic, "priced", lambda graph: count)
+        monkeypatch.setattr(dynamic, "weighed", lambda graph: count)
         found, _ = dynamic.on_grids(problem, tried, ())
         ranked = sorted(found, key=lambda f: dynamic.order(problem, f))
         return len(found), [(f.axes, f.solution.choice) for f in ranked[:most]]
@@ -121,7 +121,7 @@ def test_grids_left_out_early_are_not_among_the_first(most, monkeypatch):
 
 def test_a_cheap_grid_leaves_dear_ones_out(monkeypatch):
     problem = problem_of(*PROGRAMS["gradient"], device="h100:4")
-    monkeypatch.setattr(dynamic, "priced", lambda graph: 1)
+    monkeypatch.setattr(dynamic, "weighed", lambda graph: 1)
     (found,), _ = dynamic.on_grids(problem, dynamic.grids(problem)[:1], ())
     before = [dataclasses.replace(found, solution=dataclasses.replace(found.solution, cost=found.solution.cost / 2))]
     assert dynamic.on_grids(problem, dynamic.grids(problem), before) == ([], [])

@@ -38,10 +38,19 @@ def test_one_seed_gives_every_block_tensor_and_data_parallel(train):
 
 
 @pytest.mark.parametrize("mode", ["dynamic_programming", "recursive_programming"])
-def test_a_seed_is_kept(mode):
+def test_the_other_modes_keep_a_seed_and_choose_what_is_cheapest_around_it(mode):
     function, args = program(mindspore.TRANSFORMER, train=False)
-    made = shardfn.plan(function, *args, parameter_plan=SEED, search_mode=mode, level=2, device=DEVICE)
+    options = {"parameter_plan": SEED, "level": 2, "device": DEVICE}
+    made = shardfn.plan(function, *args, search_mode=mode, **options)
     assert made.decision("params/0/q").cuts == (1, 4)
+    spread = shardfn.plan(function, *args, search_mode="sharding_propagation", **options)
+    assert made.price.time_s < spread.price.time_s / 1.5 and made.price.bytes_sent < spread.price.bytes_sent / 10
+
+
+def test_every_block_is_cut_in_any_mode_where_every_block_is_named():
+    function, args = program(mindspore.TRANSFORMER, train=False)
+    made = shardfn.plan(function, *args, parameter_plan={"params/*/q": (1, 4)}, level=2, device=DEVICE)
+    assert [made.decision(f"params/{i}/q").cuts for i in range(4)] == [(1, 4)] * 4
 
 
 @pytest.mark.parametrize("train", [False, True], ids=["forward", "gradients"])

@@ -71,7 +71,7 @@ def test_the_time_limit_holds_for_flows_too(monkeypatch):
             assert len(flows) == 1
             assert "1e-06 s" in made.policy, made.policy
             if mode == "dynamic_programming":
-                assert made.gap is None and "not in 1e-06 s: 4x2" in made.policy
+                assert made.gap is None and "not in 1e-06 s: " in made.policy
 
 
 def test_without_hurry_nothing_is_said_of_time():

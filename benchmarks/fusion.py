@@ -1,0 +1,69 @@
+"""What does the number of buckets cost? A data-parallel step of many small parameters, its gradients in 1 to n all-reduces.
+
+Run: python benchmarks/fusion.py [--leaves 64] [--size 256] [--buckets 1 2 4 8 16 32 64] [--rounds N] [--json OUT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import time
+
+os.environ.setdefault("NPROC", "32")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {os.environ.get('XLA_FLAGS', '')}"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from shardfn import train
+from shardfn.compiled import read
+
+COLUMNS = ("buckets", "all-reduces", "step ms")
+
+
+def loss(params, x):
+    return sum(jnp.mean((x @ w) ** 2) for w in params)
+
+
+def measure(leaves: int, size: int, buckets: int, rounds: int) -> dict[str, float]:
+    """The median time of a step whose gradients travel in so many buckets."""
+    ends = [leaves * (i + 1) // buckets - 1 for i in range(buckets)]
+    step = train.step(loss, optax.sgd(1e-3), mode="data_parallel", all_reduce_fusion_config=ends)
+    state = step.init([np.ones((size, size), np.float32) for _ in range(leaves)])
+    x = np.ones((8, size), np.float32)
+    found = read(step.lower(state, x).compile())
+    times = []
+    for _ in range(rounds + 2):
+        start = time.perf_counter()
+        state, value = step(state, x)
+        jax.block_until_ready((state, value))
+        times.append(time.perf_counter() - start)
+    kinds = [c.kind for c in found.collectives]
+    return {"buckets": buckets, "all-reduces": kinds.count("all-reduce"), "step ms": statistics.median(times[2:]) * 1e3}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--leaves", type=int, default=64)
+    parser.add_argument("--size", type=int, default=256)
+    parser.add_argument("--buckets", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    rows = [measure(args.leaves, args.size, n, args.rounds) for n in args.buckets if n <= args.leaves]
+    print(f"{args.leaves} gradients of float32[{args.size}, {args.size}], 8 devices")
+    print("  ".join(f"{c:>12}" for c in COLUMNS))
+    for row in rows:
+        print("  ".join(f"{row[c]:12.4g}" for c in COLUMNS))
+    if args.json:
+        pathlib.Path(args.json).write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

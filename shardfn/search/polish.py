@@ -1,0 +1,177 @@
+"""An answer made better by its flow: the arguments' layouts are changed group by group, as long as that helps.
+
+The model prices each op's layouts by themselves; Shardy carries the layout of a small argument on to all that it meets. What
+that costs only the flow shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from shardfn.graph.alike import pairs
+from shardfn.graph.model import Pin, Spec
+from shardfn.search import plain
+from shardfn.search.grid import Axes
+from shardfn.search.problem import Candidate, Problem, objective
+
+OPS = 30_000
+"""Ops of all flows together that are priced: the same on every machine."""
+
+
+def polished(problem: Problem, start: Candidate, ops: int = OPS) -> Candidate:
+    """The best that changes of one group of arguments after another lead to, with nothing held inside.
+
+    A group is open arguments of one shape and layout: a weight of all blocks, with what an optimizer keeps for it. Each is
+    tried with fewer axes and with one more, at level 1 the other way round; what no result takes the place of, as a batch,
+    also with its first dim alone cut, and before the others.
+
+    Args:
+      problem: what is asked.
+      start: where to begin; what it holds inside is let go.
+      ops: how much may be spent, in ops of the flows that are priced.
+    """
+    left = max(1, ops // max(1, len(problem.graph.ops)))
+    best = _at(problem, start, start.specs)
+    kinds = (more, fewer) if problem.level == 1 else (fewer, more)
+    for kind in (*kinds, *kinds):
+        for members in groups(problem, best.specs):
+            i = members[0]
+            for spec in kind(problem.shapes[i], best.specs[i], best.axes, i in fresh(problem)):
+                if left <= 0 or problem.seconds_left <= 0:
+                    return best
+                specs = tuple(spec if j in members else s for j, s in enumerate(best.specs))
+                made, left = _at(problem, start, specs), left - 1
+                if objective(made.price, problem) < objective(best.price, problem):
+                    best = made
+    return best
+
+
+def in_line(problem: Problem, made: Candidate, laid: Callable[[int], Spec]) -> Candidate:
+    """The same with nothing held inside, and each open argument that no product reads laid out as its dims' classes are in
+    most of what products make: biases, positions, a batch of indices.
+
+    Args:
+      problem: what is asked.
+      made: what was found.
+      laid: the layout of a value as it was found.
+    """
+    tied, values = problem.tied, problem.graph.values
+    votes: dict[int, dict[tuple[str, ...], int]] = {}
+    read: set[int] = set()
+    for op in problem.graph.ops:
+        if op.name in PRODUCTS:
+            read.update(op.inputs)
+            for v in op.outputs:
+                for class_, dim in zip(tied[v], laid(v), strict=True):
+                    of = votes.setdefault(class_, {})
+                    of[dim] = of.get(dim, 0) + math.prod(values[v].shape)
+    sizes = dict(made.axes)
+    specs = list(made.specs)
+    for i, (value, shape) in enumerate(zip(problem.inputs, problem.shapes, strict=True)):
+        if problem.specs[i] is not None or (value in read and i not in fresh(problem)):
+            continue
+        free, spec = set(sizes), []
+        for n, class_ in zip(shape, tied[value], strict=False):
+            dim = max(votes.get(class_, {(): 0}).items(), key=lambda item: item[1])[0]
+            fits = free.issuperset(dim) and n % math.prod(sizes[a] for a in dim) == 0
+            spec.append(dim if fits else ())
+            free -= set(spec[-1])
+        specs[i] = tuple(spec)
+    return dataclasses.replace(_at(problem, made, tuple(specs)), name=f"{made.name}, {LINE}")
+
+
+LINE = "what no product reads in line with what products make"
+
+PRODUCTS = frozenset({"dot_general", "convolution", "gather", "scatter"})
+
+
+def groups(problem: Problem, specs: Sequence[Spec]) -> list[tuple[int, ...]]:
+    """Open arguments of one shape and layout: those that come fresh with each call first, then the smallest."""
+    found: dict[object, list[int]] = {}
+    for i, (shape, spec) in enumerate(zip(problem.shapes, specs, strict=True)):
+        if problem.specs[i] is None and shape:
+            found.setdefault((shape, spec, i in fresh(problem)), []).append(i)
+    own = fresh(problem)
+    return sorted(
+        map(tuple, found.values()), key=lambda m: (m[0] not in own, len(m) * math.prod(problem.shapes[m[0]]), m)
+    )
+
+
+def fresh(problem: Problem) -> frozenset[int]:
+    """The arguments that no result takes the place of: a batch, not parameters."""
+    kept = set(problem.same_as.values())
+    return frozenset(i for i, value in enumerate(problem.inputs) if kept and value not in kept)
+
+
+def fewer(shape: Sequence[int], spec: Spec, axes: Axes, is_fresh: bool) -> Iterator[Spec]:
+    """Other layouts of an array: whole, an axis less, and of one that is fresh the first dim alone cut.
+
+    >>> list(fewer((8, 16), (("a",), ("b",)), (("a", 2), ("b", 2)), False))
+    [((), ()), ((), ('b',)), (('a',), ())]
+    """
+    tried: dict[Spec, None] = {tuple(() for _ in spec): None}
+    for axis in (axis for dim in spec for axis in dim):
+        tried[tuple(tuple(a for a in dim if a != axis) for dim in spec)] = None
+    for axis, size in axes if is_fresh else ():
+        if shape[0] % size == 0:
+            tried[((axis,), *((),) * (len(shape) - 1))] = None
+    tried.pop(spec, None)
+    yield from tried
+
+
+def more(shape: Sequence[int], spec: Spec, axes: Axes, is_fresh: bool) -> Iterator[Spec]:
+    """The layouts of an array with an axis more, on the largest dim that is free and divides.
+
+    >>> list(more((8, 16), (("a",), ()), (("a", 2), ("b", 2)), False))
+    [(('a',), ('b',))]
+    """
+    sizes = dict(axes)
+    for axis in (axis for axis in sizes if not any(axis in dim for dim in spec)):
+        yield from _more(shape, spec, axis, sizes)
+
+
+def in_pieces(problem: Problem, made: Candidate, only_state: bool = False) -> Candidate:
+    """The same with the arguments that are no batch, or of these only what the update alone reads, cut over all axes that
+    are left: a layout found for speed, laid out as fully sharded data parallel or ZeRO-1 would.
+
+    What products make of a batch is held as it was.
+    """
+    sizes, specs = dict(made.axes), list(made.specs)
+    for i, shape in enumerate(problem.shapes):
+        if problem.specs[i] is None and i not in fresh(problem) and (plain.is_state(problem)[i] or not only_state):
+            for axis in (axis for axis in sizes if not any(axis in dim for dim in specs[i])):
+                specs[i] = next(iter(_more(shape, specs[i], axis, sizes)), specs[i])
+    own = fresh(problem)
+    kept = {class_ for i, classes in enumerate(problem.classes) if i not in own for class_ in classes}
+    batch = {class_ for i in own for class_ in problem.classes[i]} - kept
+    flow = problem.flow(made.axes, made.specs, made.pins)
+    pins: dict[int, Pin] = {}
+    for index, op, at in pairs(problem.graph, flow.graph):
+        results = tuple(flow.specs[v] for v in at.outputs)
+        is_whole = all(axis in sizes for spec in results for dim in spec for axis in dim)
+        if (
+            index in problem.can_hold
+            and op.name in PRODUCTS
+            and is_whole
+            and batch.intersection(problem.tied[op.outputs[0]])
+        ):
+            pins[index] = Pin((None,) * len(op.inputs), results)
+    name = f"{made.name}, {plain.STATE if only_state else plain.ALL} in pieces"
+    return Candidate(name, made.axes, tuple(specs), pins, problem.price(made.axes, tuple(specs), pins))
+
+
+def _more(shape: Sequence[int], spec: Spec, axis: str, sizes: Mapping[str, int]) -> dict[Spec, None]:
+    left = [n // math.prod(sizes[a] for a in dim) for n, dim in zip(shape, spec, strict=True)]
+    fit = [d for d, n in enumerate(left) if n and n % sizes[axis] == 0]
+    if not fit:
+        return {}
+    at = max(fit, key=lambda d: (not spec[d], left[d], -d))
+    order = list(sizes)
+    return {tuple(tuple(sorted((*dim, axis), key=order.index)) if d == at else dim for d, dim in enumerate(spec)): None}
+
+
+def _at(problem: Problem, start: Candidate, specs: tuple[Spec, ...]) -> Candidate:
+    price = problem.price(start.axes, specs, {})
+    return dataclasses.replace(start, name=f"{start.name}, polished", specs=specs, pins={}, price=price)

@@ -1,0 +1,96 @@
+"""What travels between the devices of a training step: which gradients and parameters, how, and what XLA is told of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import tree_util
+
+from shardfn.graph.model import Spec
+from shardfn.train.drawn import Cut, Drawn
+from shardfn.train.fusion import Bucket, buckets, check_ids, compiler_options, unheard
+from shardfn.train.gradients import At, Parts
+from shardfn.train.state import Anatomy
+from shardfn.train.training import Training
+
+
+def parts_of(training: Training, parts: Anatomy, drawn: Drawn, cut: Cut, own: Sequence[bool]) -> Parts:
+    """How gradients travel where each device works on its part of the batch."""
+    zero = training.zero
+    rows = [row for row, mine in zip(zip(drawn.params, cut.params, cut.states, own, parts.paths, strict=True), parts.trained,
+                                     strict=True) if mine]  # fmt: skip
+    # Axes that are not those of the batch are XLA's: it cannot scatter along them without a gather before.
+    is_all = set(drawn.data) == set(drawn.mesh.axis_names)
+    scatters = is_all and zero is not None and zero.level > 1
+    return Parts(
+        drawn.mesh,
+        drawn.data,
+        scattered=tuple(_added(whole, pieces) if scatters else None for whole, _, pieces, *_ in rows),
+        gathered=tuple(_added(whole, kept) if is_all else None for whole, kept, *_ in rows),
+        own=tuple(mine for *_, mine, _ in rows),
+        paths=tuple(path for *_, path in rows),
+        fusion=training.fusion,
+    )
+
+
+def regathered(training: Training, parts: Anatomy, drawn: Drawn, cut: Cut, how: Parts) -> Parts | None:
+    """The same with the pieces that updated parameters are put together from; None where XLA does that."""
+    zero = training.zero
+    if zero is None or zero.level > 2 or how.fusion is None or how.is_partial:
+        return None
+    pairs = zip(drawn.params, cut.states, parts.trained, strict=True)
+    return dataclasses.replace(how, gathered=tuple(_added(a, b) for a, b, mine in pairs if mine))
+
+
+def told(training: Training, how: Parts | None) -> dict[str, Any]:
+    """What XLA is told of the collectives; `how` None where its partitioner makes them."""
+    platform = training.hardware().platform
+    is_explicit = how is not None and not how.is_partial
+    missed = [] if is_explicit else unheard(training.fusion, platform)
+    if missed:
+        warnings.warn(
+            f"comm_fusion has no effect on {', '.join(missed)}: in mode {training.mode.name!r} XLA's partitioner makes the "
+            f'collectives, and on {platform} it takes no such option; use mode="data_parallel", or cross_batch=True',
+            stacklevel=2,
+        )
+    return compiler_options(training.fusion, platform, is_explicit)
+
+
+def fused(
+    training: Training, parts: Anatomy, params: Any, drawn: Drawn, cut: Cut, how: Parts
+) -> tuple[tuple[Bucket, tuple[str, ...]], ...]:
+    """The buckets of a step, each with the paths of what it takes; none where nothing was asked for."""
+    if training.fusion is None:
+        return ()
+    check_ids(training.fusion, how.paths)
+    leaves = [
+        jax.ShapeDtypeStruct(x.shape, training.compute_dtype or x.dtype)
+        for x in tree_util.tree_leaves(parts.split(params)[0])
+    ]
+    sizes, found = dict(how.mesh.shape), []
+    for one, gathers in ((regathered(training, parts, drawn, cut, how) or how, True), (how, False)):
+        local = [_local_shape(x, at if gathers else None, own, sizes)
+                 for x, at, own in zip(leaves, one.gathered, how.own, strict=True)]  # fmt: skip
+        tensors = [t for t in one.tensors(local, training.reduction, gathers) if t is not None]
+        found += [(b, tuple(tensors[i].path for i in b.members)) for b in buckets(tensors, training.fusion)]
+    return tuple(found)
+
+
+def _local_shape(x: Any, at: At, own: bool, sizes: Mapping[str, int]) -> jax.ShapeDtypeStruct:
+    shape = list(x.shape)
+    if at is not None:
+        shape[at[0]] //= math.prod(sizes[a] for a in at[1])
+    return jax.ShapeDtypeStruct(shape[1:] if own else shape, x.dtype)
+
+
+def _added(before: Spec, after: Spec) -> At:
+    """The dim that `after` cuts further, and by which axes."""
+    for i, (a, b) in enumerate(zip(before, after, strict=True)):
+        if a != b:
+            return i, b[len(a) :]
+    return None

@@ -1,0 +1,68 @@
+"""What is done to an answer once it is found."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+
+import shardfn
+from shardfn.search import choose, forget, propagation
+from shardfn.search.choose import as_sliced
+from shardfn.search.problem import Candidate, objective
+
+S = jax.ShapeDtypeStruct
+
+
+def looked_up(table, index, x):
+    """Each column of `index` is looked up; the batch is cut, so that a whole `index` is sliced before it is read."""
+    return sum(table[index[:, i]] for i in range(2)) + x
+
+
+def test_an_argument_that_is_sliced_before_it_is_read_is_laid_out_so():
+    problems = []
+    shardfn.register_search("listening", lambda problem: problems.append(problem) or propagation.search(problem))
+    try:
+        args = S((64, 8), jnp.float32), S((16, 2), jnp.int32), S((16, 8), jnp.float32)
+        shardfn.plan(looked_up, *args, device="cpu:8", search_mode="listening", level=2)
+    finally:
+        forget("listening")
+    (problem,) = problems
+    axes, whole, batch = (("a", 8),), ((), ()), (("a",), ())
+    for specs, wanted in (((whole, whole, batch), batch), ((whole, batch, batch), batch)):
+        before = Candidate("", axes, specs, {}, problem.price(axes, specs, {}))
+        after = as_sliced(problem, before)
+        assert after.specs == (whole, wanted, batch)
+        assert objective(after.price, problem) <= objective(before.price, problem)
+        assert (after.price.memory.peak < before.price.memory.peak) == (specs[1] == whole)
+
+
+def test_what_promises_more_than_the_best_flow_so_far_is_priced_too(monkeypatch):
+    """Of a large program one flow is priced, unless the model holds something else for better than it turned out."""
+    monkeypatch.setattr(choose, "priced", lambda graph: 1)
+    tried = []
+    candidate = choose.candidate
+    monkeypatch.setattr(choose, "candidate", lambda problem, one: tried.append(one) or candidate(problem, one))
+
+    def step(w, x):
+        return w - jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).sum())(w)
+
+    def plan():
+        tried.clear()
+        return shardfn.plan(step, S((512, 512), jnp.float32), S((256, 512), jnp.float32), device="cpu:8", level=2)
+
+    plan()
+    few = len(tried)
+    monkeypatch.setattr(choose, "promises", lambda problem, found, best: True)
+    plan()
+    assert few <= len(tried) <= choose.MOST and len(tried) > 1
+
+
+def test_promises_compare_the_level_s_aim():
+    found = SimpleNamespace(peak=1, solution=SimpleNamespace(cost=2.0))
+    problem = SimpleNamespace(level=2, graph=SimpleNamespace(ops=()), memory_limit=10)
+    assert choose.promises(problem, found, (0.0, 2.5, 0))
+    assert not choose.promises(problem, found, (0.0, 1.5, 0))
+    problem.memory_limit = 0.5
+    assert not choose.promises(problem, found, (0.0, 2.5, 0))
+    problem.memory_limit, problem.level = 10, 1
+    assert not choose.promises(problem, found, (0.0, 2.5, 0)), "at level 1 the model and the flow count otherwise"

@@ -1,0 +1,89 @@
+"""Small arguments must not lead propagation astray: what no product reads lies in line, and the rest is polished by flow."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardfn
+from shardfn.search import forget, propagation
+from shardfn.search.polish import fewer, fresh, groups, in_line, in_pieces, more, polished
+from shardfn.search.problem import Candidate, objective
+
+S = jax.ShapeDtypeStruct
+AXES = (("a", 4), ("b", 2))
+WHOLE = ((), ())
+A, B = ("a",), ("b",)
+
+
+def step(w1, w2, bias, x):
+    """A batch cut over a and hidden units over b send least; a bias that is cut would cut all that it is added to."""
+
+    def loss(weights):
+        w1, w2, bias = weights
+        return ((jax.nn.relu((x + bias) @ w1) @ w2 + bias) ** 2).mean()
+
+    grads = jax.grad(loss)((w1, w2, bias))
+    return jax.tree.map(lambda p, g: p - 0.1 * g, (w1, w2, bias), grads)
+
+
+ARGS = (S((256, 1024), jnp.float32), S((1024, 256), jnp.float32), S((256,), jnp.float32), S((512, 256), jnp.float32))
+BEST = ((), B), (B, ()), ((),), (A, ())
+
+
+@pytest.fixture(scope="module")
+def problem():
+    problems = []
+    shardfn.register_search("listening", lambda problem: problems.append(problem) or propagation.search(problem))
+    try:
+        options = {"device": "cpu:8", "search_mode": "listening", "level": 0}
+        shardfn.plan(lambda w, x: (step(*w, x), 0.0), ARGS[:3], ARGS[3], **options)
+    finally:
+        forget("listening")
+    return problems[0]
+
+
+def candidate(problem, *specs):
+    return Candidate("one", AXES, specs, {}, problem.price(AXES, specs, {}))
+
+
+def test_what_is_fresh_comes_first_then_the_smallest(problem):
+    assert fresh(problem) == {3}
+    assert groups(problem, BEST) == [(3,), (2,), (0,), (1,)]
+    assert groups(problem, (WHOLE, WHOLE, ((),), WHOLE))[1] == (2,)
+
+
+@pytest.mark.parametrize(
+    "astray", [(((), B), (B, ()), (B,), ((), A)), (((), B), (B, ()), (("a", "b"),), (("a", "b"), ()))]
+)
+def test_polishing_finds_the_way_back(problem, astray):
+    start = candidate(problem, *astray)
+    found = polished(problem, start)
+    assert objective(found.price, problem) <= objective(candidate(problem, *BEST).price, problem)
+    assert objective(found.price, problem) < objective(start.price, problem)
+    assert polished(problem, start, ops=0).price.bytes_sent >= found.price.bytes_sent, "one flow is not enough"
+
+
+def test_what_no_product_reads_lies_as_the_products_do(problem):
+    """The bias is cut and the batch whole, but what products make is cut as it is best."""
+    start = candidate(problem, ((), B), (B, ()), (B,), WHOLE)
+    cut = {problem.classes[3][0]: A, problem.classes[0][1]: B}
+    laid = in_line(problem, start, lambda v: tuple(cut.get(class_, ()) for class_ in problem.tied[v]))
+    assert laid.specs == BEST
+    assert laid.price.bytes_sent < start.price.bytes_sent
+
+
+def test_moves():
+    assert list(more((7, 16), ((), A), AXES, False)) == [((), ("a", "b"))]
+    assert list(more((8, 16), ((), A), AXES, False)) == [(B, A)]
+    assert list(more((7, 3), WHOLE, AXES, False)) == []
+    assert list(fewer((8, 16), ((), A), AXES, False)) == [WHOLE]
+    assert list(fewer((8, 16), ((), A), AXES, True)) == [WHOLE, (A, ()), (B, ())]
+
+
+def test_an_answer_in_pieces_keeps_what_is_made_of_the_batch(problem):
+    start = candidate(problem, *BEST)
+    laid = in_pieces(problem, start)
+    assert laid.specs == ((A, B), (B, A), (("a", "b"),), (A, ()))
+    assert laid.price.memory.peak < start.price.memory.peak
+    assert laid.pins and all((A, B) in pin.results or (A, ()) in pin.results for pin in laid.pins.values())
+    assert in_pieces(problem, start, only_state=True).specs == start.specs, "there is no state"

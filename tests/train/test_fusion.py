@@ -1,0 +1,246 @@
+"""Which collectives travel together: the arithmetic of buckets, and the number of collectives in what is compiled."""
+
+import re
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from shardfn import context, train
+from shardfn.errors import ContextError, ContextTypeError, StrategyError, StrategyTypeError
+from shardfn.train.fusion import KINDS, Fusion, Rule, Tensor, buckets, compiler_options, fusion_of, unheard
+
+MB = 2**20
+
+
+def rules(mode, config, ids=()):
+    return Fusion(tuple((kind, Rule(mode, config)) for kind in KINDS.values()), ids)
+
+
+def tensors(*sizes, dtype="float32", kind="all-reduce"):
+    return [Tensor(f"w{i}", (n,), dtype, kind, ("data",)) for i, n in enumerate(sizes)]
+
+
+def members(*args):
+    return [b.members for b in buckets(*args)]
+
+
+@pytest.mark.parametrize(
+    ("ends", "count", "sizes"),
+    [
+        ((20, 35), 50, [21, 15, 14]),  # each index is the last of its bucket, not the first of the next
+        ((20, 35), 36, [21, 15]),
+        ((20, 35), 10, [10]),  # indices past the end say nothing
+        ((0,), 3, [1, 2]),
+    ],
+)
+def test_index(ends, count, sizes):
+    found = members(tensors(*[8] * count), rules("index", ends))
+    assert [len(m) for m in found] == sizes
+    assert [i for m in found for i in m] == list(range(count))
+
+
+@pytest.mark.parametrize(
+    ("mb", "sizes", "dtype", "expected"),
+    [
+        (1, [MB // 8, MB // 8, MB // 8], "float32", [(0, 1), (2,)]),
+        (1, [MB // 8, MB // 8, MB // 8, MB // 8], "bfloat16", [(0, 1, 2, 3)]),  # two bytes are charged, not four
+        (1, [MB, 1, 1], "float32", [(0,), (1, 2)]),  # too large for any bucket
+        (1, [MB // 4, 1], "float32", [(0,), (1,)]),  # the one that fills a bucket is charged
+        (0, [1, 1], "float32", [(0,), (1,)]),
+    ],
+)
+def test_size(mb, sizes, dtype, expected):
+    assert members(tensors(*sizes, dtype=dtype), rules("size", mb)) == expected
+
+
+def test_only_like_goes_with_like():
+    mixed = [
+        Tensor("a", (2,), "float32", "all-reduce", ("data",)),
+        Tensor("b", (2,), "bfloat16", "all-reduce", ("data",)),
+        Tensor("c", (2,), "float32", "reduce-scatter", ("data",)),
+        Tensor("d", (2,), "float32", "all-reduce", ("replica", "data")),
+        Tensor("e", (2,), "float32", "all-reduce", ("data",)),
+    ]
+    assert members(mixed, rules("size", 64)) == [(0, 4), (1,), (2,), (3,)]
+    assert members(mixed, rules("size", 64, (("*", 7),))) == [(0, 4), (1,), (2,), (3,)]
+
+
+def test_numbers_by_path():
+    five = tensors(1, 1, 1, 1, 1)
+    assert members(five, rules("size", 64, (("w[0-3]", 1), ("w1", 0), ("w2", 2)))) == [(0, 3), (1,), (2,), (4,)]
+    assert members(five, rules("off", None, (("w[34]", 1),))) == [(0,), (1,), (2,), (3, 4)]
+
+
+@hypothesis.given(
+    st.lists(
+        st.tuples(st.integers(1, MB), st.sampled_from(["float32", "bfloat16"]), st.sampled_from(list(KINDS.values())))
+    ),
+    st.sampled_from([("size", 0), ("size", 1), ("size", 3), ("index", (2, 5)), ("off", None)]),
+)
+def test_each_in_one_bucket(asked, rule):
+    given = [Tensor(f"w{i}", (n,), dtype, kind, ("data",)) for i, (n, dtype, kind) in enumerate(asked)]
+    made = buckets(given, rules(*rule))
+    assert sorted(i for b in made for i in b.members) == list(range(len(given)))
+    for bucket in made:
+        assert {(given[i].kind, given[i].dtype) for i in bucket.members} == {(bucket.kind, bucket.dtype)}
+        assert bucket.nbytes == sum(given[i].nbytes for i in bucket.members)
+        if rule[0] == "size" and len(bucket.members) > 1:
+            assert bucket.nbytes <= rule[1] * MB
+
+
+def test_read_from_the_context():
+    assert fusion_of(context.current()) is None
+    with context.auto_parallel(all_reduce_fusion_config=[3, 7]):
+        assert context.get_auto_parallel_context("all_reduce_fusion_config") == [3, 7]
+        assert fusion_of(context.current()).rule("all-reduce") == Rule("index", (3, 7))
+        with context.auto_parallel(comm_fusion={"allreduce": {"mode": "size", "config": 3}}):
+            both = context.current()
+    with pytest.raises(ContextError, match="two settings say how all-reduces"):
+        fusion_of(both)
+    with context.auto_parallel(comm_fusion={"openstate": False, "allreduce": {"mode": "size", "config": 3}}):
+        assert fusion_of(context.current()) == rules("off", None)
+    with context.auto_parallel(comm_fusion={}):
+        assert fusion_of(context.current()) == rules("size", 64)
+
+
+@pytest.mark.parametrize(
+    ("rule", "platform", "explicit", "keys", "missed"),
+    [
+        (("size", 2), "gpu", False, {f"xla_gpu_{k}_combine_threshold_bytes": 2 * MB for k in ("all_reduce", "all_gather", "reduce_scatter")}, []),
+        (("size", 2), "tpu", False, {"xla_jf_crs_combiner_threshold_in_bytes": 2 * MB}, ["all-gather by size", "reduce-scatter by size"]),
+        (("size", 2), "cpu", False, {}, ["all-reduce by size", "all-gather by size", "reduce-scatter by size"]),
+        (("index", (1,)), "gpu", False, {}, ["all-reduce by index", "all-gather by index", "reduce-scatter by index"]),
+    ],
+)  # fmt: skip
+def test_what_xla_is_told(rule, platform, explicit, keys, missed):
+    assert compiler_options(rules(*rule), platform, explicit) == keys
+    assert unheard(rules(*rule), platform) == missed
+
+
+# ---- what is compiled
+
+LAYERS = 4
+RNG = np.random.default_rng(0)
+PARAMS = {
+    f"l{i}": {"b": np.zeros(16, np.float32), "w": RNG.normal(size=(16, 16)).astype(np.float32)} for i in range(LAYERS)
+}
+BATCH = RNG.normal(size=(2, 16, 16)).astype(np.float32)
+ZERO = {"parallel_optimizer_threshold": 0}
+
+
+def loss(params, x, y):
+    for layer in params.values():
+        x = jnp.tanh(x @ layer["w"] + layer["b"])
+    return jnp.mean((x - y) ** 2)
+
+
+def counts(text):
+    kinds = KINDS.values()
+    return tuple(len(re.findall(rf"[ )}}]{kind}(?:-start)?\(", text)) for kind in kinds)
+
+
+def trained(**options):
+    step = train.step(loss, optax.adam(1e-2), **{"mode": "data_parallel", **options})
+    state = step.init(PARAMS, *BATCH)
+    lowered = step.lower(state, *BATCH)
+    for _ in range(2):
+        state, value = step(state, *BATCH)
+    return step, lowered, state, value
+
+
+@pytest.fixture(scope="module")
+def expected():
+    *_, state, value = trained(mode="stand_alone")
+    return state, value
+
+
+CASES = {  # options: (all-reduces, all-gathers, reduce-scatters) of the compiled module
+    "index": (dict(all_reduce_fusion_config=[2, 4]), (3, 0, 0)),
+    "one each": (dict(comm_fusion={"openstate": False}), (8, 0, 0)),
+    "auto": (dict(comm_fusion={}), (1, 0, 0)),
+    "numbers": (dict(fusion={"*/w": 1, "l0/b": 0}), (3, 0, 0)),
+    "level 1": (dict(fusion={"l[01]/*": 1}, parallel_optimizer_config=ZERO), (2, 2, 0)),
+    "level 2": (
+        dict(comm_fusion={"reducescatter": {"mode": "size", "config": 0}}, parallel_optimizer_config={**ZERO, "optimizer_level": "level2"}),
+        (1, 1, 8),
+    ),
+    "level 3, groups": (
+        dict(fusion={"*/w": 1}, parallel_optimizer_config={**ZERO, "optimizer_level": "level3", "optimizer_weight_shard_size": 4}),
+        (3, 2, 2),
+    ),
+    "pieces of sums": (
+        dict(comm_fusion={}, micro_batches=2, parallel_optimizer_config={"parallel_optimizer_threshold": 0, "optimizer_level": "level2", "gradient_accumulation_shard": True}),
+        (1, 1, 1),
+    ),
+    "cross batch": (dict(mode="semi_auto_parallel", cross_batch=True, all_reduce_fusion_config=[3]), (2, 0, 0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_so_many_collectives_and_the_same_results(name, expected):
+    options, asked = CASES[name]
+    step, lowered, state, value = trained(**options)
+    assert counts(lowered.compile().as_text()) == asked
+    made = [bucket.kind for bucket, _ in step.buckets(state, *BATCH)]
+    assert made.count("all-gather") == asked[1] and made.count("reduce-scatter") == asked[2]
+    np.testing.assert_allclose(value, expected[1], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), state.params, expected[0].params)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_lowered_for_machines_that_are_not_here(platform):
+    step = train.step(loss, optax.sgd(1e-2), mode="data_parallel", all_reduce_fusion_config=[2, 4])
+    state = step.init(PARAMS)
+    inner = jax.jit(lambda state, *batch: step(state, *batch))
+    text = inner.trace(state, *BATCH).lower(lowering_platforms=(platform,)).as_text()
+    assert text.count('"stablehlo.all_reduce"') == 3
+    assert text.count("optimization_barrier") == 2  # XLA's combiners cannot join what waits for each other
+
+
+def test_inside_another_jit(expected):
+    step = train.step(loss, optax.adam(1e-2), mode="data_parallel", fusion={"*/w": 1})
+    state = step.init(PARAMS)
+    twice = jax.jit(lambda state: step(step(state, *BATCH)[0], *BATCH))
+    np.testing.assert_allclose(twice(state)[1], expected[1], rtol=1e-5)
+
+
+def test_16_bits_travel_as_they_are_summed():
+    for wide, dtype, nbytes in ((True, "float32", 4), (False, "bfloat16", 2)):
+        step = train.step(loss, optax.sgd(1e-2), mode="data_parallel", comm_fusion={}, compute_dtype=jnp.bfloat16,
+                          gradient_fp32_sync=wide)  # fmt: skip
+        ((bucket, paths),) = step.buckets(step.init(PARAMS), *BATCH)
+        assert (bucket.dtype, bucket.nbytes) == (dtype, LAYERS * (16 * 16 + 16) * nbytes)
+        assert paths[:2] == ("l0/b", "l0/w")
+
+
+def test_where_xla_makes_the_collectives_it_says_so():
+    step = train.step(
+        loss, optax.sgd(1e-2), mode="semi_auto_parallel", comm_fusion={"allreduce": {"mode": "size", "config": 1}}
+    )
+    with pytest.warns(UserWarning, match=r"no effect on all-reduce by size: in mode 'semi_auto_parallel'.*cross_batch"):
+        step.init(PARAMS, *BATCH)
+    _, lowered, *_ = trained(mode="semi_auto_parallel", comm_fusion={"openstate": False})
+    assert counts(lowered.compile().as_text())[0] >= 2 * LAYERS
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        (dict(fusion={"l0/*": -1}), StrategyError, "`fusion` of 'l0/*' cannot be -1"),
+        (dict(fusion={"l0/*": True}), StrategyTypeError, "`fusion` of 'l0/*' cannot be True"),
+        (dict(fusion=3), StrategyTypeError, "`fusion` must be a dict of paths to numbers"),
+        (dict(fusion={"nowhere": 1}), StrategyError, "fusion 'nowhere' matches no trained parameter"),
+        (dict(comm_fusion={"alltoall": {}}), ContextError, "`comm_fusion` has no entry 'alltoall'"),
+        (dict(all_reduce_fusion_config=[5, 2]), ContextError, "each larger than the one before"),
+        (dict(all_reduce_fusion_config=[1.0]), ContextTypeError, "its type is float, not int"),
+    ],
+)
+def test_errors(options, kind, text):
+    with pytest.raises(kind) as error:
+        trained(**options)
+    assert text in str(error.value)

@@ -1,0 +1,391 @@
+"""A pipeline's loss and gradients are the plain ones; what it sends and keeps is what its schedule says."""
+
+import functools
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from shardfn import Cell, auto_parallel, train
+from shardfn.errors import NotAvailableError, StrategyError, StrategyTypeError
+from shardfn.train.rows import Packed
+
+VOCAB, D = 16, 8
+KEYS = jax.random.split(jax.random.key(0), 12)
+TOKENS = jax.random.randint(KEYS[0], (48,), 0, VOCAB)
+NEXT = (TOKENS * 3 + 1) % VOCAB
+X, Y = jax.random.normal(KEYS[1], (16, D)), jax.random.normal(KEYS[2], (16, 4))
+WS = [jax.random.normal(KEYS[3], (D, 16)), jax.random.normal(KEYS[4], (16, 6)), jax.random.normal(KEYS[5], (6, 4))]
+LAYERS = [lambda w, x: jnp.tanh(x @ w), lambda w, x: jax.nn.relu(x @ w), lambda w, x, y: jnp.mean((x @ w - y) ** 2)]
+TWO = jax.devices()[:2]
+
+
+def chained(ws, x, y):
+    return LAYERS[2](ws[2], LAYERS[1](ws[1], LAYERS[0](ws[0], x)), y)
+
+
+def language(params, tokens, wanted):
+    """An embedding tied to the head, layers, and a term of the weights: all that makes stages unlike."""
+    x = params["embed"][tokens] + params["position"]
+    for block in params["blocks"]:
+        x = x + jnp.tanh(x @ block["up"]) @ block["down"]
+    loss = optax.softmax_cross_entropy_with_integer_labels(x @ params["embed"].T, wanted).mean()
+    return loss + 1e-3 * sum(jnp.sum(block["up"] ** 2) for block in params["blocks"])
+
+
+def language_params(layers=5):
+    block = lambda k: {"up": jax.random.normal(k, (D, 2 * D)) / 3, "down": jax.random.normal(k, (2 * D, D)) / 4}  # noqa: E731
+    return {
+        "embed": jax.random.normal(KEYS[6], (VOCAB, D)) / 2,
+        "position": jnp.ones(D) / 7,
+        "blocks": [block(k) for k in KEYS[7 : 7 + layers]],
+    }
+
+
+def close(got, wanted, tolerance=2e-5):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def collectives(text):
+    found = []
+    for line in text.splitlines():
+        match = re.search(r"= (.*?) (all-[\w-]+?|collective-permute|reduce-scatter)(-start)?\(", line)
+        if match:
+            pairs = re.search(r"source_target_pairs=\{(\{.*?\})\}", line)
+            sizes = [
+                np.prod([int(n) for n in s.split(",") if n] or [1]) for s in re.findall(r"\w\[([\d,]*)\]", match[1])
+            ]
+            found.append((match[2], max(sizes), re.findall(r"\{(\d+),(\d+)\}", pairs[1]) if pairs else []))
+    return found
+
+
+ORDERS = [
+    {"pipeline_stages": 4},
+    {"pipeline_stages": 4, "schedule": "gpipe"},
+    {"pipeline_stages": 2, "schedule": "interleaved"},
+    {"pipeline_stages": 1, "interleave": 3},
+]
+
+
+@pytest.mark.parametrize("how", ORDERS, ids=str)
+def test_loss_and_gradients(how):
+    """Tied embedding and head on the end stages, five layers over four stages; data parallel besides."""
+    params = language_params()
+    pipe = train.pipeline(language, 6, auto_pipeline=True, **how)
+    packed = pipe.pack(params, TOKENS, NEXT)
+    wanted = jax.value_and_grad(language)(params, TOKENS, NEXT)
+    value, grads = jax.jit(jax.value_and_grad(pipe))(packed, TOKENS, NEXT)
+    close((value, pipe.unpack(grads)), wanted)
+    close(pipe.unpack(packed), params, 0)
+    if how == ORDERS[0]:
+        close(pipe(packed, TOKENS, NEXT), wanted[0])  # without gradients
+        close(jax.value_and_grad(pipe)(params, TOKENS, NEXT), wanted)  # from parameters as they are
+        assert packed.layout.beside == [10], "the embedding, which two stages read"
+        held = packed.rows["float32"].addressable_shards[0].data.nbytes
+        assert held == packed.rows["float32"].nbytes / 4
+
+
+def test_one_grid_for_stages_data_tensor_and_optimizer():
+    """Two stages x two parts of the batch x two ways within a layer, states cut over what is left."""
+    params = language_params(4)
+    optimizer = optax.adamw(1e-2)
+    plan = {"blocks/*/up": (1, 2), "blocks/*/down": (2, 1)}
+    pipe = train.pipeline(language, 6, auto_pipeline=True, pipeline_stages=2, parameter_plan=plan)
+    config = {"optimizer_level": "level2", "parallel_optimizer_threshold": 0}
+    step = train.step(pipe, optimizer, mode="semi_auto_parallel", parallel_optimizer_config=config)
+    state = step.init(pipe.pack(params, TOKENS, NEXT), TOKENS, NEXT)
+    row, moment = state.params.rows["float32_cut"], state.opt_state[0].mu.rows["float32_cut"]
+    assert dict(row.sharding.mesh.shape) == {"stage": 2, "data": 2, "tensor": 2}
+    assert row.addressable_shards[0].data.size == row.size / 4
+    assert moment.addressable_shards[0].data.size == moment.size / 8
+
+    plain, opt_state, wanted, got = params, optimizer.init(params), [], []
+    for _ in range(3):
+        state, value = step(state, TOKENS, NEXT)
+        got.append(float(value))
+        value, grads = jax.value_and_grad(language)(plain, TOKENS, NEXT)
+        updates, opt_state = optimizer.update(grads, opt_state, plain)
+        plain = optax.apply_updates(plain, updates)
+        wanted.append(float(value))
+    close(got, wanted)
+    close(pipe.unpack(state.params), plain, 1e-4)
+
+
+def test_only_neighbours_send_and_nothing_is_gathered():
+    plan = {"blocks/*/up": (1, 2), "blocks/*/down": (2, 1)}
+    pipe = train.pipeline(language, 4, stage_config={f"blocks/{i}": i for i in range(4)}, parameter_plan=plan)
+    params = language_params(4)
+    packed = pipe.pack(params, TOKENS, NEXT)
+    text = jax.jit(jax.value_and_grad(pipe)).lower(packed, TOKENS, NEXT).compile().as_text()
+    found = collectives(text)
+    assert {kind for kind, _, _ in found} == {"collective-permute", "all-reduce"}
+    pairs = {(int(a) // 2, int(b) // 2) for kind, _, pairs in found for a, b in pairs if kind == "collective-permute"}
+    assert pairs == {(0, 1), (1, 2), (2, 3), (3, 2), (2, 1), (1, 0)}
+    per_beat = [size for kind, size, _ in found if kind == "collective-permute"]
+    assert max(per_beat) <= 12 * D, "the rows of one micro-batch"
+
+
+def test_memory_of_1f1b_does_not_grow_with_micro_size():
+    w = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2
+    layers = [LAYERS[0], LAYERS[2]]
+
+    @functools.cache
+    def temporary(order, micro):
+        x = jax.ShapeDtypeStruct((32 * micro, 64), jnp.float32)
+        pipe = train.pipeline(layers, micro, schedule=order, device=TWO)
+        compiled = jax.jit(jax.value_and_grad(pipe)).lower(pipe.pack(w, x, x), x, x).compile()
+        assert pipe.described(w, x, x).kept_bytes == pipe.schedule.slots * 32 * 64 * 4
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    message = 32 * 64 * 4
+    assert temporary("1f1b", 24) - temporary("1f1b", 8) < message
+    assert temporary("gpipe", 24) - temporary("gpipe", 8) >= 16 * message
+    assert temporary("1f1b", 24) < temporary("gpipe", 24)
+
+
+# ---- the ways to say what belongs to which stage
+
+
+def test_list_of_functions():
+    """Borders of two shapes, two dtypes."""
+    layers = [
+        LAYERS[0],
+        lambda w, x: jax.nn.relu(x @ w).astype(jnp.bfloat16),
+        lambda w, x, y: LAYERS[2](w, x.astype(jnp.float32), y),
+    ]
+    plain = lambda ws, x, y: layers[2](ws[2], layers[1](ws[1], layers[0](ws[0], x)), y)  # noqa: E731
+    pipe = train.pipeline(layers, 4, device=jax.devices()[:3])
+    close(jax.value_and_grad(pipe)(WS, X, Y), jax.value_and_grad(plain)(WS, X, Y), 2e-2)
+    assert [row.parameters for row in pipe.described(WS, X, Y).rows] == [128, 96, 24]
+
+
+def test_staged():
+    def loss(ws, x, y):
+        x = train.staged(lambda w, x: LAYERS[1](w, x), 0)(ws[1], LAYERS[0](ws[0], x))
+        return train.staged(LAYERS[2], 1)(ws[2], x, y)
+
+    pipe = train.pipeline(loss, 2, pipeline_stages=2, device=TWO)
+    close(jax.value_and_grad(pipe)(WS, X, Y), jax.value_and_grad(chained)(WS, X, Y))
+
+
+def test_stage_config_and_segments():
+    ws = [*WS[:1], *(jax.random.normal(k, (16, 16)) / 4 for k in KEYS[:2]), jnp.ones((16, 4)) / 9]
+
+    def deep(ws, x, y):
+        for w in ws[:-1]:
+            x = jnp.tanh(x @ w)
+        return jnp.mean((x @ ws[-1] - y) ** 2)
+
+    pipe = train.pipeline(
+        deep, 4, stage_config={"0": 0, "1": 1, "2": 0, "3": 1}, segment_config={"[23]": 1}, device=TWO
+    )
+    close(jax.value_and_grad(pipe)(ws, X, Y), jax.value_and_grad(deep)(ws, X, Y))
+    assert (pipe.schedule.devices, pipe.schedule.chunks) == (2, 2)
+
+
+class Block(eqx.Module):
+    w: jax.Array
+    act: object
+    pipeline_stage: int = eqx.field(static=True)
+
+    def __call__(self, x):
+        return self.act(x @ self.w)
+
+
+class Net(eqx.Module):
+    blocks: list
+
+    def __call__(self, x, y):
+        for block in self.blocks:
+            x = block(x)
+        return jnp.mean((x - y) ** 2)
+
+
+def test_an_equinox_module_with_marks_trains():
+    net = Net([Block(WS[0], jnp.tanh, 0), Block(WS[1], jax.nn.relu, 0), Block(WS[2], lambda x: x, 1)])
+    pipe = train.pipeline(net, 2, device=TWO)
+    packed = pipe.pack(net, X, Y)
+    step = train.step(pipe, optax.sgd(0.1), device=TWO)
+    state, value = step(step.init(packed, X, Y), X, Y)
+    close(value, net(X, Y))
+    made = pipe.unpack(state.params)
+    grads = eqx.filter_grad(lambda net: net(X, Y))(net)
+    close(made.blocks[2].w, net.blocks[2].w - 0.1 * grads.blocks[2].w)
+    assert made.blocks[1].act is jax.nn.relu
+
+
+class Half(nnx.Module):
+    def __init__(self, size_in, size_out, stage, rngs):
+        self.dense = nnx.Linear(size_in, size_out, rngs=rngs)
+        self.pipeline_stage = stage
+
+    def __call__(self, x):
+        return jnp.tanh(self.dense(x))
+
+
+class Both(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.last = Half(D, 16, 0, rngs), Half(16, 4, 1, rngs)
+
+    def __call__(self, x, y):
+        return jnp.mean((self.last(self.first(x)) - y) ** 2)
+
+
+def test_an_nnx_module_with_marks():
+    net = Both(nnx.Rngs(0))
+    pipe = train.pipeline(lambda net, x, y: net(x, y), 2, device=TWO)
+    close(pipe(net, X, Y), net(X, Y))
+    assert [row.parameters for row in pipe.described(net, X, Y).rows] == [16 * D + 16, 16 * 4 + 4]
+
+
+class Dense(Cell):
+    def __init__(self, w):
+        self.w = w
+
+    def construct(self, x):
+        return jnp.tanh(x @ self.w)
+
+
+class Cells(Cell):
+    def __init__(self):
+        self.one, self.two = Dense(WS[0]), Dense(jnp.ones((16, 4)) / 5)
+        self.one.pipeline_stage, self.two.pipeline_stage = 0, 1
+
+    def construct(self, x, y):
+        return jnp.mean((self.two(self.one(x)) - y) ** 2)
+
+
+def test_a_cell_with_marks():
+    net = Cells()
+    pipe = train.pipeline(net, 2, device=TWO, loss="sum")
+    params = net.parameters_dict()
+    close(pipe(params, X, Y), 2 * net(X, Y))
+    assert [row.parameters for row in pipe.described(params, X, Y).rows] == [16 * D, 16 * 4]
+
+
+# ---- the rest
+
+
+def test_ops_of_all_kinds():
+    """Ints that go over a border, a loop, a branch on a leaf that is no parameter, recomputation."""
+    params = {
+        "route": jax.random.normal(KEYS[0], (D, 4)),
+        "deep": jax.random.normal(KEYS[1], (3, D, D)) / 3,
+        "expert": jax.random.normal(KEYS[2], (4, D, 4)) / 3,
+        "count": jnp.int32(2),
+    }
+
+    def loss(params, x, y):
+        chosen = jnp.argmax(x @ params["route"], -1)
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["deep"])
+        x = jax.checkpoint(lambda w, x: jnp.sin(x @ w))(params["deep"][0], x)
+        x = train.staged(lambda x, e, i: jnp.einsum("bd,bde->be", x, e[i]), 1)(x, params["expert"], chosen)
+        return jnp.mean((jax.lax.cond(params["count"] > 1, lambda x: 2 * x, lambda x: x, x) - y) ** 2)
+
+    pipe = train.pipeline(loss, 2, pipeline_stages=2, device=TWO)
+    value, grads = jax.value_and_grad(pipe, allow_int=True)(params, X, Y)
+    wanted, plain = jax.value_and_grad(loss, allow_int=True)(params, X, Y)
+    assert grads.pop("count").dtype == plain.pop("count").dtype == jax.dtypes.float0
+    close((value, grads), (wanted, plain))
+
+
+def test_shapes_are_enough_and_other_batches_fit():
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), language_params(2))
+    tokens = jax.ShapeDtypeStruct((16,), jnp.int32)
+    pipe = train.pipeline(language, 2, auto_pipeline=True, pipeline_stages=2, device=TWO)
+    packed = pipe.pack(shapes, tokens, tokens)
+    assert isinstance(packed, Packed)
+    assert packed.rows["float32"].sharding.shard_shape(packed.rows["float32"].shape)[0] == 1
+    real = pipe.pack(language_params(2), tokens, tokens)
+    close(pipe(real, TOKENS, NEXT), language(language_params(2), TOKENS, NEXT))
+
+
+def test_the_context_says_stages_and_order():
+    with auto_parallel(pipeline_stages=4, pipeline_config={"pipeline_interleave": True, "pipeline_scheduler": "gpipe"}):
+        pipe = train.pipeline(language, 8, auto_pipeline=True)
+    assert (pipe.schedule.name, pipe.schedule.devices, pipe.schedule.chunks) == ("gpipe", 4, 2)
+    with auto_parallel(pipeline_stages=2, auto_pipeline=True):
+        pipe = train.pipeline(language, 8)
+    assert (pipe.schedule.name, pipe.schedule.devices, pipe.asked.auto) == ("1f1b", 2, True)
+    with (
+        pytest.raises(NotAvailableError),
+        auto_parallel(pipeline_config={"pipeline_interleave": True, "pipeline_scheduler": "zero_bubble_v"}),
+    ):
+        pass
+
+
+def test_gradients_of_the_batch_are_refused():
+    pipe = train.pipeline([LAYERS[0], LAYERS[2]], 2, device=TWO)
+    ws = [WS[0], jnp.ones((16, 4))]
+    with pytest.raises(StrategyError, match="no gradients of the batch"):
+        jax.grad(pipe, argnums=1)(ws, X, Y)
+
+
+MADE = [  # arguments of pipeline, parts of the message
+    (dict(micro_size=2, pipeline_stages=4), ["`micro_size` 2 is less than the number of stages 4", "use 4 or more"]),
+    (dict(micro_size=0), ["`micro_size` must be an int from 1 up"]),
+    (dict(micro_size=4, schedule="1f2b"), ["no schedule '1f2b'", "1f1b, gpipe, interleaved"]),
+    (dict(micro_size=4, loss="median"), ["`loss` cannot be 'median'"]),
+    (dict(micro_size=4, stages=[LAYERS[0]], pipeline_stages=2), ["1 functions do not fill 2 stages"]),
+    (dict(micro_size=4, stage_config={"w": -1}), ["must be an int from 0 up"]),
+]
+MADE_OF_TYPE = [
+    (dict(micro_size=True), ["`micro_size` must be an int from 1 up"]),
+    (dict(micro_size=4, stages=3), ["`stages` is an int, no function"]),
+    (dict(micro_size=4, pipeline_stages="2"), ["`pipeline_stages` must be an int"]),
+]
+
+
+@pytest.mark.parametrize(("how", "parts"), [*MADE, *MADE_OF_TYPE], ids=lambda v: v[0] if isinstance(v, list) else "")
+def test_errors_of_arguments(how, parts):
+    kind = StrategyTypeError if (how, parts) in MADE_OF_TYPE else StrategyError
+    with pytest.raises(kind) as caught:
+        train.pipeline(**{"stages": chained, **how})
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+CALLED = [
+    (dict(), ["nothing says how many stages"]),
+    (dict(pipeline_stages=2), ["nothing says what belongs to which of 2 stages", "auto_pipeline=True"]),
+    (dict(pipeline_stages=3, auto_pipeline=True), ["2 devices cannot be shared by 3 stages"]),
+    (dict(stage_config={"0": 0, "7": 1}), ["stage_config '7' matches no parameter", "the parameters are 0, 1, 2"]),
+    (dict(stage_config={"0": 1, "1": 0}), ["the mark of `1` goes backwards"]),
+    (dict(stage_config={"0": 5}, pipeline_stages=2), ["`0` is marked for stage 5"]),
+    (dict(pipeline_stages=2, auto_pipeline=True, micro_size=5), ["cannot be cut into 5 parts", "a batch of 15"]),
+    (dict(pipeline_stages=1, auto_pipeline=True, parameter_plan={"2": (1, 2, 1)}), ["has 2 dims, its entry 3"]),
+    (dict(pipeline_stages=1, auto_pipeline=True, parameter_plan={"2": (4, 1)}), ["cannot be cut 4 ways along dim 0"]),
+    (dict(pipeline_stages=1, auto_pipeline=True, parameter_plan={"2": (2, 2)}), ["share one axis"]),
+    (dict(pipeline_stages=1, auto_pipeline=True, parameter_plan={"9": (2, 1)}), ["'9' matches no parameter"]),
+]
+
+
+@pytest.mark.parametrize(("how", "parts"), CALLED, ids=lambda v: v[0] if isinstance(v, list) else "")
+def test_errors_of_calls(how, parts):
+    pipe = train.pipeline(chained, **{"micro_size": 8, "device": TWO, **how})
+    with pytest.raises(StrategyError) as caught:
+        pipe(WS, X, Y)
+    assert all(part in str(caught.value) for part in [*parts, "fix:"]), str(caught.value)
+
+
+def test_packed_before_the_stages_are_known():
+    known = train.pipeline(LAYERS, 4, device=jax.devices()[:3])
+    packed = known.pack(WS, X, Y)
+    fresh = train.pipeline(LAYERS, 4, device=jax.devices()[:3])
+    with pytest.raises(StrategyError, match=r"call pack\(params, \*batch\) first"):
+        fresh(packed, X, Y)
+
+
+def test_described():
+    pipe = train.pipeline(language, 8, auto_pipeline=True, pipeline_stages=4, interleave=1)
+    params = language_params()
+    found = pipe.described(params, TOKENS[:16], NEXT[:16])
+    assert found.to_dict()["schedule"] == {"name": "1f1b", "micro_size": 8, "bubble": pytest.approx(3 / 11)}
+    assert sum(row.share for row in found.rows) == pytest.approx(1)
+    assert found.over_best <= 1.021
+    assert "bubble 27.3%" in str(found)

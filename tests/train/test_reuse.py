@@ -1,0 +1,269 @@
+"""Reuse: equal blocks become one scanned body; results stay the same, and what does not fold is explained."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from shardfn import train
+from shardfn.errors import StrategyError, StrategyTypeError
+from shardfn.train.reuse import fold, limit_of
+
+RNG = np.random.default_rng(0)
+D = 8
+X = RNG.normal(size=(8, D)).astype(np.float32)
+
+
+def layer(seed, width=2 * D):
+    r = np.random.default_rng(seed)
+    draw = lambda *shape: (r.normal(size=shape) * 0.3).astype(np.float32)  # noqa: E731
+    return {"w1": draw(D, width), "b1": draw(width), "w2": draw(width, D)}
+
+
+def params_of(count):
+    return {"embed": np.eye(D, dtype=np.float32), "layers": [layer(i) for i in range(count)]}
+
+
+def block(p, x):
+    return x + jax.nn.relu(x @ p["w1"] + p["b1"]) @ p["w2"]
+
+
+def chain(params, x, apply=block):
+    x = x @ params["embed"]
+    for p in params["layers"]:
+        x = apply(p, x)
+    return jnp.mean((x @ params["embed"].T) ** 2)  # the embedding is read outside, twice
+
+
+def scans(fn, *args):
+    return str(jax.make_jaxpr(fn)(*args)).count("scan[")
+
+
+def same_as_unrolled(loss, params, *batch, **options):
+    made = fold(loss, params, *batch, **options)
+    value, grads = jax.jit(jax.value_and_grad(made.loss))(made.stack(params), *batch)
+    expected, wanted = jax.jit(jax.value_and_grad(loss))(params, *batch)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), made.unstack(grads), wanted)
+    return made
+
+
+def cast_first(params, x):  # what is done to a parameter alone stands where it is used
+    half = jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(jnp.float32) * 2.0, params)
+    return chain(half, x)
+
+
+def jitted(params, x):
+    return jax.jit(chain)(params, x)
+
+
+def collected(params, x):  # each block gives something that is read at the end
+    seen = []
+    for p in params["layers"]:
+        x = block(p, x)
+        seen.append(jnp.mean(x))
+    return jnp.mean(x**2) + sum(seen[i] * (i + 1) for i in range(len(seen)))
+
+
+def two_kinds(params, x):  # blocks of two layers that differ
+    for i, p in enumerate(params["layers"]):
+        x = block(p, x) if i % 2 else jnp.tanh(block(p, x))
+    return jnp.mean(x**2)
+
+
+def dropout(params, x):  # each block with its own random numbers, and a number of its own
+    keys = jax.random.split(jax.random.key(0), len(params["layers"]))
+    for i, (p, key) in enumerate(zip(params["layers"], keys, strict=True)):
+        x = block(p, x) * (1.0 + 0.1 * i) * jax.random.bernoulli(key, 0.5, x.shape)
+    return jnp.mean(x**2)
+
+
+def skipped(params, x):  # all blocks read the same array from before
+    y = x
+    for p in params["layers"]:
+        y = block(p, y) + jnp.sin(x)
+    return jnp.mean(y**2)
+
+
+def remat(params, x):
+    return chain(params, x, train.recompute(block))
+
+
+def jit_block(params, x):
+    return chain(params, x, jax.jit(block))
+
+
+FOLDING = {
+    "chain": (chain, 6), "cast first": (cast_first, 6), "all in a jit": (jitted, 6), "collected": (collected, 6),
+    "two kinds": (two_kinds, 3), "dropout": (dropout, 6), "skipped": (skipped, 6), "checkpoint": (remat, 6),
+    "jit inside": (jit_block, 6),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLDING)
+def test_folds_and_gives_the_same(name):
+    loss, count = FOLDING[name]
+    made = same_as_unrolled(loss, params_of(6), X)
+    assert [one.count for one in made.folded] == [count], made.explain()
+    assert scans(made.loss, made.stack(params_of(6)), X) == 1
+
+
+def test_names_and_shapes():
+    made = fold(chain, params_of(6), X)
+    assert {k: v.shape for k, v in made.stack(params_of(6)).items()} == {
+        "embed": (D, D), "layers/*/b1": (6, 2 * D), "layers/*/w1": (6, D, 2 * D), "layers/*/w2": (6, 2 * D, D),
+    }  # fmt: skip
+    assert made.explain().startswith("6 blocks of ")
+    jax.tree.map(np.testing.assert_array_equal, made.unstack(made.stack(params_of(6))), params_of(6))
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(1000, 1), (6, 1), (4, 2), (2, 3)])
+def test_limit(limit, expected):
+    made = same_as_unrolled(chain, params_of(6), X, limit=limit)
+    assert scans(made.loss, made.stack(params_of(6)), X) == expected
+
+
+def test_other_batches_and_recompute():
+    made = same_as_unrolled(chain, params_of(4), X, recomputed=3)
+    assert made.loss(made.stack(params_of(4)), X[:2]).shape == ()
+    assert scans(made.loss, made.stack(params_of(4)), X) == 2  # three that are recomputed, and one that is not
+
+
+def test_two_stacks():
+    def loss(params, x):
+        for p in params["encoder"]:
+            x = block(p, x)
+        x = jnp.cumsum(x, 0)
+        for p in params["decoder"]:
+            x = jnp.tanh(block(p, x))
+        return jnp.mean(x**2)
+
+    params = {"encoder": [layer(i) for i in range(3)], "decoder": [layer(9 + i) for i in range(4)]}
+    made = same_as_unrolled(loss, params, X)
+    assert [one.count for one in made.folded] == [3, 4]
+
+
+def scaled(scale):
+    @jax.custom_vjp
+    def identity(x):
+        return x
+
+    identity.defvjp(lambda x: (x, None), lambda _, g: (g * scale,))
+    return identity
+
+
+def own_rules(params, x):  # equal forward; each block's derivative has a number of its own
+    for i, p in enumerate(params["layers"]):
+        x = scaled(float(i + 1))(block(p, x))
+    return jnp.mean(x**2)
+
+
+def activations(params, x):
+    for i, p in enumerate(params["layers"]):
+        x = (jnp.tanh, jnp.sin, jnp.cos, jnp.exp)[i](x @ p["w1"] @ p["w1"].T)
+    return jnp.mean(x**2)
+
+
+def from_two_before(params, x):
+    seen = [x, x]
+    for p in params["layers"]:
+        seen.append(block(p, seen[-1]) + seen[-2])
+    return jnp.mean(seen[-1] ** 2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "params", "text"),
+    [
+        (activations, params_of(4), r"layers/* is not folded: block 0 has `tanh float32[8,8] (test_reuse.py:"),
+        (chain, {"embed": np.eye(D, dtype=np.float32), "layers": [layer(0, 16), layer(1, 24)]},
+         "layers/*/b1 is not folded: layers/1/b1 is float32[24], layers/0/b1 float32[16]"),
+    ],
+)  # fmt: skip
+def test_why_not(loss, params, text):
+    made = same_as_unrolled(loss, params, X)
+    assert made.folded == () and text in made.explain(), made.explain()
+
+
+@pytest.mark.parametrize("loss", [own_rules, from_two_before])
+def test_what_must_not_be_taken_for_equal(loss):
+    same_as_unrolled(loss, params_of(4), X)
+
+
+@hypothesis.settings(max_examples=8)
+@hypothesis.given(st.lists(st.sampled_from("abc"), min_size=2, max_size=6))
+def test_any_order_of_blocks(kinds):
+    apply = {"a": block, "b": lambda p, x: jnp.tanh(block(p, x)), "c": lambda p, x: x * 0.5 + block(p, x)[:, ::-1]}
+
+    def loss(params, x):
+        for kind, p in zip(kinds, params["layers"], strict=True):
+            x = apply[kind](p, x)
+        return jnp.mean(x**2)
+
+    same_as_unrolled(loss, params_of(len(kinds)), X)
+
+
+# ---- in a training step
+
+Y = RNG.normal(size=(8, D)).astype(np.float32)
+ADAM = optax.adam(1e-2)
+
+
+def squared(params, x, y):
+    return jnp.mean((functools.reduce(lambda x, p: block(p, x), params["layers"], x) - y) ** 2)
+
+
+@functools.cache
+def after(options):
+    step = train.step(squared, ADAM, mode="data_parallel", **dict(options))
+    state = step.init({"layers": params_of(4)["layers"]}, X, Y)
+    text = step.lower(state, X, Y).as_text()
+    for _ in range(2):
+        state, value = step(state, X, Y)
+    return step, step.model(state), float(value), text.count('"stablehlo.all_reduce"')
+
+
+@pytest.mark.parametrize(
+    "options", [dict(reuse="auto"), dict(recompute=2), dict(recompute="auto", memory_limit="17.8kB")]
+)
+def test_a_step(options):
+    _, expected, loss, collectives = after(())
+    step, model, value, few = after(tuple(options.items()))
+    np.testing.assert_allclose(value, loss, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), model, expected)
+    assert (collectives, few) == (13, 4)  # of each parameter one, and of the loss
+    if "recompute" in options:
+        assert 0 < step.recomputed.blocks <= 4 and step.recomputed.flops_again > 0
+        assert "blocks are recomputed: activations take" in str(step.recomputed)
+
+
+def test_an_optimizer_that_sees_whole_leaves_is_not_given_stacked_ones():
+    mask = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)  # noqa: E731
+    for optimizer in (optax.lamb(1e-2), optax.adamw(1e-2, weight_decay=0.1, mask=mask)):
+        step = train.step(squared, optimizer, mode="data_parallel", reuse="auto")
+        step.init({"layers": params_of(3)["layers"]}, X, Y)
+        assert step.folding.groups == ()
+        assert "the optimizer works on each parameter as a whole" in step.folding.explain()
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [
+        (lambda: limit_of(0), StrategyError, "`reuse` cannot be 0"),
+        (lambda: limit_of("yes"), StrategyError, "`reuse` cannot be 'yes'"),
+        (lambda: limit_of(1.5), StrategyTypeError, "`reuse` cannot be 1.5"),
+        (lambda: train.step(squared, ADAM, recompute="auto"), StrategyError, '`recompute="auto"` needs a memory limit'),
+        (lambda: train.step(squared, ADAM, recompute=-1), StrategyError, "`recompute` cannot be -1"),
+        (lambda: train.step(squared, ADAM, reuse="auto").init(params_of(2)), StrategyError, "needs a batch"),
+        (lambda: train.step(squared, ADAM, mode="data_parallel", recompute="auto", memory_limit=100).init(params_of(3), X, Y),
+         StrategyError, "does not fit into memory with every block recomputed"),
+    ],
+)  # fmt: skip
+def test_errors(call, kind, text):
+    with pytest.raises(kind) as error:
+        call()
+    assert text in str(error.value)

@@ -1,0 +1,92 @@
+"""Schedules: every unit once, in an order in which what it needs is there, and as idle as the formula says."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardfn.train.schedule import BACKWARD, FORWARD, SCHEDULES, forward_only, schedule
+
+SIZES = st.tuples(
+    st.sampled_from(SCHEDULES), st.integers(1, 6), st.integers(0, 9), st.integers(1, 4)
+).map(lambda t: (t[0], t[1], t[1] + t[2], t[3]))  # fmt: skip
+
+
+def done(made):
+    """(kind, micro, stage) -> (number of the beat, number among beats of its kind, device, slot)."""
+    found, counts = {}, {FORWARD: 0, BACKWARD: 0}
+    for i, beat in enumerate(made.beats):
+        for device, unit in enumerate(beat.units):
+            if unit is not None:
+                key = beat.kind, unit.micro, unit.chunk * made.devices + device
+                assert key not in found, "twice"
+                found[key] = (i, counts[beat.kind], device, unit.slot)
+        counts[beat.kind] += 1
+    return found
+
+
+@given(SIZES)
+def test_every_unit_once_and_after_what_it_needs(size):
+    _, devices, micro, chunks = size
+    made = schedule(*size)
+    at = done(made)
+    stages = devices * chunks
+    assert set(at) == set(itertools.product((FORWARD, BACKWARD), range(micro), range(stages)))
+    for m, stage in itertools.product(range(micro), range(stages)):
+        if stage:
+            # what a neighbour sends is used in the very next beat of that kind: nothing waits in between
+            assert at[FORWARD, m, stage][1] == at[FORWARD, m, stage - 1][1] + 1
+            assert at[BACKWARD, m, stage - 1][1] == at[BACKWARD, m, stage][1] + 1
+        assert at[BACKWARD, m, stage][0] > at[FORWARD, m, stage][0]
+        assert at[BACKWARD, m, stage][3] == at[FORWARD, m, stage][3]
+
+
+@given(SIZES)
+def test_a_slot_is_free_before_it_is_used_again(size):
+    made = schedule(*size)
+    held = set()
+    for beat in made.beats:
+        for device, unit in enumerate(beat.units):
+            if unit is not None:
+                key = device, unit.slot
+                assert (key in held) == (beat.kind == BACKWARD)
+                (held.remove if key in held else held.add)(key)
+    assert not held
+
+
+@given(SIZES.filter(lambda size: size[3] == 1 or size[2] % size[1] == 0))
+def test_bubble_is_the_formula(size):
+    _, devices, micro, chunks = size
+    made = schedule(*size)
+    assert made.bubble == pytest.approx((devices - 1) / (chunks * micro + devices - 1))
+    kinds = [beat.kind for beat in made.beats]
+    assert kinds.count(FORWARD) == kinds.count(BACKWARD) == chunks * micro + devices - 1
+
+
+@given(st.integers(1, 6), st.integers(0, 20))
+def test_inputs_kept(devices, more):
+    micro = devices + more
+    assert schedule("gpipe", devices, micro).slots == micro
+    assert schedule("1f1b", devices, micro).slots == min(micro, 2 * devices - 1)
+
+
+@pytest.mark.parametrize(("devices", "chunks"), [(2, 2), (4, 2), (3, 3)])
+def test_interleaved_keeps_no_more_with_more_micro_batches(devices, chunks):
+    few, many = (schedule("1f1b", devices, n * devices, chunks).slots for n in (3, 30))
+    assert few == many == (chunks - 1) * devices + 2 * devices - 1
+
+
+def test_forward_only():
+    made = forward_only(3, 5, 2)
+    assert {beat.kind for beat in made.beats} == {FORWARD}
+    assert len(done(made)) == 5 * 6
+
+
+def test_text():
+    assert str(schedule("1f1b", 3, 4)) == (
+        "device 0: F0 F1 F2 -- F3 -- -- B0 -- B1 B2 B3\n"
+        "device 1: -- F0 F1 -- F2 B0 F3 B1 -- B2 B3 --\n"
+        "device 2: -- -- F0 B0 F1 B1 F2 B2 F3 B3 -- --\n"
+        "1f1b, 3 devices x 1 chunk, 4 micro-batches: bubble 2/6 = 33.3%, at most 4 inputs kept"
+    )

@@ -1,0 +1,138 @@
+"""Which op belongs to which stage."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from shardfn import train
+from shardfn.errors import StrategyError
+from shardfn.train.program import cost_s, program_of
+from shardfn.train.stages import cut
+
+D = 8
+X = jax.ShapeDtypeStruct((4, D), jnp.float32)
+W = jax.ShapeDtypeStruct((D, D), jnp.float32)
+
+
+def chain(ws, x):
+    mask = jnp.tril(jnp.ones((D, D)))  # of nothing
+    for w in ws:
+        x = jnp.tanh(x @ (w.T * mask))
+    return x.mean() + 0.1 * sum(jnp.sum(w**2) for w in ws)
+
+
+def made(function=chain, count=2, marks=(None,) * 4, layers=0, by_cost=False, leaves=4, devices=None, **more):
+    program = program_of(function, [W] * leaves, (X,))
+    return cut(program, count, devices or count, list(marks), layers, by_cost, [f"w{i}" for i in range(leaves)], **more)
+
+
+def test_marks():
+    found = made(marks=(0, None, 1, None))
+    assert found.homes == (0, 0, 1, 1)
+    first, last = found.stages
+    assert [op.eqn.primitive.name for op in first.ops].count("dot_general") == 2
+    # the mask is worked out on both; the squares of the first stage's weights there, and one number of them sent on
+    assert len(first.gives) == 2 == len(last.gets)
+    assert {found.program.avals[v].shape for v in first.gives} == {(4, D), ()}
+
+
+def test_an_op_without_mark_stays_with_its_data():
+    found = made(marks=(0, None, None, 1))
+    assert found.homes == (0, 0, 0, 1)
+
+
+def test_a_tied_weight_has_no_home():
+    def tied(ws, x):
+        return (jnp.tanh(x @ ws[0]) @ ws[1] @ ws[0].T).sum()
+
+    found = made(tied, marks=(0, 1), leaves=2)
+    assert found.homes == (-1, 1)
+    assert [0 in stage.leaves for stage in found.stages] == [True, True]
+
+
+def test_what_skips_a_stage_is_handed_on():
+    def skip(ws, x):
+        first = x @ ws[0]
+        second = first @ ws[1]
+        return (second @ ws[2] + first).sum()
+
+    found = made(skip, 3, (0, 1, 2), leaves=3)
+    assert [len(s.gives) for s in found.stages] == [1, 2, 0]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_balance_is_the_best_contiguous_cut(count):
+    """Uneven layers: no contiguous cut of the same ops is better by more than the slack."""
+
+    def uneven(ws, x):
+        for i, w in enumerate(ws):
+            for _ in range(1 + 3 * (i % 3)):
+                x = jnp.tanh(x @ w)
+        return x.mean()
+
+    found = made(uneven, count, (None,) * 7, by_cost=True, leaves=7)
+    program = found.program
+    costs = [cost_s(op) for op, stage in zip(program.ops, found.at, strict=True) if stage is not None]
+    best = min(
+        max(sum(costs[a:b]) for a, b in itertools.pairwise([0, *begins, len(costs)]))
+        for begins in itertools.combinations(range(1, len(costs)), count - 1)
+    )
+    assert found.bound == pytest.approx(best)
+    assert best <= found.largest <= 1.021 * best
+
+
+def test_a_list_longer_than_stages_is_cut_between_its_functions():
+    def listed(ws, x):
+        for i, w in enumerate(ws):
+            x = train.staged(lambda w, x: jnp.tanh(x @ w) if x.shape else x, i)(w, x)
+        return x.mean()
+
+    found = made(listed, 2, (None,) * 6, layers=6, leaves=6)
+    assert found.homes == (0, 0, 0, 1, 1, 1)
+
+
+def test_other_shapes_are_cut_alike():
+    found = made(by_cost=True)
+    program = program_of(chain, [W] * 4, (jax.ShapeDtypeStruct((64, D), jnp.float32),))
+    again = cut(program, 2, 2, [None] * 4, 0, True, "abcd", found)
+    assert again.at == found.at
+
+
+ERRORS = [
+    ({"marks": (1, 0, 1, 1)}, "the mark of `w1` goes backwards"),
+    ({"marks": (0, 0, 0, 2)}, "`w3` is marked for stage 2"),
+    ({"marks": (0, 0, 0, 0)}, "stage 1 of 2 has nothing to do"),
+    ({"count": 99, "by_cost": True}, "99 stages cannot be cut from"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), ERRORS, ids=[m for _, m in ERRORS])
+def test_errors(wrong, message):
+    with pytest.raises(StrategyError) as caught:
+        made(**wrong)
+    assert message in str(caught.value)
+    assert "fix:" in str(caught.value)
+
+
+def test_staged_backwards():
+    def backwards(ws, x):
+        return train.staged(jnp.dot, 0)(train.staged(jnp.dot, 1)(x, ws[0]), ws[1]).sum()
+
+    with pytest.raises(StrategyError, match="go back from stage 1 to stage 0"):
+        made(backwards, leaves=2, marks=(None, None))
+
+
+@pytest.mark.parametrize(
+    ("function", "given"),
+    [
+        (lambda ws, x: x @ ws[0], "float32[4, 8]"),
+        (lambda ws, x: (x.sum(), 1.0), "float32[]"),
+        (lambda ws, x: 3, "int32[]"),
+    ],
+)
+def test_a_loss_is_one_number(function, given):
+    with pytest.raises(StrategyError) as caught:
+        made(function, leaves=1, marks=(None,))
+    assert given in str(caught.value)
