@@ -1,7 +1,7 @@
 """Shard any JAX function from integers: cuts become a mesh and PartitionSpecs, XLA does the rest, and you see it."""
 
 import importlib
-from types import ModuleType
+from typing import Any
 
 from shardfn.api import explain, load, plan, reshard, shard
 from shardfn.cell import Cell
@@ -62,11 +62,16 @@ __all__ = [
     "tag",
 ]
 
-_PARTS = ("checkpoint",)
+_PARTS = ("checkpoint", "inference")
 """Packages of the library that are imported when they are first used."""
 
+_LATER = {"infer_predict_layout": "inference", "load_distributed_checkpoint": "inference"}
+"""Functions that come from one of them."""
 
-def __getattr__(name: str) -> ModuleType:
+
+def __getattr__(name: str) -> Any:
     if name in _PARTS:
         return importlib.import_module(f"{__name__}.{name}")
+    if name in _LATER:
+        return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -135,7 +135,7 @@ def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     >>> made.device_matrix, made.outputs[0].cuts
     ((16, 16), (16, 16))
     """
-    function, rest = _with_options(fn, kwargs)
+    function, rest = with_options(fn, kwargs)
     return function.plan(*args, **rest)
 
 
@@ -145,7 +145,7 @@ def explain(fn: Callable[..., Any], *args: Any, compiled: bool = False, **kwargs
     `compiled=True` holds the prediction against what XLA compiled (which needs the devices). Other keyword arguments
     are as in `plan`.
     """
-    function, rest = _with_options(fn, kwargs)
+    function, rest = with_options(fn, kwargs)
     return function.explain(*args, compiled=compiled, **rest)
 
 
@@ -193,7 +193,8 @@ def reshard(x: Any, layout: Layout) -> Any:
 _OPTION_NAMES = tuple(f.name for f in dataclasses.fields(Options))
 
 
-def _with_options(fn: Any, kwargs: dict[str, Any]) -> tuple[ShardedFunction, dict[str, Any]]:
+def with_options(fn: Any, kwargs: dict[str, Any]) -> tuple[ShardedFunction, dict[str, Any]]:
+    """`fn` sharded with the options of `shard` that `kwargs` holds, and the rest of `kwargs`."""
     mine = {k: kwargs.pop(k) for k in _OPTION_NAMES if k in kwargs}
     if isinstance(fn, ShardedFunction):
         if not mine:

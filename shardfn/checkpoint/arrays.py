@@ -126,7 +126,7 @@ def read(directory: pathlib.Path, wanted: Sequence[Wanted]) -> list[Any]:
 
     def finish(want: Wanted, futures: dict[Any, Any]) -> Any:
         try:
-            return _assembled(want, {key: future.result() for key, future in futures.items()})
+            return assembled(want, {key: future.result() for key, future in futures.items()})
         except (ValueError, OSError) as error:
             return damaged(directory, want.entry, error)
         finally:
@@ -195,7 +195,8 @@ class Failed:
         raise self.error
 
 
-def _assembled(want: Wanted, pieces: Mapping[Any, np.ndarray]) -> Any:
+def assembled(want: Wanted, pieces: Mapping[Any, np.ndarray]) -> Any:
+    """An array from the pieces of `want.boxes`, each put onto the devices that hold it."""
     if want.on_host:
         return next(iter(pieces.values()))
     kind = want.sharding.memory_kind

@@ -191,7 +191,7 @@ def rank_list_for_transform(rank_id: int, src_strategy_file: Any = None, dst_str
     ([0, 1], [3])
     """
     source, target = read_strategy(src_strategy_file), read_strategy(dst_strategy_file)
-    _check_rank(rank_id, _ranks(target))
+    _check_rank(rank_id, ranks_of(target))
     if not source:
         return [0]
     needed: set[int] = set()
@@ -207,7 +207,8 @@ def rank_list_for_transform(rank_id: int, src_strategy_file: Any = None, dst_str
     return sorted(needed)
 
 
-def _ranks(strategy: Strategy) -> int:
+def ranks_of(strategy: Strategy) -> int:
+    """How many ranks a strategy is for."""
     return max((cut.ranks for cut in strategy.values()), default=1)
 
 
@@ -220,8 +221,13 @@ def _check_rank(rank: Any, ranks: int) -> None:
 def _parts(name: str, shape: Sequence[int], rank: int, source: Strategy, target: Strategy) -> list[tuple[int, Box]]:
     """What a destination rank holds of a parameter, as source ranks and the box of the whole that each gives."""
     want = target[name].boxes(shape)[rank % target[name].ranks] if name in target else tuple(slice(0, n) for n in shape)
+    return given(name, shape, want, source, rank)
+
+
+def given(name: str, shape: Sequence[int], want: Box, source: Strategy, rank: int = 0) -> list[tuple[int, Box]]:
+    """The source ranks that a box of a parameter comes from, and the part of the whole that each gives; `rank` before others."""
     if name not in source:  # each source rank has all of it
-        ranks = _ranks(source)
+        ranks = ranks_of(source)
         return [(rank if rank < ranks else 0, want)]
     boxes = source[name].boxes(shape)
     holders: dict[tuple[Any, ...], list[int]] = {}
@@ -266,12 +272,12 @@ def transform_checkpoints(
     """
     bound = offline.limit(memory)
     source, target = read_strategy(src_strategy_file), read_strategy(dst_strategy_file)
-    files = _rank_files(place(src_checkpoints_dir), _ranks(source))
+    files = rank_files(place(src_checkpoints_dir), ranks_of(source))
     held = {rank: tensors(file) for rank, file in files.items()}
-    shapes = _shapes(held, source)
+    shapes = whole_shapes(held, source)
     out, made = place(dst_checkpoints_dir), []
     try:
-        for rank in range(_ranks(target)):
+        for rank in range(ranks_of(target)):
             rows, parts = [], {}
             for name, (shape, dtype) in shapes.items():
                 parts[name] = _parts(name, shape, rank, source, target)
@@ -302,7 +308,8 @@ def transform_checkpoints(
     return tuple(made)
 
 
-def _rank_files(folder: pathlib.Path, ranks: int) -> dict[int, pathlib.Path]:
+def rank_files(folder: pathlib.Path, ranks: int) -> dict[int, pathlib.Path]:
+    """The last file of each rank, of a folder with `rank_0`, `rank_1`, …"""
     found, problems = {}, []
     for rank in range(ranks):
         files = sorted((folder / f"rank_{rank}").glob("*" + SUFFIX), key=lambda file: _natural(file.name))
@@ -327,7 +334,7 @@ def _natural(name: str) -> list[Any]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _shapes(held: Mapping[int, Mapping[str, Tensor]], source: Strategy) -> dict[str, tuple[tuple[int, ...], str]]:
+def whole_shapes(held: Mapping[int, Mapping[str, Tensor]], source: Strategy) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of each whole parameter; every rank's slice has to fit."""
     problems: list[Problem] = []
     found: dict[str, tuple[tuple[int, ...], str]] = {}

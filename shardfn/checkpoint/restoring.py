@@ -155,8 +155,8 @@ def choose(
         target = _lies_like(like)
     asked = [dataclasses.replace(entry, path=path) for path, entry, _ in rows]
     placed = where.shardings(asked, target, contents)
-    casts = _casts(rows, wanted, dtype)
-    return [Chosen(path, keys, entry, placed[path], casts[path]) for path, entry, keys in rows]
+    found = casts(rows, wanted, dtype)
+    return [Chosen(path, keys, entry, placed[path], found[path]) for path, entry, keys in rows]
 
 
 def _shapes(like: Any) -> Any:
@@ -283,7 +283,7 @@ def _noun(leaf: Entry | leaves.Leaf) -> str:
     return "a PRNG key" if leaf.kind.startswith(KEY) else str(leaf.dtype)
 
 
-def _casts(
+def casts(
     rows: Sequence[tuple[str, Entry, Any]], wanted: Mapping[str, leaves.Leaf] | None, dtype: Any
 ) -> dict[str, Any]:
     """The dtype of each array: as stored, as `like` has it, as `dtype` says; the last that speaks of it."""
