@@ -458,6 +458,10 @@ class ShardedFunction:
             fail(ContextError, f"`shard` has no meaning under parallel_mode={current.parallel_mode!r}",
                  where=f"parallel_mode = {current.parallel_mode!r}", why="that mode cuts no operator",
                  fix='set_auto_parallel_context(parallel_mode="semi_auto_parallel"), or leave parallel_mode unset')  # fmt: skip
+        if current.read("pipeline_stages") > 1 and current.search_mode == "dynamic_programming":
+            fail(ContextError, "a pipeline does not go with the search dynamic_programming",
+                 where="pipeline_stages > 1, search_mode = 'dynamic_programming'", why="as in MindSpore",
+                 fix="use another search_mode, or reset_auto_parallel_context()")  # fmt: skip
         device = self.options.device
         mesh = mesh_of([*(leaf.entry for leaf in inputs), *tree_util.tree_leaves(self.options.out_strategy)])
         if device is None and mesh is not None:
@@ -469,6 +473,10 @@ class ShardedFunction:
             check_all(inputs, 1, problems)
             raise_problems([*error.problems, *problems] if problems else ())
             raise
+        if found.count % (stages := current.read("pipeline_stages")):
+            fail(ContextError, f"{found.count} devices cannot be cut into {stages} pipeline stages",
+                 where=f"pipeline_stages = {stages}", why=f"{found.count} is not divisible by {stages}",
+                 fix="set pipeline_stages to a divisor, or reset_auto_parallel_context()")  # fmt: skip
         current.rank_among(found.count)
         return found
 

@@ -13,12 +13,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from shardfn.checkpoint import arrays, extra, mindspore, stored
+from shardfn.checkpoint import arrays, mindspore, stored
 from shardfn.checkpoint.arrays import Wanted
 from shardfn.checkpoint.chunks import Box, Chunks
 from shardfn.checkpoint.contents import Contents, Entry
 from shardfn.checkpoint.tensorfiles import INDEX, SUFFIX, Tensor, tensors
 from shardfn.errors import CheckpointError, Problem, a, fail
+from shardfn.extras import need
 from shardfn.layoutfile import read as read_layout
 from shardfn.strategy import listed, short
 
@@ -54,7 +55,7 @@ def open_source(checkpoint: Any, train_strategy: Any, step: int | None, form: st
         return _ranks([stored.place(file) for file in checkpoint], train_strategy or loaded or None)
     path = stored.place(checkpoint)
     if form != "safetensors" and stored.steps(path):
-        extra.need("tensorstore")
+        need("tensorstore", "checkpoint")
         folder, number, contents = stored.look(path, step)
         if train_strategy is not None:
             _same_cuts(contents, train_strategy, path)

@@ -9,6 +9,7 @@ import pytest
 import shardfn
 from shardfn.search import forget, plain, propagation
 from shardfn.search.choose import answer_of
+from shardfn.search.problem import objective
 
 S = jax.ShapeDtypeStruct
 
@@ -77,9 +78,10 @@ def test_in_pieces_products_are_held_to_the_cut_of_their_class():
     assert any(problem.graph.values[v].shape[0] == 64 for v in made)
 
 
-def test_a_plain_layout_that_wins_is_held_too():
+def test_a_plain_layout_that_wins_lets_go_of_what_it_need_not_hold():
     problem = asked(step, *ARGS[:2], S((64, 16), jnp.float32), level=1)
     answer = answer_of(problem, (), "nothing searched", lambda *_: ())
     best = plain.candidates(problem)[0]
-    assert (answer.specs, answer.pins) == (best.specs, best.pins) and best.name in answer.policy
-    assert problem.price(answer.axes, answer.specs, answer.pins) == best.price
+    assert answer.specs == best.specs and set(answer.pins) <= set(best.pins) and best.name in answer.policy
+    made = problem.price(answer.axes, answer.specs, answer.pins)
+    assert objective(made, problem) <= objective(best.price, problem)
