@@ -63,6 +63,13 @@ class Entry:
         return jnp.dtype(self.dtype)
 
     @property
+    def seen(self) -> Entry:
+        """As a user sees it: the numbers of a typed PRNG key, its last dim, are no dim of the key."""
+        if not self.kind.startswith(KEY):
+            return self
+        return dataclasses.replace(self, shape=self.shape[:-1], spec=self.spec[: len(self.shape) - 1])
+
+    @property
     def itemsize(self) -> float:
         """Bytes of an element, half a byte for int4."""
         return bits(self.dtype) / 8

@@ -166,7 +166,8 @@ def _named(folder: pathlib.Path, entry: Entry) -> Iterator[None]:
 def lay(entries: Sequence[Entry], layout: Any, devices: int, bound: int) -> Contents:
     """The description of arrays as a layout file lays them out, whole where it is None."""
     grids: dict[Grid, int] = {}
-    found = where.laid_out(entries, layout, None, devices) if layout is not None else {}
+    seen = [entry.seen for entry in entries]
+    found = where.laid_out(seen, layout, None, devices) if layout is not None else {}
     rows = []
     for entry in entries:
         sharding, ndim = found.get(entry.path), len(entry.shape)

@@ -36,7 +36,7 @@ def shardings(entries: Sequence[Entry], target: Any, contents: Contents) -> dict
     Raises:
       ShardError: what does not fit, all at once.
     """
-    found = _found(entries, target, contents)
+    found = _found([entry.seen for entry in entries], target, contents)
     problems = [
         Problem(f"`{entry.path}` cannot be cut as it is wanted", where=f"{entry.text}, {found[entry.path]}",
                 why="a dim is cut evenly, and a sharding has no more dims than its array",
@@ -173,7 +173,7 @@ def of_contents(contents: Contents) -> LayoutFile | None:
     if len(grids) > 1:
         return None
     grid = next(iter(grids), None)
-    rules = tuple(_rule(entry.path, entry.spec) for entry in contents.entries)
+    rules = tuple(_rule(entry.path, entry.seen.spec) for entry in contents.entries)
     if grid is None:
         return LayoutFile(arguments=rules, name="layout.toml")
     return LayoutFile(grid=grid.axes, order=grid.order, arguments=rules, name="layout.toml")

@@ -113,8 +113,9 @@ def _in_stages(training: Training, parts: Anatomy, state: State, batch: tuple[An
 
 def _planned(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]) -> Drawn | Laid:
     """As `shard` plans the step on the whole batch; that plan itself where nothing of it is changed."""
-    given = training.mode.layouts == "given"
     options = dict(training.options)
+    has_file = options.get("layout") is not None or bool(training.settings.strategy_ckpt_config.load_file)
+    given = training.mode.layouts == "given" and not has_file  # a layout file says what no entry speaks of
     entries = options.pop("in_strategy") or ((None if given else AUTO),) * len(batch)
     raise_problems(list(_entry_problems(entries, batch)))
     wanted = _wanted(parts, state, options.pop("parameter_plan"), given)

@@ -123,8 +123,8 @@ def step(
     with context.held(settings):
         chosen = mode_of(None)
     problems = list(_option_problems(options))
-    problems += list(_problems(loss_fn, optimizer, micro_batches, chosen, in_strategy, parameter_plan, cross_batch,
-                              layerwise_parallel))  # fmt: skip
+    problems += list(_problems(loss_fn, optimizer, micro_batches, chosen, in_strategy, parameter_plan,
+                              options.get("layout"), cross_batch, layerwise_parallel))  # fmt: skip
     problems += id_problems(fusion) if fusion is not None else ()
     problems += recompute_problems(recompute, options)
     raise_problems(problems)
@@ -147,7 +147,7 @@ def _option_problems(options: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _problems(
     loss_fn: Any, optimizer: Any, micro_batches: Any, mode: Mode, in_strategy: Any, parameter_plan: Any,
-    cross_batch: bool, own: Any,
+    layout: Any, cross_batch: bool, own: Any,
 ) -> Iterator[Problem]:  # fmt: skip
     if not callable(loss_fn):
         yield Problem(f"`loss_fn` is {a(loss_fn)}, no function", f"loss_fn = {short(loss_fn)}",
@@ -160,7 +160,7 @@ def _problems(
                       "the batch is worked through in so many parts", "write 1 for none",
                       is_type=not isinstance(micro_batches, int))  # fmt: skip
     if mode.layouts == "whole":
-        for name, value in (("in_strategy", in_strategy), ("parameter_plan", parameter_plan)):
+        for name, value in (("in_strategy", in_strategy), ("parameter_plan", parameter_plan), ("layout", layout)):
             if value:
                 yield Problem(f"`{name}` has no meaning in mode {mode.name!r}", f"{name} = {short(value)}",
                               "there parameters are whole and dim 0 of the batch is cut over all devices",

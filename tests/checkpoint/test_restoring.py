@@ -220,3 +220,25 @@ def test_sharded_training_goes_on(tmp_path):
     assert back["w1"].sharding.device_set == set(jax.devices()[:2])
     one, two = on_eight(on_eight(halfway, x), x), on_two(on_two(back, x), x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), plain(one), plain(two))
+
+
+def test_a_typed_key_lies_as_its_plan_says(tmp_path):
+    """Its numbers, which are stored, are no dim of it."""
+
+    def draw(params, key, keys, x):
+        return params * 2, jax.random.split(key)[0], keys, x @ params
+
+    shape = jnp.ones((8, 4)), jax.random.key(3), jax.random.split(jax.random.key(0), 8), jnp.ones((2, 8))
+    made = shardfn.plan(draw, *shape, in_strategy=((4, 1), None, (2,), (2, 1)))
+    made.save(tmp_path / "made.toml")
+    state = {"params": shape[0], "key": shape[1], "keys": shape[2]}
+    checkpoint.save(tmp_path / "run", state, made)
+    checkpoint.relayout(tmp_path / "run", tmp_path / "copy", layout=tmp_path / "made.toml")
+    for path, target in (
+        (tmp_path / "run", made),
+        (tmp_path / "run", tmp_path / "made.toml"),
+        (tmp_path / "copy", made),
+    ):
+        found = checkpoint.restore(path, target)
+        assert found["keys"].sharding.shard_shape((8,)) == (4,)
+        np.testing.assert_array_equal(jax.random.key_data(found["key"]), jax.random.key_data(shape[1]))

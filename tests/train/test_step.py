@@ -302,3 +302,18 @@ def test_errors_say_what_to_do(call, kind, text):
     with pytest.raises(kind, match=re.escape(text)) as caught:
         call()
     assert "fix:" in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["semi_auto_parallel", "auto_parallel"])
+def test_a_layout_file_lays_out_what_is_not_named(mode, tmp_path):
+    step = train.step(mean_square, optax.adam(1e-2), mode="semi_auto_parallel", **TENSOR)
+    made = step.plan(step.init(start), *data())
+    made.save(tmp_path / "step.toml")
+    for layout in (tmp_path / "step.toml", made):
+        again = train.step(mean_square, optax.adam(1e-2), mode=mode, layout=layout)
+        assert again.plan(again.init(start), *data()).decision("state/params/w1").cuts == (1, 4)
+    with auto_parallel(parallel_mode=mode, strategy_ckpt_load_file=str(tmp_path / "step.toml")):
+        again = train.step(mean_square, optax.adam(1e-2))
+    assert again.init(start, *data()).opt_state[0].mu["w2"].sharding.shard_shape((32, 8)) == (8, 8)
+    with pytest.raises(StrategyError, match="no meaning in mode 'data_parallel'"):
+        train.step(mean_square, optax.adam(1e-2), mode="data_parallel", layout=made)
