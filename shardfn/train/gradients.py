@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from jax import lax, tree_util
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from shardfn.errors import StrategyError, fail
+from shardfn.strategy import join
 from shardfn.train import bucketed
 from shardfn.train.fusion import Fusion, Tensor, buckets
 
@@ -235,15 +237,25 @@ def growing_dims(loss: Loss, trained: Any, carried: Any, batch: tuple[Any, ...],
     """For each leaf of the auxiliary output, the dim that grows with the batch, -1 for none.
 
     Found by shapes: those of the whole batch against those of one of its `pieces`.
+
+    Raises:
+      StrategyError: a leaf can be neither put together nor averaged.
     """
     large = jax.eval_shape(loss, trained, carried, batch)[1][0]
     small = jax.eval_shape(loss, trained, carried, part_of(batch, pieces))[1][0]
 
-    def dim(a: Any, b: Any) -> int:
+    def dim(key: Any, a: Any, b: Any) -> int:
         grown = [i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m == n * pieces and m != n]
+        is_count = pieces > 1 and not grown and jnp.issubdtype(a.dtype, jnp.integer)
+        if len(grown) > 1 or is_count or (jnp.issubdtype(a.dtype, jnp.bool_) and not grown and pieces > 1):
+            name = f"`{join('', key)}`" if key else "it"
+            why = "it grows with the batch along several dims" if grown else "whole numbers have no mean"
+            fail(StrategyError, f"the auxiliary output {name} cannot be put together from {pieces} parts",
+                 where=f"{a.dtype}{list(a.shape)}", why=why,
+                 fix="give one value for each example, or a float that is a mean over the batch")  # fmt: skip
         return grown[0] if grown else -1
 
-    return tree_util.tree_map(dim, large, small)
+    return tree_util.tree_map_with_path(dim, large, small)
 
 
 def wide(dtype: Any) -> Any:

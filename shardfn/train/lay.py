@@ -95,7 +95,9 @@ def _whole(training: Training, parts: Anatomy, state: State, batch: tuple[Any, .
     )
     like = dict(zip(parts.paths, params, strict=True))
     leaves = tree_util.tree_leaves(state.opt_state)
-    seen = [like.get(p or "", ((),) * len(x.shape)) for p, x in zip(_mirrored(parts, state), leaves, strict=True)]
+    seen = [
+        ((),) * len(x.shape) if p is None else like[p] for p, x in zip(_mirrored(parts, state), leaves, strict=True)
+    ]
     cuts = tuple((names, *((),) * (len(x.shape) - 1)) if x.shape else () for x in tree_util.tree_leaves(batch))
     raise_problems(list(_batch_problems(training, devices.count, batch)))
     return Drawn(_mesh(devices, axes), names, params, tuple(seen), cuts)
@@ -107,7 +109,9 @@ def _in_stages(training: Training, parts: Anatomy, state: State, batch: tuple[An
     mesh, params, cuts = training.loss_fn.grid(parts.model(state.params), batch)
     like = dict(zip(parts.paths, params, strict=True))
     leaves = tree_util.tree_leaves(state.opt_state)
-    seen = [like.get(p or "", ((),) * len(x.shape)) for p, x in zip(_mirrored(parts, state), leaves, strict=True)]
+    seen = [
+        ((),) * len(x.shape) if p is None else like[p] for p, x in zip(_mirrored(parts, state), leaves, strict=True)
+    ]
     return Drawn(mesh, (), tuple(params), tuple(seen), tuple(cuts))
 
 

@@ -58,7 +58,7 @@ def cut_further(
     """
     sizes = dict(axes)
     cuts = [math.prod(sizes[a] for a in dim) for dim in spec]
-    if math.prod(shape) * itemsize // math.prod(cuts) < how.threshold * 1024:
+    if 0 in shape or math.prod(shape) * itemsize // math.prod(cuts) < how.threshold * 1024:
         return spec
     free = [a for a, n in axes if n > 1 and not any(a in dim for dim in spec)]
     for count in range(len(free), 0, -1):

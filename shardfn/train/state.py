@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -79,18 +79,34 @@ def anatomy(model: Any, frozen: Sequence[str] = ()) -> Anatomy:
     (('steps', 'w'), (False, True))
     """
     keyed, whole = tree_util.tree_flatten_with_path(model)
+    is_array = [holds_array(model, leaf) for _, leaf in keyed]
+    inside = [(key, leaf) for (key, leaf), mine in zip(keyed, is_array, strict=True) if mine]
+    names = tuple(join("", key) for key, _ in inside)
+    paths = tuple(map(_tidy, names))
+    raise_problems([*_shared(model), *_unmet(paths, frozen, "frozen")])
     fixed = _not_params(model)
-    rest = tuple(None if shape_of(leaf) else leaf for _, leaf in keyed)
-    paths = tuple(_tidy(join("", key)) for key, leaf in keyed if shape_of(leaf))
     trained = tuple(
         jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact)
-        and join("", key) not in fixed
-        and not any(fnmatch.fnmatchcase(_tidy(join("", key)), glob) for glob in frozen)
-        for key, leaf in keyed
-        if shape_of(leaf)
+        and name not in fixed
+        and not any(fnmatch.fnmatchcase(path, glob) for glob in frozen)
+        for name, path, (_, leaf) in zip(names, paths, inside, strict=True)
     )
-    arrays = tree_util.tree_unflatten(whole, [leaf if shape_of(leaf) else None for _, leaf in keyed])
+    rest = tuple(None if mine else leaf for (_, leaf), mine in zip(keyed, is_array, strict=True))
+    arrays = tree_util.tree_unflatten(
+        whole, [x if mine else None for (_, x), mine in zip(keyed, is_array, strict=True)]
+    )
     return Anatomy(tree_util.tree_structure(arrays), paths, trained, whole, rest)
+
+
+def holds_array(model: Any, leaf: Any) -> bool:
+    """Whether a leaf of a model is an array of it."""
+    return shape_of(leaf) is not None and (hasattr(leaf, "dtype") or not is_equinox(model))
+
+
+def is_equinox(model: Any) -> bool:
+    """Whether it is an Equinox module: its Python numbers are settings, and no arrays."""
+    equinox = sys.modules.get("equinox")
+    return equinox is not None and isinstance(model, equinox.Module)
 
 
 def _tidy(path: str) -> str:
@@ -99,16 +115,43 @@ def _tidy(path: str) -> str:
 
 
 def _not_params(model: Any) -> set[str]:
-    """The paths of a Flax NNX module's variables that are no parameters, to their arrays."""
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return set()
-    found = set()
-    is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
-    for key, node in tree_util.tree_flatten_with_path(model, is_leaf=is_variable)[0]:
-        if is_variable(node) and not isinstance(node, nnx.Param):
+    """The paths of what is no parameter: of a Flax NNX module's other variables, of Linen's other collections."""
+    found: set[str] = set()
+    if isinstance(model, Mapping) and "params" in model and "batch_stats" in model:
+        rest = {name: value for name, value in model.items() if name != "params"}
+        found |= {join("", key) for key, _ in tree_util.tree_flatten_with_path(rest)[0]}
+    for key, node in _variables(model):
+        if not isinstance(node, sys.modules["flax.nnx"].Param):
             found |= {join("", (*key, *inner)) for inner, _ in tree_util.tree_flatten_with_path(node)[0]}
     return found
+
+
+def _variables(model: Any) -> list[tuple[Any, Any]]:
+    """A Flax NNX module's variables with their keys."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return []
+    flat = tree_util.tree_flatten_with_path(model, is_leaf=lambda node: isinstance(node, nnx.Variable))[0]
+    return [(key, node) for key, node in flat if isinstance(node, nnx.Variable)]
+
+
+def _shared(model: Any) -> Iterator[Problem]:
+    """Variables that stand at two places: as a pytree the module would get two of them."""
+    first: dict[int, str] = {}
+    for key, node in _variables(model):
+        path = join("", key)
+        if id(node) in first:
+            yield Problem(f"`{path}` is the same variable as `{first[id(node)]}`", "the module has it at both places",
+                          "a module is taken as a pytree here, in which each place has an array of its own",
+                          "keep it at one place, and let both layers read it there")  # fmt: skip
+        first.setdefault(id(node), path)
+
+
+def _unmet(paths: Sequence[str], globs: Sequence[str], name: str) -> Iterator[Problem]:
+    for glob in globs:
+        if not fnmatch.filter(paths, glob):
+            yield Problem(f"{name} {glob!r} matches no parameter", f"{name} = {tuple(globs)!r}",
+                          f"the parameters are {', '.join(paths[:8])}", "use a path, or a glob of paths")  # fmt: skip
 
 
 def owned(parts: Anatomy, globs: Sequence[str]) -> tuple[bool, ...]:
@@ -117,10 +160,5 @@ def owned(parts: Anatomy, globs: Sequence[str]) -> tuple[bool, ...]:
     Raises:
       StrategyError: a glob matches none.
     """
-    problems = [
-        Problem(f"layerwise_parallel {glob!r} matches no parameter", f"layerwise_parallel = {tuple(globs)!r}",
-                f"the parameters are {', '.join(parts.paths[:8])}", "use a path, or a glob of paths")
-        for glob in globs if not fnmatch.filter(parts.paths, glob)
-    ]  # fmt: skip
-    raise_problems(problems)
+    raise_problems(list(_unmet(parts.paths, globs, "layerwise_parallel")))
     return tuple(any(fnmatch.fnmatchcase(path, glob) for glob in globs) for path in parts.paths)

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 
 from shardfn import context
 from shardfn.context_keys import nearest
-from shardfn.errors import Problem, a, raise_problems
+from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.plan import Plan
 from shardfn.report import Report
 from shardfn.sharded import Options
@@ -26,7 +26,7 @@ from shardfn.train.fusion import Bucket, fusion_of, id_problems
 from shardfn.train.lay import Laid, lay, whole_layout
 from shardfn.train.modes import Mode, mode_of
 from shardfn.train.reuse import DEFAULT_LIMIT, Folding, fold, limit_of
-from shardfn.train.state import Anatomy, State, anatomy, owned
+from shardfn.train.state import Anatomy, State, anatomy, holds_array, is_equinox, owned
 from shardfn.train.training import Training
 
 
@@ -133,7 +133,7 @@ def step(
     options = {**options, "level": level, "in_strategy": in_strategy, "parameter_plan": dict(parameter_plan or {})}
     return TrainingStep(Training(
         loss_fn, optimizer, chosen, settings, has_aux, device, micro_batches, compute_dtype, cross_batch,
-        tuple(layerwise_parallel), tuple(frozen), donate, fusion_of(settings, fusion),
+        _globs(layerwise_parallel), _globs(frozen), donate, fusion_of(settings, fusion),
         limit_of(reuse or ("auto" if recompute else None)), recompute, types.MappingProxyType(options),
     ))  # fmt: skip
 
@@ -180,6 +180,7 @@ class TrainingStep:
     def __init__(self, training: Training):
         self.training = self._asked = training
         self._anatomy: Anatomy | None = None
+        self._kind: Any = None
         self._laid: dict[Any, Laid] = {}
         self._unfolded: Anatomy | None = None
         self.folding: Folding | None = None
@@ -218,9 +219,12 @@ class TrainingStep:
             arrays = tree_util.tree_unflatten(parts.treedef, leaves)
             return State(arrays, self.training.optimizer.init(parts.split(arrays)[0]), jnp.zeros((), jnp.int32))
 
+        shapes = jax.eval_shape(first)
+        kind = [shape_of(x) for x in tree_util.tree_leaves(shapes)]
+        if kind != self._kind:
+            self._kind, self._laid = kind, {}
         if not batch and self.training.mode.layouts != "whole":
             return jax.jit(first)()
-        shapes = jax.eval_shape(first)
         shardings = self._for(shapes, batch).state if batch else whole_layout(self.training, parts, shapes)
         return jax.jit(first, out_shardings=shardings)()
 
@@ -285,6 +289,16 @@ class TrainingStep:
         return lambda: made.stack(parts.arrays(make())), jax.eval_shape(made.stack, shapes)
 
     def _parts(self, state: State) -> Anatomy:
+        if not isinstance(state, State):
+            fail(StrategyTypeError, f"the state is {a(state)}", where=f"state = {short(state)}",
+                 why="a step takes the State that `init` gives, or the last step", fix="call init(params) first")  # fmt: skip
+        if self._anatomy is None and self.training.reuse is not None:
+            fail(StrategyError, "the blocks of this state are folded, and this step has not folded them",
+                 where="reuse", why="what folds is found by `init`", fix="call init(params, *batch) once before")  # fmt: skip
+        if self._anatomy is None and is_equinox(state.params):
+            fail(StrategyError, "this step has not seen the Equinox module that the state is of", where="state.params",
+                 why="what of it is no array stays with the step, and `init` takes it out",
+                 fix="call init(model) once before")  # fmt: skip
         if self._anatomy is None:  # a state from elsewhere, such as a checkpoint
             self._anatomy = anatomy(state.params, self.training.frozen)
         return self._anatomy
@@ -299,6 +313,10 @@ class TrainingStep:
         return found
 
 
+def _globs(given: str | Sequence[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
 def _makes(params: Any) -> bool:
     """Whether it is a function that makes parameters, and no model."""
     return callable(params) and tree_util.all_leaves([params])
@@ -309,8 +327,9 @@ def _shape_of_model(make: Callable[[], Any]) -> Any:
     made: list[Any] = []
 
     def arrays() -> list[Any]:
-        made[:] = tree_util.tree_flatten(make())
-        return [leaf if shape_of(leaf) else None for leaf in made[0]]
+        model = make()
+        made[:] = tree_util.tree_flatten(model)
+        return [leaf if holds_array(model, leaf) else None for leaf in made[0]]
 
     shapes = jax.eval_shape(arrays)
     return tree_util.tree_unflatten(made[1], [a if b is None else b for a, b in zip(made[0], shapes, strict=True)])

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax, tree_util
 
+from shardfn.errors import StrategyError, fail
+from shardfn.strategy import shape_of, short
 from shardfn.train import gradients
 from shardfn.train.drawn import Cut, Drawn, is_per_device, tree_of
 from shardfn.train.gradients import Loss
@@ -66,11 +68,27 @@ def update_of(
 def _loss(training: Training, parts: Anatomy) -> Loss:
     def loss(trained: Any, carried: Any, batch: tuple[Any, ...]) -> Any:
         model = parts.model(parts.join(trained, carried))
-        value = training.loss_fn(model, *batch)
-        value, aux = value if training.has_aux else (value, ())
+        value, aux = _told(training, training.loss_fn(model, *batch))
         return value, (aux, parts.split(parts.arrays(model))[1])
 
     return loss
+
+
+def _told(training: Training, result: Any) -> tuple[Any, Any]:
+    """The loss and the auxiliary output of what the loss function gave."""
+    pair = isinstance(result, tuple) and len(result) == 2
+    if training.has_aux != pair:
+        what = "no pair" if training.has_aux else "a pair"
+        fail(StrategyError, f"the loss function gives {what}, and has_aux is {training.has_aux}",
+             where=f"has_aux = {training.has_aux}",
+             why="with has_aux it gives (loss, auxiliary output), without it the loss alone",
+             fix=f"set has_aux={not training.has_aux}, or change what it gives")  # fmt: skip
+    value: Any = result[0] if training.has_aux else result
+    aux = result[1] if training.has_aux else ()
+    if shape_of(value) is None or jnp.shape(value) or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+        fail(StrategyError, "the loss is no floating-point scalar", where=f"loss = {short(value)}",
+             why="gradients are those of one number", fix="take its mean over the batch")  # fmt: skip
+    return value, tree_util.tree_map(jnp.asarray, aux)
 
 
 def _gradients(

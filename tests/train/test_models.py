@@ -9,6 +9,7 @@ import pytest
 from flax import linen, nnx
 
 from shardfn import train
+from shardfn.errors import StrategyError
 from tests.train.regression import data, run
 
 MODES = ["data_parallel", "semi_auto_parallel", "auto_parallel"]
@@ -94,3 +95,42 @@ def test_statistics_are_not_trained():
     step = train.step(nnx_loss, optax.adam(1e-2), mode="data_parallel")
     state = step.init(lambda: Net(nnx.Rngs(0)))
     assert len(jax.tree.leaves(state.opt_state[0].mu)) == 6
+
+
+class Scaled(eqx.Module):
+    inner: eqx.nn.Linear
+    drop: eqx.nn.Dropout
+    scale: float
+
+    def __init__(self):
+        self.inner, self.drop, self.scale = eqx.nn.Linear(16, 8, key=jax.random.key(0)), eqx.nn.Dropout(0.5), 0.5
+
+    def __call__(self, x):
+        return self.scale * self.drop(self.inner(x), key=jax.random.key(1))
+
+
+def test_numbers_of_an_equinox_module_are_settings():
+    losses, state = run(train.step(eqx_loss, optax.sgd(0.1), mode="auto_parallel"), make=Scaled, steps=3)
+    alone, _ = run(train.step(eqx_loss, optax.sgd(0.1), mode="stand_alone"), make=Scaled, steps=3)
+    np.testing.assert_allclose(losses, alone, rtol=1e-5)
+    assert state.params.scale is None
+    with pytest.raises(StrategyError, match="call init"):
+        train.step(eqx_loss, optax.sgd(0.1), mode="data_parallel")(state, *data())
+
+
+def test_a_variable_at_two_places_is_refused():
+    model = Net(nnx.Rngs(0))
+    model.again = model.up
+    with pytest.raises(StrategyError, match="same variable"):
+        train.step(nnx_loss, optax.sgd(0.1), mode="data_parallel").init(model)
+
+
+def test_of_linen_variables_the_parameters_are_trained():
+    variables = {"params": {"w": jnp.ones((16, 8))}, "batch_stats": {"mean": jnp.ones(8)}}
+    step = train.step(
+        lambda v, x, y: jnp.mean((x @ v["params"]["w"] - v["batch_stats"]["mean"] - y) ** 2),
+        optax.adamw(0.1, weight_decay=0.1),
+        mode="data_parallel",
+    )
+    _, state = run(step, make=lambda: variables, steps=2)
+    np.testing.assert_array_equal(state.params["batch_stats"]["mean"], jnp.ones(8))

@@ -262,6 +262,25 @@ def test_the_state_is_donated_and_kept_where_asked():
         assert state.params["w1"].is_deleted() is donate
 
 
+def test_a_bare_array_and_an_empty_one():
+    x, y = data()
+    step = train.step(lambda w, x, y: jnp.mean((x @ w - y) ** 2), optax.adam(0.1), mode="data_parallel")
+    _, value = step(step.init(jnp.ones((16, 8))), x, y)
+    assert float(value) == pytest.approx(float(jnp.mean((x @ jnp.ones((16, 8)) - y) ** 2)), rel=1e-5)
+    step = train.step(
+        lambda p, x, y: mean_square(p, x, y) + p["none"].sum(), optax.adam(0.1), mode="data_parallel", **zero(3)
+    )
+    _, value = step(step.init({**start(), "none": jnp.zeros((0, 3))}), x, y)
+    assert float(value) == pytest.approx(float(mean_square(start(), x, y)), rel=1e-5)
+
+
+def test_another_model_of_the_same_structure():
+    step = train.step(lambda w, x: jnp.mean((x @ w) ** 2), optax.adam(0.1), mode="data_parallel", **zero(3))
+    for width in (24, 7):
+        state, _ = step(step.init(jnp.ones((16, width))), data()[0])
+        assert state.params.shape == (16, width)
+
+
 def test_another_batch_size_keeps_the_layout():
     step = train.step(mean_square, optax.adam(1e-2), mode="semi_auto_parallel", **TENSOR)
     state, _ = step(step.init(start, *data()), *data())
@@ -281,7 +300,24 @@ def test_a_plan_and_a_report_for_a_pod_that_is_not_here():
 
 # ---- what is wrong
 
+
+def counted(params, x, y):
+    return mean_square(params, x, y), {"positive": (x > 0).sum()}
+
+
+def crossed(params, x, y):
+    return mean_square(params, x, y), x @ x.T
+
+
 WRONG = [
+    (lambda: one_step(mean_square, mode="data_parallel", frozen="nope"), StrategyError, "frozen 'nope' matches no parameter"),
+    (lambda: run(train.step(counted, optax.sgd(1), has_aux=True, mode="data_parallel")), StrategyError, "no mean"),
+    (lambda: run(train.step(counted, optax.sgd(1), has_aux=True, mode="stand_alone", micro_batches=2)), StrategyError, "`positive`"),
+    (lambda: run(train.step(crossed, optax.sgd(1), has_aux=True, mode="data_parallel")), StrategyError, "several dims"),
+    (lambda: run(train.step(mean_square, optax.sgd(1), has_aux=True)), StrategyError, "no pair"),
+    (lambda: run(train.step(counted, optax.sgd(1))), StrategyError, "set has_aux=True"),
+    (lambda: run(train.step(lambda p, x, y: x @ p["w1"], optax.sgd(1))), StrategyError, "no floating-point scalar"),
+    (lambda: train.step(mean_square, optax.sgd(1))({"w1": 1}, *data()), StrategyTypeError, "call init(params) first"),
     (lambda: train.step(3, 4, micro_batches=0), StrategyError, "3 problems"),
     (lambda: train.step(mean_square, optax.sgd(1), mode="dp"), ContextError, "must be one of stand_alone"),
     (lambda: train.step(mean_square, optax.sgd(1), nonsense=1), StrategyTypeError, "no option `nonsense`"),
