@@ -62,7 +62,7 @@ __all__ = [
     "tag",
 ]
 
-_PARTS = ("checkpoint", "inference")
+_PARTS = ("checkpoint", "data", "halo", "train", "inference")
 """Packages of the library that are imported when they are first used."""
 
 _LATER = {"infer_predict_layout": "inference", "load_distributed_checkpoint": "inference"}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import fnmatch
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 
 from shardfn.context import ParallelContext
 from shardfn.errors import ContextError, Problem, StrategyError, fail
-from shardfn.strategy import short
+from shardfn.strategy import met, short
 
 AUTO_MB = 64
 """The size of a bucket in mode "auto", MindSpore's."""
@@ -54,7 +53,7 @@ class Fusion:
 
     def id_of(self, path: str) -> int | None:
         """The number of a path's bucket, None where it was not said."""
-        found = [number for glob, number in self.ids if fnmatch.fnmatchcase(path, glob)]
+        found = [number for glob, number in self.ids if met(glob, [path])[0]]
         return found[-1] if found else None
 
 
@@ -147,7 +146,7 @@ def check_ids(fusion: Fusion, paths: Sequence[str]) -> None:
     problems = [
         Problem(f"fusion {glob!r} matches no trained parameter", f"fusion = {dict(fusion.ids)!r}",
                 f"the parameters are {', '.join(paths[:8])}", "use a path, or a glob of paths")
-        for glob, _ in fusion.ids if not fnmatch.filter(paths, glob)
+        for glob, _ in fusion.ids if not met(glob, paths)[0]
     ]  # fmt: skip
     if problems:
         raise StrategyError(problems)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from shardfn.api import shard
 from shardfn.cost.hardware import Hardware
 from shardfn.errors import Problem, raise_problems
 from shardfn.sharded import ShardedFunction
-from shardfn.strategy import AUTO, join
+from shardfn.strategy import AUTO, join, met
 from shardfn.train.drawn import Cut, Drawn, is_per_device, tree_of
 from shardfn.train.fusion import Bucket
 from shardfn.train.optimizer_parallel import OptimizerParallel, cut_further, mirrored
@@ -176,12 +175,24 @@ def _wanted(parts: Anatomy, state: State, plan: Mapping[str, Any], is_given: boo
     found: dict[str, Any] = {}
     by_path: dict[str | None, Any] = {}
     keyed = _keyed("state/params", state.params)
+    rules: dict[str, tuple[bool, str]] = {}
+    problems: list[Problem] = []
     for glob, entry in plan.items():
-        hits = [(i, path) for i, path in enumerate(parts.paths) if fnmatch.fnmatchcase(path, glob)]
+        hits, pattern = met(glob, parts.paths)
         if not hits:
             found[f"state/params/{glob}"] = entry  # `shard` says that it matches nothing
-        for i, path in hits:
-            by_path[path] = found[keyed[i][0]] = entry
+        for i in hits:
+            path, exact = parts.paths[i], pattern == parts.paths[i]
+            before = rules.get(path, (False, glob))
+            if before[0] == exact and plan[before[1]] != entry:
+                problems.append(
+                    Problem(f"two rules of `parameter_plan` speak of `{path}`", f"{before[1]!r} and {glob!r}",
+                            "an array has one entry, and no rule comes before the other",
+                            "make one of the globs narrower, or name the path itself"))  # fmt: skip
+            if exact >= before[0]:
+                rules[path] = exact, glob
+                by_path[path] = found[keyed[i][0]] = entry
+    raise_problems(problems)
     if is_given:
         states = zip(_keyed("state/opt_state", state.opt_state), _mirrored(parts, state), strict=True)
         rest = {name: (1,) * len(x.shape) for name, x in keyed}

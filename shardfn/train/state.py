@@ -8,7 +8,6 @@ no arrays (an activation function in an Equinox module), which stay with the ste
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 from jax import tree_util
 
 from shardfn.errors import Problem, raise_problems
-from shardfn.strategy import join, shape_of
+from shardfn.strategy import join, listed, met, shape_of
 
 
 class State(NamedTuple):
@@ -85,11 +84,10 @@ def anatomy(model: Any, frozen: Sequence[str] = ()) -> Anatomy:
     paths = tuple(map(_tidy, names))
     raise_problems([*_shared(model), *_unmet(paths, frozen, "frozen")])
     fixed = _not_params(model)
+    still = {i for glob in frozen for i in met(glob, paths)[0]}
     trained = tuple(
-        jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact)
-        and name not in fixed
-        and not any(fnmatch.fnmatchcase(path, glob) for glob in frozen)
-        for name, path, (_, leaf) in zip(names, paths, inside, strict=True)
+        jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact) and name not in fixed and i not in still
+        for i, (name, (_, leaf)) in enumerate(zip(names, inside, strict=True))
     )
     rest = tuple(None if mine else leaf for (_, leaf), mine in zip(keyed, is_array, strict=True))
     arrays = tree_util.tree_unflatten(
@@ -149,9 +147,9 @@ def _shared(model: Any) -> Iterator[Problem]:
 
 def _unmet(paths: Sequence[str], globs: Sequence[str], name: str) -> Iterator[Problem]:
     for glob in globs:
-        if not fnmatch.filter(paths, glob):
+        if not met(glob, paths)[0]:
             yield Problem(f"{name} {glob!r} matches no parameter", f"{name} = {tuple(globs)!r}",
-                          f"the parameters are {', '.join(paths[:8])}", "use a path, or a glob of paths")  # fmt: skip
+                          f"the parameters are {listed(paths)}", "use a path, or a glob of paths")  # fmt: skip
 
 
 def owned(parts: Anatomy, globs: Sequence[str]) -> tuple[bool, ...]:
@@ -161,4 +159,5 @@ def owned(parts: Anatomy, globs: Sequence[str]) -> tuple[bool, ...]:
       StrategyError: a glob matches none.
     """
     raise_problems(list(_unmet(parts.paths, globs, "layerwise_parallel")))
-    return tuple(any(fnmatch.fnmatchcase(path, glob) for glob in globs) for path in parts.paths)
+    hits = {i for glob in globs for i in met(glob, parts.paths)[0]}
+    return tuple(i in hits for i in range(len(parts.paths)))

@@ -353,3 +353,19 @@ def test_a_layout_file_lays_out_what_is_not_named(mode, tmp_path):
     assert again.init(start, *data()).opt_state[0].mu["w2"].sharding.shard_shape((32, 8)) == (8, 8)
     with pytest.raises(StrategyError, match="no meaning in mode 'data_parallel'"):
         train.step(mean_square, optax.adam(1e-2), mode="data_parallel", layout=made)
+
+
+def test_globs_are_those_of_shard():
+    """`.` separates as `/` does, a path goes before a glob, and two globs that clash are an error."""
+    options = {"mode": "semi_auto_parallel", "in_strategy": ((2, 1), (2, 1))}
+    for plan in ({"w1": (1, 4), "w*": (1, 2)}, {"w*": (1, 2), "w1": (1, 4)}):
+        step = train.step(mean_square, optax.adam(1e-2), parameter_plan=plan, **options)
+        assert step.plan(step.init(start), *data()).decision("state/params/w1").cuts == (1, 4)
+    with pytest.raises(StrategyError, match="two rules of `parameter_plan` speak of `w1`"):
+        clash = train.step(mean_square, optax.adam(1e-2), parameter_plan={"w*": (1, 2), "*1": (1, 4)}, **options)
+        clash.plan(clash.init(start), *data())
+    nested = {"layers": [start()]}
+    step = train.step(
+        lambda p, x, y: mean_square(p["layers"][0], x, y), optax.adam(1), mode="data_parallel", frozen="layers.0.w1"
+    )
+    assert step.init(lambda: nested).opt_state[0].mu["layers"][0]["w1"] is None
