@@ -146,8 +146,9 @@ def conv(
 
     The result's batch and spatial dims are cut as the image's; its channels over the axes that cut the kernel's output
     channels. A spatial dim of the result that its cut does not divide is computed in pieces and then laid out by XLA.
-    Channels of the image that are cut are summed over, or, with as many groups, stay cut. A kernel cut otherwise than
-    along its output channels is gathered.
+    Channels of the image that are cut are summed over, or, with as many groups, stay cut. Where the kernel's output
+    channels are cut and there are groups, each device takes the part of the image that its groups look at. A kernel cut
+    otherwise than along its output channels is gathered.
 
     Args:
       lhs: the image, by default [N, C, H, W], with any number of spatial dims.
@@ -196,6 +197,7 @@ def conv(
     pads = tuple((int(low), int(high)) for low, high in padding)
     cuts = [math.prod(mesh.shape[axis] for axis in dim) for dim in image]
     problems = list(_problems(lhs, image, cuts, kernel, numbers, feature_group_count, batch_group_count))
+    problems += _problems_of_outputs(mesh, lhs, rhs, image, kernel, numbers, feature_group_count, batch_group_count)
     borders: list[Border | None] = []
     for i in spatial:
         dim = numbers.lhs_spec[2 + i]
@@ -217,15 +219,23 @@ def conv(
 
     grouped, channels = feature_group_count > 1, image[numbers.lhs_spec[1]]
     groups = feature_group_count // cuts[numbers.lhs_spec[1]] if grouped else 1
-    asked = _Asked(image, kernel[numbers.rhs_spec[0]], numbers, strides, pads, inner, outer, groups, batch_group_count,
-                   precision, preferred_element_type, tuple(borders), () if grouped else channels)  # fmt: skip
+    summed = () if grouped else channels
+    out = channels if grouped and channels else kernel[numbers.rhs_spec[0]]
+    asked = _Asked(image, out, numbers, strides, pads, inner, outer, groups, batch_group_count,
+                   precision, preferred_element_type, tuple(borders), summed,
+                   1 if grouped and channels else _shares(mesh, out, max(groups, batch_group_count)))  # fmt: skip
     places = _spec(image), _spec(asked.kernel)
     return _program(mesh, asked)(*(_moved(v, mesh, spec) for v, spec in zip((lhs, rhs), places, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """A convolution and the layouts around it; `groups` are those of one device, `summed` the axes of cut channels."""
+    """A convolution and the layouts around it.
+
+    `groups` are those of the image as it lies, `out` the axes that cut the kernel's output channels, and so the result's,
+    `summed` the axes of cut channels. `shares` counts the parts of the groups that devices along `out` make results of: each
+    takes what its groups look at, of the image's channels or of its batch.
+    """
 
     image: Spec
     out: Axes
@@ -240,18 +250,13 @@ class _Asked:
     dtype: Any
     borders: tuple[Border | None, ...]
     summed: Axes
-
-    @property
-    def out_channels(self) -> Axes:
-        """The axes that cut the kernel's output channels, and so the result's."""
-        channels = self.image[self.numbers.lhs_spec[1]]
-        return self.out if self.summed == channels else channels
+    shares: int
 
     @property
     def kernel(self) -> Spec:
         """How the kernel comes in."""
         dims: list[Axes] = [()] * len(self.image)
-        dims[self.numbers.rhs_spec[0]], dims[self.numbers.rhs_spec[1]] = self.out_channels, self.summed
+        dims[self.numbers.rhs_spec[0]], dims[self.numbers.rhs_spec[1]] = self.out, self.summed
         return tuple(dims)
 
     @property
@@ -260,11 +265,17 @@ class _Asked:
         dims: list[Axes] = [()] * len(self.image)
         for mine, theirs in zip(self.numbers.out_spec, self.numbers.lhs_spec, strict=True):
             dims[mine] = self.image[theirs]
-        dims[self.numbers.out_spec[1]] = self.out_channels
+        dims[self.numbers.out_spec[1]] = self.out
         return tuple(dims)
 
     def on_device(self, x: jax.Array, k: jax.Array) -> jax.Array:
         """The convolution of one device's piece."""
+        if self.shares > 1:
+            dim = self.numbers.lhs_spec[1 if self.groups > 1 else 0]
+            size, cut = x.shape[dim] // self.shares, lax.axis_size(self.out)
+            first = lax.axis_index(self.out) * self.shares // cut * size
+            x = lax.dynamic_slice_in_dim(x, first, size, axis=dim)
+        groups, batch_groups = (n // self.shares if n > 1 else 1 for n in (self.groups, self.batch_groups))
         ready = [found is not None or min(pad) < 0 for found, pad in zip(self.borders, self.pads, strict=True)]
         for i, needed in enumerate(self.borders):
             dim = self.numbers.lhs_spec[2 + i]
@@ -276,7 +287,7 @@ class _Asked:
             x, k, self.strides,
             [(0, 0) if done else pad for done, pad in zip(ready, self.pads, strict=True)],
             [1 if done else d for done, d in zip(ready, self.inner, strict=True)],
-            self.outer, self.numbers, self.groups, self.batch_groups, self.precision, self.dtype,
+            self.outer, self.numbers, groups, batch_groups, self.precision, self.dtype,
         )  # fmt: skip
         return lax.psum(y, self.summed) if self.summed else y
 
@@ -296,6 +307,11 @@ def _program(mesh: Mesh | AbstractMesh, asked: _Asked) -> Any:
         return y
 
     return whole
+
+
+def _shares(mesh: Mesh | AbstractMesh, out: Axes, groups: int) -> int:
+    """Into how many parts the groups fall whose results lie on different devices; `_problems` has seen that they are whole."""
+    return min(groups, math.prod(mesh.shape[axis] for axis in out))
 
 
 def _window(x: jax.Array, needed: Border, axes: Axes, dim: int) -> jax.Array:
@@ -360,6 +376,44 @@ def _problems(
     if both:
         yield Problem(f"the kernel's output channels and the image are both cut over {', '.join(both)}", where,
                       "the result would be cut twice over one axis", "cut the kernel over an axis of its own")  # fmt: skip
+
+
+def _problems_of_outputs(
+    mesh: Mesh | AbstractMesh,
+    lhs: Any,
+    rhs: Any,
+    image: Spec,
+    kernel: Spec,
+    numbers: Any,
+    groups: int,
+    batch_groups: int,
+) -> Iterator[Problem]:
+    out_dim = numbers.rhs_spec[0]
+    size, cut = rhs.shape[out_dim], math.prod(mesh.shape[axis] for axis in kernel[out_dim])
+    where = f"kernel {list(rhs.shape)} cut {cut} ways along dim {out_dim}"
+    if groups > 1 and image[numbers.lhs_spec[1]]:
+        return  # the image's channels say where the groups lie, and the kernel follows
+    if size % cut:
+        yield Problem(f"the kernel's output channels cannot be cut {cut} ways", where, f"{size} is not divisible by {cut}",
+                      "leave them whole, or cut them less")  # fmt: skip
+        return
+    for name, count, dim in (("feature", groups, numbers.lhs_spec[1]), ("batch", batch_groups, numbers.lhs_spec[0])):
+        if count < 2 or cut < 2:
+            continue
+        for of, held in ((f"dim {dim} of the image", lhs.shape[dim]), ("the kernel's output channels", size)):
+            if held % count:
+                yield Problem(f"{of} cannot be split into {name}_group_count = {count} groups",
+                              f"image {list(lhs.shape)}, kernel {list(rhs.shape)}", f"{held} is not divisible by {count}",
+                              f"give a {name}_group_count that divides it")  # fmt: skip
+                return
+        if count % cut and cut % count:
+            yield Problem(f"the kernel's output channels cannot be cut {cut} ways with {name}_group_count = {count}", where,
+                          f"neither of {cut} and {count} divides the other, so that a device would hold part of several groups",
+                          f"cut them {' or '.join(map(str, _fitting(cut, count)))} ways, or leave them whole")  # fmt: skip
+
+
+def _fitting(cut: int, count: int) -> list[int]:
+    return sorted({math.gcd(cut, count), count} - {1})
 
 
 def _moved(value: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:
