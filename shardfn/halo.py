@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -160,8 +161,9 @@ def conv(
       kernel_layout: how the kernel lies, on the same mesh; whole if None.
 
     Raises:
-      StrategyError: a dim is not divided by its cut, a window reaches beyond the neighbouring piece, or groups that the
-        cut does not divide. StrategyTypeError: a layout of another type.
+      StrategyError: a dim is not divided by its cut, a window reaches beyond the neighbouring piece, groups that the
+        cut does not divide, or strides, dilations or padding that do not fit the spatial dims. StrategyTypeError: a
+        layout of another type.
 
     >>> grid = Layout((2, 4), ("row", "column"))
     >>> image, kernel = jax.numpy.ones((1, 16, 32, 3)), jax.numpy.ones((3, 3, 3, 8))
@@ -181,9 +183,9 @@ def conv(
                  where=f"layout = {layout!r}, kernel_layout = {kernel_layout!r}",
                  fix="write both on one device matrix, with the same axis names")  # fmt: skip
     spatial = range(lhs.ndim - 2)
-    strides, inner, outer = (
-        tuple(n) if n is not None else (1,) * len(spatial) for n in (window_strides, lhs_dilation, rhs_dilation)
-    )
+    steps = {"window_strides": window_strides, "lhs_dilation": lhs_dilation, "rhs_dilation": rhs_dilation}
+    raise_problems(list(_problems_of_windows(len(spatial), steps, padding)))
+    strides, inner, outer = (tuple(map(int, n)) if n is not None else (1,) * len(spatial) for n in steps.values())
     windows = tuple(rhs.shape[d] for d in numbers.rhs_spec[2:])
     if isinstance(padding, str):
         if any(d > 1 for d in inner):
@@ -376,6 +378,35 @@ def _problems(
     if both:
         yield Problem(f"the kernel's output channels and the image are both cut over {', '.join(both)}", where,
                       "the result would be cut twice over one axis", "cut the kernel over an axis of its own")  # fmt: skip
+
+
+def _problems_of_windows(dims: int, steps: dict[str, Any], padding: Any) -> Iterator[Problem]:
+    example = f"({', '.join(['1'] * dims)}{',' * (dims == 1)})"
+    for name, given in steps.items():
+        if given is None and name != "window_strides":
+            continue
+        numbers = _ints(given, dims)
+        if numbers is None or min(numbers, default=1) < 1:
+            yield Problem(f"`{name}` must be {dims} whole numbers from 1 on", f"{name} = {given!r:.80}",
+                          f"the image has {dims} spatial dims, and each has its own", f"{name}={example}")  # fmt: skip
+    if isinstance(padding, str):
+        if padding.upper() not in ("SAME", "SAME_LOWER", "VALID"):
+            yield Problem("padding is no word that is known", f"padding = {padding!r:.80}", "",
+                          'use "SAME", "SAME_LOWER" or "VALID", or pairs of numbers')  # fmt: skip
+        return
+    pairs = tuple(padding) if isinstance(padding, Iterable) else ()
+    if len(pairs) != dims or any(_ints(pair, 2) is None for pair in pairs):
+        yield Problem(f"`padding` must be {dims} pairs of whole numbers", f"padding = {padding!r:.80}",
+                      "each spatial dim has zeros before and after it", f"padding=[{', '.join(['(1, 1)'] * dims)}]")  # fmt: skip
+
+
+def _ints(given: Any, count: int) -> tuple[int, ...] | None:
+    """As many whole numbers, or None."""
+    try:
+        found = tuple(map(operator.index, given))
+    except TypeError:
+        return None
+    return found if len(found) == count else None
 
 
 def _problems_of_outputs(

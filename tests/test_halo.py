@@ -267,3 +267,25 @@ def test_what_cannot_be_done_is_refused(kind, match, call):
     with pytest.raises(kind, match=match) as caught:
         call()
     assert "fix:" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("match", "more"),
+    [
+        ("`window_strides` must be 2 whole numbers", {"window_strides": (1,)}),
+        ("`window_strides` must be 2 whole numbers", {"window_strides": (0, 1)}),
+        ("`window_strides` must be 2 whole numbers", {"window_strides": 2}),
+        ("`lhs_dilation` must be 2 whole numbers", {"lhs_dilation": (1, 0), "padding": [(1, 1), (1, 1)]}),
+        ("`rhs_dilation` must be 2 whole numbers", {"rhs_dilation": (1, 1, 1)}),
+        ("`padding` must be 2 pairs", {"padding": [(1, 1)]}),
+        ("`padding` must be 2 pairs", {"padding": [1, 1]}),
+        ("`padding` must be 2 pairs", {"padding": None}),
+        ("no word that is known", {"padding": "WIDE"}),
+        ("(?s)2 problems.*window_strides.*padding", {"window_strides": (1,), "padding": [(1, 1)]}),
+    ],
+)
+def test_windows_that_do_not_fit_the_spatial_dims_are_refused(match, more):
+    asked = {"window_strides": (1, 1), "padding": "SAME", **more}
+    with pytest.raises(StrategyError, match=match) as caught:
+        halo.conv(X, K, dimension_numbers=NHWC, layout=GRID("None", "a", "None", "None"), **asked)
+    assert "fix:" in str(caught.value)
