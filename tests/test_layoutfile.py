@@ -223,6 +223,19 @@ def test_a_tag_that_does_not_fit_is_told():
     ]
 
 
+@pytest.mark.parametrize(
+    "rules", ['"h" = [4, 1]', '[arguments]\nx = [1, 1]\n[activations]\n"h" = [4, 1]', '"*" = "whole"']
+)
+def test_a_rule_of_a_tag_without_axes_is_refused(rules):
+    """It would not act: which axes the arguments' pieces lie on is decided after the tags are held."""
+    text = 'format = "shardfn-layout"\nversion = 1\n' + ("" if "[arg" in rules else "[activations]\n") + rules
+    with pytest.raises(ShardError, match=r"(of|for) an activation") as caught:
+        plan(lambda x: tag(x, "h") * 2, jnp.ones((16, 16)), layout=made(text))
+    assert "fix:   write [grid]" in str(caught.value)
+    named = made('format = "shardfn-layout"\nversion = 1\n[grid]\na = 8\n[activations]\nh = "open"')
+    assert plan(lambda x: tag(x, "h") * 2, jnp.ones((16, 16)), layout=named).activations == named.activations
+
+
 # ---- check
 
 WRONG = """
