@@ -180,6 +180,7 @@ def entries_of(
     ruled = {owners[i] for i in rules}
     entries: list[tuple[Any, str]] = []
     bare: list[Leaf] = []
+    told: dict[tuple[str, str, str], list[Problem]] = {}  # one fault of a rule, however many arrays have it
     for i, leaf in enumerate(leaves):
         rule = rules.get(i)
         if rule is None and section == "arguments":
@@ -189,10 +190,22 @@ def entries_of(
                 rule = Rule("others", layout.others)
         if complete and (rule is None or rule.cut is None):
             bare.append(leaf)
-        entry = AUTO if rule is None else laid(rule, leaf, axes, devices, where, problems)
+        mine: list[Problem] = []
+        entry = AUTO if rule is None else laid(rule, leaf, axes, devices, where, mine)
+        for problem in mine:
+            key = rule.glob if rule is not None else "", problem.what.replace(leaf.label, ""), problem.why
+            told.setdefault(key, []).append(problem)
         entries.append((entry, f"{layout.name}: {rule.glob}" if rule is not None else ""))
+    problems += map(_as_one, told.values())
     problems += no_rule(bare, layout.name)
     return axes, entries
+
+
+def _as_one(told: Sequence[Problem]) -> Problem:
+    first, more = told[0], len(told) - 1
+    return (
+        dataclasses.replace(first, where=f"{first.where}, and {more} more array{'s' * (more > 1)}") if more else first
+    )
 
 
 def with_layout(

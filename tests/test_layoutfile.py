@@ -1,5 +1,6 @@
 """Layout files: what a plan decides is saved, read and used again; what does not fit is told at once; nothing blows up."""
 
+import dataclasses
 import json
 import pathlib
 import time
@@ -256,6 +257,19 @@ model = 4
 [results]
 "result/1" = [1]
 """
+
+
+def test_one_fault_of_a_rule_is_told_once():
+    arrays = {f"layers/{i}": jax.ShapeDtypeStruct((6, 6), "float32") for i in range(5)}
+    arrays["layers/z"] = jax.ShapeDtypeStruct((10, 6), "float32")
+    layout = made('format = "shardfn-layout"\nversion = 1\n[grid]\ndata = 8\n[arguments]\n"*" = ["data", 1]\n')
+    one, two = check(layout, arrays, device="cpu:8")
+    assert one.what.endswith("at `layers/0` cannot be cut 8 ways along dimension 0") and one.where.endswith(
+        ", and 4 more arrays"
+    )
+    assert two.why == "10 is not divisible by 8" and "more array" not in two.where
+    axis = check(dataclasses.replace(layout, arguments=(Rule("*", ("rows", 1)),)), arrays, device="cpu:8")
+    assert len(axis) == 1 and axis[0].where.endswith(", and 5 more arrays")
 
 
 def test_all_that_does_not_fit_is_told_at_once(golden):
