@@ -23,7 +23,7 @@ from shardfn.cost.chips import Hardware
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail
 from shardfn.layout import Layout
 from shardfn.layoutrules import Axes, LayoutFile, Rule, as_layout, axes_on, laid, matched, no_rule
-from shardfn.layouttext import MOST_BYTES, parse, text_of
+from shardfn.layouttext import MOST_BYTES, parse, sound_part, text_of
 from shardfn.strategy import AUTO, Argument, Leaf, leaves_of, short
 from shardfn.strategyfile import parse_json
 
@@ -31,7 +31,12 @@ __all__ = ["LayoutFile", "LayoutFileError", "read", "recipes", "shardings", "wri
 
 
 class LayoutFileError(StrategyError):
-    """A layout file that cannot be read, or does not fit the arrays or the devices."""
+    """A layout file that cannot be read, or does not fit the arrays or the devices.
+
+    `part` is what of a faulty file can still be held against a model, if anything.
+    """
+
+    part: LayoutFile | None = None
 
 
 def folder() -> pathlib.Path:
@@ -89,7 +94,9 @@ def _parsed(parser: Any, path: pathlib.Path, name: str) -> LayoutFile:
     problems: list[Problem] = []
     layout = parser(text, name, problems)
     if layout is None:
-        raise LayoutFileError(problems)
+        error = LayoutFileError(problems)
+        error.part = sound_part(text, name) if parser is parse else None
+        raise error
     return layout
 
 

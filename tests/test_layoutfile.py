@@ -259,6 +259,19 @@ model = 4
 """
 
 
+def test_faults_of_form_do_not_hide_faults_of_fit(tmp_path):
+    text = BY_HAND + '[activations]\nhidden = [1.5, 1]\nnothing = ["data", 1]\n[results]\n"result/1" = ["data"]\n'
+    (tmp_path / "mine.toml").write_text(text)
+    told = [p.what for p in check(tmp_path / "mine.toml", step, (PARAMS, X))]
+    assert len(told) == 3 and "`1.5` is no cut" in told[0]
+    assert "meets no array: `nothing`" in told[1] and "output 1 has 0 dimensions" in told[2]
+    (tmp_path / "mine.toml").write_text(BY_HAND + "[activations]\nhidden = [1.5, 1]\n")
+    assert len(check(tmp_path / "mine.toml", step, (PARAMS, X))) == 1
+    (tmp_path / "mine.toml").write_text(text.replace("[grid]", '[grid]\n"a b" = 1'))
+    told = [p.what for p in check(tmp_path / "mine.toml", step, (PARAMS, X))]
+    assert len(told) == 2 and "no name of an axis" in told[0]  # what follows from the grid is not told
+
+
 def test_one_fault_of_a_rule_is_told_once():
     arrays = {f"layers/{i}": jax.ShapeDtypeStruct((6, 6), "float32") for i in range(5)}
     arrays["layers/z"] = jax.ShapeDtypeStruct((10, 6), "float32")
