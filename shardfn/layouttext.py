@@ -100,9 +100,9 @@ def sound_part(text: str, name: str) -> LayoutFile | None:
             rule = _Reader(name, faults).rule(glob, value, key)
             rules.append(Rule(glob, WHOLE, optional=True) if faults else rule)
         fields[key] = tuple(rules)
-    layout, faults = LayoutFile(**fields, name=name), []
-    _Reader(name, faults).as_one(layout)
-    return None if faults else layout
+    layout = LayoutFile(**fields, name=name)
+    rules = (*layout.arguments, *layout.results, *layout.activations, Rule("", layout.others), Rule("", layout.batch))
+    return layout if layout.grid or not any(rule.has_axes for rule in rules) else None
 
 
 def _toml(text: str, name: str, problems: Problems) -> dict[str, Any] | None:
