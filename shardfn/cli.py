@@ -248,11 +248,11 @@ def _check(options: argparse.Namespace) -> None:
     else:
         function, arguments = model(options.model)
     device = f"cpu:{options.devices}" if options.devices is not None else options.device
-    layout = layoutfile.read(options.file)
     with tracing(options.model):
-        problems, plan = checked(layout, function, arguments, device=device)
+        problems, plan = checked(options.file, function, arguments, device=device)
     if problems:
         raise layoutfile.LayoutFileError(problems)
+    layout = layoutfile.read(options.file)
     count = len(plan.inputs) if plan is not None else len(jax.tree.leaves(function))
     rules = len(layout.arguments) + len(layout.results) + len(layout.activations) + len(layout.inside)
     print(f"{options.file} fits: {rules} rules, {count} arrays")

@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -146,8 +147,9 @@ def conv(
 
     The result's batch and spatial dims are cut as the image's; its channels over the axes that cut the kernel's output
     channels. A spatial dim of the result that its cut does not divide is computed in pieces and then laid out by XLA.
-    Channels of the image that are cut are summed over, or, with as many groups, stay cut. A kernel cut otherwise than
-    along its output channels is gathered.
+    Channels of the image that are cut are summed over, or, with as many groups, stay cut. Where the kernel's output
+    channels are cut and there are groups, each device takes the part of the image that its groups look at. A kernel cut
+    otherwise than along its output channels is gathered.
 
     Args:
       lhs: the image, by default [N, C, H, W], with any number of spatial dims.
@@ -159,8 +161,9 @@ def conv(
       kernel_layout: how the kernel lies, on the same mesh; whole if None.
 
     Raises:
-      StrategyError: a dim is not divided by its cut, a window reaches beyond the neighbouring piece, or groups that the
-        cut does not divide. StrategyTypeError: a layout of another type.
+      StrategyError: a dim is not divided by its cut, a window reaches beyond the neighbouring piece, groups that the
+        cut does not divide, or strides, dilations or padding that do not fit the spatial dims. StrategyTypeError: a
+        layout of another type.
 
     >>> grid = Layout((2, 4), ("row", "column"))
     >>> image, kernel = jax.numpy.ones((1, 16, 32, 3)), jax.numpy.ones((3, 3, 3, 8))
@@ -180,9 +183,9 @@ def conv(
                  where=f"layout = {layout!r}, kernel_layout = {kernel_layout!r}",
                  fix="write both on one device matrix, with the same axis names")  # fmt: skip
     spatial = range(lhs.ndim - 2)
-    strides, inner, outer = (
-        tuple(n) if n is not None else (1,) * len(spatial) for n in (window_strides, lhs_dilation, rhs_dilation)
-    )
+    steps = {"window_strides": window_strides, "lhs_dilation": lhs_dilation, "rhs_dilation": rhs_dilation}
+    raise_problems(list(_problems_of_windows(len(spatial), steps, padding)))
+    strides, inner, outer = (tuple(map(int, n)) if n is not None else (1,) * len(spatial) for n in steps.values())
     windows = tuple(rhs.shape[d] for d in numbers.rhs_spec[2:])
     if isinstance(padding, str):
         if any(d > 1 for d in inner):
@@ -196,6 +199,7 @@ def conv(
     pads = tuple((int(low), int(high)) for low, high in padding)
     cuts = [math.prod(mesh.shape[axis] for axis in dim) for dim in image]
     problems = list(_problems(lhs, image, cuts, kernel, numbers, feature_group_count, batch_group_count))
+    problems += _problems_of_outputs(mesh, lhs, rhs, image, kernel, numbers, feature_group_count, batch_group_count)
     borders: list[Border | None] = []
     for i in spatial:
         dim = numbers.lhs_spec[2 + i]
@@ -217,15 +221,23 @@ def conv(
 
     grouped, channels = feature_group_count > 1, image[numbers.lhs_spec[1]]
     groups = feature_group_count // cuts[numbers.lhs_spec[1]] if grouped else 1
-    asked = _Asked(image, kernel[numbers.rhs_spec[0]], numbers, strides, pads, inner, outer, groups, batch_group_count,
-                   precision, preferred_element_type, tuple(borders), () if grouped else channels)  # fmt: skip
+    summed = () if grouped else channels
+    out = channels if grouped and channels else kernel[numbers.rhs_spec[0]]
+    asked = _Asked(image, out, numbers, strides, pads, inner, outer, groups, batch_group_count,
+                   precision, preferred_element_type, tuple(borders), summed,
+                   1 if grouped and channels else _shares(mesh, out, max(groups, batch_group_count)))  # fmt: skip
     places = _spec(image), _spec(asked.kernel)
     return _program(mesh, asked)(*(_moved(v, mesh, spec) for v, spec in zip((lhs, rhs), places, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """A convolution and the layouts around it; `groups` are those of one device, `summed` the axes of cut channels."""
+    """A convolution and the layouts around it.
+
+    `groups` are those of the image as it lies, `out` the axes that cut the kernel's output channels, and so the result's,
+    `summed` the axes of cut channels. `shares` counts the parts of the groups that devices along `out` make results of: each
+    takes what its groups look at, of the image's channels or of its batch.
+    """
 
     image: Spec
     out: Axes
@@ -240,18 +252,13 @@ class _Asked:
     dtype: Any
     borders: tuple[Border | None, ...]
     summed: Axes
-
-    @property
-    def out_channels(self) -> Axes:
-        """The axes that cut the kernel's output channels, and so the result's."""
-        channels = self.image[self.numbers.lhs_spec[1]]
-        return self.out if self.summed == channels else channels
+    shares: int
 
     @property
     def kernel(self) -> Spec:
         """How the kernel comes in."""
         dims: list[Axes] = [()] * len(self.image)
-        dims[self.numbers.rhs_spec[0]], dims[self.numbers.rhs_spec[1]] = self.out_channels, self.summed
+        dims[self.numbers.rhs_spec[0]], dims[self.numbers.rhs_spec[1]] = self.out, self.summed
         return tuple(dims)
 
     @property
@@ -260,11 +267,17 @@ class _Asked:
         dims: list[Axes] = [()] * len(self.image)
         for mine, theirs in zip(self.numbers.out_spec, self.numbers.lhs_spec, strict=True):
             dims[mine] = self.image[theirs]
-        dims[self.numbers.out_spec[1]] = self.out_channels
+        dims[self.numbers.out_spec[1]] = self.out
         return tuple(dims)
 
     def on_device(self, x: jax.Array, k: jax.Array) -> jax.Array:
         """The convolution of one device's piece."""
+        if self.shares > 1:
+            dim = self.numbers.lhs_spec[1 if self.groups > 1 else 0]
+            size, cut = x.shape[dim] // self.shares, lax.axis_size(self.out)
+            first = lax.axis_index(self.out) * self.shares // cut * size
+            x = lax.dynamic_slice_in_dim(x, first, size, axis=dim)
+        groups, batch_groups = (n // self.shares if n > 1 else 1 for n in (self.groups, self.batch_groups))
         ready = [found is not None or min(pad) < 0 for found, pad in zip(self.borders, self.pads, strict=True)]
         for i, needed in enumerate(self.borders):
             dim = self.numbers.lhs_spec[2 + i]
@@ -276,7 +289,7 @@ class _Asked:
             x, k, self.strides,
             [(0, 0) if done else pad for done, pad in zip(ready, self.pads, strict=True)],
             [1 if done else d for done, d in zip(ready, self.inner, strict=True)],
-            self.outer, self.numbers, self.groups, self.batch_groups, self.precision, self.dtype,
+            self.outer, self.numbers, groups, batch_groups, self.precision, self.dtype,
         )  # fmt: skip
         return lax.psum(y, self.summed) if self.summed else y
 
@@ -296,6 +309,11 @@ def _program(mesh: Mesh | AbstractMesh, asked: _Asked) -> Any:
         return y
 
     return whole
+
+
+def _shares(mesh: Mesh | AbstractMesh, out: Axes, groups: int) -> int:
+    """Into how many parts the groups fall whose results lie on different devices; `_problems` has seen that they are whole."""
+    return min(groups, math.prod(mesh.shape[axis] for axis in out))
 
 
 def _window(x: jax.Array, needed: Border, axes: Axes, dim: int) -> jax.Array:
@@ -360,6 +378,73 @@ def _problems(
     if both:
         yield Problem(f"the kernel's output channels and the image are both cut over {', '.join(both)}", where,
                       "the result would be cut twice over one axis", "cut the kernel over an axis of its own")  # fmt: skip
+
+
+def _problems_of_windows(dims: int, steps: dict[str, Any], padding: Any) -> Iterator[Problem]:
+    example = f"({', '.join(['1'] * dims)}{',' * (dims == 1)})"
+    for name, given in steps.items():
+        if given is None and name != "window_strides":
+            continue
+        numbers = _ints(given, dims)
+        if numbers is None or min(numbers, default=1) < 1:
+            yield Problem(f"`{name}` must be {dims} whole numbers from 1 on", f"{name} = {given!r:.80}",
+                          f"the image has {dims} spatial dims, and each has its own", f"{name}={example}")  # fmt: skip
+    if isinstance(padding, str):
+        if padding.upper() not in ("SAME", "SAME_LOWER", "VALID"):
+            yield Problem("padding is no word that is known", f"padding = {padding!r:.80}", "",
+                          'use "SAME", "SAME_LOWER" or "VALID", or pairs of numbers')  # fmt: skip
+        return
+    pairs = tuple(padding) if isinstance(padding, Iterable) else ()
+    if len(pairs) != dims or any(_ints(pair, 2) is None for pair in pairs):
+        yield Problem(f"`padding` must be {dims} pairs of whole numbers", f"padding = {padding!r:.80}",
+                      "each spatial dim has zeros before and after it", f"padding=[{', '.join(['(1, 1)'] * dims)}]")  # fmt: skip
+
+
+def _ints(given: Any, count: int) -> tuple[int, ...] | None:
+    """As many whole numbers, or None."""
+    try:
+        found = tuple(map(operator.index, given))
+    except TypeError:
+        return None
+    return found if len(found) == count else None
+
+
+def _problems_of_outputs(
+    mesh: Mesh | AbstractMesh,
+    lhs: Any,
+    rhs: Any,
+    image: Spec,
+    kernel: Spec,
+    numbers: Any,
+    groups: int,
+    batch_groups: int,
+) -> Iterator[Problem]:
+    out_dim = numbers.rhs_spec[0]
+    size, cut = rhs.shape[out_dim], math.prod(mesh.shape[axis] for axis in kernel[out_dim])
+    where = f"kernel {list(rhs.shape)} cut {cut} ways along dim {out_dim}"
+    if groups > 1 and image[numbers.lhs_spec[1]]:
+        return  # the image's channels say where the groups lie, and the kernel follows
+    if size % cut:
+        yield Problem(f"the kernel's output channels cannot be cut {cut} ways", where, f"{size} is not divisible by {cut}",
+                      "leave them whole, or cut them less")  # fmt: skip
+        return
+    for name, count, dim in (("feature", groups, numbers.lhs_spec[1]), ("batch", batch_groups, numbers.lhs_spec[0])):
+        if count < 2 or cut < 2:
+            continue
+        for of, held in ((f"dim {dim} of the image", lhs.shape[dim]), ("the kernel's output channels", size)):
+            if held % count:
+                yield Problem(f"{of} cannot be split into {name}_group_count = {count} groups",
+                              f"image {list(lhs.shape)}, kernel {list(rhs.shape)}", f"{held} is not divisible by {count}",
+                              f"give a {name}_group_count that divides it")  # fmt: skip
+                return
+        if count % cut and cut % count:
+            yield Problem(f"the kernel's output channels cannot be cut {cut} ways with {name}_group_count = {count}", where,
+                          f"neither of {cut} and {count} divides the other, so that a device would hold part of several groups",
+                          f"cut them {' or '.join(map(str, _fitting(cut, count)))} ways, or leave them whole")  # fmt: skip
+
+
+def _fitting(cut: int, count: int) -> list[int]:
+    return sorted({math.gcd(cut, count), count} - {1})
 
 
 def _moved(value: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:

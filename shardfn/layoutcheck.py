@@ -7,7 +7,7 @@ from typing import Any
 
 from shardfn.cost.hardware import resolve
 from shardfn.errors import Problem, ShardError
-from shardfn.layoutfile import read, shardings
+from shardfn.layoutfile import LayoutFile, LayoutFileError, read, shardings
 from shardfn.plan import Plan
 from shardfn.sharded import Options, ShardedFunction
 
@@ -42,15 +42,29 @@ def checked(
     layout: Any, model: Any, args: Sequence[Any] = (), *, device: Any = None
 ) -> tuple[tuple[Problem, ...], Plan | None]:
     """`check`, and the plan by the layout file where it fits a function."""
+    found, faults = _read(layout)
+    if found is None:
+        return faults, None
     try:
-        found = read(layout)
         if not callable(model):
             shardings(found, model, resolve(device))
-            return (), None
+            return faults, None
         sharded: Callable[..., Any] = Alone(model, Options(device=device, layout=found))
         plan = sharded.plan(*args)
     except ShardError as error:
-        return error.problems, None
+        return (*faults, *error.problems), None
+    if faults:
+        return faults, None
     return tuple(
         Problem(text, fix="save a plan of this function") for text in plan.findings if "[[inside]]" in text
     ), plan
+
+
+def _read(layout: Any) -> tuple[LayoutFile | None, tuple[Problem, ...]]:
+    """What can be held against the model, and what is wrong with the file itself."""
+    try:
+        return read(layout), ()
+    except LayoutFileError as error:
+        return error.part, error.problems
+    except ShardError as error:
+        return None, error.problems

@@ -23,7 +23,7 @@ from shardfn.cost.chips import Hardware
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail
 from shardfn.layout import Layout
 from shardfn.layoutrules import Axes, LayoutFile, Rule, as_layout, axes_on, laid, matched, no_rule
-from shardfn.layouttext import MOST_BYTES, parse, text_of
+from shardfn.layouttext import MOST_BYTES, parse, sound_part, text_of
 from shardfn.strategy import AUTO, Argument, Leaf, leaves_of, short
 from shardfn.strategyfile import parse_json
 
@@ -31,7 +31,12 @@ __all__ = ["LayoutFile", "LayoutFileError", "read", "recipes", "shardings", "wri
 
 
 class LayoutFileError(StrategyError):
-    """A layout file that cannot be read, or does not fit the arrays or the devices."""
+    """A layout file that cannot be read, or does not fit the arrays or the devices.
+
+    `part` is what of a faulty file can still be held against a model, if anything.
+    """
+
+    part: LayoutFile | None = None
 
 
 def folder() -> pathlib.Path:
@@ -89,7 +94,9 @@ def _parsed(parser: Any, path: pathlib.Path, name: str) -> LayoutFile:
     problems: list[Problem] = []
     layout = parser(text, name, problems)
     if layout is None:
-        raise LayoutFileError(problems)
+        error = LayoutFileError(problems)
+        error.part = sound_part(text, name) if parser is parse else None
+        raise error
     return layout
 
 
@@ -180,6 +187,7 @@ def entries_of(
     ruled = {owners[i] for i in rules}
     entries: list[tuple[Any, str]] = []
     bare: list[Leaf] = []
+    told: dict[tuple[str, str, str], list[Problem]] = {}  # one fault of a rule, however many arrays have it
     for i, leaf in enumerate(leaves):
         rule = rules.get(i)
         if rule is None and section == "arguments":
@@ -189,10 +197,22 @@ def entries_of(
                 rule = Rule("others", layout.others)
         if complete and (rule is None or rule.cut is None):
             bare.append(leaf)
-        entry = AUTO if rule is None else laid(rule, leaf, axes, devices, where, problems)
+        mine: list[Problem] = []
+        entry = AUTO if rule is None else laid(rule, leaf, axes, devices, where, mine)
+        for problem in mine:
+            key = rule.glob if rule is not None else "", problem.what.replace(leaf.label, ""), problem.why
+            told.setdefault(key, []).append(problem)
         entries.append((entry, f"{layout.name}: {rule.glob}" if rule is not None else ""))
+    problems += map(_as_one, told.values())
     problems += no_rule(bare, layout.name)
     return axes, entries
+
+
+def _as_one(told: Sequence[Problem]) -> Problem:
+    first, more = told[0], len(told) - 1
+    return (
+        dataclasses.replace(first, where=f"{first.where}, and {more} more array{'s' * (more > 1)}") if more else first
+    )
 
 
 def with_layout(

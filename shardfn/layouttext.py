@@ -69,6 +69,42 @@ def parse(text: str, name: str, problems: Problems) -> LayoutFile | None:
     return None if len(problems) > before else layout
 
 
+def sound_part(text: str, name: str) -> LayoutFile | None:
+    """What can be held against a model of a file that `parse` refuses: faulty rules leave whole what they meet.
+
+    None where the fault is not in rules alone, so that what follows from it would be told as faults of its own.
+
+    >>> head = 'format = "shardfn-layout"\\nversion = 1\\n[grid]\\ndata = 8\\n[arguments]\\n'
+    >>> sound_part(head + 'x = [1.5]\\ny = ["data"]', "x").arguments[0]
+    Rule(glob='x', cut=('...',), dims=(), optional=True)
+    """
+    problems: Problems = []
+    data = _toml(text, name, problems)
+    if data is None or data.get("format") != FORMAT or data.get("version") != VERSION:
+        return None
+    reader, fields = _Reader(name, problems), {}
+    for key in ("grid", "others", "batch"):
+        if key in data:
+            fields[key] = _FIELDS[key](reader, data[key], key)
+    if problems:
+        return None
+    for key in ("arguments", "results", "activations"):
+        written = data.get(key, {})
+        if not isinstance(written, dict) or (written and not reader.rules(written, key)):
+            return None
+        if any(not 0 < len(glob) <= MOST_CHARACTERS or glob.count("*") > MOST_STARS for glob in written):
+            return None
+        rules = []
+        for glob, value in written.items():
+            faults: Problems = []
+            rule = _Reader(name, faults).rule(glob, value, key)
+            rules.append(Rule(glob, WHOLE, optional=True) if faults else rule)
+        fields[key] = tuple(rules)
+    layout = LayoutFile(**fields, name=name)
+    rules = (*layout.arguments, *layout.results, *layout.activations, Rule("", layout.others), Rule("", layout.batch))
+    return layout if layout.grid or not any(rule.has_axes for rule in rules) else None
+
+
 def _toml(text: str, name: str, problems: Problems) -> dict[str, Any] | None:
     depth = open_ = 0
     for line in text.splitlines():

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from shardfn.decisions import partition_spec
 from shardfn.errors import Problem, StrategyTypeError, a, fail
-from shardfn.layoutrules import Axes, LayoutFile, Rule, laid, matched
+from shardfn.layoutrules import MOST, Axes, LayoutFile, Rule, laid, matched, printable
 from shardfn.rebind import bind_one, equations, rebound
 from shardfn.strategy import Leaf, short
 
@@ -45,11 +45,28 @@ def tags_of(
     found = list(dict.fromkeys(_leaves(jaxpr)))
     first = list({leaf.path: leaf for leaf in found}.values())
     met = matched(layout.activations, first, "activations", layout.name, problems, strict)
-    rules = {first[i].path: rule for i, rule in met.items()}
+    counted = {rule.glob: rule for rule in met.values() if rule.cut is not None and not (layout.grid and _names(rule))}
+    problems += [_no_axes(rule, layout) for rule in list(counted.values())[:MOST]]
+    rules = {first[i].path: rule for i, rule in met.items() if rule.glob not in counted}
     for leaf in found:
         if leaf.path in rules:
             laid(rules[leaf.path], leaf, axes, devices, f"{layout.name}: [activations]", problems)
     return rules
+
+
+def _names(rule: Rule) -> bool:
+    """Whether a rule can be held on the grid of a file: it names axes, or leaves dims whole."""
+    return not any(isinstance(dim, int) and dim > 1 for dim in rule.cut or ())
+
+
+def _no_axes(rule: Rule, layout: LayoutFile) -> Problem:
+    what = "is for an activation, and there is no [grid]" if _names(rule) else "counts pieces of an activation"
+    return Problem(
+        f"a rule of {layout.name} {what}: `{printable(rule.glob)}`",
+        where=f"{layout.name}: [activations] {rule.glob!r} = {list(rule.cut or ())}",
+        why="an activation is held over named axes; those that pieces of arguments come to lie on are not known before",
+        fix='write [grid] and a line for each axis, a = "left", and name axes in all rules: ["a", 1]',
+    )
 
 
 def _leaves(jaxpr: Any) -> Iterator[Leaf]:

@@ -162,6 +162,27 @@ def test_layouts_of_the_result_channels_and_groups():
           lambda x, k: whole(x, k, batch_group_count=2), grads=False)  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", ["feature", "batch"])
+@pytest.mark.parametrize(
+    ("groups", "axes"), [(2, "b"), (4, "a"), (4, "b"), (8, "b"), (2, ("a", "b")), (8, ("b", "a"))], ids=str
+)
+def test_outputs_cut_under_groups_are_made_of_their_own_groups(kind, groups, axes):
+    """As many groups as pieces, more of them, and fewer; the order of two axes too."""
+    x = normal(2, 8, 6, 8) if kind == "feature" else normal(8, 8, 6, 3)
+    k, more = normal(3, 3, x.shape[3] // groups if kind == "feature" else 3, 16), {f"{kind}_group_count": groups}
+    rest = "b" if axes == "a" else "a" if axes == "b" else "None"
+    layout, kernel = GRID("None", rest, "None", "None"), GRID("None", "None", "None", axes)
+    y = check(lambda x, k: halo.conv(x, k, (1, 2), "SAME", dimension_numbers=NHWC, layout=layout, kernel_layout=kernel, **more),
+              lambda x, k: whole(x, k, (1, 2), **more), x, k)  # fmt: skip
+    assert y == (2 if kind == "feature" else 8 // groups, 8 // layout.cuts[1], 3, 16 // kernel.cuts[3])
+
+
+def test_batch_groups_beside_summed_channels():
+    layout, kernel = GRID("None", "None", "None", "a"), GRID("None", "None", "None", "b")
+    check(lambda x, k: halo.conv(x, k, (1, 1), "SAME", dimension_numbers=NHWC, batch_group_count=2, layout=layout, kernel_layout=kernel),
+          lambda x, k: whole(x, k, batch_group_count=2))  # fmt: skip
+
+
 def test_nchw_one_and_three_spatial_dims_and_a_named_sharding():
     x, k = normal(1, 2, 16, 8), normal(4, 2, 3, 3)
     layout = GRID("None", "None", "b", "a")
@@ -232,6 +253,9 @@ def test_a_sharded_training_step_with_it_inside():
         (StrategyError, "piece 0 needs 4 rows after its own, and its neighbour holds 2", lambda: halo.conv(X, normal(9, 3, 4, 8), (1, 1), "SAME", dimension_numbers=NHWC, layout=GRID("None", ("a", "b"), "None", "None"))),
         (StrategyError, "cannot be cut 4 ways with 2 groups", lambda: halo.conv(X, normal(3, 3, 2, 8), (1, 1), "SAME", dimension_numbers=NHWC, feature_group_count=2, layout=GRID("None", "a", "None", "b"))),
         (StrategyError, "batch_group_count = 2", lambda: halo.conv(X, K, (1, 1), "SAME", dimension_numbers=NHWC, batch_group_count=2, layout=GRID("a", "None", "b", "None"))),
+        (StrategyError, "cannot be cut 4 ways with feature_group_count = 6", lambda: halo.conv(normal(2, 8, 8, 6), normal(3, 3, 1, 12), (1, 1), "SAME", dimension_numbers=NHWC, feature_group_count=6, layout=GRID("None", "a", "None", "None"), kernel_layout=GRID("None", "None", "None", "b"))),
+        (StrategyError, "output channels cannot be cut 4 ways", lambda: halo.conv(X, normal(3, 3, 4, 6), (1, 1), "SAME", dimension_numbers=NHWC, layout=GRID("None", "a", "None", "None"), kernel_layout=GRID("None", "None", "None", "b"))),
+        (StrategyError, "dim 3 of the image cannot be split into feature_group_count = 8 groups", lambda: halo.conv(X, normal(3, 3, 1, 8), (1, 1), "SAME", dimension_numbers=NHWC, feature_group_count=8, layout=GRID("None", "a", "None", "None"), kernel_layout=GRID("None", "None", "None", "b"))),
         (StrategyError, "both cut over b", lambda: halo.conv(X, K, (1, 1), "SAME", dimension_numbers=NHWC, layout=GRID("None", "a", "b", "None"), kernel_layout=GRID("None", "None", "None", "b"))),
         (StrategyError, "no meaning with zeros", lambda: halo.conv(X, K, (1, 1), "SAME", (2, 2), dimension_numbers=NHWC, layout=GRID("None", "a", "b", "None"))),
         (StrategyTypeError, "must be a Layout", lambda: halo.conv(X, K, (1, 1), "SAME", layout=(1, 2, 4, 1))),
@@ -242,4 +266,26 @@ def test_a_sharded_training_step_with_it_inside():
 def test_what_cannot_be_done_is_refused(kind, match, call):
     with pytest.raises(kind, match=match) as caught:
         call()
+    assert "fix:" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("match", "more"),
+    [
+        ("`window_strides` must be 2 whole numbers", {"window_strides": (1,)}),
+        ("`window_strides` must be 2 whole numbers", {"window_strides": (0, 1)}),
+        ("`window_strides` must be 2 whole numbers", {"window_strides": 2}),
+        ("`lhs_dilation` must be 2 whole numbers", {"lhs_dilation": (1, 0), "padding": [(1, 1), (1, 1)]}),
+        ("`rhs_dilation` must be 2 whole numbers", {"rhs_dilation": (1, 1, 1)}),
+        ("`padding` must be 2 pairs", {"padding": [(1, 1)]}),
+        ("`padding` must be 2 pairs", {"padding": [1, 1]}),
+        ("`padding` must be 2 pairs", {"padding": None}),
+        ("no word that is known", {"padding": "WIDE"}),
+        ("(?s)2 problems.*window_strides.*padding", {"window_strides": (1,), "padding": [(1, 1)]}),
+    ],
+)
+def test_windows_that_do_not_fit_the_spatial_dims_are_refused(match, more):
+    asked = {"window_strides": (1, 1), "padding": "SAME", **more}
+    with pytest.raises(StrategyError, match=match) as caught:
+        halo.conv(X, K, dimension_numbers=NHWC, layout=GRID("None", "a", "None", "None"), **asked)
     assert "fix:" in str(caught.value)

@@ -1,5 +1,6 @@
 """Layout files: what a plan decides is saved, read and used again; what does not fit is told at once; nothing blows up."""
 
+import dataclasses
 import json
 import pathlib
 import time
@@ -223,6 +224,19 @@ def test_a_tag_that_does_not_fit_is_told():
     ]
 
 
+@pytest.mark.parametrize(
+    "rules", ['"h" = [4, 1]', '[arguments]\nx = [1, 1]\n[activations]\n"h" = [4, 1]', '"*" = "whole"']
+)
+def test_a_rule_of_a_tag_without_axes_is_refused(rules):
+    """It would not act: which axes the arguments' pieces lie on is decided after the tags are held."""
+    text = 'format = "shardfn-layout"\nversion = 1\n' + ("" if "[arg" in rules else "[activations]\n") + rules
+    with pytest.raises(ShardError, match=r"(of|for) an activation") as caught:
+        plan(lambda x: tag(x, "h") * 2, jnp.ones((16, 16)), layout=made(text))
+    assert "fix:   write [grid]" in str(caught.value)
+    named = made('format = "shardfn-layout"\nversion = 1\n[grid]\na = 8\n[activations]\nh = "open"')
+    assert plan(lambda x: tag(x, "h") * 2, jnp.ones((16, 16)), layout=named).activations == named.activations
+
+
 # ---- check
 
 WRONG = """
@@ -243,6 +257,32 @@ model = 4
 [results]
 "result/1" = [1]
 """
+
+
+def test_faults_of_form_do_not_hide_faults_of_fit(tmp_path):
+    text = BY_HAND + '[activations]\nhidden = [1.5, 1]\nnothing = ["data", 1]\n[results]\n"result/1" = ["data"]\n'
+    (tmp_path / "mine.toml").write_text(text)
+    told = [p.what for p in check(tmp_path / "mine.toml", step, (PARAMS, X))]
+    assert len(told) == 3 and "`1.5` is no cut" in told[0]
+    assert "meets no array: `nothing`" in told[1] and "output 1 has 0 dimensions" in told[2]
+    (tmp_path / "mine.toml").write_text(BY_HAND + "[activations]\nhidden = [1.5, 1]\n")
+    assert len(check(tmp_path / "mine.toml", step, (PARAMS, X))) == 1
+    (tmp_path / "mine.toml").write_text(text.replace("[grid]", '[grid]\n"a b" = 1'))
+    told = [p.what for p in check(tmp_path / "mine.toml", step, (PARAMS, X))]
+    assert len(told) == 2 and "no name of an axis" in told[0]  # what follows from the grid is not told
+
+
+def test_one_fault_of_a_rule_is_told_once():
+    arrays = {f"layers/{i}": jax.ShapeDtypeStruct((6, 6), "float32") for i in range(5)}
+    arrays["layers/z"] = jax.ShapeDtypeStruct((10, 6), "float32")
+    layout = made('format = "shardfn-layout"\nversion = 1\n[grid]\ndata = 8\n[arguments]\n"*" = ["data", 1]\n')
+    one, two = check(layout, arrays, device="cpu:8")
+    assert one.what.endswith("at `layers/0` cannot be cut 8 ways along dimension 0") and one.where.endswith(
+        ", and 4 more arrays"
+    )
+    assert two.why == "10 is not divisible by 8" and "more array" not in two.where
+    axis = check(dataclasses.replace(layout, arguments=(Rule("*", ("rows", 1)),)), arrays, device="cpu:8")
+    assert len(axis) == 1 and axis[0].where.endswith(", and 5 more arrays")
 
 
 def test_all_that_does_not_fit_is_told_at_once(golden):

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from shardfn.data.sources import Read, Window, is_windowed, stored_bytes
+from shardfn.data.sources import Read, Window, fitted, is_windowed, stored_bytes
 from shardfn.data.strategy import lay_out
 from shardfn.errors import StrategyTypeError, a, fail
 from shardfn.plan import Plan
@@ -74,7 +74,8 @@ def read(image: Any, entry: Any, *, device: Any = None, plan: Plan | None = None
       plan: a plan whose grid is used.
 
     Raises:
-      StrategyError, StrategyTypeError: the entry does not fit. DeviceError: the devices are not here.
+      StrategyError, StrategyTypeError: the entry does not fit, or an integer JAX's 32 bits. DeviceError: the devices are
+        not here.
 
     >>> picture = np.arange(24.0, dtype="float32").reshape(4, 6)
     >>> x = read(picture, (4, 2))
@@ -84,7 +85,7 @@ def read(image: Any, entry: Any, *, device: Any = None, plan: Plan | None = None
     sharding = _placed(image, entry, device, plan)
     windows = held(sharding, image.shape)
     dtype = jax.dtypes.canonicalize_dtype(image.dtype)
-    pieces = [np.array(image[tuple(slice(*edges) for edges in window)], dtype, order="C") for window in windows]
+    pieces = [fitted(image[tuple(slice(*edges) for edges in window)], dtype, "image", copy=True) for window in windows]
     return assembled(image.shape, sharding, pieces, windows)
 
 

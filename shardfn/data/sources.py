@@ -171,15 +171,15 @@ class ArrayColumn:
         inner, dtype = tuple(slice(*edges) for edges in window), self.record.dtype
         full = not (rows == PADDING).any()
         if full and _run(rows.tolist()):
-            return np.array(self.array[(slice(int(rows[0]), int(rows[-1]) + 1), *inner)], dtype, order="C")
+            return fitted(self.array[(slice(int(rows[0]), int(rows[-1]) + 1), *inner)], dtype, self.name, copy=True)
         if full and hasattr(self.array, "oindex"):  # Zarr: each of its blocks once
-            return np.ascontiguousarray(self.array.oindex[(rows, *inner)], dtype)
+            return fitted(self.array.oindex[(rows, *inner)], dtype, self.name)
         if full and isinstance(self.array, np.ndarray):
-            return np.ascontiguousarray(self.array[(rows, *inner)], dtype)
+            return fitted(self.array[(rows, *inner)], dtype, self.name)
         made = np.zeros((len(rows), *(last - first for first, last in window)), dtype)
         for place, row in enumerate(rows.tolist()):
             if row != PADDING:
-                made[place] = self.array[(row, *inner)]
+                made[place] = fitted(self.array[(row, *inner)], dtype, self.name)
         return made
 
     def stored(self, leaf: int, rows: Sequence[int], window: Window) -> int:
@@ -218,7 +218,8 @@ class RecordsColumn:
                 for window, hit, into in zip(part, hits, out, strict=True):
                     if hit:
                         inner = tuple(slice(*edges) for edges in window[1:])
-                        into[place - window[0][0]] = leaf[inner] if inner else leaf
+                        found = leaf[inner] if inner else leaf
+                        into[place - window[0][0]] = fitted(found, into.dtype, self.name)
         return made
 
     def stored(self, leaf: int, rows: Sequence[int], window: Window) -> int:
@@ -238,6 +239,32 @@ class RecordsColumn:
                  f"record 0: {', '.join(f'{s.dtype}{list(s.shape)}' for s in structs)}",
                  why="all records of a batch make up one array", fix="bring the records to one shape and dtype")  # fmt: skip
         return [leaf if is_windowed(leaf) else np.asarray(leaf) for leaf in leaves]
+
+
+def fitted(values: Any, dtype: Any, name: str, *, copy: bool = False) -> np.ndarray:
+    """What was read, as `dtype`, C-contiguous: 64-bit integers become 32-bit ones where JAX has no others, if they fit.
+
+    Args:
+      values: an array, or a number.
+      dtype: what JAX makes of theirs.
+      name: the input that they belong to.
+      copy: whether the result must have memory of its own.
+
+    Raises:
+      StrategyError: a number does not fit.
+
+    >>> fitted(np.array([7, 8]), np.dtype("int32"), "label").dtype
+    dtype('int32')
+    """
+    values, dtype = np.asarray(values), np.dtype(dtype)
+    if values.dtype.kind in "iu" and values.dtype.itemsize > dtype.itemsize and values.size:
+        low, high, limits = int(values.min()), int(values.max()), np.iinfo(dtype)
+        if low < limits.min or high > limits.max:
+            fail(StrategyError, f"numbers of input `{name}` do not fit {dtype}",
+                 where=f"{name}: {values.dtype}, here from {low} to {high}",
+                 why=f"JAX makes {dtype} of it while jax_enable_x64 is off, which holds {limits.min} to {limits.max}",
+                 fix="cast it to what fits (float32 rounds), or set jax.config.update('jax_enable_x64', True)")  # fmt: skip
+    return np.array(values, dtype, order="C") if copy else np.asarray(values, dtype, order="C")
 
 
 def _run(rows: Sequence[int]) -> bool:

@@ -242,6 +242,49 @@ def test_dtypes_arrive_as_jax_has_them(dtype):
     np.testing.assert_array_equal(np.asarray(batch), rows.astype(batch.dtype))
 
 
+class OneByOne:
+    """An array that is read by slices and single rows only."""
+
+    def __init__(self, rows):
+        self.rows, self.shape, self.dtype = rows, rows.shape, rows.dtype
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, at):
+        return self.rows[at]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(
+    "column",
+    [lambda x: x, OneByOne, lambda x: [int(i) for i in x], lambda x: [{"id": i} for i in x]],
+    ids=["array", "windows", "numbers", "records"],
+)
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_64_bit_integers_that_do_not_fit_are_refused(column, shuffle, prefetch):
+    fits = np.array([-(2**31), 2**31 - 1, 0, 1])
+    (batch,) = data.load({"key": column(fits)}, "full_batch", batch_size=4, shuffle=shuffle, prefetch=prefetch)
+    found = batch["key"]["id"] if isinstance(batch["key"], dict) else batch["key"]
+    assert found.dtype == "int32" and sorted(found.tolist()) == sorted(fits.tolist())
+    for bad in (2**31, -(2**40)):
+        loader = data.load(
+            {"key": column(np.array([1, bad, 3, 4]))}, "full_batch", batch_size=4, shuffle=shuffle, prefetch=prefetch
+        )
+        with pytest.raises(StrategyError, match=r"(?s)input `key.* do not fit int32.*jax_enable_x64") as caught:
+            list(loader)
+        assert str(bad) in str(caught.value)
+
+
+def test_64_bit_integers_fit_with_x64():
+    with jax.enable_x64(True):
+        (batch,) = data.load(np.full(8, 2**40), "full_batch", batch_size=8)
+        assert batch.tolist() == [2**40] * 8
+        assert data.read(np.full((8, 8), 2**40), (2, 4)).min() == 2**40
+    with pytest.raises(StrategyError, match="`image` do not fit uint32"):
+        data.read(np.full((8, 8), 2**32, "uint64"), (2, 4))
+
+
 def test_no_end():
     loader = data.load(LABELS, "full_batch", batch_size=11, epochs=None)
     batches = iter(loader)
