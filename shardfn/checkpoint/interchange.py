@@ -152,6 +152,8 @@ def import_safetensors(
         entries.append(Entry(key, tensor.shape, tensor.dtype, keys, (1,) * len(tensor.shape), whole))
     by_path = {entry.path: found[name] for entry, name in zip(entries, found, strict=True)}
     renamed = restoring.renamed(entries, {k.replace(separator, "/"): v for k, v in (name_map or {}).items()})
+    if problems := restoring.enclosed(renamed):
+        raise CheckpointError(problems)
     rows = [(path_, entry, keys) for path_, (entry, keys) in renamed.items()]
 
     if layout is not None:

@@ -10,7 +10,7 @@ import itertools
 import math
 import pathlib
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -69,13 +69,35 @@ def fingerprint(file: pathlib.Path, count: int) -> str:
     return f"{size}-{zlib.crc32(checksums, zlib.crc32(index)):08x}"
 
 
-def untied(directory: pathlib.Path, contents: Contents, told: Sequence[str] = ()) -> list[Problem]:
-    """The files that are missing, or not what was there when the checkpoint was made; `told` begin with those known."""
+def touched(entry: Entry, boxes: Iterable[Sequence[tuple[int, int]]]) -> set[str]:
+    """The files of an array that hold some boxes of it, given as pairs of start and stop, and what describes them.
+
+    >>> from shardfn.checkpoint.chunks import Chunks
+    >>> entry = Entry("w", (8, 4), "int8", (("key", "w"),), (2, 1), Chunks((4, 4), (2, 2)))
+    >>> sorted(touched(entry, [[(4, 6), (0, 2)]]))
+    ['w/c/1/0', 'w/zarr.json']
+    """
+    if 0 in entry.shape:
+        return set()
+    found = {f"{folder(entry.path)}/zarr.json"}
+    for box in boxes:
+        numbers = (range(a // size, -(-b // size)) for (a, b), size in zip(box, entry.chunks.file, strict=True))
+        found |= {"/".join([folder(entry.path), "c", *map(str, place)]) for place in itertools.product(*numbers)}
+    return found
+
+
+def untied(
+    directory: pathlib.Path, contents: Contents, told: Sequence[str] = (), only: Collection[str] | None = None
+) -> list[Problem]:
+    """The files that are missing, or not what was there when the checkpoint was made, among `only` or all of them.
+
+    `told` is what was said of files already, each beginning with its file.
+    """
     counts = {name: count for entry in contents.entries for name, count in _files(entry)}
     problems = []
     for name, stated in contents.files:
         file = directory / name
-        if any(text.startswith(f"{file} ") for text in told):
+        if (only is not None and name not in only) or any(text.startswith(f"{file} ") for text in told):
             continue
         try:
             found = fingerprint(file, counts.get(name, 0))
