@@ -39,7 +39,7 @@ def export_safetensors(
     Args:
       path: the folder of the checkpoint.
       target: the file, `model.safetensors` say, or a folder for `model.safetensors`.
-      step: which step; the last whole one if None.
+      step: which step; the last if None.
       only, name_map, dtype: as in `restore`.
       separator: what stands for `/` in the names of tensors.
       file_bytes: how large a file may be before there are several: bytes, or as "5GB".

@@ -77,7 +77,7 @@ def relayout(
       target: another folder; the step keeps its number there.
       layout: a plan, a layout file or the name of a recipe.
       devices: how many devices it is for, where the layout leaves the size of an axis open.
-      step: which step; the last whole one if None.
+      step: which step; the last if None.
       only, name_map, dtype: as in `restore`.
       memory: bytes, or as "256MiB", that the copy may hold at once.
 

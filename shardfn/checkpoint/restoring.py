@@ -43,7 +43,7 @@ def restore(
       like: a tree of arrays or shapes to give the result its structure, shapes and dtypes. Without it the result is dicts
         and lists: a module or a named tuple becomes a dict of its fields. Arrays of 64 bits are NumPy arrays while JAX's
         `jax_enable_x64` is off.
-      step: which step; the last whole one if None.
+      step: which step; the last if None.
       only: globs of the paths to restore, as stored or as renamed; the rest of `like` is given back as it is, the rest of
         the checkpoint not read.
       name_map: new paths by stored ones, of arrays or of containers: {"encoder": "model/encoder"}.

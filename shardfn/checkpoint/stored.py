@@ -64,7 +64,7 @@ def settle(folder: pathlib.Path) -> None:
 
 
 def find(path: str | os.PathLike[str], step: int | None = None) -> tuple[pathlib.Path, int]:
-    """The folder with the arrays of one step, the last whole one if None, and its number.
+    """The folder with the arrays of one step, the last if None, and its number.
 
     Raises:
       CheckpointError: there is none.
