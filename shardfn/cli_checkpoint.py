@@ -32,7 +32,7 @@ def _row(rows: Any, name: str, command: Any, text: str, *places: tuple[str, str]
 
 def _options(row: argparse.ArgumentParser, *names: str) -> None:
     known: dict[str, dict[str, Any]] = {
-        "--step": {"type": int, "metavar": "N", "help": "which step; the last whole one if left out"},
+        "--step": {"type": int, "metavar": "N", "help": "which step; the last if left out"},
         "--only": {"nargs": "+", "metavar": "GLOB", "help": "the arrays to take, by path"},
         "--rename": {"nargs": "+", "metavar": "OLD=NEW", "help": "new paths, of arrays or of containers"},
         "--dtype": {"metavar": "NAME", "help": "what floating-point arrays are cast to: bfloat16"},

@@ -93,7 +93,7 @@ LAYERS = (
     ("checkpoint.chunks",),
     ("checkpoint.contents", "checkpoint.tensorfiles"),
     ("checkpoint.leaves", "checkpoint.stored", "checkpoint.where"),
-    ("checkpoint.arrays",),
+    ("checkpoint.arrays", "checkpoint.ties"),
     ("checkpoint.store", "checkpoint.restoring"),
     ("checkpoint.saving",),
     ("checkpoint.offline",),

@@ -87,12 +87,16 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What one checkpoint holds, and on how many devices and processes it was made."""
+    """What one checkpoint holds, and on how many devices and processes it was made.
+
+    `files` has the fingerprint of each file by its name, where they were taken.
+    """
 
     entries: tuple[Entry, ...]
     grids: tuple[Grid, ...] = (Grid(()),)
     devices: int = 1
     processes: int = 1
+    files: tuple[tuple[str, str], ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -141,6 +145,8 @@ def to_text(contents: Contents) -> str:
             for e in contents.entries
         },
     }
+    if contents.files:
+        data["files"] = dict(contents.files)
     data["crc32"] = _crc(data)
     rows = ((key, data[key]) for key in data)
     return "{\n" + ",\n".join(f" {json.dumps(key)}: {_lines(value)}" for key, value in rows) + "\n}\n"
@@ -168,15 +174,17 @@ def read(folder: pathlib.Path) -> Contents:
         if file.stat().st_size > MOST_BYTES:
             _damaged(file, "it is larger than any description")
         return from_text(file.read_text("utf-8"), str(file))
+    except (FileNotFoundError, NotADirectoryError):
+        _damaged(file, "it is not there, and a step has one from the moment that it has its name", "is missing")
     except (OSError, UnicodeDecodeError) as error:
         if isinstance(error, CheckpointFileError):
             raise
         _damaged(file, str(error))
 
 
-def _damaged(file: Any, why: str) -> NoReturn:
+def _damaged(file: Any, why: str, what: str = "cannot be read") -> NoReturn:
     fix = "restore another step: checkpoint.steps(path) lists them"
-    fail(CheckpointFileError, f"{file} cannot be read", why=why, fix=fix)
+    fail(CheckpointFileError, f"{file} {what}", why=why, fix=fix)
 
 
 def from_text(text: str, file: str = FILE) -> Contents:
@@ -209,7 +217,14 @@ def _contents(data: dict[str, Any]) -> Contents:
         for g in data["grids"]
     )
     entries = tuple(_entry(path, row, len(grids)) for path, row in data["arrays"].items())
-    return Contents(entries, grids, _int(data["devices"], 1), _int(data["processes"], 1))
+    files = tuple((_inside(name), str(stated)) for name, stated in data.get("files", {}).items())
+    return Contents(entries, grids, _int(data["devices"], 1), _int(data["processes"], 1), files)
+
+
+def _inside(name: str) -> str:
+    if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
+        raise ValueError(f"{name!r:.60} is no file beside it")
+    return name
 
 
 def _entry(path: str, row: dict[str, Any], grids: int) -> Entry:

@@ -39,7 +39,7 @@ def export_safetensors(
     Args:
       path: the folder of the checkpoint.
       target: the file, `model.safetensors` say, or a folder for `model.safetensors`.
-      step: which step; the last whole one if None.
+      step: which step; the last if None.
       only, name_map, dtype: as in `restore`.
       separator: what stands for `/` in the names of tensors.
       file_bytes: how large a file may be before there are several: bytes, or as "5GB".
@@ -152,6 +152,8 @@ def import_safetensors(
         entries.append(Entry(key, tensor.shape, tensor.dtype, keys, (1,) * len(tensor.shape), whole))
     by_path = {entry.path: found[name] for entry, name in zip(entries, found, strict=True)}
     renamed = restoring.renamed(entries, {k.replace(separator, "/"): v for k, v in (name_map or {}).items()})
+    if problems := restoring.enclosed(renamed):
+        raise CheckpointError(problems)
     rows = [(path_, entry, keys) for path_, (entry, keys) in renamed.items()]
 
     if layout is not None:

@@ -17,8 +17,12 @@ from shardfn.checkpoint.contents import KEY
 from shardfn.errors import CheckpointError, Problem, a
 from shardfn.strategy import join
 
-UNSTORED = ("uint2", "uint4", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e8m0fnu", "float0")
-"""Dtypes of JAX that the array store does not have."""
+UNSTORED = ("uint2", "uint4", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e8m0fnu", "float0",
+            "float8_e4m3", "float128", "complex256")  # fmt: skip
+"""Dtypes of JAX and NumPy that the array store does not have."""
+
+NUMBERS = {"bool": bool, "int": int, "float": float, "complex": complex}
+"""The kinds of Python's numbers. An `IntEnum` is an int, NumPy's float64 a float: what reads them knows no others."""
 
 Keys = tuple[tuple[str, str], ...]
 
@@ -64,7 +68,7 @@ def flatten(state: Any, what: str = "state") -> list[Leaf]:
             problems.append(Problem(f"`{path}` is {a(value)}, which is no array", where=f"{what} at `{path}`",
                                     why="only arrays, numbers and PRNG keys can be saved",
                                     fix="take it out of the tree, or make it a static field"))  # fmt: skip
-        elif str(stored.dtype) in UNSTORED or stored.dtype == jax.dtypes.float0:
+        elif not _storable(stored.dtype):
             problems.append(Problem(f"`{path}` has the dtype {stored.dtype}", where=f"{what} at `{path}`",
                                     why="the array store does not have it", fix="cast it before you save it"))  # fmt: skip
         elif path in found:
@@ -79,9 +83,9 @@ def flatten(state: Any, what: str = "state") -> list[Leaf]:
 
 def _stored(value: Any) -> tuple[str, Any]:
     """The kind of a leaf, and the array that is stored for it; None where it is no array."""
-    if isinstance(value, bool | int | float | complex):
-        dtype = jax.dtypes.canonicalize_dtype(type(value)) if not isinstance(value, int) else None
-        return type(value).__name__, np.asarray(value, dtype if isinstance(value, bool | complex) else None)
+    for kind, number in NUMBERS.items():
+        if isinstance(value, number):
+            return kind, np.asarray(number(value))
     if isinstance(value, np.generic):
         value = np.asarray(value)
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
@@ -99,6 +103,15 @@ def _stored(value: Any) -> tuple[str, Any]:
     return "array", value
 
 
+def _storable(dtype: Any) -> bool:
+    """Whether the array store has a dtype, and reading knows its name. NumPy has more, structured ones among them."""
+    try:
+        known = jnp.dtype(str(dtype))
+        return str(dtype) not in UNSTORED and (jnp.issubdtype(known, np.number) or known == np.bool_)
+    except TypeError:
+        return False
+
+
 def _implementation(dtype: Any) -> str:
     """The name in `key<fry>`, as a key's dtype prints it, as `jax.random.key` takes it."""
     short = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
@@ -111,7 +124,7 @@ def restored(kind: str, value: Any) -> Any:
         return jax.random.wrap_key_data(value, impl=kind.removeprefix(KEY))
     if kind == "array":
         return value
-    return {"int": int, "float": float, "bool": bool, "complex": complex}[kind](np.asarray(value)[()])
+    return NUMBERS[kind](np.asarray(value)[()])
 
 
 def _key(key: Any) -> tuple[str, str]:

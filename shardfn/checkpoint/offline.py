@@ -20,6 +20,7 @@ from shardfn.checkpoint.chunks import Box, chunks, volume
 from shardfn.checkpoint.contents import FILE, Contents, Entry, Grid, to_text
 from shardfn.checkpoint.saving import LAYOUT
 from shardfn.checkpoint.stored import ITEM, look, place, steps
+from shardfn.checkpoint.ties import ties, untied
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, ShardError, fail
 from shardfn.extras import need
 from shardfn.layoutrules import LayoutFile
@@ -76,7 +77,7 @@ def relayout(
       target: another folder; the step keeps its number there.
       layout: a plan, a layout file or the name of a recipe.
       devices: how many devices it is for, where the layout leaves the size of an axis open.
-      step: which step; the last whole one if None.
+      step: which step; the last if None.
       only, name_map, dtype: as in `restore`.
       memory: bytes, or as "256MiB", that the copy may hold at once.
 
@@ -238,14 +239,18 @@ def new_step(path: Any, step: int, layout: Any = None) -> Iterator[tuple[pathlib
              fix="write to another folder")  # fmt: skip
     part = parent / f"{step}.part.{os.getpid()}"
 
+    def put(name: str, text: str) -> None:
+        with open(part / ITEM / name, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
     def commit(contents: Contents) -> None:
-        text = where.of_contents(contents)
-        for name, content in ((LAYOUT, "" if text is None else text_of(text)), (FILE, to_text(contents))):
-            if content:
-                with open(part / ITEM / name, "w", encoding="utf-8") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
+        layout = where.of_contents(contents)
+        if layout is not None:
+            put(LAYOUT, text_of(layout))
+        files = ties(part / ITEM, contents.entries, () if layout is None else (LAYOUT,))
+        put(FILE, to_text(dataclasses.replace(contents, files=files)))
         (part / ORBAX).write_text("{}\n")
         os.rename(part, parent / str(step))
         with contextlib.suppress(OSError):  # so that the name, too, is on disk
@@ -268,6 +273,8 @@ def new_step(path: Any, step: int, layout: Any = None) -> Iterator[tuple[pathlib
 def verify(path: str | os.PathLike[str], step: int | None = None) -> None:
     """Read every byte of a checkpoint and check it, a file at a time, whatever it is laid out for.
 
+    Each file must be the one that was saved: a whole file of another step, or of another piece, is an error too.
+
     Raises:
       CheckpointError: there is no such step.
       CheckpointFileError: files that are missing, cut short or changed, all of them, by name.
@@ -275,5 +282,6 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> None:
     need("tensorstore", "checkpoint")
     folder, _, contents = look(path, step)
     problems = arrays.verify(folder, contents.entries)
+    problems += untied(folder, contents, [problem.what for problem in problems])
     if problems:
         raise CheckpointFileError(problems)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,10 +13,10 @@ import jax.numpy as jnp
 from jax import tree_util
 from jax.sharding import Sharding
 
-from shardfn.checkpoint import arrays, leaves, where
+from shardfn.checkpoint import arrays, leaves, ties, where
 from shardfn.checkpoint.contents import KEY, Contents, Entry
 from shardfn.checkpoint.stored import look
-from shardfn.errors import CheckpointError, Problem, fail
+from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail
 from shardfn.extras import need
 from shardfn.strategy import join, met, normal
 
@@ -42,7 +43,7 @@ def restore(
       like: a tree of arrays or shapes to give the result its structure, shapes and dtypes. Without it the result is dicts
         and lists: a module or a named tuple becomes a dict of its fields. Arrays of 64 bits are NumPy arrays while JAX's
         `jax_enable_x64` is off.
-      step: which step; the last whole one if None.
+      step: which step; the last if None.
       only: globs of the paths to restore, as stored or as renamed; the rest of `like` is given back as it is, the rest of
         the checkpoint not read.
       name_map: new paths by stored ones, of arrays or of containers: {"encoder": "model/encoder"}.
@@ -63,12 +64,26 @@ def restore(
     need("tensorstore", "checkpoint")
     folder, _, contents = look(path, step)
     chosen = choose(contents, target, like, only, name_map, dtype)
-    values = arrays.read(folder, [row.wanted for row in chosen])
+    values = _values(folder, contents, [row.wanted for row in chosen])
     found = {row.path: leaves.restored(row.entry.kind, value) for row, value in zip(chosen, values, strict=True)}
     if like is None:
         return leaves.nested({row.keys: found[row.path] for row in chosen})
     flat, tree = tree_util.tree_flatten_with_path(like)
     return tree_util.tree_unflatten(tree, [found.get(join("", key) or leaves.BARE, old) for key, old in flat])
+
+
+def _values(folder: pathlib.Path, contents: Contents, wanted: Sequence[arrays.Wanted]) -> list[Any]:
+    """The arrays, if every file that they were read from is whole and of this step."""
+    values, problems = [], []
+    try:
+        values = arrays.read(folder, wanted)
+    except CheckpointFileError as error:
+        problems = list(error.problems)
+    names = {name for want in wanted for name in ties.touched(want.entry, want.boxes)}
+    problems += ties.untied(folder, contents, [problem.what for problem in problems], names)
+    if problems:
+        raise CheckpointFileError(problems)
+    return values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +153,7 @@ def choose(
     named = renamed(contents.entries, name_map or {})
     stored = {path: entry.path for path, (entry, _) in named.items()}
     paths = _selected(tuple(named), only, "only", problems, tuple(stored.values()))
+    problems += enclosed({path: named[path] for path in paths})
     wanted = None
     if like is not None:
         wanted = {leaf.path: leaf for leaf in leaves.flatten(_shapes(like), "like")}
@@ -219,6 +235,20 @@ def renamed(entries: Sequence[Entry], name_map: Mapping[str, str]) -> dict[str, 
     if problems:
         raise CheckpointError(problems)
     return found
+
+
+def enclosed(found: Mapping[str, tuple[Entry, leaves.Keys]]) -> list[Problem]:
+    """Arrays that would lie inside of another array, for a new name."""
+    places = {tuple(name for _, name in keys): path for path, (_, keys) in found.items()}
+    problems = []
+    for names, path in places.items():
+        for outer in (places[names[:n]] for n in range(len(names)) if names[:n] in places):
+            if path != found[path][0].path or outer != found[outer][0].path:
+                problems.append(Problem(f"`{path}` would lie inside of `{outer}`, which is an array",
+                                        where=f"{found[path][0].path}, {found[outer][0].path}",
+                                        why="what has arrays in it is a container, and no array",
+                                        fix="correct the names in name_map"))  # fmt: skip
+    return problems
 
 
 def _some(paths: Sequence[str]) -> str:

@@ -24,6 +24,7 @@ from shardfn.checkpoint import arrays
 from shardfn.checkpoint.chunks import Box
 from shardfn.checkpoint.contents import FILE, Contents, to_text
 from shardfn.checkpoint.stored import ITEM
+from shardfn.checkpoint.ties import ties
 from shardfn.errors import CheckpointFileError
 
 Pieces = Mapping[str, Sequence[tuple[Box, np.ndarray]]]
@@ -32,13 +33,23 @@ Pieces = Mapping[str, Sequence[tuple[Box, np.ndarray]]]
 class StateHandler(ocp.AsyncCheckpointHandler):
     """Writes one checkpoint into the folder that Orbax gives it."""
 
+    args: StateSave
+
     async def async_save(self, directory: Any, args: StateSave) -> list[Any]:
         """Write in the background; everything of the devices is in host memory already."""
+        self.args = args
         return [_Commit(pathlib.Path(directory), args)]
 
     def save(self, directory: Any, args: StateSave) -> None:
         """Write, and wait for it."""
+        self.args = args
         _Commit(pathlib.Path(directory), args).result()
+
+    def finalize(self, directory: Any) -> None:
+        """Write the description, in the first process, when all processes have written their files."""
+        at, contents = pathlib.Path(directory), self.args.contents
+        files = ties(at, contents.entries, self.args.texts)
+        _text(at / FILE, to_text(dataclasses.replace(contents, files=files)))
 
     def restore(self, directory: Any, args: Any = None) -> Any:
         """Reading goes without Orbax: it has no state to keep."""
@@ -73,11 +84,8 @@ class _Commit:
             if errors:
                 raise errors[0]
             if jax.process_index() == 0:
-                for name, text in {**args.texts, FILE: to_text(args.contents)}.items():
-                    with open(directory / name, "w", encoding="utf-8") as file:
-                        file.write(text)
-                        file.flush()
-                        os.fsync(file.fileno())
+                for name, text in args.texts.items():
+                    _text(directory / name, text)
         except BaseException as error:
             self.error = error
 
@@ -85,6 +93,13 @@ class _Commit:
         self.thread.join(timeout)
         if self.error is not None:
             raise self.error
+
+
+def _text(path: pathlib.Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _error(future: Any) -> BaseException | None:

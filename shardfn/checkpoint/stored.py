@@ -12,6 +12,8 @@ from shardfn.checkpoint import contents
 from shardfn.errors import CheckpointError, a, fail
 
 ITEM = "state"
+MARKS = {ITEM, "_CHECKPOINT_METADATA", "commit_success.txt"}
+"""What is in the folder of a step, the notes of Orbax among it. A folder with other things only is somebody else's."""
 
 
 def place(path: Any) -> pathlib.Path:
@@ -27,7 +29,10 @@ def place(path: Any) -> pathlib.Path:
 
 
 def steps(path: str | os.PathLike[str]) -> tuple[int, ...]:
-    """The steps that are whole in a folder, oldest first. A save of this process that is under way is waited for.
+    """The steps that were saved in a folder, oldest first. A save of this process that is under way is waited for.
+
+    A step gets its name when it is whole, and old ones are removed. One without a description is left out if a later step
+    has one, since it may be removed in part; after the last of these it is damaged, and listed.
 
     >>> steps("nowhere")
     ()
@@ -36,8 +41,19 @@ def steps(path: str | os.PathLike[str]) -> tuple[int, ...]:
     settle(folder)
     if not folder.is_dir():
         return ()
-    found = (int(child.name) for child in folder.iterdir() if child.name.isdecimal() and child.name.isascii())
-    return tuple(sorted(step for step in found if (folder / str(step) / ITEM / contents.FILE).is_file()))
+    found = {int(child.name) for child in folder.iterdir() if child.name.isdecimal() and child.name.isascii()}
+    whole = [step for step in found if (folder / str(step) / ITEM / contents.FILE).is_file()]
+    last = max(whole, default=-1)
+    return tuple(sorted(whole + [step for step in found if step > last and _was_saved(folder / str(step))]))
+
+
+def _was_saved(folder: pathlib.Path) -> bool:
+    """Whether a step lay in a folder that has its name, by what is left of it."""
+    try:
+        left = set(os.listdir(folder))
+    except OSError:
+        return False
+    return not left or bool(left & MARKS)
 
 
 def settle(folder: pathlib.Path) -> None:
@@ -48,7 +64,7 @@ def settle(folder: pathlib.Path) -> None:
 
 
 def find(path: str | os.PathLike[str], step: int | None = None) -> tuple[pathlib.Path, int]:
-    """The folder with the arrays of one step, the last whole one if None, and its number.
+    """The folder with the arrays of one step, the last if None, and its number.
 
     Raises:
       CheckpointError: there is none.

@@ -52,7 +52,19 @@ class Tensor:
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
     def read(self, box: Box | None = None) -> np.ndarray:
-        """A box of the tensor; all of it if None."""
+        """A box of the tensor; all of it if None.
+
+        Raises:
+          CheckpointFileError: a byte of a bool that is neither 0 nor 1.
+        """
+        out = self._read(box)
+        if out.dtype == bool and out.size and out.view(np.uint8).max() > 1:
+            fail(CheckpointFileError, f"{self.file} is damaged", where=f"`{self.name}`: bool{list(self.shape)}",
+                 why=f"a bool is a byte of 0 or 1, and one here is {out.view(np.uint8).max()}",
+                 fix="fetch or write it again")  # fmt: skip
+        return out
+
+    def _read(self, box: Box | None) -> np.ndarray:
         box = tuple(slice(0, n) for n in self.shape) if box is None else box
         out = np.empty([s.stop - s.start for s in box], jnp.dtype(self.dtype))
         if not box or not out.size:
@@ -145,6 +157,8 @@ def _header(file: pathlib.Path) -> list[Tensor]:
         if size < 8 or length > min(MOST_HEADER_BYTES, size - 8):
             raise ValueError(f"its header is to be {length:,} bytes long, and the file has {size:,}")
         rows = json.loads(handle.read(length))
+    if not isinstance(rows, dict):
+        raise ValueError("its header is no JSON object of tensors")
     begin = 8 + length
     found = []
     for name, row in rows.items():

@@ -76,6 +76,9 @@ def _found(entries: Sequence[Entry], target: Any, contents: Contents) -> dict[st
     leaves = tree_util.tree_flatten_with_path(target, is_leaf=lambda x: isinstance(x, Sharding))[0]
     if leaves and all(isinstance(leaf, Sharding) for _, leaf in leaves):
         return _by_path(entries, {join("", key): leaf for key, leaf in leaves})
+    if isinstance(target, list | tuple | Mapping) and not target:
+        fail(CheckpointError, f"the target is {a(target)} of nothing", where=f"target = {target!r}",
+             why="it names no device, and no sharding", fix="name one or more, or leave the target out")  # fmt: skip
     fail(CheckpointError, f"a checkpoint cannot be restored into {a(target)}", where=f"target = {target!r:.80}",
          why=f"a target is {TARGETS}", fix='write for instance "layout.toml", jax.devices()[0] or a Mesh')  # fmt: skip
 

@@ -85,11 +85,8 @@ def test_a_file_cut_short_is_named(tmp_path, small, name, part):
         path.unlink() if part is None else path.write_bytes(data[: int(len(data) * part)])
 
     error, _ = hit(tmp_path, file, cut)
-    if part is None and name == "checkpoint.json":
-        assert "no checkpoint" in str(error), "what has no description is no checkpoint"
-    else:
-        assert isinstance(error, CheckpointFileError)
-        assert str(file) in str(error)
+    assert isinstance(error, CheckpointFileError)
+    assert str(file) in str(error)
     same_again = plain(checkpoint.restore(tmp_path))
     jax.tree.map(np.testing.assert_array_equal, same_again, plain(small))
 
@@ -263,10 +260,90 @@ def test_killed_at_many_moments(tmp_path):
 
 def test_a_step_half_removed_is_not_taken(tmp_path):
     """What a kill leaves while an old step is removed: a folder without its description, or without some files."""
-    for step in (1, 2):
+    for step in (1, 2, 3):
         checkpoint.save(tmp_path, {"x": np.full(4, step)}, step=step)
     shutil.rmtree(tmp_path / "1" / "state" / "x")
     with pytest.raises(CheckpointFileError, match="is missing"):
         checkpoint.restore(tmp_path, step=1)
     (tmp_path / "2" / "state" / "checkpoint.json").unlink()
+    assert checkpoint.steps(tmp_path) == (1, 3)
+
+
+LOST = {
+    "description": lambda step: (step / "state" / "checkpoint.json").unlink(),
+    "state": lambda step: shutil.rmtree(step / "state"),
+    "all": lambda step: [shutil.rmtree(x) if x.is_dir() else x.unlink() for x in step.iterdir()],
+}
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_a_damaged_last_step_is_never_passed_over(tmp_path, lost):
+    for step in (1, 2):
+        checkpoint.save(tmp_path, {"x": np.full(4, step)}, step=step)
+    LOST[lost](tmp_path / "2")
+    assert checkpoint.steps(tmp_path) == (1, 2)
+    for call in (checkpoint.restore, checkpoint.verify, checkpoint.inspect, checkpoint.reads):
+        with pytest.raises(CheckpointFileError, match=r"2/state/checkpoint\.json is missing"):
+            call(tmp_path)
+    assert checkpoint.restore(tmp_path, step=1)["x"][0] == 1
+    assert checkpoint.save(tmp_path, {"x": np.full(4, 3)}).step == 3
+    assert checkpoint.restore(tmp_path)["x"][0] == 3
+
+
+def test_what_is_no_step_is_passed_over(tmp_path):
+    checkpoint.save(tmp_path, {"x": np.zeros(4)}, step=1)
+    for name in ("3.orbax-checkpoint-tmp/state", "3.part.17/state", "2024/plots"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "7").write_text("")
     assert checkpoint.steps(tmp_path) == (1,)
+    checkpoint.verify(tmp_path)
+
+
+def copied(path, one, two):
+    shutil.copy(path / "1" / "state" / one, path / "2" / "state" / two)
+
+
+def exchanged(path, one, two):
+    one, two = path / "2" / "state" / one, path / "2" / "state" / two
+    kept = one.read_bytes()
+    shutil.copy(two, one)
+    two.write_bytes(kept)
+
+
+@pytest.mark.parametrize(
+    "change, one, two",
+    [(copied, "w/c/0/1", "w/c/0/1"), (copied, "n/c", "n/c"), (copied, "w/c/0/1", "w/c/1/2"), (exchanged, "w/c/0/1", "w/c/1/3"),
+     (copied, "layout.toml", "layout.toml")],
+)  # fmt: skip
+def test_files_of_another_step_or_place_are_found(tmp_path, small, change, one, two):
+    """Each is a whole file: its own checksums are right."""
+    checkpoint.save(tmp_path, {**small, "n": 1}, step=1)
+    checkpoint.save(tmp_path, {**small, "n": 2, "w": small["w"] + 1}, step=2)
+    checkpoint.verify(tmp_path)
+    if one == "layout.toml":
+        (tmp_path / "1" / "state" / one).write_text("")
+    change(tmp_path, one, two)
+    for call in (checkpoint.verify, checkpoint.restore):
+        if call is checkpoint.restore and two == "layout.toml":
+            call(tmp_path)  # it does not read it
+            continue
+        with pytest.raises(CheckpointFileError, match=f"{two} is not the file that was saved") as caught:
+            call(tmp_path)
+        assert len(caught.value.problems) == (2 if change is exchanged else 1)
+
+
+def test_verify_misses_a_layout(tmp_path, small):
+    checkpoint.save(tmp_path, small)
+    (tmp_path / "0" / "state" / "layout.toml").unlink()
+    with pytest.raises(CheckpointFileError, match=r"layout\.toml is missing"):
+        checkpoint.verify(tmp_path)
+
+
+def test_copies_are_tied_too(tmp_path, small):
+    checkpoint.save(tmp_path / "one", {**small, "n": 1})
+    checkpoint.merge(tmp_path / "one", tmp_path / "two")
+    checkpoint.verify(tmp_path / "two")
+    file = tmp_path / "two" / "0" / "state" / "n" / "zarr.json"
+    file.write_text(file.read_text() + "\n")
+    with pytest.raises(CheckpointFileError, match=r"zarr\.json is not the file that was saved"):
+        checkpoint.verify(tmp_path / "two")

@@ -165,6 +165,7 @@ BROKEN = {
     "no_dtype": lambda data: data.replace(b'"F32"', b'"F33"'),
     "shape": lambda data: data.replace(b"[64,64]", b"[64,65]"),
     "negative": lambda data: data.replace(b"[64,64]", b"[-4,64]"),
+    "list": lambda data: (8).to_bytes(8, "little") + b"[1, 2]  " + data[8:],
 }
 
 
@@ -176,6 +177,20 @@ def test_broken_safetensors(tmp_path, name, golden):
         checkpoint.import_safetensors(file, tmp_path / "run")
     golden(f"checkpoint_safetensors_{name}", str(error.value).replace(str(tmp_path), "HUB"))
     assert not (tmp_path / "run").exists()
+
+
+def test_bools_of_other_bytes(tmp_path):
+    file = tmp_path / "x.safetensors"
+    safetensors.numpy.save_file({"m": np.array([[True], [False]]), "one": np.array(True)}, file)
+    checkpoint.import_safetensors(file, tmp_path / "run")
+    assert checkpoint.restore(tmp_path / "run")["m"].tolist() == [[True], [False]]
+    for at, name in ((-1, "one"), (-2, "m")):
+        data = bytearray(file.read_bytes())
+        data[at] = 2
+        (tmp_path / "y.safetensors").write_bytes(data)
+        with pytest.raises(CheckpointFileError, match=f"(?s)y.safetensors is damaged.*`{name}`.*one here is 2"):
+            checkpoint.import_safetensors(tmp_path / "y.safetensors", tmp_path / "other")
+        assert checkpoint.steps(tmp_path / "other") == ()
 
 
 @pytest.mark.parametrize(

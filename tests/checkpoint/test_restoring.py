@@ -172,6 +172,8 @@ CASES = [
     ("odd", lambda path, state: checkpoint.restore(path, NamedSharding(mesh(5), P("a")), only="params/w*")),
     ("tree", lambda path, state: checkpoint.restore(path, {"params": NamedSharding(mesh(2), P())}, only=["step", "key"])),
     ("names", lambda path, state: checkpoint.restore(path, name_map={"parms": "x", "params/w1": "params/w2"})),
+    ("inside", lambda path, state: checkpoint.restore(path, name_map={"params/half": "step/x"})),
+    ("no_target", lambda path, state: checkpoint.restore(path, [])),
     ("only", lambda path, state: checkpoint.restore(path, only=["parm/*", "params/*"])),
     ("dtype", lambda path, state: checkpoint.restore(path, dtype={"nothing": "bfloat16"})),
     ("no_dtype", lambda path, state: checkpoint.restore(path, dtype="bfloat17")),
@@ -185,6 +187,13 @@ def test_what_does_not_fit(saved, state, name, call, golden):
     assert isinstance(error.value, CheckpointError)
     text = str(error.value).replace(str(saved), "RUN")
     golden(f"checkpoint_restore_{name}", "\n".join(line for line in text.split("\n") if "Unable to init" not in line))
+
+
+def test_a_lone_array_may_take_the_place_of_all(saved, state):
+    back = checkpoint.restore(saved, only="params/w1", name_map={"params/w1": ""})
+    np.testing.assert_array_equal(back, state["params"]["w1"])
+    with pytest.raises(CheckpointError, match="would lie inside of"):
+        checkpoint.restore(saved, only=["params/w1", "step"], name_map={"params/w1": ""})
 
 
 def test_other_counts_of_devices_need_a_target(tmp_path):

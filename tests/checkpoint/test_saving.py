@@ -1,3 +1,4 @@
+import enum
 import json
 import pathlib
 import subprocess
@@ -191,3 +192,42 @@ def test_64_bits_are_kept(tmp_path):
     back = checkpoint.restore(tmp_path)
     assert back["n"] == 2**40 + 1 and back["x"].dtype == "float64"
     same(back, state)
+
+
+class Phase(enum.IntEnum):
+    LATE = 3
+
+
+class Exact(float):
+    pass
+
+
+@pytest.mark.parametrize(
+    "number, kind",
+    [(np.float64(0.1), float), (np.complex128(1 / 3 + 1j), complex), (1j / 3, complex), (Phase.LATE, int), (Exact(0.1), float),
+     (True, bool), (2**63, int), (-(2**63), int)],
+)  # fmt: skip
+def test_numbers_that_are_python_numbers_too(tmp_path, number, kind):
+    checkpoint.save(tmp_path, {"best": number})
+    checkpoint.verify(tmp_path)
+    for back in (checkpoint.restore(tmp_path), checkpoint.restore(tmp_path, like={"best": number})):
+        assert type(back["best"]) is kind
+        assert back["best"] == number
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.zeros(2, [("a", "f4")]),
+        np.void(b"abc"),
+        2**64,
+        -(2**63) - 1,
+        np.zeros(2, "complex256"),
+        np.zeros(2, "float128"),
+    ],
+    ids=lambda value: str(getattr(value, "dtype", value)),
+)
+def test_what_could_not_be_read_is_not_saved(tmp_path, value):
+    with pytest.raises(CheckpointError, match="`x`"):
+        checkpoint.save(tmp_path, {"x": value, "w": np.zeros(2)})
+    assert checkpoint.steps(tmp_path) == ()
