@@ -85,7 +85,7 @@ def _names(count: int) -> list[str]:
 
 def _ranges(parameter: str, item: Any, name: str, problems: list[Problem]) -> list[list[Range]]:
     """For each dim of a parameter the axes that cut it, as ranges of ranks."""
-    found = _checked(item)
+    found = checked(item)
     if isinstance(found, str):
         if len(problems) < 50:
             problems.append(Problem(f"the layout of {short(parameter)!r} in {name} cannot be read", where=short(item), why=found,
@@ -102,7 +102,12 @@ def _ranges(parameter: str, item: Any, name: str, problems: list[Problem]) -> li
     return rows
 
 
-def _checked(item: Any) -> tuple[list[int], list[list[int]], int, int] | str:
+def checked(item: Any) -> tuple[list[int], list[list[int]], int, int] | str:
+    """A parameter's row of a strategy JSON: device matrix, tensor map, and size and step of its optimizer's shards.
+
+    Returns:
+      What is wrong with it, as a sentence, where it is no such row.
+    """
     if not isinstance(item, dict):
         return "it is no dict"
     matrix, written = item.get("dev_matrix"), item.get("tensor_map")

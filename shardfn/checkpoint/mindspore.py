@@ -22,8 +22,9 @@ from shardfn.checkpoint import arrays, offline
 from shardfn.checkpoint.chunks import Box, volume
 from shardfn.checkpoint.stored import place
 from shardfn.checkpoint.tensorfiles import SUFFIX, Planned, Tensor, rows_of, tensors, written
-from shardfn.errors import CheckpointError, CheckpointFileError, LayoutError, Problem, a, fail
+from shardfn.errors import CheckpointError, CheckpointFileError, Problem, a, fail
 from shardfn.layout import Layout
+from shardfn.strategyfile import checked
 
 __all__ = ["merge_sliced_parameter", "rank_list_for_transform", "transform_checkpoints"]
 
@@ -140,6 +141,9 @@ def read_strategy(source: Any) -> dict[str, Sliced]:
         return {}
     if isinstance(source, Mapping):
         rows: Any = source
+    elif not isinstance(source, str | os.PathLike):
+        fail(CheckpointError, f"a strategy is a file or a dict, not {a(source)}", where=f"{source!r:.80}",
+             fix="give the JSON that strategy_ckpt_save_file wrote, or its rows")  # fmt: skip
     else:
         file = pathlib.Path(source)
         try:
@@ -150,29 +154,25 @@ def read_strategy(source: Any) -> dict[str, Sliced]:
             why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             fail(CheckpointFileError, f"{file} cannot be read", why=why,
                  fix="give the JSON that strategy_ckpt_save_file wrote; its binary form is not read")  # fmt: skip
+    if not isinstance(rows, Mapping):
+        fail(CheckpointError, f"a strategy is a dict of parameters, not {a(rows)}", where=f"{rows!r:.80}",
+             fix="give what stands under parallel_layout_item")  # fmt: skip
     return {str(name): row if isinstance(row, Sliced) else _sliced(f"`{name}`", row) for name, row in rows.items()}
 
 
 def _sliced(name: str, row: Any) -> Sliced:
     try:
-        matrix = tuple(int(n) for n in row["dev_matrix"])
-        layout = Layout.from_tensor_map(
-            matrix, tuple(tuple(k) if isinstance(k, list) else k for k in row["tensor_map"])
-        )
-        size, step = int(row.get("opt_weight_shard_size") or 1), int(row.get("opt_weight_shard_step") or 1)
-        shape = row.get("tensor_shape")
-        full = None if shape is None else tuple(int(n) for n in shape)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, LayoutError):
-            raise
-        fail(
-            CheckpointError,
-            f"the strategy of {name} cannot be read",
-            where=f"{row!r:.120}",
-            why=f"{type(error).__name__}: {error}",
-            fix="it has dev_matrix and tensor_map, lists of ints",
-        )
-    return Sliced(layout, full, (max(size, 1), max(step, 1)))
+        row = json.loads(json.dumps(dict(row) if isinstance(row, Mapping) else row))
+    except (TypeError, ValueError):
+        row = None
+    found = checked(row)
+    if isinstance(found, str):
+        fail(CheckpointError, f"the strategy of {name} cannot be read", where=f"{row!r:.120}", why=found,
+             fix="it has dev_matrix and tensor_map, lists of ints")  # fmt: skip
+    matrix, tensor_map, size, step = found
+    layout = Layout.from_tensor_map(tuple(matrix), tuple(d[0] if len(d) == 1 else tuple(d) for d in tensor_map))
+    shape = row.get("tensor_shape")
+    return Sliced(layout, None if shape is None else tuple(shape), (max(size, 1), max(step, 1)))
 
 
 def rank_list_for_transform(rank_id: int, src_strategy_file: Any = None, dst_strategy_file: Any = None) -> list[int]:
