@@ -413,6 +413,15 @@ def normal(path: str) -> str:
     return path.replace(".", "/").strip("/").removeprefix("self/")
 
 
+def tidy(path: str) -> str:
+    """A path as people write it: Flax NNX keeps each array as the `value` of a variable.
+
+    >>> tidy("up/kernel/value")
+    'up/kernel'
+    """
+    return path.removesuffix("/value")
+
+
 def met(pattern: str, paths: Sequence[str]) -> tuple[list[int], str]:
     """The paths that a pattern meets, and it as a glob: as written, or with `['a'][0]` and `.a[0]` read as `a/0`."""
     glob = normal(pattern)

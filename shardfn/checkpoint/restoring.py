@@ -285,7 +285,7 @@ def _misfits(stored: Mapping[str, Entry], wanted: Mapping[str, leaves.Leaf]) -> 
             problems.append(Problem(f"`{path}` has the shape {entry.shape} in the checkpoint, and {leaf.shape} is wanted",
                                     where=entry.text, why="a shape is never changed while it is read",
                                     fix="restore it as it is, and pad or cut it then"))  # fmt: skip
-        elif _class(entry.dtype) != _class(leaf.dtype) or entry.kind.startswith(KEY) != leaf.kind.startswith(KEY):
+        elif family(entry.dtype) != family(leaf.dtype) or entry.kind.startswith(KEY) != leaf.kind.startswith(KEY):
             problems.append(Problem(f"`{path}` is {_noun(entry)} in the checkpoint, and {_noun(leaf)} is wanted",
                                     where=entry.text, why="only floats are cast to floats, ints to ints",
                                     fix="restore it as it is, and convert it then"))  # fmt: skip
@@ -304,7 +304,8 @@ def _near(path: str, others: Any) -> str:
     return "take it out of `like`, or name what there is with only="
 
 
-def _class(dtype: Any) -> str:
+def family(dtype: Any) -> str:
+    """Within which dtypes are cast: "float", "int", "complex" or "bool"."""
     kinds = (("float", jnp.floating), ("int", jnp.integer), ("complex", jnp.complexfloating))
     return next((name for name, kind in kinds if jnp.issubdtype(jnp.dtype(dtype), kind)), "bool")
 
@@ -331,7 +332,7 @@ def casts(
         except TypeError:
             fail(CheckpointError, f"{kind!r:.40} is no dtype", where=f"dtype = {dtype!r:.80}", fix="write jnp.bfloat16")
         for path in _selected(tuple(found), glob, "dtype", problems):
-            if _class(found[path]) == "float" and _class(kind) == "float":
+            if family(found[path]) == "float" and family(kind) == "float":
                 found[path] = kind
     if problems:
         raise CheckpointError(problems)

@@ -63,7 +63,7 @@ def _found(entries: Sequence[Entry], target: Any, contents: Contents) -> dict[st
         target = _device(target)
     if isinstance(target, jax.Device):
         target = SingleDeviceSharding(target)
-    if isinstance(target, list | tuple) and target and all(isinstance(d, jax.Device) for d in target):
+    if is_devices(target):
         target = NamedSharding(Mesh(np.array(target), ("all",), axis_types=(AxisType.Auto,)), PartitionSpec())
     if isinstance(target, Sharding):
         return {entry.path: target for entry in entries}
@@ -81,6 +81,11 @@ def _found(entries: Sequence[Entry], target: Any, contents: Contents) -> dict[st
              why="it names no device, and no sharding", fix="name one or more, or leave the target out")  # fmt: skip
     fail(CheckpointError, f"a checkpoint cannot be restored into {a(target)}", where=f"target = {target!r:.80}",
          why=f"a target is {TARGETS}", fix='write for instance "layout.toml", jax.devices()[0] or a Mesh')  # fmt: skip
+
+
+def is_devices(value: Any) -> bool:
+    """Whether it is a list of devices, and not an empty one."""
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(d, jax.Device) for d in value)
 
 
 def _device(platform: str) -> Any:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from shardfn.checkpoint.contents import KEY, Entry
+from shardfn.checkpoint.restoring import family
 from shardfn.errors import CheckpointError, Problem, fail
 from shardfn.inference.weights import Weights
-from shardfn.strategy import listed
+from shardfn.strategy import listed, tidy
 
 USUAL = ("params", "model")
 """Where training states keep the weights, if the function calls them something else."""
@@ -32,12 +32,12 @@ def matched(
     Raises:
       CheckpointError: weights that are missing, of another shape or dtype, all of them; several places that fit as well.
     """
-    tidy = {_tidy(path): path for path in stored}
-    wanted = {_tidy(name): name for name in weights.shapes}
-    root = _root(tidy, wanted, stored, weights, strict, text)
+    spelt = {tidy(path): path for path in stored}
+    wanted = {tidy(name): name for name in weights.shapes}
+    root = _root(spelt, wanted, stored, weights, strict, text)
     found, problems = {}, []
     for short_name, name in wanted.items():
-        path = tidy.get(f"{root}/{short_name}" if root else short_name)
+        path = spelt.get(f"{root}/{short_name}" if root else short_name)
         if path is None:
             if strict or name not in valued:
                 problems.append(Problem(f"{text} has no `{name}`", where=f"{name}: {_said(weights, name)}",
@@ -56,23 +56,18 @@ def matched(
     return found
 
 
-def _tidy(path: str) -> str:
-    """Flax NNX keeps each array as the `value` of a variable."""
-    return path.removesuffix("/value")
-
-
 def _root(
-    tidy: Mapping[str, str], wanted: Mapping[str, str], stored: Mapping[str, Entry], weights: Weights, strict: bool, text: str
+    spelt: Mapping[str, str], wanted: Mapping[str, str], stored: Mapping[str, Entry], weights: Weights, strict: bool, text: str
 ) -> str:  # fmt: skip
     """What stands before the names: the one under which most weights are found."""
     hits: dict[str, int] = {}
     names = set(wanted)
-    for path in tidy:
+    for path in spelt:
         parts = path.split("/")
         for n in range(len(parts)):
             if "/".join(parts[n:]) in names:
                 root = "/".join(parts[:n])
-                fits = stored[tidy[path]].shape == weights.shapes[wanted["/".join(parts[n:])]].shape
+                fits = stored[spelt[path]].shape == weights.shapes[wanted["/".join(parts[n:])]].shape
                 hits[root] = hits.get(root, 0) + 2 + fits
     own = tuple(weights.arguments) if len(weights.arguments) == 1 else ()
     first = ("", *own) if strict else ("", *own, *USUAL)
@@ -111,12 +106,7 @@ def _misfit(entry: Entry, weights: Weights, name: str, strict: bool) -> Problem 
     if strict and entry.numpy_dtype != kind:
         return Problem(f"`{name}` is {entry.dtype} in the checkpoint, and {kind} is wanted", where=entry.text,
                        why="strict_load casts nothing", fix="leave strict_load out")  # fmt: skip
-    if _class(entry.numpy_dtype) != _class(kind):
+    if family(entry.numpy_dtype) != family(kind):
         return Problem(f"`{name}` is {entry.dtype} in the checkpoint, and {kind} is wanted", where=entry.text,
                        why="only floats are cast to floats, ints to ints", fix="convert it before it is saved")  # fmt: skip
     return None
-
-
-def _class(dtype: Any) -> str:
-    kinds = (("float", jnp.floating), ("int", jnp.integer), ("complex", jnp.complexfloating))
-    return next((name for name, kind in kinds if jnp.issubdtype(dtype, kind)), "bool")

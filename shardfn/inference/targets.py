@@ -49,7 +49,7 @@ def shardings(
              why="a target is planned for", fix="give devices of this machine: jax.devices()[:4]")  # fmt: skip
     if strategy is None:
         return {entry.path: SingleDeviceSharding(found.devices[0]) for entry in entries}
-    if isinstance(strategy, Plan | Sharding | Mesh | jax.Device) or _is_devices(strategy):
+    if isinstance(strategy, Plan | Sharding | Mesh | jax.Device) or where.is_devices(strategy):
         return where.shardings(entries, strategy, contents)
     if isinstance(strategy, str | os.PathLike | LayoutFile):
         layout = layoutfile.read(strategy)
@@ -59,10 +59,6 @@ def shardings(
                  fix="use the layout of this model, or name the weights as it does with name_map")  # fmt: skip
         return where.laid_out(entries, layout, None, found.devices)
     return _written(strategy, entries, tree, found)
-
-
-def _is_devices(value: Any) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and all(isinstance(d, jax.Device) for d in value)
 
 
 def _meets(glob: str, entries: Sequence[Entry]) -> bool:

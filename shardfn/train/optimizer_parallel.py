@@ -12,7 +12,7 @@ from jax import tree_util
 
 from shardfn.context import ParallelContext
 from shardfn.graph.model import Spec
-from shardfn.strategy import join
+from shardfn.strategy import join, tidy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ def mirrored(opt_state: Any, params: Mapping[str, tuple[int, ...]]) -> list[str 
     """
     found = []
     for key, leaf in tree_util.tree_flatten_with_path(opt_state)[0]:
-        path = join("", key).removesuffix("/value")
+        path = tidy(join("", key))
         ends = [p for p in params if path == p or path.endswith("/" + p)]
         best = max(ends, key=len, default=None)
         found.append(best if best is not None and params[best] == tuple(leaf.shape) else None)

@@ -21,7 +21,7 @@ from jax.extend import core
 
 from shardfn.errors import Problem, StrategyError, StrategyTypeError
 from shardfn.rebind import bind_one
-from shardfn.strategy import join, short
+from shardfn.strategy import join, short, tidy
 from shardfn.train.blocks import Program, Run, Step, program, runs, tokens
 
 DEFAULT_LIMIT = 1000
@@ -127,7 +127,7 @@ def fold(
     True
     """
     keyed, treedef = tree_util.tree_flatten_with_path(params)
-    paths = [join("", key).removesuffix("/value") for key, _ in keyed]
+    paths = [tidy(join("", key)) for key, _ in keyed]
     shapes = [(tuple(x.shape), str(x.dtype)) for _, x in keyed]
     made, found = _traced(loss_fn, params, batch)
     groups = _groups(found, paths, shapes)

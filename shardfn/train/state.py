@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import tree_util
 
 from shardfn.errors import Problem, raise_problems
-from shardfn.strategy import join, listed, met, shape_of
+from shardfn.strategy import join, listed, met, shape_of, tidy
 
 
 class State(NamedTuple):
@@ -81,7 +81,7 @@ def anatomy(model: Any, frozen: Sequence[str] = ()) -> Anatomy:
     is_array = [holds_array(model, leaf) for _, leaf in keyed]
     inside = [(key, leaf) for (key, leaf), mine in zip(keyed, is_array, strict=True) if mine]
     names = tuple(join("", key) for key, _ in inside)
-    paths = tuple(map(_tidy, names))
+    paths = tuple(map(tidy, names))
     raise_problems([*_shared(model), *_unmet(paths, frozen, "frozen")])
     fixed = _not_params(model)
     still = {i for glob in frozen for i in met(glob, paths)[0]}
@@ -105,11 +105,6 @@ def is_equinox(model: Any) -> bool:
     """Whether it is an Equinox module: its Python numbers are settings, and no arrays."""
     equinox = sys.modules.get("equinox")
     return equinox is not None and isinstance(model, equinox.Module)
-
-
-def _tidy(path: str) -> str:
-    """A path as people write it: Flax NNX keeps each array as the `value` of a variable."""
-    return path.removesuffix("/value")
 
 
 def _not_params(model: Any) -> set[str]:
