@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import tree_util
 
-from shardfn.callee import Callee, bind
+from shardfn.call import bind
+from shardfn.callee import Callee
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.sharded import ShardedFunction
 from shardfn.strategy import join, listed, shape_of, short
