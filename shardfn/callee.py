@@ -21,7 +21,8 @@ from typing import Any
 from jax import tree_util
 
 from shardfn.errors import warn
-from shardfn.strategy import join, shape_of
+from shardfn.paths import join
+from shardfn.strategy import shape_of
 
 State = dict[str, Any]
 """Path to array."""

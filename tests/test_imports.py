@@ -14,7 +14,7 @@ SHARDY = "shardfn.graph.shardy"
 # A module may import only modules of the rows above its own. A new file gets a place here.
 LAYERS = (
     ("errors",),
-    ("cost.chips", "extras"),
+    ("cost.chips", "extras", "paths"),
     ("cost.links",),
     ("layout", "graph.model", "cost.hardware", "cost.collectives", "progress", "amounts"),
     (

@@ -17,9 +17,9 @@ from shardfn import layoutfile
 from shardfn.checkpoint.contents import Contents, Entry
 from shardfn.decisions import partition_spec
 from shardfn.errors import CheckpointError, Problem, a, fail
-from shardfn.layoutrules import LayoutFile, Rule, escaped
+from shardfn.layoutrules import LayoutFile, Rule
+from shardfn.paths import escaped, join, normal
 from shardfn.plan import Plan
-from shardfn.strategy import join, normal
 
 TARGETS = "a plan, a layout file or its name, a mesh, a device or a list of them, a sharding or a tree of shardings"
 PLATFORMS = ("cpu", "gpu", "tpu", "cuda", "rocm")

@@ -21,7 +21,8 @@ from shardfn.inference.predict import PredictLayout, with_options
 from shardfn.inference.sources import one_of, open_source
 from shardfn.inference.targets import shardings
 from shardfn.inference.weights import Named, Weights, check_named, of_module, of_tree
-from shardfn.strategy import listed, short
+from shardfn.paths import listed
+from shardfn.strategy import short
 
 
 def load_distributed_checkpoint(

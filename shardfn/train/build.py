@@ -16,7 +16,8 @@ from shardfn.context import ParallelContext
 from shardfn.cost import hardware
 from shardfn.cost.hardware import Hardware
 from shardfn.errors import Problem, StrategyError, a, fail, raise_problems
-from shardfn.strategy import join, short
+from shardfn.paths import join
+from shardfn.strategy import short
 from shardfn.train import rows as packing
 from shardfn.train.beats import DATA, STAGE, TENSOR, Machine, machine
 from shardfn.train.marks import Mark, configured, marks_by_path, marks_of, staged

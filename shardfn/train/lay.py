@@ -13,8 +13,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from shardfn.api import shard
 from shardfn.cost.hardware import Hardware
 from shardfn.errors import Problem, raise_problems
+from shardfn.paths import join, met
 from shardfn.sharded import ShardedFunction
-from shardfn.strategy import AUTO, join, met
+from shardfn.strategy import AUTO
 from shardfn.train.drawn import Cut, Drawn, is_per_device, tree_of
 from shardfn.train.fusion import Bucket
 from shardfn.train.optimizer_parallel import OptimizerParallel, cut_further, mirrored
