@@ -16,7 +16,9 @@ LAYERS = (
     ("errors",),
     ("cost.chips", "extras", "paths"),
     ("cost.links",),
-    ("layout", "graph.model", "cost.hardware", "cost.collectives", "progress", "amounts"),
+    ("graph.model",),
+    ("meshes",),
+    ("layout", "cost.hardware", "cost.collectives", "progress", "amounts"),
     (
         "strategy",
         "context_keys",
