@@ -72,7 +72,7 @@ class Options:
     search_mode: str | None = None
     memory_limit: int | float | str | None = None
     finalists: int = 0
-    time_limit: float = 60.0
+    time_limit: float | None = None
     static_argnums: tuple[int, ...] = ()
     static_argnames: tuple[str, ...] = ()
     donate_argnums: tuple[int, ...] = ()
@@ -528,7 +528,8 @@ def _wishes(options: Options, current: Any) -> Wishes:
     assert not isinstance(limit, Problem)  # checked by `shard`
     mode = options.search_mode or (current.search_mode if current.is_set("search_mode") else None)
     inside = mode not in (None, "auto")  # which follows the cuts where nothing is left open
-    return Wishes(limit, options.time_limit, options.finalists <= 1, algorithm_of(current), inside)
+    seconds = math.inf if options.time_limit is None else options.time_limit
+    return Wishes(limit, seconds, options.finalists <= 1, algorithm_of(current), inside)
 
 
 def _leaf_positions(args: Sequence[Any], statics: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
