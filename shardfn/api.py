@@ -32,7 +32,7 @@ class More(TypedDict, total=False):
     search_mode: str | None
     memory_limit: int | float | str | None
     finalists: int
-    time_limit: float
+    time_limit: float | None
     static_argnums: int | Sequence[int]
     static_argnames: str | Sequence[str]
     donate_argnums: int | Sequence[int]
@@ -70,7 +70,7 @@ def shard(
     search_mode: str | None = None,
     memory_limit: int | float | str | None = None,
     finalists: int = 0,
-    time_limit: float = 60.0,
+    time_limit: float | None = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] = (),
@@ -97,7 +97,8 @@ def shard(
       finalists: how many of the best plans are compiled, plain layouts among them, for the best compiled one to win; at
         most 64.
       time_limit: seconds after which the search answers with the best it has; what is under way then is ended, and the
-        plan's `policy` says what there was no time for. Tracing comes before.
+        plan's `policy` says what there was no time for. Tracing comes before. Without it no clock is read: what a search
+        may do is counted, and the plan is the same on every machine, however busy.
       static_argnums, static_argnames, donate_argnums, donate_argnames: as in `jax.jit`.
       layout: a layout file by its path, a recipe by its name ("llama/fsdp-tp"), what `load` gives, or a plan: it lays
         out what no entry speaks of.
@@ -320,7 +321,7 @@ def _bound_problems(options: Options) -> Iterator[Problem]:
                       "so many plans are compiled, and the best compiled one wins", "write 0 to compile none, or 4",
                       is_type=isinstance(count, bool) or not isinstance(count, int))  # fmt: skip
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not is_number or not seconds > 0:
+    if seconds is not None and (not is_number or not seconds > 0):
         yield Problem("`time_limit` must be a number of seconds above 0", f"time_limit = {short(seconds)}",
                       "the search answers with the best it has after so long", "write 60", is_type=not is_number)  # fmt: skip
 

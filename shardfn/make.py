@@ -38,10 +38,10 @@ from shardfn.unpredicted import not_predicted, of_program
 
 @dataclasses.dataclass(frozen=True)
 class Wishes:
-    """What bounds a search: bytes per device (None: what the device has), seconds, and what may be left out."""
+    """What bounds a search: bytes per device (None: what the device has), the user's time limit, and what may be left out."""
 
     memory_limit: float | None = None
-    seconds: float = 60.0
+    seconds: float = math.inf
     is_strict: bool = True
     """Whether a plan that is predicted to hold more than `memory_limit` is an error."""
     algorithm: Algorithm = dataclasses.field(default_factory=Algorithm)

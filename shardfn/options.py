@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +33,7 @@ class Options:
     search_mode: str | None = None
     memory_limit: int | float | str | None = None
     finalists: int = 0
-    time_limit: float = 60.0
+    time_limit: float | None = None
     static_argnums: tuple[int, ...] = ()
     static_argnames: tuple[str, ...] = ()
     donate_argnums: tuple[int, ...] = ()
@@ -46,7 +47,8 @@ class Options:
         assert not isinstance(limit, Problem)  # checked by `shard`
         mode = self.search_mode or (current.search_mode if current.is_set("search_mode") else None)
         inside = mode not in (None, "auto")  # which follows the cuts where nothing is left open
-        return Wishes(limit, self.time_limit, self.finalists <= 1, algorithm_of(current), inside)
+        seconds = math.inf if self.time_limit is None else self.time_limit
+        return Wishes(limit, seconds, self.finalists <= 1, algorithm_of(current), inside)
 
     def layout_file(self, current: Any) -> LayoutFile | None:
         """The layout file given, or the context's."""

@@ -48,7 +48,7 @@ LAYERS = (
     ("planfile",),
     ("plan",),
     ("search.labelling",),
-    ("search.content", "search.exhaustive"),
+    ("search.content", "search.exhaustive", "search.budget"),
     ("search.contract", "search.eliminate", "search.bound"),
     ("search.memory",),
     ("search.lagrange", "search.peak"),

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from scipy import sparse
 
+from shardfn.search.budget import CALL, Budget
 from shardfn.search.labelling import Array
 
 LARGE = 1 << 12  # entries of a table from which it is not stacked with others of its shape
@@ -81,11 +82,14 @@ class Colour:
 class Messages:
     """The state of the passes over nodes with the labels `first[v]` to `first[v + 1]` and `tables[u][v]`.
 
-    A cost may be infinite (a label that is out); so may entries of a table.
+    A cost may be infinite (a label that is out); so may entries of a table. A pass spends `effort` of the budget.
     """
 
-    def __init__(self, costs: Sequence[Array], first: Array, tables: Sequence[dict[int, Array]]):
+    def __init__(
+        self, costs: Sequence[Array], first: Array, tables: Sequence[dict[int, Array]], budget: Budget | None = None
+    ):
         self.first = first
+        self.budget = budget or Budget()
         rank = colours(costs, tables)
         nodes = np.argsort(rank, kind="stable")
         sizes = np.diff(first)
@@ -94,6 +98,9 @@ class Messages:
         self.colours = tuple(_coloured(rank, nodes, sizes, tables, self.place))
         every = [each for colour in self.colours for each in (colour.ahead, colour.behind) if each is not None]
         self.sent = np.zeros(max((each.out.stop for each in every), default=0))
+        entries = sum(g.edges * g.tables.shape[1] * g.tables.shape[2] + CALL for each in every for g in each.groups)
+        self.effort = entries / 2 + CALL * len(self.colours) + int(first[-1])
+        self.budget.spend(4 * self.effort)  # what it took to lay them out
         self.set_costs(np.concatenate([np.zeros(0), *costs]))
 
     def set_costs(self, costs: Array) -> None:
@@ -122,6 +129,7 @@ class Messages:
 
     def forward(self, decide: bool = False) -> Array | None:
         """One pass in the order of the colours; with `decide`, nodes take their best label given those before them."""
+        self.budget.spend(self.effort)
         choice = np.zeros(len(self.first) - 1, np.int64)
         known = self.sent.copy() if decide else self.sent
         for colour in self.colours:
@@ -144,6 +152,7 @@ class Messages:
 
         With `gap` = (a known solution) - (the bound of the last pass), no better solution takes such a label.
         """
+        self.budget.spend(self.effort)
         bound = 0.0
         for colour in reversed(self.colours):
             belief = self._belief(colour, self.sent)

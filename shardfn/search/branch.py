@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -84,7 +83,7 @@ def load(part: Part, size: float) -> Ascent | None:
     return ascent
 
 
-def branch(ascent: Ascent, local: Local, goal: Callable[[], float], most: int, deadline: float = np.inf,
+def branch(ascent: Ascent, local: Local, goal: Callable[[], float], most: int,
            watch: Callable[[float, float], None] | None = None) -> float:  # fmt: skip
     """The bound after at most `most` parts; the labellings met go to `local`. Only costs below `goal()` are looked for.
 
@@ -94,7 +93,7 @@ def branch(ascent: Ascent, local: Local, goal: Callable[[], float], most: int, d
     count = 0
     gains = Gains()
     size = max(ascent.size, 0.003)
-    while queue and count < most and time.monotonic() < deadline:
+    while queue and count < most and not ascent.budget.is_over:
         bound, _, part = heapq.heappop(queue)
         if bound >= goal():
             return goal()
@@ -107,17 +106,17 @@ def branch(ascent: Ascent, local: Local, goal: Callable[[], float], most: int, d
         if not len(now.nodes):
             local.offer(now.full(np.zeros(0, np.int64)))
             continue
-        seen = _explore(now, local, goal, deadline)
+        seen = _explore(now, local, goal)
         bound = max(bound, now.bound)
         gains.learn(part.split, (goal() if seen is None else bound) - part.bound)
         if count % 4 == 1 and seen:
-            found = fitted(now, local, 0.05 * (1 + count % 3), deadline)
+            found = fitted(now, local, 0.05 * (1 + count % 3))
             if found is not None:
                 local.offer(local.descend(found))
         if count % 32 == 1 and seen:
-            local.fit(local.solve(now.full(seen[-1]), now.best, 1e4), now.best, 2, deadline=deadline)
+            local.fit(local.solve(now.full(seen[-1]), now.best, 1e4), now.best, 2)
         if count % 8 == 0:
-            local.improve(part.multipliers, NEIGHBOURHOODS, deadline)
+            local.improve(part.multipliers, NEIGHBOURHOODS)
         if seen is None or bound >= goal():
             continue
         part = save(now, bound)
@@ -130,7 +129,7 @@ def branch(ascent: Ascent, local: Local, goal: Callable[[], float], most: int, d
     return min([goal(), *(bound for bound, *_ in queue)])
 
 
-def _explore(ascent: Ascent, local: Local, goal: Callable[[], float], deadline: float) -> list[Array] | None:
+def _explore(ascent: Ascent, local: Local, goal: Callable[[], float]) -> list[Array] | None:
     """Raise the bound of a part; the labellings it suggested, or None where nothing better is in it."""
     seen = []
     for number in range(STEPS):
@@ -139,7 +138,7 @@ def _explore(ascent: Ascent, local: Local, goal: Callable[[], float], deadline: 
         labels = ascent.step(local.cost)
         local.offer(ascent.full(labels))
         seen.append(labels)
-        if ascent.bound >= goal() or time.monotonic() > deadline:
+        if ascent.bound >= goal() or ascent.budget.is_over:
             return seen
         if number % 4 == 3:
             ascent.fix(goal())
@@ -159,7 +158,7 @@ def _solved(ascent: Ascent, local: Local) -> bool:
 def minimum(ascent: Ascent, entries: float, total: float) -> Array | None:
     """The best of the labels that are not out, memory aside; None where the tables would be too large."""
     costs, tables, kept, store = parts(ascent)
-    found = eliminate(costs, tables, entries, total, store=store)
+    found = eliminate(costs, tables, entries, total, store=store, budget=ascent.budget)
     if found is None:
         return None
     return ascent.full(np.array([int(k[at]) for k, at in zip(kept, found, strict=True)], np.int64))

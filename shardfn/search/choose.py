@@ -78,7 +78,7 @@ def answer_of(
       what: the name of the search.
       mend: what else to try where a flow holds more than the limit.
       grids: all that were looked at, those too of which nothing is in `found`.
-      untried: those of them that there was no time for.
+      untried: those of them that nothing was left for.
     """
     rated: list[tuple[tuple[float, ...], Candidate, Found | None]] = []
     is_small = len(problem.graph.ops) <= PLAIN
@@ -113,7 +113,8 @@ def answer_of(
     looked = (*(f.axes for f in found), *(axes for axes in grids if axes not in untried))
     tried = ", ".join(dict.fromkeys(map(shape, looked)))
     if untried:
-        tried += f"; not in {problem.seconds:g} s: {', '.join(map(shape, untried))}"
+        bound = f"{problem.seconds:g} s" if problem.seconds_left <= 0 else "the work that a search may do"
+        tried += f"; not in {bound}: {', '.join(map(shape, untried))}"
     elif problem.seconds_left <= 0:
         tried += f"; {problem.seconds:g} s were over before all was tried"
     runner = f"{others[0].name}: {figures(others[0].price)} against {figures(best.price)}" if others else ""

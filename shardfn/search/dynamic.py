@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 
 from shardfn.cuts import divisors
 from shardfn.search import propagation
-from shardfn.search.choose import Found, answer_of, weighed
+from shardfn.search.budget import SECOND, Budget
+from shardfn.search.choose import Found, Mend, answer_of, weighed
 from shardfn.search.filters import loosened, narrowed
 from shardfn.search.grid import Array, Axes, Grid
 from shardfn.search.labelling import Labelling, cost_of
@@ -26,8 +27,14 @@ from shardfn.search.strategies import build
 SLACK = 1.02
 """At level 1, how much above the least peak of the model the cheapest labelling is looked for."""
 
-STEPS, WITHIN = 40, 2.0
-"""Steps towards the least peak, and seconds for one search within a limit that a flow has shown to be too tight."""
+WORK = 60 * SECOND
+"""What one search may do on all grids together."""
+
+BUILT = 1e4
+"""Work for each op of a program until its choices on a grid are there."""
+
+STEPS, WITHIN = 40, 2 * SECOND
+"""Steps towards the least peak, and work for one search within a limit that a flow has shown to be too tight."""
 
 NEAR = Effort(rounds=2, steps=10, neighbourhoods=4, parts=1, close=0.1)
 """Near the least peak, where any labelling is dear: how close to the cheapest one is of little worth."""
@@ -47,37 +54,43 @@ def search(problem: Problem) -> Answer:
     """The cheapest layout at the problem's level."""
     if not problem.is_open:
         return propagation.search(problem)
-    tried = grids(problem)
-    found, untried = on_grids(problem, tried, ())
+    tried, budget = grids(problem), budget_of(problem)
+    found, untried = on_grids(problem, tried, (), budget)
     if found and not problem.axes and len(problem.graph.ops) <= THREE_AXES:
         more = finer(problem, min(found, key=lambda f: order(problem, f)).axes)
-        again, left = on_grids(problem, more, found)
+        again, left = on_grids(problem, more, found, budget)
         tried, found, untried = tried + more, found + again, untried + left
-    found = sorted(settled(problem, found), key=lambda f: order(problem, f))
-    return answer_of(problem, found, "exact search", mended, tried, untried)
+    found = sorted(settled(problem, found, budget), key=lambda f: order(problem, f))
+    return answer_of(problem, found, "exact search", mending(budget), tried, untried)
 
 
-def on_grids(problem: Problem, tried: Sequence[Axes], before: Sequence[Found]) -> tuple[list[Found], list[Axes]]:
-    """What is best on each grid, and the grids that the time limit leaves no time for, unless nothing is found yet.
+def budget_of(problem: Problem) -> Budget:
+    """For one search: work, and the user's time limit."""
+    return Budget(WORK, problem.seconds_left)
+
+
+def on_grids(problem: Problem, tried: Sequence[Axes], before: Sequence[Found],
+             budget: Budget) -> tuple[list[Found], list[Axes]]:  # fmt: skip
+    """What is best on each grid, and the grids that the budget leaves nothing for, unless nothing is found yet.
 
     The grids of the most equal sizes go first: often the best are among them. What can't be among the first ones to be
-    priced is left out. A grid may take half of the time that is left, the last one all of it.
+    priced is left out. A grid may take half of what is left, the last one all of it.
     """
     made: dict[Axes, list[Found]] = {}
     most = weighed(problem)
     turn = sorted(tried, key=lambda axes: sum(size for _, size in axes))
     for number, axes in enumerate(turn):
         known = [*before, *(f for some in made.values() for f in some)]
-        if problem.seconds_left <= 0 and known:
+        if budget.is_over and known:
             break
         fit = sorted(f.solution.cost for f in known if f.peak <= problem.memory_limit)
         ceiling = fit[most - 1] if problem.level == 2 and len(fit) >= most else math.inf
-        asked = problem.hurried(0.5) if number + 1 < len(turn) else problem
-        made[axes] = list(on_grid(asked, axes, ceiling=ceiling))
+        part = budget.part(0.5 if number + 1 < len(turn) else 1.0)
+        made[axes] = list(on_grid(problem, axes, part, ceiling=ceiling))
     return [f for axes in tried for f in made.get(axes, ())], [axes for axes in tried if axes not in made]
 
 
-def settled(problem: Problem, found: Sequence[Found]) -> list[Found]:
+def settled(problem: Problem, found: Sequence[Found], budget: Budget) -> list[Found]:
     """The same, with another look at the best, and at what may yet be better by a good part."""
     least = min((f.solution.cost for f in found), default=0.0)
     again = []
@@ -85,7 +98,7 @@ def settled(problem: Problem, found: Sequence[Found]) -> list[Found]:
         is_open = one.solution.gap > FIRST.close + 1e-9 and (
             one.solution.cost == least or one.solution.bound < WORTH * least
         )
-        solution = solve(one.labels, _left(problem), EFFORT) if is_open and problem.level == 2 else one.solution
+        solution = solve(one.labels, budget.part(), EFFORT) if is_open and problem.level == 2 else one.solution
         again.append(dataclasses.replace(one, solution=solution))
     return again
 
@@ -147,7 +160,7 @@ def splits(n: int, most: int) -> list[tuple[int, ...]]:
     return sorted(found, key=lambda s: (len(s), [-size for size in s]))
 
 
-def on_grid(problem: Problem, axes: Axes, chosen: Sequence[Array] | None = None,
+def on_grid(problem: Problem, axes: Axes, budget: Budget, chosen: Sequence[Array] | None = None,
             ceiling: float = math.inf) -> Iterator[Found]:  # fmt: skip
     """The optimum on one grid, and where memory counts what else may have the least, or fit the limit.
 
@@ -156,6 +169,7 @@ def on_grid(problem: Problem, axes: Axes, chosen: Sequence[Array] | None = None,
     """
     given = {v: spec for v, spec in zip(problem.inputs, problem.specs, strict=True) if spec is not None}
     grid = Grid.on(problem.hardware, axes)
+    budget.spend(BUILT * len(problem.graph.ops))
     space = build(problem.graph, grid, given, problem.results, problem.same_as, chosen, problem.facts)
 
     def asked(spread: float = 1.0, level: int = problem.level) -> tuple[Labelling, float]:
@@ -164,7 +178,7 @@ def on_grid(problem: Problem, axes: Axes, chosen: Sequence[Array] | None = None,
 
     def solved(labels: Labelling, lost: float, cut: bool = False) -> Found:
         effort = FIRST if problem.level == 2 else EFFORT
-        return Found(axes, space, labels, loosened(solve(labels, _left(problem), effort), lost), is_in_pieces=cut)
+        return Found(axes, space, labels, loosened(solve(labels, budget.part(), effort), lost), is_in_pieces=cut)
 
     if problem.level == 1:
         labels, lost = asked()
@@ -172,14 +186,14 @@ def on_grid(problem: Problem, axes: Axes, chosen: Sequence[Array] | None = None,
         sends = solved(in_pieces(asked(SPREADS[0], 0)[0], space), 0.0, True)
         priced = dataclasses.replace(sends.solution, cost=cost_of(labels, sends.solution.choice))
         yield from _possible(dataclasses.replace(sends, labels=labels, solution=priced, kind=2))
-        least = least_peak(labels, _left(problem), STEPS)
+        least = least_peak(labels, budget.part(), STEPS)
         if least is not None:
             near = Found(axes, space, labels, _held(least, labels))
-            yield _within(near, SLACK * least.peak, problem, _left(problem), NEAR)
+            yield _within(near, SLACK * least.peak, budget.part(), NEAR)
         return
     if math.isfinite(ceiling):
         labels, lost = asked()
-        solution = solve_within(labels, ceiling + lost, _left(problem), FIRST)
+        solution = solve_within(labels, ceiling + lost, budget.part(), FIRST)
         if solution is None:
             return
         found = Found(axes, space, labels, loosened(solution, lost))
@@ -202,31 +216,32 @@ def _possible(found: Found) -> Iterator[Found]:
         yield found
 
 
-def _left(problem: Problem) -> float:
-    return max(0.05, problem.seconds_left)
+def mending(budget: Budget) -> Mend:
+    """`mended` within a budget."""
+    return lambda problem, found, made: mended(problem, found, made, budget)
 
 
-def mended(problem: Problem, found: Found, made: Candidate) -> Iterator[Found]:
+def mended(problem: Problem, found: Found, made: Candidate, budget: Budget) -> Iterator[Found]:
     """Where the flow holds more than the limit: what the model finds with the arguments in pieces, and within a limit that
     allows for the difference between them."""
     if problem.level == 1:  # where all of this is tried anyway
         return
     if not found.is_in_pieces:
         pieces = in_pieces(found.labels, found.space)
-        solution = solve(pieces, _left(problem), EFFORT)
+        solution = solve(pieces, budget.part(), EFFORT)
         yield from _possible(dataclasses.replace(found, labels=pieces, solution=solution, is_in_pieces=True))
     limit = 0.98 * problem.memory_limit / made.price.memory.peak * found.peak
-    yield _within(found, limit, problem, min(_left(problem), WITHIN))
+    yield _within(found, limit, budget.part(work=WITHIN))
 
 
-def _within(found: Found, limit: float, problem: Problem, seconds: float, effort: Effort | None = None) -> Found:
+def _within(found: Found, limit: float, budget: Budget, effort: Effort | None = None) -> Found:
     """The cheapest labelling on a grid that holds at most `limit`, or one of the least peak where none does."""
-    solution = solve(dataclasses.replace(found.labels, limit=limit), seconds, effort)
+    solution = solve(dataclasses.replace(found.labels, limit=limit), budget, effort)
     if solution.feasible:
         return dataclasses.replace(found, solution=solution)
-    least = least_peak(found.labels, seconds, STEPS)
+    least = least_peak(found.labels, budget.part(), STEPS)
     return found if least is None else dataclasses.replace(found, solution=_held(least, found.labels))
 
 
 def _held(least: Peak, labels: Labelling) -> Solution:
-    return Solution(least.choice, cost_of(labels, least.choice), -math.inf, False, False, 0.0)
+    return Solution(least.choice, cost_of(labels, least.choice), -math.inf, False, False)

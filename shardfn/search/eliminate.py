@@ -14,10 +14,14 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from shardfn.search.budget import CALL, Budget
 from shardfn.search.content import Store
 from shardfn.search.labelling import Array
 
 Scope = tuple[int, ...]
+
+STEP = 10 * CALL
+"""What removing a node costs beside the entries of its table."""
 
 
 @dataclasses.dataclass
@@ -106,7 +110,8 @@ class Least:
 
 def eliminate(costs: Sequence[Array], tables: Sequence[dict[int, Array]], most_entries: float, total: float = math.inf,
               free: Iterable[int] | None = None, current: Sequence[int] | None = None,
-              rank: Sequence[int] | None = None, store: Store | None = None) -> list[int] | None:  # fmt: skip
+              rank: Sequence[int] | None = None, store: Store | None = None,
+              budget: Budget | None = None) -> list[int] | None:  # fmt: skip
     """The labels of least cost, or None where a table of more than `most_entries` (or `total` in all) would be needed.
 
     With `current`, the nodes outside `free` stay as they are, and instead of None further nodes are held. `rank`
@@ -137,6 +142,8 @@ def eliminate(costs: Sequence[Array], tables: Sequence[dict[int, Array]], most_e
     turn = rank if rank is not None else range(count)
     depth = dict.fromkeys(inside, 0)
     spent = 0.0
+    budget = budget or Budget()
+    budget.spend(STEP * len(inside))
 
     def score(v: int) -> int:
         return math.prod([size[w] for w in state.near[v]], start=size[v])
@@ -153,6 +160,7 @@ def eliminate(costs: Sequence[Array], tables: Sequence[dict[int, Array]], most_e
         changed = list(state.near[v])
         if now <= most_entries:
             spent += now
+            budget.spend(now)
             if spent > total:
                 return None
             for w in changed:

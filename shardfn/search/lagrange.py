@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardfn.search.bound import Messages
+from shardfn.search.budget import CALL, Budget
 from shardfn.search.content import Store, part
 from shardfn.search.labelling import Array
 from shardfn.search.memory import Memory
@@ -31,13 +32,15 @@ class Ascent:
     `labels` say what the remaining ones were at the start.
     """
 
-    def __init__(self, costs: Sequence[Array], tables: Sequence[dict[int, Array]], memory: Memory):
+    def __init__(self, costs: Sequence[Array], tables: Sequence[dict[int, Array]], memory: Memory,
+                 budget: Budget | None = None):  # fmt: skip
         self.base = np.concatenate([np.zeros(0), *costs])
         self.first = memory.first
         self.start = costs, tables
         self.tables = list(tables)
         self.memory = memory
-        self.messages = Messages(costs, self.first, tables)
+        self.budget = budget or Budget()
+        self.messages = Messages(costs, self.first, tables, self.budget)
         self.multipliers = np.zeros(len(memory.limit))
         self.direction = np.zeros(len(memory.limit))
         self.unit = float(max(1.0, np.abs(memory.limit).max(initial=0.0)))
@@ -92,6 +95,7 @@ class Ascent:
         start = self.multipliers
         if self.failures >= PATIENCE:
             self.size, self.failures, start = self.size * 0.7, 0, self.best
+        self.budget.spend(4 * self.memory.change.nnz + 4 * len(self.base) + 20 * CALL)
         excess = (self.memory.held(self.first[:-1] + choice) - self.memory.limit) / self.unit
         self.direction = np.where((start > 0) | (excess > 0), 0.7 * self.direction + 0.3 * excess, 0.0)
         move = np.where((start > 0) | (self.direction > 0), self.direction, 0.0)
@@ -133,6 +137,7 @@ class Ascent:
         if not self.held.size:
             self.watched = np.sort(np.argsort(-self.best, kind="stable")[:MOST_TIMES])
             self.held = self.memory.dense(self.watched)
+        self.budget.spend(4 * self.held.size + 4 * CALL)
         out = ~np.isfinite(self.base)
         held = np.where(out[:, None], np.inf, self.held)
         least = np.minimum.reduceat(held, self.first[:-1], axis=0)
@@ -174,7 +179,7 @@ class Ascent:
                 elif w not in place and v < w:
                     constant += float(table[labels[0], kept[w][0]])
         firsts = np.cumsum([0] + [len(kept[v]) for v in stay])
-        new = Ascent(costs, tables, Memory(self.memory.change[staying], limit, firsts))
+        new = Ascent(costs, tables, Memory(self.memory.change[staying], limit, firsts), self.budget)
         new.messages.take(self.messages, kept, stay)
         new.constant, new.settled, new.bound, new.size = constant, settled, self.bound, self.size
         new.nodes = self.nodes[stay]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
 
+from shardfn.search.budget import CALL, Budget
 from shardfn.search.eliminate import eliminate
 from shardfn.search.labelling import Array
 from shardfn.search.lagrange import Ascent
@@ -27,7 +27,7 @@ def repeated(starts: Array, sizes: Array) -> Array:
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - sizes), sizes)
 
 
-def fitted(ascent: Ascent, local: Local, factor: float, deadline: float = np.inf) -> Array | None:
+def fitted(ascent: Ascent, local: Local, factor: float) -> Array | None:
     """What the messages suggest when prices are raised by `factor` where it does not fit, again and again."""
     if not len(ascent.nodes):
         return None
@@ -43,7 +43,7 @@ def fitted(ascent: Ascent, local: Local, factor: float, deadline: float = np.inf
         excess = local.excess(labels)
         if excess.max(initial=0.0) <= 0:
             found = labels
-        if found is not None or time.monotonic() > deadline:
+        if found is not None or ascent.budget.is_over:
             break
         prices = local.raised(prices, excess, factor * 1.5**attempt)
     ascent.set_prices(before)
@@ -53,7 +53,9 @@ def fitted(ascent: Ascent, local: Local, factor: float, deadline: float = np.inf
 class Local:
     """A problem's costs, tables and memory, and the best labelling within the limit so far."""
 
-    def __init__(self, costs: Sequence[Array], tables: Sequence[dict[int, Array]], memory: Memory, seed: int = 0):
+    def __init__(self, costs: Sequence[Array], tables: Sequence[dict[int, Array]], memory: Memory,
+                 budget: Budget | None = None, seed: int = 0):  # fmt: skip
+        self.budget = budget or Budget()
         self.costs, self.tables, self.memory = list(costs), list(tables), memory
         pairs = [(u, v, table) for u, row in enumerate(tables) for v, table in row.items() if u < v]
         self.ends = np.array([(u, v) for u, v, _ in pairs], np.int64).reshape(-1, 2)
@@ -96,6 +98,7 @@ class Local:
         owner = np.repeat(np.arange(len(self.costs)), np.diff(first))
         excess = self.excess(labels)
         for _ in range(passes):
+            self.budget.spend(len(self.at) + 4 * CALL)
             cost = self.conditional(labels)
             gain = np.repeat(cost[first[:-1] + labels], np.diff(first)) - cost
             better = np.flatnonzero(gain > 1e-9 * abs(self.cost_of(labels)))
@@ -105,6 +108,7 @@ class Local:
                 if v in touched:
                     continue
                 moved = change[at] - change[first[v] + labels[v]]
+                self.budget.spend(len(excess) + CALL)
                 after = excess + np.cumsum(moved.toarray().ravel())[: len(excess)] if moved.nnz else excess
                 if after.max(initial=0.0) > 0:
                     continue
@@ -143,7 +147,13 @@ class Local:
               free: Sequence[int] | None = None) -> Array:  # fmt: skip
         rank = self.random.permutation(len(self.costs)).tolist()
         found = eliminate(
-            self.priced(multipliers, free), self.tables, entries, free=free, current=current.tolist(), rank=rank
+            self.priced(multipliers, free),
+            self.tables,
+            entries,
+            free=free,
+            current=current.tolist(),
+            rank=rank,
+            budget=self.budget,
         )
         assert found is not None
         return np.array(found, np.int64)
@@ -161,11 +171,11 @@ class Local:
         return multipliers + np.where(over, (multipliers + 0.1 * typical * share) * factor, 0.0)
 
     def fit(self, labels: Array, multipliers: Array, tries: int, entries: float = 1e4,
-            free: Sequence[int] | None = None, deadline: float = np.inf) -> bool:  # fmt: skip
+            free: Sequence[int] | None = None) -> bool:  # fmt: skip
         """Raise prices where `labels` do not fit and solve again, until they do."""
         for attempt in range(tries):
             excess = self.excess(labels)
-            if excess.max(initial=0.0) <= 0 or time.monotonic() > deadline:
+            if excess.max(initial=0.0) <= 0 or self.budget.is_over:
                 break
             multipliers = self.raised(multipliers, excess, 0.5 * 1.3**attempt)
             labels = self.solve(labels, multipliers, entries, free)
@@ -183,13 +193,13 @@ class Local:
         total = np.cumsum(paid)
         return min(int(np.searchsorted(total, self.random.random() * total[-1])), len(paid) - 1)
 
-    def again(self, labels: Array, multipliers: Array, rounds: int, deadline: float = np.inf) -> None:
+    def again(self, labels: Array, multipliers: Array, rounds: int) -> None:
         """Start from other labels, and keep what they lead to if it is better than what is there."""
         best, cost = self.best, self.cost
         self.best, self.cost = None, np.inf
         labels = self.solve(labels, multipliers, self.sizes[0] if rounds else ENTRIES[0])
-        if self.fit(labels, multipliers, 5, deadline=deadline):
-            self.improve(multipliers, rounds, deadline)
+        if self.fit(labels, multipliers, 5):
+            self.improve(multipliers, rounds)
         if not self.cost < cost:
             self.best, self.cost = best, cost
 
@@ -209,11 +219,11 @@ class Local:
                     queue.append(w)
         return list(seen)
 
-    def improve(self, multipliers: Array, rounds: int, deadline: float = np.inf) -> float:
+    def improve(self, multipliers: Array, rounds: int) -> float:
         """Solve `rounds` neighbourhoods of the best labelling; the part of the cost that was saved."""
         before = self.cost
         for _ in range(rounds):
-            if self.best is None or time.monotonic() > deadline:
+            if self.best is None or self.budget.is_over:
                 break
             self.visits += 1
             free = self.ball(BALLS[self.visits % len(BALLS)])
@@ -224,5 +234,5 @@ class Local:
                 entries = self.sizes[0]
             labels = self.solve(self.best, prices, entries, free)
             if not np.array_equal(labels, self.best):
-                self.fit(labels, prices, 1 if free is None else 3, entries, free, deadline)
+                self.fit(labels, prices, 1 if free is None else 3, entries, free)
         return (before - self.cost) / max(abs(before), 1e-300) if self.cost < before else 0.0

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 
 from shardfn.search.branch import minimum
 from shardfn.search.labelling import Array
@@ -40,31 +39,31 @@ class Best:
 
 
 class Stuck(Exception):
-    """The bound has stopped below the optimum, or the time is over; `best` is the cheapest that was found."""
+    """The bound has stopped below the optimum, or the budget is used up; `best` is the cheapest that was found."""
 
     def __init__(self, best: Best):
         super().__init__("the bound has stopped")
         self.best = best
 
 
-def narrow(ascent: Ascent, ceiling: float, deadline: float = math.inf) -> Array | None:
+def narrow(ascent: Ascent, ceiling: float) -> Array | None:
     """The labels of least cost, memory aside; None where that is more than `ceiling`. The ascent is used up.
 
     Raises:
       Stuck: neither was proved.
     """
     best = Best()
-    _search(ascent, ceiling, deadline, best)
+    _search(ascent, ceiling, best)
     return best.labels if best.cost <= ceiling else None
 
 
-def _search(ascent: Ascent, ceiling: float, deadline: float, best: Best) -> None:
+def _search(ascent: Ascent, ceiling: float, best: Best) -> None:
     """Afterwards no labelling that costs at most `ceiling` is cheaper than `best`."""
     rises: list[float] = []
     last, floor, wider = -math.inf, -math.inf, 1.0
     labels = len(ascent.base)
     for number in range(1, MOST_PASSES):
-        if time.monotonic() > deadline:
+        if ascent.budget.is_over:
             raise Stuck(best)
         ascent.messages.forward()
         bound = ascent.sweep()
@@ -88,7 +87,7 @@ def _search(ascent: Ascent, ceiling: float, deadline: float, best: Best) -> None
                 if not is_all:
                     _restore(ascent, base)
                 continue
-            _inside(ascent.compact(), min(bound + gap, ceiling), deadline, best)
+            _inside(ascent.compact(), min(bound + gap, ceiling), best)
         _restore(ascent, base)
         if is_all or best.cost <= bound + gap:
             return
@@ -101,10 +100,10 @@ def _restore(ascent: Ascent, base: Array) -> None:
     ascent.messages.set_costs(base)
 
 
-def _inside(ascent: Ascent, ceiling: float, deadline: float, best: Best) -> None:
+def _inside(ascent: Ascent, ceiling: float, best: Best) -> None:
     found = minimum(ascent, ENTRIES, TOTAL)
     if found is None:
-        _search(ascent, ceiling, deadline, best)
+        _search(ascent, ceiling, best)
     else:
         best.offer(ascent, found)
 

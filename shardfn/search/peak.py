@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 
 import numpy as np
 
 from shardfn.search.bound import Messages
+from shardfn.search.budget import CALL, Budget
 from shardfn.search.content import Store
 from shardfn.search.contract import contract
 from shardfn.search.labelling import Array, Labelling
@@ -33,14 +33,14 @@ class Peak:
     bound: float
 
 
-def least_peak(problem: Labelling, seconds: float = math.inf, steps: int = STEPS) -> Peak | None:
+def least_peak(problem: Labelling, budget: Budget | None = None, steps: int = STEPS) -> Peak | None:
     """A labelling of the least peak found; None where every labelling is forbidden.
 
     >>> from shardfn.search.labelling import labelling
     >>> least_peak(labelling([[0, 1], [0, 1]], [[5, 4], [5, 3]], [(0, 2), (1, 3)]))
     Peak(choice=(1, 1), peak=7.0, bound=7.0)
     """
-    deadline = time.monotonic() + seconds
+    budget = budget or Budget()
     free = [np.where(np.isfinite(cost), 0.0, np.inf) for cost in problem.costs]
     tables = tuple(dataclasses.replace(t, cost=np.where(np.isfinite(t.cost), 0.0, np.inf)) for t in problem.tables)
     bare = dataclasses.replace(problem, costs=tuple(free), tables=tables, limit=-1.0)
@@ -52,23 +52,24 @@ def least_peak(problem: Labelling, seconds: float = math.inf, steps: int = STEPS
     near = [{place[w]: table for w, table in core.tables[v].items()} for v in nodes]
     memory = memory_of(bare, core, nodes)
     always = -1.0 - memory.limit  # what every choice holds at each time
-    search = _Search([core.costs[v] for v in nodes], near, memory, always)
-    search.run(deadline, steps)
+    search = _Search([core.costs[v] for v in nodes], near, memory, always, budget)
+    search.run(steps)
     full = core.full(dict(zip(nodes, search.best.tolist(), strict=True)))
     choice = tuple(full[: len(problem.costs)].tolist())
     return Peak(choice, search.peak, min(search.bound, search.peak))
 
 
 class _Search:
-    def __init__(self, costs: list[Array], tables: list[dict[int, Array]], memory: Memory, always: Array):
-        self.memory, self.always = memory, always
-        self.messages = Messages(costs, memory.first, tables)
+    def __init__(self, costs: list[Array], tables: list[dict[int, Array]], memory: Memory, always: Array,
+                 budget: Budget):  # fmt: skip
+        self.memory, self.always, self.budget = memory, always, budget
+        self.messages = Messages(costs, memory.first, tables, budget)
         self.costs, self.tables = costs, tables
         self.free = np.array([not row for row in tables], bool)
         self.peak, self.bound = math.inf, -math.inf
         self.best = np.zeros(len(costs), np.int64)
 
-    def run(self, deadline: float, steps: int) -> None:
+    def run(self, steps: int) -> None:
         self.base = np.concatenate([np.zeros(0), *self.costs])
         count = len(self.always)
         if not count or not len(self.costs):
@@ -83,7 +84,7 @@ class _Search:
             use = self.usage(self.cheapest(weights))
             scale = max(float(np.ptp(use)), 1e-3 * float(use.max()), 1e-300)
             score = score + np.sqrt(8 * math.log(count + 1) / (step + 1)) * (use - use.max()) / scale
-            if self.bound >= self.peak * (1 - CLOSE) or time.monotonic() > deadline:
+            if self.bound >= self.peak * (1 - CLOSE) or self.budget.is_over:
                 return
 
     def usage(self, labels: Array) -> Array:
@@ -123,6 +124,7 @@ class _Search:
         use = self.usage(labels)
         for _ in range(moves):
             worst = int(use.argmax())
+            self.budget.spend(self.memory.change.nnz + 4 * len(self.base) + 8 * CALL)
             holds = np.asarray(self.memory.dense(np.array([worst]))).ravel()
             saved = holds[first[:-1] + labels] - np.minimum.reduceat(holds + self.base, first[:-1])
             for v in np.argsort(-saved, kind="stable")[:8].tolist():
@@ -146,6 +148,7 @@ class _Search:
             if any(math.isinf(table[label, labels[w]]) for w, table in self.tables[v].items()):
                 continue
             change = self.memory.change[first[v] + label] - self.memory.change[first[v] + labels[v]]
+            self.budget.spend(len(use) + CALL)
             after = use + np.cumsum(change.toarray().ravel())[: len(use)]
             if after.max() < use.max():
                 found = labels.copy()

@@ -76,8 +76,8 @@ class Problem:
     algorithm: Algorithm = Algorithm()
     inside: bool = False
     """Whether the layouts inside are searched though no argument is open: a search was named."""
-    seconds: float = 60.0
-    """After which a search answers with the best it has."""
+    seconds: float = math.inf
+    """After which a search answers with the best it has, where the user set a limit; else counted work bounds it."""
     begun: float = dataclasses.field(default_factory=time.monotonic)
     memo: dict[object, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
     """What was worked out already, whatever the level: a copy of the problem at another level has it too."""
@@ -110,12 +110,8 @@ class Problem:
 
     @property
     def seconds_left(self) -> float:
-        """Until the time limit."""
+        """Until the time limit; infinite without one."""
         return max(0.0, self.begun + self.seconds - time.monotonic())
-
-    def hurried(self, share: float) -> Problem:
-        """The same with only a share of the time that is left."""
-        return dataclasses.replace(self, begun=time.monotonic(), seconds=share * self.seconds_left)
 
     def idle(self, flops: float) -> float:
         """How much of one device's work is more than spreading it evenly would leave, in hundredths; up to a tenth is

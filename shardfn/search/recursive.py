@@ -14,8 +14,9 @@ import numpy as np
 
 from shardfn.graph.moves import primes
 from shardfn.search import propagation
+from shardfn.search.budget import Budget
 from shardfn.search.choose import Found, answer_of
-from shardfn.search.dynamic import mended, on_grid, order
+from shardfn.search.dynamic import budget_of, mending, on_grid, order
 from shardfn.search.forms import FREE
 from shardfn.search.grid import Axes
 from shardfn.search.problem import Answer, Problem
@@ -28,33 +29,34 @@ def search(problem: Problem) -> Answer:
     if not problem.is_open:
         return propagation.search(problem)
     axes = problem.axes or tuple((f"x{i}", p) for i, p in enumerate(sorted(primes(problem.devices), reverse=True)))
+    budget = budget_of(problem)
     starts = dict.fromkeys((problem.level, 1))
     found: list[Found] = []
     for first in starts:
-        if not found or problem.seconds_left > 0:
-            found += [one] if (one := divided(problem, axes, first)) is not None else []
+        if not found or not budget.is_over:
+            found += [one] if (one := divided(problem, axes, first, budget)) is not None else []
     found.sort(key=lambda f: order(problem, f))
-    return answer_of(problem, found, "recursive search", mended)
+    return answer_of(problem, found, "recursive search", mending(budget))
 
 
-def divided(problem: Problem, axes: Axes, first: int) -> Found | None:
+def divided(problem: Problem, axes: Axes, first: int, budget: Budget) -> Found | None:
     """All axes decided one after the other, the first at level `first`, and then each again."""
     rows: list[np.ndarray] | None = None
     found: Found | None = None
     for count in range(1, len(axes) + 1):
         chosen = None if rows is None else [np.append(row, FREE) for row in rows]
         asked = dataclasses.replace(problem, level=first) if count == 1 else problem
-        found = _best(asked, axes[:count], chosen)
+        found = _best(asked, axes[:count], chosen, budget)
         if found is None:
             return None
         rows = _rows(found)
     for _ in range(SWEEPS):
         before = found.solution.cost if found else 0.0
         for column in range(len(axes)):
-            if problem.seconds_left <= 0:
+            if budget.is_over:
                 break
             assert rows is not None
-            better = _best(problem, axes, [_free(row, column) for row in rows])
+            better = _best(problem, axes, [_free(row, column) for row in rows], budget)
             if better is not None:
                 found, rows = better, _rows(better)
         if found is None or found.solution.cost >= before * (1 - 1e-6):
@@ -64,8 +66,8 @@ def divided(problem: Problem, axes: Axes, first: int) -> Found | None:
     return dataclasses.replace(found, is_exact=False)
 
 
-def _best(problem: Problem, axes: Axes, chosen: list[np.ndarray] | None) -> Found | None:
-    return min(on_grid(problem, axes, chosen), key=lambda f: order(problem, f), default=None)
+def _best(problem: Problem, axes: Axes, chosen: list[np.ndarray] | None, budget: Budget) -> Found | None:
+    return min(on_grid(problem, axes, budget.part(), chosen), key=lambda f: order(problem, f), default=None)
 
 
 def _rows(found: Found) -> list[np.ndarray]:

@@ -75,9 +75,7 @@ def spread(problem: Problem) -> Found:
             if other not in chosen:
                 heapq.heappush(frontier, other)
     choice = filled(labels, chosen)
-    return Found(
-        problem.axes, space, labels, Solution(choice, cost_of(labels, choice), -math.inf, False, True, 0.0), False
-    )
+    return Found(problem.axes, space, labels, Solution(choice, cost_of(labels, choice), -math.inf, False, True), False)
 
 
 def joins(problem: Problem, space: Space) -> list[Join]:

@@ -3,19 +3,19 @@
 The problem is contracted, then minimised exactly by elimination where its tables stay small. Otherwise rounds of a
 rising lower bound, labels put out by it, and neighbourhoods of the best labelling solved exactly close the gap; what is
 left of it is closed, where the problem is small enough, by branching. Nothing is random: the same problem takes the
-same steps, and a time limit only stops them.
+same steps, and a budget only stops them: of counted work at the same step on every machine.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from shardfn.search.branch import branch, minimum
+from shardfn.search.budget import SECOND, Budget
 from shardfn.search.content import Store
 from shardfn.search.contract import Core, contract
 from shardfn.search.eliminate import eliminate
@@ -31,7 +31,7 @@ RAISES = (0.02, 0.05, 0.15)  # of prices where a labelling does not fit, one aft
 STEEP = 0.05  # of the bound in a round: what is suggested now has little worth
 RISING = 2e-3  # of the bound in a round: while it rises faster, nothing else is worth the time
 STILL = 1e-6  # of the bound in a round: it has stopped
-PEAK_SECONDS = 2.0  # for the least peak, where a limit can't be kept
+PEAK, PEAK_SHARE = 2 * SECOND, 0.05  # for the least peak, where a limit can't be kept: work, or a part of all if more
 GLANCES = 4  # passes before anything else, where there is a ceiling
 SMALL = 60_000  # labels x neighbours, up to which branching is tried
 
@@ -64,7 +64,6 @@ class Solution:
     bound: float
     proved: bool
     feasible: bool
-    seconds: float
     least_peak: Peak | None = None
 
     @property
@@ -73,21 +72,21 @@ class Solution:
         return 0.0 if self.proved else max(0.0, (self.cost - self.bound) / max(abs(self.cost), 1e-300))
 
 
-def solve(problem: Labelling, seconds: float = math.inf, effort: Effort | None = None,
+def solve(problem: Labelling, budget: Budget | None = None, effort: Effort | None = None,
           watch: Callable[[float, float], None] | None = None) -> Solution:  # fmt: skip
-    """The best labelling found in `seconds`, and how good it can be; `watch` is told (bound, cost) as they move.
+    """The best labelling found within `budget`, and how good it can be; `watch` is told (bound, cost) as they move.
 
     >>> from shardfn.search.labelling import labelling
     >>> found = solve(labelling([[1, 5], [4, 2]], tables=[((0, 1), [0, 9, 9, 0])]))
     >>> found.choice, found.cost, found.proved
     ((0, 0), 5.0, True)
     """
-    found = _Run(problem, seconds, effort or Effort(), watch).run()
+    found = _Run(problem, budget or Budget(), effort or Effort(), watch).run()
     assert found is not None
     return found
 
 
-def solve_within(problem: Labelling, ceiling: float, seconds: float = math.inf,
+def solve_within(problem: Labelling, ceiling: float, budget: Budget | None = None,
                  effort: Effort | None = None) -> Solution | None:  # fmt: skip
     """The same, but None as soon as it is clear that every labelling costs more than `ceiling`.
 
@@ -95,15 +94,14 @@ def solve_within(problem: Labelling, ceiling: float, seconds: float = math.inf,
     >>> solve_within(labelling([[1, 5], [4, 2]]), 2.5) is None
     True
     """
-    found = _Run(problem, seconds, effort or Effort(), None, ceiling).run()
+    found = _Run(problem, budget or Budget(), effort or Effort(), None, ceiling).run()
     return None if found is None or found.cost > ceiling else found
 
 
 class _Run:
-    def __init__(self, problem: Labelling, seconds: float, effort: Effort,
+    def __init__(self, problem: Labelling, budget: Budget, effort: Effort,
                  watch: Callable[[float, float], None] | None, ceiling: float = math.inf):  # fmt: skip
-        self.begin = time.monotonic()
-        self.deadline = self.begin + seconds
+        self.budget = budget
         self.problem, self.effort, self.watch, self.ceiling = problem, effort, watch, ceiling
         self.store = Store()
         self.pause = 1
@@ -124,23 +122,23 @@ class _Run:
         stuck = None
         if not len(memory.limit) or not nodes:
             ceiling = self.ceiling - core.constant
-            ascent = Ascent(costs, tables, memory)
+            ascent = Ascent(costs, tables, memory, self.budget)
             if math.isfinite(ceiling) and _dearer(ascent, ceiling):
                 return None
-            found = eliminate(costs, tables, ENTRIES, TOTAL, store=self.store)
+            found = eliminate(costs, tables, ENTRIES, TOTAL, store=self.store, budget=self.budget)
             if found is None:
                 try:
-                    found = narrow(ascent, ceiling, self.deadline)
+                    found = narrow(ascent, ceiling)
                     if found is None and math.isfinite(ceiling):
                         return None
                 except Stuck as stop:
                     stuck = stop.best.labels
             if found is not None:
                 return self.answer(self.whole(core, nodes, found), math.inf, True)
-        local = Local(costs, tables, memory)
+        local = Local(costs, tables, memory, self.budget)
         if stuck is not None:
             local.offer(stuck)
-        bound, last = self.search(Ascent(costs, tables, memory), local, core.constant)
+        bound, last = self.search(Ascent(costs, tables, memory, self.budget), local, core.constant)
         choice = self.whole(core, nodes, last if local.best is None else local.best)
         proved = bound >= local.cost - self.least_gain(local.cost + core.constant)
         return self.answer(choice, bound + core.constant, proved)
@@ -156,13 +154,18 @@ class _Run:
         bound = math.inf if proved and not feasible else cost if proved else min(bound, cost)
         least = None
         if not feasible and math.isfinite(self.problem.limit):
-            least = least_peak(self.problem, max(PEAK_SECONDS, 0.05 * (self.deadline - self.begin)))
+            least = least_peak(self.problem, self.last_part())
             if least is not None and least.peak <= self.problem.limit:  # found by looking for nothing else
                 cost, choice, feasible, proved = cost_of(self.problem, least.choice), least.choice, True, False
                 bound, least = min(known, cost), None
             elif least is not None and least.bound > self.problem.limit * (1 + 1e-9):
                 bound, proved = math.inf, True
-        return Solution(choice, cost, bound, proved, feasible, time.monotonic() - self.begin, least)
+        return Solution(choice, cost, bound, proved, feasible, least)
+
+    def last_part(self) -> Budget:
+        """For the least peak, whatever is left."""
+        work, seconds = PEAK_SHARE * self.budget.work, PEAK_SHARE * self.budget.seconds
+        return Budget(max(PEAK, work), max(PEAK / SECOND, seconds), self.budget)
 
     def least_gain(self, cost: float) -> float:
         """A gain below this is none: whole numbers differ by 1, others by more than rounding."""
@@ -219,23 +222,23 @@ class _Run:
             return min(ascent.bound, goal()), last
         watch = self.watch
         tell = None if watch is None else lambda bound, cost: watch(bound + constant, cost + constant)
-        bound = branch(ascent, local, goal, self.effort.parts, self.deadline, tell)
+        bound = branch(ascent, local, goal, self.effort.parts, tell)
         return max(bound, ascent.bound) if local.best is None else bound, last
 
     def polish(self, ascent: Ascent, local: Local, last: Array, number: int, more: bool) -> None:
         """Better labellings: from the last one suggested, and around the best; more of what has just helped."""
         raised = more or number % 2 == 0
-        found = fitted(ascent, local, RAISES[number // 2 % len(RAISES)], self.deadline) if raised else None
+        found = fitted(ascent, local, RAISES[number // 2 % len(RAISES)]) if raised else None
         if found is not None:
             local.offer(local.descend(found))
         if local.best is None:
-            local.fit(last, ascent.best, 12, deadline=self.deadline)
+            local.fit(last, ascent.best, 12)
         if not self.over() and more and number % self.pause == 0 and len(local.costs) < FEW:
             before = local.cost
-            local.again(last, ascent.best, 0 if number < 3 else 2 * self.effort.neighbourhoods, self.deadline)
+            local.again(last, ascent.best, 0 if number < 3 else 2 * self.effort.neighbourhoods)
             self.pause = 1 if local.cost < before else min(self.pause + 1, 4)
         if number >= 3 and more:  # a small problem is often done before
-            saved = local.improve(ascent.best, self.visits, self.deadline)
+            saved = local.improve(ascent.best, self.visits)
             self.visits = min(self.visits * 2, 4 * self.effort.neighbourhoods) if saved > 1e-4 else (
                 max(self.visits // 2, self.effort.neighbourhoods // 3))  # fmt: skip
 
@@ -252,7 +255,7 @@ class _Run:
         return bound >= local.cost - self.margin(local.cost + constant)
 
     def over(self) -> bool:
-        return time.monotonic() > self.deadline
+        return self.budget.is_over
 
 
 def _dearer(ascent: Ascent, ceiling: float) -> bool:

@@ -11,6 +11,7 @@ import shardfn
 from examples.models import abstract, attention, mlp
 from shardfn.cost.hardware import resolve
 from shardfn.search import dynamic
+from shardfn.search.budget import Budget
 from shardfn.search.forms import value_labels
 from shardfn.search.grid import Grid, change
 from shardfn.search.problem import objective
@@ -111,7 +112,7 @@ def test_grids_left_out_early_are_not_among_the_first(most, monkeypatch):
 
     def best(count):
         monkeypatch.setattr(dynamic, "weighed", lambda graph: count)
-        found, _ = dynamic.on_grids(problem, tried, ())
+        found, _ = dynamic.on_grids(problem, tried, (), Budget())
         ranked = sorted(found, key=lambda f: dynamic.order(problem, f))
         return len(found), [(f.axes, f.solution.choice) for f in ranked[:most]]
 
@@ -122,6 +123,6 @@ def test_grids_left_out_early_are_not_among_the_first(most, monkeypatch):
 def test_a_cheap_grid_leaves_dear_ones_out(monkeypatch):
     problem = problem_of(*PROGRAMS["gradient"], device="h100:4")
     monkeypatch.setattr(dynamic, "weighed", lambda graph: 1)
-    (found,), _ = dynamic.on_grids(problem, dynamic.grids(problem)[:1], ())
+    (found,), _ = dynamic.on_grids(problem, dynamic.grids(problem)[:1], (), Budget())
     before = [dataclasses.replace(found, solution=dataclasses.replace(found.solution, cost=found.solution.cost / 2))]
-    assert dynamic.on_grids(problem, dynamic.grids(problem), before) == ([], [])
+    assert dynamic.on_grids(problem, dynamic.grids(problem), before, Budget()) == ([], [])

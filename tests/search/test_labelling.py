@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import iopddl
+from shardfn.search.budget import Budget
 from shardfn.search.contract import contract
 from shardfn.search.eliminate import eliminate
 from shardfn.search.labelling import busy_times, cost_of, labelling, peak_of
@@ -94,7 +95,7 @@ def test_the_bound_holds_when_stopped(seed):
 
 def test_a_time_limit_answers_and_the_same_problem_gives_the_same_answer():
     problem = dense_problem(3, whole=False)
-    assert math.isfinite(solve(problem, seconds=0.0).cost)
+    assert math.isfinite(solve(problem, Budget(seconds=0.0)).cost)
     first, second = solve(problem), solve(problem)
     assert first.choice == second.choice and first.bound == second.bound
 

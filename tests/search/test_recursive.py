@@ -9,6 +9,7 @@ import pytest
 import shardfn
 from examples.models import abstract, attention, mlp
 from shardfn.search import recursive
+from shardfn.search.budget import Budget
 from shardfn.search.problem import objective
 from tests.search.asking import S, problem_of, two_layers
 
@@ -86,7 +87,7 @@ def test_labels_looked_at_are_linear_in_the_ops_and_few(monkeypatch):
 
         monkeypatch.setattr(recursive, "on_grid", counting)
         axes = tuple((f"x{i}", 2) for i in range(6))
-        assert recursive.divided(problem, axes, 2) is not None
+        assert recursive.divided(problem, axes, 2, Budget()) is not None
         monkeypatch.undo()
         return count
 
