@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax import tree_util
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -59,7 +61,8 @@ def lay(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]
     entries = {path: sharding for (path, _), sharding in zip(keyed, named, strict=True)}
     donated = (0,) if training.donate else ()
     how = parts_of(training, parts, drawn, cut, owned(parts, training.own)) if is_per_device(training, drawn) else None
-    sharded = shard(function, device=training.device, parameter_plan=entries, donate_argnums=donated,
+    device = drawn.mesh if isinstance(drawn.mesh, Mesh) else training.device  # what stands in the step is on that mesh
+    sharded = shard(function, device=device, parameter_plan=entries, donate_argnums=donated,
                     compiler_options=told(training, how))  # fmt: skip
     return Laid(sharded, shardings, fused(training, parts, state.params, drawn, cut, how) if how else ())
 
@@ -220,6 +223,9 @@ def _mesh(devices: Hardware, axes: Sequence[tuple[str, int]]) -> Mesh | Abstract
     types = (AxisType.Auto,) * len(axes)
     if devices.devices is None:
         return AbstractMesh(sizes, names, axis_types=types)
+    if devices.mesh is None and devices.platform == "tpu" and devices.count > 1:
+        with contextlib.suppress(NotImplementedError):  # a grid that does not divide along the torus
+            return jax.make_mesh(sizes, names, axis_types=types, devices=devices.devices)  # neighbours are wired
     return Mesh(np.array(devices.devices, dtype=object).reshape(sizes), names, axis_types=types)
 
 
