@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax, tree_util
 from jax.extend import core
 
@@ -176,6 +177,8 @@ def _stacked(leaves: Sequence[Any]) -> Any:
     first = leaves[0]
     if isinstance(first, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype)
+    if all(isinstance(leaf, bool | np.ndarray | np.generic) for leaf in leaves):
+        return np.stack(leaves)  # stays in the host's memory, and what it is where `init` is traced
     return jnp.stack(leaves)
 
 
