@@ -88,12 +88,13 @@ def whole_leaves(optimizer: Any, made: Folding, params: Any) -> str:
     """
     few = tree_util.tree_map(lambda x: np.zeros([min(n, 4) for n in x.shape], x.dtype), params)
     rng = np.random.default_rng(0)
-    draw = lambda tree: tree_util.tree_map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), tree)  # noqa: E731
+    draw = lambda tree: tree_util.tree_map(lambda x: rng.normal(size=x.shape).astype(x.dtype), tree)  # noqa: E731
     trial, grads = draw(few), [draw(few), draw(few)]
     name = "the optimizer works on each parameter as a whole (a norm, a mask, a factored state)"
     try:
-        alone = _after(optimizer, trial, grads)
-        together = made.unstack(_after(optimizer, made.stack(trial), [made.stack(g) for g in grads]))
+        with jax.ensure_compile_time_eval():  # `init` may be traced itself
+            alone = _after(optimizer, trial, grads)
+            together = made.unstack(_after(optimizer, made.stack(trial), [made.stack(g) for g in grads]))
         real = [
             sum(math.prod(x.shape) for x in tree_util.tree_leaves(jax.eval_shape(optimizer.init, p)) if x.shape)
             for p in (params, jax.eval_shape(made.stack, params))
@@ -107,15 +108,17 @@ def whole_leaves(optimizer: Any, made: Folding, params: Any) -> str:
 
 
 def _after(optimizer: Any, params: Any, grads: list[Any]) -> Any:
-    @jax.jit
-    def run(params: Any, grads: list[Any]) -> Any:
-        state = optimizer.init(params)
-        for one in grads:
-            updates, state = optimizer.update(one, state, params)
-            params = optax.apply_updates(params, updates)
-        return params
+    """The parameters after an update by each of the gradients; one update is compiled, and run for each."""
 
-    return run(params, grads)
+    @jax.jit
+    def update(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = jax.jit(optimizer.init)(params)
+    for one in grads:
+        params, state = update(params, state, one)
+    return tree_util.tree_map(np.asarray, params)
 
 
 def chosen(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,6 +59,8 @@ class Parts:
     gathered: tuple[At, ...]
     own: tuple[bool, ...]
     paths: tuple[str, ...] = ()
+    cuts: tuple[PartitionSpec, ...] = ()
+    """How each trained leaf lies along the axes that do not cut the batch."""
     fusion: Fusion | None = None
     """Which collectives travel together; None leaves that to XLA."""
 
@@ -74,16 +77,21 @@ class Parts:
     def tensors(self, leaves: Sequence[Any], reduction: Reduction, gathers: bool) -> list[Tensor | None]:
         """What each trained leaf puts into a collective: its gradient, or the piece that is gathered; None for none."""
         found: list[Tensor | None] = []
-        for leaf, path, own, gathered, scattered in zip(
-            leaves, self.paths, self.own, self.gathered, self.scattered, strict=True
+        for leaf, path, own, gathered, scattered, cut in zip(
+            leaves, self.paths, self.own, self.gathered, self.scattered, self.cuts, strict=True
         ):
             at = gathered if gathers else scattered
             kind = "all-gather" if gathers else "reduce-scatter" if at else "all-reduce"
             dtype = leaf.dtype if gathers else _wire(leaf.dtype, reduction, self.is_partial)
             axes = at[1] if at else self.axes
             is_none = own or (gathers and at is None)
-            found.append(None if is_none else Tensor(path, tuple(leaf.shape), str(dtype), kind, axes))
+            found.append(None if is_none else Tensor(path, self._piece(leaf.shape, cut), str(dtype), kind, axes))
         return found
+
+    def _piece(self, shape: Sequence[int], cut: PartitionSpec) -> tuple[int, ...]:
+        """What a device holds of an array, where XLA cuts it along the other axes."""
+        ways = [math.prod(self.mesh.shape[a] for a in _axes(entry)) for entry in cut]
+        return tuple(n // w for n, w in itertools.zip_longest(shape, ways, fillvalue=1))
 
 
 def whole(loss: Loss, trained: Any, carried: Any, batch: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
@@ -315,7 +323,8 @@ def put_together(trained: Any, how: Parts) -> Any:
     if not places:
         return trained
     few = dataclasses.replace(how, **{
-        name: tuple(getattr(how, name)[i] for i in places) for name in ("scattered", "gathered", "own", "paths")
+        name: tuple(getattr(how, name)[i] for i in places)
+        for name in ("scattered", "gathered", "own", "paths", "cuts")
     })  # fmt: skip
 
     def on_part(*pieces: jax.Array) -> tuple[jax.Array, ...]:
@@ -375,10 +384,11 @@ def _reduced_together(
         arrays = [leaves[places[m]].astype(bucket.dtype) for m in bucket.members]
         dims = [_dim(how.scattered[places[m]]) for m in bucket.members]
         rest = tuple(a for a in how.axes if a not in bucket.axes)
+        cuts = [how.cuts[places[m]] for m in bucket.members]
         arrays += riders if takes and i == takes[-1] else []
-        jobs.append((arrays, functools.partial(_sums, bucket.kind, how, dims, bucket.axes, rest)))
+        jobs.append((arrays, functools.partial(_sums, bucket.kind, how, dims, bucket.axes, rest, cuts)))
     if riders and not takes:
-        jobs.append((list(riders), functools.partial(_sums, "all-reduce", how, [], how.axes, ())))
+        jobs.append((list(riders), functools.partial(_sums, "all-reduce", how, [], how.axes, (), [])))
     done = bucketed.in_turn(jobs, backwards=True)
     found = list(leaves)
     for bucket, arrays in zip(joined, done, strict=False):
@@ -391,10 +401,13 @@ def _reduced_together(
 
 def _sums(
     kind: str, how: Parts, dims: Sequence[int], axes: tuple[str, ...], rest: tuple[str, ...],
-    arrays: Sequence[jax.Array],
+    cuts: Sequence[PartitionSpec], arrays: Sequence[jax.Array],
 ) -> list[jax.Array]:  # fmt: skip
-    if how.is_partial:  # a flat array would undo the cuts along the other axes; XLA's combiners join these
-        return [lax.psum(x, axes) for x in arrays]
+    """Sums over the parts; what comes after the members of a bucket are scalars, which nothing cuts."""
+    if how.is_partial:
+        others = frozenset(how.mesh.axis_names) - set(how.axes)
+        cuts = [*cuts, *[PartitionSpec()] * (len(arrays) - len(cuts))]
+        return bucketed.all_reduced_in_pieces(arrays, axes, cuts, others)
     found = bucketed.reduce_scattered(arrays, dims, axes) if kind == "reduce-scatter" else None
     found = bucketed.all_reduced(arrays, axes) if found is None else found
     return bucketed.all_reduced(found, rest) if rest else found
@@ -404,6 +417,11 @@ def _wire(dtype: Any, reduction: Reduction, is_partial: bool) -> Any:
     """The dtype in which a gradient is summed."""
     is_wide = dtype.itemsize < 4 and (reduction.fp32 or is_partial)  # XLA's CPU compiler dies of the partial ones
     return jnp.dtype(jnp.float32) if is_wide else dtype
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    """The axes of an entry of a `PartitionSpec`."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _dim(at: At) -> int:

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from shardfn.api import shard
 from shardfn.cost.hardware import Hardware
 from shardfn.errors import Problem, raise_problems
-from shardfn.meshes import abstract_mesh, mesh_on
+from shardfn.meshes import abstract_mesh, mesh_on, wired
 from shardfn.paths import join, met
 from shardfn.sharded import ShardedFunction
 from shardfn.strategy import AUTO
@@ -60,7 +60,8 @@ def lay(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]
     entries = {path: sharding for (path, _), sharding in zip(keyed, named, strict=True)}
     donated = (0,) if training.donate else ()
     how = parts_of(training, parts, drawn, cut, owned(parts, training.own)) if is_per_device(training, drawn) else None
-    sharded = shard(function, device=training.device, parameter_plan=entries, donate_argnums=donated,
+    device = drawn.mesh if isinstance(drawn.mesh, Mesh) else training.device  # what stands in the step is on that mesh
+    sharded = shard(function, device=device, parameter_plan=entries, donate_argnums=donated,
                     compiler_options=told(training, how))  # fmt: skip
     return Laid(sharded, shardings, fused(training, parts, state.params, drawn, cut, how) if how else ())
 
@@ -217,7 +218,11 @@ def _data_axes(count: int, zero: OptimizerParallel | None) -> tuple[tuple[str, i
 
 def _mesh(devices: Hardware, axes: Sequence[tuple[str, int]]) -> Mesh | AbstractMesh:
     axes = axes or (("data", devices.count),)
-    return abstract_mesh(axes) if devices.devices is None else mesh_on(devices.devices, axes)
+    if devices.devices is None:
+        return abstract_mesh(axes)
+    if devices.mesh is None and devices.platform == "tpu":
+        return wired(devices.devices, axes)
+    return mesh_on(devices.devices, axes)
 
 
 def _batch_problems(training: Training, count: int, batch: tuple[Any, ...]) -> Iterator[Problem]:

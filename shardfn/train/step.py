@@ -25,7 +25,7 @@ from shardfn.train.folded import Chosen, chosen, folding_of, recompute_problems
 from shardfn.train.fusion import Bucket, fusion_of, id_problems
 from shardfn.train.lay import Laid, lay, whole_layout
 from shardfn.train.modes import Mode, mode_of
-from shardfn.train.reuse import DEFAULT_LIMIT, Folding, fold, limit_of
+from shardfn.train.reuse import DEFAULT_LIMIT, Folding, fold, limit_of, reuse_problems
 from shardfn.train.state import Anatomy, State, anatomy, holds_array, is_equinox, owned
 from shardfn.train.training import Training
 
@@ -127,6 +127,7 @@ def step(
                               options.get("layout"), cross_batch, layerwise_parallel))  # fmt: skip
     problems += id_problems(fusion) if fusion is not None else ()
     problems += recompute_problems(recompute, options)
+    problems += reuse_problems(reuse)
     raise_problems(problems)
     for name in ("parallel_mode", "dataset_strategy"):  # they have been acted on
         settings = dataclasses.replace(settings, explicit=settings.explicit - {name})
@@ -134,7 +135,8 @@ def step(
     return TrainingStep(Training(
         loss_fn, optimizer, chosen, settings, has_aux, device, micro_batches, compute_dtype, cross_batch,
         _globs(layerwise_parallel), _globs(frozen), donate, fusion_of(settings, fusion),
-        limit_of(reuse or ("auto" if recompute else None)), recompute, types.MappingProxyType(options),
+        limit_of("auto" if recompute and (reuse is None or reuse is False) else reuse), recompute,
+        types.MappingProxyType(options),
     ))  # fmt: skip
 
 
