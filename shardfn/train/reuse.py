@@ -147,9 +147,14 @@ def fold(
         return tree_util.tree_unflatten(treedef, [leaf_of(stacked, i) for i in range(len(paths))])
 
     def folded_loss(stacked: Mapping[str, Any], *given: Any) -> Any:
-        shaped = jax.eval_shape(unstack, dict(stacked))  # within a shard_map it says what differs between devices
         shape: list[Any] = []
-        here, repeated = _traced(loss_fn, shaped, given, shape)
+        seen: list[tuple[Program, list[Run]]] = []
+
+        def look(stacked: Mapping[str, Any]) -> None:  # traced, for within a shard_map shapes do not say all of an array
+            seen.append(_traced(loss_fn, unstack(stacked), given, shape))
+
+        jax.eval_shape(look, dict(stacked))
+        here, repeated = seen[0]
         whole = {group.members: stacked[group.name] for group in groups}
         inputs = [lambda i=i: leaf_of(stacked, i) for i in range(len(paths))]
         inputs += [lambda x=x: x for x in tree_util.tree_leaves(given)]
