@@ -150,7 +150,9 @@ def fold(
         shape: list[Any] = []
         seen: list[tuple[Program, list[Run]]] = []
 
-        def look(stacked: Mapping[str, Any]) -> None:  # traced, for within a shard_map shapes do not say all of an array
+        def look(
+            stacked: Mapping[str, Any],
+        ) -> None:  # traced, for within a shard_map shapes do not say all of an array
             seen.append(_traced(loss_fn, unstack(stacked), given, shape))
 
         jax.eval_shape(look, dict(stacked))
