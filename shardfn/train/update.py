@@ -88,14 +88,15 @@ def _told(training: Training, result: Any) -> tuple[Any, Any, Any]:
     if training.mutable:
         form = "(loss, (auxiliary output, collections))" if training.has_aux else "(loss, collections)"
         found = result if _is_pair(result) else (None, None)
-        changed = found[1][1] if training.has_aux and _is_pair(found[1]) else found[1]
+        inner = found[1] if training.has_aux else (aux, found[1])
+        aux, changed = inner if _is_pair(inner) else (aux, None)
         if not isinstance(changed, Mapping) or set(changed) != set(training.mutable):
             has = f"a dict of {', '.join(map(repr, changed))}" if isinstance(changed, Mapping) else short(result)
             fail(StrategyError, f"the loss function does not give the collections {', '.join(training.mutable)}",
                  where=f"mutable = {training.mutable!r}; it gives {has}",
                  why=f"with has_aux={training.has_aux} it gives {form}, the collections as apply(..., mutable=[...]) does",
                  fix=f"return {form}")  # fmt: skip
-        result, aux = (found[0], found[1][0]) if training.has_aux else (found[0], ())
+        result = found[0]
     elif training.has_aux != _is_pair(result):
         what = "no pair" if training.has_aux else "a pair"
         fail(StrategyError, f"the loss function gives {what}, and has_aux is {training.has_aux}",
