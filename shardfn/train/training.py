@@ -24,6 +24,8 @@ class Training:
     mode: Mode
     settings: ParallelContext
     has_aux: bool
+    mutable: tuple[str, ...]
+    """The collections of Linen's variables that the loss gives anew."""
     device: Any
     micro_batches: int
     compute_dtype: Any
