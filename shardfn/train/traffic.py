@@ -35,6 +35,7 @@ def parts_of(training: Training, parts: Anatomy, drawn: Drawn, cut: Cut, own: Se
         own=tuple(mine for *_, mine, _ in rows),
         paths=tuple(path for *_, path in rows),
         fusion=training.fusion,
+        again=training.gathers_again,
     )
 
 
