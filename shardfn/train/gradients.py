@@ -19,12 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax, tree_util
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
 from shardfn.paths import join
 from shardfn.train import bucketed
 from shardfn.train.fusion import Fusion, Tensor, buckets
+from shardfn.train.recompute import PARAMETER, keep_but_parameters
 
 Loss = Callable[[Any, Any, tuple[Any, ...]], tuple[jax.Array, tuple[Any, Any]]]
 """(trained, carried, batch) -> (loss, (auxiliary output, carried))."""
@@ -63,6 +65,8 @@ class Parts:
     """How each trained leaf lies along the axes that do not cut the batch."""
     fusion: Fusion | None = None
     """Which collectives travel together; None leaves that to XLA."""
+    again: bool = False
+    """Put pieces together a second time, for the backward pass, in place of keeping the whole."""
 
     @property
     def count(self) -> int:
@@ -98,6 +102,34 @@ def whole(loss: Loss, trained: Any, carried: Any, batch: tuple[Any, ...]) -> tup
     """Loss, auxiliary output, gradients and carried leaves of the global batch."""
     (value, (aux, carried)), grads = jax.value_and_grad(loss, has_aux=True)(trained, carried, batch)
     return value, aux, grads, carried
+
+
+def again(loss: Loss, pieces: Any, put: Callable[[Any], Any], slot: Callable[[Any], jax.Array]) -> tuple[Loss, Any]:
+    """A loss of parameters that are put together for the forward pass, forgotten, and put together for the backward one.
+
+    Args:
+      loss: of whole parameters.
+      pieces: the parameters as they lie.
+      put: makes the whole of them.
+      slot: makes zeros of a shape, which stand for a whole parameter; nothing reads them, and they get its gradient.
+
+    Returns:
+      That loss, as a function of those, and those.
+    """
+
+    whole = lambda pieces: tree_util.tree_map(lambda x: checkpoint_name(x, PARAMETER), put(pieces))  # noqa: E731
+
+    @jax.custom_vjp
+    def through(slots: Any, pieces: Any) -> Any:
+        return whole(pieces)
+
+    through.defvjp(lambda slots, pieces: (whole(pieces), None), lambda _, grads: (grads, None))
+
+    def called(slots: Any, carried: Any, batch: tuple[Any, ...]) -> Any:
+        run = lambda slots, pieces, *rest: loss(through(slots, pieces), *rest)  # noqa: E731
+        return jax.checkpoint(run, policy=keep_but_parameters)(slots, pieces, carried, batch)
+
+    return called, tree_util.tree_map(slot, jax.eval_shape(put, pieces))
 
 
 def micro(loss: Loss, count: int, growing: Any, each: Callable[[Any], Any], first: Callable[[Any], Any]) -> Any:
@@ -189,15 +221,21 @@ def _mapped(
             leaves.append(lax.pcast(jnp.zeros(shape, wide(leaf.dtype)), how.axes, to="varying"))
         return tree_util.tree_unflatten(treedef, leaves)
 
+    def put(trained: Any) -> Any:
+        return tree_util.tree_unflatten(treedef, _all_full(tree_util.tree_leaves(trained), how, reduction))
+
     def on_part(trained: Any, carried: Any, batch: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
-        full = tree_util.tree_unflatten(treedef, _all_full(tree_util.tree_leaves(trained), how, reduction))
+        slot = lambda x: lax.pcast(jnp.zeros(x.shape, x.dtype), how.axes, to="varying")  # noqa: E731
+        called, full = again(loss, trained, put, slot) if how.again else (loss, put(trained))
         carried = tree_util.tree_map(lambda x: lax.pcast(x, how.axes, to="varying"), carried)
         batch = tree_util.tree_map(lambda x: x if x.ndim else lax.pcast(x, how.axes, to="varying"), batch)
         if micro_batches == 1:
-            value, aux, grads, carried = whole(loss, full, carried, batch)
+            value, aux, grads, carried = whole(called, full, carried, batch)
         else:
             each = (lambda g: summed(g, lambda d: d is not None)[0]) if early else lambda g: g
-            value, aux, grads, carried = micro(loss, micro_batches, micro_growing, each, started)(full, carried, batch)
+            value, aux, grads, carried = micro(called, micro_batches, micro_growing, each, started)(
+                full, carried, batch
+            )
         now = (lambda d: d is None) if early else (lambda d: True)
         changed = [x for x, moves in zip(tree_util.tree_leaves(carried), moving, strict=True) if moves]
         rest, whole_of = tree_util.tree_flatten((value, aux, changed))

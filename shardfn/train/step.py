@@ -28,6 +28,7 @@ from shardfn.train.folded import Chosen, chosen, folding_of, recompute_problems
 from shardfn.train.fusion import Bucket, fusion_of, id_problems
 from shardfn.train.lay import Laid, lay, whole_layout
 from shardfn.train.modes import Mode, mode_of
+from shardfn.train.optimizer_parallel import again_problems
 from shardfn.train.pipeline import Pipeline
 from shardfn.train.reuse import DEFAULT_LIMIT, Folding, fold, limit_of, reuse_problems
 from shardfn.train.state import Anatomy, State, anatomy, holds_array, is_incomplete, owned, retied, ties
@@ -56,6 +57,7 @@ def step(
     frozen: Sequence[str] = (),
     enable_parallel_optimizer: bool | None = None,
     parallel_optimizer_config: Mapping[str, Any] | None = None,
+    parallel_optimizer_comm_recompute: bool = False,
     comm_fusion: Mapping[str, Any] | None = None,
     all_reduce_fusion_config: Sequence[int] | None = None,
     fusion: Mapping[str, int] | None = None,
@@ -92,6 +94,8 @@ def step(
       frozen: globs of parameters that are not trained.
       enable_parallel_optimizer, parallel_optimizer_config: as MindSpore's context has them: cut the optimizer's states
         (`optimizer_level` "level1"), gradients too ("level2"), parameters too ("level3").
+      parallel_optimizer_comm_recompute: at "level3", gather the parameters again for the backward pass; False keeps them
+        whole from the forward pass on.
       comm_fusion, all_reduce_fusion_config: as MindSpore's context has them: which collectives travel as one, by size in
         MB or by index. Where each device works on its part of the batch they are exactly so many collectives; else
         XLA's combiners are told, where they take it. Not set: as XLA likes.
@@ -138,15 +142,18 @@ def step(
     problems += id_problems(fusion) if fusion is not None else ()
     problems += recompute_problems(recompute, options)
     problems += reuse_problems(reuse)
+    problems += again_problems(parallel_optimizer_comm_recompute, settings, isinstance(loss_fn, Pipeline))
     raise_problems(problems)
     for name in ("parallel_mode", "dataset_strategy"):  # they have been acted on
         settings = dataclasses.replace(settings, explicit=settings.explicit - {name})
     options = {**options, "level": level, "in_strategy": in_strategy, "parameter_plan": dict(parameter_plan or {})}
+    folded = limit_of("auto" if recompute and (reuse is None or reuse is False) else reuse)
     return TrainingStep(Training(
-        loss_fn, adapted(optimizer), chosen, settings, has_aux, mutable, device, micro_batches, compute_dtype, cross_batch,
-        _globs(layerwise_parallel), _globs(frozen), donate, fusion_of(settings, fusion),
-        limit_of("auto" if recompute and (reuse is None or reuse is False) else reuse), recompute,
-        types.MappingProxyType(options),
+        loss_fn=loss_fn, optimizer=adapted(optimizer), mode=chosen, settings=settings, has_aux=has_aux, mutable=mutable,
+        device=device, micro_batches=micro_batches, compute_dtype=compute_dtype, cross_batch=cross_batch,
+        own=_globs(layerwise_parallel), frozen=_globs(frozen), donate=donate,
+        gathers_again=parallel_optimizer_comm_recompute, fusion=fusion_of(settings, fusion), reuse=folded,
+        recompute=recompute, options=types.MappingProxyType(options),
     ))  # fmt: skip
 
 

@@ -37,6 +37,7 @@ def parts_of(training: Training, parts: Anatomy, drawn: Drawn, cut: Cut, own: Se
         paths=tuple(path for *_, path in rows),
         cuts=tuple(_beside(whole, drawn.data) for whole, *_ in rows),
         fusion=training.fusion,
+        again=training.gathers_again,
     )
 
 

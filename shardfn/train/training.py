@@ -33,6 +33,8 @@ class Training:
     own: tuple[str, ...]
     frozen: tuple[str, ...]
     donate: bool
+    gathers_again: bool
+    """Whether parameters in pieces are put together again for the backward pass."""
     fusion: Fusion | None
     """Which collectives travel together."""
     reuse: int | None

@@ -143,7 +143,18 @@ def _gradients(
     if is_per_device(training, drawn):
         return _scaled(_by_parts(training, parts, drawn, cut, own, loss, shapes), times, 1)
     total = 1 if training.reduction.mean else drawn.count
-    return _scaled(_at_once(training, loss, shapes), times * total, total)
+    lies = [drawn.named(s) for s, mine in zip(drawn.params, parts.trained, strict=True) if mine]
+    put = lambda tree: tree_util.tree_map(lax.with_sharding_constraint, tree, tree_of(tree, lies))  # noqa: E731
+    run = _at_once(training, loss, shapes)
+    if training.gathers_again:
+        slot = lambda x: jnp.zeros(x.shape, x.dtype)  # noqa: E731
+
+        def once_more(trained: Any, carried: Any, batch: tuple[Any, ...]) -> Any:
+            called, slots = gradients.again(loss, trained, put, slot)
+            return _at_once(training, called, shapes)(slots, carried, batch)
+
+        run = once_more
+    return _scaled(run, times * total, total)
 
 
 def _at_once(training: Training, loss: Loss, shapes: tuple[Any, Any, tuple[Any, ...]]) -> Gradients:
