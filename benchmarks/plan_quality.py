@@ -145,8 +145,9 @@ def measure(
     family = FAMILIES[name]
     compiles = devices == DEVICES
     size = family.small if compiles else family.large
-    if layers and hasattr(size, "layers"):
-        size = dataclasses.replace(size, layers=layers)
+    counted = next((field for field in ("layers", "blocks") if hasattr(size, field)), None)
+    if layers and counted:
+        size = dataclasses.replace(size, **{counted: layers})
     fn, args = family.on_paper(size)
     device: Any = None if compiles else TARGETS.get(devices, f"cpu:{devices}")
     if tpu:
@@ -445,7 +446,9 @@ def main() -> None:
     parser.add_argument("--devices", default="8,64,512")
     parser.add_argument("--level", default="0,1,2")
     parser.add_argument("--finalists", type=int, default=7, help="candidates that a plan compiles, on 8 devices")
-    parser.add_argument("--layers", type=int, default=0, help="of the families that have them; 0: as many as they have")
+    parser.add_argument(
+        "--layers", type=int, default=0, help="of a model, or blocks of each of its stages; 0: as many as it has"
+    )
     parser.add_argument("--tpu", action="store_true", help="on 8 devices, compile for TPU v5e chips that are not here")
     parser.add_argument("--json")
     parser.add_argument("--child", help=argparse.SUPPRESS)
