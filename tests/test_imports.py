@@ -77,7 +77,8 @@ LAYERS = (
     ("cell",),
     ("",),  # shardfn/__init__.py
     ("train.modes", "train.state", "train.optimizer_parallel", "train.fusion", "train.bucketed", "train.blocks"),
-    ("train.gradients", "train.recompute", "train.reuse"),
+    ("train.recompute", "train.reuse", "train.offload"),
+    ("train.gradients",),
     ("train.schedule", "train.balance", "train.program", "train.rows", "train.tensor"),
     ("train.marks", "train.stages", "train.wire", "train.moved"),
     ("train.waits",),

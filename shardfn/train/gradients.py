@@ -96,9 +96,7 @@ def whole(loss: Loss, trained: Any, carried: Any, batch: tuple[Any, ...]) -> tup
     return value, aux, grads, carried
 
 
-def again(
-    loss: Loss, pieces: Any, put: Callable[[Any], Any], slot: Callable[[Any], jax.Array]
-) -> tuple[Loss, Any]:
+def again(loss: Loss, pieces: Any, put: Callable[[Any], Any], slot: Callable[[Any], jax.Array]) -> tuple[Loss, Any]:
     """A loss of parameters that are put together for the forward pass, forgotten, and put together for the backward one.
 
     Args:
@@ -227,7 +225,9 @@ def _mapped(
             value, aux, grads, carried = whole(called, full, carried, batch)
         else:
             each = (lambda g: summed(g, lambda d: d is not None)[0]) if early else lambda g: g
-            value, aux, grads, carried = micro(called, micro_batches, micro_growing, each, started)(full, carried, batch)
+            value, aux, grads, carried = micro(called, micro_batches, micro_growing, each, started)(
+                full, carried, batch
+            )
         now = (lambda d: d is None) if early else (lambda d: True)
         changed = [x for x, moves in zip(tree_util.tree_leaves(carried), moving, strict=True) if moves]
         rest, whole_of = tree_util.tree_flatten((value, aux, changed))

@@ -25,6 +25,7 @@ from shardfn.train.folded import Chosen, chosen, folding_of, recompute_problems
 from shardfn.train.fusion import Bucket, fusion_of, id_problems
 from shardfn.train.lay import Laid, lay, whole_layout
 from shardfn.train.modes import Mode, mode_of
+from shardfn.train.offload import memory_problems
 from shardfn.train.optimizer_parallel import again_problems
 from shardfn.train.pipeline import Pipeline
 from shardfn.train.reuse import DEFAULT_LIMIT, Folding, fold, limit_of
@@ -54,6 +55,7 @@ def step(
     enable_parallel_optimizer: bool | None = None,
     parallel_optimizer_config: Mapping[str, Any] | None = None,
     parallel_optimizer_comm_recompute: bool = False,
+    opt_state_memory_kind: str | None = None,
     comm_fusion: Mapping[str, Any] | None = None,
     all_reduce_fusion_config: Sequence[int] | None = None,
     fusion: Mapping[str, int] | None = None,
@@ -89,6 +91,8 @@ def step(
         (`optimizer_level` "level1"), gradients too ("level2"), parameters too ("level3").
       parallel_optimizer_comm_recompute: at "level3", gather the parameters again for the backward pass; False keeps them
         whole from the forward pass on.
+      opt_state_memory_kind: "pinned_host" keeps the optimizer's states in the host's memory, and moves them to the devices
+        for the update.
       comm_fusion, all_reduce_fusion_config: as MindSpore's context has them: which collectives travel as one, by size in
         MB or by index. Where each device works on its part of the batch they are exactly so many collectives; else
         XLA's combiners are told, where they take it. Not set: as XLA likes.
@@ -132,6 +136,9 @@ def step(
                               options.get("layout"), cross_batch, layerwise_parallel))  # fmt: skip
     problems += id_problems(fusion) if fusion is not None else ()
     problems += recompute_problems(recompute, options)
+    if isinstance(loss_fn, Pipeline):
+        problems += _pipeline_problems(has_aux, recompute, in_strategy, parameter_plan)
+    problems += memory_problems(opt_state_memory_kind)
     problems += again_problems(parallel_optimizer_comm_recompute, settings, isinstance(loss_fn, Pipeline))
     raise_problems(problems)
     for name in ("parallel_mode", "dataset_strategy"):  # they have been acted on
@@ -139,7 +146,8 @@ def step(
     options = {**options, "level": level, "in_strategy": in_strategy, "parameter_plan": dict(parameter_plan or {})}
     return TrainingStep(Training(
         loss_fn, optimizer, chosen, settings, has_aux, device, micro_batches, compute_dtype, cross_batch,
-        _globs(layerwise_parallel), _globs(frozen), donate, parallel_optimizer_comm_recompute, fusion_of(settings, fusion),
+        _globs(layerwise_parallel), _globs(frozen), donate, parallel_optimizer_comm_recompute,
+        opt_state_memory_kind, fusion_of(settings, fusion),
         limit_of(reuse or ("auto" if recompute else None)), recompute, types.MappingProxyType(options),
     ))  # fmt: skip
 
@@ -178,6 +186,24 @@ def _problems(
         yield Problem(f"`layerwise_parallel` has no meaning in mode {mode.name!r}", f"layerwise_parallel = {short(own)}",
                       "there every parameter is one array, whose gradient is the loss's",
                       'use mode="data_parallel" or "hybrid_parallel"')  # fmt: skip
+
+
+def _pipeline_problems(has_aux: Any, recompute: Any, in_strategy: Any, parameter_plan: Any) -> Iterator[Problem]:
+    if has_aux:
+        yield Problem("a pipeline gives no auxiliary output", "has_aux = True",
+                      "of the last stage's work on each micro-batch the loss alone is kept",
+                      "leave has_aux out, and work out the rest with the plain function")  # fmt: skip
+    if recompute:
+        yield Problem("`recompute` has no meaning around a pipeline", f"recompute = {short(recompute)}",
+                      "its backward pass works every stage out again from what came into it",
+                      "leave it out, or wrap functions within a stage with train.recompute")  # fmt: skip
+    for name, value, fix in (
+        ("in_strategy", in_strategy, "leave it out: dim 0 of the batch is cut over what stages and tensor leave"),
+        ("parameter_plan", parameter_plan, "give it to train.pipeline, by the paths of the model"),
+    ):
+        if value:
+            yield Problem(f"`{name}` of a step has no meaning around a pipeline", f"{name} = {short(value)}",
+                          "the pipeline has laid out its stages and their batch itself", fix)  # fmt: skip
 
 
 class TrainingStep:
