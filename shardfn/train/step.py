@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from shardfn.train.modes import Mode, mode_of
 from shardfn.train.offload import memory_problems
 from shardfn.train.optimizer_parallel import again_problems
 from shardfn.train.pipeline import Pipeline
+from shardfn.train.recompute import recompute as again
 from shardfn.train.reuse import DEFAULT_LIMIT, Folding, fold, limit_of
 from shardfn.train.state import Anatomy, State, anatomy, holds_array, is_equinox, owned
 from shardfn.train.training import Training
@@ -101,7 +103,8 @@ def step(
         in the state ("layers/*/w"; `parameter_plan` and other globs name those); `init` then needs a batch. A positive
         int is the most blocks in one scan, -1 is 1000. What is folded, and why not: `folding.explain()`.
       recompute: how many of the equal blocks are worked out again in the backward pass; "auto" as few as fit into
-        `memory_limit`, and `recomputed` says what that costs. It folds as `reuse` does.
+        `memory_limit`, and `recomputed` says what that costs. It folds as `reuse` does. Or globs of submodules of the
+        model, "layers/*", as in `train.recompute`.
       donate: give the old state's memory to the new one.
 
     Raises:
@@ -131,6 +134,9 @@ def step(
     settings = context.changed("train.step", {name: value for name, value in said.items() if value is not None})
     with context.held(settings):
         chosen = mode_of(None)
+    globs = _globs(recompute) if _is_by_path(recompute) else ()
+    if globs and callable(loss_fn) and not isinstance(loss_fn, Pipeline):
+        loss_fn, recompute = _recomputing(loss_fn, globs), None
     problems = list(_option_problems(options))
     problems += list(_problems(loss_fn, optimizer, micro_batches, chosen, in_strategy, parameter_plan,
                               options.get("layout"), cross_batch, layerwise_parallel))  # fmt: skip
@@ -347,6 +353,22 @@ class TrainingStep:
 
 def _globs(given: str | Sequence[str]) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _is_by_path(recompute: Any) -> bool:
+    return (isinstance(recompute, str) and recompute != "auto") or (
+        isinstance(recompute, list | tuple) and bool(recompute) and all(isinstance(glob, str) for glob in recompute)
+    )
+
+
+def _recomputing(loss_fn: Callable[..., Any], globs: tuple[str, ...]) -> Callable[..., Any]:
+    """A loss of the model whose submodules at these paths are worked out again."""
+
+    @functools.wraps(loss_fn)
+    def loss(model: Any, *batch: Any) -> Any:
+        return loss_fn(again(model, paths=globs), *batch)
+
+    return loss
 
 
 def _makes(params: Any) -> bool:
