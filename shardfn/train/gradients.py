@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
-from shardfn.strategy import join
+from shardfn.paths import join
 from shardfn.train import bucketed
 from shardfn.train.fusion import Fusion, Tensor, buckets
 from shardfn.train.recompute import PARAMETER, keep_but_parameters

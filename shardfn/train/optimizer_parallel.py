@@ -13,7 +13,8 @@ from jax import tree_util
 from shardfn.context import ParallelContext
 from shardfn.errors import Problem
 from shardfn.graph.model import Spec
-from shardfn.strategy import join, short, tidy
+from shardfn.paths import join, tidy
+from shardfn.strategy import short
 
 
 @dataclasses.dataclass(frozen=True)
