@@ -91,7 +91,7 @@ LAYERS = (
         "train.bucketed",
         "train.blocks",
     ),
-    ("train.recompute", "train.reuse"),
+    ("train.recompute", "train.reuse", "train.offload"),
     ("train.gradients",),
     ("train.schedule", "train.balance", "train.program", "train.rows", "train.tensor"),
     ("train.marks", "train.stages", "train.wire", "train.moved"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,8 +29,10 @@ from shardfn.train.folded import Chosen, chosen, folding_of, recompute_problems
 from shardfn.train.fusion import Bucket, fusion_of, id_problems
 from shardfn.train.lay import Laid, lay, whole_layout
 from shardfn.train.modes import Mode, mode_of
+from shardfn.train.offload import memory_problems
 from shardfn.train.optimizer_parallel import again_problems
 from shardfn.train.pipeline import Pipeline
+from shardfn.train.recompute import recompute as again
 from shardfn.train.reuse import DEFAULT_LIMIT, Folding, fold, limit_of, reuse_problems
 from shardfn.train.state import Anatomy, State, anatomy, holds_array, is_incomplete, owned, retied, ties
 from shardfn.train.training import Training
@@ -58,6 +61,7 @@ def step(
     enable_parallel_optimizer: bool | None = None,
     parallel_optimizer_config: Mapping[str, Any] | None = None,
     parallel_optimizer_comm_recompute: bool = False,
+    opt_state_memory_kind: str | None = None,
     comm_fusion: Mapping[str, Any] | None = None,
     all_reduce_fusion_config: Sequence[int] | None = None,
     fusion: Mapping[str, int] | None = None,
@@ -96,6 +100,8 @@ def step(
         (`optimizer_level` "level1"), gradients too ("level2"), parameters too ("level3").
       parallel_optimizer_comm_recompute: at "level3", gather the parameters again for the backward pass; False keeps them
         whole from the forward pass on.
+      opt_state_memory_kind: "pinned_host" keeps the optimizer's states in the host's memory, and moves them to the devices
+        for the update.
       comm_fusion, all_reduce_fusion_config: as MindSpore's context has them: which collectives travel as one, by size in
         MB or by index. Where each device works on its part of the batch they are exactly so many collectives; else
         XLA's combiners are told, where they take it. Not set: as XLA likes.
@@ -104,7 +110,8 @@ def step(
         in the state ("layers/*/w"; `parameter_plan` and other globs name those); `init` then needs a batch. A positive
         int is the most blocks in one scan, -1 is 1000. What is folded, and why not: `folding.explain()`.
       recompute: how many of the equal blocks are worked out again in the backward pass; "auto" as few as fit into
-        `memory_limit`, and `recomputed` says what that costs. It folds as `reuse` does.
+        `memory_limit`, and `recomputed` says what that costs. It folds as `reuse` does. Or globs of submodules of the
+        model, "layers/*", as in `train.recompute`.
       donate: give the old state's memory to the new one.
 
     Raises:
@@ -135,13 +142,17 @@ def step(
     with context.held(settings):
         chosen = mode_of(None)
     mutable = _globs(mutable)
+    globs = _globs(recompute) if _is_by_path(recompute) else ()
+    if globs and callable(loss_fn) and not isinstance(loss_fn, Pipeline):
+        loss_fn, recompute = _recomputing(loss_fn, globs), None
     problems = list(_option_problems({**options, "level": level}))
     problems += list(_problems(loss_fn, optimizer, micro_batches, chosen, in_strategy, parameter_plan,
                               options.get("layout"), cross_batch, layerwise_parallel))  # fmt: skip
-    problems += _pipeline_problems(loss_fn, reuse, recompute, mutable)
+    problems += _pipeline_problems(loss_fn, has_aux, reuse, recompute, mutable, in_strategy, parameter_plan)
     problems += id_problems(fusion) if fusion is not None else ()
     problems += recompute_problems(recompute, options)
     problems += reuse_problems(reuse)
+    problems += memory_problems(opt_state_memory_kind)
     problems += again_problems(parallel_optimizer_comm_recompute, settings, isinstance(loss_fn, Pipeline))
     raise_problems(problems)
     for name in ("parallel_mode", "dataset_strategy"):  # they have been acted on
@@ -152,8 +163,8 @@ def step(
         loss_fn=loss_fn, optimizer=adapted(optimizer), mode=chosen, settings=settings, has_aux=has_aux, mutable=mutable,
         device=device, micro_batches=micro_batches, compute_dtype=compute_dtype, cross_batch=cross_batch,
         own=_globs(layerwise_parallel), frozen=_globs(frozen), donate=donate,
-        gathers_again=parallel_optimizer_comm_recompute, fusion=fusion_of(settings, fusion), reuse=folded,
-        recompute=recompute, options=types.MappingProxyType(options),
+        gathers_again=parallel_optimizer_comm_recompute, opt_state_memory_kind=opt_state_memory_kind,
+        fusion=fusion_of(settings, fusion), reuse=folded, recompute=recompute, options=types.MappingProxyType(options),
     ))  # fmt: skip
 
 
@@ -200,21 +211,41 @@ def _problems(
                       'use mode="data_parallel" or "hybrid_parallel"')  # fmt: skip
 
 
-def _pipeline_problems(loss_fn: Any, reuse: Any, recompute: Any, mutable: Sequence[str]) -> Iterator[Problem]:
+def _pipeline_problems(
+    loss_fn: Any,
+    has_aux: Any,
+    reuse: Any,
+    recompute: Any,
+    mutable: Sequence[str],
+    in_strategy: Any,
+    parameter_plan: Any,
+) -> Iterator[Problem]:
     """What neither a pipeline nor folded blocks can do."""
     folds = [(name, value) for name, value in (("reuse", reuse), ("recompute", recompute)) if value]
-    if isinstance(loss_fn, Pipeline):
-        for name, value in folds:
-            why = "a pipeline works out each of its stages again anyway, and keeps their layers apart"
-            yield Problem(f"`{name}` has no meaning for a pipeline", f"{name} = {short(value)}", why, "leave it out")
-        if mutable:
-            yield Problem("a pipeline cannot change collections", f"mutable = {tuple(mutable)!r}",
-                          "its loss is one number, and its stages hand on activations alone",
-                          "train without a pipeline, or with a norm that has no statistics")  # fmt: skip
-    elif mutable:
-        for name, value in folds:
+    if not isinstance(loss_fn, Pipeline):
+        for name, value in folds if mutable else ():
             yield Problem(f"`{name}` cannot fold a loss that changes collections", f"{name} = {short(value)}",
                           f"each block keeps its own {', '.join(mutable)}", "leave one of the two out")  # fmt: skip
+        return
+    if has_aux:
+        yield Problem("a pipeline gives no auxiliary output", "has_aux = True",
+                      "of the last stage's work on each micro-batch the loss alone is kept",
+                      "leave has_aux out, and work out the rest with the plain function")  # fmt: skip
+    if mutable:
+        yield Problem("a pipeline cannot change collections", f"mutable = {tuple(mutable)!r}",
+                      "its loss is one number, and its stages hand on activations alone",
+                      "train without a pipeline, or with a norm that has no statistics")  # fmt: skip
+    for name, value in folds:
+        yield Problem(f"`{name}` has no meaning around a pipeline", f"{name} = {short(value)}",
+                      "its backward pass works every stage out again from what came into it, and keeps their layers apart",
+                      "leave it out, or wrap functions within a stage with train.recompute")  # fmt: skip
+    for name, value, fix in (
+        ("in_strategy", in_strategy, "leave it out: dim 0 of the batch is cut over what stages and tensor leave"),
+        ("parameter_plan", parameter_plan, "give it to train.pipeline, by the paths of the model"),
+    ):
+        if value:
+            yield Problem(f"`{name}` of a step has no meaning around a pipeline", f"{name} = {short(value)}",
+                          "the pipeline has laid out its stages and their batch itself", fix)  # fmt: skip
 
 
 class TrainingStep:
@@ -393,6 +424,22 @@ def in_order(loss_fn: Callable[..., Any], batch: tuple[Any, ...], named: Mapping
 
 def _globs(given: str | Sequence[str]) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _is_by_path(recompute: Any) -> bool:
+    return (isinstance(recompute, str) and recompute != "auto") or (
+        isinstance(recompute, list | tuple) and bool(recompute) and all(isinstance(glob, str) for glob in recompute)
+    )
+
+
+def _recomputing(loss_fn: Callable[..., Any], globs: tuple[str, ...]) -> Callable[..., Any]:
+    """A loss of the model whose submodules at these paths are worked out again."""
+
+    @functools.wraps(loss_fn)
+    def loss(model: Any, *batch: Any) -> Any:
+        return loss_fn(again(model, paths=globs), *batch)
+
+    return loss
 
 
 def _makes(params: Any) -> bool:

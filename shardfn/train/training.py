@@ -35,6 +35,8 @@ class Training:
     donate: bool
     gathers_again: bool
     """Whether parameters in pieces are put together again for the backward pass."""
+    opt_state_memory_kind: str | None
+    """The memory in which the optimizer's arrays lie between steps; None for that of the devices."""
     fusion: Fusion | None
     """Which collectives travel together."""
     reuse: int | None

@@ -145,15 +145,14 @@ def _gradients(
     total = 1 if training.reduction.mean else drawn.count
     lies = [drawn.named(s) for s, mine in zip(drawn.params, parts.trained, strict=True) if mine]
     put = lambda tree: tree_util.tree_map(lax.with_sharding_constraint, tree, tree_of(tree, lies))  # noqa: E731
-    run = _at_once(training, loss, shapes)
-    if training.gathers_again:
-        slot = lambda x: jnp.zeros(x.shape, x.dtype)  # noqa: E731
 
-        def once_more(trained: Any, carried: Any, batch: tuple[Any, ...]) -> Any:
-            called, slots = gradients.again(loss, trained, put, slot)
-            return _at_once(training, called, shapes)(slots, carried, batch)
+    def run(trained: Any, carried: Any, batch: tuple[Any, ...]) -> Any:
+        if training.gathers_again:
+            called, trained = gradients.again(loss, trained, put, lambda x: jnp.zeros(x.shape, x.dtype))
+            return _at_once(training, called, shapes)(trained, carried, batch)
+        is_kept = training.zero is not None and training.zero.level > 2
+        return _at_once(training, loss, shapes)(put(trained) if is_kept else trained, carried, batch)
 
-        run = once_more
     return _scaled(run, times * total, total)
 
 
