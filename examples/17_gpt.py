@@ -181,7 +181,7 @@ def where(state):
 
 
 def main():
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--folder")
     given, _ = parser.parse_known_args()
