@@ -105,9 +105,8 @@ def trainer(steps):
     return train.step(loss, optimizer_of(steps), mode="data_parallel", parallel_optimizer_config=config)
 
 
-def run(folder, numbers, vocabulary, until, steps, console):
-    """Train up to step `until` of `steps`, from the newest checkpoint where there is one."""
-    step = trainer(steps)
+def run(step, folder, numbers, vocabulary, until, console):
+    """Train up to step `until`, from the newest checkpoint where there is one."""
     state, losses = step.init(lambda: make(vocabulary), batch(numbers, 0)), []
     if checkpoint.steps(folder):
         state = checkpoint.restore(folder, like=state)
@@ -129,7 +128,7 @@ def run(folder, numbers, vocabulary, until, steps, console):
 
 def unsharded(numbers, vocabulary, steps, count):
     """The first losses of the same run on one device, by optax alone."""
-    optimizer, params, found = optimizer_of(steps), make(vocabulary), []
+    optimizer, params, found = optimizer_of(steps), jax.jit(make, static_argnums=0)(vocabulary), []
     state = optimizer.init(params)
 
     @jax.jit
@@ -182,7 +181,7 @@ def where(state):
 
 
 def main():
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--folder")
     given, _ = parser.parse_known_args()
@@ -191,10 +190,10 @@ def main():
     console.print(f"{TEXT.name}: {len(numbers):,} bytes of {len(letters)} kinds")
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(given.folder or temporary)
-        losses = []
+        step, losses = trainer(given.steps), []
         if given.folder is None:  # show it stopped half-way: what goes on is the same run
-            losses = run(folder, numbers, len(letters), given.steps // 2, given.steps, console)[1]
-        state, more = run(folder, numbers, len(letters), given.steps, given.steps, console)
+            losses = run(step, folder, numbers, len(letters), given.steps // 2, console)[1]
+        state, more = run(step, folder, numbers, len(letters), given.steps, console)
         for line in where(state):
             console.print(line, highlight=False)
         losses += more

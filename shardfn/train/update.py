@@ -87,7 +87,7 @@ def _told(training: Training, result: Any) -> tuple[Any, Any, Any]:
     aux, changed = (), None
     if training.mutable:
         form = "(loss, (auxiliary output, collections))" if training.has_aux else "(loss, collections)"
-        found = result if _is_pair(result) else (None, None)
+        found: Any = result if _is_pair(result) else (None, None)
         inner: Any = found[1] if training.has_aux else (aux, found[1])
         aux, changed = inner if _is_pair(inner) else (aux, None)
         if not isinstance(changed, Mapping) or set(changed) != set(training.mutable):
