@@ -24,6 +24,7 @@ AUTO_MB = 64
 KINDS = {"allreduce": "all-reduce", "allgather": "all-gather", "reducescatter": "reduce-scatter"}
 """The context's names of kinds, and this library's."""
 
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """How the collectives of one kind are put together."""

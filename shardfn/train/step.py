@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -132,10 +133,11 @@ def step(
     for name in ("parallel_mode", "dataset_strategy"):  # they have been acted on
         settings = dataclasses.replace(settings, explicit=settings.explicit - {name})
     options = {**options, "level": level, "in_strategy": in_strategy, "parameter_plan": dict(parameter_plan or {})}
+    reuse = "auto" if recompute and (reuse is None or reuse is False) else reuse
     return TrainingStep(Training(
         loss_fn, optimizer, chosen, settings, has_aux, device, micro_batches, compute_dtype, cross_batch,
         _globs(layerwise_parallel), _globs(frozen), donate, fusion_of(settings, fusion),
-        limit_of("auto" if recompute and (reuse is None or reuse is False) else reuse), recompute, types.MappingProxyType(options),
+        limit_of(reuse), recompute, types.MappingProxyType(options),
     ))  # fmt: skip
 
 
@@ -281,6 +283,7 @@ class TrainingStep:
             made = refold(self.recomputed.blocks) if self.recomputed else made
         self.folding, self._laid = made, {}
         if not made.groups:
+            warnings.warn(f"`reuse` has no effect: {made.explain()}", stacklevel=3)
             self.training, self._unfolded = asked, None
             return make, model
         self._unfolded = parts
