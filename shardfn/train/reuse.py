@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax, tree_util
+from jax.core import Tracer
 from jax.extend import core
 
 from shardfn.errors import Problem, raise_problems
@@ -188,7 +189,7 @@ def _tracer(loss_fn: Callable[..., Any]) -> Callable[[Any, Any], tuple[Program, 
             closed = jax.make_jaxpr(loss_fn)(params, *batch)
         made = program(closed, len(tree_util.tree_leaves(params)))
         repeated = runs(made)
-        if not any(isinstance(x, jax.core.Tracer) for x in closed.consts):  # else it holds in this trace alone
+        if not any(isinstance(x, Tracer) for x in closed.consts):  # else it holds in this trace alone
             known[id(key)] = key, made, repeated
         return made, repeated, structure
 
