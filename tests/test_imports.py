@@ -90,6 +90,7 @@ LAYERS = (
         "train.fusion",
         "train.bucketed",
         "train.blocks",
+        "train.trial",
     ),
     ("train.recompute", "train.reuse", "train.offload"),
     ("train.gradients",),

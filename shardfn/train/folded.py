@@ -20,6 +20,7 @@ from shardfn.rebind import inner
 from shardfn.strategy import short
 from shardfn.train.reuse import Folding, fold
 from shardfn.train.state import Anatomy
+from shardfn.train.trial import tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,7 @@ def folding_of(
 
 
 def _not(made: Folding, why: str) -> Folding:
-    return dataclasses.replace(made, folded=(), groups=(), findings=(f"nothing is folded: {why}", *made.findings))
+    return dataclasses.replace(made, folded=(), groups=(), findings=(why, *made.findings))
 
 
 def whole_leaves(optimizer: Any, made: Folding, params: Any) -> str:
@@ -108,16 +109,15 @@ def whole_leaves(optimizer: Any, made: Folding, params: Any) -> str:
 
 
 def _after(optimizer: Any, params: Any, grads: list[Any]) -> Any:
-    """The parameters after an update by each of the gradients; one update is compiled, and run for each."""
+    """The parameters after an update by each of the gradients."""
 
-    @jax.jit
     def update(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
         updates, state = optimizer.update(grads, state, params, value=jnp.float32(1), grad=grads, value_fn=_flat)
         return optax.apply_updates(params, updates), state
 
-    state = jax.jit(optimizer.init)(params)
+    state, run = tried(optimizer.init)(params), tried(update)
     for one in grads:
-        params, state = update(params, state, one)
+        params, state = run(params, state, one)
     return tree_util.tree_map(np.asarray, params)
 
 

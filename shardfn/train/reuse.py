@@ -157,8 +157,9 @@ def fold(
         return tree_util.tree_unflatten(treedef, [leaf_of(stacked, i) for i in range(len(paths))])
 
     def folded_loss(stacked: Mapping[str, Any], *given: Any) -> Any:
-        shaped = jax.eval_shape(unstack, dict(stacked))  # within a shard_map it says what differs between devices
-        here, repeated, structure = traced(shaped, given)
+        found: list[Any] = []  # by values and not by shapes: within a shard_map they say what differs between devices
+        jax.eval_shape(lambda values: found.extend(traced(unstack(values), given)), dict(stacked))
+        here, repeated, structure = found
         whole = {group.members: stacked[group.name] for group in groups}
         inputs = [lambda i=i: leaf_of(stacked, i) for i in range(len(paths))]
         inputs += [lambda x=x: x for x in tree_util.tree_leaves(given)]
@@ -181,15 +182,17 @@ def _tracer(loss_fn: Callable[..., Any]) -> Callable[[Any, Any], tuple[Program, 
 
     def traced(params: Any, batch: Any) -> tuple[Program, list[Run], Any]:
         found = jitted.trace(params, *batch)
-        closed, shape = found.jaxpr, found.out_info
-        if any(isinstance(x, Tracer) for x in closed.consts):  # of a transformation that may be over
-            closed, shape = jax.make_jaxpr(loss_fn, return_shape=True)(params, *batch)
-            made = program(closed, len(tree_util.tree_leaves(params)))
-            return made, runs(made), tree_util.tree_structure(shape)
-        if id(closed) not in known:
-            made = program(closed, len(tree_util.tree_leaves(params)))
-            known[id(closed)] = closed, made, runs(made)
-        return *known[id(closed)][1:], tree_util.tree_structure(shape)
+        key, structure = found.jaxpr, tree_util.tree_structure(found.out_info)
+        if id(key) in known:
+            return *known[id(key)][1:], structure
+        closed = key
+        if len(closed.jaxpr.invars) != len(tree_util.tree_leaves((params, batch))):  # it closes over arrays
+            closed = jax.make_jaxpr(loss_fn)(params, *batch)
+        made = program(closed, len(tree_util.tree_leaves(params)))
+        repeated = runs(made)
+        if not any(isinstance(x, Tracer) for x in closed.consts):  # else it holds in this trace alone
+            known[id(key)] = key, made, repeated
+        return made, repeated, structure
 
     return traced
 

@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from shardfn import context
 from shardfn.api import shard
 from shardfn.context_keys import nearest
-from shardfn.errors import Problem, ShardError, StrategyError, StrategyTypeError, a, fail, raise_problems
+from shardfn.errors import Problem, ShardError, StrategyError, StrategyTypeError, a, fail, raise_problems, warn
 from shardfn.options import Options
 from shardfn.plan import Plan
 from shardfn.report import Report
@@ -363,6 +363,7 @@ class TrainingStep:
             made = refold(self.recomputed.blocks) if self.recomputed else made
         self.folding, self._laid = made, {}
         if not made.groups:
+            warn(f"`reuse` has no effect: {made.explain()}")
             self.training, self._unfolded = asked, None
             return make, model
         self._unfolded = parts

@@ -259,6 +259,44 @@ def test_lowered_for_machines_that_are_not_here(platform):
     assert text.count("optimization_barrier") == 2  # XLA's combiners cannot join what waits for each other
 
 
+TPU_CASES = {  # options: collectives of any kind; of arrays this small the TPU's compiler makes all-reduces of every kind
+    "index": (dict(all_reduce_fusion_config=[2, 4]), 3),
+    "one each": (dict(comm_fusion={"openstate": False}), 8),
+    "auto": (dict(comm_fusion={}), 1),
+    "level 2": (CASES["level 2"][0], 10),
+}
+
+
+@pytest.fixture(scope="module")
+def tpus():
+    pytest.importorskip("libtpu")
+    from jax.experimental import topologies
+
+    return list(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices)
+
+
+def on_tpus(function, params, devices, **options):
+    step = train.step(function, optax.adam(1e-2), device=devices, **options)
+    batch = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in BATCH]
+    state = jax.eval_shape(lambda: step.init(params, *batch))
+    return sum(counts(step.lower(state, *batch).compile().as_text()))
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("name", TPU_CASES)
+def test_so_many_on_tpus(name, tpus):
+    options, asked = TPU_CASES[name]
+    assert on_tpus(loss, PARAMS, tpus, mode="data_parallel", **options) == asked
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("name", ["index", "one each"])
+def test_so_many_on_tpus_beside_tensor_parallel(name, tpus):
+    options, asked = BESIDE[name]
+    grid = dict(mode="semi_auto_parallel", cross_batch=True, in_strategy=((4, 1), (4, 1)), parameter_plan=CUT)
+    assert on_tpus(residual, WIDE, tpus, **grid, **options) == OWN + asked
+
+
 def test_inside_another_jit(expected):
     step = train.step(loss, optax.adam(1e-2), mode="data_parallel", fusion={"*/w": 1})
     state = step.init(PARAMS)
