@@ -106,6 +106,19 @@ def test_a_flow_that_keeps_its_promise_is_enough(monkeypatch):
 
 
 @pytest.mark.parametrize("kept", [True, False])
+def test_where_all_disappoint_the_grid_of_one_axis_is_priced_too(monkeypatch, kept):
+    problem, _ = asked_and_made()
+    found = [next(dynamic.on_grid(problem, axes)) for axes in ((("a", 4), ("b", 2)), (("a", 8),))]
+    monkeypatch.setattr(choose, "keeps_promise", lambda *_: kept)
+    monkeypatch.setattr(choose, "weighed", lambda problem: 1)
+    monkeypatch.setattr(choose, "priced", lambda problem: 1)
+    tried, candidates = [], choose.candidates
+    monkeypatch.setattr(choose, "candidates", lambda problem, one: tried.append(one) or candidates(problem, one))
+    choose.answer_of(problem, found, "a search", lambda *_: ())
+    assert tried == found[: 1 if kept else 2]
+
+
+@pytest.mark.parametrize("kept", [True, False])
 def test_beside_a_large_program_s_plan_that_disappoints_stand_those_of_the_batch(monkeypatch, kept):
     monkeypatch.setattr(choose, "LARGE", 0)
     monkeypatch.setattr(choose, "PLAIN", 0)
