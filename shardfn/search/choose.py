@@ -102,10 +102,11 @@ def answer_of(
         if least < problem.memory_limit < made.price.memory.peak and problem.seconds_left > 0:
             for other in mend(problem, one, made):
                 rated += [(objective(c.price, problem), c, other) for c in candidates(problem, other)]
-    if is_large and rated and disappoints:
+    if rated and disappoints and problem.level != 1 and problem.seconds_left > 0:
         for one in [f for f in found if len(f.axes) == 1 and not any(f is at for _, _, at in rated)][:1]:
             made = next(candidates(problem, one))
             rated.append((objective(made.price, problem), made, one))
+    if is_large and rated and disappoints:
         rated += [(objective(c.price, problem), c, None) for c in plain.of_batch(problem)]
     elif not is_large or not rated:
         peak = min((made.price.memory.peak for _, made, _ in rated), default=math.inf)
