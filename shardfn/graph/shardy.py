@@ -62,6 +62,7 @@ def propagate(
     inputs: Sequence[Spec | None],
     outputs: Sequence[Spec | None],
     pins: Mapping[int, Pin] | None = None,
+    ready: Any = None,
 ) -> Flow:
     """Carry layouts through the function with Shardy and read what lies where; `graph.roads` adds what is sent.
 
@@ -71,9 +72,11 @@ def propagate(
       inputs: the layout of every argument of the module's main function; None leaves it to propagation.
       outputs: the same for its results.
       pins: by `Op.site`, layouts in which an op inside reads its operands and leaves its results.
+      ready: `as_propagated` of the module, which saves the time where there are no pins.
     """
     with module.context, ir.Location.unknown():
-        copy = module.operation.clone()
+        is_ready = ready is not None and not pins
+        copy = (ready if is_ready else module).operation.clone()
         if pins:
             sites = _preorder(copy)
             found = [(op, pins[site]) for site, op in enumerate(sites) if site in pins]
@@ -88,14 +91,28 @@ def propagate(
             main.attributes[attribute] = ir.ArrayAttr.get(
                 [_with_sharding(old[i] if old is not None else None, spec) for i, spec in enumerate(specs)]
             )
-        body = main.regions[0].blocks[0]
-        _inline(body, {_symbol(f): f for f in _functions(copy)})
-        _as_xla(body, set(body.arguments))
-        _in_order(body)
+        if not is_ready:
+            _formed(copy)
         _run(FLOW_PIPELINE, copy)
         reader = _Reader(copy)
         graph = reader.graph()
         return Flow(graph, tuple(reader.specs), dict(axes), tuple(reader.communications))
+
+
+def as_propagated(module: Any) -> Any:
+    """A copy of a module in the form in which layouts are carried through it, whatever they are."""
+    with module.context, ir.Location.unknown():
+        copy = module.operation.clone()
+        _formed(copy)
+        return copy
+
+
+def _formed(module: Any) -> None:
+    functions = {_symbol(f): f for f in _functions(module)}
+    body = functions["main"].regions[0].blocks[0]
+    _inline(body, functions)
+    _as_xla(body, set(body.arguments))
+    _in_order(body)
 
 
 def grids(module: Any) -> tuple[tuple[int, ...], ...]:
