@@ -75,8 +75,8 @@ def propagate(
       ready: `as_propagated` of the module, which saves the time where there are no pins.
     """
     with module.context, ir.Location.unknown():
-        is_ready = ready is not None and not pins
-        copy = (ready if is_ready else module).operation.clone()
+        source = module.operation if pins or ready is None else ready
+        copy = source.clone()
         if pins:
             sites = _preorder(copy)
             found = [(op, pins[site]) for site, op in enumerate(sites) if site in pins]
@@ -91,7 +91,7 @@ def propagate(
             main.attributes[attribute] = ir.ArrayAttr.get(
                 [_with_sharding(old[i] if old is not None else None, spec) for i, spec in enumerate(specs)]
             )
-        if not is_ready:
+        if source is not ready:
             _formed(copy)
         _run(FLOW_PIPELINE, copy)
         reader = _Reader(copy)
