@@ -9,7 +9,7 @@ import shardfn
 from shardfn import compiled
 from shardfn.cost.price import collectives
 from shardfn.graph import shardy
-from shardfn.graph.model import Tap
+from shardfn.graph.model import Pin, Tap
 from shardfn.graph.moves import joined_axes, split_axes, steps
 from shardfn.graph.roads import as_compiled
 from shardfn.graph.windows import reach
@@ -231,3 +231,32 @@ def test_axes_in_parts_come_together_again(used):
 )
 def test_rows_that_come_from_neighbours(size, out, tap, edges):
     assert reach(size, out, 8, tap) == edges
+
+
+def test_a_module_in_its_form_gives_the_same_flows_again_and_again():
+    def function(x, w):
+        def step(c, _):
+            return jax.nn.relu(jnp.tanh(c @ w) + w.mean()[None, None]), c.sum()
+
+        return jax.lax.scan(step, jax.nn.relu(x), None, length=3)
+
+    shapes = f32(8, 4), f32(4, 4)
+    module = shardy.flat(jax.jit(function).lower(*shapes).compiler_ir("stablehlo"))
+    ready, axes = shardy.as_propagated(module), (("a", 2), ("b", 2))
+    for specs in ([(("a",), ()), ((), ("b",))], [((), ("a",)), (("a",), ("b",))], [None, ((), ("a", "b"))]):
+        assert shardy.propagate(module, axes, specs, [None, None], None, ready) == shardy.propagate(
+            module, axes, specs, [None, None]
+        )
+    dot = next(op.site for op in shardy.read_graph(module).ops if op.name == "dot_general")
+    pins = {dot: Pin((None, ((), ())), ((("b",), ()),))}
+    specs = [(("a",), ()), ((), ("b",))]
+    held = shardy.propagate(module, axes, specs, [None, None], pins, ready)  # from the module as it was read
+    assert held == shardy.propagate(module, axes, specs, [None, None], pins)
+    assert held != shardy.propagate(module, axes, specs, [None, None])
+
+
+def test_a_layout_that_does_not_fit_is_found_before_the_passes_run():
+    shape = f32(8, 8)
+    module = jax.jit(jnp.matmul).lower(shape, shape).compiler_ir("stablehlo")
+    with pytest.raises(Exception, match="doesn't match tensor rank: 3 != 2"):
+        shardy.propagate(module, (("a", 8),), [(("a",), (), ()), None], [None])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from shardfn.graph.model import Flow, Graph, Op
 
@@ -45,6 +46,17 @@ class Fusion:
     """For each op those that are computed inside it; None where it is itself computed elsewhere, or not at all."""
     dead: frozenset[int]
     """Ops whose results nobody needs."""
+
+    def ordered(self, turn: Sequence[int]) -> Fusion:
+        """The same of a graph whose ops run in another order: `turn` has their numbers so far."""
+        place = {i: at for at, i in enumerate(turn)}
+        inside = (self.inside[i] for i in turn)
+        return Fusion(
+            self.stored,
+            tuple(self.reads[i] for i in turn),
+            tuple(None if inner is None else tuple(place[j] for j in inner) for inner in inside),
+            frozenset(place[i] for i in self.dead),
+        )
 
 
 def fuse(flow: Flow) -> Fusion:

@@ -13,7 +13,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterable, Sequence
 
-from shardfn.cost.fusion import CHEAP, COSTLY, Fusion, fuse
+from shardfn.cost.fusion import CHEAP, COSTLY, Fusion
 from shardfn.cost.schedule import Order, early, first_of_body, merged
 from shardfn.graph.model import Flow, Graph, Op
 
@@ -52,8 +52,8 @@ def memory(flow: Flow, donated: Collection[int] = ()) -> Memory:
       flow: layouts of all values.
       donated: positions of arguments whose memory results of equal size take over.
     """
-    order = early(merged(flow))
-    return memory_of(order, fuse(order.flow), donated)
+    order, fusion = early(merged(flow))
+    return memory_of(order, fusion, donated)
 
 
 def memory_of(order: Order, fusion: Fusion, donated: Collection[int] = ()) -> Memory:

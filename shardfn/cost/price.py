@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 
 from shardfn.cost.collectives import bytes_sent
 from shardfn.cost.compute import work
-from shardfn.cost.fusion import fuse
 from shardfn.cost.hardware import Hardware, link_over
 from shardfn.cost.memory import Memory, memory_of
 from shardfn.cost.schedule import Order, early, merged
@@ -85,8 +84,7 @@ def price(flow: Flow, hardware: Hardware, donated: Collection[int] = ()) -> Pric
     axes = tuple(flow.axes.items())
     order = merged(flow)
     sent = collectives(flow, order)
-    order = early(order)
-    fusion = fuse(order.flow)
+    order, fusion = early(order)
     done = work(order.flow, hardware.chip, fusion)
     communication_s = sum(collective_s(c, hardware, axes) for c in sent)
     return Price(

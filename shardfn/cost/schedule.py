@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from shardfn.cost.fusion import fuse
+from shardfn.cost.fusion import Fusion, fuse
 from shardfn.graph.model import Communication, Flow, Graph
 
 
@@ -145,10 +145,10 @@ _SHRINKS = 16
 """How much larger the operands that die must be than the result; smaller gains XLA's scheduler often passes by."""
 
 
-def early(order: Order) -> Order:
+def early(order: Order) -> tuple[Order, Fusion]:
     """Run an op as soon as it can where that frees much memory: XLA schedules for least memory.
 
-    Only within a region; what is computed inside the op moves with it.
+    Only within a region; what is computed inside the op moves with it. With the order comes how its ops are put together.
     """
     flow = order.flow
     graph, fusion = flow.graph, fuse(flow)
@@ -182,5 +182,7 @@ def early(order: Order) -> Order:
             for i in ([part] if isinstance(part, int) else arranged(part))
         ]
 
-    ops = tuple(graph.ops[i] for i in arranged(regions(graph)))
-    return Order(dataclasses.replace(flow, graph=dataclasses.replace(graph, ops=ops)), order.groups)
+    turn = arranged(regions(graph))
+    ops = tuple(graph.ops[i] for i in turn)
+    moved = Order(dataclasses.replace(flow, graph=dataclasses.replace(graph, ops=ops)), order.groups)
+    return moved, fusion.ordered(turn)

@@ -30,12 +30,20 @@ RULES_PIPELINE = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 FLOW_PIPELINE = "builtin.module(sdy-propagation-pipeline,func.func(sdy-populate-op-sharding-rules))"
 
 
+def _run(pipeline: str, module: Any) -> None:
+    """Run passes on a module that is verified once, before: again after each pass takes twice as long as the passes do."""
+    module.verify()
+    passes = passmanager.PassManager.parse(pipeline)
+    passes.enable_verifier(False)
+    passes.run(module)
+
+
 def flat(module: Any) -> Any:
     """A copy of a lowered module (`jax.stages.Lowered.compiler_ir("stablehlo")`) in which every call of a function has
     a function of its own, so that two callers can lay it out in two ways."""
     with module.context, ir.Location.unknown():
         copy = module.operation.clone()
-        passmanager.PassManager.parse("builtin.module(sdy-flatten-call-graph)").run(copy)
+        _run("builtin.module(sdy-flatten-call-graph)", copy)
         return copy
 
 
@@ -43,7 +51,7 @@ def read_graph(module: Any) -> Graph:
     """The ops of a lowered module with Shardy's rules."""
     with module.context, ir.Location.unknown():
         copy = module.operation.clone()
-        passmanager.PassManager.parse(RULES_PIPELINE).run(copy)
+        _run(RULES_PIPELINE, copy)
         reader = _Reader(copy)
         return reader.graph()
 
@@ -54,6 +62,7 @@ def propagate(
     inputs: Sequence[Spec | None],
     outputs: Sequence[Spec | None],
     pins: Mapping[int, Pin] | None = None,
+    ready: Any = None,
 ) -> Flow:
     """Carry layouts through the function with Shardy and read what lies where; `graph.roads` adds what is sent.
 
@@ -63,9 +72,11 @@ def propagate(
       inputs: the layout of every argument of the module's main function; None leaves it to propagation.
       outputs: the same for its results.
       pins: by `Op.site`, layouts in which an op inside reads its operands and leaves its results.
+      ready: `as_propagated` of the module, which saves the time where there are no pins.
     """
     with module.context, ir.Location.unknown():
-        copy = module.operation.clone()
+        source = module.operation if pins or ready is None else ready
+        copy = source.clone()
         if pins:
             sites = _preorder(copy)
             found = [(op, pins[site]) for site, op in enumerate(sites) if site in pins]
@@ -80,14 +91,28 @@ def propagate(
             main.attributes[attribute] = ir.ArrayAttr.get(
                 [_with_sharding(old[i] if old is not None else None, spec) for i, spec in enumerate(specs)]
             )
-        body = main.regions[0].blocks[0]
-        _inline(body, {_symbol(f): f for f in _functions(copy)})
-        _as_xla(body, set(body.arguments))
-        _in_order(body)
-        passmanager.PassManager.parse(FLOW_PIPELINE).run(copy)
+        if source is not ready:
+            _formed(copy)
+        _run(FLOW_PIPELINE, copy)
         reader = _Reader(copy)
         graph = reader.graph()
         return Flow(graph, tuple(reader.specs), dict(axes), tuple(reader.communications))
+
+
+def as_propagated(module: Any) -> Any:
+    """A copy of a module in the form in which layouts are carried through it, whatever they are."""
+    with module.context, ir.Location.unknown():
+        copy = module.operation.clone()
+        _formed(copy)
+        return copy
+
+
+def _formed(module: Any) -> None:
+    functions = {_symbol(f): f for f in _functions(module)}
+    body = functions["main"].regions[0].blocks[0]
+    _inline(body, functions)
+    _as_xla(body, set(body.arguments))
+    _in_order(body)
 
 
 def grids(module: Any) -> tuple[tuple[int, ...], ...]:
@@ -324,6 +349,7 @@ class _Reader:
         self.rules: dict[Any, Rule] = {}
         self.manual = False
         self.lines: dict[Any, str] = {}
+        self.laid: dict[Any, tuple[Spec | None, ...]] = {}
         self.sites = {op: site for site, op in enumerate(_preorder(module))}
 
     def graph(self) -> Graph:
@@ -334,7 +360,7 @@ class _Reader:
         for i, argument in enumerate(block.arguments):
             attrs: Any = ir.DictAttr(arg_attrs[i]) if arg_attrs is not None else ()
             sharding = attrs["sdy.sharding"] if "sdy.sharding" in attrs else None
-            env[argument] = self.new(argument.type, self.spec(sharding, argument.type), 1)
+            env[argument] = self.new(argument.type, self.spec(sharding))
         inputs = tuple(env[a] for a in block.arguments)
         outputs = self.walk(block, env, 1)
         if "res_attrs" in main.attributes:
@@ -358,7 +384,7 @@ class _Reader:
 
     # ---- values
 
-    def new(self, type_: Any, spec: Spec | None, trips: int) -> int:
+    def new(self, type_: Any, spec: Spec | None) -> int:
         value = self.types.get(type_)
         if value is None:
             value = self.types[type_] = _value(type_)
@@ -366,7 +392,7 @@ class _Reader:
         self.specs.append(spec if spec is not None else ((),) * len(value.shape))
         return len(self.values) - 1
 
-    def spec(self, attribute: Any, type_: Any) -> Spec | None:
+    def spec(self, attribute: Any) -> Spec | None:
         if attribute is None or self.manual:
             return None
         dims = sdy.TensorShardingAttr(attribute).dimension_shardings
@@ -374,22 +400,25 @@ class _Reader:
             return None
         return tuple(tuple(_axis(a) for a in sdy.DimensionShardingAttr(d).axes) for d in dims)
 
-    def results(self, op: Any, trips: int) -> list[int]:
-        shardings: Any = ()
-        if "sdy.sharding" in op.attributes and len(op.results):
-            shardings = sdy.TensorShardingPerValueAttr(op.attributes["sdy.sharding"]).shardings
-        elif "out_sharding" in op.attributes:
-            shardings = [op.attributes["out_sharding"]]
+    def results(self, op: Any) -> list[int]:
+        results, attrs = op.results, op.attributes
+        specs: Sequence[Spec | None] = ()
+        if self.manual or not len(results):
+            pass
+        elif "sdy.sharding" in attrs:
+            attribute = attrs["sdy.sharding"]
+            specs = self.laid.get(attribute) or self.laid.setdefault(
+                attribute, tuple(self.spec(each) for each in sdy.TensorShardingPerValueAttr(attribute).shardings)
+            )
+        elif "out_sharding" in attrs:
+            specs = (self.spec(attrs["out_sharding"]),)
         elif op.name == "sdy.sharding_constraint" or op.name == "sdy.reshard":
-            shardings = [op.attributes["sharding"]]
-        return [
-            self.new(r.type, self.spec(shardings[i] if i < len(shardings) else None, r.type), trips)
-            for i, r in enumerate(op.results)
-        ]
+            specs = (self.spec(attrs["sharding"]),)
+        return [self.new(r.type, specs[i] if i < len(specs) else None) for i, r in enumerate(results)]
 
     def laid_as(self, value: int, sharding: Any, trips: int = 1) -> int:
         """The value in a layout of its own: through a reshard, if it lies otherwise."""
-        spec = self.spec(sharding, None)
+        spec = self.spec(sharding)
         if spec is None or spec == self.specs[value]:
             return value
         form = self.values[value]
@@ -419,7 +448,7 @@ class _Reader:
 
     def plain(self, op: Any, name: str, env: dict[Any, int], trips: int) -> Sequence[int]:
         inputs = tuple(env[o] for o in op.operands)
-        outputs = tuple(self.results(op, trips))
+        outputs = tuple(self.results(op))
         short = name.split(".", 1)[1] if name.startswith(("stablehlo.", "chlo.", "sdy.")) else name
         if name == "stablehlo.custom_call":
             short = f"custom_call {ir.StringAttr(op.attributes['call_target_name']).value}"
@@ -456,14 +485,14 @@ class _Reader:
             self.uncounted.setdefault(self.where(op))
         inside = trips * (1 if count is None else count)
         carried = [env[o] for o in op.operands]
-        results = self.results(op, trips)
+        results = self.results(op)
         returned = body.operations[len(body.operations) - 1].operation.operands
         ids = []
         for argument, operand, result, back in zip(body.arguments, carried, results, returned, strict=True):
             if back == argument:  # the same in every iteration: what is gathered of it is gathered once
                 ids.append(operand)
             else:
-                ids.append(self.new(argument.type, self.specs[result], inside))
+                ids.append(self.new(argument.type, self.specs[result]))
                 self.ties.append((operand, ids[-1]))
         self.walk(condition, {**env, **dict(zip(condition.arguments, ids, strict=True))}, inside)
         out = self.walk(body, {**env, **dict(zip(body.arguments, ids, strict=True))}, inside)
@@ -473,7 +502,7 @@ class _Reader:
         return results
 
     def branch(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
-        results = self.results(op, trips)
+        results = self.results(op)
         returned: tuple[int, ...] = ()
         for region in op.regions:
             out = self.walk(region.blocks[0], dict(env), trips)
@@ -485,16 +514,14 @@ class _Reader:
     def manual_region(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
         """`shard_map`: inside, shapes are already those of one device, and the user wrote the collectives."""
         block = op.regions[0].blocks[0]
-        out_specs = [
-            self.spec(s, None) for s in sdy.TensorShardingPerValueAttr(op.attributes["out_shardings"]).shardings
-        ]
+        out_specs = [self.spec(s) for s in sdy.TensorShardingPerValueAttr(op.attributes["out_shardings"]).shardings]
         in_shardings = sdy.TensorShardingPerValueAttr(op.attributes["in_shardings"]).shardings
         inputs = tuple(self.laid_as(env[o], s, trips) for o, s in zip(op.operands, in_shardings, strict=True))
         was, self.manual = self.manual, True
-        inner = {**env, **{a: self.new(a.type, None, trips) for a in block.arguments}}
+        inner = {**env, **{a: self.new(a.type, None) for a in block.arguments}}
         returned = self.walk(block, inner, trips)
         self.manual = was
-        outputs = [self.new(r.type, s, trips) for r, s in zip(op.results, out_specs, strict=True)]
+        outputs = [self.new(r.type, s) for r, s in zip(op.results, out_specs, strict=True)]
         self.ops.append(Op("shard_map", (*inputs, *returned), tuple(outputs), None, trips, self.where(op)))
         return outputs
 
@@ -507,7 +534,7 @@ class _Reader:
     def communicate(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
         """A collective that the user wrote in a `shard_map`."""
         kind, (axes, size) = op.name.split(".")[1].replace("_", "-"), self.groups(op)
-        inputs, outputs = tuple(env[o] for o in op.operands), tuple(self.results(op, trips))
+        inputs, outputs = tuple(env[o] for o in op.operands), tuple(self.results(op))
         for operand, out in zip(inputs, outputs, strict=False):
             self.communications.append(Communication(kind, axes, size, operand, out, trips, self.where(op), _cause(op)))
         self.ops.append(Op(op.name.split(".")[1], inputs, outputs, None, trips, self.where(op)))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from shardfn.search import dynamic, propagation, recursive
 from shardfn.search.problem import Answer, Problem
 
-QUICK = 40_000
-"""Ops up to which the exact search takes seconds."""
+QUICK = 100_000
+"""Ops up to which the exact search takes seconds, and less than dividing the devices."""
 
 
 def search(problem: Problem) -> Answer:

@@ -1,7 +1,7 @@
 """How much a search may do: work that is counted, the same on every machine, and a clock only where the user set a limit.
 
 The unit is an entry of a table that is read, as most of the time goes there; what a step takes however small its arrays
-are is charged as entries too. How long a unit takes is the machine's matter: about five nanoseconds of one core where it
+are is charged as entries too. How long a unit takes is the machine's matter: five to ten nanoseconds of one core where it
 was measured.
 """
 

@@ -258,7 +258,7 @@ def _held(problem: Problem, found: Found) -> tuple[Axes, tuple[Spec, ...], Pins]
 
 def let_go(problem: Problem, best: Candidate) -> Candidate:
     """The same without the pins that propagation does not need, if the flow stays as good."""
-    if not best.pins or problem.seconds_left <= 0:
+    if not best.pins or problem.seconds_left <= 0 or (len(problem.graph.ops) > LARGE and gathers(problem, best)):
         return best
     aim = objective(best.price, problem)
     alone = dataclasses.replace(best, pins={}, price=problem.price(best.axes, best.specs, {}))
@@ -274,6 +274,18 @@ def let_go(problem: Problem, best: Candidate) -> Candidate:
     needed = {index: pin for index, pin in best.pins.items() if index not in agreed}
     fewer = dataclasses.replace(best, pins=needed, price=problem.price(best.axes, best.specs, needed))
     return fewer if objective(fewer.price, problem) <= aim else best
+
+
+def gathers(problem: Problem, best: Candidate) -> bool:
+    """Whether an op is held to reading an argument in larger pieces than it lies in: propagation by itself would hand the
+    cut on to the op's results and from there to all else, and its flow is another one."""
+    lies = dict(zip(problem.inputs, best.specs, strict=True))
+    return any(
+        not {a for dim in lies[v] for a in dim} <= {a for dim in laid for a in dim}
+        for index, pin in best.pins.items()
+        for v, laid in zip(problem.graph.ops[index].inputs, pin.operands, strict=True)
+        if v in lies and laid is not None
+    )
 
 
 def as_sliced(problem: Problem, best: Candidate) -> Candidate:

@@ -1,11 +1,14 @@
 """What is done to an answer once it is found."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import shardfn
+from shardfn.graph.model import Pin
 from shardfn.search import choose, forget, propagation
 from shardfn.search.choose import as_sliced
 from shardfn.search.problem import Candidate, objective
@@ -66,3 +69,26 @@ def test_promises_compare_the_level_s_aim():
     assert not choose.promises(problem, found, (0.0, 2.5, 0))
     problem.memory_limit, problem.level = 10, 1
     assert not choose.promises(problem, found, (0.0, 2.5, 0)), "at level 1 the model and the flow count otherwise"
+
+
+@pytest.mark.parametrize(("read_whole", "asked"), [(True, []), (False, [{}])])
+def test_a_large_program_that_gathers_arguments_is_not_tried_without_what_holds_it(read_whole, asked, monkeypatch):
+    """Propagation alone would hand the cut of the weights on: that flow costs much and wins nothing."""
+    problems = []
+    shardfn.register_search("listening", lambda problem: problems.append(problem) or propagation.search(problem))
+    try:
+        shardfn.plan(jnp.matmul, S((16, 8), jnp.float32), S((8, 64), jnp.float32), device="h100:8",
+                     search_mode="listening", level=2)  # fmt: skip
+    finally:
+        forget("listening")
+    (problem,) = problems
+    monkeypatch.setattr(choose, "LARGE", 0)
+    axes, rows, columns, whole = (("a", 8),), (("a",), ()), ((), ("a",)), ((), ())
+    dot = next(i for i, op in enumerate(problem.graph.ops) if op.name == "dot_general")
+    specs, reads = ((rows, columns), (rows, whole)) if read_whole else ((rows, whole), (rows, whole))
+    pins = {dot: Pin(reads, (rows,))}
+    held = Candidate("", axes, specs, pins, problem.price(axes, specs, pins))
+    flows = []
+    flow = lambda axes, specs, pins: flows.append(pins) or problem.flow(axes, specs, pins)  # noqa: E731
+    found = choose.let_go(dataclasses.replace(problem, flow=flow, memo={}), held)
+    assert flows == asked and bool(found.pins) == read_whole
