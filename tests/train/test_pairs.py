@@ -3,6 +3,7 @@
 `ROWS` is data: a covering set, found greedily once. A pair that is refused by design stands in `REFUSED` with its error.
 """
 
+import functools
 import itertools
 import warnings
 
@@ -64,7 +65,9 @@ def loss(params, x, y):
     return jnp.mean((x @ params["head"] - y) ** 2).astype(jnp.float32)
 
 
+@functools.cache
 def start():
+    """Parameters, drawn once: to draw them is what costs most of a compile."""
     first, *rest = jax.random.split(jax.random.key(0), 3)
     return {
         "layers": [{"w": 0.3 * jax.random.normal(k, (16, 16)), "b": jnp.zeros(16)} for k in rest],
@@ -72,6 +75,7 @@ def start():
     }
 
 
+@functools.cache
 def data():
     k1, k2 = jax.random.split(jax.random.key(1))
     return jax.random.normal(k1, (64, 16)), jax.random.normal(k2, (64, 8))
@@ -115,12 +119,12 @@ def trained(mode, level, micro_batches, recompute, pipeline, fusion, dtype):
         stacked = (1,) if recompute == "on" else ()
         options["in_strategy"] = ((4, 1), (4, 1))
         options["parameter_plan"] = {"layers/*/w": (*stacked, 1, 2), "layers/*/b": (*stacked, 2), "head": (2, 1)}
-    function, make, batch = loss, start, data()
+    function, params, batch = loss, start(), data()
     if pipeline == "1f1b":
         function = train.pipeline(loss, micro_size=2, pipeline_stages=2, schedule="1f1b", auto_pipeline=True)
-        make = lambda: function.pack(start(), *batch)  # noqa: E731
+        params = function.pack(params, *batch)
     step = train.step(function, OPTIMIZER, **options)
-    state, losses = step.init(make, *batch), []
+    state, losses = step.init(params, *batch), []
     for _ in range(STEPS):
         state, value = step(state, *batch)
         losses.append(float(value))
