@@ -169,6 +169,11 @@ def expected():
 
 CASES = {  # options: (all-reduces, all-gathers, reduce-scatters) of the compiled module
     "index": (dict(all_reduce_fusion_config=[2, 4]), (3, 0, 0)),
+    "index, as a mode": (dict(comm_fusion={"allreduce": {"mode": "index", "config": [2, 4]}}), (3, 0, 0)),
+    "size": (dict(comm_fusion={"allreduce": {"mode": "size", "config": 0}}), (8, 0, 0)),
+    "gathers, one each": (
+        dict(comm_fusion={"allgather": {"mode": "size", "config": 0}}, parallel_optimizer_config=ZERO), (1, 8, 0),
+    ),
     "one each": (dict(comm_fusion={"openstate": False}), (8, 0, 0)),
     "auto": (dict(comm_fusion={}), (1, 0, 0)),
     "numbers": (dict(fusion={"*/w": 1, "l0/b": 0}), (3, 0, 0)),
