@@ -76,7 +76,8 @@ LAYERS = (
     ("api", "layoutcheck"),
     ("cell",),
     ("",),  # shardfn/__init__.py
-    ("train.modes", "train.state", "train.optimizer_parallel", "train.fusion", "train.bucketed", "train.blocks", "train.trial"),
+    ("train.modes", "train.state", "train.optimizer_parallel", "train.fusion", "train.bucketed", "train.blocks"),
+    ("train.trial",),
     ("train.gradients", "train.recompute", "train.reuse"),
     ("train.schedule", "train.balance", "train.program", "train.rows", "train.tensor"),
     ("train.marks", "train.stages", "train.wire"),
