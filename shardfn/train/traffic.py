@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax
 from jax import tree_util
 from jax.sharding import PartitionSpec
 
+from shardfn.errors import warn
 from shardfn.graph.model import Spec
 from shardfn.train.drawn import Cut, Drawn
 from shardfn.train.fusion import KINDS, Bucket, buckets, check_ids, compiler_options, unheard
@@ -55,10 +55,9 @@ def told(training: Training, how: Parts | None) -> dict[str, Any]:
     explicit = KINDS.values() if how is not None and not how.is_partial else ["all-reduce"] if how is not None else []
     missed = unheard(training.fusion, platform, explicit)
     if missed:
-        warnings.warn(
+        warn(
             f"comm_fusion has no effect on {', '.join(missed)}: in mode {training.mode.name!r} XLA's partitioner makes the "
             f'collectives, and on {platform} it takes no such option; use mode="data_parallel", or cross_batch=True',
-            stacklevel=2,
         )
     return compiler_options(training.fusion, platform, explicit)
 
