@@ -28,7 +28,7 @@ import jax
 
 import shardfn
 from examples.models import abstract, gpt2, mindspore
-from shardfn import sharded
+from shardfn import program
 from shardfn.graph import shardy
 
 LAYERS = (2, 6, 12, 24, 48, 96)
@@ -148,14 +148,14 @@ def measure(case: Case) -> Row:
     fn, args = case.make()
     options = case.options(args)
     whole, tracing, reading = Clock(), Clock(), Clock()
-    trace, read = sharded.trace, shardy.read_graph
-    sharded.trace, shardy.read_graph = tracing.around(trace), reading.around(read)
+    trace, read = program.trace, shardy.read_graph
+    program.trace, shardy.read_graph = tracing.around(trace), reading.around(read)
     try:
         function: Any = shardfn.shard(fn, **options)
         call = function.explain if case.report else function.plan
         whole.around(call)(*args)
     finally:
-        sharded.trace, shardy.read_graph = trace, read
+        program.trace, shardy.read_graph = trace, read
     plan = function.plan(*args)
     jax_s = tracing.spent - reading.spent
     plan_s = whole.spent - jax_s

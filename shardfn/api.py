@@ -18,9 +18,10 @@ from shardfn.cost import hardware
 from shardfn.errors import Problem, ShardError, StrategyTypeError, a, fail, raise_problems
 from shardfn.layout import Layout
 from shardfn.layoutfile import LayoutFile
+from shardfn.options import Options
 from shardfn.plan import Plan
 from shardfn.report import Report
-from shardfn.sharded import Options, ShardedFunction
+from shardfn.sharded import ShardedFunction
 from shardfn.strategy import apply_parameter_plan, match, shape_of, short
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 from jax import tree_util
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from shardfn import place
+from shardfn.meshes import abstract_mesh, mesh_on, partition_spec
 from shardfn.pins import held
 from shardfn.plan import Decision, Plan
 
@@ -42,11 +43,7 @@ def finest(plan: Plan) -> Grid:
     """The plan's grid with every axis taken apart into its prime factors."""
     mesh = plan.mesh()
     axes, parts = place.finest(tuple(mesh.shape.items()))
-    names, sizes = tuple(n for n, _ in axes), tuple(s for _, s in axes)
-    types = (AxisType.Auto,) * len(names)
-    if isinstance(mesh, AbstractMesh):
-        return Grid(AbstractMesh(sizes, names, axis_types=types), parts)
-    return Grid(Mesh(mesh.devices.reshape(sizes), names, axis_types=types), parts)
+    return Grid(abstract_mesh(axes) if isinstance(mesh, AbstractMesh) else mesh_on(mesh.devices, axes), parts)
 
 
 def has_other_grids(plan: Plan, grids: Sequence[tuple[int, ...]]) -> bool:
@@ -57,13 +54,9 @@ def has_other_grids(plan: Plan, grids: Sequence[tuple[int, ...]]) -> bool:
 def shardings(decisions: Sequence[Decision], grid: Grid) -> list[NamedSharding]:
     """The `NamedSharding` of each decision, all on one mesh."""
     return [
-        NamedSharding(grid.mesh, PartitionSpec(*(_entry([p for a in dim for p in grid.parts[a]]) for dim in d.spec)))
+        NamedSharding(grid.mesh, partition_spec([[p for a in dim for p in grid.parts[a]] for dim in d.spec]))
         for d in decisions
     ]
-
-
-def _entry(axes: list[str]) -> Any:
-    return None if not axes else axes[0] if len(axes) == 1 else tuple(axes)
 
 
 def apply(

@@ -15,13 +15,14 @@ import inspect
 import operator
 import sys
 import types
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax import tree_util
 
-from shardfn.strategy import join, shape_of
+from shardfn.errors import warn
+from shardfn.paths import join
+from shardfn.strategy import shape_of
 
 State = dict[str, Any]
 """Path to array."""
@@ -84,10 +85,9 @@ class Callee:
         result = self.function(owner, *args, **kwargs)
         after = self.adapter.read(owner)
         if new := sorted(after.keys() - state.keys()):
-            warnings.warn(
+            warn(
                 f"`{self.name}` makes arrays in its call that are not kept: {', '.join(new)}; "
                 "to keep them, create them before the call, in `__init__`",
-                stacklevel=2,
             )
         return result, {path: after[path] for path in state if path in after and after[path] is not state[path]}
 
@@ -117,70 +117,6 @@ def describe(fn: Callable[..., Any]) -> Callee:
     else:
         function = getattr(function, "__unsharded__", function)
     return Callee(str(name or type(inner).__name__), function, owner, adapter, signature, bound)
-
-
-# ---- arguments
-
-
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """One argument of a call as it is handed to JAX: its name, the keyword it is passed by, whether it is static."""
-
-    name: str
-    keyword: str | None
-    declared: int | None
-    """Position among the function's positional parameters; None for keyword-only ones."""
-    is_static: bool
-
-
-def bind(
-    signature: inspect.Signature | None,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    static_argnums: frozenset[int] = frozenset(),
-    static_argnames: frozenset[str] = frozenset(),
-) -> tuple[tuple[Slot, ...], list[Any]]:
-    """Order the arguments of a call: positional parameters first, as declared, then keyword-only ones by name.
-
-    Raises:
-      TypeError: the call does not fit the signature, in Python's own words.
-    """
-    kinds = inspect.Parameter
-    parameters = list(signature.parameters.values()) if signature is not None else []
-    if signature is None:
-        slots = [Slot(f"arg{i}", None, i, i in static_argnums) for i in range(len(args))]
-        slots += [Slot(k, k, None, k in static_argnames) for k in sorted(kwargs)]
-        return tuple(slots), [*args, *(kwargs[k] for k in sorted(kwargs))]
-    given = signature.bind(*args, **kwargs).arguments
-    slots, values = [], []
-    late: list[tuple[Slot, Any]] = []
-    position = 0
-    skipped = False
-    for p in parameters:
-        if p.kind is kinds.VAR_KEYWORD:
-            late += [(Slot(k, k, None, k in static_argnames), v) for k, v in sorted(given.get(p.name, {}).items())]
-        elif p.kind is kinds.VAR_POSITIONAL:
-            for i, v in enumerate(given.get(p.name, ())):
-                slots.append(Slot(f"{p.name}/{i}", None, position, position in static_argnums))
-                values.append(v)
-                position += 1
-        else:
-            only = p.kind is kinds.KEYWORD_ONLY
-            static = p.name in static_argnames or (not only and position in static_argnums)
-            if p.name in given:
-                keyword = p.name if only or skipped else None
-                slot = Slot(p.name, keyword, None if only else position, static)
-                (late.append((slot, given[p.name])) if only else (slots.append(slot), values.append(given[p.name])))
-            else:
-                skipped = True
-            position += not only
-    return (*slots, *(s for s, _ in late)), [*values, *(v for _, v in late)]
-
-
-def split(slots: Sequence[Slot], values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments again."""
-    args = tuple(v for s, v in zip(slots, values, strict=True) if s.keyword is None)
-    return args, {s.keyword: v for s, v in zip(slots, values, strict=True) if s.keyword is not None}
 
 
 # ---- kinds of object

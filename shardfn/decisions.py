@@ -8,15 +8,7 @@ from jax.sharding import PartitionSpec
 
 from shardfn.cost.price import Price
 from shardfn.graph.model import Spec
-
-
-def partition_spec(spec: Spec) -> PartitionSpec:
-    """A layout as JAX writes it.
-
-    >>> partition_spec((("a",), (), ("b", "c")))
-    P...('a', None, ('b', 'c'))
-    """
-    return PartitionSpec(*(None if not d else d[0] if len(d) == 1 else d for d in spec))
+from shardfn.meshes import partition_spec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,8 @@ argument 1 `w1` cannot be cut 4 ways along dimension 0
 from __future__ import annotations
 
 import dataclasses
+import sys
+import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -116,3 +118,11 @@ def raise_problems(problems: Sequence[Problem]) -> None:
 def fail(kind: type[ShardError], what: str, *, where: str = "", why: str = "", fix: str = "") -> NoReturn:
     """Raise `kind` with a single problem."""
     raise kind(Problem(what, where, why, fix))
+
+
+def warn(text: str) -> None:
+    """Warn at the line of the caller's code: the first frame outside this library."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "shardfn":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)

@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.layout import Layout, Spec
+from shardfn.meshes import partition_spec
 
 __all__ = ["Border", "border", "conv", "exchange"]
 
@@ -226,7 +227,7 @@ def conv(
     asked = _Asked(image, out, numbers, strides, pads, inner, outer, groups, batch_group_count,
                    precision, preferred_element_type, tuple(borders), summed,
                    1 if grouped and channels else _shares(mesh, out, max(groups, batch_group_count)))  # fmt: skip
-    places = _spec(image), _spec(asked.kernel)
+    places = partition_spec(image), partition_spec(asked.kernel)
     return _program(mesh, asked)(*(_moved(v, mesh, spec) for v, spec in zip((lhs, rhs), places, strict=True)))
 
 
@@ -297,8 +298,8 @@ class _Asked:
 @functools.lru_cache(maxsize=256)
 def _program(mesh: Mesh | AbstractMesh, asked: _Asked) -> Any:
     """The jitted convolution, the same for equal calls: outside another `jit` it is compiled once."""
-    run = jax.shard_map(asked.on_device, mesh=mesh, in_specs=(_spec(asked.image), _spec(asked.kernel)),
-                        out_specs=_spec(asked.result))  # fmt: skip
+    run = jax.shard_map(asked.on_device, mesh=mesh, in_specs=(partition_spec(asked.image), partition_spec(asked.kernel)),
+                        out_specs=partition_spec(asked.result))  # fmt: skip
 
     @jax.jit
     def whole(x: jax.Array, k: jax.Array) -> jax.Array:
@@ -333,10 +334,6 @@ def _padded(x: jax.Array, dim: int, low: int, high: int, between: int = 0) -> ja
     config = [(0, 0, 0)] * x.ndim
     config[dim] = (low, high, between)
     return lax.pad(x, jax.numpy.zeros((), x.dtype), config)
-
-
-def _spec(dims: Sequence[Axes]) -> PartitionSpec:
-    return PartitionSpec(*(dim if len(dim) > 1 else dim[0] if dim else None for dim in dims))
 
 
 def _placed(layout: Any, ndim: int, name: str) -> tuple[Mesh | AbstractMesh, Spec]:

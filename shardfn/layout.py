@@ -17,9 +17,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardfn.errors import DeviceError, LayoutError, LayoutTypeError, Problem, fail
+from shardfn.meshes import abstract_mesh, mesh_on, partition_spec
 
 INTERLEAVED = "interleaved_parallel"
 WHOLE = "None"
@@ -202,7 +203,7 @@ class Layout:
     @property
     def partition_spec(self) -> PartitionSpec:
         """The `PartitionSpec`, one entry for each dim."""
-        return PartitionSpec(*(dim if len(dim) > 1 else dim[0] if dim else None for dim in self.spec))
+        return partition_spec(self.spec)
 
     def mesh(self, devices: Sequence[Any] | None = None) -> Mesh:
         """Return the mesh with device `devices[rank]` at the place of each rank; default `jax.devices()`."""
@@ -217,13 +218,11 @@ class Layout:
         if len(set(grid)) < self.size:
             where, fix = f"devices={reprlib.repr(pool)}", "list each device once"
             fail(DeviceError, "a device stands at two places of the device matrix", where=where, fix=fix)
-        names, sizes = zip(*self.axes, strict=True)
-        return Mesh(grid.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+        return mesh_on(grid, self.axes)
 
     def abstract_mesh(self) -> AbstractMesh:
         """Return the mesh without devices, and so without `rank_list`."""
-        names, sizes = zip(*self.axes, strict=True)
-        return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+        return abstract_mesh(self.axes)
 
     def sharding(self, devices: Sequence[Any] | None = None) -> NamedSharding:
         """Return the `NamedSharding` on `mesh(devices)`."""

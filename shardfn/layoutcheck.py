@@ -8,8 +8,9 @@ from typing import Any
 from shardfn.cost.hardware import resolve
 from shardfn.errors import Problem, ShardError
 from shardfn.layoutfile import LayoutFile, LayoutFileError, read, shardings
+from shardfn.options import Options
 from shardfn.plan import Plan
-from shardfn.sharded import Options, ShardedFunction
+from shardfn.sharded import ShardedFunction
 
 
 class Alone(ShardedFunction):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,8 @@ from shardfn.decisions import Constraint
 from shardfn.errors import Problem
 from shardfn.graph.model import Spec
 from shardfn.layout import Layout
-from shardfn.strategy import AUTO, Leaf, count, listed, met, normal
+from shardfn.paths import escaped, listed, near, normal, ruled
+from shardfn.strategy import AUTO, Leaf, count
 
 Dim = int | str | tuple[str, ...]
 """Of a rule: how many ways a dim is cut (1 is whole), an axis that cuts it, several of them, or `...`."""
@@ -151,47 +151,13 @@ def matched(
       problems: receives rules that meet nothing (where `strict`), and leaves that two rules meet.
     """
     full = [normal(leaf.path) for leaf in leaves]
-    index: dict[str, list[int]] = {}
-    for i, path in enumerate(full):
-        for form in dict.fromkeys((path, path.split("/", 1)[-1])):
-            index.setdefault(form, []).append(i)
-    found: dict[int, tuple[bool, Rule]] = {}
-    missing: list[Rule] = []
-    double: list[tuple[Leaf, Rule, Rule]] = []
-    for rule in rules:
-        hits, glob = _hits(rule.glob, full, index)
-        if not hits and not rule.optional:
-            missing.append(rule)
-        for i in hits:
-            exact = glob in (full[i], full[i].split("/", 1)[-1])
-            before = found.get(i)
-            if before is not None and before[0] == exact and before[1].cut != rule.cut:
-                double.append((leaves[i], before[1], rule))
-            if before is None or exact >= before[0]:
-                found[i] = (exact, rule)
+    found = ruled([rule.glob for rule in rules], full, lambda one, two: rules[one].cut == rules[two].cut)
     if strict:
+        missing = [rules[i] for i in found.missing if not rules[i].optional]
         problems += _missing(missing, full, section, name)
-    problems += _several([_two_rules(leaf, one, two, section, name) for leaf, one, two in double[:MOST]], len(double),
-                         "arrays that two rules meet", name)  # fmt: skip
-    return {i: rule for i, (_, rule) in found.items()}
-
-
-def _hits(glob: str, full: Sequence[str], index: dict[str, list[int]]) -> tuple[list[int], str]:
-    """What a rule meets: a path without wildcards by looking it up, of `a/b` and `x/a/b` the first."""
-    if not re.search(r"[*?\[]", re.sub(r"\[(.)\]", "", glob)):
-        literal = normal(re.sub(r"\[([*?\[])\]", r"\1", glob))
-        hits = index.get(literal, [])
-        return [i for i in hits if full[i] == literal] or hits, literal
-    return met(glob, full)
-
-
-def escaped(path: str) -> str:
-    """A path as a glob that meets nothing else.
-
-    >>> escaped("params/w[0]*")
-    'params/w[[]0][*]'
-    """
-    return re.sub(r"([*?\[])", r"[\1]", path)
+    told = [_two_rules(leaves[i], rules[one], rules[two], section, name) for i, one, two in found.clashes[:MOST]]
+    problems += _several(told, len(found.clashes), "arrays that two rules meet", name)
+    return {i: rules[rule] for i, rule in found.rules.items()}
 
 
 def printable(text: str) -> str:
@@ -206,10 +172,8 @@ def printable(text: str) -> str:
 def _missing(rules: Sequence[Rule], full: Sequence[str], section: str, name: str) -> list[Problem]:
     told = []
     for rule in rules[:MOST]:
-        close = difflib.get_close_matches(
-            normal(rule.glob), [*full, *(p.split("/", 1)[-1] for p in full)][:2000], 3, 0.4
-        )
-        mend = f"did you mean {' or '.join(map(repr, dict.fromkeys(close)))}?" if close else "correct the path."
+        close = near(rule.glob, full)
+        mend = f"did you mean {' or '.join(map(repr, close))}?" if close else "correct the path."
         told.append(
             Problem(
                 f"a rule of {name} meets no array: `{printable(rule.glob)}`",

@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding
 from shardfn.errors import StrategyError, fail
 from shardfn.graph.model import Graph, Pin, Spec
 from shardfn.layoutrules import LayoutFile, printable
-from shardfn.plan import Constraint, partition_spec
+from shardfn.meshes import partition_spec
+from shardfn.plan import Constraint
 from shardfn.rebind import bind_one, equations, rebound
 
 KINDS: Mapping[str, frozenset[str]] = {

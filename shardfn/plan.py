@@ -11,21 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from shardfn import planfile
 from shardfn.cost.hardware import Hardware
 from shardfn.cost.price import Price
-from shardfn.decisions import Alternatives, Candidate, Constraint, Decision, DimClass, partition_spec
+from shardfn.decisions import Alternatives, Candidate, Constraint, Decision, DimClass
 from shardfn.errors import DeviceError, StrategyError, StrategyTypeError, a, fail
 from shardfn.graph.model import Collective, Flow, Op
 from shardfn.layout import Layout
 from shardfn.layoutrules import LayoutFile, Rule
+from shardfn.meshes import abstract_mesh, mesh_on
 
 __all__ = [
     "Alternatives", "Candidate", "Change", "Constraint", "Decision", "DimClass", "OpStrategy", "Plan", "Study", "diff",
-    "op_strategies", "partition_spec",
+    "op_strategies",
 ]  # fmt: skip
 
 
@@ -196,19 +196,19 @@ class Plan:
     def mesh(self) -> Mesh | AbstractMesh:
         """The device mesh; an `AbstractMesh` where the devices are not here."""
         axes = self.axes or (("a", 1),)
-        names, sizes = tuple(n for n, _ in axes), tuple(s for _, s in axes)
-        types = (AxisType.Auto,) * len(axes)
         devices = self.hardware.devices
         if devices is None:
-            return AbstractMesh(sizes, names, axis_types=types)
+            return abstract_mesh(axes)
         given = self.hardware.mesh
         if given is not None and tuple(given.shape.items()) == axes:
-            return Mesh(given.devices, names, axis_types=types)
+            return mesh_on(given.devices, axes)
         if self.hardware.platform == "tpu" and self.order is None and len(devices) > 1:
+            names, sizes = zip(*axes, strict=True)
             with contextlib.suppress(NotImplementedError):  # a grid that does not divide along the torus
+                types = (AxisType.Auto,) * len(axes)
                 return jax.make_mesh(sizes, names, axis_types=types, devices=devices)  # follows the torus
         order = self.order or range(len(devices))
-        return Mesh(np.array([devices[i] for i in order], dtype=object).reshape(sizes), names, axis_types=types)
+        return mesh_on([devices[i] for i in order], axes)
 
     def sharding(self, path: str) -> NamedSharding:
         """The `NamedSharding` of one array."""

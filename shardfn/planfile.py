@@ -11,8 +11,9 @@ from typing import Any
 from shardfn.decisions import Decision
 from shardfn.graph.model import Spec
 from shardfn.layoutfile import write
-from shardfn.layoutrules import Dim, LayoutFile, Rule, Source, escaped
+from shardfn.layoutrules import Dim, LayoutFile, Rule, Source
 from shardfn.layouttext import text_of
+from shardfn.paths import escaped
 from shardfn.strategyfile import json_text, trained
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import fnmatch
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from shardfn.errors import Problem, a
 from shardfn.layout import Layout
+from shardfn.paths import join, listed, met, near, normal, ruled
 
 
 class Auto:
@@ -132,12 +131,6 @@ def _not_an_array(argument: Argument, path: str, value: Any, nested: bool) -> Pr
         fix=fix,
         is_type=True,
     )
-
-
-def join(name: str, key: Sequence[Any]) -> str:
-    """`name` and a pytree key path as `name/a/0/b`."""
-    rest = tree_util.keystr(tuple(key), simple=True, separator="/")
-    return "/".join(part for part in (name, rest) if part)
 
 
 def match(arguments: Sequence[Argument], strategy: Any, name: str, problems: list[Problem]) -> list[Leaf]:
@@ -340,7 +333,7 @@ def apply_parameter_plan(leaves: Sequence[Leaf], plan: Any, problems: list[Probl
         )
         return list(leaves)
     full = [normal(leaf.path) for leaf in leaves]
-    chosen: dict[int, tuple[bool, str]] = {}
+    globs: list[str] = []
     for pattern, entry in plan.items():
         where = f"parameter_plan[{pattern!r}]"
         if not isinstance(pattern, str):
@@ -366,71 +359,43 @@ def apply_parameter_plan(leaves: Sequence[Leaf], plan: Any, problems: list[Probl
                 )
             )
             continue
-        hits, glob = met(pattern, full)
-        if not hits and pattern.startswith("self."):  # MindSpore writes the path from the class around the Cell
-            hits = [i for i, path in enumerate(full) if fnmatch.fnmatchcase(path, glob.partition("/")[2])]
-        if not hits:
-            close = difflib.get_close_matches(glob, [*full, *(p.split("/", 1)[-1] for p in full)], 3, 0.4)
-            problems.append(
-                Problem(
-                    f"`parameter_plan` names `{pattern}`, which is no array of this call",
-                    where=f"{where} = {short(entry)}",
-                    why=f"the arrays are {listed(full)}",
-                    fix=f"did you mean {' or '.join(map(repr, dict.fromkeys(close)))}?"
-                    if close
-                    else "use one of these paths, or a glob that meets them: * stands for any part",
-                )
+        globs.append(pattern)
+    found = ruled(globs, full, lambda one, two: plan[globs[one]] == plan[globs[two]], _met_in_cell)
+    for pattern in (globs[rule] for rule in found.missing):
+        close = near(pattern, full)
+        problems.append(
+            Problem(
+                f"`parameter_plan` names `{pattern}`, which is no array of this call",
+                where=f"parameter_plan[{pattern!r}] = {short(plan[pattern])}",
+                why=f"the arrays are {listed(full)}",
+                fix=f"did you mean {' or '.join(map(repr, close))}?"
+                if close
+                else "use one of these paths, or a glob that meets them: * stands for any part",
             )
-        for i in hits:
-            exact = glob in (full[i], full[i].split("/", 1)[-1])
-            before = chosen.get(i)
-            if before is not None and before[0] == exact and plan[before[1]] != entry:
-                problems.append(
-                    Problem(
-                        f"two rules of `parameter_plan` speak of `{leaves[i].path}`",
-                        where=f"parameter_plan[{before[1]!r}] = {short(plan[before[1]])} and {where} = {short(entry)}",
-                        why="an array has one entry, and no rule comes before the other",
-                        fix="make one of the globs narrower, or name the path itself",
-                    )
-                )
-            if before is None or exact >= before[0]:
-                chosen[i] = (exact, pattern)
+        )
+    for i, one, two in found.clashes:
+        said = (f"parameter_plan[{globs[rule]!r}] = {short(plan[globs[rule]])}" for rule in (one, two))
+        problems.append(
+            Problem(
+                f"two rules of `parameter_plan` speak of `{leaves[i].path}`",
+                where=" and ".join(said),
+                why="an array has one entry, and no rule comes before the other",
+                fix="make one of the globs narrower, or name the path itself",
+            )
+        )
+    rule_of = {i: globs[rule] for i, rule in found.rules.items()}
     return [
-        dataclasses.replace(leaf, entry=plan[chosen[i][1]], where=f"parameter_plan[{chosen[i][1]!r}]", by="you")
-        if i in chosen
+        dataclasses.replace(leaf, entry=plan[rule_of[i]], where=f"parameter_plan[{rule_of[i]!r}]", by="you")
+        if i in rule_of
         else leaf
         for i, leaf in enumerate(leaves)
     ]
 
 
-def listed(names: Sequence[str], most: int = 8) -> str:
-    """The first of some names, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "") or "none"
-
-
-def normal(path: str) -> str:
-    """A path as globs are held against it: `.` and `/` separate alike, a leading `self.` is optional."""
-    return path.replace(".", "/").strip("/").removeprefix("self/")
-
-
-def tidy(path: str) -> str:
-    """A path as people write it: Flax NNX keeps each array as the `value` of a variable.
-
-    >>> tidy("up/kernel/value")
-    'up/kernel'
-    """
-    return path.removesuffix("/value")
-
-
-def met(pattern: str, paths: Sequence[str]) -> tuple[list[int], str]:
-    """The paths that a pattern meets, and it as a glob: as written, or with `['a'][0]` and `.a[0]` read as `a/0`."""
-    glob = normal(pattern)
-    for glob in (normal(pattern), normal(re.sub(r"""\[(['"]?)([\w-]+)\1\]""", r"/\2", pattern))):
-        hits = [i for i, path in enumerate(paths) if fnmatch.fnmatchcase(path, glob)]
-        hits = hits or [i for i, p in enumerate(paths) if "/" in p and fnmatch.fnmatchcase(p.split("/", 1)[1], glob)]
-        if hits:
-            return hits, glob
-    return [], glob
+def _met_in_cell(pattern: str, paths: Sequence[str]) -> tuple[list[int], str]:
+    """`met`, and MindSpore's paths too, which it writes from the class around the Cell: `self.block.w` for `w`."""
+    hits, glob = met(pattern, paths)
+    return (hits, glob) if hits or not pattern.startswith("self.") else met(glob.partition("/")[2], paths)
 
 
 ENTRY_KINDS = "an entry is a tuple of ints, None, AUTO, a Layout, a PartitionSpec or a NamedSharding"

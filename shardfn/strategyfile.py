@@ -15,8 +15,9 @@ from typing import Any, TypeGuard
 
 from shardfn.decisions import Decision
 from shardfn.errors import Problem
-from shardfn.layoutrules import Dim, LayoutFile, Rule, escaped
+from shardfn.layoutrules import Dim, LayoutFile, Rule
 from shardfn.layouttext import MOST_DIMS, MOST_RULES, MOST_SIZE
+from shardfn.paths import escaped
 from shardfn.strategy import short
 
 LAYOUTS, STRATEGIES = "parallel_layout_item", "parallel_strategy_item"

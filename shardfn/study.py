@@ -14,7 +14,8 @@ from shardfn.cost.price import price
 from shardfn.decisions import Alternative, Alternatives, Decision, Figures
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.graph.model import Flow, Spec
-from shardfn.plan import Plan, partition_spec
+from shardfn.meshes import partition_spec
+from shardfn.plan import Plan
 from shardfn.render import Part, Table, figure, to_html, to_rich, to_text, unit_of
 from shardfn.search.grid import Axes
 from shardfn.search.problem import Pins, objective

@@ -10,9 +10,9 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
-from shardfn.decisions import partition_spec
 from shardfn.errors import Problem, StrategyTypeError, a, fail
 from shardfn.layoutrules import MOST, Axes, LayoutFile, Rule, laid, matched, printable
+from shardfn.meshes import partition_spec
 from shardfn.rebind import bind_one, equations, rebound
 from shardfn.strategy import Leaf, short
 

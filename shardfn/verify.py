@@ -25,12 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from shardfn.cost.hardware import Hardware
 from shardfn.errors import DeviceError, StrategyError, fail
 from shardfn.graph.model import Spec
-from shardfn.plan import Plan, partition_spec
+from shardfn.meshes import mesh_on, partition_spec
+from shardfn.plan import Plan
 from shardfn.progress import progress
 from shardfn.report import Report, make_report
 
@@ -250,10 +251,8 @@ def answer(directory: str) -> None:
 
 
 def _compile(job: _Job) -> tuple[str, dict[str, int], dict[str, float]]:
-    sizes, names = tuple(s for _, s in job.axes), tuple(n for n, _ in job.axes)
     found = devices(job.target)
-    grid = np.array([found[i] for i in job.order], dtype=object).reshape(sizes)
-    mesh = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+    mesh = mesh_on([found[i] for i in job.order], job.axes)
     exported = job.exported
     # What the function does not read is no argument of its program; a typed key cannot be made up in its place.
     given = [i for i, aval in enumerate(exported.in_avals)

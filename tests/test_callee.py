@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 
 from shardfn import AUTO, Cell, shard
-from shardfn.callee import Slot, bind, describe, split
+from shardfn.call import Slot, bind, split
+from shardfn.callee import describe
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 X = jax.random.normal(KEYS[0], (8, 16))

@@ -14,9 +14,11 @@ SHARDY = "shardfn.graph.shardy"
 # A module may import only modules of the rows above its own. A new file gets a place here.
 LAYERS = (
     ("errors",),
-    ("cost.chips", "extras"),
+    ("cost.chips", "extras", "paths"),
     ("cost.links",),
-    ("layout", "graph.model", "cost.hardware", "cost.collectives", "progress", "amounts"),
+    ("graph.model",),
+    ("meshes",),
+    ("layout", "cost.hardware", "cost.collectives", "progress", "amounts"),
     (
         "strategy",
         "context_keys",
@@ -37,7 +39,7 @@ LAYERS = (
     ("context", "callee", "graph.shardy", "graph.classes", "cost.compute", "cost.memory", "cost.calibrate"),
     ("graph", "cost.price", "compiled"),
     ("cost", "trace", "place"),
-    ("given",),
+    ("given", "call"),
     ("decisions",),
     ("layoutrules",),
     ("layouttext",),
@@ -72,6 +74,10 @@ LAYERS = (
     ("sections",),
     ("report",),
     ("verify",),
+    ("options",),
+    ("ends",),
+    ("program",),
+    ("entry",),
     ("sharded",),
     ("api", "layoutcheck"),
     ("cell",),

@@ -19,8 +19,9 @@ from shardfn.cli import main
 from shardfn.errors import Problem, ShardError
 from shardfn.layoutcheck import check
 from shardfn.layoutfile import LayoutFile, read, recipes, shardings, write
-from shardfn.layoutrules import Rule, Source, escaped
+from shardfn.layoutrules import Rule, Source
 from shardfn.layouttext import MOST_BYTES, parse, text_of
+from shardfn.paths import escaped
 from shardfn.plan import Constraint
 
 PARAMS = {"up": jnp.ones((16, 32)) / 8, "down": jnp.ones((32, 16)) / 8}
@@ -695,7 +696,8 @@ def test_what_is_written_is_read(layout):
 @given(PATHS)
 def test_a_path_meets_itself_and_nothing_else(path):
     from shardfn.layoutrules import matched
-    from shardfn.strategy import Leaf, normal
+    from shardfn.paths import normal
+    from shardfn.strategy import Leaf
 
     leaves = [
         Leaf(path, "", (8,), "float32"),

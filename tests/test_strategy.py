@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardfn.cuts import any_of, check, divisors
 from shardfn.layout import Layout
+from shardfn.paths import join
 from shardfn.strategy import (
     AUTO,
     UNKNOWN,
@@ -20,7 +21,6 @@ from shardfn.strategy import (
     Leaf,
     apply_parameter_plan,
     is_entry,
-    join,
     leaves_of,
     match,
     shape_of,

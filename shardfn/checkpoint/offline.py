@@ -25,6 +25,7 @@ from shardfn.errors import CheckpointError, CheckpointFileError, Problem, ShardE
 from shardfn.extras import need
 from shardfn.layoutrules import LayoutFile
 from shardfn.layouttext import text_of
+from shardfn.meshes import spec_of
 from shardfn.plan import Plan
 
 MEMORY = 512 << 20
@@ -175,8 +176,7 @@ def lay(entries: Sequence[Entry], layout: Any, devices: int, bound: int) -> Cont
         grid, cuts, spec = Grid(()), (1,) * ndim, ((),) * ndim
         if layout is not None and sharding is not None and devices > 1:
             grid = Grid(tuple(sharding.mesh.shape.items()), layout.order)
-            spec = tuple(() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in sharding.spec)
-            spec += ((),) * (ndim - len(spec))
+            spec = spec_of(sharding.spec, ndim)
             piece = sharding.shard_shape(entry.shape)
             cuts = tuple(n // p if p else 1 for n, p in zip(entry.shape, piece, strict=True))
         cut = chunks(entry.shape, cuts, entry.itemsize, max(bound // SHARE, 1 << 16), bound // SHARE) if (

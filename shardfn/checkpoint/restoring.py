@@ -18,7 +18,7 @@ from shardfn.checkpoint.contents import KEY, Contents, Entry
 from shardfn.checkpoint.stored import look
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail
 from shardfn.extras import need
-from shardfn.strategy import join, met, normal
+from shardfn.paths import join, met, normal
 
 Globs = str | Sequence[str] | None
 

@@ -18,6 +18,7 @@ from shardfn.checkpoint.stored import place, steps
 from shardfn.errors import CheckpointError, CheckpointFileError, fail
 from shardfn.extras import need
 from shardfn.layouttext import text_of
+from shardfn.meshes import spec_of
 
 if TYPE_CHECKING:
     from shardfn.checkpoint.store import Saving
@@ -125,9 +126,8 @@ def _lies(value: Any) -> tuple[Grid, tuple[int, ...], tuple[tuple[str, ...], ...
     cuts = tuple(n // p if p else 1 for n, p in zip(value.shape, piece, strict=True))
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
         return whole[0], cuts, whole[2]
-    named = (*sharding.spec, *[None] * (value.ndim - len(sharding.spec)))
-    spec = tuple(() if dim is None else (dim,) if isinstance(dim, str) else tuple(dim) for dim in named)
-    return Grid(tuple(sharding.mesh.shape.items()), _order(sharding.mesh)), cuts, spec
+    grid = Grid(tuple(sharding.mesh.shape.items()), _order(sharding.mesh))
+    return grid, cuts, spec_of(sharding.spec, value.ndim)
 
 
 def _order(mesh: Any) -> tuple[int, ...] | None:

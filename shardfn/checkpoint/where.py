@@ -9,17 +9,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax import tree_util
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from shardfn import layoutfile
 from shardfn.checkpoint.contents import Contents, Entry
 from shardfn.decisions import partition_spec
 from shardfn.errors import CheckpointError, Problem, a, fail
-from shardfn.layoutrules import LayoutFile, Rule, escaped
+from shardfn.layoutrules import LayoutFile, Rule
+from shardfn.meshes import mesh_on
+from shardfn.paths import escaped, join, normal
 from shardfn.plan import Plan
-from shardfn.strategy import join, normal
 
 TARGETS = "a plan, a layout file or its name, a mesh, a device or a list of them, a sharding or a tree of shardings"
 PLATFORMS = ("cpu", "gpu", "tpu", "cuda", "rocm")
@@ -64,7 +64,7 @@ def _found(entries: Sequence[Entry], target: Any, contents: Contents) -> dict[st
     if isinstance(target, jax.Device):
         target = SingleDeviceSharding(target)
     if is_devices(target):
-        target = NamedSharding(Mesh(np.array(target), ("all",), axis_types=(AxisType.Auto,)), PartitionSpec())
+        target = NamedSharding(mesh_on(target, [("all", len(target))]), PartitionSpec())
     if isinstance(target, Sharding):
         return {entry.path: target for entry in entries}
     if isinstance(target, Mesh):
@@ -108,9 +108,7 @@ def _stored(entries: Sequence[Entry], contents: Contents) -> dict[str, Sharding]
                  fix="say where it goes: a layout, jax.devices()[0], or the Mesh whose axes have the same names")  # fmt: skip
         order = grid.order or range(grid.devices)
         if grid.devices > 1:
-            axes = tuple(size for _, size in grid.axes)
-            placed = np.array([pool[i] for i in order], dtype=object).reshape(axes)
-            meshes[number] = Mesh(placed, tuple(n for n, _ in grid.axes), axis_types=(AxisType.Auto,) * len(axes))
+            meshes[number] = mesh_on([pool[i] for i in order], grid.axes)
     one = SingleDeviceSharding(jax.local_devices()[0])
     return {
         entry.path: NamedSharding(meshes[entry.grid], partition_spec(entry.spec)) if entry.grid in meshes else one
@@ -211,8 +209,7 @@ def laid_out(entries: Sequence[Entry], layout: LayoutFile, plan: Plan | None, de
             if some is not None:
                 found[entry.path] = NamedSharding(some.mesh, PartitionSpec())
             elif here is not None:
-                mesh = Mesh(np.array(list(here)), ("all",), axis_types=(AxisType.Auto,))
-                found[entry.path] = NamedSharding(mesh, PartitionSpec())
+                found[entry.path] = NamedSharding(mesh_on(here, [("all", len(here))]), PartitionSpec())
     return found
 
 

@@ -18,8 +18,9 @@ from shardfn.data.sources import PADDING, Read, Window, columns, names_of
 from shardfn.data.strategy import lay_out
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.extras import need
+from shardfn.paths import join
 from shardfn.plan import Plan
-from shardfn.strategy import join, short
+from shardfn.strategy import short
 
 LAST = ("drop", "pad", "error")
 

@@ -8,16 +8,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardfn.context import ParallelContext, current
 from shardfn.cost import hardware as hardware_
 from shardfn.cuts import check, check_all
-from shardfn.decisions import partition_spec
 from shardfn.errors import DeviceError, Problem, StrategyError, StrategyTypeError, fail, raise_problems
 from shardfn.given import is_drawn, mesh_of, place_drawn
 from shardfn.graph.model import Spec
+from shardfn.meshes import mesh_on, partition_spec
 from shardfn.place import place
 from shardfn.plan import Plan
 from shardfn.strategy import AUTO, UNKNOWN, Argument, Leaf, leaves_of, match, short
@@ -90,10 +89,9 @@ def lay_out(
     axes = placed.axes or (("a", count),)
     order = placed.order or range(count)
     if given is not None and tuple(given.shape.items()) == axes:
-        mesh = Mesh(given.devices, given.axis_names, axis_types=(AxisType.Auto,) * len(axes))
+        mesh = mesh_on(given.devices, axes)
     else:
-        grid = np.array([devices[i] for i in order], dtype=object).reshape([size for _, size in axes])
-        mesh = Mesh(grid, tuple(name for name, _ in axes), axis_types=(AxisType.Auto,) * len(axes))
+        mesh = mesh_on([devices[i] for i in order], axes)
     return Laid(leaves, tuple(_sharding(mesh, spec or ((),) * len(leaf.shape))
                               for leaf, spec in zip(leaves, placed.specs, strict=True)))  # fmt: skip
 

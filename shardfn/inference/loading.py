@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,13 +15,14 @@ from shardfn.callee import Callee
 from shardfn.checkpoint import leaves, restoring
 from shardfn.checkpoint.arrays import Wanted
 from shardfn.checkpoint.contents import Entry
-from shardfn.errors import CheckpointError, NotAvailableError, Problem, StrategyTypeError, a, fail
+from shardfn.errors import CheckpointError, NotAvailableError, Problem, StrategyTypeError, a, fail, warn
 from shardfn.inference.matching import matched
 from shardfn.inference.predict import PredictLayout, with_options
 from shardfn.inference.sources import one_of, open_source
 from shardfn.inference.targets import shardings
 from shardfn.inference.weights import Named, Weights, check_named, of_module, of_tree
-from shardfn.strategy import listed, short
+from shardfn.paths import listed
+from shardfn.strategy import short
 
 
 def load_distributed_checkpoint(
@@ -113,7 +113,7 @@ def load_distributed_checkpoint(
         }
     if known is not None and (kept := [name for name in known.shapes if name not in chosen]):
         them = "it stays as it is" if len(kept) == 1 else "they stay as they are"
-        warnings.warn(f"{source.text} has no {listed(kept)}: {them}", stacklevel=2)
+        warn(f"{source.text} has no {listed(kept)}: {them}")
     values = _read(source, chosen, known, predict_strategy, device, dtype)
     if known is not None:
         values = {name: values[name] if name in values else known.values[name] for name in known.shapes}

@@ -11,7 +11,7 @@ from shardfn.checkpoint.contents import KEY, Entry
 from shardfn.checkpoint.restoring import family
 from shardfn.errors import CheckpointError, Problem, fail
 from shardfn.inference.weights import Weights
-from shardfn.strategy import listed, tidy
+from shardfn.paths import listed, tidy
 
 USUAL = ("params", "model")
 """Where training states keep the weights, if the function calls them something else."""

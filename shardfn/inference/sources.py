@@ -21,7 +21,8 @@ from shardfn.checkpoint.tensorfiles import INDEX, SUFFIX, Tensor, tensors
 from shardfn.errors import CheckpointError, Problem, a, fail
 from shardfn.extras import need
 from shardfn.layoutfile import read as read_layout
-from shardfn.strategy import listed, short
+from shardfn.paths import listed
+from shardfn.strategy import short
 
 KINDS = (
     "a folder of `checkpoint.save`, safetensors (a file, an index, a folder), or the ranks' safetensors files as a list"

@@ -21,8 +21,9 @@ from shardfn.errors import CheckpointError, Problem, StrategyError, fail, raise_
 from shardfn.inference.predict import PredictLayout, WeightLayout
 from shardfn.layout import Layout
 from shardfn.layoutrules import LayoutFile
+from shardfn.paths import listed, met, normal
 from shardfn.plan import Plan
-from shardfn.strategy import AUTO, Argument, Leaf, apply_parameter_plan, is_entry, listed, match, met, normal, short
+from shardfn.strategy import AUTO, Argument, Leaf, apply_parameter_plan, is_entry, match, short
 
 
 def shardings(

@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import tree_util
 
-from shardfn.callee import Callee, bind
+from shardfn.call import bind
+from shardfn.callee import Callee
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
+from shardfn.paths import join, listed
 from shardfn.sharded import ShardedFunction
-from shardfn.strategy import join, listed, shape_of, short
+from shardfn.strategy import shape_of, short
 
 Named = str | Sequence[str] | None
 """The argument or the arguments that are the weights; the first pytree if None."""

@@ -10,13 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax, tree_util
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardfn.context import ParallelContext
 from shardfn.cost import hardware
 from shardfn.cost.hardware import Hardware
 from shardfn.errors import Problem, StrategyError, a, fail, raise_problems
-from shardfn.strategy import join, short
+from shardfn.meshes import abstract_mesh, mesh_on
+from shardfn.paths import join
+from shardfn.strategy import short
 from shardfn.train import rows as packing
 from shardfn.train.beats import DATA, STAGE, TENSOR, Machine, machine
 from shardfn.train.marks import Mark, configured, marks_by_path, marks_of, staged
@@ -255,11 +257,8 @@ def _mesh(asked: Asked, devices: int, ways: int) -> Mesh | AbstractMesh:
                                 f"pipeline_stages = {devices}, {found.count} devices",
                                 f"{devices * ways} does not divide {found.count}",
                                 "use a number of stages that does, or other devices")])  # fmt: skip
-    sizes, names = (devices, found.count // (devices * ways), ways), (STAGE, DATA, TENSOR)
-    types = (AxisType.Auto,) * 3
-    if found.devices is None:
-        return AbstractMesh(sizes, names, axis_types=types)
-    return Mesh(np.array(found.devices, dtype=object).reshape(sizes), names, axis_types=types)
+    axes = (STAGE, devices), (DATA, found.count // (devices * ways)), (TENSOR, ways)
+    return abstract_mesh(axes) if found.devices is None else mesh_on(found.devices, axes)
 
 
 def _micro_shapes(asked: Asked, batch: tuple[Any, ...], parts: int) -> tuple[tuple[Any, ...], list[Problem]]:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax import tree_util
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardfn.graph.model import Spec
+from shardfn.meshes import partition_spec
 from shardfn.train.training import Training
 
 
@@ -36,7 +37,7 @@ class Drawn:
 
     def named(self, spec: Spec) -> NamedSharding:
         """The sharding of an array whose dims are cut by these axes."""
-        return NamedSharding(self.mesh, _partition(spec))
+        return NamedSharding(self.mesh, partition_spec(spec))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,3 @@ def is_per_device(training: Training, drawn: Drawn) -> bool:
 def tree_of(like: Any, leaves: Sequence[Any]) -> Any:
     """A pytree with the structure of another."""
     return tree_util.tree_unflatten(tree_util.tree_structure(like), leaves)
-
-
-def _partition(spec: Spec) -> PartitionSpec:
-    return PartitionSpec(*(None if not dim else dim[0] if len(dim) == 1 else dim for dim in spec))

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from shardfn.context import ParallelContext
 from shardfn.errors import ContextError, Problem, StrategyError, fail
-from shardfn.strategy import met, short
+from shardfn.paths import met
+from shardfn.strategy import short
 
 AUTO_MB = 64
 """The size of a bucket in mode "auto", MindSpore's."""

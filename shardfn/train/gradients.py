@@ -21,7 +21,7 @@ from jax import lax, tree_util
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
-from shardfn.strategy import join
+from shardfn.paths import join
 from shardfn.train import bucketed
 from shardfn.train.fusion import Fusion, Tensor, buckets
 

@@ -6,15 +6,16 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from jax import tree_util
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from shardfn.api import shard
 from shardfn.cost.hardware import Hardware
 from shardfn.errors import Problem, raise_problems
+from shardfn.meshes import abstract_mesh, mesh_on
+from shardfn.paths import join, met
 from shardfn.sharded import ShardedFunction
-from shardfn.strategy import AUTO, join, met
+from shardfn.strategy import AUTO
 from shardfn.train.drawn import Cut, Drawn, is_per_device, tree_of
 from shardfn.train.fusion import Bucket
 from shardfn.train.optimizer_parallel import OptimizerParallel, cut_further, mirrored
@@ -216,11 +217,7 @@ def _data_axes(count: int, zero: OptimizerParallel | None) -> tuple[tuple[str, i
 
 def _mesh(devices: Hardware, axes: Sequence[tuple[str, int]]) -> Mesh | AbstractMesh:
     axes = axes or (("data", devices.count),)
-    names, sizes = tuple(n for n, _ in axes), tuple(s for _, s in axes)
-    types = (AxisType.Auto,) * len(axes)
-    if devices.devices is None:
-        return AbstractMesh(sizes, names, axis_types=types)
-    return Mesh(np.array(devices.devices, dtype=object).reshape(sizes), names, axis_types=types)
+    return abstract_mesh(axes) if devices.devices is None else mesh_on(devices.devices, axes)
 
 
 def _batch_problems(training: Training, count: int, batch: tuple[Any, ...]) -> Iterator[Problem]:

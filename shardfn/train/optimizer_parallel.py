@@ -12,7 +12,7 @@ from jax import tree_util
 
 from shardfn.context import ParallelContext
 from shardfn.graph.model import Spec
-from shardfn.strategy import join, tidy
+from shardfn.paths import join, tidy
 
 
 @dataclasses.dataclass(frozen=True)

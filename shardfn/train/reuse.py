@@ -20,8 +20,9 @@ from jax import lax, tree_util
 from jax.extend import core
 
 from shardfn.errors import Problem, StrategyError, StrategyTypeError
+from shardfn.paths import join, tidy
 from shardfn.rebind import bind_one
-from shardfn.strategy import join, short, tidy
+from shardfn.strategy import short
 from shardfn.train.blocks import Program, Run, Step, program, runs, tokens
 
 DEFAULT_LIMIT = 1000

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import tree_util
 
 from shardfn.errors import Problem, raise_problems
-from shardfn.strategy import join, listed, met, shape_of, tidy
+from shardfn.paths import join, listed, met, tidy
+from shardfn.strategy import shape_of
 
 
 class State(NamedTuple):

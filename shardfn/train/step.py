@@ -17,9 +17,9 @@ from jax.experimental import multihost_utils
 from shardfn import context
 from shardfn.context_keys import nearest
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
+from shardfn.options import Options
 from shardfn.plan import Plan
 from shardfn.report import Report
-from shardfn.sharded import Options
 from shardfn.strategy import shape_of, short
 from shardfn.train.folded import Chosen, chosen, folding_of, recompute_problems
 from shardfn.train.fusion import Bucket, fusion_of, id_problems

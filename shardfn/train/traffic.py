@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from jax import tree_util
 
+from shardfn.errors import warn
 from shardfn.graph.model import Spec
 from shardfn.train.drawn import Cut, Drawn
 from shardfn.train.fusion import Bucket, buckets, check_ids, compiler_options, unheard
@@ -53,10 +53,9 @@ def told(training: Training, how: Parts | None) -> dict[str, Any]:
     is_explicit = how is not None and not how.is_partial
     missed = [] if is_explicit else unheard(training.fusion, platform)
     if missed:
-        warnings.warn(
+        warn(
             f"comm_fusion has no effect on {', '.join(missed)}: in mode {training.mode.name!r} XLA's partitioner makes the "
             f'collectives, and on {platform} it takes no such option; use mode="data_parallel", or cross_batch=True',
-            stacklevel=2,
         )
     return compiler_options(training.fusion, platform, is_explicit)
 

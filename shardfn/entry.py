@@ -1,0 +1,93 @@
+"""From a program to one plan, compiled for the calls it fits: the search's own, or the best as compiled of a few."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from shardfn import finalists, planfile
+from shardfn.algo import algorithm_of, idle
+from shardfn.apply import shardings, whole
+from shardfn.compiled import read
+from shardfn.errors import warn
+from shardfn.plan import Plan, op_strategies
+from shardfn.program import Laid, Program
+from shardfn.progress import progress
+from shardfn.report import save_graphs
+from shardfn.search.problem import Answer
+from shardfn.search.problem import Problem as Question
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One plan, compiled for the calls it fits."""
+
+    plan: Plan
+    jitted: Callable[..., Any]
+    nested: Callable[..., Any]
+    """The same for a call inside a transformation."""
+    targets: tuple[NamedSharding, ...]
+    """Where the arrays of a call belong."""
+
+
+def make_entry(program: Program) -> Entry:
+    """Plan, and write what the context asks to be written.
+
+    Raises:
+      ShardError: all that is wrong with the call.
+    """
+    question, answer, found = program.question(program.find)
+    if program.options.finalists > 1 and question.is_open:
+        found = best_compiled(program, question, answer)
+    made = found.plan
+    if told := idle(made, algorithm_of(program.current)):
+        warn(told)
+        made = dataclasses.replace(made, findings=(*made.findings, told))
+    made = dataclasses.replace(made, verifier=program.verifier(found))
+    found = dataclasses.replace(found, plan=made)
+    current = program.current
+    if (file := current.strategy_ckpt_config.save_file) and jax.process_index() == 0:
+        planfile.save(made, file, op_strategies(made), current.strategy_ckpt_config.only_trainable_params)
+    if current.save_graphs:
+        save_graphs(made, current.save_graphs_path)
+    targets = tuple(shardings(made.inputs, whole(made)))
+    return Entry(made, program.jitted(found), program.jitted(found, nested=True), targets)
+
+
+def best_compiled(program: Program, question: Question, answer: Answer) -> Laid:
+    """Of the finalists the one that XLA made best, within the memory limit first.
+
+    Raises:
+      StrategyError: none of them keeps the memory limit.
+    """
+    limited = program.options.memory_limit is not None
+    levels = [
+        program.find(dataclasses.replace(question, level=other)) for other in (0, 1, 2) if other != question.level
+    ]
+    if limited:  # what sends least without it may fit in pieces
+        levels.append(program.find(dataclasses.replace(question, level=0, memory_limit=math.inf)))
+
+    def laid(one: Answer) -> Laid:
+        return program.laid(lambda _: one, is_chosen=True)
+
+    def compiled(one: Answer) -> Any:
+        found = laid(one)
+        return program.verifier(found).compiled(found.plan, quick=True)
+
+    entered = finalists.answers(question, answer, levels, program.options.finalists)
+    source = str(program.traced.module)
+    judged = []
+    for name, one in entered:
+        with progress(f"compiling {program.name}: {name}"):
+            made = finalists.compiled_once(source, question, one, lambda one=one: read(compiled(one)))
+        judged.append(finalists.judged(name, question, one, made))
+    at, told = finalists.best(judged, question.memory_limit)
+    if limited:
+        finalists.check(judged[at], len(judged), question.memory_limit)
+    winner = laid(entered[at][1])
+    return dataclasses.replace(winner, plan=dataclasses.replace(winner.plan, findings=(*winner.plan.findings, told)))

@@ -1,0 +1,141 @@
+"""Paths of arrays (`params/layers/0/w`) and the one language of globs in which they are named.
+
+`.` and `/` separate alike; a leading `self.` and the first part (the argument's name) may be left out; `*`, `?` and `[...]`
+are as in `fnmatch`, and `*` crosses separators; `['a'][0]` is read as `a/0`. A path itself goes before a glob.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax import tree_util
+
+
+def join(name: str, key: Sequence[Any]) -> str:
+    """`name` and a pytree key path as `name/a/0/b`."""
+    rest = tree_util.keystr(tuple(key), simple=True, separator="/")
+    return "/".join(part for part in (name, rest) if part)
+
+
+def normal(path: str) -> str:
+    """A path as globs are held against it: `.` and `/` separate alike, a leading `self.` is optional.
+
+    >>> normal("self.layers.0.w")
+    'layers/0/w'
+    """
+    return path.replace(".", "/").strip("/").removeprefix("self/")
+
+
+def tidy(path: str) -> str:
+    """A path as people write it: Flax NNX keeps each array as the `value` of a variable.
+
+    >>> tidy("up/kernel/value")
+    'up/kernel'
+    """
+    return path.removesuffix("/value")
+
+
+def escaped(path: str) -> str:
+    """A path as a glob that meets nothing else.
+
+    >>> escaped("params/w[0]*")
+    'params/w[[]0][*]'
+    """
+    return re.sub(r"([*?\[])", r"[\1]", path)
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """The first of some names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "") or "none"
+
+
+def near(glob: str, paths: Sequence[str]) -> list[str]:
+    """Up to three paths that look like a glob which meets none, with and without their first part."""
+    forms = [*paths, *map(_rest, paths)][:2000]
+    return list(dict.fromkeys(difflib.get_close_matches(normal(glob), forms, 3, 0.4)))
+
+
+def met(pattern: str, paths: Sequence[str]) -> tuple[list[int], str]:
+    """The positions of the `paths` (as `normal` gives them) that a pattern meets, and it as the glob that met them.
+
+    A glob that meets no whole path is held against paths without their first part.
+
+    >>> met("layers[0].*", ["params/layers/0/w", "params/layers/1/w"])
+    ([0], 'layers/0/*')
+    """
+    glob = normal(pattern)
+    for glob in (normal(pattern), normal(re.sub(r"""\[(['"]?)([\w-]+)\1\]""", r"/\2", pattern))):
+        hits = [i for i, path in enumerate(paths) if fnmatch.fnmatchcase(path, glob)]
+        hits = hits or [i for i, p in enumerate(paths) if "/" in p and fnmatch.fnmatchcase(_rest(p), glob)]
+        if hits:
+            return hits, glob
+    return [], glob
+
+
+@dataclasses.dataclass(frozen=True)
+class Ruled:
+    """Which rule speaks of which path, all by their positions."""
+
+    rules: dict[int, int]
+    """From path to rule."""
+    missing: tuple[int, ...]
+    """Rules that meet nothing."""
+    clashes: tuple[tuple[int, int, int], ...]
+    """(path, rule, rule): two rules say different things of a path, and neither goes before the other."""
+
+
+def ruled(
+    globs: Sequence[str],
+    paths: Sequence[str],
+    same: Callable[[int, int], bool],
+    met: Callable[[str, Sequence[str]], tuple[list[int], str]] = met,
+) -> Ruled:
+    """Find the rule of each path. A path itself goes before a glob; of two rules that say the same the later one counts.
+
+    Args:
+      globs: of the rules, in order.
+      paths: as `normal` gives them.
+      same: whether two rules, by position, say the same.
+      met: what a glob with wildcards meets, as `met` of this module.
+
+    >>> ruled(["*", "params/w"], ["params/w", "params/b"], lambda a, b: False).rules
+    {0: 1, 1: 0}
+    """
+    index: dict[str, list[int]] = {}
+    for i, path in enumerate(paths):
+        for form in dict.fromkeys((path, _rest(path))):
+            index.setdefault(form, []).append(i)
+    found: dict[int, tuple[bool, int]] = {}
+    missing, clashes = [], []
+    for rule, pattern in enumerate(globs):
+        glob = _literal(pattern)
+        known = index.get(glob, []) if glob is not None else []
+        hits = [i for i in known if paths[i] == glob] or known
+        if glob is None or not hits:
+            hits, glob = met(pattern, paths)
+        if not hits:
+            missing.append(rule)
+        for i in hits:
+            exact = glob in (paths[i], _rest(paths[i]))
+            before = found.get(i)
+            if before is not None and before[0] == exact and not same(before[1], rule):
+                clashes.append((i, before[1], rule))
+            if before is None or exact >= before[0]:
+                found[i] = (exact, rule)
+    return Ruled({i: rule for i, (_, rule) in found.items()}, tuple(missing), tuple(clashes))
+
+
+def _rest(path: str) -> str:
+    return path.split("/", 1)[-1]
+
+
+def _literal(pattern: str) -> str | None:
+    """The path that a pattern means, if it has no wildcards."""
+    if re.search(r"[*?\[]", re.sub(r"\[([*?\[])\]", "", pattern)):
+        return None
+    return normal(re.sub(r"\[([*?\[])\]", r"\1", pattern))

@@ -1,0 +1,214 @@
+"""The function of one kind of call, traced, with all that was asked of it: from here to a plan, and on to a jitted function."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import keyword
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shardfn import finalists, search
+from shardfn.apply import Grid, apply, finest, has_other_grids, on_paper, whole
+from shardfn.call import Call, signature, split
+from shardfn.callee import Callee
+from shardfn.cost.hardware import Hardware
+from shardfn.cuts import check_all
+from shardfn.ends import changed_leaves, input_leaves, output_leaves, replacements
+from shardfn.errors import Problem, raise_problems
+from shardfn.guard import convolution_finding, whole_convolutions, wrong_convolutions
+from shardfn.layoutfile import LayoutFile, with_layout
+from shardfn.layoutrules import axes_on
+from shardfn.make import make_plan
+from shardfn.options import Options
+from shardfn.plan import Plan
+from shardfn.search.problem import Answer, Candidate, Search, objective
+from shardfn.search.problem import Problem as Question
+from shardfn.strategy import UNKNOWN, Leaf
+from shardfn.tags import held_tags, tags_of
+from shardfn.trace import Traced, trace
+from shardfn.verify import Verifier
+
+
+class OtherCall(Exception):
+    """Raised while tracing: the jitted function at hand was planned for other shapes or static values."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Laid:
+    """A plan, the function to apply it to on a grid, and that function traced."""
+
+    plan: Plan
+    on: Callable[[Grid], Callable[..., Any]]
+    traced: Traced
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A call as a pure function of its `shapes`, and what was asked of it."""
+
+    name: str
+    options: Options
+    current: Any
+    """The parallel context."""
+    hardware: Hardware
+    layout: LayoutFile | None
+    shapes: Sequence[Any]
+    statics: tuple[int, ...]
+    donated: tuple[int, ...]
+    donated_leaves: tuple[int, ...]
+    on: Callable[[Grid], Callable[..., Any]]
+    """The function on a grid, which the values that a layout file names are laid out on."""
+    traced: Traced
+    inputs: Sequence[Leaf]
+    outputs: Sequence[Leaf]
+    same_as: Mapping[int, int]
+    problems: tuple[Problem, ...]
+    """What was found wrong so far: `laid` raises it with what else is."""
+
+    @property
+    def find(self) -> Search:
+        """The search that was asked for."""
+        return search.select(self.options.search_mode or self.current.search_mode)
+
+    def laid(self, find: Search, is_chosen: bool = False) -> Laid:
+        """Planned by `find`. Where XLA would get a convolution wrong, it is made whole, and the rest planned anew.
+
+        Args:
+          find: a search.
+          is_chosen: whether `find` gives an answer that is settled, which another plan must not take the place of.
+
+        Raises:
+          ShardError: all that is wrong with the call.
+        """
+        first, made = self._planned(self.traced, find)
+        if not (wrong := wrong_convolutions(made.flow)):
+            return Laid(made, self.on, self.traced)
+        mended = lambda grid: whole_convolutions(self.on(grid), grid.mesh, self.statics)  # noqa: E731
+        again = trace(mended(whole(made)), self.shapes, self.statics, self.hardware.platform)
+        question, answer = first
+        kept = dataclasses.replace(answer, pins={})  # its ops have other numbers there
+        _, made = self._planned(again, lambda problem: better(problem, kept, find(problem), answer))
+        sound = None if is_chosen else unmended(question, answer)
+        if sound and objective(sound.price, question) < objective(made.price, question):
+            why = "convolutions as XLA computes them rightly"
+            return self.laid(lambda _: finalists.chosen(answer, sound, why), is_chosen=True)
+        made = dataclasses.replace(made, findings=(*made.findings, convolution_finding(wrong)))
+        return Laid(made, mended, again)
+
+    def question(self, find: Search) -> tuple[Question, Answer, Laid]:
+        """`laid`, with what the search was asked first and what it answered."""
+        asked: list[tuple[Question, Answer]] = []
+        found = self.laid(lambda problem: asked.append((problem, find(problem))) or asked[-1][1])
+        return *asked[0], found
+
+    def jitted(self, found: Laid, nested: bool = False) -> Callable[..., Any]:
+        """`jax.jit` of the function as planned; a `nested` one is for calls inside a transformation.
+
+        It is on the plan's own grid, or on the finest where the function brings meshes along. A nested one is on the
+        finest, which all plans on these devices share, because `jit` cannot name a layout of its results that its
+        first grid has no axes for.
+        """
+        fine = nested or has_other_grids(found.plan, found.traced.grids)
+        grid = finest(found.plan) if fine else whole(found.plan)
+        return apply(found.plan, found.on(grid), self.shapes, found.traced.results, self.statics, self.donated, grid, nested,
+                     self.options.compiler_options)  # fmt: skip
+
+    def verifier(self, found: Laid) -> Verifier:
+        """The way from other plans of the same function to what XLA makes of them."""
+        return Verifier(lambda plan: self.jitted(dataclasses.replace(found, plan=plan)), tuple(self.shapes))
+
+    def _planned(self, traced: Traced, find: Search) -> tuple[tuple[Question, Answer], Plan]:
+        asked: list[tuple[Question, Answer]] = []
+        made = make_plan(
+            self.name, self.inputs, self.outputs, traced, hardware=self.hardware, layout=self.layout,
+            level=self.options.level or (self.layout and self.layout.level) or 0, problems=list(self.problems),
+            donated=self.donated_leaves, wishes=self.options.wishes(self.current), again=self.find, same_as=self.same_as,
+            search=lambda problem: asked.append((problem, find(problem))) or asked[-1][1],
+        )  # fmt: skip
+        return asked[0], made
+
+
+def program_of(callee: Callee, options: Options, call: Call, current: Any, complete: bool = False) -> Program:
+    """The program of a call.
+
+    Args:
+      complete: whether an array of which the layout file does not speak is a problem.
+
+    Raises:
+      ShardError: what is wrong with the call, where it cannot even be traced. The rest is in `problems`.
+    """
+    problems: list[Problem] = []
+    inputs = input_leaves(callee, options, call, current, problems)
+    hardware = options.hardware(inputs, current, problems)
+    layout = options.layout_file(current)
+    strict = options.layout is not None  # the context's is for every function of the program
+    if layout is not None:
+        inputs = with_layout(
+            layout, inputs, hardware.count, problems, given=call.names, complete=complete, strict=strict
+        )
+    if any(leaf.dtype == UNKNOWN for leaf in inputs):  # it cannot be traced
+        check_all(inputs, hardware.count, problems)
+        raise_problems(problems)
+    shapes, statics = call.shapes, call.statics
+    pure = _pure(callee, call)
+    traced = trace(pure, shapes, statics, hardware.platform)
+    on: Callable[[Grid], Callable[..., Any]] = lambda grid: pure  # noqa: E731
+    if layout is not None and layout.activations:
+        axes = axes_on(layout, hardware.count, [])
+        tags = tags_of(layout, traced.jaxpr, axes, hardware.count, problems, strict)
+        if tags and hardware.count > 1 and not problems:
+            on = lambda grid: held_tags(pure, tags, axes, grid.mesh, grid.parts, statics)  # noqa: E731
+            traced = trace(on(on_paper(axes)), shapes, statics, hardware.platform)
+    result, changed = traced.results if call.stateful else (traced.results, {})
+    outputs = output_leaves(callee, options, result, current, hardware.count, problems)
+    ends = [*outputs, *changed_leaves(changed)]
+    if layout is not None:
+        ends = with_layout(layout, ends, hardware.count, problems, section="results", strict=strict)
+    donated = call.positions(options.donate_argnums, options.donate_argnames)
+    state = {leaf.path: i for i, leaf in enumerate(inputs)}
+    same_as = replacements(result, call.dynamic)
+    same_as |= {len(outputs) + i: state[path] for i, path in enumerate(sorted(changed))}
+    return Program(
+        callee.name, options, current, hardware, layout, shapes, statics, donated, call.leaves_of(donated), on, traced,
+        inputs, ends, same_as, tuple(problems),
+    )  # fmt: skip
+
+
+def better(problem: Question, kept: Answer, found: Answer, at_first: Answer) -> Answer:
+    """Of a mended program the arguments' layouts as they were found before it was mended, or what was found anew."""
+    if found is at_first:
+        return kept
+    costs = [objective(problem.price(a.axes, a.specs, a.pins), problem) for a in (kept, found)]
+    return kept if costs[0] <= costs[1] else found
+
+
+def unmended(problem: Question, answer: Answer) -> Candidate | None:
+    """The best of what else was priced in which XLA computes all convolutions rightly."""
+    return next((c for c in answer.others if not wrong_convolutions(problem.flow(c.axes, c.specs, c.pins))), None)
+
+
+def _pure(callee: Callee, call: Call) -> Callable[..., Any]:
+    """The call as a function of its values in order, which gives the changed state too where there is one.
+
+    It has the user's names: JAX's errors, profiles and the HLO show them. It keeps none of the call's arrays alive.
+    """
+    shapes, statics, slots, stateful = call.shapes, call.statics, call.slots, call.stateful
+    frozen = callee.frozen(shapes[0]) if stateful else callee
+    expected = signature(shapes, statics)
+
+    def pure(*flat: Any) -> Any:
+        if signature(flat, statics) != expected:
+            raise OtherCall
+        state, rest = (flat[0], flat[1:]) if stateful else ({}, flat)
+        args, kwargs = split(slots, rest)
+        result, changed = frozen.call(state, args, kwargs)
+        return (result, changed) if stateful else result
+
+    kind = inspect.Parameter.POSITIONAL_ONLY
+    names = ["self"] * stateful + [s.name for s in slots]
+    found = [n if n.isidentifier() and not keyword.iskeyword(n) else f"argument_{i}" for i, n in enumerate(names)]
+    pure.__name__ = pure.__qualname__ = callee.name
+    pure.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in found])  # type: ignore[attr-defined]
+    pure.__wrapped__ = callee.function  # type: ignore[attr-defined]
+    return pure
