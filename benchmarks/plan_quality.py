@@ -4,7 +4,7 @@ On 8 devices XLA compiles every layout for the CPU (for TPU chips with --tpu, wh
 512 the figures are those of Shardy's flow. Each family is planned at levels 0, 1 and 2 under two memory limits: ample,
 and one that pure data parallel does not fit. Printed are bytes sent, peak memory, FLOPs of products and convolutions
 (all of one device) and modelled time, then the checks. Nothing is run: programs are planned and compiled.
-Run: python benchmarks/plan_quality.py [--families a,b] [--devices 8,64,512] [--level 2] [--tpu] [--json OUT]
+Run: python benchmarks/plan_quality.py [--families a,b] [--devices 8,64,512] [--level 2] [--layers 2] [--tpu] [--json OUT]
 """
 
 from __future__ import annotations
@@ -138,11 +138,16 @@ def score(figures: Figures, level: int, least_flops: float) -> float:
 # ---- measuring one family on one device count
 
 
-def measure(name: str, devices: int, levels: Sequence[int], tpu: bool, finalists: int) -> Iterator[Row]:
+def measure(
+    name: str, devices: int, levels: Sequence[int], tpu: bool, finalists: int, layers: int = 0
+) -> Iterator[Row]:
     """All rows of a family: hand-written layouts first, then plans."""
     family = FAMILIES[name]
     compiles = devices == DEVICES
     size = family.small if compiles else family.large
+    counted = next((field for field in ("layers", "blocks") if hasattr(size, field)), None)
+    if layers and counted:
+        size = dataclasses.replace(size, **{counted: layers})
     fn, args = family.on_paper(size)
     device: Any = None if compiles else TARGETS.get(devices, f"cpu:{devices}")
     if tpu:
@@ -416,7 +421,8 @@ def child(options: argparse.Namespace) -> None:
         found = list(seed_rows())
     else:
         count = int(options.devices)
-        found = [dataclasses.asdict(r) for r in measure(what, count, levels, options.tpu, options.finalists)]
+        rows = measure(what, count, levels, options.tpu, options.finalists, options.layers)
+        found = [dataclasses.asdict(r) for r in rows]
     with open(options.child, "w") as file:
         json.dump(found, file)
 
@@ -440,6 +446,9 @@ def main() -> None:
     parser.add_argument("--devices", default="8,64,512")
     parser.add_argument("--level", default="0,1,2")
     parser.add_argument("--finalists", type=int, default=7, help="candidates that a plan compiles, on 8 devices")
+    parser.add_argument(
+        "--layers", type=int, default=0, help="of a model, or blocks of each of its stages; 0: as many as it has"
+    )
     parser.add_argument("--tpu", action="store_true", help="on 8 devices, compile for TPU v5e chips that are not here")
     parser.add_argument("--json")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -447,7 +456,15 @@ def main() -> None:
     if options.child:
         child(options)
         return
-    more = ["--level", options.level, "--finalists", str(options.finalists), *["--tpu"] * options.tpu]
+    more = [
+        "--level",
+        options.level,
+        "--finalists",
+        str(options.finalists),
+        "--layers",
+        str(options.layers),
+        *["--tpu"] * options.tpu,
+    ]
     rows: list[Row] = []
     failed: list[tuple[str, bool | None, str]] = []
     extra: dict[str, Any] = {}

@@ -1,12 +1,17 @@
-"""What does folding equal blocks save? An unrolled GPT as it stands and folded: collectives of a step, time to compile it.
+"""What does folding equal blocks save? A GPT step with AdamW: as a loop, folded by `reuse`, and as a scan written by hand.
 
-Tensor parallel (columns of the first, rows of the second product of each pair) and data parallel.
-Run: python benchmarks/reuse.py [--layers 24] [--width 32] [--modes data_parallel semi_auto_parallel] [--json OUT]
+Data-parallel, and tensor-parallel (columns of the first, rows of the second product of each pair) beside it. Seconds are
+those of the processor, all threads together: another program on the machine changes them little. With --tpu the TPU's
+compiler is asked (libtpu; no TPU is needed).
+Run: python benchmarks/reuse.py [--layers 6 12 24 48] [--width 32] [--modes data_parallel semi_auto_parallel]
+     [--tpu v5e:2x4] [--json OUT]
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import os
 import pathlib
@@ -14,6 +19,7 @@ import re
 import time
 
 os.environ.setdefault("NPROC", "32")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {os.environ.get('XLA_FLAGS', '')}"
 
@@ -21,10 +27,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import topologies
 
 from shardfn import train
 
-COLUMNS = ("mode", "reuse", "collectives", "plan s", "lower+compile s")
+COLUMNS = ("mode", "layers", "blocks", "collectives", "init s", "lower s", "compile s")
+BLOCKS = ("loop", "reuse", "scan")
 KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 UNMERGED = {"xla_disable_hlo_passes": "all-reduce-combiner,cpu-all-reduce-combiner"}
 
@@ -56,47 +64,67 @@ def block(p, x):
     return x + jax.nn.gelu(norm(x, p["scale"][1]) @ p["up"]) @ p["down"]
 
 
-def loss(params, tokens):
-    x = params["tokens"][tokens] + params["places"]
+def loop(params, x):
     for p in params["blocks"]:
         x = block(p, x)
+    return x
+
+
+def scan(params, x):
+    return jax.lax.scan(lambda x, p: (block(p, x), None), x, params["blocks"])[0]
+
+
+def loss(params, tokens, blocks=loop):
+    x = blocks(params, params["tokens"][tokens] + params["places"])
     logits = x @ params["tokens"].T
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1))
 
 
-def measure(mode: str, reuse: str | None, layers: int, width: int) -> dict[str, object]:
-    """One row: a step is planned, lowered and compiled, each collective counted on its own."""
-    lead = (1,) if reuse else ()
-    cuts = {"blocks/*/up": (*lead, 1, 4), "blocks/*/down": (*lead, 4, 1)}
+def measure(mode: str, layers: int, blocks: str, width: int, devices: list | None) -> dict[str, object]:
+    """One row: a step is made, lowered and compiled, each collective counted on its own."""
+    params = gpt(layers, width)
+    if blocks == "scan":
+        params["blocks"] = jax.tree.map(lambda *each: np.stack(each), *params["blocks"])
+    name, lead = ("blocks", (1,)) if blocks == "scan" else ("blocks/*", (1,) if blocks == "reuse" else ())
+    cuts = {f"{name}/up": (*lead, 1, 4), f"{name}/down": (*lead, 4, 1)}
     options = {} if mode == "data_parallel" else {"parameter_plan": cuts, "in_strategy": ((2, 1),)}
-    step = train.step(loss, optax.sgd(1e-2), mode=mode, reuse=reuse, **options)
-    tokens = np.zeros((8, 16), np.int32)
-    start = time.perf_counter()
-    state = step.init(gpt(layers, width), tokens)
-    step.plan(state, tokens)
-    planned = time.perf_counter() - start
-    start = time.perf_counter()
-    compiled = step.lower(state, tokens).compile(UNMERGED)
-    seconds = time.perf_counter() - start
+    step = train.step(
+        functools.partial(loss, blocks=scan if blocks == "scan" else loop), optax.adamw(1e-3), mode=mode,
+        reuse="auto" if blocks == "reuse" else None, device=devices, **options,
+    )  # fmt: skip
+    tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32)
+    times = [time.process_time()]
+    state = jax.eval_shape(lambda: step.init(params, tokens))
+    times.append(time.process_time())
+    lowered = step.lower(state, tokens)
+    times.append(time.process_time())
+    compiled = lowered.compile(None if devices else UNMERGED)
+    times.append(time.process_time())
     found = len(re.findall(rf"[ )}}](?:{KINDS})(?:-start)?\(", compiled.as_text()))
-    figures = found, round(planned, 2), round(seconds, 2)
-    return dict(zip(COLUMNS, (mode, str(reuse), *figures), strict=True))
+    seconds = (round(b - a, 2) for a, b in itertools.pairwise(times))
+    return dict(zip(COLUMNS, (mode, layers, blocks, found, *seconds), strict=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--layers", type=int, nargs="+", default=[6, 12, 24, 48])
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--modes", nargs="+", default=["data_parallel", "semi_auto_parallel"])
+    parser.add_argument("--tpu")
     parser.add_argument("--json")
     args = parser.parse_args()
-    print(f"{args.layers} layers, width {args.width}, 8 devices")
+    devices = args.tpu and list(topologies.get_topology_desc(platform="tpu", topology_name=args.tpu).devices)
+    measure(args.modes[0], 2, "reuse", args.width, devices)  # what is imported and started at the first call
+    print(
+        f"a GPT of width {args.width} on {'TPU ' + args.tpu if args.tpu else '8 CPU devices'}, seconds of the processor"
+    )
     print("  ".join(f"{c:>18}" for c in COLUMNS))
     rows = []
     for mode in args.modes:
-        for reuse in ("auto", None):
-            rows.append(measure(mode, reuse, args.layers, args.width))
-            print("  ".join(f"{rows[-1][c]!s:>18}" for c in COLUMNS), flush=True)
+        for layers in args.layers:
+            for blocks in BLOCKS:
+                rows.append(measure(mode, layers, blocks, args.width, devices or None))
+                print("  ".join(f"{rows[-1][c]!s:>18}" for c in COLUMNS), flush=True)
     if args.json:
         pathlib.Path(args.json).write_text(json.dumps(rows))
 

@@ -184,9 +184,14 @@ def _fusion(*modes: str) -> Check:
     config = {"auto": _nothing, "size": _integer(0), "index": _indices}
 
     def fits(name: str, value: dict[str, Any]) -> Iterator[Problem]:
-        yield from config[value["mode"]](f"{name}['config']", value["config"])
+        yield from config[value["mode"]](f"{name}['config']", value.get("config"))
 
-    return _in_turn(_record(complete=True, mode=_one_of(*modes), config=_anything), fits)
+    def check(name: str, value: Any) -> Iterator[Problem]:
+        is_auto = isinstance(value, dict) and value.get("mode") == "auto"  # which has nothing to configure
+        whole = {"config": None, **value} if is_auto else value
+        yield from _in_turn(_record(complete=True, mode=_one_of(*modes), config=_anything), fits)(name, whole)
+
+    return check
 
 
 def _interleaved(name: str, value: dict[str, Any]) -> Iterator[Problem]:

@@ -155,8 +155,8 @@ def conv(
     Args:
       lhs: the image, by default [N, C, H, W], with any number of spatial dims.
       rhs: the kernel, by default [O, I, H, W].
-      window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count, precision,
-        preferred_element_type: as in `jax.lax.conv_general_dilated`.
+      window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers: as in `jax.lax.conv_general_dilated`.
+      feature_group_count, precision, preferred_element_type: the same.
       batch_group_count: the same; more than 1 only where the batch is whole.
       layout: how the image lies; of the kernel and the result the rest follows.
       kernel_layout: how the kernel lies, on the same mesh; whole if None.

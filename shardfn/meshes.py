@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
@@ -23,6 +25,15 @@ def mesh_on(devices: Any, axes: Sequence[tuple[str, int]]) -> Mesh:
     """
     names, sizes = tuple(name for name, _ in axes), tuple(size for _, size in axes)
     return Mesh(np.asarray(devices, dtype=object).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def wired(devices: Sequence[Any], axes: Sequence[tuple[str, int]]) -> Mesh:
+    """The mesh of TPUs whose axes follow the torus where they can, so that neighbours on an axis are wired."""
+    if len(devices) > 1:
+        names, sizes = zip(*axes, strict=True)
+        with contextlib.suppress(NotImplementedError):  # a grid that does not divide along the torus
+            return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
+    return mesh_on(devices, axes)
 
 
 def abstract_mesh(axes: Sequence[tuple[str, int]]) -> AbstractMesh:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
@@ -10,8 +9,7 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardfn import planfile
 from shardfn.cost.hardware import Hardware
@@ -21,7 +19,7 @@ from shardfn.errors import DeviceError, StrategyError, StrategyTypeError, a, fai
 from shardfn.graph.model import Collective, Flow, Op
 from shardfn.layout import Layout
 from shardfn.layoutrules import LayoutFile, Rule
-from shardfn.meshes import abstract_mesh, mesh_on
+from shardfn.meshes import abstract_mesh, mesh_on, wired
 
 __all__ = [
     "Alternatives", "Candidate", "Change", "Constraint", "Decision", "DimClass", "OpStrategy", "Plan", "Study", "diff",
@@ -202,11 +200,8 @@ class Plan:
         given = self.hardware.mesh
         if given is not None and tuple(given.shape.items()) == axes:
             return mesh_on(given.devices, axes)
-        if self.hardware.platform == "tpu" and self.order is None and len(devices) > 1:
-            names, sizes = zip(*axes, strict=True)
-            with contextlib.suppress(NotImplementedError):  # a grid that does not divide along the torus
-                types = (AxisType.Auto,) * len(axes)
-                return jax.make_mesh(sizes, names, axis_types=types, devices=devices)  # follows the torus
+        if self.hardware.platform == "tpu" and self.order is None:
+            return wired(devices, axes)
         order = self.order or range(len(devices))
         return mesh_on([devices[i] for i in order], axes)
 

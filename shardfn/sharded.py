@@ -155,7 +155,7 @@ class ShardedFunction:
             if any(isinstance(leaf, Tracer) for leaf in leaves):
                 return self._finish(call, self._run_nested(entry, call, leaves, treedef))
             _CONCRETE.update(map(type, leaves))
-            self._moves = self._moves or any(map(lies_elsewhere, leaves, entry.targets))
+            self._moves = any(map(lies_elsewhere, leaves, entry.targets))  # of a first state, not of the next
             result = entry.jitted(*call.replaced(treedef, moved(leaves, entry.targets)))
         simple = not call.stateful and not any(s.keyword for s in call.slots)
         if simple and len(self._entries) == 1 and not self._moves:

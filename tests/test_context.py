@@ -274,7 +274,7 @@ REFUSED = [
     (set_auto_parallel_context, {_OPT: {"optimizer_level": "level3", "gradient_accumulation_shard": True}}),
     (set_auto_parallel_context, {_OPT: {"optimizer_level": 2}}),
     (set_auto_parallel_context, {_FUSE: {"alltoall": {"mode": "auto", "config": None}}}),
-    (set_auto_parallel_context, {_FUSE: {"openstate": 1, "allreduce": "auto", "allgather": {"mode": "auto"}}}),
+    (set_auto_parallel_context, {_FUSE: {"openstate": 1, "allreduce": "auto", "allgather": {"mode": "size"}}}),
     (set_auto_parallel_context, {_FUSE: {"allgather": {"mode": "index", "config": [1]}}}),
     (set_auto_parallel_context, {_FUSE: {"allreduce": {"mode": "size", "config": -1}}}),
     (set_auto_parallel_context, {_FUSE: {"allreduce": {"mode": "auto", "config": 32}}}),

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from shardfn.cost.chips import Chip
-from shardfn.cost.fusion import CHEAP, COSTLY, VIEWS, Fusion, fuse
+from shardfn.cost.fusion import CHEAP, COSTLY, VIEWS, Fusion, fuse, is_view
 from shardfn.graph.model import Flow, Op
 
 MOVES = frozenset(
@@ -121,8 +121,12 @@ UPDATES = {"dynamic_update_slice": 1, "scatter": -1}
 
 def _bytes(flow: Flow, op: Op, inner: tuple[int, ...], fusion: Fusion) -> float:
     read: dict[int, float] = {}
+    seen: dict[int, int] = {}
     for step in (*(flow.graph.ops[j] for j in inner), op):
-        for position, v in enumerate(step.inputs):
+        if step is not op and is_view(flow, step):  # its reader tells how much of it is read
+            seen[step.outputs[0]] = seen.get(step.inputs[0], step.inputs[0])
+            continue
+        for position, v in enumerate(seen.get(v, v) for v in step.inputs):
             if v not in fusion.stored:
                 continue
             size = float(flow.local_bytes(v))

@@ -127,7 +127,7 @@ class _Fuser:
         if op.name == "broadcast_in_dim" and op.inputs[0] not in self.made:  # of a constant
             readers = [r for r in readers if not _passes(self.graph.ops[r], value)]
         homes = tuple(dict.fromkeys(home for r in readers for home in self.homes[r]))
-        if self.is_view(op):
+        if is_view(self.flow, op):
             return homes
         if op.name not in CHEAP and op.name not in COSTLY and op.name not in CUTS:
             return None
@@ -140,20 +140,22 @@ class _Fuser:
         large = [v for v in set(op.inputs) if math.prod(self.graph.values[v].shape) >= size and v not in self.spread]
         return homes if len(homes) <= 1 or len(large) <= 1 else None
 
-    def is_view(self, op: Op) -> bool:
-        if op.name in CUTS:
-            return self.flow.local_bytes(op.outputs[0]) == self.flow.local_bytes(op.inputs[0])
-        return op.name in VIEWS and len(op.outputs) == 1
-
     def can_read(self, i: int) -> bool:
         op = self.graph.ops[i]
-        if self.is_view(op):  # as its own readers do
+        if is_view(self.flow, op):  # as its own readers do
             following = self.readers.get(op.outputs[0], ())
             return op.outputs[0] not in self.held and bool(following) and all(map(self.can_read, following))
         if op.name == "reduce":  # over other dims XLA wants its operand in memory
             rank = len(self.graph.values[op.inputs[0]].shape)
             return any(d == rank - 1 for _, d in op.reduced)
         return op.name in _READERS
+
+
+def is_view(flow: Flow, op: Op) -> bool:
+    """Whether an op's result lies where its operand does."""
+    if op.name in CUTS:
+        return flow.local_bytes(op.outputs[0]) == flow.local_bytes(op.inputs[0])
+    return op.name in VIEWS and len(op.outputs) == 1
 
 
 def _alive(graph: Graph) -> frozenset[int]:

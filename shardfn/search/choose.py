@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from shardfn.search.filters import keeps
 from shardfn.search.grid import Axes, merged
 from shardfn.search.labelling import Labelling, Table, peak_of
 from shardfn.search.levels import totals
-from shardfn.search.polish import LINE, in_line
+from shardfn.search.polish import LINE, PRODUCTS, in_line
 from shardfn.search.problem import Answer, Candidate, Pins, Problem, figures, objective
 from shardfn.search.solve import Solution
 from shardfn.search.strategies import Space, spec_of
@@ -31,6 +31,9 @@ brings."""
 
 MOST = 3
 """Of what was found, how much is priced by its flow beyond the first few, if it promises more than they turned out to hold."""
+
+NEARLY = 1.05
+"""Of what the model promises: a flow that costs no more than this much of it keeps it."""
 
 KINDS = 3
 """Of what is found at level 1: see `Found.kind`."""
@@ -81,26 +84,31 @@ def answer_of(
       untried: those of them that nothing was left for.
     """
     rated: list[tuple[tuple[float, ...], Candidate, Found | None]] = []
-    is_small = len(problem.graph.ops) <= PLAIN
-    least = plain.least(problem)
+    is_small, is_large = len(problem.graph.ops) <= PLAIN, len(problem.graph.ops) > LARGE
+    least, disappoints = plain.least(problem), True
     for count, one in enumerate(_in_turn(found)[: weighed(problem)]):
         if rated and problem.seconds_left <= 0:
             break
         if count >= priced(problem) and not promises(problem, one, min(r[0] for r in rated)):
             break
-            break
-        made = candidate(problem, one)
+        made = min(candidates(problem, one), key=lambda c: objective(c.price, problem))
         made = let_go(problem, made) if is_small else made
+        disappoints = disappoints and not keeps_promise(problem, one, made)
         rated.append((objective(made.price, problem), made, one))
-        if len(problem.graph.ops) <= LARGE and one.axes == made.axes and problem.seconds_left > 0:
+        if not is_large and one.axes == made.axes and problem.seconds_left > 0:
             other = in_line(problem, made, layout_of(problem, one))
             if keeps(problem.flow(other.axes, other.specs, {}), problem.algorithm):
                 rated.append((objective(other.price, problem), other, one))
         if least < problem.memory_limit < made.price.memory.peak and problem.seconds_left > 0:
             for other in mend(problem, one, made):
-                made = candidate(problem, other)
-                rated.append((objective(made.price, problem), made, other))
-    if len(problem.graph.ops) <= LARGE or not rated:
+                rated += [(objective(c.price, problem), c, other) for c in candidates(problem, other)]
+    if rated and disappoints and problem.level != 1 and problem.seconds_left > 0:
+        for one in [f for f in found if len(f.axes) == 1 and not any(f is at for _, _, at in rated)][:1]:
+            made = next(candidates(problem, one))
+            rated.append((objective(made.price, problem), made, one))
+    if is_large and rated and disappoints:
+        rated += [(objective(c.price, problem), c, None) for c in plain.of_batch(problem)]
+    elif not is_large or not rated:
         peak = min((made.price.memory.peak for _, made, _ in rated), default=math.inf)
         simple = plain.candidates(problem, problem.level == 1, peak)
         rated += [(objective(c.price, problem), c, None) for c in simple]
@@ -192,8 +200,44 @@ def layout_of(problem: Problem, found: Found) -> Callable[[int], Spec]:
     return laid
 
 
+def candidates(problem: Problem, found: Found) -> Iterator[Candidate]:
+    """The optimum on a grid, priced by its flow: first with what products make held, and how they read their operands left
+    to the compiler, which moves those in the way that is best for a product; and with every decision held, where the flow
+    of the first does not keep what the model promised."""
+    axes, specs, held = _held(problem, found)
+    pins = {
+        index: Pin((None,) * len(pin.operands), pin.results)
+        for index, pin in held.items()
+        if problem.graph.ops[index].name in PRODUCTS
+    }
+    loose = Candidate(shape(axes), axes, specs, pins, problem.price(axes, specs, pins))
+    yield loose
+    if problem.seconds_left > 0 and not keeps_promise(problem, found, loose):
+        yield candidate(problem, found)
+
+
+def keeps_promise(problem: Problem, found: Found, made: Candidate) -> bool:
+    """Whether a flow sends and works about as little as the model thought. Of memory the model tells too little to say, so
+    that at level 1 only a large program, whose flows are dear, is trusted; and of what the chip does beside products it
+    counts the same too little for all layouts."""
+    if made.price.memory.peak > problem.memory_limit:
+        return False
+    if problem.level == 1:
+        return len(problem.graph.ops) > LARGE
+    promised, price = totals(found.space, found.solution.choice), made.price
+    if problem.level == 2:
+        more_s = price.communication_s - promised.sent_s
+        return price.flops <= NEARLY * promised.flops and more_s <= (NEARLY - 1) * price.time_s
+    return (problem.idle(price.flops), price.bytes_sent) <= (problem.idle(promised.flops), NEARLY * promised.sent)
+
+
 def candidate(problem: Problem, found: Found) -> Candidate:
     """The optimum on a grid with every decision held, priced by its flow."""
+    axes, specs, pins = _held(problem, found)
+    return Candidate(shape(axes), axes, specs, pins, problem.price(axes, specs, pins))
+
+
+def _held(problem: Problem, found: Found) -> tuple[Axes, tuple[Spec, ...], Pins]:
     names, laid = tuple(name for name, _ in found.axes), layout_of(problem, found)
     specs = tuple(spec if spec is not None else laid(value)[: len(shape)]
                   for value, spec, shape in zip(problem.inputs, problem.specs, problem.shapes, strict=True))  # fmt: skip
@@ -209,7 +253,7 @@ def candidate(problem: Problem, found: Found) -> Candidate:
     if not problem.axes:
         axes, laid_out, pins = merged(axes, specs, pins)
         specs = tuple(laid_out)
-    return Candidate(shape(axes), axes, specs, pins, problem.price(axes, specs, pins))
+    return axes, specs, pins
 
 
 def let_go(problem: Problem, best: Candidate) -> Candidate:

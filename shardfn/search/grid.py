@@ -23,18 +23,21 @@ Axes = tuple[tuple[str, int], ...]
 class Grid:
     """The axes that labels speak of, one link each, and the chip that prices the work.
 
-    `scatters` says whether the compiler makes reduce-scatters; XLA on CPU keeps an all-reduce and a slice.
+    `scatters` says whether the compiler makes reduce-scatters; XLA on CPU keeps an all-reduce and a slice. `narrows`:
+    whether `f32` is gathered for a product as `bf16`, in which the product reads it.
     """
 
     axes: Axes
     links: tuple[Link, ...]
     chip: Chip
     scatters: bool = True
+    narrows: bool = False
 
     @classmethod
     def on(cls, hardware: Hardware, axes: Axes) -> Grid:
         """The grid of these axes on the hardware."""
-        return cls(axes, links(hardware, axes), hardware.chip, hardware.platform != "cpu")
+        platform = hardware.platform
+        return cls(axes, links(hardware, axes), hardware.chip, platform != "cpu", platform == "tpu")
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -56,7 +59,7 @@ def pieces(layouts: Array, sizes: tuple[int, ...]) -> Array:
     return np.prod(np.where(layouts >= 0, np.array(sizes, float), 1.0), axis=-1)
 
 
-def change(before: Array, after: Array, full_bytes: float, grid: Grid) -> tuple[Array, Array]:
+def change(before: Array, after: Array, full_bytes: float, grid: Grid, share: float = 1.0) -> tuple[Array, Array]:
     """Bytes sent and seconds to change the layout of a value, for all pairs: [before, after].
 
     Slices come first (free), then all-to-alls, then all-gathers from the piece that is left. Where a major axis leaves a
@@ -66,6 +69,7 @@ def change(before: Array, after: Array, full_bytes: float, grid: Grid) -> tuple[
       before: [labels, axes] of the dim that each axis cuts, -1 for none.
       after: the same, wanted.
       full_bytes: of the whole value.
+      share: how much of its bytes travels in gathers, 0 to 1.
     """
     b, a = before[:, None, :], after[None, :, :]
     piece = full_bytes / np.prod(np.where((b >= 0) | (a >= 0), np.array(grid.sizes, float), 1.0), axis=-1)
@@ -90,8 +94,8 @@ def change(before: Array, after: Array, full_bytes: float, grid: Grid) -> tuple[
         seconds += np.where(turned, piece / slowest.exchange_bytes_s + slowest.latency_s, 0.0)
     for axis, (size, link) in enumerate(zip(grid.sizes, grid.links, strict=True)):
         part = np.where(gathered[..., axis], (size - 1) * piece, 0.0)
-        sent += part
-        seconds += part / link.bytes_s + np.where(gathered[..., axis], link.latency_s, 0.0)
+        sent += share * part
+        seconds += share * part / link.bytes_s + np.where(gathered[..., axis], link.latency_s, 0.0)
         piece = piece + part
     return sent, seconds
 

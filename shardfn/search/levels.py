@@ -63,15 +63,19 @@ def in_pieces(labels: Labelling, space: Space) -> Labelling:
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """What a labelling costs one device in one call: FLOPs, and bytes sent."""
+    """What a labelling costs one device in one call: FLOPs, and bytes sent, and the seconds that these take."""
 
     flops: float
     sent: float
+    sent_s: float
 
 
 def totals(space: Space, choice: tuple[int, ...]) -> Totals:
     """The sums over all nodes and edges."""
-    flops = sum(float(node.flops[at]) for node, at in zip(space.nodes, choice, strict=True))
-    sent = sum(float(node.sent[at]) for node, at in zip(space.nodes, choice, strict=True))
-    sent += sum(float(edge.sent[choice[edge.first], choice[edge.second]]) for edge in space.edges)
-    return Totals(flops, sent)
+    labels = list(zip(space.nodes, choice, strict=True))
+    between = [(edge, (choice[edge.first], choice[edge.second])) for edge in space.edges]
+    return Totals(
+        sum(float(node.flops[at]) for node, at in labels),
+        sum(float(node.sent[at]) for node, at in labels) + sum(float(edge.sent[at]) for edge, at in between),
+        sum(float(node.sent_s[at]) for node, at in labels) + sum(float(edge.sent_s[at]) for edge, at in between),
+    )

@@ -55,6 +55,28 @@ def candidates(problem: Problem, pairs: bool = True, below: float = math.inf) ->
     return tuple(sorted(found, key=lambda c: objective(c.price, problem)))
 
 
+def of_batch(problem: Problem) -> tuple[Candidate, ...]:
+    """The plain layouts with the batch cut over all devices, priced by their flow: data parallel, ZeRO-1 and fully sharded
+    data parallel. None where nothing is a batch, or the grid is the user's."""
+    if problem.axes or not problem.is_open:
+        return ()
+    n = (("a", problem.devices),)
+    found: dict[tuple[Spec, ...], Candidate] = {}
+    for class_ in dict.fromkeys(problem.classes[i][0] for i in sorted(fresh(problem)) if problem.classes[i]):
+        for one in _each(problem, n, {class_: "a"}) if _fits(problem, class_, problem.devices) else ():
+            if one.specs not in found and problem.seconds_left > 0:
+                price = problem.price(one.axes, one.specs, one.pins)
+                if keeps(problem.flow(one.axes, one.specs, one.pins), problem.algorithm):
+                    found[one.specs] = Candidate(one.name, one.axes, one.specs, one.pins, price)
+    return tuple(found.values())
+
+
+def fresh(problem: Problem) -> frozenset[int]:
+    """The arguments that no result takes the place of: a batch, not parameters."""
+    kept = set(problem.same_as.values())
+    return frozenset(i for i, value in enumerate(problem.inputs) if kept and value not in kept)
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """A plain layout: dim classes cut over axes, all else whole or in pieces."""

@@ -14,6 +14,7 @@ from shardfn.graph.alike import pairs
 from shardfn.graph.model import Pin, Spec
 from shardfn.search import plain
 from shardfn.search.grid import Axes
+from shardfn.search.plain import fresh
 from shardfn.search.problem import Candidate, Problem, objective
 
 OPS = 30_000
@@ -97,12 +98,6 @@ def groups(problem: Problem, specs: Sequence[Spec]) -> list[tuple[int, ...]]:
     return sorted(
         map(tuple, found.values()), key=lambda m: (m[0] not in own, len(m) * math.prod(problem.shapes[m[0]]), m)
     )
-
-
-def fresh(problem: Problem) -> frozenset[int]:
-    """The arguments that no result takes the place of: a batch, not parameters."""
-    kept = set(problem.same_as.values())
-    return frozenset(i for i, value in enumerate(problem.inputs) if kept and value not in kept)
 
 
 def fewer(shape: Sequence[int], spec: Spec, axes: Axes, is_fresh: bool) -> Iterator[Spec]:

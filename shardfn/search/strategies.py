@@ -119,7 +119,8 @@ class _Builder:
         self.made: dict[object, Array] = {}
         self.decoded: dict[int, tuple[Array, Array]] = {}
         self.pieces: dict[tuple[object, ...], _Piece] = {}
-        self.changes: dict[tuple[int, int, float], tuple[Array, Array]] = {}
+        self.changes: dict[tuple[int, int, float, float], tuple[Array, Array]] = {}
+        self.narrowed = _multiplied(graph) if grid.narrows else frozenset()
         self.pairs: dict[int, tuple[tuple[tuple[tuple[int, int], ...], ...], ...]] = {}
         self.broadcasts: dict[int, Array] = {}
         self.seen: dict[tuple[int, int], Array] = {}
@@ -198,10 +199,11 @@ class _Builder:
         if owner == node and have is wanted:
             return
         full = self.facts.bytes[value]
-        key = (id(have), id(wanted), full * trips)
+        share = 0.5 if value in self.narrowed else 1.0
+        key = (id(have), id(wanted), full * trips, share)
         found = self.changes.get(key)
         if found is None:
-            sent, seconds = change(have, wanted, full, self.grid)
+            sent, seconds = change(have, wanted, full, self.grid, share)
             found = self.changes[key] = (sent * trips, seconds * trips)
         if owner == node:
             self.nodes[node].sums[2:4] += [np.diagonal(found[0]), np.diagonal(found[1])]
@@ -365,6 +367,12 @@ class _Builder:
             made_bytes = 2 * full[op.inputs[at]] / pieces(wanted[at], sizes)
         moved = moved + made_bytes
         return flops / pieces(work, sizes), moved
+
+
+def _multiplied(graph: Graph) -> frozenset[int]:
+    """The `f32` values that products read."""
+    read = {v for op in graph.ops if op.name in PRODUCTS for v in op.inputs}
+    return frozenset(v for v in read if graph.values[v].dtype == "f32")
 
 
 def row_of(spec: Spec, names: Sequence[str]) -> list[int]:

@@ -8,6 +8,7 @@ to its backward only the input of the stage is kept: the backward works the stag
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,13 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax, tree_util
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from shardfn.rebind import bind_one
 from shardfn.train import rows as packing
+from shardfn.train.moved import bind_held
 from shardfn.train.program import Value
 from shardfn.train.rows import Layout, Packed
 from shardfn.train.schedule import FORWARD, Phase, Schedule
 from shardfn.train.stages import Cut, is_inexact
+from shardfn.train.waits import check_waits
 from shardfn.train.wire import Wire, wire_of
 
 STAGE, DATA, TENSOR = "stage", "data", "tensor"
@@ -59,14 +63,16 @@ class Machine:
         program, me = self.cut.program, self.cut.stages[stage]
         known = dict(zip(self.layout.of_stage(stage), map(self._held, self.layout.of_stage(stage), own), strict=True))
         known |= {i: self._held(i, shared[self.layout.places[i].path]) for i in self.layout.beside}
-        known |= {program.params + i: x for i, x in enumerate(tree_util.tree_leaves(batch))}
+        known |= {program.params + i: self._whole(x) for i, x in enumerate(tree_util.tree_leaves(batch))}
         for wire, message in ((self.sends, sent), (self.tells, told)):
-            known |= dict(zip(wire.borders[stage - 1] if stage else (), wire.read(stage - 1, message), strict=True))
-        env = me.run(program, known)
-        given = [
-            wire.written(stage, [env[v] for v in wire.borders[stage]] if stage < self.count - 1 else [])
-            for wire in (self.sends, self.tells)
-        ]
+            came = wire.read(stage - 1, tuple(map(self._whole, message)))
+            known |= dict(zip(wire.borders[stage - 1] if stage else (), map(self._whole, came), strict=True))
+        ways = self.mesh.shape[TENSOR]
+        env = me.run(program, known, functools.partial(bind_held, ways=ways) if ways > 1 else bind_one)
+        given = []
+        for wire in (self.sends, self.tells):
+            goes = [self._whole(env[v]) for v in wire.borders[stage]] if stage < self.count - 1 else []
+            given.append(tuple(map(self._whole, wire.written(stage, goes))))
         if stage < self.count - 1:
             return given[0], given[1], jnp.zeros((), self.loss_dtype)
         loss = program.loss
@@ -75,15 +81,21 @@ class Machine:
 
     def _held(self, leaf: int, x: Any) -> Any:
         place = self.layout.places[leaf]
-        if place.cut_dim < 0:
-            return x
-        spec = [None] * len(place.shape)
-        spec[place.cut_dim] = TENSOR  # type: ignore[call-overload]
-        return lax.with_sharding_constraint(x, PartitionSpec(*spec))
+        spec: list[Any] = [None] * len(place.shape)
+        if place.cut_dim >= 0:
+            spec[place.cut_dim] = TENSOR
+        return self._laid(x, *spec)
+
+    def _whole(self, x: Any) -> Any:
+        return self._laid(x, *(None,) * jnp.ndim(x))
+
+    def _laid(self, x: Any, *spec: Any) -> Any:
+        """Held so over the tensor axis, whatever the rest of the program would like."""
+        return lax.with_sharding_constraint(x, PartitionSpec(*spec)) if self.mesh.shape[TENSOR] > 1 else x
 
     def forward(self, stage: int, row: Any, shared: Any, sent: Any, told: Any, batch: Any) -> Any:
         """One stage on one micro-batch."""
-        return self.apply(stage, packing.leaves_of(self.layout, stage, row), shared, sent, told, batch)
+        return self.apply(stage, self._leaves(stage, row), shared, sent, told, batch)
 
     def backward(
         self,
@@ -99,7 +111,7 @@ class Machine:
         on: Any,
     ) -> Any:
         """Its gradients: of its row, added to those of what is shared, and of what it got."""
-        own = packing.leaves_of(self.layout, stage, row)
+        own = self._leaves(stage, row)
         mine = {k: x for k, x in shared.items() if is_inexact(x)}
         rest = {k: x for k, x in shared.items() if k not in mine}
 
@@ -113,7 +125,14 @@ class Machine:
         _, pull = jax.vjp(lambda own, used, sent: function(own, {**used, **unused}, sent), own, used, sent)
         d_own, d_used, d_sent = pull((got, seed))
         sums = {k: s + jnp.where(on, d_used[k], 0).astype(s.dtype) if k in used else s for k, s in sums.items()}
-        return packing.row_of(self.layout, stage, d_own, _wide), sums, d_sent
+        d_row = packing.row_of(self.layout, stage, list(map(self._held, self.layout.of_stage(stage), d_own)), _wide)
+        return self._laid_row(d_row), {k: self._whole(x) for k, x in sums.items()}, tuple(map(self._whole, d_sent))
+
+    def _leaves(self, stage: int, row: Any) -> list[Any]:
+        return packing.leaves_of(self.layout, stage, self._laid_row(row))
+
+    def _laid_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: self._laid(x, TENSOR, None) if k.endswith("_cut") else self._whole(x) for k, x in row.items()}
 
     # ---- all beats
 
@@ -202,6 +221,30 @@ class Machine:
             check_vma=False,
         )
         return function(dict(packed.rows), dict(packed.shared), batch)
+
+    def check(self, schedule: Schedule, packed: Packed, batch: Any) -> None:
+        """That no stage waits for another's devices for ever; it takes a compile, where layers are cut within stages.
+
+        Raises:
+          StrategyError: one would.
+        """
+        if self.mesh.shape[TENSOR] == 1 or self.mesh.shape[STAGE] == 1 or not isinstance(self.mesh, Mesh):
+            return
+        lies = lambda spec: lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec))  # noqa: E731
+        rows = {k: lies(row_spec(k))(x) for k, x in packed.rows.items()}
+        shapes = dataclasses.replace(packed, rows=rows, shared=tree_util.tree_map(lies(PartitionSpec()), packed.shared))
+        batch = tree_util.tree_map(lies(PartitionSpec(DATA)), batch)
+        lowered = jax.jit(lambda packed, batch: self.mapped(schedule, packed, batch)).lower(shapes, batch)
+        check_waits(lowered, self.mesh, self.cut.stages, self._cut_path)
+
+    def _cut_path(self, leaf: int) -> str:
+        place = self.layout.places[leaf]
+        return place.path if place.cut_dim >= 0 else ""
+
+
+def row_spec(kind: str) -> PartitionSpec:
+    """How the rows of a kind lie."""
+    return PartitionSpec(STAGE, None, TENSOR) if kind.endswith("_cut") else PartitionSpec(STAGE)
 
 
 def machine(mesh: Mesh | AbstractMesh, cut: Cut, layout: Layout, batch_tree: Any, is_mean: bool) -> Machine:

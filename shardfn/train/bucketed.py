@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 
 def all_reduced(arrays: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
@@ -20,6 +21,28 @@ def all_reduced(arrays: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.
         return [lax.psum(arrays[0], axes)]
     flat = lax.psum(jnp.concatenate([x.reshape(-1) for x in arrays]), axes)
     return [piece.reshape(x.shape) for piece, x in zip(_split(flat, arrays, 1), arrays, strict=True)]
+
+
+def all_reduced_in_pieces(
+    arrays: Sequence[jax.Array], axes: tuple[str, ...], cuts: Sequence[PartitionSpec], others: frozenset[str]
+) -> list[jax.Array]:
+    """The sum of each array over the axes, where other axes of the mesh are XLA's, which cuts the arrays along them.
+
+    One flat array of whole ones would undo those cuts: each device puts together the pieces that it holds.
+
+    Args:
+      arrays: of one dtype.
+      axes: those of the `shard_map` around, over which is summed.
+      cuts: how each array lies along the other axes.
+      others: the other axes.
+    """
+    if len(arrays) == 1:
+        return [lax.psum(arrays[0], axes)]
+    summed = jax.shard_map(
+        lambda *pieces: tuple(all_reduced(pieces, axes)),
+        in_specs=tuple(cuts), out_specs=tuple(cuts), axis_names=set(others), check_vma=False,
+    )  # fmt: skip
+    return list(summed(*arrays))
 
 
 def reduce_scattered(arrays: Sequence[jax.Array], dims: Sequence[int], axes: tuple[str, ...]) -> list[jax.Array]:

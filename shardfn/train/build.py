@@ -20,7 +20,7 @@ from shardfn.meshes import abstract_mesh, mesh_on
 from shardfn.paths import join
 from shardfn.strategy import short
 from shardfn.train import rows as packing
-from shardfn.train.beats import DATA, STAGE, TENSOR, Machine, machine
+from shardfn.train.beats import DATA, STAGE, TENSOR, Machine, machine, row_spec
 from shardfn.train.marks import Mark, configured, marks_by_path, marks_of, staged
 from shardfn.train.program import program_of
 from shardfn.train.rows import Layout, Packed
@@ -94,9 +94,7 @@ class Made:
     def shardings(self) -> Packed:
         """Where packed parameters lie."""
         mesh = self.machine.mesh
-        row = NamedSharding(mesh, PartitionSpec(STAGE))
-        cut_row = NamedSharding(mesh, PartitionSpec(STAGE, None, TENSOR))
-        rows = {kind: cut_row if kind.endswith("_cut") else row for kind, _ in self.layout.lengths}
+        rows = {kind: NamedSharding(mesh, row_spec(kind)) for kind, _ in self.layout.lengths}
         shared = {self.layout.places[i].path: NamedSharding(mesh, PartitionSpec()) for i in self.layout.beside}
         return Packed(rows, shared, self.layout)
 
@@ -286,10 +284,17 @@ def _callable(engine: Machine, order: Schedule) -> Callable[..., Any]:
     """(parameters in rows or not, batch) -> loss, whose gradients the schedule works out beside it."""
     layout = engine.layout
     evaluates = forward_only(order.devices, order.micro_size, order.chunks)
+    seen: set[str] = set()
+
+    def run(beats: Schedule, packed: Packed, batch: Any) -> Any:
+        if beats.name not in seen:
+            engine.check(beats, packed, batch)
+            seen.add(beats.name)
+        return engine.mapped(beats, packed, batch)
 
     @jax.custom_vjp
     def loss(packed: Packed, batch: Any) -> Any:
-        return engine.mapped(evaluates, packed, batch)
+        return run(evaluates, packed, batch)
 
     def forward(packed: Any, batch: Any) -> Any:
         if any(x.perturbed and is_inexact(x.value) for x in tree_util.tree_leaves(batch, is_leaf=_is_primal)):
@@ -298,7 +303,7 @@ def _callable(engine: Machine, order: Schedule) -> Callable[..., Any]:
                  fix="make what is to be differentiated a parameter")  # fmt: skip
         value = lambda tree: tree_util.tree_map(lambda x: x.value, tree, is_leaf=_is_primal)  # noqa: E731
         packed, batch = value(packed), value(batch)
-        made, d_rows, d_shared = engine.mapped(order, packed, batch)
+        made, d_rows, d_shared = run(order, packed, batch)
         shapes = tree_util.tree_map(_zeros, (packed, batch))
         return made, (d_rows, d_shared, shapes)
 
@@ -324,10 +329,7 @@ def _callable(engine: Machine, order: Schedule) -> Callable[..., Any]:
 def _held(mesh: Any, packed: Packed) -> Packed:
     """In rows that lie on their devices."""
 
-    def lies(kind: str, x: Any) -> Any:
-        spec = PartitionSpec(STAGE, None, TENSOR) if kind.endswith("_cut") else PartitionSpec(STAGE)
-        return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
+    lies = lambda kind, x: lax.with_sharding_constraint(x, NamedSharding(mesh, row_spec(kind)))  # noqa: E731
     return dataclasses.replace(packed, rows={kind: lies(kind, x) for kind, x in packed.rows.items()})
 
 

@@ -20,6 +20,7 @@ from shardfn.rebind import inner
 from shardfn.strategy import short
 from shardfn.train.reuse import Folding, fold
 from shardfn.train.state import Anatomy
+from shardfn.train.trial import tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,7 @@ def folding_of(
 
 
 def _not(made: Folding, why: str) -> Folding:
-    return dataclasses.replace(made, folded=(), groups=(), findings=(f"nothing is folded: {why}", *made.findings))
+    return dataclasses.replace(made, folded=(), groups=(), findings=(why, *made.findings))
 
 
 def whole_leaves(optimizer: Any, made: Folding, params: Any) -> str:
@@ -88,12 +89,13 @@ def whole_leaves(optimizer: Any, made: Folding, params: Any) -> str:
     """
     few = tree_util.tree_map(lambda x: np.zeros([min(n, 4) for n in x.shape], x.dtype), params)
     rng = np.random.default_rng(0)
-    draw = lambda tree: tree_util.tree_map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), tree)  # noqa: E731
+    draw = lambda tree: tree_util.tree_map(lambda x: rng.normal(size=x.shape).astype(x.dtype), tree)  # noqa: E731
     trial, grads = draw(few), [draw(few), draw(few)]
     name = "the optimizer works on each parameter as a whole (a norm, a mask, a factored state)"
     try:
-        alone = _after(optimizer, trial, grads)
-        together = made.unstack(_after(optimizer, made.stack(trial), [made.stack(g) for g in grads]))
+        with jax.ensure_compile_time_eval():  # `init` may be traced itself
+            alone = _after(optimizer, trial, grads)
+            together = made.unstack(_after(optimizer, made.stack(trial), [made.stack(g) for g in grads]))
         real = [
             sum(math.prod(x.shape) for x in tree_util.tree_leaves(jax.eval_shape(optimizer.init, p)) if x.shape)
             for p in (params, jax.eval_shape(made.stack, params))
@@ -107,15 +109,21 @@ def whole_leaves(optimizer: Any, made: Folding, params: Any) -> str:
 
 
 def _after(optimizer: Any, params: Any, grads: list[Any]) -> Any:
-    @jax.jit
-    def run(params: Any, grads: list[Any]) -> Any:
-        state = optimizer.init(params)
-        for one in grads:
-            updates, state = optimizer.update(one, state, params)
-            params = optax.apply_updates(params, updates)
-        return params
+    """The parameters after an update by each of the gradients."""
 
-    return run(params, grads)
+    def update(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+        updates, state = optimizer.update(grads, state, params, value=jnp.float32(1), grad=grads, value_fn=_flat)
+        return optax.apply_updates(params, updates), state
+
+    state, run = tried(optimizer.init)(params), tried(update)
+    for one in grads:
+        params, state = run(params, state, one)
+    return tree_util.tree_map(np.asarray, params)
+
+
+def _flat(params: Any) -> jax.Array:
+    """A loss for an optimizer that looks at one."""
+    return jnp.float32(1) + 0 * sum(jnp.sum(x) for x in tree_util.tree_leaves(params))
 
 
 def chosen(

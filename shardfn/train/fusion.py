@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,10 +24,6 @@ AUTO_MB = 64
 
 KINDS = {"allreduce": "all-reduce", "allgather": "all-gather", "reducescatter": "reduce-scatter"}
 """The context's names of kinds, and this library's."""
-
-XLA_COMBINERS = ",".join(
-    f"{device}{kind}-combiner" for device in ("", "cpu-", "gpu-") for kind in ("all-reduce", "all-gather", "reduce-scatter")
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,36 +189,40 @@ def buckets(tensors: Sequence[Tensor], fusion: Fusion) -> tuple[Bucket, ...]:
     )
 
 
-def compiler_options(fusion: Fusion | None, platform: str, is_explicit: bool) -> dict[str, Any]:
+def compiler_options(fusion: Fusion | None, platform: str, explicit: Collection[str]) -> dict[str, Any]:
     """What XLA is told, for one compile.
 
     Args:
       fusion: what was asked for.
       platform: "cpu", "gpu" or "tpu".
-      is_explicit: buckets are collectives of the program, which XLA's combiners are to leave alone; else XLA's
-        partitioner makes the collectives and the combiners are given the size.
+      explicit: kinds whose buckets are collectives of the program, which XLA's combiners are to leave alone; those of
+        the others are made by XLA's partitioner, and the combiners are given the size.
 
     >>> rules = tuple((kind, Rule("size", 1)) for kind in KINDS.values())
-    >>> compiler_options(Fusion(rules), "tpu", False)
+    >>> compiler_options(Fusion(rules), "tpu", [])
     {'xla_jf_crs_combiner_threshold_in_bytes': 1048576}
     """
     if fusion is None:
         return {}
-    if is_explicit or all(rule.mode == "off" for _, rule in fusion.rules):
-        return {"xla_disable_hlo_passes": XLA_COMBINERS}
     names = _THRESHOLDS.get(platform, {})
-    return {names[kind]: rule.config * 2**20 for kind, rule in fusion.rules if rule.mode == "size" and kind in names}
+    alone = [kind for kind, rule in fusion.rules if kind in explicit or rule.mode == "off"]
+    sizes = {names[kind]: rule.config * 2**20 for kind, rule in fusion.rules
+             if kind not in alone and rule.mode == "size" and kind in names}  # fmt: skip
+    passes = [f"{device}{kind}-combiner" for device in ("", "cpu-", "gpu-") for kind in alone]
+    return ({"xla_disable_hlo_passes": ",".join(passes)} if passes else {}) | sizes
 
 
-def unheard(fusion: Fusion | None, platform: str) -> list[str]:
-    """What of it XLA has no option for, where its partitioner makes the collectives."""
+def unheard(fusion: Fusion | None, platform: str, explicit: Collection[str]) -> list[str]:
+    """What of it XLA has no option for, where its partitioner makes the collectives (those that are not explicit)."""
     if fusion is None or all(rule.mode == "off" for _, rule in fusion.rules):
         return []
     names = _THRESHOLDS.get(platform, {})
     found = [
-        f"{kind} by {r.mode}" for kind, r in fusion.rules if r.mode == "index" or (kind not in names and r != Rule())
+        f"{kind} by {r.mode}"
+        for kind, r in fusion.rules
+        if kind not in explicit and (r.mode == "index" or (kind not in names and r != Rule()))
     ]
-    return found + (["numbers by path"] if fusion.ids else [])
+    return found + (["numbers by path"] if fusion.ids and not explicit else [])
 
 
 _THRESHOLDS: Mapping[str, Mapping[str, str]] = {

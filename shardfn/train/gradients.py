@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,12 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax, tree_util
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
 from shardfn.paths import join
 from shardfn.train import bucketed
 from shardfn.train.fusion import Fusion, Tensor, buckets
+from shardfn.train.recompute import PARAMETER, keep_but_parameters
 
 Loss = Callable[[Any, Any, tuple[Any, ...]], tuple[jax.Array, tuple[Any, Any]]]
 """(trained, carried, batch) -> (loss, (auxiliary output, carried))."""
@@ -58,8 +61,12 @@ class Parts:
     gathered: tuple[At, ...]
     own: tuple[bool, ...]
     paths: tuple[str, ...] = ()
+    cuts: tuple[PartitionSpec, ...] = ()
+    """How each trained leaf lies along the axes that do not cut the batch."""
     fusion: Fusion | None = None
     """Which collectives travel together; None leaves that to XLA."""
+    again: bool = False
+    """Put pieces together a second time, for the backward pass, in place of keeping the whole."""
 
     @property
     def count(self) -> int:
@@ -74,22 +81,55 @@ class Parts:
     def tensors(self, leaves: Sequence[Any], reduction: Reduction, gathers: bool) -> list[Tensor | None]:
         """What each trained leaf puts into a collective: its gradient, or the piece that is gathered; None for none."""
         found: list[Tensor | None] = []
-        for leaf, path, own, gathered, scattered in zip(
-            leaves, self.paths, self.own, self.gathered, self.scattered, strict=True
+        for leaf, path, own, gathered, scattered, cut in zip(
+            leaves, self.paths, self.own, self.gathered, self.scattered, self.cuts, strict=True
         ):
             at = gathered if gathers else scattered
             kind = "all-gather" if gathers else "reduce-scatter" if at else "all-reduce"
             dtype = leaf.dtype if gathers else _wire(leaf.dtype, reduction, self.is_partial)
             axes = at[1] if at else self.axes
             is_none = own or (gathers and at is None)
-            found.append(None if is_none else Tensor(path, tuple(leaf.shape), str(dtype), kind, axes))
+            found.append(None if is_none else Tensor(path, self._piece(leaf.shape, cut), str(dtype), kind, axes))
         return found
+
+    def _piece(self, shape: Sequence[int], cut: PartitionSpec) -> tuple[int, ...]:
+        """What a device holds of an array, where XLA cuts it along the other axes."""
+        ways = [math.prod(self.mesh.shape[a] for a in _axes(entry)) for entry in cut]
+        return tuple(n // w for n, w in itertools.zip_longest(shape, ways, fillvalue=1))
 
 
 def whole(loss: Loss, trained: Any, carried: Any, batch: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
     """Loss, auxiliary output, gradients and carried leaves of the global batch."""
     (value, (aux, carried)), grads = jax.value_and_grad(loss, has_aux=True)(trained, carried, batch)
     return value, aux, grads, carried
+
+
+def again(loss: Loss, pieces: Any, put: Callable[[Any], Any], slot: Callable[[Any], jax.Array]) -> tuple[Loss, Any]:
+    """A loss of parameters that are put together for the forward pass, forgotten, and put together for the backward one.
+
+    Args:
+      loss: of whole parameters.
+      pieces: the parameters as they lie.
+      put: makes the whole of them.
+      slot: makes zeros of a shape, which stand for a whole parameter; nothing reads them, and they get its gradient.
+
+    Returns:
+      That loss, as a function of those, and those.
+    """
+
+    whole = lambda pieces: tree_util.tree_map(lambda x: checkpoint_name(x, PARAMETER), put(pieces))  # noqa: E731
+
+    @jax.custom_vjp
+    def through(slots: Any, pieces: Any) -> Any:
+        return whole(pieces)
+
+    through.defvjp(lambda slots, pieces: (whole(pieces), None), lambda _, grads: (grads, None))
+
+    def called(slots: Any, carried: Any, batch: tuple[Any, ...]) -> Any:
+        run = lambda slots, pieces, *rest: loss(through(slots, pieces), *rest)  # noqa: E731
+        return jax.checkpoint(run, policy=keep_but_parameters)(slots, pieces, carried, batch)
+
+    return called, tree_util.tree_map(slot, jax.eval_shape(put, pieces))
 
 
 def micro(loss: Loss, count: int, growing: Any, each: Callable[[Any], Any], first: Callable[[Any], Any]) -> Any:
@@ -181,15 +221,21 @@ def _mapped(
             leaves.append(lax.pcast(jnp.zeros(shape, wide(leaf.dtype)), how.axes, to="varying"))
         return tree_util.tree_unflatten(treedef, leaves)
 
+    def put(trained: Any) -> Any:
+        return tree_util.tree_unflatten(treedef, _all_full(tree_util.tree_leaves(trained), how, reduction))
+
     def on_part(trained: Any, carried: Any, batch: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
-        full = tree_util.tree_unflatten(treedef, _all_full(tree_util.tree_leaves(trained), how, reduction))
+        slot = lambda x: lax.pcast(jnp.zeros(x.shape, x.dtype), how.axes, to="varying")  # noqa: E731
+        called, full = again(loss, trained, put, slot) if how.again else (loss, put(trained))
         carried = tree_util.tree_map(lambda x: lax.pcast(x, how.axes, to="varying"), carried)
         batch = tree_util.tree_map(lambda x: x if x.ndim else lax.pcast(x, how.axes, to="varying"), batch)
         if micro_batches == 1:
-            value, aux, grads, carried = whole(loss, full, carried, batch)
+            value, aux, grads, carried = whole(called, full, carried, batch)
         else:
             each = (lambda g: summed(g, lambda d: d is not None)[0]) if early else lambda g: g
-            value, aux, grads, carried = micro(loss, micro_batches, micro_growing, each, started)(full, carried, batch)
+            value, aux, grads, carried = micro(called, micro_batches, micro_growing, each, started)(
+                full, carried, batch
+            )
         now = (lambda d: d is None) if early else (lambda d: True)
         changed = [x for x, moves in zip(tree_util.tree_leaves(carried), moving, strict=True) if moves]
         rest, whole_of = tree_util.tree_flatten((value, aux, changed))
@@ -315,7 +361,8 @@ def put_together(trained: Any, how: Parts) -> Any:
     if not places:
         return trained
     few = dataclasses.replace(how, **{
-        name: tuple(getattr(how, name)[i] for i in places) for name in ("scattered", "gathered", "own", "paths")
+        name: tuple(getattr(how, name)[i] for i in places)
+        for name in ("scattered", "gathered", "own", "paths", "cuts")
     })  # fmt: skip
 
     def on_part(*pieces: jax.Array) -> tuple[jax.Array, ...]:
@@ -375,10 +422,11 @@ def _reduced_together(
         arrays = [leaves[places[m]].astype(bucket.dtype) for m in bucket.members]
         dims = [_dim(how.scattered[places[m]]) for m in bucket.members]
         rest = tuple(a for a in how.axes if a not in bucket.axes)
+        cuts = [how.cuts[places[m]] for m in bucket.members]
         arrays += riders if takes and i == takes[-1] else []
-        jobs.append((arrays, functools.partial(_sums, bucket.kind, how, dims, bucket.axes, rest)))
+        jobs.append((arrays, functools.partial(_sums, bucket.kind, how, dims, bucket.axes, rest, cuts)))
     if riders and not takes:
-        jobs.append((list(riders), functools.partial(_sums, "all-reduce", how, [], how.axes, ())))
+        jobs.append((list(riders), functools.partial(_sums, "all-reduce", how, [], how.axes, (), [])))
     done = bucketed.in_turn(jobs, backwards=True)
     found = list(leaves)
     for bucket, arrays in zip(joined, done, strict=False):
@@ -391,10 +439,13 @@ def _reduced_together(
 
 def _sums(
     kind: str, how: Parts, dims: Sequence[int], axes: tuple[str, ...], rest: tuple[str, ...],
-    arrays: Sequence[jax.Array],
+    cuts: Sequence[PartitionSpec], arrays: Sequence[jax.Array],
 ) -> list[jax.Array]:  # fmt: skip
-    if how.is_partial:  # a flat array would undo the cuts along the other axes; XLA's combiners join these
-        return [lax.psum(x, axes) for x in arrays]
+    """Sums over the parts; what comes after the members of a bucket are scalars, which nothing cuts."""
+    if how.is_partial:
+        others = frozenset(how.mesh.axis_names) - set(how.axes)
+        cuts = [*cuts, *[PartitionSpec()] * (len(arrays) - len(cuts))]
+        return bucketed.all_reduced_in_pieces(arrays, axes, cuts, others)
     found = bucketed.reduce_scattered(arrays, dims, axes) if kind == "reduce-scatter" else None
     found = bucketed.all_reduced(arrays, axes) if found is None else found
     return bucketed.all_reduced(found, rest) if rest else found
@@ -404,6 +455,11 @@ def _wire(dtype: Any, reduction: Reduction, is_partial: bool) -> Any:
     """The dtype in which a gradient is summed."""
     is_wide = dtype.itemsize < 4 and (reduction.fp32 or is_partial)  # XLA's CPU compiler dies of the partial ones
     return jnp.dtype(jnp.float32) if is_wide else dtype
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    """The axes of an entry of a `PartitionSpec`."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _dim(at: At) -> int:

@@ -12,12 +12,13 @@ from jax.sharding import AbstractMesh, Mesh
 from shardfn.api import shard
 from shardfn.cost.hardware import Hardware
 from shardfn.errors import Problem, raise_problems
-from shardfn.meshes import abstract_mesh, mesh_on
+from shardfn.meshes import abstract_mesh, mesh_on, wired
 from shardfn.paths import join, met
 from shardfn.sharded import ShardedFunction
 from shardfn.strategy import AUTO
 from shardfn.train.drawn import Cut, Drawn, is_per_device, tree_of
 from shardfn.train.fusion import Bucket
+from shardfn.train.offload import Offloaded, in_memory, offloaded
 from shardfn.train.optimizer_parallel import OptimizerParallel, cut_further, mirrored
 from shardfn.train.pipeline import Pipeline
 from shardfn.train.state import Anatomy, State, owned
@@ -30,7 +31,7 @@ from shardfn.train.update import update_of
 class Laid:
     """A step for one kind of call."""
 
-    sharded: ShardedFunction
+    sharded: ShardedFunction | Offloaded
     state: State
     """Of `NamedSharding`s."""
     buckets: tuple[tuple[Bucket, tuple[str, ...]], ...] = ()
@@ -51,7 +52,7 @@ def lay(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]
     else:
         drawn = _planned(training, parts, state, batch)
     if isinstance(drawn, Laid):
-        return drawn
+        return _offloaded(training, drawn, None, state, batch)
     cut = _cut(training, parts, state, drawn)
     function = update_of(training, parts, drawn, cut, owned(parts, training.own), state, batch)
     shardings = _shardings(state, drawn, cut)
@@ -60,16 +61,27 @@ def lay(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]
     entries = {path: sharding for (path, _), sharding in zip(keyed, named, strict=True)}
     donated = (0,) if training.donate else ()
     how = parts_of(training, parts, drawn, cut, owned(parts, training.own)) if is_per_device(training, drawn) else None
-    sharded = shard(function, device=training.device, parameter_plan=entries, donate_argnums=donated,
-                    compiler_options=told(training, how))  # fmt: skip
-    return Laid(sharded, shardings, fused(training, parts, state.params, drawn, cut, how) if how else ())
+    device = drawn.mesh if isinstance(drawn.mesh, Mesh) else training.device  # what stands in the step is on that mesh
+    options = told(training, how)
+    sharded = shard(function, device=device, parameter_plan=entries, donate_argnums=donated, compiler_options=options)
+    laid = Laid(sharded, shardings, fused(training, parts, state.params, drawn, cut, how) if how else ())
+    return _offloaded(training, laid, options, state, batch)
+
+
+def _offloaded(training: Training, laid: Laid, options: Mapping[str, Any] | None, state: State, batch: Any) -> Laid:
+    kind = training.opt_state_memory_kind
+    if kind is None or not isinstance(laid.sharded, ShardedFunction):
+        return laid
+    made = offloaded(laid.sharded, laid.state, kind, training.donate, options, state, batch)
+    return dataclasses.replace(laid, sharded=made, state=made.there)
 
 
 def whole_layout(training: Training, parts: Anatomy, state: State) -> State:
     """The layout of a state in the modes whose layouts do not depend on the batch."""
     lies = _in_stages if isinstance(training.loss_fn, Pipeline) else _whole
     drawn = lies(training, parts, state, ())
-    return _shardings(state, drawn, _cut(training, parts, state, drawn))
+    layout = _shardings(state, drawn, _cut(training, parts, state, drawn))
+    return in_memory(layout, state, training.opt_state_memory_kind)
 
 
 def _shardings(state: State, drawn: Drawn, cut: Cut) -> State:
@@ -107,6 +119,11 @@ def _in_stages(training: Training, parts: Anatomy, state: State, batch: tuple[An
     """As a pipeline keeps its parameters, on its own grid."""
     assert isinstance(training.loss_fn, Pipeline)
     mesh, params, cuts = training.loss_fn.grid(parts.model(state.params), batch)
+    devices = training.hardware().devices if training.device is not None else None
+    if devices is not None and isinstance(mesh, Mesh) and set(devices) != set(mesh.devices.flat):
+        raise_problems([Problem("the step and its pipeline are for different devices",
+                                f"{len(devices)} devices in train.step, {mesh.size} in train.pipeline",
+                                "a step runs on the grid of its pipeline", "leave `device` out of train.step")])  # fmt: skip
     like = dict(zip(parts.paths, params, strict=True))
     leaves = tree_util.tree_leaves(state.opt_state)
     seen = [
@@ -217,7 +234,11 @@ def _data_axes(count: int, zero: OptimizerParallel | None) -> tuple[tuple[str, i
 
 def _mesh(devices: Hardware, axes: Sequence[tuple[str, int]]) -> Mesh | AbstractMesh:
     axes = axes or (("data", devices.count),)
-    return abstract_mesh(axes) if devices.devices is None else mesh_on(devices.devices, axes)
+    if devices.devices is None:
+        return abstract_mesh(axes)
+    if devices.mesh is None and devices.platform == "tpu":
+        return wired(devices.devices, axes)
+    return mesh_on(devices.devices, axes)
 
 
 def _batch_problems(training: Training, count: int, batch: tuple[Any, ...]) -> Iterator[Problem]:

@@ -69,6 +69,12 @@ class Recompute:
         return jax.checkpoint_policies.save_only_these_names(*kept)
 
 
+def keep_but_parameters(primitive: Any, *_: Any, **params: Any) -> bool:
+    """The policy for `jax.checkpoint` that keeps all but parameters put together from pieces, and copies of something."""
+    is_copy = primitive.name in _PLAIN or primitive.name in ("split", "slice", "sharding_constraint")
+    return not (is_copy or primitive.name in _GATHERS or params.get("name") == PARAMETER)
+
+
 def recompute(
     fn: Any,
     *,

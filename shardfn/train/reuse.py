@@ -16,10 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax, tree_util
+from jax.core import Tracer
 from jax.extend import core
 
-from shardfn.errors import Problem, StrategyError, StrategyTypeError
+from shardfn.errors import Problem, raise_problems
 from shardfn.paths import join, tidy
 from shardfn.rebind import bind_one
 from shardfn.strategy import short
@@ -77,25 +79,31 @@ def limit_of(reuse: Any) -> int | None:
     """The most blocks in one scan; None for no reuse.
 
     Args:
-      reuse: None or False for none; "auto", True or -1 for the default limit; a positive int for another one.
+      reuse: None or False for none; "auto", True or -1 for the default limit; a positive int for another one. Numbers
+        may be text, as the environment has them: `reuse=os.environ.get("MS_COMM_COMPILER_OPT")`.
 
     Raises:
       StrategyError, StrategyTypeError: anything else.
 
-    >>> limit_of("auto"), limit_of(-1), limit_of(12), limit_of(None)
+    >>> limit_of("auto"), limit_of(-1), limit_of("12"), limit_of(None)
     (1000, 1000, 12, None)
     """
+    raise_problems(list(reuse_problems(reuse)))
     if reuse is None or reuse is False:
         return None
-    if reuse is True or reuse == "auto" or reuse == -1:
-        return DEFAULT_LIMIT
-    is_type = not isinstance(reuse, int)
-    if is_type or reuse < 1:
-        kind = StrategyTypeError if is_type and not isinstance(reuse, str) else StrategyError
-        raise kind(Problem(f"`reuse` cannot be {short(reuse)}", f"reuse = {short(reuse)}",
-                           "it is the most blocks that one body stands for",
-                           'write "auto", -1 (1000) or a positive int'))  # fmt: skip
-    return reuse
+    number = -1 if reuse is True or reuse == "auto" else int(reuse)
+    return DEFAULT_LIMIT if number == -1 else number
+
+
+def reuse_problems(reuse: Any) -> Iterator[Problem]:
+    """What is wrong with `reuse`."""
+    fits = reuse is None or isinstance(reuse, bool) or reuse == "auto"
+    if isinstance(reuse, str) and re.fullmatch(r"-?[0-9]+", reuse):
+        reuse = int(reuse)
+    if not (fits or (isinstance(reuse, int) and (reuse == -1 or reuse > 0))):
+        yield Problem(f"`reuse` cannot be {short(reuse)}", f"reuse = {short(reuse)}",
+                      "it is the most blocks that one body stands for", 'write "auto", -1 (1000) or a positive int',
+                      is_type=not isinstance(reuse, int | str))  # fmt: skip
 
 
 def fold(
@@ -130,7 +138,8 @@ def fold(
     keyed, treedef = tree_util.tree_flatten_with_path(params)
     paths = [tidy(join("", key)) for key, _ in keyed]
     shapes = [(tuple(x.shape), str(x.dtype)) for _, x in keyed]
-    made, found = _traced(loss_fn, params, batch)
+    traced = _tracer(loss_fn)
+    made, found, _ = traced(params, batch)
     groups = _groups(found, paths, shapes)
     grouped = {member: (i, j) for i, group in enumerate(groups) for j, member in enumerate(group.members)}
     names = [None if i in grouped else path for i, path in enumerate(paths)]
@@ -148,14 +157,14 @@ def fold(
         return tree_util.tree_unflatten(treedef, [leaf_of(stacked, i) for i in range(len(paths))])
 
     def folded_loss(stacked: Mapping[str, Any], *given: Any) -> Any:
-        shaped = jax.eval_shape(unstack, dict(stacked))  # within a shard_map it says what differs between devices
-        shape: list[Any] = []
-        here, repeated = _traced(loss_fn, shaped, given, shape)
+        found: list[Any] = []  # by values and not by shapes: within a shard_map they say what differs between devices
+        jax.eval_shape(lambda values: found.extend(traced(unstack(values), given)), dict(stacked))
+        here, repeated, structure = found
         whole = {group.members: stacked[group.name] for group in groups}
         inputs = [lambda i=i: leaf_of(stacked, i) for i in range(len(paths))]
         inputs += [lambda x=x: x for x in tree_util.tree_leaves(given)]
         flat = _evaluate(here, repeated, inputs, whole, limit, recomputed)
-        return tree_util.tree_unflatten(shape[0], flat)
+        return tree_util.tree_unflatten(structure, flat)
 
     reports = [_report(run, groups) for run in found]
     kept = tuple(report for report in reports if report.names)
@@ -163,20 +172,37 @@ def fold(
     return Folding(folded_loss, stack, unstack, kept, findings, groups)
 
 
-def _traced(
-    loss_fn: Callable[..., Any], params: Any, batch: Any, structure: list[Any] | None = None
-) -> tuple[Program, list[Run]]:
-    closed, shape = jax.make_jaxpr(loss_fn, return_shape=True)(params, *batch)
-    if structure is not None:
-        structure.append(tree_util.tree_structure(shape))
-    made = program(closed, len(tree_util.tree_leaves(params)))
-    return made, runs(made)
+def _tracer(loss_fn: Callable[..., Any]) -> Callable[[Any, Any], tuple[Program, list[Run], Any]]:
+    """From parameters and a batch to the loss's program, its runs, and the structure of what it gives.
+
+    `jit` knows when a trace holds again (shapes, what differs between devices, settings); a step asks several times.
+    """
+    jitted = jax.jit(lambda *args: loss_fn(*args))
+    known: dict[int, tuple[Any, Program, list[Run]]] = {}  # by the jaxpr, which is kept so that its id stays its own
+
+    def traced(params: Any, batch: Any) -> tuple[Program, list[Run], Any]:
+        found = jitted.trace(params, *batch)
+        key, structure = found.jaxpr, tree_util.tree_structure(found.out_info)
+        if id(key) in known:
+            return *known[id(key)][1:], structure
+        closed = key
+        if len(closed.jaxpr.invars) != len(tree_util.tree_leaves((params, batch))):  # it closes over arrays
+            closed = jax.make_jaxpr(loss_fn)(params, *batch)
+        made = program(closed, len(tree_util.tree_leaves(params)))
+        repeated = runs(made)
+        if not any(isinstance(x, Tracer) for x in closed.consts):  # else it holds in this trace alone
+            known[id(key)] = key, made, repeated
+        return made, repeated, structure
+
+    return traced
 
 
 def _stacked(leaves: Sequence[Any]) -> Any:
     first = leaves[0]
     if isinstance(first, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype)
+    if all(isinstance(leaf, bool | np.ndarray | np.generic) for leaf in leaves):
+        return np.stack(leaves)  # stays in the host's memory, and what it is where `init` is traced
     return jnp.stack(leaves)
 
 

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from shardfn.errors import Problem, raise_problems
 from shardfn.rebind import bind_one
 from shardfn.train.balance import balanced, least_largest
 from shardfn.train.program import Op, Program, Value, cost_s
+
+OP = "pipeline_op_"
+"""The scope of an op of a stage, before its number."""
 
 SLACK = 0.02
 """How much longer the longest stage may get for less to send between stages."""
@@ -33,14 +37,17 @@ class Stage:
     gives: tuple[int, ...]
     cost_s: float
 
-    def run(self, program: Program, known: Mapping[int, Any]) -> dict[int, Any]:
-        """The values that it works out, from its leaves, the batch and what it gets."""
+    def run(
+        self, program: Program, known: Mapping[int, Any], bind: Callable[[Any, Sequence[Any]], Sequence[Any]] = bind_one
+    ) -> dict[int, Any]:
+        """The values that it works out, each op by `bind`, from its leaves, the batch and what it gets."""
         env = {**known}
         read = lambda v: env[v.number] if isinstance(v, Value) else v  # noqa: E731
         for number, const in program.consts.items():
             env[number] = const
-        for op in self.ops:
-            env.update(zip(op.outputs, bind_one(op.eqn, [read(v) for v in op.inputs]), strict=True))
+        for number, op in enumerate(self.ops):
+            with jax.named_scope(f"{OP}{number}"):  # so that what XLA makes of it can be told
+                env.update(zip(op.outputs, bind(op.eqn, [read(v) for v in op.inputs]), strict=True))
         return env
 
 

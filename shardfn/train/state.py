@@ -8,6 +8,7 @@ no arrays (an activation function in an Equinox module), which stay with the ste
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -42,6 +43,8 @@ class Anatomy:
     """The model's treedef with everything in it."""
     rest: tuple[Any, ...]
     """Its leaves, None for each array."""
+    tied: tuple[tuple[Any, Any], ...] = ()
+    """Keys of Flax NNX variables that are the variable of another place, and the keys of that place, where the array is."""
 
     def split(self, params: Any) -> tuple[Any, Any]:
         """What is trained and what is carried along, each with None for the other."""
@@ -58,7 +61,8 @@ class Anatomy:
     def model(self, params: Any) -> Any:
         """The model as the loss function takes it, with what is no array."""
         arrays = iter(self.treedef.flatten_up_to(params))
-        return tree_util.tree_unflatten(self.whole, [next(arrays) if leaf is None else leaf for leaf in self.rest])
+        made = tree_util.tree_unflatten(self.whole, [next(arrays) if leaf is None else leaf for leaf in self.rest])
+        return retied(made, self.tied)
 
     def arrays(self, model: Any) -> Any:
         """The inverse of `model`, for one whose arrays may have changed."""
@@ -66,12 +70,14 @@ class Anatomy:
         return tree_util.tree_unflatten(self.treedef, [x for x, r in zip(leaves, self.rest, strict=True) if r is None])
 
 
-def anatomy(model: Any, frozen: Sequence[str] = ()) -> Anatomy:
+def anatomy(model: Any, frozen: Sequence[str] = (), mutable: Sequence[str] = ()) -> Anatomy:
     """Look at a model: its arrays may be shapes.
 
     Args:
-      model: a pytree, or a module that is one (Flax NNX from 0.12, Equinox).
+      model: a pytree, or a module that is one (Flax NNX from 0.12, Equinox). A variable that an NNX module has at several
+        places is one array, at the first of them.
       frozen: globs of paths that are not trained.
+      mutable: the collections of Linen variables that the loss gives anew.
 
     >>> import numpy as np
     >>> parts = anatomy({"w": np.ones(3, np.float32), "steps": np.int32(0), "act": abs})
@@ -79,22 +85,28 @@ def anatomy(model: Any, frozen: Sequence[str] = ()) -> Anatomy:
     (('steps', 'w'), (False, True))
     """
     keyed, whole = tree_util.tree_flatten_with_path(model)
-    is_array = [holds_array(model, leaf) for _, leaf in keyed]
+    tied = ties(model)
+    twice = {place for place, _ in tied}
+    again = {i for i, (key, _) in enumerate(keyed) if any(key[:n] in twice for n in range(1, len(key) + 1))}
+    is_array = [i not in again and holds_array(model, leaf) for i, (_, leaf) in enumerate(keyed)]
     inside = [(key, leaf) for (key, leaf), mine in zip(keyed, is_array, strict=True) if mine]
     names = tuple(join("", key) for key, _ in inside)
     paths = tuple(map(tidy, names))
-    raise_problems([*_shared(model), *_unmet(paths, frozen, "frozen")])
-    fixed = _not_params(model)
+    raise_problems([*_missing(model, mutable), *_unmet(paths, frozen, "frozen")])
+    fixed = _not_params(model, mutable)
     still = {i for glob in frozen for i in met(glob, paths)[0]}
     trained = tuple(
         jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact) and name not in fixed and i not in still
         for i, (name, (_, leaf)) in enumerate(zip(names, inside, strict=True))
     )
-    rest = tuple(None if mine else leaf for (_, leaf), mine in zip(keyed, is_array, strict=True))
+    rest = tuple(
+        None if mine else _TIED if i in again else leaf
+        for i, ((_, leaf), mine) in enumerate(zip(keyed, is_array, strict=True))
+    )
     arrays = tree_util.tree_unflatten(
         whole, [x if mine else None for (_, x), mine in zip(keyed, is_array, strict=True)]
     )
-    return Anatomy(tree_util.tree_structure(arrays), paths, trained, whole, rest)
+    return Anatomy(tree_util.tree_structure(arrays), paths, trained, whole, rest, tied)
 
 
 def holds_array(model: Any, leaf: Any) -> bool:
@@ -108,10 +120,10 @@ def is_equinox(model: Any) -> bool:
     return equinox is not None and isinstance(model, equinox.Module)
 
 
-def _not_params(model: Any) -> set[str]:
+def _not_params(model: Any, mutable: Sequence[str]) -> set[str]:
     """The paths of what is no parameter: of a Flax NNX module's other variables, of Linen's other collections."""
     found: set[str] = set()
-    if isinstance(model, Mapping) and "params" in model and "batch_stats" in model:
+    if isinstance(model, Mapping) and "params" in model and ("batch_stats" in model or mutable):
         rest = {name: value for name, value in model.items() if name != "params"}
         found |= {join("", key) for key, _ in tree_util.tree_flatten_with_path(rest)[0]}
     for key, node in _variables(model):
@@ -129,16 +141,54 @@ def _variables(model: Any) -> list[tuple[Any, Any]]:
     return [(key, node) for key, node in flat if isinstance(node, nnx.Variable)]
 
 
-def _shared(model: Any) -> Iterator[Problem]:
-    """Variables that stand at two places: as a pytree the module would get two of them."""
-    first: dict[int, str] = {}
-    for key, node in _variables(model):
-        path = join("", key)
-        if id(node) in first:
-            yield Problem(f"`{path}` is the same variable as `{first[id(node)]}`", "the module has it at both places",
-                          "a module is taken as a pytree here, in which each place has an array of its own",
-                          "keep it at one place, and let both layers read it there")  # fmt: skip
-        first.setdefault(id(node), path)
+def ties(model: Any) -> tuple[tuple[Any, Any], ...]:
+    """Of a Flax NNX module, the keys of each place that holds the variable of an earlier one, and the keys of that."""
+    first: dict[int, Any] = {}
+    pairs = [(key, first.setdefault(id(node), key)) for key, node in _variables(model)]
+    return tuple((key, before) for key, before in pairs if key != before)
+
+
+def retied(model: Any, tied: Sequence[tuple[Any, Any]]) -> Any:
+    """A module made anew, with the variables that `ties` found at several places there again."""
+    for place, first in tied:
+        _put(model, place, functools.reduce(_inside, first, model))
+    return model
+
+
+def is_incomplete(params: Any) -> bool:
+    """Whether the arrays of a model, without what the step keeps, do not make it whole again."""
+    return is_equinox(params) or any(not tree_util.tree_leaves(node) for _, node in _variables(params))
+
+
+def _inside(node: Any, key: Any) -> Any:
+    """The child of a module, a list or a dict at a key of a pytree's path."""
+    if isinstance(key, tree_util.GetAttrKey):
+        return getattr(node, key.name)
+    return node[key.idx if isinstance(key, tree_util.SequenceKey) else key.key]
+
+
+def _put(model: Any, place: Any, variable: Any) -> None:
+    """Make a place of a module hold a variable."""
+    *outer, last = place
+    parent = functools.reduce(_inside, outer, model)
+    if isinstance(last, tree_util.GetAttrKey):
+        setattr(parent, last.name, variable)
+    else:
+        parent[last.idx if isinstance(last, tree_util.SequenceKey) else last.key] = variable
+
+
+_TIED = object()
+"""In the place of an array that stands elsewhere in the model."""
+
+
+def _missing(model: Any, mutable: Sequence[str]) -> Iterator[Problem]:
+    """Collections that are said to change and that the model does not have."""
+    names = sorted(model) if isinstance(model, Mapping) else []
+    for name in mutable:
+        if name not in names or name == "params":
+            yield Problem(f"`mutable` {name!r} is no collection that the loss can change", f"mutable = {tuple(mutable)!r}",
+                          f"the model's collections are {', '.join(map(repr, names)) or 'none: it is no dict of variables'}",
+                          'give the variables that Linen\'s init makes, {"params": ..., "batch_stats": ...}')  # fmt: skip
 
 
 def _unmet(paths: Sequence[str], globs: Sequence[str], name: str) -> Iterator[Problem]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,18 +17,24 @@ from jax import tree_util
 from jax.experimental import multihost_utils
 
 from shardfn import context
+from shardfn.api import shard
 from shardfn.context_keys import nearest
-from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
+from shardfn.errors import Problem, ShardError, StrategyError, StrategyTypeError, a, fail, raise_problems, warn
 from shardfn.options import Options
 from shardfn.plan import Plan
 from shardfn.report import Report
 from shardfn.strategy import shape_of, short
+from shardfn.train.adapted import adapted
 from shardfn.train.folded import Chosen, chosen, folding_of, recompute_problems
 from shardfn.train.fusion import Bucket, fusion_of, id_problems
 from shardfn.train.lay import Laid, lay, whole_layout
 from shardfn.train.modes import Mode, mode_of
-from shardfn.train.reuse import DEFAULT_LIMIT, Folding, fold, limit_of
-from shardfn.train.state import Anatomy, State, anatomy, holds_array, is_equinox, owned
+from shardfn.train.offload import memory_problems
+from shardfn.train.optimizer_parallel import again_problems
+from shardfn.train.pipeline import Pipeline
+from shardfn.train.recompute import recompute as again
+from shardfn.train.reuse import DEFAULT_LIMIT, Folding, fold, limit_of, reuse_problems
+from shardfn.train.state import Anatomy, State, anatomy, holds_array, is_incomplete, owned, retied, ties
 from shardfn.train.training import Training
 
 
@@ -36,6 +44,7 @@ def step(
     *,
     mode: str | None = None,
     has_aux: bool = False,
+    mutable: str | Sequence[str] = (),
     device: Any = None,
     level: int = 0,
     in_strategy: Any = None,
@@ -51,6 +60,8 @@ def step(
     frozen: Sequence[str] = (),
     enable_parallel_optimizer: bool | None = None,
     parallel_optimizer_config: Mapping[str, Any] | None = None,
+    parallel_optimizer_comm_recompute: bool = False,
+    opt_state_memory_kind: str | None = None,
     comm_fusion: Mapping[str, Any] | None = None,
     all_reduce_fusion_config: Sequence[int] | None = None,
     fusion: Mapping[str, int] | None = None,
@@ -63,9 +74,12 @@ def step(
 
     Args:
       loss_fn: `(params, *batch) -> loss`, a mean over the batch; with `has_aux`, `-> (loss, auxiliary output)`.
-      optimizer: any optax transformation.
+      optimizer: any optax transformation; one that takes more gets `value` (the loss), `grad` and `value_fn`. With
+        `optax.lookahead` give the parameters as they are: the slow ones are `state.opt_state.slow`.
       mode: "stand_alone", "data_parallel", "hybrid_parallel", "semi_auto_parallel" or "auto_parallel"; the context's
         `parallel_mode` where you set it, else "auto_parallel".
+      mutable: collections of Linen's variables that the loss changes, `"batch_stats"`: it gives `(loss, collections)`, with
+        `has_aux` `(loss, (auxiliary output, collections))`, the collections as `apply(..., mutable=["batch_stats"])` does.
       device, level, options: as in `shard` (`search_mode`, `memory_limit`, `finalists`, ...).
       in_strategy: an entry for each argument of the batch, in the semi-auto and auto modes; not said: dim 0 is cut over
         all devices in "semi_auto_parallel", searched in "auto_parallel".
@@ -84,6 +98,10 @@ def step(
       frozen: globs of parameters that are not trained.
       enable_parallel_optimizer, parallel_optimizer_config: as MindSpore's context has them: cut the optimizer's states
         (`optimizer_level` "level1"), gradients too ("level2"), parameters too ("level3").
+      parallel_optimizer_comm_recompute: at "level3", gather the parameters again for the backward pass; False keeps them
+        whole from the forward pass on.
+      opt_state_memory_kind: "pinned_host" keeps the optimizer's states in the host's memory, and moves them to the devices
+        for the update.
       comm_fusion, all_reduce_fusion_config: as MindSpore's context has them: which collectives travel as one, by size in
         MB or by index. Where each device works on its part of the batch they are exactly so many collectives; else
         XLA's combiners are told, where they take it. Not set: as XLA likes.
@@ -92,7 +110,8 @@ def step(
         in the state ("layers/*/w"; `parameter_plan` and other globs name those); `init` then needs a batch. A positive
         int is the most blocks in one scan, -1 is 1000. What is folded, and why not: `folding.explain()`.
       recompute: how many of the equal blocks are worked out again in the backward pass; "auto" as few as fit into
-        `memory_limit`, and `recomputed` says what that costs. It folds as `reuse` does.
+        `memory_limit`, and `recomputed` says what that costs. It folds as `reuse` does. Or globs of submodules of the
+        model, "layers/*", as in `train.recompute`.
       donate: give the old state's memory to the new one.
 
     Raises:
@@ -122,25 +141,43 @@ def step(
     settings = context.changed("train.step", {name: value for name, value in said.items() if value is not None})
     with context.held(settings):
         chosen = mode_of(None)
-    problems = list(_option_problems(options))
+    mutable = _globs(mutable)
+    globs = _globs(recompute) if _is_by_path(recompute) else ()
+    if globs and callable(loss_fn) and not isinstance(loss_fn, Pipeline):
+        loss_fn, recompute = _recomputing(loss_fn, globs), None
+    problems = list(_option_problems({**options, "level": level}))
     problems += list(_problems(loss_fn, optimizer, micro_batches, chosen, in_strategy, parameter_plan,
                               options.get("layout"), cross_batch, layerwise_parallel))  # fmt: skip
+    problems += _pipeline_problems(loss_fn, has_aux, reuse, recompute, mutable, in_strategy, parameter_plan)
     problems += id_problems(fusion) if fusion is not None else ()
     problems += recompute_problems(recompute, options)
+    problems += reuse_problems(reuse)
+    problems += memory_problems(opt_state_memory_kind)
+    problems += again_problems(parallel_optimizer_comm_recompute, settings, isinstance(loss_fn, Pipeline))
     raise_problems(problems)
     for name in ("parallel_mode", "dataset_strategy"):  # they have been acted on
         settings = dataclasses.replace(settings, explicit=settings.explicit - {name})
     options = {**options, "level": level, "in_strategy": in_strategy, "parameter_plan": dict(parameter_plan or {})}
+    folded = limit_of("auto" if recompute and (reuse is None or reuse is False) else reuse)
     return TrainingStep(Training(
-        loss_fn, optimizer, chosen, settings, has_aux, device, micro_batches, compute_dtype, cross_batch,
-        _globs(layerwise_parallel), _globs(frozen), donate, fusion_of(settings, fusion),
-        limit_of(reuse or ("auto" if recompute else None)), recompute, types.MappingProxyType(options),
+        loss_fn=loss_fn, optimizer=adapted(optimizer), mode=chosen, settings=settings, has_aux=has_aux, mutable=mutable,
+        device=device, micro_batches=micro_batches, compute_dtype=compute_dtype, cross_batch=cross_batch,
+        own=_globs(layerwise_parallel), frozen=_globs(frozen), donate=donate,
+        gathers_again=parallel_optimizer_comm_recompute, opt_state_memory_kind=opt_state_memory_kind,
+        fusion=fusion_of(settings, fusion), reuse=folded, recompute=recompute, options=types.MappingProxyType(options),
     ))  # fmt: skip
 
 
+_NOT_OF_A_STEP = {"out_strategy", "donate_argnums", "donate_argnames", "static_argnums", "static_argnames"}
+
+
 def _option_problems(options: Mapping[str, Any]) -> Iterator[Problem]:
-    known = {f.name for f in dataclasses.fields(Options)} - {"out_strategy", "donate_argnums", "donate_argnames"}
-    for name in options.keys() - known:
+    known = {f.name for f in dataclasses.fields(Options)} - _NOT_OF_A_STEP
+    try:
+        shard(lambda: None, **{name: value for name, value in options.items() if name in known})
+    except ShardError as error:
+        yield from error.problems
+    for name in sorted(options.keys() - known):
         yield Problem(f"`train.step` has no option `{name}`", f"{name} = {short(options[name])}",
                       "its options are its own and those of `shard`", nearest(name, sorted(known)), is_type=True)  # fmt: skip
 
@@ -174,6 +211,43 @@ def _problems(
                       'use mode="data_parallel" or "hybrid_parallel"')  # fmt: skip
 
 
+def _pipeline_problems(
+    loss_fn: Any,
+    has_aux: Any,
+    reuse: Any,
+    recompute: Any,
+    mutable: Sequence[str],
+    in_strategy: Any,
+    parameter_plan: Any,
+) -> Iterator[Problem]:
+    """What neither a pipeline nor folded blocks can do."""
+    folds = [(name, value) for name, value in (("reuse", reuse), ("recompute", recompute)) if value]
+    if not isinstance(loss_fn, Pipeline):
+        for name, value in folds if mutable else ():
+            yield Problem(f"`{name}` cannot fold a loss that changes collections", f"{name} = {short(value)}",
+                          f"each block keeps its own {', '.join(mutable)}", "leave one of the two out")  # fmt: skip
+        return
+    if has_aux:
+        yield Problem("a pipeline gives no auxiliary output", "has_aux = True",
+                      "of the last stage's work on each micro-batch the loss alone is kept",
+                      "leave has_aux out, and work out the rest with the plain function")  # fmt: skip
+    if mutable:
+        yield Problem("a pipeline cannot change collections", f"mutable = {tuple(mutable)!r}",
+                      "its loss is one number, and its stages hand on activations alone",
+                      "train without a pipeline, or with a norm that has no statistics")  # fmt: skip
+    for name, value in folds:
+        yield Problem(f"`{name}` has no meaning around a pipeline", f"{name} = {short(value)}",
+                      "its backward pass works every stage out again from what came into it, and keeps their layers apart",
+                      "leave it out, or wrap functions within a stage with train.recompute")  # fmt: skip
+    for name, value, fix in (
+        ("in_strategy", in_strategy, "leave it out: dim 0 of the batch is cut over what stages and tensor leave"),
+        ("parameter_plan", parameter_plan, "give it to train.pipeline, by the paths of the model"),
+    ):
+        if value:
+            yield Problem(f"`{name}` of a step has no meaning around a pipeline", f"{name} = {short(value)}",
+                          "the pipeline has laid out its stages and their batch itself", fix)  # fmt: skip
+
+
 class TrainingStep:
     """What `train.step` returns. `init` makes the state; a call takes one step."""
 
@@ -192,20 +266,21 @@ class TrainingStep:
         name = getattr(self.training.loss_fn, "__name__", type(self.training.loss_fn).__name__)
         return f"train.step({name}, mode={self.training.mode.name!r})"
 
-    def init(self, params: Any, *batch: Any) -> State:
+    def init(self, params: Any, /, *batch: Any, **named: Any) -> State:
         """The first state, laid out where the mode or `batch` says how.
 
         Args:
           params: the model (a pytree, an NNX or Equinox module), or a function of nothing that makes it: then it is
             made where it lies, and never whole on one device.
           batch: arrays or shapes as the step will get them; in the semi-auto and auto modes the layout depends on them.
-            Without them the first call moves the state.
+            Without them the first call moves the state. Here and in a call they may be given by name.
         """
+        batch = self._ordered(batch, named)
         make = params if _makes(params) else lambda: params
         model = _shape_of_model(make) if _makes(params) else params
         if self.training.reuse is not None:
             make, model = self._fold(make, model, batch)
-        parts = anatomy(model, self.training.frozen)
+        parts = anatomy(model, self.training.frozen, self.training.mutable)
         if parts != self._anatomy:
             self._anatomy, self._laid = parts, {}
         if self.training.settings.read("parameter_broadcast") and jax.process_count() > 1:
@@ -228,32 +303,37 @@ class TrainingStep:
         shardings = self._for(shapes, batch).state if batch else whole_layout(self.training, parts, shapes)
         return jax.jit(first, out_shardings=shardings)()
 
-    def __call__(self, state: State, *batch: Any) -> tuple[State, Any]:
+    def __call__(self, state: State, /, *batch: Any, **named: Any) -> tuple[State, Any]:
+        if named:
+            batch = self._ordered(batch, named)
         laid = self._for(state, batch)
         with context.held(self.training.settings):
             return laid.sharded(state, *batch)
 
-    def plan(self, state: State, *batch: Any) -> Plan:
+    def plan(self, state: State, /, *batch: Any, **named: Any) -> Plan:
         """The plan of a step; arguments may be shapes."""
+        batch = self._ordered(batch, named)
         with context.held(self.training.settings):
             return self._for(state, batch).sharded.plan(state, *batch)
 
-    def explain(self, state: State, *batch: Any, compiled: bool = False) -> Report:
+    def explain(self, state: State, /, *batch: Any, compiled: bool = False, **named: Any) -> Report:
         """The report of a step; with `compiled`, beside what XLA made of it."""
+        batch = self._ordered(batch, named)
         with context.held(self.training.settings):
             return self._for(state, batch).sharded.explain(state, *batch, compiled=compiled)
 
-    def lower(self, state: State, *batch: Any) -> Any:
+    def lower(self, state: State, /, *batch: Any, **named: Any) -> Any:
         """`jax.stages.Lowered` of a step."""
+        batch = self._ordered(batch, named)
         with context.held(self.training.settings):
             return self._for(state, batch).sharded.lower(state, *batch)
 
-    def buckets(self, state: State, *batch: Any) -> tuple[tuple[Bucket, tuple[str, ...]], ...]:
+    def buckets(self, state: State, /, *batch: Any, **named: Any) -> tuple[tuple[Bucket, tuple[str, ...]], ...]:
         """The collectives of gradients and of gathered parameters, each with the paths of what it takes.
 
         Empty where XLA puts them together: `comm_fusion` and `fusion` were not set, or its partitioner makes them.
         """
-        return self._for(state, batch).buckets
+        return self._for(state, self._ordered(batch, named)).buckets
 
     def model(self, state: State) -> Any:
         """The model that a state holds, with what of it is no array."""
@@ -262,6 +342,9 @@ class TrainingStep:
         return self._parts(state).model(state.params)
 
     # ---- inside
+
+    def _ordered(self, batch: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
+        return in_order(self._asked.loss_fn, batch, named) if named else batch
 
     def _fold(self, make: Callable[[], Any], model: Any, batch: tuple[Any, ...]) -> tuple[Callable[[], Any], Any]:
         """Parameters and what makes them, stacked; the loss becomes the folded one."""
@@ -280,6 +363,7 @@ class TrainingStep:
             made = refold(self.recomputed.blocks) if self.recomputed else made
         self.folding, self._laid = made, {}
         if not made.groups:
+            warn(f"`reuse` has no effect: {made.explain()}")
             self.training, self._unfolded = asked, None
             return make, model
         self._unfolded = parts
@@ -295,12 +379,12 @@ class TrainingStep:
         if self._anatomy is None and self.training.reuse is not None:
             fail(StrategyError, "the blocks of this state are folded, and this step has not folded them",
                  where="reuse", why="what folds is found by `init`", fix="call init(params, *batch) once before")  # fmt: skip
-        if self._anatomy is None and is_equinox(state.params):
-            fail(StrategyError, "this step has not seen the Equinox module that the state is of", where="state.params",
-                 why="what of it is no array stays with the step, and `init` takes it out",
+        if self._anatomy is None and is_incomplete(state.params):
+            fail(StrategyError, "this step has not seen the module that the state is of", where="state.params",
+                 why="what of it is no array, or stands at several places, stays with the step, and `init` takes it out",
                  fix="call init(model) once before")  # fmt: skip
         if self._anatomy is None:  # a state from elsewhere, such as a checkpoint
-            self._anatomy = anatomy(state.params, self.training.frozen)
+            self._anatomy = anatomy(state.params, self.training.frozen, self.training.mutable)
         return self._anatomy
 
     def _for(self, state: State, batch: tuple[Any, ...]) -> Laid:
@@ -313,8 +397,50 @@ class TrainingStep:
         return found
 
 
+def in_order(loss_fn: Callable[..., Any], batch: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A batch of which some arrays are given by the loss function's names for them, as it is by position.
+
+    Raises:
+      StrategyTypeError: names that it does not have, or that have no position.
+
+    >>> in_order(lambda params, x, y, scale=1.0: x, (), {"y": 2, "x": 1})
+    (1, 2)
+    """
+    names = ", ".join(named)
+    try:
+        signature = inspect.signature(loss_fn)
+        bound = signature.bind(None, *batch, **named).arguments
+    except (TypeError, ValueError) as error:
+        fail(StrategyTypeError, f"the batch does not fit the loss function: {error}", where=f"by name: {names}",
+             why=f"it is called as loss_fn(params, *batch), here with {len(batch)} by position",
+             fix="give each argument once, by its name in the loss function or by position")  # fmt: skip
+    rows = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
+    if len(rows) < len(batch) or not set(named) <= {p.name for p in rows}:
+        fail(StrategyTypeError, "the loss function takes by position alone what is given by name", where=f"by name: {names}",
+             why="an array of the batch is cut by its position, which *args, **kwargs and keyword-only arguments do not give",
+             fix="write loss_fn(params, x, y, ...) with an argument for each")  # fmt: skip
+    last = max(i for i, p in enumerate(rows) if p.name in bound)
+    return tuple(bound.get(p.name, p.default) for p in rows[: last + 1])
+
+
 def _globs(given: str | Sequence[str]) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _is_by_path(recompute: Any) -> bool:
+    return (isinstance(recompute, str) and recompute != "auto") or (
+        isinstance(recompute, list | tuple) and bool(recompute) and all(isinstance(glob, str) for glob in recompute)
+    )
+
+
+def _recomputing(loss_fn: Callable[..., Any], globs: tuple[str, ...]) -> Callable[..., Any]:
+    """A loss of the model whose submodules at these paths are worked out again."""
+
+    @functools.wraps(loss_fn)
+    def loss(model: Any, *batch: Any) -> Any:
+        return loss_fn(again(model, paths=globs), *batch)
+
+    return loss
 
 
 def _makes(params: Any) -> bool:
@@ -328,11 +454,12 @@ def _shape_of_model(make: Callable[[], Any]) -> Any:
 
     def arrays() -> list[Any]:
         model = make()
-        made[:] = tree_util.tree_flatten(model)
+        made[:] = *tree_util.tree_flatten(model), ties(model)
         return [leaf if holds_array(model, leaf) else None for leaf in made[0]]
 
     shapes = jax.eval_shape(arrays)
-    return tree_util.tree_unflatten(made[1], [a if b is None else b for a, b in zip(made[0], shapes, strict=True)])
+    leaves = [a if b is None else b for a, b in zip(made[0], shapes, strict=True)]
+    return retied(tree_util.tree_unflatten(made[1], leaves), made[2])
 
 
 def _shapes(tree: Any) -> Any:

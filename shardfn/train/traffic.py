@@ -9,11 +9,12 @@ from typing import Any
 
 import jax
 from jax import tree_util
+from jax.sharding import PartitionSpec
 
 from shardfn.errors import warn
 from shardfn.graph.model import Spec
 from shardfn.train.drawn import Cut, Drawn
-from shardfn.train.fusion import Bucket, buckets, check_ids, compiler_options, unheard
+from shardfn.train.fusion import KINDS, Bucket, buckets, check_ids, compiler_options, unheard
 from shardfn.train.gradients import At, Parts
 from shardfn.train.state import Anatomy
 from shardfn.train.training import Training
@@ -34,7 +35,9 @@ def parts_of(training: Training, parts: Anatomy, drawn: Drawn, cut: Cut, own: Se
         gathered=tuple(_added(whole, kept) if is_all else None for whole, kept, *_ in rows),
         own=tuple(mine for *_, mine, _ in rows),
         paths=tuple(path for *_, path in rows),
+        cuts=tuple(_beside(whole, drawn.data) for whole, *_ in rows),
         fusion=training.fusion,
+        again=training.gathers_again,
     )
 
 
@@ -50,14 +53,14 @@ def regathered(training: Training, parts: Anatomy, drawn: Drawn, cut: Cut, how: 
 def told(training: Training, how: Parts | None) -> dict[str, Any]:
     """What XLA is told of the collectives; `how` None where its partitioner makes them."""
     platform = training.hardware().platform
-    is_explicit = how is not None and not how.is_partial
-    missed = [] if is_explicit else unheard(training.fusion, platform)
+    explicit = KINDS.values() if how is not None and not how.is_partial else ["all-reduce"] if how is not None else []
+    missed = unheard(training.fusion, platform, explicit)
     if missed:
         warn(
             f"comm_fusion has no effect on {', '.join(missed)}: in mode {training.mode.name!r} XLA's partitioner makes the "
             f'collectives, and on {platform} it takes no such option; use mode="data_parallel", or cross_batch=True',
         )
-    return compiler_options(training.fusion, platform, is_explicit)
+    return compiler_options(training.fusion, platform, explicit)
 
 
 def fused(
@@ -85,6 +88,11 @@ def _local_shape(x: Any, at: At, own: bool, sizes: Mapping[str, int]) -> jax.Sha
     if at is not None:
         shape[at[0]] //= math.prod(sizes[a] for a in at[1])
     return jax.ShapeDtypeStruct(shape[1:] if own else shape, x.dtype)
+
+
+def _beside(spec: Spec, data: Sequence[str]) -> PartitionSpec:
+    """A layout without the axes that cut the batch."""
+    return PartitionSpec(*(tuple(a for a in axes if a not in data) or None for axes in spec))
 
 
 def _added(before: Spec, after: Spec) -> At:

@@ -24,6 +24,8 @@ class Training:
     mode: Mode
     settings: ParallelContext
     has_aux: bool
+    mutable: tuple[str, ...]
+    """The collections of Linen's variables that the loss gives anew."""
     device: Any
     micro_batches: int
     compute_dtype: Any
@@ -31,6 +33,10 @@ class Training:
     own: tuple[str, ...]
     frozen: tuple[str, ...]
     donate: bool
+    gathers_again: bool
+    """Whether parameters in pieces are put together again for the backward pass."""
+    opt_state_memory_kind: str | None
+    """The memory in which the optimizer's arrays lie between steps; None for that of the devices."""
     fusion: Fusion | None
     """Which collectives travel together."""
     reuse: int | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -49,14 +49,22 @@ def update_of(
             return tree
         return tree_util.tree_map(lax.with_sharding_constraint, tree, tree_of(tree, [drawn.named(s) for s in states]))
 
+    loss = _loss(training, parts)
+
+    def at(trained: Any, carried: Any, batch: tuple[Any, ...]) -> jax.Array:
+        """The loss with other parameters, for an optimizer that searches along a line."""
+        return loss(_cast(trained, training.compute_dtype), carried, batch)[0].astype(jnp.float32)
+
     def update(state: State, *batch: Any) -> tuple[State, Any]:
         trained, carried = parts.split(state.params)
+        before = carried
         value, aux, grads, carried = gradients_of(_cast(trained, training.compute_dtype), carried, batch)
         grads = tree_util.tree_map(lambda g, p: g.astype(p.dtype), grads, trained)
         if zero and zero.level > 1:
             grads = in_pieces(grads)
         pieces = in_pieces(trained)
-        updates, opt_state = training.optimizer.update(grads, state.opt_state, pieces)
+        told = {"value": value.astype(jnp.float32), "grad": grads, "value_fn": lambda p: at(p, before, batch)}
+        updates, opt_state = training.optimizer.update(grads, state.opt_state, pieces, **told)
         new = in_pieces(optax.apply_updates(pieces, updates))
         new = new if gathers is None else gradients.put_together(new, gathers)
         made = State(parts.join(new, carried), opt_state, state.step + 1)
@@ -68,27 +76,60 @@ def update_of(
 def _loss(training: Training, parts: Anatomy) -> Loss:
     def loss(trained: Any, carried: Any, batch: tuple[Any, ...]) -> Any:
         model = parts.model(parts.join(trained, carried))
-        value, aux = _told(training, training.loss_fn(model, *batch))
-        return value, (aux, parts.split(parts.arrays(model))[1])
+        value, aux, changed = _told(training, training.loss_fn(model, *batch))
+        return value, (aux, parts.split(parts.arrays(_changed(model, changed)))[1])
 
     return loss
 
 
-def _told(training: Training, result: Any) -> tuple[Any, Any]:
-    """The loss and the auxiliary output of what the loss function gave."""
-    pair = isinstance(result, tuple) and len(result) == 2
-    if training.has_aux != pair:
+def _told(training: Training, result: Any) -> tuple[Any, Any, Any]:
+    """The loss, the auxiliary output and the changed collections of what the loss function gave."""
+    aux, changed = (), None
+    if training.mutable:
+        form = "(loss, (auxiliary output, collections))" if training.has_aux else "(loss, collections)"
+        found: Any = result if _is_pair(result) else (None, None)
+        inner: Any = found[1] if training.has_aux else (aux, found[1])
+        aux, changed = inner if _is_pair(inner) else (aux, None)
+        if not isinstance(changed, Mapping) or set(changed) != set(training.mutable):
+            has = f"a dict of {', '.join(map(repr, changed))}" if isinstance(changed, Mapping) else short(result)
+            fail(StrategyError, f"the loss function does not give the collections {', '.join(training.mutable)}",
+                 where=f"mutable = {training.mutable!r}; it gives {has}",
+                 why=f"with has_aux={training.has_aux} it gives {form}, the collections as apply(..., mutable=[...]) does",
+                 fix=f"return {form}")  # fmt: skip
+        result = found[0]
+    elif training.has_aux != _is_pair(result):
         what = "no pair" if training.has_aux else "a pair"
         fail(StrategyError, f"the loss function gives {what}, and has_aux is {training.has_aux}",
              where=f"has_aux = {training.has_aux}",
              why="with has_aux it gives (loss, auxiliary output), without it the loss alone",
              fix=f"set has_aux={not training.has_aux}, or change what it gives")  # fmt: skip
-    value: Any = result[0] if training.has_aux else result
-    aux = result[1] if training.has_aux else ()
+    elif training.has_aux:
+        result, aux = result
+    value: Any = result
     if shape_of(value) is None or jnp.shape(value) or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
         fail(StrategyError, "the loss is no floating-point scalar", where=f"loss = {short(value)}",
              why="gradients are those of one number", fix="take its mean over the batch")  # fmt: skip
-    return value, tree_util.tree_map(jnp.asarray, aux)
+    return value, tree_util.tree_map(jnp.asarray, aux), changed
+
+
+def _is_pair(result: Any) -> bool:
+    return isinstance(result, tuple) and len(result) == 2
+
+
+def _changed(model: Any, collections: Mapping[str, Any] | None) -> Any:
+    """Linen's variables with collections that the loss gave."""
+    if collections is None:
+        return model
+    new = {}
+    for name, given in collections.items():
+        leaves, treedef = tree_util.tree_flatten(model[name])
+        shapes, found = [list(map(shape_of, tree_util.tree_leaves(tree))) for tree in (leaves, given)]
+        if shapes != found:
+            fail(StrategyError, f"the collection {name!r} changes its form", where=f"{name} = {short(given)}",
+                 why=f"the state has arrays of {shapes}, the loss gives {found}",
+                 fix="give the collection as apply(variables, ..., mutable=[...]) returns it")  # fmt: skip
+        new[name] = tree_util.tree_unflatten(treedef, tree_util.tree_leaves(given))
+    return type(model)({**model, **new})
 
 
 def _gradients(
@@ -102,7 +143,17 @@ def _gradients(
     if is_per_device(training, drawn):
         return _scaled(_by_parts(training, parts, drawn, cut, own, loss, shapes), times, 1)
     total = 1 if training.reduction.mean else drawn.count
-    return _scaled(_at_once(training, loss, shapes), times * total, total)
+    lies = [drawn.named(s) for s, mine in zip(drawn.params, parts.trained, strict=True) if mine]
+    put = lambda tree: tree_util.tree_map(lax.with_sharding_constraint, tree, tree_of(tree, lies))  # noqa: E731
+
+    def run(trained: Any, carried: Any, batch: tuple[Any, ...]) -> Any:
+        if training.gathers_again:
+            called, trained = gradients.again(loss, trained, put, lambda x: jnp.zeros(x.shape, x.dtype))
+            return _at_once(training, called, shapes)(trained, carried, batch)
+        is_kept = training.zero is not None and training.zero.level > 2
+        return _at_once(training, loss, shapes)(put(trained) if is_kept else trained, carried, batch)
+
+    return _scaled(run, times * total, total)
 
 
 def _at_once(training: Training, loss: Loss, shapes: tuple[Any, Any, tuple[Any, ...]]) -> Gradients:

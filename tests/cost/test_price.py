@@ -13,6 +13,7 @@ from shardfn.cost.fusion import fuse
 from shardfn.cost.hardware import CHIPS, link_over, resolve
 from shardfn.cost.price import collective_s, collectives, price
 from shardfn.cost.schedule import merged
+from shardfn.graph.model import Op
 
 from .programs import array
 
@@ -208,3 +209,25 @@ def test_flops_of_library_ops():
 def test_every_collective_has_bytes():
     laid = flow(jnp.matmul, array(64, 64), array(64, 64), entries=((1, 8), (8, 1)))
     assert [dataclasses.astuple(c)[0] for c in collectives(laid)] == ["all-reduce"]
+
+
+def test_of_what_is_held_to_a_layout_a_reader_takes_no_more():
+    """A layout that changes nothing is no op: of what is held a look-up reads the rows that it takes."""
+
+    def taken(x, w, index):
+        return (x @ w)[index]
+
+    args = array(512, 64), array(64, 512), jax.ShapeDtypeStruct((4,), jnp.int32)
+    whole = flow(taken, *args, device="cpu:1")
+    (dot,) = (i for i, op in enumerate(whole.graph.ops) if op.name == "dot_general")
+    made, values = whole.graph.ops[dot], whole.graph.values
+    laid = Op("reshard", made.outputs, (len(values),), None, 1, "")
+    ops = tuple(
+        dataclasses.replace(op, inputs=tuple(len(values) if v in made.outputs else v for v in op.inputs))
+        for op in whole.graph.ops
+    )
+    graph = dataclasses.replace(
+        whole.graph, ops=(*ops[: dot + 1], laid, *ops[dot + 1 :]), values=(*values, values[made.outputs[0]])
+    )
+    held = dataclasses.replace(whole, graph=graph, specs=(*whole.specs, whole.specs[made.outputs[0]]))
+    assert work(held, SLOW) == work(whole, SLOW)

@@ -43,8 +43,8 @@ def test_what_promises_more_than_the_best_flow_so_far_is_priced_too(monkeypatch)
     """Of a large program one flow is priced, unless the model holds something else for better than it turned out."""
     monkeypatch.setattr(choose, "priced", lambda graph: 1)
     tried = []
-    candidate = choose.candidate
-    monkeypatch.setattr(choose, "candidate", lambda problem, one: tried.append(one) or candidate(problem, one))
+    candidates = choose.candidates
+    monkeypatch.setattr(choose, "candidates", lambda problem, one: tried.append(one) or candidates(problem, one))
 
     def step(w, x):
         return w - jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).sum())(w)

@@ -15,6 +15,7 @@ from shardfn.search.budget import Budget
 from shardfn.search.forms import value_labels
 from shardfn.search.grid import Grid, change
 from shardfn.search.problem import objective
+from shardfn.search.strategies import build
 from tests.search.asking import PROGRAMS, S, problem_of, two_layers
 
 EXACT = {"search_mode": "dynamic_programming"}
@@ -27,6 +28,15 @@ def test_changing_a_layout_costs_what_its_collectives_cost():
     assert labels.tolist() == [[-1], [0], [1]]
     assert sent.tolist() == [[0, 0, 0], [192, 0, 48], [192, 48, 0]]
     assert (seconds > 0).tolist() == (sent > 0).tolist()
+    narrow, _ = change(labels, labels, 256.0, grid, 0.5)
+    assert narrow.tolist() == [[0, 0, 0], [96, 0, 48], [96, 48, 0]], "what is gathered alone travels narrow"
+
+
+@pytest.mark.parametrize(("device", "part"), [("tpu-v5e:2x2", 0.5), ("h100:4", 1.0)])
+def test_on_a_tpu_f32_is_gathered_for_products_in_half_the_bytes(device, part):
+    problem = problem_of(lambda x, w: jnp.tanh(x) @ w, (S((64, 64), jnp.float32), S((64, 64), jnp.float32)), device)
+    space = build(problem.graph, Grid.on(problem.hardware, (("a", 4),)), {}, {}, {}, None, problem.facts)
+    assert max(edge.sent[np.isfinite(edge.sent)].max() for edge in space.edges) == part * 3 / 4 * 64 * 64 * 4
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])

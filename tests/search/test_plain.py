@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import shardfn
-from examples.models import abstract, attention, mlp
+from examples.models import abstract, attention, gpt2, mlp
 from shardfn import search
 from shardfn.graph import shardy
 from shardfn.search import dynamic, plain
@@ -78,3 +78,14 @@ def test_without_hurry_nothing_is_said_of_time():
     function, args = abstract(mlp.make, batch=64)
     made = shardfn.plan(function, *args, level=2, device="h100:8")
     assert " s" not in made.policy.replace(" search", "").partition("grids tried")[2]
+
+
+def test_the_layouts_of_a_batch_are_data_parallel_zero_1_and_fsdp():
+    problem, _ = asked(*abstract(gpt2.make, gpt2.TINY), level=2, device="h100:2", donate_argnums=(0, 1))
+    every, only_state, whole = (frozenset(
+        path for path, spec in zip(problem.names, one.specs, strict=True) if any(spec)) for one in (
+        plain.of_batch(problem)[i] for i in (2, 1, 0)))  # fmt: skip
+    assert whole == {"tokens"}
+    assert whole < only_state < every and not any(path.startswith("params") for path in only_state)
+    fixed, _ = asked(*abstract(mlp.make, batch=64), level=2, device="h100:8")
+    assert plain.of_batch(fixed) == (), "nothing is given back: no argument is known to be a batch"

@@ -1,5 +1,6 @@
 """Which collectives travel together: the arithmetic of buckets, and the number of collectives in what is compiled."""
 
+import functools
 import re
 
 import hypothesis
@@ -108,18 +109,25 @@ def test_read_from_the_context():
         assert fusion_of(context.current()) == rules("size", 64)
 
 
+EVERY = ",".join(f"{device}{kind}-combiner" for device in ("", "cpu-", "gpu-") for kind in KINDS.values())
+
+
 @pytest.mark.parametrize(
     ("rule", "platform", "explicit", "keys", "missed"),
     [
-        (("size", 2), "gpu", False, {f"xla_gpu_{k}_combine_threshold_bytes": 2 * MB for k in ("all_reduce", "all_gather", "reduce_scatter")}, []),
-        (("size", 2), "tpu", False, {"xla_jf_crs_combiner_threshold_in_bytes": 2 * MB}, ["all-gather by size", "reduce-scatter by size"]),
-        (("size", 2), "cpu", False, {}, ["all-reduce by size", "all-gather by size", "reduce-scatter by size"]),
-        (("index", (1,)), "gpu", False, {}, ["all-reduce by index", "all-gather by index", "reduce-scatter by index"]),
+        (("size", 2), "gpu", "", {f"xla_gpu_{k}_combine_threshold_bytes": 2 * MB for k in ("all_reduce", "all_gather", "reduce_scatter")}, []),
+        (("size", 2), "tpu", "", {"xla_jf_crs_combiner_threshold_in_bytes": 2 * MB}, ["all-gather by size", "reduce-scatter by size"]),
+        (("size", 2), "cpu", "", {}, ["all-reduce by size", "all-gather by size", "reduce-scatter by size"]),
+        (("index", (1,)), "gpu", "", {}, ["all-reduce by index", "all-gather by index", "reduce-scatter by index"]),
+        (("size", 2), "gpu", "all-reduce", {"xla_disable_hlo_passes": "all-reduce-combiner,cpu-all-reduce-combiner,gpu-all-reduce-combiner"}
+         | {f"xla_gpu_{k}_combine_threshold_bytes": 2 * MB for k in ("all_gather", "reduce_scatter")}, []),
+        (("size", 2), "cpu", "all-reduce all-gather reduce-scatter", {"xla_disable_hlo_passes": EVERY}, []),
+        (("off", None), "tpu", "", {"xla_disable_hlo_passes": EVERY}, []),
     ],
 )  # fmt: skip
 def test_what_xla_is_told(rule, platform, explicit, keys, missed):
-    assert compiler_options(rules(*rule), platform, explicit) == keys
-    assert unheard(rules(*rule), platform) == missed
+    assert compiler_options(rules(*rule), platform, explicit.split()) == keys
+    assert unheard(rules(*rule), platform, explicit.split()) == missed
 
 
 # ---- what is compiled
@@ -161,6 +169,11 @@ def expected():
 
 CASES = {  # options: (all-reduces, all-gathers, reduce-scatters) of the compiled module
     "index": (dict(all_reduce_fusion_config=[2, 4]), (3, 0, 0)),
+    "index, as a mode": (dict(comm_fusion={"allreduce": {"mode": "index", "config": [2, 4]}}), (3, 0, 0)),
+    "size": (dict(comm_fusion={"allreduce": {"mode": "size", "config": 0}}), (8, 0, 0)),
+    "gathers, one each": (
+        dict(comm_fusion={"allgather": {"mode": "size", "config": 0}}, parallel_optimizer_config=ZERO), (1, 8, 0),
+    ),
     "one each": (dict(comm_fusion={"openstate": False}), (8, 0, 0)),
     "auto": (dict(comm_fusion={}), (1, 0, 0)),
     "numbers": (dict(fusion={"*/w": 1, "l0/b": 0}), (3, 0, 0)),
@@ -192,6 +205,55 @@ def test_so_many_collectives_and_the_same_results(name, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), state.params, expected[0].params)
 
 
+# ---- beside the axes that are XLA's
+
+WIDE = {
+    f"l{i}": {"b": np.zeros(32, np.float32), "down": RNG.normal(size=(32, 16)).astype(np.float32) * 0.2,
+              "up": RNG.normal(size=(16, 32)).astype(np.float32) * 0.2} for i in range(LAYERS)
+}  # fmt: skip
+CUT = {"*/b": (2,), "*/up": (1, 2), "*/down": (2, 1)}
+
+
+def residual(params, x, y):
+    for layer in params.values():
+        x = x + jnp.tanh(x @ layer["up"] + layer["b"]) @ layer["down"]
+    return jnp.mean((x - y) ** 2)
+
+
+@functools.cache
+def on_a_grid(name):
+    options = dict(mode="semi_auto_parallel", cross_batch=True, in_strategy=((4, 1), (4, 1)), parameter_plan=CUT)
+    options = dict(mode="stand_alone") if name == "one device" else {**options, **BESIDE[name][0]}
+    step = train.step(residual, optax.adam(1e-2), **options)
+    state = step.init(WIDE, *BATCH)
+    text = step.lower(state, *BATCH).compile().as_text()
+    made = step.buckets(state, *BATCH)
+    for _ in range(2):
+        state, value = step(state, *BATCH)
+    return text, made, state, value
+
+
+OWN = 2 * LAYERS - 1  # XLA's: of each layer one forwards, and one backwards but for the first
+BESIDE = {
+    "auto": (dict(comm_fusion={}), 1),
+    "index": (dict(all_reduce_fusion_config=[3, 7]), 3),
+    "numbers": (dict(fusion={"*/up": 1}), 2),
+    "one each": (dict(comm_fusion={"openstate": False}), 3 * LAYERS),
+    "micro-batches": (dict(fusion={"*/up": 1}, micro_batches=2), 2),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_beside_tensor_parallel(name):
+    """Each device puts its pieces together: so many all-reduces, and nothing is gathered."""
+    text, made, state, value = on_a_grid(name)
+    assert counts(text) == (OWN + BESIDE[name][1], 0, 0)
+    assert sum(bucket.nbytes for bucket, _ in made) == LAYERS * (32 + 2 * 16 * 32) * 4 // 2
+    _, _, expected, wanted = on_a_grid("one device")
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), state.params, expected.params)
+
+
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_lowered_for_machines_that_are_not_here(platform):
     step = train.step(loss, optax.sgd(1e-2), mode="data_parallel", all_reduce_fusion_config=[2, 4])
@@ -200,6 +262,44 @@ def test_lowered_for_machines_that_are_not_here(platform):
     text = inner.trace(state, *BATCH).lower(lowering_platforms=(platform,)).as_text()
     assert text.count('"stablehlo.all_reduce"') == 3
     assert text.count("optimization_barrier") == 2  # XLA's combiners cannot join what waits for each other
+
+
+TPU_CASES = {  # options: collectives of any kind; of arrays this small the TPU's compiler makes all-reduces of every kind
+    "index": (dict(all_reduce_fusion_config=[2, 4]), 3),
+    "one each": (dict(comm_fusion={"openstate": False}), 8),
+    "auto": (dict(comm_fusion={}), 1),
+    "level 2": (CASES["level 2"][0], 10),
+}
+
+
+@pytest.fixture(scope="module")
+def tpus():
+    pytest.importorskip("libtpu")
+    from jax.experimental import topologies
+
+    return list(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices)
+
+
+def on_tpus(function, params, devices, **options):
+    step = train.step(function, optax.adam(1e-2), device=devices, **options)
+    batch = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in BATCH]
+    state = jax.eval_shape(lambda: step.init(params, *batch))
+    return sum(counts(step.lower(state, *batch).compile().as_text()))
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("name", TPU_CASES)
+def test_so_many_on_tpus(name, tpus):
+    options, asked = TPU_CASES[name]
+    assert on_tpus(loss, PARAMS, tpus, mode="data_parallel", **options) == asked
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("name", ["index", "one each"])
+def test_so_many_on_tpus_beside_tensor_parallel(name, tpus):
+    options, asked = BESIDE[name]
+    grid = dict(mode="semi_auto_parallel", cross_batch=True, in_strategy=((4, 1), (4, 1)), parameter_plan=CUT)
+    assert on_tpus(residual, WIDE, tpus, **grid, **options) == OWN + asked
 
 
 def test_inside_another_jit(expected):

@@ -373,6 +373,44 @@ def test_errors_of_calls(how, parts):
     assert all(part in str(caught.value) for part in [*parts, "fix:"]), str(caught.value)
 
 
+STEPPED = [  # arguments of train.step around a pipeline, parts of the message
+    (dict(has_aux=True), ["a pipeline gives no auxiliary output", "leave has_aux out"]),
+    (dict(recompute=2), ["`recompute` has no meaning around a pipeline"]),
+    (dict(parameter_plan={"0": (2, 1)}), ["`parameter_plan` of a step", "give it to train.pipeline"]),
+    (dict(in_strategy=((2, 1), (2, 1))), ["`in_strategy` of a step"]),
+    (dict(parallel_optimizer_comm_recompute=True, parallel_optimizer_config={"optimizer_level": "level3"}),
+     ["`parallel_optimizer_comm_recompute` has no meaning around a pipeline"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "parts"), STEPPED, ids=lambda v: v[0] if isinstance(v, list) else "")
+def test_errors_of_a_step_around_it(how, parts):
+    pipe = train.pipeline(LAYERS, 4, device=jax.devices()[:3])
+    with pytest.raises(StrategyError) as caught:
+        train.step(pipe, optax.sgd(0.1), **{"mode": "semi_auto_parallel", **how})
+    assert all(part in str(caught.value) for part in [*parts, "fix:"]), str(caught.value)
+
+
+def test_a_step_around_it():
+    """Micro-batches of the step around those of the pipeline; other devices than the pipeline's are an error."""
+    pipe = train.pipeline([LAYERS[0], LAYERS[2]], 2, device=TWO)
+    ws = [WS[0], jnp.ones((16, 4)) / 9]
+    packed = pipe.pack(ws, X, Y)
+    step = train.step(pipe, optax.sgd(0.1), micro_batches=2)
+    state, value = step(step.init(packed, X, Y), X, Y)
+    wanted, grads = jax.value_and_grad(lambda ws: LAYERS[2](ws[1], LAYERS[0](ws[0], X), Y))(ws)
+    close(value, wanted)
+    close(pipe.unpack(state.params), jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads))
+    with pytest.raises(StrategyError, match="the step and its pipeline are for different devices"):
+        train.step(pipe, optax.sgd(0.1), device=jax.devices()[:4]).init(packed, X, Y)
+
+
+def test_an_auxiliary_output_is_refused():
+    pipe = train.pipeline(lambda w, x, y: (jnp.mean((x @ w - y) ** 2), x), 2, pipeline_stages=2, auto_pipeline=True)
+    with pytest.raises(StrategyError, match=r"the loss of a pipeline must be one floating-point number"):
+        pipe(jnp.ones((D, 4)), X, Y)
+
+
 def test_packed_before_the_stages_are_known():
     known = train.pipeline(LAYERS, 4, device=jax.devices()[:3])
     packed = known.pack(WS, X, Y)

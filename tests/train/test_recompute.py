@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardfn import Cell
 from shardfn.errors import StrategyError, StrategyTypeError
-from shardfn.train import communicated, recompute
+from shardfn.train import communicated, recompute, step
 
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(2, 16, 16)).astype(np.float32) * 0.3
@@ -208,3 +209,66 @@ def test_errors(call, kind, text):
     with pytest.raises(kind) as error:
         call()
     assert text in str(error.value)
+
+
+# ---- the parameters of a training step that lie in pieces
+
+
+@pytest.mark.parametrize("mode", ["data_parallel", "semi_auto_parallel"])
+def test_a_step_keeps_its_gathered_parameters_or_gathers_them_again(mode):
+    """The first layer's weights are not needed in the backward pass: nobody asked for gradients of the batch."""
+
+    def loss(params, x):
+        for w in params["layers"]:
+            x = jnp.tanh(x @ w.T)
+        return jnp.mean(x**2)
+
+    params = {"layers": [W[0], W[1], W[0] + W[1]]}
+    found, states = {}, []
+    for again in (False, True):
+        made = step(loss, optax.adam(1e-2), mode=mode, parallel_optimizer_comm_recompute=again,
+                    parallel_optimizer_config={"optimizer_level": "level3", "parallel_optimizer_threshold": 0})  # fmt: skip
+        state = made.init(params, X)
+        text = made.lower(state, X).as_text()
+        found[again] = text.count('"stablehlo.all_gather"' if mode == "data_parallel" else "<@mesh, [{}, {}]>")
+        for _ in range(2):
+            state, value = made(state, X)
+        states.append((value, state.params))
+    assert found == {False: 3, True: 5}
+    same(*states)
+
+
+def test_submodules_of_a_steps_model_by_path():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(16, 16, 32, 2, key=jax.random.key(0))
+    loss = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)  # noqa: E731
+    states = []
+    for paths, count in ((None, 0), ("layers/*", 3), (["layers/0", "layers/1"], 2)):
+        made = step(loss, optax.sgd(0.1), mode="data_parallel", recompute=paths)
+        state = made.init(model)
+        assert blocks(eqx.filter_make_jaxpr(made.training.loss_fn)(model, X)[0]) == count
+        states.append(made(state, X))
+    same(states[1], states[0])
+    same(states[2], states[0])
+    with pytest.raises(StrategyError, match="matches no submodule"):
+        made = step(two_of, optax.sgd(0.1), mode="data_parallel", recompute="layers/*")
+        made(made.init(PARAMS), X)
+
+
+def two_of(params, x):
+    return jnp.sum(two(params, x) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        (dict(parallel_optimizer_comm_recompute=1), "must be True or False"),
+        (dict(parallel_optimizer_comm_recompute=True), "has nothing to gather again"),
+        (dict(parallel_optimizer_comm_recompute=True, parallel_optimizer_config={"optimizer_level": "level2"}),
+         "has nothing to gather again"),
+    ],
+)  # fmt: skip
+def test_errors_of_a_step(how, text):
+    with pytest.raises((StrategyError, StrategyTypeError)) as error:
+        step(two, optax.sgd(0.1), **how)
+    assert text in str(error.value) and "fix:" in str(error.value)

@@ -1,6 +1,7 @@
 """Reuse: equal blocks become one scanned body; results stay the same, and what does not fold is explained."""
 
 import functools
+import re
 
 import hypothesis
 import hypothesis.strategies as st
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from shardfn import train
 from shardfn.errors import StrategyError, StrategyTypeError
@@ -245,14 +247,135 @@ def test_an_optimizer_that_sees_whole_leaves_is_not_given_stacked_ones():
     mask = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)  # noqa: E731
     for optimizer in (optax.lamb(1e-2), optax.adamw(1e-2, weight_decay=0.1, mask=mask)):
         step = train.step(squared, optimizer, mode="data_parallel", reuse="auto")
-        step.init({"layers": params_of(3)["layers"]}, X, Y)
+        with pytest.warns(UserWarning, match="`reuse` has no effect: nothing is folded\nthe optimizer works on each"):
+            step.init({"layers": params_of(3)["layers"]}, X, Y)
         assert step.folding.groups == ()
         assert "the optimizer works on each parameter as a whole" in step.folding.explain()
+
+
+class Normed(nnx.Module):
+    """Layers that keep statistics of the batch."""
+
+    def __init__(self, norms):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([nnx.Linear(D, D, rngs=rngs) for _ in range(3)])
+        self.norms = nnx.List([nnx.BatchNorm(D, rngs=rngs) if norms else jnp.tanh for _ in range(3)])
+
+    def __call__(self, x):
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = norm(layer(x))
+        return x
+
+
+def of_module(model, x, y):
+    return jnp.mean((model(x) - y) ** 2)
+
+
+def test_a_module():
+    step = train.step(of_module, ADAM, mode="data_parallel", reuse="auto")
+    state = step.init(Normed(False), X, Y)
+    assert step.folding.explain() == "3 blocks of 4 equations are one: layers/*/kernel, layers/*/bias"
+    state, _ = step(state, X, Y)
+    assert isinstance(step.model(state), Normed)
+
+
+def test_statistics_of_the_batch_are_refused():
+    step = train.step(of_module, ADAM, mode="data_parallel", reuse="auto")
+    with pytest.warns(UserWarning, match="no effect: nothing is folded\nthe loss changes the model's state"):
+        state = step.init(Normed(True), X, Y)
+    step(state, X, Y)  # as without `reuse`
+    step = train.step(of_module, ADAM, mode="data_parallel", recompute=2)
+    with pytest.raises(StrategyError, match=r"no equal blocks to recompute[\s\S]*the loss changes the model's state"):
+        step.init(Normed(True), X, Y)
+
+
+def test_shapes_will_do():
+    """`init` may be traced, though it tries the optimizer out."""
+    step = train.step(squared, ADAM, mode="data_parallel", reuse="auto")
+    layers = {"layers": params_of(3)["layers"]}
+    state = jax.eval_shape(lambda: step.init(layers, X, Y))
+    assert state.params["layers/*/w1"].shape == (3, D, 2 * D)
+    assert step.lower(state, X, Y).as_text().count('"stablehlo.all_reduce"') == 4
+
+
+def test_the_loss_is_traced_once_for_a_kind_of_call():
+    calls = []
+
+    def counted(params, x, y):
+        calls.append(x.shape)
+        return squared(params, x, y)
+
+    made = fold(counted, {"layers": params_of(3)["layers"]}, X, Y)
+    stacked = made.stack({"layers": params_of(3)["layers"]})
+    for _ in range(2):
+        jax.make_jaxpr(jax.grad(made.loss))(stacked, X, Y)
+    assert len(calls) == 1
+    made.loss(stacked, X[:4], Y[:4])
+    assert len(calls) == 2
+
+    weights = jnp.linspace(0.0, 1.0, D)
+    masked = lambda p, x, y: jnp.mean(weights * (squared(p, x, y) + x))  # noqa: E731
+    same_as_unrolled(masked, {"layers": params_of(3)["layers"]}, X, Y)  # what it closes over stays
+
+    @jax.jit
+    def closes_over_a_traced_value(stacked, scale):
+        inside = fold(lambda p, x, y: scale * squared(p, x, y), {"layers": params_of(3)["layers"]}, X, Y)
+        return inside.loss(stacked, X, Y) + inside.loss(stacked, X, Y)
+
+    value = closes_over_a_traced_value(stacked, 3.0)
+    np.testing.assert_allclose(value, 6 * squared({"layers": params_of(3)["layers"]}, X, Y), rtol=1e-5)
+
+
+# ---- with all that a step may be asked beside it
+
+ZERO = {"parallel_optimizer_threshold": 0}
+GRID = dict(mode="semi_auto_parallel", in_strategy=((4, 1), (4, 1)),
+            parameter_plan={"layers/*/w1": (1, 1, 2), "layers/*/b1": (1, 2), "layers/*/w2": (1, 2, 1)})  # fmt: skip
+BESIDE = {  # options: (all-reduces, all-gathers, reduce-scatters) of the compiled module; four blocks of three arrays
+    "one each": (dict(comm_fusion={"openstate": False}), (3, 0, 0)),
+    "numbers": (dict(fusion={"layers/*/w?": 1}, micro_batches=2), (2, 0, 0)),
+    "level 2": (
+        dict(recompute=2, micro_batches=2, comm_fusion={}, parallel_optimizer_config={**ZERO, "optimizer_level": "level2"}),
+        (1, 1, 1),
+    ),
+    "level 2, one each": (
+        dict(micro_batches=2, comm_fusion={"openstate": False}, parallel_optimizer_config={**ZERO, "optimizer_level": "level2"}),
+        (1, 3, 3),
+    ),
+    "level 3": (dict(recompute=3, comm_fusion={}, parallel_optimizer_config={**ZERO, "optimizer_level": "level3"}), (1, 1, 1)),
+    # of each of two scans one forwards and one backwards, and the bucket
+    "tensor parallel": (dict(recompute=2, micro_batches=2, comm_fusion={}, cross_batch=True, **GRID), (5, 0, 0)),
+}  # fmt: skip
+LONG = [np.concatenate([X, -X]), np.concatenate([Y, Y])]
+
+
+@functools.cache
+def beside(name):
+    options = dict(mode="stand_alone") if name == "one device" else {"reuse": "auto", **BESIDE[name][0]}
+    step = train.step(squared, ADAM, **{"mode": "data_parallel", **options})
+    state = step.init({"layers": params_of(4)["layers"]}, *LONG)
+    text = step.lower(state, *LONG).compile().as_text()
+    for _ in range(2):
+        state, value = step(state, *LONG)
+    return text, step.model(state), value
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_with_all_the_rest(name):
+    text, model, value = beside(name)
+    kinds = ("all-reduce", "all-gather", "reduce-scatter")
+    assert tuple(len(re.findall(rf"[ )}}]{kind}(?:-start)?\(", text)) for kind in kinds) == BESIDE[name][1]
+    _, expected, wanted = beside("one device")
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), model, expected)
 
 
 @pytest.mark.parametrize(
     ("call", "kind", "text"),
     [
+        (lambda: train.step(squared, ADAM, reuse=0), StrategyError, "`reuse` cannot be 0"),
+        (lambda: train.step(squared, ADAM, reuse="-3", recompute=-1), StrategyError, "2 problems"),
+        (lambda: limit_of("0"), StrategyError, "`reuse` cannot be 0"),
         (lambda: limit_of(0), StrategyError, "`reuse` cannot be 0"),
         (lambda: limit_of("yes"), StrategyError, "`reuse` cannot be 'yes'"),
         (lambda: limit_of(1.5), StrategyTypeError, "`reuse` cannot be 1.5"),

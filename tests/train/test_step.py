@@ -244,6 +244,17 @@ def test_a_scalar_of_the_batch_goes_to_every_part():
     assert float(value) == pytest.approx(3 * one_step(mean_square, mode="stand_alone")[0], rel=1e-5)
 
 
+def test_a_batch_by_name():
+    x, y = data()
+    step = train.step(mean_square, optax.sgd(0.1), mode="semi_auto_parallel", **TENSOR)
+    state = step.init(start, y=y, x=x)
+    by_name = [
+        step(step.init(start, x, y), *some, **rest)[1] for some, rest in (((), {"y": y, "x": x}), ((x,), {"y": y}))
+    ]
+    assert float(by_name[0]) == float(by_name[1]) == one_step(mean_square, mode="semi_auto_parallel", **TENSOR)[0]
+    assert step.plan(state, x, y=y) is step.plan(state, x, y)
+
+
 def test_the_mode_and_the_settings_come_from_the_context():
     with auto_parallel(parallel_mode="data_parallel", enable_parallel_optimizer=True,
                        parallel_optimizer_config={"parallel_optimizer_threshold": 0}):  # fmt: skip
@@ -309,6 +320,11 @@ def crossed(params, x, y):
     return mean_square(params, x, y), x @ x.T
 
 
+def named(loss=mean_square, **batch):
+    step = train.step(loss, optax.sgd(1), mode="data_parallel")
+    return step(step.init(start), data()[0], **batch)
+
+
 WRONG = [
     (lambda: one_step(mean_square, mode="data_parallel", frozen="nope"), StrategyError, "frozen 'nope' matches no parameter"),
     (lambda: run(train.step(counted, optax.sgd(1), has_aux=True, mode="data_parallel")), StrategyError, "no mean"),
@@ -321,6 +337,11 @@ WRONG = [
     (lambda: train.step(3, 4, micro_batches=0), StrategyError, "3 problems"),
     (lambda: train.step(mean_square, optax.sgd(1), mode="dp"), ContextError, "must be one of stand_alone"),
     (lambda: train.step(mean_square, optax.sgd(1), nonsense=1), StrategyTypeError, "no option `nonsense`"),
+    (lambda: train.step(mean_square, optax.sgd(1), level=7, search_mode="no"), StrategyError, "2 problems:\n1. `level` is 7"),
+    (lambda: named(z=1), StrategyTypeError, "missing a required argument: 'y'"),
+    (lambda: named(x=1, y=2), StrategyTypeError, "multiple values for argument 'x'"),
+    (lambda: named(lambda params, x, *, y: x, y=1), StrategyTypeError, "by position alone what is given by name"),
+    (lambda: train.step(train.pipeline(mean_square, 2), optax.sgd(1), recompute=1, mutable="a"), StrategyError, "2 problems:"),
     (lambda: train.step(mean_square, optax.sgd(1), parallel_optimizer_config={"foo": 1}), ContextError, "no entry 'foo'"),
     (lambda: train.step(mean_square, optax.sgd(1), mode="data_parallel", in_strategy=((8, 1), None)), StrategyError, "no meaning"),
     (lambda: train.step(mean_square, optax.sgd(1), mode="auto_parallel", layerwise_parallel=("b1",)), StrategyError, "no meaning"),

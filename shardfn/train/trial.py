@@ -1,0 +1,93 @@
+"""Small functions worked out with NumPy, equation by equation: to try something out, nothing has to be compiled.
+
+An optimizer's update of a hundred parameters takes XLA a second to compile and is then run twice, on a few numbers.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax import tree_util
+from jax.extend import core
+
+
+def tried(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, run by NumPy where NumPy has all that it does, else compiled.
+
+    >>> import jax.numpy as jnp
+    >>> run = tried(lambda x: {"y": jnp.sqrt(x).sum() + 1})
+    >>> print(run(np.array([1.0, 4.0], np.float32))["y"])
+    4.0
+    """
+    made: list[Any] = []
+
+    def run(*args: Any) -> Any:
+        if not made:
+            closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+            treedef = tree_util.tree_structure(shape)
+            made.append((closed, treedef) if _is_known(closed.jaxpr) else jax.jit(function))
+        if not isinstance(made[0], tuple):
+            return made[0](*args)
+        closed, treedef = made[0]
+        with np.errstate(all="ignore"):
+            return tree_util.tree_unflatten(treedef, _run(closed, tree_util.tree_leaves(args)))
+
+    return run
+
+
+def _is_known(jaxpr: Any) -> bool:
+    return all(
+        _is_known(eqn.params["jaxpr"].jaxpr) if eqn.primitive.name in _CALLS else eqn.primitive.name in _BY_NUMPY
+        for eqn in jaxpr.eqns
+    )
+
+
+def _run(closed: Any, args: list[Any]) -> list[Any]:
+    jaxpr = closed.jaxpr
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
+    read = lambda v: v.val if isinstance(v, core.Literal) else env[v]  # noqa: E731
+    for eqn in jaxpr.eqns:
+        given = [read(v) for v in eqn.invars]
+        if eqn.primitive.name in _CALLS:
+            env |= zip(eqn.outvars, _run(eqn.params["jaxpr"], given), strict=True)
+        else:
+            found = _BY_NUMPY[eqn.primitive.name](eqn.params, *map(np.asarray, given))
+            env[eqn.outvars[0]] = np.asarray(found, eqn.outvars[0].aval.dtype)
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _broadcast(params: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
+    shape = [1] * len(params["shape"])
+    for size, dim in zip(x.shape, params["broadcast_dimensions"], strict=True):
+        shape[dim] = size
+    return np.broadcast_to(x.reshape(shape), params["shape"])
+
+
+def _each(of: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda params, *xs: of(*xs)
+
+
+_CALLS = frozenset({"jit", "pjit"})
+_BY_NUMPY: Mapping[str, Callable[..., Any]] = {
+    **{name: _each(of) for name, of in {
+        "abs": np.abs, "add": np.add, "add_any": np.add, "and": np.bitwise_and, "copy": np.array, "cos": np.cos, "div": np.divide,
+        "eq": np.equal, "exp": np.exp, "ge": np.greater_equal, "gt": np.greater, "is_finite": np.isfinite,
+        "le": np.less_equal, "log": np.log, "lt": np.less, "max": np.maximum, "min": np.minimum, "mul": np.multiply,
+        "ne": np.not_equal, "neg": np.negative, "not": np.invert, "or": np.bitwise_or, "pow": np.power,
+        "rsqrt": lambda x: 1 / np.sqrt(x), "sign": np.sign, "sin": np.sin, "sqrt": np.sqrt, "square": np.square,
+        "sub": np.subtract, "tanh": np.tanh,
+    }.items()},
+    "broadcast_in_dim": lambda params, x, *_: _broadcast(params, x),
+    "convert_element_type": lambda params, x: x.astype(params["new_dtype"]),
+    "integer_pow": lambda params, x: operator.pow(x, params["y"]) if params["y"] >= 0 else 1 / x ** -params["y"],
+    "reduce_max": lambda params, x: x.max(axis=params["axes"]),
+    "reduce_sum": lambda params, x: x.sum(axis=params["axes"]),
+    "reshape": lambda params, x, *_: x.reshape(params["new_sizes"]),
+    "select_n": lambda params, which, *cases: np.choose(which.astype(int), cases),
+    "squeeze": lambda params, x: x.squeeze(params["dimensions"]),
+}  # fmt: skip
+"""Primitives of optimizers. One that is not here makes `tried` compile the function."""
