@@ -9,7 +9,7 @@ PY := $(VENV)/bin/python
 # Eight virtual CPU devices. NPROC sizes XLA's thread pool: JAX before 0.12 can deadlock with fewer
 # threads than twice the devices. Set here, for the commands, because the library never touches the environment.
 DEVICES := NPROC=32 JAX_PLATFORMS="$${JAX_PLATFORMS:-cpu}" \
-  XLA_FLAGS="--xla_force_host_platform_device_count=8 $${XLA_FLAGS:-}"
+  XLA_FLAGS="--xla_force_host_platform_device_count=8 $(FLAGS) $${XLA_FLAGS:-}"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -21,6 +21,8 @@ help:  ## this list
 demo: $(VENV)/.has-core  ## a small training run on 8 virtual devices, with its report
 	$(DEVICES) $(PY) -m shardfn demo
 
+# What LLVM makes better is a third of the tests' time, and nothing that they look at; `make slow` has it.
+test: FLAGS := --xla_backend_optimization_level=0
 test: $(VENV)/.has-test  ## the tests, slow ones left out
 	$(DEVICES) $(PY) -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
