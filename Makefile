@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 PY := $(VENV)/bin/python
 # Eight virtual CPU devices. NPROC sizes XLA's thread pool: JAX before 0.12 can deadlock with fewer
 # threads than twice the devices. Set here, for the commands, because the library never touches the environment.
-DEVICES := NPROC=32 JAX_PLATFORMS="$${JAX_PLATFORMS:-cpu}" \
+DEVICES = NPROC=32 JAX_PLATFORMS="$${JAX_PLATFORMS:-cpu}" \
   XLA_FLAGS="--xla_force_host_platform_device_count=8 $(FLAGS) $${XLA_FLAGS:-}"
 
 .DEFAULT_GOAL := help

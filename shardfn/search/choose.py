@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from shardfn.graph.alike import pairs
-from shardfn.graph.model import Flow, Graph, Op, Pin, Spec
+from shardfn.graph.model import Flow, Graph, Op, Pin, Rule, Spec
 from shardfn.search import plain, propagation
 from shardfn.search.filters import keeps
 from shardfn.search.grid import Axes, merged
@@ -277,14 +277,34 @@ def let_go(problem: Problem, best: Candidate) -> Candidate:
 
 
 def gathers(problem: Problem, best: Candidate) -> bool:
-    """Whether an op is held to reading an argument in larger pieces than it lies in: propagation by itself would hand the
-    cut on to the op's results and from there to all else, and its flow is another one."""
+    """Whether an op is held so that it reads an argument in larger pieces than it lies in: propagation by itself would
+    hand the cut on to the op's results and from there to all else, and its flow is another one."""
     lies = dict(zip(problem.inputs, best.specs, strict=True))
     return any(
-        not {a for dim in lies[v] for a in dim} <= {a for dim in laid for a in dim}
+        v in lies and _is_gathered(problem.graph.ops[index].rule, position, lies[v], pin)
         for index, pin in best.pins.items()
-        for v, laid in zip(problem.graph.ops[index].inputs, pin.operands, strict=True)
-        if v in lies and laid is not None
+        for position, v in enumerate(problem.graph.ops[index].inputs)
+    )
+
+
+def _is_gathered(rule: Rule | None, position: int, lies: Spec, pin: Pin) -> bool:
+    """Whether a cut of an operand is neither read so, nor summed over, nor found in a result."""
+    laid = pin.operands[position]
+    if laid is not None:
+        return not {a for dim in lies for a in dim} <= {a for dim in laid for a in dim}
+    if rule is None or None in pin.results:
+        return False
+    cut = {
+        (factor, axis)
+        for dims, spec in zip(rule.results, pin.results, strict=True)
+        for factors, axes in zip(dims, spec or (), strict=True)
+        for factor in factors
+        for axis in axes
+    }
+    return any(
+        not any(factor in rule.reduction or (factor, axis) in cut for factor in factors)
+        for factors, axes in zip(rule.operands[position], lies, strict=False)
+        for axis in axes
     )
 
 

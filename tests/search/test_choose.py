@@ -71,8 +71,11 @@ def test_promises_compare_the_level_s_aim():
     assert not choose.promises(problem, found, (0.0, 2.5, 0)), "at level 1 the model and the flow count otherwise"
 
 
+@pytest.mark.parametrize("operands", [True, False])
 @pytest.mark.parametrize(("read_whole", "asked"), [(True, []), (False, [{}])])
-def test_a_large_program_that_gathers_arguments_is_not_tried_without_what_holds_it(read_whole, asked, monkeypatch):
+def test_a_large_program_that_gathers_arguments_is_not_tried_without_what_holds_it(
+    read_whole, asked, operands, monkeypatch
+):
     """Propagation alone would hand the cut of the weights on: that flow costs much and wins nothing."""
     problems = []
     shardfn.register_search("listening", lambda problem: problems.append(problem) or propagation.search(problem))
@@ -86,7 +89,7 @@ def test_a_large_program_that_gathers_arguments_is_not_tried_without_what_holds_
     axes, rows, columns, whole = (("a", 8),), (("a",), ()), ((), ("a",)), ((), ())
     dot = next(i for i, op in enumerate(problem.graph.ops) if op.name == "dot_general")
     specs, reads = ((rows, columns), (rows, whole)) if read_whole else ((rows, whole), (rows, whole))
-    pins = {dot: Pin(reads, (rows,))}
+    pins = {dot: Pin(reads if operands else (None, None), (rows,))}
     held = Candidate("", axes, specs, pins, problem.price(axes, specs, pins))
     flows = []
     flow = lambda axes, specs, pins: flows.append(pins) or problem.flow(axes, specs, pins)  # noqa: E731
