@@ -121,8 +121,8 @@ def fail(kind: type[ShardError], what: str, *, where: str = "", why: str = "", f
 
 
 def warn(text: str) -> None:
-    """Warn at the line of the caller's code: the first frame outside this library."""
+    """Warn at the line of the caller's code: the first frame outside this library and JAX, which calls it in a trace."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "shardfn":
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("shardfn", "jax"):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)

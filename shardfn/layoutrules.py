@@ -100,10 +100,6 @@ class LayoutFile:
         """
         return dataclasses.replace(self, grid=tuple((name, sizes.get(name, size)) for name, size in self.grid))
 
-    def with_names(self, **names: str) -> LayoutFile:
-        """The same with `about`, `function` or `device` replaced."""
-        return dataclasses.replace(self, **names)
-
 
 Axes = tuple[tuple[str, int], ...]
 

@@ -10,10 +10,12 @@ import dataclasses
 import difflib
 import fnmatch
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jax import tree_util
+
+from shardfn.errors import Problem
 
 
 def join(name: str, key: Sequence[Any]) -> str:
@@ -128,6 +130,19 @@ def ruled(
             if before is None or exact >= before[0]:
                 found[i] = (exact, rule)
     return Ruled({i: rule for i, (_, rule) in found.items()}, tuple(missing), tuple(clashes))
+
+
+def unmet(name: str, globs: Iterable[str], paths: Sequence[str], what: str = "parameter") -> Iterator[Problem]:
+    """A problem for each glob of the argument `name` that meets none of the paths.
+
+    >>> [problem.what for problem in unmet("frozen", ["head", "tail"], ["head/w", "head"])]
+    ["frozen 'tail' matches no parameter"]
+    """
+    globs = tuple(globs)
+    for glob in globs:
+        if not met(glob, paths)[0]:
+            yield Problem(f"{name} {glob!r} matches no {what}", f"{name} = {globs!r}", f"the {what}s are {listed(paths)}",
+                          "use a path, or a glob of paths")  # fmt: skip
 
 
 def _rest(path: str) -> str:

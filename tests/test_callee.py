@@ -385,8 +385,9 @@ def test_arrays_made_in_a_call_are_not_kept_and_that_is_said():
             self.cache = 2 * x
             return x
 
-    with pytest.warns(UserWarning, match="`Cache` makes arrays in its call that are not kept: cache"):
+    with pytest.warns(UserWarning, match="`Cache` makes arrays in its call that are not kept: cache") as told:
         Cache().shard(in_strategy=((8, 1),))(X)
+    assert told[0].filename == __file__, "the caller's line, though JAX calls it in a trace"
 
 
 def test_dataclass_cells():

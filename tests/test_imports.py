@@ -105,6 +105,7 @@ LAYERS = (
     ("train.traffic",),
     ("train.update",),
     ("train.lay",),
+    ("train.refused",),
     ("train.step",),
     ("train",),
     ("checkpoint.chunks",),

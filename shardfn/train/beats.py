@@ -38,7 +38,6 @@ class Machine:
     mesh: Mesh | AbstractMesh
     cut: Cut
     layout: Layout
-    batch_tree: Any
     is_mean: bool
     sends: Wire
     """Values with gradients."""
@@ -247,12 +246,12 @@ def row_spec(kind: str) -> PartitionSpec:
     return PartitionSpec(STAGE, None, TENSOR) if kind.endswith("_cut") else PartitionSpec(STAGE)
 
 
-def machine(mesh: Mesh | AbstractMesh, cut: Cut, layout: Layout, batch_tree: Any, is_mean: bool) -> Machine:
+def machine(mesh: Mesh | AbstractMesh, cut: Cut, layout: Layout, is_mean: bool) -> Machine:
     """A machine for a cut program."""
     borders = [stage.gives for stage in cut.stages[:-1]]
     sends = wire_of(cut.program, borders, is_inexact)
     tells = wire_of(cut.program, borders, lambda aval: not is_inexact(aval))
-    return Machine(mesh, cut, layout, batch_tree, is_mean, sends, tells)
+    return Machine(mesh, cut, layout, is_mean, sends, tells)
 
 
 def _tables(phase: Phase) -> tuple[dict[str, np.ndarray], ...]:

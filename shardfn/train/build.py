@@ -207,7 +207,7 @@ def make(asked: Asked, params: Any, batch: tuple[Any, ...], earlier: Made | None
     made = cut(program, count, devices, virtual, layers, by_cost, paths, like)
     if layout is None:
         layout = packing.layout_of(arrays, paths, made.homes, dims, devices, chunks, ways)
-    engine = machine(mesh, made, layout, tree_util.tree_structure(batch), asked.loss == "mean")
+    engine = machine(mesh, made, layout, asked.loss == "mean")
     order = schedule(asked.schedule, devices, asked.micro_size, chunks)
     return Made(parts, layout, engine, order, _callable(engine, order))
 

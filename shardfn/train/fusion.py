@@ -15,8 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from shardfn.context import ParallelContext
-from shardfn.errors import ContextError, Problem, StrategyError, fail
-from shardfn.paths import met
+from shardfn.errors import ContextError, Problem, fail, raise_problems
+from shardfn.paths import ruled, unmet
 from shardfn.strategy import short
 
 AUTO_MB = 64
@@ -42,7 +42,7 @@ class Fusion:
     rules: tuple[tuple[str, Rule], ...]
     """One for each kind."""
     ids: tuple[tuple[str, int], ...] = ()
-    """Path globs to the number of their bucket, 0 for a collective of its own; the last that fits a path wins."""
+    """Path globs to the number of their bucket, 0 for a collective of its own; a path goes first, else the last that fits."""
 
     def rule(self, kind: str) -> Rule:
         """The rule of "all-reduce", "all-gather" or "reduce-scatter"."""
@@ -50,8 +50,8 @@ class Fusion:
 
     def id_of(self, path: str) -> int | None:
         """The number of a path's bucket, None where it was not said."""
-        found = [number for glob, number in self.ids if met(glob, [path])[0]]
-        return found[-1] if found else None
+        found = ruled([glob for glob, _ in self.ids], [path], lambda one, two: True).rules
+        return self.ids[found[0]][1] if found else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,13 +140,7 @@ def check_ids(fusion: Fusion, paths: Sequence[str]) -> None:
     Raises:
       StrategyError: naming each.
     """
-    problems = [
-        Problem(f"fusion {glob!r} matches no trained parameter", f"fusion = {dict(fusion.ids)!r}",
-                f"the parameters are {', '.join(paths[:8])}", "use a path, or a glob of paths")
-        for glob, _ in fusion.ids if not met(glob, paths)[0]
-    ]  # fmt: skip
-    if problems:
-        raise StrategyError(problems)
+    raise_problems(list(unmet("fusion", [glob for glob, _ in fusion.ids], paths, "trained parameter")))
 
 
 def buckets(tensors: Sequence[Tensor], fusion: Fusion) -> tuple[Bucket, ...]:

@@ -138,7 +138,7 @@ def micro(loss: Loss, count: int, growing: Any, each: Callable[[Any], Any], firs
     Args:
       loss: a mean over the batch it is given.
       count: how many; it divides dim 0 of every array of the batch that has one (scalars go to all).
-      growing: for each leaf of the auxiliary output the dim that grows with the batch, None for a mean.
+      growing: for each leaf of the auxiliary output the dim that grows with the batch, -1 for a mean.
       each: what is done with the gradients of a micro-batch before they are added (reduced, where sums are kept in
         pieces).
       first: the zeros that the sums start from, for the trained leaves.

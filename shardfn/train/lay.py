@@ -13,11 +13,12 @@ from shardfn.api import shard
 from shardfn.cost.hardware import Hardware
 from shardfn.errors import Problem, raise_problems
 from shardfn.meshes import abstract_mesh, mesh_on, wired
-from shardfn.paths import join, met
+from shardfn.paths import join, ruled
 from shardfn.sharded import ShardedFunction
 from shardfn.strategy import AUTO
 from shardfn.train.drawn import Cut, Drawn, is_per_device, tree_of
 from shardfn.train.fusion import Bucket
+from shardfn.train.gradients import Parts
 from shardfn.train.offload import Offloaded, in_memory, offloaded
 from shardfn.train.optimizer_parallel import OptimizerParallel, cut_further, mirrored
 from shardfn.train.pipeline import Pipeline
@@ -52,7 +53,7 @@ def lay(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]
     else:
         drawn = _planned(training, parts, state, batch)
     if isinstance(drawn, Laid):
-        return _offloaded(training, drawn, None, state, batch)
+        return _offloaded(training, drawn, _compiled_with(training, None), state, batch)
     cut = _cut(training, parts, state, drawn)
     function = update_of(training, parts, drawn, cut, owned(parts, training.own), state, batch)
     shardings = _shardings(state, drawn, cut)
@@ -62,10 +63,15 @@ def lay(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]
     donated = (0,) if training.donate else ()
     how = parts_of(training, parts, drawn, cut, owned(parts, training.own)) if is_per_device(training, drawn) else None
     device = drawn.mesh if isinstance(drawn.mesh, Mesh) else training.device  # what stands in the step is on that mesh
-    options = told(training, how)
+    options = _compiled_with(training, how)
     sharded = shard(function, device=device, parameter_plan=entries, donate_argnums=donated, compiler_options=options)
     laid = Laid(sharded, shardings, fused(training, parts, state.params, drawn, cut, how) if how else ())
     return _offloaded(training, laid, options, state, batch)
+
+
+def _compiled_with(training: Training, how: Parts | None) -> dict[str, Any]:
+    """The options of the compile: those of fusion, and the user's."""
+    return {**told(training, how), **(training.options.get("compiler_options") or {})}
 
 
 def _offloaded(training: Training, laid: Laid, options: Mapping[str, Any] | None, state: State, batch: Any) -> Laid:
@@ -134,7 +140,7 @@ def _in_stages(training: Training, parts: Anatomy, state: State, batch: tuple[An
 
 def _planned(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]) -> Drawn | Laid:
     """As `shard` plans the step on the whole batch; that plan itself where nothing of it is changed."""
-    options = dict(training.options)
+    options = {name: value for name, value in training.options.items() if name != "compiler_options"}
     has_file = options.get("layout") is not None or bool(training.settings.strategy_ckpt_config.load_file)
     given = training.mode.layouts == "given" and not has_file  # a layout file says what no entry speaks of
     entries = options.pop("in_strategy") or ((None if given else AUTO),) * len(batch)
@@ -146,7 +152,7 @@ def _planned(training: Training, parts: Anatomy, state: State, batch: tuple[Any,
         function,
         (AUTO, *entries), device=training.device, parameter_plan=wanted,
         donate_argnums=(0,) if training.donate else (),
-        compiler_options=told(training, None) if training.is_plain and not training.cross_batch else None, **options,
+        compiler_options=_compiled_with(training, None) if training.is_plain and not training.cross_batch else None, **options,
     )  # fmt: skip
     made = draft.plan(state, *batch)
     specs = [d.spec for d in made.inputs]
@@ -193,24 +199,19 @@ def _wanted(parts: Anatomy, state: State, plan: Mapping[str, Any], is_given: boo
     found: dict[str, Any] = {}
     by_path: dict[str | None, Any] = {}
     keyed = _keyed("state/params", state.params)
-    rules: dict[str, tuple[bool, str]] = {}
-    problems: list[Problem] = []
-    for glob, entry in plan.items():
-        hits, pattern = met(glob, parts.paths)
-        if not hits:
-            found[f"state/params/{glob}"] = entry  # `shard` says that it matches nothing
-        for i in hits:
-            path, exact = parts.paths[i], pattern == parts.paths[i]
-            before = rules.get(path, (False, glob))
-            if before[0] == exact and plan[before[1]] != entry:
-                problems.append(
-                    Problem(f"two rules of `parameter_plan` speak of `{path}`", f"{before[1]!r} and {glob!r}",
-                            "an array has one entry, and no rule comes before the other",
-                            "make one of the globs narrower, or name the path itself"))  # fmt: skip
-            if exact >= before[0]:
-                rules[path] = exact, glob
-                by_path[path] = found[keyed[i][0]] = entry
-    raise_problems(problems)
+    globs = list(plan)
+    said = ruled(globs, parts.paths, lambda one, two: plan[globs[one]] == plan[globs[two]])
+    raise_problems([
+        Problem(f"two rules of `parameter_plan` speak of `{parts.paths[i]}`", f"{globs[one]!r} and {globs[two]!r}",
+                "an array has one entry, and no rule comes before the other",
+                "make one of the globs narrower, or name the path itself")
+        for i, one, two in said.clashes
+    ])  # fmt: skip
+    found |= {
+        f"state/params/{globs[rule]}": plan[globs[rule]] for rule in said.missing
+    }  # `shard` says that it meets nothing
+    for i, rule in said.rules.items():
+        by_path[parts.paths[i]] = found[keyed[i][0]] = plan[globs[rule]]
     if is_given:
         states = zip(_keyed("state/opt_state", state.opt_state), _mirrored(parts, state), strict=True)
         rest = {name: (1,) * len(x.shape) for name, x in keyed}

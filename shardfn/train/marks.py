@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import jax
 from jax import tree_util
 
 from shardfn.errors import Problem
+from shardfn.paths import listed, met, normal
 from shardfn.strategy import short
 from shardfn.train.program import MARK
 
@@ -64,23 +64,20 @@ def configured(
 ) -> tuple[list[Mark | None], list[Problem]]:
     """The marks with those that are given by globs of paths, and globs that match nothing."""
     marks = list(found)
+    full = [normal(path) for path in paths]
     problems = []
     for name, config, place in (("stage_config", stages, 0), ("segment_config", segments, 1)):
         for glob, number in config.items():
-            hits = [i for i, path in enumerate(paths) if fnmatch.fnmatchcase(path, glob) or _is_under(path, glob)]
+            hits = sorted({*met(glob, full)[0], *met(f"{glob}/*", full)[0]})  # a module's path means what is under it
             if not hits:
                 problems.append(Problem(f"{name} {glob!r} matches no parameter", f"{name} = {short(dict(config))}",
-                                        f"the parameters are {', '.join(paths[:8])}",
+                                        f"the parameters are {listed(paths)}",
                                         "use a path, the path of a module, or a glob of paths"))  # fmt: skip
             for i in hits:
                 pair = list(marks[i] or (0, 0))
                 pair[place] = number
                 marks[i] = (pair[0], pair[1])
     return marks, problems
-
-
-def _is_under(path: str, owner: str) -> bool:
-    return path.startswith((owner + "/", owner + "."))
 
 
 def _innermost(value: Any, steps: Sequence[Callable[[Any], Any]]) -> Mark | None:

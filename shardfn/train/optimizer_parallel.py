@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax import tree_util
 
 from shardfn.context import ParallelContext
-from shardfn.errors import Problem
 from shardfn.graph.model import Spec
 from shardfn.paths import join, tidy
-from shardfn.strategy import short
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,22 +43,6 @@ def optimizer_parallel_of(settings: ParallelContext) -> OptimizerParallel | None
     size = settings.read("optimizer_weight_shard_size") if size == -1 else size
     level = int(config["optimizer_level"].removeprefix("level"))
     return OptimizerParallel(level, config["parallel_optimizer_threshold"], size, config["gradient_accumulation_shard"])
-
-
-def again_problems(again: Any, settings: ParallelContext, is_pipeline: bool) -> Iterator[Problem]:
-    """What is wrong with `parallel_optimizer_comm_recompute` of a step."""
-    where = f"parallel_optimizer_comm_recompute = {short(again)}"
-    if not isinstance(again, bool):
-        yield Problem("`parallel_optimizer_comm_recompute` must be True or False", where, "it is a switch",
-                      "write True or False", is_type=True)  # fmt: skip
-    elif again and is_pipeline:
-        yield Problem("`parallel_optimizer_comm_recompute` has no meaning around a pipeline", where,
-                      "loss and gradients are worked out in one pass, from parameters that were gathered before it",
-                      "leave it out")  # fmt: skip
-    elif again and ((zero := optimizer_parallel_of(settings)) is None or zero.level < 3):
-        yield Problem("`parallel_optimizer_comm_recompute` has nothing to gather again", where,
-                      "parameters lie in pieces at optimizer_level \"level3\" alone",
-                      'add parallel_optimizer_config={"optimizer_level": "level3"}')  # fmt: skip
 
 
 def cut_further(

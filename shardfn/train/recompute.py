@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import fnmatch
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardfn.api import shard
 from shardfn.callee import Callee, describe
 from shardfn.errors import Problem, StrategyError, a, fail, raise_problems
+from shardfn.paths import met, unmet
 from shardfn.pins import anchors
 from shardfn.rebind import bind_one, equations, inner, rebound
 from shardfn.strategy import shape_of, short
@@ -201,24 +201,17 @@ def _class_of(cls: type, how: Recompute) -> type:
 
 
 def _by_path(module: Any, globs: tuple[str, ...], how: Recompute) -> Any:
-    hits: list[str] = []
-    met: list[str] = []
+    seen: list[str] = []
 
     def walk(value: Any, path: str) -> Any:
         if path and callable(value) and _has_parts(value):
-            met.append(path)
-            if any(fnmatch.fnmatchcase(path, glob) for glob in globs):
-                hits.append(path)  # what is inside is recomputed with it
-                return _recomputed(value, how)
+            seen.append(path)
+            if any(met(glob, [path])[0] for glob in globs):
+                return _recomputed(value, how)  # with what is inside
         return _rebuilt(value, path, walk)
 
     made = walk(module, "")
-    problems = [
-        Problem(f"recompute: path {glob!r} matches no submodule", f"paths = {globs!r}",
-                f"the submodules that can be called are {', '.join(met[:8]) or 'none'}", "use a path, or a glob of paths")
-        for glob in globs if not fnmatch.filter(hits, glob) and not fnmatch.filter(met, glob)
-    ]  # fmt: skip
-    raise_problems(problems)
+    raise_problems(list(unmet("paths", globs, seen, "submodule")))
     return made
 
 

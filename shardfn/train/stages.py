@@ -122,7 +122,7 @@ def cut(
         at = _marked(program, placed, kinds, marks, paths, count, 0 if layers else devices)
     ends = {o: s for i, s in at.items() for o in program.ops[i].outputs}
     _place_terms(program, kinds, at, ends, count)
-    stages = _stages(program, kinds, at, ends, count)
+    stages = _stages(program, at, ends, count)
     raise_problems([
         Problem(f"stage {s} of {count} has nothing to do", f"pipeline_stages = {count}",
                 "no op was put there", "mark a part of the model with it, or use fewer stages")
@@ -271,9 +271,7 @@ def _place_terms(
         ends[program.loss.number] = count - 1
 
 
-def _stages(
-    program: Program, kinds: Mapping[int, str], at: Mapping[int, int], ends: Mapping[int, int], count: int
-) -> list[Stage]:
+def _stages(program: Program, at: Mapping[int, int], ends: Mapping[int, int], count: int) -> list[Stage]:
     makers = {o: i for i, op in enumerate(program.ops) for o in op.outputs}
     asked: list[set[int]] = []  # of each stage, what it reads that an earlier one works out
     held: list[tuple[tuple[Op, ...], tuple[int, ...]]] = []

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import tree_util
 
 from shardfn.errors import Problem, raise_problems
-from shardfn.paths import join, listed, met, tidy
+from shardfn.paths import join, met, tidy, unmet
 from shardfn.strategy import shape_of
 
 
@@ -92,7 +92,7 @@ def anatomy(model: Any, frozen: Sequence[str] = (), mutable: Sequence[str] = ())
     inside = [(key, leaf) for (key, leaf), mine in zip(keyed, is_array, strict=True) if mine]
     names = tuple(join("", key) for key, _ in inside)
     paths = tuple(map(tidy, names))
-    raise_problems([*_missing(model, mutable), *_unmet(paths, frozen, "frozen")])
+    raise_problems([*_missing(model, mutable), *unmet("frozen", frozen, paths)])
     fixed = _not_params(model, mutable)
     still = {i for glob in frozen for i in met(glob, paths)[0]}
     trained = tuple(
@@ -191,19 +191,12 @@ def _missing(model: Any, mutable: Sequence[str]) -> Iterator[Problem]:
                           'give the variables that Linen\'s init makes, {"params": ..., "batch_stats": ...}')  # fmt: skip
 
 
-def _unmet(paths: Sequence[str], globs: Sequence[str], name: str) -> Iterator[Problem]:
-    for glob in globs:
-        if not met(glob, paths)[0]:
-            yield Problem(f"{name} {glob!r} matches no parameter", f"{name} = {tuple(globs)!r}",
-                          f"the parameters are {listed(paths)}", "use a path, or a glob of paths")  # fmt: skip
-
-
 def owned(parts: Anatomy, globs: Sequence[str]) -> tuple[bool, ...]:
     """Which leaves match a glob.
 
     Raises:
       StrategyError: a glob matches none.
     """
-    raise_problems(list(_unmet(parts.paths, globs, "layerwise_parallel")))
+    raise_problems(list(unmet("layerwise_parallel", globs, parts.paths)))
     hits = {i for glob in globs for i in met(glob, parts.paths)[0]}
     return tuple(i in hits for i in range(len(parts.paths)))

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,23 +17,19 @@ from jax import tree_util
 from jax.experimental import multihost_utils
 
 from shardfn import context
-from shardfn.api import shard
-from shardfn.context_keys import nearest
-from shardfn.errors import Problem, ShardError, StrategyError, StrategyTypeError, a, fail, raise_problems, warn
-from shardfn.options import Options
+from shardfn.errors import StrategyError, StrategyTypeError, a, fail, raise_problems, warn
 from shardfn.plan import Plan
 from shardfn.report import Report
 from shardfn.strategy import shape_of, short
 from shardfn.train.adapted import adapted
-from shardfn.train.folded import Chosen, chosen, folding_of, recompute_problems
-from shardfn.train.fusion import Bucket, fusion_of, id_problems
+from shardfn.train.folded import Chosen, chosen, folding_of
+from shardfn.train.fusion import Bucket, fusion_of
 from shardfn.train.lay import Laid, lay, whole_layout
-from shardfn.train.modes import Mode, mode_of
-from shardfn.train.offload import memory_problems
-from shardfn.train.optimizer_parallel import again_problems
+from shardfn.train.modes import mode_of
 from shardfn.train.pipeline import Pipeline
 from shardfn.train.recompute import recompute as again
-from shardfn.train.reuse import DEFAULT_LIMIT, Folding, fold, limit_of, reuse_problems
+from shardfn.train.refused import problems
+from shardfn.train.reuse import DEFAULT_LIMIT, Folding, fold, limit_of
 from shardfn.train.state import Anatomy, State, anatomy, holds_array, is_incomplete, owned, retied, ties
 from shardfn.train.training import Training
 
@@ -140,112 +136,29 @@ def step(
         said["enable_parallel_optimizer"] = True
     settings = context.changed("train.step", {name: value for name, value in said.items() if value is not None})
     with context.held(settings):
-        chosen = mode_of(None)
+        mode_asked = mode_of(None)
     mutable = _globs(mutable)
     globs = _globs(recompute) if _is_by_path(recompute) else ()
     if globs and callable(loss_fn) and not isinstance(loss_fn, Pipeline):
         loss_fn, recompute = _recomputing(loss_fn, globs), None
-    problems = list(_option_problems({**options, "level": level}))
-    problems += list(_problems(loss_fn, optimizer, micro_batches, chosen, in_strategy, parameter_plan,
-                              options.get("layout"), cross_batch, layerwise_parallel))  # fmt: skip
-    problems += _pipeline_problems(loss_fn, has_aux, reuse, recompute, mutable, in_strategy, parameter_plan)
-    problems += id_problems(fusion) if fusion is not None else ()
-    problems += recompute_problems(recompute, options)
-    problems += reuse_problems(reuse)
-    problems += memory_problems(opt_state_memory_kind)
-    problems += again_problems(parallel_optimizer_comm_recompute, settings, isinstance(loss_fn, Pipeline))
-    raise_problems(problems)
+    options = {**options, "level": level, "in_strategy": in_strategy, "parameter_plan": parameter_plan}
+    raise_problems(problems({
+        "loss_fn": loss_fn, "optimizer": optimizer, "micro_batches": micro_batches, "has_aux": has_aux, "mutable": mutable,
+        "cross_batch": cross_batch, "layerwise_parallel": layerwise_parallel, "fusion": fusion, "reuse": reuse,
+        "recompute": recompute, "opt_state_memory_kind": opt_state_memory_kind,
+        "parallel_optimizer_comm_recompute": parallel_optimizer_comm_recompute, "options": options,
+    }, mode_asked, settings))  # fmt: skip
     for name in ("parallel_mode", "dataset_strategy"):  # they have been acted on
         settings = dataclasses.replace(settings, explicit=settings.explicit - {name})
-    options = {**options, "level": level, "in_strategy": in_strategy, "parameter_plan": dict(parameter_plan or {})}
+    options["parameter_plan"] = dict(parameter_plan or {})
     folded = limit_of("auto" if recompute and (reuse is None or reuse is False) else reuse)
     return TrainingStep(Training(
-        loss_fn=loss_fn, optimizer=adapted(optimizer), mode=chosen, settings=settings, has_aux=has_aux, mutable=mutable,
+        loss_fn=loss_fn, optimizer=adapted(optimizer), mode=mode_asked, settings=settings, has_aux=has_aux, mutable=mutable,
         device=device, micro_batches=micro_batches, compute_dtype=compute_dtype, cross_batch=cross_batch,
         own=_globs(layerwise_parallel), frozen=_globs(frozen), donate=donate,
         gathers_again=parallel_optimizer_comm_recompute, opt_state_memory_kind=opt_state_memory_kind,
         fusion=fusion_of(settings, fusion), reuse=folded, recompute=recompute, options=types.MappingProxyType(options),
     ))  # fmt: skip
-
-
-_NOT_OF_A_STEP = {"out_strategy", "donate_argnums", "donate_argnames", "static_argnums", "static_argnames"}
-
-
-def _option_problems(options: Mapping[str, Any]) -> Iterator[Problem]:
-    known = {f.name for f in dataclasses.fields(Options)} - _NOT_OF_A_STEP
-    try:
-        shard(lambda: None, **{name: value for name, value in options.items() if name in known})
-    except ShardError as error:
-        yield from error.problems
-    for name in sorted(options.keys() - known):
-        yield Problem(f"`train.step` has no option `{name}`", f"{name} = {short(options[name])}",
-                      "its options are its own and those of `shard`", nearest(name, sorted(known)), is_type=True)  # fmt: skip
-
-
-def _problems(
-    loss_fn: Any, optimizer: Any, micro_batches: Any, mode: Mode, in_strategy: Any, parameter_plan: Any,
-    layout: Any, cross_batch: bool, own: Any,
-) -> Iterator[Problem]:  # fmt: skip
-    if not callable(loss_fn):
-        yield Problem(f"`loss_fn` is {a(loss_fn)}, no function", f"loss_fn = {short(loss_fn)}",
-                      "it is called as loss_fn(params, *batch)", "pass the function first", is_type=True)  # fmt: skip
-    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
-        yield Problem(f"`optimizer` is {a(optimizer)}, no optax transformation", f"optimizer = {short(optimizer)}",
-                      "it has no init and update", "pass one, such as optax.adamw(1e-3)", is_type=True)  # fmt: skip
-    if not isinstance(micro_batches, int) or isinstance(micro_batches, bool) or micro_batches < 1:
-        yield Problem("`micro_batches` must be an int from 1 up", f"micro_batches = {short(micro_batches)}",
-                      "the batch is worked through in so many parts", "write 1 for none",
-                      is_type=not isinstance(micro_batches, int))  # fmt: skip
-    if mode.layouts == "whole":
-        for name, value in (("in_strategy", in_strategy), ("parameter_plan", parameter_plan), ("layout", layout)):
-            if value:
-                yield Problem(f"`{name}` has no meaning in mode {mode.name!r}", f"{name} = {short(value)}",
-                              "there parameters are whole and dim 0 of the batch is cut over all devices",
-                              'use mode="semi_auto_parallel" or "auto_parallel"')  # fmt: skip
-        if cross_batch and mode.one_device:
-            yield Problem("`cross_batch` has no meaning on one device", "cross_batch = True",
-                          "there is one part of the batch", "leave it out")  # fmt: skip
-    elif own:
-        yield Problem(f"`layerwise_parallel` has no meaning in mode {mode.name!r}", f"layerwise_parallel = {short(own)}",
-                      "there every parameter is one array, whose gradient is the loss's",
-                      'use mode="data_parallel" or "hybrid_parallel"')  # fmt: skip
-
-
-def _pipeline_problems(
-    loss_fn: Any,
-    has_aux: Any,
-    reuse: Any,
-    recompute: Any,
-    mutable: Sequence[str],
-    in_strategy: Any,
-    parameter_plan: Any,
-) -> Iterator[Problem]:
-    """What neither a pipeline nor folded blocks can do."""
-    folds = [(name, value) for name, value in (("reuse", reuse), ("recompute", recompute)) if value]
-    if not isinstance(loss_fn, Pipeline):
-        for name, value in folds if mutable else ():
-            yield Problem(f"`{name}` cannot fold a loss that changes collections", f"{name} = {short(value)}",
-                          f"each block keeps its own {', '.join(mutable)}", "leave one of the two out")  # fmt: skip
-        return
-    if has_aux:
-        yield Problem("a pipeline gives no auxiliary output", "has_aux = True",
-                      "of the last stage's work on each micro-batch the loss alone is kept",
-                      "leave has_aux out, and work out the rest with the plain function")  # fmt: skip
-    if mutable:
-        yield Problem("a pipeline cannot change collections", f"mutable = {tuple(mutable)!r}",
-                      "its loss is one number, and its stages hand on activations alone",
-                      "train without a pipeline, or with a norm that has no statistics")  # fmt: skip
-    for name, value in folds:
-        yield Problem(f"`{name}` has no meaning around a pipeline", f"{name} = {short(value)}",
-                      "its backward pass works every stage out again from what came into it, and keeps their layers apart",
-                      "leave it out, or wrap functions within a stage with train.recompute")  # fmt: skip
-    for name, value, fix in (
-        ("in_strategy", in_strategy, "leave it out: dim 0 of the batch is cut over what stages and tensor leave"),
-        ("parameter_plan", parameter_plan, "give it to train.pipeline, by the paths of the model"),
-    ):
-        if value:
-            yield Problem(f"`{name}` of a step has no meaning around a pipeline", f"{name} = {short(value)}",
-                          "the pipeline has laid out its stages and their batch itself", fix)  # fmt: skip
 
 
 class TrainingStep:

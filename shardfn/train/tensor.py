@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardfn.errors import Problem
+from shardfn.paths import met, unmet
 from shardfn.strategy import short
 
 
@@ -20,13 +20,10 @@ def tensor_cuts(
     ([1, 0, -1], 2, [])
     """
     dims, ways = [-1] * len(paths), 1
-    problems: list[Problem] = []
+    problems = list(unmet("parameter_plan", plan, paths))
     for glob, entry in plan.items():
         where = f"parameter_plan[{glob!r}] = {short(entry)}"
-        hits = [i for i, path in enumerate(paths) if fnmatch.fnmatchcase(path, glob)]
-        if not hits:
-            problems.append(Problem(f"parameter_plan {glob!r} matches no parameter", where,
-                                    f"the parameters are {', '.join(paths[:8])}", "use a path, or a glob of paths"))  # fmt: skip
+        hits, _ = met(glob, paths)
         if not isinstance(entry, tuple | list) or not all(type(n) is int and n > 0 for n in entry):
             problems.append(Problem("a cut within a stage is a tuple of ints from 1 up", where,
                                     "it says how many ways each dim is cut", "write one as (1, 2)", is_type=True))  # fmt: skip

@@ -16,6 +16,7 @@ from shardfn.graph.model import Spec
 from shardfn.train.drawn import Cut, Drawn
 from shardfn.train.fusion import KINDS, Bucket, buckets, check_ids, compiler_options, unheard
 from shardfn.train.gradients import At, Parts
+from shardfn.train.pipeline import Pipeline
 from shardfn.train.state import Anatomy
 from shardfn.train.training import Training
 
@@ -56,9 +57,11 @@ def told(training: Training, how: Parts | None) -> dict[str, Any]:
     explicit = KINDS.values() if how is not None and not how.is_partial else ["all-reduce"] if how is not None else []
     missed = unheard(training.fusion, platform, explicit)
     if missed:
+        piped = isinstance(training.loss_fn, Pipeline)
         warn(
-            f"comm_fusion has no effect on {', '.join(missed)}: in mode {training.mode.name!r} XLA's partitioner makes the "
-            f'collectives, and on {platform} it takes no such option; use mode="data_parallel", or cross_batch=True',
+            f"fusion has no effect on {', '.join(missed)}: {'in a pipeline' if piped else f'in mode {training.mode.name!r}'} XLA "
+            f"puts collectives together as it likes, and on {platform} it takes no such option; "
+            + ("leave it out" if piped else 'use mode="data_parallel", or cross_batch=True')
         )
     return compiler_options(training.fusion, platform, explicit)
 

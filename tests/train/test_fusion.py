@@ -177,6 +177,7 @@ CASES = {  # options: (all-reduces, all-gathers, reduce-scatters) of the compile
     "one each": (dict(comm_fusion={"openstate": False}), (8, 0, 0)),
     "auto": (dict(comm_fusion={}), (1, 0, 0)),
     "numbers": (dict(fusion={"*/w": 1, "l0/b": 0}), (3, 0, 0)),
+    "a path goes before a glob": (dict(fusion={"l0/b": 0, "*": 1}), (2, 0, 0)),
     "level 1": (dict(fusion={"l[01]/*": 1}, parallel_optimizer_config=ZERO), (2, 2, 0)),
     "level 2": (
         dict(comm_fusion={"reducescatter": {"mode": "size", "config": 0}}, parallel_optimizer_config={**ZERO, "optimizer_level": "level2"}),

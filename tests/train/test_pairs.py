@@ -135,7 +135,7 @@ def trained(mode, level, micro_batches, recompute, pipeline, fusion, dtype):
 def test_a_row_is_the_run_of_one_device(row, alone):
     dtype = row[-1]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "comm_fusion has no effect")  # where XLA's partitioner makes the collectives
+        warnings.filterwarnings("ignore", "fusion has no effect")  # where XLA's partitioner makes the collectives
         losses, params = trained(*row)
     expected, after = alone[dtype]
     np.testing.assert_allclose(losses, expected, rtol=LOSSES[dtype])

@@ -374,10 +374,13 @@ def test_errors_of_calls(how, parts):
 
 
 STEPPED = [  # arguments of train.step around a pipeline, parts of the message
-    (dict(has_aux=True), ["a pipeline gives no auxiliary output", "leave has_aux out"]),
+    (dict(has_aux=True), ["`has_aux` has no meaning around a pipeline", "leave has_aux out"]),
     (dict(recompute=2), ["`recompute` has no meaning around a pipeline"]),
-    (dict(parameter_plan={"0": (2, 1)}), ["`parameter_plan` of a step", "give it to train.pipeline"]),
-    (dict(in_strategy=((2, 1), (2, 1))), ["`in_strategy` of a step"]),
+    (dict(parameter_plan={"0": (2, 1)}), ["`parameter_plan` has no meaning", "give it to train.pipeline"]),
+    (dict(in_strategy=((2, 1), (2, 1))), ["`in_strategy` has no meaning"]),
+    (dict(layerwise_parallel=["0"]), ["`layerwise_parallel` has no meaning around a pipeline"]),
+    (dict(layout="gpt2/fsdp-tp", memory_limit="1GiB"), ["`layout` has no", "`memory_limit` has no"]),
+    (dict(loss_repeated_mean=False, reuse="auto"), ["`loss_repeated_mean` has no meaning", "`reuse` has no meaning"]),
     (dict(parallel_optimizer_comm_recompute=True, parallel_optimizer_config={"optimizer_level": "level3"}),
      ["`parallel_optimizer_comm_recompute` has no meaning around a pipeline"]),
 ]  # fmt: skip

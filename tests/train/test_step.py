@@ -1,6 +1,7 @@
 """Every mode takes the steps that one device takes, and what it composes shows in the compiled module."""
 
 import re
+import warnings
 from collections import Counter
 
 import jax
@@ -344,6 +345,8 @@ WRONG = [
     (lambda: train.step(train.pipeline(mean_square, 2), optax.sgd(1), recompute=1, mutable="a"), StrategyError, "2 problems:"),
     (lambda: train.step(mean_square, optax.sgd(1), parallel_optimizer_config={"foo": 1}), ContextError, "no entry 'foo'"),
     (lambda: train.step(mean_square, optax.sgd(1), mode="data_parallel", in_strategy=((8, 1), None)), StrategyError, "no meaning"),
+    (lambda: train.step(mean_square, optax.sgd(1), mode="data_parallel", memory_limit="64B", finalists=2), StrategyError,
+     "`memory_limit` has no meaning in mode 'data_parallel'"),
     (lambda: train.step(mean_square, optax.sgd(1), mode="auto_parallel", layerwise_parallel=("b1",)), StrategyError, "no meaning"),
     (lambda: one_step(mean_square, mode="data_parallel", layerwise_parallel=("q",)), StrategyError, "matches no parameter"),
     (lambda: run(train.step(mean_square, optax.sgd(1), mode="data_parallel"), batch=data(30)), StrategyError, "batch of 24"),
@@ -359,6 +362,19 @@ def test_errors_say_what_to_do(call, kind, text):
     with pytest.raises(kind, match=re.escape(text)) as caught:
         call()
     assert "fix:" in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["data_parallel", "semi_auto_parallel"])
+def test_the_users_compiler_options_go_beside_those_of_fusion(mode):
+    heard = {"xla_cpu_enable_fast_math": True}
+    step = train.step(
+        mean_square, optax.sgd(1e-2), mode=mode, comm_fusion={"allreduce": {"mode": "auto"}}, compiler_options=heard
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run(step)
+        with pytest.raises(Exception, match="nonsense"):
+            run(train.step(mean_square, optax.sgd(1e-2), mode=mode, compiler_options={"nonsense": 1}))
 
 
 @pytest.mark.parametrize("mode", ["semi_auto_parallel", "auto_parallel"])
