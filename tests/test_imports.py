@@ -83,6 +83,7 @@ LAYERS = (
     ("cell",),
     ("",),  # shardfn/__init__.py
     (
+        "train.batches",
         "train.modes",
         "train.state",
         "train.adapted",

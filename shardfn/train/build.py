@@ -17,9 +17,10 @@ from shardfn.cost import hardware
 from shardfn.cost.hardware import Hardware
 from shardfn.errors import Problem, StrategyError, a, fail, raise_problems
 from shardfn.meshes import abstract_mesh, mesh_on
-from shardfn.paths import join
+from shardfn.paths import join, listed
 from shardfn.strategy import short
 from shardfn.train import rows as packing
+from shardfn.train.batches import part_problems
 from shardfn.train.beats import DATA, STAGE, TENSOR, Machine, machine, row_spec
 from shardfn.train.marks import Mark, configured, marks_by_path, marks_of, staged
 from shardfn.train.program import program_of
@@ -167,6 +168,10 @@ def make(asked: Asked, params: Any, batch: tuple[Any, ...], earlier: Made | None
             fail(StrategyError, "packed parameters of a pipeline that has not seen the model",
                  where=f"{asked.name}", why="what the stages hold depends on the model and the batch",
                  fix="call pack(params, *batch) first; shapes will do")  # fmt: skip
+        if params.layout != earlier.layout:
+            fail(StrategyError, "packed parameters of another pipeline, or of another cut into stages",
+                 where=f"{asked.name}", why="their rows hold other stages than this pipeline's",
+                 fix="unpack them with the pipeline that packed them, and pack them again with this one")  # fmt: skip
         parts, layout = earlier.parts, params.layout
         of = lambda p: params.shared[p.path] if p.stage < 0 else params.rows[p.kind]  # noqa: E731
         places = [jax.ShapeDtypeStruct(p.shape, of(p).dtype) for p in layout.places]  # they may have been cast
@@ -234,8 +239,24 @@ def _function(asked: Asked, parts: Anatomy) -> Callable[..., Any]:
     if getattr(type(stages), "__shardfn_cell__", False):
         return lambda arrays, *batch: stages.with_parameters(parts.model(arrays))(*batch)
     if not tree_util.all_leaves([stages]):  # a module that is a pytree
-        return lambda arrays, *batch: parts.model(arrays)(*batch)
-    return lambda arrays, *batch: stages(parts.model(arrays), *batch)
+        return _unchanging(parts, lambda model, *batch: model(*batch))
+    return _unchanging(parts, stages)
+
+
+def _unchanging(parts: Anatomy, loss: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss of arrays, of one of a model. Raises if it changes arrays of the model."""
+
+    def run(arrays: Any, *batch: Any) -> Any:
+        model = parts.model(arrays)
+        value = loss(model, *batch)
+        after = zip(parts.paths, tree_util.tree_leaves(arrays), tree_util.tree_leaves(parts.arrays(model)), strict=True)
+        if changed := [path for path, old, new in after if old is not new]:
+            fail(StrategyError, "the loss of a pipeline changes the model's state", where=listed(changed),
+                 why="a stage sees one micro-batch at a time, and hands on activations alone",
+                 fix="use the model in evaluation mode, or a norm that has no statistics")  # fmt: skip
+        return value
+
+    return run
 
 
 def _marks(asked: Asked, model: Any, arrays: Any, paths: Sequence[str]) -> tuple[list[Mark | None], list[Problem]]:
@@ -269,11 +290,7 @@ def _micro_shapes(asked: Asked, batch: tuple[Any, ...], parts: int) -> tuple[tup
             problems.append(Problem(f"`{path}` is a scalar, which has no batch dim", f"{path}: {short(x)}",
                                     "dim 0 of every array of the batch is cut into micro-batches",
                                     "close over it in the loss function"))  # fmt: skip
-        elif shape[0] % need:
-            each = f"{asked.micro_size} micro-batches on each of {parts} devices" if parts > 1 else "micro-batches"
-            problems.append(Problem(f"`{path}` cannot be cut into {need} parts", f"{x.dtype}{list(shape)}",
-                                    f"{shape[0]} is not divisible by {need}: {each}",
-                                    f"use a batch of {max(shape[0] // need, 1) * need}, or pad it"))  # fmt: skip
+    problems += part_problems(batch, parts, asked.micro_size)
     if problems:
         return (), problems
     cut_one = lambda x: jax.ShapeDtypeStruct((x.shape[0] // need, *x.shape[1:]), x.dtype)  # noqa: E731

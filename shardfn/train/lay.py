@@ -16,6 +16,7 @@ from shardfn.meshes import abstract_mesh, mesh_on, wired
 from shardfn.paths import join, ruled
 from shardfn.sharded import ShardedFunction
 from shardfn.strategy import AUTO
+from shardfn.train.batches import part_problems
 from shardfn.train.drawn import Cut, Drawn, is_per_device, tree_of
 from shardfn.train.fusion import Bucket
 from shardfn.train.gradients import Parts
@@ -117,7 +118,7 @@ def _whole(training: Training, parts: Anatomy, state: State, batch: tuple[Any, .
         ((),) * len(x.shape) if p is None else like[p] for p, x in zip(_mirrored(parts, state), leaves, strict=True)
     ]
     cuts = tuple((names, *((),) * (len(x.shape) - 1)) if x.shape else () for x in tree_util.tree_leaves(batch))
-    raise_problems(list(_batch_problems(training, devices.count, batch)))
+    raise_problems(list(part_problems(batch, devices.count, training.micro_batches)))
     return Drawn(_mesh(devices, axes), names, params, tuple(seen), cuts)
 
 
@@ -163,7 +164,8 @@ def _planned(training: Training, parts: Anatomy, state: State, batch: tuple[Any,
     if training.is_plain and not is_per_device(training, drawn):
         shardings = [drawn.named(s) for s in specs]
         return Laid(draft, tree_util.tree_unflatten(tree_util.tree_structure(state), shardings[: sum(counts)]))
-    raise_problems(list(_batch_problems(training, drawn.count if is_per_device(training, drawn) else 1, batch)))
+    ways = drawn.count if is_per_device(training, drawn) else 1
+    raise_problems(list(part_problems(batch, ways, training.micro_batches)))
     return drawn
 
 
@@ -240,22 +242,6 @@ def _mesh(devices: Hardware, axes: Sequence[tuple[str, int]]) -> Mesh | Abstract
     if devices.mesh is None and devices.platform == "tpu":
         return wired(devices.devices, axes)
     return mesh_on(devices.devices, axes)
-
-
-def _batch_problems(training: Training, count: int, batch: tuple[Any, ...]) -> Iterator[Problem]:
-    """What of the batch cannot be cut over the devices and into micro-batches."""
-    need = count * training.micro_batches
-    for key, x in tree_util.tree_flatten_with_path(batch)[0]:
-        name = f"argument {key[0].idx + 1} `{join('batch', key)}`"
-        what = (
-            f"{training.micro_batches} micro-batches on each of {count} devices"
-            if training.micro_batches > 1
-            else f"{count} devices"
-        )
-        if x.shape and x.shape[0] % need:
-            yield Problem(f"{name} cannot be cut into {need} parts", f"{x.dtype}{list(x.shape)}",
-                          f"{x.shape[0]} is not divisible by {need}: {what}",
-                          f"use a batch of {max(x.shape[0] // need, 1) * need}, or pad it")  # fmt: skip
 
 
 def _entry_problems(entries: Any, batch: tuple[Any, ...]) -> Iterator[Problem]:

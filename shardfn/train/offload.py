@@ -75,7 +75,9 @@ class Offloaded:
 
     def __call__(self, state: State, *batch: Any) -> Any:
         leaves, treedef = tree_util.tree_flatten((state, batch))
-        return self.jitted(*treedef.unflatten(moved(leaves, self._targets)))
+        targets = self._targets
+        there = [_brought(x, target) for x, target in zip(moved(leaves, targets), targets, strict=True)]
+        return self.jitted(*treedef.unflatten(there))
 
     @property
     def _targets(self) -> list[NamedSharding]:
@@ -104,6 +106,12 @@ def offloaded(
     plan = sharded.plan(state, *batch)
     lies = shardings(plan.inputs, whole(plan))[len(tree_util.tree_leaves(state)) :]
     return Offloaded(sharded, here, in_memory(here, state, kind), tuple(lies), donates, options)
+
+
+def _brought(x: Any, target: NamedSharding) -> Any:
+    """An array in the target's memory: a first state, made before its layout was known, is in the devices'."""
+    kind = getattr(getattr(x, "sharding", None), "memory_kind", None)
+    return jax.device_put(x, target) if target.memory_kind is not None and kind != target.memory_kind else x
 
 
 def _placed(state: State, layout: State) -> State:

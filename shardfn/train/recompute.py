@@ -211,6 +211,10 @@ def _by_path(module: Any, globs: tuple[str, ...], how: Recompute) -> Any:
         return _rebuilt(value, path, walk)
 
     made = walk(module, "")
+    if not seen:
+        fail(StrategyError, f"{a(module)} has no submodules to recompute", where=f"paths = {globs!r}",
+             why="paths name callable parts of a Cell, a Flax NNX or an Equinox model",
+             fix="wrap a block's function in train.recompute; train.step(recompute=n) finds equal blocks by itself")  # fmt: skip
     raise_problems(list(unmet("paths", globs, seen, "submodule")))
     return made
 

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from shardfn.api import shard
 from shardfn.context import ParallelContext
 from shardfn.context_keys import nearest
@@ -23,6 +25,10 @@ from shardfn.train.reuse import reuse_problems
 _OF_SHARD = {f.name for f in dataclasses.fields(Options)} - {
     "out_strategy", "donate_argnums", "donate_argnames", "static_argnums", "static_argnames",
 }  # fmt: skip
+_OWN = (
+    "mode", "device", "gradients_mean", "gradient_fp32_sync", "loss_repeated_mean", "parameter_broadcast", "frozen",
+    "enable_parallel_optimizer", "parallel_optimizer_config", "comm_fusion", "all_reduce_fusion_config", "donate",
+)  # fmt: skip
 _SEARCHES = ("search_mode", "finalists", "time_limit", "memory_limit")
 _LAID = "the pipeline has laid out its stages and their batch itself"
 
@@ -86,9 +92,10 @@ def _values(asked: Mapping[str, Any]) -> Iterator[Problem]:
         shard(lambda: None, **{name: value for name, value in options.items() if name in _OF_SHARD})
     except ShardError as error:
         yield from error.problems
+    known = sorted({*_OF_SHARD, *_OWN, *asked} - {"options"})
     for name in sorted(asked["options"].keys() - _OF_SHARD):
         yield Problem(f"`train.step` has no option `{name}`", f"{name} = {short(asked['options'][name])}",
-                      "its options are its own and those of `shard`", nearest(name, sorted(_OF_SHARD)), is_type=True)  # fmt: skip
+                      "its options are its own and those of `shard`", nearest(name, known), is_type=True)  # fmt: skip
     if not callable(loss_fn):
         yield Problem(f"`loss_fn` is {a(loss_fn)}, no function", f"loss_fn = {short(loss_fn)}",
                       "it is called as loss_fn(params, *batch)", "pass the function first", is_type=True)  # fmt: skip
@@ -99,6 +106,15 @@ def _values(asked: Mapping[str, Any]) -> Iterator[Problem]:
         yield Problem("`micro_batches` must be an int from 1 up", f"micro_batches = {short(count)}",
                       "the batch is worked through in so many parts", "write 1 for none",
                       is_type=not isinstance(count, int) or isinstance(count, bool))  # fmt: skip
+    dtype = asked["compute_dtype"]
+    try:
+        is_float = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.inexact)
+    except TypeError:
+        is_float = False
+    if not is_float:
+        yield Problem(f"`compute_dtype` cannot be {short(dtype)}", f"compute_dtype = {short(dtype)}",
+                      "parameters are cast to it for the loss and its gradients",
+                      "use a floating dtype, such as jnp.bfloat16", is_type=True)  # fmt: skip
     yield from id_problems(asked["fusion"]) if asked["fusion"] is not None else ()
     yield from recompute_problems(asked["recompute"], asked["options"])
     yield from reuse_problems(asked["reuse"])

@@ -8,6 +8,8 @@ end, by dtype, in a row as long as the longest stage's, and the rows are cut ove
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -57,6 +59,11 @@ class Layout:
         """The leaves in a stage's row."""
         return [i for i, place in enumerate(self.places) if place.stage == stage]
 
+    @functools.cached_property
+    def mark(self) -> str:
+        """Eight letters that differ for rows which hold other leaves, or hold them elsewhere."""
+        return hashlib.sha256(repr((self.places, self.devices, self.chunks, self.ways)).encode()).hexdigest()[:8]
+
     @property
     def beside(self) -> list[int]:
         """The leaves beside the rows."""
@@ -76,8 +83,8 @@ class Packed:
     layout: Layout
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """Both maps are children; the layout is not."""
-        keys = tree_util.GetAttrKey("rows"), tree_util.GetAttrKey("shared")
+        """Both maps are children; the layout is not, but rows have its mark in their path, by which a checkpoint knows them."""
+        keys = tree_util.GetAttrKey(f"rows_{self.layout.mark}"), tree_util.GetAttrKey("shared")
         return tuple(zip(keys, (dict(self.rows), dict(self.shared)), strict=True)), self.layout
 
     @classmethod
@@ -102,9 +109,8 @@ def layout_of(
     ends: dict[tuple[int, str], int] = {}
     places = []
     for path, leaf, home, cut in zip(paths, leaves, homes, cuts, strict=True):
-        dtype = jnp.dtype(leaf.dtype)
-        home = home if jnp.issubdtype(dtype, jnp.inexact) else -1
-        place = Place(path, tuple(leaf.shape), dtype.name, home, 0, cut if ways > 1 else -1)
+        home = home if jnp.issubdtype(leaf.dtype, jnp.inexact) else -1  # numbers and keys of all kinds lie beside
+        place = Place(path, tuple(leaf.shape), str(leaf.dtype), home, 0, cut if ways > 1 else -1)
         if home >= 0:
             key = home, place.kind
             start = ends.get(key, 0)

@@ -14,10 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import tree_util
+from jax.core import Tracer
 from jax.experimental import multihost_utils
 
 from shardfn import context
 from shardfn.errors import StrategyError, StrategyTypeError, a, fail, raise_problems, warn
+from shardfn.paths import listed
 from shardfn.plan import Plan
 from shardfn.report import Report
 from shardfn.strategy import shape_of, short
@@ -144,7 +146,8 @@ def step(
     options = {**options, "level": level, "in_strategy": in_strategy, "parameter_plan": parameter_plan}
     raise_problems(problems({
         "loss_fn": loss_fn, "optimizer": optimizer, "micro_batches": micro_batches, "has_aux": has_aux, "mutable": mutable,
-        "cross_batch": cross_batch, "layerwise_parallel": layerwise_parallel, "fusion": fusion, "reuse": reuse,
+        "cross_batch": cross_batch, "compute_dtype": compute_dtype,
+        "layerwise_parallel": layerwise_parallel, "fusion": fusion, "reuse": reuse,
         "recompute": recompute, "opt_state_memory_kind": opt_state_memory_kind,
         "parallel_optimizer_comm_recompute": parallel_optimizer_comm_recompute, "options": options,
     }, mode_asked, settings))  # fmt: skip
@@ -219,6 +222,10 @@ class TrainingStep:
     def __call__(self, state: State, /, *batch: Any, **named: Any) -> tuple[State, Any]:
         if named:
             batch = self._ordered(batch, named)
+        count = getattr(state, "step", None)
+        if isinstance(count, jax.Array) and not isinstance(count, Tracer) and count.is_deleted():
+            fail(StrategyError, "the state was given away: a step takes its memory for the next one", where="state",
+                 why="donate = True", fix="go on with the state that the step gave, or set donate=False")  # fmt: skip
         laid = self._for(state, batch)
         with context.held(self.training.settings):
             return laid.sharded(state, *batch)
@@ -281,6 +288,10 @@ class TrainingStep:
             return make, model
         self._unfolded = parts
         trained = made.stack(tree_util.tree_unflatten(parts.treedef, parts.trained))
+        if some := [name for name, one in trained.items() if np.any(one) and not np.all(one)]:
+            fail(StrategyError, f"`frozen` names some of equal blocks that are folded into one: {listed(some)}",
+                 where=f"frozen = {asked.frozen}", why="their parameters are one stacked array, which is trained or is not",
+                 fix="freeze all of them or none, or leave reuse and recompute out")  # fmt: skip
         frozen = tuple(name for name, one in trained.items() if not np.all(one))
         self.training = dataclasses.replace(asked, loss_fn=made.loss, frozen=frozen)
         return lambda: made.stack(parts.arrays(make())), jax.eval_shape(made.stack, shapes)
@@ -288,7 +299,8 @@ class TrainingStep:
     def _parts(self, state: State) -> Anatomy:
         if not isinstance(state, State):
             fail(StrategyTypeError, f"the state is {a(state)}", where=f"state = {short(state)}",
-                 why="a step takes the State that `init` gives, or the last step", fix="call init(params) first")  # fmt: skip
+                 why="a step takes the State that `init` gives, or the last step",
+                 fix="call init(params) first; from a checkpoint, restore(path, like=step.init(...))")  # fmt: skip
         if self._anatomy is None and self.training.reuse is not None:
             fail(StrategyError, "the blocks of this state are folded, and this step has not folded them",
                  where="reuse", why="what folds is found by `init`", fix="call init(params, *batch) once before")  # fmt: skip
@@ -336,8 +348,13 @@ def in_order(loss_fn: Callable[..., Any], batch: tuple[Any, ...], named: Mapping
     return tuple(bound.get(p.name, p.default) for p in rows[: last + 1])
 
 
-def _globs(given: str | Sequence[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
+def _globs(given: Any) -> tuple[str, ...]:
+    if isinstance(given, str):
+        return (given,)
+    if not isinstance(given, list | tuple | set | frozenset) or not all(isinstance(glob, str) for glob in given):
+        fail(StrategyTypeError, f"globs of paths are strings, but here is {a(given)}", where=short(given),
+             why="`mutable`, `frozen`, `layerwise_parallel` name arrays by path", fix='write them as ["layers/*"]')  # fmt: skip
+    return tuple(given)
 
 
 def _is_by_path(recompute: Any) -> bool:

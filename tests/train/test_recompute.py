@@ -201,7 +201,7 @@ def test_nnx_keeps_its_statistics():
     [
         (lambda: recompute(two, mp_comm_recompute=1), StrategyTypeError, "`mp_comm_recompute` must be True or False"),
         (lambda: recompute(3), StrategyTypeError, "`fn` is an int, which cannot be called"),
-        (lambda: recompute(Stack(), paths=["blocks/*"]), StrategyError, "path 'blocks/*' matches no submodule"),
+        (lambda: recompute(Stack(), paths=["blocks/*"]), StrategyError, "paths 'blocks/*' matches no submodule"),
         (lambda: recompute(two, recompute_slice_activation=True)(PARAMS, X), StrategyError, "no activation of `two` can be kept in pieces"),
     ],
 )  # fmt: skip
@@ -250,7 +250,7 @@ def test_submodules_of_a_steps_model_by_path():
         states.append(made(state, X))
     same(states[1], states[0])
     same(states[2], states[0])
-    with pytest.raises(StrategyError, match="matches no submodule"):
+    with pytest.raises(StrategyError, match="has no submodules to recompute"):
         made = step(two_of, optax.sgd(0.1), mode="data_parallel", recompute="layers/*")
         made(made.init(PARAMS), X)
 

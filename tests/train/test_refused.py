@@ -1,0 +1,137 @@
+"""What would be silently wrong is refused: batches that differ in dim 0, blocks frozen by half, rows of another pipeline."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from shardfn import checkpoint, train
+from shardfn.errors import ShardError, StrategyError
+
+X = jax.random.normal(jax.random.key(1), (32, 8))
+LAYERS = {"l": [{"w": jnp.eye(8) * (1 + i / 10)} for i in range(4)]}
+
+
+def deep(params, x):
+    for layer in params["l"]:
+        x = x + jnp.tanh(x @ layer["w"])
+    return jnp.mean(x**2)
+
+
+def weighted(params, x, columns):
+    return jnp.mean((x @ params["w"]) ** 2 * columns)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(mode="data_parallel"),
+        dict(mode="semi_auto_parallel", cross_batch=True),
+        dict(mode="stand_alone", micro_batches=2),
+    ],
+    ids=str,
+)
+def test_a_batch_whose_arrays_differ_in_dim_0(options):
+    step = train.step(weighted, optax.sgd(0.1), **options)
+    state = step.init({"w": jnp.eye(8)})
+    with pytest.raises(StrategyError, match="the arrays of the batch differ in dim 0"):
+        step(state, X, jnp.arange(8.0))
+    whole = train.step(weighted, optax.sgd(0.1), mode="semi_auto_parallel", in_strategy=((8, 1), (1,)))
+    _, value = whole(whole.init({"w": jnp.eye(8)}), X, jnp.arange(8.0))
+    np.testing.assert_allclose(value, weighted({"w": jnp.eye(8)}, X, jnp.arange(8.0)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [dict(reuse="auto"), dict(recompute=2)], ids=str)
+def test_some_of_folded_blocks_frozen(options):
+    step = train.step(deep, optax.sgd(1.0), mode="data_parallel", frozen=["l/0/w"], **options)
+    with pytest.raises(StrategyError, match="`frozen` names some of equal blocks"):
+        step.init(LAYERS, X)
+    every = train.step(deep, optax.sgd(1.0), mode="data_parallel", frozen=["l/*"], **options)
+    state, _ = every(every.init(LAYERS, X), X)
+    assert all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (every.model(state), LAYERS)), strict=True))
+
+
+def cut_at(*stages):
+    names = {f"l/{i}": stage for i, stage in enumerate(stages)}
+    return train.pipeline(deep, 4, pipeline_stages=2, stage_config=names, device=jax.devices()[:2])
+
+
+def test_rows_of_another_cut_are_refused_by_the_pipeline_and_by_a_restore(tmp_path):
+    one, two = cut_at(0, 1, 1, 1), cut_at(0, 0, 0, 1)
+    packed, other = one.pack(LAYERS, X), two.pack(LAYERS, X)
+    np.testing.assert_allclose(one(packed, X), deep(LAYERS, X), rtol=1e-5)
+    assert [x.shape for x in jax.tree.leaves(packed)] == [x.shape for x in jax.tree.leaves(other)]
+    with pytest.raises(StrategyError, match="packed parameters of another pipeline"):
+        two(packed, X)
+    checkpoint.save(tmp_path, {"params": packed}, step=0)
+    back = checkpoint.restore(tmp_path, like={"params": packed})["params"]
+    np.testing.assert_allclose(one(back, X), deep(LAYERS, X), rtol=1e-5)
+    with pytest.raises(ShardError, match=re.escape("params/rows_")):
+        checkpoint.restore(tmp_path, like={"params": other})
+
+
+class Normed(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.norm, self.down = (
+            nnx.Linear(8, 8, rngs=rngs),
+            nnx.BatchNorm(8, rngs=rngs),
+            nnx.Linear(8, 1, rngs=rngs),
+        )
+
+    def __call__(self, x):
+        return jnp.mean(self.down(self.norm(self.up(x))) ** 2)
+
+
+def test_a_pipeline_refuses_a_loss_that_changes_the_model():
+    model = Normed(nnx.Rngs(0))
+    pipe = train.pipeline(lambda model, x: model(x), 4, pipeline_stages=2, auto_pipeline=True, device=jax.devices()[:2])
+    with pytest.raises(StrategyError, match="changes the model's state") as caught:
+        pipe(model, X)
+    assert "norm/mean" in str(caught.value)
+
+
+def test_keys_among_the_parameters():
+    params = {**LAYERS, "key": jax.random.key(0)}
+    pipe = cut_at(0, 0, 1, 1)
+    np.testing.assert_allclose(pipe(pipe.pack(params, X), X), deep(LAYERS, X), rtol=1e-5)
+    assert pipe.unpack(pipe.pack(params, X))["key"] == params["key"]
+    step = train.step(deep, optax.adam(1e-2), mode="data_parallel", reuse="auto")
+    _, value = step(step.init(params, X), X)
+    assert step.folding.groups
+    np.testing.assert_allclose(value, deep(LAYERS, X), rtol=1e-5)
+
+
+def test_a_state_that_was_given_away():
+    step = train.step(deep, optax.sgd(0.1), mode="data_parallel")
+    state = step.init(LAYERS)
+    step(state, X)
+    with pytest.raises(StrategyError, match="the state was given away"):
+        step(state, X)
+
+
+def test_a_first_state_made_without_the_batch_goes_to_the_hosts_memory():
+    step = train.step(deep, optax.adam(1e-2), mode="semi_auto_parallel", opt_state_memory_kind="pinned_host")
+    plain = train.step(deep, optax.adam(1e-2), mode="semi_auto_parallel")
+    state, value = step(step.init(LAYERS), X)
+    state, after = step(state, X)
+    other, first = plain(plain.init(LAYERS), X)
+    np.testing.assert_allclose([value, after], [first, plain(other, X)[1]], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (dict(compute_dtype="foo"), "`compute_dtype` cannot be 'foo'"),
+        (dict(compute_dtype=jnp.int32), "`compute_dtype` cannot be"),
+        (dict(layerwise_parallel=3), "globs of paths are strings"),
+        (dict(microbatches=2), "micro_batches"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_told_with_what_to_do(options, text):
+    with pytest.raises(ShardError, match=re.escape(text)):
+        train.step(deep, optax.sgd(0.1), mode="data_parallel", **options)
