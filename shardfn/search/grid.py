@@ -112,7 +112,10 @@ def _moved(code: int, grid: Grid) -> tuple[float, float, float, float, float]:
     for kind, axes, piece in _path(tuple(digits), grid.sizes):
         taken = [(grid.names[axis], size) for axis, size in axes]
         if kind == "all-gather":
-            for name, size in taken:  # the outer axes first, while the pieces are small: their links are the slower ones
+            for (
+                name,
+                size,
+            ) in taken:  # the outer axes first, while the pieces are small: their links are the slower ones
                 gathered += (size - 1) * piece
                 gathered_s += (size - 1) * piece / links_of[name].bytes_s
                 latency += links_of[name].latency_s
@@ -128,7 +131,9 @@ def _moved(code: int, grid: Grid) -> tuple[float, float, float, float, float]:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _path(digits: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[str, tuple[tuple[int, int], ...], float], ...]:
+def _path(
+    digits: tuple[int, ...], sizes: tuple[int, ...]
+) -> tuple[tuple[str, tuple[tuple[int, int], ...], float], ...]:
     """The collectives from one layout to another: kind, (axis, size) of what takes part, and which part of the value one
     device holds before. `digits` are the dims that the axes cut before, then after; -1 for none."""
     parts_of = {axis: [(f"{axis}:{at}", n) for at, n in enumerate(primes(size))] for axis, size in enumerate(sizes)}

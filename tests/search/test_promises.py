@@ -7,6 +7,7 @@ import pytest
 import shardfn
 from examples.models import abstract, mlp
 from shardfn.search import choose, dynamic, forget, plain
+from shardfn.search.budget import Budget
 from shardfn.search.problem import objective
 
 WIDE = {"batch": 512, "d_in": 1024, "d_hidden": 4096, "d_out": 1024, "train": True}
@@ -28,7 +29,7 @@ def asked_and_made(level=2, device="tpu-v5e:2x4"):
 def test_how_a_product_reads_its_operands_is_left_to_the_compiler(level):
     """On a TPU what is gathered for a product travels as bf16, but as f32 where the operand itself is held whole."""
     problem, made = asked_and_made(level)
-    found = next(dynamic.on_grid(problem, (("a", 8),)))
+    found = next(dynamic.on_grid(problem, (("a", 8),), Budget()))
     loose, held = next(choose.candidates(problem, found)), choose.candidate(problem, found)
     assert loose.pins and all(spec is None for pin in loose.pins.values() for spec in pin.operands)
     assert {problem.graph.ops[i].name for i in loose.pins} == {"dot_general"}
@@ -38,7 +39,7 @@ def test_how_a_product_reads_its_operands_is_left_to_the_compiler(level):
 
 def test_a_flow_that_keeps_its_promise_is_enough(monkeypatch):
     problem, _ = asked_and_made()
-    found = next(dynamic.on_grid(problem, (("a", 8),)))
+    found = next(dynamic.on_grid(problem, (("a", 8),), Budget()))
     for kept, count in ((True, 1), (False, 2)):
         monkeypatch.setattr(choose, "keeps_promise", lambda *_, kept=kept: kept)
         assert len(list(choose.candidates(problem, found))) == count
@@ -71,7 +72,7 @@ def test_beside_a_large_program_s_plan_that_disappoints_stand_those_of_the_batch
 
 def test_a_promise_is_what_is_sent_and_computed():
     problem, _ = asked_and_made()
-    found = next(dynamic.on_grid(problem, (("a", 8),)))
+    found = next(dynamic.on_grid(problem, (("a", 8),), Budget()))
     made = choose.candidate(problem, found)
     sums = choose.totals(found.space, found.solution.choice)
     of = lambda **figures: SimpleNamespace(price=SimpleNamespace(**{  # noqa: E731
