@@ -66,10 +66,13 @@ class Found:
 Mend = Callable[[Problem, Found, Candidate], Iterable[Found]]
 """What to try instead of something found whose flow holds more than the limit."""
 
+Turn = Callable[[Problem, Found], Iterable[Found]]
+"""What else to try on the grid of something found whose flow breaks the model's promise."""
+
 
 def answer_of(
     problem: Problem, found: Sequence[Found], what: str, mend: Mend, grids: Sequence[Axes] = (),
-    untried: Sequence[Axes] = (),
+    untried: Sequence[Axes] = (), turn: Turn | None = None,
 ) -> Answer:  # fmt: skip
     """The best of what was found and of the plain layouts, as their flows show, with all that is to be said of it.
 
@@ -82,8 +85,9 @@ def answer_of(
       mend: what else to try where a flow holds more than the limit.
       grids: all that were looked at, those too of which nothing is in `found`.
       untried: those of them that nothing was left for.
+      turn: what else to try where all flows break the model's promises.
     """
-    rated: list[tuple[tuple[float, ...], Candidate, Found | None]] = []
+    rated: list[_Rated] = []
     is_small, is_large = len(problem.graph.ops) <= PLAIN, len(problem.graph.ops) > LARGE
     least, disappoints = plain.least(problem), True
     for count, one in enumerate(_in_turn(found)[: weighed(problem)]):
@@ -102,10 +106,8 @@ def answer_of(
         if least < problem.memory_limit < made.price.memory.peak and problem.seconds_left > 0:
             for other in mend(problem, one, made):
                 rated += [(objective(c.price, problem), c, other) for c in candidates(problem, other)]
-    if rated and disappoints and problem.level != 1 and problem.seconds_left > 0:
-        for one in [f for f in found if len(f.axes) == 1 and not any(f is at for _, _, at in rated)][:1]:
-            made = next(candidates(problem, one))
-            rated.append((objective(made.price, problem), made, one))
+    if rated and (disappoints or is_small) and problem.level != 1:
+        rated += _otherwise(problem, found, rated, turn if not is_large else None)
     if is_large and rated and disappoints:
         rated += [(objective(c.price, problem), c, None) for c in plain.of_batch(problem)]
     elif not is_large or not rated:
@@ -146,6 +148,28 @@ def answer_of(
                   runners_up=runners_up(problem, at))  # fmt: skip
 
 
+_Rated = tuple[tuple[float, ...], Candidate, Found | None]
+
+
+def _otherwise(
+    problem: Problem, found: Sequence[Found], rated: Sequence[_Rated], turn: Turn | None
+) -> Iterator[_Rated]:
+    """Where all flows disappoint: the grid of one axis, and what was found for the other aim there and on the best grid; of
+    small programs, whose flows cost little, on all grids whose flows were priced, whether they disappoint or not."""
+    at = {id(one): one for _, _, one in rated}
+    single = [f for f in found if len(f.axes) == 1][:1]
+    best = min(rated, key=lambda r: r[0])[2]
+    tried = [f for f in single if id(f) not in at]
+    if turn is not None:
+        every = (*at.values(), *single) if len(problem.graph.ops) <= PLAIN else (best, *single)
+        again = {id(f): f for f in every if f is not None}
+        tried += [other for f in again.values() if problem.seconds_left > 0 for other in turn(problem, f)]
+    for one in tried:
+        if problem.seconds_left > 0:
+            made = min(candidates(problem, one), key=lambda c: objective(c.price, problem))
+            yield objective(made.price, problem), made, one
+
+
 def _gap(problem: Problem, at: Found, found: Sequence[Found]) -> float | None:
     """How far what was chosen may be from the optimum of all grids; at level 0, where costs are weighed on each grid by
     itself, of its own."""
@@ -180,7 +204,7 @@ def weighed(problem: Problem) -> int:
 
 def priced(problem: Problem) -> int:
     """How many flows are priced: fewer for larger programs, whatever the machine; at level 1 one of each kind."""
-    return max(KINDS if problem.level == 1 else 1, min(6, 2000 // max(1, len(problem.graph.ops))))
+    return max(KINDS if problem.level == 1 else 1, min(12, 2000 // max(1, len(problem.graph.ops))))
 
 
 def _in_turn(found: Sequence[Found]) -> list[Found]:

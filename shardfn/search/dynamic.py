@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from shardfn.cuts import divisors
 from shardfn.search import propagation
 from shardfn.search.budget import SECOND, Budget
-from shardfn.search.choose import Found, Mend, answer_of, weighed
+from shardfn.search.choose import Found, Mend, Turn, answer_of, weighed
 from shardfn.search.filters import loosened, narrowed
 from shardfn.search.grid import Array, Axes, Grid
 from shardfn.search.labelling import Labelling, cost_of
@@ -40,7 +40,7 @@ NEAR = Effort(rounds=2, steps=10, neighbourhoods=4, parts=1, close=0.1)
 """Near the least peak, where any labelling is dear: how close to the cheapest one is of little worth."""
 
 WORTH = 0.95
-"""Of the least cost: what a grid must promise to be looked at again."""
+"""Of the least cost: what a grid must promise to be looked at again; of a small program, anything less than that cost."""
 
 SPREADS = (1e3, 0.1)
 """At level 0, how much the work weighs against the bytes: first it alone, then so that a tenth of it weighs as much as all
@@ -57,11 +57,12 @@ def search(problem: Problem) -> Answer:
     tried, budget = grids(problem), budget_of(problem)
     found, untried = on_grids(problem, tried, (), budget)
     if found and not problem.axes and len(problem.graph.ops) <= THREE_AXES:
-        more = finer(problem, min(found, key=lambda f: order(problem, f)).axes)
+        best = min(found, key=lambda f: order(problem, f)).axes
+        more = list(dict.fromkeys((*finer(problem, best), *finer(problem, mirrored(best, found)))))
         again, left = on_grids(problem, more, found, budget)
         tried, found, untried = tried + more, found + again, untried + left
     found = sorted(settled(problem, found, budget), key=lambda f: order(problem, f))
-    return answer_of(problem, found, "exact search", mending(budget), tried, untried)
+    return answer_of(problem, found, "exact search", mending(budget), tried, untried, turning(budget))
 
 
 def budget_of(problem: Problem) -> Budget:
@@ -93,11 +94,11 @@ def on_grids(problem: Problem, tried: Sequence[Axes], before: Sequence[Found],
 def settled(problem: Problem, found: Sequence[Found], budget: Budget) -> list[Found]:
     """The same, with another look at the best, and at what may yet be better by a good part."""
     least = min((f.solution.cost for f in found), default=0.0)
+    is_small = len(problem.graph.ops) <= THREE_AXES
+    close, worth = (EFFORT.close, 1.0) if is_small else (FIRST.close, WORTH)
     again = []
     for one in found:
-        is_open = one.solution.gap > FIRST.close + 1e-9 and (
-            one.solution.cost == least or one.solution.bound < WORTH * least
-        )
+        is_open = one.solution.gap > close + 1e-9 and (one.solution.cost == least or one.solution.bound < worth * least)
         solution = solve(one.labels, budget.part(), EFFORT) if is_open and problem.level == 2 else one.solution
         again.append(dataclasses.replace(one, solution=solution))
     return again
@@ -134,6 +135,12 @@ def finer(problem: Problem, axes: Axes) -> list[Axes]:
         return []
     (_, a), (_, b) = axes
     return _distinct(problem, [(*s, b) for s in splits(a, 2)[1:]] + [(a, *s) for s in splits(b, 2)[1:]])
+
+
+def mirrored(axes: Axes, found: Sequence[Found]) -> Axes:
+    """The grid with the sizes the other way round, if it was looked at too: between nodes and on a torus it has other links."""
+    sizes = tuple(size for _, size in reversed(axes))
+    return next((f.axes for f in found if tuple(size for _, size in f.axes) == sizes), ())
 
 
 def _distinct(problem: Problem, sizes: Sequence[tuple[int, ...]]) -> list[Axes]:
@@ -214,6 +221,23 @@ def on_grid(problem: Problem, axes: Axes, budget: Budget, chosen: Sequence[Array
 def _possible(found: Found) -> Iterator[Found]:
     if math.isfinite(found.solution.cost):
         yield found
+
+
+def turning(budget: Budget) -> Turn:
+    """`turned` within a budget."""
+    return lambda problem, found: turned(problem, found, budget)
+
+
+def turned(problem: Problem, found: Found, budget: Budget) -> Iterator[Found]:
+    """What the model finds on the same grid for the other of the levels 0 and 2, with its cost at the problem's own: where a
+    flow breaks the model's promise, the layout that was meant for the other aim may serve this one better."""
+    other = dataclasses.replace(problem, level=2 - problem.level)
+    labels, _ = narrowed(labelling_of(found.space, other, SPREADS[0]), found.space, problem.graph,
+                         tuple(size for _, size in found.axes), problem.algorithm)  # fmt: skip
+    solution = solve(labels, budget.part(), EFFORT)
+    cost = cost_of(found.labels, solution.choice)
+    priced = dataclasses.replace(solution, cost=cost, bound=found.solution.bound, proved=False)
+    yield from _possible(dataclasses.replace(found, solution=priced))
 
 
 def mending(budget: Budget) -> Mend:

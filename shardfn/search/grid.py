@@ -1,12 +1,13 @@
 """What it costs to change the layout of a value, and to add up partial sums, on the axes of a grid.
 
-Bytes are what one device sends; seconds are bytes over each axis's own link plus its latency. Gathers take the outer
-axes first, while the pieces are small, and reductions the inner axes first: outer links are the slower ones.
+Bytes are what one device sends; seconds are bytes over each axis's own link plus its latency. Reductions take the inner
+axes first, while the pieces are large: outer links are the slower ones.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from shardfn.cost.hardware import Chip, Hardware, Link, links
 from shardfn.graph.model import Pin, Spec
+from shardfn.graph.moves import flat, primes, steps
 
 Array = np.ndarray
 Axes = tuple[tuple[str, int], ...]
@@ -62,8 +64,8 @@ def pieces(layouts: Array, sizes: tuple[int, ...]) -> Array:
 def change(before: Array, after: Array, full_bytes: float, grid: Grid, share: float = 1.0) -> tuple[Array, Array]:
     """Bytes sent and seconds to change the layout of a value, for all pairs: [before, after].
 
-    Slices come first (free), then all-to-alls, then all-gathers from the piece that is left. Where a major axis leaves a
-    dim, the minor ones on it are gathered too and sliced again; where one comes, the pieces change places.
+    The collectives are those that XLA takes (`graph.moves`): where it can't slice, exchange and gather one after the other,
+    it gathers everything first.
 
     Args:
       before: [labels, axes] of the dim that each axis cuts, -1 for none.
@@ -71,33 +73,89 @@ def change(before: Array, after: Array, full_bytes: float, grid: Grid, share: fl
       full_bytes: of the whole value.
       share: how much of its bytes travels in gathers, 0 to 1.
     """
-    b, a = before[:, None, :], after[None, :, :]
-    piece = full_bytes / np.prod(np.where((b >= 0) | (a >= 0), np.array(grid.sizes, float), 1.0), axis=-1)
-    swapped = (b >= 0) & (a >= 0) & (a != b)
-    gathered = (b >= 0) & (a < 0)
-    kept = (b >= 0) & (a == b)
-    turned = np.zeros(piece.shape, bool)
-    for minor in range(1, len(grid.sizes)):
-        for major in range(minor):
-            left = (b[..., major] == b[..., minor]) & (a[..., major] != b[..., major])
-            came = (a[..., major] == b[..., minor]) & (b[..., major] != a[..., major])
-            gathered[..., minor] |= kept[..., minor] & left
-            turned |= kept[..., minor] & came
-    sent, seconds = np.zeros_like(piece), np.zeros_like(piece)
-    for axis, (size, link) in enumerate(zip(grid.sizes, grid.links, strict=True)):
-        part = np.where(swapped[..., axis], (size - 1) / size * piece, 0.0)
-        sent += part
-        seconds += part / link.exchange_bytes_s + np.where(swapped[..., axis], link.latency_s, 0.0)
-    slowest = min(grid.links, key=lambda link: link.exchange_bytes_s, default=None)
-    if slowest is not None and turned.any():
-        sent += np.where(turned, piece, 0.0)
-        seconds += np.where(turned, piece / slowest.exchange_bytes_s + slowest.latency_s, 0.0)
-    for axis, (size, link) in enumerate(zip(grid.sizes, grid.links, strict=True)):
-        part = np.where(gathered[..., axis], (size - 1) * piece, 0.0)
-        sent += share * part
-        seconds += share * part / link.bytes_s + np.where(gathered[..., axis], link.latency_s, 0.0)
-        piece = piece + part
-    return sent, seconds
+    columns = [before[:, None, axis] for axis in range(len(grid.sizes))]
+    columns += [after[None, :, axis] for axis in range(len(grid.sizes))]
+    codes = np.zeros((len(before), len(after)), np.int64)
+    for column in columns:  # how the dims follow each other tells all: numbered by how many cuts lie before them
+        place = sum(((other >= 0) & (other < column)).astype(np.int64) for other in columns)
+        codes = codes * (len(columns) + 1) + np.where(column < 0, 0, place + 1)
+    codes, inverse = _distinct(codes, (len(columns) + 1) ** len(columns))
+    rows = np.array([_moved(code, grid) for code in codes.tolist()]).reshape(-1, 5)
+    gathered, other, gathered_s, other_s, latency = (rows[:, n][inverse] for n in range(5))
+    gathered, gathered_s = share * gathered, share * gathered_s
+    return full_bytes * (gathered + other), full_bytes * (gathered_s + other_s) + latency
+
+
+DENSE = 1 << 18
+"""Codes up to which those that occur are marked in a table; more are sorted."""
+
+
+def _distinct(codes: Array, count: int) -> tuple[Array, Array]:
+    """Which codes below `count` occur, and for each place which of them."""
+    if count > DENSE:
+        found, inverse = np.unique(codes, return_inverse=True)
+        return found, inverse.reshape(codes.shape)
+    place = np.zeros(count, np.int64)
+    place[codes.reshape(-1)] = 1
+    found = np.flatnonzero(place)
+    place[found] = np.arange(len(found))
+    return found, place[codes]
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _moved(code: int, grid: Grid) -> tuple[float, float, float, float, float]:
+    """For each byte of a value what one device sends in gathers and else, seconds of both, and latency beside them."""
+    count = len(grid.sizes)
+    digits = [code // (2 * count + 1) ** n % (2 * count + 1) - 1 for n in reversed(range(2 * count))]
+    links_of = dict(zip(grid.names, grid.links, strict=True))
+    gathered = other = gathered_s = other_s = latency = 0.0
+    for kind, axes, piece in _path(tuple(digits), grid.sizes):
+        taken = [(grid.names[axis], size) for axis, size in axes]
+        if kind == "all-gather":
+            for (
+                name,
+                size,
+            ) in taken:  # the outer axes first, while the pieces are small: their links are the slower ones
+                gathered += (size - 1) * piece
+                gathered_s += (size - 1) * piece / links_of[name].bytes_s
+                latency += links_of[name].latency_s
+                piece *= size
+            continue
+        n = math.prod(size for _, size in taken)
+        sent = piece if kind == "collective-permute" else (n - 1) / n * piece
+        slowest = min((links_of[name] for name, _ in taken), key=lambda link: link.exchange_bytes_s)
+        other += sent
+        other_s += sent / slowest.exchange_bytes_s
+        latency += slowest.latency_s
+    return gathered, other, gathered_s, other_s, latency
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _path(
+    digits: tuple[int, ...], sizes: tuple[int, ...]
+) -> tuple[tuple[str, tuple[tuple[int, int], ...], float], ...]:
+    """The collectives from one layout to another: kind, (axis, size) of what takes part, and which part of the value one
+    device holds before. `digits` are the dims that the axes cut before, then after; -1 for none."""
+    parts_of = {axis: [(f"{axis}:{at}", n) for at, n in enumerate(primes(size))] for axis, size in enumerate(sizes)}
+    size_of = {name: n for parts in parts_of.values() for name, n in parts}
+
+    def laid(row: Sequence[int]) -> Spec:
+        return tuple(
+            tuple(name for axis, at in enumerate(row) if at == dim for name, _ in parts_of[axis])
+            for dim in range(len(digits))
+        )
+
+    here, found = laid(digits[: len(sizes)]), []
+    for step in steps(here, laid(digits[len(sizes) :]), size_of):
+        if step.kind:
+            taken: dict[int, int] = {}
+            for name in step.axes:
+                axis = int(name.partition(":")[0])
+                taken[axis] = taken.get(axis, 1) * size_of[name]
+            piece = 1 / math.prod(size_of[name] for name in flat(here))
+            found.append((step.kind, tuple(sorted(taken.items())), piece))
+        here = step.after
+    return tuple(found)
 
 
 def add_up(

@@ -42,6 +42,8 @@ def test_an_argument_that_is_sliced_before_it_is_read_is_laid_out_so():
 def test_what_promises_more_than_the_best_flow_so_far_is_priced_too(monkeypatch):
     """Of a large program one flow is priced, unless the model holds something else for better than it turned out."""
     monkeypatch.setattr(choose, "priced", lambda graph: 1)
+    monkeypatch.setattr(choose, "PLAIN", 0)
+    monkeypatch.setattr(choose, "keeps_promise", lambda *_: True)
     tried = []
     candidates = choose.candidates
     monkeypatch.setattr(choose, "candidates", lambda problem, one: tried.append(one) or candidates(problem, one))

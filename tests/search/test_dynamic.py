@@ -1,6 +1,9 @@
 """The exact search: the price of changing a layout, and its plans against the simple policy's."""
 
 import dataclasses
+import itertools
+import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +13,13 @@ import pytest
 import shardfn
 from examples.models import abstract, attention, mlp
 from shardfn.cost.hardware import resolve
+from shardfn.graph.model import Pin
 from shardfn.search import dynamic
 from shardfn.search.budget import Budget
 from shardfn.search.forms import value_labels
 from shardfn.search.grid import Grid, change
 from shardfn.search.problem import objective
-from shardfn.search.strategies import build
+from shardfn.search.strategies import build, spec_of
 from tests.search.asking import PROGRAMS, S, problem_of, two_layers
 
 EXACT = {"search_mode": "dynamic_programming"}
@@ -30,6 +34,49 @@ def test_changing_a_layout_costs_what_its_collectives_cost():
     assert (seconds > 0).tolist() == (sent > 0).tolist()
     narrow, _ = change(labels, labels, 256.0, grid, 0.5)
     assert narrow.tolist() == [[0, 0, 0], [96, 0, 48], [96, 48, 0]], "what is gathered alone travels narrow"
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 2), (2, 4), (2, 2, 2)])
+def test_every_change_of_layout_costs_what_its_flow_sends(sizes):
+    """Also where XLA finds no short road: two dims that change their axes are gathered whole."""
+    axes = tuple(zip("abc", sizes, strict=False))
+    asked = []
+    shardfn.register_search("listening", lambda problem: asked.append(problem) or dynamic.search(problem))
+    try:
+        device = f"h100:{math.prod(sizes)}"
+        shardfn.plan(lambda x: jnp.sin(x), S((64, 64), jnp.float32), device=device, search_mode="listening")
+    finally:
+        shardfn.search.forget("listening")
+    (problem,) = asked
+    labels = np.array(list(itertools.product((-1, 0, 1), repeat=len(axes))))
+    if len(axes) == 3:
+        labels = labels[::3]
+    sent, seconds = change(labels, labels, 64 * 64 * 4.0, Grid.on(problem.hardware, axes))
+    specs = [spec_of(row, 2, [name for name, _ in axes]) for row in labels.tolist()]
+    for i, j in itertools.product(range(len(specs)), repeat=2):
+        price = problem.price(axes, (specs[i],), {0: Pin((specs[j],), (specs[j],))})
+        assert sent[i, j] == price.bytes_sent, (specs[i], specs[j])
+        assert (seconds[i, j] > 0) == (price.communication_s > 0)
+
+
+def test_two_axes_that_change_places_are_gathered_whole():
+    grid = Grid.on(resolve("h100:512"), (("a", 64), ("b", 8)))
+    swapped, moved = (change(np.array([[0, 1]]), np.array([to]), 512.0, grid)[0].item() for to in ([1, 0], [0, 0]))
+    assert (swapped, moved) == (511.0, 7 / 8)
+
+
+def test_on_many_axes_codes_are_sorted():
+    grid = Grid.on(resolve("h100:16"), tuple((name, 2) for name in "abcd"))
+    labels = np.array([[0, 1, -1, -1], [-1, 0, 1, 2]])
+    sent, _ = change(labels, labels, 16.0, grid)
+    alone, _ = change(labels[:1], labels[1:], 16.0, grid)
+    assert sent.diagonal().tolist() == [0, 0] and sent[0, 1] == alone.item() > 0
+
+
+def test_of_small_programs_the_mirrored_grid_is_divided_too():
+    found = [SimpleNamespace(axes=(("a", a), ("b", b))) for a, b in ((32, 16), (16, 32), (64, 8))]
+    assert dynamic.mirrored(found[0].axes, found) == found[1].axes
+    assert dynamic.mirrored(found[2].axes, found) == ()
 
 
 @pytest.mark.parametrize(("device", "part"), [("tpu-v5e:2x2", 0.5), ("h100:4", 1.0)])
@@ -60,7 +107,7 @@ def test_parameters_are_cut_for_memory_and_whole_for_time():
 
 
 def test_what_is_proved_is_said():
-    args = (S((64, 8192), jnp.float32), S((8192, 32768), jnp.float32), S((32768, 8192), jnp.float32))
+    args = (S((8192, 1024), jnp.float32), S((1024, 4096), jnp.float32), S((4096, 1024), jnp.float32))
     made = shardfn.plan(two_layers, *args, level=2, device="h100:8", **EXACT)
     assert "proved under the cost model" in made.policy
     assert made.gap == 0

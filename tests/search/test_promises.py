@@ -1,5 +1,6 @@
 """What is priced of what was found: how its ops are held, and what else where the flow is worse than the model promised."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import shardfn
 from examples.models import abstract, mlp
 from shardfn.search import choose, dynamic, forget, plain
 from shardfn.search.budget import Budget
+from shardfn.search.levels import totals
 from shardfn.search.problem import objective
 
 WIDE = {"batch": 512, "d_in": 1024, "d_hidden": 4096, "d_out": 1024, "train": True}
@@ -49,6 +51,7 @@ def test_a_flow_that_keeps_its_promise_is_enough(monkeypatch):
 def test_where_all_disappoint_the_grid_of_one_axis_is_priced_too(monkeypatch, kept):
     problem, _ = asked_and_made()
     found = [next(dynamic.on_grid(problem, axes, Budget())) for axes in ((("a", 4), ("b", 2)), (("a", 8),))]
+    monkeypatch.setattr(choose, "PLAIN", 0)
     monkeypatch.setattr(choose, "keeps_promise", lambda *_: kept)
     monkeypatch.setattr(choose, "weighed", lambda problem: 1)
     monkeypatch.setattr(choose, "priced", lambda problem: 1)
@@ -56,6 +59,39 @@ def test_where_all_disappoint_the_grid_of_one_axis_is_priced_too(monkeypatch, ke
     monkeypatch.setattr(choose, "candidates", lambda problem, one: tried.append(one) or candidates(problem, one))
     choose.answer_of(problem, found, "a search", lambda *_: ())
     assert tried == found[: 1 if kept else 2]
+
+
+@pytest.mark.parametrize(("kept", "plain_ops"), [(True, 0), (False, 0), (True, 500)])
+def test_what_was_found_for_the_other_aim_is_priced_where_flows_disappoint_and_for_small_programs(
+    monkeypatch, kept, plain_ops
+):
+    problem, _ = asked_and_made()
+    found = [next(dynamic.on_grid(problem, (("a", 8),), Budget()))]
+    monkeypatch.setattr(choose, "PLAIN", plain_ops)
+    monkeypatch.setattr(choose, "keeps_promise", lambda *_: kept)
+    turned = []
+
+    def turn(problem, one):
+        turned.append(one)
+        return dynamic.turned(problem, one, Budget())
+
+    choose.answer_of(problem, found, "a search", lambda *_: (), turn=turn)
+    assert turned == ([] if kept and not plain_ops else found)
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_the_layout_for_the_other_aim_costs_what_it_costs_at_the_problem_s_own(level):
+    problem, _ = asked_and_made(level)
+    axes = (("a", 4), ("b", 2))
+    own = next(dynamic.on_grid(problem, axes, Budget()))
+    (other,) = dynamic.turned(problem, own, Budget())
+    theirs = next(dynamic.on_grid(dataclasses.replace(problem, level=2 - level), axes, Budget()))
+    assert other.labels is own.labels and not other.solution.proved
+    assert own.solution.cost <= other.solution.cost + 1e-12
+    if level == 0:
+        aims = [totals(f.space, f.solution.choice) for f in (other, own)]
+        assert aims[0].sent >= aims[1].sent
+        assert other.solution.choice == theirs.solution.choice
 
 
 @pytest.mark.parametrize("kept", [True, False])
