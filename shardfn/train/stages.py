@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardfn.errors import Problem, raise_problems
+from shardfn.errors import Problem, raise_problems, warn
 from shardfn.rebind import bind_one
 from shardfn.train.balance import balanced, least_largest
 from shardfn.train.program import Op, Program, Value, cost_s
@@ -86,6 +86,20 @@ def _is_cast(op: Op) -> bool:
     return op.eqn.primitive.name == "convert_element_type"
 
 
+def _warn_of(program: Program, placed: Sequence[int], costs: Sequence[float], total: float, count: int) -> None:
+    """Say which op has the most of the work."""
+    cost, index = max(zip(costs, placed, strict=True))
+    name = program.ops[index].eqn.primitive.name
+    warn(
+        f"the stages of the pipeline are far from even: `{name}` has {cost / total:.0%} of the work, where a stage should have "
+        f"{1 / count:.0%}, and is not cut; unroll a lax.scan over layers, or give the layers as a list"
+    )
+
+
+LOPSIDED = 1.5
+"""How many times its share the largest layer or op may have before that is said."""
+
+
 def cut(
     program: Program, count: int, devices: int, marks: Sequence[int | None], layers: int, by_cost: bool,
     paths: Sequence[str], like: Cut | None = None,
@@ -115,6 +129,8 @@ def cut(
         at = again
     elif (layers and layers != count) or by_cost:
         _enough(len(links), count, "layers" if layers else "ops between the batch and the loss")
+        if max(sums) > LOPSIDED * sum(sums) / count:
+            _warn_of(program, placed, costs, sum(sums), count)
         begins = balanced(sums, count, _sent(program, placed, kinds, [a for a, _ in links]), SLACK)
         stage_of_link = [sum(k >= b for b in begins) for k in range(len(links))]
         at = {placed[i]: stage_of_link[k] for k, (a, b) in enumerate(links) for i in range(a, b)}

@@ -94,6 +94,18 @@ def test_a_pipeline_refuses_a_loss_that_changes_the_model():
     assert "norm/mean" in str(caught.value)
 
 
+def test_a_scan_that_cannot_be_cut_is_told():
+    def scanned(params, x):
+        x = jnp.tanh(x @ params["head"])
+        return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["l"])[0] ** 2)
+
+    params = {"l": jnp.stack([jnp.eye(8)] * 20), "head": jnp.eye(8)}
+    pipe = train.pipeline(scanned, 4, pipeline_stages=2, auto_pipeline=True, device=jax.devices()[:2])
+    with pytest.warns(UserWarning, match="`scan` has .*% of the work, where a stage should have 50%") as told:
+        pipe.pack(params, X)
+    assert told[0].filename == __file__
+
+
 def test_keys_among_the_parameters():
     params = {**LAYERS, "key": jax.random.key(0)}
     pipe = cut_at(0, 0, 1, 1)
