@@ -237,7 +237,7 @@ def test_one_device_has_none():
 
 
 def test_devices_that_do_what_others_do():
-    step = jax.grad(lambda w, x: (jnp.tanh(x @ w) ** 2).sum())
+    step = lambda w, x: jnp.tanh(x @ w)  # noqa: E731
     odd = shaped(4099, 4099), shaped(16, 4099)  # nothing but the batch can be cut
     made = shardfn.plan(step, *odd, device="h100:512", level=2)
     (told,) = said(made, "do the same work")
