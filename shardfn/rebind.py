@@ -27,6 +27,14 @@ class How:
     unreached: Callable[[Any], None]
 
 
+def line_of(eqn: Any) -> str:
+    """`file:line` of the user's code that an equation comes from; empty where it is not known."""
+    frames = getattr(getattr(eqn.source_info, "traceback", None), "frames", ())
+    mine = (f for f in frames if "/jax/" not in f.file_name and "/shardfn/" not in f.file_name)
+    frame = next(mine, None)
+    return f"{frame.file_name.rpartition('/')[2]}:{frame.line_num}" if frame else ""
+
+
 def rebound(
     function: Callable[..., Any],
     wanted: Callable[[Any, int], bool],

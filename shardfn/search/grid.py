@@ -112,10 +112,7 @@ def _moved(code: int, grid: Grid) -> tuple[float, float, float, float, float]:
     for kind, axes, piece in _path(tuple(digits), grid.sizes):
         taken = [(grid.names[axis], size) for axis, size in axes]
         if kind == "all-gather":
-            for (
-                name,
-                size,
-            ) in taken:  # the outer axes first, while the pieces are small: their links are the slower ones
+            for name, size in taken:  # outer axes, whose links are slower, first: the pieces are small then
                 gathered += (size - 1) * piece
                 gathered_s += (size - 1) * piece / links_of[name].bytes_s
                 latency += links_of[name].latency_s

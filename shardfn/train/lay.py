@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from shardfn.api import shard
 from shardfn.cost.hardware import Hardware
 from shardfn.errors import Problem, raise_problems
+from shardfn.graph.model import Spec
 from shardfn.meshes import abstract_mesh, mesh_on, wired
 from shardfn.paths import join, ruled
 from shardfn.sharded import ShardedFunction
@@ -112,14 +113,9 @@ def _whole(training: Training, parts: Anatomy, state: State, batch: tuple[Any, .
         (names, *((),) * (len(x.shape) - 1)) if mine else ((),) * len(x.shape)
         for x, mine in zip(parts.treedef.flatten_up_to(state.params), own, strict=True)
     )
-    like = dict(zip(parts.paths, params, strict=True))
-    leaves = tree_util.tree_leaves(state.opt_state)
-    seen = [
-        ((),) * len(x.shape) if p is None else like[p] for p, x in zip(_mirrored(parts, state), leaves, strict=True)
-    ]
     cuts = tuple((names, *((),) * (len(x.shape) - 1)) if x.shape else () for x in tree_util.tree_leaves(batch))
     raise_problems(list(part_problems(batch, devices.count, training.micro_batches)))
-    return Drawn(_mesh(devices, axes), names, params, tuple(seen), cuts)
+    return Drawn(_mesh(devices, axes), names, params, _as_params(parts, state, params), cuts)
 
 
 def _in_stages(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]) -> Drawn:
@@ -131,12 +127,7 @@ def _in_stages(training: Training, parts: Anatomy, state: State, batch: tuple[An
         raise_problems([Problem("the step and its pipeline are for different devices",
                                 f"{len(devices)} devices in train.step, {mesh.size} in train.pipeline",
                                 "a step runs on the grid of its pipeline", "leave `device` out of train.step")])  # fmt: skip
-    like = dict(zip(parts.paths, params, strict=True))
-    leaves = tree_util.tree_leaves(state.opt_state)
-    seen = [
-        ((),) * len(x.shape) if p is None else like[p] for p, x in zip(_mirrored(parts, state), leaves, strict=True)
-    ]
-    return Drawn(mesh, (), tuple(params), tuple(seen), tuple(cuts))
+    return Drawn(mesh, (), tuple(params), _as_params(parts, state, params), tuple(cuts))
 
 
 def _planned(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]) -> Drawn | Laid:
@@ -188,6 +179,13 @@ def _cut(training: Training, parts: Anatomy, state: State, drawn: Drawn) -> Cut:
     return Cut(states if zero.level == 3 else drawn.params, states, opt_state)
 
 
+def _as_params(parts: Anatomy, state: State, params: Sequence[Spec]) -> tuple[Spec, ...]:
+    """The layouts of the optimizer's states: as the parameters that they mirror lie, else whole."""
+    like = dict(zip(parts.paths, params, strict=True))
+    pairs = zip(_mirrored(parts, state), tree_util.tree_leaves(state.opt_state), strict=True)
+    return tuple(((),) * len(x.shape) if path is None else like[path] for path, x in pairs)
+
+
 def _mirrored(parts: Anatomy, state: State) -> list[str | None]:
     shapes = [tuple(x.shape) for x in parts.treedef.flatten_up_to(state.params)]
     return mirrored(state.opt_state, dict(zip(parts.paths, shapes, strict=True)))
@@ -209,9 +207,8 @@ def _wanted(parts: Anatomy, state: State, plan: Mapping[str, Any], is_given: boo
                 "make one of the globs narrower, or name the path itself")
         for i, one, two in said.clashes
     ])  # fmt: skip
-    found |= {
-        f"state/params/{globs[rule]}": plan[globs[rule]] for rule in said.missing
-    }  # `shard` says that it meets nothing
+    missing = [globs[rule] for rule in said.missing]
+    found |= {f"state/params/{glob}": plan[glob] for glob in missing}  # `shard` says that it meets nothing
     for i, rule in said.rules.items():
         by_path[parts.paths[i]] = found[keyed[i][0]] = plan[globs[rule]]
     if is_given:

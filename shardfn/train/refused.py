@@ -67,7 +67,7 @@ def problems(asked: Mapping[str, Any], mode: Mode, settings: ParallelContext) ->
     """Everything wrong with the arguments of a step.
 
     Args:
-      asked: the arguments by name, those of `shard` among them where they were given.
+      asked: the arguments by name; under "options" those of `shard`, with in_strategy and parameter_plan.
       mode: the mode that they and the context come to.
       settings: the context with those arguments that it has keys for.
     """
@@ -122,9 +122,9 @@ def _values(asked: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _around_a_pipeline(asked: Mapping[str, Any], settings: ParallelContext) -> Iterator[Problem]:
+    given = {**asked, **asked["options"]}
     for name, (why, fix) in AROUND_A_PIPELINE.items():
-        value = asked["options"].get(name) if name in asked["options"] else asked.get(name)
-        if value:
+        if value := given.get(name):
             yield Problem(f"`{name}` has no meaning around a pipeline", f"{name} = {short(value)}", why, fix)
     if not settings.read("loss_repeated_mean"):
         yield Problem("`loss_repeated_mean` has no meaning around a pipeline", "loss_repeated_mean = False",
@@ -135,7 +135,7 @@ def _of_the_mode(asked: Mapping[str, Any], mode: Mode) -> Iterator[Problem]:
     own: Sequence[str] = asked["layerwise_parallel"]
     if mode.layouts == "whole" and not isinstance(asked["loss_fn"], Pipeline):
         for name in ON_EACH_DEVICE:
-            value = asked["options"].get(name) if name in asked["options"] else asked.get(name)
+            value = asked["options"].get(name)
             if value and not (name == "memory_limit" and asked["recompute"]):
                 yield Problem(f"`{name}` has no meaning in mode {mode.name!r}", f"{name} = {short(value)}",
                               "there parameters are whole and dim 0 of the batch is cut over all devices",

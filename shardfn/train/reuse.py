@@ -23,7 +23,7 @@ from jax.extend import core
 
 from shardfn.errors import Problem, raise_problems
 from shardfn.paths import join, tidy
-from shardfn.rebind import bind_one
+from shardfn.rebind import bind_one, line_of
 from shardfn.strategy import short
 from shardfn.train.blocks import Program, Run, Step, program, runs, tokens
 
@@ -420,14 +420,9 @@ def _difference(made: Program, root: str, paths: Sequence[str]) -> str:
 
 
 def _said(step: Step) -> str:
-    return f"{step.eqn.primitive.name} {', '.join(v.aval.str_short() for v in step.eqn.outvars)}{_line(step.eqn)}"
-
-
-def _line(eqn: Any) -> str:
-    frames = getattr(getattr(eqn.source_info, "traceback", None), "frames", ())
-    mine = (f for f in frames if "/jax/" not in f.file_name and "/shardfn/" not in f.file_name)
-    frame = next(mine, None)
-    return f" ({frame.file_name.rpartition('/')[2]}:{frame.line_num})" if frame else ""
+    made = f"{step.eqn.primitive.name} {', '.join(v.aval.str_short() for v in step.eqn.outvars)}"
+    line = line_of(step.eqn)
+    return f"{made} ({line})" if line else made
 
 
 def _shape(shape: tuple[tuple[int, ...], str]) -> str:

@@ -14,6 +14,7 @@ from jax.stages import Lowered
 
 from shardfn.compiled import Branched, in_branches
 from shardfn.errors import Problem, raise_problems
+from shardfn.rebind import line_of
 from shardfn.train.program import Op
 from shardfn.train.stages import OP, Stage
 
@@ -50,7 +51,8 @@ def _problem(one: Branched, stage: Stage, cut: Callable[[int], str]) -> Problem:
     op = stage.ops[int(number[1])] if number else None
     paths = [path for leaf in (stage.leaves if op is None else _leads_to(op, stage)) if (path := cut(leaf))]
     names = ", ".join(f"`{path}`" for path in paths[:4]) + (", ..." if len(paths) > 4 else "")
-    what = f"`{op.eqn.primitive.name}`{_line(op)}" if op else "an op that is not known"
+    line = line_of(op.eqn) if op else ""
+    what = f"`{op.eqn.primitive.name}`{f' at {line}' if line else ''}" if op else "an op that is not known"
     return Problem(
         f"pipeline stage {one.branch} would wait for devices of other stages, for ever",
         f"{what}, in pieces over the devices of a stage; XLA gives it one {one.kind} or more",
@@ -69,10 +71,3 @@ def _leads_to(op: Op, stage: Stage) -> Iterator[int]:
             seen.add(value)
             todo += makers[value].reads() if value in makers else ()
     return (leaf for leaf in stage.leaves if leaf in seen)
-
-
-def _line(op: Op) -> str:
-    frames = getattr(getattr(op.eqn.source_info, "traceback", None), "frames", ())
-    mine = (f for f in frames if "/jax/" not in f.file_name and "/shardfn/" not in f.file_name)
-    frame = next(mine, None)
-    return f" at {frame.file_name.rpartition('/')[2]}:{frame.line_num}" if frame else ""
