@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -54,9 +55,11 @@ def op_flops(flow: Flow, op: Op) -> float:
     """
     if op.name in MOVES or not op.outputs:
         return 0.0
-    out = max(math.prod(flow.local_shape(o)) for o in op.outputs)
+    out = max([math.prod(flow.local_shape(o)) for o in op.outputs])
     if op.name in LIBRARY:
         return out * LIBRARY[op.name](flow, op)
+    if not op.reduced:
+        return float(out * (2 if op.name in PRODUCTS else 1))
     depth = math.prod(flow.local_shape(op.inputs[i])[d] for i, d in op.reduced)
     return float(out * depth * (2 if op.name in PRODUCTS else 1))
 
@@ -82,6 +85,8 @@ def work(flow: Flow, chip: Chip, fusion: Fusion | None = None) -> Work:
     graph = flow.graph
     fusion = fusion or fuse(flow)
     total = moved = seconds = 0.0
+    flops = functools.cache(lambda i: op_flops(flow, graph.ops[i]))
+    vector = chip.vector_flops or chip.flops
     unpriced: dict[str, None] = {}
     for i, op in enumerate(graph.ops):
         inner = fusion.inside[i]
@@ -89,12 +94,12 @@ def work(flow: Flow, chip: Chip, fusion: Fusion | None = None) -> Work:
             continue
         if op.name not in _PRICED and op.name not in LIBRARY:
             unpriced.setdefault(f"{op.name} ({op.where})" if op.where else op.name)
-        count = op_flops(flow, op)
+        count = flops(i)
         time = count * effort(op) / _rate(flow, op, chip)
         for j in inner:
-            more = op_flops(flow, graph.ops[j])
+            more = flops(j)
             count += more
-            time += more * effort(graph.ops[j]) / (chip.vector_flops or chip.flops)
+            time += more * effort(graph.ops[j]) / vector
         size = _bytes(flow, op, inner, fusion)
         total += count * op.trips
         moved += size * op.trips
@@ -122,11 +127,12 @@ UPDATES = {"dynamic_update_slice": 1, "scatter": -1}
 def _bytes(flow: Flow, op: Op, inner: tuple[int, ...], fusion: Fusion) -> float:
     read: dict[int, float] = {}
     seen: dict[int, int] = {}
-    for step in (*(flow.graph.ops[j] for j in inner), op):
+    for step in (*[flow.graph.ops[j] for j in inner], op):
         if step is not op and is_view(flow, step):  # its reader tells how much of it is read
             seen[step.outputs[0]] = seen.get(step.inputs[0], step.inputs[0])
             continue
-        for position, v in enumerate(seen.get(v, v) for v in step.inputs):
+        for position, v in enumerate(step.inputs):
+            v = seen.get(v, v)
             if v not in fusion.stored:
                 continue
             size = float(flow.local_bytes(v))
