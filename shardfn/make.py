@@ -123,7 +123,7 @@ def make_plan(
         tokens = len(graph.outputs) - len(outputs)
         at = {graph.ops[index].site: pin for index, pin in pins.items()}
         if not ready:
-            ready.append(shardy.as_propagated(traced.module))
+            ready.append(shardy.as_propagated(traced.module, traced.seen))
         laid = shardy.propagate(traced.module, axes, spread, [None] * tokens + padded, at, *ready)
         return as_compiled(laid, hardware.platform)
 
