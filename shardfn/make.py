@@ -158,6 +158,7 @@ def make_plan(
         inside=wishes.inside,
         seconds=wishes.seconds,
     )  # fmt: skip
+    question.memo["tied"] = classes.of
     answer = search(question)
     if wishes.memory_limit is not None and wishes.is_strict:
         answer = within_limit(question, answer, again or search, wishes.is_strict)

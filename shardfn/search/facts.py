@@ -47,6 +47,8 @@ class Known:
     kinds: tuple[int, ...]
     """A number for each op, the same for ops that cost the same on the same layouts."""
     loops: Loops
+    leaders: dict[int, int | None] = dataclasses.field(default_factory=dict, compare=False)
+    """For ops, by index, the operand that each follows, as `search.strategies` finds it once."""
 
 
 def known(graph: Graph, donated: frozenset[int] = frozenset()) -> Known:

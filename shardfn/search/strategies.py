@@ -261,7 +261,9 @@ class _Builder:
                 if value not in self.sources:
                     self.value_node(value)
             return
-        lead = self.leader(op, rule)
+        lead = self.facts.leaders.get(index, -1)
+        if lead == -1:
+            lead = self.facts.leaders[index] = self.leader(op, rule)
         if lead is not None:
             node, have = self.sources[op.inputs[lead]]
             key = (id(rule), lead, id(have))
