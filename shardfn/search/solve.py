@@ -24,7 +24,7 @@ from shardfn.search.lagrange import Ascent
 from shardfn.search.local import FEW, Local, fitted
 from shardfn.search.memory import memory_of
 from shardfn.search.narrow import Stuck, narrow
-from shardfn.search.peak import Peak, least_peak
+from shardfn.search.peak import Peak, fitting, least_peak
 
 ENTRIES, TOTAL = 2e6, 1e8  # of the tables of an exact solution at the start
 RAISES = (0.02, 0.05, 0.15)  # of prices where a labelling does not fit, one after the other
@@ -32,6 +32,10 @@ STEEP = 0.05  # of the bound in a round: what is suggested now has little worth
 RISING = 2e-3  # of the bound in a round: while it rises faster, nothing else is worth the time
 STILL = 1e-6  # of the bound in a round: it has stopped
 PEAK, PEAK_SHARE = 2 * SECOND, 0.05  # for the least peak, where a limit can't be kept: work, or a part of all if more
+DESPERATE, SEEK = (
+    4,
+    0.2,
+)  # rounds without a labelling that fits until one is sought whatever it costs; work of what is left
 GLANCES = 4  # passes before anything else, where there is a ceiling
 SMALL = 60_000  # labels x neighbours, up to which branching is tried
 
@@ -68,7 +72,9 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How much of the cost may be too much, 0 to 1."""
+        """How much of the cost may be too much, 0 to 1; all of one that does not fit."""
+        if not self.feasible and not self.proved:
+            return 1.0
         return 0.0 if self.proved else max(0.0, (self.cost - self.bound) / max(abs(self.cost), 1e-300))
 
 
@@ -106,6 +112,7 @@ class _Run:
         self.store = Store()
         self.pause = 1
         self.visits = self.effort.neighbourhoods
+        self.sought = False
 
     def run(self) -> Solution | None:
         core = contract(self.problem, store=self.store)
@@ -158,8 +165,11 @@ class _Run:
             if least is not None and least.peak <= self.problem.limit:  # found by looking for nothing else
                 cost, choice, feasible, proved = cost_of(self.problem, least.choice), least.choice, True, False
                 bound, least = min(known, cost), None
-            elif least is not None and least.bound > self.problem.limit * (1 + 1e-9):
-                bound, proved = math.inf, True
+            elif least is not None:
+                if least.bound > self.problem.limit * (1 + 1e-9):
+                    bound, proved = math.inf, True
+                if math.isinf(cost):
+                    cost, choice = cost_of(self.problem, least.choice), least.choice
         return Solution(choice, cost, bound, proved, feasible, least)
 
     def last_part(self) -> Budget:
@@ -202,6 +212,9 @@ class _Run:
                 ascent.fix(upper)
                 if not ascent.fits():
                     return goal(), last
+            if local.best is None and number >= DESPERATE and not self.sought and not self.over():
+                self.sought = True
+                self.seek(local)
             if self.watch:
                 self.watch(ascent.bound + constant, local.cost + constant)
             if self.over() or self.done(ascent.bound, local, constant):
@@ -241,6 +254,13 @@ class _Run:
             saved = local.improve(ascent.best, self.visits)
             self.visits = min(self.visits * 2, 4 * self.effort.neighbourhoods) if saved > 1e-4 else (
                 max(self.visits // 2, self.effort.neighbourhoods // 3))  # fmt: skip
+
+    def seek(self, local: Local) -> None:
+        """A labelling within the limit, whatever it costs, and better ones around it."""
+        budget = self.budget.part(SEEK, seconds=SEEK * self.budget.seconds_left)
+        found = fitting(local.costs, local.tables, local.memory, budget)
+        if found is not None:
+            local.offer(local.descend(found))
 
     def solved(self, ascent: Ascent, local: Local, upper: float, total: float) -> bool:
         """Whether elimination now settles what is left, memory aside."""
