@@ -21,11 +21,12 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 from shardfn.search.budget import Budget
 from shardfn.search.labelling import FORBIDDEN, labelling
-from shardfn.search.solve import solve
+from shardfn.search.solve import Effort, solve
 
 OTHER_SECONDS = 60  # for a file the table below does not name
 CONTEST_SECONDS = {"A": 60, "B": 60, "G": 120, "M": 180, "S": 240, "V": 300}
 """By the letter that a file's name ends in; another letter counts as the one before it in this table, a guess."""
+THOROUGH = Effort(rounds=10**6, parts=10**6, patience=100, most=300_000)  # the budget ends it
 RESERVE = 0.9  # of the time: the rest is for reading the file and a step that runs over
 
 
@@ -79,7 +80,7 @@ def row_of(path: pathlib.Path, memory: bool, given: float | None, work: float | 
     seconds = max(seconds_for(path, given) - reading, 0.1)
     budget = Budget(seconds=seconds) if work is None else Budget(work)
     solving, cpu = time.perf_counter(), time.process_time()
-    found = solve(stated, budget)
+    found = solve(stated, budget, THOROUGH)
     solving, cpu = time.perf_counter() - solving, time.process_time() - cpu
     cost, peak = check(problem, list(found.choice))
     return {

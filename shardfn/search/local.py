@@ -32,27 +32,44 @@ def repeated(starts: Array, sizes: Array) -> Array:
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - sizes), sizes)
 
 
-def fitted(ascent: Ascent, local: Local, factor: float) -> Array | None:
-    """What the messages suggest when prices are raised by `factor` where it does not fit, again and again."""
+def fitted(ascent: Ascent, local: Local, factor: float, halvings: int = 0) -> Array | None:
+    """What the messages suggest when prices are raised by `factor` where it does not fit, again and again.
+
+    Then `halvings` times the way back to the last prices that were too low is halved, so that little room is left over.
+    """
     if not len(ascent.nodes):
         return None
-    before, prices, found = ascent.multipliers, ascent.best, None
+    before, low, prices, found = ascent.multipliers, ascent.best, ascent.best, None
     for attempt in range(MOST_RAISES):
-        ascent.set_prices(prices)
-        ascent.messages.forward()
-        ascent.messages.backward()
-        choice = ascent.messages.forward(decide=True)
-        ascent.messages.backward()
-        assert choice is not None
-        labels = ascent.full(choice)
+        labels = _suggested(ascent, prices)
         excess = local.excess(labels)
         if excess.max(initial=0.0) <= 0:
             found = labels
         if found is not None or ascent.budget.is_over:
             break
-        prices = local.raised(prices, excess, factor * 1.5**attempt)
+        low, prices = prices, local.raised(prices, excess, factor * 1.5**attempt)
+    for _ in range(halvings if found is not None and low is not prices else 0):
+        if ascent.budget.is_over:
+            break
+        middle = (low + prices) / 2
+        labels = _suggested(ascent, middle)
+        if local.excess(labels).max(initial=0.0) <= 0:
+            prices, found = middle, labels
+            local.offer(labels)
+        else:
+            low = middle
     ascent.set_prices(before)
     return found
+
+
+def _suggested(ascent: Ascent, prices: Array) -> Array:
+    ascent.set_prices(prices)
+    ascent.messages.forward()
+    ascent.messages.backward()
+    choice = ascent.messages.forward(decide=True)
+    ascent.messages.backward()
+    assert choice is not None
+    return ascent.full(choice)
 
 
 class Local:
