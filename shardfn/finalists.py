@@ -54,7 +54,9 @@ def answers(
         *(candidate("level 0's without the limit", o) for o in more),
     ]
     first += [made for level, one in others.items() for made in better(level, one)]
-    least = min(first, key=lambda c: (problem.idle(c.price.flops), c.price.bytes_sent))
+    least = min(
+        first, key=lambda c: (problem.idle(c.price.flops), c.price.bytes_sent, c.price.time_s, c.price.memory.peak)
+    )
     first += [in_pieces(problem, least), in_pieces(problem, least, only_state=True)]
     fast = dataclasses.replace(problem, level=2)
     single = plain.candidates(fast, pairs=False)
