@@ -11,10 +11,10 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from shardfn.cost.fusion import CHEAP, COSTLY, Fusion
-from shardfn.cost.schedule import Order, early, first_of_body, merged
+from shardfn.cost.schedule import Order, merged, scheduled
 from shardfn.graph.model import Flow, Graph, Op
 
 
@@ -52,7 +52,7 @@ def memory(flow: Flow, donated: Collection[int] = ()) -> Memory:
       flow: layouts of all values.
       donated: positions of arguments whose memory results of equal size take over.
     """
-    order, fusion = early(merged(flow))
+    order, fusion = scheduled(merged(flow))
     return memory_of(order, fusion, donated)
 
 
@@ -78,7 +78,7 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
     """Places of temporaries, and of results: when each is in use."""
     flow, graph = order.flow, order.flow.graph
     together = order.together()
-    loops = _loops(graph, fusion)
+    loops = _loops(graph, fusion, order.bodies)
     start: dict[int, int] = {}
     end: dict[int, int] = {}
     copies: list[Place] = []
@@ -135,7 +135,7 @@ class _Loops:
     """A loop's result -> what goes in and comes out as it is."""
 
 
-def _loops(graph: Graph, fusion: Fusion) -> _Loops:
+def _loops(graph: Graph, fusion: Fusion, bodies: Mapping[int, int]) -> _Loops:
     made = set(graph.inputs).union(*(op.outputs for op in graph.ops))
     inside: dict[int, list[int]] = {}
     for a, b in graph.ties:
@@ -148,7 +148,7 @@ def _loops(graph: Graph, fusion: Fusion) -> _Loops:
     for i, op in enumerate(graph.ops):
         if op.name != "while" or not op.outputs or i in fusion.dead:
             continue
-        first, count = first_of_body(graph, i), len(op.outputs)
+        first, count = i - bodies[op.outputs[0]], len(op.outputs)
         spans[i] = first
         for operand, back, result in zip(op.inputs[:count], op.inputs[count:], op.outputs, strict=True):
             if operand == back:
