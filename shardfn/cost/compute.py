@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from shardfn.cost.chips import Chip
-from shardfn.cost.fusion import CHEAP, COSTLY, VIEWS, Fusion, fuse, is_view
+from shardfn.cost.fusion import CHEAP, COSTLY, PRODUCTS, VIEWS, Fusion, fuse, is_view
 from shardfn.graph.model import Flow, Op
 
 MOVES = frozenset(
@@ -17,8 +17,6 @@ MOVES = frozenset(
      "reshard", "rotate"}
 )  # fmt: skip
 """Ops that move data and compute nothing."""
-
-PRODUCTS = frozenset({"dot_general", "convolution"})
 
 _SENT = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute"})
 _FREE = VIEWS | _SENT | {"while", "case", "shard_map", "after_all", "create_token", "partition_id", "replica_id"}
@@ -94,7 +92,7 @@ def work(flow: Flow, chip: Chip, fusion: Fusion | None = None) -> Work:
         for j in inner:
             more = op_flops(flow, graph.ops[j])
             count += more
-            time += more * effort(graph.ops[j]) / (chip.vector_flops or chip.flops)
+            time += more * effort(graph.ops[j]) / _rate(flow, graph.ops[j], chip)
         size = _bytes(flow, op, inner, fusion)
         total += count * op.trips
         moved += size * op.trips

@@ -9,13 +9,16 @@ are the places of results.
 from __future__ import annotations
 
 import bisect
+import collections
 import dataclasses
+import functools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from shardfn.cost.fusion import CHEAP, COSTLY, Fusion
 from shardfn.cost.schedule import Order, early, first_of_body, merged
-from shardfn.graph.model import Flow, Graph, Op
+from shardfn.cost.tpu import Claim, granted, tiled_bytes
+from shardfn.graph.model import Flow, Graph, Op, dtype_bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,33 +48,59 @@ class Place:
     bytes: int
 
 
-def memory(flow: Flow, donated: Collection[int] = ()) -> Memory:
+def memory(flow: Flow, donated: Collection[int] = (), fast: float = 0.0) -> Memory:
     """Memory of one call on one device.
 
     Args:
       flow: layouts of all values.
       donated: positions of arguments whose memory results of equal size take over.
+      fast: bytes of the memory inside the chip (`Chip.fast_bytes`); what lies there all its life takes no other.
     """
     order, fusion = early(merged(flow))
-    return memory_of(order, fusion, donated)
+    return memory_of(order, fusion, donated, fast)
 
 
-def memory_of(order: Order, fusion: Fusion, donated: Collection[int] = ()) -> Memory:
+def memory_of(order: Order, fusion: Fusion, donated: Collection[int] = (), fast: float = 0.0) -> Memory:
     """`memory`, where the order and what is fused in it are known already."""
     flow, graph = order.flow, order.flow.graph
     places, results = lives(order, fusion)
-    arguments = [flow.local_bytes(v) for v in graph.inputs]
+    size = functools.partial(_tiled, flow) if flow.platform == "tpu" else flow.local_bytes
+    arguments = [size(v) for v in graph.inputs]
     given = sorted((arguments[i] for i in donated), reverse=True)
-    taken = 0
+    taken, outputs = 0, set(graph.outputs)
     rooms = []
     for place in sorted(results, key=lambda p: -p.bytes):
-        if place.bytes in given:
-            given.remove(place.bytes)
-            taken += place.bytes
+        full = max(place.bytes, *(size(v) for v in place.values if v in outputs)) if outputs else place.bytes
+        if full in given:
+            given.remove(full)
+            taken += full
         else:
             rooms.append(place)
-    left = _outside(places, rooms)
-    return Memory(sum(arguments), sum(flow.local_bytes(v) for v in graph.outputs), _most(left), taken)
+    left = _outside_fast(order, fusion, places, fast) if fast else places
+    return Memory(sum(arguments), sum(size(v) for v in graph.outputs), _most(_outside(left, rooms)), taken)
+
+
+def _tiled(flow: Flow, value: int) -> int:
+    return tiled_bytes(flow.local_shape(value), dtype_bits(flow.graph.values[value].dtype))
+
+
+def _outside_fast(order: Order, fusion: Fusion, places: Sequence[Place], fast: float) -> list[Place]:
+    """The places that the memory inside the chip has no room for. Arguments are fetched there too, from their first reader
+    to their last."""
+    ops, inputs = order.flow.graph.ops, set(order.flow.graph.inputs)
+    accesses: collections.Counter[int] = collections.Counter()
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for i, op in enumerate(ops):
+        for v in (*fusion.reads[i], *op.outputs):
+            accesses[v] += op.trips
+            first.setdefault(v, i)
+            last[v] = i
+    claims = [Claim(max(0, p.start), p.end, p.bytes, max((accesses[v] for v in p.values), default=2)) for p in places]
+    claims += [
+        Claim(2 * first[v], 2 * last[v], order.flow.local_bytes(v), accesses[v]) for v in inputs if last.get(v, 0)
+    ]
+    return [place for place, has in zip(places, granted(claims, fast), strict=False) if not has]
 
 
 def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
@@ -107,7 +136,7 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
     for v, first in loops.entered.items():
         start[v] = 2 * first
     _stay_through(start, end, [(2 * first, 2 * last) for last, first in loops.spans.items()], loops.entered)
-    _in_place(flow, fusion, start, end, reordered)
+    _in_place(flow, fusion, start, end, reordered, {i: 2 * last for i, (_, last) in together.items()})
     groups = _colocated(graph, loops, start, end)
     inputs, outputs = set(graph.inputs), set(graph.outputs)
     last = 2 * len(graph.ops)
@@ -227,24 +256,30 @@ def _turned(flow: Flow, op: Op) -> list[int]:
 
 
 def _in_place(
-    flow: Flow, fusion: Fusion, start: dict[int, int], end: dict[int, int], reordered: Collection[int]
+    flow: Flow,
+    fusion: Fusion,
+    start: dict[int, int],
+    end: dict[int, int],
+    reordered: Collection[int],
+    last_read: Mapping[int, int],
 ) -> None:
-    """Elementwise ops and updates write over an operand of their own size that dies there."""
+    """Elementwise ops and updates write over an operand of their own size that dies there; on a TPU all-reduces too."""
     graph = flow.graph
     inputs, outputs = set(graph.inputs), set(graph.outputs)
+    writes_over = _WRITES_OVER | {"all_reduce"} if flow.platform == "tpu" else _WRITES_OVER
     for i, op in enumerate(graph.ops):
         if (
             len(op.outputs) != 1
             or op.outputs[0] not in start
-            or op.name not in _WRITES_OVER
+            or op.name not in writes_over
             or op.outputs[0] in reordered
         ):
             continue
         shape, size = flow.local_shape(op.outputs[0]), flow.local_bytes(op.outputs[0])
         for v in fusion.reads[i]:
-            dies = end.get(v) == 2 * i and v in start and v not in inputs and v not in outputs
+            dies = end.get(v) == last_read.get(i, 2 * i) and v in start and v not in inputs and v not in outputs
             if dies and flow.local_shape(v) == shape and flow.local_bytes(v) == size:
-                end[v] = 2 * i - 1
+                end[v] = min(2 * i, start[op.outputs[0]]) - 1
                 break
 
 

@@ -152,6 +152,9 @@ def early(order: Order) -> tuple[Order, Fusion]:
     """
     flow = order.flow
     graph, fusion = flow.graph, fuse(flow)
+    if fusion.narrow and isinstance(flow, Sized):
+        narrow = {v: flow.local_bytes(v) // 2 for v in fusion.narrow}
+        flow = dataclasses.replace(flow, sizes=flow.sizes | narrow)
     last: dict[int, int] = {}
     for i, reads in enumerate(fusion.reads):
         for v in reads:

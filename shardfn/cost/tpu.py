@@ -1,0 +1,69 @@
+"""What a TPU does with memory of its own kind: the tiles that arrays are laid out in, and the vector memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+LANES, SUBLANES = 128, 8
+"""A tile of `f32` or `bf16` (libtpu's `T(8,128)`)."""
+
+LARGEST_ROW = 1024
+"""Elements of the tile of a vector: `T(1024)`, and the powers of two below it down to `LANES`."""
+
+
+def tiled_bytes(shape: tuple[int, ...], bits: int) -> int:
+    """Bytes of an array as the compiler lays it out: whole tiles, the two dims in them chosen to waste least.
+
+    Args:
+      shape: of the array on one device.
+      bits: of one element.
+
+    >>> tiled_bytes((32, 8, 32), 32), tiled_bytes((64, 32), 32), tiled_bytes((512, 256), 32), tiled_bytes((), 32)
+    (131072, 16384, 524288, 512)
+    """
+    if len(shape) < 2:
+        n = math.prod(shape)
+        tile = min(LARGEST_ROW, max(LANES, 1 << max(0, n - 1).bit_length()))
+        return -(-n // tile) * tile * bits // 8
+    most = SUBLANES if bits in (16, 32) else SUBLANES * max(1, 32 // bits)
+    total, least = math.prod(shape), math.inf
+    for rows, columns in itertools.permutations(shape, 2):
+        tile = min(most, 1 << max(0, rows - 1).bit_length())
+        padded = -(-rows // tile) * tile * -(-columns // LANES) * LANES
+        least = min(least, padded * (total // max(1, rows * columns)))
+    return int(least) * bits // 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """What would lie in the vector memory from `start` to `end`, both included, and how often it is written or read."""
+
+    start: int
+    end: int
+    bytes: int
+    accesses: int
+
+
+def granted(claims: Sequence[Claim], room: float) -> list[bool]:
+    """Which claims get the place they ask for, as XLA's memory space assignment gives it.
+
+    What is accessed most often comes first (time saved for each byte), of these the largest; each has its place for all of
+    its life or none. How places lie side by side is left out: all that is free counts as one.
+
+    >>> granted([Claim(0, 2, 60, 2), Claim(1, 3, 60, 3), Claim(3, 4, 40, 2)], 100)
+    [False, True, True]
+    """
+    used = np.zeros(max((claim.end for claim in claims), default=0) + 1)
+    found = [False] * len(claims)
+    for i in sorted(range(len(claims)), key=lambda i: (-claims[i].accesses, -claims[i].bytes)):
+        claim = claims[i]
+        taken = used[claim.start : claim.end + 1]
+        if claim.bytes <= room and (not taken.size or taken.max() + claim.bytes <= room):
+            taken += claim.bytes
+            found[i] = True
+    return found
