@@ -102,6 +102,8 @@ class _Fuser:
         made = (op.outputs for op in ops)
         self.made = frozenset(flow.graph.inputs).union(*made, (b for _, b in flow.graph.ties))
         self.spread = {v for op in ops if op.name in ("broadcast_in_dim", "iota") for v in op.outputs}
+        self.sources = self.large_sources() if self.tpu else {}
+        """On a TPU: for what an elementwise op makes, the values as large that it is computed from in the end."""
         self.homes: dict[int, tuple[int, ...]] = {}
         """For each op those inside which it is computed, or itself."""
 
@@ -138,6 +140,20 @@ class _Fuser:
             frozenset(range(len(graph.ops))) - self.alive,
             self.narrowed(stored) if self.tpu else frozenset(),
         )
+
+    def large_sources(self) -> dict[int, frozenset[int]]:
+        """Of what is computed from one large value, through however many ops, each reader can do so again."""
+        found: dict[int, frozenset[int]] = {}
+        for i, op in enumerate(self.graph.ops):
+            if i not in self.alive or len(op.outputs) != 1 or op.name not in _READERS | VIEWS:
+                continue
+            value = op.outputs[0]
+            size = math.prod(self.graph.values[value].shape)
+            parts = [found.get(v, frozenset({v})) for v in dict.fromkeys(op.inputs) if v not in self.spread]
+            large = frozenset(v for v in frozenset().union(*parts) if math.prod(self.graph.values[v].shape) >= size)
+            several = len(large) > 1 and (len(self.readers.get(value, ())) > 1 or value in self.held)
+            found[value] = frozenset({value}) if several or value in self.held else large
+        return found
 
     def narrowed(self, stored: Collection[int]) -> frozenset[int]:
         """What products read, and nothing else but reductions, which run with the op that makes it."""
@@ -181,6 +197,9 @@ class _Fuser:
         if op.name in COSTLY and not self.tpu:
             alone = len(homes) == 1 and all(self.graph.ops[r].name not in _SPREADS for r in readers)
             return homes if alone else None
+        if self.tpu:
+            again = self.sources[value] - {value}
+            return homes if len(homes) <= 1 or (value not in self.sources[value] and len(again) <= 1) else None
         size = math.prod(self.graph.values[value].shape)
         large = [v for v in set(op.inputs) if math.prod(self.graph.values[v].shape) >= size and v not in self.spread]
         return homes if len(homes) <= 1 or len(large) <= 1 else None
