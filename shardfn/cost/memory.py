@@ -9,15 +9,18 @@ are the places of results.
 from __future__ import annotations
 
 import bisect
-import collections
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from shardfn.cost.chips import Chip
+from shardfn.cost.collectives import bytes_sent
+from shardfn.cost.compute import once
 from shardfn.cost.fusion import CHEAP, COSTLY, Fusion
 from shardfn.cost.schedule import Order, early, first_of_body, merged
-from shardfn.cost.tpu import Claim, granted, tiled_bytes
+from shardfn.cost.tpu import STAYS, Claim, granted, stretches, tiled_bytes
 from shardfn.graph.model import Flow, Graph, Op, dtype_bits
 
 
@@ -48,19 +51,19 @@ class Place:
     bytes: int
 
 
-def memory(flow: Flow, donated: Collection[int] = (), fast: float = 0.0) -> Memory:
+def memory(flow: Flow, donated: Collection[int] = (), chip: Chip | None = None) -> Memory:
     """Memory of one call on one device.
 
     Args:
       flow: layouts of all values.
       donated: positions of arguments whose memory results of equal size take over.
-      fast: bytes of the memory inside the chip (`Chip.fast_bytes`); what lies there all its life takes no other.
+      chip: what it runs on; what lies in the memory inside it (`Chip.fast_bytes`) all its life takes no other.
     """
     order, fusion = early(merged(flow))
-    return memory_of(order, fusion, donated, fast)
+    return memory_of(order, fusion, donated, chip)
 
 
-def memory_of(order: Order, fusion: Fusion, donated: Collection[int] = (), fast: float = 0.0) -> Memory:
+def memory_of(order: Order, fusion: Fusion, donated: Collection[int] = (), chip: Chip | None = None) -> Memory:
     """`memory`, where the order and what is fused in it are known already."""
     flow, graph = order.flow, order.flow.graph
     places, results = lives(order, fusion)
@@ -76,7 +79,7 @@ def memory_of(order: Order, fusion: Fusion, donated: Collection[int] = (), fast:
             taken += full
         else:
             rooms.append(place)
-    left = _outside_fast(order, fusion, places, fast) if fast else places
+    left = _outside_fast(order, fusion, places, donated, chip) if chip and chip.fast_bytes else places
     return Memory(sum(arguments), sum(size(v) for v in graph.outputs), _most(_outside(left, rooms)), taken)
 
 
@@ -84,23 +87,68 @@ def _tiled(flow: Flow, value: int) -> int:
     return tiled_bytes(flow.local_shape(value), dtype_bits(flow.graph.values[value].dtype))
 
 
-def _outside_fast(order: Order, fusion: Fusion, places: Sequence[Place], fast: float) -> list[Place]:
-    """The places that the memory inside the chip has no room for. Arguments are fetched there too, from their first reader
-    to their last."""
-    ops, inputs = order.flow.graph.ops, set(order.flow.graph.inputs)
-    accesses: collections.Counter[int] = collections.Counter()
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for i, op in enumerate(ops):
-        for v in (*fusion.reads[i], *op.outputs):
-            accesses[v] += op.trips
-            first.setdefault(v, i)
-            last[v] = i
-    claims = [Claim(max(0, p.start), p.end, p.bytes, max((accesses[v] for v in p.values), default=2)) for p in places]
-    claims += [
-        Claim(2 * first[v], 2 * last[v], order.flow.local_bytes(v), accesses[v]) for v in inputs if last.get(v, 0)
-    ]
-    return [place for place, has in zip(places, granted(claims, fast), strict=False) if not has]
+def _outside_fast(
+    order: Order, fusion: Fusion, places: Sequence[Place], donated: Collection[int], chip: Chip
+) -> list[Place]:
+    """The places that the memory inside the chip has no room for, or not for all of their life.
+
+    An array stays there from one access to the next, unless this takes too long (`cost.tpu.STAYS`).
+    Arguments are fetched there for their readers too; of those that are not given away, the one that is read most has its
+    place before all others, until its last reader.
+    """
+    flow, graph = order.flow, order.flow.graph
+    clock, accesses = _clock(order, fusion, chip), _accesses(order, fusion)
+    longest = STAYS * chip.fast_bytes / chip.memory_bytes_s
+    claims, whole = [], []
+    for place in places:
+        met = sorted({(i, graph.ops[i].trips) for v in place.values for i in accesses.get(v, ())})
+        least = min((trips for _, trips in met), default=1)
+        parts = stretches([gap / least for gap in _gaps(clock, [i for i, _ in met])], longest)
+        whole.append(len(parts) <= 1)
+        claims.append(Claim(max(0, place.start), place.end, place.bytes if whole[-1] else 0, sum(t for _, t in met) or 2))
+    inputs = {v: accesses[v] for v in graph.inputs if v in accesses}
+    given = {graph.inputs[i] for i in donated}
+    kept = [v for v in inputs if v not in given and flow.local_bytes(v) <= chip.fast_bytes]
+    ahead = max(kept, key=lambda v: (len(inputs[v]), flow.local_bytes(v)), default=None)
+    for v, met in inputs.items():
+        size = flow.local_bytes(v)
+        if v == ahead:
+            claims.append(Claim(0, 2 * met[-1], size, _FIRST))
+            continue
+        for first, last in stretches(_gaps(clock, met), longest):
+            claims.append(Claim(2 * met[first], 2 * met[last], size, len(met)))
+    has = granted(claims, chip.fast_bytes)
+    return [place for place, inside, got in zip(places, whole, has, strict=False) if not (inside and got)]
+
+
+_FIRST = 1 << 62
+"""More accesses than anything has."""
+
+
+def _gaps(clock: Sequence[float], met: Sequence[int]) -> list[float]:
+    """From the end of each op to the beginning of the next of `met`."""
+    return [max(0.0, clock[b - 1] - clock[a]) for a, b in itertools.pairwise(met)]
+
+
+def _accesses(order: Order, fusion: Fusion) -> dict[int, list[int]]:
+    """For each stored value the ops that make it or read it, in their order."""
+    found: dict[int, list[int]] = {}
+    for i, op in enumerate(order.flow.graph.ops):
+        for v in dict.fromkeys((*fusion.reads[i], *(v for v in op.outputs if v in fusion.stored))):
+            found.setdefault(v, []).append(i)
+    return found
+
+
+def _clock(order: Order, fusion: Fusion, chip: Chip) -> list[float]:
+    """When each op is done, in seconds from the start; a collective takes its bytes over one link."""
+    flow = order.flow
+    sent = {c.result: bytes_sent(c.kind, c.group_size, flow.local_bytes(c.operand)) for c in flow.communications}
+    now, found = 0.0, []
+    for i, op in enumerate(flow.graph.ops):
+        over = sum(sent.get(v, 0) for v in op.outputs) / chip.link_bytes_s
+        now += (once(flow, i, chip, fusion)[2] + over) * op.trips
+        found.append(now)
+    return found
 
 
 def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:

@@ -39,6 +39,11 @@ def tiled_bytes(shape: tuple[int, ...], bits: int) -> int:
     return int(least) * bits // 8
 
 
+STAYS = 8
+"""An array stays in the vector memory from one access to the next for as long as it takes to copy all of that memory so
+often: libtpu's `xla_vf_vmem_max_overlap_to_mem_size_async_copy_ratio`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Claim:
     """What would lie in the vector memory from `start` to `end`, both included, and how often it is written or read."""
@@ -66,4 +71,25 @@ def granted(claims: Sequence[Claim], room: float) -> list[bool]:
         if claim.bytes <= room and (not taken.size or taken.max() + claim.bytes <= room):
             taken += claim.bytes
             found[i] = True
+    return found
+
+
+def stretches(gaps: Sequence[float], longest: float) -> list[tuple[int, int]]:
+    """The accesses of an array, put together where so little time lies between them that it stays in the vector memory.
+
+    Args:
+      gaps: seconds from the end of each access to the beginning of the next one.
+      longest: the most that they may be within one stretch.
+
+    Returns:
+      The first and the last access of each stretch, by index.
+
+    >>> stretches([1.0, 8.0, 1.0, 10.0], 2.0)
+    [(0, 1), (2, 3), (4, 4)]
+    """
+    found = [(0, 0)]
+    for i, gap in enumerate(gaps, 1):
+        found.append((i, i))
+        if gap <= longest:
+            found[-2:] = [(found[-2][0], i)]
     return found
