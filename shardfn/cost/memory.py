@@ -20,7 +20,7 @@ from shardfn.cost.collectives import bytes_sent
 from shardfn.cost.compute import once
 from shardfn.cost.fusion import CHEAP, COSTLY, Fusion
 from shardfn.cost.schedule import Order, early, first_of_body, merged
-from shardfn.cost.tpu import STAYS, Claim, granted, stretches, tiled_bytes
+from shardfn.cost.tpu import AHEAD, STAYS, Claim, granted, stretches, tiled_bytes
 from shardfn.graph.model import Flow, Graph, Op, dtype_bits
 
 
@@ -97,15 +97,17 @@ def _outside_fast(
     place before all others, until its last reader.
     """
     flow, graph = order.flow, order.flow.graph
-    clock, accesses = _clock(order, fusion, chip), _accesses(order, fusion)
+    accesses = _accesses(order, fusion)
+    clock, gains = _clock(order, fusion, chip)
     longest = STAYS * chip.fast_bytes / chip.memory_bytes_s
     claims, whole = [], []
     for place in places:
-        met = sorted({(i, graph.ops[i].trips) for v in place.values for i in accesses.get(v, ())})
-        least = min((trips for _, trips in met), default=1)
-        parts = stretches([gap / least for gap in _gaps(clock, [i for i, _ in met])], longest)
+        met = sorted({i for v in place.values for i in accesses.get(v, ())})
+        least = min((graph.ops[i].trips for i in met), default=1)
+        parts = stretches([gap / least for gap in _gaps(clock, met)], longest)
         whole.append(len(parts) <= 1)
-        claims.append(Claim(max(0, place.start), place.end, place.bytes if whole[-1] else 0, sum(t for _, t in met) or 2))
+        gain = sum(graph.ops[i].trips for i in met if gains[i])
+        claims.append(Claim(max(0, place.start - 1), place.end, place.bytes if whole[-1] else 0, gain))
     inputs = {v: accesses[v] for v in graph.inputs if v in accesses}
     given = {graph.inputs[i] for i in donated}
     kept = [v for v in inputs if v not in given and flow.local_bytes(v) <= chip.fast_bytes]
@@ -113,16 +115,14 @@ def _outside_fast(
     for v, met in inputs.items():
         size = flow.local_bytes(v)
         if v == ahead:
-            claims.append(Claim(0, 2 * met[-1], size, _FIRST))
+            claims.append(Claim(0, 2 * met[-1], size, math.inf))
             continue
+        gain = sum(gains[i] for i in met)
         for first, last in stretches(_gaps(clock, met), longest):
-            claims.append(Claim(2 * met[first], 2 * met[last], size, len(met)))
+            fetched = bisect.bisect_right(clock, clock[max(0, met[first] - 1)] - AHEAD * size / chip.memory_bytes_s)
+            claims.append(Claim(2 * min(fetched, met[first]), 2 * met[last], size, gain))
     has = granted(claims, chip.fast_bytes)
     return [place for place, inside, got in zip(places, whole, has, strict=False) if not (inside and got)]
-
-
-_FIRST = 1 << 62
-"""More accesses than anything has."""
 
 
 def _gaps(clock: Sequence[float], met: Sequence[int]) -> list[float]:
@@ -139,16 +139,19 @@ def _accesses(order: Order, fusion: Fusion) -> dict[int, list[int]]:
     return found
 
 
-def _clock(order: Order, fusion: Fusion, chip: Chip) -> list[float]:
-    """When each op is done, in seconds from the start; a collective takes its bytes over one link."""
+def _clock(order: Order, fusion: Fusion, chip: Chip) -> tuple[list[float], list[bool]]:
+    """When each op is done, in seconds from the start, and whether its time is that of memory; a collective takes its bytes
+    over one link."""
     flow = order.flow
     sent = {c.result: bytes_sent(c.kind, c.group_size, flow.local_bytes(c.operand)) for c in flow.communications}
-    now, found = 0.0, []
+    now, clock, gains = 0.0, [], []
     for i, op in enumerate(flow.graph.ops):
         over = sum(sent.get(v, 0) for v in op.outputs) / chip.link_bytes_s
-        now += (once(flow, i, chip, fusion)[2] + over) * op.trips
-        found.append(now)
-    return found
+        _, moved, time = once(flow, i, chip, fusion)
+        now += (time + over) * op.trips
+        clock.append(now)
+        gains.append(bool(over) or moved / chip.memory_bytes_s >= time > 0)
+    return clock, gains
 
 
 def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:

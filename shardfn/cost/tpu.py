@@ -44,28 +44,34 @@ STAYS = 8
 often: libtpu's `xla_vf_vmem_max_overlap_to_mem_size_async_copy_ratio`."""
 
 
+AHEAD = 2
+"""How often an argument could be copied in the time before its reader in which it is fetched: libtpu's
+`xla_vf_vmem_preferred_overlap_to_async_copy_ratio`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """What would lie in the vector memory from `start` to `end`, both included, and how often it is written or read."""
+    """What would lie in the vector memory from `start` to `end`, both included."""
 
     start: int
     end: int
     bytes: int
-    accesses: int
+    accesses: float
+    """How often it is written or read by ops whose time is that of their memory; by others nothing is gained."""
 
 
 def granted(claims: Sequence[Claim], room: float) -> list[bool]:
     """Which claims get the place they ask for, as XLA's memory space assignment gives it.
 
-    What is accessed most often comes first (time saved for each byte), of these the largest; each has its place for all of
-    its life or none. How places lie side by side is left out: all that is free counts as one.
+    First comes what gains most: the time of its accesses over the root of its size. Each has its place for all of its life
+    or none. How places lie side by side is left out: all that is free counts as one.
 
-    >>> granted([Claim(0, 2, 60, 2), Claim(1, 3, 60, 3), Claim(3, 4, 40, 2)], 100)
+    >>> granted([Claim(0, 2, 60, 1), Claim(1, 3, 60, 2), Claim(3, 4, 40, 0)], 100)
     [False, True, True]
     """
     used = np.zeros(max((claim.end for claim in claims), default=0) + 1)
     found = [False] * len(claims)
-    for i in sorted(range(len(claims)), key=lambda i: (-claims[i].accesses, -claims[i].bytes)):
+    for i in sorted(range(len(claims)), key=lambda i: (-claims[i].accesses * claims[i].bytes**0.5, -claims[i].bytes)):
         claim = claims[i]
         taken = used[claim.start : claim.end + 1]
         if claim.bytes <= room and (not taken.size or taken.max() + claim.bytes <= room):
