@@ -115,8 +115,7 @@ def as_compiled(plan: Plan, real: compiled.Compiled) -> Figures:
     Compute scales with the compiled FLOPs; collectives are priced one by one on the links of groups of their size.
     """
     sent = sum(c.total_bytes for c in real.collectives)
-    sizes = (real.argument_bytes, real.output_bytes, real.temp_bytes)
-    peak = sum(size or 0 for size in sizes) - (real.alias_bytes or 0)
+    peak = real.together(plan.hardware.platform) or plan.price.memory.peak
     model = products(plan)
     compute_s = plan.price.compute_s * (real.flops / model if model else 1.0)
     links = {c.group_size: link_over(plan.hardware, plan.axes, (), c.group_size) for c in real.collectives}

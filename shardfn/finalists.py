@@ -142,10 +142,8 @@ def judged(name: str, problem: Problem, answer: Answer, made: Compiled) -> Final
     sent_s = sum(collective_s(c, hardware, answer.axes) for c in made.collectives)
     predicted = matrix_flops(problem.flow(answer.axes, answer.specs, answer.pins))
     share = made.flops / predicted if made.flops and predicted else 1.0
-    sizes = (made.argument_bytes, made.output_bytes, made.temp_bytes)
-    peak = sum(s or 0 for s in sizes) - (made.alias_bytes or 0) if None not in sizes else price.memory.peak
-    if hardware.platform != "cpu":  # TPUs report a peak that counts what overlaps
-        peak = max(peak, made.peak_bytes or 0)
+    told = made.together(hardware.platform)
+    peak = price.memory.peak if told is None else told
     sent = sum(c.total_bytes for c in made.collectives)
     return Finalist(
         name, answer.axes, problem.level, sent, peak, made.flops or price.flops, sent_s + share * price.compute_s

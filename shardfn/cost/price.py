@@ -90,7 +90,7 @@ def price(flow: Flow, hardware: Hardware, donated: Collection[int] = ()) -> Pric
     return Price(
         done.flops,
         sum(c.total_bytes for c in sent),
-        memory_of(order, fusion, donated),
+        memory_of(order, fusion, donated, hardware.chip),
         done.seconds,
         communication_s,
         done.unpriced,

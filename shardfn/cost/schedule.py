@@ -117,6 +117,10 @@ def merged(flow: Flow) -> Order:
     return Order(dataclasses.replace(flow, graph=graph), of, bodies(flow.graph))
 
 
+_MOST_MERGED = 125_829_120
+"""Bytes of one merged all-reduce on a TPU: libtpu's `xla_jf_crs_combiner_threshold_in_bytes`, 120 MiB."""
+
+
 def _ordered(
     flow: Flow, region: Region, reduced: dict[int, Communication], groups: dict[object, int], of: dict[int, int]
 ) -> list[int]:
@@ -126,6 +130,7 @@ def _ordered(
     depth = [0] * len(inner)
     needs: list[list[int]] = []
     group: list[int | None] = [None] * len(inner)
+    sizes: dict[object, tuple[int, int]] = {}
     for n, numbers in enumerate(inner):
         needs.append([made[v] for i in numbers for v in ops[i].inputs if v in made])
         depth[n] = max((depth[m] for m in needs[n]), default=0)
@@ -135,6 +140,12 @@ def _ordered(
         if result in reduced:
             c = reduced[result]
             key = (region.parts[-1], c.axes, c.group_size, c.trips, flow.graph.values[c.operand].dtype, depth[n])
+            if flow.platform == "tpu":
+                number, full = sizes.get(key, (0, 0))
+                size = flow.local_bytes(c.operand)
+                fits = not full or full + size <= _MOST_MERGED
+                sizes[key] = number, full = (number, full + size) if fits else (number + 1, size)
+                key = (*key, number)
             group[n] = of[result] = groups.setdefault(key, len(groups))
             depth[n] += 1
     when = [float(n) for n in range(len(inner))]
@@ -224,6 +235,9 @@ def early(order: Order) -> tuple[Order, Fusion]:
     """
     flow = order.flow
     graph, fusion = flow.graph, fuse(flow)
+    if fusion.narrow and isinstance(flow, Sized):
+        narrow = {v: flow.local_bytes(v) // 2 for v in fusion.narrow}
+        flow = dataclasses.replace(flow, sizes=flow.sizes | narrow)
     last: dict[int, int] = {}
     for i, reads in enumerate(fusion.reads):
         for v in reads:
