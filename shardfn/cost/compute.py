@@ -52,9 +52,11 @@ def op_flops(flow: Flow, op: Op) -> float:
     """
     if op.name in MOVES or not op.outputs:
         return 0.0
-    out = max(math.prod(flow.local_shape(o)) for o in op.outputs)
+    out = max([math.prod(flow.local_shape(o)) for o in op.outputs])
     if op.name in LIBRARY:
         return out * LIBRARY[op.name](flow, op)
+    if not op.reduced:
+        return float(out * (2 if op.name in PRODUCTS else 1))
     depth = math.prod(flow.local_shape(op.inputs[i])[d] for i, d in op.reduced)
     return float(out * depth * (2 if op.name in PRODUCTS else 1))
 
@@ -130,11 +132,12 @@ UPDATES = {"dynamic_update_slice": 1, "scatter": -1}
 def _bytes(flow: Flow, op: Op, inner: tuple[int, ...], fusion: Fusion) -> float:
     read: dict[int, float] = {}
     seen: dict[int, int] = {}
-    for step in (*(flow.graph.ops[j] for j in inner), op):
+    for step in (*[flow.graph.ops[j] for j in inner], op):
         if step is not op and is_view(flow, step):  # its reader tells how much of it is read
             seen[step.outputs[0]] = seen.get(step.inputs[0], step.inputs[0])
             continue
-        for position, v in enumerate(seen.get(v, v) for v in step.inputs):
+        for position, v in enumerate(step.inputs):
+            v = seen.get(v, v)
             if v not in fusion.stored:
                 continue
             size = float(flow.local_bytes(v))

@@ -48,6 +48,7 @@ _ELEMENTWISE = (CHEAP | COSTLY) - {
     "transpose",
 }  # fmt: skip
 _WRITES_NARROW = _ELEMENTWISE | PRODUCTS
+_INSIDE = _READERS | VIEWS | PRODUCTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +116,7 @@ class _Fuser:
         """On a TPU: for what an elementwise op makes, the values as large that it is computed from in the end."""
         self.homes: dict[int, tuple[int, ...]] = {}
         """For each op those inside which it is computed, or itself."""
+        self.can: dict[int, bool] = {}
 
     def fusion(self) -> Fusion:
         graph = self.graph
@@ -131,16 +133,28 @@ class _Fuser:
         reads: list[tuple[int, ...]] = []
         inside: list[tuple[int, ...] | None] = []
         for i, op in enumerate(graph.ops):
-            below = tuple(dict.fromkeys(s for v in op.inputs for s in lies.get(v, (v,) if v in stored else ())))
-            before = tuple(dict.fromkeys(j for v in op.inputs for j in done.get(v, ())))
+            if i not in self.alive:
+                reads.append(())
+                inside.append(None)
+                continue
+            under: dict[int, None] = {}
+            first: dict[int, None] = {}
+            for v in op.inputs:
+                if v in lies:
+                    under.update(dict.fromkeys(lies[v]))
+                    first.update(dict.fromkeys(done[v]))
+                elif v in stored:
+                    under[v] = None
+            below, before = tuple(under), tuple(first)
             if i in later:
                 lies[op.outputs[0]] = below
                 done[op.outputs[0]] = (*before, i)
-            elif i in self.alive:
+                reads.append(())
+                inside.append(None)
+            else:
                 stored.update(op.outputs)
-            runs = i in self.alive and i not in later
-            reads.append(below if runs else ())
-            inside.append(before if runs else None)
+                reads.append(below)
+                inside.append(before)
         stored.update(b for _, b in graph.ties if b not in lies)
         return Fusion(
             frozenset(stored),
@@ -190,16 +204,21 @@ class _Fuser:
         """The ops inside which op `i` is computed, or None where it runs by itself."""
         if len(op.outputs) != 1 or op.outputs[0] in self.held:
             return None
+        if op.name not in _INSIDE:
+            return None
         value = op.outputs[0]
         readers = self.readers.get(value, [])
         if op.name == "broadcast_in_dim" and op.inputs[0] not in self.made:  # of a constant
             readers = [r for r in readers if not _passes(self.graph.ops[r], value)]
-        homes = tuple(dict.fromkeys(home for r in readers for home in self.homes[r]))
+        if len(readers) == 1:
+            homes = self.homes[readers[0]]
+        else:
+            homes = tuple(dict.fromkeys([home for r in readers for home in self.homes[r]]))
         if is_view(self.flow, op):
             return homes
         if self.tpu and op.name in PRODUCTS:
             return homes if len(homes) == 1 and self.can_finish(self.graph.ops[homes[0]]) else None
-        if op.name not in CHEAP and op.name not in COSTLY and op.name not in CUTS:
+        if op.name in VIEWS or op.name in PRODUCTS:
             return None
         if len(homes) > _MOST or not all(self.can_read(r) for r in readers):
             return None
@@ -211,9 +230,11 @@ class _Fuser:
         if self.tpu:
             again = self.sources[value] - {value}
             return homes if len(homes) <= 1 or (value not in self.sources[value] and len(again) <= 1) else None
+        if len(homes) <= 1:
+            return homes
         size = math.prod(self.graph.values[value].shape)
         large = [v for v in set(op.inputs) if math.prod(self.graph.values[v].shape) >= size and v not in self.spread]
-        return homes if len(homes) <= 1 or len(large) <= 1 else None
+        return homes if len(large) <= 1 else None
 
     def can_finish(self, op: Op) -> bool:
         """Whether a product can be computed inside this op: each element of its result is needed where it is made."""
@@ -227,6 +248,12 @@ class _Fuser:
                 and math.prod(self.flow.local_shape(op.inputs[0])) >= BY_LIBRARY)  # fmt: skip
 
     def can_read(self, i: int) -> bool:
+        """Whether what an op reads can be computed inside it."""
+        if i not in self.can:
+            self.can[i] = self.can_run_with(i)
+        return self.can[i]
+
+    def can_run_with(self, i: int) -> bool:
         op = self.graph.ops[i]
         if i in self.library:
             return True
@@ -254,7 +281,7 @@ def _alive(graph: Graph) -> frozenset[int]:
     alive = set()
     for i in reversed(range(len(graph.ops))):
         op = graph.ops[i]
-        if not op.outputs or needed.intersection(op.outputs) or "custom_call" in op.name:
+        if not op.outputs or not needed.isdisjoint(op.outputs) or "custom_call" in op.name:
             alive.add(i)
             needed.update(op.inputs)
     return frozenset(alive)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 from shardfn.cost.fusion import Fusion, fuse
-from shardfn.graph.model import Communication, Flow, Graph
+from shardfn.graph.model import Communication, Flow, Graph, dtype_bits
 
 
 def first_of_body(graph: Graph, loop: int) -> int:
@@ -62,18 +63,31 @@ class Sized(Flow):
 
     shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
     sizes: dict[int, int] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    pieces: dict[tuple[object, object], tuple[tuple[int, ...], int]] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def local_shape(self, value: int) -> tuple[int, ...]:
         """Shape of the piece on one device."""
         if value not in self.shapes:
-            self.shapes[value] = super().local_shape(value)
+            self.work_out(value)
         return self.shapes[value]
 
     def local_bytes(self, value: int) -> int:
         """Bytes of the piece on one device."""
         if value not in self.sizes:
-            self.sizes[value] = super().local_bytes(value)
+            self.work_out(value)
         return self.sizes[value]
+
+    def work_out(self, value: int) -> None:
+        """Both, once for all values of one form and layout."""
+        form, spec = self.graph.values[value], self.specs[value]
+        key = (form.shape, form.dtype), spec
+        found = self.pieces.get(key)
+        if found is None:
+            shape = super().local_shape(value)
+            found = self.pieces[key] = shape, math.prod(shape) * dtype_bits(form.dtype) // 8
+        self.shapes[value], self.sizes[value] = found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +140,8 @@ def _ordered(
 ) -> list[int]:
     ops = flow.graph.ops
     inner = [[part] if isinstance(part, int) else _ordered(flow, part, reduced, groups, of) for part in region.parts]
+    if not any(v in reduced for numbers in inner if len(numbers) == 1 for v in ops[numbers[0]].outputs[:1]):
+        return [i for numbers in inner for i in numbers]
     made: dict[int, int] = {}
     depth = [0] * len(inner)
     needs: list[list[int]] = []
@@ -133,9 +149,10 @@ def _ordered(
     sizes: dict[object, tuple[int, int]] = {}
     for n, numbers in enumerate(inner):
         needs.append([made[v] for i in numbers for v in ops[i].inputs if v in made])
-        depth[n] = max((depth[m] for m in needs[n]), default=0)
+        depth[n] = max([depth[m] for m in needs[n]], default=0)
         for i in numbers:
-            made.update(dict.fromkeys(ops[i].outputs, n))
+            for v in ops[i].outputs:
+                made[v] = n
         result = ops[numbers[0]].outputs[0] if len(numbers) == 1 and ops[numbers[0]].outputs else None
         if result in reduced:
             c = reduced[result]
@@ -153,7 +170,8 @@ def _ordered(
     last: dict[int, float] = {}
     for _ in range(3):
         for n, g in enumerate(group):
-            when[n] = max([when[n], *(when[m] + later[m] for m in needs[n])])
+            if needs[n]:
+                when[n] = max(when[n], max([when[m] + later[m] for m in needs[n]]))
             if g is not None:
                 when[n] = last[g] = max(last.get(g, 0.0), when[n])
     if region.parts and not isinstance(region.parts[-1], Region) and ops[inner[-1][-1]].name == "while":
@@ -253,10 +271,12 @@ def early(order: Order) -> tuple[Order, Fusion]:
             inner = fusion.inside[part] if isinstance(part, int) else None
             if inner is None or not isinstance(part, int) or part in fixed or graph.ops[part].name == "while":
                 continue
+            freed = sum([flow.local_bytes(v) for v in fusion.reads[part] if last[v] == part and v not in keep])
+            if freed <= _SHRINKS * sum(map(flow.local_bytes, graph.ops[part].outputs)):
+                continue
             sources = [here[made[v]] for v in fusion.reads[part] if made.get(v) in here]
             ready = max((when[m] for m in sources), default=None)
-            freed = sum(flow.local_bytes(v) for v in fusion.reads[part] if last[v] == part and v not in keep)
-            if ready is None or freed <= _SHRINKS * sum(map(flow.local_bytes, graph.ops[part].outputs)):
+            if ready is None:
                 continue
             for m in sorted((here[j] for j in inner if j in here), key=lambda m: when[m]):
                 when[m] = min(when[m], (*ready, float(m)))
