@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 
 from shardfn.cost.chips import Chip
-from shardfn.cost.fusion import CHEAP, COSTLY, VIEWS, Fusion, fuse, is_view
+from shardfn.cost.fusion import CHEAP, COSTLY, PRODUCTS, VIEWS, Fusion, fuse, is_view
 from shardfn.graph.model import Flow, Op
 
 MOVES = frozenset(
@@ -18,8 +17,6 @@ MOVES = frozenset(
      "reshard", "rotate"}
 )  # fmt: skip
 """Ops that move data and compute nothing."""
-
-PRODUCTS = frozenset({"dot_general", "convolution"})
 
 _SENT = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute"})
 _FREE = VIEWS | _SENT | {"while", "case", "shard_map", "after_all", "create_token", "partition_id", "replica_id"}
@@ -85,26 +82,34 @@ def work(flow: Flow, chip: Chip, fusion: Fusion | None = None) -> Work:
     graph = flow.graph
     fusion = fusion or fuse(flow)
     total = moved = seconds = 0.0
-    flops = functools.cache(lambda i: op_flops(flow, graph.ops[i]))
-    vector = chip.vector_flops or chip.flops
     unpriced: dict[str, None] = {}
     for i, op in enumerate(graph.ops):
-        inner = fusion.inside[i]
-        if inner is None or op.name in _FREE:
+        if fusion.inside[i] is None or op.name in _FREE:
             continue
         if op.name not in _PRICED and op.name not in LIBRARY:
             unpriced.setdefault(f"{op.name} ({op.where})" if op.where else op.name)
-        count = flops(i)
-        time = count * effort(op) / _rate(flow, op, chip)
-        for j in inner:
-            more = flops(j)
-            count += more
-            time += more * effort(graph.ops[j]) / vector
-        size = _bytes(flow, op, inner, fusion)
+        count, size, once_s = once(flow, i, chip, fusion)
         total += count * op.trips
         moved += size * op.trips
-        seconds += max(time, size / chip.memory_bytes_s) * op.trips
+        seconds += once_s * op.trips
     return Work(total, moved, seconds, tuple(unpriced))
+
+
+def once(flow: Flow, number: int, chip: Chip, fusion: Fusion) -> tuple[float, float, float]:
+    """FLOPs, bytes moved and seconds of one run of op `number`, with what is computed inside it; nothing where it does not
+    run by itself, or is priced elsewhere."""
+    op, inner = flow.graph.ops[number], fusion.inside[number]
+    if inner is None or op.name in _FREE:
+        return 0.0, 0.0, 0.0
+    count = op_flops(flow, op)
+    time = count * effort(op) / _rate(flow, op, chip)
+    for j in inner:
+        other = flow.graph.ops[j]
+        more = op_flops(flow, other)
+        count += more
+        time += more * effort(other) / _rate(flow, other, chip)
+    size = _bytes(flow, op, inner, fusion)
+    return count, size, max(time, size / chip.memory_bytes_s)
 
 
 def effort(op: Op) -> float:

@@ -186,8 +186,7 @@ class _Roads:
         into: int | None = None,
     ) -> int:  # fmt: skip
         """One collective from `value` to a new one, or to `into`; an empty `kind` cuts it without sending."""
-        was = self.values[value]
-        result = self.new(was, after, trips) if into is None else into
+        was = made = self.values[value]
         if kind == "all-to-all":  # the pieces are padded before they are exchanged
             pieces = [self.pieces(axes) for axes in after]
             value = self.like(
@@ -195,6 +194,9 @@ class _Roads:
             )
         elif (travels := _TRAVELS.get((self.platform, kind, was.dtype, cause in _PRODUCTS))) is not None:
             value = self.like(value, Value(was.shape, travels))
+            if kind == "all-gather":  # the product reads it as it came
+                made = Value(was.shape, travels)
+        result = self.new(made, after, trips) if into is None else into
         self.ops.append(Op(kind.replace("-", "_") or "all_slice", (value,), (result,), None, trips, where))
         if kind:
             size = 2 if kind == "collective-permute" else self.pieces(axes)

@@ -24,6 +24,7 @@ STEPS = 12  # of the ascent, in each part
 FEWER = 0.7  # of the labels, below which a part leaves out those that are out
 NEIGHBOURHOODS = 8  # of the best labelling, every eight parts
 CANDIDATES = 40  # nodes weighed for a split
+MOST_BYTES = 2e9  # that waiting parts hold, about
 ENTRIES, TOTAL = 1e5, 3e6  # of the tables of a part that is solved exactly
 
 
@@ -38,6 +39,12 @@ class Part:
     bound: float
     split: tuple[int, int] | None = None
     """The node, and which of its two sides, that made this part of another."""
+    held: float = 0.0
+    """Bytes that are held for this part alone, about."""
+
+
+Queue = list[tuple[float, int, Part]]
+"""Bound, number, part: a heap."""
 
 
 class Gains:
@@ -89,16 +96,17 @@ def branch(ascent: Ascent, local: Local, goal: Callable[[], float], most: int,
 
     With a bound of at least `goal()`, nothing below it exists.
     """
-    queue = [(ascent.bound, 0, save(ascent, ascent.bound))]
-    count = 0
+    queue: Queue = [(ascent.bound, 0, save(ascent, ascent.bound))]
+    count, held = 0, 0.0
     gains = Gains()
     size = max(ascent.size, 0.003)
     while queue and count < most and not ascent.budget.is_over:
-        bound, _, part = heapq.heappop(queue)
+        bound, _, part = _next(queue, held > MOST_BYTES)
+        held -= part.held
         if bound >= goal():
-            return goal()
+            continue
         if watch:
-            watch(bound, local.cost)
+            watch(min([bound, *(other for other, *_ in queue)]), local.cost)
         count += 1
         now = load(part, size)
         if now is None:
@@ -119,14 +127,26 @@ def branch(ascent: Ascent, local: Local, goal: Callable[[], float], most: int,
             local.improve(part.multipliers, NEIGHBOURHOODS)
         if seen is None or bound >= goal():
             continue
+        own = 12 * now.messages.effort if now is not part.ascent else 0.0  # half of its tables, both ways
         part = save(now, bound)
         node, sides = _split(now, seen, gains)
         for side, labels in enumerate(sides):
             base = part.base.copy()
             base[now.first[node] + labels] = np.inf
-            made = dataclasses.replace(part, base=base, split=(int(now.nodes[node]), side))
+            size_of = own + base.nbytes + part.sent.nbytes / 2
+            made = dataclasses.replace(part, base=base, split=(int(now.nodes[node]), side), held=size_of)
+            held += size_of
             heapq.heappush(queue, (bound, 2 * count + side, made))
     return min([goal(), *(bound for bound, *_ in queue)])
+
+
+def _next(queue: Queue, is_crowded: bool) -> tuple[float, int, Part]:
+    """The part with the least bound, or with the greatest where too many wait."""
+    if not is_crowded:
+        return heapq.heappop(queue)
+    found = queue.pop(max(range(len(queue)), key=lambda at: queue[at][:2]))
+    heapq.heapify(queue)
+    return found
 
 
 def _explore(ascent: Ascent, local: Local, goal: Callable[[], float]) -> list[Array] | None:

@@ -87,6 +87,8 @@ class _Contraction:
         self.costs: list[Array] = [store.of(cost) for cost in problem.costs]
         self.held: list[bool] = holding(problem)
         self.tables: list[dict[int, Array]] = [{} for _ in self.costs]
+        self.combined: set[int] = set()
+        """Nodes that stand for combinations of labels of others."""
         self.queue: deque[int] = deque()
         self.waiting: list[bool] = [False] * len(self.costs)
         self.steps: list[Follow | Minimised] = []
@@ -112,15 +114,23 @@ class _Contraction:
             self.wide(nodes, cost)
 
     def wide(self, nodes: tuple[int, ...], cost: Array) -> None:
-        """A table of three and more becomes a node whose labels are its possible combinations."""
-        combinations = np.argwhere(np.isfinite(cost))
+        """A table of three and more becomes one between a new node and the node with the most labels.
+
+        The new node's labels are the combinations of the others' that are possible: so nothing is larger than the table.
+        """
+        last = max(range(len(nodes)), key=lambda at: cost.shape[at])
+        cost = np.moveaxis(cost, last, -1)
+        rest = (*nodes[:last], *nodes[last + 1 :])
+        combinations = np.argwhere(np.isfinite(cost).any(-1))
         new = len(self.costs)
-        self.costs.append(self.store.of(cost[tuple(combinations.T)]))
+        self.combined.add(new)
+        self.costs.append(self.store.of(np.zeros(len(combinations))))
         self.held.append(False)
         self.waiting.append(False)
         self.tables.append({})
         self.possible &= len(combinations) > 0
-        for column, node in enumerate(nodes):
+        self.join(nodes[last], new, self.store.of(np.ascontiguousarray(cost[tuple(combinations.T)].T)))
+        for column, node in enumerate(rest):
             match = combinations[:, column][None] == np.arange(len(self.costs[node]))[:, None]
             self.join(node, new, self.store.of(np.where(match, 0.0, np.inf)))
 
@@ -210,7 +220,7 @@ class _Contraction:
             self.merge(u, v, self.store.call(np.argsort, label))  # one to one: the one with more neighbours stays
             return True
         new = len(table) * sum(len(self.costs[w]) for w in self.tables[v] if w != u)
-        if len(table) > len(self.costs[v]) and new > self.most_entries:
+        if len(table) > len(self.costs[v]) and new > (table.size if u in self.combined else self.most_entries):
             return False
         self.merge(v, u, label)
         return True

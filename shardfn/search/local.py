@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 
 from shardfn.search.budget import CALL, Budget
+from shardfn.search.content import Store
 from shardfn.search.eliminate import eliminate
 from shardfn.search.labelling import Array
 from shardfn.search.lagrange import Ascent
@@ -19,6 +22,8 @@ FEW = 1000
 SMALL_BALL = 120  # of larger ones only the smaller tables are built
 MOST_RAISES = 8  # of prices, until labels fit
 SCALES = (1.0, 2.0, 4.0, 0.5, 0.0)  # of the prices of memory
+MENDS = 60  # neighbourhoods solved to get rid of forbidden costs
+MEND_BALLS = (0, 40, 40, 120, 40, 40, 120)  # nodes freed there, 0: all
 
 
 def repeated(starts: Array, sizes: Array) -> Array:
@@ -27,27 +32,44 @@ def repeated(starts: Array, sizes: Array) -> Array:
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - sizes), sizes)
 
 
-def fitted(ascent: Ascent, local: Local, factor: float) -> Array | None:
-    """What the messages suggest when prices are raised by `factor` where it does not fit, again and again."""
+def fitted(ascent: Ascent, local: Local, factor: float, halvings: int = 0) -> Array | None:
+    """What the messages suggest when prices are raised by `factor` where it does not fit, again and again.
+
+    Then `halvings` times the way back to the last prices that were too low is halved, so that little room is left over.
+    """
     if not len(ascent.nodes):
         return None
-    before, prices, found = ascent.multipliers, ascent.best, None
+    before, low, prices, found = ascent.multipliers, ascent.best, ascent.best, None
     for attempt in range(MOST_RAISES):
-        ascent.set_prices(prices)
-        ascent.messages.forward()
-        ascent.messages.backward()
-        choice = ascent.messages.forward(decide=True)
-        ascent.messages.backward()
-        assert choice is not None
-        labels = ascent.full(choice)
+        labels = _suggested(ascent, prices)
         excess = local.excess(labels)
         if excess.max(initial=0.0) <= 0:
             found = labels
         if found is not None or ascent.budget.is_over:
             break
-        prices = local.raised(prices, excess, factor * 1.5**attempt)
+        low, prices = prices, local.raised(prices, excess, factor * 1.5**attempt)
+    for _ in range(halvings if found is not None and low is not prices else 0):
+        if ascent.budget.is_over:
+            break
+        middle = (low + prices) / 2
+        labels = _suggested(ascent, middle)
+        if local.excess(labels).max(initial=0.0) <= 0:
+            prices, found = middle, labels
+            local.offer(labels)
+        else:
+            low = middle
     ascent.set_prices(before)
     return found
+
+
+def _suggested(ascent: Ascent, prices: Array) -> Array:
+    ascent.set_prices(prices)
+    ascent.messages.forward()
+    ascent.messages.backward()
+    choice = ascent.messages.forward(decide=True)
+    ascent.messages.backward()
+    assert choice is not None
+    return ascent.full(choice)
 
 
 class Local:
@@ -79,12 +101,60 @@ class Local:
         self.visits = 0
         self.sizes = ENTRIES_FEW if len(self.costs) < FEW else ENTRIES
         self.unit = float(max(1.0, np.abs(memory.limit).max(initial=0.0)))
+        some = self.cost_of(np.zeros(len(self.costs), np.int64))
+        self.typical = max(abs(some) if np.isfinite(some) else _most(self.own), 1.0)
 
     def cost_of(self, labels: Array) -> float:
         at = labels
         u, v = self.ends.T
         return float(self.own[self.memory.first[:-1] + at].sum()
                      + self.entries[self.start + at[u] * self.width + at[v]].sum())  # fmt: skip
+
+    def possible(self, labels: Array) -> bool:
+        """Whether nothing forbidden is taken."""
+        return bool(np.isfinite(self.cost_of(labels)))
+
+    @functools.cached_property
+    def soft(self) -> tuple[list[Array], list[dict[int, Array]]]:
+        """Costs and tables in which what is forbidden costs more than all else together, but not infinitely much."""
+        store = Store()
+        dear = _Dear(2 * (_most(self.own) + _most(self.entries)) + 1.0)
+        tables: list[dict[int, Array]] = [{} for _ in self.tables]
+        for u, row in enumerate(self.tables):
+            for v, table in row.items():
+                if u < v:
+                    tables[u][v] = store.call(dear, table)
+                    tables[v][u] = store.turned(tables[u][v])
+        return [store.call(dear, cost) for cost in self.costs], tables
+
+    def mend(self, labels: Array, multipliers: Array, rounds: int = MENDS) -> Array:
+        """Labels that take nothing forbidden, if it goes well: parts around what is forbidden are solved again and again.
+
+        What stays forbidden gets dearer each time (Morris, The breakout method, AAAI 1993), so that no round is like the last.
+        """
+        fewest, best = np.inf, labels
+        for number in range(rounds):
+            u, v = self.ends.T
+            bad = np.flatnonzero(np.isinf(self.entries[self.start + labels[u] * self.width + labels[v]]))
+            own = np.flatnonzero(np.isinf(self.own[self.memory.first[:-1] + labels]))
+            if len(bad) + len(own) < fewest:
+                fewest, best = len(bad) + len(own), labels
+            if not fewest or self.budget.is_over:
+                break
+            size = MEND_BALLS[number % len(MEND_BALLS)]
+            if number:
+                for at in bad.tolist():
+                    self.raise_forbidden(int(u[at]), int(v[at]))
+            some = np.concatenate([u[bad], own])
+            centre = int(some[int(self.random.integers(len(some)))])
+            labels = self.solve(labels, multipliers, self.sizes[0], self.ball(size, centre))
+        return best
+
+    def raise_forbidden(self, u: int, v: int) -> None:
+        """What is forbidden between two nodes costs half more in `soft`."""
+        tables = self.soft[1]
+        dearer = np.where(np.isinf(self.tables[u][v]), 1.5 * tables[u][v], tables[u][v])
+        tables[u][v], tables[v][u] = dearer, dearer.T
 
     def conditional(self, labels: Array) -> Array:
         """What each label costs, own and tables, with all other nodes as they are."""
@@ -98,6 +168,8 @@ class Local:
         owner = np.repeat(np.arange(len(self.costs)), np.diff(first))
         excess = self.excess(labels)
         for _ in range(passes):
+            if self.budget.is_over or not self.possible(labels):
+                break
             self.budget.spend(len(self.at) + 4 * CALL)
             cost = self.conditional(labels)
             gain = np.repeat(cost[first[:-1] + labels], np.diff(first)) - cost
@@ -124,21 +196,21 @@ class Local:
         return self.memory.held(self.memory.first[:-1] + labels) - self.memory.limit
 
     def offer(self, labels: Array) -> bool:
-        """Keep a labelling that fits and is cheaper; whether it fits."""
+        """Keep a labelling that fits and is cheaper; whether it fits and takes nothing forbidden."""
         if self.excess(labels).max(initial=0.0) > 0:
             return False
         cost = self.cost_of(labels)
         if cost < self.cost:
             self.best, self.cost = np.array(labels), cost
-        return True
+        return bool(np.isfinite(cost))
 
-    def priced(self, multipliers: Array, free: Sequence[int] | None) -> list[Array]:
+    def priced(self, costs: list[Array], multipliers: Array, free: Sequence[int] | None) -> list[Array]:
         """The costs with memory priced, where nodes are free."""
         if not multipliers.any():
-            return self.costs
+            return costs
         price = self.memory.price(multipliers)
         first = self.memory.first
-        costs = list(self.costs)
+        costs = list(costs)
         for v in range(len(costs)) if free is None else free:
             costs[v] = costs[v] + price[first[v]:first[v + 1]]  # fmt: skip
         return costs
@@ -146,9 +218,10 @@ class Local:
     def solve(self, current: Array, multipliers: Array, entries: float,
               free: Sequence[int] | None = None) -> Array:  # fmt: skip
         rank = self.random.permutation(len(self.costs)).tolist()
+        costs, tables = (self.costs, self.tables) if self.possible(current) else self.soft
         found = eliminate(
-            self.priced(multipliers, free),
-            self.tables,
+            self.priced(costs, multipliers, free),
+            tables,
             entries,
             free=free,
             current=current.tolist(),
@@ -162,11 +235,7 @@ class Local:
         """Dearer memory where a labelling is over the limit."""
         over = excess > 0
         paid = multipliers[multipliers > 0]
-        typical = (
-            float(paid.mean())
-            if len(paid)
-            else max(abs(self.cost_of(np.zeros(len(self.costs), np.int64))), 1.0) / self.unit
-        )
+        typical = float(paid.mean()) if len(paid) else self.typical / self.unit
         share = excess / max(float(excess.max(initial=0.0)), 1e-300)
         return multipliers + np.where(over, (multipliers + 0.1 * typical * share) * factor, 0.0)
 
@@ -174,6 +243,8 @@ class Local:
             free: Sequence[int] | None = None) -> bool:  # fmt: skip
         """Raise prices where `labels` do not fit and solve again, until they do."""
         for attempt in range(tries):
+            if not self.possible(labels):
+                labels = self.mend(labels, multipliers)
             excess = self.excess(labels)
             if excess.max(initial=0.0) <= 0 or self.budget.is_over:
                 break
@@ -203,14 +274,17 @@ class Local:
         if not self.cost < cost:
             self.best, self.cost = best, cost
 
-    def ball(self, size: int) -> list[int] | None:
-        """Nodes around a random one, all of them for 0."""
+    def ball(self, size: int, centre: int | None = None) -> list[int] | None:
+        """Nodes around `centre` or a random one, and around others where too few hang together; all of them for 0."""
         count = len(self.costs)
         if not size or size >= count:
             return None
-        seen = {self.seed(): None}
+        seen = {self.seed() if centre is None else centre: None}
         queue = list(seen)
-        while queue and len(seen) < size:
+        while len(seen) < size:
+            if not queue:
+                queue = [int(self.random.integers(count))]
+                seen[queue[0]] = None
             at = int(self.random.integers(len(queue)))
             queue[at], queue[-1] = queue[-1], queue[at]
             for w in self.tables[queue.pop()]:
@@ -236,3 +310,18 @@ class Local:
             if not np.array_equal(labels, self.best):
                 self.fit(labels, prices, 1 if free is None else 3, entries, free)
         return (before - self.cost) / max(abs(before), 1e-300) if self.cost < before else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dear:
+    """An array in which what is infinite costs `most`."""
+
+    most: float
+
+    def __call__(self, array: Array) -> Array:
+        return np.where(np.isinf(array), self.most, array)
+
+
+def _most(array: Array) -> float:
+    """The sum of the sizes of what is finite."""
+    return float(np.abs(array[np.isfinite(array)]).sum())

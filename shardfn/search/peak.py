@@ -17,10 +17,12 @@ from shardfn.search.budget import CALL, Budget
 from shardfn.search.content import Store
 from shardfn.search.contract import contract
 from shardfn.search.labelling import Array, Labelling
+from shardfn.search.local import Local
 from shardfn.search.memory import Memory, memory_of
 
 STEPS = 400
 PASSES = 2  # of messages in each step
+AGAIN = 20  # steps, after which labels that are forbidden together are mended, once some that are not are known
 CLOSE = 1e-6  # of the peak: a gap that counts as none
 
 
@@ -41,9 +43,8 @@ def least_peak(problem: Labelling, budget: Budget | None = None, steps: int = ST
     Peak(choice=(1, 1), peak=7.0, bound=7.0)
     """
     budget = budget or Budget()
-    free = [np.where(np.isfinite(cost), 0.0, np.inf) for cost in problem.costs]
-    tables = tuple(dataclasses.replace(t, cost=np.where(np.isfinite(t.cost), 0.0, np.inf)) for t in problem.tables)
-    bare = dataclasses.replace(problem, costs=tuple(free), tables=tables, limit=-1.0)
+    tables = tuple(dataclasses.replace(t, cost=_free(t.cost)) for t in problem.tables)
+    bare = dataclasses.replace(problem, costs=tuple(map(_free, problem.costs)), tables=tables, limit=-1.0)
     core = contract(bare, store=Store())
     if not core.possible:
         return None
@@ -59,13 +60,32 @@ def least_peak(problem: Labelling, budget: Budget | None = None, steps: int = ST
     return Peak(choice, search.peak, min(search.bound, search.peak))
 
 
+def fitting(costs: list[Array], tables: list[dict[int, Array]], memory: Memory, budget: Budget,
+            steps: int = STEPS) -> Array | None:  # fmt: skip
+    """Labels within the limit whatever they cost, of a contracted problem; None where none were found."""
+    bare = Store()
+    free = [bare.call(_free, cost) for cost in costs]
+    rows = [{w: bare.call(_free, table) for w, table in row.items()} for row in tables]
+    search = _Search(free, rows, memory, -memory.limit, budget, 0.0)
+    search.run(steps)
+    return search.best if search.peak <= 0 else None
+
+
+def _free(cost: Array) -> Array:
+    """Nothing where something is allowed."""
+    return np.where(np.isfinite(cost), 0.0, np.inf)
+
+
 class _Search:
+    """The weights and the best labels; `always` is held at each time whatever is chosen, a peak of `enough` will do."""
+
     def __init__(self, costs: list[Array], tables: list[dict[int, Array]], memory: Memory, always: Array,
-                 budget: Budget):  # fmt: skip
-        self.memory, self.always, self.budget = memory, always, budget
+                 budget: Budget, enough: float = -math.inf):  # fmt: skip
+        self.memory, self.always, self.budget, self.enough = memory, always, budget, enough
         self.messages = Messages(costs, memory.first, tables, budget)
         self.costs, self.tables = costs, tables
         self.free = np.array([not row for row in tables], bool)
+        self.local: Local | None = None
         self.peak, self.bound = math.inf, -math.inf
         self.best = np.zeros(len(costs), np.int64)
 
@@ -81,10 +101,11 @@ class _Search:
         for step in range(steps):
             weights = np.exp(score - score.max())
             weights /= weights.sum()
-            use = self.usage(self.cheapest(weights))
+            use = self.usage(self.cheapest(weights, math.isinf(self.peak) or step % AGAIN == 0))
             scale = max(float(np.ptp(use)), 1e-3 * float(use.max()), 1e-300)
             score = score + np.sqrt(8 * math.log(count + 1) / (step + 1)) * (use - use.max()) / scale
-            if self.bound >= self.peak * (1 - CLOSE) or self.budget.is_over:
+            close = self.bound >= self.peak - CLOSE * abs(self.peak)
+            if close or self.peak <= self.enough or self.budget.is_over:
                 return
 
     def usage(self, labels: Array) -> Array:
@@ -96,8 +117,8 @@ class _Search:
         if peak < self.peak:
             self.peak, self.best = peak, labels
 
-    def cheapest(self, weights: Array) -> Array:
-        """Labels of nearly the least priced usage; the bound learns from them."""
+    def cheapest(self, weights: Array, mend: bool) -> Array:
+        """Labels of nearly the least priced usage; the bound learns from them. With `mend`, forbidden ones are mended."""
         price = self.memory.price(weights)
         self.messages.set_costs(self.base + price)
         labels = np.zeros(len(self.costs), np.int64)
@@ -108,6 +129,9 @@ class _Search:
             labels = found
             bound = self.messages.backward()
         self.bound = max(self.bound, bound + float(weights @ self.always))
+        if mend and not self.possible(labels):
+            self.local = self.local or Local(self.costs, self.tables, self.memory, self.budget)
+            labels = self.local.mend(labels, weights)
         if self.possible(labels):
             self.offer(self.mended(labels))
         return labels

@@ -24,29 +24,36 @@ from shardfn.search.lagrange import Ascent
 from shardfn.search.local import FEW, Local, fitted
 from shardfn.search.memory import memory_of
 from shardfn.search.narrow import Stuck, narrow
-from shardfn.search.peak import Peak, least_peak
+from shardfn.search.peak import Peak, fitting, least_peak
 
 ENTRIES, TOTAL = 2e6, 1e8  # of the tables of an exact solution at the start
 RAISES = (0.02, 0.05, 0.15)  # of prices where a labelling does not fit, one after the other
+HALVINGS = 4  # of the last of them
 STEEP = 0.05  # of the bound in a round: what is suggested now has little worth
 RISING = 2e-3  # of the bound in a round: while it rises faster, nothing else is worth the time
 STILL = 1e-6  # of the bound in a round: it has stopped
 PEAK, PEAK_SHARE = 2 * SECOND, 0.05  # for the least peak, where a limit can't be kept: work, or a part of all if more
+DESPERATE = 4  # rounds without a labelling that fits, until one is sought whatever it costs
+LATE = 0.3  # of the budget: the same, however few the rounds were
+SEEK = 0.2  # of what is left, for that
 GLANCES = 4  # passes before anything else, where there is a ceiling
-SMALL = 60_000  # labels x neighbours, up to which branching is tried
+SMALL = 60_000  # labels x neighbours, up to which parts are tried as soon as the bound hardly rises
 
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
     """How much is tried when no time limit stops it: rounds of `steps` passes and `neighbourhoods`, then `parts`.
 
-    A gap of at most `close` (0 to 1) is good enough.
+    A gap of at most `close` (0 to 1) is good enough. A large problem is left after `patience` rounds that
+    brought nothing; one of more than `most` labels x neighbours is not taken apart.
     """
 
     rounds: int = 1000
     steps: int = 20
     neighbourhoods: int = 12
     parts: int = 2000
+    patience: int = 20
+    most: int = SMALL
     close: float = 0.0
 
 
@@ -68,7 +75,9 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How much of the cost may be too much, 0 to 1."""
+        """How much of the cost may be too much, 0 to 1; all of one that does not fit."""
+        if not self.feasible and not self.proved:
+            return 1.0
         return 0.0 if self.proved else max(0.0, (self.cost - self.bound) / max(abs(self.cost), 1e-300))
 
 
@@ -106,6 +115,8 @@ class _Run:
         self.store = Store()
         self.pause = 1
         self.visits = self.effort.neighbourhoods
+        self.sought = False
+        self.wait = self.turn = 1  # rounds until prices are halved again, and the round
 
     def run(self) -> Solution | None:
         core = contract(self.problem, store=self.store)
@@ -158,8 +169,13 @@ class _Run:
             if least is not None and least.peak <= self.problem.limit:  # found by looking for nothing else
                 cost, choice, feasible, proved = cost_of(self.problem, least.choice), least.choice, True, False
                 bound, least = min(known, cost), None
-            elif least is not None and least.bound > self.problem.limit * (1 + 1e-9):
-                bound, proved = math.inf, True
+            elif least is not None:
+                if proved:
+                    least = dataclasses.replace(least, bound=max(least.bound, self.problem.limit))
+                elif least.bound > self.problem.limit * (1 + 1e-9):
+                    bound, proved = math.inf, True
+                if math.isinf(cost):
+                    cost, choice = cost_of(self.problem, least.choice), least.choice
         return Solution(choice, cost, bound, proved, feasible, least)
 
     def last_part(self) -> Budget:
@@ -185,12 +201,14 @@ class _Run:
         def goal() -> float:
             return local.cost - self.margin(local.cost + constant)
 
-        small = sum(len(own) * len(near) for own, near in zip(ascent.labels, ascent.tables, strict=True)) <= SMALL
+        small = _size(ascent) <= SMALL
         before, idle = -math.inf, 0
         for number in range(self.effort.rounds):
             for _ in range(self.effort.steps):
                 last = ascent.full(ascent.step(local.cost))
                 local.offer(last)
+                if local.best is None and not self.sought and self.late():
+                    break
                 if self.over() or self.done(ascent.bound, local, constant):
                     break
             rise = (ascent.bound - before) / max(abs(ascent.bound), 1e-300)
@@ -202,6 +220,10 @@ class _Run:
                 ascent.fix(upper)
                 if not ascent.fits():
                     return goal(), last
+            if local.best is None and not self.sought and (number >= DESPERATE or self.late()):
+                self.sought = True
+                local.fit(last, ascent.best, 12)
+                self.seek(local)
             if self.watch:
                 self.watch(ascent.bound + constant, local.cost + constant)
             if self.over() or self.done(ascent.bound, local, constant):
@@ -216,9 +238,9 @@ class _Run:
             if number % 4 == 0 and self.solved(ascent, local, upper, 2e6 if number < 1 else 2e7):
                 return goal(), last
             idle = idle + 1 if rise < (RISING if small else STILL) and not local.cost < best else 0
-            if idle > (0 if small else 20) and local.best is not None:
+            if idle > (0 if small else self.effort.patience) and local.best is not None:
                 break
-        if sum(len(own) * len(near) for own, near in zip(ascent.labels, ascent.tables, strict=True)) > SMALL:
+        if _size(ascent) > self.effort.most:
             return min(ascent.bound, goal()), last
         watch = self.watch
         tell = None if watch is None else lambda bound, cost: watch(bound + constant, cost + constant)
@@ -227,10 +249,14 @@ class _Run:
 
     def polish(self, ascent: Ascent, local: Local, last: Array, number: int, more: bool) -> None:
         """Better labellings: from the last one suggested, and around the best; more of what has just helped."""
-        raised = more or number % 2 == 0
-        found = fitted(ascent, local, RAISES[number // 2 % len(RAISES)]) if raised else None
+        raised, closer = more or number % 2 == 0, more and number >= self.turn
+        before = local.cost
+        found = fitted(ascent, local, RAISES[number // 2 % len(RAISES)], HALVINGS if closer else 0) if raised else None
         if found is not None:
             local.offer(local.descend(found))
+        if closer:
+            self.wait = 1 if local.cost < before else min(2 * self.wait, 8)
+            self.turn = number + self.wait
         if local.best is None:
             local.fit(last, ascent.best, 12)
         if not self.over() and more and number % self.pause == 0 and len(local.costs) < FEW:
@@ -241,6 +267,13 @@ class _Run:
             saved = local.improve(ascent.best, self.visits)
             self.visits = min(self.visits * 2, 4 * self.effort.neighbourhoods) if saved > 1e-4 else (
                 max(self.visits // 2, self.effort.neighbourhoods // 3))  # fmt: skip
+
+    def seek(self, local: Local) -> None:
+        """A labelling within the limit, whatever it costs, and better ones around it."""
+        budget = self.budget.part(SEEK)
+        found = fitting(local.costs, local.tables, local.memory, budget)
+        if found is not None:
+            local.offer(local.descend(found))
 
     def solved(self, ascent: Ascent, local: Local, upper: float, total: float) -> bool:
         """Whether elimination now settles what is left, memory aside."""
@@ -256,6 +289,17 @@ class _Run:
 
     def over(self) -> bool:
         return self.budget.is_over
+
+    def late(self) -> bool:
+        """Whether a good part of what may be done has been."""
+        budget = self.budget
+        return budget.spent > LATE * budget.work or (
+            budget.seconds < math.inf and budget.seconds_left < (1 - LATE) * budget.seconds)  # fmt: skip
+
+
+def _size(ascent: Ascent) -> int:
+    """Labels x neighbours."""
+    return sum(len(own) * len(near) for own, near in zip(ascent.labels, ascent.tables, strict=True))
 
 
 def _dearer(ascent: Ascent, ceiling: float) -> bool:
