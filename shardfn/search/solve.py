@@ -133,13 +133,13 @@ class _Run:
         stuck = None
         if not len(memory.limit) or not nodes:
             ceiling = self.ceiling - core.constant
-            ascent = Ascent(costs, tables, memory, self.budget)
-            if math.isfinite(ceiling) and _dearer(ascent, ceiling):
+            ascent = Ascent(costs, tables, memory, self.budget) if math.isfinite(ceiling) else None
+            if ascent is not None and _dearer(ascent, ceiling):
                 return None
             found = eliminate(costs, tables, ENTRIES, TOTAL, store=self.store, budget=self.budget)
             if found is None:
                 try:
-                    found = narrow(ascent, ceiling)
+                    found = narrow(ascent or Ascent(costs, tables, memory, self.budget), ceiling)
                     if found is None and math.isfinite(ceiling):
                         return None
                 except Stuck as stop:
