@@ -302,7 +302,9 @@ def _walk(
         runs = _trip_count(module, computation, it) if opcode == "while" else 1
         inside = is_fused or opcode == "fusion"
         rounds = trips * (1 if runs is None else runs)
-        inner = [x for c in called for x in _walk(module, c, rounds, where, channels if inside else {*channels}, inside)]
+        inner = [
+            x for c in called for x in _walk(module, c, rounds, where, channels if inside else {*channels}, inside)
+        ]
         if runs is None and inner:
             yield f"loop at {where or 'an unknown line'} runs an unknown number of times: counted once"
         if opcode == "conditional" and inner:

@@ -34,9 +34,11 @@ LAYERS = (
     ("graph.roads",),
     (
         "cost.schedule",
+        "cost.tpu",
         "cuts",
     ),
-    ("context", "callee", "graph.shardy", "graph.classes", "cost.compute", "cost.memory", "cost.calibrate"),
+    ("context", "callee", "graph.shardy", "graph.classes", "cost.compute", "cost.calibrate"),
+    ("cost.memory",),
     ("graph", "cost.price", "compiled"),
     ("cost", "trace", "place"),
     ("given", "call"),

@@ -71,7 +71,7 @@ def granted(claims: Sequence[Claim], room: float) -> list[bool]:
     """
     used = np.zeros(max((claim.end for claim in claims), default=0) + 1)
     found = [False] * len(claims)
-    for i in sorted(range(len(claims)), key=lambda i: (-claims[i].accesses * claims[i].bytes**0.5, -claims[i].bytes)):
+    for i in sorted(range(len(claims)), key=lambda i: (-claims[i].accesses * claims[i].bytes ** 0.5, -claims[i].bytes)):
         claim = claims[i]
         taken = used[claim.start : claim.end + 1]
         if claim.bytes <= room and (not taken.size or taken.max() + claim.bytes <= room):
