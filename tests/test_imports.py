@@ -25,6 +25,7 @@ LAYERS = (
         "graph.rules",
         "graph.alike",
         "cost.fusion",
+        "cost.tpu",
         "graph.moves",
         "graph.windows",
         "graph.cases",
@@ -34,7 +35,6 @@ LAYERS = (
     ("graph.roads",),
     (
         "cost.schedule",
-        "cost.tpu",
         "cuts",
     ),
     ("context", "callee", "graph.shardy", "graph.classes", "cost.compute", "cost.calibrate"),
