@@ -73,7 +73,7 @@ def memory_of(order: Order, fusion: Fusion, donated: Collection[int] = (), chip:
     taken, outputs = 0, set(graph.outputs)
     rooms = []
     for place in sorted(results, key=lambda p: -p.bytes):
-        full = max(place.bytes, *(size(v) for v in place.values if v in outputs)) if outputs else place.bytes
+        full = max([place.bytes, *(size(v) for v in place.values if v in outputs)])
         if full in given:
             given.remove(full)
             taken += full

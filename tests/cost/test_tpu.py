@@ -1,6 +1,7 @@
 """What a TPU keeps where, against what libtpu was seen to do; nothing is compiled here but in the test marked so."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -143,7 +144,7 @@ def test_without_vector_memory_temporaries_count():
 @pytest.mark.parametrize("layout", ["data parallel", "data x tensor, 2 x 4"])
 def test_compiled_peaks(layout):
     pytest.importorskip("libtpu")
-    plan = planned(mlp.SMALL, layout)
+    plan: Any = planned(mlp.SMALL, layout)
     made = compiled.read(plan.verifier.compiled(plan))
     assert made.argument_bytes == plan.price.memory.arguments
     assert plan.price.memory.peak == pytest.approx(made.together("tpu"), rel=0.1)
