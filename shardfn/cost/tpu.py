@@ -39,6 +39,17 @@ def tiled_bytes(shape: tuple[int, ...], bits: int) -> int:
     return int(least) * bits // 8
 
 
+def rows_bytes(shape: tuple[int, ...], bits: int) -> int:
+    """Bytes of an array laid out row by row, as lookups and scatters need it: a last dim below `LANES` is padded to that.
+
+    >>> rows_bytes((1024, 64), 32), tiled_bytes((1024, 64), 32)
+    (524288, 262144)
+    """
+    if len(shape) < 2:
+        return tiled_bytes(shape, bits)
+    return math.prod(shape[:-1]) * -(-shape[-1] // LANES) * LANES * bits // 8
+
+
 STAYS = 8
 """An array stays in the vector memory from one access to the next for as long as it takes to copy all of that memory so
 often: libtpu's `xla_vf_vmem_max_overlap_to_mem_size_async_copy_ratio`."""
