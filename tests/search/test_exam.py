@@ -44,7 +44,7 @@ def planted(seed: int, slack: float, nodes: int = 600):
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_labelling_that_hardly_fits_is_found_among_forbidden_pairs(seed):
     problem = planted(seed, 1.0)
-    found = solve(problem, Budget(6e8))
+    found = solve(problem, Budget(2e8))
     assert found.feasible and peak_of(problem, found.choice) <= problem.limit
     assert found.cost == cost_of(problem, found.choice) and found.bound <= found.cost
 
@@ -85,7 +85,7 @@ def test_tables_of_many_nodes_stay_about_as_large_as_they_were(arity):
     left = sum(table.size for row in core.tables.values() for table in row.values()) / 2
     assert left <= (arity + 1) * sum(len(flat) for _, flat in tables)
     assert max(len(cost) for cost in core.costs.values()) <= 5 ** (arity - 1)
-    found = solve(problem, Budget(3e8))
+    found = solve(problem, Budget(5e7))
     assert found.feasible and found.gap < 0.15
 
 
