@@ -115,8 +115,7 @@ def as_compiled(plan: Plan, real: compiled.Compiled) -> Figures:
     Compute scales with the compiled FLOPs; collectives are priced one by one on the links of groups of their size.
     """
     sent = sum(c.total_bytes for c in real.collectives)
-    sizes = (real.argument_bytes, real.output_bytes, real.temp_bytes)
-    peak = sum(size or 0 for size in sizes) - (real.alias_bytes or 0)
+    peak = real.together(plan.hardware.platform) or plan.price.memory.peak
     model = products(plan)
     compute_s = plan.price.compute_s * (real.flops / model if model else 1.0)
     links = {c.group_size: link_over(plan.hardware, plan.axes, (), c.group_size) for c in real.collectives}
@@ -355,18 +354,32 @@ def checks(rows: Sequence[Row]) -> Iterator[tuple[str, bool | None, str]]:
         yield "strictly better than every expert on at least 3 families", len(better) >= 3, f"{len(better)}: {named}"
 
 
-def accuracy(rows: Sequence[Row]) -> list[str]:
-    """How close the predictions are to what was compiled, and the rows that are off."""
+def accuracy(rows: Sequence[Row]) -> Iterator[str]:
+    """How close the predictions are to what was compiled, family by family, and the layouts that are off; in Markdown."""
     both = [r for r in rows if r.predicted and r.compiled and not r.same_as]
-    lines, off = [], []
-    for what, bound in WITHIN.items():
-        ratios = {r: ratio(getattr(r.predicted, what), getattr(r.compiled, what)) for r in both}
-        good = sum(abs(q - 1) <= bound for q in ratios.values())
-        lines.append(f"{what}: {good} of {len(both)} within {bound:.0%}")
-        off += [
-            f"  {what} {q:.3f} of compiled: {r.family}, {r.layout}" for r, q in ratios.items() if abs(q - 1) > bound
-        ]
-    return lines + off
+    titles = [f"{what} within {bound:.0%} | worst" for what, bound in WITHIN.items()]
+    yield f"| family | rows | {' | '.join(titles)} |"
+    yield "|---|---:|" + "---:|---|" * len(WITHIN)
+    off = []
+    for family in (*dict.fromkeys(r.family for r in both), "all"):
+        mine = [r for r in both if family in (r.family, "all")]
+        cells = []
+        for what, bound in WITHIN.items():
+            ratios = [(ratio(getattr(r.predicted, what), getattr(r.compiled, what)), r) for r in mine]
+            worst, row = max(ratios, key=lambda pair: distance(pair[0]))
+            name = row.layout if family != "all" else f"{row.family}, {row.layout}"
+            good = sum(abs(q - 1) <= bound for q, _ in ratios)
+            cells.append(f"{good} | {worst:.3f}" + (f" {name}" if round(worst, 3) != 1 else ""))
+            if family != "all":
+                off += [f"{what} {q:.3f} of compiled: {r.family}, {r.layout}" for q, r in ratios if abs(q - 1) > bound]
+        yield f"| {family} | {len(mine)} | {' | '.join(cells)} |"
+    yield ""
+    yield from off
+
+
+def distance(q: float) -> float:
+    """How far a ratio is from 1, as a factor."""
+    return abs(math.log(q)) if 0 < q < math.inf else math.inf
 
 
 def ratio(first: float, second: float) -> float:

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack, overload
 
 import jax
 from jax.core import Tracer
 
-from shardfn import layoutfile, search
-from shardfn.amounts import bytes_of
-from shardfn.cost import hardware
-from shardfn.errors import Problem, ShardError, StrategyTypeError, a, fail, raise_problems
+from shardfn import layoutfile, optioncheck
+from shardfn.context_keys import nearest
+from shardfn.errors import StrategyTypeError, a, fail
 from shardfn.layout import Layout
 from shardfn.layoutfile import LayoutFile
 from shardfn.options import Options
 from shardfn.plan import Plan
 from shardfn.report import Report
 from shardfn.sharded import ShardedFunction
-from shardfn.strategy import apply_parameter_plan, match, shape_of, short
+from shardfn.strategy import shape_of, short
 
 
 class More(TypedDict, total=False):
@@ -204,6 +201,12 @@ def with_options(fn: Any, kwargs: dict[str, Any]) -> tuple[ShardedFunction, dict
         mine = {name: getattr(fn.options, name) for name in _OPTION_NAMES} | mine
         fn = fn.fn
     function: Any = shard(fn, **mine)
+    taken = function.callee.signature.parameters if function.callee.signature else {}
+    unknown = [name for name in kwargs if name not in taken]
+    if unknown and taken and all(p.kind is not p.VAR_KEYWORD for p in taken.values()):
+        fail(StrategyTypeError, f"`{unknown[0]}` is no argument of the function, and no option of `shard`",
+             where=f"{unknown[0]} = {short(kwargs[unknown[0]])}", why=f"the function's arguments are {', '.join(taken)}",
+             fix=nearest(unknown[0], [*taken, *_OPTION_NAMES]))  # fmt: skip
     return function, kwargs
 
 
@@ -220,113 +223,10 @@ def _sharded(fn: Callable[..., Any], options: Options) -> ShardedFunction:
         fail(StrategyTypeError, f"`shard` takes a function, not {a(fn)}", where=f"fn = {short(fn)}",
              why="the first argument is what is sharded", fix=fix)  # fmt: skip
     made = ShardedFunction(fn, options)
-    problems = [*_option_problems(options), *_number_problems(options, made.callee.signature)]
-    mode: ShardError | None = None
-    if options.search_mode is not None:
-        try:
-            search.select(options.search_mode)
-        except ShardError as error:
-            mode = error
-    if mode is not None and not problems:
-        raise mode
-    raise_problems([*problems, *(mode.problems if mode else ())])
+    optioncheck.check(options, made.callee.signature)
     if any(i < 0 for i in (*options.static_argnums, *options.donate_argnums)):  # counted from the end
-        count = len(_positional(made.callee.signature))
+        count = len(optioncheck.positional(made.callee.signature))
         static, donated = ({i % count for i in n} for n in (options.static_argnums, options.donate_argnums))
         options = dataclasses.replace(options, static_argnums=tuple(static), donate_argnums=tuple(donated))
         return ShardedFunction(fn, options)
     return made
-
-
-def _positional(signature: inspect.Signature | None) -> list[str]:
-    parameters = signature.parameters.values() if signature else ()
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
-def _number_problems(options: Options, signature: inspect.Signature | None) -> Iterator[Problem]:
-    """What is wrong with static_argnums and its three companions, held against the function's parameters."""
-    parameters = dict(signature.parameters) if signature else {}
-    kinds = {p.kind for p in parameters.values()}
-    positional = _positional(signature)
-    endless = signature is None or inspect.Parameter.VAR_POSITIONAL in kinds
-    any_name = signature is None or inspect.Parameter.VAR_KEYWORD in kinds
-    places: dict[str, dict[str, Any]] = {"static": {}, "donate": {}}
-    for word, found in places.items():
-        for i in getattr(options, f"{word}_argnums"):
-            where = f"{word}_argnums = {short(getattr(options, f'{word}_argnums'))}"
-            if not isinstance(i, int) or isinstance(i, bool):
-                yield Problem(f"`{word}_argnums` holds {a(i)}", where, "arguments are counted by ints, from 0",
-                              f"write ints there, or names in {word}_argnames", is_type=True)  # fmt: skip
-            elif (i < 0 and endless) or (not endless and not -len(positional) <= i < len(positional)):
-                why = f"the function has {len(positional)} positional ones: {', '.join(positional) or 'none'}"
-                if endless:
-                    why = "the function takes any number of arguments"
-                yield Problem(f"`{word}_argnums` names argument {i}, which does not exist", where, why,
-                              "count from 0" + (f", up to {len(positional) - 1}" if not endless else ""))  # fmt: skip
-            elif positional and i < len(positional):
-                found[positional[i]] = i
-        for name in getattr(options, f"{word}_argnames"):
-            where = f"{word}_argnames = {short(getattr(options, f'{word}_argnames'))}"
-            if not isinstance(name, str):
-                yield Problem(f"`{word}_argnames` holds {a(name)}", where, "an argument's name is a string",
-                              f"write names there, or numbers in {word}_argnums", is_type=True)  # fmt: skip
-            elif name not in parameters and not any_name:
-                close = difflib.get_close_matches(name, list(parameters), 1)
-                yield Problem(f"`{word}_argnames` names `{name}`, which is no argument of the function", where,
-                              f"its arguments are {', '.join(parameters) or 'none'}",
-                              f"did you mean {close[0]!r}?" if close else "use one of these names")  # fmt: skip
-            else:
-                found[name] = name
-    for name in places["static"].keys() & places["donate"].keys():
-        yield Problem(f"`{name}` is static and donated", f"static: {name}; donated: {name}",
-                      "a static argument is no array, so it has no memory to give away",
-                      "take it out of the static or out of the donated arguments")  # fmt: skip
-
-
-def _option_problems(options: Options) -> list[Problem]:
-    """What is wrong with the options whatever the function is."""
-    problems: list[Problem] = []
-    level = options.level
-    why = "a level names what the search makes best"
-    if isinstance(level, bool) or not isinstance(level, int):
-        what = f"`level` must be an int, but it is {a(level)}"
-        problems.append(Problem(what, f"level = {short(level)}", why, _LEVELS, is_type=True))
-    elif level not in (0, 1, 2):
-        what = f"`level` is {level}, but there are only 0, 1 and 2"
-        problems.append(Problem(what, f"level = {level!r}", why, _LEVELS))
-    if options.memory_limit is not None and isinstance(
-        found := bytes_of(options.memory_limit, "memory_limit"), Problem
-    ):
-        problems.append(found)
-    problems += _bound_problems(options)
-    for name in ("in_strategy", "out_strategy"):
-        if getattr(options, name) is not None:
-            match((), getattr(options, name), name, found := [])
-            problems += [p for p in found if p.is_type]
-    apply_parameter_plan((), options.parameter_plan, found := [])
-    problems += [p for p in found if p.is_type]
-    device = options.device
-    if isinstance(device, bool | int | float):
-        try:
-            hardware.resolve(device)
-        except hardware.DeviceTypeError as error:
-            problems += error.problems
-    return problems
-
-
-def _bound_problems(options: Options) -> Iterator[Problem]:
-    count, seconds = options.finalists, options.time_limit
-    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MOST_FINALISTS:
-        yield Problem(f"`finalists` must be an int from 0 to {MOST_FINALISTS}", f"finalists = {short(count)}",
-                      "so many plans are compiled, and the best compiled one wins", "write 0 to compile none, or 4",
-                      is_type=isinstance(count, bool) or not isinstance(count, int))  # fmt: skip
-    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if seconds is not None and (not is_number or not seconds > 0):
-        yield Problem("`time_limit` must be a number of seconds above 0", f"time_limit = {short(seconds)}",
-                      "the search answers with the best it has after so long", "write 60", is_type=not is_number)  # fmt: skip
-
-
-MOST_FINALISTS = 64
-"""A search finds about thirty plans worth compiling; each takes seconds to minutes."""
-
-_LEVELS = "write 0 for most compute per byte communicated, 1 for least memory per device, or 2 for least time"

@@ -55,13 +55,11 @@ def compare(plan: Plan, compiled: Compiled) -> Comparison:
         if any(c.kind == kind for c in (*plan.collectives, *compiled.collectives))
     )
     memory = plan.price.memory
-    together = [compiled.argument_bytes, compiled.output_bytes, compiled.temp_bytes]
-    known = [size for size in together if size is not None]
     rows = (
         ("arguments", Pair(memory.arguments, compiled.argument_bytes)),
         ("results", Pair(memory.results, compiled.output_bytes)),
         ("temporaries", Pair(memory.temporaries, compiled.temp_bytes)),
-        ("together", Pair(memory.peak, sum(known) - (compiled.alias_bytes or 0) if len(known) == 3 else None)),
+        ("together", Pair(memory.peak, compiled.together(plan.hardware.platform))),
         ("xla_peak", Pair(None, compiled.peak_bytes)),
     )
     explained: set[str] = set()
@@ -163,8 +161,13 @@ def _sizes(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) ->
         yield "temporaries: XLA fuses more than predicted; what is fused takes no memory"
     elif size is not None and size > memory.temporaries:
         yield "temporaries: XLA needs more, for buffers of collectives, for padding and for copies"
-    peak, temp = compiled.peak_bytes, compiled.temp_bytes
-    if peak is not None and temp is not None and peak < temp + (compiled.argument_bytes or 0):
+    peak, temp, sizes = compiled.peak_bytes, compiled.temp_bytes, compiled.together("")
+    if plan.hardware.platform == "tpu" and peak is not None and sizes is not None:
+        if peak > 1.01 * sizes:
+            yield "XLA's own peak counts the vector memory too"
+        elif sizes > 1.01 * peak:
+            yield "temporaries: XLA's figure counts places that share memory more than once; all at once is its own peak"
+    elif peak is not None and temp is not None and peak < temp + (compiled.argument_bytes or 0):
         yield f"XLA's own peak leaves out temporaries on {plan.hardware.platform}"
 
 

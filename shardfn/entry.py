@@ -66,11 +66,12 @@ def best_compiled(program: Program, question: Question, answer: Answer) -> Laid:
       StrategyError: none of them keeps the memory limit.
     """
     limited = program.options.memory_limit is not None
-    levels = [
-        program.find(dataclasses.replace(question, level=other)) for other in (0, 1, 2) if other != question.level
-    ]
+    others = {level: program.find(dataclasses.replace(question, level=level)) for level in (0, 1, 2)
+              if level != question.level}  # fmt: skip
+    levels = others | {question.level: answer}
+    more = []
     if limited:  # what sends least without it may fit in pieces
-        levels.append(program.find(dataclasses.replace(question, level=0, memory_limit=math.inf)))
+        more.append(program.find(dataclasses.replace(question, level=0, memory_limit=math.inf)))
 
     def laid(one: Answer) -> Laid:
         return program.laid(lambda _: one, is_chosen=True)
@@ -79,7 +80,7 @@ def best_compiled(program: Program, question: Question, answer: Answer) -> Laid:
         found = laid(one)
         return program.verifier(found).compiled(found.plan, quick=True)
 
-    entered = finalists.answers(question, answer, levels, program.options.finalists)
+    entered = finalists.answers(question, levels, more, program.options.finalists)
     source = str(program.traced.module)
     judged = []
     for name, one in entered:

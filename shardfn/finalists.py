@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from shardfn.comparison import matrix_flops
 from shardfn.compiled import Compiled
@@ -17,26 +17,53 @@ from shardfn.search.polish import in_pieces, polished
 from shardfn.search.problem import SPREAD, Answer, Candidate, Problem, objective
 
 
-def answers(problem: Problem, answer: Answer, levels: Sequence[Answer], count: int) -> tuple[tuple[str, Answer], ...]:
+def answers(
+    problem: Problem, levels: Mapping[int, Answer], more: Sequence[Answer], count: int
+) -> tuple[tuple[str, Answer], ...]:
     """The answers to compile, by name, `count` in all: the search's own first, polished where that is better by its flow;
-    those of the other levels, and of level 0 without a memory limit; what of these sends least, in pieces; then in turn the
-    best of what else was priced, of the plain layouts on one axis, and of those on two. The flow does not always tell which
-    of them XLA likes. Of those that cost the same, the first stands for all: they compile to one program, or as good."""
+    those of the other levels, and `more`; these polished; what of all these sends least, in pieces; then in turn the best
+    of what else was priced for each level, of the plain layouts on one axis, and of those on two. The flow does not always
+    tell which of them XLA likes. Of those that cost the same, the first stands for all: they compile to one program, or as
+    good.
+
+    But for the order, which is the level's own, they are the same at each level (of seven or more): what is best as
+    compiled at a level's aim is there at the others too.
+
+    Args:
+      problem: what is asked.
+      levels: what the search found at each level, the problem's own among them.
+      more: what else it found, as without a memory limit.
+      count: how many.
+    """
+    answer = levels[problem.level]
+    at = {level: dataclasses.replace(problem, level=level) for level in levels}
 
     def candidate(name: str, one: Answer) -> Candidate:
         return Candidate(name, one.axes, one.specs, one.pins, problem.price(one.axes, one.specs, one.pins))
 
-    first = [candidate("the search's", answer)]
-    better = polished(problem, first[0])
-    first += [better] if objective(better.price, problem) < objective(first[0].price, problem) else []
-    first += [candidate("another level's", one) for one in levels]
-    least = min(first, key=lambda c: (problem.idle(c.price.flops), c.price.bytes_sent))
+    def better(level: int, one: Candidate) -> Sequence[Candidate]:
+        other = polished(at[level], one)
+        return [other] if objective(other.price, at[level]) < objective(one.price, at[level]) else []
+
+    own = candidate("the search's", answer)
+    others = {level: candidate(f"level {level}'s", one) for level, one in levels.items() if level != problem.level}
+    first = [
+        own,
+        *better(problem.level, own),
+        *others.values(),
+        *(candidate("level 0's without the limit", o) for o in more),
+    ]
+    first += [made for level, one in others.items() for made in better(level, one)]
+    least = min(
+        first, key=lambda c: (problem.idle(c.price.flops), c.price.bytes_sent, c.price.time_s, c.price.memory.peak)
+    )
     first += [in_pieces(problem, least), in_pieces(problem, least, only_state=True)]
-    single = plain.candidates(problem, pairs=False)
-    double = tuple(c for c in plain.candidates(problem) if c not in single)
-    others = tuple(sorted(answer.others, key=lambda c: objective(c.price, problem)))
+    fast = dataclasses.replace(problem, level=2)
+    single = plain.candidates(fast, pairs=False)
+    double = tuple(c for c in plain.candidates(fast) if c not in single)
+    priced = [sorted(levels[level].others, key=lambda c: objective(c.price, at[level])) for level in sorted(levels)]
     found: dict[object, Candidate] = {}
-    for turn in (first, *itertools.zip_longest(single, others, double)):
+    for turn in (first, *itertools.zip_longest(*priced, single, double)):
         for c in filter(None, turn):
             sizes = tuple(sorted(size for _, size in c.axes))
             found.setdefault((sizes, c.price.bytes_sent, c.price.memory.peak, c.price.time_s), c)
@@ -115,10 +142,8 @@ def judged(name: str, problem: Problem, answer: Answer, made: Compiled) -> Final
     sent_s = sum(collective_s(c, hardware, answer.axes) for c in made.collectives)
     predicted = matrix_flops(problem.flow(answer.axes, answer.specs, answer.pins))
     share = made.flops / predicted if made.flops and predicted else 1.0
-    sizes = (made.argument_bytes, made.output_bytes, made.temp_bytes)
-    peak = sum(s or 0 for s in sizes) - (made.alias_bytes or 0) if None not in sizes else price.memory.peak
-    if hardware.platform != "cpu":  # TPUs report a peak that counts what overlaps
-        peak = max(peak, made.peak_bytes or 0)
+    told = made.together(hardware.platform)
+    peak = price.memory.peak if told is None else told
     sent = sum(c.total_bytes for c in made.collectives)
     return Finalist(
         name, answer.axes, problem.level, sent, peak, made.flops or price.flops, sent_s + share * price.compute_s

@@ -113,7 +113,7 @@ def make_plan(
     def result_specs(specs: Sequence[Spec | None]) -> list[Spec | None]:
         return [specs[same_as[i]] if spec is None and i in same_as else spec for i, spec in enumerate(out_specs)]
 
-    ready: list[Any] = []  # the module as all flows without pins begin
+    ready: list[shardy.Ready] = []  # the module as all flows begin
 
     def flow_with(axes: Axes, specs: Sequence[Spec | None], results: Mapping[int, Spec], pins: Pins) -> Flow:
         ends = [results.get(i, spec) for i, spec in enumerate(result_specs(specs))]
@@ -122,7 +122,7 @@ def make_plan(
         padded = [_padded(s, graph, v) for s, v in zip(ends, traced.outputs, strict=True)]
         tokens = len(graph.outputs) - len(outputs)
         at = {graph.ops[index].site: pin for index, pin in pins.items()}
-        if not at and not ready:
+        if not ready:
             ready.append(shardy.as_propagated(traced.module))
         laid = shardy.propagate(traced.module, axes, spread, [None] * tokens + padded, at, *ready)
         return as_compiled(laid, hardware.platform)

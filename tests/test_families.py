@@ -154,6 +154,20 @@ def test_three_families_have_to_be_strictly_better():
     assert "at least 3 families" in what and text.startswith("2: a ")
 
 
+def test_how_close_predictions_are_is_told_family_by_family():
+    def pair(family, layout, **made):
+        one = row(layout, family=family)
+        return quality.dataclasses.replace(one, compiled=quality.dataclasses.replace(one.compiled, **made))
+
+    rows = [pair("a", "near"), pair("a", "far", bytes=80.0, peak=108.0), pair("b", "far", peak=50.0, flops=10.1)]
+    header, _, a, b, every, _, *off = quality.accuracy([*rows, quality.dataclasses.replace(rows[1], same_as="far")])
+    assert header == "| family | rows | bytes within 5% | worst | peak within 10% | worst | flops within 2% | worst |"
+    assert a == "| a | 2 | 1 | 1.250 far | 2 | 0.926 far | 2 | 1.000 |"
+    assert b == "| b | 1 | 1 | 1.000 | 0 | 2.000 far | 1 | 0.990 far |"
+    assert every == "| all | 3 | 2 | 1.250 a, far | 2 | 2.000 b, far | 3 | 0.990 b, far |"
+    assert off == ["bytes 1.250 of compiled: a, far", "peak 2.000 of compiled: b, far"]
+
+
 def test_one_matmul_is_above_its_lower_bound():
     shape = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
     blocks = shardfn.Layout((4, 4), ("rows", "columns"))("rows", "columns")

@@ -67,6 +67,23 @@ def test_the_limit_comes_first_then_the_level():
     assert "the search alone picked it too" in best([small, quick], 200)[1]
 
 
+def test_seven_finalists_are_the_same_at_each_level(monkeypatch):
+    """Else another level's plan may be better as compiled at this level's aim, and never be compiled for it."""
+    entered, answers = {}, finalists.answers
+
+    def listening(problem, *more):
+        found = answers(problem, *more)
+        prices = [problem.price(one.axes, one.specs, one.pins) for _, one in found]
+        entered[problem.level] = found[0][0], {(p.bytes_sent, p.memory.peak, p.time_s) for p in prices}
+        return found
+
+    monkeypatch.setattr(finalists, "answers", listening)
+    for level in (0, 1, 2):
+        shardfn.shard(step, level=level, finalists=7).plan(W1, W2, X)
+    assert {name for name, _ in entered.values()} == {"the search's"}
+    assert entered[0][1] == entered[1][1] == entered[2][1] and len(entered[0][1]) == 7
+
+
 def test_a_program_is_compiled_once_whatever_the_level_and_the_limit(monkeypatch):
     finalists._made.clear()
     compiled, names = Verifier.compiled, []

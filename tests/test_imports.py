@@ -75,6 +75,7 @@ LAYERS = (
     ("report",),
     ("verify",),
     ("options",),
+    ("optioncheck",),
     ("ends",),
     ("program",),
     ("entry",),

@@ -47,6 +47,8 @@ class Chip:
     """Devices behind one switch; 0 stands for all."""
     network_bytes_s: float = 0.0
     """What one device sends beyond its node."""
+    fast_bytes: float = 0.0
+    """Of the memory inside the chip, what a compiler gives to whole arrays: a TPU's vector memory, less what kernels use."""
 
     def __post_init__(self) -> None:
         rates = ("flops", "memory_bytes_s", "memory_bytes", "link_bytes_s", "latency_s")
@@ -162,10 +164,10 @@ def _nvidia(name: str, flops: float, f32: float, f64: float, vector: float, memo
 
 
 def _tpu(name: str, flops: float, int8: float, vector: float, memory_s: float, memory: float, link: float, torus: int,
-         source: str) -> Chip:  # fmt: skip
+         fast: float, source: str) -> Chip:  # fmt: skip
     # f32 products run as one bf16 pass by default, so `flops` holds for them too.
     return Chip(name, "tpu", flops, memory_s, memory, link, 1e-6, source, vector, (("i8", int8),), torus,
-                ring=4 if torus == 3 else 16)  # fmt: skip
+                ring=4 if torus == 3 else 16, fast_bytes=fast)  # fmt: skip
 
 
 CHIPS = {
@@ -188,10 +190,12 @@ CHIPS = {
         ),
         _nvidia("h100", 989e12, 494e12, 67e12, 67e12, 3.35e12, 80e9, 450e9, 50e9, "NVIDIA H100 SXM datasheet"),
         _nvidia("h200", 989e12, 494e12, 67e12, 67e12, 4.8e12, 141e9, 450e9, 50e9, "NVIDIA H200 SXM datasheet"),
-        _tpu("tpu-v4", 275e12, 275e12, 4.3e12, 1.228e12, 32e9, 50e9, 3, "Google Cloud TPU v4 system page"),
-        _tpu("tpu-v5e", 197e12, 393e12, 6.1e12, 0.819e12, 16e9, 50e9, 2, "Google Cloud TPU v5e system page"),
-        _tpu("tpu-v5p", 459e12, 918e12, 14.3e12, 2.765e12, 95e9, 100e9, 3, "Google Cloud TPU v5p system page"),
-        _tpu("tpu-v6e", 918e12, 1836e12, 7.2e12, 1.638e12, 32e9, 100e9, 2, "Google Cloud TPU v6e system page"),
+        _tpu("tpu-v4", 275e12, 275e12, 4.3e12, 1.228e12, 32e9, 50e9, 3, 0.0, "Google Cloud TPU v4 system page"),
+        _tpu(
+            "tpu-v5e", 197e12, 393e12, 6.1e12, 0.819e12, 16e9, 50e9, 2, 112 * 2**20, "Google Cloud TPU v5e system page"
+        ),
+        _tpu("tpu-v5p", 459e12, 918e12, 14.3e12, 2.765e12, 95e9, 100e9, 3, 0.0, "Google Cloud TPU v5p system page"),
+        _tpu("tpu-v6e", 918e12, 1836e12, 7.2e12, 1.638e12, 32e9, 100e9, 2, 0.0, "Google Cloud TPU v6e system page"),
     )
 }
 """Presets. The CPU's figures are those of `python -m shardfn calibrate` on a small virtual machine. Matrix rates, memory and

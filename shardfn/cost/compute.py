@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from shardfn.cost.chips import Chip
-from shardfn.cost.fusion import CHEAP, COSTLY, VIEWS, Fusion, fuse, is_view
+from shardfn.cost.fusion import CHEAP, COSTLY, PRODUCTS, VIEWS, Fusion, fuse, is_view
 from shardfn.graph.model import Flow, Op
 
 MOVES = frozenset(
@@ -17,8 +17,6 @@ MOVES = frozenset(
      "reshard", "rotate"}
 )  # fmt: skip
 """Ops that move data and compute nothing."""
-
-PRODUCTS = frozenset({"dot_general", "convolution"})
 
 _SENT = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute"})
 _FREE = VIEWS | _SENT | {"while", "case", "shard_map", "after_all", "create_token", "partition_id", "replica_id"}
@@ -54,9 +52,11 @@ def op_flops(flow: Flow, op: Op) -> float:
     """
     if op.name in MOVES or not op.outputs:
         return 0.0
-    out = max(math.prod(flow.local_shape(o)) for o in op.outputs)
+    out = max([math.prod(flow.local_shape(o)) for o in op.outputs])
     if op.name in LIBRARY:
         return out * LIBRARY[op.name](flow, op)
+    if not op.reduced:
+        return float(out * (2 if op.name in PRODUCTS else 1))
     depth = math.prod(flow.local_shape(op.inputs[i])[d] for i, d in op.reduced)
     return float(out * depth * (2 if op.name in PRODUCTS else 1))
 
@@ -84,22 +84,32 @@ def work(flow: Flow, chip: Chip, fusion: Fusion | None = None) -> Work:
     total = moved = seconds = 0.0
     unpriced: dict[str, None] = {}
     for i, op in enumerate(graph.ops):
-        inner = fusion.inside[i]
-        if inner is None or op.name in _FREE:
+        if fusion.inside[i] is None or op.name in _FREE:
             continue
         if op.name not in _PRICED and op.name not in LIBRARY:
             unpriced.setdefault(f"{op.name} ({op.where})" if op.where else op.name)
-        count = op_flops(flow, op)
-        time = count * effort(op) / _rate(flow, op, chip)
-        for j in inner:
-            more = op_flops(flow, graph.ops[j])
-            count += more
-            time += more * effort(graph.ops[j]) / (chip.vector_flops or chip.flops)
-        size = _bytes(flow, op, inner, fusion)
+        count, size, once_s = once(flow, i, chip, fusion)
         total += count * op.trips
         moved += size * op.trips
-        seconds += max(time, size / chip.memory_bytes_s) * op.trips
+        seconds += once_s * op.trips
     return Work(total, moved, seconds, tuple(unpriced))
+
+
+def once(flow: Flow, number: int, chip: Chip, fusion: Fusion) -> tuple[float, float, float]:
+    """FLOPs, bytes moved and seconds of one run of op `number`, with what is computed inside it; nothing where it does not
+    run by itself, or is priced elsewhere."""
+    op, inner = flow.graph.ops[number], fusion.inside[number]
+    if inner is None or op.name in _FREE:
+        return 0.0, 0.0, 0.0
+    count = op_flops(flow, op)
+    time = count * effort(op) / _rate(flow, op, chip)
+    for j in inner:
+        other = flow.graph.ops[j]
+        more = op_flops(flow, other)
+        count += more
+        time += more * effort(other) / _rate(flow, other, chip)
+    size = _bytes(flow, op, inner, fusion)
+    return count, size, max(time, size / chip.memory_bytes_s)
 
 
 def effort(op: Op) -> float:
@@ -122,11 +132,12 @@ UPDATES = {"dynamic_update_slice": 1, "scatter": -1}
 def _bytes(flow: Flow, op: Op, inner: tuple[int, ...], fusion: Fusion) -> float:
     read: dict[int, float] = {}
     seen: dict[int, int] = {}
-    for step in (*(flow.graph.ops[j] for j in inner), op):
+    for step in (*[flow.graph.ops[j] for j in inner], op):
         if step is not op and is_view(flow, step):  # its reader tells how much of it is read
             seen[step.outputs[0]] = seen.get(step.inputs[0], step.inputs[0])
             continue
-        for position, v in enumerate(seen.get(v, v) for v in step.inputs):
+        for position, v in enumerate(step.inputs):
+            v = seen.get(v, v)
             if v not in fusion.stored:
                 continue
             size = float(flow.local_bytes(v))

@@ -10,12 +10,18 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from shardfn.cost.chips import Chip
+from shardfn.cost.collectives import bytes_sent
+from shardfn.cost.compute import once
 from shardfn.cost.fusion import CHEAP, COSTLY, Fusion
-from shardfn.cost.schedule import Order, early, first_of_body, merged
-from shardfn.graph.model import Flow, Graph, Op
+from shardfn.cost.schedule import Order, merged, scheduled
+from shardfn.cost.tpu import AHEAD, STAYS, Claim, granted, stretches, tiled_bytes
+from shardfn.graph.model import Flow, Graph, Op, dtype_bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,40 +51,114 @@ class Place:
     bytes: int
 
 
-def memory(flow: Flow, donated: Collection[int] = ()) -> Memory:
+def memory(flow: Flow, donated: Collection[int] = (), chip: Chip | None = None) -> Memory:
     """Memory of one call on one device.
 
     Args:
       flow: layouts of all values.
       donated: positions of arguments whose memory results of equal size take over.
+      chip: what it runs on; what lies in the memory inside it (`Chip.fast_bytes`) all its life takes no other.
     """
-    order, fusion = early(merged(flow))
-    return memory_of(order, fusion, donated)
+    order, fusion = scheduled(merged(flow))
+    return memory_of(order, fusion, donated, chip)
 
 
-def memory_of(order: Order, fusion: Fusion, donated: Collection[int] = ()) -> Memory:
+def memory_of(order: Order, fusion: Fusion, donated: Collection[int] = (), chip: Chip | None = None) -> Memory:
     """`memory`, where the order and what is fused in it are known already."""
     flow, graph = order.flow, order.flow.graph
     places, results = lives(order, fusion)
-    arguments = [flow.local_bytes(v) for v in graph.inputs]
+    size = functools.partial(_tiled, flow) if flow.platform == "tpu" else flow.local_bytes
+    arguments = [size(v) for v in graph.inputs]
     given = sorted((arguments[i] for i in donated), reverse=True)
-    taken = 0
+    taken, outputs = 0, set(graph.outputs)
     rooms = []
     for place in sorted(results, key=lambda p: -p.bytes):
-        if place.bytes in given:
-            given.remove(place.bytes)
-            taken += place.bytes
+        full = max(place.bytes, *(size(v) for v in place.values if v in outputs)) if outputs else place.bytes
+        if full in given:
+            given.remove(full)
+            taken += full
         else:
             rooms.append(place)
-    left = _outside(places, rooms)
-    return Memory(sum(arguments), sum(flow.local_bytes(v) for v in graph.outputs), _most(left), taken)
+    left = _outside_fast(order, fusion, places, donated, chip) if chip and chip.fast_bytes else places
+    return Memory(sum(arguments), sum(size(v) for v in graph.outputs), _most(_outside(left, rooms)), taken)
+
+
+def _tiled(flow: Flow, value: int) -> int:
+    return tiled_bytes(flow.local_shape(value), dtype_bits(flow.graph.values[value].dtype))
+
+
+def _outside_fast(
+    order: Order, fusion: Fusion, places: Sequence[Place], donated: Collection[int], chip: Chip
+) -> list[Place]:
+    """The places that the memory inside the chip has no room for, or not for all of their life.
+
+    An array stays there from one access to the next, unless this takes too long (`cost.tpu.STAYS`).
+    Arguments are fetched there for their readers too; of those that are not given away, the one that is read most has its
+    place before all others, until its last reader.
+    """
+    flow, graph = order.flow, order.flow.graph
+    accesses = _accesses(order, fusion)
+    clock, gains = _clock(order, fusion, chip)
+    longest = STAYS * chip.fast_bytes / chip.memory_bytes_s
+    claims, whole = [], []
+    for place in places:
+        met = sorted({i for v in place.values for i in accesses.get(v, ())})
+        least = min((graph.ops[i].trips for i in met), default=1)
+        parts = stretches([gap / least for gap in _gaps(clock, met)], longest)
+        whole.append(len(parts) <= 1)
+        gain = sum(graph.ops[i].trips for i in met if gains[i])
+        claims.append(Claim(max(0, place.start - 1), place.end, place.bytes if whole[-1] else 0, gain))
+    inputs = {v: accesses[v] for v in graph.inputs if v in accesses}
+    given = {graph.inputs[i] for i in donated}
+    kept = [v for v in inputs if v not in given and flow.local_bytes(v) <= chip.fast_bytes]
+    ahead = max(kept, key=lambda v: (len(inputs[v]), flow.local_bytes(v)), default=None)
+    for v, met in inputs.items():
+        size = flow.local_bytes(v)
+        if v == ahead:
+            claims.append(Claim(0, 2 * met[-1], size, math.inf))
+            continue
+        gain = sum(gains[i] for i in met)
+        for first, last in stretches(_gaps(clock, met), longest):
+            fetched = bisect.bisect_right(clock, clock[max(0, met[first] - 1)] - AHEAD * size / chip.memory_bytes_s)
+            claims.append(Claim(2 * min(fetched, met[first]), 2 * met[last], size, gain))
+    has = granted(claims, chip.fast_bytes)
+    return [place for place, inside, got in zip(places, whole, has, strict=False) if not (inside and got)]
+
+
+def _gaps(clock: Sequence[float], met: Sequence[int]) -> list[float]:
+    """From the end of each op to the beginning of the next of `met`."""
+    return [max(0.0, clock[b - 1] - clock[a]) for a, b in itertools.pairwise(met)]
+
+
+def _accesses(order: Order, fusion: Fusion) -> dict[int, list[int]]:
+    """For each stored value the ops that make it or read it, in their order."""
+    found: dict[int, list[int]] = {}
+    for i, op in enumerate(order.flow.graph.ops):
+        for v in dict.fromkeys((*fusion.reads[i], *(v for v in op.outputs if v in fusion.stored))):
+            found.setdefault(v, []).append(i)
+    return found
+
+
+def _clock(order: Order, fusion: Fusion, chip: Chip) -> tuple[list[float], list[bool]]:
+    """When each op is done, in seconds from the start, and whether its time is that of memory; a collective takes its bytes
+    over one link."""
+    flow = order.flow
+    sent = {c.result: bytes_sent(c.kind, c.group_size, flow.local_bytes(c.operand)) for c in flow.communications}
+    now, clock, gains = 0.0, [], []
+    for i, op in enumerate(flow.graph.ops):
+        over = sum(sent.get(v, 0) for v in op.outputs) / chip.link_bytes_s
+        _, moved, time = once(flow, i, chip, fusion)
+        now += (time + over) * op.trips
+        clock.append(now)
+        gains.append(bool(over) or moved / chip.memory_bytes_s >= time > 0)
+    return clock, gains
 
 
 def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
     """Places of temporaries, and of results: when each is in use."""
     flow, graph = order.flow, order.flow.graph
     together = order.together()
-    loops = _loops(graph, fusion)
+    loops = _loops(graph, fusion, order.bodies)
     start: dict[int, int] = {}
     end: dict[int, int] = {}
     copies: list[Place] = []
@@ -107,7 +187,7 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
     for v, first in loops.entered.items():
         start[v] = 2 * first
     _stay_through(start, end, [(2 * first, 2 * last) for last, first in loops.spans.items()], loops.entered)
-    _in_place(flow, fusion, start, end, reordered)
+    _in_place(flow, fusion, start, end, reordered, {i: 2 * last for i, (_, last) in together.items()})
     groups = _colocated(graph, loops, start, end)
     inputs, outputs = set(graph.inputs), set(graph.outputs)
     last = 2 * len(graph.ops)
@@ -135,7 +215,7 @@ class _Loops:
     """A loop's result -> what goes in and comes out as it is."""
 
 
-def _loops(graph: Graph, fusion: Fusion) -> _Loops:
+def _loops(graph: Graph, fusion: Fusion, bodies: Mapping[int, int]) -> _Loops:
     made = set(graph.inputs).union(*(op.outputs for op in graph.ops))
     inside: dict[int, list[int]] = {}
     for a, b in graph.ties:
@@ -148,7 +228,7 @@ def _loops(graph: Graph, fusion: Fusion) -> _Loops:
     for i, op in enumerate(graph.ops):
         if op.name != "while" or not op.outputs or i in fusion.dead:
             continue
-        first, count = first_of_body(graph, i), len(op.outputs)
+        first, count = i - bodies[op.outputs[0]], len(op.outputs)
         spans[i] = first
         for operand, back, result in zip(op.inputs[:count], op.inputs[count:], op.outputs, strict=True):
             if operand == back:
@@ -227,24 +307,30 @@ def _turned(flow: Flow, op: Op) -> list[int]:
 
 
 def _in_place(
-    flow: Flow, fusion: Fusion, start: dict[int, int], end: dict[int, int], reordered: Collection[int]
+    flow: Flow,
+    fusion: Fusion,
+    start: dict[int, int],
+    end: dict[int, int],
+    reordered: Collection[int],
+    last_read: Mapping[int, int],
 ) -> None:
-    """Elementwise ops and updates write over an operand of their own size that dies there."""
+    """Elementwise ops and updates write over an operand of their own size that dies there; on a TPU all-reduces too."""
     graph = flow.graph
     inputs, outputs = set(graph.inputs), set(graph.outputs)
+    writes_over = _WRITES_OVER | {"all_reduce"} if flow.platform == "tpu" else _WRITES_OVER
     for i, op in enumerate(graph.ops):
         if (
             len(op.outputs) != 1
             or op.outputs[0] not in start
-            or op.name not in _WRITES_OVER
+            or op.name not in writes_over
             or op.outputs[0] in reordered
         ):
             continue
         shape, size = flow.local_shape(op.outputs[0]), flow.local_bytes(op.outputs[0])
         for v in fusion.reads[i]:
-            dies = end.get(v) == 2 * i and v in start and v not in inputs and v not in outputs
+            dies = end.get(v) == last_read.get(i, 2 * i) and v in start and v not in inputs and v not in outputs
             if dies and flow.local_shape(v) == shape and flow.local_bytes(v) == size:
-                end[v] = 2 * i - 1
+                end[v] = min(2 * i, start[op.outputs[0]]) - 1
                 break
 
 

@@ -10,7 +10,7 @@ from shardfn.cost.collectives import bytes_sent
 from shardfn.cost.compute import work
 from shardfn.cost.hardware import Hardware, link_over
 from shardfn.cost.memory import Memory, memory_of
-from shardfn.cost.schedule import Order, early, merged
+from shardfn.cost.schedule import Order, merged, scheduled
 from shardfn.graph.model import Collective, Flow
 
 
@@ -84,13 +84,13 @@ def price(flow: Flow, hardware: Hardware, donated: Collection[int] = ()) -> Pric
     axes = tuple(flow.axes.items())
     order = merged(flow)
     sent = collectives(flow, order)
-    order, fusion = early(order)
+    order, fusion = scheduled(order)
     done = work(order.flow, hardware.chip, fusion)
     communication_s = sum(collective_s(c, hardware, axes) for c in sent)
     return Price(
         done.flops,
         sum(c.total_bytes for c in sent),
-        memory_of(order, fusion, donated),
+        memory_of(order, fusion, donated, hardware.chip),
         done.seconds,
         communication_s,
         done.unpriced,

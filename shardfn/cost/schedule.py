@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 from shardfn.cost.fusion import Fusion, fuse
-from shardfn.graph.model import Communication, Flow, Graph
+from shardfn.graph.model import Communication, Flow, Graph, dtype_bits
 
 
 def first_of_body(graph: Graph, loop: int) -> int:
@@ -49,24 +51,43 @@ def regions(graph: Graph) -> Region:
     return Region(tuple(part for _, part in stack))
 
 
+def bodies(graph: Graph) -> dict[int, int]:
+    """How many ops the body of each loop has, by the loop's first result."""
+    loops = ((i, op) for i, op in enumerate(graph.ops) if op.name == "while" and op.outputs)
+    return {op.outputs[0]: i - first_of_body(graph, i) for i, op in loops}
+
+
 @dataclasses.dataclass(frozen=True)
 class Sized(Flow):
     """A flow that works out the piece of each value once."""
 
     shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
     sizes: dict[int, int] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    pieces: dict[tuple[object, object], tuple[tuple[int, ...], int]] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def local_shape(self, value: int) -> tuple[int, ...]:
         """Shape of the piece on one device."""
         if value not in self.shapes:
-            self.shapes[value] = super().local_shape(value)
+            self.work_out(value)
         return self.shapes[value]
 
     def local_bytes(self, value: int) -> int:
         """Bytes of the piece on one device."""
         if value not in self.sizes:
-            self.sizes[value] = super().local_bytes(value)
+            self.work_out(value)
         return self.sizes[value]
+
+    def work_out(self, value: int) -> None:
+        """Both, once for all values of one form and layout."""
+        form, spec = self.graph.values[value], self.specs[value]
+        key = (form.shape, form.dtype), spec
+        found = self.pieces.get(key)
+        if found is None:
+            shape = super().local_shape(value)
+            found = self.pieces[key] = shape, math.prod(shape) * dtype_bits(form.dtype) // 8
+        self.shapes[value], self.sizes[value] = found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +97,8 @@ class Order:
 
     flow: Flow
     groups: Mapping[int, int]
+    bodies: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """How many ops the body of a loop has, right before the loop's own: by the loop's first result."""
 
     def together(self) -> dict[int, tuple[int, int]]:
         """For an op that is a part of such an all-reduce: the first and the last op of it."""
@@ -100,12 +123,16 @@ def merged(flow: Flow) -> Order:
         flow = Sized(**{field.name: getattr(flow, field.name) for field in dataclasses.fields(flow)})
     reduced = {c.result: c for c in flow.communications if c.kind == "all-reduce" and c.group_size > 1}
     if len(reduced) < 2:
-        return Order(flow, {v: n for n, v in enumerate(reduced)})
+        return Order(flow, {v: n for n, v in enumerate(reduced)}, bodies(flow.graph))
     groups: dict[object, int] = {}
     of: dict[int, int] = {}
     order = _ordered(flow, regions(flow.graph), reduced, groups, of)
     graph = dataclasses.replace(flow.graph, ops=tuple(flow.graph.ops[i] for i in order))
-    return Order(dataclasses.replace(flow, graph=graph), of)
+    return Order(dataclasses.replace(flow, graph=graph), of, bodies(flow.graph))
+
+
+_MOST_MERGED = 125_829_120
+"""Bytes of one merged all-reduce on a TPU: libtpu's `xla_jf_crs_combiner_threshold_in_bytes`, 120 MiB."""
 
 
 def _ordered(
@@ -113,19 +140,29 @@ def _ordered(
 ) -> list[int]:
     ops = flow.graph.ops
     inner = [[part] if isinstance(part, int) else _ordered(flow, part, reduced, groups, of) for part in region.parts]
+    if not any(v in reduced for numbers in inner if len(numbers) == 1 for v in ops[numbers[0]].outputs[:1]):
+        return [i for numbers in inner for i in numbers]
     made: dict[int, int] = {}
     depth = [0] * len(inner)
     needs: list[list[int]] = []
     group: list[int | None] = [None] * len(inner)
+    sizes: dict[object, tuple[int, int]] = {}
     for n, numbers in enumerate(inner):
         needs.append([made[v] for i in numbers for v in ops[i].inputs if v in made])
-        depth[n] = max((depth[m] for m in needs[n]), default=0)
+        depth[n] = max([depth[m] for m in needs[n]], default=0)
         for i in numbers:
-            made.update(dict.fromkeys(ops[i].outputs, n))
+            for v in ops[i].outputs:
+                made[v] = n
         result = ops[numbers[0]].outputs[0] if len(numbers) == 1 and ops[numbers[0]].outputs else None
         if result in reduced:
             c = reduced[result]
             key = (region.parts[-1], c.axes, c.group_size, c.trips, flow.graph.values[c.operand].dtype, depth[n])
+            if flow.platform == "tpu":
+                number, full = sizes.get(key, (0, 0))
+                size = flow.local_bytes(c.operand)
+                fits = not full or full + size <= _MOST_MERGED
+                sizes[key] = number, full = (number, full + size) if fits else (number + 1, size)
+                key = (*key, number)
             group[n] = of[result] = groups.setdefault(key, len(groups))
             depth[n] += 1
     when = [float(n) for n in range(len(inner))]
@@ -133,12 +170,76 @@ def _ordered(
     last: dict[int, float] = {}
     for _ in range(3):
         for n, g in enumerate(group):
-            when[n] = max([when[n], *(when[m] + later[m] for m in needs[n])])
+            if needs[n]:
+                when[n] = max(when[n], max([when[m] + later[m] for m in needs[n]]))
             if g is not None:
                 when[n] = last[g] = max(last.get(g, 0.0), when[n])
     if region.parts and not isinstance(region.parts[-1], Region) and ops[inner[-1][-1]].name == "while":
         when[-1] = max(when)
     return [i for n in sorted(range(len(inner)), key=lambda n: (when[n], n)) for i in inner[n]]
+
+
+def scheduled(order: Order) -> tuple[Order, Fusion]:
+    """A merged order as the platform's scheduler has it, and how its ops are put together: XLA's CPU backend runs what is
+    ready first (`as_ready`), others what frees memory (`early`)."""
+    return as_ready(order) if order.flow.platform == "cpu" else early(order)
+
+
+def as_ready(order: Order) -> tuple[Order, Fusion]:
+    """Breadth first, as XLA's CPU backend schedules for its threads: an op runs as soon as all that it reads is there, in
+    the order in which that came to be so. What reads nothing but arguments and constants runs at the start.
+
+    Within each region; all-reduces that are merged run together. With the order comes how its ops are put together.
+    """
+    graph, fusion = order.flow.graph, fuse(order.flow)
+    together = order.together()
+
+    def arranged(region: Region, own: int) -> list[int]:
+        """`own`: how many of the last parts are the loop's."""
+        parts = [[part] if isinstance(part, int) else arranged(part, 1) for part in region.parts]
+        first: list[int] = []
+        nodes: dict[object, list[int]] = {}
+        for part in parts[: len(parts) - own]:
+            last = part[-1]
+            if fusion.inside[last] is None:  # where it stands does not matter
+                first += part
+            else:
+                nodes.setdefault((together[last],) if last in together else last, []).extend(part)
+        ready = _as_ready(graph, fusion, nodes)
+        return [*first, *(i for node in ready for i in nodes[node]), *(i for o in parts[len(parts) - own :] for i in o)]
+
+    turn = arranged(regions(graph), 0)
+    ops = tuple(graph.ops[i] for i in turn)
+    moved = Order(
+        dataclasses.replace(order.flow, graph=dataclasses.replace(graph, ops=ops)), order.groups, order.bodies
+    )
+    return moved, fusion.ordered(turn)
+
+
+def _as_ready(graph: Graph, fusion: Fusion, nodes: Mapping[object, Sequence[int]]) -> list[object]:
+    made = {v: node for node, ops in nodes.items() for i in ops for v in graph.ops[i].outputs}
+    users: dict[object, list[object]] = {}
+    waits: dict[object, int] = {}
+    for node, ops in nodes.items():
+        sources = {made[v]: None for i in ops for v in fusion.reads[i] if v in made and made[v] != node}
+        waits[node] = len(sources)
+        for source in sources:
+            users.setdefault(source, []).append(node)
+    queue = collections.deque((node, False) for node, count in waits.items() if not count)
+    turn: dict[object, None] = {}
+    while queue:
+        node, is_taken_apart = queue.popleft()
+        turn[node] = None
+        if not is_taken_apart and (
+            (isinstance(node, tuple) and len(nodes[node]) > 1) or len(graph.ops[nodes[node][-1]].outputs) > 1
+        ):
+            queue.append((node, True))  # its results are picked out of a tuple, one step later
+            continue
+        for user in users.get(node, ()):
+            waits[user] -= 1
+            if not waits[user]:
+                queue.append((user, False))
+    return [*turn, *(node for node in nodes if node not in turn)]
 
 
 _SHRINKS = 16
@@ -152,6 +253,9 @@ def early(order: Order) -> tuple[Order, Fusion]:
     """
     flow = order.flow
     graph, fusion = flow.graph, fuse(flow)
+    if fusion.narrow and isinstance(flow, Sized):
+        narrow = {v: flow.local_bytes(v) // 2 for v in fusion.narrow}
+        flow = dataclasses.replace(flow, sizes=flow.sizes | narrow)
     last: dict[int, int] = {}
     for i, reads in enumerate(fusion.reads):
         for v in reads:
@@ -167,10 +271,12 @@ def early(order: Order) -> tuple[Order, Fusion]:
             inner = fusion.inside[part] if isinstance(part, int) else None
             if inner is None or not isinstance(part, int) or part in fixed or graph.ops[part].name == "while":
                 continue
+            freed = sum([flow.local_bytes(v) for v in fusion.reads[part] if last[v] == part and v not in keep])
+            if freed <= _SHRINKS * sum(map(flow.local_bytes, graph.ops[part].outputs)):
+                continue
             sources = [here[made[v]] for v in fusion.reads[part] if made.get(v) in here]
             ready = max((when[m] for m in sources), default=None)
-            freed = sum(flow.local_bytes(v) for v in fusion.reads[part] if last[v] == part and v not in keep)
-            if ready is None or freed <= _SHRINKS * sum(map(flow.local_bytes, graph.ops[part].outputs)):
+            if ready is None:
                 continue
             for m in sorted((here[j] for j in inner if j in here), key=lambda m: when[m]):
                 when[m] = min(when[m], (*ready, float(m)))
@@ -184,5 +290,5 @@ def early(order: Order) -> tuple[Order, Fusion]:
 
     turn = arranged(regions(graph))
     ops = tuple(graph.ops[i] for i in turn)
-    moved = Order(dataclasses.replace(flow, graph=dataclasses.replace(graph, ops=ops)), order.groups)
+    moved = Order(dataclasses.replace(flow, graph=dataclasses.replace(graph, ops=ops)), order.groups, order.bodies)
     return moved, fusion.ordered(turn)

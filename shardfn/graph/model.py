@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -84,6 +85,11 @@ class Op:
     site: int = -1
     """Where it stands in the module: its number in program order. Ops that were put in have none."""
 
+    def of(self, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Op:
+        """The same of other values."""
+        return Op(self.name, inputs, outputs, self.rule, self.trips, self.where, self.reduced, self.convolution,
+                  self.taps, self.site)  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
 class Pin:
@@ -156,6 +162,7 @@ def axis_size(axis: str, axes: Mapping[str, int]) -> int:
     return int(part.partition(")")[2]) if part else axes.get(name, 1)
 
 
+@functools.cache
 def dtype_bits(dtype: str) -> int:
     """Bits of one element of an MLIR type; a bool takes a byte.
 

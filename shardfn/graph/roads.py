@@ -45,14 +45,13 @@ class _Roads:
         self.ops: list[Op] = []
         self.sent: list[Communication] = []
         self.moved: dict[tuple[int, Spec, frozenset[str]], int] = {}
-        self.ways: dict[object, Way] = {}
+        self.ways: dict[object, tuple[Way, bool]] = {}
         self.filled = {
             v
             for op in graph.ops
             if op.name == "broadcast_in_dim" and not self.values[op.inputs[0]].shape
             for v in op.outputs
         }
-        self.lines = {v: op.where for op in graph.ops for v in op.outputs}
         self.trips = [0] * len(self.values)
         for op in reversed(graph.ops):
             for v in op.inputs:  # of what a loop carries: the least of its readers'
@@ -65,17 +64,20 @@ class _Roads:
 
     def flow(self) -> Flow:
         own = {c.result: c for c in self.given.communications}
+        is_cut = list(map(any, self.specs)).__getitem__
         for op in _needed(self.given.graph, _rotations(self.given)):
-            self.sent += [own[v] for v in op.outputs if v in own]
+            if own:
+                self.sent += [own[v] for v in op.outputs if v in own]
             if op.name in ("while", "case"):
                 self.carry(op)
-            elif op.name in _PASSED or not any(any(self.specs[v]) for v in (*op.inputs, *op.outputs)):
+            elif op.name in _PASSED or not (any(map(is_cut, op.inputs)) or any(map(is_cut, op.outputs))):
                 self.ops.append(op)
             else:
                 self.visit(op)
         grid = self.given.axes
         join = functools.cache(lambda axes: joined_axes(axes, grid))
-        specs = tuple(tuple(map(join, spec)) for spec in self.specs)
+        joined = functools.cache(lambda spec: tuple(map(join, spec)))
+        specs = tuple(map(joined, self.specs))
         sent = tuple(dataclasses.replace(c, axes=join(c.axes)) for c in self.sent)
         graph = dataclasses.replace(self.given.graph, values=tuple(self.values), ops=tuple(self.ops))
         return Flow(graph, specs, grid, sent)
@@ -90,9 +92,12 @@ class _Roads:
         self.ops.append(dataclasses.replace(op, inputs=(*op.inputs[:first], *laid)))
 
     def visit(self, op: Op) -> None:
-        found = self.way(op)
+        found, is_still = self.way(op)
         if not op.where:  # a result handed out in a layout of its own
             op = dataclasses.replace(op, where=next(filter(None, map(self.lines.get, op.inputs)), ""))
+        if is_still:
+            self.ops.append(op)
+            return
         inputs = []
         for i, (v, spec) in enumerate(zip(op.inputs, found.wants, strict=True)):
             inside = found.inside[i] if i < len(found.inside) else frozenset()
@@ -110,7 +115,7 @@ class _Roads:
             v if ready and spec == self.specs[v] else self.new(self.values[v], spec, op.trips)
             for v, spec in zip(op.outputs, found.gives, strict=True)
         )
-        self.ops.append(dataclasses.replace(op, inputs=tuple(inputs), outputs=outputs))
+        self.ops.append(op.of(tuple(inputs), outputs))
         for made, v in zip(outputs, op.outputs, strict=True):
             if made == v:
                 continue
@@ -121,15 +126,26 @@ class _Roads:
                 made = self.send("all-gather", made, lies, found.collected, op.trips, op.where, op.name)
             self.move(made, self.specs[v], op.trips, op.where, op.name, into=v)
 
-    def way(self, op: Op) -> Way:
-        have, want = tuple(self.specs[v] for v in op.inputs), tuple(self.specs[v] for v in op.outputs)
-        operands, results = tuple(self.values[v] for v in op.inputs), tuple(self.values[v] for v in op.outputs)
-        if op.rule is None:  # XLA has no way to cut it
-            return Way(tuple(map(whole, operands)), tuple(map(whole, results)))
-        key = (op.name, id(op.rule), op.taps, operands, results, have, want)
-        if key not in self.ways:
-            self.ways[key] = way(Case(op, op.rule, operands, results, have, want, self.sizes))
-        return self.ways[key]
+    @functools.cached_property
+    def lines(self) -> dict[int, str]:
+        """Of each value the line of the op that makes it."""
+        return {v: op.where for op in self.given.graph.ops for v in op.outputs}
+
+    def way(self, op: Op) -> tuple[Way, bool]:
+        """How an op is worked on, and whether nothing is moved for it."""
+        have, want = [self.specs[v] for v in op.inputs], [self.specs[v] for v in op.outputs]
+        operands, results = [self.values[v] for v in op.inputs], [self.values[v] for v in op.outputs]
+        # What is the same object is equal, which is quicker to see; all of these live as long as this.
+        key = op.name, id(op.rule), id(op.taps), *map(id, have), *map(id, want), *map(id, operands), *map(id, results)
+        found = self.ways.get(key)
+        if found is None:
+            lies = tuple(have), tuple(want)
+            if op.rule is None:  # XLA has no way to cut it
+                made = Way(tuple(map(whole, operands)), tuple(map(whole, results)))
+            else:
+                made = way(Case(op, op.rule, tuple(operands), tuple(results), *lies, self.sizes))
+            found = self.ways[key] = made, made == Way(*lies)
+        return found
 
     def new(self, value: Value, spec: Spec, trips: int) -> int:
         self.values.append(value)
@@ -170,8 +186,7 @@ class _Roads:
         into: int | None = None,
     ) -> int:  # fmt: skip
         """One collective from `value` to a new one, or to `into`; an empty `kind` cuts it without sending."""
-        was = self.values[value]
-        result = self.new(was, after, trips) if into is None else into
+        was = made = self.values[value]
         if kind == "all-to-all":  # the pieces are padded before they are exchanged
             pieces = [self.pieces(axes) for axes in after]
             value = self.like(
@@ -179,6 +194,9 @@ class _Roads:
             )
         elif (travels := _TRAVELS.get((self.platform, kind, was.dtype, cause in _PRODUCTS))) is not None:
             value = self.like(value, Value(was.shape, travels))
+            if kind == "all-gather":  # the product reads it as it came
+                made = Value(was.shape, travels)
+        result = self.new(made, after, trips) if into is None else into
         self.ops.append(Op(kind.replace("-", "_") or "all_slice", (value,), (result,), None, trips, where))
         if kind:
             size = 2 if kind == "collective-permute" else self.pieces(axes)

@@ -15,7 +15,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy, stablehlo
@@ -27,7 +27,10 @@ from shardfn.graph.windows import ATTRIBUTES, WINDOWED, taps
 GRID = "grid"  # the name of our mesh inside the module
 
 RULES_PIPELINE = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
-FLOW_PIPELINE = "builtin.module(sdy-propagation-pipeline,func.func(sdy-populate-op-sharding-rules))"
+FLOW_PIPELINE = "builtin.module(sdy-propagation-pipeline)"
+
+_NUMBER = "number"
+"""Of an op in `Ready.module`: an attribute that stays on it through the passes, and on its copies."""
 
 
 def _run(pipeline: str, module: Any) -> None:
@@ -52,8 +55,7 @@ def read_graph(module: Any) -> Graph:
     with module.context, ir.Location.unknown():
         copy = module.operation.clone()
         _run(RULES_PIPELINE, copy)
-        reader = _Reader(copy)
-        return reader.graph()
+        return _Reader(copy, None, _number(_preorder(copy), 0)).graph()
 
 
 def propagate(
@@ -62,7 +64,7 @@ def propagate(
     inputs: Sequence[Spec | None],
     outputs: Sequence[Spec | None],
     pins: Mapping[int, Pin] | None = None,
-    ready: Any = None,
+    ready: Ready | None = None,
 ) -> Flow:
     """Carry layouts through the function with Shardy and read what lies where; `graph.roads` adds what is sent.
 
@@ -72,47 +74,70 @@ def propagate(
       inputs: the layout of every argument of the module's main function; None leaves it to propagation.
       outputs: the same for its results.
       pins: by `Op.site`, layouts in which an op inside reads its operands and leaves its results.
-      ready: `as_propagated` of the module, which saves the time where there are no pins.
+      ready: `as_propagated` of the module, which saves the time for all flows but the first.
     """
+    ready = ready or as_propagated(module)
     with module.context, ir.Location.unknown():
-        source = module.operation if pins or ready is None else ready
-        copy = source.clone()
-        if pins:
-            sites = _preorder(copy)
-            found = [(op, pins[site]) for site, op in enumerate(sites) if site in pins]
-            for op, pin in found:
-                _pin(op, pin)
-        block = copy.regions[0].blocks[0]
-        mesh = ", ".join(f'"{name}"={size}' for name, size in axes)
-        ir.InsertionPoint.at_block_begin(block).insert(ir.Operation.parse(f"sdy.mesh @{GRID} = <[{mesh}]>"))
+        copy = ready.module.clone()
         main = next(f for f in _functions(copy) if _symbol(f) == "main")
+        if pins:
+            _hold(main.regions[0].blocks[0], pins, ready)
+        _add_mesh(copy, axes)
         for attribute, specs in (("arg_attrs", inputs), ("res_attrs", outputs)):
             old = main.attributes[attribute] if attribute in main.attributes else None
             main.attributes[attribute] = ir.ArrayAttr.get(
-                [_with_sharding(old[i] if old is not None else None, spec) for i, spec in enumerate(specs)]
+                [ready.with_sharding(old[i] if old is not None else None, spec) for i, spec in enumerate(specs)]
             )
-        if source is not ready:
-            _formed(copy)
         _run(FLOW_PIPELINE, copy)
-        reader = _Reader(copy)
+        reader = _Reader(copy, ready.seen)
         graph = reader.graph()
         return Flow(graph, tuple(reader.specs), dict(axes), tuple(reader.communications))
 
 
-def as_propagated(module: Any) -> Any:
+class Ready:
+    """A module in the form in which layouts are carried through it, whatever they are, and what all its flows share.
+
+    `begun` has for each block of it, and for each op there, how many ops stood before it when `_in_order` came to it.
+    """
+
+    def __init__(self, module: Any, begun: Sequence[Sequence[int]]):
+        self.module, self.begun, self.seen = module, begun, _Seen()
+        self.sharding = functools.cache(_sharding)
+        self.with_sharding = functools.cache(_with_sharding)
+
+
+def as_propagated(module: Any) -> Ready:
     """A copy of a module in the form in which layouts are carried through it, whatever they are."""
     with module.context, ir.Location.unknown():
         copy = module.operation.clone()
-        _formed(copy)
-        return copy
+        count = _number(_preorder(copy), 0)
+        functions = {_symbol(f): f for f in _functions(copy)}
+        body = functions["main"].regions[0].blocks[0]
+        _inline(body, functions)
+        _as_xla(body, set(body.arguments))
+        ready = Ready(copy, _in_order(body))
+        _number([op for op in _preorder(copy) if _NUMBER not in op.attributes], count)
+        _as_one(body, {}, {})
+        ruled = copy.clone()
+        _add_mesh(ruled, (("a", 1),))
+        _run(RULES_PIPELINE, ruled)
+        _Reader(ruled, ready.seen, count).graph()
+        return ready
 
 
-def _formed(module: Any) -> None:
-    functions = {_symbol(f): f for f in _functions(module)}
-    body = functions["main"].regions[0].blocks[0]
-    _inline(body, functions)
-    _as_xla(body, set(body.arguments))
-    _in_order(body)
+def _add_mesh(module: Any, axes: Sequence[tuple[str, int]]) -> None:
+    mesh = ", ".join(f'"{name}"={size}' for name, size in axes)
+    start = ir.InsertionPoint.at_block_begin(module.regions[0].blocks[0])
+    start.insert(ir.Operation.parse(f"sdy.mesh @{GRID} = <[{mesh}]>"))
+
+
+def _number(ops: Sequence[Any], first: int) -> int:
+    """Number ops; gives the next number."""
+    kind = ir.IntegerType.get_signless(64)
+    for n, op in enumerate(ops, first):
+        if op.name not in _UNNUMBERED and not op.name.startswith("sdy."):
+            op.attributes[_NUMBER] = ir.IntegerAttr.get(kind, n)
+    return first + len(ops)
 
 
 def grids(module: Any) -> tuple[tuple[int, ...], ...]:
@@ -134,21 +159,74 @@ def _preorder(op: Any) -> list[Any]:
     return found
 
 
-def _pin(op: Any, pin: Pin) -> None:
-    def constrained(value: Any, spec: Spec) -> Any:
-        return sdy.ShardingConstraintOp(value, _sharding(spec), loc=op.location).result
-
-    with ir.InsertionPoint(op):
-        for position, spec in enumerate(pin.operands):
+def _hold(body: Any, pins: Mapping[int, Pin], ready: Ready) -> None:
+    """Constrain operands and results of ops, by number, in a copy of `ready.module`, where `_in_order` would have put the
+    constraints: on a result right after its op, on an operand after all that this one and those before it need first."""
+    blocks = [[view.operation for view in block.operations] for block in _blocks(body)]
+    places = {op: (block, turn) for block, ops in enumerate(blocks) for turn, op in enumerate(ops)}
+    held = {op: pins[n] for op in places if (n := _number_of(op)) in pins}
+    wanted: list[tuple[int, int, int, int, Spec]] = []
+    for op, pin in held.items():
+        block, place = places[op]
+        turn = begun = ready.begun[block][place]
+        for position, (value, spec) in enumerate(zip(op.operands, pin.operands, strict=True)):
+            owner = value.owner
+            at, done = (-1, -1) if isinstance(owner, ir.Block) else places.get(owner.operation, (-1, -1))
+            if at == block and ready.begun[at][done] >= begun:  # computed for this op
+                turn = max(turn, done + 1)
             if spec is not None:
-                op.operands[position] = constrained(op.operands[position], spec)
-    for result, spec in zip(op.results, pin.results, strict=True):
-        if spec is not None:
+                wanted.append((block, turn, -place, position, spec))
+    for op, pin in held.items():
+        for result, spec in zip(op.results, pin.results, strict=True):
             uses = [(use.owner.operation, use.operand_number) for use in result.uses]
-            with ir.InsertionPoint.after(op):
-                new = constrained(result, spec)
-            for user, number in uses:
-                user.operands[number] = new
+            if spec is not None:
+                with ir.InsertionPoint.after(op):
+                    new = sdy.ShardingConstraintOp(result, ready.sharding(spec), loc=op.location).result
+                for user, number in uses:
+                    user.operands[number] = new
+    for block, turn, place, position, spec in sorted(wanted):
+        op = blocks[block][-place]
+        with ir.InsertionPoint(blocks[block][turn]):
+            op.operands[position] = sdy.ShardingConstraintOp(
+                op.operands[position], ready.sharding(spec), loc=op.location
+            ).result
+
+
+def _as_one(block: Any, made: dict[Any, Any], numbers: dict[Any, Any]) -> None:
+    """Give ops of constants, and broadcasts, that make the same one number: Shardy puts them together."""
+    for view in block.operations:
+        op = view.operation
+        for region in op.regions:
+            for inner in region.blocks:
+                _as_one(inner, made, numbers)
+        is_constant = not len(op.regions) and len(op.results) == 1 and all(v in made for v in op.operands)
+        if not is_constant and op.name != "stablehlo.broadcast_in_dim":
+            continue
+        names = [getattr(a, "name", a) for a in op.attributes]  # JAX 0.10 gives names, 0.12 may give pairs
+        attrs = [(name, op.attributes[name]) for name in names if name != _NUMBER]
+        key = op.name, op.results[0].type, *attrs, *[made.get(v, v) for v in op.operands]
+        number = numbers.setdefault(key, op.attributes[_NUMBER] if _NUMBER in op.attributes else key)
+        if _NUMBER in op.attributes:
+            op.attributes[_NUMBER] = number
+        if is_constant:
+            made[op.results[0]] = number
+
+
+_UNNUMBERED = frozenset({"builtin.module", "func.func", "stablehlo.constant"})
+"""Ops that may not have the attribute, and constants, of which Shardy puts equal ones together; it changes its own ops."""
+
+
+def _number_of(op: Any) -> int:
+    return ir.IntegerAttr(op.attributes[_NUMBER]).value if _NUMBER in op.attributes else -1
+
+
+def _blocks(block: Any) -> Iterator[Any]:
+    """A block and those inside it, in the order of `_in_order`."""
+    yield block
+    for view in block.operations:
+        for region in view.operation.regions:
+            for inner in region.blocks:
+                yield from _blocks(inner)
 
 
 def _sharding(spec: Spec) -> Any:
@@ -205,27 +283,34 @@ def _inline(block: Any, functions: Mapping[str, Any]) -> None:
         function.erase()
 
 
-def _in_order(block: Any) -> None:
-    """Order ops as XLA does, depth first from what the block returns: layouts spread in the order of ops."""
+def _in_order(block: Any) -> list[list[int]]:
+    """Order ops as XLA does, depth first from what the block returns: layouts spread in the order of ops.
+
+    Returns for this block, then for those inside it, how many ops stood before each op when it was come to.
+    """
     ops = [view.operation for view in block.operations]
     here, end = set(ops), ops[-1]
-    order: dict[Any, None] = {}
+    feeding = {op: _feeding(op, here) for op in ops}
+    order: dict[Any, int] = {}
     for root in (end, *ops):
-        stack = [(root, iter(_feeding(root, here)))] if root not in order else []
+        stack = [(root, iter(feeding[root]), len(order) - (end in order))] if root not in order else []
         while stack:
-            op, feeding = stack[-1]
-            following = next((f for f in feeding if f not in order), None)
+            op, rest, begun = stack[-1]
+            following = next((f for f in rest if f not in order), None)
             if following is not None:
-                stack.append((following, iter(_feeding(following, here))))
+                stack.append((following, iter(feeding[following]), len(order) - (end in order)))
                 continue
             stack.pop()
-            order[op] = None
+            order[op] = begun
+    order[end] = order.pop(end)  # last
+    found = [list(order.values())]
     for op in order:
         if op != end:
             op.move_before(end)
         for region in op.regions:
             for inner in region.blocks:
-                _in_order(inner)
+                found += _in_order(inner)
+    return found
 
 
 def _feeding(op: Any, here: set[Any]) -> list[Any]:
@@ -328,10 +413,40 @@ def _symbol(op: Any) -> str:
     return ir.StringAttr(op.attributes["sym_name"]).value
 
 
-class _Reader:
-    """Walks one module once; the lists fill as it goes."""
+class _Fact(NamedTuple):
+    """What an op is, however things are laid out; `rest` are the last fields of `Op`, as they stand there."""
 
-    def __init__(self, module: Any):
+    name: str
+    rule: Rule | None
+    where: str
+    unruled: str
+    results: tuple[Value, ...]
+    rest: tuple[Any, ...]
+    made: dict[Any, Op]
+    """What it was in graphs so far: flows of one module number most values alike."""
+
+
+class _Seen:
+    """What was read before of a module, or of another one with the same ops in it: nothing here depends on layouts."""
+
+    def __init__(self) -> None:
+        self.types: dict[Any, Value] = {}
+        self.rules: dict[Any, Rule] = {}
+        self.lines: dict[Any, str] = {}
+        self.laid: dict[Any, tuple[Spec | None, ...]] = {}
+        self.facts: dict[Any, _Fact] = {}
+
+
+class _Reader:
+    """Walks one module once; the lists fill as it goes.
+
+    Args:
+      module: the module.
+      seen: what was read before of one with the same ops.
+      count: how many ops the module had as JAX lowered it, where it has been changed since.
+    """
+
+    def __init__(self, module: Any, seen: _Seen | None = None, count: int = 0):
         self.functions = {_symbol(f): f for f in _functions(module)}
         self.meshes = {
             _symbol(op.operation): dict(_mesh_axes(op.operation.attributes["mesh"]))
@@ -345,12 +460,9 @@ class _Reader:
         self.unruled: dict[str, None] = {}
         self.uncounted: dict[str, None] = {}
         self.communications: list[Communication] = []
-        self.types: dict[Any, Value] = {}
-        self.rules: dict[Any, Rule] = {}
         self.manual = False
-        self.lines: dict[Any, str] = {}
-        self.laid: dict[Any, tuple[Spec | None, ...]] = {}
-        self.sites = {op: site for site, op in enumerate(_preorder(module))}
+        self.seen = seen or _Seen()
+        self.count = count
 
     def graph(self) -> Graph:
         main = self.functions["main"]
@@ -377,20 +489,23 @@ class _Reader:
     def where(self, op: Any) -> str:
         """The user's line of an op; few ops have one of their own, and printing a location takes long."""
         location = op.location.attr
-        found = self.lines.get(location)
+        found = self.seen.lines.get(location)
         if found is None:
-            found = self.lines[location] = _where(op)
+            found = self.seen.lines[location] = _where(op)
         return found
 
     # ---- values
 
     def new(self, type_: Any, spec: Spec | None) -> int:
-        value = self.types.get(type_)
-        if value is None:
-            value = self.types[type_] = _value(type_)
-        self.values.append(value)
-        self.specs.append(spec if spec is not None else ((),) * len(value.shape))
+        self.values.append(self.value(type_))
+        self.specs.append(spec if spec is not None else ((),) * len(self.values[-1].shape))
         return len(self.values) - 1
+
+    def value(self, type_: Any) -> Value:
+        found = self.seen.types.get(type_)
+        if found is None:
+            found = self.seen.types[type_] = _value(type_)
+        return found
 
     def spec(self, attribute: Any) -> Spec | None:
         if attribute is None or self.manual:
@@ -400,21 +515,29 @@ class _Reader:
             return None
         return tuple(tuple(_axis(a) for a in sdy.DimensionShardingAttr(d).axes) for d in dims)
 
-    def results(self, op: Any) -> list[int]:
-        results, attrs = op.results, op.attributes
+    def results(self, op: Any, attrs: Any = None, values: Sequence[Value] | None = None) -> tuple[int, ...]:
+        """New values for an op's results, as they are laid out."""
+        attrs = op.attributes if attrs is None else attrs
+        values = [self.value(r.type) for r in op.results] if values is None else values
         specs: Sequence[Spec | None] = ()
-        if self.manual or not len(results):
+        if self.manual or not len(values):
             pass
         elif "sdy.sharding" in attrs:
             attribute = attrs["sdy.sharding"]
-            specs = self.laid.get(attribute) or self.laid.setdefault(
+            laid = self.seen.laid
+            specs = laid.get(attribute) or laid.setdefault(
                 attribute, tuple(self.spec(each) for each in sdy.TensorShardingPerValueAttr(attribute).shardings)
             )
         elif "out_sharding" in attrs:
             specs = (self.spec(attrs["out_sharding"]),)
         elif op.name == "sdy.sharding_constraint" or op.name == "sdy.reshard":
             specs = (self.spec(attrs["sharding"]),)
-        return [self.new(r.type, specs[i] if i < len(specs) else None) for i, r in enumerate(results)]
+        first = len(self.values)
+        self.values += values
+        for i, value in enumerate(values):
+            spec = specs[i] if i < len(specs) else None
+            self.specs.append(((),) * len(value.shape) if spec is None else spec)
+        return tuple(range(first, first + len(values)))
 
     def laid_as(self, value: int, sharding: Any, trips: int = 1) -> int:
         """The value in a layout of its own: through a reshard, if it lies otherwise."""
@@ -447,30 +570,44 @@ class _Reader:
         return ()
 
     def plain(self, op: Any, name: str, env: dict[Any, int], trips: int) -> Sequence[int]:
-        inputs = tuple(env[o] for o in op.operands)
-        outputs = tuple(self.results(op))
+        attrs = op.attributes
+        if name in _NO_OPS:
+            return self.results(op, attrs)
+        fact = None
+        if _NUMBER in attrs:
+            at = attrs[_NUMBER], op.location.attr
+            fact = self.seen.facts.get(at) or self.seen.facts.setdefault(at, self.fact(op, name, attrs))
+        fact = fact or self.fact(op, name, attrs)
+        outputs = self.results(op, attrs, fact.results)
+        if fact.unruled:
+            self.unruled.setdefault(fact.unruled)
+        key = trips, outputs[:1], *[env[o] for o in op.operands]
+        made = fact.made.get(key)
+        if made is None:
+            made = Op(fact.name, key[2:], outputs, fact.rule, trips, fact.where, *fact.rest)
+            fact.made[key] = made
+        self.ops.append(made)
+        return outputs
+
+    def fact(self, op: Any, name: str, attrs: Any) -> _Fact:
+        """What an op is."""
         short = name.split(".", 1)[1] if name.startswith(("stablehlo.", "chlo.", "sdy.")) else name
         if name == "stablehlo.custom_call":
-            short = f"custom_call {ir.StringAttr(op.attributes['call_target_name']).value}"
-        if short == "constant" or name == "sdy.mesh":
-            return outputs
-        attrs = op.attributes
+            short = f"custom_call {ir.StringAttr(attrs['call_target_name']).value}"
         where = self.where(op)
-        rule = None
+        results = tuple([self.value(r.type) for r in op.results])
+        rule, unruled = None, ""
         if "sdy.sharding_rule" in attrs:
-            attribute = attrs["sdy.sharding_rule"]
-            rule = self.rules.get(attribute) or self.rules.setdefault(attribute, _rule(attribute))
+            attribute, rules = attrs["sdy.sharding_rule"], self.seen.rules
+            rule = rules.get(attribute) or rules.setdefault(attribute, _rule(attribute))
         elif (missing := MISSING_RULES.get(short)) is not None:
-            rule = missing([self.values[i] for i in inputs], [self.values[o] for o in outputs])
+            rule = missing([self.value(o.type) for o in op.operands], results)
         elif not name.startswith("sdy.") and short not in _NO_RULE_NEEDED:
-            self.unruled.setdefault(f"{short} ({where})" if where else short)
+            unruled = f"{short} ({where})" if where else short
         convolution = _convolution(op) if name == "stablehlo.convolution" else None
-        reduced = _reduced(op, name)
-        reads = _taps(op, short)
-        self.ops.append(
-            Op(short, inputs, outputs, rule, trips, where, reduced, convolution, taps=reads, site=self.sites[op])
-        )
-        return outputs
+        number = _number_of(op)
+        rest = _reduced(op, name), convolution, _taps(op, short), number if number < self.count else -1
+        return _Fact(short, rule, where, unruled, results, rest, {})
 
     def call(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
         name = ir.FlatSymbolRefAttr(op.attributes["callee"]).value
@@ -534,7 +671,7 @@ class _Reader:
     def communicate(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
         """A collective that the user wrote in a `shard_map`."""
         kind, (axes, size) = op.name.split(".")[1].replace("_", "-"), self.groups(op)
-        inputs, outputs = tuple(env[o] for o in op.operands), tuple(self.results(op))
+        inputs, outputs = tuple(env[o] for o in op.operands), self.results(op)
         for operand, out in zip(inputs, outputs, strict=False):
             self.communications.append(Communication(kind, axes, size, operand, out, trips, self.where(op), _cause(op)))
         self.ops.append(Op(op.name.split(".")[1], inputs, outputs, None, trips, self.where(op)))
@@ -554,6 +691,7 @@ class _Reader:
         return axes, math.prod(self.meshes.get(named[1], {}).get(a, 1) for a in axes)
 
 
+_NO_OPS = frozenset({"stablehlo.constant", "sdy.constant", "sdy.mesh"})
 _TERMINATORS = frozenset({"func.return", "stablehlo.return", "sdy.return"})
 _NO_RULE_NEEDED = frozenset({"iota", "after_all", "create_token", "partition_id", "replica_id"})
 _AXIS_REF_NAME = re.compile(r'name = "([^"]+)"')

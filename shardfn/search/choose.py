@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from shardfn.cost.links import links
 from shardfn.graph.alike import pairs
 from shardfn.graph.model import Flow, Graph, Op, Pin, Rule, Spec
 from shardfn.search import plain, propagation
 from shardfn.search.filters import keeps
 from shardfn.search.grid import Axes, merged
 from shardfn.search.labelling import Labelling, Table, peak_of
-from shardfn.search.levels import totals
+from shardfn.search.levels import repeated, totals
 from shardfn.search.polish import LINE, PRODUCTS, in_line
 from shardfn.search.problem import Answer, Candidate, Pins, Problem, figures, objective
 from shardfn.search.solve import Solution
@@ -183,11 +184,13 @@ def _gap(problem: Problem, at: Found, found: Sequence[Found]) -> float | None:
 
 
 def promises(problem: Problem, found: Found, best: tuple[float, ...]) -> bool:
-    """Whether the model thinks that something is better than the best flow so far, at the levels where both count the same."""
+    """Whether the model thinks that something is better than the best flow so far, at the levels where both count the same:
+    of what it moves again and again, the launches may be one."""
     if problem.level == 1 or len(problem.graph.ops) > LARGE or found.peak > problem.memory_limit:
         return False
     if problem.level == 2:
-        return found.solution.cost < best[1]
+        latency_s = min(link.latency_s for link in links(problem.hardware, found.axes))
+        return found.solution.cost - latency_s * repeated(found.space, found.solution.choice) < best[1]
     made = totals(found.space, found.solution.choice)
     return (problem.idle(made.flops), made.sent) < best[1:3]
 

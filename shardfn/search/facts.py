@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from shardfn.cost.compute import PRODUCTS, op_flops
 from shardfn.cost.fusion import fuse
 from shardfn.cost.memory import Place, lives
-from shardfn.cost.schedule import merged
+from shardfn.cost.schedule import merged, scheduled
 from shardfn.graph.model import Flow, Graph, Value, dtype_bits
 
 
@@ -35,7 +35,9 @@ class Known:
     trips: tuple[int, ...]
     readers: Mapping[int, int]
     read: Mapping[int, tuple[int, int]]
-    """The first and the last op that reads a value."""
+    """When the first and the last op that reads a value run."""
+    runs: tuple[int, ...]
+    """When each op runs."""
     stored: frozenset[int]
     places: tuple[Place, ...]
     flops: float
@@ -49,17 +51,21 @@ class Known:
     loops: Loops
 
 
-def known(graph: Graph, donated: frozenset[int] = frozenset()) -> Known:
-    """What holds on any grid; `donated` are inputs whose memory results take over."""
+def known(graph: Graph, donated: frozenset[int] = frozenset(), platform: str = "") -> Known:
+    """What holds on any grid; `donated` are inputs whose memory results take over, and the platform's scheduler has the ops
+    in its order."""
+    whole = Flow(graph, tuple(((),) * len(v.shape) for v in graph.values), {}, (), platform)
+    order = merged(whole)
+    order, fusion = scheduled(order) if platform == "cpu" else (order, fuse(order.flow))
+    turn = {id(op): n for n, op in enumerate(order.flow.graph.ops)}
+    runs = tuple(turn[id(op)] for op in graph.ops)
     readers: dict[int, int] = {}
     read: dict[int, tuple[int, int]] = {}
     for index, op in enumerate(graph.ops):
         for value in set(op.inputs):
             readers[value] = readers.get(value, 0) + 1
-            read[value] = read.get(value, (index, index))[0], index
-    whole = Flow(graph, tuple(((),) * len(v.shape) for v in graph.values), {}, ())
-    order = merged(whole)
-    fusion = fuse(order.flow)
+            first, last = read.get(value, (runs[index], runs[index]))
+            read[value] = min(first, runs[index]), max(last, runs[index])
     temporaries, results = lives(order, fusion)
     given = [bytes_of(graph.values[v]) for v in donated]
     kept = []
@@ -73,6 +79,7 @@ def known(graph: Graph, donated: frozenset[int] = frozenset()) -> Known:
         trips,
         readers,
         read,
+        runs,
         fusion.stored,
         (*temporaries, *kept),
         sum(op_flops(whole, op) * op.trips for op in graph.ops),

@@ -3,6 +3,7 @@ memory at level 1. Of a flow, `search.problem.objective` says the same; of a com
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 
 import numpy as np
@@ -79,3 +80,14 @@ def totals(space: Space, choice: tuple[int, ...]) -> Totals:
         sum(float(node.sent[at]) for node, at in labels) + sum(float(edge.sent[at]) for edge, at in between),
         sum(float(node.sent_s[at]) for node, at in labels) + sum(float(edge.sent_s[at]) for edge, at in between),
     )
+
+
+def repeated(space: Space, choice: tuple[int, ...]) -> int:
+    """How many changes of layout do again what another one does for the same node, as for the slices of one value: a flow
+    may move that value once, before it is sliced."""
+    moves = collections.Counter(
+        (edge.first, float(edge.sent[at]))
+        for edge in space.edges
+        if edge.sent[at := (choice[edge.first], choice[edge.second])] > 0
+    )
+    return moves.total() - len(moves)

@@ -93,7 +93,7 @@ class Problem:
     def facts(self) -> Known:
         """What holds of the graph on any grid."""
         if "facts" not in self.memo:
-            self.memo["facts"] = known(self.graph, self.donated)
+            self.memo["facts"] = known(self.graph, self.donated, self.hardware.platform)
         return self.memo["facts"]
 
     @property

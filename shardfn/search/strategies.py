@@ -282,12 +282,13 @@ class _Builder:
             piece = self.piece(index, op, rule, *parts, index in self.facts.last)
         target = self.nodes[node].sums[:4]
         target += piece.sums * op.trips if op.trips != 1 else piece.sums
+        at = self.facts.runs[index]
         for value, wanted in zip(op.inputs, piece.wanted, strict=True):
             self.need(value, wanted, node, op.trips)
             if op.name in PRODUCTS and value >= len(self.graph.inputs):
-                self.copied(value, (node, wanted), 2 * index, 2 * index + 1)
+                self.copied(value, (node, wanted), 2 * at, 2 * at + 1)
         if piece.partial is not None:
-            self.copies.append(Held(node, 2 * index, 2 * index + 1, piece.partial))
+            self.copies.append(Held(node, 2 * at, 2 * at + 1, piece.partial))
         depth = 1 + max((self.depth.get(v, 0) for v in op.inputs), default=0)
         for value, made in zip(op.outputs, piece.made, strict=True):
             self.sources[value] = self.layouts[value] = node, made

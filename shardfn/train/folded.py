@@ -149,12 +149,15 @@ def chosen(
       state_bytes: bytes of parameters, gradients and optimizer states on a device.
 
     Raises:
-      StrategyError: not even all blocks are enough; there is no limit; nothing is folded.
+      StrategyError: not even all blocks are enough; there is no limit; nothing is folded; there are not so many blocks.
     """
     if not made.groups:
         fail(StrategyError, "there are no equal blocks to recompute", where=f"recompute = {short(asked)}",
              why=made.explain(), fix="wrap functions or submodules with train.recompute yourself")  # fmt: skip
     count = max(one.count for one in made.folded)
+    if isinstance(asked, int) and asked > count:
+        fail(StrategyError, f"there are {count} equal blocks, not {asked}", where=f"recompute = {asked}",
+             why="so many of them do their forward work again", fix=f"write {count} for all of them")  # fmt: skip
     stacked = jax.eval_shape(made.stack, params)
     none, every = (_kept(one.loss, stacked, batch) // devices for one in (made, refold(count)))
     again = _flops(jax.make_jaxpr(made.loss)(stacked, *batch).jaxpr) // devices
@@ -163,7 +166,7 @@ def chosen(
         return Chosen(blocks, count, none - (none - every) * blocks // count, none, limit, again * blocks // count)
 
     if asked != "auto":
-        return of(min(asked, count), None)
+        return of(asked, None)
     amount = bytes_of(memory_limit, "memory_limit")
     if isinstance(amount, Problem):
         raise StrategyError(amount)

@@ -8,10 +8,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from shardfn.api import shard
+from shardfn import optioncheck
 from shardfn.context import ParallelContext
 from shardfn.context_keys import nearest
-from shardfn.errors import Problem, ShardError, a
+from shardfn.errors import Problem, a
 from shardfn.options import Options
 from shardfn.strategy import short
 from shardfn.train.folded import recompute_problems
@@ -88,10 +88,7 @@ def problems(asked: Mapping[str, Any], mode: Mode, settings: ParallelContext) ->
 def _values(asked: Mapping[str, Any]) -> Iterator[Problem]:
     loss_fn, optimizer, count = asked["loss_fn"], asked["optimizer"], asked["micro_batches"]
     options = {name: value for name, value in asked["options"].items() if value is not None}
-    try:
-        shard(lambda: None, **{name: value for name, value in options.items() if name in _OF_SHARD})
-    except ShardError as error:
-        yield from error.problems
+    yield from optioncheck.problems(Options(**{k: v for k, v in options.items() if k in _OF_SHARD}), None)
     known = sorted({*_OF_SHARD, *_OWN, *asked} - {"options"})
     for name in sorted(asked["options"].keys() - _OF_SHARD):
         yield Problem(f"`train.step` has no option `{name}`", f"{name} = {short(asked['options'][name])}",

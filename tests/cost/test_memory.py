@@ -6,6 +6,7 @@ import pytest
 
 import shardfn
 from shardfn import compiled
+from shardfn.cost.fusion import fuse
 from shardfn.cost.memory import memory
 
 from .programs import HEADS, LAYERS, WEIGHTS, X_SMALL, X, array, attention, mlp, scanned, scanned_step, step
@@ -63,6 +64,37 @@ def test_donated_arguments_are_the_places_of_results():
     peak = real.argument_bytes + real.output_bytes + real.temp_bytes - real.alias_bytes
     assert predicted.peak == pytest.approx(peak, rel=0.15), (predicted, real)
     assert predicted.peak < kept.peak
+
+
+def looked_up(tables, index, w):
+    """A step on two tables of which rows are looked up: their gradients start as zeros as large as the tables."""
+    grads = jax.grad(lambda ts: jnp.mean(jnp.square(sum(t[index] for t in ts) @ w)))(tables)
+    return [t - 0.1 * g for t, g in zip(tables, grads, strict=True)]
+
+
+def test_what_reads_nothing_is_there_from_the_start():
+    """XLA's CPU backend runs what is ready first: the zeros that a gradient is added to wait for it from the start."""
+    args = [array(8192, 64), array(4096, 64)], array(4096, dtype=jnp.int32), array(64, 64)
+    predicted, real = both(looked_up, args, ([(8, 1)] * 2, (8,), (1, 1)), donate_argnums=(0,))
+    assert predicted.temporaries == pytest.approx(real.temp_bytes, rel=0.01), (predicted, real)
+
+
+def squares(x, w):
+    y = x @ w
+    y = y - jnp.mean(y, -1, keepdims=True)
+    return jnp.sum(jnp.square(y), -1), jnp.tanh(y)
+
+
+@pytest.mark.parametrize(("rows", "of"), [(512, "cpu:8"), (256, "cpu:8"), (512, "h100:8")])
+def test_what_others_read_too_is_stored_for_a_sum_by_the_library(rows, of):
+    """From 4,096 elements of one device on, and on CPU alone; what only the sum reads is computed inside it."""
+    made = shardfn.plan(squares, array(rows, 64), array(64, 64), in_strategy=((8, 1), (1, 1)), device=of).flow
+    found = fuse(made).stored
+    stored = [op.name for op in made.graph.ops if op.outputs[0] in found]
+    shapes = [made.graph.values[op.outputs[0]].shape for op in made.graph.ops if op.name == "subtract"]
+    assert shapes == [(rows, 64)]
+    assert ("subtract" in stored) == (rows == 512 and of == "cpu:8"), stored
+    assert "multiply" not in stored, "the squares are computed inside their sum"
 
 
 def flow(fn, *args, entries=None):

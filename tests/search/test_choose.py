@@ -5,13 +5,18 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import shardfn
+from shardfn.cost.chips import CHIPS
+from shardfn.cost.links import links
 from shardfn.graph.model import Pin
 from shardfn.search import choose, forget, propagation
 from shardfn.search.choose import as_sliced
+from shardfn.search.levels import repeated
 from shardfn.search.problem import Candidate, objective
+from shardfn.search.strategies import Edge
 
 S = jax.ShapeDtypeStruct
 
@@ -63,14 +68,34 @@ def test_what_promises_more_than_the_best_flow_so_far_is_priced_too(monkeypatch)
 
 
 def test_promises_compare_the_level_s_aim():
-    found = SimpleNamespace(peak=1, solution=SimpleNamespace(cost=2.0))
-    problem = SimpleNamespace(level=2, graph=SimpleNamespace(ops=()), memory_limit=10)
+    found = SimpleNamespace(peak=1, axes=(("a", 8),), space=SimpleNamespace(edges=()))
+    found.solution = SimpleNamespace(cost=2.0, choice=())
+    problem = SimpleNamespace(level=2, graph=SimpleNamespace(ops=()), memory_limit=10, hardware=CHIPS["h100"].pod(8))
     assert choose.promises(problem, found, (0.0, 2.5, 0))
     assert not choose.promises(problem, found, (0.0, 1.5, 0))
     problem.memory_limit = 0.5
     assert not choose.promises(problem, found, (0.0, 2.5, 0))
     problem.memory_limit, problem.level = 10, 1
     assert not choose.promises(problem, found, (0.0, 2.5, 0)), "at level 1 the model and the flow count otherwise"
+
+
+@pytest.mark.parametrize(
+    ("ends", "again"), [([(0, 1), (0, 2), (0, 3)], 2), ([(0, 3), (1, 3), (2, 3)], 0), ([(0, 1), (2, 3)], 0)]
+)
+def test_what_is_moved_again_and_again_may_be_launched_once(ends, again):
+    """The slices of one value move each by itself in the model; a flow moves the value, and launches one collective."""
+    sent = np.array([[0.0, 64.0], [64.0, 0.0]])
+    edges = tuple(Edge(*pair, sent, sent) for pair in ends)
+    choice = tuple(int(node in {b for _, b in ends}) for node in range(4))
+    space = SimpleNamespace(edges=edges)
+    assert repeated(space, choice) == again
+    assert repeated(space, (0, 0, 0, 0)) == 0, "nothing moves"
+    hardware = CHIPS["h100"].pod(8)
+    (link,) = links(hardware, (("a", 8),))
+    found = SimpleNamespace(peak=1, axes=(("a", 8),), space=space, solution=SimpleNamespace(cost=2.0, choice=choice))
+    problem = SimpleNamespace(level=2, graph=SimpleNamespace(ops=()), memory_limit=10, hardware=hardware)
+    best = 2.0 - 1.5 * link.latency_s
+    assert choose.promises(problem, found, (0.0, best, 0)) == (again > 1)
 
 
 @pytest.mark.parametrize("operands", [True, False])

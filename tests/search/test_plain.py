@@ -57,7 +57,7 @@ def test_of_a_large_program_the_few_are_priced_that_promise_most(monkeypatch):
     few = plain.candidates(problem)
     every = [problem.price(one.axes, one.specs, {}).memory.peak for one in plain._layouts(problem, True)]
     assert len(few) <= 5 < len(every)
-    assert few[0].price.memory.peak == min(every)
+    assert few[0].price.memory.peak <= 1.02 * min(every) < 0.5 * max(every)
 
 
 def test_the_time_limit_holds_for_flows_too(monkeypatch):

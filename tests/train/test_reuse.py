@@ -384,6 +384,8 @@ def test_with_all_the_rest(name):
         (lambda: train.step(squared, ADAM, reuse="auto").init(params_of(2)), StrategyError, "needs a batch"),
         (lambda: train.step(squared, ADAM, mode="data_parallel", recompute="auto", memory_limit=100).init(params_of(3), X, Y),
          StrategyError, "does not fit into memory with every block recomputed"),
+        (lambda: train.step(squared, ADAM, mode="data_parallel", recompute=4).init(params_of(3), X, Y),
+         StrategyError, "there are 3 equal blocks, not 4"),
     ],
 )  # fmt: skip
 def test_errors(call, kind, text):

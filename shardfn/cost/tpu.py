@@ -1,0 +1,101 @@
+"""What a TPU does with memory of its own kind: the tiles that arrays are laid out in, and the vector memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+LANES, SUBLANES = 128, 8
+"""A tile of `f32` or `bf16` (libtpu's `T(8,128)`)."""
+
+LARGEST_ROW = 1024
+"""Elements of the tile of a vector: `T(1024)`, and the powers of two below it down to `LANES`."""
+
+
+def tiled_bytes(shape: tuple[int, ...], bits: int) -> int:
+    """Bytes of an array as the compiler lays it out: whole tiles, the two dims in them chosen to waste least.
+
+    Args:
+      shape: of the array on one device.
+      bits: of one element.
+
+    >>> tiled_bytes((32, 8, 32), 32), tiled_bytes((64, 32), 32), tiled_bytes((512, 256), 32), tiled_bytes((), 32)
+    (131072, 16384, 524288, 512)
+    """
+    if len(shape) < 2:
+        n = math.prod(shape)
+        tile = min(LARGEST_ROW, max(LANES, 1 << max(0, n - 1).bit_length()))
+        return -(-n // tile) * tile * bits // 8
+    most = SUBLANES if bits in (16, 32) else SUBLANES * max(1, 32 // bits)
+    total, least = math.prod(shape), math.inf
+    for rows, columns in itertools.permutations(shape, 2):
+        tile = min(most, 1 << max(0, rows - 1).bit_length())
+        padded = -(-rows // tile) * tile * -(-columns // LANES) * LANES
+        least = min(least, padded * (total // max(1, rows * columns)))
+    return int(least) * bits // 8
+
+
+STAYS = 8
+"""An array stays in the vector memory from one access to the next for as long as it takes to copy all of that memory so
+often: libtpu's `xla_vf_vmem_max_overlap_to_mem_size_async_copy_ratio`."""
+
+
+AHEAD = 2
+"""How often an argument could be copied in the time before its reader in which it is fetched: libtpu's
+`xla_vf_vmem_preferred_overlap_to_async_copy_ratio`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """What would lie in the vector memory from `start` to `end`, both included."""
+
+    start: int
+    end: int
+    bytes: int
+    accesses: float
+    """How often it is written or read by ops whose time is that of their memory; by others nothing is gained."""
+
+
+def granted(claims: Sequence[Claim], room: float) -> list[bool]:
+    """Which claims get the place they ask for, as XLA's memory space assignment gives it.
+
+    First comes what gains most: the time of its accesses over the root of its size. Each has its place for all of its life
+    or none. How places lie side by side is left out: all that is free counts as one.
+
+    >>> granted([Claim(0, 2, 60, 1), Claim(1, 3, 60, 2), Claim(3, 4, 40, 0)], 100)
+    [False, True, True]
+    """
+    used = np.zeros(max((claim.end for claim in claims), default=0) + 1)
+    found = [False] * len(claims)
+    for i in sorted(range(len(claims)), key=lambda i: (-claims[i].accesses * claims[i].bytes ** 0.5, -claims[i].bytes)):
+        claim = claims[i]
+        taken = used[claim.start : claim.end + 1]
+        if claim.bytes <= room and (not taken.size or taken.max() + claim.bytes <= room):
+            taken += claim.bytes
+            found[i] = True
+    return found
+
+
+def stretches(gaps: Sequence[float], longest: float) -> list[tuple[int, int]]:
+    """The accesses of an array, put together where so little time lies between them that it stays in the vector memory.
+
+    Args:
+      gaps: seconds from the end of each access to the beginning of the next one.
+      longest: the most that they may be within one stretch.
+
+    Returns:
+      The first and the last access of each stretch, by index.
+
+    >>> stretches([1.0, 8.0, 1.0, 10.0], 2.0)
+    [(0, 1), (2, 3), (4, 4)]
+    """
+    found = [(0, 0)]
+    for i, gap in enumerate(gaps, 1):
+        found.append((i, i))
+        if gap <= longest:
+            found[-2:] = [(found[-2][0], i)]
+    return found
