@@ -190,15 +190,44 @@ CHIPS = {
         ),
         _nvidia("h100", 989e12, 494e12, 67e12, 67e12, 3.35e12, 80e9, 450e9, 50e9, "NVIDIA H100 SXM datasheet"),
         _nvidia("h200", 989e12, 494e12, 67e12, 67e12, 4.8e12, 141e9, 450e9, 50e9, "NVIDIA H200 SXM datasheet"),
-        _tpu("tpu-v4", 275e12, 275e12, 4.3e12, 1.228e12, 32e9, 50e9, 3, 128 * 2**20, "Google Cloud TPU v4 system page"),
         _tpu(
-            "tpu-v5e", 197e12, 393e12, 6.1e12, 0.819e12, 16e9, 50e9, 2, 112 * 2**20, "Google Cloud TPU v5e system page"
+            "tpu-v4", 275e12, 275e12, 4.3e12, 1.228e12, 32e9, 50e9, 3, 128.0 * 2**20, "Google Cloud TPU v4 system page"
         ),
         _tpu(
-            "tpu-v5p", 459e12, 918e12, 14.3e12, 2.765e12, 95e9, 100e9, 3, 48 * 2**20, "Google Cloud TPU v5p system page"
+            "tpu-v5e",
+            197e12,
+            393e12,
+            6.1e12,
+            0.819e12,
+            16e9,
+            50e9,
+            2,
+            112.0 * 2**20,
+            "Google Cloud TPU v5e system page",
         ),
         _tpu(
-            "tpu-v6e", 918e12, 1836e12, 7.2e12, 1.638e12, 32e9, 100e9, 2, 96 * 2**20, "Google Cloud TPU v6e system page"
+            "tpu-v5p",
+            459e12,
+            918e12,
+            14.3e12,
+            2.765e12,
+            95e9,
+            100e9,
+            3,
+            48.0 * 2**20,
+            "Google Cloud TPU v5p system page",
+        ),
+        _tpu(
+            "tpu-v6e",
+            918e12,
+            1836e12,
+            7.2e12,
+            1.638e12,
+            32e9,
+            100e9,
+            2,
+            96.0 * 2**20,
+            "Google Cloud TPU v6e system page",
         ),
     )
 }
