@@ -20,7 +20,7 @@ from shardfn.cost.collectives import bytes_sent
 from shardfn.cost.compute import once
 from shardfn.cost.fusion import CHEAP, COSTLY, Fusion
 from shardfn.cost.schedule import Order, merged, scheduled
-from shardfn.cost.tpu import AHEAD, STAYS, Claim, granted, rows_bytes, stretches, tiled_bytes
+from shardfn.cost.tpu import AHEAD, STAYS, Claim, granted, looked_up, rows_bytes, stretches, tiled_bytes
 from shardfn.graph.model import Flow, Graph, Op, dtype_bits
 
 
@@ -92,9 +92,8 @@ def _turned_tables(flow: Flow, fusion: Fusion) -> list[Place]:
     """On a TPU, copies of arguments that are looked up in, where a row is no multiple of the lanes: kept to their last reader."""
     if flow.platform != "tpu":
         return []
-    looked_up = {op.inputs[0] for op in flow.graph.ops if op.name == "gather"}.intersection(flow.graph.inputs)
     found = []
-    for v in looked_up:
+    for v in looked_up(flow.graph):
         at = [i for i, reads in enumerate(fusion.reads) if v in reads]
         size = rows_bytes(flow.local_shape(v), dtype_bits(flow.graph.values[v].dtype))
         if at and size > _tiled(flow, v):

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from shardfn.cost.fusion import Fusion, fuse
-from shardfn.cost.tpu import rows_bytes
+from shardfn.cost.tpu import rows_bytes, scattered_to
 from shardfn.graph.model import Communication, Flow, Graph, dtype_bits
 
 
@@ -246,13 +246,8 @@ def _as_ready(graph: Graph, fusion: Fusion, nodes: Mapping[object, Sequence[int]
 def _on_tpu(flow: Flow, fusion: Fusion) -> dict[int, int]:
     """Bytes of what takes less there, as `bf16`, or more: what is scattered to lies row by row, also when it is added up."""
     found = {v: flow.local_bytes(v) // 2 for v in fusion.narrow}
-    rows: set[int] = set()
-    for op in flow.graph.ops:
-        if op.name == "scatter" or (op.name == "all_reduce" and rows.issuperset(op.inputs)):
-            rows.update(op.outputs)
-    held = set(flow.graph.outputs)
-    sizes = {v: rows_bytes(flow.local_shape(v), dtype_bits(flow.graph.values[v].dtype)) for v in rows - held}
-    return found | sizes
+    rows = scattered_to(flow.graph)
+    return found | {v: rows_bytes(flow.local_shape(v), dtype_bits(flow.graph.values[v].dtype)) for v in rows}
 
 
 _SHRINKS = 16

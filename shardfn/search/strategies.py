@@ -17,6 +17,7 @@ import numpy as np
 
 from shardfn.cost.compute import MOVES, PRODUCTS, TAKES, UPDATES, effort
 from shardfn.cost.memory import Place
+from shardfn.cost.tpu import LANES
 from shardfn.graph.model import Graph, Op, Rule, Spec
 from shardfn.search import forms
 from shardfn.search.facts import Known, known
@@ -187,6 +188,13 @@ class _Builder:
         full = self.facts.bytes[value]
         least = full / math.prod(self.sizes)
         self.copies.append(Held(laid[0], start, end, full / self.ways(laid[1]) - least))
+
+    def padding(self, value: int, layouts: Array) -> Array:
+        """By how much rows in these layouts grow that are padded to whole lanes."""
+        shape = self.graph.values[value].shape
+        cuts = np.where(layouts == len(shape) - 1, self.sizes, 1).prod(axis=1)
+        columns = shape[-1] / cuts if shape else np.full(len(layouts), float(LANES))
+        return np.ceil(columns / LANES) * LANES / columns
 
     # ---- edges
 
@@ -464,5 +472,11 @@ def _held(builder: _Builder, places: Sequence[Place]) -> tuple[Held, ...]:
         if value in builder.layouts:
             node, layouts = builder.layouts[value]
             key = (node, place.start, place.end + 1)
-            total[key] = total.get(key, 0.0) + full[value] / builder.ways(layouts)
+            rows = builder.padding(value, layouts) if value in builder.facts.rows else 1.0
+            total[key] = total.get(key, 0.0) + full[value] / builder.ways(layouts) * rows
+    for value in sorted(builder.facts.turned):
+        node, layouts = builder.layouts[value]
+        rows, (first, last) = builder.padding(value, layouts), builder.facts.read[value]
+        key = (node, 2 * first, 2 * last + 1)
+        total[key] = total.get(key, 0.0) + np.where(rows > 1, full[value] / builder.ways(layouts) * rows, 0.0)
     return tuple(Held(node, start, end, held) for (node, start, end), held in total.items())
