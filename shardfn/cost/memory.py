@@ -1,9 +1,9 @@
 """Memory of one device: arguments and results exactly, temporaries from live ranges.
 
-The model is XLA's on CPU, in program order: values take a place unless they are computed where they are read
-(`cost.fusion`), from the op that makes them to the last that reads them; an elementwise op writes over an operand that
-dies there; what a loop carries stays in one place; results' places serve before the results are made; donated arguments
-are the places of results.
+Ops run in the order of the platform's scheduler (`cost.schedule`). Values take a place unless they are computed where
+they are read (`cost.fusion`), from the op that makes them to the last that reads them; an elementwise op writes over an
+operand that dies there; what a loop carries stays in one place; results' places serve before the results are made;
+donated arguments are the places of results. What a TPU does otherwise is in `cost.tpu`.
 """
 
 from __future__ import annotations

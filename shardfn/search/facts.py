@@ -59,8 +59,8 @@ class Known:
 
 
 def known(graph: Graph, donated: frozenset[int] = frozenset(), platform: str = "") -> Known:
-    """What holds on any grid; `donated` are inputs whose memory results take over, and the platform's scheduler has the ops
-    in its order."""
+    """What holds on any grid; `donated` are inputs whose memory results take over. The ops run in the order of the platform's
+    scheduler where that depends on no layout (on CPU), else as they stand."""
     whole = Flow(graph, tuple(((),) * len(v.shape) for v in graph.values), {}, (), platform)
     order = merged(whole)
     order, fusion = scheduled(order) if platform == "cpu" else (order, fuse(order.flow))

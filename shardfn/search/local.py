@@ -78,7 +78,7 @@ class Local:
     """A problem's costs, tables and memory, and the best labelling within the limit so far."""
 
     def __init__(self, costs: Sequence[Array], tables: Sequence[dict[int, Array]], memory: Memory,
-                 budget: Budget | None = None, seed: int = 0):  # fmt: skip
+                 budget: Budget | None = None):  # fmt: skip
         self.budget = budget or Budget()
         self.costs, self.tables, self.memory = list(costs), list(tables), memory
         pairs = [(u, v, table) for u, row in enumerate(tables) for v, table in row.items() if u < v]
@@ -97,7 +97,7 @@ class Local:
         )  # entries, by steps from
         self.at = np.concatenate([repeated(np.zeros_like(u), tall) * np.repeat(wide, tall) + np.repeat(self.start, tall),
                                   repeated(self.start, wide)])  # fmt: skip
-        self.random = np.random.default_rng(seed)
+        self.random = np.random.default_rng(0)
         self.best: Array | None = None
         self.cost = np.inf
         self.visits = 0

@@ -2,15 +2,15 @@
 
 The problem is contracted, then minimised exactly by elimination where its tables stay small. Otherwise rounds of a
 rising lower bound, labels put out by it, and neighbourhoods of the best labelling solved exactly close the gap; what is
-left of it is closed, where the problem is small enough, by branching. Nothing is random: the same problem takes the
-same steps, and a budget only stops them: of counted work at the same step on every machine.
+left of it is closed, where the problem is small enough, by branching. What is drawn comes from a fixed seed: the same
+problem takes the same steps, and a budget only stops them: of counted work at the same step on every machine.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -81,16 +81,15 @@ class Solution:
         return 0.0 if self.proved else max(0.0, (self.cost - self.bound) / max(abs(self.cost), 1e-300))
 
 
-def solve(problem: Labelling, budget: Budget | None = None, effort: Effort | None = None,
-          watch: Callable[[float, float], None] | None = None) -> Solution:  # fmt: skip
-    """The best labelling found within `budget`, and how good it can be; `watch` is told (bound, cost) as they move.
+def solve(problem: Labelling, budget: Budget | None = None, effort: Effort | None = None) -> Solution:
+    """The best labelling found within `budget`, and how good it can be.
 
     >>> from shardfn.search.labelling import labelling
     >>> found = solve(labelling([[1, 5], [4, 2]], tables=[((0, 1), [0, 9, 9, 0])]))
     >>> found.choice, found.cost, found.proved
     ((0, 0), 5.0, True)
     """
-    found = _Run(problem, budget or Budget(), effort or Effort(), watch).run()
+    found = _Run(problem, budget or Budget(), effort or Effort()).run()
     assert found is not None
     return found
 
@@ -103,15 +102,14 @@ def solve_within(problem: Labelling, ceiling: float, budget: Budget | None = Non
     >>> solve_within(labelling([[1, 5], [4, 2]]), 2.5) is None
     True
     """
-    found = _Run(problem, budget or Budget(), effort or Effort(), None, ceiling).run()
+    found = _Run(problem, budget or Budget(), effort or Effort(), ceiling).run()
     return None if found is None or found.cost > ceiling else found
 
 
 class _Run:
-    def __init__(self, problem: Labelling, budget: Budget, effort: Effort,
-                 watch: Callable[[float, float], None] | None, ceiling: float = math.inf):  # fmt: skip
+    def __init__(self, problem: Labelling, budget: Budget, effort: Effort, ceiling: float = math.inf):
         self.budget = budget
-        self.problem, self.effort, self.watch, self.ceiling = problem, effort, watch, ceiling
+        self.problem, self.effort, self.ceiling = problem, effort, ceiling
         self.store = Store()
         self.pause = 1
         self.visits = self.effort.neighbourhoods
@@ -224,8 +222,6 @@ class _Run:
                 self.sought = True
                 local.fit(last, ascent.best, 12)
                 self.seek(local)
-            if self.watch:
-                self.watch(ascent.bound + constant, local.cost + constant)
             if self.over() or self.done(ascent.bound, local, constant):
                 return min(ascent.bound, goal()), last
             now = int(ascent.open().sum())
@@ -242,9 +238,7 @@ class _Run:
                 break
         if _size(ascent) > self.effort.most:
             return min(ascent.bound, goal()), last
-        watch = self.watch
-        tell = None if watch is None else lambda bound, cost: watch(bound + constant, cost + constant)
-        bound = branch(ascent, local, goal, self.effort.parts, tell)
+        bound = branch(ascent, local, goal, self.effort.parts)
         return max(bound, ascent.bound) if local.best is None else bound, last
 
     def polish(self, ascent: Ascent, local: Local, last: Array, number: int, is_slow: bool) -> None:
