@@ -14,12 +14,15 @@ from shardfn.cost.links import links
 from shardfn.graph.alike import pairs
 from shardfn.graph.model import Flow, Graph, Op, Pin, Rule, Spec
 from shardfn.search import plain, propagation
+from shardfn.search.facts import bytes_of
 from shardfn.search.filters import keeps
 from shardfn.search.grid import Axes, merged
 from shardfn.search.labelling import Labelling, Table, peak_of
 from shardfn.search.levels import repeated, totals
+from shardfn.search.neighbours import differing, improved
 from shardfn.search.polish import LINE, PRODUCTS, in_line
 from shardfn.search.problem import Answer, Candidate, Pins, Problem, figures, objective
+from shardfn.search.results import ends_of, held_as
 from shardfn.search.solve import Solution
 from shardfn.search.strategies import Space, spec_of
 
@@ -73,7 +76,7 @@ Turn = Callable[[Problem, Found], Iterable[Found]]
 
 def answer_of(
     problem: Problem, found: Sequence[Found], what: str, mend: Mend, grids: Sequence[Axes] = (),
-    untried: Sequence[Axes] = (), turn: Turn | None = None,
+    untried: Sequence[Axes] = (), turn: Turn | None = None, beside: Callable[[], Iterable[Candidate]] = tuple,
 ) -> Answer:  # fmt: skip
     """The best of what was found and of the plain layouts, as their flows show, with all that is to be said of it.
 
@@ -87,6 +90,7 @@ def answer_of(
       grids: all that were looked at, those too of which nothing is in `found`.
       untried: those of them that nothing was left for.
       turn: what else to try where all flows break the model's promises.
+      beside: what was found for other aims, priced already; asked for where the program is small.
     """
     rated: list[_Rated] = []
     is_small, is_large = len(problem.graph.ops) <= PLAIN, len(problem.graph.ops) > LARGE
@@ -100,6 +104,9 @@ def answer_of(
         made = let_go(problem, made) if is_small else made
         disappoints = disappoints and not keeps_promise(problem, one, made)
         rated.append((objective(made.price, problem), made, one))
+        if (is_small or weighs(problem, made)) and problem.seconds_left > 0:
+            other = held_as(problem, made, one.axes, layout_of(problem, one))
+            rated += [] if other is None else [(objective(other.price, problem), other, one)]
         if not is_large and one.axes == made.axes and problem.seconds_left > 0:
             other = in_line(problem, made, layout_of(problem, one))
             if keeps(problem.flow(other.axes, other.specs, {}), problem.algorithm):
@@ -117,10 +124,14 @@ def answer_of(
         rated += [(objective(c.price, problem), c, None) for c in simple]
     if not rated:
         return propagation.search(problem)
+    elsewhere = tuple(beside()) if is_small and problem.seconds_left > 0 else ()
+    rated += [(objective(c.price, problem), c, None) for c in elsewhere]
     rated.sort(key=lambda r: r[0])
-    _, best, at = rated[0]
-    best = as_sliced(problem, best)
-    others = tuple(c for _, c, _ in rated[1:])
+    _, start, at = rated[0]
+    start = as_sliced(problem, start)
+    start = start if is_small and at is not None else let_go(problem, start)
+    best = improved(problem, start) if is_small else start
+    others = (*([] if best is start else [start]), *(c for _, c, _ in rated[1:]))
     looked = (*(f.axes for f in found), *(axes for axes in grids if axes not in untried))
     tried = ", ".join(dict.fromkeys(map(shape, looked)))
     if untried:
@@ -129,24 +140,33 @@ def answer_of(
     elif problem.seconds_left <= 0:
         tried += f"; {problem.seconds:g} s were over before all was tried"
     runner = f"{others[0].name}: {figures(others[0].price)} against {figures(best.price)}" if others else ""
+    mended = differing(problem, start, best)
+    bettered = f"; changed for a better flow: {mended}" if mended else ""
     if at is None:
-        best = let_go(problem, best)
-        reason = f"plain layout, better by its flow than the optimum of the cost model: {best.name}"
+        kind = "the plan of another level" if any(start.name == c.name for c in elsewhere) else "plain layout"
+        reason = f"{kind}, better by its flow than the optimum of the cost model: {start.name}"
         policy = (
-            f"{what} at level {problem.level}, grids tried: {tried}; a plain layout has the better flow: {best.name}"
+            f"{what} at level {problem.level}, grids tried: {tried}; {'a ' * (kind == 'plain layout')}{kind} has the better "
+            f"flow: {start.name}{bettered}"
         )
-        reasons = tuple("" if given is not None else reason for given in problem.specs)
-        return Answer(best.axes, best.specs, reasons, policy, runner, pins=best.pins, others=others)
-    best = best if is_small else let_go(problem, best)
-    gap = _gap(problem, at, found) if not untried else None
+        return Answer(best.axes, best.specs, reasons_of(problem, start, best, reason), policy, runner, pins=best.pins,
+                      others=others, ends=best.ends)  # fmt: skip
+    gap = _gap(problem, at, found) if not untried and best is start and keeps_promise(problem, at, best) else None
     proof = "no bound of how far from the optimum" if gap is None else (
         "proved" if gap == 0 else f"within {gap:.1%} of the optimum")  # fmt: skip
     grid = " x ".join(f"{name}={size}" for name, size in best.axes)
     aside = f"; {LINE}" if best.name.endswith(LINE) else ""
-    policy = f"{what} at level {problem.level}: grid {grid}, {proof} under the cost model; grids tried: {tried}{aside}"
-    reasons = tuple("" if given is not None else "the optimum of all ops together" for given in problem.specs)
-    return Answer(best.axes, best.specs, reasons, policy, runner, pins=best.pins, gap=gap, others=others,
-                  runners_up=runners_up(problem, at))  # fmt: skip
+    policy = f"{what} at level {problem.level}: grid {grid}, {proof} under the cost model; grids tried: {tried}{aside}{bettered}"
+    reasons = reasons_of(problem, start, best, "the optimum of all ops together")
+    return Answer(best.axes, best.specs, reasons, policy, runner, pins=best.pins, gap=gap, others=others, ends=best.ends,
+                  runners_up=runners_up(problem, at) if best is start else ())  # fmt: skip
+
+
+def reasons_of(problem: Problem, start: Candidate, best: Candidate, reason: str) -> tuple[str, ...]:
+    """For each open argument why it lies as it does."""
+    rows = zip(problem.specs, start.specs, best.specs, strict=True)
+    changed = "better by its flow than what was found for it with all ops together"
+    return tuple("" if given is not None else reason if one == two else changed for given, one, two in rows)
 
 
 _Rated = tuple[tuple[float, ...], Candidate, Found | None]
@@ -283,23 +303,33 @@ def _held(problem: Problem, found: Found) -> tuple[Axes, tuple[Spec, ...], Pins]
     return axes, specs, pins
 
 
+def weighs(problem: Problem, made: Candidate) -> bool:
+    """Whether the results that are open are a good part of what one device holds at the peak."""
+    laid, sizes = ends_of(problem, made), {name: float(size) for name, size in made.axes}
+    held = sum(
+        bytes_of(problem.graph.values[end.value]) / math.prod(sizes.get(a, 1.0) for dim in laid[at] for a in dim)
+        for at, end in problem.ends.items()
+    )
+    return held > (NEARLY - 1) * made.price.memory.peak
+
+
 def let_go(problem: Problem, best: Candidate) -> Candidate:
     """The same without the pins that propagation does not need, if the flow stays as good."""
     if not best.pins or problem.seconds_left <= 0 or (len(problem.graph.ops) > LARGE and gathers(problem, best)):
         return best
     aim = objective(best.price, problem)
-    alone = dataclasses.replace(best, pins={}, price=problem.price(best.axes, best.specs, {}))
+    alone = dataclasses.replace(best, pins={}, price=problem.price(best.axes, best.specs, {}, best.ends))
     if objective(alone.price, problem) <= aim and not problem.algorithm.fully_use_devices:
         return alone  # but for that rule, which propagation does not know
     if len(problem.graph.ops) > LARGE:  # a further flow costs more than the pins do
         return best
     ends = {index: Pin((None,) * len(pin.operands), pin.results) for index, pin in best.pins.items()}
-    loose = dataclasses.replace(best, pins=ends, price=problem.price(best.axes, best.specs, ends))
+    loose = dataclasses.replace(best, pins=ends, price=problem.price(best.axes, best.specs, ends, best.ends))
     if objective(loose.price, problem) < aim:  # as the op reads its operands, they are best changed elsewhere
         best, aim = loose, objective(loose.price, problem)
-    agreed = agreeing(problem.graph, problem.flow(best.axes, best.specs, {}), best.pins)
+    agreed = agreeing(problem.graph, problem.flow(best.axes, best.specs, {}, best.ends), best.pins)
     needed = {index: pin for index, pin in best.pins.items() if index not in agreed}
-    fewer = dataclasses.replace(best, pins=needed, price=problem.price(best.axes, best.specs, needed))
+    fewer = dataclasses.replace(best, pins=needed, price=problem.price(best.axes, best.specs, needed, best.ends))
     return fewer if objective(fewer.price, problem) <= aim else best
 
 
@@ -338,7 +368,7 @@ def _is_gathered(rule: Rule | None, position: int, lies: Spec, pin: Pin) -> bool
 def as_sliced(problem: Problem, best: Candidate) -> Candidate:
     """The same with each open argument that the flow slices before anything else reads it laid out so from the start, if
     that is better."""
-    flow = problem.flow(best.axes, best.specs, best.pins)
+    flow = problem.flow_of(best)
     inputs = flow.graph.inputs[len(flow.graph.inputs) - len(best.specs) :]
     readers: dict[int, list[Op]] = {value: [] for value in inputs}
     for op in flow.graph.ops:
@@ -356,7 +386,8 @@ def as_sliced(problem: Problem, best: Candidate) -> Candidate:
                 specs[i] = laid
     if tuple(specs) == best.specs:
         return best
-    laid = dataclasses.replace(best, specs=tuple(specs), price=problem.price(best.axes, tuple(specs), best.pins))
+    price = problem.price(best.axes, tuple(specs), best.pins, best.ends)
+    laid = dataclasses.replace(best, specs=tuple(specs), price=price)
     return laid if objective(laid.price, problem) <= objective(best.price, problem) else best
 
 

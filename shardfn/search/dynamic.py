@@ -8,8 +8,9 @@ axes. `search.choose` takes the best by Shardy's flow.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from shardfn.cuts import divisors
 from shardfn.search import propagation
@@ -51,9 +52,32 @@ EFFORT, FIRST = Effort(rounds=4, close=0.005), Effort(rounds=2, close=0.03)
 
 
 def search(problem: Problem) -> Answer:
-    """The cheapest layout at the problem's level."""
+    """The cheapest layout at the problem's level; at level 1 of small programs what the other levels find stands beside it."""
     if not problem.is_open:
         return propagation.search(problem)
+    return alone(problem, functools.partial(of_levels, problem) if problem.level == 1 else tuple)
+
+
+def of_levels(problem: Problem) -> Iterator[Candidate]:
+    """What the search finds at the other levels, and what it prices for that."""
+    for level in (level for level in LEVELS if level != problem.level):
+        if problem.seconds_left > 0:
+            one = alone(dataclasses.replace(problem, level=level))
+            name = f"level {level}'s"
+            yield Candidate(name, one.axes, one.specs, one.pins, problem.price_of(one), one.ends)
+            yield from (dataclasses.replace(other, name=f"{name} {other.name}") for other in one.others)
+
+
+LEVELS = (0, 1, 2)
+
+
+def alone(problem: Problem, beside: Callable[[], Iterable[Candidate]] = tuple) -> Answer:
+    """The search for the problem's level alone.
+
+    Args:
+      problem: what is asked, something of it open.
+      beside: what was found for other aims.
+    """
     tried, budget = grids(problem), budget_of(problem)
     found, untried = on_grids(problem, tried, (), budget)
     if found and not problem.axes and len(problem.graph.ops) <= THREE_AXES:
@@ -62,7 +86,8 @@ def search(problem: Problem) -> Answer:
         again, left = on_grids(problem, more, found, budget)
         tried, found, untried = tried + more, found + again, untried + left
     found = sorted(settled(problem, found, budget), key=lambda f: order(problem, f))
-    return answer_of(problem, found, "exact search", mending(budget), tried, untried, turning(budget))
+    return answer_of(problem, found, "exact search", mending(budget), tried, untried, turning(budget),
+                     beside)  # fmt: skip
 
 
 def budget_of(problem: Problem) -> Budget:
