@@ -28,7 +28,7 @@ from shardfn.place import Placement, expresses, finest, place
 from shardfn.plan import Plan
 from shardfn.search import Search
 from shardfn.search.grid import Axes
-from shardfn.search.problem import Algorithm, End, Ends, Pins
+from shardfn.search.problem import NO_ENDS, Algorithm, End, Ends, Pins
 from shardfn.search.problem import Problem as Question
 from shardfn.strategy import AUTO, Leaf
 from shardfn.study import Study
@@ -129,7 +129,7 @@ def make_plan(
 
     known: dict[Any, Flow] = {}
 
-    def flow_of(axes: Axes, specs: Sequence[Spec | None], pins: Pins, ends: Ends = {}) -> Flow:
+    def flow_of(axes: Axes, specs: Sequence[Spec | None], pins: Pins, ends: Ends = NO_ENDS) -> Flow:
         key = axes, tuple(specs), tuple(pins.items()), tuple(sorted(ends.items()))
         if key not in known:
             known[key] = flow_with(axes, specs, ends, pins)
@@ -215,7 +215,7 @@ def make_plan(
     for c in (mine, *(Candidate(c.name, c.axes, Figures.of(c.price)) for c in answer.others)):
         priced.setdefault(c.figures, c)
     # Without the flows that the search has priced: they are large.
-    afresh = lambda axes, specs, pins, ends={}: flow_with(axes, specs, ends, pins)  # noqa: E731
+    afresh = lambda axes, specs, pins, ends=NO_ENDS: flow_with(axes, specs, ends, pins)  # noqa: E731
     study = Study(dataclasses.replace(question, flow=afresh), answer.specs, answer.pins, answer.ends, tuple(inputs),
                   tuple(outputs), flow_with, asked_again)  # fmt: skip
     made = Plan(

@@ -76,7 +76,7 @@ Turn = Callable[[Problem, Found], Iterable[Found]]
 
 def answer_of(
     problem: Problem, found: Sequence[Found], what: str, mend: Mend, grids: Sequence[Axes] = (),
-    untried: Sequence[Axes] = (), turn: Turn | None = None, beside: Callable[[], Iterable[Candidate]] = tuple,
+    untried: Sequence[Axes] = (), turn: Turn | None = None, beside: Callable[[], Iterable[Candidate]] | None = tuple,
 ) -> Answer:  # fmt: skip
     """The best of what was found and of the plain layouts, as their flows show, with all that is to be said of it.
 
@@ -90,7 +90,8 @@ def answer_of(
       grids: all that were looked at, those too of which nothing is in `found`.
       untried: those of them that nothing was left for.
       turn: what else to try where all flows break the model's promises.
-      beside: what was found for other aims, priced already; asked for where the program is small.
+      beside: what was found for other aims, priced already; asked for where the program is small. None: the answer itself
+        is for that, and the plans beside it are not tried.
     """
     rated: list[_Rated] = []
     is_small, is_large = len(problem.graph.ops) <= PLAIN, len(problem.graph.ops) > LARGE
@@ -124,13 +125,13 @@ def answer_of(
         rated += [(objective(c.price, problem), c, None) for c in simple]
     if not rated:
         return propagation.search(problem)
-    elsewhere = tuple(beside()) if is_small and problem.seconds_left > 0 else ()
+    elsewhere = tuple(beside()) if beside is not None and is_small and problem.seconds_left > 0 else ()
     rated += [(objective(c.price, problem), c, None) for c in elsewhere]
     rated.sort(key=lambda r: r[0])
     _, start, at = rated[0]
     start = as_sliced(problem, start)
     start = start if is_small and at is not None else let_go(problem, start)
-    best = improved(problem, start) if is_small else start
+    best = improved(problem, start) if beside is not None and is_small else start
     others = (*([] if best is start else [start]), *(c for _, c, _ in rated[1:]))
     looked = (*(f.axes for f in found), *(axes for axes in grids if axes not in untried))
     tried = ", ".join(dict.fromkeys(map(shape, looked)))

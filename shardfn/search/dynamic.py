@@ -52,15 +52,15 @@ EFFORT, FIRST = Effort(rounds=4, close=0.005), Effort(rounds=2, close=0.03)
 
 
 def search(problem: Problem) -> Answer:
-    """The cheapest layout at the problem's level; at level 1 of small programs what the other levels find stands beside it."""
+    """The cheapest layout at the problem's level; of small programs what other levels find stands beside it."""
     if not problem.is_open:
         return propagation.search(problem)
-    return alone(problem, functools.partial(of_levels, problem) if problem.level == 1 else tuple)
+    return alone(problem, functools.partial(of_levels, problem))
 
 
 def of_levels(problem: Problem) -> Iterator[Candidate]:
-    """What the search finds at the other levels, and what it prices for that."""
-    for level in (level for level in LEVELS if level != problem.level):
+    """What the search finds at the levels 0 and 2, if they are others, and what it prices for that."""
+    for level in (level for level in (0, 2) if level != problem.level):
         if problem.seconds_left > 0:
             one = alone(dataclasses.replace(problem, level=level))
             name = f"level {level}'s"
@@ -68,15 +68,12 @@ def of_levels(problem: Problem) -> Iterator[Candidate]:
             yield from (dataclasses.replace(other, name=f"{name} {other.name}") for other in one.others)
 
 
-LEVELS = (0, 1, 2)
-
-
-def alone(problem: Problem, beside: Callable[[], Iterable[Candidate]] = tuple) -> Answer:
+def alone(problem: Problem, beside: Callable[[], Iterable[Candidate]] | None = None) -> Answer:
     """The search for the problem's level alone.
 
     Args:
       problem: what is asked, something of it open.
-      beside: what was found for other aims.
+      beside: what was found for other aims; None: the answer is beside another one.
     """
     tried, budget = grids(problem), budget_of(problem)
     found, untried = on_grids(problem, tried, (), budget)

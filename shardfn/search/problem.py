@@ -39,7 +39,7 @@ class End:
     at: int
 
 
-_NONE: Ends = {}
+NO_ENDS: Ends = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Problem:
     memo: dict[object, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
     """What was worked out already, whatever the level: a copy of the problem at another level has it too."""
 
-    def price(self, axes: Axes, specs: tuple[Spec, ...], pins: Pins, ends: Ends = _NONE) -> Price:
+    def price(self, axes: Axes, specs: tuple[Spec, ...], pins: Pins, ends: Ends = NO_ENDS) -> Price:
         """What a full choice costs, by its flow."""
         key = axes, specs, tuple(pins.items()), tuple(sorted(ends.items()))
         if key not in self.memo:
