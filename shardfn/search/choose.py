@@ -106,7 +106,7 @@ def answer_of(
         disappoints = disappoints and not keeps_promise(problem, one, made)
         rated.append((objective(made.price, problem), made, one))
         if (is_small or weighs(problem, made)) and problem.seconds_left > 0:
-            other = held_as(problem, made, one.axes, layout_of(problem, one))
+            other = held_as(problem, made, one.axes, decided(problem, one))
             rated += [] if other is None else [(objective(other.price, problem), other, one)]
         if not is_large and one.axes == made.axes and problem.seconds_left > 0:
             other = in_line(problem, made, layout_of(problem, one))
@@ -246,6 +246,12 @@ def layout_of(problem: Problem, found: Found) -> Callable[[int], Spec]:
         return spec_of(row.tolist(), len(problem.graph.values[value].shape), names)
 
     return laid
+
+
+def decided(problem: Problem, found: Found) -> Callable[[int], Spec | None]:
+    """The same, and None of what is no decision of its own."""
+    laid = layout_of(problem, found)
+    return lambda value: laid(value) if value in found.space.layouts else None
 
 
 def candidates(problem: Problem, found: Found) -> Iterator[Candidate]:

@@ -17,7 +17,7 @@ from shardfn.search.grid import Axes
 from shardfn.search.problem import Candidate, Problem, objective
 from shardfn.search.results import ends_of
 
-OPS, FIXED = 6_000, 15
+OPS, FIXED = 4_000, 15
 """Ops of all flows together that are priced around a plan, the same on every machine; and what a flow costs beside its ops,
 as ops."""
 

@@ -8,20 +8,22 @@ import math
 from collections.abc import Callable, Mapping
 
 from shardfn.graph.model import Pin, Spec
+from shardfn.search import plain
 from shardfn.search.grid import Axes, merged
 from shardfn.search.problem import Candidate, Ends, Problem
 
 
-def held_as(problem: Problem, made: Candidate, axes: Axes, laid: Callable[[int], Spec]) -> Candidate | None:
+def held_as(problem: Problem, made: Candidate, axes: Axes, laid: Callable[[int], Spec | None]) -> Candidate | None:
     """The same with each open result laid out as it was found, where its flow lays it otherwise; None where it does not.
 
     Args:
       problem: what is asked.
       made: what was found, on `axes` or with some of them as one.
       axes: the grid that it was found on.
-      laid: the layout of a value there.
+      laid: the layout of a value there; None of what is no decision, as zeros: it lies as another result of its shape, or in
+        the smallest pieces.
     """
-    ends = {at: laid(end.value)[: len(end.shape)] for at, end in problem.ends.items()}
+    ends = _wanted(problem, axes, laid)
     parts, sizes = _parts(axes, made.axes), dict(axes)
     now = {at: tuple(tuple(p for a in dim for p in parts.get(a, (a,))) for dim in spec)
            for at, spec in ends_of(problem, made).items()}  # fmt: skip
@@ -37,6 +39,16 @@ def held_as(problem: Problem, made: Candidate, axes: Axes, laid: Callable[[int],
         specs, ends = every[: len(specs)], dict(zip(ends, every[len(specs) :], strict=True))
     price = problem.price(axes, tuple(specs), pins, ends)
     return dataclasses.replace(made, axes=axes, specs=tuple(specs), pins=pins, price=price, ends=ends)
+
+
+def _wanted(problem: Problem, axes: Axes, laid: Callable[[int], Spec | None]) -> dict[int, Spec]:
+    found = {at: laid(end.value) for at, end in problem.ends.items()}
+    alike = {problem.ends[at].shape: spec for at, spec in found.items() if spec is not None}
+    every = [name for name, _ in axes]
+    return {
+        at: (spec or alike.get(end.shape) or plain.along(end.shape, (), axes, {}, every))[: len(end.shape)]
+        for (at, end), spec in zip(problem.ends.items(), found.values(), strict=True)
+    }
 
 
 def ends_of(problem: Problem, made: Candidate) -> Ends:
