@@ -63,6 +63,7 @@ LAYERS = (
     ("search.polish", "search.results"),
     ("search.neighbours",),
     ("search.choose", "limits"),
+    ("search.beside",),
     ("search.dynamic", "search.seeds"),
     ("search.recursive",),
     ("search.auto",),

@@ -19,7 +19,6 @@ from shardfn.search.filters import keeps
 from shardfn.search.grid import Axes, merged
 from shardfn.search.labelling import Labelling, Table, peak_of
 from shardfn.search.levels import repeated, totals
-from shardfn.search.neighbours import differing, improved
 from shardfn.search.polish import LINE, PRODUCTS, in_line
 from shardfn.search.problem import Answer, Candidate, Pins, Problem, figures, objective
 from shardfn.search.results import ends_of, held_as
@@ -76,7 +75,7 @@ Turn = Callable[[Problem, Found], Iterable[Found]]
 
 def answer_of(
     problem: Problem, found: Sequence[Found], what: str, mend: Mend, grids: Sequence[Axes] = (),
-    untried: Sequence[Axes] = (), turn: Turn | None = None, beside: Callable[[], Iterable[Candidate]] | None = tuple,
+    untried: Sequence[Axes] = (), turn: Turn | None = None,
 ) -> Answer:  # fmt: skip
     """The best of what was found and of the plain layouts, as their flows show, with all that is to be said of it.
 
@@ -90,8 +89,6 @@ def answer_of(
       grids: all that were looked at, those too of which nothing is in `found`.
       untried: those of them that nothing was left for.
       turn: what else to try where all flows break the model's promises.
-      beside: what was found for other aims, priced already; asked for where the program is small. None: the answer itself
-        is for that, and the plans beside it are not tried.
     """
     rated: list[_Rated] = []
     is_small, is_large = len(problem.graph.ops) <= PLAIN, len(problem.graph.ops) > LARGE
@@ -125,14 +122,10 @@ def answer_of(
         rated += [(objective(c.price, problem), c, None) for c in simple]
     if not rated:
         return propagation.search(problem)
-    elsewhere = tuple(beside()) if beside is not None and is_small and problem.seconds_left > 0 else ()
-    rated += [(objective(c.price, problem), c, None) for c in elsewhere]
     rated.sort(key=lambda r: r[0])
-    _, start, at = rated[0]
-    start = as_sliced(problem, start)
-    start = start if is_small and at is not None else let_go(problem, start)
-    best = improved(problem, start) if beside is not None and is_small else start
-    others = (*([] if best is start else [start]), *(c for _, c, _ in rated[1:]))
+    _, best, at = rated[0]
+    best = as_sliced(problem, best)
+    others = tuple(c for _, c, _ in rated[1:])
     looked = (*(f.axes for f in found), *(axes for axes in grids if axes not in untried))
     tried = ", ".join(dict.fromkeys(map(shape, looked)))
     if untried:
@@ -141,33 +134,24 @@ def answer_of(
     elif problem.seconds_left <= 0:
         tried += f"; {problem.seconds:g} s were over before all was tried"
     runner = f"{others[0].name}: {figures(others[0].price)} against {figures(best.price)}" if others else ""
-    mended = differing(problem, start, best)
-    bettered = f"; changed for a better flow: {mended}" if mended else ""
     if at is None:
-        kind = "the plan of another level" if any(start.name == c.name for c in elsewhere) else "plain layout"
-        reason = f"{kind}, better by its flow than the optimum of the cost model: {start.name}"
+        best = let_go(problem, best)
+        reason = f"plain layout, better by its flow than the optimum of the cost model: {best.name}"
         policy = (
-            f"{what} at level {problem.level}, grids tried: {tried}; {'a ' * (kind == 'plain layout')}{kind} has the better "
-            f"flow: {start.name}{bettered}"
+            f"{what} at level {problem.level}, grids tried: {tried}; a plain layout has the better flow: {best.name}"
         )
-        return Answer(best.axes, best.specs, reasons_of(problem, start, best, reason), policy, runner, pins=best.pins,
-                      others=others, ends=best.ends)  # fmt: skip
-    gap = _gap(problem, at, found) if not untried and best is start and keeps_promise(problem, at, best) else None
+        reasons = tuple("" if given is not None else reason for given in problem.specs)
+        return Answer(best.axes, best.specs, reasons, policy, runner, pins=best.pins, others=others, ends=best.ends)
+    best = best if is_small else let_go(problem, best)
+    gap = _gap(problem, at, found) if not untried and keeps_promise(problem, at, best) else None
     proof = "no bound of how far from the optimum" if gap is None else (
         "proved" if gap == 0 else f"within {gap:.1%} of the optimum")  # fmt: skip
     grid = " x ".join(f"{name}={size}" for name, size in best.axes)
     aside = f"; {LINE}" if best.name.endswith(LINE) else ""
-    policy = f"{what} at level {problem.level}: grid {grid}, {proof} under the cost model; grids tried: {tried}{aside}{bettered}"
-    reasons = reasons_of(problem, start, best, "the optimum of all ops together")
+    policy = f"{what} at level {problem.level}: grid {grid}, {proof} under the cost model; grids tried: {tried}{aside}"
+    reasons = tuple("" if given is not None else "the optimum of all ops together" for given in problem.specs)
     return Answer(best.axes, best.specs, reasons, policy, runner, pins=best.pins, gap=gap, others=others, ends=best.ends,
-                  runners_up=runners_up(problem, at) if best is start else ())  # fmt: skip
-
-
-def reasons_of(problem: Problem, start: Candidate, best: Candidate, reason: str) -> tuple[str, ...]:
-    """For each open argument why it lies as it does."""
-    rows = zip(problem.specs, start.specs, best.specs, strict=True)
-    changed = "better by its flow than what was found for it with all ops together"
-    return tuple("" if given is not None else reason if one == two else changed for given, one, two in rows)
+                  runners_up=runners_up(problem, at))  # fmt: skip
 
 
 _Rated = tuple[tuple[float, ...], Candidate, Found | None]

@@ -8,12 +8,12 @@ axes. `search.choose` takes the best by Shardy's flow.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from shardfn.cuts import divisors
 from shardfn.search import propagation
+from shardfn.search.beside import asked_once, bettered
 from shardfn.search.budget import SECOND, Budget
 from shardfn.search.choose import Found, Mend, Turn, answer_of, weighed
 from shardfn.search.filters import loosened, narrowed
@@ -55,26 +55,11 @@ def search(problem: Problem) -> Answer:
     """The cheapest layout at the problem's level; of small programs what other levels find stands beside it."""
     if not problem.is_open:
         return propagation.search(problem)
-    return alone(problem, functools.partial(of_levels, problem))
+    return bettered(problem, asked_once(problem, alone), alone)
 
 
-def of_levels(problem: Problem) -> Iterator[Candidate]:
-    """What the search finds at the levels 0 and 2, if they are others, and what it prices for that."""
-    for level in (level for level in (0, 2) if level != problem.level):
-        if problem.seconds_left > 0:
-            one = alone(dataclasses.replace(problem, level=level))
-            name = f"level {level}'s"
-            yield Candidate(name, one.axes, one.specs, one.pins, problem.price_of(one), one.ends)
-            yield from (dataclasses.replace(other, name=f"{name} {other.name}") for other in one.others)
-
-
-def alone(problem: Problem, beside: Callable[[], Iterable[Candidate]] | None = None) -> Answer:
-    """The search for the problem's level alone.
-
-    Args:
-      problem: what is asked, something of it open.
-      beside: what was found for other aims; None: the answer is beside another one.
-    """
+def alone(problem: Problem) -> Answer:
+    """The search for the problem's level by itself."""
     tried, budget = grids(problem), budget_of(problem)
     found, untried = on_grids(problem, tried, (), budget)
     if found and not problem.axes and len(problem.graph.ops) <= THREE_AXES:
@@ -83,8 +68,7 @@ def alone(problem: Problem, beside: Callable[[], Iterable[Candidate]] | None = N
         again, left = on_grids(problem, more, found, budget)
         tried, found, untried = tried + more, found + again, untried + left
     found = sorted(settled(problem, found, budget), key=lambda f: order(problem, f))
-    return answer_of(problem, found, "exact search", mending(budget), tried, untried, turning(budget),
-                     beside)  # fmt: skip
+    return answer_of(problem, found, "exact search", mending(budget), tried, untried, turning(budget))
 
 
 def budget_of(problem: Problem) -> Budget:
