@@ -123,7 +123,7 @@ def make_plan(
         tokens = len(graph.outputs) - len(outputs)
         at = {graph.ops[index].site: pin for index, pin in pins.items()}
         if not ready:
-            ready.append(shardy.as_propagated(traced.module))
+            ready.append(shardy.as_propagated(traced.module, traced.seen))
         laid = shardy.propagate(traced.module, axes, spread, [None] * tokens + padded, at, *ready)
         return as_compiled(laid, hardware.platform)
 
@@ -163,6 +163,7 @@ def make_plan(
         ends_asked=any(leaf.entry is AUTO and leaf.where for leaf in outputs),
         seconds=wishes.seconds,
     )  # fmt: skip
+    question.memo["tied"] = classes.of
     answer = search(question)
     if wishes.memory_limit is not None and wishes.is_strict:
         answer = within_limit(question, answer, again or search, wishes.is_strict)

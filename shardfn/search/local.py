@@ -39,7 +39,8 @@ def fitted(ascent: Ascent, local: Local, factor: float, halvings: int = 0) -> Ar
     """
     if not len(ascent.nodes):
         return None
-    before, low, prices, found = ascent.multipliers, ascent.best, ascent.best, None
+    before, sent = ascent.multipliers, ascent.messages.sent.copy()
+    low, prices, found = ascent.best, ascent.best, None
     for attempt in range(MOST_RAISES):
         labels = _suggested(ascent, prices)
         excess = local.excess(labels)
@@ -59,6 +60,7 @@ def fitted(ascent: Ascent, local: Local, factor: float, halvings: int = 0) -> Ar
         else:
             low = middle
     ascent.set_prices(before)
+    ascent.messages.sent[:] = sent  # what was sent at other prices would set the bound back
     return found
 
 

@@ -133,13 +133,13 @@ class _Run:
         stuck = None
         if not len(memory.limit) or not nodes:
             ceiling = self.ceiling - core.constant
-            ascent = Ascent(costs, tables, memory, self.budget)
-            if math.isfinite(ceiling) and _dearer(ascent, ceiling):
+            ascent = Ascent(costs, tables, memory, self.budget) if math.isfinite(ceiling) else None
+            if ascent is not None and _dearer(ascent, ceiling):
                 return None
             found = eliminate(costs, tables, ENTRIES, TOTAL, store=self.store, budget=self.budget)
             if found is None:
                 try:
-                    found = narrow(ascent, ceiling)
+                    found = narrow(ascent or Ascent(costs, tables, memory, self.budget), ceiling)
                     if found is None and math.isfinite(ceiling):
                         return None
                 except Stuck as stop:
@@ -214,7 +214,7 @@ class _Run:
             rise = (ascent.bound - before) / max(abs(ascent.bound), 1e-300)
             before, best = ascent.bound, local.cost
             if rise < STEEP or number >= 3:
-                self.polish(ascent, local, last, number, rise < RISING or number % 4 == 3)
+                self.polish(ascent, local, last, number, rise < RISING)
             upper = goal()
             if not self.over() and not ascent.bound >= upper:
                 ascent.fix(upper)
@@ -247,9 +247,13 @@ class _Run:
         bound = branch(ascent, local, goal, self.effort.parts, tell)
         return max(bound, ascent.bound) if local.best is None else bound, last
 
-    def polish(self, ascent: Ascent, local: Local, last: Array, number: int, more: bool) -> None:
-        """Better labellings: from the last one suggested, and around the best; more of what has just helped."""
-        raised, closer = more or number % 2 == 0, more and number >= self.turn
+    def polish(self, ascent: Ascent, local: Local, last: Array, number: int, is_slow: bool) -> None:
+        """Better labellings: from the last one suggested, and around the best; more of what has just helped.
+
+        More of it, too, where the bound is slow.
+        """
+        more = is_slow or number % 4 == 3
+        raised, closer = more or number % 2 == 0, is_slow and number >= self.turn
         before = local.cost
         found = fitted(ascent, local, RAISES[number // 2 % len(RAISES)], HALVINGS if closer else 0) if raised else None
         if found is not None:
