@@ -15,14 +15,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from shardfn.graph.cases import Case, Leg, Way, whole
+from shardfn.graph.ingroup import LEFT, OUT, RIGHT, Fixed, InGroup, Places, Sum, roles_of
 from shardfn.graph.model import Dims, Spec, dtype_bits
 from shardfn.graph.tiles import Devices, Grouped, Tile
-
-LEFT, RIGHT, OUT = 0, 1, 2
 
 
 def dot(case: Case) -> Way:
@@ -58,33 +57,9 @@ def _planned(
     devices = Devices(dict(sizes))
     tiles = tuple(map(devices.tile, specs))
     fixed = tuple(((),) * len(spec) for spec in specs)
-    found = _State(devices, devices, tiles, fixed, frozenset(), _roles(rows), shapes, bits).partition()
+    found = _Product(devices, devices, tiles, fixed, frozenset(), roles_of(rows), shapes, bits).partition()
     legs = tuple(tuple(leg for side, leg in found.legs if side == which) for which in (LEFT, RIGHT))
     return _Found(legs, found.gives, tuple(found.back))
-
-
-Places = tuple[tuple[int, int, int], ...]
-"""Dims by their place in both operands and the result, -1 where they have none."""
-
-
-class _Roles(NamedTuple):
-    """The dims of a product by what they are; `own` are those that the left, and the right operand has with the result."""
-
-    batch: Places
-    own: tuple[Places, Places]
-    contracted: Places
-
-
-def _roles(rows: Sequence[Dims]) -> _Roles:
-    places = [{f: d for d, dim in enumerate(dims) for f in dim} for dims in rows]
-    every = dict.fromkeys(f for dims in rows for dim in dims for f in dim)
-    found = [tuple(place.get(f, -1) for place in places) for f in every]
-
-    def where(*key: bool) -> Places:
-        return tuple((a, b, c) for a, b, c in found if (a >= 0, b >= 0, c >= 0) == key)
-
-    yes, no = True, False
-    return _Roles(where(yes, yes, yes), (where(yes, no, yes), where(no, yes, yes)), where(yes, yes, no))
 
 
 @dataclasses.dataclass
@@ -96,100 +71,8 @@ class _Result:
     back: list[Leg]
 
 
-Sum = tuple[tuple[str, ...], Mapping[int, tuple[str, ...]]]
-"""Axes over which results are added up, and along which dims they cut the result right after."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _State:
-    """A product among a group of devices.
-
-    `tiles` are the layouts in the group of both operands and the result, `fixed` how groups cut each, `inside` the axes
-    that tell the groups apart. `sums` is what the result of each device goes through first.
-    """
-
-    every: Devices
-    devices: Devices
-    tiles: tuple[Tile, ...]
-    fixed: tuple[Spec, ...]
-    inside: frozenset[str]
-    roles: _Roles
-    shapes: tuple[tuple[int, ...], ...]
-    bits: tuple[int, ...]
-    sums: tuple[Sum, ...] = ()
-
-    # ---- words
-
-    def spec(self, side: int, tile: Tile) -> Spec:
-        """A layout in the group as one among all devices."""
-        return tuple((*f, *axes) for f, axes in zip(self.fixed[side], tile.dims, strict=True))
-
-    def legs(self, *tiles: tuple[int, Tile]) -> list[tuple[int, Leg]]:
-        """Lay operands out anew, each through the layouts given that it has not got."""
-        here = {side: self.tiles[side].dims for side, _ in tiles}
-        found = []
-        for side, tile in tiles:
-            if here[side] != tile.dims:
-                found.append((side, Leg(self.spec(side, tile), self.inside)))
-            here[side] = tile.dims
-        return found
-
-    def whole(self, side: int) -> Tile:
-        """All of it on every device of the group."""
-        return self.devices.tile(((),) * len(self.shapes[side]))
-
-    def pieces(self, side: int, dims: Places) -> int:
-        """In how many pieces the group cuts these dims."""
-        return math.prod(self.devices.count(self.tiles[side].dims[d[side]]) for d in dims)
-
-    def elements(self, side: int) -> int:
-        """Elements of a tensor as the group has it."""
-        return _elements(self.shapes[side], self.fixed[side], self.every)
-
-    def local_bits(self, side: int) -> int:
-        """Bits of a tensor as a device has it."""
-        return _elements(self.shapes[side], self.spec(side, self.tiles[side]), self.every) * self.bits[side]
-
-    def across(self, source: int, target: int, tile: Tile | None = None) -> Tile | None:
-        """The layout of one tensor told of another, by the dims both have; None where it cuts others."""
-        dims = (tile or self.tiles[source]).dims
-        both = [d for d in (*self.roles.batch, *self.roles.own[0], *self.roles.own[1], *self.roles.contracted)
-                if d[source] >= 0 and d[target] >= 0]  # fmt: skip
-        known = {d[source] for d in both}
-        if any(axes and d not in known for d, axes in enumerate(dims)):
-            return None
-        to = {d[target]: dims[d[source]] for d in both}
-        return self.devices.tile(to.get(d, ()) for d in range(len(self.shapes[target])))
-
-    def recut(self, side: int, dims: Places, counts: Sequence[int]) -> Tile | None:
-        """A tensor's layout with other numbers of pieces along some dims, and its devices in the same order."""
-        tile = self.tiles[side]
-        wanted = [*self.devices.counts(tile), self.devices.count(tile.rest)]
-        for d, n in zip(dims, counts, strict=True):
-            wanted[d[side]] = n
-        return self.reshaped(tile, wanted)
-
-    def reshaped(self, tile: Tile, counts: Sequence[int]) -> Tile | None:
-        """Devices in the same order, in so many pieces along each dim; the last count is of those that hold the same."""
-        every = [a for axes in (*tile.dims, tile.rest) for a in axes]
-        if math.prod(counts) != self.devices.count(every):
-            return None
-        parts = self.devices.split(every, counts)
-        return parts and self.devices.tile(parts[:-1])
-
-    def inner(self, group: Sequence[str], insides: Sequence[Spec], fixed: Sequence[Fixed], *sums: Sum) -> _State:
-        """The same in one of the groups that `group` tells apart; `fixed` is how these cut both operands and the result."""
-        devices = self.devices.without(group)
-        now = tuple(
-            tuple((*axes, *new.get(d, ())) for d, axes in enumerate(old))
-            for old, new in zip(self.fixed, fixed, strict=True)
-        )
-        return dataclasses.replace(
-            self, devices=devices, tiles=tuple(map(devices.tile, insides)), fixed=now, inside=self.inside | {*group},
-            sums=(*self.sums, *sums),
-        )  # fmt: skip
-
-    # ---- the decisions
+class _Product(InGroup):
+    """The decisions of one group, the first that is possible."""
 
     def partition(self) -> _Result:
         """How the group does it."""
@@ -204,14 +87,14 @@ class _State:
             )
             if found:
                 return found
-        dims = [[()] * len(shape) for shape in self.shapes]
+        dims: list[list[tuple[str, ...]]] = [[()] * len(shape) for shape in self.shapes]
         for side in (LEFT, RIGHT):
             for d in (*self.roles.batch, *self.roles.own[side]):
                 dims[side][d[side]] = self.tiles[OUT].dims[d[OUT]]
         return self.done(self.devices.tile(dims[LEFT]), self.devices.tile(dims[RIGHT]), self.tiles[OUT])
 
-    def done(self, left: Tile, right: Tile, gives: Tile, summed: Sequence[str] = ()) -> _Result:
-        """The operands lie so, the result comes about so, and is added up over `summed`."""
+    def done(self, left: Tile, right: Tile, gives: Tile, is_summed: bool = False) -> _Result:
+        """The operands lie so, and the result comes about so; it may have to be added up where they are contracted."""
         made = self.spec(OUT, gives)
         cuts = [{a for axes in cut.values() for a in axes} for _, cut in self.sums]
 
@@ -219,9 +102,14 @@ class _State:
             later = set[str]().union(*cuts[n:])
             return tuple(tuple(a for a in axes if a not in later) for axes in made)
 
-        back = [Leg(before(n + 1), self.inside, axes) for n, (axes, _) in enumerate(self.sums)]
-        if summed:
-            back.append(Leg(made, self.inside, tuple(summed)))
+        back = []
+        for n, (parts, _) in enumerate(self.sums):
+            back += [Leg(before(n), self.inside, axes) for axes in parts[:-1]]
+            back.append(Leg(before(n + 1), self.inside, parts[-1]))
+        if is_summed:
+            back += [
+                Leg(made, self.inside, axes) for d in reversed(self.roles.contracted) if (axes := left.dims[d[LEFT]])
+            ]
         wanted = self.spec(OUT, self.tiles[OUT])
         if wanted != made:
             back.append(Leg(wanted, self.inside))
@@ -242,39 +130,42 @@ class _State:
             if lb == ob == n and left_out == out and to_right:
                 if not only_exchanged or self.is_exchanged(right, to_right):
                     return self.done(left, to_right, out)
-            elif rb == ob == n and right_out == out and to_left:
-                if not only_exchanged or self.is_exchanged(left, to_left):
-                    return self.done(to_left, right, out)
+            elif (
+                rb == ob == n
+                and right_out == out
+                and to_left
+                and (not only_exchanged or self.is_exchanged(left, to_left))
+            ):
+                return self.done(to_left, right, out)
         lc, rc = self.pieces(LEFT, roles.contracted), self.pieces(RIGHT, roles.contracted)
         if lc == rc == n and to_left and to_right:
+            if not (may_move or out.is_whole):
+                return None
             sides = (to_left, right) if self.elements(LEFT) < self.elements(RIGHT) else (left, to_right)
-            return self.done(*sides, self.whole(OUT), tuple(self.devices.sizes))
-        for side, (to_out, others) in enumerate(((left_out, right), (right_out, left))):
-            del others
+            return self.done(*sides, self.whole(OUT), is_summed=True)
+        for side, to_out in enumerate((left_out, right_out)):
             if to_out == out and self.pieces(side, roles.own[side]) == n == self.pieces(OUT, roles.own[side]):
                 sides = (left, self.whole(RIGHT)) if side == LEFT else (self.whole(LEFT), right)
                 return self.done(*sides, out)
         if may_move:
             for dims in (roles.batch, *roles.own):
                 if self.pieces(OUT, dims) == n:
-                    sides = (self.across(OUT, side) if dims[0][side] >= 0 else self.whole(side) for side in (LEFT, RIGHT))
+                    sides = (
+                        self.across(OUT, side) if dims[0][side] >= 0 else self.whole(side) for side in (LEFT, RIGHT)
+                    )
                     one, two = sides
                     return self.done(one, two, out) if one and two else None
         if not out.is_whole:
             return None
         if rc == n and left.is_whole and to_left and self.elements(RIGHT) > self.elements(OUT):
-            return self.done(to_left, right, out, tuple(self.devices.sizes))
+            return self.done(to_left, right, out, is_summed=True)
         if lc == n and right.is_whole and to_right and self.elements(LEFT) > self.elements(OUT):
-            return self.done(left, to_right, out, tuple(self.devices.sizes))
+            return self.done(left, to_right, out, is_summed=True)
         return None
-
-    def is_exchanged(self, now: Tile, to: Tile) -> bool:
-        """Whether one goes over to the other without gathering."""
-        return self.devices.is_permuted(now, to) or self.devices.exchanges(now, to) is not None
 
     def by_batch(self, only_as_is: bool) -> _Result | None:
         """Groups by batch dims, of which at least one operand has as many pieces as the result."""
-        dims, (left, right, out) = self.roles.batch, self.tiles
+        dims, (_, right, out) = self.roles.batch, self.tiles
         lb, rb, ob = (self.pieces(side, dims) for side in (LEFT, RIGHT, OUT))
         if ob == 1 or ob not in (lb, rb):
             return None
@@ -379,16 +270,21 @@ class _State:
         return inner
 
     def _likely(self, side: int, other: int) -> Tile:
-        """How an operand would lie by the layouts of the result and of the other operand."""
-        dims: list[tuple[str, ...]] = [()] * len(self.shapes[side])
+        """How an operand would lie by the layouts of the result and of the other one; where these clash, by more pieces."""
+        by_result: list[tuple[str, ...]] = [()] * len(self.shapes[side])
+        by_other = list(by_result)
         for d in (*self.roles.batch, *self.roles.own[side]):
-            dims[d[side]] = self.tiles[OUT].dims[d[OUT]]
-        used = {a for axes in dims for a in axes}
-        for d in self.roles.contracted:
-            axes = self.tiles[other].dims[d[other]]
-            if used.isdisjoint(axes):
-                dims[d[side]] = axes
-        return self.devices.tile(dims)
+            by_result[d[side]] = self.tiles[OUT].dims[d[OUT]]
+        for d in (*self.roles.batch, *self.roles.contracted):
+            by_other[d[side]] = self.tiles[other].dims[d[other]]
+        one, two = self.devices.tile(by_result), self.devices.tile(by_other)
+        both = [a or b for a, b in zip(by_result, by_other, strict=True)]
+        every = [a for axes in both for a in axes]
+        clash = any(a and b and a != b for a, b in zip(by_result, by_other, strict=True))
+        if not clash and len(every) == len({*every}):
+            return self.devices.tile(both)
+        more = math.prod(self.devices.counts(two)) > math.prod(self.devices.counts(one))
+        return two if more else one
 
     def _made_whole(self, side: int, tile: Tile, groups: Grouped, other: int) -> tuple[list[Tile], Spec] | None:
         """The layouts that an operand goes through until each group has all it needs, and its layout in a group."""
@@ -430,16 +326,6 @@ class _State:
             return [d[side] for d in roles.contracted]
         return [d[side] for d in roles.own[side]] if may_own else None
 
-    def matching(self, tile: Tile, groups: Grouped) -> list[int] | None:
-        """The dims that tell these groups apart; the one after the last is that along which devices hold the same."""
-        every = (*tile.dims, tile.rest) if tile.rest else tile.dims
-        if tile.is_whole or not groups.axes:
-            return None
-        if not groups.order:
-            return [d for d, axes in enumerate(every) if axes]
-        dims = [d for d, axes in enumerate(every) if groups.order[-1] not in axes]
-        return dims if {a for d in dims for a in every[d]} == {*groups.axes} else None
-
     def by_contracted(self, only_as_is: bool) -> _Result | None:
         """Groups by contracted dims that both operands cut in as many pieces; the groups' results are added up."""
         dims = self.roles.contracted
@@ -468,7 +354,7 @@ class _State:
         """How the result lies in a group, and after it is added up; how that cuts it; and over what it is added up."""
         out, n, rank = self.tiles[OUT], self.devices.count(lead.axes), len(self.tiles[OUT].dims)
         has_room = out.is_partial and self.devices.count(out.rest) % n == 0
-        plain: list[Sum] = [(lead.axes, {})]
+        plain: list[Sum] = [(_parts(by[LEFT].groups), {})]
         if not out.is_whole and not has_room:
             cut = [side for side in (LEFT, RIGHT) if any(by[side].inner)]
             if len(cut) == 1:  # what the operand's cuts make of the result; it is cut finer at the end
@@ -480,8 +366,9 @@ class _State:
                     has_room = out.is_partial and self.devices.count(out.rest) % n == 0
         if has_room:
             parts = self.devices.split(out.rest, (n, self.devices.count(out.rest) // n))
-            order = tuple(a for axes in (*out.dims, *(parts or [(), ()])[1:]) for a in axes)
-            moved = parts and Grouped({rank: parts[0]}, out.dims, order).aligned(lead, self.devices, any_order=True)
+            first, last = parts or ((), ())
+            order = tuple(a for axes in (*out.dims, last) for a in axes)
+            moved = Grouped({rank: first}, out.dims, order).aligned(lead, self.devices, any_order=True)
             if moved:
                 return moved.inner, self.devices.tile(moved.inner), {}, plain
         dims = self.matching(out, lead)
@@ -499,9 +386,9 @@ class _State:
         if not cuts:
             return grouped.inner, self.devices.tile(grouped.inner), {}, plain
         made = self.devices.tile(grouped.spec)
-        sums: list[Sum] = [(tuple(a for axes in cuts.values() for a in axes), cuts)]
-        if rank in grouped.groups and grouped.groups[rank]:
-            sums.append((grouped.groups[rank], {}))
+        sums: list[Sum] = [(_parts(cuts), cuts)]
+        if grouped.groups.get(rank):
+            sums.append(((grouped.groups[rank],), {}))
         return grouped.inner, made, cuts, sums
 
     def by_rest(self) -> _Result | None:
@@ -512,9 +399,5 @@ class _State:
         return self.inner(out.rest, [left.dims, right.dims, out.dims], [{}, {}, {}]).partition()
 
 
-Fixed = Mapping[int, tuple[str, ...]]
-"""By dim, the axes by which groups cut a tensor."""
-
-
-def _elements(shape: Sequence[int], spec: Spec, devices: Devices) -> int:
-    return math.prod(-(-n // devices.count(axes)) for n, axes in zip(shape, spec, strict=True))
+def _parts(groups: Fixed) -> tuple[tuple[str, ...], ...]:
+    return tuple(axes for axes in reversed([*groups.values()]) if axes)

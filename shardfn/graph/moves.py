@@ -10,7 +10,9 @@ from shardfn.graph.model import Spec, axis_size
 from shardfn.graph.tiles import Devices, Step
 
 
-def steps(before: Spec, after: Spec, sizes: Mapping[str, int], inside: frozenset[str] = frozenset()) -> tuple[Step, ...]:
+def steps(
+    before: Spec, after: Spec, sizes: Mapping[str, int], inside: frozenset[str] = frozenset()
+) -> tuple[Step, ...]:
     """What it takes to lay one array out anew.
 
     Args:
@@ -36,9 +38,7 @@ def _steps(before: Spec, after: Spec, sizes: tuple[tuple[str, int], ...], inside
     road = devices.road(now, to)
     if not inside:
         return tuple(road)
-    return tuple(
-        s._replace(after=tuple((*k, *axes) for k, axes in zip(kept, s.after, strict=True))) for s in road
-    )
+    return tuple(s._replace(after=tuple((*k, *axes) for k, axes in zip(kept, s.after, strict=True))) for s in road)
 
 
 def flat(spec: Spec) -> list[str]:
