@@ -189,14 +189,14 @@ class _Roads:
             path = (Step("", (), to),)
         for step in path:
             last = into if step is path[-1] else None
-            value = self.send(step.kind, value, step.after, step.axes, trips, where, cause, last)
+            value = self.send(step.kind, value, step.after, step.axes, trips, where, cause, last, step.is_last_resort)
         self.moved[first, to, inside] = value
         self.moved.setdefault((value, before, inside), first)
         return value
 
     def send(
         self, kind: str, value: int, after: Spec, axes: Sequence[str], trips: int, where: str, cause: str,
-        into: int | None = None,
+        into: int | None = None, is_last_resort: bool = False,
     ) -> int:  # fmt: skip
         """One collective from `value` to a new one, or to `into`; an empty `kind` cuts it without sending."""
         was = made = self.values[value]
@@ -213,7 +213,8 @@ class _Roads:
         self.ops.append(Op(kind.replace("-", "_") or "all_slice", (value,), (result,), None, trips, where))
         if kind:
             size = 2 if kind == "collective-permute" else self.pieces(axes)
-            self.sent.append(Communication(kind, tuple(axes), size, value, result, trips, where, cause))
+            sent = Communication(kind, tuple(axes), size, value, result, trips, where, cause, is_last_resort)
+            self.sent.append(sent)
         return result
 
     def like(self, value: int, form: Value) -> int:
