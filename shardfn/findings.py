@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from shardfn.cost.collectives import bytes_sent
 from shardfn.cost.price import price
 from shardfn.decisions import Decision
-from shardfn.graph.model import Communication, Flow, Op, Spec
-from shardfn.graph.moves import split_axes
+from shardfn.graph.model import Communication, Flow, Spec
 from shardfn.plan import Plan
 from shardfn.render import figure, unit_of
 from shardfn.search.grid import Axes
@@ -65,16 +64,19 @@ def in_loops(plan: Plan, study: Study) -> Iterator[str]:
 
 
 def rematerialised(plan: Plan, study: Study) -> Iterator[str]:
-    """Arrays that are gathered whole and cut again at once: both sides hold pieces, and each device all of it between."""
+    """Arrays that XLA gathers because it knows no way from one layout to another, and cuts again at once, however small."""
     flow = plan.flow
-    for sent in _alike_sent(flow, _detours(flow).__contains__)[:2]:
+    detours = _detours(flow)
+    for sent in _alike_sent(flow, detours.__contains__)[:2]:
         c = sent.one
-        if sent.bytes < LARGE or sent.bytes < plan.price.bytes_sent / 10:
+        if sent.bytes < plan.price.bytes_sent / 10:
             continue
-        before, after = flow.shards(c.operand), flow.shards(_detours(flow)[c])
+        before, after = flow.shards(c.operand), flow.shards(detours[c])
+        whole = "whole " if not any(flow.specs[c.result]) else ""
         yield (
-            f"{_array(flow, c.result)} is gathered whole on every device{_at(c.where)} and cut again, from {before} to "
-            f"{after} (full rematerialisation): {_share(sent.bytes, plan)}; "
+            f"{_array(flow, c.result)} is gathered {whole}on every device{_at(c.where)} for {c.cause} and cut again, from "
+            f"{before} to {after}, between which XLA knows no other way (full rematerialisation): "
+            f"{_share(sent.bytes, plan)}; "
             + avoided(plan, study, c, lambda flow, c=c: not any(_is_like(c, o) for o in _detours(flow)))
         )
 
@@ -242,44 +244,14 @@ def _alike_sent(flow: Flow, wanted: Callable[[Communication], bool]) -> list[_Se
 
 
 def _detours(flow: Flow) -> dict[Communication, int]:
-    """The gathers of a whole array that XLA cuts again at once, each with what is cut of it.
-
-    Of the moves that take a gather and a cut, XLA finds a shorter road for most; measured on CPU, it does not where one
-    dim is cut over several axes, the minor one goes, and major ones change to another dim.
-    """
-    gathers = {c.result: c for c in flow.communications if c.kind == "all-gather" and not any(flow.specs[c.result])}
-    readers: dict[int, list[Op]] = {v: [] for v in gathers}
-    for op in flow.graph.ops:
+    """The gathers that XLA does as a last resort ("involuntary full rematerialization"), each with what is cut of it."""
+    gathers = {c.result: c for c in flow.communications if c.is_last_resort}
+    found: dict[Communication, int] = {}
+    for op in flow.graph.ops if gathers else ():
         for v in op.inputs:
-            if v in readers:
-                readers[v].append(op)
-    found = {}
-    for v, ops in readers.items():
-        cut = [op.outputs[0] for op in ops if op.name == "all_slice"]
-        if len(cut) == len(ops) > 0 and v not in flow.graph.outputs and all(
-            is_detour(flow.specs[gathers[v].operand], flow.specs[after], flow.axes) for after in cut
-        ):  # fmt: skip
-            found[gathers[v]] = cut[0]
+            if v in gathers and op.name == "all_slice":
+                found.setdefault(gathers[v], op.outputs[0])
     return found
-
-
-def is_detour(before: Spec, after: Spec, sizes: Mapping[str, int]) -> bool:
-    """Whether XLA gathers an array whole to change its layout, of those for which `graph.moves` has no other way.
-
-    >>> is_detour((("a", "b"), ()), ((), ("a",)), {"a": 2, "b": 4})
-    True
-    >>> is_detour((("a", "b"), ()), ((), ("b",)), {"a": 2, "b": 4})
-    False
-    """
-    _, parts = split_axes(sizes, {a for spec in (before, after) for dim in spec for a in dim})
-    old, new = (tuple(tuple(p for a in dim for p in parts[a]) for dim in spec) for spec in (before, after))
-    cut = [(d, axes) for d, axes in enumerate(old) if axes]
-    if len(cut) != 1 or len(cut[0][1]) < 2:
-        return False
-    dim, axes = cut[0]
-    left = {a for now in new for a in now}
-    moves = any(now for d, now in enumerate(new) if d != dim)
-    return moves and left <= set(axes[:-1])
 
 
 def _is_like(c: Communication, other: Communication) -> bool:

@@ -1,16 +1,19 @@
 """Warnings of a plan: each on a small program that has it and on one that has not, and held against XLA."""
 
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import shardfn
 from shardfn import AUTO, Layout, compiled
-from shardfn.findings import is_constant, is_detour, origin
+from shardfn.findings import is_constant, origin
+from shardfn.graph.moves import steps
 
 ON = Layout((2, 4), ("a", "b"))
 
@@ -112,28 +115,60 @@ def test_the_origin_of_a_value():
 # ---- full rematerialisation
 
 
-AXES = {"a": 2, "b": 4}
+AXES = {"a": 2, "b:(1)2": 2, "b:(2)2": 2}
+B = ("b:(1)2", "b:(2)2")
 ROADS = [
-    ((("b", "a"), ()), ((), ("b",))),
-    ((("a", "b"), ()), ((), ("a",))),
-    ((("a", "b"), ()), ((), ("b",))),
-    ((("b", "a"), ()), ((), ("a",))),
-    ((("a",), ("b",)), (("b",), ("a",))),
-    (((), ("a",)), ((), ("b", "a"))),
-    ((("a", "b"), ()), (("a",), ())),
+    (((*B, "a"), ()), ((), B)),
+    ((("a", *B), ()), ((), ("a",))),
+    ((("a", *B), ()), ((), B)),
+    (((*B, "a"), ()), ((), ("a",))),
+    ((("a",), B), (B, ("a",))),
+    (((), ("a",)), ((), (*B, "a"))),
+    ((("a", *B), ()), (("a",), ())),
 ]
 
 
 @pytest.mark.parametrize(("before", "after"), ROADS)
-def test_a_detour_is_what_xla_gathers_whole(before, after):
-    mesh = jax.make_mesh((2, 4), ("a", "b"))
+def test_what_xla_sends_from_one_layout_to_another(before, after):
+    mesh = jax.make_mesh((2, 2, 2), tuple(AXES), axis_types=(AxisType.Auto,) * 3)
     here, there = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (before, after))
-    made = jax.jit(lambda x: x + 1, in_shardings=here, out_shardings=there).lower(shaped(512, 512)).compile()
-    sent = sum(c.total_bytes for c in compiled.read(made).collectives)
-    is_whole = sent == 7 / 8 * 4 * 512 * 512
-    if (before, after) == ROADS[-1]:  # a gather of the minor axis, and nothing after it
-        is_whole = False
-    assert is_detour(before, after, AXES) is is_whole
+
+    def held(x):
+        return jax.lax.with_sharding_constraint(jnp.sin(jax.lax.with_sharding_constraint(x, there)), there)
+
+    made = jax.jit(held, in_shardings=here, out_shardings=there).lower(shaped(512, 512)).compile()
+    road = steps(before, after, AXES)
+    assert [step.kind for step in road if step.kind] == [c.kind for c in compiled.read(made).collectives]
+
+
+def mlp(x, w1, w2):
+    return jax.nn.relu(x @ w1) @ w2
+
+
+MLP = shaped(64, 128), shaped(128, 256), shaped(256, 64)
+LAYOUTS = {((1, 4), (2, 2), (8, 1)): True, ((1, 1), (8, 1), (4, 2)): True, ((8, 1), (1, 1), (1, 1)): False}
+"""Of the three arguments of `mlp`, and whether XLA knows no way from one layout to another."""
+
+COMPILE = """
+import ast, sys
+import shardfn
+from tests.test_findings import MLP, mlp
+for text in sys.argv[1:]:
+    print("==", file=sys.stderr, flush=True)
+    shardfn.shard(mlp, in_strategy=ast.literal_eval(text)).lower(*MLP).compile()
+"""
+
+
+def test_what_xla_calls_full_rematerialisation_is_said():
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, *map(str, LAYOUTS)], capture_output=True, text=True, check=True
+    )
+    logged = ["Involuntary full rematerialization" in part for part in done.stderr.split("==\n")[1:]]
+    found = [said(shardfn.plan(mlp, *MLP, in_strategy=layout), "full rematerialisation") for layout in LAYOUTS]
+    assert logged == [bool(texts) for texts in found] == list(LAYOUTS.values())
+    for text in (text for texts in found for text in texts):
+        assert f"{__file__}:" in text and "for dot_general" in text
+        assert "avoid" in text
 
 
 def test_an_array_that_is_gathered_whole_and_cut_again():
@@ -153,8 +188,13 @@ def test_arrays_that_are_not(after):
     assert not said(made, "full rematerialisation")
 
 
-def test_a_small_array_is_not_worth_a_word():
-    made = shardfn.plan(lambda x: x * 2, shaped(64, 64), in_strategy=((8, 1),), out_strategy=((1, 4),), device="h100:8")
+def test_a_small_part_of_what_is_sent_is_not_worth_a_word():
+    def both(x, y):
+        return x * 2, y.sum(0)
+
+    args, cuts = (shaped(64, 64), shaped(64, 65536)), ((8, 1), (8, 1))
+    made = shardfn.plan(both, *args, in_strategy=cuts, out_strategy=((1, 4), (1,)), device="h100:8")
+    assert any(c.is_last_resort for c in made.flow.communications)
     assert made.findings == ()
 
 

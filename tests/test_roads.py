@@ -195,10 +195,10 @@ def test_idle_axes_are_used(name, grid):
         ("a -", "- a", ["all-to-all"]),
         ("a -", "b -", ["collective-permute"]),
         ("ab -", "a -", ["all-gather"]),
-        ("ab -", "b -", ["all-gather", ""]),
+        ("ab -", "b -", ["collective-permute", "all-gather"]),
         ("ab -", "a b", ["all-to-all"]),
         ("a -", "a b", [""]),
-        ("a -", "- ab", ["all-to-all", ""]),
+        ("a -", "- ab", ["", "all-to-all", "collective-permute"]),
         ("ab -", "- a", ["all-gather", ""]),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from shardfn.graph.model import Dims, Op, Rule, Spec, Value
 
@@ -26,6 +27,17 @@ class Edge:
     sizes: tuple[tuple[int, int], ...] = ()
 
 
+class Leg(NamedTuple):
+    """One part of the way of a value: it is added up over `summed`, then laid out as `to`.
+
+    `inside`: the axes of the groups of devices within which that is done.
+    """
+
+    to: Spec
+    inside: frozenset[str] = frozenset()
+    summed: tuple[str, ...] = ()
+
+
 @dataclasses.dataclass(frozen=True)
 class Way:
     """How one op is worked on: how its operands must lie, how its results lie then, and what remains to be done.
@@ -34,7 +46,8 @@ class Way:
     `collected`: axes over which the partial results of a reduction of several arrays are gathered. `turned`: operands
     whose pieces change places (a reversal). `inside`: for each operand, the axes of the
     groups of devices within which it is laid out anew; what another op wants in other groups is another move. `through`:
-    for each operand, the layouts on the way to what is wanted.
+    for each operand, what it goes through on the way to what is wanted. `back`: what the result goes through to lie as it
+    is wanted; where it is not said, it goes there at once.
     """
 
     wants: tuple[Spec, ...]
@@ -44,7 +57,8 @@ class Way:
     edges: tuple[Edge, ...] = ()
     turned: tuple[int, ...] = ()
     inside: tuple[frozenset[str], ...] = ()
-    through: tuple[tuple[Spec, ...], ...] = ()
+    through: tuple[tuple[Leg, ...], ...] = ()
+    back: tuple[Leg, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

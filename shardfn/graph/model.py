@@ -126,6 +126,8 @@ class Communication:
     trips: int
     where: str
     cause: str
+    is_last_resort: bool = False
+    """Whether all of an array is gathered only to be cut otherwise, as XLA knows no other way."""
 
 
 @dataclasses.dataclass(frozen=True)

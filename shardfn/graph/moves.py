@@ -2,83 +2,43 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from shardfn.graph.model import Spec, axis_size
+from shardfn.graph.tiles import Devices, Step
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One collective of a move, or none where pieces are only cut smaller (`kind` is empty), and the layout after it."""
+def steps(
+    before: Spec, after: Spec, sizes: Mapping[str, int], inside: frozenset[str] = frozenset()
+) -> tuple[Step, ...]:
+    """What it takes to lay one array out anew.
 
-    kind: str
-    axes: tuple[str, ...]
-    after: Spec
-
-
-def steps(before: Spec, after: Spec, sizes: Mapping[str, int]) -> tuple[Step, ...]:
-    """What it takes to lay one array out anew: cutting is free and comes first, then exchanges, then gathering.
-
-    The axes are prime parts (`split_axes`); `sizes` are theirs.
+    Args:
+      before: its layout. The axes are prime parts (`split_axes`).
+      after: the layout wanted.
+      sizes: of the axes, in the order of the grid.
+      inside: axes that tell groups of devices apart, if it is done within each group: they stay where they are, first of
+        their dims.
 
     >>> [step.kind for step in steps((("a",), ()), ((), ("a",)), {"a": 2})]
     ['all-to-all']
     >>> [step.kind for step in steps((("a",), ()), (("b",), ()), {"a": 2, "b": 2})]
     ['collective-permute']
     """
-    if _pieces(before, sizes) == _pieces(after, sizes):
-        return () if before == after else (Step("collective-permute", tuple(flat(before)), after),)
-    found: list[Step] = []
-    here = [list(axes) for axes in before]
-    had = set(flat(before))
-    gone = had - set(flat(after))
-    if gone and any(a in had and a not in before[d] for d, axes in enumerate(after) for a in axes):
-        # Gathering and exchanging at once: one whole dim is gathered first, or, where no dim is it, everything.
-        dim = next((d for d, axes in enumerate(before) if set(axes) == gone), None)
-        rest = tuple(() if dim in (None, d) else axes for d, axes in enumerate(before))
-        first = before[dim] if dim is not None else tuple(flat(before))
-        return (Step("all-gather", first, rest), *steps(rest, after, sizes))
-    for dim, axes in enumerate(after):
-        shared = _shared(here[dim], axes)
-        leaving, coming = here[dim][shared:], list(axes[shared:])
-        n = min(len(leaving), len(coming))
-        alike = [sizes[a] for a in leaving[:n]] == [sizes[a] for a in coming[:n]]
-        if n and alike and not had.intersection(coming) and gone.issuperset(leaving):  # other devices take the pieces
-            here[dim] += coming[n:]
-            if coming[n:]:
-                found.append(Step("", tuple(coming[n:]), _spec(here)))
-            here[dim][shared : shared + n] = coming[:n]
-            found.append(Step("collective-permute", tuple(leaving), _spec(here)))
-        shared = _shared(here[dim], axes)
-        fresh = list(itertools.takewhile(lambda a: a not in had, axes[shared:]))
-        if fresh and shared == len(here[dim]):
-            here[dim] += fresh
-            found.append(Step("", tuple(fresh), _spec(here)))
-    for dim, target in itertools.permutations(range(len(after)), 2):
-        shared, start = _shared(here[dim], after[dim]), _shared(here[target], after[target])
-        leaving = here[dim][shared:]
-        moving = list(itertools.takewhile(leaving.__contains__, after[target][start:]))
-        if not moving or start < len(here[target]):
-            continue
-        staying = [a for a in leaving if a not in moving]
-        if staying and leaving != [*staying, *moving]:
-            here[dim][shared:] = [*staying, *moving]
-            found.append(Step("collective-permute", tuple(leaving), _spec(here)))
-        here[dim][shared:] = staying
-        here[target] += moving
-        found.append(Step("all-to-all", tuple(moving), _spec(here)))
-    kept = [_shared(now, axes) for now, axes in zip(here, after, strict=True)]
-    gathered = tuple(a for now, n in zip(here, kept, strict=True) for a in now[n:])
-    if gathered:
-        here = [now[:n] for now, n in zip(here, kept, strict=True)]
-        found.append(Step("all-gather", gathered, _spec(here)))
-    if _spec(here) != after:
-        missing = tuple(a for now, axes in zip(here, after, strict=True) for a in axes[len(now) :])
-        found.append(Step("", missing, after))
-    return tuple(found)
+    return _steps(before, after, tuple(sizes.items()), inside)
+
+
+@functools.lru_cache(1 << 14)
+def _steps(before: Spec, after: Spec, sizes: tuple[tuple[str, int], ...], inside: frozenset[str]) -> tuple[Step, ...]:
+    kept = [tuple(a for a in axes if a in inside) for axes in before]
+    devices = Devices({a: n for a, n in sizes if a not in inside})
+    now, to = (devices.tile([a for a in axes if a not in inside] for axes in spec) for spec in (before, after))
+    road = devices.road(now, to)
+    if not inside:
+        return tuple(road)
+    return tuple(s._replace(after=tuple((*k, *axes) for k, axes in zip(kept, s.after, strict=True))) for s in road)
 
 
 def flat(spec: Spec) -> list[str]:
@@ -88,19 +48,6 @@ def flat(spec: Spec) -> list[str]:
     ['a', 'b', 'c']
     """
     return [a for dim in spec for a in dim]
-
-
-def _spec(dims: Sequence[Sequence[str]]) -> Spec:
-    return tuple(map(tuple, dims))
-
-
-def _pieces(spec: Spec, sizes: Mapping[str, int]) -> list[int]:
-    return [math.prod(sizes[a] for a in dim) for dim in spec]
-
-
-def _shared(a: Sequence[str], b: Sequence[str]) -> int:
-    """How many axes two cuts of a dim have in common, from the major end."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b)))  # noqa: B905
 
 
 # ---- axes in parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from shardfn.graph.cases import Case, Way, grouped, whole
+from shardfn.graph.cases import Case, Leg, Way, grouped, whole
 from shardfn.graph.model import Spec, dtype_bits
 from shardfn.graph.moves import flat
 
@@ -58,8 +58,9 @@ def product(case: Case) -> Way:
     rest = tuple(whole(v) for v in case.operands[2:])
     first = _first_groups(case, (left, right), res) or {a for axes in summed.values() for a in axes}
     inside = tuple(_within(first, case.have[i], specs[i]) for i in (0, 1))
-    through = tuple(_detour(case, case.have[i], specs[i], first) for i in (0, 1))
-    specs, over_idle = _summed_over_idle(case, specs, through)
+    detours = tuple(_detour(case, case.have[i], specs[i], first) for i in (0, 1))
+    through = tuple(tuple(map(Leg, layouts)) for layouts in detours)
+    specs, over_idle = _summed_over_idle(case, specs, detours)
     summed |= over_idle
     wants = (specs[0], specs[1], *rest)
     return Way(wants, (specs[2],), tuple(map(tuple, summed.values())), inside=inside, through=through)

@@ -11,9 +11,10 @@ import functools
 import math
 from collections.abc import Sequence
 
-from shardfn.graph.cases import Case, Edge, Way, whole
+from shardfn.graph.cases import Case, Edge, Leg, Way, whole
 from shardfn.graph.model import Communication, Flow, Graph, Op, Rule, Spec, Tap, Value
-from shardfn.graph.moves import Step, joined_axes, split_axes, steps
+from shardfn.graph.moves import joined_axes, split_axes, steps
+from shardfn.graph.tiles import Step
 from shardfn.graph.ways import way
 
 
@@ -101,8 +102,8 @@ class _Roads:
         inputs = []
         for i, (v, spec) in enumerate(zip(op.inputs, found.wants, strict=True)):
             inside = found.inside[i] if i < len(found.inside) else frozenset()
-            for step in (*(found.through[i] if i < len(found.through) else ()), spec):
-                v = self.move(v, step, op.trips, op.where, op.name, inside=inside)
+            for leg in (*(found.through[i] if i < len(found.through) else ()), Leg(spec, inside)):
+                v = self.move(v, leg.to, op.trips, op.where, op.name, inside=leg.inside)
             inputs.append(v)
         for edge in found.edges:
             self.exchange(inputs[edge.operand], edge, op)
@@ -110,7 +111,7 @@ class _Roads:
             inputs[i] = self.send(
                 "collective-permute", inputs[i], self.specs[inputs[i]], (), op.trips, op.where, op.name
             )
-        ready = not found.summed and not found.collected
+        ready = not found.summed and not found.collected and not found.back
         outputs = tuple(
             v if ready and spec == self.specs[v] else self.new(self.values[v], spec, op.trips)
             for v, spec in zip(op.outputs, found.gives, strict=True)
@@ -124,7 +125,19 @@ class _Roads:
             if found.collected:
                 lies = self.specs[made]
                 made = self.send("all-gather", made, lies, found.collected, op.trips, op.where, op.name)
+            made = self.bring_back(made, found.back, op)
             self.move(made, self.specs[v], op.trips, op.where, op.name, into=v)
+
+    def bring_back(self, made: int, back: Sequence[Leg], op: Op) -> int:
+        """A result through all but the last layout that `back` has, and added up on the way."""
+        for i, leg in enumerate(back):
+            if leg.summed:
+                after = (other.to for other in back[i:] if not other.summed or other is leg)
+                want = next((to for to in after if to != self.specs[made]), leg.to)
+                made = self.add_up(made, want, leg.summed, leg is back[-1] or not back[i + 1].summed, op)
+            if leg is not back[-1]:
+                made = self.move(made, leg.to, op.trips, op.where, op.name, inside=leg.inside)
+        return made
 
     @functools.cached_property
     def lines(self) -> dict[int, str]:
@@ -171,19 +184,19 @@ class _Roads:
             if (value, to, inside) in self.moved:
                 return self.moved[value, to, inside]
         trips = min(trips, self.trips[value])
-        path = steps(before, to, self.sizes) or (Step("", (), to),)
+        path = steps(before, to, self.sizes, inside) or (Step("", (), to),)
         if value in self.filled:  # every device has what it needs
             path = (Step("", (), to),)
         for step in path:
             last = into if step is path[-1] else None
-            value = self.send(step.kind, value, step.after, step.axes, trips, where, cause, last)
+            value = self.send(step.kind, value, step.after, step.axes, trips, where, cause, last, step.is_last_resort)
         self.moved[first, to, inside] = value
         self.moved.setdefault((value, before, inside), first)
         return value
 
     def send(
         self, kind: str, value: int, after: Spec, axes: Sequence[str], trips: int, where: str, cause: str,
-        into: int | None = None,
+        into: int | None = None, is_last_resort: bool = False,
     ) -> int:  # fmt: skip
         """One collective from `value` to a new one, or to `into`; an empty `kind` cuts it without sending."""
         was = made = self.values[value]
@@ -200,7 +213,8 @@ class _Roads:
         self.ops.append(Op(kind.replace("-", "_") or "all_slice", (value,), (result,), None, trips, where))
         if kind:
             size = 2 if kind == "collective-permute" else self.pieces(axes)
-            self.sent.append(Communication(kind, tuple(axes), size, value, result, trips, where, cause))
+            sent = Communication(kind, tuple(axes), size, value, result, trips, where, cause, is_last_resort)
+            self.sent.append(sent)
         return result
 
     def like(self, value: int, form: Value) -> int:

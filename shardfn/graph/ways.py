@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 
 from shardfn.graph.cases import Case, Edge, Factors, Way, grouped, whole
+from shardfn.graph.dots import dot
 from shardfn.graph.model import Dims, Spec, Value, dtype_bits
 from shardfn.graph.products import product
 from shardfn.graph.windows import reach
@@ -245,7 +246,7 @@ def dynamic_update_slice(case: Case) -> Way:
 WAYS: dict[str, Callable[[Case], Way]] = {
     "reshape": reshape,
     "reduce": reduce,
-    "dot_general": product,
+    "dot_general": dot,
     "convolution": convolve,
     "gather": look_up,
     "scatter": put_down,
