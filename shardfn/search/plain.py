@@ -143,7 +143,7 @@ def _layouts(problem: Problem, pairs: bool) -> Iterator[Layout]:
     paired = fit if pairs else []
     for c in fit:
         if _fits(problem, c, n):
-            yield from _each(problem, (("a", n),), {c: "a"})
+            yield from _each(problem, (("a", n),), {c: "a"}, problem.level == 2)
     for first, second in itertools.permutations(paired, 2):
         for a in parts:
             if _fits(problem, first, a) and _fits(problem, second, n // a):
@@ -155,16 +155,22 @@ def _fits(problem: Problem, class_: int, ways: int) -> bool:
     return any(map(any, _laid(problem, (("a", ways),), {class_: "a"})))
 
 
-STATE, ALL = "what only the update reads", "all else"
+STATE, LARGE, ALL = "what only the update reads", "all else but small parameters", "all else"
 """What is cut into pieces over the axes that a layout leaves, or the first of them: what elementwise ops alone read (as
 ZeRO-1 lays out an optimizer's state), or everything (as fully sharded data parallel lays out weights)."""
 
+SMALL_SHARE = 1e-3
+"""Of the bytes of all parameters and states: the smallest of them that hold no more than this together are small. A gather
+of one costs its latency."""
 
-def _each(problem: Problem, axes: Axes, cut: Mapping[int, str]) -> Iterator[Layout]:
+
+def _each(problem: Problem, axes: Axes, cut: Mapping[int, str], with_large: bool = False) -> Iterator[Layout]:
     sizes, every = dict(axes), tuple(name for name, _ in axes)
     name = ", ".join(f"{_name(problem, c)} cut {sizes[axis]} ways" for c, axis in cut.items())
     yield Layout(name, axes, cut, _laid(problem, axes, cut), {})
-    kinds = [(STATE, every[:1])] * any(is_state(problem)) + [(ALL, every[:1]), (ALL, every)]
+    kinds = (
+        [(STATE, every[:1])] * any(is_state(problem)) + [(LARGE, every)] * with_large + [(ALL, every[:1]), (ALL, every)]
+    )
     for pieces, over in dict.fromkeys(kinds):
         count = math.prod(sizes[axis] for axis in over)
         laid = _laid(problem, axes, cut, pieces, over)
@@ -203,6 +209,19 @@ _ELEMENTWISE = (CHEAP | COSTLY) - {"broadcast_in_dim", "concatenate", "dynamic_s
                                    "iota", "pad", "reverse", "slice", "transpose"}  # fmt: skip
 
 
+def is_small(problem: Problem) -> tuple[bool, ...]:
+    """Of each argument whether it is a small one (`SMALL_SHARE`) of those that a result takes the place of."""
+    kept = [i for i, value in enumerate(problem.inputs) if value in set(problem.same_as.values())]
+    sizes = {i: bytes_of(problem.graph.values[problem.inputs[i]]) for i in kept}
+    small, room = set[int](), SMALL_SHARE * sum(sizes.values())
+    for i in sorted(kept, key=lambda i: (sizes[i], i)):
+        room -= sizes[i]
+        if room < 0:
+            break
+        small.add(i)
+    return tuple(i in small for i in range(len(problem.inputs)))
+
+
 def _name(problem: Problem, class_: int) -> str:
     rows = zip(problem.names, problem.classes, strict=True)
     return next(f"{path} dim {classes.index(class_)}" for path, classes in rows if class_ in classes)
@@ -211,9 +230,14 @@ def _name(problem: Problem, class_: int) -> str:
 def _laid(
     problem: Problem, axes: Axes, cut: Mapping[int, str], pieces: str = "", over: Sequence[str] = ()
 ) -> tuple[Spec, ...]:
-    rows = zip(problem.specs, problem.shapes, problem.classes, is_state(problem), strict=True)
+    into = [pieces == ALL] * len(problem.inputs)
+    if pieces == STATE:
+        into = list(is_state(problem))
+    elif pieces == LARGE:
+        into = [not small for small in is_small(problem)]
+    rows = zip(problem.specs, problem.shapes, problem.classes, into, strict=True)
     return tuple(
-        s if s is not None else along(shape, classes, axes, cut, over if pieces == ALL or is_one else ())
+        s if s is not None else along(shape, classes, axes, cut, over if is_one else ())
         for s, shape, classes, is_one in rows
     )
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import shardfn
@@ -89,3 +91,34 @@ def test_the_layouts_of_a_batch_are_data_parallel_zero_1_and_fsdp():
     assert whole < only_state < every and not any(path.startswith("params") for path in only_state)
     fixed, _ = asked(*abstract(mlp.make, batch=64), level=2, device="h100:8")
     assert plain.of_batch(fixed) == (), "nothing is given back: no argument is known to be a batch"
+
+
+def test_small_parameters_stay_whole_beside_large_ones_in_pieces():
+    """Each of them in pieces would cost the latency of a gather."""
+
+    def step(params, rows, x):
+        def loss(p):
+            h = jnp.concatenate([p["table"][rows], x], 1)
+            for w in p["small"]:
+                h = jax.nn.relu(h @ w)
+            return jnp.mean(h**2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    def shape(*dims):
+        return jax.ShapeDtypeStruct(dims, jnp.float32)
+
+    params = {"table": shape(2**18, 32), "small": [shape(48, 32), shape(32, 32), shape(32, 16)]}
+    args = params, jax.ShapeDtypeStruct((512,), jnp.int32), shape(512, 16)
+    problem, made = asked(step, args, level=2, device="tpu-v5e:4x4")
+    assert [name for name, small in zip(problem.names, plain.is_small(problem), strict=True) if small] == [
+        "params/small/0", "params/small/1", "params/small/2"
+    ]  # fmt: skip
+    laid = [one for one in plain._layouts(problem, False) if plain.LARGE in one.name]
+    assert laid and all(one.specs[-1] and any(map(any, one.specs[-3:])) for one in laid)
+    assert all(not any(spec) for one in laid for spec in one.specs[:2])
+    by_hand = shardfn.plan(
+        step, *args, device="tpu-v5e:4x4", parameter_plan={"params/table": (16, 1), "params/small/*": (1, 1)},
+        in_strategy=(shardfn.AUTO, (16,), (16, 1)),
+    )  # fmt: skip
+    assert made.price.time_s <= by_hand.price.time_s
