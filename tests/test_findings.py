@@ -160,7 +160,9 @@ for text in sys.argv[1:]:
 
 
 def test_what_xla_calls_full_rematerialisation_is_said():
-    done = subprocess.run([sys.executable, "-c", COMPILE, *map(str, LAYOUTS)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, *map(str, LAYOUTS)], capture_output=True, text=True, check=True
+    )
     logged = ["Involuntary full rematerialization" in part for part in done.stderr.split("==\n")[1:]]
     found = [said(shardfn.plan(mlp, *MLP, in_strategy=layout), "full rematerialisation") for layout in LAYOUTS]
     assert logged == [bool(texts) for texts in found] == list(LAYOUTS.values())
