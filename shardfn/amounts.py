@@ -11,7 +11,7 @@ from shardfn.errors import Problem, a
 _UNITS = {"": 1, **{f"{prefix}B": 1000**i for i, prefix in enumerate(("", "k", "M", "G", "T"))},
           **{f"{prefix}iB": 1024**i for i, prefix in enumerate(("", "K", "M", "G", "T")) if i}}  # fmt: skip
 _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
-_FIX = 'write a number of bytes above 0, or text such as "14GiB" or "16GB"'
+_FIX = 'write a number of bytes from 1 up, or text such as "14GiB" or "16GB"'
 
 
 def bytes_of(amount: Any, name: str) -> float | Problem:
@@ -24,13 +24,13 @@ def bytes_of(amount: Any, name: str) -> float | Problem:
     if isinstance(amount, str):
         found = _TEXT.fullmatch(amount)
         units = {unit.lower(): factor for unit, factor in _UNITS.items()}
-        if found is None or found[2].lower() not in units or float(found[1]) <= 0:
+        if found is None or found[2].lower() not in units or float(found[1]) * units[found[2].lower()] < 1:
             return Problem(
                 f"`{name}` is no amount of bytes", where, f"the units are {', '.join(filter(None, _UNITS))}", _FIX
             )
         return float(found[1]) * units[found[2].lower()]
     if isinstance(amount, bool) or not isinstance(amount, int | float):
         return Problem(f"`{name}` is {a(amount)}", where, "it is an amount of bytes", _FIX, is_type=True)
-    if not (amount > 0 and not math.isnan(amount)):
+    if math.isnan(amount) or amount < 1:
         return Problem(f"`{name}` is {amount}", where, "it is an amount of bytes", _FIX)
     return float(amount)

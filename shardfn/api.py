@@ -11,6 +11,7 @@ import jax
 from jax.core import Tracer
 
 from shardfn import layoutfile, optioncheck
+from shardfn.context_keys import nearest
 from shardfn.errors import StrategyTypeError, a, fail
 from shardfn.layout import Layout
 from shardfn.layoutfile import LayoutFile
@@ -200,6 +201,12 @@ def with_options(fn: Any, kwargs: dict[str, Any]) -> tuple[ShardedFunction, dict
         mine = {name: getattr(fn.options, name) for name in _OPTION_NAMES} | mine
         fn = fn.fn
     function: Any = shard(fn, **mine)
+    taken = function.callee.signature.parameters if function.callee.signature else {}
+    unknown = [name for name in kwargs if name not in taken]
+    if unknown and taken and all(p.kind is not p.VAR_KEYWORD for p in taken.values()):
+        fail(StrategyTypeError, f"`{unknown[0]}` is no argument of the function, and no option of `shard`",
+             where=f"{unknown[0]} = {short(kwargs[unknown[0]])}", why=f"the function's arguments are {', '.join(taken)}",
+             fix=nearest(unknown[0], [*taken, *_OPTION_NAMES]))  # fmt: skip
     return function, kwargs
 
 

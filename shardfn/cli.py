@@ -206,6 +206,9 @@ def _call(options: argparse.Namespace, **more: Any) -> tuple[shardfn.ShardedFunc
 
 def _plan(options: argparse.Namespace) -> None:
     folder = pathlib.Path(options.save or ".").parent
+    if options.save and pathlib.Path(options.save).is_dir():
+        fail(StrategyError, f"{options.save} is a directory", where=f"--save {options.save}",
+             why="the plan is one file", fix=f"name a file in it: --save {options.save}/layout.toml")  # fmt: skip
     if not folder.is_dir():
         fail(StrategyError, f"{options.save} cannot be written", where=f"--save {options.save}",
              why=f"there is no directory {folder}", fix="make it, or write the file elsewhere")  # fmt: skip

@@ -34,7 +34,7 @@ DTYPES = {
 
 
 @contextlib.contextmanager
-def tracing(function: str) -> Iterator[None]:
+def tracing(function: str, fix: str = "check that the shapes are those the function takes") -> Iterator[None]:
     """An error of the user's own function, with its line."""
     try:
         yield
@@ -42,7 +42,7 @@ def tracing(function: str) -> Iterator[None]:
         raise
     except Exception as error:
         fail(StrategyError, f"`{function}` cannot be traced: {type(error).__name__}: {_first_lines(error)}",
-             where=_last_line(error), fix="check that the shapes are those the function takes")  # fmt: skip
+             where=_last_line(error), fix=fix)  # fmt: skip
 
 
 def load(name: str, what: str) -> Callable[..., Any]:
@@ -88,10 +88,11 @@ def load(name: str, what: str) -> Callable[..., Any]:
 def made(name: str) -> tuple[Any, ...]:
     """The arguments that the user's function makes: as shapes where it can be traced, so that none is allocated."""
     make = load(name, "function that makes arguments")
-    try:
-        found = jax.eval_shape(make)
-    except TypeError:
-        found = make()  # it returns more than arrays, or computes with their values
+    with tracing(name, "see that it can be called as it is, without arguments"):
+        try:
+            found = jax.eval_shape(make)
+        except TypeError:
+            found = make()  # it returns more than arrays, or computes with their values
     return found if isinstance(found, tuple) else (found,)
 
 

@@ -274,23 +274,22 @@ def _mlir(kind: str) -> str:
 def _found(text: str) -> Iterator[Collective | int | str]:
     """Collectives, operation counts (int) and findings (str), each once for every place that runs it."""
     for module in _modules(text):
-        yield from _walk(module, module.entry, 1, "", None)
+        yield from _walk(module, module.entry, 1, "", set(), False)
 
 
 def _walk(
-    module: _Module, name: str, trips: int, caller: str, channels: set[int] | None
+    module: _Module, name: str, trips: int, caller: str, channels: set[int], is_fused: bool
 ) -> Iterator[Collective | int | str]:
-    """One computation and what it calls. `channels` are those met in the fusions of one run; None outside a fusion."""
+    """One computation and what it calls. `channels` are those met so far in the fusions of one run and of what called it."""
     computation = module.computations.get(name, {})
-    own_channels: set[int] = set()
     for key, it in computation.items():
         opcode = it.opcode.removesuffix("-start")
         if opcode.endswith(("-done", "-update")):  # the second half of an asynchronous instruction
             continue
         if opcode in _COLLECTIVES:
             channel = _number(r", channel_id=(\d+)", it.attributes)
-            if channels is not None and channel is not None:
-                # A TPU's fusions that start, accompany and finish one collective all repeat it.
+            if is_fused and channel is not None:
+                # A TPU's fusions that start, accompany and finish one collective all repeat it, also within a loop.
                 if channel in channels:
                     continue
                 channels.add(channel)
@@ -301,8 +300,11 @@ def _walk(
         called = () if opcode in _REDUCERS else _called(it).values()
         where = _where(module, it) or caller
         runs = _trip_count(module, computation, it) if opcode == "while" else 1
-        shared = (own_channels if channels is None else channels) if opcode == "fusion" else None
-        inner = [x for c in called for x in _walk(module, c, trips * (1 if runs is None else runs), where, shared)]
+        inside = is_fused or opcode == "fusion"
+        rounds = trips * (1 if runs is None else runs)
+        inner = [
+            x for c in called for x in _walk(module, c, rounds, where, channels if inside else {*channels}, inside)
+        ]
         if runs is None and inner:
             yield f"loop at {where or 'an unknown line'} runs an unknown number of times: counted once"
         if opcode == "conditional" and inner:

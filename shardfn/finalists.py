@@ -39,7 +39,7 @@ def answers(
     at = {level: dataclasses.replace(problem, level=level) for level in levels}
 
     def candidate(name: str, one: Answer) -> Candidate:
-        return Candidate(name, one.axes, one.specs, one.pins, problem.price(one.axes, one.specs, one.pins))
+        return Candidate(name, one.axes, one.specs, one.pins, problem.price_of(one), one.ends)
 
     def better(level: int, one: Candidate) -> Sequence[Candidate]:
         other = polished(at[level], one)
@@ -72,7 +72,7 @@ def answers(
 
 def chosen(answer: Answer, c: Candidate, why: str) -> Answer:
     """An answer with another candidate in the place of what the search chose."""
-    if (c.axes, c.specs, c.pins) == (answer.axes, answer.specs, answer.pins):
+    if (c.axes, c.specs, c.pins, c.ends) == (answer.axes, answer.specs, answer.pins, answer.ends):
         return answer
     reasons = tuple("" if not reason else f"{why}: {c.name}" for reason in answer.reasons)
     return dataclasses.replace(
@@ -80,6 +80,7 @@ def chosen(answer: Answer, c: Candidate, why: str) -> Answer:
         axes=c.axes,
         specs=c.specs,
         pins=c.pins,
+        ends=c.ends,
         reasons=reasons,
         runners_up=(),
         policy=f"{why}: {c.name}",
@@ -105,7 +106,7 @@ def compiled_once(program: str, problem: Problem, answer: Answer, compiled: Call
     pins = tuple(sorted(answer.pins.items(), key=lambda item: item[0]))
     ends = tuple(problem.results.items()), tuple(problem.same_as.items()), problem.donated
     text = hashlib.sha256(program.encode()).digest()
-    key = text, problem.hardware, ends, answer.axes, answer.specs, pins
+    key = text, problem.hardware, ends, answer.axes, answer.specs, pins, tuple(sorted(answer.ends.items()))
     if key not in _made:
         while len(_made) >= KEPT:
             _made.pop(next(iter(_made)), None)
@@ -138,9 +139,9 @@ class Finalist:
 def judged(name: str, problem: Problem, answer: Answer, made: Compiled) -> Finalist:
     """What was compiled, by the cost model's rates: bytes over the links, and work as predicted, scaled by the FLOPs."""
     hardware = problem.hardware
-    price = problem.price(answer.axes, answer.specs, answer.pins)
+    price = problem.price_of(answer)
     sent_s = sum(collective_s(c, hardware, answer.axes) for c in made.collectives)
-    predicted = matrix_flops(problem.flow(answer.axes, answer.specs, answer.pins))
+    predicted = matrix_flops(problem.flow_of(answer))
     share = made.flops / predicted if made.flops and predicted else 1.0
     told = made.together(hardware.platform)
     peak = price.memory.peak if told is None else told

@@ -13,7 +13,7 @@ NAMED = 4
 """Tensors that an error names."""
 
 ERROR = 0.25
-"""Of the peak: how far what XLA makes is from the prediction in 89 of 97 plans measured on CPU (docs/cost-model.md)."""
+"""Of the peak: how far what XLA makes is from the prediction in 90 of the 97 of `benchmarks/truth.py` (docs/cost-model.md)."""
 
 
 def near_limit(memory: Memory, limit: float) -> list[str]:
@@ -56,8 +56,8 @@ def within_limit(problem: Problem, answer: Answer, search: Search, is_strict: bo
         least = again if _peak(problem, again) <= named.memory_limit else least
     if not is_strict:
         return least
-    flow = problem.flow(least.axes, least.specs, least.pins)
-    price = problem.price(least.axes, least.specs, least.pins)
+    flow = problem.flow_of(least)
+    price = problem.price_of(least)
     memory = price.memory
     fail(StrategyError, f"no layout found holds at most {problem.memory_limit:,.0f} bytes per device",
          where=f"memory_limit = {problem.memory_limit:,.0f}",
@@ -69,7 +69,7 @@ def within_limit(problem: Problem, answer: Answer, search: Search, is_strict: bo
 
 
 def _peak(problem: Problem, answer: Answer) -> int:
-    return problem.price(answer.axes, answer.specs, answer.pins).memory.peak
+    return problem.price_of(answer).memory.peak
 
 
 def _largest(problem: Problem, flow: Flow) -> list[str]:

@@ -28,9 +28,9 @@ from shardfn.place import Placement, expresses, finest, place
 from shardfn.plan import Plan
 from shardfn.search import Search
 from shardfn.search.grid import Axes
-from shardfn.search.problem import Algorithm, Pins
+from shardfn.search.problem import NO_ENDS, Algorithm, End, Ends, Pins
 from shardfn.search.problem import Problem as Question
-from shardfn.strategy import Leaf
+from shardfn.strategy import AUTO, Leaf
 from shardfn.study import Study
 from shardfn.trace import Traced
 from shardfn.unpredicted import not_predicted, of_program
@@ -123,16 +123,16 @@ def make_plan(
         tokens = len(graph.outputs) - len(outputs)
         at = {graph.ops[index].site: pin for index, pin in pins.items()}
         if not ready:
-            ready.append(shardy.as_propagated(traced.module))
+            ready.append(shardy.as_propagated(traced.module, traced.seen))
         laid = shardy.propagate(traced.module, axes, spread, [None] * tokens + padded, at, *ready)
         return as_compiled(laid, hardware.platform)
 
     known: dict[Any, Flow] = {}
 
-    def flow_of(axes: Axes, specs: Sequence[Spec | None], pins: Pins) -> Flow:
-        key = axes, tuple(specs), tuple(pins.items())
+    def flow_of(axes: Axes, specs: Sequence[Spec | None], pins: Pins, ends: Ends = NO_ENDS) -> Flow:
+        key = axes, tuple(specs), tuple(pins.items()), tuple(sorted(ends.items()))
         if key not in known:
-            known[key] = flow_with(axes, specs, {}, pins)
+            known[key] = flow_with(axes, specs, ends, pins)
         return known[key]
 
     anchored = anchors(traced.jaxpr, graph)
@@ -156,8 +156,14 @@ def make_plan(
         memory_limit=wishes.memory_limit if wishes.memory_limit is not None else hardware.chip.memory_bytes,
         algorithm=wishes.algorithm,
         inside=wishes.inside,
+        ends={} if hardware.count == 1 else {
+            i: End(leaf.path, v, leaf.shape, i - len(outputs))
+            for i, (v, leaf, s) in enumerate(zip(traced.outputs, outputs, out_specs, strict=True))
+            if s is None and i not in same_as and leaf.shape},
+        ends_asked=any(leaf.entry is AUTO and leaf.where for leaf in outputs),
         seconds=wishes.seconds,
     )  # fmt: skip
+    question.memo["tied"] = classes.of
     answer = search(question)
     if wishes.memory_limit is not None and wishes.is_strict:
         answer = within_limit(question, answer, again or search, wishes.is_strict)
@@ -165,7 +171,7 @@ def make_plan(
     if layout is not None and hardware.count > 1:
         pins = held_in(layout, anchored, graph, answer.axes, findings)
         answer = dataclasses.replace(answer, pins={**answer.pins, **pins})
-    flow = flow_of(answer.axes, answer.specs, answer.pins)
+    flow = question.flow_of(answer)
     constraints = tuple(
         Constraint(graph.ops[index].name, anchored[index], graph.ops[index].where, pin.operands, pin.results)
         for index, pin in sorted(answer.pins.items())
@@ -188,9 +194,12 @@ def make_plan(
     for i, (leaf, given, laid, value) in enumerate(
         zip(outputs, out_specs, result_specs(answer.specs), last, strict=True)
     ):
+        laid = answer.ends.get(i, laid)
         spec = laid if laid is not None else _whole_axes(flow.specs[value][: len(leaf.shape)], leaf, flow, findings)
-        source = "propagated" if given is None else leaf.by
-        reason = f"as `{inputs[same_as[i]].path}`, whose place it can take" if given is None and i in same_as else ""
+        source = "searched" if i in answer.ends else "propagated" if given is None else leaf.by
+        reason = "with the arguments: propagation alone would leave it otherwise" if i in answer.ends else ""
+        if given is None and i in same_as:
+            reason = f"as `{inputs[same_as[i]].path}`, whose place it can take"
         decided_out.append(_decision(leaf, spec, answer.axes, flow.graph, value, source, reason, ""))
 
     def asked_again(changed: Sequence[Leaf], ends: Sequence[Leaf]) -> Plan:
@@ -201,14 +210,15 @@ def make_plan(
             other = dataclasses.replace(other, findings=(*other.findings, told))
         return other
 
-    paid = question.price(answer.axes, answer.specs, answer.pins)
+    paid = question.price_of(answer)
     mine = Candidate("this plan", answer.axes, Figures.of(paid))
     priced: dict[Figures, Candidate] = {}  # what costs the same is the same on axes of other names, or as good
     for c in (mine, *(Candidate(c.name, c.axes, Figures.of(c.price)) for c in answer.others)):
         priced.setdefault(c.figures, c)
     # Without the flows that the search has priced: they are large.
-    study = Study(dataclasses.replace(question, flow=lambda axes, specs, pins: flow_with(axes, specs, {}, pins)),
-                  answer.specs, answer.pins, tuple(inputs), tuple(outputs), flow_with, asked_again)  # fmt: skip
+    afresh = lambda axes, specs, pins, ends=NO_ENDS: flow_with(axes, specs, ends, pins)  # noqa: E731
+    study = Study(dataclasses.replace(question, flow=afresh), answer.specs, answer.pins, answer.ends, tuple(inputs),
+                  tuple(outputs), flow_with, asked_again)  # fmt: skip
     made = Plan(
         name, hardware, level, answer.axes, placed.order, decided_in, tuple(decided_out),
         _classes(classes, inputs, outputs, traced, decided_in), collectives(flow), paid, answer.policy, (), flow,

@@ -179,13 +179,13 @@ def better(problem: Question, kept: Answer, found: Answer, at_first: Answer) -> 
     """Of a mended program the arguments' layouts as they were found before it was mended, or what was found anew."""
     if found is at_first:
         return kept
-    costs = [objective(problem.price(a.axes, a.specs, a.pins), problem) for a in (kept, found)]
+    costs = [objective(problem.price_of(a), problem) for a in (kept, found)]
     return kept if costs[0] <= costs[1] else found
 
 
 def unmended(problem: Question, answer: Answer) -> Candidate | None:
     """The best of what else was priced in which XLA computes all convolutions rightly."""
-    return next((c for c in answer.others if not wrong_convolutions(problem.flow(c.axes, c.specs, c.pins))), None)
+    return next((c for c in answer.others if not wrong_convolutions(problem.flow_of(c))), None)
 
 
 def _pure(callee: Callee, call: Call) -> Callable[..., Any]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardfn.cost.price import price
@@ -18,7 +17,8 @@ from shardfn.meshes import partition_spec
 from shardfn.plan import Plan
 from shardfn.render import Part, Table, figure, to_html, to_rich, to_text, unit_of
 from shardfn.search.grid import Axes
-from shardfn.search.problem import Pins, objective
+from shardfn.search.neighbours import cuts_of, layouts
+from shardfn.search.problem import Ends, Pins, objective
 from shardfn.search.problem import Problem as Question
 from shardfn.strategy import Leaf, apply_parameter_plan, short
 
@@ -36,12 +36,13 @@ Flows = Callable[[Axes, Sequence[Spec], Mapping[int, Spec], Pins], Flow]
 class Study:
     """The question that a plan answers, how a choice flows, and how to ask anew with other entries.
 
-    `pins` and `specs` are the plan's own; `again` makes a plan of other arguments and results.
+    `pins`, `specs` and `ends` are the plan's own; `again` makes a plan of other arguments and results.
     """
 
     question: Question
     specs: tuple[Spec, ...]
     pins: Pins
+    ends: Ends
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]
     flow: Flows
@@ -68,10 +69,10 @@ class Study:
 
     def flow_with(self, plan: Plan, path: str, spec: Spec) -> Flow:
         """The flow with one array laid out otherwise."""
-        specs, results = list(self.specs), {}
+        specs, results = list(self.specs), dict(self.ends)
         at = {d.path: i for i, d in enumerate(plan.inputs)}.get(path)
         if at is None:
-            results = {i: spec for i, d in enumerate(plan.outputs) if d.path == path}
+            results |= {i: spec for i, d in enumerate(plan.outputs) if d.path == path}
         else:
             specs[at] = spec
         return self.flow(plan.axes, specs, results, self.pins)
@@ -127,46 +128,6 @@ def find(plan: Plan, path: str) -> Decision:
     fail(StrategyError, f"the plan of `{plan.function}` has no array `{path}`", where=f"why({path!r})",
          why=f"the arrays are {listed}",
          fix=f"did you mean {' or '.join(map(repr, close))}?" if close else "use one of these paths")  # fmt: skip
-
-
-def layouts(shape: Sequence[int], axes: Axes, but: Spec) -> Iterator[Spec]:
-    """The ways to put the axes of a grid on the dims of an array that they divide, but for one, up to their order.
-
-    All of them, or, where there are more than `MANY`, those that put neighbouring axes on one dim.
-
-    >>> list(layouts((4, 3), (("a", 2),), ((), ())))
-    [(('a',), ())]
-    """
-    names, dims = [name for name, _ in axes], range(len(shape))
-    known = {tuple(map(frozenset, but))}
-    for choice in _choices(len(shape), len(axes)):
-        spec = tuple(tuple(name for name, at in zip(names, choice, strict=True) if at == dim) for dim in dims)
-        form = tuple(map(frozenset, spec))
-        if form not in known and all(
-            n and n % c == 0 for n, c in zip(shape, cuts_of(spec, axes), strict=True) if c > 1
-        ):
-            known.add(form)
-            yield spec
-
-
-MANY = 4096
-
-
-def _choices(dims: int, axes: int) -> Iterator[tuple[int, ...]]:
-    """For each axis the dim that it cuts, -1 for none."""
-    if (dims + 1) ** axes <= MANY:
-        yield from itertools.product(range(-1, dims), repeat=axes)
-        return
-    for dim in range(dims):
-        for start, stop in itertools.combinations(range(axes + 1), 2):
-            yield tuple(dim if start <= i < stop else -1 for i in range(axes))
-    yield (-1,) * axes
-
-
-def cuts_of(spec: Spec, axes: Axes) -> tuple[int, ...]:
-    """How many ways a layout cuts each dim."""
-    sizes = dict(axes)
-    return tuple(math.prod(sizes[a] for a in dim) for dim in spec)
 
 
 def _promise(spec: Spec, planned: Decision, plan: Plan) -> tuple[Any, ...]:

@@ -34,6 +34,8 @@ class Traced:
     jaxpr: Any
     platform: str = ""
     """What it was lowered for."""
+    seen: shardy.Seen | None = None
+    """What was read of the module, for its flows."""
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -75,10 +77,11 @@ def trace(function: Callable[..., Any], args: Sequence[Any], static_argnums: tup
             raise
         platform, lowered = jax.default_backend(), traced.lower()
     module = shardy.flat(lowered.compiler_ir("stablehlo"))
-    graph = shardy.read_graph(module)
+    seen = shardy.Seen()
+    graph = shardy.read_graph(module, seen)
     dynamic = [a for i, a in enumerate(args) if i not in static_argnums]
     captured = len(graph.inputs) - len(tree_util.tree_leaves(dynamic))
-    return Traced(module, graph, captured, results, shardy.grids(module), traced.jaxpr.jaxpr, platform)
+    return Traced(module, graph, captured, results, shardy.grids(module), traced.jaxpr.jaxpr, platform, seen)
 
 
 def shaped(leaf: Any) -> Any:

@@ -319,10 +319,12 @@ CASES = {
         ("a number", "shard(double, device=4)", "shard(double, device=jax.devices()[:4]).plan(x)"),
         ("one device", "shard(double, device=devices[1])(x)", "shard(double, device=[jax.devices()[1]]).plan(x)"),
         ("names in a list", "shard(double, device=['CPU'])(x)", "shard(double, device=jax.devices()).plan(x)"),
+        ("one of them twice", "shard(double, device=[devices[0], devices[0]])(x)", "shard(double, device=devices[:2]).plan(x)"),
         ("no devices", "shard(double, device=[])(x)", "shard(double, device=jax.devices()).plan(x)"),
         ("a bool", "shard(double, device=True)", None),
     ],
     "level and search": [
+        ("an option misspelt", "plan(double, x, lebel=1)", "plan(double, x, level=1)"),
         ("too high", "shard(double, level=3)", "shard(double, level=2).plan(x)"),
         ("MindSpore's silent 7", "shard(double, ((8, 1),), ((8, 1),), 'CPU', 7)", None),
         ("negative", "shard(double, level=-1)", "shard(double, level=0).plan(x)"),

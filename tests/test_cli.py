@@ -198,10 +198,12 @@ OF_THE_CALL = {
 OF_THE_PLAN = {
     "no amount of memory": [*PLAN, "--memory", "14 gigs"],
     "no memory at all": [*PLAN, "--memory", "0"],
+    "less than a byte": [*PLAN, "--memory", "0.0001"],
     "no time": [*PLAN, "--time-limit", "0"],
     "fewer finalists than none": [*PLAN, "--finalists", "-1"],
     "a search that does not exist": [*PLAN, "--search-mode", "recursive"],
     "a directory that does not exist": [*PLAN, "--save", "nowhere/at/all/layout.toml"],
+    "a directory": [*PLAN, "--save", "tests"],
     "more finalists than are worth it": [*PLAN, "--finalists", "1000000000"],
     "donating what is not there": [*PLAN, "--donate", "2"],
     "donating what is no number": [*PLAN, "--donate", "0,a"],
@@ -250,6 +252,9 @@ def test_a_user_error_has_its_line(capsys, tmp_path):
     file.write_text("def f(x):\n    y = x + 1\n    return y.nothing\n")
     assert main(["explain", f"{file}:f", "--shapes", "f32[4]"]) == 2
     assert f"{file}:3" in capsys.readouterr().err
+    file.write_text("def f(x):\n    return x\ndef arrays():\n    raise ValueError('no data')\n")
+    assert main(["explain", f"{file}:f", "--args", f"{file}:arrays"]) == 2
+    assert f"{file}:4" in capsys.readouterr().err
     file.write_text("import nowhere_at_all\n")
     assert main(["explain", f"{file}:f", "--shapes", "f32[4]"]) == 2
     assert f"{file}:1" in capsys.readouterr().err

@@ -104,6 +104,23 @@ def test_sizes_are_explained(changes, why):
     assert found.why == (() if why is None else (why,))
 
 
+TPU = dataclasses.replace(PLAN, hardware=dataclasses.replace(PLAN.hardware, platform="tpu"))
+
+
+@pytest.mark.parametrize(
+    ("peak", "together", "why"),
+    [
+        (1600, 1600, ()),
+        (1700, 1600, ("XLA's own peak counts the vector memory too",)),
+        (1200, 1200, ("temporaries: XLA's figure counts places that share memory more than once; all at once is its own peak",)),
+    ],
+)  # fmt: skip
+def test_a_tpu_has_two_figures_of_all_at_once(peak, together, why):
+    found = compare(TPU, dataclasses.replace(COMPILED, peak_bytes=peak))
+    assert found.why == why
+    assert dict(found.memory)["together"].compiled == together
+
+
 def test_gaps_of_the_plan_are_said():
     unruled = "no sharding rule for: cumsum (/w/lib/model.py:20); XLA decides there"
     found = compare(dataclasses.replace(PLAN, findings=(unruled, "something else")), COMPILED)

@@ -1,5 +1,6 @@
 """What XLA compiled: the HLO forms of three backends, and programs compiled here for eight devices."""
 
+import dataclasses
 import math
 import types
 from typing import Any, cast
@@ -12,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardfn.compiled
-from shardfn.compiled import _found, collectives, read
+from shardfn.compiled import Compiled, _found, collectives, read
 
 FRAMES = """
 FileNames
@@ -237,6 +238,47 @@ def test_tpu_async_collective_fusions_repeat_one_collective():
     assert seen(text) == [("all-gather", 8, (1, 4), "f32", 112, 1)]
     assert flops(text) == 2 * 8 * 4 * 4
     assert findings(text) == []
+
+
+def test_tpu_async_collective_that_goes_on_in_a_loop_runs_once():
+    gather = "f32[8,4]{1,0} all-gather(%p), channel_id=8, replica_groups=mesh['axis_0'=8] {'axis_0'}, dimensions={0}"
+    fused = "".join(
+        f"%{name} (p: f32[1,4]) -> f32[8,4] {{\n  %p = f32[1,4]{{1,0}} parameter(0)\n  ROOT %g = {gather}\n}}\n\n"
+        for name in ("start", "accompany")
+    )
+    body = """%body (s: (s32[], f32[1,4])) -> (s32[], f32[1,4]) {
+  %s = (s32[], f32[1,4]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[1,4]{1,0} get-tuple-element(%s), index=1
+  %a = f32[8,4]{1,0} fusion(%x), kind=kOutput, calls=%accompany
+  %own = f32[1,4]{1,0} collective-permute(%x), channel_id=9, source_target_pairs={{0,1}}
+  ROOT %t = (s32[], f32[1,4]{1,0}) tuple(%i, %own)
+}
+
+%test (s: (s32[], f32[1,4])) -> pred[] {
+  %s = (s32[], f32[1,4]{1,0}) parameter(0)
+  ROOT %c = pred[] constant(true)
+}
+
+"""
+    text = module(
+        """%q = f32[1,4]{1,0} parameter(0)
+        %b = f32[8,4]{1,0} fusion(%q), kind=kCustom, calls=%start
+        %n = s32[] constant(0)
+        %t = (s32[], f32[1,4]{1,0}) tuple(%n, %q)
+        %w = (s32[], f32[1,4]{1,0}) while(%t), condition=%test, body=%body, """
+        """backend_config={"known_trip_count":{"n":"3"}}""",
+        fused + body,
+    )
+    assert [(c.kind, c.trips) for c in collectives(text)] == [("all-gather", 1), ("collective-permute", 3)]
+
+
+def test_what_a_program_takes_together():
+    made = Compiled((), 0.0, 100, 80, 50, 80, 140)
+    assert (made.together("cpu"), made.together("cuda"), made.together("tpu")) == (150, 150, 140)
+    assert dataclasses.replace(made, peak_bytes=400).together("tpu") == 150  # vector memory is in that peak
+    assert dataclasses.replace(made, peak_bytes=None).together("tpu") == 150
+    assert dataclasses.replace(made, temp_bytes=None).together("cpu") is None
 
 
 def loop(limit: str, start: str, step: str, attributes: str = "", direction: str = "LT") -> str:

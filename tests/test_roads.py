@@ -260,3 +260,33 @@ def test_a_layout_that_does_not_fit_is_found_before_the_passes_run():
     module = jax.jit(jnp.matmul).lower(shape, shape).compiler_ir("stablehlo")
     with pytest.raises(Exception, match="doesn't match tensor rank: 3 != 2"):
         shardy.propagate(module, (("a", 8),), [(("a",), (), ()), None], [None])
+
+
+def test_what_is_held_stands_where_the_order_of_all_ops_would_put_it(monkeypatch):
+    def function(x, w, v):
+        def step(c, _):
+            return jnp.tanh(c @ w + (c @ v) @ w), c.sum()
+
+        return jax.lax.scan(step, jax.nn.relu(x @ (w + v)), None, length=3)
+
+    shapes = f32(8, 4), f32(4, 4), f32(4, 4)
+    module = shardy.flat(jax.jit(function).lower(*shapes).compiler_ir("stablehlo"))
+    graph, spec = shardy.read_graph(module), (("a",), ())
+    dots = [op.site for op in graph.ops if op.name == "dot_general"]
+    assert len(dots) == 4 and len(set(dots)) == 4
+    run, seen = shardy._run, []
+
+    def stands(pipeline, held):
+        if pipeline == shardy.FLOW_PIPELINE:
+            before = [str(op) for op in shardy._preorder(held)]
+            main = next(op for op in shardy._preorder(held) if op.name == "func.func")
+            shardy._in_order(main.regions[0].blocks[0])
+            seen.append([str(op) for op in shardy._preorder(held)] == before)
+        run(pipeline, held)
+
+    monkeypatch.setattr(shardy, "_run", stands)
+    for operands in ((spec, spec), (None, spec), (spec, None), (None, None)):
+        pins = {site: Pin(operands, (spec,)) for site in dots}
+        flow = shardy.propagate(module, (("a", 2),), [None] * 3, [None, None], pins)
+        assert sum(op.name == "dot_general" and flow.specs[op.outputs[0]] == spec for op in flow.graph.ops) == 4
+    assert seen == [True] * 4

@@ -190,12 +190,45 @@ CHIPS = {
         ),
         _nvidia("h100", 989e12, 494e12, 67e12, 67e12, 3.35e12, 80e9, 450e9, 50e9, "NVIDIA H100 SXM datasheet"),
         _nvidia("h200", 989e12, 494e12, 67e12, 67e12, 4.8e12, 141e9, 450e9, 50e9, "NVIDIA H200 SXM datasheet"),
-        _tpu("tpu-v4", 275e12, 275e12, 4.3e12, 1.228e12, 32e9, 50e9, 3, 0.0, "Google Cloud TPU v4 system page"),
         _tpu(
-            "tpu-v5e", 197e12, 393e12, 6.1e12, 0.819e12, 16e9, 50e9, 2, 112 * 2**20, "Google Cloud TPU v5e system page"
+            "tpu-v4", 275e12, 275e12, 4.3e12, 1.228e12, 32e9, 50e9, 3, 128.0 * 2**20, "Google Cloud TPU v4 system page"
         ),
-        _tpu("tpu-v5p", 459e12, 918e12, 14.3e12, 2.765e12, 95e9, 100e9, 3, 0.0, "Google Cloud TPU v5p system page"),
-        _tpu("tpu-v6e", 918e12, 1836e12, 7.2e12, 1.638e12, 32e9, 100e9, 2, 0.0, "Google Cloud TPU v6e system page"),
+        _tpu(
+            "tpu-v5e",
+            197e12,
+            393e12,
+            6.1e12,
+            0.819e12,
+            16e9,
+            50e9,
+            2,
+            112.0 * 2**20,
+            "Google Cloud TPU v5e system page",
+        ),
+        _tpu(
+            "tpu-v5p",
+            459e12,
+            918e12,
+            14.3e12,
+            2.765e12,
+            95e9,
+            100e9,
+            3,
+            48.0 * 2**20,
+            "Google Cloud TPU v5p system page",
+        ),
+        _tpu(
+            "tpu-v6e",
+            918e12,
+            1836e12,
+            7.2e12,
+            1.638e12,
+            32e9,
+            100e9,
+            2,
+            96.0 * 2**20,
+            "Google Cloud TPU v6e system page",
+        ),
     )
 }
 """Presets. The CPU's figures are those of `python -m shardfn calibrate` on a small virtual machine. Matrix rates, memory and
@@ -205,5 +238,7 @@ GPUs: the NVLink figure of the datasheet is both directions together, half of it
 (200 Gb/s in a DGX A100, 400 Gb/s in a DGX H100 or H200), 8 GPUs behind one NVSwitch; about 7 µs for an empty NCCL
 collective. TPUs: interconnect of a chip in both directions, over 2 and over its 4 (v5e, v6e) or 6 (v4, v5p) ports; about
 1 µs a hop (Austin et al., "How to Scale Your Model", 2025); vector units: 1,024 lanes of four units (v4: two) in each
-core, at the clock that the matrix rate implies.
+core, at the clock that the matrix rate implies. Memory inside the chip: what libtpu 0.0.42 gave to whole arrays in programs
+that could use more: on v5e 112 MiB of the vector memory's 128, on v4 all 128 MiB of its common memory; on v6e and v5p up to 95
+and 44 MiB, taken here for 96 and 48, which is what they have (`jax.experimental.pallas.tpu.get_tpu_info`) less 32 and 16.
 """

@@ -189,15 +189,35 @@ class _Fuser:
                 names = self.final_readers(op.outputs[0])
                 if names & PRODUCTS and names <= PRODUCTS | {"reduce"}:
                     found.add(op.outputs[0])
-        return frozenset(found)
+        return frozenset(found) | self.narrow_stacks()
 
-    def final_readers(self, value: int) -> set[str]:
-        """Names of the ops that read a value, behind views and turns of it."""
+    def narrow_stacks(self) -> set[int]:
+        """What a loop stacks for products after it, under all its names."""
+        tied: dict[int, list[int]] = {}
+        for a, b in self.graph.ties:
+            tied.setdefault(a, []).append(b)
+        makers = {v: self.graph.ops[i].name for i in self.alive for v in self.graph.ops[i].outputs}
+        found: set[int] = set()
+        for i in self.alive:
+            op = self.graph.ops[i]
+            if op.name != "while":
+                continue
+            for start, back, result in zip(op.inputs, op.inputs[len(op.outputs) :], op.outputs, strict=False):
+                stacks = makers.get(back) == "dynamic_update_slice" and makers.get(start) == "broadcast_in_dim"
+                if not stacks or self.graph.values[result].dtype != "f32" or result in self.held:
+                    continue
+                names = self.final_readers(result, ("dynamic_slice",))
+                if names and names <= PRODUCTS:
+                    found.update((start, back, result, *tied.get(start, ())))
+        return found
+
+    def final_readers(self, value: int, also: Collection[str] = ()) -> set[str]:
+        """Names of the ops that read a value, behind views and turns of it, and ops of the names in `also`."""
         names: set[str] = set()
         for r in self.readers.get(value, ()):
             op = self.graph.ops[r]
-            passes = (is_view(self.flow, op) or op.name == "transpose") and op.outputs[0] not in self.held
-            names |= self.final_readers(op.outputs[0]) if passes else {op.name}
+            passes = (is_view(self.flow, op) or op.name in ("transpose", *also)) and op.outputs[0] not in self.held
+            names |= self.final_readers(op.outputs[0], also) if passes else {op.name}
         return names
 
     def computed_in(self, i: int, op: Op) -> tuple[int, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import difflib
 import functools
 import math
@@ -60,6 +61,9 @@ def resolve(device: Any, *, count: int | None = None, default: str | None = None
             fail(DeviceError, what, where=f"device = {_short(device)}",
                  why="a sequence there lists the devices to use, in the order of their ranks",
                  fix="pass jax.devices() or a part of it, a mesh, or a name")  # fmt: skip
+        if twice := [d for d, n in collections.Counter(devices).items() if n > 1]:
+            fail(DeviceError, f"`device` holds {twice[0]} more than once", where=f"device = {_short(device)}",
+                 why="each piece of an array lies on a device of its own", fix="list each device once")  # fmt: skip
         return _real(_take(devices, count, is_list=True), None)
     if device is not None and not isinstance(device, str):
         raise DeviceTypeError(

@@ -1,9 +1,9 @@
 """Memory of one device: arguments and results exactly, temporaries from live ranges.
 
-The model is XLA's on CPU, in program order: values take a place unless they are computed where they are read
-(`cost.fusion`), from the op that makes them to the last that reads them; an elementwise op writes over an operand that
-dies there; what a loop carries stays in one place; results' places serve before the results are made; donated arguments
-are the places of results.
+Ops run in the order of the platform's scheduler (`cost.schedule`). Values take a place unless they are computed where
+they are read (`cost.fusion`), from the op that makes them to the last that reads them; an elementwise op writes over an
+operand that dies there; what a loop carries stays in one place; results' places serve before the results are made;
+donated arguments are the places of results. What a TPU does otherwise is in `cost.tpu`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardfn.cost.collectives import bytes_sent
 from shardfn.cost.compute import once
 from shardfn.cost.fusion import CHEAP, COSTLY, Fusion
 from shardfn.cost.schedule import Order, merged, scheduled
-from shardfn.cost.tpu import AHEAD, STAYS, Claim, granted, stretches, tiled_bytes
+from shardfn.cost.tpu import AHEAD, STAYS, Claim, granted, looked_up, rows_bytes, stretches, tiled_bytes
 from shardfn.graph.model import Flow, Graph, Op, dtype_bits
 
 
@@ -73,18 +73,32 @@ def memory_of(order: Order, fusion: Fusion, donated: Collection[int] = (), chip:
     taken, outputs = 0, set(graph.outputs)
     rooms = []
     for place in sorted(results, key=lambda p: -p.bytes):
-        full = max(place.bytes, *(size(v) for v in place.values if v in outputs)) if outputs else place.bytes
+        full = max([place.bytes, *(size(v) for v in place.values if v in outputs)])
         if full in given:
             given.remove(full)
             taken += full
         else:
             rooms.append(place)
+    places = [*places, *_turned_tables(flow, fusion)]
     left = _outside_fast(order, fusion, places, donated, chip) if chip and chip.fast_bytes else places
     return Memory(sum(arguments), sum(size(v) for v in graph.outputs), _most(_outside(left, rooms)), taken)
 
 
 def _tiled(flow: Flow, value: int) -> int:
     return tiled_bytes(flow.local_shape(value), dtype_bits(flow.graph.values[value].dtype))
+
+
+def _turned_tables(flow: Flow, fusion: Fusion) -> list[Place]:
+    """On a TPU, copies of arguments that are looked up in, where a row is no multiple of the lanes: kept to their last reader."""
+    if flow.platform != "tpu":
+        return []
+    found = []
+    for v in looked_up(flow.graph):
+        at = [i for i, reads in enumerate(fusion.reads) if v in reads]
+        size = rows_bytes(flow.local_shape(v), dtype_bits(flow.graph.values[v].dtype))
+        if at and size > _tiled(flow, v):
+            found.append(Place((), 2 * at[0], 2 * at[-1], size))
+    return found
 
 
 def _outside_fast(

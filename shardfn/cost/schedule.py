@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from shardfn.cost.fusion import Fusion, fuse
+from shardfn.cost.tpu import rows_bytes, scattered_to
 from shardfn.graph.model import Communication, Flow, Graph, dtype_bits
 
 
@@ -242,6 +243,13 @@ def _as_ready(graph: Graph, fusion: Fusion, nodes: Mapping[object, Sequence[int]
     return [*turn, *(node for node in nodes if node not in turn)]
 
 
+def _on_tpu(flow: Flow, fusion: Fusion) -> dict[int, int]:
+    """Bytes of what takes less there, as `bf16`, or more: what is scattered to lies row by row, also when it is added up."""
+    found = {v: flow.local_bytes(v) // 2 for v in fusion.narrow}
+    rows = scattered_to(flow.graph)
+    return found | {v: rows_bytes(flow.local_shape(v), dtype_bits(flow.graph.values[v].dtype)) for v in rows}
+
+
 _SHRINKS = 16
 """How much larger the operands that die must be than the result; smaller gains XLA's scheduler often passes by."""
 
@@ -253,9 +261,8 @@ def early(order: Order) -> tuple[Order, Fusion]:
     """
     flow = order.flow
     graph, fusion = flow.graph, fuse(flow)
-    if fusion.narrow and isinstance(flow, Sized):
-        narrow = {v: flow.local_bytes(v) // 2 for v in fusion.narrow}
-        flow = dataclasses.replace(flow, sizes=flow.sizes | narrow)
+    if flow.platform == "tpu" and isinstance(flow, Sized):
+        flow = dataclasses.replace(flow, sizes=flow.sizes | _on_tpu(flow, fusion))
     last: dict[int, int] = {}
     for i, reads in enumerate(fusion.reads):
         for v in reads:

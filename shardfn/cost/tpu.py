@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shardfn.graph.model import Graph
+
 LANES, SUBLANES = 128, 8
 """A tile of `f32` or `bf16` (libtpu's `T(8,128)`)."""
 
@@ -37,6 +39,31 @@ def tiled_bytes(shape: tuple[int, ...], bits: int) -> int:
         padded = -(-rows // tile) * tile * -(-columns // LANES) * LANES
         least = min(least, padded * (total // max(1, rows * columns)))
     return int(least) * bits // 8
+
+
+def rows_bytes(shape: tuple[int, ...], bits: int) -> int:
+    """Bytes of an array laid out row by row, as lookups and scatters need it: a last dim below `LANES` is padded to that.
+
+    >>> rows_bytes((1024, 64), 32), tiled_bytes((1024, 64), 32)
+    (524288, 262144)
+    """
+    if len(shape) < 2:
+        return tiled_bytes(shape, bits)
+    return math.prod(shape[:-1]) * -(-shape[-1] // LANES) * LANES * bits // 8
+
+
+def scattered_to(graph: Graph) -> frozenset[int]:
+    """What is scattered to, and what comes of adding that up; but for results: it lies row by row."""
+    rows: set[int] = set()
+    for op in graph.ops:
+        if op.name == "scatter" or (op.name == "all_reduce" and rows.issuperset(op.inputs)):
+            rows.update(op.outputs)
+    return frozenset(rows.difference(graph.outputs))
+
+
+def looked_up(graph: Graph) -> frozenset[int]:
+    """Arguments that are looked up in, of which a copy lies row by row."""
+    return frozenset(op.inputs[0] for op in graph.ops if op.name == "gather").intersection(graph.inputs)
 
 
 STAYS = 8

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
-from shardfn.graph.model import Dims, Graph
+from shardfn.graph.model import Dims, Graph, Rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,22 +47,24 @@ def dim_classes(graph: Graph) -> Classes:
         if a != b:
             parent[max(a, b)] = min(a, b)
 
+    known: dict[int, list[tuple[int, int, int, int]]] = {}
     for op in graph.ops:
         if op.rule is None:
             continue
+        parts = known.get(id(op.rule))
+        if parts is None:
+            parts = known[id(op.rule)] = list(_parts(op.rule))
         seen: dict[int, int] = {}
-        rows = (*zip(op.inputs, op.rule.operands), *zip(op.outputs, op.rule.results))  # noqa: B905
-        for value, dims in rows:
-            for dim, factor in _leading(dims, op.rule.sizes):
-                if factor in op.rule.replicated or graph.values[value].shape[dim] == 1:
-                    continue
-                here = first[value] + dim
-                alone = len(dims[dim]) == 1
-                if alone and graph.values[value].shape[dim] != op.rule.sizes[factor]:
-                    continue  # a slice or a pad: not the same dim any more
-                if factor in op.rule.permuted and not alone:
-                    continue
-                tie(seen.setdefault(factor, here), here)
+        inputs, outputs, operands = op.inputs, op.outputs, len(op.rule.operands)
+        for position, dim, factor, alone in parts:
+            values, at = (inputs, position) if position < operands else (outputs, position - operands)
+            if at >= len(values):
+                continue
+            size = graph.values[values[at]].shape[dim]
+            if size == 1 or (alone and size != alone):
+                continue  # a slice or a pad: not the same dim any more
+            here = first[values[at]] + dim
+            tie(seen.setdefault(factor, here), here)
     for a, b in graph.ties:
         for dim in range(min(len(graph.values[a].shape), len(graph.values[b].shape))):
             tie(first[a] + dim, first[b] + dim)
@@ -75,6 +78,15 @@ def dim_classes(graph: Graph) -> Classes:
         tuple(numbers[find(first[v] + d)] for d in range(len(value.shape))) for v, value in enumerate(graph.values)
     )
     return Classes(of, len(numbers))
+
+
+def _parts(rule: Rule) -> Iterator[tuple[int, int, int, int]]:
+    """(operand or result, dim, its major factor, the factor's size where it stands alone, else 0) of what a rule ties."""
+    for position, dims in enumerate((*rule.operands, *rule.results)):
+        for dim, factor in _leading(dims, rule.sizes):
+            alone = len(dims[dim]) == 1
+            if factor not in rule.replicated and (alone or factor not in rule.permuted):
+                yield position, dim, factor, rule.sizes[factor] if alone else 0
 
 
 def _leading(dims: Dims, sizes: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -50,12 +50,13 @@ def flat(module: Any) -> Any:
         return copy
 
 
-def read_graph(module: Any) -> Graph:
-    """The ops of a lowered module with Shardy's rules."""
+def read_graph(module: Any, seen: Seen | None = None) -> Graph:
+    """The ops of a lowered module with Shardy's rules; with `seen`, what is read is kept there for its flows."""
     with module.context, ir.Location.unknown():
         copy = module.operation.clone()
+        count = _number(_preorder(copy), 0)
         _run(RULES_PIPELINE, copy)
-        return _Reader(copy, None, _number(_preorder(copy), 0)).graph()
+        return _Reader(copy, seen, count).graph()
 
 
 def propagate(
@@ -90,7 +91,12 @@ def propagate(
             )
         _run(FLOW_PIPELINE, copy)
         reader = _Reader(copy, ready.seen)
-        graph = reader.graph()
+        try:
+            graph = reader.graph()
+        except _Unknown:  # the first flow: a few ops are in no other form of the module
+            _run(RULES_PIPELINE, copy)
+            reader = _Reader(copy, ready.seen, ready.count)
+            graph = reader.graph()
         return Flow(graph, tuple(reader.specs), dict(axes), tuple(reader.communications))
 
 
@@ -100,14 +106,19 @@ class Ready:
     `begun` has for each block of it, and for each op there, how many ops stood before it when `_in_order` came to it.
     """
 
-    def __init__(self, module: Any, begun: Sequence[Sequence[int]]):
-        self.module, self.begun, self.seen = module, begun, _Seen()
+    def __init__(self, module: Any, begun: Sequence[Sequence[int]], seen: Seen, count: int):
+        self.module, self.begun, self.seen, self.count = module, begun, seen, count
         self.sharding = functools.cache(_sharding)
         self.with_sharding = functools.cache(_with_sharding)
 
 
-def as_propagated(module: Any) -> Ready:
-    """A copy of a module in the form in which layouts are carried through it, whatever they are."""
+def as_propagated(module: Any, seen: Seen | None = None) -> Ready:
+    """A copy of a module in the form in which layouts are carried through it, whatever they are.
+
+    Args:
+      module: the module as JAX lowered it.
+      seen: what `read_graph` kept of it, which need not be read again then.
+    """
     with module.context, ir.Location.unknown():
         copy = module.operation.clone()
         count = _number(_preorder(copy), 0)
@@ -115,14 +126,10 @@ def as_propagated(module: Any) -> Ready:
         body = functions["main"].regions[0].blocks[0]
         _inline(body, functions)
         _as_xla(body, set(body.arguments))
-        ready = Ready(copy, _in_order(body))
+        begun = _in_order(body)
         _number([op for op in _preorder(copy) if _NUMBER not in op.attributes], count)
         _as_one(body, {}, {})
-        ruled = copy.clone()
-        _add_mesh(ruled, (("a", 1),))
-        _run(RULES_PIPELINE, ruled)
-        _Reader(ruled, ready.seen, count).graph()
-        return ready
+        return Ready(copy, begun, seen or Seen(), count)
 
 
 def _add_mesh(module: Any, axes: Sequence[tuple[str, int]]) -> None:
@@ -199,8 +206,14 @@ def _as_one(block: Any, made: dict[Any, Any], numbers: dict[Any, Any]) -> None:
         for region in op.regions:
             for inner in region.blocks:
                 _as_one(inner, made, numbers)
-        is_constant = not len(op.regions) and len(op.results) == 1 and all(v in made for v in op.operands)
+        is_constant = True
+        for value in op.operands:
+            if value not in made:
+                is_constant = False
+                break
         if not is_constant and op.name != "stablehlo.broadcast_in_dim":
+            continue
+        if len(op.regions) or len(op.results) != 1:
             continue
         names = [getattr(a, "name", a) for a in op.attributes]  # JAX 0.10 gives names, 0.12 may give pairs
         attrs = [(name, op.attributes[name]) for name in names if name != _NUMBER]
@@ -426,8 +439,11 @@ class _Fact(NamedTuple):
     """What it was in graphs so far: flows of one module number most values alike."""
 
 
-class _Seen:
-    """What was read before of a module, or of another one with the same ops in it: nothing here depends on layouts."""
+class Seen:
+    """What was read before of a module, or of another one with the same ops in it: nothing here depends on layouts.
+
+    Facts are kept by number, and by number and location: ops that Shardy puts together can be at either's place.
+    """
 
     def __init__(self) -> None:
         self.types: dict[Any, Value] = {}
@@ -437,16 +453,20 @@ class _Seen:
         self.facts: dict[Any, _Fact] = {}
 
 
+class _Unknown(Exception):
+    """An op of which nothing was read before, in a module without rules."""
+
+
 class _Reader:
     """Walks one module once; the lists fill as it goes.
 
     Args:
       module: the module.
       seen: what was read before of one with the same ops.
-      count: how many ops the module had as JAX lowered it, where it has been changed since.
+      count: how many ops the module had as JAX lowered it; 0 where it has no rules, and all is to be in `seen`.
     """
 
-    def __init__(self, module: Any, seen: _Seen | None = None, count: int = 0):
+    def __init__(self, module: Any, seen: Seen | None = None, count: int = 0):
         self.functions = {_symbol(f): f for f in _functions(module)}
         self.meshes = {
             _symbol(op.operation): dict(_mesh_axes(op.operation.attributes["mesh"]))
@@ -461,7 +481,7 @@ class _Reader:
         self.uncounted: dict[str, None] = {}
         self.communications: list[Communication] = []
         self.manual = False
-        self.seen = seen or _Seen()
+        self.seen = seen or Seen()
         self.count = count
 
     def graph(self) -> Graph:
@@ -573,11 +593,7 @@ class _Reader:
         attrs = op.attributes
         if name in _NO_OPS:
             return self.results(op, attrs)
-        fact = None
-        if _NUMBER in attrs:
-            at = attrs[_NUMBER], op.location.attr
-            fact = self.seen.facts.get(at) or self.seen.facts.setdefault(at, self.fact(op, name, attrs))
-        fact = fact or self.fact(op, name, attrs)
+        fact = self.known(op, name, attrs) if _NUMBER in attrs else self.fact(op, name, attrs)
         outputs = self.results(op, attrs, fact.results)
         if fact.unruled:
             self.unruled.setdefault(fact.unruled)
@@ -588,6 +604,23 @@ class _Reader:
             fact.made[key] = made
         self.ops.append(made)
         return outputs
+
+    def known(self, op: Any, name: str, attrs: Any) -> _Fact:
+        """What a numbered op is, as it was seen before, here or in the same place."""
+        facts, number = self.seen.facts, attrs[_NUMBER]
+        at = number, op.location.attr
+        found = facts.get(at)
+        if found is None:
+            if number in facts:
+                where, same = self.where(op), facts[number]
+                unruled = _at(same.name, where) if same.unruled else ""
+                found = same._replace(where=where, unruled=unruled, made={})
+            elif self.count:
+                found = facts[number] = self.fact(op, name, attrs)
+            else:
+                raise _Unknown
+            facts[at] = found
+        return found
 
     def fact(self, op: Any, name: str, attrs: Any) -> _Fact:
         """What an op is."""
@@ -603,7 +636,7 @@ class _Reader:
         elif (missing := MISSING_RULES.get(short)) is not None:
             rule = missing([self.value(o.type) for o in op.operands], results)
         elif not name.startswith("sdy.") and short not in _NO_RULE_NEEDED:
-            unruled = f"{short} ({where})" if where else short
+            unruled = _at(short, where)
         convolution = _convolution(op) if name == "stablehlo.convolution" else None
         number = _number_of(op)
         rest = _reduced(op, name), convolution, _taps(op, short), number if number < self.count else -1
@@ -707,6 +740,10 @@ _STRUCTURED = {
     "sdy.named_computation": _Reader.named,
     **{f"stablehlo.{name}": _Reader.communicate for name in _COLLECTIVES},
 }
+
+
+def _at(name: str, where: str) -> str:
+    return f"{name} ({where})" if where else name
 
 
 def _value(type_: Any) -> Value:

@@ -112,12 +112,6 @@ class Messages:
         found[self.order] = self.inner
         return found
 
-    def belief(self) -> Array:
-        """What each label costs as far as the messages know."""
-        found = np.empty_like(self.inner)
-        found[self.order] = np.concatenate([self._belief(c, self.sent) for c in self.colours]) if self.colours else []
-        return found
-
     def take(self, other: Messages, kept: Sequence[Array], stay: Sequence[int]) -> None:
         """Go on from the messages of a larger problem, of which the nodes `stay` with the labels `kept` are left."""
         for (u, w), at in self.place.items():

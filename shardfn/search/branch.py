@@ -90,8 +90,7 @@ def load(part: Part, size: float) -> Ascent | None:
     return ascent
 
 
-def branch(ascent: Ascent, local: Local, goal: Callable[[], float], most: int,
-           watch: Callable[[float, float], None] | None = None) -> float:  # fmt: skip
+def branch(ascent: Ascent, local: Local, goal: Callable[[], float], most: int) -> float:
     """The bound after at most `most` parts; the labellings met go to `local`. Only costs below `goal()` are looked for.
 
     With a bound of at least `goal()`, nothing below it exists.
@@ -105,8 +104,6 @@ def branch(ascent: Ascent, local: Local, goal: Callable[[], float], most: int,
         held -= part.held
         if bound >= goal():
             continue
-        if watch:
-            watch(min([bound, *(other for other, *_ in queue)]), local.cost)
         count += 1
         now = load(part, size)
         if now is None:

@@ -14,12 +14,14 @@ from shardfn.cost.links import links
 from shardfn.graph.alike import pairs
 from shardfn.graph.model import Flow, Graph, Op, Pin, Rule, Spec
 from shardfn.search import plain, propagation
+from shardfn.search.facts import bytes_of
 from shardfn.search.filters import keeps
 from shardfn.search.grid import Axes, merged
 from shardfn.search.labelling import Labelling, Table, peak_of
 from shardfn.search.levels import repeated, totals
 from shardfn.search.polish import LINE, PRODUCTS, in_line
 from shardfn.search.problem import Answer, Candidate, Pins, Problem, figures, objective
+from shardfn.search.results import ends_of, held_as
 from shardfn.search.solve import Solution
 from shardfn.search.strategies import Space, spec_of
 
@@ -100,6 +102,9 @@ def answer_of(
         made = let_go(problem, made) if is_small else made
         disappoints = disappoints and not keeps_promise(problem, one, made)
         rated.append((objective(made.price, problem), made, one))
+        if (is_small or weighs(problem, made)) and problem.seconds_left > 0:
+            other = held_as(problem, made, one.axes, decided(problem, one))
+            rated += [] if other is None else [(objective(other.price, problem), other, one)]
         if not is_large and one.axes == made.axes and problem.seconds_left > 0:
             other = in_line(problem, made, layout_of(problem, one))
             if keeps(problem.flow(other.axes, other.specs, {}), problem.algorithm):
@@ -136,16 +141,16 @@ def answer_of(
             f"{what} at level {problem.level}, grids tried: {tried}; a plain layout has the better flow: {best.name}"
         )
         reasons = tuple("" if given is not None else reason for given in problem.specs)
-        return Answer(best.axes, best.specs, reasons, policy, runner, pins=best.pins, others=others)
+        return Answer(best.axes, best.specs, reasons, policy, runner, pins=best.pins, others=others, ends=best.ends)
     best = best if is_small else let_go(problem, best)
-    gap = _gap(problem, at, found) if not untried else None
+    gap = _gap(problem, at, found) if not untried and keeps_promise(problem, at, best) else None
     proof = "no bound of how far from the optimum" if gap is None else (
         "proved" if gap == 0 else f"within {gap:.1%} of the optimum")  # fmt: skip
     grid = " x ".join(f"{name}={size}" for name, size in best.axes)
     aside = f"; {LINE}" if best.name.endswith(LINE) else ""
     policy = f"{what} at level {problem.level}: grid {grid}, {proof} under the cost model; grids tried: {tried}{aside}"
     reasons = tuple("" if given is not None else "the optimum of all ops together" for given in problem.specs)
-    return Answer(best.axes, best.specs, reasons, policy, runner, pins=best.pins, gap=gap, others=others,
+    return Answer(best.axes, best.specs, reasons, policy, runner, pins=best.pins, gap=gap, others=others, ends=best.ends,
                   runners_up=runners_up(problem, at))  # fmt: skip
 
 
@@ -227,6 +232,12 @@ def layout_of(problem: Problem, found: Found) -> Callable[[int], Spec]:
     return laid
 
 
+def decided(problem: Problem, found: Found) -> Callable[[int], Spec | None]:
+    """The same, and None of what is no decision of its own."""
+    laid = layout_of(problem, found)
+    return lambda value: laid(value) if value in found.space.layouts else None
+
+
 def candidates(problem: Problem, found: Found) -> Iterator[Candidate]:
     """The optimum on a grid, priced by its flow: first with what products make held, and how they read their operands left
     to the compiler, which moves those in the way that is best for a product; and with every decision held, where the flow
@@ -283,23 +294,33 @@ def _held(problem: Problem, found: Found) -> tuple[Axes, tuple[Spec, ...], Pins]
     return axes, specs, pins
 
 
+def weighs(problem: Problem, made: Candidate) -> bool:
+    """Whether the results that are open are a good part of what one device holds at the peak."""
+    laid, sizes = ends_of(problem, made), {name: float(size) for name, size in made.axes}
+    held = sum(
+        bytes_of(problem.graph.values[end.value]) / math.prod(sizes.get(a, 1.0) for dim in laid[at] for a in dim)
+        for at, end in problem.ends.items()
+    )
+    return held > (NEARLY - 1) * made.price.memory.peak
+
+
 def let_go(problem: Problem, best: Candidate) -> Candidate:
     """The same without the pins that propagation does not need, if the flow stays as good."""
     if not best.pins or problem.seconds_left <= 0 or (len(problem.graph.ops) > LARGE and gathers(problem, best)):
         return best
     aim = objective(best.price, problem)
-    alone = dataclasses.replace(best, pins={}, price=problem.price(best.axes, best.specs, {}))
+    alone = dataclasses.replace(best, pins={}, price=problem.price(best.axes, best.specs, {}, best.ends))
     if objective(alone.price, problem) <= aim and not problem.algorithm.fully_use_devices:
         return alone  # but for that rule, which propagation does not know
     if len(problem.graph.ops) > LARGE:  # a further flow costs more than the pins do
         return best
     ends = {index: Pin((None,) * len(pin.operands), pin.results) for index, pin in best.pins.items()}
-    loose = dataclasses.replace(best, pins=ends, price=problem.price(best.axes, best.specs, ends))
+    loose = dataclasses.replace(best, pins=ends, price=problem.price(best.axes, best.specs, ends, best.ends))
     if objective(loose.price, problem) < aim:  # as the op reads its operands, they are best changed elsewhere
         best, aim = loose, objective(loose.price, problem)
-    agreed = agreeing(problem.graph, problem.flow(best.axes, best.specs, {}), best.pins)
+    agreed = agreeing(problem.graph, problem.flow(best.axes, best.specs, {}, best.ends), best.pins)
     needed = {index: pin for index, pin in best.pins.items() if index not in agreed}
-    fewer = dataclasses.replace(best, pins=needed, price=problem.price(best.axes, best.specs, needed))
+    fewer = dataclasses.replace(best, pins=needed, price=problem.price(best.axes, best.specs, needed, best.ends))
     return fewer if objective(fewer.price, problem) <= aim else best
 
 
@@ -338,7 +359,7 @@ def _is_gathered(rule: Rule | None, position: int, lies: Spec, pin: Pin) -> bool
 def as_sliced(problem: Problem, best: Candidate) -> Candidate:
     """The same with each open argument that the flow slices before anything else reads it laid out so from the start, if
     that is better."""
-    flow = problem.flow(best.axes, best.specs, best.pins)
+    flow = problem.flow_of(best)
     inputs = flow.graph.inputs[len(flow.graph.inputs) - len(best.specs) :]
     readers: dict[int, list[Op]] = {value: [] for value in inputs}
     for op in flow.graph.ops:
@@ -356,7 +377,8 @@ def as_sliced(problem: Problem, best: Candidate) -> Candidate:
                 specs[i] = laid
     if tuple(specs) == best.specs:
         return best
-    laid = dataclasses.replace(best, specs=tuple(specs), price=problem.price(best.axes, tuple(specs), best.pins))
+    price = problem.price(best.axes, tuple(specs), best.pins, best.ends)
+    laid = dataclasses.replace(best, specs=tuple(specs), price=price)
     return laid if objective(laid.price, problem) <= objective(best.price, problem) else best
 
 

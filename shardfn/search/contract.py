@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -66,23 +65,18 @@ class Core:
         return choice
 
 
-def contract(problem: Labelling, most_entries: int = MOST_ENTRIES, store: Store | None = None,
-             keep: Iterable[int] = ()) -> Core:  # fmt: skip
+def contract(problem: Labelling, store: Store | None = None) -> Core:
     """The problem with every safe reduction made, tables of three and more nodes turned into nodes of their own.
 
-    With a `store`, the costs and tables of the result came from there. The nodes `keep` are not minimised away.
+    With a `store`, the costs and tables of the result came from there.
     """
-    work = _Contraction(problem, most_entries, store or Store())
-    for v in keep:
-        work.held[v] = True
-    return work.run()
+    return _Contraction(problem, store or Store()).run()
 
 
 class _Contraction:
     """Works a queue of nodes until no rule changes anything."""
 
-    def __init__(self, problem: Labelling, most_entries: int, store: Store):
-        self.most_entries = most_entries
+    def __init__(self, problem: Labelling, store: Store):
         self.store = store
         self.costs: list[Array] = [store.of(cost) for cost in problem.costs]
         self.held: list[bool] = holding(problem)
@@ -220,7 +214,7 @@ class _Contraction:
             self.merge(u, v, self.store.call(np.argsort, label))  # one to one: the one with more neighbours stays
             return True
         new = len(table) * sum(len(self.costs[w]) for w in self.tables[v] if w != u)
-        if len(table) > len(self.costs[v]) and new > (table.size if u in self.combined else self.most_entries):
+        if len(table) > len(self.costs[v]) and new > (table.size if u in self.combined else MOST_ENTRIES):
             return False
         self.merge(v, u, label)
         return True
@@ -247,7 +241,7 @@ class _Contraction:
             return False
         a, b = (len(self.costs[w]) for w in self.tables[v])
         mine = len(self.costs[v])
-        return a * b * mine <= self.most_entries and (a * b <= mine * (a + b) or a * b <= 4096)
+        return a * b * mine <= MOST_ENTRIES and (a * b <= mine * (a + b) or a * b <= 4096)
 
     def minimise(self, v: int) -> None:
         """The best label of `v` for every combination of its neighbours, at most two, replaces it."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from shardfn.cuts import divisors
 from shardfn.search import propagation
+from shardfn.search.beside import asked_once, bettered
 from shardfn.search.budget import SECOND, Budget
 from shardfn.search.choose import Found, Mend, Turn, answer_of, weighed
 from shardfn.search.filters import loosened, narrowed
@@ -51,9 +52,14 @@ EFFORT, FIRST = Effort(rounds=4, close=0.005), Effort(rounds=2, close=0.03)
 
 
 def search(problem: Problem) -> Answer:
-    """The cheapest layout at the problem's level."""
+    """The cheapest layout at the problem's level; of small programs what other levels find stands beside it."""
     if not problem.is_open:
         return propagation.search(problem)
+    return bettered(problem, asked_once(problem, alone), alone)
+
+
+def alone(problem: Problem) -> Answer:
+    """The search for the problem's level by itself."""
     tried, budget = grids(problem), budget_of(problem)
     found, untried = on_grids(problem, tried, (), budget)
     if found and not problem.axes and len(problem.graph.ops) <= THREE_AXES:

@@ -31,7 +31,6 @@ class Elimination:
     costs: dict[int, Array]
     tables: dict[int, tuple[Scope, Array]]
     of: dict[int, dict[int, None]]
-    near: dict[int, set[int]]
     steps: list[tuple[int, Scope, Array]]
     store: Store | None = None
     serial: int = 0
@@ -54,26 +53,19 @@ class Elimination:
             for w in scope:
                 if w != v:
                     del self.of[w][key]
-        for w in self.near[v]:
-            self.near[w].discard(v)
         return found
 
-    def remove(self, v: int) -> None:
-        """Minimise over `v`."""
-        rest = self.near[v]
-        scope = (v, *sorted(rest))
+    def remove(self, v: int, rest: Scope) -> None:
+        """Minimise over `v`, whose neighbours are `rest`."""
+        scope = (v, *rest)
         place = {w: at for at, w in enumerate(scope)}
         found = sorted(self.take(v), key=lambda found: -found[1].size)
         least_of = Least(tuple(tuple(place[w] for w in nodes) for nodes, _ in found), len(scope))
         arrays = (self.costs.pop(v), *(table for _, table in found))
         best, least = self.store.call(least_of, *arrays) if self.store else least_of(*arrays)
-        del self.near[v]
-        self.steps.append((v, scope[1:], best))
+        self.steps.append((v, rest, best))
         if rest:
-            self.add(scope[1:], least)
-            for w in rest:
-                self.near[w] |= rest
-                self.near[w].discard(w)
+            self.add(rest, least)
 
     def hold(self, v: int, label: int) -> None:
         """Keep `v` at `label`."""
@@ -81,7 +73,6 @@ class Elimination:
         for nodes, table in self.take(v):
             place = nodes.index(v)
             self.add(nodes[:place] + nodes[place + 1:], table.take(label, place))  # fmt: skip
-        del self.near[v]
         self.steps.append((v, (), np.array(label)))
 
 
@@ -124,8 +115,15 @@ def eliminate(costs: Sequence[Array], tables: Sequence[dict[int, Array]], most_e
     """
     count = len(costs)
     inside = set(range(count) if free is None else free)
+    near = {v: {w for w in tables[v] if w in inside} for v in sorted(inside)}
+    budget = budget or Budget()
+    budget.spend(STEP * len(inside))
+    order = Order({v: len(costs[v]) for v in inside}, near, rank if rank is not None else range(count))
+    steps = order.found(most_entries, total, current is not None, budget)
+    if steps is None:
+        return None
     label = [0] * count if current is None else list(current)
-    state = Elimination({}, {}, {v: {} for v in inside}, {v: set() for v in inside}, [], store)
+    state = Elimination({}, {}, {v: {} for v in inside}, [], store)
     for v in sorted(inside):
         own = costs[v]
         for w, table in tables[v].items():
@@ -135,45 +133,70 @@ def eliminate(costs: Sequence[Array], tables: Sequence[dict[int, Array]], most_e
     for v in sorted(inside):
         for w, table in tables[v].items():
             if v < w and w in inside:
-                state.near[v].add(w)
-                state.near[w].add(v)
                 state.add((v, w), table)
-    size = {v: len(costs[v]) for v in inside}
-    turn = rank if rank is not None else range(count)
-    depth = dict.fromkeys(inside, 0)
-    spent = 0.0
-    budget = budget or Budget()
-    budget.spend(STEP * len(inside))
-
-    def score(v: int) -> int:
-        return math.prod([size[w] for w in state.near[v]], start=size[v])
-
-    heap = [(score(v), 0, turn[v], v) for v in inside]
-    heapq.heapify(heap)
-    while heap:
-        was, deep, _, v = heapq.heappop(heap)
-        if v not in state.costs:
-            continue
-        now = score(v)
-        if (now, depth[v]) != (was, deep):  # it has been pushed again since
-            continue
-        changed = list(state.near[v])
-        if now <= most_entries:
-            spent += now
-            budget.spend(now)
-            if spent > total:
-                return None
-            for w in changed:
-                depth[w] = max(depth[w], depth[v] + 1)
-            state.remove(v)
-        elif current is None:
-            return None
-        else:
-            v = max((v, *changed), key=lambda w: (score(w), turn[w]))
-            changed = list(state.near[v])
+    for v, rest in steps:
+        if rest is None:
             state.hold(v, label[v])
-        for w in changed:
-            heapq.heappush(heap, (score(w), depth[w], turn[w], w))
+        else:
+            state.remove(v, rest)
     for v, scope, best in reversed(state.steps):
         label[v] = int(best[tuple(label[w] for w in scope)])
     return label
+
+
+@dataclasses.dataclass
+class Order:
+    """In which order nodes go: it depends on how many labels they have and on who is whose neighbour, not on any cost, so
+    that what would need too large a table is known before one is made."""
+
+    size: dict[int, int]
+    near: dict[int, set[int]]
+    """Used up on the way."""
+    turn: Sequence[int]
+
+    def score(self, v: int) -> int:
+        """Entries of the table that `v` is removed from."""
+        return math.prod([self.size[w] for w in self.near[v]], start=self.size[v])
+
+    def found(
+        self, most_entries: float, total: float, can_hold: bool, budget: Budget
+    ) -> list[tuple[int, Scope | None]] | None:
+        """Each node with its neighbours by then, or with None where it is held instead; None where it can't be done."""
+        near, turn, score = self.near, self.turn, self.score
+        depth = dict.fromkeys(near, 0)
+        spent = 0.0
+        steps: list[tuple[int, Scope | None]] = []
+        heap = [(score(v), 0, turn[v], v) for v in near]
+        heapq.heapify(heap)
+        while heap:
+            was, deep, _, v = heapq.heappop(heap)
+            if v not in near:
+                continue
+            now = score(v)
+            if (now, depth[v]) != (was, deep):  # it has been pushed again since
+                continue
+            changed = near[v]
+            if now <= most_entries:
+                spent += now
+                budget.spend(now)
+                if spent > total:
+                    return None
+                steps.append((v, tuple(sorted(changed))))
+                for w in changed:
+                    depth[w] = max(depth[w], depth[v] + 1)
+                    near[w].discard(v)
+                for w in changed:
+                    near[w] |= changed
+                    near[w].discard(w)
+            elif not can_hold:
+                return None
+            else:
+                v = max((v, *changed), key=lambda w: (score(w), turn[w]))
+                changed = near[v]
+                steps.append((v, None))
+                for w in changed:
+                    near[w].discard(v)
+            del near[v]
+            for w in changed:
+                heapq.heappush(heap, (score(w), depth[w], turn[w], w))
+        return steps

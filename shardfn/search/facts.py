@@ -10,6 +10,7 @@ from shardfn.cost.compute import PRODUCTS, op_flops
 from shardfn.cost.fusion import fuse
 from shardfn.cost.memory import Place, lives
 from shardfn.cost.schedule import merged, scheduled
+from shardfn.cost.tpu import looked_up, scattered_to
 from shardfn.graph.model import Flow, Graph, Value, dtype_bits
 
 
@@ -49,11 +50,17 @@ class Known:
     kinds: tuple[int, ...]
     """A number for each op, the same for ops that cost the same on the same layouts."""
     loops: Loops
+    rows: frozenset[int] = frozenset()
+    """Values that a TPU lays out row by row, each padded to whole lanes."""
+    turned: frozenset[int] = frozenset()
+    """Arguments of which there is a copy, laid out so."""
+    leaders: dict[int, int | None] = dataclasses.field(default_factory=dict, compare=False)
+    """For ops, by index, the operand that each follows, as `search.strategies` finds it once."""
 
 
 def known(graph: Graph, donated: frozenset[int] = frozenset(), platform: str = "") -> Known:
-    """What holds on any grid; `donated` are inputs whose memory results take over, and the platform's scheduler has the ops
-    in its order."""
+    """What holds on any grid; `donated` are inputs whose memory results take over. The ops run in the order of the platform's
+    scheduler where that depends on no layout (on CPU), else as they stand."""
     whole = Flow(graph, tuple(((),) * len(v.shape) for v in graph.values), {}, (), platform)
     order = merged(whole)
     order, fusion = scheduled(order) if platform == "cpu" else (order, fuse(order.flow))
@@ -87,6 +94,8 @@ def known(graph: Graph, donated: frozenset[int] = frozenset(), platform: str = "
         tuple(map(bytes_of, graph.values)),
         _kinds(graph, fusion.stored, last),
         loops_of(graph, trips),
+        scattered_to(graph) if platform == "tpu" else frozenset(),
+        looked_up(graph) if platform == "tpu" else frozenset(),
     )
 
 

@@ -39,7 +39,8 @@ def fitted(ascent: Ascent, local: Local, factor: float, halvings: int = 0) -> Ar
     """
     if not len(ascent.nodes):
         return None
-    before, low, prices, found = ascent.multipliers, ascent.best, ascent.best, None
+    before, sent = ascent.multipliers, ascent.messages.sent.copy()
+    low, prices, found = ascent.best, ascent.best, None
     for attempt in range(MOST_RAISES):
         labels = _suggested(ascent, prices)
         excess = local.excess(labels)
@@ -59,6 +60,7 @@ def fitted(ascent: Ascent, local: Local, factor: float, halvings: int = 0) -> Ar
         else:
             low = middle
     ascent.set_prices(before)
+    ascent.messages.sent[:] = sent  # what was sent at other prices would set the bound back
     return found
 
 
@@ -76,7 +78,7 @@ class Local:
     """A problem's costs, tables and memory, and the best labelling within the limit so far."""
 
     def __init__(self, costs: Sequence[Array], tables: Sequence[dict[int, Array]], memory: Memory,
-                 budget: Budget | None = None, seed: int = 0):  # fmt: skip
+                 budget: Budget | None = None):  # fmt: skip
         self.budget = budget or Budget()
         self.costs, self.tables, self.memory = list(costs), list(tables), memory
         pairs = [(u, v, table) for u, row in enumerate(tables) for v, table in row.items() if u < v]
@@ -95,7 +97,7 @@ class Local:
         )  # entries, by steps from
         self.at = np.concatenate([repeated(np.zeros_like(u), tall) * np.repeat(wide, tall) + np.repeat(self.start, tall),
                                   repeated(self.start, wide)])  # fmt: skip
-        self.random = np.random.default_rng(seed)
+        self.random = np.random.default_rng(0)
         self.best: Array | None = None
         self.cost = np.inf
         self.visits = 0

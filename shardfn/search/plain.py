@@ -178,7 +178,7 @@ def _held(problem: Problem, axes: Axes, cut: Mapping[int, str]) -> Pins:
     for index, op in enumerate(problem.graph.ops):
         if index in problem.can_hold and op.name in _HELD:
             rows = [(problem.graph.values[v].shape, problem.tied[v]) for v in op.outputs]
-            results = tuple(_along(shape, classes, axes, cut, ()) for shape, classes in rows)
+            results = tuple(along(shape, classes, axes, cut, ()) for shape, classes in rows)
             if any(map(any, results)):
                 pins[index] = Pin((None,) * len(op.inputs), results)
     return pins
@@ -213,12 +213,12 @@ def _laid(
 ) -> tuple[Spec, ...]:
     rows = zip(problem.specs, problem.shapes, problem.classes, is_state(problem), strict=True)
     return tuple(
-        s if s is not None else _along(shape, classes, axes, cut, over if pieces == ALL or is_one else ())
+        s if s is not None else along(shape, classes, axes, cut, over if pieces == ALL or is_one else ())
         for s, shape, classes, is_one in rows
     )
 
 
-def _along(
+def along(
     shape: Sequence[int], classes: Sequence[int], axes: Axes, cut: Mapping[int, str], over: Sequence[str]
 ) -> Spec:
     """Each class's first dim over its axis, where it divides; those of `over` that are left over the largest dims that they

@@ -141,7 +141,7 @@ def in_pieces(problem: Problem, made: Candidate, only_state: bool = False) -> Ca
     own = fresh(problem)
     kept = {class_ for i, classes in enumerate(problem.classes) if i not in own for class_ in classes}
     batch = {class_ for i in own for class_ in problem.classes[i]} - kept
-    flow = problem.flow(made.axes, made.specs, made.pins)
+    flow = problem.flow_of(made)
     pins: dict[int, Pin] = {}
     for index, op, at in pairs(problem.graph, flow.graph):
         results = tuple(flow.specs[v] for v in at.outputs)
@@ -154,7 +154,8 @@ def in_pieces(problem: Problem, made: Candidate, only_state: bool = False) -> Ca
         ):
             pins[index] = Pin((None,) * len(op.inputs), results)
     name = f"{made.name}, {plain.STATE if only_state else plain.ALL} in pieces"
-    return Candidate(name, made.axes, tuple(specs), pins, problem.price(made.axes, tuple(specs), pins))
+    price = problem.price(made.axes, tuple(specs), pins, made.ends)
+    return Candidate(name, made.axes, tuple(specs), pins, price, made.ends)
 
 
 def _more(shape: Sequence[int], spec: Spec, axis: str, sizes: Mapping[str, int]) -> dict[Spec, None]:
@@ -168,5 +169,5 @@ def _more(shape: Sequence[int], spec: Spec, axis: str, sizes: Mapping[str, int])
 
 
 def _at(problem: Problem, start: Candidate, specs: tuple[Spec, ...]) -> Candidate:
-    price = problem.price(start.axes, specs, {})
+    price = problem.price(start.axes, specs, {}, start.ends)
     return dataclasses.replace(start, name=f"{start.name}, polished", specs=specs, pins={}, price=price)

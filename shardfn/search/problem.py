@@ -19,10 +19,27 @@ Pins = Mapping[int, Pin]
 """Layouts that ops are held to, by their index in `Graph.ops`."""
 
 
-class Flows(Protocol):
-    """Carries a full choice through the function: grid, a layout for each argument, and for ops held inside."""
+Ends = Mapping[int, Spec]
+"""Layouts that open results are held to, by their position among the results; the others lie as propagation leaves them."""
 
-    def __call__(self, axes: Axes, specs: tuple[Spec, ...], pins: Pins) -> Flow: ...
+
+class Flows(Protocol):
+    """Carries a full choice through the function: grid, a layout for each argument, for ops held inside, and for results."""
+
+    def __call__(self, axes: Axes, specs: tuple[Spec, ...], pins: Pins, ends: Ends = ...) -> Flow: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """A result whose layout is open: its path, its value in the graph, its shape, and its place, counted from the last."""
+
+    name: str
+    value: int
+    shape: tuple[int, ...]
+    at: int
+
+
+NO_ENDS: Ends = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,18 +93,30 @@ class Problem:
     algorithm: Algorithm = Algorithm()
     inside: bool = False
     """Whether the layouts inside are searched though no argument is open: a search was named."""
+    ends: Mapping[int, End] = dataclasses.field(default_factory=dict)
+    """Results, by position, that are open and take no argument's place."""
+    ends_asked: bool = False
+    """Whether the user asked for one of them to be searched, whatever is open else."""
     seconds: float = math.inf
     """After which a search answers with the best it has, where the user set a limit; else counted work bounds it."""
     begun: float = dataclasses.field(default_factory=time.monotonic)
     memo: dict[object, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
     """What was worked out already, whatever the level: a copy of the problem at another level has it too."""
 
-    def price(self, axes: Axes, specs: tuple[Spec, ...], pins: Pins) -> Price:
+    def price(self, axes: Axes, specs: tuple[Spec, ...], pins: Pins, ends: Ends = NO_ENDS) -> Price:
         """What a full choice costs, by its flow."""
-        key = axes, specs, tuple(pins.items())
+        key = axes, specs, tuple(pins.items()), tuple(sorted(ends.items()))
         if key not in self.memo:
-            self.memo[key] = price(self.flow(axes, specs, pins), self.hardware, self.donated)
+            self.memo[key] = price(self.flow(axes, specs, pins, ends), self.hardware, self.donated)
         return self.memo[key]
+
+    def price_of(self, made: Candidate | Answer) -> Price:
+        """What is paid for a candidate or an answer, by its flow."""
+        return self.price(made.axes, made.specs, made.pins, made.ends)
+
+    def flow_of(self, made: Candidate | Answer) -> Flow:
+        """The flow of a candidate or an answer."""
+        return self.flow(made.axes, made.specs, made.pins, made.ends)
 
     @property
     def facts(self) -> Known:
@@ -121,7 +150,11 @@ class Problem:
     @property
     def is_open(self) -> bool:
         """Whether there is anything to search."""
-        return self.devices > 1 and (self.inside or any(spec is None for spec in self.specs))
+        return self.devices > 1 and (
+            self.inside
+            or any(spec is None for spec in self.specs)
+            or (bool(self.ends) and (self.ends_asked or not any(map(math.prod, filter(None, self.shapes)))))
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +166,7 @@ class Candidate:
     specs: tuple[Spec, ...]
     pins: Pins
     price: Price
+    ends: Ends = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +190,8 @@ class Answer:
     runners_up: tuple[str, ...] = ()
     """For each argument the next best cut and what it would cost more, empty where there is none."""
     findings: tuple[str, ...] = ()
+    ends: Ends = dataclasses.field(default_factory=dict)
+    """Layouts that open results are held to."""
 
 
 SPREAD = 1.1

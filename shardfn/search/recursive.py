@@ -14,6 +14,7 @@ import numpy as np
 
 from shardfn.graph.moves import primes
 from shardfn.search import propagation
+from shardfn.search.beside import bettered
 from shardfn.search.budget import Budget
 from shardfn.search.choose import Found, answer_of
 from shardfn.search.dynamic import budget_of, mending, on_grid, order
@@ -36,7 +37,7 @@ def search(problem: Problem) -> Answer:
         if not found or not budget.is_over:
             found += [one] if (one := divided(problem, axes, first, budget)) is not None else []
     found.sort(key=lambda f: order(problem, f))
-    return answer_of(problem, found, "recursive search", mending(budget))
+    return bettered(problem, answer_of(problem, found, "recursive search", mending(budget)))
 
 
 def divided(problem: Problem, axes: Axes, first: int, budget: Budget) -> Found | None:

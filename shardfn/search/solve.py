@@ -2,15 +2,15 @@
 
 The problem is contracted, then minimised exactly by elimination where its tables stay small. Otherwise rounds of a
 rising lower bound, labels put out by it, and neighbourhoods of the best labelling solved exactly close the gap; what is
-left of it is closed, where the problem is small enough, by branching. Nothing is random: the same problem takes the
-same steps, and a budget only stops them: of counted work at the same step on every machine.
+left of it is closed, where the problem is small enough, by branching. What is drawn comes from a fixed seed: the same
+problem takes the same steps, and a budget only stops them: of counted work at the same step on every machine.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -81,16 +81,15 @@ class Solution:
         return 0.0 if self.proved else max(0.0, (self.cost - self.bound) / max(abs(self.cost), 1e-300))
 
 
-def solve(problem: Labelling, budget: Budget | None = None, effort: Effort | None = None,
-          watch: Callable[[float, float], None] | None = None) -> Solution:  # fmt: skip
-    """The best labelling found within `budget`, and how good it can be; `watch` is told (bound, cost) as they move.
+def solve(problem: Labelling, budget: Budget | None = None, effort: Effort | None = None) -> Solution:
+    """The best labelling found within `budget`, and how good it can be.
 
     >>> from shardfn.search.labelling import labelling
     >>> found = solve(labelling([[1, 5], [4, 2]], tables=[((0, 1), [0, 9, 9, 0])]))
     >>> found.choice, found.cost, found.proved
     ((0, 0), 5.0, True)
     """
-    found = _Run(problem, budget or Budget(), effort or Effort(), watch).run()
+    found = _Run(problem, budget or Budget(), effort or Effort()).run()
     assert found is not None
     return found
 
@@ -103,15 +102,14 @@ def solve_within(problem: Labelling, ceiling: float, budget: Budget | None = Non
     >>> solve_within(labelling([[1, 5], [4, 2]]), 2.5) is None
     True
     """
-    found = _Run(problem, budget or Budget(), effort or Effort(), None, ceiling).run()
+    found = _Run(problem, budget or Budget(), effort or Effort(), ceiling).run()
     return None if found is None or found.cost > ceiling else found
 
 
 class _Run:
-    def __init__(self, problem: Labelling, budget: Budget, effort: Effort,
-                 watch: Callable[[float, float], None] | None, ceiling: float = math.inf):  # fmt: skip
+    def __init__(self, problem: Labelling, budget: Budget, effort: Effort, ceiling: float = math.inf):
         self.budget = budget
-        self.problem, self.effort, self.watch, self.ceiling = problem, effort, watch, ceiling
+        self.problem, self.effort, self.ceiling = problem, effort, ceiling
         self.store = Store()
         self.pause = 1
         self.visits = self.effort.neighbourhoods
@@ -133,13 +131,13 @@ class _Run:
         stuck = None
         if not len(memory.limit) or not nodes:
             ceiling = self.ceiling - core.constant
-            ascent = Ascent(costs, tables, memory, self.budget)
-            if math.isfinite(ceiling) and _dearer(ascent, ceiling):
+            ascent = Ascent(costs, tables, memory, self.budget) if math.isfinite(ceiling) else None
+            if ascent is not None and _dearer(ascent, ceiling):
                 return None
             found = eliminate(costs, tables, ENTRIES, TOTAL, store=self.store, budget=self.budget)
             if found is None:
                 try:
-                    found = narrow(ascent, ceiling)
+                    found = narrow(ascent or Ascent(costs, tables, memory, self.budget), ceiling)
                     if found is None and math.isfinite(ceiling):
                         return None
                 except Stuck as stop:
@@ -214,7 +212,7 @@ class _Run:
             rise = (ascent.bound - before) / max(abs(ascent.bound), 1e-300)
             before, best = ascent.bound, local.cost
             if rise < STEEP or number >= 3:
-                self.polish(ascent, local, last, number, rise < RISING or number % 4 == 3)
+                self.polish(ascent, local, last, number, rise < RISING)
             upper = goal()
             if not self.over() and not ascent.bound >= upper:
                 ascent.fix(upper)
@@ -224,8 +222,6 @@ class _Run:
                 self.sought = True
                 local.fit(last, ascent.best, 12)
                 self.seek(local)
-            if self.watch:
-                self.watch(ascent.bound + constant, local.cost + constant)
             if self.over() or self.done(ascent.bound, local, constant):
                 return min(ascent.bound, goal()), last
             now = int(ascent.open().sum())
@@ -242,14 +238,16 @@ class _Run:
                 break
         if _size(ascent) > self.effort.most:
             return min(ascent.bound, goal()), last
-        watch = self.watch
-        tell = None if watch is None else lambda bound, cost: watch(bound + constant, cost + constant)
-        bound = branch(ascent, local, goal, self.effort.parts, tell)
+        bound = branch(ascent, local, goal, self.effort.parts)
         return max(bound, ascent.bound) if local.best is None else bound, last
 
-    def polish(self, ascent: Ascent, local: Local, last: Array, number: int, more: bool) -> None:
-        """Better labellings: from the last one suggested, and around the best; more of what has just helped."""
-        raised, closer = more or number % 2 == 0, more and number >= self.turn
+    def polish(self, ascent: Ascent, local: Local, last: Array, number: int, is_slow: bool) -> None:
+        """Better labellings: from the last one suggested, and around the best; more of what has just helped.
+
+        More of it, too, where the bound is slow.
+        """
+        more = is_slow or number % 4 == 3
+        raised, closer = more or number % 2 == 0, is_slow and number >= self.turn
         before = local.cost
         found = fitted(ascent, local, RAISES[number // 2 % len(RAISES)], HALVINGS if closer else 0) if raised else None
         if found is not None:

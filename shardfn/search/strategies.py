@@ -17,6 +17,7 @@ import numpy as np
 
 from shardfn.cost.compute import MOVES, PRODUCTS, TAKES, UPDATES, effort
 from shardfn.cost.memory import Place
+from shardfn.cost.tpu import LANES
 from shardfn.graph.model import Graph, Op, Rule, Spec
 from shardfn.search import forms
 from shardfn.search.facts import Known, known
@@ -115,6 +116,9 @@ class _Builder:
         self.depth: dict[int, int] = {}
         self.copies: list[Held] = []
         self.trips = facts.trips
+        self.sizes = grid.sizes
+        self.cuts: dict[int, Array] = {}
+        self.is_first = not facts.leaders  # of the grids: what follows what is not known yet
         self.interned: dict[tuple[bytes, tuple[int, ...]], Array] = {}
         self.made: dict[object, Array] = {}
         self.decoded: dict[int, tuple[Array, Array]] = {}
@@ -131,6 +135,13 @@ class _Builder:
     def one(self, array: Array) -> Array:
         """The same array for the same content: what is cached by identity is found again."""
         return self.interned.setdefault((array.tobytes(), array.shape), array)
+
+    def ways(self, layouts: Array) -> Array:
+        """`pieces` of layouts that come from `one`."""
+        found = self.cuts.get(id(layouts))
+        if found is None:
+            found = self.cuts[id(layouts)] = pieces(layouts, self.sizes)
+        return found
 
     def node(self, labels: Callable[[Array | None], Array]) -> tuple[int, Array]:
         """A new node, whose labels go on from what is chosen of it already."""
@@ -157,7 +168,7 @@ class _Builder:
     def value_node(self, value: int) -> None:
         shape = self.graph.values[value].shape
         spec = self.given.get(value)
-        labels = self.labels(shape, lambda row: forms.value_labels(shape, self.grid.sizes, row))
+        labels = self.labels(shape, lambda row: forms.value_labels(shape, self.sizes, row))
         self.sources[value] = self.layouts[value] = self.node(self.fixed(spec) if spec is not None else labels)
         self.depth[value] = 0
 
@@ -165,20 +176,25 @@ class _Builder:
         """An argument's node; where several ops read it, they read one copy, so that a gather is paid for once."""
         self.value_node(value)
         node, labels = self.layouts[value]
-        self.nodes[node].sums[4] += self.facts.bytes[value] / pieces(labels, self.grid.sizes)
+        self.nodes[node].sums[4] += self.facts.bytes[value] / self.ways(labels)
         if readers > 1 and value not in self.given and self.graph.values[value].shape:
             shape = self.graph.values[value].shape
-            self.sources[value] = self.node(
-                self.labels(shape, lambda row: forms.value_labels(shape, self.grid.sizes, row))
-            )
+            self.sources[value] = self.node(self.labels(shape, lambda row: forms.value_labels(shape, self.sizes, row)))
             self.connect(node, labels, self.sources[value][0], self.sources[value][1], value, 1)
             first, last = self.facts.read[value]
             self.copied(value, self.sources[value], 2 * first, 2 * last + 1)
 
     def copied(self, value: int, laid: tuple[int, Array], start: int, end: int) -> None:
         full = self.facts.bytes[value]
-        least = full / math.prod(self.grid.sizes)
-        self.copies.append(Held(laid[0], start, end, full / pieces(laid[1], self.grid.sizes) - least))
+        least = full / math.prod(self.sizes)
+        self.copies.append(Held(laid[0], start, end, full / self.ways(laid[1]) - least))
+
+    def padding(self, value: int, layouts: Array) -> Array:
+        """By how much rows in these layouts grow that are padded to whole lanes."""
+        shape = self.graph.values[value].shape
+        cuts = np.where(layouts == len(shape) - 1, self.sizes, 1).prod(axis=1)
+        columns = shape[-1] / cuts if shape else np.full(len(layouts), float(LANES))
+        return np.ceil(columns / LANES) * LANES / columns
 
     # ---- edges
 
@@ -261,19 +277,21 @@ class _Builder:
                 if value not in self.sources:
                     self.value_node(value)
             return
-        lead = self.leader(op, rule)
+        lead = self.facts.leaders.get(index, -1)
+        if lead == -1:
+            lead = self.facts.leaders[index] = self.leader(op, rule)
         if lead is not None:
             node, have = self.sources[op.inputs[lead]]
             key = (id(rule), lead, id(have))
             work = self.followed.get(key)
             if work is None:
                 pairs = self.factor_pairs(rule)[0][lead]
-                work = self.followed[key] = self.one(forms.factors_of(have, pairs, rule, self.grid.sizes))
+                work = self.followed[key] = self.one(forms.factors_of(have, pairs, rule, self.sizes))
             piece = self.piece(index, op, rule, work, work, True)
         else:
             ends = 0 if not self.grid.scatters else SCATTERED_LAST if index in self.facts.last else SCATTERED
             node, codes = self.node(
-                self.labels((id(rule), ends), lambda row: forms.op_codes(rule, self.grid.sizes, ends, row))
+                self.labels((id(rule), ends), lambda row: forms.op_codes(rule, self.sizes, ends, row))
             )
             parts = self.decoded.get(id(codes))
             if parts is None:
@@ -289,10 +307,11 @@ class _Builder:
                 self.copied(value, (node, wanted), 2 * at, 2 * at + 1)
         if piece.partial is not None:
             self.copies.append(Held(node, 2 * at, 2 * at + 1, piece.partial))
-        depth = 1 + max((self.depth.get(v, 0) for v in op.inputs), default=0)
         for value, made in zip(op.outputs, piece.made, strict=True):
             self.sources[value] = self.layouts[value] = node, made
-            self.depth[value] = depth
+        if self.is_first:
+            depth = 1 + max((self.depth.get(v, 0) for v in op.inputs), default=0)
+            self.depth |= dict.fromkeys(op.outputs, depth)
         self.reads[index] = node, piece.wanted
 
     def view(self, rule: Rule) -> Array:
@@ -331,7 +350,7 @@ class _Builder:
                 partial = full[value] / pieces(np.where(scattered, -1, after), grid.sizes)
                 parts = add_up(partial, is_sum & ~scattered, scattered, grid, is_last)
                 sent, sent_s = sent + parts[0], sent_s + parts[1]
-                more = partial - full[value] / pieces(after, grid.sizes)
+                more = partial - full[value] / self.ways(after)
                 whole = more if whole is None else whole + more
         chip = grid.chip
         rate = (
@@ -344,7 +363,7 @@ class _Builder:
 
     def work(self, op: Op, work: Array, wanted: Sequence[Array], made: Sequence[Array]) -> tuple[Array, Array]:
         """FLOPs and bytes moved of one run on one device."""
-        values, sizes, full = self.graph.values, self.grid.sizes, self.facts.bytes
+        values, full = self.graph.values, self.facts.bytes
         flops = 0.0
         if op.name not in MOVES:
             flops = max((forms.volume(values[v].shape) for v in op.outputs), default=0.0)
@@ -352,22 +371,22 @@ class _Builder:
                 flops *= values[op.inputs[position]].shape[dim]
             flops *= 2 if op.name in PRODUCTS else 1
         moved = np.zeros(len(work))
-        made_bytes = sum(full[v] / pieces(layouts, sizes) for v, layouts in zip(op.outputs, made, strict=True)
+        made_bytes = sum(full[v] / self.ways(layouts) for v, layouts in zip(op.outputs, made, strict=True)
                          if v in self.facts.stored)  # fmt: skip
         for position, (value, layouts) in enumerate(zip(op.inputs, wanted, strict=True)):
             if value not in self.facts.stored:
                 continue
-            size = full[value] / pieces(layouts, sizes)
+            size = full[value] / self.ways(layouts)
             if position == 0 and op.name in TAKES:
-                size = np.minimum(size, full[op.outputs[0]] / pieces(made[0], sizes))
+                size = np.minimum(size, full[op.outputs[0]] / self.ways(made[0]))
             elif position == 0 and op.name in UPDATES:
                 size = np.zeros(len(work))
             moved = moved + size
         if op.name in UPDATES and op.inputs:  # in place: what changes is read and written
             at = UPDATES[op.name]
-            made_bytes = 2 * full[op.inputs[at]] / pieces(wanted[at], sizes)
+            made_bytes = 2 * full[op.inputs[at]] / self.ways(wanted[at])
         moved = moved + made_bytes
-        return flops / pieces(work, sizes), moved
+        return flops / self.ways(work), moved
 
 
 def _multiplied(graph: Graph) -> frozenset[int]:
@@ -446,12 +465,18 @@ def build(
 
 
 def _held(builder: _Builder, places: Sequence[Place]) -> tuple[Held, ...]:
-    sizes, full = builder.grid.sizes, builder.facts.bytes
+    full = builder.facts.bytes
     total: dict[tuple[int, int, int], Array] = {}
     for place in places:
         value = max(place.values, key=lambda v: (full[v], v), default=-1)
         if value in builder.layouts:
             node, layouts = builder.layouts[value]
             key = (node, place.start, place.end + 1)
-            total[key] = total.get(key, 0.0) + full[value] / pieces(layouts, sizes)
+            rows = builder.padding(value, layouts) if value in builder.facts.rows else 1.0
+            total[key] = total.get(key, 0.0) + full[value] / builder.ways(layouts) * rows
+    for value in sorted(builder.facts.turned):
+        node, layouts = builder.layouts[value]
+        rows, (first, last) = builder.padding(value, layouts), builder.facts.read[value]
+        key = (node, 2 * first, 2 * last + 1)
+        total[key] = total.get(key, 0.0) + np.where(rows > 1, full[value] / builder.ways(layouts) * rows, 0.0)
     return tuple(Held(node, start, end, held) for (node, start, end), held in total.items())

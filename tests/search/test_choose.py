@@ -119,6 +119,6 @@ def test_a_large_program_that_gathers_arguments_is_not_tried_without_what_holds_
     pins = {dot: Pin(reads if operands else (None, None), (rows,))}
     held = Candidate("", axes, specs, pins, problem.price(axes, specs, pins))
     flows = []
-    flow = lambda axes, specs, pins: flows.append(pins) or problem.flow(axes, specs, pins)  # noqa: E731
+    flow = lambda axes, specs, pins, ends: flows.append(pins) or problem.flow(axes, specs, pins, ends)  # noqa: E731
     found = choose.let_go(dataclasses.replace(problem, flow=flow, memo={}), held)
     assert flows == asked and bool(found.pins) == read_whole

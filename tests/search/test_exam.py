@@ -1,5 +1,6 @@
 """Problems in the form of the published ones, but unlike them: hard to satisfy, many at once, loose ends, no limit kept."""
 
+import dataclasses
 import gzip
 import json
 import pathlib
@@ -17,13 +18,13 @@ from shardfn.search.solve import solve
 NEVER = 10**18
 
 
-def planted(seed: int, slack: float, nodes: int = 120):
+def planted(seed: int, slack: float, nodes: int = 600):
     """Most pairs of neighbours' labels are forbidden; one dear labelling holds the least, and `limit` is its peak x slack."""
     rng = np.random.default_rng(seed)
-    sizes = rng.integers(5, 10, nodes)
+    sizes = rng.integers(6, 13, nodes)
     plan = [int(rng.integers(size)) for size in sizes]
     costs = [rng.integers(0, 100, size) for size in sizes]
-    usages = [rng.integers(2, 50, size) for size in sizes]
+    usages = [rng.integers(1, 4, size) for size in sizes]
     for v, label in enumerate(plan):
         costs[v][label] += 300
         usages[v][label] = 1
@@ -31,20 +32,20 @@ def planted(seed: int, slack: float, nodes: int = 120):
     ends = [(i, i + 1) for i in range(nodes - 1)] + [(i, i + 5) for i in range(0, nodes - 5, 2)]
     tables = []
     for u, v in ends:
-        table = np.where(rng.random((sizes[u], sizes[v])) < 0.55, NEVER, rng.integers(0, 50, (sizes[u], sizes[v])))
+        table = np.where(rng.random((sizes[u], sizes[v])) < 0.6, NEVER, rng.integers(0, 50, (sizes[u], sizes[v])))
         table[plan[u], plan[v]] = 7
         tables.append(((u, v), table.ravel().tolist()))
     made = labelling(
         [cost.tolist() for cost in costs], [usage.tolist() for usage in usages],
         np.stack([start, start + 6], 1).tolist(), tables)  # fmt: skip
     limit = slack * peak_of(made, plan)
-    return labelling(made.costs, made.usages, made.intervals.tolist(), tables, limit)
+    return dataclasses.replace(made, limit=limit)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [1, 2])
 def test_a_labelling_that_hardly_fits_is_found_among_forbidden_pairs(seed):
     problem = planted(seed, 1.0)
-    found = solve(problem, Budget(6e8))
+    found = solve(problem, Budget(2e8))
     assert found.feasible and peak_of(problem, found.choice) <= problem.limit
     assert found.cost == cost_of(problem, found.choice) and found.bound <= found.cost
 
@@ -64,13 +65,13 @@ def test_the_least_peak_is_found_where_the_messages_suggest_forbidden_pairs():
 
 def test_many_nodes_without_tables_share_a_limit_almost_fully():
     rng = np.random.default_rng(4)
-    usages = [np.sort(rng.integers(1, 100, 12) ** 2)[::-1] for _ in range(400)]
+    usages = [np.sort(rng.integers(1, 100, 12) ** 2)[::-1] for _ in range(1000)]
     costs = [np.sort(rng.integers(0, 1000, 12)) for _ in usages]
     problem = labelling(
         [c.tolist() for c in costs], [u.tolist() for u in usages], limit=0.35 * sum(u[0] for u in usages)
     )
-    found = solve(problem, Budget(2e8))
-    assert found.feasible and found.gap < 2e-3
+    found = solve(problem, Budget(5e7))
+    assert found.feasible and found.gap < 1e-3
 
 
 @pytest.mark.parametrize("arity", [3, 4])
@@ -85,7 +86,7 @@ def test_tables_of_many_nodes_stay_about_as_large_as_they_were(arity):
     left = sum(table.size for row in core.tables.values() for table in row.values()) / 2
     assert left <= (arity + 1) * sum(len(flat) for _, flat in tables)
     assert max(len(cost) for cost in core.costs.values()) <= 5 ** (arity - 1)
-    found = solve(problem, Budget(3e8))
+    found = solve(problem, Budget(5e7))
     assert found.feasible and found.gap < 0.15
 
 

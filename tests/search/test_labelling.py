@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import iopddl
 from shardfn.search.budget import Budget
+from shardfn.search.content import Store
 from shardfn.search.contract import contract
 from shardfn.search.eliminate import eliminate
 from shardfn.search.labelling import busy_times, cost_of, labelling, peak_of
@@ -128,7 +129,9 @@ def test_elimination_holds_nodes_rather_than_build_a_large_table():
         for v in range(u):
             table = rng.random((4, 4))
             tables[u][v], tables[v][u] = table, table.T
-    assert eliminate(costs, tables, 100) is None
+    store = Store()
+    assert eliminate(costs, tables, 100, store=store) is None
+    assert not store.results  # it is known before any table is made
     current = [0] * 12
 
     def total(labels):

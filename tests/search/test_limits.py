@@ -38,7 +38,10 @@ class Asked:
     is_open: bool = True
     names: tuple[str, ...] = ("x",)
 
-    def flow(self, axes, specs, pins):
+    def price_of(self, made):
+        return self.price(made.axes, made.specs, made.pins)
+
+    def flow_of(self, made):
         return SimpleNamespace(graph=SimpleNamespace(inputs=(0,), ops=()), local_bytes=lambda v: 4)
 
 

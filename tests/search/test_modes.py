@@ -126,6 +126,15 @@ def test_a_search_of_ones_own():
         shardfn.plan(two_layers, *args, search_mode="rows")
 
 
+def test_what_a_search_gives_must_be_an_answer():
+    search.register("nothing", lambda problem: None)
+    try:
+        with pytest.raises(ContextTypeError, match="the search 'nothing' gave None"):
+            shardfn.plan(two_layers, *PROGRAMS["two layers"][1].values(), search_mode="nothing")
+    finally:
+        search.forget("nothing")
+
+
 def test_names_that_cannot_be_registered():
     for name in ("auto", "no name", "", 3, None):
         with pytest.raises(ContextError, match="cannot be registered"):

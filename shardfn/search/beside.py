@@ -1,0 +1,79 @@
+"""What stands beside an answer for a small program, whose flows cost little: what the search finds for other aims, and the
+plans that differ from it in one array. No level's plan is worse at its own aim than what is priced for another one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from shardfn.search.choose import PLAIN
+from shardfn.search.neighbours import differing, improved
+from shardfn.search.problem import Answer, Candidate, Problem, figures, objective
+
+AIMS = (0, 2)
+"""The levels whose answers stand beside each other's, and beside that of level 1, which takes the longest to find."""
+
+Alone = Callable[[Problem], Answer]
+
+
+def bettered(problem: Problem, own: Answer, alone: Alone | None = None) -> Answer:
+    """The best by its flow of an answer and what stands beside it; large programs keep the answer.
+
+    Args:
+      problem: what is asked.
+      own: its answer.
+      alone: the search by itself, to be asked at other levels; None: only one array at a time is changed.
+    """
+    if len(problem.graph.ops) > PLAIN or problem.seconds_left <= 0:
+        return own
+    first = Candidate("this search's", own.axes, own.specs, own.pins, problem.price_of(own), own.ends)
+    is_least = problem.level == 0 and not any(
+        objective(first.price, problem)[:3]
+    )  # sends nothing, and all devices work
+    elsewhere = [c for level in AIMS if alone is not None and not is_least
+                 and level != problem.level and problem.seconds_left > 0
+                 for c in _of_level(dataclasses.replace(problem, level=level), alone)]  # fmt: skip
+    start = min((first, *elsewhere), key=lambda c: objective(c.price, problem))
+    best = improved(problem, start)
+    if best is first:
+        return own
+    before = [first] if start is first else [start, first]
+    others = sorted((c for c in (*before, *own.others) if c is not best), key=lambda c: objective(c.price, problem))
+    return _told(problem, own, first, start, best, others)
+
+
+def _of_level(problem: Problem, alone: Alone) -> list[Candidate]:
+    one = asked_once(problem, alone)
+    name = f"level {problem.level}'s"
+    answered = Candidate(name, one.axes, one.specs, one.pins, problem.price_of(one), one.ends)
+    return [answered, *(dataclasses.replace(other, name=f"{name} {other.name}") for other in one.others)]
+
+
+def asked_once(problem: Problem, alone: Alone) -> Answer:
+    """The answer of a search by itself; what a problem was answered at a level and a limit is not searched again."""
+    key = "answer", problem.level, problem.memory_limit
+    if key not in problem.memo:
+        problem.memo[key] = alone(problem)
+    return problem.memo[key]
+
+
+def _told(
+    problem: Problem, own: Answer, first: Candidate, start: Candidate, best: Candidate, others: Sequence[Candidate]
+) -> Answer:
+    """An answer with a better candidate in its place, and where that comes from."""
+    is_own = start is first
+    changed = differing(problem, start, best)
+    policy = own.policy.replace(", proved under", ", no bound of how far from the optimum under")
+    if own.gap:
+        policy = policy.replace(f"within {own.gap:.1%} of", "no bound of how far from")
+    policy += "" if is_own else f"; better by its flow: {start.name}"
+    policy += f"; changed for a better flow: {changed}" if changed else ""
+    reasons = tuple(
+        reason if not reason or (is_own and one == two) else "better by its flow than what the search found first"
+        for reason, one, two in zip(own.reasons, first.specs, best.specs, strict=True)
+    )
+    runner = f"{others[0].name}: {figures(others[0].price)} against {figures(best.price)}" if others else ""
+    return dataclasses.replace(
+        own, axes=best.axes, specs=best.specs, pins=best.pins, ends=best.ends, reasons=reasons, policy=policy,
+        runner_up=runner, runners_up=(), gap=None, others=tuple(others),
+    )  # fmt: skip

@@ -1,0 +1,164 @@
+"""Small programs: no level's plan is worse at its own aim than what the library itself prices elsewhere."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardfn
+from shardfn import ShardError
+from shardfn.search import beside, neighbours
+from shardfn.search.problem import Candidate, objective
+
+S = jax.ShapeDtypeStruct
+
+
+def f32(*dims):
+    return S(dims, jnp.float32)
+
+
+def mlp(x, w1, w2):
+    return jax.nn.relu(x @ w1) @ w2
+
+
+def trained(loss):
+    def step(p, *batch):
+        value, grads = jax.value_and_grad(loss)(p, *batch)
+        return jax.tree.map(lambda x, g: x - 0.1 * g, p, grads), value
+
+    return step
+
+
+def looked_up(p, i):
+    return jnp.mean((jax.nn.relu(p["t"][i].mean(1) @ p["w1"]) @ p["w2"]) ** 2)
+
+
+def recurrent(p, x):
+    def body(h, xt):
+        h = jnp.tanh(xt @ p["w"] + h @ p["u"] + p["b"])
+        return h, h
+
+    return jnp.mean(jax.lax.scan(body, jnp.zeros((x.shape[1], p["u"].shape[0])), x)[1] ** 2)
+
+
+MLP = f32(64, 128), f32(128, 256), f32(256, 64)
+PROGRAMS = {
+    "mlp": (mlp, MLP, {}),
+    "look-up step": (trained(looked_up), ({"t": f32(2048, 32), "w1": f32(32, 128), "w2": f32(128, 32)}, S((64, 4), "int32")),
+                     {"donate_argnums": 0}),
+    "recurrent step": (trained(recurrent), ({"w": f32(64, 128), "u": f32(128, 128), "b": f32(128)}, f32(16, 8, 64)),
+                       {"donate_argnums": 0}),
+    "sort": (lambda x, w: (jnp.sort(x @ w, axis=1)[:, :32], jnp.argsort(x, axis=0)), (f32(64, 128), f32(128, 256)), {}),
+    "concatenate": (lambda x, y, w: (jnp.concatenate([x, y], 0) @ w, jnp.roll(x, 1, 0), x[::-1]),
+                    (f32(64, 64), f32(32, 64), f32(64, 64)), {}),
+}  # fmt: skip
+
+
+def plans(name, device):
+    fn, args, options = PROGRAMS[name]
+    return [shardfn.plan(fn, *args, level=level, device=device, **options) for level in (0, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [("mlp", "cpu:8"), ("mlp", "cpu:6"), ("mlp", "cpu:12"), ("look-up step", "cpu:8"), ("sort", "cpu:8"),
+     ("concatenate", "cpu:8")],
+)  # fmt: skip
+def test_no_level_loses_at_its_own_aim_and_no_row_beside_a_plan_is_better(name, device):
+    made = plans(name, device)
+    for own in made:
+        aim = objective(own.price, own.study.question)
+        for other in made:
+            assert aim <= objective(other.price, own.study.question), (own.level, other.level)
+        for d in (*own.inputs, *own.outputs):
+            rows = () if "whose place it can take" in d.reason else own.why(d.path).rows
+            for row in rows:
+                f = row.figures
+                if own.level == 1:
+                    assert f.memory >= own.price.memory.peak, (d.path, row.cuts)
+                elif own.level == 2:
+                    assert f.time_s >= (1 - neighbours.WORTH) * own.price.time_s, (d.path, row.cuts)
+
+
+def test_a_cut_that_another_entry_finds_is_found():
+    """One argument less cut: the same work, fewer bytes."""
+    fn, args, options = PROGRAMS["recurrent step"]
+    made = shardfn.plan(fn, *args, level=0, device="cpu:8", **options)
+    other = made.what_if({"p/u": (1, 4)})
+    assert made.price.flops <= other.price.flops
+    assert made.price.bytes_sent <= other.price.bytes_sent
+
+
+def test_the_least_that_a_limit_names_is_what_level_1_holds():
+    least = plans("mlp", "cpu:8")[1].price.memory.peak
+    for limit in (least - 1, least / 4):
+        with pytest.raises(ShardError, match="memory_limit") as error:
+            shardfn.plan(mlp, *MLP, level=1, device="cpu:8", memory_limit=limit)
+        assert int(str(error.value).rpartition("memory_limit=")[2]) <= least
+    for level in (0, 1, 2):
+        made = shardfn.plan(mlp, *MLP, level=level, device="cpu:8", memory_limit=least)
+        assert made.price.memory.peak <= least
+
+
+# ---- what it may cost, and what is said
+
+
+@pytest.fixture(scope="module")
+def asked():
+    """A problem at level 1, and what a poor answer of it is."""
+    found = []
+    shardfn.register_search("listening", lambda p: found.append(p) or shardfn.search.MODES["auto"](p))
+    try:
+        shardfn.plan(mlp, *MLP, level=1, device="cpu:8", search_mode="listening")
+    finally:
+        shardfn.search.forget("listening")
+    axes, whole = (("a", 8),), ((), ())
+    return found[0], Candidate("poor", axes, (whole,) * 3, {}, found[0].price(axes, (whole,) * 3, {}))
+
+
+def test_what_may_be_spent_bounds_the_flows(asked):
+    problem, poor = asked
+    assert neighbours.improved(problem, poor, 0) is poor
+    once = neighbours.FIXED + len(problem.graph.ops)
+    peaks = [neighbours.improved(problem, poor, n * once).price.memory.peak for n in (0, 1, 4, 400)]
+    assert peaks == sorted(peaks, reverse=True) and peaks[-1] < peaks[0] / 2
+    flows = []
+    flow = lambda *choice: flows.append(choice) or problem.flow(*choice)  # noqa: E731
+    neighbours.improved(dataclasses.replace(problem, flow=flow, memo={}), poor, 7 * once)
+    assert len({(axes, specs, tuple(ends.items())) for axes, specs, _, ends in flows}) <= 1 + 7
+
+
+def test_less_than_a_thousandth_of_the_time_is_no_gain(asked):
+    problem = dataclasses.replace(asked[0], level=2)
+    poor = asked[1]
+    for share, gains in ((0.9995, False), (0.99, True)):
+        price = dataclasses.replace(poor.price, compute_s=share * poor.price.time_s - poor.price.communication_s)
+        made = dataclasses.replace(poor, price=price)
+        assert neighbours._is_better(problem, made, poor) == gains
+
+
+def test_what_is_changed_is_told_and_no_longer_proved(asked):
+    problem, poor = asked
+    reasons, policy = ("found",) * 3, "a search: grid a=8, proved under the cost model"
+    own = shardfn.search.Answer(poor.axes, poor.specs, reasons, policy, gap=0.0)
+    made = beside.bettered(problem, own)
+    assert made.gap is None and "proved" not in made.policy and "changed for a better flow: `" in made.policy
+    assert problem.price_of(made).memory.peak < poor.price.memory.peak
+    assert [r != "found" for r in made.reasons] == [a != b for a, b in zip(made.specs, poor.specs, strict=True)]
+    large = dataclasses.replace(problem, graph=dataclasses.replace(problem.graph, ops=problem.graph.ops * 500))
+    assert beside.bettered(large, own) is own
+
+
+def test_a_level_is_searched_once(asked):
+    problem, poor = dataclasses.replace(asked[0], memo={}), asked[1]
+    searched = []
+
+    def alone(problem):
+        searched.append(problem.level)
+        return shardfn.search.Answer(poor.axes, poor.specs, ("",) * 3, "")
+
+    for level in (1, 0, 2, 1):
+        one = dataclasses.replace(problem, level=level)
+        beside.bettered(one, beside.asked_once(one, alone), alone)
+    assert sorted(searched) == [0, 1, 2]

@@ -1,0 +1,110 @@
+"""Results whose layout is left open: they are searched with the rest, and held where propagation would leave them otherwise."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardfn
+from shardfn import AUTO, ShardError
+from shardfn.search.problem import Candidate
+from shardfn.search.results import held_as
+
+KEY = jax.random.key(0)
+S = jax.ShapeDtypeStruct
+
+
+def drawn(key):
+    return jax.random.normal(key, (64, 32))
+
+
+def init(key):
+    first, second = jax.random.split(key)
+    return {"w": jax.random.normal(first, (64, 32)), "b": jnp.zeros(128), "state": jnp.zeros((64, 32)),
+            "u": jax.random.normal(second, (64, 32))}  # fmt: skip
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_what_is_made_of_a_key_is_cut(level):
+    """No argument has a dim to cut, and propagation alone would leave everything whole."""
+    made = shardfn.plan(drawn, KEY, level=level, device="cpu:8")
+    by_hand = shardfn.plan(drawn, KEY, level=level, device="cpu:8", out_strategy=((8, 1),))
+    whole = shardfn.plan(drawn, KEY, level=level, device="cpu:8", out_strategy=((1, 1),))
+    assert made.outputs[0].source == "searched" and made.outputs[0].reason
+    assert made.price.flops <= by_hand.price.flops < whole.price.flops / 4
+    assert made.price.memory.peak <= by_hand.price.memory.peak < whole.price.memory.peak / 4
+    if made.gap is not None:
+        assert "proved" in made.policy
+
+
+def test_it_is_compiled_as_it_was_priced(tmp_path):
+    sharded = shardfn.shard(init, level=1)
+    found, made = sharded(KEY), sharded.plan(KEY)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, init(KEY))
+    assert all(leaf.sharding.shard_shape(leaf.shape) != leaf.shape for leaf in jax.tree.leaves(found))
+    assert {d.spec for d in made.outputs if d.shape == (64, 32)} == {made.decision("result/w").spec}, "zeros lie alike"
+    compiled = sharded.lower(KEY).compile().memory_analysis()
+    assert compiled.output_size_in_bytes <= 1.1 * sum(d.local_bytes for d in made.outputs) + 64
+    made.save(tmp_path / "layout.toml")
+    again = shardfn.plan(init, KEY, layout=tmp_path / "layout.toml")
+    assert [d.spec for d in again.outputs] == [d.spec for d in made.outputs]
+
+
+def test_a_limit_that_cut_results_keep_is_kept():
+    whole = 64 * 32 * 4
+    made = shardfn.plan(drawn, KEY, memory_limit=0.6 * whole, device="cpu:8")
+    assert made.price.memory.peak <= 0.6 * whole
+    with pytest.raises(ShardError, match=f"memory_limit={made.price.memory.peak}$"):
+        shardfn.plan(drawn, KEY, memory_limit=100, level=1, device="cpu:8")
+
+
+def test_a_function_without_arguments():
+    made = shardfn.plan(lambda: jnp.zeros((64, 64)) + 1.0, level=1, device="cpu:8")
+    assert made.outputs[0].local_bytes == 64 * 64 * 4 // 8
+
+
+def mixed(x, w):
+    return jnp.sort(x @ w, axis=1), jnp.argsort(x, axis=0)
+
+
+ARGS = S((64, 128), "float32"), S((128, 256), "float32")
+
+
+def test_with_all_arguments_given_a_result_is_searched_only_where_that_is_said():
+    given = {"in_strategy": ((8, 1), (1, 1)), "level": 2, "device": "cpu:8"}
+    followed = shardfn.plan(mixed, *ARGS, **given)
+    asked = shardfn.plan(mixed, *ARGS, out_strategy=(AUTO, AUTO), **given)
+    assert followed.policy == "nothing was open"
+    assert [d.source for d in asked.inputs] == ["you", "you"]
+    assert asked.outputs[1].source == "searched" and asked.outputs[1].cuts == (1, 8)
+    assert asked.price.time_s < followed.price.time_s
+
+
+def test_a_result_that_takes_an_arguments_place_lies_as_it():
+    def step(params, x):
+        grads = jax.grad(lambda p: ((x @ p["w"]) ** 2).mean() + p["b"].sum())(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), x @ params["w"]
+
+    params = {"w": S((128, 64), "float32"), "b": S((128,), "float32")}
+    for level in (0, 1, 2):
+        made = shardfn.plan(step, params, ARGS[0], level=level, device="cpu:8", donate_argnums=0)
+        for name in params:
+            assert made.decision(f"result/0/{name}").spec == made.decision(f"params/{name}").spec
+
+
+def test_what_propagation_does_by_itself_is_not_held():
+    asked = []
+    shardfn.register_search("listening", lambda p: asked.append(p) or shardfn.search.MODES["auto"](p))
+    try:
+        shardfn.plan(mixed, *ARGS, device="cpu:8", search_mode="listening")
+    finally:
+        shardfn.search.forget("listening")
+    (problem,), axes, rows, whole = asked, (("a", 2), ("b", 4)), (("a",), ()), ((), ())
+    made = Candidate("", axes, (rows, whole), {}, problem.price(axes, (rows, whole), {}))
+    flow = problem.flow_of(made)
+    laid = {end.value: flow.specs[flow.graph.outputs[end.at]] for end in problem.ends.values()}
+    assert held_as(problem, made, axes, laid.get) is None
+    other = {**laid, problem.ends[1].value: ((), ("b",))}
+    held = held_as(problem, made, axes, other.get)
+    assert held is not None and held.ends == {1: ((), ("b",))} and held.price != made.price
+    assert held_as(problem, made, axes, {**laid, problem.ends[1].value: ((), ("c",))}.get) is None, "no such axis"
