@@ -450,11 +450,6 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 REASONS = {
     (
-        "attention",
-        "a different dim of each weight",
-    ): "heads cut 8 ways go over to head_dim cut 4 ways: XLA moves one half "
-    "by an exchange and one by a permute, the prediction all by one exchange",
-    (
         "gpt2 step, 2 layers",
         "the same, and the vocabulary",
     ): "the table lies over both axes, its rows the other way round "

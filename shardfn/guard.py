@@ -1,4 +1,4 @@
-"""Where XLA computes wrong values, keep it from there; the report says so.
+"""Where XLA computes wrong values, or makes a program that cannot run, keep it from there; the report says so.
 
 Seen on JAX 0.10.2 and 0.12.0.1 (CPU): a convolution with a window larger than 1 and a spatial dim cut gives wrong
 results, in value or in gradient, if the image leaves some grid axis unused, if the kernel is cut as well, or, with
@@ -6,12 +6,14 @@ several spatial dims cut, strides or dilation, in other cases that follow no pla
 It is right with whole spatial dims, and with one spatial dim cut of an image that is cut over all axes, without strides.
 So is the gradient of a maximum over windows (max pooling) wrong where a dim is cut and neighbouring windows overlap by
 half or more: 3 rows each 1, 4 each 2, but not 3 each 2. It is judged where it stands in the function itself.
+On CPU a Fourier transform of what is gathered along another dim than the first may come to read a transposed array, which
+it refuses when it runs: with its operand and result whole by constraint, it does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -23,8 +25,15 @@ from shardfn.rebind import bind_one, rebound
 CHANGES = frozenset({"all_gather", "all_slice", "all_to_all", "collective_permute", "all_reduce", "reduce_scatter"})
 
 
-def wrong_convolutions(flow: Flow) -> tuple[str, ...]:
-    """The convolutions (`file:line`) that XLA might compute wrongly, in value or gradient, in this layout."""
+class Wrong(NamedTuple):
+    """An op that XLA gets wrong: its `file:line`, and whether it is a Fourier transform, not a convolution or pooling."""
+
+    where: str
+    is_transform: bool = False
+
+
+def wrong_convolutions(flow: Flow) -> tuple[Wrong, ...]:
+    """The convolutions that XLA might compute wrongly, in value or gradient, and transforms that might not run, so laid out."""
     # XLA may leave out the changes of layout around a convolution: judge it by what comes and what is wanted.
     moves = [(op.inputs[0], op.outputs[0]) for op in flow.graph.ops if op.name in CHANGES]
     moved_to: dict[int, int] = {}
@@ -34,10 +43,14 @@ def wrong_convolutions(flow: Flow) -> tuple[str, ...]:
     for before, after in reversed(moves):
         moved_to[before] = moved_to.get(after, after)
     every = {axis for axis, size in flow.axes.items() if size > 1}
-    found: dict[str, None] = {}
+    found: dict[Wrong, None] = {}
     for op in flow.graph.ops:
         if op.name == "select_and_scatter" and _is_wrong_pooling(op, flow):
-            found.setdefault(op.where)
+            found.setdefault(Wrong(op.where))
+        if op.name == "fft" and flow.platform == "cpu":
+            before, after = flow.specs[moved_from.get(op.inputs[0], op.inputs[0])], flow.specs[op.inputs[0]]
+            if before[1:] != after[1:]:
+                found.setdefault(Wrong(op.where, is_transform=True))
         if op.convolution is None:
             continue
         image, kernel = (flow.specs[moved_from.get(v, v)] for v in op.inputs)
@@ -48,7 +61,7 @@ def wrong_convolutions(flow: Flow) -> tuple[str, ...]:
             continue  # the last: a kernel's gradient, whose convolution forward is judged instead
         one = sum(map(bool, cut)) == 1 and op.convolution.is_dense
         if not one or _axes(image) != every or _axes(kernel):
-            found.setdefault(op.where)
+            found.setdefault(Wrong(op.where))
     return tuple(found)
 
 
@@ -67,19 +80,28 @@ def _axes(spec: Sequence[tuple[str, ...]]) -> set[str]:
     return {axis.partition(":")[0] for dim in spec for axis in dim}
 
 
-def convolution_finding(where: tuple[str, ...]) -> str:
+def convolution_finding(wrong: Sequence[Wrong]) -> str:
     """What the report says of a mended plan."""
-    return (
-        f"the spatial dims of the convolutions, or the gradients of poolings, at {', '.join(where)} are made whole first: "
-        "XLA computes them wrongly in the layout asked for, or their gradients. To avoid it, cut one spatial dim, and the "
-        "image over all devices, or convolve with shardfn.halo.conv, which fetches borders itself"
-    )
+    windows, transforms = (", ".join(w.where for w in wrong if w.is_transform == kind) for kind in (False, True))
+    texts = []
+    if windows:
+        texts.append(
+            f"the spatial dims of the convolutions, or the gradients of poolings, at {windows} are made whole first: "
+            "XLA computes them wrongly in the layout asked for, or their gradients. To avoid it, cut one spatial dim, and the "
+            "image over all devices, or convolve with shardfn.halo.conv, which fetches borders itself"
+        )
+    if transforms:
+        texts.append(
+            f"what the Fourier transforms at {transforms} read and give is made whole first: in the layout asked for, XLA on "
+            "CPU makes a program of them that may stop when it runs. To avoid it, leave all dims but the first whole"
+        )
+    return "; ".join(texts)
 
 
 def whole_convolutions(
     function: Callable[..., Any], mesh: Any, static_argnums: tuple[int, ...] = ()
 ) -> Callable[..., Any]:
-    """`function` with the dims of every window whole: of convolutions, and of gradients of a maximum over windows."""
+    """`function` with the dims of every window whole, of convolutions and gradients of a maximum; Fourier transforms wholly."""
 
     def whole(x: Any, windowed: Sequence[int]) -> Any:
         dims: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
@@ -92,6 +114,9 @@ def whole_convolutions(
             dims = [d for d, size in enumerate(eqn.params["window_dimensions"]) if size > 1]
             (out,) = bind_one(eqn, [whole(x, dims) for x in inputs])
             return [whole(out, dims)]
+        if eqn.primitive.name == _TRANSFORM:
+            (out,) = bind_one(eqn, [whole(x, range(x.ndim)) for x in inputs])
+            return [whole(out, range(out.ndim))]
         numbers = eqn.params["dimension_numbers"]
         if max((inputs[1].shape[d] for d in numbers.rhs_spec[2:]), default=1) == 1:
             return bind_one(eqn, inputs)
@@ -103,8 +128,9 @@ def whole_convolutions(
              why="its image is cut along a spatial dim in a way that XLA mistakes, and derivative rules of your own hide it",
              fix="leave its spatial dims whole, cut the image over all devices, or use shardfn.halo.conv")  # fmt: skip
 
-    wanted = ("conv_general_dilated", _POOLING)
+    wanted = ("conv_general_dilated", _POOLING, _TRANSFORM)
     return rebound(function, lambda eqn, number: eqn.primitive.name in wanted, bind, static_argnums, refuse)
 
 
 _POOLING = "select_and_scatter_add"
+_TRANSFORM = "fft"

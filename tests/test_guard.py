@@ -127,3 +127,27 @@ def test_a_convolution_out_of_reach_is_refused_not_computed_wrongly():
     with pytest.raises(shardfn.ShardError, match="custom_vjp"):
         shardfn.shard(own, ((1, 1, 2, 1), (8, 1, 1, 1)))(X, K)
     np.testing.assert_allclose(shardfn.shard(own, ((8, 1, 1, 1), None))(X, K), conv(X, K), rtol=1e-3, atol=1e-3)
+
+
+def filtered(x, w):
+    return jnp.fft.ifft(jnp.fft.fft(x) * w).real
+
+
+SIGNAL = X[:2].reshape(16, 256), jnp.linspace(0, 1, 256).astype("complex64")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mended"),
+    [(((1, 8), (1,)), True), (((1, 1), (8,)), True), (((4, 2), (1,)), True), (((8, 1), (1,)), False)],
+)
+def test_fourier_transforms_of_cut_arrays_run(strategy, mended):
+    sharded = shardfn.shard(filtered, strategy)
+    np.testing.assert_allclose(sharded(*SIGNAL), filtered(*SIGNAL), rtol=1e-3, atol=1e-3)
+    said = [f for f in sharded.plan(*SIGNAL).findings if "Fourier transforms" in f]
+    assert bool(said) == mended
+    assert all("test_guard.py" in text and "To avoid it, leave all dims but the first whole" in text for text in said)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_fourier_transforms_run_as_they_are_planned(level):
+    np.testing.assert_allclose(shardfn.shard(filtered, level=level)(*SIGNAL), filtered(*SIGNAL), rtol=1e-3, atol=1e-3)
