@@ -1,0 +1,10 @@
+"""What a laid-out program costs on a device. Where the rule for something is:
+
+- the figures of a chip, with their source: `chips`; measured on this machine: `calibrate`; how many chips, and how they are
+  linked: `hardware`, `links`
+- bytes of a collective: `collectives`; work of an op: `compute`; all of it together: `price`
+- memory: which values take a place (`fusion`), in which order ops run (`schedule`), what is alive when (`memory`), and the
+  tiles and the vector memory of a TPU (`tpu`)
+
+The search prices an op by tables of the same figures (`search.strategies`); what its plans cost is said by `price` alone.
+"""

@@ -17,12 +17,12 @@ from shardfn.search import plain, propagation
 from shardfn.search.facts import bytes_of
 from shardfn.search.filters import keeps
 from shardfn.search.grid import Axes, merged
-from shardfn.search.labelling import Labelling, Table, peak_of
 from shardfn.search.levels import repeated, totals
 from shardfn.search.polish import LINE, PRODUCTS, in_line
 from shardfn.search.problem import Answer, Candidate, Pins, Problem, figures, objective
 from shardfn.search.results import ends_of, held_as
-from shardfn.search.solve import Solution
+from shardfn.search.solver.labelling import Labelling, Table, peak_of
+from shardfn.search.solver.solve import Solution
 from shardfn.search.strategies import Space, spec_of
 
 PLAIN = 500

@@ -1,6 +1,6 @@
 """The exact search: the best layout of every op under the cost model, on every grid of one or two axes.
 
-Each grid's choices are a labelling problem (`search.solve`, at the problem's level: `search.levels`), solved to proven
+Each grid's choices are a labelling problem (`search.solver.solve`, at the problem's level: `search.levels`), solved to proven
 optimality where elimination can, else to a stated gap. Of small programs the best grid is divided once more, into three
 axes. `search.choose` takes the best by Shardy's flow.
 """
@@ -14,15 +14,15 @@ from collections.abc import Iterator, Sequence
 from shardfn.cuts import divisors
 from shardfn.search import propagation
 from shardfn.search.beside import asked_once, bettered
-from shardfn.search.budget import SECOND, Budget
 from shardfn.search.choose import Found, Mend, Turn, answer_of, weighed
 from shardfn.search.filters import loosened, narrowed
 from shardfn.search.grid import Array, Axes, Grid
-from shardfn.search.labelling import Labelling, cost_of
 from shardfn.search.levels import in_pieces, labelling_of, totals
-from shardfn.search.peak import Peak, least_peak
 from shardfn.search.problem import Answer, Candidate, Problem
-from shardfn.search.solve import Effort, Solution, solve, solve_within
+from shardfn.search.solver.budget import SECOND, Budget
+from shardfn.search.solver.labelling import Labelling, cost_of
+from shardfn.search.solver.peak import Peak, least_peak
+from shardfn.search.solver.solve import Effort, Solution, solve, solve_within
 from shardfn.search.strategies import build
 
 SLACK = 1.02

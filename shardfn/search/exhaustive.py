@@ -2,7 +2,7 @@
 
 Depth first, one node after the other, and back as soon as what is spent and the least that the rest can cost are no less
 than the best so far, or where the labels that the rest can see were met before at no more. It shares no code with
-`search.solve`.
+`search.solver.solve`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from shardfn.errors import ShardError, fail
-from shardfn.search.labelling import Array, Labelling
+from shardfn.search.solver.labelling import Array, Labelling
 
 STEPS = 200_000
 NEAR = 1e-12
@@ -36,7 +36,7 @@ def exhaustive(problem: Labelling, below: float = math.inf, most: int = STEPS) -
     Raises:
       ShardError: `most` labels were tried and there is more to try, or a table is of more nodes.
 
-    >>> from shardfn.search.labelling import labelling
+    >>> from shardfn.search.solver.labelling import labelling
     >>> best = exhaustive(labelling([[1, 5], [4, 2]], tables=[((0, 1), [0, 9, 9, 0])]))
     >>> best.choice, best.cost
     ((0, 0), 5.0)

@@ -8,8 +8,8 @@ import dataclasses
 
 import numpy as np
 
-from shardfn.search.labelling import Held, Labelling, Table
 from shardfn.search.problem import Problem
+from shardfn.search.solver.labelling import Held, Labelling, Table
 from shardfn.search.strategies import Edge, Node, Space
 
 HOLDING = 0.1

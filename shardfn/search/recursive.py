@@ -1,6 +1,6 @@
 """The recursive search: the devices are divided again and again, and each time every op takes its best further cut.
 
-One division decides one axis of a prime size for all ops together (`search.solve`), with what earlier divisions cut
+One division decides one axis of a prime size for all ops together (`search.solver.solve`), with what earlier divisions cut
 held, so the time is linear in the ops and in the number of divisions. What divisions decide one by one can collapse to
 pure data parallel: therefore it starts twice, once with a first division for memory, and afterwards every axis is
 decided again with the others held, until nothing improves.
@@ -15,12 +15,12 @@ import numpy as np
 from shardfn.graph.moves import primes
 from shardfn.search import propagation
 from shardfn.search.beside import bettered
-from shardfn.search.budget import Budget
 from shardfn.search.choose import Found, answer_of
 from shardfn.search.dynamic import budget_of, mending, on_grid, order
 from shardfn.search.forms import FREE
 from shardfn.search.grid import Axes
 from shardfn.search.problem import Answer, Problem
+from shardfn.search.solver.budget import Budget
 
 SWEEPS = 2
 

@@ -19,10 +19,10 @@ from shardfn.search.choose import Found, candidate, let_go
 from shardfn.search.facts import bytes_of
 from shardfn.search.filters import narrowed
 from shardfn.search.grid import Array, Grid, change, pieces
-from shardfn.search.labelling import Labelling, cost_of
 from shardfn.search.levels import labelling_of
 from shardfn.search.problem import Answer, Candidate, Problem, objective
-from shardfn.search.solve import Solution
+from shardfn.search.solver.labelling import Labelling, cost_of
+from shardfn.search.solver.solve import Solution
 from shardfn.search.strategies import Space, build
 
 

@@ -22,7 +22,7 @@ from shardfn.graph.model import Graph, Op, Rule, Spec
 from shardfn.search import forms
 from shardfn.search.facts import Known, known
 from shardfn.search.grid import Array, Grid, add_up, change, pieces
-from shardfn.search.labelling import Held
+from shardfn.search.solver.labelling import Held
 
 SCATTERED, SCATTERED_LAST = 1, 2
 """Along how many factors of a result its sum may be left in pieces: of what is multiplied again, and of the rest."""

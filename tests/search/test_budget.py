@@ -9,12 +9,12 @@ import pytest
 
 import shardfn
 from examples.models import abstract, attention, mlp
-from shardfn.search import budget as budgets
 from shardfn.search import dynamic
-from shardfn.search.budget import Budget
-from shardfn.search.labelling import labelling
-from shardfn.search.peak import least_peak
-from shardfn.search.solve import Effort, solve
+from shardfn.search.solver import budget as budgets
+from shardfn.search.solver.budget import Budget
+from shardfn.search.solver.labelling import labelling
+from shardfn.search.solver.peak import least_peak
+from shardfn.search.solver.solve import Effort, solve
 
 PLANS = {
     "level 0": (mlp, {"level": 0}),

@@ -15,10 +15,10 @@ from examples.models import abstract, attention, mlp
 from shardfn.cost.hardware import resolve
 from shardfn.graph.model import Pin
 from shardfn.search import dynamic
-from shardfn.search.budget import Budget
 from shardfn.search.forms import value_labels
 from shardfn.search.grid import Grid, change
 from shardfn.search.problem import objective
+from shardfn.search.solver.budget import Budget
 from shardfn.search.strategies import build, spec_of
 from tests.search.asking import PROGRAMS, S, problem_of, two_layers
 

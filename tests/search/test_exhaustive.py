@@ -7,7 +7,7 @@ import pytest
 
 from shardfn.errors import ShardError
 from shardfn.search.exhaustive import exhaustive
-from shardfn.search.labelling import cost_of, labelling, peak_of
+from shardfn.search.solver.labelling import cost_of, labelling, peak_of
 
 
 def drawn(seed, limit):

@@ -10,8 +10,8 @@ import pytest
 import shardfn
 from examples.models import abstract, attention
 from shardfn.search import filters
-from shardfn.search.labelling import cost_of, labelling
 from shardfn.search.problem import Algorithm
+from shardfn.search.solver.labelling import cost_of, labelling
 
 S = jax.ShapeDtypeStruct
 X, W = S((16, 32), jnp.float32), S((32, 64), jnp.float32)

@@ -4,8 +4,8 @@ import pytest
 
 from examples.models.families import FAMILIES
 from shardfn.search.exhaustive import exhaustive
-from shardfn.search.labelling import cost_of
-from shardfn.search.solve import solve
+from shardfn.search.solver.labelling import cost_of
+from shardfn.search.solver.solve import solve
 from tests.search.asking import PROGRAMS, choices, problem_of, random_program
 
 GRIDS = {"4": (("a", 4),), "2x2": (("a", 2), ("b", 2))}

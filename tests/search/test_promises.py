@@ -8,9 +8,9 @@ import pytest
 import shardfn
 from examples.models import abstract, mlp
 from shardfn.search import choose, dynamic, forget, plain
-from shardfn.search.budget import Budget
 from shardfn.search.levels import totals
 from shardfn.search.problem import objective
+from shardfn.search.solver.budget import Budget
 
 WIDE = {"batch": 512, "d_in": 1024, "d_hidden": 4096, "d_out": 1024, "train": True}
 """Weights that are dear to gather beside the batch."""

@@ -9,8 +9,8 @@ import pytest
 import shardfn
 from examples.models import abstract, attention, mlp
 from shardfn.search import recursive
-from shardfn.search.budget import Budget
 from shardfn.search.problem import objective
+from shardfn.search.solver.budget import Budget
 from tests.search.asking import S, problem_of, two_layers
 
 RECURSIVE = {"search_mode": "recursive_programming"}

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from shardfn.search import narrow
-from shardfn.search.branch import Gains
-from shardfn.search.content import Store
-from shardfn.search.eliminate import eliminate
-from shardfn.search.labelling import cost_of, labelling
-from shardfn.search.solve import solve, solve_within
+from shardfn.search.solver import narrow
+from shardfn.search.solver.branch import Gains
+from shardfn.search.solver.content import Store
+from shardfn.search.solver.eliminate import eliminate
+from shardfn.search.solver.labelling import cost_of, labelling
+from shardfn.search.solver.solve import solve, solve_within
 from tests.search.test_labelling import random_problem
 
 
@@ -48,7 +48,7 @@ def test_equal_blocks_solved_together_cost_what_they_cost_alone(seed, monkeypatc
     best = plain(problem)
     found = solve(problem)
     assert found.proved and found.cost == pytest.approx(best, rel=1e-12)
-    monkeypatch.setattr("shardfn.search.solve.ENTRIES", 0)  # narrowing instead of elimination
+    monkeypatch.setattr("shardfn.search.solver.solve.ENTRIES", 0)  # narrowing instead of elimination
     monkeypatch.setattr(narrow, "ENTRIES", 64)
     found = solve(problem)
     assert found.proved and found.cost == pytest.approx(best, rel=1e-12)
@@ -73,7 +73,7 @@ def test_equal_blocks_share_most_of_their_work():
 @pytest.mark.parametrize("hard", [False, True])
 def test_a_ceiling_leaves_out_what_is_dearer_and_keeps_the_optimum(hard, monkeypatch):
     if hard:  # elimination gives up: the optimum comes from bounds
-        monkeypatch.setattr("shardfn.search.solve.TOTAL", 0)
+        monkeypatch.setattr("shardfn.search.solver.solve.TOTAL", 0)
         monkeypatch.setattr(narrow, "ENTRIES", 200)
     for seed in range(20):
         problem = random_problem(seed).unlimited()

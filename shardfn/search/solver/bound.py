@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from scipy import sparse
 
-from shardfn.search.budget import CALL, Budget
-from shardfn.search.labelling import Array
+from shardfn.search.solver.budget import CALL, Budget
+from shardfn.search.solver.labelling import Array
 
 LARGE = 1 << 12  # entries of a table from which it is not stacked with others of its shape
 ALIKE = 4  # edges of one colour that have the same table, from which they are sent together

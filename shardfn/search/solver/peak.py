@@ -12,13 +12,13 @@ import math
 
 import numpy as np
 
-from shardfn.search.bound import Messages
-from shardfn.search.budget import CALL, Budget
-from shardfn.search.content import Store
-from shardfn.search.contract import contract
-from shardfn.search.labelling import Array, Labelling
-from shardfn.search.local import Local
-from shardfn.search.memory import Memory, memory_of
+from shardfn.search.solver.bound import Messages
+from shardfn.search.solver.budget import CALL, Budget
+from shardfn.search.solver.content import Store
+from shardfn.search.solver.contract import contract
+from shardfn.search.solver.labelling import Array, Labelling
+from shardfn.search.solver.local import Local
+from shardfn.search.solver.memory import Memory, memory_of
 
 STEPS = 400
 PASSES = 2  # of messages in each step
@@ -38,7 +38,7 @@ class Peak:
 def least_peak(problem: Labelling, budget: Budget | None = None, steps: int = STEPS) -> Peak | None:
     """A labelling of the least peak found; None where every labelling is forbidden.
 
-    >>> from shardfn.search.labelling import labelling
+    >>> from shardfn.search.solver.labelling import labelling
     >>> least_peak(labelling([[0, 1], [0, 1]], [[5, 4], [5, 3]], [(0, 2), (1, 3)]))
     Peak(choice=(1, 1), peak=7.0, bound=7.0)
     """

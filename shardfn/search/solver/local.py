@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardfn.search.budget import CALL, Budget
-from shardfn.search.content import Store
-from shardfn.search.eliminate import eliminate
-from shardfn.search.labelling import Array
-from shardfn.search.lagrange import Ascent
-from shardfn.search.memory import Memory
+from shardfn.search.solver.budget import CALL, Budget
+from shardfn.search.solver.content import Store
+from shardfn.search.solver.eliminate import eliminate
+from shardfn.search.solver.labelling import Array
+from shardfn.search.solver.lagrange import Ascent
+from shardfn.search.solver.memory import Memory
 
 BALLS = (40, 120, 400) * 4 + (0,)  # nodes freed, 0: all
 ENTRIES = (1e4, 1e5)  # of the largest table of an exact solution, and where there are few nodes:

@@ -14,17 +14,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardfn.search.branch import branch, minimum
-from shardfn.search.budget import SECOND, Budget
-from shardfn.search.content import Store
-from shardfn.search.contract import Core, contract
-from shardfn.search.eliminate import eliminate
-from shardfn.search.labelling import Array, Labelling, cost_of, peak_of
-from shardfn.search.lagrange import Ascent
-from shardfn.search.local import FEW, Local, fitted
-from shardfn.search.memory import memory_of
-from shardfn.search.narrow import Stuck, narrow
-from shardfn.search.peak import Peak, fitting, least_peak
+from shardfn.search.solver.branch import branch, minimum
+from shardfn.search.solver.budget import SECOND, Budget
+from shardfn.search.solver.content import Store
+from shardfn.search.solver.contract import Core, contract
+from shardfn.search.solver.eliminate import eliminate
+from shardfn.search.solver.labelling import Array, Labelling, cost_of, peak_of
+from shardfn.search.solver.lagrange import Ascent
+from shardfn.search.solver.local import FEW, Local, fitted
+from shardfn.search.solver.memory import memory_of
+from shardfn.search.solver.narrow import Stuck, narrow
+from shardfn.search.solver.peak import Peak, fitting, least_peak
 
 ENTRIES, TOTAL = 2e6, 1e8  # of the tables of an exact solution at the start
 RAISES = (0.02, 0.05, 0.15)  # of prices where a labelling does not fit, one after the other
@@ -84,7 +84,7 @@ class Solution:
 def solve(problem: Labelling, budget: Budget | None = None, effort: Effort | None = None) -> Solution:
     """The best labelling found within `budget`, and how good it can be.
 
-    >>> from shardfn.search.labelling import labelling
+    >>> from shardfn.search.solver.labelling import labelling
     >>> found = solve(labelling([[1, 5], [4, 2]], tables=[((0, 1), [0, 9, 9, 0])]))
     >>> found.choice, found.cost, found.proved
     ((0, 0), 5.0, True)
@@ -98,7 +98,7 @@ def solve_within(problem: Labelling, ceiling: float, budget: Budget | None = Non
                  effort: Effort | None = None) -> Solution | None:  # fmt: skip
     """The same, but None as soon as it is clear that every labelling costs more than `ceiling`.
 
-    >>> from shardfn.search.labelling import labelling
+    >>> from shardfn.search.solver.labelling import labelling
     >>> solve_within(labelling([[1, 5], [4, 2]]), 2.5) is None
     True
     """

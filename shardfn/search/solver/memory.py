@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import sparse
 
-from shardfn.search.contract import Core, Follow
-from shardfn.search.labelling import Array, Labelling, alive_total, tight_times
+from shardfn.search.solver.contract import Core, Follow
+from shardfn.search.solver.labelling import Array, Labelling, alive_total, tight_times
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,11 +14,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from shardfn.search.content import Store, part
-from shardfn.search.eliminate import eliminate
-from shardfn.search.labelling import Array
-from shardfn.search.lagrange import Ascent
-from shardfn.search.local import Local, fitted
+from shardfn.search.solver.content import Store, part
+from shardfn.search.solver.eliminate import eliminate
+from shardfn.search.solver.labelling import Array
+from shardfn.search.solver.lagrange import Ascent
+from shardfn.search.solver.local import Local, fitted
 
 STEPS = 12  # of the ascent, in each part
 FEWER = 0.7  # of the labels, below which a part leaves out those that are out

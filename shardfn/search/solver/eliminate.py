@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from shardfn.search.budget import CALL, Budget
-from shardfn.search.content import Store
-from shardfn.search.labelling import Array
+from shardfn.search.solver.budget import CALL, Budget
+from shardfn.search.solver.content import Store
+from shardfn.search.solver.labelling import Array
 
 Scope = tuple[int, ...]
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardfn.search.bound import Messages
-from shardfn.search.budget import CALL, Budget
-from shardfn.search.content import Store, part
-from shardfn.search.labelling import Array
-from shardfn.search.memory import Memory
+from shardfn.search.solver.bound import Messages
+from shardfn.search.solver.budget import CALL, Budget
+from shardfn.search.solver.content import Store, part
+from shardfn.search.solver.labelling import Array
+from shardfn.search.solver.memory import Memory
 
 MOST_TIMES = 200  # at which single labels are held against the limit
 PATIENCE = 5  # steps without a better bound until the steps shrink

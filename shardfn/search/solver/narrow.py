@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from shardfn.search.branch import minimum
-from shardfn.search.labelling import Array
-from shardfn.search.lagrange import Ascent
+from shardfn.search.solver.branch import minimum
+from shardfn.search.solver.labelling import Array
+from shardfn.search.solver.lagrange import Ascent
 
 PASSES = 3  # between two guesses
 MOST_PASSES = 60  # until the bound counts as stuck

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shardfn.search.labelling import Array
+from shardfn.search.solver.labelling import Array
 
 SAMPLES = 64  # entries of an array that are looked at before all of them are
 

@@ -13,8 +13,8 @@ from collections import deque
 
 import numpy as np
 
-from shardfn.search.content import Store
-from shardfn.search.labelling import Array, Labelling, holding
+from shardfn.search.solver.content import Store
+from shardfn.search.solver.labelling import Array, Labelling, holding
 
 MOST_ENTRIES = 1 << 18  # of the tables of one node after a merge or a minimisation
 
