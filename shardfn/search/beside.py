@@ -27,7 +27,9 @@ def bettered(problem: Problem, own: Answer, alone: Alone | None = None) -> Answe
     if len(problem.graph.ops) > PLAIN or problem.seconds_left <= 0:
         return own
     first = Candidate("this search's", own.axes, own.specs, own.pins, problem.price_of(own), own.ends)
-    is_least = problem.level == 0 and not any(objective(first.price, problem)[:3])  # sends nothing, and all devices work
+    is_least = problem.level == 0 and not any(
+        objective(first.price, problem)[:3]
+    )  # sends nothing, and all devices work
     elsewhere = [c for level in AIMS if alone is not None and not is_least
                  and level != problem.level and problem.seconds_left > 0
                  for c in _of_level(dataclasses.replace(problem, level=level), alone)]  # fmt: skip
