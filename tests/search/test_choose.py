@@ -12,7 +12,7 @@ import shardfn
 from shardfn.cost.chips import CHIPS
 from shardfn.cost.links import links
 from shardfn.graph.model import Pin
-from shardfn.search import choose, forget, propagation
+from shardfn.search import beside, choose, forget, propagation
 from shardfn.search.choose import as_sliced
 from shardfn.search.levels import repeated
 from shardfn.search.problem import Candidate, objective
@@ -48,6 +48,7 @@ def test_what_promises_more_than_the_best_flow_so_far_is_priced_too(monkeypatch)
     """Of a large program one flow is priced, unless the model holds something else for better than it turned out."""
     monkeypatch.setattr(choose, "priced", lambda graph: 1)
     monkeypatch.setattr(choose, "PLAIN", 0)
+    monkeypatch.setattr(beside, "PLAIN", 0)
     monkeypatch.setattr(choose, "keeps_promise", lambda *_: True)
     tried = []
     candidates = choose.candidates
