@@ -203,10 +203,10 @@ class _Roads:
         if kind == "all-to-all":  # the pieces are padded before they are exchanged
             pieces = [self.pieces(axes) for axes in after]
             value = self.like(
-                value, Value(tuple(-(-n // p) * p for n, p in zip(was.shape, pieces, strict=True)), was.dtype)
+                value, Value(tuple(-(-n // p) * p for n, p in zip(was.shape, pieces, strict=True)), was.dtype), where
             )
         elif (travels := _TRAVELS.get((self.platform, kind, was.dtype, cause in _PRODUCTS))) is not None:
-            value = self.like(value, Value(was.shape, travels))
+            value = self.like(value, Value(was.shape, travels), where)
             if kind == "all-gather":  # the product reads it as it came
                 made = Value(was.shape, travels)
         result = self.new(made, after, trips) if into is None else into
@@ -217,9 +217,15 @@ class _Roads:
             self.sent.append(sent)
         return result
 
-    def like(self, value: int, form: Value) -> int:
-        """The value in another form: itself, or a new one that lies as it does."""
-        return value if form == self.values[value] else self.new(form, self.specs[value], self.trips[value])
+    def like(self, value: int, form: Value, where: str) -> int:
+        """The value in another form: itself, or a new one that lies as it does, converted or padded."""
+        was = self.values[value]
+        if form == was:
+            return value
+        made = self.new(form, self.specs[value], self.trips[value])
+        name = "convert" if form.shape == was.shape else "pad"
+        self.ops.append(Op(name, (value,), (made,), None, self.trips[value], where))
+        return made
 
     def pieces(self, axes: Sequence[str]) -> int:
         return math.prod(self.sizes[a] for a in axes)
