@@ -35,7 +35,7 @@ def near_limit(memory: Memory, limit: float) -> list[str]:
 def within_limit(problem: Problem, answer: Answer, search: Search, is_strict: bool = True) -> Answer:
     """An answer whose flow holds at most the problem's memory limit: the one given, or else the one of least memory.
 
-    Unless `is_strict`, that one is given even if it holds more.
+    Unless `is_strict`, the one given stays where nothing found fits.
 
     Raises:
       StrategyError: even that one holds more.
@@ -49,13 +49,13 @@ def within_limit(problem: Problem, answer: Answer, search: Search, is_strict: bo
         return dataclasses.replace(
             least, policy=f"{least.policy}; least memory, as no faster layout found fits the limit"
         )
+    if not is_strict:
+        return answer
     if _peak(problem, answer) < _peak(problem, least):
         # What a level finds depends on the limit: the error names one that this level keeps, as level 1 keeps its own.
         named = dataclasses.replace(problem, memory_limit=_peak(problem, answer))
-        again = search(named) if is_strict else answer
+        again = search(named)
         least = again if _peak(problem, again) <= named.memory_limit else least
-    if not is_strict:
-        return least
     flow = problem.flow_of(least)
     price = problem.price_of(least)
     memory = price.memory

@@ -165,8 +165,8 @@ def make_plan(
     )  # fmt: skip
     question.memo["tied"] = classes.of
     answer = search(question)
-    if wishes.memory_limit is not None and wishes.is_strict:
-        answer = within_limit(question, answer, again or search, wishes.is_strict)
+    if wishes.is_strict:
+        answer = within_limit(question, answer, again or search, wishes.memory_limit is not None)
     findings: list[str] = []
     if layout is not None and hardware.count > 1:
         pins = held_in(layout, anchored, graph, answer.axes, findings)

@@ -406,8 +406,8 @@ def runners_up(problem: Problem, found: Found) -> tuple[str, ...]:
         for table, place in near.get(node, ()):
             other = table.nodes[1 - place]
             total += table.cost[:, choice[other]] if place == 0 else table.cost[choice[other]]
-        mine = total[choice[node]]
-        total[choice[node]] = np.inf
+        mine, own = total[choice[node]], cuts_of(layouts[choice[node]].tolist(), len(shape_), found.axes)
+        total[[cuts_of(row.tolist(), len(shape_), found.axes) == own for row in layouts]] = np.inf
         if spec is not None or not np.isfinite(total).any():
             told.append("")
             continue
