@@ -21,6 +21,7 @@ from shardfn.progress import progress
 from shardfn.report import save_graphs
 from shardfn.search.problem import Answer
 from shardfn.search.problem import Problem as Question
+from shardfn.verify import target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +64,10 @@ def best_compiled(program: Program, question: Question, answer: Answer) -> Laid:
     """Of the finalists the one that XLA made best, within the memory limit first.
 
     Raises:
-      StrategyError: none of them keeps the memory limit.
+      StrategyError: none of them keeps the memory limit. DeviceError: there is no compiler for the devices.
     """
+    if not question.hardware.is_here:
+        target(question.hardware)  # that nothing compiles for it is said before minutes of planning
     limited = program.options.memory_limit is not None
     others = {level: program.find(dataclasses.replace(question, level=level)) for level in (0, 1, 2)
               if level != question.level}  # fmt: skip

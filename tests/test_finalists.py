@@ -10,6 +10,7 @@ import pytest
 import shardfn
 import shardfn.make
 from shardfn import finalists
+from shardfn.errors import DeviceError
 from shardfn.finalists import Finalist, best
 from shardfn.verify import Verifier
 
@@ -24,6 +25,12 @@ def mlp(x, w1, w2):
 def step(w1, w2, x):
     grads = jax.grad(lambda w: (mlp(x, *w) ** 2).mean())((w1, w2))
     return w1 - 0.1 * grads[0], w2 - 0.1 * grads[1]
+
+
+def test_a_compiler_that_is_not_here_is_missed_before_more_is_planned(monkeypatch):
+    monkeypatch.setattr(finalists, "answers", lambda *_: pytest.fail("the finalists were looked for"))
+    with pytest.raises(DeviceError, match="nothing compiles for h100"):
+        shardfn.plan(step, W1, W2, X, device="h100:4", finalists=3)
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
