@@ -111,8 +111,8 @@ def test_nearness_drops_labels_and_says_so():
     exact = shardfn.plan(function, *args, **options)
     shardfn.set_algo_parameters(enable_algo_approxi=True, algo_approxi_epsilon=1.0)
     rough = shardfn.plan(function, *args, **options)
-    assert 0 <= exact.gap <= 0.5  # the best flow need not be the model's optimum
-    assert 0 <= rough.gap <= 0.5
+    assert all(0 <= made.gap <= 0.5 for made in (exact, rough) if made.gap is not None)
+    # the best flow need not be the model's optimum; of a plan changed for its flow there is no gap
     assert rough.price.time_s <= 3 * exact.price.time_s
 
 
