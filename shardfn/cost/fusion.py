@@ -43,11 +43,12 @@ _LIBRARY = (CHEAP | COSTLY) - {"and", "bitcast_convert", "clamp", "compare", "co
 _SPREADS = frozenset({"broadcast_in_dim", "gather", "dynamic_slice"})
 _READERS = CHEAP | COSTLY | CUTS
 _READERS_ON_TPU = PRODUCTS | {"reduce"}
-_ELEMENTWISE = (CHEAP | COSTLY) - {
+ELEMENTWISE = (CHEAP | COSTLY) - {
     "broadcast_in_dim", "concatenate", "dynamic_slice", "dynamic_update_slice", "gather", "iota", "pad", "reverse", "slice",
     "transpose",
 }  # fmt: skip
-_WRITES_NARROW = _ELEMENTWISE | PRODUCTS
+"""Ops each element of whose result is made of those at the same place."""
+_WRITES_NARROW = ELEMENTWISE | PRODUCTS
 _INSIDE = _READERS | VIEWS | PRODUCTS
 
 
@@ -258,7 +259,7 @@ class _Fuser:
 
     def can_finish(self, op: Op) -> bool:
         """Whether a product can be computed inside this op: each element of its result is needed where it is made."""
-        return op.name in _ELEMENTWISE and len(op.outputs) == 1
+        return op.name in ELEMENTWISE and len(op.outputs) == 1
 
     def is_library(self, op: Op) -> bool:
         """Whether a reduction is left to the library."""

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from shardfn.cost.chips import Chip
 from shardfn.cost.collectives import bytes_sent
 from shardfn.cost.compute import once
-from shardfn.cost.fusion import CHEAP, COSTLY, Fusion
+from shardfn.cost.fusion import CHEAP, COSTLY, ELEMENTWISE, Fusion
 from shardfn.cost.schedule import Order, merged, scheduled
 from shardfn.cost.tpu import AHEAD, STAYS, Claim, granted, looked_up, rows_bytes, stretches, tiled_bytes
 from shardfn.graph.model import Flow, Graph, Op, dtype_bits
@@ -348,8 +348,7 @@ def _in_place(
                 break
 
 
-_MOVES = {"broadcast_in_dim", "concatenate", "dynamic_slice", "gather", "iota", "pad", "reverse", "slice", "transpose"}
-_WRITES_OVER = (CHEAP | COSTLY | {"dynamic_update_slice", "scatter"}) - _MOVES
+_WRITES_OVER = ELEMENTWISE | {"dynamic_update_slice", "scatter"}
 
 
 def _colocated(graph: Graph, loops: _Loops, start: dict[int, int], end: dict[int, int]) -> Iterable[tuple[int, ...]]:

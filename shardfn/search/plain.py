@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from shardfn.cost.fusion import CHEAP, COSTLY
+from shardfn.cost.fusion import ELEMENTWISE
 from shardfn.cuts import divisors
 from shardfn.graph.model import Pin, Spec
 from shardfn.search.facts import bytes_of
@@ -201,12 +201,8 @@ def is_state(problem: Problem) -> tuple[bool, ...]:
             for value in read.keys() & set(op.inputs):
                 read[value].add(op.name)
         kept = set(problem.same_as.values())
-        problem.memo["state"] = tuple(v in kept and read[v] <= _ELEMENTWISE for v in problem.inputs)
+        problem.memo["state"] = tuple(v in kept and read[v] <= ELEMENTWISE for v in problem.inputs)
     return problem.memo["state"]
-
-
-_ELEMENTWISE = (CHEAP | COSTLY) - {"broadcast_in_dim", "concatenate", "dynamic_slice", "dynamic_update_slice", "gather",
-                                   "iota", "pad", "reverse", "slice", "transpose"}  # fmt: skip
 
 
 def is_small(problem: Problem) -> tuple[bool, ...]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import shardfn
-from examples.models import abstract, attention
+from examples.models import abstract, mlp
 from shardfn.search import filters
 from shardfn.search.problem import Algorithm
 from shardfn.search.solver.labelling import cost_of, labelling
@@ -106,13 +106,13 @@ def test_what_nearness_loses_is_bounded(seed):
 
 
 def test_nearness_drops_labels_and_says_so():
-    function, args = abstract(attention.make)
-    options = HERE | {"device": "h100:64"}
+    function, args = abstract(mlp.make)
+    options = HERE | {"device": "h100:16"}  # where the flow keeps the model's promise: else there is no gap
     exact = shardfn.plan(function, *args, **options)
     shardfn.set_algo_parameters(enable_algo_approxi=True, algo_approxi_epsilon=1.0)
     rough = shardfn.plan(function, *args, **options)
-    assert all(0 <= made.gap <= 0.5 for made in (exact, rough) if made.gap is not None)
-    # the best flow need not be the model's optimum; of a plan changed for its flow there is no gap
+    assert 0 <= exact.gap <= 0.5  # the best flow need not be the model's optimum
+    assert 0 <= rough.gap <= 0.5
     assert rough.price.time_s <= 3 * exact.price.time_s
 
 
