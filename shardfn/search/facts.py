@@ -82,6 +82,7 @@ def known(graph: Graph, donated: frozenset[int] = frozenset(), platform: str = "
         else:
             kept.append(place)
     trips, last = tuple(value_trips(graph)), _last(graph)
+    rows = scattered_to(graph) if platform == "tpu" else frozenset[int]()
     return Known(
         trips,
         readers,
@@ -92,20 +93,20 @@ def known(graph: Graph, donated: frozenset[int] = frozenset(), platform: str = "
         sum(op_flops(whole, op) * op.trips for op in graph.ops),
         last,
         tuple(map(bytes_of, graph.values)),
-        _kinds(graph, fusion.stored, last),
+        _kinds(graph, fusion.stored, last, rows),
         loops_of(graph, trips),
-        scattered_to(graph) if platform == "tpu" else frozenset(),
+        rows,
         looked_up(graph) if platform == "tpu" else frozenset(),
     )
 
 
-def _kinds(graph: Graph, stored: frozenset[int], last: frozenset[int]) -> tuple[int, ...]:
+def _kinds(graph: Graph, stored: frozenset[int], last: frozenset[int], rows: frozenset[int]) -> tuple[int, ...]:
     values, numbers = graph.values, {}
     found = []
     for index, op in enumerate(graph.ops):
         every = (*op.inputs, *op.outputs)
         key = (op.name, id(op.rule), index in last, op.reduced, len(op.inputs),
-               *((values[v].shape, values[v].dtype, v in stored) for v in every))  # fmt: skip
+               *((values[v].shape, values[v].dtype, v in stored, v in rows) for v in every))  # fmt: skip
         found.append(numbers.setdefault(key, len(numbers)))
     return tuple(found)
 

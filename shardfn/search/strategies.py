@@ -196,6 +196,11 @@ class _Builder:
         columns = shape[-1] / cuts if shape else np.full(len(layouts), float(LANES))
         return np.ceil(columns / LANES) * LANES / columns
 
+    def stored(self, value: int, layouts: Array) -> Array:
+        """Bytes of a value on one device, as it lies in memory."""
+        size = self.facts.bytes[value] / self.ways(layouts)
+        return size * self.padding(value, layouts) if value in self.facts.rows else size
+
     # ---- edges
 
     def need(self, value: int, wanted: Array, node: int, trips: int) -> None:
@@ -363,7 +368,7 @@ class _Builder:
 
     def work(self, op: Op, work: Array, wanted: Sequence[Array], made: Sequence[Array]) -> tuple[Array, Array]:
         """FLOPs and bytes moved of one run on one device."""
-        values, full = self.graph.values, self.facts.bytes
+        values = self.graph.values
         flops = 0.0
         if op.name not in MOVES:
             flops = max((forms.volume(values[v].shape) for v in op.outputs), default=0.0)
@@ -371,20 +376,20 @@ class _Builder:
                 flops *= values[op.inputs[position]].shape[dim]
             flops *= 2 if op.name in PRODUCTS else 1
         moved = np.zeros(len(work))
-        made_bytes = sum(full[v] / self.ways(layouts) for v, layouts in zip(op.outputs, made, strict=True)
+        made_bytes = sum(self.stored(v, layouts) for v, layouts in zip(op.outputs, made, strict=True)
                          if v in self.facts.stored)  # fmt: skip
         for position, (value, layouts) in enumerate(zip(op.inputs, wanted, strict=True)):
             if value not in self.facts.stored:
                 continue
-            size = full[value] / self.ways(layouts)
+            size = self.stored(value, layouts)
             if position == 0 and op.name in TAKES:
-                size = np.minimum(size, full[op.outputs[0]] / self.ways(made[0]))
+                size = np.minimum(size, self.stored(op.outputs[0], made[0]))
             elif position == 0 and op.name in UPDATES:
                 size = np.zeros(len(work))
             moved = moved + size
         if op.name in UPDATES and op.inputs:  # in place: what changes is read and written
             at = UPDATES[op.name]
-            made_bytes = 2 * full[op.inputs[at]] / self.ways(wanted[at])
+            made_bytes = 2 * self.stored(op.inputs[at], wanted[at])
         moved = moved + made_bytes
         return flops / self.ways(work), moved
 
@@ -472,8 +477,7 @@ def _held(builder: _Builder, places: Sequence[Place]) -> tuple[Held, ...]:
         if value in builder.layouts:
             node, layouts = builder.layouts[value]
             key = (node, place.start, place.end + 1)
-            rows = builder.padding(value, layouts) if value in builder.facts.rows else 1.0
-            total[key] = total.get(key, 0.0) + full[value] / builder.ways(layouts) * rows
+            total[key] = total.get(key, 0.0) + builder.stored(value, layouts)
     for value in sorted(builder.facts.turned):
         node, layouts = builder.layouts[value]
         rows, (first, last) = builder.padding(value, layouts), builder.facts.read[value]
