@@ -105,10 +105,7 @@ def answer_of(
         if (is_small or weighs(problem, made)) and problem.seconds_left > 0:
             other = held_as(problem, made, one.axes, decided(problem, one))
             rated += [] if other is None else [(objective(other.price, problem), other, one)]
-        if not is_large and one.axes == made.axes and problem.seconds_left > 0:
-            other = in_line(problem, made, layout_of(problem, one))
-            if keeps(problem.flow(other.axes, other.specs, {}), problem.algorithm):
-                rated.append((objective(other.price, problem), other, one))
+        rated += _in_line(problem, one, made) if not is_large else ()
         if least < problem.memory_limit < made.price.memory.peak and problem.seconds_left > 0:
             for other in mend(problem, one, made):
                 rated += [(objective(c.price, problem), c, other) for c in candidates(problem, other)]
@@ -160,20 +157,37 @@ _Rated = tuple[tuple[float, ...], Candidate, Found | None]
 def _otherwise(
     problem: Problem, found: Sequence[Found], rated: Sequence[_Rated], turn: Turn | None
 ) -> Iterator[_Rated]:
-    """Where all flows disappoint: the grid of one axis, and what was found for the other aim there and on the best grid; of
-    small programs, whose flows cost little, on all grids whose flows were priced, whether they disappoint or not."""
+    """Where all flows disappoint: the grid of one axis, and what was found for the other aim there, on the best grid, on
+    the model's own best and on that one's mirror image, as it is and in line; of small programs, whose flows cost little,
+    on all grids whose flows were priced, whether they disappoint or not."""
     at = {id(one): one for _, _, one in rated}
     single = [f for f in found if len(f.axes) == 1][:1]
     best = min(rated, key=lambda r: r[0])[2]
     tried = [f for f in single if id(f) not in at]
     if turn is not None:
-        every = (*at.values(), *single) if len(problem.graph.ops) <= PLAIN else (best, *single)
-        again = {id(f): f for f in every if f is not None}
+        own = [f for f in found[:1] if f.peak <= problem.memory_limit]
+        every = at.values() if len(problem.graph.ops) <= PLAIN else (best, *own, *_mirrored(own, found))
+        again = {id(f): f for f in (*every, *single) if f is not None}
         tried += [other for f in again.values() if problem.seconds_left > 0 for other in turn(problem, f)]
     for one in tried:
         if problem.seconds_left > 0:
             made = min(candidates(problem, one), key=lambda c: objective(c.price, problem))
             yield objective(made.price, problem), made, one
+            if turn is not None:
+                yield from _in_line(problem, one, made)
+
+
+def _mirrored(some: Sequence[Found], found: Sequence[Found]) -> list[Found]:
+    """The first found on the grids whose sizes are the other way round: their axes have other links."""
+    sizes = {tuple(size for _, size in reversed(f.axes)) for f in some}
+    return [f for f in found if tuple(size for _, size in f.axes) in sizes][:1]
+
+
+def _in_line(problem: Problem, one: Found, made: Candidate) -> Iterator[_Rated]:
+    if one.axes == made.axes and problem.seconds_left > 0:
+        other = in_line(problem, made, layout_of(problem, one))
+        if keeps(problem.flow(other.axes, other.specs, {}), problem.algorithm):
+            yield objective(other.price, problem), other, one
 
 
 def _gap(problem: Problem, at: Found, found: Sequence[Found]) -> float | None:
