@@ -350,9 +350,10 @@ class _Builder:
         sent, sent_s = np.zeros(len(work)), np.zeros(len(work))
         whole: Array | None = None
         if is_sum.any():
-            scattered = is_sum & (out >= 0)
+            sliced = is_sum & (out >= 0)
+            scattered = sliced & ~_inside(work, out)
             for value, after in zip(op.outputs, made, strict=True):
-                partial = full[value] / pieces(np.where(scattered, -1, after), grid.sizes)
+                partial = full[value] / pieces(np.where(sliced, -1, after), grid.sizes)
                 parts = add_up(partial, is_sum & ~scattered, scattered, grid, is_last)
                 sent, sent_s = sent + parts[0], sent_s + parts[1]
                 more = partial - full[value] / self.ways(after)
@@ -392,6 +393,17 @@ class _Builder:
             made_bytes = 2 * self.stored(op.inputs[at], wanted[at])
         moved = moved + made_bytes
         return flops / self.ways(work), moved
+
+
+def _inside(work: Array, out: Array) -> Array:
+    """Where a sum would be left in pieces along a factor that a later axis cuts for the work: its pieces would lie inside
+    those of that axis, the other way round than in the layout, so that all of the sum goes to everyone.
+
+    >>> _inside(np.array([[2, 0], [0, 2]]), np.array([[0, 0], [0, 0]])).tolist()
+    [[True, False], [False, False]]
+    """
+    later = [(work[:, at + 1 :] == out[:, at : at + 1]).any(axis=1) for at in range(work.shape[1])]
+    return np.stack(later, axis=1) & (work != out)
 
 
 def _multiplied(graph: Graph) -> frozenset[int]:
