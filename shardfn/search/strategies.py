@@ -20,7 +20,7 @@ from shardfn.cost.memory import Place
 from shardfn.cost.tpu import LANES
 from shardfn.graph.model import Graph, Op, Rule, Spec
 from shardfn.search import forms
-from shardfn.search.facts import Known, known
+from shardfn.search.facts import SLICED, Known, known
 from shardfn.search.grid import Array, Grid, add_up, change, pieces
 from shardfn.search.solver.labelling import Held
 
@@ -173,7 +173,7 @@ class _Builder:
         self.depth[value] = 0
 
     def argument(self, value: int, readers: int) -> None:
-        """An argument's node; where several ops read it, they read one copy, so that a gather is paid for once."""
+        """An argument's node; where several ops read all of it, they read one copy, so that a gather is paid for once."""
         self.value_node(value)
         node, labels = self.layouts[value]
         self.nodes[node].sums[4] += self.facts.bytes[value] / self.ways(labels)
@@ -203,8 +203,9 @@ class _Builder:
 
     # ---- edges
 
-    def need(self, value: int, wanted: Array, node: int, trips: int) -> None:
-        """`node` reads `value` in the layouts `wanted`, one for each of its labels."""
+    def need(self, value: int, wanted: Array, node: int, trips: int, as_it_lies: bool = False) -> None:
+        """`node` reads `value` in the layouts `wanted`, one for each of its labels; an argument in the copy that others read
+        too, or `as_it_lies`."""
         while value in self.views:
             value, table = self.views[value]
             key = id(table), id(wanted)
@@ -213,7 +214,7 @@ class _Builder:
                 seen = self.seen[key] = self.one(table[wanted])
             wanted = seen
         if value in self.sources:  # else a constant, made where it is needed
-            owner, have = self.sources[value]
+            owner, have = self.layouts[value] if as_it_lies else self.sources[value]
             self.connect(owner, have, node, wanted, value, min(trips, self.trips[value]))
 
     def connect(self, owner: int, have: Array, node: int, wanted: Array, value: int, trips: int) -> None:
@@ -307,7 +308,7 @@ class _Builder:
         target += piece.sums * op.trips if op.trips != 1 else piece.sums
         at = self.facts.runs[index]
         for value, wanted in zip(op.inputs, piece.wanted, strict=True):
-            self.need(value, wanted, node, op.trips)
+            self.need(value, wanted, node, op.trips, op.name == SLICED)
             if op.name in PRODUCTS and value >= len(self.graph.inputs):
                 self.copied(value, (node, wanted), 2 * at, 2 * at + 1)
         if piece.partial is not None:
