@@ -41,6 +41,9 @@ NEARLY = 1.05
 KINDS = 3
 """Of what is found at level 1: see `Found.kind`."""
 
+FOLLOWING = frozenset({"add", "multiply"})
+"""Ops that follow an operand and can be held."""
+
 HELD_FIRST = frozenset({"dot_general", "convolution", "gather", "scatter", "reduce", "concatenate", "dynamic_slice"})
 """Ops whose layouts are decisions of their own; the others follow them."""
 
@@ -257,10 +260,11 @@ def candidates(problem: Problem, found: Found) -> Iterator[Candidate]:
     to the compiler, which moves those in the way that is best for a product; and with every decision held, where the flow
     of the first does not keep what the model promised."""
     axes, specs, held = _held(problem, found)
+    ops = problem.graph.ops
     pins = {
-        index: Pin((None,) * len(pin.operands), pin.results)
+        index: pin if ops[index].name in FOLLOWING else Pin((None,) * len(pin.operands), pin.results)
         for index, pin in held.items()
-        if problem.graph.ops[index].name in PRODUCTS
+        if ops[index].name in PRODUCTS | FOLLOWING
     }
     loose = Candidate(shape(axes), axes, specs, pins, problem.price(axes, specs, pins))
     yield loose
@@ -301,11 +305,36 @@ def _held(problem: Problem, found: Found) -> tuple[Axes, tuple[Spec, ...], Pins]
             operands = [spec_of(layouts[label].tolist(), len(problem.graph.values[v].shape), names)
                         for v, layouts in zip(op.inputs, wanted, strict=True)]  # fmt: skip
             pins[index] = Pin(tuple(operands), tuple(map(laid, op.outputs)))
+    pins |= _broadcasts(problem, found, laid)
     axes = found.axes
     if not problem.axes:
         axes, laid_out, pins = merged(axes, specs, pins)
         specs = tuple(laid_out)
     return axes, specs, pins
+
+
+def _broadcasts(problem: Problem, found: Found, laid: Callable[[int], Spec]) -> dict[int, Pin]:
+    """Sums and products that read a broadcast of what lies in pieces which they do not read: held to how they read it, as
+    else the pieces of a bias or a scale would become those of the activation that it meets."""
+    names, values = tuple(name for name, _ in found.axes), problem.graph.values
+    source = {op.outputs[0]: op.inputs[0] for op in problem.graph.ops if op.name == "broadcast_in_dim"}
+    pins: dict[int, Pin] = {}
+    for index, op in enumerate(problem.graph.ops):
+        if op.name not in FOLLOWING or index not in problem.can_hold or index not in found.space.reads:
+            continue
+        node, wanted = found.space.reads[index]
+        operands: list[Spec | None] = [None] * len(op.inputs)
+        for position, (v, layouts) in enumerate(zip(op.inputs, wanted, strict=True)):
+            root = v
+            while root in source:
+                root = source[root]
+            if root != v and root in found.space.layouts:
+                spec = spec_of(layouts[found.solution.choice[node]].tolist(), len(values[v].shape), names)
+                if not {a for dim in laid(root) for a in dim} <= {a for dim in spec for a in dim}:
+                    operands[position] = spec
+        if any(spec is not None for spec in operands):
+            pins[index] = Pin(tuple(operands), (None,) * len(op.outputs))
+    return pins
 
 
 def weighs(problem: Problem, made: Candidate) -> bool:
