@@ -158,9 +158,10 @@ def held(
     wanted = {c.number: c for c in constraints}
 
     def layout(value: Any, spec: Spec | None) -> Any:
-        if spec is None:
+        if spec is None or len(spec) != value.ndim:
             return value
-        fine = tuple(tuple(part for axis in dim for part in parts[axis]) for dim in spec)
+        rows = zip(value.shape, spec, strict=True)  # the module's operand may be a broadcast of the equation's
+        fine = tuple(tuple(part for axis in dim if n > 1 for part in parts[axis]) for n, dim in rows)
         return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, partition_spec(fine)))
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:

@@ -41,6 +41,9 @@ NEARLY = 1.05
 KINDS = 3
 """Of what is found at level 1: see `Found.kind`."""
 
+FOLLOWING = frozenset({"add", "multiply"})
+"""Ops that follow an operand and can be held."""
+
 HELD_FIRST = frozenset({"dot_general", "convolution", "gather", "scatter", "reduce", "concatenate", "dynamic_slice"})
 """Ops whose layouts are decisions of their own; the others follow them."""
 
@@ -105,10 +108,7 @@ def answer_of(
         if (is_small or weighs(problem, made)) and problem.seconds_left > 0:
             other = held_as(problem, made, one.axes, decided(problem, one))
             rated += [] if other is None else [(objective(other.price, problem), other, one)]
-        if not is_large and one.axes == made.axes and problem.seconds_left > 0:
-            other = in_line(problem, made, layout_of(problem, one))
-            if keeps(problem.flow(other.axes, other.specs, {}), problem.algorithm):
-                rated.append((objective(other.price, problem), other, one))
+        rated += _in_line(problem, one, made) if not is_large else ()
         if least < problem.memory_limit < made.price.memory.peak and problem.seconds_left > 0:
             for other in mend(problem, one, made):
                 rated += [(objective(c.price, problem), c, other) for c in candidates(problem, other)]
@@ -160,20 +160,37 @@ _Rated = tuple[tuple[float, ...], Candidate, Found | None]
 def _otherwise(
     problem: Problem, found: Sequence[Found], rated: Sequence[_Rated], turn: Turn | None
 ) -> Iterator[_Rated]:
-    """Where all flows disappoint: the grid of one axis, and what was found for the other aim there and on the best grid; of
-    small programs, whose flows cost little, on all grids whose flows were priced, whether they disappoint or not."""
+    """Where all flows disappoint: the grid of one axis, and what was found for the other aim there, on the best grid, on
+    the model's own best and on that one's mirror image, as it is and in line; of small programs, whose flows cost little,
+    on all grids whose flows were priced, whether they disappoint or not."""
     at = {id(one): one for _, _, one in rated}
     single = [f for f in found if len(f.axes) == 1][:1]
     best = min(rated, key=lambda r: r[0])[2]
     tried = [f for f in single if id(f) not in at]
     if turn is not None:
-        every = (*at.values(), *single) if len(problem.graph.ops) <= PLAIN else (best, *single)
-        again = {id(f): f for f in every if f is not None}
+        own = [f for f in found[:1] if f.peak <= problem.memory_limit]
+        every = at.values() if len(problem.graph.ops) <= PLAIN else (best, *own, *_mirrored(own, found))
+        again = {id(f): f for f in (*every, *single) if f is not None}
         tried += [other for f in again.values() if problem.seconds_left > 0 for other in turn(problem, f)]
     for one in tried:
         if problem.seconds_left > 0:
             made = min(candidates(problem, one), key=lambda c: objective(c.price, problem))
             yield objective(made.price, problem), made, one
+            if turn is not None:
+                yield from _in_line(problem, one, made)
+
+
+def _mirrored(some: Sequence[Found], found: Sequence[Found]) -> list[Found]:
+    """The first found on the grids whose sizes are the other way round: their axes have other links."""
+    sizes = {tuple(size for _, size in reversed(f.axes)) for f in some}
+    return [f for f in found if tuple(size for _, size in f.axes) in sizes][:1]
+
+
+def _in_line(problem: Problem, one: Found, made: Candidate) -> Iterator[_Rated]:
+    if one.axes == made.axes and problem.seconds_left > 0:
+        other = in_line(problem, made, layout_of(problem, one))
+        if keeps(problem.flow(other.axes, other.specs, {}), problem.algorithm):
+            yield objective(other.price, problem), other, one
 
 
 def _gap(problem: Problem, at: Found, found: Sequence[Found]) -> float | None:
@@ -243,10 +260,11 @@ def candidates(problem: Problem, found: Found) -> Iterator[Candidate]:
     to the compiler, which moves those in the way that is best for a product; and with every decision held, where the flow
     of the first does not keep what the model promised."""
     axes, specs, held = _held(problem, found)
+    ops = problem.graph.ops
     pins = {
-        index: Pin((None,) * len(pin.operands), pin.results)
+        index: pin if ops[index].name in FOLLOWING else Pin((None,) * len(pin.operands), pin.results)
         for index, pin in held.items()
-        if problem.graph.ops[index].name in PRODUCTS
+        if ops[index].name in PRODUCTS | FOLLOWING
     }
     loose = Candidate(shape(axes), axes, specs, pins, problem.price(axes, specs, pins))
     yield loose
@@ -287,11 +305,36 @@ def _held(problem: Problem, found: Found) -> tuple[Axes, tuple[Spec, ...], Pins]
             operands = [spec_of(layouts[label].tolist(), len(problem.graph.values[v].shape), names)
                         for v, layouts in zip(op.inputs, wanted, strict=True)]  # fmt: skip
             pins[index] = Pin(tuple(operands), tuple(map(laid, op.outputs)))
+    pins |= _broadcasts(problem, found, laid)
     axes = found.axes
     if not problem.axes:
         axes, laid_out, pins = merged(axes, specs, pins)
         specs = tuple(laid_out)
     return axes, specs, pins
+
+
+def _broadcasts(problem: Problem, found: Found, laid: Callable[[int], Spec]) -> dict[int, Pin]:
+    """Sums and products that read a broadcast of what lies in pieces which they do not read: held to how they read it, as
+    else the pieces of a bias or a scale would become those of the activation that it meets."""
+    names, values = tuple(name for name, _ in found.axes), problem.graph.values
+    source = {op.outputs[0]: op.inputs[0] for op in problem.graph.ops if op.name == "broadcast_in_dim"}
+    pins: dict[int, Pin] = {}
+    for index, op in enumerate(problem.graph.ops):
+        if op.name not in FOLLOWING or index not in problem.can_hold or index not in found.space.reads:
+            continue
+        node, wanted = found.space.reads[index]
+        operands: list[Spec | None] = [None] * len(op.inputs)
+        for position, (v, layouts) in enumerate(zip(op.inputs, wanted, strict=True)):
+            root = v
+            while root in source:
+                root = source[root]
+            if root != v and root in found.space.layouts:
+                spec = spec_of(layouts[found.solution.choice[node]].tolist(), len(values[v].shape), names)
+                if not {a for dim in laid(root) for a in dim} <= {a for dim in spec for a in dim}:
+                    operands[position] = spec
+        if any(spec is not None for spec in operands):
+            pins[index] = Pin(tuple(operands), (None,) * len(op.outputs))
+    return pins
 
 
 def weighs(problem: Problem, made: Candidate) -> bool:
