@@ -78,7 +78,8 @@ class _Backend:
 def turned(rule: Rule, side: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The order of dims in which XLA's CPU backend copies an operand of a product; nothing where it is read as it lies.
 
-    It reads [batch, free, summed] and [batch, summed, free]. Where one dim is free and one summed, these may change places.
+    It reads [batch, free, summed] and [batch, summed, free]. Where one dim is free and one summed, and none is
+    of size 1, these may change places.
 
     Args:
       rule: of the product.
@@ -91,7 +92,7 @@ def turned(rule: Rule, side: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     """
     roles = _roles(rule.operands[side], rule.operands[1 - side], rule.results[0])
     batch, free, summed = ([d for d, role in enumerate(roles) if role == wanted] for wanted in range(3))
-    if len(free) == len(summed) == 1 and batch == [*range(len(batch))]:
+    if len(free) == len(summed) == 1 and batch == [*range(len(batch))] and min(shape) > 1:
         return ()
     order = (*batch, *free, *summed) if side == 0 else (*batch, *summed, *free)
     long = [d for d in order if shape[d] > 1]
