@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
 
 from shardfn.graph.model import Dims, Flow, Op, Rule, Spec, Value
 
@@ -43,7 +44,12 @@ class _Backend:
                 if product and product.name == "dot_general" and product.rule and op.rule:
                     if is_swap(op.rule, _batch(product.rule, product.rule.results[0])):  # the operands change places
                         op = dataclasses.replace(op, name="reshape")
-            self.ops.append(self.as_read(op) if op.name == "dot_general" and op.rule is not None else op)
+            if op.name == "dot_general" and op.rule is not None:
+                op = self.as_read(op)
+            elif op.name == "all_gather" and self.is_along_later(op):
+                self.gathered(op)
+                continue
+            self.ops.append(op)
         graph = dataclasses.replace(self.given.graph, values=tuple(self.values), ops=tuple(self.ops))
         return dataclasses.replace(self.given, graph=graph, specs=tuple(self.specs))
 
@@ -63,13 +69,30 @@ class _Backend:
             inputs[side] = self.made("transpose", v, v, order, op)
         return op if tuple(inputs) == op.inputs else op.of(tuple(inputs), op.outputs)
 
+    def is_along_later(self, op: Op) -> bool:
+        """Whether pieces are gathered along a dim that is not the first of their places."""
+        before, after = (self.given.local_shape(v) for v in (*op.inputs[:1], *op.outputs[:1]))
+        dim = next((d for d, (m, n) in enumerate(zip(before, after, strict=True)) if m != n), 0)
+        return math.prod(after[:dim]) > 1
+
+    def gathered(self, op: Op) -> None:
+        """All-gathers gather along the first dim: for another one operand and result are turned."""
+        turned = self.made("transpose", op.inputs[0], op.inputs[0], (-1,), op)
+        whole = self.like(op.outputs[0])
+        self.ops.append(op.of((turned,), (whole,)))
+        self.ops.append(Op("transpose", (whole,), op.outputs, None, op.trips, op.where))
+
+    def like(self, value: int) -> int:
+        """A new value of the same form and layout."""
+        self.values.append(self.values[value])
+        self.specs.append(self.specs[value])
+        return len(self.values) - 1
+
     def made(self, name: str, source: int, like: int, order: tuple[int, ...], reader: Op) -> int:
         """A value that lies as `like`, made of `source` for a product: once for all that read it in one loop."""
         key = like, order, reader.trips, reader.form and reader.form[1]
         if key not in self.copies:
-            self.copies[key] = len(self.values)
-            self.values.append(self.values[like])
-            self.specs.append(self.specs[like])
+            self.copies[key] = self.like(like)
             self.ops.append(Op(name, (source,), (self.copies[key],), None, reader.trips, reader.where))
         return self.copies[key]
 

@@ -21,7 +21,7 @@ from shardfn.cost.chips import Chip
 from shardfn.cost.collectives import bytes_sent
 from shardfn.cost.compute import once
 from shardfn.cost.cpu import on_cpu
-from shardfn.cost.fusion import ELEMENTWISE, Fusion
+from shardfn.cost.fusion import ELEMENTWISE, Fusion, is_view
 from shardfn.cost.schedule import Order, merged, scheduled
 from shardfn.cost.tpu import AHEAD, STAYS, Claim, granted, looked_up, rows_bytes, stretches, tiled_bytes
 from shardfn.graph.model import Flow, Graph, Op, dtype_bits
@@ -247,7 +247,7 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
         start[v] = 2 * first
     _stay_through(start, end, [(2 * first, 2 * last) for last, first in loops.spans.items()], loops.entered)
     _in_place(flow, fusion, start, end, {i: 2 * last for i, (_, last) in together.items()})
-    groups = _colocated(graph, loops, start, end)
+    groups = _colocated(graph, loops, _shown(flow, fusion), start, end)
     inputs, outputs = set(graph.inputs), set(graph.outputs)
     last = 2 * len(graph.ops)
     temporaries, results = copies, []
@@ -314,15 +314,10 @@ def _stay_through(
 def _workspace(flow: Flow, i: int, op: Op) -> list[Place]:
     """What XLA's CPU backend needs beside operands and results.
 
-    All-gathers gather along the first dim; for another one the result is turned. The gradient of a max pool is a scatter:
-    indices of every element, made at the start, and of the largest.
+    The gradient of a max pool is a scatter: indices of every element, made at the start, and of the largest.
     """
     if flow.platform != "cpu":
         return []
-    if op.name == "all_gather":
-        before, after = (flow.local_shape(v) for v in (*op.inputs[:1], *op.outputs[:1]))
-        dim = next((d for d, (m, n) in enumerate(zip(before, after, strict=True)) if m != n), 0)
-        return [Place((), 2 * i, 2 * i, flow.local_bytes(op.outputs[0]))] if math.prod(after[:dim]) > 1 else []
     if op.name != "select_and_scatter":
         return []
     image, pooled = (math.prod(flow.local_shape(v)) for v in op.inputs[:2])
@@ -355,8 +350,22 @@ def _in_place(
 _WRITES_OVER = ELEMENTWISE | {"dynamic_update_slice", "scatter"}
 
 
-def _colocated(graph: Graph, loops: _Loops, start: dict[int, int], end: dict[int, int]) -> Iterable[tuple[int, ...]]:
-    """Values that lie in one place: what goes into a loop, goes round in it and comes out."""
+def _shown(flow: Flow, fusion: Fusion) -> list[tuple[int, int]]:
+    """Results that are views of what was computed, each with that."""
+    held, inputs = set(flow.graph.outputs), set(flow.graph.inputs)
+    found: dict[int, int] = {}
+    for i, op in enumerate(flow.graph.ops):
+        if fusion.inside[i] is not None and len(op.outputs) == len(fusion.reads[i]) == 1 and is_view(flow, op):
+            (source,) = fusion.reads[i]
+            if op.outputs[0] in held and source not in held and source not in inputs:
+                found.setdefault(source, op.outputs[0])
+    return [(result, source) for source, result in found.items()]
+
+
+def _colocated(
+    graph: Graph, loops: _Loops, shown: Iterable[tuple[int, int]], start: dict[int, int], end: dict[int, int]
+) -> Iterable[tuple[int, ...]]:
+    """Values that lie in one place: what goes into a loop, goes round in it and comes out; a result and what it shows."""
     parent: dict[int, int] = {}
 
     def find(v: int) -> int:
@@ -364,6 +373,9 @@ def _colocated(graph: Graph, loops: _Loops, start: dict[int, int], end: dict[int
             v = parent[v]
         return v
 
+    for result, source in shown:
+        if source in start and result in start:
+            parent[find(result)] = find(source)
     inputs = set(graph.inputs)
     given: set[int] = set()
     for operand, seen, back, result in loops.carried:
