@@ -34,21 +34,26 @@ class _Backend:
         into, dropped = _scattered_into(self.given)
         self.maker = {v: op for op in graph.ops if op.name in ("transpose", "dot_general") for v in op.outputs}
         readers = collections.Counter(v for op in graph.ops for v in op.inputs)
+        readers.update(graph.outputs)
+        for op in graph.ops:
+            product = self.maker.get(op.inputs[0]) if op.name == "transpose" and readers[op.inputs[0]] == 1 else None
+            if product and product.name == "dot_general" and product.rule and op.rule:
+                if is_swap(op.rule, _batch(product.rule, product.rule.results[0])):  # the operands change places
+                    into[product.outputs[0]] = product.of(product.inputs, op.outputs)
+                    dropped.add(op.outputs[0])
         for op in graph.ops:
             if op.outputs and op.outputs[0] in dropped:
                 continue
             if op.outputs and op.outputs[0] in into:
                 op = into[op.outputs[0]]
-            if op.name == "transpose" and readers[op.inputs[0]] == 1:
-                product = self.maker.get(op.inputs[0])
-                if product and product.name == "dot_general" and product.rule and op.rule:
-                    if is_swap(op.rule, _batch(product.rule, product.rule.results[0])):  # the operands change places
-                        op = dataclasses.replace(op, name="reshape")
             if op.name == "dot_general" and op.rule is not None:
                 op = self.as_read(op)
-            elif op.name == "all_gather" and self.is_along_later(op):
+            elif op.name == "all_gather":
                 self.gathered(op)
                 continue
+            elif op.name == "all_to_all":
+                self.ops.append(op.of(op.inputs, (self.like(op.outputs[0]),)))
+                op = Op("transpose", self.ops[-1].outputs, op.outputs, None, op.trips, op.where)
             self.ops.append(op)
         graph = dataclasses.replace(self.given.graph, values=tuple(self.values), ops=tuple(self.ops))
         return dataclasses.replace(self.given, graph=graph, specs=tuple(self.specs))
@@ -69,23 +74,32 @@ class _Backend:
             inputs[side] = self.made("transpose", v, v, order, op)
         return op if tuple(inputs) == op.inputs else op.of(tuple(inputs), op.outputs)
 
-    def is_along_later(self, op: Op) -> bool:
-        """Whether pieces are gathered along a dim that is not the first of their places."""
-        before, after = (self.given.local_shape(v) for v in (*op.inputs[:1], *op.outputs[:1]))
-        dim = next((d for d, (m, n) in enumerate(zip(before, after, strict=True)) if m != n), 0)
-        return math.prod(after[:dim]) > 1
-
     def gathered(self, op: Op) -> None:
-        """All-gathers gather along the first dim: for another one operand and result are turned."""
-        turned = self.made("transpose", op.inputs[0], op.inputs[0], (-1,), op)
-        whole = self.like(op.outputs[0])
-        self.ops.append(op.of((turned,), (whole,)))
-        self.ops.append(Op("transpose", (whole,), op.outputs, None, op.trips, op.where))
+        """All-gathers gather along one dim, the last one first; where it is not the first, operand and result are turned."""
+        (v,), (result,) = op.inputs, op.outputs
+        before, after = self.given.local_shape(v), self.given.local_shape(result)
+        changed = [d for d, (m, n) in enumerate(zip(before, after, strict=True)) if m != n]
+        spec, shape = list(self.specs[v]), list(before)
+        for d in reversed(changed):
+            spec[d], shape[d] = self.specs[result][d], after[d]
+            is_last = d == changed[0]
+            if math.prod(shape[:d]) == 1:
+                whole = result if is_last else self.like(result, tuple(spec))
+                self.ops.append(op.of((v,), (whole,)))
+            else:
+                turned = self.made("transpose", v, v, (-1,), op)
+                pieces = self.like(result, tuple(spec))
+                whole = result if is_last else self.like(result, tuple(spec))
+                self.ops.append(op.of((turned,), (pieces,)))
+                self.ops.append(Op("transpose", (pieces,), (whole,), None, op.trips, op.where))
+            v = whole
+        if not changed:
+            self.ops.append(op)
 
-    def like(self, value: int) -> int:
-        """A new value of the same form and layout."""
+    def like(self, value: int, spec: Spec | None = None) -> int:
+        """A new value of the same form, and of the same layout if no other is said."""
         self.values.append(self.values[value])
-        self.specs.append(self.specs[value])
+        self.specs.append(self.specs[value] if spec is None else spec)
         return len(self.values) - 1
 
     def made(self, name: str, source: int, like: int, order: tuple[int, ...], reader: Op) -> int:
