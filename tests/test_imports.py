@@ -24,6 +24,7 @@ LAYERS = (
         "context_keys",
         "graph.rules",
         "graph.alike",
+        "cost.cpu",
         "cost.fusion",
         "cost.tpu",
         "graph.tiles",
