@@ -54,5 +54,7 @@ def once(flow: Flow) -> Flow:
     if not same:
         return flow
     ties = tuple([(same.get(a, a), same.get(b, b)) for a, b in graph.ties])
-    sent = tuple([dataclasses.replace(c, operand=same[c.operand]) if c.operand in same else c for c in flow.communications])
+    sent = tuple(
+        [dataclasses.replace(c, operand=same[c.operand]) if c.operand in same else c for c in flow.communications]
+    )
     return dataclasses.replace(flow, graph=dataclasses.replace(graph, ops=tuple(ops), ties=ties), communications=sent)

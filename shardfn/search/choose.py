@@ -285,8 +285,9 @@ def decided(problem: Problem, found: Found) -> Callable[[int], Spec | None]:
 def candidates(problem: Problem, found: Found, best_s: float = math.inf) -> Iterator[Candidate]:
     """The optimum on a grid, priced by its flow: first with what products make held, and how they read their operands left
     to the compiler, which moves those in the way that is best for a product; and with every decision held, where the flow
-    of the first does not keep what the model promised: not even to fit, if it did. Where another flow takes `best_s`
-    seconds, that one is left out if it cannot be expected to take less."""
+    of the first does not keep what the model promised: not even to fit, if it did; and with all held that this flow lays
+    out otherwise, where it does not either. Where another flow takes `best_s` seconds, these are left out if they cannot be
+    expected to take less."""
     axes, specs, held = _held(problem, found)
     ops = problem.graph.ops
     pins = {
@@ -301,8 +302,12 @@ def candidates(problem: Problem, found: Found, best_s: float = math.inf) -> Iter
     expected_s = time_s - BACK * max(0.0, time_s - found.solution.cost)
     if problem.seconds_left <= 0 or time_s > FAR * best_s or expected_s > best_s:
         return
-    if is_over or not works_as_found(problem, found, loose):
-        yield candidate(problem, found)
+    if not is_over and works_as_found(problem, found, loose):
+        return
+    full = candidate(problem, found)
+    yield full
+    if len(ops) <= LARGE and problem.seconds_left > 0 and not works_as_found(problem, found, full):
+        yield from all_held(problem, found, full)
 
 
 def keeps_promise(problem: Problem, found: Found, made: Candidate) -> bool:
@@ -327,6 +332,25 @@ def candidate(problem: Problem, found: Found) -> Candidate:
     """The optimum on a grid with every decision held, priced by its flow."""
     axes, specs, pins = _held(problem, found)
     return Candidate(shape(axes), axes, specs, pins, problem.price(axes, specs, pins))
+
+
+def all_held(problem: Problem, found: Found, full: Candidate) -> Iterator[Candidate]:
+    """A candidate with what follows the decisions held as well, where its flow lays that out otherwise than was found."""
+    there = problem.flow_of(full)
+    laid = {op.site: [there.specs[v] for v in op.outputs] for op in there.graph.ops if op.site >= 0}
+    wanted = layout_of(problem, found)
+    more = {
+        index: Pin((None,) * len(op.inputs), tuple(map(wanted, op.outputs)))
+        for index, op in enumerate(problem.graph.ops)
+        if index in problem.can_hold
+        and index not in full.pins
+        and full.axes == found.axes
+        and all(v in found.space.layouts for v in op.outputs)
+        and laid.get(op.site, ()) not in ((), [*map(wanted, op.outputs)])
+    }
+    if more:
+        pins = {**full.pins, **more}
+        yield dataclasses.replace(full, pins=pins, price=problem.price(full.axes, full.specs, pins))
 
 
 def _held(problem: Problem, found: Found) -> tuple[Axes, tuple[Spec, ...], Pins]:

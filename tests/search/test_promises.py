@@ -10,6 +10,7 @@ import pytest
 
 import shardfn
 from examples.models import abstract, mlp
+from examples.models.families import FAMILIES
 from shardfn.search import choose, dynamic, forget, plain
 from shardfn.search.levels import totals
 from shardfn.search.problem import objective
@@ -107,7 +108,9 @@ def test_of_larger_programs_the_other_aim_is_tried_where_the_model_was_best_too_
     monkeypatch.setattr(choose, "weighed", lambda problem: 1)
     monkeypatch.setattr(choose, "priced", lambda problem: 1)
     turned, lines, in_line = [], [], choose.in_line
-    monkeypatch.setattr(choose, "in_line", lambda problem, made, laid: lines.append(made) or in_line(problem, made, laid))
+    monkeypatch.setattr(
+        choose, "in_line", lambda problem, made, laid: lines.append(made) or in_line(problem, made, laid)
+    )
 
     def turn(problem, one):
         turned.append(one.axes)
@@ -185,3 +188,26 @@ def test_a_promise_is_what_is_sent_and_computed():
     for broken in ({"flops": 1.2 * sums.flops}, {"communication_s": sums.sent_s + 1e-4},
                    {"memory": SimpleNamespace(peak=1e15)}):  # fmt: skip
         assert not choose.keeps_promise(problem, found, of(**broken)), broken
+
+
+def test_what_follows_is_held_where_the_flow_lays_it_out_otherwise(monkeypatch):
+    """As a scale in pieces would spread to the activation, and from there to all that follows."""
+    found, listened = [], choose.answer_of
+    monkeypatch.setattr(dynamic, "answer_of", lambda problem, all_, *a, **k: found.append((problem, all_[0])) or
+                        listened(problem, all_, *a, **k))  # fmt: skip
+    family = FAMILIES["t5"]
+    fn, args = family.on_paper(family.tiny)
+    shardfn.plan(fn, *args, device="cpu:8", level=0, donate_argnums=family.donated)
+    problem, one = found[0]
+    full = choose.candidate(problem, one)
+    (more,) = choose.all_held(problem, one, full)
+    added = more.pins.keys() - full.pins.keys()
+    assert added and {problem.graph.ops[index].name for index in added} <= {"add", "multiply"}
+    wanted, flow = choose.layout_of(problem, one), problem.flow_of(more)
+    there = {op.site: op for op in flow.graph.ops if op.site >= 0}
+    before = {op.site: op for op in problem.flow_of(full).graph.ops if op.site >= 0}
+    for index in added:
+        op = problem.graph.ops[index]
+        assert flow.specs[there[op.site].outputs[0]] == wanted(op.outputs[0])
+        assert problem.flow_of(full).specs[before[op.site].outputs[0]] != wanted(op.outputs[0])
+    assert more.price.bytes_sent < full.price.bytes_sent
