@@ -35,6 +35,8 @@ class Entry:
     """The same for a call inside a transformation."""
     targets: tuple[NamedSharding, ...]
     """Where the arrays of a call belong."""
+    replaced: frozenset[int]
+    """Those of them whose place a result takes, and donated ones, by position: the next call brings results."""
 
 
 def make_entry(program: Program) -> Entry:
@@ -58,7 +60,8 @@ def make_entry(program: Program) -> Entry:
     if current.save_graphs:
         save_graphs(made, current.save_graphs_path)
     targets = tuple(shardings(made.inputs, whole(made)))
-    return Entry(made, program.jitted(found), program.jitted(found, nested=True), targets)
+    replaced = frozenset((*program.same_as.values(), *program.donated_leaves))
+    return Entry(made, program.jitted(found), program.jitted(found, nested=True), targets, replaced)
 
 
 def best_compiled(program: Program, question: Question, answer: Answer) -> Laid:
