@@ -112,8 +112,8 @@ def answer_of(
         if least < problem.memory_limit < made.price.memory.peak and problem.seconds_left > 0:
             for other in mend(problem, one, made):
                 rated += [(objective(c.price, problem), c, other) for c in candidates(problem, other)]
-    if rated and (disappoints or is_small) and problem.level != 1:
-        rated += _otherwise(problem, found, rated, turn if not is_large else None)
+    if rated and (disappoints or not is_large) and problem.level != 1:
+        rated += _otherwise(problem, found, rated, turn if not is_large else None, disappoints)
     if is_large and rated and disappoints:
         rated += [(objective(c.price, problem), c, None) for c in plain.of_batch(problem)]
     elif not is_large or not rated:
@@ -158,18 +158,18 @@ _Rated = tuple[tuple[float, ...], Candidate, Found | None]
 
 
 def _otherwise(
-    problem: Problem, found: Sequence[Found], rated: Sequence[_Rated], turn: Turn | None
+    problem: Problem, found: Sequence[Found], rated: Sequence[_Rated], turn: Turn | None, disappoints: bool
 ) -> Iterator[_Rated]:
-    """Where all flows disappoint: the grid of one axis, and what was found for the other aim there, on the best grid, on
-    the model's own best and on that one's mirror image, as it is and in line; of small programs, whose flows cost little,
-    on all grids whose flows were priced, whether they disappoint or not."""
+    """What was found for the other aim on the best grid, as it is and in line. Where all flows disappoint, also there on
+    the model's own best grid and that one's mirror image, and on the grid of one axis, which is priced then too; of small
+    programs, whose flows cost little, on all grids whose flows were priced, whether they disappoint or not."""
     at = {id(one): one for _, _, one in rated}
-    single = [f for f in found if len(f.axes) == 1][:1]
-    best = min(rated, key=lambda r: r[0])[2]
+    best, is_small = min(rated, key=lambda r: r[0])[2], len(problem.graph.ops) <= PLAIN
+    single = [f for f in found if len(f.axes) == 1][:1] if disappoints or is_small else []
     tried = [f for f in single if id(f) not in at]
     if turn is not None:
-        own = [f for f in found[:1] if f.peak <= problem.memory_limit]
-        every = at.values() if len(problem.graph.ops) <= PLAIN else (best, *own, *_mirrored(own, found))
+        own = [f for f in found[:1] if f.peak <= problem.memory_limit] if disappoints and not is_small else []
+        every = at.values() if is_small else (best, *own, *_mirrored(own, found))
         again = {id(f): f for f in (*every, *single) if f is not None}
         tried += [other for f in again.values() if problem.seconds_left > 0 for other in turn(problem, f)]
     for one in tried:
