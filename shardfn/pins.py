@@ -43,6 +43,9 @@ def anchors(jaxpr: Any, graph: Graph) -> dict[int, int]:
         kind = _KIND_OF.get(eqn.primitive.name)
         if kind is not None and _counts(kind, eqn.outvars[0].aval.shape):
             numbers.setdefault(kind, []).append((number, tuple(eqn.outvars[0].aval.shape), is_reached))
+        elif eqn.primitive.name == "integer_pow" and _counts("multiply", eqn.outvars[0].aval.shape):
+            made = (number, tuple(eqn.outvars[0].aval.shape), False)
+            numbers.setdefault("multiply", []).extend([made] * multiplied(eqn.params["y"]))
     ops: dict[str, list[int]] = {}
     for index, op in enumerate(graph.ops):
         if op.name in KINDS and op.site >= 0 and _counts(op.name, graph.values[op.outputs[0]].shape):
@@ -54,6 +57,16 @@ def anchors(jaxpr: Any, graph: Graph) -> dict[int, int]:
             pairs = zip(indices, numbers[kind], strict=True)
             found |= {index: number for index, (number, _, is_reached) in pairs if is_reached}
     return found
+
+
+def multiplied(power: int) -> int:
+    """How many products JAX makes of a power: it squares again and again.
+
+    >>> [multiplied(power) for power in (0, 1, 2, 3, -2, 8)]
+    [0, 0, 1, 2, 1, 3]
+    """
+    n = abs(power)
+    return n.bit_length() + n.bit_count() - 2 if n else 0
 
 
 def _counts(kind: str, shape: Sequence[int]) -> bool:

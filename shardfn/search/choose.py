@@ -38,6 +38,9 @@ MOST = 3
 NEARLY = 1.05
 """Of what the model promises: a flow that costs no more than this much of it keeps it."""
 
+LET_GO = 2
+"""Of what was priced, where all flows disappoint, how much is let go of what it need not hold before the best is taken."""
+
 KINDS = 3
 """Of what is found at level 1: see `Found.kind`."""
 
@@ -123,6 +126,9 @@ def answer_of(
     if not rated:
         return propagation.search(problem)
     rated.sort(key=lambda r: r[0])
+    if disappoints and not is_small and not is_large:
+        gone = [(let_go(problem, made), one) for _, made, one in rated[:LET_GO]]
+        rated = sorted((*((objective(c.price, problem), c, one) for c, one in gone), *rated), key=lambda r: r[0])
     _, best, at = rated[0]
     best = as_sliced(problem, best)
     others = tuple(c for _, c, _ in rated[1:])
@@ -160,9 +166,10 @@ _Rated = tuple[tuple[float, ...], Candidate, Found | None]
 def _otherwise(
     problem: Problem, found: Sequence[Found], rated: Sequence[_Rated], turn: Turn | None, disappoints: bool
 ) -> Iterator[_Rated]:
-    """What was found for the other aim on the best grid, as it is and in line. Where all flows disappoint, also there on
-    the model's own best grid and that one's mirror image, and on the grid of one axis, which is priced then too; of small
-    programs, whose flows cost little, on all grids whose flows were priced, whether they disappoint or not."""
+    """What was found for the other aim on the best grid, as it is and in line. Where all flows disappoint, also with the
+    arguments in pieces, on the model's own best grid and that one's mirror image, and on the grid of one axis, which is
+    priced then too; of small programs, whose flows cost little, on all grids whose flows were priced, whether they
+    disappoint or not."""
     at = {id(one): one for _, _, one in rated}
     best, is_small = min(rated, key=lambda r: r[0])[2], len(problem.graph.ops) <= PLAIN
     single = [f for f in found if len(f.axes) == 1][:1] if disappoints or is_small else []
@@ -171,7 +178,8 @@ def _otherwise(
         own = [f for f in found[:1] if f.peak <= problem.memory_limit] if disappoints and not is_small else []
         every = at.values() if is_small else (best, *own, *_mirrored(own, found))
         again = {id(f): f for f in (*every, *single) if f is not None}
-        tried += [other for f in again.values() if problem.seconds_left > 0 for other in turn(problem, f)]
+        for f in again.values() if problem.seconds_left > 0 else ():
+            tried += itertools.islice(turn(problem, f), None if f is best and disappoints and not is_small else 1)
     for one in tried:
         if problem.seconds_left > 0:
             made = min(candidates(problem, one), key=lambda c: objective(c.price, problem))

@@ -92,7 +92,9 @@ def test_of_larger_programs_the_other_aim_is_tried_where_the_model_was_best_too_
     monkeypatch.setattr(choose, "weighed", lambda problem: 1)
     monkeypatch.setattr(choose, "priced", lambda problem: 1)
     turned, lines, in_line = [], [], choose.in_line
-    monkeypatch.setattr(choose, "in_line", lambda problem, made, laid: lines.append(made) or in_line(problem, made, laid))
+    monkeypatch.setattr(
+        choose, "in_line", lambda problem, made, laid: lines.append(made) or in_line(problem, made, laid)
+    )
 
     def turn(problem, one):
         turned.append(one.axes)
@@ -108,7 +110,8 @@ def test_the_layout_for_the_other_aim_costs_what_it_costs_at_the_problem_s_own(l
     problem, _ = asked_and_made(level)
     axes = (("a", 4), ("b", 2))
     own = next(dynamic.on_grid(problem, axes, Budget()))
-    (other,) = dynamic.turned(problem, own, Budget())
+    other, cut = dynamic.turned(problem, own, Budget())
+    assert cut.is_in_pieces and cut.solution.cost >= own.solution.cost
     theirs = next(dynamic.on_grid(dataclasses.replace(problem, level=2 - level), axes, Budget()))
     assert other.labels is own.labels and not other.solution.proved
     assert own.solution.cost <= other.solution.cost + 1e-12
