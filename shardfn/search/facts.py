@@ -13,7 +13,6 @@ from shardfn.cost.schedule import merged, scheduled
 from shardfn.cost.tpu import looked_up, scattered_to
 from shardfn.graph.model import Flow, Graph, Value, dtype_bits
 
-
 SLICED = "dynamic_slice"
 """The op that takes of what is stacked what one round of a loop reads."""
 
