@@ -9,10 +9,12 @@ import shardfn
 from shardfn import compiled
 from shardfn.cost.price import collectives
 from shardfn.graph import shardy
+from shardfn.graph.mlir import preorder
 from shardfn.graph.model import Pin, Tap
 from shardfn.graph.moves import joined_axes, split_axes, steps
 from shardfn.graph.roads import as_compiled
 from shardfn.graph.windows import reach
+from shardfn.graph.xlaform import in_order
 
 
 def f32(*shape):
@@ -274,17 +276,17 @@ def test_what_is_held_stands_where_the_order_of_all_ops_would_put_it(monkeypatch
     graph, spec = shardy.read_graph(module), (("a",), ())
     dots = [op.site for op in graph.ops if op.name == "dot_general"]
     assert len(dots) == 4 and len(set(dots)) == 4
-    run, seen = shardy._run, []
+    run, seen = shardy.run, []
 
     def stands(pipeline, held):
         if pipeline == shardy.FLOW_PIPELINE:
-            before = [str(op) for op in shardy._preorder(held)]
-            main = next(op for op in shardy._preorder(held) if op.name == "func.func")
-            shardy._in_order(main.regions[0].blocks[0])
-            seen.append([str(op) for op in shardy._preorder(held)] == before)
+            before = [str(op) for op in preorder(held)]
+            main = next(op for op in preorder(held) if op.name == "func.func")
+            in_order(main.regions[0].blocks[0])
+            seen.append([str(op) for op in preorder(held)] == before)
         run(pipeline, held)
 
-    monkeypatch.setattr(shardy, "_run", stands)
+    monkeypatch.setattr(shardy, "run", stands)
     for operands in ((spec, spec), (None, spec), (spec, None), (None, None)):
         pins = {site: Pin(operands, (spec,)) for site in dots}
         flow = shardy.propagate(module, (("a", 2),), [None] * 3, [None, None], pins)

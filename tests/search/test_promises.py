@@ -1,6 +1,7 @@
 """What is priced of what was found: how its ops are held, and what else where the flow is worse than the model promised."""
 
 import dataclasses
+import math
 from types import SimpleNamespace
 
 import jax
@@ -44,9 +45,20 @@ def test_how_a_product_reads_its_operands_is_left_to_the_compiler(level):
 def test_a_flow_that_keeps_its_promise_is_enough(monkeypatch):
     problem, _ = asked_and_made()
     found = next(dynamic.on_grid(problem, (("a", 8),), Budget()))
-    for kept, count in ((True, 1), (False, 2)):
-        monkeypatch.setattr(choose, "keeps_promise", lambda *_, kept=kept: kept)
-        assert len(list(choose.candidates(problem, found))) == count
+    loose = next(choose.candidates(problem, found)).price
+    full = loose.memory.peak
+    cases = [  # whether it works as found, the peak as found, the limit, the best so far in seconds, candidates
+        (True, full, full, math.inf, 1),
+        (False, full, full, math.inf, 2),
+        (True, full - 1, full - 1, math.inf, 2),  # it was to fit
+        (True, full, full - 1, math.inf, 1),
+        (False, full, full, 0.1 * loose.time_s, 1),
+    ]
+    for kept, peak, limit, best_s, count in cases:
+        monkeypatch.setattr(choose, "works_as_found", lambda *_, kept=kept: kept)
+        monkeypatch.setattr(choose.Found, "peak", peak)
+        limited = dataclasses.replace(problem, memory_limit=limit)
+        assert len(list(choose.candidates(limited, found, best_s))) == count, (kept, peak, limit, best_s)
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -58,7 +70,9 @@ def test_where_all_disappoint_the_grid_of_one_axis_is_priced_too(monkeypatch, ke
     monkeypatch.setattr(choose, "weighed", lambda problem: 1)
     monkeypatch.setattr(choose, "priced", lambda problem: 1)
     tried, candidates = [], choose.candidates
-    monkeypatch.setattr(choose, "candidates", lambda problem, one: tried.append(one) or candidates(problem, one))
+    monkeypatch.setattr(
+        choose, "candidates", lambda problem, one, *far: tried.append(one) or candidates(problem, one, *far)
+    )
     choose.answer_of(problem, found, "a search", lambda *_: ())
     assert tried == found[: 1 if kept else 2]
 
