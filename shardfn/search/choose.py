@@ -48,14 +48,19 @@ flows of such programs the least took 0.94 of its promise."""
 NEARLY = 1.05
 """Of what the model promises: a flow that costs no more than this much of it keeps it."""
 
+LET_GO = 3
+"""Of what was priced, where all flows disappoint, how much is let go of what it need not hold before the best is taken: of
+what promises more than the best."""
+
 KINDS = 3
 """Of what is found at level 1: see `Found.kind`."""
 
 FOLLOWING = frozenset({"add", "multiply"})
 """Ops that follow an operand and can be held."""
 
-HELD_FIRST = frozenset({"dot_general", "convolution", "gather", "scatter", "reduce", "concatenate", "dynamic_slice"})
-"""Ops whose layouts are decisions of their own; the others follow them."""
+HELD_FIRST = frozenset({"dot_general", "convolution", "gather", "scatter", "concatenate", "dynamic_slice"})
+"""Ops whose layouts are decisions of their own, and that gain by being held; the others follow them. Held sums cut what
+elementwise ops made, which is read whole elsewhere: of flows of eight models they made none better that was the best."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,9 +116,9 @@ def answer_of(
     for count, one in enumerate(_in_turn(found)[: weighed(problem)]):
         if rated and problem.seconds_left <= 0:
             break
-        if rated and (count >= priced(problem) or fastest(problem, rated) < math.inf):
-            if not promises(problem, one, min(r[0] for r in rated)):
-                break
+        is_left = bool(rated) and (count >= priced(problem) or fastest(problem, rated) < math.inf)
+        if is_left and not promises(problem, one, min(r[0] for r in rated)):
+            break
         made = min(candidates(problem, one, fastest(problem, rated)), key=lambda c: objective(c.price, problem))
         made = let_go(problem, made) if is_small else made
         is_kept = promised(problem, one, made)
@@ -127,8 +132,8 @@ def answer_of(
         if least < problem.memory_limit < made.price.memory.peak and not is_lost and problem.seconds_left > 0:
             for other in mend(problem, one, made):
                 rated += [(objective(c.price, problem), c, other) for c in candidates(problem, other)]
-    if rated and (disappoints or is_small) and problem.level != 1:
-        rated += _otherwise(problem, found, rated, turn if not is_large else None)
+    if rated and (disappoints or not is_large) and problem.level != 1:
+        rated += _otherwise(problem, found, rated, turn if not is_large else None, disappoints)
     if is_large and rated and disappoints:
         rated += [(objective(c.price, problem), c, None) for c in plain.of_batch(problem)]
     elif not is_large or not rated:
@@ -138,6 +143,8 @@ def answer_of(
     if not rated:
         return propagation.search(problem)
     rated.sort(key=lambda r: r[0])
+    if disappoints and not is_small and not is_large:
+        rated = _let_go(problem, rated)
     _, best, at = rated[0]
     best = as_sliced(problem, best)
     others = tuple(c for _, c, _ in rated[1:])
@@ -183,22 +190,24 @@ def fastest(problem: Problem, rated: Sequence[_Rated]) -> float:
 
 
 def _otherwise(
-    problem: Problem, found: Sequence[Found], rated: Sequence[_Rated], turn: Turn | None
+    problem: Problem, found: Sequence[Found], rated: Sequence[_Rated], turn: Turn | None, disappoints: bool
 ) -> Iterator[_Rated]:
-    """Where all flows disappoint: the grid of one axis, and what was found for the other aim there, on the best grid, on
-    the model's own best and on that one's mirror image, as it is and in line; of small programs, whose flows cost little,
-    on all grids whose flows were priced, whether they disappoint or not."""
+    """What was found for the other aim on the best grid, as it is and in line. Where all flows disappoint, also with the
+    arguments in pieces, on the model's own best grid and that one's mirror image, and on the grid of one axis, which is
+    priced then too; of small programs, whose flows cost little, on all grids whose flows were priced, whether they
+    disappoint or not."""
     at = {id(one): one for _, _, one in rated}
-    single = [f for f in found if len(f.axes) == 1][:1]
-    best = min(rated, key=lambda r: r[0])[2]
+    best, is_small = min(rated, key=lambda r: r[0])[2], len(problem.graph.ops) <= PLAIN
+    single = [f for f in found if len(f.axes) == 1][:1] if disappoints or is_small else []
     tried = [f for f in single if id(f) not in at]
     if turn is not None:
-        own = [f for f in found[:1] if f.peak <= problem.memory_limit]
-        every = at.values() if len(problem.graph.ops) <= PLAIN else (best, *own, *_mirrored(own, found))
+        own = [f for f in found[:1] if f.peak <= problem.memory_limit] if disappoints and not is_small else []
+        every = at.values() if is_small else (best, *own, *_mirrored(own, found))
         again = {id(f): f for f in (*every, *single) if f is not None}
         most = SHORT * fastest(problem, rated)
-        tried += [other for f in again.values() if problem.seconds_left > 0 for other in turn(problem, f)
-                  if other.solution.cost < most]  # fmt: skip
+        for f in again.values() if problem.seconds_left > 0 else ():
+            other = itertools.islice(turn(problem, f), None if f is best and disappoints and not is_small else 1)
+            tried += [one for one in other if one.solution.cost < most]
     for one in tried:
         if problem.seconds_left > 0:
             made = min(candidates(problem, one, fastest(problem, rated)), key=lambda c: objective(c.price, problem))
@@ -215,9 +224,21 @@ def _mirrored(some: Sequence[Found], found: Sequence[Found]) -> list[Found]:
 
 def _in_line(problem: Problem, one: Found, made: Candidate) -> Iterator[_Rated]:
     if one.axes == made.axes and problem.seconds_left > 0:
-        other = in_line(problem, made, layout_of(problem, one))
-        if keeps(problem.flow(other.axes, other.specs, {}), problem.algorithm):
+        other = as_sliced(problem, in_line(problem, made, layout_of(problem, one)))
+        if keeps(problem.flow_of(other), problem.algorithm):
             yield objective(other.price, problem), other, one
+
+
+def _let_go(problem: Problem, rated: Sequence[_Rated]) -> list[_Rated]:
+    """The same, best first, with the first few of what promises more than the best of them holds let go of its pins."""
+    gone: dict[int, _Rated] = {}
+    tried: set[int] = set()
+    for at, (_, made, one) in enumerate(rated):
+        if one is not None and id(one) not in tried and len(tried) < LET_GO and promises(problem, one, rated[0][0]):
+            tried.add(id(one))
+            made = let_go(problem, made)
+            gone[at] = objective(made.price, problem), made, one
+    return sorted((gone.get(at, row) for at, row in enumerate(rated)), key=lambda r: r[0])
 
 
 def _gap(problem: Problem, at: Found, found: Sequence[Found]) -> float | None:

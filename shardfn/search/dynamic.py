@@ -236,15 +236,17 @@ def turning(budget: Budget) -> Turn:
 
 
 def turned(problem: Problem, found: Found, budget: Budget) -> Iterator[Found]:
-    """What the model finds on the same grid for the other of the levels 0 and 2, with its cost at the problem's own: where a
-    flow breaks the model's promise, the layout that was meant for the other aim may serve this one better."""
+    """What the model finds on the same grid for the other of the levels 0 and 2, as it is and with the arguments in pieces,
+    with its cost at the problem's own: where a flow breaks the model's promise, the layout that was meant for the other aim
+    may serve this one better."""
     other = dataclasses.replace(problem, level=2 - problem.level)
     labels, _ = narrowed(labelling_of(found.space, other, SPREADS[0]), found.space, problem.graph,
                          tuple(size for _, size in found.axes), problem.algorithm)  # fmt: skip
-    solution = solve(labels, budget.part(work=WITHIN), FIRST)
-    cost = cost_of(found.labels, solution.choice)
-    priced = dataclasses.replace(solution, cost=cost, bound=found.solution.bound, proved=False)
-    yield from _possible(dataclasses.replace(found, solution=priced))
+    for asked, cut in ((labels, False), (in_pieces(labels, found.space), True)):
+        solution = solve(asked, budget.part(work=WITHIN), FIRST)
+        cost = cost_of(found.labels, solution.choice)
+        priced = dataclasses.replace(solution, cost=cost, bound=found.solution.bound, proved=False)
+        yield from _possible(dataclasses.replace(found, solution=priced, is_in_pieces=cut or found.is_in_pieces))
 
 
 def mending(budget: Budget) -> Mend:

@@ -79,9 +79,7 @@ def test_where_all_disappoint_the_grid_of_one_axis_is_priced_too(monkeypatch, ke
 
 
 @pytest.mark.parametrize(("kept", "plain_ops"), [(True, 0), (False, 0), (True, 500)])
-def test_what_was_found_for_the_other_aim_is_priced_where_flows_disappoint_and_for_small_programs(
-    monkeypatch, kept, plain_ops
-):
+def test_what_was_found_for_the_other_aim_on_the_best_grid_is_priced(monkeypatch, kept, plain_ops):
     problem, _ = asked_and_made()
     found = [next(dynamic.on_grid(problem, (("a", 8),), Budget()))]
     monkeypatch.setattr(choose, "PLAIN", plain_ops)
@@ -93,18 +91,19 @@ def test_what_was_found_for_the_other_aim_is_priced_where_flows_disappoint_and_f
         return dynamic.turned(problem, one, Budget())
 
     choose.answer_of(problem, found, "a search", lambda *_: (), turn=turn)
-    assert turned == ([] if kept and not plain_ops else found)
+    assert turned == found
 
 
-def test_of_larger_programs_the_other_aim_is_tried_where_the_model_was_best_too_and_in_line(monkeypatch):
-    """On the grid of the best flow, the model's own best, that one's mirror image and the grid of one axis; what is found is
-    priced in line as well."""
+@pytest.mark.parametrize("kept", [True, False])
+def test_of_larger_programs_the_other_aim_is_tried_where_the_model_was_best_too_and_in_line(monkeypatch, kept):
+    """On the grid of the best flow; where that disappoints on the model's own best, that one's mirror image and the grid of
+    one axis. What is found is priced in line as well."""
     problem, _ = asked_and_made()
     sizes = ((4, 2), (8,), (2, 4))
     grids = [tuple(zip("ab", size, strict=False)) for size in sizes]
     found = [next(dynamic.on_grid(problem, axes, Budget())) for axes in grids]
     monkeypatch.setattr(choose, "PLAIN", 0)
-    monkeypatch.setattr(choose, "keeps_promise", lambda *_: False)
+    monkeypatch.setattr(choose, "keeps_promise", lambda *_: kept)
     monkeypatch.setattr(choose, "weighed", lambda problem: 1)
     monkeypatch.setattr(choose, "priced", lambda problem: 1)
     turned, lines, in_line = [], [], choose.in_line
@@ -117,8 +116,8 @@ def test_of_larger_programs_the_other_aim_is_tried_where_the_model_was_best_too_
         return dynamic.turned(problem, one, Budget())
 
     choose.answer_of(problem, found, "a search", lambda *_: (), turn=turn)
-    assert turned == [grids[0], grids[2], grids[1]]
-    assert len(lines) > 1, "of the model's best alone one"
+    assert turned == ([grids[0]] if kept else [grids[0], grids[2], grids[1]])
+    assert kept or len(lines) > 1, "of the model's best alone one"
 
 
 @pytest.mark.parametrize("level", [0, 2])
@@ -126,7 +125,8 @@ def test_the_layout_for_the_other_aim_costs_what_it_costs_at_the_problem_s_own(l
     problem, _ = asked_and_made(level)
     axes = (("a", 4), ("b", 2))
     own = next(dynamic.on_grid(problem, axes, Budget()))
-    (other,) = dynamic.turned(problem, own, Budget())
+    other, cut = dynamic.turned(problem, own, Budget())
+    assert cut.is_in_pieces and cut.solution.cost >= own.solution.cost
     theirs = next(dynamic.on_grid(dataclasses.replace(problem, level=2 - level), axes, Budget()))
     assert other.labels is own.labels and not other.solution.proved
     assert own.solution.cost <= other.solution.cost + 1e-12
