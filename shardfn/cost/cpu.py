@@ -53,7 +53,7 @@ class _Backend:
                 continue
             elif op.name == "all_to_all":
                 self.ops.append(op.of(op.inputs, (self.like(op.outputs[0]),)))
-                op = Op("transpose", self.ops[-1].outputs, op.outputs, None, op.trips, op.where)
+                op = Op("copy", self.ops[-1].outputs, op.outputs, None, op.trips, op.where)
             self.ops.append(op)
         graph = dataclasses.replace(self.given.graph, values=tuple(self.values), ops=tuple(self.ops))
         return dataclasses.replace(self.given, graph=graph, specs=tuple(self.specs))
@@ -71,7 +71,7 @@ class _Backend:
             order = turned(op.rule, side, self.given.local_shape(v)) if op.rule else ()
             if not order:
                 continue
-            inputs[side] = self.made("transpose", v, v, order, op)
+            inputs[side] = self.made("copy", v, v, order, op)
         return op if tuple(inputs) == op.inputs else op.of(tuple(inputs), op.outputs)
 
     def gathered(self, op: Op) -> None:
@@ -87,11 +87,11 @@ class _Backend:
                 whole = result if is_last else self.like(result, tuple(spec))
                 self.ops.append(op.of((v,), (whole,)))
             else:
-                turned = self.made("transpose", v, v, (-1,), op)
+                turned = self.made("copy", v, v, (-1,), op)
                 pieces = self.like(result, tuple(spec))
                 whole = result if is_last else self.like(result, tuple(spec))
                 self.ops.append(op.of((turned,), (pieces,)))
-                self.ops.append(Op("transpose", (pieces,), (whole,), None, op.trips, op.where))
+                self.ops.append(Op("copy", (pieces,), (whole,), None, op.trips, op.where))
             v = whole
         if not changed:
             self.ops.append(op)
