@@ -24,6 +24,7 @@ LAYERS = (
         "context_keys",
         "graph.rules",
         "graph.alike",
+        "graph.simplified",
         "cost.cpu",
         "cost.fusion",
         "cost.tpu",
