@@ -8,6 +8,7 @@ from shardfn.cost.memory import Memory
 from shardfn.errors import StrategyError, fail
 from shardfn.graph.model import Flow
 from shardfn.search.problem import Answer, Problem, Search
+from shardfn.search.room import fits_nowhere
 
 NAMED = 4
 """Tensors that an error names."""
@@ -43,11 +44,11 @@ def within_limit(problem: Problem, answer: Answer, search: Search, is_strict: bo
     if _peak(problem, answer) <= problem.memory_limit:
         return answer
     least = answer
-    if problem.is_open and problem.level != 1:
+    if problem.is_open and problem.level != 1 and (is_strict or not fits_nowhere(problem)):
         least = search(dataclasses.replace(problem, level=1))
     if _peak(problem, least) <= problem.memory_limit:
         return dataclasses.replace(
-            least, policy=f"{least.policy}; least memory, as no faster layout found fits the limit"
+            least, policy=f"{least.policy}; of least memory, as nothing else that was found fits the limit"
         )
     if not is_strict:
         return answer

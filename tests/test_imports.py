@@ -67,7 +67,7 @@ LAYERS = (
     ("search.strategies",),
     ("search.problem",),
     ("search.filters",),
-    ("search.propagation", "search.plain", "search.levels"),
+    ("search.propagation", "search.plain", "search.levels", "search.room"),
     ("search.polish", "search.results"),
     ("search.neighbours",),
     ("search.choose", "limits"),

@@ -20,6 +20,7 @@ __all__ = [
     "mesh_axes",
     "number_all",
     "number_of",
+    "passmanager",
     "preorder",
     "run",
     "sdy",

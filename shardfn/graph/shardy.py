@@ -9,6 +9,7 @@ Both work on copies.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from shardfn.graph.mlir import (
     mesh_axes,
     number_all,
     number_of,
+    passmanager,
     preorder,
     run,
     sdy,
@@ -84,7 +86,7 @@ def propagate(
             main.attributes[attribute] = ir.ArrayAttr.get(
                 [ready.with_sharding(old[i] if old is not None else None, spec) for i, spec in enumerate(specs)]
             )
-        run(FLOW_PIPELINE, copy)
+        run(_flow_pipeline() if ready.is_alone else FLOW_PIPELINE, copy)
         reader = Reader(copy, ready.seen)
         try:
             graph = reader.graph()
@@ -98,11 +100,13 @@ def propagate(
 class Ready:
     """A module in the form in which layouts are carried through it, whatever they are, and what all its flows share.
 
-    `begun` has for each block of it, and for each op there, how many ops stood before it when `in_order` came to it.
+    `begun` has for each block of it, and for each op there, how many ops stood before it when `in_order` came to it;
+    `is_alone` says that no function but the main one is left.
     """
 
     def __init__(self, module: Any, begun: Sequence[Sequence[int]], seen: Seen, count: int):
         self.module, self.begun, self.seen, self.count = module, begun, seen, count
+        self.is_alone = len(list(functions_of(module))) == 1
         self.sharding = functools.cache(_sharding)
         self.with_sharding = functools.cache(_with_sharding)
 
@@ -125,6 +129,18 @@ def as_propagated(module: Any, seen: Seen | None = None) -> Ready:
         number_all([op for op in preorder(copy) if NUMBER not in op.attributes], count)
         as_one(body, {}, {})
         return Ready(copy, begun, seen or Seen(), count)
+
+
+@functools.cache
+def _flow_pipeline() -> str:
+    """`FLOW_PIPELINE` spelled out, without the passes that look for functions nobody calls: a tenth of its time."""
+    spelled = str(passmanager.PassManager.parse(FLOW_PIPELINE))
+    kept = re.sub(r"(?<=[(,])(symbol-dce|sdy-save-module),", "", spelled)
+    try:
+        passmanager.PassManager.parse(kept)
+    except ValueError:  # a pass of this JAX that has no name of its own
+        return FLOW_PIPELINE
+    return kept
 
 
 def _add_mesh(module: Any, axes: Sequence[tuple[str, int]]) -> None:

@@ -52,7 +52,9 @@ def test_what_promises_more_than_the_best_flow_so_far_is_priced_too(monkeypatch)
     monkeypatch.setattr(choose, "keeps_promise", lambda *_: True)
     tried = []
     candidates = choose.candidates
-    monkeypatch.setattr(choose, "candidates", lambda problem, one: tried.append(one) or candidates(problem, one))
+    monkeypatch.setattr(
+        choose, "candidates", lambda problem, one, *far: tried.append(one) or candidates(problem, one, *far)
+    )
 
     def step(w, x):
         return w - jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).sum())(w)

@@ -1,8 +1,11 @@
 """What is priced of what was found: how its ops are held, and what else where the flow is worse than the model promised."""
 
 import dataclasses
+import math
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import shardfn
@@ -42,9 +45,20 @@ def test_how_a_product_reads_its_operands_is_left_to_the_compiler(level):
 def test_a_flow_that_keeps_its_promise_is_enough(monkeypatch):
     problem, _ = asked_and_made()
     found = next(dynamic.on_grid(problem, (("a", 8),), Budget()))
-    for kept, count in ((True, 1), (False, 2)):
-        monkeypatch.setattr(choose, "keeps_promise", lambda *_, kept=kept: kept)
-        assert len(list(choose.candidates(problem, found))) == count
+    loose = next(choose.candidates(problem, found)).price
+    full = loose.memory.peak
+    cases = [  # whether it works as found, the peak as found, the limit, the best so far in seconds, candidates
+        (True, full, full, math.inf, 1),
+        (False, full, full, math.inf, 2),
+        (True, full - 1, full - 1, math.inf, 2),  # it was to fit
+        (True, full, full - 1, math.inf, 1),
+        (False, full, full, 0.1 * loose.time_s, 1),
+    ]
+    for kept, peak, limit, best_s, count in cases:
+        monkeypatch.setattr(choose, "works_as_found", lambda *_, kept=kept: kept)
+        monkeypatch.setattr(choose.Found, "peak", peak)
+        limited = dataclasses.replace(problem, memory_limit=limit)
+        assert len(list(choose.candidates(limited, found, best_s))) == count, (kept, peak, limit, best_s)
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -56,7 +70,9 @@ def test_where_all_disappoint_the_grid_of_one_axis_is_priced_too(monkeypatch, ke
     monkeypatch.setattr(choose, "weighed", lambda problem: 1)
     monkeypatch.setattr(choose, "priced", lambda problem: 1)
     tried, candidates = [], choose.candidates
-    monkeypatch.setattr(choose, "candidates", lambda problem, one: tried.append(one) or candidates(problem, one))
+    monkeypatch.setattr(
+        choose, "candidates", lambda problem, one, *far: tried.append(one) or candidates(problem, one, *far)
+    )
     choose.answer_of(problem, found, "a search", lambda *_: ())
     assert tried == found[: 1 if kept else 2]
 
@@ -77,6 +93,29 @@ def test_what_was_found_for_the_other_aim_is_priced_where_flows_disappoint_and_f
 
     choose.answer_of(problem, found, "a search", lambda *_: (), turn=turn)
     assert turned == ([] if kept and not plain_ops else found)
+
+
+def test_of_larger_programs_the_other_aim_is_tried_where_the_model_was_best_too_and_in_line(monkeypatch):
+    """On the grid of the best flow, the model's own best, that one's mirror image and the grid of one axis; what is found is
+    priced in line as well."""
+    problem, _ = asked_and_made()
+    sizes = ((4, 2), (8,), (2, 4))
+    grids = [tuple(zip("ab", size, strict=False)) for size in sizes]
+    found = [next(dynamic.on_grid(problem, axes, Budget())) for axes in grids]
+    monkeypatch.setattr(choose, "PLAIN", 0)
+    monkeypatch.setattr(choose, "keeps_promise", lambda *_: False)
+    monkeypatch.setattr(choose, "weighed", lambda problem: 1)
+    monkeypatch.setattr(choose, "priced", lambda problem: 1)
+    turned, lines, in_line = [], [], choose.in_line
+    monkeypatch.setattr(choose, "in_line", lambda problem, made, laid: lines.append(made) or in_line(problem, made, laid))
+
+    def turn(problem, one):
+        turned.append(one.axes)
+        return dynamic.turned(problem, one, Budget())
+
+    choose.answer_of(problem, found, "a search", lambda *_: (), turn=turn)
+    assert turned == [grids[0], grids[2], grids[1]]
+    assert len(lines) > 1, "of the model's best alone one"
 
 
 @pytest.mark.parametrize("level", [0, 2])
@@ -104,6 +143,33 @@ def test_beside_a_large_program_s_plan_that_disappoints_stand_those_of_the_batch
     problem, made = asked_and_made()
     assert bool(tried) != kept
     assert all(objective(made.price, problem) <= objective(c.price, problem) for c in tried)
+
+
+S = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)  # noqa: E731
+
+
+def test_pieces_of_a_scale_do_not_spread_to_the_activation_that_it_meets():
+    """What is read whole is held to that where a sum or a product reads it: it is gathered, not the activation."""
+    problems = []
+    shardfn.register_search("listening", lambda problem: problems.append(problem) or dynamic.search(problem))
+    args = S(8192, 1024), S(1024), S(1024), S(1024, 4096)
+    on = shardfn.Layout((4, 2), ("data", "model"))
+    cuts = on("data", "None"), on("model"), on("model"), on("None", "model")
+    try:
+        shardfn.plan(
+            lambda x, scale, shift, up: jnp.tanh(x * scale + shift) @ up, *args, device="h100:8", search_mode="listening",
+            level=2, in_strategy=cuts,
+        )  # fmt: skip
+    finally:
+        forget("listening")
+    (problem,) = problems
+    found = next(dynamic.on_grid(problem, problem.axes, Budget()))
+    made, loose = choose.candidate(problem, found), next(choose.candidates(problem, found))
+    held = {i: pin for i, pin in made.pins.items() if problem.graph.ops[i].name in choose.FOLLOWING}
+    assert len(held) == 2 and all(pin.results == (None,) for pin in held.values())
+    assert held.items() <= loose.pins.items()
+    without = problem.price(made.axes, made.specs, {i: pin for i, pin in made.pins.items() if i not in held})
+    assert made.price.bytes_sent == 2 * 512 * 4 < without.bytes_sent / 100
 
 
 def test_a_promise_is_what_is_sent_and_computed():
