@@ -7,8 +7,10 @@ import collections
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 from shardfn.graph.model import Dims, Flow, Op, Rule, Spec, Value
+from shardfn.graph.windows import reach
 
 
 def on_cpu(flow: Flow) -> Flow:
@@ -48,6 +50,8 @@ class _Backend:
                 op = into[op.outputs[0]]
             if op.name == "dot_general" and op.rule is not None:
                 op = self.as_read(op)
+            elif op.name == "convolution" and op.rule is not None and op.convolution is not None:
+                op = self.convolved(op)
             elif op.name == "all_gather":
                 self.gathered(op)
                 continue
@@ -73,6 +77,40 @@ class _Backend:
                 continue
             inputs[side] = self.made("copy", v, v, order, op)
         return op if tuple(inputs) == op.inputs else op.of(tuple(inputs), op.outputs)
+
+    def convolved(self, op: Op) -> Op:
+        """A convolution reads [batch, space, features] and [space, features, new features], and makes [batch, space, features]."""
+        assert op.rule and op.convolution
+        image, kernel, made = *op.rule.operands[:2], op.rule.results[0]
+        shape = op.convolution
+        inputs = [self.with_edges(op), *op.inputs[1:]]
+        for side, own, ends, space in ((0, image, (made, kernel), shape.image), (1, kernel, (image, made), shape.kernel)):
+            order = _ordered(own, ends, space, is_kernel=side == 1)
+            if order and _moves(order, self.given.local_shape(op.inputs[side])):
+                inputs[side] = self.made("copy", inputs[side], inputs[side], order, op)
+        order = _ordered(made, (image, kernel), shape.result)
+        if not order or not _moves(order, self.given.local_shape(op.outputs[0])):
+            return op.of(tuple(inputs), op.outputs)
+        self.ops.append(op.of(tuple(inputs), (self.like(op.outputs[0]),)))
+        return Op("copy", self.ops[-1].outputs, op.outputs, None, op.trips, op.where)
+
+    def with_edges(self, op: Op) -> int:
+        """The image of a convolution with the rows that come from neighbours: put together in a place of its own."""
+        image, form = op.inputs[0], self.values[op.inputs[0]]
+        pieces, shape, grown = self.given.shards(image), list(form.shape), False
+        for tap in op.taps:
+            other = op.outputs[0] if tap.over < 0 else op.inputs[tap.over]
+            n, size = pieces[tap.dim], form.shape[tap.dim]
+            if n > 1 and self.given.shards(other)[tap.out_dim] == n and shape[tap.dim] == size:
+                before, after = reach(size, self.values[other].shape[tap.out_dim], n, tap)
+                shape[tap.dim] = (-(-size // n) + before + after) * n
+                grown = grown or before + after > 0
+        if not grown:
+            return image
+        whole = self.like(image)
+        self.values[whole] = Value(tuple(shape), form.dtype)
+        self.ops.append(Op("copy", (image,), (whole,), None, op.trips, op.where))
+        return whole
 
     def gathered(self, op: Op) -> None:
         """All-gathers gather along one dim, the last one first; where it is not the first, operand and result are turned."""
@@ -132,8 +170,24 @@ def turned(rule: Rule, side: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     if len(free) == len(summed) == 1 and batch == [*range(len(batch))] and min(shape) > 1:
         return ()
     order = (*batch, *free, *summed) if side == 0 else (*batch, *summed, *free)
+    return order if _moves(order, shape) else ()
+
+
+def _moves(order: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether dims of more than one element change places."""
     long = [d for d in order if shape[d] > 1]
-    return order if long != sorted(long) else ()
+    return long != sorted(long)
+
+
+def _ordered(own: Dims, others: tuple[Dims, Dims], space: Sequence[int], is_kernel: bool = False) -> tuple[int, ...]:
+    """The dims of a part of a convolution in the order wanted: what it has in common with the first of `others`, then space,
+    then what it has in common with the second; a kernel's space comes first. Nothing where that is not known."""
+    rest = [d for d in range(len(own)) if d not in space]
+    ends = [[d for d in rest if any(set(own[d]) & set(dim) for dim in dims)] for dims in others]
+    if len(rest) != 2 or [len(end) for end in ends] != [1, 1]:
+        return ()
+    ((first,), (last,)) = ends
+    return (*space, first, last) if is_kernel else (first, *space, last)
 
 
 def is_swap(rule: Rule, batch: int) -> bool:
