@@ -39,10 +39,13 @@ class _Backend:
         readers.update(graph.outputs)
         for op in graph.ops:
             product = self.maker.get(op.inputs[0]) if op.name == "transpose" and readers[op.inputs[0]] == 1 else None
-            if product and product.name == "dot_general" and product.rule and op.rule:
-                if is_swap(op.rule, _batch(product.rule, product.rule.results[0])):  # the operands change places
-                    into[product.outputs[0]] = product.of(product.inputs, op.outputs)
-                    dropped.add(op.outputs[0])
+            if (
+                product
+                and product.name == "dot_general"
+                and is_swap(op, product, product.rule and product.rule.results[0])
+            ):
+                into[product.outputs[0]] = product.of(product.inputs, op.outputs)  # its operands change places
+                dropped.add(op.outputs[0])
         for op in graph.ops:
             if op.outputs and op.outputs[0] in dropped:
                 continue
@@ -68,10 +71,9 @@ class _Backend:
         for side in (0, 1):
             v = inputs[side]
             source = self.maker.get(v)
-            if source and source.name == "transpose" and source.rule and op.rule:
-                if is_swap(source.rule, _batch(op.rule, op.rule.operands[side])):
-                    inputs[side] = self.made("reshape", source.inputs[0], v, (), op)
-                    continue
+            if source and source.name == "transpose" and is_swap(source, op, op.rule and op.rule.operands[side]):
+                inputs[side] = self.made("reshape", source.inputs[0], v, (), op)
+                continue
             order = turned(op.rule, side, self.given.local_shape(v)) if op.rule else ()
             if not order:
                 continue
@@ -79,12 +81,15 @@ class _Backend:
         return op if tuple(inputs) == op.inputs else op.of(tuple(inputs), op.outputs)
 
     def convolved(self, op: Op) -> Op:
-        """A convolution reads [batch, space, features] and [space, features, new features], and makes [batch, space, features]."""
+        """A convolution reads [batch, space, features] and [space, features, new ones], and makes [batch, space, new ones]."""
         assert op.rule and op.convolution
         image, kernel, made = *op.rule.operands[:2], op.rule.results[0]
         shape = op.convolution
         inputs = [self.with_edges(op), *op.inputs[1:]]
-        for side, own, ends, space in ((0, image, (made, kernel), shape.image), (1, kernel, (image, made), shape.kernel)):
+        for side, own, ends, space in (
+            (0, image, (made, kernel), shape.image),
+            (1, kernel, (image, made), shape.kernel),
+        ):
             order = _ordered(own, ends, space, is_kernel=side == 1)
             if order and _moves(order, self.given.local_shape(op.inputs[side])):
                 inputs[side] = self.made("copy", inputs[side], inputs[side], order, op)
@@ -190,16 +195,15 @@ def _ordered(own: Dims, others: tuple[Dims, Dims], space: Sequence[int], is_kern
     return (*space, first, last) if is_kernel else (first, *space, last)
 
 
-def is_swap(rule: Rule, batch: int) -> bool:
-    """Whether a transpose leaves the first `batch` dims in place, and the two others change places: a product does that itself."""
-    before, after = rule.operands[0], rule.results[0]
+def is_swap(turn: Op, product: Op, dims: Dims | None) -> bool:
+    """Whether a transpose swaps the two dims of a product's operand or result, `dims`, that are no batch dims, and these stand
+    first: the product does that itself."""
+    if turn.rule is None or product.rule is None or dims is None:
+        return False
+    every = [{f for dim in row for f in dim} for row in (*product.rule.operands[:2], product.rule.results[0])]
+    batch = next((n for n, dim in enumerate(dims) if not all(set(dim) <= row for row in every)), len(dims))
+    before, after = turn.rule.operands[0], turn.rule.results[0]
     return len(before) == batch + 2 and after == (*before[:batch], before[-1], before[-2])
-
-
-def _batch(rule: Rule, dims: Dims) -> int:
-    """How many of the first dims of a tensor both operands and the result of a product have."""
-    every = [{f for dim in row for f in dim} for row in (*rule.operands[:2], rule.results[0])]
-    return next((n for n, dim in enumerate(dims) if not all(set(dim) <= row for row in every)), len(dims))
 
 
 def _roles(own: Dims, other: Dims, result: Dims) -> list[int]:

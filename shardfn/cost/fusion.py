@@ -140,7 +140,8 @@ class _Fuser:
                 if graph.ops[i].outputs and (again := self.anew.get(graph.ops[i].outputs[0])):
                     self.homes[i] = tuple(dict.fromkeys([i, *[home for r in again for home in self.homes[r]]]))
         stored = set(graph.inputs)
-        views: dict[int, tuple[int, tuple[int, ...]]] = {}  # of what a view gives: what it is of, and the views on the way
+        views: dict[int, tuple[int, tuple[int, ...]]] = {}
+        """Of what a view gives: what it is of, and the views on the way."""
         lies: dict[int, tuple[int, ...]] = {}
         done: dict[int, tuple[int, ...]] = {}
         reads: list[tuple[int, ...]] = []

@@ -204,7 +204,7 @@ class Reader:
         made = fact.made.get(key)
         if made is None:
             form = None if fact.form < 0 else (fact.form, self.region)
-            made = Op(fact.name, key[3:], outputs, fact.rule, trips, fact.where, *fact.rest, form)
+            made = Op(fact.name, key[3:], outputs, fact.rule, trips, fact.where, *fact.rest, form=form)
             fact.made[key] = made
         self.ops.append(made)
         return outputs

@@ -1,9 +1,9 @@
-"""What XLA makes simpler in a flow once it is laid out: loops that run once, products that sum nothing, what is computed twice."""
+"""What XLA makes simpler in a laid-out flow: loops that run once, products that sum nothing, what is computed twice."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from dataclasses import replace
 
 from shardfn.graph.model import Flow, Op
 
@@ -55,12 +55,12 @@ def _apart(flow: Flow) -> Flow:
             continue
         op = op.of(tuple(map(first, op.inputs)), op.outputs)
         if op.form and op.form[1] in regions:
-            op = dataclasses.replace(op, form=(op.form[0], region(op.form[1])))
+            op = replace(op, form=(op.form[0], region(op.form[1])))
         ops.append(op)
     ties = tuple(tie for a, b in graph.ties if (tie := (first(a), first(b)))[0] != tie[1])
-    sent = tuple(dataclasses.replace(c, operand=first(c.operand)) for c in flow.communications)
-    graph = dataclasses.replace(graph, ops=tuple(ops), ties=ties, outputs=tuple(map(first, graph.outputs)))
-    return dataclasses.replace(flow, graph=graph, communications=sent)
+    sent = tuple(replace(c, operand=first(c.operand)) for c in flow.communications)
+    graph = replace(graph, ops=tuple(ops), ties=ties, outputs=tuple(map(first, graph.outputs)))
+    return replace(flow, graph=graph, communications=sent)
 
 
 def _seen(ties: tuple[tuple[int, int], ...], loop: Op) -> list[tuple[int, int]] | None:
@@ -86,13 +86,13 @@ def _plain(flow: Flow) -> Flow:
         if op.name == "dot_general":
             depth = math.prod([values[op.inputs[side]].shape[d] for side, d in op.reduced])
             if depth <= devices and all(flow.local_shape(op.inputs[side])[d] == 1 for side, d in op.reduced):
-                ops[i] = dataclasses.replace(op, name="multiply", reduced=())
+                ops[i] = replace(op, name="multiply", reduced=())
         elif op.name in _PARTS:
             part = op.inputs[_PARTS[op.name]]
-            if values[part].shape == values[op.outputs[0]].shape == values[op.inputs[0]].shape:
-                if flow.specs[part] == flow.specs[op.outputs[0]]:
-                    ops[i] = dataclasses.replace(op, name="reshape", inputs=(part,), rule=None, taps=())
-    return dataclasses.replace(flow, graph=dataclasses.replace(flow.graph, ops=tuple(ops)))
+            is_all = values[part].shape == values[op.outputs[0]].shape == values[op.inputs[0]].shape
+            if is_all and flow.specs[part] == flow.specs[op.outputs[0]]:
+                ops[i] = replace(op, name="reshape", inputs=(part,), rule=None, taps=())
+    return replace(flow, graph=replace(flow.graph, ops=tuple(ops)))
 
 
 _PARTS = {"dynamic_slice": 0, "dynamic_update_slice": 1}
@@ -127,5 +127,5 @@ def _once(flow: Flow) -> Flow:
     if not same:
         return flow
     ties = tuple([(same.get(a, a), same.get(b, b)) for a, b in graph.ties])
-    sent = tuple([dataclasses.replace(c, operand=same[c.operand]) if c.operand in same else c for c in flow.communications])
-    return dataclasses.replace(flow, graph=dataclasses.replace(graph, ops=tuple(ops), ties=ties), communications=sent)
+    sent = tuple([replace(c, operand=same[c.operand]) if c.operand in same else c for c in flow.communications])
+    return replace(flow, graph=replace(graph, ops=tuple(ops), ties=ties), communications=sent)
