@@ -1,5 +1,6 @@
-"""What XLA's CPU backend makes of a flow before it puts its ops in order: products that read their operands the right way
-round, and gradients of looked-up rows that are added where they go."""
+"""What XLA's CPU backend makes of a flow before it puts its ops in order: products, convolutions and collectives that have
+their operands as they read them, products of half precision in `f32`, and gradients of looked-up rows that are added where
+they go."""
 
 from __future__ import annotations
 
@@ -9,16 +10,20 @@ import functools
 import math
 from collections.abc import Sequence
 
+from shardfn.cost.fusion import PRODUCTS
 from shardfn.graph.model import Dims, Flow, Op, Rule, Spec, Value
 from shardfn.graph.windows import reach
 
 
 def on_cpu(flow: Flow) -> Flow:
-    """The flow with the copies that products read, and without zeros that rows are added to only to be added to something.
+    """The flow with the copies that ops read, and without zeros that rows are added to only to be added to something.
 
     On another platform it comes back as it is.
     """
     return _Backend(flow).flow() if flow.platform == "cpu" else flow
+
+
+_HALF = frozenset({"bf16", "f16"})
 
 
 class _Backend:
@@ -38,13 +43,11 @@ class _Backend:
         readers = collections.Counter(v for op in graph.ops for v in op.inputs)
         readers.update(graph.outputs)
         for op in graph.ops:
-            product = self.maker.get(op.inputs[0]) if op.name == "transpose" and readers[op.inputs[0]] == 1 else None
-            if (
-                product
-                and product.name == "dot_general"
-                and is_swap(op, product, product.rule and product.rule.results[0])
-            ):
-                into[product.outputs[0]] = product.of(product.inputs, op.outputs)  # its operands change places
+            if op.name != "transpose" or readers[op.inputs[0]] > 1:
+                continue
+            made = self.maker.get(op.inputs[0])
+            if made and made.name == "dot_general" and is_swap(op, made, made.rule and made.rule.results[0]):
+                into[made.outputs[0]] = made.of(made.inputs, op.outputs)  # its operands change places
                 dropped.add(op.outputs[0])
         for op in graph.ops:
             if op.outputs and op.outputs[0] in dropped:
@@ -55,6 +58,8 @@ class _Backend:
                 op = self.as_read(op)
             elif op.name == "convolution" and op.rule is not None and op.convolution is not None:
                 op = self.convolved(op)
+            if op.name in PRODUCTS:
+                op = self.widened(op)
             elif op.name == "all_gather":
                 self.gathered(op)
                 continue
@@ -72,13 +77,35 @@ class _Backend:
             v = inputs[side]
             source = self.maker.get(v)
             if source and source.name == "transpose" and is_swap(source, op, op.rule and op.rule.operands[side]):
-                inputs[side] = self.made("reshape", source.inputs[0], v, (), op)
+                given = self.wide(source.inputs[0], op)
+                inputs[side] = self.made("reshape", given, v, (), op)
+                self.values[inputs[side]] = Value(self.values[v].shape, self.values[given].dtype)
                 continue
             order = turned(op.rule, side, self.given.local_shape(v)) if op.rule else ()
             if not order:
                 continue
             inputs[side] = self.made("copy", v, v, order, op)
         return op if tuple(inputs) == op.inputs else op.of(tuple(inputs), op.outputs)
+
+    def widened(self, op: Op) -> Op:
+        """Products of half precision: operands are converted to `f32` first, and the result from it."""
+        inputs = [self.wide(v, op) for v in op.inputs]
+        (result,) = op.outputs
+        if self.values[result].dtype not in _HALF:
+            return op if tuple(inputs) == op.inputs else op.of(tuple(inputs), op.outputs)
+        wide = self.like(result)
+        self.values[wide] = Value(self.values[result].shape, "f32")
+        self.ops.append(op.of(tuple(inputs), (wide,)))
+        return Op("convert", (wide,), op.outputs, None, op.trips, op.where)
+
+    def wide(self, value: int, reader: Op) -> int:
+        """The value in `f32`, where it has half that precision."""
+        form = self.values[value]
+        if form.dtype not in _HALF:
+            return value
+        found = self.made("convert", value, value, (-2,), reader)
+        self.values[found] = Value(form.shape, "f32")
+        return found
 
     def convolved(self, op: Op) -> Op:
         """A convolution reads [batch, space, features] and [space, features, new ones], and makes [batch, space, new ones]."""

@@ -93,6 +93,24 @@ def test_what_is_moved_twice_is_sent_twice():
     assert plan.price.bytes_sent == sum(c.total_bytes for c in real.collectives)
 
 
+def half(*shape):
+    return array(*shape, dtype=jnp.bfloat16)
+
+
+HALVES = {
+    "chain": (lambda x, w, v: jnp.tanh(x @ w) @ v, half(64, 128), half(128, 256), half(256, 64)),
+    "softmax, and a weight read twice": (lambda x, w: jax.nn.softmax(x @ w) @ w.T, half(64, 128), half(128, 256)),
+}
+
+
+@pytest.mark.parametrize("cut", [1, 8])
+@pytest.mark.parametrize("name", HALVES)
+def test_products_of_half_precision_read_and_make_single(name, cut):
+    fn, *args = HALVES[name]
+    plan, real = both(fn, args, ((cut, 1), *((1, 1),) * (len(args) - 1)))
+    assert plan.price.memory.temporaries == pytest.approx(real.temp_bytes, abs=64)
+
+
 # ---- convolutions
 
 CONVOLUTIONS = [
@@ -104,7 +122,9 @@ CONVOLUTIONS = [
 ]
 
 
-@pytest.mark.parametrize("entries", [((8, 1, 1, 1), (1, 1, 1, 1)), ((1, 1, 1, 1), (1, 1, 1, 8))], ids=["batch", "features"])
+@pytest.mark.parametrize(
+    "entries", [((8, 1, 1, 1), (1, 1, 1, 1)), ((1, 1, 1, 1), (1, 1, 1, 8))], ids=["batch", "features"]
+)
 @pytest.mark.parametrize("options", CONVOLUTIONS, ids=str)
 @pytest.mark.parametrize("gradient", [False, True])
 def test_operations_of_convolutions(options, gradient, entries):
@@ -119,7 +139,9 @@ def test_images_and_kernels_that_stand_the_wrong_way_round_are_copied():
     convolve = functools.partial(lax.conv_general_dilated, window_strides=(1, 1), padding="SAME")
     plan, real = both(convolve, (array(2, 8, 16, 16), array(4, 8, 3, 3)))  # NCHW, OIHW
     image, made = 4 * 2 * 8 * 16 * 16, 4 * 2 * 4 * 16 * 16
-    assert plan.price.memory.temporaries == real.temp_bytes == image + made  # the kernel's copy lies in the result's place
+    assert (
+        plan.price.memory.temporaries == real.temp_bytes == image + made
+    )  # the kernel's copy lies in the result's place
 
 
 # ---- loops that run once
