@@ -39,6 +39,10 @@ BY_LIBRARY = 4096
 """Elements from which XLA's CPU backend leaves a sum or a maximum of `f32` to a library, whose call computes inside itself
 what it alone reads of `_LIBRARY`, and reads all else from memory. Measured on JAX 0.10.2 and 0.12.0.1."""
 
+BY_TREE = 32
+"""Elements of a summed dim up to which XLA's CPU backend reduces at once, and computes the operand inside; longer ones in two
+steps, from memory. Measured on JAX 0.10.2."""
+
 _LIBRARY = (CHEAP | COSTLY) - {"and", "bitcast_convert", "clamp", "compare", "complex", "concatenate", "copy", "dynamic_slice",
                                "dynamic_update_slice", "gather", "imag", "is_finite", "not", "or", "pad", "real", "reverse",
                                "select", "slice", "xor"}  # fmt: skip
@@ -136,9 +140,8 @@ class _Fuser:
                 if graph.ops[i].outputs and (again := self.anew.get(graph.ops[i].outputs[0])):
                     self.homes[i] = tuple(dict.fromkeys([i, *[home for r in again for home in self.homes[r]]]))
         stored = set(graph.inputs)
-        views: dict[
-            int, tuple[int, tuple[int, ...]]
-        ] = {}  # of what a view gives: what it is of, and the views on the way
+        views: dict[int, tuple[int, tuple[int, ...]]] = {}
+        """Of what a view gives: what it is of, and the views on the way."""
         lies: dict[int, tuple[int, ...]] = {}
         done: dict[int, tuple[int, ...]] = {}
         reads: list[tuple[int, ...]] = []
@@ -343,6 +346,9 @@ class _Fuser:
         if is_view(self.flow, op):  # as its own readers do
             following = self.readers.get(op.outputs[0], ())
             return op.outputs[0] not in self.held and bool(following) and all(map(self.can_read, following))
+        if op.name == "reduce" and self.cpu:
+            shape = self.flow.local_shape(op.inputs[0])
+            return len(op.outputs) > 1 or all(shape[d] <= BY_TREE for _, d in op.reduced)
         if op.name == "reduce":  # over other dims XLA wants its operand in memory
             rank = len(self.graph.values[op.inputs[0]].shape)
             return any(d == rank - 1 for _, d in op.reduced)

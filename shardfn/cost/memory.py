@@ -347,7 +347,7 @@ def _in_place(
                 break
 
 
-_WRITES_OVER = ELEMENTWISE | {"dynamic_update_slice", "scatter"}
+_WRITES_OVER = (ELEMENTWISE - {"copy"}) | {"dynamic_update_slice", "scatter"}
 
 
 def _shown(flow: Flow, fusion: Fusion) -> list[tuple[int, int]]:

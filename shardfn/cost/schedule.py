@@ -158,7 +158,7 @@ class _Combiner:
         return bits
 
     def group(self, kind: object, needs: int, size: int, most: float) -> int:
-        """The group of which the op just met is a part: an all-reduce of so many bytes, of which no group has more than `most`."""
+        """The group of which the op just met is a part: an all-reduce of so many bytes; no group has more than `most`."""
         again = True
         while again:
             again = False

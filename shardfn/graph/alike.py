@@ -1,14 +1,10 @@
-"""Ops that are alike: which op of a flow is which of the graph that was laid out, and what is computed once for two.
-
-Propagation reorders ops, and drops or copies some.
-"""
+"""Which op of a flow is which op of the graph that was laid out: propagation reorders ops, and drops or copies some."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
-from shardfn.graph.model import Flow, Graph, Op
+from shardfn.graph.model import Graph, Op
 
 
 def pairs(graph: Graph, laid: Graph) -> Iterator[tuple[int, Op, Op]]:
@@ -27,34 +23,3 @@ def _alike(graph: Graph) -> dict[tuple[object, ...], list[tuple[int, Op]]]:
         shapes = tuple(graph.values[v].shape for v in (*op.inputs, *op.outputs))
         found.setdefault((op.name, op.where, shapes), []).append((index, op))
     return found
-
-
-def once(flow: Flow) -> Flow:
-    """Without the ops that do what an earlier one does, of the same and laid out alike: XLA computes such once.
-
-    Collectives stay: XLA has each of them, and what follows from it. So do the function's results.
-    """
-    graph, specs, values = flow.graph, flow.specs, flow.graph.values
-    made: dict[object, tuple[int, ...]] = {}
-    same: dict[int, int] = {}
-    held = set(graph.outputs)
-    ops = []
-    for op in graph.ops:
-        inputs, outputs = op.inputs, op.outputs
-        if same and not same.keys().isdisjoint(inputs):
-            inputs = tuple([same.get(v, v) for v in inputs])
-            op = op.of(inputs, outputs)
-        form = op.form
-        if form is not None and held.isdisjoint(outputs):
-            first = made.setdefault((form, inputs, specs[outputs[0]], values[outputs[0]].dtype), outputs)
-            if first is not outputs:
-                same.update(zip(outputs, first, strict=True))
-                continue
-        ops.append(op)
-    if not same:
-        return flow
-    ties = tuple([(same.get(a, a), same.get(b, b)) for a, b in graph.ties])
-    sent = tuple(
-        [dataclasses.replace(c, operand=same[c.operand]) if c.operand in same else c for c in flow.communications]
-    )
-    return dataclasses.replace(flow, graph=dataclasses.replace(graph, ops=tuple(ops), ties=ties), communications=sent)

@@ -84,7 +84,7 @@ class Op:
     """Which elements of an operand are read along dims with a window or an offset."""
     site: int = -1
     """Where it stands in the module: its number in program order. Ops that were put in have none."""
-    form: tuple[int, int] | None = None
+    form: tuple[int, int] | None = dataclasses.field(default=None, compare=False)
     """What it does, and in which loop or branch, as numbers: ops with one form make the same of the same operands."""
 
     def of(self, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Op:

@@ -273,7 +273,8 @@ class Reader:
         out = self.within(body, {**env, **dict(zip(body.arguments, ids, strict=True))}, inside)
         self.ties += [(a, b) for a, b in zip(ids, out, strict=True) if a != b]
         self.ties += list(zip(out, results, strict=True))
-        self.ops.append(Op("while", tuple(carried) + out, tuple(results), None, trips, self.where(op)))
+        inputs, form = tuple(carried) + out, (-1, self.region)
+        self.ops.append(Op("while", inputs, tuple(results), None, trips, self.where(op), form=form))
         return results
 
     def branch(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
