@@ -67,7 +67,7 @@ LAYERS = (
     ("search.problem",),
     ("search.filters",),
     ("search.propagation", "search.plain", "search.levels", "search.room"),
-    ("search.polish", "search.results"),
+    ("search.polish", "search.results", "search.letgo"),
     ("search.neighbours",),
     ("search.choose", "limits"),
     ("search.beside",),

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from shardfn.cost.links import links
-from shardfn.graph.alike import pairs
-from shardfn.graph.model import Flow, Graph, Op, Pin, Rule, Spec
+from shardfn.graph.model import Pin, Spec
 from shardfn.search import plain, propagation
 from shardfn.search.facts import bytes_of
 from shardfn.search.filters import keeps
 from shardfn.search.grid import Axes, merged
+from shardfn.search.letgo import LARGE, as_sliced, let_go
 from shardfn.search.levels import repeated, totals
 from shardfn.search.polish import LINE, PRODUCTS, in_line
 from shardfn.search.problem import Answer, Candidate, Pins, Problem, figures, objective
@@ -28,10 +28,6 @@ from shardfn.search.strategies import Space, spec_of
 
 PLAIN = 500
 """Ops up to which all that was found is let go of what it need not hold before it is compared."""
-
-LARGE = 2000
-"""Ops up to which the plain layouts are priced beside what was searched; from there every further flow costs more than it
-brings."""
 
 MOST = 3
 """Of what was found, how much is priced by its flow beyond the first few, if it promises more than they turned out to hold."""
@@ -426,94 +422,6 @@ def weighs(problem: Problem, made: Candidate) -> bool:
         for at, end in problem.ends.items()
     )
     return held > (NEARLY - 1) * made.price.memory.peak
-
-
-def let_go(problem: Problem, best: Candidate) -> Candidate:
-    """The same without the pins that propagation does not need, if the flow stays as good."""
-    if not best.pins or problem.seconds_left <= 0 or (len(problem.graph.ops) > LARGE and gathers(problem, best)):
-        return best
-    aim = objective(best.price, problem)
-    alone = dataclasses.replace(best, pins={}, price=problem.price(best.axes, best.specs, {}, best.ends))
-    if objective(alone.price, problem) <= aim and not problem.algorithm.fully_use_devices:
-        return alone  # but for that rule, which propagation does not know
-    if len(problem.graph.ops) > LARGE:  # a further flow costs more than the pins do
-        return best
-    ends = {index: Pin((None,) * len(pin.operands), pin.results) for index, pin in best.pins.items()}
-    loose = dataclasses.replace(best, pins=ends, price=problem.price(best.axes, best.specs, ends, best.ends))
-    if objective(loose.price, problem) < aim:  # as the op reads its operands, they are best changed elsewhere
-        best, aim = loose, objective(loose.price, problem)
-    agreed = agreeing(problem.graph, problem.flow(best.axes, best.specs, {}, best.ends), best.pins)
-    needed = {index: pin for index, pin in best.pins.items() if index not in agreed}
-    fewer = dataclasses.replace(best, pins=needed, price=problem.price(best.axes, best.specs, needed, best.ends))
-    return fewer if objective(fewer.price, problem) <= aim else best
-
-
-def gathers(problem: Problem, best: Candidate) -> bool:
-    """Whether an op is held so that it reads an argument in larger pieces than it lies in: propagation by itself would
-    hand the cut on to the op's results and from there to all else, and its flow is another one."""
-    lies = dict(zip(problem.inputs, best.specs, strict=True))
-    return any(
-        v in lies and _is_gathered(problem.graph.ops[index].rule, position, lies[v], pin)
-        for index, pin in best.pins.items()
-        for position, v in enumerate(problem.graph.ops[index].inputs)
-    )
-
-
-def _is_gathered(rule: Rule | None, position: int, lies: Spec, pin: Pin) -> bool:
-    """Whether a cut of an operand is neither read so, nor summed over, nor found in a result."""
-    laid = pin.operands[position]
-    if laid is not None:
-        return not {a for dim in lies for a in dim} <= {a for dim in laid for a in dim}
-    if rule is None or None in pin.results:
-        return False
-    cut = {
-        (factor, axis)
-        for dims, spec in zip(rule.results, pin.results, strict=True)
-        for factors, axes in zip(dims, spec or (), strict=True)
-        for factor in factors
-        for axis in axes
-    }
-    return any(
-        not any(factor in rule.reduction or (factor, axis) in cut for factor in factors)
-        for factors, axes in zip(rule.operands[position], lies, strict=False)
-        for axis in axes
-    )
-
-
-def as_sliced(problem: Problem, best: Candidate) -> Candidate:
-    """The same with each open argument that the flow slices before anything else reads it laid out so from the start, if
-    that is better."""
-    flow = problem.flow_of(best)
-    inputs = flow.graph.inputs[len(flow.graph.inputs) - len(best.specs) :]
-    readers: dict[int, list[Op]] = {value: [] for value in inputs}
-    for op in flow.graph.ops:
-        for value in set(op.inputs) & readers.keys():
-            readers[value].append(op)
-    sizes, specs = dict(best.axes), list(best.specs)
-    for i, value in enumerate(inputs):
-        found = {flow.specs[op.outputs[0]] for op in readers[value] if op.name == "all_slice"}
-        if problem.specs[i] is None and len(found) == 1 and all(op.name == "all_slice" for op in readers[value]):
-            (spec,) = found
-            laid, shape = spec[: len(problem.shapes[i])], problem.shapes[i]
-            if all(a in sizes for dim in laid for a in dim) and all(
-                n % math.prod(sizes[a] for a in dim) == 0 for n, dim in zip(shape, laid, strict=True)
-            ):
-                specs[i] = laid
-    if tuple(specs) == best.specs:
-        return best
-    price = problem.price(best.axes, tuple(specs), best.pins, best.ends)
-    laid = dataclasses.replace(best, specs=tuple(specs), price=price)
-    return laid if objective(laid.price, problem) <= objective(best.price, problem) else best
-
-
-def agreeing(graph: Graph, flow: Flow, pins: Pins) -> frozenset[int]:
-    """The pinned ops, by index, that a flow lays out as their pins want."""
-
-    def agrees(pin: Pin, op: Op) -> bool:
-        rows = zip((*pin.operands, *pin.results), (*op.inputs, *op.outputs), strict=True)
-        return all(spec is None or spec == flow.specs[value] for spec, value in rows)
-
-    return frozenset(i for i, _, laid in pairs(graph, flow.graph) if i in pins and agrees(pins[i], laid))
 
 
 def runners_up(problem: Problem, found: Found) -> tuple[str, ...]:

@@ -12,8 +12,8 @@ import shardfn
 from shardfn.cost.chips import CHIPS
 from shardfn.cost.links import links
 from shardfn.graph.model import Pin
-from shardfn.search import beside, choose, forget, propagation
-from shardfn.search.choose import as_sliced
+from shardfn.search import beside, choose, forget, letgo, propagation
+from shardfn.search.letgo import as_sliced
 from shardfn.search.levels import repeated
 from shardfn.search.problem import Candidate, objective
 from shardfn.search.strategies import Edge
@@ -115,7 +115,7 @@ def test_a_large_program_that_gathers_arguments_is_not_tried_without_what_holds_
     finally:
         forget("listening")
     (problem,) = problems
-    monkeypatch.setattr(choose, "LARGE", 0)
+    monkeypatch.setattr(letgo, "LARGE", 0)
     axes, rows, columns, whole = (("a", 8),), (("a",), ()), ((), ("a",)), ((), ())
     dot = next(i for i, op in enumerate(problem.graph.ops) if op.name == "dot_general")
     specs, reads = ((rows, columns), (rows, whole)) if read_whole else ((rows, whole), (rows, whole))
@@ -123,5 +123,5 @@ def test_a_large_program_that_gathers_arguments_is_not_tried_without_what_holds_
     held = Candidate("", axes, specs, pins, problem.price(axes, specs, pins))
     flows = []
     flow = lambda axes, specs, pins, ends: flows.append(pins) or problem.flow(axes, specs, pins, ends)  # noqa: E731
-    found = choose.let_go(dataclasses.replace(problem, flow=flow, memo={}), held)
+    found = letgo.let_go(dataclasses.replace(problem, flow=flow, memo={}), held)
     assert flows == asked and bool(found.pins) == read_whole
