@@ -360,6 +360,7 @@ def all_held(problem: Problem, found: Found, full: Candidate) -> Iterator[Candid
         index: Pin((None,) * len(op.inputs), tuple(map(wanted, op.outputs)))
         for index, op in enumerate(problem.graph.ops)
         if index in problem.can_hold
+        and op.name in FOLLOWING
         and index not in full.pins
         and full.axes == found.axes
         and all(v in found.space.layouts for v in op.outputs)

@@ -183,4 +183,5 @@ def test_a_cheap_grid_leaves_dear_ones_out(monkeypatch):
     monkeypatch.setattr(dynamic, "weighed", lambda graph: 1)
     (found,), _ = dynamic.on_grids(problem, dynamic.grids(problem)[:1], (), Budget())
     before = [dataclasses.replace(found, solution=dataclasses.replace(found.solution, cost=found.solution.cost / 2))]
-    assert dynamic.on_grids(problem, dynamic.grids(problem), before, Budget()) == ([], [])
+    left, untried = dynamic.on_grids(problem, dynamic.grids(problem), before, Budget())
+    assert [len(one.axes) for one in left] == [1] and not untried, "which is priced where flows disappoint"
