@@ -13,9 +13,6 @@ from shardfn.search.problem import Answer, Candidate, Problem, figures, objectiv
 AIMS = (0, 2)
 """The levels whose answers stand beside each other's, and beside that of level 1, which takes the longest to find."""
 
-STARTS = 2
-"""How many plans, each on a grid of its own, are changed one array at a time."""
-
 Alone = Callable[[Problem], Answer]
 
 
@@ -33,11 +30,10 @@ def bettered(problem: Problem, own: Answer, alone: Alone | None = None) -> Answe
     is_least = problem.level == 0 and not any(
         objective(first.price, problem)[:3]
     )  # sends nothing, and all devices work
-    elsewhere = [c for level in AIMS if alone is not None and not is_least
-                 and level != problem.level and problem.seconds_left > 0
-                 for c in _of_level(dataclasses.replace(problem, level=level), alone)]  # fmt: skip
-    every = sorted((first, *elsewhere), key=lambda c: objective(c.price, problem))
-    starts = [every[0], *(c for c in every if _sizes(c) != _sizes(every[0]))][:STARTS]
+    elsewhere = [_of_level(dataclasses.replace(problem, level=level), alone) for level in AIMS if alone is not None
+                 and not is_least and level != problem.level and problem.seconds_left > 0]  # fmt: skip
+    best = min((first, *(c for of_level in elsewhere for c in of_level)), key=lambda c: objective(c.price, problem))
+    starts = [best, *(c for c in (first, *(of_level[0] for of_level in elsewhere)) if _sizes(c) != _sizes(best))]
     ends = [improved(problem, start) for start in starts]
     start, best = min(zip(starts, ends, strict=True), key=lambda pair: objective(pair[1].price, problem))
     if best is first:
