@@ -51,6 +51,9 @@ NEARLY = 1.05
 KINDS = 3
 """Of what is found at level 1: see `Found.kind`."""
 
+CRUMB = 1e-4
+"""Of the memory of a device: arguments that hold less together are not worth a flow of a program that is not small."""
+
 HELD_FIRST = frozenset({"dot_general", "convolution", "gather", "scatter", "reduce", "concatenate", "dynamic_slice"})
 """Ops whose layouts are decisions of their own; the others follow them."""
 
@@ -103,17 +106,17 @@ def answer_of(
     rated: list[_Rated] = []
     is_small, is_large = len(problem.graph.ops) <= PLAIN, len(problem.graph.ops) > LARGE
     least, disappoints = plain.least(problem), True
-    is_lost = is_large and fits_nowhere(problem)  # by how much it does not fit is not worth a flow then
-    promised = works_as_found if is_lost else keeps_promise
     for count, one in enumerate(_in_turn(found)[: weighed(problem)]):
         if rated and problem.seconds_left <= 0:
             break
-        if rated and (count >= priced(problem) or fastest(problem, rated) < math.inf):
-            if not promises(problem, one, min(r[0] for r in rated)):
-                break
+        is_extra = count >= priced(problem) or fastest(problem, rated) < math.inf
+        if is_extra and not promises(problem, one, min(r[0] for r in rated)):
+            break
         made = min(candidates(problem, one, fastest(problem, rated)), key=lambda c: objective(c.price, problem))
         made = let_go(problem, made) if is_small else made
-        is_kept = promised(problem, one, made)
+        # By how much a program is too large that fits nowhere is worth little.
+        is_lost = made.price.memory.peak > problem.memory_limit and fits_nowhere(problem)
+        is_kept = (works_as_found if is_lost else keeps_promise)(problem, one, made)
         disappoints = disappoints and not is_kept
         rated.append((objective(made.price, problem), made, one))
         if (is_small or weighs(problem, made)) and problem.seconds_left > 0:
@@ -123,7 +126,8 @@ def answer_of(
             other = in_line(problem, made, layout_of(problem, one))
             if keeps(problem.flow(other.axes, other.specs, {}), problem.algorithm):
                 rated.append((objective(other.price, problem), other, one))
-        if least < problem.memory_limit < made.price.memory.peak and not is_lost and problem.seconds_left > 0:
+        is_over = least < problem.memory_limit < made.price.memory.peak and not (is_large and is_lost)
+        if is_over and problem.seconds_left > 0:
             for other in mend(problem, one, made):
                 rated += [(objective(c.price, problem), c, other) for c in candidates(problem, other)]
     if rated and (disappoints or is_small) and problem.level != 1:
@@ -176,8 +180,10 @@ def fastest(problem: Problem, rated: Sequence[_Rated]) -> float:
     elsewhere infinite: there more is tried than that is sure to fail."""
     if problem.level != 2 or len(problem.graph.ops) <= PLAIN:
         return math.inf
-    is_lost = fits_nowhere(problem)
-    fit = (made.price for _, made, _ in rated if is_lost or made.price.memory.peak <= problem.memory_limit)
+    every = [made.price for _, made, _ in rated]
+    fit = [price for price in every if price.memory.peak <= problem.memory_limit]
+    if every and not fit and fits_nowhere(problem):
+        fit = every
     return min((price.time_s for price in fit), default=math.inf)
 
 
@@ -341,18 +347,20 @@ def weighs(problem: Problem, made: Candidate) -> bool:
 
 def let_go(problem: Problem, best: Candidate) -> Candidate:
     """The same without the pins that propagation does not need, if the flow stays as good."""
-    if not best.pins or problem.seconds_left <= 0 or (len(problem.graph.ops) > LARGE and gathers(problem, best)):
+    if not best.pins or problem.seconds_left <= 0 or (len(problem.graph.ops) > PLAIN and gathers(problem, best)):
         return best
     aim = objective(best.price, problem)
     alone = dataclasses.replace(best, pins={}, price=problem.price(best.axes, best.specs, {}, best.ends))
     if objective(alone.price, problem) <= aim and not problem.algorithm.fully_use_devices:
         return alone  # but for that rule, which propagation does not know
-    if len(problem.graph.ops) > LARGE:  # a further flow costs more than the pins do
+    if len(problem.graph.ops) > LARGE:
         return best
     ends = {index: Pin((None,) * len(pin.operands), pin.results) for index, pin in best.pins.items()}
     loose = dataclasses.replace(best, pins=ends, price=problem.price(best.axes, best.specs, ends, best.ends))
     if objective(loose.price, problem) < aim:  # as the op reads its operands, they are best changed elsewhere
         best, aim = loose, objective(loose.price, problem)
+    if len(problem.graph.ops) > PLAIN:  # a further flow costs more than the pins do
+        return best
     agreed = agreeing(problem.graph, problem.flow(best.axes, best.specs, {}, best.ends), best.pins)
     needed = {index: pin for index, pin in best.pins.items() if index not in agreed}
     fewer = dataclasses.replace(best, pins=needed, price=problem.price(best.axes, best.specs, needed, best.ends))
@@ -393,7 +401,7 @@ def _is_gathered(rule: Rule | None, position: int, lies: Spec, pin: Pin) -> bool
 
 def as_sliced(problem: Problem, best: Candidate) -> Candidate:
     """The same with each open argument that the flow slices before anything else reads it laid out so from the start, if
-    that is better."""
+    that is better; of programs that are not small, if they are worth a flow."""
     flow = problem.flow_of(best)
     inputs = flow.graph.inputs[len(flow.graph.inputs) - len(best.specs) :]
     readers: dict[int, list[Op]] = {value: [] for value in inputs}
@@ -410,7 +418,9 @@ def as_sliced(problem: Problem, best: Candidate) -> Candidate:
                 n % math.prod(sizes[a] for a in dim) == 0 for n, dim in zip(shape, laid, strict=True)
             ):
                 specs[i] = laid
-    if tuple(specs) == best.specs:
+    changed = [v for v, was, now in zip(inputs, best.specs, specs, strict=True) if was != now]
+    worth = 0 if len(problem.graph.ops) <= PLAIN else CRUMB * best.price.memory.peak
+    if not changed or sum(map(flow.local_bytes, changed)) < worth:
         return best
     price = problem.price(best.axes, tuple(specs), best.pins, best.ends)
     laid = dataclasses.replace(best, specs=tuple(specs), price=price)

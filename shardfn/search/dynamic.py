@@ -19,6 +19,7 @@ from shardfn.search.filters import loosened, narrowed
 from shardfn.search.grid import Array, Axes, Grid
 from shardfn.search.levels import in_pieces, labelling_of, totals
 from shardfn.search.problem import Answer, Candidate, Problem
+from shardfn.search.room import fits_nowhere
 from shardfn.search.solver.budget import SECOND, Budget
 from shardfn.search.solver.labelling import Labelling, cost_of
 from shardfn.search.solver.peak import Peak, least_peak
@@ -253,13 +254,16 @@ def mending(budget: Budget) -> Mend:
 
 def mended(problem: Problem, found: Found, made: Candidate, budget: Budget) -> Iterator[Found]:
     """Where the flow holds more than the limit: what the model finds with the arguments in pieces, and within a limit that
-    allows for the difference between them."""
+    allows for the difference between them; where nothing fits, what holds least."""
     if problem.level == 1:  # where all of this is tried anyway
         return
     if not found.is_in_pieces:
         pieces = in_pieces(found.labels, found.space)
         solution = solve(pieces, budget.part(), EFFORT)
         yield from _possible(dataclasses.replace(found, labels=pieces, solution=solution, is_in_pieces=True))
+    if fits_nowhere(problem):
+        yield _of_least_peak(found, budget.part(work=WITHIN))
+        return
     limit = 0.98 * problem.memory_limit / made.price.memory.peak * found.peak
     yield _within(found, limit, budget.part(work=WITHIN))
 
@@ -269,6 +273,10 @@ def _within(found: Found, limit: float, budget: Budget, effort: Effort | None = 
     solution = solve(dataclasses.replace(found.labels, limit=limit), budget, effort)
     if solution.feasible:
         return dataclasses.replace(found, solution=solution)
+    return _of_least_peak(found, budget)
+
+
+def _of_least_peak(found: Found, budget: Budget) -> Found:
     least = least_peak(found.labels, budget.part(), STEPS)
     return found if least is None else dataclasses.replace(found, solution=_held(least, found.labels))
 
