@@ -75,11 +75,14 @@ def test_where_all_disappoint_the_grid_of_one_axis_is_priced_too(monkeypatch, ke
     assert tried == found[: 1 if kept else 2]
 
 
-@pytest.mark.parametrize(("kept", "plain_ops"), [(True, 0), (False, 0), (True, 500)])
+@pytest.mark.parametrize(
+    ("level", "kept", "plain_ops", "is_asked"),
+    [(0, True, 0, False), (0, False, 0, True), (0, True, 500, True), (2, True, 500, True), (2, False, 0, False)],
+)
 def test_what_was_found_for_the_other_aim_is_priced_where_flows_disappoint_and_for_small_programs(
-    monkeypatch, kept, plain_ops
+    monkeypatch, level, kept, plain_ops, is_asked
 ):
-    problem, _ = asked_and_made()
+    problem, _ = asked_and_made(level)
     found = [next(dynamic.on_grid(problem, (("a", 8),), Budget()))]
     monkeypatch.setattr(choose, "PLAIN", plain_ops)
     monkeypatch.setattr(choose, "keeps_promise", lambda *_: kept)
@@ -90,7 +93,7 @@ def test_what_was_found_for_the_other_aim_is_priced_where_flows_disappoint_and_f
         return dynamic.turned(problem, one, Budget())
 
     choose.answer_of(problem, found, "a search", lambda *_: (), turn=turn)
-    assert turned == ([] if kept and not plain_ops else found)
+    assert turned == (found if is_asked else [])
 
 
 @pytest.mark.parametrize("level", [0, 2])
