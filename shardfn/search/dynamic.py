@@ -221,7 +221,7 @@ def on_grid(problem: Problem, axes: Axes, budget: Budget, chosen: Sequence[Array
     if not math.isfinite(found.solution.cost):
         return
     yield found
-    if found.peak > problem.memory_limit:
+    if found.peak > problem.memory_limit and not fits_nowhere(problem):
         yield from _possible(solved(in_pieces(found.labels, space), 0.0, True))
 
 
@@ -257,13 +257,13 @@ def mended(problem: Problem, found: Found, made: Candidate, budget: Budget) -> I
     allows for the difference between them; where nothing fits, what holds least."""
     if problem.level == 1:  # where all of this is tried anyway
         return
+    if fits_nowhere(problem):
+        yield _of_least_peak(found, budget.part(work=WITHIN))
+        return
     if not found.is_in_pieces:
         pieces = in_pieces(found.labels, found.space)
         solution = solve(pieces, budget.part(), EFFORT)
         yield from _possible(dataclasses.replace(found, labels=pieces, solution=solution, is_in_pieces=True))
-    if fits_nowhere(problem):
-        yield _of_least_peak(found, budget.part(work=WITHIN))
-        return
     limit = 0.98 * problem.memory_limit / made.price.memory.peak * found.peak
     yield _within(found, limit, budget.part(work=WITHIN))
 
