@@ -41,10 +41,6 @@ FAR, BACK = 2.0, 0.75
 programs of 500 ops and more the most that it saved was 38 %. And how far it brings a flow back towards what the model
 promised: where anything was to be won, by two thirds at most."""
 
-SHORT = 1.1
-"""Of the time of the best flow so far: what is found for the other aim and promises no less than that is not priced. Of 260
-flows of such programs the least took 0.94 of its promise."""
-
 NEARLY = 1.05
 """Of what the model promises: a flow that costs no more than this much of it keeps it."""
 
@@ -54,6 +50,9 @@ what promises more than the best."""
 
 KINDS = 3
 """Of what is found at level 1: see `Found.kind`."""
+
+CRUMB = 1e-4
+"""Of the memory of a device: arguments that hold less together are not worth a flow of a program that is not small."""
 
 FOLLOWING = frozenset({"add", "multiply"})
 """Ops that follow an operand and can be held."""
@@ -111,8 +110,6 @@ def answer_of(
     rated: list[_Rated] = []
     is_small, is_large = len(problem.graph.ops) <= PLAIN, len(problem.graph.ops) > LARGE
     least, disappoints = plain.least(problem), True
-    is_lost = is_large and fits_nowhere(problem)  # by how much it does not fit is not worth a flow then
-    promised = works_as_found if is_lost else keeps_promise
     for count, one in enumerate(_in_turn(found)[: weighed(problem)]):
         if rated and problem.seconds_left <= 0:
             break
@@ -121,7 +118,9 @@ def answer_of(
             break
         made = min(candidates(problem, one, fastest(problem, rated)), key=lambda c: objective(c.price, problem))
         made = let_go(problem, made) if is_small else made
-        is_kept = promised(problem, one, made)
+        # By how much a program is too large that fits nowhere is worth little.
+        is_lost = made.price.memory.peak > problem.memory_limit and fits_nowhere(problem)
+        is_kept = (works_as_found if is_lost else keeps_promise)(problem, one, made)
         disappoints = disappoints and not is_kept
         rated.append((objective(made.price, problem), made, one))
         if (is_small or weighs(problem, made)) and problem.seconds_left > 0:
@@ -129,7 +128,8 @@ def answer_of(
             rated += [] if other is None else [(objective(other.price, problem), other, one)]
         if is_small or (not is_large and not is_kept):
             rated += _in_line(problem, one, made)
-        if least < problem.memory_limit < made.price.memory.peak and not is_lost and problem.seconds_left > 0:
+        is_over = least < problem.memory_limit < made.price.memory.peak and not (is_large and is_lost)
+        if is_over and problem.seconds_left > 0:
             for other in mend(problem, one, made):
                 rated += [(objective(c.price, problem), c, other) for c in candidates(problem, other)]
     if rated and (disappoints or not is_large) and problem.level != 1:
@@ -184,8 +184,10 @@ def fastest(problem: Problem, rated: Sequence[_Rated]) -> float:
     elsewhere infinite: there more is tried than that is sure to fail."""
     if problem.level != 2 or len(problem.graph.ops) <= PLAIN:
         return math.inf
-    is_lost = fits_nowhere(problem)
-    fit = (made.price for _, made, _ in rated if is_lost or made.price.memory.peak <= problem.memory_limit)
+    every = [made.price for _, made, _ in rated]
+    fit = [price for price in every if price.memory.peak <= problem.memory_limit]
+    if every and not fit and fits_nowhere(problem):
+        fit = every
     return min((price.time_s for price in fit), default=math.inf)
 
 
@@ -195,19 +197,20 @@ def _otherwise(
     """What was found for the other aim on the best grid, as it is and in line. Where all flows disappoint, also with the
     arguments in pieces, on the model's own best grid and that one's mirror image, and on the grid of one axis, which is
     priced then too; of small programs, whose flows cost little, on all grids whose flows were priced, whether they
-    disappoint or not."""
+    disappoint or not. At level 2 of others nothing for level 0, as long as all fits: of 28 plans its flow took 1.8 to 109
+    times as long as the best."""
     at = {id(one): one for _, _, one in rated}
-    best, is_small = min(rated, key=lambda r: r[0])[2], len(problem.graph.ops) <= PLAIN
+    (first, _, best), is_small = min(rated, key=lambda r: r[0]), len(problem.graph.ops) <= PLAIN
+    is_tight = any(made.price.memory.peak > problem.memory_limit for _, made, _ in rated)
+    is_clear = fastest(problem, rated) < math.inf
     single = [f for f in found if len(f.axes) == 1][:1] if disappoints or is_small else []
-    tried = [f for f in single if id(f) not in at]
-    if turn is not None:
+    tried = [f for f in single if id(f) not in at and not (is_clear and not promises(problem, f, first))]
+    if turn is not None and (problem.level != 2 or is_small or is_tight):
         own = [f for f in found[:1] if f.peak <= problem.memory_limit] if disappoints and not is_small else []
         every = at.values() if is_small else (best, *own, *_mirrored(own, found))
         again = {id(f): f for f in (*every, *single) if f is not None}
-        most = SHORT * fastest(problem, rated)
         for f in again.values() if problem.seconds_left > 0 else ():
-            other = itertools.islice(turn(problem, f), None if f is best and disappoints and not is_small else 1)
-            tried += [one for one in other if one.solution.cost < most]
+            tried += itertools.islice(turn(problem, f), None if f is best and disappoints and not is_small else 1)
     for one in tried:
         if problem.seconds_left > 0:
             made = min(candidates(problem, one, fastest(problem, rated)), key=lambda c: objective(c.price, problem))
@@ -430,18 +433,24 @@ def weighs(problem: Problem, made: Candidate) -> bool:
 
 def let_go(problem: Problem, best: Candidate) -> Candidate:
     """The same without the pins that propagation does not need, if the flow stays as good."""
-    if not best.pins or problem.seconds_left <= 0 or (len(problem.graph.ops) > LARGE and gathers(problem, best)):
+    if not best.pins or problem.seconds_left <= 0:
+        return best
+    is_quick = problem.level == 2 and len(problem.graph.ops) > PLAIN  # at the others it may be better without them
+    is_lost = is_quick and best.price.memory.peak > problem.memory_limit and fits_nowhere(problem)
+    if is_lost or ((is_quick or len(problem.graph.ops) > LARGE) and gathers(problem, best)):
         return best
     aim = objective(best.price, problem)
     alone = dataclasses.replace(best, pins={}, price=problem.price(best.axes, best.specs, {}, best.ends))
     if objective(alone.price, problem) <= aim and not problem.algorithm.fully_use_devices:
         return alone  # but for that rule, which propagation does not know
-    if len(problem.graph.ops) > LARGE:  # a further flow costs more than the pins do
+    if len(problem.graph.ops) > LARGE:
         return best
     ends = {index: Pin((None,) * len(pin.operands), pin.results) for index, pin in best.pins.items()}
     loose = dataclasses.replace(best, pins=ends, price=problem.price(best.axes, best.specs, ends, best.ends))
     if objective(loose.price, problem) < aim:  # as the op reads its operands, they are best changed elsewhere
         best, aim = loose, objective(loose.price, problem)
+    if is_quick:  # a further flow costs more than the pins do
+        return best
     agreed = agreeing(problem.graph, problem.flow(best.axes, best.specs, {}, best.ends), best.pins)
     needed = {index: pin for index, pin in best.pins.items() if index not in agreed}
     fewer = dataclasses.replace(best, pins=needed, price=problem.price(best.axes, best.specs, needed, best.ends))
@@ -482,7 +491,7 @@ def _is_gathered(rule: Rule | None, position: int, lies: Spec, pin: Pin) -> bool
 
 def as_sliced(problem: Problem, best: Candidate) -> Candidate:
     """The same with each open argument that the flow slices before anything else reads it laid out so from the start, if
-    that is better."""
+    that is better; of programs that are not small, if they are worth a flow."""
     flow = problem.flow_of(best)
     inputs = flow.graph.inputs[len(flow.graph.inputs) - len(best.specs) :]
     readers: dict[int, list[Op]] = {value: [] for value in inputs}
@@ -499,7 +508,9 @@ def as_sliced(problem: Problem, best: Candidate) -> Candidate:
                 n % math.prod(sizes[a] for a in dim) == 0 for n, dim in zip(shape, laid, strict=True)
             ):
                 specs[i] = laid
-    if tuple(specs) == best.specs:
+    changed = [v for v, was, now in zip(inputs, best.specs, specs, strict=True) if was != now]
+    worth = 0 if len(problem.graph.ops) <= PLAIN else CRUMB * best.price.memory.peak
+    if not changed or sum(map(flow.local_bytes, changed)) < worth:
         return best
     price = problem.price(best.axes, tuple(specs), best.pins, best.ends)
     laid = dataclasses.replace(best, specs=tuple(specs), price=price)
