@@ -118,7 +118,8 @@ def answer_of(
         if (is_small or weighs(problem, made)) and problem.seconds_left > 0:
             other = held_as(problem, made, one.axes, decided(problem, one))
             rated += [] if other is None else [(objective(other.price, problem), other, one)]
-        if (is_small or (not is_large and not is_kept)) and one.axes == made.axes and problem.seconds_left > 0:
+        is_settled = is_kept and problem.level == 2 and not is_small
+        if not is_large and not is_settled and one.axes == made.axes and problem.seconds_left > 0:
             other = in_line(problem, made, layout_of(problem, one))
             if keeps(problem.flow(other.axes, other.specs, {}), problem.algorithm):
                 rated.append((objective(other.price, problem), other, one))
@@ -401,7 +402,7 @@ def _is_gathered(rule: Rule | None, position: int, lies: Spec, pin: Pin) -> bool
 
 def as_sliced(problem: Problem, best: Candidate) -> Candidate:
     """The same with each open argument that the flow slices before anything else reads it laid out so from the start, if
-    that is better; of programs that are not small, if they are worth a flow."""
+    that is better; at level 2 of programs that are not small, if they are worth a flow."""
     flow = problem.flow_of(best)
     inputs = flow.graph.inputs[len(flow.graph.inputs) - len(best.specs) :]
     readers: dict[int, list[Op]] = {value: [] for value in inputs}
@@ -419,7 +420,8 @@ def as_sliced(problem: Problem, best: Candidate) -> Candidate:
             ):
                 specs[i] = laid
     changed = [v for v, was, now in zip(inputs, best.specs, specs, strict=True) if was != now]
-    worth = 0 if len(problem.graph.ops) <= PLAIN else CRUMB * best.price.memory.peak
+    is_quick = problem.level == 2 and len(problem.graph.ops) > PLAIN
+    worth = CRUMB * best.price.memory.peak if is_quick else 0
     if not changed or sum(map(flow.local_bytes, changed)) < worth:
         return best
     price = problem.price(best.axes, tuple(specs), best.pins, best.ends)
