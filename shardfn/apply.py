@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import tree_util
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -102,11 +103,22 @@ def apply(
     )  # fmt: skip
 
 
-def moved(values: Sequence[Any], targets: Sequence[NamedSharding]) -> list[Any]:
-    """Put the arrays that lie elsewhere where they belong: `jax.jit` refuses those committed to another layout."""
+def moved(
+    values: Sequence[Any], targets: Sequence[NamedSharding], replaced: Collection[int] = frozenset()
+) -> list[Any]:
+    """Put arrays where they belong: those committed to another layout, which `jax.jit` refuses, and at positions whose place
+    a result takes those that are not committed yet. The next call brings the result: a function that saw the first state
+    as it came would be compiled again then."""
     return [
-        jax.device_put(v, target) if lies_elsewhere(v, target) else v for v, target in zip(values, targets, strict=True)
+        jax.device_put(v, target) if lies_elsewhere(v, target) or (i in replaced and is_loose(v, target)) else v
+        for i, (v, target) in enumerate(zip(values, targets, strict=True))
     ]
+
+
+def is_loose(value: Any, target: NamedSharding) -> bool:
+    """Whether `value` is an array that may still go anywhere, and to the devices of `target` from this process."""
+    is_array = isinstance(value, jax.Array | np.ndarray) and not isinstance(value, Tracer)
+    return is_array and not getattr(value, "committed", False) and target.is_fully_addressable
 
 
 def lies_elsewhere(value: Any, target: NamedSharding) -> bool:

@@ -111,10 +111,12 @@ class Alternative:
 class Alternatives:
     """What other cuts of one array would cost, best first at the plan's level. Print it, or show it in a notebook.
 
-    `planned` is the array's decision and `figures` the plan's; `left_out` are cuts that were not priced.
+    `planned` is the array's decision and `figures` the plan's; `left_out` are cuts that were not priced; `paths` are the
+    arrays that are cut alike, where there are several.
     """
 
     planned: Decision
     figures: Figures
     rows: tuple[Alternative, ...]
     left_out: tuple[tuple[int, ...], ...] = ()
+    paths: tuple[str, ...] = ()

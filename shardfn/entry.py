@@ -15,8 +15,9 @@ from shardfn.algo import algorithm_of, idle
 from shardfn.apply import shardings, whole
 from shardfn.compiled import read
 from shardfn.errors import warn
+from shardfn.guard import wrong_convolutions
 from shardfn.plan import Plan, op_strategies
-from shardfn.program import Laid, Program
+from shardfn.program import Laid, Program, sound
 from shardfn.progress import progress
 from shardfn.report import save_graphs
 from shardfn.search.problem import Answer
@@ -34,6 +35,8 @@ class Entry:
     """The same for a call inside a transformation."""
     targets: tuple[NamedSharding, ...]
     """Where the arrays of a call belong."""
+    replaced: frozenset[int]
+    """Those of them whose place a result takes, and donated ones, by position: the next call brings results."""
 
 
 def make_entry(program: Program) -> Entry:
@@ -57,7 +60,8 @@ def make_entry(program: Program) -> Entry:
     if current.save_graphs:
         save_graphs(made, current.save_graphs_path)
     targets = tuple(shardings(made.inputs, whole(made)))
-    return Entry(made, program.jitted(found), program.jitted(found, nested=True), targets)
+    replaced = frozenset((*program.same_as.values(), *program.donated_leaves))
+    return Entry(made, program.jitted(found), program.jitted(found, nested=True), targets, replaced)
 
 
 def best_compiled(program: Program, question: Question, answer: Answer) -> Laid:
@@ -71,10 +75,12 @@ def best_compiled(program: Program, question: Question, answer: Answer) -> Laid:
     limited = program.options.memory_limit is not None
     others = {level: program.find(dataclasses.replace(question, level=level)) for level in (0, 1, 2)
               if level != question.level}  # fmt: skip
-    levels = others | {question.level: answer}
+    levels = {level: sound(dataclasses.replace(question, level=level), one)
+              for level, one in (others | {question.level: answer}).items()}  # fmt: skip
     more = []
     if limited:  # what sends least without it may fit in pieces
-        more.append(program.find(dataclasses.replace(question, level=0, memory_limit=math.inf)))
+        unlimited = dataclasses.replace(question, level=0, memory_limit=math.inf)
+        more.append(sound(unlimited, program.find(unlimited)))
 
     def laid(one: Answer) -> Laid:
         return program.laid(lambda _: one, is_chosen=True)
@@ -83,7 +89,8 @@ def best_compiled(program: Program, question: Question, answer: Answer) -> Laid:
         found = laid(one)
         return program.verifier(found).compiled(found.plan, quick=True)
 
-    entered = finalists.answers(question, levels, more, program.options.finalists)
+    is_right = lambda c: not wrong_convolutions(question.flow_of(c))  # noqa: E731
+    entered = finalists.answers(question, levels, more, program.options.finalists, is_right)
     source = str(program.traced.module)
     judged = []
     for name, one in entered:

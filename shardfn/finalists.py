@@ -18,7 +18,11 @@ from shardfn.search.problem import SPREAD, Answer, Candidate, Problem, objective
 
 
 def answers(
-    problem: Problem, levels: Mapping[int, Answer], more: Sequence[Answer], count: int
+    problem: Problem,
+    levels: Mapping[int, Answer],
+    more: Sequence[Answer],
+    count: int,
+    is_right: Callable[[Candidate], bool] = lambda c: True,
 ) -> tuple[tuple[str, Answer], ...]:
     """The answers to compile, by name, `count` in all: the search's own first, polished where that is better by its flow;
     those of the other levels, and `more`; these polished; what of all these sends least, in pieces; then in turn the best
@@ -34,6 +38,7 @@ def answers(
       levels: what the search found at each level, the problem's own among them.
       more: what else it found, as without a memory limit.
       count: how many.
+      is_right: whether XLA computes a candidate's program rightly; the others are left out, but for the search's own.
     """
     answer = levels[problem.level]
     at = {level: dataclasses.replace(problem, level=level) for level in levels}
@@ -67,7 +72,8 @@ def answers(
         for c in filter(None, turn):
             sizes = tuple(sorted(size for _, size in c.axes))
             found.setdefault((sizes, c.price.bytes_sent, c.price.memory.peak, c.price.time_s), c)
-    return tuple((c.name, chosen(answer, c, "best as compiled of the finalists")) for c in list(found.values())[:count])
+    entered = itertools.islice((c for c in found.values() if c is own or is_right(c)), count)
+    return tuple((c.name, chosen(answer, c, "best as compiled of the finalists")) for c in entered)
 
 
 def chosen(answer: Answer, c: Candidate, why: str) -> Answer:

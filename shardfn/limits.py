@@ -48,7 +48,7 @@ def within_limit(problem: Problem, answer: Answer, search: Search, is_strict: bo
         least = search(dataclasses.replace(problem, level=1))
     if _peak(problem, least) <= problem.memory_limit:
         return dataclasses.replace(
-            least, policy=f"{least.policy}; least memory, as no faster layout found fits the limit"
+            least, policy=f"{least.policy}; of least memory, as nothing else that was found fits the limit"
         )
     if not is_strict:
         return answer

@@ -223,7 +223,7 @@ def make_plan(
         name, hardware, level, answer.axes, placed.order, decided_in, tuple(decided_out),
         _classes(classes, inputs, outputs, traced, decided_in), collectives(flow), paid, answer.policy, (), flow,
         constraints, answer.gap, tuple(priced.values()) if len(priced) > 1 else (),
-        layout.activations if layout is not None else (), study,
+        layout.activations if layout is not None else (), wishes.memory_limit, study,
     )  # fmt: skip
     findings += near_limit(paid.memory, question.memory_limit) if wishes.is_strict else []  # else judged as compiled
     findings += [*answer.findings, *of_program(traced, hardware, inputs, answer.axes), *not_predicted(graph, flow)]

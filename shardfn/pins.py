@@ -1,13 +1,9 @@
-"""Layouts of ops inside a function: which equation of the jaxpr is which op of the module, and holding it there.
-
-Equations become ops in program order. A kind of op is trusted only where the shapes of all its ops are, one by one,
-those of the equations.
-"""
+"""Layouts of ops inside a function: which equation of the jaxpr is which op of the module, and holding it there."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,36 +25,83 @@ KINDS: Mapping[str, frozenset[str]] = {
     "concatenate": frozenset({"concatenate"}),
     "dynamic_slice": frozenset({"dynamic_slice"}),
     "add": frozenset({"add", "add_any"}),
-    "multiply": frozenset({"mul"}),
+    "multiply": frozenset({"mul", "square", "integer_pow"}),
 }  # fmt: skip
 """Module ops that can be held, and the primitives that become them."""
 
 _KIND_OF = {primitive: kind for kind, primitives in KINDS.items() for primitive in primitives}
 
+_MARKS = {"sub": "subtract", "exp": "exponential", "tanh": "tanh", "neg": "negate", "rsqrt": "rsqrt", "sqrt": "sqrt",
+          "log": "log", "logistic": "logistic"}  # fmt: skip
+"""Primitives that become one op each, by which the others are found."""
+
+_Seen = tuple[str, tuple[int, ...]]
+"""The kind of an op and the shape of its result."""
+
 
 def anchors(jaxpr: Any, graph: Graph) -> dict[int, int]:
-    """For each op that can be held, by its index in `graph.ops`, the number of its equation (`rebind.equations`)."""
-    numbers: dict[str, list[tuple[int, tuple[int, ...], bool]]] = {}
-    for number, eqn, is_reached in equations(jaxpr):
-        kind = _KIND_OF.get(eqn.primitive.name)
-        if kind is not None and _counts(kind, eqn.outvars[0].aval.shape):
-            numbers.setdefault(kind, []).append((number, tuple(eqn.outvars[0].aval.shape), is_reached))
-    ops: dict[str, list[int]] = {}
-    for index, op in enumerate(graph.ops):
-        if op.name in KINDS and op.site >= 0 and _counts(op.name, graph.values[op.outputs[0]].shape):
-            ops.setdefault(op.name, []).append(index)
-    found: dict[int, int] = {}
-    for kind, indices in ops.items():
-        shapes = [graph.values[graph.ops[i].outputs[0]].shape for i in indices]
-        if shapes == [shape for _, shape, _ in numbers.get(kind, ())]:
-            pairs = zip(indices, numbers[kind], strict=True)
-            found |= {index: number for index, (number, _, is_reached) in pairs if is_reached}
+    """For each op that can be held, by its index in `graph.ops`, the number of its equation (`rebind.equations`).
+
+    Equations become ops in program order, and some ops are JAX's own. An equation is an op where there is only one way to
+    find all equations among the ops: of all kinds together, or else of one kind after the other.
+    """
+    rows = [row for number, eqn, is_reached in equations(jaxpr) for row in _made_by(number, eqn, is_reached)]
+    kinds = {*KINDS, *_MARKS.values()}
+    ops = [(index, (op.name, graph.values[op.outputs[0]].shape)) for index, op in enumerate(graph.ops)
+           if op.name in kinds and op.site >= 0 and _counts(op.name, graph.values[op.outputs[0]].shape)]  # fmt: skip
+    if (found := _matched(rows, ops)) is not None:
+        return found
+    found = {}
+    for kind in KINDS:
+        found |= _matched([row for row in rows if row[1][0] == kind], [op for op in ops if op[1][0] == kind]) or {}
     return found
+
+
+def _matched(rows: Sequence[tuple[int | None, _Seen]], ops: Sequence[tuple[int, _Seen]]) -> dict[int, int] | None:
+    """The number of each op's equation, where there is only one way; None if the rows are not among the ops."""
+    places = only_way([seen for _, seen in rows], [seen for _, seen in ops])
+    if places is None:
+        return None
+    pairs = zip(places, (number for number, _ in rows), strict=True)
+    return {ops[place][0]: number for place, number in pairs if place is not None and number is not None}
+
+
+def _made_by(number: int, eqn: Any, is_reached: bool) -> Iterator[tuple[int | None, _Seen]]:
+    """The ops that an equation becomes, and its number for the one that can be held."""
+    name, shape = eqn.primitive.name, tuple(eqn.outvars[0].aval.shape) if eqn.outvars else ()
+    if name == "integer_pow":  # by squares
+        y = abs(eqn.params["y"])
+        count = y.bit_length() + y.bit_count() - 2 if _counts("multiply", shape) else 0
+        yield from [(None, ("multiply", shape))] * (count - 1)
+        if count > 0:
+            yield number if is_reached and eqn.params["y"] > 0 else None, ("multiply", shape)
+    elif name in _MARKS:
+        yield None, (_MARKS[name], shape)
+    elif name in _KIND_OF and _counts(_KIND_OF[name], shape):
+        yield number if is_reached else None, (_KIND_OF[name], shape)
+
+
+def only_way(part: Sequence[Any], whole: Sequence[Any]) -> list[int | None] | None:
+    """Where each of some things stands in a longer row that holds them in that order: None for one that may stand in several
+    places; None for all if they are not there in that order.
+
+    >>> only_way("ac", "abc"), only_way("ab", "aab"), only_way("ba", "ab")
+    ([0, 2], [None, 2], None)
+    """
+
+    def leftmost(part: Sequence[Any], whole: Sequence[Any]) -> list[int]:
+        there = iter(enumerate(whole))
+        return [next((at for at, other in there if other == one), -1) for one in part]
+
+    first, last = leftmost(part, whole), leftmost(part[::-1], whole[::-1])
+    if -1 in first:
+        return None
+    return [a if a == len(whole) - 1 - b else None for a, b in zip(first, reversed(last), strict=True)]
 
 
 def _counts(kind: str, shape: Sequence[int]) -> bool:
     """Small sums and products are not counted: JAX puts in its own, of indices and counters."""
-    return kind not in ("add", "multiply", "dynamic_slice") or math.prod(shape) > 1
+    return kind not in ("add", "multiply", "subtract", "dynamic_slice") or math.prod(shape) > 1
 
 
 def held_in(
@@ -115,9 +158,10 @@ def held(
     wanted = {c.number: c for c in constraints}
 
     def layout(value: Any, spec: Spec | None) -> Any:
-        if spec is None:
+        if spec is None or len(spec) != value.ndim:
             return value
-        fine = tuple(tuple(part for axis in dim for part in parts[axis]) for dim in spec)
+        rows = zip(value.shape, spec, strict=True)  # the module's operand may be a broadcast of the equation's
+        fine = tuple(tuple(part for axis in dim if n > 1 for part in parts[axis]) for n, dim in rows)
         return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, partition_spec(fine)))
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:

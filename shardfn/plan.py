@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -20,6 +20,7 @@ from shardfn.graph.model import Collective, Flow, Op
 from shardfn.layout import Layout
 from shardfn.layoutrules import LayoutFile, Rule
 from shardfn.meshes import abstract_mesh, mesh_on, wired
+from shardfn.paths import alike, layer, listed, starred
 
 __all__ = [
     "Alternatives", "Candidate", "Change", "Constraint", "Decision", "DimClass", "OpStrategy", "Plan", "Study", "diff",
@@ -63,6 +64,8 @@ class Plan:
     """The whole plans that the search priced, best first; one of them is this one."""
     activations: tuple[Rule, ...] = ()
     """Rules of a layout file for what is tagged inside."""
+    memory_limit: float | None = dataclasses.field(default=None, compare=False)
+    """Bytes that one device may hold, as they were given; None is all that it has."""
     study: Study | None = dataclasses.field(default=None, repr=False, compare=False)
     verifier: Callable[[Plan], Any] | None = dataclasses.field(default=None, repr=False, compare=False)
 
@@ -87,11 +90,12 @@ class Plan:
         """What each other cut of one array, an argument or under `result` a result, would cost, all else as planned.
 
         Args:
-          path: of the array, as the report has it.
+          path: of the array, as the report has it; or a glob of arrays of one shape, which are then cut alike.
           most: how many cuts to price; as many as take a few seconds, 12 at most, if None.
 
         Raises:
-          StrategyError: no array has that path, or the plan comes from a file or another process.
+          StrategyError: no array has that path, those of a glob have other shapes, or the plan comes from a file or
+            another process.
 
         >>> import jax, shardfn
         >>> x, w = jax.ShapeDtypeStruct((8, 4), "float32"), jax.ShapeDtypeStruct((4, 2), "float32")
@@ -249,18 +253,27 @@ def op_strategies(plan: Plan) -> tuple[OpStrategy, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One line of a diff: what differs, in the first plan and in the second."""
+    """One line of a diff: what differs, in the first plan and in the second; `paths` are the arrays it speaks of."""
 
     what: str
     first: str
     second: str
+    paths: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """What differs, and of how many arrays."""
+        return self.what + (f" ({len(self.paths)} arrays)" if len(self.paths) > 1 else "")
 
     def __str__(self) -> str:
-        return f"{self.what}: {self.first} -> {self.second}"
+        return f"{self.title}: {self.first} -> {self.second}"
 
 
 def diff(first: Plan, second: Plan) -> tuple[Change, ...]:
     """What differs between two plans of one function: grid, level, layouts, costs, proof, what is held inside.
+
+    Arrays of one shape that differ alike are one change, and so are those whose cuts stay and only lie over the axes of
+    another grid.
 
     Raises:
       StrategyError: the plans are of functions with other arguments.
@@ -281,8 +294,7 @@ def diff(first: Plan, second: Plan) -> tuple[Change, ...]:
 
     row("grid", _grid(first), _grid(second))
     row("level", first.level, second.level)
-    for one, two in zip((*first.inputs, *first.outputs), (*second.inputs, *second.outputs), strict=False):
-        row(one.path, f"{one.cuts} {one.partition_spec}", f"{two.cuts} {two.partition_spec}")
+    changes += _laid_otherwise(first, second)
     if first.constraints != second.constraints:
         held = [_held(a, b) for a, b in ((first, second), (second, first))]
         changes.append(Change("held inside", held[0], held[1] + (", in other layouts" if held[0] == held[1] else "")))
@@ -293,6 +305,27 @@ def diff(first: Plan, second: Plan) -> tuple[Change, ...]:
     row("collectives", len(first.collectives), len(second.collectives))
     row("proof", proof(first.gap), proof(second.gap))
     return tuple(changes)
+
+
+def _laid_otherwise(first: Plan, second: Plan) -> Iterator[Change]:
+    """The arrays whose layouts differ."""
+    sides = zip((*first.inputs, *first.outputs), (*second.inputs, *second.outputs), strict=False)
+    differ = [(one, two) for one, two in sides if (one.cuts, one.spec) != (two.cuts, two.spec)]
+    moved = [one.path for one, two in differ if one.cuts == two.cuts and first.axes != second.axes]
+    rows = [
+        (one.path, one.shape, f"{one.cuts} {one.partition_spec}", f"{two.cuts} {two.partition_spec}")
+        for one, two in differ
+        if one.cuts != two.cuts or first.axes == second.axes
+    ]
+    for same in alike(rows, lambda row: row[1:], least=2):
+        paths = tuple(path for path, *_ in same)
+        yield Change(_names(paths), *same[0][2:], paths)
+    if moved:
+        yield Change(_names(moved), "cut over the first grid", "cut as much over the second", tuple(moved))
+
+
+def _names(paths: Sequence[str]) -> str:
+    return listed([starred(same) for same in alike(paths, layer, least=2)], 2)
 
 
 def _grid(plan: Plan) -> str:

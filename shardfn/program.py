@@ -29,6 +29,9 @@ from shardfn.tags import held_tags, tags_of
 from shardfn.trace import Traced, trace
 from shardfn.verify import Verifier
 
+RIGHTLY = "convolutions as XLA computes them rightly"
+"""Why something else is chosen than what has the least price."""
+
 
 class OtherCall(Exception):
     """Raised while tracing: the jitted function at hand was planned for other shapes or static values."""
@@ -89,10 +92,9 @@ class Program:
         question, answer = first
         kept = dataclasses.replace(answer, pins={})  # its ops have other numbers there
         _, made = self._planned(again, lambda problem: better(problem, kept, find(problem), answer))
-        sound = None if is_chosen else unmended(question, answer)
-        if sound and objective(sound.price, question) < objective(made.price, question):
-            why = "convolutions as XLA computes them rightly"
-            return self.laid(lambda _: finalists.chosen(answer, sound, why), is_chosen=True)
+        other = None if is_chosen else unmended(question, answer)
+        if other and objective(other.price, question) < objective(made.price, question):
+            return self.laid(lambda _: finalists.chosen(answer, other, RIGHTLY), is_chosen=True)
         made = dataclasses.replace(made, findings=(*made.findings, convolution_finding(wrong)))
         return Laid(made, mended, again)
 
@@ -181,6 +183,12 @@ def better(problem: Question, kept: Answer, found: Answer, at_first: Answer) -> 
         return kept
     costs = [objective(problem.price_of(a), problem) for a in (kept, found)]
     return kept if costs[0] <= costs[1] else found
+
+
+def sound(problem: Question, answer: Answer) -> Answer:
+    """An answer, or the best of what else was priced, if there is any, where XLA would get a convolution of it wrong."""
+    other = unmended(problem, answer) if wrong_convolutions(problem.flow_of(answer)) else None
+    return finalists.chosen(answer, other, RIGHTLY) if other else answer
 
 
 def unmended(problem: Question, answer: Answer) -> Candidate | None:

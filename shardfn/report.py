@@ -91,7 +91,7 @@ def diff_report(first: Plan, second: Plan) -> Report:
       StrategyError: the plans are of functions with other arguments.
     """
     changes = diff(first, second)
-    rows = tuple((c.what, c.first, c.second) for c in changes)
+    rows = tuple((c.title, c.first, c.second) for c in changes)
     title = f"Plans of {first.function} that differ in {len(rows)} things" if rows else "Two equal plans"
     data = {"schema": SCHEMA, "function": first.function, "changes": [dataclasses.asdict(c) for c in changes]}
     return Report(title, (Table(title, ("what", "first", "second"), rows),), json.dumps(data, ensure_ascii=False))

@@ -15,10 +15,11 @@ import numpy as np
 from shardfn.comparison import Comparison, Tally
 from shardfn.cost.price import collective_s
 from shardfn.graph.model import Collective, Spec
+from shardfn.paths import alike, layer, starred
 from shardfn.plan import Decision, DimClass, Plan, op_strategies, proof
 from shardfn.render import Drawing, Part, Placed, Text, figure, unit_of
 from shardfn.study import columns_of
-from shardfn.tables import MOST_ROWS, alike, few, file_line, layer, shape_text, spec_text, starred, table, times
+from shardfn.tables import MOST_ROWS, few, file_line, shape_text, spec_text, table, times
 
 MOST_REASONS = 6
 MOST_DEVICES = 64
@@ -149,7 +150,10 @@ def _runners_up(plan: Plan, arrivals: Sequence[str], compared: Comparison | None
         for d in same[:1]
     ]
     if rows:
-        note = "what another cut costs, all else as planned: Plan.why; what a cut of yours does: Plan.what_if"
+        note = (
+            "by the search's estimate, op by op; what propagation makes of another cut, all else as planned: Plan.why; "
+            "what a cut of yours does: Plan.what_if"
+        )
         yield table("Runners-up", ("array", "count", "planned", "next best cut, and what it costs more"), rows, note)
 
 
@@ -239,6 +243,9 @@ def _memory(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) ->
              ("all at once, estimated", memory.peak))  # fmt: skip
     rows = [(what, figure(n / size), "<0.1%" if 0 < n < whole / 1000 else f"{n / whole:.1%}") for what, n in sizes]
     note = f"one {plan.hardware.chip.name} has {figure(whole / 2**30)} GiB"
+    if plan.memory_limit is not None:
+        given, bytes_ = unit_of([plan.memory_limit])
+        note += f"; the limit given is {figure(plan.memory_limit / bytes_)} {given}"
     if memory.peak > whole:
         note += f": it may not fit, {memory.peak / whole:.1f} times that by the estimate"
     yield table("Memory per device", ("what", unit, "share"), rows, note)

@@ -156,7 +156,7 @@ class ShardedFunction:
                 return self._finish(call, self._run_nested(entry, call, leaves, treedef))
             _CONCRETE.update(map(type, leaves))
             self._moves = any(map(lies_elsewhere, leaves, entry.targets))  # of a first state, not of the next
-            result = entry.jitted(*call.replaced(treedef, moved(leaves, entry.targets)))
+            result = entry.jitted(*call.replaced(treedef, moved(leaves, entry.targets, entry.replaced)))
         simple = not call.stateful and not any(s.keyword for s in call.slots)
         if simple and len(self._entries) == 1 and not self._moves:
             self._checked = entry.plan.hardware.count > 1

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from shardfn.cost.price import price
@@ -14,6 +14,7 @@ from shardfn.decisions import Alternative, Alternatives, Decision, Figures
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.graph.model import Flow, Spec
 from shardfn.meshes import partition_spec
+from shardfn.paths import met, normal, starred
 from shardfn.plan import Plan
 from shardfn.render import Part, Table, figure, to_html, to_rich, to_text, unit_of
 from shardfn.search.grid import Axes
@@ -50,7 +51,8 @@ class Study:
 
     def why(self, plan: Plan, path: str, most: int | None) -> Alternatives:
         """What each other cut of an array would cost, all else as planned (`Plan.why`)."""
-        planned = find(plan, path)
+        every = find(plan, path)
+        planned, paths = every[0], tuple(d.path for d in every)
         if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
             fail(StrategyError, f"{most!r} cuts cannot be priced", where=f"why({path!r}, most={most!r})",
                  why="it counts the cuts to price", fix="give a whole number above 0, or leave it out")  # fmt: skip
@@ -60,21 +62,18 @@ class Study:
         own = Figures.of(plan.price)
         rated = []
         for spec in others[:most]:
-            paid = price(self.flow_with(plan, planned.path, spec), plan.hardware, self.question.donated)
+            paid = price(self.flow_with(plan, paths, spec), plan.hardware, self.question.donated)
             figures = Figures.of(paid)
             row = Alternative(cuts_of(spec, plan.axes), spec, figures, figures - own)
             rated.append((objective(paid, self.question), len(rated), row))
         rows = tuple(row for _, _, row in sorted(rated, key=lambda r: r[:2]))
-        return Shown(planned, own, rows, tuple(cuts_of(spec, plan.axes) for spec in others[most:]))
+        left_out = tuple(cuts_of(spec, plan.axes) for spec in others[most:])
+        return Shown(planned, own, rows, left_out, paths if len(paths) > 1 else ())
 
-    def flow_with(self, plan: Plan, path: str, spec: Spec) -> Flow:
-        """The flow with one array laid out otherwise."""
-        specs, results = list(self.specs), dict(self.ends)
-        at = {d.path: i for i, d in enumerate(plan.inputs)}.get(path)
-        if at is None:
-            results |= {i: spec for i, d in enumerate(plan.outputs) if d.path == path}
-        else:
-            specs[at] = spec
+    def flow_with(self, plan: Plan, paths: Collection[str], spec: Spec) -> Flow:
+        """The flow with some arrays laid out otherwise."""
+        specs = [spec if d.path in paths else old for d, old in zip(plan.inputs, self.specs, strict=True)]
+        results = {**self.ends, **{i: spec for i, d in enumerate(plan.outputs) if d.path in paths}}
         return self.flow(plan.axes, specs, results, self.pins)
 
     def what_if(self, plan: Plan, entries: Mapping[str, Any]) -> Plan:
@@ -107,11 +106,11 @@ def _renamed(problem: Problem) -> Problem:
     return dataclasses.replace(problem, **said)
 
 
-def find(plan: Plan, path: str) -> Decision:
-    """The decision on an array by its path; `.` and `/` separate alike, and the argument's name may be left out.
+def find(plan: Plan, path: str) -> tuple[Decision, ...]:
+    """The decisions on the arrays of a path or a glob; `.` and `/` separate alike, the argument's name may be left out.
 
     Raises:
-      StrategyError: no array has that path.
+      StrategyError: no array has that path, or those of a glob have other shapes.
     """
     decisions = (*plan.inputs, *plan.outputs)
     paths = [d.path for d in decisions]
@@ -120,7 +119,15 @@ def find(plan: Plan, path: str) -> Decision:
     hits = [d for d, form in zip(decisions, forms, strict=True) if text == form]
     hits = hits or [d for d, form in zip(decisions, forms, strict=True) if text == form.partition("/")[2]]
     if len(hits) == 1 and isinstance(path, str):
-        return hits[0]
+        return tuple(hits)
+    globbed = [decisions[i] for i in met(path, list(map(normal, paths)))[0]] if isinstance(path, str) else []
+    shapes = {d.shape: d.path for d in globbed}
+    if len(shapes) > 1:
+        fail(StrategyError, f"`{path}` names arrays of {len(shapes)} shapes", where=f"why({path!r})",
+             why=", ".join(f"`{name}` is {list(shape)}" for shape, name in list(shapes.items())[:3]),
+             fix="name arrays of one shape, which can be cut alike")  # fmt: skip
+    if globbed:
+        return tuple(globbed)
     ends = [p for p in paths if text and p.endswith("/" + text)]
     ends += [p for p in paths if difflib.get_close_matches(text.rpartition("/")[2], [p.rpartition("/")[2]], 1, 0.5)]
     close = list(dict.fromkeys([*difflib.get_close_matches(text, paths, 2, 0.6), *ends]))[:3]
@@ -151,7 +158,8 @@ class Shown(Alternatives):
         columns, rows = columns_of([self.figures, *(row.figures for row in self.rows)])
         more = _more([row.more for row in self.rows])
         d = self.planned
-        title = f"Other cuts of {d.path}, {d.dtype}{list(d.shape)}, {d.source}: all else as planned"
+        name = f"{starred(self.paths)} ({len(self.paths)} arrays)" if self.paths else d.path
+        title = f"Other cuts of {name}, {d.dtype}{list(d.shape)}, {d.source}: all else as planned"
         first = (f"{d.cuts} as planned", str(partition_spec(d.spec)), *rows[0], *("",) * 3)
         table = [first] + [
             (str(row.cuts), str(partition_spec(row.spec)), *figures, *less)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pathlib
-import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 from shardfn.graph.model import Spec
+from shardfn.paths import alike, layer, starred
 from shardfn.render import Table
 
 MOST_ROWS = 32
@@ -21,36 +20,6 @@ def table(
     more = [f"… {len(rows) - most} more rows: see .to_dict()"] if len(rows) > most else []
     cells = tuple(tuple(row[i] for i in kept) for row in rows[:most])
     return Table(title, tuple(columns[i] for i in kept), cells, "; ".join([*more, *([note] if note else [])]))
-
-
-_T = TypeVar("_T")
-
-
-def alike(items: Iterable[_T], key: Callable[[_T], Any], least: int = 3) -> list[list[_T]]:
-    """Items of one key together where there are at least that many, the others one by one."""
-    groups: dict[Any, list[_T]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return [part for same in groups.values() for part in ([same] if len(same) >= least else [[item] for item in same])]
-
-
-def layer(text: str) -> str:
-    """A path or a reason without the numbers that tell one layer from another: `blocks/0/w1`, `Dense_0`, `[0]`.
-
-    >>> layer("params/blocks/3/w1.0"), layer("Dense_2/kernel"), layer("in_strategy[0]['blocks'][3]")
-    ('params/blocks/*/w1.0', 'Dense_*/kernel', "in_strategy[*]['blocks'][*]")
-    """
-    return re.sub(r"(?<=[/_\[])\d+(?=[/\].' ]|$)", "*", text)
-
-
-def starred(texts: Sequence[str]) -> str:
-    """One text for several that differ only in numbers.
-
-    >>> starred(["blocks/0/w1", "blocks/1/w1"])
-    'blocks/*/w1'
-    """
-    words = zip(*(re.split(r"(\d+)", text) for text in texts), strict=True)
-    return "".join(word[0] if len(set(word)) == 1 else "*" for word in words)
 
 
 def few(texts: Sequence[str], most: int) -> str:

@@ -77,6 +77,23 @@ def test_what_is_no_device_is_refused_with_a_fix(device):
 
 
 @pytest.mark.parametrize(
+    ("device", "meant"),
+    [
+        ("v5e-16", '"tpu-v5e:16"?'),
+        ("tpu-v6e-8", '"tpu-v6e:8"?'),
+        ("h100x8", '"h100:8"?'),
+        ("A100 16", '"a100:16"?'),
+        ("v5p-32", '"tpu-v5p:16"'),  # sold by cores, two a chip
+        ("tpv", "'TPU'?"),
+    ],
+)
+def test_a_name_that_is_nearly_one_is_told(device, meant):
+    with pytest.raises(DeviceError) as caught:
+        resolve(device)
+    assert caught.value.problems[0].fix.endswith(meant)
+
+
+@pytest.mark.parametrize(
     ("device", "count", "text"),
     [
         (None, 9, "9 devices are wanted, but 8 cpu"),

@@ -1,6 +1,7 @@
 """Layouts that ops inside a function are held to: in loops, branches, `jit` and `checkpoint`, and nowhere else."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import shardfn
 from examples.models.families import FAMILIES
 from shardfn import search
 from shardfn.graph.model import Pin
-from shardfn.pins import KINDS, anchors
+from shardfn.pins import KINDS, anchors, only_way
 from shardfn.rebind import bind_one, equations, inner, rebound
 from shardfn.search import Answer
 from shardfn.search.problem import objective
@@ -168,6 +169,50 @@ def test_an_anchor_is_the_equation_of_its_op(name):
         op = traced.graph.ops[index]
         assert at[number].primitive.name in KINDS[op.name]
         assert at[number].outvars[0].aval.shape == traced.graph.values[op.outputs[0]].shape
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt2 scanned", "llama", "vit", "resnet", "moe", "dlrm", "t5"])
+def test_sums_and_products_of_whole_models_are_found(name):
+    """JAX puts in ops of its own, as for powers, softmax and indices: the others are found all the same, line by line."""
+    family = FAMILIES[name]
+    function, args = family.on_paper(family.tiny)
+    traced = trace(function, args, (), "cpu")
+    found = anchors(traced.jaxpr, traced.graph)
+    at = {number: eqn for number, eqn, _ in equations(traced.jaxpr)}
+    large = [
+        index
+        for index, op in enumerate(traced.graph.ops)
+        if op.name in ("dot_general", "reduce", "multiply", "add") and math.prod(op_shape(traced, op)) > 1
+    ]
+    assert len([index for index in large if index in found]) > 0.9 * len(large)
+    for index, number in found.items():
+        op, eqn = traced.graph.ops[index], at[number]
+        assert eqn.primitive.name in KINDS[op.name]
+        assert eqn.outvars[0].aval.shape == op_shape(traced, op)
+        frames = getattr(eqn.source_info.traceback, "frames", ())
+        if op.where and frames:
+            assert op.where in {f"{frame.file_name}:{frame.line_num}" for frame in frames}
+
+
+def op_shape(traced, op):
+    return traced.graph.values[op.outputs[0]].shape
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "places"),
+    [
+        ("abc", "abc", [0, 1, 2]),
+        ("abc", "aXbYcZ", [0, 2, 4]),
+        ("ab", "aab", [None, 2]),  # the first may be either
+        ("aa", "aXa", [0, 2]),
+        ("aa", "aaa", [None, None]),
+        ("", "abc", []),
+        ("ba", "ab", None),
+        ("a", "", None),
+    ],
+)
+def test_the_only_way_to_find_some_in_a_row(part, whole, places):
+    assert only_way(part, whole) == places
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -131,11 +131,32 @@ def test_what_differs():
     second = first.what_if({"params/*/up": (1, 8), "params/*/down": (1, 1)})
     rows = {c.what: (c.first, c.second) for c in first.diff(second)}
     assert first.diff(second) == diff(first, second) == shardfn.diff(first, second)
-    assert [text[:6] for text in rows["params/0/up"]] == ["(8, 1)", "(1, 8)"]
+    (up,) = [row for what, row in rows.items() if what.startswith("params/*/up")]
+    assert [text[:6] for text in up] == ["(8, 1)", "(1, 8)"]
     assert {"modelled time, µs", "bytes sent per device", "peak memory per device"} <= set(rows)
     assert "x" not in rows
     assert "level" not in rows
     assert diff(first, first) == ()
+
+
+def test_arrays_that_differ_alike_are_one_change():
+    first = made(in_strategy=((8, 1), (1, 1)))
+    second = first.what_if({"params/*/up": (1, 8), "params/*/down": (8, 1)})
+    changes = {c.paths: str(c) for c in first.diff(second) if c.paths}
+    ups = tuple(path for path in changes if "params/0/up" in path)
+    assert len(ups) == 1 and {"params/0/up", "params/1/up"} <= set(ups[0])
+    assert changes[ups[0]].startswith("params/*/up")
+    assert f"({len(ups[0])} arrays)" in changes[ups[0]]
+    assert len([path for of in changes for path in of]) == len({path for of in changes for path in of})
+
+
+def test_cuts_that_only_lie_over_another_grid_are_one_change():
+    first, axes = made(), (("b", 8),)
+    renamed = tuple(dataclasses.replace(d, spec=tuple(tuple("b" for _ in dim) for dim in d.spec)) for d in first.inputs)
+    cut = tuple(d.path for d in first.inputs if any(d.spec))
+    changes = [c for c in diff(first, dataclasses.replace(first, axes=axes, inputs=renamed)) if c.paths]
+    assert cut and [c.paths for c in changes] == [cut]
+    assert changes[0].second == "cut as much over the second"
 
 
 def test_level_and_proof_differ():

@@ -146,7 +146,7 @@ def test_diff(golden):
     report = diff_report(made(), other)
     golden("report_diff", report.to_text())
     assert "<table>" in report._repr_html_()
-    assert report.to_dict()["changes"][0] == {"what": "grid", "first": "a=4 x b=2", "second": "a=8"}
+    assert report.to_dict()["changes"][0] == {"what": "grid", "first": "a=4 x b=2", "second": "a=8", "paths": []}
     assert "equal" in diff_report(made(), made()).to_text()
     with pytest.raises(StrategyError, match="other arguments"):
         diff_report(made(), made(inputs=()))

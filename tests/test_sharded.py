@@ -449,3 +449,15 @@ def test_warnings_are_those_of_the_user_s_program():
         warnings.simplefilter("error")
         close(shard(layer, (Layout((2, 4), ("dp", "mp"))("dp", "None"), AUTO))(X, W), layer(X, W))
         close(jax.grad(loss(LAYER))(W, X), jax.grad(loss(layer))(W, X))
+
+
+@pytest.mark.parametrize("first", [np.ones((32, 16), np.float32), jnp.ones((32, 16))], ids=["numpy", "jax"])
+def test_a_first_state_is_laid_out_before_the_call_that_compiles(caplog, first):
+    """The next call brings what this one gave: a function that saw the first state as it came would be compiled again."""
+    sharded, w = shard(lambda w, x: (w - 0.1 * (x @ w).mean() * w, x.sum()), donate_argnums=0), first
+    with jax.log_compiles():
+        for _ in range(3):
+            w, _ = sharded(w, np.ones((8, 32), np.float32))
+    compiled = [r for r in caplog.records if "Finished XLA compilation of jit(<lambda>)" in r.getMessage()]
+    assert len(compiled) == 1
+    assert not isinstance(first, jax.Array) or not first.is_deleted()

@@ -135,6 +135,27 @@ def test_paths_are_written_as_in_a_parameter_plan(path):
     assert given().why(path, most=1).planned.path == "params/w1"
 
 
+def test_arrays_of_a_glob_are_cut_alike():
+    layers = [{"up": shaped(64, 256), "down": shaped(256, 64)}] * 3
+
+    def stack(params, x):
+        for layer in params:
+            x = x + jax.nn.relu(x @ layer["up"]) @ layer["down"]
+        return x
+
+    given = [{"up": ON("None", "b"), "down": ON("b", "None")}] * 3, ON("a", "None")
+    made = shardfn.plan(stack, layers, shaped(256, 64), device="h100:8", in_strategy=given)
+    found = made.why("params/*/up")
+    assert found.paths == ("params/0/up", "params/1/up", "params/2/up")
+    assert "params/*/up (3 arrays)" in str(found)
+    assert len(found.rows) == 8
+    for row in found.rows:
+        assert row.figures == Figures.of(made.what_if({"params/*/up": as_layout(row.spec)}).price)
+    assert made.why("params/0/up").paths == ()
+    with pytest.raises(ShardError, match="names arrays of 2 shapes"):
+        made.why("params/*")
+
+
 @pytest.mark.parametrize("most", [0, -1, True, 2.0, "3"])
 def test_how_many_must_be_a_number(most):
     with pytest.raises(ShardError, match="cannot be priced"):

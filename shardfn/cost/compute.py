@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
+import numpy as np
+
 from shardfn.cost.chips import Chip
 from shardfn.cost.fusion import CHEAP, COSTLY, PRODUCTS, VIEWS, Fusion, fuse, is_view
-from shardfn.graph.model import Flow, Op
+from shardfn.graph.model import Flow, Op, Tap
 
 MOVES = frozenset(
     {"reshape", "transpose", "broadcast_in_dim", "slice", "concatenate", "dynamic_slice", "dynamic_update_slice", "pad",
@@ -58,7 +61,42 @@ def op_flops(flow: Flow, op: Op) -> float:
     if not op.reduced:
         return float(out * (2 if op.name in PRODUCTS else 1))
     depth = math.prod(flow.local_shape(op.inputs[i])[d] for i, d in op.reduced)
+    if op.name == "convolution":
+        return 2.0 * _on_image(flow, op, out * depth)
     return float(out * depth * (2 if op.name in PRODUCTS else 1))
+
+
+def _on_image(flow: Flow, op: Op, reached: int) -> int:
+    """Of the elements that the windows of a convolution reach, those that are elements of the image: no padding, no holes.
+
+    Along a cut dim rows come from neighbours, and all that is reached counts.
+    """
+    windows = [tap for tap in op.taps if tap.over < 0]
+    for tap, kernel in zip(windows, (tap for tap in op.taps if tap.over >= 0), strict=True):
+        size, out = flow.local_shape(op.inputs[0])[tap.dim], flow.local_shape(op.outputs[0])[tap.out_dim]
+        if out and size == flow.graph.values[op.inputs[0]].shape[tap.dim]:
+            found, every = hits(size, out, tap, kernel.stride)
+            reached = reached * found // every
+    return reached
+
+
+@functools.lru_cache(4096)
+def hits(size: int, out: int, tap: Tap, apart: int) -> tuple[int, int]:
+    """How many taps along one dim fall on an element of the operand, and how many there are.
+
+    Args:
+      size: elements of the operand.
+      out: elements of the result.
+      tap: where windows begin, how far they reach, and how far apart the operand's elements are.
+      apart: how far apart the taps of a window are.
+
+    >>> hits(4, 4, Tap(0, 0, 0, low=-1, extent=3), 1)  # two of twelve are on padding
+    (10, 12)
+    """
+    starts = np.arange(out) * tap.stride + tap.low
+    at = starts[:, None] + np.arange(0, tap.extent, apart)
+    found = (at >= 0) & (at <= (size - 1) * tap.spacing) & (at % tap.spacing == 0)
+    return int(found.sum()), found.size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -114,12 +114,32 @@ def _platform(name: str, count: int | None) -> Hardware:
     if devices is None:
         here = ", ".join(dict.fromkeys(d.platform.upper() for d in jax.devices()))
         close = difflib.get_close_matches(key, ["cpu", "gpu", "tpu", "ascend"], 1)
+        sized = _SIZED.fullmatch(key)
+        chip = sized and difflib.get_close_matches(sized["chip"], list(CHIPS), 1)
         known = key in ("cpu", "gpu", "tpu", "ascend", "cuda", "rocm")
         fix = f'use {here}, which is here; to plan without the hardware, name a target such as "tpu-v5e:4x4"'
-        fail(DeviceError, f"device {name!r} is not here" if known else f"device {name!r} is unknown",
-             where=f"device = {name!r}", why=reason if known else "the names are CPU, GPU and TPU, in any case",
-             fix=fix if known or not close else f"did you mean {close[0].upper()!r}?")  # fmt: skip
+        if sized and chip:
+            fix = _said_otherwise(chip[0], int(sized["count"]))
+        elif close and not known:
+            fix = f"did you mean {close[0].upper()!r}?"
+        fail(
+            DeviceError,
+            f"device {name!r} is not here" if known else f"device {name!r} is unknown",
+            where=f"device = {name!r}",
+            why=reason if known else "the names are CPU, GPU and TPU, in any case",
+            fix=fix,
+        )
     return _real(_take(devices, count), None)
+
+
+def _said_otherwise(chip: str, count: int) -> str:
+    """The target that a name like `v5e-16` means. Google Cloud's names of v4 and v5p slices count cores, two a chip."""
+    text = f'a target is a chip and how many: did you mean "{chip}:{count}"?'
+    if chip in ("tpu-v4", "tpu-v5p") and count % 2 == 0:
+        text += (
+            f' A slice that is sold under that name has {count // 2}, as its cores are counted: "{chip}:{count // 2}"'
+        )
+    return text
 
 
 def _take(devices: Sequence[Any], count: int | None, is_list: bool = False) -> tuple[Any, ...]:
@@ -169,6 +189,9 @@ def _chip(name: str) -> Chip:
 def _read(path: str, changed: int) -> Chip:
     return load_chip(path)
 
+
+_SIZED = re.compile(r"(?P<chip>(tpu-?)?[a-z]+\d+[a-z]*)[-x ](?P<count>\d+)")
+"""A chip and a count, written otherwise than as a target."""
 
 _TARGET = re.compile(r"(?P<chip>[a-z0-9-]+):(?P<shape>\d+(x\d+)*)$")
 

@@ -9,16 +9,19 @@ donated arguments are the places of results. What a TPU does otherwise is in `co
 from __future__ import annotations
 
 import bisect
+import collections
 import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from shardfn.cost.chips import Chip
 from shardfn.cost.collectives import bytes_sent
 from shardfn.cost.compute import once
-from shardfn.cost.fusion import CHEAP, COSTLY, ELEMENTWISE, Fusion
+from shardfn.cost.cpu import on_cpu
+from shardfn.cost.fusion import ELEMENTWISE, Fusion, is_view
 from shardfn.cost.schedule import Order, merged, scheduled
 from shardfn.cost.tpu import AHEAD, STAYS, Claim, granted, looked_up, rows_bytes, stretches, tiled_bytes
 from shardfn.graph.model import Flow, Graph, Op, dtype_bits
@@ -51,6 +54,13 @@ class Place:
     bytes: int
 
 
+class Room(NamedTuple):
+    """A place that temporaries may lie in too: bytes, and the closed intervals in which it is taken."""
+
+    bytes: int
+    busy: list[tuple[int, int]]
+
+
 def memory(flow: Flow, donated: Collection[int] = (), chip: Chip | None = None) -> Memory:
     """Memory of one call on one device.
 
@@ -59,7 +69,7 @@ def memory(flow: Flow, donated: Collection[int] = (), chip: Chip | None = None) 
       donated: positions of arguments whose memory results of equal size take over.
       chip: what it runs on; what lies in the memory inside it (`Chip.fast_bytes`) all its life takes no other.
     """
-    order, fusion = scheduled(merged(flow))
+    order, fusion = scheduled(merged(on_cpu(flow)))
     return memory_of(order, fusion, donated, chip)
 
 
@@ -69,19 +79,57 @@ def memory_of(order: Order, fusion: Fusion, donated: Collection[int] = (), chip:
     places, results = lives(order, fusion)
     size = functools.partial(_tiled, flow) if flow.platform == "tpu" else flow.local_bytes
     arguments = [size(v) for v in graph.inputs]
-    given = sorted((arguments[i] for i in donated), reverse=True)
-    taken, outputs = 0, set(graph.outputs)
-    rooms = []
-    for place in sorted(results, key=lambda p: -p.bytes):
-        full = max([place.bytes, *(size(v) for v in place.values if v in outputs)])
-        if full in given:
-            given.remove(full)
+    place_of = {v: place for place in results for v in place.values}
+    free = {id(place): place for place in results}
+    pairs: list[tuple[int, Place]] = []
+    taken = 0
+    given: dict[int, collections.deque[int]] = {}
+    for i in sorted(donated):
+        given.setdefault(arguments[i], collections.deque()).append(graph.inputs[i])
+    for v in graph.outputs:  # each takes the first of its size, as XLA pairs them
+        place = place_of.get(v)
+        if place is not None and id(place) in free and given.get(full := max(size(v), place.bytes)):
             taken += full
-        else:
-            rooms.append(place)
+            pairs.append((given[full].popleft(), free.pop(id(place))))
+    rooms = [Room(place.bytes, [(place.start, place.end)]) for place in free.values()]
+    if flow.platform == "cpu" and pairs:
+        copies, vacated = _saved(order, fusion, pairs)
+        places, rooms = [*places, *copies], [*rooms, *vacated]
     places = [*places, *_turned_tables(flow, fusion)]
     left = _outside_fast(order, fusion, places, donated, chip) if chip and chip.fast_bytes else places
     return Memory(sum(arguments), sum(size(v) for v in graph.outputs), _most(_outside(left, rooms)), taken)
+
+
+def _saved(order: Order, fusion: Fusion, pairs: Sequence[tuple[int, Place]]) -> tuple[list[Place], list[Room]]:
+    """Copies of donated arguments that an op reads of which the result in their place does not depend: XLA makes them at the
+    start, as it does so before it orders the ops. Also gives those places, which are free from then until the result is made."""
+    spans = _loops(order.flow.graph, fusion, order.bodies).spans
+    inside = {i: last for last, first in sorted(spans.items()) for i in range(first, last)}
+    first_of = {i: first for i, (first, _) in order.together().items()}
+    readers: dict[int, list[int]] = {v: [] for v, _ in pairs}
+    maker: dict[int, int] = {}
+    needs: dict[int, int] = {}  # of each op, what runs before it in any order, a bit for each
+    for i, (op, reads) in enumerate(zip(order.flow.graph.ops, fusion.reads, strict=True)):
+        if fusion.inside[i] is None:
+            continue
+        node = inside.get(i, first_of.get(i, i))
+        before = needs.get(node, 1 << node)
+        for v in reads:
+            if v in maker:
+                before |= needs[maker[v]]
+            if v in readers:
+                readers[v].append(i)
+        needs[node] = before
+        maker.update(dict.fromkeys(op.outputs, node))
+    copies, vacated = [], []
+    for v, place in pairs:
+        made = next((maker[w] for w in place.values if w in maker), None)
+        if made is None or not readers[v]:
+            continue
+        if not all(needs[made] >> inside.get(i, first_of.get(i, i)) & 1 for i in readers[v]):
+            copies.append(Place((), 0, 2 * max(readers[v]), place.bytes))
+            vacated.append(Room(place.bytes, [(0, 0), (place.start, place.end)]))
+    return copies, vacated
 
 
 def _tiled(flow: Flow, value: int) -> int:
@@ -176,7 +224,6 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
     start: dict[int, int] = {}
     end: dict[int, int] = {}
     copies: list[Place] = []
-    reordered = _reordered(flow, fusion)
     for i, op in enumerate(graph.ops):
         if i in fusion.dead:
             continue
@@ -188,11 +235,9 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
             for v in fusion.reads[i]:
                 end[v] = max(end.get(v, 0), first - 1 if start.get(v, -1) < first else 2 * i - 1)
         else:
-            turned = [v for v in _turned(flow, op) if v not in reordered]
             until = 2 * together.get(i, (i, i))[1]
             for v in fusion.reads[i]:
-                end[v] = max(end.get(v, 0), until - (v in turned))
-            copies += [Place((), 2 * i - 1, 2 * i, flow.local_bytes(v)) for v in turned]
+                end[v] = max(end.get(v, 0), until)
             copies += _workspace(flow, i, op)
     for result, source in loops.unchanged.items():
         start.pop(result, None)
@@ -201,8 +246,8 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
     for v, first in loops.entered.items():
         start[v] = 2 * first
     _stay_through(start, end, [(2 * first, 2 * last) for last, first in loops.spans.items()], loops.entered)
-    _in_place(flow, fusion, start, end, reordered, {i: 2 * last for i, (_, last) in together.items()})
-    groups = _colocated(graph, loops, start, end)
+    _in_place(flow, fusion, start, end, {i: 2 * last for i, (_, last) in together.items()})
+    groups = _colocated(graph, loops, _shown(flow, fusion), start, end)
     inputs, outputs = set(graph.inputs), set(graph.outputs)
     last = 2 * len(graph.ops)
     temporaries, results = copies, []
@@ -266,31 +311,13 @@ def _stay_through(
                     until = end[v] = last
 
 
-def _reordered(flow: Flow, fusion: Fusion) -> set[int]:
-    """Results of elementwise ops that are only read the other way round: they are written so, and over no operand."""
-    maker = {v: op.name for op in flow.graph.ops for v in op.outputs}
-    readers: dict[int, int] = {}
-    turned: dict[int, int] = {}
-    for i, op in enumerate(flow.graph.ops):
-        for v in fusion.reads[i]:
-            readers[v] = readers.get(v, 0) + 1
-        for v in _turned(flow, op):
-            turned[v] = turned.get(v, 0) + 1
-    return {v for v, n in turned.items() if n == readers.get(v) and maker.get(v) in CHEAP | COSTLY}
-
-
 def _workspace(flow: Flow, i: int, op: Op) -> list[Place]:
     """What XLA's CPU backend needs beside operands and results.
 
-    All-gathers gather along the first dim; for another one the result is turned. The gradient of a max pool is a scatter:
-    indices of every element, made at the start, and of the largest.
+    The gradient of a max pool is a scatter: indices of every element, made at the start, and of the largest.
     """
     if flow.platform != "cpu":
         return []
-    if op.name == "all_gather":
-        before, after = (flow.local_shape(v) for v in (*op.inputs[:1], *op.outputs[:1]))
-        dim = next((d for d, (m, n) in enumerate(zip(before, after, strict=True)) if m != n), 0)
-        return [Place((), 2 * i, 2 * i, flow.local_bytes(op.outputs[0]))] if math.prod(after[:dim]) > 1 else []
     if op.name != "select_and_scatter":
         return []
     image, pooled = (math.prod(flow.local_shape(v)) for v in op.inputs[:2])
@@ -298,34 +325,11 @@ def _workspace(flow: Flow, i: int, op: Op) -> list[Place]:
     return [Place((), 0, 2 * i, 4 * (rank + 1) * image), Place((), 2 * i - 1, 2 * i, 8 * rank * pooled)]
 
 
-def _turned(flow: Flow, op: Op) -> list[int]:
-    """Operands of a batched product that are copied first: it reads [batch, free, summed] and [batch, summed, free]."""
-    if op.name != "dot_general" or op.rule is None:
-        return []
-    left, right = op.rule.operands
-    result = {f for dim in op.rule.results[0] for f in dim}
-    both = {f for dim in left for f in dim} & {f for dim in right for f in dim}
-    if not both & result:
-        return []
-    found = []
-    for v, dims, order in ((op.inputs[0], left, (0, 1, 2)), (op.inputs[1], right, (0, 2, 1))):
-        roles = [
-            0 if f in both & result else order.index(2) if f in both else order.index(1)
-            for dim, n in zip(dims, flow.local_shape(v), strict=True)
-            if n > 1
-            for f in dim[:1]
-        ]
-        if roles != sorted(roles):
-            found.append(v)
-    return found
-
-
 def _in_place(
     flow: Flow,
     fusion: Fusion,
     start: dict[int, int],
     end: dict[int, int],
-    reordered: Collection[int],
     last_read: Mapping[int, int],
 ) -> None:
     """Elementwise ops and updates write over an operand of their own size that dies there; on a TPU all-reduces too."""
@@ -333,12 +337,7 @@ def _in_place(
     inputs, outputs = set(graph.inputs), set(graph.outputs)
     writes_over = _WRITES_OVER | {"all_reduce"} if flow.platform == "tpu" else _WRITES_OVER
     for i, op in enumerate(graph.ops):
-        if (
-            len(op.outputs) != 1
-            or op.outputs[0] not in start
-            or op.name not in writes_over
-            or op.outputs[0] in reordered
-        ):
+        if len(op.outputs) != 1 or op.outputs[0] not in start or op.name not in writes_over:
             continue
         shape, size = flow.local_shape(op.outputs[0]), flow.local_bytes(op.outputs[0])
         for v in fusion.reads[i]:
@@ -348,11 +347,25 @@ def _in_place(
                 break
 
 
-_WRITES_OVER = ELEMENTWISE | {"dynamic_update_slice", "scatter"}
+_WRITES_OVER = (ELEMENTWISE - {"copy"}) | {"dynamic_update_slice", "scatter"}
 
 
-def _colocated(graph: Graph, loops: _Loops, start: dict[int, int], end: dict[int, int]) -> Iterable[tuple[int, ...]]:
-    """Values that lie in one place: what goes into a loop, goes round in it and comes out."""
+def _shown(flow: Flow, fusion: Fusion) -> list[tuple[int, int]]:
+    """Results that are views of what was computed, each with that."""
+    held, inputs = set(flow.graph.outputs), set(flow.graph.inputs)
+    found: dict[int, int] = {}
+    for i, op in enumerate(flow.graph.ops):
+        if fusion.inside[i] is not None and len(op.outputs) == len(fusion.reads[i]) == 1 and is_view(flow, op):
+            (source,) = fusion.reads[i]
+            if op.outputs[0] in held and source not in held and source not in inputs:
+                found.setdefault(source, op.outputs[0])
+    return [(result, source) for source, result in found.items()]
+
+
+def _colocated(
+    graph: Graph, loops: _Loops, shown: Iterable[tuple[int, int]], start: dict[int, int], end: dict[int, int]
+) -> Iterable[tuple[int, ...]]:
+    """Values that lie in one place: what goes into a loop, goes round in it and comes out; a result and what it shows."""
     parent: dict[int, int] = {}
 
     def find(v: int) -> int:
@@ -360,6 +373,9 @@ def _colocated(graph: Graph, loops: _Loops, start: dict[int, int], end: dict[int
             v = parent[v]
         return v
 
+    for result, source in shown:
+        if source in start and result in start:
+            parent[find(result)] = find(source)
     inputs = set(graph.inputs)
     given: set[int] = set()
     for operand, seen, back, result in loops.carried:
@@ -381,17 +397,16 @@ _TRIED = 128
 """Places of results that are looked at for a temporary."""
 
 
-def _outside(places: Iterable[Place], rooms: Sequence[Place]) -> list[Place]:
+def _outside(places: Iterable[Place], rooms: Iterable[Room]) -> list[Place]:
     """The places that do not fit into those of results while these are not in use: largest first, as XLA assigns."""
-    rooms = sorted(rooms, key=lambda p: p.bytes)
+    rooms = sorted(rooms, key=lambda room: room.bytes)
     sizes = [room.bytes for room in rooms]
-    busy = [[(room.start, room.end)] for room in rooms]
     left = []
     for place in sorted(places, key=lambda p: -p.bytes):
         first = bisect.bisect_left(sizes, place.bytes)
-        for taken in busy[first : first + _TRIED]:
-            if all(place.end < a or b < place.start for a, b in taken):
-                taken.append((place.start, place.end))
+        for room in rooms[first : first + _TRIED]:
+            if all(place.end < a or b < place.start for a, b in room.busy):
+                room.busy.append((place.start, place.end))
                 break
         else:
             left.append(place)

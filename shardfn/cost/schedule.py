@@ -118,7 +118,7 @@ def merged(flow: Flow) -> Order:
     """The order in which all-reduces can run as one.
 
     XLA's combiner puts all-reduces over the same axes into one where none needs another: in one region, of one element
-    type, behind equally many all-reduces. It runs when the last of them can; what reads their results comes after.
+    type. It runs when the last of them can; what reads their results comes after.
     """
     if not isinstance(flow, Sized):
         flow = Sized(**{field.name: getattr(flow, field.name) for field in dataclasses.fields(flow)})
@@ -136,6 +136,48 @@ _MOST_MERGED = 125_829_120
 """Bytes of one merged all-reduce on a TPU: libtpu's `xla_jf_crs_combiner_threshold_in_bytes`, 120 MiB."""
 
 
+class _Combiner:
+    """Which all-reduces of one region become one, as XLA's combiner collects them: those of one kind in the order in which they
+    stand, until one needs another that was collected, or together they are too large.
+
+    What one part of such an all-reduce needs, all of it needs.
+    """
+
+    def __init__(self) -> None:
+        self.needed: list[int] = []  # for each op the all-reduces before it, and its own: a bit for each
+        self.groups: list[tuple[int, int, int]] = []  # parts and what they need as bits; bytes
+        self.last: dict[object, int] = {}  # of each kind the group that is collected
+        self.count = 0
+
+    def met(self, needs: Sequence[int]) -> int:
+        """One op more, by the numbers of those that it reads from: the all-reduces that it needs."""
+        bits = 0
+        for m in needs:
+            bits |= self.needed[m]
+        self.needed.append(bits)
+        return bits
+
+    def group(self, kind: object, needs: int, size: int, most: float) -> int:
+        """The group of which the op just met is a part: an all-reduce of so many bytes; no group has more than `most`."""
+        again = True
+        while again:
+            again = False
+            for parts, behind, _ in self.groups:
+                if needs & parts and (parts | behind) & ~needs:
+                    needs |= parts | behind
+                    again = True
+        own = 1 << self.count
+        self.count += 1
+        self.needed[-1] |= own
+        at = self.last.get(kind)
+        if at is None or self.groups[at][0] & needs or self.groups[at][2] + size > most:
+            at = self.last[kind] = len(self.groups)
+            self.groups.append((0, 0, 0))
+        parts, behind, full = self.groups[at]
+        self.groups[at] = parts | own, behind | needs, full + size
+        return at
+
+
 def _ordered(
     flow: Flow, region: Region, reduced: dict[int, Communication], groups: dict[object, int], of: dict[int, int]
 ) -> list[int]:
@@ -144,28 +186,22 @@ def _ordered(
     if not any(v in reduced for numbers in inner if len(numbers) == 1 for v in ops[numbers[0]].outputs[:1]):
         return [i for numbers in inner for i in numbers]
     made: dict[int, int] = {}
-    depth = [0] * len(inner)
     needs: list[list[int]] = []
     group: list[int | None] = [None] * len(inner)
-    sizes: dict[object, tuple[int, int]] = {}
+    combiner = _Combiner()
     for n, numbers in enumerate(inner):
         needs.append([made[v] for i in numbers for v in ops[i].inputs if v in made])
-        depth[n] = max([depth[m] for m in needs[n]], default=0)
+        behind = combiner.met(needs[n])
         for i in numbers:
             for v in ops[i].outputs:
                 made[v] = n
         result = ops[numbers[0]].outputs[0] if len(numbers) == 1 and ops[numbers[0]].outputs else None
         if result in reduced:
             c = reduced[result]
-            key = (region.parts[-1], c.axes, c.group_size, c.trips, flow.graph.values[c.operand].dtype, depth[n])
-            if flow.platform == "tpu":
-                number, full = sizes.get(key, (0, 0))
-                size = flow.local_bytes(c.operand)
-                fits = not full or full + size <= _MOST_MERGED
-                sizes[key] = number, full = (number, full + size) if fits else (number + 1, size)
-                key = (*key, number)
+            key = region.parts[-1], c.axes, c.group_size, c.trips, flow.graph.values[c.operand].dtype
+            most = _MOST_MERGED if flow.platform == "tpu" else math.inf
+            key = *key, combiner.group(key, behind, flow.local_bytes(c.operand), most)
             group[n] = of[result] = groups.setdefault(key, len(groups))
-            depth[n] += 1
     when = [float(n) for n in range(len(inner))]
     later = [0.0 if g is None else 1 / (len(inner) + 1) for g in group]  # what reads its result comes after all of it
     last: dict[int, float] = {}

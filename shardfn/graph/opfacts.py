@@ -7,7 +7,7 @@ import os
 import re
 from typing import Any
 
-from shardfn.graph.mlir import ir, sdy, stablehlo
+from shardfn.graph.mlir import NUMBER, ir, sdy, stablehlo
 from shardfn.graph.model import Convolution, Rule, Tap
 from shardfn.graph.windows import ATTRIBUTES, WINDOWED, taps
 
@@ -72,6 +72,35 @@ def reduced_of(op: Any, name: str) -> tuple[tuple[int, int], ...]:
     if name == "stablehlo.reduce":
         return tuple((0, int(d)) for d in ir.DenseI64ArrayAttr(op.attributes["dimensions"]))
     return ()
+
+
+def form_of(op: Any) -> tuple[Any, ...] | None:
+    """What an op does: two with one form make the same of the same operands. None where twice is not the same as once."""
+    if op.name in _EACH_TIME:
+        return None
+    inner = tuple([_form_inside(block) for region in op.regions for block in region.blocks])
+    return op.name, *_attributes(op), *[r.type for r in op.results], *inner
+
+
+def _attributes(op: Any) -> list[Any]:
+    names = sorted([getattr(a, "name", a) for a in op.attributes])  # JAX 0.10 gives names, 0.12 may give pairs
+    return [(n, op.attributes[n]) for n in names if n != NUMBER and not n.startswith("sdy.")]
+
+
+def _form_inside(block: Any) -> tuple[Any, ...]:
+    """Of the ops in a block: what each does, and of what, by place."""
+    place: dict[Any, int] = {argument: n for n, argument in enumerate(block.arguments)}
+    found: list[Any] = [argument.type for argument in block.arguments]
+    for view in block.operations:
+        op = view.operation
+        found.append((form_of(op), *[place.get(o, o) for o in op.operands]))
+        for result in op.results:
+            place[result] = len(place)
+    return tuple(found)
+
+
+_EACH_TIME = frozenset({"stablehlo.custom_call", "stablehlo.rng", "stablehlo.infeed", "stablehlo.outfeed",
+                        "stablehlo.send", "stablehlo.recv", "stablehlo.create_token", "stablehlo.after_all"})  # fmt: skip
 
 
 def cause_of(op: Any) -> str:

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from shardfn.graph.mlir import NUMBER, functions_of, ir, mesh_axes, number_of, sdy, symbol_of, value_of
 from shardfn.graph.model import Communication, Graph, Op, Rule, Spec, Value
-from shardfn.graph.opfacts import cause_of, convolution_of, line_of, reduced_of, rule_of, taps_of, trip_count
+from shardfn.graph.opfacts import cause_of, convolution_of, form_of, line_of, reduced_of, rule_of, taps_of, trip_count
 from shardfn.graph.rules import MISSING_RULES, elementwise_rule
 
 
 class _Fact(NamedTuple):
-    """What an op is, however things are laid out; `rest` are the last fields of `Op`, as they stand there."""
+    """What an op is, however things are laid out; `rest` are further fields of `Op`, as they stand there."""
 
     name: str
     rule: Rule | None
@@ -25,6 +25,8 @@ class _Fact(NamedTuple):
     unruled: str
     results: tuple[Value, ...]
     rest: tuple[Any, ...]
+    form: int
+    """The same for ops that do the same; -1 where twice is not the same as once."""
     made: dict[Any, Op]
     """What it was in graphs so far: flows of one module number most values alike."""
 
@@ -41,6 +43,7 @@ class Seen:
         self.lines: dict[Any, str] = {}
         self.laid: dict[Any, tuple[Spec | None, ...]] = {}
         self.facts: dict[Any, _Fact] = {}
+        self.forms: dict[Any, int] = {None: -1}
 
 
 class Unknown(Exception):
@@ -71,6 +74,8 @@ class Reader:
         self.uncounted: dict[str, None] = {}
         self.communications: list[Communication] = []
         self.manual = False
+        self.region = self.regions = 0
+        """The number of the loop's body or the branch that is read, and of how many there were so far."""
         self.seen = seen or Seen()
         self.count = count
 
@@ -179,6 +184,14 @@ class Reader:
                 env[result] = id_
         return ()
 
+    def within(self, block: Any, env: dict[Any, int], trips: int) -> tuple[int, ...]:
+        """`walk`, of a block that is a computation of its own."""
+        around, self.regions = self.region, self.regions + 1
+        self.region = self.regions
+        out = self.walk(block, env, trips)
+        self.region = around
+        return out
+
     def plain(self, op: Any, name: str, env: dict[Any, int], trips: int) -> Sequence[int]:
         attrs = op.attributes
         if name in _NO_OPS:
@@ -187,10 +200,11 @@ class Reader:
         outputs = self.results(op, attrs, fact.results)
         if fact.unruled:
             self.unruled.setdefault(fact.unruled)
-        key = trips, outputs[:1], *[env[o] for o in op.operands]
+        key = trips, self.region, outputs[:1], *[env[o] for o in op.operands]
         made = fact.made.get(key)
         if made is None:
-            made = Op(fact.name, key[2:], outputs, fact.rule, trips, fact.where, *fact.rest)
+            form = None if fact.form < 0 else (fact.form, self.region)
+            made = Op(fact.name, key[3:], outputs, fact.rule, trips, fact.where, *fact.rest, form=form)
             fact.made[key] = made
         self.ops.append(made)
         return outputs
@@ -230,7 +244,8 @@ class Reader:
         convolution = convolution_of(op) if name == "stablehlo.convolution" else None
         number = number_of(op)
         rest = reduced_of(op, name), convolution, taps_of(op, short), number if number < self.count else -1
-        return _Fact(short, rule, where, unruled, results, rest, {})
+        form = self.seen.forms.setdefault(form_of(op), len(self.seen.forms))
+        return _Fact(short, rule, where, unruled, results, rest, form, {})
 
     def call(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
         name = ir.FlatSymbolRefAttr(op.attributes["callee"]).value
@@ -254,18 +269,19 @@ class Reader:
             else:
                 ids.append(self.new(argument.type, self.specs[result]))
                 self.ties.append((operand, ids[-1]))
-        self.walk(condition, {**env, **dict(zip(condition.arguments, ids, strict=True))}, inside)
-        out = self.walk(body, {**env, **dict(zip(body.arguments, ids, strict=True))}, inside)
+        self.within(condition, {**env, **dict(zip(condition.arguments, ids, strict=True))}, inside)
+        out = self.within(body, {**env, **dict(zip(body.arguments, ids, strict=True))}, inside)
         self.ties += [(a, b) for a, b in zip(ids, out, strict=True) if a != b]
         self.ties += list(zip(out, results, strict=True))
-        self.ops.append(Op("while", tuple(carried) + out, tuple(results), None, trips, self.where(op)))
+        inputs, form = tuple(carried) + out, (-1, self.region)
+        self.ops.append(Op("while", inputs, tuple(results), None, trips, self.where(op), form=form))
         return results
 
     def branch(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
         results = self.results(op)
         returned: tuple[int, ...] = ()
         for region in op.regions:
-            out = self.walk(region.blocks[0], dict(env), trips)
+            out = self.within(region.blocks[0], dict(env), trips)
             self.ties += list(zip(out, results, strict=True))
             returned += out
         self.ops.append(Op("case", (env[op.operands[0]], *returned), tuple(results), None, trips, self.where(op)))
@@ -279,7 +295,7 @@ class Reader:
         inputs = tuple(self.laid_as(env[o], s, trips) for o, s in zip(op.operands, in_shardings, strict=True))
         was, self.manual = self.manual, True
         inner = {**env, **{a: self.new(a.type, None) for a in block.arguments}}
-        returned = self.walk(block, inner, trips)
+        returned = self.within(block, inner, trips)
         self.manual = was
         outputs = [self.new(r.type, s) for r, s in zip(op.results, out_specs, strict=True)]
         self.ops.append(Op("shard_map", (*inputs, *returned), tuple(outputs), None, trips, self.where(op)))

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from shardfn.graph.cases import Case, Edge, Leg, Way, whole
 from shardfn.graph.model import Communication, Flow, Graph, Op, Rule, Spec, Tap, Value
 from shardfn.graph.moves import joined_axes, split_axes, steps
+from shardfn.graph.simplified import simplified
 from shardfn.graph.tiles import Step
 from shardfn.graph.ways import way
 
@@ -81,7 +82,7 @@ class _Roads:
         specs = tuple(map(joined, self.specs))
         sent = tuple(dataclasses.replace(c, axes=join(c.axes)) for c in self.sent)
         graph = dataclasses.replace(self.given.graph, values=tuple(self.values), ops=tuple(self.ops))
-        return Flow(graph, specs, grid, sent)
+        return simplified(Flow(graph, specs, grid, sent))
 
     def carry(self, op: Op) -> None:
         """What enters a loop, comes back from its body, or leaves a branch lies as the results do."""

@@ -13,6 +13,9 @@ from shardfn.search.problem import Answer, Candidate, Problem, figures, objectiv
 AIMS = (0, 2)
 """The levels whose answers stand beside each other's, and beside that of level 1, which takes the longest to find."""
 
+STARTS = 2
+"""How many plans, each on a grid of its own, are changed one array at a time."""
+
 Alone = Callable[[Problem], Answer]
 
 
@@ -33,13 +36,19 @@ def bettered(problem: Problem, own: Answer, alone: Alone | None = None) -> Answe
     elsewhere = [c for level in AIMS if alone is not None and not is_least
                  and level != problem.level and problem.seconds_left > 0
                  for c in _of_level(dataclasses.replace(problem, level=level), alone)]  # fmt: skip
-    start = min((first, *elsewhere), key=lambda c: objective(c.price, problem))
-    best = improved(problem, start)
+    every = sorted((first, *elsewhere), key=lambda c: objective(c.price, problem))
+    starts = [every[0], *(c for c in every if _sizes(c) != _sizes(every[0]))][:STARTS]
+    ends = [improved(problem, start) for start in starts]
+    start, best = min(zip(starts, ends, strict=True), key=lambda pair: objective(pair[1].price, problem))
     if best is first:
         return own
     before = [first] if start is first else [start, first]
     others = sorted((c for c in (*before, *own.others) if c is not best), key=lambda c: objective(c.price, problem))
     return _told(problem, own, first, start, best, others)
+
+
+def _sizes(made: Candidate) -> tuple[int, ...]:
+    return tuple(size for _, size in made.axes)
 
 
 def _of_level(problem: Problem, alone: Alone) -> list[Candidate]:

@@ -44,14 +44,22 @@ promised: where anything was to be won, by two thirds at most."""
 NEARLY = 1.05
 """Of what the model promises: a flow that costs no more than this much of it keeps it."""
 
+LET_GO = 3
+"""Of what was priced, where all flows disappoint, how much is let go of what it need not hold before the best is taken: of
+what promises more than the best."""
+
 KINDS = 3
 """Of what is found at level 1: see `Found.kind`."""
 
 CRUMB = 1e-4
 """Of the memory of a device: arguments that hold less together are not worth a flow of a program that is not small."""
 
-HELD_FIRST = frozenset({"dot_general", "convolution", "gather", "scatter", "reduce", "concatenate", "dynamic_slice"})
-"""Ops whose layouts are decisions of their own; the others follow them."""
+FOLLOWING = frozenset({"add", "multiply"})
+"""Ops that follow an operand and can be held."""
+
+HELD_FIRST = frozenset({"dot_general", "convolution", "gather", "scatter", "concatenate", "dynamic_slice"})
+"""Ops whose layouts are decisions of their own, and that gain by being held; the others follow them. Held sums cut what
+elementwise ops made, which is read whole elsewhere: of flows of eight models they made none better that was the best."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +113,8 @@ def answer_of(
     for count, one in enumerate(_in_turn(found)[: weighed(problem)]):
         if rated and problem.seconds_left <= 0:
             break
-        is_extra = count >= priced(problem) or fastest(problem, rated) < math.inf
-        if is_extra and not promises(problem, one, min(r[0] for r in rated)):
+        is_left = bool(rated) and (count >= priced(problem) or fastest(problem, rated) < math.inf)
+        if is_left and not promises(problem, one, min(r[0] for r in rated)):
             break
         made = min(candidates(problem, one, fastest(problem, rated)), key=lambda c: objective(c.price, problem))
         made = let_go(problem, made) if is_small else made
@@ -118,17 +126,14 @@ def answer_of(
         if (is_small or weighs(problem, made)) and problem.seconds_left > 0:
             other = held_as(problem, made, one.axes, decided(problem, one))
             rated += [] if other is None else [(objective(other.price, problem), other, one)]
-        is_settled = is_kept and problem.level == 2 and not is_small
-        if not is_large and not is_settled and one.axes == made.axes and problem.seconds_left > 0:
-            other = in_line(problem, made, layout_of(problem, one))
-            if keeps(problem.flow(other.axes, other.specs, {}), problem.algorithm):
-                rated.append((objective(other.price, problem), other, one))
+        if not is_large and (is_small or not is_kept or problem.level != 2):
+            rated += _in_line(problem, one, made)
         is_over = least < problem.memory_limit < made.price.memory.peak and not (is_large and is_lost)
         if is_over and problem.seconds_left > 0:
             for other in mend(problem, one, made):
                 rated += [(objective(c.price, problem), c, other) for c in candidates(problem, other)]
-    if rated and (disappoints or is_small) and problem.level != 1:
-        rated += _otherwise(problem, found, rated, turn if not is_large else None)
+    if rated and (disappoints or not is_large) and problem.level != 1:
+        rated += _otherwise(problem, found, rated, turn if not is_large else None, disappoints)
     if is_large and rated and disappoints:
         rated += [(objective(c.price, problem), c, None) for c in plain.of_batch(problem)]
     elif not is_large or not rated:
@@ -138,6 +143,8 @@ def answer_of(
     if not rated:
         return propagation.search(problem)
     rated.sort(key=lambda r: r[0])
+    if disappoints and not is_small and not is_large:
+        rated = _let_go(problem, rated)
     _, best, at = rated[0]
     best = as_sliced(problem, best)
     others = tuple(c for _, c, _ in rated[1:])
@@ -150,14 +157,14 @@ def answer_of(
         tried += f"; {problem.seconds:g} s were over before all was tried"
     runner = f"{others[0].name}: {figures(others[0].price)} against {figures(best.price)}" if others else ""
     if at is None:
-        best = let_go(problem, best)
+        best = let_go(problem, best, is_last=True)
         reason = f"plain layout, better by its flow than the optimum of the cost model: {best.name}"
         policy = (
             f"{what} at level {problem.level}, grids tried: {tried}; a plain layout has the better flow: {best.name}"
         )
         reasons = tuple("" if given is not None else reason for given in problem.specs)
         return Answer(best.axes, best.specs, reasons, policy, runner, pins=best.pins, others=others, ends=best.ends)
-    best = best if is_small else let_go(problem, best)
+    best = best if is_small else let_go(problem, best, is_last=True)
     gap = _gap(problem, at, found) if not untried and keeps_promise(problem, at, best) else None
     proof = "no bound of how far from the optimum" if gap is None else (
         "proved" if gap == 0 else f"within {gap:.1%} of the optimum")  # fmt: skip
@@ -185,24 +192,57 @@ def fastest(problem: Problem, rated: Sequence[_Rated]) -> float:
 
 
 def _otherwise(
-    problem: Problem, found: Sequence[Found], rated: Sequence[_Rated], turn: Turn | None
+    problem: Problem, found: Sequence[Found], rated: Sequence[_Rated], turn: Turn | None, disappoints: bool
 ) -> Iterator[_Rated]:
-    """Where all flows disappoint: the grid of one axis, and what was found for the other aim there and on the best grid; of
-    small programs, whose flows cost little, on all grids whose flows were priced, whether they disappoint or not. At level 2
-    of others nothing that was found for level 0: of 28 plans its flow took 1.8 to 109 times as long as the best."""
+    """What was found for the other aim on the best grid, as it is and in line. Where all flows disappoint, also with the
+    arguments in pieces, on the model's own best grid and that one's mirror image, and on the grid of one axis, which is
+    priced then too; of small programs, whose flows cost little, on all grids whose flows were priced, whether they
+    disappoint or not. At level 2 of others nothing for level 0, as long as all fits: of 28 plans its flow took 1.8 to 109
+    times as long as the best."""
     at = {id(one): one for _, _, one in rated}
-    single = [f for f in found if len(f.axes) == 1][:1]
-    best = min(rated, key=lambda r: r[0])
+    (first, _, best), is_small = min(rated, key=lambda r: r[0]), len(problem.graph.ops) <= PLAIN
+    is_over = any(made.price.memory.peak > problem.memory_limit for _, made, _ in rated)
+    is_tight = is_over and not fits_nowhere(problem)
     is_clear = fastest(problem, rated) < math.inf
-    tried = [f for f in single if id(f) not in at and not (is_clear and not promises(problem, f, best[0]))]
-    if turn is not None and (problem.level != 2 or len(problem.graph.ops) <= PLAIN):
-        every = (*at.values(), *single) if len(problem.graph.ops) <= PLAIN else (best[2], *single)
-        again = {id(f): f for f in every if f is not None}
-        tried += [other for f in again.values() if problem.seconds_left > 0 for other in turn(problem, f)]
+    single = [f for f in found if len(f.axes) == 1][:1] if disappoints or is_small else []
+    tried = [f for f in single if id(f) not in at and not (is_clear and not promises(problem, f, first))]
+    if turn is not None and (problem.level != 2 or is_small or is_tight):
+        own = [f for f in found[:1] if f.peak <= problem.memory_limit] if disappoints and not is_small else []
+        every = at.values() if is_small else (best, *own, *_mirrored(own, found))
+        again = {id(f): f for f in (*every, *single) if f is not None}
+        for f in again.values() if problem.seconds_left > 0 else ():
+            tried += itertools.islice(turn(problem, f), None if f is best and disappoints and not is_small else 1)
     for one in tried:
         if problem.seconds_left > 0:
             made = min(candidates(problem, one, fastest(problem, rated)), key=lambda c: objective(c.price, problem))
             yield objective(made.price, problem), made, one
+            if turn is not None:
+                yield from _in_line(problem, one, made)
+
+
+def _mirrored(some: Sequence[Found], found: Sequence[Found]) -> list[Found]:
+    """The first found on the grids whose sizes are the other way round: their axes have other links."""
+    sizes = {tuple(size for _, size in reversed(f.axes)) for f in some}
+    return [f for f in found if tuple(size for _, size in f.axes) in sizes][:1]
+
+
+def _in_line(problem: Problem, one: Found, made: Candidate) -> Iterator[_Rated]:
+    if one.axes == made.axes and problem.seconds_left > 0:
+        other = as_sliced(problem, in_line(problem, made, layout_of(problem, one)))
+        if keeps(problem.flow_of(other), problem.algorithm):
+            yield objective(other.price, problem), other, one
+
+
+def _let_go(problem: Problem, rated: Sequence[_Rated]) -> list[_Rated]:
+    """The same, best first, with the first few of what promises more than the best of them holds let go of its pins."""
+    gone: dict[int, _Rated] = {}
+    tried: set[int] = set()
+    for at, (_, made, one) in enumerate(rated):
+        if one is not None and id(one) not in tried and len(tried) < LET_GO and promises(problem, one, rated[0][0]):
+            tried.add(id(one))
+            made = let_go(problem, made)
+            gone[at] = objective(made.price, problem), made, one
+    return sorted((gone.get(at, row) for at, row in enumerate(rated)), key=lambda r: r[0])
 
 
 def _gap(problem: Problem, at: Found, found: Sequence[Found]) -> float | None:
@@ -270,13 +310,15 @@ def decided(problem: Problem, found: Found) -> Callable[[int], Spec | None]:
 def candidates(problem: Problem, found: Found, best_s: float = math.inf) -> Iterator[Candidate]:
     """The optimum on a grid, priced by its flow: first with what products make held, and how they read their operands left
     to the compiler, which moves those in the way that is best for a product; and with every decision held, where the flow
-    of the first does not keep what the model promised: not even to fit, if it did. Where another flow takes `best_s`
-    seconds, that one is left out if it cannot be expected to take less."""
+    of the first does not keep what the model promised: not even to fit, if it did; and with all held that this flow lays
+    out otherwise, where it does not either. Where another flow takes `best_s` seconds, these are left out if they cannot be
+    expected to take less."""
     axes, specs, held = _held(problem, found)
+    ops = problem.graph.ops
     pins = {
-        index: Pin((None,) * len(pin.operands), pin.results)
+        index: pin if ops[index].name in FOLLOWING else Pin((None,) * len(pin.operands), pin.results)
         for index, pin in held.items()
-        if problem.graph.ops[index].name in PRODUCTS
+        if ops[index].name in PRODUCTS | FOLLOWING
     }
     loose = Candidate(shape(axes), axes, specs, pins, problem.price(axes, specs, pins))
     yield loose
@@ -285,8 +327,12 @@ def candidates(problem: Problem, found: Found, best_s: float = math.inf) -> Iter
     expected_s = time_s - BACK * max(0.0, time_s - found.solution.cost)
     if problem.seconds_left <= 0 or time_s > FAR * best_s or expected_s > best_s:
         return
-    if is_over or not works_as_found(problem, found, loose):
-        yield candidate(problem, found)
+    if not is_over and works_as_found(problem, found, loose):
+        return
+    full = candidate(problem, found)
+    yield full
+    if len(ops) <= LARGE and problem.seconds_left > 0 and not works_as_found(problem, found, full):
+        yield from all_held(problem, found, full)
 
 
 def keeps_promise(problem: Problem, found: Found, made: Candidate) -> bool:
@@ -313,6 +359,25 @@ def candidate(problem: Problem, found: Found) -> Candidate:
     return Candidate(shape(axes), axes, specs, pins, problem.price(axes, specs, pins))
 
 
+def all_held(problem: Problem, found: Found, full: Candidate) -> Iterator[Candidate]:
+    """A candidate with what follows the decisions held as well, where its flow lays that out otherwise than was found."""
+    there = problem.flow_of(full)
+    laid = {op.site: [there.specs[v] for v in op.outputs] for op in there.graph.ops if op.site >= 0}
+    wanted = layout_of(problem, found)
+    more = {
+        index: Pin((None,) * len(op.inputs), tuple(map(wanted, op.outputs)))
+        for index, op in enumerate(problem.graph.ops)
+        if index in problem.can_hold
+        and index not in full.pins
+        and full.axes == found.axes
+        and all(v in found.space.layouts for v in op.outputs)
+        and laid.get(op.site, ()) not in ((), [*map(wanted, op.outputs)])
+    }
+    if more:
+        pins = {**full.pins, **more}
+        yield dataclasses.replace(full, pins=pins, price=problem.price(full.axes, full.specs, pins))
+
+
 def _held(problem: Problem, found: Found) -> tuple[Axes, tuple[Spec, ...], Pins]:
     names, laid = tuple(name for name, _ in found.axes), layout_of(problem, found)
     specs = tuple(spec if spec is not None else laid(value)[: len(shape)]
@@ -325,11 +390,36 @@ def _held(problem: Problem, found: Found) -> tuple[Axes, tuple[Spec, ...], Pins]
             operands = [spec_of(layouts[label].tolist(), len(problem.graph.values[v].shape), names)
                         for v, layouts in zip(op.inputs, wanted, strict=True)]  # fmt: skip
             pins[index] = Pin(tuple(operands), tuple(map(laid, op.outputs)))
+    pins |= _broadcasts(problem, found, laid)
     axes = found.axes
     if not problem.axes:
         axes, laid_out, pins = merged(axes, specs, pins)
         specs = tuple(laid_out)
     return axes, specs, pins
+
+
+def _broadcasts(problem: Problem, found: Found, laid: Callable[[int], Spec]) -> dict[int, Pin]:
+    """Sums and products that read a broadcast of what lies in pieces which they do not read: held to how they read it, as
+    else the pieces of a bias or a scale would become those of the activation that it meets."""
+    names, values = tuple(name for name, _ in found.axes), problem.graph.values
+    source = {op.outputs[0]: op.inputs[0] for op in problem.graph.ops if op.name == "broadcast_in_dim"}
+    pins: dict[int, Pin] = {}
+    for index, op in enumerate(problem.graph.ops):
+        if op.name not in FOLLOWING or index not in problem.can_hold or index not in found.space.reads:
+            continue
+        node, wanted = found.space.reads[index]
+        operands: list[Spec | None] = [None] * len(op.inputs)
+        for position, (v, layouts) in enumerate(zip(op.inputs, wanted, strict=True)):
+            root = v
+            while root in source:
+                root = source[root]
+            if root != v and root in found.space.layouts:
+                spec = spec_of(layouts[found.solution.choice[node]].tolist(), len(values[v].shape), names)
+                if not {a for dim in laid(root) for a in dim} <= {a for dim in spec for a in dim}:
+                    operands[position] = spec
+        if any(spec is not None for spec in operands):
+            pins[index] = Pin(tuple(operands), (None,) * len(op.outputs))
+    return pins
 
 
 def weighs(problem: Problem, made: Candidate) -> bool:
@@ -342,11 +432,12 @@ def weighs(problem: Problem, made: Candidate) -> bool:
     return held > (NEARLY - 1) * made.price.memory.peak
 
 
-def let_go(problem: Problem, best: Candidate) -> Candidate:
-    """The same without the pins that propagation does not need, if the flow stays as good."""
+def let_go(problem: Problem, best: Candidate, is_last: bool = False) -> Candidate:
+    """The same without the pins that propagation does not need, if the flow stays as good. Of what `is_last`, the one that
+    was taken, at level 2 of programs that are not small, only where a single flow may do it: the plan stays as good."""
     if not best.pins or problem.seconds_left <= 0:
         return best
-    is_quick = problem.level == 2 and len(problem.graph.ops) > PLAIN  # at the others it may be better without them
+    is_quick = is_last and problem.level == 2 and len(problem.graph.ops) > PLAIN
     is_lost = is_quick and best.price.memory.peak > problem.memory_limit and fits_nowhere(problem)
     if is_lost or ((is_quick or len(problem.graph.ops) > LARGE) and gathers(problem, best)):
         return best

@@ -36,7 +36,8 @@ BUILT = 1e4
 """Work for each op of a program until its choices on a grid are there."""
 
 STEPS, WITHIN = 40, 2 * SECOND
-"""Steps towards the least peak, and work for one search within a limit that a flow has shown to be too tight."""
+"""Steps towards the least peak, and work for one search aside: within a limit that a flow has shown to be too tight, or for
+another aim."""
 
 NEAR = Effort(rounds=2, steps=10, neighbourhoods=4, parts=1, close=0.1)
 """Near the least peak, where any labelling is dear: how close to the cheapest one is of little worth."""
@@ -236,15 +237,17 @@ def turning(budget: Budget) -> Turn:
 
 
 def turned(problem: Problem, found: Found, budget: Budget) -> Iterator[Found]:
-    """What the model finds on the same grid for the other of the levels 0 and 2, with its cost at the problem's own: where a
-    flow breaks the model's promise, the layout that was meant for the other aim may serve this one better."""
+    """What the model finds on the same grid for the other of the levels 0 and 2, as it is and with the arguments in pieces,
+    with its cost at the problem's own: where a flow breaks the model's promise, the layout that was meant for the other aim
+    may serve this one better."""
     other = dataclasses.replace(problem, level=2 - problem.level)
     labels, _ = narrowed(labelling_of(found.space, other, SPREADS[0]), found.space, problem.graph,
                          tuple(size for _, size in found.axes), problem.algorithm)  # fmt: skip
-    solution = solve(labels, budget.part(), EFFORT)
-    cost = cost_of(found.labels, solution.choice)
-    priced = dataclasses.replace(solution, cost=cost, bound=found.solution.bound, proved=False)
-    yield from _possible(dataclasses.replace(found, solution=priced))
+    for asked, cut in ((labels, False), (in_pieces(labels, found.space), True)):
+        solution = solve(asked, budget.part(work=WITHIN), FIRST)
+        cost = cost_of(found.labels, solution.choice)
+        priced = dataclasses.replace(solution, cost=cost, bound=found.solution.bound, proved=False)
+        yield from _possible(dataclasses.replace(found, solution=priced, is_in_pieces=cut or found.is_in_pieces))
 
 
 def mending(budget: Budget) -> Mend:

@@ -13,6 +13,9 @@ from shardfn.cost.schedule import merged, scheduled
 from shardfn.cost.tpu import looked_up, scattered_to
 from shardfn.graph.model import Flow, Graph, Value, dtype_bits
 
+SLICED = "dynamic_slice"
+"""The op that takes of what is stacked what one round of a loop reads."""
+
 
 def bytes_of(value: Value) -> float:
     """Bytes of a whole array."""
@@ -30,11 +33,12 @@ class Loops:
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """What holds of a graph on any grid: how often each value is made in one call, how many ops read it, which values
-    take memory, and where and when."""
+    """What holds of a graph on any grid: how often each value is made in one call, which values take memory, and where and
+    when."""
 
     trips: tuple[int, ...]
     readers: Mapping[int, int]
+    """How many ops read all of a value; a slice of it is moved after it was taken, for each that takes one."""
     read: Mapping[int, tuple[int, int]]
     """When the first and the last op that reads a value run."""
     runs: tuple[int, ...]
@@ -70,7 +74,7 @@ def known(graph: Graph, donated: frozenset[int] = frozenset(), platform: str = "
     read: dict[int, tuple[int, int]] = {}
     for index, op in enumerate(graph.ops):
         for value in set(op.inputs):
-            readers[value] = readers.get(value, 0) + 1
+            readers[value] = readers.get(value, 0) + (op.name != SLICED)
             first, last = read.get(value, (runs[index], runs[index]))
             read[value] = min(first, runs[index]), max(last, runs[index])
     temporaries, results = lives(order, fusion)
@@ -82,6 +86,7 @@ def known(graph: Graph, donated: frozenset[int] = frozenset(), platform: str = "
         else:
             kept.append(place)
     trips, last = tuple(value_trips(graph)), _last(graph)
+    rows = scattered_to(graph) if platform == "tpu" else frozenset[int]()
     return Known(
         trips,
         readers,
@@ -92,20 +97,20 @@ def known(graph: Graph, donated: frozenset[int] = frozenset(), platform: str = "
         sum(op_flops(whole, op) * op.trips for op in graph.ops),
         last,
         tuple(map(bytes_of, graph.values)),
-        _kinds(graph, fusion.stored, last),
+        _kinds(graph, fusion.stored, last, rows),
         loops_of(graph, trips),
-        scattered_to(graph) if platform == "tpu" else frozenset(),
+        rows,
         looked_up(graph) if platform == "tpu" else frozenset(),
     )
 
 
-def _kinds(graph: Graph, stored: frozenset[int], last: frozenset[int]) -> tuple[int, ...]:
+def _kinds(graph: Graph, stored: frozenset[int], last: frozenset[int], rows: frozenset[int]) -> tuple[int, ...]:
     values, numbers = graph.values, {}
     found = []
     for index, op in enumerate(graph.ops):
         every = (*op.inputs, *op.outputs)
         key = (op.name, id(op.rule), index in last, op.reduced, len(op.inputs),
-               *((values[v].shape, values[v].dtype, v in stored) for v in every))  # fmt: skip
+               *((values[v].shape, values[v].dtype, v in stored, v in rows) for v in every))  # fmt: skip
         found.append(numbers.setdefault(key, len(numbers)))
     return tuple(found)
 

@@ -58,18 +58,40 @@ def op_codes(rule: Rule, axes: tuple[int, ...], scattered: int, row: Sequence[in
     """
     cuttable = [f for f, n in enumerate(rule.sizes) if n > 1 and f not in rule.replicated]
     pairs = [(f, -1 if f in rule.reduction else f) for f in cuttable]
+    ends: list[int] = []
     if scattered and len(rule.results) == 1:
-        ends = sorted((f for f, _ in factor_dims(rule.results[0], rule.sizes)), key=lambda f: -rule.sizes[f])[
-            :scattered
-        ]
-        pairs += [(f, g) for f in cuttable if f in rule.reduction for g in cuttable if g in ends]
+        every = sorted((f for f, _ in factor_dims(rule.results[0], rule.sizes)), key=lambda f: -rule.sizes[f])
+        ends = [f for f in every if f in cuttable]
+        able = every[:scattered]
+        pairs += [(f, g) for f in cuttable if f in rule.reduction for g in cuttable if g in able]
     found = []
     for choice in _choices([-1, *((f + 1) * BASE + g for f, g in pairs)], len(axes), row):
         work = [(c + 1) // BASE - 1 for c in choice]
         out = [c - (f + 1) * BASE for c, f in zip(choice, work, strict=True)]
+        if row is None and ends:
+            out = outside(work, out, ends)
         if divides(work, rule.sizes, axes) and divides(out, rule.sizes, axes):
-            found.append(choice)
-    return np.array(_fewer(found), np.int16).reshape(-1, len(axes))
+            found.append(tuple(_code(f, g) for f, g in zip(work, out, strict=True)))
+    return np.array(_fewer(list(dict.fromkeys(found))), np.int16).reshape(-1, len(axes))
+
+
+def _code(factor: int, end: int) -> int:
+    return -1 if factor < 0 else (factor + 1) * BASE + end
+
+
+def outside(work: Sequence[int], out: Sequence[int], ends: Sequence[int]) -> list[int]:
+    """What each axis cuts of the result, where a sum can't be left in pieces inside those that a later axis makes: then
+    along the next of the `ends` of which that isn't so, or not at all.
+
+    >>> outside((2, 0), (0, 0), (0, 1)), outside((0, 2), (0, 0), (0, 1)), outside((2, 0), (0, 0), (0,))
+    ([1, 0], [0, 0], [-1, 0])
+    """
+    found = list(out)
+    for at, (factor, end) in enumerate(zip(work, out, strict=True)):
+        if factor != end >= 0 and end in work[at + 1 :]:
+            rest = ends[ends.index(end) + 1 :]
+            found[at] = next((g for g in rest if g not in work[at + 1 :]), -1)
+    return found
 
 
 def _choices(options: Sequence[int], axes: int, row: Sequence[int] | np.ndarray | None) -> Iterator[tuple[int, ...]]:

@@ -20,7 +20,7 @@ from shardfn.cost.memory import Place
 from shardfn.cost.tpu import LANES
 from shardfn.graph.model import Graph, Op, Rule, Spec
 from shardfn.search import forms
-from shardfn.search.facts import Known, known
+from shardfn.search.facts import SLICED, Known, known
 from shardfn.search.grid import Array, Grid, add_up, change, pieces
 from shardfn.search.solver.labelling import Held
 
@@ -173,7 +173,7 @@ class _Builder:
         self.depth[value] = 0
 
     def argument(self, value: int, readers: int) -> None:
-        """An argument's node; where several ops read it, they read one copy, so that a gather is paid for once."""
+        """An argument's node; where several ops read all of it, they read one copy, so that a gather is paid for once."""
         self.value_node(value)
         node, labels = self.layouts[value]
         self.nodes[node].sums[4] += self.facts.bytes[value] / self.ways(labels)
@@ -196,10 +196,16 @@ class _Builder:
         columns = shape[-1] / cuts if shape else np.full(len(layouts), float(LANES))
         return np.ceil(columns / LANES) * LANES / columns
 
+    def stored(self, value: int, layouts: Array) -> Array:
+        """Bytes of a value on one device, as it lies in memory."""
+        size = self.facts.bytes[value] / self.ways(layouts)
+        return size * self.padding(value, layouts) if value in self.facts.rows else size
+
     # ---- edges
 
-    def need(self, value: int, wanted: Array, node: int, trips: int) -> None:
-        """`node` reads `value` in the layouts `wanted`, one for each of its labels."""
+    def need(self, value: int, wanted: Array, node: int, trips: int, as_it_lies: bool = False) -> None:
+        """`node` reads `value` in the layouts `wanted`, one for each of its labels; an argument in the copy that others read
+        too, or `as_it_lies`."""
         while value in self.views:
             value, table = self.views[value]
             key = id(table), id(wanted)
@@ -208,7 +214,7 @@ class _Builder:
                 seen = self.seen[key] = self.one(table[wanted])
             wanted = seen
         if value in self.sources:  # else a constant, made where it is needed
-            owner, have = self.sources[value]
+            owner, have = self.layouts[value] if as_it_lies else self.sources[value]
             self.connect(owner, have, node, wanted, value, min(trips, self.trips[value]))
 
     def connect(self, owner: int, have: Array, node: int, wanted: Array, value: int, trips: int) -> None:
@@ -302,7 +308,7 @@ class _Builder:
         target += piece.sums * op.trips if op.trips != 1 else piece.sums
         at = self.facts.runs[index]
         for value, wanted in zip(op.inputs, piece.wanted, strict=True):
-            self.need(value, wanted, node, op.trips)
+            self.need(value, wanted, node, op.trips, op.name == SLICED)
             if op.name in PRODUCTS and value >= len(self.graph.inputs):
                 self.copied(value, (node, wanted), 2 * at, 2 * at + 1)
         if piece.partial is not None:
@@ -345,9 +351,10 @@ class _Builder:
         sent, sent_s = np.zeros(len(work)), np.zeros(len(work))
         whole: Array | None = None
         if is_sum.any():
-            scattered = is_sum & (out >= 0)
+            sliced = is_sum & (out >= 0)
+            scattered = sliced & ~_inside(work, out)
             for value, after in zip(op.outputs, made, strict=True):
-                partial = full[value] / pieces(np.where(scattered, -1, after), grid.sizes)
+                partial = full[value] / pieces(np.where(sliced, -1, after), grid.sizes)
                 parts = add_up(partial, is_sum & ~scattered, scattered, grid, is_last)
                 sent, sent_s = sent + parts[0], sent_s + parts[1]
                 more = partial - full[value] / self.ways(after)
@@ -363,7 +370,7 @@ class _Builder:
 
     def work(self, op: Op, work: Array, wanted: Sequence[Array], made: Sequence[Array]) -> tuple[Array, Array]:
         """FLOPs and bytes moved of one run on one device."""
-        values, full = self.graph.values, self.facts.bytes
+        values = self.graph.values
         flops = 0.0
         if op.name not in MOVES:
             flops = max((forms.volume(values[v].shape) for v in op.outputs), default=0.0)
@@ -371,22 +378,33 @@ class _Builder:
                 flops *= values[op.inputs[position]].shape[dim]
             flops *= 2 if op.name in PRODUCTS else 1
         moved = np.zeros(len(work))
-        made_bytes = sum(full[v] / self.ways(layouts) for v, layouts in zip(op.outputs, made, strict=True)
+        made_bytes = sum(self.stored(v, layouts) for v, layouts in zip(op.outputs, made, strict=True)
                          if v in self.facts.stored)  # fmt: skip
         for position, (value, layouts) in enumerate(zip(op.inputs, wanted, strict=True)):
             if value not in self.facts.stored:
                 continue
-            size = full[value] / self.ways(layouts)
+            size = self.stored(value, layouts)
             if position == 0 and op.name in TAKES:
-                size = np.minimum(size, full[op.outputs[0]] / self.ways(made[0]))
+                size = np.minimum(size, self.stored(op.outputs[0], made[0]))
             elif position == 0 and op.name in UPDATES:
                 size = np.zeros(len(work))
             moved = moved + size
         if op.name in UPDATES and op.inputs:  # in place: what changes is read and written
             at = UPDATES[op.name]
-            made_bytes = 2 * full[op.inputs[at]] / self.ways(wanted[at])
+            made_bytes = 2 * self.stored(op.inputs[at], wanted[at])
         moved = moved + made_bytes
         return flops / self.ways(work), moved
+
+
+def _inside(work: Array, out: Array) -> Array:
+    """Where a sum would be left in pieces along a factor that a later axis cuts for the work: its pieces would lie inside
+    those of that axis, the other way round than in the layout, so that all of the sum goes to everyone.
+
+    >>> _inside(np.array([[2, 0], [0, 2]]), np.array([[0, 0], [0, 0]])).tolist()
+    [[True, False], [False, False]]
+    """
+    later = [(work[:, at + 1 :] == out[:, at : at + 1]).any(axis=1) for at in range(work.shape[1])]
+    return np.stack(later, axis=1) & (work != out)
 
 
 def _multiplied(graph: Graph) -> frozenset[int]:
@@ -472,8 +490,7 @@ def _held(builder: _Builder, places: Sequence[Place]) -> tuple[Held, ...]:
         if value in builder.layouts:
             node, layouts = builder.layouts[value]
             key = (node, place.start, place.end + 1)
-            rows = builder.padding(value, layouts) if value in builder.facts.rows else 1.0
-            total[key] = total.get(key, 0.0) + full[value] / builder.ways(layouts) * rows
+            total[key] = total.get(key, 0.0) + builder.stored(value, layouts)
     for value in sorted(builder.facts.turned):
         node, layouts = builder.layouts[value]
         rows, (first, last) = builder.padding(value, layouts), builder.facts.read[value]

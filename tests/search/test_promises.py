@@ -4,10 +4,13 @@ import dataclasses
 import math
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import shardfn
 from examples.models import abstract, mlp
+from examples.models.families import FAMILIES
 from shardfn.search import choose, dynamic, forget, plain
 from shardfn.search.levels import totals
 from shardfn.search.problem import objective
@@ -47,7 +50,7 @@ def test_a_flow_that_keeps_its_promise_is_enough(monkeypatch):
     full = loose.memory.peak
     cases = [  # whether it works as found, the peak as found, the limit, the best so far in seconds, candidates
         (True, full, full, math.inf, 1),
-        (False, full, full, math.inf, 2),
+        (False, full, full, math.inf, 3),  # all decisions held, and what follows as well
         (True, full - 1, full - 1, math.inf, 2),  # it was to fit
         (True, full, full - 1, math.inf, 1),
         (False, full, full, 0.1 * loose.time_s, 1),
@@ -77,11 +80,9 @@ def test_where_all_disappoint_the_grid_of_one_axis_is_priced_too(monkeypatch, ke
 
 @pytest.mark.parametrize(
     ("level", "kept", "plain_ops", "is_asked"),
-    [(0, True, 0, False), (0, False, 0, True), (0, True, 500, True), (2, True, 500, True), (2, False, 0, False)],
+    [(0, True, 0, True), (0, False, 0, True), (0, True, 500, True), (2, True, 500, True), (2, False, 0, False)],
 )
-def test_what_was_found_for_the_other_aim_is_priced_where_flows_disappoint_and_for_small_programs(
-    monkeypatch, level, kept, plain_ops, is_asked
-):
+def test_what_was_found_for_the_other_aim_on_the_best_grid_is_priced(monkeypatch, level, kept, plain_ops, is_asked):
     problem, _ = asked_and_made(level)
     found = [next(dynamic.on_grid(problem, (("a", 8),), Budget()))]
     monkeypatch.setattr(choose, "PLAIN", plain_ops)
@@ -96,12 +97,39 @@ def test_what_was_found_for_the_other_aim_is_priced_where_flows_disappoint_and_f
     assert turned == (found if is_asked else [])
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_of_larger_programs_the_other_aim_is_tried_where_the_model_was_best_too_and_in_line(monkeypatch, kept):
+    """On the grid of the best flow; where that disappoints on the model's own best, that one's mirror image and the grid of
+    one axis. What is found is priced in line as well."""
+    problem, _ = asked_and_made(0)
+    sizes = ((4, 2), (8,), (2, 4))
+    grids = [tuple(zip("ab", size, strict=False)) for size in sizes]
+    found = [next(dynamic.on_grid(problem, axes, Budget())) for axes in grids]
+    monkeypatch.setattr(choose, "PLAIN", 0)
+    monkeypatch.setattr(choose, "keeps_promise", lambda *_: kept)
+    monkeypatch.setattr(choose, "weighed", lambda problem: 1)
+    monkeypatch.setattr(choose, "priced", lambda problem: 1)
+    turned, lines, in_line = [], [], choose.in_line
+    monkeypatch.setattr(
+        choose, "in_line", lambda problem, made, laid: lines.append(made) or in_line(problem, made, laid)
+    )
+
+    def turn(problem, one):
+        turned.append(one.axes)
+        return dynamic.turned(problem, one, Budget())
+
+    choose.answer_of(problem, found, "a search", lambda *_: (), turn=turn)
+    assert turned == ([grids[0]] if kept else [grids[0], grids[2], grids[1]])
+    assert kept or len(lines) > 1, "of the model's best alone one"
+
+
 @pytest.mark.parametrize("level", [0, 2])
 def test_the_layout_for_the_other_aim_costs_what_it_costs_at_the_problem_s_own(level):
     problem, _ = asked_and_made(level)
     axes = (("a", 4), ("b", 2))
     own = next(dynamic.on_grid(problem, axes, Budget()))
-    (other,) = dynamic.turned(problem, own, Budget())
+    other, cut = dynamic.turned(problem, own, Budget())
+    assert cut.is_in_pieces and cut.solution.cost >= own.solution.cost
     theirs = next(dynamic.on_grid(dataclasses.replace(problem, level=2 - level), axes, Budget()))
     assert other.labels is own.labels and not other.solution.proved
     assert own.solution.cost <= other.solution.cost + 1e-12
@@ -123,6 +151,33 @@ def test_beside_a_large_program_s_plan_that_disappoints_stand_those_of_the_batch
     assert all(objective(made.price, problem) <= objective(c.price, problem) for c in tried)
 
 
+S = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)  # noqa: E731
+
+
+def test_pieces_of_a_scale_do_not_spread_to_the_activation_that_it_meets():
+    """What is read whole is held to that where a sum or a product reads it: it is gathered, not the activation."""
+    problems = []
+    shardfn.register_search("listening", lambda problem: problems.append(problem) or dynamic.search(problem))
+    args = S(8192, 1024), S(1024), S(1024), S(1024, 4096)
+    on = shardfn.Layout((4, 2), ("data", "model"))
+    cuts = on("data", "None"), on("model"), on("model"), on("None", "model")
+    try:
+        shardfn.plan(
+            lambda x, scale, shift, up: jnp.tanh(x * scale + shift) @ up, *args, device="h100:8", search_mode="listening",
+            level=2, in_strategy=cuts,
+        )  # fmt: skip
+    finally:
+        forget("listening")
+    (problem,) = problems
+    found = next(dynamic.on_grid(problem, problem.axes, Budget()))
+    made, loose = choose.candidate(problem, found), next(choose.candidates(problem, found))
+    held = {i: pin for i, pin in made.pins.items() if problem.graph.ops[i].name in choose.FOLLOWING}
+    assert len(held) == 2 and all(pin.results == (None,) for pin in held.values())
+    assert held.items() <= loose.pins.items()
+    without = problem.price(made.axes, made.specs, {i: pin for i, pin in made.pins.items() if i not in held})
+    assert made.price.bytes_sent == 2 * 512 * 4 < without.bytes_sent / 100
+
+
 def test_a_promise_is_what_is_sent_and_computed():
     problem, _ = asked_and_made()
     found = next(dynamic.on_grid(problem, (("a", 8),), Budget()))
@@ -136,3 +191,26 @@ def test_a_promise_is_what_is_sent_and_computed():
     for broken in ({"flops": 1.2 * sums.flops}, {"communication_s": sums.sent_s + 1e-4},
                    {"memory": SimpleNamespace(peak=1e15)}):  # fmt: skip
         assert not choose.keeps_promise(problem, found, of(**broken)), broken
+
+
+def test_what_follows_is_held_where_the_flow_lays_it_out_otherwise(monkeypatch):
+    """As a scale in pieces would spread to the activation, and from there to all that follows."""
+    found, listened = [], choose.answer_of
+    monkeypatch.setattr(dynamic, "answer_of", lambda problem, all_, *a, **k: found.append((problem, all_[0])) or
+                        listened(problem, all_, *a, **k))  # fmt: skip
+    family = FAMILIES["t5"]
+    fn, args = family.on_paper(family.tiny)
+    shardfn.plan(fn, *args, device="cpu:8", level=0, donate_argnums=family.donated)
+    problem, one = found[0]
+    full = choose.candidate(problem, one)
+    (more,) = choose.all_held(problem, one, full)
+    added = more.pins.keys() - full.pins.keys()
+    assert added and {problem.graph.ops[index].name for index in added} <= {"add", "multiply", "reduce"}
+    wanted, flow = choose.layout_of(problem, one), problem.flow_of(more)
+    there = {op.site: op for op in flow.graph.ops if op.site >= 0}
+    before = {op.site: op for op in problem.flow_of(full).graph.ops if op.site >= 0}
+    for index in added:
+        op = problem.graph.ops[index]
+        assert flow.specs[there[op.site].outputs[0]] == wanted(op.outputs[0])
+        assert problem.flow_of(full).specs[before[op.site].outputs[0]] != wanted(op.outputs[0])
+    assert more.price.bytes_sent < full.price.bytes_sent

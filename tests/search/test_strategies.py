@@ -1,0 +1,62 @@
+"""What the search's own model of an op costs, where its flow costs more than the bytes of the whole would suggest."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardfn.search.forms import decoded, op_codes
+from shardfn.search.grid import Grid
+from shardfn.search.levels import labelling_of, totals
+from shardfn.search.solver.budget import Budget
+from shardfn.search.solver.solve import solve
+from shardfn.search.strategies import SCATTERED, build
+from tests.search.asking import S, problem_of
+
+
+def updated(table, rows):
+    return table - 0.1 * jax.grad(lambda t: (t[rows] ** 2).sum())(table)
+
+
+@pytest.mark.parametrize(("device", "more"), [("tpu-v5e:2x4", (4, 5)), ("h100:8", (0.99, 1.01))])
+def test_rows_that_a_tpu_pads_take_as_long_to_read_as_whole_lanes(device, more):
+    """What is scattered to is read and written row by row: columns cut 8 ways are 8 of 128 lanes."""
+    problem = problem_of(updated, (S((65536, 64), jnp.float32), S((64,), jnp.int32)), device)
+    space = build(problem.graph, Grid.on(problem.hardware, (("a", 8),)), {}, {}, {}, None, problem.facts)
+    (scatter,) = (op for op in problem.graph.ops if op.name == "scatter")
+    node, layouts = space.layouts[scatter.outputs[0]]
+    rows, columns = (space.nodes[node].compute_s[layouts[:, 0] == dim].min() for dim in (0, 1))
+    assert more[0] < columns / rows < more[1]
+
+
+def stacked(w, x):
+    def loss(w):
+        return (jax.lax.scan(lambda c, v: (jnp.tanh(c @ v), None), x, w)[0] ** 2).sum()
+
+    return jax.grad(loss)(w)
+
+
+def test_what_a_loop_slices_of_an_argument_is_gathered_in_each_loop():
+    """Forward and backward are two loops: weights in pieces are gathered in both, and their gradient is summed into pieces."""
+    problem = problem_of(stacked, (S((4, 256, 256), jnp.float32), S((65536, 256), jnp.float32)), "h100:8")
+    weights, batch = problem.inputs
+    given = {weights: ((), (), ("a",)), batch: (("a",), ())}
+    (result,) = problem.graph.outputs
+    grid = Grid.on(problem.hardware, (("a", 8),))
+    space = build(problem.graph, grid, given, {result: given[weights]}, {}, None, problem.facts)
+    found = solve(labelling_of(space, problem), Budget())
+    assert totals(space, found.choice).sent == pytest.approx(3 * 7 / 8 * 4 * 256 * 256 * 4, rel=0.01)
+
+
+def test_a_sum_is_not_left_in_pieces_inside_those_of_a_later_axis():
+    """Gradients of columns that the second axis cuts are summed over the first into pieces of rows: in pieces of those
+    columns they would lie the other way round than a layout says."""
+    problem = problem_of(lambda x, g: x.T @ g, (S((64, 32), jnp.float32), S((64, 128), jnp.float32)), "h100:8")
+    (product,) = (op for op in problem.graph.ops if op.name == "dot_general")
+    work, out = decoded(op_codes(product.rule, (4, 2), SCATTERED))
+    (rows,), (columns,) = product.rule.results[0]
+    (summed,) = product.rule.reduction
+    found = {tuple(o) for w, o in zip(work.tolist(), out.tolist(), strict=True) if w == [summed, columns]}
+    assert found == {(-1, columns), (rows, columns)}
+    assert (columns, rows) in {tuple(o) for w, o in zip(work.tolist(), out.tolist(), strict=True) if w[0] == summed}
+    assert len(np.unique(np.hstack([work, out]), axis=0)) == len(work)
