@@ -129,7 +129,7 @@ def answer_of(
         if (is_small or weighs(problem, made)) and problem.seconds_left > 0:
             other = held_as(problem, made, one.axes, decided(problem, one))
             rated += [] if other is None else [(objective(other.price, problem), other, one)]
-        if is_small or (not is_large and not is_kept):
+        if not is_large and (is_small or not is_kept or problem.level != 2):
             rated += _in_line(problem, one, made)
         is_over = least < problem.memory_limit < made.price.memory.peak and not (is_large and is_lost)
         if is_over and problem.seconds_left > 0:
@@ -160,14 +160,14 @@ def answer_of(
         tried += f"; {problem.seconds:g} s were over before all was tried"
     runner = f"{others[0].name}: {figures(others[0].price)} against {figures(best.price)}" if others else ""
     if at is None:
-        best = let_go(problem, best)
+        best = let_go(problem, best, is_last=True)
         reason = f"plain layout, better by its flow than the optimum of the cost model: {best.name}"
         policy = (
             f"{what} at level {problem.level}, grids tried: {tried}; a plain layout has the better flow: {best.name}"
         )
         reasons = tuple("" if given is not None else reason for given in problem.specs)
         return Answer(best.axes, best.specs, reasons, policy, runner, pins=best.pins, others=others, ends=best.ends)
-    best = best if is_small else let_go(problem, best)
+    best = best if is_small else let_go(problem, best, is_last=True)
     gap = _gap(problem, at, found) if not untried and keeps_promise(problem, at, best) else None
     proof = "no bound of how far from the optimum" if gap is None else (
         "proved" if gap == 0 else f"within {gap:.1%} of the optimum")  # fmt: skip
@@ -204,7 +204,8 @@ def _otherwise(
     times as long as the best."""
     at = {id(one): one for _, _, one in rated}
     (first, _, best), is_small = min(rated, key=lambda r: r[0]), len(problem.graph.ops) <= PLAIN
-    is_tight = any(made.price.memory.peak > problem.memory_limit for _, made, _ in rated)
+    is_over = any(made.price.memory.peak > problem.memory_limit for _, made, _ in rated)
+    is_tight = is_over and not fits_nowhere(problem)
     is_clear = fastest(problem, rated) < math.inf
     single = [f for f in found if len(f.axes) == 1][:1] if disappoints or is_small else []
     tried = [f for f in single if id(f) not in at and not (is_clear and not promises(problem, f, first))]
@@ -437,11 +438,12 @@ def weighs(problem: Problem, made: Candidate) -> bool:
     return held > (NEARLY - 1) * made.price.memory.peak
 
 
-def let_go(problem: Problem, best: Candidate) -> Candidate:
-    """The same without the pins that propagation does not need, if the flow stays as good."""
+def let_go(problem: Problem, best: Candidate, is_last: bool = False) -> Candidate:
+    """The same without the pins that propagation does not need, if the flow stays as good. Of what `is_last`, the one that
+    was taken, at level 2 of programs that are not small, only where a single flow may do it: the plan stays as good."""
     if not best.pins or problem.seconds_left <= 0:
         return best
-    is_quick = problem.level == 2 and len(problem.graph.ops) > PLAIN  # at the others it may be better without them
+    is_quick = is_last and problem.level == 2 and len(problem.graph.ops) > PLAIN
     is_lost = is_quick and best.price.memory.peak > problem.memory_limit and fits_nowhere(problem)
     if is_lost or ((is_quick or len(problem.graph.ops) > LARGE) and gathers(problem, best)):
         return best
@@ -497,7 +499,7 @@ def _is_gathered(rule: Rule | None, position: int, lies: Spec, pin: Pin) -> bool
 
 def as_sliced(problem: Problem, best: Candidate) -> Candidate:
     """The same with each open argument that the flow slices before anything else reads it laid out so from the start, if
-    that is better; of programs that are not small, if they are worth a flow."""
+    that is better; at level 2 of programs that are not small, if they are worth a flow."""
     flow = problem.flow_of(best)
     inputs = flow.graph.inputs[len(flow.graph.inputs) - len(best.specs) :]
     readers: dict[int, list[Op]] = {value: [] for value in inputs}
@@ -515,7 +517,8 @@ def as_sliced(problem: Problem, best: Candidate) -> Candidate:
             ):
                 specs[i] = laid
     changed = [v for v, was, now in zip(inputs, best.specs, specs, strict=True) if was != now]
-    worth = 0 if len(problem.graph.ops) <= PLAIN else CRUMB * best.price.memory.peak
+    is_quick = problem.level == 2 and len(problem.graph.ops) > PLAIN
+    worth = CRUMB * best.price.memory.peak if is_quick else 0
     if not changed or sum(map(flow.local_bytes, changed)) < worth:
         return best
     price = problem.price(best.axes, tuple(specs), best.pins, best.ends)
