@@ -257,6 +257,20 @@ def test_a_module_in_its_form_gives_the_same_flows_again_and_again():
     assert held != shardy.propagate(module, axes, specs, [None, None])
 
 
+def test_the_passes_that_look_for_functions_nobody_calls_change_nothing(monkeypatch):
+    def function(x, w):
+        return jax.lax.scan(lambda c, _: (jax.jit(jnp.tanh)(c @ w), c.sum()), jax.nn.relu(x), None, length=3)
+
+    module = shardy.flat(jax.jit(function).lower(f32(8, 4), f32(4, 4)).compiler_ir("stablehlo"))
+    specs, run, pipelines = [(("a",), ()), ((), ("a",))], shardy.run, []
+    monkeypatch.setattr(shardy, "run", lambda pipeline, held: pipelines.append(pipeline) or run(pipeline, held))
+    quick = shardy.propagate(module, (("a", 2),), specs, [None, None])
+    monkeypatch.setattr(shardy, "_flow_pipeline", lambda: shardy.FLOW_PIPELINE)
+    assert shardy.propagate(module, (("a", 2),), specs, [None, None]) == quick
+    flows = [pipeline for pipeline in pipelines if pipeline != shardy.RULES_PIPELINE]
+    assert flows[1] == shardy.FLOW_PIPELINE and "symbol-dce" not in flows[0] and "sdy-user-priority" in flows[0]
+
+
 def test_a_layout_that_does_not_fit_is_found_before_the_passes_run():
     shape = f32(8, 8)
     module = jax.jit(jnp.matmul).lower(shape, shape).compiler_ir("stablehlo")
@@ -279,7 +293,7 @@ def test_what_is_held_stands_where_the_order_of_all_ops_would_put_it(monkeypatch
     run, seen = shardy.run, []
 
     def stands(pipeline, held):
-        if pipeline == shardy.FLOW_PIPELINE:
+        if pipeline != shardy.RULES_PIPELINE:
             before = [str(op) for op in preorder(held)]
             main = next(op for op in preorder(held) if op.name == "func.func")
             in_order(main.regions[0].blocks[0])

@@ -101,12 +101,19 @@ class Ready:
     """A module in the form in which layouts are carried through it, whatever they are, and what all its flows share.
 
     `begun` has for each block of it, and for each op there, how many ops stood before it when `in_order` came to it;
-    `is_alone` says that no function but the main one is left.
+    `is_alone` says that no function but the main one is left; `places` has by number the blocks of ops, and their places
+    there.
     """
 
     def __init__(self, module: Any, begun: Sequence[Sequence[int]], seen: Seen, count: int):
         self.module, self.begun, self.seen, self.count = module, begun, seen, count
         self.is_alone = len(list(functions_of(module))) == 1
+        self.places: dict[int, list[tuple[int, int]]] = {}
+        main = next(f for f in functions_of(module) if symbol_of(f) == "main")
+        for block, inner in enumerate(blocks_of(main.regions[0].blocks[0])):
+            for turn, view in enumerate(inner.operations):
+                self.places.setdefault(number_of(view.operation), []).append((block, turn))
+        self.places.pop(-1, None)
         self.sharding = functools.cache(_sharding)
         self.with_sharding = functools.cache(_with_sharding)
 
@@ -162,20 +169,28 @@ def _hold(body: Any, pins: Mapping[int, Pin], ready: Ready) -> None:
     """Constrain operands and results of ops, by number, in a copy of `ready.module`, where `in_order` would have put the
     constraints: on a result right after its op, on an operand after all that this one and those before it need first."""
     blocks = [[view.operation for view in block.operations] for block in blocks_of(body)]
-    places = {op: (block, turn) for block, ops in enumerate(blocks) for turn, op in enumerate(ops)}
-    held = {op: pins[n] for op in places if (n := number_of(op)) in pins}
+    found = sorted((place, n) for n in pins for place in ready.places.get(n, ()))
+    held = [(blocks[block][turn], block, turn, pins[n]) for (block, turn), n in found]
+
+    @functools.cache
+    def every() -> dict[Any, tuple[int, int]]:
+        return {op: (block, turn) for block, ops in enumerate(blocks) for turn, op in enumerate(ops)}
+
+    def placed(op: Any) -> tuple[int, int]:
+        known = ready.places.get(number_of(op), ())
+        return known[0] if len(known) == 1 else every().get(op, (-1, -1))  # no number of its own: a constant
+
     wanted: list[tuple[int, int, int, int, Spec]] = []
-    for op, pin in held.items():
-        block, place = places[op]
+    for op, block, place, pin in held:
         turn = begun = ready.begun[block][place]
         for position, (value, spec) in enumerate(zip(op.operands, pin.operands, strict=True)):
             owner = value.owner
-            at, done = (-1, -1) if isinstance(owner, ir.Block) else places.get(owner.operation, (-1, -1))
+            at, done = (-1, -1) if isinstance(owner, ir.Block) else placed(owner.operation)
             if at == block and ready.begun[at][done] >= begun:  # computed for this op
                 turn = max(turn, done + 1)
             if spec is not None:
                 wanted.append((block, turn, -place, position, spec))
-    for op, pin in held.items():
+    for op, _, _, pin in held:
         for result, spec in zip(op.results, pin.results, strict=True):
             uses = [(use.owner.operation, use.operand_number) for use in result.uses]
             if spec is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from shardfn.search import plain, propagation
 from shardfn.search.facts import bytes_of
 from shardfn.search.filters import keeps
 from shardfn.search.grid import Axes, merged
-from shardfn.search.letgo import LARGE, as_sliced, let_go
+from shardfn.search.letgo import LARGE, PLAIN, as_sliced, let_go
 from shardfn.search.levels import repeated, totals
 from shardfn.search.polish import LINE, PRODUCTS, in_line
 from shardfn.search.problem import Answer, Candidate, Pins, Problem, figures, objective
@@ -26,9 +26,6 @@ from shardfn.search.solver.labelling import Labelling, Table, peak_of
 from shardfn.search.solver.solve import Solution
 from shardfn.search.strategies import Space, spec_of
 
-PLAIN = 500
-"""Ops up to which all that was found is let go of what it need not hold before it is compared."""
-
 MOST = 3
 """Of what was found, how much is priced by its flow beyond the first few, if it promises more than they turned out to hold."""
 
@@ -36,10 +33,6 @@ FAR, BACK = 2.0, 0.75
 """Of the time of the best flow so far: from there holding every decision does not make a flow the best. Of 60 plans of
 programs of 500 ops and more the most that it saved was 38 %. And how far it brings a flow back towards what the model
 promised: where anything was to be won, by two thirds at most."""
-
-SHORT = 1.1
-"""Of the time of the best flow so far: what is found for the other aim and promises no less than that is not priced. Of 260
-flows of such programs the least took 0.94 of its promise; where the best flow took less than its own, that promise counts."""
 
 NEARLY = 1.05
 """Of what the model promises: a flow that costs no more than this much of it keeps it."""
@@ -53,6 +46,9 @@ KINDS = 3
 
 FOLLOWING = frozenset({"add", "multiply"})
 """Ops that follow an operand and can be held."""
+
+TWICE = 2
+"""How often what a flow lays out otherwise than was found is held: holding some of it moves the rest."""
 
 HELD_FIRST = frozenset({"dot_general", "convolution", "gather", "scatter", "concatenate", "dynamic_slice"})
 """Ops whose layouts are decisions of their own, and that gain by being held; the others follow them. Held sums cut what
@@ -107,8 +103,6 @@ def answer_of(
     rated: list[_Rated] = []
     is_small, is_large = len(problem.graph.ops) <= PLAIN, len(problem.graph.ops) > LARGE
     least, disappoints = plain.least(problem), True
-    is_lost = is_large and fits_nowhere(problem)  # by how much it does not fit is not worth a flow then
-    promised = works_as_found if is_lost else keeps_promise
     for count, one in enumerate(_in_turn(found)[: weighed(problem)]):
         if rated and problem.seconds_left <= 0:
             break
@@ -117,15 +111,18 @@ def answer_of(
             break
         made = min(candidates(problem, one, fastest(problem, rated)), key=lambda c: objective(c.price, problem))
         made = let_go(problem, made) if is_small else made
-        is_kept = promised(problem, one, made)
+        # By how much a program is too large that fits nowhere is worth little.
+        is_lost = made.price.memory.peak > problem.memory_limit and fits_nowhere(problem)
+        is_kept = (works_as_found if is_lost else keeps_promise)(problem, one, made)
         disappoints = disappoints and not is_kept
         rated.append((objective(made.price, problem), made, one))
         if (is_small or weighs(problem, made)) and problem.seconds_left > 0:
             other = held_as(problem, made, one.axes, decided(problem, one))
             rated += [] if other is None else [(objective(other.price, problem), other, one)]
-        if is_small or (not is_large and not is_kept):
+        if not is_large and (is_small or not is_kept or problem.level != 2):
             rated += _in_line(problem, one, made)
-        if least < problem.memory_limit < made.price.memory.peak and not is_lost and problem.seconds_left > 0:
+        is_over = least < problem.memory_limit < made.price.memory.peak and not (is_large and is_lost)
+        if is_over and problem.seconds_left > 0:
             for other in mend(problem, one, made):
                 rated += [(objective(c.price, problem), c, other) for c in candidates(problem, other)]
     if rated and (disappoints or not is_large) and problem.level != 1:
@@ -153,14 +150,14 @@ def answer_of(
         tried += f"; {problem.seconds:g} s were over before all was tried"
     runner = f"{others[0].name}: {figures(others[0].price)} against {figures(best.price)}" if others else ""
     if at is None:
-        best = let_go(problem, best)
+        best = let_go(problem, best, is_last=True)
         reason = f"plain layout, better by its flow than the optimum of the cost model: {best.name}"
         policy = (
             f"{what} at level {problem.level}, grids tried: {tried}; a plain layout has the better flow: {best.name}"
         )
         reasons = tuple("" if given is not None else reason for given in problem.specs)
         return Answer(best.axes, best.specs, reasons, policy, runner, pins=best.pins, others=others, ends=best.ends)
-    best = best if is_small else let_go(problem, best)
+    best = best if is_small else let_go(problem, best, is_last=True)
     gap = _gap(problem, at, found) if not untried and keeps_promise(problem, at, best) else None
     proof = "no bound of how far from the optimum" if gap is None else (
         "proved" if gap == 0 else f"within {gap:.1%} of the optimum")  # fmt: skip
@@ -180,8 +177,10 @@ def fastest(problem: Problem, rated: Sequence[_Rated]) -> float:
     elsewhere infinite: there more is tried than that is sure to fail."""
     if problem.level != 2 or len(problem.graph.ops) <= PLAIN:
         return math.inf
-    is_lost = fits_nowhere(problem)
-    fit = (made.price for _, made, _ in rated if is_lost or made.price.memory.peak <= problem.memory_limit)
+    every = [made.price for _, made, _ in rated]
+    fit = [price for price in every if price.memory.peak <= problem.memory_limit]
+    if every and not fit and fits_nowhere(problem):
+        fit = every
     return min((price.time_s for price in fit), default=math.inf)
 
 
@@ -191,19 +190,21 @@ def _otherwise(
     """What was found for the other aim on the best grid, as it is and in line. Where all flows disappoint, also with the
     arguments in pieces, on the model's own best grid and that one's mirror image, and on the grid of one axis, which is
     priced then too; of small programs, whose flows cost little, on all grids whose flows were priced, whether they
-    disappoint or not."""
+    disappoint or not. At level 2 of others nothing for level 0, as long as all fits: of 28 plans its flow took 1.8 to 109
+    times as long as the best."""
     at = {id(one): one for _, _, one in rated}
-    best, is_small = min(rated, key=lambda r: r[0])[2], len(problem.graph.ops) <= PLAIN
+    (first, _, best), is_small = min(rated, key=lambda r: r[0]), len(problem.graph.ops) <= PLAIN
+    is_over = any(made.price.memory.peak > problem.memory_limit for _, made, _ in rated)
+    is_tight = is_over and not fits_nowhere(problem)
+    is_clear = fastest(problem, rated) < math.inf
     single = [f for f in found if len(f.axes) == 1][:1] if disappoints or is_small else []
-    tried = [f for f in single if id(f) not in at]
-    if turn is not None:
+    tried = [f for f in single if id(f) not in at and not (is_clear and not promises(problem, f, first))]
+    if turn is not None and (problem.level != 2 or is_small or is_tight):
         own = [f for f in found[:1] if f.peak <= problem.memory_limit] if disappoints and not is_small else []
         every = at.values() if is_small else (best, *own, *_mirrored(own, found))
         again = {id(f): f for f in (*every, *single) if f is not None}
-        most = SHORT * max(fastest(problem, rated), best.solution.cost if best else 0.0)
         for f in again.values() if problem.seconds_left > 0 else ():
-            other = itertools.islice(turn(problem, f), None if f is best and disappoints and not is_small else 1)
-            tried += [one for one in other if one.solution.cost < most]
+            tried += itertools.islice(turn(problem, f), None if f is best and disappoints and not is_small else 1)
     for one in tried:
         if problem.seconds_left > 0:
             made = min(candidates(problem, one, fastest(problem, rated)), key=lambda c: objective(c.price, problem))
@@ -352,32 +353,35 @@ def candidate(problem: Problem, found: Found) -> Candidate:
 
 
 def all_held(problem: Problem, found: Found, full: Candidate) -> Iterator[Candidate]:
-    """A candidate with what follows the decisions held as well, where its flow lays that out otherwise than was found."""
-    there = problem.flow_of(full)
-    laid = {op.site: [there.specs[v] for v in op.outputs] for op in there.graph.ops if op.site >= 0}
+    """A candidate with its sums held as well, and what follows the decisions where its flow lays that out otherwise than was
+    found; and the same once more."""
+    axes, _, with_sums = _held(problem, found, HELD_FIRST | {"reduce"})
+    pins = dict(with_sums)
     wanted = layout_of(problem, found)
-    more = {
-        index: Pin((None,) * len(op.inputs), tuple(map(wanted, op.outputs)))
-        for index, op in enumerate(problem.graph.ops)
-        if index in problem.can_hold
-        and op.name in FOLLOWING
-        and index not in full.pins
-        and full.axes == found.axes
-        and all(v in found.space.layouts for v in op.outputs)
-        and laid.get(op.site, ()) not in ((), [*map(wanted, op.outputs)])
-    }
-    if more:
-        pins = {**full.pins, **more}
-        yield dataclasses.replace(full, pins=pins, price=problem.price(full.axes, full.specs, pins))
+    for _ in range(TWICE if axes == found.axes else 0):
+        there = problem.flow_of(full)
+        laid = {op.site: [there.specs[v] for v in op.outputs] for op in there.graph.ops if op.site >= 0}
+        pins |= {
+            index: Pin((None,) * len(op.inputs), tuple(map(wanted, op.outputs)))
+            for index, op in enumerate(problem.graph.ops)
+            if index in problem.can_hold
+            and index not in pins
+            and all(v in found.space.layouts for v in op.outputs)
+            and laid.get(op.site, ()) not in ((), [*map(wanted, op.outputs)])
+        }
+        if pins == full.pins or problem.seconds_left <= 0:
+            return
+        full = dataclasses.replace(full, pins=dict(pins), price=problem.price(full.axes, full.specs, pins))
+        yield full
 
 
-def _held(problem: Problem, found: Found) -> tuple[Axes, tuple[Spec, ...], Pins]:
+def _held(problem: Problem, found: Found, kinds: Collection[str] = HELD_FIRST) -> tuple[Axes, tuple[Spec, ...], Pins]:
     names, laid = tuple(name for name, _ in found.axes), layout_of(problem, found)
     specs = tuple(spec if spec is not None else laid(value)[: len(shape)]
                   for value, spec, shape in zip(problem.inputs, problem.specs, problem.shapes, strict=True))  # fmt: skip
     pins: dict[int, Pin] = {}
     for index, op in enumerate(problem.graph.ops):
-        if index in problem.can_hold and index in found.space.reads and op.name in HELD_FIRST:
+        if index in problem.can_hold and index in found.space.reads and op.name in kinds:
             node, wanted = found.space.reads[index]
             label = found.solution.choice[node]
             operands = [spec_of(layouts[label].tolist(), len(problem.graph.values[v].shape), names)

@@ -19,6 +19,7 @@ from shardfn.search.filters import loosened, narrowed
 from shardfn.search.grid import Array, Axes, Grid
 from shardfn.search.levels import in_pieces, labelling_of, totals
 from shardfn.search.problem import Answer, Candidate, Problem
+from shardfn.search.room import fits_nowhere
 from shardfn.search.solver.budget import SECOND, Budget
 from shardfn.search.solver.labelling import Labelling, cost_of
 from shardfn.search.solver.peak import Peak, least_peak
@@ -223,7 +224,7 @@ def on_grid(problem: Problem, axes: Axes, budget: Budget, chosen: Sequence[Array
     if not math.isfinite(found.solution.cost):
         return
     yield found
-    if found.peak > problem.memory_limit:
+    if found.peak > problem.memory_limit and not fits_nowhere(problem):
         yield from _possible(solved(in_pieces(found.labels, space), 0.0, True))
 
 
@@ -258,8 +259,11 @@ def mending(budget: Budget) -> Mend:
 
 def mended(problem: Problem, found: Found, made: Candidate, budget: Budget) -> Iterator[Found]:
     """Where the flow holds more than the limit: what the model finds with the arguments in pieces, and within a limit that
-    allows for the difference between them."""
+    allows for the difference between them; where nothing fits, what holds least."""
     if problem.level == 1:  # where all of this is tried anyway
+        return
+    if fits_nowhere(problem):
+        yield _of_least_peak(found, budget.part(work=WITHIN))
         return
     if not found.is_in_pieces:
         pieces = in_pieces(found.labels, found.space)
@@ -274,6 +278,10 @@ def _within(found: Found, limit: float, budget: Budget, effort: Effort | None = 
     solution = solve(dataclasses.replace(found.labels, limit=limit), budget, effort)
     if solution.feasible:
         return dataclasses.replace(found, solution=solution)
+    return _of_least_peak(found, budget)
+
+
+def _of_least_peak(found: Found, budget: Budget) -> Found:
     least = least_peak(found.labels, budget.part(), STEPS)
     return found if least is None else dataclasses.replace(found, solution=_held(least, found.labels))
 

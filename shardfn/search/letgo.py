@@ -9,26 +9,40 @@ import math
 from shardfn.graph.alike import pairs
 from shardfn.graph.model import Flow, Graph, Op, Pin, Rule, Spec
 from shardfn.search.problem import Candidate, Pins, Problem, objective
+from shardfn.search.room import fits_nowhere
+
+PLAIN = 500
+"""Ops up to which all that was found is let go of what it need not hold before it is compared."""
 
 LARGE = 2000
 """Ops up to which the plain layouts are priced beside what was searched; from there every further flow costs more than it
 brings."""
 
+CRUMB = 1e-4
+"""Of the memory of a device: arguments that hold less together are not worth a flow of a program that is not small."""
 
-def let_go(problem: Problem, best: Candidate) -> Candidate:
-    """The same without the pins that propagation does not need, if the flow stays as good."""
-    if not best.pins or problem.seconds_left <= 0 or (len(problem.graph.ops) > LARGE and gathers(problem, best)):
+
+def let_go(problem: Problem, best: Candidate, is_last: bool = False) -> Candidate:
+    """The same without the pins that propagation does not need, if the flow stays as good. Of what `is_last`, the one that
+    was taken, at level 2 of programs that are not small, only where a single flow may do it: the plan stays as good."""
+    if not best.pins or problem.seconds_left <= 0:
+        return best
+    is_quick = is_last and problem.level == 2 and len(problem.graph.ops) > PLAIN
+    is_lost = is_quick and best.price.memory.peak > problem.memory_limit and fits_nowhere(problem)
+    if is_lost or ((is_quick or len(problem.graph.ops) > LARGE) and gathers(problem, best)):
         return best
     aim = objective(best.price, problem)
     alone = dataclasses.replace(best, pins={}, price=problem.price(best.axes, best.specs, {}, best.ends))
     if objective(alone.price, problem) <= aim and not problem.algorithm.fully_use_devices:
         return alone  # but for that rule, which propagation does not know
-    if len(problem.graph.ops) > LARGE:  # a further flow costs more than the pins do
+    if len(problem.graph.ops) > LARGE:
         return best
     ends = {index: Pin((None,) * len(pin.operands), pin.results) for index, pin in best.pins.items()}
     loose = dataclasses.replace(best, pins=ends, price=problem.price(best.axes, best.specs, ends, best.ends))
     if objective(loose.price, problem) < aim:  # as the op reads its operands, they are best changed elsewhere
         best, aim = loose, objective(loose.price, problem)
+    if is_quick:  # a further flow costs more than the pins do
+        return best
     agreed = agreeing(problem.graph, problem.flow(best.axes, best.specs, {}, best.ends), best.pins)
     needed = {index: pin for index, pin in best.pins.items() if index not in agreed}
     fewer = dataclasses.replace(best, pins=needed, price=problem.price(best.axes, best.specs, needed, best.ends))
@@ -69,7 +83,7 @@ def _is_gathered(rule: Rule | None, position: int, lies: Spec, pin: Pin) -> bool
 
 def as_sliced(problem: Problem, best: Candidate) -> Candidate:
     """The same with each open argument that the flow slices before anything else reads it laid out so from the start, if
-    that is better."""
+    that is better; at level 2 of programs that are not small, if they are worth a flow."""
     flow = problem.flow_of(best)
     inputs = flow.graph.inputs[len(flow.graph.inputs) - len(best.specs) :]
     readers: dict[int, list[Op]] = {value: [] for value in inputs}
@@ -86,7 +100,10 @@ def as_sliced(problem: Problem, best: Candidate) -> Candidate:
                 n % math.prod(sizes[a] for a in dim) == 0 for n, dim in zip(shape, laid, strict=True)
             ):
                 specs[i] = laid
-    if tuple(specs) == best.specs:
+    changed = [v for v, was, now in zip(inputs, best.specs, specs, strict=True) if was != now]
+    is_quick = problem.level == 2 and len(problem.graph.ops) > PLAIN
+    worth = CRUMB * best.price.memory.peak if is_quick else 0
+    if not changed or sum(map(flow.local_bytes, changed)) < worth:
         return best
     price = problem.price(best.axes, tuple(specs), best.pins, best.ends)
     laid = dataclasses.replace(best, specs=tuple(specs), price=price)

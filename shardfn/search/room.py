@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import itertools
-
-from shardfn.search.facts import Known, bytes_of
+from shardfn.cost.memory import memory
+from shardfn.graph.model import Flow
 from shardfn.search.problem import Problem
 
-SURE = 0.75
-"""How much of an even share counts: flows hold it and more, up to a hundred times; the least that was seen was 0.87."""
+ROUGH, SURE = 0.8, 0.95
+"""How much of an even share counts: of one with the ops in the order in which they stand, and of the smaller of that and one
+with the ops as XLA has them. Of 900 flows of 18 programs none held less than 0.88 of the first, or 0.99 of the smaller."""
 
 
 def fits_nowhere(problem: Problem) -> bool:
-    """Whether one device would hold more than the limit though arguments, and what is alive at once beside them, were spread
-    evenly over all devices. Where a chip keeps arrays in a memory of its own beside, nobody can tell."""
-    return not problem.hardware.chip.fast_bytes and SURE * even_share(problem) > problem.memory_limit
+    """Whether one device would hold more than the limit though all that the program holds at once were spread evenly over the
+    devices. Where a chip keeps arrays in a memory of its own beside, nobody can tell."""
+    if problem.hardware.chip.fast_bytes or even_share(problem) <= problem.memory_limit:
+        return False
+    if ROUGH * even_share(problem) > problem.memory_limit or problem.axes:
+        return ROUGH * even_share(problem) > problem.memory_limit
+    return SURE * min(even_share(problem), even_share(problem, True)) > problem.memory_limit
 
 
-def even_share(problem: Problem) -> float:
-    """Bytes of arguments, and of what is alive at once beside them, over the devices."""
-    given = sum(bytes_of(problem.graph.values[v]) for v in problem.graph.inputs)
-    return (given + alive(problem.facts)) / problem.devices
-
-
-def alive(facts: Known) -> float:
-    """The most bytes that are alive at once in a program on one device, beside its arguments."""
-    change: dict[int, float] = {}
-    for place in facts.places:
-        change[place.start] = change.get(place.start, 0.0) + place.bytes
-        change[place.end + 1] = change.get(place.end + 1, 0.0) - place.bytes
-    return max(itertools.accumulate(change[tick] for tick in sorted(change)), default=0.0)
+def even_share(problem: Problem, as_run: bool = False) -> float:
+    """Bytes that the program holds at once on one device alone, over the devices; `as_run` costs a flow."""
+    key = "share", as_run
+    if key not in problem.memo:
+        if as_run:
+            peak = problem.price((("a", 1),), tuple(((),) * len(shape) for shape in problem.shapes), {}).memory.peak
+        else:
+            graph = problem.graph
+            whole = Flow(graph, tuple(((),) * len(v.shape) for v in graph.values), {}, (), problem.hardware.platform)
+            peak = memory(whole, problem.donated).peak
+        problem.memo[key] = peak / problem.devices
+    return problem.memo[key]

@@ -122,3 +122,12 @@ def test_small_parameters_stay_whole_beside_large_ones_in_pieces():
         in_strategy=(shardfn.AUTO, (16,), (16, 1)),
     )  # fmt: skip
     assert made.price.time_s <= by_hand.price.time_s
+
+
+@pytest.mark.parametrize(("fastest", "pieces"), [(1e9, True), (1e-9, False)])
+def test_what_is_far_behind_is_not_cut_in_pieces_as_well(fastest, pieces):
+    problem, _ = asked(*abstract(mlp.make, batch=64, train=True), level=2, device="h100:8", donate_argnums=0)
+    found = plain.candidates(problem, fastest=fastest)
+    assert found and any(" in 8 pieces" in c.name for c in found) == pieces
+    whole = {c.name for c in plain.candidates(problem) if " pieces" not in c.name}
+    assert {c.name for c in found if " pieces" not in c.name} == whole

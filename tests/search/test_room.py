@@ -1,0 +1,68 @@
+"""Programs that fit nowhere: an even share of what they hold is a bound, and no search for least memory is begun for them."""
+
+import dataclasses
+
+import pytest
+
+from examples.models import abstract, dlrm, gpt2, mlp
+from shardfn.errors import StrategyError
+from shardfn.limits import within_limit
+from shardfn.search import choose, dynamic, plain
+from shardfn.search.room import ROUGH, SURE, even_share, fits_nowhere
+from tests.search.test_plain import asked
+
+TRAINED = {"batch": 64, "train": True}
+
+
+@pytest.mark.parametrize(
+    ("make", "size"),
+    [
+        (lambda size: mlp.make(**size), TRAINED),
+        (gpt2.make, dataclasses.replace(gpt2.TINY, scan=True, layers=2)),
+        (dlrm.make, dlrm.small()),
+    ],
+)
+def test_no_flow_holds_less_than_an_even_share(make, size):
+    problem, _ = asked(*abstract(make, size), level=1, device="h100:8", donate_argnums=0)
+    peaks = [c.price.memory.peak for c in plain.candidates(dataclasses.replace(problem, level=2))]
+    assert min(peaks) >= min(even_share(problem), even_share(problem, True))
+    assert min(peaks) >= 0.8 * even_share(problem)
+
+
+@pytest.mark.parametrize(("device", "of_share", "nowhere"), [
+    ("h100:8", 0.9 * ROUGH, True), ("h100:8", 0.9 * SURE, True), ("h100:8", 1.0, False), ("tpu-v5e:2x4", 0.1, False),
+])  # fmt: skip
+def test_a_program_fits_nowhere_whose_even_share_is_clearly_more_than_the_limit(device, of_share, nowhere):
+    problem, _ = asked(*abstract(mlp.make, **TRAINED), level=2, device=device, donate_argnums=0)
+    share = min(even_share(problem), even_share(problem, True))
+    assert fits_nowhere(dataclasses.replace(problem, memory_limit=of_share * share)) == nowhere
+
+
+@pytest.mark.parametrize(("of_share", "is_strict", "levels"), [(0.5, False, []), (0.5, True, [1]), (1.0, False, [1])])
+def test_the_least_memory_is_looked_for_where_something_may_fit_or_the_limit_is_the_user_s(of_share, is_strict, levels):
+    problem, _ = asked(*abstract(mlp.make, **TRAINED), level=2, device="h100:8", donate_argnums=0)
+    small = dataclasses.replace(problem, memory_limit=of_share * even_share(problem))
+    answer, searched = dynamic.search(problem), []
+
+    def search(again):
+        searched.append(again.level)
+        return answer
+
+    if is_strict:
+        with pytest.raises(StrategyError, match="no layout found holds"):
+            within_limit(small, answer, search, is_strict)
+    else:
+        assert within_limit(small, answer, search, is_strict) is answer
+    assert searched[:1] == levels
+
+
+def test_what_fits_nowhere_is_mended_to_what_holds_least_alone(monkeypatch):
+    problem, _ = asked(*abstract(mlp.make, **TRAINED), level=2, device="h100:8", donate_argnums=0)
+    small = dataclasses.replace(problem, memory_limit=0.5 * even_share(problem))
+    budget = dynamic.budget_of(small)
+    (found,) = dynamic.on_grid(small, (("a", 8),), budget)
+    made = choose.candidate(small, found)
+    (least,) = dynamic.mended(small, found, made, budget)
+    assert least.peak <= found.peak
+    roomy = dataclasses.replace(problem, memory_limit=0.99 * made.price.memory.peak)
+    assert len(list(dynamic.mended(roomy, found, made, budget))) == 2
