@@ -34,6 +34,10 @@ FAR, BACK = 2.0, 0.75
 programs of 500 ops and more the most that it saved was 38 %. And how far it brings a flow back towards what the model
 promised: where anything was to be won, by two thirds at most."""
 
+SHORT = 1.1
+"""Of the time of the best flow so far, or of its promise where that is more: what was found for level 0 and promises no less
+than that is not priced at level 2, as of 28 plans its flow took 1.8 to 109 times as long as the best."""
+
 NEARLY = 1.05
 """Of what the model promises: a flow that costs no more than this much of it keeps it."""
 
@@ -190,8 +194,8 @@ def _otherwise(
     """What was found for the other aim on the best grid, as it is and in line. Where all flows disappoint, also with the
     arguments in pieces, on the model's own best grid and that one's mirror image, and on the grid of one axis, which is
     priced then too; of small programs, whose flows cost little, on all grids whose flows were priced, whether they
-    disappoint or not. At level 2 of others nothing for level 0, as long as all fits: of 28 plans its flow took 1.8 to 109
-    times as long as the best."""
+    disappoint or not. At level 2 of others what was found for level 0 on the best grid alone, as long as all fits, and if
+    it promises about as much."""
     at = {id(one): one for _, _, one in rated}
     (first, _, best), is_small = min(rated, key=lambda r: r[0]), len(problem.graph.ops) <= PLAIN
     is_over = any(made.price.memory.peak > problem.memory_limit for _, made, _ in rated)
@@ -199,7 +203,10 @@ def _otherwise(
     is_clear = fastest(problem, rated) < math.inf
     single = [f for f in found if len(f.axes) == 1][:1] if disappoints or is_small else []
     tried = [f for f in single if id(f) not in at and not (is_clear and not promises(problem, f, first))]
-    if turn is not None and (problem.level != 2 or is_small or is_tight):
+    if turn is not None and problem.level == 2 and not is_small and not is_tight and best is not None:
+        most = SHORT * max(fastest(problem, rated), best.solution.cost)
+        tried += [one for one in itertools.islice(turn(problem, best), 1) if one.solution.cost < most]
+    elif turn is not None:
         own = [f for f in found[:1] if f.peak <= problem.memory_limit] if disappoints and not is_small else []
         every = at.values() if is_small else (best, *own, *_mirrored(own, found))
         again = {id(f): f for f in (*every, *single) if f is not None}
