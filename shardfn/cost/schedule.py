@@ -242,7 +242,7 @@ def as_ready(order: Order) -> tuple[Order, Fusion]:
                 first += part
             else:
                 nodes.setdefault((together[last],) if last in together else last, []).extend(part)
-        ready = _as_ready(graph, fusion, nodes)
+        ready = _as_ready(order.flow, fusion, nodes)
         return [*first, *(i for node in ready for i in nodes[node]), *(i for o in parts[len(parts) - own :] for i in o)]
 
     turn = arranged(regions(graph), 0)
@@ -253,30 +253,66 @@ def as_ready(order: Order) -> tuple[Order, Fusion]:
     return moved, fusion.ordered(turn)
 
 
-def _as_ready(graph: Graph, fusion: Fusion, nodes: Mapping[object, Sequence[int]]) -> list[object]:
+def _as_ready(flow: Flow, fusion: Fusion, nodes: Mapping[object, Sequence[int]]) -> list[object]:
+    graph = flow.graph
     made = {v: node for node, ops in nodes.items() for i in ops for v in graph.ops[i].outputs}
     users: dict[object, list[object]] = {}
     waits: dict[object, int] = {}
+    views: dict[int, list[object]] = {}
     for node, ops in nodes.items():
         sources = {made[v]: None for i in ops for v in fusion.reads[i] if v in made and made[v] != node}
         waits[node] = len(sources)
+        if len(ops) == 1 and graph.ops[ops[0]].name == "dot_general":
+            for v in _flattened(flow, ops[0], fusion.reads[ops[0]], made, nodes):
+                sources.pop(made[v], None)
+                views.setdefault(v, []).append(node)
         for source in sources:
             users.setdefault(source, []).append(node)
+    for v, readers in views.items():
+        view = "view", v
+        waits[view], users[view] = 1, readers
+        users.setdefault(made[v], []).append(view)
     queue = collections.deque((node, False) for node, count in waits.items() if not count)
     turn: dict[object, None] = {}
     while queue:
         node, is_taken_apart = queue.popleft()
-        turn[node] = None
-        if not is_taken_apart and (
-            (isinstance(node, tuple) and len(nodes[node]) > 1) or len(graph.ops[nodes[node][-1]].outputs) > 1
-        ):
-            queue.append((node, True))  # its results are picked out of a tuple, one step later
-            continue
+        own = nodes.get(node, ())
+        if own:
+            turn[node] = None
+            if not is_taken_apart and (
+                (isinstance(node, tuple) and len(own) > 1) or len(graph.ops[own[-1]].outputs) > 1
+            ):
+                queue.append((node, True))  # its results are picked out of a tuple, one step later
+                continue
         for user in users.get(node, ()):
             waits[user] -= 1
             if not waits[user]:
                 queue.append((user, False))
     return [*turn, *(node for node in nodes if node not in turn)]
+
+
+def _flattened(
+    flow: Flow, product: int, reads: Sequence[int], made: Mapping[int, object], nodes: Mapping[object, Sequence[int]]
+) -> list[int]:
+    """What a product reads as a matrix though it has more dims, and comes from an op that XLA fuses with nothing: a view of it is
+    one step more."""
+    op = flow.graph.ops[product]
+    if op.rule is None:
+        return []
+    left, right = ({f for dim in dims for f in dim} for dims in op.rule.operands[:2])
+    batch = len(left & right & {f for dim in op.rule.results[0] for f in dim})
+    return [
+        v
+        for v in reads
+        if v in made
+        and flow.graph.ops[nodes[made[v]][-1]].name in _UNFUSED
+        and sum(n > 1 for n in flow.local_shape(v)) > batch + 2
+    ]
+
+
+_UNFUSED = frozenset(
+    {"scatter", "all_reduce", "all_gather", "all_to_all", "collective_permute", "reduce_scatter", "convolution"}
+)
 
 
 def _on_tpu(flow: Flow, fusion: Fusion) -> dict[int, int]:

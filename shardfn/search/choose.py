@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -56,6 +56,9 @@ CRUMB = 1e-4
 
 FOLLOWING = frozenset({"add", "multiply"})
 """Ops that follow an operand and can be held."""
+
+TWICE = 2
+"""How often what a flow lays out otherwise than was found is held: holding some of it moves the rest."""
 
 HELD_FIRST = frozenset({"dot_general", "convolution", "gather", "scatter", "concatenate", "dynamic_slice"})
 """Ops whose layouts are decisions of their own, and that gain by being held; the others follow them. Held sums cut what
@@ -360,31 +363,35 @@ def candidate(problem: Problem, found: Found) -> Candidate:
 
 
 def all_held(problem: Problem, found: Found, full: Candidate) -> Iterator[Candidate]:
-    """A candidate with what follows the decisions held as well, where its flow lays that out otherwise than was found."""
-    there = problem.flow_of(full)
-    laid = {op.site: [there.specs[v] for v in op.outputs] for op in there.graph.ops if op.site >= 0}
+    """A candidate with its sums held as well, and what follows the decisions where its flow lays that out otherwise than was
+    found; and the same once more."""
+    axes, _, with_sums = _held(problem, found, HELD_FIRST | {"reduce"})
+    pins = dict(with_sums)
     wanted = layout_of(problem, found)
-    more = {
-        index: Pin((None,) * len(op.inputs), tuple(map(wanted, op.outputs)))
-        for index, op in enumerate(problem.graph.ops)
-        if index in problem.can_hold
-        and index not in full.pins
-        and full.axes == found.axes
-        and all(v in found.space.layouts for v in op.outputs)
-        and laid.get(op.site, ()) not in ((), [*map(wanted, op.outputs)])
-    }
-    if more:
-        pins = {**full.pins, **more}
-        yield dataclasses.replace(full, pins=pins, price=problem.price(full.axes, full.specs, pins))
+    for _ in range(TWICE if axes == found.axes else 0):
+        there = problem.flow_of(full)
+        laid = {op.site: [there.specs[v] for v in op.outputs] for op in there.graph.ops if op.site >= 0}
+        pins |= {
+            index: Pin((None,) * len(op.inputs), tuple(map(wanted, op.outputs)))
+            for index, op in enumerate(problem.graph.ops)
+            if index in problem.can_hold
+            and index not in pins
+            and all(v in found.space.layouts for v in op.outputs)
+            and laid.get(op.site, ()) not in ((), [*map(wanted, op.outputs)])
+        }
+        if pins == full.pins or problem.seconds_left <= 0:
+            return
+        full = dataclasses.replace(full, pins=dict(pins), price=problem.price(full.axes, full.specs, pins))
+        yield full
 
 
-def _held(problem: Problem, found: Found) -> tuple[Axes, tuple[Spec, ...], Pins]:
+def _held(problem: Problem, found: Found, kinds: Collection[str] = HELD_FIRST) -> tuple[Axes, tuple[Spec, ...], Pins]:
     names, laid = tuple(name for name, _ in found.axes), layout_of(problem, found)
     specs = tuple(spec if spec is not None else laid(value)[: len(shape)]
                   for value, spec, shape in zip(problem.inputs, problem.specs, problem.shapes, strict=True))  # fmt: skip
     pins: dict[int, Pin] = {}
     for index, op in enumerate(problem.graph.ops):
-        if index in problem.can_hold and index in found.space.reads and op.name in HELD_FIRST:
+        if index in problem.can_hold and index in found.space.reads and op.name in kinds:
             node, wanted = found.space.reads[index]
             label = found.solution.choice[node]
             operands = [spec_of(layouts[label].tolist(), len(problem.graph.values[v].shape), names)

@@ -83,7 +83,8 @@ def on_grids(problem: Problem, tried: Sequence[Axes], before: Sequence[Found],
     """What is best on each grid, and the grids that the budget leaves nothing for, unless nothing is found yet.
 
     The grids of the most equal sizes go first: often the best are among them. What can't be among the first ones to be
-    priced is left out. A grid may take half of what is left, the last one all of it.
+    priced is left out, but for the grid of one axis, which is priced where the flows of the others disappoint. A grid may
+    take half of what is left, the last one all of it.
     """
     made: dict[Axes, list[Found]] = {}
     most = weighed(problem)
@@ -93,7 +94,8 @@ def on_grids(problem: Problem, tried: Sequence[Axes], before: Sequence[Found],
         if budget.is_over and known:
             break
         fit = sorted(f.solution.cost for f in known if f.peak <= problem.memory_limit)
-        ceiling = fit[most - 1] if problem.level == 2 and len(fit) >= most else math.inf
+        is_bound = problem.level == 2 and len(axes) > 1 and len(fit) >= most
+        ceiling = fit[most - 1] if is_bound else math.inf
         part = budget.part(0.5 if number + 1 < len(turn) else 1.0)
         made[axes] = list(on_grid(problem, axes, part, ceiling=ceiling))
     return [f for axes in tried for f in made.get(axes, ())], [axes for axes in tried if axes not in made]
