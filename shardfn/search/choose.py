@@ -365,7 +365,8 @@ def candidate(problem: Problem, found: Found) -> Candidate:
 def all_held(problem: Problem, found: Found, full: Candidate) -> Iterator[Candidate]:
     """A candidate with its sums held as well, and what follows the decisions where its flow lays that out otherwise than was
     found; and the same once more."""
-    axes, _, pins = _held(problem, found, HELD_FIRST | {"reduce"})
+    axes, _, with_sums = _held(problem, found, HELD_FIRST | {"reduce"})
+    pins = dict(with_sums)
     wanted = layout_of(problem, found)
     for _ in range(TWICE if axes == found.axes else 0):
         there = problem.flow_of(full)
