@@ -101,21 +101,25 @@ class Ready:
     """A module in the form in which layouts are carried through it, whatever they are, and what all its flows share.
 
     `begun` has for each block of it, and for each op there, how many ops stood before it when `in_order` came to it;
-    `is_alone` says that no function but the main one is left; `places` has by number the blocks of ops, and their places
-    there.
+    `is_alone` says that no function but the main one is left.
     """
 
     def __init__(self, module: Any, begun: Sequence[Sequence[int]], seen: Seen, count: int):
         self.module, self.begun, self.seen, self.count = module, begun, seen, count
         self.is_alone = len(list(functions_of(module))) == 1
-        self.places: dict[int, list[tuple[int, int]]] = {}
-        main = next(f for f in functions_of(module) if symbol_of(f) == "main")
-        for block, inner in enumerate(blocks_of(main.regions[0].blocks[0])):
-            for turn, view in enumerate(inner.operations):
-                self.places.setdefault(number_of(view.operation), []).append((block, turn))
-        self.places.pop(-1, None)
         self.sharding = functools.cache(_sharding)
         self.with_sharding = functools.cache(_with_sharding)
+
+    @functools.cached_property
+    def places(self) -> dict[int, list[tuple[int, int]]]:
+        """By number the blocks of ops, and their places there."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        main = next(f for f in functions_of(self.module) if symbol_of(f) == "main")
+        for block, inner in enumerate(blocks_of(main.regions[0].blocks[0])):
+            for turn, view in enumerate(inner.operations):
+                found.setdefault(number_of(view.operation), []).append((block, turn))
+        found.pop(-1, None)
+        return found
 
 
 def as_propagated(module: Any, seen: Seen | None = None) -> Ready:

@@ -365,7 +365,7 @@ def all_held(problem: Problem, found: Found, full: Candidate) -> Iterator[Candid
     axes, _, with_sums = _held(problem, found, HELD_FIRST | {"reduce"})
     pins = dict(with_sums)
     wanted = layout_of(problem, found)
-    for _ in range(TWICE if axes == found.axes else 0):
+    for _ in range(TWICE if axes == full.axes == found.axes else 0):
         there = problem.flow_of(full)
         laid = {op.site: [there.specs[v] for v in op.outputs] for op in there.graph.ops if op.site >= 0}
         pins |= {

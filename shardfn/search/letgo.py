@@ -29,7 +29,8 @@ def let_go(problem: Problem, best: Candidate, is_last: bool = False) -> Candidat
         return best
     is_quick = is_last and problem.level == 2 and len(problem.graph.ops) > PLAIN
     is_lost = is_quick and best.price.memory.peak > problem.memory_limit and fits_nowhere(problem)
-    if is_lost or ((is_quick or len(problem.graph.ops) > LARGE) and gathers(problem, best)):
+    is_held = any(spec is not None for pin in best.pins.values() for spec in pin.operands)  # which was better than less
+    if is_lost or (is_quick and is_held) or ((is_quick or len(problem.graph.ops) > LARGE) and gathers(problem, best)):
         return best
     aim = objective(best.price, problem)
     alone = dataclasses.replace(best, pins={}, price=problem.price(best.axes, best.specs, {}, best.ends))

@@ -103,6 +103,7 @@ HALVES = {
 }
 
 
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="products of half precision are made as they are")
 @pytest.mark.parametrize("cut", [1, 8])
 @pytest.mark.parametrize("name", HALVES)
 def test_products_of_half_precision_read_and_make_single(name, cut):
