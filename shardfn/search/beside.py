@@ -6,9 +6,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from shardfn.search.choose import PLAIN
 from shardfn.search.neighbours import differing, improved
-from shardfn.search.problem import Answer, Candidate, Problem, figures, objective
+from shardfn.search.problem import PLAIN, Answer, Candidate, Problem, figures, objective
 
 AIMS = (0, 2)
 """The levels whose answers stand beside each other's, and beside that of level 1, which takes the longest to find."""

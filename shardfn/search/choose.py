@@ -3,82 +3,43 @@ flow wins, and what propagation finds by itself is let go."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import numpy as np
-
-from shardfn.cost.links import links
-from shardfn.graph.model import Pin, Spec
 from shardfn.search import plain, propagation
 from shardfn.search.facts import bytes_of
 from shardfn.search.filters import keeps
-from shardfn.search.grid import Axes, merged
-from shardfn.search.letgo import LARGE, PLAIN, as_sliced, let_go
-from shardfn.search.levels import repeated, totals
-from shardfn.search.polish import LINE, PRODUCTS, in_line
-from shardfn.search.problem import Answer, Candidate, Pins, Problem, figures, objective
+from shardfn.search.found import (
+    KINDS,
+    NEARLY,
+    Found,
+    decided,
+    keeps_promise,
+    layout_of,
+    promises,
+    runners_up,
+    shape,
+    works_as_found,
+)
+from shardfn.search.grid import Axes
+from shardfn.search.holding import candidates
+from shardfn.search.letgo import as_sliced, let_go
+from shardfn.search.polish import LINE, in_line
+from shardfn.search.problem import LARGE, PLAIN, Answer, Candidate, Problem, figures, objective
 from shardfn.search.results import ends_of, held_as
 from shardfn.search.room import fits_nowhere
-from shardfn.search.solver.labelling import Labelling, Table, peak_of
-from shardfn.search.solver.solve import Solution
-from shardfn.search.strategies import Space, spec_of
 
 MOST = 3
 """Of what was found, how much is priced by its flow beyond the first few, if it promises more than they turned out to hold."""
-
-FAR, BACK = 2.0, 0.75
-"""Of the time of the best flow so far: from there holding every decision does not make a flow the best. Of 60 plans of
-programs of 500 ops and more the most that it saved was 38 %. And how far it brings a flow back towards what the model
-promised: where anything was to be won, by two thirds at most."""
 
 SHORT = 1.1
 """Of the time of the best flow so far, or of its promise where that is more: what was found for level 0 and promises no less
 than that is not priced at level 2, as of 28 plans its flow took 1.8 to 109 times as long as the best."""
 
-NEARLY = 1.05
-"""Of what the model promises: a flow that costs no more than this much of it keeps it."""
-
 LET_GO = 3
 """Of what was priced, where all flows disappoint, how much is let go of what it need not hold before the best is taken: of
 what promises more than the best."""
-
-KINDS = 3
-"""Of what is found at level 1: see `Found.kind`."""
-
-FOLLOWING = frozenset({"add", "multiply"})
-"""Ops that follow an operand and can be held."""
-
-TWICE = 2
-"""How often what a flow lays out otherwise than was found is held: holding some of it moves the rest."""
-
-HELD_FIRST = frozenset({"dot_general", "convolution", "gather", "scatter", "concatenate", "dynamic_slice"})
-"""Ops whose layouts are decisions of their own, and that gain by being held; the others follow them. Held sums cut what
-elementwise ops made, which is read whole elsewhere: of flows of eight models they made none better that was the best."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """The best on one grid; `is_exact` if the solution speaks of all choices on it."""
-
-    axes: Axes
-    space: Space
-    labels: Labelling
-    solution: Solution
-    is_exact: bool = True
-    is_in_pieces: bool = False
-    """Whether all arguments were to be in the smallest pieces."""
-    kind: int = 0
-    """What it was looked for with: at level 1 the best of each kind are priced in turn, as the model does not tell of which
-    one the flow holds least."""
-
-    @property
-    def peak(self) -> float:
-        """Bytes that one device holds at most, by the model."""
-        return peak_of(self.labels, self.solution.choice)
-
 
 Mend = Callable[[Problem, Found, Candidate], Iterable[Found]]
 """What to try instead of something found whose flow holds more than the limit."""
@@ -257,23 +218,6 @@ def _gap(problem: Problem, at: Found, found: Sequence[Found]) -> float | None:
     return gap if gap > 1e-6 else 0.0
 
 
-def promises(problem: Problem, found: Found, best: tuple[float, ...]) -> bool:
-    """Whether the model thinks that something is better than the best flow so far, at the levels where both count the same:
-    of what it moves again and again, the launches may be one."""
-    if problem.level == 1 or len(problem.graph.ops) > LARGE or found.peak > problem.memory_limit:
-        return False
-    if problem.level == 2:
-        latency_s = min(link.latency_s for link in links(problem.hardware, found.axes))
-        return found.solution.cost - latency_s * repeated(found.space, found.solution.choice) < best[1]
-    made = totals(found.space, found.solution.choice)
-    return (problem.idle(made.flops), made.sent) < best[1:3]
-
-
-def shape(axes: Axes) -> str:
-    """A grid as people write it: 4x2."""
-    return "x".join(str(size) for _, size in axes) or "1"
-
-
 def weighed(problem: Problem) -> int:
     """How many of what was found may be priced: the first few, and what promises more than they turned out to hold."""
     return max(priced(problem), MOST if len(problem.graph.ops) <= LARGE else 1)
@@ -289,143 +233,6 @@ def _in_turn(found: Sequence[Found]) -> list[Found]:
     return [f for row in itertools.zip_longest(*kinds) for f in row if f is not None]
 
 
-def layout_of(problem: Problem, found: Found) -> Callable[[int], Spec]:
-    """The layout of each value of the graph, as it was found."""
-    names = tuple(name for name, _ in found.axes)
-
-    def laid(value: int) -> Spec:
-        node, layouts = found.space.layouts[value]
-        row = layouts[found.solution.choice[node]]
-        return spec_of(row.tolist(), len(problem.graph.values[value].shape), names)
-
-    return laid
-
-
-def decided(problem: Problem, found: Found) -> Callable[[int], Spec | None]:
-    """The same, and None of what is no decision of its own."""
-    laid = layout_of(problem, found)
-    return lambda value: laid(value) if value in found.space.layouts else None
-
-
-def candidates(problem: Problem, found: Found, best_s: float = math.inf) -> Iterator[Candidate]:
-    """The optimum on a grid, priced by its flow: first with what products make held, and how they read their operands left
-    to the compiler, which moves those in the way that is best for a product; and with every decision held, where the flow
-    of the first does not keep what the model promised: not even to fit, if it did; and with all held that this flow lays
-    out otherwise, where it does not either. Where another flow takes `best_s` seconds, these are left out if they cannot be
-    expected to take less."""
-    axes, specs, held = _held(problem, found)
-    ops = problem.graph.ops
-    pins = {
-        index: pin if ops[index].name in FOLLOWING else Pin((None,) * len(pin.operands), pin.results)
-        for index, pin in held.items()
-        if ops[index].name in PRODUCTS | FOLLOWING
-    }
-    loose = Candidate(shape(axes), axes, specs, pins, problem.price(axes, specs, pins))
-    yield loose
-    is_over = loose.price.memory.peak > problem.memory_limit >= found.peak
-    time_s = loose.price.time_s
-    expected_s = time_s - BACK * max(0.0, time_s - found.solution.cost)
-    if problem.seconds_left <= 0 or time_s > FAR * best_s or expected_s > best_s:
-        return
-    if not is_over and works_as_found(problem, found, loose):
-        return
-    full = candidate(problem, found)
-    yield full
-    if len(ops) <= LARGE and problem.seconds_left > 0 and not works_as_found(problem, found, full):
-        yield from all_held(problem, found, full)
-
-
-def keeps_promise(problem: Problem, found: Found, made: Candidate) -> bool:
-    """Whether a flow fits, and `works_as_found`."""
-    return made.price.memory.peak <= problem.memory_limit and works_as_found(problem, found, made)
-
-
-def works_as_found(problem: Problem, found: Found, made: Candidate) -> bool:
-    """Whether a flow sends and works about as little as the model thought. Of memory the model tells too little to say, so
-    that at level 1 only a large program, whose flows are dear, is trusted; and of what the chip does beside products it
-    counts the same too little for all layouts."""
-    if problem.level == 1:
-        return len(problem.graph.ops) > LARGE
-    promised, price = totals(found.space, found.solution.choice), made.price
-    if problem.level == 2:
-        more_s = price.communication_s - promised.sent_s
-        return price.flops <= NEARLY * promised.flops and more_s <= (NEARLY - 1) * price.time_s
-    return (problem.idle(price.flops), price.bytes_sent) <= (problem.idle(promised.flops), NEARLY * promised.sent)
-
-
-def candidate(problem: Problem, found: Found) -> Candidate:
-    """The optimum on a grid with every decision held, priced by its flow."""
-    axes, specs, pins = _held(problem, found)
-    return Candidate(shape(axes), axes, specs, pins, problem.price(axes, specs, pins))
-
-
-def all_held(problem: Problem, found: Found, full: Candidate) -> Iterator[Candidate]:
-    """A candidate with its sums held as well, and what follows the decisions where its flow lays that out otherwise than was
-    found; and the same once more."""
-    axes, _, with_sums = _held(problem, found, HELD_FIRST | {"reduce"})
-    pins = dict(with_sums)
-    wanted = layout_of(problem, found)
-    for _ in range(TWICE if axes == full.axes == found.axes else 0):
-        there = problem.flow_of(full)
-        laid = {op.site: [there.specs[v] for v in op.outputs] for op in there.graph.ops if op.site >= 0}
-        pins |= {
-            index: Pin((None,) * len(op.inputs), tuple(map(wanted, op.outputs)))
-            for index, op in enumerate(problem.graph.ops)
-            if index in problem.can_hold
-            and index not in pins
-            and all(v in found.space.layouts for v in op.outputs)
-            and laid.get(op.site, ()) not in ((), [*map(wanted, op.outputs)])
-        }
-        if pins == full.pins or problem.seconds_left <= 0:
-            return
-        full = dataclasses.replace(full, pins=dict(pins), price=problem.price(full.axes, full.specs, pins))
-        yield full
-
-
-def _held(problem: Problem, found: Found, kinds: Collection[str] = HELD_FIRST) -> tuple[Axes, tuple[Spec, ...], Pins]:
-    names, laid = tuple(name for name, _ in found.axes), layout_of(problem, found)
-    specs = tuple(spec if spec is not None else laid(value)[: len(shape)]
-                  for value, spec, shape in zip(problem.inputs, problem.specs, problem.shapes, strict=True))  # fmt: skip
-    pins: dict[int, Pin] = {}
-    for index, op in enumerate(problem.graph.ops):
-        if index in problem.can_hold and index in found.space.reads and op.name in kinds:
-            node, wanted = found.space.reads[index]
-            label = found.solution.choice[node]
-            operands = [spec_of(layouts[label].tolist(), len(problem.graph.values[v].shape), names)
-                        for v, layouts in zip(op.inputs, wanted, strict=True)]  # fmt: skip
-            pins[index] = Pin(tuple(operands), tuple(map(laid, op.outputs)))
-    pins |= _broadcasts(problem, found, laid)
-    axes = found.axes
-    if not problem.axes:
-        axes, laid_out, pins = merged(axes, specs, pins)
-        specs = tuple(laid_out)
-    return axes, specs, pins
-
-
-def _broadcasts(problem: Problem, found: Found, laid: Callable[[int], Spec]) -> dict[int, Pin]:
-    """Sums and products that read a broadcast of what lies in pieces which they do not read: held to how they read it, as
-    else the pieces of a bias or a scale would become those of the activation that it meets."""
-    names, values = tuple(name for name, _ in found.axes), problem.graph.values
-    source = {op.outputs[0]: op.inputs[0] for op in problem.graph.ops if op.name == "broadcast_in_dim"}
-    pins: dict[int, Pin] = {}
-    for index, op in enumerate(problem.graph.ops):
-        if op.name not in FOLLOWING or index not in problem.can_hold or index not in found.space.reads:
-            continue
-        node, wanted = found.space.reads[index]
-        operands: list[Spec | None] = [None] * len(op.inputs)
-        for position, (v, layouts) in enumerate(zip(op.inputs, wanted, strict=True)):
-            root = v
-            while root in source:
-                root = source[root]
-            if root != v and root in found.space.layouts:
-                spec = spec_of(layouts[found.solution.choice[node]].tolist(), len(values[v].shape), names)
-                if not {a for dim in laid(root) for a in dim} <= {a for dim in spec for a in dim}:
-                    operands[position] = spec
-        if any(spec is not None for spec in operands):
-            pins[index] = Pin(tuple(operands), (None,) * len(op.outputs))
-    return pins
-
-
 def weighs(problem: Problem, made: Candidate) -> bool:
     """Whether the results that are open are a good part of what one device holds at the peak."""
     laid, sizes = ends_of(problem, made), {name: float(size) for name, size in made.axes}
@@ -434,43 +241,3 @@ def weighs(problem: Problem, made: Candidate) -> bool:
         for at, end in problem.ends.items()
     )
     return held > (NEARLY - 1) * made.price.memory.peak
-
-
-def runners_up(problem: Problem, found: Found) -> tuple[str, ...]:
-    """For each open argument the next best cut with all else as it is, and what it would cost more."""
-    labels, choice = found.labels, found.solution.choice
-    near: dict[int, list[tuple[Table, int]]] = {}
-    for table in labels.tables:
-        for place, node in enumerate(table.nodes):
-            near.setdefault(node, []).append((table, place))
-    told = []
-    for value, shape_, spec in zip(problem.inputs, problem.shapes, problem.specs, strict=True):
-        node, layouts = found.space.layouts[value]
-        total = labels.costs[node].copy()
-        for table, place in near.get(node, ()):
-            other = table.nodes[1 - place]
-            total += table.cost[:, choice[other]] if place == 0 else table.cost[choice[other]]
-        mine, own = total[choice[node]], cuts_of(layouts[choice[node]].tolist(), len(shape_), found.axes)
-        total[[cuts_of(row.tolist(), len(shape_), found.axes) == own for row in layouts]] = np.inf
-        if spec is not None or not np.isfinite(total).any():
-            told.append("")
-            continue
-        at = int(np.argmin(total))
-        cuts = cuts_of(layouts[at].tolist(), len(shape_), found.axes)
-        more = total[at] - mine
-        told.append(f"{cuts}: {'+' if more >= 0 else ''}{amount(more)}")
-    return tuple(told)
-
-
-def cuts_of(row: Sequence[int], rank: int, axes: Axes) -> tuple[int, ...]:
-    """How many ways each dim is cut.
-
-    >>> cuts_of([0, -1], 2, (("a", 4), ("b", 2)))
-    (4, 1)
-    """
-    return tuple(math.prod(size for (_, size), d in zip(axes, row, strict=True) if d == dim) for dim in range(rank))
-
-
-def amount(cost: float) -> str:
-    """A cost of the model in words: seconds, at level 0 the bytes over the link's rate and the work beside them."""
-    return f"{cost * 1e6:,.1f} us"

@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 from shardfn.cuts import divisors
 from shardfn.search import propagation
 from shardfn.search.beside import asked_once, bettered
-from shardfn.search.choose import Found, Mend, Turn, answer_of, weighed
+from shardfn.search.choose import Mend, Turn, answer_of, weighed
 from shardfn.search.filters import loosened, narrowed
+from shardfn.search.found import Found
 from shardfn.search.grid import Array, Axes, Grid
 from shardfn.search.levels import in_pieces, labelling_of, totals
 from shardfn.search.problem import Answer, Candidate, Problem

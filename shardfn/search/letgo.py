@@ -8,15 +8,8 @@ import math
 
 from shardfn.graph.alike import pairs
 from shardfn.graph.model import Flow, Graph, Op, Pin, Rule, Spec
-from shardfn.search.problem import Candidate, Pins, Problem, objective
+from shardfn.search.problem import LARGE, PLAIN, Candidate, Pins, Problem, objective
 from shardfn.search.room import fits_nowhere
-
-PLAIN = 500
-"""Ops up to which all that was found is let go of what it need not hold before it is compared."""
-
-LARGE = 2000
-"""Ops up to which the plain layouts are priced beside what was searched; from there every further flow costs more than it
-brings."""
 
 CRUMB = 1e-4
 """Of the memory of a device: arguments that hold less together are not worth a flow of a program that is not small."""

@@ -194,6 +194,13 @@ class Answer:
     """Layouts that open results are held to."""
 
 
+PLAIN = 500
+"""Ops up to which all that was found is let go of what it need not hold before it is compared."""
+
+LARGE = 2000
+"""Ops up to which the plain layouts are priced beside what was searched; from there every further flow costs more than it
+brings."""
+
 SPREAD = 1.1
 """Work counts as spread over all devices up to this multiple of an even share."""
 

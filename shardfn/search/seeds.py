@@ -15,10 +15,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardfn.search import propagation
-from shardfn.search.choose import Found, candidate
 from shardfn.search.facts import bytes_of
 from shardfn.search.filters import narrowed
+from shardfn.search.found import Found
 from shardfn.search.grid import Array, Grid, change, pieces
+from shardfn.search.holding import candidate
 from shardfn.search.letgo import let_go
 from shardfn.search.levels import labelling_of
 from shardfn.search.problem import Answer, Candidate, Problem, objective

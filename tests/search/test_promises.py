@@ -11,7 +11,8 @@ import pytest
 import shardfn
 from examples.models import abstract, mlp
 from examples.models.families import FAMILIES
-from shardfn.search import choose, dynamic, forget, plain
+from shardfn.search import choose, dynamic, forget, holding, plain
+from shardfn.search.found import Found, keeps_promise, layout_of
 from shardfn.search.levels import totals
 from shardfn.search.problem import objective
 from shardfn.search.solver.budget import Budget
@@ -36,7 +37,7 @@ def test_how_a_product_reads_its_operands_is_left_to_the_compiler(level):
     """On a TPU what is gathered for a product travels as bf16, but as f32 where the operand itself is held whole."""
     problem, made = asked_and_made(level)
     found = next(dynamic.on_grid(problem, (("a", 8),), Budget()))
-    loose, held = next(choose.candidates(problem, found)), choose.candidate(problem, found)
+    loose, held = next(choose.candidates(problem, found)), holding.candidate(problem, found)
     assert loose.pins and all(spec is None for pin in loose.pins.values() for spec in pin.operands)
     assert {problem.graph.ops[i].name for i in loose.pins} == {"dot_general"}
     assert loose.price.bytes_sent < held.price.bytes_sent
@@ -56,8 +57,8 @@ def test_a_flow_that_keeps_its_promise_is_enough(monkeypatch):
         (False, full, full, 0.1 * loose.time_s, 1),
     ]
     for kept, peak, limit, best_s, count in cases:
-        monkeypatch.setattr(choose, "works_as_found", lambda *_, kept=kept: kept)
-        monkeypatch.setattr(choose.Found, "peak", peak)
+        monkeypatch.setattr(holding, "works_as_found", lambda *_, kept=kept: kept)
+        monkeypatch.setattr(Found, "peak", peak)
         limited = dataclasses.replace(problem, memory_limit=limit)
         assert len(list(choose.candidates(limited, found, best_s))) == count, (kept, peak, limit, best_s)
 
@@ -169,8 +170,8 @@ def test_pieces_of_a_scale_do_not_spread_to_the_activation_that_it_meets():
         forget("listening")
     (problem,) = problems
     found = next(dynamic.on_grid(problem, problem.axes, Budget()))
-    made, loose = choose.candidate(problem, found), next(choose.candidates(problem, found))
-    held = {i: pin for i, pin in made.pins.items() if problem.graph.ops[i].name in choose.FOLLOWING}
+    made, loose = holding.candidate(problem, found), next(choose.candidates(problem, found))
+    held = {i: pin for i, pin in made.pins.items() if problem.graph.ops[i].name in holding.FOLLOWING}
     assert len(held) == 2 and all(pin.results == (None,) for pin in held.values())
     assert held.items() <= loose.pins.items()
     without = problem.price(made.axes, made.specs, {i: pin for i, pin in made.pins.items() if i not in held})
@@ -180,16 +181,16 @@ def test_pieces_of_a_scale_do_not_spread_to_the_activation_that_it_meets():
 def test_a_promise_is_what_is_sent_and_computed():
     problem, _ = asked_and_made()
     found = next(dynamic.on_grid(problem, (("a", 8),), Budget()))
-    made = choose.candidate(problem, found)
-    sums = choose.totals(found.space, found.solution.choice)
+    made = holding.candidate(problem, found)
+    sums = totals(found.space, found.solution.choice)
     of = lambda **figures: SimpleNamespace(price=SimpleNamespace(**{  # noqa: E731
         "memory": SimpleNamespace(peak=0), "flops": sums.flops, "communication_s": sums.sent_s, "time_s": 1e-3,
         "bytes_sent": sums.sent, **figures}))  # fmt: skip
-    assert made.price.flops and choose.keeps_promise(problem, found, of())
-    assert choose.keeps_promise(problem, found, of(time_s=2e-3)), "more work beside products is no broken promise"
+    assert made.price.flops and keeps_promise(problem, found, of())
+    assert keeps_promise(problem, found, of(time_s=2e-3)), "more work beside products is no broken promise"
     for broken in ({"flops": 1.2 * sums.flops}, {"communication_s": sums.sent_s + 1e-4},
                    {"memory": SimpleNamespace(peak=1e15)}):  # fmt: skip
-        assert not choose.keeps_promise(problem, found, of(**broken)), broken
+        assert not keeps_promise(problem, found, of(**broken)), broken
 
 
 def test_what_follows_is_held_where_the_flow_lays_it_out_otherwise(monkeypatch):
@@ -201,11 +202,11 @@ def test_what_follows_is_held_where_the_flow_lays_it_out_otherwise(monkeypatch):
     fn, args = family.on_paper(family.tiny)
     shardfn.plan(fn, *args, device="cpu:8", level=0, donate_argnums=family.donated)
     problem, one = found[0]
-    full = choose.candidate(problem, one)
-    *_, more = choose.all_held(problem, one, full)
+    full = holding.candidate(problem, one)
+    *_, more = holding.all_held(problem, one, full)
     added = more.pins.keys() - full.pins.keys()
     assert added and {problem.graph.ops[index].name for index in added} <= {"add", "multiply", "reduce"}
-    wanted, flow = choose.layout_of(problem, one), problem.flow_of(more)
+    wanted, flow = layout_of(problem, one), problem.flow_of(more)
     there = {op.site: op for op in flow.graph.ops if op.site >= 0}
     for index in added:
         op = problem.graph.ops[index]

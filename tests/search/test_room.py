@@ -7,7 +7,7 @@ import pytest
 from examples.models import abstract, dlrm, gpt2, mlp
 from shardfn.errors import StrategyError
 from shardfn.limits import within_limit
-from shardfn.search import choose, dynamic, plain
+from shardfn.search import dynamic, holding, plain
 from shardfn.search.room import ROUGH, SURE, even_share, fits_nowhere
 from tests.search.test_plain import asked
 
@@ -61,7 +61,7 @@ def test_what_fits_nowhere_is_mended_to_what_holds_least_alone(monkeypatch):
     small = dataclasses.replace(problem, memory_limit=0.5 * even_share(problem))
     budget = dynamic.budget_of(small)
     (found,) = dynamic.on_grid(small, (("a", 8),), budget)
-    made = choose.candidate(small, found)
+    made = holding.candidate(small, found)
     (least,) = dynamic.mended(small, found, made, budget)
     assert least.peak <= found.peak
     roomy = dataclasses.replace(problem, memory_limit=0.99 * made.price.memory.peak)

@@ -1,0 +1,138 @@
+"""The best that a search found on one grid: where it lays each value, what it promises, and what the next best would cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from shardfn.cost.links import links
+from shardfn.graph.model import Spec
+from shardfn.search.grid import Axes
+from shardfn.search.levels import repeated, totals
+from shardfn.search.problem import LARGE, Candidate, Problem
+from shardfn.search.solver.labelling import Labelling, Table, peak_of
+from shardfn.search.solver.solve import Solution
+from shardfn.search.strategies import Space, spec_of
+
+NEARLY = 1.05
+"""Of what the model promises: a flow that costs no more than this much of it keeps it."""
+
+KINDS = 3
+"""Of what is found at level 1: see `Found.kind`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The best on one grid; `is_exact` if the solution speaks of all choices on it."""
+
+    axes: Axes
+    space: Space
+    labels: Labelling
+    solution: Solution
+    is_exact: bool = True
+    is_in_pieces: bool = False
+    """Whether all arguments were to be in the smallest pieces."""
+    kind: int = 0
+    """What it was looked for with: at level 1 the best of each kind are priced in turn, as the model does not tell of which
+    one the flow holds least."""
+
+    @property
+    def peak(self) -> float:
+        """Bytes that one device holds at most, by the model."""
+        return peak_of(self.labels, self.solution.choice)
+
+
+def layout_of(problem: Problem, found: Found) -> Callable[[int], Spec]:
+    """The layout of each value of the graph, as it was found."""
+    names = tuple(name for name, _ in found.axes)
+
+    def laid(value: int) -> Spec:
+        node, layouts = found.space.layouts[value]
+        row = layouts[found.solution.choice[node]]
+        return spec_of(row.tolist(), len(problem.graph.values[value].shape), names)
+
+    return laid
+
+
+def decided(problem: Problem, found: Found) -> Callable[[int], Spec | None]:
+    """The same, and None of what is no decision of its own."""
+    laid = layout_of(problem, found)
+    return lambda value: laid(value) if value in found.space.layouts else None
+
+
+def shape(axes: Axes) -> str:
+    """A grid as people write it: 4x2."""
+    return "x".join(str(size) for _, size in axes) or "1"
+
+
+def promises(problem: Problem, found: Found, best: tuple[float, ...]) -> bool:
+    """Whether the model thinks that something is better than the best flow so far, at the levels where both count the same:
+    of what it moves again and again, the launches may be one."""
+    if problem.level == 1 or len(problem.graph.ops) > LARGE or found.peak > problem.memory_limit:
+        return False
+    if problem.level == 2:
+        latency_s = min(link.latency_s for link in links(problem.hardware, found.axes))
+        return found.solution.cost - latency_s * repeated(found.space, found.solution.choice) < best[1]
+    made = totals(found.space, found.solution.choice)
+    return (problem.idle(made.flops), made.sent) < best[1:3]
+
+
+def keeps_promise(problem: Problem, found: Found, made: Candidate) -> bool:
+    """Whether a flow fits, and `works_as_found`."""
+    return made.price.memory.peak <= problem.memory_limit and works_as_found(problem, found, made)
+
+
+def works_as_found(problem: Problem, found: Found, made: Candidate) -> bool:
+    """Whether a flow sends and works about as little as the model thought. Of memory the model tells too little to say, so
+    that at level 1 only a large program, whose flows are dear, is trusted; and of what the chip does beside products it
+    counts the same too little for all layouts."""
+    if problem.level == 1:
+        return len(problem.graph.ops) > LARGE
+    promised, price = totals(found.space, found.solution.choice), made.price
+    if problem.level == 2:
+        more_s = price.communication_s - promised.sent_s
+        return price.flops <= NEARLY * promised.flops and more_s <= (NEARLY - 1) * price.time_s
+    return (problem.idle(price.flops), price.bytes_sent) <= (problem.idle(promised.flops), NEARLY * promised.sent)
+
+
+def runners_up(problem: Problem, found: Found) -> tuple[str, ...]:
+    """For each open argument the next best cut with all else as it is, and what it would cost more."""
+    labels, choice = found.labels, found.solution.choice
+    near: dict[int, list[tuple[Table, int]]] = {}
+    for table in labels.tables:
+        for place, node in enumerate(table.nodes):
+            near.setdefault(node, []).append((table, place))
+    told = []
+    for value, shape_, spec in zip(problem.inputs, problem.shapes, problem.specs, strict=True):
+        node, layouts = found.space.layouts[value]
+        total = labels.costs[node].copy()
+        for table, place in near.get(node, ()):
+            other = table.nodes[1 - place]
+            total += table.cost[:, choice[other]] if place == 0 else table.cost[choice[other]]
+        mine, own = total[choice[node]], cuts_of(layouts[choice[node]].tolist(), len(shape_), found.axes)
+        total[[cuts_of(row.tolist(), len(shape_), found.axes) == own for row in layouts]] = np.inf
+        if spec is not None or not np.isfinite(total).any():
+            told.append("")
+            continue
+        at = int(np.argmin(total))
+        cuts = cuts_of(layouts[at].tolist(), len(shape_), found.axes)
+        more = total[at] - mine
+        told.append(f"{cuts}: {'+' if more >= 0 else ''}{amount(more)}")
+    return tuple(told)
+
+
+def cuts_of(row: Sequence[int], rank: int, axes: Axes) -> tuple[int, ...]:
+    """How many ways each dim is cut.
+
+    >>> cuts_of([0, -1], 2, (("a", 4), ("b", 2)))
+    (4, 1)
+    """
+    return tuple(math.prod(size for (_, size), d in zip(axes, row, strict=True) if d == dim) for dim in range(rank))
+
+
+def amount(cost: float) -> str:
+    """A cost of the model in words: seconds, at level 0 the bytes over the link's rate and the work beside them."""
+    return f"{cost * 1e6:,.1f} us"
