@@ -461,3 +461,10 @@ def test_a_first_state_is_laid_out_before_the_call_that_compiles(caplog, first):
     compiled = [r for r in caplog.records if "Finished XLA compilation of jit(<lambda>)" in r.getMessage()]
     assert len(compiled) == 1
     assert not isinstance(first, jax.Array) or not first.is_deleted()
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_complex_constants(level):
+    z = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)) + 1j, jnp.complex64)
+    fn = lambda z: jnp.exp(1j * z) @ (z + (2 + 1j)) + (2 + 1j)  # noqa: E731
+    np.testing.assert_allclose(shard(fn, level=level)(z), fn(z), rtol=1e-4)

@@ -193,7 +193,10 @@ def as_one(block: Any, made: dict[Any, Any], numbers: dict[Any, Any]) -> None:
         if len(op.regions) or len(op.results) != 1:
             continue
         names = [getattr(a, "name", a) for a in op.attributes]  # JAX 0.10 gives names, 0.12 may give pairs
-        attrs = [(name, op.attributes[name]) for name in names if name != NUMBER]
+        try:
+            attrs = [(name, op.attributes[name]) for name in names if name != NUMBER]
+        except TypeError:  # a complex constant, which the bindings do not read
+            continue
         key = op.name, op.results[0].type, *attrs, *[made.get(v, v) for v in op.operands]
         number = numbers.setdefault(key, op.attributes[NUMBER] if NUMBER in op.attributes else key)
         if NUMBER in op.attributes:

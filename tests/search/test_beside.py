@@ -1,6 +1,7 @@
 """Small programs: no level's plan is worse at its own aim than what the library itself prices elsewhere."""
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 import shardfn
 from shardfn import ShardError
-from shardfn.search import beside, neighbours
+from shardfn.search import beside, dynamic, neighbours
 from shardfn.search.problem import Candidate, objective
 
 S = jax.ShapeDtypeStruct
@@ -163,3 +164,39 @@ def test_a_level_is_searched_once(asked):
         one = dataclasses.replace(problem, level=level)
         beside.bettered(one, beside.asked_once(one, alone), alone)
     assert sorted(searched) == [0, 1, 2]
+
+
+def test_at_level_1_larger_programs_look_for_ever_less_memory(monkeypatch):
+    """A search within a limit that is just missed tries more than the search for the least: 4 times at most, until it fails."""
+    fn, args, options = PROGRAMS["look-up step"]
+    asked = []
+    peaks = {1: 1000, 990: 900, 891: 850, 841: 850}
+
+    def alone(problem):
+        asked.append((problem.level, problem.memory_limit))
+        return dataclasses.replace(own, policy=f"within {problem.memory_limit:.0f}")
+
+    shardfn.register_search("listening", lambda problem: problems.append(problem) or dynamic.alone(problem))
+    problems: list[Any] = []
+    try:
+        shardfn.plan(fn, *args, device="cpu:8", level=1, search_mode="listening", **options)
+    finally:
+        shardfn.search.forget("listening")
+    problem = problems[0]
+    own = dynamic.alone(problem)
+    price = problem.price_of(own)
+
+    def price_of(self, answer):
+        key = int(answer.policy.split()[-1]) if answer.policy.startswith("within") else 1
+        return dataclasses.replace(price, memory=SimpleNamespace(peak=peaks[key]))
+
+    monkeypatch.setattr(type(problem), "price_of", price_of)
+    monkeypatch.setattr(beside, "PLAIN", 0)
+    found = beside.bettered(problem, own, alone)
+    assert asked == [(2, 990.0), (2, 891.0), (2, 841.0)]
+    assert problem.price_of(dataclasses.replace(found, policy="within 891")).memory.peak == 850
+    assert found.policy.endswith("less memory by its flow: what level 2 finds within 99% of the least so far")
+    assert found.gap is None and set(found.reasons) <= {"", "less memory by its flow than what the search found first"}
+    peaks[990] = 1000
+    problem.memo.clear()
+    assert beside.bettered(problem, own, alone) is own
