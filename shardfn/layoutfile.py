@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 import pathlib
 import re
@@ -181,6 +182,7 @@ def entries_of(
       given: the names of arguments that are data: those of which no array has a rule are cut as `batch` says.
     """
     axes = axes_on(layout, devices, problems)
+    count = math.prod(size for _, size in axes) if axes else devices  # of a grid that does not fit, its own: told once
     where = f"{layout.name}: [{section}]"
     rules = matched(getattr(layout, section), leaves, section, layout.name, problems, strict)
     owners = [next((name for name in given if f"{leaf.path}/".startswith(f"{name}/")), None) for leaf in leaves]
@@ -198,7 +200,7 @@ def entries_of(
         if complete and (rule is None or rule.cut is None):
             bare.append(leaf)
         mine: list[Problem] = []
-        entry = AUTO if rule is None else laid(rule, leaf, axes, devices, where, mine)
+        entry = AUTO if rule is None else laid(rule, leaf, axes, count, where, mine)
         for problem in mine:
             key = rule.glob if rule is not None else "", problem.what.replace(leaf.label, ""), problem.why
             told.setdefault(key, []).append(problem)
@@ -224,7 +226,7 @@ def with_layout(
     axes, entries = entries_of(
         layout, leaves, devices, problems, complete=complete, section=section, strict=strict, given=given
     )
-    if len(problems) > before:
+    if len(problems) > before or (axes and devices != math.prod(size for _, size in axes)):
         return list(leaves)
     found = []
     for leaf, (entry, where) in zip(leaves, entries, strict=True):

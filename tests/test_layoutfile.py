@@ -728,3 +728,20 @@ def test_loading_takes_what_there_is():
     assert read(read(plan_)) is not None
     with pytest.raises(TypeError):
         hash(read(plan_))
+
+
+def test_a_grid_for_other_devices_is_one_problem_however_many_arrays_there_are(tmp_path):
+    shape = jax.ShapeDtypeStruct((64, 64), "float32")
+
+    def product(p, x):
+        for w in p:
+            x = x @ w
+        return x
+
+    args = [shape] * 6, shape
+    shardfn.plan(product, *args, device="h100:16", level=1).save(tmp_path / "pod.toml")
+    with pytest.raises(shardfn.ShardError) as caught:
+        shardfn.plan(product, *args, device="h100:8", layout=tmp_path / "pod.toml")
+    assert [p.what for p in caught.value.problems] == [
+        f"the grid of {tmp_path / 'pod.toml'} has 16 devices, but there are 8"
+    ]
