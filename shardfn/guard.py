@@ -4,6 +4,8 @@ Seen on JAX 0.10.2 and 0.12.0.1 (CPU): a convolution with a window larger than 1
 results, in value or in gradient, if the image leaves some grid axis unused, if the kernel is cut as well, or, with
 several spatial dims cut, strides or dilation, in other cases that follow no plain rule.
 It is right with whole spatial dims, and with one spatial dim cut of an image that is cut over all axes, without strides.
+One in groups, cut along their dims so that the pieces do not divide the groups, does not compile, or ends the process; with
+its batch cut while some grid axis is idle, the kernel's gradient is added up once for each of the devices along that axis.
 So is the gradient of a maximum over windows (max pooling) wrong where a dim is cut and neighbouring windows overlap by
 half or more: 3 rows each 1, 4 each 2, but not 3 each 2. It is judged where it stands in the function itself.
 On CPU a Fourier transform of what is gathered along another dim than the first may come to read a transposed array, which
@@ -12,6 +14,7 @@ it refuses when it runs: with its operand and result whole by constraint, it doe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +22,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
-from shardfn.graph.model import Flow, Op
+from shardfn.graph.model import Convolution, Flow, Op, Spec, axis_size
 from shardfn.rebind import bind_one, rebound
 
 CHANGES = frozenset({"all_gather", "all_slice", "all_to_all", "collective_permute", "all_reduce", "reduce_scatter"})
@@ -55,6 +58,8 @@ def wrong_convolutions(flow: Flow) -> tuple[Wrong, ...]:
             continue
         image, kernel = (flow.specs[moved_from.get(v, v)] for v in op.inputs)
         result = flow.specs[moved_to.get(op.outputs[0], op.outputs[0])]
+        if _is_wrong_in_groups(op.convolution, (image, kernel, result), flow):
+            found.setdefault(Wrong(op.where))
         window = [flow.graph.values[op.inputs[1]].shape[d] for d in op.convolution.kernel]
         cut = [image[a] or result[b] for a, b in zip(op.convolution.image, op.convolution.result, strict=True)]
         if max(window, default=1) == 1 or not any(cut) or any(kernel[d] for d in op.convolution.kernel):
@@ -63,6 +68,19 @@ def wrong_convolutions(flow: Flow) -> tuple[Wrong, ...]:
         if not one or _axes(image) != every or _axes(kernel):
             found.setdefault(Wrong(op.where))
     return tuple(found)
+
+
+def _is_wrong_in_groups(found: Convolution, laid: Sequence[Spec], flow: Flow) -> bool:
+    """Whether the pieces along a dim of groups do not divide these, or the batch is cut while some axis of the grid is idle."""
+    for which, dim, groups in found.grouped:
+        if groups % math.prod(axis_size(a, flow.axes) for a in laid[which][dim]):
+            return True
+    if not found.grouped:
+        return False
+    in_groups = {dim for which, dim, _ in found.grouped if which == 0}
+    batch = [axes for dim, axes in enumerate(laid[0]) if dim not in in_groups and dim not in found.image]
+    every = {axis for axis, size in flow.axes.items() if size > 1}
+    return any(batch) and set().union(*map(_axes, laid)) != every
 
 
 def _is_wrong_pooling(op: Op, flow: Flow) -> bool:
@@ -86,9 +104,9 @@ def convolution_finding(wrong: Sequence[Wrong]) -> str:
     texts = []
     if windows:
         texts.append(
-            f"the spatial dims of the convolutions, or the gradients of poolings, at {windows} are made whole first: "
-            "XLA computes them wrongly in the layout asked for, or their gradients. To avoid it, cut one spatial dim, and the "
-            "image over all devices, or convolve with shardfn.halo.conv, which fetches borders itself"
+            f"the spatial dims of the convolutions, all dims of those in groups, or the gradients of poolings, at {windows} are "
+            "made whole first: XLA computes them wrongly in the layout asked for, or their gradients. To avoid it, cut one "
+            "spatial dim, and the image over all devices, or convolve with shardfn.halo.conv, which fetches borders itself"
         )
     if transforms:
         texts.append(
@@ -118,6 +136,9 @@ def whole_convolutions(
             (out,) = bind_one(eqn, [whole(x, range(x.ndim)) for x in inputs])
             return [whole(out, range(out.ndim))]
         numbers = eqn.params["dimension_numbers"]
+        if max(eqn.params["feature_group_count"], eqn.params["batch_group_count"]) > 1:
+            (out,) = bind_one(eqn, [whole(x, range(x.ndim)) for x in inputs])
+            return [whole(out, range(out.ndim))]
         if max((inputs[1].shape[d] for d in numbers.rhs_spec[2:]), default=1) == 1:
             return bind_one(eqn, inputs)
         (out,) = bind_one(eqn, [whole(inputs[0], numbers.lhs_spec[2:]), inputs[1]])

@@ -178,11 +178,12 @@ def program_of(callee: Callee, options: Options, call: Call, current: Any, compl
 
 
 def better(problem: Question, kept: Answer, found: Answer, at_first: Answer) -> Answer:
-    """Of a mended program the arguments' layouts as they were found before it was mended, or what was found anew."""
+    """Of a mended program the arguments' layouts as they were found before it was mended, or what was found anew, as long as
+    that does not hold convolutions as they were."""
     if found is at_first:
         return kept
-    costs = [objective(problem.price_of(a), problem) for a in (kept, found)]
-    return kept if costs[0] <= costs[1] else found
+    right = [a for a in (kept, sound(problem, found)) if not wrong_convolutions(problem.flow_of(a))]
+    return min(right or [kept], key=lambda a: objective(problem.price_of(a), problem))
 
 
 def sound(problem: Question, answer: Answer) -> Answer:

@@ -151,3 +151,32 @@ def test_fourier_transforms_of_cut_arrays_run(strategy, mended):
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_fourier_transforms_run_as_they_are_planned(level):
     np.testing.assert_allclose(shardfn.shard(filtered, level=level)(*SIGNAL), filtered(*SIGNAL), rtol=1e-3, atol=1e-3)
+
+
+def grouped(groups, dilation):
+    def convolved(a, b):
+        return jax.lax.conv_general_dilated(a, b, (1, 1), "SAME", rhs_dilation=(dilation,) * 2, feature_group_count=groups,
+                                            dimension_numbers=("NHWC", "HWIO", "NHWC"))  # fmt: skip
+
+    return convolved
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize(("groups", "dilation"), [(2, 1), (2, 2), (4, 1)])
+def test_convolutions_in_groups_and_their_gradients(groups, dilation, level):
+    """XLA stops, or ends the process, where pieces do not divide the groups."""
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(2, 16, 16, 4)).astype("f"), rng.normal(size=(3, 3, 4 // groups, 8)).astype("f")
+    both = lambda a, b: jax.grad(lambda a, b: (grouped(groups, dilation)(a, b) ** 2).sum(), (0, 1))(a, b)  # noqa: E731
+    for x, y in zip(shardfn.shard(both, level=level)(a, b), both(a, b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("batch", [2, 4, 8])
+def test_a_kernels_gradient_in_groups_is_not_added_up_for_idle_devices(batch):
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(8, 8, 8, 4)).astype("f"), rng.normal(size=(3, 3, 2, 8)).astype("f")
+    gradient = lambda a, b: jax.grad(lambda b: (grouped(2, 1)(a, b) ** 2).sum())(b)  # noqa: E731
+    sharded = shardfn.shard(gradient, in_strategy=((batch, 1, 1, 1), (1, 1, 1, 1)))
+    np.testing.assert_allclose(sharded(a, b), gradient(a, b), rtol=1e-3, atol=1e-2)
+    assert any("in groups" in f for f in sharded.plan(a, b).findings) == (batch < 8)

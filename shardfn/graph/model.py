@@ -42,12 +42,16 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Convolution:
-    """The spatial dims of a convolution's image, kernel and result, and whether it has neither strides nor dilation."""
+    """The spatial dims of a convolution's image, kernel and result, and whether it has neither strides nor dilation.
+
+    `grouped` are the dims along which it works in groups: (0 image, 1 kernel, 2 result; dim; how many groups).
+    """
 
     image: tuple[int, ...]
     kernel: tuple[int, ...]
     result: tuple[int, ...]
     is_dense: bool
+    grouped: tuple[tuple[int, int, int], ...] = ()
 
 
 class Tap(NamedTuple):

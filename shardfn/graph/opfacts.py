@@ -30,7 +30,7 @@ def rule_of(attribute: Any) -> Rule:
 
 
 def convolution_of(op: Any) -> Convolution:
-    """Which dims of a convolution are spatial, and whether its window takes every element."""
+    """Which dims of a convolution are spatial or in groups, and whether its window takes every element."""
     numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
     steps = ("window_strides", "lhs_dilation", "rhs_dilation")
     is_dense = all(
@@ -41,6 +41,15 @@ def convolution_of(op: Any) -> Convolution:
         tuple(numbers.kernel_spatial_dimensions),
         tuple(numbers.output_spatial_dimensions),
         is_dense,
+        tuple(
+            (which, dim, groups)
+            for name, at in (
+                ("feature_group_count", numbers.input_feature_dimension),
+                ("batch_group_count", numbers.input_batch_dimension),
+            )
+            if (groups := ir.IntegerAttr(op.attributes[name]).value) > 1
+            for which, dim in enumerate((at, numbers.kernel_output_feature_dimension, numbers.output_feature_dimension))
+        ),
     )
 
 
