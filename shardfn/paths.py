@@ -108,6 +108,15 @@ def starred(texts: Sequence[str]) -> str:
     return "".join(word[0] if len(set(word)) == 1 else "*" for word in words)
 
 
+def few(texts: Sequence[str], most: int, least: int = 3) -> str:
+    """The first of some names, those of which at least that many differ only in the number of a layer as one.
+
+    >>> few(["b/0/w", "b/1/w", "b/2/w", "x"], 1), few([], 1)
+    ('b/*/w and 1 more', '')
+    """
+    return listed([starred(same) for same in alike(texts, layer, least)], most) if texts else ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Ruled:
     """Which rule speaks of which path, all by their positions."""

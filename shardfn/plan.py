@@ -20,7 +20,7 @@ from shardfn.graph.model import Collective, Flow, Op
 from shardfn.layout import Layout
 from shardfn.layoutrules import LayoutFile, Rule
 from shardfn.meshes import abstract_mesh, mesh_on, wired
-from shardfn.paths import alike, layer, listed, starred
+from shardfn.paths import alike, few
 
 __all__ = [
     "Alternatives", "Candidate", "Change", "Constraint", "Decision", "DimClass", "OpStrategy", "Plan", "Study", "diff",
@@ -319,13 +319,9 @@ def _laid_otherwise(first: Plan, second: Plan) -> Iterator[Change]:
     ]
     for same in alike(rows, lambda row: row[1:], least=2):
         paths = tuple(path for path, *_ in same)
-        yield Change(_names(paths), *same[0][2:], paths)
+        yield Change(few(paths, 2, 2), *same[0][2:], paths)
     if moved:
-        yield Change(_names(moved), "cut over the first grid", "cut as much over the second", tuple(moved))
-
-
-def _names(paths: Sequence[str]) -> str:
-    return listed([starred(same) for same in alike(paths, layer, least=2)], 2)
+        yield Change(few(moved, 2, 2), "cut over the first grid", "cut as much over the second", tuple(moved))
 
 
 def _grid(plan: Plan) -> str:

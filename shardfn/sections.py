@@ -15,11 +15,11 @@ import numpy as np
 from shardfn.comparison import Comparison, Tally
 from shardfn.cost.price import collective_s
 from shardfn.graph.model import Collective, Spec
-from shardfn.paths import alike, layer, starred
+from shardfn.paths import alike, few, layer, starred
 from shardfn.plan import Decision, DimClass, Plan, op_strategies, proof
 from shardfn.render import Drawing, Part, Placed, Text, figure, unit_of
 from shardfn.study import columns_of
-from shardfn.tables import MOST_ROWS, few, file_line, shape_text, spec_text, table, times
+from shardfn.tables import MOST_ROWS, file_line, shape_text, spec_text, table, times
 
 MOST_REASONS = 6
 MOST_DEVICES = 64

@@ -6,7 +6,6 @@ import pathlib
 from collections.abc import Sequence
 
 from shardfn.graph.model import Spec
-from shardfn.paths import alike, layer, starred
 from shardfn.render import Table
 
 MOST_ROWS = 32
@@ -20,12 +19,6 @@ def table(
     more = [f"… {len(rows) - most} more rows: see .to_dict()"] if len(rows) > most else []
     cells = tuple(tuple(row[i] for i in kept) for row in rows[:most])
     return Table(title, tuple(columns[i] for i in kept), cells, "; ".join([*more, *([note] if note else [])]))
-
-
-def few(texts: Sequence[str], most: int) -> str:
-    """The first of some names, those that differ only in the number of a layer as one."""
-    texts = [starred(same) for same in alike(texts, layer)]
-    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
 def times(count: int) -> str:
