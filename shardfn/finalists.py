@@ -22,7 +22,7 @@ def answers(
     levels: Mapping[int, Answer],
     more: Sequence[Answer],
     count: int,
-    is_right: Callable[[Candidate], bool] = lambda c: True,
+    is_right: Callable[[Candidate], bool],
 ) -> tuple[tuple[str, Answer], ...]:
     """The answers to compile, by name, `count` in all: the search's own first, polished where that is better by its flow;
     those of the other levels, and `more`; these polished; what of all these sends least, in pieces; then in turn the best

@@ -58,7 +58,7 @@ def wrong_convolutions(flow: Flow) -> tuple[Wrong, ...]:
             continue
         image, kernel = (flow.specs[moved_from.get(v, v)] for v in op.inputs)
         result = flow.specs[moved_to.get(op.outputs[0], op.outputs[0])]
-        if _is_wrong_in_groups(op.convolution, (image, kernel, result), flow):
+        if _is_wrong_in_groups(op.convolution, (image, kernel, result), flow, every):
             found.setdefault(Wrong(op.where))
         window = [flow.graph.values[op.inputs[1]].shape[d] for d in op.convolution.kernel]
         cut = [image[a] or result[b] for a, b in zip(op.convolution.image, op.convolution.result, strict=True)]
@@ -70,7 +70,7 @@ def wrong_convolutions(flow: Flow) -> tuple[Wrong, ...]:
     return tuple(found)
 
 
-def _is_wrong_in_groups(found: Convolution, laid: Sequence[Spec], flow: Flow) -> bool:
+def _is_wrong_in_groups(found: Convolution, laid: Sequence[Spec], flow: Flow, every: set[str]) -> bool:
     """Whether the pieces along a dim of groups do not divide these, or the batch is cut while some axis of the grid is idle."""
     for which, dim, groups in found.grouped:
         if groups % math.prod(axis_size(a, flow.axes) for a in laid[which][dim]):
@@ -79,7 +79,6 @@ def _is_wrong_in_groups(found: Convolution, laid: Sequence[Spec], flow: Flow) ->
         return False
     in_groups = {dim for which, dim, _ in found.grouped if which == 0}
     batch = [axes for dim, axes in enumerate(laid[0]) if dim not in in_groups and dim not in found.image]
-    every = {axis for axis, size in flow.axes.items() if size > 1}
     return any(batch) and set().union(*map(_axes, laid)) != every
 
 
@@ -132,13 +131,10 @@ def whole_convolutions(
             dims = [d for d, size in enumerate(eqn.params["window_dimensions"]) if size > 1]
             (out,) = bind_one(eqn, [whole(x, dims) for x in inputs])
             return [whole(out, dims)]
-        if eqn.primitive.name == _TRANSFORM:
+        if eqn.primitive.name == _TRANSFORM or max(map(eqn.params.__getitem__, _GROUPS)) > 1:
             (out,) = bind_one(eqn, [whole(x, range(x.ndim)) for x in inputs])
             return [whole(out, range(out.ndim))]
         numbers = eqn.params["dimension_numbers"]
-        if max(eqn.params["feature_group_count"], eqn.params["batch_group_count"]) > 1:
-            (out,) = bind_one(eqn, [whole(x, range(x.ndim)) for x in inputs])
-            return [whole(out, range(out.ndim))]
         if max((inputs[1].shape[d] for d in numbers.rhs_spec[2:]), default=1) == 1:
             return bind_one(eqn, inputs)
         (out,) = bind_one(eqn, [whole(inputs[0], numbers.lhs_spec[2:]), inputs[1]])
@@ -155,3 +151,4 @@ def whole_convolutions(
 
 _POOLING = "select_and_scatter_add"
 _TRANSFORM = "fft"
+_GROUPS = ("feature_group_count", "batch_group_count")
