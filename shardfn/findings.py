@@ -12,9 +12,10 @@ from shardfn.decisions import Decision
 from shardfn.graph.model import Communication, Flow, Spec
 from shardfn.plan import Plan
 from shardfn.render import figure, unit_of
-from shardfn.search.grid import Axes
+from shardfn.search.grid import Axes, cuts_of
+from shardfn.search.neighbours import layouts
 from shardfn.search.problem import objective
-from shardfn.study import Study, cuts_of, layouts
+from shardfn.study import Study
 
 LARGE = 1 << 20
 """Bytes that one device sends in one call, below which nothing is said of a collective."""

@@ -17,8 +17,8 @@ from shardfn.meshes import partition_spec
 from shardfn.paths import met, normal, starred
 from shardfn.plan import Plan
 from shardfn.render import Part, Table, figure, to_html, to_rich, to_text, unit_of
-from shardfn.search.grid import Axes
-from shardfn.search.neighbours import cuts_of, layouts
+from shardfn.search.grid import Axes, cuts_of
+from shardfn.search.neighbours import layouts
 from shardfn.search.problem import Ends, Pins, objective
 from shardfn.search.problem import Problem as Question
 from shardfn.strategy import Leaf, apply_parameter_plan, short

@@ -10,7 +10,8 @@ import pytest
 import shardfn
 from shardfn import AUTO, Layout, ShardError
 from shardfn.decisions import Alternatives, Figures
-from shardfn.study import cuts_of, layouts
+from shardfn.search.grid import cuts_of
+from shardfn.search.neighbours import layouts
 
 ON = Layout((2, 4), ("a", "b"))
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
 from shardfn.cost.links import links
 from shardfn.graph.model import Spec
-from shardfn.search.grid import Axes
+from shardfn.search.grid import Axes, cuts_of
 from shardfn.search.levels import repeated, totals
 from shardfn.search.problem import LARGE, Candidate, Problem
 from shardfn.search.solver.labelling import Labelling, Table, peak_of
@@ -57,6 +56,15 @@ def layout_of(problem: Problem, found: Found) -> Callable[[int], Spec]:
     return laid
 
 
+def reads_of(problem: Problem, found: Found, index: int) -> tuple[Spec, ...]:
+    """The layouts in which an op, by its index, reads its operands, as it was found."""
+    names = tuple(name for name, _ in found.axes)
+    node, wanted = found.space.reads[index]
+    ranks = (len(problem.graph.values[v].shape) for v in problem.graph.ops[index].inputs)
+    rows = (layouts[found.solution.choice[node]].tolist() for layouts in wanted)
+    return tuple(spec_of(row, rank, names) for row, rank in zip(rows, ranks, strict=True))
+
+
 def decided(problem: Problem, found: Found) -> Callable[[int], Spec | None]:
     """The same, and None of what is no decision of its own."""
     laid = layout_of(problem, found)
@@ -100,7 +108,7 @@ def works_as_found(problem: Problem, found: Found, made: Candidate) -> bool:
 
 def runners_up(problem: Problem, found: Found) -> tuple[str, ...]:
     """For each open argument the next best cut with all else as it is, and what it would cost more."""
-    labels, choice = found.labels, found.solution.choice
+    labels, choice, names = found.labels, found.solution.choice, tuple(name for name, _ in found.axes)
     near: dict[int, list[tuple[Table, int]]] = {}
     for table in labels.tables:
         for place, node in enumerate(table.nodes):
@@ -112,25 +120,16 @@ def runners_up(problem: Problem, found: Found) -> tuple[str, ...]:
         for table, place in near.get(node, ()):
             other = table.nodes[1 - place]
             total += table.cost[:, choice[other]] if place == 0 else table.cost[choice[other]]
-        mine, own = total[choice[node]], cuts_of(layouts[choice[node]].tolist(), len(shape_), found.axes)
-        total[[cuts_of(row.tolist(), len(shape_), found.axes) == own for row in layouts]] = np.inf
+        every = [cuts_of(spec_of(row.tolist(), len(shape_), names), found.axes) for row in layouts]
+        mine, own = total[choice[node]], every[choice[node]]
+        total[[cuts == own for cuts in every]] = np.inf
         if spec is not None or not np.isfinite(total).any():
             told.append("")
             continue
         at = int(np.argmin(total))
-        cuts = cuts_of(layouts[at].tolist(), len(shape_), found.axes)
         more = total[at] - mine
-        told.append(f"{cuts}: {'+' if more >= 0 else ''}{amount(more)}")
+        told.append(f"{every[at]}: {'+' if more >= 0 else ''}{amount(more)}")
     return tuple(told)
-
-
-def cuts_of(row: Sequence[int], rank: int, axes: Axes) -> tuple[int, ...]:
-    """How many ways each dim is cut.
-
-    >>> cuts_of([0, -1], 2, (("a", 4), ("b", 2)))
-    (4, 1)
-    """
-    return tuple(math.prod(size for (_, size), d in zip(axes, row, strict=True) if d == dim) for dim in range(rank))
 
 
 def amount(cost: float) -> str:

@@ -217,3 +217,13 @@ def merged(axes: Axes, specs: Sequence[Spec], pins: Mapping[int, Pin]) -> tuple[
     held = {i: Pin(tuple(s if s is None else renamed(s) for s in p.operands),
                    tuple(s if s is None else renamed(s) for s in p.results)) for i, p in pins.items()}  # fmt: skip
     return sizes, [renamed(spec) for spec in specs], held
+
+
+def cuts_of(spec: Spec, axes: Axes) -> tuple[int, ...]:
+    """How many ways a layout cuts each dim.
+
+    >>> cuts_of((("a",), ()), (("a", 4), ("b", 2)))
+    (4, 1)
+    """
+    sizes = dict(axes)
+    return tuple(math.prod(sizes[a] for a in dim) for dim in spec)

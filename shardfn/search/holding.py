@@ -7,11 +7,10 @@ import math
 from collections.abc import Callable, Collection, Iterator
 
 from shardfn.graph.model import Pin, Spec
-from shardfn.search.found import Found, layout_of, shape, works_as_found
+from shardfn.search.found import Found, layout_of, reads_of, shape, works_as_found
 from shardfn.search.grid import Axes, merged
 from shardfn.search.polish import PRODUCTS
 from shardfn.search.problem import LARGE, Candidate, Pins, Problem
-from shardfn.search.strategies import spec_of
 
 FAR, BACK = 2.0, 0.75
 """Of the time of the best flow so far: from there holding every decision does not make a flow the best. Of 60 plans of
@@ -51,7 +50,7 @@ def candidates(problem: Problem, found: Found, best_s: float = math.inf) -> Iter
         return
     if not is_over and works_as_found(problem, found, loose):
         return
-    full = candidate(problem, found)
+    full = Candidate(shape(axes), axes, specs, held, problem.price(axes, specs, held))
     yield full
     if len(ops) <= LARGE and problem.seconds_left > 0 and not works_as_found(problem, found, full):
         yield from all_held(problem, found, full)
@@ -87,17 +86,13 @@ def all_held(problem: Problem, found: Found, full: Candidate) -> Iterator[Candid
 
 
 def _held(problem: Problem, found: Found, kinds: Collection[str] = HELD_FIRST) -> tuple[Axes, tuple[Spec, ...], Pins]:
-    names, laid = tuple(name for name, _ in found.axes), layout_of(problem, found)
+    laid = layout_of(problem, found)
     specs = tuple(spec if spec is not None else laid(value)[: len(shape)]
                   for value, spec, shape in zip(problem.inputs, problem.specs, problem.shapes, strict=True))  # fmt: skip
     pins: dict[int, Pin] = {}
     for index, op in enumerate(problem.graph.ops):
         if index in problem.can_hold and index in found.space.reads and op.name in kinds:
-            node, wanted = found.space.reads[index]
-            label = found.solution.choice[node]
-            operands = [spec_of(layouts[label].tolist(), len(problem.graph.values[v].shape), names)
-                        for v, layouts in zip(op.inputs, wanted, strict=True)]  # fmt: skip
-            pins[index] = Pin(tuple(operands), tuple(map(laid, op.outputs)))
+            pins[index] = Pin(reads_of(problem, found, index), tuple(map(laid, op.outputs)))
     pins |= _broadcasts(problem, found, laid)
     axes = found.axes
     if not problem.axes:
@@ -109,22 +104,20 @@ def _held(problem: Problem, found: Found, kinds: Collection[str] = HELD_FIRST) -
 def _broadcasts(problem: Problem, found: Found, laid: Callable[[int], Spec]) -> dict[int, Pin]:
     """Sums and products that read a broadcast of what lies in pieces which they do not read: held to how they read it, as
     else the pieces of a bias or a scale would become those of the activation that it meets."""
-    names, values = tuple(name for name, _ in found.axes), problem.graph.values
     source = {op.outputs[0]: op.inputs[0] for op in problem.graph.ops if op.name == "broadcast_in_dim"}
     pins: dict[int, Pin] = {}
     for index, op in enumerate(problem.graph.ops):
         if op.name not in FOLLOWING or index not in problem.can_hold or index not in found.space.reads:
             continue
-        node, wanted = found.space.reads[index]
         operands: list[Spec | None] = [None] * len(op.inputs)
-        for position, (v, layouts) in enumerate(zip(op.inputs, wanted, strict=True)):
+        for position, (v, spec) in enumerate(zip(op.inputs, reads_of(problem, found, index), strict=True)):
             root = v
             while root in source:
                 root = source[root]
-            if root != v and root in found.space.layouts:
-                spec = spec_of(layouts[found.solution.choice[node]].tolist(), len(values[v].shape), names)
-                if not {a for dim in laid(root) for a in dim} <= {a for dim in spec for a in dim}:
-                    operands[position] = spec
+            if root == v or root not in found.space.layouts:
+                continue
+            if not {a for dim in laid(root) for a in dim} <= {a for dim in spec for a in dim}:
+                operands[position] = spec
         if any(spec is not None for spec in operands):
             pins[index] = Pin(tuple(operands), (None,) * len(op.outputs))
     return pins

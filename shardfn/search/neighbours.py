@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from shardfn.graph.model import Spec
 from shardfn.search import plain
 from shardfn.search.filters import keeps
-from shardfn.search.grid import Axes
+from shardfn.search.grid import Axes, cuts_of
 from shardfn.search.problem import Candidate, Problem, objective
 from shardfn.search.results import ends_of
 
@@ -152,9 +152,3 @@ def _choices(dims: int, axes: int) -> Iterator[tuple[int, ...]]:
         for start, stop in itertools.combinations(range(axes + 1), 2):
             yield tuple(dim if start <= i < stop else -1 for i in range(axes))
     yield (-1,) * axes
-
-
-def cuts_of(spec: Spec, axes: Axes) -> tuple[int, ...]:
-    """How many ways a layout cuts each dim."""
-    sizes = dict(axes)
-    return tuple(math.prod(sizes[a] for a in dim) for dim in spec)
