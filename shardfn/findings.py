@@ -167,7 +167,7 @@ def avoided(plan: Plan, study: Study, c: Communication, is_gone: Callable[[Flow]
     ]
     found = []
     for d, spec in tries[:most]:
-        flow = study.flow_with(plan, d.path, spec)
+        flow = study.flow_with(plan, (d.path,), spec)
         if is_gone(flow):
             paid = price(flow, plan.hardware, study.question.donated)
             if paid.bytes_sent < plan.price.bytes_sent:

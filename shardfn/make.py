@@ -7,19 +7,18 @@ import dataclasses
 import gc
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 from shardfn.cost.hardware import Hardware
-from shardfn.cost.price import collectives
+from shardfn.cost.price import Price, collectives
 from shardfn.cuts import check
-from shardfn.decisions import Candidate, Constraint, Decision, DimClass, Figures
+from shardfn.decided import of_classes, of_inputs, of_pins, of_results
+from shardfn.decisions import Candidate, Figures
 from shardfn.errors import Problem, raise_problems
 from shardfn.findings import advice
+from shardfn.flows import Spread, kept, padded
 from shardfn.given import is_drawn, place_drawn
-from shardfn.graph import shardy
 from shardfn.graph.classes import Classes, dim_classes
-from shardfn.graph.model import Flow, Graph, Spec, axis_size, dtype_bits
-from shardfn.graph.roads import as_compiled
+from shardfn.graph.model import Graph, Spec
 from shardfn.guard import convolution_finding, wrong_convolutions
 from shardfn.layoutrules import LayoutFile, axes_on
 from shardfn.limits import near_limit, within_limit
@@ -27,8 +26,9 @@ from shardfn.pins import anchors, held_in
 from shardfn.place import Placement, expresses, finest, place
 from shardfn.plan import Plan
 from shardfn.search import Search
+from shardfn.search.facts import bytes_of
 from shardfn.search.grid import Axes
-from shardfn.search.problem import NO_ENDS, Algorithm, End, Ends, Pins
+from shardfn.search.problem import Algorithm, Answer, End
 from shardfn.search.problem import Problem as Question
 from shardfn.strategy import AUTO, Leaf
 from shardfn.study import Study
@@ -96,74 +96,12 @@ def make_plan(
     classes = dim_classes(graph)
     placed = place_call(inputs, outputs, traced, classes, hardware, problems)
     raise_problems(problems)
-    in_specs, out_specs = placed.specs[: len(inputs)], placed.specs[len(inputs) :]
-    drawn = any(is_drawn(leaf) for leaf in (*inputs, *outputs))
-    grid: Axes = placed.axes if drawn or any(dim for spec in placed.specs if spec for dim in spec) else ()
-
-    if layout is not None and hardware.count > 1 and not grid:
-        grid = axes_on(layout, hardware.count, problems)
-
-    own = grid or (("a", hardware.count),)
-    if any(math.prod(other) == hardware.count and not expresses(own, other) for other in traced.grids):
-        # An inner `shard` has its own grid: Shardy carries layouts across only if both are one.
-        grid, parts = finest(own)
-        in_specs, out_specs = (tuple(None if s is None else _in_parts(s, parts) for s in specs)
-                               for specs in (in_specs, out_specs))  # fmt: skip
-
-    def result_specs(specs: Sequence[Spec | None]) -> list[Spec | None]:
-        return [specs[same_as[i]] if spec is None and i in same_as else spec for i, spec in enumerate(out_specs)]
-
-    ready: list[shardy.Ready] = []  # the module as all flows begin
-
-    def flow_with(axes: Axes, specs: Sequence[Spec | None], results: Mapping[int, Spec], pins: Pins) -> Flow:
-        ends = [results.get(i, spec) for i, spec in enumerate(result_specs(specs))]
-        spread = [None] * traced.captured
-        spread += [_padded(s, graph, v) for s, v in zip(specs, traced.inputs, strict=True)]
-        padded = [_padded(s, graph, v) for s, v in zip(ends, traced.outputs, strict=True)]
-        tokens = len(graph.outputs) - len(outputs)
-        at = {graph.ops[index].site: pin for index, pin in pins.items()}
-        if not ready:
-            ready.append(shardy.as_propagated(traced.module, traced.seen))
-        laid = shardy.propagate(traced.module, axes, spread, [None] * tokens + padded, at, *ready)
-        return as_compiled(laid, hardware.platform)
-
-    known: dict[Any, Flow] = {}
-
-    def flow_of(axes: Axes, specs: Sequence[Spec | None], pins: Pins, ends: Ends = NO_ENDS) -> Flow:
-        key = axes, tuple(specs), tuple(pins.items()), tuple(sorted(ends.items()))
-        if key not in known:
-            known[key] = flow_with(axes, specs, ends, pins)
-        return known[key]
-
+    grid, specs = _grid_of(placed, inputs, outputs, traced, hardware, layout, problems)
+    in_specs, out_specs = specs[: len(inputs)], specs[len(inputs) :]
     anchored = anchors(traced.jaxpr, graph)
-    question = Question(
-        names=tuple(leaf.path for leaf in inputs),
-        shapes=tuple(leaf.shape for leaf in inputs),
-        classes=tuple(classes.of[v][: len(leaf.shape)] for v, leaf in zip(traced.inputs, inputs, strict=True)),
-        weights=_weights(graph, classes),
-        axes=grid,
-        specs=in_specs if hardware.count > 1 else tuple(((),) * len(leaf.shape) for leaf in inputs),
-        hardware=hardware,
-        level=level,
-        flow=flow_of,
-        graph=graph,
-        inputs=traced.inputs,
-        results={v: _padded(s, graph, v) or ()
-                 for v, s in zip(traced.outputs, out_specs, strict=True) if s is not None},
-        same_as={traced.outputs[i]: traced.inputs[j] for i, j in same_as.items() if out_specs[i] is None},
-        donated=frozenset(traced.inputs[i] for i in donated),
-        can_hold=frozenset(anchored),
-        memory_limit=wishes.memory_limit if wishes.memory_limit is not None else hardware.chip.memory_bytes,
-        algorithm=wishes.algorithm,
-        inside=wishes.inside,
-        ends={} if hardware.count == 1 else {
-            i: End(leaf.path, v, leaf.shape, i - len(outputs))
-            for i, (v, leaf, s) in enumerate(zip(traced.outputs, outputs, out_specs, strict=True))
-            if s is None and i not in same_as and leaf.shape},
-        ends_asked=any(leaf.entry is AUTO and leaf.where for leaf in outputs),
-        seconds=wishes.seconds,
-    )  # fmt: skip
-    question.memo["tied"] = classes.of
+    flows = Spread(traced, hardware.platform, out_specs, same_as)
+    asked = _question(inputs, outputs, traced, classes, in_specs, flows, hardware, donated, wishes)
+    question = dataclasses.replace(asked, axes=grid, level=level, can_hold=frozenset(anchored))
     answer = search(question)
     if wishes.is_strict:
         answer = within_limit(question, answer, again or search, wishes.memory_limit is not None)
@@ -171,36 +109,8 @@ def make_plan(
     if layout is not None and hardware.count > 1:
         pins = held_in(layout, anchored, graph, answer.axes, findings)
         answer = dataclasses.replace(answer, pins={**answer.pins, **pins})
-    flow = question.flow_of(answer)
-    constraints = tuple(
-        Constraint(graph.ops[index].name, anchored[index], graph.ops[index].where, pin.operands, pin.results)
-        for index, pin in sorted(answer.pins.items())
-    )
-    decided_in = tuple(
-        _decision(leaf, spec, answer.axes, graph, value, source if given is None else leaf.by, reason, runner_up)
-        for leaf, spec, given, value, reason, runner_up in zip(
-            inputs,
-            answer.specs,
-            in_specs,
-            traced.inputs,
-            answer.reasons,
-            answer.runners_up or (answer.runner_up,) * len(inputs),
-            strict=True,
-        )
-        for source in (answer.source if hardware.count > 1 else "propagated",)
-    )
-    decided_out = []
-    last = flow.graph.outputs[len(flow.graph.outputs) - len(outputs) :]
-    for i, (leaf, given, laid, value) in enumerate(
-        zip(outputs, out_specs, result_specs(answer.specs), last, strict=True)
-    ):
-        laid = answer.ends.get(i, laid)
-        spec = laid if laid is not None else _whole_axes(flow.specs[value][: len(leaf.shape)], leaf, flow, findings)
-        source = "searched" if i in answer.ends else "propagated" if given is None else leaf.by
-        reason = "with the arguments: propagation alone would leave it otherwise" if i in answer.ends else ""
-        if given is None and i in same_as:
-            reason = f"as `{inputs[same_as[i]].path}`, whose place it can take"
-        decided_out.append(_decision(leaf, spec, answer.axes, flow.graph, value, source, reason, ""))
+    flow, paid = question.flow_of(answer), question.price_of(answer)
+    decided = of_inputs(inputs, in_specs, answer, traced, "propagated" if hardware.count == 1 else answer.source)
 
     def asked_again(changed: Sequence[Leaf], ends: Sequence[Leaf]) -> Plan:
         other = make_plan(name, changed, ends, traced, hardware=hardware, level=level, search=again or search,
@@ -210,19 +120,14 @@ def make_plan(
             other = dataclasses.replace(other, findings=(*other.findings, told))
         return other
 
-    paid = question.price_of(answer)
-    mine = Candidate("this plan", answer.axes, Figures.of(paid))
-    priced: dict[Figures, Candidate] = {}  # what costs the same is the same on axes of other names, or as good
-    for c in (mine, *(Candidate(c.name, c.axes, Figures.of(c.price)) for c in answer.others)):
-        priced.setdefault(c.figures, c)
     # Without the flows that the search has priced: they are large.
-    afresh = lambda axes, specs, pins, ends=NO_ENDS: flow_with(axes, specs, ends, pins)  # noqa: E731
-    study = Study(dataclasses.replace(question, flow=afresh), answer.specs, answer.pins, answer.ends, tuple(inputs),
-                  tuple(outputs), flow_with, asked_again)  # fmt: skip
+    afresh = dataclasses.replace(question, flow=flows)
+    study = Study(afresh, answer.specs, answer.pins, answer.ends, tuple(inputs), tuple(outputs), asked_again)
+    results = of_results(inputs, outputs, flows, answer, flow, findings)
     made = Plan(
-        name, hardware, level, answer.axes, placed.order, decided_in, tuple(decided_out),
-        _classes(classes, inputs, outputs, traced, decided_in), collectives(flow), paid, answer.policy, (), flow,
-        constraints, answer.gap, tuple(priced.values()) if len(priced) > 1 else (),
+        name, hardware, level, answer.axes, placed.order, decided, results,
+        of_classes(classes, inputs, outputs, traced, decided), collectives(flow), paid, answer.policy, (), flow,
+        of_pins(answer.pins, anchored, graph), answer.gap, _weighed(answer, paid),
         layout.activations if layout is not None else (), wishes.memory_limit, study,
     )  # fmt: skip
     findings += near_limit(paid.memory, question.memory_limit) if wishes.is_strict else []  # else judged as compiled
@@ -230,67 +135,76 @@ def make_plan(
     return dataclasses.replace(made, findings=(*findings, *advice(made, study)))
 
 
+def _grid_of(
+    placed: Placement, inputs: Sequence[Leaf], outputs: Sequence[Leaf], traced: Traced, hardware: Hardware,
+    layout: LayoutFile | None, problems: list[Problem],
+) -> tuple[Axes, tuple[Spec | None, ...]]:  # fmt: skip
+    """The grid that the call's entries or its layout file ask for, () if none does, and the entries' layouts on it."""
+    drawn = any(is_drawn(leaf) for leaf in (*inputs, *outputs))
+    grid: Axes = placed.axes if drawn or any(dim for spec in placed.specs if spec for dim in spec) else ()
+    if layout is not None and hardware.count > 1 and not grid:
+        grid = axes_on(layout, hardware.count, problems)
+    own = grid or (("a", hardware.count),)
+    if all(math.prod(other) != hardware.count or expresses(own, other) for other in traced.grids):
+        return grid, tuple(placed.specs)
+    # An inner `shard` has its own grid: Shardy carries layouts across only if both are one.
+    grid, parts = finest(own)
+    return grid, tuple(None if spec is None else _in_parts(spec, parts) for spec in placed.specs)
+
+
+def _question(
+    inputs: Sequence[Leaf], outputs: Sequence[Leaf], traced: Traced, classes: Classes,
+    in_specs: Sequence[Spec | None], flows: Spread, hardware: Hardware, donated: Collection[int], wishes: Wishes,
+) -> Question:  # fmt: skip
+    """What the search is asked, but for the grid, the level and the ops that can be held."""
+    graph, given, same_as = traced.graph, flows.given, flows.same_as
+    results = list(zip(traced.outputs, outputs, given, strict=True))
+    return Question(
+        names=tuple(leaf.path for leaf in inputs),
+        shapes=tuple(leaf.shape for leaf in inputs),
+        classes=tuple(classes.of[v][: len(leaf.shape)] for v, leaf in zip(traced.inputs, inputs, strict=True)),
+        weights=_weights(graph, classes),
+        axes=(),
+        specs=tuple(in_specs) if hardware.count > 1 else tuple(((),) * len(leaf.shape) for leaf in inputs),
+        hardware=hardware,
+        level=0,
+        flow=kept(flows),
+        graph=graph,
+        inputs=traced.inputs,
+        results={v: padded(spec, graph, v) or () for v, _, spec in results if spec is not None},
+        same_as={traced.outputs[i]: traced.inputs[j] for i, j in same_as.items() if given[i] is None},
+        donated=frozenset(traced.inputs[i] for i in donated),
+        memory_limit=wishes.memory_limit if wishes.memory_limit is not None else hardware.chip.memory_bytes,
+        algorithm=wishes.algorithm,
+        inside=wishes.inside,
+        ends={} if hardware.count == 1 else {
+            i: End(leaf.path, v, leaf.shape, i - len(outputs))
+            for i, (v, leaf, spec) in enumerate(results)
+            if spec is None and i not in same_as and leaf.shape},
+        ends_asked=any(leaf.entry is AUTO and leaf.where for leaf in outputs),
+        seconds=wishes.seconds,
+        memo={"tied": classes.of},
+    )  # fmt: skip
+
+
+def _weighed(answer: Answer, paid: Price) -> tuple[Candidate, ...]:
+    """The plan and what else was priced, if there is anything: what costs the same is the same on axes of other names, or as
+    good."""
+    priced: dict[Figures, Candidate] = {}
+    every = [("this plan", answer.axes, paid), *((c.name, c.axes, c.price) for c in answer.others)]
+    for name, axes, price in every:
+        one = Candidate(name, axes, Figures.of(price))
+        priced.setdefault(one.figures, one)
+    return tuple(priced.values()) if len(priced) > 1 else ()
+
+
 def _in_parts(spec: Spec, parts: Mapping[str, tuple[str, ...]]) -> Spec:
     return tuple(tuple(p for axis in dim for p in parts[axis]) for dim in spec)
-
-
-def _padded(spec: Spec | None, graph: Graph, value: int) -> Spec | None:
-    """A spec for the array as the module has it: a PRNG key has one dim more there."""
-    return None if spec is None else (*spec, *((),) * (len(graph.values[value].shape) - len(spec)))
-
-
-def _bytes(graph: Graph, value: int) -> int:
-    return math.prod(graph.values[value].shape) * dtype_bits(graph.values[value].dtype) // 8
 
 
 def _weights(graph: Graph, classes: Classes) -> dict[int, int]:
     found: dict[int, int] = {}
     for value, of in enumerate(classes.of):
         for class_ in set(of):
-            found[class_] = found.get(class_, 0) + _bytes(graph, value)
+            found[class_] = found.get(class_, 0) + int(bytes_of(graph.values[value]))
     return found
-
-
-def _decision(
-    leaf: Leaf, spec: Spec | None, axes: Axes, graph: Graph, value: int, source: str, reason: str, runner_up: str
-) -> Decision:
-    spec = spec if spec is not None else ((),) * len(leaf.shape)
-    sizes = dict(axes)
-    cuts = tuple(math.prod(axis_size(a, sizes) for a in dim) for dim in spec)
-    if source in ("you", "file"):
-        reason, runner_up = leaf.where + (": data parallel" if leaf.entry is None else ""), ""
-    elif source == "propagated":
-        runner_up = ""
-    local = _bytes(graph, value) // max(1, math.prod(cuts))
-    return Decision(leaf.path, leaf.shape, leaf.dtype, cuts, spec, source, reason, runner_up, local)
-
-
-def _whole_axes(spec: Spec, leaf: Leaf, flow: Flow, findings: list[str]) -> Spec:
-    """A propagated layout that JAX can hand out: axes must be whole ones and divide the dim."""
-    kept = []
-    for size, dim in zip(leaf.shape, spec, strict=True):
-        good = dim
-        while good and (any(":" in a for a in good) or size % math.prod(flow.axes.get(a, 0) or size + 1 for a in good)):
-            good = good[:-1]
-        kept.append(good)
-        if good != dim:
-            findings.append(f"{leaf.path}: XLA would cut dimension {len(kept) - 1} over {dim}, which does not divide "
-                            f"{size}; it is handed out over {good or 'no axis'}")  # fmt: skip
-    return tuple(kept)
-
-
-def _classes(
-    classes: Classes, inputs: Sequence[Leaf], outputs: Sequence[Leaf], traced: Traced, decided: Sequence[Decision]
-) -> tuple[DimClass, ...]:
-    leaves = [*inputs, *outputs]
-    values = (*traced.inputs, *traced.outputs)
-    found = []
-    for members in classes.members(values).values():
-        pairs = [(i, d) for i, d in members if d < len(leaves[i].shape) and leaves[i].shape[d] > 1]
-        if not pairs:
-            continue
-        axes: tuple[str, ...] = max((decided[i].spec[d] for i, d in pairs if i < len(decided)), key=len, default=())
-        i, d = pairs[0]
-        names = tuple(f"{leaves[i].path}.{d}" for i, d in pairs)
-        found.append(DimClass(names[0], leaves[i].shape[d], names, axes))
-    return tuple(found)

@@ -17,7 +17,7 @@ from shardfn.meshes import partition_spec
 from shardfn.paths import met, normal, starred
 from shardfn.plan import Plan
 from shardfn.render import Part, Table, figure, to_html, to_rich, to_text, unit_of
-from shardfn.search.grid import Axes, cuts_of
+from shardfn.search.grid import cuts_of
 from shardfn.search.neighbours import layouts
 from shardfn.search.problem import Ends, Pins, objective
 from shardfn.search.problem import Problem as Question
@@ -28,9 +28,6 @@ MOST = 12
 
 OPS = 24_000
 """Ops of all flows together that are priced unless more is asked for: a few seconds, and the same on every machine."""
-
-Flows = Callable[[Axes, Sequence[Spec], Mapping[int, Spec], Pins], Flow]
-"""The flow of a full choice: grid, arguments, results that are laid out otherwise (by position), ops held inside."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +43,6 @@ class Study:
     ends: Ends
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]
-    flow: Flows
     again: Callable[[Sequence[Leaf], Sequence[Leaf]], Plan]
 
     def why(self, plan: Plan, path: str, most: int | None) -> Alternatives:
@@ -74,7 +70,7 @@ class Study:
         """The flow with some arrays laid out otherwise."""
         specs = [spec if d.path in paths else old for d, old in zip(plan.inputs, self.specs, strict=True)]
         results = {**self.ends, **{i: spec for i, d in enumerate(plan.outputs) if d.path in paths}}
-        return self.flow(plan.axes, specs, results, self.pins)
+        return self.question.flow(plan.axes, specs, self.pins, results)
 
     def what_if(self, plan: Plan, entries: Mapping[str, Any]) -> Plan:
         """The plan with other entries (`Plan.what_if`); keys that begin with `result` speak of results."""

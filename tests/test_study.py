@@ -75,7 +75,7 @@ def test_what_is_held_inside_stays_held():
     made = searched(step, search_mode="dynamic_programming", level=0)
     for d in (*made.inputs, *made.outputs[:1]):
         assert made.study is not None
-        same = made.study.flow_with(made, d.path, d.spec)
+        same = made.study.flow_with(made, (d.path,), d.spec)
         assert same.communications == made.flow.communications
 
 

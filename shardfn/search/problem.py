@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from shardfn.cost.hardware import Hardware
@@ -26,7 +26,7 @@ Ends = Mapping[int, Spec]
 class Flows(Protocol):
     """Carries a full choice through the function: grid, a layout for each argument, for ops held inside, and for results."""
 
-    def __call__(self, axes: Axes, specs: tuple[Spec, ...], pins: Pins, ends: Ends = ...) -> Flow: ...
+    def __call__(self, axes: Axes, specs: Sequence[Spec | None], pins: Pins, ends: Ends = ...) -> Flow: ...
 
 
 @dataclasses.dataclass(frozen=True)
