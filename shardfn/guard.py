@@ -1,12 +1,7 @@
 """Where XLA computes wrong values, or makes a program that cannot run, keep it from there; the report says so.
 
-Seen on JAX 0.10.2 and 0.12.0.1 (CPU): a convolution with a window larger than 1 and a spatial dim cut gives wrong
-results, in value or in gradient, if the image leaves some grid axis unused, if the kernel is cut as well, or, with
-several spatial dims cut, strides or dilation, in other cases that follow no plain rule.
-It is right with whole spatial dims, and with one spatial dim cut of an image that is cut over all axes, without strides.
-One in groups, cut along their dims so that the pieces do not divide the groups, does not compile, or ends the process; with
-its batch cut while some grid axis is idle, the kernel's gradient is added up once for each of the devices along that axis.
-So is the gradient of a maximum over windows (max pooling) wrong where a dim is cut and neighbouring windows overlap by
+Convolutions: `graph.mistakes`. Seen on JAX 0.10.2 and 0.12.0.1 (CPU) too:
+the gradient of a maximum over windows (max pooling) is wrong where a dim is cut and neighbouring windows overlap by
 half or more: 3 rows each 1, 4 each 2, but not 3 each 2. It is judged where it stands in the function itself.
 On CPU a Fourier transform of what is gathered along another dim than the first may come to read a transposed array, which
 it refuses when it runs: with its operand and result whole by constraint, it does not.
@@ -14,7 +9,6 @@ it refuses when it runs: with its operand and result whole by constraint, it doe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +16,8 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
-from shardfn.graph.model import Convolution, Flow, Op, Spec, axis_size
+from shardfn.graph.mistakes import is_mistaken
+from shardfn.graph.model import Flow, Op
 from shardfn.rebind import bind_one, rebound
 
 CHANGES = frozenset({"all_gather", "all_slice", "all_to_all", "collective_permute", "all_reduce", "reduce_scatter"})
@@ -45,7 +40,6 @@ def wrong_convolutions(flow: Flow) -> tuple[Wrong, ...]:
         moved_from[after] = moved_from.get(before, before)
     for before, after in reversed(moves):
         moved_to[before] = moved_to.get(after, after)
-    every = {axis for axis, size in flow.axes.items() if size > 1}
     found: dict[Wrong, None] = {}
     for op in flow.graph.ops:
         if op.name == "select_and_scatter" and _is_wrong_pooling(op, flow):
@@ -58,28 +52,10 @@ def wrong_convolutions(flow: Flow) -> tuple[Wrong, ...]:
             continue
         image, kernel = (flow.specs[moved_from.get(v, v)] for v in op.inputs)
         result = flow.specs[moved_to.get(op.outputs[0], op.outputs[0])]
-        if _is_wrong_in_groups(op.convolution, (image, kernel, result), flow, every):
-            found.setdefault(Wrong(op.where))
         window = [flow.graph.values[op.inputs[1]].shape[d] for d in op.convolution.kernel]
-        cut = [image[a] or result[b] for a, b in zip(op.convolution.image, op.convolution.result, strict=True)]
-        if max(window, default=1) == 1 or not any(cut) or any(kernel[d] for d in op.convolution.kernel):
-            continue  # the last: a kernel's gradient, whose convolution forward is judged instead
-        one = sum(map(bool, cut)) == 1 and op.convolution.is_dense
-        if not one or _axes(image) != every or _axes(kernel):
+        if is_mistaken(op.convolution, (image, kernel, result), window, flow.axes):
             found.setdefault(Wrong(op.where))
     return tuple(found)
-
-
-def _is_wrong_in_groups(found: Convolution, laid: Sequence[Spec], flow: Flow, every: set[str]) -> bool:
-    """Whether the pieces along a dim of groups do not divide these, or the batch is cut while some axis of the grid is idle."""
-    for which, dim, groups in found.grouped:
-        if groups % math.prod(axis_size(a, flow.axes) for a in laid[which][dim]):
-            return True
-    if not found.grouped:
-        return False
-    in_groups = {dim for which, dim, _ in found.grouped if which == 0}
-    batch = [axes for dim, axes in enumerate(laid[0]) if dim not in in_groups and dim not in found.image]
-    return any(batch) and set().union(*map(_axes, laid)) != every
 
 
 def _is_wrong_pooling(op: Op, flow: Flow) -> bool:
@@ -91,10 +67,6 @@ def _is_wrong_pooling(op: Op, flow: Flow) -> bool:
         if overlap >= least_stride and (flow.specs[op.inputs[0]][tap.dim] or flow.specs[op.outputs[0]][tap.dim]):
             return True
     return False
-
-
-def _axes(spec: Sequence[tuple[str, ...]]) -> set[str]:
-    return {axis.partition(":")[0] for dim in spec for axis in dim}
 
 
 def convolution_finding(wrong: Sequence[Wrong]) -> str:

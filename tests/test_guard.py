@@ -49,6 +49,14 @@ def test_a_step_with_its_gradient_inside_is_right_too():
     np.testing.assert_allclose(sharded(X, K, 2), step(X, K, 2), rtol=1e-3, atol=1e-3)
 
 
+def test_a_mended_program_is_planned_on_a_grid_as_any_other():
+    """Its constraints name no axis, so that they bring no grid along: 512 devices were nine axes of two there."""
+    shape = jax.ShapeDtypeStruct((4, 8, 256, 256), "float32"), jax.ShapeDtypeStruct((8, 8, 3, 3), "float32")
+    made = shardfn.plan(conv, *shape, in_strategy=((1, 1, 16, 16), None), device="h100:512")
+    assert any("made whole first" in text for text in made.findings)
+    assert len(made.axes) <= 3
+
+
 def test_a_pointwise_convolution_is_left_alone():
     kernel = K[:, :, :1, :1]
     sharded = shardfn.shard(conv, ((1, 1, 4, 1), (1, 1, 1, 1)))

@@ -139,6 +139,10 @@ def as_propagated(module: Any, seen: Seen | None = None) -> Ready:
         begun = in_order(body)
         number_all([op for op in preorder(copy) if NUMBER not in op.attributes], count)
         as_one(body, {}, {})
+        for op in preorder(copy):
+            if _is_on_any(op):
+                text = re.sub(r"@[^\s,>]+", f"@{GRID}", str(op.attributes["sharding"]), count=1)
+                op.attributes["sharding"] = ir.Attribute.parse(text)
         return Ready(copy, begun, seen or Seen(), count)
 
 
@@ -161,12 +165,16 @@ def _add_mesh(module: Any, axes: Sequence[tuple[str, int]]) -> None:
 
 
 def grids(module: Any) -> tuple[tuple[int, ...], ...]:
-    """Axis sizes of the meshes that stand in a lowered module."""
-    return tuple(
-        tuple(size for _, size in mesh_axes(op.operation.attributes["mesh"]))
-        for op in module.regions[0].blocks[0].operations
-        if op.operation.name == "sdy.mesh"
-    )
+    """Axis sizes of the meshes of a lowered module that something is laid out on."""
+    meshes = [op.operation for op in module.regions[0].blocks[0].operations if op.operation.name == "sdy.mesh"]
+    every = [op for op in preorder(module.operation) if not _is_on_any(op)] if meshes else []
+    used = {name for op in every for a in op.attributes.values() for name in re.findall(r"@([^\s,>]+)", str(a))}
+    return tuple(tuple(size for _, size in mesh_axes(op.attributes["mesh"])) for op in meshes if symbol_of(op) in used)
+
+
+def _is_on_any(op: Any) -> bool:
+    """Whether an op is a constraint that names no axis, so that it means the same on every mesh."""
+    return op.name == "sdy.sharding_constraint" and '"' not in str(op.attributes["sharding"])
 
 
 def _hold(body: Any, pins: Mapping[int, Pin], ready: Ready) -> None:

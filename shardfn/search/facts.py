@@ -109,7 +109,7 @@ def _kinds(graph: Graph, stored: frozenset[int], last: frozenset[int], rows: fro
     found = []
     for index, op in enumerate(graph.ops):
         every = (*op.inputs, *op.outputs)
-        key = (op.name, id(op.rule), index in last, op.reduced, len(op.inputs),
+        key = (op.name, id(op.rule), index in last, op.reduced, op.taps, len(op.inputs),
                *((values[v].shape, values[v].dtype, v in stored, v in rows) for v in every))  # fmt: skip
         found.append(numbers.setdefault(key, len(numbers)))
     return tuple(found)

@@ -1,25 +1,28 @@
-"""What `set_algo_parameters` leaves out of a search: labels that break a rule, and those that gain next to nothing."""
+"""What a search leaves out: convolutions that XLA computes wrongly, labels that break a rule of `set_algo_parameters`, and
+those that gain next to nothing."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from shardfn.graph.model import Flow, Graph, axis_size
+from shardfn.graph.mistakes import is_mistaken
+from shardfn.graph.model import Convolution, Flow, Graph, Op, axis_size
 from shardfn.search.forms import NOWHERE
 from shardfn.search.grid import Array
 from shardfn.search.problem import Algorithm
 from shardfn.search.solver.labelling import Labelling
 from shardfn.search.solver.solve import Solution
-from shardfn.search.strategies import Space
+from shardfn.search.strategies import Space, spec_of
 
 
 def narrowed(problem: Labelling, space: Space, graph: Graph, sizes: tuple[int, ...],
              algorithm: Algorithm) -> tuple[Labelling, float]:  # fmt: skip
-    """A labelling of `space` without what `algorithm` leaves out, and how much of its optimum may be lost by `epsilon`.
+    """A labelling of `space` without what XLA computes wrongly or `algorithm` leaves out, and how much of its optimum may be
+    lost by `epsilon`.
 
     The rules change what is asked for, so what they cost is no loss.
     """
@@ -43,6 +46,10 @@ def allowed(space: Space, graph: Graph, sizes: tuple[int, ...], algorithm: Algor
         if both.any():
             found[node] = both
 
+    for index, (node, wanted) in space.reads.items():
+        if windowed := graph.ops[index].convolution:
+            made = space.layouts[graph.ops[index].outputs[0]][1]
+            hold(node, _right(windowed, graph.ops[index], graph, (*wanted, made), sizes))
     if algorithm.fully_use_devices:
         for node, choices in enumerate(space.nodes):
             if np.any(choices.labels > NOWHERE):  # it decides how an op is cut, not only where an array lies
@@ -60,6 +67,16 @@ def allowed(space: Space, graph: Graph, sizes: tuple[int, ...], algorithm: Algor
                 if owner == node or value in graph.inputs:
                     hold(owner, aligned(layouts, graph.values[value].shape, sizes, step))
     return found
+
+
+def _right(convolution: Convolution, op: Op, graph: Graph, laid: Sequence[Array], sizes: tuple[int, ...]) -> Array:
+    """In which of the layouts [labels, axes] of image, kernel and result XLA computes a convolution rightly."""
+    names = tuple(map(str, range(len(sizes))))
+    shapes, axes = [graph.values[v].shape for v in (*op.inputs, *op.outputs)], dict(zip(names, sizes, strict=True))
+    window = [shapes[1][d] for d in convolution.kernel]
+    rows = zip(*(layouts.tolist() for layouts in laid), strict=True)
+    specs = ([spec_of(one, len(s), names) for one, s in zip(row, shapes, strict=True)] for row in rows)
+    return np.array([not is_mistaken(convolution, three, window, axes) for three in specs])
 
 
 def loosened(solution: Solution, lost: float) -> Solution:

@@ -75,47 +75,65 @@ def change(before: Array, after: Array, full_bytes: float, grid: Grid, share: fl
     """
     columns = [before[:, None, axis] for axis in range(len(grid.sizes))]
     columns += [after[None, :, axis] for axis in range(len(grid.sizes))]
-    codes = np.zeros((len(before), len(after)), np.int64)
-    for column in columns:  # how the dims follow each other tells all: numbered by how many cuts lie before them
+    # How the dims follow each other tells all: each is numbered by how many cuts lie before it.
+    base = len(columns) + 1
+    codes, words = np.zeros((len(before), len(after)), np.int64), []
+    for at, column in enumerate(columns):
+        if at and at % _digits_of_word(base) == 0:
+            codes, words = np.zeros_like(codes), [*words, codes]
         place = sum(((other >= 0) & (other < column)).astype(np.int64) for other in columns)
-        codes = codes * (len(columns) + 1) + np.where(column < 0, 0, place + 1)
-    codes, inverse = _distinct(codes, (len(columns) + 1) ** len(columns))
+        codes = codes * base + np.where(column < 0, 0, place + 1)
+    found, inverse = _distinct((*words, codes), base ** len(columns))
     known = _moves(grid)
-    for code in codes.tolist():
+    for code in found:
         if code not in known:
             known[code] = _moved(code, grid)
-    rows = np.array([known[code] for code in codes.tolist()]).reshape(-1, 5)
+    rows = np.array([known[code] for code in found]).reshape(-1, 5)
     gathered, other, gathered_s, other_s, latency = (rows[:, n][inverse] for n in range(5))
     gathered, gathered_s = share * gathered, share * gathered_s
     return full_bytes * (gathered + other), full_bytes * (gathered_s + other_s) + latency
+
+
+def _digits_of_word(base: int) -> int:
+    """How many digits of a base go into 62 bits."""
+    return int(62 / math.log2(base))
 
 
 DENSE = 1 << 18
 """Codes up to which those that occur are marked in a table; more are sorted."""
 
 
-def _distinct(codes: Array, count: int) -> tuple[Array, Array]:
-    """Which codes below `count` occur, and for each place which of them."""
-    if count > DENSE:
-        found, inverse = np.unique(codes, return_inverse=True)
-        return found, inverse.reshape(codes.shape)
-    place = np.zeros(count, np.int64)
-    place[codes.reshape(-1)] = 1
-    found = np.flatnonzero(place)
-    place[found] = np.arange(len(found))
-    return found, place[codes]
+def _distinct(words: tuple[Array, ...], count: int) -> tuple[list[tuple[int, ...]], Array]:
+    """Which codes of one or more words, of `count`, occur, and for each place which of them."""
+    codes = words[0]
+    if count <= DENSE:
+        place = np.zeros(count, np.int64)
+        place[codes.reshape(-1)] = 1
+        found = np.flatnonzero(place)
+        place[found] = np.arange(len(found))
+        return [(code,) for code in found.tolist()], place[codes]
+    for word in words[1:]:  # numbered by those that occur, which are few
+        numbers = [np.unique(each, return_inverse=True)[1].reshape(codes.shape) for each in (codes, word)]
+        codes = numbers[0] * (int(numbers[1].max()) + 1) + numbers[1]
+    _, first, inverse = np.unique(codes, return_index=True, return_inverse=True)
+    found = zip(*(word.reshape(-1)[first].tolist() for word in words), strict=True)
+    return list(found), inverse.reshape(codes.shape)
 
 
 @functools.lru_cache(maxsize=1 << 10)
-def _moves(grid: Grid) -> dict[int, tuple[float, float, float, float, float]]:
+def _moves(grid: Grid) -> dict[tuple[int, ...], tuple[float, float, float, float, float]]:
     """`_moved` of each code on a grid that was asked for: telling grids apart takes longer than telling codes apart."""
     return {}
 
 
-def _moved(code: int, grid: Grid) -> tuple[float, float, float, float, float]:
+def _moved(code: tuple[int, ...], grid: Grid) -> tuple[float, float, float, float, float]:
     """For each byte of a value what one device sends in gathers and else, seconds of both, and latency beside them."""
     count = len(grid.sizes)
-    digits = [code // (2 * count + 1) ** n % (2 * count + 1) - 1 for n in reversed(range(2 * count))]
+    base, long = 2 * count + 1, _digits_of_word(2 * count + 1)
+    lengths = [min(long, 2 * count - at) for at in range(0, 2 * count, long)]
+    digits = [
+        word // base**n % base - 1 for word, length in zip(code, lengths, strict=True) for n in reversed(range(length))
+    ]
     links_of = dict(zip(grid.names, grid.links, strict=True))
     gathered = other = gathered_s = other_s = latency = 0.0
     for kind, axes, piece in _path(tuple(digits), grid.sizes):

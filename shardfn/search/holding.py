@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator
 
-from shardfn.graph.model import Pin, Spec
+from shardfn.graph.model import Op, Pin, Spec
 from shardfn.search.found import Found, layout_of, reads_of, shape, works_as_found
 from shardfn.search.grid import Axes, merged
 from shardfn.search.polish import PRODUCTS
@@ -37,7 +37,7 @@ def candidates(problem: Problem, found: Found, best_s: float = math.inf) -> Iter
     axes, specs, held = _held(problem, found)
     ops = problem.graph.ops
     pins = {
-        index: pin if ops[index].name in FOLLOWING else Pin((None,) * len(pin.operands), pin.results)
+        index: pin if _is_held_as_read(ops[index]) else Pin((None,) * len(pin.operands), pin.results)
         for index, pin in held.items()
         if ops[index].name in PRODUCTS | FOLLOWING
     }
@@ -54,6 +54,12 @@ def candidates(problem: Problem, found: Found, best_s: float = math.inf) -> Iter
     yield full
     if len(ops) <= LARGE and problem.seconds_left > 0 and not works_as_found(problem, found, full):
         yield from all_held(problem, found, full)
+
+
+def _is_held_as_read(op: Op) -> bool:
+    """Whether what an op reads is held too: sums, as they are told by what they read; and what XLA gathers for a convolution
+    by itself it computes wrongly (`graph.mistakes`), but for one in groups, which is wrong so too."""
+    return op.name in FOLLOWING or (op.convolution is not None and not op.convolution.grouped)
 
 
 def candidate(problem: Problem, found: Found) -> Candidate:

@@ -20,6 +20,7 @@ from shardfn.cost.memory import Place
 from shardfn.cost.tpu import LANES
 from shardfn.graph.model import Graph, Op, Rule, Spec
 from shardfn.search import forms
+from shardfn.search.borders import fetched
 from shardfn.search.facts import SLICED, Known, known
 from shardfn.search.grid import Array, Grid, add_up, change, pieces
 from shardfn.search.solver.labelling import Held
@@ -359,6 +360,16 @@ class _Builder:
                 sent, sent_s = sent + parts[0], sent_s + parts[1]
                 more = partial - full[value] / self.ways(after)
                 whole = more if whole is None else whole + more
+        if op.taps:
+            parts = fetched(
+                op,
+                self.graph,
+                wanted,
+                made,
+                [full[v] / self.ways(w) for v, w in zip(op.inputs, wanted, strict=True)],
+                grid,
+            )
+            sent, sent_s = sent + parts[0], sent_s + parts[1]
         chip = grid.chip
         rate = (
             chip.rate(values[op.inputs[0]].dtype)

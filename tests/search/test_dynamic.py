@@ -74,6 +74,17 @@ def test_on_many_axes_codes_are_sorted():
     assert sent.diagonal().tolist() == [0, 0] and sent[0, 1] == alone.item() > 0
 
 
+def test_twelve_axes_move_as_the_one_they_make():
+    """The numbers of their layouts do not fit into one word."""
+    many = Grid.on(resolve("h100:4096"), tuple((name, 2) for name in "abcdefghijkl"))
+    labels = np.array([[0] * 12, [-1] * 12, [1] * 12, [0] * 6 + [1] * 6, [1] * 6 + [0] * 6])
+    sent, _ = change(labels, labels, 4096.0, many)
+    one = Grid.on(resolve("h100:4096"), (("a", 4096),))
+    alone, _ = change(labels[:3, :1], labels[:3, :1], 4096.0, one)
+    assert sent[:3, :3].tolist() == alone.tolist()
+    assert (sent == 0).tolist() == [[i == j or i == 1 for j in range(5)] for i in range(5)]
+
+
 def test_of_small_programs_the_mirrored_grid_is_divided_too():
     found = [SimpleNamespace(axes=(("a", a), ("b", b))) for a, b in ((32, 16), (16, 32), (64, 8))]
     assert dynamic.mirrored(found[0].axes, found) == found[1].axes
