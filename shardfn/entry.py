@@ -15,7 +15,7 @@ from shardfn.algo import algorithm_of, idle
 from shardfn.apply import shardings, whole
 from shardfn.compiled import read
 from shardfn.errors import warn
-from shardfn.guard import wrong_convolutions
+from shardfn.guard import wrong_ops
 from shardfn.plan import Plan, op_strategies
 from shardfn.program import Laid, Program, sound
 from shardfn.progress import progress
@@ -89,7 +89,7 @@ def best_compiled(program: Program, question: Question, answer: Answer) -> Laid:
         found = laid(one)
         return program.verifier(found).compiled(found.plan, quick=True)
 
-    is_right = lambda c: not wrong_convolutions(question.flow_of(c))  # noqa: E731
+    is_right = lambda c: not wrong_ops(question.flow_of(c))  # noqa: E731
     entered = finalists.answers(question, levels, more, program.options.finalists, is_right)
     source = str(program.traced.module)
     judged = []

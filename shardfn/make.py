@@ -20,7 +20,7 @@ from shardfn.graph import shardy
 from shardfn.graph.classes import Classes, dim_classes
 from shardfn.graph.model import Flow, Graph, Spec, axis_size, dtype_bits
 from shardfn.graph.roads import as_compiled
-from shardfn.guard import convolution_finding, wrong_convolutions
+from shardfn.guard import mended_finding, wrong_ops
 from shardfn.layoutrules import LayoutFile, axes_on
 from shardfn.limits import near_limit, within_limit
 from shardfn.pins import anchors, held_in
@@ -205,8 +205,8 @@ def make_plan(
     def asked_again(changed: Sequence[Leaf], ends: Sequence[Leaf]) -> Plan:
         other = make_plan(name, changed, ends, traced, hardware=hardware, level=level, search=again or search,
                           problems=[], same_as=same_as, donated=donated, wishes=wishes)  # fmt: skip
-        if wrong := wrong_convolutions(other.flow):
-            told = f"{convolution_finding(wrong)}; what that costs is not in this plan"
+        if wrong := wrong_ops(other.flow):
+            told = f"{mended_finding(wrong)}; what that costs is not in this plan"
             other = dataclasses.replace(other, findings=(*other.findings, told))
         return other
 

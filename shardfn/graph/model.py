@@ -88,13 +88,15 @@ class Op:
     """Which elements of an operand are read along dims with a window or an offset."""
     site: int = -1
     """Where it stands in the module: its number in program order. Ops that were put in have none."""
+    combines: str = ""
+    """What a reduction combines elements by, where that is one op (`add`, `xor`)."""
     form: tuple[int, int] | None = dataclasses.field(default=None, compare=False)
     """What it does, and in which loop or branch, as numbers: ops with one form make the same of the same operands."""
 
     def of(self, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Op:
         """The same of other values."""
         return Op(self.name, inputs, outputs, self.rule, self.trips, self.where, self.reduced, self.convolution,
-                  self.taps, self.site, self.form)  # fmt: skip
+                  self.taps, self.site, self.combines, self.form)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,6 +83,14 @@ def reduced_of(op: Any, name: str) -> tuple[tuple[int, int], ...]:
     return ()
 
 
+def combines_of(op: Any) -> str:
+    """By what a reduction of one array combines its elements, where that is one op."""
+    if op.name != "stablehlo.reduce" or len(op.results) > 1:
+        return ""
+    made, back = (list(op.regions[0].blocks[0].operations) + [None])[:2]
+    return made.operation.name.split(".", 1)[-1] if back is not None and back.operation.name == "stablehlo.return" else ""
+
+
 def form_of(op: Any) -> tuple[Any, ...] | None:
     """What an op does: two with one form make the same of the same operands. None where twice is not the same as once."""
     if op.name in _EACH_TIME:
