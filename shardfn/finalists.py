@@ -196,9 +196,9 @@ def refused(name: str, answer: Answer, error: Exception) -> Refused:
 def none_compiles(function: str, left_out: Sequence[Refused]) -> NoReturn:
     """Raise that of none of the finalists there is a program."""
     reasons = dict.fromkeys(one.why for one in left_out)
+    advice = "compile more of them (finalists=), or leave whole, in in_strategy, what XLA names there"
     fail(StrategyError, f"none of {len(left_out)} plans of `{function}` compiles", where=f"finalists = {len(left_out)}",
-         why="; ".join(list(reasons)[:3]),
-         fix=left_out[0].fix or "compile more of them (finalists=), or leave whole, in in_strategy, what XLA names there")  # fmt: skip
+         why="; ".join(list(reasons)[:3]), fix=left_out[0].fix or advice)  # fmt: skip
 
 
 def best(finalists: Sequence[Finalist], limit: float, alone: str = "") -> tuple[int, str]:
@@ -217,7 +217,11 @@ def best(finalists: Sequence[Finalist], limit: float, alone: str = "") -> tuple[
         for f in finalists
     ]
     is_own = not winner and not alone
-    end = "the search alone picked it too" if is_own else f"the search alone would have picked {alone or finalists[0].name}"
+    end = (
+        "the search alone picked it too"
+        if is_own
+        else f"the search alone would have picked {alone or finalists[0].name}"
+    )
     return winner, (
         f"compiled {len(finalists)} plans, per device: {'; '.join(lines)}. Best: {finalists[winner].name}; {end}"
     )

@@ -94,7 +94,9 @@ def _is_wrong_in_groups(found: Convolution, laid: Sequence[Spec], flow: Flow, ev
 
 def _has_no_all_reduce(op: Op, flow: Flow) -> bool:
     """Whether partial results have to be put together in a way that XLA has no collective for."""
-    is_known = op.combines in ADDED_UP or (op.combines in ("and", "or") and flow.graph.values[op.inputs[0]].dtype == "i1")
+    is_known = op.combines in ADDED_UP or (
+        op.combines in ("and", "or") and flow.graph.values[op.inputs[0]].dtype == "i1"
+    )
     return len(op.outputs) == 1 and not is_known and any(flow.shards(op.inputs[i])[d] > 1 for i, d in op.reduced)
 
 
@@ -136,9 +138,7 @@ _TOLD = {
 }
 
 
-def made_whole(
-    function: Callable[..., Any], mesh: Any, static_argnums: tuple[int, ...] = ()
-) -> Callable[..., Any]:
+def made_whole(function: Callable[..., Any], mesh: Any, static_argnums: tuple[int, ...] = ()) -> Callable[..., Any]:
     """`function` with the dims of every window whole, of convolutions and gradients of a maximum; Fourier transforms wholly;
     and the dims of reductions that XLA has no all-reduce for."""
 
@@ -168,7 +168,9 @@ def made_whole(
         return eqn.primitive.name in _WINDOWS or bool(_reduced(eqn))
 
     def refuse(eqn: Any) -> None:
-        inside = [one.primitive.name in _WINDOWS for jaxpr in inner(eqn) for n, one, _ in equations(jaxpr) if wanted(one, n)]
+        inside = [
+            one.primitive.name in _WINDOWS for jaxpr in inner(eqn) for n, one, _ in equations(jaxpr) if wanted(one, n)
+        ]
         if not any(inside):
             fail(StrategyError, f"a reduction inside a `{eqn.primitive.name}` would not compile",
                  why="its dims are cut, XLA has no way to put such pieces together, and derivative rules of your own hide it",
@@ -183,7 +185,9 @@ def made_whole(
 def _reduced(eqn: Any) -> tuple[int, ...]:
     """The dims that an equation reduces, if XLA may have no all-reduce for it."""
     dims = _REDUCTIONS.get(eqn.primitive.name)
-    is_bool = dims is not None and eqn.invars[0].aval.dtype == bool and eqn.primitive.name in ("reduce_and", "reduce_or")
+    is_bool = (
+        dims is not None and eqn.invars[0].aval.dtype == bool and eqn.primitive.name in ("reduce_and", "reduce_or")
+    )
     return () if dims is None or is_bool or len(eqn.outvars) > 1 else tuple(eqn.params[dims])
 
 

@@ -16,7 +16,7 @@ from shardfn.cost.hardware import Hardware
 from shardfn.cuts import check_all
 from shardfn.ends import changed_leaves, input_leaves, output_leaves, replacements
 from shardfn.errors import Problem, raise_problems
-from shardfn.guard import mended_finding, made_whole, wrong_ops
+from shardfn.guard import made_whole, mended_finding, wrong_ops
 from shardfn.layoutfile import LayoutFile, with_layout
 from shardfn.layoutrules import axes_on
 from shardfn.make import make_plan

@@ -144,7 +144,8 @@ def test_what_does_not_compile_is_left_out_and_named(monkeypatch):
     assert left and any(f.startswith(f"compiled {6 - len(left)} plans") for f in findings)
     for text in left:
         assert re.fullmatch(
-            r".+, grid [\dx]+, is left out, as XLA does not compile it: UNIMPLEMENTED: Unsupported reduction computation: .+", text
+            r".+, grid [\dx]+, is left out, as XLA does not compile it: UNIMPLEMENTED: Unsupported reduction computation: .+",
+            text,
         )
     assert left[0].startswith("the search's, grid") == any("would have picked the search's" in f for f in findings)
 

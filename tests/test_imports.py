@@ -76,7 +76,7 @@ LAYERS = (
     ("search.auto",),
     ("search",),
     ("rebind", "render", "comparison", "algo"),
-    ("pins", "guard", "tags", "halo"),
+    ("pins", "guard", "tags", "halo", "causes"),
     ("study", "unpredicted", "tables"),
     ("findings",),
     ("make", "apply", "finalists"),

@@ -87,8 +87,8 @@ def combines_of(op: Any) -> str:
     """By what a reduction of one array combines its elements, where that is one op."""
     if op.name != "stablehlo.reduce" or len(op.results) > 1:
         return ""
-    made, back = (list(op.regions[0].blocks[0].operations) + [None])[:2]
-    return made.operation.name.split(".", 1)[-1] if back is not None and back.operation.name == "stablehlo.return" else ""
+    inside = [view.operation.name.split(".", 1)[-1] for view in op.regions[0].blocks[0].operations]
+    return inside[0] if inside[1:] == ["return"] else ""
 
 
 def form_of(op: Any) -> tuple[Any, ...] | None:
