@@ -12,7 +12,7 @@ from typing import Any
 from shardfn.cost.hardware import Hardware
 from shardfn.cost.price import collectives
 from shardfn.cuts import check
-from shardfn.decisions import Candidate, Constraint, Decision, DimClass, Figures
+from shardfn.decisions import Constraint, Decision, DimClass
 from shardfn.errors import Problem, raise_problems
 from shardfn.findings import advice
 from shardfn.given import is_drawn, place_drawn
@@ -26,6 +26,7 @@ from shardfn.limits import near_limit, within_limit
 from shardfn.pins import anchors, held_in
 from shardfn.place import Placement, expresses, finest, place
 from shardfn.plan import Plan
+from shardfn.priced import candidates
 from shardfn.search import Search
 from shardfn.search.grid import Axes
 from shardfn.search.problem import NO_ENDS, Algorithm, End, Ends, Pins
@@ -211,10 +212,6 @@ def make_plan(
         return other
 
     paid = question.price_of(answer)
-    mine = Candidate("this plan", answer.axes, Figures.of(paid))
-    priced: dict[Figures, Candidate] = {}  # what costs the same is the same on axes of other names, or as good
-    for c in (mine, *(Candidate(c.name, c.axes, Figures.of(c.price)) for c in answer.others)):
-        priced.setdefault(c.figures, c)
     # Without the flows that the search has priced: they are large.
     afresh = lambda axes, specs, pins, ends=NO_ENDS: flow_with(axes, specs, ends, pins)  # noqa: E731
     study = Study(dataclasses.replace(question, flow=afresh), answer.specs, answer.pins, answer.ends, tuple(inputs),
@@ -222,7 +219,7 @@ def make_plan(
     made = Plan(
         name, hardware, level, answer.axes, placed.order, decided_in, tuple(decided_out),
         _classes(classes, inputs, outputs, traced, decided_in), collectives(flow), paid, answer.policy, (), flow,
-        constraints, answer.gap, tuple(priced.values()) if len(priced) > 1 else (),
+        constraints, answer.gap, candidates(question, answer, paid),
         layout.activations if layout is not None else (), wishes.memory_limit, study,
     )  # fmt: skip
     findings += near_limit(paid.memory, question.memory_limit) if wishes.is_strict else []  # else judged as compiled

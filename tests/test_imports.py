@@ -77,7 +77,7 @@ LAYERS = (
     ("search",),
     ("rebind", "render", "comparison", "algo"),
     ("pins", "guard", "tags", "halo", "causes"),
-    ("study", "unpredicted", "tables"),
+    ("study", "unpredicted", "tables", "priced"),
     ("findings",),
     ("make", "apply", "finalists"),
     ("sections",),
