@@ -64,7 +64,9 @@ def test_amounts(text, amount):
     assert bytes_of(text, "memory_limit") == amount
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "12 apples", "1,5GB", 0, -3, float("nan")])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1GiB", "0", "12 apples", "1,5GB", "1.5", "1.5 B", 0, -3, 1.5, float("nan"), float("inf")]
+)
 def test_what_is_no_amount(text):
     found = bytes_of(text, "memory_limit")
     assert isinstance(found, Problem) and not found.is_type
@@ -113,7 +115,7 @@ def test_the_limit_that_an_error_names_is_kept(level, share):
     options = {"level": level, "device": "cpu:8"}
     bound = shardfn.plan(function, *args, **options | {"level": 1}).price.memory.peak
     with pytest.raises(ShardError, match="memory_limit") as error:
-        shardfn.plan(function, *args, memory_limit=share * bound, **options)
+        shardfn.plan(function, *args, memory_limit=int(share * bound), **options)
     least = least_of(error)
     assert least <= bound, "level 1 alone finds no less"
     made = shardfn.plan(function, *args, memory_limit=least, **options)
