@@ -134,7 +134,7 @@ def strategies_text(plan: Plan) -> str:
     flow, values = plan.flow, plan.flow.graph.values
 
     def kind(i: int) -> str:
-        return f"{values[i].dtype}[{','.join(map(str, values[i].shape))}]"
+        return str(values[i])
 
     lines = [f"# {plan.function} on {plan.hardware.name}, grid {grid_text(plan)}"]
     lines += [f"%{i} = argument {d.path}: {d.dtype}{list(d.shape)}, strategy: {d.cuts}"

@@ -18,10 +18,17 @@ Spec = tuple[tuple[str, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """A tensor of the program: its full shape and its element type as MLIR writes it (`f32`, `bf16`, `i1`)."""
+    """A tensor of the program: its full shape and its element type as MLIR writes it (`f32`, `bf16`, `i1`).
+
+    >>> print(Value((32, 64), "bf16"))
+    bf16[32,64]
+    """
 
     shape: tuple[int, ...]
     dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
 @dataclasses.dataclass(frozen=True)
