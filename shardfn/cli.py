@@ -14,7 +14,7 @@ import jax
 
 import shardfn
 from shardfn import cli_checkpoint, layoutfile
-from shardfn.cli_arguments import literal, load, made, model, numbers, shapes, tracing
+from shardfn.cli_arguments import check_given, literal, load, made, model, numbers, shapes, tracing
 from shardfn.cost.hardware import resolve
 from shardfn.errors import ShardError, StrategyError, fail
 from shardfn.layoutcheck import checked
@@ -201,6 +201,7 @@ def _call(options: argparse.Namespace, **more: Any) -> tuple[shardfn.ShardedFunc
     if isinstance(function, shardfn.ShardedFunction):
         said = {field.name: getattr(function.options, field.name) for field in dataclasses.fields(function.options)}
         function, given = function.fn, said | given
+    check_given(function, arguments, options.function)
     return shardfn.shard(function, **given), arguments
 
 

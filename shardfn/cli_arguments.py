@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import pathlib
@@ -83,6 +84,27 @@ def load(name: str, what: str) -> Callable[..., Any]:
     if not callable(found):
         fail(StrategyTypeError, f"`{name}` is a {type(found).__name__}, not a {what}", fix="name a callable")
     return found
+
+
+def check_given(function: Callable[..., Any], arguments: Sequence[Any], name: str) -> None:
+    """Raise a StrategyError where the command line gives another number of arguments than the function takes."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # it has none: tracing tells
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = signature.parameters.values()
+        needed = [p.name for p in parameters if p.kind in kinds and p.default is p.empty]
+        what = f"{len(arguments) or 'no'} argument{'s'[: len(arguments) != 1]}"
+        shapes = " ".join(['"f32[16,32]"'] * len(needed))
+        fix = (f"write a shape for each: --shapes {shapes}; or --args FILE.py:FUNCTION, "
+               "a function without parameters that returns the tuple of arguments")  # fmt: skip
+        fail(StrategyError, f"the command line gives {what} to `{name}`, which takes {', '.join(needed) or 'none'}", where=name,
+             why=f"a plan is made from the shapes of the arguments: {error}",
+             fix=fix if needed else "leave --shapes and --args out")  # fmt: skip
 
 
 def made(name: str) -> tuple[Any, ...]:

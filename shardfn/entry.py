@@ -14,8 +14,8 @@ from shardfn import finalists, planfile
 from shardfn.algo import algorithm_of, idle
 from shardfn.apply import shardings, whole
 from shardfn.compiled import read
-from shardfn.errors import warn
-from shardfn.guard import wrong_convolutions
+from shardfn.errors import StrategyError, warn
+from shardfn.guard import wrong_ops
 from shardfn.plan import Plan, op_strategies
 from shardfn.program import Laid, Program, sound
 from shardfn.progress import progress
@@ -65,10 +65,10 @@ def make_entry(program: Program) -> Entry:
 
 
 def best_compiled(program: Program, question: Question, answer: Answer) -> Laid:
-    """Of the finalists the one that XLA made best, within the memory limit first.
+    """Of the finalists the one that XLA made best, within the memory limit first; what it does not compile is left out.
 
     Raises:
-      StrategyError: none of them keeps the memory limit. DeviceError: there is no compiler for the devices.
+      StrategyError: none of them compiles, or keeps the memory limit. DeviceError: there is no compiler for the devices.
     """
     if not question.hardware.is_here:
         target(question.hardware)  # that nothing compiles for it is said before minutes of planning
@@ -89,16 +89,25 @@ def best_compiled(program: Program, question: Question, answer: Answer) -> Laid:
         found = laid(one)
         return program.verifier(found).compiled(found.plan, quick=True)
 
-    is_right = lambda c: not wrong_convolutions(question.flow_of(c))  # noqa: E731
+    is_right = lambda c: not wrong_ops(question.flow_of(c))  # noqa: E731
     entered = finalists.answers(question, levels, more, program.options.finalists, is_right)
     source = str(program.traced.module)
-    judged = []
+    judged, ran, left_out = [], [], []
     for name, one in entered:
-        with progress(f"compiling {program.name}: {name}"):
-            made = finalists.compiled_once(source, question, one, lambda one=one: read(compiled(one)))
+        try:
+            with progress(f"compiling {program.name}: {name}"):
+                made = finalists.compiled_once(source, question, one, lambda one=one: read(compiled(one)))
+        except (jax.errors.JaxRuntimeError, StrategyError) as error:
+            left_out.append(finalists.refused(name, one, error))
+            continue
+        ran.append(one)
         judged.append(finalists.judged(name, question, one, made))
-    at, told = finalists.best(judged, question.memory_limit)
+    if not judged:
+        finalists.none_compiles(program.name, left_out)
+    own = entered[0]
+    at, told = finalists.best(judged, question.memory_limit, "" if ran[0] is own[1] else own[0])
     if limited:
         finalists.check(judged[at], len(judged), question.memory_limit)
-    winner = laid(entered[at][1])
-    return dataclasses.replace(winner, plan=dataclasses.replace(winner.plan, findings=(*winner.plan.findings, told)))
+    winner = laid(ran[at])
+    findings = (*winner.plan.findings, told, *map(str, left_out))
+    return dataclasses.replace(winner, plan=dataclasses.replace(winner.plan, findings=findings))

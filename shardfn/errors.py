@@ -12,6 +12,7 @@ argument 1 `w1` cannot be cut 4 ways along dimension 0
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ class ShardError(Exception):
     def __str__(self) -> str:
         if len(self.problems) == 1:
             return str(self.problems[0])
-        numbered = (f"{i}. " + str(p).replace("\n", "\n   ") for i, p in enumerate(self.problems, 1))
+        numbered = (f"{i}. " + text.replace("\n", "\n   ") for i, text in enumerate(_folded(self.problems), 1))
         return "\n".join([f"{len(self.problems)} problems:", *numbered])
 
 
@@ -96,6 +97,34 @@ class ExtraError(ShardError, ImportError):
 
 class NotAvailableError(ShardError, NotImplementedError):
     """A setting that is known and checked, but whose capability is not built yet."""
+
+
+ALIKE, NAMED = 3, 3
+"""So many problems that differ only in the array they speak of are told once; and how many of the other arrays are named."""
+
+
+def _folded(problems: Sequence[Problem]) -> list[str]:
+    """The problems' texts, those that are alike as the first of them and the names of what else they speak of."""
+    groups: dict[tuple[str, str], list[Problem]] = {}
+    for p in problems:
+        groups.setdefault(_kind(p), []).append(p)
+    texts = []
+    for p in problems:
+        first, *others = groups[_kind(p)]
+        if len(others) + 1 < ALIKE:
+            texts.append(str(p))
+        elif p is first:
+            names = [found[-1] for other in others if (found := _NAME.findall(other.what))]
+            more = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
+            texts.append(f"{p}\n  and {len(others)} more like it: {', '.join(names[:NAMED])}{more}")
+    return texts
+
+
+def _kind(p: Problem) -> tuple[str, str]:
+    return _NAME.sub("`", p.what), _NAME.sub("`", p.why)
+
+
+_NAME = re.compile("`[^`]*`")
 
 
 def a(value: object) -> str:

@@ -6,12 +6,14 @@ import dataclasses
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 from shardfn.comparison import matrix_flops
 from shardfn.compiled import Compiled
 from shardfn.cost.price import collective_s
-from shardfn.errors import StrategyError, fail
+from shardfn.errors import ShardError, StrategyError, fail
 from shardfn.search import plain
+from shardfn.search.found import shape
 from shardfn.search.grid import Axes
 from shardfn.search.polish import in_pieces, polished
 from shardfn.search.problem import SPREAD, Answer, Candidate, Problem, objective
@@ -170,16 +172,56 @@ def check(winner: Finalist, count: int, limit: float) -> None:
                  f"back, jax.checkpoint for what is kept for the backward pass, or memory_limit={winner.peak}")  # fmt: skip
 
 
-def best(finalists: Sequence[Finalist], limit: float) -> tuple[int, str]:
-    """Which one is best as compiled at its plan's level, and a finding that says how all of them came out."""
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """A layout that XLA does not compile: the first line of what it says, and what may be done about it, where that is known."""
+
+    name: str
+    axes: Axes
+    why: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}, grid {shape(self.axes)}, is left out, as XLA does not compile it: {self.why}"
+
+
+def refused(name: str, answer: Answer, error: Exception) -> Refused:
+    """An answer of which the compiler, or what asks it, raised an error."""
+    why, fix = str(error), ""
+    if isinstance(error, ShardError):
+        why, fix = error.problems[0].why or error.problems[0].what, error.problems[0].fix
+    return Refused(name, answer.axes, why.strip().split("\n")[0].rstrip(" {") or type(error).__name__, fix)
+
+
+def none_compiles(function: str, left_out: Sequence[Refused]) -> NoReturn:
+    """Raise that of none of the finalists there is a program."""
+    reasons = dict.fromkeys(one.why for one in left_out)
+    advice = "compile more of them (finalists=), or leave whole, in in_strategy, what XLA names there"
+    fail(StrategyError, f"none of {len(left_out)} plans of `{function}` compiles", where=f"finalists = {len(left_out)}",
+         why="; ".join(list(reasons)[:3]), fix=left_out[0].fix or advice)  # fmt: skip
+
+
+def best(finalists: Sequence[Finalist], limit: float, alone: str = "") -> tuple[int, str]:
+    """Which one is best as compiled at its plan's level, and a finding that says how all of them came out.
+
+    Args:
+      finalists: what was compiled.
+      limit: bytes that one device may hold.
+      alone: what the search alone would have picked, where that is not the first of them.
+    """
     least = min(f.flops for f in finalists)
     winner = min(range(len(finalists)), key=lambda i: (finalists[i].rank(limit, least), i))
     lines = [
-        f"{f.name}, grid {'x'.join(str(s) for _, s in f.axes) or '1'}: {f.bytes_sent:,} B sent, {f.peak:,} B peak, "
+        f"{f.name}, grid {shape(f.axes)}: {f.bytes_sent:,} B sent, {f.peak:,} B peak, "
         f"{f.flops:,.0f} FLOPs of products, {f.time_s * 1e6:,.1f} us"
         for f in finalists
     ]
-    end = "the search alone picked it too" if not winner else f"the search alone would have picked {finalists[0].name}"
+    is_own = not winner and not alone
+    end = (
+        "the search alone picked it too"
+        if is_own
+        else f"the search alone would have picked {alone or finalists[0].name}"
+    )
     return winner, (
         f"compiled {len(finalists)} plans, per device: {'; '.join(lines)}. Best: {finalists[winner].name}; {end}"
     )

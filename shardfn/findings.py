@@ -55,7 +55,7 @@ def in_loops(plan: Plan, study: Study) -> Iterator[str]:
         if sent.bytes < LARGE or sent.bytes < plan.price.bytes_sent / (20 if same else 4):
             continue
         yield (
-            f"{c.kind} of {_array(plan.flow, c.result)} in each of {c.trips} rounds of a loop{_at(c.where)}"
+            f"{c.kind} of {plan.flow.graph.values[c.result]} in each of {c.trips} rounds of a loop{_at(c.where)}"
             f"{', the same array each time' if same else ''}: {_share(sent.bytes, plan)}; "
             f"{'made before the loop, it is sent once; ' if same else ''}"
             + avoided(
@@ -75,7 +75,7 @@ def rematerialised(plan: Plan, study: Study) -> Iterator[str]:
         before, after = flow.shards(c.operand), flow.shards(detours[c])
         whole = "whole " if not any(flow.specs[c.result]) else ""
         yield (
-            f"{_array(flow, c.result)} is gathered {whole}on every device{_at(c.where)} for {c.cause} and cut again, from "
+            f"{flow.graph.values[c.result]} is gathered {whole}on every device{_at(c.where)} for {c.cause} and cut again, from "
             f"{before} to {after}, between which XLA knows no other way (full rematerialisation): "
             f"{_share(sent.bytes, plan)}; "
             + avoided(plan, study, c, lambda flow, c=c: not any(_is_like(c, o) for o in _detours(flow)))
@@ -257,11 +257,6 @@ def _detours(flow: Flow) -> dict[Communication, int]:
 
 def _is_like(c: Communication, other: Communication) -> bool:
     return (c.kind, c.where) == (other.kind, other.where)
-
-
-def _array(flow: Flow, value: int) -> str:
-    known = flow.graph.values[value]
-    return f"{known.dtype}[{','.join(map(str, known.shape))}]"
 
 
 def _at(where: str) -> str:

@@ -5,6 +5,8 @@ the gradient of a maximum over windows (max pooling) is wrong where a dim is cut
 half or more: 3 rows each 1, 4 each 2, but not 3 each 2. It is judged where it stands in the function itself.
 On CPU a Fourier transform of what is gathered along another dim than the first may come to read a transposed array, which
 it refuses when it runs: with its operand and result whole by constraint, it does not.
+A reduction over a cut dim by anything but a sum, a product, a minimum or a maximum (or `and` and `or` of bools) does not
+compile on CPU: xor, `and` and `or` of integers, a function of the user's. On TPU it does; GPUs are taken to be as CPUs.
 """
 
 from __future__ import annotations
@@ -16,22 +18,33 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
+<<<<<<< HEAD
 from shardfn.graph.mistakes import is_mistaken
 from shardfn.graph.model import Flow, Op
 from shardfn.rebind import bind_one, rebound
+=======
+from shardfn.graph.model import Convolution, Flow, Op, Spec, axis_size
+from shardfn.rebind import bind_one, equations, inner, rebound
+>>>>>>> p
 
 CHANGES = frozenset({"all_gather", "all_slice", "all_to_all", "collective_permute", "all_reduce", "reduce_scatter"})
 
 
+ADDED_UP = frozenset({"add", "multiply", "minimum", "maximum"})
+"""What XLA has all-reduces for; of bools `and` and `or` as well."""
+
+
 class Wrong(NamedTuple):
-    """An op that XLA gets wrong: its `file:line`, and whether it is a Fourier transform, not a convolution or pooling."""
+    """An op that XLA gets wrong: its `file:line`, and whether it is a convolution or pooling (a `window`), a Fourier
+    `transform` or a `reduction`."""
 
     where: str
-    is_transform: bool = False
+    kind: str = "window"
 
 
-def wrong_convolutions(flow: Flow) -> tuple[Wrong, ...]:
-    """The convolutions that XLA might compute wrongly, in value or gradient, and transforms that might not run, so laid out."""
+def wrong_ops(flow: Flow) -> tuple[Wrong, ...]:
+    """The convolutions that XLA might compute wrongly, in value or gradient, transforms that might not run, and reductions that
+    do not compile, so laid out."""
     # XLA may leave out the changes of layout around a convolution: judge it by what comes and what is wanted.
     moves = [(op.inputs[0], op.outputs[0]) for op in flow.graph.ops if op.name in CHANGES]
     moved_to: dict[int, int] = {}
@@ -44,10 +57,12 @@ def wrong_convolutions(flow: Flow) -> tuple[Wrong, ...]:
     for op in flow.graph.ops:
         if op.name == "select_and_scatter" and _is_wrong_pooling(op, flow):
             found.setdefault(Wrong(op.where))
+        if op.name == "reduce" and flow.platform != "tpu" and _has_no_all_reduce(op, flow):
+            found.setdefault(Wrong(op.where, "reduction"))
         if op.name == "fft" and flow.platform == "cpu":
             before, after = flow.specs[moved_from.get(op.inputs[0], op.inputs[0])], flow.specs[op.inputs[0]]
             if before[1:] != after[1:]:
-                found.setdefault(Wrong(op.where, is_transform=True))
+                found.setdefault(Wrong(op.where, "transform"))
         if op.convolution is None:
             continue
         image, kernel = (flow.specs[moved_from.get(v, v)] for v in op.inputs)
@@ -58,6 +73,29 @@ def wrong_convolutions(flow: Flow) -> tuple[Wrong, ...]:
     return tuple(found)
 
 
+<<<<<<< HEAD
+=======
+def _is_wrong_in_groups(found: Convolution, laid: Sequence[Spec], flow: Flow, every: set[str]) -> bool:
+    """Whether the pieces along a dim of groups do not divide these, or the batch is cut while some axis of the grid is idle."""
+    for which, dim, groups in found.grouped:
+        if groups % math.prod(axis_size(a, flow.axes) for a in laid[which][dim]):
+            return True
+    if not found.grouped:
+        return False
+    in_groups = {dim for which, dim, _ in found.grouped if which == 0}
+    batch = [axes for dim, axes in enumerate(laid[0]) if dim not in in_groups and dim not in found.image]
+    return any(batch) and set().union(*map(_axes, laid)) != every
+
+
+def _has_no_all_reduce(op: Op, flow: Flow) -> bool:
+    """Whether partial results have to be put together in a way that XLA has no collective for."""
+    is_known = op.combines in ADDED_UP or (
+        op.combines in ("and", "or") and flow.graph.values[op.inputs[0]].dtype == "i1"
+    )
+    return len(op.outputs) == 1 and not is_known and any(flow.shards(op.inputs[i])[d] > 1 for i, d in op.reduced)
+
+
+>>>>>>> p
 def _is_wrong_pooling(op: Op, flow: Flow) -> bool:
     """Whether windows that overlap by half or more run along a cut dim; in doubt, as padding may hide it, they do."""
     operand, source = (flow.graph.values[v].shape for v in op.inputs[:2])
@@ -69,28 +107,40 @@ def _is_wrong_pooling(op: Op, flow: Flow) -> bool:
     return False
 
 
+<<<<<<< HEAD
 def convolution_finding(wrong: Sequence[Wrong]) -> str:
+=======
+def _axes(spec: Sequence[tuple[str, ...]]) -> set[str]:
+    return {axis.partition(":")[0] for dim in spec for axis in dim}
+
+
+def mended_finding(wrong: Sequence[Wrong]) -> str:
+>>>>>>> p
     """What the report says of a mended plan."""
-    windows, transforms = (", ".join(w.where for w in wrong if w.is_transform == kind) for kind in (False, True))
-    texts = []
-    if windows:
-        texts.append(
-            f"the spatial dims of the convolutions, all dims of those in groups, or the gradients of poolings, at {windows} are "
-            "made whole first: XLA computes them wrongly in the layout asked for, or their gradients. To avoid it, cut one "
-            "spatial dim, and the image over all devices, or convolve with shardfn.halo.conv, which fetches borders itself"
-        )
-    if transforms:
-        texts.append(
-            f"what the Fourier transforms at {transforms} read and give is made whole first: in the layout asked for, XLA on "
-            "CPU makes a program of them that may stop when it runs. To avoid it, leave all dims but the first whole"
-        )
-    return "; ".join(texts)
+    lines = {kind: ", ".join(w.where for w in wrong if w.kind == kind) for kind in _TOLD}
+    return "; ".join(_TOLD[kind].format(where) for kind, where in lines.items() if where)
 
 
-def whole_convolutions(
-    function: Callable[..., Any], mesh: Any, static_argnums: tuple[int, ...] = ()
-) -> Callable[..., Any]:
-    """`function` with the dims of every window whole, of convolutions and gradients of a maximum; Fourier transforms wholly."""
+_TOLD = {
+    "window": (
+        "the spatial dims of the convolutions, all dims of those in groups, or the gradients of poolings, at {} are "
+        "made whole first: XLA computes them wrongly in the layout asked for, or their gradients. To avoid it, cut one "
+        "spatial dim, and the image over all devices, or convolve with shardfn.halo.conv, which fetches borders itself"
+    ),
+    "transform": (
+        "what the Fourier transforms at {} read and give is made whole first: in the layout asked for, XLA on "
+        "CPU makes a program of them that may stop when it runs. To avoid it, leave all dims but the first whole"
+    ),
+    "reduction": (
+        "the dims that are reduced at {} are made whole first: XLA puts pieces together by sums, products, minima and "
+        "maxima only, and by `and` and `or` of bools. To avoid it, leave those dims whole"
+    ),
+}
+
+
+def made_whole(function: Callable[..., Any], mesh: Any, static_argnums: tuple[int, ...] = ()) -> Callable[..., Any]:
+    """`function` with the dims of every window whole, of convolutions and gradients of a maximum; Fourier transforms wholly;
+    and the dims of reductions that XLA has no all-reduce for."""
 
     def whole(x: Any, windowed: Sequence[int]) -> Any:
         dims: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
@@ -99,6 +149,8 @@ def whole_convolutions(
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*dims)))
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
+        if eqn.primitive.name in _REDUCTIONS:
+            return bind_one(eqn, [whole(x, _reduced(eqn)) if x.ndim else x for x in inputs])
         if eqn.primitive.name == _POOLING:
             dims = [d for d, size in enumerate(eqn.params["window_dimensions"]) if size > 1]
             (out,) = bind_one(eqn, [whole(x, dims) for x in inputs])
@@ -112,15 +164,36 @@ def whole_convolutions(
         (out,) = bind_one(eqn, [whole(inputs[0], numbers.lhs_spec[2:]), inputs[1]])
         return [whole(out, numbers.out_spec[2:])]
 
+    def wanted(eqn: Any, number: int) -> bool:
+        return eqn.primitive.name in _WINDOWS or bool(_reduced(eqn))
+
     def refuse(eqn: Any) -> None:
+        inside = [
+            one.primitive.name in _WINDOWS for jaxpr in inner(eqn) for n, one, _ in equations(jaxpr) if wanted(one, n)
+        ]
+        if not any(inside):
+            fail(StrategyError, f"a reduction inside a `{eqn.primitive.name}` would not compile",
+                 why="its dims are cut, XLA has no way to put such pieces together, and derivative rules of your own hide it",
+                 fix="leave the dims that are reduced whole, or reduce by sums, products, minima or maxima")  # fmt: skip
         fail(StrategyError, f"a convolution or pooling inside a `{eqn.primitive.name}` would be computed wrongly by XLA",
              why="its image is cut along a spatial dim in a way that XLA mistakes, and derivative rules of your own hide it",
              fix="leave its spatial dims whole, cut the image over all devices, or use shardfn.halo.conv")  # fmt: skip
 
-    wanted = ("conv_general_dilated", _POOLING, _TRANSFORM)
-    return rebound(function, lambda eqn, number: eqn.primitive.name in wanted, bind, static_argnums, refuse)
+    return rebound(function, wanted, bind, static_argnums, refuse)
+
+
+def _reduced(eqn: Any) -> tuple[int, ...]:
+    """The dims that an equation reduces, if XLA may have no all-reduce for it."""
+    dims = _REDUCTIONS.get(eqn.primitive.name)
+    is_bool = (
+        dims is not None and eqn.invars[0].aval.dtype == bool and eqn.primitive.name in ("reduce_and", "reduce_or")
+    )
+    return () if dims is None or is_bool or len(eqn.outvars) > 1 else tuple(eqn.params[dims])
 
 
 _POOLING = "select_and_scatter_add"
 _TRANSFORM = "fft"
 _GROUPS = ("feature_group_count", "batch_group_count")
+_WINDOWS = frozenset({"conv_general_dilated", _POOLING, _TRANSFORM})
+_REDUCTIONS = {"reduce": "dimensions", "reduce_xor": "axes", "reduce_and": "axes", "reduce_or": "axes"}
+"""With the name of the parameter that holds the dims."""

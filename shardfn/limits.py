@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from shardfn.cost.memory import Memory
 from shardfn.errors import StrategyError, fail
-from shardfn.graph.model import Flow
+from shardfn.graph.model import Flow, Op
 from shardfn.search.problem import Answer, Problem, Search
 from shardfn.search.room import fits_nowhere
 
@@ -74,11 +75,30 @@ def _peak(problem: Problem, answer: Answer) -> int:
 
 
 def _largest(problem: Problem, flow: Flow) -> list[str]:
+    """The largest arrays of a flow, equal ones of a line together: what each is, who made it, and bytes on one device."""
     names = {v: f"`{name}`" for v, name in zip(flow.graph.inputs[-len(problem.names) :], problem.names, strict=True)}
-    for op in flow.graph.ops:
-        for v in op.outputs:
-            names.setdefault(v, f"{op.name} at {op.where}" if op.where else op.name)
-    sizes: dict[str, int] = {}
-    for v, name in names.items():
-        sizes[name] = max(sizes.get(name, 0), flow.local_bytes(v))
-    return [f"{name} {sizes[name]:,} bytes" for name in sorted(sizes, key=lambda n: (-sizes[n], n))[:NAMED]]
+    made = {v: op for op in flow.graph.ops for v in op.outputs}
+    counts: dict[tuple[int, str], int] = {}
+    for v in (*names, *made):
+        at = "" if v in names else line_of(made, v)
+        text = f"{names.get(v) or made[v].name} {flow.graph.values[v]}{at and f' at {at}'}"
+        key = -flow.local_bytes(v), text
+        counts[key] = counts.get(key, 0) + 1
+    return [
+        f"{text}: {-size:,} bytes" + (f", {counts[size, text]} of them" if counts[size, text] > 1 else "")
+        for size, text in sorted(counts)[:NAMED]
+    ]
+
+
+def line_of(made: Mapping[int, Op], value: int) -> str:
+    """The line that a value comes from: of the op that makes it, or else of the nearest that makes what that op reads, as
+    sums of gradients have none of their own."""
+    level, seen = [value], {value}
+    while level:
+        ops = [made[v] for v in level if v in made]
+        found = next((op.where for op in ops if op.where), "")
+        if found:
+            return found
+        level = [v for v in dict.fromkeys(v for op in ops for v in op.inputs) if v not in seen]
+        seen.update(level)
+    return ""

@@ -59,7 +59,15 @@ def listed(names: Sequence[str], most: int = 8) -> str:
 
 
 def near(glob: str, paths: Sequence[str]) -> list[str]:
-    """Up to three paths that look like a glob which meets none, with and without their first part."""
+    """Up to three paths that look like a glob which meets none, with and without their first part; of what holds arrays, the
+    glob that meets them.
+
+    >>> near("layers", ["params/layers/0/w", "params/scale"])
+    ['layers/*']
+    """
+    below = f"{normal(glob)}/"
+    if any(form.startswith(below) for path in paths for form in (path, _rest(path))):
+        return [f"{below}*"]
     forms = [*paths, *map(_rest, paths)][:2000]
     return list(dict.fromkeys(difflib.get_close_matches(normal(glob), forms, 3, 0.4)))
 

@@ -16,7 +16,7 @@ from shardfn.cost.hardware import Hardware
 from shardfn.cuts import check_all
 from shardfn.ends import changed_leaves, input_leaves, output_leaves, replacements
 from shardfn.errors import Problem, raise_problems
-from shardfn.guard import convolution_finding, whole_convolutions, wrong_convolutions
+from shardfn.guard import made_whole, mended_finding, wrong_ops
 from shardfn.layoutfile import LayoutFile, with_layout
 from shardfn.layoutrules import axes_on
 from shardfn.make import make_plan
@@ -29,7 +29,7 @@ from shardfn.tags import held_tags, tags_of
 from shardfn.trace import Traced, trace
 from shardfn.verify import Verifier
 
-RIGHTLY = "convolutions as XLA computes them rightly"
+RIGHTLY = "ops as XLA computes them rightly"
 """Why something else is chosen than what has the least price."""
 
 
@@ -85,9 +85,9 @@ class Program:
           ShardError: all that is wrong with the call.
         """
         first, made = self._planned(self.traced, find)
-        if not (wrong := wrong_convolutions(made.flow)):
+        if not (wrong := wrong_ops(made.flow)):
             return Laid(made, self.on, self.traced)
-        mended = lambda grid: whole_convolutions(self.on(grid), grid.mesh, self.statics)  # noqa: E731
+        mended = lambda grid: made_whole(self.on(grid), grid.mesh, self.statics)  # noqa: E731
         again = trace(mended(whole(made)), self.shapes, self.statics, self.hardware.platform)
         question, answer = first
         kept = dataclasses.replace(answer, pins={})  # its ops have other numbers there
@@ -95,7 +95,7 @@ class Program:
         other = None if is_chosen else unmended(question, answer)
         if other and objective(other.price, question) < objective(made.price, question):
             return self.laid(lambda _: finalists.chosen(answer, other, RIGHTLY), is_chosen=True)
-        made = dataclasses.replace(made, findings=(*made.findings, convolution_finding(wrong)))
+        made = dataclasses.replace(made, findings=(*made.findings, mended_finding(wrong)))
         return Laid(made, mended, again)
 
     def question(self, find: Search) -> tuple[Question, Answer, Laid]:
@@ -182,19 +182,19 @@ def better(problem: Question, kept: Answer, found: Answer, at_first: Answer) -> 
     that does not hold convolutions as they were."""
     if found is at_first:
         return kept
-    right = [a for a in (kept, sound(problem, found)) if not wrong_convolutions(problem.flow_of(a))]
+    right = [a for a in (kept, sound(problem, found)) if not wrong_ops(problem.flow_of(a))]
     return min(right or [kept], key=lambda a: objective(problem.price_of(a), problem))
 
 
 def sound(problem: Question, answer: Answer) -> Answer:
     """An answer, or the best of what else was priced, if there is any, where XLA would get a convolution of it wrong."""
-    other = unmended(problem, answer) if wrong_convolutions(problem.flow_of(answer)) else None
+    other = unmended(problem, answer) if wrong_ops(problem.flow_of(answer)) else None
     return finalists.chosen(answer, other, RIGHTLY) if other else answer
 
 
 def unmended(problem: Question, answer: Answer) -> Candidate | None:
     """The best of what else was priced in which XLA computes all convolutions rightly."""
-    return next((c for c in answer.others if not wrong_convolutions(problem.flow_of(c))), None)
+    return next((c for c in answer.others if not wrong_ops(problem.flow_of(c))), None)
 
 
 def _pure(callee: Callee, call: Call) -> Callable[..., Any]:

@@ -134,7 +134,7 @@ def strategies_text(plan: Plan) -> str:
     flow, values = plan.flow, plan.flow.graph.values
 
     def kind(i: int) -> str:
-        return f"{values[i].dtype}[{','.join(map(str, values[i].shape))}]"
+        return str(values[i])
 
     lines = [f"# {plan.function} on {plan.hardware.name}, grid {grid_text(plan)}"]
     lines += [f"%{i} = argument {d.path}: {d.dtype}{list(d.shape)}, strategy: {d.cuts}"
@@ -169,8 +169,8 @@ def _data(plan: Plan, arrivals: Sequence[str]) -> dict[str, Any]:
         "classes": [dataclasses.asdict(c) for c in plan.classes],
         "ops": [dataclasses.asdict(o) for o in op_strategies(plan)],
         "collectives": [
-            {**_sent(c), "time_s": seconds(plan, c), "cause": {"op": c.cause, "cuts": owners(plan, c)}}
-            for c in sorted(plan.collectives, key=lambda c: -seconds(plan, c))  # the critical ones first
+            {**_sent(c), "time_s": seconds(plan, c), "cause": {"op": c.cause, "cuts": cuts}}
+            for c, cuts in sorted(zip(plan.collectives, owners(plan), strict=True), key=lambda pair: -seconds(plan, pair[0]))
         ],
         "price": {"flops": price.flops, "bytes_sent": price.bytes_sent, "compute_s": price.compute_s,
                   "communication_s": price.communication_s, "time_s": price.time_s,

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from shardfn.causes import causes
 from shardfn.comparison import Comparison, Tally
-from shardfn.cost.price import collective_s
+from shardfn.cost.price import collective_s, sending
 from shardfn.graph.model import Collective, Spec
 from shardfn.paths import alike, few, layer, starred
 from shardfn.plan import Decision, DimClass, Plan, op_strategies, proof
@@ -41,16 +42,26 @@ def strides(plan: Plan) -> list[tuple[str, int, int]]:
     return [(name, size, math.prod(sizes[i + 1 :])) for i, (name, size) in enumerate(plan.axes)]
 
 
-def owners(plan: Plan, c: Collective) -> list[str]:
-    """The cuts that a collective is due to: of the arguments over its axes; where there are none, of the results."""
+def owners(plan: Plan) -> list[list[str]]:
+    """For each collective the cuts that it is due to, the largest arrays first: those of arguments that the layouts lead to
+    it (`causes`); where nothing does, those over its axes, of the arguments or else of the results."""
+    sent = [c for c, _ in sending(plan.flow)]
+    is_own = len(sent) == len(plan.collectives)
+    found = causes(plan.flow, len(plan.inputs), sent) if is_own else [()] * len(plan.collectives)
+    return [_owners(plan, c, pairs) for c, pairs in zip(plan.collectives, found, strict=True)]
+
+
+def _owners(plan: Plan, c: Collective, pairs: Sequence[tuple[int, int]]) -> list[str]:
     axes = {axis.partition(":")[0] for axis in c.axes}
 
-    def over(decisions: Sequence[Decision]) -> list[str]:
-        ranked = sorted(decisions, key=lambda d: -math.prod(d.shape))
-        return [f"{d.path} dim {i} over {','.join(a for a in dim if a in axes)}"
-                for d in ranked for i, dim in enumerate(d.spec) if axes & set(dim)]  # fmt: skip
+    def over(cuts: Iterable[tuple[Decision, int]]) -> list[str]:
+        ranked = sorted(cuts, key=lambda cut: -math.prod(cut[0].shape))
+        return [f"{d.path} dim {i} over {','.join(a for a in d.spec[i] if not axes or a in axes)}" for d, i in ranked]
 
-    return over(plan.inputs) or over(plan.outputs)
+    def every(decisions: Sequence[Decision]) -> list[tuple[Decision, int]]:
+        return [(d, i) for d in decisions for i, dim in enumerate(d.spec) if axes & set(dim)]
+
+    return over((plan.inputs[i], dim) for i, dim in pairs) or over(every(plan.inputs)) or over(every(plan.outputs))
 
 
 def seconds(plan: Plan, c: Collective) -> float:
@@ -198,12 +209,15 @@ def _ops(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> It
 
 def _collectives(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
     counts = collections.Counter(plan.collectives)
+    due: dict[Collective, list[str]] = {}
+    for c, names in zip(plan.collectives, owners(plan), strict=True):
+        due[c] = list(dict.fromkeys([*due.get(c, []), *names]))
     groups = sorted(counts.items(), key=lambda g: (-seconds(plan, g[0]) * g[1], -g[0].total_bytes * g[1]))
     unit, size = unit_of([c.total_bytes * count for c, count in groups])
     rows = [
         (c.kind, times(count), ",".join(c.axes) or "-", str(c.group_size), f"{c.dtype}{shape_text(c.shape)}",
          times(c.trips), figure(c.total_bytes * count / size), figure(seconds(plan, c) * count * 1e6),
-         file_line(c.where), ": ".join(filter(None, (_CAUSES.get(c.cause, c.cause), few(owners(plan, c), 2)))))
+         file_line(c.where), ": ".join(filter(None, (_CAUSES.get(c.cause, c.cause), few(due[c], 2)))))
         for c, count in groups
     ]  # fmt: skip
     columns = ("collective", "count", "over", "group", "operand", "runs", f"{unit} sent", "µs", "line", "because of")

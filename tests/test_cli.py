@@ -192,7 +192,6 @@ OF_THE_CALL = {
     "a target that does not exist": [*MATMUL, "--device", "tpu-v9:4"],
     "compiling for what is not here": [*MATMUL, "--device", "tpu-v5e:4", "--compiled"],
     "shapes that do not fit the function": ["explain", "jax.numpy:matmul", "--shapes", "f32[2,3]", "f32[2,3]"],
-    "an argument too few": ["explain", "jax.numpy:matmul", "--shapes", "f32[2,3]"],
     "a search that does not exist": [*MATMUL, "--search-mode", "greedy"],
 }
 OF_THE_PLAN = {
@@ -222,6 +221,9 @@ OF_THE_COMMAND = {
     "no such module": ["explain", "nowhere_at_all:f"],
     "no such function": ["explain", "jax.numpy:matmull"],
     "not a function": ["explain", "jax.numpy:pi"],
+    "no arguments": ["plan", "jax.numpy:matmul", "--device", "cpu:8"],
+    "an argument too few": ["explain", "jax.numpy:matmul", "--shapes", "f32[2,3]"],
+    "an argument too many": ["explain", "jax.numpy:sin", "--shapes", "f32[2,3]", "f32[2,3]"],
 }
 
 

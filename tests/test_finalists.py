@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import shardfn
+import shardfn.guard
 import shardfn.make
 from shardfn import finalists
-from shardfn.errors import DeviceError
+from shardfn.errors import DeviceError, StrategyError
 from shardfn.finalists import Finalist, best
 from shardfn.verify import Verifier
 
@@ -123,3 +124,37 @@ def test_a_limit_is_judged_as_compiled(monkeypatch):
     )
     assert int(least[1].replace(",", "")) == int(least[2])
     assert shardfn.shard(step, level=2, finalists=3, memory_limit=int(least[2])).plan(W1, W2, X)
+
+
+def mixed(x, w):
+    return jax.lax.reduce(x, np.int32(0), jax.lax.bitwise_xor, (0,)), x.astype("float32") @ w
+
+
+MIXED = np.arange(128, dtype="int32").reshape(16, 8), np.ones((8, 32), "float32")
+
+
+def test_what_does_not_compile_is_left_out_and_named(monkeypatch):
+    """As if XLA had an all-reduce of xor: it stops at each plan that cuts the rows."""
+    monkeypatch.setattr(shardfn.guard, "ADDED_UP", {"xor"})
+    sharded = shardfn.shard(mixed, level=0, finalists=6)
+    found = sharded(*MIXED)
+    jax.tree.map(np.testing.assert_array_equal, found, mixed(*MIXED))
+    findings = sharded.plan(*MIXED).findings
+    left = [f for f in findings if "is left out" in f]
+    assert left and any(f.startswith(f"compiled {6 - len(left)} plans") for f in findings)
+    for text in left:
+        assert re.fullmatch(
+            r".+, grid [\dx]+, is left out, as XLA does not compile it: UNIMPLEMENTED: Unsupported reduction computation: .+",
+            text,
+        )
+    assert left[0].startswith("the search's, grid") == any("would have picked the search's" in f for f in findings)
+
+
+def test_nothing_that_compiles_is_an_error(monkeypatch):
+    monkeypatch.setattr(shardfn.guard, "ADDED_UP", {"xor"})
+    with pytest.raises(StrategyError) as error:
+        shardfn.plan(mixed, *MIXED, parameter_plan={"x": (8, 1)}, finalists=3)
+    (problem,) = error.value.problems
+    assert re.fullmatch(r"none of [123] plans of `mixed` compiles", problem.what) and "finalists = " in problem.where
+    assert problem.why.startswith("UNIMPLEMENTED: Unsupported reduction computation") and "\n" not in problem.why
+    assert problem.fix == "compile more of them (finalists=), or leave whole, in in_strategy, what XLA names there"

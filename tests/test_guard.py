@@ -188,3 +188,38 @@ def test_a_kernels_gradient_in_groups_is_not_added_up_for_idle_devices(batch):
     sharded = shardfn.shard(gradient, in_strategy=((batch, 1, 1, 1), (1, 1, 1, 1)))
     np.testing.assert_allclose(sharded(a, b), gradient(a, b), rtol=1e-3, atol=1e-2)
     assert any("in groups" in f for f in sharded.plan(a, b).findings) == (batch < 8)
+
+
+REDUCTIONS = [
+    (lambda x: jax.lax.reduce(x, np.int32(0), jax.lax.bitwise_xor, (0,)), True),
+    (lambda x: jax.lax.reduce(x, np.int32(-1), jax.lax.bitwise_and, (0,)), True),
+    (lambda x: jax.lax.reduce(x > 3, False, jax.lax.bitwise_xor, (0,)), True),
+    (lambda x: jax.lax.reduce(x, np.int32(0), lambda a, b: a + b + a * b * 0, (0,)), True),
+    (lambda x: (x > 3).all(0), False),
+    (lambda x: x.sum(0), False),
+    (lambda x: x.argmax(0), False),
+]
+
+
+@pytest.mark.parametrize(("reduction", "mended"), REDUCTIONS)
+def test_reductions_that_xla_has_no_all_reduce_for(reduction, mended):
+    """On CPU it stops with "Unsupported reduction computation" where a reduced dim is cut."""
+    x = np.arange(128, dtype="int32").reshape(16, 8)
+    looped = lambda x: jax.lax.map(reduction, jnp.stack([x, 2 * x]))[1]  # noqa: E731
+    for f, cut, is_cut in ((reduction, (4, 2), True), (reduction, (1, 8), False), (looped, (2, 4), True)):
+        sharded = shardfn.shard(f, (cut,))
+        np.testing.assert_array_equal(sharded(x), f(x))
+        said = [text for text in sharded.plan(x).findings if "made whole first" in text]
+        assert bool(said) == (mended and is_cut)
+        assert all(text.startswith("the dims that are reduced at ") and "test_guard.py" in text for text in said)
+    assert not shardfn.plan(reduction, x, in_strategy=((4, 1),), device="tpu-v5e:2x2").findings
+
+
+def test_a_reduction_out_of_reach_is_refused():
+    @jax.custom_vjp
+    def own(x):
+        return REDUCTIONS[0][0](x)
+
+    own.defvjp(lambda x: (own(x), None), lambda _, g: (g,))
+    with pytest.raises(shardfn.ShardError, match="a reduction inside a `custom_vjp_call` would not compile"):
+        shardfn.shard(own, ((8, 1),)).plan(np.ones((16, 8), "int32"))

@@ -130,6 +130,43 @@ def test_other_plans_are_not_what_was_saved(other, tmp_path):
     assert load(tmp_path / "layout.toml") != plan(step, PARAMS, X, **{**asked, **other})
 
 
+ROWS, COLUMNS = ("a", 1), (1, "a")
+EVERY = "p/layers/*/w1"
+
+
+@pytest.mark.parametrize(
+    ("more", "plan_of", "rules"),
+    [
+        ({}, {"*": (8, 1)}, {EVERY: ROWS, "p/layers/*/w2": ROWS}),
+        ({}, {"*/w1": (8, 1), "*/w2": (1, 8)}, {EVERY: ROWS, "p/layers/*/w2": COLUMNS}),
+        ({}, {"*": (8, 1), "p/layers/2/w1": (1, 8)}, {EVERY: ROWS, "p/layers/2/w1": COLUMNS, "p/layers/*/w2": ROWS}),
+        (
+            {},
+            {"*/w2": (8, 1), "p/layers/[012]/w1": (1, 8), "p/layers/[345]/w1": (8, 1)},
+            {EVERY: COLUMNS, **{f"p/layers/{i}/w1": ROWS for i in (3, 4, 5)}, "p/layers/*/w2": ROWS},
+        ),
+        ({"layers/x/w1": 0}, {"*": (8, 1)}, {EVERY: ROWS, "p/layers/*/w2": ROWS, "p/layers[/]x[/]w1": ROWS}),
+        ({"head": 0, "a[0]*": 0}, {"*": (8, 1)}, {EVERY: ROWS, "p/layers/*/w2": ROWS, "p/head": ROWS, "p/a[[]0][*]": ROWS}),
+    ],
+)  # fmt: skip
+def test_layers_that_are_cut_alike_have_one_rule(more, plan_of, rules, tmp_path):
+    """And what a glob meets besides has a rule of its own, which goes before it."""
+    w = jax.ShapeDtypeStruct((8, 8), "float32")
+    p = {"layers": [{"w1": w, "w2": w} for _ in range(6)], **dict.fromkeys(more, w)}
+    function = lambda p: jax.tree.map(jnp.sin, p)  # noqa: E731
+    made = plan(function, p, parameter_plan=plan_of, device="cpu:8")
+    assert {r.glob: r.cut for r in made.decided().arguments} == {g.replace("[/]", "/"): cut for g, cut in rules.items()}
+    made.save(tmp_path / "layout.toml")
+    assert load(tmp_path / "layout.toml") == made
+    again = plan(function, p, layout=tmp_path / "layout.toml", device="cpu:8")
+    assert [d.spec for d in (*again.inputs, *again.outputs)] == [d.spec for d in (*made.inputs, *made.outputs)]
+    text = (tmp_path / "layout.toml").read_text()
+    assert (
+        '"p/layers/*/w2" = ["a", 1]  # 6 x float32[8, 8] (8, 1); you: ' in text or '"p/layers/*/w2" = [1, "a"]' in text
+    )
+    assert text.count("by = ") <= 8
+
+
 def test_the_sources_stand_beside_the_rules(tmp_path):
     plan(step, PARAMS, X, in_strategy=({"up": (1, 4), "down": (4, 1)}, (2, 1))).save(tmp_path / "layout.toml")
     text = (tmp_path / "layout.toml").read_text()

@@ -49,6 +49,8 @@ class Chip:
     """What one device sends beyond its node."""
     fast_bytes: float = 0.0
     """Of the memory inside the chip, what a compiler gives to whole arrays: a TPU's vector memory, less what kernels use."""
+    largest: tuple[int, ...] = ()
+    """Dims of the largest torus that there is, in rising order; () where nothing bounds it."""
 
     def __post_init__(self) -> None:
         rates = ("flops", "memory_bytes_s", "memory_bytes", "link_bytes_s", "latency_s")
@@ -89,8 +91,29 @@ class Chip:
                  why="a size is a count or the dims of a torus", fix='write 32, or "4x8"')  # fmt: skip
         if self.torus and len(dims) == 1:
             dims = most_cubic(count, self.torus)
+        self._check_torus(dims, f"{self.name}:{text}")
         platform = "cuda" if self.platform == "gpu" else self.platform
         return Hardware(self, platform, count, name=f"{self.name}:{text}", topology=dims if self.torus else ())
+
+    def _check_torus(self, dims: tuple[int, ...], where: str) -> None:
+        """Raise a DeviceError for dims that no torus of these chips has."""
+
+        def text(shape: tuple[int, ...]) -> str:
+            return "x".join(map(str, shape))
+
+        def fits(shape: tuple[int, ...]) -> bool:
+            padded = (1,) * (len(self.largest) - len(shape)) + tuple(sorted(shape))
+            return not self.largest or all(n <= most for n, most in zip(padded, self.largest, strict=True))
+
+        if self.torus and len(dims) > self.torus:
+            near = most_cubic(math.prod(dims), self.torus)
+            fail(DeviceError, f"{self.name} forms a torus of {self.torus} dims, not {len(dims)}", where=where,
+                 why=f"each chip has links along {self.torus} dims",
+                 fix=f'write "{self.name}:{text(near if fits(near) else self.largest)}"')  # fmt: skip
+        if not fits(dims):
+            fail(DeviceError, f"no torus of {self.name} has the shape {text(dims)}", where=where,
+                 why=f"the largest is {text(self.largest)}: {math.prod(self.largest):,} chips",
+                 fix=f'write "{self.name}:{text(self.largest)}" or less, or name another chip')  # fmt: skip
 
 
 _SHAPE = re.compile(r"\d+(x\d+)*")
@@ -138,6 +161,7 @@ def load_chip(path: str | os.PathLike[str]) -> Chip:
     try:
         with open(path, encoding="utf-8") as file:
             data = json.load(file)["chip"]
+        data["largest"] = tuple(data.get("largest", ()))
         data["dtype_flops"] = tuple((str(name), float(rate)) for name, rate in data.get("dtype_flops", ()))
         return Chip(**data)
     except DeviceError:
@@ -163,11 +187,11 @@ def _nvidia(name: str, flops: float, f32: float, f64: float, vector: float, memo
                 network_bytes_s=network)  # fmt: skip
 
 
-def _tpu(name: str, flops: float, int8: float, vector: float, memory_s: float, memory: float, link: float, torus: int,
-         fast: float, source: str) -> Chip:  # fmt: skip
+def _tpu(name: str, flops: float, int8: float, vector: float, memory_s: float, memory: float, link: float,
+         largest: tuple[int, ...], fast: float, source: str) -> Chip:  # fmt: skip
     # f32 products run as one bf16 pass by default, so `flops` holds for them too.
-    return Chip(name, "tpu", flops, memory_s, memory, link, 1e-6, source, vector, (("i8", int8),), torus,
-                ring=4 if torus == 3 else 16, fast_bytes=fast)  # fmt: skip
+    return Chip(name, "tpu", flops, memory_s, memory, link, 1e-6, source, vector, (("i8", int8),), len(largest),
+                ring=4 if len(largest) == 3 else 16, largest=largest, fast_bytes=fast)  # fmt: skip
 
 
 CHIPS = {
@@ -191,7 +215,16 @@ CHIPS = {
         _nvidia("h100", 989e12, 494e12, 67e12, 67e12, 3.35e12, 80e9, 450e9, 50e9, "NVIDIA H100 SXM datasheet"),
         _nvidia("h200", 989e12, 494e12, 67e12, 67e12, 4.8e12, 141e9, 450e9, 50e9, "NVIDIA H200 SXM datasheet"),
         _tpu(
-            "tpu-v4", 275e12, 275e12, 4.3e12, 1.228e12, 32e9, 50e9, 3, 128.0 * 2**20, "Google Cloud TPU v4 system page"
+            "tpu-v4",
+            275e12,
+            275e12,
+            4.3e12,
+            1.228e12,
+            32e9,
+            50e9,
+            (16, 16, 16),
+            128.0 * 2**20,
+            "Google Cloud TPU v4 system page",
         ),
         _tpu(
             "tpu-v5e",
@@ -201,7 +234,7 @@ CHIPS = {
             0.819e12,
             16e9,
             50e9,
-            2,
+            (16, 16),
             112.0 * 2**20,
             "Google Cloud TPU v5e system page",
         ),
@@ -213,7 +246,7 @@ CHIPS = {
             2.765e12,
             95e9,
             100e9,
-            3,
+            (16, 20, 28),
             48.0 * 2**20,
             "Google Cloud TPU v5p system page",
         ),
@@ -225,7 +258,7 @@ CHIPS = {
             1.638e12,
             32e9,
             100e9,
-            2,
+            (16, 16),
             96.0 * 2**20,
             "Google Cloud TPU v6e system page",
         ),
@@ -236,8 +269,9 @@ its rate are the makers' figures for dense arithmetic.
 
 GPUs: the NVLink figure of the datasheet is both directions together, half of it is one; a network card for each GPU
 (200 Gb/s in a DGX A100, 400 Gb/s in a DGX H100 or H200), 8 GPUs behind one NVSwitch; about 7 µs for an empty NCCL
-collective. TPUs: interconnect of a chip in both directions, over 2 and over its 4 (v5e, v6e) or 6 (v4, v5p) ports; about
-1 µs a hop (Austin et al., "How to Scale Your Model", 2025); vector units: 1,024 lanes of four units (v4: two) in each
+collective. TPUs: pods of 16x16x16 (v4), 16x16 (v5e, v6e) and 16x20x28 chips (v5p); interconnect of a chip in both
+directions, over 2 and over its 4 (v5e, v6e) or 6 (v4, v5p) ports; about 1 µs a hop (Austin et al., "How to Scale Your
+Model", 2025); vector units: 1,024 lanes of four units (v4: two) in each
 core, at the clock that the matrix rate implies. Memory inside the chip: what libtpu 0.0.42 gave to whole arrays in programs
 that could use more: on v5e 112 MiB of the vector memory's 128, on v4 all 128 MiB of its common memory; on v6e and v5p up to 95
 and 44 MiB, taken here for 96 and 48, which is what they have (`jax.experimental.pallas.tpu.get_tpu_info`) less 32 and 16.

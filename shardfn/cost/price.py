@@ -12,7 +12,7 @@ from shardfn.cost.cpu import on_cpu
 from shardfn.cost.hardware import Hardware, link_over
 from shardfn.cost.memory import Memory, memory_of
 from shardfn.cost.schedule import Order, merged, scheduled
-from shardfn.graph.model import Collective, Flow
+from shardfn.graph.model import Collective, Communication, Flow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,15 +50,17 @@ def collectives(flow: Flow, order: Order | None = None) -> tuple[Predicted, ...]
     groups = (order or merged(flow)).groups
     sizes = collections.Counter(groups.values())
     found = []
-    for c in flow.communications:
-        sent = bytes_sent(c.kind, c.group_size, flow.local_bytes(c.operand))
-        if sent:
-            shape, dtype = flow.local_shape(c.operand), flow.graph.values[c.operand].dtype
-            together = sizes[groups[c.result]] if c.result in groups else 1
-            found.append(
-                Predicted(c.kind, c.axes, c.group_size, shape, dtype, sent, c.trips, c.where, c.cause, together)
-            )
+    for c, sent in sending(flow):
+        shape, dtype = flow.local_shape(c.operand), flow.graph.values[c.operand].dtype
+        together = sizes[groups[c.result]] if c.result in groups else 1
+        found.append(Predicted(c.kind, c.axes, c.group_size, shape, dtype, sent, c.trips, c.where, c.cause, together))
     return tuple(found)
+
+
+def sending(flow: Flow) -> list[tuple[Communication, int]]:
+    """The flow's communications that send something, with the bytes that one device sends each time."""
+    every = [(c, bytes_sent(c.kind, c.group_size, flow.local_bytes(c.operand))) for c in flow.communications]
+    return [(c, sent) for c, sent in every if sent]
 
 
 def collective_s(c: Collective, hardware: Hardware, axes: Sequence[tuple[str, int]]) -> float:

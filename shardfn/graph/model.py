@@ -18,10 +18,17 @@ Spec = tuple[tuple[str, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """A tensor of the program: its full shape and its element type as MLIR writes it (`f32`, `bf16`, `i1`)."""
+    """A tensor of the program: its full shape and its element type as MLIR writes it (`f32`, `bf16`, `i1`).
+
+    >>> print(Value((32, 64), "bf16"))
+    bf16[32,64]
+    """
 
     shape: tuple[int, ...]
     dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +95,15 @@ class Op:
     """Which elements of an operand are read along dims with a window or an offset."""
     site: int = -1
     """Where it stands in the module: its number in program order. Ops that were put in have none."""
+    combines: str = ""
+    """What a reduction combines elements by, where that is one op (`add`, `xor`)."""
     form: tuple[int, int] | None = dataclasses.field(default=None, compare=False)
     """What it does, and in which loop or branch, as numbers: ops with one form make the same of the same operands."""
 
     def of(self, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Op:
         """The same of other values."""
         return Op(self.name, inputs, outputs, self.rule, self.trips, self.where, self.reduced, self.convolution,
-                  self.taps, self.site, self.form)  # fmt: skip
+                  self.taps, self.site, self.combines, self.form)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

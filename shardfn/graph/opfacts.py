@@ -83,6 +83,14 @@ def reduced_of(op: Any, name: str) -> tuple[tuple[int, int], ...]:
     return ()
 
 
+def combines_of(op: Any) -> str:
+    """By what a reduction of one array combines its elements, where that is one op."""
+    if op.name != "stablehlo.reduce" or len(op.results) > 1:
+        return ""
+    inside = [view.operation.name.split(".", 1)[-1] for view in op.regions[0].blocks[0].operations]
+    return inside[0] if inside[1:] == ["return"] else ""
+
+
 def form_of(op: Any) -> tuple[Any, ...] | None:
     """What an op does: two with one form make the same of the same operands. None where twice is not the same as once."""
     if op.name in _EACH_TIME:

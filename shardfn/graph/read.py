@@ -12,7 +12,17 @@ from typing import Any, NamedTuple
 
 from shardfn.graph.mlir import NUMBER, functions_of, ir, mesh_axes, number_of, sdy, symbol_of, value_of
 from shardfn.graph.model import Communication, Graph, Op, Rule, Spec, Value
-from shardfn.graph.opfacts import cause_of, convolution_of, form_of, line_of, reduced_of, rule_of, taps_of, trip_count
+from shardfn.graph.opfacts import (
+    cause_of,
+    combines_of,
+    convolution_of,
+    form_of,
+    line_of,
+    reduced_of,
+    rule_of,
+    taps_of,
+    trip_count,
+)
 from shardfn.graph.rules import MISSING_RULES, elementwise_rule
 
 
@@ -243,7 +253,13 @@ class Reader:
             unruled = _at(short, where)
         convolution = convolution_of(op) if name == "stablehlo.convolution" else None
         number = number_of(op)
-        rest = reduced_of(op, name), convolution, taps_of(op, short), number if number < self.count else -1
+        rest = (
+            reduced_of(op, name),
+            convolution,
+            taps_of(op, short),
+            number if number < self.count else -1,
+            combines_of(op),
+        )
         form = self.seen.forms.setdefault(form_of(op), len(self.seen.forms))
         return _Fact(short, rule, where, unruled, results, rest, form, {})
 

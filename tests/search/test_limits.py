@@ -64,7 +64,9 @@ def test_amounts(text, amount):
     assert bytes_of(text, "memory_limit") == amount
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "12 apples", "1,5GB", 0, -3, float("nan")])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1GiB", "0", "12 apples", "1,5GB", "1.5", "1.5 B", 0, -3, 1.5, float("nan"), float("inf")]
+)
 def test_what_is_no_amount(text):
     found = bytes_of(text, "memory_limit")
     assert isinstance(found, Problem) and not found.is_type
@@ -83,7 +85,7 @@ def test_what_is_not_even_a_number(value):
 @pytest.mark.parametrize("level", [0, 2])
 def test_a_limit_that_data_parallel_does_not_keep(mode, level):
     parallel = shardfn.plan(step, *STEP, in_strategy=((1, 1), (1, 1), (8, 1)), level=level, **TRAINED)
-    limit = 0.6 * parallel.price.memory.peak
+    limit = int(0.6 * parallel.price.memory.peak)
     made = shardfn.plan(step, *STEP, level=level, search_mode=mode, memory_limit=limit, **TRAINED)
     assert made.price.memory.peak <= limit < parallel.price.memory.peak
     assert "it may not fit" not in str(made.findings)
@@ -95,9 +97,24 @@ def test_a_limit_that_nothing_keeps(mode):
         shardfn.plan(two_layers, *ARGS, level=2, search_mode=mode, memory_limit="1MB", device="h100:8")
     text, least = str(error.value), least_of(error)
     assert least > 1e6
-    assert "`w1` " in text and "`w2` " in text, "the largest tensors are named"
+    assert "`w1` f32[" in text and "`w2` f32[" in text, "the largest tensors are named"
     made = shardfn.plan(two_layers, *ARGS, level=2, search_mode=mode, memory_limit=least, device="h100:8")
     assert made.price.memory.peak <= least
+
+
+def test_what_holds_most_is_told_with_its_shape_and_line():
+    """Sums of gradients have no line of their own: the one of what they add is told."""
+
+    def both(w, x):
+        return jax.grad(lambda w: (jnp.tanh(x @ w) + jnp.sin(x @ w)).sum())(w)
+
+    shapes = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((8, 64), "float32")
+    with pytest.raises(ShardError) as error:
+        shardfn.plan(both, *shapes, level=1, memory_limit=100, device="cpu:1")
+    largest = error.value.problems[0].why.partition("the largest: ")[2].split("; ")
+    line = rf"at {re.escape(__file__)}:\d+: [\d,]+ bytes(, \d+ of them)?"
+    assert largest[0] == "`w` f32[64,64]: 16,384 bytes"
+    assert all(re.fullmatch(rf"\w+ f32\[64,64\] {line}", text) for text in largest[1:]) and len(largest) == 4
 
 
 def least_of(error):
@@ -113,7 +130,7 @@ def test_the_limit_that_an_error_names_is_kept(level, share):
     options = {"level": level, "device": "cpu:8"}
     bound = shardfn.plan(function, *args, **options | {"level": 1}).price.memory.peak
     with pytest.raises(ShardError, match="memory_limit") as error:
-        shardfn.plan(function, *args, memory_limit=share * bound, **options)
+        shardfn.plan(function, *args, memory_limit=int(share * bound), **options)
     least = least_of(error)
     assert least <= bound, "level 1 alone finds no less"
     made = shardfn.plan(function, *args, memory_limit=least, **options)

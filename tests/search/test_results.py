@@ -52,7 +52,7 @@ def test_it_is_compiled_as_it_was_priced(tmp_path):
 
 def test_a_limit_that_cut_results_keep_is_kept():
     whole = 64 * 32 * 4
-    made = shardfn.plan(drawn, KEY, memory_limit=0.6 * whole, device="cpu:8")
+    made = shardfn.plan(drawn, KEY, memory_limit=int(0.6 * whole), device="cpu:8")
     assert made.price.memory.peak <= 0.6 * whole
     with pytest.raises(ShardError, match=f"memory_limit={made.price.memory.peak}$"):
         shardfn.plan(drawn, KEY, memory_limit=100, level=1, device="cpu:8")

@@ -1,0 +1,63 @@
+"""A collective is due to the cuts that lead to it, not to all that lies over its axes."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardfn
+from shardfn.report import make_report
+
+S = jax.ShapeDtypeStruct
+
+
+def tower(x, ws):
+    for up, down in ws:
+        x = x + jax.nn.relu(x @ up) @ down
+    return x
+
+
+def scanned(x, ws):
+    def body(x, w):
+        return x + jax.nn.relu(x @ w[0]) @ w[1], None
+
+    return jax.lax.scan(body, x, ws)[0]
+
+
+def due(plan):
+    return {(row["kind"], *row["shape"]): row["cause"]["cuts"] for row in make_report(plan).to_dict()["collectives"]}
+
+
+WS = [(S((32, 64), "float32"), S((64, 32), "float32")), (S((32, 128), "float32"), S((128, 32), "float32"))]
+X = S((16, 32), "float32")
+
+
+def test_each_sum_names_the_weights_that_it_sums_over():
+    plan = shardfn.plan(tower, X, WS, in_strategy=((2, 1), [((1, 4), (4, 1)), ((1, 4), (4, 1))]), device="tpu-v5e:2x4")
+    every = [row["cause"]["cuts"] for row in make_report(plan).to_dict()["collectives"]]
+    assert sorted(map(sorted, every)) == [[f"ws/{i}/0 dim 1 over b", f"ws/{i}/1 dim 0 over b"] for i in (0, 1)], (
+        "one axis cuts all four of them"
+    )
+
+
+def test_what_is_gathered_names_what_is_cut():
+    plan = shardfn.plan(tower, X, WS, in_strategy=((8, 1), [((8, 1), (1, 8)), ((1, 1), (1, 1))]), device="tpu-v5e:2x4")
+    assert due(plan) == {
+        ("all-gather", 4, 64): ["ws/0/0 dim 0 over a"],
+        ("all-gather", 64, 4): ["ws/0/1 dim 1 over a"],
+    }
+
+
+def test_a_loop_carries_cuts_along():
+    stacked = (S((3, 32, 64), "float32"), S((3, 64, 32), "float32"))
+    plan = shardfn.plan(scanned, X, stacked, in_strategy=((1, 4), ((1, 4, 1), (1, 1, 4))), device="tpu-v5e:2x2")
+    assert all("ws/0 dim 1 over a" in cuts and "x dim 1 over a" in cuts for (kind, *_), cuts in due(plan).items()
+               if kind == "all-reduce") and due(plan)  # fmt: skip
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_every_collective_of_a_step_has_a_cause(level):
+    def step(x, ws):
+        return jax.tree.map(lambda w, g: w - g, ws, jax.grad(lambda ws: jnp.mean(tower(x, ws) ** 2))(ws))
+
+    plan = shardfn.plan(step, X, WS, device="cpu:8", level=level, parameter_plan={"x": (8, 1)})
+    assert due(plan) and all(due(plan).values())
