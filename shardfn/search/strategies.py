@@ -355,7 +355,7 @@ class _Builder:
         if is_sum.any():
             sliced = is_sum & (out >= 0)
             scattered = sliced & ~_inside(work, out)
-            is_mixed = scattered.any(axis=1) & (is_sum & ~scattered).any(axis=1)
+            is_mixed: Array = np.logical_and(scattered.any(axis=1), (is_sum & ~scattered).any(axis=1))
             is_spread = np.zeros(len(work), bool)
             if op.name == "dot_general":
                 is_spread = _on_several(np.where(scattered, out, -1))
