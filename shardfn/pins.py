@@ -26,12 +26,14 @@ KINDS: Mapping[str, frozenset[str]] = {
     "dynamic_slice": frozenset({"dynamic_slice"}),
     "add": frozenset({"add", "add_any"}),
     "multiply": frozenset({"mul", "square", "integer_pow"}),
+    "subtract": frozenset({"sub"}),
+    "divide": frozenset({"div"}),
 }  # fmt: skip
 """Module ops that can be held, and the primitives that become them."""
 
 _KIND_OF = {primitive: kind for kind, primitives in KINDS.items() for primitive in primitives}
 
-_MARKS = {"sub": "subtract", "exp": "exponential", "tanh": "tanh", "neg": "negate", "rsqrt": "rsqrt", "sqrt": "sqrt",
+_MARKS = {"exp": "exponential", "tanh": "tanh", "neg": "negate", "rsqrt": "rsqrt", "sqrt": "sqrt",
           "log": "log", "logistic": "logistic"}  # fmt: skip
 """Primitives that become one op each, by which the others are found."""
 
@@ -101,7 +103,7 @@ def only_way(part: Sequence[Any], whole: Sequence[Any]) -> list[int | None] | No
 
 def _counts(kind: str, shape: Sequence[int]) -> bool:
     """Small sums and products are not counted: JAX puts in its own, of indices and counters."""
-    return kind not in ("add", "multiply", "subtract", "dynamic_slice") or math.prod(shape) > 1
+    return kind not in ("add", "multiply", "subtract", "divide", "dynamic_slice") or math.prod(shape) > 1
 
 
 def held_in(

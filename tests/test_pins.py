@@ -182,7 +182,8 @@ def test_sums_and_products_of_whole_models_are_found(name):
     large = [
         index
         for index, op in enumerate(traced.graph.ops)
-        if op.name in ("dot_general", "reduce", "multiply", "add") and math.prod(op_shape(traced, op)) > 1
+        if op.name in ("dot_general", "reduce", "multiply", "add", "subtract", "divide")
+        and math.prod(op_shape(traced, op)) > 1
     ]
     assert len([index for index in large if index in found]) > 0.9 * len(large)
     for index, number in found.items():

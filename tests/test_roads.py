@@ -306,3 +306,24 @@ def test_what_is_held_stands_where_the_order_of_all_ops_would_put_it(monkeypatch
         flow = shardy.propagate(module, (("a", 2),), [None] * 3, [None, None], pins)
         assert sum(op.name == "dot_general" and flow.specs[op.outputs[0]] == spec for op in flow.graph.ops) == 4
     assert seen == [True] * 4
+
+
+def test_a_constraint_on_what_lies_so_by_itself_costs_nothing():
+    """XLA compiles one program of both."""
+
+    def fn(x, w, is_held):
+        y = jnp.maximum(x @ w, 0) + 1
+        if is_held:
+            mesh = jax.sharding.AbstractMesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+            y = lax.with_sharding_constraint(y, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows")))
+        return jnp.sum(y * y, 0), y * 2.0
+
+    rows = shardfn.Layout((8,), ("rows",))
+    one, two = (
+        shardfn.shard(lambda x, w, h=h: fn(x, w, h), (rows("rows", "None"), rows("None", "None"))).plan(
+            f32(64, 128), f32(128, 256)
+        )
+        for h in (False, True)
+    )
+    assert [op.name for op in one.flow.graph.ops] == [op.name for op in two.flow.graph.ops]
+    assert one.price == two.price

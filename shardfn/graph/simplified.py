@@ -10,7 +10,8 @@ from shardfn.graph.model import Flow, Op
 
 def simplified(flow: Flow) -> Flow:
     """The flow with loops that run once taken apart, slices of all that there is taken as that, products whose summed dims are
-    of size 1 on each device as multiplications, and of ops that make the same the first."""
+    of size 1 on each device as multiplications, of ops that make the same the first, and constraints that change no layout left
+    out."""
     return _once(_plain(_apart(flow)))
 
 
@@ -103,7 +104,8 @@ _PARTS = {"dynamic_slice": 0, "dynamic_update_slice": 1}
 
 
 def _once(flow: Flow) -> Flow:
-    """Without the ops that do what an earlier one does, of the same and laid out alike: XLA computes such once.
+    """Without the ops that do what an earlier one does, of the same and laid out alike: XLA computes such once. Nor is there
+    anything left of a constraint on what lies so by itself.
 
     Collectives stay: XLA has each of them, and what follows from it. So do the function's results.
     """
@@ -117,6 +119,9 @@ def _once(flow: Flow) -> Flow:
         if same and not same.keys().isdisjoint(inputs):
             inputs = tuple([same.get(v, v) for v in inputs])
             op = op.of(inputs, outputs)
+        if op.name == "reshard" and specs[inputs[0]] == specs[outputs[0]] and held.isdisjoint(outputs):
+            same[outputs[0]] = inputs[0]
+            continue
         form = op.form
         if form is not None and form[0] >= 0 and held.isdisjoint(outputs):
             first = made.setdefault((form, inputs, specs[outputs[0]], values[outputs[0]].dtype), outputs)

@@ -92,6 +92,8 @@ def answer_of(
                 rated += [(objective(c.price, problem), c, other) for c in candidates(problem, other)]
     if rated and (disappoints or not is_large) and problem.level != 1:
         rated += _otherwise(problem, found, rated, turn if not is_large else None, disappoints)
+        if is_large and problem.level == 0:
+            rated += _pieces(problem, rated, mend)
     if is_large and rated and disappoints:
         rated += [(objective(c.price, problem), c, None) for c in plain.of_batch(problem)]
     elif not is_large or not rated:
@@ -179,6 +181,16 @@ def _otherwise(
             yield objective(made.price, problem), made, one
             if turn is not None:
                 yield from _in_line(problem, one, made)
+
+
+def _pieces(problem: Problem, rated: Sequence[_Rated], mend: Mend) -> Iterator[_Rated]:
+    """The best with all arguments in pieces: of a large program of which all flows disappoint that is the one other
+    layout on the grid that is priced at level 0."""
+    _, made, best = min(rated, key=lambda r: r[0])
+    if best is not None and not best.is_in_pieces and problem.seconds_left > 0 and not fits_nowhere(problem):
+        for one in itertools.islice(mend(problem, best, made), 1):
+            cut = min(candidates(problem, one), key=lambda c: objective(c.price, problem))
+            yield objective(cut.price, problem), cut, one
 
 
 def _mirrored(some: Sequence[Found], found: Sequence[Found]) -> list[Found]:

@@ -183,8 +183,9 @@ def _path(
 
 
 def add_up(
-    local_bytes: Array, reduced: Array, scattered: Array, grid: Grid, together: bool = False
-) -> tuple[Array, Array]:
+    local_bytes: Array, reduced: Array, scattered: Array, grid: Grid, together: bool = False,
+    cut_after: Array | None = None, cut_last: Array | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
     """Bytes sent and seconds to add up partial sums: reduce-scatters first, then all-reduces of what is left.
 
     Args:
@@ -192,20 +193,24 @@ def add_up(
       reduced: [labels, axes], the axes over which everyone gets the sum.
       scattered: [labels, axes], those over which each gets its part of it.
       together: the all-reduce is one with others, as XLA merges those that do not wait for each other: no latency.
+      cut_after: [labels], where everyone gets the sum over `scattered` too, and cuts its part from that.
+      cut_last: [labels], where of these everyone keeps all of it until the last axis is added up.
     """
+    times = np.ones(len(local_bytes)) if cut_after is None else 1.0 + cut_after
+    cuts = np.ones(len(local_bytes), bool) if cut_last is None else ~cut_last
     left = np.array(local_bytes, float)
     sent, seconds = np.zeros_like(left), np.zeros_like(left)
-    for mask, times in ((scattered, 1), (reduced, 2)):
+    for mask, rate in ((scattered, times), (reduced, 2.0)):
         for axis in reversed(range(len(grid.sizes))):
             size, link, here = grid.sizes[axis], grid.links[axis], mask[:, axis]
             if not here.any():
                 continue
-            part = np.where(here, times * (size - 1) / size * left, 0.0)
+            part = np.where(here, rate * (size - 1) / size * left, 0.0)
             sent += part
             seconds += part / link.bytes_s
-            if times == 1 or not together:
+            if mask is scattered or not together:
                 seconds += np.where(here, link.latency_s, 0.0)
-            left = np.where(here, left / size, left)
+            left = np.where(here & cuts, left / size, left)
     return sent, seconds
 
 

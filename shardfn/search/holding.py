@@ -72,8 +72,12 @@ def all_held(problem: Problem, found: Found, full: Candidate) -> Iterator[Candid
     """A candidate with its sums held as well, and what follows the decisions where its flow lays that out otherwise than was
     found; and the same once more."""
     axes, _, with_sums = _held(problem, found, HELD_FIRST | {"reduce"})
-    pins = dict(with_sums)
     wanted = layout_of(problem, found)
+    pins = {
+        index: pin if axes != found.axes or not _is_sliced(problem.graph.ops[index], pin, found, wanted)
+        else Pin((None,) * len(pin.operands), pin.results)
+        for index, pin in with_sums.items()
+    }  # fmt: skip
     for _ in range(TWICE if axes == full.axes == found.axes else 0):
         there = problem.flow_of(full)
         laid = {op.site: [there.specs[v] for v in op.outputs] for op in there.graph.ops if op.site >= 0}
@@ -89,6 +93,18 @@ def all_held(problem: Problem, found: Found, full: Candidate) -> Iterator[Candid
             return
         full = dataclasses.replace(full, pins=dict(pins), price=problem.price(full.axes, full.specs, pins))
         yield full
+
+
+def _is_sliced(op: Op, pin: Pin, found: Found, laid: Callable[[int], Spec]) -> bool:
+    """Whether a sum reads less of its operand than a device has of it, or a broadcast. That would cut what the operand is made
+    of as well, which others read, and the sums would be over other axes than those beside which they are added up."""
+    read = pin.operands[0]
+    if op.name != "reduce" or read is None:
+        return False
+    if op.inputs[0] not in found.space.layouts:
+        return True
+    made = laid(op.inputs[0])
+    return made != read and all(after[: len(before)] == before for before, after in zip(made, read, strict=True))
 
 
 def _held(problem: Problem, found: Found, kinds: Collection[str] = HELD_FIRST) -> tuple[Axes, tuple[Spec, ...], Pins]:

@@ -292,7 +292,9 @@ class _Builder:
             key = (id(rule), lead, id(have))
             work = self.followed.get(key)
             if work is None:
-                pairs = self.factor_pairs(rule)[0][lead]
+                operands, results = self.factor_pairs(rule)
+                kept = {f for f, _ in results[0]}  # the others the result has whole
+                pairs = [(f, dim) for f, dim in operands[lead] if f in kept]
                 work = self.followed[key] = self.one(forms.factors_of(have, pairs, rule, self.sizes))
             piece = self.piece(index, op, rule, work, work, True)
         else:
@@ -354,9 +356,15 @@ class _Builder:
         if is_sum.any():
             sliced = is_sum & (out >= 0)
             scattered = sliced & ~_inside(work, out)
+            is_mixed: Array = np.logical_and(scattered.any(axis=1), (is_sum & ~scattered).any(axis=1))
+            is_spread = np.zeros(len(work), bool)
+            if op.name == "dot_general":
+                is_spread = _on_several(np.where(scattered, out, -1))
+            else:  # the sum over all axes at once, or each its part of that
+                scattered = scattered & ~is_mixed[:, None]
             for value, after in zip(op.outputs, made, strict=True):
                 partial = full[value] / pieces(np.where(sliced, -1, after), grid.sizes)
-                parts = add_up(partial, is_sum & ~scattered, scattered, grid, is_last)
+                parts = add_up(partial, is_sum & ~scattered, scattered, grid, is_last, is_mixed | is_spread, is_spread)
                 sent, sent_s = sent + parts[0], sent_s + parts[1]
                 more = partial - full[value] / self.ways(after)
                 whole = more if whole is None else whole + more
@@ -416,6 +424,16 @@ def _inside(work: Array, out: Array) -> Array:
     """
     later = [(work[:, at + 1 :] == out[:, at : at + 1]).any(axis=1) for at in range(work.shape[1])]
     return np.stack(later, axis=1) & (work != out)
+
+
+def _on_several(ends: Array) -> Array:
+    """Whether the axes of each row are on more than one factor; -1 is none.
+
+    >>> _on_several(np.array([[2, -1], [2, 2], [2, 0]])).tolist()
+    [False, False, True]
+    """
+    high = ends.max(axis=1, initial=-1)
+    return ((ends >= 0) & (ends < high[:, None])).any(axis=1)
 
 
 def _multiplied(graph: Graph) -> frozenset[int]:

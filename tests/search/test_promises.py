@@ -12,7 +12,7 @@ import shardfn
 from examples.models import abstract, mlp
 from examples.models.families import FAMILIES
 from shardfn.search import choose, dynamic, forget, holding, plain
-from shardfn.search.found import Found, keeps_promise, layout_of
+from shardfn.search.found import Found, keeps_promise, layout_of, reads_of
 from shardfn.search.levels import totals
 from shardfn.search.problem import objective
 from shardfn.search.solver.budget import Budget
@@ -151,6 +151,19 @@ def test_beside_a_large_program_s_plan_that_disappoints_stand_those_of_the_batch
     assert all(objective(made.price, problem) <= objective(c.price, problem) for c in tried)
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_of_a_large_program_that_disappoints_the_best_in_pieces_is_priced_at_level_0(monkeypatch, kept):
+    monkeypatch.setattr(choose, "LARGE", 0)
+    monkeypatch.setattr(choose, "PLAIN", 0)
+    monkeypatch.setattr(choose, "keeps_promise", lambda *_: kept)
+    tried, candidates = [], choose.candidates
+    monkeypatch.setattr(
+        choose, "candidates", lambda problem, one, *far: tried.append(one) or candidates(problem, one, *far)
+    )
+    asked_and_made(0)
+    assert any(one.is_in_pieces for one in tried) != kept
+
+
 S = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)  # noqa: E731
 
 
@@ -205,11 +218,21 @@ def test_what_follows_is_held_where_the_flow_lays_it_out_otherwise(monkeypatch):
     full = holding.candidate(problem, one)
     *_, more = holding.all_held(problem, one, full)
     added = more.pins.keys() - full.pins.keys()
-    assert added and {problem.graph.ops[index].name for index in added} <= {"add", "multiply", "reduce"}
+    kinds = {index: problem.graph.ops[index].name for index in added}
+    assert {"divide", "reduce"} <= set(kinds.values()) <= {"add", "multiply", "subtract", "divide", "reduce"}
     wanted, flow = layout_of(problem, one), problem.flow_of(more)
+    sums = [index for index in added if kinds[index] == "reduce"]
+    left = {index for index in sums if more.pins[index].operands[0] is None}
+    assert left and left != set(sums), "what reads a part of what each device has is not held to that"
+    for index in sums:
+        operand = problem.graph.ops[index].inputs[0]
+        if operand in one.space.layouts:
+            reads, made = reads_of(problem, one, index)[0], wanted(operand)
+            is_part = reads != made and all(r[: len(m)] == m for r, m in zip(reads, made, strict=True))
+            assert is_part == (index in left)
     there = {op.site: op for op in flow.graph.ops if op.site >= 0}
     for index in added:
         op = problem.graph.ops[index]
-        if op.site in there:  # else XLA computes it once with another one
+        if op.site in there and index not in left:  # else XLA computes it once with another one
             assert flow.specs[there[op.site].outputs[0]] == wanted(op.outputs[0])
     assert more.price.bytes_sent < full.price.bytes_sent

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import shardfn
 from shardfn.search.forms import decoded, op_codes
 from shardfn.search.grid import Grid
 from shardfn.search.levels import labelling_of, totals
@@ -60,3 +61,43 @@ def test_a_sum_is_not_left_in_pieces_inside_those_of_a_later_axis():
     assert found == {(-1, columns), (rows, columns)}
     assert (columns, rows) in {tuple(o) for w, o in zip(work.tolist(), out.tolist(), strict=True) if w[0] == summed}
     assert len(np.unique(np.hstack([work, out]), axis=0)) == len(work)
+
+
+@pytest.mark.parametrize("ends", ["--", "rr", "r-", "-r", "-c", "rc", "cr"])
+@pytest.mark.parametrize("op", ["product", "sum"])
+def test_a_sum_in_pieces_costs_what_its_flow_sends(op, ends):
+    """XLA adds up over some of the axes, cuts, and adds up over the others: a reduce-scatter is only there over all of them;
+    of what is no product all devices have the sum first."""
+    if op == "product":
+        fn, args = lambda x, y: x.T @ y, (S((4096, 128), jnp.float32), S((4096, 64), jnp.float32))
+    else:
+        fn, args = lambda x: x.sum(0), (S((4096, 128, 64), jnp.float32),)
+    problem = problem_of(fn, args, "h100:8")
+    axes = (("a", 2), ("b", 4))
+    space = build(problem.graph, Grid.on(problem.hardware, axes), {}, {}, {}, None, problem.facts)
+    index, one = next((i, op) for i, op in enumerate(problem.graph.ops) if op.name in ("dot_general", "reduce"))
+    (k,), (rows,), (columns,) = one.rule.reduction, *one.rule.results[0]
+    dims = {"-": -1, "r": rows, "c": columns}
+    node, _ = space.reads[index]
+    work, out = decoded(space.nodes[node].labels)
+    wanted = [dims[end] for end in ends]
+    (at,) = np.flatnonzero((work == k).all(axis=1) & (out == wanted).all(axis=1))
+    grid = shardfn.Layout((2, 4), ("a", "b"))
+    cut = lambda which: tuple(n for n, end in zip("ab", ends, strict=True) if end == which) or "None"  # noqa: E731
+    batch = [grid(("a", "b"), *["None"] * (len(x.shape) - 1)) for x in args]
+    made = shardfn.plan(fn, *args, device="h100:8", in_strategy=tuple(batch), out_strategy=(grid(cut("r"), cut("c")),))
+    assert space.nodes[node].sent[at] == pytest.approx(made.price.bytes_sent)
+
+
+def test_what_a_reshape_cannot_keep_cut_is_gathered():
+    """Of two dims that become one only the major one can stay cut."""
+    problem = problem_of(lambda x: x.reshape(64, 256), (S((64, 16, 16), jnp.float32),), "h100:8")
+    (x,), (result,) = problem.inputs, problem.graph.outputs
+    grid = Grid.on(problem.hardware, (("a", 8),))
+    for spec, kept, sent in (
+        (((), ("a",), ()), ((), ("a",)), 0),
+        (((), (), ("a",)), ((), ()), 7 / 8 * 64 * 256 * 4),
+    ):
+        space = build(problem.graph, grid, {x: spec}, {result: kept}, {}, None, problem.facts)
+        found = solve(labelling_of(space, problem), Budget())
+        assert totals(space, found.choice).sent == sent
