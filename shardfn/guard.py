@@ -18,14 +18,9 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
-<<<<<<< HEAD
 from shardfn.graph.mistakes import is_mistaken
 from shardfn.graph.model import Flow, Op
-from shardfn.rebind import bind_one, rebound
-=======
-from shardfn.graph.model import Convolution, Flow, Op, Spec, axis_size
 from shardfn.rebind import bind_one, equations, inner, rebound
->>>>>>> p
 
 CHANGES = frozenset({"all_gather", "all_slice", "all_to_all", "collective_permute", "all_reduce", "reduce_scatter"})
 
@@ -73,20 +68,6 @@ def wrong_ops(flow: Flow) -> tuple[Wrong, ...]:
     return tuple(found)
 
 
-<<<<<<< HEAD
-=======
-def _is_wrong_in_groups(found: Convolution, laid: Sequence[Spec], flow: Flow, every: set[str]) -> bool:
-    """Whether the pieces along a dim of groups do not divide these, or the batch is cut while some axis of the grid is idle."""
-    for which, dim, groups in found.grouped:
-        if groups % math.prod(axis_size(a, flow.axes) for a in laid[which][dim]):
-            return True
-    if not found.grouped:
-        return False
-    in_groups = {dim for which, dim, _ in found.grouped if which == 0}
-    batch = [axes for dim, axes in enumerate(laid[0]) if dim not in in_groups and dim not in found.image]
-    return any(batch) and set().union(*map(_axes, laid)) != every
-
-
 def _has_no_all_reduce(op: Op, flow: Flow) -> bool:
     """Whether partial results have to be put together in a way that XLA has no collective for."""
     is_known = op.combines in ADDED_UP or (
@@ -95,7 +76,6 @@ def _has_no_all_reduce(op: Op, flow: Flow) -> bool:
     return len(op.outputs) == 1 and not is_known and any(flow.shards(op.inputs[i])[d] > 1 for i, d in op.reduced)
 
 
->>>>>>> p
 def _is_wrong_pooling(op: Op, flow: Flow) -> bool:
     """Whether windows that overlap by half or more run along a cut dim; in doubt, as padding may hide it, they do."""
     operand, source = (flow.graph.values[v].shape for v in op.inputs[:2])
@@ -107,15 +87,7 @@ def _is_wrong_pooling(op: Op, flow: Flow) -> bool:
     return False
 
 
-<<<<<<< HEAD
-def convolution_finding(wrong: Sequence[Wrong]) -> str:
-=======
-def _axes(spec: Sequence[tuple[str, ...]]) -> set[str]:
-    return {axis.partition(":")[0] for dim in spec for axis in dim}
-
-
 def mended_finding(wrong: Sequence[Wrong]) -> str:
->>>>>>> p
     """What the report says of a mended plan."""
     lines = {kind: ", ".join(w.where for w in wrong if w.kind == kind) for kind in _TOLD}
     return "; ".join(_TOLD[kind].format(where) for kind, where in lines.items() if where)

@@ -9,27 +9,16 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from shardfn.cost.hardware import Hardware
-from shardfn.cost.price import Price, collectives
+from shardfn.cost.price import collectives
 from shardfn.cuts import check
-<<<<<<< HEAD
 from shardfn.decided import of_classes, of_inputs, of_pins, of_results
-from shardfn.decisions import Candidate, Figures
-=======
-from shardfn.decisions import Constraint, Decision, DimClass
->>>>>>> p
 from shardfn.errors import Problem, raise_problems
 from shardfn.findings import advice
 from shardfn.flows import Spread, kept, padded
 from shardfn.given import is_drawn, place_drawn
 from shardfn.graph.classes import Classes, dim_classes
-<<<<<<< HEAD
 from shardfn.graph.model import Graph, Spec
-from shardfn.guard import convolution_finding, wrong_convolutions
-=======
-from shardfn.graph.model import Flow, Graph, Spec, axis_size, dtype_bits
-from shardfn.graph.roads import as_compiled
 from shardfn.guard import mended_finding, wrong_ops
->>>>>>> p
 from shardfn.layoutrules import LayoutFile, axes_on
 from shardfn.limits import near_limit, within_limit
 from shardfn.pins import anchors, held_in
@@ -39,7 +28,7 @@ from shardfn.priced import candidates
 from shardfn.search import Search
 from shardfn.search.facts import bytes_of
 from shardfn.search.grid import Axes
-from shardfn.search.problem import Algorithm, Answer, End
+from shardfn.search.problem import Algorithm, End
 from shardfn.search.problem import Problem as Question
 from shardfn.strategy import AUTO, Leaf
 from shardfn.study import Study
@@ -131,24 +120,14 @@ def make_plan(
             other = dataclasses.replace(other, findings=(*other.findings, told))
         return other
 
-<<<<<<< HEAD
-=======
-    paid = question.price_of(answer)
->>>>>>> p
     # Without the flows that the search has priced: they are large.
     afresh = dataclasses.replace(question, flow=flows)
     study = Study(afresh, answer.specs, answer.pins, answer.ends, tuple(inputs), tuple(outputs), asked_again)
     results = of_results(inputs, outputs, flows, answer, flow, findings)
     made = Plan(
-<<<<<<< HEAD
         name, hardware, level, answer.axes, placed.order, decided, results,
         of_classes(classes, inputs, outputs, traced, decided), collectives(flow), paid, answer.policy, (), flow,
-        of_pins(answer.pins, anchored, graph), answer.gap, _weighed(answer, paid),
-=======
-        name, hardware, level, answer.axes, placed.order, decided_in, tuple(decided_out),
-        _classes(classes, inputs, outputs, traced, decided_in), collectives(flow), paid, answer.policy, (), flow,
-        constraints, answer.gap, candidates(question, answer, paid),
->>>>>>> p
+        of_pins(answer.pins, anchored, graph), answer.gap, candidates(question, answer, paid),
         layout.activations if layout is not None else (), wishes.memory_limit, study,
     )  # fmt: skip
     findings += near_limit(paid.memory, question.memory_limit) if wishes.is_strict else []  # else judged as compiled
@@ -206,17 +185,6 @@ def _question(
         seconds=wishes.seconds,
         memo={"tied": classes.of},
     )  # fmt: skip
-
-
-def _weighed(answer: Answer, paid: Price) -> tuple[Candidate, ...]:
-    """The plan and what else was priced, if there is anything: what costs the same is the same on axes of other names, or as
-    good."""
-    priced: dict[Figures, Candidate] = {}
-    every = [("this plan", answer.axes, paid), *((c.name, c.axes, c.price) for c in answer.others)]
-    for name, axes, price in every:
-        one = Candidate(name, axes, Figures.of(price))
-        priced.setdefault(one.figures, one)
-    return tuple(priced.values()) if len(priced) > 1 else ()
 
 
 def _in_parts(spec: Spec, parts: Mapping[str, tuple[str, ...]]) -> Spec:

@@ -10,7 +10,7 @@ import pytest
 import shardfn
 from shardfn.cost.price import collective_s, collectives
 from shardfn.graph.model import Pin
-from shardfn.guard import wrong_convolutions
+from shardfn.guard import wrong_ops
 from shardfn.search.borders import fetched
 from shardfn.search.grid import Grid, pieces
 from shardfn.search.strategies import spec_of
@@ -62,7 +62,7 @@ def test_no_convolution_is_planned_that_xla_gets_wrong(level, batch):
     params = [S((3, 3, 4, 64), jnp.float32), S((3, 3, 64, 64), jnp.float32)]
     args = params, S((batch, 512, 512, 4), jnp.float32)
     made = shardfn.plan(step, *args, level=level, device="h100:16")
-    assert not wrong_convolutions(made.flow) and not any("made whole first" in text for text in made.findings)
+    assert not wrong_ops(made.flow) and not any("made whole first" in text for text in made.findings)
     assert made.price.flops < 1.1 / 16 * shardfn.plan(step, *args, device="h100:1").price.flops
 
 
