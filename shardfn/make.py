@@ -101,7 +101,7 @@ def make_plan(
     anchored = anchors(traced.jaxpr, graph)
     flows = Spread(traced, hardware.platform, out_specs, same_as)
     asked = _question(inputs, outputs, traced, classes, in_specs, flows, hardware, donated, wishes)
-    question = dataclasses.replace(asked, axes=grid, level=level, can_hold=frozenset(anchored))
+    question = dataclasses.replace(asked, axes=grid, level=level, can_hold=_safe(anchored, graph))
     answer = search(question)
     if wishes.is_strict:
         answer = within_limit(question, answer, again or search, wishes.memory_limit is not None)
@@ -185,6 +185,12 @@ def _question(
         seconds=wishes.seconds,
         memo={"tied": classes.of},
     )  # fmt: skip
+
+
+def _safe(anchored: Collection[int], graph: Graph) -> frozenset[int]:
+    """Those of the ops that can be held, by index: a convolution in groups that is held may end the process in XLA."""
+    whole = {i for i in anchored if (made := graph.ops[i].convolution) and made.grouped}
+    return frozenset(anchored) - whole
 
 
 def _in_parts(spec: Spec, parts: Mapping[str, tuple[str, ...]]) -> Spec:

@@ -58,8 +58,8 @@ def candidates(problem: Problem, found: Found, best_s: float = math.inf) -> Iter
 
 def _is_held_as_read(op: Op) -> bool:
     """Whether what an op reads is held too: sums, as they are told by what they read; and what XLA gathers for a convolution
-    by itself it computes wrongly (`graph.mistakes`), but for one in groups, which is wrong so too."""
-    return op.name in FOLLOWING or (op.convolution is not None and not op.convolution.grouped)
+    by itself it computes wrongly (`graph.mistakes`)."""
+    return op.name in FOLLOWING or op.convolution is not None
 
 
 def candidate(problem: Problem, found: Found) -> Candidate:

@@ -42,7 +42,7 @@ class Asked:
         return self.price(made.axes, made.specs, made.pins)
 
     def flow_of(self, made):
-        return SimpleNamespace(graph=SimpleNamespace(inputs=(0,), ops=()), local_bytes=lambda v: 4)
+        return SimpleNamespace(graph=SimpleNamespace(inputs=(0,), ops=(), values=("f32[1]",)), local_bytes=lambda v: 4)
 
 
 STEP = ARGS[1], ARGS[2], S((64, 1024), jnp.float32)
