@@ -80,9 +80,9 @@ def shard(
     Args:
       fn: any JAX function, method, module object or `functools.partial`; without it, a decorator is returned.
       in_strategy: a tuple with one entry for each positional argument (static ones have none), or None for AUTO
-        throughout. An entry is a tuple with the number of pieces of each dim, None (data parallel: dim 0 over all
-        devices where it divides, else whole), `AUTO`, a `Layout`, a `PartitionSpec`, a `NamedSharding`, or, for a
-        pytree argument, a container of entries with its structure.
+        throughout. An entry is a tuple with the number of pieces of each dim, None (as a batch in data parallel: dim 0
+        over all devices where it divides, else whole; of weights too), `AUTO`, a `Layout`, a `PartitionSpec`, a
+        `NamedSharding`, or, for a pytree argument, a container of entries with its structure.
       out_strategy: the same for the results: always a tuple, with one entry for each element if the function returns a
         tuple, else with one entry. None leaves results to propagation.
       device: "CPU", "GPU", "TPU", a list of devices, a mesh, or a target to plan for ("tpu-v5e:4x8").

@@ -110,9 +110,11 @@ _TOLD = {
 }
 
 
-def made_whole(function: Callable[..., Any], mesh: Any, static_argnums: tuple[int, ...] = ()) -> Callable[..., Any]:
+def made_whole(
+    function: Callable[..., Any], mesh: Any, wrong: Sequence[Wrong], static_argnums: tuple[int, ...] = ()
+) -> Callable[..., Any]:
     """`function` with the dims of every window whole, of convolutions and gradients of a maximum; Fourier transforms wholly;
-    and the dims of reductions that XLA has no all-reduce for."""
+    and the dims of reductions that XLA has no all-reduce for. `wrong` is what was found in it."""
 
     def whole(x: Any, windowed: Sequence[int]) -> Any:
         dims: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
@@ -140,27 +142,28 @@ def made_whole(function: Callable[..., Any], mesh: Any, static_argnums: tuple[in
         return eqn.primitive.name in _WINDOWS or bool(_reduced(eqn))
 
     def refuse(eqn: Any) -> None:
-        inside = [
+        inside = {
             one.primitive.name in _WINDOWS for jaxpr in inner(eqn) for n, one, _ in equations(jaxpr) if wanted(one, n)
-        ]
-        if not any(inside):
+        }
+        if True in inside:
+            fail(StrategyError, f"a convolution or pooling inside a `{eqn.primitive.name}` would be computed wrongly by XLA",
+                 why="its image is cut along a spatial dim in a way that XLA mistakes, and derivative rules of your own hide it",
+                 fix="leave its spatial dims whole, cut the image over all devices, or use shardfn.halo.conv")  # fmt: skip
+        if any(w.kind == "reduction" for w in wrong):
             fail(StrategyError, f"a reduction inside a `{eqn.primitive.name}` would not compile",
                  why="its dims are cut, XLA has no way to put such pieces together, and derivative rules of your own hide it",
                  fix="leave the dims that are reduced whole, or reduce by sums, products, minima or maxima")  # fmt: skip
-        fail(StrategyError, f"a convolution or pooling inside a `{eqn.primitive.name}` would be computed wrongly by XLA",
-             why="its image is cut along a spatial dim in a way that XLA mistakes, and derivative rules of your own hide it",
-             fix="leave its spatial dims whole, cut the image over all devices, or use shardfn.halo.conv")  # fmt: skip
 
     return rebound(function, wanted, bind, static_argnums, refuse)
 
 
 def _reduced(eqn: Any) -> tuple[int, ...]:
     """The dims that an equation reduces, if XLA may have no all-reduce for it."""
-    dims = _REDUCTIONS.get(eqn.primitive.name)
-    is_bool = (
-        dims is not None and eqn.invars[0].aval.dtype == bool and eqn.primitive.name in ("reduce_and", "reduce_or")
-    )
-    return () if dims is None or is_bool or len(eqn.outvars) > 1 else tuple(eqn.params[dims])
+    name = eqn.primitive.name
+    if name not in _REDUCTIONS or len(eqn.outvars) > 1:
+        return ()
+    is_known = name in ("reduce_and", "reduce_or") and eqn.invars[0].aval.dtype == bool
+    return () if is_known else tuple(eqn.params[_REDUCTIONS[name]])
 
 
 _POOLING = "select_and_scatter_add"

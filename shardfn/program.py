@@ -87,7 +87,7 @@ class Program:
         first, made = self._planned(self.traced, find)
         if not (wrong := wrong_ops(made.flow)):
             return Laid(made, self.on, self.traced)
-        mended = lambda grid: made_whole(self.on(grid), grid.mesh, self.statics)  # noqa: E731
+        mended = lambda grid: made_whole(self.on(grid), grid.mesh, wrong, self.statics)  # noqa: E731
         again = trace(mended(whole(made)), self.shapes, self.statics, self.hardware.platform)
         question, answer = first
         kept = dataclasses.replace(answer, pins={})  # its ops have other numbers there

@@ -14,7 +14,7 @@ from shardfn.decisions import Alternative, Alternatives, Decision, Figures
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.graph.model import Flow, Spec
 from shardfn.meshes import partition_spec
-from shardfn.paths import met, normal, starred
+from shardfn.paths import few, met, normal
 from shardfn.plan import Plan
 from shardfn.render import Part, Table, figure, to_html, to_rich, to_text, unit_of
 from shardfn.search.grid import cuts_of
@@ -154,7 +154,7 @@ class Shown(Alternatives):
         columns, rows = columns_of([self.figures, *(row.figures for row in self.rows)])
         more = _more([row.more for row in self.rows])
         d = self.planned
-        name = f"{starred(self.paths)} ({len(self.paths)} arrays)" if self.paths else d.path
+        name = f"{few(self.paths, 3)} ({len(self.paths)} arrays)" if self.paths else d.path
         title = f"Other cuts of {name}, {d.dtype}{list(d.shape)}, {d.source}: all else as planned"
         first = (f"{d.cuts} as planned", str(partition_spec(d.spec)), *rows[0], *("",) * 3)
         table = [first] + [
@@ -164,9 +164,7 @@ class Shown(Alternatives):
         notes = [] if self.rows else ["there is no other cut on this grid"]
         if self.left_out:
             shown = ", ".join(map(str, self.left_out[:4])) + (" …" if len(self.left_out) > 4 else "")
-            notes.append(
-                f"{len(self.left_out)} more cuts were not priced: {shown}; why({d.path!r}, most=…) prices more"
-            )
+            notes.append(f"{len(self.left_out)} more cuts were not priced: {shown}; most=… prices more")
         names = ("cuts", "spec", *columns[:3], *(f"{c} more" for c in ("µs", "sent", "memory")))
         return (Table(title, names, tuple(table), "; ".join(notes)),)
 
@@ -179,7 +177,7 @@ class Shown(Alternatives):
         return to_rich(self.parts())
 
     def _repr_html_(self) -> str:
-        return to_html(self.parts(), f"Other cuts of {self.planned.path}")
+        return to_html(self.parts(), f"Other cuts of {few(self.paths, 3) or self.planned.path}")
 
 
 def columns_of(every: Sequence[Figures]) -> tuple[tuple[str, ...], list[tuple[str, str, str]]]:

@@ -221,5 +221,10 @@ def test_a_reduction_out_of_reach_is_refused():
         return REDUCTIONS[0][0](x)
 
     own.defvjp(lambda x: (own(x), None), lambda _, g: (g,))
+    x = np.ones((16, 8), "int32")
     with pytest.raises(shardfn.ShardError, match="a reduction inside a `custom_vjp_call` would not compile"):
-        shardfn.shard(own, ((8, 1),)).plan(np.ones((16, 8), "int32"))
+        shardfn.shard(own, ((8, 1),)).plan(x)
+    np.testing.assert_array_equal(shardfn.shard(own, ((1, 8),))(x), own(x))
+    both = lambda image, k, x: (conv(image, k), own(x))  # noqa: E731
+    sharded = shardfn.shard(both, ((1, 1, 4, 1), None, (1, 1)))
+    assert any("made whole first" in text for text in sharded.plan(X, K, x).findings), "of the convolution alone"

@@ -157,6 +157,20 @@ def test_arrays_of_a_glob_are_cut_alike():
         made.why("params/*")
 
 
+def test_the_title_of_many_arrays_names_a_few():
+    """Arrays whose paths have nothing in common, too: there is no one text with stars for them."""
+    w = jax.ShapeDtypeStruct((16, 16), "float32")
+    p = {"layers": [dict.fromkeys("qkvo", w) for _ in range(4)], "last": w}
+    made = shardfn.plan(lambda p: jax.tree.map(jnp.tanh, p), p, device="tpu-v5e:2x2")
+    title = "Other cuts of {}, float32[16, 16], searched: all else as planned"
+    for glob, named in [
+        ("p/layers/*/q", "p/layers/*/q (4 arrays)"),
+        ("*/q", "p/layers/*/q, result/layers/*/q (8 arrays)"),
+        ("p/*", "p/last, p/layers/*/k, p/layers/*/o and 2 more (17 arrays)"),
+    ]:
+        assert made.why(glob, most=1).parts()[0].title == title.format(named)
+
+
 @pytest.mark.parametrize("most", [0, -1, True, 2.0, "3"])
 def test_how_many_must_be_a_number(most):
     with pytest.raises(ShardError, match="cannot be priced"):

@@ -120,8 +120,9 @@ def answer_of(
         best = let_go(problem, best, is_last=True)
         reason = f"plain layout, better by its flow than the optimum of the cost model: {best.name}"
         policy = (
-            f"{what} at level {problem.level}, grids tried: {tried}; a plain layout has the better flow: {best.name}"
+            f"{what} at level {problem.level}, grids tried: {tried}{_optimum(problem, found)}; a plain layout has the "
         )
+        policy += f"better flow: {best.name}"
         reasons = tuple("" if given is not None else reason for given in problem.specs)
         return Answer(best.axes, best.specs, reasons, policy, runner, pins=best.pins, others=others, ends=best.ends)
     best = best if is_small else let_go(problem, best, is_last=True)
@@ -216,6 +217,14 @@ def _let_go(problem: Problem, rated: Sequence[_Rated]) -> list[_Rated]:
             made = let_go(problem, made)
             gone[at] = objective(made.price, problem), made, one
     return sorted((gone.get(at, row) for at, row in enumerate(rated)), key=lambda r: r[0])
+
+
+def _optimum(problem: Problem, found: Sequence[Found]) -> str:
+    """What is known of the model's best, on its own grid, where something else is taken."""
+    if not found or not found[0].is_exact or problem.level == 1 or found[0].solution.gap >= 1:
+        return ""
+    gap, grid = found[0].solution.gap, shape(found[0].axes)
+    return f"; the optimum of the cost model on the grid {grid} is {f'known within {gap:.1%}' if gap else 'proved'}"
 
 
 def _gap(problem: Problem, at: Found, found: Sequence[Found]) -> float | None:

@@ -125,3 +125,19 @@ def test_a_large_program_that_gathers_arguments_is_not_tried_without_what_holds_
     flow = lambda axes, specs, pins, ends: flows.append(pins) or problem.flow(axes, specs, pins, ends)  # noqa: E731
     found = letgo.let_go(dataclasses.replace(problem, flow=flow, memo={}), held)
     assert flows == asked and bool(found.pins) == read_whole
+
+
+def test_where_a_plain_layout_wins_what_is_proved_of_the_model_is_said():
+    """Of the memory of level 1 the model tells too little."""
+
+    def norm(x, w):
+        return (x - x.mean(0)) / x.std(0) @ w
+
+    args = S((64, 64), jnp.float32), S((64, 8), jnp.float32)
+    made = shardfn.plan(norm, *args, device="cpu:8", level=2)
+    wins = (
+        "the optimum of the cost model on the grid 8 is proved; a plain layout has the better flow: w dim 1 cut 8 ways"
+    )
+    assert made.policy == f"exact search at level 2, grids tried: 8, 4x2; {wins}"
+    least = shardfn.plan(norm, *args, device="cpu:8", level=1)
+    assert "a plain layout has the better flow" in least.policy and "proved" not in least.policy
