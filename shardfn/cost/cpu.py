@@ -101,7 +101,11 @@ class _Backend:
         """A division by what is broadcast: the few are divided, and everything multiplied by them."""
         source = self.maker.get(op.inputs[1])
         size = math.prod(self.values[op.outputs[0]].shape)
-        if source is None or source.name != "broadcast_in_dim" or math.prod(self.values[source.inputs[0]].shape) >= size:
+        if (
+            source is None
+            or source.name != "broadcast_in_dim"
+            or math.prod(self.values[source.inputs[0]].shape) >= size
+        ):
             return op
         if self.values[op.outputs[0]].dtype not in ("f32", "f64"):
             return op

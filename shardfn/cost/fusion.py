@@ -131,6 +131,8 @@ class _Fuser:
         """Of a value that is stored for some of its readers, the others: they compute it anew."""
         self.can: dict[int, bool] = {}
         self.after: list[int] = []
+        self.repeated: set[int] = set()
+        """Ops that read an element of an operand more than once, or are computed inside such."""
 
     def fusion(self) -> Fusion:
         graph = self.graph
@@ -139,6 +141,9 @@ class _Fuser:
             if i in self.alive:
                 homes = self.computed_in(i, graph.ops[i])
                 self.homes[i] = homes if homes is not None else (i,)
+                own = graph.ops[i]
+                if own.name in _SPREADS or (homes is not None and self.repeats(own.outputs[0])):
+                    self.repeated.add(i)
                 if homes is not None:
                     later.add(i)
                 if graph.ops[i].outputs and (again := self.anew.get(graph.ops[i].outputs[0])):
@@ -284,6 +289,10 @@ class _Fuser:
             return homes
         return homes if self.is_unary(op) else None
 
+    def repeats(self, value: int) -> bool:
+        """Whether an op that reads a value does so more than once for an element, itself or that inside which it is computed."""
+        return any(r in self.repeated for r in self.readers.get(value, ()))
+
     def final_users(self, readers: Sequence[int]) -> list[int]:
         """The ops that read a value, also behind views of it that are no results."""
         found: list[int] = []
@@ -298,15 +307,18 @@ class _Fuser:
         value = op.outputs[0]
         if op.name in VIEWS or op.name in PRODUCTS:
             return None
-        inner = [r for r in users if r not in self.calls and self.can_read(r)]
+        spreads = op.name == "broadcast_in_dim"  # the library does so itself
+        inner = [r for r in users if (spreads or r not in self.calls) and self.can_read(r)]
         if not inner:
             return None
         is_whole = len(inner) == len(users) and value not in self.held
         if is_whole and len(homes) <= 1:
-            return homes if op.name not in _ONCE or all(self.graph.ops[r].name not in _SPREADS for r in users) else None
+            return homes if op.name not in _ONCE or not self.repeats(value) else None
         if op.name in _ONCE:
             return None
-        if not self.is_unary(op) and (not is_whole or any(self.follows(home) >> r & 1 for home in homes for r in users)):
+        if not self.is_unary(op) and (
+            not is_whole or any(self.follows(home) >> r & 1 for home in homes for r in users)
+        ):
             return None
         if not is_whole:
             homes = tuple(dict.fromkeys([home for r in inner for home in self.homes[r]]))
@@ -395,7 +407,7 @@ class _Fuser:
         return op.name in _LIBRARY and math.prod(self.flow.local_shape(value)) >= BY_LIBRARY
 
     def is_library_product(self, op: Op) -> bool:
-        """Whether a product is the library's: of `f32`, and not where its left operand's summed dim stands before its free one."""
+        """Whether a product is the library's: of `f32`, and its left operand's summed dim does not stand before its free one."""
         if any(self.graph.values[v].dtype != "f32" for v in (*op.inputs, *op.outputs)) or op.rule is None:
             return False
         left = op.rule.operands[0]

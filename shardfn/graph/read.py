@@ -12,7 +12,17 @@ from typing import Any, NamedTuple
 
 from shardfn.graph.mlir import NUMBER, functions_of, ir, mesh_axes, number_of, sdy, symbol_of, value_of
 from shardfn.graph.model import Communication, Graph, Op, Rule, Spec, Value
-from shardfn.graph.opfacts import cause_of, convolution_of, form_of, line_of, reduced_of, rule_of, taps_of, trip_count
+from shardfn.graph.opfacts import (
+    cause_of,
+    convolution_of,
+    form_of,
+    line_of,
+    neutral_of,
+    reduced_of,
+    rule_of,
+    taps_of,
+    trip_count,
+)
 from shardfn.graph.rules import MISSING_RULES, elementwise_rule
 
 
@@ -27,6 +37,8 @@ class _Fact(NamedTuple):
     rest: tuple[Any, ...]
     form: int
     """The same for ops that do the same; -1 where twice is not the same as once."""
+    same: int
+    """As in `Op`."""
     made: dict[Any, Op]
     """What it was in graphs so far: flows of one module number most values alike."""
 
@@ -204,7 +216,7 @@ class Reader:
         made = fact.made.get(key)
         if made is None:
             form = None if fact.form < 0 else (fact.form, self.region)
-            made = Op(fact.name, key[3:], outputs, fact.rule, trips, fact.where, *fact.rest, form=form)
+            made = Op(fact.name, key[3:], outputs, fact.rule, trips, fact.where, *fact.rest, form=form, same=fact.same)
             fact.made[key] = made
         self.ops.append(made)
         return outputs
@@ -245,7 +257,7 @@ class Reader:
         number = number_of(op)
         rest = reduced_of(op, name), convolution, taps_of(op, short), number if number < self.count else -1
         form = self.seen.forms.setdefault(form_of(op), len(self.seen.forms))
-        return _Fact(short, rule, where, unruled, results, rest, form, {})
+        return _Fact(short, rule, where, unruled, results, rest, form, neutral_of(op, name), {})
 
     def call(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
         name = ir.FlatSymbolRefAttr(op.attributes["callee"]).value
