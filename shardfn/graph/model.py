@@ -99,11 +99,13 @@ class Op:
     """What a reduction combines elements by, where that is one op (`add`, `xor`)."""
     form: tuple[int, int] | None = dataclasses.field(default=None, compare=False)
     """What it does, and in which loop or branch, as numbers: ops with one form make the same of the same operands."""
+    same: int = -1
+    """The operand that it gives back as it is, as a sum with zeros does."""
 
     def of(self, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Op:
         """The same of other values."""
         return Op(self.name, inputs, outputs, self.rule, self.trips, self.where, self.reduced, self.convolution,
-                  self.taps, self.site, self.combines, self.form)  # fmt: skip
+                  self.taps, self.site, self.combines, self.form, self.same)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""What XLA makes simpler in a laid-out flow: loops that run once, products that sum nothing, what is computed twice."""
+"""What XLA makes simpler in a laid-out flow: loops that run once, products that sum nothing, ops that change nothing, what is
+computed twice."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from shardfn.graph.model import Flow, Op
 
 
 def simplified(flow: Flow) -> Flow:
-    """The flow with loops that run once taken apart, slices of all that there is taken as that, products whose summed dims are
-    of size 1 on each device as multiplications, of ops that make the same the first, and constraints that change no layout left
-    out."""
+    """The flow with loops that run once taken apart, slices of all that there is and sums with zeros taken as that, products
+    whose summed dims are of size 1 on each device as multiplications, of ops that make the same the first, and constraints that
+    change no layout left out."""
     return _once(_plain(_apart(flow)))
 
 
@@ -88,6 +89,10 @@ def _plain(flow: Flow) -> Flow:
             depth = math.prod([values[op.inputs[side]].shape[d] for side, d in op.reduced])
             if depth <= devices and all(flow.local_shape(op.inputs[side])[d] == 1 for side, d in op.reduced):
                 ops[i] = replace(op, name="multiply", reduced=())
+        elif op.same >= 0:
+            part = op.inputs[op.same]
+            if values[part] == values[op.outputs[0]] and flow.specs[part] == flow.specs[op.outputs[0]]:
+                ops[i] = replace(op, name="reshape", inputs=(part,), rule=None)
         elif op.name in _PARTS:
             part = op.inputs[_PARTS[op.name]]
             is_all = values[part].shape == values[op.outputs[0]].shape == values[op.inputs[0]].shape
