@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from shardfn.graph.model import Flow, Op
+from shardfn.graph.model import CHANGES, Flow, Op
 
 
 def simplified(flow: Flow) -> Flow:
@@ -112,19 +112,23 @@ def _once(flow: Flow) -> Flow:
     """Without the ops that do what an earlier one does, of the same and laid out alike: XLA computes such once. Nor is there
     anything left of a constraint on what lies so by itself.
 
-    Collectives stay: XLA has each of them, and what follows from it. So do the function's results.
+    Collectives stay: XLA has each of them, and what follows from it. So do the constraints that ask for them, and the
+    function's results.
     """
     graph, specs, values = flow.graph, flow.specs, flow.graph.values
     made: dict[object, tuple[int, ...]] = {}
     same: dict[int, int] = {}
-    held = set(graph.outputs)
+    held, changed = set(graph.outputs), set()
     ops = []
     for op in graph.ops:
         inputs, outputs = op.inputs, op.outputs
         if same and not same.keys().isdisjoint(inputs):
             inputs = tuple([same.get(v, v) for v in inputs])
             op = op.of(inputs, outputs)
-        if op.name == "reshard" and specs[inputs[0]] == specs[outputs[0]] and held.isdisjoint(outputs):
+        if op.name in CHANGES:
+            changed.update(outputs)
+        is_idle = op.name == "reshard" and specs[inputs[0]] == specs[outputs[0]] and inputs[0] not in changed
+        if is_idle and held.isdisjoint(outputs):
             same[outputs[0]] = inputs[0]
             continue
         form = op.form
