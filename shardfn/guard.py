@@ -19,11 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
 from shardfn.graph.mistakes import is_mistaken
-from shardfn.graph.model import Flow, Op
+from shardfn.graph.model import CHANGES, Flow, Op
 from shardfn.rebind import bind_one, equations, inner, rebound
-
-CHANGES = frozenset({"all_gather", "all_slice", "all_to_all", "collective_permute", "all_reduce", "reduce_scatter"})
-
 
 ADDED_UP = frozenset({"add", "multiply", "minimum", "maximum"})
 """What XLA has all-reduces for; of bools `and` and `or` as well."""

@@ -30,6 +30,9 @@ _HALF = frozenset({"bf16", "f16"} if jax.__version_info__ < (0, 12) else ())
 which is left out."""
 
 
+_LOOKED_UP = frozenset({"transpose", "dot_general", "broadcast_in_dim"})
+
+
 class _Backend:
     """Walks one flow once; the lists fill as it goes."""
 
@@ -43,7 +46,8 @@ class _Backend:
     def flow(self) -> Flow:
         graph = self.given.graph
         into, dropped = _scattered_into(self.given)
-        self.maker = {v: op for op in graph.ops if op.name in ("transpose", "dot_general") for v in op.outputs}
+        self.maker = {v: op for op in graph.ops if op.name in _LOOKED_UP for v in op.outputs}
+        self.there = set(graph.inputs).union(*(op.outputs for op in graph.ops), (b for _, b in graph.ties))
         readers = collections.Counter(v for op in graph.ops for v in op.inputs)
         readers.update(graph.outputs)
         for op in graph.ops:
@@ -62,6 +66,8 @@ class _Backend:
                 op = self.as_read(op)
             elif op.name == "convolution" and op.rule is not None and op.convolution is not None:
                 op = self.convolved(op)
+            elif op.name == "divide":
+                op = self.inverted(op)
             if op.name in PRODUCTS:
                 op = self.widened(op)
             elif op.name == "all_gather":
@@ -90,6 +96,23 @@ class _Backend:
                 continue
             inputs[side] = self.made("copy", v, v, order, op)
         return op if tuple(inputs) == op.inputs else op.of(tuple(inputs), op.outputs)
+
+    def inverted(self, op: Op) -> Op:
+        """A division by what is broadcast: the few are divided, and everything multiplied by them."""
+        source = self.maker.get(op.inputs[1])
+        size = math.prod(self.values[op.outputs[0]].shape)
+        if (
+            source is None
+            or source.name != "broadcast_in_dim"
+            or math.prod(self.values[source.inputs[0]].shape) >= size
+        ):
+            return op
+        if self.values[op.outputs[0]].dtype not in ("f32", "f64"):
+            return op
+        few, many = source.inputs[0], op.inputs[1]
+        if few in self.there:  # a constant is divided by when it is compiled
+            many = self.made("broadcast_in_dim", self.made("divide", few, few, (-3,), op), many, (-3,), op)
+        return Op("multiply", (op.inputs[0], many), op.outputs, None, op.trips, op.where, form=op.form)
 
     def widened(self, op: Op) -> Op:
         """Products of half precision: operands are converted to `f32` first, and the result from it."""

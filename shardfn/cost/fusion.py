@@ -119,7 +119,10 @@ class _Fuser:
         made = (op.outputs for op in ops)
         self.made = frozenset(flow.graph.inputs).union(*made, (b for _, b in flow.graph.ties))
         self.spread = {v for op in ops if op.name in ("broadcast_in_dim", "iota") for v in op.outputs}
-        self.library = {i for i, op in enumerate(ops) if self.is_library(op)}
+        self.maker = {v: i for i in self.alive for v in ops[i].outputs} if self.cpu else {}
+        self.calls = self.library_calls() if self.cpu else {}
+        """Ops that a call of the library computes, and the one whose result it gives."""
+        self.library = frozenset(self.calls.values())
         self.sources = self.large_sources() if self.tpu else {}
         """On a TPU: for what an elementwise op makes, the values as large that it is computed from in the end."""
         self.homes: dict[int, tuple[int, ...]] = {}
@@ -127,6 +130,9 @@ class _Fuser:
         self.anew: dict[int, frozenset[int]] = {}
         """Of a value that is stored for some of its readers, the others: they compute it anew."""
         self.can: dict[int, bool] = {}
+        self.after: list[int] = []
+        self.repeated: set[int] = set()
+        """Ops that read an element of an operand more than once, or are computed inside such."""
 
     def fusion(self) -> Fusion:
         graph = self.graph
@@ -135,11 +141,14 @@ class _Fuser:
             if i in self.alive:
                 homes = self.computed_in(i, graph.ops[i])
                 self.homes[i] = homes if homes is not None else (i,)
+                own = graph.ops[i]
+                if own.name in _SPREADS or (homes is not None and self.repeats(own.outputs[0])):
+                    self.repeated.add(i)
                 if homes is not None:
                     later.add(i)
                 if graph.ops[i].outputs and (again := self.anew.get(graph.ops[i].outputs[0])):
                     self.homes[i] = tuple(dict.fromkeys([i, *[home for r in again for home in self.homes[r]]]))
-        stored = set(graph.inputs)
+        stored = set(graph.inputs).union(b for _, b in graph.ties).difference(*(op.outputs for op in graph.ops))
         views: dict[int, tuple[int, tuple[int, ...]]] = {}
         """Of what a view gives: what it is of, and the views on the way."""
         lies: dict[int, tuple[int, ...]] = {}
@@ -248,6 +257,8 @@ class _Fuser:
         """The ops inside which op `i` is computed, or None where it runs by itself."""
         if len(op.outputs) != 1 or (op.outputs[0] in self.held and (not self.cpu or is_view(self.flow, op))):
             return None
+        if i in self.calls:
+            return None if self.calls[i] == i else (self.calls[i],)
         if op.name not in _INSIDE:
             return None
         value = op.outputs[0]
@@ -268,8 +279,6 @@ class _Fuser:
             return None
         if len(homes) > _MOST or not all(self.can_read(r) for r in readers):
             return None
-        if not self.library.isdisjoint(homes) and (len(readers) > 1 or op.name not in _LIBRARY):
-            return None
         if op.name in COSTLY and not self.tpu:
             alone = len(homes) == 1 and all(self.graph.ops[r].name not in _SPREADS for r in readers)
             return homes if alone else None
@@ -279,6 +288,10 @@ class _Fuser:
         if len(homes) <= 1:
             return homes
         return homes if self.is_unary(op) else None
+
+    def repeats(self, value: int) -> bool:
+        """Whether an op that reads a value does so more than once for an element, itself or that inside which it is computed."""
+        return any(r in self.repeated for r in self.readers.get(value, ()))
 
     def final_users(self, readers: Sequence[int]) -> list[int]:
         """The ops that read a value, also behind views of it that are no results."""
@@ -294,16 +307,18 @@ class _Fuser:
         value = op.outputs[0]
         if op.name in VIEWS or op.name in PRODUCTS:
             return None
-        alone = len(users) == 1 and value not in self.held
-        inner = [r for r in users if self.can_read(r)]
-        if not alone or op.name not in _LIBRARY:
-            inner = [r for r in inner if self.library.isdisjoint(self.homes[r])]
+        spreads = op.name == "broadcast_in_dim"  # the library does so itself
+        inner = [r for r in users if (spreads or r not in self.calls) and self.can_read(r)]
         if not inner:
             return None
         is_whole = len(inner) == len(users) and value not in self.held
         if is_whole and len(homes) <= 1:
-            return homes if op.name not in _ONCE or all(self.graph.ops[r].name not in _SPREADS for r in users) else None
-        if op.name in _ONCE or not self.is_unary(op):
+            return homes if op.name not in _ONCE or not self.repeats(value) else None
+        if op.name in _ONCE:
+            return None
+        if not self.is_unary(op) and (
+            not is_whole or any(self.follows(home) >> r & 1 for home in homes for r in users)
+        ):
             return None
         if not is_whole:
             homes = tuple(dict.fromkeys([home for r in inner for home in self.homes[r]]))
@@ -313,6 +328,16 @@ class _Fuser:
             return homes
         self.anew[value] = frozenset(inner)
         return None
+
+    def follows(self, i: int) -> int:
+        """The ops that need what op `i` makes, however many others lie between: a bit for each."""
+        if not self.after:
+            self.after = [0] * len(self.graph.ops)
+            for j in reversed(range(len(self.after))):
+                for v in self.graph.ops[j].outputs:
+                    for r in self.readers.get(v, ()):
+                        self.after[j] |= 1 << r | self.after[r]
+        return self.after[i]
 
     def is_unary(self, op: Op) -> bool:
         """Whether at most one operand that is no broadcast is as large as the result."""
@@ -324,9 +349,76 @@ class _Fuser:
         """Whether a product can be computed inside this op: each element of its result is needed where it is made."""
         return op.name in ELEMENTWISE and len(op.outputs) == 1
 
-    def is_library(self, op: Op) -> bool:
-        """Whether a reduction is left to the library."""
-        if self.flow.platform != "cpu" or op.name != "reduce" or len(op.outputs) != 1:
+    def library_calls(self) -> dict[int, int]:
+        """What calls of XLA's CPU library compute, the last reduction's first, each with the op whose result its call gives."""
+        found: dict[int, int] = {}
+        for i in sorted(self.alive, reverse=True):
+            if i not in found and self.is_summed(i):
+                root, inside = i, {i}
+                ahead = [i]
+                while True:
+                    while ahead:
+                        for v in self.graph.ops[ahead.pop()].inputs:
+                            j = self.maker.get(v, -1)
+                            if j >= 0 and j not in inside and self.can_join(j, i, found) and self.only_in(j, inside):
+                                inside.add(j)
+                                ahead.append(j)
+                    way = self.on(root, i, found)
+                    if not way:
+                        break
+                    inside.update(way)
+                    ahead = list(inside)
+                    root = way[-1]
+                found.update(dict.fromkeys(inside, root))
+        return found
+
+    def on(self, i: int, first: int, taken: Collection[int]) -> list[int]:
+        """The op that alone reads what op `i` makes, where the library that began with `first` computes it too, behind broadcasts
+        and views of it."""
+        way: list[int] = []
+        while True:
+            (value,) = self.graph.ops[i].outputs
+            readers = self.readers.get(value, ())
+            if len(readers) != 1 or value in self.held or not self.can_join(readers[0], first, taken):
+                return []
+            i = readers[0]
+            way.append(i)
+            op = self.graph.ops[i]
+            if op.name != "broadcast_in_dim" and not is_view(self.flow, op):
+                return way
+
+    def only_in(self, i: int, inside: Collection[int]) -> bool:
+        """Whether nothing but the ops in `inside` reads what op `i` makes."""
+        (value,) = self.graph.ops[i].outputs
+        return value not in self.held and all(r in inside for r in self.readers.get(value, ()))
+
+    def can_join(self, i: int, first: int, taken: Collection[int]) -> bool:
+        """Whether the library's call that began with op `first` can compute op `i` too."""
+        op, begun = self.graph.ops[i], self.graph.ops[first]
+        if i in taken or len(op.outputs) != 1 or op.trips != begun.trips:
+            return False
+        if op.form and begun.form and op.form[1] != begun.form[1]:
+            return False
+        if is_view(self.flow, op) or op.name == "broadcast_in_dim" or self.is_summed(i):
+            return True
+        if op.name == "dot_general":
+            return self.is_library_product(op)
+        (value,) = op.outputs
+        return op.name in _LIBRARY and math.prod(self.flow.local_shape(value)) >= BY_LIBRARY
+
+    def is_library_product(self, op: Op) -> bool:
+        """Whether a product is the library's: of `f32`, and its left operand's summed dim does not stand before its free one."""
+        if any(self.graph.values[v].dtype != "f32" for v in (*op.inputs, *op.outputs)) or op.rule is None:
+            return False
+        left = op.rule.operands[0]
+        summed = [d for side, d in op.reduced if side == 0]
+        free = [d for d, dim in enumerate(left) if dim and not any(dim[0] in other for other in op.rule.operands[1])]
+        return len(free) != 1 or len(summed) != 1 or summed[0] > free[0]
+
+    def is_summed(self, i: int) -> bool:
+        """Whether op `i` is a reduction that is left to the library."""
+        op = self.graph.ops[i]
+        if op.name != "reduce" or len(op.outputs) != 1:
             return False
         return (self.graph.values[op.inputs[0]].dtype == "f32"
                 and math.prod(self.flow.local_shape(op.inputs[0])) >= BY_LIBRARY)  # fmt: skip

@@ -52,6 +52,8 @@ class Place:
     start: int
     end: int
     bytes: int
+    sooner: int | None = None
+    """The end in the place of a result, where that is earlier: what is made there may be written over what dies."""
 
 
 class Room(NamedTuple):
@@ -246,7 +248,9 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
     for v, first in loops.entered.items():
         start[v] = 2 * first
     _stay_through(start, end, [(2 * first, 2 * last) for last, first in loops.spans.items()], loops.entered)
-    _in_place(flow, fusion, start, end, {i: 2 * last for i, (_, last) in together.items()})
+    last_read = {i: 2 * last for i, (_, last) in together.items()}
+    bound = _bound(flow, fusion, loops, end) if flow.platform == "cpu" else frozenset()
+    sooner = _in_place(flow, fusion, start, end, last_read, bound)
     groups = _colocated(graph, loops, _shown(flow, fusion), start, end)
     inputs, outputs = set(graph.inputs), set(graph.outputs)
     last = 2 * len(graph.ops)
@@ -258,6 +262,8 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
         is_result = not outputs.isdisjoint(members)
         until = last if is_result else max(end.get(v, start[v]) for v in members)
         place = Place(members, min(start[v] for v in members), until, max(map(flow.local_bytes, members)))
+        if len(members) == 1 and members[0] in sooner and not is_result:
+            place = dataclasses.replace(place, sooner=sooner[members[0]])
         (results if is_result else temporaries).append(place)
     return temporaries, results
 
@@ -331,8 +337,14 @@ def _in_place(
     start: dict[int, int],
     end: dict[int, int],
     last_read: Mapping[int, int],
-) -> None:
-    """Elementwise ops and updates write over an operand of their own size that dies there; on a TPU all-reduces too."""
+    bound: frozenset[int],
+) -> dict[int, int]:
+    """Elementwise ops and updates write over an operand of their own size that dies there; on a TPU all-reduces too.
+
+    Not where one of them is of `bound`, values that an update or a loop has in one place with others already: when these would
+    end, which counts in the places of results, comes back.
+    """
+    sooner: dict[int, int] = {}
     graph = flow.graph
     inputs, outputs = set(graph.inputs), set(graph.outputs)
     writes_over = _WRITES_OVER | {"all_reduce"} if flow.platform == "tpu" else _WRITES_OVER
@@ -343,11 +355,28 @@ def _in_place(
         for v in fusion.reads[i]:
             dies = end.get(v) == last_read.get(i, 2 * i) and v in start and v not in inputs and v not in outputs
             if dies and flow.local_shape(v) == shape and flow.local_bytes(v) == size:
-                end[v] = min(2 * i, start[op.outputs[0]]) - 1
+                apart = op.name not in _UPDATES and not bound.isdisjoint((v, op.outputs[0]))
+                (sooner if apart else end)[v] = min(2 * i, start[op.outputs[0]]) - 1
                 break
+    return sooner
 
 
-_WRITES_OVER = (ELEMENTWISE - {"copy"}) | {"dynamic_update_slice", "scatter"}
+_UPDATES = frozenset({"dynamic_update_slice", "scatter"})
+_WRITES_OVER = (ELEMENTWISE - {"copy"}) | _UPDATES
+
+
+def _bound(flow: Flow, fusion: Fusion, loops: _Loops, end: Mapping[int, int]) -> frozenset[int]:
+    """Values that XLA's CPU backend puts in one place with others before it looks what may be written over: what an update is
+    made in with what it makes, and what goes into a loop, goes round in it and comes out."""
+    found: set[int] = set()
+    for i, op in enumerate(flow.graph.ops):
+        if op.name in _UPDATES and fusion.inside[i] is not None and op.inputs[0] in fusion.reads[i]:
+            found.update((op.inputs[0], op.outputs[0]))
+    for operand, seen, back, result in loops.carried:
+        found.update((seen, back, result))
+        if end.get(operand, 0) < 2 * loops.entered[seen]:
+            found.add(operand)
+    return frozenset(found)
 
 
 def _shown(flow: Flow, fusion: Fusion) -> list[tuple[int, int]]:
@@ -404,9 +433,10 @@ def _outside(places: Iterable[Place], rooms: Iterable[Room]) -> list[Place]:
     left = []
     for place in sorted(places, key=lambda p: -p.bytes):
         first = bisect.bisect_left(sizes, place.bytes)
+        end = place.end if place.sooner is None else place.sooner
         for room in rooms[first : first + _TRIED]:
-            if all(place.end < a or b < place.start for a, b in room.busy):
-                room.busy.append((place.start, place.end))
+            if all(end < a or b < place.start for a, b in room.busy):
+                room.busy.append((place.start, end))
                 break
         else:
             left.append(place)

@@ -15,6 +15,9 @@ Dims = tuple[tuple[int, ...], ...]
 Spec = tuple[tuple[str, ...], ...]
 """For each dim of one array, the grid axes that cut it, major to minor."""
 
+CHANGES = frozenset({"all_gather", "all_slice", "all_to_all", "collective_permute", "all_reduce", "reduce_scatter"})
+"""The ops that the partitioner puts in to lay a value out anew, or to add it up."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Value:
@@ -99,11 +102,13 @@ class Op:
     """What a reduction combines elements by, where that is one op (`add`, `xor`)."""
     form: tuple[int, int] | None = dataclasses.field(default=None, compare=False)
     """What it does, and in which loop or branch, as numbers: ops with one form make the same of the same operands."""
+    same: int = -1
+    """The operand that it gives back as it is, as a sum with zeros does."""
 
     def of(self, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Op:
         """The same of other values."""
         return Op(self.name, inputs, outputs, self.rule, self.trips, self.where, self.reduced, self.convolution,
-                  self.taps, self.site, self.combines, self.form)  # fmt: skip
+                  self.taps, self.site, self.combines, self.form, self.same)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
 from typing import Any
@@ -163,6 +164,40 @@ def _constant(value: Any) -> int | None:
         return None
     found = _DENSE_INT.match(str(owner.operation.attributes["value"]))
     return int(found[1]) if found else None
+
+
+def neutral_of(op: Any, name: str) -> int:
+    """Which operand an op gives back as it is, as the other one is a constant that changes nothing: -1 if none."""
+    known = _NEUTRAL.get(name)
+    if known is None:
+        return -1
+    constant, either = known
+    for side in (1, 0) if either else (1,):
+        if _splat(op.operands[side]) == constant:
+            return 1 - side
+    return -1
+
+
+_NEUTRAL = {
+    "stablehlo.add": (0, True), "stablehlo.subtract": (0, False), "stablehlo.multiply": (1, True), "stablehlo.divide": (1, False),
+    "stablehlo.maximum": (-math.inf, True), "stablehlo.minimum": (math.inf, True),
+}  # fmt: skip
+"""For an op the constant that changes nothing, and whether it may be either operand."""
+
+
+def _splat(value: Any) -> float | None:
+    """What a constant, or a broadcast one, has everywhere."""
+    owner = value.owner
+    if not isinstance(owner, ir.Block) and owner.operation.name == "stablehlo.broadcast_in_dim":
+        owner = owner.operation.operands[0].owner
+    if isinstance(owner, ir.Block) or not owner.operation.name.endswith(".constant"):
+        return None
+    try:
+        every = ir.DenseElementsAttr(owner.operation.attributes["value"])
+        element: Any = every.get_splat_value() if every.is_splat else None
+        return None if element is None else element.value
+    except (TypeError, ValueError, AttributeError):  # an element type that the bindings do not read
+        return None
 
 
 def trip_count(op: Any, condition: Any, body: Any) -> int | None:

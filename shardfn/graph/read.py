@@ -18,6 +18,7 @@ from shardfn.graph.opfacts import (
     convolution_of,
     form_of,
     line_of,
+    neutral_of,
     reduced_of,
     rule_of,
     taps_of,
@@ -37,6 +38,8 @@ class _Fact(NamedTuple):
     rest: tuple[Any, ...]
     form: int
     """The same for ops that do the same; -1 where twice is not the same as once."""
+    same: int
+    """As in `Op`."""
     made: dict[Any, Op]
     """What it was in graphs so far: flows of one module number most values alike."""
 
@@ -214,7 +217,7 @@ class Reader:
         made = fact.made.get(key)
         if made is None:
             form = None if fact.form < 0 else (fact.form, self.region)
-            made = Op(fact.name, key[3:], outputs, fact.rule, trips, fact.where, *fact.rest, form=form)
+            made = Op(fact.name, key[3:], outputs, fact.rule, trips, fact.where, *fact.rest, form=form, same=fact.same)
             fact.made[key] = made
         self.ops.append(made)
         return outputs
@@ -261,7 +264,7 @@ class Reader:
             combines_of(op),
         )
         form = self.seen.forms.setdefault(form_of(op), len(self.seen.forms))
-        return _Fact(short, rule, where, unruled, results, rest, form, {})
+        return _Fact(short, rule, where, unruled, results, rest, form, neutral_of(op, name), {})
 
     def call(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
         name = ir.FlatSymbolRefAttr(op.attributes["callee"]).value

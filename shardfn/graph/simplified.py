@@ -1,17 +1,18 @@
-"""What XLA makes simpler in a laid-out flow: loops that run once, products that sum nothing, what is computed twice."""
+"""What XLA makes simpler in a laid-out flow: loops that run once, products that sum nothing, ops that change nothing, what is
+computed twice."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
-from shardfn.graph.model import Flow, Op
+from shardfn.graph.model import CHANGES, Flow, Op
 
 
 def simplified(flow: Flow) -> Flow:
-    """The flow with loops that run once taken apart, slices of all that there is taken as that, products whose summed dims are
-    of size 1 on each device as multiplications, of ops that make the same the first, and constraints that change no layout left
-    out."""
+    """The flow with loops that run once taken apart, slices of all that there is and sums with zeros taken as that, products
+    whose summed dims are of size 1 on each device as multiplications, of ops that make the same the first, and constraints that
+    change no layout left out."""
     return _once(_plain(_apart(flow)))
 
 
@@ -88,6 +89,10 @@ def _plain(flow: Flow) -> Flow:
             depth = math.prod([values[op.inputs[side]].shape[d] for side, d in op.reduced])
             if depth <= devices and all(flow.local_shape(op.inputs[side])[d] == 1 for side, d in op.reduced):
                 ops[i] = replace(op, name="multiply", reduced=())
+        elif op.same >= 0:
+            part = op.inputs[op.same]
+            if values[part] == values[op.outputs[0]] and flow.specs[part] == flow.specs[op.outputs[0]]:
+                ops[i] = replace(op, name="reshape", inputs=(part,), rule=None)
         elif op.name in _PARTS:
             part = op.inputs[_PARTS[op.name]]
             is_all = values[part].shape == values[op.outputs[0]].shape == values[op.inputs[0]].shape
@@ -107,19 +112,23 @@ def _once(flow: Flow) -> Flow:
     """Without the ops that do what an earlier one does, of the same and laid out alike: XLA computes such once. Nor is there
     anything left of a constraint on what lies so by itself.
 
-    Collectives stay: XLA has each of them, and what follows from it. So do the function's results.
+    Collectives stay: XLA has each of them, and what follows from it. So do the constraints that ask for them, and the
+    function's results.
     """
     graph, specs, values = flow.graph, flow.specs, flow.graph.values
     made: dict[object, tuple[int, ...]] = {}
     same: dict[int, int] = {}
-    held = set(graph.outputs)
+    held, changed = set(graph.outputs), set()
     ops = []
     for op in graph.ops:
         inputs, outputs = op.inputs, op.outputs
         if same and not same.keys().isdisjoint(inputs):
             inputs = tuple([same.get(v, v) for v in inputs])
             op = op.of(inputs, outputs)
-        if op.name == "reshard" and specs[inputs[0]] == specs[outputs[0]] and held.isdisjoint(outputs):
+        if op.name in CHANGES:
+            changed.update(outputs)
+        is_idle = op.name == "reshard" and specs[inputs[0]] == specs[outputs[0]] and inputs[0] not in changed
+        if is_idle and held.isdisjoint(outputs):
             same[outputs[0]] = inputs[0]
             continue
         form = op.form

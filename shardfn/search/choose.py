@@ -245,8 +245,9 @@ def weighed(problem: Problem) -> int:
 
 
 def priced(problem: Problem) -> int:
-    """How many flows are priced: fewer for larger programs, whatever the machine; at level 1 one of each kind."""
-    return max(KINDS if problem.level == 1 else 1, min(12, 2000 // max(1, len(problem.graph.ops))))
+    """How many flows are priced: fewer for larger programs, whatever the machine; at level 1 one or two of each kind."""
+    count = len(problem.graph.ops)
+    return max((KINDS if count > LARGE else 2 * KINDS) if problem.level == 1 else 1, min(12, 2000 // max(1, count)))
 
 
 def _in_turn(found: Sequence[Found]) -> list[Found]:

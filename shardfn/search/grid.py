@@ -1,7 +1,6 @@
-"""What it costs to change the layout of a value, and to add up partial sums, on the axes of a grid.
+"""What it costs to change the layout of a value on the axes of a grid.
 
-Bytes are what one device sends; seconds are bytes over each axis's own link plus its latency. Reductions take the inner
-axes first, while the pieces are large: outer links are the slower ones.
+Bytes are what one device sends; seconds are bytes over each axis's own link plus its latency.
 """
 
 from __future__ import annotations
@@ -180,38 +179,6 @@ def _path(
             found.append((step.kind, tuple(sorted(taken.items())), piece))
         here = step.after
     return tuple(found)
-
-
-def add_up(
-    local_bytes: Array, reduced: Array, scattered: Array, grid: Grid, together: bool = False,
-    cut_after: Array | None = None, cut_last: Array | None = None,
-) -> tuple[Array, Array]:  # fmt: skip
-    """Bytes sent and seconds to add up partial sums: reduce-scatters first, then all-reduces of what is left.
-
-    Args:
-      local_bytes: [labels], of the partial result on one device.
-      reduced: [labels, axes], the axes over which everyone gets the sum.
-      scattered: [labels, axes], those over which each gets its part of it.
-      together: the all-reduce is one with others, as XLA merges those that do not wait for each other: no latency.
-      cut_after: [labels], where everyone gets the sum over `scattered` too, and cuts its part from that.
-      cut_last: [labels], where of these everyone keeps all of it until the last axis is added up.
-    """
-    times = np.ones(len(local_bytes)) if cut_after is None else 1.0 + cut_after
-    cuts = np.ones(len(local_bytes), bool) if cut_last is None else ~cut_last
-    left = np.array(local_bytes, float)
-    sent, seconds = np.zeros_like(left), np.zeros_like(left)
-    for mask, rate in ((scattered, times), (reduced, 2.0)):
-        for axis in reversed(range(len(grid.sizes))):
-            size, link, here = grid.sizes[axis], grid.links[axis], mask[:, axis]
-            if not here.any():
-                continue
-            part = np.where(here, rate * (size - 1) / size * left, 0.0)
-            sent += part
-            seconds += part / link.bytes_s
-            if mask is scattered or not together:
-                seconds += np.where(here, link.latency_s, 0.0)
-            left = np.where(here & cuts, left / size, left)
-    return sent, seconds
 
 
 def merged(axes: Axes, specs: Sequence[Spec], pins: Mapping[int, Pin]) -> tuple[Axes, list[Spec], dict[int, Pin]]:

@@ -22,8 +22,9 @@ from shardfn.graph.model import Graph, Op, Rule, Spec
 from shardfn.search import forms
 from shardfn.search.borders import fetched
 from shardfn.search.facts import SLICED, Known, known
-from shardfn.search.grid import Array, Grid, add_up, change, pieces
+from shardfn.search.grid import Array, Grid, change, pieces
 from shardfn.search.solver.labelling import Held
+from shardfn.search.sums import Sums
 
 SCATTERED, SCATTERED_LAST = 1, 2
 """Along how many factors of a result its sum may be left in pieces: of what is multiplied again, and of the rest."""
@@ -354,29 +355,17 @@ class _Builder:
         sent, sent_s = np.zeros(len(work)), np.zeros(len(work))
         whole: Array | None = None
         if is_sum.any():
-            sliced = is_sum & (out >= 0)
-            scattered = sliced & ~_inside(work, out)
-            is_mixed: Array = np.logical_and(scattered.any(axis=1), (is_sum & ~scattered).any(axis=1))
-            is_spread = np.zeros(len(work), bool)
-            if op.name == "dot_general":
-                is_spread = _on_several(np.where(scattered, out, -1))
-            else:  # the sum over all axes at once, or each its part of that
-                scattered = scattered & ~is_mixed[:, None]
+            of = list(rule.reduction) if op.name == "convolution" else []
+            sums = Sums(work, out, is_sum, of, op.name == "dot_general", is_last)
             for value, after in zip(op.outputs, made, strict=True):
-                partial = full[value] / pieces(np.where(sliced, -1, after), grid.sizes)
-                parts = add_up(partial, is_sum & ~scattered, scattered, grid, is_last, is_mixed | is_spread, is_spread)
+                partial = full[value] / pieces(np.where(is_sum & (out >= 0), -1, after), grid.sizes)
+                parts = sums.cost(partial, grid)
                 sent, sent_s = sent + parts[0], sent_s + parts[1]
                 more = partial - full[value] / self.ways(after)
                 whole = more if whole is None else whole + more
         if op.taps:
-            parts = fetched(
-                op,
-                self.graph,
-                wanted,
-                made,
-                [full[v] / self.ways(w) for v, w in zip(op.inputs, wanted, strict=True)],
-                grid,
-            )
+            local = [full[v] / self.ways(w) for v, w in zip(op.inputs, wanted, strict=True)]
+            parts = fetched(op, self.graph, wanted, made, local, grid)
             sent, sent_s = sent + parts[0], sent_s + parts[1]
         chip = grid.chip
         rate = (
@@ -413,27 +402,6 @@ class _Builder:
             made_bytes = 2 * self.stored(op.inputs[at], wanted[at])
         moved = moved + made_bytes
         return flops / self.ways(work), moved
-
-
-def _inside(work: Array, out: Array) -> Array:
-    """Where a sum would be left in pieces along a factor that a later axis cuts for the work: its pieces would lie inside
-    those of that axis, the other way round than in the layout, so that all of the sum goes to everyone.
-
-    >>> _inside(np.array([[2, 0], [0, 2]]), np.array([[0, 0], [0, 0]])).tolist()
-    [[True, False], [False, False]]
-    """
-    later = [(work[:, at + 1 :] == out[:, at : at + 1]).any(axis=1) for at in range(work.shape[1])]
-    return np.stack(later, axis=1) & (work != out)
-
-
-def _on_several(ends: Array) -> Array:
-    """Whether the axes of each row are on more than one factor; -1 is none.
-
-    >>> _on_several(np.array([[2, -1], [2, 2], [2, 0]])).tolist()
-    [False, False, True]
-    """
-    high = ends.max(axis=1, initial=-1)
-    return ((ends >= 0) & (ends < high[:, None])).any(axis=1)
 
 
 def _multiplied(graph: Graph) -> frozenset[int]:

@@ -164,6 +164,27 @@ def test_of_a_large_program_that_disappoints_the_best_in_pieces_is_priced_at_lev
     assert any(one.is_in_pieces for one in tried) != kept
 
 
+@pytest.mark.parametrize(("large", "count"), [(0, 1), (2000, 2)])
+def test_at_level_1_the_best_of_each_kind_are_priced(monkeypatch, large, count):
+    """Of two grids that promise about the same memory the model does not tell which holds less."""
+    problem, _ = asked_and_made(1)
+    grids = ((("a", 8),), (("a", 4), ("b", 2)), (("a", 2), ("b", 4)))
+    found = [one for axes in grids for one in dynamic.on_grid(problem, axes, Budget())]
+    monkeypatch.setattr(choose, "LARGE", large)
+    monkeypatch.setattr(choose, "PLAIN", 0)
+    monkeypatch.setattr(choose, "priced", lambda problem, real=choose.priced: real(of_many_ops(problem)))
+    tried, candidates = [], choose.candidates
+    monkeypatch.setattr(
+        choose, "candidates", lambda problem, one, *far: tried.append(one.kind) or candidates(problem, one, *far)
+    )
+    choose.answer_of(problem, found, "a search", lambda *_: ())
+    assert sorted(tried) == sorted([*range(3)] * count)
+
+
+def of_many_ops(problem):
+    return dataclasses.replace(problem, graph=dataclasses.replace(problem.graph, ops=problem.graph.ops * 10))
+
+
 S = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)  # noqa: E731
 
 

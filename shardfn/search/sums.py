@@ -1,0 +1,105 @@
+"""What it costs to add up partial sums on the axes of a grid, as XLA does it.
+
+Bytes are what one device sends; seconds are bytes over each axis's own link plus its latency. Sums take the inner axes
+first, while the pieces are large: outer links are the slower ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from shardfn.search.grid import Array, Grid, pieces
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """The partial sums of an op, for each of its labels: how it is cut for the work and how its result lies, by factor."""
+
+    work: Array
+    """[labels, axes], the factor that each axis cuts for the work; -1 for none."""
+    out: Array
+    """The same of the result; a sum is left in pieces along the factor where that axis is a sum for the work."""
+    is_sum: Array
+    """Where the work leaves partial sums."""
+    apart: Sequence[int]
+    """Factors whose sums are added up one after the other; if there are none, all at once."""
+    in_turn: bool
+    """Whether each axis is added up by itself; else all of a sum is, or each device gets its part of it."""
+    is_last: bool
+    """Whether nothing waits for it, so that all-reduces of several ops are one."""
+
+    def cost(self, partial: Array, grid: Grid) -> tuple[Array, Array]:
+        """Bytes sent and seconds; `partial` are the bytes of the partial result on one device, for each label."""
+        sent, seconds = np.zeros(len(partial)), np.zeros(len(partial))
+        for mask in self._groups():
+            scattered = mask & (self.out >= 0) & ~_inside(self.work, self.out)
+            is_mixed: Array = np.logical_and(scattered.any(axis=1), (mask & ~scattered).any(axis=1))
+            is_spread = np.zeros(len(partial), bool)
+            if self.in_turn:
+                is_spread = _on_several(np.where(scattered, self.out, -1))
+            else:
+                scattered = scattered & ~is_mixed[:, None]
+            parts = add_up(partial, mask & ~scattered, scattered, grid, self.is_last, is_mixed | is_spread, is_spread)
+            sent, seconds = sent + parts[0], seconds + parts[1]
+            partial = partial / pieces(np.where(scattered, 0, -1), grid.sizes)
+        return sent, seconds
+
+    def _groups(self) -> Iterator[Array]:
+        masks = [self.is_sum & (self.work == factor) for factor in self.apart] or [self.is_sum]
+        return (mask for mask in masks if mask.any())
+
+
+def add_up(
+    local_bytes: Array, reduced: Array, scattered: Array, grid: Grid, together: bool = False,
+    cut_after: Array | None = None, cut_last: Array | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Bytes sent and seconds to add up partial sums: reduce-scatters first, then all-reduces of what is left.
+
+    Args:
+      local_bytes: [labels], of the partial result on one device.
+      reduced: [labels, axes], the axes over which everyone gets the sum.
+      scattered: [labels, axes], those over which each gets its part of it.
+      together: the all-reduce is one with others, as XLA merges those that do not wait for each other: no latency.
+      cut_after: [labels], where everyone gets the sum over `scattered` too, and cuts its part from that.
+      cut_last: [labels], where of these everyone keeps all of it until the last axis is added up.
+    """
+    times = np.ones(len(local_bytes)) if cut_after is None else 1.0 + cut_after
+    cuts = np.ones(len(local_bytes), bool) if cut_last is None else ~cut_last
+    left = np.array(local_bytes, float)
+    sent, seconds = np.zeros_like(left), np.zeros_like(left)
+    for mask, rate in ((scattered, times), (reduced, 2.0)):
+        for axis in reversed(range(len(grid.sizes))):
+            size, link, here = grid.sizes[axis], grid.links[axis], mask[:, axis]
+            if not here.any():
+                continue
+            part = np.where(here, rate * (size - 1) / size * left, 0.0)
+            sent += part
+            seconds += part / link.bytes_s
+            if mask is scattered or not together:
+                seconds += np.where(here, link.latency_s, 0.0)
+            left = np.where(here & cuts, left / size, left)
+    return sent, seconds
+
+
+def _inside(work: Array, out: Array) -> Array:
+    """Where a sum would be left in pieces along a factor that a later axis cuts for the work: its pieces would lie inside
+    those of that axis, the other way round than in the layout, so that all of the sum goes to everyone.
+
+    >>> _inside(np.array([[2, 0], [0, 2]]), np.array([[0, 0], [0, 0]])).tolist()
+    [[True, False], [False, False]]
+    """
+    later = [(work[:, at + 1 :] == out[:, at : at + 1]).any(axis=1) for at in range(work.shape[1])]
+    return np.stack(later, axis=1) & (work != out)
+
+
+def _on_several(ends: Array) -> Array:
+    """Whether the axes of each row are on more than one factor; -1 is none.
+
+    >>> _on_several(np.array([[2, -1], [2, 2], [2, 0]])).tolist()
+    [False, False, True]
+    """
+    high = ends.max(axis=1, initial=-1)
+    return ((ends >= 0) & (ends < high[:, None])).any(axis=1)
