@@ -351,6 +351,8 @@ def _in_place(
     for i, op in enumerate(graph.ops):
         if len(op.outputs) != 1 or op.outputs[0] not in start or op.name not in writes_over:
             continue
+        if flow.platform == "cpu" and any(graph.ops[j].name == "reduce" for j in fusion.inside[i] or ()):
+            continue  # a call of the library
         shape, size = flow.local_shape(op.outputs[0]), flow.local_bytes(op.outputs[0])
         for v in fusion.reads[i]:
             dies = end.get(v) == last_read.get(i, 2 * i) and v in start and v not in inputs and v not in outputs
