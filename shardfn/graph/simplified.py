@@ -119,6 +119,9 @@ def _plain(flow: Flow) -> Flow:
             part = op.inputs[op.same]
             if values[part] == values[op.outputs[0]] and flow.specs[part] == flow.specs[op.outputs[0]]:
                 ops[i] = replace(op, name="reshape", inputs=(part,), rule=None)
+        elif op.name == "pad" and all(tap[3:] == (1, 0, 1, 1, -1) for tap in op.taps):
+            if values[op.inputs[0]] == values[op.outputs[0]] and flow.specs[op.inputs[0]] == flow.specs[op.outputs[0]]:
+                ops[i] = replace(op, name="reshape", inputs=op.inputs[:1], rule=None, taps=())
         elif op.name in _PARTS:
             part = op.inputs[_PARTS[op.name]]
             is_all = values[part].shape == values[op.outputs[0]].shape == values[op.inputs[0]].shape

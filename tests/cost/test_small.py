@@ -61,6 +61,12 @@ def whole_call(x, w):
     return jnp.exp(z - z.max(-1, keepdims=True))[:, :8], x * 2
 
 
+@step
+def pooled(w, x):
+    y = jax.nn.relu(lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")))
+    return (lax.reduce_window(y, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID").mean((1, 2)) ** 2).mean()
+
+
 def recomputed(w, x):
     """What `jax.checkpoint` computes again is what is there already, but behind a collective."""
     block = jax.checkpoint(lambda x, w: x + jnp.tanh(x @ w) @ w.T)
@@ -81,6 +87,7 @@ CASES = {
     "rows written": (rows_written, EDITED, ((1, 1), (1, 1), (1, 1), (1,))),
     "rows read": (rows_read, EDITED, ((1, 1), (1, 1), (1, 1), (1,))),
     "mixed": (mixed, (array(256, 512), array(256, 512), array(512, 64)), ((8, 1), (8, 1), (1, 1))),
+    "max pool": (pooled, (array(3, 3, 4, 16), array(16, 32, 32, 4)), ((1,) * 4, (8, 1, 1, 1))),
     "recomputed, batch": (recomputed, (WEIGHT, ROWS), ((1, 1), (8, 1))),
     "recomputed, columns": (recomputed, (WEIGHT, ROWS), ((1, 8), (1, 1))),
     "recomputed, 2 x 4": (recomputed, (WEIGHT, ROWS), ((1, 4), (2, 1))),
