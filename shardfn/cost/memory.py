@@ -323,8 +323,8 @@ def _stay_through(
 def _chosen(flow: Flow, i: int, op: Op, at: int) -> list[Place]:
     """What the gradient of a max pool needs on CPU beside operands and results.
 
-    As soon as the image is there, at tick `at`, indices of every element, made at the start, give those of the largest, to which the
-    gradient is added at the end.
+    As soon as the image is there, at tick `at`, indices of every element, made at the start, give those of the largest, to
+    which the gradient is added at the end.
     """
     image, pooled = (math.prod(flow.local_shape(v)) for v in op.inputs[:2])
     rank = len(flow.local_shape(op.inputs[0]))

@@ -26,6 +26,11 @@ def cross_entropy(w, x, labels):
 
 
 @step
+def one_hot(w, x, labels):
+    return -jnp.mean(jnp.sum(jax.nn.log_softmax(x @ w) * jax.nn.one_hot(labels, 512), -1))
+
+
+@step
 def dropout(w, key, x):
     h = jax.nn.relu(x @ w)
     return (jnp.where(jax.random.bernoulli(key, 0.7, h.shape), h / 0.7, 0) ** 2).mean()
@@ -81,6 +86,8 @@ KEY = jax.eval_shape(lambda: jax.random.key(0))
 CASES = {
     "cross entropy, columns": (cross_entropy, (WEIGHT, ROWS, LABELS), ((1, 8), (1, 1), (1,))),
     "cross entropy, 2 x 4": (cross_entropy, (WEIGHT, ROWS, LABELS), ((1, 4), (2, 1), (2,))),
+    "one hot": (one_hot, (WEIGHT, ROWS, LABELS), ((1, 1), (8, 1), (8,))),
+    "one hot, columns": (one_hot, (WEIGHT, ROWS, LABELS), ((1, 8), (1, 1), (1,))),
     "dropout, batch": (dropout, (array(512, 64), KEY, array(256, 512)), ((1, 1), (), (8, 1))),
     "dropout, columns": (dropout, (array(512, 64), KEY, array(256, 512)), ((1, 8), (), (1, 1))),
     "softmax": (with_softmax, (WEIGHT, ROWS, array(512, 64)), ((1, 1), (8, 1), (1, 1))),
