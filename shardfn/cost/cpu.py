@@ -30,7 +30,7 @@ _HALF = frozenset({"bf16", "f16"} if jax.__version_info__ < (0, 12) else ())
 which is left out."""
 
 
-_LOOKED_UP = frozenset({"transpose", "dot_general", "broadcast_in_dim"})
+_LOOKED_UP = frozenset({"transpose", "dot_general", "broadcast_in_dim", "convert"})
 
 
 class _Backend:
@@ -68,6 +68,8 @@ class _Backend:
                 op = self.convolved(op)
             elif op.name == "divide":
                 op = self.inverted(op)
+            elif op.name == "multiply":
+                op = self.masked(op)
             if op.name in PRODUCTS:
                 op = self.widened(op)
             elif op.name == "all_gather":
@@ -113,6 +115,15 @@ class _Backend:
         if few in self.there:  # a constant is divided by when it is compiled
             many = self.made("broadcast_in_dim", self.made("divide", few, few, (-3,), op), many, (-3,), op)
         return Op("multiply", (op.inputs[0], many), op.outputs, None, op.trips, op.where, form=op.form)
+
+    def masked(self, op: Op) -> Op:
+        """A product with a truth value as a number: a choice between the other factor and zeros."""
+        for side in (0, 1):
+            mask = self.maker.get(op.inputs[side])
+            if mask is not None and mask.name == "convert" and self.values[mask.inputs[0]].dtype == "i1":
+                chosen = op.of((mask.inputs[0], op.inputs[1 - side]), op.outputs)
+                return dataclasses.replace(chosen, name="select", rule=None)
+        return op
 
     def widened(self, op: Op) -> Op:
         """Products of half precision: operands are converted to `f32` first, and the result from it."""

@@ -238,9 +238,12 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
                 end[v] = max(end.get(v, 0), first - 1 if start.get(v, -1) < first else 2 * i - 1)
         else:
             until = 2 * together.get(i, (i, i))[1]
+            chosen = op.inputs[0] if op.name == "select_and_scatter" and flow.platform == "cpu" else -1
             for v in fusion.reads[i]:
-                end[v] = max(end.get(v, 0), until)
-            copies += _workspace(flow, i, op)
+                end[v] = max(end.get(v, 0), start.get(v, -1) + 1 if v == chosen else until)
+            if chosen >= 0:
+                copies += _chosen(flow, i, op, start.get(chosen, 2 * i - 2) + 1)
+                start[op.outputs[0]] = 0
     for result, source in loops.unchanged.items():
         start.pop(result, None)
         if result in end:
@@ -317,18 +320,16 @@ def _stay_through(
                     until = end[v] = last
 
 
-def _workspace(flow: Flow, i: int, op: Op) -> list[Place]:
-    """What XLA's CPU backend needs beside operands and results.
+def _chosen(flow: Flow, i: int, op: Op, at: int) -> list[Place]:
+    """What the gradient of a max pool needs on CPU beside operands and results.
 
-    The gradient of a max pool is a scatter: indices of every element, made at the start, and of the largest.
+    As soon as the image is there, at tick `at`, indices of every element, made at the start, give those of the largest, to
+    which the gradient is added at the end.
     """
-    if flow.platform != "cpu":
-        return []
-    if op.name != "select_and_scatter":
-        return []
     image, pooled = (math.prod(flow.local_shape(v)) for v in op.inputs[:2])
     rank = len(flow.local_shape(op.inputs[0]))
-    return [Place((), 0, 2 * i, 4 * (rank + 1) * image), Place((), 2 * i - 1, 2 * i, 8 * rank * pooled)]
+    every, largest = Place((), 0, at, 4 * rank * image), Place((), at, at + 1, 4 * (rank + 1) * pooled)
+    return [every, largest, Place((), at + 1, 2 * i, 4 * rank * pooled)]
 
 
 def _in_place(
@@ -351,6 +352,8 @@ def _in_place(
     for i, op in enumerate(graph.ops):
         if len(op.outputs) != 1 or op.outputs[0] not in start or op.name not in writes_over:
             continue
+        if flow.platform == "cpu" and any(graph.ops[j].name == "reduce" for j in fusion.inside[i] or ()):
+            continue  # a call of the library
         shape, size = flow.local_shape(op.outputs[0]), flow.local_bytes(op.outputs[0])
         for v in fusion.reads[i]:
             dies = end.get(v) == last_read.get(i, 2 * i) and v in start and v not in inputs and v not in outputs

@@ -31,7 +31,7 @@ def as_compiled(flow: Flow, platform: str) -> Flow:
     """
     if flow.platform:
         return flow
-    return dataclasses.replace(_Roads(flow, platform).flow(), platform=platform)
+    return _Roads(flow, platform).flow()
 
 
 class _Roads:
@@ -82,7 +82,7 @@ class _Roads:
         specs = tuple(map(joined, self.specs))
         sent = tuple(dataclasses.replace(c, axes=join(c.axes)) for c in self.sent)
         graph = dataclasses.replace(self.given.graph, values=tuple(self.values), ops=tuple(self.ops))
-        return simplified(Flow(graph, specs, grid, sent))
+        return simplified(Flow(graph, specs, grid, sent, self.platform))
 
     def carry(self, op: Op) -> None:
         """What enters a loop, comes back from its body, or leaves a branch lies as the results do."""

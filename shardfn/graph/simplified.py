@@ -10,10 +10,37 @@ from shardfn.graph.model import CHANGES, Flow, Op
 
 
 def simplified(flow: Flow) -> Flow:
-    """The flow with loops that run once taken apart, slices of all that there is and sums with zeros taken as that, products
-    whose summed dims are of size 1 on each device as multiplications, of ops that make the same the first, and constraints that
-    change no layout left out."""
-    return _once(_plain(_apart(flow)))
+    """The flow as XLA simplifies it.
+
+    Loops that run once, and barriers on CPU, are taken apart; slices of all that there is, and sums with zeros, are views of it;
+    products whose summed dims are of size 1 on each device are multiplications; of ops that make the same the first stays;
+    constraints that change no layout are left out.
+    """
+    return _once(_plain(_open(_apart(flow))))
+
+
+# ---- barriers
+
+
+def _open(flow: Flow) -> Flow:
+    """On CPU without optimization barriers: XLA's backend takes them out, and then what is computed twice."""
+    graph, specs = flow.graph, flow.specs
+    same: dict[int, int] = {}
+    ops = []
+    for op in graph.ops if flow.platform == "cpu" else ():
+        inputs = tuple([same.get(v, v) for v in op.inputs]) if same else op.inputs
+        if op.name == "optimization_barrier" and all(
+            specs[a] == specs[b] for a, b in zip(inputs, op.outputs, strict=True)
+        ):
+            same.update(zip(op.outputs, inputs, strict=True))
+        else:
+            ops.append(op if inputs == op.inputs else op.of(inputs, op.outputs))
+    if not same:
+        return flow
+    ties = tuple([(same.get(a, a), same.get(b, b)) for a, b in graph.ties])
+    sent = tuple([replace(c, operand=same[c.operand]) if c.operand in same else c for c in flow.communications])
+    outputs = tuple([same.get(v, v) for v in graph.outputs])
+    return replace(flow, graph=replace(graph, ops=tuple(ops), ties=ties, outputs=outputs), communications=sent)
 
 
 # ---- loops that run once
@@ -93,6 +120,9 @@ def _plain(flow: Flow) -> Flow:
             part = op.inputs[op.same]
             if values[part] == values[op.outputs[0]] and flow.specs[part] == flow.specs[op.outputs[0]]:
                 ops[i] = replace(op, name="reshape", inputs=(part,), rule=None)
+        elif op.name == "pad" and all(tap[3:] == (1, 0, 1, 1, -1) for tap in op.taps):
+            if values[op.inputs[0]] == values[op.outputs[0]] and flow.specs[op.inputs[0]] == flow.specs[op.outputs[0]]:
+                ops[i] = replace(op, name="reshape", inputs=op.inputs[:1], rule=None, taps=())
         elif op.name in _PARTS:
             part = op.inputs[_PARTS[op.name]]
             is_all = values[part].shape == values[op.outputs[0]].shape == values[op.inputs[0]].shape
