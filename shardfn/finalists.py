@@ -12,6 +12,7 @@ from shardfn.comparison import matrix_flops
 from shardfn.compiled import Compiled
 from shardfn.cost.price import collective_s
 from shardfn.errors import ShardError, StrategyError, fail
+from shardfn.priced import told_apart
 from shardfn.search import plain
 from shardfn.search.found import shape
 from shardfn.search.grid import Axes
@@ -74,8 +75,10 @@ def answers(
         for c in filter(None, turn):
             sizes = tuple(sorted(size for _, size in c.axes))
             found.setdefault((sizes, c.price.bytes_sent, c.price.memory.peak, c.price.time_s), c)
-    entered = itertools.islice((c for c in found.values() if c is own or is_right(c)), count)
-    return tuple((c.name, chosen(answer, c, "best as compiled of the finalists")) for c in entered)
+    entered = list(itertools.islice((c for c in found.values() if c is own or is_right(c)), count))
+    names = told_apart(problem.names, entered)
+    named = [dataclasses.replace(c, name=name) for name, c in zip(names, entered, strict=True)]
+    return tuple((c.name, chosen(answer, c, "best as compiled of the finalists")) for c in named)
 
 
 def chosen(answer: Answer, c: Candidate, why: str) -> Answer:
@@ -222,6 +225,5 @@ def best(finalists: Sequence[Finalist], limit: float, alone: str = "") -> tuple[
         if is_own
         else f"the search alone would have picked {alone or finalists[0].name}"
     )
-    return winner, (
-        f"compiled {len(finalists)} plans, per device: {'; '.join(lines)}. Best: {finalists[winner].name}; {end}"
-    )
+    count = f"{len(finalists)} plan{'s'[: len(finalists) != 1]}"
+    return winner, f"compiled {count}, per device: {'; '.join(lines)}. Best: {finalists[winner].name}; {end}"

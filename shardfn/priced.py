@@ -41,10 +41,11 @@ def told_apart(names: Sequence[str], found: Sequence[Found]) -> list[str]:
 def _differing(names: Sequence[str], same: Sequence[Found]) -> list[str]:
     """For each of some candidates what it has otherwise than the others, as the end of its name."""
     facts: list[list[str]] = [[] for _ in same]
-    for told in (_cut(i, name) for i, name in enumerate(names)):
+    held = (lambda c: _count(len(c.pins), "op") + " held inside", lambda c: _count(len(c.ends), "result") + " held")
+    for told in (*(_cut(i, name) for i, name in enumerate(names)), *held):
+        if len(set(map(tuple, facts))) == len(same):
+            break
         _tell(facts, [told(c) for c in same])
-    _tell(facts, [_count(len(c.pins), "op") + " held inside" for c in same])
-    _tell(facts, [_count(len(c.ends), "result") + " held" for c in same])
     seen: dict[str, int] = {}
     texts = []
     for each in facts:

@@ -355,7 +355,7 @@ class _Builder:
         sent, sent_s = np.zeros(len(work)), np.zeros(len(work))
         whole: Array | None = None
         if is_sum.any():
-            of = list(rule.reduction) if op.name == "convolution" else []
+            of = [f for dim in rule.operands[0] for f in dim if f in rule.reduction] if op.name == "convolution" else []
             sums = Sums(work, out, is_sum, of, op.name == "dot_general", is_last)
             for value, after in zip(op.outputs, made, strict=True):
                 partial = full[value] / pieces(np.where(is_sum & (out >= 0), -1, after), grid.sizes)

@@ -7,11 +7,11 @@ first, while the pieces are large: outer links are the slower ones.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from shardfn.search.grid import Array, Grid, pieces
+from shardfn.search.grid import Array, Grid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Sums:
     is_sum: Array
     """Where the work leaves partial sums."""
     apart: Sequence[int]
-    """Factors whose sums are added up one after the other; if there are none, all at once."""
+    """Factors whose sums are added up one after the other, of which only the last may be left in pieces; if there are none,
+    all are at once."""
     in_turn: bool
     """Whether each axis is added up by itself; else all of a sum is, or each device gets its part of it."""
     is_last: bool
@@ -34,8 +35,13 @@ class Sums:
     def cost(self, partial: Array, grid: Grid) -> tuple[Array, Array]:
         """Bytes sent and seconds; `partial` are the bytes of the partial result on one device, for each label."""
         sent, seconds = np.zeros(len(partial)), np.zeros(len(partial))
-        for mask in self._groups():
-            scattered = mask & (self.out >= 0) & ~_inside(self.work, self.out)
+        sliced = (self.out >= 0) & ~_inside(self.work, self.out)
+        masks = [self.is_sum & (self.work == factor) for factor in self.apart] or [self.is_sum]
+        for at, mask in enumerate(masks):
+            before = [(other & (self.out >= 0)).any(axis=1) for other in masks[:at]]
+            after = [other.any(axis=1) for other in masks[at + 1 :]]
+            is_alone = ~np.any([*before, *after, np.zeros(len(partial), bool)], axis=0)
+            scattered = mask & sliced & is_alone[:, None]
             is_mixed: Array = np.logical_and(scattered.any(axis=1), (mask & ~scattered).any(axis=1))
             is_spread = np.zeros(len(partial), bool)
             if self.in_turn:
@@ -44,12 +50,7 @@ class Sums:
                 scattered = scattered & ~is_mixed[:, None]
             parts = add_up(partial, mask & ~scattered, scattered, grid, self.is_last, is_mixed | is_spread, is_spread)
             sent, seconds = sent + parts[0], seconds + parts[1]
-            partial = partial / pieces(np.where(scattered, 0, -1), grid.sizes)
         return sent, seconds
-
-    def _groups(self) -> Iterator[Array]:
-        masks = [self.is_sum & (self.work == factor) for factor in self.apart] or [self.is_sum]
-        return (mask for mask in masks if mask.any())
 
 
 def add_up(

@@ -1,0 +1,45 @@
+"""What the search pays for partial sums is what flows send for them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardfn
+from shardfn.cost.price import collectives
+from shardfn.graph.model import Pin
+from shardfn.search.grid import Grid
+from shardfn.search.strategies import spec_of
+from shardfn.search.sums import Sums
+from tests.search.asking import S
+
+AXES = (("a", 8), ("b", 2))
+
+
+def kernel_gradient(x, y):
+    convolved = lambda k: jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))  # noqa: E731
+    return jax.vjp(convolved, jnp.zeros((3, 3, 16, 32)))[1](y)[0]
+
+
+@pytest.mark.parametrize("cut", [[0, 1], [1, 0], [0, 0]], ids=str)
+@pytest.mark.parametrize("made", [[-1, -1], [2, -1], [-1, 2], [2, 3], [2, 2]], ids=str)
+def test_sums_of_a_convolution_cost_what_flows_send_for_them(cut, made):
+    """Over batch and height they are two sums, of which the last may be left in pieces."""
+    args = S((16, 64, 8, 16), jnp.float32), S((16, 64, 8, 32), jnp.float32)
+    problem = shardfn.plan(kernel_gradient, *args, device="h100:16").study.question
+    index, op = next(
+        (i, op)
+        for i, op in enumerate(problem.graph.ops)
+        if op.name == "convolution" and problem.graph.values[op.outputs[0]].shape == (3, 3, 16, 32)
+    )
+    factor = [dim[0] for dim in op.rule.operands[0]]
+    kept = [dim[0] for dim in op.rule.results[0]]
+    work = np.array([[factor[dim] for dim in cut]])
+    out = np.array([[kept[dim] if dim >= 0 else -1 for dim in made]])
+    apart = [f for f in factor if f in op.rule.reduction]
+    partial = np.array([4.0 * 3 * 3 * 16 * 32])
+    sent, _ = Sums(work, out, np.isin(work, apart), apart, False, True).cost(partial, Grid.on(problem.hardware, AXES))
+    specs = tuple(spec_of(row, 4, "ab") for row in (cut, cut, made))
+    flow = problem.flow(AXES, specs[:2], {index: Pin(specs[:2], specs[2:])})
+    added = [c for c in collectives(flow) if c.kind in ("all-reduce", "reduce-scatter")]
+    assert sent.item() == sum(c.total_bytes for c in added)
