@@ -191,7 +191,8 @@ def test_sums_and_products_of_whole_models_are_found(name):
         assert eqn.primitive.name in KINDS[op.name]
         assert eqn.outvars[0].aval.shape == op_shape(traced, op)
         frames = getattr(eqn.source_info.traceback, "frames", ())
-        if op.where and frames:
+        of_file = op.where.rpartition(":")[0]
+        if any(frame.file_name == of_file for frame in frames):  # not so of what JAX has traced for other callers
             assert op.where in {f"{frame.file_name}:{frame.line_num}" for frame in frames}
 
 
