@@ -6,15 +6,18 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import jax
+
 from shardfn.graph.model import CHANGES, Flow, Op
 
 
 def simplified(flow: Flow) -> Flow:
     """The flow as XLA simplifies it.
 
-    Loops that run once, and barriers on CPU, are taken apart; slices of all that there is, and sums with zeros, are views of it;
-    products whose summed dims are of size 1 on each device are multiplications; of ops that make the same the first stays;
-    constraints that change no layout are left out.
+    Loops that run once, and barriers on CPU before JAX 0.12, are taken apart; slices of all that there is, and sums with zeros,
+    are views of it; products whose summed dims are of size 1 on each device are multiplications; of ops that make the same the
+    first stays; constraints that change no
+    layout are left out.
     """
     return _once(_plain(_open(_apart(flow))))
 
@@ -23,11 +26,12 @@ def simplified(flow: Flow) -> Flow:
 
 
 def _open(flow: Flow) -> Flow:
-    """On CPU without optimization barriers: XLA's backend takes them out, and then what is computed twice."""
+    """Before JAX 0.12, on CPU without optimization barriers: XLA's backend takes them out, and then what is computed twice."""
     graph, specs = flow.graph, flow.specs
     same: dict[int, int] = {}
     ops = []
-    for op in graph.ops if flow.platform == "cpu" else ():
+    is_open = flow.platform == "cpu" and jax.__version_info__ < (0, 12)
+    for op in graph.ops if is_open else ():
         inputs = tuple([same.get(v, v) for v in op.inputs]) if same else op.inputs
         if op.name == "optimization_barrier" and all(
             specs[a] == specs[b] for a, b in zip(inputs, op.outputs, strict=True)
