@@ -17,7 +17,7 @@ import numpy as np
 
 from shardfn.cost.compute import MOVES, PRODUCTS, TAKES, UPDATES, effort
 from shardfn.cost.memory import Place
-from shardfn.cost.tpu import LANES
+from shardfn.cost.tpu import LANES, LARGEST_ROWS
 from shardfn.graph.model import Graph, Op, Rule, Spec
 from shardfn.search import forms
 from shardfn.search.borders import fetched
@@ -192,11 +192,12 @@ class _Builder:
         self.copies.append(Held(laid[0], start, end, full / self.ways(laid[1]) - least))
 
     def padding(self, value: int, layouts: Array) -> Array:
-        """By how much rows in these layouts grow that are padded to whole lanes."""
+        """By how much rows in these layouts grow that are padded to whole lanes (`cost.tpu.rows_bytes`)."""
         shape = self.graph.values[value].shape
         cuts = np.where(layouts == len(shape) - 1, self.sizes, 1).prod(axis=1)
         columns = shape[-1] / cuts if shape else np.full(len(layouts), float(LANES))
-        return np.ceil(columns / LANES) * LANES / columns
+        grown = np.ceil(columns / LANES) * LANES / columns
+        return np.where(self.facts.bytes[value] / self.ways(layouts) * grown <= LARGEST_ROWS, grown, 1.0)
 
     def stored(self, value: int, layouts: Array) -> Array:
         """Bytes of a value on one device, as it lies in memory."""
