@@ -90,7 +90,9 @@ def answer_of(
         if is_over and problem.seconds_left > 0:
             for other in mend(problem, one, made):
                 rated += [(objective(c.price, problem), c, other) for c in candidates(problem, other)]
-    if rated and (disappoints or not is_large) and problem.level != 1:
+    is_over = bool(rated) and all(made.price.memory.peak > problem.memory_limit for _, made, _ in rated)
+    is_lost = is_over and fits_nowhere(problem)
+    if rated and (disappoints or not is_large) and problem.level != 1 and not is_lost:
         rated += _otherwise(problem, found, rated, turn if not is_large else None, disappoints)
         if is_large and problem.level == 0:
             rated += _pieces(problem, rated, mend)
