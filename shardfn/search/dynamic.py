@@ -105,8 +105,8 @@ def on_grids(problem: Problem, tried: Sequence[Axes], before: Sequence[Found],
 def settled(problem: Problem, found: Sequence[Found], budget: Budget) -> list[Found]:
     """The same, with another look at the best, and at what may yet be better by a good part."""
     least = min((f.solution.cost for f in found), default=0.0)
-    is_small = len(problem.graph.ops) <= THREE_AXES
-    close, worth = (EFFORT.close, 1.0) if is_small else (FIRST.close, WORTH)
+    is_tiny = len(problem.graph.ops) <= THREE_AXES
+    close, worth = (EFFORT.close, 1.0) if is_tiny else (FIRST.close, WORTH)
     again = []
     for one in found:
         is_open = one.solution.gap > close + 1e-9 and (one.solution.cost == least or one.solution.bound < worth * least)
