@@ -6,8 +6,8 @@ import pytest
 
 from examples.models import abstract, dlrm, gpt2, mlp
 from shardfn.errors import StrategyError
-from shardfn.limits import within_limit
 from shardfn.search import dynamic, holding, plain
+from shardfn.search.limits import within_limit
 from shardfn.search.room import ROUGH, SURE, even_share, fits_nowhere
 from tests.search.test_plain import asked
 
