@@ -70,7 +70,7 @@ LAYERS = (
     ("search.filters",),
     ("search.propagation", "search.plain", "search.levels", "search.room"),
     ("search.polish", "search.results", "search.letgo", "search.found"),
-    ("search.neighbours", "search.holding"),
+    ("search.neighbours", "search.holding", "search.ongrid"),
     ("search.choose", "search.limits"),
     ("search.beside",),
     ("search.dynamic", "search.seeds"),

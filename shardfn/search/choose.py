@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from shardfn.search import plain, propagation
 from shardfn.search.facts import bytes_of
@@ -25,6 +25,7 @@ from shardfn.search.found import (
 from shardfn.search.grid import Axes
 from shardfn.search.holding import candidates
 from shardfn.search.letgo import as_sliced, let_go
+from shardfn.search.ongrid import Mend, Turn
 from shardfn.search.polish import LINE, in_line
 from shardfn.search.problem import Answer, Candidate, Problem, figures, objective
 from shardfn.search.results import ends_of, held_as
@@ -40,12 +41,6 @@ than that is not priced at level 2, as of 28 plans its flow took 1.8 to 109 time
 LET_GO = 3
 """Of what was priced, where all flows disappoint, how much is let go of what it need not hold before the best is taken: of
 what promises more than the best."""
-
-Mend = Callable[[Problem, Found, Candidate], Iterable[Found]]
-"""What to try instead of something found whose flow holds more than the limit."""
-
-Turn = Callable[[Problem, Found], Iterable[Found]]
-"""What else to try on the grid of something found whose flow breaks the model's promise."""
 
 
 def answer_of(
