@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from shardfn.search.neighbours import differing, improved
-from shardfn.search.problem import Answer, Candidate, Problem, figures, objective
+from shardfn.search.problem import Answer, Candidate, Problem, objective, runner_up
 
 AIMS = (0, 2)
 """The levels whose answers stand beside each other's, and beside that of level 1, which takes the longest to find."""
@@ -101,8 +101,7 @@ def _told(
         reason if not reason or (is_own and one == two) else "better by its flow than what the search found first"
         for reason, one, two in zip(own.reasons, first.specs, best.specs, strict=True)
     )
-    runner = f"{others[0].name}: {figures(others[0].price)} against {figures(best.price)}" if others else ""
     return dataclasses.replace(
         own, axes=best.axes, specs=best.specs, pins=best.pins, ends=best.ends, reasons=reasons, policy=policy,
-        runner_up=runner, runners_up=(), gap=None, others=tuple(others),
+        runner_up=runner_up(best, others), runners_up=(), gap=None, others=tuple(others),
     )  # fmt: skip

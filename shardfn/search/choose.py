@@ -3,9 +3,10 @@ flow wins, and what propagation finds by itself is let go."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from shardfn.search import plain, propagation
 from shardfn.search.facts import bytes_of
@@ -27,7 +28,7 @@ from shardfn.search.holding import candidates
 from shardfn.search.letgo import as_sliced, let_go
 from shardfn.search.ongrid import Mend, Turn
 from shardfn.search.polish import LINE, in_line
-from shardfn.search.problem import Answer, Candidate, Problem, figures, objective
+from shardfn.search.problem import Answer, Candidate, Problem, objective, runner_up
 from shardfn.search.results import ends_of, held_as
 from shardfn.search.room import fits_nowhere
 
@@ -69,22 +70,22 @@ def answer_of(
         is_left = bool(rated) and (count >= priced(problem) or fastest(problem, rated) < math.inf)
         if is_left and not promises(problem, one, min(r[0] for r in rated)):
             break
-        made = min(candidates(problem, one, fastest(problem, rated)), key=lambda c: objective(c.price, problem))
+        made = _first(problem, one, fastest(problem, rated))
         made = let_go(problem, made) if is_small else made
         # By how much a program is too large that fits nowhere is worth little.
         is_lost = made.price.memory.peak > problem.memory_limit and fits_nowhere(problem)
         is_kept = (works_as_found if is_lost else keeps_promise)(problem, one, made)
         disappoints = disappoints and not is_kept
-        rated.append((objective(made.price, problem), made, one))
+        rated.append(_row(problem, made, one))
         if (is_small or weighs(problem, made)) and problem.seconds_left > 0:
             other = held_as(problem, made, one.axes, decided(problem, one))
-            rated += [] if other is None else [(objective(other.price, problem), other, one)]
+            rated += [] if other is None else [_row(problem, other, one)]
         if not is_large and (is_small or not is_kept or problem.level != 2):
             rated += _in_line(problem, one, made)
         is_over = least < problem.memory_limit < made.price.memory.peak and not (is_large and is_lost)
         if is_over and problem.seconds_left > 0:
             for other in mend(problem, one, made):
-                rated += [(objective(c.price, problem), c, other) for c in candidates(problem, other)]
+                rated += [_row(problem, c, other) for c in candidates(problem, other)]
     is_over = bool(rated) and all(made.price.memory.peak > problem.memory_limit for _, made, _ in rated)
     is_lost = is_over and fits_nowhere(problem)
     if rated and (disappoints or not is_large) and problem.level != 1 and not is_lost:
@@ -92,11 +93,11 @@ def answer_of(
         if is_large and problem.level == 0:
             rated += _pieces(problem, rated, mend)
     if is_large and rated and disappoints:
-        rated += [(objective(c.price, problem), c, None) for c in plain.of_batch(problem)]
+        rated += [_row(problem, c) for c in plain.of_batch(problem)]
     elif not is_large or not rated:
         peak = min((made.price.memory.peak for _, made, _ in rated), default=math.inf)
         simple = plain.candidates(problem, problem.level == 1, peak, fastest(problem, rated))
-        rated += [(objective(c.price, problem), c, None) for c in simple]
+        rated += [_row(problem, c) for c in simple]
     if not rated:
         return propagation.search(problem)
     rated.sort(key=lambda r: r[0])
@@ -106,35 +107,60 @@ def answer_of(
     best = as_sliced(problem, best)
     others = tuple(c for _, c, _ in rated[1:])
     looked = (*(f.axes for f in found), *(axes for axes in grids if axes not in untried))
+    tried, runner = _tried(problem, looked, untried), runner_up(best, others)
+    best = best if is_small and at is not None else let_go(problem, best, is_last=True)
+    answer = _told(problem, f"{what} at level {problem.level}", found, tried, bool(untried), best, at)
+    return dataclasses.replace(answer, runner_up=runner, others=others)
+
+
+def _told(
+    problem: Problem, what: str, found: Sequence[Found], tried: str, is_cut_short: bool, best: Candidate,
+    at: Found | None,
+) -> Answer:  # fmt: skip
+    """What was taken, with its reasons: made of `at`, or a plain layout where that is None."""
+    if at is None:
+        policy = (
+            f"{what}, grids tried: {tried}{_optimum(problem, found)}; a plain layout has the better flow: {best.name}"
+        )
+        reason, gap = f"plain layout, better by its flow than the optimum of the cost model: {best.name}", None
+    else:
+        gap = _gap(problem, at, found) if not is_cut_short and keeps_promise(problem, at, best) else None
+        policy = f"{what}: {_proof(best, gap)} under the cost model; grids tried: {tried}"
+        policy += f"; {LINE}" if best.name.endswith(LINE) else ""
+        reason = "the optimum of all ops together"
+    reasons = tuple("" if given is not None else reason for given in problem.specs)
+    return Answer(best.axes, best.specs, reasons, policy, pins=best.pins, gap=gap, ends=best.ends,
+                  runners_up=() if at is None else runners_up(problem, at))  # fmt: skip
+
+
+def _tried(problem: Problem, looked: Iterable[Axes], untried: Sequence[Axes]) -> str:
+    """The grids that were looked at, and what there was no time for."""
     tried = ", ".join(dict.fromkeys(map(shape, looked)))
     if untried:
         bound = f"{problem.seconds:g} s" if problem.seconds_left <= 0 else "the work that a search may do"
-        tried += f"; not in {bound}: {', '.join(map(shape, untried))}"
-    elif problem.seconds_left <= 0:
-        tried += f"; {problem.seconds:g} s were over before all was tried"
-    runner = f"{others[0].name}: {figures(others[0].price)} against {figures(best.price)}" if others else ""
-    if at is None:
-        best = let_go(problem, best, is_last=True)
-        reason = f"plain layout, better by its flow than the optimum of the cost model: {best.name}"
-        policy = (
-            f"{what} at level {problem.level}, grids tried: {tried}{_optimum(problem, found)}; a plain layout has the "
-        )
-        policy += f"better flow: {best.name}"
-        reasons = tuple("" if given is not None else reason for given in problem.specs)
-        return Answer(best.axes, best.specs, reasons, policy, runner, pins=best.pins, others=others, ends=best.ends)
-    best = best if is_small else let_go(problem, best, is_last=True)
-    gap = _gap(problem, at, found) if not untried and keeps_promise(problem, at, best) else None
-    proof = "no bound of how far from the optimum" if gap is None else (
-        "proved" if gap == 0 else f"within {gap:.1%} of the optimum")  # fmt: skip
+        return f"{tried}; not in {bound}: {', '.join(map(shape, untried))}"
+    return f"{tried}; {problem.seconds:g} s were over before all was tried" if problem.seconds_left <= 0 else tried
+
+
+def _proof(best: Candidate, gap: float | None) -> str:
+    """The grid, and what is known of how far the answer is from the optimum."""
     grid = " x ".join(f"{name}={size}" for name, size in best.axes)
-    aside = f"; {LINE}" if best.name.endswith(LINE) else ""
-    policy = f"{what} at level {problem.level}: grid {grid}, {proof} under the cost model; grids tried: {tried}{aside}"
-    reasons = tuple("" if given is not None else "the optimum of all ops together" for given in problem.specs)
-    return Answer(best.axes, best.specs, reasons, policy, runner, pins=best.pins, gap=gap, others=others, ends=best.ends,
-                  runners_up=runners_up(problem, at))  # fmt: skip
+    if gap is None:
+        return f"grid {grid}, no bound of how far from the optimum"
+    return f"grid {grid}, {f'within {gap:.1%} of the optimum' if gap else 'proved'}"
 
 
 _Rated = tuple[tuple[float, ...], Candidate, Found | None]
+
+
+def _row(problem: Problem, made: Candidate, one: Found | None = None) -> _Rated:
+    """A candidate by the level's aim, with what was found that it was made of; None of plain layouts."""
+    return objective(made.price, problem), made, one
+
+
+def _first(problem: Problem, one: Found, best_s: float = math.inf) -> Candidate:
+    """The best candidate of something found."""
+    return min(candidates(problem, one, best_s), key=lambda c: objective(c.price, problem))
 
 
 def fastest(problem: Problem, rated: Sequence[_Rated]) -> float:
@@ -175,8 +201,8 @@ def _otherwise(
             tried += itertools.islice(turn(problem, f), None if f is best and disappoints and not is_small else 1)
     for one in tried:
         if problem.seconds_left > 0:
-            made = min(candidates(problem, one, fastest(problem, rated)), key=lambda c: objective(c.price, problem))
-            yield objective(made.price, problem), made, one
+            made = _first(problem, one, fastest(problem, rated))
+            yield _row(problem, made, one)
             if turn is not None:
                 yield from _in_line(problem, one, made)
 
@@ -187,8 +213,7 @@ def _pieces(problem: Problem, rated: Sequence[_Rated], mend: Mend) -> Iterator[_
     _, made, best = min(rated, key=lambda r: r[0])
     if best is not None and not best.is_in_pieces and problem.seconds_left > 0 and not fits_nowhere(problem):
         for one in itertools.islice(mend(problem, best, made), 1):
-            cut = min(candidates(problem, one), key=lambda c: objective(c.price, problem))
-            yield objective(cut.price, problem), cut, one
+            yield _row(problem, _first(problem, one), one)
 
 
 def _mirrored(some: Sequence[Found], found: Sequence[Found]) -> list[Found]:
@@ -201,7 +226,7 @@ def _in_line(problem: Problem, one: Found, made: Candidate) -> Iterator[_Rated]:
     if one.axes == made.axes and problem.seconds_left > 0:
         other = as_sliced(problem, in_line(problem, made, layout_of(problem, one)))
         if keeps(problem.flow_of(other), problem.algorithm):
-            yield objective(other.price, problem), other, one
+            yield _row(problem, other, one)
 
 
 def _let_go(problem: Problem, rated: Sequence[_Rated]) -> list[_Rated]:
@@ -211,8 +236,7 @@ def _let_go(problem: Problem, rated: Sequence[_Rated]) -> list[_Rated]:
     for at, (_, made, one) in enumerate(rated):
         if one is not None and id(one) not in tried and len(tried) < LET_GO and promises(problem, one, rated[0][0]):
             tried.add(id(one))
-            made = let_go(problem, made)
-            gone[at] = objective(made.price, problem), made, one
+            gone[at] = _row(problem, let_go(problem, made), one)
     return sorted((gone.get(at, row) for at, row in enumerate(rated)), key=lambda r: r[0])
 
 

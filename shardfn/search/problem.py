@@ -228,6 +228,11 @@ def objective(price: Price, problem: Problem) -> tuple[float, ...]:
     }[problem.level])  # fmt: skip
 
 
+def runner_up(best: Candidate, others: Sequence[Candidate]) -> str:
+    """What the first of the others costs against the best, in a line; empty without others."""
+    return f"{others[0].name}: {figures(others[0].price)} against {figures(best.price)}" if others else ""
+
+
 def figures(price: Price) -> str:
     """What a layout costs, in a line."""
     return f"{price.bytes_sent:,} B sent, {price.memory.peak:,} B peak, {price.time_s * 1e6:,.1f} us modelled"
