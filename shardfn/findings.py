@@ -17,7 +17,7 @@ from shardfn.search.neighbours import layouts
 from shardfn.search.problem import objective
 from shardfn.study import Study
 
-LARGE = 1 << 20
+DEAR_BYTES = 1 << 20
 """Bytes that one device sends in one call, below which nothing is said of a collective."""
 FLOWS, OPS = 6, 12_000
 """Flows, and ops of them together, that are worked out to find a cut that avoids something."""
@@ -52,7 +52,7 @@ def in_loops(plan: Plan, study: Study) -> Iterator[str]:
         same = is_constant(plan.flow, c.operand, c.trips)
         if same and plan.hardware.platform == "cpu":  # there XLA moves it out of the loop
             continue
-        if sent.bytes < LARGE or sent.bytes < plan.price.bytes_sent / (20 if same else 4):
+        if sent.bytes < DEAR_BYTES or sent.bytes < plan.price.bytes_sent / (20 if same else 4):
             continue
         yield (
             f"{c.kind} of {plan.flow.graph.values[c.result]} in each of {c.trips} rounds of a loop{_at(c.where)}"

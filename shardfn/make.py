@@ -20,7 +20,6 @@ from shardfn.graph.classes import Classes, dim_classes
 from shardfn.graph.model import Graph, Spec
 from shardfn.guard import mended_finding, wrong_ops
 from shardfn.layoutrules import LayoutFile, axes_on
-from shardfn.limits import near_limit, within_limit
 from shardfn.pins import anchors, held_in
 from shardfn.place import Placement, expresses, finest, place
 from shardfn.plan import Plan
@@ -28,6 +27,7 @@ from shardfn.priced import candidates
 from shardfn.search import Search
 from shardfn.search.facts import bytes_of
 from shardfn.search.grid import Axes
+from shardfn.search.limits import near_limit, within_limit
 from shardfn.search.problem import Algorithm, End
 from shardfn.search.problem import Problem as Question
 from shardfn.strategy import AUTO, Leaf

@@ -2,8 +2,9 @@
 
 - the modes: `auto`, `dynamic`, `recursive`, and `seeds` ("sharding_propagation"); where nothing is open: `propagation`
 - the choices on a grid as a labelling problem: `strategies`, of `forms`, `grid`, `facts`; the level's costs: `levels`; what
-  `set_algo_parameters` leaves out: `filters`; solved by `solver`
-- what was found on a grid: `found`; how much of it is held: `holding`, and let go: `letgo`; what cannot fit at all: `room`
+  `set_algo_parameters` leaves out: `filters`; solved by `solver`, and on one grid as a whole by `ongrid`
+- what was found on a grid: `found`; how much of it is held: `holding`, and let go: `letgo`; what cannot fit at all: `room`; an
+  answer over its limit: `limits`
 - to the answer, each by its flow: `choose`; layouts that people write: `plain`; made better: `polish`, `neighbours`; open
   results: `results`; what else stands beside it: `beside`
 

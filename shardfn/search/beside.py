@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from shardfn.search.neighbours import differing, improved
-from shardfn.search.problem import LARGE, PLAIN, Answer, Candidate, Problem, figures, objective
+from shardfn.search.problem import Answer, Candidate, Problem, figures, objective
 
 AIMS = (0, 2)
 """The levels whose answers stand beside each other's, and beside that of level 1, which takes the longest to find."""
@@ -27,7 +27,7 @@ def bettered(problem: Problem, own: Answer, alone: Alone | None = None) -> Answe
       own: its answer.
       alone: the search by itself, to be asked at other levels; None: only one array at a time is changed.
     """
-    if len(problem.graph.ops) > PLAIN:
+    if not problem.is_small:
         return squeezed(problem, own, alone) if problem.level == 1 and alone is not None else own
     if problem.seconds_left <= 0:
         return own
@@ -52,7 +52,7 @@ def squeezed(problem: Problem, own: Answer, alone: Alone) -> Answer:
     """An answer of level 1, or what level 2 finds within ever less memory than that holds: where a limit is just missed, a
     search for it tries more than one for the least."""
     best, least = own, problem.price_of(own).memory.peak
-    for _ in range(TIMES if len(problem.graph.ops) <= LARGE else 1):
+    for _ in range(1 if problem.is_large else TIMES):
         if problem.seconds_left <= 0:
             break
         other = asked_once(dataclasses.replace(problem, level=2, memory_limit=float(int(LESS * least))), alone)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from shardfn.search import plain, propagation
 from shardfn.search.facts import bytes_of
@@ -25,8 +25,9 @@ from shardfn.search.found import (
 from shardfn.search.grid import Axes
 from shardfn.search.holding import candidates
 from shardfn.search.letgo import as_sliced, let_go
+from shardfn.search.ongrid import Mend, Turn
 from shardfn.search.polish import LINE, in_line
-from shardfn.search.problem import LARGE, PLAIN, Answer, Candidate, Problem, figures, objective
+from shardfn.search.problem import Answer, Candidate, Problem, figures, objective
 from shardfn.search.results import ends_of, held_as
 from shardfn.search.room import fits_nowhere
 
@@ -40,12 +41,6 @@ than that is not priced at level 2, as of 28 plans its flow took 1.8 to 109 time
 LET_GO = 3
 """Of what was priced, where all flows disappoint, how much is let go of what it need not hold before the best is taken: of
 what promises more than the best."""
-
-Mend = Callable[[Problem, Found, Candidate], Iterable[Found]]
-"""What to try instead of something found whose flow holds more than the limit."""
-
-Turn = Callable[[Problem, Found], Iterable[Found]]
-"""What else to try on the grid of something found whose flow breaks the model's promise."""
 
 
 def answer_of(
@@ -66,7 +61,7 @@ def answer_of(
       turn: what else to try where all flows break the model's promises.
     """
     rated: list[_Rated] = []
-    is_small, is_large = len(problem.graph.ops) <= PLAIN, len(problem.graph.ops) > LARGE
+    is_small, is_large = problem.is_small, problem.is_large
     least, disappoints = plain.least(problem), True
     for count, one in enumerate(_in_turn(found)[: weighed(problem)]):
         if rated and problem.seconds_left <= 0:
@@ -145,7 +140,7 @@ _Rated = tuple[tuple[float, ...], Candidate, Found | None]
 def fastest(problem: Problem, rated: Sequence[_Rated]) -> float:
     """The least modelled time so far of what fits, or of all where nothing can; at level 2 of programs that are not small,
     elsewhere infinite: there more is tried than that is sure to fail."""
-    if problem.level != 2 or len(problem.graph.ops) <= PLAIN:
+    if problem.level != 2 or problem.is_small:
         return math.inf
     every = [made.price for _, made, _ in rated]
     fit = [price for price in every if price.memory.peak <= problem.memory_limit]
@@ -163,7 +158,7 @@ def _otherwise(
     disappoint or not. At level 2 of others what was found for level 0 on the best grid alone, as long as all fits, and if
     it promises about as much."""
     at = {id(one): one for _, _, one in rated}
-    (first, _, best), is_small = min(rated, key=lambda r: r[0]), len(problem.graph.ops) <= PLAIN
+    (first, _, best), is_small = min(rated, key=lambda r: r[0]), problem.is_small
     is_over = any(made.price.memory.peak > problem.memory_limit for _, made, _ in rated)
     is_tight = is_over and not fits_nowhere(problem)
     is_clear = fastest(problem, rated) < math.inf
@@ -243,13 +238,13 @@ def _gap(problem: Problem, at: Found, found: Sequence[Found]) -> float | None:
 
 def weighed(problem: Problem) -> int:
     """How many of what was found may be priced: the first few, and what promises more than they turned out to hold."""
-    return max(priced(problem), MOST if len(problem.graph.ops) <= LARGE else 1)
+    return max(priced(problem), 1 if problem.is_large else MOST)
 
 
 def priced(problem: Problem) -> int:
     """How many flows are priced: fewer for larger programs, whatever the machine; at level 1 one or two of each kind."""
     count = len(problem.graph.ops)
-    return max((KINDS if count > LARGE else 2 * KINDS) if problem.level == 1 else 1, min(12, 2000 // max(1, count)))
+    return max((KINDS if problem.is_large else 2 * KINDS) if problem.level == 1 else 1, min(12, 2000 // max(1, count)))
 
 
 def _in_turn(found: Sequence[Found]) -> list[Found]:

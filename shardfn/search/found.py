@@ -11,7 +11,7 @@ from shardfn.cost.links import links
 from shardfn.graph.model import Spec
 from shardfn.search.grid import Axes, cuts_of
 from shardfn.search.levels import repeated, totals
-from shardfn.search.problem import LARGE, Candidate, Problem
+from shardfn.search.problem import Candidate, Problem
 from shardfn.search.solver.labelling import Labelling, Table, peak_of
 from shardfn.search.solver.solve import Solution
 from shardfn.search.strategies import Space, spec_of
@@ -79,7 +79,7 @@ def shape(axes: Axes) -> str:
 def promises(problem: Problem, found: Found, best: tuple[float, ...]) -> bool:
     """Whether the model thinks that something is better than the best flow so far, at the levels where both count the same:
     of what it moves again and again, the launches may be one."""
-    if problem.level == 1 or len(problem.graph.ops) > LARGE or found.peak > problem.memory_limit:
+    if problem.level == 1 or problem.is_large or found.peak > problem.memory_limit:
         return False
     if problem.level == 2:
         latency_s = min(link.latency_s for link in links(problem.hardware, found.axes))
@@ -98,7 +98,7 @@ def works_as_found(problem: Problem, found: Found, made: Candidate) -> bool:
     that at level 1 only a large program, whose flows are dear, is trusted; and of what the chip does beside products it
     counts the same too little for all layouts."""
     if problem.level == 1:
-        return len(problem.graph.ops) > LARGE
+        return problem.is_large
     promised, price = totals(found.space, found.solution.choice), made.price
     if problem.level == 2:
         more_s = price.communication_s - promised.sent_s

@@ -10,7 +10,7 @@ from shardfn.graph.model import Op, Pin, Spec
 from shardfn.search.found import Found, layout_of, reads_of, shape, works_as_found
 from shardfn.search.grid import Axes, merged
 from shardfn.search.polish import PRODUCTS
-from shardfn.search.problem import LARGE, Candidate, Pins, Problem
+from shardfn.search.problem import Candidate, Pins, Problem
 
 FAR, BACK = 2.0, 0.75
 """Of the time of the best flow so far: from there holding every decision does not make a flow the best. Of 60 plans of
@@ -52,7 +52,7 @@ def candidates(problem: Problem, found: Found, best_s: float = math.inf) -> Iter
         return
     full = Candidate(shape(axes), axes, specs, held, problem.price(axes, specs, held))
     yield full
-    if len(ops) <= LARGE and problem.seconds_left > 0 and not works_as_found(problem, found, full):
+    if not problem.is_large and problem.seconds_left > 0 and not works_as_found(problem, found, full):
         yield from all_held(problem, found, full)
 
 

@@ -8,7 +8,7 @@ import math
 
 from shardfn.graph.alike import pairs
 from shardfn.graph.model import Flow, Graph, Op, Pin, Rule, Spec
-from shardfn.search.problem import LARGE, PLAIN, Candidate, Pins, Problem, objective
+from shardfn.search.problem import Candidate, Pins, Problem, objective
 from shardfn.search.room import fits_nowhere
 
 CRUMB = 1e-4
@@ -20,16 +20,16 @@ def let_go(problem: Problem, best: Candidate, is_last: bool = False) -> Candidat
     was taken, at level 2 of programs that are not small, only where a single flow may do it: the plan stays as good."""
     if not best.pins or problem.seconds_left <= 0:
         return best
-    is_quick = is_last and problem.level == 2 and len(problem.graph.ops) > PLAIN
+    is_quick = is_last and problem.level == 2 and not problem.is_small
     is_lost = is_quick and best.price.memory.peak > problem.memory_limit and fits_nowhere(problem)
     is_held = any(spec is not None for pin in best.pins.values() for spec in pin.operands)  # which was better than less
-    if is_lost or (is_quick and is_held) or ((is_quick or len(problem.graph.ops) > LARGE) and gathers(problem, best)):
+    if is_lost or (is_quick and is_held) or ((is_quick or problem.is_large) and gathers(problem, best)):
         return best
     aim = objective(best.price, problem)
     alone = dataclasses.replace(best, pins={}, price=problem.price(best.axes, best.specs, {}, best.ends))
     if objective(alone.price, problem) <= aim and not problem.algorithm.fully_use_devices:
         return alone  # but for that rule, which propagation does not know
-    if len(problem.graph.ops) > LARGE:
+    if problem.is_large:
         return best
     ends = {index: Pin((None,) * len(pin.operands), pin.results) for index, pin in best.pins.items()}
     loose = dataclasses.replace(best, pins=ends, price=problem.price(best.axes, best.specs, ends, best.ends))
@@ -95,7 +95,7 @@ def as_sliced(problem: Problem, best: Candidate) -> Candidate:
             ):
                 specs[i] = laid
     changed = [v for v, was, now in zip(inputs, best.specs, specs, strict=True) if was != now]
-    is_quick = problem.level == 2 and len(problem.graph.ops) > PLAIN
+    is_quick = problem.level == 2 and not problem.is_small
     worth = CRUMB * best.price.memory.peak if is_quick else 0
     if not changed or sum(map(flow.local_bytes, changed)) < worth:
         return best

@@ -17,8 +17,8 @@ from shardfn.search.filters import keeps
 from shardfn.search.grid import Axes
 from shardfn.search.problem import Candidate, Pins, Problem, objective
 
-MOST, SMALL = 3, 500
-"""Classes, the heaviest first; so many only of programs of up to `SMALL` ops, else two."""
+MOST = 3
+"""Classes, the heaviest first; so many only of small programs, else two."""
 
 FEWEST, OPS = 5, 9_000
 """Layouts that are priced at level 1: this many, and more as long as their flows have no more ops than that together."""
@@ -149,7 +149,7 @@ def _layouts(problem: Problem, pairs: bool) -> Iterator[Layout]:
     open_ = {c for classes, spec in zip(problem.classes, problem.specs, strict=True) if spec is None for c in classes}
     heaviest = sorted(open_, key=lambda c: (-problem.weights.get(c, 0), c))
     parts = divisors(n, n)[1:-1]
-    most = MOST if len(problem.graph.ops) <= SMALL else 2
+    most = MOST if problem.is_small else 2
     fit = list(itertools.islice((c for c in heaviest if any(_fits(problem, c, ways) for ways in (n, *parts))), most))
     paired = fit if pairs else []
     for c in fit:
@@ -166,7 +166,7 @@ def _fits(problem: Problem, class_: int, ways: int) -> bool:
     return any(map(any, _laid(problem, (("a", ways),), {class_: "a"})))
 
 
-STATE, LARGE, ALL = "what only the update reads", "all else but small parameters", "all else"
+STATE, SIZEABLE, ALL = "what only the update reads", "all else but small parameters", "all else"
 """What is cut into pieces over the axes that a layout leaves, or the first of them: what elementwise ops alone read (as
 ZeRO-1 lays out an optimizer's state), or everything (as fully sharded data parallel lays out weights)."""
 
@@ -180,7 +180,9 @@ def _each(problem: Problem, axes: Axes, cut: Mapping[int, str], with_large: bool
     name = ", ".join(f"{_name(problem, c)} cut {sizes[axis]} ways" for c, axis in cut.items())
     yield Layout(name, axes, cut, _laid(problem, axes, cut), {})
     kinds = (
-        [(STATE, every[:1])] * any(is_state(problem)) + [(LARGE, every)] * with_large + [(ALL, every[:1]), (ALL, every)]
+        [(STATE, every[:1])] * any(is_state(problem))
+        + [(SIZEABLE, every)] * with_large
+        + [(ALL, every[:1]), (ALL, every)]
     )
     for pieces, over in dict.fromkeys(kinds):
         count = math.prod(sizes[axis] for axis in over)
@@ -216,7 +218,7 @@ def is_state(problem: Problem) -> tuple[bool, ...]:
     return problem.memo["state"]
 
 
-def is_small(problem: Problem) -> tuple[bool, ...]:
+def are_small(problem: Problem) -> tuple[bool, ...]:
     """Of each argument whether it is a small one (`SMALL_SHARE`) of those that a result takes the place of."""
     kept = [i for i, value in enumerate(problem.inputs) if value in set(problem.same_as.values())]
     sizes = {i: bytes_of(problem.graph.values[problem.inputs[i]]) for i in kept}
@@ -240,8 +242,8 @@ def _laid(
     into = [pieces == ALL] * len(problem.inputs)
     if pieces == STATE:
         into = list(is_state(problem))
-    elif pieces == LARGE:
-        into = [not small for small in is_small(problem)]
+    elif pieces == SIZEABLE:
+        into = [not small for small in are_small(problem)]
     rows = zip(problem.specs, problem.shapes, problem.classes, into, strict=True)
     return tuple(
         s if s is not None else along(shape, classes, axes, cut, over if is_one else ())

@@ -142,6 +142,18 @@ class Problem:
         """Until the time limit; infinite without one."""
         return max(0.0, self.begun + self.seconds - time.monotonic())
 
+    @property
+    def is_small(self) -> bool:
+        """Whether flows of the program cost so little that all that was found is let go of what it need not hold before it
+        is compared, and other levels' answers stand beside it."""
+        return len(self.graph.ops) <= SMALL_OPS
+
+    @property
+    def is_large(self) -> bool:
+        """Whether flows of the program are so dear that every further one costs more than it brings: the plain layouts are
+        not priced beside what was searched."""
+        return len(self.graph.ops) > LARGE_OPS
+
     def idle(self, flops: float) -> float:
         """How much of one device's work is more than spreading it evenly would leave, in hundredths; up to a tenth is
         none."""
@@ -194,12 +206,8 @@ class Answer:
     """Layouts that open results are held to."""
 
 
-PLAIN = 500
-"""Ops up to which all that was found is let go of what it need not hold before it is compared."""
-
-LARGE = 2000
-"""Ops up to which the plain layouts are priced beside what was searched; from there every further flow costs more than it
-brings."""
+SMALL_OPS, LARGE_OPS = 500, 2000
+"""Ops up to which a program is small (`Problem.is_small`), and from which it is large (`Problem.is_large`)."""
 
 SPREAD = 1.1
 """Work counts as spread over all devices up to this multiple of an even share."""

@@ -16,10 +16,10 @@ from shardfn.graph.moves import primes
 from shardfn.search import propagation
 from shardfn.search.beside import bettered
 from shardfn.search.choose import answer_of
-from shardfn.search.dynamic import budget_of, mending, on_grid, order
 from shardfn.search.forms import FREE
 from shardfn.search.found import Found
 from shardfn.search.grid import Axes
+from shardfn.search.ongrid import budget_of, mending, on_grid, order
 from shardfn.search.problem import Answer, Problem
 from shardfn.search.solver.budget import Budget
 

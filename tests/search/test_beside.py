@@ -191,7 +191,7 @@ def test_at_level_1_larger_programs_look_for_ever_less_memory(monkeypatch):
         return dataclasses.replace(price, memory=SimpleNamespace(peak=peaks[key]))
 
     monkeypatch.setattr(type(problem), "price_of", price_of)
-    monkeypatch.setattr(beside, "PLAIN", 0)
+    monkeypatch.setattr("shardfn.search.problem.SMALL_OPS", 0)
     found = beside.bettered(problem, own, alone)
     assert asked == [(2, 990.0), (2, 891.0), (2, 841.0)]
     assert problem.price_of(dataclasses.replace(found, policy="within 891")).memory.peak == 850

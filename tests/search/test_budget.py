@@ -9,7 +9,7 @@ import pytest
 
 import shardfn
 from examples.models import abstract, attention, mlp
-from shardfn.search import dynamic
+from shardfn.search import ongrid
 from shardfn.search.solver import budget as budgets
 from shardfn.search.solver.budget import Budget
 from shardfn.search.solver.labelling import labelling
@@ -93,7 +93,7 @@ def test_every_part_of_the_solver_counts_its_work():
 
 
 def test_without_work_one_grid_is_searched_and_the_others_are_named(monkeypatch):
-    monkeypatch.setattr(dynamic, "WORK", 1.0)
+    monkeypatch.setattr(ongrid, "WORK", 1.0)
     function, args = abstract(mlp.make, batch=64)
     made = shardfn.plan(function, *args, level=2, device="h100:8")
     assert "not in the work that a search may do: " in made.policy and made.gap is None

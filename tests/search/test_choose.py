@@ -12,7 +12,7 @@ import shardfn
 from shardfn.cost.chips import CHIPS
 from shardfn.cost.links import links
 from shardfn.graph.model import Pin
-from shardfn.search import beside, choose, forget, letgo, propagation
+from shardfn.search import choose, forget, letgo, propagation
 from shardfn.search.letgo import as_sliced
 from shardfn.search.levels import repeated
 from shardfn.search.problem import Candidate, objective
@@ -47,8 +47,7 @@ def test_an_argument_that_is_sliced_before_it_is_read_is_laid_out_so():
 def test_what_promises_more_than_the_best_flow_so_far_is_priced_too(monkeypatch):
     """Of a large program one flow is priced, unless the model holds something else for better than it turned out."""
     monkeypatch.setattr(choose, "priced", lambda graph: 1)
-    monkeypatch.setattr(choose, "PLAIN", 0)
-    monkeypatch.setattr(beside, "PLAIN", 0)
+    monkeypatch.setattr("shardfn.search.problem.SMALL_OPS", 0)
     monkeypatch.setattr(choose, "keeps_promise", lambda *_: True)
     tried = []
     candidates = choose.candidates
@@ -73,7 +72,7 @@ def test_what_promises_more_than_the_best_flow_so_far_is_priced_too(monkeypatch)
 def test_promises_compare_the_level_s_aim():
     found = SimpleNamespace(peak=1, axes=(("a", 8),), space=SimpleNamespace(edges=()))
     found.solution = SimpleNamespace(cost=2.0, choice=())
-    problem = SimpleNamespace(level=2, graph=SimpleNamespace(ops=()), memory_limit=10, hardware=CHIPS["h100"].pod(8))
+    problem = SimpleNamespace(level=2, is_large=False, memory_limit=10, hardware=CHIPS["h100"].pod(8))
     assert choose.promises(problem, found, (0.0, 2.5, 0))
     assert not choose.promises(problem, found, (0.0, 1.5, 0))
     problem.memory_limit = 0.5
@@ -96,7 +95,7 @@ def test_what_is_moved_again_and_again_may_be_launched_once(ends, again):
     hardware = CHIPS["h100"].pod(8)
     (link,) = links(hardware, (("a", 8),))
     found = SimpleNamespace(peak=1, axes=(("a", 8),), space=space, solution=SimpleNamespace(cost=2.0, choice=choice))
-    problem = SimpleNamespace(level=2, graph=SimpleNamespace(ops=()), memory_limit=10, hardware=hardware)
+    problem = SimpleNamespace(level=2, is_large=False, memory_limit=10, hardware=hardware)
     best = 2.0 - 1.5 * link.latency_s
     assert choose.promises(problem, found, (0.0, best, 0)) == (again > 1)
 
@@ -115,7 +114,7 @@ def test_a_large_program_that_gathers_arguments_is_not_tried_without_what_holds_
     finally:
         forget("listening")
     (problem,) = problems
-    monkeypatch.setattr(letgo, "LARGE", 0)
+    monkeypatch.setattr("shardfn.search.problem.LARGE_OPS", 0)
     axes, rows, columns, whole = (("a", 8),), (("a",), ()), ((), ("a",)), ((), ())
     dot = next(i for i, op in enumerate(problem.graph.ops) if op.name == "dot_general")
     specs, reads = ((rows, columns), (rows, whole)) if read_whole else ((rows, whole), (rows, whole))

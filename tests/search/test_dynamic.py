@@ -14,7 +14,7 @@ import shardfn
 from examples.models import abstract, attention, mlp
 from shardfn.cost.hardware import resolve
 from shardfn.graph.model import Pin
-from shardfn.search import dynamic
+from shardfn.search import dynamic, ongrid
 from shardfn.search.forms import value_labels
 from shardfn.search.grid import Grid, change
 from shardfn.search.problem import objective
@@ -182,7 +182,7 @@ def test_grids_left_out_early_are_not_among_the_first(most, monkeypatch):
     def best(count):
         monkeypatch.setattr(dynamic, "weighed", lambda graph: count)
         found, _ = dynamic.on_grids(problem, tried, (), Budget())
-        ranked = sorted(found, key=lambda f: dynamic.order(problem, f))
+        ranked = sorted(found, key=lambda f: ongrid.order(problem, f))
         return len(found), [(f.axes, f.solution.choice) for f in ranked[:most]]
 
     (fewer, first), (all_, same) = best(most), best(len(tried) + 1)

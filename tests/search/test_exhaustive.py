@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from shardfn.errors import ShardError
-from shardfn.search.exhaustive import exhaustive
 from shardfn.search.solver.labelling import cost_of, labelling, peak_of
+from tests.search.exhaustive import exhaustive
 
 
 def drawn(seed, limit):

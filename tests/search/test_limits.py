@@ -15,7 +15,7 @@ from examples.models import abstract, mlp
 from shardfn.amounts import bytes_of
 from shardfn.cost.memory import Memory
 from shardfn.errors import Problem, ShardError
-from shardfn.limits import within_limit
+from shardfn.search.limits import within_limit
 from shardfn.search.problem import Answer
 from tests.search.asking import S, two_layers
 

@@ -3,10 +3,10 @@
 import pytest
 
 from examples.models.families import FAMILIES
-from shardfn.search.exhaustive import exhaustive
 from shardfn.search.solver.labelling import cost_of
 from shardfn.search.solver.solve import solve
 from tests.search.asking import PROGRAMS, choices, problem_of, random_program
+from tests.search.exhaustive import exhaustive
 
 GRIDS = {"4": (("a", 4),), "2x2": (("a", 2), ("b", 2))}
 

@@ -111,10 +111,10 @@ def test_small_parameters_stay_whole_beside_large_ones_in_pieces():
     params = {"table": shape(2**18, 32), "small": [shape(48, 32), shape(32, 32), shape(32, 16)]}
     args = params, jax.ShapeDtypeStruct((512,), jnp.int32), shape(512, 16)
     problem, made = asked(step, args, level=2, device="tpu-v5e:4x4")
-    assert [name for name, small in zip(problem.names, plain.is_small(problem), strict=True) if small] == [
+    assert [name for name, small in zip(problem.names, plain.are_small(problem), strict=True) if small] == [
         "params/small/0", "params/small/1", "params/small/2"
     ]  # fmt: skip
-    laid = [one for one in plain._layouts(problem, False) if plain.LARGE in one.name]
+    laid = [one for one in plain._layouts(problem, False) if plain.SIZEABLE in one.name]
     assert laid and all(one.specs[-1] and any(map(any, one.specs[-3:])) for one in laid)
     assert all(not any(spec) for one in laid for spec in one.specs[:2])
     by_hand = shardfn.plan(

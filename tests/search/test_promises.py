@@ -11,7 +11,7 @@ import pytest
 import shardfn
 from examples.models import abstract, mlp
 from examples.models.families import FAMILIES
-from shardfn.search import choose, dynamic, forget, holding, plain
+from shardfn.search import choose, dynamic, forget, holding, ongrid, plain
 from shardfn.search.found import Found, keeps_promise, layout_of, reads_of
 from shardfn.search.levels import totals
 from shardfn.search.problem import objective
@@ -36,7 +36,7 @@ def asked_and_made(level=2, device="tpu-v5e:2x4"):
 def test_how_a_product_reads_its_operands_is_left_to_the_compiler(level):
     """On a TPU what is gathered for a product travels as bf16, but as f32 where the operand itself is held whole."""
     problem, made = asked_and_made(level)
-    found = next(dynamic.on_grid(problem, (("a", 8),), Budget()))
+    found = next(ongrid.on_grid(problem, (("a", 8),), Budget()))
     loose, held = next(choose.candidates(problem, found)), holding.candidate(problem, found)
     assert loose.pins and all(spec is None for pin in loose.pins.values() for spec in pin.operands)
     assert {problem.graph.ops[i].name for i in loose.pins} == {"dot_general"}
@@ -46,7 +46,7 @@ def test_how_a_product_reads_its_operands_is_left_to_the_compiler(level):
 
 def test_a_flow_that_keeps_its_promise_is_enough(monkeypatch):
     problem, _ = asked_and_made()
-    found = next(dynamic.on_grid(problem, (("a", 8),), Budget()))
+    found = next(ongrid.on_grid(problem, (("a", 8),), Budget()))
     loose = next(choose.candidates(problem, found)).price
     full = loose.memory.peak
     cases = [  # whether it works as found, the peak as found, the limit, the best so far in seconds, candidates
@@ -66,8 +66,8 @@ def test_a_flow_that_keeps_its_promise_is_enough(monkeypatch):
 @pytest.mark.parametrize("kept", [True, False])
 def test_where_all_disappoint_the_grid_of_one_axis_is_priced_too(monkeypatch, kept):
     problem, _ = asked_and_made()
-    found = [next(dynamic.on_grid(problem, axes, Budget())) for axes in ((("a", 4), ("b", 2)), (("a", 8),))]
-    monkeypatch.setattr(choose, "PLAIN", 0)
+    found = [next(ongrid.on_grid(problem, axes, Budget())) for axes in ((("a", 4), ("b", 2)), (("a", 8),))]
+    monkeypatch.setattr("shardfn.search.problem.SMALL_OPS", 0)
     monkeypatch.setattr(choose, "keeps_promise", lambda *_: kept)
     monkeypatch.setattr(choose, "weighed", lambda problem: 1)
     monkeypatch.setattr(choose, "priced", lambda problem: 1)
@@ -80,18 +80,18 @@ def test_where_all_disappoint_the_grid_of_one_axis_is_priced_too(monkeypatch, ke
 
 
 @pytest.mark.parametrize(
-    ("level", "kept", "plain_ops"), [(0, True, 0), (0, False, 0), (0, True, 500), (2, True, 500), (2, False, 0)]
+    ("level", "kept", "small_ops"), [(0, True, 0), (0, False, 0), (0, True, 500), (2, True, 500), (2, False, 0)]
 )
-def test_what_was_found_for_the_other_aim_on_the_best_grid_is_priced(monkeypatch, level, kept, plain_ops):
+def test_what_was_found_for_the_other_aim_on_the_best_grid_is_priced(monkeypatch, level, kept, small_ops):
     problem, _ = asked_and_made(level)
-    found = [next(dynamic.on_grid(problem, (("a", 8),), Budget()))]
-    monkeypatch.setattr(choose, "PLAIN", plain_ops)
+    found = [next(ongrid.on_grid(problem, (("a", 8),), Budget()))]
+    monkeypatch.setattr("shardfn.search.problem.SMALL_OPS", small_ops)
     monkeypatch.setattr(choose, "keeps_promise", lambda *_: kept)
     turned = []
 
     def turn(problem, one):
         turned.append(one)
-        return dynamic.turned(problem, one, Budget())
+        return ongrid.turned(problem, one, Budget())
 
     choose.answer_of(problem, found, "a search", lambda *_: (), turn=turn)
     assert turned == found
@@ -104,8 +104,8 @@ def test_of_larger_programs_the_other_aim_is_tried_where_the_model_was_best_too_
     problem, _ = asked_and_made(0)
     sizes = ((4, 2), (8,), (2, 4))
     grids = [tuple(zip("ab", size, strict=False)) for size in sizes]
-    found = [next(dynamic.on_grid(problem, axes, Budget())) for axes in grids]
-    monkeypatch.setattr(choose, "PLAIN", 0)
+    found = [next(ongrid.on_grid(problem, axes, Budget())) for axes in grids]
+    monkeypatch.setattr("shardfn.search.problem.SMALL_OPS", 0)
     monkeypatch.setattr(choose, "keeps_promise", lambda *_: kept)
     monkeypatch.setattr(choose, "weighed", lambda problem: 1)
     monkeypatch.setattr(choose, "priced", lambda problem: 1)
@@ -116,7 +116,7 @@ def test_of_larger_programs_the_other_aim_is_tried_where_the_model_was_best_too_
 
     def turn(problem, one):
         turned.append(one.axes)
-        return dynamic.turned(problem, one, Budget())
+        return ongrid.turned(problem, one, Budget())
 
     choose.answer_of(problem, found, "a search", lambda *_: (), turn=turn)
     assert turned == ([grids[0]] if kept else [grids[0], grids[2], grids[1]])
@@ -127,10 +127,10 @@ def test_of_larger_programs_the_other_aim_is_tried_where_the_model_was_best_too_
 def test_the_layout_for_the_other_aim_costs_what_it_costs_at_the_problem_s_own(level):
     problem, _ = asked_and_made(level)
     axes = (("a", 4), ("b", 2))
-    own = next(dynamic.on_grid(problem, axes, Budget()))
-    other, cut = dynamic.turned(problem, own, Budget())
+    own = next(ongrid.on_grid(problem, axes, Budget()))
+    other, cut = ongrid.turned(problem, own, Budget())
     assert cut.is_in_pieces and cut.solution.cost >= own.solution.cost
-    theirs = next(dynamic.on_grid(dataclasses.replace(problem, level=2 - level), axes, Budget()))
+    theirs = next(ongrid.on_grid(dataclasses.replace(problem, level=2 - level), axes, Budget()))
     assert other.labels is own.labels and not other.solution.proved
     assert own.solution.cost <= other.solution.cost + 1e-12
     if level == 0:
@@ -141,8 +141,8 @@ def test_the_layout_for_the_other_aim_costs_what_it_costs_at_the_problem_s_own(l
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_beside_a_large_program_s_plan_that_disappoints_stand_those_of_the_batch(monkeypatch, kept):
-    monkeypatch.setattr(choose, "LARGE", 0)
-    monkeypatch.setattr(choose, "PLAIN", 0)
+    monkeypatch.setattr("shardfn.search.problem.LARGE_OPS", 0)
+    monkeypatch.setattr("shardfn.search.problem.SMALL_OPS", 0)
     monkeypatch.setattr(choose, "keeps_promise", lambda *_: kept)
     tried = []
     monkeypatch.setattr(plain, "of_batch", lambda problem, real=plain.of_batch: tried.extend(real(problem)) or tried)
@@ -153,8 +153,8 @@ def test_beside_a_large_program_s_plan_that_disappoints_stand_those_of_the_batch
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_of_a_large_program_that_disappoints_the_best_in_pieces_is_priced_at_level_0(monkeypatch, kept):
-    monkeypatch.setattr(choose, "LARGE", 0)
-    monkeypatch.setattr(choose, "PLAIN", 0)
+    monkeypatch.setattr("shardfn.search.problem.LARGE_OPS", 0)
+    monkeypatch.setattr("shardfn.search.problem.SMALL_OPS", 0)
     monkeypatch.setattr(choose, "keeps_promise", lambda *_: kept)
     tried, candidates = [], choose.candidates
     monkeypatch.setattr(
@@ -169,9 +169,9 @@ def test_at_level_1_the_best_of_each_kind_are_priced(monkeypatch, large, count):
     """Of two grids that promise about the same memory the model does not tell which holds less."""
     problem, _ = asked_and_made(1)
     grids = ((("a", 8),), (("a", 4), ("b", 2)), (("a", 2), ("b", 4)))
-    found = [one for axes in grids for one in dynamic.on_grid(problem, axes, Budget())]
-    monkeypatch.setattr(choose, "LARGE", large)
-    monkeypatch.setattr(choose, "PLAIN", 0)
+    found = [one for axes in grids for one in ongrid.on_grid(problem, axes, Budget())]
+    monkeypatch.setattr("shardfn.search.problem.LARGE_OPS", large)
+    monkeypatch.setattr("shardfn.search.problem.SMALL_OPS", 0)
     monkeypatch.setattr(choose, "priced", lambda problem, real=choose.priced: real(of_many_ops(problem)))
     tried, candidates = [], choose.candidates
     monkeypatch.setattr(
@@ -203,7 +203,7 @@ def test_pieces_of_a_scale_do_not_spread_to_the_activation_that_it_meets():
     finally:
         forget("listening")
     (problem,) = problems
-    found = next(dynamic.on_grid(problem, problem.axes, Budget()))
+    found = next(ongrid.on_grid(problem, problem.axes, Budget()))
     made, loose = holding.candidate(problem, found), next(choose.candidates(problem, found))
     held = {i: pin for i, pin in made.pins.items() if problem.graph.ops[i].name in holding.FOLLOWING}
     assert len(held) == 2 and all(pin.results == (None,) for pin in held.values())
@@ -214,7 +214,7 @@ def test_pieces_of_a_scale_do_not_spread_to_the_activation_that_it_meets():
 
 def test_a_promise_is_what_is_sent_and_computed():
     problem, _ = asked_and_made()
-    found = next(dynamic.on_grid(problem, (("a", 8),), Budget()))
+    found = next(ongrid.on_grid(problem, (("a", 8),), Budget()))
     made = holding.candidate(problem, found)
     sums = totals(found.space, found.solution.choice)
     of = lambda **figures: SimpleNamespace(price=SimpleNamespace(**{  # noqa: E731

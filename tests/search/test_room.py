@@ -6,8 +6,8 @@ import pytest
 
 from examples.models import abstract, dlrm, gpt2, mlp
 from shardfn.errors import StrategyError
-from shardfn.limits import within_limit
-from shardfn.search import dynamic, holding, plain
+from shardfn.search import dynamic, holding, ongrid, plain
+from shardfn.search.limits import within_limit
 from shardfn.search.room import ROUGH, SURE, even_share, fits_nowhere
 from tests.search.test_plain import asked
 
@@ -59,10 +59,10 @@ def test_the_least_memory_is_looked_for_where_something_may_fit_or_the_limit_is_
 def test_what_fits_nowhere_is_mended_to_what_holds_least_alone(monkeypatch):
     problem, _ = asked(*abstract(mlp.make, **TRAINED), level=2, device="h100:8", donate_argnums=0)
     small = dataclasses.replace(problem, memory_limit=0.5 * even_share(problem))
-    budget = dynamic.budget_of(small)
-    (found,) = dynamic.on_grid(small, (("a", 8),), budget)
+    budget = ongrid.budget_of(small)
+    (found,) = ongrid.on_grid(small, (("a", 8),), budget)
     made = holding.candidate(small, found)
-    (least,) = dynamic.mended(small, found, made, budget)
+    (least,) = ongrid.mended(small, found, made, budget)
     assert least.peak <= found.peak
     roomy = dataclasses.replace(problem, memory_limit=0.99 * made.price.memory.peak)
-    assert len(list(dynamic.mended(roomy, found, made, budget))) == 2
+    assert len(list(ongrid.mended(roomy, found, made, budget))) == 2

@@ -1,4 +1,4 @@
-"""The cheapest labelling by trying everything: what the tests hold the solver against, and no part of any search.
+"""The cheapest labelling by trying everything: what the solver is held against.
 
 Depth first, one node after the other, and back as soon as what is spent and the least that the rest can cost are no less
 than the best so far, or where the labels that the rest can see were met before at no more. It shares no code with
