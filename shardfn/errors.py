@@ -16,7 +16,7 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +40,9 @@ class ShardError(Exception):
     Every subclass is a `ValueError`, a `TypeError`, a `NotImplementedError`, an `OSError` or an `ImportError` as well.
     """
 
+    is_folded: ClassVar[bool] = True
+    """Whether problems that differ only in the array they speak of are told once."""
+
     def __init__(self, problems: Problem | Sequence[Problem]):
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__(self.problems)
@@ -47,7 +50,8 @@ class ShardError(Exception):
     def __str__(self) -> str:
         if len(self.problems) == 1:
             return str(self.problems[0])
-        numbered = (f"{i}. " + text.replace("\n", "\n   ") for i, text in enumerate(_folded(self.problems), 1))
+        texts = _folded(self.problems) if self.is_folded else map(str, self.problems)
+        numbered = (f"{i}. " + text.replace("\n", "\n   ") for i, text in enumerate(texts, 1))
         return "\n".join([f"{len(self.problems)} problems:", *numbered])
 
 
@@ -82,6 +86,8 @@ class ContextTypeError(ShardError, TypeError):
 class CheckpointError(ShardError, ValueError):
     """A checkpoint that is not there, or that does not fit what is wanted of it."""
 
+    is_folded = False  # what is missing must be found, array by array
+
 
 class CheckpointFileError(ShardError, OSError):
     """A file of a checkpoint that is damaged, or that could not be written."""
@@ -114,7 +120,9 @@ def _folded(problems: Sequence[Problem]) -> list[str]:
         if len(others) + 1 < ALIKE:
             texts.append(str(p))
         elif p is first:
-            names = [found[-1] for other in others if (found := _NAME.findall(other.what))]
+            own = _NAME.findall(first.what)
+            each = (zip(own, _NAME.findall(other.what), strict=True) for other in others)
+            names = list(filter(None, (next((b for a, b in pairs if a != b), "") for pairs in each)))
             more = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
             texts.append(f"{p}\n  and {len(others)} more like it: {', '.join(names[:NAMED])}{more}")
     return texts

@@ -33,10 +33,15 @@ def replicate(case: Case) -> Way:
 
 
 def follow_result(case: Case) -> Way:
-    """The operands are laid out as the results ask: elementwise ops, broadcast, transpose, select, …"""
+    """The operands are laid out as the results ask: elementwise ops, broadcast, transpose, select, …; where results ask for
+    one axis along different dims, as the first of them does."""
     factors: dict[int, tuple[str, ...]] = {}
+    used: set[str] = set()
     for dims, spec in zip(case.rule.results, case.want, strict=True):
-        factors = case.factors(dims, spec) | factors
+        for factor, axes in case.factors(dims, spec).items():
+            if factor not in factors and used.isdisjoint(axes):
+                factors[factor] = axes
+                used.update(axes)
     return case.laid({f: axes for f, axes in factors.items() if f not in case.rule.replicated})
 
 

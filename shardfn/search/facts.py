@@ -47,6 +47,8 @@ class Known:
     places: tuple[Place, ...]
     flops: float
     """Of one call, unsharded."""
+    op_flops: tuple[float, ...]
+    """Of one run of each op, unsharded."""
     last: frozenset[int]
     """Ops, by index, after whose results no product is computed: their sums are added up in one go with others."""
     bytes: tuple[float, ...]
@@ -86,6 +88,7 @@ def known(graph: Graph, donated: frozenset[int] = frozenset(), platform: str = "
         else:
             kept.append(place)
     trips, last = tuple(value_trips(graph)), _last(graph)
+    flops = tuple([op_flops(whole, op) for op in graph.ops])
     rows = scattered_to(graph) if platform == "tpu" else frozenset[int]()
     return Known(
         trips,
@@ -94,7 +97,8 @@ def known(graph: Graph, donated: frozenset[int] = frozenset(), platform: str = "
         runs,
         fusion.stored,
         (*temporaries, *kept),
-        sum(op_flops(whole, op) * op.trips for op in graph.ops),
+        sum(each * op.trips for each, op in zip(flops, graph.ops, strict=True)),
+        flops,
         last,
         tuple(map(bytes_of, graph.values)),
         _kinds(graph, fusion.stored, last, rows),

@@ -7,7 +7,6 @@ factor of the result (a reduce-scatter).
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -149,8 +148,3 @@ def factors_of(layouts: Array, pairs: Sequence[tuple[int, int]], rule: Rule, axe
                 else:
                     left[factor] //= axes[axis]
     return factors
-
-
-def volume(shape: Sequence[int]) -> float:
-    """Elements of an array."""
-    return float(math.prod(shape))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from shardfn.cost.compute import MOVES, PRODUCTS, TAKES, UPDATES, effort
+from shardfn.cost.compute import PRODUCTS, TAKES, UPDATES, effort
 from shardfn.cost.memory import Place
 from shardfn.cost.tpu import LANES, LARGEST_ROWS
 from shardfn.graph.model import Graph, Op, Rule, Spec
@@ -343,15 +343,15 @@ class _Builder:
         key = (self.facts.kinds[index], is_last, id(work), id(out))
         found = self.pieces.get(key)
         if found is None:
-            found = self.pieces[key] = self.worked_out(op, rule, work, out, is_last)
+            found = self.pieces[key] = self.worked_out(index, rule, work, out, is_last)
         return found
 
-    def worked_out(self, op: Op, rule: Rule, work: Array, out: Array, is_last: bool) -> _Piece:
-        grid, values, full = self.grid, self.graph.values, self.facts.bytes
+    def worked_out(self, index: int, rule: Rule, work: Array, out: Array, is_last: bool) -> _Piece:
+        op, grid, full = self.graph.ops[index], self.grid, self.facts.bytes
         operands, results = self.factor_pairs(rule)
         wanted = tuple(self.one(forms.dims_of(work, pairs, len(rule.sizes))) for pairs in operands)
         made = tuple(self.one(forms.dims_of(out, pairs, len(rule.sizes))) for pairs in results)
-        flops, moved = self.work(op, work, wanted, made)
+        flops, moved = self.work(index, work, wanted, made)
         is_sum = np.isin(work, list(rule.reduction))
         sent, sent_s = np.zeros(len(work)), np.zeros(len(work))
         whole: Array | None = None
@@ -370,22 +370,16 @@ class _Builder:
             sent, sent_s = sent + parts[0], sent_s + parts[1]
         chip = grid.chip
         rate = (
-            chip.rate(values[op.inputs[0]].dtype)
+            chip.rate(self.graph.values[op.inputs[0]].dtype)
             if op.name in PRODUCTS
             else (chip.vector_flops or chip.flops) / effort(op)
         )
         compute_s = np.maximum(flops / rate, moved / chip.memory_bytes_s)
         return _Piece(wanted, made, np.array([flops, compute_s, sent, sent_s]), whole)
 
-    def work(self, op: Op, work: Array, wanted: Sequence[Array], made: Sequence[Array]) -> tuple[Array, Array]:
-        """FLOPs and bytes moved of one run on one device."""
-        values = self.graph.values
-        flops = 0.0
-        if op.name not in MOVES:
-            flops = max((forms.volume(values[v].shape) for v in op.outputs), default=0.0)
-            for position, dim in op.reduced:
-                flops *= values[op.inputs[position]].shape[dim]
-            flops *= 2 if op.name in PRODUCTS else 1
+    def work(self, index: int, work: Array, wanted: Sequence[Array], made: Sequence[Array]) -> tuple[Array, Array]:
+        """FLOPs and bytes moved of one run of an op on one device."""
+        op = self.graph.ops[index]
         moved = np.zeros(len(work))
         made_bytes = sum(self.stored(v, layouts) for v, layouts in zip(op.outputs, made, strict=True)
                          if v in self.facts.stored)  # fmt: skip
@@ -402,7 +396,7 @@ class _Builder:
             at = UPDATES[op.name]
             made_bytes = 2 * self.stored(op.inputs[at], wanted[at])
         moved = moved + made_bytes
-        return flops / self.ways(work), moved
+        return self.facts.op_flops[index] / self.ways(work), moved
 
 
 def _multiplied(graph: Graph) -> frozenset[int]:

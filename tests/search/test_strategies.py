@@ -101,3 +101,24 @@ def test_what_a_reshape_cannot_keep_cut_is_gathered():
         space = build(problem.graph, grid, {x: spec}, {result: kept}, {}, None, problem.facts)
         found = solve(labelling_of(space, problem), Budget())
         assert totals(space, found.choice).sent == sent
+
+
+LINALG = {
+    "cholesky": jax.lax.linalg.cholesky, "qr": jnp.linalg.qr, "svd": jnp.linalg.svd, "eigh": jnp.linalg.eigh,
+    "lu": jax.lax.linalg.lu, "solve": lambda a: jnp.linalg.solve(a, a),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu:8", "h100:16"])
+@pytest.mark.parametrize("function", LINALG.values(), ids=LINALG)
+def test_ops_with_several_results_are_planned(function, device):
+    """Results may ask for one axis along different dims: no layout of an operand has it twice."""
+    made = shardfn.plan(function, S((64, 128, 128), jnp.float32), device=device)
+    for spec in made.flow.specs:
+        used = [axis for dim in spec for axis in dim]
+        assert len(used) == len(set(used))
+
+
+def test_the_search_counts_the_flops_that_plans_report():
+    made = shardfn.plan(lambda x: jnp.sort(x, axis=1), S((4096, 4096), jnp.float32), device="h100:8", level=2)
+    assert made.gap == 0 and made.price.flops > 4096 * 4096
