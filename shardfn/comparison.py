@@ -11,7 +11,7 @@ from typing import Any
 from shardfn.compiled import Compiled
 from shardfn.cost.collectives import KINDS
 from shardfn.cost.compute import op_flops
-from shardfn.graph.model import Collective, Flow
+from shardfn.graph.model import PRODUCTS, Collective, Flow
 from shardfn.plan import Plan
 
 
@@ -75,7 +75,7 @@ def tally(kind: str, collectives: Sequence[Collective]) -> Tally:
 
 def matrix_flops(flow: Flow) -> float:
     """Predicted operations of matrix products and convolutions on one device: what is counted in a compiled program."""
-    return sum(op_flops(flow, op) * op.trips for op in flow.graph.ops if op.name in ("dot_general", "convolution"))
+    return sum(op_flops(flow, op) * op.trips for op in flow.graph.ops if op.name in PRODUCTS)
 
 
 # ---- why they differ: each rule sees both sides and says what explains a difference. `explained` are the kinds whose

@@ -14,7 +14,7 @@ from shardfn.cost.price import collective_s
 from shardfn.errors import ShardError, StrategyError, fail
 from shardfn.priced import told_apart
 from shardfn.search import plain
-from shardfn.search.found import shape
+from shardfn.search.found import written
 from shardfn.search.grid import Axes
 from shardfn.search.polish import in_pieces, polished
 from shardfn.search.problem import SPREAD, Answer, Candidate, Problem, objective
@@ -185,7 +185,7 @@ class Refused:
     fix: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name}, grid {shape(self.axes)}, is left out, as XLA does not compile it: {self.why}"
+        return f"{self.name}, grid {written(self.axes)}, is left out, as XLA does not compile it: {self.why}"
 
 
 def refused(name: str, answer: Answer, error: Exception) -> Refused:
@@ -215,7 +215,7 @@ def best(finalists: Sequence[Finalist], limit: float, alone: str = "") -> tuple[
     least = min(f.flops for f in finalists)
     winner = min(range(len(finalists)), key=lambda i: (finalists[i].rank(limit, least), i))
     lines = [
-        f"{f.name}, grid {shape(f.axes)}: {f.bytes_sent:,} B sent, {f.peak:,} B peak, "
+        f"{f.name}, grid {written(f.axes)}: {f.bytes_sent:,} B sent, {f.peak:,} B peak, "
         f"{f.flops:,.0f} FLOPs of products, {f.time_s * 1e6:,.1f} us"
         for f in finalists
     ]

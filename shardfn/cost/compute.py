@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 
 from shardfn.cost.chips import Chip
-from shardfn.cost.fusion import CHEAP, COSTLY, PRODUCTS, VIEWS, Fusion, fuse, is_view
-from shardfn.graph.model import Flow, Op, Tap
+from shardfn.cost.fusion import CHEAP, COSTLY, VIEWS, Fusion, fuse, is_view
+from shardfn.graph.model import PRODUCTS, Flow, Op, Tap
 
 MOVES = frozenset(
     {"reshape", "transpose", "broadcast_in_dim", "slice", "concatenate", "dynamic_slice", "dynamic_update_slice", "pad",

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 import jax
 
-from shardfn.cost.fusion import PRODUCTS
-from shardfn.graph.model import Dims, Flow, Op, Rule, Spec, Value
+from shardfn.graph.model import PRODUCTS, Dims, Flow, Op, Rule, Spec, Value
 from shardfn.graph.windows import reach
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Sequence
 
-from shardfn.graph.model import Flow, Graph, Op
+from shardfn.graph.model import PRODUCTS, Flow, Graph, Op
 
 CHEAP = frozenset(
     {"abs", "add", "and", "bitcast_convert", "broadcast_in_dim", "ceil", "clamp", "compare", "complex", "concatenate",
@@ -32,8 +32,6 @@ VIEWS = frozenset({"reshape", "sharding_constraint", "optimization_barrier", "pr
 
 CUTS = frozenset({"all_slice", "reshard"})
 """Ops whose result does so where they cut nothing; else they are as cheap as a slice."""
-
-PRODUCTS = frozenset({"dot_general", "convolution"})
 
 BY_LIBRARY = 4096
 """Elements from which XLA's CPU backend leaves a sum or a maximum of `f32` to a library, whose call computes inside itself

@@ -18,6 +18,9 @@ Spec = tuple[tuple[str, ...], ...]
 CHANGES = frozenset({"all_gather", "all_slice", "all_to_all", "collective_permute", "all_reduce", "reduce_scatter"})
 """The ops that the partitioner puts in to lay a value out anew, or to add it up."""
 
+PRODUCTS = frozenset({"dot_general", "convolution"})
+"""The ops that multiply and add up."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Value:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 
 from shardfn.graph.cases import Case, Edge, Leg, Way, whole
-from shardfn.graph.model import Communication, Flow, Graph, Op, Rule, Spec, Tap, Value
+from shardfn.graph.model import PRODUCTS, Communication, Flow, Graph, Op, Rule, Spec, Tap, Value
 from shardfn.graph.moves import joined_axes, split_axes, steps
 from shardfn.graph.simplified import simplified
 from shardfn.graph.tiles import Step
@@ -206,7 +206,7 @@ class _Roads:
             value = self.like(
                 value, Value(tuple(-(-n // p) * p for n, p in zip(was.shape, pieces, strict=True)), was.dtype), where
             )
-        elif (travels := _TRAVELS.get((self.platform, kind, was.dtype, cause in _PRODUCTS))) is not None:
+        elif (travels := _TRAVELS.get((self.platform, kind, was.dtype, cause in PRODUCTS))) is not None:
             value = self.like(value, Value(was.shape, travels), where)
             if kind == "all-gather":  # the product reads it as it came
                 made = Value(was.shape, travels)
@@ -297,8 +297,6 @@ def _rotation(flow: Flow, end: Op, start: Op) -> Tap | None:
     low, first = end.taps[d].low, start.taps[d].low
     return Tap(0, d, d, low=low) if first == 0 and low == two[d] and one[d] + two[d] == whole[d] else None
 
-
-_PRODUCTS = frozenset({"dot_general", "convolution"})
 
 _TRAVELS = {
     ("cpu", "all-reduce", "bf16", True): "f32",

@@ -20,8 +20,8 @@ from shardfn.search.found import (
     layout_of,
     promises,
     runners_up,
-    shape,
     works_as_found,
+    written,
 )
 from shardfn.search.grid import Axes
 from shardfn.search.holding import candidates
@@ -135,10 +135,10 @@ def _told(
 
 def _tried(problem: Problem, looked: Iterable[Axes], untried: Sequence[Axes]) -> str:
     """The grids that were looked at, and what there was no time for."""
-    tried = ", ".join(dict.fromkeys(map(shape, looked)))
+    tried = ", ".join(dict.fromkeys(map(written, looked)))
     if untried:
         bound = f"{problem.seconds:g} s" if problem.seconds_left <= 0 else "the work that a search may do"
-        return f"{tried}; not in {bound}: {', '.join(map(shape, untried))}"
+        return f"{tried}; not in {bound}: {', '.join(map(written, untried))}"
     return f"{tried}; {problem.seconds:g} s were over before all was tried" if problem.seconds_left <= 0 else tried
 
 
@@ -244,7 +244,7 @@ def _optimum(problem: Problem, found: Sequence[Found]) -> str:
     """What is known of the model's best, on its own grid, where something else is taken."""
     if not found or not found[0].is_exact or problem.level == 1 or found[0].solution.gap >= 1:
         return ""
-    gap, grid = found[0].solution.gap, shape(found[0].axes)
+    gap, grid = found[0].solution.gap, written(found[0].axes)
     return f"; the optimum of the cost model on the grid {grid} is {f'known within {gap:.1%}' if gap else 'proved'}"
 
 

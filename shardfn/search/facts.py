@@ -6,12 +6,12 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from shardfn.cost.compute import PRODUCTS, op_flops
+from shardfn.cost.compute import op_flops
 from shardfn.cost.fusion import fuse
 from shardfn.cost.memory import Place, lives
 from shardfn.cost.schedule import merged, scheduled
 from shardfn.cost.tpu import looked_up, scattered_to
-from shardfn.graph.model import Flow, Graph, Value, dtype_bits
+from shardfn.graph.model import PRODUCTS, Flow, Graph, Value, dtype_bits
 
 SLICED = "dynamic_slice"
 """The op that takes of what is stacked what one round of a loop reads."""

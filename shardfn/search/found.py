@@ -71,7 +71,7 @@ def decided(problem: Problem, found: Found) -> Callable[[int], Spec | None]:
     return lambda value: laid(value) if value in found.space.layouts else None
 
 
-def shape(axes: Axes) -> str:
+def written(axes: Axes) -> str:
     """A grid as people write it: 4x2."""
     return "x".join(str(size) for _, size in axes) or "1"
 
@@ -114,13 +114,13 @@ def runners_up(problem: Problem, found: Found) -> tuple[str, ...]:
         for place, node in enumerate(table.nodes):
             near.setdefault(node, []).append((table, place))
     told = []
-    for value, shape_, spec in zip(problem.inputs, problem.shapes, problem.specs, strict=True):
+    for value, shape, spec in zip(problem.inputs, problem.shapes, problem.specs, strict=True):
         node, layouts = found.space.layouts[value]
         total = labels.costs[node].copy()
         for table, place in near.get(node, ()):
             other = table.nodes[1 - place]
             total += table.cost[:, choice[other]] if place == 0 else table.cost[choice[other]]
-        every = [cuts_of(spec_of(row.tolist(), len(shape_), names), found.axes) for row in layouts]
+        every = [cuts_of(spec_of(row.tolist(), len(shape), names), found.axes) for row in layouts]
         mine, own = total[choice[node]], every[choice[node]]
         total[[cuts == own for cuts in every]] = np.inf
         if spec is not None or not np.isfinite(total).any():

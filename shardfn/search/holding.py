@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Collection, Iterator
 
 from shardfn.graph.model import Op, Pin, Spec
-from shardfn.search.found import Found, layout_of, reads_of, shape, works_as_found
+from shardfn.search.found import Found, layout_of, reads_of, works_as_found, written
 from shardfn.search.grid import Axes, merged
-from shardfn.search.polish import PRODUCTS
+from shardfn.search.polish import MAKERS
 from shardfn.search.problem import Candidate, Pins, Problem
 
 FAR, BACK = 2.0, 0.75
@@ -23,7 +23,7 @@ FOLLOWING = frozenset({"add", "multiply"})
 TWICE = 2
 """How often what a flow lays out otherwise than was found is held: holding some of it moves the rest."""
 
-HELD_FIRST = frozenset({"dot_general", "convolution", "gather", "scatter", "concatenate", "dynamic_slice"})
+HELD_FIRST = MAKERS | {"concatenate", "dynamic_slice"}
 """Ops whose layouts are decisions of their own, and that gain by being held; the others follow them. Held sums cut what
 elementwise ops made, which is read whole elsewhere: of flows of eight models they made none better that was the best."""
 
@@ -34,14 +34,14 @@ def candidates(problem: Problem, found: Found, best_s: float = math.inf) -> Iter
     of the first does not keep what the model promised: not even to fit, if it did; and with all held that this flow lays
     out otherwise, where it does not either. Where another flow takes `best_s` seconds, these are left out if they cannot be
     expected to take less."""
-    axes, specs, held = _held(problem, found)
+    axes, specs, held = _as_found(problem, found)
     ops = problem.graph.ops
     pins = {
         index: pin if _is_held_as_read(ops[index]) else Pin((None,) * len(pin.operands), pin.results)
         for index, pin in held.items()
-        if ops[index].name in PRODUCTS | FOLLOWING
+        if ops[index].name in MAKERS | FOLLOWING
     }
-    loose = Candidate(shape(axes), axes, specs, pins, problem.price(axes, specs, pins))
+    loose = Candidate(written(axes), axes, specs, pins, problem.price(axes, specs, pins))
     yield loose
     is_over = loose.price.memory.peak > problem.memory_limit >= found.peak
     time_s = loose.price.time_s
@@ -50,7 +50,7 @@ def candidates(problem: Problem, found: Found, best_s: float = math.inf) -> Iter
         return
     if not is_over and works_as_found(problem, found, loose):
         return
-    full = Candidate(shape(axes), axes, specs, held, problem.price(axes, specs, held))
+    full = Candidate(written(axes), axes, specs, held, problem.price(axes, specs, held))
     yield full
     if not problem.is_large and problem.seconds_left > 0 and not works_as_found(problem, found, full):
         yield from all_held(problem, found, full)
@@ -64,14 +64,14 @@ def _is_held_as_read(op: Op) -> bool:
 
 def candidate(problem: Problem, found: Found) -> Candidate:
     """The optimum on a grid with every decision held, priced by its flow."""
-    axes, specs, pins = _held(problem, found)
-    return Candidate(shape(axes), axes, specs, pins, problem.price(axes, specs, pins))
+    axes, specs, pins = _as_found(problem, found)
+    return Candidate(written(axes), axes, specs, pins, problem.price(axes, specs, pins))
 
 
 def all_held(problem: Problem, found: Found, full: Candidate) -> Iterator[Candidate]:
     """A candidate with its sums held as well, and what follows the decisions where its flow lays that out otherwise than was
     found; and the same once more."""
-    axes, _, with_sums = _held(problem, found, HELD_FIRST | {"reduce"})
+    axes, _, with_sums = _as_found(problem, found, HELD_FIRST | {"reduce"})
     wanted = layout_of(problem, found)
     pins = {
         index: pin if axes != found.axes or not _is_sliced(problem.graph.ops[index], pin, found, wanted)
@@ -107,7 +107,9 @@ def _is_sliced(op: Op, pin: Pin, found: Found, laid: Callable[[int], Spec]) -> b
     return made != read and all(after[: len(before)] == before for before, after in zip(made, read, strict=True))
 
 
-def _held(problem: Problem, found: Found, kinds: Collection[str] = HELD_FIRST) -> tuple[Axes, tuple[Spec, ...], Pins]:
+def _as_found(
+    problem: Problem, found: Found, kinds: Collection[str] = HELD_FIRST
+) -> tuple[Axes, tuple[Spec, ...], Pins]:
     laid = layout_of(problem, found)
     specs = tuple(spec if spec is not None else laid(value)[: len(shape)]
                   for value, spec, shape in zip(problem.inputs, problem.specs, problem.shapes, strict=True))  # fmt: skip

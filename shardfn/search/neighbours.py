@@ -42,7 +42,7 @@ def improved(problem: Problem, start: Candidate, ops: int = OPS) -> Candidate:
         for array, other in around(problem, best, at + 1):
             if left <= 0 or problem.seconds_left <= 0:
                 return best
-            if _key(other) in tried or (problem.level == 1 and _held(problem, other) >= best.price.memory.peak):
+            if _key(other) in tried or (problem.level == 1 and _bytes_held(problem, other) >= best.price.memory.peak):
                 continue
             tried.add(_key(other))
             left -= 1
@@ -103,7 +103,7 @@ def _ordered(axes: Axes, shape: tuple[int, ...], now: Spec, is_least: bool) -> t
     return tuple(sorted(layouts(shape, axes, now), key=promise))
 
 
-def _held(problem: Problem, made: Candidate) -> int:
+def _bytes_held(problem: Problem, made: Candidate) -> int:
     return plain.held(problem, plain.Layout("", made.axes, {}, made.specs, made.pins))
 
 

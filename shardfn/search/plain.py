@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from shardfn.cost.fusion import ELEMENTWISE
 from shardfn.cuts import divisors
-from shardfn.graph.model import Pin, Spec
+from shardfn.graph.model import PRODUCTS, Pin, Spec
 from shardfn.search.facts import bytes_of
 from shardfn.search.filters import keeps
 from shardfn.search.grid import Axes
@@ -187,15 +187,15 @@ def _each(problem: Problem, axes: Axes, cut: Mapping[int, str], with_large: bool
     for pieces, over in dict.fromkeys(kinds):
         count = math.prod(sizes[axis] for axis in over)
         laid = _laid(problem, axes, cut, pieces, over)
-        yield Layout(f"{name}, {pieces} in {count} pieces", axes, cut, laid, _held(problem, axes, cut))
+        yield Layout(f"{name}, {pieces} in {count} pieces", axes, cut, laid, _pins(problem, axes, cut))
 
 
-def _held(problem: Problem, axes: Axes, cut: Mapping[int, str]) -> Pins:
+def _pins(problem: Problem, axes: Axes, cut: Mapping[int, str]) -> Pins:
     """Products and look-ups whose results have a dim of a class are held to its cut: pieces would lead propagation
     astray."""
     pins: dict[int, Pin] = {}
     for index, op in enumerate(problem.graph.ops):
-        if index in problem.can_hold and op.name in _HELD:
+        if index in problem.can_hold and op.name in _PINNED:
             rows = [(problem.graph.values[v].shape, problem.tied[v]) for v in op.outputs]
             results = tuple(along(shape, classes, axes, cut, ()) for shape, classes in rows)
             if any(map(any, results)):
@@ -203,7 +203,7 @@ def _held(problem: Problem, axes: Axes, cut: Mapping[int, str]) -> Pins:
     return pins
 
 
-_HELD = frozenset({"dot_general", "convolution", "gather"})
+_PINNED = PRODUCTS | {"gather"}
 
 
 def is_state(problem: Problem) -> tuple[bool, ...]:

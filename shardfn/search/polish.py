@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from shardfn.graph.alike import pairs
-from shardfn.graph.model import Pin, Spec
+from shardfn.graph.model import PRODUCTS, Pin, Spec
 from shardfn.search import plain
 from shardfn.search.grid import Axes
 from shardfn.search.plain import fresh
@@ -62,7 +62,7 @@ def in_line(problem: Problem, made: Candidate, laid: Callable[[int], Spec]) -> C
     votes: dict[int, dict[tuple[str, ...], int]] = {}
     read: set[int] = set()
     for op in problem.graph.ops:
-        if op.name in PRODUCTS:
+        if op.name in MAKERS:
             read.update(op.inputs)
             for v in op.outputs:
                 for class_, dim in zip(tied[v], laid(v), strict=True):
@@ -85,7 +85,8 @@ def in_line(problem: Problem, made: Candidate, laid: Callable[[int], Spec]) -> C
 
 LINE = "what no product reads in line with what products make"
 
-PRODUCTS = frozenset({"dot_general", "convolution", "gather", "scatter"})
+MAKERS = PRODUCTS | {"gather", "scatter"}
+"""Products and look-ups: what their results lie like is a decision, which sums and elementwise ops follow."""
 
 
 def groups(problem: Problem, specs: Sequence[Spec]) -> list[tuple[int, ...]]:
@@ -148,7 +149,7 @@ def in_pieces(problem: Problem, made: Candidate, only_state: bool = False) -> Ca
         is_whole = all(axis in sizes for spec in results for dim in spec for axis in dim)
         if (
             index in problem.can_hold
-            and op.name in PRODUCTS
+            and op.name in MAKERS
             and is_whole
             and batch.intersection(problem.tied[op.outputs[0]])
         ):

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from shardfn.cost.compute import PRODUCTS, TAKES, UPDATES, effort
+from shardfn.cost.compute import TAKES, UPDATES, effort
 from shardfn.cost.memory import Place
 from shardfn.cost.tpu import LANES, LARGEST_ROWS
-from shardfn.graph.model import Graph, Op, Rule, Spec
+from shardfn.graph.model import PRODUCTS, Graph, Op, Rule, Spec
 from shardfn.search import forms
 from shardfn.search.borders import fetched
 from shardfn.search.facts import SLICED, Known, known
@@ -470,11 +470,11 @@ def build(
         node, have = builder.layouts[source]
         builder.need(value, have, node, 1)
     edges = tuple(Edge(a, b, sent, seconds) for (a, b), (sent, seconds) in builder.tables.items())
-    held = _held(builder, facts.places)
+    held = _holders(builder, facts.places)
     return Space(tuple(builder.nodes), edges, builder.layouts, builder.reads, held, tuple(builder.copies))
 
 
-def _held(builder: _Builder, places: Sequence[Place]) -> tuple[Held, ...]:
+def _holders(builder: _Builder, places: Sequence[Place]) -> tuple[Held, ...]:
     full = builder.facts.bytes
     total: dict[tuple[int, int, int], Array] = {}
     for place in places:
