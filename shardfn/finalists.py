@@ -46,20 +46,19 @@ def answers(
     answer = levels[problem.level]
     at = {level: dataclasses.replace(problem, level=level) for level in levels}
 
-    def candidate(name: str, one: Answer) -> Candidate:
-        return Candidate(name, one.axes, one.specs, one.pins, problem.price_of(one), one.ends)
-
     def better(level: int, one: Candidate) -> Sequence[Candidate]:
         other = polished(at[level], one)
         return [other] if objective(other.price, at[level]) < objective(one.price, at[level]) else []
 
-    own = candidate("the search's", answer)
-    others = {level: candidate(f"level {level}'s", one) for level, one in levels.items() if level != problem.level}
+    own = problem.as_candidate("the search's", answer)
+    others = {
+        level: problem.as_candidate(f"level {level}'s", one) for level, one in levels.items() if level != problem.level
+    }
     first = [
         own,
         *better(problem.level, own),
         *others.values(),
-        *(candidate("level 0's without the limit", o) for o in more),
+        *(problem.as_candidate("level 0's without the limit", o) for o in more),
     ]
     first += [made for level, one in others.items() for made in better(level, one)]
     least = min(

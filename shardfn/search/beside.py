@@ -31,7 +31,7 @@ def bettered(problem: Problem, own: Answer, alone: Alone | None = None) -> Answe
         return squeezed(problem, own, alone) if problem.level == 1 and alone is not None else own
     if problem.seconds_left <= 0:
         return own
-    first = Candidate("this search's", own.axes, own.specs, own.pins, problem.price_of(own), own.ends)
+    first = problem.as_candidate("this search's", own)
     is_least = problem.level == 0 and not any(
         objective(first.price, problem)[:3]
     )  # sends nothing, and all devices work
@@ -74,8 +74,10 @@ def _sizes(made: Candidate) -> tuple[int, ...]:
 def _of_level(problem: Problem, alone: Alone) -> list[Candidate]:
     one = asked_once(problem, alone)
     name = f"level {problem.level}'s"
-    answered = Candidate(name, one.axes, one.specs, one.pins, problem.price_of(one), one.ends)
-    return [answered, *(dataclasses.replace(other, name=f"{name} {other.name}") for other in one.others)]
+    return [
+        problem.as_candidate(name, one),
+        *(dataclasses.replace(other, name=f"{name} {other.name}") for other in one.others),
+    ]
 
 
 def asked_once(problem: Problem, alone: Alone) -> Answer:

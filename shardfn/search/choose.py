@@ -18,6 +18,7 @@ from shardfn.search.found import (
     decided,
     keeps_promise,
     layout_of,
+    mirrored,
     promises,
     runners_up,
     works_as_found,
@@ -195,7 +196,7 @@ def _otherwise(
         tried += [one for one in itertools.islice(turn(problem, best), 1) if one.solution.cost < most]
     elif turn is not None:
         own = [f for f in found[:1] if f.peak <= problem.memory_limit] if disappoints and not is_small else []
-        every = at.values() if is_small else (best, *own, *_mirrored(own, found))
+        every = at.values() if is_small else (best, *own, *(mirrored(f.axes, found) for f in own))
         again = {id(f): f for f in (*every, *single) if f is not None}
         for f in again.values() if problem.seconds_left > 0 else ():
             tried += itertools.islice(turn(problem, f), None if f is best and disappoints and not is_small else 1)
@@ -214,12 +215,6 @@ def _pieces(problem: Problem, rated: Sequence[_Rated], mend: Mend) -> Iterator[_
     if best is not None and not best.is_in_pieces and problem.seconds_left > 0 and not fits_nowhere(problem):
         for one in itertools.islice(mend(problem, best, made), 1):
             yield _row(problem, _first(problem, one), one)
-
-
-def _mirrored(some: Sequence[Found], found: Sequence[Found]) -> list[Found]:
-    """The first found on the grids whose sizes are the other way round: their axes have other links."""
-    sizes = {tuple(size for _, size in reversed(f.axes)) for f in some}
-    return [f for f in found if tuple(size for _, size in f.axes) in sizes][:1]
 
 
 def _in_line(problem: Problem, one: Found, made: Candidate) -> Iterator[_Rated]:

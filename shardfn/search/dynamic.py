@@ -15,7 +15,7 @@ from shardfn.cuts import divisors
 from shardfn.search import propagation
 from shardfn.search.beside import asked_once, bettered
 from shardfn.search.choose import answer_of, weighed
-from shardfn.search.found import Found
+from shardfn.search.found import Found, mirrored
 from shardfn.search.grid import Axes, Grid
 from shardfn.search.ongrid import EFFORT, FIRST, budget_of, mending, on_grid, order, turning
 from shardfn.search.problem import Answer, Problem
@@ -39,7 +39,8 @@ def alone(problem: Problem) -> Answer:
     found, untried = on_grids(problem, tried, (), budget)
     if found and not problem.axes and len(problem.graph.ops) <= THREE_AXES:
         best = min(found, key=lambda f: order(problem, f)).axes
-        more = list(dict.fromkeys((*finer(problem, best), *finer(problem, mirrored(best, found)))))
+        twin = mirrored(best, found)
+        more = list(dict.fromkeys((*finer(problem, best), *(finer(problem, twin.axes) if twin is not None else ()))))
         again, left = on_grids(problem, more, found, budget)
         tried, found, untried = tried + more, found + again, untried + left
     found = sorted(settled(problem, found, budget), key=lambda f: order(problem, f))
@@ -102,12 +103,6 @@ def finer(problem: Problem, axes: Axes) -> list[Axes]:
         return []
     (_, a), (_, b) = axes
     return _distinct(problem, [(*s, b) for s in splits(a, 2)[1:]] + [(a, *s) for s in splits(b, 2)[1:]])
-
-
-def mirrored(axes: Axes, found: Sequence[Found]) -> Axes:
-    """The grid with the sizes the other way round, if it was looked at too: between nodes and on a torus it has other links."""
-    sizes = tuple(size for _, size in reversed(axes))
-    return next((f.axes for f in found if tuple(size for _, size in f.axes) == sizes), ())
 
 
 def _distinct(problem: Problem, sizes: Sequence[tuple[int, ...]]) -> list[Axes]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -74,6 +74,13 @@ def decided(problem: Problem, found: Found) -> Callable[[int], Spec | None]:
 def written(axes: Axes) -> str:
     """A grid as people write it: 4x2."""
     return "x".join(str(size) for _, size in axes) or "1"
+
+
+def mirrored(axes: Axes, found: Sequence[Found]) -> Found | None:
+    """What was found first on the grid with the sizes the other way round, if that was looked at too: between nodes and on a
+    torus it has other links."""
+    sizes = tuple(size for _, size in reversed(axes))
+    return next((f for f in found if tuple(size for _, size in f.axes) == sizes), None)
 
 
 def promises(problem: Problem, found: Found, best: tuple[float, ...]) -> bool:

@@ -114,6 +114,10 @@ class Problem:
         """What is paid for a candidate or an answer, by its flow."""
         return self.price(made.axes, made.specs, made.pins, made.ends)
 
+    def as_candidate(self, name: str, one: Answer) -> Candidate:
+        """An answer with its price by its flow, to be weighed against others."""
+        return Candidate(name, one.axes, one.specs, one.pins, self.price_of(one), one.ends)
+
     def flow_of(self, made: Candidate | Answer) -> Flow:
         """The flow of a candidate or an answer."""
         return self.flow(made.axes, made.specs, made.pins, made.ends)

@@ -16,6 +16,7 @@ from shardfn.cost.hardware import resolve
 from shardfn.graph.model import Pin
 from shardfn.search import dynamic, ongrid
 from shardfn.search.forms import value_labels
+from shardfn.search.found import mirrored
 from shardfn.search.grid import Grid, change
 from shardfn.search.problem import objective
 from shardfn.search.solver.budget import Budget
@@ -87,8 +88,8 @@ def test_twelve_axes_move_as_the_one_they_make():
 
 def test_of_small_programs_the_mirrored_grid_is_divided_too():
     found = [SimpleNamespace(axes=(("a", a), ("b", b))) for a, b in ((32, 16), (16, 32), (64, 8))]
-    assert dynamic.mirrored(found[0].axes, found) == found[1].axes
-    assert dynamic.mirrored(found[2].axes, found) == ()
+    assert mirrored(found[0].axes, found) is found[1]
+    assert mirrored(found[2].axes, found) is None
 
 
 @pytest.mark.parametrize(("device", "part"), [("tpu-v5e:2x2", 0.5), ("h100:4", 1.0)])
