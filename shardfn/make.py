@@ -28,25 +28,13 @@ from shardfn.search import Search
 from shardfn.search.facts import bytes_of
 from shardfn.search.grid import Axes
 from shardfn.search.limits import near_limit, within_limit
-from shardfn.search.problem import Algorithm, End
+from shardfn.search.problem import End
 from shardfn.search.problem import Problem as Question
 from shardfn.strategy import AUTO, Leaf
 from shardfn.study import Study
 from shardfn.trace import Traced
 from shardfn.unpredicted import not_predicted, of_program
-
-
-@dataclasses.dataclass(frozen=True)
-class Wishes:
-    """What bounds a search: bytes per device (None: what the device has), the user's time limit, and what may be left out."""
-
-    memory_limit: float | None = None
-    seconds: float = math.inf
-    is_strict: bool = True
-    """Whether a plan that is predicted to hold more than `memory_limit` is an error."""
-    algorithm: Algorithm = dataclasses.field(default_factory=Algorithm)
-    inside: bool = False
-    """Whether the layouts inside are searched though no argument is open."""
+from shardfn.wishes import UNBOUNDED, Wishes
 
 
 def place_call(
@@ -82,7 +70,7 @@ def _no_collection() -> Iterator[None]:
 def make_plan(
     name: str, inputs: Sequence[Leaf], outputs: Sequence[Leaf], traced: Traced, *, hardware: Hardware, level: int,
     search: Search, problems: list[Problem], same_as: Mapping[int, int], donated: Collection[int] = (),
-    wishes: Wishes = Wishes(), again: Search | None = None, layout: LayoutFile | None = None,
+    wishes: Wishes = UNBOUNDED, again: Search | None = None, layout: LayoutFile | None = None,
 ) -> Plan:  # fmt: skip
     """The plan of one call. `same_as[i] = j` lays output i, if it is open, out as input j; `donated` are inputs.
 
@@ -100,8 +88,8 @@ def make_plan(
     in_specs, out_specs = specs[: len(inputs)], specs[len(inputs) :]
     anchored = anchors(traced.jaxpr, graph)
     flows = Spread(traced, hardware.platform, out_specs, same_as)
-    asked = _question(inputs, outputs, traced, classes, in_specs, flows, hardware, donated, wishes)
-    question = dataclasses.replace(asked, axes=grid, level=level, can_hold=_safe(anchored, graph))
+    question = _question(inputs, outputs, traced, classes, grid, in_specs, flows, hardware, level, donated,
+                         _safe(anchored, graph), wishes)  # fmt: skip
     answer = search(question)
     if wishes.is_strict:
         answer = within_limit(question, answer, again or search, wishes.memory_limit is not None)
@@ -153,10 +141,11 @@ def _grid_of(
 
 
 def _question(
-    inputs: Sequence[Leaf], outputs: Sequence[Leaf], traced: Traced, classes: Classes,
-    in_specs: Sequence[Spec | None], flows: Spread, hardware: Hardware, donated: Collection[int], wishes: Wishes,
+    inputs: Sequence[Leaf], outputs: Sequence[Leaf], traced: Traced, classes: Classes, grid: Axes,
+    in_specs: Sequence[Spec | None], flows: Spread, hardware: Hardware, level: int, donated: Collection[int],
+    can_hold: frozenset[int], wishes: Wishes,
 ) -> Question:  # fmt: skip
-    """What the search is asked, but for the grid, the level and the ops that can be held."""
+    """What the search is asked."""
     graph, given, same_as = traced.graph, flows.given, flows.same_as
     results = list(zip(traced.outputs, outputs, given, strict=True))
     return Question(
@@ -164,16 +153,17 @@ def _question(
         shapes=tuple(leaf.shape for leaf in inputs),
         classes=tuple(classes.of[v][: len(leaf.shape)] for v, leaf in zip(traced.inputs, inputs, strict=True)),
         weights=_weights(graph, classes),
-        axes=(),
+        axes=grid,
         specs=tuple(in_specs) if hardware.count > 1 else tuple(((),) * len(leaf.shape) for leaf in inputs),
         hardware=hardware,
-        level=0,
+        level=level,
         flow=kept(flows),
         graph=graph,
         inputs=traced.inputs,
         results={v: padded(spec, graph, v) or () for v, _, spec in results if spec is not None},
         same_as={traced.outputs[i]: traced.inputs[j] for i, j in same_as.items() if given[i] is None},
         donated=frozenset(traced.inputs[i] for i in donated),
+        can_hold=can_hold,
         memory_limit=wishes.memory_limit if wishes.memory_limit is not None else hardware.chip.memory_bytes,
         algorithm=wishes.algorithm,
         inside=wishes.inside,

@@ -17,8 +17,8 @@ from shardfn.cuts import check_all
 from shardfn.errors import ContextError, DeviceError, Problem, fail, raise_problems
 from shardfn.given import mesh_of
 from shardfn.layoutfile import LayoutFile, read
-from shardfn.make import Wishes
 from shardfn.strategy import Leaf
+from shardfn.wishes import Wishes
 
 
 @dataclasses.dataclass(frozen=True)

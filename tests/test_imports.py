@@ -77,7 +77,7 @@ LAYERS = (
     ("search.recursive",),
     ("search.auto",),
     ("search",),
-    ("rebind", "render", "comparison", "algo", "flows"),
+    ("rebind", "render", "comparison", "algo", "flows", "wishes"),
     ("pins", "guard", "tags", "halo", "decided", "causes"),
     ("study", "unpredicted", "tables", "priced"),
     ("findings",),

@@ -34,10 +34,10 @@ def near_limit(memory: Memory, limit: float) -> list[str]:
     ]
 
 
-def within_limit(problem: Problem, answer: Answer, search: Search, is_strict: bool = True) -> Answer:
+def within_limit(problem: Problem, answer: Answer, search: Search, is_asked: bool = True) -> Answer:
     """An answer whose flow holds at most the problem's memory limit: the one given, or else the one of least memory.
 
-    Unless `is_strict`, the one given stays where nothing found fits.
+    Unless `is_asked`, where the limit is the user's, the one given stays where nothing found fits.
 
     Raises:
       StrategyError: even that one holds more.
@@ -45,13 +45,13 @@ def within_limit(problem: Problem, answer: Answer, search: Search, is_strict: bo
     if _peak(problem, answer) <= problem.memory_limit:
         return answer
     least = answer
-    if problem.is_open and problem.level != 1 and (is_strict or not fits_nowhere(problem)):
+    if problem.is_open and problem.level != 1 and (is_asked or not fits_nowhere(problem)):
         least = search(dataclasses.replace(problem, level=1))
     if _peak(problem, least) <= problem.memory_limit:
         return dataclasses.replace(
             least, policy=f"{least.policy}; of least memory, as nothing else that was found fits the limit"
         )
-    if not is_strict:
+    if not is_asked:
         return answer
     if _peak(problem, answer) < _peak(problem, least):
         # What a level finds depends on the limit: the error names one that this level keeps, as level 1 keeps its own.
