@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.errors import Problem, a
+from shardfn.graph.moves import divisors
 from shardfn.layout import Layout
 from shardfn.strategy import ENTRY_KINDS, UNKNOWN, Auto, Leaf, count, fitting
 
@@ -122,16 +123,6 @@ def _check_product(leaf: Leaf, cuts: Any, devices: int) -> list[Problem]:
             fix=f"choose cuts with a product of {any_of([p for p in divisors(devices) if math.prod(leaf.shape) % p == 0])}",
         )
     ]
-
-
-def divisors(n: int, most: int = 12) -> list[int]:
-    """The divisors of `n`, smallest first, at most `most` of them.
-
-    >>> divisors(30)
-    [1, 2, 3, 5, 6, 10, 15, 30]
-    """
-    small = [d for d in range(1, math.isqrt(max(n, 0)) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})[:most]
 
 
 def any_of(numbers: Sequence[int]) -> str:

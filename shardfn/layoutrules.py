@@ -8,10 +8,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from shardfn.cuts import any_of, check_cuts, divisors
+from shardfn.cuts import any_of, check_cuts
 from shardfn.decisions import Constraint
 from shardfn.errors import Problem
 from shardfn.graph.model import Spec
+from shardfn.graph.moves import divisors
 from shardfn.layout import Layout
 from shardfn.paths import escaped, listed, near, normal, ruled
 from shardfn.strategy import AUTO, Leaf, count

@@ -145,6 +145,14 @@ LAYERS = (
 )
 RANKS = {f"shardfn.{name}".rstrip("."): rank for rank, row in enumerate(LAYERS) for name in row}
 
+# And a package may import only these beside itself; the search knows the context's names of its modes.
+MAY_IMPORT = {
+    "graph": (),
+    "cost": ("graph", "errors"),
+    "search.solver": (),
+    "search": ("search.solver", "cost", "graph", "errors", "context_keys"),
+}
+
 
 def name_of(path: pathlib.Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
@@ -180,6 +188,16 @@ def imported(tree: ast.AST, module: str, is_package: bool, modules: frozenset[st
 def wrong_way(tree: ast.AST, module: str, is_package: bool, modules: frozenset[str]) -> list[str]:
     ours = {name for name in imported(tree, module, is_package, modules) if name.partition(".")[0] == "shardfn"}
     return sorted(name for name in ours if RANKS.get(name, len(LAYERS)) >= RANKS[module])
+
+
+def beyond(tree: ast.AST, module: str, is_package: bool, modules: frozenset[str]) -> list[str]:
+    """What a module imports of ours that its package may not."""
+    own = next((name for name in MAY_IMPORT if f"{module}.".startswith(f"shardfn.{name}.")), None)
+    if own is None:
+        return []
+    allowed = tuple(f"shardfn.{name}." for name in (own, *MAY_IMPORT[own]))
+    found = {name for name in imported(tree, module, is_package, modules) if name.partition(".")[0] == "shardfn"}
+    return sorted(name for name in found if not f"{name}.".startswith(allowed))
 
 
 def when_loaded(tree: ast.Module) -> ast.Module:
@@ -224,6 +242,7 @@ def test_imports_point_one_way(module, path):
     is_package = path.name == "__init__.py"
     found = wrong_way(ast.parse(path.read_text()), module, is_package, modules)
     assert found == []
+    assert beyond(ast.parse(path.read_text()), module, is_package, modules) == []
     assert wrong_way(when_loaded(ast.parse(path.read_text())), module, is_package, modules) == []
 
 
@@ -264,6 +283,23 @@ MODULES = frozenset(
 def test_the_direction_check_sees(module, code, wrong):
     modules = MODULES | {"shardfn.nowhere"}
     assert wrong_way(ast.parse(code), module, False, modules) == wrong
+
+
+@pytest.mark.parametrize(
+    ("module", "code", "wrong"),
+    [
+        ("shardfn.graph.model", "from shardfn.errors import fail\nimport jax", ["shardfn.errors"]),
+        ("shardfn.graph.model", "from shardfn.graph import read", []),
+        ("shardfn.cost.price", "from shardfn import errors, plan", ["shardfn.plan"]),
+        ("shardfn.search.solver.solve", "from shardfn.search.problem import Problem", ["shardfn.search.problem"]),
+        ("shardfn.search.choose", "from shardfn.search.solver.solve import solve\nfrom shardfn.errors import fail", []),
+        ("shardfn.search.choose", "def f():\n  import shardfn.plan", ["shardfn.plan"]),
+        ("shardfn.plan", "import shardfn.search", []),
+    ],
+)
+def test_the_packages_check_sees(module, code, wrong):
+    modules = MODULES | {"shardfn.graph.read", "shardfn.search.problem", "shardfn.search.solver.solve"}
+    assert beyond(ast.parse(code), module, False, modules) == wrong
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardfn.cuts import any_of, check, divisors
+from shardfn.cuts import any_of, check
+from shardfn.graph.moves import divisors
 from shardfn.layout import Layout
 from shardfn.paths import join
 from shardfn.strategy import (

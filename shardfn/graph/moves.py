@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from shardfn.graph.model import Spec, axis_size
@@ -120,3 +121,13 @@ def primes(n: int) -> list[int]:
             n //= p
         p = p + 1 if p * p <= n else n
     return found
+
+
+def divisors(n: int, most: int = 12) -> list[int]:
+    """The divisors of `n`, smallest first, at most `most` of them.
+
+    >>> divisors(30)
+    [1, 2, 3, 5, 6, 10, 15, 30]
+    """
+    small = [d for d in range(1, math.isqrt(max(n, 0)) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})[:most]

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from shardfn.cuts import divisors
+from shardfn.graph.moves import divisors
 from shardfn.search import propagation
 from shardfn.search.beside import asked_once, bettered
 from shardfn.search.choose import answer_of, weighed

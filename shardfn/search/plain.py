@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardfn.cost.fusion import ELEMENTWISE
-from shardfn.cuts import divisors
 from shardfn.graph.model import PRODUCTS, Pin, Spec
+from shardfn.graph.moves import divisors
 from shardfn.search.facts import bytes_of
 from shardfn.search.filters import keeps
 from shardfn.search.grid import Axes
