@@ -11,6 +11,7 @@ compile on CPU: xor, `and` and `or` of integers, a function of the user's. On TP
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -130,7 +131,8 @@ def made_whole(
             (out,) = bind_one(eqn, [whole(x, range(x.ndim)) for x in inputs])
             return [whole(out, range(out.ndim))]
         numbers = eqn.params["dimension_numbers"]
-        if max((inputs[1].shape[d] for d in numbers.rhs_spec[2:]), default=1) == 1:
+        steps = itertools.chain.from_iterable(eqn.params[name] for name in _STEPS)
+        if max((*(inputs[1].shape[d] for d in numbers.rhs_spec[2:]), *steps), default=1) == 1:
             return bind_one(eqn, inputs)
         specs = (numbers.lhs_spec, numbers.rhs_spec)
         (out,) = bind_one(eqn, [whole(x, spec[2:]) for x, spec in zip(inputs, specs, strict=True)])
@@ -166,6 +168,7 @@ def _reduced(eqn: Any) -> tuple[int, ...]:
 
 _POOLING = "select_and_scatter_add"
 _TRANSFORM = "fft"
+_STEPS = ("window_strides", "lhs_dilation", "rhs_dilation")
 _GROUPS = ("feature_group_count", "batch_group_count")
 _WINDOWS = frozenset({"conv_general_dilated", _POOLING, _TRANSFORM})
 _REDUCTIONS = {"reduce": "dimensions", "reduce_xor": "axes", "reduce_and": "axes", "reduce_or": "axes"}

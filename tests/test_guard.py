@@ -228,3 +228,61 @@ def test_a_reduction_out_of_reach_is_refused():
     both = lambda image, k, x: (conv(image, k), own(x))  # noqa: E731
     sharded = shardfn.shard(both, ((1, 1, 4, 1), None, (1, 1)))
     assert any("made whole first" in text for text in sharded.plan(X, K, x).findings), "of the convolution alone"
+
+
+NHWC = ("NHWC", "HWIO", "NHWC")
+
+
+def conv2(x, k, **options):
+    return jax.lax.conv_general_dilated(x, k, options.pop("strides", (1, 1)), "SAME", dimension_numbers=NHWC, **options)
+
+
+def kernels_gradient(x, k):
+    return jax.grad(lambda k: jnp.mean(conv2(x, k) ** 2))(k)
+
+
+def in_batch_groups(x, k):
+    return conv2(x, k, batch_group_count=4)
+
+
+def strided_pointwise(x, k):
+    return conv2(x, k, strides=(2, 1))
+
+
+WRONG = [
+    (conv2, (8, 8, 8, 8), (3, 3, 8, 8), ((1, 1, 1, 2), (3, 1, 1, 1)), 6),  # the kernel cut along its window
+    (conv2, (8, 8, 8, 8), (3, 3, 8, 8), ((1, 2, 1, 1), (3, 1, 1, 1)), 6),
+    (
+        kernels_gradient,
+        (2, 16, 16, 8),
+        (3, 3, 8, 16),
+        ((1, 2, 1, 2), (1, 1, 1, 1)),
+        4,
+    ),  # an axis idle in the result's gradient
+    (kernels_gradient, (2, 16, 16, 8), (3, 3, 8, 16), ((1, 1, 4, 2), (1, 1, 1, 1)), 8),
+    (in_batch_groups, (8, 8, 8, 4), (3, 3, 4, 16), ((1, 1, 1, 2), (1, 1, 1, 4)), 4),
+    (strided_pointwise, (8, 24, 4, 8), (1, 1, 8, 8), ((1, 2, 1, 1), (1, 1, 4, 1)), 4),
+]
+
+
+@pytest.mark.parametrize(("function", "image", "kernel", "strategy", "devices"), WRONG)
+def test_more_layouts_that_xla_mistakes_are_mended(function, image, kernel, strategy, devices):
+    rng = np.random.default_rng(0)
+    x, k = rng.normal(size=image).astype("f"), rng.normal(size=kernel).astype("f")
+    sharded = shardfn.shard(function, strategy, device=jax.devices()[:devices])
+    np.testing.assert_allclose(sharded(x, k), function(x, k), rtol=1e-3, atol=1e-3)
+    assert any("made whole first" in text for text in sharded.plan(x, k).findings)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_what_is_searched_avoids_them(level):
+    """Groups of batches, where XLA ended the process; kernels cut along their window on six devices."""
+    rng = np.random.default_rng(0)
+    step = lambda x, k: jax.grad(lambda k: jnp.mean(conv2(x, k).mean((1, 2)) ** 2))(k)  # noqa: E731
+    for function, shapes, devices in (
+        (in_batch_groups, ((8, 8, 8, 4), (3, 3, 4, 16)), 8),
+        (step, ((1, 32, 32, 32), (3, 3, 32, 32)), 6),
+    ):
+        x, k = (rng.normal(size=shape).astype("f") for shape in shapes)
+        sharded = shardfn.shard(function, level=level, device=jax.devices()[:devices])
+        np.testing.assert_allclose(sharded(x, k), function(x, k), rtol=1e-3, atol=1e-3)

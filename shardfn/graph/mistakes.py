@@ -1,9 +1,9 @@
 """Convolutions that XLA computes wrongly, in value or in gradient, or makes no program of, as they are laid out.
 
-Seen on JAX 0.10.2 and 0.12.0.1 (CPU): one with a window larger than 1 and a spatial dim cut gives wrong results, in value
-or in gradient, if the image leaves some grid axis unused, if the kernel is cut as well, or, with several spatial dims cut,
-strides or dilation, in other cases that follow no plain rule. It is right with whole spatial dims, and with one spatial dim
-cut of an image that is cut over all axes, without strides.
+Seen on JAX 0.10.2 and 0.12.0.1 (CPU): one with a window larger than 1, or strides, and a spatial dim cut gives wrong
+results, in value or in gradient, if the image leaves some grid axis unused, if the kernel is cut as well, or, with several
+spatial dims cut, strides or dilation, in other cases that follow no plain rule. It is right with whole spatial dims, and with
+one spatial dim cut of an image that is cut over all axes, without strides or with a window of 1.
 So is one whose kernel is cut along its window wrong; a kernel's gradient, where image and gradient are cut alike along the
 window, is right if these are cut over all axes, else some idle axis is added up as well.
 One in groups, cut along their dims so that the pieces do not divide the groups, does not compile, or ends the process; with
@@ -38,14 +38,15 @@ def is_mistaken(found: Convolution, laid: Sequence[Spec], window: Sequence[int],
     every = {axis for axis, size in axes.items() if size > 1}
     if _is_mistaken_in_groups(found, laid, axes, every):
         return True
-    if max(window, default=1) == 1:
+    is_pointwise = max(window, default=1) == 1
+    if is_pointwise and found.is_dense:
         return False
     if any(kernel[d] for d in found.kernel):
         alike = all(image[a] == kernel[b] for a, b in zip(found.image, found.kernel, strict=True))
         is_gradient = alike and not any(result[d] for d in found.result)
         return not is_gradient or _axes(kernel) != every
     cut = [image[a] or result[b] for a, b in zip(found.image, found.result, strict=True)]
-    is_one = sum(map(bool, cut)) == 1 and found.is_dense
+    is_one = sum(map(bool, cut)) == 1 and (found.is_dense or is_pointwise)
     return any(cut) and (not is_one or _axes(image) != every or bool(_axes(kernel)))
 
 
