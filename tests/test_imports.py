@@ -331,6 +331,17 @@ assert jax.device_count() == 3
 """
 
 
+@pytest.mark.parametrize(
+    "package", ["shardfn", "shardfn.cost", "shardfn.graph", "shardfn.search", "shardfn.search.solver"]
+)
+def test_a_package_s_map_names_its_modules(package):
+    """Each stands in the docstring of its package, as `name`."""
+    folder = ROOT.joinpath(*package.split("."))
+    said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    names = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert {name for name in names if f"`{name}`" not in said} == set()
+
+
 def test_import_changes_nothing():
     done = fresh(f"""
 import os, sys, jax, numpy, rich

@@ -6,6 +6,7 @@
 - which dims are the same dimension: `classes`; which op of a flow was which of the graph: `alike`
 - from a laid-out program to its collectives: `roads`, which asks for each op `ways` (products: `products`, and `dots` in the
   words of `ingroup`; convolutions and slices: `windows`), in the words of `cases`; what XLA makes simpler then: `simplified`
+- what XLA computes wrongly then: `mistakes`
 - from one layout of an array to another: `moves`, and among a group of devices `tiles`
 
 The road of a call: trace, `place` what was given, `search` what is open, lay out (`shardy.propagate`, `roads`), price
