@@ -16,7 +16,7 @@ LAYERS = (
     ("errors",),
     ("cost.chips", "extras", "paths"),
     ("cost.links",),
-    ("graph.model",),
+    ("graph.model", "graph.release"),
     ("meshes",),
     ("layout", "cost.hardware", "cost.collectives", "progress", "amounts"),
     (
