@@ -93,6 +93,7 @@ def chosen(answer: Answer, c: Candidate, why: str) -> Answer:
         ends=c.ends,
         reasons=reasons,
         runners_up=(),
+        runner_up="",
         policy=f"{why}: {c.name}",
         gap=None,
     )
