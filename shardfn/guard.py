@@ -132,7 +132,8 @@ def made_whole(
         numbers = eqn.params["dimension_numbers"]
         if max((inputs[1].shape[d] for d in numbers.rhs_spec[2:]), default=1) == 1:
             return bind_one(eqn, inputs)
-        (out,) = bind_one(eqn, [whole(inputs[0], numbers.lhs_spec[2:]), inputs[1]])
+        specs = (numbers.lhs_spec, numbers.rhs_spec)
+        (out,) = bind_one(eqn, [whole(x, spec[2:]) for x, spec in zip(inputs, specs, strict=True)])
         return [whole(out, numbers.out_spec[2:])]
 
     def wanted(eqn: Any, number: int) -> bool:

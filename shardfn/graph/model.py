@@ -57,7 +57,8 @@ class Rule:
 class Convolution:
     """The spatial dims of a convolution's image, kernel and result, and whether it has neither strides nor dilation.
 
-    `grouped` are the dims along which it works in groups: (0 image, 1 kernel, 2 result; dim; how many groups).
+    `grouped` are the dims along which it works in groups: (0 image, 1 kernel, 2 result; dim; how many groups); `in_batches`
+    says that the image's is the batch, as in the gradient of a kernel in groups.
     """
 
     image: tuple[int, ...]
@@ -65,6 +66,7 @@ class Convolution:
     result: tuple[int, ...]
     is_dense: bool
     grouped: tuple[tuple[int, int, int], ...] = ()
+    in_batches: bool = False
 
 
 class Tap(NamedTuple):

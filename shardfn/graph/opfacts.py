@@ -51,6 +51,7 @@ def convolution_of(op: Any) -> Convolution:
             if (groups := ir.IntegerAttr(op.attributes[name]).value) > 1
             for which, dim in enumerate((at, numbers.kernel_output_feature_dimension, numbers.output_feature_dimension))
         ),
+        ir.IntegerAttr(op.attributes["batch_group_count"]).value > 1,
     )
 
 

@@ -2,8 +2,8 @@
 
 One division decides one axis of a prime size for all ops together (`search.solver.solve`), with what earlier divisions cut
 held, so the time is linear in the ops and in the number of divisions. What divisions decide one by one can collapse to
-pure data parallel: therefore it starts twice, once with a first division for memory, and afterwards every axis is
-decided again with the others held, until nothing improves.
+pure data parallel: therefore it starts twice, once with a first division for memory (at level 0 a third time, for the
+aim of level 2), and afterwards every axis is decided again with the others held, until nothing improves.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ def search(problem: Problem) -> Answer:
         return propagation.search(problem)
     axes = problem.axes or tuple((f"x{i}", p) for i, p in enumerate(sorted(primes(problem.devices), reverse=True)))
     budget = budget_of(problem)
-    starts = dict.fromkeys((problem.level, 1))
+    starts = [(problem, first) for first in dict.fromkeys((problem.level, 1))]
+    if problem.level == 0:  # one division after the other sends least where most of the work is done by everyone
+        starts.append((dataclasses.replace(problem, level=2), 2))
     found: list[Found] = []
-    for first in starts:
+    for asked, first in starts:
         if not found or not budget.is_over:
-            found += [one] if (one := divided(problem, axes, first, budget)) is not None else []
+            found += [one] if (one := divided(asked, axes, first, budget)) is not None else []
     found.sort(key=lambda f: order(problem, f))
     return bettered(problem, answer_of(problem, found, "recursive search", mending(budget)))
 
