@@ -1,4 +1,21 @@
-"""Shard any JAX function from integers: cuts become a mesh and PartitionSpecs, XLA does the rest, and you see it."""
+"""Shard any JAX function from integers: cuts become a mesh and PartitionSpecs, XLA does the rest, and you see it.
+
+The modules beside the packages, by the road that a call takes:
+
+- a call: `api`, then `sharded` (the callable), `program` (one kind of call) and `entry` (its plan), or `cell`; what is called and
+  with what: `callee`, `call`, `ends`; what was asked: `options`, `optioncheck`, `wishes`, `amounts`, and of the context
+  `context`, `context_keys`, `algo`
+- what the user wrote of an array: `strategy`, `cuts`, `layout`, `given`, and `paths` that name arrays; layout files:
+  `layoutfile`, `layouttext`, `layoutrules`, `layoutcheck`, `planfile`, `strategyfile`
+- to a plan: `trace`, `place`, `make`, which asks `search` and spreads its choice by `flows`; ops held inside: `pins`, `tags`, put
+  there by `rebind`, and where XLA is wrong by `guard`; the plan: `plan`, of `decisions` by `decided`, with what else was
+  `priced`, and `study` for more questions; compiled beside others: `finalists`
+- to a report: `report`, of `sections` and `tables`, shown by `render`; what is said of a plan: `findings`, `causes`,
+  `unpredicted`; beside what XLA made: `verify`, `comparison`
+- run: `apply`, on `meshes`; what XLA made of it: `compiled`; windows over cut dims: `halo`
+- the command line: `__main__`, `cli`, `cli_arguments`, `cli_checkpoint`, `demo`
+- everywhere: `errors`, `extras`, `progress`
+"""
 
 import importlib
 from typing import Any

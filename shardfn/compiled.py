@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,8 +36,6 @@ class Compiled:
     peak_bytes: int | None
     findings: tuple[str, ...] = ()
     """What the numbers above leave out or guess."""
-    xla_flops: float | None = None
-    """XLA's own count, of every op: it takes the body of a loop once, however often the loop runs."""
 
     def together(self, platform: str) -> int | None:
         """Bytes of one device's main memory that a call takes, or None where a size is not told.
@@ -64,14 +62,13 @@ def read(compiled: Executable) -> Compiled:
     >>> read(jax.jit(jnp.dot).lower(jnp.ones((8, 4)), jnp.ones((4, 2))).compile()).flops
     128.0
     """
-    text, memory, costs = compiled.as_text(), compiled.memory_analysis(), compiled.cost_analysis()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
     found = list(_found(text)) if text else ["this backend shows no HLO: collectives and operations are unknown"]
     sizes = {ours: getattr(memory, theirs, None) for ours, theirs in _SIZES.items()}
     return Compiled(
         collectives=tuple(x for x in found if isinstance(x, Collective)),
         flops=float(sum(x for x in found if isinstance(x, int))),
         findings=tuple(dict.fromkeys(x for x in found if isinstance(x, str))),
-        xla_flops=costs.get("flops") if isinstance(costs, Mapping) else None,
         **sizes,
     )
 

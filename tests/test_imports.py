@@ -16,7 +16,7 @@ LAYERS = (
     ("errors",),
     ("cost.chips", "extras", "paths"),
     ("cost.links",),
-    ("graph.model",),
+    ("graph.model", "graph.release"),
     ("meshes",),
     ("layout", "cost.hardware", "cost.collectives", "progress", "amounts"),
     (
@@ -329,6 +329,17 @@ NO_BACKEND = """
 jax.config.update("jax_num_cpu_devices", 3)
 assert jax.device_count() == 3
 """
+
+
+@pytest.mark.parametrize(
+    "package", ["shardfn", "shardfn.cost", "shardfn.graph", "shardfn.search", "shardfn.search.solver"]
+)
+def test_a_package_s_map_names_its_modules(package):
+    """Each stands in the docstring of its package, as `name`."""
+    folder = ROOT.joinpath(*package.split("."))
+    said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    names = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert {name for name in names if f"`{name}`" not in said} == set()
 
 
 def test_import_changes_nothing():

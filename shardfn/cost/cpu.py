@@ -10,9 +10,8 @@ import functools
 import math
 from collections.abc import Sequence
 
-import jax
-
 from shardfn.graph.model import PRODUCTS, Dims, Flow, Op, Rule, Spec, Value
+from shardfn.graph.release import IS_BEFORE_12
 from shardfn.graph.windows import reach
 
 
@@ -24,7 +23,7 @@ def on_cpu(flow: Flow) -> Flow:
     return _Backend(flow).flow() if flow.platform == "cpu" else flow
 
 
-_HALF = frozenset({"bf16", "f16"} if jax.__version_info__ < (0, 12) else ())
+_HALF = frozenset({"bf16", "f16"} if IS_BEFORE_12 else ())
 """Types that products do not read and make as they are. From JAX 0.12 on most do: those with a transposed right operand do not,
 which is left out."""
 

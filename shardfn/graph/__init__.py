@@ -1,11 +1,13 @@
 """What a program does, and what XLA makes of it once it is laid out. Where the rule for something is:
 
 - the program as data: `model`
-- from a lowered module to it: `read`, and what one op says: `opfacts`; all through `mlir`, the one door to JAX's MLIR bindings
+- from a lowered module to it: `read`, and what one op says: `opfacts`; all through `mlir`, the one door to JAX's MLIR
+  bindings; what differs between releases of JAX: `release`
 - laid out by Shardy: `shardy`, in the form that XLA propagates through: `xlaform`; rules Shardy lacks: `rules`
 - which dims are the same dimension: `classes`; which op of a flow was which of the graph: `alike`
 - from a laid-out program to its collectives: `roads`, which asks for each op `ways` (products: `products`, and `dots` in the
   words of `ingroup`; convolutions and slices: `windows`), in the words of `cases`; what XLA makes simpler then: `simplified`
+- what XLA computes wrongly then: `mistakes`
 - from one layout of an array to another: `moves`, and among a group of devices `tiles`
 
 The road of a call: trace, `place` what was given, `search` what is open, lay out (`shardy.propagate`, `roads`), price

@@ -6,9 +6,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import jax
-
 from shardfn.graph.model import CHANGES, Flow, Op
+from shardfn.graph.release import IS_BEFORE_12
 
 
 def simplified(flow: Flow) -> Flow:
@@ -30,7 +29,7 @@ def _open(flow: Flow) -> Flow:
     graph, specs = flow.graph, flow.specs
     same: dict[int, int] = {}
     ops = []
-    is_open = flow.platform == "cpu" and jax.__version_info__ < (0, 12)
+    is_open = flow.platform == "cpu" and IS_BEFORE_12
     for op in graph.ops if is_open else ():
         inputs = tuple([same.get(v, v) for v in op.inputs]) if same else op.inputs
         if op.name == "optimization_barrier" and all(

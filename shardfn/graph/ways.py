@@ -10,12 +10,11 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-import jax
-
 from shardfn.graph.cases import Case, Edge, Factors, Way, grouped, whole
 from shardfn.graph.dots import dot
 from shardfn.graph.model import Dims, Spec, Value, dtype_bits
 from shardfn.graph.products import product
+from shardfn.graph.release import IS_BEFORE_12
 from shardfn.graph.windows import reach
 
 
@@ -268,6 +267,6 @@ WAYS: dict[str, Callable[[Case], Way]] = {
     "optimization_barrier": pairwise,
     # XLA has no way to cut these:
     **dict.fromkeys(("top_k", "rng_bit_generator", "rng", "cholesky", "triangular_solve"), replicate),
-    **({} if jax.__version_info__ >= (0, 12) else {"fft": replicate}),
+    **({"fft": replicate} if IS_BEFORE_12 else {}),
 }
 """How each kind of op is worked on; the others follow their result."""

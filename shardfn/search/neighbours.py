@@ -26,15 +26,14 @@ WORTH = 1e-3
 """Of the modelled time: less is no reason to leave what was found with all ops together."""
 
 
-def improved(problem: Problem, start: Candidate, ops: int = OPS) -> Candidate:
+def improved(problem: Problem, start: Candidate) -> Candidate:
     """The best that changes of one open array after another lead to, with what is held inside as it is.
 
     Args:
       problem: what is asked.
       start: where to begin.
-      ops: how much may be spent, in ops of the flows that are priced.
     """
-    left = ops // (FIXED + len(problem.graph.ops))
+    left = OPS // (FIXED + len(problem.graph.ops))
     best, tried, at = start, {_key(start)}, -1
     found = True
     while found:

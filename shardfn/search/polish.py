@@ -21,7 +21,7 @@ OPS = 30_000
 """Ops of all flows together that are priced: the same on every machine."""
 
 
-def polished(problem: Problem, start: Candidate, ops: int = OPS) -> Candidate:
+def polished(problem: Problem, start: Candidate) -> Candidate:
     """The best that changes of one group of arguments after another lead to, with nothing held inside.
 
     A group is open arguments of one shape and layout: a weight of all blocks, with what an optimizer keeps for it. Each is
@@ -31,9 +31,8 @@ def polished(problem: Problem, start: Candidate, ops: int = OPS) -> Candidate:
     Args:
       problem: what is asked.
       start: where to begin; what it holds inside is let go.
-      ops: how much may be spent, in ops of the flows that are priced.
     """
-    left = max(1, ops // max(1, len(problem.graph.ops)))
+    left = max(1, OPS // max(1, len(problem.graph.ops)))
     best = _at(problem, start, start.specs)
     kinds = (more, fewer) if problem.level == 1 else (fewer, more)
     for kind in (*kinds, *kinds):

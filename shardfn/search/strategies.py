@@ -21,7 +21,7 @@ from shardfn.cost.tpu import LANES, LARGEST_ROWS
 from shardfn.graph.model import PRODUCTS, Graph, Op, Rule, Spec
 from shardfn.search import forms
 from shardfn.search.borders import fetched
-from shardfn.search.facts import SLICED, Known, known
+from shardfn.search.facts import SLICED, Known
 from shardfn.search.grid import Array, Grid, change, pieces
 from shardfn.search.solver.labelling import Held
 from shardfn.search.sums import Sums
@@ -430,8 +430,8 @@ def build(
     given: Mapping[int, Spec],
     results: Mapping[int, Spec],
     same_as: Mapping[int, int],
-    chosen: Sequence[Array] | None = None,
-    facts: Known | None = None,
+    chosen: Sequence[Array] | None,
+    facts: Known,
 ) -> Space:
     """The choices of a graph on a grid.
 
@@ -444,7 +444,6 @@ def build(
       chosen: for each node a label of which one column is `forms.FREE`: only that is to be decided.
       facts: `known` of the graph.
     """
-    facts = facts or known(graph)
     builder = _Builder(graph, grid, given, chosen, facts)
     for value in graph.inputs:
         builder.argument(value, facts.readers.get(value, 0))

@@ -119,15 +119,20 @@ def asked():
     return found[0], Candidate("poor", axes, (whole,) * 3, {}, found[0].price(axes, (whole,) * 3, {}))
 
 
-def test_what_may_be_spent_bounds_the_flows(asked):
+def test_what_may_be_spent_bounds_the_flows(asked, monkeypatch):
     problem, poor = asked
-    assert neighbours.improved(problem, poor, 0) is poor
+
+    def improved(problem, ops):
+        monkeypatch.setattr(neighbours, "OPS", ops)
+        return neighbours.improved(problem, poor)
+
+    assert improved(problem, 0) is poor
     once = neighbours.FIXED + len(problem.graph.ops)
-    peaks = [neighbours.improved(problem, poor, n * once).price.memory.peak for n in (0, 1, 4, 400)]
+    peaks = [improved(problem, n * once).price.memory.peak for n in (0, 1, 4, 400)]
     assert peaks == sorted(peaks, reverse=True) and peaks[-1] < peaks[0] / 2
     flows = []
     flow = lambda *choice: flows.append(choice) or problem.flow(*choice)  # noqa: E731
-    neighbours.improved(dataclasses.replace(problem, flow=flow, memo={}), poor, 7 * once)
+    improved(dataclasses.replace(problem, flow=flow, memo={}), 7 * once)
     assert len({(axes, specs, tuple(ends.items())) for axes, specs, _, ends in flows}) <= 1 + 7
 
 

@@ -19,6 +19,7 @@ BALLS = (40, 120, 400) * 4 + (0,)  # nodes freed, 0: all
 ENTRIES = (1e4, 1e5)  # of the largest table of an exact solution, and where there are few nodes:
 ENTRIES_FEW = (1e5, 1e6)
 FEW = 1000
+PASSES = 20  # over all nodes, while any takes a better label
 SMALL_BALL = 120  # of larger ones only the smaller tables are built
 MOST_RAISES = 8  # of prices, until labels fit
 SCALES = (1.0, 2.0, 4.0, 0.5, 0.0)  # of the prices of memory
@@ -163,13 +164,13 @@ class Local:
         given = self.entries[self.at + self.step * labels[self.given]]
         return self.own + np.bincount(self.asked, given, len(self.own))
 
-    def descend(self, labels: Array, passes: int = 20) -> Array:
+    def descend(self, labels: Array) -> Array:
         """Labels that fit, after single nodes took better labels that fit as well, while any did."""
         labels = labels.copy()
         first, change = self.memory.first, self.memory.change
         owner = np.repeat(np.arange(len(self.costs)), np.diff(first))
         excess = self.excess(labels)
-        for _ in range(passes):
+        for _ in range(PASSES):
             if self.budget.is_over or not self.possible(labels):
                 break
             self.budget.spend(len(self.at) + 4 * CALL)

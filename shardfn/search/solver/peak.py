@@ -60,14 +60,13 @@ def least_peak(problem: Labelling, budget: Budget | None = None, steps: int = ST
     return Peak(choice, search.peak, min(search.bound, search.peak))
 
 
-def fitting(costs: list[Array], tables: list[dict[int, Array]], memory: Memory, budget: Budget,
-            steps: int = STEPS) -> Array | None:  # fmt: skip
+def fitting(costs: list[Array], tables: list[dict[int, Array]], memory: Memory, budget: Budget) -> Array | None:
     """Labels within the limit whatever they cost, of a contracted problem; None where none were found."""
     bare = Store()
     free = [bare.call(_free, cost) for cost in costs]
     rows = [{w: bare.call(_free, table) for w, table in row.items()} for row in tables]
     search = _Search(free, rows, memory, -memory.limit, budget, 0.0)
-    search.run(steps)
+    search.run(STEPS)
     return search.best if search.peak <= 0 else None
 
 
