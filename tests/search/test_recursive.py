@@ -94,3 +94,26 @@ def test_labels_looked_at_are_linear_in_the_ops_and_few(monkeypatch):
     few, more, most = looked_at(4), looked_at(8), looked_at(16)
     assert most - more == pytest.approx(2 * (more - few), rel=0.5)
     assert most / 16 < 4 * 10, "nodes of a layer x labels of one axis"
+
+
+def test_level_0_does_not_collapse_to_data_parallel():
+    """One division after the other sends least where all but the batch is whole: the divisions for level 2 do better."""
+
+    def step(params, x):
+        def loss(params):
+            h = x
+            for up, down in params:
+                h = h + jax.nn.gelu(h @ up) @ down
+            return jnp.mean(h**2)
+
+        return jax.tree.map(lambda a, g: a - 0.1 * g, params, jax.grad(loss)(params))
+
+    params = [(jax.ShapeDtypeStruct((1024, 4096), jnp.float32), jax.ShapeDtypeStruct((4096, 1024), jnp.float32))]
+    x = jax.ShapeDtypeStruct((8192, 1024), jnp.float32)
+    least, fast = (
+        shardfn.plan(
+            step, params, x, level=level, device="h100:256", donate_argnums=0, search_mode="recursive_programming"
+        )
+        for level in (0, 2)
+    )
+    assert least.price.bytes_sent <= fast.price.bytes_sent < 2 * 4 * 1024 * 4096
