@@ -87,6 +87,7 @@ def answer_of(
         if is_over and problem.seconds_left > 0:
             for other in mend(problem, one, made):
                 rated += [_row(problem, c, other) for c in candidates(problem, other)]
+    rated += _beyond(problem, found, rated)
     is_over = bool(rated) and all(made.price.memory.peak > problem.memory_limit for _, made, _ in rated)
     is_lost = is_over and fits_nowhere(problem)
     if rated and (disappoints or not is_large) and problem.level != 1 and not is_lost:
@@ -174,6 +175,19 @@ def fastest(problem: Problem, rated: Sequence[_Rated]) -> float:
     if every and not fit and fits_nowhere(problem):
         fit = every
     return min((price.time_s for price in fit), default=math.inf)
+
+
+def _beyond(problem: Problem, found: Sequence[Found], rated: Sequence[_Rated]) -> list[_Rated]:
+    """At level 2 the best by the model of what holds more than the limit by it, if it is better by the model than all that was
+    priced: of some programs the model tells too much."""
+    if not rated or problem.level != 2 or problem.is_small or problem.is_large:
+        return []
+    least = min((one.solution.cost for _, _, one in rated if one is not None), default=0.0)
+    over = [f for f in found if f.peak > problem.memory_limit and f.solution.cost < least]
+    if not over or fits_nowhere(problem):
+        return []
+    one = min(over, key=lambda f: f.solution.cost)
+    return [_row(problem, _first(problem, one, fastest(problem, rated)), one)]
 
 
 def _otherwise(
