@@ -179,8 +179,7 @@ def _question(
 
 def _safe(anchored: Collection[int], graph: Graph) -> frozenset[int]:
     """Those of the ops that can be held, by index: a convolution in groups that is held may end the process in XLA."""
-    whole = {i for i in anchored if (made := graph.ops[i].convolution) and made.grouped}
-    return frozenset(anchored) - whole
+    return frozenset(i for i in anchored if (made := graph.ops[i].convolution) is None or not made.grouped)
 
 
 def _in_parts(spec: Spec, parts: Mapping[str, tuple[str, ...]]) -> Spec:

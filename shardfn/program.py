@@ -75,7 +75,7 @@ class Program:
         return search.select(self.options.search_mode or self.current.search_mode)
 
     def laid(self, find: Search, is_chosen: bool = False) -> Laid:
-        """Planned by `find`. Where XLA would get a convolution wrong, it is made whole, and the rest planned anew.
+        """Planned by `find`. Where XLA would get an op wrong, it is made whole, and the rest planned anew.
 
         Args:
           find: a search.
@@ -180,7 +180,7 @@ def program_of(callee: Callee, options: Options, call: Call, current: Any, compl
 
 def better(problem: Question, kept: Answer, found: Answer, at_first: Answer) -> Answer:
     """Of a mended program the arguments' layouts as they were found before it was mended, or what was found anew, as long as
-    that does not hold convolutions as they were."""
+    that does not hold ops as they were."""
     if found is at_first:
         return kept
     right = [a for a in (kept, sound(problem, found)) if not wrong_ops(problem.flow_of(a))]
@@ -188,7 +188,7 @@ def better(problem: Question, kept: Answer, found: Answer, at_first: Answer) -> 
 
 
 def sound(problem: Question, answer: Answer) -> Answer:
-    """An answer, or the best of what else was priced, if there is any, where XLA would get a convolution of it wrong."""
+    """An answer, or the best of what else was priced, if there is any, where XLA would get an op of it wrong."""
     other = unmended(problem, answer) if wrong_ops(problem.flow_of(answer)) else None
     return finalists.chosen(answer, other, RIGHTLY) if other else answer
 

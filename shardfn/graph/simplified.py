@@ -15,8 +15,7 @@ def simplified(flow: Flow) -> Flow:
 
     Loops that run once, and barriers on CPU before JAX 0.12, are taken apart; slices of all that there is, and sums with zeros,
     are views of it; products whose summed dims are of size 1 on each device are multiplications; of ops that make the same the
-    first stays; constraints that change no
-    layout are left out.
+    first stays; constraints that change no layout are left out.
     """
     return _once(_plain(_open(_apart(flow))))
 

@@ -77,6 +77,7 @@ def _windows(numbers: Numbers, size: Sequence[int], dilation: str, spacing: str)
 
 
 @functools.lru_cache(maxsize=4096)
+@functools.lru_cache(1 << 12)
 def reach(size: int, out_size: int, pieces: int, tap: Tap) -> tuple[int, int]:
     """Rows that a piece of the result reads before and after the piece of the operand on the same device, at most.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,6 +25,8 @@ def fetched(
       grid: with the axes' links.
     """
     sent, seconds = np.zeros(len(wanted[0])), np.zeros(len(wanted[0]))
+    rates = [link.exchange_bytes_s for link in grid.links]
+    latencies = [link.latency_s for link in grid.links]
     for tap in op.taps:
         of_kernel = tap.over >= 0
         other = graph.values[op.inputs[tap.over] if of_kernel else op.outputs[0]].shape
@@ -35,17 +36,12 @@ def fetched(
         size = graph.values[op.inputs[tap.operand]].shape[tap.dim]
         for n in np.unique(count[alike & along.any(axis=1)]).tolist():
             rows = -(-size // int(n))
-            before, after = _reach(size, other[tap.out_dim], int(n), tap)
+            before, after = reach(size, other[tap.out_dim], int(n), tap)
             if not before + after or before + after >= (n - 1) * rows:
                 continue
             here = alike & (count == n)
             part = np.where(here, (before + after) / rows * local[tap.operand], 0.0)
-            rates = [link.exchange_bytes_s for link in grid.links]
-            latencies = [link.latency_s for link in grid.links]
             sent += part
             seconds += part / np.where(along, rates, np.inf).min(axis=1, where=here[:, None], initial=max(rates))
             seconds += np.where(here, np.where(along, latencies, 0.0).max(axis=1) * ((before > 0) + (after > 0)), 0.0)
     return sent, seconds
-
-
-_reach = functools.lru_cache(1 << 12)(reach)

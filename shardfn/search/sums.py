@@ -54,8 +54,7 @@ class Sums:
 
 
 def add_up(
-    local_bytes: Array, reduced: Array, scattered: Array, grid: Grid, together: bool = False,
-    cut_after: Array | None = None, cut_last: Array | None = None,
+    local_bytes: Array, reduced: Array, scattered: Array, grid: Grid, together: bool, cut_after: Array, cut_last: Array
 ) -> tuple[Array, Array]:  # fmt: skip
     """Bytes sent and seconds to add up partial sums: reduce-scatters first, then all-reduces of what is left.
 
@@ -67,11 +66,9 @@ def add_up(
       cut_after: [labels], where everyone gets the sum over `scattered` too, and cuts its part from that.
       cut_last: [labels], where of these everyone keeps all of it until the last axis is added up.
     """
-    times = np.ones(len(local_bytes)) if cut_after is None else 1.0 + cut_after
-    cuts = np.ones(len(local_bytes), bool) if cut_last is None else ~cut_last
     left = np.array(local_bytes, float)
     sent, seconds = np.zeros_like(left), np.zeros_like(left)
-    for mask, rate in ((scattered, times), (reduced, 2.0)):
+    for mask, rate in ((scattered, 1.0 + cut_after), (reduced, 2.0)):
         for axis in reversed(range(len(grid.sizes))):
             size, link, here = grid.sizes[axis], grid.links[axis], mask[:, axis]
             if not here.any():
@@ -81,7 +78,7 @@ def add_up(
             seconds += part / link.bytes_s
             if mask is scattered or not together:
                 seconds += np.where(here, link.latency_s, 0.0)
-            left = np.where(here & cuts, left / size, left)
+            left = np.where(here & ~cut_last, left / size, left)
     return sent, seconds
 
 
