@@ -92,10 +92,18 @@ class _Backend:
                 self.values[inputs[side]] = Value(self.values[v].shape, self.values[given].dtype)
                 continue
             order = turned(op.rule, side, self.given.local_shape(v)) if op.rule else ()
-            if not order:
-                continue
-            inputs[side] = self.made("copy", v, v, order, op)
+            if order:
+                inputs[side] = self.made("copy", v, v, order, op)
+            elif self.is_flattened(op, side):
+                inputs[side] = self.made("bitcast", v, v, (-4,), op)
         return op if tuple(inputs) == op.inputs else op.of(tuple(inputs), op.outputs)
+
+    def is_flattened(self, op: Op, side: int) -> bool:
+        """Whether a product reads an operand as a matrix though it has more dims: through a view of it."""
+        assert op.rule is not None
+        left, right = ({f for dim in dims for f in dim} for dims in op.rule.operands[:2])
+        batch = len(left & right & {f for dim in op.rule.results[0] for f in dim})
+        return sum(n > 1 for n in self.given.local_shape(op.inputs[side])) > batch + 2
 
     def inverted(self, op: Op) -> Op:
         """A division by what is broadcast: the few are divided, and everything multiplied by them."""
