@@ -10,7 +10,8 @@ import functools
 import math
 from collections.abc import Sequence
 
-from shardfn.graph.model import PRODUCTS, Dims, Flow, Op, Rule, Spec, Value
+from shardfn.cost.fusion import ELEMENTWISE
+from shardfn.graph.model import PRODUCTS, Dims, Flow, Graph, Op, Rule, Spec, Value
 from shardfn.graph.release import IS_BEFORE_12
 from shardfn.graph.windows import reach
 
@@ -44,8 +45,9 @@ class _Backend:
     def flow(self) -> Flow:
         graph = self.given.graph
         into, dropped = _scattered_into(self.given)
+        dropped |= _known(graph)
         self.maker = {v: op for op in graph.ops if op.name in _LOOKED_UP for v in op.outputs}
-        self.there = set(graph.inputs).union(*(op.outputs for op in graph.ops), (b for _, b in graph.ties))
+        self.there = set(graph.inputs).union(*(op.outputs for op in graph.ops), (b for _, b in graph.ties)) - dropped
         readers = collections.Counter(v for op in graph.ops for v in op.inputs)
         readers.update(graph.outputs)
         for op in graph.ops:
@@ -282,6 +284,18 @@ def _roles(own: Dims, other: Dims, result: Dims) -> list[int]:
     other one."""
     there, made = ({f for dim in dims for f in dim} for dims in (other, result))
     return [(0 if f in made else 2) if f in there else 1 for f in (dim[0] if dim else -1 for dim in own)]
+
+
+def _known(graph: Graph) -> set[int]:
+    """Numbers that ops make of constants alone: they are worked out when it is compiled."""
+    made = set(graph.inputs).union(*(op.outputs for op in graph.ops), (b for _, b in graph.ties))
+    known: set[int] = set()
+    for op in graph.ops:
+        if op.name in ELEMENTWISE and len(op.outputs) == 1 and made.isdisjoint(op.inputs):
+            if math.prod(graph.values[op.outputs[0]].shape) == 1 and op.outputs[0] not in graph.outputs:
+                known.add(op.outputs[0])
+                made.discard(op.outputs[0])
+    return known
 
 
 def _scattered_into(flow: Flow) -> tuple[dict[int, Op], set[int]]:

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from shardfn.cost.fusion import Fusion, fuse
+from shardfn.cost.fusion import CHEAP, COSTLY, Fusion, fuse, is_view
 from shardfn.cost.tpu import rows_bytes, scattered_to
 from shardfn.graph.model import Communication, Flow, Graph, dtype_bits
 
@@ -268,6 +268,8 @@ def _as_ready(flow: Flow, fusion: Fusion, nodes: Mapping[object, Sequence[int]])
                 views.setdefault(v, []).append(node)
         for source in sources:
             users.setdefault(source, []).append(node)
+    for node, readers in users.items():
+        readers.sort(key=lambda reader: _is_alone(flow, fusion, nodes[reader]))
     for v, readers in views.items():
         view = "view", v
         waits[view], users[view] = 1, readers
@@ -289,6 +291,15 @@ def _as_ready(flow: Flow, fusion: Fusion, nodes: Mapping[object, Sequence[int]])
             if not waits[user]:
                 queue.append((user, False))
     return [*turn, *(node for node in nodes if node not in turn)]
+
+
+def _is_alone(flow: Flow, fusion: Fusion, ops: Sequence[int]) -> bool:
+    """Whether a node is one op with nothing computed inside: XLA makes a kernel of such after all others, which puts it behind
+    them among the readers of what it reads."""
+    first, *others = ops
+    inside = fusion.inside[first] or ()
+    named = flow.graph.ops[first].name in CHEAP | COSTLY | {"scatter"}
+    return named and not others and all(is_view(flow, flow.graph.ops[i]) for i in inside)
 
 
 def _flattened(
