@@ -29,7 +29,7 @@ _HALF = frozenset({"bf16", "f16"} if IS_BEFORE_12 else ())
 which is left out."""
 
 
-_LOOKED_UP = frozenset({"transpose", "dot_general", "broadcast_in_dim", "convert"})
+_LOOKED_UP = frozenset({"transpose", "dot_general", "broadcast_in_dim", "convert", "negate"})
 
 
 class _Backend:
@@ -70,6 +70,8 @@ class _Backend:
                 op = self.inverted(op)
             elif op.name == "multiply":
                 op = self.masked(op)
+            elif op.name == "reduce":
+                op = self.negated(op)
             if op.name in PRODUCTS:
                 op = self.widened(op)
             elif op.name == "all_gather":
@@ -90,7 +92,7 @@ class _Backend:
             source = self.maker.get(v)
             if source and source.name == "transpose" and is_swap(source, op, op.rule and op.rule.operands[side]):
                 given = self.wide(source.inputs[0], op)
-                inputs[side] = self.made("reshape", given, v, (), op)
+                inputs[side] = self.made("swapped", given, v, (), op)
                 self.values[inputs[side]] = Value(self.values[v].shape, self.values[given].dtype)
                 continue
             order = turned(op.rule, side, self.given.local_shape(v)) if op.rule else ()
@@ -132,6 +134,14 @@ class _Backend:
                 chosen = op.of((mask.inputs[0], op.inputs[1 - side]), op.outputs)
                 return dataclasses.replace(chosen, name="select", rule=None)
         return op
+
+    def negated(self, op: Op) -> Op:
+        """A sum of what is negated: the sum is."""
+        made = self.maker.get(op.inputs[0])
+        if op.combines != "add" or made is None or made.name != "negate" or len(op.outputs) != 1:
+            return op
+        self.ops.append(op.of((made.inputs[0], *op.inputs[1:]), (self.like(op.outputs[0]),)))
+        return Op("negate", self.ops[-1].outputs, op.outputs, None, op.trips, op.where)
 
     def widened(self, op: Op) -> Op:
         """Products of half precision: operands are converted to `f32` first, and the result from it."""
