@@ -47,6 +47,7 @@ class _Roads:
         self.ops: list[Op] = []
         self.sent: list[Communication] = []
         self.moved: dict[tuple[int, Spec, frozenset[str]], int] = {}
+        self.parts: dict[object, int] = {}
         self.ways: dict[object, tuple[Way, bool]] = {}
         self.filled = {
             v
@@ -106,8 +107,7 @@ class _Roads:
             for leg in (*(found.through[i] if i < len(found.through) else ()), Leg(spec, inside)):
                 v = self.move(v, leg.to, op.trips, op.where, op.name, inside=leg.inside)
             inputs.append(v)
-        for edge in found.edges:
-            self.exchange(inputs[edge.operand], edge, op)
+        arrived = [v for edge in found.edges for v in self.exchange(inputs[edge.operand], edge, op)]
         for i in found.turned:
             inputs[i] = self.send(
                 "collective-permute", inputs[i], self.specs[inputs[i]], (), op.trips, op.where, op.name
@@ -117,7 +117,7 @@ class _Roads:
             v if ready and spec == self.specs[v] else self.new(self.values[v], spec, op.trips)
             for v, spec in zip(op.outputs, found.gives, strict=True)
         )
-        self.ops.append(op.of(tuple(inputs), outputs))
+        self.ops.append(op.of((*inputs, *arrived), outputs))
         for made, v in zip(outputs, op.outputs, strict=True):
             if made == v:
                 continue
@@ -240,20 +240,24 @@ class _Roads:
             return self.send("reduce-scatter", partial, want, axes, op.trips, op.where, op.name)
         return self.send("all-reduce", partial, have, axes, op.trips, op.where, op.name)
 
-    def exchange(self, value: int, edge: Edge, op: Op) -> None:
-        """Rows that neighbours send along one cut dim, farther ones where a piece is too short."""
+    def exchange(self, value: int, edge: Edge, op: Op) -> list[int]:
+        """Rows that pieces along one cut dim send each other; gives what arrives."""
         spec = self.specs[value]
         pieces = [self.pieces(axes) for axes in spec]
         local = [-(-n // p) for n, p in zip(self.values[value].shape, pieces, strict=True)]
-        own = local[edge.dim]
         for dim, size in edge.sizes:
             local[dim] = size
-        for rows in (edge.before, edge.after):
-            for passed in range(0, rows, own):
-                local[edge.dim] = min(rows - passed, own)
-                shape = tuple(n * p for n, p in zip(local, pieces, strict=True))
-                part = self.new(Value(shape, self.values[value].dtype), spec, op.trips)
-                self.send("collective-permute", part, spec, spec[edge.dim], op.trips, op.where, op.name)
+        own, found = local[edge.dim], []
+        for fetch in edge.fetches:
+            local[edge.dim] = fetch.end - fetch.start
+            shape = tuple(n * p for n, p in zip(local, pieces, strict=True))
+            key = value, edge.dim, fetch, edge.sizes
+            part = self.parts.get(key, value)
+            if part == value and (local[edge.dim] != own or edge.sizes):
+                part = self.parts[key] = self.new(Value(shape, self.values[value].dtype), spec, op.trips)
+                self.ops.append(Op("slice", (value,), (part,), None, op.trips, op.where))
+            found.append(self.send("collective-permute", part, spec, spec[edge.dim], op.trips, op.where, op.name))
+        return found
 
 
 def _needed(graph: Graph, ops: Sequence[Op]) -> list[Op]:

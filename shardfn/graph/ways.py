@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from shardfn.graph.cases import Case, Edge, Factors, Way, grouped, whole
 from shardfn.graph.dots import dot
+from shardfn.graph.edges import fetches, passed
 from shardfn.graph.model import Dims, Spec, Value, dtype_bits
 from shardfn.graph.products import product
 from shardfn.graph.release import IS_BEFORE_12
-from shardfn.graph.windows import reach
 
 
 def way(case: Case) -> Way:
@@ -181,11 +181,11 @@ def _with_edges(case: Case, found: Way) -> Way:
             continue
         pieces = case.pieces(axes)
         size, out_size = case.operands[tap.operand].shape[tap.dim], other.shape[tap.out_dim]
-        before, after = reach(size, out_size, pieces, tap)
-        if before + after >= (pieces - 1) * -(-size // pieces) > 0:
+        found_there = fetches(size, out_size, pieces, tap)
+        if found_there is None:
             return replicate(case)
-        if before or after:
-            edges.append(Edge(tap.operand, tap.dim, before, after, tuple(sizes.items())))
+        if found_there:
+            edges.append(Edge(tap.operand, tap.dim, found_there, tuple(sizes.items())))
         sizes[tap.dim] = ((-(-out_size // pieces) - 1) * tap.stride + tap.extent - 1) // tap.spacing + 1
     return dataclasses.replace(found, edges=tuple(edges))
 
@@ -221,7 +221,8 @@ def rotate(case: Case) -> Way:
     pieces, size = case.pieces(spec[tap.dim]), case.operands[0].shape[tap.dim]
     if size % pieces:
         return replicate(case)
-    edges = (Edge(0, tap.dim, min(tap.low, size - tap.low), 0),) if pieces > 1 else ()
+    rows = min(tap.low, size - tap.low)
+    edges = (Edge(0, tap.dim, passed(rows, -(-size // pieces))),) if pieces > 1 else ()
     return Way((spec,), (spec,), edges=edges)
 
 
