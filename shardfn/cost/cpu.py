@@ -241,8 +241,8 @@ class _Backend:
 def turned(rule: Rule, side: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The order of dims in which XLA's CPU backend copies an operand of a product; nothing where it is read as it lies.
 
-    It reads [batch, free, summed] and [batch, summed, free]. Where one dim is free and one summed, and none is
-    of size 1, these may change places.
+    It reads [batch, free, summed] and [batch, summed, free]. Where one dim is free and one summed, and none but
+    first batch dims is of size 1, these may change places.
 
     Args:
       rule: of the product.
@@ -255,7 +255,8 @@ def turned(rule: Rule, side: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     """
     roles = _roles(rule.operands[side], rule.operands[1 - side], rule.results[0])
     batch, free, summed = ([d for d, role in enumerate(roles) if role == wanted] for wanted in range(3))
-    if len(free) == len(summed) == 1 and batch == [*range(len(batch))] and min(shape) > 1:
+    ones = next((n for n, d in enumerate(batch) if shape[d] > 1), len(batch))
+    if len(free) == len(summed) == 1 and batch == [*range(len(batch))] and min(shape[ones:]) > 1:
         return ()
     order = (*batch, *free, *summed) if side == 0 else (*batch, *summed, *free)
     return order if _moves(order, shape) else ()
@@ -301,10 +302,12 @@ def _known(graph: Graph) -> set[int]:
     made = set(graph.inputs).union(*(op.outputs for op in graph.ops), (b for _, b in graph.ties))
     known: set[int] = set()
     for op in graph.ops:
-        if op.name in ELEMENTWISE and len(op.outputs) == 1 and made.isdisjoint(op.inputs):
-            if math.prod(graph.values[op.outputs[0]].shape) == 1 and op.outputs[0] not in graph.outputs:
-                known.add(op.outputs[0])
-                made.discard(op.outputs[0])
+        if op.name not in ELEMENTWISE or len(op.outputs) != 1 or not made.isdisjoint(op.inputs):
+            continue
+        (value,) = op.outputs
+        if math.prod(graph.values[value].shape) == 1 and value not in graph.outputs:
+            known.add(value)
+            made.discard(value)
     return known
 
 

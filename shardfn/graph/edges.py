@@ -1,4 +1,4 @@
-"""What the pieces of an array send each other for an op with windows or an offset along a cut dim, as XLA's partitioner does it."""
+"""What the pieces of an array send each other for an op with a window or an offset along a cut dim."""
 
 from __future__ import annotations
 
