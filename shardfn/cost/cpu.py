@@ -29,6 +29,9 @@ _HALF = frozenset({"bf16", "f16"} if IS_BEFORE_12 else ())
 which is left out."""
 
 
+_AT_ONCE = 16
+"""Elements of which XLA's CPU backend makes running sums at once: measured on JAX 0.10.2."""
+
 _LOOKED_UP = frozenset({"transpose", "dot_general", "broadcast_in_dim", "convert", "negate"})
 
 
@@ -72,6 +75,8 @@ class _Backend:
                 op = self.masked(op)
             elif op.name == "reduce":
                 op = self.negated(op)
+            elif op.name == "reduce_window":
+                op = self.summed_up(op)
             if op.name in PRODUCTS:
                 op = self.widened(op)
             elif op.name == "all_gather":
@@ -142,6 +147,31 @@ class _Backend:
             return op
         self.ops.append(op.of((made.inputs[0], *op.inputs[1:]), (self.like(op.outputs[0]),)))
         return Op("negate", self.ops[-1].outputs, op.outputs, None, op.trips, op.where)
+
+    def summed_up(self, op: Op) -> Op:
+        """Running sums, products and maxima along more than 16 elements: those of 16 at a time, then those of what each of
+        these gives, and so on; put together at the end."""
+        shape = self.given.local_shape(op.outputs[0])
+        long = [tap for tap in op.taps if tap.extent > 1]
+        if len(op.outputs) != 1 or len(long) != 1 or self.given.local_shape(op.inputs[0]) != shape:
+            return op
+        (tap,) = long
+        size = shape[tap.dim]
+        if tap.extent != size or size <= _AT_ONCE or tap.stride != 1 or tap.low not in (0, 1 - size):
+            return op
+        v, steps, d = op.inputs[0], [], tap.dim
+        form, spec = self.values[op.outputs[0]], self.specs[op.outputs[0]]
+        while True:
+            groups = (-(-size // _AT_ONCE), _AT_ONCE) if size > _AT_ONCE else (1, size + 1)
+            for name in ("slice", "reduce_window")[not steps :]:
+                made = self.like(op.outputs[0], (*spec[:d], (), *spec[d:]))
+                self.values[made] = Value((*form.shape[:d], *groups, *form.shape[d + 1 :]), form.dtype)
+                self.ops.append(Op(name, (v, *op.inputs[1:]), (made,), None, op.trips, op.where))
+                v = made
+            steps.append(v)
+            if size <= _AT_ONCE:
+                return Op("copy", tuple(steps), op.outputs, None, op.trips, op.where)
+            size = groups[0]
 
     def widened(self, op: Op) -> Op:
         """Products of half precision: operands are converted to `f32` first, and the result from it."""

@@ -59,6 +59,7 @@ class Way:
     inside: tuple[frozenset[str], ...] = ()
     through: tuple[tuple[Leg, ...], ...] = ()
     back: tuple[Leg, ...] = ()
+    windows: tuple[tuple[int, int, int, tuple[str, ...]], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -108,6 +108,8 @@ class _Roads:
                 v = self.move(v, leg.to, op.trips, op.where, op.name, inside=leg.inside)
             inputs.append(v)
         arrived = [v for edge in found.edges for v in self.exchange(inputs[edge.operand], edge, op)]
+        for i, dim, rows, axes in found.windows:
+            inputs[i] = self.window(inputs[i], dim, rows, axes, op)
         for i in found.turned:
             inputs[i] = self.send(
                 "collective-permute", inputs[i], self.specs[inputs[i]], (), op.trips, op.where, op.name
@@ -239,6 +241,14 @@ class _Roads:
         if last and nested and pieces == set(axes) and self.platform != "cpu":
             return self.send("reduce-scatter", partial, want, axes, op.trips, op.where, op.name)
         return self.send("all-reduce", partial, have, axes, op.trips, op.where, op.name)
+
+    def window(self, value: int, dim: int, rows: int, axes: tuple[str, ...], op: Op) -> int:
+        """Of a value that is whole along a dim, the part that each device reads."""
+        shape, spec = list(self.values[value].shape), list(self.specs[value])
+        shape[dim], spec[dim] = rows * self.pieces(axes), axes
+        part = self.new(Value(tuple(shape), self.values[value].dtype), tuple(spec), op.trips)
+        self.ops.append(Op("pad", (value,), (part,), None, op.trips, op.where))
+        return part
 
     def exchange(self, value: int, edge: Edge, op: Op) -> list[int]:
         """Rows that pieces along one cut dim send each other; gives what arrives."""

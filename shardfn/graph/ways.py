@@ -169,8 +169,11 @@ def convolve(case: Case) -> Way:
 
 
 def _with_edges(case: Case, found: Way) -> Way:
-    """Add what an op with windows needs from neighbours; where that is no less than everything, it is done whole."""
+    """Add what an op with windows needs from neighbours; where that is no less than everything, the dim is gathered, and each
+    device reads its part of it."""
     edges: list[Edge] = []
+    windows: list[tuple[int, int, int, tuple[str, ...]]] = []
+    wants = list(found.wants)
     sizes: dict[int, int] = {}
     for tap in case.op.taps:
         other, spec = case.results[0], found.gives[0]
@@ -181,13 +184,18 @@ def _with_edges(case: Case, found: Way) -> Way:
             continue
         pieces = case.pieces(axes)
         size, out_size = case.operands[tap.operand].shape[tap.dim], other.shape[tap.out_dim]
-        found_there = fetches(size, out_size, pieces, tap)
-        if found_there is None:
+        rows = fetches(size, out_size, pieces, tap)
+        read = (-(-out_size // pieces) - 1) * tap.stride + tap.extent
+        if rows is None and (case.op.name != "reduce_window" or tap.spacing > 1):
             return replicate(case)
-        if found_there:
-            edges.append(Edge(tap.operand, tap.dim, found_there, tuple(sizes.items())))
-        sizes[tap.dim] = ((-(-out_size // pieces) - 1) * tap.stride + tap.extent - 1) // tap.spacing + 1
-    return dataclasses.replace(found, edges=tuple(edges))
+        if rows is None:
+            windows.append((tap.operand, tap.dim, read, axes))
+            spec = wants[tap.operand]
+            wants[tap.operand] = (*spec[: tap.dim], (), *spec[tap.dim + 1 :])
+        elif rows:
+            edges.append(Edge(tap.operand, tap.dim, rows, tuple(sizes.items())))
+        sizes[tap.dim] = (read - 1) // tap.spacing + 1
+    return dataclasses.replace(found, wants=tuple(wants), edges=tuple(edges), windows=tuple(windows))
 
 
 def concatenate(case: Case) -> Way:
