@@ -84,13 +84,16 @@ def look_up(case: Case) -> Way:
 
 
 def put_down(case: Case) -> Way:
-    """scatter: as gather, the updates in place of the result; where these are cut and the table is not, all add up."""
+    """scatter: as gather, the updates in place of the result; where these are cut and the table is not, all add up, along one
+    dim of the index after the other, the last first."""
     if len(case.operands) != 3:
         return replicate(case)
     factors, kinds = _indexed(case, case.rule.operands[2], case.operands[2])
     table, _ = _to_idle(case, factors, kinds)
     wants = (table, *(case.spec(dims, factors) for dims in case.rule.operands[1:]))
-    return Way(wants, (table,), _group(kinds["index"]))
+    cut = [f for dim in reversed(case.rule.operands[1]) for f in dim if f in factors]
+    partial = (_group([a for a in factors[f] if a in kinds["index"]]) for f in cut)
+    return Way(wants, (table,), sum(partial, ()))
 
 
 def _to_idle(case: Case, factors: Factors, kinds: Mapping[str, Sequence[str]]) -> tuple[Spec, list[str]]:
