@@ -250,6 +250,8 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
             end[source] = max(end.get(source, 0), end[result])
     for v, first in loops.entered.items():
         start[v] = 2 * first
+    if flow.platform == "cpu":
+        copies += _kept_apart(flow, fusion, loops, start, end)
     _stay_through(start, end, [(2 * first, 2 * last) for last, first in loops.spans.items()], loops.entered)
     last_read = {i: 2 * last for i, (_, last) in together.items()}
     bound = _bound(flow, fusion, loops, end) if flow.platform == "cpu" else frozenset()
@@ -307,6 +309,36 @@ def _loops(graph: Graph, fusion: Fusion, bodies: Mapping[int, int]) -> _Loops:
                 entered[seen[0]] = first
                 carried.append((operand, seen[0], back, result))
     return _Loops(spans, entered, tuple(carried), unchanged)
+
+
+def _kept_apart(
+    flow: Flow, fusion: Fusion, loops: _Loops, start: Mapping[int, int], end: dict[int, int]
+) -> list[Place]:
+    """Copies of what a loop carries that an op in its body reads on which the next value does not depend: XLA makes them at the
+    start of the body, before it orders the ops. The next value is written in the place of the last one then."""
+    graph = flow.graph
+    maker = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
+    found = []
+    for _, seen, back, _ in loops.carried:
+        first, made = loops.entered[seen], maker.get(back, -1)
+        if made < first or end.get(seen, -1) <= start.get(back, -1) or flow.local_bytes(seen) < _SMALL:
+            continue
+        readers = [i for i in range(first, end[seen] // 2 + 1) if seen in fusion.reads[i]]
+        needed, ahead = {made}, [made]
+        while ahead:
+            for v in fusion.reads[ahead.pop()]:
+                i = maker.get(v, -1)
+                if i >= first and i not in needed:
+                    needed.add(i)
+                    ahead.append(i)
+        if not needed.issuperset(readers):
+            found.append(Place((), 2 * first, end[seen], flow.local_bytes(seen)))
+            end[seen] = 2 * first
+    return found
+
+
+_SMALL = 1024
+"""Bytes of what a loop carries below which its copies do not count."""
 
 
 def _stay_through(
