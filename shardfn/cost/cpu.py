@@ -271,8 +271,8 @@ class _Backend:
 def turned(rule: Rule, side: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The order of dims in which XLA's CPU backend copies an operand of a product; nothing where it is read as it lies.
 
-    It reads [batch, free, summed] and [batch, summed, free]. Where one dim is free and one summed, and none but
-    first batch dims is of size 1, these may change places.
+    It reads [batch, free, summed] and [batch, summed, free]. Where one dim is free and one summed, and none is of
+    size 1 but the first batch dims of both, these may change places.
 
     Args:
       rule: of the product.
@@ -285,7 +285,8 @@ def turned(rule: Rule, side: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     """
     roles = _roles(rule.operands[side], rule.operands[1 - side], rule.results[0])
     batch, free, summed = ([d for d, role in enumerate(roles) if role == wanted] for wanted in range(3))
-    ones = next((n for n, d in enumerate(batch) if shape[d] > 1), len(batch))
+    others = _roles(rule.operands[1 - side], rule.operands[side], rule.results[0])
+    ones = 0 if any(others[: len(batch)]) else next((n for n, d in enumerate(batch) if shape[d] > 1), len(batch))
     if len(free) == len(summed) == 1 and batch == [*range(len(batch))] and min(shape[ones:]) > 1:
         return ()
     order = (*batch, *free, *summed) if side == 0 else (*batch, *summed, *free)
