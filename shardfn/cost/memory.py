@@ -250,8 +250,8 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
             end[source] = max(end.get(source, 0), end[result])
     for v, first in loops.entered.items():
         start[v] = 2 * first
-    if flow.platform == "cpu":
-        copies += _kept_apart(flow, fusion, loops, start, end)
+    apart = _kept_apart(flow, fusion, loops, start, end) if flow.platform == "cpu" else {}
+    copies += [Place((), 2 * loops.entered[v], until, flow.local_bytes(v)) for v, (until, _) in apart.items()]
     _stay_through(start, end, [(2 * first, 2 * last) for last, first in loops.spans.items()], loops.entered)
     last_read = {i: 2 * last for i, (_, last) in together.items()}
     bound = _bound(flow, fusion, loops, end) if flow.platform == "cpu" else frozenset()
@@ -269,6 +269,10 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
         place = Place(members, min(start[v] for v in members), until, max(map(flow.local_bytes, members)))
         if len(members) == 1 and members[0] in sooner and not is_result:
             place = dataclasses.replace(place, sooner=sooner[members[0]])
+        gaps = [(2 * loops.entered[v], apart[v][1]) for v in members if v in apart and not is_result]
+        for copied, again in sorted(gaps):
+            temporaries.append(dataclasses.replace(place, end=copied))
+            place = dataclasses.replace(place, start=max(again, copied + 1))
         (results if is_result else temporaries).append(place)
     return temporaries, results
 
@@ -313,12 +317,15 @@ def _loops(graph: Graph, fusion: Fusion, bodies: Mapping[int, int]) -> _Loops:
 
 def _kept_apart(
     flow: Flow, fusion: Fusion, loops: _Loops, start: Mapping[int, int], end: dict[int, int]
-) -> list[Place]:
-    """Copies of what a loop carries that an op in its body reads on which the next value does not depend: XLA makes them at the
-    start of the body, before it orders the ops. The next value is written in the place of the last one then."""
+) -> dict[int, tuple[int, int]]:
+    """What a loop carries that an op in its body reads on which the next value does not depend: XLA copies it at the start of
+    the body, before it orders the ops. Its place is free from then until the next value is written there.
+
+    With each comes until when its copy is read, and when the next value is made.
+    """
     graph = flow.graph
     maker = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
-    found = []
+    found: dict[int, tuple[int, int]] = {}
     for _, seen, back, _ in loops.carried:
         first, made = loops.entered[seen], maker.get(back, -1)
         if made < first or end.get(seen, -1) < 2 * first or flow.local_bytes(seen) < _SMALL:
@@ -332,7 +339,7 @@ def _kept_apart(
                     needed.add(i)
                     ahead.append(i)
         if not needed.issuperset(readers):
-            found.append(Place((), 2 * first, end[seen], flow.local_bytes(seen)))
+            found[seen] = end[seen], start[back]
             end[seen] = 2 * first
     return found
 
