@@ -82,7 +82,7 @@ class _Roads:
         joined = functools.cache(lambda spec: tuple(map(join, spec)))
         specs = tuple(map(joined, self.specs))
         sent = tuple(dataclasses.replace(c, axes=join(c.axes)) for c in self.sent)
-        graph = dataclasses.replace(self.given.graph, values=tuple(self.values), ops=tuple(self.ops))
+        graph = dataclasses.replace(self.given.graph, values=tuple(self.values), ops=tuple(_before_loops(self.ops)))
         return simplified(Flow(graph, specs, grid, sent, self.platform))
 
     def carry(self, op: Op) -> None:
@@ -281,6 +281,22 @@ def _needed(graph: Graph, ops: Sequence[Op]) -> list[Op]:
             found.append(op)
             alive.update(op.inputs)
     return found[::-1]
+
+
+def _before_loops(ops: Sequence[Op]) -> list[Op]:
+    """The ops with those that run less often than the body in which they stand before its loop."""
+    found: list[Op] = []
+    for op in ops:
+        if op.name == "while" and op.outputs:
+            first = len(found)
+            while first and found[first - 1].outputs and min(found[first - 1].outputs) > min(op.outputs):
+                first -= 1
+            body = found[first:]
+            if any(o.trips > op.trips for o in body):
+                body.sort(key=lambda o: o.trips > op.trips)
+                found[first:] = body
+        found.append(op)
+    return found
 
 
 def _rotations(flow: Flow) -> list[Op]:
