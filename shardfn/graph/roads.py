@@ -203,21 +203,26 @@ class _Roads:
     ) -> int:  # fmt: skip
         """One collective from `value` to a new one, or to `into`; an empty `kind` cuts it without sending."""
         was = made = self.values[value]
+        travels = _travels(self.platform, kind, was.dtype, cause in PRODUCTS)
         if kind == "all-to-all":  # the pieces are padded before they are exchanged
             pieces = [self.pieces(axes) for axes in after]
-            value = self.like(
-                value, Value(tuple(-(-n // p) * p for n, p in zip(was.shape, pieces, strict=True)), was.dtype), where
-            )
-        elif (travels := _TRAVELS.get((self.platform, kind, was.dtype, cause in PRODUCTS))) is not None:
+            shape = tuple(-(-n // p) * p for n, p in zip(was.shape, pieces, strict=True))
+            value = self.like(value, Value(shape, travels), where)
+        elif kind:
             value = self.like(value, Value(was.shape, travels), where)
-            if kind == "all-gather":  # the product reads it as it came
+            if kind == "all-gather" and self.platform == "tpu":  # the product reads it as it came
                 made = Value(was.shape, travels)
         result = self.new(made, after, trips) if into is None else into
-        self.ops.append(Op(kind.replace("-", "_") or "all_slice", (value,), (result,), None, trips, where))
+        arrived = result
+        if self.platform == "cpu" and kind and travels != was.dtype:
+            arrived = self.new(Value(was.shape, travels), after, trips)
+        self.ops.append(Op(kind.replace("-", "_") or "all_slice", (value,), (arrived,), None, trips, where))
         if kind:
             size = 2 if kind == "collective-permute" else self.pieces(axes)
-            sent = Communication(kind, tuple(axes), size, value, result, trips, where, cause, is_last_resort)
+            sent = Communication(kind, tuple(axes), size, value, arrived, trips, where, cause, is_last_resort)
             self.sent.append(sent)
+        if arrived != result:
+            self.ops.append(Op("convert", (arrived,), (result,), None, trips, where))
         return result
 
     def like(self, value: int, form: Value, where: str) -> int:
@@ -328,12 +333,12 @@ def _rotation(flow: Flow, end: Op, start: Op) -> Tap | None:
     return Tap(0, d, d, low=low) if first == 0 and low == two[d] and one[d] + two[d] == whole[d] else None
 
 
-_TRAVELS = {
-    ("cpu", "all-reduce", "bf16", True): "f32",
-    ("cpu", "all-reduce", "bf16", False): "f32",
-    ("tpu", "all-gather", "f32", True): "bf16",
-}
-"""By platform, collective, element type, and whether it is for a product: the type in which elements are sent."""
+def _travels(platform: str, kind: str, dtype: str, is_for_product: bool) -> str:
+    """The type in which elements are sent: on CPU `bf16` as `f32`; on a TPU what is gathered for a product as `bf16`."""
+    if platform == "cpu" and dtype == "bf16":
+        return "f32"
+    return "bf16" if (platform, kind, dtype) == ("tpu", "all-gather", "f32") and is_for_product else dtype
+
 
 _PASSED = frozenset({"iota", "shard_map", "create_token", "after_all", "partition_id", "replica_id"})
 """Ops at whose operands nothing is moved."""
