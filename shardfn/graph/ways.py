@@ -167,7 +167,12 @@ def windowed(case: Case) -> Way:
 
 
 def convolve(case: Case) -> Way:
-    """A product whose image is also cut along height or width."""
+    """A product whose image is also cut along height or width; in groups of several channels every device does all of it."""
+    shape = case.op.convolution
+    if shape and not shape.in_batches:
+        for which, dim, groups in shape.grouped:
+            if which == 0 and groups < case.operands[0].shape[dim]:
+                return replicate(case)
     return _with_edges(case, product(case))
 
 
