@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from shardfn.cost.fusion import ELEMENTWISE
-from shardfn.graph.model import PRODUCTS, Dims, Flow, Graph, Op, Rule, Spec, Value
+from shardfn.graph.model import PRODUCTS, Convolution, Dims, Flow, Graph, Op, Rule, Spec, Value
 from shardfn.graph.release import IS_BEFORE_12
 from shardfn.graph.windows import reach
 
@@ -196,6 +196,8 @@ class _Backend:
     def convolved(self, op: Op) -> Op:
         """A convolution reads [batch, space, features] and [space, features, new ones], and makes [batch, space, new ones]."""
         assert op.rule and op.convolution
+        if op.convolution.in_batches:
+            return self.in_batches(op, op.convolution)
         image, kernel, made = *op.rule.operands[:2], op.rule.results[0]
         shape = op.convolution
         inputs = [self.with_edges(op), *op.inputs[1:]]
@@ -211,6 +213,33 @@ class _Backend:
             return op.of(tuple(inputs), op.outputs)
         self.ops.append(op.of(tuple(inputs), (self.like(op.outputs[0]),)))
         return Op("copy", self.ops[-1].outputs, op.outputs, None, op.trips, op.where)
+
+    def in_batches(self, op: Op, shape: Convolution) -> Op:
+        """A kernel's gradient in groups reads the image as [groups, space, batch], and makes [group, space, channels]; with one
+        channel a group it is that of all channels with all, of which those of one group are picked."""
+        inputs = [self.with_edges(op), *op.inputs[1:]]
+        grouped = {which: dim for which, dim, _ in shape.grouped}
+        orders = []
+        for side, space in enumerate((shape.image, shape.kernel, shape.result)):
+            last = grouped.get(side, 0)
+            rest = [d for d in range(len(space) + 2) if d not in space and d != last]
+            orders.append(
+                (last, *space, *rest) if side == 0 else (*space, *rest, last) if side == 1 else (*rest, *space, last)
+            )
+        for side in (0, 1):
+            if _moves(orders[side], self.given.local_shape(op.inputs[side])):
+                inputs[side] = self.made("copy", inputs[side], inputs[side], orders[side], op)
+        result, groups = op.outputs[0], all_groups(self.given, op)
+        if groups == 1 and not _moves(orders[2], self.given.local_shape(result)):
+            return op.of(tuple(inputs), op.outputs)
+        form, every = self.values[result], self.like(result)
+        self.values[every] = Value((groups * form.shape[0], *form.shape[1:]), form.dtype)
+        self.ops.append(op.of(tuple(inputs), (every,)))
+        if groups == 1:
+            return Op("copy", (every,), op.outputs, None, op.trips, op.where)
+        picked = self.like(every)
+        self.ops.append(Op("copy", (every,), (picked,), None, op.trips, op.where))
+        return Op("reduce_window", (picked,), op.outputs, None, op.trips, op.where)
 
     def with_edges(self, op: Op) -> int:
         """The image of a convolution with the rows that come from neighbours: put together in a place of its own."""
@@ -291,6 +320,18 @@ def turned(rule: Rule, side: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         return ()
     order = (*batch, *free, *summed) if side == 0 else (*batch, *summed, *free)
     return order if _moves(order, shape) else ()
+
+
+def all_groups(flow: Flow, op: Op) -> int:
+    """Of a kernel's gradient in groups of one channel each, how many groups there are, else 1.
+
+    On CPU XLA makes it of all channels with all, and picks those of one group.
+    """
+    shape = op.convolution
+    if shape is None or not shape.in_batches:
+        return 1
+    made = flow.graph.values[op.outputs[0]].shape
+    return next((groups for which, dim, groups in shape.grouped if which == 2 and made[dim] == groups), 1)
 
 
 def _moves(order: Sequence[int], shape: Sequence[int]) -> bool:

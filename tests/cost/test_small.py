@@ -123,9 +123,35 @@ def masked(key, x):
 @step
 def one_example(p, x):
     """Attention of one example a device: batch dims of one element."""
-    q, k, v = (jnp.einsum("btd,dhe->bhte", x, w) for w in p)
-    scores = jnp.einsum("bhqe,bhke->bhqk", q, k)
-    return ((jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((128, 128), bool)), scores, -1e9)) @ v) ** 2).mean()
+    *w, out = p
+    q, k, v = (jnp.einsum("btd,dhe->bhte", x, w) for w in w)
+    scores = jnp.einsum("bhqe,bhke->bhqk", q, k) / 4
+    seen = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((128, 128), bool)), scores, -1e9)) @ v
+    return (jnp.einsum("bhte,hed->btd", seen, out) ** 2).mean()
+
+
+def in_groups(groups):
+    @step
+    def loss(w, x):
+        y = lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups
+        )
+        return (y**2).mean()
+
+    return loss
+
+
+@step
+def half(p, x):
+    """What is sent of half precision travels as `float32` on CPU."""
+    w, v = (a.astype(jnp.bfloat16) for a in p)
+    return ((jax.nn.relu(x.astype(jnp.bfloat16) @ w) @ v).astype(jnp.float32) ** 2).mean()
+
+
+@step
+def layers(p, x):
+    """Weights whose layers lie on other devices: gathered before the loops, and there until their last rounds."""
+    return (lax.scan(jax.checkpoint(lambda x, p: (x + jnp.tanh(x @ p[0]) @ p[1], None)), x, p)[0] ** 2).mean()
 
 
 def recomputed(w, x):
@@ -138,7 +164,9 @@ def recomputed(w, x):
 ROWS, WEIGHT = array(256, 64), array(64, 512)
 TEXT = array(16, 32, dtype=jnp.int32)
 MODEL = (array(512, 64), WEIGHT), TEXT, TEXT
-GRID, HEADS = array(256, 512), (array(64, 8, 16),) * 3
+GRID, HEADS = array(256, 512), (*(array(64, 8, 16),) * 3, array(8, 16, 64))
+LAYERS = array(8, 64, 128), array(8, 128, 64)
+IMAGE = array(16, 16, 16, 16)
 EDITED = ROWS, WEIGHT, array(16, 512), array(16, dtype=jnp.int32)
 LABELS = array(256, dtype=jnp.int32)
 KEY = jax.eval_shape(lambda: jax.random.key(0))
@@ -168,7 +196,12 @@ CASES = {
     "running maxima, 2 x 4": (running_down, (GRID,), ((2, 4),)),
     "halves, 4 x 2": (halves, (ROWS,), ((4, 2),)),
     "masked": (masked, (KEY, GRID), ((), (8, 1))),
-    "one example": (one_example, (HEADS, array(4, 128, 64)), (((1, 1, 1),) * 3, (4, 1, 1))),
+    "one example": (one_example, (HEADS, array(4, 128, 64)), (((1, 1, 1),) * 4, (4, 1, 1))),
+    "a channel a group": (in_groups(16), (array(3, 3, 1, 16), IMAGE), ((1,) * 4, (8, 1, 1, 1))),
+    "a channel a group makes two": (in_groups(16), (array(3, 3, 1, 32), IMAGE), ((1,) * 4, (8, 1, 1, 1))),
+    "four channels a group": (in_groups(4), (array(3, 3, 4, 16), IMAGE), ((1,) * 4, (8, 1, 1, 1))),
+    "half, batch": (half, ((array(128, 512), array(512, 128)), array(256, 128)), (((1, 1), (1, 1)), (8, 1))),
+    "layers": (layers, (LAYERS, ROWS), (((8, 1, 1), (8, 1, 1)), (8, 1))),
     "whole call": (whole_call, (ROWS, WEIGHT), ((1, 1), (1, 1))),
 }
 
@@ -180,6 +213,11 @@ SPLIT = {
     "lstm, 8 ways": (lstm, (array(96, 256), array(16, 32, 32)), ((1, 8), (1, 1, 1))),
     "lstm, 2 x 4": (lstm, (array(96, 256), array(16, 32, 32)), ((1, 4), (1, 2, 1))),
     "halves": (halves, (ROWS,), ((8, 1),)),
+    "half, weights in pieces": (
+        half,
+        ((array(128, 512), array(512, 128)), array(256, 128)),
+        (((8, 1), (8, 1)), (8, 1)),
+    ),
 }
 
 
