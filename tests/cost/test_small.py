@@ -189,8 +189,6 @@ CASES = {
     "language model, batch and length": (language_model, MODEL, (((1, 1), (1, 1)), (2, 4), (2, 4))),
     "language model, vocabulary": (language_model, MODEL, (((8, 1), (1, 8)), (1, 1), (1, 1))),
     "in three, 8 ways": (split, (array(64, 192), ROWS), ((1, 8), (1, 1))),
-    "in three, 2 ways": (split, (array(64, 192), ROWS), ((1, 2), (4, 1))),
-    "in two, 2 ways": (split, (array(64, 192), ROWS), ((1, 2), (1, 1))),
     "running sums": (running, (GRID,), ((1, 1),)),
     "running sums, 2 x 4": (running, (GRID,), ((2, 4),)),
     "running maxima, 2 x 4": (running_down, (GRID,), ((2, 4),)),
@@ -207,6 +205,8 @@ CASES = {
 
 
 SPLIT = {
+    "in three, 2 ways": (split, (array(64, 192), ROWS), ((1, 2), (4, 1))),
+    "in two, 2 ways": (split, (array(64, 192), ROWS), ((1, 2), (1, 1))),
     "in three, 2 x 4": (split, (array(64, 192), ROWS), ((1, 4), (2, 1))),
     "gated, 8 ways": (gated, (WEIGHT, ROWS), ((1, 8), (1, 1))),
     "gated, 2 x 4": (gated, (WEIGHT, ROWS), ((1, 4), (2, 1))),
