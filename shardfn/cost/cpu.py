@@ -200,7 +200,7 @@ class _Backend:
             return self.in_batches(op, op.convolution)
         image, kernel, made = *op.rule.operands[:2], op.rule.results[0]
         shape = op.convolution
-        inputs = [self.with_edges(op), *op.inputs[1:]]
+        inputs = [self.with_edges(op), op.inputs[1]]
         for side, own, ends, space in (
             (0, image, (made, kernel), shape.image),
             (1, kernel, (image, made), shape.kernel),
@@ -217,7 +217,7 @@ class _Backend:
     def in_batches(self, op: Op, shape: Convolution) -> Op:
         """A kernel's gradient in groups reads the image as [groups, space, batch], and makes [group, space, channels]; with one
         channel a group it is that of all channels with all, of which those of one group are picked."""
-        inputs = [self.with_edges(op), *op.inputs[1:]]
+        inputs = [self.with_edges(op), op.inputs[1]]
         grouped = {which: dim for which, dim, _ in shape.grouped}
         orders = []
         for side, space in enumerate((shape.image, shape.kernel, shape.result)):
@@ -256,7 +256,7 @@ class _Backend:
             return image
         whole = self.like(image)
         self.values[whole] = Value(tuple(shape), form.dtype)
-        self.ops.append(Op("copy", (image,), (whole,), None, op.trips, op.where))
+        self.ops.append(Op("copy", (image, *op.inputs[2:]), (whole,), None, op.trips, op.where))
         return whole
 
     def gathered(self, op: Op) -> None:

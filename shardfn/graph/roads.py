@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 
 from shardfn.graph.cases import Case, Edge, Leg, Way, whole
-from shardfn.graph.model import PRODUCTS, Communication, Flow, Graph, Op, Rule, Spec, Tap, Value
+from shardfn.graph.model import CHANGES, PRODUCTS, Communication, Flow, Graph, Op, Rule, Spec, Tap, Value
 from shardfn.graph.moves import joined_axes, split_axes, steps
 from shardfn.graph.simplified import simplified
 from shardfn.graph.tiles import Step
@@ -81,8 +81,15 @@ class _Roads:
         join = functools.cache(lambda axes: joined_axes(axes, grid))
         joined = functools.cache(lambda spec: tuple(map(join, spec)))
         specs = tuple(map(joined, self.specs))
-        sent = tuple(dataclasses.replace(c, axes=join(c.axes)) for c in self.sent)
-        graph = dataclasses.replace(self.given.graph, values=tuple(self.values), ops=tuple(_before_loops(self.ops)))
+        graph = dataclasses.replace(self.given.graph, values=tuple(self.values))
+        ops = _before_loops(self.ops)
+        needed = {v for op in _needed(graph, ops) if op.name in CHANGES for v in op.outputs}
+        sent = tuple(
+            dataclasses.replace(c, axes=join(c.axes))
+            for c in self.sent
+            if c.result in needed or c.result in own or c.cause == "reduce"  # partial results are gathered together
+        )
+        graph = dataclasses.replace(graph, ops=tuple(ops))
         return simplified(Flow(graph, specs, grid, sent, self.platform))
 
     def carry(self, op: Op) -> None:
