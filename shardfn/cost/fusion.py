@@ -11,7 +11,7 @@ from shardfn.graph.model import PRODUCTS, Flow, Graph, Op
 CHEAP = frozenset(
     {"abs", "add", "and", "bitcast_convert", "broadcast_in_dim", "ceil", "clamp", "compare", "complex", "concatenate",
      "convert", "copy", "dynamic_slice", "floor", "gather", "imag", "iota", "is_finite", "maximum", "minimum", "multiply",
-     "negate", "not", "or", "pad", "real", "reverse", "round_nearest_even", "round_nearest_afz", "select",
+     "negate", "not", "or", "pad", "real", "reverse", "rotate", "round_nearest_even", "round_nearest_afz", "select",
      "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "slice", "square", "subtract", "transpose",
      "xor", "dynamic_update_slice"}
 )  # fmt: skip
@@ -45,15 +45,15 @@ BY_TREE = 32
 steps, from memory. Measured on JAX 0.10.2."""
 
 _LIBRARY = (CHEAP | COSTLY) - {"and", "bitcast_convert", "clamp", "compare", "complex", "concatenate", "copy", "dynamic_slice",
-                               "dynamic_update_slice", "gather", "imag", "is_finite", "not", "or", "pad", "real", "reverse",
+                               "dynamic_update_slice", "gather", "imag", "is_finite", "not", "or", "pad", "real", "reverse", "rotate",
                                "select", "slice", "xor"}  # fmt: skip
 
 _SPREADS = frozenset({"broadcast_in_dim", "gather", "dynamic_slice"})
 _READERS = CHEAP | COSTLY | CUTS
 _READERS_ON_TPU = PRODUCTS | {"reduce"}
 ELEMENTWISE = (CHEAP | COSTLY) - {
-    "broadcast_in_dim", "concatenate", "dynamic_slice", "dynamic_update_slice", "gather", "iota", "pad", "reverse", "slice",
-    "transpose",
+    "broadcast_in_dim", "concatenate", "dynamic_slice", "dynamic_update_slice", "gather", "iota", "pad", "reverse", "rotate",
+    "slice", "transpose",
 }  # fmt: skip
 """Ops each element of whose result is made of those at the same place."""
 _WRITES_NARROW = ELEMENTWISE | PRODUCTS
