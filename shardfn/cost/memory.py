@@ -341,7 +341,24 @@ def _kept_apart(
         if not needed.issuperset(readers):
             found[seen] = end[seen], start[back]
             end[seen] = 2 * first
+        elif made in readers and not _keeps_places(flow, fusion, made, seen):
+            end[seen] = max(end[seen], start[back] + 2)  # the next value is made apart, and copied at the end
     return found
+
+
+def _keeps_places(flow: Flow, fusion: Fusion, made: int, value: int) -> bool:
+    """Whether op `made`, with what is computed inside it, reads each element of a value only where it writes its own."""
+    graph = flow.graph
+    if graph.ops[made].name in _UPDATES:
+        return True
+    moved = {value}
+    for i in (*sorted(fusion.inside[made] or ()), made):
+        op = graph.ops[i]
+        if not moved.isdisjoint(op.inputs):
+            if op.name not in ELEMENTWISE and not is_view(flow, op):
+                return False
+            moved.update(op.outputs)
+    return True
 
 
 _SMALL = 1024
