@@ -33,7 +33,7 @@ LAYERS = (
         "graph.mistakes",
         "graph.mlir",
     ),
-    ("graph.moves", "graph.ingroup", "cost.cpu", "graph.opfacts", "graph.xlaform"),
+    ("graph.moves", "graph.ingroup", "cost.cpu", "cost.loops", "graph.opfacts", "graph.xlaform"),
     ("graph.dots", "graph.read"),
     ("graph.products",),
     ("graph.ways",),

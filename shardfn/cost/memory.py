@@ -22,6 +22,7 @@ from shardfn.cost.collectives import bytes_sent
 from shardfn.cost.compute import once
 from shardfn.cost.cpu import on_cpu
 from shardfn.cost.fusion import ELEMENTWISE, Fusion, is_view
+from shardfn.cost.loops import UPDATES, Loops, kept_apart, loops_of, stay_through
 from shardfn.cost.schedule import Order, merged, scheduled
 from shardfn.cost.tpu import AHEAD, STAYS, Claim, granted, looked_up, rows_bytes, stretches, tiled_bytes
 from shardfn.graph.model import Flow, Graph, Op, dtype_bits
@@ -105,7 +106,7 @@ def memory_of(order: Order, fusion: Fusion, donated: Collection[int] = (), chip:
 def _saved(order: Order, fusion: Fusion, pairs: Sequence[tuple[int, Place]]) -> tuple[list[Place], list[Room]]:
     """Copies of donated arguments that an op reads of which the result in their place does not depend: XLA makes them at the
     start, as it does so before it orders the ops. Also gives those places, which are free from then until the result is made."""
-    spans = _loops(order.flow.graph, fusion, order.bodies).spans
+    spans = loops_of(order.flow.graph, fusion, order.bodies).spans
     inside = {i: last for last, first in sorted(spans.items()) for i in range(first, last)}
     first_of = {i: first for i, (first, _) in order.together().items()}
     readers: dict[int, list[int]] = {v: [] for v, _ in pairs}
@@ -222,7 +223,7 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
     """Places of temporaries, and of results: when each is in use."""
     flow, graph = order.flow, order.flow.graph
     together = order.together()
-    loops = _loops(graph, fusion, order.bodies)
+    loops = loops_of(graph, fusion, order.bodies)
     start: dict[int, int] = {}
     end: dict[int, int] = {}
     copies: list[Place] = []
@@ -250,9 +251,9 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
             end[source] = max(end.get(source, 0), end[result])
     for v, first in loops.entered.items():
         start[v] = 2 * first
-    apart = _kept_apart(flow, fusion, loops, start, end) if flow.platform == "cpu" else {}
+    apart = kept_apart(flow, fusion, loops, start, end) if flow.platform == "cpu" else {}
     copies += [Place((), 2 * loops.entered[v], until, flow.local_bytes(v)) for v, (until, _) in apart.items()]
-    _stay_through(start, end, [(2 * first, 2 * last) for last, first in loops.spans.items()], loops.entered)
+    stay_through(start, end, [(2 * first, 2 * last) for last, first in loops.spans.items()], loops.entered)
     last_read = {i: 2 * last for i, (_, last) in together.items()}
     bound = _bound(flow, fusion, loops, end) if flow.platform == "cpu" else frozenset()
     sooner = _in_place(flow, fusion, start, end, last_read, bound)
@@ -275,105 +276,6 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
             place = dataclasses.replace(place, start=max(again, copied + 1))
         (results if is_result else temporaries).append(place)
     return temporaries, results
-
-
-@dataclasses.dataclass(frozen=True)
-class _Loops:
-    spans: dict[int, int]
-    """Op of a loop -> its body's first op; the body's ops stand before the loop's own."""
-    entered: dict[int, int]
-    """What a loop carries, as its body sees it -> the body's first op."""
-    carried: tuple[tuple[int, int, int, int], ...]
-    """(what goes in, as the body sees it, as the body returns it, what comes out)."""
-    unchanged: dict[int, int]
-    """A loop's result -> what goes in and comes out as it is."""
-
-
-def _loops(graph: Graph, fusion: Fusion, bodies: Mapping[int, int]) -> _Loops:
-    made = set(graph.inputs).union(*(op.outputs for op in graph.ops))
-    inside: dict[int, list[int]] = {}
-    for a, b in graph.ties:
-        if b not in made:
-            inside.setdefault(a, []).append(b)
-    spans: dict[int, int] = {}
-    entered: dict[int, int] = {}
-    carried: list[tuple[int, int, int, int]] = []
-    unchanged: dict[int, int] = {}
-    for i, op in enumerate(graph.ops):
-        if op.name != "while" or not op.outputs or i in fusion.dead:
-            continue
-        first, count = i - bodies[op.outputs[0]], len(op.outputs)
-        spans[i] = first
-        for operand, back, result in zip(op.inputs[:count], op.inputs[count:], op.outputs, strict=True):
-            if operand == back:
-                unchanged[result] = operand
-                continue
-            seen = [v for v in inside.get(operand, ()) if v > max(op.outputs) and v not in entered]
-            if seen:
-                entered[seen[0]] = first
-                carried.append((operand, seen[0], back, result))
-    return _Loops(spans, entered, tuple(carried), unchanged)
-
-
-def _kept_apart(
-    flow: Flow, fusion: Fusion, loops: _Loops, start: Mapping[int, int], end: dict[int, int]
-) -> dict[int, tuple[int, int]]:
-    """What a loop carries that an op in its body reads on which the next value does not depend: XLA copies it at the start of
-    the body, before it orders the ops. Its place is free from then until the next value is written there.
-
-    With each comes until when its copy is read, and when the next value is made.
-    """
-    graph = flow.graph
-    maker = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
-    found: dict[int, tuple[int, int]] = {}
-    for _, seen, back, _ in loops.carried:
-        first, made = loops.entered[seen], maker.get(back, -1)
-        if made < first or end.get(seen, -1) < 2 * first or flow.local_bytes(seen) < _SMALL:
-            continue
-        readers = [i for i in range(first, end[seen] // 2 + 1) if seen in fusion.reads[i]]
-        needed, ahead = {made}, [made]
-        while ahead:
-            for v in fusion.reads[ahead.pop()]:
-                i = maker.get(v, -1)
-                if i >= first and i not in needed:
-                    needed.add(i)
-                    ahead.append(i)
-        if not needed.issuperset(readers):
-            found[seen] = end[seen], start[back]
-            end[seen] = 2 * first
-        elif made in readers and not _keeps_places(flow, fusion, made, seen):
-            end[seen] = max(end[seen], start[back] + 2)  # the next value is made apart, and copied at the end
-    return found
-
-
-def _keeps_places(flow: Flow, fusion: Fusion, made: int, value: int) -> bool:
-    """Whether op `made`, with what is computed inside it, reads each element of a value only where it writes its own."""
-    graph = flow.graph
-    if graph.ops[made].name in _UPDATES:
-        return True
-    moved = {value}
-    for i in (*sorted(fusion.inside[made] or ()), made):
-        op = graph.ops[i]
-        if not moved.isdisjoint(op.inputs):
-            if op.name not in ELEMENTWISE and not is_view(flow, op):
-                return False
-            moved.update(op.outputs)
-    return True
-
-
-_SMALL = 1024
-"""Bytes of what a loop carries below which its copies do not count."""
-
-
-def _stay_through(
-    start: dict[int, int], end: dict[int, int], spans: Sequence[tuple[int, int]], entered: Collection[int]
-) -> None:
-    """What a loop reads from outside stays until its last round."""
-    for v, until in end.items():
-        if v in start and v not in entered:
-            for first, last in spans:
-                if start[v] < first <= until < last:
-                    until = end[v] = last
 
 
 def _chosen(flow: Flow, i: int, op: Op, at: int) -> list[Place]:
@@ -414,22 +316,21 @@ def _in_place(
         for v in fusion.reads[i]:
             dies = end.get(v) == last_read.get(i, 2 * i) and v in start and v not in inputs and v not in outputs
             if dies and flow.local_shape(v) == shape and flow.local_bytes(v) == size:
-                apart = op.name not in _UPDATES and not bound.isdisjoint((v, op.outputs[0]))
+                apart = op.name not in UPDATES and not bound.isdisjoint((v, op.outputs[0]))
                 (sooner if apart else end)[v] = min(2 * i, start[op.outputs[0]]) - 1
                 break
     return sooner
 
 
-_UPDATES = frozenset({"dynamic_update_slice", "scatter"})
-_WRITES_OVER = (ELEMENTWISE - {"copy"}) | _UPDATES
+_WRITES_OVER = (ELEMENTWISE - {"copy"}) | UPDATES
 
 
-def _bound(flow: Flow, fusion: Fusion, loops: _Loops, end: Mapping[int, int]) -> frozenset[int]:
+def _bound(flow: Flow, fusion: Fusion, loops: Loops, end: Mapping[int, int]) -> frozenset[int]:
     """Values that XLA's CPU backend puts in one place with others before it looks what may be written over: what an update is
     made in with what it makes, and what goes into a loop, goes round in it and comes out."""
     found: set[int] = set()
     for i, op in enumerate(flow.graph.ops):
-        if op.name in _UPDATES and fusion.inside[i] is not None and op.inputs[0] in fusion.reads[i]:
+        if op.name in UPDATES and fusion.inside[i] is not None and op.inputs[0] in fusion.reads[i]:
             found.update((op.inputs[0], op.outputs[0]))
     for operand, seen, back, result in loops.carried:
         found.update((seen, back, result))
@@ -451,7 +352,7 @@ def _shown(flow: Flow, fusion: Fusion) -> list[tuple[int, int]]:
 
 
 def _colocated(
-    graph: Graph, loops: _Loops, shown: Iterable[tuple[int, int]], start: dict[int, int], end: dict[int, int]
+    graph: Graph, loops: Loops, shown: Iterable[tuple[int, int]], start: dict[int, int], end: dict[int, int]
 ) -> Iterable[tuple[int, ...]]:
     """Values that lie in one place: what goes into a loop, goes round in it and comes out; a result and what it shows."""
     parent: dict[int, int] = {}
