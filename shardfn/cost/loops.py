@@ -66,7 +66,7 @@ def kept_apart(
     found: dict[int, tuple[int, int]] = {}
     for _, seen, back, _ in loops.carried:
         first, made = loops.entered[seen], maker.get(back, -1)
-        if made < first or end.get(seen, -1) < 2 * first or flow.local_bytes(seen) < _SMALL:
+        if made < first or back not in start or end.get(seen, -1) < 2 * first or flow.local_bytes(seen) < _SMALL:
             continue
         readers = [i for i in range(first, end[seen] // 2 + 1) if seen in fusion.reads[i]]
         needed, ahead = {made}, [made]
