@@ -48,7 +48,8 @@ class Sums:
                 is_spread = _on_several(np.where(scattered, self.out, -1))
             else:
                 scattered = scattered & ~is_mixed[:, None]
-            parts = add_up(partial, mask & ~scattered, scattered, grid, self.is_last, is_mixed | is_spread, is_spread)
+            is_cut = is_mixed | is_spread | (not grid.scatters)
+            parts = add_up(partial, mask & ~scattered, scattered, grid, self.is_last, is_cut, is_spread)
             sent, seconds = sent + parts[0], seconds + parts[1]
         return sent, seconds
 
