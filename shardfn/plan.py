@@ -59,7 +59,8 @@ class Plan:
     constraints: tuple[Constraint, ...] = ()
     """Ops inside that are held to a layout, because propagation alone would choose another."""
     gap: float | None = None
-    """How far the search may be from the optimum of the cost model: 0 is proved, None where it does not know."""
+    """How far the plan may be from the optimum of the cost model, op by op, on the grids that were tried, at level 0 on its own
+    grid: 0 is proved, None where the search does not know."""
     candidates: tuple[Candidate, ...] = ()
     """The whole plans that the search priced, best first; one of them is this one."""
     activations: tuple[Rule, ...] = ()
@@ -303,7 +304,7 @@ def diff(first: Plan, second: Plan) -> tuple[Change, ...]:
     row("peak memory per device", f"{first.price.memory.peak:,}", f"{second.price.memory.peak:,}")
     row("FLOPs per device", f"{first.price.flops:,.0f}", f"{second.price.flops:,.0f}")
     row("collectives", len(first.collectives), len(second.collectives))
-    row("proof", proof(first.gap), proof(second.gap))
+    row("proof", proof(first.gap, first.level), proof(second.gap, second.level))
     return tuple(changes)
 
 
@@ -328,15 +329,19 @@ def _grid(plan: Plan) -> str:
     return " x ".join(f"{n}={s}" for n, s in plan.axes) or "1 device"
 
 
-def proof(gap: float | None) -> str:
-    """How far a plan may be from the best under the cost model, in words.
+def proof(gap: float | None, level: int) -> str:
+    """How far a plan may be from the best under the cost model, in words: of what adds up over the ops, on the grids that were
+    tried, at level 0 on the plan's own. The flow, by which a whole plan is priced, may find something better.
 
-    >>> proof(0.0), proof(0.032), proof(None)
-    ('nothing costs less', 'at most 3.2% above the least cost', 'not known')
+    >>> proof(0.032, 2), proof(None, 2)
+    ('op by op, at most 3.2% above the least on the grids tried', 'not known')
     """
     if gap is None:
         return "not known"
-    return f"at most {math.ceil(gap * 1000) / 10:.1f}% above the least cost" if gap > 5e-5 else "nothing costs less"
+    where = "this grid" if level == 0 else "the grids tried"
+    if gap > 5e-5:
+        return f"op by op, at most {math.ceil(gap * 1000) / 10:.1f}% above the least on {where}"
+    return f"op by op, nothing costs less on {where}; by its flow something may"
 
 
 def _us(plan: Plan) -> str:
@@ -367,7 +372,7 @@ def _summary(plan: Plan) -> list[str]:
         f"{price.memory.peak:,} B at the peak, {price.flops:,.0f} FLOPs",
     ]
     if any(d.source == "searched" for d in plan.inputs):
-        lines.append(f"proof under the cost model: {proof(plan.gap)}")
+        lines.append(f"proof under the cost model: {proof(plan.gap, plan.level)}")
     for title, decisions in (("arguments", plan.inputs), ("results", plan.outputs)):
         most = MOST_LINES if title == "arguments" else 4
         groups: dict[tuple[Any, ...], list[Decision]] = {}

@@ -61,16 +61,18 @@ def test_one_device():
 
 
 @pytest.mark.parametrize(
-    ("gap", "text"),
+    ("gap", "level", "text"),
     [
-        (0.0, "nothing costs less"),
-        (0.0101, "at most 1.1% above the least cost"),
-        (None, "not known"),
-        (1e-9, "nothing costs less"),
+        (0.0, 2, "op by op, nothing costs less on the grids tried; by its flow something may"),
+        (0.0, 0, "op by op, nothing costs less on this grid; by its flow something may"),
+        (0.0101, 2, "op by op, at most 1.1% above the least on the grids tried"),
+        (0.0101, 0, "op by op, at most 1.1% above the least on this grid"),
+        (None, 2, "not known"),
+        (1e-9, 2, "op by op, nothing costs less on the grids tried; by its flow something may"),
     ],
 )
-def test_proof(gap, text):
-    assert proof(gap) == text
+def test_proof(gap, level, text):
+    assert proof(gap, level) == text
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,8 @@ def _told(
         reason, gap = f"plain layout, better by its flow than the optimum of the cost model: {best.name}", None
     else:
         gap = _gap(problem, at, found) if not is_cut_short and keeps_promise(problem, at, best) else None
-        policy = f"{what}: {_proof(best, gap)} under the cost model; grids tried: {tried}"
+        where = "; grids tried:" if problem.level == 0 else " on the grids tried:"
+        policy = f"{what}: {_proof(best, gap)} under the cost model, op by op{where} {tried}"
         policy += f"; {LINE}" if best.name.endswith(LINE) else ""
         reason = "the optimum of all ops together"
     reasons = tuple("" if given is not None else reason for given in problem.specs)
