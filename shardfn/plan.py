@@ -62,7 +62,7 @@ class Plan:
     """How far the plan may be from the optimum of the cost model, op by op, on the grids that were tried, at level 0 on its own
     grid: 0 is proved, None where the search does not know."""
     candidates: tuple[Candidate, ...] = ()
-    """The whole plans that the search priced, best first; one of them is this one."""
+    """The whole plans that the search priced by their flows, this one first, the others best first."""
     activations: tuple[Rule, ...] = ()
     """Rules of a layout file for what is tagged inside."""
     memory_limit: float | None = dataclasses.field(default=None, compare=False)

@@ -156,7 +156,7 @@ def _runners_up(plan: Plan, arrivals: Sequence[str], compared: Comparison | None
     ]
     if rows:
         note = (
-            "by the flow, all else as planned, as Plan.why has it, unless it says: by the search's estimate, which adds op to op; "
+            "by the flow, all else as planned, as Plan.why has it, unless it says: by the search's estimate, op by op; "
             "what a cut of yours does: Plan.what_if"
         )
         yield table("Runners-up", ("array", "count", "planned", "next best cut, and what it costs more"), rows, note)

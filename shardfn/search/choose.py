@@ -63,6 +63,7 @@ def answer_of(
       turn: what else to try where all flows break the model's promises.
     """
     rated: list[_Rated] = []
+    aside: list[Candidate] = []
     is_small, is_large = problem.is_small, problem.is_large
     least, disappoints = plain.least(problem), True
     for count, one in enumerate(_in_turn(found)[: weighed(problem)]):
@@ -71,7 +72,10 @@ def answer_of(
         is_left = bool(rated) and (count >= priced(problem) or fastest(problem, rated) < math.inf)
         if is_left and not promises(problem, one, min(r[0] for r in rated)):
             break
-        made = _first(problem, one, fastest(problem, rated))
+        made, *more = sorted(
+            candidates(problem, one, fastest(problem, rated)), key=lambda c: objective(c.price, problem)
+        )
+        aside += more
         made = let_go(problem, made) if is_small else made
         # By how much a program is too large that fits nowhere is worth little.
         is_lost = made.price.memory.peak > problem.memory_limit and fits_nowhere(problem)
@@ -110,9 +114,10 @@ def answer_of(
     others = tuple(c for _, c, _ in rated[1:])
     looked = (*(f.axes for f in found), *(axes for axes in grids if axes not in untried))
     tried, runner = _tried(problem, looked, untried), runner_up(best, others)
+    aside.append(best)
     best = best if is_small and at is not None else let_go(problem, best, is_last=True)
     answer = _told(problem, f"{what} at level {problem.level}", found, tried, bool(untried), best, at)
-    return dataclasses.replace(answer, runner_up=runner, others=others)
+    return dataclasses.replace(answer, runner_up=runner, others=others, aside=tuple(aside))
 
 
 def _told(

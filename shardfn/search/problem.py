@@ -204,6 +204,8 @@ class Answer:
     is proved, None not known."""
     others: tuple[Candidate, ...] = ()
     """What else was priced, best first."""
+    aside: tuple[Candidate, ...] = ()
+    """What was priced of the same layouts with more or less held inside."""
     runners_up: tuple[str, ...] = ()
     """For each argument the next best cut and what it would cost more, empty where there is none."""
     findings: tuple[str, ...] = ()
