@@ -38,7 +38,7 @@ class Study(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a function runs on a grid of devices.
+    """How a function runs on a grid of devices. Printed it is a summary; `shardfn.explain` of it is the whole report.
 
     `axes` is the grid, row-major, last axis fastest; `order` says which device stands where if not 0, 1, 2, …
     """
@@ -391,5 +391,6 @@ def _summary(plan: Plan) -> list[str]:
     if plan.constraints:
         lines.append(f"{len(plan.constraints)} ops are held to layouts inside")
     if plan.findings:
-        lines.append(f"{len(plan.findings)} finding{'s'[: len(plan.findings) > 1]}: see the report")
+        lines.append(f"{len(plan.findings)} finding{'s'[: len(plan.findings) > 1]}")
+    lines.append("the whole report: shardfn.explain(plan)")
     return lines
