@@ -20,7 +20,7 @@ from shardfn.graph.model import Collective, Flow, Op
 from shardfn.layout import Layout
 from shardfn.layoutrules import LayoutFile, Rule
 from shardfn.meshes import abstract_mesh, mesh_on, wired
-from shardfn.paths import alike, few
+from shardfn.paths import alike, few, listed
 
 __all__ = [
     "Alternatives", "Candidate", "Change", "Constraint", "Decision", "DimClass", "OpStrategy", "Plan", "Study", "diff",
@@ -297,8 +297,7 @@ def diff(first: Plan, second: Plan) -> tuple[Change, ...]:
     row("level", first.level, second.level)
     changes += _laid_otherwise(first, second)
     if first.constraints != second.constraints:
-        held = [_held(a, b) for a, b in ((first, second), (second, first))]
-        changes.append(Change("held inside", held[0], held[1] + (", in other layouts" if held[0] == held[1] else "")))
+        changes.append(Change("ops held to a layout inside", _held(first, second), _held(second, first)))
     row("modelled time, µs", _us(first), _us(second))
     row("bytes sent per device", f"{first.price.bytes_sent:,}", f"{second.price.bytes_sent:,}")
     row("peak memory per device", f"{first.price.memory.peak:,}", f"{second.price.memory.peak:,}")
@@ -349,12 +348,30 @@ def _us(plan: Plan) -> str:
     return f"{float(f'{plan.price.time_s * 1e6:.4g}'):,.10g}"
 
 
+MOST_KINDS, MOST_PLACES = 3, 2
+"""Of ops that only one of two plans holds: kinds that are told, and lines of each."""
+
+
 def _held(plan: Plan, other: Plan) -> str:
-    known = set(other.constraints)
-    where = dict.fromkeys((c.kind, pathlib.PurePath(c.where).name) for c in plan.constraints if c not in known)
-    shown = ", ".join(f"{kind} at {line}" if line else kind for kind, line in list(where)[:3])
-    more = f" and {len(where) - 3} more" if len(where) > 3 else ""
-    return f"{len(plan.constraints)} ops" + (f"; here only: {shown}{more}" if shown else "")
+    """How many ops are held; those that the other plan leaves alone, by kind and line, and how many it holds otherwise."""
+    theirs = {(c.kind, c.number): c for c in other.constraints}
+    alone: dict[str, list[str]] = {}
+    for c in plan.constraints:
+        if (c.kind, c.number) not in theirs:
+            alone.setdefault(c.kind, []).append(pathlib.PurePath(c.where).name)
+    parts = []
+    kinds = sorted(alone.items(), key=lambda item: -len(item[1]))
+    for kind, lines in kinds[:MOST_KINDS]:
+        known = list(dict.fromkeys(filter(None, lines)))
+        parts.append(f"{len(lines)} {kind} ({listed(known, MOST_PLACES) if known else 'no line known'})")
+    rest = sum(len(lines) for _, lines in kinds[MOST_KINDS:])
+    parts += [f"{rest} of other kinds"] if rest else []
+    changed = sum(c != theirs.get((c.kind, c.number), c) for c in plan.constraints)
+    return (
+        str(len(plan.constraints))
+        + (f"; here only: {', '.join(parts)}" if parts else "")
+        + (f"; {changed} in another layout than there" if changed else "")
+    )
 
 
 MOST_LINES = 10
