@@ -85,7 +85,7 @@ def answer_of(
         if (is_small or weighs(problem, made)) and problem.seconds_left > 0:
             other = held_as(problem, made, one.axes, decided(problem, one))
             rated += [] if other is None else [_row(problem, other, one)]
-        if not is_large and (is_small or not is_kept or problem.level != 2):
+        if problem.is_rough or (not is_large and (is_small or not is_kept or problem.level != 2)):
             rated += _in_line(problem, one, made)
         is_over = least < problem.memory_limit < made.price.memory.peak and not (is_large and is_lost)
         if is_over and problem.seconds_left > 0:
