@@ -9,12 +9,12 @@ import numpy as np
 
 from shardfn.cost.links import links
 from shardfn.graph.model import Spec
-from shardfn.search.grid import Axes, cuts_of
+from shardfn.search.grid import Axes, cuts_of, spec_of
 from shardfn.search.levels import repeated, totals
 from shardfn.search.problem import Candidate, Problem
 from shardfn.search.solver.labelling import Labelling, Table, peak_of
 from shardfn.search.solver.solve import Solution
-from shardfn.search.strategies import Space, spec_of
+from shardfn.search.strategies import Space
 
 NEARLY = 1.05
 """Of what the model promises: a flow that costs no more than this much of it keeps it."""

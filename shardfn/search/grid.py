@@ -218,6 +218,25 @@ def merged(axes: Axes, specs: Sequence[Spec], pins: Mapping[int, Pin]) -> tuple[
     return sizes, [renamed(spec) for spec in specs], held
 
 
+def row_of(spec: Spec, names: Sequence[str]) -> list[int]:
+    """A spec as the dim that each axis cuts.
+
+    >>> row_of((("b",), (), ("a",)), ("a", "b", "c"))
+    [2, 0, -1]
+    """
+    where = {axis: dim for dim, axes in enumerate(spec) for axis in axes}
+    return [where.get(name, -1) for name in names]
+
+
+def spec_of(row: Sequence[int], rank: int, names: Sequence[str]) -> Spec:
+    """The reverse of `row_of`.
+
+    >>> spec_of([2, 0, -1], 3, ("a", "b", "c"))
+    (('b',), (), ('a',))
+    """
+    return tuple(tuple(n for n, d in zip(names, row, strict=True) if d == dim) for dim in range(rank))
+
+
 def cuts_of(spec: Spec, axes: Axes) -> tuple[int, ...]:
     """How many ways a layout cuts each dim.
 
