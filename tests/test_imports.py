@@ -64,7 +64,7 @@ LAYERS = (
     ("search.solver.branch", "search.solver.peak"),
     ("search.solver.narrow",),
     ("search.solver.solve", "search.forms", "search.grid", "search.facts"),
-    ("search.borders", "search.sums"),
+    ("search.borders", "search.sums", "search.windowed"),
     ("search.strategies",),
     ("search.problem",),
     ("search.filters",),

@@ -59,6 +59,8 @@ def _turned(problem: Problem, level: int, first: Candidate) -> Problem:
 def squeezed(problem: Problem, own: Answer, alone: Alone) -> Answer:
     """An answer of level 1, or what level 2 finds within ever less memory than that holds: where a limit is just missed, a
     search for it tries more than one for the least."""
+    if problem.is_rough:
+        return own
     best, least = own, problem.price_of(own).memory.peak
     for _ in range(1 if problem.is_large else TIMES):
         if problem.seconds_left <= 0:
@@ -90,7 +92,7 @@ def _of_level(problem: Problem, alone: Alone) -> list[Candidate]:
 
 def asked_once(problem: Problem, alone: Alone) -> Answer:
     """The answer of a search by itself; what a problem was answered at a level and a limit is not searched again."""
-    key = "answer", problem.level, problem.memory_limit
+    key = "answer", problem.level, problem.memory_limit, problem.is_rough
     if key not in problem.memo:
         problem.memo[key] = alone(problem)
     return problem.memo[key]
