@@ -18,7 +18,7 @@ LAYERS = (
     ("cost.links",),
     ("graph.model", "graph.release"),
     ("meshes",),
-    ("layout", "cost.hardware", "cost.collectives", "progress", "amounts"),
+    ("layout", "cost.hardware", "cost.collectives", "progress", "amounts", "graph.edges"),
     (
         "strategy",
         "context_keys",

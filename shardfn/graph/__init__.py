@@ -6,7 +6,8 @@
 - laid out by Shardy: `shardy`, in the form that XLA propagates through: `xlaform`; rules Shardy lacks: `rules`
 - which dims are the same dimension: `classes`; which op of a flow was which of the graph: `alike`
 - from a laid-out program to its collectives: `roads`, which asks for each op `ways` (products: `products`, and `dots` in the
-  words of `ingroup`; convolutions and slices: `windows`), in the words of `cases`; what XLA makes simpler then: `simplified`
+  words of `ingroup`; convolutions and slices: `windows`, and `edges` for what pieces send each other), in the words of `cases`;
+  what XLA makes simpler then: `simplified`
 - what XLA computes wrongly then: `mistakes`
 - from one layout of an array to another: `moves`, and among a group of devices `tiles`
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 
 from shardfn.graph.cases import Case, Edge, Leg, Way, whole
-from shardfn.graph.model import PRODUCTS, Communication, Flow, Graph, Op, Rule, Spec, Tap, Value
+from shardfn.graph.model import CHANGES, PRODUCTS, Communication, Flow, Graph, Op, Rule, Spec, Tap, Value
 from shardfn.graph.moves import joined_axes, split_axes, steps
 from shardfn.graph.simplified import simplified
 from shardfn.graph.tiles import Step
@@ -47,6 +47,7 @@ class _Roads:
         self.ops: list[Op] = []
         self.sent: list[Communication] = []
         self.moved: dict[tuple[int, Spec, frozenset[str]], int] = {}
+        self.parts: dict[object, int] = {}
         self.ways: dict[object, tuple[Way, bool]] = {}
         self.filled = {
             v
@@ -80,8 +81,15 @@ class _Roads:
         join = functools.cache(lambda axes: joined_axes(axes, grid))
         joined = functools.cache(lambda spec: tuple(map(join, spec)))
         specs = tuple(map(joined, self.specs))
-        sent = tuple(dataclasses.replace(c, axes=join(c.axes)) for c in self.sent)
-        graph = dataclasses.replace(self.given.graph, values=tuple(self.values), ops=tuple(self.ops))
+        graph = dataclasses.replace(self.given.graph, values=tuple(self.values))
+        ops = _before_loops(self.ops)
+        needed = {v for op in _needed(graph, ops) if op.name in CHANGES for v in op.outputs}
+        sent = tuple(
+            dataclasses.replace(c, axes=join(c.axes))
+            for c in self.sent
+            if c.result in needed or c.result in own or c.cause == "reduce"  # partial results are gathered together
+        )
+        graph = dataclasses.replace(graph, ops=tuple(ops))
         return simplified(Flow(graph, specs, grid, sent, self.platform))
 
     def carry(self, op: Op) -> None:
@@ -106,8 +114,9 @@ class _Roads:
             for leg in (*(found.through[i] if i < len(found.through) else ()), Leg(spec, inside)):
                 v = self.move(v, leg.to, op.trips, op.where, op.name, inside=leg.inside)
             inputs.append(v)
-        for edge in found.edges:
-            self.exchange(inputs[edge.operand], edge, op)
+        arrived = [v for edge in found.edges for v in self.exchange(inputs[edge.operand], edge, op)]
+        for i, dim, rows, axes in found.windows:
+            inputs[i] = self.window(inputs[i], dim, rows, axes, op)
         for i in found.turned:
             inputs[i] = self.send(
                 "collective-permute", inputs[i], self.specs[inputs[i]], (), op.trips, op.where, op.name
@@ -117,7 +126,7 @@ class _Roads:
             v if ready and spec == self.specs[v] else self.new(self.values[v], spec, op.trips)
             for v, spec in zip(op.outputs, found.gives, strict=True)
         )
-        self.ops.append(op.of(tuple(inputs), outputs))
+        self.ops.append(op.of((*inputs, *arrived), outputs))
         for made, v in zip(outputs, op.outputs, strict=True):
             if made == v:
                 continue
@@ -201,21 +210,26 @@ class _Roads:
     ) -> int:  # fmt: skip
         """One collective from `value` to a new one, or to `into`; an empty `kind` cuts it without sending."""
         was = made = self.values[value]
+        travels = _travels(self.platform, kind, was.dtype, cause in PRODUCTS)
         if kind == "all-to-all":  # the pieces are padded before they are exchanged
             pieces = [self.pieces(axes) for axes in after]
-            value = self.like(
-                value, Value(tuple(-(-n // p) * p for n, p in zip(was.shape, pieces, strict=True)), was.dtype), where
-            )
-        elif (travels := _TRAVELS.get((self.platform, kind, was.dtype, cause in PRODUCTS))) is not None:
+            shape = tuple(-(-n // p) * p for n, p in zip(was.shape, pieces, strict=True))
+            value = self.like(value, Value(shape, travels), where)
+        elif kind:
             value = self.like(value, Value(was.shape, travels), where)
-            if kind == "all-gather":  # the product reads it as it came
+            if kind == "all-gather" and self.platform == "tpu":  # the product reads it as it came
                 made = Value(was.shape, travels)
         result = self.new(made, after, trips) if into is None else into
-        self.ops.append(Op(kind.replace("-", "_") or "all_slice", (value,), (result,), None, trips, where))
+        arrived = result
+        if self.platform == "cpu" and kind and travels != was.dtype:
+            arrived = self.new(Value(was.shape, travels), after, trips)
+        self.ops.append(Op(kind.replace("-", "_") or "all_slice", (value,), (arrived,), None, trips, where))
         if kind:
             size = 2 if kind == "collective-permute" else self.pieces(axes)
-            sent = Communication(kind, tuple(axes), size, value, result, trips, where, cause, is_last_resort)
+            sent = Communication(kind, tuple(axes), size, value, arrived, trips, where, cause, is_last_resort)
             self.sent.append(sent)
+        if arrived != result:
+            self.ops.append(Op("convert", (arrived,), (result,), None, trips, where))
         return result
 
     def like(self, value: int, form: Value, where: str) -> int:
@@ -240,20 +254,32 @@ class _Roads:
             return self.send("reduce-scatter", partial, want, axes, op.trips, op.where, op.name)
         return self.send("all-reduce", partial, have, axes, op.trips, op.where, op.name)
 
-    def exchange(self, value: int, edge: Edge, op: Op) -> None:
-        """Rows that neighbours send along one cut dim, farther ones where a piece is too short."""
+    def window(self, value: int, dim: int, rows: int, axes: tuple[str, ...], op: Op) -> int:
+        """Of a value that is whole along a dim, the part that each device reads."""
+        shape, spec = list(self.values[value].shape), list(self.specs[value])
+        shape[dim], spec[dim] = rows * self.pieces(axes), axes
+        part = self.new(Value(tuple(shape), self.values[value].dtype), tuple(spec), op.trips)
+        self.ops.append(Op("pad", (value,), (part,), None, op.trips, op.where))
+        return part
+
+    def exchange(self, value: int, edge: Edge, op: Op) -> list[int]:
+        """Rows that pieces along one cut dim send each other; gives what arrives."""
         spec = self.specs[value]
         pieces = [self.pieces(axes) for axes in spec]
         local = [-(-n // p) for n, p in zip(self.values[value].shape, pieces, strict=True)]
-        own = local[edge.dim]
         for dim, size in edge.sizes:
             local[dim] = size
-        for rows in (edge.before, edge.after):
-            for passed in range(0, rows, own):
-                local[edge.dim] = min(rows - passed, own)
-                shape = tuple(n * p for n, p in zip(local, pieces, strict=True))
-                part = self.new(Value(shape, self.values[value].dtype), spec, op.trips)
-                self.send("collective-permute", part, spec, spec[edge.dim], op.trips, op.where, op.name)
+        own, found = local[edge.dim], []
+        for fetch in edge.fetches:
+            local[edge.dim] = fetch.end - fetch.start
+            shape = tuple(n * p for n, p in zip(local, pieces, strict=True))
+            key = value, edge.dim, fetch, edge.sizes
+            part = self.parts.get(key, value)
+            if part == value and (local[edge.dim] != own or edge.sizes):
+                part = self.parts[key] = self.new(Value(shape, self.values[value].dtype), spec, op.trips)
+                self.ops.append(Op("slice", (value,), (part,), None, op.trips, op.where))
+            found.append(self.send("collective-permute", part, spec, spec[edge.dim], op.trips, op.where, op.name))
+        return found
 
 
 def _needed(graph: Graph, ops: Sequence[Op]) -> list[Op]:
@@ -267,6 +293,22 @@ def _needed(graph: Graph, ops: Sequence[Op]) -> list[Op]:
             found.append(op)
             alive.update(op.inputs)
     return found[::-1]
+
+
+def _before_loops(ops: Sequence[Op]) -> list[Op]:
+    """The ops with those that run less often than the body in which they stand before its loop."""
+    found: list[Op] = []
+    for op in ops:
+        if op.name == "while" and op.outputs:
+            first = len(found)
+            while first and found[first - 1].outputs and min(found[first - 1].outputs) > min(op.outputs):
+                first -= 1
+            body = found[first:]
+            if any(o.trips > op.trips for o in body):
+                body.sort(key=lambda o: o.trips > op.trips)
+                found[first:] = body
+        found.append(op)
+    return found
 
 
 def _rotations(flow: Flow) -> list[Op]:
@@ -298,12 +340,12 @@ def _rotation(flow: Flow, end: Op, start: Op) -> Tap | None:
     return Tap(0, d, d, low=low) if first == 0 and low == two[d] and one[d] + two[d] == whole[d] else None
 
 
-_TRAVELS = {
-    ("cpu", "all-reduce", "bf16", True): "f32",
-    ("cpu", "all-reduce", "bf16", False): "f32",
-    ("tpu", "all-gather", "f32", True): "bf16",
-}
-"""By platform, collective, element type, and whether it is for a product: the type in which elements are sent."""
+def _travels(platform: str, kind: str, dtype: str, is_for_product: bool) -> str:
+    """The type in which elements are sent: on CPU `bf16` as `f32`; on a TPU what is gathered for a product as `bf16`."""
+    if platform == "cpu" and dtype == "bf16":
+        return "f32"
+    return "bf16" if (platform, kind, dtype) == ("tpu", "all-gather", "f32") and is_for_product else dtype
+
 
 _PASSED = frozenset({"iota", "shard_map", "create_token", "after_all", "partition_id", "replica_id"})
 """Ops at whose operands nothing is moved."""
