@@ -6,39 +6,42 @@ op needs it (`graph.moves`). Equal moves of one value are one; what does not cha
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
 from collections.abc import Sequence
 
 from shardfn.graph.cases import Case, Edge, Leg, Way, whole
-from shardfn.graph.model import PRODUCTS, Communication, Flow, Graph, Op, Rule, Spec, Tap, Value
-from shardfn.graph.moves import joined_axes, split_axes, steps
+from shardfn.graph.libtpu import as_on_tpu, scatters
+from shardfn.graph.model import PRODUCTS, Communication, Flow, Graph, Op, Rule, Spec, Tap, Value, dtype_bits
+from shardfn.graph.moves import flat, joined_axes, split_axes, steps
 from shardfn.graph.simplified import simplified
 from shardfn.graph.tiles import Step
 from shardfn.graph.ways import way
 
 
-def as_compiled(flow: Flow, platform: str) -> Flow:
+def as_compiled(flow: Flow, platform: str, torus: tuple[int, ...] = ()) -> Flow:
     """The flow with the ops as XLA works on them on `platform`, and the collectives that it runs.
 
     Args:
       flow: layouts of all values as propagated. Collectives that are in it (the user's own, in `shard_map`) stay. One
         that was here before comes back as it is.
       platform: `cpu`, `cuda`, `rocm` or `tpu`. On CPU a sum of which each device needs only its piece is an all-reduce
-        (elsewhere a reduce-scatter), and `bf16` is added up as `f32`. On TPU, what is gathered for a product travels as
-        `bf16`, in which a product of default precision reads it.
+        (elsewhere a reduce-scatter, on TPU where `graph.libtpu.scatters` says so), and `bf16` is added up as `f32`. On TPU,
+        what is gathered for a product travels as `bf16`, in which a product of default precision reads it.
+      torus: dims of the torus that the devices form, on TPU.
     """
     if flow.platform:
         return flow
-    return _Roads(flow, platform).flow()
+    return _Roads(flow, platform, torus).flow()
 
 
 class _Roads:
     """Walks one flow once; the lists fill as it goes. Inside, axes are in prime parts."""
 
-    def __init__(self, flow: Flow, platform: str):
-        self.given, self.platform = flow, platform
+    def __init__(self, flow: Flow, platform: str, torus: tuple[int, ...]):
+        self.given, self.platform, self.torus = flow, platform, torus
         graph = flow.graph
         used = {a for spec in set(flow.specs) for dim in spec for a in dim}
         self.sizes, parts = split_axes(flow.axes, used)
@@ -82,7 +85,8 @@ class _Roads:
         specs = tuple(map(joined, self.specs))
         sent = tuple(dataclasses.replace(c, axes=join(c.axes)) for c in self.sent)
         graph = dataclasses.replace(self.given.graph, values=tuple(self.values), ops=tuple(self.ops))
-        return simplified(Flow(graph, specs, grid, sent, self.platform))
+        found = simplified(Flow(graph, specs, grid, sent, self.platform))
+        return as_on_tpu(found) if self.platform == "tpu" else found
 
     def carry(self, op: Op) -> None:
         """What enters a loop, comes back from its body, or leaves a branch lies as the results do."""
@@ -236,9 +240,32 @@ class _Roads:
         have = self.specs[partial]
         nested = all(w[: len(h)] == h for h, w in zip(have, want, strict=True))
         pieces = {a for h, w in zip(have, want, strict=True) for a in w[len(h) :]}
-        if last and nested and pieces == set(axes) and self.platform != "cpu":
+        if last and nested and pieces == set(axes) and self.scatters(partial, want, self.turned.get(op.outputs[0], ())):
             return self.send("reduce-scatter", partial, want, axes, op.trips, op.where, op.name)
         return self.send("all-reduce", partial, have, axes, op.trips, op.where, op.name)
+
+    def scatters(self, partial: int, want: Spec, turned: Sequence[int]) -> bool:
+        """Whether the platform adds up to pieces, those that `want` makes of what lies so far as it does; `turned`: how a
+        transpose, its only reader, orders the dims."""
+        if self.platform != "tpu":
+            return self.platform != "cpu"
+        value, cut = self.values[partial], [d for d, h in enumerate(self.specs[partial]) if h != want[d]]
+        if len(cut) != 1:
+            return False
+        piece = [-(-n // self.pieces(axes)) for n, axes in zip(value.shape, want, strict=True)]
+        dims = tuple(turned) or tuple(range(len(piece)))
+        added = self.pieces(flat(want)) // self.pieces(flat(self.specs[partial]))
+        is_whole = added == math.prod(self.sizes.values())
+        shape = tuple(piece[d] for d in dims)
+        return scatters(shape, dims.index(cut[0]), dtype_bits(value.dtype), is_whole, self.torus)
+
+    @functools.cached_property
+    def turned(self) -> dict[int, tuple[int, ...]]:
+        """Of what a transpose alone reads: which dims of it the result has, in order."""
+        count = collections.Counter(v for op in self.given.graph.ops for v in op.inputs)
+        turns = [op for op in self.given.graph.ops if op.name == "transpose" and op.rule and count[op.inputs[0]] == 1]
+        rules = {op.inputs[0]: op.rule for op in turns if op.rule}
+        return {v: tuple(map(rule.operands[0].index, rule.results[0])) for v, rule in rules.items()}
 
     def exchange(self, value: int, edge: Edge, op: Op) -> None:
         """Rows that neighbours send along one cut dim, farther ones where a piece is too short."""

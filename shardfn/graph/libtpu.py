@@ -1,0 +1,203 @@
+"""What libtpu makes of a laid-out program's collectives where XLA's other backends do otherwise: which sums it scatters, which
+it puts together, and what it gathers again."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from shardfn.graph.model import Communication, Flow, Graph, Op, Spec, Value
+from shardfn.graph.padding import LANES, SUBLANES, tiled_dims
+
+
+def as_on_tpu(flow: Flow) -> Flow:
+    """A flow's collectives as libtpu runs them."""
+    return gathered_apart(summed_together(flow))
+
+
+# ---- sums
+
+
+def scatters(piece: tuple[int, ...], dim: int, bits: int, is_whole: bool, torus: tuple[int, ...]) -> bool:
+    """Whether libtpu makes a reduce-scatter of a sum of which each device needs a piece, or an all-reduce and a slice.
+
+    Pieces must be whole tiles: along the sublanes 8 rows, along the lanes 128 elements of 32 bits; those of vectors never are.
+    Nor is it done over all of a square torus of 4 x 4 or more, or of one of three dims. Seen in libtpu 0.0.42.
+
+    Args:
+      piece: shape of what one device needs.
+      dim: along which pieces are cut.
+      bits: of one element.
+      is_whole: whether the sum is over all devices of the torus.
+      torus: its dims.
+
+    >>> scatters((32, 256), 0, 32, True, (2, 4)), scatters((32, 256), 0, 32, True, (4, 4)), scatters((256, 64), 1, 32, True, (2, 4))
+    (True, False, True)
+    """
+    dims = [n for n in torus if n > 1]
+    if len(piece) < 2 or (is_whole and (len(dims) > 2 or (len(dims) == 2 and dims[0] == dims[1] > 2))):
+        return False
+    row, column = tiled_dims(piece, bits)
+    return piece[dim] % {row: SUBLANES, column: LANES * max(1, 32 // bits)}.get(dim, 1) == 0
+
+
+_SUMS = frozenset({"all_reduce", "reduce_scatter"})
+
+
+def summed_together(flow: Flow) -> Flow:
+    """With partial sums added before they are added up, where both would be over the same devices: one collective for two.
+
+    Only of sums that nothing else reads, as XLA's reassociation of all-reduces does it. The gradient of what queries, keys and
+    values are made of is one sum so, and not three.
+    """
+    graph, specs = flow.graph, list(flow.specs)
+    sums = {op.outputs[0]: i for i, op in enumerate(graph.ops) if op.name in _SUMS}
+    adds = [op for op in graph.ops if op.name == "add" and sums.keys() >= {*op.inputs}]
+    if not adds:
+        return flow
+    readers = collections.Counter(v for op in graph.ops for v in op.inputs)
+    readers.update((*graph.outputs, *(v for tie in graph.ties for v in tie)))
+    sent = {c.result: c for c in flow.communications}
+    values, ops = list(graph.values), [(op,) for op in graph.ops]
+    at = {op.outputs: i for i, op in enumerate(graph.ops)}
+    while adds:
+        op = adds.pop(0)
+        pair = [sent.get(v) for v in op.inputs]
+        first, second = pair if len(pair) == 2 else (None, None)
+        if not first or not second or first is second or any(readers[v] != 1 for v in op.inputs):
+            continue
+        if _kind(flow, values, specs, first) != _kind(flow, values, specs, second) or first.trips != op.trips:
+            continue
+        values.append(values[first.operand])
+        specs.append(specs[first.operand])
+        partial, (result,) = len(values) - 1, op.outputs
+        for v in op.inputs:
+            ops[sums[v]] = ops[sums[v]][:-1]
+            del sent[v]
+        sent[result] = dataclasses.replace(first, operand=partial, result=result)
+        sums[result] = i = at[op.outputs]
+        name = first.kind.replace("-", "_")
+        parts = (op.of((first.operand, second.operand), (partial,)), Op(name, (partial,), (result,), None, op.trips, first.where))
+        ops[i] = parts
+        adds += [o for o in graph.ops[i + 1 :] if o.name == "add" and result in o.inputs and sums.keys() >= {*o.inputs}]
+    return _with(flow, values, specs, [op for some in ops for op in some], sent)
+
+
+def _kind(flow: Flow, values: Sequence[Value], specs: Sequence[Spec], c: Communication) -> object:
+    """What two sums have in common that can be made as one."""
+    return c.kind, c.axes, values[c.operand], specs[c.operand], specs[c.result]
+
+
+def _with(
+    flow: Flow, values: Sequence[Value], specs: Sequence[Spec], ops: Sequence[Op], sent: Mapping[int, Communication]
+) -> Flow:
+    """The flow of these ops, its communications in their order."""
+    graph = dataclasses.replace(flow.graph, values=tuple(values), ops=tuple(ops))
+    turn = {v: i for i, op in enumerate(ops) for v in op.outputs}
+    communications = tuple(sorted(sent.values(), key=lambda c: turn.get(c.result, len(ops))))
+    return dataclasses.replace(flow, graph=graph, specs=tuple(specs), communications=communications)
+
+
+# ---- gathers
+
+
+FAR = 100
+"""Steps between two uses up to which one gather serves both: the distance of libtpu's schedule-aware common subexpressions.
+Measured with chains of `tanh` between two products."""
+
+
+def gathered_apart(flow: Flow) -> Flow:
+    """With a gather of its own for each use of a value that comes long after the first one.
+
+    XLA's partitioner gathers for every use; libtpu puts a gather together with the first one of the same value, if not more than
+    `FAR` steps lie between their uses. So a weight that lies in pieces is gathered once for the forward pass and once for the
+    backward one, but in the last layers.
+    """
+    graph = flow.graph
+    sent = {c.result: c for c in flow.communications}
+    gathers = {op.outputs[0]: op for op in graph.ops if op.name == "all_gather" and op.outputs[0] in sent}
+    uses: dict[int, list[int]] = {v: [] for v in gathers}
+    for i, op in enumerate(graph.ops):
+        for v in dict.fromkeys(op.inputs):
+            if v in uses:
+                uses[v].append(i)
+    if all(len(some) < 2 for some in uses.values()):
+        return flow
+    source = {op.outputs[0]: op.inputs[0] for op in graph.ops if op.name in _SAME}
+    heights = _heights(graph)
+    groups: dict[int, list[int]] = {}
+    for v, op in gathers.items():
+        (root,) = op.inputs
+        while root in source:
+            root = source[root]
+        groups.setdefault(root, []).append(v)
+    values, specs = list(graph.values), list(flow.specs)
+    before: dict[int, list[tuple[int, Op]]] = {}  # of a use the value that it reads anew, and the gather of that
+    for members in groups.values():
+        first = min((i for v in members for i in uses[v]), default=0)
+        for v in members:
+            far = [i for i in uses[v] if heights[first] > heights[i] + 1 + FAR]
+            for i in far if len(far) < len(uses[v]) else far[1:]:
+                values.append(values[v])
+                specs.append(specs[v])
+                again = len(values) - 1
+                before.setdefault(i, []).append((v, gathers[v].of(gathers[v].inputs, (again,))))
+                sent[again] = dataclasses.replace(sent[v], result=again)
+    if not before:
+        return flow
+    ops = []
+    for i, op in enumerate(graph.ops):
+        own = before.get(i, ())
+        if own:
+            ops += [gather for _, gather in own]
+            anew = {v: gather.outputs[0] for v, gather in own}
+            op = op.of(tuple([anew.get(v, v) for v in op.inputs]), op.outputs)
+        ops.append(op)
+    return _with(flow, values, specs, ops, sent)
+
+
+_SAME = frozenset({"convert", "transpose"})
+"""Ops before a gather that XLA does after it."""
+
+
+def _heights(graph: Graph) -> list[int]:
+    """Of each op how far it is from the end, as XLA counts: one more than any reader, and one for each reader that does not
+    raise it. In a loop or a branch from the end of that; from outside it is one step."""
+    regions = _regions(graph)
+    readers: dict[int, list[int]] = {}
+    for i, op in enumerate(graph.ops):
+        for v in dict.fromkeys(op.inputs):
+            readers.setdefault(v, []).append(i)
+    loop: dict[int, int] = {}  # of a region the op that it is the body of
+    heights = [0] * len(graph.ops)
+    last, outputs = -1, set(graph.outputs)
+    for i in reversed(range(len(graph.ops))):
+        op, region = graph.ops[i], regions[i]
+        if last >= 0 and region not in loop and region != regions[last]:
+            loop[region] = last
+        if op.name in ("while", "case"):
+            last = i
+        height = 0
+        for v in op.outputs:
+            for reader in readers.get(v, ()):
+                while regions[reader] != region and regions[reader] in loop:
+                    reader = loop[regions[reader]]
+                height = max(height, heights[reader]) + 1
+            height += v in outputs
+        heights[i] = height
+    return heights
+
+
+def _regions(graph: Graph) -> list[int]:
+    """Of each op the loop or branch that it is in; a move that was put in is where an op beside it is that runs as often."""
+    found = [op.form[1] if op.form else None for op in graph.ops]
+    for turn in (range(len(found) - 1, -1, -1), range(len(found))):
+        near: dict[int, int] = {}
+        for i in turn:
+            region = found[i]
+            if region is None:
+                found[i] = near.get(graph.ops[i].trips)
+            else:
+                near[graph.ops[i].trips] = region
+    return [0 if region is None else region for region in found]
