@@ -52,41 +52,51 @@ def summed_together(flow: Flow) -> Flow:
     values are made of is one sum so, and not three.
     """
     graph, specs = flow.graph, list(flow.specs)
-    sums = {op.outputs[0]: i for i, op in enumerate(graph.ops) if op.name in _SUMS}
-    adds = [op for op in graph.ops if op.name == "add" and sums.keys() >= {*op.inputs}]
-    if not adds:
-        return flow
-    readers = collections.Counter(v for op in graph.ops for v in op.inputs)
-    readers.update((*graph.outputs, *(v for tie in graph.ties for v in tie)))
     sent = {c.result: c for c in flow.communications}
+    at = {v: i for i, op in enumerate(graph.ops) for v in op.outputs if op.name in _SUMS and v in sent}
+    if not at:
+        return flow
+    cut = {op.outputs[0]: op.inputs[0] for op in graph.ops if op.name == "all_slice" and op.inputs[0] in at}
+    count = collections.Counter(v for op in graph.ops for v in op.inputs)
+    count.update((*graph.outputs, *(v for tie in graph.ties for v in tie)))
     values, ops = list(graph.values), [(op,) for op in graph.ops]
-    at = {op.outputs: i for i, op in enumerate(graph.ops)}
-    while adds:
-        op = adds.pop(0)
-        pair = [sent.get(v) for v in op.inputs]
-        first, second = pair if len(pair) == 2 else (None, None)
-        if not first or not second or first is second or any(readers[v] != 1 for v in op.inputs):
+    for i, op in enumerate(graph.ops):
+        if op.name != "add" or len({*op.inputs}) != 2 or any(count[v] != 1 or count[cut.get(v, v)] != 1 for v in op.inputs):
             continue
-        if _kind(flow, values, specs, first) != _kind(flow, values, specs, second) or first.trips != op.trips:
+        pair = [sent.get(cut.get(v, v)) for v in op.inputs]
+        first, second = pair
+        if not first or not second or first.trips != op.trips or specs[op.inputs[0]] != specs[op.inputs[1]]:
             continue
-        values.append(values[first.operand])
-        specs.append(specs[first.operand])
-        partial, (result,) = len(values) - 1, op.outputs
-        for v in op.inputs:
-            ops[sums[v]] = ops[sums[v]][:-1]
-            del sent[v]
-        sent[result] = dataclasses.replace(first, operand=partial, result=result)
-        sums[result] = i = at[op.outputs]
-        name = first.kind.replace("-", "_")
-        parts = (op.of((first.operand, second.operand), (partial,)), Op(name, (partial,), (result,), None, op.trips, first.where))
-        ops[i] = parts
-        adds += [o for o in graph.ops[i + 1 :] if o.name == "add" and result in o.inputs and sums.keys() >= {*o.inputs}]
-    return _with(flow, values, specs, [op for some in ops for op in some], sent)
+        if _kind(values, specs, first) != _kind(values, specs, second):
+            continue
+        (result,) = op.outputs
+        partial, full = len(values), len(values) + 1
+        values += [values[first.operand], values[first.result]]
+        specs += [specs[first.operand], specs[first.result]]
+        for c in (first, second):
+            ops[at.pop(c.result)] = ()
+            del sent[c.result]
+        ops[i] = (
+            op.of((first.operand, second.operand), (partial,)),
+            Op(first.kind.replace("-", "_"), (partial,), (full,), None, op.trips, first.where),
+            Op("all_slice", (full,), (result,), None, op.trips, first.where),
+        )
+        sent[full] = dataclasses.replace(first, operand=partial, result=full)
+        at[full], cut[result], count[full] = i, full, 1
+    if len(values) == len(graph.values):
+        return flow
+    return _with(flow, values, specs, _read([op for some in ops for op in some], graph.outputs), sent)
 
 
-def _kind(flow: Flow, values: Sequence[Value], specs: Sequence[Spec], c: Communication) -> object:
+def _kind(values: Sequence[Value], specs: Sequence[Spec], c: Communication) -> object:
     """What two sums have in common that can be made as one."""
     return c.kind, c.axes, values[c.operand], specs[c.operand], specs[c.result]
+
+
+def _read(ops: Sequence[Op], outputs: Sequence[int]) -> list[Op]:
+    """Without the slices that nothing reads any more."""
+    read = {v for op in ops for v in op.inputs}.union(outputs)
+    return [op for op in ops if op.name != "all_slice" or not read.isdisjoint(op.outputs)]
 
 
 def _with(
