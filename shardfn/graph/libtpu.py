@@ -135,7 +135,7 @@ def gathered_apart(flow: Flow) -> Flow:
     if all(len(some) < 2 for some in uses.values()):
         return flow
     source = {op.outputs[0]: op.inputs[0] for op in graph.ops if op.name in _SAME}
-    heights = _heights(graph)
+    heights = _heights(flow)
     groups: dict[int, list[int]] = {}
     for v, op in gathers.items():
         (root,) = op.inputs
@@ -171,17 +171,15 @@ _SAME = frozenset({"convert", "transpose"})
 """Ops before a gather that XLA does after it."""
 
 
-def _heights(graph: Graph) -> list[int]:
+def _heights(flow: Flow) -> list[int]:
     """Of each op how far it is from the end, as XLA counts: one more than any reader, and one for each reader that does not
-    raise it. In a loop or a branch from the end of that; from outside it is one step."""
+    raise it. In a loop or a branch from the end of that; from outside it is one step. Views are no step."""
+    graph, outputs = flow.graph, set(flow.graph.outputs)
     regions = _regions(graph)
-    readers: dict[int, list[int]] = {}
-    for i, op in enumerate(graph.ops):
-        for v in dict.fromkeys(op.inputs):
-            readers.setdefault(v, []).append(i)
     loop: dict[int, int] = {}  # of a region the op that it is the body of
+    readers: dict[int, list[int]] = {}
     heights = [0] * len(graph.ops)
-    last, outputs = -1, set(graph.outputs)
+    last = -1
     for i in reversed(range(len(graph.ops))):
         op, region = graph.ops[i], regions[i]
         if last >= 0 and region not in loop and region != regions[last]:
@@ -190,13 +188,30 @@ def _heights(graph: Graph) -> list[int]:
             last = i
         height = 0
         for v in op.outputs:
-            for reader in readers.get(v, ()):
+            height += v in outputs
+            for reader in reversed(readers.get(v, ())):
                 while regions[reader] != region and regions[reader] in loop:
                     reader = loop[regions[reader]]
                 height = max(height, heights[reader]) + 1
-            height += v in outputs
         heights[i] = height
+        if _is_view(flow, op):
+            readers.setdefault(op.inputs[0], []).extend(readers.get(op.outputs[0], ()))
+        else:
+            for v in dict.fromkeys(op.inputs):
+                readers.setdefault(v, []).append(i)
     return heights
+
+
+def _is_view(flow: Flow, op: Op) -> bool:
+    """Whether nothing is left of an op by then: dims of 1 come and go, and elements are told in fewer bits."""
+    if op.name == "all_slice":
+        return flow.specs[op.inputs[0]] == flow.specs[op.outputs[0]]
+    if op.name == "convert":
+        return op.form is None
+    if op.name != "reshape":
+        return False
+    before, after = (flow.graph.values[v].shape for v in (op.inputs[0], op.outputs[0]))
+    return [n for n in before if n > 1] == [n for n in after if n > 1]
 
 
 def _regions(graph: Graph) -> list[int]:
