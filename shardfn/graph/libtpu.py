@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from shardfn.graph.model import Communication, Flow, Graph, Op, Spec, Value
 from shardfn.graph.padding import LANES, SUBLANES, tiled_dims
@@ -40,6 +40,33 @@ def scatters(piece: tuple[int, ...], dim: int, bits: int, is_whole: bool, torus:
         return False
     row, column = tiled_dims(piece, bits)
     return piece[dim] % {row: SUBLANES, column: LANES * max(1, 32 // bits)}.get(dim, 1) == 0
+
+
+def added_to(ops: Sequence[Op], filled: Collection[int], outputs: Collection[int]) -> list[Op]:
+    """The ops before they are partitioned, with rows that are added to zeros, and then to something else, added to that at once:
+    a table that is looked up in and multiplied by has its gradient's product gathered before its rows are added.
+
+    Args:
+      ops: in program order.
+      filled: values that are one number everywhere.
+      outputs: the results.
+    """
+    made = {op.outputs[0]: op for op in ops if op.name == "scatter" and len(op.inputs) == 3}
+    found = list(ops)
+    if not made:
+        return found
+    count = collections.Counter(v for op in ops for v in op.inputs)
+    count.update(outputs)
+    at = {op.outputs[0]: i for i, op in enumerate(ops) if op.outputs and op.outputs[0] in made}
+    for i, op in enumerate(ops):
+        if op.name != "add" or len(made.keys() & op.inputs) != 1:
+            continue
+        rows, other = op.inputs if op.inputs[0] in made else op.inputs[::-1]
+        scatter = made[rows]
+        if scatter.combines == "add" and scatter.inputs[0] in filled and count[rows] == 1:
+            found[i] = scatter.of((other, *scatter.inputs[1:]), op.outputs)
+            found[at[rows]] = dataclasses.replace(scatter, name="", outputs=())
+    return [op for op in found if op.name]
 
 
 _SUMS = frozenset({"all_reduce", "reduce_scatter"})

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 
 from shardfn.graph.cases import Case, Edge, Leg, Way, whole
-from shardfn.graph.libtpu import as_on_tpu, scatters
+from shardfn.graph.libtpu import added_to, as_on_tpu, scatters
 from shardfn.graph.model import PRODUCTS, Communication, Flow, Graph, Op, Rule, Spec, Tap, Value, dtype_bits
 from shardfn.graph.moves import flat, joined_axes, split_axes, steps
 from shardfn.graph.simplified import simplified
@@ -70,7 +70,10 @@ class _Roads:
     def flow(self) -> Flow:
         own = {c.result: c for c in self.given.communications}
         is_cut = list(map(any, self.specs)).__getitem__
-        for op in _needed(self.given.graph, _rotations(self.given)):
+        ops = _rotations(self.given)
+        if self.platform == "tpu":
+            ops = added_to(ops, self.filled, self.given.graph.outputs)
+        for op in _needed(self.given.graph, ops):
             if own:
                 self.sent += [own[v] for v in op.outputs if v in own]
             if op.name in ("while", "case"):
