@@ -16,7 +16,7 @@ LAYERS = (
     ("errors",),
     ("cost.chips", "extras", "paths"),
     ("cost.links",),
-    ("graph.model", "graph.release"),
+    ("graph.model", "graph.release", "graph.padding"),
     ("meshes",),
     ("layout", "cost.hardware", "cost.collectives", "progress", "amounts"),
     (
@@ -24,7 +24,6 @@ LAYERS = (
         "context_keys",
         "graph.rules",
         "graph.alike",
-        "graph.padding",
         "graph.simplified",
         "cost.fusion",
         "cost.tpu",

