@@ -23,7 +23,7 @@ def scatters(piece: tuple[int, ...], dim: int, bits: int, is_whole: bool, torus:
     """Whether libtpu makes a reduce-scatter of a sum of which each device needs a piece, or an all-reduce and a slice.
 
     Pieces must be whole tiles: along the sublanes 8 rows, along the lanes 128 elements of 32 bits; those of vectors never are.
-    Nor is it done over all of a square torus of 4 x 4 or more, or of one of three dims. Seen in libtpu 0.0.42.
+    Nor is it done over all of some tori (`sums_whole`). Seen in libtpu 0.0.42.
 
     Args:
       piece: shape of what one device needs.
@@ -35,8 +35,7 @@ def scatters(piece: tuple[int, ...], dim: int, bits: int, is_whole: bool, torus:
     >>> scatters((32, 256), 0, 32, True, (2, 4)), scatters((32, 256), 0, 32, True, (4, 4))
     (True, False)
     """
-    dims = [n for n in torus if n > 1]
-    if len(piece) < 2 or (is_whole and (len(dims) > 2 or (len(dims) == 2 and dims[0] == dims[1] > 2))):
+    if len(piece) < 2 or (is_whole and sums_whole(torus)):
         return False
     row, column = tiled_dims(piece, bits)
     return piece[dim] % {row: SUBLANES, column: LANES * max(1, 32 // bits)}.get(dim, 1) == 0
@@ -67,6 +66,16 @@ def added_to(ops: Sequence[Op], filled: Collection[int], outputs: Collection[int
             found[i] = scatter.of((other, *scatter.inputs[1:]), op.outputs)
             found[at[rows]] = dataclasses.replace(scatter, name="", outputs=())
     return [op for op in found if op.name]
+
+
+def sums_whole(torus: Sequence[int]) -> bool:
+    """Whether sums over all devices of a torus are never scattered: over a square of 4 x 4 or more, or three dims.
+
+    >>> sums_whole((4, 4)), sums_whole((2, 4)), sums_whole((2, 2)), sums_whole((2, 2, 2))
+    (True, False, False, True)
+    """
+    dims = [n for n in torus if n > 1]
+    return len(dims) > 2 or (len(dims) == 2 and dims[0] == dims[1] > 2)
 
 
 _SUMS = frozenset({"all_reduce", "reduce_scatter"})
