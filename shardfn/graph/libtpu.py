@@ -7,13 +7,30 @@ import collections
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from shardfn.graph.model import Communication, Flow, Graph, Op, Spec, Value
+from shardfn.graph.model import CHANGES, Communication, Flow, Graph, Op, Spec, Value
 from shardfn.graph.padding import LANES, SUBLANES, tiled_dims
 
 
 def as_on_tpu(flow: Flow) -> Flow:
     """A flow's collectives as libtpu runs them."""
-    return gathered_apart(summed_together(flow))
+    return gathered_apart(summed_together(_without_unread(flow)))
+
+
+def _without_unread(flow: Flow) -> Flow:
+    """Without moves to where nothing reads them any more: what rows are added to lay as they need it already."""
+    graph = flow.graph
+    read = {v for op in graph.ops for v in op.inputs}.union(graph.outputs, (v for tie in graph.ties for v in tie))
+    if all(not op.outputs or op.outputs[0] in read for op in graph.ops if op.name in CHANGES):
+        return flow
+    ops: list[Op] = []
+    read = {*graph.outputs, *(v for tie in graph.ties for v in tie)}
+    for op in reversed(graph.ops):
+        if op.name not in CHANGES or not read.isdisjoint(op.outputs):
+            ops.append(op)
+            read.update(op.inputs)
+    kept = {v for op in ops for v in op.outputs}
+    sent = {c.result: c for c in flow.communications if c.result in kept}
+    return _with(flow, graph.values, flow.specs, ops[::-1], sent)
 
 
 # ---- sums
@@ -57,15 +74,26 @@ def added_to(ops: Sequence[Op], filled: Collection[int], outputs: Collection[int
     count = collections.Counter(v for op in ops for v in op.inputs)
     count.update(outputs)
     at = {op.outputs[0]: i for i, op in enumerate(ops) if op.outputs and op.outputs[0] in made}
+    turns = {op.outputs[0]: op for op in ops if op.name == "transpose"}
     for i, op in enumerate(ops):
         if op.name != "add" or len(made.keys() & op.inputs) != 1:
             continue
         rows, other = op.inputs if op.inputs[0] in made else op.inputs[::-1]
         scatter = made[rows]
         if scatter.combines == "add" and scatter.inputs[0] in filled and count[rows] == 1:
-            found[i] = scatter.of((other, *scatter.inputs[1:]), op.outputs)
+            found[i] = scatter.of((_unturned(other, turns), *scatter.inputs[1:]), op.outputs)
             found[at[rows]] = dataclasses.replace(scatter, name="", outputs=())
     return [op for op in found if op.name]
+
+
+def _unturned(value: int, turns: Mapping[int, Op]) -> int:
+    """What a value was before it was transposed there and back."""
+    last = turns.get(value)
+    first = turns.get(last.inputs[0]) if last else None
+    if last is None or first is None or last.rule is None or first.rule is None:
+        return value
+    there, back = (tuple(map(r.operands[0].index, r.results[0])) for r in (first.rule, last.rule))
+    return first.inputs[0] if [there[d] for d in back] == sorted(there) else value
 
 
 def sums_whole(torus: Sequence[int]) -> bool:
@@ -244,12 +272,12 @@ def _heights(flow: Flow) -> list[int]:
 
 
 def _is_view(flow: Flow, op: Op) -> bool:
-    """Whether nothing is left of an op by then: dims of 1 come and go, and elements are told in fewer bits."""
+    """Whether nothing is left of an op by then: dims of 1 come and go (or are summed), and elements are told in fewer bits."""
     if op.name == "all_slice":
         return flow.specs[op.inputs[0]] == flow.specs[op.outputs[0]]
     if op.name == "convert":
         return op.form is None
-    if op.name != "reshape":
+    if op.name not in ("reshape", "reduce") or len(op.outputs) > 1:
         return False
     before, after = (flow.graph.values[v].shape for v in (op.inputs[0], op.outputs[0]))
     return [n for n in before if n > 1] == [n for n in after if n > 1]

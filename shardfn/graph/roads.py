@@ -57,6 +57,7 @@ class _Roads:
             if op.name == "broadcast_in_dim" and not self.values[op.inputs[0]].shape
             for v in op.outputs
         }
+        self.is_read = False  # whether what is moved is an operand
         self.trips = [0] * len(self.values)
         for op in reversed(graph.ops):
             for v in op.inputs:  # of what a loop carries: the least of its readers'
@@ -108,11 +109,13 @@ class _Roads:
             self.ops.append(op)
             return
         inputs = []
+        self.is_read = True
         for i, (v, spec) in enumerate(zip(op.inputs, found.wants, strict=True)):
             inside = found.inside[i] if i < len(found.inside) else frozenset()
             for leg in (*(found.through[i] if i < len(found.through) else ()), Leg(spec, inside)):
                 v = self.move(v, leg.to, op.trips, op.where, op.name, inside=leg.inside)
             inputs.append(v)
+        self.is_read = False
         for edge in found.edges:
             self.exchange(inputs[edge.operand], edge, op)
         for i in found.turned:
@@ -213,9 +216,11 @@ class _Roads:
             value = self.like(
                 value, Value(tuple(-(-n // p) * p for n, p in zip(was.shape, pieces, strict=True)), was.dtype), where
             )
-        elif (travels := _TRAVELS.get((self.platform, kind, was.dtype, cause in PRODUCTS))) is not None:
+        elif (travels := _TRAVELS.get((self.platform, kind, was.dtype, cause in PRODUCTS))) is not None and (
+            kind == "all-reduce" or self.is_read
+        ):
             value = self.like(value, Value(was.shape, travels), where)
-            if kind == "all-gather":  # the product reads it as it came
+            if kind != "all-reduce":  # the product reads it as it came
                 made = Value(was.shape, travels)
         result = self.new(made, after, trips) if into is None else into
         self.ops.append(Op(kind.replace("-", "_") or "all_slice", (value,), (result,), None, trips, where))
@@ -332,6 +337,7 @@ _TRAVELS = {
     ("cpu", "all-reduce", "bf16", True): "f32",
     ("cpu", "all-reduce", "bf16", False): "f32",
     ("tpu", "all-gather", "f32", True): "bf16",
+    ("tpu", "collective-permute", "f32", True): "bf16",
 }
 """By platform, collective, element type, and whether it is for a product: the type in which elements are sent."""
 
