@@ -59,7 +59,9 @@ def anchors(jaxpr: Any, graph: Graph) -> dict[int, int]:
     ops = [(index, (op.name, graph.values[op.outputs[0]].shape)) for index, op in enumerate(graph.ops)
            if op.name in KINDS and op.site >= 0 and _counts(op.name, graph.values[op.outputs[0]].shape)]  # fmt: skip
     for left_out in ((), VIEWS):
-        found = _matched([row for row in rows if row[1][0] not in left_out], [op for op in ops if op[1][0] not in left_out])
+        found = _matched(
+            [row for row in rows if row[1][0] not in left_out], [op for op in ops if op[1][0] not in left_out]
+        )
         if found is not None:
             return found
     found = {}

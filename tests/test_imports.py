@@ -16,7 +16,7 @@ LAYERS = (
     ("errors",),
     ("cost.chips", "extras", "paths"),
     ("cost.links",),
-    ("graph.model", "graph.release"),
+    ("graph.model", "graph.release", "graph.padding"),
     ("meshes",),
     ("layout", "cost.hardware", "cost.collectives", "progress", "amounts", "graph.edges"),
     (
@@ -33,7 +33,7 @@ LAYERS = (
         "graph.mistakes",
         "graph.mlir",
     ),
-    ("graph.moves", "graph.ingroup", "cost.cpu", "graph.opfacts", "graph.xlaform"),
+    ("graph.libtpu", "graph.moves", "graph.ingroup", "cost.cpu", "graph.opfacts", "graph.xlaform"),
     ("graph.dots", "graph.read"),
     ("graph.products",),
     ("graph.ways",),
