@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import NoReturn
 
@@ -54,9 +55,13 @@ def within_limit(problem: Problem, answer: Answer, search: Search, is_asked: boo
         )
     if not is_asked:
         return answer
-    if _peak(problem, answer) < _peak(problem, least):
-        # What a level finds depends on the limit: the error names one that this level keeps, as level 1 keeps its own.
-        named = dataclasses.replace(problem, memory_limit=_peak(problem, answer))
+    # What is found depends on the limit: the error names one that this level keeps, as level 1 keeps its own.
+    others = (
+        [answer, search(dataclasses.replace(problem, level=1, memory_limit=math.inf))] if problem.is_small else [answer]
+    )
+    held = min(_peak(problem, other) for other in others)
+    if held < _peak(problem, least):
+        named = dataclasses.replace(problem, memory_limit=held)
         again = search(named)
         least = again if _peak(problem, again) <= named.memory_limit else least
     _refuse(problem, least)
