@@ -17,7 +17,7 @@ from shardfn.layout import Layout
 from shardfn.layoutfile import LayoutFile
 from shardfn.options import Options
 from shardfn.plan import Plan
-from shardfn.report import Report
+from shardfn.report import Report, make_report
 from shardfn.sharded import ShardedFunction
 from shardfn.strategy import shape_of, short
 
@@ -138,12 +138,28 @@ def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     return function.plan(*args, **rest)
 
 
-def explain(fn: Callable[..., Any], *args: Any, compiled: bool = False, **kwargs: Any) -> Report:
-    """The report of a call: grid, layouts and their reasons, collectives with file and line, memory, findings.
+def explain(fn: Callable[..., Any] | Plan, *args: Any, compiled: bool = False, **kwargs: Any) -> Report:
+    """The report of a call, or of a plan that is there already: grid, layouts and their reasons, collectives with file and line,
+    memory, findings.
 
-    `compiled=True` holds the prediction against what XLA compiled (which needs the devices). Other keyword arguments
-    are as in `plan`.
+    `compiled=True` holds the prediction against what XLA compiled (which needs the devices; of a plan it is
+    `Plan.verify`). Other keyword arguments are as in `plan`.
+
+    Raises:
+      ShardError: all that is wrong with the call; a plan with arguments, which are those that it was made for.
+
+    >>> import jax
+    >>> made = plan(abs, jax.ShapeDtypeStruct((8,), "float32"), in_strategy=((4,),), device="tpu-v5e:4")
+    >>> explain(made).to_dict()["inputs"][0]["cuts"]
+    [4]
     """
+    if isinstance(fn, Plan):
+        if args or kwargs:
+            given = [*map(short, args), *(f"{name}={short(value)}" for name, value in kwargs.items())]
+            fail(StrategyTypeError, f"the plan of `{fn.function}` is explained by itself",
+                 where=f"explain(plan, {', '.join(given)})", why="it was made for its own arguments and options",
+                 fix="write explain(plan), or explain the function with these")  # fmt: skip
+        return fn.verify() if compiled else make_report(fn)
     function, rest = with_options(fn, kwargs)
     return function.explain(*args, compiled=compiled, **rest)
 

@@ -16,7 +16,8 @@ class Decision:
     """The layout of one array and where it comes from.
 
     `cuts` says how many ways each dim is cut, `spec` over which axes; `source` is `you`, `file`,
-    `propagated` or `searched`. `runner_up` is the next best cut, and what it would cost more by the search's estimate.
+    `propagated` or `searched`. `runner_up` is the next best cut, and what it would cost more: by
+    the search's estimate, op by op; in a report by the flow, as `Plan.why` has it.
     """
 
     path: str

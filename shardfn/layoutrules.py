@@ -91,7 +91,8 @@ class LayoutFile:
     __hash__ = None  # type: ignore[assignment]  # it equals plans, which have hashes of their own
 
     def _key(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "name")
+        inside = sorted(self.inside, key=lambda held: (held.number, repr(held)))  # a file has alike ones together
+        return (*(getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("name", "inside")), inside)
 
     def with_grid(self, **sizes: int) -> LayoutFile:
         """The same with other sizes of axes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -258,7 +259,7 @@ class _Reader:
                    f"leave it out, or write {where} = [1, 0]")  # fmt: skip
         return ()
 
-    def tables(self, value: Any, where: str, keys: Mapping[str, type]) -> Iterator[dict[str, Any]]:
+    def tables(self, value: Any, where: str, keys: Mapping[str, tuple[type, ...]]) -> Iterator[dict[str, Any]]:
         if not isinstance(value, list) or len(value) > MOST_RULES:
             self.wrong(f"`{where}` must be a list of tables", f"{where} = {_short(value)}", f"write [[{where}]]")
             return
@@ -266,19 +267,23 @@ class _Reader:
             if (
                 not isinstance(row, dict)
                 or set(row) - set(keys)
-                or not all(type(row.get(k)) is t for k, t in keys.items())
+                or not all(type(row.get(key)) in types for key, types in keys.items())
             ):
                 self.wrong(f"an entry of [[{where}]] is not complete", _short(row), f"give it {', '.join(keys)}")
             else:
                 yield row
 
     def inside(self, value: Any, where: str) -> tuple[Constraint, ...]:
-        keys = {"op": str, "equation": int, "line": str, "operands": list, "results": list}
-        return tuple(
-            Constraint(row["op"][:64], row["equation"], row["line"],
-                       self.ends(row["operands"], where), self.ends(row["results"], where))
-            for row in self.tables(value, where, keys)
-        )  # fmt: skip
+        keys = {"op": (str,), "equation": (int, list), "line": (str,), "operands": (list,), "results": (list,)}
+        found: list[Constraint] = []
+        for row in self.tables(value, where, keys):
+            ends = self.ends(row["operands"], where), self.ends(row["results"], where)
+            numbers = row["equation"] if isinstance(row["equation"], list) else [row["equation"]]
+            if not all(type(number) is int for number in numbers):
+                self.wrong("`equation` must be an int or a list of them", f"{where}: {_short(numbers)}",
+                           "write equation = 12, or equation = [12, 40]", "it says which ops are held so")  # fmt: skip
+            found += [Constraint(row["op"][:64], number, row["line"], *ends) for number in numbers]
+        return tuple(found)
 
     def ends(self, values: list[Any], where: str) -> tuple[Spec | None, ...]:
         found: list[Spec | None] = []
@@ -295,7 +300,7 @@ class _Reader:
         return tuple(found)
 
     def sources(self, value: Any, where: str) -> tuple[Source, ...]:
-        keys = {"by": str, "why": str, "of": list}
+        keys = {"by": (str,), "why": (str,), "of": (list,)}
         return tuple(
             Source(row["by"], row["why"], tuple(map(str, row["of"]))) for row in self.tables(value, where, keys)
         )
@@ -382,11 +387,16 @@ def text_of(layout: LayoutFile, notes: Mapping[tuple[str, str], str] | None = No
         if rules := getattr(layout, section):
             lines += ["", f"[{section}]"]
             lines += [_rule(rule, (notes or {}).get((section, rule.glob), "")) for rule in rules]
+    alike: dict[Constraint, list[str]] = {}
     for held in layout.inside:
+        alike.setdefault(dataclasses.replace(held, number=0), []).append(str(held.number))
+    for held, numbers in alike.items():
         ends = {name: ", ".join(_quoted("open") if s is None else _cut(_dims(s)) for s in specs)
                 for name, specs in (("operands", held.operands), ("results", held.results))}  # fmt: skip
-        lines += ["", "[[inside]]", f"op = {_quoted(held.kind)}", f"equation = {held.number}",
-                  f"line = {_quoted(held.where)}", *(f"{name} = [{end}]" for name, end in ends.items())]  # fmt: skip
+        which = numbers if len(numbers) == 1 else ["[", *_wrapped(numbers), "]"]
+        lines += ["", "[[inside]]", f"op = {_quoted(held.kind)}", f"equation = {which[0]}", *which[1:],
+                  f"line = {_quoted(held.where)}",
+                  *(f"{name} = [{end}]" for name, end in ends.items())]  # fmt: skip
     for source in layout.sources:
         lines += ["", "[[sources]]", f"by = {_quoted(source.by)}", f"why = {_quoted(source.why)}",
                   "of = [", *_wrapped(map(_quoted, source.of)), "]"]  # fmt: skip

@@ -27,7 +27,7 @@ from shardfn.priced import candidates
 from shardfn.search import Search
 from shardfn.search.facts import bytes_of
 from shardfn.search.grid import Axes
-from shardfn.search.limits import near_limit, within_limit
+from shardfn.search.limits import near_limit, refuse_hopeless, within_limit
 from shardfn.search.problem import End
 from shardfn.search.problem import Problem as Question
 from shardfn.strategy import AUTO, Leaf
@@ -87,9 +87,11 @@ def make_plan(
     grid, specs = _grid_of(placed, inputs, outputs, traced, hardware, layout, problems)
     in_specs, out_specs = specs[: len(inputs)], specs[len(inputs) :]
     anchored = anchors(traced.jaxpr, graph)
-    flows = Spread(traced, hardware.platform, out_specs, same_as)
+    flows = Spread(traced, hardware, out_specs, same_as)
     question = _question(inputs, outputs, traced, classes, grid, in_specs, flows, hardware, level, donated,
                          _safe(anchored, graph), wishes)  # fmt: skip
+    if wishes.is_strict and wishes.memory_limit is not None:
+        refuse_hopeless(question, again or search)
     answer = search(question)
     if wishes.is_strict:
         answer = within_limit(question, answer, again or search, wishes.memory_limit is not None)

@@ -35,10 +35,15 @@ KINDS: Mapping[str, frozenset[str]] = {
     "tanh": frozenset({"tanh"}),
     "sqrt": frozenset({"sqrt"}),
     "rsqrt": frozenset({"rsqrt"}),
+    "reshape": frozenset({"reshape", "squeeze"}),
+    "transpose": frozenset({"transpose"}),
 }  # fmt: skip
 """Module ops that can be held, and the primitives that become them."""
 
 _KIND_OF = {primitive: kind for kind, primitives in KINDS.items() for primitive in primitives}
+
+VIEWS = ("reshape", "transpose")
+"""Kinds that a compiler may leave out or put in: without them more programs can be told op by op."""
 
 _Seen = tuple[str, tuple[int, ...]]
 """The kind of an op and the shape of its result."""
@@ -53,8 +58,12 @@ def anchors(jaxpr: Any, graph: Graph) -> dict[int, int]:
     rows = [row for number, eqn, is_reached in equations(jaxpr) for row in _made_by(number, eqn, is_reached)]
     ops = [(index, (op.name, graph.values[op.outputs[0]].shape)) for index, op in enumerate(graph.ops)
            if op.name in KINDS and op.site >= 0 and _counts(op.name, graph.values[op.outputs[0]].shape)]  # fmt: skip
-    if (found := _matched(rows, ops)) is not None:
-        return found
+    for left_out in ((), VIEWS):
+        found = _matched(
+            [row for row in rows if row[1][0] not in left_out], [op for op in ops if op[1][0] not in left_out]
+        )
+        if found is not None:
+            return found
     found = {}
     for kind in KINDS:
         found |= _matched([row for row in rows if row[1][0] == kind], [op for op in ops if op[1][0] == kind]) or {}

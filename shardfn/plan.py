@@ -20,7 +20,7 @@ from shardfn.graph.model import Collective, Flow, Op
 from shardfn.layout import Layout
 from shardfn.layoutrules import LayoutFile, Rule
 from shardfn.meshes import abstract_mesh, mesh_on, wired
-from shardfn.paths import alike, few
+from shardfn.paths import alike, few, listed
 
 __all__ = [
     "Alternatives", "Candidate", "Change", "Constraint", "Decision", "DimClass", "OpStrategy", "Plan", "Study", "diff",
@@ -38,7 +38,7 @@ class Study(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a function runs on a grid of devices.
+    """How a function runs on a grid of devices. Printed it is a summary; `shardfn.explain` of it is the whole report.
 
     `axes` is the grid, row-major, last axis fastest; `order` says which device stands where if not 0, 1, 2, …
     """
@@ -59,9 +59,10 @@ class Plan:
     constraints: tuple[Constraint, ...] = ()
     """Ops inside that are held to a layout, because propagation alone would choose another."""
     gap: float | None = None
-    """How far the search may be from the optimum of the cost model: 0 is proved, None where it does not know."""
+    """How far the plan may be from the optimum of the cost model, op by op, on the grids that were tried, at level 0 on its own
+    grid: 0 is proved, None where the search does not know."""
     candidates: tuple[Candidate, ...] = ()
-    """The whole plans that the search priced, best first; one of them is this one."""
+    """The whole plans that the search priced by their flows, this one first, the others best first."""
     activations: tuple[Rule, ...] = ()
     """Rules of a layout file for what is tagged inside."""
     memory_limit: float | None = dataclasses.field(default=None, compare=False)
@@ -296,14 +297,13 @@ def diff(first: Plan, second: Plan) -> tuple[Change, ...]:
     row("level", first.level, second.level)
     changes += _laid_otherwise(first, second)
     if first.constraints != second.constraints:
-        held = [_held(a, b) for a, b in ((first, second), (second, first))]
-        changes.append(Change("held inside", held[0], held[1] + (", in other layouts" if held[0] == held[1] else "")))
+        changes.append(Change("ops held to a layout inside", _held(first, second), _held(second, first)))
     row("modelled time, µs", _us(first), _us(second))
     row("bytes sent per device", f"{first.price.bytes_sent:,}", f"{second.price.bytes_sent:,}")
     row("peak memory per device", f"{first.price.memory.peak:,}", f"{second.price.memory.peak:,}")
     row("FLOPs per device", f"{first.price.flops:,.0f}", f"{second.price.flops:,.0f}")
     row("collectives", len(first.collectives), len(second.collectives))
-    row("proof", proof(first.gap), proof(second.gap))
+    row("proof", proof(first.gap, first.level), proof(second.gap, second.level))
     return tuple(changes)
 
 
@@ -328,15 +328,19 @@ def _grid(plan: Plan) -> str:
     return " x ".join(f"{n}={s}" for n, s in plan.axes) or "1 device"
 
 
-def proof(gap: float | None) -> str:
-    """How far a plan may be from the best under the cost model, in words.
+def proof(gap: float | None, level: int) -> str:
+    """How far a plan may be from the best under the cost model, in words: of what adds up over the ops, on the grids that were
+    tried, at level 0 on the plan's own. The flow, by which a whole plan is priced, may find something better.
 
-    >>> proof(0.0), proof(0.032), proof(None)
-    ('nothing costs less', 'at most 3.2% above the least cost', 'not known')
+    >>> proof(0.032, 2), proof(None, 2)
+    ('op by op, at most 3.2% above the least on the grids tried', 'not known')
     """
     if gap is None:
         return "not known"
-    return f"at most {math.ceil(gap * 1000) / 10:.1f}% above the least cost" if gap > 5e-5 else "nothing costs less"
+    where = "this grid" if level == 0 else "the grids tried"
+    if gap > 5e-5:
+        return f"op by op, at most {math.ceil(gap * 1000) / 10:.1f}% above the least on {where}"
+    return f"op by op, nothing costs less on {where}; by its flow something may"
 
 
 def _us(plan: Plan) -> str:
@@ -344,12 +348,30 @@ def _us(plan: Plan) -> str:
     return f"{float(f'{plan.price.time_s * 1e6:.4g}'):,.10g}"
 
 
+MOST_KINDS, MOST_PLACES = 3, 2
+"""Of ops that only one of two plans holds: kinds that are told, and lines of each."""
+
+
 def _held(plan: Plan, other: Plan) -> str:
-    known = set(other.constraints)
-    where = dict.fromkeys((c.kind, pathlib.PurePath(c.where).name) for c in plan.constraints if c not in known)
-    shown = ", ".join(f"{kind} at {line}" if line else kind for kind, line in list(where)[:3])
-    more = f" and {len(where) - 3} more" if len(where) > 3 else ""
-    return f"{len(plan.constraints)} ops" + (f"; here only: {shown}{more}" if shown else "")
+    """How many ops are held; those that the other plan leaves alone, by kind and line, and how many it holds otherwise."""
+    theirs = {(c.kind, c.number): c for c in other.constraints}
+    alone: dict[str, list[str]] = {}
+    for c in plan.constraints:
+        if (c.kind, c.number) not in theirs:
+            alone.setdefault(c.kind, []).append(pathlib.PurePath(c.where).name)
+    parts = []
+    kinds = sorted(alone.items(), key=lambda item: -len(item[1]))
+    for kind, lines in kinds[:MOST_KINDS]:
+        known = list(dict.fromkeys(filter(None, lines)))
+        parts.append(f"{len(lines)} {kind} ({listed(known, MOST_PLACES) if known else 'no line known'})")
+    rest = sum(len(lines) for _, lines in kinds[MOST_KINDS:])
+    parts += [f"{rest} of other kinds"] if rest else []
+    changed = sum(c != theirs.get((c.kind, c.number), c) for c in plan.constraints)
+    return (
+        str(len(plan.constraints))
+        + (f"; here only: {', '.join(parts)}" if parts else "")
+        + (f"; {changed} in another layout than there" if changed else "")
+    )
 
 
 MOST_LINES = 10
@@ -367,7 +389,7 @@ def _summary(plan: Plan) -> list[str]:
         f"{price.memory.peak:,} B at the peak, {price.flops:,.0f} FLOPs",
     ]
     if any(d.source == "searched" for d in plan.inputs):
-        lines.append(f"proof under the cost model: {proof(plan.gap)}")
+        lines.append(f"proof under the cost model: {proof(plan.gap, plan.level)}")
     for title, decisions in (("arguments", plan.inputs), ("results", plan.outputs)):
         most = MOST_LINES if title == "arguments" else 4
         groups: dict[tuple[Any, ...], list[Decision]] = {}
@@ -386,5 +408,6 @@ def _summary(plan: Plan) -> list[str]:
     if plan.constraints:
         lines.append(f"{len(plan.constraints)} ops are held to layouts inside")
     if plan.findings:
-        lines.append(f"{len(plan.findings)} finding{'s'[: len(plan.findings) > 1]}: see the report")
+        lines.append(f"{len(plan.findings)} finding{'s'[: len(plan.findings) > 1]}")
+    lines.append("the whole report: shardfn.explain(plan)")
     return lines

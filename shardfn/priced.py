@@ -8,19 +8,20 @@ from shardfn.cost.price import Price
 from shardfn.decisions import Candidate, Figures
 from shardfn.paths import few
 from shardfn.search.grid import cuts_of
-from shardfn.search.problem import Answer, Problem
+from shardfn.search.problem import Answer, Problem, objective
 from shardfn.search.problem import Candidate as Found
 
 
 def candidates(problem: Problem, answer: Answer, price: Price) -> tuple[Candidate, ...]:
-    """What was chosen, as `this plan`, and what else was priced; nothing where that is all there is."""
-    # What costs the same is the same on axes of other names, or as good.
-    found = {Figures.of(c.price): c for c in reversed(answer.others)}
+    """What was chosen, as `this plan`, and what else was priced, best first; nothing where nothing was searched or weighed."""
     own = Figures.of(price)
-    others = [c for c in answer.others if found[Figures.of(c.price)] is c and Figures.of(c.price) != own]
+    priced = sorted((*answer.others, *answer.aside), key=lambda c: objective(c.price, problem))
+    # What costs the same is the same on axes of other names, or as good.
+    found = {Figures.of(c.price): c for c in reversed((*answer.others, *answer.aside))}
+    others = [c for c in priced if found[Figures.of(c.price)] is c and Figures.of(c.price) != own]
     names = told_apart(problem.names, others)
     rows = [Candidate(name, c.axes, Figures.of(c.price)) for name, c in zip(names, others, strict=True)]
-    return (Candidate("this plan", answer.axes, own), *rows) if rows else ()
+    return (Candidate("this plan", answer.axes, own), *rows) if rows or problem.is_open else ()
 
 
 def told_apart(names: Sequence[str], found: Sequence[Found]) -> list[str]:

@@ -101,9 +101,9 @@ class Program:
 
     def question(self, find: Search) -> tuple[Question, Answer, Laid]:
         """`laid`, with what the search was asked first and what it answered."""
-        asked: list[tuple[Question, Answer]] = []
-        found = self.laid(lambda problem: asked.append((problem, find(problem))) or asked[-1][1])
-        return *asked[0], found
+        noted = _Noted(find)
+        found = self.laid(noted)
+        return *noted.asked[0], found
 
     def jitted(self, found: Laid, nested: bool = False) -> Callable[..., Any]:
         """`jax.jit` of the function as planned; a `nested` one is for calls inside a transformation.
@@ -122,14 +122,26 @@ class Program:
         return Verifier(lambda plan: self.jitted(dataclasses.replace(found, plan=plan)), tuple(self.shapes))
 
     def _planned(self, traced: Traced, find: Search) -> tuple[tuple[Question, Answer], Plan]:
-        asked: list[tuple[Question, Answer]] = []
+        noted = _Noted(find)
         made = make_plan(
             self.name, self.inputs, self.outputs, traced, hardware=self.hardware, layout=self.layout,
             level=self.options.level or (self.layout and self.layout.level) or 0, problems=list(self.problems),
             donated=self.donated_leaves, wishes=self.options.wishes(self.current), again=self.find, same_as=self.same_as,
-            search=lambda problem: asked.append((problem, find(problem))) or asked[-1][1],
+            search=noted,
         )  # fmt: skip
-        return asked[0], made
+        return noted.asked[0], made
+
+
+class _Noted:
+    """A search that keeps what it was asked and what it answered."""
+
+    def __init__(self, find: Search):
+        self.find, self.asked = find, list[tuple[Question, Answer]]()
+
+    def __call__(self, problem: Question) -> Answer:
+        answer = self.find(problem)
+        self.asked.append((problem, answer))
+        return answer
 
 
 def program_of(callee: Callee, options: Options, call: Call, current: Any, complete: bool = False) -> Program:

@@ -19,6 +19,7 @@ from shardfn.graph.model import Collective
 from shardfn.plan import Decision, Plan, diff, op_strategies
 from shardfn.render import Part, Table, to_html, to_rich, to_text
 from shardfn.sections import SECTIONS, grid_text, owners, seconds, strides
+from shardfn.study import with_runners_up
 
 SCHEMA = 1
 """Version of `Report.to_dict`; it grows when a key goes away or changes its meaning, not when one is added."""
@@ -75,6 +76,7 @@ def make_report(plan: Plan, executable: Any = None, arrivals: Sequence[str] = ()
       executable: what `jax.stages.Lowered.compile()` returned for it: adds what XLA made of the prediction.
       arrivals: what is said about arguments that lie elsewhere when they arrive.
     """
+    plan = with_runners_up(plan)
     found = None if executable is None else read(executable)
     compared = None if found is None else compare(plan, found)
     data = _data(plan, arrivals)

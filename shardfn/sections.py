@@ -19,7 +19,7 @@ from shardfn.graph.model import Collective, Spec
 from shardfn.paths import alike, few, layer, starred
 from shardfn.plan import Decision, DimClass, Plan, op_strategies, proof
 from shardfn.render import Drawing, Part, Placed, Text, figure, unit_of
-from shardfn.study import columns_of
+from shardfn.study import columns_of, shared_runner_up
 from shardfn.tables import MOST_ROWS, file_line, shape_text, spec_text, table, times
 
 MOST_REASONS = 6
@@ -78,7 +78,7 @@ def _headline(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) 
     lines = [f"{plan.function}: {at}, {hardware.count} device{'s'[: hardware.count != 1]}, grid {grid_text(plan)}",
              f"policy: {plan.policy}; level {plan.level}, {LEVELS[plan.level]}"]  # fmt: skip
     if any(d.source == "searched" for d in plan.inputs):
-        lines.append(f"proof under the cost model: {proof(plan.gap)}")
+        lines.append(f"proof under the cost model: {proof(plan.gap, plan.level)}")
     lines += [f"runner-up: {text}" for text in [shared_runner_up(plan)] if text]
     unit, size = unit_of([price.memory.peak])
     lines += [
@@ -94,12 +94,6 @@ def _headline(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) 
 
 
 _UNPRICED = "no cost rule, charged for the bytes that they move"
-
-
-def shared_runner_up(plan: Plan) -> str:
-    """The runner-up of the whole search, where it is not told for each argument."""
-    told = {d.runner_up for d in plan.inputs if d.runner_up}
-    return next(iter(told)) if len(told) == 1 and sum(bool(d.runner_up) for d in plan.inputs) > 1 else ""
 
 
 def _candidates(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
@@ -162,7 +156,7 @@ def _runners_up(plan: Plan, arrivals: Sequence[str], compared: Comparison | None
     ]
     if rows:
         note = (
-            "by the search's estimate, op by op; what propagation makes of another cut, all else as planned: Plan.why; "
+            "by the flow, all else as planned, as Plan.why has it, unless it says: by the search's estimate, op by op; "
             "what a cut of yours does: Plan.what_if"
         )
         yield table("Runners-up", ("array", "count", "planned", "next best cut, and what it costs more"), rows, note)

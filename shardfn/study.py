@@ -14,7 +14,7 @@ from shardfn.decisions import Alternative, Alternatives, Decision, Figures
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.graph.model import Flow, Spec
 from shardfn.meshes import partition_spec
-from shardfn.paths import few, met, normal
+from shardfn.paths import alike, few, layer, met, normal
 from shardfn.plan import Plan
 from shardfn.render import Part, Table, figure, to_html, to_rich, to_text, unit_of
 from shardfn.search.grid import cuts_of
@@ -187,6 +187,43 @@ def columns_of(every: Sequence[Figures]) -> tuple[tuple[str, ...], list[tuple[st
     return names, [
         (figure(f.time_s * 1e6), figure(f.bytes_sent / sent[1]), figure(f.memory / memory[1])) for f in every
     ]
+
+
+RUNNERS_UP = 12_000
+"""Ops of all flows together that are priced for the runners-up of a report: a part of a second."""
+
+
+def with_runners_up(plan: Plan) -> Plan:
+    """The plan with the runner-up of each argument that was searched as `Plan.why` has it, the largest arrays first; of those
+    that are alike in all layers the first stands for all. What is beyond `RUNNERS_UP` keeps the search's estimate."""
+    told = [d for d in plan.inputs if d.runner_up]
+    if plan.study is None or shared_runner_up(plan):
+        return plan
+    groups = sorted(alike(told, lambda d: (layer(d.path), d.cuts, d.runner_up)), key=lambda g: -math.prod(g[0].shape))
+    flows = RUNNERS_UP // (1 + len(plan.flow.graph.ops))
+    found: dict[str, str] = {}
+    for same in groups[:flows]:
+        rows = plan.why(same[0].path, min(MOST, flows // len(groups[:flows]))).rows
+        text = f"{rows[0].cuts}: {more_text(rows[0].more)}" if rows else ""
+        found |= {d.path: text for d in same}
+    inputs = (dataclasses.replace(d, runner_up=found.get(d.path, d.runner_up)) for d in plan.inputs)
+    return dataclasses.replace(plan, inputs=tuple(inputs))
+
+
+def shared_runner_up(plan: Plan) -> str:
+    """The runner-up of the whole search, where it is not told for each argument."""
+    told = {d.runner_up for d in plan.inputs if d.runner_up}
+    return next(iter(told)) if len(told) == 1 and sum(bool(d.runner_up) for d in plan.inputs) > 1 else ""
+
+
+def more_text(more: Figures) -> str:
+    """What is paid more, in a line.
+
+    >>> more_text(Figures(1.5e-6, 2048, 0, 0.0))
+    '+1.5 µs, +2,048 B sent, 0 memory'
+    """
+    ((us, sent, memory),) = _more([more])
+    return f"{us} µs, {sent} sent, {memory} memory"
 
 
 def _more(every: Sequence[Figures]) -> list[tuple[str, str, str]]:

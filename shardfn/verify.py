@@ -42,7 +42,6 @@ class Program:
 
     text: str
     sizes: Mapping[str, int]
-    costs: Mapping[str, float]
 
     def as_text(self) -> str:
         """The optimised HLO."""
@@ -51,10 +50,6 @@ class Program:
     def memory_analysis(self) -> Any:
         """Bytes on one device, as `argument_size_in_bytes` and its like."""
         return SimpleNamespace(**self.sizes)
-
-    def cost_analysis(self) -> Mapping[str, float]:
-        """XLA's own counts."""
-        return self.costs
 
 
 QUICK = {"xla_backend_optimization_level": 0}
@@ -203,8 +198,7 @@ def _elsewhere(plan: Plan, of: Target, exported: jax.export.Exported, donated: t
         found = pickle.loads(made.read_bytes()) if made.exists() else done.stderr.strip().split("\n")[-1]
     if isinstance(found, str):
         _refused(plan, of, found or f"its process ended with {done.returncode}")
-    text, sizes, costs = found
-    return Program(text, sizes, costs)
+    return Program(*found)
 
 
 def _environment(of: Target) -> dict[str, str]:
@@ -250,7 +244,7 @@ def answer(directory: str) -> None:
     path.joinpath("made").write_bytes(pickle.dumps(made))
 
 
-def _compile(job: _Job) -> tuple[str, dict[str, int], dict[str, float]]:
+def _compile(job: _Job) -> tuple[str, dict[str, int]]:
     found = devices(job.target)
     mesh = mesh_on([found[i] for i in job.order], job.axes)
     exported = job.exported
@@ -275,10 +269,6 @@ def _compile(job: _Job) -> tuple[str, dict[str, int], dict[str, float]]:
     )
     shapes = [jax.ShapeDtypeStruct(exported.in_avals[i].shape, exported.in_avals[i].dtype) for i in given]
     compiled = jitted.lower(*shapes).compile()
-    memory, costs = compiled.memory_analysis(), compiled.cost_analysis()
+    memory = compiled.memory_analysis()
     known = {name: int(getattr(memory, name)) for name in dir(memory) if name.endswith("_in_bytes")} if memory else {}
-    return (
-        compiled.as_text() or "",
-        known,
-        {k: float(v) for k, v in costs.items()} if isinstance(costs, Mapping) else {},
-    )
+    return compiled.as_text() or "", known

@@ -220,6 +220,21 @@ def test_plan_and_explain_take_functions_and_sharded_functions():
     assert isinstance(sharded.explain(X, W, compiled=True), shardfn.Report)
 
 
+def test_a_plan_that_is_there_is_explained():
+    sharded = shard(dense, ((4, 1), (1, 2)), level=1)
+    made = sharded.plan(X, W)
+    assert explain(made) == sharded.explain(X, W)
+    assert explain(made, compiled=True).to_dict()["compiled"]
+    assert explain(pickle.loads(pickle.dumps(made))).to_dict()["inputs"] == explain(made).to_dict()["inputs"]
+    with pytest.raises(shardfn.ShardError) as error:
+        explain(made, 3, level=2)
+    assert str(error.value) == (
+        "the plan of `dense` is explained by itself\n  where: explain(plan, 3, level=2)\n"
+        "  why:   it was made for its own arguments and options\n"
+        "  fix:   write explain(plan), or explain the function with these"
+    )
+
+
 def test_a_plan_for_hardware_that_is_not_here():
     shapes = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16)
     made = plan(dense, *shapes, in_strategy=((16, 1), (1, 16)), device="tpu-v5e:16x16")

@@ -318,6 +318,7 @@ CASES = {
         ("a target that is unknown", "plan(double, x, device='tpu-v5x:4x4')", "plan(double, x, device='tpu-v5p:4x4')"),
         ("a target without a size", "plan(double, x, device='h200')", "plan(double, x, device='h200:8')"),
         ("a target with a bad size", "plan(double, x, device='h200:0')", "plan(double, x, device='h200:64')"),
+        ("a shape without a torus", "plan(double, x, device='h100:4x4')", "plan(double, x, device='h100:16')"),
         ("three dims of two", "plan(double, x, device='tpu-v5e:4x4x4')", "plan(double, x, device='tpu-v5e:8x8')"),
         ("three dims that are too many", "plan(double, x, device='tpu-v6e:16x16x2')", "plan(double, x, device='tpu-v6e:16x16')"),
         ("four dims of three", "plan(double, x, device='tpu-v5p:2x2x2x2')", "plan(double, x, device='tpu-v5p:2x2x4')"),

@@ -109,8 +109,17 @@ def test_what_is_held_inside_is_saved(tmp_path):
     (tmp_path / "layout.toml").write_text(text)
     told = plan(fn, *args, layout=tmp_path / "layout.toml").findings
     assert any("program has no such one" in finding for finding in told)
-    (problem,) = check(tmp_path / "layout.toml", fn, args)
-    assert "a gather at" in problem.what
+    assert "a gather at" in check(tmp_path / "layout.toml", fn, args)[0].what
+
+
+def test_what_is_held_alike_in_equal_blocks_is_one_entry():
+    held = [Constraint("dot_general", n, "net.py:7", (None, None), ((("data",), ()),)) for n in (3, 40, 77)]
+    other = Constraint("dot_general", 39, "net.py:8", (None, None), ((("data",), ()),))
+    layout = LayoutFile(grid=(("data", 8),), inside=(held[0], other, *held[1:]))
+    text = text_of(layout)
+    assert text.count("[[inside]]") == 2 and "equation = [\n  3, 40, 77,\n]" in text and "equation = 39\n" in text
+    assert made(text) == layout and len(made(text).inside) == 4
+    assert made(text.replace("77", "78")) != layout
 
 
 DIFFERENT = {
@@ -617,6 +626,10 @@ REFUSED = {
     "a quoted dotted key": ('"a"' + '."a"' * 4000 + " = 1", "nested too deep"),
     "a level": ("level = 9", "must be an int from 0 to 2"),
     "half of what is inside": ("[[inside]]\nop = 'dot'", "is not complete"),
+    "no numbers inside": (
+        "[[inside]]\nop = 'dot'\nequation = [1, true]\nline = ''\noperands = []\nresults = []",
+        "an int or a list of them",
+    ),
 }
 
 
@@ -710,13 +723,14 @@ RULES = st.lists(
 SPECS = st.none() | st.lists(st.sampled_from([(), ("data",), ("data", "model")]), max_size=3).map(tuple)
 HELD = st.builds(Constraint, st.sampled_from(["dot_general", "add"]), st.integers(0, 999), st.text(st.characters(exclude_categories=["Cs"]), max_size=9),
                  st.lists(SPECS, max_size=3).map(tuple), st.lists(SPECS, max_size=2).map(tuple))  # fmt: skip
+ALIKE = st.builds(Constraint, st.just("add"), st.integers(0, 9), st.just("a.py:1"), st.just((None,)), st.just((((),),)))
 FILES = st.builds(
     LayoutFile,
     grid=st.just((("data", None), ("model", 4), ("x", 2))),
     arguments=RULES,
     results=RULES,
     activations=RULES,
-    inside=st.lists(HELD, max_size=2).map(tuple),
+    inside=st.lists(HELD | ALIKE, max_size=3).map(tuple),
     others=st.none() | DIMS,
     batch=st.none() | DIMS,
     about=st.text(st.characters(exclude_categories=["Cs"]), max_size=20),

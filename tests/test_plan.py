@@ -61,16 +61,18 @@ def test_one_device():
 
 
 @pytest.mark.parametrize(
-    ("gap", "text"),
+    ("gap", "level", "text"),
     [
-        (0.0, "nothing costs less"),
-        (0.0101, "at most 1.1% above the least cost"),
-        (None, "not known"),
-        (1e-9, "nothing costs less"),
+        (0.0, 2, "op by op, nothing costs less on the grids tried; by its flow something may"),
+        (0.0, 0, "op by op, nothing costs less on this grid; by its flow something may"),
+        (0.0101, 2, "op by op, at most 1.1% above the least on the grids tried"),
+        (0.0101, 0, "op by op, at most 1.1% above the least on this grid"),
+        (None, 2, "not known"),
+        (1e-9, 2, "op by op, nothing costs less on the grids tried; by its flow something may"),
     ],
 )
-def test_proof(gap, text):
-    assert proof(gap) == text
+def test_proof(gap, level, text):
+    assert proof(gap, level) == text
 
 
 @pytest.mark.parametrize(
@@ -168,8 +170,18 @@ def test_what_is_held_inside_differs():
     one = Constraint("dot_general", 3, "/home/me/model.py:7", ((("a",), ()), None), (None,))
     plan = dataclasses.replace(made(), constraints=(one,))
     (change,) = diff(dataclasses.replace(plan, constraints=()), plan)
-    assert str(change) == "held inside: 0 ops -> 1 ops; here only: dot_general at model.py:7"
+    assert str(change) == "ops held to a layout inside: 0 -> 1; here only: 1 dot_general (model.py:7)"
     assert diff(plan, plan) == ()
     (change,) = diff(plan, dataclasses.replace(plan, constraints=(dataclasses.replace(one, results=(((), ()),)),)))
-    assert change.first == "1 ops; here only: dot_general at model.py:7"
-    assert change.second == f"{change.first}, in other layouts"
+    assert change.first == change.second == "1; 1 in another layout than there"
+
+
+def test_many_that_are_held_are_told_by_kind_and_line():
+    kinds = {"scatter": ("", ""), "dot_general": ("/a/m.py:1", "/a/m.py:2", "/a/m.py:2", "/a/m.py:9"), "add": ("/a/m.py:3",),
+             "reduce": ("/a/m.py:5",)}  # fmt: skip
+    held = [(kind, where) for kind, lines in kinds.items() for where in lines]
+    many = tuple(Constraint(kind, n, where, (None,), (None,)) for n, (kind, where) in enumerate(held))
+    (change,) = diff(dataclasses.replace(made(), constraints=many), dataclasses.replace(made(), constraints=many[-1:]))
+    assert (change.first, change.second) == (
+        "8; here only: 4 dot_general (m.py:1, m.py:2 and 1 more), 2 scatter (no line known), 1 add (m.py:3)", "1"
+    )  # fmt: skip

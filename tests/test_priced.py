@@ -3,12 +3,15 @@
 import collections
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import shardfn
+from shardfn.decisions import Candidate, Figures
 from shardfn.graph.model import Pin
 from shardfn.priced import told_apart
-from shardfn.search.problem import Candidate
+from shardfn.search.problem import Candidate as Found
+from shardfn.search.problem import Problem
 
 A, W = (("a", 8),), (("a", 4), ("b", 2))
 ROWS, COLUMNS, WHOLE = (("a",), ()), ((), ("a",)), ((), ())
@@ -16,7 +19,7 @@ PIN = Pin((None,), (ROWS,))
 
 
 def candidate(name, *specs, axes=A, pins=None, ends=None):
-    return Candidate(name, axes, specs, pins or {}, None, ends or {})
+    return Found(name, axes, specs, pins or {}, None, ends or {})
 
 
 CASES = [
@@ -50,3 +53,33 @@ def test_no_two_rows_of_a_plan_have_one_name(level):
     rows = shardfn.plan(step, *shapes, device="tpu-v5e:2x4", level=level).candidates
     assert len(rows) > 5 and rows[0].name == "this plan"
     assert max(collections.Counter((row.name, row.axes) for row in rows).values()) == 1
+
+
+def attention(w, x):
+    q, k, v = jnp.split(x @ w, 3, -1)
+    return (jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v).sum()
+
+
+SHAPES = [jax.ShapeDtypeStruct(s, "float32") for s in ((64, 192), (8, 32, 64))]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_of_a_large_program_too_what_was_priced_is_there(monkeypatch, level):
+    monkeypatch.setattr("shardfn.search.problem.SMALL_OPS", 5)
+    monkeypatch.setattr("shardfn.search.problem.LARGE_OPS", 10)
+    priced, price = set(), Problem.price
+
+    def counted(*args):
+        made = price(*args)
+        priced.add(Figures.of(made))
+        return made
+
+    monkeypatch.setattr(Problem, "price", counted)
+    plan = shardfn.plan(jax.grad(attention, (0, 1)), *SHAPES, device="h100:8", level=level)
+    assert plan.candidates[0] == Candidate("this plan", plan.axes, Figures.of(plan.price))
+    assert {c.figures for c in plan.candidates[1:]} <= priced
+
+
+def test_where_nothing_is_searched_nothing_was_weighed():
+    plan = shardfn.plan(attention, *SHAPES, in_strategy=((1, 1), (8, 1, 1)), device="h100:8")
+    assert plan.candidates == ()

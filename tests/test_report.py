@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 
 import shardfn
-from shardfn import render, sections
+from shardfn import render, sections, study
 from shardfn.cost.hardware import CHIPS, Hardware, resolve
 from shardfn.cost.memory import Memory
 from shardfn.cost.price import Price
@@ -35,7 +35,7 @@ def decided(path, shape, spec, source, reason="", runner_up=""):
 
 def made(**changes) -> Plan:
     """A plan of a small model, made by hand: nothing in it depends on JAX."""
-    runner = {"up": "(4, 1): +8.1 us", "down": "(1, 4): +8.1 us"}
+    runner = {"up": "(4, 1): +8.1 us by the search's estimate", "down": "(1, 4): +8.1 us by the search's estimate"}
     inputs = [
         decided(
             f"params/layers/{i}/{name}",
@@ -333,7 +333,7 @@ def test_a_searched_plan_says_what_else_was_weighed():
     plan, report = function.plan(params, x), function.explain(params, x)
     data, text, html = report.to_dict(), report.to_text(140), report.to_html()
     assert data["gap"] == plan.gap
-    assert f"proof under the cost model: {proof(plan.gap)}" in text
+    assert f"proof under the cost model: {proof(plan.gap, plan.level)}" in text
     best, *others = data["candidates"]
     assert best["name"] == "this plan"
     assert best["figures"]["time_s"] == plan.price.time_s
@@ -346,8 +346,21 @@ def test_a_searched_plan_says_what_else_was_weighed():
     assert len(data["constraints"]) == len(plan.constraints)
     times = [c["time_s"] for c in data["collectives"]]
     assert times == sorted(times, reverse=True)
-    if not sections.shared_runner_up(plan):
-        assert all(d.runner_up in text for d in plan.inputs)
+    if not study.shared_runner_up(plan):
+        assert all(told["runner_up"] in text for told in data["inputs"])
+
+
+def test_what_is_too_much_to_price_says_that_it_is_an_estimate(monkeypatch):
+    shape = jax.ShapeDtypeStruct((512, 512), "float32")
+    plan = shardfn.plan(lambda x, w, v: jnp.tanh(x @ w) @ v, *[shape] * 3, device="h100:8", level=2)
+    assert not study.shared_runner_up(plan)
+    for told in make_report(plan).to_dict()["inputs"]:
+        row = plan.why(told["path"]).rows[0]
+        assert told["runner_up"] == f"{row.cuts}: {study.more_text(row.more)}"
+    monkeypatch.setattr(study, "RUNNERS_UP", 1 + len(plan.flow.graph.ops))  # one flow
+    told = [d["runner_up"] for d in make_report(plan).to_dict()["inputs"]]
+    assert [text.endswith(" by the search's estimate") for text in told].count(False) == 1
+    assert any(text.endswith(" memory") for text in told)
 
 
 def test_one_runner_up_of_all_is_said_once():

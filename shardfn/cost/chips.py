@@ -75,10 +75,10 @@ class Chip:
         """So many of these, as a target to plan for.
 
         Args:
-          size: a count, or a shape such as "4x8": the dims of the torus.
+          size: a count, or of chips that form a torus its dims, such as "4x8".
 
         Raises:
-          DeviceError: the size is neither.
+          DeviceError: the size is neither, or a shape that no pod of these chips has.
 
         >>> CHIPS["tpu-v5e"].pod("4x8").topology
         (4, 8)
@@ -105,6 +105,11 @@ class Chip:
             padded = (1,) * (len(self.largest) - len(shape)) + tuple(sorted(shape))
             return not self.largest or all(n <= most for n, most in zip(padded, self.largest, strict=True))
 
+        if not self.torus and len(dims) > 1:
+            nodes = f"in nodes of {self.node}, which a count fills one after the other" if self.node else "all alike"
+            fail(DeviceError, f"{self.name} forms no torus that could have the shape {text(dims)}", where=where,
+                 why=f"a shape is that of a torus, as TPUs form one; these lie {nodes}",
+                 fix=f'write "{self.name}:{math.prod(dims)}"; the grid is searched, or follows your cuts')  # fmt: skip
         if self.torus and len(dims) > self.torus:
             near = most_cubic(math.prod(dims), self.torus)
             fail(DeviceError, f"{self.name} forms a torus of {self.torus} dims, not {len(dims)}", where=where,

@@ -32,8 +32,8 @@ def resolve(device: Any, *, count: int | None = None, default: str | None = None
 
     Args:
       device: None (the default backend), "CPU", "GPU", "TPU" in any case (or another platform that JAX has here), a
-        sequence of devices, a `Mesh`, a target as "tpu-v5e:4x8", "h200:64", "cpu:4096", or a `Hardware`, as
-        `Chip.pod` makes it.
+        sequence of devices, a `Mesh`, a target as "tpu-v5e:4x8" (the shape of a torus), "h200:64", "cpu:4096", or a
+        `Hardware`, as `Chip.pod` makes it.
       count: how many of the devices to use; all of them if None.
       default: the platform that None stands for, if not JAX's own default.
 
@@ -101,7 +101,7 @@ def _platform(name: str, count: int | None) -> Hardware:
     if key in CHIPS and key != "cpu":
         fail(DeviceError, f"device {name!r} is a target without a size", where=f"device = {name!r}",
              why="a target is planned for without being here, so it must say how many there are",
-             fix=f'write "{key}:8", or "{key}:2x4"')  # fmt: skip
+             fix=f"write {_eight_of(key)}")  # fmt: skip
     try:
         devices = jax.devices(key) if key else None
     except RuntimeError as error:
@@ -201,12 +201,18 @@ def _target(text: str) -> Hardware:
     if found is None or found["chip"] not in CHIPS or math.prod(map(int, found["shape"].split("x"))) < 1:
         name = text.split(":")[0].lower()
         close = difflib.get_close_matches(name, list(CHIPS), 1)
-        why = f"the chips are {', '.join(CHIPS)}" if name not in CHIPS else "the size is a count or a shape such as 4x8"
+        sizes = "the size is a count" + (", or a shape such as 4x8" if name in CHIPS and CHIPS[name].torus else "")
+        why = f"the chips are {', '.join(CHIPS)}" if name not in CHIPS else sizes
         size = text.partition(":")[2] or "8"
         fail(DeviceError, f"target {text!r} is unknown", where=f"device = {text!r}", why=why,
              fix=f'did you mean "{close[0]}:{size}"?' if close and close[0] != name
-             else f'write it as "{name if name in CHIPS else "tpu-v5e"}:8", or with a shape as ":2x4"')  # fmt: skip
+             else f"write it as {_eight_of(name if name in CHIPS else 'tpu-v5e')}")  # fmt: skip
     return _chip(found["chip"]).pod(found["shape"])
+
+
+def _eight_of(chip: str) -> str:
+    """How eight of a chip are written: a shape is that of a torus."""
+    return f'"{chip}:8"' + (f', or with a shape "{chip}:2x4"' if CHIPS[chip].torus else "")
 
 
 def _short(value: Any) -> str:

@@ -24,8 +24,9 @@ from shardfn.cost.cpu import on_cpu
 from shardfn.cost.fusion import ELEMENTWISE, Fusion, is_view
 from shardfn.cost.loops import UPDATES, Loops, kept_apart, loops_of, stay_through
 from shardfn.cost.schedule import Order, merged, scheduled
-from shardfn.cost.tpu import AHEAD, STAYS, Claim, granted, looked_up, rows_bytes, stretches, tiled_bytes
+from shardfn.cost.tpu import AHEAD, STAYS, Claim, granted, looked_up, rows_bytes, stretches
 from shardfn.graph.model import Flow, Graph, Op, dtype_bits
+from shardfn.graph.padding import tiled_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,39 +6,42 @@ op needs it (`graph.moves`). Equal moves of one value are one; what does not cha
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
 from collections.abc import Sequence
 
 from shardfn.graph.cases import Case, Edge, Leg, Way, whole
-from shardfn.graph.model import CHANGES, PRODUCTS, Communication, Flow, Graph, Op, Rule, Spec, Tap, Value
-from shardfn.graph.moves import joined_axes, split_axes, steps
+from shardfn.graph.libtpu import added_to, as_on_tpu, scatters
+from shardfn.graph.model import CHANGES, PRODUCTS, Communication, Flow, Graph, Op, Rule, Spec, Tap, Value, dtype_bits
+from shardfn.graph.moves import flat, joined_axes, split_axes, steps
 from shardfn.graph.simplified import simplified
 from shardfn.graph.tiles import Step
 from shardfn.graph.ways import way
 
 
-def as_compiled(flow: Flow, platform: str) -> Flow:
+def as_compiled(flow: Flow, platform: str, torus: tuple[int, ...] = ()) -> Flow:
     """The flow with the ops as XLA works on them on `platform`, and the collectives that it runs.
 
     Args:
       flow: layouts of all values as propagated. Collectives that are in it (the user's own, in `shard_map`) stay. One
         that was here before comes back as it is.
       platform: `cpu`, `cuda`, `rocm` or `tpu`. On CPU a sum of which each device needs only its piece is an all-reduce
-        (elsewhere a reduce-scatter), and `bf16` is added up as `f32`. On TPU, what is gathered for a product travels as
-        `bf16`, in which a product of default precision reads it.
+        (elsewhere a reduce-scatter, on TPU where `graph.libtpu.scatters` says so), and `bf16` is added up as `f32`. On TPU,
+        what is gathered for a product travels as `bf16`, in which a product of default precision reads it.
+      torus: dims of the torus that the devices form, on TPU.
     """
     if flow.platform:
         return flow
-    return _Roads(flow, platform).flow()
+    return _Roads(flow, platform, torus).flow()
 
 
 class _Roads:
     """Walks one flow once; the lists fill as it goes. Inside, axes are in prime parts."""
 
-    def __init__(self, flow: Flow, platform: str):
-        self.given, self.platform = flow, platform
+    def __init__(self, flow: Flow, platform: str, torus: tuple[int, ...]):
+        self.given, self.platform, self.torus = flow, platform, torus
         graph = flow.graph
         used = {a for spec in set(flow.specs) for dim in spec for a in dim}
         self.sizes, parts = split_axes(flow.axes, used)
@@ -55,6 +58,7 @@ class _Roads:
             if op.name == "broadcast_in_dim" and not self.values[op.inputs[0]].shape
             for v in op.outputs
         }
+        self.is_read = False  # whether what is moved is an operand
         self.trips = [0] * len(self.values)
         for op in reversed(graph.ops):
             for v in op.inputs:  # of what a loop carries: the least of its readers'
@@ -68,7 +72,10 @@ class _Roads:
     def flow(self) -> Flow:
         own = {c.result: c for c in self.given.communications}
         is_cut = list(map(any, self.specs)).__getitem__
-        for op in _needed(self.given.graph, _rotations(self.given)):
+        ops = _rotations(self.given)
+        if self.platform == "tpu":
+            ops = added_to(ops, self.filled, self.given.graph.outputs)
+        for op in _needed(self.given.graph, ops):
             if own:
                 self.sent += [own[v] for v in op.outputs if v in own]
             if op.name in ("while", "case"):
@@ -90,7 +97,8 @@ class _Roads:
             if c.result in needed or c.result in own or c.cause == "reduce"  # partial results are gathered together
         )
         graph = dataclasses.replace(graph, ops=tuple(ops))
-        return simplified(Flow(graph, specs, grid, sent, self.platform))
+        found = simplified(Flow(graph, specs, grid, sent, self.platform))
+        return as_on_tpu(found) if self.platform == "tpu" else found
 
     def carry(self, op: Op) -> None:
         """What enters a loop, comes back from its body, or leaves a branch lies as the results do."""
@@ -109,11 +117,13 @@ class _Roads:
             self.ops.append(op)
             return
         inputs = []
+        self.is_read = True
         for i, (v, spec) in enumerate(zip(op.inputs, found.wants, strict=True)):
             inside = found.inside[i] if i < len(found.inside) else frozenset()
             for leg in (*(found.through[i] if i < len(found.through) else ()), Leg(spec, inside)):
                 v = self.move(v, leg.to, op.trips, op.where, op.name, inside=leg.inside)
             inputs.append(v)
+        self.is_read = False
         arrived = [v for edge in found.edges for v in self.exchange(inputs[edge.operand], edge, op)]
         for i, dim, rows, axes in found.windows:
             inputs[i] = self.window(inputs[i], dim, rows, axes, op)
@@ -210,14 +220,14 @@ class _Roads:
     ) -> int:  # fmt: skip
         """One collective from `value` to a new one, or to `into`; an empty `kind` cuts it without sending."""
         was = made = self.values[value]
-        travels = _travels(self.platform, kind, was.dtype, cause in PRODUCTS)
+        travels = _travels(self.platform, kind, was.dtype, self.is_read and cause in PRODUCTS)
         if kind == "all-to-all":  # the pieces are padded before they are exchanged
             pieces = [self.pieces(axes) for axes in after]
             shape = tuple(-(-n // p) * p for n, p in zip(was.shape, pieces, strict=True))
             value = self.like(value, Value(shape, travels), where)
         elif kind:
             value = self.like(value, Value(was.shape, travels), where)
-            if kind == "all-gather" and self.platform == "tpu":  # the product reads it as it came
+            if travels != was.dtype and self.platform == "tpu":  # the product reads it as it came
                 made = Value(was.shape, travels)
         result = self.new(made, after, trips) if into is None else into
         arrived = result
@@ -250,9 +260,32 @@ class _Roads:
         have = self.specs[partial]
         nested = all(w[: len(h)] == h for h, w in zip(have, want, strict=True))
         pieces = {a for h, w in zip(have, want, strict=True) for a in w[len(h) :]}
-        if last and nested and pieces == set(axes) and self.platform != "cpu":
+        if last and nested and pieces == set(axes) and self.scatters(partial, want, self.turned.get(op.outputs[0], ())):
             return self.send("reduce-scatter", partial, want, axes, op.trips, op.where, op.name)
         return self.send("all-reduce", partial, have, axes, op.trips, op.where, op.name)
+
+    def scatters(self, partial: int, want: Spec, turned: Sequence[int]) -> bool:
+        """Whether the platform adds up to pieces, those that `want` makes of what lies so far as it does; `turned`: how a
+        transpose, its only reader, orders the dims."""
+        if self.platform != "tpu":
+            return self.platform != "cpu"
+        value, cut = self.values[partial], [d for d, h in enumerate(self.specs[partial]) if h != want[d]]
+        if len(cut) != 1:
+            return False
+        piece = [-(-n // self.pieces(axes)) for n, axes in zip(value.shape, want, strict=True)]
+        dims = tuple(turned) or tuple(range(len(piece)))
+        added = self.pieces(flat(want)) // self.pieces(flat(self.specs[partial]))
+        is_whole = added == math.prod(self.sizes.values())
+        shape = tuple(piece[d] for d in dims)
+        return scatters(shape, dims.index(cut[0]), dtype_bits(value.dtype), is_whole, self.torus)
+
+    @functools.cached_property
+    def turned(self) -> dict[int, tuple[int, ...]]:
+        """Of what a transpose alone reads: which dims of it the result has, in order."""
+        count = collections.Counter(v for op in self.given.graph.ops for v in op.inputs)
+        turns = [op for op in self.given.graph.ops if op.name == "transpose" and op.rule and count[op.inputs[0]] == 1]
+        rules = {op.inputs[0]: op.rule for op in turns if op.rule}
+        return {v: tuple(map(rule.operands[0].index, rule.results[0])) for v, rule in rules.items()}
 
     def window(self, value: int, dim: int, rows: int, axes: tuple[str, ...], op: Op) -> int:
         """Of a value that is whole along a dim, the part that each device reads."""
@@ -340,11 +373,13 @@ def _rotation(flow: Flow, end: Op, start: Op) -> Tap | None:
     return Tap(0, d, d, low=low) if first == 0 and low == two[d] and one[d] + two[d] == whole[d] else None
 
 
-def _travels(platform: str, kind: str, dtype: str, is_for_product: bool) -> str:
-    """The type in which elements are sent: on CPU `bf16` as `f32`; on a TPU what is gathered for a product as `bf16`."""
+def _travels(platform: str, kind: str, dtype: str, is_read: bool) -> str:
+    """The type in which elements are sent: on CPU `bf16` as `f32`; on a TPU as `bf16` what is gathered or permuted to be read
+    by a product."""
     if platform == "cpu" and dtype == "bf16":
         return "f32"
-    return "bf16" if (platform, kind, dtype) == ("tpu", "all-gather", "f32") and is_for_product else dtype
+    is_narrowed = (platform, dtype) == ("tpu", "f32") and kind in ("all-gather", "collective-permute") and is_read
+    return "bf16" if is_narrowed else dtype
 
 
 _PASSED = frozenset({"iota", "shard_map", "create_token", "after_all", "partition_id", "replica_id"})

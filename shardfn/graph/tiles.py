@@ -51,20 +51,28 @@ class Devices:
     """A group of devices: the sizes of its axes, in the order of the grid. All are prime parts."""
 
     sizes: Mapping[str, int]
+    known: dict[Spec, tuple[int, ...]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    """`counts` that were asked for: of one layout it is asked again and again."""
 
     def count(self, axes: Iterable[str]) -> int:
         """Devices along `axes`."""
-        return math.prod(self.sizes[a] for a in axes)
+        sizes, n = self.sizes, 1  # a loop: it is asked for hundreds of thousands of times
+        for a in axes:
+            n *= sizes[a]
+        return n
 
     def counts(self, tile: Tile) -> tuple[int, ...]:
         """How many pieces there are along each dim."""
-        return tuple(map(self.count, tile.dims))
+        dims = tile.dims
+        if dims not in self.known:
+            self.known[dims] = tuple([self.count(axes) if axes else 1 for axes in dims])
+        return self.known[dims]
 
     def tile(self, dims: Iterable[Iterable[str]]) -> Tile:
         """The layout with its dims cut so."""
         cut = tuple(map(tuple, dims))
-        used = {a for axes in cut for a in axes}
-        return Tile(cut, tuple(a for a in self.sizes if a not in used))
+        used = set().union(*cut)
+        return Tile(cut, tuple([a for a in self.sizes if a not in used]))
 
     def without(self, axes: Iterable[str]) -> Devices:
         """The devices of one group, if those along `axes` are in different groups."""

@@ -1,8 +1,8 @@
 """How open layouts are chosen. `MODES` maps MindSpore's `search_mode` names to searches of one signature (`problem`).
 
 - the modes: `auto`, `dynamic`, `recursive`, and `seeds` ("sharding_propagation"); where nothing is open: `propagation`
-- the choices on a grid as a labelling problem: `strategies`, of `forms`, `grid`, `facts`, `borders` and `sums`; the level's
-  costs: `levels`; what `set_algo_parameters` leaves out: `filters`; solved by `solver`, and on one grid as a whole by `ongrid`
+- the choices on a grid as a labelling problem: `strategies`, of `forms`, `grid`, `facts`, `borders`, `sums` and `windowed`; the
+  level's costs: `levels`; what `set_algo_parameters` leaves out: `filters`; solved by `solver`, on a grid as a whole by `ongrid`
 - what was found on a grid: `found`; how much of it is held: `holding`, and let go: `letgo`; what cannot fit at all: `room`; an
   answer over its limit: `limits`
 - to the answer, each by its flow: `choose`; layouts that people write: `plain`; made better: `polish`, `neighbours`; open

@@ -63,6 +63,7 @@ def answer_of(
       turn: what else to try where all flows break the model's promises.
     """
     rated: list[_Rated] = []
+    aside: list[Candidate] = []
     is_small, is_large = problem.is_small, problem.is_large
     least, disappoints = plain.least(problem), True
     for count, one in enumerate(_in_turn(found)[: weighed(problem)]):
@@ -71,7 +72,10 @@ def answer_of(
         is_left = bool(rated) and (count >= priced(problem) or fastest(problem, rated) < math.inf)
         if is_left and not promises(problem, one, min(r[0] for r in rated)):
             break
-        made = _first(problem, one, fastest(problem, rated))
+        made, *more = sorted(
+            candidates(problem, one, fastest(problem, rated)), key=lambda c: objective(c.price, problem)
+        )
+        aside += more
         made = let_go(problem, made) if is_small else made
         # By how much a program is too large that fits nowhere is worth little.
         is_lost = made.price.memory.peak > problem.memory_limit and fits_nowhere(problem)
@@ -81,7 +85,7 @@ def answer_of(
         if (is_small or weighs(problem, made)) and problem.seconds_left > 0:
             other = held_as(problem, made, one.axes, decided(problem, one))
             rated += [] if other is None else [_row(problem, other, one)]
-        if not is_large and (is_small or not is_kept or problem.level != 2):
+        if problem.is_rough or (not is_large and (is_small or not is_kept or problem.level != 2)):
             rated += _in_line(problem, one, made)
         is_over = least < problem.memory_limit < made.price.memory.peak and not (is_large and is_lost)
         if is_over and problem.seconds_left > 0:
@@ -110,9 +114,10 @@ def answer_of(
     others = tuple(c for _, c, _ in rated[1:])
     looked = (*(f.axes for f in found), *(axes for axes in grids if axes not in untried))
     tried, runner = _tried(problem, looked, untried), runner_up(best, others)
+    aside.append(best)
     best = best if is_small and at is not None else let_go(problem, best, is_last=True)
     answer = _told(problem, f"{what} at level {problem.level}", found, tried, bool(untried), best, at)
-    return dataclasses.replace(answer, runner_up=runner, others=others)
+    return dataclasses.replace(answer, runner_up=runner, others=others, aside=tuple(aside))
 
 
 def _told(
@@ -127,7 +132,8 @@ def _told(
         reason, gap = f"plain layout, better by its flow than the optimum of the cost model: {best.name}", None
     else:
         gap = _gap(problem, at, found) if not is_cut_short and keeps_promise(problem, at, best) else None
-        policy = f"{what}: {_proof(best, gap)} under the cost model; grids tried: {tried}"
+        where = "; grids tried:" if problem.level == 0 else " on the grids tried:"
+        policy = f"{what}: {_proof(best, gap)} under the cost model, op by op{where} {tried}"
         policy += f"; {LINE}" if best.name.endswith(LINE) else ""
         reason = "the optimum of all ops together"
     reasons = tuple("" if given is not None else reason for given in problem.specs)

@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
-from shardfn.graph.mistakes import is_mistaken
-from shardfn.graph.model import Convolution, Flow, Graph, Op, axis_size
+from shardfn.graph.model import Flow, Graph, axis_size
 from shardfn.search.forms import NOWHERE
 from shardfn.search.grid import Array
 from shardfn.search.problem import Algorithm
 from shardfn.search.solver.labelling import Labelling
 from shardfn.search.solver.solve import Solution
-from shardfn.search.strategies import Space, spec_of
+from shardfn.search.strategies import Space
 
 
 def narrowed(problem: Labelling, space: Space, graph: Graph, sizes: tuple[int, ...],
@@ -46,10 +45,8 @@ def allowed(space: Space, graph: Graph, sizes: tuple[int, ...], algorithm: Algor
         if both.any():
             found[node] = both
 
-    for index, (node, wanted) in space.reads.items():
-        if windowed := graph.ops[index].convolution:
-            made = space.layouts[graph.ops[index].outputs[0]][1]
-            hold(node, _right(windowed, graph.ops[index], graph, (*wanted, made), sizes))
+    for node, good in space.right:
+        hold(node, good)
     if algorithm.fully_use_devices:
         for node, choices in enumerate(space.nodes):
             if np.any(choices.labels > NOWHERE):  # it decides how an op is cut, not only where an array lies
@@ -67,16 +64,6 @@ def allowed(space: Space, graph: Graph, sizes: tuple[int, ...], algorithm: Algor
                 if owner == node or value in graph.inputs:
                     hold(owner, aligned(layouts, graph.values[value].shape, sizes, step))
     return found
-
-
-def _right(convolution: Convolution, op: Op, graph: Graph, laid: Sequence[Array], sizes: tuple[int, ...]) -> Array:
-    """In which of the layouts [labels, axes] of image, kernel and result XLA computes a convolution rightly."""
-    names = tuple(map(str, range(len(sizes))))
-    shapes, axes = [graph.values[v].shape for v in (*op.inputs, *op.outputs)], dict(zip(names, sizes, strict=True))
-    window = [shapes[1][d] for d in convolution.kernel]
-    rows = zip(*(layouts.tolist() for layouts in laid), strict=True)
-    specs = ([spec_of(one, len(s), names) for one, s in zip(row, shapes, strict=True)] for row in rows)
-    return np.array([not is_mistaken(convolution, three, window, axes) for three in specs])
 
 
 def loosened(solution: Solution, lost: float) -> Solution:

@@ -9,12 +9,12 @@ import numpy as np
 
 from shardfn.cost.links import links
 from shardfn.graph.model import Spec
-from shardfn.search.grid import Axes, cuts_of
+from shardfn.search.grid import Axes, cuts_of, spec_of
 from shardfn.search.levels import repeated, totals
 from shardfn.search.problem import Candidate, Problem
 from shardfn.search.solver.labelling import Labelling, Table, peak_of
 from shardfn.search.solver.solve import Solution
-from shardfn.search.strategies import Space, spec_of
+from shardfn.search.strategies import Space
 
 NEARLY = 1.05
 """Of what the model promises: a flow that costs no more than this much of it keeps it."""
@@ -114,7 +114,7 @@ def works_as_found(problem: Problem, found: Found, made: Candidate) -> bool:
 
 
 def runners_up(problem: Problem, found: Found) -> tuple[str, ...]:
-    """For each open argument the next best cut with all else as it is, and what it would cost more."""
+    """For each open argument the next best cut with all else as it is, and what it would cost more by the model."""
     labels, choice, names = found.labels, found.solution.choice, tuple(name for name, _ in found.axes)
     near: dict[int, list[tuple[Table, int]]] = {}
     for table in labels.tables:
@@ -135,7 +135,7 @@ def runners_up(problem: Problem, found: Found) -> tuple[str, ...]:
             continue
         at = int(np.argmin(total))
         more = total[at] - mine
-        told.append(f"{every[at]}: {'+' if more >= 0 else ''}{amount(more)}")
+        told.append(f"{every[at]}: {'+' if more >= 0 else ''}{amount(more)} by the search's estimate")
     return tuple(told)
 
 

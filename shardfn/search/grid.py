@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from shardfn.cost.hardware import Chip, Hardware, Link, links
+from shardfn.graph.libtpu import sums_whole
 from shardfn.graph.model import Pin, Spec
-from shardfn.graph.moves import flat, primes, steps
+from shardfn.graph.moves import flat, primes
+from shardfn.graph.tiles import Devices
 
 Array = np.ndarray
 Axes = tuple[tuple[str, int], ...]
@@ -25,7 +27,8 @@ class Grid:
     """The axes that labels speak of, one link each, and the chip that prices the work.
 
     `scatters` says whether the compiler makes reduce-scatters; XLA on CPU keeps an all-reduce and a slice. `narrows`:
-    whether `f32` is gathered for a product as `bf16`, in which the product reads it.
+    whether `f32` is gathered for a product as `bf16`, in which the product reads it. `sums_whole`: whether a sum over all
+    axes is an all-reduce all the same (`graph.libtpu.sums_whole`).
     """
 
     axes: Axes
@@ -33,12 +36,14 @@ class Grid:
     chip: Chip
     scatters: bool = True
     narrows: bool = False
+    sums_whole: bool = False
 
     @classmethod
     def on(cls, hardware: Hardware, axes: Axes) -> Grid:
         """The grid of these axes on the hardware."""
-        platform = hardware.platform
-        return cls(axes, links(hardware, axes), hardware.chip, platform != "cpu", platform == "tpu")
+        platform, on_tpu = hardware.platform, hardware.platform == "tpu"
+        whole = on_tpu and sums_whole(hardware.topology)
+        return cls(axes, links(hardware, axes), hardware.chip, platform != "cpu", on_tpu, whole)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -133,24 +138,31 @@ def _moved(code: tuple[int, ...], grid: Grid) -> tuple[float, float, float, floa
     digits = [
         word // base**n % base - 1 for word, length in zip(code, lengths, strict=True) for n in reversed(range(length))
     ]
-    links_of = dict(zip(grid.names, grid.links, strict=True))
     gathered = other = gathered_s = other_s = latency = 0.0
-    for kind, axes, piece in _path(tuple(digits), grid.sizes):
-        taken = [(grid.names[axis], size) for axis, size in axes]
+    for kind, taken, piece in _path(tuple(digits), grid.sizes):
         if kind == "all-gather":
-            for name, size in taken:  # outer axes, whose links are slower, first: the pieces are small then
+            for axis, size in taken:  # outer axes, whose links are slower, first: the pieces are small then
                 gathered += (size - 1) * piece
-                gathered_s += (size - 1) * piece / links_of[name].bytes_s
-                latency += links_of[name].latency_s
+                gathered_s += (size - 1) * piece / grid.links[axis].bytes_s
+                latency += grid.links[axis].latency_s
                 piece *= size
             continue
         n = math.prod(size for _, size in taken)
         sent = piece if kind == "collective-permute" else (n - 1) / n * piece
-        slowest = min((links_of[name] for name, _ in taken), key=lambda link: link.exchange_bytes_s)
+        slowest = min((grid.links[axis] for axis, _ in taken), key=lambda link: link.exchange_bytes_s)
         other += sent
         other_s += sent / slowest.exchange_bytes_s
         latency += slowest.latency_s
     return gathered, other, gathered_s, other_s, latency
+
+
+@functools.lru_cache
+def _parts(sizes: tuple[int, ...]) -> tuple[tuple[tuple[str, ...], ...], dict[str, int], Devices]:
+    """The names of the prime parts of each axis, the axis of each, and the devices of a grid of them all."""
+    parts = [[(f"{axis}:{at}", n) for at, n in enumerate(primes(size))] for axis, size in enumerate(sizes)]
+    names = tuple(tuple(name for name, _ in row) for row in parts)
+    axis_of = {name: axis for axis, row in enumerate(names) for name in row}
+    return names, axis_of, Devices({name: n for row in parts for name, n in row})
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -159,24 +171,25 @@ def _path(
 ) -> tuple[tuple[str, tuple[tuple[int, int], ...], float], ...]:
     """The collectives from one layout to another: kind, (axis, size) of what takes part, and which part of the value one
     device holds before. `digits` are the dims that the axes cut before, then after; -1 for none."""
-    parts_of = {axis: [(f"{axis}:{at}", n) for at, n in enumerate(primes(size))] for axis, size in enumerate(sizes)}
-    size_of = {name: n for parts in parts_of.values() for name, n in parts}
+    parts_of, axis_of, devices = _parts(sizes)
+    place = {dim: at for at, dim in enumerate(sorted({*digits} - {-1}))}
 
     def laid(row: Sequence[int]) -> Spec:
-        return tuple(
-            tuple(name for axis, at in enumerate(row) if at == dim for name, _ in parts_of[axis])
-            for dim in range(len(digits))
-        )
+        dims: list[tuple[str, ...]] = [()] * min(len(place) + 1, len(digits))
+        for axis, dim in enumerate(row):
+            if dim >= 0:
+                dims[place[dim]] += parts_of[axis]
+        return tuple(dims)
 
-    here, found = laid(digits[: len(sizes)]), []
-    for step in steps(here, laid(digits[len(sizes) :]), size_of):
+    now, to = (devices.tile(laid(row)) for row in (digits[: len(sizes)], digits[len(sizes) :]))
+    here, found = now.dims, []
+    for step in devices.road(now, to):
         if step.kind:
             taken: dict[int, int] = {}
             for name in step.axes:
-                axis = int(name.partition(":")[0])
-                taken[axis] = taken.get(axis, 1) * size_of[name]
-            piece = 1 / math.prod(size_of[name] for name in flat(here))
-            found.append((step.kind, tuple(sorted(taken.items())), piece))
+                axis = axis_of[name]
+                taken[axis] = taken.get(axis, 1) * devices.sizes[name]
+            found.append((step.kind, tuple(sorted(taken.items())), 1 / devices.count(flat(here))))
         here = step.after
     return tuple(found)
 
@@ -207,6 +220,25 @@ def merged(axes: Axes, specs: Sequence[Spec], pins: Mapping[int, Pin]) -> tuple[
     held = {i: Pin(tuple(s if s is None else renamed(s) for s in p.operands),
                    tuple(s if s is None else renamed(s) for s in p.results)) for i, p in pins.items()}  # fmt: skip
     return sizes, [renamed(spec) for spec in specs], held
+
+
+def row_of(spec: Spec, names: Sequence[str]) -> list[int]:
+    """A spec as the dim that each axis cuts.
+
+    >>> row_of((("b",), (), ("a",)), ("a", "b", "c"))
+    [2, 0, -1]
+    """
+    where = {axis: dim for dim, axes in enumerate(spec) for axis in axes}
+    return [where.get(name, -1) for name in names]
+
+
+def spec_of(row: Sequence[int], rank: int, names: Sequence[str]) -> Spec:
+    """The reverse of `row_of`.
+
+    >>> spec_of([2, 0, -1], 3, ("a", "b", "c"))
+    (('b',), (), ('a',))
+    """
+    return tuple(tuple(n for n, d in zip(names, row, strict=True) if d == dim) for dim in range(rank))
 
 
 def cuts_of(spec: Spec, axes: Axes) -> tuple[int, ...]:

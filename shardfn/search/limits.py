@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
+from typing import NoReturn
 
 from shardfn.cost.memory import Memory
 from shardfn.errors import StrategyError, fail
@@ -53,14 +55,35 @@ def within_limit(problem: Problem, answer: Answer, search: Search, is_asked: boo
         )
     if not is_asked:
         return answer
-    if _peak(problem, answer) < _peak(problem, least):
-        # What a level finds depends on the limit: the error names one that this level keeps, as level 1 keeps its own.
-        named = dataclasses.replace(problem, memory_limit=_peak(problem, answer))
+    # What is found depends on the limit: the error names one that this level keeps, as level 1 keeps its own.
+    others = (
+        [answer, search(dataclasses.replace(problem, level=1, memory_limit=math.inf))] if problem.is_small else [answer]
+    )
+    held = min(_peak(problem, other) for other in others)
+    if held < _peak(problem, least):
+        named = dataclasses.replace(problem, memory_limit=held)
         again = search(named)
         least = again if _peak(problem, again) <= named.memory_limit else least
+    _refuse(problem, least)
+
+
+def refuse_hopeless(problem: Problem, search: Search) -> None:
+    """Refuse a limit of the user's that nothing can keep, after a first look at what holds least instead of a search; of small
+    programs, which are searched as fast, not.
+
+    Raises:
+      StrategyError: it names what holds least of what was looked at.
+    """
+    if problem.is_open and not problem.is_small and fits_nowhere(problem):
+        least = search(dataclasses.replace(problem, level=1, is_rough=True))
+        if _peak(problem, least) > problem.memory_limit:
+            _refuse(problem, least)
+
+
+def _refuse(problem: Problem, least: Answer) -> NoReturn:
+    """Raise that nothing fits, with what holds least."""
     flow = problem.flow_of(least)
-    price = problem.price_of(least)
-    memory = price.memory
+    memory = problem.price_of(least).memory
     fail(StrategyError, f"no layout found holds at most {problem.memory_limit:,.0f} bytes per device",
          where=f"memory_limit = {problem.memory_limit:,.0f}",
          why=f"the least found is {memory.peak:,} bytes: {memory.arguments:,} of arguments, {memory.results:,} of results "

@@ -97,6 +97,8 @@ class Problem:
     """Results, by position, that are open and take no argument's place."""
     ends_asked: bool = False
     """Whether the user asked for one of them to be searched, whatever is open else."""
+    is_rough: bool = False
+    """Whether a first look will do, as for a large program: nothing fits anyway, and an error has to say what holds so much."""
     seconds: float = math.inf
     """After which a search answers with the best it has, where the user set a limit; else counted work bounds it."""
     begun: float = dataclasses.field(default_factory=time.monotonic)
@@ -150,13 +152,13 @@ class Problem:
     def is_small(self) -> bool:
         """Whether flows of the program cost so little that all that was found is let go of what it need not hold before it
         is compared, and other levels' answers stand beside it."""
-        return len(self.graph.ops) <= SMALL_OPS
+        return len(self.graph.ops) <= SMALL_OPS and not self.is_rough
 
     @property
     def is_large(self) -> bool:
         """Whether flows of the program are so dear that every further one costs more than it brings: the plain layouts are
         not priced beside what was searched."""
-        return len(self.graph.ops) > LARGE_OPS
+        return self.is_rough or len(self.graph.ops) > LARGE_OPS
 
     def idle(self, flops: float) -> float:
         """How much of one device's work is more than spreading it evenly would leave, in hundredths; up to a tenth is
@@ -200,9 +202,12 @@ class Answer:
     source: str = "searched"
     pins: Pins = dataclasses.field(default_factory=dict)
     gap: float | None = None
-    """How far the cost may be above the least of the cost model, 0 to 1: 0 is proved, None not known."""
+    """How far the cost may be above the least of the cost model, op by op, on the grids tried, at level 0 on its own, 0 to 1: 0
+    is proved, None not known."""
     others: tuple[Candidate, ...] = ()
     """What else was priced, best first."""
+    aside: tuple[Candidate, ...] = ()
+    """What was priced of the same layouts with more or less held inside."""
     runners_up: tuple[str, ...] = ()
     """For each argument the next best cut and what it would cost more, empty where there is none."""
     findings: tuple[str, ...] = ()

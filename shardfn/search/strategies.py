@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -22,9 +22,10 @@ from shardfn.graph.model import PRODUCTS, Graph, Op, Rule, Spec
 from shardfn.search import forms
 from shardfn.search.borders import fetched
 from shardfn.search.facts import SLICED, Known
-from shardfn.search.grid import Array, Grid, change, pieces
+from shardfn.search.grid import Array, Grid, change, pieces, row_of
 from shardfn.search.solver.labelling import Held
 from shardfn.search.sums import Sums
+from shardfn.search.windowed import computed_rightly
 
 SCATTERED, SCATTERED_LAST = 1, 2
 """Along how many factors of a result its sum may be left in pieces: of what is multiplied again, and of the rest."""
@@ -90,6 +91,8 @@ class Space:
     copies: tuple[Held, ...]
     """What changes of layout hold for a while: arguments as they are gathered, operands as an op reads them, sums before
     each device has its part. Too much where nothing changes, so they only count where the least memory is looked for."""
+    right: tuple[tuple[int, Array], ...] = ()
+    """Of each convolution its node, and under which labels of that XLA computes it rightly."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,7 +303,7 @@ class _Builder:
                 work = self.followed[key] = self.one(forms.factors_of(have, pairs, rule, self.sizes))
             piece = self.piece(index, op, rule, work, work, True)
         else:
-            ends = 0 if not self.grid.scatters else SCATTERED_LAST if index in self.facts.last else SCATTERED
+            ends = SCATTERED_LAST if index in self.facts.last else SCATTERED if self.grid.scatters else 0
             node, codes = self.node(
                 self.labels((id(rule), ends), lambda row: forms.op_codes(rule, self.sizes, ends, row))
             )
@@ -405,25 +408,6 @@ def _multiplied(graph: Graph) -> frozenset[int]:
     return frozenset(v for v in read if graph.values[v].dtype == "f32")
 
 
-def row_of(spec: Spec, names: Sequence[str]) -> list[int]:
-    """A spec as the dim that each axis cuts.
-
-    >>> row_of((("b",), (), ("a",)), ("a", "b", "c"))
-    [2, 0, -1]
-    """
-    where = {axis: dim for dim, axes in enumerate(spec) for axis in axes}
-    return [where.get(name, -1) for name in names]
-
-
-def spec_of(row: Sequence[int], rank: int, names: Sequence[str]) -> Spec:
-    """The reverse of `row_of`.
-
-    >>> spec_of([2, 0, -1], 3, ("a", "b", "c"))
-    (('b',), (), ('a',))
-    """
-    return tuple(tuple(n for n, d in zip(names, row, strict=True) if d == dim) for dim in range(rank))
-
-
 def build(
     graph: Graph,
     grid: Grid,
@@ -470,7 +454,18 @@ def build(
         builder.need(value, have, node, 1)
     edges = tuple(Edge(a, b, sent, seconds) for (a, b), (sent, seconds) in builder.tables.items())
     held = _holders(builder, facts.places)
-    return Space(tuple(builder.nodes), edges, builder.layouts, builder.reads, held, tuple(builder.copies))
+    return Space(tuple(builder.nodes), edges, builder.layouts, builder.reads, held, tuple(builder.copies),
+                 tuple(_convolutions(builder)))  # fmt: skip
+
+
+def _convolutions(builder: _Builder) -> Iterator[tuple[int, Array]]:
+    graph = builder.graph
+    for index, (node, wanted) in builder.reads.items():
+        op = graph.ops[index]
+        if op.convolution:
+            shapes = [graph.values[v].shape for v in (*op.inputs, *op.outputs)]
+            laid = (*wanted, builder.layouts[op.outputs[0]][1])
+            yield node, computed_rightly(op.convolution, shapes, laid, builder.grid.sizes)
 
 
 def _holders(builder: _Builder, places: Sequence[Place]) -> tuple[Held, ...]:

@@ -17,10 +17,10 @@ from shardfn.graph.model import Pin
 from shardfn.search import dynamic, ongrid
 from shardfn.search.forms import value_labels
 from shardfn.search.found import mirrored
-from shardfn.search.grid import Grid, change
+from shardfn.search.grid import Grid, change, spec_of
 from shardfn.search.problem import objective
 from shardfn.search.solver.budget import Budget
-from shardfn.search.strategies import build, spec_of
+from shardfn.search.strategies import build
 from tests.search.asking import PROGRAMS, S, problem_of, two_layers
 
 EXACT = {"search_mode": "dynamic_programming"}

@@ -36,6 +36,7 @@ class Asked:
     memory_limit: float
     price: Callable[..., Any]
     is_open: bool = True
+    is_small: bool = False
     names: tuple[str, ...] = ("x",)
 
     def price_of(self, made):

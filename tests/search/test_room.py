@@ -1,13 +1,16 @@
 """Programs that fit nowhere: an even share of what they hold is a bound, and no search for least memory is begun for them."""
 
 import dataclasses
+import re
 
 import pytest
 
+import shardfn
 from examples.models import abstract, dlrm, gpt2, mlp
 from shardfn.errors import StrategyError
 from shardfn.search import dynamic, holding, ongrid, plain
 from shardfn.search.limits import within_limit
+from shardfn.search.problem import Problem
 from shardfn.search.room import ROUGH, SURE, even_share, fits_nowhere
 from tests.search.test_plain import asked
 
@@ -54,6 +57,26 @@ def test_the_least_memory_is_looked_for_where_something_may_fit_or_the_limit_is_
     else:
         assert within_limit(small, answer, search, is_asked) is answer
     assert searched[:1] == levels
+
+
+def test_a_limit_that_nothing_can_keep_is_refused_after_a_first_look(monkeypatch):
+    function, args = abstract(mlp.make, **TRAINED)
+    options = {"level": 2, "device": "h100:8", "donate_argnums": 0}
+    problem, _ = asked(function, args, **options)
+    limit = int(0.5 * even_share(problem))
+    flows, price = [], Problem.price
+    for small in (500, 5):
+        monkeypatch.setattr("shardfn.search.problem.SMALL_OPS", small)
+        priced = []
+        with monkeypatch.context() as patch:
+            patch.setattr(Problem, "price", lambda *a, priced=priced: priced.append(a[1:]) or price(*a))
+            with pytest.raises(StrategyError, match="no layout found holds") as error:
+                shardfn.plan(function, *args, memory_limit=limit, **options)
+        flows.append(len({repr(key) for key in priced}))
+    least = int(re.findall(r"memory_limit=(\d+)", str(error.value))[0])
+    assert "; the largest: " in str(error.value)
+    assert flows[1] < min(30, flows[0] / 2), flows
+    assert shardfn.plan(function, *args, memory_limit=least, **options).price.memory.peak <= least
 
 
 def test_what_fits_nowhere_is_mended_to_what_holds_least_alone(monkeypatch):

@@ -8,8 +8,7 @@ import pytest
 import shardfn
 from shardfn.cost.price import collectives
 from shardfn.graph.model import Pin
-from shardfn.search.grid import Grid
-from shardfn.search.strategies import spec_of
+from shardfn.search.grid import Grid, spec_of
 from shardfn.search.sums import Sums
 from tests.search.asking import S
 

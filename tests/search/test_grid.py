@@ -1,0 +1,51 @@
+"""What changes of layout cost on the axes of a grid: told from the order of the dims that are cut."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from shardfn.cost.hardware import CHIPS
+from shardfn.graph.moves import primes, steps
+from shardfn.search import grid
+from shardfn.search.grid import Grid, change
+
+
+@st.composite
+def moves(draw):
+    """The sizes of a grid's axes, and the dim that each of them cuts of an array of four dims, before and after."""
+    sizes = tuple(draw(st.lists(st.sampled_from([2, 3, 4, 6, 8]), min_size=1, max_size=3)))
+    dims = st.lists(st.integers(-1, 3), min_size=len(sizes), max_size=len(sizes))
+    return sizes, tuple(draw(dims)), tuple(draw(dims))
+
+
+@given(moves())
+@example(((64, 4), (-1, 1), (2, 0)))
+def test_it_takes_the_road_that_shardy_and_xla_take(move):
+    """Of the dims themselves, with a whole one behind them: how many of them lie between the others does not count."""
+    sizes, *rows = move
+    parts = [[f"{axis}:{at}" for at in range(len(primes(n)))] for axis, n in enumerate(sizes)]
+    of = {name: n for row, size in zip(parts, sizes, strict=True) for name, n in zip(row, primes(size), strict=True)}
+    before, after = (
+        tuple(tuple(name for axis, at in enumerate(row) if at == dim for name in parts[axis]) for dim in range(5))
+        for row in rows
+    )
+    road = [step for step in steps(before, after, of) if step.kind]
+    found = grid._path((*rows[0], *rows[1]), sizes)
+    assert [kind for kind, *_ in found] == [step.kind for step in road]
+    for (_, taken, _), step in zip(found, road, strict=True):
+        assert {axis for axis, _ in taken} == {int(name[0]) for name in step.axes}
+        assert np.prod([n for _, n in taken]) == np.prod([of[name] for name in step.axes])
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 4), (8, 2)])
+def test_every_pair_costs_what_it_costs_alone(sizes):
+    on = Grid.on(CHIPS["h100"].pod(int(np.prod(sizes))), tuple(zip("abc", sizes, strict=False)))
+    every = np.array(list(itertools.product(range(-1, 3), repeat=len(sizes))))
+    sent, seconds = change(every, every, 1e6, on)
+    for i, j in itertools.product(range(0, len(every), 3), range(0, len(every), 5)):
+        alone = change(every[i : i + 1], every[j : j + 1], 1e6, on)
+        assert (sent[i, j], seconds[i, j]) == (alone[0][0, 0], alone[1][0, 0])
+    assert not np.diagonal(sent).any() and not np.diagonal(seconds).any()
