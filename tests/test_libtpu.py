@@ -92,6 +92,16 @@ def test_a_sum_that_is_read_elsewhere_too_stays():
     assert alone["all-reduce", (64, 512)] == 1
 
 
+def test_what_is_gathered_is_not_summed_together():
+    """Both are exchanged before they are added."""
+
+    def both(x, y):
+        return jnp.tanh(x) + jnp.tanh(y)
+
+    made = sent(both, f32(64, 256), f32(64, 256), entries=((8, 1), (8, 1)), out_strategy=((1, 1),))
+    assert set(made) == {("all-gather", (8, 256))}
+
+
 def apart(steps):
     """Two products with one weight, so many steps from one to the other."""
 

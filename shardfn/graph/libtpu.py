@@ -132,7 +132,7 @@ def summed_together(flow: Flow) -> Flow:
             or any(count[v] != 1 or count[cut.get(v, v)] != 1 for v in op.inputs)
         ):
             continue
-        pair = [sent.get(cut.get(v, v)) for v in op.inputs]
+        pair = [sent[w] if (w := cut.get(v, v)) in at else None for v in op.inputs]
         first, second = pair
         if not first or not second or first.trips != op.trips or specs[op.inputs[0]] != specs[op.inputs[1]]:
             continue
