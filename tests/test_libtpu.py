@@ -11,7 +11,8 @@ import pytest
 import shardfn
 from examples.models import abstract, gpt2, llama
 from shardfn import compiled
-from shardfn.graph.libtpu import FAR, scatters
+from shardfn.graph.libtpu import FAR, scatters, summed_together
+from shardfn.graph.model import Communication, Flow, Graph, Op, Value
 from shardfn.graph.padding import tiled_dims
 
 V5E, SQUARE = "tpu-v5e:2x4", "tpu-v5e:4x4"
@@ -90,6 +91,19 @@ def test_a_sum_that_is_read_elsewhere_too_stays():
     assert sent(two, *args, entries=entries, out_strategy=((1, 1), (1, 1)))["all-reduce", (64, 512)] == 2
     alone = sent(lambda *args: two(*args)[0], *args, entries=entries, out_strategy=((1, 1),))
     assert alone["all-reduce", (64, 512)] == 1
+
+
+def test_what_is_gathered_is_not_summed_together():
+    def op(name, inputs, output):
+        return Op(name, inputs, (output,), None, 1, "")
+
+    gathers = [op("all_gather", (v,), v + 2) for v in (0, 1)]
+    ops = (*gathers, op("add", (2, 3), 4), op("all_reduce", (4,), 5))
+    graph = Graph((Value((8,), "f32"),) * 6, ops, (0, 1), (5,), ())
+    pairs = (("all-gather", 0, 2), ("all-gather", 1, 3), ("all-reduce", 4, 5))
+    sent = tuple(Communication(kind, ("a",), 8, v, w, 1, "", "") for kind, v, w in pairs)
+    flow = Flow(graph, ((("a",),),) * 2 + (((),),) * 4, {"a": 8}, sent, "tpu")
+    assert summed_together(flow) == flow
 
 
 def apart(steps):

@@ -13,7 +13,7 @@ from shardfn.graph.padding import LANES, SUBLANES, tiled_dims
 
 def as_on_tpu(flow: Flow) -> Flow:
     """A flow's collectives as libtpu runs them."""
-    return gathered_apart(summed_together(_without_unread(flow)))
+    return _without_unread(gathered_apart(summed_together(flow)))
 
 
 def _without_unread(flow: Flow) -> Flow:
@@ -132,7 +132,7 @@ def summed_together(flow: Flow) -> Flow:
             or any(count[v] != 1 or count[cut.get(v, v)] != 1 for v in op.inputs)
         ):
             continue
-        pair = [sent.get(cut.get(v, v)) for v in op.inputs]
+        pair = [sent[w] if (w := cut.get(v, v)) in at else None for v in op.inputs]
         first, second = pair
         if not first or not second or first.trips != op.trips or specs[op.inputs[0]] != specs[op.inputs[1]]:
             continue
@@ -201,50 +201,60 @@ def gathered_apart(flow: Flow) -> Flow:
         for v in dict.fromkeys(op.inputs):
             if v in uses:
                 uses[v].append(i)
-    if all(len(some) < 2 for some in uses.values()):
-        return flow
     source = {op.outputs[0]: op.inputs[0] for op in graph.ops if op.name in _SAME}
-    heights = _heights(flow)
-    groups: dict[int, list[int]] = {}
+    groups: dict[
+        tuple[int, int], list[tuple[int, int]]
+    ] = {}  # of a value and a region: its uses there, and the gathers
+    regions = _regions(graph)
     for v, op in gathers.items():
-        (root,) = op.inputs
-        while root in source:
-            root = source[root]
-        groups.setdefault(root, []).append(v)
+        root = _root(op.inputs[0], source)
+        for i in uses[v]:
+            if sent[v].trips == graph.ops[i].trips:
+                groups.setdefault((root, regions[i]), []).append((i, v))
+    several = [sorted(group) for group in groups.values() if len(group) > 1]
+    if not several:
+        return flow
+    heights = _heights(flow, regions)
     values, specs = list(graph.values), list(flow.specs)
-    before: dict[int, list[tuple[int, Op]]] = {}  # of a use the value that it reads anew, and the gather of that
-    for members in groups.values():
-        first = min((i for v in members for i in uses[v]), default=0)
-        for v in members:
-            far = [i for i in uses[v] if heights[first] > heights[i] + 1 + FAR]
-            for i in far if len(far) < len(uses[v]) else far[1:]:
+    reads: dict[tuple[int, int], int] = {}  # of a use and what it reads: what it reads instead
+    before: dict[int, list[Op]] = {}  # of a use the gathers for it alone
+    for group in several:
+        first, _ = group[0]
+        kept: dict[object, int] = {}
+        for i, v in group:
+            c = sent[v]
+            if heights[first] <= heights[i] + 1 + FAR:
+                reads[i, v] = kept.setdefault((values[v], specs[c.operand], specs[v], c.axes), v)
+            elif v not in kept.values():
+                kept[i, v] = v
+            else:
                 values.append(values[v])
                 specs.append(specs[v])
-                again = len(values) - 1
-                before.setdefault(i, []).append((v, gathers[v].of(gathers[v].inputs, (again,))))
-                sent[again] = dataclasses.replace(sent[v], result=again)
-    if not before:
-        return flow
-    ops = []
+                reads[i, v] = again = len(values) - 1
+                before.setdefault(i, []).append(gathers[v].of(gathers[v].inputs, (again,)))
+                sent[again] = dataclasses.replace(c, result=again)
+    ops: list[Op] = []
     for i, op in enumerate(graph.ops):
-        own = before.get(i, ())
-        if own:
-            ops += [gather for _, gather in own]
-            anew = {v: gather.outputs[0] for v, gather in own}
-            op = op.of(tuple([anew.get(v, v) for v in op.inputs]), op.outputs)
-        ops.append(op)
+        ops += before.get(i, ())
+        inputs = tuple([reads.get((i, v), v) for v in op.inputs])
+        ops.append(op if inputs == op.inputs else op.of(inputs, op.outputs))
     return _with(flow, values, specs, ops, sent)
+
+
+def _root(value: int, source: Mapping[int, int]) -> int:
+    while value in source:
+        value = source[value]
+    return value
 
 
 _SAME = frozenset({"convert", "transpose"})
 """Ops before a gather that XLA does after it."""
 
 
-def _heights(flow: Flow) -> list[int]:
+def _heights(flow: Flow, regions: Sequence[int]) -> list[int]:
     """Of each op how far it is from the end, as XLA counts: one more than any reader, and one for each reader that does not
     raise it. In a loop or a branch from the end of that; from outside it is one step. Views are no step."""
     graph, outputs = flow.graph, set(flow.graph.outputs)
-    regions = _regions(graph)
     loop: dict[int, int] = {}  # of a region the op that it is the body of
     readers: dict[int, list[int]] = {}
     heights = [0] * len(graph.ops)
@@ -277,7 +287,7 @@ def _is_view(flow: Flow, op: Op) -> bool:
         return flow.specs[op.inputs[0]] == flow.specs[op.outputs[0]]
     if op.name == "convert":
         return op.form is None
-    if op.name not in ("reshape", "reduce") or len(op.outputs) > 1:
+    if op.name not in ("reshape", "reduce") or len(op.outputs) != 1:
         return False
     before, after = (flow.graph.values[v].shape for v in (op.inputs[0], op.outputs[0]))
     return [n for n in before if n > 1] == [n for n in after if n > 1]
