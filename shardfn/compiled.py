@@ -129,13 +129,14 @@ def _mlir(kind: str) -> str:
 def _found(text: str) -> Iterator[Collective | int | str]:
     """Collectives, operation counts (int) and findings (str), each once for every place that runs it."""
     for module in modules(text):
-        yield from _walk(module, module.entry, 1, "", set(), False)
+        yield from _walk(module, module.entry, 1, "", set(), 0)
 
 
 def _walk(
-    module: Module, name: str, trips: int, caller: str, channels: set[int], is_fused: bool
+    module: Module, name: str, trips: int, caller: str, channels: set[object], fused: int
 ) -> Iterator[Collective | int | str]:
-    """One computation and what it calls. `channels` are those met so far in the fusions of one run and of what called it."""
+    """One computation and what it calls, within so many fusions. `channels` are those met so far in the fusions of one run and
+    of what called it, with the kinds and shapes of their collectives: libtpu gives one channel to several."""
     computation = module.computations.get(name, {})
     for key, it in computation.items():
         opcode = it.opcode.removesuffix("-start")
@@ -143,11 +144,13 @@ def _walk(
             continue
         if opcode in COLLECTIVES:
             channel = _number(r", channel_id=(\d+)", it.attributes)
-            if is_fused and channel is not None:
+            is_alone = fused == 1 and name.startswith(_SCATTERED)
+            if fused and channel is not None and not is_alone:
                 # A TPU's fusions that start, accompany and finish one collective all repeat it, also within a loop.
-                if channel in channels:
+                shapes = tuple(tuple(_operand_shapes(computation, operand)) for operand in it.operands)
+                if (channel, opcode, shapes) in channels:
                     continue
-                channels.add(channel)
+                channels.add((channel, opcode, shapes))
             yield from _collective(module, name, key, trips, caller)
             continue
         if opcode in _FLOPS or opcode == "custom-call":
@@ -155,7 +158,7 @@ def _walk(
         inside_of = () if opcode in REDUCERS else called(it).values()
         where = _where(module, it) or caller
         runs = _trip_count(module, computation, it) if opcode == "while" else 1
-        inside = is_fused or opcode == "fusion"
+        inside = fused + (opcode == "fusion")
         rounds = trips * (1 if runs is None else runs)
         inner = [
             x for c in inside_of for x in _walk(module, c, rounds, where, channels if inside else {*channels}, inside)
@@ -167,11 +170,15 @@ def _walk(
         yield from inner
 
 
+_SCATTERED = "all-reduce-scatter"
+"""How libtpu names the computation of a reduce-scatter."""
+
+
 def _collective(module: Module, name: str, key: str, trips: int, caller: str) -> Iterator[Collective | str]:
     computation, it = module.computations[name], module.computations[name][key]
     opcode = it.opcode.removesuffix("-start")
     kind, counted = COLLECTIVES[opcode]
-    if kind == "all-reduce" and name.startswith("all-reduce-scatter"):  # a TPU's reduce-scatter: fused with a slice
+    if kind == "all-reduce" and name.startswith(_SCATTERED):  # a TPU's reduce-scatter: fused with a slice
         kind = "reduce-scatter"
     if pairs := re.search(r"source_target_pairs=\"?\{([\d,{} ]*)\}", it.attributes):
         size = _linked(pairs[1])

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
+from shardfn.cost.hardware import Hardware
 from shardfn.graph import shardy
 from shardfn.graph.model import Flow, Graph, Spec
 from shardfn.graph.roads import as_compiled
@@ -19,7 +20,7 @@ class Spread:
     """How layouts spread through a call's program."""
 
     traced: Traced
-    platform: str
+    hardware: Hardware
     given: tuple[Spec | None, ...]
     """The results' layouts as given; None of what is open."""
     same_as: Mapping[int, int]
@@ -46,7 +47,7 @@ class Spread:
         results = [padded(s, graph, v) for s, v in zip(laid, traced.outputs, strict=True)]
         held = {graph.ops[index].site: pin for index, pin in pins.items()}
         flow = shardy.propagate(traced.module, axes, spread, tokens + results, held, self._ready)
-        return as_compiled(flow, self.platform)
+        return as_compiled(flow, self.hardware.platform, self.hardware.topology)
 
 
 def kept(flows: Flows) -> Flows:

@@ -58,7 +58,7 @@ def wrong_ops(flow: Flow) -> tuple[Wrong, ...]:
                 found.setdefault(Wrong(op.where, "transform"))
         if op.convolution is None:
             continue
-        image, kernel = (flow.specs[moved_from.get(v, v)] for v in op.inputs)
+        image, kernel = (flow.specs[moved_from.get(v, v)] for v in op.inputs[:2])
         result = flow.specs[moved_to.get(op.outputs[0], op.outputs[0])]
         window = [flow.graph.values[op.inputs[1]].shape[d] for d in op.convolution.kernel]
         if is_mistaken(op.convolution, (image, kernel, result), window, flow.axes):

@@ -87,7 +87,7 @@ def make_plan(
     grid, specs = _grid_of(placed, inputs, outputs, traced, hardware, layout, problems)
     in_specs, out_specs = specs[: len(inputs)], specs[len(inputs) :]
     anchored = anchors(traced.jaxpr, graph)
-    flows = Spread(traced, hardware.platform, out_specs, same_as)
+    flows = Spread(traced, hardware, out_specs, same_as)
     question = _question(inputs, outputs, traced, classes, grid, in_specs, flows, hardware, level, donated,
                          _safe(anchored, graph), wishes)  # fmt: skip
     if wishes.is_strict and wishes.memory_limit is not None:

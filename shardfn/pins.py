@@ -28,14 +28,22 @@ KINDS: Mapping[str, frozenset[str]] = {
     "multiply": frozenset({"mul", "square", "integer_pow"}),
     "subtract": frozenset({"sub"}),
     "divide": frozenset({"div"}),
+    "negate": frozenset({"neg"}),
+    "exponential": frozenset({"exp"}),
+    "log": frozenset({"log"}),
+    "logistic": frozenset({"logistic"}),
+    "tanh": frozenset({"tanh"}),
+    "sqrt": frozenset({"sqrt"}),
+    "rsqrt": frozenset({"rsqrt"}),
+    "reshape": frozenset({"reshape", "squeeze"}),
+    "transpose": frozenset({"transpose"}),
 }  # fmt: skip
 """Module ops that can be held, and the primitives that become them."""
 
 _KIND_OF = {primitive: kind for kind, primitives in KINDS.items() for primitive in primitives}
 
-_MARKS = {"exp": "exponential", "tanh": "tanh", "neg": "negate", "rsqrt": "rsqrt", "sqrt": "sqrt",
-          "log": "log", "logistic": "logistic"}  # fmt: skip
-"""Primitives that become one op each, by which the others are found."""
+VIEWS = ("reshape", "transpose")
+"""Kinds that a compiler may leave out or put in: without them more programs can be told op by op."""
 
 _Seen = tuple[str, tuple[int, ...]]
 """The kind of an op and the shape of its result."""
@@ -48,11 +56,14 @@ def anchors(jaxpr: Any, graph: Graph) -> dict[int, int]:
     find all equations among the ops: of all kinds together, or else of one kind after the other.
     """
     rows = [row for number, eqn, is_reached in equations(jaxpr) for row in _made_by(number, eqn, is_reached)]
-    kinds = {*KINDS, *_MARKS.values()}
     ops = [(index, (op.name, graph.values[op.outputs[0]].shape)) for index, op in enumerate(graph.ops)
-           if op.name in kinds and op.site >= 0 and _counts(op.name, graph.values[op.outputs[0]].shape)]  # fmt: skip
-    if (found := _matched(rows, ops)) is not None:
-        return found
+           if op.name in KINDS and op.site >= 0 and _counts(op.name, graph.values[op.outputs[0]].shape)]  # fmt: skip
+    for left_out in ((), VIEWS):
+        found = _matched(
+            [row for row in rows if row[1][0] not in left_out], [op for op in ops if op[1][0] not in left_out]
+        )
+        if found is not None:
+            return found
     found = {}
     for kind in KINDS:
         found |= _matched([row for row in rows if row[1][0] == kind], [op for op in ops if op[1][0] == kind]) or {}
@@ -77,8 +88,6 @@ def _made_by(number: int, eqn: Any, is_reached: bool) -> Iterator[tuple[int | No
         yield from [(None, ("multiply", shape))] * (count - 1)
         if count > 0:
             yield number if is_reached and eqn.params["y"] > 0 else None, ("multiply", shape)
-    elif name in _MARKS:
-        yield None, (_MARKS[name], shape)
     elif name in _KIND_OF and _counts(_KIND_OF[name], shape):
         yield number if is_reached else None, (_KIND_OF[name], shape)
 

@@ -217,6 +217,27 @@ def test_tpu_reduce_scatter_is_a_fused_all_reduce():
     assert found.where == "/home/me/train.py:9"  # from the fusion: the all-reduce has no line
 
 
+def test_tpu_reduce_scatters_may_share_a_channel():
+    before = "".join(
+        f"""%all-reduce-scatter.{n} (i: f32[{rows},128]) -> f32[{rows // 8},128] {{
+  %i = f32[{rows},128]{{1,0}} parameter(0)
+  %r = f32[{rows},128]{{1,0}} all-reduce(%i), channel_id=1, replica_groups={{{{0,1,2,3,4,5,6,7}}}}, to_apply=%add
+  %z = u32[] constant(0)
+  ROOT %s = f32[{rows // 8},128]{{1,0}} dynamic-slice(%r, %z, %z), dynamic_slice_sizes={{{rows // 8},128}}
+}}
+
+"""
+        for n, rows in enumerate((64, 128, 128))
+    )
+    calls = "\n".join(
+        f"""%p{n} = f32[{rows},128]{{1,0}} parameter({n})
+        %f{n} = f32[{rows // 8},128]{{1,0}} fusion(%p{n}), kind=kCustom, calls=%all-reduce-scatter.{n}"""
+        for n, rows in enumerate((64, 128, 128))
+    )
+    found = [(kind, shape) for kind, _, shape, *_ in seen(module(calls, SUM + before))]
+    assert found == [("reduce-scatter", (64, 128)), ("reduce-scatter", (128, 128)), ("reduce-scatter", (128, 128))]
+
+
 def test_tpu_async_collective_fusions_repeat_one_collective():
     gather = "f32[8,4]{1,0} all-gather(%p), channel_id=8, replica_groups=mesh['axis_0'=8] {'axis_0'}, dimensions={0}"
     before = "".join(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from shardfn.cost.chips import Chip
+from shardfn.cost.cpu import all_groups
 from shardfn.cost.fusion import CHEAP, COSTLY, VIEWS, Fusion, fuse, is_view
 from shardfn.graph.model import PRODUCTS, Flow, Op, Tap
 
@@ -62,7 +63,7 @@ def op_flops(flow: Flow, op: Op) -> float:
         return float(out * (2 if op.name in PRODUCTS else 1))
     depth = math.prod(flow.local_shape(op.inputs[i])[d] for i, d in op.reduced)
     if op.name == "convolution":
-        return 2.0 * _on_image(flow, op, out * depth)
+        return 2.0 * _on_image(flow, op, out * depth) * (all_groups(flow, op) if flow.platform == "cpu" else 1)
     return float(out * depth * (2 if op.name in PRODUCTS else 1))
 
 

@@ -10,7 +10,8 @@ import functools
 import math
 from collections.abc import Sequence
 
-from shardfn.graph.model import PRODUCTS, Dims, Flow, Op, Rule, Spec, Value
+from shardfn.cost.fusion import ELEMENTWISE
+from shardfn.graph.model import PRODUCTS, Convolution, Dims, Flow, Graph, Op, Rule, Spec, Value
 from shardfn.graph.release import IS_BEFORE_12
 from shardfn.graph.windows import reach
 
@@ -28,7 +29,10 @@ _HALF = frozenset({"bf16", "f16"} if IS_BEFORE_12 else ())
 which is left out."""
 
 
-_LOOKED_UP = frozenset({"transpose", "dot_general", "broadcast_in_dim", "convert"})
+_AT_ONCE = 16
+"""Elements of which XLA's CPU backend makes running sums at once: measured on JAX 0.10.2."""
+
+_LOOKED_UP = frozenset({"transpose", "dot_general", "broadcast_in_dim", "convert", "negate"})
 
 
 class _Backend:
@@ -44,8 +48,9 @@ class _Backend:
     def flow(self) -> Flow:
         graph = self.given.graph
         into, dropped = _scattered_into(self.given)
+        dropped |= _known(graph)
         self.maker = {v: op for op in graph.ops if op.name in _LOOKED_UP for v in op.outputs}
-        self.there = set(graph.inputs).union(*(op.outputs for op in graph.ops), (b for _, b in graph.ties))
+        self.there = set(graph.inputs).union(*(op.outputs for op in graph.ops), (b for _, b in graph.ties)) - dropped
         readers = collections.Counter(v for op in graph.ops for v in op.inputs)
         readers.update(graph.outputs)
         for op in graph.ops:
@@ -68,6 +73,10 @@ class _Backend:
                 op = self.inverted(op)
             elif op.name == "multiply":
                 op = self.masked(op)
+            elif op.name == "reduce":
+                op = self.negated(op)
+            elif op.name == "reduce_window":
+                op = self.summed_up(op)
             if op.name in PRODUCTS:
                 op = self.widened(op)
             elif op.name == "all_gather":
@@ -88,14 +97,22 @@ class _Backend:
             source = self.maker.get(v)
             if source and source.name == "transpose" and is_swap(source, op, op.rule and op.rule.operands[side]):
                 given = self.wide(source.inputs[0], op)
-                inputs[side] = self.made("reshape", given, v, (), op)
+                inputs[side] = self.made("swapped", given, v, (), op)
                 self.values[inputs[side]] = Value(self.values[v].shape, self.values[given].dtype)
                 continue
             order = turned(op.rule, side, self.given.local_shape(v)) if op.rule else ()
-            if not order:
-                continue
-            inputs[side] = self.made("copy", v, v, order, op)
+            if order:
+                inputs[side] = self.made("copy", v, v, order, op)
+            elif self.is_flattened(op, side):
+                inputs[side] = self.made("bitcast", v, v, (-4,), op)
         return op if tuple(inputs) == op.inputs else op.of(tuple(inputs), op.outputs)
+
+    def is_flattened(self, op: Op, side: int) -> bool:
+        """Whether a product reads an operand as a matrix though it has more dims: through a view of it."""
+        assert op.rule is not None
+        left, right = ({f for dim in dims for f in dim} for dims in op.rule.operands[:2])
+        batch = len(left & right & {f for dim in op.rule.results[0] for f in dim})
+        return sum(n > 1 for n in self.given.local_shape(op.inputs[side])) > batch + 2
 
     def inverted(self, op: Op) -> Op:
         """A division by what is broadcast: the few are divided, and everything multiplied by them."""
@@ -123,6 +140,39 @@ class _Backend:
                 return dataclasses.replace(chosen, name="select", rule=None)
         return op
 
+    def negated(self, op: Op) -> Op:
+        """A sum of what is negated: the sum is."""
+        made = self.maker.get(op.inputs[0])
+        if op.combines != "add" or made is None or made.name != "negate" or len(op.outputs) != 1:
+            return op
+        self.ops.append(op.of((made.inputs[0], *op.inputs[1:]), (self.like(op.outputs[0]),)))
+        return Op("negate", self.ops[-1].outputs, op.outputs, None, op.trips, op.where)
+
+    def summed_up(self, op: Op) -> Op:
+        """Running sums, products and maxima along more than 16 elements: those of 16 at a time, then those of what each of
+        these gives, and so on; put together at the end."""
+        shape = self.given.local_shape(op.outputs[0])
+        long = [tap for tap in op.taps if tap.extent > 1]
+        if len(op.outputs) != 1 or len(long) != 1 or self.given.local_shape(op.inputs[0]) != shape:
+            return op
+        (tap,) = long
+        size = shape[tap.dim]
+        if tap.extent != size or size <= _AT_ONCE or tap.stride != 1 or tap.low not in (0, 1 - size):
+            return op
+        v, steps, d = op.inputs[0], [], tap.dim
+        form, spec = self.values[op.outputs[0]], self.specs[op.outputs[0]]
+        while True:
+            groups = (-(-size // _AT_ONCE), _AT_ONCE) if size > _AT_ONCE else (1, size + 1)
+            for name in ("slice", "reduce_window")[not steps :]:
+                made = self.like(op.outputs[0], (*spec[:d], (), *spec[d:]))
+                self.values[made] = Value((*form.shape[:d], *groups, *form.shape[d + 1 :]), form.dtype)
+                self.ops.append(Op(name, (v, *op.inputs[1:]), (made,), None, op.trips, op.where))
+                v = made
+            steps.append(v)
+            if size <= _AT_ONCE:
+                return Op("copy", tuple(steps), op.outputs, None, op.trips, op.where)
+            size = groups[0]
+
     def widened(self, op: Op) -> Op:
         """Products of half precision: operands are converted to `f32` first, and the result from it."""
         inputs = [self.wide(v, op) for v in op.inputs]
@@ -146,9 +196,11 @@ class _Backend:
     def convolved(self, op: Op) -> Op:
         """A convolution reads [batch, space, features] and [space, features, new ones], and makes [batch, space, new ones]."""
         assert op.rule and op.convolution
+        if op.convolution.in_batches:
+            return self.in_batches(op, op.convolution)
         image, kernel, made = *op.rule.operands[:2], op.rule.results[0]
         shape = op.convolution
-        inputs = [self.with_edges(op), *op.inputs[1:]]
+        inputs = [self.with_edges(op), op.inputs[1]]
         for side, own, ends, space in (
             (0, image, (made, kernel), shape.image),
             (1, kernel, (image, made), shape.kernel),
@@ -161,6 +213,33 @@ class _Backend:
             return op.of(tuple(inputs), op.outputs)
         self.ops.append(op.of(tuple(inputs), (self.like(op.outputs[0]),)))
         return Op("copy", self.ops[-1].outputs, op.outputs, None, op.trips, op.where)
+
+    def in_batches(self, op: Op, shape: Convolution) -> Op:
+        """A kernel's gradient in groups reads the image as [groups, space, batch], and makes [group, space, channels]; with one
+        channel a group it is that of all channels with all, of which those of one group are picked."""
+        inputs = [self.with_edges(op), op.inputs[1]]
+        grouped = {which: dim for which, dim, _ in shape.grouped}
+        orders = []
+        for side, space in enumerate((shape.image, shape.kernel, shape.result)):
+            last = grouped.get(side, 0)
+            rest = [d for d in range(len(space) + 2) if d not in space and d != last]
+            orders.append(
+                (last, *space, *rest) if side == 0 else (*space, *rest, last) if side == 1 else (*rest, *space, last)
+            )
+        for side in (0, 1):
+            if _moves(orders[side], self.given.local_shape(op.inputs[side])):
+                inputs[side] = self.made("copy", inputs[side], inputs[side], orders[side], op)
+        result, groups = op.outputs[0], all_groups(self.given, op)
+        if groups == 1 and not _moves(orders[2], self.given.local_shape(result)):
+            return op.of(tuple(inputs), op.outputs)
+        form, every = self.values[result], self.like(result)
+        self.values[every] = Value((groups * form.shape[0], *form.shape[1:]), form.dtype)
+        self.ops.append(op.of(tuple(inputs), (every,)))
+        if groups == 1:
+            return Op("copy", (every,), op.outputs, None, op.trips, op.where)
+        picked = self.like(every)
+        self.ops.append(Op("copy", (every,), (picked,), None, op.trips, op.where))
+        return Op("reduce_window", (picked,), op.outputs, None, op.trips, op.where)
 
     def with_edges(self, op: Op) -> int:
         """The image of a convolution with the rows that come from neighbours: put together in a place of its own."""
@@ -177,7 +256,7 @@ class _Backend:
             return image
         whole = self.like(image)
         self.values[whole] = Value(tuple(shape), form.dtype)
-        self.ops.append(Op("copy", (image,), (whole,), None, op.trips, op.where))
+        self.ops.append(Op("copy", (image, *op.inputs[2:]), (whole,), None, op.trips, op.where))
         return whole
 
     def gathered(self, op: Op) -> None:
@@ -221,8 +300,8 @@ class _Backend:
 def turned(rule: Rule, side: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The order of dims in which XLA's CPU backend copies an operand of a product; nothing where it is read as it lies.
 
-    It reads [batch, free, summed] and [batch, summed, free]. Where one dim is free and one summed, and none is
-    of size 1, these may change places.
+    It reads [batch, free, summed] and [batch, summed, free]. Where one dim is free and one summed, and none is of
+    size 1 but the first batch dims of both, these may change places.
 
     Args:
       rule: of the product.
@@ -235,10 +314,24 @@ def turned(rule: Rule, side: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     """
     roles = _roles(rule.operands[side], rule.operands[1 - side], rule.results[0])
     batch, free, summed = ([d for d, role in enumerate(roles) if role == wanted] for wanted in range(3))
-    if len(free) == len(summed) == 1 and batch == [*range(len(batch))] and min(shape) > 1:
+    others = _roles(rule.operands[1 - side], rule.operands[side], rule.results[0])
+    ones = 0 if any(others[: len(batch)]) else next((n for n, d in enumerate(batch) if shape[d] > 1), len(batch))
+    if len(free) == len(summed) == 1 and batch == [*range(len(batch))] and min(shape[ones:]) > 1:
         return ()
     order = (*batch, *free, *summed) if side == 0 else (*batch, *summed, *free)
     return order if _moves(order, shape) else ()
+
+
+def all_groups(flow: Flow, op: Op) -> int:
+    """Of a kernel's gradient in groups of one channel each, how many groups there are, else 1.
+
+    On CPU XLA makes it of all channels with all, and picks those of one group.
+    """
+    shape = op.convolution
+    if shape is None or not shape.in_batches:
+        return 1
+    made = flow.graph.values[op.outputs[0]].shape
+    return next((groups for which, dim, groups in shape.grouped if which == 2 and made[dim] == groups), 1)
 
 
 def _moves(order: Sequence[int], shape: Sequence[int]) -> bool:
@@ -274,6 +367,20 @@ def _roles(own: Dims, other: Dims, result: Dims) -> list[int]:
     other one."""
     there, made = ({f for dim in dims for f in dim} for dims in (other, result))
     return [(0 if f in made else 2) if f in there else 1 for f in (dim[0] if dim else -1 for dim in own)]
+
+
+def _known(graph: Graph) -> set[int]:
+    """Numbers that ops make of constants alone: they are worked out when it is compiled."""
+    made = set(graph.inputs).union(*(op.outputs for op in graph.ops), (b for _, b in graph.ties))
+    known: set[int] = set()
+    for op in graph.ops:
+        if op.name not in ELEMENTWISE or len(op.outputs) != 1 or not made.isdisjoint(op.inputs):
+            continue
+        (value,) = op.outputs
+        if math.prod(graph.values[value].shape) == 1 and value not in graph.outputs:
+            known.add(value)
+            made.discard(value)
+    return known
 
 
 def _scattered_into(flow: Flow) -> tuple[dict[int, Op], set[int]]:

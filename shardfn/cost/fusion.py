@@ -11,7 +11,7 @@ from shardfn.graph.model import PRODUCTS, Flow, Graph, Op
 CHEAP = frozenset(
     {"abs", "add", "and", "bitcast_convert", "broadcast_in_dim", "ceil", "clamp", "compare", "complex", "concatenate",
      "convert", "copy", "dynamic_slice", "floor", "gather", "imag", "iota", "is_finite", "maximum", "minimum", "multiply",
-     "negate", "not", "or", "pad", "real", "reverse", "round_nearest_even", "round_nearest_afz", "select",
+     "negate", "not", "or", "pad", "real", "reverse", "rotate", "round_nearest_even", "round_nearest_afz", "select",
      "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "slice", "square", "subtract", "transpose",
      "xor", "dynamic_update_slice"}
 )  # fmt: skip
@@ -27,8 +27,11 @@ COSTLY = frozenset(
 _ONCE = (COSTLY | {"gather"}) - {"sine", "cosine", "tan", "popcnt"}
 """Ops that XLA's CPU backend does not compute anew for each reader: measured on JAX 0.10.2 with two readers that are one each."""
 
-VIEWS = frozenset({"reshape", "sharding_constraint", "optimization_barrier", "propagation_barrier"})
-"""Ops whose result lies where their operand does."""
+VIEWS = frozenset(
+    {"reshape", "bitcast", "swapped", "sharding_constraint", "optimization_barrier", "propagation_barrier"}
+)
+"""Ops whose result lies where their operand does. `cost.cpu` puts in two: products read a matrix though an operand has more
+dims (`bitcast`), or the other way round (`swapped`), which takes no op of its own."""
 
 CUTS = frozenset({"all_slice", "reshard"})
 """Ops whose result does so where they cut nothing; else they are as cheap as a slice."""
@@ -43,14 +46,14 @@ steps, from memory. Measured on JAX 0.10.2."""
 
 _LIBRARY = (CHEAP | COSTLY) - {"and", "bitcast_convert", "clamp", "compare", "complex", "concatenate", "copy", "dynamic_slice",
                                "dynamic_update_slice", "gather", "imag", "is_finite", "not", "or", "pad", "real", "reverse",
-                               "select", "slice", "xor"}  # fmt: skip
+                               "rotate", "select", "slice", "xor"}  # fmt: skip
 
 _SPREADS = frozenset({"broadcast_in_dim", "gather", "dynamic_slice"})
 _READERS = CHEAP | COSTLY | CUTS
 _READERS_ON_TPU = PRODUCTS | {"reduce"}
 ELEMENTWISE = (CHEAP | COSTLY) - {
-    "broadcast_in_dim", "concatenate", "dynamic_slice", "dynamic_update_slice", "gather", "iota", "pad", "reverse", "slice",
-    "transpose",
+    "broadcast_in_dim", "concatenate", "dynamic_slice", "dynamic_update_slice", "gather", "iota", "pad", "reverse", "rotate",
+    "slice", "transpose",
 }  # fmt: skip
 """Ops each element of whose result is made of those at the same place."""
 _WRITES_NARROW = ELEMENTWISE | PRODUCTS
@@ -129,12 +132,16 @@ class _Fuser:
         """Of a value that is stored for some of its readers, the others: they compute it anew."""
         self.can: dict[int, bool] = {}
         self.after: list[int] = []
+        self.shown: set[int] = set()
+        """On CPU: what a view gives that a product, a collective or a library needs in memory. What it is of is computed as
+        it is written, if it can be."""
+        self.later: set[int] = set()
+        """Ops that are computed in others."""
         self.repeated: set[int] = set()
         """Ops that read an element of an operand more than once, or are computed inside such."""
 
     def fusion(self) -> Fusion:
-        graph = self.graph
-        later = set()
+        graph, later = self.graph, self.later
         for i in reversed(range(len(graph.ops))):
             if i in self.alive:
                 homes = self.computed_in(i, graph.ops[i])
@@ -146,6 +153,7 @@ class _Fuser:
                     later.add(i)
                 if graph.ops[i].outputs and (again := self.anew.get(graph.ops[i].outputs[0])):
                     self.homes[i] = tuple(dict.fromkeys([i, *[home for r in again for home in self.homes[r]]]))
+        self.seen_through()
         stored = set(graph.inputs).union(b for _, b in graph.ties).difference(*(op.outputs for op in graph.ops))
         views: dict[int, tuple[int, tuple[int, ...]]] = {}
         """Of what a view gives: what it is of, and the views on the way."""
@@ -268,7 +276,7 @@ class _Fuser:
         else:
             homes = tuple(dict.fromkeys([home for r in readers for home in self.homes[r]]))
         if is_view(self.flow, op):
-            return homes
+            return self.written_through(op, readers, homes) if self.cpu else homes
         if self.cpu:
             return self.computed_on_cpu(op, self.final_users(readers), homes)
         if self.tpu and op.name in PRODUCTS:
@@ -287,6 +295,31 @@ class _Fuser:
             return homes
         return homes if self.is_unary(op) else None
 
+    def written_through(self, op: Op, readers: Sequence[int], homes: tuple[int, ...]) -> tuple[int, ...] | None:
+        """`computed_in`, of a view on CPU: it is an op of its own, in which what it is of is computed, where a reader needs it
+        in memory. Where that is stored itself, `seen_through` takes it back."""
+        inner = [r for r in readers if r not in self.calls and self.can_read(r)]
+        before, after = (self.graph.values[v].shape for v in (op.inputs[0], op.outputs[0]))
+        if len(inner) == len(readers) or not (op.name == "bitcast" or (op.name == "reshape" and before != after)):
+            return homes
+        if inner:
+            self.anew[op.outputs[0]] = frozenset(inner)
+        self.shown.add(op.outputs[0])
+        return None
+
+    def seen_through(self) -> None:
+        """Views of what is stored itself are nothing."""
+        for i in sorted(self.alive):
+            value = self.graph.ops[i].outputs[0] if self.graph.ops[i].outputs else -1
+            if value not in self.shown:
+                continue
+            source = self.graph.ops[i].inputs[0]
+            while (made := self.maker.get(source, -1)) in self.later and is_view(self.flow, self.graph.ops[made]):
+                source = self.graph.ops[made].inputs[0]
+            if made not in self.later and i not in self.anew.get(source, ()):
+                self.anew.pop(value, None)
+                self.later.add(i)
+
     def repeats(self, value: int) -> bool:
         """Whether an op that reads a value does so more than once for an element, itself or that inside which it is computed."""
         return any(r in self.repeated for r in self.readers.get(value, ()))
@@ -296,7 +329,7 @@ class _Fuser:
         found: list[int] = []
         for r in readers:
             op = self.graph.ops[r]
-            through = is_view(self.flow, op) and op.outputs[0] not in self.held
+            through = is_view(self.flow, op) and op.outputs[0] not in self.held and op.outputs[0] not in self.shown
             found += self.final_users(self.readers.get(op.outputs[0], ())) if through else [r]
         return found
 
@@ -434,6 +467,8 @@ class _Fuser:
         if self.tpu and op.name in _READERS_ON_TPU:
             return True
         if is_view(self.flow, op):  # as its own readers do
+            if op.outputs[0] in self.shown:
+                return True
             following = self.readers.get(op.outputs[0], ())
             return op.outputs[0] not in self.held and bool(following) and all(map(self.can_read, following))
         if op.name == "reduce" and self.cpu:

@@ -23,8 +23,9 @@ from shardfn.cost.compute import once
 from shardfn.cost.cpu import on_cpu
 from shardfn.cost.fusion import ELEMENTWISE, Fusion, is_view
 from shardfn.cost.schedule import Order, merged, scheduled
-from shardfn.cost.tpu import AHEAD, STAYS, Claim, granted, looked_up, rows_bytes, stretches, tiled_bytes
+from shardfn.cost.tpu import AHEAD, STAYS, Claim, granted, looked_up, rows_bytes, stretches
 from shardfn.graph.model import Flow, Graph, Op, dtype_bits
+from shardfn.graph.padding import tiled_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,6 +251,8 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
             end[source] = max(end.get(source, 0), end[result])
     for v, first in loops.entered.items():
         start[v] = 2 * first
+    apart = _kept_apart(flow, fusion, loops, start, end) if flow.platform == "cpu" else {}
+    copies += [Place((), 2 * loops.entered[v], until, flow.local_bytes(v)) for v, (until, _) in apart.items()]
     _stay_through(start, end, [(2 * first, 2 * last) for last, first in loops.spans.items()], loops.entered)
     last_read = {i: 2 * last for i, (_, last) in together.items()}
     bound = _bound(flow, fusion, loops, end) if flow.platform == "cpu" else frozenset()
@@ -267,6 +270,10 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
         place = Place(members, min(start[v] for v in members), until, max(map(flow.local_bytes, members)))
         if len(members) == 1 and members[0] in sooner and not is_result:
             place = dataclasses.replace(place, sooner=sooner[members[0]])
+        gaps = [(2 * loops.entered[v], apart[v][1]) for v in members if v in apart and not is_result]
+        for copied, again in sorted(gaps):
+            temporaries.append(dataclasses.replace(place, end=copied))
+            place = dataclasses.replace(place, start=max(again, copied + 1))
         (results if is_result else temporaries).append(place)
     return temporaries, results
 
@@ -307,6 +314,56 @@ def _loops(graph: Graph, fusion: Fusion, bodies: Mapping[int, int]) -> _Loops:
                 entered[seen[0]] = first
                 carried.append((operand, seen[0], back, result))
     return _Loops(spans, entered, tuple(carried), unchanged)
+
+
+def _kept_apart(
+    flow: Flow, fusion: Fusion, loops: _Loops, start: Mapping[int, int], end: dict[int, int]
+) -> dict[int, tuple[int, int]]:
+    """What a loop carries that an op in its body reads on which the next value does not depend: XLA copies it at the start of
+    the body, before it orders the ops. Its place is free from then until the next value is written there.
+
+    With each comes until when its copy is read, and when the next value is made.
+    """
+    graph = flow.graph
+    maker = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
+    found: dict[int, tuple[int, int]] = {}
+    for _, seen, back, _ in loops.carried:
+        first, made = loops.entered[seen], maker.get(back, -1)
+        if made < first or end.get(seen, -1) < 2 * first or flow.local_bytes(seen) < _SMALL:
+            continue
+        readers = [i for i in range(first, end[seen] // 2 + 1) if seen in fusion.reads[i]]
+        needed, ahead = {made}, [made]
+        while ahead:
+            for v in fusion.reads[ahead.pop()]:
+                i = maker.get(v, -1)
+                if i >= first and i not in needed:
+                    needed.add(i)
+                    ahead.append(i)
+        if not needed.issuperset(readers):
+            found[seen] = end[seen], start[back]
+            end[seen] = 2 * first
+        elif made in readers and not _keeps_places(flow, fusion, made, seen):
+            end[seen] = max(end[seen], start[back] + 2)  # the next value is made apart, and copied at the end
+    return found
+
+
+def _keeps_places(flow: Flow, fusion: Fusion, made: int, value: int) -> bool:
+    """Whether op `made`, with what is computed inside it, reads each element of a value only where it writes its own."""
+    graph = flow.graph
+    if graph.ops[made].name in _UPDATES:
+        return True
+    moved = {value}
+    for i in (*sorted(fusion.inside[made] or ()), made):
+        op = graph.ops[i]
+        if not moved.isdisjoint(op.inputs):
+            if op.name not in ELEMENTWISE and not is_view(flow, op):
+                return False
+            moved.update(op.outputs)
+    return True
+
+
+_SMALL = 1024
+"""Bytes of what a loop carries below which its copies do not count."""
 
 
 def _stay_through(

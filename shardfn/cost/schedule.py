@@ -7,9 +7,9 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from shardfn.cost.fusion import Fusion, fuse
+from shardfn.cost.fusion import ELEMENTWISE, Fusion, fuse
 from shardfn.cost.tpu import rows_bytes, scattered_to
-from shardfn.graph.model import Communication, Flow, Graph, dtype_bits
+from shardfn.graph.model import Communication, Flow, Graph, Op, dtype_bits
 
 
 def first_of_body(graph: Graph, loop: int) -> int:
@@ -268,6 +268,9 @@ def _as_ready(flow: Flow, fusion: Fusion, nodes: Mapping[object, Sequence[int]])
                 views.setdefault(v, []).append(node)
         for source in sources:
             users.setdefault(source, []).append(node)
+    for v in _seen_otherwise(flow):
+        readers = users.get(made.get(v), [])
+        readers[:] = readers[-1:] + readers[:-1]
     for v, readers in views.items():
         view = "view", v
         waits[view], users[view] = 1, readers
@@ -289,6 +292,24 @@ def _as_ready(flow: Flow, fusion: Fusion, nodes: Mapping[object, Sequence[int]])
             if not waits[user]:
                 queue.append((user, False))
     return [*turn, *(node for node in nodes if node not in turn)]
+
+
+def _seen_otherwise(flow: Flow) -> list[int]:
+    """What only one reshape reads, and elementwise ops behind it: XLA moves the reshape behind those, and with that the last of
+    them to the front of those that read the value."""
+    graph = flow.graph
+    readers: dict[int, list[Op]] = {}
+    for op in graph.ops:
+        for v in dict.fromkeys(op.inputs):
+            readers.setdefault(v, []).append(op)
+    held, found = set(graph.outputs), []
+    for v, (op, *others) in readers.items():
+        if op.name != "reshape" or others or held.intersection((v, op.outputs[0])):
+            continue
+        behind = readers.get(op.outputs[0], ())
+        if len(behind) > 1 and all(other.name in ELEMENTWISE for other in behind):
+            found.append(v)
+    return found
 
 
 def _flattened(

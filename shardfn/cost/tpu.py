@@ -1,49 +1,19 @@
-"""What a TPU does with memory of its own kind: the tiles that arrays are laid out in, and the vector memory."""
+"""What a TPU does with memory of its own kind: rows of tables, and the vector memory."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from shardfn.graph.model import Graph
-
-LANES, SUBLANES = 128, 8
-"""A tile of `f32` or `bf16` (libtpu's `T(8,128)`)."""
-
-LARGEST_ROW = 1024
-"""Elements of the tile of a vector: `T(1024)`, and the powers of two below it down to `LANES`."""
-
+from shardfn.graph.padding import LANES, tiled_bytes
 
 LARGEST_ROWS = 112 * 2**20
 """Bytes of padded rows up to which an array lies row by row: about what the vector memory of a v5e has for arrays. Of steps of
 one table, libtpu 0.0.42 copied none whose rows would have taken 537 MB or 2.1 GB."""
-
-
-def tiled_bytes(shape: tuple[int, ...], bits: int) -> int:
-    """Bytes of an array as the compiler lays it out: whole tiles, the two dims in them chosen to waste least.
-
-    Args:
-      shape: of the array on one device.
-      bits: of one element.
-
-    >>> tiled_bytes((32, 8, 32), 32), tiled_bytes((64, 32), 32), tiled_bytes((512, 256), 32), tiled_bytes((), 32)
-    (131072, 16384, 524288, 512)
-    """
-    if len(shape) < 2:
-        n = math.prod(shape)
-        tile = min(LARGEST_ROW, max(LANES, 1 << max(0, n - 1).bit_length()))
-        return -(-n // tile) * tile * bits // 8
-    most = SUBLANES if bits in (16, 32) else SUBLANES * max(1, 32 // bits)
-    total, least = math.prod(shape), math.inf
-    for rows, columns in itertools.permutations(shape, 2):
-        tile = min(most, 1 << max(0, rows - 1).bit_length())
-        padded = -(-rows // tile) * tile * -(-columns // LANES) * LANES
-        least = min(least, padded * (total // max(1, rows * columns)))
-    return int(least) * bits // 8
 
 
 def rows_bytes(shape: tuple[int, ...], bits: int) -> int:

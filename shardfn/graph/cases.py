@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from shardfn.graph.edges import Fetch
 from shardfn.graph.model import Dims, Op, Rule, Spec, Value
 
 Factors = Mapping[int, Sequence[str]]
@@ -15,15 +16,14 @@ Factors = Mapping[int, Sequence[str]]
 
 @dataclasses.dataclass(frozen=True)
 class Edge:
-    """Rows along `dim` of an operand that come from the neighbours on either side, at most.
+    """Rows along `dim` of an operand that pieces send each other, one permutation each.
 
     `sizes` are the sizes that a piece has along other dims by then.
     """
 
     operand: int
     dim: int
-    before: int
-    after: int
+    fetches: tuple[Fetch, ...]
     sizes: tuple[tuple[int, int], ...] = ()
 
 
@@ -59,6 +59,7 @@ class Way:
     inside: tuple[frozenset[str], ...] = ()
     through: tuple[tuple[Leg, ...], ...] = ()
     back: tuple[Leg, ...] = ()
+    windows: tuple[tuple[int, int, int, tuple[str, ...]], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -86,8 +86,8 @@ def reduced_of(op: Any, name: str) -> tuple[tuple[int, int], ...]:
 
 
 def combines_of(op: Any) -> str:
-    """By what a reduction of one array combines its elements, where that is one op."""
-    if op.name != "stablehlo.reduce" or len(op.results) > 1:
+    """By what a reduction of one array, or a scatter into one, combines elements, where that is one op."""
+    if op.name not in ("stablehlo.reduce", "stablehlo.scatter") or len(op.results) > 1:
         return ""
     inside = [view.operation.name.split(".", 1)[-1] for view in op.regions[0].blocks[0].operations]
     return inside[0] if inside[1:] == ["return"] else ""

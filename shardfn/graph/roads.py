@@ -6,39 +6,42 @@ op needs it (`graph.moves`). Equal moves of one value are one; what does not cha
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
 from collections.abc import Sequence
 
 from shardfn.graph.cases import Case, Edge, Leg, Way, whole
-from shardfn.graph.model import PRODUCTS, Communication, Flow, Graph, Op, Rule, Spec, Tap, Value
-from shardfn.graph.moves import joined_axes, split_axes, steps
+from shardfn.graph.libtpu import added_to, as_on_tpu, scatters
+from shardfn.graph.model import CHANGES, PRODUCTS, Communication, Flow, Graph, Op, Rule, Spec, Tap, Value, dtype_bits
+from shardfn.graph.moves import flat, joined_axes, split_axes, steps
 from shardfn.graph.simplified import simplified
 from shardfn.graph.tiles import Step
 from shardfn.graph.ways import way
 
 
-def as_compiled(flow: Flow, platform: str) -> Flow:
+def as_compiled(flow: Flow, platform: str, torus: tuple[int, ...] = ()) -> Flow:
     """The flow with the ops as XLA works on them on `platform`, and the collectives that it runs.
 
     Args:
       flow: layouts of all values as propagated. Collectives that are in it (the user's own, in `shard_map`) stay. One
         that was here before comes back as it is.
       platform: `cpu`, `cuda`, `rocm` or `tpu`. On CPU a sum of which each device needs only its piece is an all-reduce
-        (elsewhere a reduce-scatter), and `bf16` is added up as `f32`. On TPU, what is gathered for a product travels as
-        `bf16`, in which a product of default precision reads it.
+        (elsewhere a reduce-scatter, on TPU where `graph.libtpu.scatters` says so), and `bf16` is added up as `f32`. On TPU,
+        what is gathered for a product travels as `bf16`, in which a product of default precision reads it.
+      torus: dims of the torus that the devices form, on TPU.
     """
     if flow.platform:
         return flow
-    return _Roads(flow, platform).flow()
+    return _Roads(flow, platform, torus).flow()
 
 
 class _Roads:
     """Walks one flow once; the lists fill as it goes. Inside, axes are in prime parts."""
 
-    def __init__(self, flow: Flow, platform: str):
-        self.given, self.platform = flow, platform
+    def __init__(self, flow: Flow, platform: str, torus: tuple[int, ...]):
+        self.given, self.platform, self.torus = flow, platform, torus
         graph = flow.graph
         used = {a for spec in set(flow.specs) for dim in spec for a in dim}
         self.sizes, parts = split_axes(flow.axes, used)
@@ -47,6 +50,7 @@ class _Roads:
         self.ops: list[Op] = []
         self.sent: list[Communication] = []
         self.moved: dict[tuple[int, Spec, frozenset[str]], int] = {}
+        self.parts: dict[object, int] = {}
         self.ways: dict[object, tuple[Way, bool]] = {}
         self.filled = {
             v
@@ -54,6 +58,7 @@ class _Roads:
             if op.name == "broadcast_in_dim" and not self.values[op.inputs[0]].shape
             for v in op.outputs
         }
+        self.is_read = False  # whether what is moved is an operand
         self.trips = [0] * len(self.values)
         for op in reversed(graph.ops):
             for v in op.inputs:  # of what a loop carries: the least of its readers'
@@ -67,7 +72,10 @@ class _Roads:
     def flow(self) -> Flow:
         own = {c.result: c for c in self.given.communications}
         is_cut = list(map(any, self.specs)).__getitem__
-        for op in _needed(self.given.graph, _rotations(self.given)):
+        ops = _rotations(self.given)
+        if self.platform == "tpu":
+            ops = added_to(ops, self.filled, self.given.graph.outputs)
+        for op in _needed(self.given.graph, ops):
             if own:
                 self.sent += [own[v] for v in op.outputs if v in own]
             if op.name in ("while", "case"):
@@ -80,9 +88,17 @@ class _Roads:
         join = functools.cache(lambda axes: joined_axes(axes, grid))
         joined = functools.cache(lambda spec: tuple(map(join, spec)))
         specs = tuple(map(joined, self.specs))
-        sent = tuple(dataclasses.replace(c, axes=join(c.axes)) for c in self.sent)
-        graph = dataclasses.replace(self.given.graph, values=tuple(self.values), ops=tuple(self.ops))
-        return simplified(Flow(graph, specs, grid, sent, self.platform))
+        graph = dataclasses.replace(self.given.graph, values=tuple(self.values))
+        ops = _before_loops(self.ops)
+        needed = {v for op in _needed(graph, ops) if op.name in CHANGES for v in op.outputs}
+        sent = tuple(
+            dataclasses.replace(c, axes=join(c.axes))
+            for c in self.sent
+            if c.result in needed or c.result in own or c.cause == "reduce"  # partial results are gathered together
+        )
+        graph = dataclasses.replace(graph, ops=tuple(ops))
+        found = simplified(Flow(graph, specs, grid, sent, self.platform))
+        return as_on_tpu(found) if self.platform == "tpu" else found
 
     def carry(self, op: Op) -> None:
         """What enters a loop, comes back from its body, or leaves a branch lies as the results do."""
@@ -101,13 +117,16 @@ class _Roads:
             self.ops.append(op)
             return
         inputs = []
+        self.is_read = True
         for i, (v, spec) in enumerate(zip(op.inputs, found.wants, strict=True)):
             inside = found.inside[i] if i < len(found.inside) else frozenset()
             for leg in (*(found.through[i] if i < len(found.through) else ()), Leg(spec, inside)):
                 v = self.move(v, leg.to, op.trips, op.where, op.name, inside=leg.inside)
             inputs.append(v)
-        for edge in found.edges:
-            self.exchange(inputs[edge.operand], edge, op)
+        self.is_read = False
+        arrived = [v for edge in found.edges for v in self.exchange(inputs[edge.operand], edge, op)]
+        for i, dim, rows, axes in found.windows:
+            inputs[i] = self.window(inputs[i], dim, rows, axes, op)
         for i in found.turned:
             inputs[i] = self.send(
                 "collective-permute", inputs[i], self.specs[inputs[i]], (), op.trips, op.where, op.name
@@ -117,7 +136,7 @@ class _Roads:
             v if ready and spec == self.specs[v] else self.new(self.values[v], spec, op.trips)
             for v, spec in zip(op.outputs, found.gives, strict=True)
         )
-        self.ops.append(op.of(tuple(inputs), outputs))
+        self.ops.append(op.of((*inputs, *arrived), outputs))
         for made, v in zip(outputs, op.outputs, strict=True):
             if made == v:
                 continue
@@ -201,21 +220,26 @@ class _Roads:
     ) -> int:  # fmt: skip
         """One collective from `value` to a new one, or to `into`; an empty `kind` cuts it without sending."""
         was = made = self.values[value]
+        travels = _travels(self.platform, kind, was.dtype, self.is_read and cause in PRODUCTS)
         if kind == "all-to-all":  # the pieces are padded before they are exchanged
             pieces = [self.pieces(axes) for axes in after]
-            value = self.like(
-                value, Value(tuple(-(-n // p) * p for n, p in zip(was.shape, pieces, strict=True)), was.dtype), where
-            )
-        elif (travels := _TRAVELS.get((self.platform, kind, was.dtype, cause in PRODUCTS))) is not None:
+            shape = tuple(-(-n // p) * p for n, p in zip(was.shape, pieces, strict=True))
+            value = self.like(value, Value(shape, travels), where)
+        elif kind:
             value = self.like(value, Value(was.shape, travels), where)
-            if kind == "all-gather":  # the product reads it as it came
+            if travels != was.dtype and self.platform == "tpu":  # the product reads it as it came
                 made = Value(was.shape, travels)
         result = self.new(made, after, trips) if into is None else into
-        self.ops.append(Op(kind.replace("-", "_") or "all_slice", (value,), (result,), None, trips, where))
+        arrived = result
+        if self.platform == "cpu" and kind and travels != was.dtype:
+            arrived = self.new(Value(was.shape, travels), after, trips)
+        self.ops.append(Op(kind.replace("-", "_") or "all_slice", (value,), (arrived,), None, trips, where))
         if kind:
             size = 2 if kind == "collective-permute" else self.pieces(axes)
-            sent = Communication(kind, tuple(axes), size, value, result, trips, where, cause, is_last_resort)
+            sent = Communication(kind, tuple(axes), size, value, arrived, trips, where, cause, is_last_resort)
             self.sent.append(sent)
+        if arrived != result:
+            self.ops.append(Op("convert", (arrived,), (result,), None, trips, where))
         return result
 
     def like(self, value: int, form: Value, where: str) -> int:
@@ -236,24 +260,59 @@ class _Roads:
         have = self.specs[partial]
         nested = all(w[: len(h)] == h for h, w in zip(have, want, strict=True))
         pieces = {a for h, w in zip(have, want, strict=True) for a in w[len(h) :]}
-        if last and nested and pieces == set(axes) and self.platform != "cpu":
+        if last and nested and pieces == set(axes) and self.scatters(partial, want, self.turned.get(op.outputs[0], ())):
             return self.send("reduce-scatter", partial, want, axes, op.trips, op.where, op.name)
         return self.send("all-reduce", partial, have, axes, op.trips, op.where, op.name)
 
-    def exchange(self, value: int, edge: Edge, op: Op) -> None:
-        """Rows that neighbours send along one cut dim, farther ones where a piece is too short."""
+    def scatters(self, partial: int, want: Spec, turned: Sequence[int]) -> bool:
+        """Whether the platform adds up to pieces, those that `want` makes of what lies so far as it does; `turned`: how a
+        transpose, its only reader, orders the dims."""
+        if self.platform != "tpu":
+            return self.platform != "cpu"
+        value, cut = self.values[partial], [d for d, h in enumerate(self.specs[partial]) if h != want[d]]
+        if len(cut) != 1:
+            return False
+        piece = [-(-n // self.pieces(axes)) for n, axes in zip(value.shape, want, strict=True)]
+        dims = tuple(turned) or tuple(range(len(piece)))
+        added = self.pieces(flat(want)) // self.pieces(flat(self.specs[partial]))
+        is_whole = added == math.prod(self.sizes.values())
+        shape = tuple(piece[d] for d in dims)
+        return scatters(shape, dims.index(cut[0]), dtype_bits(value.dtype), is_whole, self.torus)
+
+    @functools.cached_property
+    def turned(self) -> dict[int, tuple[int, ...]]:
+        """Of what a transpose alone reads: which dims of it the result has, in order."""
+        count = collections.Counter(v for op in self.given.graph.ops for v in op.inputs)
+        turns = [op for op in self.given.graph.ops if op.name == "transpose" and op.rule and count[op.inputs[0]] == 1]
+        rules = {op.inputs[0]: op.rule for op in turns if op.rule}
+        return {v: tuple(map(rule.operands[0].index, rule.results[0])) for v, rule in rules.items()}
+
+    def window(self, value: int, dim: int, rows: int, axes: tuple[str, ...], op: Op) -> int:
+        """Of a value that is whole along a dim, the part that each device reads."""
+        shape, spec = list(self.values[value].shape), list(self.specs[value])
+        shape[dim], spec[dim] = rows * self.pieces(axes), axes
+        part = self.new(Value(tuple(shape), self.values[value].dtype), tuple(spec), op.trips)
+        self.ops.append(Op("pad", (value,), (part,), None, op.trips, op.where))
+        return part
+
+    def exchange(self, value: int, edge: Edge, op: Op) -> list[int]:
+        """Rows that pieces along one cut dim send each other; gives what arrives."""
         spec = self.specs[value]
         pieces = [self.pieces(axes) for axes in spec]
         local = [-(-n // p) for n, p in zip(self.values[value].shape, pieces, strict=True)]
-        own = local[edge.dim]
         for dim, size in edge.sizes:
             local[dim] = size
-        for rows in (edge.before, edge.after):
-            for passed in range(0, rows, own):
-                local[edge.dim] = min(rows - passed, own)
-                shape = tuple(n * p for n, p in zip(local, pieces, strict=True))
-                part = self.new(Value(shape, self.values[value].dtype), spec, op.trips)
-                self.send("collective-permute", part, spec, spec[edge.dim], op.trips, op.where, op.name)
+        own, found = local[edge.dim], []
+        for fetch in edge.fetches:
+            local[edge.dim] = fetch.end - fetch.start
+            shape = tuple(n * p for n, p in zip(local, pieces, strict=True))
+            key = value, edge.dim, fetch, edge.sizes
+            part = self.parts.get(key, value)
+            if part == value and (local[edge.dim] != own or edge.sizes):
+                part = self.parts[key] = self.new(Value(shape, self.values[value].dtype), spec, op.trips)
+                self.ops.append(Op("slice", (value,), (part,), None, op.trips, op.where))
+            found.append(self.send("collective-permute", part, spec, spec[edge.dim], op.trips, op.where, op.name))
+        return found
 
 
 def _needed(graph: Graph, ops: Sequence[Op]) -> list[Op]:
@@ -267,6 +326,22 @@ def _needed(graph: Graph, ops: Sequence[Op]) -> list[Op]:
             found.append(op)
             alive.update(op.inputs)
     return found[::-1]
+
+
+def _before_loops(ops: Sequence[Op]) -> list[Op]:
+    """The ops with those that run less often than the body in which they stand before its loop."""
+    found: list[Op] = []
+    for op in ops:
+        if op.name == "while" and op.outputs:
+            first = len(found)
+            while first and found[first - 1].outputs and min(found[first - 1].outputs) > min(op.outputs):
+                first -= 1
+            body = found[first:]
+            if any(o.trips > op.trips for o in body):
+                body.sort(key=lambda o: o.trips > op.trips)
+                found[first:] = body
+        found.append(op)
+    return found
 
 
 def _rotations(flow: Flow) -> list[Op]:
@@ -298,12 +373,14 @@ def _rotation(flow: Flow, end: Op, start: Op) -> Tap | None:
     return Tap(0, d, d, low=low) if first == 0 and low == two[d] and one[d] + two[d] == whole[d] else None
 
 
-_TRAVELS = {
-    ("cpu", "all-reduce", "bf16", True): "f32",
-    ("cpu", "all-reduce", "bf16", False): "f32",
-    ("tpu", "all-gather", "f32", True): "bf16",
-}
-"""By platform, collective, element type, and whether it is for a product: the type in which elements are sent."""
+def _travels(platform: str, kind: str, dtype: str, is_read: bool) -> str:
+    """The type in which elements are sent: on CPU `bf16` as `f32`; on a TPU as `bf16` what is gathered or permuted to be read
+    by a product."""
+    if platform == "cpu" and dtype == "bf16":
+        return "f32"
+    is_narrowed = (platform, dtype) == ("tpu", "f32") and kind in ("all-gather", "collective-permute") and is_read
+    return "bf16" if is_narrowed else dtype
+
 
 _PASSED = frozenset({"iota", "shard_map", "create_token", "after_all", "partition_id", "replica_id"})
 """Ops at whose operands nothing is moved."""

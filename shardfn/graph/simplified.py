@@ -118,6 +118,9 @@ def _plain(flow: Flow) -> Flow:
             depth = math.prod([values[op.inputs[side]].shape[d] for side, d in op.reduced])
             if depth <= devices and all(flow.local_shape(op.inputs[side])[d] == 1 for side, d in op.reduced):
                 ops[i] = replace(op, name="multiply", reduced=())
+        elif op.name == "reduce" and len(op.outputs) == 1 and op.reduced:
+            if all(values[op.inputs[side]].shape[d] == 1 for side, d in op.reduced):
+                ops[i] = replace(op, name="reshape", inputs=op.inputs[:1], rule=None, reduced=())
         elif op.same >= 0:
             part = op.inputs[op.same]
             if values[part] == values[op.outputs[0]] and flow.specs[part] == flow.specs[op.outputs[0]]:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from shardfn.graph.cases import Case, Edge, Factors, Way, grouped, whole
 from shardfn.graph.dots import dot
+from shardfn.graph.edges import fetches, passed
 from shardfn.graph.model import Dims, Spec, Value, dtype_bits
 from shardfn.graph.products import product
 from shardfn.graph.release import IS_BEFORE_12
-from shardfn.graph.windows import reach
 
 
 def way(case: Case) -> Way:
@@ -84,13 +84,16 @@ def look_up(case: Case) -> Way:
 
 
 def put_down(case: Case) -> Way:
-    """scatter: as gather, the updates in place of the result; where these are cut and the table is not, all add up."""
+    """scatter: as gather, the updates in place of the result; where these are cut and the table is not, all add up, along one
+    dim of the index after the other, the last first."""
     if len(case.operands) != 3:
         return replicate(case)
     factors, kinds = _indexed(case, case.rule.operands[2], case.operands[2])
     table, _ = _to_idle(case, factors, kinds)
     wants = (table, *(case.spec(dims, factors) for dims in case.rule.operands[1:]))
-    return Way(wants, (table,), _group(kinds["index"]))
+    cut = [f for dim in reversed(case.rule.operands[1]) for f in dim if f in factors]
+    partial = (_group([a for a in factors[f] if a in kinds["index"]]) for f in cut)
+    return Way(wants, (table,), sum(partial, ()))
 
 
 def _to_idle(case: Case, factors: Factors, kinds: Mapping[str, Sequence[str]]) -> tuple[Spec, list[str]]:
@@ -164,13 +167,21 @@ def windowed(case: Case) -> Way:
 
 
 def convolve(case: Case) -> Way:
-    """A product whose image is also cut along height or width."""
+    """A product whose image is also cut along height or width; in groups of several channels every device does all of it."""
+    shape = case.op.convolution
+    if shape and not shape.in_batches:
+        for which, dim, groups in shape.grouped:
+            if which == 0 and groups < case.operands[0].shape[dim]:
+                return replicate(case)
     return _with_edges(case, product(case))
 
 
 def _with_edges(case: Case, found: Way) -> Way:
-    """Add what an op with windows needs from neighbours; where that is no less than everything, it is done whole."""
+    """Add what an op with windows needs from neighbours; where that is no less than everything, the dim is gathered, and each
+    device reads its part of it."""
     edges: list[Edge] = []
+    windows: list[tuple[int, int, int, tuple[str, ...]]] = []
+    wants = list(found.wants)
     sizes: dict[int, int] = {}
     for tap in case.op.taps:
         other, spec = case.results[0], found.gives[0]
@@ -181,13 +192,18 @@ def _with_edges(case: Case, found: Way) -> Way:
             continue
         pieces = case.pieces(axes)
         size, out_size = case.operands[tap.operand].shape[tap.dim], other.shape[tap.out_dim]
-        before, after = reach(size, out_size, pieces, tap)
-        if before + after >= (pieces - 1) * -(-size // pieces) > 0:
+        rows = fetches(size, out_size, pieces, tap)
+        read = (-(-out_size // pieces) - 1) * tap.stride + tap.extent
+        if rows is None and (case.op.name != "reduce_window" or tap.spacing > 1):
             return replicate(case)
-        if before or after:
-            edges.append(Edge(tap.operand, tap.dim, before, after, tuple(sizes.items())))
-        sizes[tap.dim] = ((-(-out_size // pieces) - 1) * tap.stride + tap.extent - 1) // tap.spacing + 1
-    return dataclasses.replace(found, edges=tuple(edges))
+        if rows is None:
+            windows.append((tap.operand, tap.dim, read, axes))
+            spec = wants[tap.operand]
+            wants[tap.operand] = (*spec[: tap.dim], (), *spec[tap.dim + 1 :])
+        elif rows:
+            edges.append(Edge(tap.operand, tap.dim, rows, tuple(sizes.items())))
+        sizes[tap.dim] = (read - 1) // tap.spacing + 1
+    return dataclasses.replace(found, wants=tuple(wants), edges=tuple(edges), windows=tuple(windows))
 
 
 def concatenate(case: Case) -> Way:
@@ -221,7 +237,8 @@ def rotate(case: Case) -> Way:
     pieces, size = case.pieces(spec[tap.dim]), case.operands[0].shape[tap.dim]
     if size % pieces:
         return replicate(case)
-    edges = (Edge(0, tap.dim, min(tap.low, size - tap.low), 0),) if pieces > 1 else ()
+    rows = min(tap.low, size - tap.low)
+    edges = (Edge(0, tap.dim, passed(rows, -(-size // pieces))),) if pieces > 1 else ()
     return Way((spec,), (spec,), edges=edges)
 
 

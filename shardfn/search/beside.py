@@ -13,7 +13,7 @@ AIMS = (0, 2)
 """The levels whose answers stand beside each other's, and beside that of level 1, which takes the longest to find."""
 
 TIMES, LESS = 4, 0.99
-"""At level 1 of programs that are not small: how often less memory is looked for, and how much of what was found last."""
+"""At level 1: how often less memory is looked for, of programs that are not small, and how much of what was found last."""
 
 Alone = Callable[[Problem], Answer]
 
@@ -35,7 +35,7 @@ def bettered(problem: Problem, own: Answer, alone: Alone | None = None) -> Answe
     is_least = problem.level == 0 and not any(
         objective(first.price, problem)[:3]
     )  # sends nothing, and all devices work
-    elsewhere = [_of_level(dataclasses.replace(problem, level=level), alone) for level in AIMS if alone is not None
+    elsewhere = [_of_level(_turned(problem, level, first), alone) for level in AIMS if alone is not None
                  and not is_least and level != problem.level and problem.seconds_left > 0]  # fmt: skip
     best = min((first, *(c for of_level in elsewhere for c in of_level)), key=lambda c: objective(c.price, problem))
     starts = [best, *(c for c in (first, *(of_level[0] for of_level in elsewhere)) if _sizes(c) != _sizes(best))]
@@ -46,6 +46,14 @@ def bettered(problem: Problem, own: Answer, alone: Alone | None = None) -> Answe
     before = [first] if start is first else [start, first]
     others = sorted((c for c in (*before, *own.others) if c is not best), key=lambda c: objective(c.price, problem))
     return _told(problem, own, first, start, best, others)
+
+
+def _turned(problem: Problem, level: int, first: Candidate) -> Problem:
+    """The same at another level; level 0, where level 1 asks it, within a little less memory than is held already."""
+    limit = problem.memory_limit
+    if (problem.level, level) == (1, 0):
+        limit = min(limit, float(int(LESS * first.price.memory.peak)))
+    return dataclasses.replace(problem, level=level, memory_limit=limit)
 
 
 def squeezed(problem: Problem, own: Answer, alone: Alone) -> Answer:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from shardfn.cost.hardware import Chip, Hardware, Link, links
+from shardfn.graph.libtpu import sums_whole
 from shardfn.graph.model import Pin, Spec
 from shardfn.graph.moves import flat, primes
 from shardfn.graph.tiles import Devices
@@ -26,7 +27,8 @@ class Grid:
     """The axes that labels speak of, one link each, and the chip that prices the work.
 
     `scatters` says whether the compiler makes reduce-scatters; XLA on CPU keeps an all-reduce and a slice. `narrows`:
-    whether `f32` is gathered for a product as `bf16`, in which the product reads it.
+    whether `f32` is gathered for a product as `bf16`, in which the product reads it. `sums_whole`: whether a sum over all
+    axes is an all-reduce all the same (`graph.libtpu.sums_whole`).
     """
 
     axes: Axes
@@ -34,12 +36,14 @@ class Grid:
     chip: Chip
     scatters: bool = True
     narrows: bool = False
+    sums_whole: bool = False
 
     @classmethod
     def on(cls, hardware: Hardware, axes: Axes) -> Grid:
         """The grid of these axes on the hardware."""
-        platform = hardware.platform
-        return cls(axes, links(hardware, axes), hardware.chip, platform != "cpu", platform == "tpu")
+        platform, on_tpu = hardware.platform, hardware.platform == "tpu"
+        whole = on_tpu and sums_whole(hardware.topology)
+        return cls(axes, links(hardware, axes), hardware.chip, platform != "cpu", on_tpu, whole)
 
     @property
     def sizes(self) -> tuple[int, ...]:

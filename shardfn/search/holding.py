@@ -82,10 +82,12 @@ def all_held(problem: Problem, found: Found, full: Candidate) -> Iterator[Candid
         there = problem.flow_of(full)
         laid = {op.site: [there.specs[v] for v in op.outputs] for op in there.graph.ops if op.site >= 0}
         pins |= {
-            index: Pin((None,) * len(op.inputs), tuple(map(wanted, op.outputs)))
+            index: Pin(
+                pins[index].operands if index in pins else (None,) * len(op.inputs), tuple(map(wanted, op.outputs))
+            )
             for index, op in enumerate(problem.graph.ops)
             if index in problem.can_hold
-            and index not in pins
+            and (index not in pins or None in pins[index].results)
             and all(v in found.space.layouts for v in op.outputs)
             and laid.get(op.site, ()) not in ((), [*map(wanted, op.outputs)])
         }

@@ -108,7 +108,10 @@ def on_grid(problem: Problem, axes: Axes, budget: Budget, chosen: Sequence[Array
         made = totals(space, found.solution.choice)
         rate = problem.hardware.chip
         weight = made.sent / rate.link_bytes_s / max(SPREADS[1] * made.flops / rate.flops, 1e-30)
-        found = min((found, solved(*asked(weight))), key=lambda f: order(problem, f))
+        few = solved(*asked(weight))
+        is_over = few.peak > problem.memory_limit and not fits_nowhere(problem)
+        within = [_within(few, problem.memory_limit, budget.part(work=WITHIN), EFFORT)] if is_over else []
+        found = min((found, few, *within), key=lambda f: order(problem, f))
     if not math.isfinite(found.solution.cost):
         return
     yield found

@@ -303,7 +303,7 @@ class _Builder:
                 work = self.followed[key] = self.one(forms.factors_of(have, pairs, rule, self.sizes))
             piece = self.piece(index, op, rule, work, work, True)
         else:
-            ends = 0 if not self.grid.scatters else SCATTERED_LAST if index in self.facts.last else SCATTERED
+            ends = SCATTERED_LAST if index in self.facts.last else SCATTERED if self.grid.scatters else 0
             node, codes = self.node(
                 self.labels((id(rule), ends), lambda row: forms.op_codes(rule, self.sizes, ends, row))
             )

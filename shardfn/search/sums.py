@@ -48,7 +48,8 @@ class Sums:
                 is_spread = _on_several(np.where(scattered, self.out, -1))
             else:
                 scattered = scattered & ~is_mixed[:, None]
-            parts = add_up(partial, mask & ~scattered, scattered, grid, self.is_last, is_mixed | is_spread, is_spread)
+            is_cut = is_mixed | is_spread | (not grid.scatters)
+            parts = add_up(partial, mask & ~scattered, scattered, grid, self.is_last, is_cut, is_spread)
             sent, seconds = sent + parts[0], seconds + parts[1]
         return sent, seconds
 
@@ -67,6 +68,8 @@ def add_up(
       cut_last: [labels], where of these everyone keeps all of it until the last axis is added up.
     """
     left = np.array(local_bytes, float)
+    if grid.sums_whole:
+        cut_after = cut_after | scattered[:, np.array(grid.sizes) > 1].all(axis=1)
     sent, seconds = np.zeros_like(left), np.zeros_like(left)
     for mask, rate in ((scattered, 1.0 + cut_after), (reduced, 2.0)):
         for axis in reversed(range(len(grid.sizes))):

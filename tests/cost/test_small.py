@@ -14,7 +14,7 @@ from .test_cpu import both, products
 def step(loss):
     def stepped(w, *rest):
         value, grad = jax.value_and_grad(loss)(w, *rest)
-        return value, w - 0.1 * grad
+        return value, jax.tree.map(lambda w, g: w - 0.1 * g, w, grad)
 
     return stepped
 
@@ -72,6 +72,88 @@ def pooled(w, x):
     return (lax.reduce_window(y, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID").mean((1, 2)) ** 2).mean()
 
 
+@step
+def language_model(p, tokens, labels):
+    """Its last part: the gradient of the logits is computed once for each of its products, while they are there."""
+    table, w = p
+    z = jax.nn.log_softmax(table[tokens] @ w)
+    return -jnp.take_along_axis(z, labels[..., None], -1).mean()
+
+
+def split(w, x):
+    """Queries, keys and values of one product: parts of a cut dim that lie on other devices."""
+    q, k, v = jnp.split(x @ w, 3, -1)
+    return q * k + v
+
+
+@step
+def gated(w, x):
+    a, b = jnp.split(x @ w, 2, -1)
+    return ((a * jax.nn.sigmoid(b)) ** 2).mean()
+
+
+def lstm(w, xs):
+    def cell(carry, x):
+        h, c = carry
+        i, f, g, o = jnp.split(jnp.concatenate([x, h], -1) @ w, 4, -1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        return (jax.nn.sigmoid(o) * jnp.tanh(c), c), None
+
+    zeros = jnp.zeros((xs.shape[1], w.shape[1] // 4))
+    return lax.scan(cell, (zeros, zeros), xs)[0]
+
+
+def halves(x):
+    return x[:100] * 2, x[100:]
+
+
+def running(x):
+    return jnp.cumsum(x, 1) * 2
+
+
+def running_down(x):
+    return lax.cummax(x, 0)
+
+
+def masked(key, x):
+    """A loop of random numbers carries two arrays, of each of which the other's next value is made."""
+    return jnp.where(jax.random.bernoulli(key, 0.7, x.shape), x / 0.7, 0)
+
+
+@step
+def one_example(p, x):
+    """Attention of one example a device: batch dims of one element."""
+    *w, out = p
+    q, k, v = (jnp.einsum("btd,dhe->bhte", x, w) for w in w)
+    scores = jnp.einsum("bhqe,bhke->bhqk", q, k) / 4
+    seen = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((128, 128), bool)), scores, -1e9)) @ v
+    return (jnp.einsum("bhte,hed->btd", seen, out) ** 2).mean()
+
+
+def in_groups(groups):
+    @step
+    def loss(w, x):
+        y = lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups
+        )
+        return (y**2).mean()
+
+    return loss
+
+
+@step
+def half(p, x):
+    """What is sent of half precision travels as `float32` on CPU."""
+    w, v = (a.astype(jnp.bfloat16) for a in p)
+    return ((jax.nn.relu(x.astype(jnp.bfloat16) @ w) @ v).astype(jnp.float32) ** 2).mean()
+
+
+@step
+def layers(p, x):
+    """Weights whose layers lie on other devices: gathered before the loops, and there until their last rounds."""
+    return (lax.scan(jax.checkpoint(lambda x, p: (x + jnp.tanh(x @ p[0]) @ p[1], None)), x, p)[0] ** 2).mean()
+
+
 def recomputed(w, x):
     """What `jax.checkpoint` computes again is what is there already, but behind a collective."""
     block = jax.checkpoint(lambda x, w: x + jnp.tanh(x @ w) @ w.T)
@@ -80,6 +162,11 @@ def recomputed(w, x):
 
 
 ROWS, WEIGHT = array(256, 64), array(64, 512)
+TEXT = array(16, 32, dtype=jnp.int32)
+MODEL = (array(512, 64), WEIGHT), TEXT, TEXT
+GRID, HEADS = array(256, 512), (*(array(64, 8, 16),) * 3, array(8, 16, 64))
+LAYERS = array(8, 64, 128), array(8, 128, 64)
+IMAGE = array(16, 16, 16, 16)
 EDITED = ROWS, WEIGHT, array(16, 512), array(16, dtype=jnp.int32)
 LABELS = array(256, dtype=jnp.int32)
 KEY = jax.eval_shape(lambda: jax.random.key(0))
@@ -98,8 +185,48 @@ CASES = {
     "recomputed, batch": (recomputed, (WEIGHT, ROWS), ((1, 1), (8, 1))),
     "recomputed, columns": (recomputed, (WEIGHT, ROWS), ((1, 8), (1, 1))),
     "recomputed, 2 x 4": (recomputed, (WEIGHT, ROWS), ((1, 4), (2, 1))),
+    "language model, batch": (language_model, MODEL, (((1, 1), (1, 1)), (8, 1), (8, 1))),
+    "language model, batch and length": (language_model, MODEL, (((1, 1), (1, 1)), (2, 4), (2, 4))),
+    "language model, vocabulary": (language_model, MODEL, (((8, 1), (1, 8)), (1, 1), (1, 1))),
+    "in three, 8 ways": (split, (array(64, 192), ROWS), ((1, 8), (1, 1))),
+    "running sums": (running, (GRID,), ((1, 1),)),
+    "running sums, 2 x 4": (running, (GRID,), ((2, 4),)),
+    "running maxima, 2 x 4": (running_down, (GRID,), ((2, 4),)),
+    "halves, 4 x 2": (halves, (ROWS,), ((4, 2),)),
+    "masked": (masked, (KEY, GRID), ((), (8, 1))),
+    "one example": (one_example, (HEADS, array(4, 128, 64)), (((1, 1, 1),) * 4, (4, 1, 1))),
+    "a channel a group": (in_groups(16), (array(3, 3, 1, 16), IMAGE), ((1,) * 4, (8, 1, 1, 1))),
+    "a channel a group makes two": (in_groups(16), (array(3, 3, 1, 32), IMAGE), ((1,) * 4, (8, 1, 1, 1))),
+    "four channels a group": (in_groups(4), (array(3, 3, 4, 16), IMAGE), ((1,) * 4, (8, 1, 1, 1))),
+    "half, batch": (half, ((array(128, 512), array(512, 128)), array(256, 128)), (((1, 1), (1, 1)), (8, 1))),
+    "layers": (layers, (LAYERS, ROWS), (((8, 1, 1), (8, 1, 1)), (8, 1))),
     "whole call": (whole_call, (ROWS, WEIGHT), ((1, 1), (1, 1))),
 }
+
+
+SPLIT = {
+    "in three, 2 ways": (split, (array(64, 192), ROWS), ((1, 2), (4, 1))),
+    "in two, 2 ways": (split, (array(64, 192), ROWS), ((1, 2), (1, 1))),
+    "in three, 2 x 4": (split, (array(64, 192), ROWS), ((1, 4), (2, 1))),
+    "gated, 8 ways": (gated, (WEIGHT, ROWS), ((1, 8), (1, 1))),
+    "gated, 2 x 4": (gated, (WEIGHT, ROWS), ((1, 4), (2, 1))),
+    "lstm, 8 ways": (lstm, (array(96, 256), array(16, 32, 32)), ((1, 8), (1, 1, 1))),
+    "lstm, 2 x 4": (lstm, (array(96, 256), array(16, 32, 32)), ((1, 4), (1, 2, 1))),
+    "halves": (halves, (ROWS,), ((8, 1),)),
+    "half, weights in pieces": (
+        half,
+        ((array(128, 512), array(512, 128)), array(256, 128)),
+        (((8, 1), (8, 1)), (8, 1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_parts_of_a_cut_dim_are_sent_as_in_what_is_compiled(name):
+    fn, args, layout = SPLIT[name]
+    plan, real = both(fn, args, layout)
+    assert plan.price.bytes_sent == sum(c.total_bytes for c in real.collectives)
+    assert plan.price.memory.peak == pytest.approx(real.together("cpu"), rel=0.22)
 
 
 @pytest.mark.parametrize("name", CASES)

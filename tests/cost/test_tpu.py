@@ -14,7 +14,8 @@ from shardfn.cost.chips import CHIPS
 from shardfn.cost.fusion import fuse
 from shardfn.cost.memory import memory
 from shardfn.cost.schedule import early, merged
-from shardfn.cost.tpu import Claim, granted, rows_bytes, stretches, tiled_bytes
+from shardfn.cost.tpu import Claim, granted, rows_bytes, stretches
+from shardfn.graph.padding import tiled_bytes
 
 from .programs import WEIGHTS, X, array, step
 

@@ -1,0 +1,166 @@
+"""What libtpu makes of collectives, against what it was seen to do; nothing is compiled here but in the tests marked so."""
+
+import collections
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardfn
+from examples.models import abstract, gpt2, llama
+from shardfn import compiled
+from shardfn.graph.libtpu import FAR, scatters
+from shardfn.graph.padding import tiled_dims
+
+V5E, SQUARE = "tpu-v5e:2x4", "tpu-v5e:4x4"
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+# What libtpu 0.0.42 made of a sum over a torus, from the shape of the piece, the dim along which pieces are cut, bits of an
+# element, and whether it is over all of the torus.
+SCATTERED = [
+    ((32,), 0, 32, True, (2, 4), False),
+    ((8192,), 0, 32, True, (2, 4), False),  # vectors never
+    ((8, 256), 0, 32, True, (2, 4), True),
+    ((4, 256), 0, 32, True, (2, 4), False),  # half a tile
+    ((256, 128), 1, 32, True, (2, 4), True),
+    ((256, 128), 1, 16, True, (2, 4), False),  # two elements share the 32 bits of a lane
+    ((256, 512), 1, 16, True, (2, 4), True),
+    ((256, 64), 1, 32, True, (2, 4), True),  # turned round, it lies along the sublanes
+    ((32, 8, 32), 0, 32, True, (2, 4), True),
+    ((8, 32, 32), 2, 32, True, (2, 4), False),
+    ((8, 4, 256), 1, 32, True, (2, 4), False),
+    ((128, 16, 64), 0, 32, True, (2, 4), True),
+    ((128, 16, 64), 0, 16, True, (2, 4), False),
+    ((256, 1024), 0, 32, True, (4, 4), False),  # all of a square
+    ((256, 1024), 0, 32, False, (4, 4), True),
+    ((256, 1024), 0, 32, True, (4, 8), True),
+    ((256, 1024), 0, 32, True, (8, 8), False),
+    ((256, 1024), 0, 32, True, (2, 2, 2), False),
+    ((256, 1024), 0, 32, False, (2, 2, 2), True),
+]
+
+
+@pytest.mark.parametrize(("piece", "dim", "bits", "is_whole", "torus", "expected"), SCATTERED)
+def test_which_sums_are_scattered(piece, dim, bits, is_whole, torus, expected):
+    assert scatters(piece, dim, bits, is_whole, torus) is expected
+
+
+def test_of_dims_that_waste_alike_the_last_are_tiled():
+    assert tiled_dims((8, 8, 128), 32) == (1, 2)
+    assert tiled_dims((256, 8, 4), 32) == (2, 0)
+
+
+def sent(fn, *args, entries, device=V5E, **options):
+    """Kinds and shapes of the predicted collectives."""
+    plan = shardfn.plan(fn, *args, in_strategy=entries, device=device, **options)
+    return collections.Counter((c.kind, c.shape) for c in plan.collectives)
+
+
+def heads(x, wq, wk, wv, wo):
+    """Three products of one array with weights that are cut along their columns, and back."""
+    return jnp.tanh(x @ wq) * jnp.tanh(x @ wk) + jnp.tanh(x @ wv) @ wo.T @ wo
+
+
+def gradient(x, *ws):
+    return jax.grad(lambda x: jnp.sum(heads(x, *ws)))(x)
+
+
+COLUMNS = ((1, 1), (1, 8), (1, 8), (1, 8), (1, 8))
+WEIGHTS = f32(64, 256), *[f32(256, 512)] * 4
+
+
+def test_the_gradient_of_what_three_products_read_is_one_sum():
+    made = sent(gradient, *WEIGHTS, entries=COLUMNS, out_strategy=((1, 1),))
+    apart = sent(gradient, *WEIGHTS, entries=COLUMNS, out_strategy=((1, 1),), device="cpu:8")
+    assert made["all-reduce", (64, 256)] == apart["all-reduce", (64, 256)] - 2 > 0
+
+
+def test_a_sum_that_is_read_elsewhere_too_stays():
+    def two(x, a, y, b):
+        one, other = x @ a, y @ b
+        return one + other, one
+
+    args, entries = (f32(64, 256), f32(256, 512)) * 2, ((1, 8), (8, 1)) * 2
+    assert sent(two, *args, entries=entries, out_strategy=((1, 1), (1, 1)))["all-reduce", (64, 512)] == 2
+    alone = sent(lambda *args: two(*args)[0], *args, entries=entries, out_strategy=((1, 1),))
+    assert alone["all-reduce", (64, 512)] == 1
+
+
+def apart(steps):
+    """Two products with one weight, so many steps from one to the other."""
+
+    def twice(x, w):
+        y = x @ w
+        for _ in range(steps):
+            y = jnp.tanh(y)
+        return y @ w
+
+    return twice
+
+
+CHAIN = {"in_strategy": ((8, 1), (8, 1)), "out_strategy": ((8, 1),), "device": V5E}
+FAR_OR_NEAR = [(FAR, 1), (FAR + 1, 2)]
+
+
+@pytest.mark.parametrize(("steps", "gathers"), FAR_OR_NEAR)
+def test_a_weight_is_gathered_again_for_a_use_far_away(steps, gathers):
+    args = f32(64, 1024), f32(1024, 1024)
+    plan = shardfn.plan(apart(steps), *args, **CHAIN)
+    assert [c.kind for c in plan.collectives] == ["all-gather"] * gathers
+    on_cpu = shardfn.plan(apart(steps), *args, **CHAIN | {"device": "cpu:8"})
+    assert [c.kind for c in on_cpu.collectives] == ["all-gather"]
+
+
+def test_rows_are_added_to_what_they_are_added_to_after():
+    """The gradient of a table that is looked up in and multiplied by: what the product gives is gathered for the rows."""
+
+    def gradient(table, rows):
+        return jax.grad(lambda t: jnp.sum(jnp.tanh(jax.lax.stop_gradient(t)[rows] @ t.T)) + jnp.sum(t[rows] ** 2))(
+            table
+        )
+
+    args, entries = (f32(1024, 256), jax.ShapeDtypeStruct((8192,), jnp.int32)), ((8, 1), (8,))
+    made = sent(gradient, *args, entries=entries, out_strategy=((8, 1),))
+    other = sent(gradient, *args, entries=entries, out_strategy=((8, 1),), device="h100:8")
+    assert made["all-gather", (128, 256)] == other["all-gather", (128, 256)] + 1
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(("steps", "gathers"), FAR_OR_NEAR)
+def test_compiled_gathers(steps, gathers):
+    pytest.importorskip("libtpu")
+    plan: Any = shardfn.plan(apart(steps), f32(64, 1024), f32(1024, 1024), **CHAIN)
+    made = compiled.read(plan.verifier.compiled(plan))
+    assert [c.kind for c in made.collectives] == ["all-gather"] * gathers
+
+
+def kinds(found):
+    counts = collections.Counter()
+    for c in found:
+        counts[c.kind] += c.total_bytes
+    return counts
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("device", [V5E, SQUARE])
+@pytest.mark.parametrize(
+    ("model", "layout"), [(llama, "FSDP"), (gpt2, "FSDP"), (gpt2, "ZeRO-1"), (gpt2, "tensor parallel")]
+)
+def test_compiled_steps(model, layout, device):
+    pytest.importorskip("libtpu")
+    size = dataclasses.replace(model.small(), layers=1)
+    (fn, args), count = abstract(model.make, size), 8 if device == V5E else 16
+    expert = model.experts(size, count).get(layout)
+    if expert is None:
+        pytest.skip(f"{layout} is not for {count} devices")
+    step: Any = shardfn.shard(expert.written(fn), expert.in_strategy, device=device, donate_argnums=(0, 1))
+    plan = step.plan(*args)
+    made, predicted = kinds(compiled.read(plan.verifier.compiled(plan)).collectives), kinds(plan.collectives)
+    for kind in made.keys() | predicted.keys():
+        assert abs(predicted[kind] - made[kind]) < 0.05 * made.total(), kind
