@@ -12,7 +12,7 @@ The modules beside the packages, by the road that a call takes:
   `priced`, and `study` for more questions; compiled beside others: `finalists`
 - to a report: `report`, of `sections` and `tables`, shown by `render`; what is said of a plan: `findings`, `causes`,
   `unpredicted`; beside what XLA made: `verify`, `comparison`
-- run: `apply`, on `meshes`; what XLA made of it: `compiled`; windows over cut dims: `halo`
+- run: `apply`, on `meshes`; what XLA made of it: `compiled` and `branches`, of `hlo`; windows over cut dims: `halo`
 - the command line: `__main__`, `cli`, `cli_arguments`, `cli_checkpoint`, `demo`
 - everywhere: `errors`, `extras`, `progress`
 """

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from jax.stages import Compiled as Executable
 
 from shardfn.cost.collectives import bytes_sent
 from shardfn.graph.model import Collective
+from shardfn.hlo import COLLECTIVES, REDUCERS, Computation, Instruction, Module, called, modules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,122 +92,8 @@ def collectives(hlo_text: str) -> tuple[Collective, ...]:
     return tuple(x for x in _found(hlo_text) if isinstance(x, Collective))
 
 
-@dataclasses.dataclass(frozen=True)
-class Branched:
-    """A collective in a branch of a conditional, and which devices wait for each other there."""
-
-    kind: str
-    branch: int
-    """Of the outermost conditional."""
-    groups: tuple[tuple[int, ...], ...]
-    name: str
-    """The scopes and the primitive that it came from, as JAX names them."""
-
-
-def in_branches(hlo_text: str) -> tuple[Branched, ...]:
-    """The collectives in branches of conditionals, which only the devices that take the branch come to.
-
-    A permutation has no groups, and no backend promises that it waits for its pairs alone: its group is every device.
-
-    >>> [found] = in_branches('''HloModule m, num_partitions=4
-    ... %here (x: f32[2]) -> f32[2] {
-    ...   %x = f32[2]{0} parameter(0)
-    ...   ROOT %r = f32[2]{0} all-reduce(%x), replica_groups=[2,2]<=[4], to_apply=%add
-    ... }
-    ... %there (x: f32[2]) -> f32[2] {
-    ...   ROOT %x = f32[2]{0} parameter(0)
-    ... }
-    ... ENTRY %main (p: s32[], x: f32[2]) -> f32[2] {
-    ...   %p = s32[] parameter(0)
-    ...   %x = f32[2]{0} parameter(1)
-    ...   ROOT %c = f32[2]{0} conditional(%p, %x, %x), branch_computations={%here, %there}
-    ... }''')
-    >>> found.kind, found.branch, found.groups
-    ('all-reduce', 0, ((0, 1), (2, 3)))
-    """
-    return tuple(x for module in _modules(hlo_text) for x in _branched(module, module.entry, -1))
-
-
-def _branched(module: _Module, caller: str, branch: int) -> Iterator[Branched]:
-    for it in module.computations.get(caller, {}).values():
-        opcode = it.opcode.removesuffix("-start")
-        if opcode in _COLLECTIVES and branch >= 0:
-            name = re.search(r'op_name="([^"]*)"', it.attributes)
-            yield Branched(
-                _COLLECTIVES[opcode][0], branch, _groups(it.attributes, module.devices), name[1] if name else ""
-            )
-        elif opcode not in _REDUCERS:
-            for i, called in enumerate(_called(it).values()):
-                yield from _branched(module, called, i if opcode == "conditional" and branch < 0 else branch)
-
-
-def _groups(attributes: str, devices: int) -> tuple[tuple[int, ...], ...]:
-    """The devices of each group, in the forms of `_group_size`; all in one where it is none of them."""
-    if listed := re.search(r", replica_groups=\{(\{.*?\})\}", attributes):
-        return tuple(tuple(map(int, one.split(","))) for one in re.findall(r"\{([\d,]+)\}", listed[1]))
-    if counted := re.search(r", replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
-        grid = np.arange(devices).reshape([int(n) for n in counted[3].split(",")])
-        grid = grid.transpose([int(n) for n in counted[4].split(",")]) if counted[4] else grid
-        return tuple(map(tuple, grid.reshape(int(counted[1]), int(counted[2])).tolist()))
-    if mesh := re.search(r", replica_groups=mesh\[([^]]*)\] \{([^}:]*)\}", attributes):
-        sizes = {axis: int(size) for axis, size in re.findall(r"'([^']*)'=(\d+)", mesh[1])}
-        axes = re.findall(r"'([^']*)'", mesh[2])
-        if math.prod(sizes.values()) == devices and all(axis in sizes for axis in axes):
-            grid = np.arange(devices).reshape(list(sizes.values()))
-            last = [list(sizes).index(axis) for axis in axes]
-            grid = np.moveaxis(grid, last, range(-len(last), 0))
-            return tuple(map(tuple, grid.reshape(-1, math.prod(sizes[axis] for axis in axes)).tolist()))
-    return (tuple(range(devices)),)
-
-
 _Shape = tuple[str, tuple[int, ...]]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Instruction:
-    opcode: str
-    type: str
-    operands: tuple[tuple[str, str], ...]
-    """Name, and the type where the text repeats it; of a constant its value."""
-    attributes: str
-    is_root: bool
-
-
-_Computation = dict[str, _Instruction]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Module:
-    computations: dict[str, _Computation]
-    entry: str
-    devices: int
-    lines: dict[int, str]
-    """`file:line` of each stack frame."""
-
-
-_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
-_LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\(")
-_OPERANDS = re.compile(r"[^()]*+(?:\([^()]*+(?:\([^()]*+\)[^()]*+)*+\)[^()]*+)*+")
-_OPERAND = re.compile(r"([^%]*)%([\w.\-]+)")
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<= ]*)\]")
-
-
-def _modules(text: str) -> Iterator[_Module]:
-    for part in re.split(r"(?m)^(?=HloModule )", text):
-        computations: dict[str, _Computation] = {}
-        entry, here = "", {}
-        for line in part.splitlines():
-            if header := _HEADER.match(line):
-                here = computations.setdefault(header[2], {})
-                entry = header[2] if header[1] else entry
-            elif match := _LINE.match(line):
-                inside = _OPERANDS.match(line, match.end())
-                assert inside is not None
-                operands = tuple((name, kind) for kind, name in _OPERAND.findall(inside[0])) or ((inside[0], ""),)
-                here[match[2]] = _Instruction(match[4], match[3], operands, line[inside.end() + 1 :], bool(match[1]))
-        if entry:
-            copies = re.findall(r"(?:num_partitions|replica_count)=(\d+)", part.partition("\n")[0])
-            yield _Module(computations, entry, math.prod(map(int, copies)), _frames(part))
 
 
 def _number(pattern: str, text: str) -> int | None:
@@ -215,40 +101,12 @@ def _number(pattern: str, text: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _frames(text: str) -> dict[int, str]:
-    """For each stack frame the innermost line that is the user's own, then of any library's, never of this one's."""
-
-    def section(name: str, pattern: str) -> dict[int, tuple[str, ...]]:
-        body = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.M)
-        rows = re.findall(rf"^(\d+) {pattern}", body[1], re.M) if body else []
-        return {int(key): tuple(values) for key, *values in rows}
-
-    names = section("FileNames", r'"(.*)"')
-    places = section("FileLocations", r"\{file_name_id=(\d+).*? line=(\d+)")
-    frames = section("StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
-    shift = int(frames[1][1] or 0) if 1 in frames else 0  # frame 1 has no parent; XLA writes that as 1, not 0
-
-    def stack(frame: int) -> Iterator[str]:
-        while frame in frames:
-            file, line = places.get(int(frames[frame][0]), ("0", "0"))
-            yield f"{names.get(int(file), ('',))[0]}:{line}"
-            parent = int(frames[frame][1] or shift) - shift
-            frame = parent if parent < frame else 0
-
-    known = {frame: [line for line in stack(frame) if not line.startswith(_HERE)] for frame in frames}
-    return {frame: next(itertools.filterfalse(_LIBRARY.search, k), k[0] if k else "") for frame, k in known.items()}
-
-
-_HERE = os.path.dirname(__file__) + os.sep
-_LIBRARY = re.compile(r"[/\\](site|dist)-packages[/\\]")
-
-
 def _shapes(text: str) -> list[_Shape]:
     """The arrays of a type, tuples flattened: `(f32[2]{0}, s8[])` holds two."""
     return [(kind, tuple(int(d.strip(" <=")) for d in dims.split(",") if d)) for kind, dims in _SHAPE.findall(text)]
 
 
-def _operand_shapes(computation: _Computation, operand: tuple[str, str]) -> list[_Shape]:
+def _operand_shapes(computation: Computation, operand: tuple[str, str]) -> list[_Shape]:
     name, written = operand
     return _shapes(written) or (_shapes(computation[name].type) if name in computation else [])
 
@@ -270,12 +128,12 @@ def _mlir(kind: str) -> str:
 
 def _found(text: str) -> Iterator[Collective | int | str]:
     """Collectives, operation counts (int) and findings (str), each once for every place that runs it."""
-    for module in _modules(text):
+    for module in modules(text):
         yield from _walk(module, module.entry, 1, "", set(), 0)
 
 
 def _walk(
-    module: _Module, name: str, trips: int, caller: str, channels: set[object], fused: int
+    module: Module, name: str, trips: int, caller: str, channels: set[object], fused: int
 ) -> Iterator[Collective | int | str]:
     """One computation and what it calls, within so many fusions. `channels` are those met so far in the fusions of one run and
     of what called it, with the kinds and shapes of their collectives: libtpu gives one channel to several."""
@@ -284,7 +142,7 @@ def _walk(
         opcode = it.opcode.removesuffix("-start")
         if opcode.endswith(("-done", "-update")):  # the second half of an asynchronous instruction
             continue
-        if opcode in _COLLECTIVES:
+        if opcode in COLLECTIVES:
             channel = _number(r", channel_id=(\d+)", it.attributes)
             is_alone = fused == 1 and name.startswith(_SCATTERED)
             if fused and channel is not None and not is_alone:
@@ -297,13 +155,13 @@ def _walk(
             continue
         if opcode in _FLOPS or opcode == "custom-call":
             yield from _operations(computation, it, trips)
-        called = () if opcode in _REDUCERS else _called(it).values()
+        inside_of = () if opcode in REDUCERS else called(it).values()
         where = _where(module, it) or caller
         runs = _trip_count(module, computation, it) if opcode == "while" else 1
         inside = fused + (opcode == "fusion")
         rounds = trips * (1 if runs is None else runs)
         inner = [
-            x for c in called for x in _walk(module, c, rounds, where, channels if inside else {*channels}, inside)
+            x for c in inside_of for x in _walk(module, c, rounds, where, channels if inside else {*channels}, inside)
         ]
         if runs is None and inner:
             yield f"loop at {where or 'an unknown line'} runs an unknown number of times: counted once"
@@ -312,28 +170,14 @@ def _walk(
         yield from inner
 
 
-_CALLED = re.compile(
-    r", (calls|body|condition|to_apply|true_computation|false_computation|branch_computations|called_computations)="
-    r"(\{[^}]*\}|%?[\w.\-]+)"
-)
-_REDUCERS = frozenset({"reduce", "reduce-window", "scatter", "select-and-scatter", "sort", "map", "custom-call"})
-"""What these call works on scalars."""
-
-
 _SCATTERED = "all-reduce-scatter"
 """How libtpu names the computation of a reduce-scatter."""
 
 
-def _called(it: _Instruction) -> dict[str, str]:
-    """The computations an instruction calls: `body`, `condition`, `calls`, `branch_computations 1`, …"""
-    lists = ((role, re.findall(r"[\w.\-]+", names)) for role, names in _CALLED.findall(it.attributes))
-    return {f"{role} {k}" if k else role: name for role, names in lists for k, name in enumerate(names)}
-
-
-def _collective(module: _Module, name: str, key: str, trips: int, caller: str) -> Iterator[Collective | str]:
+def _collective(module: Module, name: str, key: str, trips: int, caller: str) -> Iterator[Collective | str]:
     computation, it = module.computations[name], module.computations[name][key]
     opcode = it.opcode.removesuffix("-start")
-    kind, counted = _COLLECTIVES[opcode]
+    kind, counted = COLLECTIVES[opcode]
     if kind == "all-reduce" and name.startswith(_SCATTERED):  # a TPU's reduce-scatter: fused with a slice
         kind = "reduce-scatter"
     if pairs := re.search(r"source_target_pairs=\"?\{([\d,{} ]*)\}", it.attributes):
@@ -380,14 +224,14 @@ def _linked(pairs: str) -> int:
     return max(map(len, groups), default=1)
 
 
-def _where(module: _Module, it: _Instruction) -> str:
+def _where(module: Module, it: Instruction) -> str:
     if frame := _number(r"\bstack_frame_id=(\d+)", it.attributes):
         return module.lines.get(frame, "")
     source = re.search(r'\bsource_file="([^"]*)" source_line=(\d+)', it.attributes)
     return f"{source[1]}:{source[2]}" if source else ""
 
 
-def _nearby(module: _Module, computation: _Computation, key: str) -> str:
+def _nearby(module: Module, computation: Computation, key: str) -> str:
     """The line of the nearest instruction that feeds this one; else of one that uses it; else of its reduction."""
     feeds = {name: [operand for operand, _ in it.operands] for name, it in computation.items()}
     users: dict[str, list[str]] = {}
@@ -401,14 +245,14 @@ def _nearby(module: _Module, computation: _Computation, key: str) -> str:
             seen.update(ring)
             if line := next(filter(None, (_where(module, computation[n]) for n in ring)), ""):
                 return line
-    reduction = [_root(module.computations.get(c, {})) for c in _called(computation[key]).values()]
+    reduction = [_root(module.computations.get(c, {})) for c in called(computation[key]).values()]
     return next((_where(module, root) for root in reduction if root), "")
 
 
-def _trip_count(module: _Module, computation: _Computation, loop: _Instruction) -> int | None:
+def _trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
     """XLA's own count or, as TPU text has none, that of `for i in range(start, stop, step)` with constants."""
     known = _number(r'"known_trip_count":\{"n":"?(\d+)', loop.attributes)
-    condition, body = (module.computations.get(_called(loop).get(role, ""), {}) for role in ("condition", "body"))
+    condition, body = (module.computations.get(called(loop).get(role, ""), {}) for role in ("condition", "body"))
     test, after = _root(condition), _root(body)
     before = computation.get(loop.operands[0][0])
     if known is not None or not (test and after and before):
@@ -425,11 +269,11 @@ def _trip_count(module: _Module, computation: _Computation, loop: _Instruction) 
     return max(0, -(-(stop - start) // steps[0])) if isinstance(start, int) and counter in terms and steps else None
 
 
-def _root(computation: _Computation) -> _Instruction | None:
+def _root(computation: Computation) -> Instruction | None:
     return next((it for it in computation.values() if it.is_root), None)
 
 
-def _source(computation: _Computation, name: str) -> _Instruction | None:
+def _source(computation: Computation, name: str) -> Instruction | None:
     """The instruction that makes a value, behind copies."""
     it = computation.get(name)
     while it and it.opcode in ("copy", "bitcast", "convert", "copy-start", "copy-done"):
@@ -437,7 +281,7 @@ def _source(computation: _Computation, name: str) -> _Instruction | None:
     return it
 
 
-def _value(computation: _Computation, name: str) -> int | str | None:
+def _value(computation: Computation, name: str) -> int | str | None:
     """An integer constant; of an element of the computation's parameter, its index as text."""
     it = _source(computation, name)
     if it and it.opcode == "constant":
@@ -447,7 +291,7 @@ def _value(computation: _Computation, name: str) -> int | str | None:
     return None
 
 
-def _operations(computation: _Computation, it: _Instruction, trips: int) -> Iterator[int | str]:
+def _operations(computation: Computation, it: Instruction, trips: int) -> Iterator[int | str]:
     target = re.search(r'custom_call_target="([^"]*)"', it.attributes)
     name = f"{it.opcode} {target[1]}" if target else it.opcode
     if target and target[1] in _NO_ARITHMETIC:
@@ -492,18 +336,6 @@ def _convolution_flops(image: int, kernel: int, result: int) -> Callable[[str, S
 
     return flops
 
-
-# Opcode: the kind it is priced as, and how many of its operands travel (None: all).
-_COLLECTIVES: dict[str, tuple[str, int | None]] = {
-    "all-reduce": ("all-reduce", None),
-    "all-gather": ("all-gather", None),
-    "reduce-scatter": ("reduce-scatter", None),
-    "all-to-all": ("all-to-all", None),
-    "ragged-all-to-all": ("all-to-all", 1),  # an upper bound: how much of it is sent is known when it runs
-    "collective-permute": ("collective-permute", None),
-    "collective-broadcast": ("collective-permute", None),
-    "send": ("collective-permute", 1),  # half of a permute that XLA took apart
-}
 
 _WINDOW = (("size", "1"), ("stride", "1"), ("pad", "0"), ("lhs_dilate", "1"), ("rhs_dilate", "1"))
 

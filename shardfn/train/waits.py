@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from jax.sharding import Mesh
 from jax.stages import Lowered
 
-from shardfn.compiled import Branched, in_branches
+from shardfn.branches import Branched, in_branches
 from shardfn.errors import Problem, raise_problems
 from shardfn.rebind import line_of
 from shardfn.train.program import Op

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardfn import train
-from shardfn.compiled import in_branches
+from shardfn.branches import in_branches
 from shardfn.errors import StrategyError
 from shardfn.train import moved
 from shardfn.train.waits import waiting
