@@ -17,10 +17,10 @@ def causes(flow: Flow, count: int, wanted: Iterable[Communication]) -> tuple[tup
 
     Args:
       flow: the layouts.
-      count: of arguments; the graph's last inputs.
+      count: of arguments.
       wanted: the communications.
     """
-    arguments = flow.graph.inputs[len(flow.graph.inputs) - count :]
+    arguments = flow.graph.arguments(count)
     pairs = [(i, dim) for i, v in enumerate(arguments) for dim, cut in enumerate(flow.specs[v]) if cut]
     reach: dict[Place, int] = {}  # from a place to the pairs that it comes from, a bit each
     for bit, (i, dim) in enumerate(pairs):

@@ -188,7 +188,7 @@ def origin(plan: Plan, value: int) -> Decision | None:
     """The argument that a value is a piece or another form of, if it is one's alone."""
     flow, seen = plan.flow, set()
     made = {v: op for op in flow.graph.ops for v in op.outputs}
-    at = {v: i for i, v in enumerate(flow.graph.inputs[len(flow.graph.inputs) - len(plan.inputs) :])}
+    at = {v: i for i, v in enumerate(flow.graph.arguments(len(plan.inputs)))}
     while value not in at:
         sources = [v for v in made[value].inputs if math.prod(flow.graph.values[v].shape) > 1] if value in made else []
         if len(sources) != 1 or value in seen:

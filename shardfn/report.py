@@ -140,7 +140,7 @@ def strategies_text(plan: Plan) -> str:
 
     lines = [f"# {plan.function} on {plan.hardware.name}, grid {grid_text(plan)}"]
     lines += [f"%{i} = argument {d.path}: {d.dtype}{list(d.shape)}, strategy: {d.cuts}"
-              for i, d in zip(flow.graph.inputs[-len(plan.inputs) or None :], plan.inputs, strict=True)]  # fmt: skip
+              for i, d in zip(flow.graph.arguments(len(plan.inputs)), plan.inputs, strict=True)]  # fmt: skip
     for op in flow.graph.ops:
         ends = [tuple(map(flow.shards, side)) for side in (op.inputs, op.outputs)]
         lines.append(

@@ -138,6 +138,10 @@ class Graph:
     uncounted: tuple[str, ...] = ()
     """Loops whose trip count is not known before they run, counted once, as `file:line`."""
 
+    def arguments(self, count: int) -> tuple[int, ...]:
+        """The inputs that are a call's own arrays, of which there are `count`: the last ones, after what it captures."""
+        return self.inputs[len(self.inputs) - count :]
+
 
 @dataclasses.dataclass(frozen=True)
 class Communication:

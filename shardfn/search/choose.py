@@ -1,5 +1,5 @@
-"""From what was found on the grids to an answer: each is priced by Shardy's flow with every decision held (`Pin`), the best
-flow wins, and what propagation finds by itself is let go."""
+"""From what was found on the grids to an answer: each is priced by Shardy's flow with more or less of it held (`holding`), the
+best flow wins, and what propagation finds by itself is let go."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from shardfn.search.results import ends_of, held_as
 from shardfn.search.room import fits_nowhere
 
 MOST = 3
-"""Of what was found, how much is priced by its flow beyond the first few, if it promises more than they turned out to hold."""
+"""Of what was found, how much is priced by its flow at least, where the rest promises more than the first few turned out to
+hold."""
 
 SHORT = 1.1
 """Of the time of the best flow so far, or of its promise where that is more: what was found for level 0 and promises no less
@@ -51,7 +52,7 @@ def answer_of(
 ) -> Answer:  # fmt: skip
     """The best of what was found and of the plain layouts, as their flows show, with all that is to be said of it.
 
-    After the time limit only the first thing found is priced.
+    After the time limit only the first thing found is priced, and a last flow or two of what was taken.
 
     Args:
       problem: what is asked.

@@ -79,7 +79,7 @@ def as_sliced(problem: Problem, best: Candidate) -> Candidate:
     """The same with each open argument that the flow slices before anything else reads it laid out so from the start, if
     that is better; at level 2 of programs that are not small, if they are worth a flow."""
     flow = problem.flow_of(best)
-    inputs = flow.graph.inputs[len(flow.graph.inputs) - len(best.specs) :]
+    inputs = flow.graph.arguments(len(best.specs))
     readers: dict[int, list[Op]] = {value: [] for value in inputs}
     for op in flow.graph.ops:
         for value in set(op.inputs) & readers.keys():

@@ -99,7 +99,7 @@ def _peak(problem: Problem, answer: Answer) -> int:
 
 def _largest(problem: Problem, flow: Flow) -> list[str]:
     """The largest arrays of a flow, equal ones of a line together: what each is, who made it, and bytes on one device."""
-    names = {v: f"`{name}`" for v, name in zip(flow.graph.inputs[-len(problem.names) :], problem.names, strict=True)}
+    names = {v: f"`{name}`" for v, name in zip(flow.graph.arguments(len(problem.names)), problem.names, strict=True)}
     made = {v: op for op in flow.graph.ops for v in op.outputs}
     counts: dict[tuple[int, str], int] = {}
     for v in (*names, *made):

@@ -156,8 +156,8 @@ class Problem:
 
     @property
     def is_large(self) -> bool:
-        """Whether flows of the program are so dear that every further one costs more than it brings: the plain layouts are
-        not priced beside what was searched."""
+        """Whether flows of the program are so dear that every further one costs more than it brings: few of the plain
+        layouts are priced beside what was searched, and only where that disappoints."""
         return self.is_rough or len(self.graph.ops) > LARGE_OPS
 
     def idle(self, flops: float) -> float:

@@ -14,7 +14,8 @@ import shardfn
 from examples.models import abstract, mlp
 from shardfn.amounts import bytes_of
 from shardfn.cost.memory import Memory
-from shardfn.errors import Problem, ShardError
+from shardfn.errors import Problem, ShardError, StrategyError
+from shardfn.report import strategies_text
 from shardfn.search.limits import within_limit
 from shardfn.search.problem import Answer
 from tests.search.asking import S, two_layers
@@ -170,3 +171,18 @@ def test_what_the_device_has_is_a_finding_not_an_error():
     args = S((64, 2**17), jnp.float32), S((2**17, 2**18), jnp.float32), S((2**18, 2**17), jnp.float32)
     made = shardfn.plan(two_layers, *args, level=2, device="h100:2")
     assert any("it may not fit" in finding for finding in made.findings)
+
+
+def test_a_function_that_only_captures_arrays_is_told_of_as_others_are():
+    """It has no arguments of its own, and what it captures comes first in its graph."""
+    told = []
+
+    def outer(w):
+        made = shardfn.plan(lambda: w @ w, device="cpu:8")
+        told.append(strategies_text(made))
+        with pytest.raises(StrategyError, match=r"(?s)memory_limit = 100\n.*the largest: "):
+            shardfn.plan(lambda: w @ w, device="cpu:8", memory_limit=100)
+        return w
+
+    jax.eval_shape(outer, S((64, 64), jnp.float32))
+    assert "dot_general(" in told[0] and "argument" not in told[0]
