@@ -1,7 +1,7 @@
 """The first, simple policy: open arguments follow the cuts that are there; with none, one dim class is cut.
 
-It tries each of the heaviest dim classes alone, over all devices, and keeps the one that is cheapest at the level asked for. It never
-mixes two classes (no data x tensor parallel) and never cuts an argument for memory alone: the other searches do.
+It tries each of the heaviest dim classes alone, over all devices, and keeps the one that is cheapest at the level asked for. It
+never mixes two classes (no data x tensor parallel) and never cuts an argument for memory alone: the other searches do.
 """
 
 from __future__ import annotations
