@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from shardfn.search.neighbours import differing, improved
 from shardfn.search.problem import Answer, Candidate, Problem, objective, runner_up
+from shardfn.search.room import fits_nowhere
 
 AIMS = (0, 2)
 """The levels whose answers stand beside each other's, and beside that of level 1, which takes the longest to find."""
@@ -19,8 +20,8 @@ Alone = Callable[[Problem], Answer]
 
 
 def bettered(problem: Problem, own: Answer, alone: Alone | None = None) -> Answer:
-    """The best by its flow of an answer and what stands beside it; large programs keep the answer, but for level 1
-    (`squeezed`).
+    """The best by its flow of an answer and what stands beside it; programs that are not small keep the answer, but for level
+    1 (`squeezed`), and for level 2 where a plain layout was taken (`hastened`).
 
     Args:
       problem: what is asked.
@@ -28,7 +29,8 @@ def bettered(problem: Problem, own: Answer, alone: Alone | None = None) -> Answe
       alone: the search by itself, to be asked at other levels; None: only one array at a time is changed.
     """
     if not problem.is_small:
-        return squeezed(problem, own, alone) if problem.level == 1 and alone is not None else own
+        mend = {1: squeezed, 2: hastened}.get(problem.level)
+        return own if mend is None or alone is None else mend(problem, own, alone)
     if problem.seconds_left <= 0:
         return own
     first = problem.as_candidate("this search's", own)
@@ -75,6 +77,18 @@ def squeezed(problem: Problem, own: Answer, alone: Alone) -> Answer:
     reasons = tuple(reason and "less memory by its flow than what the search found first" for reason in best.reasons)
     policy = f"{own.policy}; less memory by its flow: what level 2 finds within {LESS:.0%} of the least so far"
     return dataclasses.replace(best, reasons=reasons, policy=policy, gap=None, runner_up="", runners_up=())
+
+
+def hastened(problem: Problem, own: Answer, alone: Alone) -> Answer:
+    """An answer of level 2, or what level 0 finds if that takes less time by its flow: looked at where a plain layout was better
+    than all that the search found, so that its model is wrong of what sends much. Large programs keep the answer."""
+    if not own.is_plain or problem.is_large or problem.seconds_left <= 0 or fits_nowhere(problem):
+        return own
+    first = problem.as_candidate("this search's", own)
+    best = min(_of_level(dataclasses.replace(problem, level=0), alone), key=lambda c: objective(c.price, problem))
+    if objective(best.price, problem) >= objective(first.price, problem):
+        return own
+    return _told(problem, own, first, best, best, [first, *own.others])
 
 
 def _sizes(made: Candidate) -> tuple[int, ...]:

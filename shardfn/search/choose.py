@@ -139,7 +139,7 @@ def _told(
         reason = "the optimum of all ops together"
     reasons = tuple("" if given is not None else reason for given in problem.specs)
     return Answer(best.axes, best.specs, reasons, policy, pins=best.pins, gap=gap, ends=best.ends,
-                  runners_up=() if at is None else runners_up(problem, at))  # fmt: skip
+                  runners_up=() if at is None else runners_up(problem, at), is_plain=at is None)  # fmt: skip
 
 
 def _tried(problem: Problem, looked: Iterable[Axes], untried: Sequence[Axes]) -> str:

@@ -205,3 +205,28 @@ def test_at_level_1_larger_programs_look_for_ever_less_memory(monkeypatch):
     peaks[990] = 1000
     problem.memo.clear()
     assert beside.bettered(problem, own, alone) is own
+
+
+def test_at_level_2_larger_programs_ask_level_0_where_a_plain_layout_was_better(asked, monkeypatch):
+    """All that was found disappointed there; elsewhere, and of large programs, the answer stands."""
+    monkeypatch.setattr("shardfn.search.problem.SMALL_OPS", 0)
+    problem, poor = dataclasses.replace(asked[0], level=2, memo={}), asked[1]
+    levels = []
+
+    def answer(axes, specs, **more):
+        return shardfn.search.Answer(axes, specs, ("found",) * 3, "a search", **more)
+
+    good = answer((("a", 8),), ((("a",), ()), ((), ()), ((), ())))
+
+    def alone(problem):
+        levels.append(problem.level)
+        return good
+
+    plain = answer(poor.axes, poor.specs, is_plain=True)
+    assert problem.price_of(good).time_s < problem.price_of(plain).time_s
+    made = beside.bettered(problem, plain, alone)
+    assert made.specs == good.specs and "better by its flow: level 0's" in made.policy and levels == [0]
+    for kept in (answer(poor.axes, poor.specs), dataclasses.replace(good, is_plain=True)):
+        assert beside.bettered(dataclasses.replace(problem, memo={}), kept, alone) is kept
+    monkeypatch.setattr("shardfn.search.problem.LARGE_OPS", 0)
+    assert beside.bettered(dataclasses.replace(problem, memo={}), plain, alone) is plain
