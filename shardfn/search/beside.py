@@ -59,8 +59,8 @@ def _turned(problem: Problem, level: int, first: Candidate) -> Problem:
 
 
 def squeezed(problem: Problem, own: Answer, alone: Alone) -> Answer:
-    """An answer of level 1, or what level 2 finds within ever less memory than that holds, and then level 0: where a limit is just
-    missed, a search for it tries more than one for the least."""
+    """An answer of level 1, or what level 2 finds within ever less memory than that holds, and then level 0: where a limit is
+    just missed, a search for it tries more than one for the least."""
     if problem.is_rough:
         return own
     best, least = own, problem.price_of(own).memory.peak
