@@ -4,7 +4,7 @@ plans that differ from it in one array. No level's plan is worse at its own aim 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from shardfn.search.neighbours import differing, improved
 from shardfn.search.problem import Answer, Candidate, Problem, objective, runner_up
@@ -37,10 +37,12 @@ def bettered(problem: Problem, own: Answer, alone: Alone | None = None) -> Answe
     is_least = problem.level == 0 and not any(
         objective(first.price, problem)[:3]
     )  # sends nothing, and all devices work
-    elsewhere = [_of_level(_turned(problem, level, first), alone) for level in AIMS if alone is not None
-                 and not is_least and level != problem.level and problem.seconds_left > 0]  # fmt: skip
+    elsewhere = [] if alone is None or is_least else list(_elsewhere(problem, first, alone))
     best = min((first, *(c for of_level in elsewhere for c in of_level)), key=lambda c: objective(c.price, problem))
-    starts = [best, *(c for c in (first, *(of_level[0] for of_level in elsewhere)) if _sizes(c) != _sizes(best))]
+    rest = sorted(
+        (first, *(of_level[0] for of_level in elsewhere)), key=lambda c: objective(c.price, problem), reverse=True
+    )
+    starts = list(({_sizes(c): c for c in rest} | {_sizes(best): best}).values())
     ends = [improved(problem, start) for start in starts]
     start, best = min(zip(starts, ends, strict=True), key=lambda pair: objective(pair[1].price, problem))
     if best is first:
@@ -50,12 +52,20 @@ def bettered(problem: Problem, own: Answer, alone: Alone | None = None) -> Answe
     return _told(problem, own, first, start, best, others)
 
 
-def _turned(problem: Problem, level: int, first: Candidate) -> Problem:
-    """The same at another level; level 0, where level 1 asks it, within a little less memory than is held already."""
-    limit = problem.memory_limit
-    if (problem.level, level) == (1, 0):
-        limit = min(limit, float(int(LESS * first.price.memory.peak)))
-    return dataclasses.replace(problem, level=level, memory_limit=limit)
+def _elsewhere(problem: Problem, first: Candidate, alone: Alone) -> Iterator[list[Candidate]]:
+    """What other levels find; level 0, where level 1 asks it, within ever a little less memory than is held already."""
+    held = first.price.memory.peak
+    for level in AIMS:
+        is_tight = (problem.level, level) == (1, 0)
+        for _ in range(0 if level == problem.level else TIMES if is_tight else 1):
+            if problem.seconds_left <= 0:
+                return
+            limit = min(problem.memory_limit, float(int(LESS * held))) if is_tight else problem.memory_limit
+            yield (found := _of_level(dataclasses.replace(problem, level=level, memory_limit=limit), alone))
+            least = min(one.price.memory.peak for one in found)
+            if least >= held:
+                break
+            held = least
 
 
 def squeezed(problem: Problem, own: Answer, alone: Alone) -> Answer:
