@@ -323,15 +323,15 @@ def turned(rule: Rule, side: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def all_groups(flow: Flow, op: Op) -> int:
-    """Of a kernel's gradient in groups of one channel each, how many groups there are, else 1.
+    """Of a kernel's gradient in groups of one channel each, how many groups a device has, else 1.
 
-    On CPU XLA makes it of all channels with all, and picks those of one group.
+    On CPU XLA makes it of all channels there with all, and picks those of one group.
     """
     shape = op.convolution
     if shape is None or not shape.in_batches:
         return 1
-    made = flow.graph.values[op.outputs[0]].shape
-    return next((groups for which, dim, groups in shape.grouped if which == 2 and made[dim] == groups), 1)
+    made, here = flow.graph.values[op.outputs[0]].shape, flow.local_shape(op.outputs[0])
+    return next((here[dim] for which, dim, groups in shape.grouped if which == 2 and made[dim] == groups), 1)
 
 
 def _moves(order: Sequence[int], shape: Sequence[int]) -> bool:

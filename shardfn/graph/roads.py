@@ -176,7 +176,7 @@ class _Roads:
             if op.rule is None:  # XLA has no way to cut it
                 made = Way(tuple(map(whole, operands)), tuple(map(whole, results)))
             else:
-                made = way(Case(op, op.rule, tuple(operands), tuple(results), *lies, self.sizes))
+                made = way(Case(op, op.rule, tuple(operands), tuple(results), *lies, self.sizes), self.platform)
             found = self.ways[key] = made, made == Way(*lies)
         return found
 

@@ -18,9 +18,10 @@ from shardfn.graph.products import product
 from shardfn.graph.release import IS_BEFORE_12
 
 
-def way(case: Case) -> Way:
-    """How XLA works on an op."""
-    return WAYS.get(case.op.name, follow_result)(case)
+def way(case: Case, platform: str) -> Way:
+    """How XLA works on an op on `platform`."""
+    rules = ON_TPU if platform == "tpu" else WAYS
+    return rules.get(case.op.name, follow_result)(case)
 
 
 # ---- the rules
@@ -42,6 +43,14 @@ def follow_result(case: Case) -> Way:
                 factors[factor] = axes
                 used.update(axes)
     return case.laid({f: axes for f, axes in factors.items() if f not in case.rule.replicated})
+
+
+def solve(case: Case) -> Way:
+    """triangular_solve: batch dims stay cut, and the columns, which the result has in common with the right-hand sides alone."""
+    matrix, sides = ({f for dim in dims for f in dim} for dims in case.rule.operands)
+    factors = case.factors(case.rule.results[0], case.want[0])
+    is_cut = (sides - case.rule.replicated) | (sides - matrix)
+    return case.laid({f: axes for f, axes in factors.items() if f in is_cut})
 
 
 def pairwise(case: Case) -> Way:
@@ -167,13 +176,18 @@ def windowed(case: Case) -> Way:
 
 
 def convolve(case: Case) -> Way:
-    """A product whose image is also cut along height or width; in groups of several channels every device does all of it."""
+    """A product whose image is also cut along height or width."""
+    return _with_edges(case, product(case))
+
+
+def convolve_in_groups(case: Case) -> Way:
+    """In groups of several channels every device does all of a convolution."""
     shape = case.op.convolution
     if shape and not shape.in_batches:
         for which, dim, groups in shape.grouped:
             if which == 0 and groups < case.operands[0].shape[dim]:
                 return replicate(case)
-    return _with_edges(case, product(case))
+    return convolve(case)
 
 
 def _with_edges(case: Case, found: Way) -> Way:
@@ -268,7 +282,7 @@ WAYS: dict[str, Callable[[Case], Way]] = {
     "reshape": reshape,
     "reduce": reduce,
     "dot_general": dot,
-    "convolution": convolve,
+    "convolution": convolve_in_groups,
     "gather": look_up,
     "scatter": put_down,
     "slice": windowed,
@@ -287,3 +301,12 @@ WAYS: dict[str, Callable[[Case], Way]] = {
     **({"fft": replicate} if IS_BEFORE_12 else {}),
 }
 """How each kind of op is worked on; the others follow their result."""
+
+ON_TPU: dict[str, Callable[[Case], Way]] = {
+    **WAYS,
+    "convolution": convolve,
+    # Only the dims that they work along are made whole:
+    **dict.fromkeys(("top_k", "cholesky", "fft"), follow_result),
+    "triangular_solve": solve,
+}
+"""The same where libtpu compiles."""
