@@ -91,12 +91,12 @@ class Plan:
         """What each other cut of one array, an argument or under `result` a result, would cost, all else as planned.
 
         Args:
-          path: of the array, as the report has it; or a glob of arrays of one shape, which are then cut alike.
+          path: of the array, as the report has it; or a glob of arrays of one shape and one layout, which are then cut alike.
           most: how many cuts to price; as many as take a few seconds, 12 at most, if None.
 
         Raises:
-          StrategyError: no array has that path, those of a glob have other shapes, or the plan comes from a file or
-            another process.
+          StrategyError: no array has that path, those of a glob have several shapes or layouts, or the plan comes from a
+            file or another process.
 
         >>> import jax, shardfn
         >>> x, w = jax.ShapeDtypeStruct((8, 4), "float32"), jax.ShapeDtypeStruct((4, 2), "float32")
