@@ -124,9 +124,10 @@ def find(plan: Plan, path: str) -> tuple[Decision, ...]:
              fix="name arrays of one shape, which can be cut alike")  # fmt: skip
     same = alike(globbed, lambda d: d.spec, least=1)
     if len(same) > 1:
+        asked = listed([f"why({_glob_of(group, paths)!r})" for group in same], 3)
         fail(StrategyError, f"`{path}` names arrays in {len(same)} layouts", where=f"why({path!r})",
              why=f"{_laid(same)}: no one cut is theirs, to hold others against",
-             fix=f"ask for each layout by itself: {listed([f'why({_glob_of(group, paths)!r})' for group in same], 3)}")  # fmt: skip
+             fix=f"ask for each layout by itself: {asked}")  # fmt: skip
     if globbed:
         return tuple(globbed)
     ends = [p for p in paths if text and p.endswith("/" + text)]
