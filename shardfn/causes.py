@@ -58,7 +58,8 @@ def _places(flow: Flow, value: int, dims: Iterable[int] | None = None) -> list[P
 
 
 def _links(flow: Flow, op: Op) -> Iterator[tuple[Place, Sequence[Place]]]:
-    """From where an op has the cuts of its results: dims of one factor, or of any where no rule ties them."""
+    """From where an op has the cuts of its results: dims of one factor, or of any where no rule ties them. What neighbours sent
+    stands behind the operands (`graph.roads`), and has no part in the rule."""
     if op.name == "while":
         for i, v in enumerate(op.outputs):
             sources = [p for w in op.inputs[i :: len(op.outputs)] for p in _places(flow, w)]
@@ -71,7 +72,7 @@ def _links(flow: Flow, op: Op) -> Iterator[tuple[Place, Sequence[Place]]]:
             sources = [p for places in given for p in places if p[2] == place[2]]
             if op.rule is not None:
                 factors = set(op.rule.results[at][place[1]])
-                sources = [p for places, dims in zip(given, op.rule.operands, strict=True)
+                sources = [p for places, dims in zip(given, op.rule.operands, strict=False)
                            for p in places if p[2] == place[2] and factors & set(dims[p[1]])]  # fmt: skip
             yield place, sources
 
@@ -84,7 +85,7 @@ def _summed(flow: Flow, made: dict[int, Op], value: int) -> list[Place]:
     if op is None:
         return []
     if op.rule is not None:
-        tied = [p for v, dims in zip(op.inputs, op.rule.operands, strict=True) for p in _places(flow, v)
+        tied = [p for v, dims in zip(op.inputs, op.rule.operands, strict=False) for p in _places(flow, v)
                 if op.rule.reduction & set(dims[p[1]])]  # fmt: skip
         if tied:
             return tied

@@ -28,7 +28,7 @@ from shardfn.search import Search
 from shardfn.search.facts import bytes_of
 from shardfn.search.grid import Axes
 from shardfn.search.limits import near_limit, refuse_hopeless, within_limit
-from shardfn.search.problem import End
+from shardfn.search.problem import Answer, End
 from shardfn.search.problem import Problem as Question
 from shardfn.strategy import AUTO, Leaf
 from shardfn.study import Study
@@ -90,15 +90,21 @@ def make_plan(
     flows = Spread(traced, hardware, out_specs, same_as)
     question = _question(inputs, outputs, traced, classes, grid, in_specs, flows, hardware, level, donated,
                          _safe(anchored, graph), wishes)  # fmt: skip
+    findings: list[str] = []
+
+    def held(answer: Answer) -> Answer:
+        if layout is None or hardware.count == 1:
+            return answer
+        findings.clear()
+        return dataclasses.replace(
+            answer, pins={**answer.pins, **held_in(layout, anchored, graph, answer.axes, findings)}
+        )
+
     if wishes.is_strict and wishes.memory_limit is not None:
         refuse_hopeless(question, again or search)
-    answer = search(question)
+    answer = held(search(question))
     if wishes.is_strict:
-        answer = within_limit(question, answer, again or search, wishes.memory_limit is not None)
-    findings: list[str] = []
-    if layout is not None and hardware.count > 1:
-        pins = held_in(layout, anchored, graph, answer.axes, findings)
-        answer = dataclasses.replace(answer, pins={**answer.pins, **pins})
+        answer = within_limit(question, answer, lambda q: held((again or search)(q)), wishes.memory_limit is not None)
     flow, paid = question.flow_of(answer), question.price_of(answer)
     decided = of_inputs(inputs, in_specs, answer, traced, "propagated" if hardware.count == 1 else answer.source)
 

@@ -61,3 +61,23 @@ def test_every_collective_of_a_step_has_a_cause(level):
 
     plan = shardfn.plan(step, X, WS, device="cpu:8", level=level, parameter_plan={"x": (8, 1)})
     assert due(plan) and all(due(plan).values())
+
+
+@pytest.mark.parametrize("device", ["cpu:8", "h100:8", "tpu-v5e:2x4"])
+@pytest.mark.parametrize(
+    ("fn", "shapes", "entries"),
+    [
+        (lambda x: x[:32], [(64, 32)], [(8, 1)]),
+        (lambda x: jnp.split(x, 3, axis=1), [(64, 48)], [(1, 8)]),
+        (lambda x: jnp.roll(x, 3, 0), [(64, 32)], [(8, 1)]),
+        (lambda x, w: jnp.split(x @ w, 3, -1), [(64, 32), (32, 96)], [(1, 1), (1, 8)]),
+        (lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3), (1, 1), "SAME"), [(8, 64)], [(1, 8)]),
+        (lambda x, k: jax.lax.conv(x, k, (1, 1), "SAME"), [(2, 4, 32, 32), (8, 4, 3, 3)], [(1, 1, 8, 1), (1, 1, 1, 1)]),
+    ],
+)
+def test_what_is_fetched_from_neighbours_has_its_causes(fn, shapes, entries, device):
+    """Rows that arrive stand behind an op's operands, of which its rule speaks."""
+    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+    made = shardfn.plan(fn, *args, in_strategy=tuple(entries), device=device)
+    report = shardfn.explain(made)
+    assert report.to_dict()["collectives"] and "Collectives" in str(report)

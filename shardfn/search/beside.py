@@ -21,7 +21,7 @@ Alone = Callable[[Problem], Answer]
 
 def bettered(problem: Problem, own: Answer, alone: Alone | None = None) -> Answer:
     """The best by its flow of an answer and what stands beside it; programs that are not small keep the answer, but for level
-    1 (`squeezed`), and for level 2 where a plain layout was taken (`hastened`).
+    1 (`squeezed`), and where the model is known to be wrong (`crossed`).
 
     Args:
       problem: what is asked.
@@ -29,8 +29,8 @@ def bettered(problem: Problem, own: Answer, alone: Alone | None = None) -> Answe
       alone: the search by itself, to be asked at other levels; None: only one array at a time is changed.
     """
     if not problem.is_small:
-        mend = {1: squeezed, 2: hastened}.get(problem.level)
-        return own if mend is None or alone is None else mend(problem, own, alone)
+        mend = squeezed if problem.level == 1 else crossed
+        return own if alone is None else mend(problem, own, alone)
     if problem.seconds_left <= 0:
         return own
     first = problem.as_candidate("this search's", own)
@@ -59,33 +59,37 @@ def _turned(problem: Problem, level: int, first: Candidate) -> Problem:
 
 
 def squeezed(problem: Problem, own: Answer, alone: Alone) -> Answer:
-    """An answer of level 1, or what level 2 finds within ever less memory than that holds: where a limit is just missed, a
-    search for it tries more than one for the least."""
+    """An answer of level 1, or what level 2 finds within ever less memory than that holds, and then level 0: where a limit is
+    just missed, a search for it tries more than one for the least."""
     if problem.is_rough:
         return own
     best, least = own, problem.price_of(own).memory.peak
-    for _ in range(1 if problem.is_large else TIMES):
-        if problem.seconds_left <= 0:
-            break
-        other = asked_once(dataclasses.replace(problem, level=2, memory_limit=float(int(LESS * least))), alone)
-        held = problem.price_of(other).memory.peak
-        if held >= least:
-            break
-        best, least = other, held
+    for level, times in ((2, 1), (0, 0)) if problem.is_large else ((2, TIMES), (0, 1)):
+        for _ in range(times):
+            if problem.seconds_left <= 0:
+                break
+            limit = min(problem.memory_limit, float(int(LESS * least)))
+            other = asked_once(dataclasses.replace(problem, level=level, memory_limit=limit), alone)
+            held = problem.price_of(other).memory.peak
+            if held >= least:
+                break
+            best, least = other, held
     if best is own:
         return own
     reasons = tuple(reason and "less memory by its flow than what the search found first" for reason in best.reasons)
-    policy = f"{own.policy}; less memory by its flow: what level 2 finds within {LESS:.0%} of the least so far"
+    policy = f"{own.policy}; less memory by its flow: what levels 2 and 0 find within {LESS:.0%} of the least so far"
     return dataclasses.replace(best, reasons=reasons, policy=policy, gap=None, runner_up="", runners_up=())
 
 
-def hastened(problem: Problem, own: Answer, alone: Alone) -> Answer:
-    """An answer of level 2, or what level 0 finds if that takes less time by its flow: looked at where a plain layout was better
-    than all that the search found, so that its model is wrong of what sends much. Large programs keep the answer."""
-    if not own.is_plain or problem.is_large or problem.seconds_left <= 0 or fits_nowhere(problem):
+def crossed(problem: Problem, own: Answer, alone: Alone) -> Answer:
+    """An answer of level 0 or 2, or what the other of them finds if that is better by its flow. Asked where the search's model is
+    known to be wrong: where no flow did what it promised, and on TPUs, of whose sums and gathers only the flow knows all
+    (`graph.libtpu`). Large programs keep the answer."""
+    is_doubtful = own.is_doubtful or problem.hardware.platform == "tpu"
+    if not is_doubtful or problem.is_large or problem.seconds_left <= 0 or fits_nowhere(problem):
         return own
-    first = problem.as_candidate("this search's", own)
-    best = min(_of_level(dataclasses.replace(problem, level=0), alone), key=lambda c: objective(c.price, problem))
+    first, level = problem.as_candidate("this search's", own), 2 - problem.level
+    best = min(_of_level(dataclasses.replace(problem, level=level), alone), key=lambda c: objective(c.price, problem))
     if objective(best.price, problem) >= objective(first.price, problem):
         return own
     return _told(problem, own, first, best, best, [first, *own.others])

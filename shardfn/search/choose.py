@@ -99,7 +99,7 @@ def answer_of(
         rated += _otherwise(problem, found, rated, turn if not is_large else None, disappoints)
         if is_large and problem.level == 0:
             rated += _pieces(problem, rated, mend)
-    if is_large and rated and disappoints:
+    if is_large and rated and (disappoints or problem.level == 1):
         rated += [_row(problem, c) for c in plain.of_batch(problem)]
     elif not is_large or not rated:
         peak = min((made.price.memory.peak for _, made, _ in rated), default=math.inf)
@@ -118,7 +118,8 @@ def answer_of(
     aside.append(best)
     best = best if is_small and at is not None else let_go(problem, best, is_last=True)
     answer = _told(problem, f"{what} at level {problem.level}", found, tried, bool(untried), best, at)
-    return dataclasses.replace(answer, runner_up=runner, others=others, aside=tuple(aside))
+    is_doubtful = disappoints or at is None
+    return dataclasses.replace(answer, runner_up=runner, others=others, aside=tuple(aside), is_doubtful=is_doubtful)
 
 
 def _told(
@@ -139,7 +140,7 @@ def _told(
         reason = "the optimum of all ops together"
     reasons = tuple("" if given is not None else reason for given in problem.specs)
     return Answer(best.axes, best.specs, reasons, policy, pins=best.pins, gap=gap, ends=best.ends,
-                  runners_up=() if at is None else runners_up(problem, at), is_plain=at is None)  # fmt: skip
+                  runners_up=() if at is None else runners_up(problem, at))  # fmt: skip
 
 
 def _tried(problem: Problem, looked: Iterable[Axes], untried: Sequence[Axes]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
 from shardfn.cost.memory import Memory
@@ -47,24 +47,35 @@ def within_limit(problem: Problem, answer: Answer, search: Search, is_asked: boo
     if _peak(problem, answer) <= problem.memory_limit:
         return answer
     least = answer
-    if problem.is_open and problem.level != 1 and (is_asked or not fits_nowhere(problem)):
-        least = search(dataclasses.replace(problem, level=1))
-    if _peak(problem, least) <= problem.memory_limit:
-        return dataclasses.replace(
-            least, policy=f"{least.policy}; of least memory, as nothing else that was found fits the limit"
-        )
+    free: list[Answer] = []
+    if problem.is_open and (is_asked or not fits_nowhere(problem)):
+        for asked in _for_less(problem):
+            other = search(asked)
+            if _peak(problem, other) <= problem.memory_limit:
+                return dataclasses.replace(
+                    other, policy=f"{other.policy}; of least memory, as nothing else that was found fits the limit"
+                )
+            free += [other] if asked.memory_limit == math.inf else []
+            least = min(least, other, key=lambda one: _peak(problem, one))
     if not is_asked:
         return answer
-    # What is found depends on the limit: the error names one that this level keeps, as level 1 keeps its own.
-    others = (
-        [answer, search(dataclasses.replace(problem, level=1, memory_limit=math.inf))] if problem.is_small else [answer]
-    )
-    held = min(_peak(problem, other) for other in others)
-    if held < _peak(problem, least):
-        named = dataclasses.replace(problem, memory_limit=held)
-        again = search(named)
-        least = again if _peak(problem, again) <= named.memory_limit else least
+    if not any(least is one for one in free):
+        # What is found depends on the limit: the error names one that this level keeps, as without any limit.
+        named = dataclasses.replace(problem, memory_limit=_peak(problem, least))
+        again = search(named) if problem.is_open else least
+        least = again if _peak(problem, again) <= named.memory_limit else min(
+            free or [least], key=lambda one: _peak(problem, one)
+        )  # fmt: skip
     _refuse(problem, least)
+
+
+def _for_less(problem: Problem) -> Iterator[Problem]:
+    """What to ask where an answer holds too much: level 1; and, unless the program is large, each level without a limit, as what
+    is found depends on it."""
+    if problem.level != 1:
+        yield dataclasses.replace(problem, level=1)
+    for level in (1, 0, 2) if not problem.is_large else ():
+        yield dataclasses.replace(problem, level=level, memory_limit=math.inf)
 
 
 def refuse_hopeless(problem: Problem, search: Search) -> None:

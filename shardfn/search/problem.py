@@ -213,8 +213,8 @@ class Answer:
     findings: tuple[str, ...] = ()
     ends: Ends = dataclasses.field(default_factory=dict)
     """Layouts that open results are held to."""
-    is_plain: bool = False
-    """Whether a plain layout had a better flow than all that was found."""
+    is_doubtful: bool = False
+    """Whether no flow of what was found did what the model promised, or a plain layout had a better one."""
 
 
 SMALL_OPS, LARGE_OPS = 500, 2000

@@ -198,17 +198,17 @@ def test_at_level_1_larger_programs_look_for_ever_less_memory(monkeypatch):
     monkeypatch.setattr(type(problem), "price_of", price_of)
     monkeypatch.setattr("shardfn.search.problem.SMALL_OPS", 0)
     found = beside.bettered(problem, own, alone)
-    assert asked == [(2, 990.0), (2, 891.0), (2, 841.0)]
+    assert asked == [(2, 990.0), (2, 891.0), (2, 841.0), (0, 841.0)]
     assert problem.price_of(dataclasses.replace(found, policy="within 891")).memory.peak == 850
-    assert found.policy.endswith("less memory by its flow: what level 2 finds within 99% of the least so far")
+    assert found.policy.endswith("less memory by its flow: what levels 2 and 0 find within 99% of the least so far")
     assert found.gap is None and set(found.reasons) <= {"", "less memory by its flow than what the search found first"}
     peaks[990] = 1000
     problem.memo.clear()
     assert beside.bettered(problem, own, alone) is own
 
 
-def test_at_level_2_larger_programs_ask_level_0_where_a_plain_layout_was_better(asked, monkeypatch):
-    """All that was found disappointed there; elsewhere, and of large programs, the answer stands."""
+def test_levels_0_and_2_of_larger_programs_ask_each_other_where_the_model_was_wrong(asked, monkeypatch):
+    """Where no flow did what it promised; elsewhere, and of large programs, the answer stands."""
     monkeypatch.setattr("shardfn.search.problem.SMALL_OPS", 0)
     problem, poor = dataclasses.replace(asked[0], level=2, memo={}), asked[1]
     levels = []
@@ -222,11 +222,11 @@ def test_at_level_2_larger_programs_ask_level_0_where_a_plain_layout_was_better(
         levels.append(problem.level)
         return good
 
-    plain = answer(poor.axes, poor.specs, is_plain=True)
+    plain = answer(poor.axes, poor.specs, is_doubtful=True)
     assert problem.price_of(good).time_s < problem.price_of(plain).time_s
     made = beside.bettered(problem, plain, alone)
     assert made.specs == good.specs and "better by its flow: level 0's" in made.policy and levels == [0]
-    for kept in (answer(poor.axes, poor.specs), dataclasses.replace(good, is_plain=True)):
+    for kept in (answer(poor.axes, poor.specs), dataclasses.replace(good, is_doubtful=True)):
         assert beside.bettered(dataclasses.replace(problem, memo={}), kept, alone) is kept
     monkeypatch.setattr("shardfn.search.problem.LARGE_OPS", 0)
     assert beside.bettered(dataclasses.replace(problem, memo={}), plain, alone) is plain

@@ -38,14 +38,16 @@ class Asked:
     memory_limit: float
     price: Callable[..., Any]
     is_open: bool = True
-    is_small: bool = False
+    is_large: bool = False
     names: tuple[str, ...] = ("x",)
 
     def price_of(self, made):
         return self.price(made.axes, made.specs, made.pins)
 
     def flow_of(self, made):
-        return SimpleNamespace(graph=SimpleNamespace(inputs=(0,), ops=(), values=("f32[1]",)), local_bytes=lambda v: 4)
+        return SimpleNamespace(
+            graph=SimpleNamespace(arguments=lambda n: (0,), ops=(), values=("f32[1]",)), local_bytes=lambda v: 4
+        )
 
 
 STEP = ARGS[1], ARGS[2], S((64, 1024), jnp.float32)
