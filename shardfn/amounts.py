@@ -6,6 +6,8 @@ import math
 import re
 from typing import Any
 
+import numpy as np
+
 from shardfn.errors import Problem, a
 
 _UNITS = {"": 1, **{f"{prefix}B": 1000**i for i, prefix in enumerate(("", "k", "M", "G", "T"))},
@@ -14,12 +16,22 @@ _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 _FIX = 'write a number of bytes from 1 up, or text such as "14GiB" or "16GB"'
 
 
+def plain(number: Any) -> Any:
+    """A NumPy scalar as Python's own number; all else as it is.
+
+    >>> plain(np.int64(3)), plain(np.float32(0.5)), plain("14GiB")
+    (3, 0.5, '14GiB')
+    """
+    return number.item() if isinstance(number, np.number) else number
+
+
 def bytes_of(amount: Any, name: str) -> float | Problem:
     """Bytes of an amount: a whole number above 0, or text with a unit of 1000s (kB, MB, GB, TB) or 1024s (KiB, MiB, …).
 
     >>> bytes_of("14GiB", "memory_limit"), bytes_of("1.5 kB", "memory_limit"), bytes_of(100, "memory_limit")
     (15032385536.0, 1500.0, 100.0)
     """
+    amount = plain(amount)
     where = f"{name} = {amount!r}"
     if isinstance(amount, str):
         found = _TEXT.fullmatch(amount)

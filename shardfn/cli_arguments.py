@@ -24,6 +24,7 @@ from jax import tree_util
 
 import shardfn
 from shardfn.errors import ShardError, StrategyError, StrategyTypeError, fail
+from shardfn.paths import listed
 
 DTYPES = {
     **{f"f{bits}": f"float{bits}" for bits in (16, 32, 64)},
@@ -78,8 +79,10 @@ def load(name: str, what: str) -> Callable[..., Any]:
     for part in path.split("."):
         if not hasattr(found, part):
             names = [n for n in dir(found) if callable(getattr(found, n, None)) and not n.startswith("_")]
+            own = [n for n in names if getattr(getattr(found, n), "__module__", "") == getattr(found, "__name__", None)]
+            near = difflib.get_close_matches(part, names, 5, 0.4)
             fail(StrategyError, f"`{module_name}` has no `{path}`", where=name,
-                 fix=f"it has {', '.join(difflib.get_close_matches(part, names, 5, 0.4) or names[:12])}")  # fmt: skip
+                 fix=f"it has {listed(list(dict.fromkeys([*near, *own] or names)))}")  # fmt: skip
         found = getattr(found, part)
     if not callable(found):
         fail(StrategyTypeError, f"`{name}` is a {type(found).__name__}, not a {what}", fix="name a callable")

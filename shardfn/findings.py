@@ -133,20 +133,27 @@ def idle(plan: Plan, study: Study) -> Iterator[str]:
     searched = any(d.source == "searched" for d in plan.inputs)
     if not searched or alike < 2 or price.compute_s * (1 - 1 / alike) < WORTH * price.time_s:
         return
-    text = f"of {devices} devices about {alike:.0f} do the same work: it is spread over {devices / alike:.0f}"
+    text = (
+        f"each of {devices} devices does {_percent(alike / devices)} of the FLOPs, where an even spread leaves "
+        f"{_percent(1 / devices)}: about {alike:.0f} devices do the same work"
+    )
     fewer = [c for c in plan.candidates if c.figures.flops <= price.flops / 1.5]
     if fewer:
         c = min(fewer, key=lambda c: (c.figures.flops, c.figures.time_s))
         yield (
-            f"{text}; `{c.name}` on the grid {'x'.join(str(size) for _, size in c.axes)} spreads it over "
-            f"{min(float(devices), whole / c.figures.flops):.0f}, with {c.figures.time_s * 1e6:,.1f} us modelled instead of "
+            f"{text}; `{c.name}` on the grid {'x'.join(str(size) for _, size in c.axes)} leaves each "
+            f"{_percent(max(1 / devices, c.figures.flops / whole))}, with {c.figures.time_s * 1e6:,.1f} us modelled instead of "
             f"{price.time_s * 1e6:,.1f}"
         )
         return
     yield (
-        f"{text}; what was found to spread it further is worse at level {plan.level}: a larger batch gives them work, or fewer "
-        "devices do as well"
+        f"{text}; what was found to spread them further is worse at level {plan.level}: a larger batch gives each its own, or "
+        "fewer devices do as well"
     )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"
 
 
 WORTH = 0.2
@@ -276,4 +283,4 @@ def _whole_bytes(d: Decision) -> int:
     return d.local_bytes * math.prod(d.cuts)
 
 
-RULES: tuple[Rule, ...] = (in_loops, rematerialised, held_whole, too_large, idle)
+RULES: tuple[Rule, ...] = (too_large, in_loops, rematerialised, held_whole, idle)

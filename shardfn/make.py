@@ -128,7 +128,7 @@ def make_plan(
     )  # fmt: skip
     findings += near_limit(paid.memory, question.memory_limit) if wishes.is_strict else []  # else judged as compiled
     findings += [*answer.findings, *of_program(traced, hardware, inputs, answer.axes), *not_predicted(graph, flow)]
-    return dataclasses.replace(made, findings=(*findings, *advice(made, study)))
+    return dataclasses.replace(made, findings=(*advice(made, study), *findings))
 
 
 def _grid_of(

@@ -11,7 +11,7 @@ from typing import Any
 from jax import tree_util
 
 from shardfn.algo import algorithm_of
-from shardfn.amounts import bytes_of
+from shardfn.amounts import bytes_of, plain
 from shardfn.cost.hardware import Hardware, resolve
 from shardfn.cuts import check_all
 from shardfn.errors import ContextError, DeviceError, Problem, fail, raise_problems
@@ -40,6 +40,10 @@ class Options:
     donate_argnames: tuple[str, ...] = ()
     layout: Any = None
     compiler_options: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("level", "memory_limit", "finalists", "time_limit"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
 
     def wishes(self, current: Any) -> Wishes:
         """What bounds the search."""

@@ -91,12 +91,12 @@ class Plan:
         """What each other cut of one array, an argument or under `result` a result, would cost, all else as planned.
 
         Args:
-          path: of the array, as the report has it; or a glob of arrays of one shape, which are then cut alike.
+          path: of the array, as the report has it; or a glob of arrays of one shape and one layout, which are then cut alike.
           most: how many cuts to price; as many as take a few seconds, 12 at most, if None.
 
         Raises:
-          StrategyError: no array has that path, those of a glob have other shapes, or the plan comes from a file or
-            another process.
+          StrategyError: no array has that path, those of a glob have several shapes or layouts, or the plan comes from a
+            file or another process.
 
         >>> import jax, shardfn
         >>> x, w = jax.ShapeDtypeStruct((8, 4), "float32"), jax.ShapeDtypeStruct((4, 2), "float32")
@@ -333,13 +333,13 @@ def proof(gap: float | None, level: int) -> str:
     tried, at level 0 on the plan's own. The flow, by which a whole plan is priced, may find something better.
 
     >>> proof(0.032, 2), proof(None, 2)
-    ('op by op, at most 3.2% above the least on the grids tried', 'not known')
+    ('op by op, within 3.2% of the optimum on the grids tried', 'not known')
     """
     if gap is None:
         return "not known"
     where = "this grid" if level == 0 else "the grids tried"
     if gap > 5e-5:
-        return f"op by op, at most {math.ceil(gap * 1000) / 10:.1f}% above the least on {where}"
+        return f"op by op, within {max(gap, 0.001):.1%} of the optimum on {where}"
     return f"op by op, nothing costs less on {where}; by its flow something may"
 
 
@@ -378,6 +378,10 @@ MOST_LINES = 10
 """Of arrays, in the text of a plan."""
 
 
+MOST_SAID = 200
+"""Characters of the first finding, in the text of a plan."""
+
+
 def _summary(plan: Plan) -> list[str]:
     """A plan in less than 25 lines: the largest arrays stand for the rest."""
     price, words = plan.price, ("most compute per byte sent", "least memory", "fastest step")
@@ -408,6 +412,8 @@ def _summary(plan: Plan) -> list[str]:
     if plan.constraints:
         lines.append(f"{len(plan.constraints)} ops are held to layouts inside")
     if plan.findings:
-        lines.append(f"{len(plan.findings)} finding{'s'[: len(plan.findings) > 1]}")
+        first, count = plan.findings[0], len(plan.findings)
+        short = first if len(first) <= MOST_SAID else first[: MOST_SAID - 1].rstrip() + "…"
+        lines.append(f"{count} findings, the first: {short}" if count > 1 else f"1 finding: {short}")
     lines.append("the whole report: shardfn.explain(plan)")
     return lines

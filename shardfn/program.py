@@ -95,7 +95,7 @@ class Program:
         _, made = self._planned(again, lambda problem: better(problem, kept, find(problem), answer))
         other = None if is_chosen else unmended(question, answer, *_aside(question, find))
         if other and objective(other.price, question) < objective(made.price, question):
-            return self.laid(lambda _: finalists.chosen(answer, other, RIGHTLY), is_chosen=True)
+            return self.laid(lambda _: rightly(answer, other), is_chosen=True)
         made = dataclasses.replace(made, findings=(*made.findings, mended_finding(wrong)))
         return Laid(made, mended, again)
 
@@ -202,7 +202,17 @@ def better(problem: Question, kept: Answer, found: Answer, at_first: Answer) -> 
 def sound(problem: Question, answer: Answer) -> Answer:
     """An answer, or the best of what else was priced, if there is any, where XLA would get an op of it wrong."""
     other = unmended(problem, answer) if wrong_ops(problem.flow_of(answer)) else None
-    return finalists.chosen(answer, other, RIGHTLY) if other else answer
+    return rightly(answer, other) if other else answer
+
+
+def rightly(answer: Answer, other: Candidate) -> Answer:
+    """An answer with another in its place in which XLA computes all ops rightly, and the search that found both."""
+    found = finalists.chosen(answer, other, RIGHTLY)
+    return (
+        answer
+        if found is answer
+        else dataclasses.replace(found, policy=f"{answer.policy}; in its place, for {found.policy}")
+    )
 
 
 def unmended(problem: Question, answer: Answer, *more: Candidate) -> Candidate | None:

@@ -14,7 +14,7 @@ from shardfn.decisions import Alternative, Alternatives, Decision, Figures
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.graph.model import Flow, Spec
 from shardfn.meshes import partition_spec
-from shardfn.paths import alike, few, layer, met, normal
+from shardfn.paths import alike, few, layer, listed, met, normal, starred
 from shardfn.plan import Plan
 from shardfn.render import Part, Table, figure, to_html, to_rich, to_text, unit_of
 from shardfn.search.grid import cuts_of
@@ -106,7 +106,7 @@ def find(plan: Plan, path: str) -> tuple[Decision, ...]:
     """The decisions on the arrays of a path or a glob; `.` and `/` separate alike, the argument's name may be left out.
 
     Raises:
-      StrategyError: no array has that path, or those of a glob have other shapes.
+      StrategyError: no array has that path, or those of a glob have other shapes or layouts than each other.
     """
     decisions = (*plan.inputs, *plan.outputs)
     paths = [d.path for d in decisions]
@@ -122,15 +122,37 @@ def find(plan: Plan, path: str) -> tuple[Decision, ...]:
         fail(StrategyError, f"`{path}` names arrays of {len(shapes)} shapes", where=f"why({path!r})",
              why=", ".join(f"`{name}` is {list(shape)}" for shape, name in list(shapes.items())[:3]),
              fix="name arrays of one shape, which can be cut alike")  # fmt: skip
+    same = alike(globbed, lambda d: d.spec, least=1)
+    if len(same) > 1:
+        asked = listed([f"why({_glob_of(group, paths)!r})" for group in same], 3)
+        fail(StrategyError, f"`{path}` names arrays in {len(same)} layouts", where=f"why({path!r})",
+             why=f"{_laid(same)}: no one cut is theirs, to hold others against",
+             fix=f"ask for each layout by itself: {asked}")  # fmt: skip
     if globbed:
         return tuple(globbed)
     ends = [p for p in paths if text and p.endswith("/" + text)]
     ends += [p for p in paths if difflib.get_close_matches(text.rpartition("/")[2], [p.rpartition("/")[2]], 1, 0.5)]
     close = list(dict.fromkeys([*difflib.get_close_matches(text, paths, 2, 0.6), *ends]))[:3]
-    listed = ", ".join(paths[:8]) + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")
     fail(StrategyError, f"the plan of `{plan.function}` has no array `{path}`", where=f"why({path!r})",
-         why=f"the arrays are {listed}",
+         why=f"the arrays are {listed(paths)}",
          fix=f"did you mean {' or '.join(map(repr, close))}?" if close else "use one of these paths")  # fmt: skip
+
+
+def _laid(groups: Sequence[Sequence[Decision]]) -> str:
+    """A few arrays with their layouts, one of each group."""
+    firsts = [group[0] for group in groups]
+    is_told = len({d.cuts for d in firsts}) == len(firsts)  # by the cuts alone
+    return listed([f"`{d.path}` is {d.cuts}{'' if is_told else f' {partition_spec(d.spec)}'}" for d in firsts], 3)
+
+
+def _glob_of(group: Sequence[Decision], every: Sequence[str]) -> str:
+    """The glob of the arrays of layers that meets just these; the path of the first of them where there is none."""
+    names = [d.path for d in group]
+    if len(group) > 1 and len({layer(name) for name in names}) == 1:
+        hits, _ = met(starred(names), list(map(normal, every)))
+        if {every[i] for i in hits} == set(names):
+            return starred(names)
+    return names[0]
 
 
 def _promise(spec: Spec, planned: Decision, plan: Plan) -> tuple[Any, ...]:

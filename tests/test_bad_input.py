@@ -324,6 +324,8 @@ CASES = {
         ("four dims of three", "plan(double, x, device='tpu-v5p:2x2x2x2')", "plan(double, x, device='tpu-v5p:2x2x4')"),
         ("more chips than a pod", "plan(double, x, device='tpu-v5e:512')", "plan(double, x, device='tpu-v5e:16x16')"),
         ("a pod that is too long", "plan(double, x, device='tpu-v4:4x4x64')", "plan(double, x, device='tpu-v4:16x16x16')"),
+        ("a slice that no pod has", "plan(double, x, device='tpu-v5e:3x5')", "plan(double, x, device='tpu-v5e:2x4')"),
+        ("a slice that is made of no cubes", "plan(double, x, device='tpu-v5p:4x4x6')", "plan(double, x, device='tpu-v5p:4x4x8')"),
         ("a call of a target", "shard(double, device='tpu-v5e:8')(x)", "shard(double, device='tpu-v5e:8').plan(x)"),
         ("compiled for a target", "explain(double, x, device='tpu-v5e:8', compiled=True)", "explain(double, x, device='tpu-v5e:8')"),
         ("a number", "shard(double, device=4)", "shard(double, device=jax.devices()[:4]).plan(x)"),

@@ -220,6 +220,7 @@ OF_THE_COMMAND = {
     "no function": ["explain", "jax.numpy", "--shapes", "f32[2,3]"],
     "no such module": ["explain", "nowhere_at_all:f"],
     "no such function": ["explain", "jax.numpy:matmull"],
+    "no such function of a module": ["explain", "examples.models:mpl"],
     "not a function": ["explain", "jax.numpy:pi"],
     "no arguments": ["plan", "jax.numpy:matmul", "--device", "cpu:8"],
     "an argument too few": ["explain", "jax.numpy:matmul", "--shapes", "f32[2,3]"],

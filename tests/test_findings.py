@@ -281,9 +281,12 @@ def test_devices_that_do_what_others_do():
     odd = shaped(4099, 4099), shaped(16, 4099)  # nothing but the batch can be cut
     made = shardfn.plan(step, *odd, device="h100:512", level=2)
     (told,) = said(made, "do the same work")
-    alike = int(re.search(r"of 512 devices about (\d+) do", told)[1])
+    share, alike = re.match(
+        r"each of 512 devices does (.+)% of the FLOPs, where .+ 0.195%: about (\d+) devices do", told
+    ).groups()
     whole = shardfn.plan(step, *odd, device="h100:1").price.flops
-    assert alike == round(512 * made.price.flops / whole)
+    assert float(share) == pytest.approx(100 * made.price.flops / whole, rel=5e-3)
+    assert int(alike) == round(512 * made.price.flops / whole)
     assert "a larger batch" in told
     even = shaped(4096, 4096), shaped(8192, 4096)
     assert not said(shardfn.plan(step, *even, device="h100:8", level=2), "do the same work")
@@ -295,7 +298,7 @@ def test_what_would_use_the_devices():
     args = shaped(16, 8192), shaped(8192, 8193), shaped(8193, 8192)
     made = shardfn.plan(lambda x, v, w: jax.nn.relu(x @ v) @ w, *args, device="h100:512", level=2)
     (told,) = said(made, "do the same work")
-    assert re.search(r"on the grid [\dx]+ spreads it over \d+, with [\d,.]+ us modelled instead of [\d,.]+$", told)
+    assert re.search(r"on the grid [\dx]+ leaves each [\d.]+%, with [\d,.]+ us modelled instead of [\d,.]+$", told)
 
 
 # ---- a limit that is kept by a hair

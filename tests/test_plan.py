@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,17 @@ def test_the_text_says_the_main_things_in_few_lines():
     assert plan.inputs[0].source == "searched"
 
 
+def test_the_first_finding_is_named_and_that_it_may_not_fit_comes_first():
+    large = shaped(2**17, 2**17)
+    text = str(shardfn.plan(lambda x, w: x @ w, large, large, device="h100:2", in_strategy=((1, 1), (1, 2))))
+    (line,) = [line for line in text.splitlines() if "finding" in line]
+    assert re.match(r"(1 finding|\d+ findings, the first): it may not fit: \d+ GiB per device at the peak", line)
+    short = dataclasses.replace(made(), findings=("one thing",))
+    assert "\n1 finding: one thing\n" in str(short)
+    assert f"\n1 finding: {'x' * 199}…\n" in str(dataclasses.replace(short, findings=("x" * 201,)))
+    assert "\n2 findings, the first: one thing\n" in str(dataclasses.replace(short, findings=("one thing", "two")))
+
+
 def test_many_kinds_of_arrays_are_cut_short():
     arrays = [shaped(8, 8 + 8 * i) for i in range(40)]
     text = str(shardfn.plan(lambda a: [2 * x for x in a], arrays, device="h100:8", in_strategy=(None,)))
@@ -65,8 +77,10 @@ def test_one_device():
     [
         (0.0, 2, "op by op, nothing costs less on the grids tried; by its flow something may"),
         (0.0, 0, "op by op, nothing costs less on this grid; by its flow something may"),
-        (0.0101, 2, "op by op, at most 1.1% above the least on the grids tried"),
-        (0.0101, 0, "op by op, at most 1.1% above the least on this grid"),
+        (0.0101, 2, "op by op, within 1.0% of the optimum on the grids tried"),
+        (0.0101, 0, "op by op, within 1.0% of the optimum on this grid"),
+        (0.5023, 2, "op by op, within 50.2% of the optimum on the grids tried"),
+        (1e-4, 2, "op by op, within 0.1% of the optimum on the grids tried"),
         (None, 2, "not known"),
         (1e-9, 2, "op by op, nothing costs less on the grids tried; by its flow something may"),
     ],

@@ -157,6 +157,34 @@ def test_arrays_of_a_glob_are_cut_alike():
         made.why("params/*")
 
 
+@pytest.mark.parametrize(
+    ("cuts", "why", "fix"),
+    [
+        ({"p/*/u": (1, 8), "p/*/v": (1, 1)}, "`p/0/u` is (1, 8), `p/0/v` is (1, 1)", "why('p/*/u'), why('p/*/v')"),
+        ({"p/*": (1, 1), "p/1/u": (1, 8)}, "`p/0/u` is (1, 1), `p/1/u` is (1, 8)", "why('p/0/u'), why('p/1/u')"),
+        ({"p/*/u": ON("None", "a"), "p/*/v": ON("None", "a"), "x": (1, 1)}, None, None),
+    ],
+)
+def test_arrays_that_lie_differently_have_no_one_cut(cuts, why, fix):
+    layers = [{"u": shaped(64, 64), "v": shaped(64, 64)}] * 3
+
+    def stack(p, x):
+        for layer in p:
+            x = jnp.tanh(x @ layer["u"]) @ layer["v"]
+        return x
+
+    made = shardfn.plan(stack, layers, shaped(32, 64), device="cpu:8", parameter_plan=cuts)
+    if why is None:
+        assert len(made.why("p/*", most=1).paths) == 6
+        return
+    with pytest.raises(ShardError, match="names arrays in 2 layouts") as caught:
+        made.why("p/*")
+    assert caught.value.problems[0].why == why + ": no one cut is theirs, to hold others against"
+    assert caught.value.problems[0].fix == "ask for each layout by itself: " + fix
+    for glob in fix.split(", "):
+        assert made.why(glob[5:-2], most=1).rows
+
+
 def test_the_title_of_many_arrays_names_a_few():
     """Arrays whose paths have nothing in common, too: there is no one text with stars for them."""
     w = jax.ShapeDtypeStruct((16, 16), "float32")

@@ -186,7 +186,7 @@ def test_a_compiler_that_dies(monkeypatch):
 
 SAID = {
     "memory": "RESOURCE_EXHAUSTED: E1000: Oom: Ran out of memory on HBM, 16.00G exceeds 15.75G. HLO module: m.\nmore",
-    "topology": 'INVALID_ARGUMENT: Topology layout "v5e:3x3" is not divisible\nmore',
+    "topology": 'INVALID_ARGUMENT: Topology layout "v5e:1x8" is not divisible\nmore',
     "other": "INTERNAL: Mosaic failed to compile\nmore",
 }
 
@@ -195,7 +195,7 @@ SAID = {
 def test_what_a_compiler_says_is_told(name, golden):
     plan = small("tpu-v5e:2x2")
     with pytest.raises(ShardError) as caught:
-        verify._refused(plan, verify.Target("tpu", 9, "v5e:3x3"), SAID[name])
+        verify._refused(plan, verify.Target("tpu", 8, "v5e:1x8"), SAID[name])
     golden(f"verify_refused_{name}", str(caught.value))
 
 
@@ -314,5 +314,5 @@ def test_what_does_not_fit_and_what_is_no_slice(libtpu):
     plan = shardfn.plan(jnp.matmul, array(8, 65536), w, in_strategy=((1, 1), (1, 1)), device="tpu-v5e:2x2")
     with pytest.raises(StrategyError, match=r"as compiled, does not fit[\s\S]*Ran out of memory"):
         plan.verify()
-    with pytest.raises(DeviceError, match="refuses the topology v5e:3x3"):
-        shardfn.plan(jnp.matmul, array(9, 9), array(9, 9), in_strategy=((3, 1), (1, 3)), device="tpu-v5e:3x3").verify()
+    with pytest.raises(DeviceError, match="refuses the topology v5e:1x8"):
+        shardfn.plan(jnp.matmul, array(8, 8), array(8, 8), in_strategy=((8, 1), (1, 1)), device="tpu-v5e:1x8").verify()

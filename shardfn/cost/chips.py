@@ -51,6 +51,8 @@ class Chip:
     """Of the memory inside the chip, what a compiler gives to whole arrays: a TPU's vector memory, less what kernels use."""
     largest: tuple[int, ...] = ()
     """Dims of the largest torus that there is, in rising order; () where nothing bounds it."""
+    sides: tuple[int, ...] = ()
+    """What a dim of a torus that there is may be, in rising order; () for any number. A count alone is not held to it."""
 
     def __post_init__(self) -> None:
         rates = ("flops", "memory_bytes_s", "memory_bytes", "link_bytes_s", "latency_s")
@@ -89,9 +91,12 @@ class Chip:
         if not dims or not 1 <= count < 2**31:
             fail(DeviceError, f"{size!r} is no size of a pod", where=f"{self.name}: pod({size!r})",
                  why="a size is a count or the dims of a torus", fix='write 32, or "4x8"')  # fmt: skip
-        if self.torus and len(dims) == 1:
+        is_shape = len(dims) > 1
+        if self.torus and not is_shape:
             dims = most_cubic(count, self.torus)
         self._check_torus(dims, f"{self.name}:{text}")
+        if is_shape:
+            self._check_sides(dims, f"{self.name}:{text}")
         platform = "cuda" if self.platform == "gpu" else self.platform
         return Hardware(self, platform, count, name=f"{self.name}:{text}", topology=dims if self.torus else ())
 
@@ -119,6 +124,17 @@ class Chip:
             fail(DeviceError, f"no torus of {self.name} has the shape {text(dims)}", where=where,
                  why=f"the largest is {text(self.largest)}: {math.prod(self.largest):,} chips",
                  fix=f'write "{self.name}:{text(self.largest)}" or less, or name another chip')  # fmt: skip
+
+    def _check_sides(self, dims: tuple[int, ...], where: str) -> None:
+        """Raise a DeviceError for a shape with a dim that no slice has, with the next smaller and larger shape."""
+        if not self.sides or set(dims) <= set(self.sides):
+            return
+        below = (max(s for s in self.sides if s <= n) for n in dims)
+        above = (min(s for s in self.sides if s >= n) for n in dims)
+        near = (f'"{self.name}:{"x".join(map(str, shape))}"' for shape in (below, above))
+        fail(DeviceError, f"no slice of {self.name} has the shape {'x'.join(map(str, dims))}", where=where,
+             why=f"each dim of one is {', '.join(map(str, self.sides[:-1]))} or {self.sides[-1]}",
+             fix=f"write {' or '.join(near)}")  # fmt: skip
 
 
 _SHAPE = re.compile(r"\d+(x\d+)*")
@@ -166,7 +182,7 @@ def load_chip(path: str | os.PathLike[str]) -> Chip:
     try:
         with open(path, encoding="utf-8") as file:
             data = json.load(file)["chip"]
-        data["largest"] = tuple(data.get("largest", ()))
+        data |= {name: tuple(data.get(name, ())) for name in ("largest", "sides")}
         data["dtype_flops"] = tuple((str(name), float(rate)) for name, rate in data.get("dtype_flops", ()))
         return Chip(**data)
     except DeviceError:
@@ -196,7 +212,8 @@ def _tpu(name: str, flops: float, int8: float, vector: float, memory_s: float, m
          largest: tuple[int, ...], fast: float, source: str) -> Chip:  # fmt: skip
     # f32 products run as one bf16 pass by default, so `flops` holds for them too.
     return Chip(name, "tpu", flops, memory_s, memory, link, 1e-6, source, vector, (("i8", int8),), len(largest),
-                ring=4 if len(largest) == 3 else 16, largest=largest, fast_bytes=fast)  # fmt: skip
+                ring=4 if len(largest) == 3 else 16, largest=largest, fast_bytes=fast,
+                sides=(1, 2, *range(4, largest[-1] + 1, 4)) if len(largest) == 3 else (1, 2, 4, 8, 16))  # fmt: skip
 
 
 CHIPS = {
@@ -276,7 +293,8 @@ GPUs: the NVLink figure of the datasheet is both directions together, half of it
 (200 Gb/s in a DGX A100, 400 Gb/s in a DGX H100 or H200), 8 GPUs behind one NVSwitch; about 7 µs for an empty NCCL
 collective. TPUs: pods of 16x16x16 (v4), 16x16 (v5e, v6e) and 16x20x28 chips (v5p); interconnect of a chip in both
 directions, over 2 and over its 4 (v5e, v6e) or 6 (v4, v5p) ports; about 1 µs a hop (Austin et al., "How to Scale Your
-Model", 2025); vector units: 1,024 lanes of four units (v4: two) in each
+Model", 2025); a slice of v5e or v6e is of dims that are powers of two, one of v4 or v5p of 1, 2 or whole cubes of 4x4x4 (Cloud
+TPU's lists of types); vector units: 1,024 lanes of four units (v4: two) in each
 core, at the clock that the matrix rate implies. Memory inside the chip: what libtpu 0.0.42 gave to whole arrays in programs
 that could use more: on v5e 112 MiB of the vector memory's 128, on v4 all 128 MiB of its common memory; on v6e and v5p up to 95
 and 44 MiB, taken here for 96 and 48, which is what they have (`jax.experimental.pallas.tpu.get_tpu_info`) less 32 and 16.

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import shardfn
@@ -62,6 +63,9 @@ STEP = ARGS[1], ARGS[2], S((64, 1024), jnp.float32)
         ("512", 512),
         ("1e3MB", 1e9),
         (7, 7),
+        (np.int64(200_000), 200_000),
+        (np.uint8(200), 200),
+        (np.float32(16e9), 16e9),
     ],
 )
 def test_amounts(text, amount):
@@ -69,7 +73,24 @@ def test_amounts(text, amount):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "-1GiB", "0", "12 apples", "1,5GB", "1.5", "1.5 B", 0, -3, 1.5, float("nan"), float("inf")]
+    "text",
+    [
+        "",
+        "GiB",
+        "-1GiB",
+        "0",
+        "12 apples",
+        "1,5GB",
+        "1.5",
+        "1.5 B",
+        0,
+        -3,
+        1.5,
+        float("nan"),
+        float("inf"),
+        np.int8(-3),
+        np.float64(1.5),
+    ],
 )
 def test_what_is_no_amount(text):
     found = bytes_of(text, "memory_limit")
@@ -79,10 +100,25 @@ def test_what_is_no_amount(text):
     assert "14GiB" in str(error.value)
 
 
-@pytest.mark.parametrize("value", [True, [1], None, b"1GiB"])
+@pytest.mark.parametrize("value", [True, np.True_, [1], None, b"1GiB"])
 def test_what_is_not_even_a_number(value):
     found = bytes_of(value, "memory_limit")
     assert isinstance(found, Problem) and found.is_type
+
+
+def test_numbers_of_numpy_are_numbers():
+    given = {
+        "level": np.int32(2),
+        "memory_limit": np.int64(2**30),
+        "finalists": np.uint8(0),
+        "time_limit": np.float32(60),
+    }
+    plain = {name: value.item() for name, value in given.items()}
+    made, same = (shardfn.plan(two_layers, *ARGS, device="h100:8", **o) for o in (given, plain))
+    assert made == same and type(made.level) is int
+    with pytest.raises(ShardError) as error:
+        shardfn.shard(two_layers, level=np.float32(1), finalists=np.float64(2), time_limit=np.int8(-1))
+    assert len(error.value.problems) == 3
 
 
 @pytest.mark.parametrize("mode", ["auto", "dynamic_programming", "recursive_programming"])
