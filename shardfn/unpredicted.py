@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from shardfn.cost.hardware import Hardware
 from shardfn.graph.alike import pairs
 from shardfn.graph.model import Flow, Graph
+from shardfn.graph.ways import WAYS
 from shardfn.search.grid import Axes
 from shardfn.strategy import Leaf
 from shardfn.trace import Traced
@@ -40,10 +41,11 @@ def of_program(traced: Traced, hardware: Hardware, inputs: Sequence[Leaf], axes:
 
 
 def not_predicted(graph: Graph, flow: Flow) -> list[str]:
-    """Ops that are cut along a dim which they need whole, or at whose edges neighbours exchange: XLA sends what it likes."""
+    """Ops without a rule of how XLA works on them (`graph.ways`) that are cut along a dim which they need whole, or at whose
+    edges neighbours exchange."""
     found: dict[str, None] = {}
     for _, op, at in pairs(graph, flow.graph):
-        if op.rule is None:
+        if op.rule is None or op.name in WAYS:
             continue
         whole = op.rule.permuted | op.rule.replicated
         rows = (*zip(op.rule.operands, at.inputs), *zip(op.rule.results, at.outputs))  # noqa: B905
