@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 import shardfn
 from examples.models import abstract, gpt2, llama
@@ -143,6 +144,61 @@ def test_rows_are_added_to_what_they_are_added_to_after():
     made = sent(gradient, *args, entries=entries, out_strategy=((8, 1),))
     other = sent(gradient, *args, entries=entries, out_strategy=((8, 1),), device="h100:8")
     assert made["all-gather", (128, 256)] == other["all-gather", (128, 256)] + 1
+
+
+def in_groups(groups):
+    def convolved(x, k):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups)
+
+    return convolved
+
+
+def gradient_in_groups(k, x):
+    return jax.grad(lambda k: jnp.mean(in_groups(8)(x, k) ** 2))(k)
+
+
+def solved(a, b):
+    return jax.scipy.linalg.solve_triangular(a, b, lower=True)
+
+
+IMAGE, KERNEL, MATRICES = f32(8, 16, 16, 64), f32(3, 3, 8, 64), f32(8, 128, 128)
+# Function, arguments, layout, and bytes that libtpu 0.0.42 sends.
+KEPT = {
+    "groups, batch": (in_groups(8), (IMAGE, KERNEL), ((8, 1, 1, 1), (1, 1, 1, 1)), {}),
+    "groups, channels": (in_groups(8), (IMAGE, KERNEL), ((1, 1, 1, 8), (1, 1, 1, 8)), {}),
+    "groups, both": (in_groups(8), (IMAGE, KERNEL), ((2, 1, 1, 4), (1, 1, 1, 1)), {}),
+    "groups, height": (in_groups(8), (IMAGE, KERNEL), ((1, 8, 1, 1), (1, 1, 1, 1)), {"collective-permute": 32768}),
+    "groups, gradient": (gradient_in_groups, (KERNEL, IMAGE), ((1, 1, 1, 1), (8, 1, 1, 1)), {"all-reduce": 32256}),
+    "groups, gradient, height": (gradient_in_groups, (KERNEL, IMAGE), ((1, 1, 1, 1), (1, 8, 1, 1)),
+                                 {"all-gather": 458752, "collective-permute": 32768}),
+    "largest of rows": (lambda x: lax.top_k(x, 8), (f32(1024, 512),), ((8, 1),), {}),
+    "cholesky": (jnp.linalg.cholesky, (MATRICES,), ((8, 1, 1),), {}),
+    "solve, batch": (solved, (MATRICES, f32(8, 128, 64)), ((8, 1, 1), (8, 1, 1)), {}),
+    "solve, columns": (solved, (MATRICES, f32(8, 128, 64)), ((2, 1, 1), (2, 1, 4)), {}),
+    "fft of rows": (lambda x: jnp.abs(jnp.fft.fft(x)), (f32(1024, 512),), ((8, 1),), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_independent_dims_stay_cut(name):
+    fn, args, entries, expected = KEPT[name]
+    assert dict(kinds(shardfn.plan(fn, *args, in_strategy=entries, device=V5E).collectives)) == expected
+
+
+@pytest.mark.parametrize("name", ["groups, batch", "largest of rows"])
+def test_on_cpu_they_do_not(name):
+    fn, args, entries, _ = KEPT[name]
+    assert "all-gather" in kinds(shardfn.plan(fn, *args, in_strategy=entries, device="cpu:8").collectives)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("name", KEPT)
+def test_compiled_dims_stay_cut(name):
+    pytest.importorskip("libtpu")
+    fn, args, entries, expected = KEPT[name]
+    plan: Any = shardfn.plan(fn, *args, in_strategy=entries, device=V5E)
+    assert dict(kinds(compiled.read(plan.verifier.compiled(plan)).collectives)) == expected
 
 
 @pytest.mark.tpu

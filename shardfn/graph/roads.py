@@ -123,8 +123,8 @@ class _Roads:
             for leg in (*(found.through[i] if i < len(found.through) else ()), Leg(spec, inside)):
                 v = self.move(v, leg.to, op.trips, op.where, op.name, inside=leg.inside)
             inputs.append(v)
-        self.is_read = False
         arrived = [v for edge in found.edges for v in self.exchange(inputs[edge.operand], edge, op)]
+        self.is_read = False
         for i, dim, rows, axes in found.windows:
             inputs[i] = self.window(inputs[i], dim, rows, axes, op)
         for i in found.turned:
@@ -169,7 +169,16 @@ class _Roads:
         have, want = [self.specs[v] for v in op.inputs], [self.specs[v] for v in op.outputs]
         operands, results = [self.values[v] for v in op.inputs], [self.values[v] for v in op.outputs]
         # What is the same object is equal, which is quicker to see; all of these live as long as this.
-        key = op.name, id(op.rule), id(op.taps), *map(id, have), *map(id, want), *map(id, operands), *map(id, results)
+        key = (
+            op.name,
+            id(op.rule),
+            id(op.taps),
+            op.convolution,
+            *map(id, have),
+            *map(id, want),
+            *map(id, operands),
+            *map(id, results),
+        )
         found = self.ways.get(key)
         if found is None:
             lies = tuple(have), tuple(want)
@@ -311,7 +320,12 @@ class _Roads:
             if part == value and (local[edge.dim] != own or edge.sizes):
                 part = self.parts[key] = self.new(Value(shape, self.values[value].dtype), spec, op.trips)
                 self.ops.append(Op("slice", (value,), (part,), None, op.trips, op.where))
-            found.append(self.send("collective-permute", part, spec, spec[edge.dim], op.trips, op.where, op.name))
+            again = key, op.name, op.trips
+            if self.platform != "tpu" or again not in self.parts:  # there the same rows are sent once
+                self.parts[again] = self.send(
+                    "collective-permute", part, spec, spec[edge.dim], op.trips, op.where, op.name
+                )
+            found.append(self.parts[again])
         return found
 
 

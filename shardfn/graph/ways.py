@@ -180,6 +180,18 @@ def convolve(case: Case) -> Way:
     return _with_edges(case, product(case))
 
 
+def convolve_on_tpu(case: Case) -> Way:
+    """There the dims of the window are made whole for a kernel's gradient in groups, but for those of one channel each."""
+    shape = case.op.convolution
+    if shape and shape.in_batches:
+        made = case.results[0].shape
+        if any(which == 2 and made[dim] > groups for which, dim, groups in shape.grouped):
+            laid = zip(case.have[:2], (shape.image, shape.kernel), strict=True)
+            have = [tuple(() if d in space else axes for d, axes in enumerate(spec)) for spec, space in laid]
+            case = dataclasses.replace(case, have=(*have, *case.have[2:]))
+    return convolve(case)
+
+
 def convolve_in_groups(case: Case) -> Way:
     """In groups of several channels every device does all of a convolution."""
     shape = case.op.convolution
@@ -304,7 +316,7 @@ WAYS: dict[str, Callable[[Case], Way]] = {
 
 ON_TPU: dict[str, Callable[[Case], Way]] = {
     **WAYS,
-    "convolution": convolve,
+    "convolution": convolve_on_tpu,
     # Only the dims that they work along are made whole:
     **dict.fromkeys(("top_k", "cholesky", "fft"), follow_result),
     "triangular_solve": solve,
