@@ -202,8 +202,8 @@ class Answer:
     source: str = "searched"
     pins: Pins = dataclasses.field(default_factory=dict)
     gap: float | None = None
-    """How far the cost may be above the least of the cost model, op by op, on the grids tried, at level 0 on its own, 0 to 1: 0
-    is proved, None not known."""
+    """How much of the cost, 0 to 1, may lie above the least of the cost model, op by op, on the grids tried, at level 0 on its
+    own: 0 is proved, None not known."""
     others: tuple[Candidate, ...] = ()
     """What else was priced, best first."""
     aside: tuple[Candidate, ...] = ()
