@@ -137,6 +137,6 @@ def test_where_a_plain_layout_wins_what_is_proved_of_the_model_is_said():
     wins = (
         "the optimum of the cost model on the grid 8 is proved; a plain layout has the better flow: w dim 1 cut 8 ways"
     )
-    assert made.policy == f"exact search at level 2, grids tried: 8, 4x2; {wins}"
+    assert made.policy.startswith(f"exact search at level 2, grids tried: 8, 4x2; {wins}")
     least = shardfn.plan(norm, *args, device="cpu:8", level=1)
     assert "a plain layout has the better flow" in least.policy and "proved" not in least.policy
