@@ -123,7 +123,7 @@ class _Fuser:
         self.maker = {v: i for i in self.alive for v in ops[i].outputs} if self.cpu else {}
         self.calls = self.library_calls() if self.cpu else {}
         """Ops that a call of the library computes, and the one whose result it gives."""
-        self.library = frozenset(self.calls.values())
+        self.called = frozenset(self.calls.values())
         self.sources = self.large_sources() if self.tpu else {}
         """On a TPU: for what an elementwise op makes, the values as large that it is computed from in the end."""
         self.homes: dict[int, tuple[int, ...]] = {}
@@ -462,7 +462,7 @@ class _Fuser:
 
     def can_run_with(self, i: int) -> bool:
         op = self.graph.ops[i]
-        if i in self.library:
+        if i in self.called:
             return True
         if self.tpu and op.name in _READERS_ON_TPU:
             return True

@@ -14,7 +14,7 @@ AIMS = (0, 2)
 """The levels whose answers stand beside each other's, and beside that of level 1, which takes the longest to find."""
 
 TIMES, LESS = 4, 0.99
-"""At level 1: how often less memory is looked for, of programs that are not small, and how much of what was found last."""
+"""At level 1: how often less memory is looked for, and how much of what was found last."""
 
 Alone = Callable[[Problem], Answer]
 
@@ -60,12 +60,17 @@ def _elsewhere(problem: Problem, first: Candidate, alone: Alone) -> Iterator[lis
         for _ in range(0 if level == problem.level else TIMES if is_tight else 1):
             if problem.seconds_left <= 0:
                 return
-            limit = min(problem.memory_limit, float(int(LESS * held))) if is_tight else problem.memory_limit
-            yield (found := _of_level(dataclasses.replace(problem, level=level, memory_limit=limit), alone))
+            asked = _for_less(problem, level, held) if is_tight else dataclasses.replace(problem, level=level)
+            yield (found := _of_level(asked, alone))
             least = min(one.price.memory.peak for one in found)
             if least >= held:
                 break
             held = least
+
+
+def _for_less(problem: Problem, level: int, held: float) -> Problem:
+    """The same at another level, within a little less memory than is held already."""
+    return dataclasses.replace(problem, level=level, memory_limit=min(problem.memory_limit, float(int(LESS * held))))
 
 
 def squeezed(problem: Problem, own: Answer, alone: Alone) -> Answer:
@@ -74,12 +79,11 @@ def squeezed(problem: Problem, own: Answer, alone: Alone) -> Answer:
     if problem.is_rough:
         return own
     best, least = own, problem.price_of(own).memory.peak
-    for level, times in ((2, 1), (0, 0)) if problem.is_large else ((2, TIMES), (0, 1)):
+    for level, times in ((2, 1),) if problem.is_large else ((2, TIMES), (0, 1)):
         for _ in range(times):
             if problem.seconds_left <= 0:
                 break
-            limit = min(problem.memory_limit, float(int(LESS * least)))
-            other = asked_once(dataclasses.replace(problem, level=level, memory_limit=limit), alone)
+            other = asked_once(_for_less(problem, level, least), alone)
             held = problem.price_of(other).memory.peak
             if held >= least:
                 break
@@ -92,11 +96,14 @@ def squeezed(problem: Problem, own: Answer, alone: Alone) -> Answer:
 
 
 def crossed(problem: Problem, own: Answer, alone: Alone) -> Answer:
-    """An answer of level 0 or 2, or what the other of them finds if that is better by its flow. Asked where the search's model is
-    known to be wrong: where no flow did what it promised, and on TPUs, of whose sums and gathers only the flow knows all
-    (`graph.libtpu`). Large programs keep the answer."""
-    is_doubtful = own.is_doubtful or problem.hardware.platform == "tpu"
-    if not is_doubtful or problem.is_large or problem.seconds_left <= 0 or fits_nowhere(problem):
+    """An answer of level 0 or 2, or what the other of them finds if that is better by its flow. Asked where no flow did what the
+    search's model promised, or this is known not to tell all. Large programs keep the answer."""
+    if (
+        not (own.is_doubtful or problem.is_rougher_than_flows)
+        or problem.is_large
+        or problem.seconds_left <= 0
+        or fits_nowhere(problem)
+    ):
         return own
     first, level = problem.as_candidate("this search's", own), 2 - problem.level
     best = min(_of_level(dataclasses.replace(problem, level=level), alone), key=lambda c: objective(c.price, problem))

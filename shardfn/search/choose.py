@@ -99,7 +99,7 @@ def answer_of(
         rated += _otherwise(problem, found, rated, turn if not is_large else None, disappoints)
         if is_large and problem.level == 0:
             rated += _pieces(problem, rated, mend)
-    if is_large and rated and (disappoints or problem.level == 1 or problem.hardware.platform == "tpu"):
+    if is_large and rated and (disappoints or problem.level == 1 or problem.is_rougher_than_flows):
         rated += [_row(problem, c) for c in plain.of_batch(problem)]
     elif not is_large or not rated:
         peak = min((made.price.memory.peak for _, made, _ in rated), default=math.inf)

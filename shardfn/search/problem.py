@@ -157,8 +157,14 @@ class Problem:
     @property
     def is_large(self) -> bool:
         """Whether flows of the program are so dear that every further one costs more than it brings: few of the plain
-        layouts are priced beside what was searched, and only where that disappoints."""
+        layouts are priced beside what was searched, and not everywhere."""
         return self.is_rough or len(self.graph.ops) > LARGE_OPS
+
+    @property
+    def is_rougher_than_flows(self) -> bool:
+        """Whether only flows know all of what is sent: on TPUs, of whose sums and gathers (`graph.libtpu`) the search's model
+        knows a part."""
+        return self.hardware.platform == "tpu"
 
     def idle(self, flops: float) -> float:
         """How much of one device's work is more than spreading it evenly would leave, in hundredths; up to a tenth is
