@@ -13,7 +13,7 @@ DEVICES = NPROC=32 JAX_PLATFORMS="$${JAX_PLATFORMS:-cpu}" \
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test slow tpu bench lint format docs notebooks clean
+.PHONY: help demo test slow tpu gpu bench lint format docs notebooks clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -28,10 +28,13 @@ test: $(VENV)/.has-test  ## the tests, slow ones left out
 
 slow: $(VENV)/.has-test  ## the slow tests, and 1,000 examples of every property
 	$(DEVICES) HYPOTHESIS_PROFILE=slow $(PY) -m pytest -n $(WORKERS) --dist worksteal \
-	  -m "(slow or large or hypothesis) and not tpu" $(PYTEST_ARGS)
+	  -m "(slow or large or hypothesis) and not tpu and not gpu" $(PYTEST_ARGS)
 
 tpu: $(VENV)/.has-test $(VENV)/.has-tpu-aot  ## the tests that compile for TPU topologies (no TPU needed)
 	$(DEVICES) TPU_SKIP_MDS_QUERY=1 $(PY) -m pytest -m tpu $(PYTEST_ARGS)
+
+gpu: $(VENV)/.has-test $(VENV)/.has-gpu-aot  ## the tests that compile for GPUs (no GPU needed); JAX_PLATFORMS=cuda,cpu where one is here
+	$(DEVICES) $(PY) -m pytest -m gpu $(PYTEST_ARGS)
 
 bench: $(VENV)/.has-test  ## every benchmark, one table each
 	@set -e; for script in $(filter-out %/__init__.py,$(sort $(wildcard benchmarks/*.py))); do \

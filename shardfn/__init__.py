@@ -11,7 +11,7 @@ The modules beside the packages, by the road that a call takes:
   there by `rebind`, and where XLA is wrong by `guard`; the plan: `plan`, of `decisions` by `decided`, with what else was
   `priced`, and `study` for more questions; compiled beside others: `finalists`
 - to a report: `report`, of `sections` and `tables`, shown by `render`; what is said of a plan: `findings`, `causes`,
-  `unpredicted`; beside what XLA made: `verify`, `comparison`
+  `unpredicted`; beside what XLA made: `targets`, `verify`, `comparison`
 - run: `apply`, on `meshes`; what XLA made of it: `compiled` and `branches`, of `hlo`; windows over cut dims: `halo`
 - the command line: `__main__`, `cli`, `cli_arguments`, `cli_checkpoint`, `demo`
 - everywhere: `errors`, `extras`, `progress`

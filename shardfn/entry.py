@@ -22,7 +22,7 @@ from shardfn.progress import progress
 from shardfn.report import save_graphs
 from shardfn.search.problem import Answer
 from shardfn.search.problem import Problem as Question
-from shardfn.verify import target
+from shardfn.targets import target
 
 
 @dataclasses.dataclass(frozen=True)

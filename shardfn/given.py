@@ -93,7 +93,7 @@ def _elsewhere(leaf: Leaf, used: Sequence[Any] | None) -> Problem | None:
             why="one call runs on one order of the devices, that of device= or of the first NamedSharding",
             fix="use one mesh for all NamedShardings of a call, and no other devices in device=",
         )
-    if kind not in (None, own[0].default_memory().kind):
+    if kind is not None and kind != own[0].default_memory().kind:
         return Problem(
             f"{leaf.label} is wanted in memory of kind {kind!r}",
             where=leaf.source,

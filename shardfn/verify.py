@@ -7,7 +7,6 @@ environment can give it. The function goes there as an exported module, and what
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import pathlib
 import pickle
@@ -24,16 +23,15 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import tree_util
-from jax.experimental import topologies
 from jax.sharding import NamedSharding
 
-from shardfn.cost.hardware import Hardware
 from shardfn.errors import DeviceError, StrategyError, fail
 from shardfn.graph.model import Spec
 from shardfn.meshes import mesh_on, partition_spec
 from shardfn.plan import Plan
 from shardfn.progress import progress
 from shardfn.report import Report, make_report
+from shardfn.targets import Target, devices, target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,57 +83,6 @@ class Verifier:
         where = target(plan.hardware)
         with progress(f"compiling {plan.function} for {plan.hardware.name}"):
             return _elsewhere(plan, where, *_exported(plan, self.jit(plan), self.args))
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """Devices to compile for: `name` is libtpu's name of a topology (`v5e:4x4`); of CPU devices it is empty."""
-
-    platform: str
-    count: int
-    name: str = ""
-    config: str = ""
-    """How the cores of a chip are set up, where the compiler's default is not one device a chip."""
-
-
-def target(hardware: Hardware) -> Target:
-    """What the compiler calls a piece of hardware.
-
-    Raises:
-      DeviceError: there is no compiler for it here.
-
-    >>> from shardfn.cost.hardware import resolve
-    >>> target(resolve("cpu:64"))
-    Target(platform='cpu', count=64, name='', config='')
-    """
-    if hardware.platform == "cpu":
-        return Target("cpu", hardware.count)
-    where = f"device = {hardware.name!r}"
-    if hardware.platform != "tpu":
-        fail(DeviceError, f"nothing compiles for {hardware.name} without such a GPU", where=where,
-             why="XLA's GPU compiler comes with CUDA and asks the driver what the GPU can do",
-             fix=f'verify where the GPUs are, or plan for "cpu:{hardware.count}" to see which collectives XLA makes')  # fmt: skip
-    generation = hardware.chip.name.removeprefix("tpu-")
-    if generation not in _CONFIG:
-        fail(DeviceError, f"the TPU compiler has no chip {hardware.chip.name!r}", where=where,
-             why=f"it knows {', '.join(_CONFIG)}", fix='plan for one of them, as in device="tpu-v5e:4x4"')  # fmt: skip
-    if importlib.util.find_spec("libtpu") is None:
-        fail(DeviceError, "the TPU compiler is not installed", where=where,
-             why="libtpu compiles for TPUs that are not here", fix="pip install 'shardfn[tpu-aot]'")  # fmt: skip
-    dims = hardware.topology + (1,) * (hardware.chip.torus - len(hardware.topology))
-    return Target("tpu", hardware.count, f"{generation}:{'x'.join(map(str, dims))}", _CONFIG[generation])
-
-
-_CONFIG = {"v4": "megacore", "v5e": "", "v5p": "", "v6e": ""}
-
-
-def devices(of: Target) -> list[Any]:
-    """The devices of a target in the order in which plans number them: the last dim of the torus fastest."""
-    if of.platform == "cpu":
-        return jax.devices("cpu")
-    options = {"chip_config_name": of.config} if of.config else {}
-    found = topologies.get_topology_desc(platform=of.platform, topology_name=of.name, **options)
-    return sorted(found.devices, key=lambda device: tuple(device.coords))
 
 
 # ---- from this process to the other one and back
@@ -225,12 +172,13 @@ def _refused(plan: Plan, of: Target, why: str) -> NoReturn:
         fail(StrategyError, f"`{plan.function}`, as compiled, does not fit on {plan.hardware.name}", where=where,
              why=f"{said} Predicted were {plan.price.memory.peak / 2**30:.2f}G in all.",
              fix="plan with level=1, for more devices, or with a lower memory_limit")  # fmt: skip
-    if "opology" in why:
+    if of.platform == "tpu" and "opology" in why:
         fail(DeviceError, f"the TPU compiler refuses the topology {of.name}", where=where, why=why.split("\n")[0],
              fix='name a slice that exists, such as "tpu-v5e:2x4", "tpu-v5e:4x4" or "tpu-v5p:2x2x2"')  # fmt: skip
     fail(StrategyError, f"`{plan.function}` does not compile for {plan.hardware.name}", where=where,
          why=why.split("\n")[0],
-         fix="pip install 'shardfn[tpu-aot]' for the compiler that fits this JAX; else look for the op it names")  # fmt: skip
+         fix=f"pip install 'shardfn[{'tpu' if of.platform == 'tpu' else 'gpu'}-aot]' for the compiler that fits this JAX; "
+         "else look for the op it names")  # fmt: skip
 
 
 def answer(directory: str) -> None:

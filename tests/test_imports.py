@@ -85,6 +85,7 @@ LAYERS = (
     ("make", "apply", "finalists"),
     ("sections",),
     ("report",),
+    ("targets",),
     ("verify",),
     ("options",),
     ("optioncheck",),

@@ -17,7 +17,7 @@ from jax import tree_util
 
 import shardfn
 from examples.models import abstract, gpt2
-from shardfn import verify
+from shardfn import targets, verify
 from shardfn.compiled import read
 from shardfn.cost.hardware import CHIPS, Chip, resolve
 from shardfn.errors import DeviceError, ShardError, StrategyError
@@ -151,8 +151,14 @@ def test_without_libtpu(golden, monkeypatch):
     assert isinstance(refused("verify_no_libtpu", golden, small("tpu-v5e:2x2")), DeviceError)
 
 
-def test_a_gpu(golden):
-    assert isinstance(refused("verify_gpu", golden, small("h100:8")), DeviceError)
+def test_without_the_cuda_plugin(golden, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert isinstance(refused("verify_no_cuda", golden, small("h100:8")), DeviceError)
+
+
+def test_a_gpu_of_ones_own(golden):
+    chip = dataclasses.replace(CHIPS["h100"], name="gpu-mine")
+    assert isinstance(refused("verify_own_gpu", golden, small(chip.pod(8))), DeviceError)
 
 
 def test_a_tpu_of_ones_own(golden):
@@ -195,7 +201,7 @@ SAID = {
 def test_what_a_compiler_says_is_told(name, golden):
     plan = small("tpu-v5e:2x2")
     with pytest.raises(ShardError) as caught:
-        verify._refused(plan, verify.Target("tpu", 8, "v5e:1x8"), SAID[name])
+        verify._refused(plan, targets.Target("tpu", 8, "v5e:1x8"), SAID[name])
     golden(f"verify_refused_{name}", str(caught.value))
 
 
@@ -211,29 +217,33 @@ def test_what_a_compiler_says_is_told(name, golden):
         ("tpu-v5p:2x2", "v5p:2x2x1", ""),
         ("tpu-v5p:128", "v5p:4x4x8", ""),
         ("tpu-v4:2x2x4", "v4:2x2x4", "megacore"),
+        ("h100:4", "1x1x4", None),
+        ("a100:64", "1x8x8", None),
+        ("h200:12", "1x3x4", None),
     ],
 )
 def test_names_of_topologies(device, name, config, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
-    found = verify.target(resolve(device))
-    assert (found.name, found.config, found.count) == (name, config, resolve(device).count)
+    found = targets.target(resolve(device))
+    assert (found.name, found.count) == (name, resolve(device).count)
+    assert found.config == config or (config is None and "cuda_compute_capability { major: " in found.config)
 
 
 def test_a_chip_of_ones_own_compiles_as_its_platform():
     mine = Chip("mine", "cpu", flops=1e9, memory_bytes_s=1e9, memory_bytes=1e9, link_bytes_s=1e9, latency_s=1e-5)
-    assert verify.target(mine.pod(4)) == verify.Target("cpu", 4)
+    assert targets.target(mine.pod(4)) == targets.Target("cpu", 4)
 
 
 def test_the_other_process_has_its_own_environment(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_dump_to=there")
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--mine")
-    found = verify._environment(verify.Target("tpu", 16, "v5e:4x4"))
+    found = verify._environment(targets.Target("tpu", 16, "v5e:4x4"))
     assert found["XLA_FLAGS"] == "--xla_dump_to=there"
     assert (found["JAX_PLATFORMS"], found["JAX_NUM_CPU_DEVICES"], found["LIBTPU_INIT_ARGS"]) == ("cpu", "1", "--mine")
     assert found["JAX_ENABLE_X64"] == "0"
     with jax.enable_x64(True):
-        assert verify._environment(verify.Target("cpu", 16))["JAX_ENABLE_X64"] == "1"
+        assert verify._environment(targets.Target("cpu", 16))["JAX_ENABLE_X64"] == "1"
 
 
 # ---- TPUs that are not here
@@ -279,7 +289,7 @@ def test_pieces_of_weights_are_reduced_by_scattering(libtpu):
 COORDS = """
 import sys
 from shardfn.cost.hardware import resolve
-from shardfn.verify import devices, target
+from shardfn.targets import devices, target
 for name in sys.argv[1:]:
     print(*(",".join(map(str, device.coords)) for device in devices(target(resolve(name)))))
 """
@@ -290,7 +300,7 @@ def test_the_grid_follows_the_torus(libtpu):
     """Device numbers walk the last dim of the torus first, as `cost.links` has it."""
     names = {"tpu-v5e:2x4": (2, 4), "tpu-v5e:4x2": (4, 2), "tpu-v5p:2x2x4": (2, 2, 4), "tpu-v4:2x2x2": (2, 2, 2)}
     done = subprocess.run(
-        [sys.executable, "-c", COORDS, *names], env=verify._environment(verify.target(resolve("tpu-v5e:4"))),
+        [sys.executable, "-c", COORDS, *names], env=verify._environment(targets.target(resolve("tpu-v5e:4"))),
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -316,3 +326,43 @@ def test_what_does_not_fit_and_what_is_no_slice(libtpu):
         plan.verify()
     with pytest.raises(DeviceError, match="refuses the topology v5e:1x8"):
         shardfn.plan(jnp.matmul, array(8, 8), array(8, 8), in_strategy=((8, 1), (1, 1)), device="tpu-v5e:1x8").verify()
+
+
+# ---- GPUs that are not here
+
+
+@pytest.fixture
+def cuda():
+    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        pytest.skip("JAX's CUDA plugin is not installed")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["a100:8", "h100:16", "h200:12"])
+def test_data_parallel_on_gpus(cuda, device):
+    count = resolve(device).count
+    batch = (Weights((1, 1), (1, 1)), (count, 1), (count, 1), (), (1, 1))
+    report = shardfn.plan(step, *step_args(1536, 512, 2048), in_strategy=batch, device=device, **STEP).verify()
+    assert set(kinds(report)) == {"all-reduce"}
+    predicted, compiled = kinds(report)["all-reduce"]
+    assert predicted == compiled == pytest.approx(2 * (count - 1) * 2 * 512 * 2048 * 4 / count, abs=1)
+    work = compiled_part(report)["matrix_flops"]
+    assert work["compiled"] == work["predicted"]
+    arguments = dict(compiled_part(report)["memory"])["arguments"]
+    assert arguments["compiled"] == pytest.approx(arguments["predicted"], rel=1e-3)
+
+
+@pytest.mark.gpu
+def test_pieces_of_weights_on_gpus(cuda):
+    found = kinds(shardfn.plan(step, *BIG, in_strategy=PIECES, device="h100:8", **STEP).verify())
+    predicted, compiled = found["reduce-scatter"]
+    assert predicted == compiled > 0
+
+
+@pytest.mark.gpu
+def test_a_searched_step_of_gpt2_on_gpus(cuda):
+    function, args = abstract(gpt2.make, gpt2.Config(layers=2, scan=True, batch=16))
+    plan = shardfn.plan(function, *args, device="h100:8", level=2, donate_argnums=(0, 1))
+    found = compiled_part(plan.verify())
+    assert found["matrix_flops"]["compiled"] == pytest.approx(found["matrix_flops"]["predicted"], rel=0.02)
+    assert not any("unknown number of times" in text for text in found["findings"])

@@ -53,10 +53,11 @@ def regathered(training: Training, parts: Anatomy, drawn: Drawn, cut: Cut, how: 
 
 def told(training: Training, how: Parts | None) -> dict[str, Any]:
     """What XLA is told of the collectives; `how` None where its partitioner makes them."""
-    platform = training.hardware().platform
+    hardware = training.hardware()
+    platform = hardware.chip.platform
     explicit = KINDS.values() if how is not None and not how.is_partial else ["all-reduce"] if how is not None else []
     missed = unheard(training.fusion, platform, explicit)
-    if missed:
+    if missed and hardware.count > 1:
         piped = isinstance(training.loss_fn, Pipeline)
         warn(
             f"fusion has no effect on {', '.join(missed)}: {'in a pipeline' if piped else f'in mode {training.mode.name!r}'} XLA "

@@ -1,6 +1,7 @@
 """Which collectives travel together: the arithmetic of buckets, and the number of collectives in what is compiled."""
 
 import functools
+import importlib.util
 import re
 
 import hypothesis
@@ -12,7 +13,9 @@ import optax
 import pytest
 
 from shardfn import context, train
+from shardfn.cost.hardware import resolve
 from shardfn.errors import ContextError, ContextTypeError, StrategyError, StrategyTypeError
+from shardfn.targets import devices, target
 from shardfn.train.fusion import KINDS, Fusion, Rule, Tensor, buckets, compiler_options, fusion_of, unheard
 
 MB = 2**20
@@ -281,18 +284,19 @@ def tpus():
     return list(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices)
 
 
-def on_tpus(function, params, devices, **options):
+def on(devices, function, params, **options):
+    """Collectives of each kind, as compiled for devices that are not here."""
     step = train.step(function, optax.adam(1e-2), device=devices, **options)
     batch = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in BATCH]
     state = jax.eval_shape(lambda: step.init(params, *batch))
-    return sum(counts(step.lower(state, *batch).compile().as_text()))
+    return counts(step.lower(state, *batch).compile().as_text())
 
 
 @pytest.mark.tpu
 @pytest.mark.parametrize("name", TPU_CASES)
 def test_so_many_on_tpus(name, tpus):
     options, asked = TPU_CASES[name]
-    assert on_tpus(loss, PARAMS, tpus, mode="data_parallel", **options) == asked
+    assert sum(on(tpus, loss, PARAMS, mode="data_parallel", **options)) == asked
 
 
 @pytest.mark.tpu
@@ -300,7 +304,45 @@ def test_so_many_on_tpus(name, tpus):
 def test_so_many_on_tpus_beside_tensor_parallel(name, tpus):
     options, asked = BESIDE[name]
     grid = dict(mode="semi_auto_parallel", cross_batch=True, in_strategy=((4, 1), (4, 1)), parameter_plan=CUT)
-    assert on_tpus(residual, WIDE, tpus, **grid, **options) == OWN + asked
+    assert sum(on(tpus, residual, WIDE, **grid, **options)) == OWN + asked
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        pytest.skip("JAX's CUDA plugin is not installed")
+    return devices(target(resolve("h100:8")))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["index", "size", "gathers, one each", "auto", "level 2", "pieces of sums"])
+def test_as_many_on_gpus_as_here(name, gpus):
+    options, asked = CASES[name]
+    assert on(gpus, loss, PARAMS, mode="data_parallel", **options) == asked
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("size", "asked"), [(1, 13), (64, 1)])
+def test_the_combiners_of_gpus_are_told_the_size(size, asked, gpus):
+    """Six gradients of 1 MiB, that XLA's partitioner sums: one all-reduce each, with those of the biases and the loss."""
+    wide = {f"l{i}": {"w": jax.ShapeDtypeStruct((512, 512), "float32"), "b": jax.ShapeDtypeStruct((512,), "float32")}
+            for i in range(6)}  # fmt: skip
+
+    def narrow(params, x, y):
+        x = jnp.pad(x, ((0, 0), (0, 496)))
+        for layer in params.values():
+            x = jnp.tanh(x @ layer["w"] + layer["b"])
+        return jnp.mean((x[:, :16] - y) ** 2)
+
+    found = on(gpus, narrow, wide, mode="semi_auto_parallel", in_strategy=((8, 1), (8, 1)),
+               comm_fusion={"allreduce": {"mode": "size", "config": size}})  # fmt: skip
+    assert found == (asked, 0, 0)
+
+
+@pytest.mark.gpu
+def test_one_gpu_sends_nothing(gpus, recwarn):
+    assert on(gpus[:1], loss, PARAMS, mode="data_parallel", all_reduce_fusion_config=[2, 4]) == (0, 0, 0)
+    assert not [w for w in recwarn if "fusion has no effect" in str(w.message)]
 
 
 def test_inside_another_jit(expected):

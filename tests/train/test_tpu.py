@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from shardfn import verify
+from shardfn import targets, verify
 from shardfn.cost.hardware import resolve
 
 RUN = """
@@ -53,7 +53,7 @@ print(json.dumps(found))
 @pytest.mark.tpu
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_as_a_tpu_has_it():
-    env = verify._environment(verify.target(resolve("tpu-v5e:2x4")))
+    env = verify._environment(targets.target(resolve("tpu-v5e:2x4")))
     done = subprocess.run([sys.executable, "-c", RUN], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
