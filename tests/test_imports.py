@@ -25,6 +25,7 @@ LAYERS = (
         "graph.rules",
         "graph.alike",
         "graph.simplified",
+        "graph.together",
         "cost.fusion",
         "cost.tpu",
         "graph.tiles",
