@@ -88,7 +88,8 @@ class Sized(Flow):
         if found is None:
             shape = super().local_shape(value)
             found = self.pieces[key] = shape, math.prod(shape) * dtype_bits(form.dtype) // 8
-        self.shapes[value], self.sizes[value] = found
+        self.shapes[value] = found[0]
+        self.sizes.setdefault(value, found[1])  # what takes more than its elements is told
 
 
 @dataclasses.dataclass(frozen=True)
