@@ -11,8 +11,9 @@ import pytest
 from jax import lax
 
 import shardfn
-from examples.models import abstract, gpt2, llama
+from examples.models import abstract, gpt2, llama, mlp
 from shardfn import compiled
+from shardfn.cost.gpu import FEW, parts
 
 GPUS = "h100:8"
 
@@ -99,3 +100,78 @@ def test_compiled_steps(cuda, model, layout):
     made, predicted = kinds(compiled.read(plan.verifier.compiled(plan)).collectives), kinds(plan.collectives)
     for kind in made.keys() | predicted.keys():
         assert abs(predicted[kind] - made[kind]) < 0.05 * made.total(), kind
+
+
+# Rows, columns, summed, and in how many parts XLA makes the product for an H100 and for an A100.
+PARTS = [
+    (64, 64, 64, 1, 1), (64, 128, 64, 4, 1), (64, 128, 128, 8, 4), (64, 128, 256, 8, 4), (64, 128, 8192, 64, 32),
+    (64, 256, 128, 4, 1), (64, 1024, 256, 4, 1), (128, 256, 1024, 16, 8), (512, 128, 1024, 8, 4),
+    (512, 1024, 8192, 4, 4), (1024, 256, 256, 1, 1), (1024, 256, 8192, 8, 8), (1024, 1024, 1024, 1, 1),
+    (1024, 1024, 8192, 2, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "columns", "summed", "h100", "a100"), PARTS)
+def test_small_products_are_made_in_parts(rows, columns, summed, h100, a100):
+    assert parts(1, rows, columns, summed) == h100
+    assert parts(1, rows, columns, summed, FEW["a100"]) == a100
+
+
+def peak(fn, *args, entries, device=GPUS, **options):
+    return shardfn.plan(fn, *args, in_strategy=entries, device=device, **options).price.memory
+
+
+def test_the_parts_of_a_product_lie_in_memory():
+    """128 x 256 elements in sixteen parts, added up by what reads them."""
+    args, entries = (f32(128, 1024), f32(1024, 256)), ((1, 1), (1, 1))
+    assert peak(lambda x, w: jnp.tanh(x @ w), *args, entries=entries).temporaries == 16 * 128 * 256 * 4
+    assert peak(lambda x, w: jnp.tanh(x @ w), *args, entries=entries, device="tpu-v5e:8").temporaries == 0
+
+
+def test_a_sum_takes_its_operand_s_place():
+    args, entries = (f32(2048, 8 * 2048), f32(8 * 2048, 2048)), ((1, 8), (8, 1))
+    assert peak(jnp.matmul, *args, entries=entries, out_strategy=((1, 1),)).temporaries == 0
+
+
+def layers(ws, x):
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def merged(size):
+    """How many gathers of twelve weights run as one."""
+    ws, x = [f32(size, size)] * 12, f32(8 * size, size)
+    plan = shardfn.plan(layers, ws, x, in_strategy=([(8, 1)] * 12, (8, 1)), device=GPUS)
+    return [c.merged for c in plan.collectives if c.kind == "all-gather"]
+
+
+def test_gathers_are_merged_up_to_a_size():
+    assert merged(256) == [12] * 12  # 3 MiB
+    assert merged(1024) == [7] * 7 + [5] * 5  # 4 MiB each, of 30 in all
+    assert merged(4096) == [1] * 12
+
+
+def test_what_comes_from_one_large_array_is_computed_anew():
+    """An `exp` with two readers, of a product that stays: on CPU both are stored."""
+
+    def f(x, w):
+        z = x @ w
+        y = jnp.exp(z)
+        return jnp.sum(y, axis=-1), jnp.sum(y * z, axis=-1)
+
+    args, entries = (f32(8192, 2048), f32(2048, 8192)), ((8, 1), (1, 1))
+    product = 1024 * 8192 * 4
+    assert peak(f, *args, entries=entries).temporaries == product
+    assert peak(f, *args, entries=entries, device="cpu:8").temporaries >= 2 * product
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["data parallel", "FSDP", "tensor parallel"])
+def test_compiled_memory(cuda, layout):
+    fn, args = abstract(mlp.make, **mlp.SMALL)
+    expert = mlp.experts(8, **mlp.SMALL)[layout]
+    step: Any = shardfn.shard(expert.written(fn), expert.in_strategy, device=GPUS, donate_argnums=(0,))
+    plan = step.plan(*args)
+    made = compiled.read(plan.verifier.compiled(plan))
+    assert plan.price.memory.peak == pytest.approx(made.together("cuda"), rel=0.1)

@@ -4,7 +4,8 @@
   linked: `hardware`, `links`
 - bytes of a collective: `collectives`; work of an op: `compute`; all of it together: `price`
 - memory: which values take a place (`fusion`), in which order ops run (`schedule`), what is alive when (`memory`, and `loops`
-  for what these carry), the copies that XLA's CPU backend makes (`cpu`), and the tiles and the vector memory of a TPU (`tpu`)
+  for what these carry), the copies that XLA's CPU backend makes (`cpu`), the parts of small products on GPUs (`gpu`), and the
+  tiles and the vector memory of a TPU (`tpu`)
 
 The search prices an op by tables of the same figures (`search.strategies`); what its plans cost is said by `price` alone.
 """

@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 from shardfn.graph.model import PRODUCTS, Flow, Graph, Op
 
 CHEAP = frozenset(
-    {"abs", "add", "add_parts", "and", "bitcast_convert", "broadcast_in_dim", "ceil", "clamp", "compare", "complex", "concatenate",
-     "convert", "copy", "dynamic_slice", "floor", "gather", "imag", "iota", "is_finite", "maximum", "minimum", "multiply",
+    {"abs", "add", "add_parts", "and", "bitcast_convert", "broadcast_in_dim", "ceil", "clamp", "compare", "complex",
+     "concatenate", "convert", "copy", "dynamic_slice", "floor", "gather", "imag", "iota", "is_finite", "maximum", "minimum", "multiply",
      "negate", "not", "or", "pad", "real", "reverse", "rotate", "round_nearest_even", "round_nearest_afz", "select",
      "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "slice", "square", "subtract", "transpose",
      "xor", "dynamic_update_slice"}
@@ -93,11 +93,12 @@ def fuse(flow: Flow) -> Fusion:
 
     An op is computed where its readers are if all of them can do so (elementwise ops, moves of data, reductions over the
     last dim) and they run as one; a cheap one (`CHEAP`) in several places too, if at most one operand that is no broadcast
-    is as large as itself; a costly one not where its elements are repeated. Products, collectives, loops and library
+    is as large as itself; on CPU a costly one not where its elements are repeated. Products, collectives, loops and library
     calls read from memory. A reshape is no work at all.
 
-    On a TPU products and all reductions compute their operands too, a costly op is computed anew like a cheap one, and a
-    product is computed inside the elementwise op that alone reads it (the fusions of kind `kOutput`).
+    On accelerators a costly op is computed anew like a cheap one, from the one large array that it comes from in the end. On a
+    TPU products and all reductions compute their operands too, and a product is computed inside the elementwise op that alone
+    reads it (the fusions of kind `kOutput`).
     """
     return _Fuser(flow).fusion()
 
@@ -124,8 +125,8 @@ class _Fuser:
         self.calls = self.library_calls() if self.cpu else {}
         """Ops that a call of the library computes, and the one whose result it gives."""
         self.called = frozenset(self.calls.values())
-        self.sources = self.large_sources() if self.tpu else {}
-        """On a TPU: for what an elementwise op makes, the values as large that it is computed from in the end."""
+        self.sources = {} if self.cpu else self.large_sources()
+        """Not on CPU: for what an elementwise op makes, the values as large that it is computed from in the end."""
         self.homes: dict[int, tuple[int, ...]] = {}
         """For each op those inside which it is computed, or itself."""
         self.anew: dict[int, frozenset[int]] = {}
@@ -285,15 +286,8 @@ class _Fuser:
             return None
         if len(homes) > _MOST or not all(self.can_read(r) for r in readers):
             return None
-        if op.name in COSTLY and not self.tpu:
-            alone = len(homes) == 1 and all(self.graph.ops[r].name not in _SPREADS for r in readers)
-            return homes if alone else None
-        if self.tpu:
-            again = self.sources[value] - {value}
-            return homes if len(homes) <= 1 or (value not in self.sources[value] and len(again) <= 1) else None
-        if len(homes) <= 1:
-            return homes
-        return homes if self.is_unary(op) else None
+        again = self.sources[value] - {value}
+        return homes if len(homes) <= 1 or (value not in self.sources[value] and len(again) <= 1) else None
 
     def written_through(self, op: Op, readers: Sequence[int], homes: tuple[int, ...]) -> tuple[int, ...] | None:
         """`computed_in`, of a view on CPU: it is an op of its own, in which what it is of is computed, where a reader needs it

@@ -15,5 +15,5 @@
 
 The road of a call: trace, `place` what was given, `search` what is open, lay out (`shardy.propagate`, `roads`), price
 (`cost.price`), `Plan`. What a platform does of its own (CPU, TPU, GPU) is asked here in `roads`, `together`, `libtpu`, `ways` and
-`shardy`, in `cost` in `fusion`, `schedule`, `memory`, `cpu` and `tpu`, and in the search in `grid` and `facts`.
+`shardy`, in `cost` in `fusion`, `schedule`, `memory`, `cpu`, `gpu` and `tpu`, and in the search in `grid` and `facts`.
 """
