@@ -7,7 +7,8 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from shardfn.cost.fusion import ELEMENTWISE, Fusion, fuse
+from shardfn.cost.fusion import Fusion, fuse
+from shardfn.cost.kinds import ELEMENTWISE
 from shardfn.cost.tpu import rows_bytes, scattered_to
 from shardfn.graph.model import Communication, Flow, Graph, Op, dtype_bits
 

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from shardfn.cost.fusion import ELEMENTWISE
+from shardfn.cost.kinds import ELEMENTWISE
 from shardfn.graph.model import PRODUCTS, Pin, Spec
 from shardfn.graph.moves import divisors
 from shardfn.search.facts import bytes_of
