@@ -52,7 +52,8 @@ def answer_of(
 ) -> Answer:  # fmt: skip
     """The best of what was found and of the plain layouts, as their flows show, with all that is to be said of it.
 
-    After the time limit only the first thing found is priced, and a last flow or two of what was taken.
+    After the time limit only the first thing found is priced, a plain layout beside it, and a last flow or two of what was
+    taken.
 
     Args:
       problem: what is asked.
@@ -105,6 +106,8 @@ def answer_of(
         peak = min((made.price.memory.peak for _, made, _ in rated), default=math.inf)
         simple = plain.candidates(problem, problem.level == 1, peak, fastest(problem, rated))
         rated += [_row(problem, c) for c in simple]
+    if problem.seconds_left <= 0:
+        rated += [_row(problem, c) for c in plain.in_haste(problem)]
     if not rated:
         return propagation.search(problem)
     rated.sort(key=lambda r: r[0])

@@ -24,6 +24,9 @@ FEWEST, OPS = 5, 9_000
 """Layouts that are priced at level 1: this many, and more as long as their flows have no more ops than that together."""
 
 
+HASTY = 4
+"""Layouts that are priced after the time limit at most, until one fits."""
+
 FAR = 1.25
 """Of the time of the best flow so far: from there a layout is not laid out in pieces as well, which was worth up to 27 % of
 programs of 500 ops and more that were far off anyway, and nothing of the others."""
@@ -71,15 +74,35 @@ def of_batch(problem: Problem) -> tuple[Candidate, ...]:
     data parallel. None where nothing is a batch, or the grid is the user's."""
     if problem.axes or not problem.is_open:
         return ()
-    n = (("a", problem.devices),)
     found: dict[tuple[Spec, ...], Candidate] = {}
-    for class_ in dict.fromkeys(problem.classes[i][0] for i in sorted(fresh(problem)) if problem.classes[i]):
-        for one in _each(problem, n, {class_: "a"}) if _fits(problem, class_, problem.devices) else ():
-            if one.specs not in found and problem.seconds_left > 0:
-                price = problem.price(one.axes, one.specs, one.pins)
-                if keeps(problem.flow(one.axes, one.specs, one.pins), problem.algorithm):
-                    found[one.specs] = Candidate(one.name, one.axes, one.specs, one.pins, price)
+    for one in _of_batch(problem):
+        if one.specs not in found and problem.seconds_left > 0:
+            price = problem.price(one.axes, one.specs, one.pins)
+            if keeps(problem.flow(one.axes, one.specs, one.pins), problem.algorithm):
+                found[one.specs] = Candidate(one.name, one.axes, one.specs, one.pins, price)
     return tuple(found.values())
+
+
+def _of_batch(problem: Problem) -> Iterator[Layout]:
+    n = (("a", problem.devices),)
+    for class_ in dict.fromkeys(problem.classes[i][0] for i in sorted(fresh(problem)) if problem.classes[i]):
+        if _fits(problem, class_, problem.devices):
+            yield from _each(problem, n, {class_: "a"})
+
+
+def in_haste(problem: Problem) -> tuple[Candidate, ...]:
+    """What stands beside an answer when the time limit is over: the first plain layout that fits the memory limit, of the
+    batch before others. A few are priced whatever the time, so that a limit too short is no worse than data parallel."""
+    if problem.axes or not problem.is_open:
+        return ()
+    found: list[Candidate] = []
+    for one in itertools.islice(itertools.chain(_of_batch(problem), _layouts(problem, pairs=False)), HASTY):
+        price = problem.price(one.axes, one.specs, one.pins)
+        if keeps(problem.flow(one.axes, one.specs, one.pins), problem.algorithm):
+            found.append(Candidate(one.name, one.axes, one.specs, one.pins, price))
+            if price.memory.peak <= problem.memory_limit:
+                break
+    return tuple(found)
 
 
 def fresh(problem: Problem) -> frozenset[int]:
