@@ -25,6 +25,7 @@ LAYERS = (
         "graph.rules",
         "graph.alike",
         "graph.simplified",
+        "graph.together",
         "cost.fuser",
         "cost.library",
         "cost.tpu",

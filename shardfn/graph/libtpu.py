@@ -1,39 +1,19 @@
-"""What libtpu makes of a laid-out program's collectives where XLA's other backends do otherwise: which sums it scatters, which
-it puts together, and what it gathers again."""
+"""What libtpu makes of a laid-out program's collectives where XLA's other backends do otherwise: which sums it scatters, and what
+it gathers again."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from shardfn.graph.model import CHANGES, Communication, Flow, Graph, Op, Spec, Value
+from shardfn.graph.model import Flow, Graph, Op
 from shardfn.graph.padding import LANES, SUBLANES, tiled_dims
+from shardfn.graph.together import summed_together, with_ops, without_unread
 
 
 def as_on_tpu(flow: Flow) -> Flow:
     """A flow's collectives as libtpu runs them."""
-    return _without_unread(gathered_apart(summed_together(flow)))
-
-
-def _without_unread(flow: Flow) -> Flow:
-    """Without moves to where nothing reads them any more: what rows are added to lay as they need it already."""
-    graph = flow.graph
-    read = {v for op in graph.ops for v in op.inputs}.union(graph.outputs, (v for tie in graph.ties for v in tie))
-    if all(not op.outputs or op.outputs[0] in read for op in graph.ops if op.name in CHANGES):
-        return flow
-    ops: list[Op] = []
-    read = {*graph.outputs, *(v for tie in graph.ties for v in tie)}
-    for op in reversed(graph.ops):
-        if op.name not in CHANGES or not read.isdisjoint(op.outputs):
-            ops.append(op)
-            read.update(op.inputs)
-    kept = {v for op in ops for v in op.outputs}
-    sent = {c.result: c for c in flow.communications if c.result in kept}
-    return _with(flow, graph.values, flow.specs, ops[::-1], sent)
-
-
-# ---- sums
+    return without_unread(gathered_apart(summed_together(flow)))
 
 
 def scatters(piece: tuple[int, ...], dim: int, bits: int, is_whole: bool, torus: tuple[int, ...]) -> bool:
@@ -58,44 +38,6 @@ def scatters(piece: tuple[int, ...], dim: int, bits: int, is_whole: bool, torus:
     return piece[dim] % {row: SUBLANES, column: LANES * max(1, 32 // bits)}.get(dim, 1) == 0
 
 
-def added_to(ops: Sequence[Op], filled: Collection[int], outputs: Collection[int]) -> list[Op]:
-    """The ops before they are partitioned, with rows that are added to zeros, and then to something else, added to that at once:
-    a table that is looked up in and multiplied by has its gradient's product gathered before its rows are added.
-
-    Args:
-      ops: in program order.
-      filled: values that are one number everywhere.
-      outputs: the results.
-    """
-    made = {op.outputs[0]: op for op in ops if op.name == "scatter" and len(op.inputs) == 3}
-    found = list(ops)
-    if not made:
-        return found
-    count = collections.Counter(v for op in ops for v in op.inputs)
-    count.update(outputs)
-    at = {op.outputs[0]: i for i, op in enumerate(ops) if op.outputs and op.outputs[0] in made}
-    turns = {op.outputs[0]: op for op in ops if op.name == "transpose"}
-    for i, op in enumerate(ops):
-        if op.name != "add" or len(made.keys() & op.inputs) != 1:
-            continue
-        rows, other = op.inputs if op.inputs[0] in made else op.inputs[::-1]
-        scatter = made[rows]
-        if scatter.combines == "add" and scatter.inputs[0] in filled and count[rows] == 1:
-            found[i] = scatter.of((_unturned(other, turns), *scatter.inputs[1:]), op.outputs)
-            found[at[rows]] = dataclasses.replace(scatter, name="", outputs=())
-    return [op for op in found if op.name]
-
-
-def _unturned(value: int, turns: Mapping[int, Op]) -> int:
-    """What a value was before it was transposed there and back."""
-    last = turns.get(value)
-    first = turns.get(last.inputs[0]) if last else None
-    if last is None or first is None or last.rule is None or first.rule is None:
-        return value
-    there, back = (tuple(map(r.operands[0].index, r.results[0])) for r in (first.rule, last.rule))
-    return first.inputs[0] if [there[d] for d in back] == sorted(there) else value
-
-
 def sums_whole(torus: Sequence[int]) -> bool:
     """Whether sums over all devices of a torus are never scattered: over a square of 4 x 4 or more, or three dims.
 
@@ -104,81 +46,6 @@ def sums_whole(torus: Sequence[int]) -> bool:
     """
     dims = [n for n in torus if n > 1]
     return len(dims) > 2 or (len(dims) == 2 and dims[0] == dims[1] > 2)
-
-
-_SUMS = frozenset({"all_reduce", "reduce_scatter"})
-
-
-def summed_together(flow: Flow) -> Flow:
-    """With partial sums added before they are added up, where both would be over the same devices: one collective for two.
-
-    Only of sums that nothing else reads, as XLA's reassociation of all-reduces does it. The gradient of what queries, keys and
-    values are made of is one sum so, and not three.
-    """
-    graph, specs = flow.graph, list(flow.specs)
-    sent = {c.result: c for c in flow.communications}
-    at = {v: i for i, op in enumerate(graph.ops) for v in op.outputs if op.name in _SUMS and v in sent}
-    if not at:
-        return flow
-    cut = {op.outputs[0]: op.inputs[0] for op in graph.ops if op.name == "all_slice" and op.inputs[0] in at}
-    count = collections.Counter(v for op in graph.ops for v in op.inputs)
-    count.update((*graph.outputs, *(v for tie in graph.ties for v in tie)))
-    values = list(graph.values)
-    ops: list[tuple[Op, ...]] = [(op,) for op in graph.ops]
-    for i, op in enumerate(graph.ops):
-        if (
-            op.name != "add"
-            or len({*op.inputs}) != 2
-            or any(count[v] != 1 or count[cut.get(v, v)] != 1 for v in op.inputs)
-        ):
-            continue
-        pair = [sent[w] if (w := cut.get(v, v)) in at else None for v in op.inputs]
-        first, second = pair
-        if not first or not second or first.trips != op.trips or specs[op.inputs[0]] != specs[op.inputs[1]]:
-            continue
-        if _kind(values, specs, first) != _kind(values, specs, second):
-            continue
-        (result,) = op.outputs
-        partial, full = len(values), len(values) + 1
-        values += [values[first.operand], values[first.result]]
-        specs += [specs[first.operand], specs[first.result]]
-        for c in (first, second):
-            ops[at.pop(c.result)] = ()
-            del sent[c.result]
-        ops[i] = (
-            op.of((first.operand, second.operand), (partial,)),
-            Op(first.kind.replace("-", "_"), (partial,), (full,), None, op.trips, first.where),
-            Op("all_slice", (full,), (result,), None, op.trips, first.where),
-        )
-        sent[full] = dataclasses.replace(first, operand=partial, result=full)
-        at[full], cut[result], count[full] = i, full, 1
-    if len(values) == len(graph.values):
-        return flow
-    return _with(flow, values, specs, _read([op for some in ops for op in some], graph.outputs), sent)
-
-
-def _kind(values: Sequence[Value], specs: Sequence[Spec], c: Communication) -> object:
-    """What two sums have in common that can be made as one."""
-    return c.kind, c.axes, values[c.operand], specs[c.operand], specs[c.result]
-
-
-def _read(ops: Sequence[Op], outputs: Sequence[int]) -> list[Op]:
-    """Without the slices that nothing reads any more."""
-    read = {v for op in ops for v in op.inputs}.union(outputs)
-    return [op for op in ops if op.name != "all_slice" or not read.isdisjoint(op.outputs)]
-
-
-def _with(
-    flow: Flow, values: Sequence[Value], specs: Sequence[Spec], ops: Sequence[Op], sent: Mapping[int, Communication]
-) -> Flow:
-    """The flow of these ops, its communications in their order."""
-    graph = dataclasses.replace(flow.graph, values=tuple(values), ops=tuple(ops))
-    turn = {v: i for i, op in enumerate(ops) for v in op.outputs}
-    communications = tuple(sorted(sent.values(), key=lambda c: turn.get(c.result, len(ops))))
-    return dataclasses.replace(flow, graph=graph, specs=tuple(specs), communications=communications)
-
-
-# ---- gathers
 
 
 FAR = 100
@@ -238,7 +105,7 @@ def gathered_apart(flow: Flow) -> Flow:
         ops += before.get(i, ())
         inputs = tuple([reads.get((i, v), v) for v in op.inputs])
         ops.append(op if inputs == op.inputs else op.of(inputs, op.outputs))
-    return _with(flow, values, specs, ops, sent)
+    return with_ops(flow, values, specs, ops, sent)
 
 
 def _root(value: int, source: Mapping[int, int]) -> int:

@@ -13,11 +13,12 @@ import math
 from collections.abc import Sequence
 
 from shardfn.graph.cases import Case, Edge, Leg, Way, whole
-from shardfn.graph.libtpu import added_to, as_on_tpu, scatters
+from shardfn.graph.libtpu import as_on_tpu, scatters
 from shardfn.graph.model import CHANGES, PRODUCTS, Communication, Flow, Graph, Op, Rule, Spec, Tap, Value, dtype_bits
 from shardfn.graph.moves import flat, joined_axes, split_axes, steps
 from shardfn.graph.simplified import simplified
 from shardfn.graph.tiles import Step
+from shardfn.graph.together import added_to, put_together
 from shardfn.graph.ways import way
 
 
@@ -73,7 +74,7 @@ class _Roads:
         own = {c.result: c for c in self.given.communications}
         is_cut = list(map(any, self.specs)).__getitem__
         ops = _rotations(self.given)
-        if self.platform == "tpu":
+        if self.platform != "cpu":
             ops = added_to(ops, self.filled, self.given.graph.outputs)
         for op in _needed(self.given.graph, ops):
             if own:
@@ -98,7 +99,7 @@ class _Roads:
         )
         graph = dataclasses.replace(graph, ops=tuple(ops))
         found = simplified(Flow(graph, specs, grid, sent, self.platform))
-        return as_on_tpu(found) if self.platform == "tpu" else found
+        return _AFTER.get(self.platform, put_together)(found)
 
     def carry(self, op: Op) -> None:
         """What enters a loop, comes back from its body, or leaves a branch lies as the results do."""
@@ -395,6 +396,9 @@ def _travels(platform: str, kind: str, dtype: str, is_read: bool) -> str:
     is_narrowed = (platform, dtype) == ("tpu", "f32") and kind in ("all-gather", "collective-permute") and is_read
     return "bf16" if is_narrowed else dtype
 
+
+_AFTER = {"cpu": lambda flow: flow, "tpu": as_on_tpu}
+"""What becomes of a platform's collectives in the end; of GPUs' what is said in `graph.together` alone."""
 
 _PASSED = frozenset({"iota", "shard_map", "create_token", "after_all", "partition_id", "replica_id"})
 """Ops at whose operands nothing is moved."""

@@ -20,7 +20,7 @@ from shardfn.graph.release import IS_BEFORE_12
 
 def way(case: Case, platform: str) -> Way:
     """How XLA works on an op on `platform`."""
-    rules = ON_TPU if platform == "tpu" else WAYS
+    rules = {"cpu": WAYS, "tpu": ON_TPU}.get(platform, ON_GPU)
     return rules.get(case.op.name, follow_result)(case)
 
 
@@ -314,11 +314,17 @@ WAYS: dict[str, Callable[[Case], Way]] = {
 }
 """How each kind of op is worked on; the others follow their result."""
 
-ON_TPU: dict[str, Callable[[Case], Way]] = {
+ON_GPU: dict[str, Callable[[Case], Way]] = {
     **WAYS,
-    "convolution": convolve_on_tpu,
     # Only the dims that they work along are made whole:
-    **dict.fromkeys(("top_k", "cholesky", "fft"), follow_result),
+    **dict.fromkeys(("top_k", "cholesky"), follow_result),
     "triangular_solve": solve,
+}
+"""The same where XLA compiles for GPUs: what JAX has libraries for there, XLA cuts along what is independent."""
+
+ON_TPU: dict[str, Callable[[Case], Way]] = {
+    **ON_GPU,
+    "convolution": convolve_on_tpu,
+    "fft": follow_result,
 }
 """The same where libtpu compiles."""
