@@ -1,11 +1,11 @@
 """What a search tries for a program of so many ops at a level: every number that depends on the size, on one page.
 
-A flow of a program costs time in proportion to its ops. So of a small one (`SMALL_OPS`) everything is tried: each thing found is
+A flow of a program costs time in proportion to its ops. Of a small program (`SMALL_OPS`) everything is tried: each thing found is
 let go of what it need not hold before it is compared, other aims and grids are asked too, and what other levels find and the
-plans around the answer stand beside it (`beside`). Of a large one (`LARGE_OPS`) little is: nothing in line but a first look,
-plain layouts with the batch cut alone, and other levels only for less memory. Of those in between, that wherever a flow did not
-do what the model promised (`choose`). What does not depend on the size, as the work that a grid may take, stands where it is
-done (`ongrid`).
+plans around the answer stand beside it (`beside`). Of a large one (`LARGE_OPS`) little is: the first few of what was found, plain
+layouts with the batch cut alone, and other levels only for less memory. Of those in between, more is tried where no flow did what
+the model promised (`choose`). What does not depend on the size, as the work that a grid may take, stands where it is done
+(`ongrid`).
 """
 
 from __future__ import annotations
