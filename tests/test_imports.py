@@ -72,7 +72,7 @@ LAYERS = (
     ("search.strategies",),
     ("search.problem",),
     ("search.filters",),
-    ("search.propagation", "search.plain", "search.levels", "search.room"),
+    ("search.following", "search.plain", "search.levels", "search.room"),
     ("search.polish", "search.results", "search.letgo", "search.found"),
     ("search.neighbours", "search.holding", "search.ongrid", "search.told"),
     ("search.choose", "search.limits"),

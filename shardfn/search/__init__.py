@@ -1,6 +1,6 @@
 """How open layouts are chosen. `MODES` maps MindSpore's `search_mode` names to searches of one signature (`problem`).
 
-- the modes: `auto`, `dynamic`, `recursive`, and `seeds` ("sharding_propagation"); where nothing is open: `propagation`; what they
+- the modes: `auto`, `dynamic`, `recursive`, and `seeds` ("sharding_propagation"); where nothing is open: `following`; what they
   try for which size of program and which level: `scope`
 - the choices on a grid as a labelling problem: `strategies`, of `forms`, `grid`, `facts`, `borders`, `sums` and `windowed`; the
   level's costs: `levels`; what `set_algo_parameters` leaves out: `filters`; solved by `solver`, on a grid as a whole by `ongrid`

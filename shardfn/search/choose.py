@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from shardfn.search import plain, propagation
+from shardfn.search import following, plain
 from shardfn.search.facts import bytes_of
 from shardfn.search.filters import keeps
 from shardfn.search.found import (
@@ -59,7 +59,7 @@ def answer_of(
     rated += _elsewise(problem, found, rated, turn, mend, disappoints)
     rated += [_row(problem, made) for made in _plain(problem, rated, disappoints)]
     if not rated:
-        return propagation.search(problem)
+        return following.search(problem)
     rated.sort(key=lambda r: r[0])
     if disappoints and problem.scope.let_go:
         rated = _let_go(problem, rated)

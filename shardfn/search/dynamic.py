@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 
 from shardfn.graph.moves import divisors
-from shardfn.search import propagation
+from shardfn.search import following
 from shardfn.search.beside import asked_once, bettered
 from shardfn.search.choose import answer_of
 from shardfn.search.found import Found, mirrored
@@ -29,7 +29,7 @@ WORTH = 0.95
 def search(problem: Problem) -> Answer:
     """The cheapest layout at the problem's level; of small programs what other levels find stands beside it."""
     if not problem.is_open:
-        return propagation.search(problem)
+        return following.search(problem)
     return bettered(problem, asked_once(problem, alone), alone)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardfn.search import propagation
+from shardfn.search import following
 from shardfn.search.facts import bytes_of
 from shardfn.search.filters import narrowed
 from shardfn.search.found import Found
@@ -38,8 +38,8 @@ class Join:
 
 
 def search(problem: Problem) -> Answer:
-    """The cuts that were given, spread; without any, or with nothing open, as `propagation` has it."""
-    followed = propagation.search(problem)
+    """The cuts that were given, spread; without any, or with nothing open, as `following` has it."""
+    followed = following.search(problem)
     if not problem.is_open or not any(dim for spec in problem.specs if spec for dim in spec):
         return followed
     found = spread(problem)

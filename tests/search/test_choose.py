@@ -12,7 +12,7 @@ import shardfn
 from shardfn.cost.chips import CHIPS
 from shardfn.cost.links import links
 from shardfn.graph.model import Pin
-from shardfn.search import choose, forget, letgo, propagation, scope
+from shardfn.search import choose, following, forget, letgo, scope
 from shardfn.search.letgo import as_sliced
 from shardfn.search.levels import repeated
 from shardfn.search.problem import Candidate, Memo, objective
@@ -28,7 +28,7 @@ def looked_up(table, index, x):
 
 def test_an_argument_that_is_sliced_before_it_is_read_is_laid_out_so():
     problems = []
-    shardfn.register_search("listening", lambda problem: problems.append(problem) or propagation.search(problem))
+    shardfn.register_search("listening", lambda problem: problems.append(problem) or following.search(problem))
     try:
         args = S((64, 8), jnp.float32), S((16, 2), jnp.int32), S((16, 8), jnp.float32)
         shardfn.plan(looked_up, *args, device="cpu:8", search_mode="listening", level=2)
@@ -107,7 +107,7 @@ def test_a_large_program_that_gathers_arguments_is_not_tried_without_what_holds_
 ):
     """Propagation alone would hand the cut of the weights on: that flow costs much and wins nothing."""
     problems = []
-    shardfn.register_search("listening", lambda problem: problems.append(problem) or propagation.search(problem))
+    shardfn.register_search("listening", lambda problem: problems.append(problem) or following.search(problem))
     try:
         shardfn.plan(jnp.matmul, S((16, 8), jnp.float32), S((8, 64), jnp.float32), device="h100:8",
                      search_mode="listening", level=2)  # fmt: skip

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardfn
-from shardfn.search import forget, propagation
+from shardfn.search import following, forget
 from shardfn.search.polish import fewer, fresh, groups, in_line, in_pieces, more, polished
 from shardfn.search.problem import Candidate, objective
 
@@ -33,7 +33,7 @@ BEST = ((), B), (B, ()), ((),), (A, ())
 @pytest.fixture(scope="module")
 def problem():
     problems = []
-    shardfn.register_search("listening", lambda problem: problems.append(problem) or propagation.search(problem))
+    shardfn.register_search("listening", lambda problem: problems.append(problem) or following.search(problem))
     try:
         options = {"device": "cpu:8", "search_mode": "listening", "level": 0}
         shardfn.plan(lambda w, x: (step(*w, x), 0.0), ARGS[:3], ARGS[3], **options)
