@@ -53,8 +53,8 @@ def test_at_level_1_what_is_left_out_holds_more(make):
 
 
 def test_of_a_large_program_the_few_are_priced_that_promise_most(monkeypatch):
-    monkeypatch.setattr(plain, "FEWEST", 5)
-    monkeypatch.setattr(plain, "OPS", 0)
+    monkeypatch.setattr("shardfn.search.scope.FEWEST", 5)
+    monkeypatch.setattr("shardfn.search.scope.PLAIN_OPS", 0)
     problem, _ = asked(*abstract(attention.make, batch=64), level=1, device="cpu:8")
     few = plain.candidates(problem)
     every = [problem.price(one.axes, one.specs, {}).memory.peak for one in plain._layouts(problem, True)]
