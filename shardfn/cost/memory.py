@@ -22,6 +22,7 @@ from shardfn.cost.collectives import bytes_sent
 from shardfn.cost.compute import once
 from shardfn.cost.cpu import on_cpu
 from shardfn.cost.fuser import Fusion
+from shardfn.cost.gpu import on_gpu
 from shardfn.cost.kinds import ELEMENTWISE, is_view
 from shardfn.cost.loops import UPDATES, Loops, kept_apart, loops_of, stay_through
 from shardfn.cost.schedule import Order, merged, scheduled
@@ -74,7 +75,7 @@ def memory(flow: Flow, donated: Collection[int] = (), chip: Chip | None = None) 
       donated: positions of arguments whose memory results of equal size take over.
       chip: what it runs on; what lies in the memory inside it (`Chip.fast_bytes`) all its life takes no other.
     """
-    order, fusion = scheduled(merged(on_cpu(flow)))
+    order, fusion = scheduled(merged(on_gpu(on_cpu(flow), chip)))
     return memory_of(order, fusion, donated, chip)
 
 
@@ -258,7 +259,8 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
     stay_through(start, end, [(2 * first, 2 * last) for last, first in loops.spans.items()], loops.entered)
     last_read = {i: 2 * last for i, (_, last) in together.items()}
     bound = _bound(flow, fusion, loops, end) if flow.platform == "cpu" else frozenset()
-    sooner = _in_place(flow, fusion, start, end, last_read, bound)
+    spread = () if flow.platform == "tpu" else {i for i, (first, last) in together.items() if first < last}
+    sooner = _in_place(flow, fusion, start, end, last_read, bound, spread)
     groups = _colocated(graph, loops, _shown(flow, fusion), start, end)
     inputs, outputs = set(graph.inputs), set(graph.outputs)
     last = 2 * len(graph.ops)
@@ -299,8 +301,10 @@ def _in_place(
     end: dict[int, int],
     last_read: Mapping[int, int],
     bound: frozenset[int],
+    merged_sums: Collection[int] = (),
 ) -> dict[int, int]:
-    """Elementwise ops and updates write over an operand of their own size that dies there; on a TPU all-reduces too.
+    """Elementwise ops and updates write over an operand of their own size that dies there; on accelerators all-reduces too, on
+    GPUs those that are not merged.
 
     Not where one of them is of `bound`, values that an update or a loop has in one place with others already: when these would
     end, which counts in the places of results, comes back.
@@ -308,12 +312,14 @@ def _in_place(
     sooner: dict[int, int] = {}
     graph = flow.graph
     inputs, outputs = set(graph.inputs), set(graph.outputs)
-    writes_over = _WRITES_OVER | {"all_reduce"} if flow.platform == "tpu" else _WRITES_OVER
+    writes_over = _WRITES_OVER if flow.platform == "cpu" else _WRITES_OVER | {"all_reduce"}
     for i, op in enumerate(graph.ops):
         if len(op.outputs) != 1 or op.outputs[0] not in start or op.name not in writes_over:
             continue
         if flow.platform == "cpu" and any(graph.ops[j].name == "reduce" for j in fusion.inside[i] or ()):
             continue  # a call of the library
+        if i in merged_sums:
+            continue
         shape, size = flow.local_shape(op.outputs[0]), flow.local_bytes(op.outputs[0])
         for v in fusion.reads[i]:
             dies = end.get(v) == last_read.get(i, 2 * i) and v in start and v not in inputs and v not in outputs

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from shardfn.cost.collectives import bytes_sent
 from shardfn.cost.compute import work
 from shardfn.cost.cpu import on_cpu
+from shardfn.cost.gpu import on_gpu
 from shardfn.cost.hardware import Hardware, link_over
 from shardfn.cost.memory import Memory, memory_of
 from shardfn.cost.schedule import Order, merged, scheduled
@@ -85,7 +86,7 @@ def price(flow: Flow, hardware: Hardware, donated: Collection[int] = ()) -> Pric
       donated: positions of arguments whose memory results take over.
     """
     axes = tuple(flow.axes.items())
-    order = merged(on_cpu(flow))
+    order = merged(on_gpu(on_cpu(flow), hardware.chip))
     sent = collectives(flow, order)
     order, fusion = scheduled(order)
     done = work(order.flow, hardware.chip, fusion)

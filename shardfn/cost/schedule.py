@@ -89,13 +89,14 @@ class Sized(Flow):
         if found is None:
             shape = super().local_shape(value)
             found = self.pieces[key] = shape, math.prod(shape) * dtype_bits(form.dtype) // 8
-        self.shapes[value], self.sizes[value] = found
+        self.shapes[value] = found[0]
+        self.sizes.setdefault(value, found[1])  # what takes more than its elements is told
 
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """A flow with its ops in the order in which they run; `groups` has for an all-reduce's result the number of the one
-    that it is a part of."""
+    """A flow with its ops in the order in which they run; `groups` has for the result of a collective that can be merged the
+    number of the one that it is a part of."""
 
     flow: Flow
     groups: Mapping[int, int]
@@ -116,25 +117,34 @@ class Order:
 
 
 def merged(flow: Flow) -> Order:
-    """The order in which all-reduces can run as one.
+    """The order in which collectives can run as one: all-reduces, on GPUs also all-gathers and reduce-scatters.
 
-    XLA's combiner puts all-reduces over the same axes into one where none needs another: in one region, of one element
-    type. It runs when the last of them can; what reads their results comes after.
+    XLA's combiners put those over the same axes into one where none needs another: in one region, of one element type
+    (gathers of any). It runs when the last of them can; what reads their results comes after.
     """
     if not isinstance(flow, Sized):
         flow = Sized(**{field.name: getattr(flow, field.name) for field in dataclasses.fields(flow)})
-    reduced = {c.result: c for c in flow.communications if c.kind == "all-reduce" and c.group_size > 1}
-    if len(reduced) < 2:
-        return Order(flow, {v: n for n, v in enumerate(reduced)}, bodies(flow.graph))
+    most = _MOST_MERGED.get(flow.platform, _MOST_ON_GPU)
+    several = {c.result: c for c in flow.communications if c.kind in most and c.group_size > 1}
+    if len(several) < 2:
+        return Order(flow, {v: n for n, v in enumerate(several)}, bodies(flow.graph))
     groups: dict[object, int] = {}
     of: dict[int, int] = {}
-    order = _ordered(flow, regions(flow.graph), reduced, groups, of)
+    order = _ordered(flow, regions(flow.graph), several, groups, of)
     graph = dataclasses.replace(flow.graph, ops=tuple(flow.graph.ops[i] for i in order))
     return Order(dataclasses.replace(flow, graph=graph), of, bodies(flow.graph))
 
 
-_MOST_MERGED = 125_829_120
-"""Bytes of one merged all-reduce on a TPU: libtpu's `xla_jf_crs_combiner_threshold_in_bytes`, 120 MiB."""
+_MOST_MERGED: dict[str, dict[str, float]] = {
+    "": {"all-reduce": math.inf},
+    "cpu": {"all-reduce": math.inf},
+    "tpu": {"all-reduce": 125_829_120},
+}
+"""Kinds of collectives that a platform's XLA merges, and bytes of one merged: on a TPU libtpu's
+`xla_jf_crs_combiner_threshold_in_bytes`, 120 MiB."""
+
+_MOST_ON_GPU = dict.fromkeys(("all-reduce", "all-gather", "reduce-scatter"), 30 * 2**20 + 7)
+"""The same on GPUs, of results: the defaults of `xla_gpu_all_reduce_combine_threshold_bytes` and its like."""
 
 
 class _Combiner:
@@ -180,11 +190,11 @@ class _Combiner:
 
 
 def _ordered(
-    flow: Flow, region: Region, reduced: dict[int, Communication], groups: dict[object, int], of: dict[int, int]
+    flow: Flow, region: Region, several: dict[int, Communication], groups: dict[object, int], of: dict[int, int]
 ) -> list[int]:
     ops = flow.graph.ops
-    inner = [[part] if isinstance(part, int) else _ordered(flow, part, reduced, groups, of) for part in region.parts]
-    if not any(v in reduced for numbers in inner if len(numbers) == 1 for v in ops[numbers[0]].outputs[:1]):
+    inner = [[part] if isinstance(part, int) else _ordered(flow, part, several, groups, of) for part in region.parts]
+    if not any(v in several for numbers in inner if len(numbers) == 1 for v in ops[numbers[0]].outputs[:1]):
         return [i for numbers in inner for i in numbers]
     made: dict[int, int] = {}
     needs: list[list[int]] = []
@@ -197,13 +207,18 @@ def _ordered(
             for v in ops[i].outputs:
                 made[v] = n
         result = ops[numbers[0]].outputs[0] if len(numbers) == 1 and ops[numbers[0]].outputs else None
-        if result in reduced:
-            c = reduced[result]
-            key = region.parts[-1], c.axes, c.group_size, c.trips, flow.graph.values[c.operand].dtype
-            most = _MOST_MERGED if flow.platform == "tpu" else math.inf
-            key = *key, combiner.group(key, behind, flow.local_bytes(c.operand), most)
+        if result in several:
+            c = several[result]
+            dtype = "" if c.kind == "all-gather" else flow.graph.values[c.operand].dtype
+            key = region.parts[-1], c.kind, c.axes, c.group_size, c.trips, dtype
+            most = _MOST_MERGED.get(flow.platform, _MOST_ON_GPU)[c.kind]
+            key = *key, combiner.group(key, behind, flow.local_bytes(c.result), most)
             group[n] = of[result] = groups.setdefault(key, len(groups))
     when = [float(n) for n in range(len(inner))]
+    shared = collections.Counter(group)
+    for n, numbers in enumerate(inner):
+        if group[n] is not None and shared[group[n]] > 1 and ops[numbers[0]].name == "all_gather":
+            when[n] = 0.0  # as soon as the last of them can
     later = [0.0 if g is None else 1 / (len(inner) + 1) for g in group]  # what reads its result comes after all of it
     last: dict[int, float] = {}
     for _ in range(3):
