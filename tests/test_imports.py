@@ -46,7 +46,7 @@ LAYERS = (
         "cost.schedule",
         "cuts",
     ),
-    ("context", "callee", "graph.shardy", "graph.classes", "cost.compute", "cost.calibrate"),
+    ("context", "callee", "graph.shardy", "graph.classes", "cost.compute", "cost.calibrate", "cost.gpu"),
     ("cost.memory",),
     ("hlo",),
     ("graph", "cost.price", "compiled", "branches"),

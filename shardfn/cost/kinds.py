@@ -6,8 +6,8 @@ from __future__ import annotations
 from shardfn.graph.model import Flow, Op
 
 CHEAP = frozenset(
-    {"abs", "add", "add_parts", "and", "bitcast_convert", "broadcast_in_dim", "ceil", "clamp", "compare", "complex", "concatenate",
-     "convert", "copy", "dynamic_slice", "floor", "gather", "imag", "iota", "is_finite", "maximum", "minimum", "multiply",
+    {"abs", "add", "add_parts", "and", "bitcast_convert", "broadcast_in_dim", "ceil", "clamp", "compare", "complex",
+     "concatenate", "convert", "copy", "dynamic_slice", "floor", "gather", "imag", "iota", "is_finite", "maximum", "minimum", "multiply",
      "negate", "not", "or", "pad", "real", "reverse", "rotate", "round_nearest_even", "round_nearest_afz", "select",
      "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "slice", "square", "subtract", "transpose",
      "xor", "dynamic_update_slice"}
