@@ -7,10 +7,10 @@ from shardfn.graph.model import Flow, Op
 
 CHEAP = frozenset(
     {"abs", "add", "add_parts", "and", "bitcast_convert", "broadcast_in_dim", "ceil", "clamp", "compare", "complex",
-     "concatenate", "convert", "copy", "dynamic_slice", "floor", "gather", "imag", "iota", "is_finite", "maximum", "minimum", "multiply",
-     "negate", "not", "or", "pad", "real", "reverse", "rotate", "round_nearest_even", "round_nearest_afz", "select",
-     "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "slice", "square", "subtract", "transpose",
-     "xor", "dynamic_update_slice"}
+     "concatenate", "convert", "copy", "dynamic_slice", "floor", "gather", "imag", "iota", "is_finite", "maximum",
+     "minimum", "multiply", "negate", "not", "or", "pad", "real", "reverse", "rotate", "round_nearest_even",
+     "round_nearest_afz", "select", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "slice",
+     "square", "subtract", "transpose", "xor", "dynamic_update_slice"}
 )  # fmt: skip
 """Ops that are rather computed once for each reader than stored."""
 
