@@ -14,10 +14,11 @@ from shardfn.cost.price import collective_s
 from shardfn.errors import ShardError, StrategyError, fail
 from shardfn.priced import told_apart
 from shardfn.search import plain
+from shardfn.search.aims import SPREAD, aim_and_ties, idle, over
 from shardfn.search.found import written
 from shardfn.search.grid import Axes
 from shardfn.search.polish import in_pieces, polished
-from shardfn.search.problem import SPREAD, Answer, Candidate, Problem, objective
+from shardfn.search.problem import Answer, Candidate, Problem, objective
 
 
 def answers(
@@ -139,12 +140,9 @@ class Finalist:
 
     def rank(self, limit: float, least: float) -> tuple[float, ...]:
         """What the level makes least, within the memory limit first; `least` are the fewest FLOPs of any finalist."""
-        over = max(0.0, self.peak - limit)
-        return (over, *{
-            0: (round(max(0.0, self.flops / (SPREAD * least) - 1), 2) if least else 0.0, self.bytes_sent, self.time_s),
-            1: (self.peak, self.time_s),
-            2: (self.time_s, self.peak),
-        }[self.level])  # fmt: skip
+        more = idle(self.flops, SPREAD * least)
+        aim = aim_and_ties(self.level, idle=more, sent=self.bytes_sent, time_s=self.time_s, peak=self.peak)
+        return (over(self.peak, limit), *aim)
 
 
 def judged(name: str, problem: Problem, answer: Answer, made: Compiled) -> Finalist:

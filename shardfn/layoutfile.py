@@ -22,8 +22,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardfn.cost.chips import Hardware
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail
+from shardfn.graph.model import Axes
 from shardfn.layout import Layout
-from shardfn.layoutrules import Axes, LayoutFile, Rule, as_layout, axes_on, laid, matched, no_rule
+from shardfn.layoutrules import LayoutFile, Rule, as_layout, axes_on, laid, matched, no_rule
 from shardfn.layouttext import MOST_BYTES, parse, sound_part, text_of
 from shardfn.strategy import AUTO, Argument, Leaf, leaves_of, short
 from shardfn.strategyfile import parse_json

@@ -11,7 +11,7 @@ from typing import Any
 from shardfn.cuts import any_of, check_cuts
 from shardfn.decisions import Constraint
 from shardfn.errors import Problem
-from shardfn.graph.model import Spec
+from shardfn.graph.model import Axes, Spec
 from shardfn.graph.moves import divisors
 from shardfn.layout import Layout
 from shardfn.paths import escaped, listed, near, normal, ruled
@@ -101,9 +101,6 @@ class LayoutFile:
         (('data', None), ('model', 8))
         """
         return dataclasses.replace(self, grid=tuple((name, sizes.get(name, size)) for name, size in self.grid))
-
-
-Axes = tuple[tuple[str, int], ...]
 
 
 def axes_on(layout: LayoutFile, devices: int, problems: list[Problem]) -> Axes:

@@ -17,7 +17,7 @@ from shardfn.findings import advice
 from shardfn.flows import Spread, kept, padded
 from shardfn.given import is_drawn, place_drawn
 from shardfn.graph.classes import Classes, dim_classes
-from shardfn.graph.model import Graph, Spec
+from shardfn.graph.model import Graph, Pin, Spec
 from shardfn.guard import mended_finding, wrong_ops
 from shardfn.layoutrules import LayoutFile, axes_on
 from shardfn.pins import anchors, held_in
@@ -28,7 +28,7 @@ from shardfn.search import Search
 from shardfn.search.facts import bytes_of
 from shardfn.search.grid import Axes
 from shardfn.search.limits import near_limit, refuse_hopeless, within_limit
-from shardfn.search.problem import Answer, End
+from shardfn.search.problem import Answer, End, Memo
 from shardfn.search.problem import Problem as Question
 from shardfn.strategy import AUTO, Leaf
 from shardfn.study import Study
@@ -90,15 +90,13 @@ def make_plan(
     flows = Spread(traced, hardware, out_specs, same_as)
     question = _question(inputs, outputs, traced, classes, grid, in_specs, flows, hardware, level, donated,
                          _safe(anchored, graph), wishes)  # fmt: skip
-    findings: list[str] = []
+
+    def inside(axes: Axes) -> tuple[Mapping[int, Pin], Sequence[str]]:
+        return ({}, ()) if layout is None or hardware.count == 1 else held_in(layout, anchored, graph, axes)
 
     def held(answer: Answer) -> Answer:
-        if layout is None or hardware.count == 1:
-            return answer
-        findings.clear()
-        return dataclasses.replace(
-            answer, pins={**answer.pins, **held_in(layout, anchored, graph, answer.axes, findings)}
-        )
+        pins, _ = inside(answer.axes)
+        return dataclasses.replace(answer, pins={**answer.pins, **pins}) if pins else answer
 
     if wishes.is_strict and wishes.memory_limit is not None:
         refuse_hopeless(question, again or search)
@@ -119,6 +117,7 @@ def make_plan(
     # Without the flows that the search has priced: they are large.
     afresh = dataclasses.replace(question, flow=flows)
     study = Study(afresh, answer.specs, answer.pins, answer.ends, tuple(inputs), tuple(outputs), asked_again)
+    findings = [*inside(answer.axes)[1]]
     results = of_results(inputs, outputs, flows, answer, flow, findings)
     made = Plan(
         name, hardware, level, answer.axes, placed.order, decided, results,
@@ -181,7 +180,7 @@ def _question(
             if spec is None and i not in same_as and leaf.shape},
         ends_asked=any(leaf.entry is AUTO and leaf.where for leaf in outputs),
         seconds=wishes.seconds,
-        memo={"tied": classes.of},
+        memo=Memo(tied=classes.of),
     )  # fmt: skip
 
 

@@ -116,9 +116,9 @@ def _counts(kind: str, shape: Sequence[int]) -> bool:
 
 
 def held_in(
-    layout: LayoutFile, anchored: Mapping[int, int], graph: Graph, axes: Sequence[tuple[str, int]], findings: list[str]
-) -> dict[int, Pin]:
-    """What a layout file holds inside, by the op's index; `findings` receives what this program has no place for.
+    layout: LayoutFile, anchored: Mapping[int, int], graph: Graph, axes: Sequence[tuple[str, int]]
+) -> tuple[dict[int, Pin], list[str]]:
+    """What a layout file holds inside, by the op's index; and in words what this program has no place for.
 
     Args:
       anchored: as `anchors` gives it.
@@ -127,6 +127,7 @@ def held_in(
     op_of = {number: index for index, number in anchored.items()}
     known = {name for name, _ in axes}
     found: dict[int, Pin] = {}
+    findings: list[str] = []
     for held in layout.inside:
         op = graph.ops[op_of[held.number]] if held.number in op_of else None
         ends = (*held.operands, *held.results)
@@ -145,7 +146,7 @@ def held_in(
                 f"{layout.name} holds equation {held.number}, a {printable(held.kind)} at {printable(held.where)}, and this "
                 "program has no such one: it is laid out as it follows. Plan again and save, or take it out of [[inside]]"
             )
-    return found
+    return found, findings
 
 
 def held(

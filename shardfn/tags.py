@@ -11,7 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from shardfn.errors import Problem, StrategyTypeError, a, fail
-from shardfn.layoutrules import MOST, Axes, LayoutFile, Rule, laid, matched, printable
+from shardfn.graph.model import Axes
+from shardfn.layoutrules import MOST, LayoutFile, Rule, laid, matched, printable
 from shardfn.meshes import partition_spec
 from shardfn.rebind import bind_one, equations, rebound
 from shardfn.strategy import Leaf, short

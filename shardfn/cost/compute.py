@@ -11,7 +11,8 @@ import numpy as np
 
 from shardfn.cost.chips import Chip
 from shardfn.cost.cpu import all_groups
-from shardfn.cost.fusion import CHEAP, COSTLY, VIEWS, Fusion, fuse, is_view
+from shardfn.cost.fusion import Fusion, fuse
+from shardfn.cost.kinds import CHEAP, COSTLY, VIEWS, is_view
 from shardfn.graph.model import PRODUCTS, Flow, Op, Tap
 
 MOVES = frozenset(

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Sequence
 
-from shardfn.cost.fusion import ELEMENTWISE
+from shardfn.cost.kinds import ELEMENTWISE
 from shardfn.graph.model import PRODUCTS, Convolution, Dims, Flow, Graph, Op, Rule, Spec, Value
 from shardfn.graph.release import IS_BEFORE_12
 from shardfn.graph.windows import reach

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from shardfn.cost.fusion import ELEMENTWISE, Fusion, is_view
+from shardfn.cost.fuser import Fusion
+from shardfn.cost.kinds import ELEMENTWISE, is_view
 from shardfn.graph.model import Flow, Graph
 
 UPDATES = frozenset({"dynamic_update_slice", "scatter"})

@@ -21,8 +21,9 @@ from shardfn.cost.chips import Chip
 from shardfn.cost.collectives import bytes_sent
 from shardfn.cost.compute import once
 from shardfn.cost.cpu import on_cpu
-from shardfn.cost.fusion import ELEMENTWISE, Fusion, is_view
+from shardfn.cost.fuser import Fusion
 from shardfn.cost.gpu import on_gpu
+from shardfn.cost.kinds import ELEMENTWISE, is_view
 from shardfn.cost.loops import UPDATES, Loops, kept_apart, loops_of, stay_through
 from shardfn.cost.schedule import Order, merged, scheduled
 from shardfn.cost.tpu import AHEAD, STAYS, Claim, granted, looked_up, rows_bytes, stretches

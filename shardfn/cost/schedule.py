@@ -7,7 +7,8 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from shardfn.cost.fusion import ELEMENTWISE, Fusion, fuse
+from shardfn.cost.fusion import Fusion, fuse
+from shardfn.cost.kinds import ELEMENTWISE
 from shardfn.cost.tpu import rows_bytes, scattered_to
 from shardfn.graph.model import Communication, Flow, Graph, Op, dtype_bits
 
@@ -134,7 +135,7 @@ def merged(flow: Flow) -> Order:
     return Order(dataclasses.replace(flow, graph=graph), of, bodies(flow.graph))
 
 
-_MOST_MERGED: dict[str, dict[str, float]] = {
+_MOST_MERGED: Mapping[str, Mapping[str, float]] = {
     "": {"all-reduce": math.inf},
     "cpu": {"all-reduce": math.inf},
     "tpu": {"all-reduce": 125_829_120},
@@ -142,7 +143,7 @@ _MOST_MERGED: dict[str, dict[str, float]] = {
 """Kinds of collectives that a platform's XLA merges, and bytes of one merged: on a TPU libtpu's
 `xla_jf_crs_combiner_threshold_in_bytes`, 120 MiB."""
 
-_MOST_ON_GPU = dict.fromkeys(("all-reduce", "all-gather", "reduce-scatter"), 30 * 2**20 + 7)
+_MOST_ON_GPU: Mapping[str, float] = dict.fromkeys(("all-reduce", "all-gather", "reduce-scatter"), 30 * 2**20 + 7)
 """The same on GPUs, of results: the defaults of `xla_gpu_all_reduce_combine_threshold_bytes` and its like."""
 
 

@@ -15,6 +15,9 @@ Dims = tuple[tuple[int, ...], ...]
 Spec = tuple[tuple[str, ...], ...]
 """For each dim of one array, the grid axes that cut it, major to minor."""
 
+Axes = tuple[tuple[str, int], ...]
+"""A grid: each axis with its size."""
+
 CHANGES = frozenset({"all_gather", "all_slice", "all_to_all", "collective_permute", "all_reduce", "reduce_scatter"})
 """The ops that the partitioner puts in to lay a value out anew, or to add it up."""
 

@@ -1,15 +1,16 @@
 """How open layouts are chosen. `MODES` maps MindSpore's `search_mode` names to searches of one signature (`problem`).
 
-- the modes: `auto`, `dynamic`, `recursive`, and `seeds` ("sharding_propagation"); where nothing is open: `propagation`
+- the modes: `auto`, `dynamic`, `recursive`, and `seeds` ("sharding_propagation"); where nothing is open: `following`; what they
+  try for which size of program and which level: `scope`
 - the choices on a grid as a labelling problem: `strategies`, of `forms`, `grid`, `facts`, `borders`, `sums` and `windowed`; the
   level's costs: `levels`; what `set_algo_parameters` leaves out: `filters`; solved by `solver`, on a grid as a whole by `ongrid`
 - what was found on a grid: `found`; how much of it is held: `holding`, and let go: `letgo`; what cannot fit at all: `room`; an
   answer over its limit: `limits`
-- to the answer, each by its flow: `choose`; layouts that people write: `plain`; made better: `polish`, `neighbours`; open
-  results: `results`; what else stands beside it: `beside`
+- to the answer, each by its flow: `choose`; what is said of it: `told`; layouts that people write: `plain`; made better:
+  `polish`, `neighbours`; open results: `results`; what else stands beside it: `beside`
 
-What a level makes least is said four times: of a labelling in `levels`, of what was found on a grid in `ongrid.order`, of a
-flow in `problem.objective`, of a compiled program in `finalists`.
+What a level makes least is said in `aims`, of a flow, of what was found on a grid and of a compiled program alike, and in
+`levels` as the costs of a labelling.
 """
 
 from __future__ import annotations

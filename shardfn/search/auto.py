@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from shardfn.search import dynamic, propagation, recursive
+from shardfn.search import dynamic, following, recursive
 from shardfn.search.problem import Answer, Problem
-
-QUICK = 100_000
-"""Ops up to which the exact search takes seconds, and less than dividing the devices."""
 
 
 def search(problem: Problem) -> Answer:
-    """The exact optimum of a program of up to `QUICK` ops, else what dividing the devices finds."""
+    """The exact optimum where that is quick (`Scope.is_exact`), else what dividing the devices finds."""
     if not problem.is_open:
-        return propagation.search(problem)
-    if len(problem.graph.ops) <= QUICK:
-        return dynamic.search(problem)
-    return recursive.search(problem)
+        return following.search(problem)
+    return dynamic.search(problem) if problem.scope.is_exact else recursive.search(problem)

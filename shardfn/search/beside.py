@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from shardfn.search.neighbours import differing, improved
 from shardfn.search.problem import Answer, Candidate, Problem, objective, runner_up
 from shardfn.search.room import fits_nowhere
+from shardfn.search.scope import TIMES
 
 AIMS = (0, 2)
 """The levels whose answers stand beside each other's, and beside that of level 1, which takes the longest to find."""
 
-TIMES, LESS = 4, 0.99
-"""At level 1: how often less memory is looked for, and how much of what was found last."""
+LESS = 0.99
+"""At level 1: how much of what was found last is looked for."""
 
 Alone = Callable[[Problem], Answer]
 
@@ -79,7 +80,7 @@ def squeezed(problem: Problem, own: Answer, alone: Alone) -> Answer:
     if problem.is_rough:
         return own
     best, least = own, problem.price_of(own).memory.peak
-    for level, times in ((2, 1),) if problem.is_large else ((2, TIMES), (0, 1)):
+    for level, times in problem.scope.for_less:
         for _ in range(times):
             if problem.seconds_left <= 0:
                 break
@@ -127,10 +128,10 @@ def _of_level(problem: Problem, alone: Alone) -> list[Candidate]:
 
 def asked_once(problem: Problem, alone: Alone) -> Answer:
     """The answer of a search by itself; what a problem was answered at a level and a limit is not searched again."""
-    key = "answer", problem.level, problem.memory_limit, problem.is_rough
-    if key not in problem.memo:
-        problem.memo[key] = alone(problem)
-    return problem.memo[key]
+    key, answers = (problem.level, problem.memory_limit, problem.is_rough), problem.memo.answers
+    if key not in answers:
+        answers[key] = alone(problem)
+    return answers[key]
 
 
 def _told(

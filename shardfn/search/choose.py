@@ -6,13 +6,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from shardfn.search import plain, propagation
+from shardfn.search import following, plain
 from shardfn.search.facts import bytes_of
 from shardfn.search.filters import keeps
 from shardfn.search.found import (
-    KINDS,
     NEARLY,
     Found,
     decided,
@@ -20,30 +19,22 @@ from shardfn.search.found import (
     layout_of,
     mirrored,
     promises,
-    runners_up,
     works_as_found,
-    written,
 )
 from shardfn.search.grid import Axes
 from shardfn.search.holding import candidates
 from shardfn.search.letgo import as_sliced, let_go
 from shardfn.search.ongrid import Mend, Turn
-from shardfn.search.polish import LINE, in_line
+from shardfn.search.polish import in_line
 from shardfn.search.problem import Answer, Candidate, Problem, objective, runner_up
 from shardfn.search.results import ends_of, held_as
 from shardfn.search.room import fits_nowhere
-
-MOST = 3
-"""Of what was found, how much is priced by its flow at least, where the rest promises more than the first few turned out to
-hold."""
+from shardfn.search.scope import KINDS
+from shardfn.search.told import told, tried_on
 
 SHORT = 1.1
 """Of the time of the best flow so far, or of its promise where that is more: what was found for level 0 and promises no less
 than that is not priced at level 2, as of 28 plans its flow took 1.8 to 109 times as long as the best."""
-
-LET_GO = 3
-"""Of what was priced, where all flows disappoint, how much is let go of what it need not hold before the best is taken: of
-what promises more than the best."""
 
 
 def answer_of(
@@ -52,7 +43,8 @@ def answer_of(
 ) -> Answer:  # fmt: skip
     """The best of what was found and of the plain layouts, as their flows show, with all that is to be said of it.
 
-    After the time limit only the first thing found is priced, and a last flow or two of what was taken.
+    After the time limit only the first thing found is priced, a plain layout beside it, and a last flow or two of what was
+    taken.
 
     Args:
       problem: what is asked.
@@ -63,101 +55,119 @@ def answer_of(
       untried: those of them that nothing was left for.
       turn: what else to try where all flows break the model's promises.
     """
+    first = _priced(problem, found, mend)
+    rated, disappoints = [*first.rated, *_beyond(problem, found, first.rated)], first.disappoints
+    rated += _elsewise(problem, found, rated, turn, mend, disappoints)
+    rated += [_row(problem, made) for made in _plain(problem, rated, disappoints)]
+    if not rated:
+        return following.search(problem)
+    rated.sort(key=lambda r: r[0])
+    if disappoints and problem.scope.let_go:
+        rated = _let_go(problem, rated)
+    looked = (*(f.axes for f in found), *(axes for axes in grids if axes not in untried))
+    tried = tried_on(problem, looked, untried)
+    answer = _taken(problem, f"{what} at level {problem.level}", found, rated, tried, bool(untried))
+    is_doubtful = disappoints or rated[0][2] is None
+    return dataclasses.replace(answer, aside=(*first.aside, *answer.aside), is_doubtful=is_doubtful)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Priced:
+    """What was found, by its flows; what of the same layouts was priced beside; and whether no flow kept what was promised."""
+
+    rated: list[_Rated]
+    aside: tuple[Candidate, ...]
+    disappoints: bool
+
+
+def _priced(problem: Problem, found: Sequence[Found], mend: Mend) -> _Priced:
+    """What was found, the first few of it and what promises more than they hold, each with what is tried beside it."""
     rated: list[_Rated] = []
     aside: list[Candidate] = []
-    is_small, is_large = problem.is_small, problem.is_large
-    least, disappoints = plain.least(problem), True
-    for count, one in enumerate(_in_turn(found)[: weighed(problem)]):
-        if rated and problem.seconds_left <= 0:
-            break
-        is_left = bool(rated) and (count >= priced(problem) or fastest(problem, rated) < math.inf)
-        if is_left and not promises(problem, one, min(r[0] for r in rated)):
+    disappoints = True
+    for count, one in enumerate(_in_turn(found)[: problem.scope.found_at_most]):
+        if rated and _is_enough(problem, one, rated, count):
             break
         made, *more = sorted(
             candidates(problem, one, fastest(problem, rated)), key=lambda c: objective(c.price, problem)
         )
         aside += more
-        made = let_go(problem, made) if is_small else made
-        # By how much a program is too large that fits nowhere is worth little.
-        is_lost = made.price.memory.peak > problem.memory_limit and fits_nowhere(problem)
-        is_kept = (works_as_found if is_lost else keeps_promise)(problem, one, made)
+        made = let_go(problem, made) if problem.is_small else made
+        is_kept = _is_kept(problem, one, made)
         disappoints = disappoints and not is_kept
-        rated.append(_row(problem, made, one))
-        if (is_small or weighs(problem, made)) and problem.seconds_left > 0:
-            other = held_as(problem, made, one.axes, decided(problem, one))
-            rated += [] if other is None else [_row(problem, other, one)]
-        if problem.is_rough or (not is_large and (is_small or not is_kept or problem.level != 2)):
-            rated += _in_line(problem, one, made)
-        is_over = least < problem.memory_limit < made.price.memory.peak and not (is_large and is_lost)
-        if is_over and problem.seconds_left > 0:
-            for other in mend(problem, one, made):
-                rated += [_row(problem, c, other) for c in candidates(problem, other)]
-    rated += _beyond(problem, found, rated)
-    is_over = bool(rated) and all(made.price.memory.peak > problem.memory_limit for _, made, _ in rated)
-    is_lost = is_over and fits_nowhere(problem)
-    if rated and (disappoints or not is_large) and problem.level != 1 and not is_lost:
-        rated += _otherwise(problem, found, rated, turn if not is_large else None, disappoints)
-        if is_large and problem.level == 0:
-            rated += _pieces(problem, rated, mend)
-    if is_large and rated and (disappoints or problem.level == 1 or problem.is_rougher_than_flows):
-        rated += [_row(problem, c) for c in plain.of_batch(problem)]
-    elif not is_large or not rated:
-        peak = min((made.price.memory.peak for _, made, _ in rated), default=math.inf)
-        simple = plain.candidates(problem, problem.level == 1, peak, fastest(problem, rated))
-        rated += [_row(problem, c) for c in simple]
-    if not rated:
-        return propagation.search(problem)
-    rated.sort(key=lambda r: r[0])
-    if disappoints and not is_small and not is_large:
-        rated = _let_go(problem, rated)
-    _, best, at = rated[0]
-    best = as_sliced(problem, best)
-    others = tuple(c for _, c, _ in rated[1:])
-    looked = (*(f.axes for f in found), *(axes for axes in grids if axes not in untried))
-    tried, runner = _tried(problem, looked, untried), runner_up(best, others)
-    aside.append(best)
-    best = best if is_small and at is not None else let_go(problem, best, is_last=True)
-    answer = _told(problem, f"{what} at level {problem.level}", found, tried, bool(untried), best, at)
-    is_doubtful = disappoints or at is None
-    return dataclasses.replace(answer, runner_up=runner, others=others, aside=tuple(aside), is_doubtful=is_doubtful)
+        rated += [_row(problem, made, one), *_beside(problem, one, made, is_kept, mend)]
+    return _Priced(rated, tuple(aside), disappoints)
 
 
-def _told(
-    problem: Problem, what: str, found: Sequence[Found], tried: str, is_cut_short: bool, best: Candidate,
-    at: Found | None,
+def _is_enough(problem: Problem, one: Found, rated: Sequence[_Rated], count: int) -> bool:
+    """Whether `count` things are priced already, and what comes next is not."""
+    if problem.seconds_left <= 0:
+        return True
+    is_left = count >= problem.scope.found or fastest(problem, rated) < math.inf
+    return is_left and not promises(problem, one, min(r[0] for r in rated))
+
+
+def _is_lost(problem: Problem, made: Candidate) -> bool:
+    """Whether a flow is over a limit that nothing keeps."""
+    return made.price.memory.peak > problem.memory_limit and fits_nowhere(problem)
+
+
+def _is_kept(problem: Problem, one: Found, made: Candidate) -> bool:
+    """Whether a flow does what was found: by how much a program is too large that fits nowhere is worth little."""
+    return (works_as_found if _is_lost(problem, made) else keeps_promise)(problem, one, made)
+
+
+def _beside(problem: Problem, one: Found, made: Candidate, is_kept: bool, mend: Mend) -> Iterator[_Rated]:
+    """The same with open results as found, and in line; where it holds more than the limit, what may hold less."""
+    is_small, is_large = problem.is_small, problem.is_large
+    if (is_small or weighs(problem, made)) and problem.seconds_left > 0:
+        other = held_as(problem, made, one.axes, decided(problem, one))
+        if other is not None:
+            yield _row(problem, other, one)
+    if problem.is_rough or (not is_large and (is_small or not is_kept or problem.level != 2)):
+        yield from _in_line(problem, one, made)
+    is_over = plain.least(problem) < problem.memory_limit < made.price.memory.peak
+    if is_over and not (is_large and _is_lost(problem, made)) and problem.seconds_left > 0:
+        for less in mend(problem, one, made):
+            yield from (_row(problem, c, less) for c in candidates(problem, less))
+
+
+def _elsewise(
+    problem: Problem, found: Sequence[Found], rated: Sequence[_Rated], turn: Turn | None, mend: Mend, disappoints: bool
+) -> list[_Rated]:  # fmt: skip
+    """What was found for the other aim, but at level 1, of large programs only where all flows disappoint, and nowhere if
+    nothing fits; at level 0 of these the best in pieces instead."""
+    is_large = problem.is_large
+    if not rated or problem.level == 1 or (is_large and not disappoints):
+        return []
+    if all(made.price.memory.peak > problem.memory_limit for _, made, _ in rated) and fits_nowhere(problem):
+        return []
+    more = _otherwise(problem, found, rated, None if is_large else turn, disappoints)
+    return [*more, *_pieces(problem, [*rated, *more], mend)] if is_large and problem.level == 0 else more
+
+
+def _plain(problem: Problem, rated: Sequence[_Rated], disappoints: bool) -> Sequence[Candidate]:
+    """The plain layouts: of a large program those of the batch alone, where they may well be better, or if nothing else is
+    there all."""
+    if problem.is_large and rated and problem.seconds_left > 0:
+        is_asked = disappoints or problem.level == 1 or problem.is_rougher_than_flows
+        return plain.of_batch(problem) if is_asked else ()
+    if problem.seconds_left <= 0:
+        return plain.in_haste(problem)
+    peak = min((made.price.memory.peak for _, made, _ in rated), default=math.inf)
+    return plain.candidates(problem, problem.level == 1, peak, fastest(problem, rated))
+
+
+def _taken(
+    problem: Problem, what: str, found: Sequence[Found], rated: Sequence[_Rated], tried: str, is_cut_short: bool
 ) -> Answer:  # fmt: skip
-    """What was taken, with its reasons: made of `at`, or a plain layout where that is None."""
-    if at is None:
-        policy = (
-            f"{what}, grids tried: {tried}{_optimum(problem, found)}; a plain layout has the better flow: {best.name}"
-        )
-        reason, gap = f"plain layout, better by its flow than the optimum of the cost model: {best.name}", None
-    else:
-        gap = _gap(problem, at, found) if not is_cut_short and keeps_promise(problem, at, best) else None
-        where = "; grids tried:" if problem.level == 0 else " on the grids tried:"
-        policy = f"{what}: {_proof(best, gap)} under the cost model, op by op{where} {tried}"
-        policy += f"; {LINE}" if best.name.endswith(LINE) else ""
-        reason = "the optimum of all ops together"
-    reasons = tuple("" if given is not None else reason for given in problem.specs)
-    return Answer(best.axes, best.specs, reasons, policy, pins=best.pins, gap=gap, ends=best.ends,
-                  runners_up=() if at is None else runners_up(problem, at))  # fmt: skip
-
-
-def _tried(problem: Problem, looked: Iterable[Axes], untried: Sequence[Axes]) -> str:
-    """The grids that were looked at, and what there was no time for."""
-    tried = ", ".join(dict.fromkeys(map(written, looked)))
-    if untried:
-        bound = f"{problem.seconds:g} s" if problem.seconds_left <= 0 else "the work that a search may do"
-        return f"{tried}; not in {bound}: {', '.join(map(written, untried))}"
-    return f"{tried}; {problem.seconds:g} s were over before all was tried" if problem.seconds_left <= 0 else tried
-
-
-def _proof(best: Candidate, gap: float | None) -> str:
-    """The grid, and what is known of how far the answer is from the optimum."""
-    grid = " x ".join(f"{name}={size}" for name, size in best.axes)
-    if gap is None:
-        return f"grid {grid}, no bound of how far from the optimum"
-    return f"grid {grid}, {f'within {gap:.1%} of the optimum' if gap else 'proved'}"
+    """The first of what was priced as an answer, without what it need not hold; aside stands what it was before that."""
+    _, best, at = rated[0]
+    sliced = as_sliced(problem, best)
+    others = tuple(c for _, c, _ in rated[1:])
+    last = sliced if problem.is_small and at is not None else let_go(problem, sliced, is_last=True)
+    answer = told(problem, what, found, tried, is_cut_short, last, at)
+    return dataclasses.replace(answer, runner_up=runner_up(sliced, others), others=others, aside=(sliced,))
 
 
 _Rated = tuple[tuple[float, ...], Candidate, Found | None]
@@ -200,7 +210,7 @@ def _beyond(problem: Problem, found: Sequence[Found], rated: Sequence[_Rated]) -
 
 def _otherwise(
     problem: Problem, found: Sequence[Found], rated: Sequence[_Rated], turn: Turn | None, disappoints: bool
-) -> Iterator[_Rated]:
+) -> list[_Rated]:
     """What was found for the other aim on the best grid, as it is and in line. Where all flows disappoint, also with the
     arguments in pieces, on the model's own best grid and that one's mirror image, and on the grid of one axis, which is
     priced then too; of small programs, whose flows cost little, on all grids whose flows were priced, whether they
@@ -222,12 +232,14 @@ def _otherwise(
         again = {id(f): f for f in (*every, *single) if f is not None}
         for f in again.values() if problem.seconds_left > 0 else ():
             tried += itertools.islice(turn(problem, f), None if f is best and disappoints and not is_small else 1)
+    more: list[_Rated] = []
     for one in tried:
         if problem.seconds_left > 0:
-            made = _first(problem, one, fastest(problem, rated))
-            yield _row(problem, made, one)
+            made = _first(problem, one, fastest(problem, [*rated, *more]))
+            more.append(_row(problem, made, one))
             if turn is not None:
-                yield from _in_line(problem, one, made)
+                more += _in_line(problem, one, made)
+    return more
 
 
 def _pieces(problem: Problem, rated: Sequence[_Rated], mend: Mend) -> Iterator[_Rated]:
@@ -251,41 +263,15 @@ def _let_go(problem: Problem, rated: Sequence[_Rated]) -> list[_Rated]:
     gone: dict[int, _Rated] = {}
     tried: set[int] = set()
     for at, (_, made, one) in enumerate(rated):
-        if one is not None and id(one) not in tried and len(tried) < LET_GO and promises(problem, one, rated[0][0]):
+        if (
+            one is not None
+            and id(one) not in tried
+            and len(tried) < problem.scope.let_go
+            and promises(problem, one, rated[0][0])
+        ):
             tried.add(id(one))
             gone[at] = _row(problem, let_go(problem, made), one)
     return sorted((gone.get(at, row) for at, row in enumerate(rated)), key=lambda r: r[0])
-
-
-def _optimum(problem: Problem, found: Sequence[Found]) -> str:
-    """What is known of the model's best, on its own grid, where something else is taken."""
-    if not found or not found[0].is_exact or problem.level == 1 or found[0].solution.gap >= 1:
-        return ""
-    gap, grid = found[0].solution.gap, written(found[0].axes)
-    return f"; the optimum of the cost model on the grid {grid} is {f'known within {gap:.1%}' if gap else 'proved'}"
-
-
-def _gap(problem: Problem, at: Found, found: Sequence[Found]) -> float | None:
-    """How far what was chosen may be from the optimum of all grids; at level 0, where costs are weighed on each grid by
-    itself, of its own."""
-    if not at.is_exact or problem.level == 1:
-        return None
-    if problem.level == 0:
-        return at.solution.gap
-    bound = min(f.solution.cost if f.solution.proved else f.solution.bound for f in found)
-    gap = 1 - bound / at.solution.cost if at.solution.cost > 0 else 0.0
-    return gap if gap > 1e-6 else 0.0
-
-
-def weighed(problem: Problem) -> int:
-    """How many of what was found may be priced: the first few, and what promises more than they turned out to hold."""
-    return max(priced(problem), 1 if problem.is_large else MOST)
-
-
-def priced(problem: Problem) -> int:
-    """How many flows are priced: fewer for larger programs, whatever the machine; at level 1 one or two of each kind."""
-    count = len(problem.graph.ops)
-    return max((KINDS if problem.is_large else 2 * KINDS) if problem.level == 1 else 1, min(12, 2000 // max(1, count)))
 
 
 def _in_turn(found: Sequence[Found]) -> list[Found]:

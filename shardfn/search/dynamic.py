@@ -12,9 +12,9 @@ import math
 from collections.abc import Sequence
 
 from shardfn.graph.moves import divisors
-from shardfn.search import propagation
+from shardfn.search import following
 from shardfn.search.beside import asked_once, bettered
-from shardfn.search.choose import answer_of, weighed
+from shardfn.search.choose import answer_of
 from shardfn.search.found import Found, mirrored
 from shardfn.search.grid import Axes, Grid
 from shardfn.search.ongrid import EFFORT, FIRST, budget_of, mending, on_grid, order, turning
@@ -29,7 +29,7 @@ WORTH = 0.95
 def search(problem: Problem) -> Answer:
     """The cheapest layout at the problem's level; of small programs what other levels find stands beside it."""
     if not problem.is_open:
-        return propagation.search(problem)
+        return following.search(problem)
     return bettered(problem, asked_once(problem, alone), alone)
 
 
@@ -37,7 +37,7 @@ def alone(problem: Problem) -> Answer:
     """The search for the problem's level by itself."""
     tried, budget = grids(problem), budget_of(problem)
     found, untried = on_grids(problem, tried, (), budget)
-    if found and not problem.axes and len(problem.graph.ops) <= THREE_AXES:
+    if found and not problem.axes and problem.scope.three_axes:
         best = min(found, key=lambda f: order(problem, f)).axes
         twin = mirrored(best, found)
         more = list(dict.fromkeys((*finer(problem, best), *(finer(problem, twin.axes) if twin is not None else ()))))
@@ -56,7 +56,7 @@ def on_grids(problem: Problem, tried: Sequence[Axes], before: Sequence[Found],
     take half of what is left, the last one all of it.
     """
     made: dict[Axes, list[Found]] = {}
-    most = weighed(problem)
+    most = problem.scope.found_at_most
     turn = sorted(tried, key=lambda axes: sum(size for _, size in axes))
     for number, axes in enumerate(turn):
         known = [*before, *(f for some in made.values() for f in some)]
@@ -73,18 +73,13 @@ def on_grids(problem: Problem, tried: Sequence[Axes], before: Sequence[Found],
 def settled(problem: Problem, found: Sequence[Found], budget: Budget) -> list[Found]:
     """The same, with another look at the best, and at what may yet be better by a good part."""
     least = min((f.solution.cost for f in found), default=0.0)
-    is_tiny = len(problem.graph.ops) <= THREE_AXES
-    close, worth = (EFFORT.close, 1.0) if is_tiny else (FIRST.close, WORTH)
+    close, worth = (EFFORT.close, 1.0) if problem.scope.three_axes else (FIRST.close, WORTH)
     again = []
     for one in found:
         is_open = one.solution.gap > close + 1e-9 and (one.solution.cost == least or one.solution.bound < worth * least)
         solution = solve(one.labels, budget.part(), EFFORT) if is_open and problem.level == 2 else one.solution
         again.append(dataclasses.replace(one, solution=solution))
     return again
-
-
-THREE_AXES = 400
-"""Ops up to which grids of three axes are tried: they have up to 256 labels for each op."""
 
 
 def grids(problem: Problem) -> list[Axes]:

@@ -19,9 +19,6 @@ from shardfn.search.strategies import Space
 NEARLY = 1.05
 """Of what the model promises: a flow that costs no more than this much of it keeps it."""
 
-KINDS = 3
-"""Of what is found at level 1: see `Found.kind`."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Found:

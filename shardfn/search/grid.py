@@ -14,12 +14,11 @@ import numpy as np
 
 from shardfn.cost.hardware import Chip, Hardware, Link, links
 from shardfn.graph.libtpu import sums_whole
-from shardfn.graph.model import Pin, Spec
+from shardfn.graph.model import Axes, Pin, Spec
 from shardfn.graph.moves import flat, primes
 from shardfn.graph.tiles import Devices
 
 Array = np.ndarray
-Axes = tuple[tuple[str, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator
 
@@ -41,7 +40,7 @@ def candidates(problem: Problem, found: Found, best_s: float = math.inf) -> Iter
         for index, pin in held.items()
         if ops[index].name in MAKERS | FOLLOWING
     }
-    loose = Candidate(written(axes), axes, specs, pins, problem.price(axes, specs, pins))
+    loose = problem.candidate(written(axes), axes, specs, pins)
     yield loose
     is_over = loose.price.memory.peak > problem.memory_limit >= found.peak
     time_s = loose.price.time_s
@@ -50,7 +49,7 @@ def candidates(problem: Problem, found: Found, best_s: float = math.inf) -> Iter
         return
     if not is_over and works_as_found(problem, found, loose):
         return
-    full = Candidate(written(axes), axes, specs, held, problem.price(axes, specs, held))
+    full = problem.candidate(written(axes), axes, specs, held)
     yield full
     if not problem.is_large and problem.seconds_left > 0 and not works_as_found(problem, found, full):
         yield from all_held(problem, found, full)
@@ -65,7 +64,7 @@ def _is_held_as_read(op: Op) -> bool:
 def candidate(problem: Problem, found: Found) -> Candidate:
     """The optimum on a grid with every decision held, priced by its flow."""
     axes, specs, pins = _as_found(problem, found)
-    return Candidate(written(axes), axes, specs, pins, problem.price(axes, specs, pins))
+    return problem.candidate(written(axes), axes, specs, pins)
 
 
 def all_held(problem: Problem, found: Found, full: Candidate) -> Iterator[Candidate]:
@@ -93,7 +92,7 @@ def all_held(problem: Problem, found: Found, full: Candidate) -> Iterator[Candid
         }
         if pins == full.pins or problem.seconds_left <= 0:
             return
-        full = dataclasses.replace(full, pins=dict(pins), price=problem.price(full.axes, full.specs, pins))
+        full = problem.again(full, pins=dict(pins))
         yield full
 
 

@@ -3,7 +3,6 @@ anything reads them laid out so from the start."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 from shardfn.graph.alike import pairs
@@ -26,20 +25,20 @@ def let_go(problem: Problem, best: Candidate, is_last: bool = False) -> Candidat
     if is_lost or (is_quick and is_held) or ((is_quick or problem.is_large) and gathers(problem, best)):
         return best
     aim = objective(best.price, problem)
-    alone = dataclasses.replace(best, pins={}, price=problem.price(best.axes, best.specs, {}, best.ends))
+    alone = problem.again(best, pins={})
     if objective(alone.price, problem) <= aim and not problem.algorithm.fully_use_devices:
         return alone  # but for that rule, which propagation does not know
     if problem.is_large:
         return best
     ends = {index: Pin((None,) * len(pin.operands), pin.results) for index, pin in best.pins.items()}
-    loose = dataclasses.replace(best, pins=ends, price=problem.price(best.axes, best.specs, ends, best.ends))
+    loose = problem.again(best, pins=ends)
     if objective(loose.price, problem) < aim:  # as the op reads its operands, they are best changed elsewhere
         best, aim = loose, objective(loose.price, problem)
     if is_quick:  # a further flow costs more than the pins do
         return best
     agreed = agreeing(problem.graph, problem.flow(best.axes, best.specs, {}, best.ends), best.pins)
     needed = {index: pin for index, pin in best.pins.items() if index not in agreed}
-    fewer = dataclasses.replace(best, pins=needed, price=problem.price(best.axes, best.specs, needed, best.ends))
+    fewer = problem.again(best, pins=needed)
     return fewer if objective(fewer.price, problem) <= aim else best
 
 
@@ -99,8 +98,7 @@ def as_sliced(problem: Problem, best: Candidate) -> Candidate:
     worth = CRUMB * best.price.memory.peak if is_quick else 0
     if not changed or sum(map(flow.local_bytes, changed)) < worth:
         return best
-    price = problem.price(best.axes, tuple(specs), best.pins, best.ends)
-    laid = dataclasses.replace(best, specs=tuple(specs), price=price)
+    laid = problem.again(best, specs=tuple(specs))
     return laid if objective(laid.price, problem) <= objective(best.price, problem) else best
 
 

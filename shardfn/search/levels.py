@@ -1,5 +1,5 @@
 """What a level makes least, as the costs of a labelling: bytes at level 0, seconds at level 2, and seconds within ever less
-memory at level 1. Of a flow, `search.problem.objective` says the same; of a compiled program, `finalists.Finalist.rank`."""
+memory at level 1. `aims` says it of what is there already: a flow, a compiled program."""
 
 from __future__ import annotations
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
 from shardfn.cost.memory import Memory
@@ -44,29 +45,44 @@ def within_limit(problem: Problem, answer: Answer, search: Search, is_asked: boo
     Raises:
       StrategyError: even that one holds more.
     """
-    if _peak(problem, answer) <= problem.memory_limit:
+    if _fits(problem, answer):
         return answer
-    least = answer
-    free: list[Answer] = []
-    if problem.is_open and (is_asked or not fits_nowhere(problem)):
-        for asked in _for_less(problem):
-            other = search(asked)
-            if _peak(problem, other) <= problem.memory_limit:
-                return dataclasses.replace(
-                    other, policy=f"{other.policy}; of least memory, as nothing else that was found fits the limit"
-                )
-            free += [other] if asked.memory_limit == math.inf else []
-            least = min(least, other, key=lambda one: _peak(problem, one))
+    looked = list(_looked_for(problem, search)) if problem.is_open and (is_asked or not fits_nowhere(problem)) else []
+    if looked and _fits(problem, other := looked[-1].answer):
+        return dataclasses.replace(
+            other, policy=f"{other.policy}; of least memory, as nothing else that was found fits the limit"
+        )
     if not is_asked:
         return answer
-    if not any(least is one for one in free):
-        # What is found depends on the limit: the error names one that this level keeps, as without any limit.
-        named = dataclasses.replace(problem, memory_limit=_peak(problem, least))
-        again = search(named) if problem.is_open else least
-        least = again if _peak(problem, again) <= named.memory_limit else min(
-            free or [least], key=lambda one: _peak(problem, one)
-        )  # fmt: skip
-    _refuse(problem, least)
+    _refuse(problem, _named(problem, answer, looked, search))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Looked:
+    """What was asked for less memory, and its answer."""
+
+    asked: Problem
+    answer: Answer
+
+
+def _looked_for(problem: Problem, search: Search) -> Iterator[_Looked]:
+    """The answers to what asks for less, up to the first that fits."""
+    for asked in _for_less(problem):
+        yield (found := _Looked(asked, search(asked)))
+        if _fits(problem, found.answer):
+            return
+
+
+def _named(problem: Problem, answer: Answer, looked: Sequence[_Looked], search: Search) -> Answer:
+    """Of what was found, the answer that an error names: one that this level keeps, as without any limit, since what is found
+    depends on the limit."""
+    peak = functools.partial(_peak, problem)
+    least = min((answer, *(one.answer for one in looked)), key=peak)
+    free = [one.answer for one in looked if one.asked.memory_limit == math.inf]
+    if any(least is one for one in free):
+        return least
+    again = search(dataclasses.replace(problem, memory_limit=peak(least))) if problem.is_open else least
+    return again if peak(again) <= peak(least) else min(free or [least], key=peak)
 
 
 def _for_less(problem: Problem) -> Iterator[Problem]:
@@ -87,7 +103,7 @@ def refuse_hopeless(problem: Problem, search: Search) -> None:
     """
     if problem.is_open and not problem.is_small and fits_nowhere(problem):
         least = search(dataclasses.replace(problem, level=1, is_rough=True))
-        if _peak(problem, least) > problem.memory_limit:
+        if not _fits(problem, least):
             _refuse(problem, least)
 
 
@@ -106,6 +122,10 @@ def _refuse(problem: Problem, least: Answer) -> NoReturn:
 
 def _peak(problem: Problem, answer: Answer) -> int:
     return problem.price_of(answer).memory.peak
+
+
+def _fits(problem: Problem, answer: Answer) -> bool:
+    return _peak(problem, answer) <= problem.memory_limit
 
 
 def _largest(problem: Problem, flow: Flow) -> list[str]:

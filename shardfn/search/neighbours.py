@@ -17,11 +17,6 @@ from shardfn.search.grid import Axes, cuts_of
 from shardfn.search.problem import Candidate, Problem, objective
 from shardfn.search.results import ends_of
 
-OPS, FIXED = 4_000, 15
-"""Ops of all flows together that are priced around a plan, the same on every machine; and what a flow costs beside its ops,
-as ops."""
-
-
 WORTH = 1e-3
 """Of the modelled time: less is no reason to leave what was found with all ops together."""
 
@@ -33,7 +28,7 @@ def improved(problem: Problem, start: Candidate) -> Candidate:
       problem: what is asked.
       start: where to begin.
     """
-    left = OPS // (FIXED + len(problem.graph.ops))
+    left = problem.scope.around
     best, tried, at = start, {_key(start)}, -1
     found = True
     while found:
@@ -45,7 +40,7 @@ def improved(problem: Problem, start: Candidate) -> Candidate:
                 continue
             tried.add(_key(other))
             left -= 1
-            made = dataclasses.replace(other, price=problem.price_of(other))
+            made = problem.again(other)
             if _is_better(problem, made, best) and keeps(problem.flow_of(made), problem.algorithm):
                 best, found, at = made, True, array
                 break

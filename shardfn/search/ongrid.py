@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from shardfn.search.aims import aim, over
 from shardfn.search.filters import loosened, narrowed
 from shardfn.search.found import Found
 from shardfn.search.grid import Array, Axes, Grid
@@ -56,13 +57,12 @@ def budget_of(problem: Problem) -> Budget:
 
 def order(problem: Problem, found: Found) -> tuple[float, ...]:
     """What the model thinks of something found: within the limit first."""
-    over = max(0.0, found.peak - problem.memory_limit)
+    idle, sent, peak = 0.0, 0.0, found.peak
     if problem.level == 0:
         made = totals(found.space, found.solution.choice)
-        return over, problem.idle(made.flops), made.sent, len(found.axes)
-    if problem.level == 1:
-        return over, found.peak, found.solution.cost, len(found.axes)
-    return over, found.solution.cost, len(found.axes)
+        idle, sent = problem.idle(made.flops), made.sent
+    least = aim(problem.level, idle=idle, sent=sent, time_s=found.solution.cost, peak=peak)
+    return (over(peak, problem.memory_limit), *least, len(found.axes))
 
 
 def on_grid(problem: Problem, axes: Axes, budget: Budget, chosen: Sequence[Array] | None = None,

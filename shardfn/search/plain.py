@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from shardfn.cost.fusion import ELEMENTWISE
+from shardfn.cost.kinds import ELEMENTWISE
 from shardfn.graph.model import PRODUCTS, Pin, Spec
 from shardfn.graph.moves import divisors
 from shardfn.search.facts import bytes_of
@@ -17,12 +17,8 @@ from shardfn.search.filters import keeps
 from shardfn.search.grid import Axes
 from shardfn.search.problem import Candidate, Pins, Problem, objective
 
-MOST = 3
-"""Classes, the heaviest first; so many only of small programs, else two."""
-
-FEWEST, OPS = 5, 9_000
-"""Layouts that are priced at level 1: this many, and more as long as their flows have no more ops than that together."""
-
+HASTY = 4
+"""Layouts that are priced after the time limit at most, until one fits."""
 
 FAR = 1.25
 """Of the time of the best flow so far: from there a layout is not laid out in pieces as well, which was worth up to 27 % of
@@ -50,7 +46,7 @@ def candidates(
     layouts = list(every.values())[::-1]
     if problem.level == 1:
         layouts.sort(key=lambda one: promised(problem, one))
-        layouts = layouts[: max(FEWEST, OPS // max(1, len(problem.graph.ops)))]
+        layouts = layouts[: problem.scope.plain_layouts]
     found: list[Candidate] = []
     is_far: dict[object, bool] = {}
     for one in layouts:
@@ -58,11 +54,11 @@ def candidates(
             break
         cut = one.axes, *one.cut.items()
         if not is_far.get(cut) and (problem.level != 1 or held(problem, one) < below):
-            price = problem.price(one.axes, one.specs, one.pins)
-            is_far.setdefault(cut, price.time_s > FAR * fastest)
-            if keeps(problem.flow(one.axes, one.specs, one.pins), problem.algorithm):
-                found.append(Candidate(one.name, one.axes, one.specs, one.pins, price))
-                below = min(below, price.memory.peak)
+            made = problem.candidate(one.name, one.axes, one.specs, one.pins)
+            is_far.setdefault(cut, made.price.time_s > FAR * fastest)
+            if keeps(problem.flow_of(made), problem.algorithm):
+                found.append(made)
+                below = min(below, made.price.memory.peak)
     return tuple(sorted(found, key=lambda c: objective(c.price, problem)))
 
 
@@ -71,15 +67,35 @@ def of_batch(problem: Problem) -> tuple[Candidate, ...]:
     data parallel. None where nothing is a batch, or the grid is the user's."""
     if problem.axes or not problem.is_open:
         return ()
-    n = (("a", problem.devices),)
     found: dict[tuple[Spec, ...], Candidate] = {}
-    for class_ in dict.fromkeys(problem.classes[i][0] for i in sorted(fresh(problem)) if problem.classes[i]):
-        for one in _each(problem, n, {class_: "a"}) if _fits(problem, class_, problem.devices) else ():
-            if one.specs not in found and problem.seconds_left > 0:
-                price = problem.price(one.axes, one.specs, one.pins)
-                if keeps(problem.flow(one.axes, one.specs, one.pins), problem.algorithm):
-                    found[one.specs] = Candidate(one.name, one.axes, one.specs, one.pins, price)
+    for one in _of_batch(problem):
+        if one.specs not in found and problem.seconds_left > 0:
+            made = problem.candidate(one.name, one.axes, one.specs, one.pins)
+            if keeps(problem.flow_of(made), problem.algorithm):
+                found[one.specs] = made
     return tuple(found.values())
+
+
+def _of_batch(problem: Problem) -> Iterator[Layout]:
+    n = (("a", problem.devices),)
+    for class_ in dict.fromkeys(problem.classes[i][0] for i in sorted(fresh(problem)) if problem.classes[i]):
+        if _fits(problem, class_, problem.devices):
+            yield from _each(problem, n, {class_: "a"})
+
+
+def in_haste(problem: Problem) -> tuple[Candidate, ...]:
+    """What stands beside an answer when the time limit is over: the first plain layout that fits the memory limit, of the
+    batch before others. A few are priced whatever the time, so that a limit too short is no worse than data parallel."""
+    if problem.axes or not problem.is_open:
+        return ()
+    found: list[Candidate] = []
+    for one in itertools.islice(itertools.chain(_of_batch(problem), _layouts(problem, pairs=False)), HASTY):
+        made = problem.candidate(one.name, one.axes, one.specs, one.pins)
+        if keeps(problem.flow_of(made), problem.algorithm):
+            found.append(made)
+            if made.price.memory.peak <= problem.memory_limit:
+                break
+    return tuple(found)
 
 
 def fresh(problem: Problem) -> frozenset[int]:
@@ -149,7 +165,7 @@ def _layouts(problem: Problem, pairs: bool) -> Iterator[Layout]:
     open_ = {c for classes, spec in zip(problem.classes, problem.specs, strict=True) if spec is None for c in classes}
     heaviest = sorted(open_, key=lambda c: (-problem.weights.get(c, 0), c))
     parts = divisors(n, n)[1:-1]
-    most = MOST if problem.is_small else 2
+    most = problem.scope.plain_classes
     fit = list(itertools.islice((c for c in heaviest if any(_fits(problem, c, ways) for ways in (n, *parts))), most))
     paired = fit if pairs else []
     for c in fit:
@@ -208,14 +224,14 @@ _PINNED = PRODUCTS | {"gather"}
 
 def is_state(problem: Problem) -> tuple[bool, ...]:
     """Of each argument whether a result takes its place and elementwise ops alone read it: momentum, not parameters."""
-    if "state" not in problem.memo:
+    if problem.memo.state is None:
         read: dict[int, set[str]] = {value: set() for value in problem.inputs}
         for op in problem.graph.ops:
             for value in read.keys() & set(op.inputs):
                 read[value].add(op.name)
         kept = set(problem.same_as.values())
-        problem.memo["state"] = tuple(v in kept and read[v] <= ELEMENTWISE for v in problem.inputs)
-    return problem.memo["state"]
+        problem.memo.state = tuple(v in kept and read[v] <= ELEMENTWISE for v in problem.inputs)
+    return problem.memo.state
 
 
 def are_small(problem: Problem) -> tuple[bool, ...]:

@@ -6,7 +6,6 @@ that costs only the flow shows.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -16,9 +15,6 @@ from shardfn.search import plain
 from shardfn.search.grid import Axes
 from shardfn.search.plain import fresh
 from shardfn.search.problem import Candidate, Problem, objective
-
-OPS = 30_000
-"""Ops of all flows together that are priced: the same on every machine."""
 
 
 def polished(problem: Problem, start: Candidate) -> Candidate:
@@ -32,8 +28,8 @@ def polished(problem: Problem, start: Candidate) -> Candidate:
       problem: what is asked.
       start: where to begin; what it holds inside is let go.
     """
-    left = max(1, OPS // max(1, len(problem.graph.ops)))
-    best = _at(problem, start, start.specs)
+    left = problem.scope.polished
+    best = problem.again(start, name=f"{start.name}, polished", pins={})
     kinds = (more, fewer) if problem.level == 1 else (fewer, more)
     for kind in (*kinds, *kinds):
         for members in groups(problem, best.specs):
@@ -42,7 +38,8 @@ def polished(problem: Problem, start: Candidate) -> Candidate:
                 if left <= 0 or problem.seconds_left <= 0:
                     return best
                 specs = tuple(spec if j in members else s for j, s in enumerate(best.specs))
-                made, left = _at(problem, start, specs), left - 1
+                made = problem.again(start, name=f"{start.name}, polished", specs=specs, pins={})
+                left -= 1
                 if objective(made.price, problem) < objective(best.price, problem):
                     best = made
     return best
@@ -79,7 +76,7 @@ def in_line(problem: Problem, made: Candidate, laid: Callable[[int], Spec]) -> C
             spec.append(dim if fits else ())
             free -= set(spec[-1])
         specs[i] = tuple(spec)
-    return dataclasses.replace(_at(problem, made, tuple(specs)), name=f"{made.name}, {LINE}")
+    return problem.again(made, name=f"{made.name}, {LINE}", specs=tuple(specs), pins={})
 
 
 LINE = "what no product reads in line with what products make"
@@ -154,8 +151,7 @@ def in_pieces(problem: Problem, made: Candidate, only_state: bool = False) -> Ca
         ):
             pins[index] = Pin((None,) * len(op.inputs), results)
     name = f"{made.name}, {plain.STATE if only_state else plain.ALL} in pieces"
-    price = problem.price(made.axes, tuple(specs), pins, made.ends)
-    return Candidate(name, made.axes, tuple(specs), pins, price, made.ends)
+    return problem.again(made, name=name, specs=tuple(specs), pins=pins)
 
 
 def _more(shape: Sequence[int], spec: Spec, axis: str, sizes: Mapping[str, int]) -> dict[Spec, None]:
@@ -166,8 +162,3 @@ def _more(shape: Sequence[int], spec: Spec, axis: str, sizes: Mapping[str, int])
     at = max(fit, key=lambda d: (not spec[d], left[d], -d))
     order = list(sizes)
     return {tuple(tuple(sorted((*dim, axis), key=order.index)) if d == at else dim for d, dim in enumerate(spec)): None}
-
-
-def _at(problem: Problem, start: Candidate, specs: tuple[Spec, ...]) -> Candidate:
-    price = problem.price(start.axes, specs, {}, start.ends)
-    return dataclasses.replace(start, name=f"{start.name}, polished", specs=specs, pins={}, price=price)

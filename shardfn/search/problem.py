@@ -6,14 +6,16 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol, TypedDict, Unpack
 
 from shardfn.cost.hardware import Hardware
 from shardfn.cost.price import Price, price
 from shardfn.graph.classes import dim_classes
 from shardfn.graph.model import Flow, Graph, Pin, Spec
+from shardfn.search.aims import SPREAD, aim_and_ties, idle, over
 from shardfn.search.facts import Known, known
 from shardfn.search.grid import Axes
+from shardfn.search.scope import Scope, scope
 
 Pins = Mapping[int, Pin]
 """Layouts that ops are held to, by their index in `Graph.ops`."""
@@ -60,6 +62,23 @@ class Algorithm:
     tensor_slice_align_size: int = 16
 
 
+@dataclasses.dataclass
+class Memo:
+    """What was worked out of a problem already, each where it is asked for first. A copy of the problem at another level or limit
+    has it too: none of it depends on these, or the key tells them."""
+
+    prices: dict[object, Price] = dataclasses.field(default_factory=dict)
+    """By all that `Problem.price` takes."""
+    answers: dict[object, Answer] = dataclasses.field(default_factory=dict)
+    """By level, limit, and whether a first look will do (`beside.asked_once`)."""
+    shares: dict[bool, float] = dataclasses.field(default_factory=dict)
+    """`room.even_share`, by whether the ops are as XLA has them."""
+    facts: Known | None = None
+    tied: tuple[tuple[int, ...], ...] | None = None
+    state: tuple[bool, ...] | None = None
+    """`plain.is_state`."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """Arguments with layouts given or open (None); `axes` is the grid of what was given, empty where it is open too.
@@ -102,23 +121,31 @@ class Problem:
     seconds: float = math.inf
     """After which a search answers with the best it has, where the user set a limit; else counted work bounds it."""
     begun: float = dataclasses.field(default_factory=time.monotonic)
-    memo: dict[object, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
-    """What was worked out already, whatever the level: a copy of the problem at another level has it too."""
+    memo: Memo = dataclasses.field(default_factory=Memo, repr=False, compare=False)
 
     def price(self, axes: Axes, specs: tuple[Spec, ...], pins: Pins, ends: Ends = NO_ENDS) -> Price:
         """What a full choice costs, by its flow."""
         key = axes, specs, tuple(pins.items()), tuple(sorted(ends.items()))
-        if key not in self.memo:
-            self.memo[key] = price(self.flow(axes, specs, pins, ends), self.hardware, self.donated)
-        return self.memo[key]
+        if key not in self.memo.prices:
+            self.memo.prices[key] = price(self.flow(axes, specs, pins, ends), self.hardware, self.donated)
+        return self.memo.prices[key]
 
     def price_of(self, made: Candidate | Answer) -> Price:
         """What is paid for a candidate or an answer, by its flow."""
         return self.price(made.axes, made.specs, made.pins, made.ends)
 
+    def candidate(self, name: str, axes: Axes, specs: tuple[Spec, ...], pins: Pins, ends: Ends = NO_ENDS) -> Candidate:
+        """A full choice with its price by its flow."""
+        return Candidate(name, axes, specs, pins, self.price(axes, specs, pins, ends), ends)
+
+    def again(self, made: Candidate, **otherwise: Unpack[Laid]) -> Candidate:
+        """A candidate with some of it laid out otherwise, priced again by its flow; `name` may be another one too."""
+        other = dataclasses.replace(made, **otherwise)
+        return dataclasses.replace(other, price=self.price_of(other))
+
     def as_candidate(self, name: str, one: Answer) -> Candidate:
         """An answer with its price by its flow, to be weighed against others."""
-        return Candidate(name, one.axes, one.specs, one.pins, self.price_of(one), one.ends)
+        return self.candidate(name, one.axes, one.specs, one.pins, one.ends)
 
     def flow_of(self, made: Candidate | Answer) -> Flow:
         """The flow of a candidate or an answer."""
@@ -127,16 +154,16 @@ class Problem:
     @property
     def facts(self) -> Known:
         """What holds of the graph on any grid."""
-        if "facts" not in self.memo:
-            self.memo["facts"] = known(self.graph, self.donated, self.hardware.platform)
-        return self.memo["facts"]
+        if self.memo.facts is None:
+            self.memo.facts = known(self.graph, self.donated, self.hardware.platform)
+        return self.memo.facts
 
     @property
     def tied(self) -> tuple[tuple[int, ...], ...]:
         """The dim class of each dim of every value of the graph."""
-        if "tied" not in self.memo:
-            self.memo["tied"] = dim_classes(self.graph).of
-        return self.memo["tied"]
+        if self.memo.tied is None:
+            self.memo.tied = dim_classes(self.graph).of
+        return self.memo.tied
 
     @property
     def devices(self) -> int:
@@ -149,16 +176,19 @@ class Problem:
         return max(0.0, self.begun + self.seconds - time.monotonic())
 
     @property
+    def scope(self) -> Scope:
+        """What is tried for a program of this size at this level."""
+        return scope(len(self.graph.ops), self.level, self.is_rough)
+
+    @property
     def is_small(self) -> bool:
-        """Whether flows of the program cost so little that all that was found is let go of what it need not hold before it
-        is compared, and other levels' answers stand beside it."""
-        return len(self.graph.ops) <= SMALL_OPS and not self.is_rough
+        """`Scope.is_small`."""
+        return self.scope.is_small
 
     @property
     def is_large(self) -> bool:
-        """Whether flows of the program are so dear that every further one costs more than it brings: few of the plain
-        layouts are priced beside what was searched, and not everywhere."""
-        return self.is_rough or len(self.graph.ops) > LARGE_OPS
+        """`Scope.is_large`."""
+        return self.scope.is_large
 
     @property
     def is_rougher_than_flows(self) -> bool:
@@ -169,7 +199,7 @@ class Problem:
     def idle(self, flops: float) -> float:
         """How much of one device's work is more than spreading it evenly would leave, in hundredths; up to a tenth is
         none."""
-        return round(max(0.0, flops / (SPREAD * self.facts.flops / self.devices) - 1), 2) if self.facts.flops else 0.0
+        return idle(flops, SPREAD * self.facts.flops / self.devices)
 
     @property
     def is_open(self) -> bool:
@@ -179,6 +209,16 @@ class Problem:
             or any(spec is None for spec in self.specs)
             or (bool(self.ends) and (self.ends_asked or not any(map(math.prod, filter(None, self.shapes)))))
         )
+
+
+class Laid(TypedDict, total=False):
+    """What of a candidate can be otherwise (`Problem.again`)."""
+
+    name: str
+    axes: Axes
+    specs: tuple[Spec, ...]
+    pins: Pins
+    ends: Ends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,26 +263,14 @@ class Answer:
     """Whether no flow of what was found did what the model promised, or a plain layout had a better one."""
 
 
-SMALL_OPS, LARGE_OPS = 500, 2000
-"""Ops up to which a program is small (`Problem.is_small`), and from which it is large (`Problem.is_large`)."""
-
-SPREAD = 1.1
-"""Work counts as spread over all devices up to this multiple of an even share."""
-
 Search = Callable[[Problem], Answer]
 
 
 def objective(price: Price, problem: Problem) -> tuple[float, ...]:
-    """What each level makes least, within the memory limit first.
-
-    Level 0 spreads the work before it saves bytes: doing it all everywhere sends none.
-    """
-    over = max(0.0, price.memory.peak - problem.memory_limit)
-    return (over, *{
-        0: (problem.idle(price.flops), price.bytes_sent, price.time_s),
-        1: (price.memory.peak, price.time_s),
-        2: (price.time_s, price.memory.peak),
-    }[problem.level])  # fmt: skip
+    """What the problem's level makes least, within the memory limit first, and what decides between equals."""
+    peak, idle = price.memory.peak, problem.idle(price.flops)
+    aim = aim_and_ties(problem.level, idle=idle, sent=price.bytes_sent, time_s=price.time_s, peak=peak)
+    return (over(peak, problem.memory_limit), *aim)
 
 
 def runner_up(best: Candidate, others: Sequence[Candidate]) -> str:

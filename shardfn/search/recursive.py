@@ -13,7 +13,7 @@ import dataclasses
 import numpy as np
 
 from shardfn.graph.moves import primes
-from shardfn.search import propagation
+from shardfn.search import following
 from shardfn.search.beside import bettered
 from shardfn.search.choose import answer_of
 from shardfn.search.forms import FREE
@@ -29,7 +29,7 @@ SWEEPS = 2
 def search(problem: Problem) -> Answer:
     """The best layout found by dividing the devices."""
     if not problem.is_open:
-        return propagation.search(problem)
+        return following.search(problem)
     axes = problem.axes or tuple((f"x{i}", p) for i, p in enumerate(sorted(primes(problem.devices), reverse=True)))
     budget = budget_of(problem)
     starts = [(problem, first) for first in dict.fromkeys((problem.level, 1))]

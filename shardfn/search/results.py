@@ -3,7 +3,6 @@ function makes of no array, as parameters of a key, it would leave whole."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 
@@ -37,8 +36,7 @@ def held_as(problem: Problem, made: Candidate, axes: Axes, laid: Callable[[int],
     if not problem.axes:
         axes, every, pins = merged(axes, [*specs, *ends.values()], pins)
         specs, ends = every[: len(specs)], dict(zip(ends, every[len(specs) :], strict=True))
-    price = problem.price(axes, tuple(specs), pins, ends)
-    return dataclasses.replace(made, axes=axes, specs=tuple(specs), pins=pins, price=price, ends=ends)
+    return problem.again(made, axes=axes, specs=tuple(specs), pins=pins, ends=ends)
 
 
 def _wanted(problem: Problem, axes: Axes, laid: Callable[[int], Spec | None]) -> dict[int, Spec]:

@@ -23,13 +23,13 @@ def fits_nowhere(problem: Problem) -> bool:
 
 def even_share(problem: Problem, as_run: bool = False) -> float:
     """Bytes that the program holds at once on one device alone, over the devices; `as_run` costs a flow."""
-    key = "share", as_run
-    if key not in problem.memo:
+    shares = problem.memo.shares
+    if as_run not in shares:
         if as_run:
             peak = problem.price((("a", 1),), tuple(((),) * len(shape) for shape in problem.shapes), {}).memory.peak
         else:
             graph = problem.graph
             whole = Flow(graph, tuple(((),) * len(v.shape) for v in graph.values), {}, (), problem.hardware.platform)
             peak = memory(whole, problem.donated).peak
-        problem.memo[key] = peak / problem.devices
-    return problem.memo[key]
+        shares[as_run] = peak / problem.devices
+    return shares[as_run]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardfn.search import propagation
+from shardfn.search import following
 from shardfn.search.facts import bytes_of
 from shardfn.search.filters import narrowed
 from shardfn.search.found import Found
@@ -22,7 +22,7 @@ from shardfn.search.grid import Array, Grid, change, pieces
 from shardfn.search.holding import candidate
 from shardfn.search.letgo import let_go
 from shardfn.search.levels import labelling_of
-from shardfn.search.problem import Answer, Candidate, Problem, objective
+from shardfn.search.problem import Answer, Problem, objective
 from shardfn.search.solver.labelling import Labelling, cost_of
 from shardfn.search.solver.solve import Solution
 from shardfn.search.strategies import Space, build
@@ -38,16 +38,15 @@ class Join:
 
 
 def search(problem: Problem) -> Answer:
-    """The cuts that were given, spread; without any, or with nothing open, as `propagation` has it."""
-    followed = propagation.search(problem)
+    """The cuts that were given, spread; without any, or with nothing open, as `following` has it."""
+    followed = following.search(problem)
     if not problem.is_open or not any(dim for spec in problem.specs if spec for dim in spec):
         return followed
     found = spread(problem)
     if not math.isfinite(found.solution.cost):
         return followed
     made = let_go(problem, candidate(problem, found))
-    plain = Candidate("following dim classes", followed.axes, followed.specs, {},
-                      problem.price(followed.axes, followed.specs, {}))  # fmt: skip
+    plain = problem.candidate("following dim classes", followed.axes, followed.specs, {})
     if objective(plain.price, problem) <= objective(made.price, problem):
         return followed
     reasons = tuple("" if given is not None else "least redistribution from the given cuts" for given in problem.specs)

@@ -10,8 +10,8 @@ import pytest
 
 import shardfn
 from shardfn import ShardError
-from shardfn.search import beside, dynamic, neighbours
-from shardfn.search.problem import Candidate, objective
+from shardfn.search import beside, dynamic, neighbours, scope
+from shardfn.search.problem import Candidate, Memo, objective
 
 S = jax.ShapeDtypeStruct
 
@@ -123,16 +123,16 @@ def test_what_may_be_spent_bounds_the_flows(asked, monkeypatch):
     problem, poor = asked
 
     def improved(problem, ops):
-        monkeypatch.setattr(neighbours, "OPS", ops)
+        monkeypatch.setattr("shardfn.search.scope.AROUND_OPS", ops)
         return neighbours.improved(problem, poor)
 
     assert improved(problem, 0) is poor
-    once = neighbours.FIXED + len(problem.graph.ops)
+    once = scope.FIXED + len(problem.graph.ops)
     peaks = [improved(problem, n * once).price.memory.peak for n in (0, 1, 4, 400)]
     assert peaks == sorted(peaks, reverse=True) and peaks[-1] < peaks[0] / 2
     flows = []
     flow = lambda *choice: flows.append(choice) or problem.flow(*choice)  # noqa: E731
-    improved(dataclasses.replace(problem, flow=flow, memo={}), 7 * once)
+    improved(dataclasses.replace(problem, flow=flow, memo=Memo()), 7 * once)
     assert len({(axes, specs, tuple(ends.items())) for axes, specs, _, ends in flows}) <= 1 + 7
 
 
@@ -158,7 +158,7 @@ def test_what_is_changed_is_told_and_no_longer_proved(asked):
 
 
 def test_a_level_is_searched_once(asked):
-    problem, poor = dataclasses.replace(asked[0], memo={}), asked[1]
+    problem, poor = dataclasses.replace(asked[0], memo=Memo()), asked[1]
     searched = []
 
     def alone(problem):
@@ -196,21 +196,22 @@ def test_at_level_1_larger_programs_look_for_ever_less_memory(monkeypatch):
         return dataclasses.replace(price, memory=SimpleNamespace(peak=peaks[key]))
 
     monkeypatch.setattr(type(problem), "price_of", price_of)
-    monkeypatch.setattr("shardfn.search.problem.SMALL_OPS", 0)
+    monkeypatch.setattr("shardfn.search.scope.SMALL_OPS", 0)
     found = beside.bettered(problem, own, alone)
     assert asked == [(2, 990.0), (2, 891.0), (2, 841.0), (0, 841.0)]
     assert problem.price_of(dataclasses.replace(found, policy="within 891")).memory.peak == 850
     assert found.policy.endswith("less memory by its flow: what levels 2 and 0 find within 99% of the least so far")
     assert found.gap is None and set(found.reasons) <= {"", "less memory by its flow than what the search found first"}
     peaks[990] = 1000
-    problem.memo.clear()
+    problem.memo.answers.clear()
+    problem.memo.prices.clear()
     assert beside.bettered(problem, own, alone) is own
 
 
 def test_levels_0_and_2_of_larger_programs_ask_each_other_where_the_model_was_wrong(asked, monkeypatch):
     """Where no flow did what it promised; elsewhere, and of large programs, the answer stands."""
-    monkeypatch.setattr("shardfn.search.problem.SMALL_OPS", 0)
-    problem, poor = dataclasses.replace(asked[0], level=2, memo={}), asked[1]
+    monkeypatch.setattr("shardfn.search.scope.SMALL_OPS", 0)
+    problem, poor = dataclasses.replace(asked[0], level=2, memo=Memo()), asked[1]
     levels = []
 
     def answer(axes, specs, **more):
@@ -227,6 +228,6 @@ def test_levels_0_and_2_of_larger_programs_ask_each_other_where_the_model_was_wr
     made = beside.bettered(problem, plain, alone)
     assert made.specs == good.specs and "better by its flow: level 0's" in made.policy and levels == [0]
     for kept in (answer(poor.axes, poor.specs), dataclasses.replace(good, is_doubtful=True)):
-        assert beside.bettered(dataclasses.replace(problem, memo={}), kept, alone) is kept
-    monkeypatch.setattr("shardfn.search.problem.LARGE_OPS", 0)
-    assert beside.bettered(dataclasses.replace(problem, memo={}), plain, alone) is plain
+        assert beside.bettered(dataclasses.replace(problem, memo=Memo()), kept, alone) is kept
+    monkeypatch.setattr("shardfn.search.scope.LARGE_OPS", 0)
+    assert beside.bettered(dataclasses.replace(problem, memo=Memo()), plain, alone) is plain

@@ -12,10 +12,10 @@ import shardfn
 from shardfn.cost.chips import CHIPS
 from shardfn.cost.links import links
 from shardfn.graph.model import Pin
-from shardfn.search import choose, forget, letgo, propagation
+from shardfn.search import choose, following, forget, letgo, scope
 from shardfn.search.letgo import as_sliced
 from shardfn.search.levels import repeated
-from shardfn.search.problem import Candidate, objective
+from shardfn.search.problem import Candidate, Memo, objective
 from shardfn.search.strategies import Edge
 
 S = jax.ShapeDtypeStruct
@@ -28,7 +28,7 @@ def looked_up(table, index, x):
 
 def test_an_argument_that_is_sliced_before_it_is_read_is_laid_out_so():
     problems = []
-    shardfn.register_search("listening", lambda problem: problems.append(problem) or propagation.search(problem))
+    shardfn.register_search("listening", lambda problem: problems.append(problem) or following.search(problem))
     try:
         args = S((64, 8), jnp.float32), S((16, 2), jnp.int32), S((16, 8), jnp.float32)
         shardfn.plan(looked_up, *args, device="cpu:8", search_mode="listening", level=2)
@@ -46,8 +46,8 @@ def test_an_argument_that_is_sliced_before_it_is_read_is_laid_out_so():
 
 def test_what_promises_more_than_the_best_flow_so_far_is_priced_too(monkeypatch):
     """Of a large program one flow is priced, unless the model holds something else for better than it turned out."""
-    monkeypatch.setattr(choose, "priced", lambda graph: 1)
-    monkeypatch.setattr("shardfn.search.problem.SMALL_OPS", 0)
+    monkeypatch.setattr("shardfn.search.scope.FLOWS", 1)
+    monkeypatch.setattr("shardfn.search.scope.SMALL_OPS", 0)
     monkeypatch.setattr(choose, "keeps_promise", lambda *_: True)
     tried = []
     candidates = choose.candidates
@@ -66,7 +66,7 @@ def test_what_promises_more_than_the_best_flow_so_far_is_priced_too(monkeypatch)
     few = len(tried)
     monkeypatch.setattr(choose, "promises", lambda problem, found, best: True)
     plan()
-    assert few <= len(tried) <= choose.MOST and len(tried) > 1
+    assert few <= len(tried) <= scope.MOST and len(tried) > 1
 
 
 def test_promises_compare_the_level_s_aim():
@@ -107,14 +107,14 @@ def test_a_large_program_that_gathers_arguments_is_not_tried_without_what_holds_
 ):
     """Propagation alone would hand the cut of the weights on: that flow costs much and wins nothing."""
     problems = []
-    shardfn.register_search("listening", lambda problem: problems.append(problem) or propagation.search(problem))
+    shardfn.register_search("listening", lambda problem: problems.append(problem) or following.search(problem))
     try:
         shardfn.plan(jnp.matmul, S((16, 8), jnp.float32), S((8, 64), jnp.float32), device="h100:8",
                      search_mode="listening", level=2)  # fmt: skip
     finally:
         forget("listening")
     (problem,) = problems
-    monkeypatch.setattr("shardfn.search.problem.LARGE_OPS", 0)
+    monkeypatch.setattr("shardfn.search.scope.LARGE_OPS", 0)
     axes, rows, columns, whole = (("a", 8),), (("a",), ()), ((), ("a",)), ((), ())
     dot = next(i for i, op in enumerate(problem.graph.ops) if op.name == "dot_general")
     specs, reads = ((rows, columns), (rows, whole)) if read_whole else ((rows, whole), (rows, whole))
@@ -122,7 +122,7 @@ def test_a_large_program_that_gathers_arguments_is_not_tried_without_what_holds_
     held = Candidate("", axes, specs, pins, problem.price(axes, specs, pins))
     flows = []
     flow = lambda axes, specs, pins, ends: flows.append(pins) or problem.flow(axes, specs, pins, ends)  # noqa: E731
-    found = letgo.let_go(dataclasses.replace(problem, flow=flow, memo={}), held)
+    found = letgo.let_go(dataclasses.replace(problem, flow=flow, memo=Memo()), held)
     assert flows == asked and bool(found.pins) == read_whole
 
 

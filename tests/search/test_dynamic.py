@@ -181,7 +181,8 @@ def test_grids_left_out_early_are_not_among_the_first(most, monkeypatch):
     tried = dynamic.grids(problem)
 
     def best(count):
-        monkeypatch.setattr(dynamic, "weighed", lambda graph: count)
+        monkeypatch.setattr("shardfn.search.scope.FLOWS", 1)
+        monkeypatch.setattr("shardfn.search.scope.MOST", count)
         found, _ = dynamic.on_grids(problem, tried, (), Budget())
         ranked = sorted(found, key=lambda f: ongrid.order(problem, f))
         return len(found), [(f.axes, f.solution.choice) for f in ranked[:most]]
@@ -192,7 +193,8 @@ def test_grids_left_out_early_are_not_among_the_first(most, monkeypatch):
 
 def test_a_cheap_grid_leaves_dear_ones_out(monkeypatch):
     problem = problem_of(*PROGRAMS["gradient"], device="h100:4")
-    monkeypatch.setattr(dynamic, "weighed", lambda graph: 1)
+    monkeypatch.setattr("shardfn.search.scope.FLOWS", 1)
+    monkeypatch.setattr("shardfn.search.scope.MOST", 1)
     (found,), _ = dynamic.on_grids(problem, dynamic.grids(problem)[:1], (), Budget())
     before = [dataclasses.replace(found, solution=dataclasses.replace(found.solution, cost=found.solution.cost / 2))]
     left, untried = dynamic.on_grids(problem, dynamic.grids(problem), before, Budget())

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardfn
-from shardfn.search import forget, plain, propagation
+from shardfn.search import following, forget, plain
 from shardfn.search.choose import answer_of
 from shardfn.search.problem import objective
 
@@ -24,7 +24,7 @@ def step(w, momentum, x):
 def asked(function, *args, **options):
     """The problem that a search is asked."""
     problems = []
-    shardfn.register_search("listening", lambda problem: problems.append(problem) or propagation.search(problem))
+    shardfn.register_search("listening", lambda problem: problems.append(problem) or following.search(problem))
     try:
         shardfn.plan(function, *args, device="cpu:8", search_mode="listening", **options)
     finally:

@@ -53,8 +53,8 @@ def test_at_level_1_what_is_left_out_holds_more(make):
 
 
 def test_of_a_large_program_the_few_are_priced_that_promise_most(monkeypatch):
-    monkeypatch.setattr(plain, "FEWEST", 5)
-    monkeypatch.setattr(plain, "OPS", 0)
+    monkeypatch.setattr("shardfn.search.scope.FEWEST", 5)
+    monkeypatch.setattr("shardfn.search.scope.PLAIN_OPS", 0)
     problem, _ = asked(*abstract(attention.make, batch=64), level=1, device="cpu:8")
     few = plain.candidates(problem)
     every = [problem.price(one.axes, one.specs, {}).memory.peak for one in plain._layouts(problem, True)]
@@ -63,17 +63,31 @@ def test_of_a_large_program_the_few_are_priced_that_promise_most(monkeypatch):
 
 
 def test_the_time_limit_holds_for_flows_too(monkeypatch):
-    """With a limit that is over at once: one grid, and the flow of what it gives."""
+    """With a limit that is over at once: one grid, the flow of what it gives, and that of a plain layout."""
     flows = counted(monkeypatch)
     function, args = abstract(mlp.make, batch=64)
     for level in (0, 1, 2):
         for mode in ("dynamic_programming", "recursive_programming"):
             flows.clear()
             made = shardfn.plan(function, *args, level=level, search_mode=mode, device="h100:8", time_limit=1e-6)
-            assert len(flows) == 1
+            assert 2 <= len(flows) <= 1 + plain.HASTY
             assert "1e-06 s" in made.policy, made.policy
             if mode == "dynamic_programming":
                 assert made.gap is None and "not in 1e-06 s: " in made.policy
+
+
+def test_in_a_hurry_it_is_no_worse_than_data_parallel():
+    function, args = abstract(gpt2.make, gpt2.small())
+    options = {"device": "cpu:8", "level": 2, "donate_argnums": (0, 1)}
+    batch = shardfn.plan(function, *args, in_strategy=(None, None, (8, 1)), **options)
+    problem, _ = asked(function, args, **options)
+    parallel = next(c for c in plain.of_batch(problem) if "pieces" not in c.name)
+    hasty = shardfn.plan(function, *args, time_limit=1e-6, **options)
+    assert hasty.price.time_s <= parallel.price.time_s
+    assert batch.price.time_s <= parallel.price.time_s
+    limit = parallel.price.memory.peak * 9 // 10
+    tight = shardfn.plan(function, *args, time_limit=1e-6, memory_limit=limit, **options)
+    assert tight.price.memory.peak <= limit
 
 
 def test_without_hurry_nothing_is_said_of_time():

@@ -68,10 +68,10 @@ def test_a_flow_that_keeps_its_promise_is_enough(monkeypatch):
 def test_where_all_disappoint_the_grid_of_one_axis_is_priced_too(monkeypatch, kept):
     problem, _ = asked_and_made()
     found = [next(ongrid.on_grid(problem, axes, Budget())) for axes in ((("a", 4), ("b", 2)), (("a", 8),))]
-    monkeypatch.setattr("shardfn.search.problem.SMALL_OPS", 0)
+    monkeypatch.setattr("shardfn.search.scope.SMALL_OPS", 0)
     monkeypatch.setattr(choose, "keeps_promise", lambda *_: kept)
-    monkeypatch.setattr(choose, "weighed", lambda problem: 1)
-    monkeypatch.setattr(choose, "priced", lambda problem: 1)
+    monkeypatch.setattr("shardfn.search.scope.MOST", 1)
+    monkeypatch.setattr("shardfn.search.scope.FLOWS", 1)
     tried, candidates = [], choose.candidates
     monkeypatch.setattr(
         choose, "candidates", lambda problem, one, *far: tried.append(one) or candidates(problem, one, *far)
@@ -86,7 +86,7 @@ def test_where_all_disappoint_the_grid_of_one_axis_is_priced_too(monkeypatch, ke
 def test_what_was_found_for_the_other_aim_on_the_best_grid_is_priced(monkeypatch, level, kept, small_ops):
     problem, _ = asked_and_made(level)
     found = [next(ongrid.on_grid(problem, (("a", 8),), Budget()))]
-    monkeypatch.setattr("shardfn.search.problem.SMALL_OPS", small_ops)
+    monkeypatch.setattr("shardfn.search.scope.SMALL_OPS", small_ops)
     monkeypatch.setattr(choose, "keeps_promise", lambda *_: kept)
     turned = []
 
@@ -106,10 +106,10 @@ def test_of_larger_programs_the_other_aim_is_tried_where_the_model_was_best_too_
     sizes = ((4, 2), (8,), (2, 4))
     grids = [tuple(zip("ab", size, strict=False)) for size in sizes]
     found = [next(ongrid.on_grid(problem, axes, Budget())) for axes in grids]
-    monkeypatch.setattr("shardfn.search.problem.SMALL_OPS", 0)
+    monkeypatch.setattr("shardfn.search.scope.SMALL_OPS", 0)
     monkeypatch.setattr(choose, "keeps_promise", lambda *_: kept)
-    monkeypatch.setattr(choose, "weighed", lambda problem: 1)
-    monkeypatch.setattr(choose, "priced", lambda problem: 1)
+    monkeypatch.setattr("shardfn.search.scope.MOST", 1)
+    monkeypatch.setattr("shardfn.search.scope.FLOWS", 1)
     turned, lines, in_line = [], [], choose.in_line
     monkeypatch.setattr(
         choose, "in_line", lambda problem, made, laid: lines.append(made) or in_line(problem, made, laid)
@@ -143,8 +143,8 @@ def test_the_layout_for_the_other_aim_costs_what_it_costs_at_the_problem_s_own(l
 @pytest.mark.parametrize(("kept", "device"), [(True, "h100:8"), (False, "h100:8"), (True, "tpu-v5e:2x4")])
 def test_beside_a_large_program_s_plan_that_disappoints_stand_those_of_the_batch(monkeypatch, kept, device):
     """On a TPU beside every one: of its sums and gathers the search's model does not know all."""
-    monkeypatch.setattr("shardfn.search.problem.LARGE_OPS", 0)
-    monkeypatch.setattr("shardfn.search.problem.SMALL_OPS", 0)
+    monkeypatch.setattr("shardfn.search.scope.LARGE_OPS", 0)
+    monkeypatch.setattr("shardfn.search.scope.SMALL_OPS", 0)
     monkeypatch.setattr(choose, "keeps_promise", lambda *_: kept)
     tried = []
     monkeypatch.setattr(plain, "of_batch", lambda problem, real=plain.of_batch: tried.extend(real(problem)) or tried)
@@ -155,8 +155,8 @@ def test_beside_a_large_program_s_plan_that_disappoints_stand_those_of_the_batch
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_of_a_large_program_that_disappoints_the_best_in_pieces_is_priced_at_level_0(monkeypatch, kept):
-    monkeypatch.setattr("shardfn.search.problem.LARGE_OPS", 0)
-    monkeypatch.setattr("shardfn.search.problem.SMALL_OPS", 0)
+    monkeypatch.setattr("shardfn.search.scope.LARGE_OPS", 0)
+    monkeypatch.setattr("shardfn.search.scope.SMALL_OPS", 0)
     monkeypatch.setattr(choose, "keeps_promise", lambda *_: kept)
     tried, candidates = [], choose.candidates
     monkeypatch.setattr(
@@ -172,19 +172,15 @@ def test_at_level_1_the_best_of_each_kind_are_priced(monkeypatch, large, count):
     problem, _ = asked_and_made(1)
     grids = ((("a", 8),), (("a", 4), ("b", 2)), (("a", 2), ("b", 4)))
     found = [one for axes in grids for one in ongrid.on_grid(problem, axes, Budget())]
-    monkeypatch.setattr("shardfn.search.problem.LARGE_OPS", large)
-    monkeypatch.setattr("shardfn.search.problem.SMALL_OPS", 0)
-    monkeypatch.setattr(choose, "priced", lambda problem, real=choose.priced: real(of_many_ops(problem)))
+    monkeypatch.setattr("shardfn.search.scope.LARGE_OPS", large)
+    monkeypatch.setattr("shardfn.search.scope.SMALL_OPS", 0)
+    monkeypatch.setattr("shardfn.search.scope.FLOWS", 0)
     tried, candidates = [], choose.candidates
     monkeypatch.setattr(
         choose, "candidates", lambda problem, one, *far: tried.append(one.kind) or candidates(problem, one, *far)
     )
     choose.answer_of(problem, found, "a search", lambda *_: ())
     assert sorted(tried) == sorted([*range(3)] * count)
-
-
-def of_many_ops(problem):
-    return dataclasses.replace(problem, graph=dataclasses.replace(problem.graph, ops=problem.graph.ops * 10))
 
 
 S = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)  # noqa: E731

@@ -66,7 +66,7 @@ def test_a_limit_that_nothing_can_keep_is_refused_after_a_first_look(monkeypatch
     limit = int(0.5 * even_share(problem))
     flows, price = [], Problem.price
     for small in (500, 5):
-        monkeypatch.setattr("shardfn.search.problem.SMALL_OPS", small)
+        monkeypatch.setattr("shardfn.search.scope.SMALL_OPS", small)
         priced = []
         with monkeypatch.context() as patch:
             patch.setattr(Problem, "price", lambda *a, priced=priced: priced.append(a[1:]) or price(*a))

@@ -65,10 +65,6 @@ class Labelling:
         numbers = np.array([row[:3] for row in rows], np.int64).reshape(-1, 3)
         return numbers[:, 0], numbers[:, 1:], [row[3] for row in rows]
 
-    def unlimited(self) -> Labelling:
-        """The same without the limit."""
-        return dataclasses.replace(self, limit=math.inf)
-
 
 def labelling(costs: Sequence[Sequence[float]], usages: Sequence[Sequence[float]] | None = None,
               intervals: Sequence[Sequence[int]] | None = None,
