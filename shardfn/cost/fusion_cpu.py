@@ -3,6 +3,7 @@ may still compute anew."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from shardfn.cost.fuser import MOST, SPREADS, Fuser, Fusion
