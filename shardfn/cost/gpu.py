@@ -8,7 +8,7 @@ import dataclasses
 import math
 
 from shardfn.cost.chips import Chip
-from shardfn.cost.schedule import Sized
+from shardfn.cost.sized import sized
 from shardfn.graph.model import Flow, Op, Value, dtype_bits
 
 
@@ -75,8 +75,7 @@ def on_gpu(flow: Flow, chip: Chip | None = None) -> Flow:
     if not sizes:
         return flow
     graph = dataclasses.replace(flow.graph, values=tuple(values), ops=tuple(ops))
-    fields = {field.name: getattr(flow, field.name) for field in dataclasses.fields(Flow)}
-    return Sized(**fields | {"graph": graph, "specs": tuple(specs)}, sizes=sizes)
+    return sized(dataclasses.replace(flow, graph=graph, specs=tuple(specs)), sizes)
 
 
 def _counts(flow: Flow, op: Op) -> tuple[int, int, int, int] | None:

@@ -7,8 +7,12 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from shardfn.cost.chips import Chip
+from shardfn.cost.cpu import on_cpu
 from shardfn.cost.fusion import Fusion, fuse
+from shardfn.cost.gpu import on_gpu
 from shardfn.cost.kinds import ELEMENTWISE
+from shardfn.cost.sized import Sized, sized
 from shardfn.cost.tpu import rows_bytes, scattered_to
 from shardfn.graph.model import Communication, Flow, Graph, Op, dtype_bits
 
@@ -60,40 +64,6 @@ def bodies(graph: Graph) -> dict[int, int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sized(Flow):
-    """A flow that works out the piece of each value once."""
-
-    shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
-    sizes: dict[int, int] = dataclasses.field(default_factory=dict, repr=False, compare=False)
-    pieces: dict[tuple[object, object], tuple[tuple[int, ...], int]] = dataclasses.field(
-        default_factory=dict, repr=False, compare=False
-    )
-
-    def local_shape(self, value: int) -> tuple[int, ...]:
-        """Shape of the piece on one device."""
-        if value not in self.shapes:
-            self.work_out(value)
-        return self.shapes[value]
-
-    def local_bytes(self, value: int) -> int:
-        """Bytes of the piece on one device."""
-        if value not in self.sizes:
-            self.work_out(value)
-        return self.sizes[value]
-
-    def work_out(self, value: int) -> None:
-        """Both, once for all values of one form and layout."""
-        form, spec = self.graph.values[value], self.specs[value]
-        key = (form.shape, form.dtype), spec
-        found = self.pieces.get(key)
-        if found is None:
-            shape = super().local_shape(value)
-            found = self.pieces[key] = shape, math.prod(shape) * dtype_bits(form.dtype) // 8
-        self.shapes[value] = found[0]
-        self.sizes.setdefault(value, found[1])  # what takes more than its elements is told
-
-
-@dataclasses.dataclass(frozen=True)
 class Order:
     """A flow with its ops in the order in which they run; `groups` has for the result of a collective that can be merged the
     number of the one that it is a part of."""
@@ -116,14 +86,23 @@ class Order:
         return {i: found[group] for i, group in where.items()}
 
 
+def as_run(flow: Flow, chip: Chip | None = None) -> Order:
+    """What a platform's XLA makes of a flow before it schedules its ops: as the CPU or the GPU backend has them, and `merged`.
+
+    Args:
+      flow: layouts of all values, and the collectives.
+      chip: what it runs on.
+    """
+    return merged(on_gpu(on_cpu(flow), chip))
+
+
 def merged(flow: Flow) -> Order:
     """The order in which collectives can run as one: all-reduces, on GPUs also all-gathers and reduce-scatters.
 
     XLA's combiners put those over the same axes into one where none needs another: in one region, of one element type
     (gathers of any). It runs when the last of them can; what reads their results comes after.
     """
-    if not isinstance(flow, Sized):
-        flow = Sized(**{field.name: getattr(flow, field.name) for field in dataclasses.fields(flow)})
+    flow = sized(flow)
     most = _MOST_MERGED.get(flow.platform, _MOST_ON_GPU)
     several = {c.result: c for c in flow.communications if c.kind in most and c.group_size > 1}
     if len(several) < 2:
