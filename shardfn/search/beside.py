@@ -92,7 +92,9 @@ def squeezed(problem: Problem, own: Answer, alone: Alone) -> Answer:
     if best is own:
         return own
     reasons = tuple(reason and "less memory by its flow than what the search found first" for reason in best.reasons)
-    policy = f"{own.policy}; less memory by its flow: what levels 2 and 0 find within {LESS:.0%} of the least so far"
+    levels = " and ".join(str(level) for level, _ in problem.scope.for_less)
+    asked = f"levels {levels} find" if len(problem.scope.for_less) > 1 else f"level {levels} finds"
+    policy = f"{own.policy}; less memory by its flow: what {asked} within {LESS:.0%} of the least so far"
     return dataclasses.replace(best, reasons=reasons, policy=policy, gap=None, runner_up="", runners_up=())
 
 

@@ -18,7 +18,7 @@ NAMED = 4
 """Tensors that an error names."""
 
 ERROR = 0.25
-"""Of the peak: how far what XLA makes is from the prediction in 90 of the 97 of `benchmarks/truth.py` (docs/cost-model.md)."""
+"""Of the peak: how far what XLA makes is from the prediction in 89 of the 97 of `benchmarks/truth.py` (docs/cost-model.md)."""
 
 
 def near_limit(memory: Memory, limit: float) -> list[str]:
