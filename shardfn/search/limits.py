@@ -67,7 +67,7 @@ class _Looked:
 
 def _looked_for(problem: Problem, search: Search) -> Iterator[_Looked]:
     """The answers to what asks for less, up to the first that fits."""
-    for asked in _for_less(problem):
+    for asked in _asking_less(problem):
         yield (found := _Looked(asked, search(asked)))
         if _fits(problem, found.answer):
             return
@@ -85,7 +85,7 @@ def _named(problem: Problem, answer: Answer, looked: Sequence[_Looked], search: 
     return again if peak(again) <= peak(least) else min(free or [least], key=peak)
 
 
-def _for_less(problem: Problem) -> Iterator[Problem]:
+def _asking_less(problem: Problem) -> Iterator[Problem]:
     """What to ask where an answer holds too much: level 1; and, unless the program is large, each level without a limit, as what
     is found depends on it."""
     if problem.level != 1:
