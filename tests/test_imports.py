@@ -17,7 +17,7 @@ LAYERS = (
     ("cost.chips", "extras", "paths"),
     ("cost.links",),
     ("graph.model", "graph.release", "graph.padding"),
-    ("meshes",),
+    ("meshes", "graph.anew"),
     ("layout", "cost.hardware", "cost.collectives", "progress", "amounts", "graph.edges", "cost.kinds"),
     (
         "strategy",

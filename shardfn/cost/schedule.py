@@ -8,13 +8,13 @@ import math
 from collections.abc import Mapping, Sequence
 
 from shardfn.cost.chips import Chip
-from shardfn.cost.cpu import on_cpu
+from shardfn.cost.cpu import is_flattened, on_cpu
 from shardfn.cost.fusion import Fusion, fuse
 from shardfn.cost.gpu import on_gpu
 from shardfn.cost.kinds import ELEMENTWISE
 from shardfn.cost.sized import Sized, sized
 from shardfn.cost.tpu import rows_bytes, scattered_to
-from shardfn.graph.model import Communication, Flow, Graph, Op, dtype_bits
+from shardfn.graph.model import Communication, Flow, Graph, Op, dtype_bits, is_gpu
 
 
 def first_of_body(graph: Graph, loop: int) -> int:
@@ -103,7 +103,7 @@ def merged(flow: Flow) -> Order:
     (gathers of any). It runs when the last of them can; what reads their results comes after.
     """
     flow = sized(flow)
-    most = _MOST_MERGED.get(flow.platform, _MOST_ON_GPU)
+    most = _most_merged(flow.platform)
     several = {c.result: c for c in flow.communications if c.kind in most and c.group_size > 1}
     if len(several) < 2:
         return Order(flow, {v: n for n, v in enumerate(several)}, bodies(flow.graph))
@@ -124,6 +124,10 @@ _MOST_MERGED: Mapping[str, Mapping[str, float]] = {
 
 _MOST_ON_GPU: Mapping[str, float] = dict.fromkeys(("all-reduce", "all-gather", "reduce-scatter"), 30 * 2**20 + 7)
 """The same on GPUs, of results: the defaults of `xla_gpu_all_reduce_combine_threshold_bytes` and its like."""
+
+
+def _most_merged(platform: str) -> Mapping[str, float]:
+    return _MOST_ON_GPU if is_gpu(platform) else _MOST_MERGED[platform]
 
 
 class _Combiner:
@@ -190,7 +194,7 @@ def _ordered(
             c = several[result]
             dtype = "" if c.kind == "all-gather" else flow.graph.values[c.operand].dtype
             key = region.parts[-1], c.kind, c.axes, c.group_size, c.trips, dtype
-            most = _MOST_MERGED.get(flow.platform, _MOST_ON_GPU)[c.kind]
+            most = _most_merged(flow.platform)[c.kind]
             key = *key, combiner.group(key, behind, flow.local_bytes(c.result), most)
             group[n] = of[result] = groups.setdefault(key, len(groups))
     when = [float(n) for n in range(len(inner))]
@@ -313,16 +317,10 @@ def _flattened(
     """What a product reads as a matrix though it has more dims, and comes from an op that XLA fuses with nothing: a view of it is
     one step more."""
     op = flow.graph.ops[product]
-    if op.rule is None:
-        return []
-    left, right = ({f for dim in dims for f in dim} for dims in op.rule.operands[:2])
-    batch = len(left & right & {f for dim in op.rule.results[0] for f in dim})
     return [
         v
         for v in reads
-        if v in made
-        and flow.graph.ops[nodes[made[v]][-1]].name in _UNFUSED
-        and sum(n > 1 for n in flow.local_shape(v)) > batch + 2
+        if v in made and flow.graph.ops[nodes[made[v]][-1]].name in _UNFUSED and is_flattened(flow, op, v)
     ]
 
 
