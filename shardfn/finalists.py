@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
@@ -14,7 +15,7 @@ from shardfn.cost.price import collective_s
 from shardfn.errors import ShardError, StrategyError, fail
 from shardfn.priced import told_apart
 from shardfn.search import plain
-from shardfn.search.aims import SPREAD, aim_and_ties, idle, over
+from shardfn.search.aims import SPREAD, Rank, idle, rank
 from shardfn.search.found import written
 from shardfn.search.grid import Axes
 from shardfn.search.polish import in_pieces, polished
@@ -62,9 +63,8 @@ def answers(
         *(problem.as_candidate("level 0's without the limit", o) for o in more),
     ]
     first += [made for level, one in others.items() for made in better(level, one)]
-    least = min(
-        first, key=lambda c: (problem.idle(c.price.flops), c.price.bytes_sent, c.price.time_s, c.price.memory.peak)
-    )
+    unlimited = dataclasses.replace(problem, level=0, memory_limit=math.inf)
+    least = min(first, key=lambda c: (objective(c.price, unlimited), c.price.memory.peak))
     first += [in_pieces(problem, least), in_pieces(problem, least, only_state=True)]
     fast = dataclasses.replace(problem, level=2)
     single = plain.candidates(fast, pairs=False)
@@ -138,11 +138,10 @@ class Finalist:
     flops: float
     time_s: float
 
-    def rank(self, limit: float, least: float) -> tuple[float, ...]:
+    def rank(self, limit: float, least: float) -> Rank:
         """What the level makes least, within the memory limit first; `least` are the fewest FLOPs of any finalist."""
         more = idle(self.flops, SPREAD * least)
-        aim = aim_and_ties(self.level, idle=more, sent=self.bytes_sent, time_s=self.time_s, peak=self.peak)
-        return (over(self.peak, limit), *aim)
+        return rank(self.level, limit, idle=more, sent=self.bytes_sent, time_s=self.time_s, peak=self.peak)
 
 
 def judged(name: str, problem: Problem, answer: Answer, made: Compiled) -> Finalist:

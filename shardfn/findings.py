@@ -12,6 +12,7 @@ from shardfn.decisions import Decision
 from shardfn.graph.model import Communication, Flow, Spec
 from shardfn.plan import Plan
 from shardfn.render import figure, unit_of
+from shardfn.search.found import written
 from shardfn.search.grid import Axes, cuts_of
 from shardfn.search.neighbours import layouts
 from shardfn.search.problem import objective
@@ -141,7 +142,7 @@ def idle(plan: Plan, study: Study) -> Iterator[str]:
     if fewer:
         c = min(fewer, key=lambda c: (c.figures.flops, c.figures.time_s))
         yield (
-            f"{text}; `{c.name}` on the grid {'x'.join(str(size) for _, size in c.axes)} leaves each "
+            f"{text}; `{c.name}` on the grid {written(c.axes)} leaves each "
             f"{_percent(max(1 / devices, c.figures.flops / whole))}, with {c.figures.time_s * 1e6:,.1f} us modelled instead of "
             f"{price.time_s * 1e6:,.1f}"
         )

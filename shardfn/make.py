@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from shardfn.cost.hardware import Hardware
 from shardfn.cost.price import collectives
+from shardfn.cost.schedule import as_run
 from shardfn.cuts import check
 from shardfn.decided import of_classes, of_inputs, of_pins, of_results
 from shardfn.errors import Problem, raise_problems
@@ -120,11 +121,26 @@ def make_plan(
     findings = [*inside(answer.axes)[1]]
     results = of_results(inputs, outputs, flows, answer, flow, findings)
     made = Plan(
-        name, hardware, level, answer.axes, placed.order, decided, results,
-        of_classes(classes, inputs, outputs, traced, decided), collectives(flow), paid, answer.policy, (), flow,
-        of_pins(answer.pins, anchored, graph), answer.gap, candidates(question, answer, paid),
-        layout.activations if layout is not None else (), wishes.memory_limit, study,
-    )  # fmt: skip
+        function=name,
+        hardware=hardware,
+        level=level,
+        axes=answer.axes,
+        order=placed.order,
+        inputs=decided,
+        outputs=results,
+        classes=of_classes(classes, inputs, outputs, traced, decided),
+        collectives=collectives(flow, as_run(flow, hardware.chip)),
+        price=paid,
+        policy=answer.policy,
+        findings=(),
+        flow=flow,
+        constraints=of_pins(answer.pins, anchored, graph),
+        gap=answer.gap,
+        candidates=candidates(question, answer, paid),
+        activations=layout.activations if layout is not None else (),
+        memory_limit=wishes.memory_limit,
+        study=study,
+    )
     findings += near_limit(paid.memory, question.memory_limit) if wishes.is_strict else []  # else judged as compiled
     findings += [*answer.findings, *of_program(traced, hardware, inputs, answer.axes), *not_predicted(graph, flow)]
     return dataclasses.replace(made, findings=(*advice(made, study), *findings))

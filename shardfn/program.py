@@ -22,6 +22,7 @@ from shardfn.layoutrules import axes_on
 from shardfn.make import make_plan
 from shardfn.options import Options
 from shardfn.plan import Plan
+from shardfn.search.aims import other_level
 from shardfn.search.problem import Answer, Candidate, Search, objective
 from shardfn.search.problem import Problem as Question
 from shardfn.strategy import UNKNOWN, Leaf
@@ -225,7 +226,7 @@ def _aside(problem: Question, find: Search) -> tuple[Candidate, ...]:
     """What a search finds for the other aim."""
     if not problem.is_open:
         return ()
-    level = 0 if problem.level == 2 else 2
+    level = other_level(problem.level)
     found = find(dataclasses.replace(problem, level=level))
     return problem.as_candidate(f"level {level}'s", found), *found.others
 

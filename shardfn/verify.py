@@ -35,7 +35,7 @@ from shardfn.targets import Target, devices, target
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class Made:
     """What XLA made of a plan, as data; it answers as `jax.stages.Compiled` does."""
 
     text: str
@@ -66,7 +66,7 @@ class Verifier:
         return make_report(plan, self.compiled(plan))
 
     def compiled(self, plan: Plan, quick: bool = False) -> Any:
-        """What XLA makes of the plan: a `jax.stages.Compiled` for devices that are here, else a `Program`.
+        """What XLA makes of the plan: a `jax.stages.Compiled` for devices that are here, else `Made`.
 
         Args:
           plan: the plan.
@@ -125,7 +125,7 @@ def _exported(plan: Plan, jitted: Any, args: Sequence[Any]) -> tuple[jax.export.
     return dataclasses.replace(found, in_tree=flat, out_tree=unflat, **bound), donated
 
 
-def _elsewhere(plan: Plan, of: Target, exported: jax.export.Exported, donated: tuple[bool, ...]) -> Program:
+def _elsewhere(plan: Plan, of: Target, exported: jax.export.Exported, donated: tuple[bool, ...]) -> Made:
     job = _Job(
         of, plan.axes or (("a", 1),), plan.order or tuple(range(of.count)),
         tuple(d.spec for d in plan.inputs), tuple(d.spec for d in plan.outputs), donated, exported,
@@ -145,7 +145,7 @@ def _elsewhere(plan: Plan, of: Target, exported: jax.export.Exported, donated: t
         found = pickle.loads(made.read_bytes()) if made.exists() else done.stderr.strip().split("\n")[-1]
     if isinstance(found, str):
         _refused(plan, of, found or f"its process ended with {done.returncode}")
-    return Program(*found)
+    return Made(*found)
 
 
 def _environment(of: Target) -> dict[str, str]:
@@ -175,10 +175,10 @@ def _refused(plan: Plan, of: Target, why: str) -> NoReturn:
     if of.platform == "tpu" and "opology" in why:
         fail(DeviceError, f"the TPU compiler refuses the topology {of.name}", where=where, why=why.split("\n")[0],
              fix='name a slice that exists, such as "tpu-v5e:2x4", "tpu-v5e:4x4" or "tpu-v5p:2x2x2"')  # fmt: skip
+    extra = {"tpu": "tpu-aot", "cuda": "gpu-aot"}.get(of.platform)  # JAX brings its CPU compiler along
+    fitting = f"pip install 'shardfn[{extra}]' for the compiler that fits this JAX; else " if extra else ""
     fail(StrategyError, f"`{plan.function}` does not compile for {plan.hardware.name}", where=where,
-         why=why.split("\n")[0],
-         fix=f"pip install 'shardfn[{'tpu' if of.platform == 'tpu' else 'gpu'}-aot]' for the compiler that fits this JAX; "
-         "else look for the op it names")  # fmt: skip
+         why=why.split("\n")[0], fix=f"{fitting}look for the op it names")  # fmt: skip
 
 
 def answer(directory: str) -> None:

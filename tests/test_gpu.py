@@ -13,7 +13,7 @@ from jax import lax
 import shardfn
 from examples.models import abstract, gpt2, llama, mlp
 from shardfn import compiled
-from shardfn.cost.gpu import FEW, parts
+from shardfn.cost.gpu import COARSENESS, parts
 
 GPUS = "h100:8"
 
@@ -114,7 +114,7 @@ PARTS = [
 @pytest.mark.parametrize(("rows", "columns", "summed", "h100", "a100"), PARTS)
 def test_small_products_are_made_in_parts(rows, columns, summed, h100, a100):
     assert parts(1, rows, columns, summed) == h100
-    assert parts(1, rows, columns, summed, FEW["a100"]) == a100
+    assert parts(1, rows, columns, summed, COARSENESS["a100"]) == a100
 
 
 def peak(fn, *args, entries, device=GPUS, **options):

@@ -86,7 +86,7 @@ def test_a_target_compiles_in_another_process_to_what_compiles_here():
     target = shardfn.plan(step, *step_args(), device="cpu:8", **options)
     assert not target.hardware.is_here
     there, here = (p.verifier.compiled(p) for p in (target, target.with_devices(jax.devices())))
-    assert isinstance(there, verify.Program) and isinstance(here, jax.stages.Compiled)
+    assert isinstance(there, verify.Made) and isinstance(here, jax.stages.Compiled)
     there, here = read(there), read(here)
     assert sum(c.bytes_sent for c in here.collectives) > 0
     assert [c.kind for c in there.collectives] == [c.kind for c in here.collectives]
@@ -205,7 +205,30 @@ def test_what_a_compiler_says_is_told(name, golden):
     golden(f"verify_refused_{name}", str(caught.value))
 
 
+@pytest.mark.parametrize(
+    ("target", "fix"),
+    [
+        (targets.Target("cpu", 8), "look for the op it names"),
+        (
+            targets.Target("cuda", 8),
+            "pip install 'shardfn[gpu-aot]' for the compiler that fits this JAX; else look for the op it names",
+        ),
+    ],
+)
+def test_a_compiler_is_installed_only_where_there_is_one_to_install(target, fix):
+    with pytest.raises(StrategyError) as caught:
+        verify._refused(small("cpu:4"), target, SAID["other"])
+    assert str(caught.value).endswith(f"fix:   {fix}")
+
+
 # ---- targets
+
+
+@pytest.mark.parametrize("name", [name for name, chip in CHIPS.items() if chip.platform != "cpu"])
+def test_each_preset_has_a_compiler(name, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    found = targets.target(CHIPS[name].pod(4))
+    assert (found.platform, found.count) == ({"gpu": "cuda"}.get(CHIPS[name].platform, CHIPS[name].platform), 4)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,15 @@ def on_cpu(flow: Flow) -> Flow:
     return _Backend(flow).flow() if flow.platform == "cpu" else flow
 
 
+def is_flattened(flow: Flow, op: Op, operand: int) -> bool:
+    """Whether a product with a rule reads an operand as a matrix though it has more dims: through a view of it."""
+    if op.rule is None:
+        return False
+    left, right = ({f for dim in dims for f in dim} for dims in op.rule.operands[:2])
+    batch = len(left & right & {f for dim in op.rule.results[0] for f in dim})
+    return sum(n > 1 for n in flow.local_shape(operand)) > batch + 2
+
+
 _HALF = frozenset({"bf16", "f16"} if IS_BEFORE_12 else ())
 """Types that products do not read and make as they are. From JAX 0.12 on most do: those with a transposed right operand do not,
 which is left out."""
@@ -103,16 +112,9 @@ class _Backend:
             order = turned(op.rule, side, self.given.local_shape(v)) if op.rule else ()
             if order:
                 inputs[side] = self.made("copy", v, v, order, op)
-            elif self.is_flattened(op, side):
+            elif is_flattened(self.given, op, v):
                 inputs[side] = self.made("bitcast", v, v, (-4,), op)
         return op if tuple(inputs) == op.inputs else op.of(tuple(inputs), op.outputs)
-
-    def is_flattened(self, op: Op, side: int) -> bool:
-        """Whether a product reads an operand as a matrix though it has more dims: through a view of it."""
-        assert op.rule is not None
-        left, right = ({f for dim in dims for f in dim} for dims in op.rule.operands[:2])
-        batch = len(left & right & {f for dim in op.rule.results[0] for f in dim})
-        return sum(n > 1 for n in self.given.local_shape(op.inputs[side])) > batch + 2
 
     def inverted(self, op: Op) -> Op:
         """A division by what is broadcast: the few are divided, and everything multiplied by them."""

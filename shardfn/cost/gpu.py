@@ -8,30 +8,30 @@ import dataclasses
 import math
 
 from shardfn.cost.chips import Chip
-from shardfn.cost.schedule import Sized
-from shardfn.graph.model import Flow, Op, Value, dtype_bits
+from shardfn.cost.sized import sized
+from shardfn.graph.model import Flow, Op, Value, dtype_bits, is_gpu
 
 
-def parts(batch: int, rows: int, columns: int, summed: int, few: int = 2) -> int:
+def parts(batch: int, rows: int, columns: int, summed: int, coarseness: int = 2) -> int:
     """In how many parts XLA makes a product whose result is too small to fill a GPU: each sums a part of what is summed, and
     what reads the product adds them up.
 
-    A power of two near the root of `summed / (few * tiles)`, for tiles of 128 x 128, but not more than fill the chip, and one
-    where little would be gained. A guess at XLA's rule: of 272 products compiled for an H100 it is right for 270, of 80 for an
-    A100 for 78 (JAX 0.10.2, without the timing of alternatives that XLA does where the GPU is there).
+    A power of two near the root of `summed / (coarseness * tiles)`, for tiles of 128 x 128, but not more than fill the chip, and
+    one where little would be gained. A guess at XLA's rule: of 272 products compiled for an H100 it is right for 270, of 80 for
+    an A100 for 78 (JAX 0.10.2, without the timing of alternatives that XLA does where the GPU is there).
 
     Args:
       batch: how many products are made at once.
       rows: of the result.
       columns: of the result.
       summed: elements that each element of the result is a sum over.
-      few: what makes of the chip; a larger one makes fewer parts (`FEW`).
+      coarseness: of the chip; a larger one makes fewer parts (`COARSENESS`).
 
     >>> parts(1, 128, 256, 1024), parts(1, 1024, 1024, 1024), parts(16, 64, 64, 32)
     (16, 1, 1)
     """
     tiles = batch * -(-rows // _TILE) * -(-columns // _TILE)
-    most = math.isqrt(max(1, summed // (few * tiles)))
+    most = math.isqrt(max(1, summed // (coarseness * tiles)))
     room = _FILLS // (batch * -(-rows // 64) * -(-columns // 64) * 64 * 64)
     work = batch * rows * columns * summed
     if most < 4 or summed <= min(64, 32 * tiles) or work < 2**19 or (tiles > 4 and work <= 2**17 * tiles**2):
@@ -43,15 +43,15 @@ _TILE = 128
 _FILLS = 2**21
 """Elements of results, parts counted, that fill the chip."""
 
-FEW = {"a100": 8}
-"""Of chips for which it is not 2."""
+COARSENESS = {"a100": 8}
+"""Of chips for which it is not 2. Fitted to the products compiled for them."""
 
 
 def on_gpu(flow: Flow, chip: Chip | None = None) -> Flow:
     """The flow with the parts of small products, and what adds them up; on another platform it comes back as it is."""
-    if flow.platform in ("", "cpu", "tpu"):
+    if not is_gpu(flow.platform):
         return flow
-    few = FEW.get(chip.name, 2) if chip else 2
+    coarseness = COARSENESS.get(chip.name, 2) if chip else 2
     values, specs = list(flow.graph.values), list(flow.specs)
     ops: list[Op] = []
     sizes: dict[int, int] = {}
@@ -63,7 +63,9 @@ def on_gpu(flow: Flow, chip: Chip | None = None) -> Flow:
             continue
         batch, rows, columns, summed = counts
         (result,) = op.outputs
-        made = parts(batch, max(rows, beside[1, op.inputs[1]]), max(columns, beside[0, op.inputs[0]]), summed, few)
+        made = parts(
+            batch, max(rows, beside[1, op.inputs[1]]), max(columns, beside[0, op.inputs[0]]), summed, coarseness
+        )
         if made == 1:
             ops.append(op)
             continue
@@ -75,8 +77,7 @@ def on_gpu(flow: Flow, chip: Chip | None = None) -> Flow:
     if not sizes:
         return flow
     graph = dataclasses.replace(flow.graph, values=tuple(values), ops=tuple(ops))
-    fields = {field.name: getattr(flow, field.name) for field in dataclasses.fields(Flow)}
-    return Sized(**fields | {"graph": graph, "specs": tuple(specs)}, sizes=sizes)
+    return sized(dataclasses.replace(flow, graph=graph, specs=tuple(specs)), sizes)
 
 
 def _counts(flow: Flow, op: Op) -> tuple[int, int, int, int] | None:

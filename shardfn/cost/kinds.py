@@ -12,7 +12,8 @@ CHEAP = frozenset(
      "round_nearest_afz", "select", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "slice",
      "square", "subtract", "transpose", "xor", "dynamic_update_slice"}
 )  # fmt: skip
-"""Ops that are rather computed once for each reader than stored."""
+"""Ops that are rather computed once for each reader than stored. `add_parts` is no op of JAX: `cost.gpu` puts it in where the
+parts of a product are added up."""
 
 COSTLY = frozenset(
     {"acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cosh", "cosine", "divide", "erf", "erfc",

@@ -20,12 +20,10 @@ from typing import NamedTuple
 from shardfn.cost.chips import Chip
 from shardfn.cost.collectives import bytes_sent
 from shardfn.cost.compute import once
-from shardfn.cost.cpu import on_cpu
 from shardfn.cost.fuser import Fusion
-from shardfn.cost.gpu import on_gpu
 from shardfn.cost.kinds import ELEMENTWISE, is_view
 from shardfn.cost.loops import UPDATES, Loops, kept_apart, loops_of, stay_through
-from shardfn.cost.schedule import Order, merged, scheduled
+from shardfn.cost.schedule import Order, as_run, scheduled
 from shardfn.cost.tpu import AHEAD, STAYS, Claim, granted, looked_up, rows_bytes, stretches
 from shardfn.graph.model import Flow, Graph, Op, dtype_bits
 from shardfn.graph.padding import tiled_bytes
@@ -75,7 +73,7 @@ def memory(flow: Flow, donated: Collection[int] = (), chip: Chip | None = None) 
       donated: positions of arguments whose memory results of equal size take over.
       chip: what it runs on; what lies in the memory inside it (`Chip.fast_bytes`) all its life takes no other.
     """
-    order, fusion = scheduled(merged(on_gpu(on_cpu(flow), chip)))
+    order, fusion = scheduled(as_run(flow, chip))
     return memory_of(order, fusion, donated, chip)
 
 

@@ -8,11 +8,9 @@ from collections.abc import Collection, Sequence
 
 from shardfn.cost.collectives import bytes_sent
 from shardfn.cost.compute import work
-from shardfn.cost.cpu import on_cpu
-from shardfn.cost.gpu import on_gpu
 from shardfn.cost.hardware import Hardware, link_over
 from shardfn.cost.memory import Memory, memory_of
-from shardfn.cost.schedule import Order, merged, scheduled
+from shardfn.cost.schedule import Order, as_run, scheduled
 from shardfn.graph.model import Collective, Communication, Flow
 
 
@@ -46,9 +44,9 @@ def collectives(flow: Flow, order: Order | None = None) -> tuple[Predicted, ...]
 
     Args:
       flow: layouts and communications.
-      order: `cost.schedule.merged` of it, if it is known already.
+      order: `cost.schedule.as_run` of it on the chip, where that is known: which of them run as one.
     """
-    groups = (order or merged(flow)).groups
+    groups = (order or as_run(flow)).groups
     sizes = collections.Counter(groups.values())
     found = []
     for c, sent in sending(flow):
@@ -86,7 +84,7 @@ def price(flow: Flow, hardware: Hardware, donated: Collection[int] = ()) -> Pric
       donated: positions of arguments whose memory results take over.
     """
     axes = tuple(flow.axes.items())
-    order = merged(on_gpu(on_cpu(flow), hardware.chip))
+    order = as_run(flow, hardware.chip)
     sent = collectives(flow, order)
     order, fusion = scheduled(order)
     done = work(order.flow, hardware.chip, fusion)

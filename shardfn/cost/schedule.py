@@ -7,10 +7,14 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from shardfn.cost.chips import Chip
+from shardfn.cost.cpu import is_flattened, on_cpu
 from shardfn.cost.fusion import Fusion, fuse
+from shardfn.cost.gpu import on_gpu
 from shardfn.cost.kinds import ELEMENTWISE
+from shardfn.cost.sized import Sized, sized
 from shardfn.cost.tpu import rows_bytes, scattered_to
-from shardfn.graph.model import Communication, Flow, Graph, Op, dtype_bits
+from shardfn.graph.model import Communication, Flow, Graph, Op, dtype_bits, is_gpu
 
 
 def first_of_body(graph: Graph, loop: int) -> int:
@@ -60,40 +64,6 @@ def bodies(graph: Graph) -> dict[int, int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sized(Flow):
-    """A flow that works out the piece of each value once."""
-
-    shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
-    sizes: dict[int, int] = dataclasses.field(default_factory=dict, repr=False, compare=False)
-    pieces: dict[tuple[object, object], tuple[tuple[int, ...], int]] = dataclasses.field(
-        default_factory=dict, repr=False, compare=False
-    )
-
-    def local_shape(self, value: int) -> tuple[int, ...]:
-        """Shape of the piece on one device."""
-        if value not in self.shapes:
-            self.work_out(value)
-        return self.shapes[value]
-
-    def local_bytes(self, value: int) -> int:
-        """Bytes of the piece on one device."""
-        if value not in self.sizes:
-            self.work_out(value)
-        return self.sizes[value]
-
-    def work_out(self, value: int) -> None:
-        """Both, once for all values of one form and layout."""
-        form, spec = self.graph.values[value], self.specs[value]
-        key = (form.shape, form.dtype), spec
-        found = self.pieces.get(key)
-        if found is None:
-            shape = super().local_shape(value)
-            found = self.pieces[key] = shape, math.prod(shape) * dtype_bits(form.dtype) // 8
-        self.shapes[value] = found[0]
-        self.sizes.setdefault(value, found[1])  # what takes more than its elements is told
-
-
-@dataclasses.dataclass(frozen=True)
 class Order:
     """A flow with its ops in the order in which they run; `groups` has for the result of a collective that can be merged the
     number of the one that it is a part of."""
@@ -116,15 +86,24 @@ class Order:
         return {i: found[group] for i, group in where.items()}
 
 
+def as_run(flow: Flow, chip: Chip | None = None) -> Order:
+    """What a platform's XLA makes of a flow before it schedules its ops: as the CPU or the GPU backend has them, and `merged`.
+
+    Args:
+      flow: layouts of all values, and the collectives.
+      chip: what it runs on.
+    """
+    return merged(on_gpu(on_cpu(flow), chip))
+
+
 def merged(flow: Flow) -> Order:
     """The order in which collectives can run as one: all-reduces, on GPUs also all-gathers and reduce-scatters.
 
     XLA's combiners put those over the same axes into one where none needs another: in one region, of one element type
     (gathers of any). It runs when the last of them can; what reads their results comes after.
     """
-    if not isinstance(flow, Sized):
-        flow = Sized(**{field.name: getattr(flow, field.name) for field in dataclasses.fields(flow)})
-    most = _MOST_MERGED.get(flow.platform, _MOST_ON_GPU)
+    flow = sized(flow)
+    most = _most_merged(flow.platform)
     several = {c.result: c for c in flow.communications if c.kind in most and c.group_size > 1}
     if len(several) < 2:
         return Order(flow, {v: n for n, v in enumerate(several)}, bodies(flow.graph))
@@ -145,6 +124,10 @@ _MOST_MERGED: Mapping[str, Mapping[str, float]] = {
 
 _MOST_ON_GPU: Mapping[str, float] = dict.fromkeys(("all-reduce", "all-gather", "reduce-scatter"), 30 * 2**20 + 7)
 """The same on GPUs, of results: the defaults of `xla_gpu_all_reduce_combine_threshold_bytes` and its like."""
+
+
+def _most_merged(platform: str) -> Mapping[str, float]:
+    return _MOST_ON_GPU if is_gpu(platform) else _MOST_MERGED[platform]
 
 
 class _Combiner:
@@ -211,7 +194,7 @@ def _ordered(
             c = several[result]
             dtype = "" if c.kind == "all-gather" else flow.graph.values[c.operand].dtype
             key = region.parts[-1], c.kind, c.axes, c.group_size, c.trips, dtype
-            most = _MOST_MERGED.get(flow.platform, _MOST_ON_GPU)[c.kind]
+            most = _most_merged(flow.platform)[c.kind]
             key = *key, combiner.group(key, behind, flow.local_bytes(c.result), most)
             group[n] = of[result] = groups.setdefault(key, len(groups))
     when = [float(n) for n in range(len(inner))]
@@ -334,16 +317,10 @@ def _flattened(
     """What a product reads as a matrix though it has more dims, and comes from an op that XLA fuses with nothing: a view of it is
     one step more."""
     op = flow.graph.ops[product]
-    if op.rule is None:
-        return []
-    left, right = ({f for dim in dims for f in dim} for dims in op.rule.operands[:2])
-    batch = len(left & right & {f for dim in op.rule.results[0] for f in dim})
     return [
         v
         for v in reads
-        if v in made
-        and flow.graph.ops[nodes[made[v]][-1]].name in _UNFUSED
-        and sum(n > 1 for n in flow.local_shape(v)) > batch + 2
+        if v in made and flow.graph.ops[nodes[made[v]][-1]].name in _UNFUSED and is_flattened(flow, op, v)
     ]
 
 

@@ -8,12 +8,13 @@
 - from a laid-out program to its collectives: `roads`, which asks for each op `ways` (products: `products`, and `dots` in the
   words of `ingroup`; convolutions and slices: `windows`, and `edges` for what pieces send each other), in the words of `cases`;
   what XLA makes simpler then: `simplified`
-- which sums are put together for accelerators: `together`, and those of a loop's rounds: `rounds`; which sums and gathers libtpu makes otherwise: `libtpu`; the tiles
-  that a TPU lays arrays out in: `padding`
+- which sums are put together for accelerators: `together`, and those of a loop's rounds: `rounds`; which sums and gathers libtpu
+  makes otherwise: `libtpu`; the tiles that a TPU lays arrays out in: `padding`; a flow made anew of other ops: `anew`
 - what XLA computes wrongly then: `mistakes`
 - from one layout of an array to another: `moves`, and among a group of devices `tiles`
 
 The road of a call: trace, `place` what was given, `search` what is open, lay out (`shardy.propagate`, `roads`), price
-(`cost.price`), `Plan`. What a platform does of its own (CPU, TPU, GPU) is asked here in `roads`, `together`, `libtpu`, `ways` and
-`shardy`, in `cost` in `fusion`, `schedule`, `memory`, `cpu`, `gpu` and `tpu`, and in the search in `grid` and `facts`.
+(`cost.price`), `Plan`. What a platform does of its own (CPU, TPU, GPU; `model.is_gpu`) is asked here in `roads`, `together`,
+`libtpu`, `ways`, `simplified` and `shardy`, in `cost` in `fusion`, `schedule`, `memory`, `compute`, `links`, `cpu`, `gpu` and
+`tpu`, in the search in `grid`, `facts` and `problem`, and around them in `guard`, `findings`, `targets` and `verify`.
 """

@@ -6,9 +6,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from shardfn.graph.anew import with_ops, without_unread
 from shardfn.graph.model import Flow, Graph, Op
 from shardfn.graph.padding import LANES, SUBLANES, tiled_dims
-from shardfn.graph.together import summed_together, with_ops, without_unread
+from shardfn.graph.together import summed_together
 
 
 def as_on_tpu(flow: Flow) -> Flow:

@@ -25,6 +25,15 @@ PRODUCTS = frozenset({"dot_general", "convolution"})
 """The ops that multiply and add up."""
 
 
+def is_gpu(platform: str) -> bool:
+    """Whether a platform, as JAX names it, is taken for one of GPUs: each but CPUs, TPUs, and none at all.
+
+    >>> [name for name in ("", "cpu", "cuda", "rocm", "tpu") if is_gpu(name)]
+    ['cuda', 'rocm']
+    """
+    return platform not in ("", "cpu", "tpu")
+
+
 @dataclasses.dataclass(frozen=True)
 class Value:
     """A tensor of the program: its full shape and its element type as MLIR writes it (`f32`, `bf16`, `i1`).
@@ -134,6 +143,7 @@ class Graph:
     values: tuple[Value, ...]
     ops: tuple[Op, ...]
     inputs: tuple[int, ...]
+    """The arguments of the traced function: the values 0, 1, 2, … in their order."""
     outputs: tuple[int, ...]
     ties: tuple[tuple[int, int], ...]
     unruled: tuple[str, ...] = ()

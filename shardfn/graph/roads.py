@@ -10,16 +10,29 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shardfn.graph.cases import Case, Edge, Leg, Way, whole
 from shardfn.graph.libtpu import as_on_tpu, scatters
-from shardfn.graph.model import CHANGES, PRODUCTS, Communication, Flow, Graph, Op, Rule, Spec, Tap, Value, dtype_bits
+from shardfn.graph.model import (
+    CHANGES,
+    PRODUCTS,
+    Communication,
+    Flow,
+    Graph,
+    Op,
+    Rule,
+    Spec,
+    Tap,
+    Value,
+    dtype_bits,
+    is_gpu,
+)
 from shardfn.graph.moves import flat, joined_axes, split_axes, steps
 from shardfn.graph.rounds import added_after
 from shardfn.graph.simplified import simplified
 from shardfn.graph.tiles import Step
-from shardfn.graph.together import added_to, put_together
+from shardfn.graph.together import added_to, as_on_gpu
 from shardfn.graph.ways import way
 
 
@@ -101,7 +114,7 @@ class _Roads:
         )
         graph = dataclasses.replace(graph, ops=tuple(ops))
         found = simplified(Flow(graph, specs, grid, sent, self.platform))
-        return found if self.platform == "cpu" else added_after(_AFTER.get(self.platform, put_together)(found))
+        return _after(self.platform)(found)
 
     def carry(self, op: Op) -> None:
         """What enters a loop, comes back from its body, or leaves a branch lies as the results do."""
@@ -405,8 +418,13 @@ def _travels(platform: str, kind: str, dtype: str, is_read: bool) -> str:
     return "bf16" if is_narrowed else dtype
 
 
-_AFTER = {"tpu": as_on_tpu}
-"""What becomes of an accelerator's collectives in the end; of GPUs' what is said in `graph.together` alone."""
+def _after(platform: str) -> Callable[[Flow], Flow]:
+    """What becomes of a platform's collectives in the end: on CPU nothing."""
+    if platform == "cpu":
+        return lambda flow: flow
+    made = as_on_gpu if is_gpu(platform) else as_on_tpu
+    return lambda flow: added_after(made(flow))
+
 
 _PASSED = frozenset({"iota", "shard_map", "create_token", "after_all", "partition_id", "replica_id"})
 """Ops at whose operands nothing is moved."""

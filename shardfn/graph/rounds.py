@@ -10,8 +10,8 @@ import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from shardfn.graph.anew import with_ops
 from shardfn.graph.model import Communication, Flow, Graph, Op, Spec
-from shardfn.graph.together import with_ops
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,8 @@ import collections
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from shardfn.graph.model import CHANGES, Communication, Flow, Op, Spec, Value
+from shardfn.graph.anew import with_ops, without_unread
+from shardfn.graph.model import Communication, Flow, Op, Spec, Value
 
 
 def added_to(ops: Sequence[Op], filled: Collection[int], outputs: Collection[int]) -> list[Op]:
@@ -51,7 +52,7 @@ def _unturned(value: int, turns: Mapping[int, Op]) -> int:
     return first.inputs[0] if [there[d] for d in back] == sorted(there) else value
 
 
-def put_together(flow: Flow) -> Flow:
+def as_on_gpu(flow: Flow) -> Flow:
     """A flow's collectives as XLA runs them on GPUs: sums put together, and nothing moved to where nothing reads it."""
     return without_unread(summed_together(flow))
 
@@ -116,30 +117,3 @@ def _read(ops: Sequence[Op], outputs: Sequence[int]) -> list[Op]:
     """Without the slices that nothing reads any more."""
     read = {v for op in ops for v in op.inputs}.union(outputs)
     return [op for op in ops if op.name != "all_slice" or not read.isdisjoint(op.outputs)]
-
-
-def with_ops(
-    flow: Flow, values: Sequence[Value], specs: Sequence[Spec], ops: Sequence[Op], sent: Mapping[int, Communication]
-) -> Flow:
-    """The flow of these ops, its communications in their order."""
-    graph = dataclasses.replace(flow.graph, values=tuple(values), ops=tuple(ops))
-    turn = {v: i for i, op in enumerate(ops) for v in op.outputs}
-    communications = tuple(sorted(sent.values(), key=lambda c: turn.get(c.result, len(ops))))
-    return dataclasses.replace(flow, graph=graph, specs=tuple(specs), communications=communications)
-
-
-def without_unread(flow: Flow) -> Flow:
-    """Without moves to where nothing reads them any more: what rows are added to lay as they need it already."""
-    graph = flow.graph
-    read = {v for op in graph.ops for v in op.inputs}.union(graph.outputs, (v for tie in graph.ties for v in tie))
-    if all(not op.outputs or op.outputs[0] in read for op in graph.ops if op.name in CHANGES):
-        return flow
-    ops: list[Op] = []
-    read = {*graph.outputs, *(v for tie in graph.ties for v in tie)}
-    for op in reversed(graph.ops):
-        if op.name not in CHANGES or not read.isdisjoint(op.outputs):
-            ops.append(op)
-            read.update(op.inputs)
-    kept = {v for op in ops for v in op.outputs}
-    sent = {c.result: c for c in flow.communications if c.result in kept}
-    return with_ops(flow, graph.values, flow.specs, ops[::-1], sent)

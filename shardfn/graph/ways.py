@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from shardfn.graph.cases import Case, Edge, Factors, Way, grouped, whole
 from shardfn.graph.dots import dot
 from shardfn.graph.edges import fetches, passed
-from shardfn.graph.model import Dims, Spec, Value, dtype_bits
+from shardfn.graph.model import Dims, Spec, Value, dtype_bits, is_gpu
 from shardfn.graph.products import product
 from shardfn.graph.release import IS_BEFORE_12
 
 
 def way(case: Case, platform: str) -> Way:
     """How XLA works on an op on `platform`."""
-    rules = {"cpu": WAYS, "tpu": ON_TPU}.get(platform, ON_GPU)
+    rules = ON_GPU if is_gpu(platform) else {"cpu": WAYS, "tpu": ON_TPU}[platform]
     return rules.get(case.op.name, follow_result)(case)
 
 

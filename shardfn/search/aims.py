@@ -3,8 +3,19 @@ compiled program (`finalists`). The costs by which labels are searched say it in
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 SPREAD = 1.1
 """Work counts as spread over all devices up to this multiple of an even share."""
+
+
+def other_level(level: int) -> int:
+    """The other of levels 0 and 2: what is meant for one of these aims may serve the other better. Of level 1 it is level 2.
+
+    >>> other_level(0), other_level(1), other_level(2)
+    (2, 2, 0)
+    """
+    return 0 if level == 2 else 2
 
 
 def aim(level: int, *, idle: float, sent: float, time_s: float, peak: float) -> tuple[float, ...]:
@@ -18,10 +29,25 @@ def aim(level: int, *, idle: float, sent: float, time_s: float, peak: float) -> 
     return {0: (idle, sent), 1: (peak, time_s), 2: (time_s,)}[level]
 
 
-def aim_and_ties(level: int, *, idle: float, sent: float, time_s: float, peak: float) -> tuple[float, ...]:
-    """The same, with what decides between equals."""
+class Rank(NamedTuple):
+    """How good something is at a level, less before more."""
+
+    over: float
+    """Bytes beyond the memory limit."""
+    aim: tuple[float, ...]
+    """What the level makes least."""
+    ties: tuple[float, ...]
+    """What decides between equals."""
+
+
+def rank(level: int, limit: float, *, idle: float, sent: float, time_s: float, peak: float) -> Rank:
+    """What a level makes least within a limit of bytes, with what decides between equals.
+
+    >>> rank(0, 48, idle=0.0, sent=8, time_s=1e-3, peak=64)
+    Rank(over=16, aim=(0.0, 8), ties=(0.001,))
+    """
     ties = {0: (time_s,), 1: (), 2: (peak,)}[level]
-    return (*aim(level, idle=idle, sent=sent, time_s=time_s, peak=peak), *ties)
+    return Rank(over(peak, limit), aim(level, idle=idle, sent=sent, time_s=time_s, peak=peak), ties)
 
 
 def over(peak: float, limit: float) -> float:

@@ -6,13 +6,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
+from shardfn.search.aims import other_level
 from shardfn.search.neighbours import differing, improved
 from shardfn.search.problem import Answer, Candidate, Problem, objective, runner_up
 from shardfn.search.room import fits_nowhere
-from shardfn.search.scope import TIMES
-
-AIMS = (0, 2)
-"""The levels whose answers stand beside each other's, and beside that of level 1, which takes the longest to find."""
 
 LESS = 0.99
 """At level 1: how much of what was found last is looked for."""
@@ -35,9 +32,8 @@ def bettered(problem: Problem, own: Answer, alone: Alone | None = None) -> Answe
     if problem.seconds_left <= 0:
         return own
     first = problem.as_candidate("this search's", own)
-    is_least = problem.level == 0 and not any(
-        objective(first.price, problem)[:3]
-    )  # sends nothing, and all devices work
+    rank = objective(first.price, problem)
+    is_least = problem.level == 0 and not any((rank.over, *rank.aim))  # sends nothing, and all devices work
     elsewhere = [] if alone is None or is_least else list(_elsewhere(problem, first, alone))
     best = min((first, *(c for of_level in elsewhere for c in of_level)), key=lambda c: objective(c.price, problem))
     rest = sorted(
@@ -56,12 +52,12 @@ def bettered(problem: Problem, own: Answer, alone: Alone | None = None) -> Answe
 def _elsewhere(problem: Problem, first: Candidate, alone: Alone) -> Iterator[list[Candidate]]:
     """What other levels find; level 0, where level 1 asks it, within ever a little less memory than is held already."""
     held = first.price.memory.peak
-    for level in AIMS:
+    for level, times in problem.scope.beside:
         is_tight = (problem.level, level) == (1, 0)
-        for _ in range(0 if level == problem.level else TIMES if is_tight else 1):
+        for _ in range(times):
             if problem.seconds_left <= 0:
                 return
-            asked = _for_less(problem, level, held) if is_tight else dataclasses.replace(problem, level=level)
+            asked = _within_less(problem, level, held) if is_tight else dataclasses.replace(problem, level=level)
             yield (found := _of_level(asked, alone))
             least = min(one.price.memory.peak for one in found)
             if least >= held:
@@ -69,7 +65,7 @@ def _elsewhere(problem: Problem, first: Candidate, alone: Alone) -> Iterator[lis
             held = least
 
 
-def _for_less(problem: Problem, level: int, held: float) -> Problem:
+def _within_less(problem: Problem, level: int, held: float) -> Problem:
     """The same at another level, within a little less memory than is held already."""
     return dataclasses.replace(problem, level=level, memory_limit=min(problem.memory_limit, float(int(LESS * held))))
 
@@ -84,7 +80,7 @@ def squeezed(problem: Problem, own: Answer, alone: Alone) -> Answer:
         for _ in range(times):
             if problem.seconds_left <= 0:
                 break
-            other = asked_once(_for_less(problem, level, least), alone)
+            other = asked_once(_within_less(problem, level, least), alone)
             held = problem.price_of(other).memory.peak
             if held >= least:
                 break
@@ -92,7 +88,9 @@ def squeezed(problem: Problem, own: Answer, alone: Alone) -> Answer:
     if best is own:
         return own
     reasons = tuple(reason and "less memory by its flow than what the search found first" for reason in best.reasons)
-    policy = f"{own.policy}; less memory by its flow: what levels 2 and 0 find within {LESS:.0%} of the least so far"
+    levels = " and ".join(str(level) for level, _ in problem.scope.for_less)
+    asked = f"levels {levels} find" if len(problem.scope.for_less) > 1 else f"level {levels} finds"
+    policy = f"{own.policy}; less memory by its flow: what {asked} within {LESS:.0%} of the least so far"
     return dataclasses.replace(best, reasons=reasons, policy=policy, gap=None, runner_up="", runners_up=())
 
 
@@ -100,13 +98,13 @@ def crossed(problem: Problem, own: Answer, alone: Alone) -> Answer:
     """An answer of level 0 or 2, or what the other of them finds if that is better by its flow. Asked where no flow did what the
     search's model promised, or this is known not to tell all. Large programs keep the answer."""
     if (
-        not (own.is_doubtful or problem.is_rougher_than_flows)
+        not (own.is_doubtful or problem.only_flows_know)
         or problem.is_large
         or problem.seconds_left <= 0
         or fits_nowhere(problem)
     ):
         return own
-    first, level = problem.as_candidate("this search's", own), 2 - problem.level
+    first, level = problem.as_candidate("this search's", own), other_level(problem.level)
     best = min(_of_level(dataclasses.replace(problem, level=level), alone), key=lambda c: objective(c.price, problem))
     if objective(best.price, problem) >= objective(first.price, problem):
         return own

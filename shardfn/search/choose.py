@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from shardfn.search import following, plain
+from shardfn.search.aims import Rank
 from shardfn.search.facts import bytes_of
 from shardfn.search.filters import keeps
 from shardfn.search.found import (
@@ -29,7 +30,6 @@ from shardfn.search.polish import in_line
 from shardfn.search.problem import Answer, Candidate, Problem, objective, runner_up
 from shardfn.search.results import ends_of, held_as
 from shardfn.search.room import fits_nowhere
-from shardfn.search.scope import KINDS
 from shardfn.search.told import told, tried_on
 
 SHORT = 1.1
@@ -103,7 +103,7 @@ def _is_enough(problem: Problem, one: Found, rated: Sequence[_Rated], count: int
     """Whether `count` things are priced already, and what comes next is not."""
     if problem.seconds_left <= 0:
         return True
-    is_left = count >= problem.scope.found or fastest(problem, rated) < math.inf
+    is_left = count >= problem.scope.found or can_tell(problem, rated)
     return is_left and not promises(problem, one, min(r[0] for r in rated))
 
 
@@ -150,7 +150,7 @@ def _plain(problem: Problem, rated: Sequence[_Rated], disappoints: bool) -> Sequ
     """The plain layouts: of a large program those of the batch alone, where they may well be better, or if nothing else is
     there all."""
     if problem.is_large and rated and problem.seconds_left > 0:
-        is_asked = disappoints or problem.level == 1 or problem.is_rougher_than_flows
+        is_asked = disappoints or problem.level == 1 or problem.only_flows_know
         return plain.of_batch(problem) if is_asked else ()
     if problem.seconds_left <= 0:
         return plain.in_haste(problem)
@@ -170,7 +170,7 @@ def _taken(
     return dataclasses.replace(answer, runner_up=runner_up(sliced, others), others=others, aside=(sliced,))
 
 
-_Rated = tuple[tuple[float, ...], Candidate, Found | None]
+_Rated = tuple[Rank, Candidate, Found | None]
 
 
 def _row(problem: Problem, made: Candidate, one: Found | None = None) -> _Rated:
@@ -184,9 +184,9 @@ def _first(problem: Problem, one: Found, best_s: float = math.inf) -> Candidate:
 
 
 def fastest(problem: Problem, rated: Sequence[_Rated]) -> float:
-    """The least modelled time so far of what fits, or of all where nothing can; at level 2 of programs that are not small,
-    elsewhere infinite: there more is tried than that is sure to fail."""
-    if problem.level != 2 or problem.is_small:
+    """The least modelled time so far of what fits, or of all where nothing can, if what is sure to fail is left out, else
+    infinite."""
+    if not problem.is_frugal:
         return math.inf
     every = [made.price for _, made, _ in rated]
     fit = [price for price in every if price.memory.peak <= problem.memory_limit]
@@ -195,10 +195,15 @@ def fastest(problem: Problem, rated: Sequence[_Rated]) -> float:
     return min((price.time_s for price in fit), default=math.inf)
 
 
+def can_tell(problem: Problem, rated: Sequence[_Rated]) -> bool:
+    """Whether what is sure to fail is left out, and a flow is there to tell by."""
+    return fastest(problem, rated) < math.inf
+
+
 def _beyond(problem: Problem, found: Sequence[Found], rated: Sequence[_Rated]) -> list[_Rated]:
     """At level 2 the best by the model of what holds more than the limit by it, if it is better by the model than all that was
     priced: of some programs the model tells too much."""
-    if not rated or problem.level != 2 or problem.is_small or problem.is_large:
+    if not rated or not problem.is_frugal or problem.is_large:
         return []
     least = min((one.solution.cost for _, _, one in rated if one is not None), default=0.0)
     over = [f for f in found if f.peak > problem.memory_limit and f.solution.cost < least]
@@ -220,10 +225,10 @@ def _otherwise(
     (first, _, best), is_small = min(rated, key=lambda r: r[0]), problem.is_small
     is_over = any(made.price.memory.peak > problem.memory_limit for _, made, _ in rated)
     is_tight = is_over and not fits_nowhere(problem)
-    is_clear = fastest(problem, rated) < math.inf
+    is_clear = can_tell(problem, rated)
     single = [f for f in found if len(f.axes) == 1][:1] if disappoints or is_small else []
     tried = [f for f in single if id(f) not in at and not (is_clear and not promises(problem, f, first))]
-    if turn is not None and problem.level == 2 and not is_small and not is_tight and best is not None:
+    if turn is not None and problem.is_frugal and not is_tight and best is not None:
         most = SHORT * max(fastest(problem, rated), best.solution.cost)
         tried += [one for one in itertools.islice(turn(problem, best), 1) if one.solution.cost < most]
     elif turn is not None:
@@ -275,7 +280,7 @@ def _let_go(problem: Problem, rated: Sequence[_Rated]) -> list[_Rated]:
 
 
 def _in_turn(found: Sequence[Found]) -> list[Found]:
-    kinds = ([f for f in found if f.kind == kind] for kind in range(KINDS))
+    kinds = ([f for f in found if f.kind == kind] for kind in sorted({f.kind for f in found}))
     return [f for row in itertools.zip_longest(*kinds) for f in row if f is not None]
 
 

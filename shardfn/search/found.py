@@ -9,6 +9,7 @@ import numpy as np
 
 from shardfn.cost.links import links
 from shardfn.graph.model import Spec
+from shardfn.search.aims import Rank
 from shardfn.search.grid import Axes, cuts_of, spec_of
 from shardfn.search.levels import repeated, totals
 from shardfn.search.problem import Candidate, Problem
@@ -80,16 +81,16 @@ def mirrored(axes: Axes, found: Sequence[Found]) -> Found | None:
     return next((f for f in found if tuple(size for _, size in f.axes) == sizes), None)
 
 
-def promises(problem: Problem, found: Found, best: tuple[float, ...]) -> bool:
+def promises(problem: Problem, found: Found, best: Rank) -> bool:
     """Whether the model thinks that something is better than the best flow so far, at the levels where both count the same:
     of what it moves again and again, the launches may be one."""
     if problem.level == 1 or problem.is_large or found.peak > problem.memory_limit:
         return False
     if problem.level == 2:
         latency_s = min(link.latency_s for link in links(problem.hardware, found.axes))
-        return found.solution.cost - latency_s * repeated(found.space, found.solution.choice) < best[1]
+        return found.solution.cost - latency_s * repeated(found.space, found.solution.choice) < best.aim[0]
     made = totals(found.space, found.solution.choice)
-    return (problem.idle(made.flops), made.sent) < best[1:3]
+    return (problem.idle(made.flops), made.sent) < best.aim
 
 
 def keeps_promise(problem: Problem, found: Found, made: Candidate) -> bool:

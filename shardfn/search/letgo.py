@@ -19,7 +19,7 @@ def let_go(problem: Problem, best: Candidate, is_last: bool = False) -> Candidat
     was taken, at level 2 of programs that are not small, only where a single flow may do it: the plan stays as good."""
     if not best.pins or problem.seconds_left <= 0:
         return best
-    is_quick = is_last and problem.level == 2 and not problem.is_small
+    is_quick = is_last and problem.is_frugal
     is_lost = is_quick and best.price.memory.peak > problem.memory_limit and fits_nowhere(problem)
     is_held = any(spec is not None for pin in best.pins.values() for spec in pin.operands)  # which was better than less
     if is_lost or (is_quick and is_held) or ((is_quick or problem.is_large) and gathers(problem, best)):
@@ -94,8 +94,7 @@ def as_sliced(problem: Problem, best: Candidate) -> Candidate:
             ):
                 specs[i] = laid
     changed = [v for v, was, now in zip(inputs, best.specs, specs, strict=True) if was != now]
-    is_quick = problem.level == 2 and not problem.is_small
-    worth = CRUMB * best.price.memory.peak if is_quick else 0
+    worth = CRUMB * best.price.memory.peak if problem.is_frugal else 0
     if not changed or sum(map(flow.local_bytes, changed)) < worth:
         return best
     laid = problem.again(best, specs=tuple(specs))

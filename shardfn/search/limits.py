@@ -18,7 +18,7 @@ NAMED = 4
 """Tensors that an error names."""
 
 ERROR = 0.25
-"""Of the peak: how far what XLA makes is from the prediction in 90 of the 97 of `benchmarks/truth.py` (docs/cost-model.md)."""
+"""Of the peak: how far what XLA makes is from the prediction in 89 of the 97 of `benchmarks/truth.py` (docs/cost-model.md)."""
 
 
 def near_limit(memory: Memory, limit: float) -> list[str]:
@@ -67,7 +67,7 @@ class _Looked:
 
 def _looked_for(problem: Problem, search: Search) -> Iterator[_Looked]:
     """The answers to what asks for less, up to the first that fits."""
-    for asked in _for_less(problem):
+    for asked in _asking_less(problem):
         yield (found := _Looked(asked, search(asked)))
         if _fits(problem, found.answer):
             return
@@ -85,7 +85,7 @@ def _named(problem: Problem, answer: Answer, looked: Sequence[_Looked], search: 
     return again if peak(again) <= peak(least) else min(free or [least], key=peak)
 
 
-def _for_less(problem: Problem) -> Iterator[Problem]:
+def _asking_less(problem: Problem) -> Iterator[Problem]:
     """What to ask where an answer holds too much: level 1; and, unless the program is large, each level without a limit, as what
     is found depends on it."""
     if problem.level != 1:

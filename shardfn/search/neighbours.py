@@ -103,11 +103,12 @@ def _bytes_held(problem: Problem, made: Candidate) -> int:
 
 def _is_better(problem: Problem, made: Candidate, best: Candidate) -> bool:
     """Whether it is, if by seconds alone by a good part of them."""
-    aims = objective(made.price, problem), objective(best.price, problem)
-    first = next((n for n, (a, b) in enumerate(zip(*aims, strict=True)) if a != b), None)
-    if first is None or aims[0][first] > aims[1][first]:
+    mine, least = objective(made.price, problem), objective(best.price, problem)
+    if mine >= least:
         return False
-    return aims[0][first] != made.price.time_s or made.price.time_s < (1 - WORTH) * best.price.time_s
+    pairs = zip((mine.over, *mine.aim, *mine.ties), (least.over, *least.aim, *least.ties), strict=True)
+    first = next(a for a, b in pairs if a != b)
+    return first != made.price.time_s or made.price.time_s < (1 - WORTH) * best.price.time_s
 
 
 def _key(made: Candidate) -> object:

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from shardfn.search.aims import aim, over
+from shardfn.search.aims import aim, other_level, over
 from shardfn.search.filters import loosened, narrowed
 from shardfn.search.found import Found
 from shardfn.search.grid import Array, Axes, Grid
@@ -133,8 +133,8 @@ def turned(problem: Problem, found: Found, budget: Budget) -> Iterator[Found]:
     """What the model finds on the same grid for the other of the levels 0 and 2, as it is and with the arguments in pieces,
     with its cost at the problem's own: where a flow breaks the model's promise, the layout that was meant for the other aim
     may serve this one better."""
-    other = dataclasses.replace(problem, level=2 - problem.level)
-    labels, _ = narrowed(labelling_of(found.space, other, SPREADS[0]), found.space, problem.graph,
+    across = dataclasses.replace(problem, level=other_level(problem.level))
+    labels, _ = narrowed(labelling_of(found.space, across, SPREADS[0]), found.space, problem.graph,
                          tuple(size for _, size in found.axes), problem.algorithm)  # fmt: skip
     for asked, cut in ((labels, False), (in_pieces(labels, found.space), True)):
         solution = solve(asked, budget.part(work=WITHIN), FIRST)

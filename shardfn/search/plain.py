@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from shardfn.cost.kinds import ELEMENTWISE
 from shardfn.graph.model import PRODUCTS, Pin, Spec
@@ -267,6 +267,21 @@ def _laid(
     )
 
 
+def roomiest(spec: Sequence[Collection[str]], left: Sequence[int], size: int) -> int | None:
+    """The dim that one more axis goes along: the largest that it divides, rather one that is whole; None where it divides none.
+
+    Args:
+      spec: the axes that cut each dim already.
+      left: of each dim, the elements of a piece.
+      size: of the axis.
+
+    >>> roomiest((("a",), (), ()), (64, 8, 6), 2), roomiest((("a",), ()), (64, 7), 2), roomiest(((),), (7,), 2)
+    (1, 0, None)
+    """
+    dims = [d for d, n in enumerate(left) if n and n % size == 0]
+    return max(dims, key=lambda d: (not spec[d], left[d], -d), default=None)
+
+
 def along(
     shape: Sequence[int], classes: Sequence[int], axes: Axes, cut: Mapping[int, str], over: Sequence[str]
 ) -> Spec:
@@ -282,8 +297,7 @@ def along(
             left[at] //= sizes[axis]
     used = {axis for dim in spec for axis in dim}
     for axis in (name for name in over if name not in used):
-        dims = [d for d, size in enumerate(left) if size and size % sizes[axis] == 0]
-        at = max(dims, key=lambda d: (not spec[d], left[d], -d), default=None)
+        at = roomiest(spec, left, sizes[axis])
         if at is not None:
             spec[at].append(axis)
             left[at] //= sizes[axis]

@@ -156,9 +156,8 @@ def in_pieces(problem: Problem, made: Candidate, only_state: bool = False) -> Ca
 
 def _more(shape: Sequence[int], spec: Spec, axis: str, sizes: Mapping[str, int]) -> dict[Spec, None]:
     left = [n // math.prod(sizes[a] for a in dim) for n, dim in zip(shape, spec, strict=True)]
-    fit = [d for d, n in enumerate(left) if n and n % sizes[axis] == 0]
-    if not fit:
+    at = plain.roomiest(spec, left, sizes[axis])
+    if at is None:
         return {}
-    at = max(fit, key=lambda d: (not spec[d], left[d], -d))
     order = list(sizes)
     return {tuple(tuple(sorted((*dim, axis), key=order.index)) if d == at else dim for d, dim in enumerate(spec)): None}

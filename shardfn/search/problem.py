@@ -12,7 +12,7 @@ from shardfn.cost.hardware import Hardware
 from shardfn.cost.price import Price, price
 from shardfn.graph.classes import dim_classes
 from shardfn.graph.model import Flow, Graph, Pin, Spec
-from shardfn.search.aims import SPREAD, aim_and_ties, idle, over
+from shardfn.search.aims import SPREAD, Rank, idle, rank
 from shardfn.search.facts import Known, known
 from shardfn.search.grid import Axes
 from shardfn.search.scope import Scope, scope
@@ -191,7 +191,12 @@ class Problem:
         return self.scope.is_large
 
     @property
-    def is_rougher_than_flows(self) -> bool:
+    def is_frugal(self) -> bool:
+        """`Scope.is_frugal`."""
+        return self.scope.is_frugal
+
+    @property
+    def only_flows_know(self) -> bool:
         """Whether only flows know all of what is sent: on TPUs, of whose sums and gathers (`graph.libtpu`) the search's model
         knows a part."""
         return self.hardware.platform == "tpu"
@@ -266,11 +271,10 @@ class Answer:
 Search = Callable[[Problem], Answer]
 
 
-def objective(price: Price, problem: Problem) -> tuple[float, ...]:
+def objective(price: Price, problem: Problem) -> Rank:
     """What the problem's level makes least, within the memory limit first, and what decides between equals."""
-    peak, idle = price.memory.peak, problem.idle(price.flops)
-    aim = aim_and_ties(problem.level, idle=idle, sent=price.bytes_sent, time_s=price.time_s, peak=peak)
-    return (over(peak, problem.memory_limit), *aim)
+    idle, sent, peak = problem.idle(price.flops), price.bytes_sent, price.memory.peak
+    return rank(problem.level, problem.memory_limit, idle=idle, sent=sent, time_s=price.time_s, peak=peak)
 
 
 def runner_up(best: Candidate, others: Sequence[Candidate]) -> str:

@@ -30,6 +30,6 @@ def even_share(problem: Problem, as_run: bool = False) -> float:
         else:
             graph = problem.graph
             whole = Flow(graph, tuple(((),) * len(v.shape) for v in graph.values), {}, (), problem.hardware.platform)
-            peak = memory(whole, problem.donated).peak
+            peak = memory(whole, problem.donated, problem.hardware.chip).peak
         shares[as_run] = peak / problem.devices
     return shares[as_run]

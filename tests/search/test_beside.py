@@ -202,6 +202,9 @@ def test_at_level_1_larger_programs_look_for_ever_less_memory(monkeypatch):
     assert problem.price_of(dataclasses.replace(found, policy="within 891")).memory.peak == 850
     assert found.policy.endswith("less memory by its flow: what levels 2 and 0 find within 99% of the least so far")
     assert found.gap is None and set(found.reasons) <= {"", "less memory by its flow than what the search found first"}
+    monkeypatch.setattr("shardfn.search.scope.LARGE_OPS", 0)
+    found = beside.bettered(problem, own, alone)
+    assert found.policy.endswith("less memory by its flow: what level 2 finds within 99% of the least so far")
     peaks[990] = 1000
     problem.memo.answers.clear()
     problem.memo.prices.clear()

@@ -13,6 +13,7 @@ from shardfn.cost.chips import CHIPS
 from shardfn.cost.links import links
 from shardfn.graph.model import Pin
 from shardfn.search import choose, following, forget, letgo, scope
+from shardfn.search.aims import Rank
 from shardfn.search.letgo import as_sliced
 from shardfn.search.levels import repeated
 from shardfn.search.problem import Candidate, Memo, objective
@@ -73,12 +74,14 @@ def test_promises_compare_the_level_s_aim():
     found = SimpleNamespace(peak=1, axes=(("a", 8),), space=SimpleNamespace(edges=()))
     found.solution = SimpleNamespace(cost=2.0, choice=())
     problem = SimpleNamespace(level=2, is_large=False, memory_limit=10, hardware=CHIPS["h100"].pod(8))
-    assert choose.promises(problem, found, (0.0, 2.5, 0))
-    assert not choose.promises(problem, found, (0.0, 1.5, 0))
+    assert choose.promises(problem, found, Rank(0.0, (2.5,), (0,)))
+    assert not choose.promises(problem, found, Rank(0.0, (1.5,), (0,)))
     problem.memory_limit = 0.5
-    assert not choose.promises(problem, found, (0.0, 2.5, 0))
+    assert not choose.promises(problem, found, Rank(0.0, (2.5,), (0,)))
     problem.memory_limit, problem.level = 10, 1
-    assert not choose.promises(problem, found, (0.0, 2.5, 0)), "at level 1 the model and the flow count otherwise"
+    assert not choose.promises(problem, found, Rank(0.0, (2.5,), (0,))), (
+        "at level 1 the model and the flow count otherwise"
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,7 +100,7 @@ def test_what_is_moved_again_and_again_may_be_launched_once(ends, again):
     found = SimpleNamespace(peak=1, axes=(("a", 8),), space=space, solution=SimpleNamespace(cost=2.0, choice=choice))
     problem = SimpleNamespace(level=2, is_large=False, memory_limit=10, hardware=hardware)
     best = 2.0 - 1.5 * link.latency_s
-    assert choose.promises(problem, found, (0.0, best, 0)) == (again > 1)
+    assert choose.promises(problem, found, Rank(0.0, (best,), (0,))) == (again > 1)
 
 
 @pytest.mark.parametrize("operands", [True, False])

@@ -3,11 +3,14 @@
 import dataclasses
 import re
 
+import jax
 import pytest
 
 import shardfn
 from examples.models import abstract, dlrm, gpt2, mlp
+from shardfn.cost.memory import memory
 from shardfn.errors import StrategyError
+from shardfn.graph.model import Flow
 from shardfn.search import dynamic, holding, ongrid, plain
 from shardfn.search.limits import within_limit
 from shardfn.search.problem import Problem
@@ -30,6 +33,20 @@ def test_no_flow_holds_less_than_an_even_share(make, size):
     peaks = [c.price.memory.peak for c in plain.candidates(dataclasses.replace(problem, level=2))]
     assert min(peaks) >= min(even_share(problem), even_share(problem, True))
     assert min(peaks) >= 0.8 * even_share(problem)
+
+
+def test_an_even_share_is_that_on_the_chip():
+    def narrow(x, w):
+        return (x @ w).sum()
+
+    args = jax.ShapeDtypeStruct((256, 2**13), "float32"), jax.ShapeDtypeStruct((2**13, 256), "float32")
+    shares = {}
+    for device in ("a100:8", "h100:8"):  # an A100 makes fewer parts of a product
+        problem, _ = asked(narrow, args, level=2, device=device)
+        whole = Flow(problem.graph, tuple(((),) * len(v.shape) for v in problem.graph.values), {}, (), "cuda")
+        shares[device] = even_share(problem)
+        assert shares[device] == memory(whole, (), problem.hardware.chip).peak / 8
+    assert shares["a100:8"] < shares["h100:8"]
 
 
 @pytest.mark.parametrize(("device", "of_share", "nowhere"), [
