@@ -128,13 +128,20 @@ _WAYS = {
 }
 
 
+_ON_TPU = dict.fromkeys(
+    ((kind, "collective-permute") for kind in ("all-reduce", "all-gather", "reduce-scatter")),
+    "it sends only the rows that are needed, or cuts a product into a loop that sends pieces while it multiplies",
+)
+
+
 def _other_ways(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:
     changed = [(kind, p.bytes_sent, c.bytes_sent) for kind, p, c in kinds
                if kind not in explained and not _close(p.bytes_sent, c.bytes_sent)]  # fmt: skip
     less = [kind for kind, predicted, actual in changed if actual < predicted]
     more = [kind for kind, predicted, actual in changed if actual > predicted]
     if less and more:
-        ways = "; or ".join(dict.fromkeys(_WAYS[a, b] for a in less for b in more if (a, b) in _WAYS))
+        known = {**_WAYS, **(_ON_TPU if plan.hardware.platform == "tpu" else {})}
+        ways = "; or ".join(dict.fromkeys(known[a, b] for a in less for b in more if (a, b) in known))
         yield (f"XLA resolves a layout its own way: {' and '.join(more)}{_lines(more, compiled)} "
                f"in place of {' and '.join(less)}{f'; usually {ways}' if ways else ''}")  # fmt: skip
     elif more:
@@ -167,8 +174,8 @@ def _sizes(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) ->
             yield "XLA's own peak counts the vector memory too"
         elif sizes > 1.01 * peak:
             yield "temporaries: XLA's figure counts places that share memory more than once; all at once is its own peak"
-    elif peak is not None and temp is not None and peak < temp + (compiled.argument_bytes or 0):
-        yield f"XLA's own peak leaves out temporaries on {plan.hardware.platform}"
+    elif plan.hardware.platform == "cpu" and peak is not None and peak < (temp or 0) + (compiled.argument_bytes or 0):
+        yield "XLA's own peak leaves out temporaries on cpu"
 
 
 def _work(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:

@@ -183,7 +183,7 @@ def avoided(plan: Plan, study: Study, c: Communication, is_gone: Callable[[Flow]
     if not found:
         names = " or ".join(f"`{d.path}`" for d in few)
         tried = f"no other cut of {names}" if len(tries) <= most else f"none of {most} other cuts tried of {names}"
-        return f"{tried} avoids it" if tries and most else "`Plan.why` tells what other cuts cost"
+        return f"{tried} avoids it and sends less" if tries and most else "`Plan.why` tells what other cuts cost"
     _, _, d, spec, paid = min(found, key=lambda f: f[:2])
     return (
         f"cut `{d.path}` {cuts_of(spec, plan.axes)} instead of {d.cuts} to avoid it: {_bytes(paid.bytes_sent)} sent "

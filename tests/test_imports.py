@@ -39,6 +39,7 @@ LAYERS = (
     ("cost.fusion",),
     (
         "graph.libtpu",
+        "graph.rounds",
         "graph.moves",
         "graph.ingroup",
         "cost.cpu",

@@ -8,8 +8,8 @@
 - from a laid-out program to its collectives: `roads`, which asks for each op `ways` (products: `products`, and `dots` in the
   words of `ingroup`; convolutions and slices: `windows`, and `edges` for what pieces send each other), in the words of `cases`;
   what XLA makes simpler then: `simplified`
-- which sums are put together for accelerators: `together`; which sums and gathers libtpu makes otherwise: `libtpu`; the tiles
-  that a TPU lays arrays out in: `padding`; a flow made anew of other ops: `anew`
+- which sums are put together for accelerators: `together`, and those of a loop's rounds: `rounds`; which sums and gathers libtpu
+  makes otherwise: `libtpu`; the tiles that a TPU lays arrays out in: `padding`; a flow made anew of other ops: `anew`
 - what XLA computes wrongly then: `mistakes`
 - from one layout of an array to another: `moves`, and among a group of devices `tiles`
 

@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from shardfn.graph.cases import Case, Edge, Leg, Way, whole
 from shardfn.graph.libtpu import as_on_tpu, scatters
@@ -29,6 +29,7 @@ from shardfn.graph.model import (
     is_gpu,
 )
 from shardfn.graph.moves import flat, joined_axes, split_axes, steps
+from shardfn.graph.rounds import added_after
 from shardfn.graph.simplified import simplified
 from shardfn.graph.tiles import Step
 from shardfn.graph.together import added_to, as_on_gpu
@@ -63,7 +64,7 @@ class _Roads:
         self.values, self.specs = list(graph.values), [in_parts(spec) for spec in flow.specs]
         self.ops: list[Op] = []
         self.sent: list[Communication] = []
-        self.moved: dict[tuple[int, Spec, frozenset[str]], int] = {}
+        self.moved: dict[tuple[object, ...], int] = {}
         self.parts: dict[object, int] = {}
         self.ways: dict[object, tuple[Way, bool]] = {}
         self.filled = {
@@ -73,6 +74,7 @@ class _Roads:
             for v in op.outputs
         }
         self.is_read = False  # whether what is moved is an operand
+        self.region: object = None  # the loop or branch that it is moved for
         self.trips = [0] * len(self.values)
         for op in reversed(graph.ops):
             for v in op.inputs:  # of what a loop carries: the least of its readers'
@@ -112,7 +114,9 @@ class _Roads:
         )
         graph = dataclasses.replace(graph, ops=tuple(ops))
         found = simplified(Flow(graph, specs, grid, sent, self.platform))
-        return _after(self.platform)(found)
+        if self.platform == "cpu":
+            return found
+        return added_after(as_on_gpu(found) if is_gpu(self.platform) else as_on_tpu(found))
 
     def carry(self, op: Op) -> None:
         """What enters a loop, comes back from its body, or leaves a branch lies as the results do."""
@@ -131,7 +135,7 @@ class _Roads:
             self.ops.append(op)
             return
         inputs = []
-        self.is_read = True
+        self.is_read, self.region = True, op.form and op.form[1]
         for i, (v, spec) in enumerate(zip(op.inputs, found.wants, strict=True)):
             inside = found.inside[i] if i < len(found.inside) else frozenset()
             for leg in (*(found.through[i] if i < len(found.through) else ()), Leg(spec, inside)):
@@ -219,22 +223,28 @@ class _Roads:
         into: int | None = None,
         inside: frozenset[str] = frozenset(),
     ) -> int:
-        """Lay a value out anew, once: a second wish for the same, within the same groups, is served by the first."""
+        """Lay a value out anew, once: a second wish for the same, within the same groups, is served by the first.
+
+        What a loop does not change is laid out before it; but on accelerators what grows by it, as in a gather, in every round
+        (XLA's motion of invariants leaves what grows where it is).
+        """
         before, first = self.specs[value], value
-        if into is None:
-            if before == to:
-                return value
-            if (value, to, inside) in self.moved:
-                return self.moved[value, to, inside]
-        trips = min(trips, self.trips[value])
+        if into is None and before == to:
+            return value
         path = steps(before, to, self.sizes, inside) or (Step("", (), to),)
         if value in self.filled:  # every device has what it needs
             path = (Step("", (), to),)
+        once = min(trips, self.trips[value])
+        stays = once < trips and self.platform != "cpu" and any(step.kind == "all-gather" for step in path)
+        key = (to, inside, self.region if stays else None)
+        if into is None and (value, *key) in self.moved:
+            return self.moved[value, *key]
         for step in path:
             last = into if step is path[-1] else None
-            value = self.send(step.kind, value, step.after, step.axes, trips, where, cause, last, step.is_last_resort)
-        self.moved[first, to, inside] = value
-        self.moved.setdefault((value, before, inside), first)
+            once = trips if stays and step.kind == "all-gather" else once
+            value = self.send(step.kind, value, step.after, step.axes, once, where, cause, last, step.is_last_resort)
+        self.moved[first, *key] = value
+        self.moved.setdefault((value, before, *key[1:]), first)
         return value
 
     def send(
@@ -408,11 +418,6 @@ def _travels(platform: str, kind: str, dtype: str, is_read: bool) -> str:
         return "f32"
     is_narrowed = (platform, dtype) == ("tpu", "f32") and kind in ("all-gather", "collective-permute") and is_read
     return "bf16" if is_narrowed else dtype
-
-
-def _after(platform: str) -> Callable[[Flow], Flow]:
-    """What becomes of a platform's collectives in the end: on CPU nothing."""
-    return as_on_gpu if is_gpu(platform) else {"cpu": lambda flow: flow, "tpu": as_on_tpu}[platform]
 
 
 _PASSED = frozenset({"iota", "shard_map", "create_token", "after_all", "partition_id", "replica_id"})

@@ -12,6 +12,7 @@ from shardfn.cost.memory import Place, lives
 from shardfn.cost.schedule import merged, scheduled
 from shardfn.cost.tpu import looked_up, scattered_to
 from shardfn.graph.model import PRODUCTS, Flow, Graph, Value, dtype_bits
+from shardfn.graph.rounds import accumulated
 
 SLICED = "dynamic_slice"
 """The op that takes of what is stacked what one round of a loop reads."""
@@ -60,6 +61,11 @@ class Known:
     """Values that a TPU lays out row by row, each padded to whole lanes."""
     turned: frozenset[int] = frozenset()
     """Arguments of which there is a copy, laid out so."""
+    sums: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Of ops, by index, whose sums over devices are made less often than they run: how often (`graph.rounds`)."""
+    gathers: Mapping[int, int] | None = None
+    """Of values that loops read and do not change: how often a gather is made of them, once in each round of each loop; None
+    where XLA makes it once, before the loop (on CPU)."""
     leaders: dict[int, int | None] = dataclasses.field(default_factory=dict, compare=False)
     """For ops, by index, the operand that each follows, as `search.strategies` finds it once."""
 
@@ -105,7 +111,23 @@ def known(graph: Graph, donated: frozenset[int] = frozenset(), platform: str = "
         loops_of(graph, trips),
         rows,
         looked_up(graph) if platform == "tpu" else frozenset(),
+        _sums(graph) if platform != "cpu" else {},
+        _gathers(graph, trips) if platform != "cpu" else None,
     )
+
+
+def _sums(graph: Graph) -> dict[int, int]:
+    made = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
+    return {made[a.value]: graph.ops[a.loop].trips for a in accumulated(graph)}
+
+
+def _gathers(graph: Graph, trips: Sequence[int]) -> dict[int, int]:
+    rounds: dict[int, dict[object, int]] = {}
+    for op in graph.ops:
+        for v in op.inputs:
+            if op.trips > trips[v]:
+                rounds.setdefault(v, {})[op.form and op.form[1]] = op.trips
+    return {v: sum(of_loop.values()) for v, of_loop in rounds.items()}
 
 
 def _kinds(graph: Graph, stored: frozenset[int], last: frozenset[int], rows: frozenset[int]) -> tuple[int, ...]:

@@ -185,7 +185,8 @@ class _Builder:
         if readers > 1 and value not in self.given and self.graph.values[value].shape:
             shape = self.graph.values[value].shape
             self.sources[value] = self.node(self.labels(shape, lambda row: forms.value_labels(shape, self.sizes, row)))
-            self.connect(node, labels, self.sources[value][0], self.sources[value][1], value, 1)
+            rounds = (self.facts.gathers or {}).get(value, 1)
+            self.connect(node, labels, self.sources[value][0], self.sources[value][1], value, rounds)
             first, last = self.facts.read[value]
             self.copied(value, self.sources[value], 2 * first, 2 * last + 1)
 
@@ -221,7 +222,8 @@ class _Builder:
             wanted = seen
         if value in self.sources:  # else a constant, made where it is needed
             owner, have = self.layouts[value] if as_it_lies else self.sources[value]
-            self.connect(owner, have, node, wanted, value, min(trips, self.trips[value]))
+            rounds = min(trips, self.trips[value]) if self.facts.gathers is None else trips
+            self.connect(owner, have, node, wanted, value, rounds)
 
     def connect(self, owner: int, have: Array, node: int, wanted: Array, value: int, trips: int) -> None:
         if owner == node and have is wanted:
@@ -314,6 +316,8 @@ class _Builder:
             piece = self.piece(index, op, rule, *parts, index in self.facts.last)
         target = self.nodes[node].sums[:4]
         target += piece.sums * op.trips if op.trips != 1 else piece.sums
+        if index in self.facts.sums:
+            target[2:] -= piece.sums[2:] * (op.trips - self.facts.sums[index])
         at = self.facts.runs[index]
         for value, wanted in zip(op.inputs, piece.wanted, strict=True):
             self.need(value, wanted, node, op.trips, op.name == SLICED)

@@ -1,0 +1,121 @@
+"""What accelerators send for a loop: sums that it only accumulates once, gathers of what it does not change in every round."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardfn
+from shardfn.graph.rounds import accumulated
+
+S = jax.ShapeDtypeStruct
+H100, V5E, CPU = "h100:8", "tpu-v5e:2x4", "cpu:8"
+N, ROUNDS, ROWS = 512, 16, 128
+ONE = N * N * 4
+ARGS = S((N, N), "float32"), S((ROUNDS, ROWS, N), "float32")
+
+
+def summed(w, batches):
+    """Gradients of micro-batches, added up."""
+
+    def one(total, x):
+        return total + jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w), None
+
+    return w - 0.1 * jax.lax.scan(one, jnp.zeros_like(w), batches)[0]
+
+
+def clipped(w, batches):
+    """The same, but each round's sum is looked at."""
+
+    def one(total, x):
+        total = total + jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        return total, jnp.max(total)
+
+    total, largest = jax.lax.scan(one, jnp.zeros_like(w), batches)
+    return w - 0.1 * total, largest
+
+
+def recurrent(w, xs):
+    return jax.lax.scan(lambda h, x: (jnp.tanh(x + h @ w), None), xs[0], xs)[0]
+
+
+def twice(w, xs):
+    """Two loops read the same weight, and something after them."""
+    h = recurrent(w, xs)
+    return recurrent(w, xs + h) @ w
+
+
+DATA, PIECES = ((1, 1), (1, 8, 1)), ((8, 1), (1, 8, 1))
+REDUCED, GATHERED = 2 * 7 * ONE // 8, 7 * ONE // 8
+CASES = [  # function, layout, device, bytes sent as compiled by libtpu 0.0.42 and XLA of JAX 0.10.2
+    (summed, DATA, H100, REDUCED),
+    (summed, DATA, V5E, REDUCED),
+    (summed, DATA, CPU, ROUNDS * REDUCED),
+    (clipped, DATA, H100, ROUNDS * REDUCED),
+    (recurrent, PIECES, H100, ROUNDS * GATHERED),
+    (recurrent, PIECES, V5E, ROUNDS * GATHERED // 2),
+    (recurrent, PIECES, CPU, GATHERED),
+    (twice, PIECES, H100, (2 * ROUNDS + 1) * GATHERED),
+]
+NAMES = [f"{function.__name__}-{device}" for function, _, device, _ in CASES]
+
+
+def laid(function, layout, device):
+    return shardfn.plan(function, *ARGS, in_strategy=layout, out_strategy=None, device=device)
+
+
+@pytest.mark.parametrize(("function", "layout", "device", "sent"), CASES, ids=NAMES)
+def test_what_is_sent(function, layout, device, sent):
+    assert laid(function, layout, device).price.bytes_sent == pytest.approx(sent, rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("function", "layout", "device", "sent"), [c for c in CASES if c[2] == H100])
+def test_what_gpus_send(function, layout, device, sent):
+    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        pytest.skip("JAX's CUDA plugin is not installed")
+    kinds = laid(function, layout, device).verify().to_dict()["compiled"]["kinds"]
+    assert sum(both["compiled"]["bytes_sent"] for both in kinds.values()) == pytest.approx(sent, rel=1e-3)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(("function", "layout", "device", "sent"), [c for c in CASES if c[2] == V5E])
+def test_what_tpus_send(function, layout, device, sent):
+    pytest.importorskip("libtpu")
+    kinds = laid(function, layout, device).verify().to_dict()["compiled"]["kinds"]
+    assert sum(both["compiled"]["bytes_sent"] for both in kinds.values()) == pytest.approx(sent, rel=1e-3)
+
+
+def test_what_is_accumulated():
+    for function, found in ((summed, 1), (clipped, 0), (recurrent, 0)):
+        assert len(accumulated(laid(function, DATA, CPU).flow.graph)) == found, function
+
+
+def test_the_search_counts_rounds():
+    """Of an LSTM, whose weights every step reads, data parallel is the least on accelerators: gathers would be made in each
+    step, and the gradients' sums are not."""
+
+    def step(params, xs):
+        def loss(p):
+            def cell(carry, x):
+                h, s = carry
+                i, f, o, g = jnp.split(x @ p["w"] + h @ p["u"] + p["b"], 4, -1)
+                s = jax.nn.sigmoid(f) * s + jax.nn.sigmoid(i) * jnp.tanh(g)
+                return (jax.nn.sigmoid(o) * jnp.tanh(s), s), None
+
+            zero = jnp.zeros((xs.shape[1], p["u"].shape[0]))
+            return jnp.mean(jax.lax.scan(cell, (zero, zero), xs)[0][0] ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    params = {"w": S((128, 512), "float32"), "u": S((128, 512), "float32"), "b": S((512,), "float32")}
+    args = params, S((32, 64, 128), "float32")
+    whole = {"w": (1, 1), "u": (1, 1), "b": (1,)}
+    for device in (H100, V5E):
+        batch = shardfn.plan(step, *args, in_strategy=(whole, (1, 8, 1)), device=device)
+        assert batch.price.bytes_sent == pytest.approx(2 * 7 / 8 * 4 * (2 * 128 * 512 + 512), rel=1e-3)
+        for level in (0, 2):
+            found = shardfn.plan(step, *args, device=device, level=level)
+            assert found.price.bytes_sent <= batch.price.bytes_sent
+            assert found.price.time_s <= batch.price.time_s
