@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from shardfn.graph.cases import Case, Edge, Leg, Way, whole
 from shardfn.graph.libtpu import as_on_tpu, scatters
@@ -114,7 +114,9 @@ class _Roads:
         )
         graph = dataclasses.replace(graph, ops=tuple(ops))
         found = simplified(Flow(graph, specs, grid, sent, self.platform))
-        return _after(self.platform)(found)
+        if self.platform == "cpu":
+            return found
+        return added_after(as_on_gpu(found) if is_gpu(self.platform) else as_on_tpu(found))
 
     def carry(self, op: Op) -> None:
         """What enters a loop, comes back from its body, or leaves a branch lies as the results do."""
@@ -416,14 +418,6 @@ def _travels(platform: str, kind: str, dtype: str, is_read: bool) -> str:
         return "f32"
     is_narrowed = (platform, dtype) == ("tpu", "f32") and kind in ("all-gather", "collective-permute") and is_read
     return "bf16" if is_narrowed else dtype
-
-
-def _after(platform: str) -> Callable[[Flow], Flow]:
-    """What becomes of a platform's collectives in the end: on CPU nothing."""
-    if platform == "cpu":
-        return lambda flow: flow
-    made = as_on_gpu if is_gpu(platform) else as_on_tpu
-    return lambda flow: added_after(made(flow))
 
 
 _PASSED = frozenset({"iota", "shard_map", "create_token", "after_all", "partition_id", "replica_id"})

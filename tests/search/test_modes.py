@@ -185,7 +185,8 @@ def test_a_search_that_is_named_decides_the_ops_inside_where_every_argument_is_g
     assert follows.policy == "nothing was open" and not follows.constraints
     made = shardfn.plan(two_layers, *WIDE, device="h100:8", search_mode=mode, **ALL_GIVEN)
     assert [(d.cuts, d.source) for d in made.inputs] == [(c, "you") for c in ALL_GIVEN["in_strategy"]]
-    assert made.price.flops == follows.price.flops / 4, "all eight devices work, where two groups of four did the same"
+    share = follows.price.flops / 4  # and a little for what adds up the parts of a product
+    assert made.price.flops == pytest.approx(share, rel=1e-3), "all eight work, where two groups of four did the same"
     assert made.price.time_s < follows.price.time_s
     assert made.constraints and not made.policy.startswith("nothing")
     with shardfn.auto_parallel(search_mode=mode):
