@@ -13,7 +13,7 @@ from shardfn.cost.chips import Chip
 from shardfn.cost.cpu import all_groups
 from shardfn.cost.fusion import Fusion, fuse
 from shardfn.cost.kinds import CHEAP, COSTLY, VIEWS, is_view
-from shardfn.graph.model import PRODUCTS, Flow, Op, Tap
+from shardfn.graph.model import PRODUCTS, Flow, Op, Tap, is_gpu
 
 MOVES = frozenset(
     {"reshape", "transpose", "broadcast_in_dim", "slice", "concatenate", "dynamic_slice", "dynamic_update_slice", "pad",
@@ -24,8 +24,10 @@ MOVES = frozenset(
 """Ops that move data and compute nothing."""
 
 _SENT = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute"})
-_FREE = VIEWS | _SENT | {"while", "case", "shard_map", "after_all", "create_token", "partition_id", "replica_id"}
-"""Ops that are priced elsewhere or take no time: loops and branches by what is in them."""
+_FREE = VIEWS | _SENT | {"while", "case", "shard_map", "after_all", "create_token", "partition_id", "replica_id",
+                       "add_parts"}  # fmt: skip
+"""Ops that are priced elsewhere or take no time: loops and branches by what is in them; the parts of a small product
+(`cost.gpu`), as a GPU takes them only where that is faster."""
 
 _PRICED = (
     MOVES | CHEAP | COSTLY | PRODUCTS | _FREE | {"reduce", "reduce_window", "select_and_scatter", "scatter", "map"}
@@ -145,6 +147,8 @@ def once(flow: Flow, number: int, chip: Chip, fusion: Fusion) -> tuple[float, fl
     time = count * effort(op) / _rate(flow, op, chip)
     for j in inner:
         other = flow.graph.ops[j]
+        if other.name == "add_parts":
+            continue
         more = op_flops(flow, other)
         count += more
         time += more * effort(other) / _rate(flow, other, chip)
@@ -170,6 +174,7 @@ UPDATES = {"dynamic_update_slice": 1, "scatter": -1}
 
 
 def _bytes(flow: Flow, op: Op, inner: tuple[int, ...], fusion: Fusion) -> float:
+    size_of = functools.partial(Flow.local_bytes, flow) if is_gpu(flow.platform) else flow.local_bytes  # without parts
     read: dict[int, float] = {}
     seen: dict[int, int] = {}
     for step in (*[flow.graph.ops[j] for j in inner], op):
@@ -180,14 +185,14 @@ def _bytes(flow: Flow, op: Op, inner: tuple[int, ...], fusion: Fusion) -> float:
             v = seen.get(v, v)
             if v not in fusion.stored:
                 continue
-            size = float(flow.local_bytes(v))
+            size = float(size_of(v))
             if position == 0 and step.name in TAKES:
-                size = min(size, flow.local_bytes(step.outputs[0]))
+                size = min(size, size_of(step.outputs[0]))
             elif position == 0 and step.name in UPDATES:
                 size = 0.0
             read[v] = max(read.get(v, 0.0), size)
     if op.name in UPDATES and op.inputs:
-        written = 2.0 * flow.local_bytes(op.inputs[UPDATES[op.name]])
+        written = 2.0 * size_of(op.inputs[UPDATES[op.name]])
     else:
-        written = float(sum(map(flow.local_bytes, op.outputs)))
+        written = float(sum(map(size_of, op.outputs)))
     return sum(read.values()) + written

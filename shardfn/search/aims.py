@@ -58,3 +58,14 @@ def over(peak: float, limit: float) -> float:
 def idle(flops: float, share: float) -> float:
     """How much of one device's work is more than its `share`, in hundredths of that; 0 where there is no work."""
     return round(max(0.0, flops / share - 1), 2) if share else 0.0
+
+
+def is_as_good(one: Rank, other: Rank) -> bool:
+    """Whether `one` is no worse than `other` but for rounding.
+
+    >>> is_as_good(Rank(0, (1.0,), (5,)), Rank(0, (1.0 - 1e-12,), (5,))), is_as_good(Rank(0, (1.0,), ()), Rank(0, (0.9,), ()))
+    (True, False)
+    """
+    pairs = zip((one.over, *one.aim, *one.ties), (other.over, *other.aim, *other.ties), strict=True)
+    apart = next(((a, b) for a, b in pairs if abs(a - b) > 1e-9 * max(abs(a), abs(b))), (0.0, 0.0))
+    return apart[0] <= apart[1]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
-from shardfn.search.aims import other_level
+from shardfn.search.aims import is_as_good, other_level
 from shardfn.search.neighbours import differing, improved
 from shardfn.search.problem import Answer, Candidate, Problem, objective, runner_up
 from shardfn.search.room import fits_nowhere
@@ -42,7 +42,7 @@ def bettered(problem: Problem, own: Answer, alone: Alone | None = None) -> Answe
     starts = list(({_sizes(c): c for c in rest} | {_sizes(best): best}).values())
     ends = [improved(problem, start) for start in starts]
     start, best = min(zip(starts, ends, strict=True), key=lambda pair: objective(pair[1].price, problem))
-    if best is first:
+    if best is first or is_as_good(objective(first.price, problem), objective(best.price, problem)):
         return own
     before = [first] if start is first else [start, first]
     others = sorted((c for c in (*before, *own.others) if c is not best), key=lambda c: objective(c.price, problem))

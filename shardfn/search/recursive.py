@@ -14,7 +14,7 @@ import numpy as np
 
 from shardfn.graph.moves import primes
 from shardfn.search import following
-from shardfn.search.beside import bettered
+from shardfn.search.beside import asked_once, bettered
 from shardfn.search.choose import answer_of
 from shardfn.search.forms import FREE
 from shardfn.search.found import Found
@@ -30,6 +30,11 @@ def search(problem: Problem) -> Answer:
     """The best layout found by dividing the devices."""
     if not problem.is_open:
         return following.search(problem)
+    return bettered(problem, asked_once(problem, alone), alone)
+
+
+def alone(problem: Problem) -> Answer:
+    """The same without what other levels find."""
     axes = problem.axes or tuple((f"x{i}", p) for i, p in enumerate(sorted(primes(problem.devices), reverse=True)))
     budget = budget_of(problem)
     starts = [(problem, first) for first in dict.fromkeys((problem.level, 1))]
@@ -40,7 +45,7 @@ def search(problem: Problem) -> Answer:
         if not found or not budget.is_over:
             found += [one] if (one := divided(asked, axes, first, budget)) is not None else []
     found.sort(key=lambda f: order(problem, f))
-    return bettered(problem, answer_of(problem, found, "recursive search", mending(budget)))
+    return answer_of(problem, found, "recursive search", mending(budget))
 
 
 def divided(problem: Problem, axes: Axes, first: int, budget: Budget) -> Found | None:
