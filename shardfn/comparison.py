@@ -174,7 +174,9 @@ def _sizes(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) ->
             yield "XLA's own peak counts the vector memory too"
         elif sizes > 1.01 * peak:
             yield "temporaries: XLA's figure counts places that share memory more than once; all at once is its own peak"
-    elif plan.hardware.platform == "cpu" and peak is not None and peak < (temp or 0) + (compiled.argument_bytes or 0):
+    elif peak is None or temp is None or plan.hardware.platform != "cpu":
+        return
+    elif peak < temp + (compiled.argument_bytes or 0):
         yield "XLA's own peak leaves out temporaries on cpu"
 
 

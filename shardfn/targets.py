@@ -68,10 +68,15 @@ def _tpu(hardware: Hardware) -> Target:
 _CORES = {"v4": "megacore", "v5e": "", "v5p": "", "v6e": ""}
 
 
+def has_gpu_compiler() -> bool:
+    """Whether JAX's CUDA plugin, of either version of CUDA, is installed: XLA's GPU compiler is in it."""
+    return any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin"))
+
+
 def _gpu(hardware: Hardware) -> Target:
     if hardware.platform != "cuda" or hardware.chip.name not in _GPUS:
         _unknown(hardware, "GPU", ", ".join(_GPUS), "h100:8")
-    if not any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin")):
+    if not has_gpu_compiler():
         fail(DeviceError, "XLA's GPU compiler is not installed", where=f"device = {hardware.name!r}",
              why="JAX's CUDA plugin holds it, and compiles for GPUs that are not here",
              fix="pip install 'shardfn[gpu-aot]'")  # fmt: skip

@@ -1,10 +1,12 @@
-"""Golden files: texts that a reviewer reads."""
+"""Golden files, texts that a reviewer reads; and what a test needs that may not be installed."""
 
 import os
 import pathlib
 
 import jax
 import pytest
+
+from shardfn.targets import has_gpu_compiler
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
@@ -23,6 +25,13 @@ def golden():
         assert text == path.read_text(encoding="utf-8")
 
     return check
+
+
+@pytest.fixture(scope="session")
+def cuda():
+    """XLA's GPU compiler; without it the test is left out."""
+    if not has_gpu_compiler():
+        pytest.skip("JAX's CUDA plugin is not installed")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import importlib.util
 from typing import Any
 
 import jax
@@ -16,12 +15,6 @@ from shardfn import compiled
 from shardfn.cost.gpu import COARSENESS, parts
 
 GPUS = "h100:8"
-
-
-@pytest.fixture
-def cuda():
-    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
-        pytest.skip("JAX's CUDA plugin is not installed")
 
 
 def f32(*shape):

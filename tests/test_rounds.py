@@ -1,7 +1,5 @@
 """What accelerators send for a loop: sums that it only accumulates once, gathers of what it does not change in every round."""
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -72,9 +70,7 @@ def test_what_is_sent(function, layout, device, sent):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("function", "layout", "device", "sent"), [c for c in CASES if c[2] == H100])
-def test_what_gpus_send(function, layout, device, sent):
-    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
-        pytest.skip("JAX's CUDA plugin is not installed")
+def test_what_gpus_send(cuda, function, layout, device, sent):
     kinds = laid(function, layout, device).verify().to_dict()["compiled"]["kinds"]
     assert sum(both["compiled"]["bytes_sent"] for both in kinds.values()) == pytest.approx(sent, rel=1e-3)
 

@@ -332,13 +332,17 @@ def test_the_grid_follows_the_torus(libtpu):
         assert places == list(np.ndindex(*dims))
 
 
-@pytest.mark.tpu
-def test_a_searched_step_of_gpt2(libtpu):
+def holds_for_a_searched_step_of_gpt2(device):
     function, args = abstract(gpt2.make, gpt2.Config(layers=2, scan=True, batch=16))
-    plan = shardfn.plan(function, *args, device="tpu-v5e:2x4", level=2, donate_argnums=(0, 1))
+    plan = shardfn.plan(function, *args, device=device, level=2, donate_argnums=(0, 1))
     found = compiled_part(plan.verify())
     assert found["matrix_flops"]["compiled"] == pytest.approx(found["matrix_flops"]["predicted"], rel=0.02)
     assert not any("unknown number of times" in text for text in found["findings"])
+
+
+@pytest.mark.tpu
+def test_a_searched_step_of_gpt2(libtpu):
+    holds_for_a_searched_step_of_gpt2("tpu-v5e:2x4")
 
 
 @pytest.mark.tpu
@@ -352,12 +356,6 @@ def test_what_does_not_fit_and_what_is_no_slice(libtpu):
 
 
 # ---- GPUs that are not here
-
-
-@pytest.fixture
-def cuda():
-    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
-        pytest.skip("JAX's CUDA plugin is not installed")
 
 
 @pytest.mark.gpu
@@ -384,8 +382,4 @@ def test_pieces_of_weights_on_gpus(cuda):
 
 @pytest.mark.gpu
 def test_a_searched_step_of_gpt2_on_gpus(cuda):
-    function, args = abstract(gpt2.make, gpt2.Config(layers=2, scan=True, batch=16))
-    plan = shardfn.plan(function, *args, device="h100:8", level=2, donate_argnums=(0, 1))
-    found = compiled_part(plan.verify())
-    assert found["matrix_flops"]["compiled"] == pytest.approx(found["matrix_flops"]["predicted"], rel=0.02)
-    assert not any("unknown number of times" in text for text in found["findings"])
+    holds_for_a_searched_step_of_gpt2("h100:8")

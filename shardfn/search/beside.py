@@ -12,7 +12,7 @@ from shardfn.search.problem import Answer, Candidate, Problem, objective, runner
 from shardfn.search.room import fits_nowhere
 
 LESS = 0.99
-"""At level 1: how much of what was found last is looked for."""
+"""How much of the memory that was found last is looked for, where less is."""
 
 Alone = Callable[[Problem], Answer]
 

@@ -1,7 +1,6 @@
 """Which collectives travel together: the arithmetic of buckets, and the number of collectives in what is compiled."""
 
 import functools
-import importlib.util
 import re
 
 import hypothesis
@@ -308,9 +307,7 @@ def test_so_many_on_tpus_beside_tensor_parallel(name, tpus):
 
 
 @pytest.fixture(scope="module")
-def gpus():
-    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
-        pytest.skip("JAX's CUDA plugin is not installed")
+def gpus(cuda):
     return devices(target(resolve("h100:8")))
 
 
