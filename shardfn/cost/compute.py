@@ -126,7 +126,7 @@ def work(flow: Flow, chip: Chip, fusion: Fusion | None = None) -> Work:
     total = moved = seconds = 0.0
     unpriced: dict[str, None] = {}
     for i, op in enumerate(graph.ops):
-        if fusion.inside[i] is None or op.name in _FREE:
+        if fusion.inside[i] is None or not is_priced(op):
             continue
         if op.name not in _PRICED and op.name not in LIBRARY:
             unpriced.setdefault(f"{op.name} ({op.where})" if op.where else op.name)
@@ -141,7 +141,7 @@ def once(flow: Flow, number: int, chip: Chip, fusion: Fusion) -> tuple[float, fl
     """FLOPs, bytes moved and seconds of one run of op `number`, with what is computed inside it; nothing where it does not
     run by itself, or is priced elsewhere."""
     op, inner = flow.graph.ops[number], fusion.inside[number]
-    if inner is None or op.name in _FREE:
+    if inner is None or not is_priced(op):
         return 0.0, 0.0, 0.0
     count = op_flops(flow, op)
     time = count * effort(op) / _rate(flow, op, chip)
@@ -154,6 +154,11 @@ def once(flow: Flow, number: int, chip: Chip, fusion: Fusion) -> tuple[float, fl
         time += more * effort(other) / _rate(flow, other, chip)
     size = _bytes(flow, op, inner, fusion)
     return count, size, max(time, size / chip.memory_bytes_s)
+
+
+def is_priced(op: Op) -> bool:
+    """Whether an op that runs by itself takes time of its own."""
+    return op.name not in _FREE
 
 
 def effort(op: Op) -> float:
@@ -174,8 +179,20 @@ UPDATES = {"dynamic_update_slice": 1, "scatter": -1}
 
 
 def _bytes(flow: Flow, op: Op, inner: tuple[int, ...], fusion: Fusion) -> float:
-    size_of = functools.partial(Flow.local_bytes, flow) if is_gpu(flow.platform) else flow.local_bytes  # without parts
-    read: dict[int, float] = {}
+    read = reads(flow, op, inner, fusion)
+    size_of = _size_of(flow)
+    if op.name in UPDATES and op.inputs:
+        written = 2.0 * size_of(op.inputs[UPDATES[op.name]])
+    else:
+        written = float(sum(map(size_of, op.outputs)))
+    return sum(size for size, _, _ in read.values()) + written
+
+
+def reads(flow: Flow, op: Op, inner: tuple[int, ...], fusion: Fusion) -> dict[int, tuple[float, Op, int]]:
+    """What an op reads from memory with what is computed inside it, each value once: its bytes, and the op and operand that
+    read the most of it."""
+    size_of = _size_of(flow)
+    read: dict[int, tuple[float, Op, int]] = {}
     seen: dict[int, int] = {}
     for step in (*[flow.graph.ops[j] for j in inner], op):
         if step is not op and is_view(flow, step):  # its reader tells how much of it is read
@@ -190,9 +207,10 @@ def _bytes(flow: Flow, op: Op, inner: tuple[int, ...], fusion: Fusion) -> float:
                 size = min(size, size_of(step.outputs[0]))
             elif position == 0 and step.name in UPDATES:
                 size = 0.0
-            read[v] = max(read.get(v, 0.0), size)
-    if op.name in UPDATES and op.inputs:
-        written = 2.0 * size_of(op.inputs[UPDATES[op.name]])
-    else:
-        written = float(sum(map(size_of, op.outputs)))
-    return sum(read.values()) + written
+            if v not in read or size > read[v][0]:
+                read[v] = size, step, position
+    return read
+
+
+def _size_of(flow: Flow) -> Callable[[int], float]:
+    return functools.partial(Flow.local_bytes, flow) if is_gpu(flow.platform) else flow.local_bytes  # without parts

@@ -103,7 +103,7 @@ def merged(flow: Flow) -> Order:
     (gathers of any). It runs when the last of them can; what reads their results comes after.
     """
     flow = sized(flow)
-    most = _most_merged(flow.platform)
+    most = most_merged(flow.platform)
     several = {c.result: c for c in flow.communications if c.kind in most and c.group_size > 1}
     if len(several) < 2:
         return Order(flow, {v: n for n, v in enumerate(several)}, bodies(flow.graph))
@@ -126,7 +126,12 @@ _MOST_ON_GPU: Mapping[str, float] = dict.fromkeys(("all-reduce", "all-gather", "
 """The same on GPUs, of results: the defaults of `xla_gpu_all_reduce_combine_threshold_bytes` and its like."""
 
 
-def _most_merged(platform: str) -> Mapping[str, float]:
+def most_merged(platform: str) -> Mapping[str, float]:
+    """Kinds of collectives of which XLA makes one of several, and of how many bytes that is at most.
+
+    >>> most_merged("cpu")
+    {'all-reduce': inf}
+    """
     return _MOST_ON_GPU if is_gpu(platform) else _MOST_MERGED[platform]
 
 
@@ -194,7 +199,7 @@ def _ordered(
             c = several[result]
             dtype = "" if c.kind == "all-gather" else flow.graph.values[c.operand].dtype
             key = region.parts[-1], c.kind, c.axes, c.group_size, c.trips, dtype
-            most = _most_merged(flow.platform)[c.kind]
+            most = most_merged(flow.platform)[c.kind]
             key = *key, combiner.group(key, behind, flow.local_bytes(c.result), most)
             group[n] = of[result] = groups.setdefault(key, len(groups))
     when = [float(n) for n in range(len(inner))]

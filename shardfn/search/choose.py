@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from shardfn.search import following, plain
-from shardfn.search.aims import Rank
+from shardfn.search.aims import Rank, is_as_good
 from shardfn.search.facts import bytes_of
 from shardfn.search.filters import keeps
 from shardfn.search.found import (
@@ -67,7 +67,8 @@ def answer_of(
     looked = (*(f.axes for f in found), *(axes for axes in grids if axes not in untried))
     tried = tried_on(problem, looked, untried)
     answer = _taken(problem, f"{what} at level {problem.level}", found, rated, tried, bool(untried))
-    is_doubtful = disappoints or rated[0][2] is None
+    of_found = (r for r, _, one in rated if one is not None)
+    is_doubtful = disappoints or not any(is_as_good(r, rated[0][0], NEARLY - 1) for r in of_found)
     return dataclasses.replace(answer, aside=(*first.aside, *answer.aside), is_doubtful=is_doubtful)
 
 
@@ -242,7 +243,7 @@ def _otherwise(
         if problem.seconds_left > 0:
             made = _first(problem, one, fastest(problem, [*rated, *more]))
             more.append(_row(problem, made, one))
-            if turn is not None:
+            if turn is not None and (disappoints or not problem.is_frugal):
                 more += _in_line(problem, one, made)
     return more
 

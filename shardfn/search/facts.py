@@ -6,7 +6,9 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from shardfn.cost.compute import op_flops
+from shardfn.cost.chips import Chip
+from shardfn.cost.compute import is_priced, once, op_flops, reads
+from shardfn.cost.fuser import Fusion
 from shardfn.cost.fusion import fuse
 from shardfn.cost.memory import Place, lives
 from shardfn.cost.schedule import merged, scheduled
@@ -33,6 +35,19 @@ class Loops:
 
 
 @dataclasses.dataclass(frozen=True)
+class Kernels:
+    """What an op adds to the time of the kernels that it is computed in, one or several, as XLA puts the whole program together:
+    to those that take as long as their operations, or as long as their bytes. A product is of both kinds."""
+
+    computes: int
+    """In how many its operations count."""
+    reads: tuple[int, ...]
+    """In how many the bytes of each operand do, as the first of those in there that read it from memory."""
+    is_written: bool
+    """Whether the bytes of its results do."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Known:
     """What holds of a graph on any grid: how often each value is made in one call, which values take memory, and where and
     when."""
@@ -44,7 +59,8 @@ class Known:
     """When the first and the last op that reads a value run."""
     runs: tuple[int, ...]
     """When each op runs."""
-    stored: frozenset[int]
+    kernels: tuple[Kernels, ...]
+    """Of each op, where it is computed."""
     places: tuple[Place, ...]
     flops: float
     """Of one call, unsharded."""
@@ -70,12 +86,14 @@ class Known:
     """For ops, by index, the operand that each follows, as `search.strategies` finds it once."""
 
 
-def known(graph: Graph, donated: frozenset[int] = frozenset(), platform: str = "") -> Known:
-    """What holds on any grid; `donated` are inputs whose memory results take over. The ops run in the order of the platform's
-    scheduler where that depends on no layout (on CPU), else as they stand."""
+def known(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) -> Known:
+    """What holds on any grid of such chips; `donated` are inputs whose memory results take over. The ops run in the order of the
+    platform's scheduler where that depends on no layout (on CPU), else as they stand."""
+    platform = chip.platform
     whole = Flow(graph, tuple(((),) * len(v.shape) for v in graph.values), {}, (), platform)
     order = merged(whole)
     order, fusion = scheduled(order) if platform == "cpu" else (order, fuse(order.flow))
+    kernels = _kernels(order.flow, fusion, chip)
     turn = {id(op): n for n, op in enumerate(order.flow.graph.ops)}
     runs = tuple(turn[id(op)] for op in graph.ops)
     readers: dict[int, int] = {}
@@ -101,13 +119,13 @@ def known(graph: Graph, donated: frozenset[int] = frozenset(), platform: str = "
         readers,
         read,
         runs,
-        fusion.stored,
+        kernels := tuple(kernels[n] for n in runs),
         (*temporaries, *kept),
         sum(each * op.trips for each, op in zip(flops, graph.ops, strict=True)),
         flops,
         last,
         tuple(map(bytes_of, graph.values)),
-        _kinds(graph, fusion.stored, last, rows),
+        _kinds(graph, kernels, last, rows),
         loops_of(graph, trips),
         rows,
         looked_up(graph) if platform == "tpu" else frozenset(),
@@ -130,13 +148,30 @@ def _gathers(graph: Graph, trips: Sequence[int]) -> dict[int, int]:
     return {v: sum(of_loop.values()) for v, of_loop in rounds.items()}
 
 
-def _kinds(graph: Graph, stored: frozenset[int], last: frozenset[int], rows: frozenset[int]) -> tuple[int, ...]:
+def _kernels(flow: Flow, fusion: Fusion, chip: Chip) -> list[Kernels]:
+    ops = flow.graph.ops
+    of = {id(op): n for n, op in enumerate(ops)}
+    computes, taken, written = [0] * len(ops), [[0] * len(op.inputs) for op in ops], [False] * len(ops)
+    for at, (op, inner) in enumerate(zip(ops, fusion.inside, strict=True)):
+        if inner is None or not is_priced(op):
+            continue
+        _, size, seconds = once(flow, at, chip, fusion)
+        is_slow = size < seconds * chip.memory_bytes_s  # to compute
+        written[at] = not is_slow or op.name in PRODUCTS
+        for n in (*inner, at):
+            computes[n] += is_slow or ops[n].name in PRODUCTS
+        for _, step, position in reads(flow, op, inner, fusion).values():
+            taken[of[id(step)]][position] += not is_slow or step.name in PRODUCTS
+    return [Kernels(*each) for each in zip(computes, map(tuple, taken), written, strict=True)]
+
+
+def _kinds(graph: Graph, kernels: Sequence[Kernels], last: frozenset[int], rows: frozenset[int]) -> tuple[int, ...]:
     values, numbers = graph.values, {}
     found = []
     for index, op in enumerate(graph.ops):
         every = (*op.inputs, *op.outputs)
-        key = (op.name, id(op.rule), index in last, op.reduced, op.taps, len(op.inputs),
-               *((values[v].shape, values[v].dtype, v in stored, v in rows) for v in every))  # fmt: skip
+        key = (op.name, id(op.rule), index in last, op.reduced, op.taps, len(op.inputs), kernels[index],
+               *((values[v].shape, values[v].dtype, v in rows) for v in every))  # fmt: skip
         found.append(numbers.setdefault(key, len(numbers)))
     return tuple(found)
 

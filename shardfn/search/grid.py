@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from shardfn.cost.hardware import Chip, Hardware, Link, links
+from shardfn.cost.schedule import most_merged
 from shardfn.graph.libtpu import sums_whole
 from shardfn.graph.model import Axes, Pin, Spec
 from shardfn.graph.moves import flat, primes
@@ -36,18 +37,24 @@ class Grid:
     scatters: bool = True
     narrows: bool = False
     sums_whole: bool = False
+    platform: str = ""
 
     @classmethod
     def on(cls, hardware: Hardware, axes: Axes) -> Grid:
         """The grid of these axes on the hardware."""
         platform, on_tpu = hardware.platform, hardware.platform == "tpu"
         whole = on_tpu and sums_whole(hardware.topology)
-        return cls(axes, links(hardware, axes), hardware.chip, platform != "cpu", on_tpu, whole)
+        return cls(axes, links(hardware, axes), hardware.chip, platform != "cpu", on_tpu, whole, platform)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Devices along each axis."""
         return tuple(size for _, size in self.axes)
+
+    @property
+    def merges(self) -> Mapping[str, float]:
+        """Kinds of collectives of which the compiler makes one of several, and of how many bytes that is at most."""
+        return most_merged(self.platform)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -155,7 +155,7 @@ class Problem:
     def facts(self) -> Known:
         """What holds of the graph on any grid."""
         if self.memo.facts is None:
-            self.memo.facts = known(self.graph, self.donated, self.hardware.platform)
+            self.memo.facts = known(self.graph, self.hardware.chip, self.donated)
         return self.memo.facts
 
     @property
@@ -265,7 +265,7 @@ class Answer:
     ends: Ends = dataclasses.field(default_factory=dict)
     """Layouts that open results are held to."""
     is_doubtful: bool = False
-    """Whether no flow of what was found did what the model promised, or a plain layout had a better one."""
+    """Whether no flow of what was found did what the model promised, or a plain layout had a better one by a good part."""
 
 
 Search = Callable[[Problem], Answer]

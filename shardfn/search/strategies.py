@@ -381,28 +381,27 @@ class _Builder:
             if op.name in PRODUCTS
             else (chip.vector_flops or chip.flops) / effort(op)
         )
-        compute_s = np.maximum(flops / rate, moved / chip.memory_bytes_s)
+        computing_s, moving_s = self.facts.kernels[index].computes * flops / rate, moved / chip.memory_bytes_s
+        compute_s = np.maximum(computing_s, moving_s) if op.name in PRODUCTS else computing_s + moving_s
         return _Piece(wanted, made, np.array([flops, compute_s, sent, sent_s]), whole)
 
     def work(self, index: int, work: Array, wanted: Sequence[Array], made: Sequence[Array]) -> tuple[Array, Array]:
-        """FLOPs and bytes moved of one run of an op on one device."""
-        op = self.graph.ops[index]
+        """FLOPs of one run of an op on one device, and bytes that count in all kernels that it is computed in."""
+        op, kernels = self.graph.ops[index], self.facts.kernels[index]
         moved = np.zeros(len(work))
-        made_bytes = sum(self.stored(v, layouts) for v, layouts in zip(op.outputs, made, strict=True)
-                         if v in self.facts.stored)  # fmt: skip
         for position, (value, layouts) in enumerate(zip(op.inputs, wanted, strict=True)):
-            if value not in self.facts.stored:
-                continue
-            size = self.stored(value, layouts)
-            if position == 0 and op.name in TAKES:
-                size = np.minimum(size, self.stored(op.outputs[0], made[0]))
-            elif position == 0 and op.name in UPDATES:
-                size = np.zeros(len(work))
-            moved = moved + size
-        if op.name in UPDATES and op.inputs:  # in place: what changes is read and written
+            if kernels.reads[position]:
+                size = self.stored(value, layouts)
+                if position == 0 and op.name in TAKES:
+                    size = np.minimum(size, self.stored(op.outputs[0], made[0]))
+                elif position == 0 and op.name in UPDATES:
+                    size = np.zeros(len(work))
+                moved = moved + kernels.reads[position] * size
+        if kernels.is_written and op.name in UPDATES and op.inputs:  # in place: what changes is read and written
             at = UPDATES[op.name]
-            made_bytes = 2 * self.stored(op.inputs[at], wanted[at])
-        moved = moved + made_bytes
+            moved = moved + 2 * self.stored(op.inputs[at], wanted[at])
+        elif kernels.is_written:
+            moved = moved + sum(self.stored(v, layouts) for v, layouts in zip(op.outputs, made, strict=True))
         return self.facts.op_flops[index] / self.ways(work), moved
 
 

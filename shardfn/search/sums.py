@@ -30,7 +30,7 @@ class Sums:
     in_turn: bool
     """Whether each axis is added up by itself; else all of a sum is, or each device gets its part of it."""
     is_last: bool
-    """Whether nothing waits for it, so that all-reduces of several ops are one."""
+    """Whether nothing waits for it, so that the collectives of several ops are one."""
 
     def cost(self, partial: Array, grid: Grid) -> tuple[Array, Array]:
         """Bytes sent and seconds; `partial` are the bytes of the partial result on one device, for each label."""
@@ -63,7 +63,8 @@ def add_up(
       local_bytes: [labels], of the partial result on one device.
       reduced: [labels, axes], the axes over which everyone gets the sum.
       scattered: [labels, axes], those over which each gets its part of it.
-      together: the all-reduce is one with others, as XLA merges those that do not wait for each other: no latency.
+      together: the collectives are parts of larger ones, as XLA merges those that do not wait for each other: each has as much
+        of a launch as it has of the bytes of a full one (`Grid.merges`).
       cut_after: [labels], where everyone gets the sum over `scattered` too, and cuts its part from that.
       cut_last: [labels], where of these everyone keeps all of it until the last axis is added up.
     """
@@ -71,7 +72,8 @@ def add_up(
     if grid.sums_whole:
         cut_after = cut_after | scattered[:, np.array(grid.sizes) > 1].all(axis=1)
     sent, seconds = np.zeros_like(left), np.zeros_like(left)
-    for mask, rate in ((scattered, 1.0 + cut_after), (reduced, 2.0)):
+    for mask, rate, kind in ((scattered, 1.0 + cut_after, "reduce-scatter"), (reduced, 2.0, "all-reduce")):
+        most = grid.merges.get(kind) if together else None
         for axis in reversed(range(len(grid.sizes))):
             size, link, here = grid.sizes[axis], grid.links[axis], mask[:, axis]
             if not here.any():
@@ -79,9 +81,11 @@ def add_up(
             part = np.where(here, rate * (size - 1) / size * left, 0.0)
             sent += part
             seconds += part / link.bytes_s
-            if mask is scattered or not together:
-                seconds += np.where(here, link.latency_s, 0.0)
-            left = np.where(here & ~cut_last, left / size, left)
+            less = np.where(here & ~cut_last, left / size, left)
+            result = less if mask is scattered else left
+            launches = 1.0 if most is None else np.minimum(1.0, result / most)
+            seconds += np.where(here, link.latency_s * launches, 0.0)
+            left = less
     return sent, seconds
 
 

@@ -70,6 +70,7 @@ def test_where_all_disappoint_the_grid_of_one_axis_is_priced_too(monkeypatch, ke
     found = [next(ongrid.on_grid(problem, axes, Budget())) for axes in ((("a", 4), ("b", 2)), (("a", 8),))]
     monkeypatch.setattr("shardfn.search.scope.SMALL_OPS", 0)
     monkeypatch.setattr(choose, "keeps_promise", lambda *_: kept)
+    monkeypatch.setattr(choose, "promises", lambda *_: True)
     monkeypatch.setattr("shardfn.search.scope.MOST", 1)
     monkeypatch.setattr("shardfn.search.scope.FLOWS", 1)
     tried, candidates = [], choose.candidates

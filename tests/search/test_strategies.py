@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import shardfn
+from shardfn.cost.compute import work
+from shardfn.graph.model import Flow
 from shardfn.search.forms import decoded, op_codes
 from shardfn.search.grid import Grid
 from shardfn.search.levels import labelling_of, totals
@@ -122,3 +124,25 @@ def test_ops_with_several_results_are_planned(function, device):
 def test_the_search_counts_the_flops_that_plans_report():
     made = shardfn.plan(lambda x: jnp.sort(x, axis=1), S((4096, 4096), jnp.float32), device="h100:8", level=2)
     assert made.gap == 0 and made.price.flops > 4096 * 4096
+
+
+def softmaxed(w, x):
+    def loss(w):
+        p = jax.nn.softmax(jnp.tanh(x @ w) * 3, axis=-1)
+        return ((p - p.mean(0)) ** 2).sum() + jnp.log(p).max()
+
+    return w - 0.1 * jax.grad(loss)(w)
+
+
+@pytest.mark.parametrize("device", ["h100:8", "tpu-v5e:2x4"])
+def test_uncut_the_ops_take_as_long_as_the_kernels_that_they_are_in(device):
+    """What several kernels compute is read by each; what one of them reads twice, once."""
+    problem = problem_of(softmaxed, (S((256, 256), jnp.float32), S((8192, 256), jnp.float32)), device)
+    space = build(problem.graph, Grid.on(problem.hardware, (("a", 8),)), {}, {}, {}, None, problem.facts)
+    whole = [node.compute_s[(node.labels < 0).all(axis=1)].item() for node in space.nodes]
+    layouts = tuple(((),) * len(v.shape) for v in problem.graph.values)
+    flow = Flow(problem.graph, layouts, {}, (), problem.hardware.platform)
+    assert sum(whole) == pytest.approx(work(flow, problem.hardware.chip).seconds, rel=0.05)
+    kernels = problem.facts.kernels
+    assert max(max((*k.reads, k.computes)) for k in kernels) > 1, "nothing is computed in several kernels"
+    assert any(sum(k.reads) < len(k.reads) for k in kernels), "no kernel reads anything twice"

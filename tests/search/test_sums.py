@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 import shardfn
+from shardfn.cost.hardware import resolve
 from shardfn.cost.price import collectives
 from shardfn.graph.model import Pin
 from shardfn.search.grid import Grid, spec_of
-from shardfn.search.sums import Sums
+from shardfn.search.sums import Sums, add_up
 from tests.search.asking import S
 
 AXES = (("a", 8), ("b", 2))
@@ -42,3 +43,18 @@ def test_sums_of_a_convolution_cost_what_flows_send_for_them(cut, made):
     flow = problem.flow(AXES, specs[:2], {index: Pin(specs[:2], specs[2:])})
     added = [c for c in collectives(flow) if c.kind in ("all-reduce", "reduce-scatter")]
     assert sent.item() == sum(c.total_bytes for c in added)
+
+
+@pytest.mark.parametrize(
+    ("device", "whole", "pieces"), [("h100:8", 0.5, 0.0625), ("tpu-v5e:2x4", 0.125, 1.0), ("cpu:8", 0.0, 1.0)]
+)
+def test_a_sum_that_is_merged_with_others_has_its_share_of_a_launch(device, whole, pieces):
+    """By its result's bytes, of those of a full one: 30 MiB on GPUs, 120 MiB on TPUs, of which only all-reduces are merged."""
+    grid = Grid.on(resolve(device), (("a", 8),))
+    partial, here, none = np.array([15.0 * 2**20]), np.array([[True]]), np.array([[False]])
+    no = np.array([False])
+    for reduced, scattered, rate, share in ((here, none, 2, whole), (none, here, 1, pieces)):
+        sent, seconds = add_up(partial, reduced, scattered, grid, True, no, no)
+        assert sent.item() == rate * 7 / 8 * partial.item()
+        (link,) = grid.links
+        assert seconds.item() == pytest.approx(sent.item() / link.bytes_s + share * link.latency_s)
