@@ -137,7 +137,7 @@ def test_the_layout_for_the_other_aim_costs_what_it_costs_at_the_problem_s_own(l
     assert own.solution.cost <= other.solution.cost + 1e-12
     if level == 0:
         aims = [totals(f.space, f.solution.choice) for f in (other, own)]
-        assert aims[0].sent >= aims[1].sent
+        assert aims[0].sent >= aims[1].sent * (1 - 1e-5)  # bytes that a tie of idle devices is worth
         assert other.solution.choice == theirs.solution.choice
 
 
