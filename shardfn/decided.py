@@ -20,7 +20,7 @@ def of_inputs(
     inputs: Sequence[Leaf], given: Sequence[Spec | None], answer: Answer, traced: Traced, source: str
 ) -> tuple[Decision, ...]:
     """The decisions on the arguments; `source` is that of those which were not given."""
-    runners_up = answer.runners_up or (answer.runner_up,) * len(inputs)
+    runners_up = answer.runners_up or ("",) * len(inputs)
     rows = zip(inputs, answer.specs, given, traced.inputs, answer.reasons, runners_up, strict=True)
     return tuple(
         _decision(leaf, spec, answer.axes, traced.graph, value, source if own is None else leaf.by, reason, runner_up)

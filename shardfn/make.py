@@ -136,6 +136,7 @@ def make_plan(
         flow=flow,
         constraints=of_pins(answer.pins, anchored, graph),
         gap=answer.gap,
+        runner_up=answer.runner_up,
         candidates=candidates(question, answer, paid),
         activations=layout.activations if layout is not None else (),
         memory_limit=wishes.memory_limit,

@@ -61,6 +61,8 @@ class Plan:
     gap: float | None = None
     """How far the plan may be from the optimum of the cost model, op by op, on the grids that were tried, at level 0 on its own
     grid: 0 is proved, None where the search does not know."""
+    runner_up: str = ""
+    """The next best of the whole plans that were priced, with what both cost; empty where there is none."""
     candidates: tuple[Candidate, ...] = ()
     """The whole plans that the search priced by their flows, this one first, the others best first."""
     activations: tuple[Rule, ...] = ()

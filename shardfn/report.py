@@ -178,6 +178,7 @@ def _data(plan: Plan, arrivals: Sequence[str]) -> dict[str, Any]:
                   "communication_s": price.communication_s, "time_s": price.time_s,
                   "unpriced": price.unpriced},
         "gap": plan.gap,
+        "runner_up": plan.runner_up,
         "constraints": [dataclasses.asdict(c) for c in plan.constraints],
         "candidates": [dataclasses.asdict(c) for c in plan.candidates],
         "memory": {**dataclasses.asdict(price.memory), "peak": price.memory.peak, "device": hardware.chip.memory_bytes},

@@ -19,7 +19,7 @@ from shardfn.graph.model import Collective, Spec
 from shardfn.paths import alike, few, layer, starred
 from shardfn.plan import Decision, DimClass, Plan, op_strategies, proof
 from shardfn.render import Drawing, Part, Placed, Text, figure, unit_of
-from shardfn.study import columns_of, shared_runner_up
+from shardfn.study import columns_of
 from shardfn.tables import MOST_ROWS, file_line, shape_text, spec_text, table, times
 
 MOST_REASONS = 6
@@ -79,7 +79,8 @@ def _headline(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) 
              f"policy: {plan.policy}; level {plan.level}, {LEVELS[plan.level]}"]  # fmt: skip
     if any(d.source == "searched" for d in plan.inputs):
         lines.append(f"proof under the cost model: {proof(plan.gap, plan.level)}")
-    lines += [f"runner-up: {text}" for text in [shared_runner_up(plan)] if text]
+    if plan.runner_up and not any(d.runner_up for d in plan.inputs):
+        lines.append(f"runner-up: {plan.runner_up}")
     unit, size = unit_of([price.memory.peak])
     lines += [
         f"per device and call: {price.flops:,.0f} FLOPs, {price.bytes_sent:,} B sent, "
@@ -147,7 +148,8 @@ def _arrays(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) ->
 
 
 def _runners_up(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
-    told = [d for d in plan.inputs if d.runner_up and not shared_runner_up(plan)]
+    told = [d for d in plan.inputs if d.runner_up]
+    untold = sum(d.source == "searched" and any(n > 1 for n in d.shape) for d in plan.inputs) - len(told)
     groups = alike(told, lambda d: (layer(d.path), d.cuts, d.runner_up))
     rows = [
         (starred([d.path for d in same]), times(len(same)), str(d.cuts), d.runner_up)
@@ -159,6 +161,7 @@ def _runners_up(plan: Plan, arrivals: Sequence[str], compared: Comparison | None
             "by the flow, all else as planned, as Plan.why has it, unless it says: by the search's estimate, op by op; "
             "what a cut of yours does: Plan.what_if"
         )
+        note += f"; {untold} arrays more, the smaller ones: Plan.why" if untold > 0 else ""
         yield table("Runners-up", ("array", "count", "planned", "next best cut, and what it costs more"), rows, note)
 
 

@@ -218,9 +218,9 @@ RUNNERS_UP = 12_000
 def with_runners_up(plan: Plan) -> Plan:
     """The plan with the runner-up of each argument that was searched as `Plan.why` has it, the largest arrays first; of those
     that are alike in all layers the first stands for all. What is beyond `RUNNERS_UP` keeps the search's estimate."""
-    told = [d for d in plan.inputs if d.runner_up]
-    if plan.study is None or shared_runner_up(plan):
+    if plan.study is None:
         return plan
+    told = [d for d in plan.inputs if d.source == "searched"]
     groups = sorted(alike(told, lambda d: (layer(d.path), d.cuts, d.runner_up)), key=lambda g: -math.prod(g[0].shape))
     flows = RUNNERS_UP // (1 + len(plan.flow.graph.ops))
     found: dict[str, str] = {}
@@ -230,12 +230,6 @@ def with_runners_up(plan: Plan) -> Plan:
         found |= {d.path: text for d in same}
     inputs = (dataclasses.replace(d, runner_up=found.get(d.path, d.runner_up)) for d in plan.inputs)
     return dataclasses.replace(plan, inputs=tuple(inputs))
-
-
-def shared_runner_up(plan: Plan) -> str:
-    """The runner-up of the whole search, where it is not told for each argument."""
-    told = {d.runner_up for d in plan.inputs if d.runner_up}
-    return next(iter(told)) if len(told) == 1 and sum(bool(d.runner_up) for d in plan.inputs) > 1 else ""
 
 
 def more_text(more: Figures) -> str:

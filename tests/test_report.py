@@ -346,15 +346,14 @@ def test_a_searched_plan_says_what_else_was_weighed():
     assert len(data["constraints"]) == len(plan.constraints)
     times = [c["time_s"] for c in data["collectives"]]
     assert times == sorted(times, reverse=True)
-    if not study.shared_runner_up(plan):
-        assert all(told["runner_up"] in text for told in data["inputs"])
+    assert all(told["runner_up"] in text for told in data["inputs"])
 
 
 def test_what_is_too_much_to_price_says_that_it_is_an_estimate(monkeypatch):
     shape = jax.ShapeDtypeStruct((512, 512), "float32")
     plan = shardfn.plan(lambda x, w, v: jnp.tanh(x @ w) @ v, *[shape] * 3, device="h100:8", level=2)
-    assert not study.shared_runner_up(plan)
-    for told in make_report(plan).to_dict()["inputs"]:
+    untold = dataclasses.replace(plan, inputs=tuple(dataclasses.replace(d, runner_up="") for d in plan.inputs))
+    for told in (told for each in (plan, untold) for told in make_report(each).to_dict()["inputs"]):
         row = plan.why(told["path"]).rows[0]
         assert told["runner_up"] == f"{row.cuts}: {study.more_text(row.more)}"
     monkeypatch.setattr(study, "RUNNERS_UP", 1 + len(plan.flow.graph.ops))  # one flow
@@ -363,10 +362,10 @@ def test_what_is_too_much_to_price_says_that_it_is_an_estimate(monkeypatch):
     assert any(text.endswith(" memory") for text in told)
 
 
-def test_one_runner_up_of_all_is_said_once():
+def test_where_arrays_have_no_runner_up_that_of_all_is_said():
     runner = "8 grid: 12 B sent"
-    inputs = tuple(dataclasses.replace(d, runner_up=runner) for d in made().inputs)
-    text = make_report(made(inputs=inputs)).to_text()
+    inputs = tuple(dataclasses.replace(d, runner_up="") for d in made().inputs)
+    text = make_report(made(inputs=inputs, runner_up=runner)).to_text()
     assert text.count(runner) == 1
     assert "Runners-up" not in text
 
