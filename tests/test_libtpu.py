@@ -12,8 +12,9 @@ from jax import lax
 import shardfn
 from examples.models import abstract, gpt2, llama
 from shardfn import compiled
+from shardfn.cost.price import price
 from shardfn.graph.libtpu import FAR, scatters
-from shardfn.graph.model import Communication, Flow, Graph, Op, Value
+from shardfn.graph.model import Communication, Flow, Graph, Op, Pin, Value
 from shardfn.graph.padding import tiled_dims
 from shardfn.graph.together import summed_together
 
@@ -82,6 +83,32 @@ def test_the_gradient_of_what_three_products_read_is_one_sum():
     made = sent(gradient, *WEIGHTS, entries=COLUMNS, out_strategy=((1, 1),))
     apart = sent(gradient, *WEIGHTS, entries=COLUMNS, out_strategy=((1, 1),), device="cpu:8")
     assert made["all-reduce", (64, 256)] == apart["all-reduce", (64, 256)] - 2 > 0
+
+
+@pytest.mark.parametrize("device", [V5E, "h100:8"])
+def test_what_is_put_together_is_computed_all_the_same(device):
+    """Of three products, two sums put together one after the other."""
+    plan, apart = (
+        shardfn.plan(gradient, *WEIGHTS, in_strategy=COLUMNS, out_strategy=((1, 1),), device=on)
+        for on in (device, "cpu:8")
+    )
+    products = [sum(op.name == "dot_general" for op in made.flow.graph.ops) for made in (plan, apart)]
+    assert products[0] == products[1] > 3
+    values = {v for op in plan.flow.graph.ops for v in op.outputs} | set(plan.flow.graph.inputs)
+    assert all(v in values for op in plan.flow.graph.ops if op.name in ("add", "all_reduce") for v in op.inputs)
+
+
+@pytest.mark.parametrize("spec", [(("a",), ()), ((), ("a",))], ids=str)
+def test_sums_held_in_pieces_are_put_together_too(spec):
+    """What holds a sum to the layout in which it lies leaves nothing."""
+    args = (f32(64, 256), f32(256, 512)) * 3
+    function = lambda x, a, y, b, z, c: x @ a + y @ b + z @ c  # noqa: E731
+    problem = shardfn.plan(function, *args, device="h100:8").study.question
+    read = ((), ("a",)), (("a",), ())
+    pins = {i: Pin(read, (spec,)) for i, op in enumerate(problem.graph.ops) if op.name == "dot_general"}
+    flow = problem.flow((("a", 8),), read * 3, pins)
+    assert [(c.kind, flow.local_shape(c.operand)) for c in flow.communications] == [("reduce-scatter", (64, 512))]
+    assert price(flow, problem.hardware).flops == pytest.approx(3 * 2 * 64 * 256 * 512 / 8, rel=0.02)
 
 
 def test_a_sum_that_is_read_elsewhere_too_stays():

@@ -71,9 +71,15 @@ def summed_together(flow: Flow) -> Flow:
     at = {v: i for i, op in enumerate(graph.ops) for v in op.outputs if op.name in _SUMS and v in sent}
     if not at:
         return flow
-    cut = {op.outputs[0]: op.inputs[0] for op in graph.ops if op.name == "all_slice" and op.inputs[0] in at}
     count = collections.Counter(v for op in graph.ops for v in op.inputs)
     count.update((*graph.outputs, *(v for tie in graph.ties for v in tie)))
+    cut: dict[int, int] = {}
+    """Of a value that a sum lies in, the sum: a slice of it, or that held to the layout in which it lies."""
+    for op in graph.ops:
+        if len(op.inputs) == 1 and (v := cut.get(op.inputs[0], op.inputs[0])) in at and count[v] == 1:
+            is_held = op.name == "reshard" and op.outputs[0] not in sent and specs[op.outputs[0]] == specs[op.inputs[0]]
+            if op.name == "all_slice" or (is_held and count[op.inputs[0]] == 1):
+                cut[op.outputs[0]] = v
     values = list(graph.values)
     ops: list[tuple[Op, ...]] = [(op,) for op in graph.ops]
     for i, op in enumerate(graph.ops):
@@ -94,7 +100,8 @@ def summed_together(flow: Flow) -> Flow:
         values += [values[first.operand], values[first.result]]
         specs += [specs[first.operand], specs[first.result]]
         for c in (first, second):
-            ops[at.pop(c.result)] = ()
+            where = at.pop(c.result)
+            ops[where] = ops[where][:-2]  # what is added up there stays, if this is a sum put together already
             del sent[c.result]
         ops[i] = (
             op.of((first.operand, second.operand), (partial,)),
@@ -105,7 +112,8 @@ def summed_together(flow: Flow) -> Flow:
         at[full], cut[result], count[full] = i, full, 1
     if len(values) == len(graph.values):
         return flow
-    return with_ops(flow, values, specs, _read([op for some in ops for op in some], graph.outputs), sent)
+    held = {*graph.outputs, *(v for tie in graph.ties for v in tie)}
+    return with_ops(flow, values, specs, _read([op for some in ops for op in some], held), sent)
 
 
 def _kind(values: Sequence[Value], specs: Sequence[Spec], c: Communication) -> object:
@@ -113,7 +121,12 @@ def _kind(values: Sequence[Value], specs: Sequence[Spec], c: Communication) -> o
     return c.kind, c.axes, values[c.operand], specs[c.operand], specs[c.result]
 
 
-def _read(ops: Sequence[Op], outputs: Sequence[int]) -> list[Op]:
-    """Without the slices that nothing reads any more."""
-    read = {v for op in ops for v in op.inputs}.union(outputs)
-    return [op for op in ops if op.name != "all_slice" or not read.isdisjoint(op.outputs)]
+def _read(ops: Sequence[Op], held: Collection[int]) -> list[Op]:
+    """Without the slices that nothing reads any more, and what holds them to a layout."""
+    read = set(held)
+    kept: list[Op] = []
+    for op in reversed(ops):
+        if op.name not in ("all_slice", "reshard") or not read.isdisjoint(op.outputs):
+            kept.append(op)
+            read.update(op.inputs)
+    return kept[::-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -82,6 +83,9 @@ class Known:
     gathers: Mapping[int, int] | None = None
     """Of values that loops read and do not change: how often a gather is made of them, once in each round of each loop; None
     where XLA makes it once, before the loop (on CPU)."""
+    together: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Of products, by index, that are added to others and read by nothing else: how many they are. Where all leave partial sums,
+    these are put together (`graph.together`), and each has its part of the one sum."""
     leaders: dict[int, int | None] = dataclasses.field(default_factory=dict, compare=False)
     """For ops, by index, the operand that each follows, as `search.strategies` finds it once."""
 
@@ -112,6 +116,7 @@ def known(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) -> Kn
         else:
             kept.append(place)
     trips, last = tuple(value_trips(graph)), _last(graph)
+    together = _together(graph) if platform != "cpu" else {}
     flops = tuple([op_flops(whole, op) for op in graph.ops])
     rows = scattered_to(graph) if platform == "tpu" else frozenset[int]()
     return Known(
@@ -125,12 +130,13 @@ def known(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) -> Kn
         flops,
         last,
         tuple(map(bytes_of, graph.values)),
-        _kinds(graph, kernels, last, rows),
+        _kinds(graph, kernels, last, rows, together),
         loops_of(graph, trips),
         rows,
         looked_up(graph) if platform == "tpu" else frozenset(),
         _sums(graph) if platform != "cpu" else {},
         _gathers(graph, trips) if platform != "cpu" else None,
+        together,
     )
 
 
@@ -165,12 +171,26 @@ def _kernels(flow: Flow, fusion: Fusion, chip: Chip) -> list[Kernels]:
     return [Kernels(*each) for each in zip(computes, map(tuple, taken), written, strict=True)]
 
 
-def _kinds(graph: Graph, kernels: Sequence[Kernels], last: frozenset[int], rows: frozenset[int]) -> tuple[int, ...]:
+def _together(graph: Graph) -> dict[int, int]:
+    count = collections.Counter(v for op in graph.ops for v in op.inputs)
+    count.update((*graph.outputs, *(v for tie in graph.ties for v in tie)))
+    added: dict[int, tuple[int, ...]] = {}  # of what is made of products alone: which
+    for i, op in enumerate(graph.ops):
+        if op.name == "dot_general":
+            added[op.outputs[0]] = (i,)
+        elif op.name == "add" and len({*op.inputs}) == 2 and all(v in added and count[v] == 1 for v in op.inputs):
+            added[op.outputs[0]] = tuple(j for v in op.inputs for j in added.pop(v))
+    return {i: len(of) for of in added.values() if len(of) > 1 for i in of}
+
+
+def _kinds(
+    graph: Graph, kernels: Sequence[Kernels], last: frozenset[int], rows: frozenset[int], together: Mapping[int, int]
+) -> tuple[int, ...]:
     values, numbers = graph.values, {}
     found = []
     for index, op in enumerate(graph.ops):
         every = (*op.inputs, *op.outputs)
-        key = (op.name, id(op.rule), index in last, op.reduced, op.taps, len(op.inputs), kernels[index],
+        key = (op.name, id(op.rule), index in last, op.reduced, op.taps, len(op.inputs), kernels[index], together.get(index),
                *((values[v].shape, values[v].dtype, v in rows) for v in every))  # fmt: skip
         found.append(numbers.setdefault(key, len(numbers)))
     return tuple(found)

@@ -371,6 +371,8 @@ class _Builder:
                 sent, sent_s = sent + parts[0], sent_s + parts[1]
                 more = partial - full[value] / self.ways(after)
                 whole = more if whole is None else whole + more
+            parts_of = self.facts.together.get(index, 1)
+            sent, sent_s = sent / parts_of, sent_s / parts_of
         if op.taps:
             local = [full[v] / self.ways(w) for v, w in zip(op.inputs, wanted, strict=True)]
             parts = fetched(op, self.graph, wanted, made, local, grid)
