@@ -81,14 +81,14 @@ def mirrored(axes: Axes, found: Sequence[Found]) -> Found | None:
     return next((f for f in found if tuple(size for _, size in f.axes) == sizes), None)
 
 
-def promises(problem: Problem, found: Found, best: Rank) -> bool:
+def promises(problem: Problem, found: Found, best: Rank, more: float = 1.0) -> bool:
     """Whether the model thinks that something is better than the best flow so far, at the levels where both count the same:
-    of what it moves again and again, the launches may be one."""
+    of what it moves again and again, the launches may be one. At level 2 a flow takes `more` times what was promised."""
     if problem.level == 1 or problem.is_large or found.peak > problem.memory_limit:
         return False
     if problem.level == 2:
         latency_s = min(link.latency_s for link in links(problem.hardware, found.axes))
-        return found.solution.cost - latency_s * repeated(found.space, found.solution.choice) < best.aim[0]
+        return more * (found.solution.cost - latency_s * repeated(found.space, found.solution.choice)) < best.aim[0]
     made = totals(found.space, found.solution.choice)
     return (problem.idle(made.flops), made.sent) < best.aim
 
