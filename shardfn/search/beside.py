@@ -100,7 +100,10 @@ def crossed(problem: Problem, own: Answer, alone: Alone) -> Answer:
     is_asked = own.is_doubtful or problem.only_flows_know
     if not is_asked or problem.is_large or problem.seconds_left <= 0 or fits_nowhere(problem):
         return own
-    first, other = problem.as_candidate("this search's", own), dataclasses.replace(problem, level=other_level(problem.level))
+    first, other = (
+        problem.as_candidate("this search's", own),
+        dataclasses.replace(problem, level=other_level(problem.level)),
+    )
     best = min(_of_level(other, alone), key=lambda c: objective(c.price, problem))
     if objective(best.price, problem) >= objective(first.price, problem):
         return own
