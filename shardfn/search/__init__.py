@@ -2,8 +2,9 @@
 
 - the modes: `auto`, `dynamic`, `recursive`, and `seeds` ("sharding_propagation"); where nothing is open: `following`; what they
   try for which size of program and which level: `scope`
-- the choices on a grid as a labelling problem: `strategies`, of `forms`, `grid`, `facts`, `borders`, `sums` and `windowed`; the
-  level's costs: `levels`; what `set_algo_parameters` leaves out: `filters`; solved by `solver`, on a grid as a whole by `ongrid`
+- the choices on a grid as a labelling problem: `strategies`, of `forms`, `grid`, `facts`, `kernels`, `borders`, `sums` and
+  `windowed`; the level's costs: `levels`; what `set_algo_parameters` leaves out: `filters`; solved by `solver`, on a grid as
+  a whole by `ongrid`
 - what was found on a grid: `found`; how much of it is held: `holding`, and let go: `letgo`; what cannot fit at all: `room`; an
   answer over its limit: `limits`
 - to the answer, each by its flow: `choose`; what is said of it: `told`; layouts that people write: `plain`; made better:

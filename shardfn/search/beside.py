@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
+from shardfn.graph.model import is_gpu
 from shardfn.search.aims import is_as_good, other_level
 from shardfn.search.neighbours import differing, improved
 from shardfn.search.problem import Answer, Candidate, Problem, objective, runner_up
@@ -96,15 +97,18 @@ def squeezed(problem: Problem, own: Answer, alone: Alone) -> Answer:
 
 def crossed(problem: Problem, own: Answer, alone: Alone) -> Answer:
     """An answer of level 0 or 2, or what the other of them finds if that is better by its flow. Asked where no flow did what the
-    search's model promised, or this is known not to tell all. Large programs keep the answer."""
-    is_asked = own.is_doubtful or problem.only_flows_know
-    if not is_asked or problem.is_large or problem.seconds_left <= 0 or fits_nowhere(problem):
+    search's model promised, or this is known not to tell all. At level 0 on GPUs also what it finds itself within a little less
+    memory: the model does not know all sums that are put together, and of a mixture of experts on 512 GPUs that sent 14 % less.
+    Large programs keep the answer."""
+    if problem.is_large or problem.seconds_left <= 0 or fits_nowhere(problem):
         return own
-    first, other = (
-        problem.as_candidate("this search's", own),
-        dataclasses.replace(problem, level=other_level(problem.level)),
-    )
-    best = min(_of_level(other, alone), key=lambda c: objective(c.price, problem))
+    first, asked = problem.as_candidate("this search's", own), list[Problem]()
+    if own.is_doubtful or problem.only_flows_know:
+        asked.append(dataclasses.replace(problem, level=other_level(problem.level)))
+    if problem.level == 0 and is_gpu(problem.hardware.platform):
+        asked.append(_within_less(problem, 0, first.price.memory.peak))
+    made = [c for one in asked for c in _of_level(one, alone)]
+    best = min(made, key=lambda c: objective(c.price, problem), default=first)
     if objective(best.price, problem) >= objective(first.price, problem):
         return own
     return _told(problem, own, first, best, best, [first, *own.others])

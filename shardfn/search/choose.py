@@ -36,7 +36,6 @@ SHORT = 1.1
 """Of the time of the best flow so far, or of its promise where that is more: what was found for level 0 and promises no less
 than that is not priced at level 2, as of 28 plans its flow took 1.8 to 109 times as long as the best."""
 
-
 ALIKE = 1.1
 """What flows took of what was promised, up to which others will take as much more: beyond, the model misses what may lie
 otherwise in each of them (on CPU, where it is 1.2 to 1.5, plans were 7 % worse)."""
@@ -110,10 +109,10 @@ def _is_enough(problem: Problem, one: Found, rated: Sequence[_Rated], count: int
     if problem.seconds_left <= 0:
         return True
     is_left = count >= problem.scope.found or can_tell(problem, rated)
-    return is_left and not promises(problem, one, min(r[0] for r in rated), _more(problem, rated))
+    return is_left and not promises(problem, one, min(r[0] for r in rated), _stretch(problem, rated))
 
 
-def _more(problem: Problem, rated: Sequence[_Rated]) -> float:
+def _stretch(problem: Problem, rated: Sequence[_Rated]) -> float:
     """How much longer a flow took than was promised that did what was found, if what is sure to fail is left out: about as much
     as others will, if it is little."""
     if not problem.is_frugal:

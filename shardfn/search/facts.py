@@ -8,14 +8,14 @@ import math
 from collections.abc import Mapping, Sequence
 
 from shardfn.cost.chips import Chip
-from shardfn.cost.compute import is_priced, once, op_flops, reads
-from shardfn.cost.fuser import Fusion
+from shardfn.cost.compute import op_flops
 from shardfn.cost.fusion import fuse
 from shardfn.cost.memory import Place, lives
 from shardfn.cost.schedule import merged, scheduled
 from shardfn.cost.tpu import looked_up, scattered_to
 from shardfn.graph.model import PRODUCTS, Flow, Graph, Value, dtype_bits
 from shardfn.graph.rounds import accumulated
+from shardfn.search.kernels import Kernels, kernels_of
 
 SLICED = "dynamic_slice"
 """The op that takes of what is stacked what one round of a loop reads."""
@@ -33,19 +33,6 @@ class Loops:
     carried: tuple[int, ...]
     results: Mapping[int, int]
     flows: tuple[tuple[int, int, int], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernels:
-    """What an op adds to the time of the kernels that it is computed in, one or several, as XLA puts the whole program together:
-    to those that take as long as their operations, or as long as their bytes. A product is of both kinds."""
-
-    computes: int
-    """In how many its operations count."""
-    reads: tuple[int, ...]
-    """In how many the bytes of each operand do, as the first of those in there that read it from memory."""
-    is_written: bool
-    """Whether the bytes of its results do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,9 +84,10 @@ def known(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) -> Kn
     whole = Flow(graph, tuple(((),) * len(v.shape) for v in graph.values), {}, (), platform)
     order = merged(whole)
     order, fusion = scheduled(order) if platform == "cpu" else (order, fuse(order.flow))
-    kernels = _kernels(order.flow, fusion, chip)
     turn = {id(op): n for n, op in enumerate(order.flow.graph.ops)}
     runs = tuple(turn[id(op)] for op in graph.ops)
+    every = kernels_of(order.flow, fusion, chip)
+    kernels = tuple(every[n] for n in runs)
     readers: dict[int, int] = {}
     read: dict[int, tuple[int, int]] = {}
     for index, op in enumerate(graph.ops):
@@ -124,7 +112,7 @@ def known(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) -> Kn
         readers,
         read,
         runs,
-        kernels := tuple(kernels[n] for n in runs),
+        kernels,
         (*temporaries, *kept),
         sum(each * op.trips for each, op in zip(flops, graph.ops, strict=True)),
         flops,
@@ -152,23 +140,6 @@ def _gathers(graph: Graph, trips: Sequence[int]) -> dict[int, int]:
             if op.trips > trips[v]:
                 rounds.setdefault(v, {})[op.form and op.form[1]] = op.trips
     return {v: sum(of_loop.values()) for v, of_loop in rounds.items()}
-
-
-def _kernels(flow: Flow, fusion: Fusion, chip: Chip) -> list[Kernels]:
-    ops = flow.graph.ops
-    of = {id(op): n for n, op in enumerate(ops)}
-    computes, taken, written = [0] * len(ops), [[0] * len(op.inputs) for op in ops], [False] * len(ops)
-    for at, (op, inner) in enumerate(zip(ops, fusion.inside, strict=True)):
-        if inner is None or not is_priced(op):
-            continue
-        _, size, seconds = once(flow, at, chip, fusion)
-        is_slow = size < seconds * chip.memory_bytes_s  # to compute
-        written[at] = not is_slow or op.name in PRODUCTS
-        for n in (*inner, at):
-            computes[n] += is_slow or ops[n].name in PRODUCTS
-        for _, step, position in reads(flow, op, inner, fusion).values():
-            taken[of[id(step)]][position] += not is_slow or step.name in PRODUCTS
-    return [Kernels(*each) for each in zip(computes, map(tuple, taken), written, strict=True)]
 
 
 def _together(graph: Graph) -> dict[int, int]:

@@ -37,14 +37,13 @@ class Grid:
     scatters: bool = True
     narrows: bool = False
     sums_whole: bool = False
-    platform: str = ""
 
     @classmethod
     def on(cls, hardware: Hardware, axes: Axes) -> Grid:
         """The grid of these axes on the hardware."""
         platform, on_tpu = hardware.platform, hardware.platform == "tpu"
         whole = on_tpu and sums_whole(hardware.topology)
-        return cls(axes, links(hardware, axes), hardware.chip, platform != "cpu", on_tpu, whole, platform)
+        return cls(axes, links(hardware, axes), hardware.chip, platform != "cpu", on_tpu, whole)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -54,7 +53,7 @@ class Grid:
     @property
     def merges(self) -> Mapping[str, float]:
         """Kinds of collectives of which the compiler makes one of several, and of how many bytes that is at most."""
-        return most_merged(self.platform)
+        return most_merged(self.chip.platform)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import pytest
 
 import shardfn
 from shardfn import ShardError
+from shardfn.cost.hardware import resolve
 from shardfn.search import beside, dynamic, neighbours, scope
 from shardfn.search.problem import Candidate, Memo, objective
 
@@ -234,3 +235,19 @@ def test_levels_0_and_2_of_larger_programs_ask_each_other_where_the_model_was_wr
         assert beside.bettered(dataclasses.replace(problem, memo=Memo()), kept, alone) is kept
     monkeypatch.setattr("shardfn.search.scope.LARGE_OPS", 0)
     assert beside.bettered(dataclasses.replace(problem, memo=Memo()), plain, alone) is plain
+
+
+@pytest.mark.parametrize(("device", "times"), [("h100:8", 1), ("cpu:8", 0)])
+def test_level_0_of_larger_programs_looks_within_less_memory_on_gpus(asked, monkeypatch, device, times):
+    monkeypatch.setattr("shardfn.search.scope.SMALL_OPS", 0)
+    problem = dataclasses.replace(asked[0], level=0, hardware=resolve(device), memo=Memo())
+    limits = []
+
+    def alone(problem):
+        limits.append((problem.level, problem.memory_limit))
+        return own
+
+    own = shardfn.search.Answer(asked[1].axes, asked[1].specs, ("found",) * 3, "a search")
+    assert beside.bettered(problem, own, alone) is own
+    held = problem.price_of(own).memory.peak
+    assert limits == [(0, int(beside.LESS * held))] * times
