@@ -7,7 +7,7 @@ the partial results of which are added up. What is left when nothing agrees any 
 along the contracted dim by all the devices there are: then the result is added up if it is smaller.
 
 "Agree" means as many pieces. First it is tried without moving pieces between groups, then with. An axis of the group that
-cuts neither operand keeps 4. from being tried: so axes that nothing uses decide how a product is done.
+cuts neither operand keeps that last one from being tried: so axes that nothing uses decide how a product is done.
 """
 
 from __future__ import annotations

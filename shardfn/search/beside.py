@@ -1,5 +1,6 @@
-"""What stands beside an answer for a small program, whose flows cost little: what the search finds for other aims, and the
-plans that differ from it in one array. No level's plan is worse at its own aim than what is priced for another one."""
+"""What stands beside an answer. Of a small program, whose flows cost little: what the search finds for other aims, and the plans
+that differ from it in one array; no level's plan is worse at its own aim than what is priced for another one. Of others, what
+is found for less memory (`squeezed`) and for the other aim (`crossed`)."""
 
 from __future__ import annotations
 
@@ -128,8 +129,9 @@ def _of_level(problem: Problem, alone: Alone) -> list[Candidate]:
 
 
 def asked_once(problem: Problem, alone: Alone) -> Answer:
-    """The answer of a search by itself; what a problem was answered at a level and a limit is not searched again."""
-    key, answers = (problem.level, problem.memory_limit, problem.is_rough), problem.memo.answers
+    """The answer of a search by itself; what a problem was answered by it at a level and a limit is not searched again."""
+    key = alone, problem.level, problem.memory_limit, problem.is_rough, problem.axes, problem.specs, problem.algorithm
+    answers = problem.memo.answers
     if key not in answers:
         answers[key] = alone(problem)
     return answers[key]

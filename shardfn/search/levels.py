@@ -20,12 +20,12 @@ def labelling_of(space: Space, problem: Problem, spread: float = 1.0) -> Labelli
     """The choices of a grid with the cost of each label at the problem's level, and the bytes that it holds.
 
     Level 2 adds up seconds of work and of communication. So does level 1, where memory is the limit. Level 0 adds up the
-    bytes sent, over the link's rate, and the work beyond what spreading it over all devices leaves to each.
+    bytes sent, over the link's rate, and all work, `spread` times.
 
     Args:
       space: the choices.
       problem: the level and the hardware.
-      spread: at level 0, how much of the least work one byte's worth of the least communication costs.
+      spread: at level 0, how much dearer a second of work is than one of communication (`ongrid.SPREADS`).
     """
     chip = problem.hardware.chip
 

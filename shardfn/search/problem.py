@@ -64,13 +64,13 @@ class Algorithm:
 
 @dataclasses.dataclass
 class Memo:
-    """What was worked out of a problem already, each where it is asked for first. A copy of the problem at another level or limit
-    has it too: none of it depends on these, or the key tells them."""
+    """What was worked out of a problem already, each where it is asked for first. A copy of the problem at another level or
+    limit, or with more given, has it too: none of it depends on these, or the key tells them."""
 
     prices: dict[object, Price] = dataclasses.field(default_factory=dict)
     """By all that `Problem.price` takes."""
     answers: dict[object, Answer] = dataclasses.field(default_factory=dict)
-    """By level, limit, and whether a first look will do (`beside.asked_once`)."""
+    """By the search, what is given, the level and the limit, and whether a first look will do (`beside.asked_once`)."""
     shares: dict[bool, float] = dataclasses.field(default_factory=dict)
     """`room.even_share`, by whether the ops are as XLA has them."""
     facts: Known | None = None

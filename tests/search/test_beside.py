@@ -251,3 +251,13 @@ def test_level_0_of_larger_programs_looks_within_less_memory_on_gpus(asked, monk
     assert beside.bettered(problem, own, alone) is own
     held = problem.price_of(own).memory.peak
     assert limits == [(0, int(beside.LESS * held))] * times
+
+
+def test_what_was_answered_is_of_the_search_and_of_what_was_given(asked):
+    """A search of one's own may ask several of one problem, and a part of it."""
+    problem = dataclasses.replace(asked[0], memo=Memo())
+    first, second = (lambda problem, name=name: (name, problem.specs) for name in ("one", "other"))
+    given = dataclasses.replace(problem, specs=(asked[1].specs[0], *problem.specs[1:]))
+    found = [beside.asked_once(p, alone) for p in (problem, given) for alone in (first, second)]
+    assert found == [(name, p.specs) for p in (problem, given) for name in ("one", "other")]
+    assert beside.asked_once(problem, first) is found[0]
