@@ -27,14 +27,16 @@ def parts(batch: int, rows: int, columns: int, summed: int, coarseness: int = 2)
       summed: elements that each element of the result is a sum over.
       coarseness: of the chip; a larger one makes fewer parts (`COARSENESS`).
 
-    >>> parts(1, 128, 256, 1024), parts(1, 1024, 1024, 1024), parts(16, 64, 64, 32)
-    (16, 1, 1)
+    >>> parts(1, 128, 256, 1024), parts(1, 1024, 1024, 1024), parts(16, 64, 64, 32), parts(0, 64, 64, 32)
+    (16, 1, 1, 1)
     """
+    work = batch * rows * columns * summed
+    if work < 2**19:
+        return 1
     tiles = batch * -(-rows // _TILE) * -(-columns // _TILE)
     most = math.isqrt(max(1, summed // (coarseness * tiles)))
     room = _FILLS // (batch * -(-rows // 64) * -(-columns // 64) * 64 * 64)
-    work = batch * rows * columns * summed
-    if most < 4 or summed <= min(64, 32 * tiles) or work < 2**19 or (tiles > 4 and work <= 2**17 * tiles**2):
+    if most < 4 or summed <= min(64, 32 * tiles) or (tiles > 4 and work <= 2**17 * tiles**2):
         return 1
     return 1 << (max(1, min(most, room)).bit_length() - 1)
 
