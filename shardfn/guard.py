@@ -5,6 +5,8 @@ the gradient of a maximum over windows (max pooling) is wrong where a dim is cut
 half or more: 3 rows each 1, 4 each 2, but not 3 each 2. It is judged where it stands in the function itself.
 On CPU a Fourier transform of what is gathered along another dim than the first may come to read a transposed array, which
 it refuses when it runs: with its operand and result whole by constraint, it does not.
+Before JAX 0.12 two windows over one array along a cut dim may get each other's padding: two of `reduce_window` (poolings, running
+maxima and sums), `jnp.pad` and convolutions, with the same window. What reads it through an optimization barrier has its own.
 A reduction over a cut dim by anything but a sum, a product, a minimum or a maximum (or `and` and `or` of bools) does not
 compile on CPU: xor, `and` and `or` of integers, a function of the user's. On TPU it does; GPUs are taken to be as CPUs.
 """
@@ -20,11 +22,41 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
 from shardfn.graph.mistakes import is_mistaken
-from shardfn.graph.model import CHANGES, Flow, Op
+from shardfn.graph.model import CHANGES, Flow, Graph, Op
+from shardfn.graph.release import IS_BEFORE_12
 from shardfn.rebind import bind_one, equations, inner, rebound
 
 ADDED_UP = frozenset({"add", "multiply", "minimum", "maximum"})
 """What XLA has all-reduces for; of bools `and` and `or` as well."""
+
+
+def share_windows(graph: Graph) -> bool:
+    """Whether several ops read one array through the same window, not all of them convolutions, whose padding is zero: XLA may
+    give one the padding of another."""
+    readers: dict[object, list[str]] = {}
+    for op in graph.ops if IS_BEFORE_12 else ():
+        if op.name in _PADDED:
+            windows = ((t.dim, t.low, t.extent, t.stride, t.spacing) for t in op.taps if t.operand == 0 and t.over < 0)
+            window = frozenset(w for w in windows if w[1:] != (0, 1, 1, 1))
+            readers.setdefault((op.inputs[0], window), []).append(op.name)
+    return any(len(names) > 1 and set(names) != {"convolution"} for names in readers.values())
+
+
+def kept_apart(function: Callable[..., Any], static_argnums: tuple[int, ...] = ()) -> Callable[..., Any]:
+    """`function` with every window that is no convolution over an array of its own (`share_windows`): an optimization barrier."""
+
+    def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
+        return bind_one(eqn, [jax.lax.optimization_barrier(inputs[0]), *inputs[1:]])
+
+    return rebound(function, lambda eqn, number: eqn.primitive.name in _OVER_WINDOWS, bind, static_argnums)
+
+
+_PADDED = frozenset({"reduce_window", "pad", "convolution"})
+_OVER_WINDOWS = frozenset(
+    {"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "pad", "cumsum", "cumprod", "cummax",
+     "cummin", "cumlogsumexp"}
+)  # fmt: skip
+"""Primitives."""
 
 
 class Wrong(NamedTuple):

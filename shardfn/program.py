@@ -16,7 +16,7 @@ from shardfn.cost.hardware import Hardware
 from shardfn.cuts import check_all
 from shardfn.ends import changed_leaves, input_leaves, output_leaves, replacements
 from shardfn.errors import Problem, raise_problems
-from shardfn.guard import made_whole, mended_finding, wrong_ops
+from shardfn.guard import kept_apart, made_whole, mended_finding, share_windows, wrong_ops
 from shardfn.layoutfile import LayoutFile, with_layout
 from shardfn.layoutrules import axes_on
 from shardfn.make import make_plan
@@ -169,6 +169,9 @@ def program_of(callee: Callee, options: Options, call: Call, current: Any, compl
     shapes, statics = call.shapes, call.statics
     pure = _pure(callee, call)
     traced = trace(pure, shapes, statics, hardware.platform)
+    if hardware.count > 1 and share_windows(traced.graph):
+        pure = kept_apart(pure, statics)
+        traced = trace(pure, shapes, statics, hardware.platform)
     on: Callable[[Grid], Callable[..., Any]] = lambda grid: pure  # noqa: E731
     if layout is not None and layout.activations:
         axes = axes_on(layout, hardware.count, [])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import shardfn
+from shardfn.graph.release import IS_BEFORE_12
 from shardfn.rebind import bind_one, rebound
 
 X = jax.random.normal(jax.random.key(0), (8, 8, 16, 16))
@@ -293,3 +294,52 @@ def test_what_is_searched_avoids_them(level):
         x, k = (rng.normal(size=shape).astype("f") for shape in shapes)
         sharded = shardfn.shard(function, level=level, device=jax.devices()[:devices])
         np.testing.assert_allclose(sharded(x, k), function(x, k), rtol=1e-3, atol=1e-3)
+
+
+def pooled(x, initial, combine):
+    return jax.lax.reduce_window(x, initial, combine, (1, 3, 3, 1), (1, 1, 1, 1), "SAME")
+
+
+def morphological_gradient(x):
+    return pooled(x, -jnp.inf, jax.lax.max) - pooled(x, jnp.inf, jax.lax.min)
+
+
+def in_a_loop(x):
+    return jax.lax.scan(lambda x, _: (morphological_gradient(x), None), x, None, length=2)[0]
+
+
+def padded_twice(x):
+    return [jnp.pad(x, ((0, 0), (1, 1), (0, 0), (0, 0)), constant_values=value) for value in (0.0, 7.0)]
+
+
+def convolved_and_pooled(x):
+    return conv2(x, jnp.ones((3, 3, 4, 4))), pooled(x, -jnp.inf, jax.lax.max)
+
+
+def pooled_gradient(x):
+    return jax.grad(lambda x: jnp.sum(pooled(x, -jnp.inf, jax.lax.max) * pooled(x, 0.0, jax.lax.add)))(x)
+
+
+def running(x):
+    return jax.lax.cummax(x, axis=1), jax.lax.cummin(x, axis=1), jnp.cumsum(x, 1), jnp.cumprod(x, 1)
+
+
+OVER_ONE_ARRAY = [morphological_gradient, in_a_loop, padded_twice, convolved_and_pooled, pooled_gradient, running]
+
+
+@pytest.mark.parametrize("asked", [{"in_strategy": ((1, 8, 1, 1),)}, {"level": 0}, {"level": 1}], ids=str)
+@pytest.mark.parametrize("function", OVER_ONE_ARRAY, ids=lambda f: f.__name__)
+def test_windows_over_one_array_keep_their_own_padding(function, asked):
+    """Before JAX 0.12 the partitioner gave one the padding of another, with zero, one and infinity the same."""
+    x = jax.random.normal(jax.random.key(0), (2, 32, 32, 4))
+    for mine, theirs in zip(*map(jax.tree.leaves, (shardfn.shard(function, **asked)(x), function(x))), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_windows_over_arrays_of_their_own_are_left_alone():
+    x = jax.random.normal(jax.random.key(0), (2, 32, 32, 4))
+    text = lambda function: shardfn.shard(function, ((1, 8, 1, 1),)).lower(x).as_text()  # noqa: E731
+    kept = "stablehlo.optimization_barrier"
+    assert kept not in text(lambda x: pooled(pooled(x, 0.0, jax.lax.add), -jnp.inf, jax.lax.max))
+    assert kept not in text(lambda x: jax.grad(lambda x: jnp.sum((x[:, 1:] - x[:, :-1]) ** 2))(x))
+    assert (kept in text(morphological_gradient)) == IS_BEFORE_12
