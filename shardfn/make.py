@@ -52,7 +52,8 @@ def place_call(
         return place_drawn(leaves, cuts, hardware.count, hardware.mesh, problems, hardware.devices)
     if len(problems) > before:
         return Placement((), (None,) * len(leaves))
-    return place(leaves, cuts, tied, hardware.count, problems, classes.of)
+    sizes = [math.prod(v.shape) for v in traced.graph.values]
+    return place(leaves, cuts, tied, hardware.count, problems, classes.of, sizes)
 
 
 @contextlib.contextmanager

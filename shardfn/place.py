@@ -2,22 +2,27 @@
 
 Cuts on one class share axes as far as they go: 4 ways on one array and 2 on another, and the second takes the major
 part of the first's axes. Classes get axes of their own, in order of first appearance, row-major; devices left over
-are a repeat axis at the end. Only where the device count forces it do two classes share axes, and never on one array.
+are a repeat axis at the end. Only where the device count forces it do two classes share axes, those that meet on the least data
+first, and never on one array.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
 import operator
 import string
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from shardfn.errors import Problem
 from shardfn.graph.model import Spec
 from shardfn.graph.moves import primes
 from shardfn.strategy import Leaf
+
+TRIES = 6
+"""How often fewer pairs of classes are kept apart, where the devices are too few for all."""
 
 Atom = tuple[int, int]
 """(chain, position): one prime factor of what a class needs."""
@@ -50,6 +55,7 @@ def place(
     devices: int,
     problems: list[Problem],
     values: Sequence[tuple[int, ...]] = (),
+    sizes: Sequence[int] = (),
 ) -> Placement:
     """Build the grid that carries all cuts.
 
@@ -60,6 +66,7 @@ def place(
       devices: the device count; every leaf's product divides it.
       problems: receives what cannot be placed, naming both arrays.
       values: for every value inside the function the classes of its dims: classes that meet there share axes last.
+      sizes: elements of each of these values: where some have to share, those do that meet on the fewest.
 
     Returns:
       The placement. Where nothing can be placed, `problems` has grown and every leaf is open.
@@ -72,8 +79,9 @@ def place(
     if devices % total == 0:
         slots_of = _own_slots(chains)
     else:
-        apart = _meeting(needs, classes, values)
-        slots_of = _share(needs, used, chains, devices, apart) or _share(needs, used, chains, devices)
+        tries = _kept_apart(_meeting(needs, classes, values, sizes or (1,) * len(values)))
+        found = (_share(needs, used, chains, devices, apart) for apart in tries)
+        slots_of = next((slots for slots in found if slots is not None), None)
     if slots_of is None:
         problems.append(_clash(leaves, cuts, classes, devices))
         return Placement((), (None,) * len(leaves))
@@ -165,16 +173,34 @@ def _own_slots(chains: list[list[int]]) -> dict[Atom, int]:
 
 
 def _meeting(
-    needs: Sequence[Need], classes: Sequence[tuple[int, ...]], values: Sequence[tuple[int, ...]]
-) -> set[tuple[int, int]]:
-    """The pairs of chains that stand on one value inside: batch and hidden dim do, two layers' hidden dims do not."""
+    needs: Sequence[Need], classes: Sequence[tuple[int, ...]], values: Sequence[tuple[int, ...]], sizes: Sequence[int]
+) -> dict[tuple[int, int], int]:
+    """The pairs of chains that stand on one value inside, and how many elements these have: batch and hidden dim do, two layers'
+    hidden dims do not."""
     chains_of: dict[int, set[int]] = {}
     for need in needs:
         chains_of.setdefault(classes[need.leaf][need.dim], set()).add(need.chain)
-    met = {tuple(sorted(chains_of.keys() & set(row))) for row in values}
-    return {
-        (c, d) for row in met for a, b in itertools.permutations(row, 2) for c in chains_of[a] for d in chains_of[b]
-    }
+    met: collections.Counter[tuple[int, ...]] = collections.Counter()
+    for row, size in zip(values, sizes, strict=True):
+        met[tuple(sorted(chains_of.keys() & set(row)))] += size
+    found: collections.Counter[tuple[int, int]] = collections.Counter()
+    for row, count in met.items():
+        for a, b in itertools.permutations(row, 2):
+            found.update({(c, d): count for c in chains_of[a] for d in chains_of[b]})
+    return found
+
+
+def _kept_apart(met: Mapping[tuple[int, int], int]) -> Iterator[Collection[tuple[int, int]]]:
+    """What is to have axes of its own, the most first: all that meet, without those that meet on the least, and so on, at last
+    none. The dims of a weight may share axes, of which each array cuts one, before batch and hidden dim do.
+
+    >>> [sorted(apart) for apart in _kept_apart({(0, 1): 9, (0, 2): 2})]
+    [[(0, 1), (0, 2)], [(0, 1)], []]
+    """
+    counts = [0, *sorted(set(met.values()))]
+    steps = sorted({round(n * (len(counts) - 1) / TRIES) for n in range(TRIES + 1)})
+    for least in (counts[n] for n in steps):
+        yield {pair for pair, count in met.items() if count > least}
 
 
 def _share(

@@ -15,3 +15,13 @@ def test_a_program_whose_ops_propagation_reorders():
 
     made = shardfn.plan(jax.grad(loss), jax.ShapeDtypeStruct((12, 1), jnp.float32), device="cpu:2")
     assert made.outputs[0].shape == (12, 1)
+
+
+def test_cuts_that_must_share_axes_do_so_where_they_meet_on_the_least():
+    """Of 2 x 4 x 4 ways on 8 devices: embedding and hidden dim meet on a weight, the batch meets both on activations."""
+    weights = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 128), (128, 512), (512, 128))]
+    shapes = *weights, jax.ShapeDtypeStruct((16, 64), jnp.int32)
+    function = lambda emb, up, down, tokens: jnp.tanh(emb[tokens] @ up) @ down  # noqa: E731
+    made = shardfn.plan(function, *shapes, in_strategy=((1, 4), (1, 4), (4, 1), (2, 1)), device="cpu:8")
+    assert sorted(size for _, size in made.axes) == [2, 4]
+    assert made.price.flops < 1.01 * 2 * (2 * 16 * 64 * 128 * 512) / 8
