@@ -163,7 +163,10 @@ def least_of(error):
     return int(found[1].replace(",", ""))
 
 
-@pytest.mark.parametrize(("level", "share"), [(0, 0.9), (1, 0.1), (2, 0.9)])
+@pytest.mark.parametrize(
+    ("level", "share"),
+    [pytest.param(0, 0.9, marks=pytest.mark.slow), (1, 0.1), pytest.param(2, 0.9, marks=pytest.mark.slow)],
+)
 def test_the_limit_that_an_error_names_is_kept(level, share):
     """Far below what can be kept, and near it, where much else is tried."""
     function, args = abstract(mlp.make, batch=64, train=True)

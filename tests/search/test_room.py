@@ -24,7 +24,7 @@ TRAINED = {"batch": 64, "train": True}
     ("make", "size"),
     [
         (lambda size: mlp.make(**size), TRAINED),
-        (gpt2.make, dataclasses.replace(gpt2.TINY, scan=True, layers=2)),
+        pytest.param(gpt2.make, dataclasses.replace(gpt2.TINY, scan=True, layers=2), marks=pytest.mark.slow),
         (dlrm.make, dlrm.small()),
     ],
 )
