@@ -12,6 +12,7 @@ import shardfn
 from examples.models.families import FAMILIES
 from shardfn import search
 from shardfn.graph.model import Pin
+from shardfn.graph.release import IS_BEFORE_12
 from shardfn.pins import KINDS, anchors, only_way
 from shardfn.rebind import bind_one, equations, inner, rebound
 from shardfn.search import Answer
@@ -171,7 +172,15 @@ def test_an_anchor_is_the_equation_of_its_op(name):
         assert at[number].outvars[0].aval.shape == traced.graph.values[op.outputs[0]].shape
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt2 scanned", "llama", "vit", "resnet", "moe", "dlrm", "t5"])
+UNMATCHED = pytest.mark.xfail(
+    not IS_BEFORE_12,
+    reason="JAX 0.12 lowers its indices of a triangle otherwise: sums and products are not told apart there",
+)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "gpt2 scanned", "llama", "vit", "resnet", "moe", pytest.param("dlrm", marks=UNMATCHED), "t5"]
+)
 def test_sums_and_products_of_whole_models_are_found(name):
     """JAX puts in ops of its own, as for powers, softmax and indices: the others are found all the same, line by line."""
     family = FAMILIES[name]
