@@ -27,7 +27,7 @@ LAYERS = (
         "graph.simplified",
         "graph.together",
         "cost.fuser",
-        "cost.library",
+        "cost.delegated",
         "cost.tpu",
         "graph.tiles",
         "graph.windows",

@@ -4,7 +4,7 @@
   linked: `hardware`, `links`
 - bytes of a collective: `collectives`; work of an op: `compute`; all of it together: `price`
 - memory: which values take a place (`fusion`: the walk `fuser`, what XLA does with an op by its `kinds`, what CPUs with their
-  `library` and TPUs do otherwise in `fusion_cpu` and `fusion_tpu`), in which order ops run (`schedule`, of flows
+  `delegated` and TPUs do otherwise in `fusion_cpu` and `fusion_tpu`), in which order ops run (`schedule`, of flows
   that know the bytes of their pieces: `sized`), what is alive when (`memory`, and `loops` for what these carry), the copies that
   XLA's CPU backend makes (`cpu`), the parts in which GPUs make small products (`gpu`), and the tiles and the vector memory of
   a TPU (`tpu`)

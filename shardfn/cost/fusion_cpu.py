@@ -6,9 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from shardfn.cost.delegated import library_calls
 from shardfn.cost.fuser import MOST, SPREADS, Fuser, Fusion
 from shardfn.cost.kinds import COSTLY, VIEWS, is_view
-from shardfn.cost.library import library_calls
 from shardfn.graph.model import PRODUCTS, Flow, Op
 
 _ONCE = (COSTLY | {"gather"}) - {"sine", "cosine", "tan", "popcnt"}
