@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from shardfn.graph.anew import with_ops, without_unread
-from shardfn.graph.model import Communication, Flow, Op, Spec, Value
+from shardfn.graph.model import Communication, Flow, Graph, Op, Spec, Value
 
 
 def added_to(ops: Sequence[Op], filled: Collection[int], outputs: Collection[int]) -> list[Op]:
@@ -71,8 +71,8 @@ def summed_together(flow: Flow) -> Flow:
     at = {v: i for i, op in enumerate(graph.ops) for v in op.outputs if op.name in _SUMS and v in sent}
     if not at:
         return flow
-    count = collections.Counter(v for op in graph.ops for v in op.inputs)
-    count.update((*graph.outputs, *(v for tie in graph.ties for v in tie)))
+    held = _held(graph)
+    count = _readers(graph, held)
     cut: dict[int, int] = {}
     """Of a value that a sum lies in, the sum: a slice of it, or that held to the layout in which it lies."""
     for op in graph.ops:
@@ -112,8 +112,32 @@ def summed_together(flow: Flow) -> Flow:
         at[full], cut[result], count[full] = i, full, 1
     if len(values) == len(graph.values):
         return flow
-    held = {*graph.outputs, *(v for tie in graph.ties for v in tie)}
     return with_ops(flow, values, specs, _read([op for some in ops for op in some], held), sent)
+
+
+def added_together(graph: Graph) -> dict[int, int]:
+    """Of products, by index, that are added to others and read by nothing else, how many they are: `summed_together` before there
+    is a flow, where all of them leave partial sums."""
+    count = _readers(graph, _held(graph))
+    added: dict[int, tuple[int, ...]] = {}  # of what is made of products alone: which
+    for i, op in enumerate(graph.ops):
+        if op.name == "dot_general":
+            added[op.outputs[0]] = (i,)
+        elif op.name == "add" and len({*op.inputs}) == 2 and all(v in added and count[v] == 1 for v in op.inputs):
+            added[op.outputs[0]] = tuple(j for v in op.inputs for j in added.pop(v))
+    return {i: len(of) for of in added.values() if len(of) > 1 for i in of}
+
+
+def _held(graph: Graph) -> list[int]:
+    """What is read by no op of the graph's: its results, and what loops and branches carry."""
+    return [*graph.outputs, *(v for tie in graph.ties for v in tie)]
+
+
+def _readers(graph: Graph, held: Sequence[int]) -> collections.Counter[int]:
+    """How often each value is read, counted once more for each time it is `held`."""
+    count = collections.Counter(v for op in graph.ops for v in op.inputs)
+    count.update(held)
+    return count
 
 
 def _kind(values: Sequence[Value], specs: Sequence[Spec], c: Communication) -> object:

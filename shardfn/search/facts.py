@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from shardfn.cost.schedule import merged, scheduled
 from shardfn.cost.tpu import looked_up, scattered_to
 from shardfn.graph.model import PRODUCTS, Flow, Graph, Value, dtype_bits
 from shardfn.graph.rounds import accumulated
+from shardfn.graph.together import added_together
 from shardfn.search.kernels import Kernels, kernels_of
 
 SLICED = "dynamic_slice"
@@ -104,7 +104,7 @@ def known(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) -> Kn
         else:
             kept.append(place)
     trips, last = tuple(value_trips(graph)), _last(graph)
-    together = _together(graph) if platform != "cpu" else {}
+    together = added_together(graph) if platform != "cpu" else {}
     flops = tuple([op_flops(whole, op) for op in graph.ops])
     rows = scattered_to(graph) if platform == "tpu" else frozenset[int]()
     return Known(
@@ -140,18 +140,6 @@ def _gathers(graph: Graph, trips: Sequence[int]) -> dict[int, int]:
             if op.trips > trips[v]:
                 rounds.setdefault(v, {})[op.form and op.form[1]] = op.trips
     return {v: sum(of_loop.values()) for v, of_loop in rounds.items()}
-
-
-def _together(graph: Graph) -> dict[int, int]:
-    count = collections.Counter(v for op in graph.ops for v in op.inputs)
-    count.update((*graph.outputs, *(v for tie in graph.ties for v in tie)))
-    added: dict[int, tuple[int, ...]] = {}  # of what is made of products alone: which
-    for i, op in enumerate(graph.ops):
-        if op.name == "dot_general":
-            added[op.outputs[0]] = (i,)
-        elif op.name == "add" and len({*op.inputs}) == 2 and all(v in added and count[v] == 1 for v in op.inputs):
-            added[op.outputs[0]] = tuple(j for v in op.inputs for j in added.pop(v))
-    return {i: len(of) for of in added.values() if len(of) > 1 for i in of}
 
 
 def _kinds(
