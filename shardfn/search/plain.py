@@ -62,14 +62,14 @@ def candidates(
     return tuple(sorted(found, key=lambda c: objective(c.price, problem)))
 
 
-def of_batch(problem: Problem) -> tuple[Candidate, ...]:
+def of_batch(problem: Problem, every: bool = True) -> tuple[Candidate, ...]:
     """The plain layouts with the batch cut over all devices, priced by their flow: data parallel, ZeRO-1 and fully sharded
-    data parallel. None where nothing is a batch, or the grid is the user's."""
+    data parallel, or the last alone. None where nothing is a batch, or the grid is the user's."""
     if problem.axes or not problem.is_open:
         return ()
     found: dict[tuple[Spec, ...], Candidate] = {}
     for one in _of_batch(problem):
-        if one.specs not in found and problem.seconds_left > 0:
+        if (every or one.pieces == ALL) and one.specs not in found and problem.seconds_left > 0:
             made = problem.candidate(one.name, one.axes, one.specs, one.pins)
             if keeps(problem.flow_of(made), problem.algorithm):
                 found[one.specs] = made
@@ -113,6 +113,8 @@ class Layout:
     cut: Mapping[int, str]
     specs: tuple[Spec, ...]
     pins: Pins
+    pieces: str = ""
+    """What is in pieces over the axes left (`_each`)."""
 
 
 def held(problem: Problem, layout: Layout) -> int:
@@ -203,7 +205,7 @@ def _each(problem: Problem, axes: Axes, cut: Mapping[int, str], with_large: bool
     for pieces, over in dict.fromkeys(kinds):
         count = math.prod(sizes[axis] for axis in over)
         laid = _laid(problem, axes, cut, pieces, over)
-        yield Layout(f"{name}, {pieces} in {count} pieces", axes, cut, laid, _pins(problem, axes, cut))
+        yield Layout(f"{name}, {pieces} in {count} pieces", axes, cut, laid, _pins(problem, axes, cut), pieces)
 
 
 def _pins(problem: Problem, axes: Axes, cut: Mapping[int, str]) -> Pins:
