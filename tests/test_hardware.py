@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import Mesh
 
 import shardfn
-from shardfn.cost.hardware import CHIPS, resolve
+from shardfn.cost.hardware import CHIPS, chip_of, resolve
 from shardfn.errors import DeviceError
 
 DEVICES = jax.devices()
@@ -142,3 +142,19 @@ def test_a_plan_for_a_target_is_moved_to_devices_of_its_number():
 def test_a_target_is_lowered_for_its_own_platform():
     lowered = shardfn.shard(double, ((4, 1),), device="tpu-v5e:2x2").lower(np.zeros((8, 2), np.float32))
     assert '"a"=4' in lowered.as_text() or "sdy.mesh" in lowered.as_text()
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "chip"),
+    [
+        ("tpu", "TPU v4", "tpu-v4"), ("tpu", "TPU v5 lite", "tpu-v5e"), ("tpu", "TPU v5", "tpu-v5p"),
+        ("tpu", "TPU v5p", "tpu-v5p"), ("tpu", "TPU v6 lite", "tpu-v6e"), ("tpu", "TPU v6e", "tpu-v6e"),
+        ("gpu", "NVIDIA A100-SXM4-80GB", "a100"), ("gpu", "NVIDIA H100 80GB HBM3", "h100"), ("gpu", "NVIDIA H200", "h200"),
+    ],
+)  # fmt: skip
+def test_devices_that_are_here_have_the_figures_of_their_chip(platform: str, kind: str, chip: str) -> None:
+    assert chip_of(platform, kind) is CHIPS[chip]
+
+
+def test_an_unknown_device_has_another_chips_figures_and_says_so() -> None:
+    assert "NVIDIA GH200 480GB" in chip_of("gpu", "NVIDIA GH200 480GB").source

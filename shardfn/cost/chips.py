@@ -93,6 +93,8 @@ class Chip:
                  why="a size is a count or the dims of a torus", fix='write 32, or "4x8"')  # fmt: skip
         is_shape = len(dims) > 1
         if self.torus and not is_shape:
+            if self.largest and count > math.prod(self.largest):
+                self._check_torus(dims, f"{self.name}:{text}")
             dims = most_cubic(count, self.torus)
         self._check_torus(dims, f"{self.name}:{text}")
         if is_shape:

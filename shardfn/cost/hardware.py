@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import difflib
 import functools
 import math
@@ -25,6 +26,13 @@ CPU_FILE = "SHARDFN_CPU"
 """Environment variable: a file of `python -m shardfn calibrate --save`, whose figures "cpu" devices then have."""
 
 _DEFAULT_CHIP = {"cpu": "cpu", "gpu": "h100", "cuda": "h100", "rocm": "h100", "tpu": "tpu-v5e"}
+"""Whose figures stand for those of a device that none of `_KINDS` names, by platform; the report says so."""
+
+_KINDS = {
+    "NVIDIA A100": "a100", "NVIDIA H100": "h100", "NVIDIA H200": "h200", "TPU v4": "tpu-v4", "TPU v5 lite": "tpu-v5e",
+    "TPU v5e": "tpu-v5e", "TPU v5": "tpu-v5p", "TPU v5p": "tpu-v5p", "TPU v6 lite": "tpu-v6e", "TPU v6e": "tpu-v6e",
+}  # fmt: skip
+"""Chips by how JAX's `device_kind` begins, the longest that fits (those of TPUs: `jax.experimental.pallas.tpu.get_tpu_info`)."""
 
 
 def resolve(device: Any, *, count: int | None = None, default: str | None = None) -> Hardware:
@@ -158,12 +166,28 @@ def _take(devices: Sequence[Any], count: int | None, is_list: bool = False) -> t
 
 def _real(devices: tuple[Any, ...], mesh: Mesh | None) -> Hardware:
     platform = devices[0].platform
-    kind = getattr(devices[0], "device_kind", "").lower().replace(" ", "-").replace("lite", "e")
-    chip = next((c for c in CHIPS.values() if c.name.split("-")[-1] in kind and c.platform != "cpu"), None)
-    chip = chip or _chip(_DEFAULT_CHIP.get(platform, "cpu"))
+    chip = chip_of(platform, devices[0].device_kind)
     name = f"{len(devices)} x {devices[0].device_kind}" if platform != "cpu" else f"{len(devices)} x cpu"
     lowered = "cuda" if platform == "gpu" else platform
     return Hardware(chip, lowered, len(devices), devices, mesh, name, torus(devices) if chip.torus else ())
+
+
+def chip_of(platform: str, kind: str) -> Chip:
+    """The figures of a device that is here, by its platform and its `device_kind` in JAX; where that is not known, those of
+    another chip, whose `source` says so.
+
+    >>> chip_of("tpu", "TPU v5 lite").name, chip_of("tpu", "TPU v5").name, chip_of("gpu", "NVIDIA H100 80GB HBM3").name
+    ('tpu-v5e', 'tpu-v5p', 'h100')
+    >>> chip_of("gpu", "NVIDIA L4").source
+    'NVIDIA H100 SXM datasheet, for want of figures of NVIDIA L4'
+    """
+    known = max((name for name in _KINDS if kind.startswith(name)), key=len, default=None)
+    if known:
+        return CHIPS[_KINDS[known]]
+    chip = _chip(_DEFAULT_CHIP.get(platform, "cpu"))
+    return (
+        chip if platform == "cpu" else dataclasses.replace(chip, source=f"{chip.source}, for want of figures of {kind}")
+    )
 
 
 def torus(devices: Sequence[Any]) -> tuple[int, ...]:
