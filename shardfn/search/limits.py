@@ -48,13 +48,14 @@ def within_limit(problem: Problem, answer: Answer, search: Search, is_asked: boo
     if _fits(problem, answer):
         return answer
     looked = list(_looked_for(problem, search)) if problem.is_open and (is_asked or not fits_nowhere(problem)) else []
-    if looked and _fits(problem, other := looked[-1].answer):
-        return dataclasses.replace(
-            other, policy=f"{other.policy}; of least memory, as nothing else that was found fits the limit"
-        )
-    if not is_asked:
-        return answer
-    _refuse(problem, _named(problem, answer, looked, search))
+    last = looked[-1].answer if looked else answer
+    if not _fits(problem, last):
+        if not is_asked:
+            return answer
+        last = _named(problem, answer, looked, search)
+        if not _fits(problem, last):
+            _refuse(problem, last)
+    return dataclasses.replace(last, policy=f"{last.policy}; of least memory, as nothing else that was found fits the limit")
 
 
 @dataclasses.dataclass(frozen=True)
