@@ -10,8 +10,8 @@ from typing import Any
 
 from shardfn.compiled import Compiled
 from shardfn.cost.collectives import KINDS
-from shardfn.cost.compute import op_flops
-from shardfn.graph.model import PRODUCTS, Collective, Flow
+from shardfn.cost.compute import matrix_flops
+from shardfn.graph.model import Collective
 from shardfn.plan import Plan
 
 
@@ -71,11 +71,6 @@ def tally(kind: str, collectives: Sequence[Collective]) -> Tally:
     """Count the collectives of one kind."""
     mine = [c for c in collectives if c.kind == kind]
     return Tally(len(mine), sum(c.trips for c in mine), sum(c.total_bytes for c in mine))
-
-
-def matrix_flops(flow: Flow) -> float:
-    """Predicted operations of matrix products and convolutions on one device: what is counted in a compiled program."""
-    return sum(op_flops(flow, op) * op.trips for op in flow.graph.ops if op.name in PRODUCTS)
 
 
 # ---- why they differ: each rule sees both sides and says what explains a difference. `explained` are the kinds whose

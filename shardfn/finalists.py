@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
-from shardfn.comparison import matrix_flops
 from shardfn.compiled import Compiled
+from shardfn.cost.compute import matrix_flops
 from shardfn.cost.price import collective_s
 from shardfn.errors import ShardError, StrategyError, fail
 from shardfn.priced import told_apart

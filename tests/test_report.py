@@ -84,7 +84,7 @@ def made(**changes) -> Plan:
             *(layer,) * LAYERS,
             Collective("all-to-all", ("a",), 4, (16, 16), "bf16", 384, 1, "", "return"),
         ),
-        price=Price(1.5e6, 4 * 6144 + 384 + 12, Memory(36992, 4100, 20480), 7.6e-9, 1.4e-5, (f"cumsum ({FILE}:20)",)),
+        price=Price(1.5e6, 4 * 6144 + 384 + 12, Memory(36992, 4100, 20480), 7.6e-9, 1.4e-5, unpriced=(f"cumsum ({FILE}:20)",)),
         policy="exact search: 12 classes in 3 ms",
         findings=("no sharding rule for: cumsum (model.py:20); XLA decides there",),
         flow=Flow(graph, specs, {"a": 4, "b": 2}, ()),

@@ -123,7 +123,7 @@ class Chip:
                  why=f"each chip has links along {self.torus} dims",
                  fix=f'write "{self.name}:{text(near if fits(near) else self.largest)}"')  # fmt: skip
         if not fits(dims):
-            size = f"the shape {text(dims)}" if len(dims) > 1 else f"{dims[0]:,} chips"
+            size = f"the shape {text(dims)}" if len(dims) > 1 else f"{math.prod(dims):,} chips"
             fail(DeviceError, f"no torus of {self.name} has {size}", where=where,
                  why=f"the largest is {text(self.largest)}: {math.prod(self.largest):,} chips",
                  fix=f'write "{self.name}:{text(self.largest)}" or less, or name another chip')  # fmt: skip

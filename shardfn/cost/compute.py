@@ -70,6 +70,11 @@ def op_flops(flow: Flow, op: Op) -> float:
     return float(out * depth * (2 if op.name in PRODUCTS else 1))
 
 
+def matrix_flops(flow: Flow) -> float:
+    """Operations of matrix products and convolutions on one device in one call: what is counted in a compiled program."""
+    return sum(op_flops(flow, op) * op.trips for op in flow.graph.ops if op.name in PRODUCTS)
+
+
 def _on_image(flow: Flow, op: Op, reached: int) -> int:
     """Of the elements that the windows of a convolution reach, those that are elements of the image: no padding, no holes.
 

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from shardfn.cost.collectives import bytes_sent
-from shardfn.cost.compute import work
+from shardfn.cost.compute import matrix_flops, work
 from shardfn.cost.hardware import Hardware, link_over
 from shardfn.cost.memory import Memory, memory_of
 from shardfn.cost.schedule import Order, as_run, scheduled
@@ -23,6 +23,8 @@ class Price:
     memory: Memory
     compute_s: float
     communication_s: float
+    matrix_flops: float = 0.0
+    """Of `flops`, those of products and convolutions."""
     unpriced: tuple[str, ...] = ()
     """Ops without a rule for their work, as `name (file:line)`: charged for the bytes they move."""
 
@@ -95,5 +97,6 @@ def price(flow: Flow, hardware: Hardware, donated: Collection[int] = ()) -> Pric
         memory_of(order, fusion, donated, hardware.chip),
         done.seconds,
         communication_s,
+        matrix_flops(order.flow),
         done.unpriced,
     )

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from shardfn.cost.chips import Chip
-from shardfn.cost.compute import op_flops
+from shardfn.cost.compute import matrix_flops, op_flops
 from shardfn.cost.fusion import fuse
 from shardfn.cost.memory import Place, lives
 from shardfn.cost.schedule import merged, scheduled
@@ -52,6 +52,8 @@ class Known:
     places: tuple[Place, ...]
     flops: float
     """Of one call, unsharded."""
+    matrix_flops: float
+    """Of these, those of products and convolutions."""
     op_flops: tuple[float, ...]
     """Of one run of each op, unsharded."""
     last: frozenset[int]
@@ -115,6 +117,7 @@ def known(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) -> Kn
         kernels,
         (*temporaries, *kept),
         sum(each * op.trips for each, op in zip(flops, graph.ops, strict=True)),
+        matrix_flops(whole),
         flops,
         last,
         tuple(map(bytes_of, graph.values)),

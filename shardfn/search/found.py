@@ -90,7 +90,7 @@ def promises(problem: Problem, found: Found, best: Rank, more: float = 1.0) -> b
         latency_s = min(link.latency_s for link in links(problem.hardware, found.axes))
         return more * (found.solution.cost - latency_s * repeated(found.space, found.solution.choice)) < best.aim[0]
     made = totals(found.space, found.solution.choice)
-    return (problem.idle(made.flops), made.sent) < best.aim
+    return (problem.idle(made), made.sent) < best.aim
 
 
 def keeps_promise(problem: Problem, found: Found, made: Candidate) -> bool:
@@ -108,7 +108,7 @@ def works_as_found(problem: Problem, found: Found, made: Candidate) -> bool:
     if problem.level == 2:
         more_s = price.communication_s - promised.sent_s
         return price.flops <= NEARLY * promised.flops and more_s <= (NEARLY - 1) * price.time_s
-    return (problem.idle(price.flops), price.bytes_sent) <= (problem.idle(promised.flops), NEARLY * promised.sent)
+    return (problem.idle(price), price.bytes_sent) <= (problem.idle(promised), NEARLY * promised.sent)
 
 
 def runners_up(problem: Problem, found: Found) -> tuple[str, ...]:

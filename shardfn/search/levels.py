@@ -64,9 +64,11 @@ def in_pieces(labels: Labelling, space: Space) -> Labelling:
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """What a labelling costs one device in one call: FLOPs, and bytes sent, and the seconds that these take."""
+    """What a labelling costs one device in one call: FLOPs, those of products, and bytes sent, and the seconds that these
+    take."""
 
     flops: float
+    matrix_flops: float
     sent: float
     sent_s: float
 
@@ -77,6 +79,7 @@ def totals(space: Space, choice: tuple[int, ...]) -> Totals:
     between = [(edge, (choice[edge.first], choice[edge.second])) for edge in space.edges]
     return Totals(
         sum(float(node.flops[at]) for node, at in labels),
+        sum(float(node.matrix_flops[at]) for node, at in labels),
         sum(float(node.sent[at]) for node, at in labels) + sum(float(edge.sent[at]) for edge, at in between),
         sum(float(node.sent_s[at]) for node, at in labels) + sum(float(edge.sent_s[at]) for edge, at in between),
     )

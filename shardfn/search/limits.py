@@ -55,7 +55,9 @@ def within_limit(problem: Problem, answer: Answer, search: Search, is_asked: boo
         last = _named(problem, answer, looked, search)
         if not _fits(problem, last):
             _refuse(problem, last)
-    return dataclasses.replace(last, policy=f"{last.policy}; of least memory, as nothing else that was found fits the limit")
+    return dataclasses.replace(
+        last, policy=f"{last.policy}; of least memory, as nothing else that was found fits the limit"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

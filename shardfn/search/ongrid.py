@@ -60,7 +60,7 @@ def order(problem: Problem, found: Found) -> tuple[float, ...]:
     idle, sent, peak = 0.0, 0.0, found.peak
     if problem.level == 0:
         made = totals(found.space, found.solution.choice)
-        idle, sent = problem.idle(made.flops), made.sent
+        idle, sent = problem.idle(made), made.sent
     least = aim(problem.level, idle=idle, sent=sent, time_s=found.solution.cost, peak=peak)
     return (over(peak, problem.memory_limit), *least, len(found.axes))
 

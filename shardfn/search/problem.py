@@ -25,6 +25,16 @@ Ends = Mapping[int, Spec]
 """Layouts that open results are held to, by their position among the results; the others lie as propagation leaves them."""
 
 
+class Done(Protocol):
+    """What was done on one device: a `Price`, or the `levels.Totals` of a labelling."""
+
+    @property
+    def flops(self) -> float: ...
+
+    @property
+    def matrix_flops(self) -> float: ...
+
+
 class Flows(Protocol):
     """Carries a full choice through the function: grid, a layout for each argument, for ops held inside, and for results."""
 
@@ -201,10 +211,13 @@ class Problem:
         knows a part."""
         return self.hardware.platform == "tpu"
 
-    def idle(self, flops: float) -> float:
-        """How much of one device's work is more than spreading it evenly would leave, in hundredths; up to a tenth is
-        none."""
-        return idle(flops, SPREAD * self.facts.flops / self.devices)
+    def idle(self, made: Done) -> float:
+        """How much of one device's work is more than spreading it evenly would leave, in hundredths; up to a tenth is none.
+        Of a program whose FLOPs are for the most part those of products only these count: what is done beside them, such as
+        an update that every device makes, takes no time that is worth bytes."""
+        of_products = 2 * self.facts.matrix_flops > self.facts.flops
+        whole, own = (self.facts.matrix_flops, made.matrix_flops) if of_products else (self.facts.flops, made.flops)
+        return idle(own, SPREAD * whole / self.devices)
 
     @property
     def is_open(self) -> bool:
@@ -273,7 +286,7 @@ Search = Callable[[Problem], Answer]
 
 def objective(price: Price, problem: Problem) -> Rank:
     """What the problem's level makes least, within the memory limit first, and what decides between equals."""
-    idle, sent, peak = problem.idle(price.flops), price.bytes_sent, price.memory.peak
+    idle, sent, peak = problem.idle(price), price.bytes_sent, price.memory.peak
     return rank(problem.level, problem.memory_limit, idle=idle, sent=sent, time_s=price.time_s, peak=peak)
 
 

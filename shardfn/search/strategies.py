@@ -33,8 +33,9 @@ SCATTERED, SCATTERED_LAST = 1, 2
 
 @dataclasses.dataclass
 class Node:
-    """Something to decide: [labels, axes] of what each axis cuts (`forms.op_codes` for an op), and [5, labels] summed over
-    the ops that follow it: FLOPs and seconds of work, bytes and seconds of communication, and bytes held by arguments."""
+    """Something to decide: [labels, axes] of what each axis cuts (`forms.op_codes` for an op), and [6, labels] summed over
+    the ops that follow it: FLOPs, those of products, seconds of work, bytes and seconds of communication, and bytes held by
+    arguments."""
 
     labels: Array
     sums: Array
@@ -45,24 +46,29 @@ class Node:
         return self.sums[0]
 
     @property
+    def matrix_flops(self) -> Array:
+        """Those of products and convolutions."""
+        return self.sums[1]
+
+    @property
     def compute_s(self) -> Array:
         """Seconds of work."""
-        return self.sums[1]
+        return self.sums[2]
 
     @property
     def sent(self) -> Array:
         """Bytes that one device sends."""
-        return self.sums[2]
+        return self.sums[3]
 
     @property
     def sent_s(self) -> Array:
         """Seconds of communication."""
-        return self.sums[3]
+        return self.sums[4]
 
     @property
     def argument_bytes(self) -> Array:
         """Bytes held by arguments."""
-        return self.sums[4]
+        return self.sums[5]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +108,7 @@ class _Piece:
     wanted: tuple[Array, ...]
     made: tuple[Array, ...]
     sums: Array
-    """The first four rows of `Node.sums`."""
+    """The first five rows of `Node.sums`."""
     partial: Array | None
     """Bytes of a sum before each device has its part of it, beyond that part."""
 
@@ -152,7 +158,7 @@ class _Builder:
         """A new node, whose labels go on from what is chosen of it already."""
         row = self.chosen[len(self.nodes)] if self.chosen is not None else None
         found = labels(row)
-        self.nodes.append(Node(found, np.zeros((5, len(found)))))
+        self.nodes.append(Node(found, np.zeros((6, len(found)))))
         return len(self.nodes) - 1, found
 
     def labels(self, key: object, make: Callable[[Array | None], Array]) -> Callable[[Array | None], Array]:
@@ -181,7 +187,7 @@ class _Builder:
         """An argument's node; where several ops read all of it, they read one copy, so that a gather is paid for once."""
         self.value_node(value)
         node, labels = self.layouts[value]
-        self.nodes[node].sums[4] += self.facts.bytes[value] / self.ways(labels)
+        self.nodes[node].sums[5] += self.facts.bytes[value] / self.ways(labels)
         if readers > 1 and value not in self.given and self.graph.values[value].shape:
             shape = self.graph.values[value].shape
             self.sources[value] = self.node(self.labels(shape, lambda row: forms.value_labels(shape, self.sizes, row)))
@@ -236,7 +242,7 @@ class _Builder:
             sent, seconds = change(have, wanted, full, self.grid, share)
             found = self.changes[key] = (sent * trips, seconds * trips)
         if owner == node:
-            self.nodes[node].sums[2:4] += [np.diagonal(found[0]), np.diagonal(found[1])]
+            self.nodes[node].sums[3:5] += [np.diagonal(found[0]), np.diagonal(found[1])]
             return
         if not found[1].any():
             return
@@ -314,10 +320,10 @@ class _Builder:
                 work, out = forms.decoded(codes)
                 parts = self.decoded[id(codes)] = self.one(work), self.one(out)
             piece = self.piece(index, op, rule, *parts, index in self.facts.last)
-        target = self.nodes[node].sums[:4]
+        target = self.nodes[node].sums[:5]
         target += piece.sums * op.trips if op.trips != 1 else piece.sums
         if index in self.facts.sums:
-            target[2:] -= piece.sums[2:] * (op.trips - self.facts.sums[index])
+            target[3:] -= piece.sums[3:] * (op.trips - self.facts.sums[index])
         at = self.facts.runs[index]
         for value, wanted in zip(op.inputs, piece.wanted, strict=True):
             self.need(value, wanted, node, op.trips, op.name == SLICED)
@@ -385,7 +391,8 @@ class _Builder:
         )
         computing_s, moving_s = self.facts.kernels[index].computes * flops / rate, moved / chip.memory_bytes_s
         compute_s = np.maximum(computing_s, moving_s) if op.name in PRODUCTS else computing_s + moving_s
-        return _Piece(wanted, made, np.array([flops, compute_s, sent, sent_s]), whole)
+        of_products = flops if op.name in PRODUCTS else np.zeros(len(work))
+        return _Piece(wanted, made, np.array([flops, of_products, compute_s, sent, sent_s]), whole)
 
     def work(self, index: int, work: Array, wanted: Sequence[Array], made: Sequence[Array]) -> tuple[Array, Array]:
         """FLOPs of one run of an op on one device, and bytes that count in all kernels that it is computed in."""
