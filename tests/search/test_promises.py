@@ -141,16 +141,21 @@ def test_the_layout_for_the_other_aim_costs_what_it_costs_at_the_problem_s_own(l
         assert other.solution.choice == theirs.solution.choice
 
 
-@pytest.mark.parametrize(("kept", "device"), [(True, "h100:8"), (False, "h100:8"), (True, "tpu-v5e:2x4")])
-def test_beside_a_large_program_s_plan_that_disappoints_stand_those_of_the_batch(monkeypatch, kept, device):
-    """On a TPU beside every one: of its sums and gathers the search's model does not know all."""
+@pytest.mark.parametrize(
+    ("kept", "device", "level", "every"),
+    [(True, "h100:8", 2, False), (False, "h100:8", 2, True), (True, "h100:8", 0, True), (True, "tpu-v5e:2x4", 2, True)],
+)
+def test_beside_a_large_program_s_plan_stand_those_of_the_batch(monkeypatch, kept, device, level, every):
+    """At level 2, where flows keep what was promised, fully sharded data parallel alone; on a TPU, of whose sums and gathers
+    the search's model does not know all, every one."""
     monkeypatch.setattr("shardfn.search.scope.LARGE_OPS", 0)
     monkeypatch.setattr("shardfn.search.scope.SMALL_OPS", 0)
     monkeypatch.setattr(choose, "keeps_promise", lambda *_: kept)
     tried = []
-    monkeypatch.setattr(plain, "of_batch", lambda problem, real=plain.of_batch: tried.extend(real(problem)) or tried)
-    problem, made = asked_and_made(device=device)
-    assert bool(tried) == (not kept or problem.hardware.platform == "tpu")
+    of_batch = plain.of_batch
+    monkeypatch.setattr(plain, "of_batch", lambda *asked: tried.extend(of_batch(*asked)) or tried)
+    problem, made = asked_and_made(level, device=device)
+    assert {c.name for c in tried} == {c.name for c in of_batch(problem) if every or c.name.endswith("all else in 8 pieces")}
     assert all(objective(made.price, problem) <= objective(c.price, problem) for c in tried)
 
 
