@@ -13,7 +13,7 @@ from shardfn.cost.chips import Chip
 from shardfn.cost.cpu import all_groups
 from shardfn.cost.fusion import Fusion, fuse
 from shardfn.cost.kinds import CHEAP, COSTLY, VIEWS, is_view
-from shardfn.graph.model import PRODUCTS, Flow, Op, Tap, is_gpu
+from shardfn.graph.model import BOOKKEEPING, COLLECTIVES, PRODUCTS, Flow, Op, Tap, is_gpu
 
 MOVES = frozenset(
     {"reshape", "transpose", "broadcast_in_dim", "slice", "concatenate", "dynamic_slice", "dynamic_update_slice", "pad",
@@ -23,9 +23,7 @@ MOVES = frozenset(
 )  # fmt: skip
 """Ops that move data and compute nothing."""
 
-_SENT = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute"})
-_FREE = VIEWS | _SENT | {"while", "case", "shard_map", "after_all", "create_token", "partition_id", "replica_id",
-                       "add_parts"}  # fmt: skip
+_FREE = VIEWS | COLLECTIVES | BOOKKEEPING | {"while", "case", "shard_map", "add_parts"}
 """Ops that are priced elsewhere or take no time: loops and branches by what is in them; the parts of a small product
 (`cost.gpu`), as a GPU takes them only where that is faster."""
 

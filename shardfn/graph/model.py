@@ -18,11 +18,17 @@ Spec = tuple[tuple[str, ...], ...]
 Axes = tuple[tuple[str, int], ...]
 """A grid: each axis with its size."""
 
-CHANGES = frozenset({"all_gather", "all_slice", "all_to_all", "collective_permute", "all_reduce", "reduce_scatter"})
+COLLECTIVES = frozenset({"all_gather", "all_to_all", "collective_permute", "all_reduce", "reduce_scatter"})
+"""The ops by which devices send to each other; `Collective.kind` has the same with hyphens."""
+
+CHANGES = COLLECTIVES | {"all_slice"}
 """The ops that the partitioner puts in to lay a value out anew, or to add it up."""
 
 PRODUCTS = frozenset({"dot_general", "convolution"})
 """The ops that multiply and add up."""
+
+BOOKKEEPING = frozenset({"after_all", "create_token", "partition_id", "replica_id"})
+"""The ops that make tokens and numbers of devices: no rule, no work, nothing moved."""
 
 
 def is_gpu(platform: str) -> bool:

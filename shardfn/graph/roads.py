@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from shardfn.graph.cases import Case, Edge, Leg, Way, whole
 from shardfn.graph.libtpu import as_on_tpu, scatters
 from shardfn.graph.model import (
+    BOOKKEEPING,
     CHANGES,
     PRODUCTS,
     Communication,
@@ -420,5 +421,5 @@ def _travels(platform: str, kind: str, dtype: str, is_read: bool) -> str:
     return "bf16" if is_narrowed else dtype
 
 
-_PASSED = frozenset({"iota", "shard_map", "create_token", "after_all", "partition_id", "replica_id"})
+_PASSED = BOOKKEEPING | {"iota", "shard_map"}
 """Ops at whose operands nothing is moved."""
