@@ -150,7 +150,8 @@ def in_pieces(problem: Problem, made: Candidate, only_state: bool = False) -> Ca
             and batch.intersection(problem.tied[op.outputs[0]])
         ):
             pins[index] = Pin((None,) * len(op.inputs), results)
-    name = f"{made.name}, {plain.STATE if only_state else plain.ALL} in pieces"
+    what = plain.Pieces.STATE if only_state else plain.Pieces.ALL
+    name = f"{made.name}, {what.value} in pieces"
     return problem.again(made, name=name, specs=tuple(specs), pins=pins)
 
 
