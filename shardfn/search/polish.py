@@ -76,7 +76,7 @@ def in_line(problem: Problem, made: Candidate, laid: Callable[[int], Spec]) -> C
             spec.append(dim if fits else ())
             free -= set(spec[-1])
         specs[i] = tuple(spec)
-    return problem.again(made, name=f"{made.name}, {LINE}", specs=tuple(specs), pins={})
+    return problem.again(made, name=f"{made.name}, {LINE}", specs=tuple(specs), pins={}, is_in_line=True)
 
 
 LINE = "what no product reads in line with what products make"

@@ -24,7 +24,7 @@ def told(
         gap = _gap(problem, at, found) if not is_cut_short and keeps_promise(problem, at, best) else None
         where = "; grids tried:" if problem.level == 0 else " on the grids tried:"
         policy = f"{what}: {_proof(best, gap)} under the cost model, op by op{where} {tried}"
-        policy += f"; {LINE}" if best.name.endswith(LINE) else ""
+        policy += f"; {LINE}" if best.is_in_line else ""
         reason = "the optimum of all ops together"
     reasons = tuple("" if given is not None else reason for given in problem.specs)
     return Answer(best.axes, best.specs, reasons, policy, pins=best.pins, gap=gap, ends=best.ends,
