@@ -12,6 +12,7 @@ from shardfn.search.aims import is_as_good, other_level
 from shardfn.search.neighbours import differing, improved
 from shardfn.search.problem import Answer, Candidate, Problem, objective, runner_up
 from shardfn.search.room import fits_nowhere
+from shardfn.search.told import proof
 
 LESS = 0.99
 """How much of the memory that was found last is looked for, where less is."""
@@ -143,9 +144,7 @@ def _told(
     """An answer with a better candidate in its place, and where that comes from."""
     is_own = start is first
     changed = differing(problem, start, best)
-    policy = own.policy.replace(", proved under", ", no bound of how far from the optimum under")
-    if own.gap:
-        policy = policy.replace(f"within {own.gap:.1%} of", "no bound of how far from")
+    policy = own.policy.replace(proof(own.axes, own.gap), proof(own.axes, None))
     policy += "" if is_own else f"; better by its flow: {start.name}"
     policy += f"; changed for a better flow: {changed}" if changed else ""
     reasons = tuple(
