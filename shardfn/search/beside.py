@@ -20,24 +20,23 @@ LESS = 0.99
 Alone = Callable[[Problem], Answer]
 
 
-def bettered(problem: Problem, own: Answer, alone: Alone | None = None) -> Answer:
+def bettered(problem: Problem, own: Answer, alone: Alone) -> Answer:
     """The best by its flow of an answer and what stands beside it; programs that are not small keep the answer, but for level
     1 (`squeezed`), and where the model is known to be wrong (`crossed`).
 
     Args:
       problem: what is asked.
       own: its answer.
-      alone: the search by itself, to be asked at other levels; None: only one array at a time is changed.
+      alone: the search by itself, to be asked at other levels.
     """
     if not problem.is_small:
-        mend = squeezed if problem.level == 1 else crossed
-        return own if alone is None else mend(problem, own, alone)
+        return (squeezed if problem.level == 1 else crossed)(problem, own, alone)
     if problem.seconds_left <= 0:
         return own
     first = problem.as_candidate("this search's", own)
     rank = objective(first.price, problem)
     is_least = problem.level == 0 and not any((rank.over, *rank.aim))  # sends nothing, and all devices work
-    elsewhere = [] if alone is None or is_least else list(_elsewhere(problem, first, alone))
+    elsewhere = [] if is_least else list(_elsewhere(problem, first, alone))
     best = min((first, *(c for of_level in elsewhere for c in of_level)), key=lambda c: objective(c.price, problem))
     rest = sorted(
         (first, *(of_level[0] for of_level in elsewhere)), key=lambda c: objective(c.price, problem), reverse=True

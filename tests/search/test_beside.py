@@ -152,13 +152,13 @@ def test_what_is_changed_is_told_and_no_longer_proved(asked, gap):
     problem, poor = asked
     reasons, policy = ("found",) * 3, f"a search: {proof(poor.axes, gap)} under the cost model"
     own = shardfn.search.Answer(poor.axes, poor.specs, reasons, policy, gap=gap)
-    made = beside.bettered(problem, own)
+    made = beside.bettered(problem, own, lambda _: own)
     assert made.gap is None and made.policy.startswith(f"a search: {proof(poor.axes, None)} under the cost model")
     assert "proved" not in made.policy and "changed for a better flow: `" in made.policy
     assert problem.price_of(made).memory.peak < poor.price.memory.peak
     assert [r != "found" for r in made.reasons] == [a != b for a, b in zip(made.specs, poor.specs, strict=True)]
     large = dataclasses.replace(problem, graph=dataclasses.replace(problem.graph, ops=problem.graph.ops * 500))
-    assert beside.bettered(large, own) is own
+    assert beside.bettered(large, own, lambda _: own) is own
 
 
 def test_a_level_is_searched_once(asked):
