@@ -65,6 +65,7 @@ class _Roads:
         self.values, self.specs = list(graph.values), [in_parts(spec) for spec in flow.specs]
         self.ops: list[Op] = []
         self.sent: list[Communication] = []
+        self.collected: set[int] = set()  # partial results, which are gathered together though only one is read
         self.moved: dict[tuple[object, ...], int] = {}
         self.parts: dict[object, int] = {}
         self.ways: dict[object, tuple[Way, bool]] = {}
@@ -108,11 +109,8 @@ class _Roads:
         graph = dataclasses.replace(self.given.graph, values=tuple(self.values))
         ops = _before_loops(self.ops)
         needed = {v for op in _needed(graph, ops) if op.name in CHANGES for v in op.outputs}
-        sent = tuple(
-            dataclasses.replace(c, axes=join(c.axes))
-            for c in self.sent
-            if c.result in needed or c.result in own or c.cause == "reduce"  # partial results are gathered together
-        )
+        kept = needed | own.keys() | self.collected
+        sent = tuple(dataclasses.replace(c, axes=join(c.axes)) for c in self.sent if c.result in kept)
         graph = dataclasses.replace(graph, ops=tuple(ops))
         found = simplified(Flow(graph, specs, grid, sent, self.platform))
         if self.platform == "cpu":
@@ -164,6 +162,7 @@ class _Roads:
             if found.collected:
                 lies = self.specs[made]
                 made = self.send("all-gather", made, lies, found.collected, op.trips, op.where, op.name)
+                self.collected.add(self.sent[-1].result)
             made = self.bring_back(made, found.back, op)
             self.move(made, self.specs[v], op.trips, op.where, op.name, into=v)
 
