@@ -162,6 +162,21 @@ class Graph:
         return self.inputs[len(self.inputs) - count :]
 
 
+def trips_of(graph: Graph) -> list[int]:
+    """How often each value is made in one call: as often as the loops around its op run; what a loop carries, as its body sees
+    it, as often as the least of the ops that read it, the loop's own aside, which takes it back."""
+    trips = [0] * len(graph.values)
+    for op in graph.ops:
+        for v in op.inputs[: len(op.outputs)] if op.name == "while" else op.inputs:
+            trips[v] = min(trips[v] or op.trips, op.trips)
+    for op in graph.ops:
+        for v in op.outputs:
+            trips[v] = op.trips
+    for v in graph.inputs:
+        trips[v] = 1
+    return [t or 1 for t in trips]
+
+
 @dataclasses.dataclass(frozen=True)
 class Communication:
     """A collective as it stands in the flow: between two values, before it is given bytes."""

@@ -28,6 +28,7 @@ from shardfn.graph.model import (
     Value,
     dtype_bits,
     is_gpu,
+    trips_of,
 )
 from shardfn.graph.moves import flat, joined_axes, split_axes, steps
 from shardfn.graph.rounds import added_after
@@ -77,15 +78,7 @@ class _Roads:
         }
         self.is_read = False  # whether what is moved is an operand
         self.region: object = None  # the loop or branch that it is moved for
-        self.trips = [0] * len(self.values)
-        for op in reversed(graph.ops):
-            for v in op.inputs:  # of what a loop carries: the least of its readers'
-                self.trips[v] = min(self.trips[v] or op.trips, op.trips)
-        for op in graph.ops:
-            for v in op.outputs:
-                self.trips[v] = op.trips
-        for v in graph.inputs:
-            self.trips[v] = 1
+        self.trips = trips_of(graph)
 
     def flow(self) -> Flow:
         own = {c.result: c for c in self.given.communications}
