@@ -373,7 +373,10 @@ def _files(name: str, value: Any) -> Iterator[Problem]:
         yield from _files_record(name, value)
 
 
-SEARCH_MODES = ["auto", "sharding_propagation", "dynamic_programming", "recursive_programming"]
+BUILT_IN = ("auto", "sharding_propagation", "dynamic_programming", "recursive_programming")
+"""MindSpore's searches, which stay."""
+
+SEARCH_MODES = [*BUILT_IN]
 """The names that a search is known by; `shardfn.search.register` adds to them."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -106,10 +106,8 @@ def _elsewhere(leaf: Leaf, used: Sequence[Any] | None) -> Problem | None:
 def _grid(leaves: Sequence[Leaf], mesh: Mesh | None) -> tuple[tuple[str, int], ...]:
     """The axes of the first Layout or mesh; of several different ones the common refinement is not sought."""
     for leaf in leaves:
-        if isinstance(leaf.entry, Layout):
-            return leaf.entry.axes
-        if isinstance(leaf.entry, NamedSharding):
-            return tuple(leaf.entry.mesh.shape.items())
+        if isinstance(leaf.entry, Layout | NamedSharding):
+            return _axes(leaf, ())
     return tuple(mesh.shape.items()) if mesh is not None else ()
 
 
@@ -121,105 +119,97 @@ def _drawn(
     problems: list[Problem],
     used: Sequence[Any] | None,
 ) -> Spec | None:
-    entry = leaf.entry
-    own: tuple[tuple[str, int], ...] = grid
+    problem = next(_refusals(leaf, leaves, grid, devices, used), None)
+    if problem is not None:
+        problems.append(problem)
+        return None
+    spec, sizes = _spec(leaf), dict(_axes(leaf, grid))
+    shards = tuple(math.prod(sizes[a] for a in dim) for dim in spec)
+    return None if check_cuts(leaf, shards, devices, problems) is None else spec
+
+
+def _refusals(
+    leaf: Leaf, leaves: Sequence[Leaf], grid: tuple[tuple[str, int], ...], devices: int, used: Sequence[Any] | None
+) -> Iterator[Problem]:
+    """What is wrong with an entry, each asked only where nothing before it is."""
+    entry, own = leaf.entry, _axes(leaf, grid)
     if isinstance(entry, Layout):
-        own = entry.axes
         try:
             entry.spec  # noqa: B018
         except LayoutError:
-            problems.append(
-                Problem(
-                    f"the Layout of {leaf.label} is not called with axes",
-                    where=leaf.source,
-                    why="the device matrix alone does not say which axis cuts which dimension",
-                    fix=f'call it with an axis name, or "None", for each dimension: {leaf.where} = {_called(leaf)}',
-                )
+            yield Problem(
+                f"the Layout of {leaf.label} is not called with axes",
+                where=leaf.source,
+                why="the device matrix alone does not say which axis cuts which dimension",
+                fix=f'call it with an axis name, or "None", for each dimension: {leaf.where} = {_called(leaf)}',
             )
-            return None
         first = next(other.entry for other in leaves if isinstance(other.entry, Layout))
         if list(entry.rank_list) != list(first.rank_list):
-            problems.append(
-                Problem(
-                    f"{leaf.label} has another rank_list than the Layouts before it",
-                    where=leaf.source,
-                    why="one call runs on one order of the devices",
-                    fix="use one rank_list for all Layouts of a call: build one Layout and call it for each array",
-                )
+            yield Problem(
+                f"{leaf.label} has another rank_list than the Layouts before it",
+                where=leaf.source,
+                why="one call runs on one order of the devices",
+                fix="use one rank_list for all Layouts of a call: build one Layout and call it for each array",
             )
-            return None
     elif isinstance(entry, NamedSharding):
-        own = tuple(entry.mesh.shape.items())
         if (problem := _elsewhere(leaf, used)) is not None:
-            problems.append(problem)
-            return None
+            yield problem
     elif not grid:
-        problems.append(
-            Problem(
-                f"{leaf.label} has a PartitionSpec, but there is no mesh",
-                where=leaf.source,
-                why="a PartitionSpec names the axes of a mesh",
-                fix="pass the mesh as device=, or write a NamedSharding, a Layout or integers there",
-            )
+        yield Problem(
+            f"{leaf.label} has a PartitionSpec, but there is no mesh",
+            where=leaf.source,
+            why="a PartitionSpec names the axes of a mesh",
+            fix="pass the mesh as device=, or write a NamedSharding, a Layout or integers there",
         )
-        return None
     if own != grid:
-        problems.append(
-            Problem(
-                f"{leaf.label} lies on another device grid than the rest",
-                where=leaf.source,
-                why=f"{_text(own)} is not {_text(grid)}",
-                fix="use one device matrix with the same axis names for all arrays of a call, or integers",
-            )
+        yield Problem(
+            f"{leaf.label} lies on another device grid than the rest",
+            where=leaf.source,
+            why=f"{_text(own)} is not {_text(grid)}",
+            fix="use one device matrix with the same axis names for all arrays of a call, or integers",
         )
-        return None
     size = math.prod(n for _, n in own)
     if size != devices and devices != 1:
-        problems.append(
-            Problem(
-                f"the grid of {leaf.label} has {size} devices, but there are {devices}",
-                where=leaf.source,
-                why=f"the product of {_text(own)} must be the device count",
-                fix=f"choose sizes with a product of {devices}"
-                + (f", or use {size} of the devices: device=jax.devices()[:{size}]" if size < devices else ""),
-            )
+        yield Problem(
+            f"the grid of {leaf.label} has {size} devices, but there are {devices}",
+            where=leaf.source,
+            why=f"the product of {_text(own)} must be the device count",
+            fix=f"choose sizes with a product of {devices}"
+            + (f", or use {size} of the devices: device=jax.devices()[:{size}]" if size < devices else ""),
         )
-        return None
-    raw: tuple[Any, ...]
-    if isinstance(entry, Layout):
-        raw = entry.spec
-    else:
-        raw = tuple(entry.spec if isinstance(entry, NamedSharding) else entry)
-        raw = (*raw, *[None] * (len(leaf.shape) - len(raw)))
-    spec = tuple(_names(dim) for dim in raw)
-    known = [name for name, _ in own]
-    for name in (a for dim in spec for a in dim):
+    axes, known = [a for dim in _spec(leaf) for a in dim], [name for name, _ in own]
+    for name in axes:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1, 0.5)
-            problems.append(
-                Problem(
-                    f"{leaf.label} is cut over `{name}`, which is no axis of the grid",
-                    where=leaf.source,
-                    why=f"the axes are {', '.join(known)}",
-                    fix=f"did you mean {close[0]!r}?" if close else "use one of these axes, or None to leave it whole",
-                )
+            yield Problem(
+                f"{leaf.label} is cut over `{name}`, which is no axis of the grid",
+                where=leaf.source,
+                why=f"the axes are {', '.join(known)}",
+                fix=f"did you mean {close[0]!r}?" if close else "use one of these axes, or None to leave it whole",
             )
-            return None
-    axes = [a for dim in spec for a in dim]
     if len(set(axes)) < len(axes):
         twice = next(a for a in axes if axes.count(a) > 1)
-        problems.append(
-            Problem(
-                f"two dimensions of {leaf.label} want the axis `{twice}`",
-                where=leaf.source,
-                why="an axis can cut one dimension of an array",
-                fix="give each dimension an axis of its own, or leave one whole",
-            )
+        yield Problem(
+            f"two dimensions of {leaf.label} want the axis `{twice}`",
+            where=leaf.source,
+            why="an axis can cut one dimension of an array",
+            fix="give each dimension an axis of its own, or leave one whole",
         )
-        return None
-    sizes = dict(own)
-    shards = tuple(math.prod(sizes[a] for a in dim) for dim in spec)
-    return None if check_cuts(leaf, shards, devices, problems) is None else spec
+
+
+def _axes(leaf: Leaf, grid: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+    """The axes that an entry brings along, or those of the grid."""
+    if isinstance(leaf.entry, Layout):
+        return leaf.entry.axes
+    return tuple(leaf.entry.mesh.shape.items()) if isinstance(leaf.entry, NamedSharding) else grid
+
+
+def _spec(leaf: Leaf) -> Spec:
+    """The names of the axes that cut each dim, of an entry that has them."""
+    if isinstance(leaf.entry, Layout):
+        return tuple(map(_names, leaf.entry.spec))
+    raw = tuple(leaf.entry.spec if isinstance(leaf.entry, NamedSharding) else leaf.entry)
+    return tuple(map(_names, (*raw, *[None] * (len(leaf.shape) - len(raw)))))
 
 
 def _names(dim: Any) -> tuple[str, ...]:

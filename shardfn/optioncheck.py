@@ -12,12 +12,13 @@ from shardfn.amounts import bytes_of
 from shardfn.cost import hardware
 from shardfn.errors import Problem, ShardError, a, raise_problems
 from shardfn.options import Options
+from shardfn.plan import LEVELS
 from shardfn.strategy import apply_parameter_plan, match, short
 
 MOST_FINALISTS = 64
 """A search finds about thirty plans worth compiling; each takes seconds to minutes."""
 
-_LEVELS = "write 0 for most compute per byte communicated, 1 for least memory per device, or 2 for least time"
+_LEVELS = "write 0 for {}, 1 for {}, or 2 for {}".format(*LEVELS)
 
 
 def problems(options: Options, signature: inspect.Signature | None) -> list[Problem]:

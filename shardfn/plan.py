@@ -376,6 +376,10 @@ def _held(plan: Plan, other: Plan) -> str:
     )
 
 
+LEVELS = ("most compute per byte sent", "least memory per device", "fastest step")
+"""What each level makes best (`search.aims`), in words."""
+
+
 MOST_LINES = 10
 """Of arrays, in the text of a plan."""
 
@@ -386,11 +390,11 @@ MOST_SAID = 200
 
 def _summary(plan: Plan) -> list[str]:
     """A plan in less than 25 lines: the largest arrays stand for the rest."""
-    price, words = plan.price, ("most compute per byte sent", "least memory", "fastest step")
+    price = plan.price
     lines = [
         f"{plan.function} on {plan.hardware.name or plan.hardware.chip.name}, "
         f"{plan.hardware.count} device{'s'[: plan.hardware.count != 1]}: grid {_grid(plan)}",
-        f"level {plan.level}, {words[plan.level]}: {plan.policy}",
+        f"level {plan.level}, {LEVELS[plan.level]}: {plan.policy}",
         f"per device and call: {_us(plan)} µs modelled, {price.bytes_sent:,} B sent, "
         f"{price.memory.peak:,} B at the peak, {price.flops:,.0f} FLOPs",
     ]

@@ -17,7 +17,7 @@ from shardfn.comparison import Comparison, Tally
 from shardfn.cost.price import collective_s, sending
 from shardfn.graph.model import Collective, Spec
 from shardfn.paths import alike, few, layer, starred
-from shardfn.plan import Decision, DimClass, Plan, op_strategies, proof
+from shardfn.plan import LEVELS, Decision, DimClass, Plan, op_strategies, proof
 from shardfn.render import Drawing, Part, Placed, Text, figure, unit_of
 from shardfn.study import columns_of
 from shardfn.tables import MOST_ROWS, file_line, shape_text, spec_text, table, times
@@ -25,7 +25,6 @@ from shardfn.tables import MOST_ROWS, file_line, shape_text, spec_text, table, t
 MOST_REASONS = 6
 MOST_DEVICES = 64
 MOST_DRAWN = 16
-LEVELS = ("most compute per byte sent", "least memory per device", "fastest step")
 
 
 # ---- facts that follow from a plan

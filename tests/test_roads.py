@@ -45,6 +45,11 @@ def looped(x, w):
     return lax.fori_loop(0, 5, lambda _, x: jnp.tanh(x @ w), x)
 
 
+def swapped(a, b):
+    """What one round reads is another value in the next, though the loop hands it on as it is."""
+    return lax.fori_loop(0, 5, lambda _, c: (c[1] @ c[0], c[0]), (a, b))
+
+
 def settled(x):
     """A loop whose condition communicates."""
     return lax.while_loop(lambda x: jnp.max(x) > 1, lambda x: x / 2, x)
@@ -105,6 +110,7 @@ OPS = {
     "erf": (jax.scipy.special.erf, (f32(64, 4),), ((8, 1),), None),
     "a value used twice": (lambda x, w: (x @ w) + (x @ w[::-1]), (f32(64, 8), f32(8, 16)), ((8, 1), (1, 8)), None),
     "a loop's invariant": (looped, (f32(16, 8), f32(8, 8)), ((8, 1), (8, 1)), None),
+    "carried values that change places": (swapped, (f32(16, 16), f32(16, 16)), ((8, 1), (8, 1)), None),
     "weights by layer": (of_each_layer, (f32(4, 8, 8), f32(16, 8)), ((1, 8, 1), (8, 1)), None),
     "a loop's condition": (settled, (f32(64),), ((8,),), None),
     "a condition": (lambda p, x: lax.cond(p > 0, lambda x: x.sum(0), lambda x: x[0] * 2, x), (f32(), f32(16, 8)),

@@ -202,17 +202,17 @@ def save_chip(chip: Chip, path: str | os.PathLike[str]) -> None:
         file.write("\n")
 
 
-def _nvidia(name: str, flops: float, f32: float, f64: float, vector: float, memory_s: float, memory: float,
-            link: float, network: float, source: str) -> Chip:  # fmt: skip
+def _nvidia(name: str, source: str, *, flops: float, f32: float, f64: float, vector: float, memory_s: float, memory: float,
+            link: float, network: float, fp8: bool = False) -> Chip:  # fmt: skip
     # XLA runs f32 products as TF32 by default; int8 and fp8 at twice the rate of bf16.
-    dtypes = (("f32", f32), ("f64", f64), ("i8", 2 * flops), ("ui8", 2 * flops))
-    fp8 = tuple((name, 2 * flops) for name in ("f8E4M3FN", "f8E5M2")) if flops > 500e12 else ()
-    return Chip(name, "gpu", flops, memory_s, memory, link, 7e-6, source, vector, dtypes + fp8, node=8,
+    twice = ("i8", "ui8", *(("f8E4M3FN", "f8E5M2") if fp8 else ()))
+    dtypes = (("f32", f32), ("f64", f64), *((dtype, 2 * flops) for dtype in twice))
+    return Chip(name, "gpu", flops, memory_s, memory, link, 7e-6, source, vector, dtypes, node=8,
                 network_bytes_s=network)  # fmt: skip
 
 
-def _tpu(name: str, flops: float, int8: float, vector: float, memory_s: float, memory: float, link: float,
-         largest: tuple[int, ...], fast: float, source: str) -> Chip:  # fmt: skip
+def _tpu(name: str, source: str, *, flops: float, int8: float, vector: float, memory_s: float, memory: float, link: float,
+         largest: tuple[int, ...], fast: float) -> Chip:  # fmt: skip
     # f32 products run as one bf16 pass by default, so `flops` holds for them too.
     return Chip(name, "tpu", flops, memory_s, memory, link, 1e-6, source, vector, (("i8", int8),), len(largest),
                 ring=4 if len(largest) == 3 else 16, largest=largest, fast_bytes=fast,
@@ -222,73 +222,24 @@ def _tpu(name: str, flops: float, int8: float, vector: float, memory_s: float, m
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip(
-            "cpu",
-            "cpu",
-            3e10,
-            1.5e9,
-            4e9,
-            1.3e9,
-            7e-5,
-            "8 virtual devices on 2 cores, measured once",
-            7.5e9,
-            (("f64", 1.5e10),),
-        ),
-        _nvidia(
-            "a100", 312e12, 156e12, 19.5e12, 19.5e12, 2.039e12, 80e9, 300e9, 25e9, "NVIDIA A100 80GB SXM datasheet"
-        ),
-        _nvidia("h100", 989e12, 494e12, 67e12, 67e12, 3.35e12, 80e9, 450e9, 50e9, "NVIDIA H100 SXM datasheet"),
-        _nvidia("h200", 989e12, 494e12, 67e12, 67e12, 4.8e12, 141e9, 450e9, 50e9, "NVIDIA H200 SXM datasheet"),
-        _tpu(
-            "tpu-v4",
-            275e12,
-            275e12,
-            4.3e12,
-            1.228e12,
-            32e9,
-            50e9,
-            (16, 16, 16),
-            128.0 * 2**20,
-            "Google Cloud TPU v4 system page",
-        ),
-        _tpu(
-            "tpu-v5e",
-            197e12,
-            393e12,
-            6.1e12,
-            0.819e12,
-            16e9,
-            50e9,
-            (16, 16),
-            112.0 * 2**20,
-            "Google Cloud TPU v5e system page",
-        ),
-        _tpu(
-            "tpu-v5p",
-            459e12,
-            918e12,
-            14.3e12,
-            2.765e12,
-            95e9,
-            100e9,
-            (16, 20, 28),
-            48.0 * 2**20,
-            "Google Cloud TPU v5p system page",
-        ),
-        _tpu(
-            "tpu-v6e",
-            918e12,
-            1836e12,
-            7.2e12,
-            1.638e12,
-            32e9,
-            100e9,
-            (16, 16),
-            96.0 * 2**20,
-            "Google Cloud TPU v6e system page",
-        ),
+        Chip("cpu", "cpu", flops=3e10, memory_bytes_s=1.5e9, memory_bytes=4e9, link_bytes_s=1.3e9, latency_s=7e-5,
+             source="8 virtual devices on 2 cores, measured once", vector_flops=7.5e9, dtype_flops=(("f64", 1.5e10),)),
+        _nvidia("a100", "NVIDIA A100 80GB SXM datasheet", flops=312e12, f32=156e12, f64=19.5e12, vector=19.5e12,
+                memory_s=2.039e12, memory=80e9, link=300e9, network=25e9),
+        _nvidia("h100", "NVIDIA H100 SXM datasheet", flops=989e12, f32=494e12, f64=67e12, vector=67e12,
+                memory_s=3.35e12, memory=80e9, link=450e9, network=50e9, fp8=True),
+        _nvidia("h200", "NVIDIA H200 SXM datasheet", flops=989e12, f32=494e12, f64=67e12, vector=67e12,
+                memory_s=4.8e12, memory=141e9, link=450e9, network=50e9, fp8=True),
+        _tpu("tpu-v4", "Google Cloud TPU v4 system page", flops=275e12, int8=275e12, vector=4.3e12,
+             memory_s=1.228e12, memory=32e9, link=50e9, largest=(16, 16, 16), fast=128.0 * 2**20),
+        _tpu("tpu-v5e", "Google Cloud TPU v5e system page", flops=197e12, int8=393e12, vector=6.1e12,
+             memory_s=0.819e12, memory=16e9, link=50e9, largest=(16, 16), fast=112.0 * 2**20),
+        _tpu("tpu-v5p", "Google Cloud TPU v5p system page", flops=459e12, int8=918e12, vector=14.3e12,
+             memory_s=2.765e12, memory=95e9, link=100e9, largest=(16, 20, 28), fast=48.0 * 2**20),
+        _tpu("tpu-v6e", "Google Cloud TPU v6e system page", flops=918e12, int8=1836e12, vector=7.2e12,
+             memory_s=1.638e12, memory=32e9, link=100e9, largest=(16, 16), fast=96.0 * 2**20),
     )
-}
+}  # fmt: skip
 """Presets. The CPU's figures are those of `python -m shardfn calibrate` on a small virtual machine. Matrix rates, memory and
 its rate are the makers' figures for dense arithmetic.
 

@@ -12,8 +12,8 @@ import numpy as np
 from shardfn.cost.chips import Chip
 from shardfn.cost.cpu import all_groups
 from shardfn.cost.fusion import Fusion, fuse
-from shardfn.cost.kinds import CHEAP, COSTLY, VIEWS, is_view
-from shardfn.graph.model import PRODUCTS, Flow, Op, Tap, is_gpu
+from shardfn.cost.kinds import CHEAP, COSTLY, TAKES, UPDATES, VIEWS, is_view
+from shardfn.graph.model import BOOKKEEPING, COLLECTIVES, PRODUCTS, Flow, Graph, Op, Tap, is_gpu
 
 MOVES = frozenset(
     {"reshape", "transpose", "broadcast_in_dim", "slice", "concatenate", "dynamic_slice", "dynamic_update_slice", "pad",
@@ -23,9 +23,7 @@ MOVES = frozenset(
 )  # fmt: skip
 """Ops that move data and compute nothing."""
 
-_SENT = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute"})
-_FREE = VIEWS | _SENT | {"while", "case", "shard_map", "after_all", "create_token", "partition_id", "replica_id",
-                       "add_parts"}  # fmt: skip
+_FREE = VIEWS | COLLECTIVES | BOOKKEEPING | {"while", "case", "shard_map", "add_parts"}
 """Ops that are priced elsewhere or take no time: loops and branches by what is in them; the parts of a small product
 (`cost.gpu`), as a GPU takes them only where that is faster."""
 
@@ -149,14 +147,14 @@ def once(flow: Flow, number: int, chip: Chip, fusion: Fusion) -> tuple[float, fl
     if inner is None or not is_priced(op):
         return 0.0, 0.0, 0.0
     count = op_flops(flow, op)
-    time = count * effort(op) / _rate(flow, op, chip)
+    time = count / rate(flow.graph, op, chip)
     for j in inner:
         other = flow.graph.ops[j]
         if other.name == "add_parts":
             continue
         more = op_flops(flow, other)
         count += more
-        time += more * effort(other) / _rate(flow, other, chip)
+        time += more / rate(flow.graph, other, chip)
     size = _bytes(flow, op, inner, fusion)
     return count, size, max(time, size / chip.memory_bytes_s)
 
@@ -166,21 +164,13 @@ def is_priced(op: Op) -> bool:
     return op.name not in _FREE
 
 
-def effort(op: Op) -> float:
-    """Special functions run on an eighth of the lanes (CUDA C++ Programming Guide, arithmetic throughput: 16 of 128)."""
-    return 8.0 if op.name in COSTLY else 1.0
-
-
-def _rate(flow: Flow, op: Op, chip: Chip) -> float:
+def rate(graph: Graph, op: Op, chip: Chip) -> float:
+    """Operations a second. Special functions run on an eighth of the lanes (CUDA C++ Programming Guide, arithmetic throughput:
+    16 of 128)."""
     if op.name in PRODUCTS:
-        return chip.rate(flow.graph.values[op.inputs[0]].dtype)
-    return chip.vector_flops or chip.flops
-
-
-TAKES = frozenset({"gather", "dynamic_slice", "slice"})
-"""Ops that read of operand 0 only what they take."""
-UPDATES = {"dynamic_update_slice": 1, "scatter": -1}
-"""Ops that change a part of operand 0 in place, and which operand is as large as that part."""
+        return chip.rate(graph.values[op.inputs[0]].dtype)
+    lanes = chip.vector_flops or chip.flops
+    return lanes / 8 if op.name in COSTLY else lanes
 
 
 def _bytes(flow: Flow, op: Op, inner: tuple[int, ...], fusion: Fusion) -> float:

@@ -1,5 +1,5 @@
 """What XLA does with an op by its kind, on any platform: what is cheap to compute again, what is dear, what takes no work at all,
-and what is made element by element."""
+what is made element by element, and what reads or writes only a part."""
 
 from __future__ import annotations
 
@@ -36,6 +36,12 @@ ELEMENTWISE = (CHEAP | COSTLY) - {
     "slice", "transpose",
 }  # fmt: skip
 """Ops each element of whose result is made of those at the same place."""
+
+TAKES = frozenset({"gather", "dynamic_slice", "slice"})
+"""Ops that read of operand 0 only what they take."""
+
+UPDATES = {"dynamic_update_slice": 1, "scatter": -1}
+"""Ops that change a part of operand 0 in place, and which operand is as large as that part."""
 
 
 def is_view(flow: Flow, op: Op) -> bool:

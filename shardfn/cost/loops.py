@@ -6,11 +6,8 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from shardfn.cost.fuser import Fusion
-from shardfn.cost.kinds import ELEMENTWISE, is_view
+from shardfn.cost.kinds import ELEMENTWISE, UPDATES, is_view
 from shardfn.graph.model import Flow, Graph
-
-UPDATES = frozenset({"dynamic_update_slice", "scatter"})
-"""Ops that write a part of what they read in its place."""
 
 
 @dataclasses.dataclass(frozen=True)

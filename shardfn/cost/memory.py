@@ -21,8 +21,8 @@ from shardfn.cost.chips import Chip
 from shardfn.cost.collectives import bytes_sent
 from shardfn.cost.compute import once
 from shardfn.cost.fuser import Fusion
-from shardfn.cost.kinds import ELEMENTWISE, is_view
-from shardfn.cost.loops import UPDATES, Loops, kept_apart, loops_of, stay_through
+from shardfn.cost.kinds import ELEMENTWISE, UPDATES, is_view
+from shardfn.cost.loops import Loops, kept_apart, loops_of, stay_through
 from shardfn.cost.schedule import Order, as_run, scheduled
 from shardfn.cost.tpu import AHEAD, STAYS, Claim, granted, looked_up, rows_bytes, stretches
 from shardfn.graph.model import Flow, Graph, Op, dtype_bits
@@ -328,7 +328,7 @@ def _in_place(
     return sooner
 
 
-_WRITES_OVER = (ELEMENTWISE - {"copy"}) | UPDATES
+_WRITES_OVER = (ELEMENTWISE - {"copy"}).union(UPDATES)
 
 
 def _bound(flow: Flow, fusion: Fusion, loops: Loops, end: Mapping[int, int]) -> frozenset[int]:

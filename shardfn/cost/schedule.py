@@ -14,7 +14,7 @@ from shardfn.cost.gpu import on_gpu
 from shardfn.cost.kinds import ELEMENTWISE
 from shardfn.cost.sized import Sized, sized
 from shardfn.cost.tpu import rows_bytes, scattered_to
-from shardfn.graph.model import Communication, Flow, Graph, Op, dtype_bits, is_gpu
+from shardfn.graph.model import COLLECTIVES, Communication, Flow, Graph, Op, dtype_bits, is_gpu
 
 
 def first_of_body(graph: Graph, loop: int) -> int:
@@ -329,9 +329,7 @@ def _flattened(
     ]
 
 
-_UNFUSED = frozenset(
-    {"scatter", "all_reduce", "all_gather", "all_to_all", "collective_permute", "reduce_scatter", "convolution"}
-)
+_UNFUSED = COLLECTIVES | {"scatter", "convolution"}
 
 
 def _on_tpu(flow: Flow, fusion: Fusion) -> dict[int, int]:

@@ -18,11 +18,17 @@ Spec = tuple[tuple[str, ...], ...]
 Axes = tuple[tuple[str, int], ...]
 """A grid: each axis with its size."""
 
-CHANGES = frozenset({"all_gather", "all_slice", "all_to_all", "collective_permute", "all_reduce", "reduce_scatter"})
+COLLECTIVES = frozenset({"all_gather", "all_to_all", "collective_permute", "all_reduce", "reduce_scatter"})
+"""The ops by which devices send to each other; `Collective.kind` has the same with hyphens."""
+
+CHANGES = COLLECTIVES | {"all_slice"}
 """The ops that the partitioner puts in to lay a value out anew, or to add it up."""
 
 PRODUCTS = frozenset({"dot_general", "convolution"})
 """The ops that multiply and add up."""
+
+BOOKKEEPING = frozenset({"after_all", "create_token", "partition_id", "replica_id"})
+"""The ops that make tokens and numbers of devices: no rule, no work, nothing moved."""
 
 
 def is_gpu(platform: str) -> bool:
@@ -154,6 +160,21 @@ class Graph:
     def arguments(self, count: int) -> tuple[int, ...]:
         """The inputs that are a call's own arrays, of which there are `count`: the last ones, after what it captures."""
         return self.inputs[len(self.inputs) - count :]
+
+
+def trips_of(graph: Graph) -> list[int]:
+    """How often each value is made in one call: as often as the loops around its op run; what a loop carries, as its body sees
+    it, as often as the least of the ops that read it, the loop's own aside, which takes it back."""
+    trips = [0] * len(graph.values)
+    for op in graph.ops:
+        for v in op.inputs[: len(op.outputs)] if op.name == "while" else op.inputs:
+            trips[v] = min(trips[v] or op.trips, op.trips)
+    for op in graph.ops:
+        for v in op.outputs:
+            trips[v] = op.trips
+    for v in graph.inputs:
+        trips[v] = 1
+    return [t or 1 for t in trips]
 
 
 @dataclasses.dataclass(frozen=True)

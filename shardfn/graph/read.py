@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from shardfn.graph.mlir import NUMBER, functions_of, ir, mesh_axes, number_of, sdy, symbol_of, value_of
-from shardfn.graph.model import Communication, Graph, Op, Rule, Spec, Value
+from shardfn.graph.model import BOOKKEEPING, COLLECTIVES, Communication, Graph, Op, Rule, Spec, Value
 from shardfn.graph.opfacts import (
     cause_of,
     combines_of,
@@ -357,13 +357,10 @@ _NO_OPS = frozenset({"stablehlo.constant", "sdy.constant", "sdy.mesh"})
 _TERMINATORS = frozenset({"func.return", "stablehlo.return", "sdy.return"})
 
 
-_NO_RULE_NEEDED = frozenset({"iota", "after_all", "create_token", "partition_id", "replica_id"})
+_NO_RULE_NEEDED = BOOKKEEPING | {"iota"}
 
 
 _AXIS_REF_NAME = re.compile(r'name = "([^"]+)"')
-
-
-_COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute")
 
 
 _STRUCTURED = {
@@ -373,7 +370,7 @@ _STRUCTURED = {
     "stablehlo.if": Reader.branch,
     "sdy.manual_computation": Reader.manual_region,
     "sdy.named_computation": Reader.named,
-    **{f"stablehlo.{name}": Reader.communicate for name in _COLLECTIVES},
+    **{f"stablehlo.{name}": Reader.communicate for name in COLLECTIVES},
 }
 
 

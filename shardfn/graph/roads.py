@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from shardfn.graph.cases import Case, Edge, Leg, Way, whole
 from shardfn.graph.libtpu import as_on_tpu, scatters
 from shardfn.graph.model import (
+    BOOKKEEPING,
     CHANGES,
     PRODUCTS,
     Communication,
@@ -27,6 +28,7 @@ from shardfn.graph.model import (
     Value,
     dtype_bits,
     is_gpu,
+    trips_of,
 )
 from shardfn.graph.moves import flat, joined_axes, split_axes, steps
 from shardfn.graph.rounds import added_after
@@ -64,6 +66,7 @@ class _Roads:
         self.values, self.specs = list(graph.values), [in_parts(spec) for spec in flow.specs]
         self.ops: list[Op] = []
         self.sent: list[Communication] = []
+        self.collected: set[int] = set()  # partial results, which are gathered together though only one is read
         self.moved: dict[tuple[object, ...], int] = {}
         self.parts: dict[object, int] = {}
         self.ways: dict[object, tuple[Way, bool]] = {}
@@ -75,15 +78,7 @@ class _Roads:
         }
         self.is_read = False  # whether what is moved is an operand
         self.region: object = None  # the loop or branch that it is moved for
-        self.trips = [0] * len(self.values)
-        for op in reversed(graph.ops):
-            for v in op.inputs:  # of what a loop carries: the least of its readers'
-                self.trips[v] = min(self.trips[v] or op.trips, op.trips)
-        for op in graph.ops:
-            for v in op.outputs:
-                self.trips[v] = op.trips
-        for v in graph.inputs:
-            self.trips[v] = 1
+        self.trips = trips_of(graph)
 
     def flow(self) -> Flow:
         own = {c.result: c for c in self.given.communications}
@@ -107,11 +102,8 @@ class _Roads:
         graph = dataclasses.replace(self.given.graph, values=tuple(self.values))
         ops = _before_loops(self.ops)
         needed = {v for op in _needed(graph, ops) if op.name in CHANGES for v in op.outputs}
-        sent = tuple(
-            dataclasses.replace(c, axes=join(c.axes))
-            for c in self.sent
-            if c.result in needed or c.result in own or c.cause == "reduce"  # partial results are gathered together
-        )
+        kept = needed | own.keys() | self.collected
+        sent = tuple(dataclasses.replace(c, axes=join(c.axes)) for c in self.sent if c.result in kept)
         graph = dataclasses.replace(graph, ops=tuple(ops))
         found = simplified(Flow(graph, specs, grid, sent, self.platform))
         if self.platform == "cpu":
@@ -163,6 +155,7 @@ class _Roads:
             if found.collected:
                 lies = self.specs[made]
                 made = self.send("all-gather", made, lies, found.collected, op.trips, op.where, op.name)
+                self.collected.add(self.sent[-1].result)
             made = self.bring_back(made, found.back, op)
             self.move(made, self.specs[v], op.trips, op.where, op.name, into=v)
 
@@ -420,5 +413,5 @@ def _travels(platform: str, kind: str, dtype: str, is_read: bool) -> str:
     return "bf16" if is_narrowed else dtype
 
 
-_PASSED = frozenset({"iota", "shard_map", "create_token", "after_all", "partition_id", "replica_id"})
+_PASSED = BOOKKEEPING | {"iota", "shard_map"}
 """Ops at whose operands nothing is moved."""

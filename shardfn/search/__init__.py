@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 
-from shardfn.context_keys import SEARCH_MODES
+from shardfn.context_keys import BUILT_IN, SEARCH_MODES
 from shardfn.errors import ContextError, ContextTypeError, a, fail
 from shardfn.search import auto, dynamic, recursive, seeds
 from shardfn.search.problem import Answer, Problem, Search
@@ -63,7 +63,7 @@ def forget(name: str) -> None:
     Raises:
       ContextError: nobody registered that name.
     """
-    if name not in SEARCH_MODES[4:]:
+    if name in BUILT_IN or name not in SEARCH_MODES:
         fail(ContextError, f"no search was registered as {name!r}", where=f"forget({name!r})",
              why="MindSpore's four searches stay", fix="give the name that it was registered by")  # fmt: skip
     SEARCH_MODES.remove(name)
@@ -79,7 +79,7 @@ def select(mode: str) -> Search:
     if not isinstance(mode, str) or mode not in MODES:
         fail(ContextError, f"search_mode {mode!r} is unknown", where=f"search_mode = {mode!r}",
              why="a search is chosen by its name", fix=f"use one of {', '.join(MODES)}")  # fmt: skip
-    return MODES[mode] if mode in SEARCH_MODES[:4] else functools.partial(_asked, mode)
+    return MODES[mode] if mode in BUILT_IN else functools.partial(_asked, mode)
 
 
 def _asked(mode: str, problem: Problem) -> Answer:

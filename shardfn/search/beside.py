@@ -12,6 +12,7 @@ from shardfn.search.aims import is_as_good, other_level
 from shardfn.search.neighbours import differing, improved
 from shardfn.search.problem import Answer, Candidate, Problem, objective, runner_up
 from shardfn.search.room import fits_nowhere
+from shardfn.search.told import proof
 
 LESS = 0.99
 """How much of the memory that was found last is looked for, where less is."""
@@ -19,24 +20,23 @@ LESS = 0.99
 Alone = Callable[[Problem], Answer]
 
 
-def bettered(problem: Problem, own: Answer, alone: Alone | None = None) -> Answer:
+def bettered(problem: Problem, own: Answer, alone: Alone) -> Answer:
     """The best by its flow of an answer and what stands beside it; programs that are not small keep the answer, but for level
     1 (`squeezed`), and where the model is known to be wrong (`crossed`).
 
     Args:
       problem: what is asked.
       own: its answer.
-      alone: the search by itself, to be asked at other levels; None: only one array at a time is changed.
+      alone: the search by itself, to be asked at other levels.
     """
     if not problem.is_small:
-        mend = squeezed if problem.level == 1 else crossed
-        return own if alone is None else mend(problem, own, alone)
+        return (squeezed if problem.level == 1 else crossed)(problem, own, alone)
     if problem.seconds_left <= 0:
         return own
     first = problem.as_candidate("this search's", own)
     rank = objective(first.price, problem)
     is_least = problem.level == 0 and not any((rank.over, *rank.aim))  # sends nothing, and all devices work
-    elsewhere = [] if alone is None or is_least else list(_elsewhere(problem, first, alone))
+    elsewhere = [] if is_least else list(_elsewhere(problem, first, alone))
     best = min((first, *(c for of_level in elsewhere for c in of_level)), key=lambda c: objective(c.price, problem))
     rest = sorted(
         (first, *(of_level[0] for of_level in elsewhere)), key=lambda c: objective(c.price, problem), reverse=True
@@ -154,9 +154,7 @@ def _told(
     """An answer with a better candidate in its place, and where that comes from."""
     is_own = start is first
     changed = differing(problem, start, best)
-    policy = own.policy.replace(", proved under", ", no bound of how far from the optimum under")
-    if own.gap:
-        policy = policy.replace(f"within {own.gap:.1%} of", "no bound of how far from")
+    policy = own.policy.replace(proof(own.axes, own.gap), proof(own.axes, None))
     policy += "" if is_own else f"; better by its flow: {start.name}"
     policy += f"; changed for a better flow: {changed}" if changed else ""
     reasons = tuple(

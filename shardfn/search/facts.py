@@ -12,7 +12,7 @@ from shardfn.cost.fusion import fuse
 from shardfn.cost.memory import Place, lives
 from shardfn.cost.schedule import merged, scheduled
 from shardfn.cost.tpu import looked_up, scattered_to
-from shardfn.graph.model import PRODUCTS, Flow, Graph, Value, dtype_bits
+from shardfn.graph.model import PRODUCTS, Flow, Graph, Value, dtype_bits, trips_of
 from shardfn.graph.rounds import accumulated
 from shardfn.graph.together import added_together
 from shardfn.search.kernels import Kernels, kernels_of
@@ -105,7 +105,7 @@ def known(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) -> Kn
             given.remove(place.bytes)
         else:
             kept.append(place)
-    trips, last = tuple(value_trips(graph)), _last(graph)
+    trips, last = tuple(trips_of(graph)), _last(graph)
     together = added_together(graph) if platform != "cpu" else {}
     flops = tuple([op_flops(whole, op) for op in graph.ops])
     rows = scattered_to(graph) if platform == "tpu" else frozenset[int]()
@@ -168,21 +168,6 @@ def _last(graph: Graph) -> frozenset[int]:
         if op.name in PRODUCTS or not leads.isdisjoint(op.outputs):
             leads.update(op.inputs)
     return frozenset(found)
-
-
-def value_trips(graph: Graph) -> list[int]:
-    """How often each value is made in one call: as often as the loops around its op run; a loop's carried value as
-    often as the first op that reads it."""
-    trips = [0] * len(graph.values)
-    for v in graph.inputs:
-        trips[v] = 1
-    for op in graph.ops:
-        for v in op.outputs:
-            trips[v] = op.trips
-    for op in graph.ops:
-        for v in op.inputs:
-            trips[v] = trips[v] or op.trips
-    return [t or 1 for t in trips]
 
 
 def loops_of(graph: Graph, trips: Sequence[int]) -> Loops:

@@ -5,6 +5,7 @@ search's own plans: among the finalists, at level 1, and wherever the program is
 from __future__ import annotations
 
 import dataclasses
+import enum
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -69,7 +70,7 @@ def of_batch(problem: Problem, every: bool = True) -> tuple[Candidate, ...]:
         return ()
     found: dict[tuple[Spec, ...], Candidate] = {}
     for one in _of_batch(problem):
-        if (every or one.pieces == ALL) and one.specs not in found and problem.seconds_left > 0:
+        if (every or one.pieces is Pieces.ALL) and one.specs not in found and problem.seconds_left > 0:
             made = problem.candidate(one.name, one.axes, one.specs, one.pins)
             if keeps(problem.flow_of(made), problem.algorithm):
                 found[one.specs] = made
@@ -104,6 +105,15 @@ def fresh(problem: Problem) -> frozenset[int]:
     return frozenset(i for i, value in enumerate(problem.inputs) if kept and value not in kept)
 
 
+class Pieces(enum.Enum):
+    """What is cut into pieces over the axes that a layout leaves, or the first of them: what elementwise ops alone read (as
+    ZeRO-1 lays out an optimizer's state), or everything (as fully sharded data parallel lays out weights)."""
+
+    STATE = "what only the update reads"
+    SIZEABLE = "all else but small parameters"
+    ALL = "all else"
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """A plain layout: dim classes cut over axes, all else whole or in pieces."""
@@ -113,8 +123,7 @@ class Layout:
     cut: Mapping[int, str]
     specs: tuple[Spec, ...]
     pins: Pins
-    pieces: str = ""
-    """What is in pieces over the axes left (`_each`)."""
+    pieces: Pieces | None = None
 
 
 def held(problem: Problem, layout: Layout) -> int:
@@ -184,10 +193,6 @@ def _fits(problem: Problem, class_: int, ways: int) -> bool:
     return any(map(any, _laid(problem, (("a", ways),), {class_: "a"})))
 
 
-STATE, SIZEABLE, ALL = "what only the update reads", "all else but small parameters", "all else"
-"""What is cut into pieces over the axes that a layout leaves, or the first of them: what elementwise ops alone read (as
-ZeRO-1 lays out an optimizer's state), or everything (as fully sharded data parallel lays out weights)."""
-
 SMALL_SHARE = 1e-3
 """Of the bytes of all parameters and states: the smallest of them that hold no more than this together are small. A gather
 of one costs its latency."""
@@ -198,14 +203,14 @@ def _each(problem: Problem, axes: Axes, cut: Mapping[int, str], with_large: bool
     name = ", ".join(f"{_name(problem, c)} cut {sizes[axis]} ways" for c, axis in cut.items())
     yield Layout(name, axes, cut, _laid(problem, axes, cut), {})
     kinds = (
-        [(STATE, every[:1])] * any(is_state(problem))
-        + [(SIZEABLE, every)] * with_large
-        + [(ALL, every[:1]), (ALL, every)]
+        [(Pieces.STATE, every[:1])] * any(is_state(problem))
+        + [(Pieces.SIZEABLE, every)] * with_large
+        + [(Pieces.ALL, every[:1]), (Pieces.ALL, every)]
     )
     for pieces, over in dict.fromkeys(kinds):
         count = math.prod(sizes[axis] for axis in over)
         laid = _laid(problem, axes, cut, pieces, over)
-        yield Layout(f"{name}, {pieces} in {count} pieces", axes, cut, laid, _pins(problem, axes, cut), pieces)
+        yield Layout(f"{name}, {pieces.value} in {count} pieces", axes, cut, laid, _pins(problem, axes, cut), pieces)
 
 
 def _pins(problem: Problem, axes: Axes, cut: Mapping[int, str]) -> Pins:
@@ -255,12 +260,12 @@ def _name(problem: Problem, class_: int) -> str:
 
 
 def _laid(
-    problem: Problem, axes: Axes, cut: Mapping[int, str], pieces: str = "", over: Sequence[str] = ()
+    problem: Problem, axes: Axes, cut: Mapping[int, str], pieces: Pieces | None = None, over: Sequence[str] = ()
 ) -> tuple[Spec, ...]:
-    into = [pieces == ALL] * len(problem.inputs)
-    if pieces == STATE:
+    into = [pieces is Pieces.ALL] * len(problem.inputs)
+    if pieces is Pieces.STATE:
         into = list(is_state(problem))
-    elif pieces == SIZEABLE:
+    elif pieces is Pieces.SIZEABLE:
         into = [not small for small in are_small(problem)]
     rows = zip(problem.specs, problem.shapes, problem.classes, into, strict=True)
     return tuple(

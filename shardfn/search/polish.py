@@ -76,7 +76,7 @@ def in_line(problem: Problem, made: Candidate, laid: Callable[[int], Spec]) -> C
             spec.append(dim if fits else ())
             free -= set(spec[-1])
         specs[i] = tuple(spec)
-    return problem.again(made, name=f"{made.name}, {LINE}", specs=tuple(specs), pins={})
+    return problem.again(made, name=f"{made.name}, {LINE}", specs=tuple(specs), pins={}, is_in_line=True)
 
 
 LINE = "what no product reads in line with what products make"
@@ -150,7 +150,8 @@ def in_pieces(problem: Problem, made: Candidate, only_state: bool = False) -> Ca
             and batch.intersection(problem.tied[op.outputs[0]])
         ):
             pins[index] = Pin((None,) * len(op.inputs), results)
-    name = f"{made.name}, {plain.STATE if only_state else plain.ALL} in pieces"
+    what = plain.Pieces.STATE if only_state else plain.Pieces.ALL
+    name = f"{made.name}, {what.value} in pieces"
     return problem.again(made, name=name, specs=tuple(specs), pins=pins)
 
 

@@ -237,6 +237,7 @@ class Laid(TypedDict, total=False):
     specs: tuple[Spec, ...]
     pins: Pins
     ends: Ends
+    is_in_line: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,6 +250,8 @@ class Candidate:
     pins: Pins
     price: Price
     ends: Ends = dataclasses.field(default_factory=dict)
+    is_in_line: bool = False
+    """Whether what no product reads was laid out as what products make (`polish.in_line`)."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""What a search tries for a program of so many ops at a level: every number that depends on the size, on one page.
+"""How much a search tries for a program of so many ops at a level: every number that depends on the size, on one page. Which
+of them is asked at a level is in `choose`.
 
 A flow of a program costs time in proportion to its ops. Of a small program (`SMALL_OPS`) everything is tried: each thing found is
 let go of what it need not hold before it is compared, other aims and grids are asked too, and what other levels find and the

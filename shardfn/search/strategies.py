@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from shardfn.cost.compute import TAKES, UPDATES, effort
+from shardfn.cost.compute import rate
+from shardfn.cost.kinds import TAKES, UPDATES
 from shardfn.cost.memory import Place
 from shardfn.cost.tpu import LANES, LARGEST_ROWS
 from shardfn.graph.model import PRODUCTS, Graph, Op, Rule, Spec
@@ -383,13 +384,8 @@ class _Builder:
             local = [full[v] / self.ways(w) for v, w in zip(op.inputs, wanted, strict=True)]
             parts = fetched(op, self.graph, wanted, made, local, grid)
             sent, sent_s = sent + parts[0], sent_s + parts[1]
-        chip = grid.chip
-        rate = (
-            chip.rate(self.graph.values[op.inputs[0]].dtype)
-            if op.name in PRODUCTS
-            else (chip.vector_flops or chip.flops) / effort(op)
-        )
-        computing_s, moving_s = self.facts.kernels[index].computes * flops / rate, moved / chip.memory_bytes_s
+        computing_s = self.facts.kernels[index].computes * flops / rate(self.graph, op, grid.chip)
+        moving_s = moved / grid.chip.memory_bytes_s
         compute_s = np.maximum(computing_s, moving_s) if op.name in PRODUCTS else computing_s + moving_s
         of_products = flops if op.name in PRODUCTS else np.zeros(len(work))
         return _Piece(wanted, made, np.array([flops, of_products, compute_s, sent, sent_s]), whole)

@@ -23,8 +23,8 @@ def told(
     else:
         gap = _gap(problem, at, found) if not is_cut_short and keeps_promise(problem, at, best) else None
         where = "; grids tried:" if problem.level == 0 else " on the grids tried:"
-        policy = f"{what}: {_proof(best, gap)} under the cost model, op by op{where} {tried}"
-        policy += f"; {LINE}" if best.name.endswith(LINE) else ""
+        policy = f"{what}: {proof(best.axes, gap)} under the cost model, op by op{where} {tried}"
+        policy += f"; {LINE}" if best.is_in_line else ""
         reason = "the optimum of all ops together"
     reasons = tuple("" if given is not None else reason for given in problem.specs)
     return Answer(best.axes, best.specs, reasons, policy, pins=best.pins, gap=gap, ends=best.ends,
@@ -40,9 +40,9 @@ def tried_on(problem: Problem, looked: Iterable[Axes], untried: Sequence[Axes]) 
     return f"{tried}; {problem.seconds:g} s were over before all was tried" if problem.seconds_left <= 0 else tried
 
 
-def _proof(best: Candidate, gap: float | None) -> str:
-    """The grid, and what is known of how far the answer is from the optimum."""
-    grid = " x ".join(f"{name}={size}" for name, size in best.axes)
+def proof(axes: Axes, gap: float | None) -> str:
+    """The grid, and what is known of how far the answer is from the optimum, in the words of a policy."""
+    grid = " x ".join(f"{name}={size}" for name, size in axes)
     if gap is None:
         return f"grid {grid}, no bound of how far from the optimum"
     return f"grid {grid}, {f'within {gap:.1%} of the optimum' if gap else 'proved'}"

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import tree_util
 from jax.extend import core
 
-from shardfn.cost.chips import CHIPS, Chip
+from shardfn.cost.chips import CHIPS
 from shardfn.errors import StrategyError, fail
 from shardfn.rebind import inner
 
@@ -107,22 +107,27 @@ def _walked(walk: Any, jaxpr: Any, arguments: Sequence[Any], mark: tuple[int, in
     return walk(opened, arguments, mark)
 
 
-def cost_s(op: Op, chip: Chip = CHIPS["h100"]) -> float:
+_CHIP = CHIPS["h100"]
+"""Whose figures stages are balanced by, whatever they run on: only the ratio of its two rates matters, and cuts are the same
+everywhere."""
+
+
+def cost_s(op: Op) -> float:
     """Seconds of an op, roughly: products by their FLOPs, all else by the bytes of what it makes.
 
     A guess for balancing: no fusion, no cache, and a loop whose length is not known counts once.
     """
-    return _eqn_s(op.eqn, chip)
+    return _eqn_s(op.eqn)
 
 
-def _eqn_s(eqn: Any, chip: Chip) -> float:
+def _eqn_s(eqn: Any) -> float:
     bodies = inner(eqn)
     if bodies and eqn.primitive.name not in ("reduce", "scatter", "scatter-add", "argmax", "argmin"):
         times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
-        each = [sum(_eqn_s(e, chip) for e in body.eqns) for body in bodies]
+        each = [sum(_eqn_s(e) for e in body.eqns) for body in bodies]
         return times * (max(each) if eqn.primitive.name == "cond" else sum(each))
     made = sum(math.prod(v.aval.shape) * _itemsize(v.aval) for v in eqn.outvars)
-    return max(_flops(eqn) / chip.flops, made / chip.memory_bytes_s)
+    return max(_flops(eqn) / _CHIP.flops, made / _CHIP.memory_bytes_s)
 
 
 def _itemsize(aval: Any) -> int:

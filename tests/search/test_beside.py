@@ -13,6 +13,7 @@ from shardfn import ShardError
 from shardfn.cost.hardware import resolve
 from shardfn.search import beside, dynamic, neighbours, scope
 from shardfn.search.problem import Candidate, Memo, objective
+from shardfn.search.told import proof
 
 S = jax.ShapeDtypeStruct
 
@@ -146,16 +147,18 @@ def test_less_than_a_thousandth_of_the_time_is_no_gain(asked):
         assert neighbours._is_better(problem, made, poor) == gains
 
 
-def test_what_is_changed_is_told_and_no_longer_proved(asked):
+@pytest.mark.parametrize("gap", [0.0, 0.125, None])
+def test_what_is_changed_is_told_and_no_longer_proved(asked, gap):
     problem, poor = asked
-    reasons, policy = ("found",) * 3, "a search: grid a=8, proved under the cost model"
-    own = shardfn.search.Answer(poor.axes, poor.specs, reasons, policy, gap=0.0)
-    made = beside.bettered(problem, own)
-    assert made.gap is None and "proved" not in made.policy and "changed for a better flow: `" in made.policy
+    reasons, policy = ("found",) * 3, f"a search: {proof(poor.axes, gap)} under the cost model"
+    own = shardfn.search.Answer(poor.axes, poor.specs, reasons, policy, gap=gap)
+    made = beside.bettered(problem, own, lambda _: own)
+    assert made.gap is None and made.policy.startswith(f"a search: {proof(poor.axes, None)} under the cost model")
+    assert "proved" not in made.policy and "changed for a better flow: `" in made.policy
     assert problem.price_of(made).memory.peak < poor.price.memory.peak
     assert [r != "found" for r in made.reasons] == [a != b for a, b in zip(made.specs, poor.specs, strict=True)]
     large = dataclasses.replace(problem, graph=dataclasses.replace(problem.graph, ops=problem.graph.ops * 500))
-    assert beside.bettered(large, own) is own
+    assert beside.bettered(large, own, lambda _: own) is own
 
 
 def test_a_level_is_searched_once(asked):

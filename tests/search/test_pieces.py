@@ -9,6 +9,7 @@ import pytest
 import shardfn
 from shardfn.search import following, forget, plain
 from shardfn.search.choose import answer_of
+from shardfn.search.plain import Pieces
 from shardfn.search.problem import objective
 
 S = jax.ShapeDtypeStruct
@@ -54,11 +55,11 @@ def test_a_class_that_not_all_devices_divide_is_cut_beside_another(laid):
 
 
 def test_only_what_the_update_alone_reads_is_cut_as_zero_1_cuts_it(laid):
-    names = [name for name, _ in laid if plain.STATE in name]
+    names = [name for name, _ in laid if Pieces.STATE.value in name]
     assert names
-    zero = next(cuts for (name, grid), cuts in laid.items() if plain.STATE in name and cuts["x"] == (4, 1))
+    zero = next(cuts for (name, grid), cuts in laid.items() if Pieces.STATE.value in name and cuts["x"] == (4, 1))
     assert zero["momentum/w"] != zero["w"], "momentum is in pieces, and the weights are not"
-    full = next(cuts for (name, grid), cuts in laid.items() if plain.ALL in name and cuts["x"] == (4, 1))
+    full = next(cuts for (name, grid), cuts in laid.items() if Pieces.ALL.value in name and cuts["x"] == (4, 1))
     assert full["momentum/w"] == full["w"]
 
 
@@ -70,7 +71,9 @@ def test_what_is_given_stays():
 def test_in_pieces_products_are_held_to_the_cut_of_their_class():
     """Weights in pieces over the batch's axis would have propagation cut the products' sums instead."""
     problem = asked(step, *ARGS[:2], S((64, 16), jnp.float32), level=0)
-    full = next(c for c in plain.candidates(problem) if c.name.startswith("x dim 0 cut 8") and plain.ALL in c.name)
+    full = next(
+        c for c in plain.candidates(problem) if c.name.startswith("x dim 0 cut 8") and Pieces.ALL.value in c.name
+    )
     assert full.pins and all(pin.operands == (None, None) for pin in full.pins.values())
     alone = problem.price(full.axes, full.specs, {})
     assert full.price.bytes_sent <= alone.bytes_sent

@@ -128,7 +128,7 @@ def test_small_parameters_stay_whole_beside_large_ones_in_pieces():
     assert [name for name, small in zip(problem.names, plain.are_small(problem), strict=True) if small] == [
         "params/small/0", "params/small/1", "params/small/2"
     ]  # fmt: skip
-    laid = [one for one in plain._layouts(problem, False) if plain.SIZEABLE in one.name]
+    laid = [one for one in plain._layouts(problem, False) if one.pieces is plain.Pieces.SIZEABLE]
     assert laid and all(one.specs[-1] and any(map(any, one.specs[-3:])) for one in laid)
     assert all(not any(spec) for one in laid for spec in one.specs[:2])
     by_hand = shardfn.plan(
