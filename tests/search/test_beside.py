@@ -172,7 +172,9 @@ def test_a_level_is_searched_once(asked):
     for level in (1, 0, 2, 1):
         one = dataclasses.replace(problem, level=level)
         beside.bettered(one, beside.asked_once(one, alone), alone)
-    assert sorted(searched) == [(0, False), (0, True), (0, True), (1, False), (2, False)], "level 1 asks level 0 for less, twice"
+    assert sorted(searched) == [(0, False), (0, True), (0, True), (1, False), (2, False)], (
+        "level 1 asks level 0 for less, twice"
+    )
 
 
 def test_at_level_1_larger_programs_look_for_ever_less_memory(monkeypatch):

@@ -155,7 +155,9 @@ def test_beside_a_large_program_s_plan_stand_those_of_the_batch(monkeypatch, kep
     of_batch = plain.of_batch
     monkeypatch.setattr(plain, "of_batch", lambda *asked: tried.extend(of_batch(*asked)) or tried)
     problem, made = asked_and_made(level, device=device)
-    assert {c.name for c in tried} == {c.name for c in of_batch(problem) if every or c.name.endswith("all else in 8 pieces")}
+    assert {c.name for c in tried} == {
+        c.name for c in of_batch(problem) if every or c.name.endswith("all else in 8 pieces")
+    }
     assert all(objective(made.price, problem) <= objective(c.price, problem) for c in tried)
 
 
