@@ -185,12 +185,13 @@ class _Builder:
         self.depth[value] = 0
 
     def argument(self, value: int, readers: int) -> None:
-        """An argument's node; where several ops read all of it, they read one copy, so that a gather is paid for once."""
+        """An argument's node; where several ops read all of it, they read one copy, so that a gather is paid for once. What is
+        given whole is not gathered."""
         self.value_node(value)
         node, labels = self.layouts[value]
         self.nodes[node].sums[5] += self.facts.bytes[value] / self.ways(labels)
-        if readers > 1 and value not in self.given and self.graph.values[value].shape:
-            shape = self.graph.values[value].shape
+        shape, spec = self.graph.values[value].shape, self.given.get(value)
+        if readers > 1 and shape and (spec is None or any(spec)):
             self.sources[value] = self.node(self.labels(shape, lambda row: forms.value_labels(shape, self.sizes, row)))
             rounds = (self.facts.gathers or {}).get(value, 1)
             self.connect(node, labels, self.sources[value][0], self.sources[value][1], value, rounds)
