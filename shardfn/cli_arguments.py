@@ -152,7 +152,7 @@ def numbers(words: Sequence[str], option: str) -> tuple[int, ...]:
              why="an argument is donated by its place, counted from 0", fix=f"write {option} 0 1, or {option} 0,1")  # fmt: skip
 
 
-_SHAPE = re.compile(r"\s*(?P<dtype>\w+)\s*\[(?P<dims>[\d\s,]*)\]\s*")
+_SHAPE = re.compile(r"\s*(?P<dtype>\w+)\s*\[(?P<dims>[\d\s,]*)\]\s*", re.ASCII)
 
 
 def shapes(text: str) -> Any:
