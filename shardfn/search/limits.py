@@ -11,11 +11,15 @@ from typing import NoReturn
 from shardfn.cost.memory import Memory, at_peak
 from shardfn.errors import StrategyError, fail
 from shardfn.graph.model import Op
+from shardfn.search.facts import bytes_of
 from shardfn.search.problem import Answer, Problem, Search
 from shardfn.search.room import fits_nowhere
 
 NAMED = 4
 """Tensors that an error names."""
+
+SLIP = 100
+"""So many times a limit's bytes are less than an even share of the arguments: it is not searched for what comes nearest to it."""
 
 ERROR = 0.25
 """Of the peak: how far what XLA makes is from the prediction in 89 of the 97 of `benchmarks/truth.py` (docs/cost-model.md)."""
@@ -105,6 +109,21 @@ def refuse_hopeless(problem: Problem, search: Search) -> None:
         least = search(dataclasses.replace(problem, level=1, is_rough=True))
         if not _fits(problem, least):
             _refuse(problem, least)
+
+
+def refuse_slip(problem: Problem) -> None:
+    """Refuse a limit of the user's that is so small that its unit must be a slip, without a search.
+
+    Raises:
+      StrategyError: it says what the arguments alone are.
+    """
+    graph = problem.graph
+    given = sum(bytes_of(graph.values[v]) for v in graph.inputs)
+    if problem.memory_limit * SLIP < given / problem.devices:
+        fail(StrategyError, f"no layout holds at most {problem.memory_limit:,.0f} bytes per device",
+             where=f"memory_limit = {problem.memory_limit:,.0f}",
+             why=f"the arguments alone, however they are cut, are at least {given / problem.devices:,.0f} bytes on each device",
+             fix='write the unit that is meant, as in "14GiB" or "16GB", or leave memory_limit out')  # fmt: skip
 
 
 def _refuse(problem: Problem, least: Answer) -> NoReturn:

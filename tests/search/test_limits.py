@@ -136,6 +136,17 @@ def test_a_limit_that_nothing_keeps(mode):
     assert made.price.memory.peak <= least
 
 
+@pytest.mark.parametrize("options", [{}, {"finalists": 2}, {"search_mode": "recursive_programming"}], ids=str)
+def test_a_limit_without_its_unit_is_refused_before_the_search(options, monkeypatch):
+    monkeypatch.setattr("shardfn.search.problem.Problem.price", None)
+    with pytest.raises(ShardError, match=r'no layout holds at most 14 bytes per device(.|\n)*as in "14GiB"') as error:
+        shardfn.plan(two_layers, *ARGS, level=2, memory_limit="14", device="cpu:8", **options)
+    assert (
+        "the arguments alone, however they are cut, are at least 4,227,072 bytes on each device"
+        in error.value.problems[0].why
+    )
+
+
 def test_what_holds_most_is_told_with_its_shape_and_line():
     """Sums of gradients have no line of their own: the one of what they add is told."""
 
@@ -144,7 +155,7 @@ def test_what_holds_most_is_told_with_its_shape_and_line():
 
     shapes = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((8, 64), "float32")
     with pytest.raises(ShardError) as error:
-        shardfn.plan(both, *shapes, level=1, memory_limit=100, device="cpu:1")
+        shardfn.plan(both, *shapes, level=1, memory_limit=1000, device="cpu:1")
     largest = error.value.problems[0].why.partition("the largest: ")[2].split("; ")
     line = rf"at {re.escape(__file__)}:\d+: 16,384 bytes"
     assert largest[0] == "`w` f32[64,64]: 16,384 bytes" and largest[3] == "`x` f32[8,64]: 2,048 bytes"
@@ -161,7 +172,7 @@ def test_what_lies_in_the_memory_inside_a_chip_is_not_told_as_held():
 
     shapes = S((256, 256), jnp.float32), S((1024, 256), jnp.float32)
     with pytest.raises(ShardError) as error:
-        shardfn.plan(chain, *shapes, level=1, memory_limit=100, device="tpu-v5e:1")
+        shardfn.plan(chain, *shapes, level=1, memory_limit=100_000, device="tpu-v5e:1")
     why = error.value.problems[0].why
     assert " and 0 in between; " in why
     assert [text.split()[0] for text in why.partition("the largest: ")[2].split("; ")] == ["`x`", "`w`", "reduce"], why
