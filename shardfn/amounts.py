@@ -12,7 +12,7 @@ from shardfn.errors import Problem, a
 
 _UNITS = {"": 1, **{f"{prefix}B": 1000**i for i, prefix in enumerate(("", "k", "M", "G", "T"))},
           **{f"{prefix}iB": 1024**i for i, prefix in enumerate(("", "K", "M", "G", "T")) if i}}  # fmt: skip
-_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
 _FIX = 'write a number of bytes from 1 up, or text such as "14GiB" or "16GB"'
 
 

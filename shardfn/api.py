@@ -116,7 +116,7 @@ def shard(
         in_strategy, out_strategy, device, level, parameter_plan, search_mode, memory_limit, finalists,
         time_limit, _several(static_argnums), _several(static_argnames), _several(donate_argnums), _several(donate_argnames),
         layout,
-        dict(compiler_options) if compiler_options else None,
+        dict(compiler_options) if isinstance(compiler_options, Mapping) else compiler_options,
     )  # fmt: skip
     if fn is None:
         return functools.partial(_sharded, options=options)

@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("file", metavar="FILE", help='a layout file, or a recipe by its name: "llama/fsdp-tp"')
     check.add_argument("--model", required=True, metavar="MODULE:FUNCTION",
                        help="a function without parameters that returns (function, arguments), or a tree of parameters; "
-                       "with --args or --shapes, the function itself")  # fmt: skip
+                       "with --args or --shapes, as in plan, the function itself")  # fmt: skip
     arguments = check.add_mutually_exclusive_group()
     arguments.add_argument("--shapes", nargs="+", default=[], metavar="SHAPE", help="as in plan")
     arguments.add_argument("--args", metavar="MODULE:FUNCTION", help="as in plan")

@@ -25,6 +25,7 @@ from jax import tree_util
 import shardfn
 from shardfn.errors import ShardError, StrategyError, StrategyTypeError, fail
 from shardfn.paths import listed
+from shardfn.strategy import shape_of
 
 DTYPES = {
     **{f"f{bits}": f"float{bits}" for bits in (16, 32, 64)},
@@ -122,19 +123,26 @@ def made(name: str) -> tuple[Any, ...]:
 
 
 def model(name: str) -> tuple[Any, tuple[Any, ...]]:
-    """A model on paper: the function and the arguments that the user's function makes, or a tree of shapes and nothing."""
+    """A model on paper: the function and the arguments that the user's function makes, or a tree of shapes and nothing. What is
+    no array in a tree, such as a module's activation function, stays as it is."""
     make = load(name, "function that makes a model")
     functions: list[Any] = []
+    others: list[tuple[Any, dict[int, Any]]] = []
 
     def arrays() -> Any:
         found = make()
         if isinstance(found, tuple) and len(found) == 2 and callable(found[0]) and isinstance(found[1], tuple):
             functions.append(found[0])
-            return found[1]
-        return found
+            found = found[1]
+        leaves, structure = tree_util.tree_flatten(found)
+        others.append((structure, {i: leaf for i, leaf in enumerate(leaves) if shape_of(leaf) is None}))
+        return [None if i in others[0][1] else leaf for i, leaf in enumerate(leaves)]
 
-    with tracing(name):
-        tree = jax.eval_shape(arrays)
+    with tracing(name, "write a function without parameters that returns (function, arguments) or a tree of parameters, or name "
+                 "the function itself and give --args or --shapes too"):  # fmt: skip
+        leaves = jax.eval_shape(arrays)
+    structure, kept = others[0]
+    tree = tree_util.tree_unflatten(structure, [kept.get(i, leaf) for i, leaf in enumerate(leaves)])
     return (functions[0], tree) if functions else (tree, ())
 
 
@@ -152,7 +160,7 @@ def numbers(words: Sequence[str], option: str) -> tuple[int, ...]:
              why="an argument is donated by its place, counted from 0", fix=f"write {option} 0 1, or {option} 0,1")  # fmt: skip
 
 
-_SHAPE = re.compile(r"\s*(?P<dtype>\w+)\s*\[(?P<dims>[\d\s,]*)\]\s*")
+_SHAPE = re.compile(r"\s*(?P<dtype>\w+)\s*\[(?P<dims>[\d\s,]*)\]\s*", re.ASCII)
 
 
 def shapes(text: str) -> Any:

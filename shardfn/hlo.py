@@ -6,11 +6,11 @@ In the forms that XLA's CPU, GPU and TPU backends print.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-import os
 import re
 from collections.abc import Iterator
+
+from shardfn.graph.frames import user_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ def modules(text: str) -> Iterator[Module]:
 
 
 def _frames(text: str) -> dict[int, str]:
-    """For each stack frame the innermost line that is the user's own, then of any library's, never of this one's."""
+    """For each stack frame the line of `graph.frames.user_line`."""
 
     def section(name: str, pattern: str) -> dict[int, tuple[str, ...]]:
         body = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.M)
@@ -77,19 +77,14 @@ def _frames(text: str) -> dict[int, str]:
     frames = section("StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
     shift = int(frames[1][1] or 0) if 1 in frames else 0  # frame 1 has no parent; XLA writes that as 1, not 0
 
-    def stack(frame: int) -> Iterator[str]:
+    def stack(frame: int) -> Iterator[tuple[str, str]]:
         while frame in frames:
             file, line = places.get(int(frames[frame][0]), ("0", "0"))
-            yield f"{names.get(int(file), ('',))[0]}:{line}"
+            yield names.get(int(file), ("",))[0], line
             parent = int(frames[frame][1] or shift) - shift
             frame = parent if parent < frame else 0
 
-    known = {frame: [line for line in stack(frame) if not line.startswith(_HERE)] for frame in frames}
-    return {frame: next(itertools.filterfalse(_LIBRARY.search, k), k[0] if k else "") for frame, k in known.items()}
-
-
-_HERE = os.path.dirname(__file__) + os.sep
-_LIBRARY = re.compile(r"[/\\](site|dist)-packages[/\\]")
+    return {frame: user_line(list(stack(frame))) for frame in frames}
 
 
 _CALLED = re.compile(

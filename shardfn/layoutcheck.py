@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jax import tree_util
+
 from shardfn.cost.hardware import resolve
 from shardfn.errors import Problem, ShardError
 from shardfn.layoutfile import LayoutFile, LayoutFileError, read, shardings
 from shardfn.options import Options
+from shardfn.paths import listed, met
 from shardfn.plan import Plan
 from shardfn.sharded import ShardedFunction
+from shardfn.strategy import Argument, leaves_of
 
 
 class Alone(ShardedFunction):
@@ -47,7 +51,9 @@ def checked(
     if found is None:
         return faults, None
     try:
-        if not callable(model):
+        if not callable(model) or (not args and not tree_util.all_leaves([model])):  # a module may be a tree too
+            if nameless := _nameless(found, model):
+                return (*faults, *nameless), None
             shardings(found, model, resolve(device))
             return faults, None
         sharded: Callable[..., Any] = Alone(model, Options(device=device, layout=found))
@@ -59,6 +65,25 @@ def checked(
     return tuple(
         Problem(text, fix="save a plan of this function") for text in plan.findings if "[[inside]]" in text
     ), plan
+
+
+def _nameless(layout: LayoutFile, tree: Any) -> list[Problem]:
+    """The problem of the arguments of a function that are given without it, and so without their names; before it, of what is no
+    array."""
+    problems: list[Problem] = []
+    paths = [leaf.path for leaf in leaves_of(Argument("", "the tree", tree), problems)]
+    if type(tree) is not tuple or not layout.arguments or any(met(rule.glob, paths)[0] for rule in layout.arguments):
+        return []
+    function = layout.function or "function"
+    told = Problem(
+        f"no rule of {layout.name} meets an array of a tuple, whose parts have no names",
+        where=f"{layout.name}: [arguments] {layout.arguments[0].glob!r}; the tuple has {listed(paths, 3)}",
+        why="a file that a plan wrote names arrays by the arguments of its function"
+        + (f", `{layout.function}`" if layout.function else ""),
+        fix=f"give the function with its arguments: --model FILE.py:{function} --args FILE.py:FUNCTION, where FUNCTION returns "
+        f"the tuple; in Python check(layout, {function}, arguments)",
+    )
+    return [*problems, told]
 
 
 def _read(layout: Any) -> tuple[LayoutFile | None, tuple[Problem, ...]]:

@@ -129,12 +129,15 @@ def write(layout: Any, path: str | os.PathLike[str], text: str | None = None) ->
     """
     target = pathlib.Path(path)
     text = text_of(read(layout)) if text is None else text
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        part.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
-        os.replace(part, target)
-    except (OSError, ValueError) as error:
-        part.unlink(missing_ok=True)
+        part = target.with_name(f".{target.name}.{os.getpid()}.part")
+        try:
+            part.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+            os.replace(part, target)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+    except (OSError, ValueError) as error:  # a path that names no file, or that no file can have
         fail(LayoutFileError, f"{short(str(target))} cannot be written", where=f"path = {short(str(target))}", why=str(error),
              fix="make its directory, or write it elsewhere")  # fmt: skip
 

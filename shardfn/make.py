@@ -28,7 +28,7 @@ from shardfn.priced import candidates
 from shardfn.search import Search
 from shardfn.search.facts import bytes_of
 from shardfn.search.grid import Axes
-from shardfn.search.limits import near_limit, refuse_hopeless, within_limit
+from shardfn.search.limits import near_limit, refuse_hopeless, refuse_slip, within_limit
 from shardfn.search.problem import Answer, End, Memo
 from shardfn.search.problem import Problem as Question
 from shardfn.strategy import AUTO, Leaf
@@ -100,8 +100,10 @@ def make_plan(
         pins, _ = inside(answer.axes)
         return dataclasses.replace(answer, pins={**answer.pins, **pins}) if pins else answer
 
-    if wishes.is_strict and wishes.memory_limit is not None:
-        refuse_hopeless(question, again or search)
+    if wishes.memory_limit is not None:
+        refuse_slip(question)
+        if wishes.is_strict:
+            refuse_hopeless(question, again or search)
     answer = held(search(question))
     if wishes.is_strict:
         answer = within_limit(question, answer, lambda q: held((again or search)(q)), wishes.memory_limit is not None)

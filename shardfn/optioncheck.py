@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardfn import search
@@ -95,7 +95,7 @@ def _of_any_function(options: Options) -> list[Problem]:
         found := bytes_of(options.memory_limit, "memory_limit"), Problem
     ):
         problems.append(found)
-    problems += _bounds(options)
+    problems += [*_bounds(options), *_of_the_compiler(options.compiler_options)]
     for name in ("in_strategy", "out_strategy"):
         if getattr(options, name) is not None:
             match((), getattr(options, name), name, found := [])
@@ -121,6 +121,15 @@ def _bounds(options: Options) -> Iterator[Problem]:
     if seconds is not None and (not is_number or not seconds > 0):
         yield Problem("`time_limit` must be a number of seconds above 0", f"time_limit = {short(seconds)}",
                       "the search answers with the best it has after so long", "write 60", is_type=not is_number)  # fmt: skip
+
+
+def _of_the_compiler(given: Any) -> Iterator[Problem]:
+    odd = [key for key in given if not isinstance(key, str)] if isinstance(given, Mapping) else []
+    if given is not None and (odd or not isinstance(given, Mapping)):
+        what = f"holds {a(odd[0])} for a name" if odd else f"must be a dict, but it is {a(given)}"
+        yield Problem(f"`compiler_options` {what}", f"compiler_options = {short(given)}",
+                      "it gives XLA's options values, by their names",
+                      'write {"xla_cpu_enable_fast_math": True}, or leave it out', is_type=True)  # fmt: skip
 
 
 def _of_the_mode(mode: str | None) -> list[Problem]:

@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from shardfn.decisions import Decision
+from shardfn.errors import StrategyTypeError, a, fail
 from shardfn.graph.model import Spec
 from shardfn.layoutfile import write
 from shardfn.layoutrules import Dim, LayoutFile, Rule, Source
 from shardfn.layouttext import text_of
 from shardfn.paths import alike, escaped, layer, met, normal, ruled, starred
+from shardfn.strategy import short
 from shardfn.strategyfile import json_text, trained
 
 ALIKE = 3
@@ -66,6 +68,9 @@ def save(plan: Any, path: str | os.PathLike[str], ops: Sequence[Any] = (), only_
       ops: the plan's `OpStrategy`s, which the JSON holds.
       only_trained: leave out all but what seem to be trainable parameters (`strategyfile.trained`).
     """
+    if not isinstance(path, str | os.PathLike):
+        fail(StrategyTypeError, f"a plan is saved to a path, not to {a(path)}", where=f"path = {short(path)}",
+             why="it is written as one file", fix='write it as plan.save("layout.toml")')  # fmt: skip
     kept = trained(plan.inputs) if only_trained else list(plan.inputs)
     if pathlib.Path(path).suffix == ".json":
         write(None, path, json_text(kept, plan.axes, ops))

@@ -14,6 +14,7 @@ import numpy as np
 
 from shardfn.causes import causes
 from shardfn.comparison import Comparison, Tally
+from shardfn.cost.hardware import used_here
 from shardfn.cost.price import collective_s, sending
 from shardfn.graph.model import Collective, Spec
 from shardfn.paths import alike, few, layer, starred
@@ -73,7 +74,9 @@ def seconds(plan: Plan, c: Collective) -> float:
 
 def _headline(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
     hardware, price = plan.hardware, plan.price
-    at = f"on {hardware.name}" if hardware.is_here else f"planned for {hardware.name} (not here)"
+    at = f"on {hardware.name}"
+    if not hardware.is_here:
+        at = f"planned for {hardware.name} ({'a target' if used_here(hardware) else 'not here'})"
     lines = [f"{plan.function}: {at}, {hardware.count} device{'s'[: hardware.count != 1]}, grid {grid_text(plan)}",
              f"policy: {plan.policy}; level {plan.level}, {LEVELS[plan.level]}"]  # fmt: skip
     if any(d.source == "searched" for d in plan.inputs):

@@ -21,6 +21,7 @@ from shardfn import context
 from shardfn.apply import lies_elsewhere, moved
 from shardfn.call import Call, bind
 from shardfn.callee import Callee, describe
+from shardfn.cost.hardware import Hardware, used_here
 from shardfn.entry import Entry, make_entry
 from shardfn.errors import DeviceError, StrategyError, StrategyTypeError, fail
 from shardfn.options import Options
@@ -104,10 +105,13 @@ class ShardedFunction:
     def explain(self, *args: Any, compiled: bool = False, **kwargs: Any) -> Report:
         """The report of a call; with `compiled`, beside what XLA made of it."""
         entry, call = self._entry(args, kwargs)
-        if compiled and not entry.plan.hardware.is_here:
-            fail(DeviceError, f"nothing can be compiled for {entry.plan.hardware.name}, which is not here",
-                 where="compiled = True", why="XLA compiles for the devices of this machine",
-                 fix="leave `compiled` out, or give a device of this machine")  # fmt: skip
+        hardware = entry.plan.hardware
+        if compiled and not hardware.is_here:
+            instead = used_here(hardware)
+            fail(DeviceError, f"nothing can be compiled for {_a_target(hardware, instead)}",
+                 where="compiled = True", why="it asks XLA for the devices of this machine, and a target is only planned for",
+                 fix="leave `compiled` out, or use .plan(...).verify(); or "
+                     + (instead or "give a device of this machine"))  # fmt: skip
         executable = self._lower(entry, call).compile() if compiled else None
         return make_report(entry.plan, executable, self._arrivals(entry, call))
 
@@ -141,9 +145,11 @@ class ShardedFunction:
         known = len(self._entries)
         entry, call = self._entry(args, kwargs)
         if not entry.plan.hardware.is_here:
-            fail(StrategyError, f"`{self.callee.name}` is planned for {entry.plan.hardware.name}, which is not here",
-                 where=f"device = {self.options.device!r}", why="a target can be planned for, and not run on",
-                 fix="use .plan(...) or .explain(...), or give a device of this machine to run on")  # fmt: skip
+            instead = used_here(entry.plan.hardware)
+            fail(StrategyError, f"`{self.callee.name}` is planned for {_a_target(entry.plan.hardware, instead)}",
+                 where=f"device = {self.options.device!r}",
+                 why="a target is only planned for, and not run on" + (", whatever devices are here" if instead else ""),
+                 fix=f"use .plan(...) or .explain(...); to run, {instead or 'give a device of this machine'}")  # fmt: skip
         leaves, treedef = tree_util.tree_flatten(call.dynamic)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             fail(StrategyTypeError, f"`{self.callee.name}` is called with a shape in the place of an array",
@@ -214,6 +220,10 @@ class Methods(dict[ShardedFunction, ShardedFunction]):
 
     def __reduce__(self) -> Any:
         return Methods, ()
+
+
+def _a_target(hardware: Hardware, instead: str) -> str:
+    return f"{hardware.name}, which is {'a target' if instead else 'not here'}"
 
 
 def _never(*args: Any) -> Any:

@@ -115,13 +115,20 @@ def leaves_of(argument: Argument, problems: list[Problem]) -> list[Leaf]:
 def _not_an_array(argument: Argument, path: str, value: Any, nested: bool) -> Problem:
     if isinstance(value, np.ndarray):
         fix = "convert it to a dtype that JAX has, such as float32, or leave it out of the call"
+    elif nested and callable(value):
+        fix = ("close over it, and give the arrays alone; of an Equinox module, arrays, rest = "
+               f"eqx.partition({argument.name if argument.name.isidentifier() else 'model'}, eqx.is_array) parts them, and in "
+               "the function eqx.combine(arrays, rest) is the module again")  # fmt: skip
     elif nested:
         fix = "take it out of that argument: close over it, or pass it as a static argument of its own"
     elif argument.name.isidentifier():
         fix = f"make it static, then it has no entry: static_argnames={argument.name!r}"
     else:
         fix = "make it static with static_argnums, then it has no entry"
-    what = f"{argument.label} holds {a(value)} at `{path}`" if nested else f"{argument.label} is {a(value)}"
+    kind = (
+        "a function" if callable(value) and type(value).__module__.startswith("jax") else a(value)
+    )  # a custom_jvp, say
+    what = f"{argument.label} holds {kind} at `{path}`" if nested else f"{argument.label} is {kind}"
     if isinstance(value, np.ndarray):
         what += f" of dtype {value.dtype}"
     return Problem(

@@ -113,7 +113,7 @@ def find(plan: Plan, path: str) -> tuple[Decision, ...]:
     text = str(path).replace(".", "/").strip("/")
     forms = [p.replace(".", "/") for p in paths]
     hits = [d for d, form in zip(decisions, forms, strict=True) if text == form]
-    hits = hits or [d for d, form in zip(decisions, forms, strict=True) if text == form.partition("/")[2]]
+    hits = hits or [d for d, form in zip(decisions, forms, strict=True) if text and text == form.partition("/")[2]]
     if len(hits) == 1 and isinstance(path, str):
         return tuple(hits)
     globbed = [decisions[i] for i in met(path, list(map(normal, paths)))[0]] if isinstance(path, str) else []

@@ -158,3 +158,27 @@ def test_devices_that_are_here_have_the_figures_of_their_chip(platform: str, kin
 
 def test_an_unknown_device_has_another_chips_figures_and_says_so() -> None:
     assert "NVIDIA GH200 480GB" in chip_of("gpu", "NVIDIA GH200 480GB").source
+
+
+@pytest.mark.parametrize(
+    ("target", "instead"),
+    [
+        ("cpu:8", "leave `device` out for the 8 cpu devices here"),
+        ("cpu:4", "device=jax.devices()[:4], or leave it out and set_auto_parallel_context(device_num=4), for 4 of the 8 cpu"),
+    ],
+)  # fmt: skip
+def test_a_target_of_a_platform_that_is_here_says_how_to_run_on_it(target, instead):
+    x = np.zeros((8, 2), np.float32)
+    sharded = shardfn.shard(double, device=target)
+    assert sharded.explain(x).to_text().startswith(f"double: planned for {target} (a target), ")
+    for call in (sharded, lambda x: sharded.explain(x, compiled=True)):
+        with pytest.raises(shardfn.ShardError) as caught:
+            call(x)
+        (told,) = caught.value.problems
+        assert told.what.endswith(f"{target}, which is a target") and instead in told.fix
+
+
+@pytest.mark.parametrize("target", ["h100:٣", "tpu-v5e:٢x٢", "cpu:８"])
+def test_digits_of_other_scripts_are_no_size(target):
+    with pytest.raises(DeviceError, match="is unknown"):
+        resolve(target)

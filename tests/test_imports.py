@@ -23,6 +23,7 @@ LAYERS = (
         "strategy",
         "context_keys",
         "graph.rules",
+        "graph.frames",
         "graph.alike",
         "graph.simplified",
         "graph.together",

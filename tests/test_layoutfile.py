@@ -379,6 +379,47 @@ def test_check_on_the_command_line(tmp_path, capsys):
     assert main(["check", str(tmp_path / "absent.toml"), "--model", f"{file}:make"]) == 2
 
 
+def test_what_plan_saved_is_held_against_the_function_and_its_arguments(tmp_path, capsys):
+    """The arguments alone have no names: the error says how they get them, and what in them is no array."""
+    file, layout = tmp_path / "train.py", str(tmp_path / "layout.toml")
+    file.write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def step(params, x): return jax.nn.relu(x @ params['up']) @ params['down']\n"
+        "def shapes(): return {'up': jnp.ones((16, 32)), 'down': jnp.ones((32, 16))}, jnp.ones((8, 16))\n"
+        "def more(): return {'up': jnp.ones((16, 32)), 'act': jax.nn.relu}, jnp.ones((8, 16))\n"
+    )
+    given = ["--args", f"{file}:shapes", "--device", "tpu-v5e:2x2"]
+    assert main(["plan", f"{file}:step", *given, "--save", layout, "--quiet"]) == 0
+    assert main(["check", layout, "--model", f"{file}:step", *given]) == 0
+    assert main(["check", layout, "--model", f"{file}:shapes", *given[2:]]) == 2
+    err = capsys.readouterr().err
+    assert "no rule of" in err and "--model FILE.py:step --args FILE.py:FUNCTION" in err and "problems" not in err
+    assert main(["check", layout, "--model", f"{file}:more", *given[2:]]) == 2
+    err = capsys.readouterr().err
+    assert "2 problems" in err and "the tree holds a function at `0/act`" in err and "--args FILE.py:FUNCTION" in err
+    assert main(["check", layout, "--model", f"{file}:step", *given[2:]]) == 2
+    assert "give --args or --shapes too" in capsys.readouterr().err
+
+
+def test_a_module_that_holds_functions_is_told_how_to_part_it(tmp_path, capsys):
+    pytest.importorskip("equinox")
+    file, layout = tmp_path / "model.py", str(tmp_path / "layout.toml")
+    file.write_text(
+        "import equinox as eqx, jax\n"
+        "def module(): return eqx.nn.MLP(8, 8, 16, 2, jax.nn.gelu, key=jax.random.key(0))\n"
+        "def arrays(): return eqx.filter(module(), eqx.is_array)\n"
+        "def make(): return (lambda mlp, x: jax.vmap(mlp)(x)), (module(), jax.numpy.ones((8, 8)))\n"
+    )
+    (tmp_path / "layout.toml").write_text(
+        'format = "shardfn-layout"\nversion = 1\nothers = "whole"\n[grid]\ndata = "left"\n'
+    )
+    for model, name, path in (("module", "model", ""), ("make", "mlp", "mlp/")):
+        assert main(["check", layout, "--model", f"{file}:{model}", "--devices", "8"]) == 2
+        err = capsys.readouterr().err
+        assert f"holds a function at `{path}activation`" in err and f"eqx.partition({name}, eqx.is_array)" in err
+    assert main(["check", layout, "--model", f"{file}:arrays", "--devices", "8"]) == 0
+
+
 # ---- trees
 
 

@@ -103,6 +103,23 @@ def test_a_target_compiles_in_another_process_to_what_compiles_here():
 
 
 @pytest.mark.slow
+def test_the_line_that_calls_the_library_is_none_of_the_function():
+    """The convolution and the transform are made whole, by ops of this library: no line of theirs, rather than that of `plan`."""
+
+    def transformed(w, x):
+        h = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME")
+        return jnp.fft.fft(h, axis=1).real.sum(0)
+
+    made = shardfn.plan(
+        transformed, array(8, 4, 3, 3), array(8, 4, 64, 64), in_strategy=((1, 1, 1, 1), (1, 1, 8, 1)), device="cpu:8"
+    )
+    first = transformed.__code__.co_firstlineno
+    inside = {"", *(f"{__file__}:{first + i}" for i in range(3))}
+    for side in (made.collectives, read(made.verifier.compiled(made)).collectives):
+        assert side and inside.issuperset(c.where for c in side), side
+    assert "test_verify" not in made.verify().to_text().partition("Why they differ")[2]
+
+
 def test_a_search_for_more_devices_than_are_here():
     plan = shardfn.plan(step, *step_args(), device="cpu:16", level=2, **STEP)
     found = compiled_part(plan.verify())

@@ -140,7 +140,7 @@ class Chip:
              fix=f"write {' or '.join(near)}")  # fmt: skip
 
 
-_SHAPE = re.compile(r"\d+(x\d+)*")
+_SHAPE = re.compile(r"\d+(x\d+)*", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,18 @@ from shardfn.cost.chips import CHIPS, Chip, Hardware, load_chip
 from shardfn.cost.links import Link, link_over, links
 from shardfn.errors import DeviceError, Problem, a, fail
 
-__all__ = ["CHIPS", "Chip", "DeviceTypeError", "Hardware", "Link", "link_over", "links", "load_chip", "resolve"]
+__all__ = [
+    "CHIPS",
+    "Chip",
+    "DeviceTypeError",
+    "Hardware",
+    "Link",
+    "link_over",
+    "links",
+    "load_chip",
+    "resolve",
+    "used_here",
+]
 
 CPU_FILE = "SHARDFN_CPU"
 """Environment variable: a file of `python -m shardfn calibrate --save`, whose figures "cpu" devices then have."""
@@ -214,14 +225,36 @@ def _read(path: str, changed: int) -> Chip:
     return load_chip(path)
 
 
-_SIZED = re.compile(r"(?P<chip>(tpu-?)?[a-z]+\d+[a-z]*)[-x ](?P<count>\d+)")
+def used_here(target: Hardware) -> str:
+    """What to write for devices of a target's platform that are here, where there are at least as many; else "".
+
+    >>> used_here(resolve("tpu-v5e:4"))
+    ''
+    """
+    try:
+        devices = jax.devices(target.platform)
+    except RuntimeError:  # none of that platform
+        return ""
+    there, wanted = len(devices), target.count
+    if there < wanted:
+        return ""
+    here = f"the {there} {devices[0].platform} device{'s'[: there != 1]} here"
+    is_default = devices[0].platform == jax.devices()[0].platform
+    if there == wanted:
+        return f"{'leave `device` out' if is_default else f'write device={devices[0].platform!r}'} for {here}"
+    listed = f"write device=jax.devices({'' if is_default else repr(devices[0].platform)})[:{wanted}]"
+    fewer = f", or leave it out and set_auto_parallel_context(device_num={wanted})," if is_default else ""
+    return f"{listed}{fewer} for {wanted} of {here}"
+
+
+_SIZED = re.compile(r"(?P<chip>(tpu-?)?[a-z]+\d+[a-z]*)[-x ](?P<count>\d+)", re.ASCII)
 """A chip and a count, written otherwise than as a target."""
 
-_TARGET = re.compile(r"(?P<chip>[a-z0-9-]+):(?P<shape>\d+(x\d+)*)$")
+_TARGET = re.compile(r"(?P<chip>[a-z0-9-]+):(?P<shape>\d+(x\d+)*)", re.ASCII)
 
 
 def _target(text: str) -> Hardware:
-    found = _TARGET.match(text.strip().lower())
+    found = _TARGET.fullmatch(text.strip().lower())
     if found is None or found["chip"] not in CHIPS or math.prod(map(int, found["shape"].split("x"))) < 1:
         name = text.split(":")[0].lower()
         close = difflib.get_close_matches(name, list(CHIPS), 1)

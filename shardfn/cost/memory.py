@@ -79,6 +79,38 @@ def memory(flow: Flow, donated: Collection[int] = (), chip: Chip | None = None) 
 
 def memory_of(order: Order, fusion: Fusion, donated: Collection[int] = (), chip: Chip | None = None) -> Memory:
     """`memory`, where the order and what is fused in it are known already."""
+    laid = _laid(order, fusion, donated, chip)
+    taken = sum(size for _, size in laid.donated)
+    return Memory(sum(laid.arguments), sum(laid.results), _most(laid.places)[0], taken)
+
+
+def at_peak(
+    flow: Flow, donated: Collection[int] = (), chip: Chip | None = None
+) -> tuple[Flow, list[tuple[tuple[int, ...], int]]]:
+    """What `Memory.peak` is made of: the flow as XLA runs it, and what is in memory in it, each as values that lie in one place
+    (none of a copy that XLA makes) with bytes: arguments, results but those in the place of donated arguments, and temporaries
+    that are alive when the most are."""
+    order, fusion = scheduled(as_run(flow, chip))
+    laid, graph = _laid(order, fusion, donated, chip), order.flow.graph
+    tick = _most(laid.places)[1]
+    apart = collections.Counter(graph.outputs) - collections.Counter(v for v, _ in laid.donated)
+    size_of = dict(zip(graph.outputs, laid.results, strict=True))
+    held = [((v,), size) for v, size in zip(graph.inputs, laid.arguments, strict=True)]
+    held += [((v,), size_of[v]) for v in apart.elements()]
+    temporaries = [(p.values, p.bytes) for p in laid.places if p.start <= tick <= p.end]
+    return order.flow, [*held, *temporaries]
+
+
+class _Laid(NamedTuple):
+    """Bytes of arguments and of results; results in the place of donated arguments, with bytes; what temporaries take else."""
+
+    arguments: list[int]
+    results: list[int]
+    donated: list[tuple[int, int]]
+    places: list[Place]
+
+
+def _laid(order: Order, fusion: Fusion, donated: Collection[int], chip: Chip | None) -> _Laid:
     flow, graph = order.flow, order.flow.graph
     places, results = lives(order, fusion)
     size = functools.partial(_tiled, flow) if flow.platform == "tpu" else flow.local_bytes
@@ -86,14 +118,14 @@ def memory_of(order: Order, fusion: Fusion, donated: Collection[int] = (), chip:
     place_of = {v: place for place in results for v in place.values}
     free = {id(place): place for place in results}
     pairs: list[tuple[int, Place]] = []
-    taken = 0
+    taken: list[tuple[int, int]] = []
     given: dict[int, collections.deque[int]] = {}
     for i in sorted(donated):
         given.setdefault(arguments[i], collections.deque()).append(graph.inputs[i])
     for v in graph.outputs:  # each takes the first of its size, as XLA pairs them
         place = place_of.get(v)
         if place is not None and id(place) in free and given.get(full := max(size(v), place.bytes)):
-            taken += full
+            taken.append((v, full))
             pairs.append((given[full].popleft(), free.pop(id(place))))
     rooms = [Room(place.bytes, [(place.start, place.end)]) for place in free.values()]
     if flow.platform == "cpu" and pairs:
@@ -101,7 +133,7 @@ def memory_of(order: Order, fusion: Fusion, donated: Collection[int] = (), chip:
         places, rooms = [*places, *copies], [*rooms, *vacated]
     places = [*places, *_turned_tables(flow, fusion)]
     left = _outside_fast(order, fusion, places, donated, chip) if chip and chip.fast_bytes else places
-    return Memory(sum(arguments), sum(size(v) for v in graph.outputs), _most(_outside(left, rooms)), taken)
+    return _Laid(arguments, [size(v) for v in graph.outputs], taken, _outside(left, rooms))
 
 
 def _saved(order: Order, fusion: Fusion, pairs: Sequence[tuple[int, Place]]) -> tuple[list[Place], list[Room]]:
@@ -409,13 +441,15 @@ def _outside(places: Iterable[Place], rooms: Iterable[Room]) -> list[Place]:
     return left
 
 
-def _most(places: Iterable[Place]) -> int:
+def _most(places: Iterable[Place]) -> tuple[int, int]:
+    """The most bytes that are alive at once, and a tick at which they are."""
     change: dict[int, int] = {}
     for place in places:
         change[place.start] = change.get(place.start, 0) + place.bytes
         change[place.end + 1] = change.get(place.end + 1, 0) - place.bytes
-    alive = most = 0
+    alive = most = at = 0
     for tick in sorted(change):
         alive += change[tick]
-        most = max(most, alive)
-    return most
+        if alive > most:
+            most, at = alive, tick
+    return most, at

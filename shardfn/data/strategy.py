@@ -139,8 +139,10 @@ def _devices(device: Any, leaves: Sequence[Leaf], setting: ParallelContext) -> t
     found = hardware_.resolve(asked, count=1 if alone else setting.device_num, default=setting.device_target)
     setting.rank_among(found.count)
     if found.devices is None:
+        instead = hardware_.used_here(found)
         fail(DeviceError, f"data cannot be put on {found.name}", where=f"device = {short(device)}",
-             why="its devices are not here", fix='use devices that are here, such as device="CPU"')  # fmt: skip
+             why="a target is only planned for" if instead else "its devices are not here",
+             fix=instead or 'use devices that are here, such as device="CPU"')  # fmt: skip
     return found.count, tuple(found.devices), found.mesh
 
 

@@ -2,7 +2,7 @@
 
 - the program as data: `model`
 - from a lowered module to it: `read`, and what one op says: `opfacts`; all through `mlir`, the one door to JAX's MLIR
-  bindings; what differs between releases of JAX: `release`
+  bindings; what differs between releases of JAX: `release`; which line of the user's an op is from: `frames`
 - laid out by Shardy: `shardy`, in the form that XLA propagates through: `xlaform`; rules Shardy lacks: `rules`
 - which dims are the same dimension: `classes`; which op of a flow was which of the graph: `alike`
 - from a laid-out program to its collectives: `roads`, which asks for each op `ways` (products: `products`, and `dots` in the

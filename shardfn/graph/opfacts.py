@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import re
 from typing import Any
 
+from shardfn.graph.frames import user_line
 from shardfn.graph.mlir import NUMBER, ir, sdy, stablehlo
 from shardfn.graph.model import Convolution, Rule, Tap
 from shardfn.graph.windows import ATTRIBUTES, WINDOWED, taps
@@ -133,15 +133,6 @@ def cause_of(op: Any) -> str:
 _FRAME = re.compile(r'"([^"]+)":(\d+):')
 
 
-_LIBRARY = re.compile("(site|dist)-packages|^<frozen ")
-
-
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-
-
-_DEMO = _HERE + "demo.py"  # a user's program that happens to live here
-
-
 def line_of(op: Any) -> str:
     """`file:line` of the user's code that an op came from."""
     return _frame(str(op.location))
@@ -149,11 +140,7 @@ def line_of(op: Any) -> str:
 
 @functools.lru_cache(maxsize=65536)
 def _frame(location: str) -> str:
-    """`file:line` of the innermost frame that is the user's own, then of any library's, never of this one's."""
-    frames = [(file, line) for file, line in _FRAME.findall(location) if not file.startswith(_HERE) or file == _DEMO]
-    own = [f for f in frames if not _LIBRARY.search(f[0])]
-    file, line = (own or frames or [("", "")])[0]
-    return f"{file}:{line}" if file else ""
+    return user_line(_FRAME.findall(location))
 
 
 _DENSE_INT = re.compile(r"dense<(-?\d+)>")

@@ -46,8 +46,10 @@ def shardings(
         return _predicted(strategy, entries)
     found = hardware.resolve(device)
     if found.devices is None:
-        fail(CheckpointError, f"weights cannot be loaded onto {found.name}, which is not here", where=f"device = {device!r:.60}",
-             why="a target is planned for", fix="give devices of this machine: jax.devices()[:4]")  # fmt: skip
+        instead = hardware.used_here(found)
+        fail(CheckpointError, f"weights cannot be loaded onto {found.name}, which is {'a target' if instead else 'not here'}",
+             where=f"device = {device!r:.60}", why="a target is only planned for",
+             fix=instead or "give devices of this machine: jax.devices()[:4]")  # fmt: skip
     if strategy is None:
         return {entry.path: SingleDeviceSharding(found.devices[0]) for entry in entries}
     if isinstance(strategy, Plan | Sharding | Mesh | jax.Device) or where.is_devices(strategy):

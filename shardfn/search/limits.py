@@ -8,14 +8,18 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
-from shardfn.cost.memory import Memory
+from shardfn.cost.memory import Memory, at_peak
 from shardfn.errors import StrategyError, fail
-from shardfn.graph.model import Flow, Op
+from shardfn.graph.model import Op
+from shardfn.search.facts import bytes_of
 from shardfn.search.problem import Answer, Problem, Search
 from shardfn.search.room import fits_nowhere
 
 NAMED = 4
 """Tensors that an error names."""
+
+SLIP = 100
+"""So many times a limit's bytes are less than an even share of the arguments: it is not searched for what comes nearest to it."""
 
 ERROR = 0.25
 """Of the peak: how far what XLA makes is from the prediction in 89 of the 97 of `benchmarks/truth.py` (docs/cost-model.md)."""
@@ -110,15 +114,29 @@ def refuse_hopeless(problem: Problem, search: Search) -> None:
             _refuse(problem, least)
 
 
+def refuse_slip(problem: Problem) -> None:
+    """Refuse a limit of the user's that is so small that its unit must be a slip, without a search.
+
+    Raises:
+      StrategyError: it says what the arguments alone are.
+    """
+    graph = problem.graph
+    given = sum(bytes_of(graph.values[v]) for v in graph.inputs)
+    if problem.memory_limit * SLIP < given / problem.devices:
+        fail(StrategyError, f"no layout holds at most {problem.memory_limit:,.0f} bytes per device",
+             where=f"memory_limit = {problem.memory_limit:,.0f}",
+             why=f"the arguments alone, however they are cut, are at least {given / problem.devices:,.0f} bytes on each device",
+             fix='write the unit that is meant, as in "14GiB" or "16GB", or leave memory_limit out')  # fmt: skip
+
+
 def _refuse(problem: Problem, least: Answer) -> NoReturn:
     """Raise that nothing fits, with what holds least."""
-    flow = problem.flow_of(least)
     memory = problem.price_of(least).memory
     fail(StrategyError, f"no layout found holds at most {problem.memory_limit:,.0f} bytes per device",
          where=f"memory_limit = {problem.memory_limit:,.0f}",
          why=f"the least found is {memory.peak:,} bytes: {memory.arguments:,} of arguments, {memory.results:,} of results "
              f"({memory.donated:,} in the place of donated arguments) and {memory.temporaries:,} in between; the largest: "
-             + "; ".join(_largest(problem, flow)),
+             + "; ".join(_largest(problem, least)),
          fix="use more devices, a smaller batch, donate_argnums for what is given back, jax.checkpoint for what is kept for "
              f"the backward pass, or memory_limit={memory.peak}")  # fmt: skip
 
@@ -131,15 +149,21 @@ def _fits(problem: Problem, answer: Answer) -> bool:
     return _peak(problem, answer) <= problem.memory_limit
 
 
-def _largest(problem: Problem, flow: Flow) -> list[str]:
-    """The largest arrays of a flow, equal ones of a line together: what each is, who made it, and bytes on one device."""
+def _largest(problem: Problem, answer: Answer) -> list[str]:
+    """The largest arrays that an answer has in memory at its peak, equal ones of a line together: what each is, who made it, and
+    bytes on one device."""
+    flow, held = at_peak(problem.flow_of(answer), problem.donated, problem.hardware.chip)
     names = {v: f"`{name}`" for v, name in zip(flow.graph.arguments(len(problem.names)), problem.names, strict=True)}
     made = {v: op for op in flow.graph.ops for v in op.outputs}
     counts: dict[tuple[int, str], int] = {}
-    for v in (*names, *made):
-        at = "" if v in names else line_of(made, v)
-        text = f"{names.get(v) or made[v].name} {flow.graph.values[v]}{at and f' at {at}'}"
-        key = -flow.local_bytes(v), text
+    for values, size in held:
+        text = "a copy by XLA"
+        if values:
+            v = next((v for v in values if v in names or v in made), values[0])
+            at = line_of(made, v) if v in made else ""
+            name = names.get(v) or (made[v].name if v in made else "captured" if v in flow.graph.inputs else "carried")
+            text = f"{name} {flow.graph.values[v]}{at and f' at {at}'}"
+        key = -size, text
         counts[key] = counts.get(key, 0) + 1
     return [
         f"{text}: {-size:,} bytes" + (f", {counts[size, text]} of them" if counts[size, text] > 1 else "")

@@ -7,7 +7,8 @@ import pytest
 import shardfn
 from shardfn import compiled
 from shardfn.cost.fusion import fuse
-from shardfn.cost.memory import memory
+from shardfn.cost.hardware import resolve
+from shardfn.cost.memory import at_peak, memory
 
 from .programs import HEADS, LAYERS, WEIGHTS, X_SMALL, X, array, attention, mlp, scanned, scanned_step, step
 
@@ -64,6 +65,19 @@ def test_donated_arguments_are_the_places_of_results():
     peak = real.argument_bytes + real.output_bytes + real.temp_bytes - real.alias_bytes
     assert predicted.peak == pytest.approx(peak, rel=0.15), (predicted, real)
     assert predicted.peak < kept.peak
+
+
+@pytest.mark.parametrize("device", ["cpu:8", "tpu-v5e:2x4", "h100:8"])
+@pytest.mark.parametrize(
+    ("fn", "args"),
+    [(step, (WEIGHTS, X)), (scanned_step, (LAYERS, array(4096, 128)))],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+@pytest.mark.parametrize("donated", [(), (0, 1)])
+def test_what_is_held_at_the_peak_makes_it_up(fn, args, donated, device):
+    flow, chip = shardfn.plan(fn, *args, device=device).flow, resolve(device).chip
+    _, held = at_peak(flow, donated, chip)
+    assert sum(size for _, size in held) == memory(flow, donated, chip).peak
 
 
 def looked_up(tables, index, w):

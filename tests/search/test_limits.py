@@ -39,15 +39,9 @@ class Asked:
     price: Callable[..., Any]
     is_open: bool = True
     is_large: bool = False
-    names: tuple[str, ...] = ("x",)
 
     def price_of(self, made):
         return self.price(made.axes, made.specs, made.pins)
-
-    def flow_of(self, made):
-        return SimpleNamespace(
-            graph=SimpleNamespace(arguments=lambda n: (0,), ops=(), values=("f32[1]",)), local_bytes=lambda v: 4
-        )
 
 
 STEP = ARGS[1], ARGS[2], S((64, 1024), jnp.float32)
@@ -142,6 +136,17 @@ def test_a_limit_that_nothing_keeps(mode):
     assert made.price.memory.peak <= least
 
 
+@pytest.mark.parametrize("options", [{}, {"finalists": 2}, {"search_mode": "recursive_programming"}], ids=str)
+def test_a_limit_without_its_unit_is_refused_before_the_search(options, monkeypatch):
+    monkeypatch.setattr("shardfn.search.problem.Problem.price", None)
+    with pytest.raises(ShardError, match=r'no layout holds at most 14 bytes per device(.|\n)*as in "14GiB"') as error:
+        shardfn.plan(two_layers, *ARGS, level=2, memory_limit="14", device="cpu:8", **options)
+    assert (
+        "the arguments alone, however they are cut, are at least 4,227,072 bytes on each device"
+        in error.value.problems[0].why
+    )
+
+
 def test_what_holds_most_is_told_with_its_shape_and_line():
     """Sums of gradients have no line of their own: the one of what they add is told."""
 
@@ -150,11 +155,27 @@ def test_what_holds_most_is_told_with_its_shape_and_line():
 
     shapes = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((8, 64), "float32")
     with pytest.raises(ShardError) as error:
-        shardfn.plan(both, *shapes, level=1, memory_limit=100, device="cpu:1")
+        shardfn.plan(both, *shapes, level=1, memory_limit=1000, device="cpu:1")
     largest = error.value.problems[0].why.partition("the largest: ")[2].split("; ")
-    line = rf"at {re.escape(__file__)}:\d+: [\d,]+ bytes(, \d+ of them)?"
-    assert largest[0] == "`w` f32[64,64]: 16,384 bytes"
-    assert all(re.fullmatch(rf"\w+ f32\[64,64\] {line}", text) for text in largest[1:]) and len(largest) == 4
+    line = rf"at {re.escape(__file__)}:\d+: 16,384 bytes"
+    assert largest[0] == "`w` f32[64,64]: 16,384 bytes" and largest[3] == "`x` f32[8,64]: 2,048 bytes"
+    assert all(re.fullmatch(rf"\w+ f32\[64,64\] {line}", text) for text in largest[1:3]) and len(largest) == 4
+
+
+def test_what_lies_in_the_memory_inside_a_chip_is_not_told_as_held():
+    """On a TPU with nothing in between: arguments and results alone."""
+
+    def chain(w, x):
+        for _ in range(8):
+            x = jnp.tanh(x @ w)
+        return x.sum(axis=0)
+
+    shapes = S((256, 256), jnp.float32), S((1024, 256), jnp.float32)
+    with pytest.raises(ShardError) as error:
+        shardfn.plan(chain, *shapes, level=1, memory_limit=100_000, device="tpu-v5e:1")
+    why = error.value.problems[0].why
+    assert " and 0 in between; " in why
+    assert [text.split()[0] for text in why.partition("the largest: ")[2].split("; ")] == ["`x`", "`w`", "reduce"], why
 
 
 def least_of(error):
@@ -181,8 +202,9 @@ def test_the_limit_that_an_error_names_is_kept(level, share):
     assert f"memory_limit={least}" in str(error.value)
 
 
-def test_what_only_a_limit_finds_is_named_if_it_is_found_again():
+def test_what_only_a_limit_finds_is_named_if_it_is_found_again(monkeypatch):
     """A search that holds less the lower the limit is: the error names what it keeps, else what level 1 does."""
+    monkeypatch.setattr("shardfn.search.limits._largest", lambda problem, answer: [])
 
     def search_that(gives):
         def found(problem: Any) -> Answer:
