@@ -261,6 +261,7 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
     updated = _updated(graph, fusion, start, end, last_read)
     sooner = _in_place(flow, fusion, start, end, last_read, bound, spread)
     shown = [*_shown(flow, fusion), *(updated if flow.platform == "cpu" else ())]
+    chained = {v for pair in updated for v in pair}
     groups = _colocated(graph, loops, shown, start, end)
     inputs, outputs = set(graph.inputs), set(graph.outputs)
     last = 2 * len(graph.ops)
@@ -272,8 +273,12 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
         is_result = not outputs.isdisjoint(members)
         until = last if is_result else max(end.get(v, start[v]) for v in members)
         place = Place(members, min(start[v] for v in members), until, max(map(flow.local_bytes, members)))
-        if len(members) == 1 and members[0] in sooner and not is_result:
-            place = dataclasses.replace(place, sooner=sooner[members[0]])
+        if (
+            not is_result
+            and (len(members) == 1 or chained.issuperset(members))
+            and not sooner.keys().isdisjoint(members)
+        ):
+            place = dataclasses.replace(place, sooner=max(sooner.get(v, end.get(v, start[v])) for v in members))
         gaps = [(2 * loops.entered[v], apart[v][1]) for v in members if v in apart and not is_result]
         for copied, again in sorted(gaps):
             temporaries.append(dataclasses.replace(place, end=copied))
