@@ -9,6 +9,7 @@ import shardfn
 from shardfn import compiled
 from shardfn.cost.price import collectives
 from shardfn.graph import shardy
+from shardfn.graph.edges import fetches
 from shardfn.graph.mlir import preorder
 from shardfn.graph.model import Pin, Tap
 from shardfn.graph.moves import joined_axes, split_axes, steps
@@ -239,6 +240,16 @@ def test_axes_in_parts_come_together_again(used):
 )
 def test_rows_that_come_from_neighbours(size, out, tap, edges):
     assert reach(size, out, 8, tap) == edges
+
+
+def test_an_empty_slice_may_be_padded_along_a_cut_dim():
+    """As in the gradient of an associative scan, where the search tries such layouts."""
+    assert fetches(0, 64, 8, Tap(0, 0, 0, low=-63)) == ()
+
+    def recurrence(x):
+        return lax.associative_scan(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (x / 3, x), axis=1)[1].sum()
+
+    assert shardfn.plan(jax.grad(recurrence), f32(8, 64, 64), level=1, device="cpu:8").price.time_s > 0
 
 
 def test_a_module_in_its_form_gives_the_same_flows_again_and_again():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from shardfn.cost.kinds import CHEAP, COSTLY, CUTS, VIEWS, is_view
 from shardfn.graph.model import PRODUCTS, Flow, Graph, Op
@@ -69,6 +69,8 @@ class Fuser:
         """For each op those inside which it is computed, or itself."""
         self.anew: dict[int, frozenset[int]] = {}
         """Of a value that is stored for some of its readers, the others: they compute it anew."""
+        self.apart: dict[int, frozenset[int]] = {}
+        """Of such a value, ops that read it from memory all the same, whichever of its readers are computed inside them."""
         self.can: dict[int, bool] = {}
         self.later: set[int] = set()
         """Ops that are computed in others."""
@@ -88,52 +90,30 @@ class Fuser:
         if homes is not None:
             self.later.add(i)
         if op.outputs and (again := self.anew.get(op.outputs[0])):
-            self.homes[i] = tuple(dict.fromkeys([i, *[home for r in again for home in self.homes[r]]]))
+            apart = self.apart.get(op.outputs[0], ())
+            self.homes[i] = tuple(dict.fromkeys([i, *[h for r in again for h in self.homes[r] if h not in apart]]))
 
     def as_settled(self) -> Fusion:
         """What each op reads from memory and computes inside, now that it is decided where each is computed."""
         graph, later = self.graph, self.later
+        views = self.seen_as()
+        inner = {
+            v: i for i in self.alive for v in graph.ops[i].outputs if (i in later and v not in views) or v in self.anew
+        }
         stored = set(graph.inputs).union(b for _, b in graph.ties).difference(*(op.outputs for op in graph.ops))
-        views: dict[int, tuple[int, tuple[int, ...]]] = {}
-        """Of what a view gives: what it is of, and the views on the way."""
-        lies: dict[int, tuple[int, ...]] = {}
-        done: dict[int, tuple[int, ...]] = {}
+        for i in self.alive - later:
+            stored.update(graph.ops[i].outputs)
         reads: list[tuple[int, ...]] = []
         inside: list[tuple[int, ...] | None] = []
-        for i, op in enumerate(graph.ops):
-            if i not in self.alive:
-                reads.append(())
-                inside.append(None)
-                continue
-            under: dict[int, None] = {}
-            first: dict[int, None] = {}
-            for v in op.inputs:
-                v, through = views.get(v, (v, ()))
-                if v in lies and (v not in self.anew or i in self.anew[v]):
-                    under.update(dict.fromkeys(lies[v]))
-                    first.update(dict.fromkeys(done[v]))
-                elif v in stored:
-                    under[v] = None
-                first.update(dict.fromkeys(through))
-            below, before = tuple(under), tuple(first)
-            if op.outputs and op.outputs[0] in self.anew:
-                lies[op.outputs[0]] = below
-                done[op.outputs[0]] = (*before, i)
-            if i in later and self.anew and is_view(self.flow, op):
-                v, through = views.get(op.inputs[0], (op.inputs[0], ()))
-                views[op.outputs[0]] = v, (*through, i)
-                reads.append(())
-                inside.append(None)
-            elif i in later:
-                lies[op.outputs[0]] = below
-                done[op.outputs[0]] = (*before, i)
+        for i in range(len(graph.ops)):
+            if i in later or i not in self.alive:
                 reads.append(())
                 inside.append(None)
             else:
-                stored.update(op.outputs)
-                reads.append(below)
+                under, before = self.computed_with(i, stored, inner, views)
+                reads.append(under)
                 inside.append(before)
-        stored.update(b for _, b in graph.ties if b not in lies)
+        stored.update(b for _, b in graph.ties if b not in inner)
         return Fusion(
             frozenset(stored),
             tuple(reads),
@@ -141,6 +121,55 @@ class Fuser:
             frozenset(range(len(graph.ops))) - self.alive,
             self.narrowed(stored),
         )
+
+    def seen_as(self) -> dict[int, tuple[int, tuple[int, ...]]]:
+        """Of what views show that are no ops of their own, what they are of, and the views on the way; where some value is stored
+        for a part of its readers, else views are as any op that is computed inside another."""
+        found: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for i in sorted(self.later) if self.anew else ():
+            op = self.graph.ops[i]
+            if is_view(self.flow, op):
+                v, through = found.get(op.inputs[0], (op.inputs[0], ()))
+                found[op.outputs[0]] = v, (*through, i)
+        return found
+
+    def computed_with(
+        self,
+        home: int,
+        stored: Collection[int],
+        inner: Mapping[int, int],
+        views: Mapping[int, tuple[int, tuple[int, ...]]],
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The stored values that op `home` reads, and the ops that are computed inside it, in their order.
+
+        Args:
+          home: an op that runs by itself.
+          stored: values with a place of their own.
+          inner: the op that makes a value, where it may be computed inside another.
+          views: of what is seen through views, what it is of, and these.
+        """
+        ops = self.graph.ops
+        under: dict[int, None] = {}
+        done: dict[int, None] = {}
+        met = {home}
+        ahead: list[tuple[int, Iterator[int], tuple[int, ...]]] = [(home, iter(ops[home].inputs), ())]
+        while ahead:
+            i, rest, after = ahead[-1]
+            for v in rest:
+                v, through = views.get(v, (v, ()))
+                j = inner.get(v, -1)
+                is_anew = v not in self.anew or (i in self.anew[v] and home not in self.apart.get(v, ()))
+                if j >= 0 and is_anew and j not in met:
+                    met.add(j)
+                    ahead.append((j, iter(ops[j].inputs), through))
+                    break
+                if not (j >= 0 and is_anew) and v in stored:
+                    under[v] = None
+                done.update(dict.fromkeys(through))
+            else:
+                ahead.pop()
+                done.update(dict.fromkeys((i, *after) if i != home else ()))
+        return tuple(under), tuple(done)
 
     def narrowed(self, stored: Collection[int]) -> frozenset[int]:
         """Those of the stored values that are kept in fewer bytes: none."""

@@ -77,12 +77,12 @@ def kept_apart(
         if not needed.issuperset(readers):
             found[seen] = end[seen], start[back]
             end[seen] = 2 * first
-        elif made in readers and not _keeps_places(flow, fusion, made, seen):
+        elif made in readers and not keeps_places(flow, fusion, made, seen):
             end[seen] = max(end[seen], start[back] + 2)  # the next value is made apart, and copied at the end
     return found
 
 
-def _keeps_places(flow: Flow, fusion: Fusion, made: int, value: int) -> bool:
+def keeps_places(flow: Flow, fusion: Fusion, made: int, value: int) -> bool:
     """Whether op `made`, with what is computed inside it, reads each element of a value only where it writes its own."""
     graph = flow.graph
     if graph.ops[made].name in UPDATES:

@@ -22,7 +22,7 @@ from shardfn.cost.collectives import bytes_sent
 from shardfn.cost.compute import once
 from shardfn.cost.fuser import Fusion
 from shardfn.cost.kinds import ELEMENTWISE, UPDATES, is_view
-from shardfn.cost.loops import Loops, kept_apart, loops_of, stay_through
+from shardfn.cost.loops import Loops, keeps_places, kept_apart, loops_of, stay_through
 from shardfn.cost.schedule import Order, as_run, scheduled
 from shardfn.cost.tpu import AHEAD, STAYS, Claim, granted, looked_up, rows_bytes, stretches
 from shardfn.graph.model import Flow, Graph, Op, dtype_bits
@@ -290,8 +290,11 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
     last_read = {i: 2 * last for i, (_, last) in together.items()}
     bound = _bound(flow, fusion, loops, end) if flow.platform == "cpu" else frozenset()
     spread = () if flow.platform == "tpu" else {i for i, (first, last) in together.items() if first < last}
+    updated = _updated(graph, fusion, start, end, last_read)
     sooner = _in_place(flow, fusion, start, end, last_read, bound, spread)
-    groups = _colocated(graph, loops, _shown(flow, fusion), start, end)
+    shown = [*_shown(flow, fusion), *(updated if flow.platform == "cpu" else ())]
+    chained = {v for pair in updated for v in pair}
+    groups = _colocated(graph, loops, shown, start, end)
     inputs, outputs = set(graph.inputs), set(graph.outputs)
     last = 2 * len(graph.ops)
     temporaries, results = copies, []
@@ -302,8 +305,12 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
         is_result = not outputs.isdisjoint(members)
         until = last if is_result else max(end.get(v, start[v]) for v in members)
         place = Place(members, min(start[v] for v in members), until, max(map(flow.local_bytes, members)))
-        if len(members) == 1 and members[0] in sooner and not is_result:
-            place = dataclasses.replace(place, sooner=sooner[members[0]])
+        if (
+            not is_result
+            and (len(members) == 1 or chained.issuperset(members))
+            and not sooner.keys().isdisjoint(members)
+        ):
+            place = dataclasses.replace(place, sooner=max(sooner.get(v, end.get(v, start[v])) for v in members))
         gaps = [(2 * loops.entered[v], apart[v][1]) for v in members if v in apart and not is_result]
         for copied, again in sorted(gaps):
             temporaries.append(dataclasses.replace(place, end=copied))
@@ -333,8 +340,8 @@ def _in_place(
     bound: frozenset[int],
     merged_sums: Collection[int] = (),
 ) -> dict[int, int]:
-    """Elementwise ops and updates write over an operand of their own size that dies there; on accelerators all-reduces too, on
-    GPUs those that are not merged.
+    """Elementwise ops and updates write over an operand of their own size that dies there, on CPU where each element is read only
+    for the one in its place; on accelerators all-reduces too, on GPUs those that are not merged.
 
     Not where one of them is of `bound`, values that an update or a loop has in one place with others already: when these would
     end, which counts in the places of results, comes back.
@@ -353,11 +360,34 @@ def _in_place(
         shape, size = flow.local_shape(op.outputs[0]), flow.local_bytes(op.outputs[0])
         for v in fusion.reads[i]:
             dies = end.get(v) == last_read.get(i, 2 * i) and v in start and v not in inputs and v not in outputs
-            if dies and flow.local_shape(v) == shape and flow.local_bytes(v) == size:
+            if not dies or flow.local_shape(v) != shape or flow.local_bytes(v) != size:
+                continue
+            if flow.platform != "cpu" or keeps_places(flow, fusion, i, v):
                 apart = op.name not in UPDATES and not bound.isdisjoint((v, op.outputs[0]))
                 (sooner if apart else end)[v] = min(2 * i, start[op.outputs[0]]) - 1
                 break
     return sooner
+
+
+def _updated(
+    graph: Graph, fusion: Fusion, start: Mapping[int, int], end: Mapping[int, int], last_read: Mapping[int, int]
+) -> list[tuple[int, int]]:
+    """What updates make, each with what that is written into: temporaries that nothing reads any more."""
+    apart = {*graph.inputs, *graph.outputs}
+    pairs = [
+        (i, op.outputs[0], op.inputs[0])
+        for i, op in enumerate(graph.ops)
+        if op.name in UPDATES and len(op.outputs) == 1
+    ]
+    return [
+        (made, v)
+        for i, made, v in pairs
+        if made in start
+        and v in start
+        and v not in apart
+        and v in fusion.reads[i]
+        and end.get(v) == last_read.get(i, 2 * i)
+    ]
 
 
 _WRITES_OVER = (ELEMENTWISE - {"copy"}).union(UPDATES)

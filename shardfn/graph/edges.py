@@ -35,6 +35,8 @@ def fetches(size: int, out_size: int, pieces: int, tap: Tap) -> tuple[Fetch, ...
     (Fetch(start=0, end=16), Fetch(start=8, end=24), Fetch(start=16, end=24))
     """
     own, out = -(-size // pieces), -(-out_size // pieces)
+    if not own:
+        return ()  # of nothing, nothing is sent: a pad of an empty slice, as in the gradient of an associative scan
     width = (out - 1) * tap.stride + tap.extent
     first = [i * out * tap.stride + tap.low for i in range(pieces)]
     reads = [(-(-start // tap.spacing), -(-(start + width) // tap.spacing)) for start in first]

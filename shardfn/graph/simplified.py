@@ -4,9 +4,10 @@ computed twice."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
-from shardfn.graph.model import CHANGES, Flow, Op
+from shardfn.graph.model import CHANGES, Flow, Op, Tap, Value
 from shardfn.graph.release import IS_BEFORE_12
 
 
@@ -125,15 +126,32 @@ def _plain(flow: Flow) -> Flow:
             part = op.inputs[op.same]
             if values[part] == values[op.outputs[0]] and flow.specs[part] == flow.specs[op.outputs[0]]:
                 ops[i] = replace(op, name="reshape", inputs=(part,), rule=None)
-        elif op.name == "pad" and all(tap[3:] == (1, 0, 1, 1, -1) for tap in op.taps):
-            if values[op.inputs[0]] == values[op.outputs[0]] and flow.specs[op.inputs[0]] == flow.specs[op.outputs[0]]:
-                ops[i] = replace(op, name="reshape", inputs=op.inputs[:1], rule=None, taps=())
+        elif op.name == "pad" and 0 in values[op.inputs[0]].shape:
+            ops[i] = replace(op, name="broadcast_in_dim", inputs=op.inputs[1:], rule=None, taps=())
+        elif op.name == "pad" and all(_takes(tap, values, op) for tap in op.taps):
+            is_all = (
+                values[op.inputs[0]] == values[op.outputs[0]] and flow.specs[op.inputs[0]] == flow.specs[op.outputs[0]]
+            )
+            ops[i] = replace(op, name="reshape" if is_all else "slice", inputs=op.inputs[:1], rule=None, taps=())
+        elif (
+            op.name == "concatenate"
+            and (parts := [v for v in op.inputs if 0 not in values[v].shape])
+            and (len(parts) < len(op.inputs))
+        ):
+            is_all = len(parts) == 1 and flow.specs[parts[0]] == flow.specs[op.outputs[0]]
+            ops[i] = replace(op, name="reshape" if is_all else op.name, inputs=tuple(parts), rule=None, taps=())
         elif op.name in _PARTS:
             part = op.inputs[_PARTS[op.name]]
             is_all = values[part].shape == values[op.outputs[0]].shape == values[op.inputs[0]].shape
             if is_all and flow.specs[part] == flow.specs[op.outputs[0]]:
                 ops[i] = replace(op, name="reshape", inputs=(part,), rule=None, taps=())
     return replace(flow, graph=replace(flow.graph, ops=tuple(ops)))
+
+
+def _takes(tap: Tap, values: Sequence[Value], op: Op) -> bool:
+    """Whether a pad adds nothing along a dim."""
+    before, after = values[op.inputs[0]].shape[tap.dim], values[op.outputs[0]].shape[tap.out_dim]
+    return tap.spacing == 1 and tap.low >= 0 and tap.low + after <= before
 
 
 _PARTS = {"dynamic_slice": 0, "dynamic_update_slice": 1}

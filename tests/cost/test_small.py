@@ -130,6 +130,19 @@ def one_example(p, x):
     return (jnp.einsum("bhte,hed->btd", seen, out) ** 2).mean()
 
 
+def recurrence(decay, x):
+    """A linear one, by an associative scan: pads of what is interleaved."""
+    return lax.associative_scan(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (decay, x), axis=1)[1]
+
+
+def state_space(x, decay, w):
+    return recurrence(jax.nn.sigmoid(decay) * jnp.ones_like(x), x @ w)
+
+
+def recurrent_gradient(decay, x):
+    return jax.grad(lambda *both: (recurrence(*both) ** 2).mean(), (0, 1))(decay, x)
+
+
 def in_groups(groups):
     @step
     def loss(w, x):
@@ -203,6 +216,10 @@ CASES = {
     "four channels a group": (in_groups(4), (array(3, 3, 4, 16), IMAGE), ((1,) * 4, (8, 1, 1, 1))),
     "half, batch": (half, ((array(128, 512), array(512, 128)), array(256, 128)), (((1, 1), (1, 1)), (8, 1))),
     "layers": (layers, (LAYERS, ROWS), (((8, 1, 1), (8, 1, 1)), (8, 1))),
+    "recurrence of 16": (recurrence, (array(16, 16, 64),) * 2, ((8, 1, 1),) * 2),
+    "recurrence of 64": (recurrence, (array(16, 64, 64),) * 2, ((8, 1, 1),) * 2),
+    "recurrence of 256": (recurrence, (array(16, 256, 64),) * 2, ((8, 1, 1),) * 2),
+    "state space": (state_space, (array(32, 64, 128), array(128), array(128, 128)), ((8, 1, 1), (1,), (1, 1))),
     "whole call": (whole_call, (ROWS, WEIGHT), ((1, 1), (1, 1))),
 }
 
@@ -230,6 +247,15 @@ def test_parts_of_a_cut_dim_are_sent_as_in_what_is_compiled(name):
     plan, real = both(fn, args, layout)
     assert plan.price.bytes_sent == sum(c.total_bytes for c in real.collectives)
     assert plan.price.memory.peak == pytest.approx(real.together("cpu"), rel=0.22)
+
+
+@pytest.mark.parametrize(
+    ("fn", "length", "rel"),
+    [(recurrence, 48, 0.11), (recurrence, 100, 0.07), *((recurrent_gradient, n, 0.06) for n in (16, 48, 64, 100, 256))],
+)
+def test_an_associative_scan_holds_what_is_interleaved(fn, length, rel):
+    plan, real = both(fn, (array(16, length, 64),) * 2, ((8, 1, 1),) * 2)
+    assert plan.price.memory.peak == pytest.approx(real.together("cpu"), rel=rel)
 
 
 @pytest.mark.parametrize("name", CASES)
