@@ -22,7 +22,7 @@ SLIP = 100
 """So many times a limit's bytes are less than an even share of the arguments: it is not searched for what comes nearest to it."""
 
 ERROR = 0.25
-"""Of the peak: how far what XLA makes is from the prediction in 89 of the 97 of `benchmarks/truth.py` (docs/cost-model.md)."""
+"""Of the peak: how far what XLA makes is from the prediction in 94 of the 97 of `benchmarks/truth.py` (docs/cost-model.md)."""
 
 
 def near_limit(memory: Memory, limit: float) -> list[str]:
