@@ -44,7 +44,7 @@ def bettered(problem: Problem, own: Answer, alone: Alone) -> Answer:
     starts = list(({_sizes(c): c for c in rest} | {_sizes(best): best}).values())
     ends = [improved(problem, start) for start in starts]
     start, best = min(zip(starts, ends, strict=True), key=lambda pair: objective(pair[1].price, problem))
-    if problem.level == 1 and alone is not None and best is not start and problem.seconds_left > 0:
+    if problem.level == 1 and best.price.memory.peak < LESS * start.price.memory.peak and problem.seconds_left > 0:
         start, best = _lessened(problem, start, best, alone)
     if best is first or is_as_good(objective(first.price, problem), objective(best.price, problem)):
         return own
@@ -71,7 +71,7 @@ def _elsewhere(problem: Problem, first: Candidate, alone: Alone) -> Iterator[lis
 
 def _lessened(problem: Problem, start: Candidate, best: Candidate, alone: Alone) -> tuple[Candidate, Candidate]:
     """What level 0 finds within less memory than the best holds with one array changed, and this with one array changed, if it
-    holds less: what stood beside was looked for before any was changed."""
+    holds less: what stood beside was looked for before any was changed. Asked where that change was worth something."""
     asked = dataclasses.replace(problem, level=0, memory_limit=float(best.price.memory.peak - 1))
     again = _of_level(asked, alone)[0]
     other = improved(problem, again)
