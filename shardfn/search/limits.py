@@ -111,7 +111,7 @@ def refuse_hopeless(problem: Problem, search: Search) -> None:
     if problem.is_open and not problem.is_small and fits_nowhere(problem):
         least = search(dataclasses.replace(problem, level=1, is_rough=True))
         if not _fits(problem, least):
-            _refuse(problem, least)
+            _refuse(problem, least, " at a first look", "; level=1 without a limit may find a little less")
 
 
 def refuse_slip(problem: Problem) -> None:
@@ -129,16 +129,16 @@ def refuse_slip(problem: Problem) -> None:
              fix='write the unit that is meant, as in "14GiB" or "16GB", or leave memory_limit out')  # fmt: skip
 
 
-def _refuse(problem: Problem, least: Answer) -> NoReturn:
-    """Raise that nothing fits, with what holds least."""
+def _refuse(problem: Problem, least: Answer, how: str = "", more: str = "") -> NoReturn:
+    """Raise that nothing fits, with what holds least, how that was found, and what finds more."""
     memory = problem.price_of(least).memory
     fail(StrategyError, f"no layout found holds at most {problem.memory_limit:,.0f} bytes per device",
          where=f"memory_limit = {problem.memory_limit:,.0f}",
-         why=f"the least found is {memory.peak:,} bytes: {memory.arguments:,} of arguments, {memory.results:,} of results "
+         why=f"the least found{how} is {memory.peak:,} bytes: {memory.arguments:,} of arguments, {memory.results:,} of results "
              f"({memory.donated:,} in the place of donated arguments) and {memory.temporaries:,} in between; the largest: "
              + "; ".join(_largest(problem, least)),
          fix="use more devices, a smaller batch, donate_argnums for what is given back, jax.checkpoint for what is kept for "
-             f"the backward pass, or memory_limit={memory.peak}")  # fmt: skip
+             f"the backward pass, or memory_limit={memory.peak}{more}")  # fmt: skip
 
 
 def _peak(problem: Problem, answer: Answer) -> int:
