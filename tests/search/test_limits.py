@@ -223,6 +223,9 @@ def test_what_only_a_limit_finds_is_named_if_it_is_found_again(monkeypatch):
     for found, told in ((never, 100), (always, 80)):
         with pytest.raises(ShardError, match=f"memory_limit={told}$"):
             within_limit(problem(0, 50), found(problem(0, 50)), found)
+    later = search_that(lambda p: 80 if p.level != 1 and p.memory_limit == 100 else 100)
+    kept = within_limit(problem(0, 90), later(problem(0, 90)), later)
+    assert kept.pins == {0: 80} and "of least memory" in kept.policy, "what is found again for the error fits"
 
 
 def test_cuts_that_the_user_gave_are_not_weakened_for_a_limit():

@@ -14,8 +14,8 @@ from examples.models.families import FAMILIES
 from shardfn.pins import KINDS
 from shardfn.search import choose, dynamic, forget, holding, ongrid, plain
 from shardfn.search.found import Found, keeps_promise, layout_of, reads_of
-from shardfn.search.levels import totals
-from shardfn.search.problem import objective
+from shardfn.search.levels import Totals, totals
+from shardfn.search.problem import Memo, objective
 from shardfn.search.solver.budget import Budget
 
 WIDE = {"batch": 512, "d_in": 1024, "d_hidden": 4096, "d_out": 1024, "train": True}
@@ -123,6 +123,18 @@ def test_of_larger_programs_the_other_aim_is_tried_where_the_model_was_best_too_
     choose.answer_of(problem, found, "a search", lambda *_: (), turn=turn)
     assert turned == ([grids[0]] if kept else [grids[0], grids[2], grids[1]])
     assert kept or len(lines) > 1, "of the model's best alone one"
+
+
+def test_work_is_spread_where_that_of_products_is_where_these_are_most():
+    """What each device does beside them, as an update of small weights, is worth no bytes."""
+    problem, _ = asked_and_made(0)
+    assert 2 * problem.facts.matrix_flops > problem.facts.flops, "most are of products"
+    even, beside = problem.facts.matrix_flops / 8, 3 * problem.facts.flops / 8
+    assert problem.idle(Totals(even + beside, even, 0, 0)) == 0
+    assert problem.idle(Totals(2 * even, 2 * even, 0, 0)) == pytest.approx(2 / 1.1 - 1, abs=0.01)
+    facts = dataclasses.replace(problem.facts, matrix_flops=0.1 * problem.facts.flops)
+    other = dataclasses.replace(problem, memo=Memo(facts=facts))
+    assert other.idle(Totals(2 * problem.facts.flops / 8, 0.0, 0, 0)) == pytest.approx(2 / 1.1 - 1, abs=0.01)
 
 
 @pytest.mark.parametrize("level", [0, 2])

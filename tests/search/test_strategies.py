@@ -51,6 +51,18 @@ def test_what_a_loop_slices_of_an_argument_is_gathered_in_each_loop():
     assert totals(space, found.choice).sent == pytest.approx(3 * 7 / 8 * 4 * 256 * 256 * 4, rel=0.01)
 
 
+@pytest.mark.parametrize("spec", [(("a",), ()), ((), ("a",))])
+def test_what_is_given_in_pieces_is_gathered_once_for_all_that_read_it(spec):
+    problem = problem_of(
+        lambda w, x: jnp.tanh(x @ w) @ w.T, (S((256, 256), jnp.float32), S((65536, 256), jnp.float32)), "h100:8"
+    )
+    weights, batch = problem.inputs
+    grid = Grid.on(problem.hardware, (("a", 8),))
+    space = build(problem.graph, grid, {weights: spec, batch: (("a",), ())}, {}, {}, None, problem.facts)
+    found = solve(labelling_of(space, problem), Budget())
+    assert totals(space, found.choice).sent == pytest.approx(7 / 8 * 256 * 256 * 4, rel=0.01)
+
+
 def test_a_sum_is_not_left_in_pieces_inside_those_of_a_later_axis():
     """Gradients of columns that the second axis cuts are summed over the first into pieces of rows: in pieces of those
     columns they would lie the other way round than a layout says."""
