@@ -1,6 +1,6 @@
 """What stands beside an answer. Of a small program, whose flows cost little: what the search finds for other aims, and the plans
-that differ from it in one array; no level's plan is worse at its own aim than what the searches of the levels 0 and 2 find. Of others, what
-is found for less memory (`squeezed`) and for the other aim (`crossed`)."""
+that differ from it in one array; no level's plan is worse at its own aim than what the searches of the levels 0 and 2 find. Of
+others, what is found for less memory (`squeezed`) and for the other aim (`crossed`)."""
 
 from __future__ import annotations
 
