@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -93,8 +94,6 @@ class Chip:
                  why="a size is a count or the dims of a torus", fix='write 32, or "4x8"')  # fmt: skip
         is_shape = len(dims) > 1
         if self.torus and not is_shape:
-            if self.largest and count > math.prod(self.largest):
-                self._check_torus(dims, f"{self.name}:{text}")
             dims = most_cubic(count, self.torus)
         self._check_torus(dims, f"{self.name}:{text}")
         if is_shape:
@@ -123,8 +122,7 @@ class Chip:
                  why=f"each chip has links along {self.torus} dims",
                  fix=f'write "{self.name}:{text(near if fits(near) else self.largest)}"')  # fmt: skip
         if not fits(dims):
-            size = f"the shape {text(dims)}" if len(dims) > 1 else f"{math.prod(dims):,} chips"
-            fail(DeviceError, f"no torus of {self.name} has {size}", where=where,
+            fail(DeviceError, f"no torus of {self.name} has the shape {text(dims)}", where=where,
                  why=f"the largest is {text(self.largest)}: {math.prod(self.largest):,} chips",
                  fix=f'write "{self.name}:{text(self.largest)}" or less, or name another chip')  # fmt: skip
 
@@ -171,7 +169,8 @@ def most_cubic(count: int, dims: int) -> tuple[int, ...]:
     """
     if dims == 1:
         return (count,)
-    found = [(n, *most_cubic(count // n, dims - 1)) for n in range(1, count + 1) if n**dims <= count and not count % n]
+    least = itertools.takewhile(lambda n: n**dims <= count, itertools.count(1))
+    found = [(n, *most_cubic(count // n, dims - 1)) for n in least if not count % n]
     return min(found, key=lambda shape: (max(shape), tuple(reversed(shape))))
 
 
