@@ -290,11 +290,10 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
     last_read = {i: 2 * last for i, (_, last) in together.items()}
     bound = _bound(flow, fusion, loops, end) if flow.platform == "cpu" else frozenset()
     spread = () if flow.platform == "tpu" else {i for i, (first, last) in together.items() if first < last}
-    updated = _updated(graph, fusion, start, end, last_read)
+    updated = _updated(graph, fusion, start, end, last_read) if flow.platform == "cpu" else []
     sooner = _in_place(flow, fusion, start, end, last_read, bound, spread)
-    shown = [*_shown(flow, fusion), *(updated if flow.platform == "cpu" else ())]
     chained = {v for pair in updated for v in pair}
-    groups = _colocated(graph, loops, shown, start, end)
+    groups = _colocated(graph, loops, [*_shown(flow, fusion), *updated], start, end)
     inputs, outputs = set(graph.inputs), set(graph.outputs)
     last = 2 * len(graph.ops)
     temporaries, results = copies, []
@@ -373,21 +372,15 @@ def _updated(
     graph: Graph, fusion: Fusion, start: Mapping[int, int], end: Mapping[int, int], last_read: Mapping[int, int]
 ) -> list[tuple[int, int]]:
     """What updates make, each with what that is written into: temporaries that nothing reads any more."""
-    apart = {*graph.inputs, *graph.outputs}
-    pairs = [
-        (i, op.outputs[0], op.inputs[0])
-        for i, op in enumerate(graph.ops)
-        if op.name in UPDATES and len(op.outputs) == 1
-    ]
-    return [
-        (made, v)
-        for i, made, v in pairs
-        if made in start
-        and v in start
-        and v not in apart
-        and v in fusion.reads[i]
-        and end.get(v) == last_read.get(i, 2 * i)
-    ]
+    apart, found = {*graph.inputs, *graph.outputs}, []
+    for i, op in enumerate(graph.ops):
+        if op.name not in UPDATES or len(op.outputs) != 1:
+            continue
+        (made,), v = op.outputs, op.inputs[0]
+        is_last = v in fusion.reads[i] and end.get(v) == last_read.get(i, 2 * i)
+        if made in start and v in start and v not in apart and is_last:
+            found.append((made, v))
+    return found
 
 
 _WRITES_OVER = (ELEMENTWISE - {"copy"}).union(UPDATES)

@@ -202,6 +202,7 @@ def _each(problem: Problem, axes: Axes, cut: Mapping[int, str], with_large: bool
     sizes, every = dict(axes), tuple(name for name, _ in axes)
     name = ", ".join(f"{_name(problem, c)} cut {sizes[axis]} ways" for c, axis in cut.items())
     yield Layout(name, axes, cut, _laid(problem, axes, cut), {})
+    pins = _pins(problem, axes, cut)
     kinds = (
         [(Pieces.STATE, every[:1])] * any(is_state(problem))
         + [(Pieces.SIZEABLE, every)] * with_large
@@ -210,7 +211,7 @@ def _each(problem: Problem, axes: Axes, cut: Mapping[int, str], with_large: bool
     for pieces, over in dict.fromkeys(kinds):
         count = math.prod(sizes[axis] for axis in over)
         laid = _laid(problem, axes, cut, pieces, over)
-        yield Layout(f"{name}, {pieces.value} in {count} pieces", axes, cut, laid, _pins(problem, axes, cut), pieces)
+        yield Layout(f"{name}, {pieces.value} in {count} pieces", axes, cut, laid, pins, pieces)
 
 
 def _pins(problem: Problem, axes: Axes, cut: Mapping[int, str]) -> Pins:
