@@ -29,7 +29,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 def _fresh_context():
     """What a test sets in the context ends with it."""
     yield
-    context = sys.modules.get("shardfn.context")  # where it was never imported, nothing was set
+    context = sys.modules.get("shardfn.mindspore.context")  # where it was never imported, nothing was set
     if context is not None:
         context.reset_auto_parallel_context()
         context.reset_context()

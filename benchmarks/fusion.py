@@ -23,7 +23,7 @@ import numpy as np
 import optax
 
 from shardfn import train
-from shardfn.compiled import read
+from shardfn.compiled.executable import read
 
 COLUMNS = ("buckets", "all-reduces", "largest kB", "step ms")
 

@@ -19,9 +19,9 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
-from shardfn.search.solver.budget import Budget
-from shardfn.search.solver.labelling import FORBIDDEN, labelling
-from shardfn.search.solver.solve import Effort, solve
+from shardfn.solver.budget import Budget
+from shardfn.solver.labelling import FORBIDDEN, labelling
+from shardfn.solver.solve import Effort, solve
 
 OTHER_SECONDS = 60  # for a file the table below does not name
 CONTEST_SECONDS = {"A": 60, "B": 60, "G": 120, "M": 180, "S": 240, "V": 300}

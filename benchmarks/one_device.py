@@ -23,7 +23,7 @@ import jax
 
 import shardfn
 from examples.models.families import FAMILIES
-from shardfn.compiled import read
+from shardfn.compiled.executable import read
 
 ON_ONE: dict[str, dict[str, object]] = {
     "mlp": {"batch": 4096},

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardfn import train
-from shardfn.train.schedule import schedule
+from shardfn.train.pipelines.schedule import schedule
 
 MICRO = (4, 8, 16)
 ORDERS = (("gpipe", 1), ("1f1b", 1), ("1f1b", 2))

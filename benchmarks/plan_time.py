@@ -28,8 +28,8 @@ import jax
 
 import shardfn
 from examples.models import abstract, gpt2, mindspore
-from shardfn import program
-from shardfn.graph import shardy
+from shardfn.ir import shardy
+from shardfn.runtime import program
 
 LAYERS = (2, 6, 12, 24, 48, 96)
 DEVICES = (8, 64, 512, 4096)

@@ -47,10 +47,10 @@ from examples.models import (
     moe,
     stencil,
 )
-from shardfn import compiled
+from shardfn.compiled import executable
 from shardfn.cost.collectives import KINDS
 from shardfn.cost.compute import op_flops
-from shardfn.plan import Plan
+from shardfn.planning.plan import Plan
 
 # ---- programs that examples/ has not
 
@@ -379,10 +379,10 @@ def measure(case: Case) -> Row:
     middle = time.perf_counter()
     executable = function.lower(*args).compile()
     end = time.perf_counter()
-    return row(case, plan, compiled.read(executable), middle - start, end - middle)
+    return row(case, plan, executable.read(executable), middle - start, end - middle)
 
 
-def row(case: Case, plan: Plan, real: compiled.Compiled, plan_s: float, compile_s: float) -> Row:
+def row(case: Case, plan: Plan, real: executable.Compiled, plan_s: float, compile_s: float) -> Row:
     """Hold a plan against its compiled program."""
     kinds = {}
     for kind in KINDS:

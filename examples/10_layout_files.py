@@ -10,8 +10,8 @@ import numpy as np
 
 import shardfn
 from shardfn import plan, shard, tag
-from shardfn.layoutcheck import check
-from shardfn.layoutfile import read, shardings
+from shardfn.layoutfile.check import check
+from shardfn.layoutfile.files import read, shardings
 
 os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
 jax.config.update("jax_platforms", "cpu")

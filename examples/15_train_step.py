@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shardfn import compiled, train
+from shardfn import train
+from shardfn.compiled.executable import read
 
 os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
 jax.config.update("jax_platforms", "cpu")
@@ -43,12 +44,12 @@ losses = {}
 for name, options in runs.items():
     step = train.step(loss, optax.adamw(1e-2), **options)
     state = step.init(make, x, y)
-    executable = step.lower(state, x, y).compile()
+    compiled = step.lower(state, x, y).compile()
     for _ in range(10):
         state, value = step(state, x, y)
     losses[name] = float(value)
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
-    kinds = collections.Counter(c.kind for c in compiled.read(executable).collectives)
+    kinds = collections.Counter(c.kind for c in read(compiled).collectives)
     print(
         f"{name:24}{losses[name]:>10.6f}{held:>16,}  {', '.join(f'{n} {kind}' for kind, n in kinds.items()) or 'none'}"
     )

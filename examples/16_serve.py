@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shardfn import checkpoint, compiled, infer_predict_layout, load_distributed_checkpoint, shard, train
+from shardfn import checkpoint, infer_predict_layout, load_distributed_checkpoint, shard, train
+from shardfn.compiled.executable import read
 
 os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
 jax.config.update("jax_platforms", "cpu")
@@ -132,7 +133,7 @@ assert empty[0]["k"].is_deleted(), "the cache was given to the step"
 at_once, _ = jax.jit(gpt)(on_one, alone)  # without a cache
 np.testing.assert_array_equal(alone[:, prompt_length:], np.argmax(at_once, axis=-1)[:, prompt_length - 1 : -1])
 
-executable = decode.lower(params, cache, tokens, position).compile()
-kinds = collections.Counter(c.kind for c in compiled.read(executable).collectives)
+compiled = decode.lower(params, cache, tokens, position).compile()
+kinds = collections.Counter(c.kind for c in read(compiled).collectives)
 assert kinds == {"all-reduce": 2 * layers}, kinds  # in each layer one after attention, one after the feed-forward
 print(f"\n{served}\nthe tokens of the unsharded model; one decode step has {dict(kinds)}")

@@ -1,28 +1,14 @@
-"""Shard any JAX function from integers: cuts become a mesh and PartitionSpecs, XLA does the rest, and you see it.
-
-The modules beside the packages, by the road that a call takes:
-
-- a call: `api`, then `sharded` (the callable), `program` (one kind of call) and `entry` (its plan), or `cell`; what is called and
-  with what: `callee`, `call`, `ends`; what was asked: `options`, `optioncheck`, `wishes`, `amounts`, and of the context
-  `context`, `context_keys`, `algo`
-- what the user wrote of an array: `strategy`, `cuts`, `layout`, `given`, and `paths` that name arrays; layout files:
-  `layoutfile`, `layouttext`, `layoutrules`, `layoutcheck`, `planfile`, `strategyfile`
-- to a plan: `trace`, `place`, `make`, which asks `search` and spreads its choice by `flows`; ops held inside: `pins`, `tags`, put
-  there by `rebind`, and where XLA is wrong by `guard`; the plan: `plan`, of `decisions` by `decided`, with what else was
-  `priced`, and `study` for more questions; compiled beside others: `finalists`
-- to a report: `report`, of `sections` and `tables`, shown by `render`; what is said of a plan: `findings`, `causes`,
-  `unpredicted`; beside what XLA made: `targets`, `verify`, `comparison`
-- run: `apply`, on `meshes`; what XLA made of it: `compiled` and `branches`, of `hlo`; windows over cut dims: `halo`
-- the command line: `__main__`, `cli`, `cli_arguments`, `cli_checkpoint`, `demo`
-- everywhere: `errors`, `extras`, `progress`
-"""
+"""Shard any JAX function from integers: cuts become a mesh and PartitionSpecs, XLA does the rest, and you see it."""
 
 import importlib
 from typing import Any
 
 from shardfn.api import explain, load, plan, reshard, shard
-from shardfn.cell import Cell
-from shardfn.context import (
+from shardfn.cost.devices.chips import Chip
+from shardfn.errors import ShardError
+from shardfn.frontend.strategy import AUTO
+from shardfn.mindspore.cell import Cell
+from shardfn.mindspore.context import (
     GRAPH_MODE,
     PYNATIVE_MODE,
     ParallelMode,
@@ -36,15 +22,12 @@ from shardfn.context import (
     set_auto_parallel_context,
     set_context,
 )
-from shardfn.cost.chips import Chip
-from shardfn.errors import ShardError
-from shardfn.layout import Layout
-from shardfn.plan import Plan, diff
-from shardfn.report import Report
+from shardfn.mindspore.layout import Layout
+from shardfn.planning.plan import Plan, diff
+from shardfn.planning.tags import tag
+from shardfn.report.report import Report
+from shardfn.runtime.sharded_function import ShardedFunction
 from shardfn.search import register as register_search
-from shardfn.sharded import ShardedFunction
-from shardfn.strategy import AUTO
-from shardfn.tags import tag
 
 __version__ = "0.1.0"
 
@@ -79,10 +62,10 @@ __all__ = [
     "tag",
 ]
 
-_PARTS = ("checkpoint", "data", "halo", "train", "inference")
+_PARTS = ("checkpoint", "data", "halo", "mindspore", "train")
 """Packages of the library that are imported when they are first used."""
 
-_LATER = {"infer_predict_layout": "inference", "load_distributed_checkpoint": "inference"}
+_LATER = {"infer_predict_layout": "mindspore.inference", "load_distributed_checkpoint": "mindspore.inference"}
 """Functions that come from one of them."""
 
 

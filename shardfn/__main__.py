@@ -2,7 +2,7 @@
 
 import sys
 
-from shardfn.cli import main
+from shardfn.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

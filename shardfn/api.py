@@ -10,16 +10,17 @@ from typing import Any, TypedDict, Unpack, overload
 import jax
 from jax.core import Tracer
 
-from shardfn import layoutfile, optioncheck
-from shardfn.context_keys import nearest
+from shardfn import layoutfile
 from shardfn.errors import StrategyTypeError, a, fail
-from shardfn.layout import Layout
-from shardfn.layoutfile import LayoutFile
-from shardfn.options import Options
-from shardfn.plan import Plan
-from shardfn.report import Report, make_report
-from shardfn.sharded import ShardedFunction
-from shardfn.strategy import shape_of, short
+from shardfn.frontend import option_checks
+from shardfn.frontend.options import Options
+from shardfn.frontend.strategy import shape_of, short
+from shardfn.layoutfile.files import LayoutFile
+from shardfn.mindspore.context_keys import nearest
+from shardfn.mindspore.layout import Layout
+from shardfn.planning.plan import Plan
+from shardfn.report.report import Report, make_report
+from shardfn.runtime.sharded_function import ShardedFunction
 
 
 class More(TypedDict, total=False):
@@ -239,9 +240,9 @@ def _sharded(fn: Callable[..., Any], options: Options) -> ShardedFunction:
         fail(StrategyTypeError, f"`shard` takes a function, not {a(fn)}", where=f"fn = {short(fn)}",
              why="the first argument is what is sharded", fix=fix)  # fmt: skip
     made = ShardedFunction(fn, options)
-    optioncheck.check(options, made.callee.signature)
+    option_checks.check(options, made.callee.signature)
     if any(i < 0 for i in (*options.static_argnums, *options.donate_argnums)):  # counted from the end
-        count = len(optioncheck.positional(made.callee.signature))
+        count = len(option_checks.positional(made.callee.signature))
         static, donated = ({i % count for i in n} for n in (options.static_argnums, options.donate_argnums))
         options = dataclasses.replace(options, static_argnums=tuple(static), donate_argnums=tuple(donated))
         return ShardedFunction(fn, options)

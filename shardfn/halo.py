@@ -20,8 +20,8 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
-from shardfn.layout import Layout, Spec
-from shardfn.meshes import partition_spec
+from shardfn.frontend.meshes import partition_spec
+from shardfn.mindspore.layout import Layout, Spec
 
 __all__ = ["Border", "border", "conv", "exchange"]
 

@@ -6,7 +6,7 @@ import pathlib
 import jax
 import pytest
 
-from shardfn.targets import has_gpu_compiler
+from shardfn.compiled.targets import has_gpu_compiler
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 

@@ -12,17 +12,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import shardfn
-from shardfn import (
-    AUTO,
-    Cell,
-    Layout,
-    auto_parallel,
-    explain,
-    plan,
-    reshard,
-    set_auto_parallel_context,
-    shard,
-)
+from shardfn import AUTO, Cell, Layout, auto_parallel, explain, plan, reshard, set_auto_parallel_context, shard
 from shardfn.errors import Problem, ShardError
 
 COMPILED: list[str] = []

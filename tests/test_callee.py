@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from shardfn import AUTO, Cell, shard
-from shardfn.call import Slot, bind, split
-from shardfn.callee import describe
+from shardfn.frontend.arguments import Slot, bind, split
+from shardfn.frontend.callee import describe
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 X = jax.random.normal(KEYS[0], (8, 16))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardfn
-from shardfn.report import make_report
+from shardfn.report.report import make_report
 
 S = jax.ShapeDtypeStruct
 

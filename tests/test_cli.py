@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 import shardfn
-from shardfn import cli_arguments
-from shardfn.cli import main
+from shardfn.cli import arguments
+from shardfn.cli.main import main
 
 ROOT = pathlib.Path(__file__).parent.parent
 MATMUL = ["explain", "jax.numpy:matmul", "--shapes", "f32[16,32]", "f32[32,64]"]
@@ -99,7 +99,7 @@ def test_arguments_are_made_as_shapes_only(capsys, monkeypatch):
     ],
 )
 def test_shapes(text, shapes):
-    assert [(str(s.dtype), s.shape) for s in jax.tree.leaves(cli_arguments.shapes(text))] == shapes
+    assert [(str(s.dtype), s.shape) for s in jax.tree.leaves(arguments.shapes(text))] == shapes
 
 
 # ---- plan

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import pytest
 
 import shardfn
-from shardfn.comparison import compare
-from shardfn.compiled import Compiled, read
-from shardfn.cost.hardware import CHIPS, Hardware
-from shardfn.cost.memory import Memory
+from shardfn.compiled.comparison import compare
+from shardfn.compiled.executable import Compiled, read
+from shardfn.cost.devices.hardware import CHIPS, Hardware
+from shardfn.cost.memory.live_ranges import Memory
 from shardfn.cost.price import Price
-from shardfn.graph.model import Collective, Flow, Graph
-from shardfn.plan import Decision, Plan
+from shardfn.ir.model import Collective, Flow, Graph
+from shardfn.planning.plan import Decision, Plan
 
 RESULTS = tuple(Decision(f"result/{i}", (), "float32", (), (), "propagated") for i in range(2))
 PLAN = Plan(

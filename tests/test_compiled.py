@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import shardfn.compiled
-from shardfn.compiled import Compiled, _found, collectives, read
+import shardfn.compiled.executable
+from shardfn.compiled.executable import Compiled, _found, collectives, read
 
 FRAMES = """
 FileNames
@@ -385,12 +385,12 @@ def test_where_is_the_users_line(tables, metadata, line):
 
 def test_frames_of_this_library_are_never_the_line():
     ours = (FRAMES % (1, 2, 1, 4)).replace(
-        "/env/lib/python3.12/site-packages/flax/linear.py", shardfn.compiled.__file__
+        "/env/lib/python3.12/site-packages/flax/linear.py", shardfn.compiled.executable.__file__
     )
     line = "%r = f32[8]{0} all-reduce(%p), replica_groups={}, to_apply=%add, metadata={stack_frame_id="
     text = module("%p = f32[8]{0} parameter(0)\n" + line + "4}", SUM, ours)
     assert [c.where for c in collectives(text)] == ["/home/me/train.py:9"]
-    alone = ours.replace("/home/me/train.py", shardfn.compiled.__file__)
+    alone = ours.replace("/home/me/train.py", shardfn.compiled.executable.__file__)
     text = module("%p = f32[8]{0} parameter(0)\n" + line + "4}", SUM, alone)
     assert [c.where for c in collectives(text)] == [""]
 

@@ -10,8 +10,10 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from shardfn import context, context_keys, search
-from shardfn.context import (
+from shardfn import search
+from shardfn.errors import ContextError, ContextTypeError, NotAvailableError, ShardError
+from shardfn.mindspore import context, context_keys
+from shardfn.mindspore.context import (
     ParallelContext,
     ParallelMode,
     auto_parallel,
@@ -23,8 +25,7 @@ from shardfn.context import (
     set_auto_parallel_context,
     set_context,
 )
-from shardfn.errors import ContextError, ContextTypeError, NotAvailableError, ShardError
-from shardfn.layout import Layout
+from shardfn.mindspore.layout import Layout
 
 TABLES = {
     set_auto_parallel_context: context_keys.AUTO_PARALLEL_KEYS,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardfn
-from shardfn import demo
+from shardfn.cli import demo
 
 ROOT = pathlib.Path(__file__).parent.parent
 

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 import shardfn
 from shardfn import AUTO, Layout
 from shardfn.errors import StrategyError
-from shardfn.given import is_drawn, mesh_of, place_drawn
-from shardfn.strategy import Leaf
+from shardfn.frontend.strategy import Leaf
+from shardfn.planning.named_shardings import is_drawn, mesh_of, place_drawn
 
 DEVICES = jax.devices()
 GRID = Layout((2, 4), ("dp", "mp"))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import shardfn
-from shardfn.graph.release import IS_BEFORE_12
-from shardfn.rebind import bind_one, rebound
+from shardfn.ir.jax_release import IS_BEFORE_12
+from shardfn.ir.rewrite import bind_one, rebound
 
 X = jax.random.normal(jax.random.key(0), (8, 8, 16, 16))
 K = jax.random.normal(jax.random.key(1), (8, 8, 3, 3))

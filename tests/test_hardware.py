@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import Mesh
 
 import shardfn
-from shardfn.cost.hardware import CHIPS, chip_of, resolve
+from shardfn.cost.devices.hardware import CHIPS, chip_of, resolve
 from shardfn.errors import DeviceError
 
 DEVICES = jax.devices()

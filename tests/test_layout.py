@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDevi
 from jax.sharding import PartitionSpec as P
 
 from shardfn.errors import DeviceError, LayoutError, LayoutTypeError, ShardError
-from shardfn.layout import Layout
+from shardfn.mindspore.layout import Layout
 
 MEASURED = json.loads((pathlib.Path(__file__).parent / "conformance" / "layouts.json").read_text())
 AB = Layout((2, 4), ("a", "b"))

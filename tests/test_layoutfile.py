@@ -15,14 +15,14 @@ from hypothesis import example, given
 
 import shardfn
 from shardfn import Layout, auto_parallel, load, plan, shard, tag
-from shardfn.cli import main
+from shardfn.cli.main import main
 from shardfn.errors import Problem, ShardError
-from shardfn.layoutcheck import check
-from shardfn.layoutfile import LayoutFile, read, recipes, shardings, write
-from shardfn.layoutrules import Rule, Source
-from shardfn.layouttext import MOST_BYTES, parse, text_of
-from shardfn.paths import escaped
-from shardfn.plan import Constraint
+from shardfn.frontend.paths import escaped
+from shardfn.layoutfile.check import check
+from shardfn.layoutfile.files import LayoutFile, read, recipes, shardings, write
+from shardfn.layoutfile.toml import MOST_BYTES, parse, text_of
+from shardfn.planning.layout_rules import Rule, Source
+from shardfn.planning.plan import Constraint
 
 PARAMS = {"up": jnp.ones((16, 32)) / 8, "down": jnp.ones((32, 16)) / 8}
 X = jnp.arange(8 * 16, dtype=jnp.float32).reshape(8, 16) / 100
@@ -737,7 +737,7 @@ ITEM = st.fixed_dictionaries(
 
 @given(DATA | st.dictionaries(st.text(max_size=3), ITEM, min_size=1, max_size=3))
 def test_any_json_is_read_or_refused(data):
-    from shardfn.strategyfile import parse_json
+    from shardfn.layoutfile.mindspore_json import parse_json
 
     problems: list[Problem] = []
     layout = parse_json(json.dumps({"parallel_layout_item": data}), "any", problems)
@@ -787,9 +787,9 @@ def test_what_is_written_is_read(layout):
 
 @given(PATHS)
 def test_a_path_meets_itself_and_nothing_else(path):
-    from shardfn.layoutrules import matched
-    from shardfn.paths import normal
-    from shardfn.strategy import Leaf
+    from shardfn.frontend.paths import normal
+    from shardfn.frontend.strategy import Leaf
+    from shardfn.planning.layout_rules import matched
 
     leaves = [
         Leaf(path, "", (8,), "float32"),

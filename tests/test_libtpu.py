@@ -11,12 +11,12 @@ from jax import lax
 
 import shardfn
 from examples.models import abstract, gpt2, llama
-from shardfn import compiled
+from shardfn.compiled import executable
 from shardfn.cost.price import price
-from shardfn.graph.libtpu import FAR, scatters
-from shardfn.graph.model import Communication, Flow, Graph, Op, Pin, Value
-from shardfn.graph.padding import tiled_dims
-from shardfn.graph.together import summed_together
+from shardfn.ir.model import Communication, Flow, Graph, Op, Pin, Value
+from shardfn.partition.combine_reductions import summed_together
+from shardfn.partition.libtpu import FAR, scatters
+from shardfn.partition.tpu_padding import tiled_dims
 
 V5E, SQUARE = "tpu-v5e:2x4", "tpu-v5e:4x4"
 
@@ -226,7 +226,7 @@ def test_compiled_dims_stay_cut(name):
     pytest.importorskip("libtpu")
     fn, args, entries, expected = KEPT[name]
     plan: Any = shardfn.plan(fn, *args, in_strategy=entries, device=V5E)
-    assert dict(kinds(compiled.read(plan.verifier.compiled(plan)).collectives)) == expected
+    assert dict(kinds(executable.read(plan.verifier.compiled(plan)).collectives)) == expected
 
 
 @pytest.mark.tpu
@@ -234,7 +234,7 @@ def test_compiled_dims_stay_cut(name):
 def test_compiled_gathers(steps, gathers):
     pytest.importorskip("libtpu")
     plan: Any = shardfn.plan(apart(steps), f32(64, 1024), f32(1024, 1024), **CHAIN)
-    made = compiled.read(plan.verifier.compiled(plan))
+    made = executable.read(plan.verifier.compiled(plan))
     assert [c.kind for c in made.collectives] == ["all-gather"] * gathers
 
 
@@ -259,6 +259,6 @@ def test_compiled_steps(model, layout, device):
     expert = model.experts(size, count)[layout]
     step: Any = shardfn.shard(expert.written(fn), expert.in_strategy, device=device, donate_argnums=(0, 1))
     plan = step.plan(*args)
-    made, predicted = kinds(compiled.read(plan.verifier.compiled(plan)).collectives), kinds(plan.collectives)
+    made, predicted = kinds(executable.read(plan.verifier.compiled(plan)).collectives), kinds(plan.collectives)
     for kind in made.keys() | predicted.keys():
         assert abs(predicted[kind] - made[kind]) < 0.05 * made.total(), kind

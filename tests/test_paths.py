@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardfn.paths import escaped, met, near, ruled
+from shardfn.frontend.paths import escaped, met, near, ruled
 
 PATHS = ["params/layers/0/w", "params/layers/1/w", "params/head", "x"]
 

@@ -11,13 +11,13 @@ import pytest
 import shardfn
 from examples.models.families import FAMILIES
 from shardfn import search
-from shardfn.graph.model import Pin
-from shardfn.graph.release import IS_BEFORE_12
-from shardfn.pins import KINDS, anchors, only_way
-from shardfn.rebind import bind_one, equations, inner, rebound
+from shardfn.frontend.trace import trace
+from shardfn.ir.jax_release import IS_BEFORE_12
+from shardfn.ir.model import Pin
+from shardfn.ir.rewrite import bind_one, equations, inner, rebound
+from shardfn.planning.constraints import KINDS, anchors, only_way
 from shardfn.search import Answer
 from shardfn.search.problem import objective
-from shardfn.trace import trace
 
 RNG = np.random.default_rng(0)
 

@@ -9,8 +9,8 @@ import pytest
 
 import shardfn
 from shardfn.errors import StrategyError
-from shardfn.place import place, primes
-from shardfn.strategy import Leaf
+from shardfn.frontend.strategy import Leaf
+from shardfn.planning.mesh_inference import place, primes
 
 
 def placed(devices, *arrays):

@@ -11,7 +11,7 @@ import pytest
 
 import shardfn
 from shardfn import AUTO, ShardError
-from shardfn.plan import Constraint, diff, proof
+from shardfn.planning.plan import Constraint, diff, proof
 
 
 def shaped(*shape):

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import shardfn
-from shardfn.decisions import Candidate, Figures
-from shardfn.graph.model import Pin
-from shardfn.priced import told_apart
+from shardfn.ir.model import Pin
+from shardfn.planning.candidates import told_apart
+from shardfn.planning.decisions import Candidate, Figures
 from shardfn.search.problem import Candidate as Found
 from shardfn.search.problem import Problem
 
@@ -65,8 +65,8 @@ SHAPES = [jax.ShapeDtypeStruct(s, "float32") for s in ((64, 192), (8, 32, 64))]
 
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_of_a_large_program_too_what_was_priced_is_there(monkeypatch, level):
-    monkeypatch.setattr("shardfn.search.scope.SMALL_OPS", 5)
-    monkeypatch.setattr("shardfn.search.scope.LARGE_OPS", 10)
+    monkeypatch.setattr("shardfn.search.effort.SMALL_OPS", 5)
+    monkeypatch.setattr("shardfn.search.effort.LARGE_OPS", 10)
     priced, price = set(), Problem.price
 
     def counted(*args):

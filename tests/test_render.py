@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from shardfn.render import Drawing, Placed, Table, Text, to_html, to_rich, to_text
+from shardfn.report.render import Drawing, Placed, Table, Text, to_html, to_rich, to_text
 
 WHOLE = ((0, 4), (0, 2))
 DRAWING = Drawing(

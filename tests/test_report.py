@@ -10,15 +10,16 @@ import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 
 import shardfn
-from shardfn import render, sections, study
-from shardfn.cost.hardware import CHIPS, Hardware, resolve
-from shardfn.cost.memory import Memory
+from shardfn.cost.devices.hardware import CHIPS, Hardware, resolve
+from shardfn.cost.memory.live_ranges import Memory
 from shardfn.cost.price import Price
-from shardfn.decisions import Candidate, Constraint, Figures
 from shardfn.errors import ContextError, StrategyError
-from shardfn.graph.model import Collective, Flow, Graph, Op, Value
-from shardfn.plan import Decision, DimClass, Plan, proof
-from shardfn.report import Report, diff_report, make_report, save_graphs, strategies_text
+from shardfn.ir.model import Collective, Flow, Graph, Op, Value
+from shardfn.planning import what_if
+from shardfn.planning.decisions import Candidate, Constraint, Figures
+from shardfn.planning.plan import Decision, DimClass, Plan, proof
+from shardfn.report import render, sections
+from shardfn.report.report import Report, diff_report, make_report, save_graphs, strategies_text
 
 LAYERS = 4
 X, CUT, WHOLE = (("b",), ()), ((), ("a",)), ((), ())
@@ -355,8 +356,8 @@ def test_what_is_too_much_to_price_says_that_it_is_an_estimate(monkeypatch):
     untold = dataclasses.replace(plan, inputs=tuple(dataclasses.replace(d, runner_up="") for d in plan.inputs))
     for told in (told for each in (plan, untold) for told in make_report(each).to_dict()["inputs"]):
         row = plan.why(told["path"]).rows[0]
-        assert told["runner_up"] == f"{row.cuts}: {study.more_text(row.more)}"
-    monkeypatch.setattr(study, "RUNNERS_UP", 1 + len(plan.flow.graph.ops))  # one flow
+        assert told["runner_up"] == f"{row.cuts}: {what_if.more_text(row.more)}"
+    monkeypatch.setattr(what_if, "RUNNERS_UP", 1 + len(plan.flow.graph.ops))  # one flow
     told = [d["runner_up"] for d in make_report(plan).to_dict()["inputs"]]
     assert [text.endswith(" by the search's estimate") for text in told].count(False) == 1
     assert any(text.endswith(" memory") for text in told)

@@ -6,16 +6,16 @@ import pytest
 from jax import lax
 
 import shardfn
-from shardfn import compiled
+from shardfn.compiled import executable
 from shardfn.cost.price import collectives
-from shardfn.graph import shardy
-from shardfn.graph.edges import fetches
-from shardfn.graph.mlir import preorder
-from shardfn.graph.model import Pin, Tap
-from shardfn.graph.moves import joined_axes, split_axes, steps
-from shardfn.graph.roads import as_compiled
-from shardfn.graph.windows import reach
-from shardfn.graph.xlaform import in_order
+from shardfn.ir import shardy
+from shardfn.ir.mlir import preorder
+from shardfn.ir.model import Pin, Tap
+from shardfn.ir.propagation_form import in_order
+from shardfn.ir.windows import reach
+from shardfn.partition.halo_exchange import fetches
+from shardfn.partition.partitioner import as_compiled
+from shardfn.partition.resharding import joined_axes, split_axes, steps
 
 
 def f32(*shape):
@@ -123,7 +123,7 @@ OPS = {
 def test_single_ops_send_what_was_predicted(name):
     fn, args, cuts, out = OPS[name]
     function = shardfn.shard(fn, cuts, out)
-    predicted, real = function.plan(*args).collectives, compiled.read(function.lower(*args).compile()).collectives
+    predicted, real = function.plan(*args).collectives, executable.read(function.lower(*args).compile()).collectives
 
     def sent(side):
         return {k: sum(c.total_bytes for c in side if c.kind == k) for k in {c.kind for c in side}}
@@ -191,7 +191,7 @@ def test_idle_axes_are_used(name, grid):
     layout = shardfn.Layout(GRIDS[grid], ("data", "model"))
     specs = tuple(layout("data", *("None",) * (len(a.shape) - 1)) for a in args)
     function = shardfn.shard(fn, specs)
-    predicted, real = function.plan(*args).collectives, compiled.read(function.lower(*args).compile()).collectives
+    predicted, real = function.plan(*args).collectives, executable.read(function.lower(*args).compile()).collectives
     assert sum(c.total_bytes for c in predicted) == sum(c.total_bytes for c in real)
 
 

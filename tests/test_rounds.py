@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardfn
-from shardfn.graph.rounds import accumulated
+from shardfn.partition.loop_reductions import accumulated
 
 S = jax.ShapeDtypeStruct
 H100, V5E, CPU = "h100:8", "tpu-v5e:2x4", "cpu:8"

@@ -11,11 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardfn.cuts import any_of, check
-from shardfn.graph.moves import divisors
-from shardfn.layout import Layout
-from shardfn.paths import join
-from shardfn.strategy import (
+from shardfn.frontend.paths import join
+from shardfn.frontend.strategy import (
     AUTO,
     UNKNOWN,
     Argument,
@@ -27,6 +24,9 @@ from shardfn.strategy import (
     shape_of,
     short,
 )
+from shardfn.frontend.validation import any_of, check
+from shardfn.mindspore.layout import Layout
+from shardfn.partition.resharding import divisors
 
 GRID = Layout((2, 4), ("dp", "mp"))
 Pair = collections.namedtuple("Pair", "left right")

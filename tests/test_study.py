@@ -9,9 +9,9 @@ import pytest
 
 import shardfn
 from shardfn import AUTO, Layout, ShardError
-from shardfn.decisions import Alternatives, Figures
-from shardfn.search.grid import cuts_of
-from shardfn.search.neighbours import layouts
+from shardfn.planning.decisions import Alternatives, Figures
+from shardfn.search.one_array_changes import layouts
+from shardfn.search.resharding_costs import cuts_of
 
 ON = Layout((2, 4), ("a", "b"))
 

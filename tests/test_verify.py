@@ -17,11 +17,12 @@ from jax import tree_util
 
 import shardfn
 from examples.models import abstract, gpt2
-from shardfn import targets, verify
-from shardfn.compiled import read
-from shardfn.cost.hardware import CHIPS, Chip, resolve
+from shardfn.compiled import targets
+from shardfn.compiled.executable import read
+from shardfn.cost.devices.hardware import CHIPS, Chip, resolve
 from shardfn.errors import DeviceError, ShardError, StrategyError
-from shardfn.plan import Constraint
+from shardfn.planning.plan import Constraint
+from shardfn.runtime import verify
 
 S = jax.ShapeDtypeStruct
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from examples.models import abstract, llama, llama_nnx, named
 from shardfn import Plan
-from shardfn.layoutcheck import checked
-from shardfn.layoutfile import folder, read, recipes
+from shardfn.layoutfile.check import checked
+from shardfn.layoutfile.files import folder, read, recipes
 
 DEVICES = 8
 MODELS: dict[str, Callable[[], Any]] = {
@@ -29,7 +29,7 @@ HEAD = """# Layouts
 
 Layout files for the model families that people run, by the names that their parameters have. Each is used by its name,
 `shard(step, layout="llama/fsdp-tp")`, and is a start for one of your own: copy it, change it, give its path.
-`read("llama/fsdp-tp").with_grid(model=8)` (in `shardfn.layoutfile`) changes the size of an axis. `[activations]` speaks
+`read("llama/fsdp-tp").with_grid(model=8)` (in `shardfn.layoutfile.files`) changes the size of an axis. `[activations]` speaks
 of what a model tags: `shardfn.tag(x, "block")`.
 
 The table is written by `python -m examples.models.recipes`, from the small models of `examples/models` on {devices} devices: what

@@ -25,7 +25,7 @@ from shardfn.checkpoint.chunks import Box, covering, volume, whole
 from shardfn.checkpoint.contents import Entry
 from shardfn.checkpoint.leaves import folder
 from shardfn.errors import CheckpointFileError, Problem, fail
-from shardfn.extras import need
+from shardfn.runtime.extras import need
 
 READ_BYTES = 1 << 30
 """Bytes of arrays that are on their way from disk at any time; a single array may be larger."""

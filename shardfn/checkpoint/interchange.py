@@ -11,13 +11,13 @@ from typing import Any
 
 import jax
 
-from shardfn.checkpoint import arrays, offline, restoring
+from shardfn.checkpoint import arrays, offline, reader
+from shardfn.checkpoint.catalogue import look, place
 from shardfn.checkpoint.chunks import Chunks
 from shardfn.checkpoint.contents import Entry
-from shardfn.checkpoint.stored import look, place
 from shardfn.checkpoint.tensorfiles import CODES, INDEX, SUFFIX, Planned, rows_of, shared_out, tensors, written
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem
-from shardfn.extras import need
+from shardfn.runtime.extras import need
 
 FILE_BYTES = 5 << 30
 
@@ -27,7 +27,7 @@ def export_safetensors(
     target: str | os.PathLike[str],
     *,
     step: int | None = None,
-    only: restoring.Globs = None,
+    only: reader.Globs = None,
     name_map: Mapping[str, str] | None = None,
     dtype: Any = None,
     separator: str = ".",
@@ -56,8 +56,8 @@ def export_safetensors(
     bound, most = offline.limit(memory), offline.limit(file_bytes)
     folder, _, contents = look(path, step)
     one = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    chosen = restoring.choose(contents, one, None, only, name_map, dtype)
-    names: dict[str, restoring.Chosen] = {}
+    chosen = reader.choose(contents, one, None, only, name_map, dtype)
+    names: dict[str, reader.Chosen] = {}
     problems = []
     for row in chosen:
         name = row.path.replace("/", separator)
@@ -98,7 +98,7 @@ def export_safetensors(
     return tuple(files)
 
 
-def _write(out: Any, folder: pathlib.Path, row: restoring.Chosen, bound: int) -> None:
+def _write(out: Any, folder: pathlib.Path, row: reader.Chosen, bound: int) -> None:
     entry = row.entry
     if 0 in entry.shape:
         return
@@ -151,8 +151,8 @@ def import_safetensors(
         whole = Chunks(tensor.shape, tensor.shape)
         entries.append(Entry(key, tensor.shape, tensor.dtype, keys, (1,) * len(tensor.shape), whole))
     by_path = {entry.path: found[name] for entry, name in zip(entries, found, strict=True)}
-    renamed = restoring.renamed(entries, {k.replace(separator, "/"): v for k, v in (name_map or {}).items()})
-    if problems := restoring.enclosed(renamed):
+    renamed = reader.renamed(entries, {k.replace(separator, "/"): v for k, v in (name_map or {}).items()})
+    if problems := reader.enclosed(renamed):
         raise CheckpointError(problems)
     rows = [(path_, entry, keys) for path_, (entry, keys) in renamed.items()]
 

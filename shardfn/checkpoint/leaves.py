@@ -15,7 +15,7 @@ from jax import tree_util
 
 from shardfn.checkpoint.contents import KEY
 from shardfn.errors import CheckpointError, Problem, a
-from shardfn.paths import join
+from shardfn.frontend.paths import join
 
 UNSTORED = ("uint2", "uint4", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e8m0fnu", "float0",
             "float8_e4m3", "float128", "complex256")  # fmt: skip

@@ -14,19 +14,19 @@ from typing import Any
 import jax
 
 from shardfn import layoutfile
-from shardfn.amounts import bytes_of
-from shardfn.checkpoint import arrays, restoring, where
+from shardfn.checkpoint import arrays, destinations, reader
+from shardfn.checkpoint.catalogue import ITEM, look, place, steps
 from shardfn.checkpoint.chunks import Box, chunks, volume
 from shardfn.checkpoint.contents import FILE, Contents, Entry, Grid, to_text
-from shardfn.checkpoint.saving import LAYOUT
-from shardfn.checkpoint.stored import ITEM, look, place, steps
-from shardfn.checkpoint.ties import ties, untied
+from shardfn.checkpoint.fingerprints import ties, untied
+from shardfn.checkpoint.writer import LAYOUT
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, ShardError, fail
-from shardfn.extras import need
-from shardfn.layoutrules import LayoutFile
-from shardfn.layouttext import text_of
-from shardfn.meshes import spec_of
-from shardfn.plan import Plan
+from shardfn.frontend.byte_sizes import bytes_of
+from shardfn.frontend.meshes import spec_of
+from shardfn.layoutfile.toml import text_of
+from shardfn.planning.layout_rules import LayoutFile
+from shardfn.planning.plan import Plan
+from shardfn.runtime.extras import need
 
 MEMORY = 512 << 20
 """The default bound on what a copy holds in memory, beyond what the process has when it starts."""
@@ -63,7 +63,7 @@ def relayout(
     *,
     devices: int | None = None,
     step: int | None = None,
-    only: restoring.Globs = None,
+    only: reader.Globs = None,
     name_map: Mapping[str, str] | None = None,
     dtype: Any = None,
     memory: int | str = MEMORY,
@@ -97,7 +97,7 @@ def merge(
     target: str | os.PathLike[str],
     *,
     step: int | None = None,
-    only: restoring.Globs = None,
+    only: reader.Globs = None,
     name_map: Mapping[str, str] | None = None,
     dtype: Any = None,
     memory: int | str = MEMORY,
@@ -108,7 +108,7 @@ def merge(
 
 def layout_of(layout: Any) -> LayoutFile:
     """The layout file that a plan, a path or a name stands for."""
-    return where.of_plan(layout) if isinstance(layout, Plan) else layoutfile.read(layout)
+    return destinations.of_plan(layout) if isinstance(layout, Plan) else layoutfile.read(layout)
 
 
 def devices_of(layout: LayoutFile) -> int:
@@ -134,11 +134,11 @@ def _copied(
     bound = limit(memory)
     folder, step, contents = look(source, step)
     one = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    chosen = restoring.choose(contents, one, None, only, name_map, dtype)
+    chosen = reader.choose(contents, one, None, only, name_map, dtype)
     renamed = [dataclasses.replace(row.entry, path=row.path, keys=row.keys, dtype=str(row.dtype)) for row in chosen]
     laid = lay(renamed, layout, count, bound)
 
-    def reader(row: restoring.Chosen) -> Read:
+    def read_with(row: reader.Chosen) -> Read:
         store = arrays.open_array(folder, row.entry).result()
         if str(row.dtype) != row.entry.dtype:
             store = need("tensorstore", "checkpoint").cast(store, str(row.dtype))
@@ -147,7 +147,7 @@ def _copied(
     with new_step(target, step) as (out, commit):
         for row, entry in zip(chosen, laid.entries, strict=True):
             with _named(folder, row.entry):
-                copy(out, entry, reader(row) if 0 not in entry.shape else None, bound)
+                copy(out, entry, read_with(row) if 0 not in entry.shape else None, bound)
         commit(laid)
     return Copied(place(target), step, len(laid.entries), laid.nbytes, count)
 
@@ -169,7 +169,7 @@ def lay(entries: Sequence[Entry], layout: Any, devices: int, bound: int) -> Cont
     """The description of arrays as a layout file lays them out, whole where it is None."""
     grids: dict[Grid, int] = {}
     seen = [entry.seen for entry in entries]
-    found = where.laid_out(seen, layout, None, devices) if layout is not None else {}
+    found = destinations.laid_out(seen, layout, None, devices) if layout is not None else {}
     rows = []
     for entry in entries:
         sharding, ndim = found.get(entry.path), len(entry.shape)
@@ -246,7 +246,7 @@ def new_step(path: Any, step: int, layout: Any = None) -> Iterator[tuple[pathlib
             os.fsync(file.fileno())
 
     def commit(contents: Contents) -> None:
-        layout = where.of_contents(contents)
+        layout = destinations.of_contents(contents)
         if layout is not None:
             put(LAYOUT, text_of(layout))
         files = ties(part / ITEM, contents.entries, () if layout is None else (LAYOUT,))

@@ -21,10 +21,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from shardfn.checkpoint import arrays
+from shardfn.checkpoint.catalogue import ITEM
 from shardfn.checkpoint.chunks import Box
 from shardfn.checkpoint.contents import FILE, Contents, to_text
-from shardfn.checkpoint.stored import ITEM
-from shardfn.checkpoint.ties import ties
+from shardfn.checkpoint.fingerprints import ties
 from shardfn.errors import CheckpointFileError
 
 Pieces = Mapping[str, Sequence[tuple[Box, np.ndarray]]]

@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from shardfn.cost.chips import Chip
-from shardfn.cost.cpu import all_groups
+from shardfn.cost.backends.cpu import all_groups
+from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion import Fusion, fuse
-from shardfn.cost.kinds import CHEAP, COSTLY, TAKES, UPDATES, VIEWS, is_view
-from shardfn.graph.model import BOOKKEEPING, COLLECTIVES, PRODUCTS, Flow, Graph, Op, Tap, is_gpu
+from shardfn.cost.op_kinds import CHEAP, COSTLY, TAKES, UPDATES, VIEWS, is_view
+from shardfn.ir.model import BOOKKEEPING, COLLECTIVES, PRODUCTS, Flow, Graph, Op, Tap, is_gpu
 
 MOVES = frozenset(
     {"reshape", "transpose", "broadcast_in_dim", "slice", "concatenate", "dynamic_slice", "dynamic_update_slice", "pad",

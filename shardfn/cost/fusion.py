@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from shardfn.cost.fuser import Fuser, Fusion
-from shardfn.cost.fusion_cpu import OnCpu
-from shardfn.cost.fusion_tpu import OnTpu
-from shardfn.graph.model import Flow
+from shardfn.cost.backends.cpu_fusion import OnCpu
+from shardfn.cost.backends.tpu_fusion import OnTpu
+from shardfn.cost.fusion_walk import Fuser, Fusion
+from shardfn.ir.model import Flow
 
 __all__ = ["Fusion", "fuse"]
 

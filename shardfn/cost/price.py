@@ -8,10 +8,10 @@ from collections.abc import Collection, Sequence
 
 from shardfn.cost.collectives import bytes_sent
 from shardfn.cost.compute import matrix_flops, work
-from shardfn.cost.hardware import Hardware, link_over
-from shardfn.cost.memory import Memory, memory_of
+from shardfn.cost.devices.hardware import Hardware, link_over
+from shardfn.cost.memory.live_ranges import Memory, memory_of
 from shardfn.cost.schedule import Order, as_run, scheduled
-from shardfn.graph.model import Collective, Communication, Flow
+from shardfn.ir.model import Collective, Communication, Flow
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,14 +7,14 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from shardfn.cost.chips import Chip
-from shardfn.cost.cpu import is_flattened, on_cpu
+from shardfn.cost.backends.cpu import is_flattened, on_cpu
+from shardfn.cost.backends.gpu import on_gpu
+from shardfn.cost.backends.tpu import rows_bytes, scattered_to
+from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion import Fusion, fuse
-from shardfn.cost.gpu import on_gpu
-from shardfn.cost.kinds import ELEMENTWISE
-from shardfn.cost.sized import Sized, sized
-from shardfn.cost.tpu import rows_bytes, scattered_to
-from shardfn.graph.model import COLLECTIVES, Communication, Flow, Graph, Op, dtype_bits, is_gpu
+from shardfn.cost.local_sizes import Sized, sized
+from shardfn.cost.op_kinds import ELEMENTWISE
+from shardfn.ir.model import COLLECTIVES, Communication, Flow, Graph, Op, dtype_bits, is_gpu
 
 
 def first_of_body(graph: Graph, loop: int) -> int:

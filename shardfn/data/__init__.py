@@ -4,7 +4,7 @@
 """
 
 from shardfn.data.loader import Batches, Loader, load
-from shardfn.data.pieces import read, reads
+from shardfn.data.shards import read, reads
 from shardfn.data.sources import Read
 from shardfn.data.strategy import lay_out
 from shardfn.data.tiff import Tiff

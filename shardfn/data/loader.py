@@ -13,14 +13,14 @@ from jax import tree_util
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.data.order import order, read_ahead
-from shardfn.data.pieces import assembled, held, positions
+from shardfn.data.shards import assembled, held, positions
 from shardfn.data.sources import PADDING, Read, Window, columns, names_of
 from shardfn.data.strategy import lay_out
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
-from shardfn.extras import need
-from shardfn.paths import join
-from shardfn.plan import Plan
-from shardfn.strategy import short
+from shardfn.frontend.paths import join
+from shardfn.frontend.strategy import short
+from shardfn.planning.plan import Plan
+from shardfn.runtime.extras import need
 
 LAST = ("drop", "pad", "error")
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardfn.data.sources import PADDING
-from shardfn.extras import need
+from shardfn.runtime.extras import need
 
 
 def order(records: int, batch_size: int, *, seed: int | None, epochs: int | None, drop: bool) -> Any:

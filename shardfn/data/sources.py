@@ -17,8 +17,8 @@ import numpy as np
 from jax import tree_util
 
 from shardfn.errors import StrategyError, StrategyTypeError, a, fail
-from shardfn.paths import join
-from shardfn.strategy import shape_of, short
+from shardfn.frontend.paths import join
+from shardfn.frontend.strategy import shape_of, short
 
 Window = tuple[tuple[int, int], ...]
 """For each dim where it starts and where it ends."""

@@ -10,16 +10,16 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from shardfn.context import ParallelContext, current
-from shardfn.cost import hardware as hardware_
-from shardfn.cuts import check, check_all
+from shardfn.cost.devices import hardware as hardware_
 from shardfn.errors import DeviceError, Problem, StrategyError, StrategyTypeError, fail, raise_problems
-from shardfn.given import is_drawn, mesh_of, place_drawn
-from shardfn.graph.model import Spec
-from shardfn.meshes import mesh_on, partition_spec
-from shardfn.place import place
-from shardfn.plan import Plan
-from shardfn.strategy import AUTO, UNKNOWN, Argument, Leaf, leaves_of, match, short
+from shardfn.frontend.meshes import mesh_on, partition_spec
+from shardfn.frontend.strategy import AUTO, UNKNOWN, Argument, Leaf, leaves_of, match, short
+from shardfn.frontend.validation import check, check_all
+from shardfn.ir.model import Spec
+from shardfn.mindspore.context import ParallelContext, current
+from shardfn.planning.mesh_inference import place
+from shardfn.planning.named_shardings import is_drawn, mesh_of, place_drawn
+from shardfn.planning.plan import Plan
 
 FULL, PARALLEL = "full_batch", "data_parallel"
 

@@ -18,18 +18,18 @@ from __future__ import annotations
 
 import functools
 
-from shardfn.context_keys import BUILT_IN, SEARCH_MODES
 from shardfn.errors import ContextError, ContextTypeError, a, fail
-from shardfn.search import auto, dynamic, recursive, seeds
+from shardfn.mindspore.context_keys import BUILT_IN, SEARCH_MODES
+from shardfn.search import auto, dynamic_programming, recursive_programming, sharding_propagation
 from shardfn.search.problem import Answer, Problem, Search
 
 __all__ = ["MODES", "Answer", "Problem", "Search", "forget", "register", "select"]
 
 MODES: dict[str, Search] = {
     "auto": auto.search,
-    "sharding_propagation": seeds.search,
-    "dynamic_programming": dynamic.search,
-    "recursive_programming": recursive.search,
+    "sharding_propagation": sharding_propagation.search,
+    "dynamic_programming": dynamic_programming.search,
+    "recursive_programming": recursive_programming.search,
 }
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from shardfn.search import dynamic, following, recursive
+from shardfn.search import default_policy, dynamic_programming, recursive_programming
 from shardfn.search.problem import Answer, Problem
 
 
 def search(problem: Problem) -> Answer:
     """The exact optimum where that is quick (`Scope.is_exact`), else what dividing the devices finds."""
     if not problem.is_open:
-        return following.search(problem)
-    return dynamic.search(problem) if problem.scope.is_exact else recursive.search(problem)
+        return default_policy.search(problem)
+    return dynamic_programming.search(problem) if problem.scope.is_exact else recursive_programming.search(problem)

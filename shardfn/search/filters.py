@@ -9,13 +9,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from shardfn.graph.model import Flow, Graph, axis_size
-from shardfn.search.forms import NOWHERE
-from shardfn.search.grid import Array
+from shardfn.ir.model import Flow, Graph, axis_size
+from shardfn.search.label_tables import Space
+from shardfn.search.op_labels import NOWHERE
 from shardfn.search.problem import Algorithm
-from shardfn.search.solver.labelling import Labelling
-from shardfn.search.solver.solve import Solution
-from shardfn.search.strategies import Space
+from shardfn.search.resharding_costs import Array
+from shardfn.solver.labelling import Labelling
+from shardfn.solver.solve import Solution
 
 
 def narrowed(problem: Labelling, space: Space, graph: Graph, sizes: tuple[int, ...],
@@ -105,7 +105,7 @@ def aligned(layouts: Array, shape: tuple[int, ...], sizes: tuple[int, ...], step
 def barred(problem: Labelling, keep: Mapping[int, Array]) -> Labelling:
     """The problem with the labels that are not kept forbidden.
 
-    >>> from shardfn.search.solver.labelling import labelling
+    >>> from shardfn.solver.labelling import labelling
     >>> barred(labelling([[1, 2]]), {0: np.array([False, True])}).costs[0].tolist()
     [inf, 2.0]
     """
@@ -120,7 +120,7 @@ def near(problem: Labelling, epsilon: float) -> tuple[Labelling, float]:
     more, `epsilon` of the node's least own cost aside. Own costs and tables are never negative, so these least costs
     together bound the optimum from below, and the loss is at most `epsilon` of it.
 
-    >>> from shardfn.search.solver.labelling import labelling
+    >>> from shardfn.solver.labelling import labelling
     >>> smaller, lost = near(labelling([[10, 10.25], [0, 0]], tables=[((0, 1), [0.5, 0, 0, 0])]), 0.1)
     >>> smaller.costs[0].tolist(), lost
     ([10.0, inf], 0.25)

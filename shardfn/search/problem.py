@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypedDict, Unpack
 
-from shardfn.cost.hardware import Hardware
+from shardfn.cost.devices.hardware import Hardware
 from shardfn.cost.price import Price, price
-from shardfn.graph.classes import dim_classes
-from shardfn.graph.model import Flow, Graph, Pin, Spec
-from shardfn.search.aims import SPREAD, Rank, idle, rank
-from shardfn.search.facts import Known, known
-from shardfn.search.grid import Axes
-from shardfn.search.scope import Scope, scope
+from shardfn.ir.dimension_groups import dim_classes
+from shardfn.ir.model import Flow, Graph, Pin, Spec
+from shardfn.search.effort import Scope, scope
+from shardfn.search.graph_facts import Known, known
+from shardfn.search.objectives import SPREAD, Rank, idle, rank
+from shardfn.search.resharding_costs import Axes
 
 Pins = Mapping[int, Pin]
 """Layouts that ops are held to, by their index in `Graph.ops`."""

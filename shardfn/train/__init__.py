@@ -5,17 +5,17 @@
 'step'
 """
 
-from shardfn.extras import need
+from shardfn.runtime.extras import need
 
 need("optax", "train")  # an error that names the extra, before the modules that import it
 
-from shardfn.train.marks import staged
-from shardfn.train.optimizer_parallel import OptimizerParallel
-from shardfn.train.pipeline import Pipeline, pipeline
-from shardfn.train.recompute import communicated, recompute
-from shardfn.train.rows import Packed
-from shardfn.train.state import State
-from shardfn.train.step import TrainingStep, step
+from shardfn.train.pipelines.flat_parameters import Packed
+from shardfn.train.pipelines.marks import staged
+from shardfn.train.pipelines.pipeline import Pipeline, pipeline
+from shardfn.train.remat import communicated, recompute
+from shardfn.train.steps.optimizer_parallel import OptimizerParallel
+from shardfn.train.steps.state import State
+from shardfn.train.steps.step import TrainingStep, step
 
 __all__ = [
     "OptimizerParallel", "Packed", "Pipeline", "State", "TrainingStep", "communicated", "pipeline", "recompute", "staged",

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from shardfn import Layout
 from shardfn.checkpoint import merge_sliced_parameter, rank_list_for_transform, transform_checkpoints
-from shardfn.checkpoint.mindspore import read_strategy
 from shardfn.errors import CheckpointError, CheckpointFileError
+from shardfn.mindspore.rank_checkpoints import read_strategy
 
 
 def row(matrix, tensor_map, shape, size=0, step=0):

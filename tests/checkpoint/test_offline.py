@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardfn import checkpoint
 from shardfn.checkpoint import contents
-from shardfn.cli import main
+from shardfn.cli.main import main
 from shardfn.errors import CheckpointError, CheckpointFileError
 from tests.checkpoint.states import mesh, same, training
 

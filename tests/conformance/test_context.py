@@ -6,8 +6,8 @@ import pathlib
 
 import pytest
 
-from shardfn.context import get_auto_parallel_context, set_auto_parallel_context
 from shardfn.errors import ContextError, ContextTypeError, NotAvailableError
+from shardfn.mindspore.context import get_auto_parallel_context, set_auto_parallel_context
 
 CASES = json.loads((pathlib.Path(__file__).parent / "context.json").read_text())["cases"]
 KINDS = {None: None, "ValueError": ContextError, "KeyError": ContextError, "TypeError": ContextTypeError}

@@ -6,10 +6,10 @@ import jax
 import pytest
 
 import shardfn
-from shardfn.cli import main
-from shardfn.cost import calibrate as module
-from shardfn.cost.calibrate import calibrate, table
-from shardfn.cost.chips import CHIPS, load_chip
+from shardfn.cli.main import main
+from shardfn.cost.devices import calibrate as module
+from shardfn.cost.devices.calibrate import calibrate, table
+from shardfn.cost.devices.chips import CHIPS, load_chip
 from shardfn.errors import DeviceError
 
 

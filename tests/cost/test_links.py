@@ -5,9 +5,9 @@ import types
 
 import pytest
 
-from shardfn.cost.chips import CHIPS, Chip, load_chip, most_cubic, save_chip
-from shardfn.cost.hardware import resolve, torus
-from shardfn.cost.links import link_over, links
+from shardfn.cost.devices.chips import CHIPS, Chip, load_chip, most_cubic, save_chip
+from shardfn.cost.devices.hardware import resolve, torus
+from shardfn.cost.devices.links import link_over, links
 from shardfn.errors import DeviceError
 
 MINE = Chip("mine", "gpu", 4e14, 2e12, 64e9, 2e11, 1e-5, node=4, network_bytes_s=1e10)

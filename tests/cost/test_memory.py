@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import pytest
 
 import shardfn
-from shardfn import compiled
+from shardfn.compiled import executable
+from shardfn.cost.devices.hardware import resolve
 from shardfn.cost.fusion import fuse
-from shardfn.cost.hardware import resolve
-from shardfn.cost.memory import at_peak, memory
+from shardfn.cost.memory.live_ranges import at_peak, memory
 
 from .programs import HEADS, LAYERS, WEIGHTS, X_SMALL, X, array, attention, mlp, scanned, scanned_step, step
 
@@ -25,7 +25,7 @@ def both(fn, args, entries, **options):
     leaves = [jax.tree.leaves(a) for a in args]
     firsts = [sum(len(x) for x in leaves[:i]) for i in range(len(args))]
     positions = [firsts[i] + j for i in donated for j in range(len(leaves[i]))]
-    return memory(plan.flow, positions), compiled.read(function.lower(*args).compile())
+    return memory(plan.flow, positions), executable.read(function.lower(*args).compile())
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import pytest
 
 import shardfn
-from shardfn.cost.chips import Chip
 from shardfn.cost.compute import op_flops, work
+from shardfn.cost.devices.chips import Chip
+from shardfn.cost.devices.hardware import CHIPS, link_over, resolve
 from shardfn.cost.fusion import fuse
-from shardfn.cost.hardware import CHIPS, link_over, resolve
 from shardfn.cost.price import collective_s, collectives, price
 from shardfn.cost.schedule import merged
-from shardfn.graph.model import Op
+from shardfn.ir.model import Op
 
 from .programs import array
 

@@ -9,13 +9,13 @@ import pytest
 
 import shardfn
 from examples.models import abstract, mlp
-from shardfn import compiled
-from shardfn.cost.chips import CHIPS
+from shardfn.compiled import executable
+from shardfn.cost.backends.tpu import Claim, granted, rows_bytes, stretches
+from shardfn.cost.devices.chips import CHIPS
 from shardfn.cost.fusion import fuse
-from shardfn.cost.memory import memory
+from shardfn.cost.memory.live_ranges import memory
 from shardfn.cost.schedule import early, merged
-from shardfn.cost.tpu import Claim, granted, rows_bytes, stretches
-from shardfn.graph.padding import tiled_bytes
+from shardfn.partition.tpu_padding import tiled_bytes
 
 from .programs import WEIGHTS, X, array, step
 
@@ -146,7 +146,7 @@ def test_without_vector_memory_temporaries_count():
 def test_compiled_peaks(layout):
     pytest.importorskip("libtpu")
     plan: Any = planned(mlp.SMALL, layout)
-    made = compiled.read(plan.verifier.compiled(plan))
+    made = executable.read(plan.verifier.compiled(plan))
     assert made.argument_bytes == plan.price.memory.arguments
     assert plan.price.memory.peak == pytest.approx(made.together("tpu"), rel=0.1)
 

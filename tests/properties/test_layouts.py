@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardfn
-from shardfn.layout import Layout
+from shardfn.mindspore.layout import Layout
 from tests.properties.programs import device_ids
 
 

@@ -11,9 +11,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import shardfn
-from shardfn.layout import Layout
-from shardfn.place import place, primes
-from shardfn.strategy import AUTO, Leaf
+from shardfn.frontend.strategy import AUTO, Leaf
+from shardfn.mindspore.layout import Layout
+from shardfn.planning.mesh_inference import place, primes
 
 DEVICES = (2, 3, 4, 6, 8, 12, 24, 64, 4096)
 

@@ -5,12 +5,12 @@ import random
 import jax
 import jax.numpy as jnp
 
-from shardfn.cost.hardware import resolve
-from shardfn.search.grid import Grid
-from shardfn.search.levels import labelling_of
+from shardfn.cost.devices.hardware import resolve
+from shardfn.frontend.trace import trace
+from shardfn.search.label_tables import build
+from shardfn.search.level_costs import labelling_of
 from shardfn.search.problem import Problem
-from shardfn.search.strategies import build
-from shardfn.trace import trace
+from shardfn.search.resharding_costs import Grid
 
 S = jax.ShapeDtypeStruct
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from shardfn.errors import ShardError, fail
-from shardfn.search.solver.labelling import Array, Labelling
+from shardfn.solver.labelling import Array, Labelling
 
 STEPS = 200_000
 NEAR = 1e-12
@@ -36,7 +36,7 @@ def exhaustive(problem: Labelling, below: float = math.inf, most: int = STEPS) -
     Raises:
       ShardError: `most` labels were tried and there is more to try, or a table is of more nodes.
 
-    >>> from shardfn.search.solver.labelling import labelling
+    >>> from shardfn.solver.labelling import labelling
     >>> best = exhaustive(labelling([[1, 5], [4, 2]], tables=[((0, 1), [0, 9, 9, 0])]))
     >>> best.choice, best.cost
     ((0, 0), 5.0)

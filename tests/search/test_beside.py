@@ -10,10 +10,10 @@ import pytest
 
 import shardfn
 from shardfn import ShardError
-from shardfn.cost.hardware import resolve
-from shardfn.search import beside, dynamic, neighbours, scope
+from shardfn.cost.devices.hardware import resolve
+from shardfn.search import alternatives, dynamic_programming, effort, one_array_changes
+from shardfn.search.explanation import proof
 from shardfn.search.problem import Candidate, Memo, objective
-from shardfn.search.told import proof
 
 S = jax.ShapeDtypeStruct
 
@@ -82,7 +82,7 @@ def test_no_level_loses_at_its_own_aim_and_no_row_beside_a_plan_is_better(name, 
                 if own.level == 1:
                     assert f.memory >= own.price.memory.peak, (d.path, row.cuts)
                 elif own.level == 2:
-                    assert f.time_s >= (1 - neighbours.WORTH) * own.price.time_s, (d.path, row.cuts)
+                    assert f.time_s >= (1 - one_array_changes.WORTH) * own.price.time_s, (d.path, row.cuts)
 
 
 def test_a_cut_that_another_entry_finds_is_found():
@@ -108,7 +108,7 @@ def test_the_least_that_a_limit_names_is_what_level_1_holds():
 # ---- what it may cost, and what is said
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(effort="module")
 def asked():
     """A problem at level 1, and what a poor answer of it is."""
     found = []
@@ -125,11 +125,11 @@ def test_what_may_be_spent_bounds_the_flows(asked, monkeypatch):
     problem, poor = asked
 
     def improved(problem, ops):
-        monkeypatch.setattr("shardfn.search.scope.AROUND_OPS", ops)
-        return neighbours.improved(problem, poor)
+        monkeypatch.setattr("shardfn.search.effort.AROUND_OPS", ops)
+        return one_array_changes.improved(problem, poor)
 
     assert improved(problem, 0) is poor
-    once = scope.FIXED + len(problem.graph.ops)
+    once = effort.FIXED + len(problem.graph.ops)
     peaks = [improved(problem, n * once).price.memory.peak for n in (0, 1, 4, 400)]
     assert peaks == sorted(peaks, reverse=True) and peaks[-1] < peaks[0] / 2
     flows = []
@@ -144,7 +144,7 @@ def test_less_than_a_thousandth_of_the_time_is_no_gain(asked):
     for share, gains in ((0.9995, False), (0.99, True)):
         price = dataclasses.replace(poor.price, compute_s=share * poor.price.time_s - poor.price.communication_s)
         made = dataclasses.replace(poor, price=price)
-        assert neighbours._is_better(problem, made, poor) == gains
+        assert one_array_changes._is_better(problem, made, poor) == gains
 
 
 @pytest.mark.parametrize("gap", [0.0, 0.125, None])
@@ -152,13 +152,13 @@ def test_what_is_changed_is_told_and_no_longer_proved(asked, gap):
     problem, poor = asked
     reasons, policy = ("found",) * 3, f"a search: {proof(poor.axes, gap)} under the cost model"
     own = shardfn.search.Answer(poor.axes, poor.specs, reasons, policy, gap=gap)
-    made = beside.bettered(problem, own, lambda _: own)
+    made = alternatives.bettered(problem, own, lambda _: own)
     assert made.gap is None and made.policy.startswith(f"a search: {proof(poor.axes, None)} under the cost model")
     assert "proved" not in made.policy and "changed for a better flow: `" in made.policy
     assert problem.price_of(made).memory.peak < poor.price.memory.peak
     assert [r != "found" for r in made.reasons] == [a != b for a, b in zip(made.specs, poor.specs, strict=True)]
     large = dataclasses.replace(problem, graph=dataclasses.replace(problem.graph, ops=problem.graph.ops * 500))
-    assert beside.bettered(large, own, lambda _: own) is own
+    assert alternatives.bettered(large, own, lambda _: own) is own
 
 
 def test_a_level_is_searched_once(asked):
@@ -171,7 +171,7 @@ def test_a_level_is_searched_once(asked):
 
     for level in (1, 0, 2, 1):
         one = dataclasses.replace(problem, level=level)
-        beside.bettered(one, beside.asked_once(one, alone), alone)
+        alternatives.bettered(one, alternatives.asked_once(one, alone), alone)
     assert sorted(searched) == [(0, False), (0, True), (0, True), (1, False), (2, False)], (
         "level 1 asks level 0 for less, twice"
     )
@@ -187,14 +187,14 @@ def test_at_level_1_larger_programs_look_for_ever_less_memory(monkeypatch):
         asked.append((problem.level, problem.memory_limit))
         return dataclasses.replace(own, policy=f"within {problem.memory_limit:.0f}")
 
-    shardfn.register_search("listening", lambda problem: problems.append(problem) or dynamic.alone(problem))
+    shardfn.register_search("listening", lambda problem: problems.append(problem) or dynamic_programming.alone(problem))
     problems: list[Any] = []
     try:
         shardfn.plan(fn, *args, device="cpu:8", level=1, search_mode="listening", **options)
     finally:
         shardfn.search.forget("listening")
     problem = problems[0]
-    own = dynamic.alone(problem)
+    own = dynamic_programming.alone(problem)
     price = problem.price_of(own)
 
     def price_of(self, answer):
@@ -202,24 +202,24 @@ def test_at_level_1_larger_programs_look_for_ever_less_memory(monkeypatch):
         return dataclasses.replace(price, memory=SimpleNamespace(peak=peaks[key]))
 
     monkeypatch.setattr(type(problem), "price_of", price_of)
-    monkeypatch.setattr("shardfn.search.scope.SMALL_OPS", 0)
-    found = beside.bettered(problem, own, alone)
+    monkeypatch.setattr("shardfn.search.effort.SMALL_OPS", 0)
+    found = alternatives.bettered(problem, own, alone)
     assert asked == [(2, 990.0), (2, 891.0), (2, 841.0), (0, 841.0)]
     assert problem.price_of(dataclasses.replace(found, policy="within 891")).memory.peak == 850
     assert found.policy.endswith("less memory by its flow: what levels 2 and 0 find within 99% of the least so far")
     assert found.gap is None and set(found.reasons) <= {"", "less memory by its flow than what the search found first"}
-    monkeypatch.setattr("shardfn.search.scope.LARGE_OPS", 0)
-    found = beside.bettered(problem, own, alone)
+    monkeypatch.setattr("shardfn.search.effort.LARGE_OPS", 0)
+    found = alternatives.bettered(problem, own, alone)
     assert found.policy.endswith("less memory by its flow: what level 2 finds within 99% of the least so far")
     peaks[990] = 1000
     problem.memo.answers.clear()
     problem.memo.prices.clear()
-    assert beside.bettered(problem, own, alone) is own
+    assert alternatives.bettered(problem, own, alone) is own
 
 
 def test_levels_0_and_2_of_larger_programs_ask_each_other_where_the_model_was_wrong(asked, monkeypatch):
     """Where no flow did what it promised; elsewhere, and of large programs, the answer stands."""
-    monkeypatch.setattr("shardfn.search.scope.SMALL_OPS", 0)
+    monkeypatch.setattr("shardfn.search.effort.SMALL_OPS", 0)
     problem, poor = dataclasses.replace(asked[0], level=2, memo=Memo()), asked[1]
     levels = []
 
@@ -234,17 +234,17 @@ def test_levels_0_and_2_of_larger_programs_ask_each_other_where_the_model_was_wr
 
     plain = answer(poor.axes, poor.specs, is_doubtful=True)
     assert problem.price_of(good).time_s < problem.price_of(plain).time_s
-    made = beside.bettered(problem, plain, alone)
+    made = alternatives.bettered(problem, plain, alone)
     assert made.specs == good.specs and "better by its flow: level 0's" in made.policy and levels == [0]
     for kept in (answer(poor.axes, poor.specs), dataclasses.replace(good, is_doubtful=True)):
-        assert beside.bettered(dataclasses.replace(problem, memo=Memo()), kept, alone) is kept
-    monkeypatch.setattr("shardfn.search.scope.LARGE_OPS", 0)
-    assert beside.bettered(dataclasses.replace(problem, memo=Memo()), plain, alone) is plain
+        assert alternatives.bettered(dataclasses.replace(problem, memo=Memo()), kept, alone) is kept
+    monkeypatch.setattr("shardfn.search.effort.LARGE_OPS", 0)
+    assert alternatives.bettered(dataclasses.replace(problem, memo=Memo()), plain, alone) is plain
 
 
 @pytest.mark.parametrize(("device", "times"), [("h100:8", 1), ("cpu:8", 0)])
 def test_level_0_of_larger_programs_looks_within_less_memory_on_gpus(asked, monkeypatch, device, times):
-    monkeypatch.setattr("shardfn.search.scope.SMALL_OPS", 0)
+    monkeypatch.setattr("shardfn.search.effort.SMALL_OPS", 0)
     problem = dataclasses.replace(asked[0], level=0, hardware=resolve(device), memo=Memo())
     limits = []
 
@@ -253,9 +253,9 @@ def test_level_0_of_larger_programs_looks_within_less_memory_on_gpus(asked, monk
         return own
 
     own = shardfn.search.Answer(asked[1].axes, asked[1].specs, ("found",) * 3, "a search")
-    assert beside.bettered(problem, own, alone) is own
+    assert alternatives.bettered(problem, own, alone) is own
     held = problem.price_of(own).memory.peak
-    assert limits == [(0, int(beside.LESS * held))] * times
+    assert limits == [(0, int(alternatives.LESS * held))] * times
 
 
 def test_what_was_answered_is_of_the_search_and_of_what_was_given(asked):
@@ -263,6 +263,6 @@ def test_what_was_answered_is_of_the_search_and_of_what_was_given(asked):
     problem = dataclasses.replace(asked[0], memo=Memo())
     first, second = (lambda problem, name=name: (name, problem.specs) for name in ("one", "other"))
     given = dataclasses.replace(problem, specs=(asked[1].specs[0], *problem.specs[1:]))
-    found = [beside.asked_once(p, alone) for p in (problem, given) for alone in (first, second)]
+    found = [alternatives.asked_once(p, alone) for p in (problem, given) for alone in (first, second)]
     assert found == [(name, p.specs) for p in (problem, given) for name in ("one", "other")]
-    assert beside.asked_once(problem, first) is found[0]
+    assert alternatives.asked_once(problem, first) is found[0]

@@ -9,10 +9,10 @@ import pytest
 
 import shardfn
 from shardfn.cost.price import collective_s, collectives
-from shardfn.graph.model import Pin
-from shardfn.guard import wrong_ops
-from shardfn.search.borders import fetched
-from shardfn.search.grid import Grid, pieces, spec_of
+from shardfn.ir.model import Pin
+from shardfn.planning.workarounds import wrong_ops
+from shardfn.search.halo_costs import fetched
+from shardfn.search.resharding_costs import Grid, pieces, spec_of
 from tests.search.asking import S
 
 IMAGES, KERNEL = S((8, 64, 32, 4), jnp.float32), S((3, 3, 4, 8), jnp.float32)

@@ -9,12 +9,12 @@ import pytest
 
 import shardfn
 from examples.models import abstract, attention, mlp
-from shardfn.search import ongrid
-from shardfn.search.solver import budget as budgets
-from shardfn.search.solver.budget import Budget
-from shardfn.search.solver.labelling import labelling
-from shardfn.search.solver.peak import least_peak
-from shardfn.search.solver.solve import Effort, solve
+from shardfn.search import exact
+from shardfn.solver import budget as budgets
+from shardfn.solver.budget import Budget
+from shardfn.solver.labelling import labelling
+from shardfn.solver.peak import least_peak
+from shardfn.solver.solve import Effort, solve
 
 PLANS = {
     "level 0": (mlp, {"level": 0}),
@@ -93,7 +93,7 @@ def test_every_part_of_the_solver_counts_its_work():
 
 
 def test_without_work_one_grid_is_searched_and_the_others_are_named(monkeypatch):
-    monkeypatch.setattr(ongrid, "WORK", 1.0)
+    monkeypatch.setattr(exact, "WORK", 1.0)
     function, args = abstract(mlp.make, batch=64)
     made = shardfn.plan(function, *args, level=2, device="h100:8")
     assert "not in the work that a search may do: " in made.policy and made.gap is None

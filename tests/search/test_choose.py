@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 import shardfn
-from shardfn.cost.chips import CHIPS
-from shardfn.cost.links import links
-from shardfn.graph.model import Pin
-from shardfn.search import choose, following, forget, letgo, scope
-from shardfn.search.aims import Rank
-from shardfn.search.letgo import as_sliced
-from shardfn.search.levels import repeated
+from shardfn.cost.devices.chips import CHIPS
+from shardfn.cost.devices.links import links
+from shardfn.ir.model import Pin
+from shardfn.search import constraint_reduction, default_policy, effort, forget, selection
+from shardfn.search.constraint_reduction import as_sliced
+from shardfn.search.label_tables import Edge
+from shardfn.search.level_costs import repeated
+from shardfn.search.objectives import Rank
 from shardfn.search.problem import Candidate, Memo, objective
-from shardfn.search.strategies import Edge
 
 S = jax.ShapeDtypeStruct
 
@@ -29,7 +29,7 @@ def looked_up(table, index, x):
 
 def test_an_argument_that_is_sliced_before_it_is_read_is_laid_out_so():
     problems = []
-    shardfn.register_search("listening", lambda problem: problems.append(problem) or following.search(problem))
+    shardfn.register_search("listening", lambda problem: problems.append(problem) or default_policy.search(problem))
     try:
         args = S((64, 8), jnp.float32), S((16, 2), jnp.int32), S((16, 8), jnp.float32)
         shardfn.plan(looked_up, *args, device="cpu:8", search_mode="listening", level=2)
@@ -47,13 +47,13 @@ def test_an_argument_that_is_sliced_before_it_is_read_is_laid_out_so():
 
 def test_what_promises_more_than_the_best_flow_so_far_is_priced_too(monkeypatch):
     """Of a large program one flow is priced, unless the model holds something else for better than it turned out."""
-    monkeypatch.setattr("shardfn.search.scope.FLOWS", 1)
-    monkeypatch.setattr("shardfn.search.scope.SMALL_OPS", 0)
-    monkeypatch.setattr(choose, "keeps_promise", lambda *_: True)
+    monkeypatch.setattr("shardfn.search.effort.FLOWS", 1)
+    monkeypatch.setattr("shardfn.search.effort.SMALL_OPS", 0)
+    monkeypatch.setattr(selection, "keeps_promise", lambda *_: True)
     tried = []
-    candidates = choose.candidates
+    candidates = selection.candidates
     monkeypatch.setattr(
-        choose, "candidates", lambda problem, one, *far: tried.append(one) or candidates(problem, one, *far)
+        selection, "candidates", lambda problem, one, *far: tried.append(one) or candidates(problem, one, *far)
     )
 
     def step(w, x):
@@ -65,21 +65,21 @@ def test_what_promises_more_than_the_best_flow_so_far_is_priced_too(monkeypatch)
 
     plan()
     few = len(tried)
-    monkeypatch.setattr(choose, "promises", lambda *_: True)
+    monkeypatch.setattr(selection, "promises", lambda *_: True)
     plan()
-    assert few <= len(tried) <= scope.MOST and len(tried) > 1
+    assert few <= len(tried) <= effort.MOST and len(tried) > 1
 
 
 def test_promises_compare_the_level_s_aim():
     found = SimpleNamespace(peak=1, axes=(("a", 8),), space=SimpleNamespace(edges=()))
     found.solution = SimpleNamespace(cost=2.0, choice=())
     problem = SimpleNamespace(level=2, is_large=False, memory_limit=10, hardware=CHIPS["h100"].pod(8))
-    assert choose.promises(problem, found, Rank(0.0, (2.5,), (0,)))
-    assert not choose.promises(problem, found, Rank(0.0, (1.5,), (0,)))
+    assert selection.promises(problem, found, Rank(0.0, (2.5,), (0,)))
+    assert not selection.promises(problem, found, Rank(0.0, (1.5,), (0,)))
     problem.memory_limit = 0.5
-    assert not choose.promises(problem, found, Rank(0.0, (2.5,), (0,)))
+    assert not selection.promises(problem, found, Rank(0.0, (2.5,), (0,)))
     problem.memory_limit, problem.level = 10, 1
-    assert not choose.promises(problem, found, Rank(0.0, (2.5,), (0,))), (
+    assert not selection.promises(problem, found, Rank(0.0, (2.5,), (0,))), (
         "at level 1 the model and the flow count otherwise"
     )
 
@@ -100,7 +100,7 @@ def test_what_is_moved_again_and_again_may_be_launched_once(ends, again):
     found = SimpleNamespace(peak=1, axes=(("a", 8),), space=space, solution=SimpleNamespace(cost=2.0, choice=choice))
     problem = SimpleNamespace(level=2, is_large=False, memory_limit=10, hardware=hardware)
     best = 2.0 - 1.5 * link.latency_s
-    assert choose.promises(problem, found, Rank(0.0, (best,), (0,))) == (again > 1)
+    assert selection.promises(problem, found, Rank(0.0, (best,), (0,))) == (again > 1)
 
 
 @pytest.mark.parametrize("operands", [True, False])
@@ -110,14 +110,14 @@ def test_a_large_program_that_gathers_arguments_is_not_tried_without_what_holds_
 ):
     """Propagation alone would hand the cut of the weights on: that flow costs much and wins nothing."""
     problems = []
-    shardfn.register_search("listening", lambda problem: problems.append(problem) or following.search(problem))
+    shardfn.register_search("listening", lambda problem: problems.append(problem) or default_policy.search(problem))
     try:
         shardfn.plan(jnp.matmul, S((16, 8), jnp.float32), S((8, 64), jnp.float32), device="h100:8",
                      search_mode="listening", level=2)  # fmt: skip
     finally:
         forget("listening")
     (problem,) = problems
-    monkeypatch.setattr("shardfn.search.scope.LARGE_OPS", 0)
+    monkeypatch.setattr("shardfn.search.effort.LARGE_OPS", 0)
     axes, rows, columns, whole = (("a", 8),), (("a",), ()), ((), ("a",)), ((), ())
     dot = next(i for i, op in enumerate(problem.graph.ops) if op.name == "dot_general")
     specs, reads = ((rows, columns), (rows, whole)) if read_whole else ((rows, whole), (rows, whole))
@@ -125,7 +125,7 @@ def test_a_large_program_that_gathers_arguments_is_not_tried_without_what_holds_
     held = Candidate("", axes, specs, pins, problem.price(axes, specs, pins))
     flows = []
     flow = lambda axes, specs, pins, ends: flows.append(pins) or problem.flow(axes, specs, pins, ends)  # noqa: E731
-    found = letgo.let_go(dataclasses.replace(problem, flow=flow, memo=Memo()), held)
+    found = constraint_reduction.let_go(dataclasses.replace(problem, flow=flow, memo=Memo()), held)
     assert flows == asked and bool(found.pins) == read_whole
 
 

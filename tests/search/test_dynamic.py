@@ -12,15 +12,15 @@ import pytest
 
 import shardfn
 from examples.models import abstract, attention, mlp
-from shardfn.cost.hardware import resolve
-from shardfn.graph.model import Pin
-from shardfn.search import dynamic, ongrid
-from shardfn.search.forms import value_labels
-from shardfn.search.found import mirrored
-from shardfn.search.grid import Grid, change, spec_of
+from shardfn.cost.devices.hardware import resolve
+from shardfn.ir.model import Pin
+from shardfn.search import dynamic_programming, exact
+from shardfn.search.label_tables import build
+from shardfn.search.mesh_solution import mirrored
+from shardfn.search.op_labels import value_labels
 from shardfn.search.problem import objective
-from shardfn.search.solver.budget import Budget
-from shardfn.search.strategies import build
+from shardfn.search.resharding_costs import Grid, change, spec_of
+from shardfn.solver.budget import Budget
 from tests.search.asking import PROGRAMS, S, problem_of, two_layers
 
 EXACT = {"search_mode": "dynamic_programming"}
@@ -42,7 +42,7 @@ def test_every_change_of_layout_costs_what_its_flow_sends(sizes):
     """Also where XLA finds no short road: two dims that change their axes are gathered whole."""
     axes = tuple(zip("abc", sizes, strict=False))
     asked = []
-    shardfn.register_search("listening", lambda problem: asked.append(problem) or dynamic.search(problem))
+    shardfn.register_search("listening", lambda problem: asked.append(problem) or dynamic_programming.search(problem))
     try:
         device = f"h100:{math.prod(sizes)}"
         shardfn.plan(lambda x: jnp.sin(x), S((64, 64), jnp.float32), device=device, search_mode="listening")
@@ -178,13 +178,13 @@ def test_what_checkpoint_holds_back_is_free_to_be_cut_each_in_its_own_way():
 @pytest.mark.parametrize("most", [1, 2])
 def test_grids_left_out_early_are_not_among_the_first(most, monkeypatch):
     problem = problem_of(*PROGRAMS["gradient"], device="h100:64")
-    tried = dynamic.grids(problem)
+    tried = dynamic_programming.grids(problem)
 
     def best(count):
-        monkeypatch.setattr("shardfn.search.scope.FLOWS", 1)
-        monkeypatch.setattr("shardfn.search.scope.MOST", count)
-        found, _ = dynamic.on_grids(problem, tried, (), Budget())
-        ranked = sorted(found, key=lambda f: ongrid.order(problem, f))
+        monkeypatch.setattr("shardfn.search.effort.FLOWS", 1)
+        monkeypatch.setattr("shardfn.search.effort.MOST", count)
+        found, _ = dynamic_programming.on_grids(problem, tried, (), Budget())
+        ranked = sorted(found, key=lambda f: exact.order(problem, f))
         return len(found), [(f.axes, f.solution.choice) for f in ranked[:most]]
 
     (fewer, first), (all_, same) = best(most), best(len(tried) + 1)
@@ -193,9 +193,9 @@ def test_grids_left_out_early_are_not_among_the_first(most, monkeypatch):
 
 def test_a_cheap_grid_leaves_dear_ones_out(monkeypatch):
     problem = problem_of(*PROGRAMS["gradient"], device="h100:4")
-    monkeypatch.setattr("shardfn.search.scope.FLOWS", 1)
-    monkeypatch.setattr("shardfn.search.scope.MOST", 1)
-    (found,), _ = dynamic.on_grids(problem, dynamic.grids(problem)[:1], (), Budget())
+    monkeypatch.setattr("shardfn.search.effort.FLOWS", 1)
+    monkeypatch.setattr("shardfn.search.effort.MOST", 1)
+    (found,), _ = dynamic_programming.on_grids(problem, dynamic_programming.grids(problem)[:1], (), Budget())
     before = [dataclasses.replace(found, solution=dataclasses.replace(found.solution, cost=found.solution.cost / 2))]
-    left, untried = dynamic.on_grids(problem, dynamic.grids(problem), before, Budget())
+    left, untried = dynamic_programming.on_grids(problem, dynamic_programming.grids(problem), before, Budget())
     assert [len(one.axes) for one in left] == [1] and not untried, "which is priced where flows disappoint"

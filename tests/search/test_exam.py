@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from benchmarks import iopddl
-from shardfn.search.solver.budget import Budget
-from shardfn.search.solver.contract import contract
-from shardfn.search.solver.labelling import cost_of, labelling, peak_of
-from shardfn.search.solver.peak import least_peak
-from shardfn.search.solver.solve import solve
+from shardfn.solver.budget import Budget
+from shardfn.solver.contract import contract
+from shardfn.solver.labelling import cost_of, labelling, peak_of
+from shardfn.solver.peak import least_peak
+from shardfn.solver.solve import solve
 
 NEVER = 10**18
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shardfn.errors import ShardError
-from shardfn.search.solver.labelling import cost_of, labelling, peak_of
+from shardfn.solver.labelling import cost_of, labelling, peak_of
 from tests.search.exhaustive import exhaustive
 
 

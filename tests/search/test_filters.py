@@ -11,7 +11,7 @@ import shardfn
 from examples.models import abstract, mlp
 from shardfn.search import filters
 from shardfn.search.problem import Algorithm
-from shardfn.search.solver.labelling import cost_of, labelling
+from shardfn.solver.labelling import cost_of, labelling
 
 S = jax.ShapeDtypeStruct
 X, W = S((16, 32), jnp.float32), S((32, 64), jnp.float32)

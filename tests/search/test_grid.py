@@ -7,10 +7,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shardfn.cost.hardware import CHIPS
-from shardfn.graph.moves import primes, steps
-from shardfn.search import grid
-from shardfn.search.grid import Grid, change
+from shardfn.cost.devices.hardware import CHIPS
+from shardfn.partition.resharding import primes, steps
+from shardfn.search import resharding_costs
+from shardfn.search.resharding_costs import Grid, change
 
 
 @st.composite
@@ -33,7 +33,7 @@ def test_it_takes_the_road_that_shardy_and_xla_take(move):
         for row in rows
     )
     road = [step for step in steps(before, after, of) if step.kind]
-    found = grid._path((*rows[0], *rows[1]), sizes)
+    found = resharding_costs._path((*rows[0], *rows[1]), sizes)
     assert [kind for kind, *_ in found] == [step.kind for step in road]
     for (_, taken, _), step in zip(found, road, strict=True):
         assert {axis for axis, _ in taken} == {int(name[0]) for name in step.axes}

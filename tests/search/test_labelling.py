@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from benchmarks import iopddl
-from shardfn.search.solver.budget import Budget
-from shardfn.search.solver.content import Store
-from shardfn.search.solver.contract import contract
-from shardfn.search.solver.eliminate import eliminate
-from shardfn.search.solver.labelling import busy_times, cost_of, labelling, peak_of
-from shardfn.search.solver.solve import Effort, solve
+from shardfn.solver.budget import Budget
+from shardfn.solver.content import Store
+from shardfn.solver.contract import contract
+from shardfn.solver.eliminate import eliminate
+from shardfn.solver.labelling import busy_times, cost_of, labelling, peak_of
+from shardfn.solver.solve import Effort, solve
 
 NEVER = 10**18
 
@@ -77,8 +77,8 @@ def dense_problem(seed: int, whole: bool):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_bounding_and_branching_find_the_optimum(seed, monkeypatch):
-    monkeypatch.setattr("shardfn.search.solver.branch.TOTAL", 0)  # nothing is small enough for elimination
-    monkeypatch.setattr("shardfn.search.solver.solve._Run.solved", lambda *_: False)
+    monkeypatch.setattr("shardfn.solver.branch_and_bound.TOTAL", 0)  # nothing is small enough for elimination
+    monkeypatch.setattr("shardfn.solver.solve._Run.solved", lambda *_: False)
     problem = dense_problem(seed, whole=seed % 2 == 0)
     found, best = solve(problem, effort=Effort(rounds=2)), enumerated(problem)
     assert found.proved and found.cost == pytest.approx(best, rel=1e-12)

@@ -13,11 +13,11 @@ import pytest
 
 import shardfn
 from examples.models import abstract, mlp
-from shardfn.amounts import bytes_of
-from shardfn.cost.memory import Memory
+from shardfn.cost.memory.live_ranges import Memory
 from shardfn.errors import Problem, ShardError, StrategyError
-from shardfn.report import strategies_text
-from shardfn.search.limits import within_limit
+from shardfn.frontend.byte_sizes import bytes_of
+from shardfn.report.report import strategies_text
+from shardfn.search.memory_limit import within_limit
 from shardfn.search.problem import Answer
 from tests.search.asking import S, two_layers
 
@@ -204,7 +204,7 @@ def test_the_limit_that_an_error_names_is_kept(level, share):
 
 def test_what_only_a_limit_finds_is_named_if_it_is_found_again(monkeypatch):
     """A search that holds less the lower the limit is: the error names what it keeps, else what level 1 does."""
-    monkeypatch.setattr("shardfn.search.limits._largest", lambda problem, answer: [])
+    monkeypatch.setattr("shardfn.search.memory_limit._largest", lambda problem, answer: [])
 
     def search_that(gives):
         def found(problem: Any) -> Answer:

@@ -90,7 +90,7 @@ def test_auto_is_exact_and_follows_where_nothing_is_open():
 
 def test_auto_divides_the_devices_for_what_is_too_large(monkeypatch):
     args = tuple(S(a.shape, a.dtype) for a in PROGRAMS["two layers"][1].values())
-    monkeypatch.setattr("shardfn.search.scope.EXACT_OPS", 0)
+    monkeypatch.setattr("shardfn.search.effort.EXACT_OPS", 0)
     made = shardfn.plan(two_layers, *args, device="h100:8", level=2)
     assert "recursive search" in made.policy
 

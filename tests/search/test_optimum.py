@@ -3,8 +3,8 @@
 import pytest
 
 from examples.models.families import FAMILIES
-from shardfn.search.solver.labelling import cost_of
-from shardfn.search.solver.solve import solve
+from shardfn.solver.labelling import cost_of
+from shardfn.solver.solve import solve
 from tests.search.asking import PROGRAMS, choices, problem_of, random_program
 from tests.search.exhaustive import exhaustive
 

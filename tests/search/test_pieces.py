@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 import shardfn
-from shardfn.search import following, forget, plain
-from shardfn.search.choose import answer_of
-from shardfn.search.plain import Pieces
+from shardfn.search import baselines, default_policy, forget
+from shardfn.search.baselines import Pieces
 from shardfn.search.problem import objective
+from shardfn.search.selection import answer_of
 
 S = jax.ShapeDtypeStruct
 
@@ -25,7 +25,7 @@ def step(w, momentum, x):
 def asked(function, *args, **options):
     """The problem that a search is asked."""
     problems = []
-    shardfn.register_search("listening", lambda problem: problems.append(problem) or following.search(problem))
+    shardfn.register_search("listening", lambda problem: problems.append(problem) or default_policy.search(problem))
     try:
         shardfn.plan(function, *args, device="cpu:8", search_mode="listening", **options)
     finally:
@@ -41,7 +41,7 @@ def laid():
     """The cuts of each argument, by the layout's name and the grid."""
     problem = asked(step, *ARGS)
     found = {}
-    for c in plain.candidates(problem):
+    for c in baselines.candidates(problem):
         sizes = dict(c.axes)
         cuts = [tuple(math.prod(sizes[axis] for axis in dim) for dim in spec) for spec in c.specs]
         found[c.name, tuple(sizes.values())] = dict(zip(problem.names, cuts, strict=True))
@@ -65,14 +65,14 @@ def test_only_what_the_update_alone_reads_is_cut_as_zero_1_cuts_it(laid):
 
 def test_what_is_given_stays():
     problem = asked(step, *ARGS, parameter_plan={"w": (1, 8)})
-    assert plain.candidates(problem) == (), "with a grid of the user's own there is nothing plain to add"
+    assert baselines.candidates(problem) == (), "with a grid of the user's own there is nothing plain to add"
 
 
 def test_in_pieces_products_are_held_to_the_cut_of_their_class():
     """Weights in pieces over the batch's axis would have propagation cut the products' sums instead."""
     problem = asked(step, *ARGS[:2], S((64, 16), jnp.float32), level=0)
     full = next(
-        c for c in plain.candidates(problem) if c.name.startswith("x dim 0 cut 8") and Pieces.ALL.value in c.name
+        c for c in baselines.candidates(problem) if c.name.startswith("x dim 0 cut 8") and Pieces.ALL.value in c.name
     )
     assert full.pins and all(pin.operands == (None, None) for pin in full.pins.values())
     alone = problem.price(full.axes, full.specs, {})
@@ -84,7 +84,7 @@ def test_in_pieces_products_are_held_to_the_cut_of_their_class():
 def test_a_plain_layout_that_wins_lets_go_of_what_it_need_not_hold():
     problem = asked(step, *ARGS[:2], S((64, 16), jnp.float32), level=1)
     answer = answer_of(problem, (), "nothing searched", lambda *_: ())
-    best = plain.candidates(problem)[0]
+    best = baselines.candidates(problem)[0]
     assert answer.specs == best.specs and set(answer.pins) <= set(best.pins) and best.name in answer.policy
     made = problem.price(answer.axes, answer.specs, answer.pins)
     assert objective(made, problem) <= objective(best.price, problem)

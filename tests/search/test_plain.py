@@ -9,8 +9,8 @@ import pytest
 import shardfn
 from examples.models import abstract, attention, gpt2, mlp
 from shardfn import search
-from shardfn.graph import shardy
-from shardfn.search import dynamic, plain
+from shardfn.ir import shardy
+from shardfn.search import baselines, dynamic_programming
 from shardfn.search.problem import objective
 
 
@@ -20,7 +20,7 @@ def asked(function, args, **options):
 
     def mine(problem):
         seen.append(problem)
-        return dynamic.search(problem)
+        return dynamic_programming.search(problem)
 
     search.register("mine", mine)
     try:
@@ -41,23 +41,23 @@ def counted(monkeypatch):
 @pytest.mark.parametrize("make", [mlp.make, attention.make])
 def test_at_level_1_what_is_left_out_holds_more(make):
     problem, _ = asked(*abstract(make, batch=64), level=1, device="h100:8")
-    found = plain.candidates(problem)
-    every = plain.candidates(dataclasses.replace(problem, level=2))
+    found = baselines.candidates(problem)
+    every = baselines.candidates(dataclasses.replace(problem, level=2))
     assert 0 < len(found) <= len(every)
     assert found[0].price.memory.peak == min(c.price.memory.peak for c in every)
     left = [c for c in every if (c.axes, c.specs) not in {(f.axes, f.specs) for f in found}]
-    for one in plain._layouts(problem, True):
+    for one in baselines._layouts(problem, True):
         price = problem.price(one.axes, one.specs, {})
-        assert plain.held(problem, one) <= price.memory.peak, "a bound"
+        assert baselines.held(problem, one) <= price.memory.peak, "a bound"
     assert all(objective(c.price, problem) >= objective(found[0].price, problem) for c in left)
 
 
 def test_of_a_large_program_the_few_are_priced_that_promise_most(monkeypatch):
-    monkeypatch.setattr("shardfn.search.scope.FEWEST", 5)
-    monkeypatch.setattr("shardfn.search.scope.PLAIN_OPS", 0)
+    monkeypatch.setattr("shardfn.search.effort.FEWEST", 5)
+    monkeypatch.setattr("shardfn.search.effort.PLAIN_OPS", 0)
     problem, _ = asked(*abstract(attention.make, batch=64), level=1, device="cpu:8")
-    few = plain.candidates(problem)
-    every = [problem.price(one.axes, one.specs, {}).memory.peak for one in plain._layouts(problem, True)]
+    few = baselines.candidates(problem)
+    every = [problem.price(one.axes, one.specs, {}).memory.peak for one in baselines._layouts(problem, True)]
     assert len(few) <= 5 < len(every)
     assert few[0].price.memory.peak <= 1.02 * min(every) < 0.5 * max(every)
 
@@ -70,7 +70,7 @@ def test_the_time_limit_holds_for_flows_too(monkeypatch):
         for mode in ("dynamic_programming", "recursive_programming"):
             flows.clear()
             made = shardfn.plan(function, *args, level=level, search_mode=mode, device="h100:8", time_limit=1e-6)
-            assert 2 <= len(flows) <= 1 + plain.HASTY
+            assert 2 <= len(flows) <= 1 + baselines.HASTY
             assert "1e-06 s" in made.policy, made.policy
             if mode == "dynamic_programming":
                 assert made.gap is None and "not in 1e-06 s: " in made.policy
@@ -81,7 +81,7 @@ def test_in_a_hurry_it_is_no_worse_than_data_parallel():
     options = {"device": "cpu:8", "level": 2, "donate_argnums": (0, 1)}
     batch = shardfn.plan(function, *args, in_strategy=(None, None, (8, 1)), **options)
     problem, _ = asked(function, args, **options)
-    parallel = next(c for c in plain.of_batch(problem) if "pieces" not in c.name)
+    parallel = next(c for c in baselines.of_batch(problem) if "pieces" not in c.name)
     hasty = shardfn.plan(function, *args, time_limit=1e-6, **options)
     assert hasty.price.time_s <= parallel.price.time_s
     assert batch.price.time_s <= parallel.price.time_s
@@ -100,11 +100,11 @@ def test_the_layouts_of_a_batch_are_data_parallel_zero_1_and_fsdp():
     problem, _ = asked(*abstract(gpt2.make, gpt2.TINY), level=2, device="h100:2", donate_argnums=(0, 1))
     every, only_state, whole = (frozenset(
         path for path, spec in zip(problem.names, one.specs, strict=True) if any(spec)) for one in (
-        plain.of_batch(problem)[i] for i in (2, 1, 0)))  # fmt: skip
+        baselines.of_batch(problem)[i] for i in (2, 1, 0)))  # fmt: skip
     assert whole == {"tokens"}
     assert whole < only_state < every and not any(path.startswith("params") for path in only_state)
     fixed, _ = asked(*abstract(mlp.make, batch=64), level=2, device="h100:8")
-    assert plain.of_batch(fixed) == (), "nothing is given back: no argument is known to be a batch"
+    assert baselines.of_batch(fixed) == (), "nothing is given back: no argument is known to be a batch"
 
 
 def test_small_parameters_stay_whole_beside_large_ones_in_pieces():
@@ -125,10 +125,10 @@ def test_small_parameters_stay_whole_beside_large_ones_in_pieces():
     params = {"table": shape(2**18, 32), "small": [shape(48, 32), shape(32, 32), shape(32, 16)]}
     args = params, jax.ShapeDtypeStruct((512,), jnp.int32), shape(512, 16)
     problem, made = asked(step, args, level=2, device="tpu-v5e:4x4")
-    assert [name for name, small in zip(problem.names, plain.are_small(problem), strict=True) if small] == [
+    assert [name for name, small in zip(problem.names, baselines.are_small(problem), strict=True) if small] == [
         "params/small/0", "params/small/1", "params/small/2"
     ]  # fmt: skip
-    laid = [one for one in plain._layouts(problem, False) if one.pieces is plain.Pieces.SIZEABLE]
+    laid = [one for one in baselines._layouts(problem, False) if one.pieces is baselines.Pieces.SIZEABLE]
     assert laid and all(one.specs[-1] and any(map(any, one.specs[-3:])) for one in laid)
     assert all(not any(spec) for one in laid for spec in one.specs[:2])
     by_hand = shardfn.plan(
@@ -141,7 +141,7 @@ def test_small_parameters_stay_whole_beside_large_ones_in_pieces():
 @pytest.mark.parametrize(("fastest", "pieces"), [(1e9, True), (1e-9, False)])
 def test_what_is_far_behind_is_not_cut_in_pieces_as_well(fastest, pieces):
     problem, _ = asked(*abstract(mlp.make, batch=64, train=True), level=2, device="h100:8", donate_argnums=0)
-    found = plain.candidates(problem, fastest=fastest)
+    found = baselines.candidates(problem, fastest=fastest)
     assert found and any(" in 8 pieces" in c.name for c in found) == pieces
-    whole = {c.name for c in plain.candidates(problem) if " pieces" not in c.name}
+    whole = {c.name for c in baselines.candidates(problem) if " pieces" not in c.name}
     assert {c.name for c in found if " pieces" not in c.name} == whole

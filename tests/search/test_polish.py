@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 import shardfn
-from shardfn.search import following, forget
-from shardfn.search.polish import fewer, fresh, groups, in_line, in_pieces, more, polished
+from shardfn.search import default_policy, forget
 from shardfn.search.problem import Candidate, objective
+from shardfn.search.refinement import fewer, fresh, groups, in_line, in_pieces, more, polished
 
 S = jax.ShapeDtypeStruct
 AXES = (("a", 4), ("b", 2))
@@ -33,7 +33,7 @@ BEST = ((), B), (B, ()), ((),), (A, ())
 @pytest.fixture(scope="module")
 def problem():
     problems = []
-    shardfn.register_search("listening", lambda problem: problems.append(problem) or following.search(problem))
+    shardfn.register_search("listening", lambda problem: problems.append(problem) or default_policy.search(problem))
     try:
         options = {"device": "cpu:8", "search_mode": "listening", "level": 0}
         shardfn.plan(lambda w, x: (step(*w, x), 0.0), ARGS[:3], ARGS[3], **options)
@@ -60,7 +60,7 @@ def test_polishing_finds_the_way_back(problem, astray, monkeypatch):
     found = polished(problem, start)
     assert objective(found.price, problem) <= objective(candidate(problem, *BEST).price, problem)
     assert objective(found.price, problem) < objective(start.price, problem)
-    monkeypatch.setattr("shardfn.search.scope.POLISH_OPS", 0)
+    monkeypatch.setattr("shardfn.search.effort.POLISH_OPS", 0)
     assert polished(problem, start).price.bytes_sent >= found.price.bytes_sent, "one flow is not enough"
 
 

@@ -11,12 +11,12 @@ import pytest
 import shardfn
 from examples.models import abstract, mlp
 from examples.models.families import FAMILIES
-from shardfn.pins import KINDS
-from shardfn.search import choose, dynamic, forget, holding, ongrid, plain
-from shardfn.search.found import Found, keeps_promise, layout_of, reads_of
-from shardfn.search.levels import Totals, totals
+from shardfn.planning.constraints import KINDS
+from shardfn.search import baselines, constraints, dynamic_programming, exact, forget, selection
+from shardfn.search.level_costs import Totals, totals
+from shardfn.search.mesh_solution import Found, keeps_promise, layout_of, reads_of
 from shardfn.search.problem import Memo, objective
-from shardfn.search.solver.budget import Budget
+from shardfn.solver.budget import Budget
 
 WIDE = {"batch": 512, "d_in": 1024, "d_hidden": 4096, "d_out": 1024, "train": True}
 """Weights that are dear to gather beside the batch."""
@@ -24,7 +24,9 @@ WIDE = {"batch": 512, "d_in": 1024, "d_hidden": 4096, "d_out": 1024, "train": Tr
 
 def asked_and_made(level=2, device="tpu-v5e:2x4"):
     problems = []
-    shardfn.register_search("listening", lambda problem: problems.append(problem) or dynamic.search(problem))
+    shardfn.register_search(
+        "listening", lambda problem: problems.append(problem) or dynamic_programming.search(problem)
+    )
     try:
         fn, args = abstract(mlp.make, **WIDE)
         made = shardfn.plan(fn, *args, device=device, search_mode="listening", level=level, donate_argnums=0)
@@ -37,8 +39,8 @@ def asked_and_made(level=2, device="tpu-v5e:2x4"):
 def test_how_a_product_reads_its_operands_is_left_to_the_compiler(level):
     """On a TPU what is gathered for a product travels as bf16, but as f32 where the operand itself is held whole."""
     problem, made = asked_and_made(level)
-    found = next(ongrid.on_grid(problem, (("a", 8),), Budget()))
-    loose, held = next(choose.candidates(problem, found)), holding.candidate(problem, found)
+    found = next(exact.on_grid(problem, (("a", 8),), Budget()))
+    loose, held = next(selection.candidates(problem, found)), constraints.candidate(problem, found)
     assert loose.pins and all(spec is None for pin in loose.pins.values() for spec in pin.operands)
     assert {problem.graph.ops[i].name for i in loose.pins} == {"dot_general"}
     assert loose.price.bytes_sent < held.price.bytes_sent
@@ -47,8 +49,8 @@ def test_how_a_product_reads_its_operands_is_left_to_the_compiler(level):
 
 def test_a_flow_that_keeps_its_promise_is_enough(monkeypatch):
     problem, _ = asked_and_made()
-    found = next(ongrid.on_grid(problem, (("a", 8),), Budget()))
-    loose = next(choose.candidates(problem, found)).price
+    found = next(exact.on_grid(problem, (("a", 8),), Budget()))
+    loose = next(selection.candidates(problem, found)).price
     full = loose.memory.peak
     cases = [  # whether it works as found, the peak as found, the limit, the best so far in seconds, candidates
         (True, full, full, math.inf, 1),
@@ -58,26 +60,26 @@ def test_a_flow_that_keeps_its_promise_is_enough(monkeypatch):
         (False, full, full, 0.1 * loose.time_s, 1),
     ]
     for kept, peak, limit, best_s, count in cases:
-        monkeypatch.setattr(holding, "works_as_found", lambda *_, kept=kept: kept)
+        monkeypatch.setattr(constraints, "works_as_found", lambda *_, kept=kept: kept)
         monkeypatch.setattr(Found, "peak", peak)
         limited = dataclasses.replace(problem, memory_limit=limit)
-        assert len(list(choose.candidates(limited, found, best_s))) == count, (kept, peak, limit, best_s)
+        assert len(list(selection.candidates(limited, found, best_s))) == count, (kept, peak, limit, best_s)
 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_where_all_disappoint_the_grid_of_one_axis_is_priced_too(monkeypatch, kept):
     problem, _ = asked_and_made()
-    found = [next(ongrid.on_grid(problem, axes, Budget())) for axes in ((("a", 4), ("b", 2)), (("a", 8),))]
-    monkeypatch.setattr("shardfn.search.scope.SMALL_OPS", 0)
-    monkeypatch.setattr(choose, "keeps_promise", lambda *_: kept)
-    monkeypatch.setattr(choose, "promises", lambda *_: True)
-    monkeypatch.setattr("shardfn.search.scope.MOST", 1)
-    monkeypatch.setattr("shardfn.search.scope.FLOWS", 1)
-    tried, candidates = [], choose.candidates
+    found = [next(exact.on_grid(problem, axes, Budget())) for axes in ((("a", 4), ("b", 2)), (("a", 8),))]
+    monkeypatch.setattr("shardfn.search.effort.SMALL_OPS", 0)
+    monkeypatch.setattr(selection, "keeps_promise", lambda *_: kept)
+    monkeypatch.setattr(selection, "promises", lambda *_: True)
+    monkeypatch.setattr("shardfn.search.effort.MOST", 1)
+    monkeypatch.setattr("shardfn.search.effort.FLOWS", 1)
+    tried, candidates = [], selection.candidates
     monkeypatch.setattr(
-        choose, "candidates", lambda problem, one, *far: tried.append(one) or candidates(problem, one, *far)
+        selection, "candidates", lambda problem, one, *far: tried.append(one) or candidates(problem, one, *far)
     )
-    choose.answer_of(problem, found, "a search", lambda *_: ())
+    selection.answer_of(problem, found, "a search", lambda *_: ())
     assert tried == found[: 1 if kept else 2]
 
 
@@ -86,16 +88,16 @@ def test_where_all_disappoint_the_grid_of_one_axis_is_priced_too(monkeypatch, ke
 )
 def test_what_was_found_for_the_other_aim_on_the_best_grid_is_priced(monkeypatch, level, kept, small_ops):
     problem, _ = asked_and_made(level)
-    found = [next(ongrid.on_grid(problem, (("a", 8),), Budget()))]
-    monkeypatch.setattr("shardfn.search.scope.SMALL_OPS", small_ops)
-    monkeypatch.setattr(choose, "keeps_promise", lambda *_: kept)
+    found = [next(exact.on_grid(problem, (("a", 8),), Budget()))]
+    monkeypatch.setattr("shardfn.search.effort.SMALL_OPS", small_ops)
+    monkeypatch.setattr(selection, "keeps_promise", lambda *_: kept)
     turned = []
 
     def turn(problem, one):
         turned.append(one)
-        return ongrid.turned(problem, one, Budget())
+        return exact.turned(problem, one, Budget())
 
-    choose.answer_of(problem, found, "a search", lambda *_: (), turn=turn)
+    selection.answer_of(problem, found, "a search", lambda *_: (), turn=turn)
     assert turned == found
 
 
@@ -106,21 +108,21 @@ def test_of_larger_programs_the_other_aim_is_tried_where_the_model_was_best_too_
     problem, _ = asked_and_made(0)
     sizes = ((4, 2), (8,), (2, 4))
     grids = [tuple(zip("ab", size, strict=False)) for size in sizes]
-    found = [next(ongrid.on_grid(problem, axes, Budget())) for axes in grids]
-    monkeypatch.setattr("shardfn.search.scope.SMALL_OPS", 0)
-    monkeypatch.setattr(choose, "keeps_promise", lambda *_: kept)
-    monkeypatch.setattr("shardfn.search.scope.MOST", 1)
-    monkeypatch.setattr("shardfn.search.scope.FLOWS", 1)
-    turned, lines, in_line = [], [], choose.in_line
+    found = [next(exact.on_grid(problem, axes, Budget())) for axes in grids]
+    monkeypatch.setattr("shardfn.search.effort.SMALL_OPS", 0)
+    monkeypatch.setattr(selection, "keeps_promise", lambda *_: kept)
+    monkeypatch.setattr("shardfn.search.effort.MOST", 1)
+    monkeypatch.setattr("shardfn.search.effort.FLOWS", 1)
+    turned, lines, in_line = [], [], selection.in_line
     monkeypatch.setattr(
-        choose, "in_line", lambda problem, made, laid: lines.append(made) or in_line(problem, made, laid)
+        selection, "in_line", lambda problem, made, laid: lines.append(made) or in_line(problem, made, laid)
     )
 
     def turn(problem, one):
         turned.append(one.axes)
-        return ongrid.turned(problem, one, Budget())
+        return exact.turned(problem, one, Budget())
 
-    choose.answer_of(problem, found, "a search", lambda *_: (), turn=turn)
+    selection.answer_of(problem, found, "a search", lambda *_: (), turn=turn)
     assert turned == ([grids[0]] if kept else [grids[0], grids[2], grids[1]])
     assert kept or len(lines) > 1, "of the model's best alone one"
 
@@ -141,10 +143,10 @@ def test_work_is_spread_where_that_of_products_is_where_these_are_most():
 def test_the_layout_for_the_other_aim_costs_what_it_costs_at_the_problem_s_own(level):
     problem, _ = asked_and_made(level)
     axes = (("a", 4), ("b", 2))
-    own = next(ongrid.on_grid(problem, axes, Budget()))
-    other, cut = ongrid.turned(problem, own, Budget())
+    own = next(exact.on_grid(problem, axes, Budget()))
+    other, cut = exact.turned(problem, own, Budget())
     assert cut.is_in_pieces and cut.solution.cost >= own.solution.cost
-    theirs = next(ongrid.on_grid(dataclasses.replace(problem, level=2 - level), axes, Budget()))
+    theirs = next(exact.on_grid(dataclasses.replace(problem, level=2 - level), axes, Budget()))
     assert other.labels is own.labels and not other.solution.proved
     assert own.solution.cost <= other.solution.cost + 1e-12
     if level == 0:
@@ -160,12 +162,12 @@ def test_the_layout_for_the_other_aim_costs_what_it_costs_at_the_problem_s_own(l
 def test_beside_a_large_program_s_plan_stand_those_of_the_batch(monkeypatch, kept, device, level, every):
     """At level 2, where flows keep what was promised, fully sharded data parallel alone; on a TPU, of whose sums and gathers
     the search's model does not know all, every one."""
-    monkeypatch.setattr("shardfn.search.scope.LARGE_OPS", 0)
-    monkeypatch.setattr("shardfn.search.scope.SMALL_OPS", 0)
-    monkeypatch.setattr(choose, "keeps_promise", lambda *_: kept)
+    monkeypatch.setattr("shardfn.search.effort.LARGE_OPS", 0)
+    monkeypatch.setattr("shardfn.search.effort.SMALL_OPS", 0)
+    monkeypatch.setattr(selection, "keeps_promise", lambda *_: kept)
     tried = []
-    of_batch = plain.of_batch
-    monkeypatch.setattr(plain, "of_batch", lambda *asked: tried.extend(of_batch(*asked)) or tried)
+    of_batch = baselines.of_batch
+    monkeypatch.setattr(baselines, "of_batch", lambda *asked: tried.extend(of_batch(*asked)) or tried)
     problem, made = asked_and_made(level, device=device)
     assert {c.name for c in tried} == {
         c.name for c in of_batch(problem) if every or c.name.endswith("all else in 8 pieces")
@@ -175,12 +177,12 @@ def test_beside_a_large_program_s_plan_stand_those_of_the_batch(monkeypatch, kep
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_of_a_large_program_that_disappoints_the_best_in_pieces_is_priced_at_level_0(monkeypatch, kept):
-    monkeypatch.setattr("shardfn.search.scope.LARGE_OPS", 0)
-    monkeypatch.setattr("shardfn.search.scope.SMALL_OPS", 0)
-    monkeypatch.setattr(choose, "keeps_promise", lambda *_: kept)
-    tried, candidates = [], choose.candidates
+    monkeypatch.setattr("shardfn.search.effort.LARGE_OPS", 0)
+    monkeypatch.setattr("shardfn.search.effort.SMALL_OPS", 0)
+    monkeypatch.setattr(selection, "keeps_promise", lambda *_: kept)
+    tried, candidates = [], selection.candidates
     monkeypatch.setattr(
-        choose, "candidates", lambda problem, one, *far: tried.append(one) or candidates(problem, one, *far)
+        selection, "candidates", lambda problem, one, *far: tried.append(one) or candidates(problem, one, *far)
     )
     asked_and_made(0)
     assert any(one.is_in_pieces for one in tried) != kept
@@ -191,15 +193,15 @@ def test_at_level_1_the_best_of_each_kind_are_priced(monkeypatch, large, count):
     """Of two grids that promise about the same memory the model does not tell which holds less."""
     problem, _ = asked_and_made(1)
     grids = ((("a", 8),), (("a", 4), ("b", 2)), (("a", 2), ("b", 4)))
-    found = [one for axes in grids for one in ongrid.on_grid(problem, axes, Budget())]
-    monkeypatch.setattr("shardfn.search.scope.LARGE_OPS", large)
-    monkeypatch.setattr("shardfn.search.scope.SMALL_OPS", 0)
-    monkeypatch.setattr("shardfn.search.scope.FLOWS", 0)
-    tried, candidates = [], choose.candidates
+    found = [one for axes in grids for one in exact.on_grid(problem, axes, Budget())]
+    monkeypatch.setattr("shardfn.search.effort.LARGE_OPS", large)
+    monkeypatch.setattr("shardfn.search.effort.SMALL_OPS", 0)
+    monkeypatch.setattr("shardfn.search.effort.FLOWS", 0)
+    tried, candidates = [], selection.candidates
     monkeypatch.setattr(
-        choose, "candidates", lambda problem, one, *far: tried.append(one.kind) or candidates(problem, one, *far)
+        selection, "candidates", lambda problem, one, *far: tried.append(one.kind) or candidates(problem, one, *far)
     )
-    choose.answer_of(problem, found, "a search", lambda *_: ())
+    selection.answer_of(problem, found, "a search", lambda *_: ())
     assert sorted(tried) == sorted([*range(3)] * count)
 
 
@@ -209,7 +211,9 @@ S = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)  # noqa: E731
 def test_pieces_of_a_scale_do_not_spread_to_the_activation_that_it_meets():
     """What is read whole is held to that where a sum or a product reads it: it is gathered, not the activation."""
     problems = []
-    shardfn.register_search("listening", lambda problem: problems.append(problem) or dynamic.search(problem))
+    shardfn.register_search(
+        "listening", lambda problem: problems.append(problem) or dynamic_programming.search(problem)
+    )
     args = S(8192, 1024), S(1024), S(1024), S(1024, 4096)
     on = shardfn.Layout((4, 2), ("data", "model"))
     cuts = on("data", "None"), on("model"), on("model"), on("None", "model")
@@ -221,9 +225,9 @@ def test_pieces_of_a_scale_do_not_spread_to_the_activation_that_it_meets():
     finally:
         forget("listening")
     (problem,) = problems
-    found = next(ongrid.on_grid(problem, problem.axes, Budget()))
-    made, loose = holding.candidate(problem, found), next(choose.candidates(problem, found))
-    held = {i: pin for i, pin in made.pins.items() if problem.graph.ops[i].name in holding.FOLLOWING}
+    found = next(exact.on_grid(problem, problem.axes, Budget()))
+    made, loose = constraints.candidate(problem, found), next(selection.candidates(problem, found))
+    held = {i: pin for i, pin in made.pins.items() if problem.graph.ops[i].name in constraints.FOLLOWING}
     assert len(held) == 2 and all(pin.results == (None,) for pin in held.values())
     assert held.items() <= loose.pins.items()
     without = problem.price(made.axes, made.specs, {i: pin for i, pin in made.pins.items() if i not in held})
@@ -232,8 +236,8 @@ def test_pieces_of_a_scale_do_not_spread_to_the_activation_that_it_meets():
 
 def test_a_promise_is_what_is_sent_and_computed():
     problem, _ = asked_and_made()
-    found = next(ongrid.on_grid(problem, (("a", 8),), Budget()))
-    made = holding.candidate(problem, found)
+    found = next(exact.on_grid(problem, (("a", 8),), Budget()))
+    made = constraints.candidate(problem, found)
     sums = totals(found.space, found.solution.choice)
     of = lambda **figures: SimpleNamespace(price=SimpleNamespace(**{  # noqa: E731
         "memory": SimpleNamespace(peak=0), "flops": sums.flops, "communication_s": sums.sent_s, "time_s": 1e-3,
@@ -247,18 +251,18 @@ def test_a_promise_is_what_is_sent_and_computed():
 
 def test_what_follows_is_held_where_the_flow_lays_it_out_otherwise(monkeypatch):
     """As a scale in pieces would spread to the activation, and from there to all that follows."""
-    found, listened = [], choose.answer_of
-    monkeypatch.setattr(dynamic, "answer_of", lambda problem, all_, *a, **k: found.append((problem, all_[0])) or
+    found, listened = [], selection.answer_of
+    monkeypatch.setattr(dynamic_programming, "answer_of", lambda problem, all_, *a, **k: found.append((problem, all_[0])) or
                         listened(problem, all_, *a, **k))  # fmt: skip
     family = FAMILIES["t5"]
     fn, args = family.on_paper(family.tiny)
     shardfn.plan(fn, *args, device="cpu:8", level=0, donate_argnums=family.donated)
     problem, one = found[0]
-    full = holding.candidate(problem, one)
-    *_, more = holding.all_held(problem, one, full)
+    full = constraints.candidate(problem, one)
+    *_, more = constraints.all_held(problem, one, full)
     added = more.pins.keys() - full.pins.keys()
     kinds = {index: problem.graph.ops[index].name for index in added}
-    assert {"divide", "reduce"} <= set(kinds.values()) <= KINDS.keys() - holding.MAKERS
+    assert {"divide", "reduce"} <= set(kinds.values()) <= KINDS.keys() - constraints.MAKERS
     wanted, flow = layout_of(problem, one), problem.flow_of(more)
     sums = [index for index in added if kinds[index] == "reduce"]
     left = {index for index in sums if more.pins[index].operands[0] is None}
@@ -280,16 +284,16 @@ def test_what_follows_is_held_where_the_flow_lays_it_out_otherwise(monkeypatch):
 def test_a_plan_keeps_its_promise_where_only_some_of_what_follows_is_held_by_decisions():
     """A layer norm's sums read their part of a batch; the negated difference before them, read whole elsewhere, stays whole, and
     so does a product that was held only to how it reads its scale."""
-    found, listened = [], choose.answer_of
+    found, listened = [], selection.answer_of
     family = FAMILIES["vit"]
     fn, args = family.on_paper(dataclasses.replace(family.small, layers=1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dynamic, "answer_of", lambda problem, all_, *a, **k: found.append((problem, all_[0])) or
+        patch.setattr(dynamic_programming, "answer_of", lambda problem, all_, *a, **k: found.append((problem, all_[0])) or
                       listened(problem, all_, *a, **k))  # fmt: skip
         made = shardfn.plan(fn, *args, device="cpu:8", level=0, donate_argnums=family.donated)
     problem, one = found[0]
-    full = holding.candidate(problem, one)
-    *_, more = holding.all_held(problem, one, full)
+    full = constraints.candidate(problem, one)
+    *_, more = constraints.all_held(problem, one, full)
     assert keeps_promise(problem, one, more) and not keeps_promise(problem, one, full)
     completed = {i for i, pin in full.pins.items() if None in pin.results and None not in more.pins[i].results}
     assert completed and {problem.graph.ops[i].name for i in more.pins} >= {"negate", "rsqrt"}

@@ -8,9 +8,9 @@ import pytest
 
 import shardfn
 from examples.models import abstract, attention, mlp
-from shardfn.search import recursive
+from shardfn.search import recursive_programming
 from shardfn.search.problem import objective
-from shardfn.search.solver.budget import Budget
+from shardfn.solver.budget import Budget
 from tests.search.asking import S, problem_of, two_layers
 
 RECURSIVE = {"search_mode": "recursive_programming"}
@@ -77,18 +77,18 @@ def deep(layers):
 def test_labels_looked_at_are_linear_in_the_ops_and_few(monkeypatch):
     def looked_at(layers):
         problem, counts = deep(layers), []
-        on_grid = recursive.on_grid
+        on_grid = recursive_programming.on_grid
 
         def counting(*args):
             for found in on_grid(*args):
                 counts.append(sum(len(cost) for cost in found.labels.costs))
                 yield found
 
-        monkeypatch.setattr(recursive, "on_grid", counting)
+        monkeypatch.setattr(recursive_programming, "on_grid", counting)
         axes = tuple((f"x{i}", 2) for i in range(6))
-        assert recursive.divided(problem, axes, 2, Budget()) is not None
+        assert recursive_programming.divided(problem, axes, 2, Budget()) is not None
         monkeypatch.undo()
-        assert len(counts) <= (1 + recursive.SWEEPS) * len(axes)
+        assert len(counts) <= (1 + recursive_programming.SWEEPS) * len(axes)
         return max(counts)
 
     few, more, most = looked_at(4), looked_at(8), looked_at(16)

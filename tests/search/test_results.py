@@ -8,7 +8,7 @@ import pytest
 import shardfn
 from shardfn import AUTO, ShardError
 from shardfn.search.problem import Candidate
-from shardfn.search.results import held_as
+from shardfn.search.result_shardings import held_as
 
 KEY = jax.random.key(0)
 S = jax.ShapeDtypeStruct

@@ -8,13 +8,13 @@ import pytest
 
 import shardfn
 from examples.models import abstract, dlrm, gpt2, mlp
-from shardfn.cost.memory import memory
+from shardfn.cost.memory.live_ranges import memory
 from shardfn.errors import StrategyError
-from shardfn.graph.model import Flow
-from shardfn.search import dynamic, holding, ongrid, plain
-from shardfn.search.limits import within_limit
+from shardfn.ir.model import Flow
+from shardfn.search import baselines, constraints, dynamic_programming, exact
+from shardfn.search.feasibility import ROUGH, SURE, even_share, fits_nowhere
+from shardfn.search.memory_limit import within_limit
 from shardfn.search.problem import Problem
-from shardfn.search.room import ROUGH, SURE, even_share, fits_nowhere
 from tests.search.test_plain import asked
 
 TRAINED = {"batch": 64, "train": True}
@@ -30,7 +30,7 @@ TRAINED = {"batch": 64, "train": True}
 )
 def test_no_flow_holds_less_than_an_even_share(make, size):
     problem, _ = asked(*abstract(make, size), level=1, device="h100:8", donate_argnums=0)
-    peaks = [c.price.memory.peak for c in plain.candidates(dataclasses.replace(problem, level=2))]
+    peaks = [c.price.memory.peak for c in baselines.candidates(dataclasses.replace(problem, level=2))]
     assert min(peaks) >= min(even_share(problem), even_share(problem, True))
     assert min(peaks) >= 0.8 * even_share(problem)
 
@@ -62,7 +62,7 @@ def test_a_program_fits_nowhere_whose_even_share_is_clearly_more_than_the_limit(
 def test_the_least_memory_is_looked_for_where_something_may_fit_or_the_limit_is_the_user_s(of_share, is_asked, levels):
     problem, _ = asked(*abstract(mlp.make, **TRAINED), level=2, device="h100:8", donate_argnums=0)
     small = dataclasses.replace(problem, memory_limit=of_share * even_share(problem))
-    answer, searched = dynamic.search(problem), []
+    answer, searched = dynamic_programming.search(problem), []
 
     def search(again):
         searched.append(again.level)
@@ -83,7 +83,7 @@ def test_a_limit_that_nothing_can_keep_is_refused_after_a_first_look(monkeypatch
     limit = int(0.5 * even_share(problem))
     flows, price = [], Problem.price
     for small in (500, 5):
-        monkeypatch.setattr("shardfn.search.scope.SMALL_OPS", small)
+        monkeypatch.setattr("shardfn.search.effort.SMALL_OPS", small)
         priced = []
         with monkeypatch.context() as patch:
             patch.setattr(Problem, "price", lambda *a, priced=priced: priced.append(a[1:]) or price(*a))
@@ -99,10 +99,10 @@ def test_a_limit_that_nothing_can_keep_is_refused_after_a_first_look(monkeypatch
 def test_what_fits_nowhere_is_mended_to_what_holds_least_alone(monkeypatch):
     problem, _ = asked(*abstract(mlp.make, **TRAINED), level=2, device="h100:8", donate_argnums=0)
     small = dataclasses.replace(problem, memory_limit=0.5 * even_share(problem))
-    budget = ongrid.budget_of(small)
-    (found,) = ongrid.on_grid(small, (("a", 8),), budget)
-    made = holding.candidate(small, found)
-    (least,) = ongrid.mended(small, found, made, budget)
+    budget = exact.budget_of(small)
+    (found,) = exact.on_grid(small, (("a", 8),), budget)
+    made = constraints.candidate(small, found)
+    (least,) = exact.mended(small, found, made, budget)
     assert least.peak <= found.peak
     roomy = dataclasses.replace(problem, memory_limit=0.99 * made.price.memory.peak)
-    assert len(list(ongrid.mended(roomy, found, made, budget))) == 2
+    assert len(list(exact.mended(roomy, found, made, budget))) == 2

@@ -8,7 +8,7 @@ import pytest
 import shardfn
 from examples.models import abstract, gpt2
 from shardfn import AUTO
-from shardfn.search import following, seeds
+from shardfn.search import default_policy, sharding_propagation
 from shardfn.search.problem import objective
 
 S = jax.ShapeDtypeStruct
@@ -71,7 +71,7 @@ def test_the_answer_is_never_worse_than_following_the_classes():
     asked = []
 
     def both(problem):
-        answers = [seeds.search(problem), following.search(problem)]
+        answers = [sharding_propagation.search(problem), default_policy.search(problem)]
         asked.append([objective(problem.price(a.axes, a.specs, a.pins), problem) for a in answers])
         return answers[0]
 

@@ -6,12 +6,12 @@ import math
 import numpy as np
 import pytest
 
-from shardfn.search.solver import narrow
-from shardfn.search.solver.branch import Gains
-from shardfn.search.solver.content import Store
-from shardfn.search.solver.eliminate import eliminate
-from shardfn.search.solver.labelling import cost_of, labelling
-from shardfn.search.solver.solve import solve, solve_within
+from shardfn.solver import narrow
+from shardfn.solver.branch_and_bound import Gains
+from shardfn.solver.content import Store
+from shardfn.solver.eliminate import eliminate
+from shardfn.solver.labelling import cost_of, labelling
+from shardfn.solver.solve import solve, solve_within
 from tests.search.test_labelling import random_problem
 
 
@@ -51,7 +51,7 @@ def test_equal_blocks_solved_together_cost_what_they_cost_alone(seed, monkeypatc
     best = plain(problem)
     found = solve(problem)
     assert found.proved and found.cost == pytest.approx(best, rel=1e-12)
-    monkeypatch.setattr("shardfn.search.solver.solve.ENTRIES", 0)  # narrowing instead of elimination
+    monkeypatch.setattr("shardfn.solver.solve.ENTRIES", 0)  # narrowing instead of elimination
     monkeypatch.setattr(narrow, "ENTRIES", 64)
     found = solve(problem)
     assert found.proved and found.cost == pytest.approx(best, rel=1e-12)
@@ -76,7 +76,7 @@ def test_equal_blocks_share_most_of_their_work():
 @pytest.mark.parametrize("hard", [False, True])
 def test_a_ceiling_leaves_out_what_is_dearer_and_keeps_the_optimum(hard, monkeypatch):
     if hard:  # elimination gives up: the optimum comes from bounds
-        monkeypatch.setattr("shardfn.search.solver.solve.TOTAL", 0)
+        monkeypatch.setattr("shardfn.solver.solve.TOTAL", 0)
         monkeypatch.setattr(narrow, "ENTRIES", 200)
     for seed in range(20):
         problem = dataclasses.replace(random_problem(seed), limit=math.inf)

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from shardfn.search.solver.labelling import Held, cost_of, labelling, peak_of
-from shardfn.search.solver.peak import least_peak
-from shardfn.search.solver.solve import Effort, solve
+from shardfn.solver.labelling import Held, cost_of, labelling, peak_of
+from shardfn.solver.peak import least_peak
+from shardfn.solver.solve import Effort, solve
 from tests.search.test_labelling import NEVER, dense_problem, enumerated, random_problem
 
 
@@ -92,7 +92,7 @@ def test_a_malformed_row_of_what_is_held_is_refused(row):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_gap_that_is_close_enough_ends_the_search_and_is_said(seed, monkeypatch):
-    monkeypatch.setattr("shardfn.search.solver.solve._Run.solved", lambda *_: False)
+    monkeypatch.setattr("shardfn.solver.solve._Run.solved", lambda *_: False)
     problem = dense_problem(seed, whole=False)
     best, found = enumerated(problem), solve(problem, effort=Effort(rounds=2, close=0.05))
     assert found.feasible and found.bound <= best <= found.cost and found.gap <= 0.05 + 1e-12

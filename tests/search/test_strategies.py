@@ -7,13 +7,13 @@ import pytest
 
 import shardfn
 from shardfn.cost.compute import work
-from shardfn.graph.model import Flow
-from shardfn.search.forms import decoded, op_codes
-from shardfn.search.grid import Grid
-from shardfn.search.levels import labelling_of, totals
-from shardfn.search.solver.budget import Budget
-from shardfn.search.solver.solve import solve
-from shardfn.search.strategies import SCATTERED, build
+from shardfn.ir.model import Flow
+from shardfn.search.label_tables import SCATTERED, build
+from shardfn.search.level_costs import labelling_of, totals
+from shardfn.search.op_labels import decoded, op_codes
+from shardfn.search.resharding_costs import Grid
+from shardfn.solver.budget import Budget
+from shardfn.solver.solve import solve
 from tests.search.asking import S, problem_of
 
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import shardfn
-from shardfn.cost.hardware import resolve
+from shardfn.cost.devices.hardware import resolve
 from shardfn.cost.price import collectives
-from shardfn.graph.model import Pin
-from shardfn.search.grid import Grid, spec_of
-from shardfn.search.sums import Sums, add_up
+from shardfn.ir.model import Pin
+from shardfn.search.partial_sum_costs import Sums, add_up
+from shardfn.search.resharding_costs import Grid, spec_of
 from tests.search.asking import S
 
 AXES = (("a", 8), ("b", 2))

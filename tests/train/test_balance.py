@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfn.train.balance import balanced, least_largest
+from shardfn.train.pipelines.balance import balanced, least_largest
 
 CHAINS = st.lists(st.integers(0, 9), min_size=1, max_size=8).flatmap(
     lambda costs: st.tuples(

@@ -11,11 +11,12 @@ import numpy as np
 import optax
 import pytest
 
-from shardfn import context, train
-from shardfn.cost.hardware import resolve
+from shardfn import train
+from shardfn.compiled.targets import devices, target
+from shardfn.cost.devices.hardware import resolve
 from shardfn.errors import ContextError, ContextTypeError, StrategyError, StrategyTypeError
-from shardfn.targets import devices, target
-from shardfn.train.fusion import KINDS, Fusion, Rule, Tensor, buckets, compiler_options, fusion_of, unheard
+from shardfn.mindspore import context
+from shardfn.train.collectives.buckets import KINDS, Fusion, Rule, Tensor, buckets, compiler_options, fusion_of, unheard
 
 MB = 2**20
 

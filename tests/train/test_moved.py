@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from shardfn.train.moved import moved
+from shardfn.train.pipelines.data_movement import moved
 
 X = jnp.ones((4, 6, 8))
 W = jnp.ones((3, 8, 8))

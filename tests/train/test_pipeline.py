@@ -13,7 +13,7 @@ from flax import nnx
 
 from shardfn import Cell, auto_parallel, train
 from shardfn.errors import NotAvailableError, StrategyError, StrategyTypeError
-from shardfn.train.rows import Packed
+from shardfn.train.pipelines.flat_parameters import Packed
 
 VOCAB, D = 16, 8
 KEYS = jax.random.split(jax.random.key(0), 12)

@@ -14,7 +14,7 @@ from flax import nnx
 
 from shardfn import train
 from shardfn.errors import StrategyError, StrategyTypeError
-from shardfn.train.reuse import fold, limit_of
+from shardfn.train.scan_layers.reuse import fold, limit_of
 
 RNG = np.random.default_rng(0)
 D = 8

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardfn.train.rows import layout_of, leaves_of, pack, row_of, unpack
+from shardfn.train.pipelines.flat_parameters import layout_of, leaves_of, pack, row_of, unpack
 
 PARAMS = {
     "a": np.arange(12, dtype=np.float32).reshape(3, 4),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfn.train.schedule import BACKWARD, FORWARD, SCHEDULES, forward_only, schedule
+from shardfn.train.pipelines.schedule import BACKWARD, FORWARD, SCHEDULES, forward_only, schedule
 
 SIZES = st.tuples(
     st.sampled_from(SCHEDULES), st.integers(1, 6), st.integers(0, 9), st.integers(1, 4)

@@ -8,8 +8,8 @@ import pytest
 
 from shardfn import train
 from shardfn.errors import StrategyError
-from shardfn.train.program import cost_s, program_of
-from shardfn.train.stages import cut
+from shardfn.train.pipelines.program import cost_s, program_of
+from shardfn.train.pipelines.stages import cut
 
 D = 8
 X = jax.ShapeDtypeStruct((4, D), jnp.float32)

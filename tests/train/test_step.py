@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardfn import auto_parallel, train
-from shardfn.compiled import read
+from shardfn.compiled.executable import read
 from shardfn.cost import price
 from shardfn.errors import ContextError, ShardError, StrategyError, StrategyTypeError
 from tests.train.regression import data, mean_square, run, start

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from shardfn import targets, verify
-from shardfn.cost.hardware import resolve
+from shardfn.compiled import targets
+from shardfn.cost.devices.hardware import resolve
+from shardfn.runtime import verify
 
 RUN = """
 import json, re, sys

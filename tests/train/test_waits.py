@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import pytest
 
 from shardfn import train
-from shardfn.branches import in_branches
+from shardfn.compiled.conditionals import in_branches
 from shardfn.errors import StrategyError
-from shardfn.train import moved
-from shardfn.train.waits import waiting
+from shardfn.train.pipelines import data_movement
+from shardfn.train.pipelines.deadlock import waiting
 
 RUN = """
 import jax, jax.numpy as jnp, numpy as np
@@ -70,7 +70,7 @@ def gated(params, x, y):
 
 def test_what_still_waits_is_refused(monkeypatch):
     """Where no dim is held, XLA permutes what `split` gives, and the compiled module shows it."""
-    monkeypatch.setattr(moved, "_RULES", {})
+    monkeypatch.setattr(data_movement, "_RULES", {})
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)  # noqa: E731
     params = {"blocks": [{"up": shape(8, 32), "down": shape(16, 8)}] * 2}
     plan = {"*/up": (1, 2), "*/down": (2, 1)}

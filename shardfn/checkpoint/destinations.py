@@ -1,0 +1,225 @@
+"""Where the arrays of a checkpoint go: a plan, a layout file, devices, a mesh or shardings, as a sharding for each."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import tree_util
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from shardfn import layoutfile
+from shardfn.checkpoint.contents import Contents, Entry
+from shardfn.errors import CheckpointError, Problem, a, fail
+from shardfn.frontend.meshes import mesh_on
+from shardfn.frontend.paths import escaped, join, normal
+from shardfn.planning.decisions import partition_spec
+from shardfn.planning.layout_rules import LayoutFile, Rule
+from shardfn.planning.plan import Plan
+
+TARGETS = "a plan, a layout file or its name, a mesh, a device or a list of them, a sharding or a tree of shardings"
+PLATFORMS = ("cpu", "gpu", "tpu", "cuda", "rocm")
+
+
+def shardings(entries: Sequence[Entry], target: Any, contents: Contents) -> dict[str, Sharding]:
+    """The sharding of each array, by its path.
+
+    Args:
+      entries: the arrays, under the paths that `target` knows them by.
+      target: what the user gave; None for the layout that is stored.
+      contents: of the checkpoint.
+
+    Raises:
+      ShardError: what does not fit, all at once.
+    """
+    found = _found([entry.seen for entry in entries], target, contents)
+    problems = [
+        Problem(f"`{entry.path}` cannot be cut as it is wanted", where=f"{entry.text}, {found[entry.path]}",
+                why="a dim is cut evenly, and a sharding has no more dims than its array",
+                fix="give it a sharding whose axes divide its dims")
+        for entry in entries if not _fits(entry, found[entry.path])
+    ]  # fmt: skip
+    if problems:
+        raise CheckpointError(problems)
+    return found
+
+
+def _fits(entry: Entry, sharding: Sharding) -> bool:
+    try:
+        sharding.shard_shape(entry.shape)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+def _found(entries: Sequence[Entry], target: Any, contents: Contents) -> dict[str, Sharding]:
+    if target is None:
+        return _stored(entries, contents)
+    if isinstance(target, str) and target.lower() in PLATFORMS:
+        target = _device(target)
+    if isinstance(target, jax.Device):
+        target = SingleDeviceSharding(target)
+    if is_devices(target):
+        target = NamedSharding(mesh_on(target, [("all", len(target))]), PartitionSpec())
+    if isinstance(target, Sharding):
+        return {entry.path: target for entry in entries}
+    if isinstance(target, Mesh):
+        return _on_mesh(entries, target, contents)
+    if isinstance(target, Plan):
+        return _planned(entries, target)
+    if isinstance(target, str | os.PathLike | LayoutFile):
+        return laid_out(entries, layoutfile.read(target), None)
+    leaves = tree_util.tree_flatten_with_path(target, is_leaf=lambda x: isinstance(x, Sharding))[0]
+    if leaves and all(isinstance(leaf, Sharding) for _, leaf in leaves):
+        return _by_path(entries, {join("", key): leaf for key, leaf in leaves})
+    if isinstance(target, list | tuple | Mapping) and not target:
+        fail(CheckpointError, f"the target is {a(target)} of nothing", where=f"target = {target!r}",
+             why="it names no device, and no sharding", fix="name one or more, or leave the target out")  # fmt: skip
+    fail(CheckpointError, f"a checkpoint cannot be restored into {a(target)}", where=f"target = {target!r:.80}",
+         why=f"a target is {TARGETS}", fix='write for instance "layout.toml", jax.devices()[0] or a Mesh')  # fmt: skip
+
+
+def is_devices(value: Any) -> bool:
+    """Whether it is a list of devices, and not an empty one."""
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(d, jax.Device) for d in value)
+
+
+def _device(platform: str) -> Any:
+    try:
+        return jax.local_devices(backend=platform.lower())[0]
+    except RuntimeError as error:
+        fail(CheckpointError, f"there is no {platform} here", where=f"target = {platform!r}", why=str(error),
+             fix=f"the devices here are {jax.default_backend()}")  # fmt: skip
+
+
+def _stored(entries: Sequence[Entry], contents: Contents) -> dict[str, Sharding]:
+    """As it lay when it was saved, where there are as many devices."""
+    pool = jax.devices()
+    meshes = {}
+    for number in {entry.grid for entry in entries}:
+        grid = contents.grids[number]
+        if grid.devices > 1 and grid.devices != len(pool):
+            fail(CheckpointError, f"the checkpoint was saved on {grid.devices} devices, and here are {len(pool)}",
+                 why="without a target an array lies as it lay",
+                 fix="say where it goes: a layout, jax.devices()[0], or the Mesh whose axes have the same names")  # fmt: skip
+        order = grid.order or range(grid.devices)
+        if grid.devices > 1:
+            meshes[number] = mesh_on([pool[i] for i in order], grid.axes)
+    one = SingleDeviceSharding(jax.local_devices()[0])
+    return {
+        entry.path: NamedSharding(meshes[entry.grid], partition_spec(entry.spec)) if entry.grid in meshes else one
+        for entry in entries
+    }
+
+
+def _on_mesh(entries: Sequence[Entry], mesh: Mesh, contents: Contents) -> dict[str, Sharding]:
+    """The axes that are stored, as far as the mesh has axes of these names."""
+    cutting = {axis for entry in entries for dim in entry.spec for axis in dim}
+    if cutting and not cutting & set(mesh.shape):
+        fail(CheckpointError, "the mesh has none of the axes that the checkpoint was cut over", where=f"target = {mesh}",
+             why=f"it was cut over {', '.join(sorted(cutting))}, and the mesh has {', '.join(mesh.shape)}",
+             fix="name the axes alike, or give a layout")  # fmt: skip
+    return {
+        entry.path: NamedSharding(
+            mesh, partition_spec(tuple(tuple(axis for axis in dim if axis in mesh.shape) for dim in entry.spec))
+        )
+        for entry in entries
+    }
+
+
+def _by_path(entries: Sequence[Entry], given: Mapping[str, Sharding]) -> dict[str, Sharding]:
+    found, problems = {}, []
+    for entry in entries:
+        parts = entry.path.split("/")
+        prefixes = ("/".join(parts[:n]) for n in range(len(parts), -1, -1))
+        path = next((p for p in prefixes if p in given), None)
+        if path is None:
+            problems.append(Problem(f"the tree of shardings has none for `{entry.path}`", where=entry.text,
+                                    fix="add one there, or for a container that holds it"))  # fmt: skip
+        else:
+            found[entry.path] = given[path]
+    if problems:
+        raise CheckpointError(problems)
+    return found
+
+
+def _planned(entries: Sequence[Entry], plan: Plan) -> dict[str, Sharding]:
+    """As a plan lays out its arguments; what a parameter's path ends a longer one with (a moment of it) lies with it."""
+    layout, bare = of_plan(plan), []
+    known = {normal(d.path) for d in plan.inputs}
+    for entry in entries:
+        path = normal(entry.path)
+        if path in known or any(p.partition("/")[2] == path for p in known):
+            continue
+        ends = [(end, d.spec) for d in plan.inputs if d.shape == entry.shape and (end := normal(d.path).partition("/")[2])
+                and path.endswith("/" + end)]  # fmt: skip
+        nearest = {spec for end, spec in ends if len(end) == max(len(end) for end, _ in ends)}
+        if len(nearest) == 1:
+            bare.append(_rule(entry.path, nearest.pop()))
+    layout = dataclasses.replace(layout, arguments=(*layout.arguments, *bare))
+    if plan.hardware.devices is None:
+        plan = plan.with_devices(jax.devices())
+    return laid_out(entries, layout, plan)
+
+
+def of_plan(plan: Plan) -> LayoutFile:
+    """The layout file of a plan's arguments."""
+    rules = tuple(_rule(d.path, d.spec) for d in plan.inputs)
+    return LayoutFile(grid=plan.axes, order=plan.order, arguments=rules, name=f"the plan of {plan.function}")
+
+
+def of_contents(contents: Contents) -> LayoutFile | None:
+    """The layout file of the arrays as they lay; None where they lay on several grids."""
+    cut = [entry for entry in contents.entries if any(entry.spec)]
+    grids = {contents.grids[entry.grid] for entry in cut}
+    if len(grids) > 1:
+        return None
+    grid = next(iter(grids), None)
+    rules = tuple(_rule(entry.path, entry.seen.spec) for entry in contents.entries)
+    if grid is None:
+        return LayoutFile(arguments=rules, name="layout.toml")
+    return LayoutFile(grid=grid.axes, order=grid.order, arguments=rules, name="layout.toml")
+
+
+def _rule(path: str, spec: Sequence[Sequence[str]]) -> Rule:
+    return Rule(escaped(path), tuple(1 if not dim else dim[0] if len(dim) == 1 else tuple(dim) for dim in spec))
+
+
+def laid_out(entries: Sequence[Entry], layout: LayoutFile, plan: Plan | None, devices: Any = None) -> dict[str, Any]:
+    """The shardings that a layout file gives; `devices` may be the count of devices that are not here."""
+    loose = tuple(dataclasses.replace(rule, optional=True) for rule in layout.arguments)
+    layout = dataclasses.replace(layout, arguments=loose)  # a checkpoint need not hold all that a layout speaks of
+    if devices is None:
+        devices = jax.devices() if plan is None or plan.hardware.devices is None else plan.hardware.devices
+    tree = {entry.path: jax.ShapeDtypeStruct(entry.shape, entry.numpy_dtype) for entry in entries if entry.shape}
+    found = _under_a_root(layout, tree, devices)
+    mesh = plan.mesh() if plan is not None else None
+    if isinstance(mesh, Mesh):
+        found = {
+            p: NamedSharding(mesh, s.spec) if dict(s.mesh.shape) == dict(mesh.shape) else s for p, s in found.items()
+        }
+    some = next(iter(found.values()), None)
+    for entry in entries:
+        if not entry.shape:  # a number is on every device
+            here = devices if not isinstance(devices, int) else None
+            if some is not None:
+                found[entry.path] = NamedSharding(some.mesh, PartitionSpec())
+            elif here is not None:
+                found[entry.path] = NamedSharding(mesh_on(here, [("all", len(here))]), PartitionSpec())
+    return found
+
+
+def _under_a_root(layout: LayoutFile, tree: Mapping[str, Any], devices: Any) -> dict[str, Any]:
+    """The shardings; a rule for `params/w` is meant where the state is `params` itself, and its path is `w`."""
+    roots = dict.fromkeys(rule.glob.partition("/")[0] for rule in layout.arguments if "/" in rule.glob)
+    try:
+        return layoutfile.shardings(layout, tree, devices)
+    except layoutfile.LayoutFileError:
+        for root in [root for root in roots if not set("*?[") & set(root)][:8]:
+            with contextlib.suppress(layoutfile.LayoutFileError):
+                return layoutfile.shardings(layout, tree, devices, root=root)
+        raise

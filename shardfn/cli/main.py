@@ -1,0 +1,275 @@
+"""`python -m shardfn plan module:function --shapes "f32[16,32]"`, `explain`, `demo`, `calibrate`, `checkpoint`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+import shardfn
+from shardfn import layoutfile
+from shardfn.cli import checkpoint
+from shardfn.cli.arguments import check_given, literal, load, made, model, numbers, shapes, tracing
+from shardfn.cost.devices.hardware import resolve
+from shardfn.errors import ShardError, StrategyError, fail
+from shardfn.layoutfile.check import checked
+from shardfn.layoutfile.plan_file import text_of_plan
+from shardfn.search import MODES
+
+VIRTUAL_DEVICES = 8
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit status: 0, or 2 where something has to be mended.
+
+    Called without arguments, as the command itself does it, the process may start itself anew with virtual devices.
+
+    >>> main(["explain", "jax.numpy:matmul", "--shapes", "f32[8,4]", "f32[4,2]", "--device", "tpu-v4:8",
+    ...       "--in-strategy", "((4, 1), (1, 2))", "--quiet"])
+    0
+    """
+    options = _parser().parse_args(argv)
+    if argv is None:
+        _start_with_devices(options.platform, max(1, getattr(options, "devices", None) or VIRTUAL_DEVICES))
+    try:
+        options.command(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ShardError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("shardfn", description="Shard JAX functions from integers.")
+    parser.add_argument("--version", action="version", version=f"shardfn {shardfn.__version__}, jax {jax.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="demo | plan | explain | check | calibrate | checkpoint")
+
+    demo = commands.add_parser("demo", help="a small training run on 8 virtual CPU devices, with its report")
+    demo.set_defaults(command=_demo, platform="cpu")
+
+    plan = commands.add_parser(
+        "plan",
+        help="search the layout of a function: for a pod, within its memory",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Search what is left open of a function's layouts, print the report and save the plan. Nothing runs, "
+        "and with\na target as --device no hardware is needed.",
+        epilog="example: python -m shardfn plan train.py:step --args train.py:shapes --device tpu-v5e:4x4 \\\n"
+        "           --level 2 --memory 14GiB --save layout.toml",
+    )
+    _add_call(plan, "auto, the default, is the exact search while it is quick")
+    plan.add_argument(
+        "--memory", metavar="BYTES", help='what one device may hold: 14GiB, "512 MB", 2e9; all it has if left out'
+    )
+    plan.add_argument(
+        "--time-limit", type=float, metavar="S", help="seconds, then the search answers with the best so far"
+    )
+    plan.add_argument("--finalists", type=int, metavar="N", help="compile the N best plans; the best as compiled wins")
+    plan.add_argument("--save", metavar="FILE", help="write the plan as a layout file, TOML: grid, layouts by path; - for "
+                      "standard output alone")  # fmt: skip
+    plan.set_defaults(command=_plan, platform=None)
+
+    explain = commands.add_parser(
+        "explain",
+        help="what sharding does to a function: layouts, collectives, memory",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Plan a function from shapes and print the report. Nothing runs, and with a target as --device "
+        "no\nhardware is needed.",
+        epilog='example: python -m shardfn explain jax.numpy:matmul --shapes "f32[16,32]" "f32[32,64]" \\\n'
+        '           --in-strategy "((4, 1), (1, 2))" --device tpu-v5e:4x4',
+    )
+    _add_call(explain, "the search for what is left open")
+    explain.add_argument("--compiled", action="store_true", help="compile, and hold the prediction against it")
+    explain.add_argument("--json", metavar="FILE", help="write the report's data as well; - for standard output alone")
+    explain.add_argument("--html", metavar="FILE", help="write the report as a web page as well")
+    explain.set_defaults(command=_explain, platform=None)
+
+    check = commands.add_parser(
+        "check",
+        help="hold a layout file against a model",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Say all that does not fit between a layout file and a model: arrays without a rule, rules without an "
+        "array,\nranks, axes, cuts, the grid. Nothing runs.",
+        epilog="example: python -m shardfn check llama/fsdp-tp --model model.py:make --device tpu-v5e:4x4",
+    )
+    check.add_argument("file", metavar="FILE", help='a layout file, or a recipe by its name: "llama/fsdp-tp"')
+    check.add_argument("--model", required=True, metavar="MODULE:FUNCTION",
+                       help="a function without parameters that returns (function, arguments), or a tree of parameters; "
+                       "with --args or --shapes, as in plan, the function itself")  # fmt: skip
+    arguments = check.add_mutually_exclusive_group()
+    arguments.add_argument("--shapes", nargs="+", default=[], metavar="SHAPE", help="as in plan")
+    arguments.add_argument("--args", metavar="MODULE:FUNCTION", help="as in plan")
+    where = check.add_mutually_exclusive_group()
+    where.add_argument("--devices", type=int, metavar="N", help="how many devices there are, of any kind")
+    where.add_argument("--device", help="CPU, GPU, TPU, or a target such as tpu-v5e:4x4")
+    check.set_defaults(command=_check, platform=None)
+
+    calibrate = commands.add_parser("calibrate", help="measure the virtual CPU devices of this machine",
+                                    description="Measure what one virtual CPU device does per second while all are busy. "
+                                    "Plans for CPU devices\nuse the figures where the environment variable SHARDFN_CPU "
+                                    "names the saved file.")  # fmt: skip
+    calibrate.add_argument(
+        "--devices", type=int, default=VIRTUAL_DEVICES, help=f"how many; {VIRTUAL_DEVICES} if left out"
+    )
+    calibrate.add_argument("--save", metavar="FILE", help="write the figures, as JSON")
+    calibrate.set_defaults(command=_calibrate, platform="cpu")
+    checkpoint.add(commands)
+    return parser
+
+
+def _add_call(command: argparse.ArgumentParser, modes: str) -> None:
+    """What `plan` and `explain` share: the function, its arguments, what is said of their layouts."""
+    command.add_argument("function", help="module:function or file.py:function")
+    arguments = command.add_mutually_exclusive_group()
+    arguments.add_argument("--shapes", nargs="+", default=[], metavar="SHAPE",
+                           help="one for each argument: f32[16,32], or for a pytree \"{'w': 'f32[4,4]'}\"")  # fmt: skip
+    arguments.add_argument("--args", metavar="MODULE:FUNCTION",
+                           help="a function without parameters that returns the tuple of arguments")  # fmt: skip
+    command.add_argument("--in-strategy", metavar="TUPLE", help='one entry for each argument: "((4, 1), None, AUTO)"')
+    command.add_argument("--out-strategy", metavar="TUPLE", help='one entry for each result: "((4, 2),)"')
+    command.add_argument("--parameter-plan", metavar="DICT", help="entries by path: \"{'params/w1': (1, 4)}\"")
+    command.add_argument("--layout", metavar="FILE", help='a layout file, or a recipe by its name: "llama/fsdp-tp"')
+    command.add_argument(
+        "--donate", nargs="+", metavar="N", help="arguments whose memory the results take over: 0 1, or 0,1"
+    )
+    command.add_argument("--device", help="CPU, GPU, TPU, or a target to plan for, such as tpu-v5e:4x4 or cpu:64")
+    command.add_argument("--level", type=int, help="what a search makes best: 0, 1 or 2")
+    command.add_argument("--search-mode", metavar="NAME", help=f"{', '.join(MODES)}: {modes}")
+    command.add_argument("--quiet", action="store_true", help="do not print the report")
+
+
+def _start_with_devices(platform: str | None, devices: int = VIRTUAL_DEVICES) -> None:
+    """Start this process anew with virtual CPU devices, where its environment does not say how many there are.
+
+    XLA reads its settings when it starts, and the thread count (`NPROC`) must be at least twice the device count: JAX
+    before 0.12 can wait for ever otherwise. So the environment of a new process is the place for both.
+    """
+    has_count = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if has_count and "NPROC" in os.environ:
+        return
+    environment = {"NPROC": str(4 * devices), **os.environ}
+    if not has_count:
+        environment["JAX_NUM_CPU_DEVICES"] = str(devices)
+    if platform is not None:
+        environment.setdefault("JAX_PLATFORMS", platform)
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
+def _demo(options: argparse.Namespace) -> None:
+    from shardfn.cli.demo import run
+
+    if not run(show):
+        raise SystemExit(1)
+
+
+def _calibrate(options: argparse.Namespace) -> None:
+    from shardfn.cost.devices.calibrate import calibrate, table
+    from shardfn.cost.devices.chips import save_chip
+
+    if options.devices < 1:
+        fail(StrategyError, f"--devices {options.devices} is no number of devices", where="calibrate", fix="write 8")
+    chip = calibrate(resolve("cpu", count=options.devices).devices or ())
+    print(table(chip))
+    if options.save:
+        save_chip(chip, options.save)
+        print(f"saved: plans for CPU devices use it with SHARDFN_CPU={options.save}")
+
+
+def _call(options: argparse.Namespace, **more: Any) -> tuple[shardfn.ShardedFunction, tuple[Any, ...]]:
+    """The function that the command line names, as it is to be sharded, and its arguments."""
+    function = load(options.function, "function")
+    arguments = made(options.args) if options.args else tuple(map(shapes, options.shapes))
+    given = {
+        "in_strategy": literal(options.in_strategy, "--in-strategy"),
+        "out_strategy": literal(options.out_strategy, "--out-strategy"),
+        "parameter_plan": literal(options.parameter_plan, "--parameter-plan"),
+        "layout": options.layout,
+        "donate_argnums": None if options.donate is None else numbers(options.donate, "--donate"),
+        "device": options.device,
+        "level": options.level,
+        "search_mode": options.search_mode,
+        **more,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if isinstance(function, shardfn.ShardedFunction):
+        said = {field.name: getattr(function.options, field.name) for field in dataclasses.fields(function.options)}
+        function, given = function.fn, said | given
+    check_given(function, arguments, options.function)
+    return shardfn.shard(function, **given), arguments
+
+
+def _plan(options: argparse.Namespace) -> None:
+    folder = pathlib.Path(options.save or ".").parent
+    if options.save and pathlib.Path(options.save).is_dir():
+        fail(StrategyError, f"{options.save} is a directory", where=f"--save {options.save}",
+             why="the plan is one file", fix=f"name a file in it: --save {options.save}/layout.toml")  # fmt: skip
+    if not folder.is_dir():
+        fail(StrategyError, f"{options.save} cannot be written", where=f"--save {options.save}",
+             why=f"there is no directory {folder}", fix="make it, or write the file elsewhere")  # fmt: skip
+    function, arguments = _call(
+        options, memory_limit=options.memory, time_limit=options.time_limit, finalists=options.finalists
+    )
+    with tracing(options.function):
+        plan = function.plan(*arguments)
+    if options.save == "-":
+        print(text_of_plan(plan))
+        return
+    if not options.quiet:
+        show(function.explain(*arguments))
+    if options.save:
+        plan.save(options.save)
+        if not options.quiet:
+            print(f"saved: {options.save}")
+
+
+def _explain(options: argparse.Namespace) -> None:
+    function, arguments = _call(options)
+    with tracing(options.function):
+        report = function.explain(*arguments, compiled=options.compiled)
+    if options.json == "-":
+        print(report.to_json())
+    elif options.json:
+        pathlib.Path(options.json).write_text(report.to_json() + "\n", encoding="utf-8")
+    if options.html:
+        pathlib.Path(options.html).write_text(report.to_html() + "\n", encoding="utf-8")
+    if not options.quiet and options.json != "-":
+        show(report)
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.devices is not None and options.devices < 1:
+        fail(StrategyError, f"--devices {options.devices} is no number of devices", where="check", fix="write 8")
+    if options.args or options.shapes:
+        function: Any = load(options.model, "function")
+        arguments = made(options.args) if options.args else tuple(map(shapes, options.shapes))
+    else:
+        function, arguments = model(options.model)
+    device = f"cpu:{options.devices}" if options.devices is not None else options.device
+    with tracing(options.model):
+        problems, plan = checked(options.file, function, arguments, device=device)
+    if problems:
+        raise layoutfile.LayoutFileError(problems)
+    layout = layoutfile.read(options.file)
+    count = len(plan.inputs) if plan is not None else len(jax.tree.leaves(function))
+    rules = len(layout.arguments) + len(layout.results) + len(layout.activations) + len(layout.inside)
+    print(f"{options.file} fits: {rules} rules, {count} arrays")
+    if plan is not None:
+        print(plan)
+
+
+def show(report: shardfn.Report) -> None:
+    """Print a report: in colours on a terminal, as plain text into a pipe or a file."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        Console().print(report)
+    else:
+        print(report.to_text(120))

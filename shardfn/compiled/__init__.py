@@ -1,0 +1,1 @@
+"""What XLA produced: ahead-of-time compilation, the HLO reader, and the comparison with a prediction."""

@@ -1,0 +1,226 @@
+"""The best few plans, compiled: the one wins that XLA made best, whatever was predicted."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
+
+from shardfn.compiled.executable import Compiled
+from shardfn.cost.compute import matrix_flops
+from shardfn.cost.price import collective_s
+from shardfn.errors import ShardError, StrategyError, fail
+from shardfn.planning.candidates import told_apart
+from shardfn.search import baselines
+from shardfn.search.mesh_solution import written
+from shardfn.search.objectives import SPREAD, Rank, idle, rank
+from shardfn.search.problem import Answer, Candidate, Problem, objective
+from shardfn.search.refinement import in_pieces, polished
+from shardfn.search.resharding_costs import Axes
+
+
+def answers(
+    problem: Problem,
+    levels: Mapping[int, Answer],
+    more: Sequence[Answer],
+    count: int,
+    is_right: Callable[[Candidate], bool],
+) -> tuple[tuple[str, Answer], ...]:
+    """The answers to compile, by name, `count` in all: the search's own first, polished where that is better by its flow;
+    those of the other levels, and `more`; these polished; what of all these sends least, in pieces; then in turn the best
+    of what else was priced for each level, of the plain layouts on one axis, and of those on two. The flow does not always
+    tell which of them XLA likes. Of those that cost the same, the first stands for all: they compile to one program, or as
+    good.
+
+    But for the order, which is the level's own, they are the same at each level (of seven or more): what is best as
+    compiled at a level's aim is there at the others too.
+
+    Args:
+      problem: what is asked.
+      levels: what the search found at each level, the problem's own among them.
+      more: what else it found, as without a memory limit.
+      count: how many.
+      is_right: whether XLA computes a candidate's program rightly; the others are left out, but for the search's own.
+    """
+    answer = levels[problem.level]
+    at = {level: dataclasses.replace(problem, level=level) for level in levels}
+
+    def better(level: int, one: Candidate) -> Sequence[Candidate]:
+        other = polished(at[level], one)
+        return [other] if objective(other.price, at[level]) < objective(one.price, at[level]) else []
+
+    own = problem.as_candidate("the search's", answer)
+    others = {
+        level: problem.as_candidate(f"level {level}'s", one) for level, one in levels.items() if level != problem.level
+    }
+    first = [
+        own,
+        *better(problem.level, own),
+        *others.values(),
+        *(problem.as_candidate("level 0's without the limit", o) for o in more),
+    ]
+    first += [made for level, one in others.items() for made in better(level, one)]
+    unlimited = dataclasses.replace(problem, level=0, memory_limit=math.inf)
+    least = min(first, key=lambda c: (objective(c.price, unlimited), c.price.memory.peak))
+    first += [in_pieces(problem, least), in_pieces(problem, least, only_state=True)]
+    fast = dataclasses.replace(problem, level=2)
+    single = baselines.candidates(fast, pairs=False)
+    double = tuple(c for c in baselines.candidates(fast) if c not in single)
+    priced = [sorted(levels[level].others, key=lambda c: objective(c.price, at[level])) for level in sorted(levels)]
+    found: dict[object, Candidate] = {}
+    for turn in (first, *itertools.zip_longest(*priced, single, double)):
+        for c in filter(None, turn):
+            sizes = tuple(sorted(size for _, size in c.axes))
+            found.setdefault((sizes, c.price.bytes_sent, c.price.memory.peak, c.price.time_s), c)
+    entered = list(itertools.islice((c for c in found.values() if c is own or is_right(c)), count))
+    names = told_apart(problem.names, entered)
+    named = [dataclasses.replace(c, name=name) for name, c in zip(names, entered, strict=True)]
+    return tuple((c.name, chosen(answer, c, "best as compiled of the finalists")) for c in named)
+
+
+def chosen(answer: Answer, c: Candidate, why: str) -> Answer:
+    """An answer with another candidate in the place of what the search chose."""
+    if (c.axes, c.specs, c.pins, c.ends) == (answer.axes, answer.specs, answer.pins, answer.ends):
+        return answer
+    reasons = tuple("" if not reason else f"{why}: {c.name}" for reason in answer.reasons)
+    return dataclasses.replace(
+        answer,
+        axes=c.axes,
+        specs=c.specs,
+        pins=c.pins,
+        ends=c.ends,
+        reasons=reasons,
+        runners_up=(),
+        runner_up="",
+        policy=f"{why}: {c.name}",
+        gap=None,
+    )
+
+
+KEPT = 256
+"""Programs whose figures are remembered."""
+
+_made: dict[object, Compiled] = {}
+
+
+def compiled_once(program: str, problem: Problem, answer: Answer, compiled: Callable[[], Compiled]) -> Compiled:
+    """What XLA makes of an answer: the same program laid out alike is compiled once, whatever the level and the limit.
+
+    Args:
+      program: the text of the function's module.
+      problem: what was asked.
+      answer: the layouts.
+      compiled: compiles it.
+    """
+    pins = tuple(sorted(answer.pins.items(), key=lambda item: item[0]))
+    ends = tuple(problem.results.items()), tuple(problem.same_as.items()), problem.donated
+    text = hashlib.sha256(program.encode()).digest()
+    key = text, problem.hardware, ends, answer.axes, answer.specs, pins, tuple(sorted(answer.ends.items()))
+    if key not in _made:
+        while len(_made) >= KEPT:
+            _made.pop(next(iter(_made)), None)
+        _made[key] = compiled()
+    return _made[key]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finalist:
+    """A layout on a grid and what one device does in one call of what XLA made of it."""
+
+    name: str
+    axes: Axes
+    level: int
+    bytes_sent: int
+    peak: int
+    flops: float
+    time_s: float
+
+    def rank(self, limit: float, least: float) -> Rank:
+        """What the level makes least, within the memory limit first; `least` are the fewest FLOPs of any finalist."""
+        more = idle(self.flops, SPREAD * least)
+        return rank(self.level, limit, idle=more, sent=self.bytes_sent, time_s=self.time_s, peak=self.peak)
+
+
+def judged(name: str, problem: Problem, answer: Answer, made: Compiled) -> Finalist:
+    """What was compiled, by the cost model's rates: bytes over the links, and work as predicted, scaled by the FLOPs."""
+    hardware = problem.hardware
+    price = problem.price_of(answer)
+    sent_s = sum(collective_s(c, hardware, answer.axes) for c in made.collectives)
+    predicted = matrix_flops(problem.flow_of(answer))
+    share = made.flops / predicted if made.flops and predicted else 1.0
+    told = made.together(hardware.platform)
+    peak = price.memory.peak if told is None else told
+    sent = sum(c.total_bytes for c in made.collectives)
+    return Finalist(
+        name, answer.axes, problem.level, sent, peak, made.flops or price.flops, sent_s + share * price.compute_s
+    )
+
+
+def check(winner: Finalist, count: int, limit: float) -> None:
+    """That the best as compiled keeps a limit that the user gave.
+
+    Raises:
+      StrategyError: it holds more; as the limit comes first, none of the others fits either.
+    """
+    if winner.peak > limit:
+        fail(StrategyError, f"none of {count} plans compiled holds at most {limit:,.0f} bytes per device",
+             where=f"memory_limit = {limit:,.0f}", why=f"the least is {winner.peak:,} bytes: {winner.name}",
+             fix="compile more of them (finalists=), use more devices, a smaller batch, donate_argnums for what is given "
+                 f"back, jax.checkpoint for what is kept for the backward pass, or memory_limit={winner.peak}")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """A layout that XLA does not compile: the first line of what it says, and what may be done about it, where that is known."""
+
+    name: str
+    axes: Axes
+    why: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}, grid {written(self.axes)}, is left out, as XLA does not compile it: {self.why}"
+
+
+def refused(name: str, answer: Answer, error: Exception) -> Refused:
+    """An answer of which the compiler, or what asks it, raised an error."""
+    why, fix = str(error), ""
+    if isinstance(error, ShardError):
+        why, fix = error.problems[0].why or error.problems[0].what, error.problems[0].fix
+    return Refused(name, answer.axes, why.strip().split("\n")[0].rstrip(" {") or type(error).__name__, fix)
+
+
+def none_compiles(function: str, left_out: Sequence[Refused]) -> NoReturn:
+    """Raise that of none of the finalists there is a program."""
+    reasons = dict.fromkeys(one.why for one in left_out)
+    advice = "compile more of them (finalists=), or leave whole, in in_strategy, what XLA names there"
+    fail(StrategyError, f"none of {len(left_out)} plans of `{function}` compiles", where=f"finalists = {len(left_out)}",
+         why="; ".join(list(reasons)[:3]), fix=left_out[0].fix or advice)  # fmt: skip
+
+
+def best(finalists: Sequence[Finalist], limit: float, alone: str = "") -> tuple[int, str]:
+    """Which one is best as compiled at its plan's level, and a finding that says how all of them came out.
+
+    Args:
+      finalists: what was compiled.
+      limit: bytes that one device may hold.
+      alone: what the search alone would have picked, where that is not the first of them.
+    """
+    least = min(f.flops for f in finalists)
+    winner = min(range(len(finalists)), key=lambda i: (finalists[i].rank(limit, least), i))
+    lines = [
+        f"{f.name}, grid {written(f.axes)}: {f.bytes_sent:,} B sent, {f.peak:,} B peak, "
+        f"{f.flops:,.0f} FLOPs of products, {f.time_s * 1e6:,.1f} us"
+        for f in finalists
+    ]
+    is_own = not winner and not alone
+    end = (
+        "the search alone picked it too"
+        if is_own
+        else f"the search alone would have picked {alone or finalists[0].name}"
+    )
+    count = f"{len(finalists)} plan{'s'[: len(finalists) != 1]}"
+    return winner, f"compiled {count}, per device: {'; '.join(lines)}. Best: {finalists[winner].name}; {end}"

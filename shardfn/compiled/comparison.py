@@ -1,0 +1,212 @@
+"""A plan's prediction beside what XLA compiled: collectives, operations, memory, and why they differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from shardfn.compiled.executable import Compiled
+from shardfn.cost.collectives import KINDS
+from shardfn.cost.compute import matrix_flops
+from shardfn.ir.model import Collective
+from shardfn.planning.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Tally:
+    """The collectives of one kind in one program: how many stand in it, how often they run, bytes one device sends."""
+
+    count: int
+    runs: int
+    bytes_sent: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """One number, predicted and compiled; None where it is not known."""
+
+    predicted: float | None
+    compiled: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Compiled over predicted, where both are known and there is something to compare."""
+        return self.compiled / self.predicted if self.predicted and self.compiled is not None else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What `compare` found. `kinds` holds (kind, predicted, compiled); memory is in bytes on one device."""
+
+    kinds: tuple[tuple[str, Tally, Tally], ...]
+    memory: tuple[tuple[str, Pair], ...]
+    matrix_flops: Pair
+    why: tuple[str, ...]
+
+
+def compare(plan: Plan, compiled: Compiled) -> Comparison:
+    """Hold a plan's prediction against its compiled program; loops are multiplied on both sides."""
+    kinds = tuple(
+        (kind, tally(kind, plan.collectives), tally(kind, compiled.collectives))
+        for kind in KINDS
+        if any(c.kind == kind for c in (*plan.collectives, *compiled.collectives))
+    )
+    memory = plan.price.memory
+    rows = (
+        ("arguments", Pair(memory.arguments, compiled.argument_bytes)),
+        ("results", Pair(memory.results, compiled.output_bytes)),
+        ("temporaries", Pair(memory.temporaries, compiled.temp_bytes)),
+        ("together", Pair(memory.peak, compiled.together(plan.hardware.platform))),
+        ("xla_peak", Pair(None, compiled.peak_bytes)),
+    )
+    explained: set[str] = set()
+    why = [text for rule in WHY for text in rule(plan, compiled, kinds, explained)]
+    return Comparison(kinds, rows, Pair(matrix_flops(plan.flow), compiled.flops), tuple(dict.fromkeys(why)))
+
+
+def tally(kind: str, collectives: Sequence[Collective]) -> Tally:
+    """Count the collectives of one kind."""
+    mine = [c for c in collectives if c.kind == kind]
+    return Tally(len(mine), sum(c.trips for c in mine), sum(c.total_bytes for c in mine))
+
+
+# ---- why they differ: each rule sees both sides and says what explains a difference. `explained` are the kinds whose
+# bytes an earlier rule has accounted for.
+
+Kinds = Sequence[tuple[str, Tally, Tally]]
+Rule = Callable[[Plan, Compiled, Kinds, set[str]], Iterator[str]]
+
+
+def _wider(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:
+    for kind, predicted, actual in kinds:
+        narrow = {c.dtype for c in plan.collectives if c.kind == kind} & {"bf16", "f16"}
+        kept = {part for c in compiled.collectives if c.kind == kind for part in c.dtype.split("+")}
+        if narrow and actual.count and not narrow & kept:
+            if actual.bytes_sent > predicted.bytes_sent:
+                explained.add(kind)
+            yield (f"{kind}: XLA's {plan.hardware.platform} backend sends {'/'.join(sorted(narrow))} "
+                   f"as {'/'.join(sorted(kept))}")  # fmt: skip
+
+
+def _loops(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:
+    for kind, where in dict.fromkeys((c.kind, c.where) for c in plan.collectives if c.trips > 1 and c.where):
+        predicted, actual = (
+            [c for c in side if (c.kind, c.where) == (kind, where)] for side in (plan.collectives, compiled.collectives)
+        )
+        most, now = (max((c.trips for c in side), default=0) for side in (predicted, actual))
+        if now and now != most:
+            explained.add(kind)
+            what = "moved it out of a loop" if now < most else "keeps it in the loop"
+            yield f"{kind} at {_line(where)}: XLA {what}; predicted to run {_times(most)}, it runs {_times(now)}"
+
+
+def _merged(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:
+    for kind, predicted, actual in kinds:
+        if predicted.count and _close(predicted.bytes_sent, actual.bytes_sent):
+            if actual.count < predicted.count:
+                yield f"{kind}: XLA merged {predicted.count} into {actual.count}, with the same bytes"
+            elif actual.count > predicted.count:
+                yield f"{kind}: XLA split {predicted.count} into {actual.count}, with the same bytes"
+
+
+# (predicted, compiled): what XLA does there
+_WAYS = {
+    ("reduce-scatter", "all-reduce"): "the whole sum goes to every device, which keeps its piece",
+    ("all-to-all", "all-gather"): "the array is gathered whole and cut anew (full rematerialisation)",
+    ("all-to-all", "collective-permute"): "pieces are exchanged in pairs",
+    ("all-to-all", "all-reduce"): "it multiplies the pieces as they lie and adds up the partial results",
+    ("all-gather", "all-reduce"): "it multiplies the pieces as they lie and adds up the partial results",
+    ("all-gather", "collective-permute"): "it sends only the rows that are needed",
+}
+
+
+_ON_TPU = dict.fromkeys(
+    ((kind, "collective-permute") for kind in ("all-reduce", "all-gather", "reduce-scatter")),
+    "it sends only the rows that are needed, or cuts a product into a loop that sends pieces while it multiplies",
+)
+
+
+def _other_ways(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:
+    changed = [(kind, p.bytes_sent, c.bytes_sent) for kind, p, c in kinds
+               if kind not in explained and not _close(p.bytes_sent, c.bytes_sent)]  # fmt: skip
+    less = [kind for kind, predicted, actual in changed if actual < predicted]
+    more = [kind for kind, predicted, actual in changed if actual > predicted]
+    if less and more:
+        known = {**_WAYS, **(_ON_TPU if plan.hardware.platform == "tpu" else {})}
+        ways = "; or ".join(dict.fromkeys(known[a, b] for a in less for b in more if (a, b) in known))
+        yield (f"XLA resolves a layout its own way: {' and '.join(more)}{_lines(more, compiled)} "
+               f"in place of {' and '.join(less)}{f'; usually {ways}' if ways else ''}")  # fmt: skip
+    elif more:
+        yield f"not predicted: {' and '.join(more)}{_lines(more, compiled)}"
+    elif less:
+        does = "sends less" if any(c.kind in less for c in compiled.collectives) else "does without"
+        yield f"predicted, but XLA {does}: {' and '.join(less)}{_lines(less, plan)}"
+
+
+def _gaps(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:
+    yield from (f"in the plan: {_line(f)}" for f in plan.findings if f.startswith(("no sharding rule", "loops of")))
+    yield from (f"in the compiled program: {_line(finding)}" for finding in compiled.findings)
+
+
+def _sizes(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:
+    memory = plan.price.memory
+    if (size := compiled.argument_bytes) is not None and size < memory.arguments:
+        yield "arguments: XLA drops those that nothing reads"
+    if (size := compiled.output_bytes) is not None and size - memory.results == 8 * len(plan.outputs):
+        yield "results: XLA adds a table of pointers, 8 B for each of them"
+    if compiled.alias_bytes:
+        yield f"donated arguments: {compiled.alias_bytes:,} B of the results take their place"
+    if (size := compiled.temp_bytes) is not None and size < memory.temporaries:
+        yield "temporaries: XLA fuses more than predicted; what is fused takes no memory"
+    elif size is not None and size > memory.temporaries:
+        yield "temporaries: XLA needs more, for buffers of collectives, for padding and for copies"
+    peak, temp, sizes = compiled.peak_bytes, compiled.temp_bytes, compiled.together("")
+    if plan.hardware.platform == "tpu" and peak is not None and sizes is not None:
+        if peak > 1.01 * sizes:
+            yield "XLA's own peak counts the vector memory too"
+        elif sizes > 1.01 * peak:
+            yield "temporaries: XLA's figure counts places that share memory more than once; all at once is its own peak"
+    elif peak is None or temp is None or plan.hardware.platform != "cpu":
+        return
+    elif peak < temp + (compiled.argument_bytes or 0):
+        yield "XLA's own peak leaves out temporaries on cpu"
+
+
+def _work(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:
+    predicted = matrix_flops(plan.flow)
+    if not _close(compiled.flops, predicted):
+        yield "matrix FLOPs: XLA computes " + (
+            "fewer; usually it drops equal products, and writes small ones as sums"
+            if compiled.flops < predicted
+            else "more; usually devices repeat work, or an op is made of products inside"
+        )
+
+
+WHY: tuple[Rule, ...] = (_wider, _loops, _merged, _other_ways, _gaps, _sizes, _work)
+
+
+def _close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=0.01)
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _line(where: str) -> str:
+    """`file:line`, or a text that ends with it in brackets, without the directories."""
+    return re.sub(r"[^\s(]*[/\\]", "", where) or "an unknown line"
+
+
+def _lines(kinds: Sequence[str], side: Any) -> str:
+    """Where the most bytes of these kinds are sent."""
+    found = sorted((c for c in side.collectives if c.kind in kinds and c.where), key=lambda c: -c.total_bytes)
+    lines = list(dict.fromkeys(_line(c.where) for c in found))
+    return f" at {', '.join(lines[:2])}{_more(len(lines) - 2)}" if lines else ""
+
+
+def _more(count: int) -> str:
+    return f" and {count} more" if count > 0 else ""

@@ -1,0 +1,1 @@
+"""What XLA's CPU, GPU and TPU backends do to a partitioned program."""

@@ -1,0 +1,413 @@
+"""What XLA's CPU backend makes of a flow before it puts its ops in order: products, convolutions and collectives that have
+their operands as they read them, products of half precision in `f32`, and gradients of looked-up rows that are added where
+they go."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+from shardfn.cost.op_kinds import ELEMENTWISE
+from shardfn.ir.jax_release import IS_BEFORE_12
+from shardfn.ir.model import PRODUCTS, Convolution, Dims, Flow, Graph, Op, Rule, Spec, Value
+from shardfn.ir.windows import reach
+
+
+def on_cpu(flow: Flow) -> Flow:
+    """The flow with the copies that ops read, and without zeros that rows are added to only to be added to something.
+
+    On another platform it comes back as it is.
+    """
+    return _Backend(flow).flow() if flow.platform == "cpu" else flow
+
+
+def is_flattened(flow: Flow, op: Op, operand: int) -> bool:
+    """Whether a product with a rule reads an operand as a matrix though it has more dims: through a view of it."""
+    if op.rule is None:
+        return False
+    left, right = ({f for dim in dims for f in dim} for dims in op.rule.operands[:2])
+    batch = len(left & right & {f for dim in op.rule.results[0] for f in dim})
+    return sum(n > 1 for n in flow.local_shape(operand)) > batch + 2
+
+
+_HALF = frozenset({"bf16", "f16"} if IS_BEFORE_12 else ())
+"""Types that products do not read and make as they are. From JAX 0.12 on most do: those with a transposed right operand do not,
+which is left out."""
+
+
+_AT_ONCE = 16
+"""Elements of which XLA's CPU backend makes running sums at once: measured on JAX 0.10.2."""
+
+_LOOKED_UP = frozenset({"transpose", "dot_general", "broadcast_in_dim", "convert", "negate"})
+
+
+class _Backend:
+    """Walks one flow once; the lists fill as it goes."""
+
+    def __init__(self, flow: Flow):
+        self.given = flow
+        self.values: list[Value] = list(flow.graph.values)
+        self.specs: list[Spec] = list(flow.specs)
+        self.ops: list[Op] = []
+        self.copies: dict[object, int] = {}
+
+    def flow(self) -> Flow:
+        graph = self.given.graph
+        into, dropped = _scattered_into(self.given)
+        dropped |= _known(graph)
+        self.maker = {v: op for op in graph.ops if op.name in _LOOKED_UP for v in op.outputs}
+        self.there = set(graph.inputs).union(*(op.outputs for op in graph.ops), (b for _, b in graph.ties)) - dropped
+        readers = collections.Counter(v for op in graph.ops for v in op.inputs)
+        readers.update(graph.outputs)
+        for op in graph.ops:
+            if op.name != "transpose" or readers[op.inputs[0]] > 1:
+                continue
+            made = self.maker.get(op.inputs[0])
+            if made and made.name == "dot_general" and is_swap(op, made, made.rule and made.rule.results[0]):
+                into[made.outputs[0]] = made.of(made.inputs, op.outputs)  # its operands change places
+                dropped.add(op.outputs[0])
+        for op in graph.ops:
+            if op.outputs and op.outputs[0] in dropped:
+                continue
+            if op.outputs and op.outputs[0] in into:
+                op = into[op.outputs[0]]
+            if op.name == "dot_general" and op.rule is not None:
+                op = self.as_read(op)
+            elif op.name == "convolution" and op.rule is not None and op.convolution is not None:
+                op = self.convolved(op)
+            elif op.name == "divide":
+                op = self.inverted(op)
+            elif op.name == "multiply":
+                op = self.masked(op)
+            elif op.name == "reduce":
+                op = self.negated(op)
+            elif op.name == "reduce_window":
+                op = self.summed_up(op)
+            if op.name in PRODUCTS:
+                op = self.widened(op)
+            elif op.name == "all_gather":
+                self.gathered(op)
+                continue
+            elif op.name == "all_to_all":
+                self.ops.append(op.of(op.inputs, (self.like(op.outputs[0]),)))
+                op = Op("copy", self.ops[-1].outputs, op.outputs, None, op.trips, op.where)
+            self.ops.append(op)
+        graph = dataclasses.replace(self.given.graph, values=tuple(self.values), ops=tuple(self.ops))
+        return dataclasses.replace(self.given, graph=graph, specs=tuple(self.specs))
+
+    def as_read(self, op: Op) -> Op:
+        """A product whose operands lie as it reads them: what stands the other way round is copied first, once."""
+        inputs = list(op.inputs)
+        for side in (0, 1):
+            v = inputs[side]
+            source = self.maker.get(v)
+            if source and source.name == "transpose" and is_swap(source, op, op.rule and op.rule.operands[side]):
+                given = self.wide(source.inputs[0], op)
+                inputs[side] = self.made("swapped", given, v, (), op)
+                self.values[inputs[side]] = Value(self.values[v].shape, self.values[given].dtype)
+                continue
+            order = turned(op.rule, side, self.given.local_shape(v)) if op.rule else ()
+            if order:
+                inputs[side] = self.made("copy", v, v, order, op)
+            elif is_flattened(self.given, op, v):
+                inputs[side] = self.made("bitcast", v, v, (-4,), op)
+        return op if tuple(inputs) == op.inputs else op.of(tuple(inputs), op.outputs)
+
+    def inverted(self, op: Op) -> Op:
+        """A division by what is broadcast: the few are divided, and everything multiplied by them."""
+        source = self.maker.get(op.inputs[1])
+        size = math.prod(self.values[op.outputs[0]].shape)
+        if (
+            source is None
+            or source.name != "broadcast_in_dim"
+            or math.prod(self.values[source.inputs[0]].shape) >= size
+        ):
+            return op
+        if self.values[op.outputs[0]].dtype not in ("f32", "f64"):
+            return op
+        few, many = source.inputs[0], op.inputs[1]
+        if few in self.there:  # a constant is divided by when it is compiled
+            many = self.made("broadcast_in_dim", self.made("divide", few, few, (-3,), op), many, (-3,), op)
+        return Op("multiply", (op.inputs[0], many), op.outputs, None, op.trips, op.where, form=op.form)
+
+    def masked(self, op: Op) -> Op:
+        """A product with a truth value as a number: a choice between the other factor and zeros."""
+        for side in (0, 1):
+            mask = self.maker.get(op.inputs[side])
+            if mask is not None and mask.name == "convert" and self.values[mask.inputs[0]].dtype == "i1":
+                chosen = op.of((mask.inputs[0], op.inputs[1 - side]), op.outputs)
+                return dataclasses.replace(chosen, name="select", rule=None)
+        return op
+
+    def negated(self, op: Op) -> Op:
+        """A sum of what is negated: the sum is."""
+        made = self.maker.get(op.inputs[0])
+        if op.combines != "add" or made is None or made.name != "negate" or len(op.outputs) != 1:
+            return op
+        self.ops.append(op.of((made.inputs[0], *op.inputs[1:]), (self.like(op.outputs[0]),)))
+        return Op("negate", self.ops[-1].outputs, op.outputs, None, op.trips, op.where)
+
+    def summed_up(self, op: Op) -> Op:
+        """Running sums, products and maxima along more than 16 elements: those of 16 at a time, then those of what each of
+        these gives, and so on; put together at the end."""
+        shape = self.given.local_shape(op.outputs[0])
+        long = [tap for tap in op.taps if tap.extent > 1]
+        if len(op.outputs) != 1 or len(long) != 1 or self.given.local_shape(op.inputs[0]) != shape:
+            return op
+        (tap,) = long
+        size = shape[tap.dim]
+        if tap.extent != size or size <= _AT_ONCE or tap.stride != 1 or tap.low not in (0, 1 - size):
+            return op
+        v, steps, d = op.inputs[0], [], tap.dim
+        form, spec = self.values[op.outputs[0]], self.specs[op.outputs[0]]
+        while True:
+            groups = (-(-size // _AT_ONCE), _AT_ONCE) if size > _AT_ONCE else (1, size + 1)
+            for name in ("slice", "reduce_window")[not steps :]:
+                made = self.like(op.outputs[0], (*spec[:d], (), *spec[d:]))
+                self.values[made] = Value((*form.shape[:d], *groups, *form.shape[d + 1 :]), form.dtype)
+                self.ops.append(Op(name, (v, *op.inputs[1:]), (made,), None, op.trips, op.where))
+                v = made
+            steps.append(v)
+            if size <= _AT_ONCE:
+                return Op("copy", tuple(steps), op.outputs, None, op.trips, op.where)
+            size = groups[0]
+
+    def widened(self, op: Op) -> Op:
+        """Products of half precision: operands are converted to `f32` first, and the result from it."""
+        inputs = [self.wide(v, op) for v in op.inputs]
+        (result,) = op.outputs
+        if self.values[result].dtype not in _HALF:
+            return op if tuple(inputs) == op.inputs else op.of(tuple(inputs), op.outputs)
+        wide = self.like(result)
+        self.values[wide] = Value(self.values[result].shape, "f32")
+        self.ops.append(op.of(tuple(inputs), (wide,)))
+        return Op("convert", (wide,), op.outputs, None, op.trips, op.where)
+
+    def wide(self, value: int, reader: Op) -> int:
+        """The value in `f32`, where it has half that precision."""
+        form = self.values[value]
+        if form.dtype not in _HALF:
+            return value
+        found = self.made("convert", value, value, (-2,), reader)
+        self.values[found] = Value(form.shape, "f32")
+        return found
+
+    def convolved(self, op: Op) -> Op:
+        """A convolution reads [batch, space, features] and [space, features, new ones], and makes [batch, space, new ones]."""
+        assert op.rule and op.convolution
+        if op.convolution.in_batches:
+            return self.in_batches(op, op.convolution)
+        image, kernel, made = *op.rule.operands[:2], op.rule.results[0]
+        shape = op.convolution
+        inputs = [self.with_edges(op), op.inputs[1]]
+        for side, own, ends, space in (
+            (0, image, (made, kernel), shape.image),
+            (1, kernel, (image, made), shape.kernel),
+        ):
+            order = _ordered(own, ends, space, is_kernel=side == 1)
+            if order and _moves(order, self.given.local_shape(op.inputs[side])):
+                inputs[side] = self.made("copy", inputs[side], inputs[side], order, op)
+        order = _ordered(made, (image, kernel), shape.result)
+        if not order or not _moves(order, self.given.local_shape(op.outputs[0])):
+            return op.of(tuple(inputs), op.outputs)
+        self.ops.append(op.of(tuple(inputs), (self.like(op.outputs[0]),)))
+        return Op("copy", self.ops[-1].outputs, op.outputs, None, op.trips, op.where)
+
+    def in_batches(self, op: Op, shape: Convolution) -> Op:
+        """A kernel's gradient in groups reads the image as [groups, space, batch], and makes [group, space, channels]; with one
+        channel a group it is that of all channels with all, of which those of one group are picked."""
+        inputs = [self.with_edges(op), op.inputs[1]]
+        grouped = {which: dim for which, dim, _ in shape.grouped}
+        orders = []
+        for side, space in enumerate((shape.image, shape.kernel, shape.result)):
+            last = grouped.get(side, 0)
+            rest = [d for d in range(len(space) + 2) if d not in space and d != last]
+            orders.append(
+                (last, *space, *rest) if side == 0 else (*space, *rest, last) if side == 1 else (*rest, *space, last)
+            )
+        for side in (0, 1):
+            if _moves(orders[side], self.given.local_shape(op.inputs[side])):
+                inputs[side] = self.made("copy", inputs[side], inputs[side], orders[side], op)
+        result, groups = op.outputs[0], all_groups(self.given, op)
+        if groups == 1 and not _moves(orders[2], self.given.local_shape(result)):
+            return op.of(tuple(inputs), op.outputs)
+        form, every = self.values[result], self.like(result)
+        self.values[every] = Value((groups * form.shape[0], *form.shape[1:]), form.dtype)
+        self.ops.append(op.of(tuple(inputs), (every,)))
+        if groups == 1:
+            return Op("copy", (every,), op.outputs, None, op.trips, op.where)
+        picked = self.like(every)
+        self.ops.append(Op("copy", (every,), (picked,), None, op.trips, op.where))
+        return Op("reduce_window", (picked,), op.outputs, None, op.trips, op.where)
+
+    def with_edges(self, op: Op) -> int:
+        """The image of a convolution with the rows that come from neighbours: put together in a place of its own."""
+        image, form = op.inputs[0], self.values[op.inputs[0]]
+        pieces, shape, grown = self.given.shards(image), list(form.shape), False
+        for tap in op.taps:
+            other = op.outputs[0] if tap.over < 0 else op.inputs[tap.over]
+            n, size = pieces[tap.dim], form.shape[tap.dim]
+            if n > 1 and self.given.shards(other)[tap.out_dim] == n and shape[tap.dim] == size:
+                before, after = reach(size, self.values[other].shape[tap.out_dim], n, tap)
+                shape[tap.dim] = (-(-size // n) + before + after) * n
+                grown = grown or before + after > 0
+        if not grown:
+            return image
+        whole = self.like(image)
+        self.values[whole] = Value(tuple(shape), form.dtype)
+        self.ops.append(Op("copy", (image, *op.inputs[2:]), (whole,), None, op.trips, op.where))
+        return whole
+
+    def gathered(self, op: Op) -> None:
+        """All-gathers gather along one dim, the last one first; where it is not the first, operand and result are turned."""
+        (v,), (result,) = op.inputs, op.outputs
+        before, after = self.given.local_shape(v), self.given.local_shape(result)
+        changed = [d for d, (m, n) in enumerate(zip(before, after, strict=True)) if m != n]
+        spec, shape = list(self.specs[v]), list(before)
+        for d in reversed(changed):
+            spec[d], shape[d] = self.specs[result][d], after[d]
+            is_last = d == changed[0]
+            if math.prod(shape[:d]) == 1:
+                whole = result if is_last else self.like(result, tuple(spec))
+                self.ops.append(op.of((v,), (whole,)))
+            else:
+                turned = self.made("copy", v, v, (-1,), op)
+                pieces = self.like(result, tuple(spec))
+                whole = result if is_last else self.like(result, tuple(spec))
+                self.ops.append(op.of((turned,), (pieces,)))
+                self.ops.append(Op("copy", (pieces,), (whole,), None, op.trips, op.where))
+            v = whole
+        if not changed:
+            self.ops.append(op)
+
+    def like(self, value: int, spec: Spec | None = None) -> int:
+        """A new value of the same form, and of the same layout if no other is said."""
+        self.values.append(self.values[value])
+        self.specs.append(self.specs[value] if spec is None else spec)
+        return len(self.values) - 1
+
+    def made(self, name: str, source: int, like: int, order: tuple[int, ...], reader: Op) -> int:
+        """A value that lies as `like`, made of `source` for a product: once for all that read it in one loop."""
+        key = like, order, reader.trips, reader.form and reader.form[1]
+        if key not in self.copies:
+            self.copies[key] = self.like(like)
+            self.ops.append(Op(name, (source,), (self.copies[key],), None, reader.trips, reader.where))
+        return self.copies[key]
+
+
+@functools.lru_cache(1 << 12)
+def turned(rule: Rule, side: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The order of dims in which XLA's CPU backend copies an operand of a product; nothing where it is read as it lies.
+
+    It reads [batch, free, summed] and [batch, summed, free]. Where one dim is free and one summed, and none is of
+    size 1 but the first batch dims of both, these may change places.
+
+    Args:
+      rule: of the product.
+      side: 0 for the left operand, 1 for the right one.
+      shape: of the piece on one device.
+
+    >>> step = Rule((((0,), (1,), (2,)), ((0,), (1,), (3,))), (((2,), (3,)),), (8, 4, 16, 32), frozenset({0, 1}))
+    >>> turned(step, 0, (8, 4, 16)), turned(step, 1, (8, 4, 32))
+    ((2, 0, 1), ())
+    """
+    roles = _roles(rule.operands[side], rule.operands[1 - side], rule.results[0])
+    batch, free, summed = ([d for d, role in enumerate(roles) if role == wanted] for wanted in range(3))
+    others = _roles(rule.operands[1 - side], rule.operands[side], rule.results[0])
+    ones = 0 if any(others[: len(batch)]) else next((n for n, d in enumerate(batch) if shape[d] > 1), len(batch))
+    if len(free) == len(summed) == 1 and batch == [*range(len(batch))] and min(shape[ones:]) > 1:
+        return ()
+    order = (*batch, *free, *summed) if side == 0 else (*batch, *summed, *free)
+    return order if _moves(order, shape) else ()
+
+
+def all_groups(flow: Flow, op: Op) -> int:
+    """Of a kernel's gradient in groups of one channel each, how many groups a device has, else 1.
+
+    On CPU XLA makes it of all channels there with all, and picks those of one group.
+    """
+    shape = op.convolution
+    if shape is None or not shape.in_batches:
+        return 1
+    made, here = flow.graph.values[op.outputs[0]].shape, flow.local_shape(op.outputs[0])
+    return next((here[dim] for which, dim, groups in shape.grouped if which == 2 and made[dim] == groups), 1)
+
+
+def _moves(order: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether dims of more than one element change places."""
+    long = [d for d in order if shape[d] > 1]
+    return long != sorted(long)
+
+
+def _ordered(own: Dims, others: tuple[Dims, Dims], space: Sequence[int], is_kernel: bool = False) -> tuple[int, ...]:
+    """The dims of a part of a convolution in the order wanted: what it has in common with the first of `others`, then space,
+    then what it has in common with the second; a kernel's space comes first. Nothing where that is not known."""
+    rest = [d for d in range(len(own)) if d not in space]
+    ends = [[d for d in rest if any(set(own[d]) & set(dim) for dim in dims)] for dims in others]
+    if len(rest) != 2 or [len(end) for end in ends] != [1, 1]:
+        return ()
+    ((first,), (last,)) = ends
+    return (*space, first, last) if is_kernel else (first, *space, last)
+
+
+def is_swap(turn: Op, product: Op, dims: Dims | None) -> bool:
+    """Whether a transpose swaps the two dims of a product's operand or result, `dims`, that are no batch dims, and these stand
+    first: the product does that itself."""
+    if turn.rule is None or product.rule is None or dims is None:
+        return False
+    every = [{f for dim in row for f in dim} for row in (*product.rule.operands[:2], product.rule.results[0])]
+    batch = next((n for n, dim in enumerate(dims) if not all(set(dim) <= row for row in every)), len(dims))
+    before, after = turn.rule.operands[0], turn.rule.results[0]
+    return len(before) == batch + 2 and after == (*before[:batch], before[-1], before[-2])
+
+
+def _roles(own: Dims, other: Dims, result: Dims) -> list[int]:
+    """Of each dim of an operand of a product: 0 where the other one and the result have it too, 1 for the result, 2 for the
+    other one."""
+    there, made = ({f for dim in dims for f in dim} for dims in (other, result))
+    return [(0 if f in made else 2) if f in there else 1 for f in (dim[0] if dim else -1 for dim in own)]
+
+
+def _known(graph: Graph) -> set[int]:
+    """Numbers that ops make of constants alone: they are worked out when it is compiled."""
+    made = set(graph.inputs).union(*(op.outputs for op in graph.ops), (b for _, b in graph.ties))
+    known: set[int] = set()
+    for op in graph.ops:
+        if op.name not in ELEMENTWISE or len(op.outputs) != 1 or not made.isdisjoint(op.inputs):
+            continue
+        (value,) = op.outputs
+        if math.prod(graph.values[value].shape) == 1 and value not in graph.outputs:
+            known.add(value)
+            made.discard(value)
+    return known
+
+
+def _scattered_into(flow: Flow) -> tuple[dict[int, Op], set[int]]:
+    """Rows that are added to zeros, and the sum then to something: they are added to that. The ops that do so by what they make,
+    and results that nobody needs any more."""
+    graph = flow.graph
+    maker = {v: op for op in graph.ops if op.name in ("scatter", "broadcast_in_dim") for v in op.outputs}
+    scatters = [op for op in maker.values() if op.name == "scatter" and len(op.inputs) == 3]
+    if not scatters:
+        return {}, set()
+    readers = collections.Counter(v for op in graph.ops for v in op.inputs)
+    readers.update(graph.outputs)
+    made = set(graph.inputs).union(*(op.outputs for op in graph.ops), (b for _, b in graph.ties))
+    single = {op.outputs[0]: op for op in scatters if readers[op.outputs[0]] == 1}
+    into: dict[int, Op] = {}
+    dropped: set[int] = set()
+    for op in graph.ops:
+        found = next((v for v in op.inputs if v in single), None) if op.name == "add" else None
+        if found is None:
+            continue
+        scatter = single.pop(found)
+        zeros = maker.get(scatter.inputs[0])
+        if zeros is None or zeros.name != "broadcast_in_dim" or zeros.inputs[0] in made or op.trips != scatter.trips:
+            continue
+        (other,) = [v for v in op.inputs if v != found] or [found]
+        into[op.outputs[0]] = scatter.of((other, *scatter.inputs[1:]), op.outputs)
+        dropped.add(found)
+    return into, dropped

@@ -1,0 +1,110 @@
+"""What XLA's CPU backend leaves to a library: large sums and maxima of `f32`, with what the library's call computes too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+from shardfn.cost.op_kinds import CHEAP, COSTLY, is_view
+from shardfn.ir.model import Flow, Op
+
+BY_LIBRARY = 4096
+"""Elements from which XLA's CPU backend leaves a sum or a maximum of `f32` to a library, whose call computes inside itself
+what it alone reads of `_LIBRARY`, and reads all else from memory. Measured on JAX 0.10.2 and 0.12.0.1."""
+
+_LIBRARY = (CHEAP | COSTLY) - {"and", "bitcast_convert", "clamp", "compare", "complex", "concatenate", "copy", "dynamic_slice",
+                               "dynamic_update_slice", "gather", "imag", "is_finite", "not", "or", "pad", "real", "reverse",
+                               "rotate", "select", "slice", "xor"}  # fmt: skip
+
+
+def library_calls(flow: Flow, readers: Mapping[int, Sequence[int]], maker: Mapping[int, int]) -> dict[int, int]:
+    """What calls of the library compute, the last reduction's first, each with the op whose result its call gives.
+
+    Args:
+      flow: the graph, as it is laid out.
+      readers: of each value the ops that read it, in order.
+      maker: of each value the op that makes it; of ops whose results are needed.
+    """
+    return _Library(flow, readers, maker).calls()
+
+
+class _Library:
+    """Looks at one graph."""
+
+    def __init__(self, flow: Flow, readers: Mapping[int, Sequence[int]], maker: Mapping[int, int]):
+        self.flow, self.graph = flow, flow.graph
+        self.readers, self.maker, self.held = readers, maker, frozenset(flow.graph.outputs)
+
+    def calls(self) -> dict[int, int]:
+        """What its calls compute, the last reduction's first, each with the op whose result its call gives."""
+        found: dict[int, int] = {}
+        for i in sorted(set(self.maker.values()), reverse=True):
+            if i not in found and self.is_summed(i):
+                root, inside = i, {i}
+                ahead = [i]
+                while True:
+                    while ahead:
+                        for v in self.graph.ops[ahead.pop()].inputs:
+                            j = self.maker.get(v, -1)
+                            if j >= 0 and j not in inside and self.can_join(j, i, found) and self.only_in(j, inside):
+                                inside.add(j)
+                                ahead.append(j)
+                    way = self.on(root, i, found)
+                    if not way:
+                        break
+                    inside.update(way)
+                    ahead = list(inside)
+                    root = way[-1]
+                found.update(dict.fromkeys(inside, root))
+        return found
+
+    def on(self, i: int, first: int, taken: Collection[int]) -> list[int]:
+        """The op that alone reads what op `i` makes, where the library that began with `first` computes it too, behind broadcasts
+        and views of it."""
+        way: list[int] = []
+        while True:
+            (value,) = self.graph.ops[i].outputs
+            readers = self.readers.get(value, ())
+            if len(readers) != 1 or value in self.held or not self.can_join(readers[0], first, taken):
+                return []
+            i = readers[0]
+            way.append(i)
+            op = self.graph.ops[i]
+            if op.name != "broadcast_in_dim" and not is_view(self.flow, op):
+                return way
+
+    def only_in(self, i: int, inside: Collection[int]) -> bool:
+        """Whether nothing but the ops in `inside` reads what op `i` makes."""
+        (value,) = self.graph.ops[i].outputs
+        return value not in self.held and all(r in inside for r in self.readers.get(value, ()))
+
+    def can_join(self, i: int, first: int, taken: Collection[int]) -> bool:
+        """Whether the library's call that began with op `first` can compute op `i` too."""
+        op, begun = self.graph.ops[i], self.graph.ops[first]
+        if i in taken or len(op.outputs) != 1 or op.trips != begun.trips:
+            return False
+        if op.form and begun.form and op.form[1] != begun.form[1]:
+            return False
+        if is_view(self.flow, op) or op.name == "broadcast_in_dim" or self.is_summed(i):
+            return True
+        if op.name == "dot_general":
+            return self.is_library_product(op)
+        (value,) = op.outputs
+        return op.name in _LIBRARY and math.prod(self.flow.local_shape(value)) >= BY_LIBRARY
+
+    def is_library_product(self, op: Op) -> bool:
+        """Whether a product is the library's: of `f32`, and its left operand's summed dim does not stand before its free one."""
+        if any(self.graph.values[v].dtype != "f32" for v in (*op.inputs, *op.outputs)) or op.rule is None:
+            return False
+        left = op.rule.operands[0]
+        summed = [d for side, d in op.reduced if side == 0]
+        free = [d for d, dim in enumerate(left) if dim and not any(dim[0] in other for other in op.rule.operands[1])]
+        return len(free) != 1 or len(summed) != 1 or summed[0] > free[0]
+
+    def is_summed(self, i: int) -> bool:
+        """Whether op `i` is a reduction that is left to the library."""
+        op = self.graph.ops[i]
+        if op.name != "reduce" or len(op.outputs) != 1:
+            return False
+        return (self.graph.values[op.inputs[0]].dtype == "f32"
+                and math.prod(self.flow.local_shape(op.inputs[0])) >= BY_LIBRARY)  # fmt: skip

@@ -1,0 +1,73 @@
+"""What XLA's TPU backend fuses otherwise: products and reductions compute their operands too, and a product is computed inside
+the elementwise op that alone reads it (the fusions of kind `kOutput`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from shardfn.cost.fusion_walk import Fuser
+from shardfn.cost.op_kinds import ELEMENTWISE, is_view
+from shardfn.ir.model import PRODUCTS, Op
+
+_READ_INSIDE = PRODUCTS | {"reduce"}
+_WRITES_NARROW = ELEMENTWISE | PRODUCTS
+
+
+class OnTpu(Fuser):
+    """Fuses one graph as on a TPU."""
+
+    def where(self, op: Op, readers: Sequence[int], homes: tuple[int, ...]) -> tuple[int, ...] | None:
+        """`computed_in`, of an op of one result that `readers` need, which are computed in `homes`."""
+        if op.name in PRODUCTS:
+            return homes if len(homes) == 1 and self.can_finish(self.graph.ops[homes[0]]) else None
+        return super().where(op, readers, homes)
+
+    def can_run_with(self, i: int) -> bool:
+        """`can_read`, worked out."""
+        return self.graph.ops[i].name in _READ_INSIDE or super().can_run_with(i)
+
+    def can_finish(self, op: Op) -> bool:
+        """Whether a product can be computed inside this op: each element of its result is needed where it is made."""
+        return op.name in ELEMENTWISE and len(op.outputs) == 1
+
+    def narrowed(self, stored: Collection[int]) -> frozenset[int]:
+        """What products read, and nothing else but reductions, which run with the op that makes it."""
+        found = set()
+        for i in self.alive:
+            op = self.graph.ops[i]
+            if op.name not in _WRITES_NARROW or op.outputs[0] not in stored or op.outputs[0] in self.held:
+                continue
+            if self.graph.values[op.outputs[0]].dtype == "f32":
+                names = self.final_readers(op.outputs[0])
+                if names & PRODUCTS and names <= PRODUCTS | {"reduce"}:
+                    found.add(op.outputs[0])
+        return frozenset(found) | self.narrow_stacks()
+
+    def narrow_stacks(self) -> set[int]:
+        """What a loop stacks for products after it, under all its names."""
+        tied: dict[int, list[int]] = {}
+        for a, b in self.graph.ties:
+            tied.setdefault(a, []).append(b)
+        makers = {v: self.graph.ops[i].name for i in self.alive for v in self.graph.ops[i].outputs}
+        found: set[int] = set()
+        for i in self.alive:
+            op = self.graph.ops[i]
+            if op.name != "while":
+                continue
+            for start, back, result in zip(op.inputs, op.inputs[len(op.outputs) :], op.outputs, strict=False):
+                stacks = makers.get(back) == "dynamic_update_slice" and makers.get(start) == "broadcast_in_dim"
+                if not stacks or self.graph.values[result].dtype != "f32" or result in self.held:
+                    continue
+                names = self.final_readers(result, ("dynamic_slice",))
+                if names and names <= PRODUCTS:
+                    found.update((start, back, result, *tied.get(start, ())))
+        return found
+
+    def final_readers(self, value: int, also: Collection[str] = ()) -> set[str]:
+        """Names of the ops that read a value, behind views and turns of it, and ops of the names in `also`."""
+        names: set[str] = set()
+        for r in self.readers.get(value, ()):
+            op = self.graph.ops[r]
+            passes = (is_view(self.flow, op) or op.name in ("transpose", *also)) and op.outputs[0] not in self.held
+            names |= self.final_readers(op.outputs[0], also) if passes else {op.name}
+        return names

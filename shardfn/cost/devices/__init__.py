@@ -1,0 +1,1 @@
+"""Devices and their figures: chips, links, hardware targets, calibration."""

@@ -1,0 +1,277 @@
+"""The devices a plan is for: real ones, or a target that is not here."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import difflib
+import functools
+import math
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from shardfn.cost.devices.chips import CHIPS, Chip, Hardware, load_chip
+from shardfn.cost.devices.links import Link, link_over, links
+from shardfn.errors import DeviceError, Problem, a, fail
+
+__all__ = [
+    "CHIPS",
+    "Chip",
+    "DeviceTypeError",
+    "Hardware",
+    "Link",
+    "link_over",
+    "links",
+    "load_chip",
+    "resolve",
+    "used_here",
+]
+
+CPU_FILE = "SHARDFN_CPU"
+"""Environment variable: a file of `python -m shardfn calibrate --save`, whose figures "cpu" devices then have."""
+
+_DEFAULT_CHIP = {"cpu": "cpu", "gpu": "h100", "cuda": "h100", "rocm": "h100", "tpu": "tpu-v5e"}
+"""Whose figures stand for those of a device that none of `_KINDS` names, by platform; the report says so."""
+
+_KINDS = {
+    "NVIDIA A100": "a100", "NVIDIA H100": "h100", "NVIDIA H200": "h200", "TPU v4": "tpu-v4", "TPU v5 lite": "tpu-v5e",
+    "TPU v5e": "tpu-v5e", "TPU v5": "tpu-v5p", "TPU v5p": "tpu-v5p", "TPU v6 lite": "tpu-v6e", "TPU v6e": "tpu-v6e",
+}  # fmt: skip
+"""Chips by how JAX's `device_kind` begins, the longest that fits (those of TPUs: `jax.experimental.pallas.tpu.get_tpu_info`)."""
+
+
+def resolve(device: Any, *, count: int | None = None, default: str | None = None) -> Hardware:
+    """The hardware that `device` names.
+
+    Args:
+      device: None (the default backend), "CPU", "GPU", "TPU" in any case (or another platform that JAX has here), a
+        sequence of devices, a `Mesh`, a target as "tpu-v5e:4x8" (the shape of a torus), "h200:64", "cpu:4096", or a
+        `Hardware`, as `Chip.pod` makes it.
+      count: how many of the devices to use; all of them if None.
+      default: the platform that None stands for, if not JAX's own default.
+
+    Raises:
+      DeviceError: the name is unknown, or that device is not here.
+
+    >>> resolve("tpu-v5e:4x8").count
+    32
+    """
+    if isinstance(device, Hardware):
+        return device
+    if isinstance(device, Mesh):
+        if count == 1:
+            return _real((device.devices.flat[0],), None)
+        if count not in (None, device.size):
+            fail(DeviceError, f"{count} devices are wanted, but the mesh has {device.size}",
+                 where=f"device_num = {count}, device = {_short(device)}", why="a mesh is used whole",
+                 fix=f"set_auto_parallel_context(device_num={device.size}), or pass a mesh of {count} devices")  # fmt: skip
+        return _real(tuple(device.devices.flat), device)
+    if (isinstance(device, Sequence) and not isinstance(device, str)) or isinstance(device, np.ndarray):
+        devices = tuple(np.asarray(device, dtype=object).flat)
+        bad = [d for d in devices if not isinstance(d, jax.Device)]
+        if bad or not devices:
+            what = f"`device` holds {a(bad[0])}, which is no JAX device" if bad else "`device` holds no devices"
+            fail(DeviceError, what, where=f"device = {_short(device)}",
+                 why="a sequence there lists the devices to use, in the order of their ranks",
+                 fix="pass jax.devices() or a part of it, a mesh, or a name")  # fmt: skip
+        if twice := [d for d, n in collections.Counter(devices).items() if n > 1]:
+            fail(DeviceError, f"`device` holds {twice[0]} more than once", where=f"device = {_short(device)}",
+                 why="each piece of an array lies on a device of its own", fix="list each device once")  # fmt: skip
+        return _real(_take(devices, count, is_list=True), None)
+    if device is not None and not isinstance(device, str):
+        raise DeviceTypeError(
+            Problem(
+                f"`device` must be a name, a list of devices or a mesh, but it is {a(device)}",
+                where=f"device = {_short(device)}",
+                why="how many devices to use is told by a list of them, or by device_num of the context",
+                fix=_one_or_some(device),
+                is_type=True,
+            )
+        )
+    if device is None:
+        return _platform(default, count) if default else _real(_take(jax.devices(), count), None)
+    if ":" in device:
+        return _target(device)
+    return _platform(device, count)
+
+
+def _one_or_some(device: Any) -> str:
+    if isinstance(device, Chip):
+        return "say how many of them: chip.pod(8)"
+    if isinstance(device, jax.Device):
+        return f"write device=[jax.devices()[{device.id}]] to run on that one"
+    if isinstance(device, int) and not isinstance(device, bool) and device > 0:
+        return f"write device=jax.devices()[:{device}] for {device} of them"
+    return 'use "CPU", "GPU", "TPU", jax.devices(), a Mesh, or a target such as "tpu-v5e:4x8"'
+
+
+class DeviceTypeError(DeviceError, TypeError):
+    """A `device` of the wrong type."""
+
+
+def _platform(name: str, count: int | None) -> Hardware:
+    key = name.strip().lower()
+    if key in CHIPS and key != "cpu":
+        fail(DeviceError, f"device {name!r} is a target without a size", where=f"device = {name!r}",
+             why="a target is planned for without being here, so it must say how many there are",
+             fix=f"write {_eight_of(key)}")  # fmt: skip
+    try:
+        devices = jax.devices(key) if key else None
+    except RuntimeError as error:
+        devices = None
+        reason = f"JAX has no backend for {name!r} on this machine"
+        if not str(error).startswith("Unknown backend"):
+            reason += f": {str(error).split('. ')[0]}"
+    else:
+        reason = "the name is empty"
+    if devices is None:
+        here = ", ".join(dict.fromkeys(d.platform.upper() for d in jax.devices()))
+        close = difflib.get_close_matches(key, ["cpu", "gpu", "tpu", "ascend"], 1)
+        sized = _SIZED.fullmatch(key)
+        chip = sized and difflib.get_close_matches(sized["chip"], list(CHIPS), 1)
+        known = key in ("cpu", "gpu", "tpu", "ascend", "cuda", "rocm")
+        fix = f'use {here}, which is here; to plan without the hardware, name a target such as "tpu-v5e:4x4"'
+        if sized and chip:
+            fix = _said_otherwise(chip[0], int(sized["count"]))
+        elif close and not known:
+            fix = f"did you mean {close[0].upper()!r}?"
+        fail(
+            DeviceError,
+            f"device {name!r} is not here" if known else f"device {name!r} is unknown",
+            where=f"device = {name!r}",
+            why=reason if known else "the names are CPU, GPU and TPU, in any case",
+            fix=fix,
+        )
+    return _real(_take(devices, count), None)
+
+
+def _said_otherwise(chip: str, count: int) -> str:
+    """The target that a name like `v5e-16` means. Google Cloud's names of v4 and v5p slices count cores, two a chip."""
+    text = f'a target is a chip and how many: did you mean "{chip}:{count}"?'
+    if chip in ("tpu-v4", "tpu-v5p") and count % 2 == 0:
+        text += (
+            f' A slice that is sold under that name has {count // 2}, as its cores are counted: "{chip}:{count // 2}"'
+        )
+    return text
+
+
+def _take(devices: Sequence[Any], count: int | None, is_list: bool = False) -> tuple[Any, ...]:
+    if count is not None and count > len(devices):
+        platform = devices[0].platform
+        fix = f'set_auto_parallel_context(device_num={len(devices)}), or plan for a target: "{platform}:{count}"'
+        if platform == "cpu":
+            fix = f'jax.config.update("jax_num_cpu_devices", {count}) before JAX starts; or {fix}'
+        if is_list:
+            fix = f"list {count} devices, or set_auto_parallel_context(device_num={len(devices)})"
+        there = "are listed" if is_list else f"{platform} devices are here"
+        fail(DeviceError, f"{count} devices are wanted, but {len(devices)} {there}",
+             where=f"device_num = {count}", why="device_num is how many of the devices are used", fix=fix)  # fmt: skip
+    return tuple(devices[:count])
+
+
+def _real(devices: tuple[Any, ...], mesh: Mesh | None) -> Hardware:
+    platform = devices[0].platform
+    chip = chip_of(platform, devices[0].device_kind)
+    name = f"{len(devices)} x {devices[0].device_kind}" if platform != "cpu" else f"{len(devices)} x cpu"
+    lowered = "cuda" if platform == "gpu" else platform
+    return Hardware(chip, lowered, len(devices), devices, mesh, name, torus(devices) if chip.torus else ())
+
+
+def chip_of(platform: str, kind: str) -> Chip:
+    """The figures of a device that is here, by its platform and its `device_kind` in JAX; where that is not known, those of
+    another chip, whose `source` says so.
+
+    >>> chip_of("tpu", "TPU v5 lite").name, chip_of("tpu", "TPU v5").name, chip_of("gpu", "NVIDIA H100 80GB HBM3").name
+    ('tpu-v5e', 'tpu-v5p', 'h100')
+    >>> chip_of("gpu", "NVIDIA L4").source
+    'NVIDIA H100 SXM datasheet, for want of figures of NVIDIA L4'
+    """
+    known = max((name for name in _KINDS if kind.startswith(name)), key=len, default=None)
+    if known:
+        return CHIPS[_KINDS[known]]
+    chip = _chip(_DEFAULT_CHIP.get(platform, "cpu"))
+    return (
+        chip if platform == "cpu" else dataclasses.replace(chip, source=f"{chip.source}, for want of figures of {kind}")
+    )
+
+
+def torus(devices: Sequence[Any]) -> tuple[int, ...]:
+    """Dims of the box that devices fill by their `coords`, listed with the first coordinate fastest; else ()."""
+    places = [tuple(getattr(d, "coords", None) or ()) for d in devices]
+    if len({len(place) for place in places}) != 1 or not places[0]:
+        return ()
+    columns = list(zip(*places, strict=True))
+    dims = tuple(max(c) - min(c) + 1 for c in reversed(columns))
+    first = [min(c) for c in columns]
+    walk = [tuple(first[i] + step for i, step in enumerate(reversed(at))) for at in np.ndindex(*dims)]
+    return dims if walk == places else ()
+
+
+def _chip(name: str) -> Chip:
+    path = os.environ.get(CPU_FILE) if name == "cpu" else None
+    if not path:
+        return CHIPS[name]
+    return _read(path, os.stat(path).st_mtime_ns if os.path.exists(path) else 0)
+
+
+@functools.lru_cache
+def _read(path: str, changed: int) -> Chip:
+    return load_chip(path)
+
+
+def used_here(target: Hardware) -> str:
+    """What to write for devices of a target's platform that are here, where there are at least as many; else "".
+
+    >>> used_here(resolve("tpu-v5e:4"))
+    ''
+    """
+    try:
+        devices = jax.devices(target.platform)
+    except RuntimeError:  # none of that platform
+        return ""
+    there, wanted = len(devices), target.count
+    if there < wanted:
+        return ""
+    here = f"the {there} {devices[0].platform} device{'s'[: there != 1]} here"
+    is_default = devices[0].platform == jax.devices()[0].platform
+    if there == wanted:
+        return f"{'leave `device` out' if is_default else f'write device={devices[0].platform!r}'} for {here}"
+    listed = f"write device=jax.devices({'' if is_default else repr(devices[0].platform)})[:{wanted}]"
+    fewer = f", or leave it out and set_auto_parallel_context(device_num={wanted})," if is_default else ""
+    return f"{listed}{fewer} for {wanted} of {here}"
+
+
+_SIZED = re.compile(r"(?P<chip>(tpu-?)?[a-z]+\d+[a-z]*)[-x ](?P<count>\d+)", re.ASCII)
+"""A chip and a count, written otherwise than as a target."""
+
+_TARGET = re.compile(r"(?P<chip>[a-z0-9-]+):(?P<shape>\d+(x\d+)*)", re.ASCII)
+
+
+def _target(text: str) -> Hardware:
+    found = _TARGET.fullmatch(text.strip().lower())
+    if found is None or found["chip"] not in CHIPS or math.prod(map(int, found["shape"].split("x"))) < 1:
+        name = text.split(":")[0].lower()
+        close = difflib.get_close_matches(name, list(CHIPS), 1)
+        sizes = "the size is a count" + (", or a shape such as 4x8" if name in CHIPS and CHIPS[name].torus else "")
+        why = f"the chips are {', '.join(CHIPS)}" if name not in CHIPS else sizes
+        size = text.partition(":")[2] or "8"
+        fail(DeviceError, f"target {text!r} is unknown", where=f"device = {text!r}", why=why,
+             fix=f'did you mean "{close[0]}:{size}"?' if close and close[0] != name
+             else f"write it as {_eight_of(name if name in CHIPS else 'tpu-v5e')}")  # fmt: skip
+    return _chip(found["chip"]).pod(found["shape"])
+
+
+def _eight_of(chip: str) -> str:
+    """How eight of a chip are written: a shape is that of a torus."""
+    return f'"{chip}:8"' + (f', or with a shape "{chip}:2x4"' if CHIPS[chip].torus else "")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else text[:79] + "…"

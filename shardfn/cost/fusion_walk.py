@@ -1,0 +1,258 @@
+"""The walk that fuses the ops of a graph, readers first, by the rules that all of XLA's backends have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from shardfn.cost.op_kinds import CHEAP, COSTLY, CUTS, VIEWS, is_view
+from shardfn.ir.model import PRODUCTS, Flow, Graph, Op
+
+MOST = 16
+"""Places in which one op is computed anew."""
+
+SPREADS = frozenset({"broadcast_in_dim", "gather", "dynamic_slice"})
+"""Ops that read an element of what they are given more than once."""
+
+READERS = CHEAP | COSTLY | CUTS
+"""Ops that can compute what they read."""
+
+_INSIDE = READERS | VIEWS | PRODUCTS
+
+
+@dataclasses.dataclass(frozen=True)
+class Fusion:
+    """How the ops of a graph are put together."""
+
+    stored: frozenset[int]
+    """Values with a place of their own."""
+    reads: tuple[tuple[int, ...], ...]
+    """For each op the stored values that it reads, also through what is computed inside it."""
+    inside: tuple[tuple[int, ...] | None, ...]
+    """For each op those that are computed inside it; None where it is itself computed elsewhere, or not at all."""
+    dead: frozenset[int]
+    """Ops whose results nobody needs."""
+    narrow: frozenset[int] = frozenset()
+    """Of the stored values, `f32` ones that are kept as `bf16`: on a TPU what products alone read, at default precision."""
+
+    def ordered(self, turn: Sequence[int]) -> Fusion:
+        """The same of a graph whose ops run in another order: `turn` has their numbers so far."""
+        place = {i: at for at, i in enumerate(turn)}
+        inside = (self.inside[i] for i in turn)
+        return Fusion(
+            self.stored,
+            tuple(self.reads[i] for i in turn),
+            tuple(None if inner is None else tuple(place[j] for j in inner) for inner in inside),
+            frozenset(place[i] for i in self.dead),
+            self.narrow,
+        )
+
+
+class Fuser:
+    """Fuses one graph. A platform with rules of its own overrides `computed_in`, `where`, `can_run_with` or `narrowed`."""
+
+    def __init__(self, flow: Flow):
+        self.flow, self.graph = flow, flow.graph
+        ops = flow.graph.ops
+        self.alive = _alive(flow.graph)
+        self.readers: dict[int, list[int]] = {}
+        for i in sorted(self.alive):
+            for v in dict.fromkeys(ops[i].inputs):
+                self.readers.setdefault(v, []).append(i)
+        self.held = frozenset(flow.graph.outputs)
+        made = (op.outputs for op in ops)
+        self.made = frozenset(flow.graph.inputs).union(*made, (b for _, b in flow.graph.ties))
+        self.spread = {v for op in ops if op.name in ("broadcast_in_dim", "iota") for v in op.outputs}
+        self.homes: dict[int, tuple[int, ...]] = {}
+        """For each op those inside which it is computed, or itself."""
+        self.anew: dict[int, frozenset[int]] = {}
+        """Of a value that is stored for some of its readers, the others: they compute it anew."""
+        self.apart: dict[int, frozenset[int]] = {}
+        """Of such a value, ops that read it from memory all the same, whichever of its readers are computed inside them."""
+        self.can: dict[int, bool] = {}
+        self.later: set[int] = set()
+        """Ops that are computed in others."""
+
+    def fusion(self) -> Fusion:
+        """How the ops are put together."""
+        for i in reversed(range(len(self.graph.ops))):
+            if i in self.alive:
+                self.settle(i)
+        return self.as_settled()
+
+    def settle(self, i: int) -> None:
+        """Decide where op `i` is computed; that of its readers is decided."""
+        op = self.graph.ops[i]
+        homes = self.computed_in(i, op)
+        self.homes[i] = homes if homes is not None else (i,)
+        if homes is not None:
+            self.later.add(i)
+        if op.outputs and (again := self.anew.get(op.outputs[0])):
+            apart = self.apart.get(op.outputs[0], ())
+            self.homes[i] = tuple(dict.fromkeys([i, *[h for r in again for h in self.homes[r] if h not in apart]]))
+
+    def as_settled(self) -> Fusion:
+        """What each op reads from memory and computes inside, now that it is decided where each is computed."""
+        graph, later = self.graph, self.later
+        views = self.seen_as()
+        inner = {
+            v: i for i in self.alive for v in graph.ops[i].outputs if (i in later and v not in views) or v in self.anew
+        }
+        stored = set(graph.inputs).union(b for _, b in graph.ties).difference(*(op.outputs for op in graph.ops))
+        for i in self.alive - later:
+            stored.update(graph.ops[i].outputs)
+        reads: list[tuple[int, ...]] = []
+        inside: list[tuple[int, ...] | None] = []
+        for i in range(len(graph.ops)):
+            if i in later or i not in self.alive:
+                reads.append(())
+                inside.append(None)
+            else:
+                under, before = self.computed_with(i, stored, inner, views)
+                reads.append(under)
+                inside.append(before)
+        stored.update(b for _, b in graph.ties if b not in inner)
+        return Fusion(
+            frozenset(stored),
+            tuple(reads),
+            tuple(inside),
+            frozenset(range(len(graph.ops))) - self.alive,
+            self.narrowed(stored),
+        )
+
+    def seen_as(self) -> dict[int, tuple[int, tuple[int, ...]]]:
+        """Of what views show that are no ops of their own, what they are of, and the views on the way; where some value is stored
+        for a part of its readers, else views are as any op that is computed inside another."""
+        found: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for i in sorted(self.later) if self.anew else ():
+            op = self.graph.ops[i]
+            if is_view(self.flow, op):
+                v, through = found.get(op.inputs[0], (op.inputs[0], ()))
+                found[op.outputs[0]] = v, (*through, i)
+        return found
+
+    def computed_with(
+        self,
+        home: int,
+        stored: Collection[int],
+        inner: Mapping[int, int],
+        views: Mapping[int, tuple[int, tuple[int, ...]]],
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The stored values that op `home` reads, and the ops that are computed inside it, in their order.
+
+        Args:
+          home: an op that runs by itself.
+          stored: values with a place of their own.
+          inner: the op that makes a value, where it may be computed inside another.
+          views: of what is seen through views, what it is of, and these.
+        """
+        ops = self.graph.ops
+        under: dict[int, None] = {}
+        done: dict[int, None] = {}
+        met = {home}
+        ahead: list[tuple[int, Iterator[int], tuple[int, ...]]] = [(home, iter(ops[home].inputs), ())]
+        while ahead:
+            i, rest, after = ahead[-1]
+            for v in rest:
+                v, through = views.get(v, (v, ()))
+                j = inner.get(v, -1)
+                is_anew = v not in self.anew or (i in self.anew[v] and home not in self.apart.get(v, ()))
+                if j >= 0 and is_anew and j not in met:
+                    met.add(j)
+                    ahead.append((j, iter(ops[j].inputs), through))
+                    break
+                if not (j >= 0 and is_anew) and v in stored:
+                    under[v] = None
+                done.update(dict.fromkeys(through))
+            else:
+                ahead.pop()
+                done.update(dict.fromkeys((i, *after) if i != home else ()))
+        return tuple(under), tuple(done)
+
+    def narrowed(self, stored: Collection[int]) -> frozenset[int]:
+        """Those of the stored values that are kept in fewer bytes: none."""
+        return frozenset()
+
+    def computed_in(self, i: int, op: Op) -> tuple[int, ...] | None:
+        """The ops inside which op `i` is computed, or None where it runs by itself."""
+        if len(op.outputs) != 1 or op.name not in _INSIDE or self.is_needed(op):
+            return None
+        value = op.outputs[0]
+        readers = self.readers.get(value, [])
+        if op.name == "broadcast_in_dim" and op.inputs[0] not in self.made:  # of a constant
+            readers = [r for r in readers if not _passes(self.graph.ops[r], value)]
+        homes = self.homes[readers[0]] if len(readers) == 1 else self.homes_of(readers)
+        return self.where(op, readers, homes)
+
+    def homes_of(self, readers: Sequence[int]) -> tuple[int, ...]:
+        """The ops inside which any of `readers` is computed."""
+        return tuple(dict.fromkeys([home for r in readers for home in self.homes[r]]))
+
+    def is_needed(self, op: Op) -> bool:
+        """Whether what an op makes is a result, which takes a place of its own."""
+        return op.outputs[0] in self.held
+
+    def where(self, op: Op, readers: Sequence[int], homes: tuple[int, ...]) -> tuple[int, ...] | None:
+        """`computed_in`, of an op of one result that `readers` need, which are computed in `homes`."""
+        if is_view(self.flow, op):
+            return homes
+        if op.name in VIEWS or op.name in PRODUCTS:
+            return None
+        if len(homes) > MOST or not all(self.can_read(r) for r in readers):
+            return None
+        value = op.outputs[0]
+        again = self.sources[value] - {value}
+        return homes if len(homes) <= 1 or (value not in self.sources[value] and len(again) <= 1) else None
+
+    @functools.cached_property
+    def sources(self) -> dict[int, frozenset[int]]:
+        """For what an elementwise op makes, the values as large that it is computed from in the end: of what comes from one
+        large value, through however many ops, each reader can make it again."""
+        found: dict[int, frozenset[int]] = {}
+        for i, op in enumerate(self.graph.ops):
+            if i not in self.alive or len(op.outputs) != 1 or op.name not in READERS | VIEWS:
+                continue
+            value = op.outputs[0]
+            size = math.prod(self.graph.values[value].shape)
+            parts = [found.get(v, frozenset({v})) for v in dict.fromkeys(op.inputs) if v not in self.spread]
+            large = frozenset(v for v in frozenset().union(*parts) if math.prod(self.graph.values[v].shape) >= size)
+            several = len(large) > 1 and (len(self.readers.get(value, ())) > 1 or value in self.held)
+            found[value] = frozenset({value}) if several or value in self.held else large
+        return found
+
+    def can_read(self, i: int) -> bool:
+        """Whether what an op reads can be computed inside it."""
+        if i not in self.can:
+            self.can[i] = self.can_run_with(i)
+        return self.can[i]
+
+    def can_run_with(self, i: int) -> bool:
+        """`can_read`, worked out."""
+        op = self.graph.ops[i]
+        if is_view(self.flow, op):  # as its own readers do
+            following = self.readers.get(op.outputs[0], ())
+            return op.outputs[0] not in self.held and bool(following) and all(map(self.can_read, following))
+        if op.name == "reduce":  # over other dims XLA wants its operand in memory
+            rank = len(self.graph.values[op.inputs[0]].shape)
+            return any(d == rank - 1 for _, d in op.reduced)
+        return op.name in READERS
+
+
+def _alive(graph: Graph) -> frozenset[int]:
+    """Ops whose results are needed."""
+    needed = set(graph.outputs)
+    alive = set()
+    for i in reversed(range(len(graph.ops))):
+        op = graph.ops[i]
+        if not op.outputs or not needed.isdisjoint(op.outputs) or "custom_call" in op.name:
+            alive.add(i)
+            needed.update(op.inputs)
+    return frozenset(alive)
+
+
+def _passes(op: Op, value: int) -> bool:
+    """A loop hands the value round unchanged: XLA makes a constant anew inside."""
+    n = len(op.outputs)
+    return op.name == "while" and all(op.inputs[k + n] == value for k in range(n) if op.inputs[k] == value)

@@ -1,0 +1,56 @@
+"""A flow that knows how large the piece of each value is."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from shardfn.ir.model import Flow, dtype_bits
+
+
+@dataclasses.dataclass(frozen=True)
+class Sized(Flow):
+    """A flow that works out the piece of each value once."""
+
+    shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    sizes: dict[int, int] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    pieces: dict[tuple[object, object], tuple[tuple[int, ...], int]] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def local_shape(self, value: int) -> tuple[int, ...]:
+        """Shape of the piece on one device."""
+        if value not in self.shapes:
+            self.work_out(value)
+        return self.shapes[value]
+
+    def local_bytes(self, value: int) -> int:
+        """Bytes of the piece on one device."""
+        if value not in self.sizes:
+            self.work_out(value)
+        return self.sizes[value]
+
+    def work_out(self, value: int) -> None:
+        """Both, once for all values of one form and layout."""
+        form, spec = self.graph.values[value], self.specs[value]
+        key = (form.shape, form.dtype), spec
+        found = self.pieces.get(key)
+        if found is None:
+            shape = super().local_shape(value)
+            found = self.pieces[key] = shape, math.prod(shape) * dtype_bits(form.dtype) // 8
+        self.shapes[value] = found[0]
+        self.sizes.setdefault(value, found[1])  # what takes more than its elements is told
+
+
+def sized(flow: Flow, sizes: Mapping[int, int] | None = None) -> Sized:
+    """The flow as one that works out each piece once; one that does so already, and is told nothing more, comes back as it is.
+
+    Args:
+      flow: layouts of all values.
+      sizes: bytes of what takes more, or less, than its elements, by value.
+    """
+    if isinstance(flow, Sized) and not sizes:
+        return flow
+    fields = {field.name: getattr(flow, field.name) for field in dataclasses.fields(Flow)}
+    return Sized(**fields, sizes=dict(sizes or {}))

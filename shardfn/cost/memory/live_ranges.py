@@ -1,0 +1,478 @@
+"""Memory of one device: arguments and results exactly, temporaries from live ranges.
+
+Ops run in the order of the platform's scheduler (`cost.schedule`). Values take a place unless they are computed where
+they are read (`cost.fusion`), from the op that makes them to the last that reads them; an elementwise op writes over an
+operand that dies there; what a loop carries stays in one place; results' places serve before the results are made;
+donated arguments are the places of results. What a TPU does otherwise is in `cost.tpu`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from shardfn.cost.backends.tpu import AHEAD, STAYS, Claim, granted, looked_up, rows_bytes, stretches
+from shardfn.cost.collectives import bytes_sent
+from shardfn.cost.compute import once
+from shardfn.cost.devices.chips import Chip
+from shardfn.cost.fusion_walk import Fusion
+from shardfn.cost.memory.loops import Loops, keeps_places, kept_apart, loops_of, stay_through
+from shardfn.cost.op_kinds import ELEMENTWISE, UPDATES, is_view
+from shardfn.cost.schedule import Order, as_run, scheduled
+from shardfn.ir.model import Flow, Graph, Op, dtype_bits
+from shardfn.partition.tpu_padding import tiled_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device."""
+
+    arguments: int
+    results: int
+    temporaries: int
+    """The most that is alive at once beside arguments and results."""
+    donated: int = 0
+    """Of the results, those that lie where donated arguments were."""
+
+    @property
+    def peak(self) -> int:
+        """Everything at once: arguments, results and the temporaries' peak; what is donated counts once."""
+        return self.arguments + self.results + self.temporaries - self.donated
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A stretch of memory in the closed interval `[start, end]`, two ticks for each op: what lies there, and bytes."""
+
+    values: tuple[int, ...]
+    start: int
+    end: int
+    bytes: int
+    sooner: int | None = None
+    """The end in the place of a result, where that is earlier: what is made there may be written over what dies."""
+
+
+class Room(NamedTuple):
+    """A place that temporaries may lie in too: bytes, and the closed intervals in which it is taken."""
+
+    bytes: int
+    busy: list[tuple[int, int]]
+
+
+def memory(flow: Flow, donated: Collection[int] = (), chip: Chip | None = None) -> Memory:
+    """Memory of one call on one device.
+
+    Args:
+      flow: layouts of all values.
+      donated: positions of arguments whose memory results of equal size take over.
+      chip: what it runs on; what lies in the memory inside it (`Chip.fast_bytes`) all its life takes no other.
+    """
+    order, fusion = scheduled(as_run(flow, chip))
+    return memory_of(order, fusion, donated, chip)
+
+
+def memory_of(order: Order, fusion: Fusion, donated: Collection[int] = (), chip: Chip | None = None) -> Memory:
+    """`memory`, where the order and what is fused in it are known already."""
+    laid = _laid(order, fusion, donated, chip)
+    taken = sum(size for _, size in laid.donated)
+    return Memory(sum(laid.arguments), sum(laid.results), _most(laid.places)[0], taken)
+
+
+def at_peak(
+    flow: Flow, donated: Collection[int] = (), chip: Chip | None = None
+) -> tuple[Flow, list[tuple[tuple[int, ...], int]]]:
+    """What `Memory.peak` is made of: the flow as XLA runs it, and what is in memory in it, each as values that lie in one place
+    (none of a copy that XLA makes) with bytes: arguments, results but those in the place of donated arguments, and temporaries
+    that are alive when the most are."""
+    order, fusion = scheduled(as_run(flow, chip))
+    laid, graph = _laid(order, fusion, donated, chip), order.flow.graph
+    tick = _most(laid.places)[1]
+    apart = collections.Counter(graph.outputs) - collections.Counter(v for v, _ in laid.donated)
+    size_of = dict(zip(graph.outputs, laid.results, strict=True))
+    held = [((v,), size) for v, size in zip(graph.inputs, laid.arguments, strict=True)]
+    held += [((v,), size_of[v]) for v in apart.elements()]
+    temporaries = [(p.values, p.bytes) for p in laid.places if p.start <= tick <= p.end]
+    return order.flow, [*held, *temporaries]
+
+
+class _Laid(NamedTuple):
+    """Bytes of arguments and of results; results in the place of donated arguments, with bytes; what temporaries take else."""
+
+    arguments: list[int]
+    results: list[int]
+    donated: list[tuple[int, int]]
+    places: list[Place]
+
+
+def _laid(order: Order, fusion: Fusion, donated: Collection[int], chip: Chip | None) -> _Laid:
+    flow, graph = order.flow, order.flow.graph
+    places, results = lives(order, fusion)
+    size = functools.partial(_tiled, flow) if flow.platform == "tpu" else flow.local_bytes
+    arguments = [size(v) for v in graph.inputs]
+    place_of = {v: place for place in results for v in place.values}
+    free = {id(place): place for place in results}
+    pairs: list[tuple[int, Place]] = []
+    taken: list[tuple[int, int]] = []
+    given: dict[int, collections.deque[int]] = {}
+    for i in sorted(donated):
+        given.setdefault(arguments[i], collections.deque()).append(graph.inputs[i])
+    for v in graph.outputs:  # each takes the first of its size, as XLA pairs them
+        place = place_of.get(v)
+        if place is not None and id(place) in free and given.get(full := max(size(v), place.bytes)):
+            taken.append((v, full))
+            pairs.append((given[full].popleft(), free.pop(id(place))))
+    rooms = [Room(place.bytes, [(place.start, place.end)]) for place in free.values()]
+    if flow.platform == "cpu" and pairs:
+        copies, vacated = _saved(order, fusion, pairs)
+        places, rooms = [*places, *copies], [*rooms, *vacated]
+    places = [*places, *_turned_tables(flow, fusion)]
+    left = _outside_fast(order, fusion, places, donated, chip) if chip and chip.fast_bytes else places
+    return _Laid(arguments, [size(v) for v in graph.outputs], taken, _outside(left, rooms))
+
+
+def _saved(order: Order, fusion: Fusion, pairs: Sequence[tuple[int, Place]]) -> tuple[list[Place], list[Room]]:
+    """Copies of donated arguments that an op reads of which the result in their place does not depend: XLA makes them at the
+    start, as it does so before it orders the ops. Also gives those places, which are free from then until the result is made."""
+    spans = loops_of(order.flow.graph, fusion, order.bodies).spans
+    inside = {i: last for last, first in sorted(spans.items()) for i in range(first, last)}
+    first_of = {i: first for i, (first, _) in order.together().items()}
+    readers: dict[int, list[int]] = {v: [] for v, _ in pairs}
+    maker: dict[int, int] = {}
+    needs: dict[int, int] = {}  # of each op, what runs before it in any order, a bit for each
+    for i, (op, reads) in enumerate(zip(order.flow.graph.ops, fusion.reads, strict=True)):
+        if fusion.inside[i] is None:
+            continue
+        node = inside.get(i, first_of.get(i, i))
+        before = needs.get(node, 1 << node)
+        for v in reads:
+            if v in maker:
+                before |= needs[maker[v]]
+            if v in readers:
+                readers[v].append(i)
+        needs[node] = before
+        maker.update(dict.fromkeys(op.outputs, node))
+    copies, vacated = [], []
+    for v, place in pairs:
+        made = next((maker[w] for w in place.values if w in maker), None)
+        if made is None or not readers[v]:
+            continue
+        if not all(needs[made] >> inside.get(i, first_of.get(i, i)) & 1 for i in readers[v]):
+            copies.append(Place((), 0, 2 * max(readers[v]), place.bytes))
+            vacated.append(Room(place.bytes, [(0, 0), (place.start, place.end)]))
+    return copies, vacated
+
+
+def _tiled(flow: Flow, value: int) -> int:
+    return tiled_bytes(flow.local_shape(value), dtype_bits(flow.graph.values[value].dtype))
+
+
+def _turned_tables(flow: Flow, fusion: Fusion) -> list[Place]:
+    """On a TPU, copies of arguments that are looked up in, where a row is no multiple of the lanes: kept to their last reader."""
+    if flow.platform != "tpu":
+        return []
+    found = []
+    for v in looked_up(flow.graph):
+        at = [i for i, reads in enumerate(fusion.reads) if v in reads]
+        size = rows_bytes(flow.local_shape(v), dtype_bits(flow.graph.values[v].dtype))
+        if at and size > _tiled(flow, v):
+            found.append(Place((), 2 * at[0], 2 * at[-1], size))
+    return found
+
+
+def _outside_fast(
+    order: Order, fusion: Fusion, places: Sequence[Place], donated: Collection[int], chip: Chip
+) -> list[Place]:
+    """The places that the memory inside the chip has no room for, or not for all of their life.
+
+    An array stays there from one access to the next, unless this takes too long (`cost.tpu.STAYS`).
+    Arguments are fetched there for their readers too; of those that are not given away, the one that is read most has its
+    place before all others, until its last reader.
+    """
+    flow, graph = order.flow, order.flow.graph
+    accesses = _accesses(order, fusion)
+    clock, gains = _clock(order, fusion, chip)
+    longest = STAYS * chip.fast_bytes / chip.memory_bytes_s
+    claims, whole = [], []
+    for place in places:
+        met = sorted({i for v in place.values for i in accesses.get(v, ())})
+        least = min((graph.ops[i].trips for i in met), default=1)
+        parts = stretches([gap / least for gap in _gaps(clock, met)], longest)
+        whole.append(len(parts) <= 1)
+        gain = sum(graph.ops[i].trips for i in met if gains[i])
+        claims.append(Claim(max(0, place.start - 1), place.end, place.bytes if whole[-1] else 0, gain))
+    inputs = {v: accesses[v] for v in graph.inputs if v in accesses}
+    given = {graph.inputs[i] for i in donated}
+    kept = [v for v in inputs if v not in given and flow.local_bytes(v) <= chip.fast_bytes]
+    ahead = max(kept, key=lambda v: (len(inputs[v]), flow.local_bytes(v)), default=None)
+    for v, met in inputs.items():
+        size = flow.local_bytes(v)
+        if v == ahead:
+            claims.append(Claim(0, 2 * met[-1], size, math.inf))
+            continue
+        gain = sum(gains[i] for i in met)
+        for first, last in stretches(_gaps(clock, met), longest):
+            fetched = bisect.bisect_right(clock, clock[max(0, met[first] - 1)] - AHEAD * size / chip.memory_bytes_s)
+            claims.append(Claim(2 * min(fetched, met[first]), 2 * met[last], size, gain))
+    has = granted(claims, chip.fast_bytes)
+    return [place for place, inside, got in zip(places, whole, has, strict=False) if not (inside and got)]
+
+
+def _gaps(clock: Sequence[float], met: Sequence[int]) -> list[float]:
+    """From the end of each op to the beginning of the next of `met`."""
+    return [max(0.0, clock[b - 1] - clock[a]) for a, b in itertools.pairwise(met)]
+
+
+def _accesses(order: Order, fusion: Fusion) -> dict[int, list[int]]:
+    """For each stored value the ops that make it or read it, in their order."""
+    found: dict[int, list[int]] = {}
+    for i, op in enumerate(order.flow.graph.ops):
+        for v in dict.fromkeys((*fusion.reads[i], *(v for v in op.outputs if v in fusion.stored))):
+            found.setdefault(v, []).append(i)
+    return found
+
+
+def _clock(order: Order, fusion: Fusion, chip: Chip) -> tuple[list[float], list[bool]]:
+    """When each op is done, in seconds from the start, and whether its time is that of memory; a collective takes its bytes
+    over one link."""
+    flow = order.flow
+    sent = {c.result: bytes_sent(c.kind, c.group_size, flow.local_bytes(c.operand)) for c in flow.communications}
+    now, clock, gains = 0.0, [], []
+    for i, op in enumerate(flow.graph.ops):
+        over = sum(sent.get(v, 0) for v in op.outputs) / chip.link_bytes_s
+        _, moved, time = once(flow, i, chip, fusion)
+        now += (time + over) * op.trips
+        clock.append(now)
+        gains.append(bool(over) or moved / chip.memory_bytes_s >= time > 0)
+    return clock, gains
+
+
+def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
+    """Places of temporaries, and of results: when each is in use."""
+    flow, graph = order.flow, order.flow.graph
+    together = order.together()
+    loops = loops_of(graph, fusion, order.bodies)
+    start: dict[int, int] = {}
+    end: dict[int, int] = {}
+    copies: list[Place] = []
+    for i, op in enumerate(graph.ops):
+        if i in fusion.dead:
+            continue
+        for v in op.outputs:
+            if v in fusion.stored:
+                start[v] = 2 * together.get(i, (i, i))[0]
+        if i in loops.spans:
+            first = 2 * loops.spans[i]
+            for v in fusion.reads[i]:
+                end[v] = max(end.get(v, 0), first - 1 if start.get(v, -1) < first else 2 * i - 1)
+        else:
+            until = 2 * together.get(i, (i, i))[1]
+            chosen = op.inputs[0] if op.name == "select_and_scatter" and flow.platform == "cpu" else -1
+            for v in fusion.reads[i]:
+                end[v] = max(end.get(v, 0), start.get(v, -1) + 1 if v == chosen else until)
+            if chosen >= 0:
+                copies += _chosen(flow, i, op, start.get(chosen, 2 * i - 2) + 1)
+                start[op.outputs[0]] = 0
+    for result, source in loops.unchanged.items():
+        start.pop(result, None)
+        if result in end:
+            end[source] = max(end.get(source, 0), end[result])
+    for v, first in loops.entered.items():
+        start[v] = 2 * first
+    apart = kept_apart(flow, fusion, loops, start, end) if flow.platform == "cpu" else {}
+    copies += [Place((), 2 * loops.entered[v], until, flow.local_bytes(v)) for v, (until, _) in apart.items()]
+    stay_through(start, end, [(2 * first, 2 * last) for last, first in loops.spans.items()], loops.entered)
+    last_read = {i: 2 * last for i, (_, last) in together.items()}
+    bound = _bound(flow, fusion, loops, end) if flow.platform == "cpu" else frozenset()
+    spread = () if flow.platform == "tpu" else {i for i, (first, last) in together.items() if first < last}
+    updated = _updated(graph, fusion, start, end, last_read) if flow.platform == "cpu" else []
+    sooner = _in_place(flow, fusion, start, end, last_read, bound, spread)
+    chained = {v for pair in updated for v in pair}
+    groups = _colocated(graph, loops, [*_shown(flow, fusion), *updated], start, end)
+    inputs, outputs = set(graph.inputs), set(graph.outputs)
+    last = 2 * len(graph.ops)
+    temporaries, results = copies, []
+    for members in groups:
+        members = tuple(v for v in members if v in start and v not in inputs)
+        if not members:
+            continue
+        is_result = not outputs.isdisjoint(members)
+        until = last if is_result else max(end.get(v, start[v]) for v in members)
+        place = Place(members, min(start[v] for v in members), until, max(map(flow.local_bytes, members)))
+        if (
+            not is_result
+            and (len(members) == 1 or chained.issuperset(members))
+            and not sooner.keys().isdisjoint(members)
+        ):
+            place = dataclasses.replace(place, sooner=max(sooner.get(v, end.get(v, start[v])) for v in members))
+        gaps = [(2 * loops.entered[v], apart[v][1]) for v in members if v in apart and not is_result]
+        for copied, again in sorted(gaps):
+            temporaries.append(dataclasses.replace(place, end=copied))
+            place = dataclasses.replace(place, start=max(again, copied + 1))
+        (results if is_result else temporaries).append(place)
+    return temporaries, results
+
+
+def _chosen(flow: Flow, i: int, op: Op, at: int) -> list[Place]:
+    """What the gradient of a max pool needs on CPU beside operands and results.
+
+    As soon as the image is there, at tick `at`, indices of every element, made at the start, give those of the largest, to
+    which the gradient is added at the end.
+    """
+    image, pooled = (math.prod(flow.local_shape(v)) for v in op.inputs[:2])
+    rank = len(flow.local_shape(op.inputs[0]))
+    every, largest = Place((), 0, at, 4 * rank * image), Place((), at, at + 1, 4 * (rank + 1) * pooled)
+    return [every, largest, Place((), at + 1, 2 * i, 4 * rank * pooled)]
+
+
+def _in_place(
+    flow: Flow,
+    fusion: Fusion,
+    start: dict[int, int],
+    end: dict[int, int],
+    last_read: Mapping[int, int],
+    bound: frozenset[int],
+    merged_sums: Collection[int] = (),
+) -> dict[int, int]:
+    """Elementwise ops and updates write over an operand of their own size that dies there, on CPU where each element is read only
+    for the one in its place; on accelerators all-reduces too, on GPUs those that are not merged.
+
+    Not where one of them is of `bound`, values that an update or a loop has in one place with others already: when these would
+    end, which counts in the places of results, comes back.
+    """
+    sooner: dict[int, int] = {}
+    graph = flow.graph
+    inputs, outputs = set(graph.inputs), set(graph.outputs)
+    writes_over = _WRITES_OVER if flow.platform == "cpu" else _WRITES_OVER | {"all_reduce"}
+    for i, op in enumerate(graph.ops):
+        if len(op.outputs) != 1 or op.outputs[0] not in start or op.name not in writes_over:
+            continue
+        if flow.platform == "cpu" and any(graph.ops[j].name == "reduce" for j in fusion.inside[i] or ()):
+            continue  # a call of the library
+        if i in merged_sums:
+            continue
+        shape, size = flow.local_shape(op.outputs[0]), flow.local_bytes(op.outputs[0])
+        for v in fusion.reads[i]:
+            dies = end.get(v) == last_read.get(i, 2 * i) and v in start and v not in inputs and v not in outputs
+            if not dies or flow.local_shape(v) != shape or flow.local_bytes(v) != size:
+                continue
+            if flow.platform != "cpu" or keeps_places(flow, fusion, i, v):
+                apart = op.name not in UPDATES and not bound.isdisjoint((v, op.outputs[0]))
+                (sooner if apart else end)[v] = min(2 * i, start[op.outputs[0]]) - 1
+                break
+    return sooner
+
+
+def _updated(
+    graph: Graph, fusion: Fusion, start: Mapping[int, int], end: Mapping[int, int], last_read: Mapping[int, int]
+) -> list[tuple[int, int]]:
+    """What updates make, each with what that is written into: temporaries that nothing reads any more."""
+    apart, found = {*graph.inputs, *graph.outputs}, []
+    for i, op in enumerate(graph.ops):
+        if op.name not in UPDATES or len(op.outputs) != 1:
+            continue
+        (made,), v = op.outputs, op.inputs[0]
+        is_last = v in fusion.reads[i] and end.get(v) == last_read.get(i, 2 * i)
+        if made in start and v in start and v not in apart and is_last:
+            found.append((made, v))
+    return found
+
+
+_WRITES_OVER = (ELEMENTWISE - {"copy"}).union(UPDATES)
+
+
+def _bound(flow: Flow, fusion: Fusion, loops: Loops, end: Mapping[int, int]) -> frozenset[int]:
+    """Values that XLA's CPU backend puts in one place with others before it looks what may be written over: what an update is
+    made in with what it makes, and what goes into a loop, goes round in it and comes out."""
+    found: set[int] = set()
+    for i, op in enumerate(flow.graph.ops):
+        if op.name in UPDATES and fusion.inside[i] is not None and op.inputs[0] in fusion.reads[i]:
+            found.update((op.inputs[0], op.outputs[0]))
+    for operand, seen, back, result in loops.carried:
+        found.update((seen, back, result))
+        if end.get(operand, 0) < 2 * loops.entered[seen]:
+            found.add(operand)
+    return frozenset(found)
+
+
+def _shown(flow: Flow, fusion: Fusion) -> list[tuple[int, int]]:
+    """Results that are views of what was computed, each with that."""
+    held, inputs = set(flow.graph.outputs), set(flow.graph.inputs)
+    found: dict[int, int] = {}
+    for i, op in enumerate(flow.graph.ops):
+        if fusion.inside[i] is not None and len(op.outputs) == len(fusion.reads[i]) == 1 and is_view(flow, op):
+            (source,) = fusion.reads[i]
+            if op.outputs[0] in held and source not in held and source not in inputs:
+                found.setdefault(source, op.outputs[0])
+    return [(result, source) for source, result in found.items()]
+
+
+def _colocated(
+    graph: Graph, loops: Loops, shown: Iterable[tuple[int, int]], start: dict[int, int], end: dict[int, int]
+) -> Iterable[tuple[int, ...]]:
+    """Values that lie in one place: what goes into a loop, goes round in it and comes out; a result and what it shows."""
+    parent: dict[int, int] = {}
+
+    def find(v: int) -> int:
+        while parent.setdefault(v, v) != v:
+            v = parent[v]
+        return v
+
+    for result, source in shown:
+        if source in start and result in start:
+            parent[find(result)] = find(source)
+    inputs = set(graph.inputs)
+    given: set[int] = set()
+    for operand, seen, back, result in loops.carried:
+        parent[find(result)] = find(seen)
+        free = operand in start and operand not in inputs and operand not in given
+        if free and end.get(operand, 0) < start[seen]:
+            given.add(operand)
+            parent[find(operand)] = find(seen)
+        if back in start and start[back] >= end.get(seen, 0) - 1 and back not in given:
+            given.add(back)
+            parent[find(back)] = find(seen)
+    groups: dict[int, list[int]] = {}
+    for v in start:
+        groups.setdefault(find(v), []).append(v)
+    return map(tuple, groups.values())
+
+
+_TRIED = 128
+"""Places of results that are looked at for a temporary."""
+
+
+def _outside(places: Iterable[Place], rooms: Iterable[Room]) -> list[Place]:
+    """The places that do not fit into those of results while these are not in use: largest first, as XLA assigns."""
+    rooms = sorted(rooms, key=lambda room: room.bytes)
+    sizes = [room.bytes for room in rooms]
+    left = []
+    for place in sorted(places, key=lambda p: -p.bytes):
+        first = bisect.bisect_left(sizes, place.bytes)
+        end = place.end if place.sooner is None else place.sooner
+        for room in rooms[first : first + _TRIED]:
+            if all(end < a or b < place.start for a, b in room.busy):
+                room.busy.append((place.start, end))
+                break
+        else:
+            left.append(place)
+    return left
+
+
+def _most(places: Iterable[Place]) -> tuple[int, int]:
+    """The most bytes that are alive at once, and a tick at which they are."""
+    change: dict[int, int] = {}
+    for place in places:
+        change[place.start] = change.get(place.start, 0) + place.bytes
+        change[place.end + 1] = change.get(place.end + 1, 0) - place.bytes
+    alive = most = at = 0
+    for tick in sorted(change):
+        alive += change[tick]
+        if alive > most:
+            most, at = alive, tick
+    return most, at

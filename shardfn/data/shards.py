@@ -1,0 +1,98 @@
+"""Which window of an array each device holds, and an array put together from windows that were read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from shardfn.data.sources import Read, Window, fitted, is_windowed, stored_bytes
+from shardfn.data.strategy import lay_out
+from shardfn.errors import StrategyTypeError, a, fail
+from shardfn.frontend.strategy import short
+from shardfn.planning.plan import Plan
+
+
+def held(sharding: NamedSharding, shape: Sequence[int], *, everywhere: bool = False) -> dict[Window, list[Any]]:
+    """The windows of an array that this process's devices hold (or, `everywhere`, all devices), with those devices."""
+    indices = sharding.devices_indices_map(tuple(shape))
+    own = sharding.device_set if everywhere else sharding.addressable_devices
+    found: dict[Window, list[Any]] = {}
+    for device in _mesh(sharding).devices.flat:
+        if device in own:
+            window = tuple(s.indices(n)[:2] for s, n in zip(indices[device], shape, strict=True))
+            found.setdefault(window, []).append(device)
+    return found
+
+
+def assembled(
+    shape: Sequence[int], sharding: NamedSharding, pieces: Sequence[np.ndarray], windows: dict[Window, list[Any]]
+) -> jax.Array:
+    """The global array whose `windows`, in order, hold `pieces`."""
+    pairs = [(piece, device) for piece, devices in zip(pieces, windows.values(), strict=True) for device in devices]
+    parts = jax.device_put([piece for piece, _ in pairs], [device for _, device in pairs])
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, parts)
+
+
+def positions(sharding: NamedSharding, devices: Sequence[Any]) -> tuple[int, ...]:
+    """The places of devices in the mesh: their ids are not 0, 1, 2 … where there are several processes."""
+    place = {device: i for i, device in enumerate(_mesh(sharding).devices.flat)}
+    return tuple(place[device] for device in devices)
+
+
+def _mesh(sharding: NamedSharding) -> Mesh:
+    assert isinstance(sharding.mesh, Mesh)  # `lay_out` refuses devices that are not here
+    return sharding.mesh
+
+
+def reads(image: Any, entry: Any, *, device: Any = None, plan: Plan | None = None) -> tuple[Read, ...]:
+    """What `read` would read, on all processes together: one read for each distinct window, and who holds it.
+
+    >>> [(r.window, r.devices, r.bytes) for r in reads(np.zeros((4, 6), "uint8"), (2, 1))]
+    [(((0, 2), (0, 6)), (0, 1, 2, 3), 12), (((2, 4), (0, 6)), (4, 5, 6, 7), 12)]
+    """
+    sharding = _placed(image, entry, device, plan)
+    item = np.dtype(image.dtype).itemsize
+    return tuple(
+        Read("image", window, positions(sharding, devices), math.prod(last - first for first, last in window) * item,
+             stored_bytes(image, window))
+        for window, devices in held(sharding, image.shape, everywhere=True).items()
+    )  # fmt: skip
+
+
+def read(image: Any, entry: Any, *, device: Any = None, plan: Plan | None = None) -> jax.Array:
+    """One large array, read window by window onto the devices that hold it: never the whole of it on one process.
+
+    Args:
+      image: what can be read by `image[0:512, 1024:1536]`: a memmap, a Zarr array, a `Tiff`, a NumPy array.
+      entry: its cuts as a tuple, a Layout, a NamedSharding, or None for data parallel.
+      device: as in `shard`.
+      plan: a plan whose grid is used.
+
+    Raises:
+      StrategyError, StrategyTypeError: the entry does not fit, or an integer JAX's 32 bits. DeviceError: the devices are
+        not here.
+
+    >>> picture = np.arange(24.0, dtype="float32").reshape(4, 6)
+    >>> x = read(picture, (4, 2))
+    >>> x.sharding.shard_shape(x.shape), bool((x == picture).all())
+    ((1, 3), True)
+    """
+    sharding = _placed(image, entry, device, plan)
+    windows = held(sharding, image.shape)
+    dtype = jax.dtypes.canonicalize_dtype(image.dtype)
+    pieces = [fitted(image[tuple(slice(*edges) for edges in window)], dtype, "image", copy=True) for window in windows]
+    return assembled(image.shape, sharding, pieces, windows)
+
+
+def _placed(image: Any, entry: Any, device: Any, plan: Plan | None) -> NamedSharding:
+    if not is_windowed(image):
+        fail(StrategyTypeError, f"the image is {a(image)}, which cannot be read in windows", where=f"image = {short(image)}",
+             why="each device's part is read as image[0:512, 1024:1536]",
+             fix="give an array with shape and dtype; open a file first: data.Tiff(path), zarr.open_array(path)")  # fmt: skip
+    shape = jax.ShapeDtypeStruct(tuple(image.shape), jax.dtypes.canonicalize_dtype(image.dtype))
+    return lay_out({"image": shape}, (entry,), device=device, plan=plan).shardings[0]

@@ -1,0 +1,1 @@
+"""A Python call and the user's entries: arrays with the shardings that were asked for."""

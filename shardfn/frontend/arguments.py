@@ -1,0 +1,174 @@
+"""The arguments of a call: bound to names, static ones apart from dynamic ones, and what kind of call they make."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from jax import tree_util
+
+from shardfn.errors import Problem, a
+from shardfn.frontend.strategy import shape_of, short
+from shardfn.frontend.trace import shaped
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One argument of a call as it is handed to JAX: its name, the keyword it is passed by, whether it is static."""
+
+    name: str
+    keyword: str | None
+    declared: int | None
+    """Position among the function's positional parameters; None for keyword-only ones."""
+    is_static: bool
+
+
+def bind(
+    signature: inspect.Signature | None,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    static_argnums: frozenset[int] = frozenset(),
+    static_argnames: frozenset[str] = frozenset(),
+) -> tuple[tuple[Slot, ...], list[Any]]:
+    """Order the arguments of a call: positional parameters first, as declared, then keyword-only ones by name.
+
+    Raises:
+      TypeError: the call does not fit the signature, in Python's own words.
+    """
+    kinds = inspect.Parameter
+    parameters = list(signature.parameters.values()) if signature is not None else []
+    if signature is None:
+        slots = [Slot(f"arg{i}", None, i, i in static_argnums) for i in range(len(args))]
+        slots += [Slot(k, k, None, k in static_argnames) for k in sorted(kwargs)]
+        return tuple(slots), [*args, *(kwargs[k] for k in sorted(kwargs))]
+    given = signature.bind(*args, **kwargs).arguments
+    slots, values = [], []
+    late: list[tuple[Slot, Any]] = []
+    position = 0
+    skipped = False
+    for p in parameters:
+        if p.kind is kinds.VAR_KEYWORD:
+            late += [(Slot(k, k, None, k in static_argnames), v) for k, v in sorted(given.get(p.name, {}).items())]
+        elif p.kind is kinds.VAR_POSITIONAL:
+            for i, v in enumerate(given.get(p.name, ())):
+                slots.append(Slot(f"{p.name}/{i}", None, position, position in static_argnums))
+                values.append(v)
+                position += 1
+        else:
+            only = p.kind is kinds.KEYWORD_ONLY
+            static = p.name in static_argnames or (not only and position in static_argnums)
+            if p.name in given:
+                keyword = p.name if only or skipped else None
+                slot = Slot(p.name, keyword, None if only else position, static)
+                (late.append((slot, given[p.name])) if only else (slots.append(slot), values.append(given[p.name])))
+            else:
+                skipped = True
+            position += not only
+    return (*slots, *(s for s, _ in late)), [*values, *(v for _, v in late)]
+
+
+def split(slots: Sequence[Slot], values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments again."""
+    args = tuple(v for s, v in zip(slots, values, strict=True) if s.keyword is None)
+    return args, {s.keyword: v for s, v in zip(slots, values, strict=True) if s.keyword is not None}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """One call as its jitted function takes it: `values` are the slots' arguments, after the callee's state if it has one."""
+
+    slots: tuple[Slot, ...]
+    values: Sequence[Any]
+    stateful: bool
+
+    @property
+    def dynamic(self) -> tuple[Any, ...]:
+        """What `jax.jit` traces: the state and the arguments that are not static."""
+        return (*self.values[: self.stateful], *(v for v, s in self._pairs() if not s.is_static))
+
+    @property
+    def shapes(self) -> list[Any]:
+        """`values` with shapes in the place of arrays."""
+        static = self.statics
+        return [v if i in static else tree_util.tree_map(shaped, v) for i, v in enumerate(self.values)]
+
+    @property
+    def statics(self) -> tuple[int, ...]:
+        """Positions of static arguments in `values`."""
+        return tuple(i + self.stateful for i, s in enumerate(self.slots) if s.is_static)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the dynamic arguments, without the state."""
+        return tuple(s.name for s in self.slots if not s.is_static)
+
+    def positions(self, argnums: Sequence[int], argnames: Sequence[str]) -> tuple[int, ...]:
+        """Positions in `values` of the dynamic arguments that are named by number or name."""
+        return tuple(
+            i + self.stateful
+            for i, s in enumerate(self.slots)
+            if not s.is_static and (s.declared in argnums or s.name in argnames)
+        )
+
+    def leaves_of(self, positions: Sequence[int]) -> tuple[int, ...]:
+        """Among all leaves of the dynamic values, the numbers of those at `positions` of `values`."""
+        found: list[int] = []
+        first = 0
+        for i, value in enumerate(self.values):
+            if i not in self.statics:
+                size = len(tree_util.tree_leaves(value))
+                found += range(first, first + size) if i in positions else ()
+                first += size
+        return tuple(found)
+
+    def replaced(self, treedef: Any, leaves: Sequence[Any]) -> list[Any]:
+        """`values` with other arrays: `leaves`, of the dynamic values' structure."""
+        dynamic = iter(tree_util.tree_unflatten(treedef, leaves))
+        static = self.statics
+        return [v if i in static else next(dynamic) for i, v in enumerate(self.values)]
+
+    def kind(self) -> tuple[Any, ...]:
+        """What a call shares with those that one plan fits: hashable, unless a static value is not."""
+        leaves, treedef = tree_util.tree_flatten(self.dynamic)
+        return self.slots, treedef, tuple(map(_shape_and_dtype, leaves)), tuple(self.values[i] for i in self.statics)
+
+    def unhashable(self) -> list[Problem]:
+        """The static values that cannot be hashed."""
+        return [
+            Problem(
+                f"static argument `{s.name}` is {a(v)}, which cannot be hashed",
+                where=f"{s.name} = {short(v)}",
+                why="a compiled function is found by the values of its static arguments",
+                fix="pass a tuple, a string or a frozen dataclass there, or make the argument a dynamic one",
+                is_type=True,
+            )
+            for v, s in self._pairs()
+            if s.is_static and not _hashable(v)
+        ]
+
+    def _pairs(self) -> Sequence[tuple[Any, Slot]]:
+        return list(zip(self.values[self.stateful :], self.slots, strict=True))
+
+
+def signature(flat: Sequence[Any], statics: Sequence[int]) -> Any:
+    """What the values of a call must share with those that were planned: structure, shapes, dtypes, static values."""
+    dynamic = [v for i, v in enumerate(flat) if i not in statics]
+    leaves, treedef = tree_util.tree_flatten(dynamic)
+    return treedef, [shape_of(leaf) for leaf in leaves], [flat[i] for i in statics]
+
+
+def _shape_and_dtype(leaf: Any) -> Any:
+    try:
+        return leaf.shape, leaf.dtype
+    except AttributeError:
+        return type(leaf)
+
+
+def _hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

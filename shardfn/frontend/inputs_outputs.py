@@ -1,0 +1,145 @@
+"""The arrays at both ends of a call, each with what the user said of it: arguments, results, changed state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax import tree_util
+
+from shardfn.errors import Problem, warn
+from shardfn.frontend.arguments import Call
+from shardfn.frontend.callee import Callee
+from shardfn.frontend.options import Options
+from shardfn.frontend.strategy import AUTO, UNKNOWN, Argument, Leaf, apply_parameter_plan, leaves_of, match, shape_of
+from shardfn.frontend.validation import check_all
+
+
+def input_leaves(callee: Callee, options: Options, call: Call, current: Any, problems: list[Problem]) -> list[Leaf]:
+    """The leaves of the state and of the dynamic arguments, in their order; `problems` grows."""
+    strategy = options.in_strategy
+    positional: list[Argument] = []
+    declared: list[int] = []
+    late: list[Argument] = []
+    for slot, value in zip(call.slots, call.values[call.stateful :], strict=True):
+        if slot.is_static:
+            continue
+        if slot.declared is None:
+            late.append(Argument(slot.name, f"argument `{slot.name}`", value))
+        else:
+            positional.append(Argument(slot.name, f"argument {len(positional)} `{slot.name}`", value))
+            declared.append(slot.declared)
+    name = "in_strategy"
+    if strategy is None and isinstance(current.dataset_strategy, tuple) and current.is_set("dataset_strategy"):
+        name = "dataset_strategy"
+        strategy = (*current.dataset_strategy, *[AUTO] * (len(positional) - len(current.dataset_strategy)))
+    if type(strategy) is tuple and len(strategy) != len(positional):
+        strategy = _with_defaults(strategy, callee, options, declared)
+    leaves = []
+    if call.stateful:
+        for path, value in sorted(call.values[0].items()):
+            leaves.append(Leaf(path, f"`{path}` of {callee.name}", *(shape_of(value) or ((), UNKNOWN))))
+    leaves += match(positional, strategy, name, problems)
+    for argument in late:
+        leaves += leaves_of(argument, problems)
+    return apply_parameter_plan(leaves, options.parameter_plan, problems)
+
+
+def output_leaves(
+    callee: Callee, options: Options, result: Any, current: Any, devices: int, problems: list[Problem]
+) -> list[Leaf]:
+    """The leaves of the result, with the entries of `out_strategy`, or what the context puts in their place."""
+    said = _matched(result, options.out_strategy, problems)
+    if not _is_overridden(options, current):
+        return said
+    check_all(said, devices, problems)
+    if problems:
+        return _matched(result, None, [])
+    return _matched(result, _instead(callee, result, current), [])
+
+
+def changed_leaves(changed: Mapping[str, Any]) -> list[Leaf]:
+    """The leaves of the state that a call changes, which are results too."""
+    return [
+        Leaf(f"state/{path}", f"`{path}`", tuple(value.shape), str(value.dtype))
+        for path, value in sorted(changed.items())
+    ]
+
+
+def replacements(result: Any, arguments: Sequence[Any]) -> dict[int, int]:
+    """Leaf by leaf, the results that can take an argument's place in the next call: parameters, optimizer state.
+
+    That is a result of several arrays with the structure, shapes and dtypes of an argument.
+    """
+
+    def form(tree: Any) -> Any:
+        leaves, treedef = tree_util.tree_flatten(tree)
+        return treedef, [shape_of(leaf) for leaf in leaves]
+
+    starts, position = [], 0
+    for argument in arguments:
+        starts.append((form(argument), position))
+        position += len(tree_util.tree_leaves(argument))
+    found: dict[int, int] = {}
+    position = 0
+    for one in _outer(result):
+        mine = form(one)
+        size = len(mine[1])
+        match_ = next((s for s in starts if size > 1 and s[0] == mine), None)
+        if match_ is not None:
+            starts.remove(match_)
+            found |= {position + i: match_[1] + i for i in range(size)}
+        position += size
+    return found
+
+
+def _with_defaults(strategy: tuple[Any, ...], callee: Callee, options: Options, declared: list[int]) -> Any:
+    """Entries of the arguments that were passed. Arguments with defaults may be left out of the call or the strategy."""
+    if callee.signature is None:
+        return strategy
+    every = {
+        i: p.default is not p.empty
+        for i, p in enumerate(callee.signature.parameters.values())
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        and i not in options.static_argnums
+        and p.name not in options.static_argnames
+    }
+    required = [i for i, has_default in every.items() if not has_default]
+    if not len(required) <= len(strategy) <= len(every) or any(i not in every for i in declared):
+        return strategy
+    entries = dict(zip(every, strategy, strict=False))
+    return tuple(entries.get(i, AUTO) for i in declared)
+
+
+def _outer(result: Any) -> tuple[Any, ...]:
+    """The results that an out_strategy has entries for: a tuple's elements, or the one result."""
+    return tuple(result) if isinstance(result, tuple | list) else (result,)
+
+
+def _matched(result: Any, strategy: Any, problems: list[Problem]) -> list[Leaf]:
+    single = not isinstance(result, tuple | list)
+    arguments = [
+        Argument("result" if single else f"result/{i}", "the output" if single else f"output {i}", value)
+        for i, value in enumerate(_outer(result))
+    ]
+    return match(arguments, strategy, "out_strategy", problems)
+
+
+def _is_overridden(options: Options, current: Any) -> bool:
+    return (
+        options.out_strategy is not None
+        and current.is_set("parallel_mode")
+        and current.parallel_mode in ("semi_auto_parallel", "auto_parallel")
+        and current.out_strategy_mode != "honour"
+    )
+
+
+def _instead(callee: Callee, result: Any, current: Any) -> Any:
+    """What MindSpore's context puts in the place of an out_strategy: data parallel, or whole under full_batch."""
+    whole = current.full_batch
+    warn(
+        f"out_strategy of `{callee.name}` is overridden with {'whole results' if whole else 'data parallel'}, "
+        f"as MindSpore does under parallel_mode={current.parallel_mode!r}; to honour it: "
+        'set_auto_parallel_context(out_strategy_mode="honour")'
+    )
+    return tuple(tree_util.tree_map(lambda s: (1,) * len(s.shape), e) if whole else None for e in _outer(result))

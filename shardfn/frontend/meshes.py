@@ -1,0 +1,65 @@
+"""Grids and layouts as JAX has them: axes to a `Mesh`, dims to a `PartitionSpec` and back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from shardfn.ir.model import Spec
+
+
+def mesh_on(devices: Any, axes: Sequence[tuple[str, int]]) -> Mesh:
+    """The mesh of some devices, in row-major order: `axes` are names and sizes, of type Auto.
+
+    Args:
+      devices: a sequence of devices, or an array of them in any shape, as many as the axes have places.
+
+    >>> import jax
+    >>> dict(mesh_on(jax.devices()[:1], [("data", 1), ("model", 1)]).shape)
+    {'data': 1, 'model': 1}
+    """
+    names, sizes = tuple(name for name, _ in axes), tuple(size for _, size in axes)
+    return Mesh(np.asarray(devices, dtype=object).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def wired(devices: Sequence[Any], axes: Sequence[tuple[str, int]]) -> Mesh:
+    """The mesh of TPUs whose axes follow the torus where they can, so that neighbours on an axis are wired."""
+    if len(devices) > 1:
+        names, sizes = zip(*axes, strict=True)
+        with contextlib.suppress(NotImplementedError):  # a grid that does not divide along the torus
+            return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
+    return mesh_on(devices, axes)
+
+
+def abstract_mesh(axes: Sequence[tuple[str, int]]) -> AbstractMesh:
+    """The same without devices.
+
+    >>> abstract_mesh([("data", 2), ("model", 4)]).size
+    8
+    """
+    names, sizes = tuple(name for name, _ in axes), tuple(size for _, size in axes)
+    return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def partition_spec(spec: Sequence[Sequence[str]]) -> PartitionSpec:
+    """A layout, for each dim the axes that cut it, as JAX writes it.
+
+    >>> partition_spec((("a",), (), ("b", "c")))
+    P...('a', None, ('b', 'c'))
+    """
+    return PartitionSpec(*(None if not dim else dim[0] if len(dim) == 1 else tuple(dim) for dim in spec))
+
+
+def spec_of(named: PartitionSpec, ndim: int) -> Spec:
+    """`partition_spec` taken back, for an array of `ndim` dims.
+
+    >>> spec_of(PartitionSpec("a", None, ("b", "c")), 4)
+    (('a',), (), ('b', 'c'), ())
+    """
+    dims = (*named, *[None] * (ndim - len(named)))
+    return tuple(() if dim is None else (dim,) if isinstance(dim, str) else tuple(dim) for dim in dims)

@@ -1,0 +1,141 @@
+"""What is wrong with the options of `shard`, found when it is called: whatever its arguments will be."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shardfn import search
+from shardfn.cost.devices import hardware
+from shardfn.errors import Problem, ShardError, a, raise_problems
+from shardfn.frontend.byte_sizes import bytes_of
+from shardfn.frontend.options import Options
+from shardfn.frontend.strategy import apply_parameter_plan, match, short
+from shardfn.planning.plan import LEVELS
+
+MOST_FINALISTS = 64
+"""A search finds about thirty plans worth compiling; each takes seconds to minutes."""
+
+_LEVELS = "write 0 for {}, 1 for {}, or 2 for {}".format(*LEVELS)
+
+
+def problems(options: Options, signature: inspect.Signature | None) -> list[Problem]:
+    """All of it; `signature` is the function's, where it has one."""
+    return [*_of_any_function(options), *_of_the_arguments(options, signature), *_of_the_mode(options.search_mode)]
+
+
+def check(options: Options, signature: inspect.Signature | None) -> None:
+    """Raise one error that holds all `problems`; of an unknown search alone it is a ContextError."""
+    found = problems(options, signature)
+    if options.search_mode is not None and found == _of_the_mode(options.search_mode):
+        search.select(options.search_mode)
+    raise_problems(found)
+
+
+def positional(signature: inspect.Signature | None) -> list[str]:
+    """The parameters that are given by their place."""
+    parameters = signature.parameters.values() if signature else ()
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _of_the_arguments(options: Options, signature: inspect.Signature | None) -> Iterator[Problem]:
+    """What is wrong with static_argnums and its three companions, held against the function's parameters."""
+    parameters = dict(signature.parameters) if signature else {}
+    kinds = {p.kind for p in parameters.values()}
+    by_place = positional(signature)
+    endless = signature is None or inspect.Parameter.VAR_POSITIONAL in kinds
+    any_name = signature is None or inspect.Parameter.VAR_KEYWORD in kinds
+    places: dict[str, dict[str, Any]] = {"static": {}, "donate": {}}
+    for word, found in places.items():
+        for i in getattr(options, f"{word}_argnums"):
+            where = f"{word}_argnums = {short(getattr(options, f'{word}_argnums'))}"
+            if not isinstance(i, int) or isinstance(i, bool):
+                yield Problem(f"`{word}_argnums` holds {a(i)}", where, "arguments are counted by ints, from 0",
+                              f"write ints there, or names in {word}_argnames", is_type=True)  # fmt: skip
+            elif (i < 0 and endless) or (not endless and not -len(by_place) <= i < len(by_place)):
+                why = f"the function has {len(by_place)} positional ones: {', '.join(by_place) or 'none'}"
+                if endless:
+                    why = "the function takes any number of arguments"
+                yield Problem(f"`{word}_argnums` names argument {i}, which does not exist", where, why,
+                              "count from 0" + (f", up to {len(by_place) - 1}" if not endless else ""))  # fmt: skip
+            elif by_place and i < len(by_place):
+                found[by_place[i]] = i
+        for name in getattr(options, f"{word}_argnames"):
+            where = f"{word}_argnames = {short(getattr(options, f'{word}_argnames'))}"
+            if not isinstance(name, str):
+                yield Problem(f"`{word}_argnames` holds {a(name)}", where, "an argument's name is a string",
+                              f"write names there, or numbers in {word}_argnums", is_type=True)  # fmt: skip
+            elif name not in parameters and not any_name:
+                close = difflib.get_close_matches(name, list(parameters), 1)
+                yield Problem(f"`{word}_argnames` names `{name}`, which is no argument of the function", where,
+                              f"its arguments are {', '.join(parameters) or 'none'}",
+                              f"did you mean {close[0]!r}?" if close else "use one of these names")  # fmt: skip
+            else:
+                found[name] = name
+    for name in places["static"].keys() & places["donate"].keys():
+        yield Problem(f"`{name}` is static and donated", f"static: {name}; donated: {name}",
+                      "a static argument is no array, so it has no memory to give away",
+                      "take it out of the static or out of the donated arguments")  # fmt: skip
+
+
+def _of_any_function(options: Options) -> list[Problem]:
+    """What is wrong with the options whatever the function is."""
+    problems: list[Problem] = []
+    level = options.level
+    why = "a level names what the search makes best"
+    if isinstance(level, bool) or not isinstance(level, int):
+        what = f"`level` must be an int, but it is {a(level)}"
+        problems.append(Problem(what, f"level = {short(level)}", why, _LEVELS, is_type=True))
+    elif level not in (0, 1, 2):
+        what = f"`level` is {level}, but there are only 0, 1 and 2"
+        problems.append(Problem(what, f"level = {level!r}", why, _LEVELS))
+    if options.memory_limit is not None and isinstance(
+        found := bytes_of(options.memory_limit, "memory_limit"), Problem
+    ):
+        problems.append(found)
+    problems += [*_bounds(options), *_of_the_compiler(options.compiler_options)]
+    for name in ("in_strategy", "out_strategy"):
+        if getattr(options, name) is not None:
+            match((), getattr(options, name), name, found := [])
+            problems += [p for p in found if p.is_type]
+    apply_parameter_plan((), options.parameter_plan, found := [])
+    problems += [p for p in found if p.is_type]
+    device = options.device
+    if isinstance(device, bool | int | float):
+        try:
+            hardware.resolve(device)
+        except hardware.DeviceTypeError as error:
+            problems += error.problems
+    return problems
+
+
+def _bounds(options: Options) -> Iterator[Problem]:
+    count, seconds = options.finalists, options.time_limit
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MOST_FINALISTS:
+        yield Problem(f"`finalists` must be an int from 0 to {MOST_FINALISTS}", f"finalists = {short(count)}",
+                      "so many plans are compiled, and the best compiled one wins", "write 0 to compile none, or 4",
+                      is_type=isinstance(count, bool) or not isinstance(count, int))  # fmt: skip
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if seconds is not None and (not is_number or not seconds > 0):
+        yield Problem("`time_limit` must be a number of seconds above 0", f"time_limit = {short(seconds)}",
+                      "the search answers with the best it has after so long", "write 60", is_type=not is_number)  # fmt: skip
+
+
+def _of_the_compiler(given: Any) -> Iterator[Problem]:
+    odd = [key for key in given if not isinstance(key, str)] if isinstance(given, Mapping) else []
+    if given is not None and (odd or not isinstance(given, Mapping)):
+        what = f"holds {a(odd[0])} for a name" if odd else f"must be a dict, but it is {a(given)}"
+        yield Problem(f"`compiler_options` {what}", f"compiler_options = {short(given)}",
+                      "it gives XLA's options values, by their names",
+                      'write {"xla_cpu_enable_fast_math": True}, or leave it out', is_type=True)  # fmt: skip
+
+
+def _of_the_mode(mode: str | None) -> list[Problem]:
+    try:
+        if mode is not None:
+            search.select(mode)
+    except ShardError as error:
+        return list(error.problems)
+    return []

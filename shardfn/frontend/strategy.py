@@ -1,0 +1,408 @@
+"""What the user wrote (tuples, None, AUTO, Layouts, specs) matched with the arrays of a call.
+
+A strategy is a pytree prefix: one entry for each positional argument, and for a pytree argument an entry may be a
+container with the same keys. Everything wrong is collected, nothing is raised here but by the caller.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import tree_util
+from jax.sharding import PartitionSpec
+
+from shardfn.errors import Problem, a
+from shardfn.frontend.paths import join, listed, met, near, normal, ruled
+from shardfn.mindspore.layout import Layout
+
+
+class Auto:
+    """The type of `AUTO`, which stays the one it is when it is copied or pickled."""
+
+    def __repr__(self) -> str:
+        return "AUTO"
+
+    def __reduce__(self) -> str:
+        return "AUTO"
+
+
+AUTO = Auto()
+"""An entry that leaves the layout to the search."""
+
+Entry = Any
+"""tuple of ints | None | AUTO | Layout | PartitionSpec | NamedSharding"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One array of a call, or of its result, and what was said about it."""
+
+    path: str
+    """`params/layers/0/w1`; the first part is the argument's name."""
+    label: str
+    """How an error speaks of it: "argument 1 `w1`"."""
+    shape: tuple[int, ...]
+    dtype: str
+    entry: Entry = AUTO
+    where: str = ""
+    """Where the entry stands: `in_strategy[1]`, `parameter_plan['w1']`."""
+    by: str = "you"
+    """Who wrote the entry: "you", or "file"."""
+
+    @property
+    def text(self) -> str:
+        """`w1: float32[30, 64]`."""
+        return f"{self.path}: {self.dtype}{list(self.shape)}"
+
+    @property
+    def source(self) -> str:
+        """Where the entry stands, with the entry and the array."""
+        return f"{self.where} = {self.entry!r}, {self.text}" if self.where else self.text
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """One positional argument: its name, how errors speak of it, and its value (arrays or their shapes)."""
+
+    name: str
+    label: str
+    value: Any
+
+
+def shape_of(leaf: Any) -> tuple[tuple[int, ...], str] | None:
+    """Shape and dtype of anything JAX takes as an array; None for what it does not.
+
+    >>> shape_of(np.zeros((2, 3), np.int32)), shape_of(1.0), shape_of("text")
+    (((2, 3), 'int32'), ((), 'float32'), None)
+    """
+    if isinstance(leaf, bool | int | float | complex):
+        return (), str(jax.dtypes.canonicalize_dtype(type(leaf)))
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    if not isinstance(shape, tuple) or dtype is None or dtype == np.dtype(object):
+        return None
+    if isinstance(dtype, np.dtype) and dtype.kind in "USMmV" and not jax.numpy.issubdtype(dtype, np.number):
+        return None
+    if isinstance(dtype, np.dtype) and not dtype.isnative:
+        return None
+    if isinstance(dtype, np.dtype):  # what JAX makes of it: NumPy's float64 arrives as float32 unless x64 is on
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return tuple(int(d) for d in shape), str(dtype)
+
+
+UNKNOWN = "?"
+"""The dtype of a leaf that is no array."""
+
+
+def leaves_of(argument: Argument, problems: list[Problem]) -> list[Leaf]:
+    """The arrays of an argument in pytree order; what is no array becomes a problem."""
+    found = []
+    for key, value in tree_util.tree_flatten_with_path(argument.value)[0]:
+        path = join(argument.name, key)
+        shape = shape_of(value)
+        if shape is None:
+            problems.append(_not_an_array(argument, path, value, nested=bool(key)))
+            shape = ((), UNKNOWN)
+        label = argument.label if not key else f"{argument.label} at `{path}`"
+        found.append(Leaf(path, label, *shape))
+    return found
+
+
+def _not_an_array(argument: Argument, path: str, value: Any, nested: bool) -> Problem:
+    if isinstance(value, np.ndarray):
+        fix = "convert it to a dtype that JAX has, such as float32, or leave it out of the call"
+    elif nested and callable(value):
+        fix = ("close over it, and give the arrays alone; of an Equinox module, arrays, rest = "
+               f"eqx.partition({argument.name if argument.name.isidentifier() else 'model'}, eqx.is_array) parts them, and in "
+               "the function eqx.combine(arrays, rest) is the module again")  # fmt: skip
+    elif nested:
+        fix = "take it out of that argument: close over it, or pass it as a static argument of its own"
+    elif argument.name.isidentifier():
+        fix = f"make it static, then it has no entry: static_argnames={argument.name!r}"
+    else:
+        fix = "make it static with static_argnums, then it has no entry"
+    kind = (
+        "a function" if callable(value) and type(value).__module__.startswith("jax") else a(value)
+    )  # a custom_jvp, say
+    what = f"{argument.label} holds {kind} at `{path}`" if nested else f"{argument.label} is {kind}"
+    if isinstance(value, np.ndarray):
+        what += f" of dtype {value.dtype}"
+    return Problem(
+        f"{what}, which JAX does not take as an array",
+        where=f"{path} = {short(value)}",
+        why="only arrays and numbers can be sharded",
+        fix=fix,
+        is_type=True,
+    )
+
+
+def match(arguments: Sequence[Argument], strategy: Any, name: str, problems: list[Problem]) -> list[Leaf]:
+    """Give every array of `arguments` its entry from `strategy` (`in_strategy` or `out_strategy`, called `name`).
+
+    `strategy` None leaves all of them AUTO. The number of entries must be the number of arguments.
+    """
+    per_argument = [leaves_of(a, problems) for a in arguments]
+    if strategy is None:
+        return [leaf for leaves in per_argument for leaf in leaves]
+    if not isinstance(strategy, tuple) or isinstance(strategy, PartitionSpec):
+        problems.append(
+            Problem(
+                f"`{name}` must be a tuple with one entry for each {_NOUN[name]}, but it is {a(strategy)}",
+                where=f"{name} = {short(strategy)}",
+                why=_COUNTS[name],
+                fix=_as_tuple(strategy, name),
+                is_type=True,
+            )
+        )
+        return [leaf for leaves in per_argument for leaf in leaves]
+    if len(strategy) != len(arguments):
+        names = ", ".join(a.name for a in arguments) or "none"
+        problems.append(
+            Problem(
+                f"`{name}` has {count(len(strategy), 'entry', 'entries')} for "
+                f"{count(len(arguments), _NOUN[name], _NOUN[name] + 's')}",
+                where=f"{name} = {short(strategy)}; {_NOUN[name]}s: {names}",
+                why=_COUNTS[name],
+                fix=_fix_count(strategy, arguments, name),
+            )
+        )
+        return [leaf for leaves in per_argument for leaf in leaves]
+    found: list[Leaf] = []
+    for i, (argument, leaves, entry) in enumerate(zip(arguments, per_argument, strategy, strict=True)):
+        entries = _spread(entry, argument.value, f"{name}[{i}]", argument.label, problems)
+        found += [dataclasses.replace(leaf, entry=e, where=w) for leaf, (e, w) in zip(leaves, entries, strict=True)]
+    return found
+
+
+_NOUN = {"in_strategy": "argument", "out_strategy": "output", "dataset_strategy": "argument",
+         "strategy": "input", "context.dataset_strategy": "input"}  # fmt: skip
+_COUNTS = {
+    "in_strategy": "each positional argument has one entry, a pytree too; static and keyword-only ones have none",
+    "out_strategy": "each element of a returned tuple has one entry; any other result is one output",
+    "dataset_strategy": "without an in_strategy, the first arguments of the function are the inputs of the data set",
+    "strategy": "each input of the source has one entry, a pytree too",
+    "context.dataset_strategy": "each input of the source has one entry, a pytree too",
+}
+
+
+def count(n: int, one: str, many: str) -> str:
+    """`n` with its noun."""
+    return f"{n} {one if n == 1 else many}"
+
+
+def _fix_count(strategy: tuple[Any, ...], arguments: Sequence[Argument], name: str) -> str:
+    if is_entry(strategy) and strategy and len(arguments) == 1:
+        return f"write {name}=({strategy!r},): the outer tuple counts {_NOUN[name]}s"
+    if not arguments:
+        return f"leave {name} out, or write {name}=()"
+    missing = len(arguments) - len(strategy)
+    if missing > 0:
+        return (f"add {count(missing, 'entry', 'entries')}, for instance AUTO, which leaves the choice to the library: "
+                f"{name}={short((*strategy, *[AUTO] * missing))}")  # fmt: skip
+    return f"remove {count(-missing, 'entry', 'entries')}"
+
+
+def _as_tuple(strategy: Any, name: str) -> str:
+    if strategy is AUTO:
+        return f"leave {name} out: then all of it is AUTO"
+    if isinstance(strategy, list):
+        return f"write {name}={short(tuple(tuple(e) if isinstance(e, list) else e for e in strategy))}"
+    if isinstance(strategy, dict):
+        return f"write the entries in the order of the {_NOUN[name]}s: {name}={short(tuple(strategy.values()))}"
+    if isinstance(strategy, Layout | PartitionSpec | jax.sharding.Sharding):
+        return f"write {name}=({strategy!r},)"
+    return f"write a tuple of entries, such as {name}=((4, 1), None)"
+
+
+def is_entry(entry: Any) -> bool:
+    """Whether `entry` speaks of one array (and is spread over a subtree), rather than holding entries itself."""
+    if entry is None or isinstance(entry, Auto | Layout | PartitionSpec | jax.sharding.Sharding):
+        return True
+    if isinstance(entry, tuple) and type(entry) is tuple:
+        return not any(isinstance(e, tuple | list | dict | Auto | Layout | PartitionSpec | jax.sharding.Sharding)
+                       or e is None for e in entry)  # fmt: skip
+    return not isinstance(entry, tuple | list | dict) and tree_util.all_leaves([entry])
+
+
+def _children(tree: Any) -> list[tuple[str, Any]]:
+    flat = tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0]
+    return [(join("", key), child) for key, child in flat]
+
+
+def _spread(entry: Any, tree: Any, where: str, label: str, problems: list[Problem]) -> list[tuple[Entry, str]]:
+    """One (entry, where) for every leaf of `tree`."""
+    count = len(tree_util.tree_leaves(tree))
+    if is_entry(entry):
+        if not count and where.startswith("out_strategy") and entry not in (None, AUTO, ()):
+            problems.append(
+                Problem(
+                    f"{label} holds no array, but it has an entry",
+                    where=f"{where} = {short(entry)}, {label.removeprefix('the ')}: {short(tree)}",
+                    why="an entry that lies on nothing would be without effect",
+                    fix=f"write AUTO there, or return the array: {where} = AUTO",
+                )
+            )
+        return [(entry, where)] * count
+    if tree_util.all_leaves([tree]) and count == 1:
+        problems.append(
+            Problem(
+                f"{label} is one array, but its entry is {a(entry)} of entries"
+                if not isinstance(entry, list)
+                else f"the entry of {label} is a list",
+                where=f"{where} = {short(entry)}, {_array_text(tree)}",
+                why="the entry of an array is a flat tuple of ints; None and AUTO stand for a whole entry",
+                fix=f"write a tuple of ints: {where} = {_flat_ints(entry, tree)!r}",
+                is_type=True,
+            )
+        )
+        return [(AUTO, where)]
+    mine, theirs = dict(_children(tree)), dict(_children(entry))
+    wrong = [k for k in theirs if k not in mine] + [k for k in mine if k not in theirs]
+    if wrong:
+        problems.append(
+            Problem(
+                f"{label} and its entry differ in structure",
+                where=f"{where} has {', '.join(theirs) or 'nothing'}; the arrays are {', '.join(mine) or 'none'}",
+                why="; ".join(_mismatch(k, mine) for k in wrong[:4]),
+                fix=_fix_structure(tree, mine, theirs, where),
+            )
+        )
+        return [(AUTO, where)] * count
+    spread: list[tuple[Entry, str]] = []
+    for key, child in mine.items():
+        step = key if isinstance(tree, list | tuple) and key.isdigit() else repr(key)
+        spread += _spread(theirs[key], child, f"{where}[{step}]", label, problems)
+    return spread
+
+
+def _mismatch(key: str, mine: dict[str, Any]) -> str:
+    if key in mine:
+        return f"{key!r} has no entry"
+    close = _close(key, mine)
+    return f"there is no {key!r}" + (f" (did you mean {close!r}?)" if close else "")
+
+
+def _close(key: str, keys: Iterable[str]) -> str | None:
+    lower = {k.lower(): k for k in keys}
+    close = difflib.get_close_matches(key.lower(), list(lower), 1)
+    return lower[close[0]] if close else None
+
+
+def _array_text(array: Any) -> str:
+    shape, dtype = shape_of(array) or ((), UNKNOWN)
+    return f"{dtype}{list(shape)}" if dtype != UNKNOWN else short(array)
+
+
+def _fix_structure(tree: Any, mine: dict[str, Any], theirs: dict[str, Any], where: str) -> str:
+    if type(tree) is not dict or len(mine) > 8:
+        return "give one entry for all of it, or one for each of these keys; AUTO leaves a key open"
+    close = {k: _close(k, [t for t in theirs if t not in mine]) for k in mine}
+    entries = {k: theirs.get(k, theirs.get(close[k] or "", AUTO)) for k in mine}
+    return f"give every key an entry, AUTO leaves it open: {where} = {short(entries)}"
+
+
+def _flat_ints(entry: Any, array: Any) -> Any:
+    """`entry` as cuts of `array`, as near to what was written as its rank allows."""
+    known = shape_of(array)
+    flat = [e if type(e) is int and e > 0 else 1 for e in tree_util.tree_leaves(entry, is_leaf=lambda e: e is None)]
+    return fitting(flat, known[0]) if known else tuple(flat)
+
+
+def fitting(cuts: Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """`cuts` brought to the rank of `shape`, whole where they do not divide it."""
+    padded = [*cuts, *[1] * len(shape)][: len(shape)]
+    return tuple(int(c) if c > 0 and n % c == 0 else 1 for c, n in zip(padded, shape, strict=True))
+
+
+def short(value: Any, limit: int = 100) -> str:
+    """`repr` on one line, cut where it gets long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def apply_parameter_plan(leaves: Sequence[Leaf], plan: Any, problems: list[Problem]) -> list[Leaf]:
+    """Override entries by path glob. `.` and `/` separate alike, a leading `self.` and the argument's name are optional."""
+    if plan is None:
+        return list(leaves)
+    if not isinstance(plan, dict):
+        problems.append(
+            Problem(
+                f"`parameter_plan` must be a dict from path to entry, but it is {a(plan)}",
+                where=f"parameter_plan = {short(plan)}",
+                why="it gives single arrays entries, by their paths",
+                fix='write it as parameter_plan={"params/w1": (1, 4)}',
+                is_type=True,
+            )
+        )
+        return list(leaves)
+    full = [normal(leaf.path) for leaf in leaves]
+    globs: list[str] = []
+    for pattern, entry in plan.items():
+        where = f"parameter_plan[{pattern!r}]"
+        if not isinstance(pattern, str):
+            problems.append(
+                Problem(
+                    f"a key of `parameter_plan` is {a(pattern)}",
+                    where=f"{where} = {short(entry)}",
+                    why="a key is the path of an array, or a glob of paths",
+                    fix='write a string there, such as "params/w1"',
+                    is_type=True,
+                )
+            )
+            continue
+        if not is_entry(entry) or isinstance(entry, str | int | float):
+            likely = tuple(entry) if isinstance(entry, list) and all(type(e) is int for e in entry) else (1, 4)
+            problems.append(
+                Problem(
+                    f"a value of `parameter_plan` is {a(entry)}",
+                    where=f"{where} = {short(entry)}",
+                    why=ENTRY_KINDS,
+                    fix=f"write {where} = {likely!r}",
+                    is_type=True,
+                )
+            )
+            continue
+        globs.append(pattern)
+    found = ruled(globs, full, lambda one, two: plan[globs[one]] == plan[globs[two]], _met_in_cell)
+    for pattern in (globs[rule] for rule in found.missing):
+        close = near(pattern, full)
+        problems.append(
+            Problem(
+                f"`parameter_plan` names `{pattern}`, which is no array of this call",
+                where=f"parameter_plan[{pattern!r}] = {short(plan[pattern])}",
+                why=f"the arrays are {listed(full)}",
+                fix=f"did you mean {' or '.join(map(repr, close))}?"
+                if close
+                else "use one of these paths, or a glob that meets them: * stands for any part",
+            )
+        )
+    for i, one, two in found.clashes:
+        said = (f"parameter_plan[{globs[rule]!r}] = {short(plan[globs[rule]])}" for rule in (one, two))
+        problems.append(
+            Problem(
+                f"two rules of `parameter_plan` speak of `{leaves[i].path}`",
+                where=" and ".join(said),
+                why="an array has one entry, and no rule comes before the other",
+                fix="make one of the globs narrower, or name the path itself",
+            )
+        )
+    rule_of = {i: globs[rule] for i, rule in found.rules.items()}
+    return [
+        dataclasses.replace(leaf, entry=plan[rule_of[i]], where=f"parameter_plan[{rule_of[i]!r}]", by="you")
+        if i in rule_of
+        else leaf
+        for i, leaf in enumerate(leaves)
+    ]
+
+
+def _met_in_cell(pattern: str, paths: Sequence[str]) -> tuple[list[int], str]:
+    """`met`, and MindSpore's paths too, which it writes from the class around the Cell: `self.block.w` for `w`."""
+    hits, glob = met(pattern, paths)
+    return (hits, glob) if hits or not pattern.startswith("self.") else met(glob.partition("/")[2], paths)
+
+
+ENTRY_KINDS = "an entry is a tuple of ints, None, AUTO, a Layout, a PartitionSpec or a NamedSharding"

@@ -1,0 +1,93 @@
+"""A function and shapes to a lowered module, on paper: no device is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import tree_util
+from jax.core import Tracer
+from jax.extend import core as jex_core
+
+from shardfn.errors import StrategyError, fail
+from shardfn.ir import shardy
+from shardfn.ir.model import Graph
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A function lowered for a platform.
+
+    The module's arguments are `captured` arrays first (those the function closes over, where they are tracers of a
+    transformation outside), then the call's arrays; `results` is the pytree of result shapes.
+    """
+
+    module: Any
+    graph: Graph
+    captured: int
+    results: Any
+    grids: tuple[tuple[int, ...], ...]
+    """Sizes of the meshes that the function itself brings along (an inner `shard`, a `shard_map`)."""
+    jaxpr: Any
+    platform: str = ""
+    """What it was lowered for."""
+    seen: shardy.Seen | None = None
+    """What was read of the module, for its flows."""
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Graph values of the call's arrays."""
+        return self.graph.inputs[self.captured :]
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Graph values of the results, without tokens of ordered effects."""
+        return self.graph.outputs[len(self.graph.outputs) - len(tree_util.tree_leaves(self.results)) :]
+
+
+def trace(function: Callable[..., Any], args: Sequence[Any], static_argnums: tuple[int, ...], platform: str) -> Traced:
+    """Trace and lower `function` for `platform` (as `lowering_platforms` of JAX names it).
+
+    What calls back into Python cannot be lowered for a platform that is not here: then it is lowered for the one that is,
+    whose ops are the same but for those that a platform has of its own. Errors of the function itself come out as they are.
+    """
+    traced = jax.jit(function, static_argnums=static_argnums, keep_unused=True).trace(*args)
+    results = tree_util.tree_map(lambda o: jax.ShapeDtypeStruct(o.shape, o.dtype), traced.out_info)
+    jaxpr = traced.jaxpr
+    if mapped := [effect.name for effect in jaxpr.effects if type(effect).__name__ == "NamedAxisEffect"]:
+        fail(StrategyError, f"`{function.__name__}` works along the axis `{mapped[0]}` of a vmap around it",
+             where=f"axis_name = {mapped[0]!r}", why="it is planned on its own, where that axis is not there",
+             fix=f"shard what is mapped: shard(jax.vmap(f, axis_name={mapped[0]!r}), ...)")  # fmt: skip
+    if any(isinstance(c, Tracer) for c in jaxpr.consts):
+        open_ = jaxpr.jaxpr
+
+        def lifted(consts: list[Any], flat: list[Any]) -> list[Any]:
+            return jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(open_, consts))(*flat)
+
+        shapes = [jax.ShapeDtypeStruct(c.shape, c.dtype) for c in jaxpr.consts]
+        flat = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in jaxpr.in_avals]
+        traced = jax.jit(lifted, keep_unused=True).trace(shapes, flat)
+    try:
+        lowered = traced.lower(lowering_platforms=(platform,))
+    except ValueError:
+        if platform == jax.default_backend():
+            raise
+        platform, lowered = jax.default_backend(), traced.lower()
+    module = shardy.flat(lowered.compiler_ir("stablehlo"))
+    seen = shardy.Seen()
+    graph = shardy.read_graph(module, seen)
+    dynamic = [a for i, a in enumerate(args) if i not in static_argnums]
+    captured = len(graph.inputs) - len(tree_util.tree_leaves(dynamic))
+    return Traced(module, graph, captured, results, shardy.grids(module), traced.jaxpr.jaxpr, platform, seen)
+
+
+def shaped(leaf: Any) -> Any:
+    """A leaf as tracing sees it, without its data; numbers stay as they are, for their weak type."""
+    if isinstance(leaf, bool | int | float | complex):
+        return leaf
+    weak = bool(getattr(leaf, "weak_type", False))
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) if isinstance(leaf.dtype, np.dtype) else leaf.dtype
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=weak)

@@ -1,6 +1,0 @@
-"""Inference: where each weight lies when a function is served, and a training checkpoint loaded into that."""
-
-from shardfn.inference.loading import load_distributed_checkpoint
-from shardfn.inference.predict import PredictLayout, WeightLayout, infer_predict_layout
-
-__all__ = ["PredictLayout", "WeightLayout", "infer_predict_layout", "load_distributed_checkpoint"]

@@ -1,0 +1,95 @@
+"""Dim classes: which dims of which values are the same dimension, by union-find over the sharding rules."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from shardfn.ir.model import Dims, Graph, Rule
+
+
+@dataclasses.dataclass(frozen=True)
+class Classes:
+    """`of[value][dim]` is the class of a dim, numbered by first appearance over the function's inputs."""
+
+    of: tuple[tuple[int, ...], ...]
+    count: int
+
+    def members(self, values: tuple[int, ...]) -> dict[int, list[tuple[int, int]]]:
+        """For each class that meets `values`: its (position in `values`, dim) pairs, in order."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for position, value in enumerate(values):
+            for dim, class_ in enumerate(self.of[value]):
+                found.setdefault(class_, []).append((position, dim))
+        return found
+
+
+def dim_classes(graph: Graph) -> Classes:
+    """Tie the dims that a program treats as one dimension.
+
+    Two dims are tied where a factor of a sharding rule stands alone in both and their sizes agree; a dim made of
+    several factors (`b*t` after a reshape) is tied through its major one. Factors that must be whole tie nothing.
+    Values that hold the same array (loop carries, branches) are tied dim by dim.
+    """
+    first = [0]
+    for value in graph.values:
+        first.append(first[-1] + len(value.shape))
+    parent = list(range(first[-1]))
+
+    def find(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    def tie(i: int, j: int) -> None:
+        a, b = find(i), find(j)
+        if a != b:
+            parent[max(a, b)] = min(a, b)
+
+    known: dict[int, list[tuple[int, int, int, int]]] = {}
+    for op in graph.ops:
+        if op.rule is None:
+            continue
+        parts = known.get(id(op.rule))
+        if parts is None:
+            parts = known[id(op.rule)] = list(_parts(op.rule))
+        seen: dict[int, int] = {}
+        inputs, outputs, operands = op.inputs, op.outputs, len(op.rule.operands)
+        for position, dim, factor, alone in parts:
+            values, at = (inputs, position) if position < operands else (outputs, position - operands)
+            if at >= len(values):
+                continue
+            size = graph.values[values[at]].shape[dim]
+            if size == 1 or (alone and size != alone):
+                continue  # a slice or a pad: not the same dim any more
+            here = first[values[at]] + dim
+            tie(seen.setdefault(factor, here), here)
+    for a, b in graph.ties:
+        for dim in range(min(len(graph.values[a].shape), len(graph.values[b].shape))):
+            tie(first[a] + dim, first[b] + dim)
+
+    numbers: dict[int, int] = {}
+    order = [*graph.inputs, *graph.outputs, *range(len(graph.values))]
+    for value in order:
+        for dim in range(len(graph.values[value].shape)):
+            numbers.setdefault(find(first[value] + dim), len(numbers))
+    of = tuple(
+        tuple(numbers[find(first[v] + d)] for d in range(len(value.shape))) for v, value in enumerate(graph.values)
+    )
+    return Classes(of, len(numbers))
+
+
+def _parts(rule: Rule) -> Iterator[tuple[int, int, int, int]]:
+    """(operand or result, dim, its major factor, the factor's size where it stands alone, else 0) of what a rule ties."""
+    for position, dims in enumerate((*rule.operands, *rule.results)):
+        for dim, factor in _leading(dims, rule.sizes):
+            alone = len(dims[dim]) == 1
+            if factor not in rule.replicated and (alone or factor not in rule.permuted):
+                yield position, dim, factor, rule.sizes[factor] if alone else 0
+
+
+def _leading(dims: Dims, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(dim, its major factor that is larger than 1) for every dim that has one."""
+    found = ((dim, next((f for f in factors if sizes[f] > 1), None)) for dim, factors in enumerate(dims))
+    return [(dim, factor) for dim, factor in found if factor is not None]

@@ -1,0 +1,105 @@
+"""The one door to `jax.extend.mlir`: its bindings, and how a module is walked, numbered and run through passes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax.extend.mlir import ir, passmanager
+from jax.extend.mlir.dialects import sdy, stablehlo
+
+from shardfn.ir.model import Value
+
+__all__ = [
+    "GRID",
+    "NUMBER",
+    "blocks_of",
+    "functions_of",
+    "ir",
+    "mesh_axes",
+    "number_all",
+    "number_of",
+    "passmanager",
+    "preorder",
+    "run",
+    "sdy",
+    "stablehlo",
+    "symbol_of",
+    "value_of",
+]
+
+GRID = "grid"  # the name of our mesh inside the module
+
+
+NUMBER = "number"
+"""Of an op in `Ready.module`: an attribute that stays on it through the passes, and on its copies."""
+
+
+_UNNUMBERED = frozenset({"builtin.module", "func.func", "stablehlo.constant"})
+"""Ops that may not have the attribute, and constants, of which Shardy puts equal ones together; it changes its own ops."""
+
+
+def run(pipeline: str, module: Any) -> None:
+    """Run passes on a module that is verified once, before: again after each pass takes twice as long as the passes do."""
+    module.verify()
+    passes = passmanager.PassManager.parse(pipeline)
+    passes.enable_verifier(False)
+    passes.run(module)
+
+
+def functions_of(module: Any) -> Iterator[Any]:
+    """The functions that stand in a module."""
+    return (op.operation for op in module.regions[0].blocks[0].operations if op.operation.name == "func.func")
+
+
+def symbol_of(op: Any) -> str:
+    """The name of a function or a mesh."""
+    return ir.StringAttr(op.attributes["sym_name"]).value
+
+
+def preorder(op: Any) -> list[Any]:
+    """An op and all ops inside it, in program order."""
+    found = [op]
+    for region in op.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                found += preorder(inner.operation) if len(inner.operation.regions) else [inner.operation]
+    return found
+
+
+def blocks_of(block: Any) -> Iterator[Any]:
+    """A block and those inside it, in the order of `in_order`."""
+    yield block
+    for view in block.operations:
+        for region in view.operation.regions:
+            for inner in region.blocks:
+                yield from blocks_of(inner)
+
+
+def number_all(ops: Sequence[Any], first: int) -> int:
+    """Number ops; gives the next number."""
+    kind = ir.IntegerType.get_signless(64)
+    for n, op in enumerate(ops, first):
+        if op.name not in _UNNUMBERED and not op.name.startswith("sdy."):
+            op.attributes[NUMBER] = ir.IntegerAttr.get(kind, n)
+    return first + len(ops)
+
+
+def number_of(op: Any) -> int:
+    """An op's number, -1 where it has none."""
+    return ir.IntegerAttr(op.attributes[NUMBER]).value if NUMBER in op.attributes else -1
+
+
+def value_of(type_: Any) -> Value:
+    """Shape and dtype of a type."""
+    try:
+        tensor = ir.RankedTensorType(type_)
+    except ValueError:  # a token
+        return Value((), "token")
+    return Value(tuple(tensor.shape), str(tensor.element_type))
+
+
+def mesh_axes(attribute: Any) -> list[tuple[str, int]]:
+    """(name, size) of the axes of a mesh attribute."""
+    return [(m[0], int(m[1])) for m in re.findall(r'"([^"]+)"=(\d+)', str(attribute))]

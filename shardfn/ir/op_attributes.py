@@ -1,0 +1,215 @@
+"""What one op of a module says, however things are laid out: its rule, its window, its line, a loop's iterations."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from typing import Any
+
+from shardfn.ir.mlir import NUMBER, ir, sdy, stablehlo
+from shardfn.ir.model import Convolution, Rule, Tap
+from shardfn.ir.source_lines import user_line
+from shardfn.ir.windows import ATTRIBUTES, WINDOWED, taps
+
+
+def rule_of(attribute: Any) -> Rule:
+    """Shardy's rule, as data."""
+    r = sdy.OpShardingRuleAttr(attribute)
+
+    def dims(mapping: Any) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(sdy.DimMappingAttr(d).factor_indices) for d in sdy.TensorMappingAttr(mapping).dim_mappings)
+
+    return Rule(
+        tuple(dims(m) for m in r.operand_mappings),
+        tuple(dims(m) for m in r.result_mappings),
+        tuple(r.factor_sizes),
+        frozenset(r.reduction_factors),
+        frozenset(r.need_replication_factors),
+        frozenset(r.permutation_factors),
+    )
+
+
+def convolution_of(op: Any) -> Convolution:
+    """Which dims of a convolution are spatial or in groups, and whether its window takes every element."""
+    numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
+    steps = ("window_strides", "lhs_dilation", "rhs_dilation")
+    is_dense = all(
+        step == 1 for name in steps if name in op.attributes for step in ir.DenseI64ArrayAttr(op.attributes[name])
+    )
+    return Convolution(
+        tuple(numbers.input_spatial_dimensions),
+        tuple(numbers.kernel_spatial_dimensions),
+        tuple(numbers.output_spatial_dimensions),
+        is_dense,
+        tuple(
+            (which, dim, groups)
+            for name, at in (
+                ("feature_group_count", numbers.input_feature_dimension),
+                ("batch_group_count", numbers.input_batch_dimension),
+            )
+            if (groups := ir.IntegerAttr(op.attributes[name]).value) > 1
+            for which, dim in enumerate((at, numbers.kernel_output_feature_dimension, numbers.output_feature_dimension))
+        ),
+        ir.IntegerAttr(op.attributes["batch_group_count"]).value > 1,
+    )
+
+
+def taps_of(op: Any, name: str) -> tuple[Tap, ...]:
+    """Which rows of its operands each row of an op's result reads (`graph.windows`)."""
+    if name not in WINDOWED:
+        return ()
+    numbers = {a: list(ir.DenseI64ArrayAttr(op.attributes[a])) for a in ATTRIBUTES if a in op.attributes}
+    if "padding" in op.attributes:
+        rows = ir.DenseIntElementsAttr(op.attributes["padding"])
+        numbers["padding"] = [rows[i] for i in range(len(rows))]
+    if name == "convolution":
+        d = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
+        spatial = (d.input_spatial_dimensions, d.kernel_spatial_dimensions, d.output_spatial_dimensions)
+        numbers |= {key: list(dims) for key, dims in zip(("image", "kernel", "result"), spatial, strict=True)}
+    shapes = [ir.RankedTensorType(v.type).shape for v in (*op.operands, *op.results)]
+    return taps(name, numbers, shapes)
+
+
+def reduced_of(op: Any, name: str) -> tuple[tuple[int, int], ...]:
+    """(operand, dim) pairs whose sizes multiply the work of each element of the result."""
+    if name == "stablehlo.dot_general":
+        numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
+        return tuple((0, d) for d in numbers.lhs_contracting_dimensions)
+    if name == "stablehlo.convolution":
+        numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
+        kernel = ir.RankedTensorType(op.operands[1].type)
+        return tuple((1, d) for d in range(kernel.rank) if d != numbers.kernel_output_feature_dimension)
+    if name == "stablehlo.reduce":
+        return tuple((0, int(d)) for d in ir.DenseI64ArrayAttr(op.attributes["dimensions"]))
+    return ()
+
+
+def combines_of(op: Any) -> str:
+    """By what a reduction of one array, or a scatter into one, combines elements, where that is one op."""
+    if op.name not in ("stablehlo.reduce", "stablehlo.scatter") or len(op.results) > 1:
+        return ""
+    inside = [view.operation.name.split(".", 1)[-1] for view in op.regions[0].blocks[0].operations]
+    return inside[0] if inside[1:] == ["return"] else ""
+
+
+def form_of(op: Any) -> tuple[Any, ...] | None:
+    """What an op does: two with one form make the same of the same operands. None where twice is not the same as once."""
+    if op.name in _EACH_TIME:
+        return None
+    inner = tuple([_form_inside(block) for region in op.regions for block in region.blocks])
+    return op.name, *_attributes(op), *[r.type for r in op.results], *inner
+
+
+def _attributes(op: Any) -> list[Any]:
+    names = sorted([getattr(a, "name", a) for a in op.attributes])  # JAX 0.10 gives names, 0.12 may give pairs
+    return [(n, op.attributes[n]) for n in names if n != NUMBER and not n.startswith("sdy.")]
+
+
+def _form_inside(block: Any) -> tuple[Any, ...]:
+    """Of the ops in a block: what each does, and of what, by place."""
+    place: dict[Any, int] = {argument: n for n, argument in enumerate(block.arguments)}
+    found: list[Any] = [argument.type for argument in block.arguments]
+    for view in block.operations:
+        op = view.operation
+        found.append((form_of(op), *[place.get(o, o) for o in op.operands]))
+        for result in op.results:
+            place[result] = len(place)
+    return tuple(found)
+
+
+_EACH_TIME = frozenset({"stablehlo.custom_call", "stablehlo.rng", "stablehlo.infeed", "stablehlo.outfeed",
+                        "stablehlo.send", "stablehlo.recv", "stablehlo.create_token", "stablehlo.after_all"})  # fmt: skip
+
+
+def cause_of(op: Any) -> str:
+    """The op whose result is communicated, for a reduction; the one that needs it, for the rest."""
+    if "reduce" in op.name:
+        owner = op.operands[0].owner
+        return owner.operation.name.split(".", 1)[-1] if not isinstance(owner, ir.Block) else ""
+    return next((use.owner.operation.name.split(".", 1)[-1] for use in op.results[0].uses), "")
+
+
+_FRAME = re.compile(r'"([^"]+)":(\d+):')
+
+
+def line_of(op: Any) -> str:
+    """`file:line` of the user's code that an op came from."""
+    return _frame(str(op.location))
+
+
+@functools.lru_cache(maxsize=65536)
+def _frame(location: str) -> str:
+    return user_line(_FRAME.findall(location))
+
+
+_DENSE_INT = re.compile(r"dense<(-?\d+)>")
+
+
+def _constant(value: Any) -> int | None:
+    owner = value.owner
+    if isinstance(owner, ir.Block) or not owner.operation.name.endswith(".constant"):
+        return None
+    found = _DENSE_INT.match(str(owner.operation.attributes["value"]))
+    return int(found[1]) if found else None
+
+
+def neutral_of(op: Any, name: str) -> int:
+    """Which operand an op gives back as it is, as the other one is a constant that changes nothing: -1 if none."""
+    known = _NEUTRAL.get(name)
+    if known is None:
+        return -1
+    constant, either = known
+    for side in (1, 0) if either else (1,):
+        if _splat(op.operands[side]) == constant:
+            return 1 - side
+    return -1
+
+
+_NEUTRAL = {
+    "stablehlo.add": (0, True), "stablehlo.subtract": (0, False), "stablehlo.multiply": (1, True), "stablehlo.divide": (1, False),
+    "stablehlo.maximum": (-math.inf, True), "stablehlo.minimum": (math.inf, True),
+}  # fmt: skip
+"""For an op the constant that changes nothing, and whether it may be either operand."""
+
+
+def _splat(value: Any) -> float | None:
+    """What a constant, or a broadcast one, has everywhere."""
+    owner = value.owner
+    if not isinstance(owner, ir.Block) and owner.operation.name == "stablehlo.broadcast_in_dim":
+        owner = owner.operation.operands[0].owner
+    if isinstance(owner, ir.Block) or not owner.operation.name.endswith(".constant"):
+        return None
+    try:
+        every = ir.DenseElementsAttr(owner.operation.attributes["value"])
+        element: Any = every.get_splat_value() if every.is_splat else None
+        return None if element is None else element.value
+    except (TypeError, ValueError, AttributeError):  # an element type that the bindings do not read
+        return None
+
+
+def trip_count(op: Any, condition: Any, body: Any) -> int | None:
+    """Iterations of a `while` that counts from one constant to another, as JAX writes scan and fori_loop."""
+    returned = condition.operations[len(condition.operations) - 1].operation.operands[0]
+    test = returned.owner
+    if isinstance(test, ir.Block) or test.operation.name != "stablehlo.compare":
+        return None
+    test = test.operation
+    if "LT" not in str(test.attributes["comparison_direction"]):
+        return None
+    counter, limit = test.operands
+    if not isinstance(counter.owner, ir.Block):
+        return None
+    position = ir.BlockArgument(counter).arg_number
+
+    def initial(value: Any) -> int | None:
+        if isinstance(value.owner, ir.Block) and value.owner == condition:
+            return _constant(op.operands[ir.BlockArgument(value).arg_number])
+        return _constant(value)
+
+    start, stop = _constant(op.operands[position]), initial(limit)
+    step_op = body.operations[len(body.operations) - 1].operation.operands[position].owner
+    if start is None or stop is None or isinstance(step_op, ir.Block) or step_op.operation.name != "stablehlo.add":
+        return None
+    steps = [c for c in map(_constant, step_op.operation.operands) if c is not None]
+    return max(0, -(-(stop - start) // steps[0])) if steps and steps[0] > 0 else None

@@ -1,0 +1,205 @@
+"""The form in which XLA propagates layouts, made of a module as JAX lowered it.
+
+XLA's own passes come before its propagation. As far as they decide what propagation does, they are done here too: calls
+are put in place, what a loop only hands on is read from outside it, broadcasts that stretch dims of 1 are taken apart,
+and ops stand depth first from the results.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardfn.ir.extra_rules import MISSING_RULES
+from shardfn.ir.mlir import GRID, NUMBER, ir, sdy, value_of
+from shardfn.ir.model import Dims, Rule
+
+
+def as_xla(block: Any, arguments: set[Any]) -> None:
+    """Bring a block into the form that XLA's own passes give it before it propagates, as far as that decides anything."""
+    for view in list(block.operations):
+        op = view.operation
+        for region in op.regions:
+            for inner in region.blocks:
+                as_xla(inner, arguments)
+        if op.name == "stablehlo.while":
+            _free_invariants(op, arguments)
+        elif op.name == "stablehlo.broadcast_in_dim":
+            _take_apart(op)
+        elif op.name.startswith("chlo."):
+            _add_rule(op)
+
+
+def inline(block: Any, functions: Mapping[str, Any]) -> None:
+    """Put the body of a function in the place of its only call."""
+    for view in list(block.operations):
+        op = view.operation
+        for region in op.regions:
+            for inner in region.blocks:
+                inline(inner, functions)
+        if op.name != "func.call":
+            continue
+        function = functions[ir.FlatSymbolRefAttr(op.attributes["callee"]).value]
+        body = function.regions[0].blocks[0]
+        inline(body, functions)
+        for argument, operand in zip(list(body.arguments), list(op.operands), strict=True):
+            argument.replace_all_uses_with(operand)
+        *inside, end = [v.operation for v in body.operations]
+        for moved in inside:
+            moved.move_before(op)
+        for result, value in zip(list(op.results), list(end.operands), strict=True):
+            result.replace_all_uses_with(value)
+        op.erase()
+        function.erase()
+
+
+def in_order(block: Any) -> list[list[int]]:
+    """Order ops as XLA does, depth first from what the block returns: layouts spread in the order of ops.
+
+    Returns for this block, then for those inside it, how many ops stood before each op when it was come to.
+    """
+    ops = [view.operation for view in block.operations]
+    here, end = set(ops), ops[-1]
+    feeding = {op: _feeding(op, here) for op in ops}
+    order: dict[Any, int] = {}
+    for root in (end, *ops):
+        stack = [(root, iter(feeding[root]), len(order) - (end in order))] if root not in order else []
+        while stack:
+            op, rest, begun = stack[-1]
+            following = next((f for f in rest if f not in order), None)
+            if following is not None:
+                stack.append((following, iter(feeding[following]), len(order) - (end in order)))
+                continue
+            stack.pop()
+            order[op] = begun
+    order[end] = order.pop(end)  # last
+    found = [list(order.values())]
+    for op in order:
+        if op != end:
+            op.move_before(end)
+        for region in op.regions:
+            for inner in region.blocks:
+                found += in_order(inner)
+    return found
+
+
+def _feeding(op: Any, here: set[Any]) -> list[Any]:
+    """Ops among `here` whose results an op reads, itself or in its regions."""
+    owners = [value.owner for value in op.operands]
+    found = [o.operation for o in owners if not isinstance(o, ir.Block) and o.operation in here]
+    for region in op.regions:
+        for inner in region.blocks:
+            for view in inner.operations:
+                found += _feeding(view.operation, here)
+    return found
+
+
+def _free_invariants(loop: Any, arguments: set[Any]) -> None:
+    """What every iteration hands on unchanged is read from outside, not carried: the loop may lay it out its own way.
+
+    For an argument of the program, which lies as it was given, that needs an open constraint in between.
+    """
+    condition, body = (region.blocks[0] for region in loop.regions)
+    end = body.operations[len(body.operations) - 1].operation
+    kept = [i for i, argument in enumerate(body.arguments) if end.operands[i] != argument]
+    if not kept or len(kept) == len(loop.operands):
+        return
+    with ir.InsertionPoint(loop), loop.location:
+        new = ir.Operation.create(
+            loop.name, [loop.results[i].type for i in kept], [loop.operands[i] for i in kept], regions=2
+        )
+        for i, value in enumerate(loop.operands):
+            if i in kept:
+                loop.results[i].replace_all_uses_with(new.results[kept.index(i)])
+                continue
+            loop.results[i].replace_all_uses_with(value)
+            rank = len(value_of(value.type).shape)
+            if rank and value in arguments:
+                open_ = ir.Attribute.parse(f"#sdy.sharding<@{GRID}, [{', '.join(['{?}'] * rank)}]>")
+                with ir.InsertionPoint(new):
+                    value = sdy.ShardingConstraintOp(value, open_).result
+            for inside in (condition, body):
+                inside.arguments[i].replace_all_uses_with(value)
+    with ir.InsertionPoint(end), end.location:
+        ir.Operation.create(end.name, operands=[end.operands[i] for i in kept])
+    end.erase()
+    for inside, region in ((condition, new.regions[0]), (body, new.regions[1])):
+        inside.append_to(region)
+        for i in reversed(range(len(loop.operands))):
+            if i not in kept:
+                region.blocks[0].erase_argument(i)
+    loop.erase()
+
+
+def _take_apart(op: Any) -> None:
+    """A broadcast that only adds dims of 1 is a reshape; one that stretches dims of 1 drops them first."""
+    source, result = (ir.RankedTensorType(v.type) for v in (op.operands[0], op.results[0]))
+    dims = list(ir.DenseI64ArrayAttr(op.attributes["broadcast_dimensions"]))
+    kept = [i for i, d in enumerate(dims) if source.shape[i] == result.shape[d]]
+    with ir.InsertionPoint(op), op.location:
+        if dims and math.prod(source.shape) == math.prod(result.shape) and dims == sorted(dims):
+            new = ir.Operation.create("stablehlo.reshape", [result], [op.operands[0]])
+        elif len(kept) < len(dims):
+            small = ir.RankedTensorType.get([source.shape[i] for i in kept], source.element_type)
+            dropped = ir.Operation.create("stablehlo.reshape", [small], [op.operands[0]])
+            at: dict[str, Any] = {"broadcast_dimensions": ir.DenseI64ArrayAttr.get([dims[i] for i in kept])}
+            new = ir.Operation.create(op.name, [result], [dropped.result], at)
+        else:
+            return
+    op.results[0].replace_all_uses_with(new.result)
+    op.erase()
+
+
+def _add_rule(op: Any) -> None:
+    missing = MISSING_RULES.get(op.name.partition(".")[2])
+    rule = missing and missing([value_of(o.type) for o in op.operands], [value_of(r.type) for r in op.results])
+    if rule is not None:
+        op.attributes["sdy.sharding_rule"] = ir.Attribute.parse(rule_text(rule))
+
+
+def rule_text(rule: Rule) -> str:
+    """A rule as Shardy writes it.
+
+    >>> rule_text(Rule((((0,), (1,)),), (((0,), (2,)),), (8, 64, 4), replicated=frozenset({1, 2})))
+    '#sdy.op_sharding_rule<([i, j])->([i, k]) {i=8, j=64, k=4} need_replication={j, k}>'
+    """
+
+    def name(factor: int) -> str:
+        return "ijklmnopqrstuvwxyz"[factor] if factor < 18 else f"z_{factor - 17}"
+
+    def tensors(all_dims: Sequence[Dims]) -> str:
+        return ", ".join("[" + ", ".join("".join(map(name, dim)) for dim in dims) + "]" for dims in all_dims)
+
+    sizes = ", ".join(f"{name(f)}={n}" for f, n in enumerate(rule.sizes))
+    needs = f" need_replication={{{', '.join(map(name, sorted(rule.replicated)))}}}" if rule.replicated else ""
+    return f"#sdy.op_sharding_rule<({tensors(rule.operands)})->({tensors(rule.results)}) {{{sizes}}}{needs}>"
+
+
+def as_one(block: Any, made: dict[Any, Any], numbers: dict[Any, Any]) -> None:
+    """Give ops of constants, and broadcasts, that make the same one number: Shardy puts them together."""
+    for view in block.operations:
+        op = view.operation
+        for region in op.regions:
+            for inner in region.blocks:
+                as_one(inner, made, numbers)
+        is_constant = True
+        for value in op.operands:
+            if value not in made:
+                is_constant = False
+                break
+        if not is_constant and op.name != "stablehlo.broadcast_in_dim":
+            continue
+        if len(op.regions) or len(op.results) != 1:
+            continue
+        names = [getattr(a, "name", a) for a in op.attributes]  # JAX 0.10 gives names, 0.12 may give pairs
+        try:
+            attrs = [(name, op.attributes[name]) for name in names if name != NUMBER]
+        except TypeError:  # a complex constant, which the bindings do not read
+            continue
+        key = op.name, op.results[0].type, *attrs, *[made.get(v, v) for v in op.operands]
+        number = numbers.setdefault(key, op.attributes[NUMBER] if NUMBER in op.attributes else key)
+        if NUMBER in op.attributes:
+            op.attributes[NUMBER] = number
+        if is_constant:
+            made[op.results[0]] = number

@@ -1,0 +1,386 @@
+"""Reads a module: its ops and values as a `Graph`, with the layout of each value where Shardy has set one.
+
+Calls are read in place, once for each call site, so that two callers of one function stay two.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from shardfn.ir.extra_rules import MISSING_RULES, elementwise_rule
+from shardfn.ir.mlir import NUMBER, functions_of, ir, mesh_axes, number_of, sdy, symbol_of, value_of
+from shardfn.ir.model import BOOKKEEPING, COLLECTIVES, Communication, Graph, Op, Rule, Spec, Value
+from shardfn.ir.op_attributes import (
+    cause_of,
+    combines_of,
+    convolution_of,
+    form_of,
+    line_of,
+    neutral_of,
+    reduced_of,
+    rule_of,
+    taps_of,
+    trip_count,
+)
+
+
+class _Fact(NamedTuple):
+    """What an op is, however things are laid out; `rest` are further fields of `Op`, as they stand there."""
+
+    name: str
+    rule: Rule | None
+    where: str
+    unruled: str
+    results: tuple[Value, ...]
+    rest: tuple[Any, ...]
+    form: int
+    """The same for ops that do the same; -1 where twice is not the same as once."""
+    same: int
+    """As in `Op`."""
+    made: dict[Any, Op]
+    """What it was in graphs so far: flows of one module number most values alike."""
+
+
+class Seen:
+    """What was read before of a module, or of another one with the same ops in it: nothing here depends on layouts.
+
+    Facts are kept by number, and by number and location: ops that Shardy puts together can be at either's place.
+    """
+
+    def __init__(self) -> None:
+        self.types: dict[Any, Value] = {}
+        self.rules: dict[Any, Rule] = {}
+        self.lines: dict[Any, str] = {}
+        self.laid: dict[Any, tuple[Spec | None, ...]] = {}
+        self.facts: dict[Any, _Fact] = {}
+        self.forms: dict[Any, int] = {None: -1}
+
+
+class Unknown(Exception):
+    """An op of which nothing was read before, in a module without rules."""
+
+
+class Reader:
+    """Walks one module once; the lists fill as it goes.
+
+    Args:
+      module: the module.
+      seen: what was read before of one with the same ops.
+      count: how many ops the module had as JAX lowered it; 0 where it has no rules, and all is to be in `seen`.
+    """
+
+    def __init__(self, module: Any, seen: Seen | None = None, count: int = 0):
+        self.functions = {symbol_of(f): f for f in functions_of(module)}
+        self.meshes = {
+            symbol_of(op.operation): dict(mesh_axes(op.operation.attributes["mesh"]))
+            for op in module.regions[0].blocks[0].operations
+            if op.operation.name == "sdy.mesh"
+        }
+        self.values: list[Value] = []
+        self.specs: list[Spec] = []
+        self.ops: list[Op] = []
+        self.ties: list[tuple[int, int]] = []
+        self.unruled: dict[str, None] = {}
+        self.uncounted: dict[str, None] = {}
+        self.communications: list[Communication] = []
+        self.manual = False
+        self.region = self.regions = 0
+        """The number of the loop's body or the branch that is read, and of how many there were so far."""
+        self.seen = seen or Seen()
+        self.count = count
+
+    def graph(self) -> Graph:
+        main = self.functions["main"]
+        block = main.regions[0].blocks[0]
+        arg_attrs = main.attributes["arg_attrs"] if "arg_attrs" in main.attributes else None
+        env: dict[Any, int] = {}
+        for i, argument in enumerate(block.arguments):
+            attrs: Any = ir.DictAttr(arg_attrs[i]) if arg_attrs is not None else ()
+            sharding = attrs["sdy.sharding"] if "sdy.sharding" in attrs else None
+            env[argument] = self.new(argument.type, self.spec(sharding))
+        inputs = tuple(env[a] for a in block.arguments)
+        outputs = self.walk(block, env, 1)
+        if "res_attrs" in main.attributes:
+            laid = [ir.DictAttr(attrs) for attrs in main.attributes["res_attrs"]]
+            outputs = tuple(
+                self.laid_as(v, attrs["sdy.sharding"]) if "sdy.sharding" in attrs else v
+                for v, attrs in zip(outputs, laid, strict=True)
+            )
+        return Graph(
+            tuple(self.values), tuple(self.ops), inputs, outputs, tuple(self.ties),
+            tuple(self.unruled), tuple(self.uncounted),
+        )  # fmt: skip
+
+    def where(self, op: Any) -> str:
+        """The user's line of an op; few ops have one of their own, and printing a location takes long."""
+        location = op.location.attr
+        found = self.seen.lines.get(location)
+        if found is None:
+            found = self.seen.lines[location] = line_of(op)
+        return found
+
+    # ---- values
+
+    def new(self, type_: Any, spec: Spec | None) -> int:
+        self.values.append(self.value(type_))
+        self.specs.append(spec if spec is not None else ((),) * len(self.values[-1].shape))
+        return len(self.values) - 1
+
+    def value(self, type_: Any) -> Value:
+        found = self.seen.types.get(type_)
+        if found is None:
+            found = self.seen.types[type_] = value_of(type_)
+        return found
+
+    def spec(self, attribute: Any) -> Spec | None:
+        if attribute is None or self.manual:
+            return None
+        dims = sdy.TensorShardingAttr(attribute).dimension_shardings
+        if not len(dims):  # a scalar, or a host callback, which holds its array on one device
+            return None
+        return tuple(tuple(_axis(a) for a in sdy.DimensionShardingAttr(d).axes) for d in dims)
+
+    def results(self, op: Any, attrs: Any = None, values: Sequence[Value] | None = None) -> tuple[int, ...]:
+        """New values for an op's results, as they are laid out."""
+        attrs = op.attributes if attrs is None else attrs
+        values = [self.value(r.type) for r in op.results] if values is None else values
+        specs: Sequence[Spec | None] = ()
+        if self.manual or not len(values):
+            pass
+        elif "sdy.sharding" in attrs:
+            attribute = attrs["sdy.sharding"]
+            laid = self.seen.laid
+            specs = laid.get(attribute) or laid.setdefault(
+                attribute, tuple(self.spec(each) for each in sdy.TensorShardingPerValueAttr(attribute).shardings)
+            )
+        elif "out_sharding" in attrs:
+            specs = (self.spec(attrs["out_sharding"]),)
+        elif op.name == "sdy.sharding_constraint" or op.name == "sdy.reshard":
+            specs = (self.spec(attrs["sharding"]),)
+        first = len(self.values)
+        self.values += values
+        for i, value in enumerate(values):
+            spec = specs[i] if i < len(specs) else None
+            self.specs.append(((),) * len(value.shape) if spec is None else spec)
+        return tuple(range(first, first + len(values)))
+
+    def laid_as(self, value: int, sharding: Any, trips: int = 1) -> int:
+        """The value in a layout of its own: through a reshard, if it lies otherwise."""
+        spec = self.spec(sharding)
+        if spec is None or spec == self.specs[value]:
+            return value
+        form = self.values[value]
+        self.values.append(form)
+        self.specs.append(spec)
+        moved = len(self.values) - 1
+        self.ops.append(Op("reshard", (value,), (moved,), elementwise_rule([form], [form]), trips, ""))
+        return moved
+
+    # ---- ops
+
+    def walk(self, block: Any, env: dict[Any, int], trips: int) -> tuple[int, ...]:
+        """Read the ops of a block; returns the ids of what its terminator hands back."""
+        for view in block.operations:
+            op = view.operation
+            name = op.name
+            if name in _TERMINATORS:
+                return tuple(env[o] for o in op.operands)
+            visit = _STRUCTURED.get(name)
+            if visit is not None:
+                ids = visit(self, op, env, trips)
+            else:
+                ids = self.plain(op, name, env, trips)
+            for result, id_ in zip(op.results, ids, strict=True):
+                env[result] = id_
+        return ()
+
+    def within(self, block: Any, env: dict[Any, int], trips: int) -> tuple[int, ...]:
+        """`walk`, of a block that is a computation of its own."""
+        around, self.regions = self.region, self.regions + 1
+        self.region = self.regions
+        out = self.walk(block, env, trips)
+        self.region = around
+        return out
+
+    def plain(self, op: Any, name: str, env: dict[Any, int], trips: int) -> Sequence[int]:
+        attrs = op.attributes
+        if name in _NO_OPS:
+            return self.results(op, attrs)
+        fact = self.known(op, name, attrs) if NUMBER in attrs else self.fact(op, name, attrs)
+        outputs = self.results(op, attrs, fact.results)
+        if fact.unruled:
+            self.unruled.setdefault(fact.unruled)
+        key = trips, self.region, outputs[:1], *[env[o] for o in op.operands]
+        made = fact.made.get(key)
+        if made is None:
+            form = None if fact.form < 0 else (fact.form, self.region)
+            made = Op(fact.name, key[3:], outputs, fact.rule, trips, fact.where, *fact.rest, form=form, same=fact.same)
+            fact.made[key] = made
+        self.ops.append(made)
+        return outputs
+
+    def known(self, op: Any, name: str, attrs: Any) -> _Fact:
+        """What a numbered op is, as it was seen before, here or in the same place."""
+        facts, number = self.seen.facts, attrs[NUMBER]
+        at = number, op.location.attr
+        found = facts.get(at)
+        if found is None:
+            if number in facts:
+                where, same = self.where(op), facts[number]
+                unruled = _at(same.name, where) if same.unruled else ""
+                found = same._replace(where=where, unruled=unruled, made={})
+            elif self.count:
+                found = facts[number] = self.fact(op, name, attrs)
+            else:
+                raise Unknown
+            facts[at] = found
+        return found
+
+    def fact(self, op: Any, name: str, attrs: Any) -> _Fact:
+        """What an op is."""
+        short = name.split(".", 1)[1] if name.startswith(("stablehlo.", "chlo.", "sdy.")) else name
+        if name == "stablehlo.custom_call":
+            short = f"custom_call {ir.StringAttr(attrs['call_target_name']).value}"
+        where = self.where(op)
+        results = tuple([self.value(r.type) for r in op.results])
+        rule, unruled = None, ""
+        if "sdy.sharding_rule" in attrs:
+            attribute, rules = attrs["sdy.sharding_rule"], self.seen.rules
+            rule = rules.get(attribute) or rules.setdefault(attribute, rule_of(attribute))
+        elif (missing := MISSING_RULES.get(short)) is not None:
+            rule = missing([self.value(o.type) for o in op.operands], results)
+        elif not name.startswith("sdy.") and short not in _NO_RULE_NEEDED:
+            unruled = _at(short, where)
+        convolution = convolution_of(op) if name == "stablehlo.convolution" else None
+        number = number_of(op)
+        rest = (
+            reduced_of(op, name),
+            convolution,
+            taps_of(op, short),
+            number if number < self.count else -1,
+            combines_of(op),
+        )
+        form = self.seen.forms.setdefault(form_of(op), len(self.seen.forms))
+        return _Fact(short, rule, where, unruled, results, rest, form, neutral_of(op, name), {})
+
+    def call(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
+        name = ir.FlatSymbolRefAttr(op.attributes["callee"]).value
+        block = self.functions[name].regions[0].blocks[0]
+        inner = {argument: env[o] for argument, o in zip(block.arguments, op.operands, strict=True)}
+        return self.walk(block, inner, trips)
+
+    def loop(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
+        condition, body = (r.blocks[0] for r in op.regions)
+        count = trip_count(op, condition, body)
+        if count is None:
+            self.uncounted.setdefault(self.where(op))
+        inside = trips * (1 if count is None else count)
+        carried = [env[o] for o in op.operands]
+        results = self.results(op)
+        returned = body.operations[len(body.operations) - 1].operation.operands
+        ids = []
+        for argument, operand, result, back in zip(body.arguments, carried, results, returned, strict=True):
+            if back == argument:  # the same in every iteration: what is gathered of it is gathered once
+                ids.append(operand)
+            else:
+                ids.append(self.new(argument.type, self.specs[result]))
+                self.ties.append((operand, ids[-1]))
+        self.within(condition, {**env, **dict(zip(condition.arguments, ids, strict=True))}, inside)
+        out = self.within(body, {**env, **dict(zip(body.arguments, ids, strict=True))}, inside)
+        self.ties += [(a, b) for a, b in zip(ids, out, strict=True) if a != b]
+        self.ties += list(zip(out, results, strict=True))
+        inputs, form = tuple(carried) + out, (-1, self.region)
+        self.ops.append(Op("while", inputs, tuple(results), None, trips, self.where(op), form=form))
+        return results
+
+    def branch(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
+        results = self.results(op)
+        returned: tuple[int, ...] = ()
+        for region in op.regions:
+            out = self.within(region.blocks[0], dict(env), trips)
+            self.ties += list(zip(out, results, strict=True))
+            returned += out
+        self.ops.append(Op("case", (env[op.operands[0]], *returned), tuple(results), None, trips, self.where(op)))
+        return results
+
+    def manual_region(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
+        """`shard_map`: inside, shapes are already those of one device, and the user wrote the collectives."""
+        block = op.regions[0].blocks[0]
+        out_specs = [self.spec(s) for s in sdy.TensorShardingPerValueAttr(op.attributes["out_shardings"]).shardings]
+        in_shardings = sdy.TensorShardingPerValueAttr(op.attributes["in_shardings"]).shardings
+        inputs = tuple(self.laid_as(env[o], s, trips) for o, s in zip(op.operands, in_shardings, strict=True))
+        was, self.manual = self.manual, True
+        inner = {**env, **{a: self.new(a.type, None) for a in block.arguments}}
+        returned = self.within(block, inner, trips)
+        self.manual = was
+        outputs = [self.new(r.type, s) for r, s in zip(op.results, out_specs, strict=True)]
+        self.ops.append(Op("shard_map", (*inputs, *returned), tuple(outputs), None, trips, self.where(op)))
+        return outputs
+
+    def named(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
+        block = op.regions[0].blocks[0]
+        return self.walk(
+            block, {**env, **{a: env[o] for a, o in zip(block.arguments, op.operands, strict=True)}}, trips
+        )
+
+    def communicate(self, op: Any, env: dict[Any, int], trips: int) -> Sequence[int]:
+        """A collective that the user wrote in a `shard_map`."""
+        kind, (axes, size) = op.name.split(".")[1].replace("_", "-"), self.groups(op)
+        inputs, outputs = tuple(env[o] for o in op.operands), self.results(op)
+        for operand, out in zip(inputs, outputs, strict=False):
+            self.communications.append(
+                Communication(kind, axes, size, operand, out, trips, self.where(op), cause_of(op))
+            )
+        self.ops.append(Op(op.name.split(".")[1], inputs, outputs, None, trips, self.where(op)))
+        return outputs
+
+    def groups(self, op: Any) -> tuple[tuple[str, ...], int]:
+        """Axes (where the module names them) and group size of a collective that the user wrote in a `shard_map`."""
+        attrs = op.attributes
+        if "replica_groups" not in attrs:
+            pairs = ir.RankedTensorType(attrs["source_target_pairs"].type).shape[0]
+            return (), 2 if pairs else 1
+        text = str(attrs["replica_groups"])
+        named = re.search(r"mesh = @(\w+), axes = (.*)", text)
+        if named is None:
+            return (), ir.RankedTensorType(attrs["replica_groups"].type).shape[1]
+        axes = tuple(_AXIS_REF_NAME.findall(named[2]))
+        return axes, math.prod(self.meshes.get(named[1], {}).get(a, 1) for a in axes)
+
+
+_NO_OPS = frozenset({"stablehlo.constant", "sdy.constant", "sdy.mesh"})
+
+
+_TERMINATORS = frozenset({"func.return", "stablehlo.return", "sdy.return"})
+
+
+_NO_RULE_NEEDED = BOOKKEEPING | {"iota"}
+
+
+_AXIS_REF_NAME = re.compile(r'name = "([^"]+)"')
+
+
+_STRUCTURED = {
+    "func.call": Reader.call,
+    "stablehlo.while": Reader.loop,
+    "stablehlo.case": Reader.branch,
+    "stablehlo.if": Reader.branch,
+    "sdy.manual_computation": Reader.manual_region,
+    "sdy.named_computation": Reader.named,
+    **{f"stablehlo.{name}": Reader.communicate for name in COLLECTIVES},
+}
+
+
+def _at(name: str, where: str) -> str:
+    return f"{name} ({where})" if where else name
+
+
+def _axis(attribute: Any) -> str:
+    ref = sdy.AxisRefAttr(attribute)
+    if ref.sub_axis_info is None:
+        return ref.name
+    info = sdy.SubAxisInfoAttr(ref.sub_axis_info)
+    return f"{ref.name}:({info.pre_size}){info.size}"

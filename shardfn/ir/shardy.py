@@ -1,0 +1,231 @@
+"""Shardy's passes over a module that JAX lowered: a `Graph` or a `Flow` out.
+
+* `read_graph`: Shardy's rule for every op, before anything is placed;
+* `propagate`: the given layouts carried through every value; `graph.roads` then says what is sent between devices.
+
+Both work on copies.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardfn.ir.mlir import (
+    GRID,
+    NUMBER,
+    blocks_of,
+    functions_of,
+    ir,
+    mesh_axes,
+    number_all,
+    number_of,
+    passmanager,
+    preorder,
+    run,
+    sdy,
+    symbol_of,
+)
+from shardfn.ir.model import Flow, Graph, Pin, Spec
+from shardfn.ir.propagation_form import as_one, as_xla, in_order, inline
+from shardfn.ir.reader import Reader, Seen, Unknown
+
+RULES_PIPELINE = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
+
+
+FLOW_PIPELINE = "builtin.module(sdy-propagation-pipeline)"
+
+
+def flat(module: Any) -> Any:
+    """A copy of a lowered module (`jax.stages.Lowered.compiler_ir("stablehlo")`) in which every call of a function has
+    a function of its own, so that two callers can lay it out in two ways."""
+    with module.context, ir.Location.unknown():
+        copy = module.operation.clone()
+        run("builtin.module(sdy-flatten-call-graph)", copy)
+        return copy
+
+
+def read_graph(module: Any, seen: Seen | None = None) -> Graph:
+    """The ops of a lowered module with Shardy's rules; with `seen`, what is read is kept there for its flows."""
+    with module.context, ir.Location.unknown():
+        copy = module.operation.clone()
+        count = number_all(preorder(copy), 0)
+        run(RULES_PIPELINE, copy)
+        return Reader(copy, seen, count).graph()
+
+
+def propagate(
+    module: Any,
+    axes: Sequence[tuple[str, int]],
+    inputs: Sequence[Spec | None],
+    outputs: Sequence[Spec | None],
+    pins: Mapping[int, Pin] | None = None,
+    ready: Ready | None = None,
+) -> Flow:
+    """Carry layouts through the function with Shardy and read what lies where; `graph.roads` adds what is sent.
+
+    Args:
+      module: the module as JAX lowered it; it is not changed.
+      axes: the grid, as (name, size) in row-major order.
+      inputs: the layout of every argument of the module's main function; None leaves it to propagation.
+      outputs: the same for its results.
+      pins: by `Op.site`, layouts in which an op inside reads its operands and leaves its results.
+      ready: `as_propagated` of the module, which saves the time for all flows but the first.
+    """
+    ready = ready or as_propagated(module)
+    with module.context, ir.Location.unknown():
+        copy = ready.module.clone()
+        main = next(f for f in functions_of(copy) if symbol_of(f) == "main")
+        if pins:
+            _hold(main.regions[0].blocks[0], pins, ready)
+        _add_mesh(copy, axes)
+        for attribute, specs in (("arg_attrs", inputs), ("res_attrs", outputs)):
+            old = main.attributes[attribute] if attribute in main.attributes else None
+            main.attributes[attribute] = ir.ArrayAttr.get(
+                [ready.with_sharding(old[i] if old is not None else None, spec) for i, spec in enumerate(specs)]
+            )
+        run(_flow_pipeline() if ready.is_alone else FLOW_PIPELINE, copy)
+        reader = Reader(copy, ready.seen)
+        try:
+            graph = reader.graph()
+        except Unknown:  # the first flow: a few ops are in no other form of the module
+            run(RULES_PIPELINE, copy)
+            reader = Reader(copy, ready.seen, ready.count)
+            graph = reader.graph()
+        return Flow(graph, tuple(reader.specs), dict(axes), tuple(reader.communications))
+
+
+class Ready:
+    """A module in the form in which layouts are carried through it, whatever they are, and what all its flows share.
+
+    `begun` has for each block of it, and for each op there, how many ops stood before it when `in_order` came to it;
+    `is_alone` says that no function but the main one is left.
+    """
+
+    def __init__(self, module: Any, begun: Sequence[Sequence[int]], seen: Seen, count: int):
+        self.module, self.begun, self.seen, self.count = module, begun, seen, count
+        self.is_alone = len(list(functions_of(module))) == 1
+        self.sharding = functools.cache(_sharding)
+        self.with_sharding = functools.cache(_with_sharding)
+
+    @functools.cached_property
+    def places(self) -> dict[int, list[tuple[int, int]]]:
+        """By number the blocks of ops, and their places there."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        main = next(f for f in functions_of(self.module) if symbol_of(f) == "main")
+        for block, inner in enumerate(blocks_of(main.regions[0].blocks[0])):
+            for turn, view in enumerate(inner.operations):
+                found.setdefault(number_of(view.operation), []).append((block, turn))
+        found.pop(-1, None)
+        return found
+
+
+def as_propagated(module: Any, seen: Seen | None = None) -> Ready:
+    """A copy of a module in the form in which layouts are carried through it, whatever they are.
+
+    Args:
+      module: the module as JAX lowered it.
+      seen: what `read_graph` kept of it, which need not be read again then.
+    """
+    with module.context, ir.Location.unknown():
+        copy = module.operation.clone()
+        count = number_all(preorder(copy), 0)
+        functions = {symbol_of(f): f for f in functions_of(copy)}
+        body = functions["main"].regions[0].blocks[0]
+        inline(body, functions)
+        as_xla(body, set(body.arguments))
+        begun = in_order(body)
+        number_all([op for op in preorder(copy) if NUMBER not in op.attributes], count)
+        as_one(body, {}, {})
+        for op in preorder(copy):
+            if _is_on_any(op):
+                text = re.sub(r"@[^\s,>]+", f"@{GRID}", str(op.attributes["sharding"]), count=1)
+                op.attributes["sharding"] = ir.Attribute.parse(text)
+        return Ready(copy, begun, seen or Seen(), count)
+
+
+@functools.cache
+def _flow_pipeline() -> str:
+    """`FLOW_PIPELINE` spelled out, without the passes that look for functions nobody calls: a tenth of its time."""
+    spelled = str(passmanager.PassManager.parse(FLOW_PIPELINE))
+    kept = re.sub(r"(?<=[(,])(symbol-dce|sdy-save-module),", "", spelled)
+    try:
+        passmanager.PassManager.parse(kept)
+    except ValueError:  # a pass of this JAX that has no name of its own
+        return FLOW_PIPELINE
+    return kept
+
+
+def _add_mesh(module: Any, axes: Sequence[tuple[str, int]]) -> None:
+    mesh = ", ".join(f'"{name}"={size}' for name, size in axes)
+    start = ir.InsertionPoint.at_block_begin(module.regions[0].blocks[0])
+    start.insert(ir.Operation.parse(f"sdy.mesh @{GRID} = <[{mesh}]>"))
+
+
+def grids(module: Any) -> tuple[tuple[int, ...], ...]:
+    """Axis sizes of the meshes of a lowered module that something is laid out on."""
+    meshes = [op.operation for op in module.regions[0].blocks[0].operations if op.operation.name == "sdy.mesh"]
+    every = [op for op in preorder(module.operation) if not _is_on_any(op)] if meshes else []
+    used = {name for op in every for a in op.attributes.values() for name in re.findall(r"@([^\s,>]+)", str(a))}
+    return tuple(tuple(size for _, size in mesh_axes(op.attributes["mesh"])) for op in meshes if symbol_of(op) in used)
+
+
+def _is_on_any(op: Any) -> bool:
+    """Whether an op is a constraint that names no axis, so that it means the same on every mesh."""
+    return op.name == "sdy.sharding_constraint" and '"' not in str(op.attributes["sharding"])
+
+
+def _hold(body: Any, pins: Mapping[int, Pin], ready: Ready) -> None:
+    """Constrain operands and results of ops, by number, in a copy of `ready.module`, where `in_order` would have put the
+    constraints: on a result right after its op, on an operand after all that this one and those before it need first."""
+    blocks = [[view.operation for view in block.operations] for block in blocks_of(body)]
+    found = sorted((place, n) for n in pins for place in ready.places.get(n, ()))
+    held = [(blocks[block][turn], block, turn, pins[n]) for (block, turn), n in found]
+
+    @functools.cache
+    def every() -> dict[Any, tuple[int, int]]:
+        return {op: (block, turn) for block, ops in enumerate(blocks) for turn, op in enumerate(ops)}
+
+    def placed(op: Any) -> tuple[int, int]:
+        known = ready.places.get(number_of(op), ())
+        return known[0] if len(known) == 1 else every().get(op, (-1, -1))  # no number of its own: a constant
+
+    wanted: list[tuple[int, int, int, int, Spec]] = []
+    for op, block, place, pin in held:
+        turn = begun = ready.begun[block][place]
+        for position, (value, spec) in enumerate(zip(op.operands, pin.operands, strict=True)):
+            owner = value.owner
+            at, done = (-1, -1) if isinstance(owner, ir.Block) else placed(owner.operation)
+            if at == block and ready.begun[at][done] >= begun:  # computed for this op
+                turn = max(turn, done + 1)
+            if spec is not None:
+                wanted.append((block, turn, -place, position, spec))
+    for op, _, _, pin in held:
+        for result, spec in zip(op.results, pin.results, strict=True):
+            uses = [(use.owner.operation, use.operand_number) for use in result.uses]
+            if spec is not None:
+                with ir.InsertionPoint.after(op):
+                    new = sdy.ShardingConstraintOp(result, ready.sharding(spec), loc=op.location).result
+                for user, number in uses:
+                    user.operands[number] = new
+    for block, turn, place, position, spec in sorted(wanted):
+        op = blocks[block][-place]
+        with ir.InsertionPoint(blocks[block][turn]):
+            op.operands[position] = sdy.ShardingConstraintOp(
+                op.operands[position], ready.sharding(spec), loc=op.location
+            ).result
+
+
+def _sharding(spec: Spec) -> Any:
+    dims = ", ".join("{" + ", ".join(f'"{axis}"' for axis in dim) + "}" for dim in spec)
+    return ir.Attribute.parse(f"#sdy.sharding<@{GRID}, [{dims}]>")
+
+
+def _with_sharding(old: Any, spec: Spec | None) -> Any:
+    kept = {named.name: named.attr for named in ir.DictAttr(old)} if old is not None else {}
+    kept.pop("sdy.sharding", None)
+    if spec is not None:
+        kept["sdy.sharding"] = _sharding(spec)
+    return ir.DictAttr.get(kept)

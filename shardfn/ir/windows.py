@@ -1,0 +1,112 @@
+"""Which elements ops with windows and offsets read: the attributes of an op in, `Tap`s out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+from shardfn.ir.model import Tap
+
+Numbers = Mapping[str, Sequence[int]]
+"""Integer attributes of an op by name; what an op has not is missing."""
+
+Shapes = Sequence[Sequence[int]]
+
+
+def taps(name: str, numbers: Numbers, shapes: Shapes) -> tuple[Tap, ...]:
+    """The taps of one op; none for ops without windows.
+
+    Args:
+      name: the op's, such as `slice`.
+      numbers: its attributes; a convolution's dims are `image`, `kernel` and `result`.
+      shapes: of its operands, then of its results.
+
+    >>> taps("slice", {"start_indices": [2], "strides": [1]}, [(8,), (6,)])
+    (Tap(operand=0, dim=0, out_dim=0, stride=1, low=2, extent=1, spacing=1, over=-1),)
+    """
+    read = _TAPS.get(name)
+    return read(numbers, shapes) if read else ()
+
+
+def _slice(numbers: Numbers, _: Shapes) -> tuple[Tap, ...]:
+    both = zip(numbers["start_indices"], numbers["strides"], strict=True)
+    return tuple(Tap(0, d, d, stride, start) for d, (start, stride) in enumerate(both))
+
+
+def _pad(numbers: Numbers, _: Shapes) -> tuple[Tap, ...]:
+    both = zip(numbers["edge_padding_low"], numbers["interior_padding"], strict=True)
+    return tuple(Tap(0, d, d, low=-low, spacing=holes + 1) for d, (low, holes) in enumerate(both))
+
+
+def _reverse(numbers: Numbers, _: Shapes) -> tuple[Tap, ...]:
+    return tuple(Tap(0, d, d) for d in numbers["dimensions"])
+
+
+def _reduce_window(numbers: Numbers, _: Shapes) -> tuple[Tap, ...]:
+    found = _windows(numbers, numbers["window_dimensions"], "window_dilations", "base_dilations")
+    return tuple(Tap(0, d, d, *window) for d, window in enumerate(found))
+
+
+def _select_and_scatter(numbers: Numbers, _: Shapes) -> tuple[Tap, ...]:
+    """An element is picked, and written, within the windows that it lies in."""
+    size = numbers["window_dimensions"]
+    strides = numbers.get("window_strides") or [1] * len(size)
+    overlaps = [n - s for n, s in zip(size, strides, strict=True)]
+    return tuple(Tap(0, d, d, 1, -n, 2 * n + 1) for d, n in enumerate(overlaps) if n > 0)
+
+
+def _convolution(numbers: Numbers, shapes: Shapes) -> tuple[Tap, ...]:
+    """The image beside the result, and beside the kernel: a kernel's gradient is a convolution with a large kernel."""
+    _, kernel, result = shapes
+    found = []
+    apart = numbers.get("rhs_dilation") or [1] * len(numbers["kernel"])
+    windows = _windows(numbers, [kernel[d] for d in numbers["kernel"]], "rhs_dilation", "lhs_dilation")
+    dims = zip(numbers["image"], numbers["kernel"], numbers["result"], apart, windows, strict=True)
+    for image, k, out, step, (stride, low, extent, spacing) in dims:
+        found.append(Tap(0, image, out, stride, low, extent, spacing))
+        found.append(Tap(0, image, k, step, low, (result[out] - 1) * stride + 1, spacing, 1))
+    return tuple(found)
+
+
+def _windows(numbers: Numbers, size: Sequence[int], dilation: str, spacing: str) -> list[tuple[int, int, int, int]]:
+    """(stride, low, extent, spacing) of every dim of a window."""
+    ones = [1] * len(size)
+    strides, apart, holes = (numbers.get(name) or ones for name in ("window_strides", dilation, spacing))
+    low = (numbers.get("padding") or [0, 0] * len(size))[::2]
+    return [(strides[d], -low[d], (n - 1) * apart[d] + 1, holes[d]) for d, n in enumerate(size)]
+
+
+@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(1 << 12)
+def reach(size: int, out_size: int, pieces: int, tap: Tap) -> tuple[int, int]:
+    """Rows that a piece of the result reads before and after the piece of the operand on the same device, at most.
+
+    >>> reach(64, 64, 8, Tap(0, 0, 0, low=-1, extent=3))
+    (1, 1)
+    """
+    own, out = -(-size // pieces), -(-out_size // pieces)
+    before = after = 0
+    for piece in range(pieces):
+        first = max(0, -(-(piece * out * tap.stride + tap.low) // tap.spacing))
+        end = min(size, (((piece + 1) * out - 1) * tap.stride + tap.low + tap.extent - 1) // tap.spacing + 1)
+        if first < end:
+            before, after = max(before, piece * own - first), max(after, end - (piece + 1) * own)
+    return before, after
+
+
+_TAPS: dict[str, Callable[[Numbers, Shapes], tuple[Tap, ...]]] = {
+    "slice": _slice,
+    "pad": _pad,
+    "reverse": _reverse,
+    "reduce_window": _reduce_window,
+    "select_and_scatter": _select_and_scatter,
+    "convolution": _convolution,
+}
+
+ATTRIBUTES = (
+    "start_indices", "strides", "edge_padding_low", "interior_padding", "dimensions", "window_dimensions",
+    "window_strides", "window_dilations", "base_dilations", "lhs_dilation", "rhs_dilation",
+)  # fmt: skip
+"""The attributes that are lists of integers; `padding` is a matrix, and is handed over row by row."""
+
+WINDOWED = frozenset(_TAPS)

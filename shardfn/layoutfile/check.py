@@ -1,0 +1,96 @@
+"""A layout file held against a model: everything that does not fit, at once. Nothing runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax import tree_util
+
+from shardfn.cost.devices.hardware import resolve
+from shardfn.errors import Problem, ShardError
+from shardfn.frontend.options import Options
+from shardfn.frontend.paths import listed, met
+from shardfn.frontend.strategy import Argument, leaves_of
+from shardfn.layoutfile.files import LayoutFile, LayoutFileError, read, shardings
+from shardfn.planning.plan import Plan
+from shardfn.runtime.sharded_function import ShardedFunction
+
+
+class Alone(ShardedFunction):
+    """A sharded function whose layout file has to speak of every array."""
+
+    layout_alone = True
+
+
+def check(layout: Any, model: Any, args: Sequence[Any] = (), *, device: Any = None) -> tuple[Problem, ...]:
+    """What is wrong with a layout file for a model; nothing where it fits.
+
+    Args:
+      layout: as `load` takes it.
+      model: a function, for `args`, which may be shapes; or a tree of arrays or shapes, of parameters say.
+      args: the arguments of the function.
+      device: as in `shard`: a target such as "tpu-v5e:4x4" needs no devices.
+
+    Raises:
+      ShardError: what is wrong with the function, its arguments or the device.
+
+    >>> import jax
+    >>> layout = read("llama/fsdp-tp")
+    >>> print(check(layout, {"lm_head": jax.ShapeDtypeStruct((6, 8), "float32")}, device="cpu:8")[0].what)
+    a rule of llama/fsdp-tp meets no array: `*[qkv]_proj/weight`
+    """
+    return checked(layout, model, args, device=device)[0]
+
+
+def checked(
+    layout: Any, model: Any, args: Sequence[Any] = (), *, device: Any = None
+) -> tuple[tuple[Problem, ...], Plan | None]:
+    """`check`, and the plan by the layout file where it fits a function."""
+    found, faults = _read(layout)
+    if found is None:
+        return faults, None
+    try:
+        if not callable(model) or (not args and not tree_util.all_leaves([model])):  # a module may be a tree too
+            if nameless := _nameless(found, model):
+                return (*faults, *nameless), None
+            shardings(found, model, resolve(device))
+            return faults, None
+        sharded: Callable[..., Any] = Alone(model, Options(device=device, layout=found))
+        plan = sharded.plan(*args)
+    except ShardError as error:
+        return (*faults, *error.problems), None
+    if faults:
+        return faults, None
+    return tuple(
+        Problem(text, fix="save a plan of this function") for text in plan.findings if "[[inside]]" in text
+    ), plan
+
+
+def _nameless(layout: LayoutFile, tree: Any) -> list[Problem]:
+    """The problem of the arguments of a function that are given without it, and so without their names; before it, of what is no
+    array."""
+    problems: list[Problem] = []
+    paths = [leaf.path for leaf in leaves_of(Argument("", "the tree", tree), problems)]
+    if type(tree) is not tuple or not layout.arguments or any(met(rule.glob, paths)[0] for rule in layout.arguments):
+        return []
+    function = layout.function or "function"
+    told = Problem(
+        f"no rule of {layout.name} meets an array of a tuple, whose parts have no names",
+        where=f"{layout.name}: [arguments] {layout.arguments[0].glob!r}; the tuple has {listed(paths, 3)}",
+        why="a file that a plan wrote names arrays by the arguments of its function"
+        + (f", `{layout.function}`" if layout.function else ""),
+        fix=f"give the function with its arguments: --model FILE.py:{function} --args FILE.py:FUNCTION, where FUNCTION returns "
+        f"the tuple; in Python check(layout, {function}, arguments)",
+    )
+    return [*problems, told]
+
+
+def _read(layout: Any) -> tuple[LayoutFile | None, tuple[Problem, ...]]:
+    """What can be held against the model, and what is wrong with the file itself."""
+    try:
+        return read(layout), ()
+    except LayoutFileError as error:
+        return error.part, error.problems
+    except ShardError as error:
+        return None, error.problems

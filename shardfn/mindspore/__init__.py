@@ -1,0 +1,1 @@
+"""The facade for people who come from MindSpore."""

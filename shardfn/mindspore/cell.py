@@ -1,0 +1,137 @@
+"""`Cell`: class-style code whose instances are sharded one by one, as MindSpore's cells are."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+from shardfn.api import shard
+from shardfn.errors import StrategyError, fail
+from shardfn.frontend.callee import SHARDED, State, describe
+
+
+class Cell:
+    """A mix-in for class-style code: `block.shard(in_strategy=((8, 1),))` shards the calls of that one instance.
+
+    Write `__call__`, or `construct` as in MindSpore. The arrays in the instance's attributes (in lists, dicts, pytrees
+    and other Cells too) are arguments of the compiled function, so `parameter_plan` can name them: `{"w1": (1, 4)}`.
+    It may stand beside another base class: `class Block(Cell, nnx.Module)`.
+
+    >>> import jax.numpy as jnp
+    >>> class Dense(Cell):
+    ...     def __init__(self): self.w = jnp.ones((8, 4))
+    ...     def __call__(self, x): return x @ self.w
+    >>> dense = Dense()
+    >>> _ = dense.shard(in_strategy=((1, 1),), out_strategy=(None,))
+    >>> dense(jnp.ones((2, 8))).shape
+    (2, 4)
+    """
+
+    __shardfn_cell__ = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        plain = cls.__dict__.get("__call__")
+        if plain is None and hasattr(cls.__call__, "__construct__"):
+            cls.__call__ = _construct_call(cls.construct)  # for its signature
+        elif plain is not None and not hasattr(plain, "__unsharded__"):
+            cls.__call__ = _sharding_call(plain)  # type: ignore[method-assign]
+
+    def construct(self, *args: Any, **kwargs: Any) -> Any:
+        """The computation, where `__call__` is not written."""
+        raise NotImplementedError(f"{type(self).__name__} has neither `__call__` nor `construct`")
+
+    def shard(
+        self,
+        in_strategy: Any = None,
+        out_strategy: Any = None,
+        parameter_plan: Any = None,
+        device: Any = None,
+        level: int = 0,
+        **options: Any,
+    ) -> Any:
+        """Shard this instance's calls from now on; returns the instance. Arguments are those of `shardfn.shard`."""
+        function = shard(types.MethodType(type(self).__call__, self), in_strategy, out_strategy, device, level,
+                         parameter_plan=parameter_plan, **options)  # fmt: skip
+        object.__setattr__(self, SHARDED, Unlisted(function))
+        return self
+
+    def parameters_dict(self) -> State:
+        """The arrays of this instance by path, to be differentiated or optimised: a flat dict is a pytree."""
+        return describe(self).read()
+
+    def with_parameters(self, parameters: State) -> Any:
+        """A copy that holds these arrays instead, sharded where this one is: `jax.grad` passes through it.
+
+        Raises:
+          StrategyError: a path that is not one of `parameters_dict`.
+
+        >>> import jax, jax.numpy as jnp
+        >>> class Scale(Cell):
+        ...     def __init__(self): self.by = jnp.float32(3)
+        ...     def __call__(self, x): return self.by * x
+        >>> scale = Scale()
+        >>> jax.grad(lambda p: scale.with_parameters(p)(2.0))(scale.parameters_dict())["by"].item()
+        2.0
+        """
+        callee = describe(self)
+        assert callee.adapter is not None
+        known = callee.read()
+        for name in [name for name in parameters if name not in known]:
+            close = difflib.get_close_matches(name, known, 3) or list(known)[:20]
+            fail(StrategyError, f"{type(self).__name__} has no array `{name}`", fix=f"use one of {', '.join(close)}")
+        return callee.adapter.rebuild(self, parameters)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Any:
+        """The plan of a call, after `shard`."""
+        return self._sharded().plan(*args, **kwargs)
+
+    def explain(self, *args: Any, **kwargs: Any) -> Any:
+        """The report of a call, after `shard`."""
+        return self._sharded().explain(*args, **kwargs)
+
+    def _sharded(self) -> Any:
+        found = self.__dict__.get(SHARDED)
+        if found is None:
+            raise AttributeError(f"this {type(self).__name__} is not sharded yet: call its .shard(...) first")
+        return found.function
+
+
+class Unlisted:
+    """Holds the sharded function of an instance, and of its copies: `nnx.grad` and `with_parameters` call a copy."""
+
+    def __init__(self, function: Any):
+        self.function = function
+
+    def of(self, owner: Any) -> Any:
+        """The function on `owner`, with the plans of all of them."""
+        return self.function if self.function.callee.owner is owner else self.function.for_owner(owner)
+
+    def __deepcopy__(self, memo: Any) -> Unlisted:
+        return self
+
+
+def _sharding_call(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = self.__dict__.get(SHARDED)
+        return plain(self, *args, **kwargs) if found is None else found.of(self)(*args, **kwargs)
+
+    __call__.__unsharded__ = plain  # type: ignore[attr-defined]
+    return __call__
+
+
+def _construct_call(construct: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(construct)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.construct(*args, **kwargs)
+
+    sharding = _sharding_call(call)
+    sharding.__construct__ = True  # type: ignore[attr-defined]
+    return sharding
+
+
+Cell.__call__ = _construct_call(Cell.construct)  # type: ignore[attr-defined]

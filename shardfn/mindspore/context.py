@@ -1,0 +1,379 @@
+"""MindSpore's parallel context: one frozen, validated dataclass that holds what the user set.
+
+Where a setting goes: outside an `auto_parallel` block it goes to one value that every thread of the process sees (a
+data loader's threads and, often, a notebook's cells run in contexts of their own, where a bare `ContextVar` forgets).
+Inside a block it stays in the block, and goes with it. A block belongs to its thread and to the asyncio tasks started
+in it; a thread started inside sees the process's value, unless it runs in `contextvars.copy_context()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from shardfn.errors import ContextError, ContextTypeError, NotAvailableError, Problem, fail
+from shardfn.mindspore.context_keys import (
+    ALGO_KEYS,
+    AUTO_PARALLEL_KEYS,
+    GRAPH_MODE,
+    PYNATIVE_MODE,
+    RUN_KEYS,
+    Key,
+    ParallelMode,
+    StrategyFiles,
+    clipped,
+    nearest,
+)
+
+__all__ = [
+    "GRAPH_MODE", "PYNATIVE_MODE", "ParallelContext", "ParallelMode", "auto_parallel", "current",
+    "get_algo_parameters", "get_auto_parallel_context", "get_context",
+    "reset_algo_parameters", "reset_auto_parallel_context", "reset_context",
+    "set_algo_parameters", "set_auto_parallel_context", "set_context",
+]  # fmt: skip
+
+_KEYS: dict[str, Key] = {**AUTO_PARALLEL_KEYS, **RUN_KEYS, **ALGO_KEYS}
+
+
+def _default(name: str) -> Any:
+    return _KEYS[name].default
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelContext:
+    """The settings that the library reads; hashable, so that it can be part of a cache's key.
+
+    Its fields are the active keys of `context_keys`; `explicit` names what the user set, `inert` holds the other keys
+    that were set to another value than their default: those that the training step reads, and those without meaning.
+
+    >>> ParallelContext(device_num=8).device_num
+    8
+    """
+
+    device_num: int | None = _default("device_num")
+    global_rank: int = _default("global_rank")
+    parallel_mode: str = _default("parallel_mode")
+    search_mode: str = _default("search_mode")
+    dataset_strategy: str | tuple[Any, ...] = _default("dataset_strategy")
+    out_strategy_mode: str = _default("out_strategy_mode")
+    strategy_ckpt_config: StrategyFiles = _default("strategy_ckpt_config")  # noqa: RUF009 (a NamedTuple does not change)
+    mode: int = _default("mode")
+    device_target: str | None = _default("device_target")
+    save_graphs: int = _default("save_graphs")
+    save_graphs_path: str = _default("save_graphs_path")
+    fully_use_devices: bool = _default("fully_use_devices")
+    elementwise_op_strategy_follow: bool = _default("elementwise_op_strategy_follow")
+    enable_algo_approxi: bool = _default("enable_algo_approxi")
+    algo_approxi_epsilon: float = _default("algo_approxi_epsilon")
+    tensor_slice_align_enable: bool = _default("tensor_slice_align_enable")
+    tensor_slice_align_size: int = _default("tensor_slice_align_size")
+    inert: tuple[tuple[str, Any], ...] = ()
+    explicit: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        invalid: list[Problem] = []
+        waiting: list[Problem] = []
+        for key in _KEYS.values():
+            value = getattr(self, key.name) if key.active and not key.alias_of else key.default
+            if value is key.default:
+                continue
+            found = list(key.check(key.name, value))
+            invalid += found
+            if not found:
+                waiting += key.unavailable(value)
+                object.__setattr__(self, key.name, key.store(value))
+        _raise(invalid, waiting)
+
+    @property
+    def full_batch(self) -> bool:
+        """Whether every device gets the whole batch."""
+        return self.read("full_batch")
+
+    def is_set(self, name: str) -> bool:
+        """Whether the user set `name` (or its alias), to whatever value.
+
+        >>> with auto_parallel(parallel_mode="stand_alone"):
+        ...     current().is_set("parallel_mode"), current().is_set("device_num")
+        (True, False)
+        """
+        key = _known(_KEYS, "is_set", name)
+        return (key.alias_of or name) in self.explicit
+
+    def read(self, name: str) -> Any:
+        """The value of any known key, as the `get` functions give it."""
+        key = _known(_KEYS, "read", name)
+        return key.read(self._kept(key.alias_of or name))
+
+    def rank_among(self, device_count: int) -> int:
+        """`global_rank`, held against the number of devices that are really used.
+
+        Raises `ContextError` where the rank is not below it.
+
+        >>> ParallelContext(global_rank=3).rank_among(8)
+        3
+        """
+        if self.global_rank >= device_count:
+            fail(
+                ContextError,
+                f"`global_rank` = {self.global_rank} is not one of {device_count} devices",
+                where=f"set_auto_parallel_context(global_rank={self.global_rank})",
+                why="ranks count from 0",
+                fix=f"give a rank from 0 to {device_count - 1}, or a larger device_num",
+            )
+        return self.global_rank
+
+    def _kept(self, name: str) -> Any:
+        key = _KEYS[name]
+        return getattr(self, name) if key.active else dict(self.inert).get(name, key.default)
+
+
+def set_auto_parallel_context(**settings: Any) -> None:
+    """Set keys of MindSpore's auto-parallel context; if any is wrong, all problems are reported and nothing changes.
+
+    Raises `ContextError` or `ContextTypeError` for a bad key or value, `NotAvailableError` for what is not built yet.
+
+    >>> set_auto_parallel_context(device_num=8, parallel_mode="semi_auto_parallel")
+    >>> get_auto_parallel_context("device_num")
+    8
+    >>> reset_auto_parallel_context()
+    """
+    _update(lambda context: _changed(context, AUTO_PARALLEL_KEYS, "set_auto_parallel_context", settings))
+
+
+def get_auto_parallel_context(key: str) -> Any:
+    """The value of a key of the auto-parallel context.
+
+    >>> get_auto_parallel_context("parallel_mode")
+    'stand_alone'
+    """
+    return _read(AUTO_PARALLEL_KEYS, "get_auto_parallel_context", key)
+
+
+def reset_auto_parallel_context() -> None:
+    """Give every key of the auto-parallel context its default again, as if it had never been set.
+
+    >>> set_auto_parallel_context(search_mode="sharding_propagation")
+    >>> reset_auto_parallel_context()
+    >>> get_auto_parallel_context("search_mode")
+    'auto'
+    """
+    _update(lambda context: _reset(context, AUTO_PARALLEL_KEYS))
+
+
+@contextlib.contextmanager
+def auto_parallel(**settings: Any) -> Iterator[ParallelContext]:
+    """Set keys of the auto-parallel context for a block; at its end everything set inside is as it was before.
+
+    >>> with auto_parallel(device_num=4) as context:
+    ...     context.device_num
+    4
+    >>> get_auto_parallel_context("device_num")
+    1
+    """
+    changed = _changed(current(), AUTO_PARALLEL_KEYS, "auto_parallel", settings)
+    token = _BLOCK.set(changed)
+    try:
+        yield changed
+    finally:
+        _BLOCK.reset(token)
+
+
+def set_context(**settings: Any) -> None:
+    """Set `mode`, `device_target`, `save_graphs`, `save_graphs_path`, `device_id`.
+
+    Raises what `set_auto_parallel_context` raises, and changes nothing then.
+
+    >>> with auto_parallel():
+    ...     set_context(mode=GRAPH_MODE, device_target="cpu")
+    ...     get_context("device_target")
+    'CPU'
+    """
+    _update(lambda context: _changed(context, RUN_KEYS, "set_context", settings))
+
+
+def get_context(key: str) -> Any:
+    """The value of a key of `set_context`.
+
+    >>> get_context("mode") == PYNATIVE_MODE
+    True
+    """
+    return _read(RUN_KEYS, "get_context", key)
+
+
+def reset_context() -> None:
+    """Give every key of `set_context` its default again. MindSpore's own reset leaves them, and so does ours.
+
+    >>> reset_context()
+    """
+    _update(lambda context: _reset(context, RUN_KEYS))
+
+
+def set_algo_parameters(**settings: Any) -> None:
+    """Set parameters of the search, by MindSpore's names; raises what `set_auto_parallel_context` raises.
+
+    `fully_use_devices`: every op that can be cut over all devices is. `tensor_slice_align_enable` and `_size`: the last
+    dim of what a matrix product reads and makes is whole, or its slice a multiple of the size. `enable_algo_approxi`
+    and `algo_approxi_epsilon`: an answer within that part of the least cost will do. `elementwise_op_strategy_follow`:
+    elementwise ops are cut as their input, as they always are here. An op for which nothing would be left is free of
+    the rule, and your own cuts are kept.
+
+    >>> with auto_parallel():
+    ...     set_algo_parameters(fully_use_devices=True)
+    ...     get_algo_parameters("fully_use_devices")
+    True
+    """
+    _update(lambda context: _changed(context, ALGO_KEYS, "set_algo_parameters", settings))
+
+
+def get_algo_parameters(key: str) -> Any:
+    """The value of a parameter of the search.
+
+    >>> get_algo_parameters("tensor_slice_align_size")
+    16
+    """
+    return _read(ALGO_KEYS, "get_algo_parameters", key)
+
+
+def reset_algo_parameters() -> None:
+    """Give every parameter of the search its default again.
+
+    >>> reset_algo_parameters()
+    """
+    _update(lambda context: _reset(context, ALGO_KEYS))
+
+
+def current() -> ParallelContext:
+    """The context in force here: the innermost `auto_parallel` block's, or else the process's.
+
+    >>> current().out_strategy_mode
+    'overwrite'
+    """
+    return _BLOCK.get() or _shared
+
+
+def changed(caller: str, settings: Mapping[str, Any], unset: Sequence[str] = ()) -> ParallelContext:
+    """The current context with these keys of `set_auto_parallel_context`, and others as if never set; nothing is set.
+
+    Raises what `set_auto_parallel_context` raises, in the name of `caller`.
+
+    >>> changed("train.step", {"gradients_mean": True}).read("gradients_mean")
+    True
+    """
+    made = _changed(current(), AUTO_PARALLEL_KEYS, caller, settings)
+    return _with(made, {name: _default(name) for name in unset}, made.explicit.difference(unset))
+
+
+@contextlib.contextmanager
+def held(context: ParallelContext) -> Iterator[None]:
+    """A block in which `context` is the current one."""
+    token = _BLOCK.set(context)
+    try:
+        yield
+    finally:
+        _BLOCK.reset(token)
+
+
+# ---- how a setting is found, checked and put in place ----
+
+
+def _read(table: Mapping[str, Key], caller: str, name: Any) -> Any:
+    return current().read(_known(table, caller, name).name)
+
+
+_HOMES = {"auto_parallel_context": AUTO_PARALLEL_KEYS, "context": RUN_KEYS, "algo_parameters": ALGO_KEYS}
+
+
+def _unknown(table: Mapping[str, Key], caller: str, name: str, written: str) -> Problem:
+    verb = "get" if caller.startswith("get") else "set"
+    homes = [f"{verb}_{home}" for home, keys in _HOMES.items() if name in keys]
+    shown = [other for other, key in table.items() if key.active]  # a list of all would be long
+    fix = f"use {homes[0]}" if homes else nearest(name, table, shown or table)
+    return Problem(f"`{name}` is no key of {caller}", where=f"{caller}({written})", fix=fix)
+
+
+def _known(table: Mapping[str, Key], caller: str, name: Any) -> Key:
+    if not isinstance(name, str):
+        fail(
+            ContextTypeError,
+            "a key of the context is a string",
+            where=f"{caller}({clipped(name)})",
+            why=f"its type is {type(name).__name__}, not str",
+            fix="give one key by its name",
+        )
+    if name not in table:
+        raise ContextError(_unknown(table, caller, name, repr(name)))
+    return table[name]
+
+
+def _raise(invalid: list[Problem], waiting: list[Problem]) -> None:
+    if invalid:
+        kind = ContextTypeError if all(problem.is_type for problem in invalid) else ContextError
+        raise kind([*invalid, *waiting])
+    if waiting:
+        raise NotAvailableError(waiting)
+
+
+def _changed(
+    context: ParallelContext, table: Mapping[str, Key], caller: str, settings: Mapping[str, Any]
+) -> ParallelContext:
+    """`context` with `settings`, or an error that holds every problem of them."""
+    invalid: list[Problem] = []
+    waiting: list[Problem] = []
+    kept: dict[str, Any] = {}
+    for name, value in settings.items():
+        written = f"{name}={clipped(value)}"
+        key = table.get(name)
+        if key is None:
+            invalid.append(_unknown(table, caller, name, written))
+            continue
+        found = [dataclasses.replace(problem, where=f"{caller}({written})") for problem in key.check(name, value)]
+        invalid += found
+        if not found:
+            waiting += [dataclasses.replace(p, where=f"{caller}({written})") for p in key.unavailable(value)]
+            kept[name] = key.store(value)
+    for key in [table[name] for name in kept if table[name].alias_of]:
+        home, said = key.alias_of, kept.pop(key.name)
+        value = key.write(said, kept.get(home, context._kept(home)))
+        if home in settings and kept[home] != value:
+            invalid.append(
+                Problem(
+                    f"`{key.name}` and `{home}` contradict each other",
+                    why="they are one setting",
+                    where=f"{caller}({key.name}={said!r}, {home}={clipped(kept[home])})",
+                    fix=f"give {home} only",
+                )
+            )
+        kept[home] = value
+    _raise(invalid, waiting)
+    return _with(context, kept, context.explicit.union(kept))
+
+
+def _with(context: ParallelContext, kept: Mapping[str, Any], explicit: frozenset[str]) -> ParallelContext:
+    fields = {name: value for name, value in kept.items() if _KEYS[name].active}
+    rest = {**dict(context.inert), **{name: value for name, value in kept.items() if name not in fields}}
+    inert = tuple(sorted((name, value) for name, value in rest.items() if value != _default(name)))
+    return dataclasses.replace(context, **fields, inert=inert, explicit=explicit)
+
+
+def _reset(context: ParallelContext, table: Mapping[str, Key]) -> ParallelContext:
+    defaults = {name: key.default for name, key in table.items() if not key.alias_of}
+    return _with(context, defaults, context.explicit.difference(table))
+
+
+_shared = ParallelContext()
+_LOCK = threading.Lock()
+_BLOCK: ContextVar[ParallelContext | None] = ContextVar("shardfn_auto_parallel_block", default=None)
+
+
+def _update(change: Callable[[ParallelContext], ParallelContext]) -> None:
+    global _shared
+    block = _BLOCK.get()
+    if block is not None:
+        _BLOCK.set(change(block))
+        return
+    with _LOCK:
+        _shared = change(_shared)

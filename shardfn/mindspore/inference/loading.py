@@ -1,0 +1,231 @@
+"""`load_distributed_checkpoint`: a training checkpoint into the layout of inference, each device reading what it holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import tree_util
+
+from shardfn.checkpoint import leaves, reader
+from shardfn.checkpoint.arrays import Wanted
+from shardfn.checkpoint.contents import Entry
+from shardfn.errors import CheckpointError, NotAvailableError, Problem, StrategyTypeError, a, fail, warn
+from shardfn.frontend.callee import Callee
+from shardfn.frontend.paths import listed
+from shardfn.frontend.strategy import short
+from shardfn.mindspore import context
+from shardfn.mindspore.inference.matching import matched
+from shardfn.mindspore.inference.predict import PredictLayout, with_options
+from shardfn.mindspore.inference.sources import one_of, open_source
+from shardfn.mindspore.inference.targets import shardings
+from shardfn.mindspore.inference.weights import Named, Weights, check_named, of_module, of_tree
+
+
+def load_distributed_checkpoint(
+    fn: Any,
+    checkpoint: Any = None,
+    predict_strategy: Any = None,
+    train_strategy_filename: Any = None,
+    strict_load: bool = False,
+    dec_key: Any = None,
+    dec_mode: str = "AES-GCM",
+    format: str | None = None,
+    unified_safetensors_dir: Any = None,
+    dst_safetensors_dir: Any = None,
+    rank_id: int | None = None,
+    output_format: str = "safetensors",
+    name_map: Mapping[str, str] | None = None,
+    max_process_num: int = 64,
+    return_param_dict: bool = False,
+    *,
+    weights: Named = None,
+    like: Any = None,
+    step: int | None = None,
+    dtype: Any = None,
+    device: Any = None,
+) -> Any:
+    """Load the weights of a training checkpoint as inference wants them; each process reads what its devices hold.
+
+    Args:
+      fn: what is served. A module or a `Cell` gets the weights; for a function they are returned.
+      checkpoint: a folder of `checkpoint.save`, whose optimizer state and counters are passed over; safetensors (a file, an
+        index, a folder); the list of the files that the ranks of a MindSpore run wrote, in safetensors, or the folder with
+        their `rank_0`, `rank_1`, …
+      predict_strategy: where the weights go: what `infer_predict_layout` gives, a plan, a layout file or the name of a
+        recipe, MindSpore's strategy JSON, entries by path glob as in `parameter_plan`, an entry or a pytree prefix of
+        entries, shardings. Cuts without a plan are laid out for each array alone. None: all on one device.
+      train_strategy_filename: the strategy JSON of the training run, for ranks' files; the context's
+        `strategy_ckpt_config` if None. A checkpoint of `checkpoint.save` knows how it lay: there it is held against that.
+      strict_load: names and dtypes must be those of the weights. Otherwise a name may have more before it, floats are cast to
+        floats, and a weight that is missing stays as it is, with a warning, where it has a value.
+      format: "safetensors", or None for what is found.
+      unified_safetensors_dir: a folder of safetensors, in the place of `checkpoint`.
+      name_map: names of weights by stored ones, of arrays or of containers: {"ema": "params"}.
+      return_param_dict: return a flat dict by name instead.
+      dec_key, dec_mode, dst_safetensors_dir, rank_id, output_format, max_process_num: MindSpore's; an error if set.
+      weights: the argument of `fn` that is the weights, as in `infer_predict_layout`.
+      like: the weights' structure, shapes and dtypes, where `predict_strategy` does not come from `infer_predict_layout`.
+      step: of a folder of steps; the last if None.
+      dtype: what floats are cast to, or a dict of dtypes by glob; as `like`, or the function's weights, have it if None.
+      device: the devices of a strategy that names none, as `shard` takes it.
+
+    Returns:
+      The weights: as the function takes them where their structure is known, else dicts and lists as they are stored.
+      The module, where `fn` is one: the same with other arrays, or a copy of an immutable one.
+
+    Raises:
+      CheckpointError: weights that are missing, of other shapes or dtypes, all together; no such checkpoint.
+      CheckpointFileError: damaged files, by name.
+      NotAvailableError: arguments of MindSpore that have no meaning here, all together.
+      ShardError: a strategy that does not fit.
+
+    >>> import tempfile, jax, jax.numpy as jnp
+    >>> from shardfn.checkpoint import save
+    >>> def serve(params, x): return x @ params["w"]
+    >>> with tempfile.TemporaryDirectory() as run:
+    ...     _ = save(run, {"params": {"w": jnp.ones((8, 4))}, "step": 3})
+    ...     load_distributed_checkpoint(serve, run)["w"].shape
+    (8, 4)
+    """
+    asked = {
+        "dec_key": dec_key, "dec_mode": dec_mode, "dst_safetensors_dir": dst_safetensors_dir, "rank_id": rank_id,
+        "output_format": output_format, "max_process_num": max_process_num,
+    }  # fmt: skip
+    _refuse(asked, format, strict_load, return_param_dict)
+    found = one_of(checkpoint, unified_safetensors_dir)
+    check_named(weights)
+    function, _ = with_options(fn, {})
+    known = _known(function.callee, predict_strategy, like, weights)
+    loaded = context.current().strategy_ckpt_config.load_file
+    source = open_source(found, train_strategy_filename, step, format, loaded)
+    named = reader.renamed(source.contents.entries, _spelled(name_map, source.contents.entries))
+    if known is None:
+        chosen = _all_of(named, _argument(function.callee, weights))
+    else:
+        stored = {path: entry for path, (entry, _) in named.items()}
+        chosen = {
+            name: named[path]
+            for name, path in matched(stored, known, strict_load, source.text, tuple(known.values)).items()
+        }
+    if known is not None and (kept := [name for name in known.shapes if name not in chosen]):
+        them = "it stays as it is" if len(kept) == 1 else "they stay as they are"
+        warn(f"{source.text} has no {listed(kept)}: {them}")
+    values = _read(source, chosen, known, predict_strategy, device, dtype)
+    if known is not None:
+        values = {name: values[name] if name in values else known.values[name] for name in known.shapes}
+    if function.callee.adapter is not None and known is not None and known.treedef is None:
+        return _into(function.callee, values, return_param_dict)
+    if return_param_dict:
+        return values
+    if known is not None and known.treedef is not None:
+        return tree_util.tree_unflatten(known.treedef, list(values.values()))
+    return leaves.nested({chosen[name][1]: value for name, value in values.items()})
+
+
+def _refuse(settings: Mapping[str, Any], form: Any, strict: Any, flat: Any) -> None:
+    usual = {"dec_key": None, "dec_mode": "AES-GCM", "dst_safetensors_dir": None, "rank_id": None,
+             "output_format": "safetensors", "max_process_num": 64}  # fmt: skip
+    told = {
+        "dec_key": ("checkpoints are not encrypted here", "decrypt the files first"),
+        "dec_mode": ("checkpoints are not encrypted here", "leave it out"),
+        "dst_safetensors_dir": ("weights are loaded, not written", "use checkpoint.transform_checkpoints or export_safetensors"),
+        "rank_id": ("each process reads for its own devices", "leave it out"),
+        "output_format": ("weights are loaded, not written", "use checkpoint.export_safetensors"),
+        "max_process_num": ("files are read in threads of this process", "leave it out"),
+    }  # fmt: skip
+    problems = [
+        Problem(f"`{name}` has no meaning here", where=name if name == "dec_key" else f"{name} = {short(value)}",
+                why=told[name][0], fix=told[name][1])
+        for name, value in settings.items() if value != usual[name]
+    ]  # fmt: skip
+    if form not in (None, "safetensors"):
+        problems.append(Problem(f"the format {short(form)} is not read", where=f"format = {short(form)}",
+                                why="MindSpore's own .ckpt files are ProtoBuf of a kind that is not read here",
+                                fix="turn them into safetensors: ms.ckpt_to_safetensors(folder)"))  # fmt: skip
+    if problems:
+        raise NotAvailableError(problems)
+    wrong = [
+        Problem(f"`{name}` must be a bool, not {a(value)}", where=f"{name} = {short(value)}", fix="write True or False",
+                is_type=True)
+        for name, value in (("strict_load", strict), ("return_param_dict", flat)) if not isinstance(value, bool)
+    ]  # fmt: skip
+    if wrong:
+        raise StrategyTypeError(wrong)
+
+
+def _known(callee: Callee, strategy: Any, like: Any, named: Named) -> Weights | None:
+    """Names, shapes and structure of the weights, from what is known without a call."""
+    held = of_module(callee) if named is None else None
+    if held is not None and like is not None:
+        fail(CheckpointError, f"`like` and {callee.name} both say what the weights are", where=f"like = {short(like)}",
+             why="a module holds its weights", fix="leave like out")  # fmt: skip
+    if held is not None:
+        return held
+    argument = _argument(callee, named)
+    if like is not None:
+        return of_tree(like, (argument,) if argument else ())
+    return strategy.weights if isinstance(strategy, PredictLayout) else None
+
+
+def _argument(callee: Callee, named: Named) -> str:
+    """The name of the argument that is the weights; the first of the function if nobody says."""
+    if isinstance(named, str):
+        return named
+    return "" if named or callee.signature is None else next(iter(callee.signature.parameters), "")
+
+
+def _spelled(name_map: Any, entries: Sequence[Entry]) -> dict[str, str]:
+    """`name_map` with the separators of the paths, which in safetensors files are dots."""
+    if name_map is None:
+        return {}
+    if not isinstance(name_map, Mapping):
+        fail(CheckpointError, f"`name_map` is {a(name_map)}", where=f"name_map = {short(name_map)}",
+             why="it has new names by stored ones", fix='write {"stored/name": "name"}')  # fmt: skip
+    paths = {entry.path for entry in entries}
+    is_known = lambda old: any(p == old or p.startswith(f"{old}/") for p in paths)  # noqa: E731
+    return {
+        old if is_known(old := str(key)) else old.replace(".", "/"): str(new).replace(".", "/") if not is_known(old) else str(new)
+        for key, new in name_map.items()
+    }  # fmt: skip
+
+
+def _all_of(named: Mapping[str, tuple[Entry, leaves.Keys]], argument: str) -> dict[str, tuple[Entry, leaves.Keys]]:
+    """What stands under the argument's name; everything where nothing does."""
+    head = f"{argument}/"
+    if not argument or not any(path.startswith(head) for path in named):
+        return dict(named)
+    return {path[len(head) :]: (entry, keys[1:]) for path, (entry, keys) in named.items() if path.startswith(head)}
+
+
+def _read(
+    source: Any, chosen: Mapping[str, tuple[Entry, leaves.Keys]], known: Weights | None, strategy: Any, device: Any, dtype: Any
+) -> dict[str, Any]:  # fmt: skip
+    # A key is stored as its numbers; a plan knows it as one array.
+    asked = [dataclasses.replace(entry, path=name) for name, (entry, _) in chosen.items()]
+    shapes = {e.path: jax.ShapeDtypeStruct(e.shape, e.numpy_dtype) for e in asked}
+    if known is not None and known.treedef is not None and len(shapes) == len(known.shapes):
+        tree = tree_util.tree_unflatten(known.treedef, [shapes[name] for name in known.shapes])
+    elif known is not None:
+        tree = shapes
+    else:
+        tree = leaves.nested({keys: shapes[name] for name, (_, keys) in chosen.items()})
+    placed = shardings(strategy, asked, tree, source.contents, device)
+    shown = None if known is None else {e.path: leaves.Leaf(e.path, (), known.shapes[e.path]) for e in asked}
+    casts = reader.casts([(e.path, e, ()) for e in asked], shown, dtype)
+    values = source.read([Wanted(chosen[e.path][0], placed[e.path], jnp.dtype(casts[e.path])) for e in asked])
+    return {e.path: leaves.restored(e.kind, value) for e, value in zip(asked, values, strict=True)}
+
+
+def _into(callee: Callee, values: Mapping[str, Any], flat: bool) -> Any:
+    adapter = callee.adapter
+    assert adapter is not None
+    try:
+        callee.write(dict(values))
+        owner = callee.owner
+    except TypeError:  # an immutable pytree
+        owner = adapter.rebuild(callee.owner, dict(values))
+    return dict(values) if flat else owner

@@ -1,0 +1,122 @@
+"""`infer_predict_layout`: inference planned, and the layout of every weight, without running anything."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from jax.sharding import NamedSharding
+
+from shardfn import api
+from shardfn.errors import ContextError, StrategyTypeError, a, fail
+from shardfn.frontend.callee import SHARDED
+from shardfn.mindspore import context
+from shardfn.mindspore.inference.weights import Named, Weights, of_call
+from shardfn.planning.plan import Plan
+from shardfn.runtime.sharded_function import ShardedFunction
+
+
+class WeightLayout(NamedTuple):
+    """The layout of one weight, as MindSpore orders it: the device matrix, the axis of each dim counted from the last."""
+
+    dev_matrix: tuple[int, ...]
+    tensor_map: tuple[int | tuple[int, ...], ...]
+    slice_shape: tuple[int, ...]
+    field: int
+    uniform_split: bool
+    opt_shard_group: str
+    full_shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class PredictLayout(Mapping[str, WeightLayout]):
+    """The layout of each weight by its name, and the plan they come from; `load_distributed_checkpoint` takes it."""
+
+    plan: Plan
+    weights: Weights
+
+    def __getitem__(self, name: str) -> WeightLayout:
+        path = self.weights.paths[name]
+        found, decision = self.plan.layout(path), self.plan.decision(path)
+        matrix = tuple(size for _, size in found.axes)
+        return WeightLayout(matrix, found.tensor_map, decision.local_shape, 0, True, "", decision.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights.paths)
+
+    def __len__(self) -> int:
+        return len(self.weights.paths)
+
+    def __repr__(self) -> str:
+        return f"<PredictLayout of {self.plan.function}: {len(self)} weights>"
+
+    def __str__(self) -> str:
+        rows = [("weight", "shape", "cuts", "spec", "B/device")]
+        for name, path in self.weights.paths.items():
+            d = self.plan.decision(path)
+            text = f"{d.dtype}[{','.join(map(str, d.shape))}]"
+            rows.append((name, text, str(d.cuts), str(d.partition_spec), f"{d.local_bytes:,}"))
+        grid = " x ".join(f"{name}={size}" for name, size in self.plan.axes) or "1 device"
+        total = sum(self.plan.decision(path).local_bytes for path in self.weights.paths.values())
+        head = f"{self.plan.function}: {len(self)} weights on grid {grid}, {total:,} B per device"
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        rows.insert(1, ("-" * widths[0], "-" * widths[1], "-" * widths[2], "-" * widths[3], "-" * 8))
+        lines = ["  ".join([*map(str.ljust, row[:4], widths), row[4].rjust(8)]) for row in rows]
+        return "\n".join([head, "", *lines])
+
+    def shardings(self) -> dict[str, NamedSharding]:
+        """The `NamedSharding` of each weight."""
+        return {name: self.plan.sharding(path) for name, path in self.weights.paths.items()}
+
+
+def infer_predict_layout(
+    fn: Callable[..., Any], *predict_data: Any, weights: Named = None, skip_backend_compile: bool = True, **options: Any
+) -> PredictLayout:
+    """Plan inference and say how every weight lies, without running and without memory for a weight.
+
+    Args:
+      fn: what is served: a function, a module, or what `shard` returned.
+      predict_data: the arguments of a call, arrays or shapes (`jax.ShapeDtypeStruct`).
+      weights: the argument that is the weights, or several of them; the first that is a pytree if None. Of a module what it
+        holds.
+      skip_backend_compile: False compiles the plan too: what XLA refuses, or does not fit, is an error now.
+      options: those of `shard` (`in_strategy`, `parameter_plan`, `layout`, `device`, `level`, …); the others go to `fn`.
+
+    Returns:
+      A mapping from the name of each weight, its path in the argument, to (dev_matrix, tensor_map, slice_shape, field,
+      uniform_split, opt_shard_group, full_shape); `plan` and `shardings()` beside. Print it for a table.
+
+    Raises:
+      ContextError: MindSpore's `parallel_mode` is set, to one that cuts nothing.
+      ShardError: all that is wrong with the call; no argument is a pytree.
+
+    >>> import jax
+    >>> shapes = {"w": jax.ShapeDtypeStruct((64, 32), "float32")}
+    >>> x = jax.ShapeDtypeStruct((8, 64), "float32")
+    >>> found = infer_predict_layout(lambda params, x: x @ params["w"], shapes, x,
+    ...                              parameter_plan={"w": (1, 4)}, device="tpu-v5e:4")
+    >>> found["w"].dev_matrix, found["w"].tensor_map, found["w"].slice_shape
+    ((4,), (-1, 0), (64, 8))
+    """
+    current = context.current()
+    if current.is_set("parallel_mode") and "auto" not in current.parallel_mode:
+        fail(ContextError, "Infer predict layout only supports semi auto parallel and auto parallel mode.",
+             where=f"parallel_mode = {current.parallel_mode!r}", why="that mode cuts no weight",
+             fix='set_auto_parallel_context(parallel_mode="semi_auto_parallel"), or leave parallel_mode unset')  # fmt: skip
+    if not isinstance(skip_backend_compile, bool):
+        fail(StrategyTypeError, f"`skip_backend_compile` must be a bool, not {a(skip_backend_compile)}",
+             where=f"skip_backend_compile = {skip_backend_compile!r:.60}", why="it says whether XLA compiles the plan too",
+             fix="write True or False")  # fmt: skip
+    function, rest = with_options(fn, options)
+    plan = function.plan(*predict_data, **rest)
+    found = PredictLayout(plan, of_call(function, predict_data, rest, weights))
+    if not skip_backend_compile:
+        plan.verify()
+    return found
+
+
+def with_options(fn: Any, options: dict[str, Any]) -> tuple[ShardedFunction, dict[str, Any]]:
+    """`fn` sharded with those of `options` that `shard` has, and the others; a Cell that is sharded already as it is."""
+    held = getattr(fn, "__dict__", {}).get(SHARDED)
+    return api.with_options(fn if held is None else held.of(fn), options)

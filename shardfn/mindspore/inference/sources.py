@@ -1,0 +1,178 @@
+"""What a checkpoint gives: a folder of steps, safetensors files, or the files that the ranks of a training run wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from shardfn.checkpoint import arrays, catalogue
+from shardfn.checkpoint.arrays import Wanted
+from shardfn.checkpoint.chunks import Box, Chunks
+from shardfn.checkpoint.contents import Contents, Entry
+from shardfn.checkpoint.tensorfiles import INDEX, SUFFIX, Tensor, tensors
+from shardfn.errors import CheckpointError, Problem, a, fail
+from shardfn.frontend.paths import listed
+from shardfn.frontend.strategy import short
+from shardfn.layoutfile.files import read as read_layout
+from shardfn.mindspore import rank_checkpoints
+from shardfn.runtime.extras import need
+
+KINDS = (
+    "a folder of `checkpoint.save`, safetensors (a file, an index, a folder), or the ranks' safetensors files as a list"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The arrays of a checkpoint, and how they are read. `text` says what it is."""
+
+    contents: Contents
+    read: Callable[[Sequence[Wanted]], list[Any]]
+    text: str
+
+
+def open_source(checkpoint: Any, train_strategy: Any, step: int | None, form: str | None, loaded: str = "") -> Source:
+    """Look at a checkpoint: only descriptions are read.
+
+    Args:
+      checkpoint: a path, or a list of the ranks' files.
+      train_strategy: the strategy file of the training run.
+      step: of a folder of steps.
+      form: None, "safetensors", or what MindSpore has besides, which is refused.
+      loaded: the strategy file that the context names, where `train_strategy` is None.
+
+    Raises:
+      CheckpointError: it is nothing of the kind; ranks without a strategy; another strategy than the checkpoint's own.
+      CheckpointFileError: files that are damaged.
+    """
+    if isinstance(checkpoint, list | tuple):
+        return _ranks([catalogue.place(file) for file in checkpoint], train_strategy or loaded or None)
+    path = catalogue.place(checkpoint)
+    if form != "safetensors" and catalogue.steps(path):
+        need("tensorstore", "checkpoint")
+        folder, number, contents = catalogue.look(path, step)
+        if train_strategy is not None:
+            _same_cuts(contents, train_strategy, path)
+        return Source(contents, lambda wanted: arrays.read(folder, wanted), f"{path}, step {number}")
+    if path.suffix in (".ckpt", ".pkl", ".pt", ".pth", ".bin", ".npz"):
+        fail(CheckpointError, f"{path.name} is no file that is read here", where=f"checkpoint = {short(str(path))}",
+             why=f"a checkpoint is {KINDS}",
+             fix="turn it into safetensors; in MindSpore: ms.ckpt_to_safetensors(folder)")  # fmt: skip
+    if (path / "rank_0").is_dir():
+        count = rank_checkpoints.ranks_of(rank_checkpoints.read_strategy(train_strategy or loaded or None))
+        files = rank_checkpoints.rank_files(path, max(count, len(list(path.glob("rank_*")))))
+        return _ranks([files[rank] for rank in sorted(files)], train_strategy or loaded or None)
+    is_file = path.name.endswith((SUFFIX, INDEX)) and path.is_file()
+    if not is_file and not any(path.glob("*" + SUFFIX)):
+        there = "it has none" if path.exists() else "there is no such file or folder"
+        fail(CheckpointError, f"there is no checkpoint in {path}", where=f"checkpoint = {short(str(path))}", why=there,
+             fix=f"pass {KINDS}")  # fmt: skip
+    if train_strategy is not None:
+        fail(CheckpointError, f"{path.name} holds whole arrays, and `train_strategy_filename` speaks of slices",
+             where=f"train_strategy_filename = {short(train_strategy)}", why="one file or folder of safetensors is read as it is",
+             fix="pass the files of the ranks as a list, or leave train_strategy_filename out")  # fmt: skip
+    return _of_tensors([tensors(path)], {}, str(path))
+
+
+def _ranks(files: Sequence[pathlib.Path], strategy: Any) -> Source:
+    cut = rank_checkpoints.read_strategy(strategy)
+    if len(files) > 1 and not cut:
+        fail(CheckpointError, f"there are files of {len(files)} ranks, and no strategy",
+             where=f"checkpoint = {_few(files)}",
+             why="the strategy file of the training run says how its parameters were cut",
+             fix="pass train_strategy_filename, the JSON that strategy_ckpt_save_file wrote")  # fmt: skip
+    if not files or (cut and len(files) != rank_checkpoints.ranks_of(cut)):
+        fail(CheckpointError, f"there are files of {len(files)} ranks, and the strategy is for {rank_checkpoints.ranks_of(cut)}",
+             where=f"checkpoint = {_few(files)}", why="each rank has one file",
+             fix="pass the file of each rank, in the order of ranks")  # fmt: skip
+    return _of_tensors([tensors(file) for file in files], cut, f"{len(files)} files of ranks")
+
+
+def _few(files: Sequence[pathlib.Path]) -> str:
+    return listed([os.path.join(file.parent.name, file.name) for file in files], 2)
+
+
+def _of_tensors(held: Sequence[Mapping[str, Tensor]], cut: rank_checkpoints.Strategy, text: str) -> Source:
+    shapes = rank_checkpoints.whole_shapes(dict(enumerate(held)), cut)
+    names = {name.replace(".", "/"): name for name in shapes}
+    entries = []
+    for path, name in names.items():
+        shape, dtype = shapes[name]
+        keys = tuple(("item" if part.isdecimal() else "key", part) for part in path.split("/"))
+        entries.append(Entry(path, shape, dtype, keys, (1,) * len(shape), Chunks(shape, shape)))
+
+    def box_of(name: str, box: Box) -> np.ndarray:
+        shape, dtype = shapes[name]
+        out = np.empty([s.stop - s.start for s in box], jnp.dtype(dtype))
+        for rank, part in rank_checkpoints.given(name, shape, box, cut):
+            origin = cut[name].boxes(shape)[rank] if name in cut else tuple(slice(0, n) for n in shape)
+            inside = tuple(slice(p.start - o.start, p.stop - o.start) for p, o in zip(part, origin, strict=True))
+            at = tuple(slice(p.start - b.start, p.stop - b.start) for p, b in zip(part, box, strict=True))
+            out[at] = held[rank][name].read(inside)
+        return out
+
+    by_entry = {entry.path: names[entry.path] for entry in entries}
+
+    def read(wanted: Sequence[Wanted]) -> list[Any]:
+        return [
+            arrays.assembled(want, {
+                key: box_of(by_entry[want.entry.path], tuple(slice(*ends) for ends in key)).astype(want.dtype)
+                for key in want.boxes
+            }) for want in wanted
+        ]  # fmt: skip
+
+    return Source(Contents(tuple(entries)), read, text)
+
+
+def _same_cuts(contents: Contents, strategy: Any, path: pathlib.Path) -> None:
+    """A checkpoint knows how it lay: a strategy file of another run is found out."""
+    cuts: dict[str, tuple[int, ...]] = {}
+    if isinstance(strategy, str | os.PathLike) and str(strategy).endswith(".json"):
+        for name, row in rank_checkpoints.read_strategy(strategy).items():
+            first, *rest = row.layout.cuts or (1,)
+            cuts[name.replace(".", "/")] = (first * row.optimizer[0], *rest)
+    else:
+        layout = read_layout(strategy)
+        sizes = dict(layout.grid)
+        for rule in layout.arguments:
+            dims = [(d,) if isinstance(d, str | int) else d for d in rule.cut or ("...",)]
+            factors = [[n if isinstance(n, int) else sizes.get(n) or 0 for n in dim] for dim in dims]
+            if all(n for dim in factors for n in dim) and not set("*?[") & set(rule.glob):
+                cuts[rule.glob] = tuple(math.prod(dim) for dim in factors)
+    problems = []
+    for entry in contents.entries:
+        said = cuts.get(entry.path) or cuts.get(entry.path.partition("/")[2])
+        if said is not None and len(said) == len(entry.shape) and said != entry.cuts:
+            problems.append(Problem(f"`{entry.path}` was saved in cuts {entry.cuts}, and the training strategy says {said}",
+                                    where=f"{path}, train_strategy_filename = {short(strategy)}",
+                                    why="the checkpoint itself knows how it lay",
+                                    fix="leave train_strategy_filename out"))  # fmt: skip
+    if problems:
+        raise CheckpointError(problems)
+
+
+def one_of(checkpoint: Any, unified: Any) -> Any:
+    """The checkpoint, or MindSpore's `unified_safetensors_dir` in its place.
+
+    Raises:
+      CheckpointError: none or both are given.
+    """
+    if (checkpoint is None) == (unified is None):
+        both = checkpoint is not None
+        fail(CheckpointError, "there are two checkpoints" if both else "there is no checkpoint to load",
+             where=f"checkpoint = {short(checkpoint)}, unified_safetensors_dir = {short(unified)}",
+             why=f"a checkpoint is {KINDS}", fix="pass one of them")  # fmt: skip
+    if unified is None:
+        return checkpoint
+    with contextlib.suppress(TypeError):
+        return os.fspath(unified)
+    fail(CheckpointError, f"`unified_safetensors_dir` is {a(unified)}", where=f"unified_safetensors_dir = {short(unified)}",
+         why="it is a folder with safetensors files", fix="pass its path")  # fmt: skip

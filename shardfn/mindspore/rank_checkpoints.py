@@ -1,0 +1,397 @@
+"""MindSpore's functions on checkpoints by rank, on safetensors files and its strategy JSON: slices merged and cut again.
+
+A strategy file says of each parameter the device matrix, the tensor map (for each dim the axis that cuts it, counted from the
+last, -1 for whole) and the shape; rank r stands in the matrix row-major. With optimizer parallelism a slice is cut once
+more along dim 0, over a group of `opt_weight_shard_size` ranks that are `opt_weight_shard_step` apart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from shardfn.checkpoint import arrays, offline
+from shardfn.checkpoint.catalogue import place
+from shardfn.checkpoint.chunks import Box, volume
+from shardfn.checkpoint.tensorfiles import SUFFIX, Planned, Tensor, rows_of, tensors, written
+from shardfn.errors import CheckpointError, CheckpointFileError, Problem, a, fail
+from shardfn.layoutfile.mindspore_json import checked
+from shardfn.mindspore.layout import Layout
+
+__all__ = ["merge_sliced_parameter", "rank_list_for_transform", "transform_checkpoints"]
+
+MOST_BYTES = 256 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Sliced:
+    """How a parameter lies over the ranks; `optimizer` is the size and the step of the group that cuts slices again."""
+
+    layout: Layout
+    shape: tuple[int, ...] | None = None
+    optimizer: tuple[int, int] = (1, 1)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the device matrix holds."""
+        return self.layout.size
+
+    def boxes(self, shape: Sequence[int]) -> tuple[Box, ...]:
+        """What each rank holds of a parameter of that shape."""
+        held = self.layout.slices(tuple(shape))
+        size, step = self.optimizer
+        if size <= 1:
+            return held
+        found = []
+        for rank, box in enumerate(held):
+            rows = box[0].stop - box[0].start
+            if rows % size:
+                fail(
+                    CheckpointError,
+                    f"a slice of {rows} rows cannot be cut {size} ways",
+                    where=f"shape {tuple(shape)}",
+                    why="opt_weight_shard_size cuts dim 0 of every slice",
+                    fix="use the strategy file that the run wrote",
+                )
+            begin = box[0].start + rank // step % size * (rows // size)
+            found.append((slice(begin, begin + rows // size), *box[1:]))
+        return tuple(found)
+
+    def full(self, held: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the whole parameter of which a rank holds a slice of shape `held`."""
+        cuts = self.layout.cuts
+        size = self.optimizer[0]
+        return tuple(
+            n * c * (size if not i and size > 1 else 1) for i, (n, c) in enumerate(zip(held, cuts, strict=True))
+        )
+
+
+Strategy = Mapping[str, Sliced]
+
+
+def merge_sliced_parameter(sliced_parameters: Sequence[Any], strategy: Any = None) -> np.ndarray:
+    """One parameter from its slices, in the order of their ranks.
+
+    Args:
+      sliced_parameters: a slice of each rank: arrays of one shape and dtype.
+      strategy: how it was cut: a `Layout`, or a dict with `dev_matrix` and `tensor_map` as in a strategy file. Without it
+        the slices are joined along dim 0.
+
+    Raises:
+      CheckpointError: slices that do not fit each other or the strategy.
+
+    >>> halves = [np.zeros((2, 1)), np.ones((2, 1))]
+    >>> merge_sliced_parameter(halves, Layout((1, 2), ("x", "y"))("None", "y")).tolist()
+    [[0.0, 1.0], [0.0, 1.0]]
+    """
+    slices = [np.asarray(piece) for piece in sliced_parameters]
+    if not slices:
+        fail(
+            CheckpointError,
+            "there are no slices to merge",
+            where="sliced_parameters = []",
+            fix="pass one for each rank",
+        )
+    first = slices[0]
+    problems = [
+        Problem(f"slice {rank} is {piece.dtype}{list(piece.shape)}, and slice 0 {first.dtype}{list(first.shape)}",
+                why="the slices of a parameter are alike", fix="pass the slices of one parameter, in the order of ranks")
+        for rank, piece in enumerate(slices)
+        if piece.dtype != first.dtype or (piece.shape[1:] != first.shape[1:] if strategy is None else piece.shape != first.shape)
+    ]  # fmt: skip
+    if problems:
+        raise CheckpointError(problems)
+    if strategy is None:
+        return np.concatenate(slices) if first.ndim else first
+    cut = _sliced("the parameter", strategy) if isinstance(strategy, Mapping) else Sliced(_layout(strategy))
+    if len(slices) != cut.ranks:
+        fail(CheckpointError, f"there are {len(slices)} slices for {cut.ranks} ranks", where=repr(cut.layout),
+             why="each rank of the device matrix has one", fix="pass one slice for each rank, in order")  # fmt: skip
+    if len(cut.layout.cuts) != first.ndim:
+        fail(CheckpointError, f"the slices have {first.ndim} dims, and the strategy {len(cut.layout.cuts)}",
+             where=repr(cut.layout), fix="use the strategy of this parameter")  # fmt: skip
+    whole = np.empty(cut.full(first.shape), first.dtype)
+    for box, piece in zip(cut.boxes(whole.shape), slices, strict=True):
+        whole[box] = piece
+    return whole
+
+
+def _layout(strategy: Any) -> Layout:
+    if not isinstance(strategy, Layout):
+        fail(CheckpointError, f"a strategy is a Layout or a dict, not {a(strategy)}", where=f"strategy = {strategy!r:.80}",
+             fix='write for instance Layout((2, 4), ("dp", "mp"))("dp", "mp")')  # fmt: skip
+    return strategy
+
+
+def read_strategy(source: Any) -> dict[str, Sliced]:
+    """The layouts of a strategy JSON (`strategy_ckpt_save_file`), by parameter. {} for None: everything is whole.
+
+    Raises:
+      CheckpointFileError: the file is not there, or no strategy JSON.
+    """
+    if source is None:
+        return {}
+    if isinstance(source, Mapping):
+        rows: Any = source
+    elif not isinstance(source, str | os.PathLike):
+        fail(CheckpointError, f"a strategy is a file or a dict, not {a(source)}", where=f"{source!r:.80}",
+             fix="give the JSON that strategy_ckpt_save_file wrote, or its rows")  # fmt: skip
+    else:
+        file = pathlib.Path(source)
+        try:
+            if file.stat().st_size > MOST_BYTES:
+                raise ValueError("it is larger than any strategy file")
+            rows = json.loads(file.read_text("utf-8"))["parallel_layout_item"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            fail(CheckpointFileError, f"{file} cannot be read", why=why,
+                 fix="give the JSON that strategy_ckpt_save_file wrote; its binary form is not read")  # fmt: skip
+    if not isinstance(rows, Mapping):
+        fail(CheckpointError, f"a strategy is a dict of parameters, not {a(rows)}", where=f"{rows!r:.80}",
+             fix="give what stands under parallel_layout_item")  # fmt: skip
+    return {str(name): row if isinstance(row, Sliced) else _sliced(f"`{name}`", row) for name, row in rows.items()}
+
+
+def _sliced(name: str, row: Any) -> Sliced:
+    try:
+        row = json.loads(json.dumps(dict(row) if isinstance(row, Mapping) else row))
+    except (TypeError, ValueError):
+        row = None
+    found = checked(row)
+    if isinstance(found, str):
+        fail(CheckpointError, f"the strategy of {name} cannot be read", where=f"{row!r:.120}", why=found,
+             fix="it has dev_matrix and tensor_map, lists of ints")  # fmt: skip
+    matrix, tensor_map, size, step = found
+    layout = Layout.from_tensor_map(tuple(matrix), tuple(d[0] if len(d) == 1 else tuple(d) for d in tensor_map))
+    shape = row.get("tensor_shape")
+    return Sliced(layout, None if shape is None else tuple(shape), (max(size, 1), max(step, 1)))
+
+
+def rank_list_for_transform(rank_id: int, src_strategy_file: Any = None, dst_strategy_file: Any = None) -> list[int]:
+    """The source ranks whose files a destination rank is made of, in order.
+
+    Args:
+      rank_id: the destination rank.
+      src_strategy_file: the strategy JSON of the run that wrote the files; None where each holds everything.
+      dst_strategy_file: that of the run to come; None for one device.
+
+    Raises:
+      CheckpointError: a rank that the destination does not have, or strategies of other parameters.
+
+    >>> cut = {"w": {"dev_matrix": [2, 2], "tensor_map": [0, -1], "tensor_shape": [8, 4]}}
+    >>> rank_list_for_transform(0, cut), rank_list_for_transform(3, cut, cut)
+    ([0, 1], [3])
+    """
+    source, target = read_strategy(src_strategy_file), read_strategy(dst_strategy_file)
+    _check_rank(rank_id, ranks_of(target))
+    if not source:
+        return [0]
+    needed: set[int] = set()
+    for name, cut in source.items():
+        shape = cut.shape or (target[name].shape if name in target else None)
+        if shape is None:
+            fail(
+                CheckpointError,
+                f"the strategies do not say the shape of `{name}`",
+                fix="use strategy files with tensor_shape",
+            )
+        needed.update(rank for rank, _ in _parts(name, shape, rank_id, source, target))
+    return sorted(needed)
+
+
+def ranks_of(strategy: Strategy) -> int:
+    """How many ranks a strategy is for."""
+    return max((cut.ranks for cut in strategy.values()), default=1)
+
+
+def _check_rank(rank: Any, ranks: int) -> None:
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < ranks:
+        fail(CheckpointError, f"there is no rank {rank!r:.40} in the destination", why=f"its ranks are 0 to {ranks - 1}",
+             fix="choose one of them")  # fmt: skip
+
+
+def _parts(name: str, shape: Sequence[int], rank: int, source: Strategy, target: Strategy) -> list[tuple[int, Box]]:
+    """What a destination rank holds of a parameter, as source ranks and the box of the whole that each gives."""
+    want = target[name].boxes(shape)[rank % target[name].ranks] if name in target else tuple(slice(0, n) for n in shape)
+    return given(name, shape, want, source, rank)
+
+
+def given(name: str, shape: Sequence[int], want: Box, source: Strategy, rank: int = 0) -> list[tuple[int, Box]]:
+    """The source ranks that a box of a parameter comes from, and the part of the whole that each gives; `rank` before others."""
+    if name not in source:  # each source rank has all of it
+        ranks = ranks_of(source)
+        return [(rank if rank < ranks else 0, want)]
+    boxes = source[name].boxes(shape)
+    holders: dict[tuple[Any, ...], list[int]] = {}
+    for holder, box in enumerate(boxes):
+        holders.setdefault(tuple((s.start, s.stop) for s in box), []).append(holder)
+    found = []
+    for key, ranks in holders.items():
+        both = tuple(slice(max(lo, w.start), min(hi, w.stop)) for (lo, hi), w in zip(key, want, strict=True))
+        if all(s.start < s.stop for s in both):
+            found.append((rank if rank in ranks else ranks[0], both))  # its own file, where it has the piece
+    return found
+
+
+def transform_checkpoints(
+    src_checkpoints_dir: str | os.PathLike[str],
+    dst_checkpoints_dir: str | os.PathLike[str],
+    ckpt_prefix: str,
+    src_strategy_file: Any = None,
+    dst_strategy_file: Any = None,
+    *,
+    memory: int | str = offline.MEMORY,
+) -> tuple[pathlib.Path, ...]:
+    """Rewrite the files of the ranks of one run as those of another.
+
+    `src/rank_0/*.safetensors` and so on become `dst/rank_0/prefix0.safetensors` and so on. Of several files in a rank's folder
+    the last by name is taken, numbers in names as numbers. What a strategy does not name is whole on every rank.
+
+    Args:
+      src_checkpoints_dir: a folder with `rank_0`, `rank_1`, …
+      dst_checkpoints_dir: where the same is written for the destination.
+      ckpt_prefix: what the files are called: prefix, rank, `.safetensors`.
+      src_strategy_file: strategy JSON of the source; None where each rank has everything.
+      dst_strategy_file: that of the destination; None for one device.
+      memory: what may be in memory at once.
+
+    Returns:
+      The files that were written, by rank.
+
+    Raises:
+      CheckpointError: ranks or parameters that are missing, slices that do not fit the strategy; all at once.
+      CheckpointFileError: a file that is cut short, or no safetensors; a full disk.
+    """
+    bound = offline.limit(memory)
+    source, target = read_strategy(src_strategy_file), read_strategy(dst_strategy_file)
+    files = rank_files(place(src_checkpoints_dir), ranks_of(source))
+    held = {rank: tensors(file) for rank, file in files.items()}
+    shapes = whole_shapes(held, source)
+    out, made = place(dst_checkpoints_dir), []
+    try:
+        for rank in range(ranks_of(target)):
+            rows, parts = [], {}
+            for name, (shape, dtype) in shapes.items():
+                parts[name] = _parts(name, shape, rank, source, target)
+                want = (
+                    target[name].boxes(shape)[rank % target[name].ranks]
+                    if name in target
+                    else tuple(slice(0, n) for n in shape)
+                )
+                rows.append((Planned(name, dtype, tuple(s.stop - s.start for s in want)), want))
+            file = out / f"rank_{rank}" / f"{ckpt_prefix}{rank}{SUFFIX}"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with written(file, [row for row, _ in rows], {"format": "pt"}) as handle:
+                for row, want in rows:
+                    pieces = [
+                        (
+                            source[row.name].boxes(shapes[row.name][0])[r] if row.name in source else None,
+                            held[r][row.name],
+                            box,
+                        )
+                        for r, box in parts[row.name]
+                    ]
+                    _write(handle, row, want, pieces, bound)
+            made.append(file)
+    except OSError as error:
+        if not isinstance(error, CheckpointFileError):
+            arrays.no_room(error, out)
+        raise
+    return tuple(made)
+
+
+def rank_files(folder: pathlib.Path, ranks: int) -> dict[int, pathlib.Path]:
+    """The last file of each rank, of a folder with `rank_0`, `rank_1`, …"""
+    found, problems = {}, []
+    for rank in range(ranks):
+        files = sorted((folder / f"rank_{rank}").glob("*" + SUFFIX), key=lambda file: _natural(file.name))
+        if files:
+            found[rank] = files[-1]
+        else:
+            problems.append(
+                Problem(
+                    f"there is no file of rank {rank}",
+                    where=str(folder / f"rank_{rank}" / ("*" + SUFFIX)),
+                    why=f"the source has {ranks} ranks",
+                    fix="bring the files of all ranks together",
+                )
+            )
+    if problems:
+        raise CheckpointError(problems)
+    return found
+
+
+def _natural(name: str) -> list[Any]:
+    """Numbers in a name as numbers, so that step 10 comes after step 9."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def whole_shapes(held: Mapping[int, Mapping[str, Tensor]], source: Strategy) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each whole parameter; every rank's slice has to fit."""
+    problems: list[Problem] = []
+    found: dict[str, tuple[tuple[int, ...], str]] = {}
+    for name in dict.fromkeys(itertools.chain.from_iterable(held.values())):
+        lacking = [rank for rank, rows in held.items() if name not in rows]
+        if lacking:
+            problems.append(
+                Problem(
+                    f"rank {lacking[0]} has no `{name}`",
+                    where=f"it is missing on ranks {lacking[:8]}",
+                    why="every rank has a slice of every parameter",
+                    fix="bring files of one step together",
+                )
+            )
+            continue
+        first = next(iter(held.values()))[name]
+        cut = source.get(name)
+        if cut is not None and len(cut.layout.cuts) != len(first.shape):
+            problems.append(Problem(f"`{name}` has {len(first.shape)} dims, and its strategy {len(cut.layout.cuts)}",
+                                    where=repr(cut.layout), fix="use the strategy of the run that wrote the files"))  # fmt: skip
+            continue
+        shape = cut.full(first.shape) if cut is not None else first.shape
+        odd = [
+            rank for rank, rows in held.items() if (rows[name].shape, rows[name].dtype) != (first.shape, first.dtype)
+        ]
+        if odd or (cut is not None and cut.shape not in (None, shape)):
+            told = (
+                f"rank {odd[0]} has {held[odd[0]][name].shape}"
+                if odd
+                else f"the strategy says {cut and cut.shape} in all"
+            )
+            problems.append(Problem(f"the slices of `{name}` do not fit", where=f"{first.file}: {first.dtype}{list(first.shape)}",
+                                    why=told, fix="use the strategy of the run that wrote the files"))  # fmt: skip
+        found[name] = shape, first.dtype
+    if problems:
+        raise CheckpointError(problems)
+    return found
+
+
+def _write(handle: Any, row: Planned, want: Box, pieces: Sequence[tuple[Box | None, Tensor, Box]], bound: int) -> None:
+    """Write a slice, a few rows of it at a time, each from the slices it is made of."""
+    most = max(1, bound // offline.SHARE // 8)
+    for local in rows_of(row.shape, most):
+        box = tuple(slice(w.start + s.start, w.start + s.stop) for w, s in zip(want, local, strict=True))
+        part = None
+        for held, tensor, given in pieces:
+            both = tuple(slice(max(b.start, g.start), min(b.stop, g.stop)) for b, g in zip(box, given, strict=True))
+            if any(s.start >= s.stop for s in both):
+                continue
+            origin = held or tuple(slice(0, n) for n in tensor.shape)
+            values = tensor.read(
+                tuple(slice(s.start - o.start, s.stop - o.start) for s, o in zip(both, origin, strict=True))
+            )
+            if part is None:
+                part = np.empty([s.stop - s.start for s in box], values.dtype)
+            part[tuple(slice(s.start - b.start, s.stop - b.start) for s, b in zip(both, box, strict=True))] = values
+        if part is not None:
+            handle.write(part.tobytes())
+        elif volume(box):
+            raise AssertionError(f"nothing holds {box} of {row.name}")

@@ -1,0 +1,156 @@
+"""Sums that XLA puts together before it adds them up, on accelerators: one collective for several.
+
+The passes run for TPUs and GPUs alike (for CPU devices they do not): rows that are added to zeros and then to something are added
+to that before the program is partitioned, and partial sums are added before they are sent.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+from shardfn.ir.model import Communication, Flow, Graph, Op, Spec, Value
+from shardfn.partition.rebuild import with_ops, without_unread
+
+
+def added_to(ops: Sequence[Op], filled: Collection[int], outputs: Collection[int]) -> list[Op]:
+    """The ops before they are partitioned, with rows that are added to zeros, and then to something else, added to that at once:
+    a table that is looked up in and multiplied by has its gradient's product gathered before its rows are added.
+
+    Args:
+      ops: in program order.
+      filled: values that are one number everywhere.
+      outputs: the results.
+    """
+    made = {op.outputs[0]: op for op in ops if op.name == "scatter" and len(op.inputs) == 3}
+    found = list(ops)
+    if not made:
+        return found
+    count = collections.Counter(v for op in ops for v in op.inputs)
+    count.update(outputs)
+    at = {op.outputs[0]: i for i, op in enumerate(ops) if op.outputs and op.outputs[0] in made}
+    turns = {op.outputs[0]: op for op in ops if op.name == "transpose"}
+    for i, op in enumerate(ops):
+        if op.name != "add" or len(made.keys() & op.inputs) != 1:
+            continue
+        rows, other = op.inputs if op.inputs[0] in made else op.inputs[::-1]
+        scatter = made[rows]
+        if scatter.combines == "add" and scatter.inputs[0] in filled and count[rows] == 1:
+            found[i] = scatter.of((_unturned(other, turns), *scatter.inputs[1:]), op.outputs)
+            found[at[rows]] = dataclasses.replace(scatter, name="", outputs=())
+    return [op for op in found if op.name]
+
+
+def _unturned(value: int, turns: Mapping[int, Op]) -> int:
+    """What a value was before it was transposed there and back."""
+    last = turns.get(value)
+    first = turns.get(last.inputs[0]) if last else None
+    if last is None or first is None or last.rule is None or first.rule is None:
+        return value
+    there, back = (tuple(map(r.operands[0].index, r.results[0])) for r in (first.rule, last.rule))
+    return first.inputs[0] if [there[d] for d in back] == sorted(there) else value
+
+
+def as_on_gpu(flow: Flow) -> Flow:
+    """A flow's collectives as XLA runs them on GPUs: sums put together, and nothing moved to where nothing reads it."""
+    return without_unread(summed_together(flow))
+
+
+_SUMS = frozenset({"all_reduce", "reduce_scatter"})
+
+
+def summed_together(flow: Flow) -> Flow:
+    """With partial sums added before they are added up, where both would be over the same devices: one collective for two.
+
+    Only of sums that nothing else reads, as XLA's reassociation of all-reduces does it. The gradient of what queries, keys and
+    values are made of is one sum so, and not three.
+    """
+    graph, specs = flow.graph, list(flow.specs)
+    sent = {c.result: c for c in flow.communications}
+    at = {v: i for i, op in enumerate(graph.ops) for v in op.outputs if op.name in _SUMS and v in sent}
+    if not at:
+        return flow
+    held = _held(graph)
+    count = _readers(graph, held)
+    cut: dict[int, int] = {}
+    """Of a value that a sum lies in, the sum: a slice of it, or that held to the layout in which it lies."""
+    for op in graph.ops:
+        if len(op.inputs) == 1 and (v := cut.get(op.inputs[0], op.inputs[0])) in at and count[v] == 1:
+            is_held = op.name == "reshard" and op.outputs[0] not in sent and specs[op.outputs[0]] == specs[op.inputs[0]]
+            if op.name == "all_slice" or (is_held and count[op.inputs[0]] == 1):
+                cut[op.outputs[0]] = v
+    values = list(graph.values)
+    ops: list[tuple[Op, ...]] = [(op,) for op in graph.ops]
+    for i, op in enumerate(graph.ops):
+        if (
+            op.name != "add"
+            or len({*op.inputs}) != 2
+            or any(count[v] != 1 or count[cut.get(v, v)] != 1 for v in op.inputs)
+        ):
+            continue
+        pair = [sent[w] if (w := cut.get(v, v)) in at else None for v in op.inputs]
+        first, second = pair
+        if not first or not second or first.trips != op.trips or specs[op.inputs[0]] != specs[op.inputs[1]]:
+            continue
+        if _kind(values, specs, first) != _kind(values, specs, second):
+            continue
+        (result,) = op.outputs
+        partial, full = len(values), len(values) + 1
+        values += [values[first.operand], values[first.result]]
+        specs += [specs[first.operand], specs[first.result]]
+        for c in (first, second):
+            where = at.pop(c.result)
+            ops[where] = ops[where][:-2]  # what is added up there stays, if this is a sum put together already
+            del sent[c.result]
+        ops[i] = (
+            op.of((first.operand, second.operand), (partial,)),
+            Op(first.kind.replace("-", "_"), (partial,), (full,), None, op.trips, first.where),
+            Op("all_slice", (full,), (result,), None, op.trips, first.where),
+        )
+        sent[full] = dataclasses.replace(first, operand=partial, result=full)
+        at[full], cut[result], count[full] = i, full, 1
+    if len(values) == len(graph.values):
+        return flow
+    return with_ops(flow, values, specs, _read([op for some in ops for op in some], held), sent)
+
+
+def added_together(graph: Graph) -> dict[int, int]:
+    """Of products, by index, that are added to others and read by nothing else, how many they are: `summed_together` before there
+    is a flow, where all of them leave partial sums."""
+    count = _readers(graph, _held(graph))
+    added: dict[int, tuple[int, ...]] = {}  # of what is made of products alone: which
+    for i, op in enumerate(graph.ops):
+        if op.name == "dot_general":
+            added[op.outputs[0]] = (i,)
+        elif op.name == "add" and len({*op.inputs}) == 2 and all(v in added and count[v] == 1 for v in op.inputs):
+            added[op.outputs[0]] = tuple(j for v in op.inputs for j in added.pop(v))
+    return {i: len(of) for of in added.values() if len(of) > 1 for i in of}
+
+
+def _held(graph: Graph) -> list[int]:
+    """What is read by no op of the graph's: its results, and what loops and branches carry."""
+    return [*graph.outputs, *(v for tie in graph.ties for v in tie)]
+
+
+def _readers(graph: Graph, held: Sequence[int]) -> collections.Counter[int]:
+    """How often each value is read, counted once more for each time it is `held`."""
+    count = collections.Counter(v for op in graph.ops for v in op.inputs)
+    count.update(held)
+    return count
+
+
+def _kind(values: Sequence[Value], specs: Sequence[Spec], c: Communication) -> object:
+    """What two sums have in common that can be made as one."""
+    return c.kind, c.axes, values[c.operand], specs[c.operand], specs[c.result]
+
+
+def _read(ops: Sequence[Op], held: Collection[int]) -> list[Op]:
+    """Without the slices that nothing reads any more, and what holds them to a layout."""
+    read = set(held)
+    kept: list[Op] = []
+    for op in reversed(ops):
+        if op.name not in ("all_slice", "reshard") or not read.isdisjoint(op.outputs):
+            kept.append(op)
+            read.update(op.inputs)
+    return kept[::-1]

@@ -1,0 +1,152 @@
+"""A product of two tensors among a group of devices: the words in which `graph.dots` says how it is done."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Self
+
+from shardfn.ir.model import Dims, Spec
+from shardfn.partition.sharded_op import Leg
+from shardfn.partition.tile_assignment import Devices, Grouped, Tile
+
+LEFT, RIGHT, OUT = 0, 1, 2
+"""The operands and the result."""
+
+Places = tuple[tuple[int, int, int], ...]
+"""Dims by their place in both operands and the result, -1 where they have none."""
+
+
+class Roles(NamedTuple):
+    """The dims of a product by what they are; `own` are those that the left, and the right operand has with the result."""
+
+    batch: Places
+    own: tuple[Places, Places]
+    contracted: Places
+
+
+def roles_of(rows: Sequence[Dims]) -> Roles:
+    """The dims of a product, from its rule: of both operands and the result."""
+    places = [{f: d for d, dim in enumerate(dims) for f in dim} for dims in rows]
+    every = dict.fromkeys(f for dims in rows for dim in dims for f in dim)
+    found = [tuple(place.get(f, -1) for place in places) for f in every]
+
+    def where(*key: bool) -> Places:
+        return tuple((a, b, c) for a, b, c in found if (a >= 0, b >= 0, c >= 0) == key)
+
+    yes, no = True, False
+    return Roles(where(yes, yes, yes), (where(yes, no, yes), where(no, yes, yes)), where(yes, yes, no))
+
+
+Fixed = Mapping[int, tuple[str, ...]]
+"""By dim, the axes by which groups cut a tensor."""
+
+Sum = tuple[tuple[tuple[str, ...], ...], Mapping[int, tuple[str, ...]]]
+"""Axes over which results are added up, a group for each dim they cut, and which dims they cut of the result after."""
+
+
+@dataclasses.dataclass(frozen=True)
+class InGroup:
+    """A product among a group of devices.
+
+    `tiles` are the layouts in the group of both operands and the result, `fixed` how groups cut each, `inside` the axes
+    that tell the groups apart. `sums` is what the result of each device goes through first.
+    """
+
+    every: Devices
+    devices: Devices
+    tiles: tuple[Tile, ...]
+    fixed: tuple[Spec, ...]
+    inside: frozenset[str]
+    roles: Roles
+    shapes: tuple[tuple[int, ...], ...]
+    bits: tuple[int, ...]
+    sums: tuple[Sum, ...] = ()
+
+    def spec(self, side: int, tile: Tile) -> Spec:
+        """A layout in the group as one among all devices."""
+        return tuple((*f, *axes) for f, axes in zip(self.fixed[side], tile.dims, strict=True))
+
+    def legs(self, *tiles: tuple[int, Tile]) -> list[tuple[int, Leg]]:
+        """Lay operands out anew, each through the layouts given that it has not got."""
+        here = {side: self.tiles[side].dims for side, _ in tiles}
+        found = []
+        for side, tile in tiles:
+            if here[side] != tile.dims:
+                found.append((side, Leg(self.spec(side, tile), self.inside)))
+            here[side] = tile.dims
+        return found
+
+    def whole(self, side: int) -> Tile:
+        """All of it on every device of the group."""
+        return self.devices.tile(((),) * len(self.shapes[side]))
+
+    def pieces(self, side: int, dims: Places) -> int:
+        """In how many pieces the group cuts these dims."""
+        return math.prod(self.devices.count(self.tiles[side].dims[d[side]]) for d in dims)
+
+    def elements(self, side: int) -> int:
+        """Elements of a tensor as the group has it."""
+        return _elements(self.shapes[side], self.fixed[side], self.every)
+
+    def local_bits(self, side: int) -> int:
+        """Bits of a tensor as a device has it."""
+        return _elements(self.shapes[side], self.spec(side, self.tiles[side]), self.every) * self.bits[side]
+
+    def across(self, source: int, target: int, tile: Tile | None = None) -> Tile | None:
+        """The layout of one tensor told of another, by the dims both have; None where it cuts others."""
+        dims = (tile or self.tiles[source]).dims
+        both = [d for d in (*self.roles.batch, *self.roles.own[0], *self.roles.own[1], *self.roles.contracted)
+                if d[source] >= 0 and d[target] >= 0]  # fmt: skip
+        known = {d[source] for d in both}
+        if any(axes and d not in known for d, axes in enumerate(dims)):
+            return None
+        to = {d[target]: dims[d[source]] for d in both}
+        return self.devices.tile(to.get(d, ()) for d in range(len(self.shapes[target])))
+
+    def recut(self, side: int, dims: Places, counts: Sequence[int]) -> Tile | None:
+        """A tensor's layout with other numbers of pieces along some dims, and its devices in the same order."""
+        tile = self.tiles[side]
+        wanted = [*self.devices.counts(tile), self.devices.count(tile.rest)]
+        for d, n in zip(dims, counts, strict=True):
+            wanted[d[side]] = n
+        return self.reshaped(tile, wanted)
+
+    def reshaped(self, tile: Tile, counts: Sequence[int]) -> Tile | None:
+        """Devices in the same order, in so many pieces along each dim; the last count is of those that hold the same."""
+        every = [a for axes in (*tile.dims, tile.rest) for a in axes]
+        if math.prod(counts) != self.devices.count(every):
+            return None
+        parts = self.devices.split(every, counts)
+        return None if parts is None else self.devices.tile(parts[:-1])
+
+    def inner(self, group: Sequence[str], insides: Sequence[Spec], fixed: Sequence[Fixed], *sums: Sum) -> Self:
+        """The same in one of the groups that `group` tells apart; `fixed` is how these cut both operands and the result."""
+        devices = self.devices.without(group)
+        now = tuple(
+            tuple((*axes, *new.get(d, ())) for d, axes in enumerate(old))
+            for old, new in zip(self.fixed, fixed, strict=True)
+        )
+        return dataclasses.replace(
+            self, devices=devices, tiles=tuple(map(devices.tile, insides)), fixed=now, inside=self.inside | {*group},
+            sums=(*self.sums, *sums),
+        )  # fmt: skip
+
+    def is_exchanged(self, now: Tile, to: Tile) -> bool:
+        """Whether one goes over to the other without gathering."""
+        return self.devices.is_permuted(now, to) or self.devices.exchanges(now, to) is not None
+
+    def matching(self, tile: Tile, groups: Grouped) -> list[int] | None:
+        """The dims that tell these groups apart; the one after the last is that along which devices hold the same."""
+        every = (*tile.dims, tile.rest) if tile.rest else tile.dims
+        if tile.is_whole or not groups.axes:
+            return None
+        if not groups.order:
+            return [d for d, axes in enumerate(every) if axes]
+        dims = [d for d, axes in enumerate(every) if groups.order[-1] not in axes]
+        return dims if {a for d in dims for a in every[d]} == {*groups.axes} else None
+
+
+def _elements(shape: Sequence[int], spec: Spec, devices: Devices) -> int:
+    return math.prod(-(-n // devices.count(axes)) for n, axes in zip(shape, spec, strict=True))

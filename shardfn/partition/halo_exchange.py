@@ -1,0 +1,110 @@
+"""What the pieces of an array send each other for an op with a window or an offset along a cut dim."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shardfn.ir.model import Tap
+
+
+class Fetch(NamedTuple):
+    """One permutation of pieces: the rows `start` to `end` of each, of which every receiver takes what it needs."""
+
+    start: int
+    end: int
+
+
+@functools.lru_cache(1 << 12)
+def fetches(size: int, out_size: int, pieces: int, tap: Tap) -> tuple[Fetch, ...] | None:
+    """The permutations that bring every piece of the result the rows that it reads, or None where all is gathered instead.
+
+    Neighbours at each distance send as many rows as any of them needs. Where rows come from so far away that this would be
+    more than twice what is read, each piece sends to one after the other of those that read it instead, all pieces at once.
+
+    Args:
+      size: of the operand's dim.
+      out_size: of the result's dim, or the kernel's.
+      pieces: how many ways both are cut.
+      tap: what is read of it.
+
+    >>> fetches(64, 64, 8, Tap(0, 0, 0, low=-1, extent=3))
+    (Fetch(start=7, end=8), Fetch(start=0, end=1))
+    >>> fetches(192, 64, 8, Tap(0, 0, 0, low=128))  # the last third
+    (Fetch(start=0, end=16), Fetch(start=8, end=24), Fetch(start=16, end=24))
+    """
+    own, out = -(-size // pieces), -(-out_size // pieces)
+    if not own:
+        return ()  # of nothing, nothing is sent: a pad of an empty slice, as in the gradient of an associative scan
+    width = (out - 1) * tap.stride + tap.extent
+    first = [i * out * tap.stride + tap.low for i in range(pieces)]
+    reads = [(-(-start // tap.spacing), -(-(start + width) // tap.spacing)) for start in first]
+    before = [i * own - start for i, (start, _) in enumerate(reads)]
+    after = [end - (i + 1) * own for i, (_, end) in enumerate(reads)]
+    most = max(end - start for start, end in reads)
+    if max(*before, *after) > 2 * most and tap.spacing == 1:
+        return None if 2 * most >= pieces * own else _in_turn(own, size, reads)
+    return _from_neighbours(own, before, after)
+
+
+def passed(rows: int, own: int) -> tuple[Fetch, ...]:
+    """The permutations by which each piece of `own` rows has the last `rows` before it.
+
+    >>> passed(5, 4)
+    (Fetch(start=0, end=4), Fetch(start=3, end=4))
+    """
+    return tuple(Fetch(own - min(rows - n, own), own) for n in range(0, rows, own))
+
+
+def _from_neighbours(own: int, before: Sequence[int], after: Sequence[int]) -> tuple[Fetch, ...] | None:
+    left, right = max(before[1:], default=0), max(after[:-1], default=0)
+    if left + right + own >= own * len(before) and max(left, right) > own:
+        return None
+    low, high = -max(before), own + max(after)  # of what anyone reads, from the start of its own piece
+    if low >= high:
+        return None
+    found = []
+    for passed in range(0, left, own):
+        skipped = max(-passed - high, 0)
+        if -passed - own < high:
+            found.append(Fetch(own - min(left - passed, own), own - skipped))
+    for passed in range(0, right, own):
+        skipped = max(low - own - passed, 0)
+        if passed + own > low - own and skipped < own:
+            found.append(Fetch(skipped, min(right - passed, own)))
+    return tuple(fetch for fetch in found if fetch.end > fetch.start)
+
+
+def _in_turn(own: int, size: int, reads: Sequence[tuple[int, int]]) -> tuple[Fetch, ...]:
+    """Each piece sends to one reader after the other, in the order of where they need it; in each turn no one receives twice,
+    nor do rows at one end of a piece travel with rows at the other."""
+    wanted: list[list[tuple[int, int, Fetch]]] = [
+        [] for _ in reads
+    ]  # of each piece: place with the reader, reader, rows
+    for reader, (start, end) in enumerate(reads):
+        at = max(start, 0)
+        while at < min(end, size):
+            source, row = divmod(at, own)
+            rows = min(own - row, end - at)
+            if source != reader:
+                wanted[source].append((at - start, reader, Fetch(row, row + rows)))
+            at += rows
+    queues = [sorted(queue, key=lambda wish: wish[0]) for queue in wanted]
+    found = []
+    while any(queues):
+        low, high = own, 0
+        receivers: set[int] = set()
+        for queue in queues:
+            if not queue:
+                continue
+            _, reader, (start, end) = queue[0]
+            if receivers:
+                ends = (low > end and high == own and start == 0) or (high < start and low == 0 and end == own)
+                if reader in receivers or ends:
+                    continue
+            receivers.add(reader)
+            low, high = min(low, start), max(high, end)
+            del queue[0]
+        found.append(Fetch(low, high))
+    return tuple(found)

@@ -1,0 +1,175 @@
+"""What libtpu makes of a laid-out program's collectives where XLA's other backends do otherwise: which sums it scatters, and what
+it gathers again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from shardfn.ir.model import Flow, Graph, Op
+from shardfn.partition.combine_reductions import summed_together
+from shardfn.partition.rebuild import with_ops, without_unread
+from shardfn.partition.tpu_padding import LANES, SUBLANES, tiled_dims
+
+
+def as_on_tpu(flow: Flow) -> Flow:
+    """A flow's collectives as libtpu runs them."""
+    return without_unread(gathered_apart(summed_together(flow)))
+
+
+def scatters(piece: tuple[int, ...], dim: int, bits: int, is_whole: bool, torus: tuple[int, ...]) -> bool:
+    """Whether libtpu makes a reduce-scatter of a sum of which each device needs a piece, or an all-reduce and a slice.
+
+    Pieces must be whole tiles: along the sublanes 8 rows, along the lanes 128 elements of 32 bits; those of vectors never are.
+    Nor is it done over all of some tori (`sums_whole`). Seen in libtpu 0.0.42.
+
+    Args:
+      piece: shape of what one device needs.
+      dim: along which pieces are cut.
+      bits: of one element.
+      is_whole: whether the sum is over all devices of the torus.
+      torus: its dims.
+
+    >>> scatters((32, 256), 0, 32, True, (2, 4)), scatters((32, 256), 0, 32, True, (4, 4))
+    (True, False)
+    """
+    if len(piece) < 2 or (is_whole and sums_whole(torus)):
+        return False
+    row, column = tiled_dims(piece, bits)
+    return piece[dim] % {row: SUBLANES, column: LANES * max(1, 32 // bits)}.get(dim, 1) == 0
+
+
+def sums_whole(torus: Sequence[int]) -> bool:
+    """Whether sums over all devices of a torus are never scattered: over a square of 4 x 4 or more, or three dims.
+
+    >>> sums_whole((4, 4)), sums_whole((2, 4)), sums_whole((2, 2)), sums_whole((2, 2, 2))
+    (True, False, False, True)
+    """
+    dims = [n for n in torus if n > 1]
+    return len(dims) > 2 or (len(dims) == 2 and dims[0] == dims[1] > 2)
+
+
+FAR = 100
+"""Steps between two uses up to which one gather serves both: the distance of libtpu's schedule-aware common subexpressions.
+Measured with chains of `tanh` between two products."""
+
+
+def gathered_apart(flow: Flow) -> Flow:
+    """With a gather of its own for each use of a value that comes long after the first one.
+
+    XLA's partitioner gathers for every use; libtpu puts a gather together with the first one of the same value, if not more than
+    `FAR` steps lie between their uses. So a weight that lies in pieces is gathered once for the forward pass and once for the
+    backward one, but in the last layers.
+    """
+    graph = flow.graph
+    sent = {c.result: c for c in flow.communications}
+    gathers = {op.outputs[0]: op for op in graph.ops if op.name == "all_gather" and op.outputs[0] in sent}
+    uses: dict[int, list[int]] = {v: [] for v in gathers}
+    for i, op in enumerate(graph.ops):
+        for v in dict.fromkeys(op.inputs):
+            if v in uses:
+                uses[v].append(i)
+    source = {op.outputs[0]: op.inputs[0] for op in graph.ops if op.name in _SAME}
+    groups: dict[
+        tuple[int, int], list[tuple[int, int]]
+    ] = {}  # of a value and a region: its uses there, and the gathers
+    regions = _regions(graph)
+    for v, op in gathers.items():
+        root = _root(op.inputs[0], source)
+        for i in uses[v]:
+            if sent[v].trips == graph.ops[i].trips:
+                groups.setdefault((root, regions[i]), []).append((i, v))
+    several = [sorted(group) for group in groups.values() if len(group) > 1]
+    if not several:
+        return flow
+    heights = _heights(flow, regions)
+    values, specs = list(graph.values), list(flow.specs)
+    reads: dict[tuple[int, int], int] = {}  # of a use and what it reads: what it reads instead
+    before: dict[int, list[Op]] = {}  # of a use the gathers for it alone
+    for group in several:
+        first, _ = group[0]
+        kept: dict[object, int] = {}
+        for i, v in group:
+            c = sent[v]
+            if heights[first] <= heights[i] + 1 + FAR:
+                reads[i, v] = kept.setdefault((values[v], specs[c.operand], specs[v], c.axes), v)
+            elif v not in kept.values():
+                kept[i, v] = v
+            else:
+                values.append(values[v])
+                specs.append(specs[v])
+                reads[i, v] = again = len(values) - 1
+                before.setdefault(i, []).append(gathers[v].of(gathers[v].inputs, (again,)))
+                sent[again] = dataclasses.replace(c, result=again)
+    ops: list[Op] = []
+    for i, op in enumerate(graph.ops):
+        ops += before.get(i, ())
+        inputs = tuple([reads.get((i, v), v) for v in op.inputs])
+        ops.append(op if inputs == op.inputs else op.of(inputs, op.outputs))
+    return with_ops(flow, values, specs, ops, sent)
+
+
+def _root(value: int, source: Mapping[int, int]) -> int:
+    while value in source:
+        value = source[value]
+    return value
+
+
+_SAME = frozenset({"convert", "transpose"})
+"""Ops before a gather that XLA does after it."""
+
+
+def _heights(flow: Flow, regions: Sequence[int]) -> list[int]:
+    """Of each op how far it is from the end, as XLA counts: one more than any reader, and one for each reader that does not
+    raise it. In a loop or a branch from the end of that; from outside it is one step. Views are no step."""
+    graph, outputs = flow.graph, set(flow.graph.outputs)
+    loop: dict[int, int] = {}  # of a region the op that it is the body of
+    readers: dict[int, list[int]] = {}
+    heights = [0] * len(graph.ops)
+    last = -1
+    for i in reversed(range(len(graph.ops))):
+        op, region = graph.ops[i], regions[i]
+        if last >= 0 and region not in loop and region != regions[last]:
+            loop[region] = last
+        if op.name in ("while", "case"):
+            last = i
+        height = 0
+        for v in op.outputs:
+            height += v in outputs
+            for reader in reversed(readers.get(v, ())):
+                while regions[reader] != region and regions[reader] in loop:
+                    reader = loop[regions[reader]]
+                height = max(height, heights[reader]) + 1
+        heights[i] = height
+        if _is_view(flow, op):
+            readers.setdefault(op.inputs[0], []).extend(readers.get(op.outputs[0], ()))
+        else:
+            for v in dict.fromkeys(op.inputs):
+                readers.setdefault(v, []).append(i)
+    return heights
+
+
+def _is_view(flow: Flow, op: Op) -> bool:
+    """Whether nothing is left of an op by then: dims of 1 come and go (or are summed), and elements are told in fewer bits."""
+    if op.name == "all_slice":
+        return flow.specs[op.inputs[0]] == flow.specs[op.outputs[0]]
+    if op.name == "convert":
+        return op.form is None
+    if op.name not in ("reshape", "reduce") or len(op.outputs) != 1:
+        return False
+    before, after = (flow.graph.values[v].shape for v in (op.inputs[0], op.outputs[0]))
+    return [n for n in before if n > 1] == [n for n in after if n > 1]
+
+
+def _regions(graph: Graph) -> list[int]:
+    """Of each op the loop or branch that it is in; a move that was put in is where an op beside it is that runs as often."""
+    found = [op.form[1] if op.form else None for op in graph.ops]
+    for turn in (range(len(found) - 1, -1, -1), range(len(found))):
+        near: dict[int, int] = {}
+        for i in turn:
+            region = found[i]
+            if region is None:
+                found[i] = near.get(graph.ops[i].trips)
+            else:
+                near[graph.ops[i].trips] = region
+    return [0 if region is None else region for region in found]

@@ -1,0 +1,96 @@
+"""Sums that a loop only accumulates: on accelerators XLA adds up over devices once, after the loop, what it adds up over rounds.
+
+A gradient that `scan` accumulates over micro-batches, or of weights that every round reads, is sent once so, and not in each
+round (XLA's while-loop all-reduce motion; its CPU backend has none).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from shardfn.ir.model import Communication, Flow, Graph, Op, Spec
+from shardfn.partition.rebuild import with_ops
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulated:
+    """What a loop adds to a value that it carries and does nothing else with."""
+
+    value: int
+    """What is added in each round, as it was made: views of it lie between."""
+    loop: int
+    """The loop's op."""
+    result: int
+    """The loop's result that the sum becomes."""
+
+
+_VIEWS = frozenset({"transpose", "reshape", "convert", "all_slice"})
+
+
+def accumulated(graph: Graph, specs: Sequence[Spec] = ()) -> list[Accumulated]:
+    """What is only accumulated, in the order of the loops; `specs` where the values lie already, as cutting is no view."""
+    loops = [i for i, op in enumerate(graph.ops) if op.name == "while"]
+    if not loops:
+        return []
+    made = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
+    count = collections.Counter(v for op in graph.ops for v in op.inputs)
+    count.update(graph.outputs)
+    carried = {(a, b) for a, b in graph.ties if a not in made}
+
+    def origin(value: int) -> int:
+        while value in made and (op := graph.ops[made[value]]).name in _VIEWS and count[op.inputs[0]] == 1:
+            if op.name == "all_slice" and (not specs or specs[op.inputs[0]] != specs[value]):
+                break
+            value = op.inputs[0]
+        return value
+
+    found = []
+    for i in loops:
+        op = graph.ops[i]
+        for out, result in zip(op.inputs[len(op.outputs) :], op.outputs, strict=True):
+            add = graph.ops[made.get(out, i)]
+            if add.name != "add" or add.trips <= op.trips or count[out] != 1 or len({*add.inputs}) != 2:
+                continue
+            for held, value in (add.inputs, add.inputs[::-1]):
+                first = origin(value) if count[value] == 1 else -1
+                is_made = first in made and graph.ops[made[first]].trips == add.trips
+                if (held, out) in carried and is_made and count[held] == 1:
+                    found.append(Accumulated(first, i, result))
+    return found
+
+
+def added_after(flow: Flow) -> Flow:
+    """With the all-reduces of what is only accumulated once, after their loops."""
+    sent = {c.result: c for c in flow.communications}
+    while moved := [
+        a for a in accumulated(flow.graph, flow.specs) if a.value in sent and sent[a.value].kind == "all-reduce"
+    ]:
+        flow = _after(flow, moved, sent)
+        sent = {c.result: c for c in flow.communications}
+    return flow
+
+
+def _after(flow: Flow, moved: Sequence[Accumulated], known: Mapping[int, Communication]) -> Flow:
+    graph = flow.graph
+    values, specs, sent = list(graph.values), list(flow.specs), dict(known)
+    parts = {a.value: sent[a.value].operand for a in moved}
+    whole: dict[int, int] = {}  # of a loop's result, its sum over the devices
+    ops: list[Op] = []
+    for i, op in enumerate(graph.ops):
+        if parts.keys().isdisjoint(op.outputs):
+            inputs = tuple([whole.get(v, parts.get(v, v)) for v in op.inputs])
+            ops.append(op if inputs == op.inputs else op.of(inputs, op.outputs))
+        for a in (a for a in moved if a.loop == i):
+            c = sent.pop(a.value)
+            values.append(values[a.result])
+            specs.append(specs[a.result])
+            whole[a.result] = total = len(values) - 1
+            ops.append(Op("all_reduce", (a.result,), (total,), None, op.trips, c.where))
+            sent[total] = dataclasses.replace(c, operand=a.result, result=total, trips=op.trips)
+    made = {v for op in graph.ops for v in op.outputs}
+    ties = tuple((a, b) if a in made and b in whole else (whole.get(a, a), whole.get(b, b)) for a, b in graph.ties)
+    outputs = tuple(whole.get(v, v) for v in graph.outputs)
+    made_anew = dataclasses.replace(flow, graph=dataclasses.replace(graph, ties=ties, outputs=outputs))
+    return with_ops(made_anew, values, specs, ops, sent)

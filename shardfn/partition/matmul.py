@@ -1,0 +1,129 @@
+"""How XLA works on a matrix product (`dot_general`), or on a convolution but for its window."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from shardfn.ir.model import Spec, dtype_bits
+from shardfn.partition.resharding import flat
+from shardfn.partition.sharded_op import Case, Leg, Way, grouped, whole
+
+
+def product(case: Case) -> Way:
+    """dot_general and convolution: one decision for each axis, from where it stands in both operands and the result.
+
+    In order: the same contracted or batch dim of both operands (partial sums, or nothing to do); the result's own (an
+    operand that has that dim is laid out for it, the other is gathered); a contracted dim of one operand alone, if
+    gathering that operand would move more than adding up the result (the other is cut too); else the axis is given up.
+    """
+    rows = (*zip(case.rule.operands[:2], case.have[:2], strict=True), (case.rule.results[0], case.want[0]))
+    left, right, out = (case.by_axis(dims, spec) for dims, spec in rows)
+    in_left, in_right, in_out = ({f for dim in dims for f in dim} for dims, _ in rows)
+    placed: tuple[dict[str, int], ...] = ({}, {}, {})
+    lhs, rhs, res = placed
+    summed: dict[int, list[str]] = {}
+    undecided: list[str] = []
+    for axis in dict.fromkeys((*left, *right, *out)):
+        a, b, c = left.get(axis), right.get(axis), out.get(axis)
+        if a is not None and a == b:
+            lhs[axis] = rhs[axis] = a
+            if a in in_out:
+                res[axis] = a
+            else:
+                summed.setdefault(a, []).append(axis)
+        elif c is not None:
+            for side, factors in zip(placed, (in_left, in_right, in_out), strict=True):
+                if c in factors:
+                    side[axis] = c
+        else:
+            undecided.append(axis)
+    contracted = (in_left & in_right) - in_out
+    for i, (has, lacks) in enumerate(((left, right), (right, left))):
+        if not undecided or not all(has.get(a) in contracted and a not in lacks for a in undecided):
+            continue
+        if any(placed[i].get(axis) != factor and axis not in undecided for axis, factor in has.items()):
+            continue  # it is gathered for another axis, and then wholly
+        gathered, added = (
+            math.prod(v.shape) // case.pieces(list(side))
+            for v, side in ((case.operands[i], placed[i]), (case.results[0], res))
+        )
+        if gathered > added:
+            for axis in undecided:
+                lhs[axis] = rhs[axis] = has[axis]
+                summed.setdefault(has[axis], []).append(axis)
+            break
+    orders = ({**left, **out}, {**right, **out}, {**out, **left, **right})
+    specs = [case.spec(dims, grouped(side, order)) for (dims, _), side, order in zip(rows, placed, orders, strict=True)]
+    rest = tuple(whole(v) for v in case.operands[2:])
+    first = _first_groups(case, (left, right), res) or {a for axes in summed.values() for a in axes}
+    inside = tuple(_within(first, case.have[i], specs[i]) for i in (0, 1))
+    detours = tuple(_detour(case, case.have[i], specs[i], first) for i in (0, 1))
+    through = tuple(tuple(map(Leg, layouts)) for layouts in detours)
+    specs, over_idle = _summed_over_idle(case, specs, detours)
+    summed |= over_idle
+    wants = (specs[0], specs[1], *rest)
+    return Way(wants, (specs[2],), tuple(map(tuple, summed.values())), inside=inside, through=through)
+
+
+def _detour(case: Case, have: Spec, want: Spec, groups: set[str]) -> tuple[Spec, ...]:
+    """On the way of an operand that is to be gathered over `groups`: a layout over axes that leave it whole.
+
+    XLA goes through it where those devices can be split into as many groups.
+    """
+    idle = [a for a in case.sizes if not any(a in axes for axes in have)]
+    dims = [d for d, axes in enumerate(have) if groups.intersection(axes)]
+    if len(dims) != 1 or set(have[dims[0]]) != groups or want[dims[0]] or case.pieces(idle) % case.pieces(list(groups)):
+        return ()
+    kept = list(have[dims[0]])
+    finer = [*kept, *idle[len(kept) :]]
+    return tuple(tuple(tuple(cut) if d == dims[0] else axes for d, axes in enumerate(have)) for cut in (finer, idle))
+
+
+def _summed_over_idle(
+    case: Case, specs: list[Spec], through: tuple[tuple[Spec, ...], ...]
+) -> tuple[list[Spec], dict[int, list[str]]]:
+    """Where a contracted dim was cut over idle axes on the way, stay there if gathering would move more than adding up.
+
+    Takes and gives the layouts of both operands and the result; also gives the axes to add up over, by factor.
+    """
+    for i, detour in enumerate(through):
+        dim, idle = next(((d, axes) for d, axes in enumerate(detour[-1] if detour else ()) if axes), (0, ()))
+        factors, others = case.rule.operands[i][dim], case.rule.operands[1 - i]
+        result = math.prod(case.results[0].shape) // case.pieces(flat(specs[2]))
+        if not idle or factors not in others or factors in case.rule.results[0]:
+            continue
+        if {*flat(specs[1 - i]), *flat(specs[2])} & {*idle} or math.prod(case.operands[i].shape) <= result:
+            continue
+        laid = [*specs]
+        laid[i] = detour[-1]
+        laid[1 - i] = tuple(idle if d == others.index(factors) else axes for d, axes in enumerate(specs[1 - i]))
+        return laid, {factors[0]: list(idle)}
+    return specs, {}
+
+
+def _first_groups(case: Case, has: tuple[Mapping[str, int], Mapping[str, int]], res: Mapping[str, int]) -> set[str]:
+    """The axes of the groups of devices into which XLA splits a product first; the rest is laid out inside a group.
+
+    They cut a batch dim; else a dim that one operand has in common with the result: of two such, the one for which
+    less is gathered of the other operand.
+    """
+    every = [{f for dim in dims for f in dim} for dims in case.rule.operands[:2]]
+    batch = {a for a, f in res.items() if f in every[0] and f in every[1]}
+    if batch:
+        return batch
+    offers = []
+    for i, axes in enumerate(has):
+        own = every[i] - every[1 - i]
+        before, after = ({a for a, f in side.items() if f in own} for side in (axes, res))
+        if before and before == after:
+            other, spec = case.operands[1 - i], case.have[1 - i]
+            local = math.prod(-(-n // case.pieces(cut)) for n, cut in zip(other.shape, spec, strict=True))
+            offers.append((case.pieces(list(before)) * local * dtype_bits(other.dtype), -i, before))
+    return min(offers, default=(0, 0, set()))[2]
+
+
+def _within(groups: set[str], have: Spec, want: Spec) -> frozenset[str]:
+    """The groups inside which an operand is laid out anew: those that cut it, where something else changes too."""
+    changed = {a for old, new in zip(have, want, strict=True) for a in {*old} ^ {*new}}
+    return frozenset(groups) if groups.intersection(flat(want)) and changed - groups else frozenset()

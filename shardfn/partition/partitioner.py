@@ -1,0 +1,417 @@
+"""What XLA makes of a laid-out program: the collectives between its ops. A flow in, a flow out.
+
+Shardy says how every value lies; XLA's partitioner then works op by op (`graph.ways`) and moves each operand to where the
+op needs it (`graph.moves`). Equal moves of one value are one; what does not change in a loop is moved before it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+from shardfn.ir.model import (
+    BOOKKEEPING,
+    CHANGES,
+    PRODUCTS,
+    Communication,
+    Flow,
+    Graph,
+    Op,
+    Rule,
+    Spec,
+    Tap,
+    Value,
+    dtype_bits,
+    is_gpu,
+    trips_of,
+)
+from shardfn.partition.combine_reductions import added_to, as_on_gpu
+from shardfn.partition.libtpu import as_on_tpu, scatters
+from shardfn.partition.loop_reductions import added_after
+from shardfn.partition.op_rules import way
+from shardfn.partition.resharding import flat, joined_axes, split_axes, steps
+from shardfn.partition.sharded_op import Case, Edge, Leg, Way, whole
+from shardfn.partition.simplify import simplified
+from shardfn.partition.tile_assignment import Step
+
+
+def as_compiled(flow: Flow, platform: str, torus: tuple[int, ...] = ()) -> Flow:
+    """The flow with the ops as XLA works on them on `platform`, and the collectives that it runs.
+
+    Args:
+      flow: layouts of all values as propagated. Collectives that are in it (the user's own, in `shard_map`) stay. One
+        that was here before comes back as it is.
+      platform: `cpu`, `cuda`, `rocm` or `tpu`. On CPU a sum of which each device needs only its piece is an all-reduce
+        (elsewhere a reduce-scatter, on TPU where `graph.libtpu.scatters` says so), and `bf16` is added up as `f32`. On TPU,
+        what is gathered for a product travels as `bf16`, in which a product of default precision reads it.
+      torus: dims of the torus that the devices form, on TPU.
+    """
+    if flow.platform:
+        return flow
+    return _Roads(flow, platform, torus).flow()
+
+
+class _Roads:
+    """Walks one flow once; the lists fill as it goes. Inside, axes are in prime parts."""
+
+    def __init__(self, flow: Flow, platform: str, torus: tuple[int, ...]):
+        self.given, self.platform, self.torus = flow, platform, torus
+        graph = flow.graph
+        used = {a for spec in set(flow.specs) for dim in spec for a in dim}
+        self.sizes, parts = split_axes(flow.axes, used)
+        in_parts = functools.cache(lambda spec: tuple(tuple(p for a in dim for p in parts.get(a, ())) for dim in spec))
+        self.values, self.specs = list(graph.values), [in_parts(spec) for spec in flow.specs]
+        self.ops: list[Op] = []
+        self.sent: list[Communication] = []
+        self.collected: set[int] = set()  # partial results, which are gathered together though only one is read
+        self.moved: dict[tuple[object, ...], int] = {}
+        self.parts: dict[object, int] = {}
+        self.ways: dict[object, tuple[Way, bool]] = {}
+        self.filled = {
+            v
+            for op in graph.ops
+            if op.name == "broadcast_in_dim" and not self.values[op.inputs[0]].shape
+            for v in op.outputs
+        }
+        self.is_read = False  # whether what is moved is an operand
+        self.region: object = None  # the loop or branch that it is moved for
+        self.trips = trips_of(graph)
+
+    def flow(self) -> Flow:
+        own = {c.result: c for c in self.given.communications}
+        is_cut = list(map(any, self.specs)).__getitem__
+        ops = _rotations(self.given)
+        if self.platform != "cpu":
+            ops = added_to(ops, self.filled, self.given.graph.outputs)
+        for op in _needed(self.given.graph, ops):
+            if own:
+                self.sent += [own[v] for v in op.outputs if v in own]
+            if op.name in ("while", "case"):
+                self.carry(op)
+            elif op.name in _PASSED or not (any(map(is_cut, op.inputs)) or any(map(is_cut, op.outputs))):
+                self.ops.append(op)
+            else:
+                self.visit(op)
+        grid = self.given.axes
+        join = functools.cache(lambda axes: joined_axes(axes, grid))
+        joined = functools.cache(lambda spec: tuple(map(join, spec)))
+        specs = tuple(map(joined, self.specs))
+        graph = dataclasses.replace(self.given.graph, values=tuple(self.values))
+        ops = _before_loops(self.ops)
+        needed = {v for op in _needed(graph, ops) if op.name in CHANGES for v in op.outputs}
+        kept = needed | own.keys() | self.collected
+        sent = tuple(dataclasses.replace(c, axes=join(c.axes)) for c in self.sent if c.result in kept)
+        graph = dataclasses.replace(graph, ops=tuple(ops))
+        found = simplified(Flow(graph, specs, grid, sent, self.platform))
+        if self.platform == "cpu":
+            return found
+        return added_after(as_on_gpu(found) if is_gpu(self.platform) else as_on_tpu(found))
+
+    def carry(self, op: Op) -> None:
+        """What enters a loop, comes back from its body, or leaves a branch lies as the results do."""
+        first = 1 if op.name == "case" else 0  # what decides between the branches
+        laid = [
+            self.move(v, self.specs[op.outputs[i % len(op.outputs)]], self.trips[v], op.where, op.name)
+            for i, v in enumerate(op.inputs[first:])
+        ]
+        self.ops.append(dataclasses.replace(op, inputs=(*op.inputs[:first], *laid)))
+
+    def visit(self, op: Op) -> None:
+        found, is_still = self.way(op)
+        if not op.where:  # a result handed out in a layout of its own
+            op = dataclasses.replace(op, where=next(filter(None, map(self.lines.get, op.inputs)), ""))
+        if is_still:
+            self.ops.append(op)
+            return
+        inputs = []
+        self.is_read, self.region = True, op.form and op.form[1]
+        for i, (v, spec) in enumerate(zip(op.inputs, found.wants, strict=True)):
+            inside = found.inside[i] if i < len(found.inside) else frozenset()
+            for leg in (*(found.through[i] if i < len(found.through) else ()), Leg(spec, inside)):
+                v = self.move(v, leg.to, op.trips, op.where, op.name, inside=leg.inside)
+            inputs.append(v)
+        arrived = [v for edge in found.edges for v in self.exchange(inputs[edge.operand], edge, op)]
+        self.is_read = False
+        for i, dim, rows, axes in found.windows:
+            inputs[i] = self.window(inputs[i], dim, rows, axes, op)
+        for i in found.turned:
+            inputs[i] = self.send(
+                "collective-permute", inputs[i], self.specs[inputs[i]], (), op.trips, op.where, op.name
+            )
+        ready = not found.summed and not found.collected and not found.back
+        outputs = tuple(
+            v if ready and spec == self.specs[v] else self.new(self.values[v], spec, op.trips)
+            for v, spec in zip(op.outputs, found.gives, strict=True)
+        )
+        self.ops.append(op.of((*inputs, *arrived), outputs))
+        for made, v in zip(outputs, op.outputs, strict=True):
+            if made == v:
+                continue
+            for axes in found.summed:
+                made = self.add_up(made, self.specs[v], axes, axes == found.summed[-1], op)
+            if found.collected:
+                lies = self.specs[made]
+                made = self.send("all-gather", made, lies, found.collected, op.trips, op.where, op.name)
+                self.collected.add(self.sent[-1].result)
+            made = self.bring_back(made, found.back, op)
+            self.move(made, self.specs[v], op.trips, op.where, op.name, into=v)
+
+    def bring_back(self, made: int, back: Sequence[Leg], op: Op) -> int:
+        """A result through all but the last layout that `back` has, and added up on the way."""
+        for i, leg in enumerate(back):
+            if leg.summed:
+                after = (other.to for other in back[i:] if not other.summed or other is leg)
+                want = next((to for to in after if to != self.specs[made]), leg.to)
+                made = self.add_up(made, want, leg.summed, leg is back[-1] or not back[i + 1].summed, op)
+            if leg is not back[-1]:
+                made = self.move(made, leg.to, op.trips, op.where, op.name, inside=leg.inside)
+        return made
+
+    @functools.cached_property
+    def lines(self) -> dict[int, str]:
+        """Of each value the line of the op that makes it."""
+        return {v: op.where for op in self.given.graph.ops for v in op.outputs}
+
+    def way(self, op: Op) -> tuple[Way, bool]:
+        """How an op is worked on, and whether nothing is moved for it."""
+        have, want = [self.specs[v] for v in op.inputs], [self.specs[v] for v in op.outputs]
+        operands, results = [self.values[v] for v in op.inputs], [self.values[v] for v in op.outputs]
+        # What is the same object is equal, which is quicker to see; all of these live as long as this.
+        key = (
+            op.name,
+            id(op.rule),
+            id(op.taps),
+            op.convolution,
+            *map(id, have),
+            *map(id, want),
+            *map(id, operands),
+            *map(id, results),
+        )
+        found = self.ways.get(key)
+        if found is None:
+            lies = tuple(have), tuple(want)
+            if op.rule is None:  # XLA has no way to cut it
+                made = Way(tuple(map(whole, operands)), tuple(map(whole, results)))
+            else:
+                made = way(Case(op, op.rule, tuple(operands), tuple(results), *lies, self.sizes), self.platform)
+            found = self.ways[key] = made, made == Way(*lies)
+        return found
+
+    def new(self, value: Value, spec: Spec, trips: int) -> int:
+        self.values.append(value)
+        self.specs.append(spec)
+        self.trips.append(trips)
+        return len(self.values) - 1
+
+    def move(
+        self,
+        value: int,
+        to: Spec,
+        trips: int,
+        where: str,
+        cause: str,
+        into: int | None = None,
+        inside: frozenset[str] = frozenset(),
+    ) -> int:
+        """Lay a value out anew, once: a second wish for the same, within the same groups, is served by the first.
+
+        What a loop does not change is laid out before it; but on accelerators what grows by it, as in a gather, in every round
+        (XLA's motion of invariants leaves what grows where it is).
+        """
+        before, first = self.specs[value], value
+        if into is None and before == to:
+            return value
+        path = steps(before, to, self.sizes, inside) or (Step("", (), to),)
+        if value in self.filled:  # every device has what it needs
+            path = (Step("", (), to),)
+        once = min(trips, self.trips[value])
+        stays = once < trips and self.platform != "cpu" and any(step.kind == "all-gather" for step in path)
+        key = (to, inside, self.region if stays else None)
+        if into is None and (value, *key) in self.moved:
+            return self.moved[value, *key]
+        for step in path:
+            last = into if step is path[-1] else None
+            once = trips if stays and step.kind == "all-gather" else once
+            value = self.send(step.kind, value, step.after, step.axes, once, where, cause, last, step.is_last_resort)
+        self.moved[first, *key] = value
+        self.moved.setdefault((value, before, *key[1:]), first)
+        return value
+
+    def send(
+        self, kind: str, value: int, after: Spec, axes: Sequence[str], trips: int, where: str, cause: str,
+        into: int | None = None, is_last_resort: bool = False,
+    ) -> int:  # fmt: skip
+        """One collective from `value` to a new one, or to `into`; an empty `kind` cuts it without sending."""
+        was = made = self.values[value]
+        travels = _travels(self.platform, kind, was.dtype, self.is_read and cause in PRODUCTS)
+        if kind == "all-to-all":  # the pieces are padded before they are exchanged
+            pieces = [self.pieces(axes) for axes in after]
+            shape = tuple(-(-n // p) * p for n, p in zip(was.shape, pieces, strict=True))
+            value = self.like(value, Value(shape, travels), where)
+        elif kind:
+            value = self.like(value, Value(was.shape, travels), where)
+            if travels != was.dtype and self.platform == "tpu":  # the product reads it as it came
+                made = Value(was.shape, travels)
+        result = self.new(made, after, trips) if into is None else into
+        arrived = result
+        if self.platform == "cpu" and kind and travels != was.dtype:
+            arrived = self.new(Value(was.shape, travels), after, trips)
+        self.ops.append(Op(kind.replace("-", "_") or "all_slice", (value,), (arrived,), None, trips, where))
+        if kind:
+            size = 2 if kind == "collective-permute" else self.pieces(axes)
+            sent = Communication(kind, tuple(axes), size, value, arrived, trips, where, cause, is_last_resort)
+            self.sent.append(sent)
+        if arrived != result:
+            self.ops.append(Op("convert", (arrived,), (result,), None, trips, where))
+        return result
+
+    def like(self, value: int, form: Value, where: str) -> int:
+        """The value in another form: itself, or a new one that lies as it does, converted or padded."""
+        was = self.values[value]
+        if form == was:
+            return value
+        made = self.new(form, self.specs[value], self.trips[value])
+        name = "convert" if form.shape == was.shape else "pad"
+        self.ops.append(Op(name, (value,), (made,), None, self.trips[value], where))
+        return made
+
+    def pieces(self, axes: Sequence[str]) -> int:
+        return math.prod(self.sizes[a] for a in axes)
+
+    def add_up(self, partial: int, want: Spec, axes: tuple[str, ...], last: bool, op: Op) -> int:
+        """Partial sums to sums; to pieces of sums where that is all that is needed and the platform has a way."""
+        have = self.specs[partial]
+        nested = all(w[: len(h)] == h for h, w in zip(have, want, strict=True))
+        pieces = {a for h, w in zip(have, want, strict=True) for a in w[len(h) :]}
+        if last and nested and pieces == set(axes) and self.scatters(partial, want, self.turned.get(op.outputs[0], ())):
+            return self.send("reduce-scatter", partial, want, axes, op.trips, op.where, op.name)
+        return self.send("all-reduce", partial, have, axes, op.trips, op.where, op.name)
+
+    def scatters(self, partial: int, want: Spec, turned: Sequence[int]) -> bool:
+        """Whether the platform adds up to pieces, those that `want` makes of what lies so far as it does; `turned`: how a
+        transpose, its only reader, orders the dims."""
+        if self.platform != "tpu":
+            return self.platform != "cpu"
+        value, cut = self.values[partial], [d for d, h in enumerate(self.specs[partial]) if h != want[d]]
+        if len(cut) != 1:
+            return False
+        piece = [-(-n // self.pieces(axes)) for n, axes in zip(value.shape, want, strict=True)]
+        dims = tuple(turned) or tuple(range(len(piece)))
+        added = self.pieces(flat(want)) // self.pieces(flat(self.specs[partial]))
+        is_whole = added == math.prod(self.sizes.values())
+        shape = tuple(piece[d] for d in dims)
+        return scatters(shape, dims.index(cut[0]), dtype_bits(value.dtype), is_whole, self.torus)
+
+    @functools.cached_property
+    def turned(self) -> dict[int, tuple[int, ...]]:
+        """Of what a transpose alone reads: which dims of it the result has, in order."""
+        count = collections.Counter(v for op in self.given.graph.ops for v in op.inputs)
+        turns = [op for op in self.given.graph.ops if op.name == "transpose" and op.rule and count[op.inputs[0]] == 1]
+        rules = {op.inputs[0]: op.rule for op in turns if op.rule}
+        return {v: tuple(map(rule.operands[0].index, rule.results[0])) for v, rule in rules.items()}
+
+    def window(self, value: int, dim: int, rows: int, axes: tuple[str, ...], op: Op) -> int:
+        """Of a value that is whole along a dim, the part that each device reads."""
+        shape, spec = list(self.values[value].shape), list(self.specs[value])
+        shape[dim], spec[dim] = rows * self.pieces(axes), axes
+        part = self.new(Value(tuple(shape), self.values[value].dtype), tuple(spec), op.trips)
+        self.ops.append(Op("pad", (value,), (part,), None, op.trips, op.where))
+        return part
+
+    def exchange(self, value: int, edge: Edge, op: Op) -> list[int]:
+        """Rows that pieces along one cut dim send each other; gives what arrives."""
+        spec = self.specs[value]
+        pieces = [self.pieces(axes) for axes in spec]
+        local = [-(-n // p) for n, p in zip(self.values[value].shape, pieces, strict=True)]
+        for dim, size in edge.sizes:
+            local[dim] = size
+        own, found = local[edge.dim], []
+        for fetch in edge.fetches:
+            local[edge.dim] = fetch.end - fetch.start
+            shape = tuple(n * p for n, p in zip(local, pieces, strict=True))
+            key = value, edge.dim, fetch, edge.sizes
+            part = self.parts.get(key, value)
+            if part == value and (local[edge.dim] != own or edge.sizes):
+                part = self.parts[key] = self.new(Value(shape, self.values[value].dtype), spec, op.trips)
+                self.ops.append(Op("slice", (value,), (part,), None, op.trips, op.where))
+            again = key, op.name, op.trips
+            if self.platform != "tpu" or again not in self.parts:  # there the same rows are sent once
+                self.parts[again] = self.send(
+                    "collective-permute", part, spec, spec[edge.dim], op.trips, op.where, op.name
+                )
+            found.append(self.parts[again])
+        return found
+
+
+def _needed(graph: Graph, ops: Sequence[Op]) -> list[Op]:
+    """The ops that the results depend on; XLA drops the others. A scalar truth that no op reads is a loop's condition."""
+    read = {v for op in ops for v in op.inputs}
+    alive = set(graph.outputs)
+    alive |= {v for op in ops for v in op.outputs if v not in read and graph.values[v] == Value((), "i1")}
+    found = []
+    for op in reversed(ops):
+        if not op.outputs or alive.intersection(op.outputs):
+            found.append(op)
+            alive.update(op.inputs)
+    return found[::-1]
+
+
+def _before_loops(ops: Sequence[Op]) -> list[Op]:
+    """The ops with those that run less often than the body in which they stand before its loop."""
+    found: list[Op] = []
+    for op in ops:
+        if op.name == "while" and op.outputs:
+            first = len(found)
+            while first and found[first - 1].outputs and min(found[first - 1].outputs) > min(op.outputs):
+                first -= 1
+            body = found[first:]
+            if any(o.trips > op.trips for o in body):
+                body.sort(key=lambda o: o.trips > op.trips)
+                found[first:] = body
+        found.append(op)
+    return found
+
+
+def _rotations(flow: Flow) -> list[Op]:
+    """The ops, with `concatenate` of two slices that make a rotation (`jnp.roll`) told as one op, as XLA does."""
+    slices = {op.outputs[0]: op for op in flow.graph.ops if op.name == "slice"}
+    found = []
+    for op in flow.graph.ops:
+        if op.name == "concatenate" and len(op.inputs) == 2 and all(v in slices for v in op.inputs):
+            tap = _rotation(flow, *(slices[v] for v in op.inputs))
+            if tap is not None:
+                shape = flow.graph.values[op.outputs[0]].shape
+                dims = tuple((d,) for d in range(len(shape)))
+                source = slices[op.inputs[0]].inputs
+                op = dataclasses.replace(
+                    op, name="rotate", inputs=source, rule=Rule((dims,), (dims,), shape), taps=(tap,)
+                )
+        found.append(op)
+    return found
+
+
+def _rotation(flow: Flow, end: Op, start: Op) -> Tap | None:
+    """Where `end` and `start` are what their names say of one array, and all of it: by how much it is rotated."""
+    whole, one, two = (flow.graph.values[v].shape for v in (end.inputs[0], end.outputs[0], start.outputs[0]))
+    dims = [d for d, n in enumerate(whole) if not one[d] == two[d] == n]
+    if end.inputs != start.inputs or len(dims) != 1 or any(t.stride != 1 for t in (*end.taps, *start.taps)):
+        return None
+    (d,) = dims
+    low, first = end.taps[d].low, start.taps[d].low
+    return Tap(0, d, d, low=low) if first == 0 and low == two[d] and one[d] + two[d] == whole[d] else None
+
+
+def _travels(platform: str, kind: str, dtype: str, is_read: bool) -> str:
+    """The type in which elements are sent: on CPU `bf16` as `f32`; on a TPU as `bf16` what is gathered or permuted to be read
+    by a product."""
+    if platform == "cpu" and dtype == "bf16":
+        return "f32"
+    is_narrowed = (platform, dtype) == ("tpu", "f32") and kind in ("all-gather", "collective-permute") and is_read
+    return "bf16" if is_narrowed else dtype
+
+
+_PASSED = BOOKKEEPING | {"iota", "shard_map"}
+"""Ops at whose operands nothing is moved."""

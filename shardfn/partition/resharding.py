@@ -1,0 +1,133 @@
+"""From one layout of an array to another: the collectives in between, as XLA chooses them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from shardfn.ir.model import Spec, axis_size
+from shardfn.partition.tile_assignment import Devices, Step
+
+
+def steps(
+    before: Spec, after: Spec, sizes: Mapping[str, int], inside: frozenset[str] = frozenset()
+) -> tuple[Step, ...]:
+    """What it takes to lay one array out anew.
+
+    Args:
+      before: its layout. The axes are prime parts (`split_axes`).
+      after: the layout wanted.
+      sizes: of the axes, in the order of the grid.
+      inside: axes that tell groups of devices apart, if it is done within each group: they stay where they are, first of
+        their dims.
+
+    >>> [step.kind for step in steps((("a",), ()), ((), ("a",)), {"a": 2})]
+    ['all-to-all']
+    >>> [step.kind for step in steps((("a",), ()), (("b",), ()), {"a": 2, "b": 2})]
+    ['collective-permute']
+    """
+    return _steps(before, after, tuple(sizes.items()), inside)
+
+
+@functools.lru_cache(1 << 14)
+def _steps(before: Spec, after: Spec, sizes: tuple[tuple[str, int], ...], inside: frozenset[str]) -> tuple[Step, ...]:
+    kept = [tuple(a for a in axes if a in inside) for axes in before]
+    devices = Devices({a: n for a, n in sizes if a not in inside})
+    now, to = (devices.tile([a for a in axes if a not in inside] for axes in spec) for spec in (before, after))
+    road = devices.road(now, to)
+    if not inside:
+        return tuple(road)
+    return tuple(s._replace(after=tuple((*k, *axes) for k, axes in zip(kept, s.after, strict=True))) for s in road)
+
+
+def flat(spec: Spec) -> list[str]:
+    """All axes of a layout, dim by dim.
+
+    >>> flat((("a", "b"), (), ("c",)))
+    ['a', 'b', 'c']
+    """
+    return [a for dim in spec for a in dim]
+
+
+# ---- axes in parts
+
+
+def split_axes(axes: Mapping[str, int], used: Iterable[str]) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
+    """Take every axis apart into the smallest parts that a layout can need.
+
+    Args:
+      axes: the grid.
+      used: names that layouts use: axes, and parts of them (`a:(2)4`).
+
+    Returns:
+      The size of every part, and the parts of every name, in row-major order. Parts are prime, and begin and end where
+      a used name does.
+
+    >>> split_axes({"a": 4}, [])
+    ({'a:(1)2': 2, 'a:(2)2': 2}, {'a': ('a:(1)2', 'a:(2)2')})
+    """
+    sizes: dict[str, int] = {}
+    parts: dict[str, tuple[str, ...]] = {}
+    for axis, size in axes.items():
+        mine = [name for name in used if name.partition(":")[0] == axis and name != axis]
+        bounds = {1, size}.union(*({_start(name), _start(name) * axis_size(name, axes)} for name in mine))
+        found: list[tuple[int, int]] = []
+        for low, high in itertools.pairwise(sorted(bounds)):
+            for prime in primes(high // low):
+                found.append((low, prime))
+                low *= prime
+        named = {(axis if len(found) < 2 else f"{axis}:({low}){n}"): (low, n) for low, n in found}
+        sizes |= {name: n for name, (_, n) in named.items()}
+        for name in (axis, *mine):
+            low = _start(name)
+            high = low * axis_size(name, axes)
+            parts[name] = tuple(part for part, (at, _) in named.items() if low <= at < high)
+    return sizes, parts
+
+
+def joined_axes(axes: Sequence[str], grid: Mapping[str, int]) -> tuple[str, ...]:
+    """Put neighbouring parts of one axis together again, whole ones under the axis's own name.
+
+    >>> joined_axes(("a:(1)2", "a:(2)2", "b:(2)2"), {"a": 4, "b": 4})
+    ('a', 'b:(2)2')
+    """
+    found: list[tuple[str, int, int]] = []
+    for name in axes:
+        axis, low, size = name.partition(":")[0], _start(name), axis_size(name, grid)
+        if found and found[-1][0] == axis and found[-1][1] * found[-1][2] == low:
+            found[-1] = axis, found[-1][1], found[-1][2] * size
+        else:
+            found.append((axis, low, size))
+    return tuple(axis if size == grid.get(axis) else f"{axis}:({low}){size}" for axis, low, size in found)
+
+
+def _start(name: str) -> int:
+    part = name.partition(":(")[2]
+    return int(part.partition(")")[0]) if part else 1
+
+
+def primes(n: int) -> list[int]:
+    """The prime factors of `n`, smallest first.
+
+    >>> primes(24)
+    [2, 2, 2, 3]
+    """
+    found, p = [], 2
+    while n > 1:
+        while n % p == 0:
+            found.append(p)
+            n //= p
+        p = p + 1 if p * p <= n else n
+    return found
+
+
+def divisors(n: int, most: int = 12) -> list[int]:
+    """The divisors of `n`, smallest first, at most `most` of them.
+
+    >>> divisors(30)
+    [1, 2, 3, 5, 6, 10, 15, 30]
+    """
+    small = [d for d in range(1, math.isqrt(max(n, 0)) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})[:most]

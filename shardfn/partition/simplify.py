@@ -1,0 +1,198 @@
+"""What XLA makes simpler in a laid-out flow: loops that run once, products that sum nothing, ops that change nothing, what is
+computed twice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardfn.ir.jax_release import IS_BEFORE_12
+from shardfn.ir.model import CHANGES, Flow, Op, Tap, Value
+
+
+def simplified(flow: Flow) -> Flow:
+    """The flow as XLA simplifies it.
+
+    Loops that run once, and barriers on CPU before JAX 0.12, are taken apart; slices of all that there is, and sums with zeros,
+    are views of it; products whose summed dims are of size 1 on each device are multiplications; of ops that make the same the
+    first stays; constraints that change no layout are left out.
+    """
+    return _once(_plain(_open(_apart(flow))))
+
+
+# ---- barriers
+
+
+def _open(flow: Flow) -> Flow:
+    """Before JAX 0.12, on CPU without optimization barriers: XLA's backend takes them out, and then what is computed twice."""
+    graph, specs = flow.graph, flow.specs
+    same: dict[int, int] = {}
+    ops = []
+    is_open = flow.platform == "cpu" and IS_BEFORE_12
+    for op in graph.ops if is_open else ():
+        inputs = tuple([same.get(v, v) for v in op.inputs]) if same else op.inputs
+        if op.name == "optimization_barrier" and all(
+            specs[a] == specs[b] for a, b in zip(inputs, op.outputs, strict=True)
+        ):
+            same.update(zip(op.outputs, inputs, strict=True))
+        else:
+            ops.append(op if inputs == op.inputs else op.of(inputs, op.outputs))
+    if not same:
+        return flow
+    ties = tuple([(same.get(a, a), same.get(b, b)) for a, b in graph.ties])
+    sent = tuple([replace(c, operand=same[c.operand]) if c.operand in same else c for c in flow.communications])
+    outputs = tuple([same.get(v, v) for v in graph.outputs])
+    return replace(flow, graph=replace(graph, ops=tuple(ops), ties=ties, outputs=outputs), communications=sent)
+
+
+# ---- loops that run once
+
+
+def _apart(flow: Flow) -> Flow:
+    graph = flow.graph
+    loops = [op for op in graph.ops if op.name == "while" and op.outputs]
+    if not loops:
+        return flow
+    maker = {v: op for op in graph.ops for v in op.outputs}
+    same: dict[int, int] = {}
+    regions: dict[int, int] = {}
+    for loop in loops:
+        n = len(loop.outputs)
+        inside = [maker[v] for v in loop.inputs[n:] if v in maker and maker[v].form != loop.form]
+        seen = _seen(graph.ties, loop)
+        if seen is None or not inside or loop.where in graph.uncounted or any(op.trips != loop.trips for op in inside):
+            continue
+        if any(flow.specs[v] != flow.specs[given] for given, v in seen):
+            continue
+        same.update({v: given for given, v in seen})
+        same.update(zip(loop.outputs, loop.inputs[n:], strict=True))
+        regions.update({op.form[1]: loop.form[1] for op in inside if op.form and loop.form})
+    if not same:
+        return flow
+
+    def first(v: int) -> int:
+        while v in same:
+            v = same[v]
+        return v
+
+    def region(r: int) -> int:
+        while r in regions:
+            r = regions[r]
+        return r
+
+    ops = []
+    for op in graph.ops:
+        if op.name == "while" and op.outputs and op.outputs[0] in same:
+            continue
+        op = op.of(tuple(map(first, op.inputs)), op.outputs)
+        if op.form and op.form[1] in regions:
+            op = replace(op, form=(op.form[0], region(op.form[1])))
+        ops.append(op)
+    ties = tuple(tie for a, b in graph.ties if (tie := (first(a), first(b)))[0] != tie[1])
+    sent = tuple(replace(c, operand=first(c.operand)) for c in flow.communications)
+    graph = replace(graph, ops=tuple(ops), ties=ties, outputs=tuple(map(first, graph.outputs)))
+    return replace(flow, graph=graph, communications=sent)
+
+
+def _seen(ties: tuple[tuple[int, int], ...], loop: Op) -> list[tuple[int, int]] | None:
+    """What goes into a loop, each with what its body sees in its place; what it hands on unchanged is left out."""
+    n = len(loop.outputs)
+    at = next((i for i, (_, v) in enumerate(ties) if v == loop.outputs[0]), None)
+    carried = [k for k in range(n) if loop.inputs[k] != loop.inputs[n + k]]
+    if at is None or at < len(carried) or [b for _, b in ties[at : at + n]] != list(loop.outputs):
+        return None
+    back = ties[at - len(carried) : at]
+    if [b for _, b in back] != [ties[at + k][0] for k in carried]:
+        return None
+    return [(loop.inputs[k], a) for k, (a, _) in zip(carried, back, strict=True)]
+
+
+# ---- ops that are simpler than their names
+
+
+def _plain(flow: Flow) -> Flow:
+    values, devices = flow.graph.values, math.prod(flow.axes.values())
+    ops = list(flow.graph.ops)
+    for i, op in enumerate(ops):
+        if op.name == "dot_general":
+            depth = math.prod([values[op.inputs[side]].shape[d] for side, d in op.reduced])
+            if depth <= devices and all(flow.local_shape(op.inputs[side])[d] == 1 for side, d in op.reduced):
+                ops[i] = replace(op, name="multiply", reduced=())
+        elif op.name == "reduce" and len(op.outputs) == 1 and op.reduced:
+            if all(values[op.inputs[side]].shape[d] == 1 for side, d in op.reduced):
+                ops[i] = replace(op, name="reshape", inputs=op.inputs[:1], rule=None, reduced=())
+        elif op.same >= 0:
+            part = op.inputs[op.same]
+            if values[part] == values[op.outputs[0]] and flow.specs[part] == flow.specs[op.outputs[0]]:
+                ops[i] = replace(op, name="reshape", inputs=(part,), rule=None)
+        elif op.name == "pad" and 0 in values[op.inputs[0]].shape:
+            ops[i] = replace(op, name="broadcast_in_dim", inputs=op.inputs[1:], rule=None, taps=())
+        elif op.name == "pad" and all(_takes(tap, values, op) for tap in op.taps):
+            is_all = (
+                values[op.inputs[0]] == values[op.outputs[0]] and flow.specs[op.inputs[0]] == flow.specs[op.outputs[0]]
+            )
+            ops[i] = replace(op, name="reshape" if is_all else "slice", inputs=op.inputs[:1], rule=None, taps=())
+        elif (
+            op.name == "concatenate"
+            and (parts := [v for v in op.inputs if 0 not in values[v].shape])
+            and (len(parts) < len(op.inputs))
+        ):
+            is_all = len(parts) == 1 and flow.specs[parts[0]] == flow.specs[op.outputs[0]]
+            ops[i] = replace(op, name="reshape" if is_all else op.name, inputs=tuple(parts), rule=None, taps=())
+        elif op.name in _PARTS:
+            part = op.inputs[_PARTS[op.name]]
+            is_all = values[part].shape == values[op.outputs[0]].shape == values[op.inputs[0]].shape
+            if is_all and flow.specs[part] == flow.specs[op.outputs[0]]:
+                ops[i] = replace(op, name="reshape", inputs=(part,), rule=None, taps=())
+    return replace(flow, graph=replace(flow.graph, ops=tuple(ops)))
+
+
+def _takes(tap: Tap, values: Sequence[Value], op: Op) -> bool:
+    """Whether a pad adds nothing along a dim."""
+    before, after = values[op.inputs[0]].shape[tap.dim], values[op.outputs[0]].shape[tap.out_dim]
+    return tap.spacing == 1 and tap.low >= 0 and tap.low + after <= before
+
+
+_PARTS = {"dynamic_slice": 0, "dynamic_update_slice": 1}
+"""Ops that take or put a part, and which operand is the result where the part is all."""
+
+
+# ---- what is computed twice
+
+
+def _once(flow: Flow) -> Flow:
+    """Without the ops that do what an earlier one does, of the same and laid out alike: XLA computes such once. Nor is there
+    anything left of a constraint on what lies so by itself.
+
+    Collectives stay: XLA has each of them, and what follows from it. So do the constraints that ask for them, and the
+    function's results.
+    """
+    graph, specs, values = flow.graph, flow.specs, flow.graph.values
+    made: dict[object, tuple[int, ...]] = {}
+    same: dict[int, int] = {}
+    held, changed = set(graph.outputs), set()
+    ops = []
+    for op in graph.ops:
+        inputs, outputs = op.inputs, op.outputs
+        if same and not same.keys().isdisjoint(inputs):
+            inputs = tuple([same.get(v, v) for v in inputs])
+            op = op.of(inputs, outputs)
+        if op.name in CHANGES:
+            changed.update(outputs)
+        is_idle = op.name == "reshard" and specs[inputs[0]] == specs[outputs[0]] and inputs[0] not in changed
+        if is_idle and held.isdisjoint(outputs):
+            same[outputs[0]] = inputs[0]
+            continue
+        form = op.form
+        if form is not None and form[0] >= 0 and held.isdisjoint(outputs):
+            first = made.setdefault((form, inputs, specs[outputs[0]], values[outputs[0]].dtype), outputs)
+            if first is not outputs:
+                same.update(zip(outputs, first, strict=True))
+                continue
+        ops.append(op)
+    if not same:
+        return flow
+    ties = tuple([(same.get(a, a), same.get(b, b)) for a, b in graph.ties])
+    sent = tuple([replace(c, operand=same[c.operand]) if c.operand in same else c for c in flow.communications])
+    return replace(flow, graph=replace(graph, ops=tuple(ops), ties=ties), communications=sent)

@@ -1,0 +1,71 @@
+"""The whole plans that a search priced, each once and under a name of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from shardfn.cost.price import Price
+from shardfn.frontend.paths import few
+from shardfn.planning.decisions import Candidate, Figures
+from shardfn.search.problem import Answer, Problem, objective
+from shardfn.search.problem import Candidate as Found
+from shardfn.search.resharding_costs import cuts_of
+
+
+def candidates(problem: Problem, answer: Answer, price: Price) -> tuple[Candidate, ...]:
+    """What was chosen, as `this plan`, and what else was priced, best first; nothing where nothing was searched or weighed."""
+    own = Figures.of(price)
+    priced = sorted((*answer.others, *answer.aside), key=lambda c: objective(c.price, problem))
+    # What costs the same is the same on axes of other names, or as good.
+    found = {Figures.of(c.price): c for c in reversed((*answer.others, *answer.aside))}
+    others = [c for c in priced if found[Figures.of(c.price)] is c and Figures.of(c.price) != own]
+    names = told_apart(problem.names, others)
+    rows = [Candidate(name, c.axes, Figures.of(c.price)) for name, c in zip(names, others, strict=True)]
+    return (Candidate("this plan", answer.axes, own), *rows) if rows or problem.is_open else ()
+
+
+def told_apart(names: Sequence[str], found: Sequence[Found]) -> list[str]:
+    """The candidates' names; to those that several on one grid have comes what tells them apart: cuts of arguments, as few as
+    will do, what is held inside, or else a number.
+
+    Args:
+      names: of the arguments.
+      found: the candidates.
+    """
+    groups: dict[object, list[Found]] = {}
+    for c in found:
+        groups.setdefault((c.name, c.axes), []).append(c)
+    told = {id(c): text for same in groups.values() for c, text in zip(same, _differing(names, same), strict=True)}
+    return [c.name + told[id(c)] for c in found]
+
+
+def _differing(names: Sequence[str], same: Sequence[Found]) -> list[str]:
+    """For each of some candidates what it has otherwise than the others, as the end of its name."""
+    facts: list[list[str]] = [[] for _ in same]
+    held = (lambda c: _count(len(c.pins), "op") + " held inside", lambda c: _count(len(c.ends), "result") + " held")
+    for told in (*(_cut(i, name) for i, name in enumerate(names)), *held):
+        if len(set(map(tuple, facts))) == len(same):
+            break
+        _tell(facts, [told(c) for c in same])
+    seen: dict[str, int] = {}
+    texts = []
+    for each in facts:
+        text = f": {few(each, 3)}" if each else ""
+        seen[text] = seen.get(text, 0) + 1
+        texts.append(text + (f" ({seen[text]})" if seen[text] > 1 else ""))
+    return texts
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'s'[: number != 1]}"
+
+
+def _cut(i: int, name: str) -> Callable[[Found], str]:
+    return lambda c: f"{name} {cuts_of(c.specs[i], c.axes)}"
+
+
+def _tell(facts: list[list[str]], more: Sequence[str]) -> None:
+    """Add a fact to each, if it tells any of those apart that were alike so far."""
+    if len(set(zip(map(tuple, facts), more, strict=True))) > len(set(map(tuple, facts))):
+        for each, text in zip(facts, more, strict=True):
+            each.append(text)

@@ -1,0 +1,287 @@
+"""Where a layout costs far more than it need, with the line and a cut that avoids it: warnings of a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+
+from shardfn.cost.collectives import bytes_sent
+from shardfn.cost.price import price
+from shardfn.ir.model import Communication, Flow, Spec
+from shardfn.planning.decisions import Decision
+from shardfn.planning.plan import Plan
+from shardfn.planning.what_if import Study
+from shardfn.report.render import figure, unit_of
+from shardfn.search.mesh_solution import written
+from shardfn.search.one_array_changes import layouts
+from shardfn.search.problem import objective
+from shardfn.search.resharding_costs import Axes, cuts_of
+
+DEAR_BYTES = 1 << 20
+"""Bytes that one device sends in one call, below which nothing is said of a collective."""
+FLOWS, OPS = 6, 12_000
+"""Flows, and ops of them together, that are worked out to find a cut that avoids something."""
+
+Rule = Callable[[Plan, Study], Iterator[str]]
+
+
+def advice(plan: Plan, study: Study) -> list[str]:
+    """What XLA would do that costs far more than it need, each with its line and a cut that avoids it."""
+    return [] if plan.hardware.count == 1 else [text for rule in RULES for text in rule(plan, study)]
+
+
+# ---- layouts that cost far more than they need: a rule each; `RULES` at the end of the file lists them
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sent:
+    """Equal collectives at one line, and what one device sends for them in one call."""
+
+    communications: tuple[Communication, ...]
+    bytes: int
+
+    @property
+    def one(self) -> Communication:
+        return self.communications[0]
+
+
+def in_loops(plan: Plan, study: Study) -> Iterator[str]:
+    """Arrays that are gathered or laid out anew in every round of a loop, and make up much of what is sent."""
+    for sent in _alike_sent(plan.flow, lambda c: c.trips > 1 and c.kind in ("all-gather", "all-to-all"))[:2]:
+        c = sent.one
+        same = is_constant(plan.flow, c.operand, c.trips)
+        if same and plan.hardware.platform == "cpu":  # there XLA moves it out of the loop
+            continue
+        if sent.bytes < DEAR_BYTES or sent.bytes < plan.price.bytes_sent / (20 if same else 4):
+            continue
+        yield (
+            f"{c.kind} of {plan.flow.graph.values[c.result]} in each of {c.trips} rounds of a loop{_at(c.where)}"
+            f"{', the same array each time' if same else ''}: {_share(sent.bytes, plan)}; "
+            f"{'made before the loop, it is sent once; ' if same else ''}"
+            + avoided(
+                plan, study, c, lambda flow, c=c: not any(_is_like(c, o) and o.trips > 1 for o in flow.communications)
+            )
+        )
+
+
+def rematerialised(plan: Plan, study: Study) -> Iterator[str]:
+    """Arrays that XLA gathers because it knows no way from one layout to another, and cuts again at once, however small."""
+    flow = plan.flow
+    detours = _detours(flow)
+    for sent in _alike_sent(flow, detours.__contains__)[:2]:
+        c = sent.one
+        if sent.bytes < plan.price.bytes_sent / 10:
+            continue
+        before, after = flow.shards(c.operand), flow.shards(detours[c])
+        whole = "whole " if not any(flow.specs[c.result]) else ""
+        yield (
+            f"{flow.graph.values[c.result]} is gathered {whole}on every device{_at(c.where)} for {c.cause} and cut again, from "
+            f"{before} to {after}, between which XLA knows no other way (full rematerialisation): "
+            f"{_share(sent.bytes, plan)}; "
+            + avoided(plan, study, c, lambda flow, c=c: not any(_is_like(c, o) for o in _detours(flow)))
+        )
+
+
+def held_whole(plan: Plan, study: Study) -> Iterator[str]:
+    """Arguments that every device holds whole though they can be cut, and that fill much of its memory."""
+    whole, limit = [d for d in plan.inputs if not any(d.spec)], study.question.memory_limit
+    if sum(d.local_bytes for d in whole) < limit / 4:
+        return
+    whole = [d for d in whole if finer(d, plan.axes) is not None]
+    held = sum(d.local_bytes for d in whole)
+    if not whole or held < limit / 4 or plan.price.memory.peak > limit:  # `too_large` speaks of that
+        return
+    d = max(whole, key=lambda d: d.local_bytes)
+    cuts = cuts_of(finer(d, plan.axes) or (), plan.axes)
+    several = f"{len(whole)} arguments lie" if len(whole) > 1 else f"`{d.path}` lies"
+    largest = f", the largest `{d.path}` with {_bytes(d.local_bytes)}" if len(whole) > 1 else ""
+    yield (
+        f"{several} whole on every device, {_bytes(held)} or {held / limit:.0%} of its memory{largest}; "
+        f"cut `{d.path}` {cuts}, and it takes {_bytes(d.local_bytes / math.prod(cuts))} there"
+    )
+
+
+def too_large(plan: Plan, study: Study) -> Iterator[str]:
+    """A plan that is estimated not to fit."""
+    memory, limit = plan.price.memory, study.question.memory_limit
+    if memory.peak <= limit:
+        return
+    holders = [(d.local_bytes, f"`{d.path}` {d.cuts}") for d in plan.inputs]
+    holders = sorted([*holders, (memory.temporaries, "temporaries")], key=lambda h: -h[0])[:3]
+    most = ", ".join(f"{name} {_bytes(size)}" for size, name in holders if size)
+    freed = [(d.local_bytes - _whole_bytes(d) / math.prod(cuts_of(spec, plan.axes)), d, spec)
+             for d in plan.inputs if (spec := finer(d, plan.axes)) is not None]  # fmt: skip
+    over = memory.peak - limit
+    text = (
+        f"it may not fit: {_bytes(memory.peak)} per device at the peak by the estimate, {_bytes(over)} over the limit; "
+        f"most of it {most}"
+    )
+    if freed:
+        most_freed, d, spec = max(freed, key=lambda f: f[0])
+        text += f"; cut `{d.path}` {cuts_of(spec, plan.axes)} instead of {d.cuts} to free {_bytes(most_freed)}"
+    else:
+        text += "; no argument can be cut further on this grid: use more devices, or smaller arrays"
+    if plan.level != 1 and any(d.source == "searched" for d in plan.inputs):
+        text += "; level=1 looks for the least memory"
+    yield text
+
+
+def idle(plan: Plan, study: Study) -> Iterator[str]:
+    """Devices that do what others do as well, where spreading the work would save a good part of the time."""
+    price, devices, whole = plan.price, plan.hardware.count, study.question.facts.flops
+    alike = min(float(devices), price.flops * devices / whole) if whole else 1.0
+    searched = any(d.source == "searched" for d in plan.inputs)
+    if not searched or alike < 2 or price.compute_s * (1 - 1 / alike) < WORTH * price.time_s:
+        return
+    text = (
+        f"each of {devices} devices does {_percent(alike / devices)} of the FLOPs, where an even spread leaves "
+        f"{_percent(1 / devices)}: about {alike:.0f} devices do the same work"
+    )
+    fewer = [c for c in plan.candidates if c.figures.flops <= price.flops / 1.5]
+    if fewer:
+        c = min(fewer, key=lambda c: (c.figures.flops, c.figures.time_s))
+        yield (
+            f"{text}; `{c.name}` on the grid {written(c.axes)} leaves each "
+            f"{_percent(max(1 / devices, c.figures.flops / whole))}, with {c.figures.time_s * 1e6:,.1f} us modelled instead of "
+            f"{price.time_s * 1e6:,.1f}"
+        )
+        return
+    yield (
+        f"{text}; what was found to spread them further is worse at level {plan.level}: a larger batch gives each its own, or "
+        "fewer devices do as well"
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"
+
+
+WORTH = 0.2
+"""Of the modelled time: what must be saved by spreading the work before anything is said of devices that do the same."""
+
+
+def avoided(plan: Plan, study: Study, c: Communication, is_gone: Callable[[Flow], bool]) -> str:
+    """The best cut of one argument with which a collective is gone and less is sent, by its flow; or that none was found."""
+    axes = {a.partition(":")[0] for a in c.axes}
+    sources = [d for d in (origin(plan, c.operand),) if d is not None]
+    cut = sorted((d for d in plan.inputs if any(axes & set(dim) for dim in d.spec)), key=lambda d: -math.prod(d.shape))
+    few = list(dict.fromkeys([*sources, *cut]))[:2]
+    most = min(FLOWS, OPS // max(1, len(plan.flow.graph.ops))) if study.question.seconds_left > 0 else 0
+    tries = [
+        (d, spec)
+        for d in few
+        for spec in sorted(layouts(d.shape, plan.axes, d.spec), key=lambda s: _distance(s, d.spec))
+    ]
+    found = []
+    for d, spec in tries[:most]:
+        flow = study.flow_with(plan, (d.path,), spec)
+        if is_gone(flow):
+            paid = price(flow, plan.hardware, study.question.donated)
+            if paid.bytes_sent < plan.price.bytes_sent:
+                found.append((objective(paid, study.question), len(found), d, spec, paid))
+    if not found:
+        names = " or ".join(f"`{d.path}`" for d in few)
+        tried = f"no other cut of {names}" if len(tries) <= most else f"none of {most} other cuts tried of {names}"
+        return f"{tried} avoids it and sends less" if tries and most else "`Plan.why` tells what other cuts cost"
+    _, _, d, spec, paid = min(found, key=lambda f: f[:2])
+    return (
+        f"cut `{d.path}` {cuts_of(spec, plan.axes)} instead of {d.cuts} to avoid it: {_bytes(paid.bytes_sent)} sent "
+        f"instead of {_bytes(plan.price.bytes_sent)}, {_bytes(paid.memory.peak)} at the peak instead of "
+        f"{_bytes(plan.price.memory.peak)}"
+    )
+
+
+def origin(plan: Plan, value: int) -> Decision | None:
+    """The argument that a value is a piece or another form of, if it is one's alone."""
+    flow, seen = plan.flow, set()
+    made = {v: op for op in flow.graph.ops for v in op.outputs}
+    at = {v: i for i, v in enumerate(flow.graph.arguments(len(plan.inputs)))}
+    while value not in at:
+        sources = [v for v in made[value].inputs if math.prod(flow.graph.values[v].shape) > 1] if value in made else []
+        if len(sources) != 1 or value in seen:
+            return None
+        seen.add(value)
+        value = sources[0]
+    return plan.inputs[at[value]]
+
+
+def is_constant(flow: Flow, value: int, trips: int) -> bool:
+    """Whether a value in a loop that runs `trips` times is the same in every round: made of what is made outside."""
+    made = {v: op for op in flow.graph.ops for v in op.outputs}
+    inputs = set(flow.graph.inputs)
+    stack, seen = [value], set()
+    while stack:
+        v = stack.pop()
+        if v in seen or v in inputs:
+            continue
+        seen.add(v)
+        op = made.get(v)
+        if op is None or op.name in _CHANGING:  # what a loop carries
+            return False
+        if op.trips >= trips:
+            stack += op.inputs
+    return True
+
+
+_CHANGING = frozenset({"rng_bit_generator", "rng", "custom_call"})
+
+
+def finer(d: Decision, axes: Axes) -> Spec | None:
+    """The layout of an array in the most pieces, if that is more than now; ties go to what leaves its cuts as they are."""
+    pieces = math.prod(d.cuts)
+    more = [s for s in layouts(d.shape, axes, d.spec) if math.prod(cuts_of(s, axes)) > pieces]
+    return min(more, key=lambda s: (-math.prod(cuts_of(s, axes)), *_distance(s, d.spec)), default=None)
+
+
+def _distance(spec: Spec, now: Spec) -> tuple[int, int, Spec]:
+    """How many dims are cut otherwise, and how many are cut."""
+    return sum(set(a) != set(b) for a, b in zip(spec, now, strict=True)), sum(map(bool, spec)), spec
+
+
+def _alike_sent(flow: Flow, wanted: Callable[[Communication], bool]) -> list[_Sent]:
+    """The collectives that are wanted, equal ones of a line together, those that send most first."""
+    groups: dict[tuple[object, ...], list[Communication]] = {}
+    for c in flow.communications:
+        if c.group_size > 1 and wanted(c):
+            groups.setdefault((c.kind, c.where, flow.graph.values[c.result], c.trips), []).append(c)
+    found = [
+        _Sent(tuple(same), sum(bytes_sent(c.kind, c.group_size, flow.local_bytes(c.operand)) * c.trips for c in same))
+        for same in groups.values()
+    ]
+    return sorted(found, key=lambda sent: -sent.bytes)
+
+
+def _detours(flow: Flow) -> dict[Communication, int]:
+    """The gathers that XLA does as a last resort ("involuntary full rematerialization"), each with what is cut of it."""
+    gathers = {c.result: c for c in flow.communications if c.is_last_resort}
+    found: dict[Communication, int] = {}
+    for op in flow.graph.ops if gathers else ():
+        for v in op.inputs:
+            if v in gathers and op.name == "all_slice":
+                found.setdefault(gathers[v], op.outputs[0])
+    return found
+
+
+def _is_like(c: Communication, other: Communication) -> bool:
+    return (c.kind, c.where) == (other.kind, other.where)
+
+
+def _at(where: str) -> str:
+    return f" at {where}" if where else ""
+
+
+def _share(size: int, plan: Plan) -> str:
+    return f"{_bytes(size)} or {size / plan.price.bytes_sent:.0%} of what a device sends"
+
+
+def _bytes(size: float) -> str:
+    name, one = unit_of([size])
+    return f"{figure(round(size / one, 1))} {name}"
+
+
+def _whole_bytes(d: Decision) -> int:
+    return d.local_bytes * math.prod(d.cuts)
+
+
+RULES: tuple[Rule, ...] = (too_large, in_loops, rematerialised, held_whole, idle)

@@ -1,0 +1,221 @@
+"""Arguments, strategies and hardware to a plan: place what was given, search what is open, propagate, price."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from shardfn.cost.devices.hardware import Hardware
+from shardfn.cost.price import collectives
+from shardfn.cost.schedule import as_run
+from shardfn.errors import Problem, raise_problems
+from shardfn.frontend.search_options import UNBOUNDED, Wishes
+from shardfn.frontend.strategy import AUTO, Leaf
+from shardfn.frontend.trace import Traced
+from shardfn.frontend.validation import check
+from shardfn.ir.dimension_groups import Classes, dim_classes
+from shardfn.ir.model import Graph, Pin, Spec
+from shardfn.planning.answer import of_classes, of_inputs, of_pins, of_results
+from shardfn.planning.candidates import candidates
+from shardfn.planning.constraints import anchors, held_in
+from shardfn.planning.diagnostics import advice
+from shardfn.planning.layout_rules import LayoutFile, axes_on
+from shardfn.planning.mesh_inference import Placement, expresses, finest, place
+from shardfn.planning.named_shardings import is_drawn, place_drawn
+from shardfn.planning.plan import Plan
+from shardfn.planning.propagation import Spread, kept, padded
+from shardfn.planning.unmodelled import not_predicted, of_program
+from shardfn.planning.what_if import Study
+from shardfn.planning.workarounds import mended_finding, wrong_ops
+from shardfn.search import Search
+from shardfn.search.graph_facts import bytes_of
+from shardfn.search.memory_limit import near_limit, refuse_hopeless, refuse_slip, within_limit
+from shardfn.search.problem import Answer, End, Memo
+from shardfn.search.problem import Problem as Question
+from shardfn.search.resharding_costs import Axes
+
+
+def place_call(
+    inputs: Sequence[Leaf], outputs: Sequence[Leaf], traced: Traced, classes: Classes, hardware: Hardware,
+    problems: list[Problem],
+) -> Placement:  # fmt: skip
+    """Validate all entries of a call, arguments and results alike, and put them on one grid; `problems` grows."""
+    leaves = [*inputs, *outputs]
+    before = len(problems)
+    cuts = [check(leaf, hardware.count, problems) for leaf in leaves]
+    values = (*traced.inputs, *traced.outputs)
+    tied = [classes.of[v][: len(leaf.shape)] for v, leaf in zip(values, leaves, strict=True)]
+    if any(is_drawn(leaf) for leaf in leaves):
+        return place_drawn(leaves, cuts, hardware.count, hardware.mesh, problems, hardware.devices)
+    if len(problems) > before:
+        return Placement((), (None,) * len(leaves))
+    sizes = [math.prod(v.shape) for v in traced.graph.values]
+    return place(leaves, cuts, tied, hardware.count, problems, classes.of, sizes)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Planning makes many small objects and no cycles that matter: the collector would only walk them again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@_no_collection()
+def make_plan(
+    name: str, inputs: Sequence[Leaf], outputs: Sequence[Leaf], traced: Traced, *, hardware: Hardware, level: int,
+    search: Search, problems: list[Problem], same_as: Mapping[int, int], donated: Collection[int] = (),
+    wishes: Wishes = UNBOUNDED, again: Search | None = None, layout: LayoutFile | None = None,
+) -> Plan:  # fmt: skip
+    """The plan of one call. `same_as[i] = j` lays output i, if it is open, out as input j; `donated` are inputs.
+
+    `again` is the search for `Plan.what_if`, where `search` is not one that can be asked twice. Of `layout` the grid
+    and what is held inside are taken; what it says of arrays stands in the leaves.
+
+    Raises:
+      ShardError: with everything in `problems`, which other stages may have filled before.
+    """
+    graph = traced.graph
+    classes = dim_classes(graph)
+    placed = place_call(inputs, outputs, traced, classes, hardware, problems)
+    raise_problems(problems)
+    grid, specs = _grid_of(placed, inputs, outputs, traced, hardware, layout, problems)
+    in_specs, out_specs = specs[: len(inputs)], specs[len(inputs) :]
+    anchored = anchors(traced.jaxpr, graph)
+    flows = Spread(traced, hardware, out_specs, same_as)
+    question = _question(inputs, outputs, traced, classes, grid, in_specs, flows, hardware, level, donated,
+                         _safe(anchored, graph), wishes)  # fmt: skip
+
+    def inside(axes: Axes) -> tuple[Mapping[int, Pin], Sequence[str]]:
+        return ({}, ()) if layout is None or hardware.count == 1 else held_in(layout, anchored, graph, axes)
+
+    def held(answer: Answer) -> Answer:
+        pins, _ = inside(answer.axes)
+        return dataclasses.replace(answer, pins={**answer.pins, **pins}) if pins else answer
+
+    if wishes.memory_limit is not None:
+        refuse_slip(question)
+        if wishes.is_strict:
+            refuse_hopeless(question, again or search)
+    answer = held(search(question))
+    if wishes.is_strict:
+        answer = within_limit(question, answer, lambda q: held((again or search)(q)), wishes.memory_limit is not None)
+    flow, paid = question.flow_of(answer), question.price_of(answer)
+    decided = of_inputs(inputs, in_specs, answer, traced, "propagated" if hardware.count == 1 else answer.source)
+
+    def asked_again(changed: Sequence[Leaf], ends: Sequence[Leaf]) -> Plan:
+        other = make_plan(name, changed, ends, traced, hardware=hardware, level=level, search=again or search,
+                          problems=[], same_as=same_as, donated=donated, wishes=wishes)  # fmt: skip
+        if wrong := wrong_ops(other.flow):
+            told = f"{mended_finding(wrong)}; what that costs is not in this plan"
+            other = dataclasses.replace(other, findings=(*other.findings, told))
+        return other
+
+    # Without the flows that the search has priced: they are large.
+    afresh = dataclasses.replace(question, flow=flows)
+    study = Study(afresh, answer.specs, answer.pins, answer.ends, tuple(inputs), tuple(outputs), asked_again)
+    findings = [*inside(answer.axes)[1]]
+    results = of_results(inputs, outputs, flows, answer, flow, findings)
+    made = Plan(
+        function=name,
+        hardware=hardware,
+        level=level,
+        axes=answer.axes,
+        order=placed.order,
+        inputs=decided,
+        outputs=results,
+        classes=of_classes(classes, inputs, outputs, traced, decided),
+        collectives=collectives(flow, as_run(flow, hardware.chip)),
+        price=paid,
+        policy=answer.policy,
+        findings=(),
+        flow=flow,
+        constraints=of_pins(answer.pins, anchored, graph),
+        gap=answer.gap,
+        runner_up=answer.runner_up,
+        candidates=candidates(question, answer, paid),
+        activations=layout.activations if layout is not None else (),
+        memory_limit=wishes.memory_limit,
+        study=study,
+    )
+    findings += near_limit(paid.memory, question.memory_limit) if wishes.is_strict else []  # else judged as compiled
+    findings += [*answer.findings, *of_program(traced, hardware, inputs, answer.axes), *not_predicted(graph, flow)]
+    return dataclasses.replace(made, findings=(*advice(made, study), *findings))
+
+
+def _grid_of(
+    placed: Placement, inputs: Sequence[Leaf], outputs: Sequence[Leaf], traced: Traced, hardware: Hardware,
+    layout: LayoutFile | None, problems: list[Problem],
+) -> tuple[Axes, tuple[Spec | None, ...]]:  # fmt: skip
+    """The grid that the call's entries or its layout file ask for, () if none does, and the entries' layouts on it."""
+    drawn = any(is_drawn(leaf) for leaf in (*inputs, *outputs))
+    grid: Axes = placed.axes if drawn or any(dim for spec in placed.specs if spec for dim in spec) else ()
+    if layout is not None and hardware.count > 1 and not grid:
+        grid = axes_on(layout, hardware.count, problems)
+    own = grid or (("a", hardware.count),)
+    if all(math.prod(other) != hardware.count or expresses(own, other) for other in traced.grids):
+        return grid, tuple(placed.specs)
+    # An inner `shard` has its own grid: Shardy carries layouts across only if both are one.
+    grid, parts = finest(own)
+    return grid, tuple(None if spec is None else _in_parts(spec, parts) for spec in placed.specs)
+
+
+def _question(
+    inputs: Sequence[Leaf], outputs: Sequence[Leaf], traced: Traced, classes: Classes, grid: Axes,
+    in_specs: Sequence[Spec | None], flows: Spread, hardware: Hardware, level: int, donated: Collection[int],
+    can_hold: frozenset[int], wishes: Wishes,
+) -> Question:  # fmt: skip
+    """What the search is asked."""
+    graph, given, same_as = traced.graph, flows.given, flows.same_as
+    results = list(zip(traced.outputs, outputs, given, strict=True))
+    return Question(
+        names=tuple(leaf.path for leaf in inputs),
+        shapes=tuple(leaf.shape for leaf in inputs),
+        classes=tuple(classes.of[v][: len(leaf.shape)] for v, leaf in zip(traced.inputs, inputs, strict=True)),
+        weights=_weights(graph, classes),
+        axes=grid,
+        specs=tuple(in_specs) if hardware.count > 1 else tuple(((),) * len(leaf.shape) for leaf in inputs),
+        hardware=hardware,
+        level=level,
+        flow=kept(flows),
+        graph=graph,
+        inputs=traced.inputs,
+        results={v: padded(spec, graph, v) or () for v, _, spec in results if spec is not None},
+        same_as={traced.outputs[i]: traced.inputs[j] for i, j in same_as.items() if given[i] is None},
+        donated=frozenset(traced.inputs[i] for i in donated),
+        can_hold=can_hold,
+        memory_limit=wishes.memory_limit if wishes.memory_limit is not None else hardware.chip.memory_bytes,
+        algorithm=wishes.algorithm,
+        inside=wishes.inside,
+        ends={} if hardware.count == 1 else {
+            i: End(leaf.path, v, leaf.shape, i - len(outputs))
+            for i, (v, leaf, spec) in enumerate(results)
+            if spec is None and i not in same_as and leaf.shape},
+        ends_asked=any(leaf.entry is AUTO and leaf.where for leaf in outputs),
+        seconds=wishes.seconds,
+        memo=Memo(tied=classes.of),
+    )  # fmt: skip
+
+
+def _safe(anchored: Collection[int], graph: Graph) -> frozenset[int]:
+    """Those of the ops that can be held, by index: a convolution in groups that is held may end the process in XLA."""
+    return frozenset(i for i in anchored if (made := graph.ops[i].convolution) is None or not made.grouped)
+
+
+def _in_parts(spec: Spec, parts: Mapping[str, tuple[str, ...]]) -> Spec:
+    return tuple(tuple(p for axis in dim for p in parts[axis]) for dim in spec)
+
+
+def _weights(graph: Graph, classes: Classes) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for value, of in enumerate(classes.of):
+        for class_ in set(of):
+            found[class_] = found.get(class_, 0) + int(bytes_of(graph.values[value]))
+    return found

@@ -1,0 +1,255 @@
+"""What a plan was made from, kept to answer: what would another cut cost, and what if something else were given?"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from shardfn.cost.price import price
+from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
+from shardfn.frontend.meshes import partition_spec
+from shardfn.frontend.paths import alike, few, layer, listed, met, normal, starred
+from shardfn.frontend.strategy import Leaf, apply_parameter_plan, short
+from shardfn.ir.model import Flow, Spec
+from shardfn.planning.decisions import Alternative, Alternatives, Decision, Figures
+from shardfn.planning.plan import Plan
+from shardfn.report.render import Part, Table, figure, to_html, to_rich, to_text, unit_of
+from shardfn.search.one_array_changes import layouts
+from shardfn.search.problem import Ends, Pins, objective
+from shardfn.search.problem import Problem as Question
+from shardfn.search.resharding_costs import cuts_of
+
+MOST = 12
+"""Cuts of an array that are priced unless more are asked for."""
+
+OPS = 24_000
+"""Ops of all flows together that are priced unless more is asked for: a few seconds, and the same on every machine."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """The question that a plan answers, how a choice flows, and how to ask anew with other entries.
+
+    `pins`, `specs` and `ends` are the plan's own; `again` makes a plan of other arguments and results.
+    """
+
+    question: Question
+    specs: tuple[Spec, ...]
+    pins: Pins
+    ends: Ends
+    inputs: tuple[Leaf, ...]
+    outputs: tuple[Leaf, ...]
+    again: Callable[[Sequence[Leaf], Sequence[Leaf]], Plan]
+
+    def why(self, plan: Plan, path: str, most: int | None) -> Alternatives:
+        """What each other cut of an array would cost, all else as planned (`Plan.why`)."""
+        every = find(plan, path)
+        planned, paths = every[0], tuple(d.path for d in every)
+        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+            fail(StrategyError, f"{most!r} cuts cannot be priced", where=f"why({path!r}, most={most!r})",
+                 why="it counts the cuts to price", fix="give a whole number above 0, or leave it out")  # fmt: skip
+        others = sorted(layouts(planned.shape, plan.axes, planned.spec), key=lambda spec: _promise(spec, planned, plan))
+        if most is None:
+            most = min(MOST, max(1, OPS // max(1, len(plan.flow.graph.ops))))
+        own = Figures.of(plan.price)
+        rated = []
+        for spec in others[:most]:
+            paid = price(self.flow_with(plan, paths, spec), plan.hardware, self.question.donated)
+            figures = Figures.of(paid)
+            row = Alternative(cuts_of(spec, plan.axes), spec, figures, figures - own)
+            rated.append((objective(paid, self.question), len(rated), row))
+        rows = tuple(row for _, _, row in sorted(rated, key=lambda r: r[:2]))
+        left_out = tuple(cuts_of(spec, plan.axes) for spec in others[most:])
+        return Shown(planned, own, rows, left_out, paths if len(paths) > 1 else ())
+
+    def flow_with(self, plan: Plan, paths: Collection[str], spec: Spec) -> Flow:
+        """The flow with some arrays laid out otherwise."""
+        specs = [spec if d.path in paths else old for d, old in zip(plan.inputs, self.specs, strict=True)]
+        results = {**self.ends, **{i: spec for i, d in enumerate(plan.outputs) if d.path in paths}}
+        return self.question.flow(plan.axes, specs, self.pins, results)
+
+    def what_if(self, plan: Plan, entries: Mapping[str, Any]) -> Plan:
+        """The plan with other entries (`Plan.what_if`); keys that begin with `result` speak of results."""
+        if not isinstance(entries, Mapping):
+            fail(StrategyTypeError, f"`what_if` takes a dict from path to entry, not {a(entries)}",
+                 where=f"what_if({short(entries)})", why="it gives single arrays entries, by their paths",
+                 fix='write it as what_if({"params/w1": (1, 4)})')  # fmt: skip
+        problems: list[Problem] = []
+        own = any(leaf.path.split("/")[0] == "result" for leaf in self.inputs)
+        sides: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}
+        for key, entry in entries.items():
+            is_result = isinstance(key, str) and re.split(r"[/.\[]", key.lstrip("/."))[0] == "result"
+            sides[is_result and not own][key] = entry
+        changed = []
+        for leaves, mine in zip((self.inputs, self.outputs), sides, strict=True):
+            laid = apply_parameter_plan(leaves, mine or None, problems)
+            changed.append([dataclasses.replace(leaf, where=_said(leaf.where)) if leaf.where != old.where else leaf
+                            for leaf, old in zip(laid, leaves, strict=True)])  # fmt: skip
+        raise_problems([_renamed(p) for p in problems])
+        return self.again(*changed)
+
+
+def _said(text: str) -> str:
+    return text.replace("parameter_plan", "what_if")
+
+
+def _renamed(problem: Problem) -> Problem:
+    said = {name: _said(getattr(problem, name)) for name in ("what", "where", "why", "fix")}
+    return dataclasses.replace(problem, **said)
+
+
+def find(plan: Plan, path: str) -> tuple[Decision, ...]:
+    """The decisions on the arrays of a path or a glob; `.` and `/` separate alike, the argument's name may be left out.
+
+    Raises:
+      StrategyError: no array has that path, or those of a glob have other shapes or layouts than each other.
+    """
+    decisions = (*plan.inputs, *plan.outputs)
+    paths = [d.path for d in decisions]
+    text = str(path).replace(".", "/").strip("/")
+    forms = [p.replace(".", "/") for p in paths]
+    hits = [d for d, form in zip(decisions, forms, strict=True) if text == form]
+    hits = hits or [d for d, form in zip(decisions, forms, strict=True) if text and text == form.partition("/")[2]]
+    if len(hits) == 1 and isinstance(path, str):
+        return tuple(hits)
+    globbed = [decisions[i] for i in met(path, list(map(normal, paths)))[0]] if isinstance(path, str) else []
+    shapes = {d.shape: d.path for d in globbed}
+    if len(shapes) > 1:
+        fail(StrategyError, f"`{path}` names arrays of {len(shapes)} shapes", where=f"why({path!r})",
+             why=", ".join(f"`{name}` is {list(shape)}" for shape, name in list(shapes.items())[:3]),
+             fix="name arrays of one shape, which can be cut alike")  # fmt: skip
+    same = alike(globbed, lambda d: d.spec, least=1)
+    if len(same) > 1:
+        asked = listed([f"why({_glob_of(group, paths)!r})" for group in same], 3)
+        fail(StrategyError, f"`{path}` names arrays in {len(same)} layouts", where=f"why({path!r})",
+             why=f"{_laid(same)}: no one cut is theirs, to hold others against",
+             fix=f"ask for each layout by itself: {asked}")  # fmt: skip
+    if globbed:
+        return tuple(globbed)
+    ends = [p for p in paths if text and p.endswith("/" + text)]
+    ends += [p for p in paths if difflib.get_close_matches(text.rpartition("/")[2], [p.rpartition("/")[2]], 1, 0.5)]
+    close = list(dict.fromkeys([*difflib.get_close_matches(text, paths, 2, 0.6), *ends]))[:3]
+    fail(StrategyError, f"the plan of `{plan.function}` has no array `{path}`", where=f"why({path!r})",
+         why=f"the arrays are {listed(paths)}",
+         fix=f"did you mean {' or '.join(map(repr, close))}?" if close else "use one of these paths")  # fmt: skip
+
+
+def _laid(groups: Sequence[Sequence[Decision]]) -> str:
+    """A few arrays with their layouts, one of each group."""
+    firsts = [group[0] for group in groups]
+    is_told = len({d.cuts for d in firsts}) == len(firsts)  # by the cuts alone
+    return listed([f"`{d.path}` is {d.cuts}{'' if is_told else f' {partition_spec(d.spec)}'}" for d in firsts], 3)
+
+
+def _glob_of(group: Sequence[Decision], every: Sequence[str]) -> str:
+    """The glob of the arrays of layers that meets just these; the path of the first of them where there is none."""
+    names = [d.path for d in group]
+    if len(group) > 1 and len({layer(name) for name in names}) == 1:
+        hits, _ = met(starred(names), list(map(normal, every)))
+        if {every[i] for i in hits} == set(names):
+            return starred(names)
+    return names[0]
+
+
+def _promise(spec: Spec, planned: Decision, plan: Plan) -> tuple[Any, ...]:
+    """What is priced first: the runner-up, whole, then what cuts most and fewest dims."""
+    cuts = cuts_of(spec, plan.axes)
+    return (
+        not planned.runner_up.startswith(f"{cuts}:"),
+        any(spec),
+        -math.prod(cuts),
+        sum(c > 1 for c in cuts),
+        tuple(-c for c in cuts),
+        spec,
+    )
+
+
+class Shown(Alternatives):
+    """Alternatives that know how to show themselves."""
+
+    def parts(self) -> tuple[Part, ...]:
+        """As a table, the plan's own cut first."""
+        columns, rows = columns_of([self.figures, *(row.figures for row in self.rows)])
+        more = _more([row.more for row in self.rows])
+        d = self.planned
+        name = f"{few(self.paths, 3)} ({len(self.paths)} arrays)" if self.paths else d.path
+        title = f"Other cuts of {name}, {d.dtype}{list(d.shape)}, {d.source}: all else as planned"
+        first = (f"{d.cuts} as planned", str(partition_spec(d.spec)), *rows[0], *("",) * 3)
+        table = [first] + [
+            (str(row.cuts), str(partition_spec(row.spec)), *figures, *less)
+            for row, figures, less in zip(self.rows, rows[1:], more, strict=True)
+        ]
+        notes = [] if self.rows else ["there is no other cut on this grid"]
+        if self.left_out:
+            shown = ", ".join(map(str, self.left_out[:4])) + (" …" if len(self.left_out) > 4 else "")
+            notes.append(f"{len(self.left_out)} more cuts were not priced: {shown}; most=… prices more")
+        names = ("cuts", "spec", *columns[:3], *(f"{c} more" for c in ("µs", "sent", "memory")))
+        return (Table(title, names, tuple(table), "; ".join(notes)),)
+
+    def __str__(self) -> str:
+        return to_text(self.parts(), 120)
+
+    __repr__ = __str__
+
+    def __rich__(self) -> Any:
+        return to_rich(self.parts())
+
+    def _repr_html_(self) -> str:
+        return to_html(self.parts(), f"Other cuts of {few(self.paths, 3) or self.planned.path}")
+
+
+def columns_of(every: Sequence[Figures]) -> tuple[tuple[str, ...], list[tuple[str, str, str]]]:
+    """Names with units, and for each figures time, bytes sent and memory in them."""
+    sent, memory = (unit_of([abs(getattr(f, name)) for f in every]) for name in ("bytes_sent", "memory"))
+    names = ("µs", f"{sent[0]} sent", f"{memory[0]} memory")
+    return names, [
+        (figure(f.time_s * 1e6), figure(f.bytes_sent / sent[1]), figure(f.memory / memory[1])) for f in every
+    ]
+
+
+RUNNERS_UP = 12_000
+"""Ops of all flows together that are priced for the runners-up of a report: a part of a second."""
+
+
+def with_runners_up(plan: Plan) -> Plan:
+    """The plan with the runner-up of each argument that was searched as `Plan.why` has it, the largest arrays first; of those
+    that are alike in all layers the first stands for all. What is beyond `RUNNERS_UP` keeps the search's estimate."""
+    if plan.study is None:
+        return plan
+    told = [d for d in plan.inputs if d.source == "searched"]
+    groups = sorted(alike(told, lambda d: (layer(d.path), d.cuts, d.runner_up)), key=lambda g: -math.prod(g[0].shape))
+    flows = RUNNERS_UP // (1 + len(plan.flow.graph.ops))
+    found: dict[str, str] = {}
+    for same in groups[:flows]:
+        rows = plan.why(same[0].path, min(MOST, flows // len(groups[:flows]))).rows
+        text = f"{rows[0].cuts}: {more_text(rows[0].more)}" if rows else ""
+        found |= {d.path: text for d in same}
+    inputs = (dataclasses.replace(d, runner_up=found.get(d.path, d.runner_up)) for d in plan.inputs)
+    return dataclasses.replace(plan, inputs=tuple(inputs))
+
+
+def more_text(more: Figures) -> str:
+    """What is paid more, in a line.
+
+    >>> more_text(Figures(1.5e-6, 2048, 0, 0.0))
+    '+1.5 µs, +2,048 B sent, 0 memory'
+    """
+    ((us, sent, memory),) = _more([more])
+    return f"{us} µs, {sent} sent, {memory} memory"
+
+
+def _more(every: Sequence[Figures]) -> list[tuple[str, str, str]]:
+    """The same for differences, with their signs; each in a unit of its own."""
+
+    def signed(number: float, suffix: str = "") -> str:
+        return f"{'+' if number > 0 else ''}{figure(number)}{suffix}" if number else "0"
+
+    def bytes_(number: float) -> str:
+        name, size = unit_of([abs(number)])
+        return signed(number / size, f" {name}")
+
+    return [(signed(f.time_s * 1e6), bytes_(f.bytes_sent), bytes_(f.memory)) for f in every]

@@ -1,0 +1,207 @@
+"""Where XLA computes wrong values, or makes a program that cannot run, keep it from there; the report says so.
+
+Convolutions: `graph.mistakes`. Seen on JAX 0.10.2 and 0.12.0.1 (CPU) too:
+the gradient of a maximum over windows (max pooling) is wrong where a dim is cut and neighbouring windows overlap by
+half or more: 3 rows each 1, 4 each 2, but not 3 each 2. It is judged where it stands in the function itself.
+On CPU a Fourier transform of what is gathered along another dim than the first may come to read a transposed array, which
+it refuses when it runs: with its operand and result whole by constraint, it does not.
+Before JAX 0.12 two windows over one array along a cut dim may get each other's padding: two of `reduce_window` (poolings, running
+maxima and sums), `jnp.pad` and convolutions, with the same window. What reads it through an optimization barrier has its own.
+A reduction over a cut dim by anything but a sum, a product, a minimum or a maximum (or `and` and `or` of bools) does not
+compile on CPU: xor, `and` and `or` of integers, a function of the user's. On TPU it does; GPUs are taken to be as CPUs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardfn.errors import StrategyError, fail
+from shardfn.ir.jax_release import IS_BEFORE_12
+from shardfn.ir.model import CHANGES, Flow, Graph, Op
+from shardfn.ir.rewrite import bind_one, equations, inner, rebound
+from shardfn.partition.xla_bugs import is_mistaken
+
+ADDED_UP = frozenset({"add", "multiply", "minimum", "maximum"})
+"""What XLA has all-reduces for; of bools `and` and `or` as well."""
+
+
+def share_windows(graph: Graph) -> bool:
+    """Whether several ops read one array through the same window, not all of them convolutions, whose padding is zero: XLA may
+    give one the padding of another."""
+    readers: dict[object, list[str]] = {}
+    for op in graph.ops if IS_BEFORE_12 else ():
+        if op.name in _PADDED:
+            windows = ((t.dim, t.low, t.extent, t.stride, t.spacing) for t in op.taps if t.operand == 0 and t.over < 0)
+            window = frozenset(w for w in windows if w[1:] != (0, 1, 1, 1))
+            readers.setdefault((op.inputs[0], window), []).append(op.name)
+    return any(len(names) > 1 and set(names) != {"convolution"} for names in readers.values())
+
+
+def kept_apart(function: Callable[..., Any], static_argnums: tuple[int, ...] = ()) -> Callable[..., Any]:
+    """`function` with every window that is no convolution over an array of its own (`share_windows`): an optimization barrier."""
+
+    def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
+        return bind_one(eqn, [jax.lax.optimization_barrier(inputs[0]), *inputs[1:]])
+
+    return rebound(function, lambda eqn, number: eqn.primitive.name in _OVER_WINDOWS, bind, static_argnums)
+
+
+_PADDED = frozenset({"reduce_window", "pad", "convolution"})
+_OVER_WINDOWS = frozenset(
+    {"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum", "pad", "cumsum", "cumprod", "cummax",
+     "cummin", "cumlogsumexp"}
+)  # fmt: skip
+"""Primitives."""
+
+
+class Wrong(NamedTuple):
+    """An op that XLA gets wrong: its `file:line`, and whether it is a convolution or pooling (a `window`), a Fourier
+    `transform` or a `reduction`."""
+
+    where: str
+    kind: str = "window"
+
+
+def wrong_ops(flow: Flow) -> tuple[Wrong, ...]:
+    """The convolutions that XLA might compute wrongly, in value or gradient, transforms that might not run, and reductions that
+    do not compile, so laid out."""
+    # XLA may leave out the changes of layout around a convolution: judge it by what comes and what is wanted.
+    moves = [(op.inputs[0], op.outputs[0]) for op in flow.graph.ops if op.name in CHANGES]
+    moved_to: dict[int, int] = {}
+    moved_from: dict[int, int] = {}
+    for before, after in moves:
+        moved_from[after] = moved_from.get(before, before)
+    for before, after in reversed(moves):
+        moved_to[before] = moved_to.get(after, after)
+    found: dict[Wrong, None] = {}
+    for op in flow.graph.ops:
+        if op.name == "select_and_scatter" and _is_wrong_pooling(op, flow):
+            found.setdefault(Wrong(op.where))
+        if op.name == "reduce" and flow.platform != "tpu" and _has_no_all_reduce(op, flow):
+            found.setdefault(Wrong(op.where, "reduction"))
+        if op.name == "fft" and flow.platform == "cpu":
+            before, after = flow.specs[moved_from.get(op.inputs[0], op.inputs[0])], flow.specs[op.inputs[0]]
+            if before[1:] != after[1:]:
+                found.setdefault(Wrong(op.where, "transform"))
+        if op.convolution is None:
+            continue
+        image, kernel = (flow.specs[moved_from.get(v, v)] for v in op.inputs[:2])
+        result = flow.specs[moved_to.get(op.outputs[0], op.outputs[0])]
+        window = [flow.graph.values[op.inputs[1]].shape[d] for d in op.convolution.kernel]
+        if is_mistaken(op.convolution, (image, kernel, result), window, flow.axes):
+            found.setdefault(Wrong(op.where))
+    return tuple(found)
+
+
+def _has_no_all_reduce(op: Op, flow: Flow) -> bool:
+    """Whether partial results have to be put together in a way that XLA has no collective for."""
+    is_known = op.combines in ADDED_UP or (
+        op.combines in ("and", "or") and flow.graph.values[op.inputs[0]].dtype == "i1"
+    )
+    return len(op.outputs) == 1 and not is_known and any(flow.shards(op.inputs[i])[d] > 1 for i, d in op.reduced)
+
+
+def _is_wrong_pooling(op: Op, flow: Flow) -> bool:
+    """Whether windows that overlap by half or more run along a cut dim; in doubt, as padding may hide it, they do."""
+    operand, source = (flow.graph.values[v].shape for v in op.inputs[:2])
+    for tap in op.taps:
+        overlap = -tap.low
+        least_stride = (operand[tap.dim] - overlap) // (source[tap.dim] + 1) + 1
+        if overlap >= least_stride and (flow.specs[op.inputs[0]][tap.dim] or flow.specs[op.outputs[0]][tap.dim]):
+            return True
+    return False
+
+
+def mended_finding(wrong: Sequence[Wrong]) -> str:
+    """What the report says of a mended plan."""
+    lines = {kind: ", ".join(w.where for w in wrong if w.kind == kind) for kind in _TOLD}
+    return "; ".join(_TOLD[kind].format(where) for kind, where in lines.items() if where)
+
+
+_TOLD = {
+    "window": (
+        "the spatial dims of the convolutions, all dims of those in groups, or the gradients of poolings, at {} are "
+        "made whole first: XLA computes them wrongly in the layout asked for, or their gradients. To avoid it, cut one "
+        "spatial dim, and the image over all devices, or convolve with shardfn.halo.conv, which fetches borders itself"
+    ),
+    "transform": (
+        "what the Fourier transforms at {} read and give is made whole first: in the layout asked for, XLA on "
+        "CPU makes a program of them that may stop when it runs. To avoid it, leave all dims but the first whole"
+    ),
+    "reduction": (
+        "the dims that are reduced at {} are made whole first: XLA puts pieces together by sums, products, minima and "
+        "maxima only, and by `and` and `or` of bools. To avoid it, leave those dims whole"
+    ),
+}
+
+
+def made_whole(
+    function: Callable[..., Any], mesh: Any, wrong: Sequence[Wrong], static_argnums: tuple[int, ...] = ()
+) -> Callable[..., Any]:
+    """`function` with the dims of every window whole, of convolutions and gradients of a maximum; Fourier transforms wholly;
+    and the dims of reductions that XLA has no all-reduce for. `wrong` is what was found in it."""
+
+    def whole(x: Any, windowed: Sequence[int]) -> Any:
+        dims: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+        for spatial in windowed:
+            dims[spatial] = None
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*dims)))
+
+    def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
+        if eqn.primitive.name in _REDUCTIONS:
+            return bind_one(eqn, [whole(x, _reduced(eqn)) if x.ndim else x for x in inputs])
+        if eqn.primitive.name == _POOLING:
+            dims = [d for d, size in enumerate(eqn.params["window_dimensions"]) if size > 1]
+            (out,) = bind_one(eqn, [whole(x, dims) for x in inputs])
+            return [whole(out, dims)]
+        if eqn.primitive.name == _TRANSFORM or max(map(eqn.params.__getitem__, _GROUPS)) > 1:
+            (out,) = bind_one(eqn, [whole(x, range(x.ndim)) for x in inputs])
+            return [whole(out, range(out.ndim))]
+        numbers = eqn.params["dimension_numbers"]
+        steps = itertools.chain.from_iterable(eqn.params[name] for name in _STEPS)
+        if max((*(inputs[1].shape[d] for d in numbers.rhs_spec[2:]), *steps), default=1) == 1:
+            return bind_one(eqn, inputs)
+        specs = (numbers.lhs_spec, numbers.rhs_spec)
+        (out,) = bind_one(eqn, [whole(x, spec[2:]) for x, spec in zip(inputs, specs, strict=True)])
+        return [whole(out, numbers.out_spec[2:])]
+
+    def wanted(eqn: Any, number: int) -> bool:
+        return eqn.primitive.name in _WINDOWS or bool(_reduced(eqn))
+
+    def refuse(eqn: Any) -> None:
+        inside = {
+            one.primitive.name in _WINDOWS for jaxpr in inner(eqn) for n, one, _ in equations(jaxpr) if wanted(one, n)
+        }
+        if True in inside:
+            fail(StrategyError, f"a convolution or pooling inside a `{eqn.primitive.name}` would be computed wrongly by XLA",
+                 why="its image is cut along a spatial dim in a way that XLA mistakes, and derivative rules of your own hide it",
+                 fix="leave its spatial dims whole, cut the image over all devices, or use shardfn.halo.conv")  # fmt: skip
+        if any(w.kind == "reduction" for w in wrong):
+            fail(StrategyError, f"a reduction inside a `{eqn.primitive.name}` would not compile",
+                 why="its dims are cut, XLA has no way to put such pieces together, and derivative rules of your own hide it",
+                 fix="leave the dims that are reduced whole, or reduce by sums, products, minima or maxima")  # fmt: skip
+
+    return rebound(function, wanted, bind, static_argnums, refuse)
+
+
+def _reduced(eqn: Any) -> tuple[int, ...]:
+    """The dims that an equation reduces, if XLA may have no all-reduce for it."""
+    name = eqn.primitive.name
+    if name not in _REDUCTIONS or len(eqn.outvars) > 1:
+        return ()
+    is_known = name in ("reduce_and", "reduce_or") and eqn.invars[0].aval.dtype == bool
+    return () if is_known else tuple(eqn.params[_REDUCTIONS[name]])
+
+
+_POOLING = "select_and_scatter_add"
+_TRANSFORM = "fft"
+_STEPS = ("window_strides", "lhs_dilation", "rhs_dilation")
+_GROUPS = ("feature_group_count", "batch_group_count")
+_WINDOWS = frozenset({"conv_general_dilated", _POOLING, _TRANSFORM})
+_REDUCTIONS = {"reduce": "dimensions", "reduce_xor": "axes", "reduce_and": "axes", "reduce_or": "axes"}
+"""With the name of the parameter that holds the dims."""

@@ -1,0 +1,234 @@
+"""The callable that `shard` returns: it plans on the first call of a kind, and hands later ones to `jax.jit`.
+
+A call is of another kind if its shapes, dtypes, structure, keywords or static values differ, or what is no array of the
+object it is a method of, or the parallel context, or JAX's x64 switch. As long as there was one kind, of positional
+arguments only, of a function (not of a module) whose arrays lay where they belong, a call costs what `jit` costs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import tree_util
+from jax.core import Tracer
+
+from shardfn.cost.devices.hardware import Hardware, used_here
+from shardfn.errors import DeviceError, StrategyError, StrategyTypeError, fail
+from shardfn.frontend.arguments import Call, bind
+from shardfn.frontend.callee import Callee, describe
+from shardfn.frontend.options import Options
+from shardfn.mindspore import context
+from shardfn.planning.plan import Plan
+from shardfn.report.report import Report, make_report
+from shardfn.runtime.apply import lies_elsewhere, moved
+from shardfn.runtime.executable import Entry, make_entry
+from shardfn.runtime.program import OtherCall, program_of
+from shardfn.runtime.progress import progress
+
+
+class ShardedFunction:
+    """What `shard` returns: call it like the function. `plan`, `explain` and `lower` say what a call would do."""
+
+    layout_alone = False
+    """Whether an array of which the layout file does not speak is a problem."""
+
+    def __init__(self, fn: Callable[..., Any], options: Options):
+        self.fn = fn
+        self.options = options
+        self.callee: Callee = describe(fn)
+        functools.update_wrapper(self, fn, updated=())
+        self._entries: dict[Any, Entry] = {}
+        self._fast: Callable[..., Any] = _never
+        self._fast_context: Any = None
+        self._checked = False
+        self._moves = False
+
+    def __repr__(self) -> str:
+        given = ", ".join(
+            f"{f.name}={getattr(self.options, f.name)!r}"
+            for f in dataclasses.fields(Options)
+            if getattr(self.options, f.name) != f.default
+        )
+        return f"shard({self.callee.name}{', ' if given else ''}{given})"
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a decorated method: bound to the instance, whose arrays become arguments where its kind is known."""
+        if instance is None:
+            return self
+        kept = getattr(instance, "__dict__", {}).get(METHODS, {})
+        found = kept.get(self)
+        if found is not None and found.fn.__self__ is instance:  # and not that of what the instance is a copy of
+            return found
+        found = ShardedFunction(types.MethodType(self.fn, instance), self.options)
+        if found.callee.adapter is not None:
+            found._entries = self._entries  # `nnx.grad` makes a new instance for every call
+        elif hasattr(instance, "__dict__"):  # its arrays are constants of what is compiled: that goes when it goes
+            own = {method: bound for method, bound in kept.items() if bound.fn.__self__ is instance}
+            instance.__dict__[METHODS] = Methods({**own, self: found})
+        return found
+
+    def __reduce__(self) -> Any:
+        return ShardedFunction, (self.fn, self.options)
+
+    def for_owner(self, owner: Any) -> ShardedFunction:
+        """The same method of another instance, such as a copy made by `nnx.grad`; the plans are shared."""
+        other = ShardedFunction(types.MethodType(self.fn.__func__, owner), self.options)  # type: ignore[attr-defined]
+        other._entries = self._entries
+        return other
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # The shapes need no check here: `jit` looks them up, and traces for new ones, which raises OtherCall.
+        if (
+            not kwargs
+            and context.current() is self._fast_context
+            and (not self._checked or _CONCRETE.issuperset(map(type, tree_util.tree_leaves(args))))
+        ):
+            try:
+                return self._fast(*args)
+            except (OtherCall, ValueError):
+                pass
+        return self._call(args, kwargs)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan of a call; arguments may be shapes.
+
+        Raises:
+          ShardError: all that is wrong with the call.
+        """
+        return self._entry(args, kwargs)[0].plan
+
+    def explain(self, *args: Any, compiled: bool = False, **kwargs: Any) -> Report:
+        """The report of a call; with `compiled`, beside what XLA made of it."""
+        entry, call = self._entry(args, kwargs)
+        hardware = entry.plan.hardware
+        if compiled and not hardware.is_here:
+            instead = used_here(hardware)
+            fail(DeviceError, f"nothing can be compiled for {_a_target(hardware, instead)}",
+                 where="compiled = True", why="it asks XLA for the devices of this machine, and a target is only planned for",
+                 fix="leave `compiled` out, or use .plan(...).verify(); or "
+                     + (instead or "give a device of this machine"))  # fmt: skip
+        executable = self._lower(entry, call).compile() if compiled else None
+        return make_report(entry.plan, executable, self._arrivals(entry, call))
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """`jax.stages.Lowered` of the sharded function; its `.compile()` is JAX's own."""
+        return self._lower(*self._entry(args, kwargs))
+
+    # ---- inside
+
+    def _lower(self, entry: Entry, call: Call) -> Any:
+        jitted: Any = entry.jitted
+        if entry.plan.hardware.is_here:
+            return jitted.lower(*call.shapes)
+        traced = jitted.trace(*call.shapes)
+        return traced.lower(lowering_platforms=(entry.plan.hardware.platform,))
+
+    def _arrivals(self, entry: Entry, call: Call) -> tuple[str, ...]:
+        leaves = tree_util.tree_leaves(call.dynamic)
+        return tuple(
+            f"{d.path} lies elsewhere ({leaf.sharding}) and is moved on arrival: {d.local_bytes:,} bytes per device"
+            for d, leaf, target in zip(entry.plan.inputs, leaves, entry.targets, strict=True)
+            if lies_elsewhere(leaf, target) and leaf.committed
+        )
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if manual := jax.sharding.get_abstract_mesh().manual_axes:
+            fail(StrategyError, f"`{self.callee.name}` is called inside a shard_map",
+                 where=f"the axes {', '.join(map(str, manual))} of the shard_map",
+                 why="there every device already works on its own piece",
+                 fix="call it outside, and the unsharded function inside: it is the `.fn` of what `shard` returns")  # fmt: skip
+        known = len(self._entries)
+        entry, call = self._entry(args, kwargs)
+        if not entry.plan.hardware.is_here:
+            instead = used_here(entry.plan.hardware)
+            fail(StrategyError, f"`{self.callee.name}` is planned for {_a_target(entry.plan.hardware, instead)}",
+                 where=f"device = {self.options.device!r}",
+                 why="a target is only planned for, and not run on" + (", whatever devices are here" if instead else ""),
+                 fix=f"use .plan(...) or .explain(...); to run, {instead or 'give a device of this machine'}")  # fmt: skip
+        leaves, treedef = tree_util.tree_flatten(call.dynamic)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            fail(StrategyTypeError, f"`{self.callee.name}` is called with a shape in the place of an array",
+                 where=", ".join(d.path for d, leaf in zip(entry.plan.inputs, leaves, strict=True)
+                                 if isinstance(leaf, jax.ShapeDtypeStruct)),
+                 why="a jax.ShapeDtypeStruct holds no data: it can be planned for",
+                 fix="pass an array, or use .plan(...), .explain(...) or .lower(...)")  # fmt: skip
+        with progress(f"compiling {self.callee.name}", len(self._entries) > known):
+            if any(isinstance(leaf, Tracer) for leaf in leaves):
+                return self._finish(call, self._run_nested(entry, call, leaves, treedef))
+            _CONCRETE.update(map(type, leaves))
+            self._moves = any(map(lies_elsewhere, leaves, entry.targets))  # of a first state, not of the next
+            result = entry.jitted(*call.replaced(treedef, moved(leaves, entry.targets, entry.replaced)))
+        simple = not call.stateful and not any(s.keyword for s in call.slots)
+        if simple and len(self._entries) == 1 and not self._moves:
+            self._checked = entry.plan.hardware.count > 1
+            self._fast, self._fast_context = entry.jitted, context.current()
+        else:
+            self._fast, self._fast_context = _never, None
+        return self._finish(call, result)
+
+    def _run_nested(self, entry: Entry, call: Call, leaves: list[Any], treedef: Any) -> Any:
+        try:
+            return entry.nested(*call.values)
+        except ValueError as error:
+            # An eager derivative carries concrete arrays, which may be committed to another layout.
+            if "does not match the sharding" not in str(error) and "incompatible" not in str(error):
+                raise
+        try:
+            put = [jax.device_put(leaf, target) for leaf, target in zip(leaves, entry.targets, strict=True)]
+        except ValueError as error:  # a batched one has another shape than its tracer tells
+            fail(StrategyError, f"an array in a transformation of `{self.callee.name}` is committed to another layout",
+                 why=str(error).split("\n")[0],
+                 fix="leave it uncommitted, or move it with jax.device_put before the transformation")  # fmt: skip
+        return entry.nested(*call.replaced(treedef, put))
+
+    def _finish(self, call: Call, result: Any) -> Any:
+        if not call.stateful:
+            return result
+        result, changed = result
+        self.callee.write(changed)
+        return result
+
+    def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Entry, Call]:
+        """The entry of a call, made if it is the first of its kind; and the call as its jitted function takes it."""
+        statics = frozenset(self.options.static_argnums), frozenset(self.options.static_argnames)
+        slots, values = bind(self.callee.signature, args, kwargs, *statics)
+        stateful = self.callee.adapter is not None
+        call = Call(slots, [self.callee.read(), *values] if stateful else values, stateful)
+        current = context.current()
+        key = call.kind(), self.callee.fixed(), current, jax.dtypes.canonicalize_dtype(float)
+        try:
+            entry = self._entries.get(key)
+        except TypeError:
+            raise StrategyTypeError(call.unhashable()) from None
+        if entry is None:
+            with progress(f"planning {self.callee.name}"):
+                program = program_of(self.callee, self.options, call, current, self.layout_alone)
+                entry = self._entries[key] = make_entry(program)
+        return entry, call
+
+
+METHODS = "_shardfn_methods"
+
+
+class Methods(dict[ShardedFunction, ShardedFunction]):
+    """The sharded methods of one plain object, kept in its attributes; pickles and deep copies of it go without."""
+
+    def __reduce__(self) -> Any:
+        return Methods, ()
+
+
+def _a_target(hardware: Hardware, instead: str) -> str:
+    return f"{hardware.name}, which is {'a target' if instead else 'not here'}"
+
+
+def _never(*args: Any) -> Any:
+    raise OtherCall
+
+
+_CONCRETE: set[type] = set()
+"""Types of array leaves that have been seen and are no tracers."""

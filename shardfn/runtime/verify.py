@@ -1,0 +1,222 @@
+"""A plan compiled by its target's own compiler, whether the devices are here or not, and held against its prediction.
+
+What is not here is compiled in another process: a TPU's compiler takes a lock and settings that only a process's
+environment can give it. The function goes there as an exported module, and what XLA made comes back as text and sizes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+from jax import tree_util
+from jax.sharding import NamedSharding
+
+from shardfn.compiled.targets import Target, devices, target
+from shardfn.errors import DeviceError, StrategyError, fail
+from shardfn.frontend.meshes import mesh_on, partition_spec
+from shardfn.ir.model import Spec
+from shardfn.planning.plan import Plan
+from shardfn.report.report import Report, make_report
+from shardfn.runtime.progress import progress
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """What XLA made of a plan, as data; it answers as `jax.stages.Compiled` does."""
+
+    text: str
+    sizes: Mapping[str, int]
+
+    def as_text(self) -> str:
+        """The optimised HLO."""
+        return self.text
+
+    def memory_analysis(self) -> Any:
+        """Bytes on one device, as `argument_size_in_bytes` and its like."""
+        return SimpleNamespace(**self.sizes)
+
+
+QUICK = {"xla_backend_optimization_level": 0}
+"""What XLA's CPU backend compiles by in half the time: it takes the same decisions, and LLVM does not polish the code."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Verifier:
+    """The way from a plan back to its function. `jit` gives the function as a plan lays it out, `args` its shapes."""
+
+    jit: Callable[[Plan], Any]
+    args: tuple[Any, ...]
+
+    def __call__(self, plan: Plan) -> Report:
+        """The plan's report, with what was compiled beside what was predicted."""
+        return make_report(plan, self.compiled(plan))
+
+    def compiled(self, plan: Plan, quick: bool = False) -> Any:
+        """What XLA makes of the plan: a `jax.stages.Compiled` for devices that are here, else `Made`.
+
+        Args:
+          plan: the plan.
+          quick: whether code that is read and never run will do, where its collectives, operations and memory are the same.
+
+        Raises:
+          DeviceError: there is no compiler for the target, or it refuses its shape.
+          StrategyError: the compiled program does not fit, or the function cannot leave the process.
+        """
+        if plan.hardware.is_here:
+            with progress(f"compiling {plan.function}"):
+                options = QUICK if quick and plan.hardware.platform == "cpu" else None
+                return self.jit(plan).lower(*self.args).compile(options)
+        where = target(plan.hardware)
+        with progress(f"compiling {plan.function} for {plan.hardware.name}"):
+            return _elsewhere(plan, where, *_exported(plan, self.jit(plan), self.args))
+
+
+# ---- from this process to the other one and back
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    target: Target
+    axes: tuple[tuple[str, int], ...]
+    order: tuple[int, ...]
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec, ...]
+    donated: tuple[bool, ...]
+    exported: jax.export.Exported
+
+
+def _exported(plan: Plan, jitted: Any, args: Sequence[Any]) -> tuple[jax.export.Exported, tuple[bool, ...]]:
+    """The function as a module with a flat list of arrays in and out; and which of those it is given are donated."""
+    traced = jitted.trace(*args)
+    donated = tuple(info.donated for info in tree_util.tree_leaves(traced.args_info))
+    platforms = (plan.hardware.platform,)
+    try:
+        try:
+            found = jax.export.export(jitted, platforms=platforms)(*args)
+        except ValueError as error:  # ops that JAX does not promise to keep: this JAX is the one that takes them
+            if "custom call" not in str(error):
+                raise
+            text = traced.lower(lowering_platforms=platforms).as_text()
+            calls = sorted(set(re.findall(r"custom_call @([\w.$]+)", text)))
+            checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in calls]
+            found = jax.export.export(jitted, platforms=platforms, disabled_checks=checks)(*args)
+    except (ValueError, NotImplementedError) as error:
+        fail(StrategyError, f"`{plan.function}` cannot be compiled in another process",
+             where=f"device = {plan.hardware.name!r}", why=str(error).split("\n")[0],
+             fix="leave out what calls back into Python, such as jax.debug.print")  # fmt: skip
+    # Flat, as other pytrees may be unknown there; and without its derivatives.
+    flat = tree_util.tree_structure((tuple(range(len(found.in_avals))), {}))
+    unflat = tree_util.tree_structure(tuple(range(len(found.out_avals))))
+    bound = {f.name: None for f in dataclasses.fields(found) if callable(getattr(found, f.name))}
+    return dataclasses.replace(found, in_tree=flat, out_tree=unflat, **bound), donated
+
+
+def _elsewhere(plan: Plan, of: Target, exported: jax.export.Exported, donated: tuple[bool, ...]) -> Made:
+    job = _Job(
+        of, plan.axes or (("a", 1),), plan.order or tuple(range(of.count)),
+        tuple(d.spec for d in plan.inputs), tuple(d.spec for d in plan.outputs), donated, exported,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as directory:
+        path = pathlib.Path(directory)
+        path.joinpath("job").write_bytes(pickle.dumps(job))
+        code = "import sys; from shardfn.runtime.verify import answer; answer(sys.argv[1])"
+        done = subprocess.run(
+            [sys.executable, "-c", code, directory],
+            env=_environment(of),
+            capture_output=True,
+            text=True,
+            errors="replace",
+        )
+        made = path / "made"
+        found = pickle.loads(made.read_bytes()) if made.exists() else done.stderr.strip().split("\n")[-1]
+    if isinstance(found, str):
+        _refused(plan, of, found or f"its process ended with {done.returncode}")
+    return Made(*found)
+
+
+def _environment(of: Target) -> dict[str, str]:
+    """What a process needs to compile for devices that are not here, whatever this one was set up for."""
+    own = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_X64": str(int(jax.dtypes.canonicalize_dtype(float) == np.float64)),
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        "TPU_SKIP_MDS_QUERY": "1",  # else it looks for a cloud's metadata server
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else only one process at a time may load the compiler
+        "TPU_STDERR_LOG_LEVEL": "3",
+    }
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    own["XLA_FLAGS"] = " ".join(f for f in flags if not f.startswith("--xla_force_host_platform_device_count"))
+    own["JAX_NUM_CPU_DEVICES"] = str(of.count if of.platform == "cpu" else 1)
+    return {**os.environ, **own}
+
+
+def _refused(plan: Plan, of: Target, why: str) -> NoReturn:
+    """Raise what the compiler said."""
+    where = f"device = {plan.hardware.name!r}"
+    if "RESOURCE_EXHAUSTED" in why:
+        said = why[max(0, why.find("Ran out of memory")) :].split("\n")[0]
+        fail(StrategyError, f"`{plan.function}`, as compiled, does not fit on {plan.hardware.name}", where=where,
+             why=f"{said} Predicted were {plan.price.memory.peak / 2**30:.2f}G in all.",
+             fix="plan with level=1, for more devices, or with a lower memory_limit")  # fmt: skip
+    if of.platform == "tpu" and "opology" in why:
+        fail(DeviceError, f"the TPU compiler refuses the topology {of.name}", where=where, why=why.split("\n")[0],
+             fix='name a slice that exists, such as "tpu-v5e:2x4", "tpu-v5e:4x4" or "tpu-v5p:2x2x2"')  # fmt: skip
+    extra = {"tpu": "tpu-aot", "cuda": "gpu-aot"}.get(of.platform)  # JAX brings its CPU compiler along
+    fitting = f"pip install 'shardfn[{extra}]' for the compiler that fits this JAX; else " if extra else ""
+    fail(StrategyError, f"`{plan.function}` does not compile for {plan.hardware.name}", where=where,
+         why=why.split("\n")[0], fix=f"{fitting}look for the op it names")  # fmt: skip
+
+
+def answer(directory: str) -> None:
+    """In the other process: compile the job in a directory, and leave there what XLA made or why it did not."""
+    path = pathlib.Path(directory)
+    job: _Job = pickle.loads(path.joinpath("job").read_bytes())
+    try:
+        made: Any = _compile(job)
+    except (RuntimeError, ValueError, NotImplementedError) as error:  # XLA's own errors are RuntimeErrors
+        made = f"{error}" or type(error).__name__
+    path.joinpath("made").write_bytes(pickle.dumps(made))
+
+
+def _compile(job: _Job) -> tuple[str, dict[str, int]]:
+    found = devices(job.target)
+    mesh = mesh_on([found[i] for i in job.order], job.axes)
+    exported = job.exported
+    # What the function does not read is no argument of its program; a typed key cannot be made up in its place.
+    given = [i for i, aval in enumerate(exported.in_avals)
+             if i in exported.module_kept_var_idx or jnp.issubdtype(aval.dtype, jax.dtypes.extended)]  # fmt: skip
+
+    def run(*arrays: Any) -> Any:
+        here = dict(zip(given, arrays, strict=True))
+        return exported.call(
+            *(here[i] if i in here else jnp.zeros(aval.shape, aval.dtype) for i, aval in enumerate(exported.in_avals))
+        )
+
+    def lies(spec: Spec) -> NamedSharding:
+        return NamedSharding(mesh, partition_spec(spec))
+
+    jitted = jax.jit(
+        run,
+        in_shardings=tuple(lies(job.inputs[i]) for i in given),
+        out_shardings=tuple(map(lies, job.outputs)),
+        donate_argnums=tuple(at for at, i in enumerate(given) if job.donated[i]),
+    )
+    shapes = [jax.ShapeDtypeStruct(exported.in_avals[i].shape, exported.in_avals[i].dtype) for i in given]
+    compiled = jitted.lower(*shapes).compile()
+    memory = compiled.memory_analysis()
+    known = {name: int(getattr(memory, name)) for name in dir(memory) if name.endswith("_in_bytes")} if memory else {}
+    return compiled.as_text() or "", known

@@ -1,0 +1,167 @@
+"""What stands beside an answer. Of a small program, whose flows cost little: what the search finds for other aims, and the plans
+that differ from it in one array; no level's plan is worse at its own aim than what the searches of the levels 0 and 2 find. Of
+others, what is found for less memory (`squeezed`) and for the other aim (`crossed`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+from shardfn.ir.model import is_gpu
+from shardfn.search.explanation import proof
+from shardfn.search.feasibility import fits_nowhere
+from shardfn.search.objectives import is_as_good, other_level
+from shardfn.search.one_array_changes import differing, improved
+from shardfn.search.problem import Answer, Candidate, Problem, objective, runner_up
+
+LESS = 0.99
+"""How much of the memory that was found last is looked for, where less is."""
+
+Alone = Callable[[Problem], Answer]
+
+
+def bettered(problem: Problem, own: Answer, alone: Alone) -> Answer:
+    """The best by its flow of an answer and what stands beside it; programs that are not small keep the answer, but for level
+    1 (`squeezed`), and where the model is known to be wrong (`crossed`).
+
+    Args:
+      problem: what is asked.
+      own: its answer.
+      alone: the search by itself, to be asked at other levels.
+    """
+    if not problem.is_small:
+        return (squeezed if problem.level == 1 else crossed)(problem, own, alone)
+    if problem.seconds_left <= 0:
+        return own
+    first = problem.as_candidate("this search's", own)
+    rank = objective(first.price, problem)
+    is_least = problem.level == 0 and not any((rank.over, *rank.aim))  # sends nothing, and all devices work
+    elsewhere = [] if is_least else list(_elsewhere(problem, first, alone))
+    best = min((first, *(c for of_level in elsewhere for c in of_level)), key=lambda c: objective(c.price, problem))
+    rest = sorted(
+        (first, *(of_level[0] for of_level in elsewhere)), key=lambda c: objective(c.price, problem), reverse=True
+    )
+    starts = list(({_sizes(c): c for c in rest} | {_sizes(best): best}).values())
+    ends = [improved(problem, start) for start in starts]
+    start, best = min(zip(starts, ends, strict=True), key=lambda pair: objective(pair[1].price, problem))
+    if problem.level == 1 and best.price.memory.peak < LESS * start.price.memory.peak and problem.seconds_left > 0:
+        start, best = _lessened(problem, start, best, alone)
+    if best is first or is_as_good(objective(first.price, problem), objective(best.price, problem)):
+        return own
+    before = [first] if start is first else [start, first]
+    others = sorted((c for c in (*before, *own.others) if c is not best), key=lambda c: objective(c.price, problem))
+    return _told(problem, own, first, start, best, others)
+
+
+def _elsewhere(problem: Problem, first: Candidate, alone: Alone) -> Iterator[list[Candidate]]:
+    """What other levels find; level 0, where level 1 asks it, within ever a little less memory than is held already."""
+    held = first.price.memory.peak
+    for level, times in problem.scope.beside:
+        is_tight = (problem.level, level) == (1, 0)
+        for _ in range(times):
+            if problem.seconds_left <= 0:
+                return
+            asked = _within_less(problem, level, held) if is_tight else dataclasses.replace(problem, level=level)
+            yield (found := _of_level(asked, alone))
+            least = min(one.price.memory.peak for one in found)
+            if least >= held:
+                break
+            held = least
+
+
+def _lessened(problem: Problem, start: Candidate, best: Candidate, alone: Alone) -> tuple[Candidate, Candidate]:
+    """What level 0 finds within less memory than the best holds with one array changed, and this with one array changed, if it
+    holds less: what stood beside was looked for before any was changed. Asked where that change was worth something."""
+    asked = dataclasses.replace(problem, level=0, memory_limit=float(best.price.memory.peak - 1))
+    again = _of_level(asked, alone)[0]
+    other = improved(problem, again)
+    return (again, other) if other.price.memory.peak < best.price.memory.peak else (start, best)
+
+
+def _within_less(problem: Problem, level: int, held: float) -> Problem:
+    """The same at another level, within a little less memory than is held already."""
+    return dataclasses.replace(problem, level=level, memory_limit=min(problem.memory_limit, float(int(LESS * held))))
+
+
+def squeezed(problem: Problem, own: Answer, alone: Alone) -> Answer:
+    """An answer of level 1, or what level 2 finds within ever less memory than that holds, and then level 0: where a limit is
+    just missed, a search for it tries more than one for the least."""
+    if problem.is_rough:
+        return own
+    best, least = own, problem.price_of(own).memory.peak
+    for level, times in problem.scope.for_less:
+        for _ in range(times):
+            if problem.seconds_left <= 0:
+                break
+            other = asked_once(_within_less(problem, level, least), alone)
+            held = problem.price_of(other).memory.peak
+            if held >= least:
+                break
+            best, least = other, held
+    if best is own:
+        return own
+    reasons = tuple(reason and "less memory by its flow than what the search found first" for reason in best.reasons)
+    levels = " and ".join(str(level) for level, _ in problem.scope.for_less)
+    asked = f"levels {levels} find" if len(problem.scope.for_less) > 1 else f"level {levels} finds"
+    policy = f"{own.policy}; less memory by its flow: what {asked} within {LESS:.0%} of the least so far"
+    return dataclasses.replace(best, reasons=reasons, policy=policy, gap=None, runner_up="", runners_up=())
+
+
+def crossed(problem: Problem, own: Answer, alone: Alone) -> Answer:
+    """An answer of level 0 or 2, or what the other of them finds if that is better by its flow. Asked where no flow did what the
+    search's model promised, or this is known not to tell all. At level 0 on GPUs also what it finds itself within a little less
+    memory: the model does not know all sums that are put together, and of a mixture of experts on 512 GPUs that sent 14 % less.
+    Large programs keep the answer."""
+    if problem.is_large or problem.seconds_left <= 0 or fits_nowhere(problem):
+        return own
+    first, asked = problem.as_candidate("this search's", own), list[Problem]()
+    if own.is_doubtful or problem.only_flows_know:
+        asked.append(dataclasses.replace(problem, level=other_level(problem.level)))
+    if problem.level == 0 and is_gpu(problem.hardware.platform):
+        asked.append(_within_less(problem, 0, first.price.memory.peak))
+    made = [c for one in asked for c in _of_level(one, alone)]
+    best = min(made, key=lambda c: objective(c.price, problem), default=first)
+    if objective(best.price, problem) >= objective(first.price, problem):
+        return own
+    return _told(problem, own, first, best, best, [first, *own.others])
+
+
+def _sizes(made: Candidate) -> tuple[int, ...]:
+    return tuple(size for _, size in made.axes)
+
+
+def _of_level(problem: Problem, alone: Alone) -> list[Candidate]:
+    one = asked_once(problem, alone)
+    name = f"level {problem.level}'s"
+    return [
+        problem.as_candidate(name, one),
+        *(dataclasses.replace(other, name=f"{name} {other.name}") for other in one.others),
+    ]
+
+
+def asked_once(problem: Problem, alone: Alone) -> Answer:
+    """The answer of a search by itself; what a problem was answered by it at a level and a limit is not searched again."""
+    key = alone, problem.level, problem.memory_limit, problem.is_rough, problem.axes, problem.specs, problem.algorithm
+    answers = problem.memo.answers
+    if key not in answers:
+        answers[key] = alone(problem)
+    return answers[key]
+
+
+def _told(
+    problem: Problem, own: Answer, first: Candidate, start: Candidate, best: Candidate, others: Sequence[Candidate]
+) -> Answer:
+    """An answer with a better candidate in its place, and where that comes from."""
+    is_own = start is first
+    changed = differing(problem, start, best)
+    policy = own.policy.replace(proof(own.axes, own.gap), proof(own.axes, None))
+    policy += "" if is_own else f"; better by its flow: {start.name}"
+    policy += f"; changed for a better flow: {changed}" if changed else ""
+    reasons = tuple(
+        reason if not reason or (is_own and one == two) else "better by its flow than what the search found first"
+        for reason, one, two in zip(own.reasons, first.specs, best.specs, strict=True)
+    )
+    return dataclasses.replace(
+        own, axes=best.axes, specs=best.specs, pins=best.pins, ends=best.ends, reasons=reasons, policy=policy,
+        runner_up=runner_up(best, others), runners_up=(), gap=None, others=tuple(others),
+    )  # fmt: skip

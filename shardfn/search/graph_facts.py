@@ -1,0 +1,192 @@
+"""What the search knows of a graph before it looks at any grid: runs, readers, what takes memory when, loops, equal ops."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from shardfn.cost.backends.tpu import looked_up, scattered_to
+from shardfn.cost.compute import matrix_flops, op_flops
+from shardfn.cost.devices.chips import Chip
+from shardfn.cost.fusion import fuse
+from shardfn.cost.memory.live_ranges import Place, lives
+from shardfn.cost.schedule import merged, scheduled
+from shardfn.ir.model import PRODUCTS, Flow, Graph, Value, dtype_bits, trips_of
+from shardfn.partition.combine_reductions import added_together
+from shardfn.partition.loop_reductions import accumulated
+from shardfn.search.kernel_costs import Kernels, kernels_of
+
+SLICED = "dynamic_slice"
+"""The op that takes of what is stacked what one round of a loop reads."""
+
+
+def bytes_of(value: Value) -> float:
+    """Bytes of a whole array."""
+    return float(math.prod(value.shape)) * dtype_bits(value.dtype) / 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Loops:
+    """Values that loops carry; for a loop's result the value whose layout it has; (from, to, runs) of what flows in."""
+
+    carried: tuple[int, ...]
+    results: Mapping[int, int]
+    flows: tuple[tuple[int, int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """What holds of a graph on any grid: how often each value is made in one call, which values take memory, and where and
+    when."""
+
+    trips: tuple[int, ...]
+    readers: Mapping[int, int]
+    """How many ops read all of a value; a slice of it is moved after it was taken, for each that takes one."""
+    read: Mapping[int, tuple[int, int]]
+    """When the first and the last op that reads a value run."""
+    runs: tuple[int, ...]
+    """When each op runs."""
+    kernels: tuple[Kernels, ...]
+    """Of each op, where it is computed."""
+    places: tuple[Place, ...]
+    flops: float
+    """Of one call, unsharded."""
+    matrix_flops: float
+    """Of these, those of products and convolutions."""
+    op_flops: tuple[float, ...]
+    """Of one run of each op, unsharded."""
+    last: frozenset[int]
+    """Ops, by index, after whose results no product is computed: their sums are added up in one go with others."""
+    bytes: tuple[float, ...]
+    """Of each whole value."""
+    kinds: tuple[int, ...]
+    """A number for each op, the same for ops that cost the same on the same layouts."""
+    loops: Loops
+    rows: frozenset[int] = frozenset()
+    """Values that a TPU lays out row by row, each padded to whole lanes."""
+    turned: frozenset[int] = frozenset()
+    """Arguments of which there is a copy, laid out so."""
+    sums: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Of ops, by index, whose sums over devices are made less often than they run: how often (`graph.rounds`)."""
+    gathers: Mapping[int, int] | None = None
+    """Of values that loops read and do not change: how often a gather is made of them, once in each round of each loop; None
+    where XLA makes it once, before the loop (on CPU)."""
+    together: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """Of products, by index, that are added to others and read by nothing else: how many they are. Where all leave partial sums,
+    these are put together (`graph.together`), and each has its part of the one sum."""
+    leaders: dict[int, int | None] = dataclasses.field(default_factory=dict, compare=False)
+    """For ops, by index, the operand that each follows, as `search.strategies` finds it once."""
+
+
+def known(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) -> Known:
+    """What holds on any grid of such chips; `donated` are inputs whose memory results take over. The ops run in the order of the
+    platform's scheduler where that depends on no layout (on CPU), else as they stand."""
+    platform = chip.platform
+    whole = Flow(graph, tuple(((),) * len(v.shape) for v in graph.values), {}, (), platform)
+    order = merged(whole)
+    order, fusion = scheduled(order) if platform == "cpu" else (order, fuse(order.flow))
+    turn = {id(op): n for n, op in enumerate(order.flow.graph.ops)}
+    runs = tuple(turn[id(op)] for op in graph.ops)
+    every = kernels_of(order.flow, fusion, chip)
+    kernels = tuple(every[n] for n in runs)
+    readers: dict[int, int] = {}
+    read: dict[int, tuple[int, int]] = {}
+    for index, op in enumerate(graph.ops):
+        for value in set(op.inputs):
+            readers[value] = readers.get(value, 0) + (op.name != SLICED)
+            first, last = read.get(value, (runs[index], runs[index]))
+            read[value] = min(first, runs[index]), max(last, runs[index])
+    temporaries, results = lives(order, fusion)
+    given = [bytes_of(graph.values[v]) for v in donated]
+    kept = []
+    for place in results:
+        if place.bytes in given:
+            given.remove(place.bytes)
+        else:
+            kept.append(place)
+    trips, last = tuple(trips_of(graph)), _last(graph)
+    together = added_together(graph) if platform != "cpu" else {}
+    flops = tuple([op_flops(whole, op) for op in graph.ops])
+    rows = scattered_to(graph) if platform == "tpu" else frozenset[int]()
+    return Known(
+        trips,
+        readers,
+        read,
+        runs,
+        kernels,
+        (*temporaries, *kept),
+        sum(each * op.trips for each, op in zip(flops, graph.ops, strict=True)),
+        matrix_flops(whole),
+        flops,
+        last,
+        tuple(map(bytes_of, graph.values)),
+        _kinds(graph, kernels, last, rows, together),
+        loops_of(graph, trips),
+        rows,
+        looked_up(graph) if platform == "tpu" else frozenset(),
+        _sums(graph) if platform != "cpu" else {},
+        _gathers(graph, trips) if platform != "cpu" else None,
+        together,
+    )
+
+
+def _sums(graph: Graph) -> dict[int, int]:
+    made = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
+    return {made[a.value]: graph.ops[a.loop].trips for a in accumulated(graph)}
+
+
+def _gathers(graph: Graph, trips: Sequence[int]) -> dict[int, int]:
+    rounds: dict[int, dict[object, int]] = {}
+    for op in graph.ops:
+        for v in op.inputs:
+            if op.trips > trips[v]:
+                rounds.setdefault(v, {})[op.form and op.form[1]] = op.trips
+    return {v: sum(of_loop.values()) for v, of_loop in rounds.items()}
+
+
+def _kinds(
+    graph: Graph, kernels: Sequence[Kernels], last: frozenset[int], rows: frozenset[int], together: Mapping[int, int]
+) -> tuple[int, ...]:
+    values, numbers = graph.values, {}
+    found = []
+    for index, op in enumerate(graph.ops):
+        every = (*op.inputs, *op.outputs)
+        key = (op.name, id(op.rule), index in last, op.reduced, op.taps, len(op.inputs), kernels[index], together.get(index),
+               *((values[v].shape, values[v].dtype, v in rows) for v in every))  # fmt: skip
+        found.append(numbers.setdefault(key, len(numbers)))
+    return tuple(found)
+
+
+def _last(graph: Graph) -> frozenset[int]:
+    leads: set[int] = {a for a, _ in graph.ties}  # what a loop carries may be multiplied in its next round
+    found = set()
+    for index in reversed(range(len(graph.ops))):
+        op = graph.ops[index]
+        if leads.isdisjoint(op.outputs):
+            found.add(index)
+        if op.name in PRODUCTS or not leads.isdisjoint(op.outputs):
+            leads.update(op.inputs)
+    return frozenset(found)
+
+
+def loops_of(graph: Graph, trips: Sequence[int]) -> Loops:
+    """The loops of a graph, by its ties."""
+    made = {v for op in graph.ops for v in op.outputs} | set(graph.inputs)
+    outputs = {v for op in graph.ops if op.name == "while" for v in op.outputs}
+    carried: dict[int, int] = {}
+    back: dict[int, int] = {}
+    results: dict[int, int] = {}
+    flows: list[tuple[int, int, int]] = []
+    for a, b in graph.ties:
+        if b not in made:  # into the loop
+            carried[b] = a
+            flows.append((a, b, trips[a]))
+        elif a in carried and b not in outputs:  # round again
+            back[b] = a
+            flows.append((b, a, trips[a]))
+        elif b in outputs:
+            results[b] = back.get(a, a)
+        else:  # out of a branch
+            flows.append((a, b, trips[b]))
+    return Loops(tuple(carried), results, tuple(flows))

@@ -1,0 +1,149 @@
+"""The plans beside a plan: one array cut otherwise, all else as it is. Of a small program they are priced by their flow, and
+taken as long as they are better: the model prices each op by itself, and which results propagation carries a layout to,
+and how an op that is not held then lies, only the flow shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from shardfn.ir.model import Spec
+from shardfn.search import baselines
+from shardfn.search.filters import keeps
+from shardfn.search.problem import Candidate, Problem, objective
+from shardfn.search.resharding_costs import Axes, cuts_of
+from shardfn.search.result_shardings import ends_of
+
+WORTH = 1e-3
+"""Of the modelled time: less is no reason to leave what was found with all ops together."""
+
+
+def improved(problem: Problem, start: Candidate) -> Candidate:
+    """The best that changes of one open array after another lead to, with what is held inside as it is.
+
+    Args:
+      problem: what is asked.
+      start: where to begin.
+    """
+    left = problem.scope.around
+    best, tried, at = start, {_key(start)}, -1
+    found = True
+    while found:
+        found = False
+        for array, other in around(problem, best, at + 1):
+            if left <= 0 or problem.seconds_left <= 0:
+                return best
+            if _key(other) in tried or (problem.level == 1 and _bytes_held(problem, other) >= best.price.memory.peak):
+                continue
+            tried.add(_key(other))
+            left -= 1
+            made = problem.again(other)
+            if _is_better(problem, made, best) and keeps(problem.flow_of(made), problem.algorithm):
+                best, found, at = made, True, array
+                break
+    return best
+
+
+def around(problem: Problem, made: Candidate, first: int = 0) -> Iterator[tuple[int, Candidate]]:
+    """Each open argument and result in each other layout on the grid, not priced yet: in turn one of each array, beginning
+    with array `first`, and of it what promises most; with the number of the array."""
+    is_least = problem.level == 1
+    now = dict(ends_of(problem, made)) | dict(made.ends)
+    rows: list[Iterator[Candidate]] = []
+    for i, spec in enumerate(made.specs):
+        if problem.specs[i] is None and problem.shapes[i]:
+            rows.append(_arguments(made, i, _ordered(made.axes, problem.shapes[i], spec, is_least)))
+    for at, end in problem.ends.items():
+        rows.append(_results(made, at, _ordered(made.axes, end.shape, now[at], is_least)))
+    order = [n % len(rows) for n in range(first, first + len(rows))]
+    for turn in itertools.zip_longest(*(rows[n] for n in order)):
+        yield from ((n, other) for n, other in zip(order, turn, strict=True) if other is not None)
+
+
+def _arguments(made: Candidate, i: int, others: Sequence[Spec]) -> Iterator[Candidate]:
+    for spec in others:
+        yield dataclasses.replace(made, specs=(*made.specs[:i], spec, *made.specs[i + 1 :]))
+
+
+def _results(made: Candidate, at: int, others: Sequence[Spec]) -> Iterator[Candidate]:
+    for spec in others:
+        yield dataclasses.replace(made, ends={**made.ends, at: spec})
+
+
+def differing(problem: Problem, start: Candidate, best: Candidate) -> str:
+    """The arrays that lie otherwise, and how they do: "`x` (8, 1), `result` (1, 4)"; the first few of them."""
+    rows = zip(problem.names, start.specs, best.specs, strict=True)
+    found = [(name, spec) for name, before, spec in rows if before != spec]
+    found += [(problem.ends[at].name, spec) for at, spec in best.ends.items() if start.ends.get(at) != spec]
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return ", ".join(f"`{name}` {cuts_of(spec, best.axes)}" for name, spec in found[:SHOWN]) + more
+
+
+SHOWN = 3
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _ordered(axes: Axes, shape: tuple[int, ...], now: Spec, is_least: bool) -> tuple[Spec, ...]:
+    """Whole first, but where the least memory is looked for, then what cuts most and fewest dims."""
+    sizes = dict(axes)
+
+    def promise(spec: Spec) -> tuple[object, ...]:
+        cuts = [math.prod(sizes[a] for a in dim) for dim in spec]
+        return any(spec) != is_least, -math.prod(cuts), sum(c > 1 for c in cuts), spec
+
+    return tuple(sorted(layouts(shape, axes, now), key=promise))
+
+
+def _bytes_held(problem: Problem, made: Candidate) -> int:
+    return baselines.held(problem, baselines.Layout("", made.axes, {}, made.specs, made.pins))
+
+
+def _is_better(problem: Problem, made: Candidate, best: Candidate) -> bool:
+    """Whether it is, if by seconds alone by a good part of them."""
+    mine, least = objective(made.price, problem), objective(best.price, problem)
+    if mine >= least:
+        return False
+    pairs = zip((mine.over, *mine.aim, *mine.ties), (least.over, *least.aim, *least.ties), strict=True)
+    first = next(a for a, b in pairs if a != b)
+    return first != made.price.time_s or made.price.time_s < (1 - WORTH) * best.price.time_s
+
+
+def _key(made: Candidate) -> object:
+    return made.axes, made.specs, tuple(sorted(made.ends.items()))
+
+
+def layouts(shape: Sequence[int], axes: Axes, but: Spec) -> Iterator[Spec]:
+    """The ways to put the axes of a grid on the dims of an array that they divide, but for one, up to their order.
+
+    All of them, or, where there are more than `MANY`, those that put neighbouring axes on one dim.
+
+    >>> list(layouts((4, 3), (("a", 2),), ((), ())))
+    [(('a',), ())]
+    """
+    names, dims = [name for name, _ in axes], range(len(shape))
+    known = {tuple(map(frozenset, but))}
+    for choice in _choices(len(shape), len(axes)):
+        spec = tuple(tuple(name for name, at in zip(names, choice, strict=True) if at == dim) for dim in dims)
+        form = tuple(map(frozenset, spec))
+        if form not in known and all(
+            n and n % c == 0 for n, c in zip(shape, cuts_of(spec, axes), strict=True) if c > 1
+        ):
+            known.add(form)
+            yield spec
+
+
+MANY = 4096
+
+
+def _choices(dims: int, axes: int) -> Iterator[tuple[int, ...]]:
+    """For each axis the dim that it cuts, -1 for none."""
+    if (dims + 1) ** axes <= MANY:
+        yield from itertools.product(range(-1, dims), repeat=axes)
+        return
+    for dim in range(dims):
+        for start, stop in itertools.combinations(range(axes + 1), 2):
+            yield tuple(dim if start <= i < stop else -1 for i in range(axes))
+    yield (-1,) * axes

@@ -1,0 +1,84 @@
+"""Results whose layout is open, held as they were found: propagation reaches them from arguments alone, so that what a
+function makes of no array, as parameters of a key, it would leave whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from shardfn.ir.model import Pin, Spec
+from shardfn.search import baselines
+from shardfn.search.problem import Candidate, Ends, Problem
+from shardfn.search.resharding_costs import Axes, merged
+
+
+def held_as(problem: Problem, made: Candidate, axes: Axes, laid: Callable[[int], Spec | None]) -> Candidate | None:
+    """The same with each open result laid out as it was found, where its flow lays it otherwise; None where it does not.
+
+    Args:
+      problem: what is asked.
+      made: what was found, on `axes` or with some of them as one.
+      axes: the grid that it was found on.
+      laid: the layout of a value there; None of what is no decision, as zeros: it lies as another result of its shape, or in
+        the smallest pieces.
+    """
+    ends = _wanted(problem, axes, laid)
+    parts, sizes = _parts(axes, made.axes), dict(axes)
+    now = {at: tuple(tuple(p for a in dim for p in parts.get(a, (a,))) for dim in spec)
+           for at, spec in ends_of(problem, made).items()}  # fmt: skip
+    ends = {at: spec for at, spec in ends.items() if spec != now[at] and fits(problem.ends[at].shape, spec, sizes)}
+    if not ends:
+        return None
+    fine = lambda spec: tuple(tuple(p for a in dim for p in parts[a]) for dim in spec)  # noqa: E731
+    specs: list[Spec] = [fine(spec) for spec in made.specs]
+    pins = {i: Pin(tuple(s if s is None else fine(s) for s in pin.operands),
+                   tuple(s if s is None else fine(s) for s in pin.results)) for i, pin in made.pins.items()}  # fmt: skip
+    if not problem.axes:
+        axes, every, pins = merged(axes, [*specs, *ends.values()], pins)
+        specs, ends = every[: len(specs)], dict(zip(ends, every[len(specs) :], strict=True))
+    return problem.again(made, axes=axes, specs=tuple(specs), pins=pins, ends=ends)
+
+
+def _wanted(problem: Problem, axes: Axes, laid: Callable[[int], Spec | None]) -> dict[int, Spec]:
+    found = {at: laid(end.value) for at, end in problem.ends.items()}
+    alike = {problem.ends[at].shape: spec for at, spec in found.items() if spec is not None}
+    every = [name for name, _ in axes]
+    return {
+        at: (spec or alike.get(end.shape) or baselines.along(end.shape, (), axes, {}, every))[: len(end.shape)]
+        for (at, end), spec in zip(problem.ends.items(), found.values(), strict=True)
+    }
+
+
+def ends_of(problem: Problem, made: Candidate) -> Ends:
+    """How the flow of a candidate lays out the open results."""
+    if not problem.ends:
+        return {}
+    flow = problem.flow_of(made)
+    return {at: flow.specs[flow.graph.outputs[end.at]][: len(end.shape)] for at, end in problem.ends.items()}
+
+
+def fits(shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> bool:
+    """Whether each dim is divided by its axes, as it must be of what a function takes and gives back.
+
+    >>> fits((6, 4), (("a",), ()), {"a": 4}), fits((6, 4), ((), ("a",)), {"a": 4})
+    (False, True)
+    """
+    cuts = (math.prod(sizes.get(a, 0) for a in dim) for dim in spec)
+    return all(c == 1 or (n and c and n % c == 0) for n, c in zip(shape, cuts, strict=True))
+
+
+def _parts(fine: Axes, axes: Axes) -> dict[str, tuple[str, ...]]:
+    """For each axis the neighbouring ones of a finer grid that it is made of.
+
+    >>> _parts((("a", 2), ("b", 2), ("c", 3)), (("a", 4), ("b", 3)))
+    {'a': ('a', 'b'), 'b': ('c',)}
+    """
+    found, rest = {}, list(fine)
+    for name, size in axes:
+        taken: list[str] = []
+        while rest and size > 1:
+            part, n = rest.pop(0)
+            taken.append(part)
+            size //= n
+        found[name] = tuple(taken)
+    return found

@@ -1,0 +1,322 @@
+"""Solve a labelling problem: one road for a graph of ops and for the published instances, with the proof or the gap.
+
+The problem is contracted, then minimised exactly by elimination where its tables stay small. Otherwise rounds of a
+rising lower bound, labels put out by it, and neighbourhoods of the best labelling solved exactly close the gap; what is
+left of it is closed, where the problem is small enough, by branching. What is drawn comes from a fixed seed: the same
+problem takes the same steps, and a budget only stops them: of counted work at the same step on every machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardfn.solver.branch_and_bound import branch, minimum
+from shardfn.solver.budget import SECOND, Budget
+from shardfn.solver.content import Store
+from shardfn.solver.contract import Core, contract
+from shardfn.solver.eliminate import eliminate
+from shardfn.solver.labelling import Array, Labelling, cost_of, peak_of
+from shardfn.solver.lagrange import Ascent
+from shardfn.solver.local_search import FEW, Local, fitted
+from shardfn.solver.memory import memory_of
+from shardfn.solver.narrow import Stuck, narrow
+from shardfn.solver.peak import Peak, fitting, least_peak
+
+ENTRIES, TOTAL = 2e6, 1e8  # of the tables of an exact solution at the start
+RAISES = (0.02, 0.05, 0.15)  # of prices where a labelling does not fit, one after the other
+HALVINGS = 4  # of the last of them
+STEEP = 0.05  # of the bound in a round: what is suggested now has little worth
+RISING = 2e-3  # of the bound in a round: while it rises faster, nothing else is worth the time
+STILL = 1e-6  # of the bound in a round: it has stopped
+PEAK, PEAK_SHARE = 2 * SECOND, 0.05  # for the least peak, where a limit can't be kept: work, or a part of all if more
+DESPERATE = 4  # rounds without a labelling that fits, until one is sought whatever it costs
+LATE = 0.3  # of the budget: the same, however few the rounds were
+SEEK = 0.2  # of what is left, for that
+GLANCES = 4  # passes before anything else, where there is a ceiling
+SMALL = 60_000  # labels x neighbours, up to which parts are tried as soon as the bound hardly rises
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """How much is tried when no time limit stops it: rounds of `steps` passes and `neighbourhoods`, then `parts`.
+
+    A gap of at most `close` (0 to 1) is good enough. A large problem is left after `patience` rounds that
+    brought nothing; one of more than `most` labels x neighbours is not taken apart.
+    """
+
+    rounds: int = 1000
+    steps: int = 20
+    neighbourhoods: int = 12
+    parts: int = 2000
+    patience: int = 20
+    most: int = SMALL
+    close: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Solution:
+    """A label per node, its cost, and a lower bound of every cost within the limit.
+
+    `proved`: no labelling is cheaper (or, where not `feasible`, none exists). An unproved infeasible one goes over the
+    limit, and means only that none was found. Where it is not feasible, `least_peak` is the least peak that was found,
+    with a lower bound of every peak and the labels that reach it.
+    """
+
+    choice: tuple[int, ...]
+    cost: float
+    bound: float
+    proved: bool
+    feasible: bool
+    least_peak: Peak | None = None
+
+    @property
+    def gap(self) -> float:
+        """How much of the cost may be too much, 0 to 1; all of one that does not fit."""
+        if not self.feasible and not self.proved:
+            return 1.0
+        return 0.0 if self.proved else max(0.0, (self.cost - self.bound) / max(abs(self.cost), 1e-300))
+
+
+def solve(problem: Labelling, budget: Budget | None = None, effort: Effort | None = None) -> Solution:
+    """The best labelling found within `budget`, and how good it can be.
+
+    >>> from shardfn.solver.labelling import labelling
+    >>> found = solve(labelling([[1, 5], [4, 2]], tables=[((0, 1), [0, 9, 9, 0])]))
+    >>> found.choice, found.cost, found.proved
+    ((0, 0), 5.0, True)
+    """
+    found = _Run(problem, budget or Budget(), effort or Effort()).run()
+    assert found is not None
+    return found
+
+
+def solve_within(problem: Labelling, ceiling: float, budget: Budget | None = None,
+                 effort: Effort | None = None) -> Solution | None:  # fmt: skip
+    """The same, but None as soon as it is clear that every labelling costs more than `ceiling`.
+
+    >>> from shardfn.solver.labelling import labelling
+    >>> solve_within(labelling([[1, 5], [4, 2]]), 2.5) is None
+    True
+    """
+    found = _Run(problem, budget or Budget(), effort or Effort(), ceiling).run()
+    return None if found is None or found.cost > ceiling else found
+
+
+class _Run:
+    def __init__(self, problem: Labelling, budget: Budget, effort: Effort, ceiling: float = math.inf):
+        self.budget = budget
+        self.problem, self.effort, self.ceiling = problem, effort, ceiling
+        self.store = Store()
+        self.pause = 1
+        self.visits = self.effort.neighbourhoods
+        self.sought = False
+        self.wait = self.turn = 1  # rounds until prices are halved again, and the round
+
+    def run(self) -> Solution | None:
+        core = contract(self.problem, store=self.store)
+        self.integral = _integral(self.problem, self.store)
+        if not core.possible:
+            return self.answer((0,) * len(self.problem.costs), math.inf, True)
+        nodes = sorted(core.costs)
+        place = {v: at for at, v in enumerate(nodes)}
+        costs = [core.costs[v] for v in nodes]
+        tables = [{place[w]: table for w, table in core.tables[v].items()} for v in nodes]
+        memory = memory_of(self.problem, core, nodes)
+        if (memory.limit < 0).any():
+            return self.answer(self.whole(core, nodes, [0] * len(nodes)), math.inf, True)
+        stuck = None
+        if not len(memory.limit) or not nodes:
+            ceiling = self.ceiling - core.constant
+            ascent = Ascent(costs, tables, memory, self.budget) if math.isfinite(ceiling) else None
+            if ascent is not None and _dearer(ascent, ceiling):
+                return None
+            found = eliminate(costs, tables, ENTRIES, TOTAL, store=self.store, budget=self.budget)
+            if found is None:
+                try:
+                    found = narrow(ascent or Ascent(costs, tables, memory, self.budget), ceiling)
+                    if found is None and math.isfinite(ceiling):
+                        return None
+                except Stuck as stop:
+                    stuck = stop.best.labels
+            if found is not None:
+                return self.answer(self.whole(core, nodes, found), math.inf, True)
+        local = Local(costs, tables, memory, self.budget)
+        if stuck is not None:
+            local.offer(stuck)
+        bound, last = self.search(Ascent(costs, tables, memory, self.budget), local, core.constant)
+        choice = self.whole(core, nodes, last if local.best is None else local.best)
+        proved = bound >= local.cost - self.least_gain(local.cost + core.constant)
+        return self.answer(choice, bound + core.constant, proved)
+
+    def whole(self, core: Core, nodes: list[int], labels: Sequence[int] | Array) -> tuple[int, ...]:
+        full = core.full(dict(zip(nodes, labels, strict=True)))
+        return tuple(full[: len(self.problem.costs)].tolist())
+
+    def answer(self, choice: tuple[int, ...], bound: float, proved: bool) -> Solution:
+        cost = cost_of(self.problem, choice)
+        feasible = math.isfinite(cost) and peak_of(self.problem, choice) <= self.problem.limit
+        known = bound
+        bound = math.inf if proved and not feasible else cost if proved else min(bound, cost)
+        least = None
+        if not feasible and math.isfinite(self.problem.limit):
+            least = least_peak(self.problem, self.last_part())
+            if least is not None and least.peak <= self.problem.limit:  # found by looking for nothing else
+                cost, choice, feasible, proved = cost_of(self.problem, least.choice), least.choice, True, False
+                bound, least = min(known, cost), None
+            elif least is not None:
+                if proved:
+                    least = dataclasses.replace(least, bound=max(least.bound, self.problem.limit))
+                elif least.bound > self.problem.limit * (1 + 1e-9):
+                    bound, proved = math.inf, True
+                if math.isinf(cost):
+                    cost, choice = cost_of(self.problem, least.choice), least.choice
+        return Solution(choice, cost, bound, proved, feasible, least)
+
+    def last_part(self) -> Budget:
+        """For the least peak, whatever is left."""
+        work, seconds = PEAK_SHARE * self.budget.work, PEAK_SHARE * self.budget.seconds
+        return Budget(max(PEAK, work), max(PEAK / SECOND, seconds), self.budget)
+
+    def least_gain(self, cost: float) -> float:
+        """A gain below this is none: whole numbers differ by 1, others by more than rounding."""
+        if not math.isfinite(cost):
+            return 0.0
+        return 0.999 if self.integral else 1e-9 * max(abs(cost), 1e-9)
+
+    def margin(self, cost: float) -> float:
+        """A gain below this is not looked for."""
+        return max(self.least_gain(cost), self.effort.close * abs(cost)) if math.isfinite(cost) else 0.0
+
+    def search(self, ascent: Ascent, local: Local, constant: float) -> tuple[float, Array]:
+        """The bound, with the best labelling in `local`; and the last labelling, should none fit."""
+        last = np.zeros(len(local.costs), np.int64)
+        labels = len(ascent.base)
+
+        def goal() -> float:
+            return local.cost - self.margin(local.cost + constant)
+
+        small = _size(ascent) <= SMALL
+        before, idle = -math.inf, 0
+        for number in range(self.effort.rounds):
+            for _ in range(self.effort.steps):
+                last = ascent.full(ascent.step(local.cost))
+                local.offer(last)
+                if local.best is None and not self.sought and self.late():
+                    break
+                if self.over() or self.done(ascent.bound, local, constant):
+                    break
+            rise = (ascent.bound - before) / max(abs(ascent.bound), 1e-300)
+            before, best = ascent.bound, local.cost
+            if rise < STEEP or number >= 3:
+                self.polish(ascent, local, last, number, rise < RISING)
+            upper = goal()
+            if not self.over() and not ascent.bound >= upper:
+                ascent.fix(upper)
+                if not ascent.fits():
+                    return goal(), last
+            if local.best is None and not self.sought and (number >= DESPERATE or self.late()):
+                self.sought = True
+                local.fit(last, ascent.best, 12)
+                self.seek(local)
+            if self.over() or self.done(ascent.bound, local, constant):
+                return min(ascent.bound, goal()), last
+            now = int(ascent.open().sum())
+            if now < 0.8 * labels:
+                labels = now
+                ascent = ascent.compact()
+                if not len(ascent.nodes):
+                    local.offer(ascent.full(np.zeros(0, np.int64)))
+                    return goal(), last
+            if number % 4 == 0 and self.solved(ascent, local, upper, 2e6 if number < 1 else 2e7):
+                return goal(), last
+            idle = idle + 1 if rise < (RISING if small else STILL) and not local.cost < best else 0
+            if idle > (0 if small else self.effort.patience) and local.best is not None:
+                break
+        if _size(ascent) > self.effort.most:
+            return min(ascent.bound, goal()), last
+        bound = branch(ascent, local, goal, self.effort.parts)
+        return max(bound, ascent.bound) if local.best is None else bound, last
+
+    def polish(self, ascent: Ascent, local: Local, last: Array, number: int, is_slow: bool) -> None:
+        """Better labellings: from the last one suggested, and around the best; more of what has just helped.
+
+        More of it, too, where the bound is slow.
+        """
+        more = is_slow or number % 4 == 3
+        raised, closer = more or number % 2 == 0, is_slow and number >= self.turn
+        before = local.cost
+        found = fitted(ascent, local, RAISES[number // 2 % len(RAISES)], HALVINGS if closer else 0) if raised else None
+        if found is not None:
+            local.offer(local.descend(found))
+        if closer:
+            self.wait = 1 if local.cost < before else min(2 * self.wait, 8)
+            self.turn = number + self.wait
+        if local.best is None:
+            local.fit(last, ascent.best, 12)
+        if not self.over() and more and number % self.pause == 0 and len(local.costs) < FEW:
+            before = local.cost
+            local.again(last, ascent.best, 0 if number < 3 else 2 * self.effort.neighbourhoods)
+            self.pause = 1 if local.cost < before else min(self.pause + 1, 4)
+        if number >= 3 and more:  # a small problem is often done before
+            saved = local.improve(ascent.best, self.visits)
+            self.visits = min(self.visits * 2, 4 * self.effort.neighbourhoods) if saved > 1e-4 else (
+                max(self.visits // 2, self.effort.neighbourhoods // 3))  # fmt: skip
+
+    def seek(self, local: Local) -> None:
+        """A labelling within the limit, whatever it costs, and better ones around it."""
+        budget = self.budget.part(SEEK)
+        found = fitting(local.costs, local.tables, local.memory, budget)
+        if found is not None:
+            local.offer(local.descend(found))
+
+    def solved(self, ascent: Ascent, local: Local, upper: float, total: float) -> bool:
+        """Whether elimination now settles what is left, memory aside."""
+        found = minimum(ascent, 2e5, total)
+        if found is None:
+            return False
+        if local.offer(found):
+            return True
+        return local.cost_of(found) >= upper
+
+    def done(self, bound: float, local: Local, constant: float) -> bool:
+        return bound >= local.cost - self.margin(local.cost + constant)
+
+    def over(self) -> bool:
+        return self.budget.is_over
+
+    def late(self) -> bool:
+        """Whether a good part of what may be done has been."""
+        budget = self.budget
+        return budget.spent > LATE * budget.work or (
+            budget.seconds < math.inf and budget.seconds_left < (1 - LATE) * budget.seconds)  # fmt: skip
+
+
+def _size(ascent: Ascent) -> int:
+    """Labels x neighbours."""
+    return sum(len(own) * len(near) for own, near in zip(ascent.labels, ascent.tables, strict=True))
+
+
+def _dearer(ascent: Ascent, ceiling: float) -> bool:
+    """Whether a few passes show that every labelling costs more than a ceiling."""
+    for _ in range(GLANCES):
+        ascent.messages.forward()
+        if ascent.sweep() > ceiling:
+            return True
+    return False
+
+
+def _integral(problem: Labelling, store: Store) -> bool:
+    """Whether every cost is a whole number, and sums of them are exact."""
+    values = [store.of(value) for value in (*problem.costs, *(table.cost for table in problem.tables))]
+    largest = {id(value): _largest_whole(value) for value in {id(value): value for value in values}.values()}
+    return sum(largest[id(value)] for value in values) < 2**52
+
+
+def _largest_whole(values: Array) -> float:
+    """The largest size of a finite value; infinite where one is not whole."""
+    finite = values[np.isfinite(values)]
+    return float(np.abs(finite).max(initial=0.0)) if (finite == np.rint(finite)).all() else math.inf

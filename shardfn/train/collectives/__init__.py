@@ -1,0 +1,1 @@
+"""Communication of gradients and parameters: buckets, fused collectives, traffic."""

@@ -1,0 +1,115 @@
+"""Where a user says which stage something belongs to: on functions, on modules, or by the paths of parameters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import tree_util
+
+from shardfn.errors import Problem
+from shardfn.frontend.paths import listed, met, normal
+from shardfn.frontend.strategy import short
+from shardfn.train.pipelines.program import MARK
+
+Mark = tuple[int, int]
+"""A stage, and a segment: which of the chunks that the stage's devices hold."""
+
+
+def staged(function: Callable[..., Any], stage: int, segment: int = 0) -> Callable[..., Any]:
+    """`function`, whose ops belong to a pipeline stage wherever it is called in a loss.
+
+    Args:
+      function: of arrays, a part of the model.
+      stage: from 0; the ops after it that nothing is said of belong to the same stage.
+      segment: with `interleave`, which of the chunks of the stage's devices.
+
+    >>> import jax.numpy as jnp
+    >>> loss = lambda params, x: jnp.mean(staged(jnp.dot, 1)(staged(jnp.sin, 0)(x), params))
+    >>> loss(jnp.ones(2), jnp.zeros((4, 2))).item()
+    0.0
+    """
+
+    def marked(*args: Any) -> Any:
+        return function(*args)
+
+    functools.update_wrapper(marked, function, assigned=("__doc__",), updated=())
+    marked.__name__ = marked.__qualname__ = f"{MARK}{stage}_{segment}"
+    return jax.jit(marked)
+
+
+def marks_of(model: Any, arrays: Any) -> list[Mark | None]:
+    """For each array of a model the `pipeline_stage` and `pipeline_segment` of the innermost module that has them.
+
+    Args:
+      model: a pytree, whose nodes may be modules.
+      arrays: the same with None for every leaf that is no array.
+
+    >>> marks_of({"a": 1.0}, {"a": 1.0})
+    [None]
+    """
+    keyed = tree_util.tree_flatten_with_path(arrays)[0]
+    return [_innermost(model, [_step(k) for k in key[:-1]]) for key, _ in keyed]
+
+
+def marks_by_path(owner: Any, paths: Sequence[str]) -> list[Mark | None]:
+    """The same of a `Cell`, whose parameters have paths such as `block1.weight`."""
+    return [_innermost(owner, [_by_name(part) for part in path.replace("/", ".").split(".")]) for path in paths]
+
+
+def configured(
+    paths: Sequence[str], stages: Mapping[str, int], segments: Mapping[str, int], found: Sequence[Mark | None]
+) -> tuple[list[Mark | None], list[Problem]]:
+    """The marks with those that are given by globs of paths, and globs that match nothing."""
+    marks = list(found)
+    full = [normal(path) for path in paths]
+    problems = []
+    for name, config, place in (("stage_config", stages, 0), ("segment_config", segments, 1)):
+        for glob, number in config.items():
+            hits = sorted({*met(glob, full)[0], *met(f"{glob}/*", full)[0]})  # a module's path means what is under it
+            if not hits:
+                problems.append(Problem(f"{name} {glob!r} matches no parameter", f"{name} = {short(dict(config))}",
+                                        f"the parameters are {listed(paths)}",
+                                        "use a path, the path of a module, or a glob of paths"))  # fmt: skip
+            for i in hits:
+                pair = list(marks[i] or (0, 0))
+                pair[place] = number
+                marks[i] = (pair[0], pair[1])
+    return marks, problems
+
+
+def _innermost(value: Any, steps: Sequence[Callable[[Any], Any]]) -> Mark | None:
+    mark = None
+    for step in [None, *steps]:
+        try:
+            value = value if step is None else step(value)
+        except (AttributeError, KeyError, IndexError, TypeError):
+            break
+        stage = getattr(value, "pipeline_stage", None)
+        if isinstance(stage, int) and not isinstance(stage, bool):
+            segment = getattr(value, "pipeline_segment", 0)
+            mark = (stage, segment if isinstance(segment, int) else 0)
+    return mark
+
+
+def _step(key: Any) -> Callable[[Any], Any]:
+    if isinstance(key, tree_util.GetAttrKey):
+        return lambda value: getattr(value, key.name)
+    if isinstance(key, tree_util.SequenceKey):
+        return lambda value: value[key.idx]
+    if isinstance(key, tree_util.DictKey):
+        return lambda value: value[key.key] if isinstance(value, Mapping) else getattr(value, str(key.key))
+    return lambda value: value[key.key]
+
+
+def _by_name(part: str) -> Callable[[Any], Any]:
+    def step(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return value[part]
+        if isinstance(value, Sequence):
+            return value[int(part)]
+        return getattr(value, part)
+
+    return step

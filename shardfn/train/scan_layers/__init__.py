@@ -1,0 +1,1 @@
+"""Repeated layers as one scanned body."""

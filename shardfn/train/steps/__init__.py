@@ -1,0 +1,1 @@
+"""Training steps: gradients, update, shardings, and what was asked for."""

@@ -1,0 +1,121 @@
+"""The optimizer's state in another memory of its devices, such as the host's: there between steps, moved for the update."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import tree_util
+from jax.sharding import NamedSharding
+
+from shardfn.errors import Problem
+from shardfn.frontend.strategy import short
+from shardfn.planning.plan import Plan
+from shardfn.report.report import Report
+from shardfn.runtime.apply import moved, shardings, whole
+from shardfn.runtime.sharded_function import ShardedFunction
+from shardfn.train.steps.state import State
+
+KINDS = ("device", "pinned_host", "unpinned_host")
+
+
+def memory_problems(kind: Any) -> Iterator[Problem]:
+    """What is wrong with `opt_state_memory_kind`."""
+    if kind is not None and kind not in KINDS:
+        yield Problem(f"`opt_state_memory_kind` cannot be {short(kind)}", f"opt_state_memory_kind = {short(kind)}",
+                      "it names a memory of the devices, as jax.sharding.NamedSharding(memory_kind=) does",
+                      f"use one of {', '.join(map(repr, KINDS))}", is_type=not isinstance(kind, str))  # fmt: skip
+
+
+def in_memory(layout: State, shapes: State, kind: str | None) -> State:
+    """The layout of a state with the arrays of the optimizer in that memory; its scalars stay with the device.
+
+    Args:
+      layout: a `NamedSharding` for each leaf.
+      shapes: the state's, for the numbers of dims.
+      kind: of `KINDS`; None changes nothing.
+    """
+    if kind is None:
+        return layout
+    put = lambda s, x: s.with_memory_kind(kind) if jnp.ndim(x) else s  # noqa: E731
+    return layout._replace(opt_state=tree_util.tree_map(put, layout.opt_state, shapes.opt_state))
+
+
+@dataclasses.dataclass(frozen=True)
+class Offloaded:
+    """A laid-out step around which the optimizer's state is moved."""
+
+    sharded: ShardedFunction
+    """`(state, *batch) -> (state, result)`, all of it in the devices' memory."""
+    here: State
+    """The layout in which it takes the state."""
+    there: State
+    """The layout between steps."""
+    batch: tuple[NamedSharding, ...]
+    """Of each array of the batch."""
+    donates: bool
+    compiler_options: Mapping[str, Any] | None
+
+    @functools.cached_property
+    def jitted(self) -> Any:
+        """The step from and to the other memory, as one program."""
+
+        def step(state: State, batch: tuple[Any, ...]) -> Any:
+            made, result = self.sharded(_placed(state, self.here), *batch)
+            return _placed(made, self.there), result
+
+        return jax.jit(
+            step, out_shardings=(self.there, None), donate_argnums=(0,) if self.donates else (),
+            compiler_options=dict(self.compiler_options) if self.compiler_options else None,
+        )  # fmt: skip
+
+    def __call__(self, state: State, *batch: Any) -> Any:
+        leaves, treedef = tree_util.tree_flatten((state, batch))
+        targets = self._targets
+        there = [_brought(x, target) for x, target in zip(moved(leaves, targets), targets, strict=True)]
+        return self.jitted(*treedef.unflatten(there))
+
+    @property
+    def _targets(self) -> list[NamedSharding]:
+        return [*tree_util.tree_leaves(self.there), *self.batch]
+
+    def plan(self, state: State, *batch: Any) -> Plan:
+        """The plan of what runs in the devices' memory."""
+        return self.sharded.plan(state, *batch)
+
+    def explain(self, state: State, *batch: Any, compiled: bool = False) -> Report:
+        """Its report."""
+        return self.sharded.explain(state, *batch, compiled=compiled)
+
+    def lower(self, state: State, *batch: Any) -> Any:
+        """`jax.stages.Lowered` of the whole step."""
+        leaves, treedef = tree_util.tree_flatten((state, batch))
+        lies = lambda x, s: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=s)  # noqa: E731
+        return self.jitted.lower(*treedef.unflatten(map(lies, leaves, self._targets)))
+
+
+def offloaded(
+    sharded: ShardedFunction, here: State, kind: str, donates: bool, options: Mapping[str, Any] | None, state: State,
+    batch: tuple[Any, ...],
+) -> Offloaded:  # fmt: skip
+    """A step laid out as `here` says, with the optimizer's arrays in memory `kind` between calls; from shapes."""
+    plan = sharded.plan(state, *batch)
+    lies = shardings(plan.inputs, whole(plan))[len(tree_util.tree_leaves(state)) :]
+    return Offloaded(sharded, here, in_memory(here, state, kind), tuple(lies), donates, options)
+
+
+def _brought(x: Any, target: NamedSharding) -> Any:
+    """An array in the target's memory: a first state, made before its layout was known, is in the devices'."""
+    kind = getattr(getattr(x, "sharding", None), "memory_kind", None)
+    return jax.device_put(x, target) if target.memory_kind is not None and kind != target.memory_kind else x
+
+
+def _placed(state: State, layout: State) -> State:
+    def put(x: Any, sharding: NamedSharding) -> Any:
+        return jax.device_put(x, sharding) if jnp.ndim(x) else x
+
+    return state._replace(opt_state=tree_util.tree_map(put, state.opt_state, layout.opt_state))
