@@ -58,7 +58,7 @@ def measure(layers: int, rounds: int) -> dict[str, float]:
                 ours.append(time.perf_counter() - start)
     return {
         "layers": layers,
-        "ops": len(made.flow.graph.ops),
+        "ops": len(made.partitioned.graph.ops),
         "jit s": statistics.median(by_hand),
         "shardfn s": statistics.median(ours),
         "of it planning s": statistics.median(planning),

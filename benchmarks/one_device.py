@@ -77,12 +77,12 @@ def measure(name: str, size: str, platform: str, rounds: int) -> dict[str, objec
     return {
         "family": name,
         "device": plan.hardware.chip.name,
-        "ops": len(plan.flow.graph.ops),
-        "modelled ms": 1e3 * plan.price.time_s,
+        "ops": len(plan.partitioned.graph.ops),
+        "modelled ms": 1e3 * plan.cost.time_s,
         "measured ms": 1e3 * took,
-        "ratio": took / plan.price.time_s,
+        "ratio": took / plan.cost.time_s,
         "TFLOP/s": found.flops / took / 1e12,
-        "predicted MiB": plan.price.memory.peak / 2**20,
+        "predicted MiB": plan.cost.memory.peak / 2**20,
         "compiled MiB": None if peak is None else peak / 2**20,
     }
 

@@ -100,13 +100,17 @@ class Row:
 
 
 def predicted(plan: Plan) -> Figures:
-    return Figures(plan.price.bytes_sent, plan.price.memory.peak, products(plan), plan.price.time_s)
+    return Figures(plan.cost.bytes_sent, plan.cost.memory.peak, products(plan), plan.cost.time_s)
 
 
 def products(plan: Plan) -> float:
     """FLOPs of matrix products and convolutions, which is what can be read from a compiled module."""
-    flow = plan.flow
-    return sum(op_flops(flow, op) * op.trips for op in flow.graph.ops if op.name in ("dot_general", "convolution"))
+    partitioned = plan.partitioned
+    return sum(
+        op_flops(partitioned, op) * op.trips
+        for op in partitioned.graph.ops
+        if op.name in ("dot_general", "convolution")
+    )
 
 
 def as_compiled(plan: Plan, real: executable.Compiled) -> Figures:
@@ -115,9 +119,9 @@ def as_compiled(plan: Plan, real: executable.Compiled) -> Figures:
     Compute scales with the compiled FLOPs; collectives are priced one by one on the links of groups of their size.
     """
     sent = sum(c.total_bytes for c in real.collectives)
-    peak = real.together(plan.hardware.platform) or plan.price.memory.peak
+    peak = real.together(plan.hardware.platform) or plan.cost.memory.peak
     model = products(plan)
-    compute_s = plan.price.compute_s * (real.flops / model if model else 1.0)
+    compute_s = plan.cost.compute_s * (real.flops / model if model else 1.0)
     links = {c.group_size: link_over(plan.hardware, plan.axes, (), c.group_size) for c in real.collectives}
     sent_s = sum(links[c.group_size].seconds(c.kind, c.bytes_sent) * c.trips for c in real.collectives)
     return Figures(sent, peak, real.flops, compute_s + sent_s)
@@ -138,7 +142,7 @@ def score(figures: Figures, level: int, least_flops: float) -> float:
 
 
 def measure(
-    name: str, devices: int, levels: Sequence[int], tpu: bool, finalists: int, layers: int = 0
+    name: str, devices: int, levels: Sequence[int], tpu: bool, compile_candidates: int, layers: int = 0
 ) -> Iterator[Row]:
     """All rows of a family: hand-written layouts first, then plans."""
     family = FAMILIES[name]
@@ -178,14 +182,18 @@ def measure(
     yield from experts.values()
     for limit, limit_bytes in limits(experts):
         for level in levels:
-            options = {"memory_limit": int(limit_bytes), "finalists": finalists if compiles else 0, "time_limit": HOUR}
+            options = {
+                "memory_limit": int(limit_bytes),
+                "compile_candidates": compile_candidates if compiles else 0,
+                "time_limit": HOUR,
+            }
             yield row(f"plan, level {level}, {limit}", level=level, limit=limit, limit_bytes=limit_bytes, **options)
 
 
 def form(plan: Plan) -> Any:
     """What tells one plan from another: two of one form compile to one program."""
     specs = tuple((d.path, d.cuts, d.spec) for d in (*plan.inputs, *plan.outputs))
-    return plan.axes, specs, plan.collectives, dataclasses.replace(plan.price, communication_s=0.0)
+    return plan.axes, specs, plan.collectives, dataclasses.replace(plan.cost, communication_s=0.0)
 
 
 def limits(experts: dict[str, Row]) -> Iterator[tuple[str, float]]:
@@ -227,8 +235,8 @@ def matmul_rows(devices: Iterable[int] = (4, 16, 64), n: int = 8192) -> Iterator
                 yield {"devices": p, "layouts": name, "error": f"{type(error).__name__}: {error}".split("\n")[0]}
                 continue
             cuts = [d.cuts for d in (*plan.inputs, *plan.outputs)]
-            yield {"devices": p, "layouts": name, "cuts": cuts, "peak": plan.price.memory.peak,
-                   "bytes": plan.price.bytes_sent, "bound": least_bytes(n, p, plan)}  # fmt: skip
+            yield {"devices": p, "layouts": name, "cuts": cuts, "peak": plan.cost.memory.peak,
+                   "bytes": plan.cost.bytes_sent, "bound": least_bytes(n, p, plan)}  # fmt: skip
 
 
 def matmul_table(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -252,7 +260,7 @@ def least_bytes(n: int, p: int, plan: Plan) -> float:
     Ballard et al. 2011); whatever the memory, at least 3 (n³/p)^(2/3) words are used, less those that lie there before
     and after (Al Daas, Ballard, Grigori, Kumar, Rouse 2022).
     """
-    memory = plan.price.memory.peak / 4
+    memory = plan.cost.memory.peak / 4
     held = sum(d.local_bytes for d in (*plan.inputs, *plan.outputs)) / 4
     bounded = n**3 / (2 * math.sqrt(2) * p * math.sqrt(memory)) - memory
     return 4 * max(0.0, bounded, 3 * (n**3 / p) ** (2 / 3) - held)
@@ -434,7 +442,7 @@ def child(options: argparse.Namespace) -> None:
         found = list(seed_rows())
     else:
         count = int(options.devices)
-        rows = measure(what, count, levels, options.tpu, options.finalists, options.layers)
+        rows = measure(what, count, levels, options.tpu, options.compile_candidates, options.layers)
         found = [dataclasses.asdict(r) for r in rows]
     with open(options.child, "w") as file:
         json.dump(found, file)
@@ -458,7 +466,7 @@ def main() -> None:
                         help='comma-separated, of these; "matmul" and "seed" are sections of their own')  # fmt: skip
     parser.add_argument("--devices", default="8,64,512")
     parser.add_argument("--level", default="0,1,2")
-    parser.add_argument("--finalists", type=int, default=7, help="candidates that a plan compiles, on 8 devices")
+    parser.add_argument("--compile-candidates", type=int, default=7, help="candidates that a plan compiles, on 8 devices")
     parser.add_argument(
         "--layers", type=int, default=0, help="of a model, or blocks of each of its stages; 0: as many as it has"
     )
@@ -472,8 +480,8 @@ def main() -> None:
     more = [
         "--level",
         options.level,
-        "--finalists",
-        str(options.finalists),
+        "--compile-candidates",
+        str(options.compile_candidates),
         "--layers",
         str(options.layers),
         *["--tpu"] * options.tpu,

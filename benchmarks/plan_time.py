@@ -161,7 +161,7 @@ def measure(case: Case) -> Row:
     plan_s = whole.spent - jax_s
     cpu = whole.cpu - tracing.cpu + reading.cpu
     ok = cpu <= case.target and (not case.proof or "proved" in plan.policy)
-    ops = len(plan.flow.graph.ops)
+    ops = len(plan.partitioned.graph.ops)
     return Row(case.name, case.series, case.x, ops, jax_s, plan_s, cpu, case.target, plan.policy, ok)
 
 

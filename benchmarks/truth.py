@@ -390,8 +390,12 @@ def row(case: Case, plan: Plan, real: executable.Compiled, plan_s: float, compil
         if any(sides):
             runs, sent = ([f(side) for side in sides] for f in (_runs, _sent))
             kinds[kind] = tuple(runs), tuple(sent)
-    memory, flow = plan.price.memory, plan.flow
-    work = sum(op_flops(flow, op) * op.trips for op in flow.graph.ops if op.name in ("dot_general", "convolution"))
+    memory, partitioned = plan.cost.memory, plan.partitioned
+    work = sum(
+        op_flops(partitioned, op) * op.trips
+        for op in partitioned.graph.ops
+        if op.name in ("dot_general", "convolution")
+    )
     # XLA adds a table of pointers where it returns a tuple.
     pointers = 8 * len(plan.outputs)
     return Row(

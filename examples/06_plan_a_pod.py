@@ -38,11 +38,11 @@ print("batch  hidden  GiB/chip  MiB sent/chip  modelled ms")
 plans = {}
 for batch, hidden in ((256, 1), (64, 4), (16, 16), (4, 64)):
     made = plans[batch, hidden] = planned(batch, hidden)
-    cost = made.price
+    cost = made.cost
     print(f"{batch:5}  {hidden:6}  {cost.memory.peak / 2**30:8.1f}  {cost.bytes_sent / 2**20:13,.0f}"
           f"  {cost.time_s * 1e3:11.1f}")  # fmt: skip
 
 assert plans[16, 16].device_matrix == (16, 16)
-assert plans[256, 1].price.memory.arguments > plans[16, 16].price.memory.arguments, "whole weights take more room"
+assert plans[256, 1].cost.memory.arguments > plans[16, 16].cost.memory.arguments, "whole weights take more room"
 for change in diff(plans[64, 4], plans[16, 16]):
     print(f"{change.what:24} {change.first:36} {change.second}")

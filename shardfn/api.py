@@ -29,7 +29,7 @@ class More(TypedDict, total=False):
     parameter_plan: dict[str, Any] | None
     search_mode: str | None
     memory_limit: int | float | str | None
-    finalists: int
+    compile_candidates: int
     time_limit: float | None
     static_argnums: int | Sequence[int]
     static_argnames: str | Sequence[str]
@@ -67,7 +67,7 @@ def shard(
     parameter_plan: dict[str, Any] | None = None,
     search_mode: str | None = None,
     memory_limit: int | float | str | None = None,
-    finalists: int = 0,
+    compile_candidates: int = 0,
     time_limit: float | None = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
@@ -92,7 +92,7 @@ def shard(
       search_mode: name of the search for what is left open (`search.MODES`); the context's if None. One that is named, but
         for "auto", decides the layouts inside where no argument is open, too.
       memory_limit: bytes that one device may hold, or text such as "14GiB"; what the device has if None.
-      finalists: how many of the best plans are compiled, plain layouts among them, for the best compiled one to win; at
+      compile_candidates: how many of the best plans are compiled, plain layouts among them, for the best compiled one to win; at
         most 64.
       time_limit: seconds after which the search answers with the best it has; what is under way then is ended, and the
         plan's `policy` says what there was no time for. Tracing comes before. Without it no clock is read: what a search
@@ -114,7 +114,7 @@ def shard(
     (2, 4)
     """
     options = Options(
-        in_strategy, out_strategy, device, level, parameter_plan, search_mode, memory_limit, finalists,
+        in_strategy, out_strategy, device, level, parameter_plan, search_mode, memory_limit, compile_candidates,
         time_limit, _several(static_argnums), _several(static_argnames), _several(donate_argnums), _several(donate_argnames),
         layout,
         dict(compiler_options) if isinstance(compiler_options, Mapping) else compiler_options,

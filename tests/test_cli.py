@@ -114,7 +114,18 @@ def planned(capsys, *args) -> dict:
 
 def test_plan_prints_the_report_and_saves_the_plan(capsys, tmp_path):
     file = tmp_path / "layout.toml"
-    args = ["--level", "2", "--memory", "14GiB", "--search-mode", "auto", "--time-limit", "30", "--finalists", "0"]
+    args = [
+        "--level",
+        "2",
+        "--memory",
+        "14GiB",
+        "--search-mode",
+        "auto",
+        "--time-limit",
+        "30",
+        "--compile-candidates",
+        "0",
+    ]
     assert main([*PLAN, *args, "--save", str(file)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("matmul: planned for tpu-v5e:4x4 (not here), 16 devices, grid ")
@@ -124,7 +135,7 @@ def test_plan_prints_the_report_and_saves_the_plan(capsys, tmp_path):
     assert shardfn.load(file) == made
     again = shardfn.plan(jnp.matmul, x, w, device="tpu-v5e:4x4", layout=file)
     assert [(d.spec, d.source) for d in again.inputs] == [(d.spec, "file") for d in made.inputs]
-    assert f"{made.price.bytes_sent:,} B sent" in file.read_text().splitlines()[0]
+    assert f"{made.cost.bytes_sent:,} B sent" in file.read_text().splitlines()[0]
 
 
 def test_plan_takes_a_layout(capsys, tmp_path):
@@ -199,11 +210,11 @@ OF_THE_PLAN = {
     "no memory at all": [*PLAN, "--memory", "0"],
     "less than a byte": [*PLAN, "--memory", "0.0001"],
     "no time": [*PLAN, "--time-limit", "0"],
-    "fewer finalists than none": [*PLAN, "--finalists", "-1"],
+    "fewer finalists than none": [*PLAN, "--compile-candidates", "-1"],
     "a search that does not exist": [*PLAN, "--search-mode", "recursive"],
     "a directory that does not exist": [*PLAN, "--save", "nowhere/at/all/layout.toml"],
     "a directory": [*PLAN, "--save", "tests"],
-    "more finalists than are worth it": [*PLAN, "--finalists", "1000000000"],
+    "more finalists than are worth it": [*PLAN, "--compile-candidates", "1000000000"],
     "donating what is not there": [*PLAN, "--donate", "2"],
     "donating what is no number": [*PLAN, "--donate", "0,a"],
     "a file that is not there": ["plan", "models/nofile.py:step", *PLAN[2:]],

@@ -8,15 +8,15 @@ import shardfn
 from shardfn.compiled.comparison import compare
 from shardfn.compiled.executable import Compiled, read
 from shardfn.cost.devices.hardware import CHIPS, Hardware
+from shardfn.cost.estimate import Cost
 from shardfn.cost.memory.live_ranges import Memory
-from shardfn.cost.price import Price
-from shardfn.ir.model import Collective, Flow, Graph
+from shardfn.ir.model import Collective, Graph, PartitionedProgram
 from shardfn.planning.plan import Decision, Plan
 
 RESULTS = tuple(Decision(f"result/{i}", (), "float32", (), (), "propagated") for i in range(2))
 PLAN = Plan(
     "f", Hardware(CHIPS["cpu"], "cpu", 8), 0, (("a", 8),), None, (), RESULTS, (), (),
-    Price(0, 0, Memory(1000, 100, 500), 0, 0), "", (), Flow(Graph((), (), (), (), ()), (), {"a": 8}, ()),
+    Cost(0, 0, Memory(1000, 100, 500), 0, 0), "", (), PartitionedProgram(Graph((), (), (), (), ()), (), {"a": 8}, ()),
 )  # fmt: skip
 COMPILED = Compiled((), 0.0, 1000, 100, 500, 0, 1600)
 
@@ -123,7 +123,7 @@ def test_a_tpu_has_two_figures_of_all_at_once(peak, together, why):
 
 def test_gaps_of_the_plan_are_said():
     unruled = "no sharding rule for: cumsum (/w/lib/model.py:20); XLA decides there"
-    found = compare(dataclasses.replace(PLAN, findings=(unruled, "something else")), COMPILED)
+    found = compare(dataclasses.replace(PLAN, diagnostics=(unruled, "something else")), COMPILED)
     assert found.why == ("in the plan: no sharding rule for: cumsum (model.py:20); XLA decides there",)
 
 

@@ -60,7 +60,7 @@ def flops(text: str) -> int:
     return sum(x for x in _found(text) if isinstance(x, int))
 
 
-def findings(text: str) -> list[str]:
+def diagnostics(text: str) -> list[str]:
     return [x for x in _found(text) if isinstance(x, str)]
 
 
@@ -258,7 +258,7 @@ def test_tpu_async_collective_fusions_repeat_one_collective():
     )
     assert seen(text) == [("all-gather", 8, (1, 4), "f32", 112, 1)]
     assert flops(text) == 2 * 8 * 4 * 4
-    assert findings(text) == []
+    assert diagnostics(text) == []
 
 
 def test_tpu_async_collective_that_goes_on_in_a_loop_runs_once():
@@ -344,7 +344,7 @@ LOOPS = {
 @pytest.mark.parametrize(("text", "trips"), LOOPS.values(), ids=LOOPS)
 def test_trips(text, trips):
     assert [c.trips for c in collectives(text)] == [trips]
-    assert findings(text) == []
+    assert diagnostics(text) == []
 
 
 UNKNOWN = {
@@ -357,7 +357,7 @@ UNKNOWN = {
 @pytest.mark.parametrize("text", UNKNOWN.values(), ids=UNKNOWN)
 def test_a_loop_of_unknown_length_counts_once_and_says_so(text):
     assert [c.trips for c in collectives(text)] == [1]
-    assert findings(text) == ["loop at /home/me/train.py:7 runs an unknown number of times: counted once"]
+    assert diagnostics(text) == ["loop at /home/me/train.py:7 runs an unknown number of times: counted once"]
 
 
 @pytest.mark.parametrize(
@@ -477,19 +477,19 @@ ARITHMETIC = {
 def test_operations(line, operands, expected):
     text = module(f"%a = {operands[0]} parameter(0)\n%b = {operands[1]} parameter(1)\n{line}")
     assert flops(text) == expected
-    assert findings(text) == []
+    assert diagnostics(text) == []
 
 
 def test_what_is_not_counted_is_said():
     text = module("""%a = f32[8]{0} parameter(0)
         %b = f32[8]{0} custom-call(%a), custom_call_target="tpu_custom_call"
         %c = f32[8]{0} custom-call(%b), custom_call_target="__cudnn$convForward", dim_labels=b0f?_0io?->b0f?""")
-    assert findings(text) == [
+    assert diagnostics(text) == [
         "custom-call tpu_custom_call: its operations are not counted",
         "custom-call __cudnn$convForward: its operations are not counted",
     ]
     lost = module("%r = f32[8]{0} all-reduce(%gone), replica_groups={}, to_apply=%add")
-    assert findings(lost) == ["r: its operands have no shape in the text, so its bytes are not counted"]
+    assert diagnostics(lost) == ["r: its operands have no shape in the text, so its bytes are not counted"]
 
 
 # --- programs compiled here: eight devices, a grid of a=2 by b=4 ---
@@ -584,7 +584,7 @@ def test_compiled_here(mesh, function, arguments, result, expected, operations):
     found = read(executable)
     assert [(c.kind, c.group_size, c.shape, c.dtype, c.bytes_sent, c.trips) for c in found.collectives] == expected
     assert found.flops == operations
-    assert found.findings == ()
+    assert found.diagnostics == ()
     assert all(c.axes == () for c in found.collectives)
     assert found.collectives == collectives(executable.as_text() or "")
 
@@ -606,14 +606,14 @@ def test_a_while_loop_and_a_conditional_are_findings(mesh):
         return jax.lax.while_loop(lambda x: jnp.sum(x) < 3, lambda x: x @ w, x)
 
     found = read(compiled(mesh, until, (((64, 64), P(None, "b")), ((32, 64), P("a")))))
-    [finding] = found.findings
+    [finding] = found.diagnostics
     assert finding.endswith("runs an unknown number of times: counted once") and __file__ in finding
 
     def either(x, w):
         return jax.lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x @ (w * 2))
 
     found = read(compiled(mesh, either, LIVE["contracted dim cut"][1]))
-    assert [f for f in found.findings if f.endswith("every branch is counted, though one runs")]
+    assert [f for f in found.diagnostics if f.endswith("every branch is counted, though one runs")]
     assert len([c for c in found.collectives if c.shape == (32, 16)]) == 2
 
 
@@ -630,7 +630,7 @@ def test_a_backend_that_tells_nothing():
     found = read(cast(jax.stages.Compiled, silent))
     assert (found.collectives, found.flops) == ((), 0.0)
     assert (found.argument_bytes, found.peak_bytes) == (None, None)
-    assert found.findings == ("this backend shows no HLO: collectives and operations are unknown",)
+    assert found.diagnostics == ("this backend shows no HLO: collectives and operations are unknown",)
 
 
 @pytest.mark.tpu
@@ -651,4 +651,4 @@ def test_tpu():
     sent = sorted((c.kind, c.bytes_sent, c.trips) for c in found.collectives)
     assert sent == [("all-gather", 7 * piece, 4)] * 2 + [("reduce-scatter", 7 * whole // 8, 4)]
     assert found.flops == 3 * 4 * 2 * math.prod((128, 2048, 2048))
-    assert found.findings == ()
+    assert found.diagnostics == ()

@@ -72,7 +72,7 @@ def test_on_one_device_strategies_are_checked_and_the_function_runs_whole():
     set_auto_parallel_context(parallel_mode="stand_alone")
     plan = shardfn.plan(dense, X, W, in_strategy=((4, 1), (1, 2)))
     assert (plan.hardware.count, [d.cuts for d in plan.inputs]) == (1, [(1, 1), (1, 1)])
-    assert any("one device" in finding for finding in plan.findings)
+    assert any("one device" in finding for finding in plan.diagnostics)
     with pytest.raises(ShardError, match="not divisible"):
         shard(dense, ((3, 1), AUTO))(X, W)
 

@@ -75,8 +75,8 @@ def test_products_are_done_as_xla_does_them(function, args, layout):
     plan, real = sharded.plan(*args), executable.read(sharded.lower(*args).compile())
     sent = [sum(c.total_bytes for c in side) for side in (plan.collectives, real.collectives)]
     assert sent[0] == sent[1]
-    flow = plan.flow
-    products = sum(op_flops(flow, op) for op in flow.graph.ops if op.name == "dot_general")
+    partitioned = plan.partitioned
+    products = sum(op_flops(partitioned, op) for op in partitioned.graph.ops if op.name == "dot_general")
     assert products == pytest.approx(real.flops, rel=0.02)
 
 

@@ -173,7 +173,7 @@ def test_one_matmul_is_above_its_lower_bound():
     blocks = shardfn.Layout((4, 4), ("rows", "columns"))("rows", "columns")
     plan = shardfn.plan(jnp.matmul, shape, shape, in_strategy=(blocks, blocks), out_strategy=(blocks,), device="cpu:16")
     # rows of x and columns of w are gathered: twice 3 of 4 blocks of a side
-    assert plan.price.bytes_sent == 2 * 3 * 4 * 256 * 256
-    assert 0.5 * plan.price.bytes_sent < quality.least_bytes(1024, 16, plan) < plan.price.bytes_sent
+    assert plan.cost.bytes_sent == 2 * 3 * 4 * 256 * 256
+    assert 0.5 * plan.cost.bytes_sent < quality.least_bytes(1024, 16, plan) < plan.cost.bytes_sent
     whole = shardfn.plan(jnp.matmul, shape, shape, in_strategy=((16, 1), (1, 1)), device="cpu:16")
-    assert plan.price.bytes_sent > whole.price.bytes_sent == quality.least_bytes(1024, 16, whole) == 0
+    assert plan.cost.bytes_sent > whole.cost.bytes_sent == quality.least_bytes(1024, 16, whole) == 0

@@ -11,7 +11,7 @@ import shardfn
 import shardfn.planning.make
 import shardfn.planning.workarounds
 from shardfn.compiled import candidates
-from shardfn.compiled.candidates import Finalist, best
+from shardfn.compiled.candidates import CompiledCandidate, best
 from shardfn.errors import DeviceError, StrategyError
 from shardfn.runtime.verify import Verifier
 
@@ -41,7 +41,7 @@ def test_a_compiled_plan_wins_and_its_figures_are_those_of_xla(level):
     found, wanted = sharded(W1, W2, X), step(W1, W2, X)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, wanted)
     made = sharded.plan(W1, W2, X)
-    (told,) = (f for f in made.findings if f.startswith("compiled 3 plans"))
+    (told,) = (f for f in made.diagnostics if f.startswith("compiled 3 plans"))
     rows = re.findall(r"(\d[\d,]*) B sent, ([\d,]+) B peak", told)
     assert len(rows) == 3
     winner = re.search(r"Best: (.+?); the search alone", told)[1]
@@ -62,13 +62,16 @@ def test_a_target_that_is_not_here_cannot_compile():
 
 @pytest.mark.parametrize("count", [-1, 1.5, True, "2"])
 def test_what_is_no_count(count):
-    with pytest.raises(shardfn.ShardError, match="finalists"):
+    with pytest.raises(shardfn.ShardError, match="compile_candidates"):
         shardfn.shard(mlp, candidates=count)
 
 
 def test_the_limit_comes_first_then_the_level():
     axes = (("a", 8),)
-    small, quick = Finalist("small", axes, 2, 10, 100, 8.0, 2.0), Finalist("quick", axes, 2, 20, 300, 8.0, 1.0)
+    small, quick = (
+        CompiledCandidate("small", axes, 2, 10, 100, 8.0, 2.0),
+        CompiledCandidate("quick", axes, 2, 20, 300, 8.0, 1.0),
+    )
     assert best([small, quick], 1000)[0] == 1
     assert best([small, quick], 200)[0] == 0
     assert best([quick, quick], 1000)[0] == 0, "ties go to the search's own"
@@ -82,7 +85,7 @@ def test_seven_finalists_are_the_same_at_each_level(monkeypatch):
 
     def listening(problem, *more):
         found = answers(problem, *more)
-        prices = [problem.price_of(one) for _, one in found]
+        prices = [problem.evaluate_answer(one) for _, one in found]
         entered[problem.level] = found[0][0], {(p.bytes_sent, p.memory.peak, p.time_s) for p in prices}
         return found
 
@@ -100,7 +103,7 @@ def test_a_program_is_compiled_once_whatever_the_level_and_the_limit(monkeypatch
     first = shardfn.shard(step, level=2, candidates=3).plan(W1, W2, X)
     assert len(names) == 3
     again = shardfn.shard(step, level=2, candidates=3, memory_limit="1GiB").plan(W1, W2, X)
-    assert len(names) == 3 and again.price == first.price
+    assert len(names) == 3 and again.cost == first.cost
     shardfn.shard(lambda w1, w2, x: step(2 * w1, w2, x), level=2, candidates=2).plan(W1, W2, X)
     assert len(names) == 5
 
@@ -140,16 +143,16 @@ def test_what_does_not_compile_is_left_out_and_named(monkeypatch):
     sharded = shardfn.shard(mixed, level=0, candidates=6)
     found = sharded(*MIXED)
     jax.tree.map(np.testing.assert_array_equal, found, mixed(*MIXED))
-    findings = sharded.plan(*MIXED).findings
-    left = [f for f in findings if "is left out" in f]
+    diagnostics = sharded.plan(*MIXED).diagnostics
+    left = [f for f in diagnostics if "is left out" in f]
     assert len(set(left)) == len(left), "each by its own name"
-    assert left and any(re.match(f"compiled {6 - len(left)} plans?,", f) for f in findings)
+    assert left and any(re.match(f"compiled {6 - len(left)} plans?,", f) for f in diagnostics)
     for text in left:
         assert re.fullmatch(
             r".+, grid [\dx]+, is left out, as XLA does not compile it: UNIMPLEMENTED: Unsupported reduction computation: .+",
             text,
         )
-    assert left[0].startswith("the search's, grid") == any("would have picked the search's" in f for f in findings)
+    assert left[0].startswith("the search's, grid") == any("would have picked the search's" in f for f in diagnostics)
 
 
 def test_nothing_that_compiles_is_an_error(monkeypatch):
@@ -157,6 +160,12 @@ def test_nothing_that_compiles_is_an_error(monkeypatch):
     with pytest.raises(StrategyError) as error:
         shardfn.plan(mixed, *MIXED, parameter_plan={"x": (8, 1)}, candidates=3)
     (problem,) = error.value.problems
-    assert re.fullmatch(r"none of [123] plans of `mixed` compiles", problem.what) and "finalists = " in problem.where
+    assert (
+        re.fullmatch(r"none of [123] plans of `mixed` compiles", problem.what)
+        and "compile_candidates = " in problem.where
+    )
     assert problem.why.startswith("UNIMPLEMENTED: Unsupported reduction computation") and "\n" not in problem.why
-    assert problem.fix == "compile more of them (finalists=), or leave whole, in in_strategy, what XLA names there"
+    assert (
+        problem.fix
+        == "compile more of them (compile_candidates=), or leave whole, in in_strategy, what XLA names there"
+    )

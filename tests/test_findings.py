@@ -24,7 +24,7 @@ def shaped(*shape, dtype="float32"):
 
 
 def said(made, text):
-    return [f for f in made.findings if text in f]
+    return [f for f in made.diagnostics if text in f]
 
 
 def suggested(finding):
@@ -50,7 +50,7 @@ def test_a_gather_in_every_round_of_a_loop():
     assert f"{__file__}:" in finding
     assert "100% of what a device sends" in finding
     other = made.what_if(suggested(finding))
-    assert other.price.bytes_sent == 0
+    assert other.cost.bytes_sent == 0
     assert not said(other, "loop")
 
 
@@ -108,8 +108,8 @@ def test_what_is_constant_in_a_loop():
     def body(w, x):
         return jax.lax.fori_loop(0, 5, lambda i, h: (h * 2.0) @ jnp.sin(w) + jnp.cos(h), x)
 
-    flow = shardfn.plan(body, shaped(8, 8), shaped(8, 8), device="cpu:1").flow
-    known = {op.name: is_constant(flow, op.outputs[0], 5) for op in flow.graph.ops if op.trips == 5}
+    partitioned = shardfn.plan(body, shaped(8, 8), shaped(8, 8), device="cpu:1").partitioned
+    known = {op.name: is_constant(partitioned, op.outputs[0], 5) for op in partitioned.graph.ops if op.trips == 5}
     assert known["sine"] is True
     assert known["cosine"] is False
     assert known["dot_general"] is False
@@ -117,7 +117,7 @@ def test_what_is_constant_in_a_loop():
 
 def test_the_origin_of_a_value():
     made = shardfn.plan(lambda w, x: x @ jnp.tanh(w.T), shaped(8, 4), shaped(2, 4), device="cpu:1")
-    (dot,) = (op for op in made.flow.graph.ops if op.name == "dot_general")
+    (dot,) = (op for op in made.partitioned.graph.ops if op.name == "dot_general")
     found = [origin(made, v) for v in dot.inputs]
     assert [d.path for d in found if d] == ["x", "w"]
     assert origin(made, dot.outputs[0]) is None
@@ -189,7 +189,7 @@ def test_an_array_that_is_gathered_whole_and_cut_again():
     assert "from (8, 1) to (1, 4)" in finding
     assert f"{__file__}:" in finding
     other = made.what_if(suggested(finding))
-    assert other.price.bytes_sent < made.price.bytes_sent
+    assert other.cost.bytes_sent < made.cost.bytes_sent
     assert not said(other, "full rematerialisation")
 
 
@@ -205,8 +205,8 @@ def test_a_small_part_of_what_is_sent_is_not_worth_a_word():
 
     args, cuts = (shaped(64, 64), shaped(64, 65536)), ((8, 1), (8, 1))
     made = shardfn.plan(both, *args, in_strategy=cuts, out_strategy=((1, 4), (1,)), device="h100:8")
-    assert any(c.is_last_resort for c in made.flow.communications)
-    assert made.findings == ()
+    assert any(c.is_last_resort for c in made.partitioned.communications)
+    assert made.diagnostics == ()
 
 
 # ---- memory
@@ -218,7 +218,7 @@ ROWS = shaped(64, 65536, dtype="bfloat16")
 
 def test_an_argument_held_whole_that_can_be_cut():
     made = shardfn.plan(lambda w, x: x @ w, TABLE, ROWS, in_strategy=((1, 1), (8, 1)), device="h100:8")
-    (finding,) = made.findings
+    (finding,) = made.diagnostics
     assert finding.startswith("`w` lies whole on every device, 32 GiB or 43% of its memory")
     other = made.what_if(suggested(finding))
     assert other.decision("w").local_bytes == made.decision("w").local_bytes / 8
@@ -230,7 +230,7 @@ def test_several_arguments_held_whole():
     made = shardfn.plan(
         lambda ws, x: [x @ w for w in ws], tables, ROWS, in_strategy=(((1, 1)), (8, 1)), device="h100:8"
     )
-    (finding,) = made.findings
+    (finding,) = made.diagnostics
     assert finding.startswith(
         "4 arguments lie whole on every device, 32 GiB or 43% of its memory, the largest `ws/0` with 8,192 MiB"
     )
@@ -252,17 +252,17 @@ def test_arguments_of_which_nothing_is_said(shape, entry):
 def test_what_does_not_fit_and_what_would_free_most():
     w, x = shaped(65536, 262144), shaped(64, 65536)
     made = shardfn.plan(lambda w, x: x @ w, w, x, in_strategy=((1, 1), (2, 1)), device="tpu-v5e:2x4")
-    (finding,) = made.findings
+    (finding,) = made.diagnostics
     assert finding.startswith("it may not fit: 64 GiB per device at the peak by the estimate, 49.1 GiB over the limit")
     assert "most of it `w` (1, 1) 64 GiB" in finding
     other = made.what_if(suggested(finding))
     assert not said(other, "may not fit")
-    assert made.price.memory.peak - other.price.memory.peak > 50 * 2**30
+    assert made.cost.memory.peak - other.cost.memory.peak > 50 * 2**30
 
 
 def test_nothing_left_to_cut():
     made = shardfn.plan(lambda x: x * 2, shaped(2**36), in_strategy=((8,),), device="tpu-v5e:2x4")
-    (finding,) = made.findings
+    (finding,) = made.diagnostics
     assert finding.startswith("it may not fit: 64 GiB per device")
     assert "no argument can be cut further on this grid: use more devices" in finding
 
@@ -277,11 +277,11 @@ def test_a_searched_plan_that_does_not_fit_may_be_searched_for_memory():
 
 def test_findings_are_the_same_every_time():
     options = {"in_strategy": ((1, 8, 1), (8, 1)), "device": "h100:8"}
-    assert shardfn.plan(layers, WS, X, **options).findings == shardfn.plan(layers, WS, X, **options).findings
+    assert shardfn.plan(layers, WS, X, **options).diagnostics == shardfn.plan(layers, WS, X, **options).diagnostics
 
 
 def test_one_device_has_none():
-    assert shardfn.plan(layers, WS, X, device="h100:1").findings == ()
+    assert shardfn.plan(layers, WS, X, device="h100:1").diagnostics == ()
 
 
 # ---- devices that do the same work
@@ -295,9 +295,9 @@ def test_devices_that_do_what_others_do():
     share, alike = re.match(
         r"each of 512 devices does (.+)% of the FLOPs, where .+ 0.195%: about (\d+) devices do", told
     ).groups()
-    whole = shardfn.plan(step, *odd, device="h100:1").price.flops
-    assert float(share) == pytest.approx(100 * made.price.flops / whole, rel=5e-3)
-    assert int(alike) == round(512 * made.price.flops / whole)
+    whole = shardfn.plan(step, *odd, device="h100:1").cost.flops
+    assert float(share) == pytest.approx(100 * made.cost.flops / whole, rel=5e-3)
+    assert int(alike) == round(512 * made.cost.flops / whole)
     assert "a larger batch" in told
     even = shaped(4096, 4096), shaped(8192, 4096)
     assert not said(shardfn.plan(step, *even, device="h100:8", level=2), "do the same work")
@@ -320,12 +320,12 @@ def test_a_limit_within_the_models_error(share, count):
     step = jax.grad(lambda w, x: (jnp.tanh(x @ w) ** 2).sum())
     args = shaped(256, 512), shaped(4096, 256)
     options = {"device": "cpu:8", "in_strategy": ((1, 1), (8, 1))}
-    peak = shardfn.plan(step, *args, **options).price.memory.peak
+    peak = shardfn.plan(step, *args, **options).cost.memory.peak
     made = shardfn.plan(step, *args, memory_limit=share * peak, **options)
     told = said(made, "near the memory limit")
     assert len(told) == count
     for text in told:
-        assert f"{peak:,} of {share * peak:,.0f} bytes" in text and "finalists=" in text and "verify()" in text
+        assert f"{peak:,} of {share * peak:,.0f} bytes" in text and "compile_candidates=" in text and "verify()" in text
 
 
 # ---- what calls back into Python, for a platform that is not here
@@ -348,7 +348,7 @@ def test_a_call_back_into_python_is_planned_for_a_target(function, target):
     made = shardfn.plan(function, *args, level=2, device=target)
     (told,) = said(made, "calls back into Python")
     assert "lowered for cpu instead" in told
-    assert made.price.flops > 0 and np.prod(made.device_matrix) == 8
+    assert made.cost.flops > 0 and np.prod(made.device_matrix) == 8
     here = shardfn.plan(function, *args, level=2, device="cpu:8")
     assert not said(here, "lowered for")
     assert not said(shardfn.plan(jnp.matmul, *args, level=2, device=target), "lowered for")

@@ -111,7 +111,7 @@ def test_small_products_are_made_in_parts(rows, columns, summed, h100, a100):
 
 
 def peak(fn, *args, entries, device=GPUS, **options):
-    return shardfn.plan(fn, *args, in_strategy=entries, device=device, **options).price.memory
+    return shardfn.plan(fn, *args, in_strategy=entries, device=device, **options).cost.memory
 
 
 def test_the_parts_of_a_product_lie_in_memory():
@@ -167,4 +167,4 @@ def test_compiled_memory(cuda, layout):
     step: Any = shardfn.shard(expert.written(fn), expert.in_strategy, device=GPUS, donate_argnums=(0,))
     plan = step.plan(*args)
     made = executable.read(plan.verifier.compiled(plan))
-    assert plan.price.memory.peak == pytest.approx(made.together("cuda"), rel=0.1)
+    assert plan.cost.memory.peak == pytest.approx(made.together("cuda"), rel=0.1)

@@ -243,7 +243,7 @@ def test_a_sharded_training_step_with_it_inside():
     sharded = shardfn.shard(step(cut), (GRID("None", "None", "None", "None"), layout))
     for mine, theirs in zip(sharded(kernels, X), want, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
-    assert not [f for f in sharded.plan(kernels, X).findings if "made whole" in f]
+    assert not [f for f in sharded.plan(kernels, X).diagnostics if "made whole" in f]
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_what_is_saved_is_the_plan(asked, tmp_path):
     device = {"device": asked["device"]} if "device" in asked else {}
     again = plan(step, PARAMS, X, layout=tmp_path / "layout.toml", **device)
     assert [c.what for c in plan_.diff(again) if c.what != "proof"] == []
-    assert again.price == plan_.price
+    assert again.cost == plan_.cost
     assert again.order == plan_.order
     assert {d.source for d in again.inputs} == {"file"}
     assert again.inputs[0].reason.startswith(str(tmp_path / "layout.toml"))
@@ -104,10 +104,10 @@ def test_what_is_held_inside_is_saved(tmp_path):
     first.save(tmp_path / "layout.toml")
     again = plan(fn, *args, layout=tmp_path / "layout.toml")
     assert again.constraints == first.constraints
-    assert (again.price, again.findings) == (first.price, again.findings)
+    assert (again.cost, again.diagnostics) == (first.cost, again.diagnostics)
     text = (tmp_path / "layout.toml").read_text().replace('op = "dot_general"', 'op = "gather"', 1)
     (tmp_path / "layout.toml").write_text(text)
-    told = plan(fn, *args, layout=tmp_path / "layout.toml").findings
+    told = plan(fn, *args, layout=tmp_path / "layout.toml").diagnostics
     assert any("program has no such one" in finding for finding in told)
     assert "a gather at" in check(tmp_path / "layout.toml", fn, args)[0].what
 

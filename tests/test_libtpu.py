@@ -12,8 +12,8 @@ from jax import lax
 import shardfn
 from examples.models import abstract, gpt2, llama
 from shardfn.compiled import executable
-from shardfn.cost.price import price
-from shardfn.ir.model import Communication, Flow, Graph, Op, Pin, Value
+from shardfn.cost.estimate import cost_of
+from shardfn.ir.model import Communication, Graph, Op, OpConstraint, PartitionedProgram, Value
 from shardfn.partition.combine_reductions import summed_together
 from shardfn.partition.libtpu import FAR, scatters
 from shardfn.partition.tpu_padding import tiled_dims
@@ -92,10 +92,10 @@ def test_what_is_put_together_is_computed_all_the_same(device):
         shardfn.plan(gradient, *WEIGHTS, in_strategy=COLUMNS, out_strategy=((1, 1),), device=on)
         for on in (device, "cpu:8")
     )
-    products = [sum(op.name == "dot_general" for op in made.flow.graph.ops) for made in (plan, apart)]
+    products = [sum(op.name == "dot_general" for op in made.partitioned.graph.ops) for made in (plan, apart)]
     assert products[0] == products[1] > 3
-    values = {v for op in plan.flow.graph.ops for v in op.outputs} | set(plan.flow.graph.inputs)
-    assert all(v in values for op in plan.flow.graph.ops if op.name in ("add", "all_reduce") for v in op.inputs)
+    values = {v for op in plan.partitioned.graph.ops for v in op.outputs} | set(plan.partitioned.graph.inputs)
+    assert all(v in values for op in plan.partitioned.graph.ops if op.name in ("add", "all_reduce") for v in op.inputs)
 
 
 @pytest.mark.parametrize("spec", [(("a",), ()), ((), ("a",))], ids=str)
@@ -105,10 +105,12 @@ def test_sums_held_in_pieces_are_put_together_too(spec):
     function = lambda x, a, y, b, z, c: x @ a + y @ b + z @ c  # noqa: E731
     problem = shardfn.plan(function, *args, device="h100:8").study.question
     read = ((), ("a",)), (("a",), ())
-    pins = {i: Pin(read, (spec,)) for i, op in enumerate(problem.graph.ops) if op.name == "dot_general"}
-    flow = problem.flow((("a", 8),), read * 3, pins)
-    assert [(c.kind, flow.local_shape(c.operand)) for c in flow.communications] == [("reduce-scatter", (64, 512))]
-    assert price(flow, problem.hardware).flops == pytest.approx(3 * 2 * 64 * 256 * 512 / 8, rel=0.02)
+    constraints = {i: OpConstraint(read, (spec,)) for i, op in enumerate(problem.graph.ops) if op.name == "dot_general"}
+    partitioned = problem.partition((("a", 8),), read * 3, constraints)
+    assert [(c.kind, partitioned.local_shape(c.operand)) for c in partitioned.communications] == [
+        ("reduce-scatter", (64, 512))
+    ]
+    assert cost_of(partitioned, problem.hardware).flops == pytest.approx(3 * 2 * 64 * 256 * 512 / 8, rel=0.02)
 
 
 def test_a_sum_that_is_read_elsewhere_too_stays():
@@ -131,8 +133,8 @@ def test_what_is_gathered_is_not_summed_together():
     graph = Graph((Value((8,), "f32"),) * 6, ops, (0, 1), (5,), ())
     pairs = (("all-gather", 0, 2), ("all-gather", 1, 3), ("all-reduce", 4, 5))
     sent = tuple(Communication(kind, ("a",), 8, v, w, 1, "", "") for kind, v, w in pairs)
-    flow = Flow(graph, ((("a",),),) * 2 + (((),),) * 4, {"a": 8}, sent, "tpu")
-    assert summed_together(flow) == flow
+    partitioned = PartitionedProgram(graph, ((("a",),),) * 2 + (((),),) * 4, {"a": 8}, sent, "tpu")
+    assert summed_together(partitioned) == partitioned
 
 
 def apart(steps):

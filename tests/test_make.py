@@ -24,4 +24,4 @@ def test_cuts_that_must_share_axes_do_so_where_they_meet_on_the_least():
     function = lambda emb, up, down, tokens: jnp.tanh(emb[tokens] @ up) @ down  # noqa: E731
     made = shardfn.plan(function, *shapes, in_strategy=((1, 4), (1, 4), (4, 1), (2, 1)), device="cpu:8")
     assert sorted(size for _, size in made.axes) == [2, 4]
-    assert made.price.flops < 1.01 * 2 * (2 * 16 * 64 * 128 * 512) / 8
+    assert made.cost.flops < 1.01 * 2 * (2 * 16 * 64 * 128 * 512) / 8

@@ -13,9 +13,9 @@ from examples.models.families import FAMILIES
 from shardfn import search
 from shardfn.frontend.trace import trace
 from shardfn.ir.jax_release import IS_BEFORE_12
-from shardfn.ir.model import Pin
+from shardfn.ir.model import OpConstraint
 from shardfn.ir.rewrite import bind_one, equations, inner, rebound
-from shardfn.planning.constraints import KINDS, anchors, only_way
+from shardfn.planning.op_constraints import KINDS, anchors, only_way
 from shardfn.search import Answer
 from shardfn.search.problem import objective
 
@@ -66,9 +66,11 @@ def rows(problem, value):
 def holding(problem):
     """Arguments whole, and every product inside held in pieces: what propagation alone would never do."""
     whole = tuple(((),) * len(shape) for shape in problem.shapes)
-    pins = {i: Pin((None,) * len(op.inputs), tuple(rows(problem, v) for v in op.outputs))
+    constraints = {i: OpConstraint((None,) * len(op.inputs), tuple(rows(problem, v) for v in op.outputs))
             for i, op in enumerate(problem.graph.ops) if i in problem.can_hold and op.name == "dot_general"}  # fmt: skip
-    return Answer((("a", problem.devices),), whole, ("whole",) * len(whole), "products in pieces", pins=pins)
+    return Answer(
+        (("a", problem.devices),), whole, ("whole",) * len(whole), "products in pieces", constraints=constraints
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +97,7 @@ def test_products_are_held_and_values_stay(name):
     assert {c.kind for c in made.constraints} == {"dot_general"}
     assert all("test_pins.py" in c.where for c in made.constraints)
     free = shardfn.plan(function, *args, in_strategy=tuple((1,) * a.ndim for a in args))
-    assert not free.constraints and made.price.flops < free.price.flops / 4, "the products are shared out"
+    assert not free.constraints and made.cost.flops < free.cost.flops / 4, "the products are shared out"
     text = sharded.lower(*args).as_text()
     assert text.count("sharding_constraint") >= len(made.constraints)
     assert "sharding_constraint" not in jax.jit(function).lower(*args).as_text()
@@ -131,8 +133,8 @@ def test_the_search_holds_what_propagation_would_lay_out_worse(name, level):
     made = sharded.plan(*args)
     assert made.constraints
     asked = made.study.question
-    alone = asked.price(made.axes, made.study.specs, {})
-    assert objective(made.price, asked) < objective(alone, asked)
+    alone = asked.evaluate(made.axes, made.study.specs, {})
+    assert objective(made.cost, asked) < objective(alone, asked)
     wanted, found = jax.jit(function)(*args), sharded(*args)
     np.testing.assert_allclose(found[-1], wanted[-1], rtol=1e-4, err_msg="the loss")
     step = 7e-4  # where a gradient is next to nothing, rounding decides the sign of Adam's first step
@@ -145,9 +147,9 @@ def test_a_reduction_with_two_results_inside_the_module_and_one_outside():
 
     def reductions(problem):
         answer = holding(problem)
-        pins = {i: Pin((None,) * len(op.inputs), tuple(rows(problem, v) for v in op.outputs))
+        constraints = {i: OpConstraint((None,) * len(op.inputs), tuple(rows(problem, v) for v in op.outputs))
                 for i, op in enumerate(problem.graph.ops) if i in problem.can_hold and op.name == "reduce"}  # fmt: skip
-        return dataclasses.replace(answer, pins=pins)
+        return dataclasses.replace(answer, constraints=constraints)
 
     search.register("reductions", reductions)
     try:

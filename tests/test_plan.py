@@ -40,8 +40,8 @@ def test_the_text_says_the_main_things_in_few_lines():
     text = str(plan)
     assert len(text.splitlines()) < 25
     assert text.startswith("stack on h100:8, 8 devices: grid ")
-    assert f"{plan.price.bytes_sent:,} B sent" in text
-    assert f"{plan.price.memory.peak:,} B at the peak" in text
+    assert f"{plan.cost.bytes_sent:,} B sent" in text
+    assert f"{plan.cost.memory.peak:,} B at the peak" in text
     assert "level 2, fastest step" in text
     assert "params/0/up and 5 more" in text
     assert "searched" in text
@@ -53,10 +53,10 @@ def test_the_first_finding_is_named_and_that_it_may_not_fit_comes_first():
     text = str(shardfn.plan(lambda x, w: x @ w, large, large, device="h100:2", in_strategy=((1, 1), (1, 2))))
     (line,) = [line for line in text.splitlines() if "finding" in line]
     assert re.match(r"(1 finding|\d+ findings, the first): it may not fit: \d+ GiB per device at the peak", line)
-    short = dataclasses.replace(made(), findings=("one thing",))
+    short = dataclasses.replace(made(), diagnostics=("one thing",))
     assert "\n1 finding: one thing\n" in str(short)
-    assert f"\n1 finding: {'x' * 199}…\n" in str(dataclasses.replace(short, findings=("x" * 201,)))
-    assert "\n2 findings, the first: one thing\n" in str(dataclasses.replace(short, findings=("one thing", "two")))
+    assert f"\n1 finding: {'x' * 199}…\n" in str(dataclasses.replace(short, diagnostics=("x" * 201,)))
+    assert "\n2 findings, the first: one thing\n" in str(dataclasses.replace(short, diagnostics=("one thing", "two")))
 
 
 def test_many_kinds_of_arrays_are_cut_short():
@@ -121,7 +121,7 @@ def test_a_plan_can_be_pickled_and_copied():
     plan = made()
     found = pickle.loads(pickle.dumps(plan))
     assert found == plan
-    assert found.flow == plan.flow
+    assert found.partitioned == plan.partitioned
     assert str(found) == str(plan)
     with pytest.raises(ShardError, match="cannot be studied"):
         found.why("x")

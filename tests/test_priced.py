@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardfn
-from shardfn.ir.model import Pin
+from shardfn.ir.model import OpConstraint
 from shardfn.planning.candidates import told_apart
 from shardfn.planning.decisions import Candidate, Figures
 from shardfn.search.problem import Candidate as Found
@@ -15,11 +15,11 @@ from shardfn.search.problem import Problem
 
 A, W = (("a", 8),), (("a", 4), ("b", 2))
 ROWS, COLUMNS, WHOLE = (("a",), ()), ((), ("a",)), ((), ())
-PIN = Pin((None,), (ROWS,))
+PIN = OpConstraint((None,), (ROWS,))
 
 
-def candidate(name, *specs, axes=A, pins=None, ends=None):
-    return Found(name, axes, specs, pins or {}, None, ends or {})
+def candidate(name, *specs, axes=A, constraints=None, ends=None):
+    return Found(name, axes, specs, constraints or {}, None, ends or {})
 
 
 CASES = [
@@ -30,7 +30,7 @@ CASES = [
         ["8: x (8, 1), w (1, 1)", "8: x (1, 1), w (1, 1)", "8: x (8, 1), w (8, 1)"],
     ),
     (
-        [candidate("8", ROWS, ROWS), candidate("8", ROWS, ROWS, pins={1: PIN}), candidate("8", ROWS, ROWS, pins={1: PIN, 2: PIN})],
+        [candidate("8", ROWS, ROWS), candidate("8", ROWS, ROWS, constraints={1: PIN}), candidate("8", ROWS, ROWS, constraints={1: PIN, 2: PIN})],
         ["8: no ops held inside", "8: 1 op held inside", "8: 2 ops held inside"],
     ),
     ([candidate("8", ROWS, ROWS), candidate("8", ROWS, ROWS, ends={0: ROWS})], ["8: no results held", "8: 1 result held"]),
@@ -67,16 +67,16 @@ SHAPES = [jax.ShapeDtypeStruct(s, "float32") for s in ((64, 192), (8, 32, 64))]
 def test_of_a_large_program_too_what_was_priced_is_there(monkeypatch, level):
     monkeypatch.setattr("shardfn.search.effort.SMALL_OPS", 5)
     monkeypatch.setattr("shardfn.search.effort.LARGE_OPS", 10)
-    priced, price = set(), Problem.price
+    priced, cost = set(), Problem.evaluate
 
     def counted(*args):
-        made = price(*args)
+        made = cost(*args)
         priced.add(Figures.of(made))
         return made
 
-    monkeypatch.setattr(Problem, "price", counted)
+    monkeypatch.setattr(Problem, "evaluate", counted)
     plan = shardfn.plan(jax.grad(attention, (0, 1)), *SHAPES, device="h100:8", level=level)
-    assert plan.candidates[0] == Candidate("this plan", plan.axes, Figures.of(plan.price))
+    assert plan.candidates[0] == Candidate("this plan", plan.axes, Figures.of(plan.cost))
     assert {c.figures for c in plan.candidates[1:]} <= priced
 
 

@@ -11,13 +11,13 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 import shardfn
 from shardfn.cost.devices.hardware import CHIPS, Hardware, resolve
+from shardfn.cost.estimate import Cost
 from shardfn.cost.memory.live_ranges import Memory
-from shardfn.cost.price import Price
 from shardfn.errors import ContextError, StrategyError
-from shardfn.ir.model import Collective, Flow, Graph, Op, Value
+from shardfn.ir.model import Collective, Graph, Op, PartitionedProgram, Value
 from shardfn.planning import what_if
 from shardfn.planning.decisions import Candidate, Constraint, Figures
-from shardfn.planning.plan import Decision, DimClass, Plan, proof
+from shardfn.planning.plan import Decision, DimensionGroup, Plan, proof
 from shardfn.report import render, sections
 from shardfn.report.report import Report, diff_report, make_report, save_graphs, strategies_text
 
@@ -75,20 +75,20 @@ def made(**changes) -> Plan:
         inputs=tuple(inputs),
         outputs=outputs,
         classes=(
-            DimClass("params/scale.0", 32, ("params/scale.0", "x.1"), ()),
-            *(DimClass(f"params/layers/{i}/up.1", 128, (f"params/layers/{i}/up.1", f"params/layers/{i}/down.0"), ("a",))
+            DimensionGroup("params/scale.0", 32, ("params/scale.0", "x.1"), ()),
+            *(DimensionGroup(f"params/layers/{i}/up.1", 128, (f"params/layers/{i}/up.1", f"params/layers/{i}/down.0"), ("a",))
               for i in range(LAYERS)),
-            DimClass("x.0", 64, ("x.0", "result/0.0"), ("b",)),
+            DimensionGroup("x.0", 64, ("x.0", "result/0.0"), ("b",)),
         ),
         collectives=(
             Collective("all-reduce", ("b",), 2, (), "f32", 4, 3, "", "reduce"),
             *(layer,) * LAYERS,
             Collective("all-to-all", ("a",), 4, (16, 16), "bf16", 384, 1, "", "return"),
         ),
-        price=Price(1.5e6, 4 * 6144 + 384 + 12, Memory(36992, 4100, 20480), 7.6e-9, 1.4e-5, unpriced=(f"cumsum ({FILE}:20)",)),
+        cost=Cost(1.5e6, 4 * 6144 + 384 + 12, Memory(36992, 4100, 20480), 7.6e-9, 1.4e-5, unpriced=(f"cumsum ({FILE}:20)",)),
         policy="exact search: 12 classes in 3 ms",
-        findings=("no sharding rule for: cumsum (model.py:20); XLA decides there",),
-        flow=Flow(graph, specs, {"a": 4, "b": 2}, ()),
+        diagnostics=("no sharding rule for: cumsum (model.py:20); XLA decides there",),
+        partitioned=PartitionedProgram(graph, specs, {"a": 4, "b": 2}, ()),
         constraints=(Constraint("dot_general", 2, f"{FILE}:13", (None, (("a",), ())), (X,)),) * 2,
         gap=0.0125,
         candidates=(Candidate("this plan", (("a", 4), ("b", 2)), Figures(1.4e-5, 24972, 61572, 1.5e6)),
@@ -114,9 +114,9 @@ def test_one_device_says_so(golden):
     alone = decided("x", (64, 32), WHOLE, "you", "in_strategy[0]")
     plan = made(
         hardware=dataclasses.replace(resolve("cpu"), count=1, name="1 x cpu"), axes=(), inputs=(alone,), outputs=(),
-        classes=(), collectives=(), findings=(), policy="nothing was open", constraints=(), candidates=(), gap=None,
-        price=Price(1.5e6, 0, Memory(8192, 0, 0), 7.6e-9, 0.0),
-        flow=Flow(Graph((Value((64, 32), "f32"),), (), (0,), (), ()), (WHOLE,), {}, ()),
+        classes=(), collectives=(), diagnostics=(), policy="nothing was open", constraints=(), candidates=(), gap=None,
+        cost=Cost(1.5e6, 0, Memory(8192, 0, 0), 7.6e-9, 0.0),
+        partitioned=PartitionedProgram(Graph((Value((64, 32), "f32"),), (), (0,), (), ()), (WHOLE,), {}, ()),
     )  # fmt: skip
     report = make_report(plan)
     golden("report_one_device", report.to_text())
@@ -124,7 +124,7 @@ def test_one_device_says_so(golden):
 
 
 def test_what_does_not_fit_is_said():
-    plan = made(price=Price(1.0, 0, Memory(20 * 10**9, 0, 20 * 10**9), 1.0, 0.0))
+    plan = made(cost=Cost(1.0, 0, Memory(20 * 10**9, 0, 20 * 10**9), 1.0, 0.0))
     assert "it may not fit, 2.5 times that by the estimate" in make_report(plan).to_text()
 
 
@@ -139,7 +139,7 @@ def test_diff(golden):
             dataclasses.replace(d, cuts=(1,) * len(d.shape), spec=((),) * len(d.shape)) for d in made().inputs
         ),
         collectives=(),
-        price=Price(3e6, 0, Memory(147968, 4100, 20480), 15e-9, 0.0),
+        cost=Cost(3e6, 0, Memory(147968, 4100, 20480), 15e-9, 0.0),
         level=1,
         constraints=(),
         gap=None,
@@ -312,8 +312,8 @@ def test_real_functions(fn, args, strategy, expected):
 
     assert [tuple(d["cuts"]) for d in data["inputs"]] == [d.cuts for d in plan.inputs]
     assert [(c["kind"], c["trips"]) for c in data["collectives"]] == expected
-    assert sum(c["total_bytes"] for c in data["collectives"]) == plan.price.bytes_sent
-    assert sum(c["time_s"] for c in data["collectives"]) == pytest.approx(plan.price.communication_s)
+    assert sum(c["total_bytes"] for c in data["collectives"]) == plan.cost.bytes_sent
+    assert sum(c["time_s"] for c in data["collectives"]) == pytest.approx(plan.cost.communication_s)
     assert all(c["cause"]["cuts"] for c in data["collectives"])
     assert all(pathlib.Path(c["where"].rpartition(":")[0]) == pathlib.Path(__file__) for c in data["collectives"])
     assert all(d.path in text for d in (*plan.inputs, *plan.outputs))
@@ -337,9 +337,9 @@ def test_a_searched_plan_says_what_else_was_weighed():
     assert f"proof under the cost model: {proof(plan.gap, plan.level)}" in text
     best, *others = data["candidates"]
     assert best["name"] == "this plan"
-    assert best["figures"]["time_s"] == plan.price.time_s
+    assert best["figures"]["time_s"] == plan.cost.time_s
     assert others
-    assert all(c["figures"]["time_s"] >= plan.price.time_s for c in others)
+    assert all(c["figures"]["time_s"] >= plan.cost.time_s for c in others)
     for shown in (text, html):
         assert "Plans that were priced" in shown
         assert all(c["name"] in shown for c in others[:11])
@@ -357,7 +357,7 @@ def test_what_is_too_much_to_price_says_that_it_is_an_estimate(monkeypatch):
     for told in (told for each in (plan, untold) for told in make_report(each).to_dict()["inputs"]):
         row = plan.why(told["path"]).rows[0]
         assert told["runner_up"] == f"{row.cuts}: {what_if.more_text(row.more)}"
-    monkeypatch.setattr(what_if, "RUNNERS_UP", 1 + len(plan.flow.graph.ops))  # one flow
+    monkeypatch.setattr(what_if, "RUNNERS_UP", 1 + len(plan.partitioned.graph.ops))  # one flow
     told = [d["runner_up"] for d in make_report(plan).to_dict()["inputs"]]
     assert [text.endswith(" by the search's estimate") for text in told].count(False) == 1
     assert any(text.endswith(" memory") for text in told)

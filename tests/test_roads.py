@@ -7,10 +7,10 @@ from jax import lax
 
 import shardfn
 from shardfn.compiled import executable
-from shardfn.cost.price import collectives
+from shardfn.cost.estimate import collectives
 from shardfn.ir import shardy
 from shardfn.ir.mlir import preorder
-from shardfn.ir.model import Pin, Tap
+from shardfn.ir.model import OpConstraint, Tap
 from shardfn.ir.propagation_form import in_order
 from shardfn.ir.windows import reach
 from shardfn.partition.halo_exchange import fetches
@@ -137,8 +137,8 @@ def laid(fn, axes, specs, outs, *args):
     return shardy.propagate(module, axes, specs, outs)
 
 
-def kinds(flow):
-    return [(c.kind, c.dtype, c.bytes_sent) for c in collectives(flow)]
+def kinds(partitioned):
+    return [(c.kind, c.dtype, c.bytes_sent) for c in collectives(partitioned)]
 
 
 @pytest.mark.parametrize(
@@ -147,14 +147,14 @@ def kinds(flow):
 )
 def test_a_sum_wanted_in_pieces(platform, sent):
     specs = (((), ("a",)), (("a",), ()))
-    flow = laid(jnp.matmul, (("a", 8),), specs, ((("a",), ()),), bf16(64, 64), bf16(64, 256))
-    assert kinds(flow) == []
-    assert kinds(as_compiled(flow, platform)) == sent
+    partitioned = laid(jnp.matmul, (("a", 8),), specs, ((("a",), ()),), bf16(64, 64), bf16(64, 256))
+    assert kinds(partitioned) == []
+    assert kinds(as_compiled(partitioned, platform)) == sent
 
 
 def test_a_flow_is_worked_out_once():
-    flow = laid(jnp.matmul, (("a", 8),), (((), ("a",)), (("a",), ())), (((), ()),), f32(32, 64), f32(64, 8))
-    once = as_compiled(flow, "tpu")
+    partitioned = laid(jnp.matmul, (("a", 8),), (((), ("a",)), (("a",), ())), (((), ()),), f32(32, 64), f32(64, 8))
+    once = as_compiled(partitioned, "tpu")
     assert once.platform == "tpu" and as_compiled(once, "cpu") is once
 
 
@@ -163,8 +163,10 @@ def test_weights_are_gathered_once_for_all_their_uses(platform, sent):
     def both_ways(x, w):
         return jnp.einsum("bd,kd->bk", x @ w, w)
 
-    flow = laid(both_ways, (("a", 8),), ((("a",), ()), (("a",), ())), ((("a",), ()),), f32(4096, 64), f32(64, 64))
-    assert kinds(as_compiled(flow, platform)) == [("all-gather", *sent)]
+    partitioned = laid(
+        both_ways, (("a", 8),), ((("a",), ()), (("a",), ())), ((("a",), ()),), f32(4096, 64), f32(64, 64)
+    )
+    assert kinds(as_compiled(partitioned, platform)) == [("all-gather", *sent)]
 
 
 GRIDS = {"2 x 4": (2, 4), "4 x 2": (4, 2)}
@@ -249,7 +251,7 @@ def test_an_empty_slice_may_be_padded_along_a_cut_dim():
     def recurrence(x):
         return lax.associative_scan(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (x / 3, x), axis=1)[1].sum()
 
-    assert shardfn.plan(jax.grad(recurrence), f32(8, 64, 64), level=1, device="cpu:8").price.time_s > 0
+    assert shardfn.plan(jax.grad(recurrence), f32(8, 64, 64), level=1, device="cpu:8").cost.time_s > 0
 
 
 def test_a_module_in_its_form_gives_the_same_flows_again_and_again():
@@ -267,10 +269,10 @@ def test_a_module_in_its_form_gives_the_same_flows_again_and_again():
             module, axes, specs, [None, None]
         )
     dot = next(op.site for op in shardy.read_graph(module).ops if op.name == "dot_general")
-    pins = {dot: Pin((None, ((), ())), ((("b",), ()),))}
+    constraints = {dot: OpConstraint((None, ((), ())), ((("b",), ()),))}
     specs = [(("a",), ()), ((), ("b",))]
-    held = shardy.propagate(module, axes, specs, [None, None], pins, ready)  # from the module as it was read
-    assert held == shardy.propagate(module, axes, specs, [None, None], pins)
+    held = shardy.propagate(module, axes, specs, [None, None], constraints, ready)  # from the module as it was read
+    assert held == shardy.propagate(module, axes, specs, [None, None], constraints)
     assert held != shardy.propagate(module, axes, specs, [None, None])
 
 
@@ -319,9 +321,12 @@ def test_what_is_held_stands_where_the_order_of_all_ops_would_put_it(monkeypatch
 
     monkeypatch.setattr(shardy, "run", stands)
     for operands in ((spec, spec), (None, spec), (spec, None), (None, None)):
-        pins = {site: Pin(operands, (spec,)) for site in dots}
-        flow = shardy.propagate(module, (("a", 2),), [None] * 3, [None, None], pins)
-        assert sum(op.name == "dot_general" and flow.specs[op.outputs[0]] == spec for op in flow.graph.ops) == 4
+        constraints = {site: OpConstraint(operands, (spec,)) for site in dots}
+        partitioned = shardy.propagate(module, (("a", 2),), [None] * 3, [None, None], constraints)
+        assert (
+            sum(op.name == "dot_general" and partitioned.specs[op.outputs[0]] == spec for op in partitioned.graph.ops)
+            == 4
+        )
     assert seen == [True] * 4
 
 
@@ -342,5 +347,5 @@ def test_a_constraint_on_what_lies_so_by_itself_costs_nothing():
         )
         for h in (False, True)
     )
-    assert [op.name for op in one.flow.graph.ops] == [op.name for op in two.flow.graph.ops]
-    assert one.price == two.price
+    assert [op.name for op in one.partitioned.graph.ops] == [op.name for op in two.partitioned.graph.ops]
+    assert one.cost == two.cost

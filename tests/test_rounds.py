@@ -65,7 +65,7 @@ def laid(function, layout, device):
 
 @pytest.mark.parametrize(("function", "layout", "device", "sent"), CASES, ids=NAMES)
 def test_what_is_sent(function, layout, device, sent):
-    assert laid(function, layout, device).price.bytes_sent == pytest.approx(sent, rel=1e-3)
+    assert laid(function, layout, device).cost.bytes_sent == pytest.approx(sent, rel=1e-3)
 
 
 @pytest.mark.gpu
@@ -85,7 +85,7 @@ def test_what_tpus_send(function, layout, device, sent):
 
 def test_what_is_accumulated():
     for function, found in ((summed, 1), (clipped, 0), (recurrent, 0)):
-        assert len(accumulated(laid(function, DATA, CPU).flow.graph)) == found, function
+        assert len(accumulated(laid(function, DATA, CPU).partitioned.graph)) == found, function
 
 
 def test_the_search_counts_rounds():
@@ -110,8 +110,8 @@ def test_the_search_counts_rounds():
     whole = {"w": (1, 1), "u": (1, 1), "b": (1,)}
     for device in (H100, V5E):
         batch = shardfn.plan(step, *args, in_strategy=(whole, (1, 8, 1)), device=device)
-        assert batch.price.bytes_sent == pytest.approx(2 * 7 / 8 * 4 * (2 * 128 * 512 + 512), rel=1e-3)
+        assert batch.cost.bytes_sent == pytest.approx(2 * 7 / 8 * 4 * (2 * 128 * 512 + 512), rel=1e-3)
         for level in (0, 2):
             found = shardfn.plan(step, *args, device=device, level=level)
-            assert found.price.bytes_sent <= batch.price.bytes_sent
-            assert found.price.time_s <= batch.price.time_s
+            assert found.cost.bytes_sent <= batch.cost.bytes_sent
+            assert found.cost.time_s <= batch.cost.time_s

@@ -59,9 +59,9 @@ def test_each_row_is_the_price_of_the_plan_with_that_cut(path):
     for row in told.rows:
         other = made.what_if({path: as_layout(row.spec)})
         assert other.decision(path).cuts == row.cuts
-        assert Figures.of(other.price) == row.figures
+        assert Figures.of(other.cost) == row.figures
         assert row.more == row.figures - told.figures
-    assert told.figures == Figures.of(made.price)
+    assert told.figures == Figures.of(made.cost)
     assert told.planned == made.decision(path)
 
 
@@ -75,8 +75,8 @@ def test_what_is_held_inside_stays_held():
     made = searched(step, search_mode="dynamic_programming", level=0)
     for d in (*made.inputs, *made.outputs[:1]):
         assert made.study is not None
-        same = made.study.flow_with(made, (d.path,), d.spec)
-        assert same.communications == made.flow.communications
+        same = made.study.partitioned_with(made, (d.path,), d.spec)
+        assert same.communications == made.partitioned.communications
 
 
 def test_few_are_priced_of_many_and_the_others_are_named():
@@ -151,7 +151,7 @@ def test_arrays_of_a_glob_are_cut_alike():
     assert "params/*/up (3 arrays)" in str(found)
     assert len(found.rows) == 8
     for row in found.rows:
-        assert row.figures == Figures.of(made.what_if({"params/*/up": as_layout(row.spec)}).price)
+        assert row.figures == Figures.of(made.what_if({"params/*/up": as_layout(row.spec)}).cost)
     assert made.why("params/0/up").paths == ()
     with pytest.raises(ShardError, match="names arrays of 2 shapes"):
         made.why("params/*")
@@ -240,7 +240,7 @@ def test_an_entry_is_the_users_and_the_rest_is_searched_again():
     other = made.what_if({"params/w1": (1, 8)})
     fresh = searched(parameter_plan={"params/w1": (1, 8)})
     assert [d.cuts for d in other.inputs] == [d.cuts for d in fresh.inputs]
-    assert other.price == fresh.price
+    assert other.cost == fresh.cost
     assert [d.source for d in other.inputs] == ["you", "searched", "searched"]
     assert other.inputs[0].reason == "what_if['params/w1']"
     assert [d.source for d in made.inputs] == ["searched"] * 3  # the plan itself stays
@@ -289,7 +289,7 @@ def test_wrong_entries_are_told(entries, what):
 
 def test_the_best_compiled_plan_can_be_searched_again():
     ones = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), PARAMS)
-    made = shardfn.shard(mlp, level=2, finalists=2).plan(ones, jnp.ones((256, 512)))
+    made = shardfn.shard(mlp, level=2, compile_candidates=2).plan(ones, jnp.ones((256, 512)))
     other = made.what_if({"params/w1": (1, 8)})
     assert other.decision("params/w1").source == "you"
     assert other.decision("params/w2").source == "searched"
@@ -308,9 +308,9 @@ def test_a_layout_that_xla_computes_wrongly_is_told():
     made = shardfn.plan(
         convolve, shaped(8, 4, 16, 16), shaped(8, 4, 3, 3), in_strategy=(None, (1, 1, 1, 1)), device="cpu:8"
     )
-    assert not any("made whole first" in f for f in made.findings)
+    assert not any("made whole first" in f for f in made.diagnostics)
     other = made.what_if({"x": (1, 1, 4, 2)})
-    assert any("made whole first" in f and "not in this plan" in f for f in other.findings)
+    assert any("made whole first" in f and "not in this plan" in f for f in other.diagnostics)
 
 
 def test_a_path_without_its_argument_says_the_same():

@@ -14,9 +14,9 @@ X = jax.ShapeDtypeStruct((64, 32), jnp.float32)
 def test_only_ops_without_a_rule_are_told_of():
     """What neighbours exchange for a slice is predicted; of an op that nobody knows it is said that it is not."""
     made = shardfn.plan(lambda x: jnp.roll(x, 3, 0) + x[::-1], X, in_strategy=((8, 1),), device="cpu:8")
-    assert made.collectives and not any("not predicted" in finding for finding in made.findings)
-    graph = made.flow.graph
+    assert made.collectives and not any("not predicted" in finding for finding in made.diagnostics)
+    graph = made.partitioned.graph
     ops = tuple(dataclasses.replace(op, name="odd") if op.name == "reverse" else op for op in graph.ops)
     odd = dataclasses.replace(graph, ops=ops)
-    (finding,) = not_predicted(odd, dataclasses.replace(made.flow, graph=odd))
+    (finding,) = not_predicted(odd, dataclasses.replace(made.partitioned, graph=odd))
     assert "odd (" in finding and finding.endswith("what XLA sends there is not predicted")

@@ -99,7 +99,7 @@ def test_a_target_compiles_in_another_process_to_what_compiles_here():
     sizes = ("argument_bytes", "output_bytes", "alias_bytes", "flops")
     assert [getattr(there, s) for s in sizes] == [getattr(here, s) for s in sizes]
     assert there.alias_bytes == 2 * 64 * 256 * 4 // 4
-    assert there.argument_bytes < target.price.memory.arguments + 8  # without what nothing reads
+    assert there.argument_bytes < target.cost.memory.arguments + 8  # without what nothing reads
     assert dict(os.environ) == before
 
 

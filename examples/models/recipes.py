@@ -56,7 +56,7 @@ def row(name: str) -> str:
         counts[c.kind] = counts.get(c.kind, 0) + c.trips
     grid = " x ".join(f"{axis}={size}" for axis, size in made.axes)
     said = ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or "none"
-    return f"| {name} | {grid} | {said} | {made.price.bytes_sent:,} | {made.price.memory.peak:,} |"
+    return f"| {name} | {grid} | {said} | {made.cost.bytes_sent:,} | {made.cost.memory.peak:,} |"
 
 
 def readme() -> str:

@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--time-limit", type=float, metavar="S", help="seconds, then the search answers with the best so far"
     )
-    plan.add_argument("--finalists", type=int, metavar="N", help="compile the N best plans; the best as compiled wins")
+    plan.add_argument("--compile-candidates", type=int, metavar="N", help="compile the N best plans; the best as compiled wins")
     plan.add_argument("--save", metavar="FILE", help="write the plan as a layout file, TOML: grid, layouts by path; - for "
                       "standard output alone")  # fmt: skip
     plan.set_defaults(command=_plan, platform=None)
@@ -215,7 +215,10 @@ def _plan(options: argparse.Namespace) -> None:
         fail(StrategyError, f"{options.save} cannot be written", where=f"--save {options.save}",
              why=f"there is no directory {folder}", fix="make it, or write the file elsewhere")  # fmt: skip
     function, arguments = _call(
-        options, memory_limit=options.memory, time_limit=options.time_limit, finalists=options.finalists
+        options,
+        memory_limit=options.memory,
+        time_limit=options.time_limit,
+        compile_candidates=options.compile_candidates,
     )
     with tracing(options.function):
         plan = function.plan(*arguments)

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from shardfn.compiled.executable import Compiled
 from shardfn.cost.compute import matrix_flops
-from shardfn.cost.price import collective_s
+from shardfn.cost.estimate import collective_s
 from shardfn.errors import ShardError, StrategyError, fail
 from shardfn.planning.candidates import told_apart
 from shardfn.search import baselines
@@ -50,7 +50,7 @@ def answers(
 
     def better(level: int, one: Candidate) -> Sequence[Candidate]:
         other = polished(at[level], one)
-        return [other] if objective(other.price, at[level]) < objective(one.price, at[level]) else []
+        return [other] if objective(other.cost, at[level]) < objective(one.cost, at[level]) else []
 
     own = problem.as_candidate("the search's", answer)
     others = {
@@ -64,17 +64,17 @@ def answers(
     ]
     first += [made for level, one in others.items() for made in better(level, one)]
     unlimited = dataclasses.replace(problem, level=0, memory_limit=math.inf)
-    least = min(first, key=lambda c: (objective(c.price, unlimited), c.price.memory.peak))
+    least = min(first, key=lambda c: (objective(c.cost, unlimited), c.cost.memory.peak))
     first += [in_pieces(problem, least), in_pieces(problem, least, only_state=True)]
     fast = dataclasses.replace(problem, level=2)
     single = baselines.candidates(fast, pairs=False)
     double = tuple(c for c in baselines.candidates(fast) if c not in single)
-    priced = [sorted(levels[level].others, key=lambda c: objective(c.price, at[level])) for level in sorted(levels)]
+    priced = [sorted(levels[level].others, key=lambda c: objective(c.cost, at[level])) for level in sorted(levels)]
     found: dict[object, Candidate] = {}
     for turn in (first, *itertools.zip_longest(*priced, single, double)):
         for c in filter(None, turn):
             sizes = tuple(sorted(size for _, size in c.axes))
-            found.setdefault((sizes, c.price.bytes_sent, c.price.memory.peak, c.price.time_s), c)
+            found.setdefault((sizes, c.cost.bytes_sent, c.cost.memory.peak, c.cost.time_s), c)
     entered = list(itertools.islice((c for c in found.values() if c is own or is_right(c)), count))
     names = told_apart(problem.names, entered)
     named = [dataclasses.replace(c, name=name) for name, c in zip(names, entered, strict=True)]
@@ -83,14 +83,14 @@ def answers(
 
 def chosen(answer: Answer, c: Candidate, why: str) -> Answer:
     """An answer with another candidate in the place of what the search chose."""
-    if (c.axes, c.specs, c.pins, c.ends) == (answer.axes, answer.specs, answer.pins, answer.ends):
+    if (c.axes, c.specs, c.constraints, c.ends) == (answer.axes, answer.specs, answer.constraints, answer.ends):
         return answer
     reasons = tuple("" if not reason else f"{why}: {c.name}" for reason in answer.reasons)
     return dataclasses.replace(
         answer,
         axes=c.axes,
         specs=c.specs,
-        pins=c.pins,
+        constraints=c.constraints,
         ends=c.ends,
         reasons=reasons,
         runners_up=(),
@@ -115,10 +115,10 @@ def compiled_once(program: str, problem: Problem, answer: Answer, compiled: Call
       answer: the layouts.
       compiled: compiles it.
     """
-    pins = tuple(sorted(answer.pins.items(), key=lambda item: item[0]))
+    constraints = tuple(sorted(answer.constraints.items(), key=lambda item: item[0]))
     ends = tuple(problem.results.items()), tuple(problem.same_as.items()), problem.donated
     text = hashlib.sha256(program.encode()).digest()
-    key = text, problem.hardware, ends, answer.axes, answer.specs, pins, tuple(sorted(answer.ends.items()))
+    key = text, problem.hardware, ends, answer.axes, answer.specs, constraints, tuple(sorted(answer.ends.items()))
     if key not in _made:
         while len(_made) >= KEPT:
             _made.pop(next(iter(_made)), None)
@@ -127,7 +127,7 @@ def compiled_once(program: str, problem: Problem, answer: Answer, compiled: Call
 
 
 @dataclasses.dataclass(frozen=True)
-class Finalist:
+class CompiledCandidate:
     """A layout on a grid and what one device does in one call of what XLA made of it."""
 
     name: str
@@ -144,22 +144,22 @@ class Finalist:
         return rank(self.level, limit, idle=more, sent=self.bytes_sent, time_s=self.time_s, peak=self.peak)
 
 
-def judged(name: str, problem: Problem, answer: Answer, made: Compiled) -> Finalist:
+def judged(name: str, problem: Problem, answer: Answer, made: Compiled) -> CompiledCandidate:
     """What was compiled, by the cost model's rates: bytes over the links, and work as predicted, scaled by the FLOPs."""
     hardware = problem.hardware
-    price = problem.price_of(answer)
+    cost = problem.evaluate_answer(answer)
     sent_s = sum(collective_s(c, hardware, answer.axes) for c in made.collectives)
-    predicted = matrix_flops(problem.flow_of(answer))
+    predicted = matrix_flops(problem.partitioned_of(answer))
     share = made.flops / predicted if made.flops and predicted else 1.0
     told = made.together(hardware.platform)
-    peak = price.memory.peak if told is None else told
+    peak = cost.memory.peak if told is None else told
     sent = sum(c.total_bytes for c in made.collectives)
-    return Finalist(
-        name, answer.axes, problem.level, sent, peak, made.flops or price.flops, sent_s + share * price.compute_s
+    return CompiledCandidate(
+        name, answer.axes, problem.level, sent, peak, made.flops or cost.flops, sent_s + share * cost.compute_s
     )
 
 
-def check(winner: Finalist, count: int, limit: float) -> None:
+def check(winner: CompiledCandidate, count: int, limit: float) -> None:
     """That the best as compiled keeps a limit that the user gave.
 
     Raises:
@@ -168,8 +168,8 @@ def check(winner: Finalist, count: int, limit: float) -> None:
     if winner.peak > limit:
         fail(StrategyError, f"none of {count} plans compiled holds at most {limit:,.0f} bytes per device",
              where=f"memory_limit = {limit:,.0f}", why=f"the least is {winner.peak:,} bytes: {winner.name}",
-             fix="compile more of them (finalists=), use more devices, a smaller batch, donate_argnums for what is given "
-                 f"back, jax.checkpoint for what is kept for the backward pass, or memory_limit={winner.peak}")  # fmt: skip
+             fix="compile more of them (compile_candidates=), use more devices, a smaller batch, donate_argnums for what is "
+                 f"given back, jax.checkpoint for what is kept for the backward pass, or memory_limit={winner.peak}")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,31 +196,31 @@ def refused(name: str, answer: Answer, error: Exception) -> Refused:
 def none_compiles(function: str, left_out: Sequence[Refused]) -> NoReturn:
     """Raise that of none of the finalists there is a program."""
     reasons = dict.fromkeys(one.why for one in left_out)
-    advice = "compile more of them (finalists=), or leave whole, in in_strategy, what XLA names there"
-    fail(StrategyError, f"none of {len(left_out)} plans of `{function}` compiles", where=f"finalists = {len(left_out)}",
+    advice = "compile more of them (compile_candidates=), or leave whole, in in_strategy, what XLA names there"
+    fail(StrategyError, f"none of {len(left_out)} plans of `{function}` compiles", where=f"compile_candidates = {len(left_out)}",
          why="; ".join(list(reasons)[:3]), fix=left_out[0].fix or advice)  # fmt: skip
 
 
-def best(finalists: Sequence[Finalist], limit: float, alone: str = "") -> tuple[int, str]:
+def best(compile_candidates: Sequence[CompiledCandidate], limit: float, alone: str = "") -> tuple[int, str]:
     """Which one is best as compiled at its plan's level, and a finding that says how all of them came out.
 
     Args:
-      finalists: what was compiled.
+      compile_candidates: what was compiled.
       limit: bytes that one device may hold.
       alone: what the search alone would have picked, where that is not the first of them.
     """
-    least = min(f.flops for f in finalists)
-    winner = min(range(len(finalists)), key=lambda i: (finalists[i].rank(limit, least), i))
+    least = min(f.flops for f in compile_candidates)
+    winner = min(range(len(compile_candidates)), key=lambda i: (compile_candidates[i].rank(limit, least), i))
     lines = [
         f"{f.name}, grid {written(f.axes)}: {f.bytes_sent:,} B sent, {f.peak:,} B peak, "
         f"{f.flops:,.0f} FLOPs of products, {f.time_s * 1e6:,.1f} us"
-        for f in finalists
+        for f in compile_candidates
     ]
     is_own = not winner and not alone
     end = (
         "the search alone picked it too"
         if is_own
-        else f"the search alone would have picked {alone or finalists[0].name}"
+        else f"the search alone would have picked {alone or compile_candidates[0].name}"
     )
-    count = f"{len(finalists)} plan{'s'[: len(finalists) != 1]}"
-    return winner, f"compiled {count}, per device: {'; '.join(lines)}. Best: {finalists[winner].name}; {end}"
+    count = f"{len(compile_candidates)} plan{'s'[: len(compile_candidates) != 1]}"
+    return winner, f"compiled {count}, per device: {'; '.join(lines)}. Best: {compile_candidates[winner].name}; {end}"

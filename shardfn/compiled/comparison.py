@@ -54,7 +54,7 @@ def compare(plan: Plan, compiled: Compiled) -> Comparison:
         for kind in KINDS
         if any(c.kind == kind for c in (*plan.collectives, *compiled.collectives))
     )
-    memory = plan.price.memory
+    memory = plan.cost.memory
     rows = (
         ("arguments", Pair(memory.arguments, compiled.argument_bytes)),
         ("results", Pair(memory.results, compiled.output_bytes)),
@@ -64,7 +64,7 @@ def compare(plan: Plan, compiled: Compiled) -> Comparison:
     )
     explained: set[str] = set()
     why = [text for rule in WHY for text in rule(plan, compiled, kinds, explained)]
-    return Comparison(kinds, rows, Pair(matrix_flops(plan.flow), compiled.flops), tuple(dict.fromkeys(why)))
+    return Comparison(kinds, rows, Pair(matrix_flops(plan.partitioned), compiled.flops), tuple(dict.fromkeys(why)))
 
 
 def tally(kind: str, collectives: Sequence[Collective]) -> Tally:
@@ -147,12 +147,12 @@ def _other_ways(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str
 
 
 def _gaps(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:
-    yield from (f"in the plan: {_line(f)}" for f in plan.findings if f.startswith(("no sharding rule", "loops of")))
-    yield from (f"in the compiled program: {_line(finding)}" for finding in compiled.findings)
+    yield from (f"in the plan: {_line(f)}" for f in plan.diagnostics if f.startswith(("no sharding rule", "loops of")))
+    yield from (f"in the compiled program: {_line(finding)}" for finding in compiled.diagnostics)
 
 
 def _sizes(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:
-    memory = plan.price.memory
+    memory = plan.cost.memory
     if (size := compiled.argument_bytes) is not None and size < memory.arguments:
         yield "arguments: XLA drops those that nothing reads"
     if (size := compiled.output_bytes) is not None and size - memory.results == 8 * len(plan.outputs):
@@ -176,7 +176,7 @@ def _sizes(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) ->
 
 
 def _work(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:
-    predicted = matrix_flops(plan.flow)
+    predicted = matrix_flops(plan.partitioned)
     if not _close(compiled.flops, predicted):
         yield "matrix FLOPs: XLA computes " + (
             "fewer; usually it drops equal products, and writes small ones as sums"

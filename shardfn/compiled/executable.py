@@ -34,7 +34,7 @@ class Compiled:
     alias_bytes: int | None
     """Bytes of arguments that the outputs take over: donated ones."""
     peak_bytes: int | None
-    findings: tuple[str, ...] = ()
+    diagnostics: tuple[str, ...] = ()
     """What the numbers above leave out or guess."""
 
     def together(self, platform: str) -> int | None:
@@ -68,7 +68,7 @@ def read(compiled: Executable) -> Compiled:
     return Compiled(
         collectives=tuple(x for x in found if isinstance(x, Collective)),
         flops=float(sum(x for x in found if isinstance(x, int))),
-        findings=tuple(dict.fromkeys(x for x in found if isinstance(x, str))),
+        diagnostics=tuple(dict.fromkeys(x for x in found if isinstance(x, str))),
         **sizes,
     )
 

@@ -13,7 +13,7 @@ from shardfn.cost.backends.cpu import all_groups
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion import Fusion, fuse
 from shardfn.cost.op_kinds import CHEAP, COSTLY, TAKES, UPDATES, VIEWS, is_view
-from shardfn.ir.model import BOOKKEEPING, COLLECTIVES, PRODUCTS, Flow, Graph, Op, Tap, is_gpu
+from shardfn.ir.model import BOOKKEEPING, COLLECTIVES, PRODUCTS, Graph, Op, PartitionedProgram, Tap, is_gpu
 
 MOVES = frozenset(
     {"reshape", "transpose", "broadcast_in_dim", "slice", "concatenate", "dynamic_slice", "dynamic_update_slice", "pad",
@@ -32,56 +32,60 @@ _PRICED = (
 )
 
 
-def _last(flow: Flow, op: Op) -> int:
-    shape = flow.local_shape(op.inputs[0]) if op.inputs else ()
+def _last(partitioned: PartitionedProgram, op: Op) -> int:
+    shape = partitioned.local_shape(op.inputs[0]) if op.inputs else ()
     return shape[-1] if shape else 1
 
 
-LIBRARY: dict[str, Callable[[Flow, Op], float]] = {
+LIBRARY: dict[str, Callable[[PartitionedProgram, Op], float]] = {
     # Comparison sort; radix-2 FFT; Golub and Van Loan, "Matrix Computations", for the rest: operations per element.
-    "sort": lambda flow, op: math.log2(max(2, _last(flow, op))),
-    "top_k": lambda flow, op: _last(flow, op) / max(1, flow.local_shape(op.outputs[0])[-1]) * 2,
-    "fft": lambda flow, op: 5 * math.log2(max(2, _last(flow, op))),
-    "cholesky": lambda flow, op: _last(flow, op) / 3,
-    "triangular_solve": lambda flow, op: float(_last(flow, op)),
-    "rng_bit_generator": lambda flow, op: 10.0,
-    "rng": lambda flow, op: 10.0,
+    "sort": lambda partitioned, op: math.log2(max(2, _last(partitioned, op))),
+    "top_k": lambda partitioned, op: _last(partitioned, op) / max(1, partitioned.local_shape(op.outputs[0])[-1]) * 2,
+    "fft": lambda partitioned, op: 5 * math.log2(max(2, _last(partitioned, op))),
+    "cholesky": lambda partitioned, op: _last(partitioned, op) / 3,
+    "triangular_solve": lambda partitioned, op: float(_last(partitioned, op)),
+    "rng_bit_generator": lambda partitioned, op: 10.0,
+    "rng": lambda partitioned, op: 10.0,
 }
 """Operations for each element of the result."""
 
 
-def op_flops(flow: Flow, op: Op) -> float:
+def op_flops(partitioned: PartitionedProgram, op: Op) -> float:
     """FLOPs of one op on one device, once: 2 for a multiply-add of a dot or convolution, 1 for an element else.
 
     Library ops count as `LIBRARY` says. Loops are not counted here: multiply by `op.trips`.
     """
     if op.name in MOVES or not op.outputs:
         return 0.0
-    out = max([math.prod(flow.local_shape(o)) for o in op.outputs])
+    out = max([math.prod(partitioned.local_shape(o)) for o in op.outputs])
     if op.name in LIBRARY:
-        return out * LIBRARY[op.name](flow, op)
+        return out * LIBRARY[op.name](partitioned, op)
     if not op.reduced:
         return float(out * (2 if op.name in PRODUCTS else 1))
-    depth = math.prod(flow.local_shape(op.inputs[i])[d] for i, d in op.reduced)
+    depth = math.prod(partitioned.local_shape(op.inputs[i])[d] for i, d in op.reduced)
     if op.name == "convolution":
-        return 2.0 * _on_image(flow, op, out * depth) * (all_groups(flow, op) if flow.platform == "cpu" else 1)
+        return (
+            2.0
+            * _on_image(partitioned, op, out * depth)
+            * (all_groups(partitioned, op) if partitioned.platform == "cpu" else 1)
+        )
     return float(out * depth * (2 if op.name in PRODUCTS else 1))
 
 
-def matrix_flops(flow: Flow) -> float:
+def matrix_flops(partitioned: PartitionedProgram) -> float:
     """Operations of matrix products and convolutions on one device in one call: what is counted in a compiled program."""
-    return sum(op_flops(flow, op) * op.trips for op in flow.graph.ops if op.name in PRODUCTS)
+    return sum(op_flops(partitioned, op) * op.trips for op in partitioned.graph.ops if op.name in PRODUCTS)
 
 
-def _on_image(flow: Flow, op: Op, reached: int) -> int:
+def _on_image(partitioned: PartitionedProgram, op: Op, reached: int) -> int:
     """Of the elements that the windows of a convolution reach, those that are elements of the image: no padding, no holes.
 
     Along a cut dim rows come from neighbours, and all that is reached counts.
     """
     windows = [tap for tap in op.taps if tap.over < 0]
     for tap, kernel in zip(windows, (tap for tap in op.taps if tap.over >= 0), strict=True):
-        size, out = flow.local_shape(op.inputs[0])[tap.dim], flow.local_shape(op.outputs[0])[tap.out_dim]
-        if out and size == flow.graph.values[op.inputs[0]].shape[tap.dim]:
+        size, out = partitioned.local_shape(op.inputs[0])[tap.dim], partitioned.local_shape(op.outputs[0])[tap.out_dim]
+        if out and size == partitioned.graph.values[op.inputs[0]].shape[tap.dim]:
             found, every = hits(size, out, tap, kernel.stride)
             reached = reached * found // every
     return reached
@@ -116,7 +120,7 @@ class Work:
     unpriced: tuple[str, ...]
 
 
-def work(flow: Flow, chip: Chip, fusion: Fusion | None = None) -> Work:
+def work(partitioned: PartitionedProgram, chip: Chip, fusion: Fusion | None = None) -> Work:
     """What one device does in one call, collectives left out.
 
     Each op that runs by itself, with what is computed inside it (`cost.fusion`), takes the larger of its operations over
@@ -124,8 +128,8 @@ def work(flow: Flow, chip: Chip, fusion: Fusion | None = None) -> Work:
     at the rate of their operands' type, other operations at the vector units' rate. A gather or slice reads what it
     takes, an update in place writes what it changes. An op without a rule is charged for its bytes, and listed.
     """
-    graph = flow.graph
-    fusion = fusion or fuse(flow)
+    graph = partitioned.graph
+    fusion = fusion or fuse(partitioned)
     total = moved = seconds = 0.0
     unpriced: dict[str, None] = {}
     for i, op in enumerate(graph.ops):
@@ -133,29 +137,29 @@ def work(flow: Flow, chip: Chip, fusion: Fusion | None = None) -> Work:
             continue
         if op.name not in _PRICED and op.name not in LIBRARY:
             unpriced.setdefault(f"{op.name} ({op.where})" if op.where else op.name)
-        count, size, once_s = once(flow, i, chip, fusion)
+        count, size, once_s = once(partitioned, i, chip, fusion)
         total += count * op.trips
         moved += size * op.trips
         seconds += once_s * op.trips
     return Work(total, moved, seconds, tuple(unpriced))
 
 
-def once(flow: Flow, number: int, chip: Chip, fusion: Fusion) -> tuple[float, float, float]:
+def once(partitioned: PartitionedProgram, number: int, chip: Chip, fusion: Fusion) -> tuple[float, float, float]:
     """FLOPs, bytes moved and seconds of one run of op `number`, with what is computed inside it; nothing where it does not
     run by itself, or is priced elsewhere."""
-    op, inner = flow.graph.ops[number], fusion.inside[number]
+    op, inner = partitioned.graph.ops[number], fusion.inside[number]
     if inner is None or not is_priced(op):
         return 0.0, 0.0, 0.0
-    count = op_flops(flow, op)
-    time = count / rate(flow.graph, op, chip)
+    count = op_flops(partitioned, op)
+    time = count / rate(partitioned.graph, op, chip)
     for j in inner:
-        other = flow.graph.ops[j]
+        other = partitioned.graph.ops[j]
         if other.name == "add_parts":
             continue
-        more = op_flops(flow, other)
+        more = op_flops(partitioned, other)
         count += more
-        time += more / rate(flow.graph, other, chip)
-    size = _bytes(flow, op, inner, fusion)
+        time += more / rate(partitioned.graph, other, chip)
+    size = _bytes(partitioned, op, inner, fusion)
     return count, size, max(time, size / chip.memory_bytes_s)
 
 
@@ -173,9 +177,9 @@ def rate(graph: Graph, op: Op, chip: Chip) -> float:
     return lanes / 8 if op.name in COSTLY else lanes
 
 
-def _bytes(flow: Flow, op: Op, inner: tuple[int, ...], fusion: Fusion) -> float:
-    read = reads(flow, op, inner, fusion)
-    size_of = _size_of(flow)
+def _bytes(partitioned: PartitionedProgram, op: Op, inner: tuple[int, ...], fusion: Fusion) -> float:
+    read = reads(partitioned, op, inner, fusion)
+    size_of = _size_of(partitioned)
     if op.name in UPDATES and op.inputs:
         written = 2.0 * size_of(op.inputs[UPDATES[op.name]])
     else:
@@ -183,14 +187,16 @@ def _bytes(flow: Flow, op: Op, inner: tuple[int, ...], fusion: Fusion) -> float:
     return sum(size for size, _, _ in read.values()) + written
 
 
-def reads(flow: Flow, op: Op, inner: tuple[int, ...], fusion: Fusion) -> dict[int, tuple[float, Op, int]]:
+def reads(
+    partitioned: PartitionedProgram, op: Op, inner: tuple[int, ...], fusion: Fusion
+) -> dict[int, tuple[float, Op, int]]:
     """What an op reads from memory with what is computed inside it, each value once: its bytes, and the op and operand that
     read the most of it."""
-    size_of = _size_of(flow)
+    size_of = _size_of(partitioned)
     read: dict[int, tuple[float, Op, int]] = {}
     seen: dict[int, int] = {}
-    for step in (*[flow.graph.ops[j] for j in inner], op):
-        if step is not op and is_view(flow, step):  # its reader tells how much of it is read
+    for step in (*[partitioned.graph.ops[j] for j in inner], op):
+        if step is not op and is_view(partitioned, step):  # its reader tells how much of it is read
             seen[step.outputs[0]] = seen.get(step.inputs[0], step.inputs[0])
             continue
         for position, v in enumerate(step.inputs):
@@ -207,5 +213,9 @@ def reads(flow: Flow, op: Op, inner: tuple[int, ...], fusion: Fusion) -> dict[in
     return read
 
 
-def _size_of(flow: Flow) -> Callable[[int], float]:
-    return functools.partial(Flow.local_bytes, flow) if is_gpu(flow.platform) else flow.local_bytes  # without parts
+def _size_of(partitioned: PartitionedProgram) -> Callable[[int], float]:
+    return (
+        functools.partial(PartitionedProgram.local_bytes, partitioned)
+        if is_gpu(partitioned.platform)
+        else partitioned.local_bytes
+    )  # without parts

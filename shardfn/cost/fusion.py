@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardfn.cost.backends.cpu_fusion import OnCpu
 from shardfn.cost.backends.tpu_fusion import OnTpu
 from shardfn.cost.fusion_walk import Fuser, Fusion
-from shardfn.ir.model import Flow
+from shardfn.ir.model import PartitionedProgram
 
 __all__ = ["Fusion", "fuse"]
 
@@ -13,7 +13,7 @@ FUSERS: dict[str, type[Fuser]] = {"cpu": OnCpu, "tpu": OnTpu}
 """By platform; the others fuse by the rules that all have in common."""
 
 
-def fuse(flow: Flow) -> Fusion:
+def fuse(partitioned: PartitionedProgram) -> Fusion:
     """Fuse as XLA's instruction fusion does, readers first, by the rules of the flow's platform.
 
     An op is computed where its readers are if all of them can do so (elementwise ops, moves of data, reductions over the
@@ -22,4 +22,4 @@ def fuse(flow: Flow) -> Fusion:
 
     What CPUs and TPUs do otherwise is said in `fusion_cpu` and `fusion_tpu`.
     """
-    return FUSERS.get(flow.platform, Fuser)(flow).fusion()
+    return FUSERS.get(partitioned.platform, Fuser)(partitioned).fusion()

@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from shardfn.cost.op_kinds import CHEAP, COSTLY, CUTS, VIEWS, is_view
-from shardfn.ir.model import PRODUCTS, Flow, Graph, Op
+from shardfn.ir.model import PRODUCTS, Graph, Op, PartitionedProgram
 
 MOST = 16
 """Places in which one op is computed anew."""
@@ -53,17 +53,17 @@ class Fusion:
 class Fuser:
     """Fuses one graph. A platform with rules of its own overrides `computed_in`, `where`, `can_run_with` or `narrowed`."""
 
-    def __init__(self, flow: Flow):
-        self.flow, self.graph = flow, flow.graph
-        ops = flow.graph.ops
-        self.alive = _alive(flow.graph)
+    def __init__(self, partitioned: PartitionedProgram):
+        self.partitioned, self.graph = partitioned, partitioned.graph
+        ops = partitioned.graph.ops
+        self.alive = _alive(partitioned.graph)
         self.readers: dict[int, list[int]] = {}
         for i in sorted(self.alive):
             for v in dict.fromkeys(ops[i].inputs):
                 self.readers.setdefault(v, []).append(i)
-        self.held = frozenset(flow.graph.outputs)
+        self.held = frozenset(partitioned.graph.outputs)
         made = (op.outputs for op in ops)
-        self.made = frozenset(flow.graph.inputs).union(*made, (b for _, b in flow.graph.ties))
+        self.made = frozenset(partitioned.graph.inputs).union(*made, (b for _, b in partitioned.graph.ties))
         self.spread = {v for op in ops if op.name in ("broadcast_in_dim", "iota") for v in op.outputs}
         self.homes: dict[int, tuple[int, ...]] = {}
         """For each op those inside which it is computed, or itself."""
@@ -128,7 +128,7 @@ class Fuser:
         found: dict[int, tuple[int, tuple[int, ...]]] = {}
         for i in sorted(self.later) if self.anew else ():
             op = self.graph.ops[i]
-            if is_view(self.flow, op):
+            if is_view(self.partitioned, op):
                 v, through = found.get(op.inputs[0], (op.inputs[0], ()))
                 found[op.outputs[0]] = v, (*through, i)
         return found
@@ -196,7 +196,7 @@ class Fuser:
 
     def where(self, op: Op, readers: Sequence[int], homes: tuple[int, ...]) -> tuple[int, ...] | None:
         """`computed_in`, of an op of one result that `readers` need, which are computed in `homes`."""
-        if is_view(self.flow, op):
+        if is_view(self.partitioned, op):
             return homes
         if op.name in VIEWS or op.name in PRODUCTS:
             return None
@@ -231,7 +231,7 @@ class Fuser:
     def can_run_with(self, i: int) -> bool:
         """`can_read`, worked out."""
         op = self.graph.ops[i]
-        if is_view(self.flow, op):  # as its own readers do
+        if is_view(self.partitioned, op):  # as its own readers do
             following = self.readers.get(op.outputs[0], ())
             return op.outputs[0] not in self.held and bool(following) and all(map(self.can_read, following))
         if op.name == "reduce":  # over other dims XLA wants its operand in memory

@@ -6,11 +6,11 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from shardfn.ir.model import Flow, dtype_bits
+from shardfn.ir.model import PartitionedProgram, dtype_bits
 
 
 @dataclasses.dataclass(frozen=True)
-class Sized(Flow):
+class Sized(PartitionedProgram):
     """A flow that works out the piece of each value once."""
 
     shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
@@ -43,14 +43,14 @@ class Sized(Flow):
         self.sizes.setdefault(value, found[1])  # what takes more than its elements is told
 
 
-def sized(flow: Flow, sizes: Mapping[int, int] | None = None) -> Sized:
+def sized(partitioned: PartitionedProgram, sizes: Mapping[int, int] | None = None) -> Sized:
     """The flow as one that works out each piece once; one that does so already, and is told nothing more, comes back as it is.
 
     Args:
       flow: layouts of all values.
       sizes: bytes of what takes more, or less, than its elements, by value.
     """
-    if isinstance(flow, Sized) and not sizes:
-        return flow
-    fields = {field.name: getattr(flow, field.name) for field in dataclasses.fields(Flow)}
+    if isinstance(partitioned, Sized) and not sizes:
+        return partitioned
+    fields = {field.name: getattr(partitioned, field.name) for field in dataclasses.fields(PartitionedProgram)}
     return Sized(**fields, sizes=dict(sizes or {}))

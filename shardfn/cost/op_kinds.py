@@ -3,7 +3,7 @@ what is made element by element, and what reads or writes only a part."""
 
 from __future__ import annotations
 
-from shardfn.ir.model import Flow, Op
+from shardfn.ir.model import Op, PartitionedProgram
 
 CHEAP = frozenset(
     {"abs", "add", "add_parts", "and", "bitcast_convert", "broadcast_in_dim", "ceil", "clamp", "compare", "complex",
@@ -44,8 +44,8 @@ UPDATES = {"dynamic_update_slice": 1, "scatter": -1}
 """Ops that change a part of operand 0 in place, and which operand is as large as that part."""
 
 
-def is_view(flow: Flow, op: Op) -> bool:
+def is_view(partitioned: PartitionedProgram, op: Op) -> bool:
     """Whether an op's result lies where its operand does."""
     if op.name in CUTS:
-        return flow.local_bytes(op.outputs[0]) == flow.local_bytes(op.inputs[0])
+        return partitioned.local_bytes(op.outputs[0]) == partitioned.local_bytes(op.inputs[0])
     return op.name in VIEWS and len(op.outputs) == 1

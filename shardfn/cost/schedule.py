@@ -14,7 +14,7 @@ from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion import Fusion, fuse
 from shardfn.cost.local_sizes import Sized, sized
 from shardfn.cost.op_kinds import ELEMENTWISE
-from shardfn.ir.model import COLLECTIVES, Communication, Flow, Graph, Op, dtype_bits, is_gpu
+from shardfn.ir.model import COLLECTIVES, Communication, Graph, Op, PartitionedProgram, dtype_bits, is_gpu
 
 
 def first_of_body(graph: Graph, loop: int) -> int:
@@ -68,7 +68,7 @@ class Order:
     """A flow with its ops in the order in which they run; `groups` has for the result of a collective that can be merged the
     number of the one that it is a part of."""
 
-    flow: Flow
+    partitioned: PartitionedProgram
     groups: Mapping[int, int]
     bodies: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """How many ops the body of a loop has, right before the loop's own: by the loop's first result."""
@@ -78,7 +78,7 @@ class Order:
         found: dict[int, tuple[int, int]] = {}
         where = {
             i: self.groups[op.outputs[0]]
-            for i, op in enumerate(self.flow.graph.ops)
+            for i, op in enumerate(self.partitioned.graph.ops)
             if op.outputs and op.outputs[0] in self.groups
         }
         for i, group in where.items():
@@ -86,32 +86,32 @@ class Order:
         return {i: found[group] for i, group in where.items()}
 
 
-def as_run(flow: Flow, chip: Chip | None = None) -> Order:
+def as_run(partitioned: PartitionedProgram, chip: Chip | None = None) -> Order:
     """What a platform's XLA makes of a flow before it schedules its ops: as the CPU or the GPU backend has them, and `merged`.
 
     Args:
       flow: layouts of all values, and the collectives.
       chip: what it runs on.
     """
-    return merged(on_gpu(on_cpu(flow), chip))
+    return merged(on_gpu(on_cpu(partitioned), chip))
 
 
-def merged(flow: Flow) -> Order:
+def merged(partitioned: PartitionedProgram) -> Order:
     """The order in which collectives can run as one: all-reduces, on GPUs also all-gathers and reduce-scatters.
 
     XLA's combiners put those over the same axes into one where none needs another: in one region, of one element type
     (gathers of any). It runs when the last of them can; what reads their results comes after.
     """
-    flow = sized(flow)
-    most = most_merged(flow.platform)
-    several = {c.result: c for c in flow.communications if c.kind in most and c.group_size > 1}
+    partitioned = sized(partitioned)
+    most = most_merged(partitioned.platform)
+    several = {c.result: c for c in partitioned.communications if c.kind in most and c.group_size > 1}
     if len(several) < 2:
-        return Order(flow, {v: n for n, v in enumerate(several)}, bodies(flow.graph))
+        return Order(partitioned, {v: n for n, v in enumerate(several)}, bodies(partitioned.graph))
     groups: dict[object, int] = {}
     of: dict[int, int] = {}
-    order = _ordered(flow, regions(flow.graph), several, groups, of)
-    graph = dataclasses.replace(flow.graph, ops=tuple(flow.graph.ops[i] for i in order))
-    return Order(dataclasses.replace(flow, graph=graph), of, bodies(flow.graph))
+    order = _ordered(partitioned, regions(partitioned.graph), several, groups, of)
+    graph = dataclasses.replace(partitioned.graph, ops=tuple(partitioned.graph.ops[i] for i in order))
+    return Order(dataclasses.replace(partitioned, graph=graph), of, bodies(partitioned.graph))
 
 
 _MOST_MERGED: Mapping[str, Mapping[str, float]] = {
@@ -178,10 +178,16 @@ class _Combiner:
 
 
 def _ordered(
-    flow: Flow, region: Region, several: dict[int, Communication], groups: dict[object, int], of: dict[int, int]
+    partitioned: PartitionedProgram,
+    region: Region,
+    several: dict[int, Communication],
+    groups: dict[object, int],
+    of: dict[int, int],
 ) -> list[int]:
-    ops = flow.graph.ops
-    inner = [[part] if isinstance(part, int) else _ordered(flow, part, several, groups, of) for part in region.parts]
+    ops = partitioned.graph.ops
+    inner = [
+        [part] if isinstance(part, int) else _ordered(partitioned, part, several, groups, of) for part in region.parts
+    ]
     if not any(v in several for numbers in inner if len(numbers) == 1 for v in ops[numbers[0]].outputs[:1]):
         return [i for numbers in inner for i in numbers]
     made: dict[int, int] = {}
@@ -197,10 +203,10 @@ def _ordered(
         result = ops[numbers[0]].outputs[0] if len(numbers) == 1 and ops[numbers[0]].outputs else None
         if result in several:
             c = several[result]
-            dtype = "" if c.kind == "all-gather" else flow.graph.values[c.operand].dtype
+            dtype = "" if c.kind == "all-gather" else partitioned.graph.values[c.operand].dtype
             key = region.parts[-1], c.kind, c.axes, c.group_size, c.trips, dtype
-            most = most_merged(flow.platform)[c.kind]
-            key = *key, combiner.group(key, behind, flow.local_bytes(c.result), most)
+            most = most_merged(partitioned.platform)[c.kind]
+            key = *key, combiner.group(key, behind, partitioned.local_bytes(c.result), most)
             group[n] = of[result] = groups.setdefault(key, len(groups))
     when = [float(n) for n in range(len(inner))]
     shared = collections.Counter(group)
@@ -223,7 +229,7 @@ def _ordered(
 def scheduled(order: Order) -> tuple[Order, Fusion]:
     """A merged order as the platform's scheduler has it, and how its ops are put together: XLA's CPU backend runs what is
     ready first (`as_ready`), others what frees memory (`early`)."""
-    return as_ready(order) if order.flow.platform == "cpu" else early(order)
+    return as_ready(order) if order.partitioned.platform == "cpu" else early(order)
 
 
 def as_ready(order: Order) -> tuple[Order, Fusion]:
@@ -232,7 +238,7 @@ def as_ready(order: Order) -> tuple[Order, Fusion]:
 
     Within each region; all-reduces that are merged run together. With the order comes how its ops are put together.
     """
-    graph, fusion = order.flow.graph, fuse(order.flow)
+    graph, fusion = order.partitioned.graph, fuse(order.partitioned)
     together = order.together()
 
     def arranged(region: Region, own: int) -> list[int]:
@@ -246,19 +252,19 @@ def as_ready(order: Order) -> tuple[Order, Fusion]:
                 first += part
             else:
                 nodes.setdefault((together[last],) if last in together else last, []).extend(part)
-        ready = _as_ready(order.flow, fusion, nodes)
+        ready = _as_ready(order.partitioned, fusion, nodes)
         return [*first, *(i for node in ready for i in nodes[node]), *(i for o in parts[len(parts) - own :] for i in o)]
 
     turn = arranged(regions(graph), 0)
     ops = tuple(graph.ops[i] for i in turn)
     moved = Order(
-        dataclasses.replace(order.flow, graph=dataclasses.replace(graph, ops=ops)), order.groups, order.bodies
+        dataclasses.replace(order.partitioned, graph=dataclasses.replace(graph, ops=ops)), order.groups, order.bodies
     )
     return moved, fusion.ordered(turn)
 
 
-def _as_ready(flow: Flow, fusion: Fusion, nodes: Mapping[object, Sequence[int]]) -> list[object]:
-    graph = flow.graph
+def _as_ready(partitioned: PartitionedProgram, fusion: Fusion, nodes: Mapping[object, Sequence[int]]) -> list[object]:
+    graph = partitioned.graph
     made = {v: node for node, ops in nodes.items() for i in ops for v in graph.ops[i].outputs}
     users: dict[object, list[object]] = {}
     waits: dict[object, int] = {}
@@ -267,12 +273,12 @@ def _as_ready(flow: Flow, fusion: Fusion, nodes: Mapping[object, Sequence[int]])
         sources = {made[v]: None for i in ops for v in fusion.reads[i] if v in made and made[v] != node}
         waits[node] = len(sources)
         if len(ops) == 1 and graph.ops[ops[0]].name == "dot_general":
-            for v in _flattened(flow, ops[0], fusion.reads[ops[0]], made, nodes):
+            for v in _flattened(partitioned, ops[0], fusion.reads[ops[0]], made, nodes):
                 sources.pop(made[v], None)
                 views.setdefault(v, []).append(node)
         for source in sources:
             users.setdefault(source, []).append(node)
-    for v in _seen_otherwise(flow):
+    for v in _seen_otherwise(partitioned):
         readers = users.get(made.get(v), [])
         readers[:] = readers[-1:] + readers[:-1]
     for v, readers in views.items():
@@ -298,10 +304,10 @@ def _as_ready(flow: Flow, fusion: Fusion, nodes: Mapping[object, Sequence[int]])
     return [*turn, *(node for node in nodes if node not in turn)]
 
 
-def _seen_otherwise(flow: Flow) -> list[int]:
+def _seen_otherwise(partitioned: PartitionedProgram) -> list[int]:
     """What only one reshape reads, and elementwise ops behind it: XLA moves the reshape behind those, and with that the last of
     them to the front of those that read the value."""
-    graph = flow.graph
+    graph = partitioned.graph
     readers: dict[int, list[Op]] = {}
     for op in graph.ops:
         for v in dict.fromkeys(op.inputs):
@@ -317,26 +323,32 @@ def _seen_otherwise(flow: Flow) -> list[int]:
 
 
 def _flattened(
-    flow: Flow, product: int, reads: Sequence[int], made: Mapping[int, object], nodes: Mapping[object, Sequence[int]]
+    partitioned: PartitionedProgram,
+    product: int,
+    reads: Sequence[int],
+    made: Mapping[int, object],
+    nodes: Mapping[object, Sequence[int]],
 ) -> list[int]:
     """What a product reads as a matrix though it has more dims, and comes from an op that XLA fuses with nothing: a view of it is
     one step more."""
-    op = flow.graph.ops[product]
+    op = partitioned.graph.ops[product]
     return [
         v
         for v in reads
-        if v in made and flow.graph.ops[nodes[made[v]][-1]].name in _UNFUSED and is_flattened(flow, op, v)
+        if v in made and partitioned.graph.ops[nodes[made[v]][-1]].name in _UNFUSED and is_flattened(partitioned, op, v)
     ]
 
 
 _UNFUSED = COLLECTIVES | {"scatter", "convolution"}
 
 
-def _on_tpu(flow: Flow, fusion: Fusion) -> dict[int, int]:
+def _on_tpu(partitioned: PartitionedProgram, fusion: Fusion) -> dict[int, int]:
     """Bytes of what takes less there, as `bf16`, or more: what is scattered to lies row by row, also when it is added up."""
-    found = {v: flow.local_bytes(v) // 2 for v in fusion.narrow}
-    rows = scattered_to(flow.graph)
-    return found | {v: rows_bytes(flow.local_shape(v), dtype_bits(flow.graph.values[v].dtype)) for v in rows}
+    found = {v: partitioned.local_bytes(v) // 2 for v in fusion.narrow}
+    rows = scattered_to(partitioned.graph)
+    return found | {
+        v: rows_bytes(partitioned.local_shape(v), dtype_bits(partitioned.graph.values[v].dtype)) for v in rows
+    }
 
 
 _SHRINKS = 16
@@ -348,10 +360,10 @@ def early(order: Order) -> tuple[Order, Fusion]:
 
     Only within a region; what is computed inside the op moves with it. With the order comes how its ops are put together.
     """
-    flow = order.flow
-    graph, fusion = flow.graph, fuse(flow)
-    if flow.platform == "tpu" and isinstance(flow, Sized):
-        flow = dataclasses.replace(flow, sizes=flow.sizes | _on_tpu(flow, fusion))
+    partitioned = order.partitioned
+    graph, fusion = partitioned.graph, fuse(partitioned)
+    if partitioned.platform == "tpu" and isinstance(partitioned, Sized):
+        partitioned = dataclasses.replace(partitioned, sizes=partitioned.sizes | _on_tpu(partitioned, fusion))
     last: dict[int, int] = {}
     for i, reads in enumerate(fusion.reads):
         for v in reads:
@@ -367,8 +379,8 @@ def early(order: Order) -> tuple[Order, Fusion]:
             inner = fusion.inside[part] if isinstance(part, int) else None
             if inner is None or not isinstance(part, int) or part in fixed or graph.ops[part].name == "while":
                 continue
-            freed = sum([flow.local_bytes(v) for v in fusion.reads[part] if last[v] == part and v not in keep])
-            if freed <= _SHRINKS * sum(map(flow.local_bytes, graph.ops[part].outputs)):
+            freed = sum([partitioned.local_bytes(v) for v in fusion.reads[part] if last[v] == part and v not in keep])
+            if freed <= _SHRINKS * sum(map(partitioned.local_bytes, graph.ops[part].outputs)):
                 continue
             sources = [here[made[v]] for v in fusion.reads[part] if made.get(v) in here]
             ready = max((when[m] for m in sources), default=None)
@@ -386,5 +398,7 @@ def early(order: Order) -> tuple[Order, Fusion]:
 
     turn = arranged(regions(graph))
     ops = tuple(graph.ops[i] for i in turn)
-    moved = Order(dataclasses.replace(flow, graph=dataclasses.replace(graph, ops=ops)), order.groups, order.bodies)
+    moved = Order(
+        dataclasses.replace(partitioned, graph=dataclasses.replace(graph, ops=ops)), order.groups, order.bodies
+    )
     return moved, fusion.ordered(turn)

@@ -21,7 +21,7 @@ def algorithm_of(context: ParallelContext) -> Algorithm:
 
 def idle(plan: Plan, algorithm: Algorithm) -> str:
     """A finding where `fully_use_devices` is on and an axis of the plan's grid cuts nothing at all; else nothing."""
-    used = {axis.split(":")[0] for spec in plan.flow.specs for dim in spec for axis in dim}
+    used = {axis.split(":")[0] for spec in plan.partitioned.specs for dim in spec for axis in dim}
     left = {name: size for name, size in plan.axes if name not in used}
     if not algorithm.fully_use_devices or not left:
         return ""

@@ -15,7 +15,7 @@ from shardfn.frontend.options import Options
 from shardfn.frontend.strategy import apply_parameter_plan, match, short
 from shardfn.planning.plan import LEVELS
 
-MOST_FINALISTS = 64
+MOST_COMPILED = 64
 """A search finds about thirty plans worth compiling; each takes seconds to minutes."""
 
 _LEVELS = "write 0 for {}, 1 for {}, or 2 for {}".format(*LEVELS)
@@ -112,9 +112,9 @@ def _of_any_function(options: Options) -> list[Problem]:
 
 
 def _bounds(options: Options) -> Iterator[Problem]:
-    count, seconds = options.finalists, options.time_limit
-    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MOST_FINALISTS:
-        yield Problem(f"`finalists` must be an int from 0 to {MOST_FINALISTS}", f"finalists = {short(count)}",
+    count, seconds = options.compile_candidates, options.time_limit
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MOST_COMPILED:
+        yield Problem(f"`compile_candidates` must be an int from 0 to {MOST_COMPILED}", f"compile_candidates = {short(count)}",
                       "so many plans are compiled, and the best compiled one wins", "write 0 to compile none, or 4",
                       is_type=isinstance(count, bool) or not isinstance(count, int))  # fmt: skip
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)

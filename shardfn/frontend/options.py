@@ -32,7 +32,7 @@ class Options:
     parameter_plan: Any = None
     search_mode: str | None = None
     memory_limit: int | float | str | None = None
-    finalists: int = 0
+    compile_candidates: int = 0
     time_limit: float | None = None
     static_argnums: tuple[int, ...] = ()
     static_argnames: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class Options:
     compiler_options: Any = None
 
     def __post_init__(self) -> None:
-        for name in ("level", "memory_limit", "finalists", "time_limit"):
+        for name in ("level", "memory_limit", "compile_candidates", "time_limit"):
             object.__setattr__(self, name, plain(getattr(self, name)))
 
     def wishes(self, current: Any) -> Wishes:
@@ -52,7 +52,7 @@ class Options:
         mode = self.search_mode or (current.search_mode if current.is_set("search_mode") else None)
         inside = mode not in (None, "auto")  # which follows the cuts where nothing is left open
         seconds = math.inf if self.time_limit is None else self.time_limit
-        return Wishes(limit, seconds, self.finalists <= 1, algorithm_of(current), inside)
+        return Wishes(limit, seconds, self.compile_candidates <= 1, algorithm_of(current), inside)
 
     def layout_file(self, current: Any) -> LayoutFile | None:
         """The layout file given, or the context's."""

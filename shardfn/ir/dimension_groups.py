@@ -9,7 +9,7 @@ from shardfn.ir.model import Dims, Graph, Rule
 
 
 @dataclasses.dataclass(frozen=True)
-class Classes:
+class DimensionGroups:
     """`of[value][dim]` is the class of a dim, numbered by first appearance over the function's inputs."""
 
     of: tuple[tuple[int, ...], ...]
@@ -24,7 +24,7 @@ class Classes:
         return found
 
 
-def dim_classes(graph: Graph) -> Classes:
+def dimension_groups(graph: Graph) -> DimensionGroups:
     """Tie the dims that a program treats as one dimension.
 
     Two dims are tied where a factor of a sharding rule stands alone in both and their sizes agree; a dim made of
@@ -77,7 +77,7 @@ def dim_classes(graph: Graph) -> Classes:
     of = tuple(
         tuple(numbers[find(first[v] + d)] for d in range(len(value.shape))) for v, value in enumerate(graph.values)
     )
-    return Classes(of, len(numbers))
+    return DimensionGroups(of, len(numbers))
 
 
 def _parts(rule: Rule) -> Iterator[tuple[int, int, int, int]]:

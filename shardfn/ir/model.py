@@ -135,7 +135,7 @@ class Op:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pin:
+class OpConstraint:
     """Layouts that an op inside a function is held to: of its operands as it reads them, and of its results."""
 
     operands: tuple[Spec | None, ...]
@@ -194,7 +194,7 @@ class Communication:
 
 
 @dataclasses.dataclass(frozen=True)
-class Flow:
+class PartitionedProgram:
     """A graph with the layout of every value on a grid: `specs[i]` is that of `graph.values[i]`."""
 
     graph: Graph

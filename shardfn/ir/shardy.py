@@ -1,4 +1,4 @@
-"""Shardy's passes over a module that JAX lowered: a `Graph` or a `Flow` out.
+"""Shardy's passes over a module that JAX lowered: a `Graph` or a `PartitionedProgram` out.
 
 * `read_graph`: Shardy's rule for every op, before anything is placed;
 * `propagate`: the given layouts carried through every value; `graph.roads` then says what is sent between devices.
@@ -28,7 +28,7 @@ from shardfn.ir.mlir import (
     sdy,
     symbol_of,
 )
-from shardfn.ir.model import Flow, Graph, Pin, Spec
+from shardfn.ir.model import Graph, OpConstraint, PartitionedProgram, Spec
 from shardfn.ir.propagation_form import as_one, as_xla, in_order, inline
 from shardfn.ir.reader import Reader, Seen, Unknown
 
@@ -61,9 +61,9 @@ def propagate(
     axes: Sequence[tuple[str, int]],
     inputs: Sequence[Spec | None],
     outputs: Sequence[Spec | None],
-    pins: Mapping[int, Pin] | None = None,
+    constraints: Mapping[int, OpConstraint] | None = None,
     ready: Ready | None = None,
-) -> Flow:
+) -> PartitionedProgram:
     """Carry layouts through the function with Shardy and read what lies where; `graph.roads` adds what is sent.
 
     Args:
@@ -78,8 +78,8 @@ def propagate(
     with module.context, ir.Location.unknown():
         copy = ready.module.clone()
         main = next(f for f in functions_of(copy) if symbol_of(f) == "main")
-        if pins:
-            _hold(main.regions[0].blocks[0], pins, ready)
+        if constraints:
+            _hold(main.regions[0].blocks[0], constraints, ready)
         _add_mesh(copy, axes)
         for attribute, specs in (("arg_attrs", inputs), ("res_attrs", outputs)):
             old = main.attributes[attribute] if attribute in main.attributes else None
@@ -94,7 +94,7 @@ def propagate(
             run(RULES_PIPELINE, copy)
             reader = Reader(copy, ready.seen, ready.count)
             graph = reader.graph()
-        return Flow(graph, tuple(reader.specs), dict(axes), tuple(reader.communications))
+        return PartitionedProgram(graph, tuple(reader.specs), dict(axes), tuple(reader.communications))
 
 
 class Ready:
@@ -177,12 +177,12 @@ def _is_on_any(op: Any) -> bool:
     return op.name == "sdy.sharding_constraint" and '"' not in str(op.attributes["sharding"])
 
 
-def _hold(body: Any, pins: Mapping[int, Pin], ready: Ready) -> None:
+def _hold(body: Any, constraints: Mapping[int, OpConstraint], ready: Ready) -> None:
     """Constrain operands and results of ops, by number, in a copy of `ready.module`, where `in_order` would have put the
     constraints: on a result right after its op, on an operand after all that this one and those before it need first."""
     blocks = [[view.operation for view in block.operations] for block in blocks_of(body)]
-    found = sorted((place, n) for n in pins for place in ready.places.get(n, ()))
-    held = [(blocks[block][turn], block, turn, pins[n]) for (block, turn), n in found]
+    found = sorted((place, n) for n in constraints for place in ready.places.get(n, ()))
+    held = [(blocks[block][turn], block, turn, constraints[n]) for (block, turn), n in found]
 
     @functools.cache
     def every() -> dict[Any, tuple[int, int]]:
@@ -193,17 +193,17 @@ def _hold(body: Any, pins: Mapping[int, Pin], ready: Ready) -> None:
         return known[0] if len(known) == 1 else every().get(op, (-1, -1))  # no number of its own: a constant
 
     wanted: list[tuple[int, int, int, int, Spec]] = []
-    for op, block, place, pin in held:
+    for op, block, place, constraint in held:
         turn = begun = ready.begun[block][place]
-        for position, (value, spec) in enumerate(zip(op.operands, pin.operands, strict=True)):
+        for position, (value, spec) in enumerate(zip(op.operands, constraint.operands, strict=True)):
             owner = value.owner
             at, done = (-1, -1) if isinstance(owner, ir.Block) else placed(owner.operation)
             if at == block and ready.begun[at][done] >= begun:  # computed for this op
                 turn = max(turn, done + 1)
             if spec is not None:
                 wanted.append((block, turn, -place, position, spec))
-    for op, _, _, pin in held:
-        for result, spec in zip(op.results, pin.results, strict=True):
+    for op, _, _, constraint in held:
+        for result, spec in zip(op.results, constraint.results, strict=True):
             uses = [(use.owner.operation, use.operand_number) for use in result.uses]
             if spec is not None:
                 with ir.InsertionPoint.after(op):

@@ -63,7 +63,7 @@ def checked(
     if faults:
         return faults, None
     return tuple(
-        Problem(text, fix="save a plan of this function") for text in plan.findings if "[[inside]]" in text
+        Problem(text, fix="save a plan of this function") for text in plan.diagnostics if "[[inside]]" in text
     ), plan
 
 

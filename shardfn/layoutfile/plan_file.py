@@ -46,9 +46,9 @@ def layout_of(plan: Any) -> LayoutFile:
 
 def text_of_plan(plan: Any, layout: LayoutFile | None = None) -> str:
     """The text of the layout file of a plan, or of a part of it."""
-    price = plan.price
+    cost = plan.cost
     head = (
-        f"# Modelled: {price.time_s * 1e6:,.0f} us a call, {price.bytes_sent:,} B sent and {price.memory.peak:,} B at the peak "
+        f"# Modelled: {cost.time_s * 1e6:,.0f} us a call, {cost.bytes_sent:,} B sent and {cost.memory.peak:,} B at the peak "
         f"on each device.\n# {' '.join(plan.policy.split())}\n"
     )
     layout, notes = layout or layout_of(plan), {}

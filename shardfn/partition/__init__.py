@@ -14,8 +14,8 @@
 - from one layout of an array to another: `moves`, and among a group of devices `tiles`
 
 The road of a call: trace, `place` what was given, `search` what is open, lay out (`shardy.propagate`, `roads`), price
-(`cost.price`), `Plan`. What a platform does of its own (CPU, TPU, GPU; `model.is_gpu`) is asked here in `roads`, `together`,
+(`cost.cost`), `Plan`. What a platform does of its own (CPU, TPU, GPU; `model.is_gpu`) is asked here in `roads`, `together`,
 `libtpu`, `ways` and `simplified`, in `cost` in `fusion`, `schedule`, `memory`, `compute`, `links`, `cpu`, `gpu` and
-`tpu`, in the search in `grid`, `facts`, `problem`, `beside` and `room`, and around them in `trace`, `guard`, `findings`,
+`tpu`, in the search in `grid`, `facts`, `problem`, `beside` and `room`, and around them in `trace`, `guard`, `diagnostics`,
 `compiled`, `comparison`, `targets` and `verify`.
 """

@@ -10,7 +10,7 @@ import collections
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from shardfn.ir.model import Communication, Flow, Graph, Op, Spec, Value
+from shardfn.ir.model import Communication, Graph, Op, PartitionedProgram, Spec, Value
 from shardfn.partition.rebuild import with_ops, without_unread
 
 
@@ -52,25 +52,25 @@ def _unturned(value: int, turns: Mapping[int, Op]) -> int:
     return first.inputs[0] if [there[d] for d in back] == sorted(there) else value
 
 
-def as_on_gpu(flow: Flow) -> Flow:
+def as_on_gpu(partitioned: PartitionedProgram) -> PartitionedProgram:
     """A flow's collectives as XLA runs them on GPUs: sums put together, and nothing moved to where nothing reads it."""
-    return without_unread(summed_together(flow))
+    return without_unread(summed_together(partitioned))
 
 
 _SUMS = frozenset({"all_reduce", "reduce_scatter"})
 
 
-def summed_together(flow: Flow) -> Flow:
+def summed_together(partitioned: PartitionedProgram) -> PartitionedProgram:
     """With partial sums added before they are added up, where both would be over the same devices: one collective for two.
 
     Only of sums that nothing else reads, as XLA's reassociation of all-reduces does it. The gradient of what queries, keys and
     values are made of is one sum so, and not three.
     """
-    graph, specs = flow.graph, list(flow.specs)
-    sent = {c.result: c for c in flow.communications}
+    graph, specs = partitioned.graph, list(partitioned.specs)
+    sent = {c.result: c for c in partitioned.communications}
     at = {v: i for i, op in enumerate(graph.ops) for v in op.outputs if op.name in _SUMS and v in sent}
     if not at:
-        return flow
+        return partitioned
     held = _held(graph)
     count = _readers(graph, held)
     cut: dict[int, int] = {}
@@ -111,8 +111,8 @@ def summed_together(flow: Flow) -> Flow:
         sent[full] = dataclasses.replace(first, operand=partial, result=full)
         at[full], cut[result], count[full] = i, full, 1
     if len(values) == len(graph.values):
-        return flow
-    return with_ops(flow, values, specs, _read([op for some in ops for op in some], held), sent)
+        return partitioned
+    return with_ops(partitioned, values, specs, _read([op for some in ops for op in some], held), sent)
 
 
 def added_together(graph: Graph) -> dict[int, int]:

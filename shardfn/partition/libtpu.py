@@ -6,15 +6,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from shardfn.ir.model import Flow, Graph, Op
+from shardfn.ir.model import Graph, Op, PartitionedProgram
 from shardfn.partition.combine_reductions import summed_together
 from shardfn.partition.rebuild import with_ops, without_unread
 from shardfn.partition.tpu_padding import LANES, SUBLANES, tiled_dims
 
 
-def as_on_tpu(flow: Flow) -> Flow:
+def as_on_tpu(partitioned: PartitionedProgram) -> PartitionedProgram:
     """A flow's collectives as libtpu runs them."""
-    return without_unread(gathered_apart(summed_together(flow)))
+    return without_unread(gathered_apart(summed_together(partitioned)))
 
 
 def scatters(piece: tuple[int, ...], dim: int, bits: int, is_whole: bool, torus: tuple[int, ...]) -> bool:
@@ -54,15 +54,15 @@ FAR = 100
 Measured with chains of `tanh` between two products."""
 
 
-def gathered_apart(flow: Flow) -> Flow:
+def gathered_apart(partitioned: PartitionedProgram) -> PartitionedProgram:
     """With a gather of its own for each use of a value that comes long after the first one.
 
     XLA's partitioner gathers for every use; libtpu puts a gather together with the first one of the same value, if not more than
     `FAR` steps lie between their uses. So a weight that lies in pieces is gathered once for the forward pass and once for the
     backward one, but in the last layers.
     """
-    graph = flow.graph
-    sent = {c.result: c for c in flow.communications}
+    graph = partitioned.graph
+    sent = {c.result: c for c in partitioned.communications}
     gathers = {op.outputs[0]: op for op in graph.ops if op.name == "all_gather" and op.outputs[0] in sent}
     uses: dict[int, list[int]] = {v: [] for v in gathers}
     for i, op in enumerate(graph.ops):
@@ -81,9 +81,9 @@ def gathered_apart(flow: Flow) -> Flow:
                 groups.setdefault((root, regions[i]), []).append((i, v))
     several = [sorted(group) for group in groups.values() if len(group) > 1]
     if not several:
-        return flow
-    heights = _heights(flow, regions)
-    values, specs = list(graph.values), list(flow.specs)
+        return partitioned
+    heights = _heights(partitioned, regions)
+    values, specs = list(graph.values), list(partitioned.specs)
     reads: dict[tuple[int, int], int] = {}  # of a use and what it reads: what it reads instead
     before: dict[int, list[Op]] = {}  # of a use the gathers for it alone
     for group in several:
@@ -106,7 +106,7 @@ def gathered_apart(flow: Flow) -> Flow:
         ops += before.get(i, ())
         inputs = tuple([reads.get((i, v), v) for v in op.inputs])
         ops.append(op if inputs == op.inputs else op.of(inputs, op.outputs))
-    return with_ops(flow, values, specs, ops, sent)
+    return with_ops(partitioned, values, specs, ops, sent)
 
 
 def _root(value: int, source: Mapping[int, int]) -> int:
@@ -119,10 +119,10 @@ _SAME = frozenset({"convert", "transpose"})
 """Ops before a gather that XLA does after it."""
 
 
-def _heights(flow: Flow, regions: Sequence[int]) -> list[int]:
+def _heights(partitioned: PartitionedProgram, regions: Sequence[int]) -> list[int]:
     """Of each op how far it is from the end, as XLA counts: one more than any reader, and one for each reader that does not
     raise it. In a loop or a branch from the end of that; from outside it is one step. Views are no step."""
-    graph, outputs = flow.graph, set(flow.graph.outputs)
+    graph, outputs = partitioned.graph, set(partitioned.graph.outputs)
     loop: dict[int, int] = {}  # of a region the op that it is the body of
     readers: dict[int, list[int]] = {}
     heights = [0] * len(graph.ops)
@@ -141,7 +141,7 @@ def _heights(flow: Flow, regions: Sequence[int]) -> list[int]:
                     reader = loop[regions[reader]]
                 height = max(height, heights[reader]) + 1
         heights[i] = height
-        if _is_view(flow, op):
+        if _is_view(partitioned, op):
             readers.setdefault(op.inputs[0], []).extend(readers.get(op.outputs[0], ()))
         else:
             for v in dict.fromkeys(op.inputs):
@@ -149,15 +149,15 @@ def _heights(flow: Flow, regions: Sequence[int]) -> list[int]:
     return heights
 
 
-def _is_view(flow: Flow, op: Op) -> bool:
+def _is_view(partitioned: PartitionedProgram, op: Op) -> bool:
     """Whether nothing is left of an op by then: dims of 1 come and go (or are summed), and elements are told in fewer bits."""
     if op.name == "all_slice":
-        return flow.specs[op.inputs[0]] == flow.specs[op.outputs[0]]
+        return partitioned.specs[op.inputs[0]] == partitioned.specs[op.outputs[0]]
     if op.name == "convert":
         return op.form is None
     if op.name not in ("reshape", "reduce") or len(op.outputs) != 1:
         return False
-    before, after = (flow.graph.values[v].shape for v in (op.inputs[0], op.outputs[0]))
+    before, after = (partitioned.graph.values[v].shape for v in (op.inputs[0], op.outputs[0]))
     return [n for n in before if n > 1] == [n for n in after if n > 1]
 
 

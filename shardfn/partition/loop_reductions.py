@@ -10,7 +10,7 @@ import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from shardfn.ir.model import Communication, Flow, Graph, Op, Spec
+from shardfn.ir.model import Communication, Graph, Op, PartitionedProgram, Spec
 from shardfn.partition.rebuild import with_ops
 
 
@@ -61,20 +61,24 @@ def accumulated(graph: Graph, specs: Sequence[Spec] = ()) -> list[Accumulated]:
     return found
 
 
-def added_after(flow: Flow) -> Flow:
+def added_after(partitioned: PartitionedProgram) -> PartitionedProgram:
     """With the all-reduces of what is only accumulated once, after their loops."""
-    sent = {c.result: c for c in flow.communications}
+    sent = {c.result: c for c in partitioned.communications}
     while moved := [
-        a for a in accumulated(flow.graph, flow.specs) if a.value in sent and sent[a.value].kind == "all-reduce"
+        a
+        for a in accumulated(partitioned.graph, partitioned.specs)
+        if a.value in sent and sent[a.value].kind == "all-reduce"
     ]:
-        flow = _after(flow, moved, sent)
-        sent = {c.result: c for c in flow.communications}
-    return flow
+        partitioned = _after(partitioned, moved, sent)
+        sent = {c.result: c for c in partitioned.communications}
+    return partitioned
 
 
-def _after(flow: Flow, moved: Sequence[Accumulated], known: Mapping[int, Communication]) -> Flow:
-    graph = flow.graph
-    values, specs, sent = list(graph.values), list(flow.specs), dict(known)
+def _after(
+    partitioned: PartitionedProgram, moved: Sequence[Accumulated], known: Mapping[int, Communication]
+) -> PartitionedProgram:
+    graph = partitioned.graph
+    values, specs, sent = list(graph.values), list(partitioned.specs), dict(known)
     parts = {a.value: sent[a.value].operand for a in moved}
     whole: dict[int, int] = {}  # of a loop's result, its sum over the devices
     ops: list[Op] = []
@@ -92,5 +96,5 @@ def _after(flow: Flow, moved: Sequence[Accumulated], known: Mapping[int, Communi
     made = {v for op in graph.ops for v in op.outputs}
     ties = tuple((a, b) if a in made and b in whole else (whole.get(a, a), whole.get(b, b)) for a, b in graph.ties)
     outputs = tuple(whole.get(v, v) for v in graph.outputs)
-    made_anew = dataclasses.replace(flow, graph=dataclasses.replace(graph, ties=ties, outputs=outputs))
+    made_anew = dataclasses.replace(partitioned, graph=dataclasses.replace(graph, ties=ties, outputs=outputs))
     return with_ops(made_anew, values, specs, ops, sent)

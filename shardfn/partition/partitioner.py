@@ -17,9 +17,9 @@ from shardfn.ir.model import (
     CHANGES,
     PRODUCTS,
     Communication,
-    Flow,
     Graph,
     Op,
+    PartitionedProgram,
     Rule,
     Spec,
     Tap,
@@ -38,7 +38,7 @@ from shardfn.partition.simplify import simplified
 from shardfn.partition.tile_assignment import Step
 
 
-def as_compiled(flow: Flow, platform: str, torus: tuple[int, ...] = ()) -> Flow:
+def as_compiled(partitioned: PartitionedProgram, platform: str, torus: tuple[int, ...] = ()) -> PartitionedProgram:
     """The flow with the ops as XLA works on them on `platform`, and the collectives that it runs.
 
     Args:
@@ -49,21 +49,21 @@ def as_compiled(flow: Flow, platform: str, torus: tuple[int, ...] = ()) -> Flow:
         what is gathered for a product travels as `bf16`, in which a product of default precision reads it.
       torus: dims of the torus that the devices form, on TPU.
     """
-    if flow.platform:
-        return flow
-    return _Roads(flow, platform, torus).flow()
+    if partitioned.platform:
+        return partitioned
+    return _Roads(partitioned, platform, torus).partition()
 
 
 class _Roads:
     """Walks one flow once; the lists fill as it goes. Inside, axes are in prime parts."""
 
-    def __init__(self, flow: Flow, platform: str, torus: tuple[int, ...]):
-        self.given, self.platform, self.torus = flow, platform, torus
-        graph = flow.graph
-        used = {a for spec in set(flow.specs) for dim in spec for a in dim}
-        self.sizes, parts = split_axes(flow.axes, used)
+    def __init__(self, partitioned: PartitionedProgram, platform: str, torus: tuple[int, ...]):
+        self.given, self.platform, self.torus = partitioned, platform, torus
+        graph = partitioned.graph
+        used = {a for spec in set(partitioned.specs) for dim in spec for a in dim}
+        self.sizes, parts = split_axes(partitioned.axes, used)
         in_parts = functools.cache(lambda spec: tuple(tuple(p for a in dim for p in parts.get(a, ())) for dim in spec))
-        self.values, self.specs = list(graph.values), [in_parts(spec) for spec in flow.specs]
+        self.values, self.specs = list(graph.values), [in_parts(spec) for spec in partitioned.specs]
         self.ops: list[Op] = []
         self.sent: list[Communication] = []
         self.collected: set[int] = set()  # partial results, which are gathered together though only one is read
@@ -80,7 +80,7 @@ class _Roads:
         self.region: object = None  # the loop or branch that it is moved for
         self.trips = trips_of(graph)
 
-    def flow(self) -> Flow:
+    def partition(self) -> PartitionedProgram:
         own = {c.result: c for c in self.given.communications}
         is_cut = list(map(any, self.specs)).__getitem__
         ops = _rotations(self.given)
@@ -105,7 +105,7 @@ class _Roads:
         kept = needed | own.keys() | self.collected
         sent = tuple(dataclasses.replace(c, axes=join(c.axes)) for c in self.sent if c.result in kept)
         graph = dataclasses.replace(graph, ops=tuple(ops))
-        found = simplified(Flow(graph, specs, grid, sent, self.platform))
+        found = simplified(PartitionedProgram(graph, specs, grid, sent, self.platform))
         if self.platform == "cpu":
             return found
         return added_after(as_on_gpu(found) if is_gpu(self.platform) else as_on_tpu(found))
@@ -375,15 +375,15 @@ def _before_loops(ops: Sequence[Op]) -> list[Op]:
     return found
 
 
-def _rotations(flow: Flow) -> list[Op]:
+def _rotations(partitioned: PartitionedProgram) -> list[Op]:
     """The ops, with `concatenate` of two slices that make a rotation (`jnp.roll`) told as one op, as XLA does."""
-    slices = {op.outputs[0]: op for op in flow.graph.ops if op.name == "slice"}
+    slices = {op.outputs[0]: op for op in partitioned.graph.ops if op.name == "slice"}
     found = []
-    for op in flow.graph.ops:
+    for op in partitioned.graph.ops:
         if op.name == "concatenate" and len(op.inputs) == 2 and all(v in slices for v in op.inputs):
-            tap = _rotation(flow, *(slices[v] for v in op.inputs))
+            tap = _rotation(partitioned, *(slices[v] for v in op.inputs))
             if tap is not None:
-                shape = flow.graph.values[op.outputs[0]].shape
+                shape = partitioned.graph.values[op.outputs[0]].shape
                 dims = tuple((d,) for d in range(len(shape)))
                 source = slices[op.inputs[0]].inputs
                 op = dataclasses.replace(
@@ -393,9 +393,9 @@ def _rotations(flow: Flow) -> list[Op]:
     return found
 
 
-def _rotation(flow: Flow, end: Op, start: Op) -> Tap | None:
+def _rotation(partitioned: PartitionedProgram, end: Op, start: Op) -> Tap | None:
     """Where `end` and `start` are what their names say of one array, and all of it: by how much it is rotated."""
-    whole, one, two = (flow.graph.values[v].shape for v in (end.inputs[0], end.outputs[0], start.outputs[0]))
+    whole, one, two = (partitioned.graph.values[v].shape for v in (end.inputs[0], end.outputs[0], start.outputs[0]))
     dims = [d for d, n in enumerate(whole) if not one[d] == two[d] == n]
     if end.inputs != start.inputs or len(dims) != 1 or any(t.stride != 1 for t in (*end.taps, *start.taps)):
         return None

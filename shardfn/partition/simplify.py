@@ -8,28 +8,28 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardfn.ir.jax_release import IS_BEFORE_12
-from shardfn.ir.model import CHANGES, Flow, Op, Tap, Value
+from shardfn.ir.model import CHANGES, Op, PartitionedProgram, Tap, Value
 
 
-def simplified(flow: Flow) -> Flow:
+def simplified(partitioned: PartitionedProgram) -> PartitionedProgram:
     """The flow as XLA simplifies it.
 
     Loops that run once, and barriers on CPU before JAX 0.12, are taken apart; slices of all that there is, and sums with zeros,
     are views of it; products whose summed dims are of size 1 on each device are multiplications; of ops that make the same the
     first stays; constraints that change no layout are left out.
     """
-    return _once(_plain(_open(_apart(flow))))
+    return _once(_plain(_open(_apart(partitioned))))
 
 
 # ---- barriers
 
 
-def _open(flow: Flow) -> Flow:
+def _open(partitioned: PartitionedProgram) -> PartitionedProgram:
     """Before JAX 0.12, on CPU without optimization barriers: XLA's backend takes them out, and then what is computed twice."""
-    graph, specs = flow.graph, flow.specs
+    graph, specs = partitioned.graph, partitioned.specs
     same: dict[int, int] = {}
     ops = []
-    is_open = flow.platform == "cpu" and IS_BEFORE_12
+    is_open = partitioned.platform == "cpu" and IS_BEFORE_12
     for op in graph.ops if is_open else ():
         inputs = tuple([same.get(v, v) for v in op.inputs]) if same else op.inputs
         if op.name == "optimization_barrier" and all(
@@ -39,21 +39,21 @@ def _open(flow: Flow) -> Flow:
         else:
             ops.append(op if inputs == op.inputs else op.of(inputs, op.outputs))
     if not same:
-        return flow
+        return partitioned
     ties = tuple([(same.get(a, a), same.get(b, b)) for a, b in graph.ties])
-    sent = tuple([replace(c, operand=same[c.operand]) if c.operand in same else c for c in flow.communications])
+    sent = tuple([replace(c, operand=same[c.operand]) if c.operand in same else c for c in partitioned.communications])
     outputs = tuple([same.get(v, v) for v in graph.outputs])
-    return replace(flow, graph=replace(graph, ops=tuple(ops), ties=ties, outputs=outputs), communications=sent)
+    return replace(partitioned, graph=replace(graph, ops=tuple(ops), ties=ties, outputs=outputs), communications=sent)
 
 
 # ---- loops that run once
 
 
-def _apart(flow: Flow) -> Flow:
-    graph = flow.graph
+def _apart(partitioned: PartitionedProgram) -> PartitionedProgram:
+    graph = partitioned.graph
     loops = [op for op in graph.ops if op.name == "while" and op.outputs]
     if not loops:
-        return flow
+        return partitioned
     maker = {v: op for op in graph.ops for v in op.outputs}
     same: dict[int, int] = {}
     regions: dict[int, int] = {}
@@ -63,13 +63,13 @@ def _apart(flow: Flow) -> Flow:
         seen = _seen(graph.ties, loop)
         if seen is None or not inside or loop.where in graph.uncounted or any(op.trips != loop.trips for op in inside):
             continue
-        if any(flow.specs[v] != flow.specs[given] for given, v in seen):
+        if any(partitioned.specs[v] != partitioned.specs[given] for given, v in seen):
             continue
         same.update({v: given for given, v in seen})
         same.update(zip(loop.outputs, loop.inputs[n:], strict=True))
         regions.update({op.form[1]: loop.form[1] for op in inside if op.form and loop.form})
     if not same:
-        return flow
+        return partitioned
 
     def first(v: int) -> int:
         while v in same:
@@ -90,9 +90,9 @@ def _apart(flow: Flow) -> Flow:
             op = replace(op, form=(op.form[0], region(op.form[1])))
         ops.append(op)
     ties = tuple(tie for a, b in graph.ties if (tie := (first(a), first(b)))[0] != tie[1])
-    sent = tuple(replace(c, operand=first(c.operand)) for c in flow.communications)
+    sent = tuple(replace(c, operand=first(c.operand)) for c in partitioned.communications)
     graph = replace(graph, ops=tuple(ops), ties=ties, outputs=tuple(map(first, graph.outputs)))
-    return replace(flow, graph=graph, communications=sent)
+    return replace(partitioned, graph=graph, communications=sent)
 
 
 def _seen(ties: tuple[tuple[int, int], ...], loop: Op) -> list[tuple[int, int]] | None:
@@ -111,26 +111,27 @@ def _seen(ties: tuple[tuple[int, int], ...], loop: Op) -> list[tuple[int, int]] 
 # ---- ops that are simpler than their names
 
 
-def _plain(flow: Flow) -> Flow:
-    values, devices = flow.graph.values, math.prod(flow.axes.values())
-    ops = list(flow.graph.ops)
+def _plain(partitioned: PartitionedProgram) -> PartitionedProgram:
+    values, devices = partitioned.graph.values, math.prod(partitioned.axes.values())
+    ops = list(partitioned.graph.ops)
     for i, op in enumerate(ops):
         if op.name == "dot_general":
             depth = math.prod([values[op.inputs[side]].shape[d] for side, d in op.reduced])
-            if depth <= devices and all(flow.local_shape(op.inputs[side])[d] == 1 for side, d in op.reduced):
+            if depth <= devices and all(partitioned.local_shape(op.inputs[side])[d] == 1 for side, d in op.reduced):
                 ops[i] = replace(op, name="multiply", reduced=())
         elif op.name == "reduce" and len(op.outputs) == 1 and op.reduced:
             if all(values[op.inputs[side]].shape[d] == 1 for side, d in op.reduced):
                 ops[i] = replace(op, name="reshape", inputs=op.inputs[:1], rule=None, reduced=())
         elif op.same >= 0:
             part = op.inputs[op.same]
-            if values[part] == values[op.outputs[0]] and flow.specs[part] == flow.specs[op.outputs[0]]:
+            if values[part] == values[op.outputs[0]] and partitioned.specs[part] == partitioned.specs[op.outputs[0]]:
                 ops[i] = replace(op, name="reshape", inputs=(part,), rule=None)
         elif op.name == "pad" and 0 in values[op.inputs[0]].shape:
             ops[i] = replace(op, name="broadcast_in_dim", inputs=op.inputs[1:], rule=None, taps=())
         elif op.name == "pad" and all(_takes(tap, values, op) for tap in op.taps):
             is_all = (
-                values[op.inputs[0]] == values[op.outputs[0]] and flow.specs[op.inputs[0]] == flow.specs[op.outputs[0]]
+                values[op.inputs[0]] == values[op.outputs[0]]
+                and partitioned.specs[op.inputs[0]] == partitioned.specs[op.outputs[0]]
             )
             ops[i] = replace(op, name="reshape" if is_all else "slice", inputs=op.inputs[:1], rule=None, taps=())
         elif (
@@ -138,14 +139,14 @@ def _plain(flow: Flow) -> Flow:
             and (parts := [v for v in op.inputs if 0 not in values[v].shape])
             and (len(parts) < len(op.inputs))
         ):
-            is_all = len(parts) == 1 and flow.specs[parts[0]] == flow.specs[op.outputs[0]]
+            is_all = len(parts) == 1 and partitioned.specs[parts[0]] == partitioned.specs[op.outputs[0]]
             ops[i] = replace(op, name="reshape" if is_all else op.name, inputs=tuple(parts), rule=None, taps=())
         elif op.name in _PARTS:
             part = op.inputs[_PARTS[op.name]]
             is_all = values[part].shape == values[op.outputs[0]].shape == values[op.inputs[0]].shape
-            if is_all and flow.specs[part] == flow.specs[op.outputs[0]]:
+            if is_all and partitioned.specs[part] == partitioned.specs[op.outputs[0]]:
                 ops[i] = replace(op, name="reshape", inputs=(part,), rule=None, taps=())
-    return replace(flow, graph=replace(flow.graph, ops=tuple(ops)))
+    return replace(partitioned, graph=replace(partitioned.graph, ops=tuple(ops)))
 
 
 def _takes(tap: Tap, values: Sequence[Value], op: Op) -> bool:
@@ -161,14 +162,14 @@ _PARTS = {"dynamic_slice": 0, "dynamic_update_slice": 1}
 # ---- what is computed twice
 
 
-def _once(flow: Flow) -> Flow:
+def _once(partitioned: PartitionedProgram) -> PartitionedProgram:
     """Without the ops that do what an earlier one does, of the same and laid out alike: XLA computes such once. Nor is there
     anything left of a constraint on what lies so by itself.
 
     Collectives stay: XLA has each of them, and what follows from it. So do the constraints that ask for them, and the
     function's results.
     """
-    graph, specs, values = flow.graph, flow.specs, flow.graph.values
+    graph, specs, values = partitioned.graph, partitioned.specs, partitioned.graph.values
     made: dict[object, tuple[int, ...]] = {}
     same: dict[int, int] = {}
     held, changed = set(graph.outputs), set()
@@ -192,7 +193,7 @@ def _once(flow: Flow) -> Flow:
                 continue
         ops.append(op)
     if not same:
-        return flow
+        return partitioned
     ties = tuple([(same.get(a, a), same.get(b, b)) for a, b in graph.ties])
-    sent = tuple([replace(c, operand=same[c.operand]) if c.operand in same else c for c in flow.communications])
-    return replace(flow, graph=replace(graph, ops=tuple(ops), ties=ties), communications=sent)
+    sent = tuple([replace(c, operand=same[c.operand]) if c.operand in same else c for c in partitioned.communications])
+    return replace(partitioned, graph=replace(graph, ops=tuple(ops), ties=ties), communications=sent)

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 
 from shardfn.frontend.strategy import Leaf
 from shardfn.frontend.trace import Traced
-from shardfn.ir.dimension_groups import Classes
-from shardfn.ir.model import Flow, Graph, Spec, axis_size
-from shardfn.planning.decisions import Constraint, Decision, DimClass
-from shardfn.planning.propagation import Spread
+from shardfn.ir.dimension_groups import DimensionGroups
+from shardfn.ir.model import Graph, PartitionedProgram, Spec, axis_size
+from shardfn.planning.decisions import Constraint, Decision, DimensionGroup
+from shardfn.planning.propagation import Propagation
 from shardfn.search.graph_facts import bytes_of
-from shardfn.search.problem import Answer, Pins
+from shardfn.search.problem import Answer, OpConstraints
 from shardfn.search.resharding_costs import Axes
 
 
@@ -29,34 +29,49 @@ def of_inputs(
 
 
 def of_results(
-    inputs: Sequence[Leaf], outputs: Sequence[Leaf], flows: Spread, answer: Answer, flow: Flow, findings: list[str]
+    inputs: Sequence[Leaf],
+    outputs: Sequence[Leaf],
+    propagation: Propagation,
+    answer: Answer,
+    partitioned: PartitionedProgram,
+    diagnostics: list[str],
 ) -> tuple[Decision, ...]:
-    """The decisions on the results; `findings` grows by what JAX cannot hand out as it lies."""
+    """The decisions on the results; `diagnostics` grows by what JAX cannot hand out as it lies."""
     decided = []
-    values = flow.graph.outputs[len(flow.graph.outputs) - len(outputs) :]
-    rows = zip(outputs, flows.given, flows.results(answer.specs), values, strict=True)
+    values = partitioned.graph.outputs[len(partitioned.graph.outputs) - len(outputs) :]
+    rows = zip(outputs, propagation.given, propagation.results(answer.specs), values, strict=True)
     for i, (leaf, given, laid, value) in enumerate(rows):
         laid = answer.ends.get(i, laid)
-        spec = laid if laid is not None else _whole_axes(flow.specs[value][: len(leaf.shape)], leaf, flow, findings)
+        spec = (
+            laid
+            if laid is not None
+            else _whole_axes(partitioned.specs[value][: len(leaf.shape)], leaf, partitioned, diagnostics)
+        )
         source = "searched" if i in answer.ends else "propagated" if given is None else leaf.by
         reason = "with the arguments: propagation alone would leave it otherwise" if i in answer.ends else ""
-        if given is None and i in flows.same_as:
-            reason = f"as `{inputs[flows.same_as[i]].path}`, whose place it can take"
-        decided.append(_decision(leaf, spec, answer.axes, flow.graph, value, source, reason, ""))
+        if given is None and i in propagation.same_as:
+            reason = f"as `{inputs[propagation.same_as[i]].path}`, whose place it can take"
+        decided.append(_decision(leaf, spec, answer.axes, partitioned.graph, value, source, reason, ""))
     return tuple(decided)
 
 
-def of_pins(pins: Pins, anchored: Mapping[int, int], graph: Graph) -> tuple[Constraint, ...]:
+def constraints_of(constraints: OpConstraints, anchored: Mapping[int, int], graph: Graph) -> tuple[Constraint, ...]:
     """What is held inside; `anchored` has the number of each op among its kind."""
     return tuple(
-        Constraint(graph.ops[index].name, anchored[index], graph.ops[index].where, pin.operands, pin.results)
-        for index, pin in sorted(pins.items())
+        Constraint(
+            graph.ops[index].name, anchored[index], graph.ops[index].where, constraint.operands, constraint.results
+        )
+        for index, constraint in sorted(constraints.items())
     )
 
 
-def of_classes(
-    classes: Classes, inputs: Sequence[Leaf], outputs: Sequence[Leaf], traced: Traced, decided: Sequence[Decision]
-) -> tuple[DimClass, ...]:
+def dimension_groups_of(
+    classes: DimensionGroups,
+    inputs: Sequence[Leaf],
+    outputs: Sequence[Leaf],
+    traced: Traced,
+    decided: Sequence[Decision],
+) -> tuple[DimensionGroup, ...]:
     """Which dims of arguments and results the function treats as one."""
     leaves = [*inputs, *outputs]
     values = (*traced.inputs, *traced.outputs)
@@ -68,7 +83,7 @@ def of_classes(
         axes: tuple[str, ...] = max((decided[i].spec[d] for i, d in pairs if i < len(decided)), key=len, default=())
         i, d = pairs[0]
         names = tuple(f"{leaves[i].path}.{d}" for i, d in pairs)
-        found.append(DimClass(names[0], leaves[i].shape[d], names, axes))
+        found.append(DimensionGroup(names[0], leaves[i].shape[d], names, axes))
     return tuple(found)
 
 
@@ -86,15 +101,17 @@ def _decision(
     return Decision(leaf.path, leaf.shape, leaf.dtype, cuts, spec, source, reason, runner_up, local)
 
 
-def _whole_axes(spec: Spec, leaf: Leaf, flow: Flow, findings: list[str]) -> Spec:
+def _whole_axes(spec: Spec, leaf: Leaf, partitioned: PartitionedProgram, diagnostics: list[str]) -> Spec:
     """A propagated layout that JAX can hand out: axes must be whole ones and divide the dim."""
     kept = []
     for size, dim in zip(leaf.shape, spec, strict=True):
         good = dim
-        while good and (any(":" in a for a in good) or size % math.prod(flow.axes.get(a, 0) or size + 1 for a in good)):
+        while good and (
+            any(":" in a for a in good) or size % math.prod(partitioned.axes.get(a, 0) or size + 1 for a in good)
+        ):
             good = good[:-1]
         kept.append(good)
         if good != dim:
-            findings.append(f"{leaf.path}: XLA would cut dimension {len(kept) - 1} over {dim}, which does not divide "
+            diagnostics.append(f"{leaf.path}: XLA would cut dimension {len(kept) - 1} over {dim}, which does not divide "
                             f"{size}; it is handed out over {good or 'no axis'}")  # fmt: skip
     return tuple(kept)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from shardfn.cost.price import Price
+from shardfn.cost.estimate import Cost
 from shardfn.frontend.paths import few
 from shardfn.planning.decisions import Candidate, Figures
 from shardfn.search.problem import Answer, Problem, objective
@@ -12,15 +12,15 @@ from shardfn.search.problem import Candidate as Found
 from shardfn.search.resharding_costs import cuts_of
 
 
-def candidates(problem: Problem, answer: Answer, price: Price) -> tuple[Candidate, ...]:
+def candidates(problem: Problem, answer: Answer, cost: Cost) -> tuple[Candidate, ...]:
     """What was chosen, as `this plan`, and what else was priced, best first; nothing where nothing was searched or weighed."""
-    own = Figures.of(price)
-    priced = sorted((*answer.others, *answer.aside), key=lambda c: objective(c.price, problem))
+    own = Figures.of(cost)
+    evaluated = sorted((*answer.others, *answer.aside), key=lambda c: objective(c.cost, problem))
     # What costs the same is the same on axes of other names, or as good.
-    found = {Figures.of(c.price): c for c in reversed((*answer.others, *answer.aside))}
-    others = [c for c in priced if found[Figures.of(c.price)] is c and Figures.of(c.price) != own]
+    found = {Figures.of(c.cost): c for c in reversed((*answer.others, *answer.aside))}
+    others = [c for c in evaluated if found[Figures.of(c.cost)] is c and Figures.of(c.cost) != own]
     names = told_apart(problem.names, others)
-    rows = [Candidate(name, c.axes, Figures.of(c.price)) for name, c in zip(names, others, strict=True)]
+    rows = [Candidate(name, c.axes, Figures.of(c.cost)) for name, c in zip(names, others, strict=True)]
     return (Candidate("this plan", answer.axes, own), *rows) if rows or problem.is_open else ()
 
 
@@ -42,7 +42,10 @@ def told_apart(names: Sequence[str], found: Sequence[Found]) -> list[str]:
 def _differing(names: Sequence[str], same: Sequence[Found]) -> list[str]:
     """For each of some candidates what it has otherwise than the others, as the end of its name."""
     facts: list[list[str]] = [[] for _ in same]
-    held = (lambda c: _count(len(c.pins), "op") + " held inside", lambda c: _count(len(c.ends), "result") + " held")
+    held = (
+        lambda c: _count(len(c.constraints), "op") + " held inside",
+        lambda c: _count(len(c.ends), "result") + " held",
+    )
     for told in (*(_cut(i, name) for i, name in enumerate(names)), *held):
         if len(set(map(tuple, facts))) == len(same):
             break

@@ -6,7 +6,7 @@ import dataclasses
 
 from jax.sharding import PartitionSpec
 
-from shardfn.cost.price import Price
+from shardfn.cost.estimate import Cost
 from shardfn.frontend.meshes import partition_spec
 from shardfn.ir.model import Spec
 
@@ -57,7 +57,7 @@ class Constraint:
 
 
 @dataclasses.dataclass(frozen=True)
-class DimClass:
+class DimensionGroup:
     """Dims of arguments and results that the function treats as one: `members` as `path.dim`."""
 
     name: str
@@ -76,9 +76,9 @@ class Figures:
     flops: float
 
     @classmethod
-    def of(cls, price: Price) -> Figures:
+    def of(cls, cost: Cost) -> Figures:
         """The figures of a price."""
-        return cls(price.time_s, price.bytes_sent, price.memory.peak, price.flops)
+        return cls(cost.time_s, cost.bytes_sent, cost.memory.peak, cost.flops)
 
     def __sub__(self, other: Figures) -> Figures:
         return Figures(

@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Iterator
 
 from shardfn.cost.collectives import bytes_sent
-from shardfn.cost.price import price
-from shardfn.ir.model import Communication, Flow, Spec
+from shardfn.cost.estimate import cost_of
+from shardfn.ir.model import Communication, PartitionedProgram, Spec
 from shardfn.planning.decisions import Decision
 from shardfn.planning.plan import Plan
 from shardfn.planning.what_if import Study
@@ -48,38 +48,41 @@ class _Sent:
 
 def in_loops(plan: Plan, study: Study) -> Iterator[str]:
     """Arrays that are gathered or laid out anew in every round of a loop, and make up much of what is sent."""
-    for sent in _alike_sent(plan.flow, lambda c: c.trips > 1 and c.kind in ("all-gather", "all-to-all"))[:2]:
+    for sent in _alike_sent(plan.partitioned, lambda c: c.trips > 1 and c.kind in ("all-gather", "all-to-all"))[:2]:
         c = sent.one
-        same = is_constant(plan.flow, c.operand, c.trips)
+        same = is_constant(plan.partitioned, c.operand, c.trips)
         if same and plan.hardware.platform == "cpu":  # there XLA moves it out of the loop
             continue
-        if sent.bytes < DEAR_BYTES or sent.bytes < plan.price.bytes_sent / (20 if same else 4):
+        if sent.bytes < DEAR_BYTES or sent.bytes < plan.cost.bytes_sent / (20 if same else 4):
             continue
         yield (
-            f"{c.kind} of {plan.flow.graph.values[c.result]} in each of {c.trips} rounds of a loop{_at(c.where)}"
+            f"{c.kind} of {plan.partitioned.graph.values[c.result]} in each of {c.trips} rounds of a loop{_at(c.where)}"
             f"{', the same array each time' if same else ''}: {_share(sent.bytes, plan)}; "
             f"{'made before the loop, it is sent once; ' if same else ''}"
             + avoided(
-                plan, study, c, lambda flow, c=c: not any(_is_like(c, o) and o.trips > 1 for o in flow.communications)
+                plan,
+                study,
+                c,
+                lambda partitioned, c=c: not any(_is_like(c, o) and o.trips > 1 for o in partitioned.communications),
             )
         )
 
 
 def rematerialised(plan: Plan, study: Study) -> Iterator[str]:
     """Arrays that XLA gathers because it knows no way from one layout to another, and cuts again at once, however small."""
-    flow = plan.flow
-    detours = _detours(flow)
-    for sent in _alike_sent(flow, detours.__contains__)[:2]:
+    partitioned = plan.partitioned
+    detours = _detours(partitioned)
+    for sent in _alike_sent(partitioned, detours.__contains__)[:2]:
         c = sent.one
-        if sent.bytes < plan.price.bytes_sent / 10:
+        if sent.bytes < plan.cost.bytes_sent / 10:
             continue
-        before, after = flow.shards(c.operand), flow.shards(detours[c])
-        whole = "whole " if not any(flow.specs[c.result]) else ""
+        before, after = partitioned.shards(c.operand), partitioned.shards(detours[c])
+        whole = "whole " if not any(partitioned.specs[c.result]) else ""
         yield (
-            f"{flow.graph.values[c.result]} is gathered {whole}on every device{_at(c.where)} for {c.cause} and cut again, from "
-            f"{before} to {after}, between which XLA knows no other way (full rematerialisation): "
+            f"{partitioned.graph.values[c.result]} is gathered {whole}on every device{_at(c.where)} for {c.cause} and "
+            f"cut again, from {before} to {after}, between which XLA knows no other way (full rematerialisation): "
             f"{_share(sent.bytes, plan)}; "
-            + avoided(plan, study, c, lambda flow, c=c: not any(_is_like(c, o) for o in _detours(flow)))
+            + avoided(plan, study, c, lambda partitioned, c=c: not any(_is_like(c, o) for o in _detours(partitioned)))
         )
 
 
@@ -90,7 +93,7 @@ def held_whole(plan: Plan, study: Study) -> Iterator[str]:
         return
     whole = [d for d in whole if finer(d, plan.axes) is not None]
     held = sum(d.local_bytes for d in whole)
-    if not whole or held < limit / 4 or plan.price.memory.peak > limit:  # `too_large` speaks of that
+    if not whole or held < limit / 4 or plan.cost.memory.peak > limit:  # `too_large` speaks of that
         return
     d = max(whole, key=lambda d: d.local_bytes)
     cuts = cuts_of(finer(d, plan.axes) or (), plan.axes)
@@ -104,7 +107,7 @@ def held_whole(plan: Plan, study: Study) -> Iterator[str]:
 
 def too_large(plan: Plan, study: Study) -> Iterator[str]:
     """A plan that is estimated not to fit."""
-    memory, limit = plan.price.memory, study.question.memory_limit
+    memory, limit = plan.cost.memory, study.question.memory_limit
     if memory.peak <= limit:
         return
     holders = [(d.local_bytes, f"`{d.path}` {d.cuts}") for d in plan.inputs]
@@ -129,22 +132,22 @@ def too_large(plan: Plan, study: Study) -> Iterator[str]:
 
 def idle(plan: Plan, study: Study) -> Iterator[str]:
     """Devices that do what others do as well, where spreading the work would save a good part of the time."""
-    price, devices, whole = plan.price, plan.hardware.count, study.question.facts.flops
-    alike = min(float(devices), price.flops * devices / whole) if whole else 1.0
+    cost, devices, whole = plan.cost, plan.hardware.count, study.question.facts.flops
+    alike = min(float(devices), cost.flops * devices / whole) if whole else 1.0
     searched = any(d.source == "searched" for d in plan.inputs)
-    if not searched or alike < 2 or price.compute_s * (1 - 1 / alike) < WORTH * price.time_s:
+    if not searched or alike < 2 or cost.compute_s * (1 - 1 / alike) < WORTH * cost.time_s:
         return
     text = (
         f"each of {devices} devices does {_percent(alike / devices)} of the FLOPs, where an even spread leaves "
         f"{_percent(1 / devices)}: about {alike:.0f} devices do the same work"
     )
-    fewer = [c for c in plan.candidates if c.figures.flops <= price.flops / 1.5]
+    fewer = [c for c in plan.candidates if c.figures.flops <= cost.flops / 1.5]
     if fewer:
         c = min(fewer, key=lambda c: (c.figures.flops, c.figures.time_s))
         yield (
             f"{text}; `{c.name}` on the grid {written(c.axes)} leaves each "
             f"{_percent(max(1 / devices, c.figures.flops / whole))}, with {c.figures.time_s * 1e6:,.1f} us modelled instead of "
-            f"{price.time_s * 1e6:,.1f}"
+            f"{cost.time_s * 1e6:,.1f}"
         )
         return
     yield (
@@ -161,13 +164,13 @@ WORTH = 0.2
 """Of the modelled time: what must be saved by spreading the work before anything is said of devices that do the same."""
 
 
-def avoided(plan: Plan, study: Study, c: Communication, is_gone: Callable[[Flow], bool]) -> str:
+def avoided(plan: Plan, study: Study, c: Communication, is_gone: Callable[[PartitionedProgram], bool]) -> str:
     """The best cut of one argument with which a collective is gone and less is sent, by its flow; or that none was found."""
     axes = {a.partition(":")[0] for a in c.axes}
     sources = [d for d in (origin(plan, c.operand),) if d is not None]
     cut = sorted((d for d in plan.inputs if any(axes & set(dim) for dim in d.spec)), key=lambda d: -math.prod(d.shape))
     few = list(dict.fromkeys([*sources, *cut]))[:2]
-    most = min(FLOWS, OPS // max(1, len(plan.flow.graph.ops))) if study.question.seconds_left > 0 else 0
+    most = min(FLOWS, OPS // max(1, len(plan.partitioned.graph.ops))) if study.question.seconds_left > 0 else 0
     tries = [
         (d, spec)
         for d in few
@@ -175,10 +178,10 @@ def avoided(plan: Plan, study: Study, c: Communication, is_gone: Callable[[Flow]
     ]
     found = []
     for d, spec in tries[:most]:
-        flow = study.flow_with(plan, (d.path,), spec)
-        if is_gone(flow):
-            paid = price(flow, plan.hardware, study.question.donated)
-            if paid.bytes_sent < plan.price.bytes_sent:
+        partitioned = study.partitioned_with(plan, (d.path,), spec)
+        if is_gone(partitioned):
+            paid = cost_of(partitioned, plan.hardware, study.question.donated)
+            if paid.bytes_sent < plan.cost.bytes_sent:
                 found.append((objective(paid, study.question), len(found), d, spec, paid))
     if not found:
         names = " or ".join(f"`{d.path}`" for d in few)
@@ -187,18 +190,20 @@ def avoided(plan: Plan, study: Study, c: Communication, is_gone: Callable[[Flow]
     _, _, d, spec, paid = min(found, key=lambda f: f[:2])
     return (
         f"cut `{d.path}` {cuts_of(spec, plan.axes)} instead of {d.cuts} to avoid it: {_bytes(paid.bytes_sent)} sent "
-        f"instead of {_bytes(plan.price.bytes_sent)}, {_bytes(paid.memory.peak)} at the peak instead of "
-        f"{_bytes(plan.price.memory.peak)}"
+        f"instead of {_bytes(plan.cost.bytes_sent)}, {_bytes(paid.memory.peak)} at the peak instead of "
+        f"{_bytes(plan.cost.memory.peak)}"
     )
 
 
 def origin(plan: Plan, value: int) -> Decision | None:
     """The argument that a value is a piece or another form of, if it is one's alone."""
-    flow, seen = plan.flow, set()
-    made = {v: op for op in flow.graph.ops for v in op.outputs}
-    at = {v: i for i, v in enumerate(flow.graph.arguments(len(plan.inputs)))}
+    partitioned, seen = plan.partitioned, set()
+    made = {v: op for op in partitioned.graph.ops for v in op.outputs}
+    at = {v: i for i, v in enumerate(partitioned.graph.arguments(len(plan.inputs)))}
     while value not in at:
-        sources = [v for v in made[value].inputs if math.prod(flow.graph.values[v].shape) > 1] if value in made else []
+        sources = (
+            [v for v in made[value].inputs if math.prod(partitioned.graph.values[v].shape) > 1] if value in made else []
+        )
         if len(sources) != 1 or value in seen:
             return None
         seen.add(value)
@@ -206,10 +211,10 @@ def origin(plan: Plan, value: int) -> Decision | None:
     return plan.inputs[at[value]]
 
 
-def is_constant(flow: Flow, value: int, trips: int) -> bool:
+def is_constant(partitioned: PartitionedProgram, value: int, trips: int) -> bool:
     """Whether a value in a loop that runs `trips` times is the same in every round: made of what is made outside."""
-    made = {v: op for op in flow.graph.ops for v in op.outputs}
-    inputs = set(flow.graph.inputs)
+    made = {v: op for op in partitioned.graph.ops for v in op.outputs}
+    inputs = set(partitioned.graph.inputs)
     stack, seen = [value], set()
     while stack:
         v = stack.pop()
@@ -239,24 +244,27 @@ def _distance(spec: Spec, now: Spec) -> tuple[int, int, Spec]:
     return sum(set(a) != set(b) for a, b in zip(spec, now, strict=True)), sum(map(bool, spec)), spec
 
 
-def _alike_sent(flow: Flow, wanted: Callable[[Communication], bool]) -> list[_Sent]:
+def _alike_sent(partitioned: PartitionedProgram, wanted: Callable[[Communication], bool]) -> list[_Sent]:
     """The collectives that are wanted, equal ones of a line together, those that send most first."""
     groups: dict[tuple[object, ...], list[Communication]] = {}
-    for c in flow.communications:
+    for c in partitioned.communications:
         if c.group_size > 1 and wanted(c):
-            groups.setdefault((c.kind, c.where, flow.graph.values[c.result], c.trips), []).append(c)
+            groups.setdefault((c.kind, c.where, partitioned.graph.values[c.result], c.trips), []).append(c)
     found = [
-        _Sent(tuple(same), sum(bytes_sent(c.kind, c.group_size, flow.local_bytes(c.operand)) * c.trips for c in same))
+        _Sent(
+            tuple(same),
+            sum(bytes_sent(c.kind, c.group_size, partitioned.local_bytes(c.operand)) * c.trips for c in same),
+        )
         for same in groups.values()
     ]
     return sorted(found, key=lambda sent: -sent.bytes)
 
 
-def _detours(flow: Flow) -> dict[Communication, int]:
+def _detours(partitioned: PartitionedProgram) -> dict[Communication, int]:
     """The gathers that XLA does as a last resort ("involuntary full rematerialization"), each with what is cut of it."""
-    gathers = {c.result: c for c in flow.communications if c.is_last_resort}
+    gathers = {c.result: c for c in partitioned.communications if c.is_last_resort}
     found: dict[Communication, int] = {}
-    for op in flow.graph.ops if gathers else ():
+    for op in partitioned.graph.ops if gathers else ():
         for v in op.inputs:
             if v in gathers and op.name == "all_slice":
                 found.setdefault(gathers[v], op.outputs[0])
@@ -272,7 +280,7 @@ def _at(where: str) -> str:
 
 
 def _share(size: int, plan: Plan) -> str:
-    return f"{_bytes(size)} or {size / plan.price.bytes_sent:.0%} of what a device sends"
+    return f"{_bytes(size)} or {size / plan.cost.bytes_sent:.0%} of what a device sends"
 
 
 def _bytes(size: float) -> str:

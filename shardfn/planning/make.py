@@ -9,24 +9,24 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from shardfn.cost.devices.hardware import Hardware
-from shardfn.cost.price import collectives
+from shardfn.cost.estimate import collectives
 from shardfn.cost.schedule import as_run
 from shardfn.errors import Problem, raise_problems
 from shardfn.frontend.search_options import UNBOUNDED, Wishes
 from shardfn.frontend.strategy import AUTO, Leaf
 from shardfn.frontend.trace import Traced
 from shardfn.frontend.validation import check
-from shardfn.ir.dimension_groups import Classes, dim_classes
-from shardfn.ir.model import Graph, Pin, Spec
-from shardfn.planning.answer import of_classes, of_inputs, of_pins, of_results
+from shardfn.ir.dimension_groups import DimensionGroups, dimension_groups
+from shardfn.ir.model import Graph, OpConstraint, Spec
+from shardfn.planning.answer import constraints_of, dimension_groups_of, of_inputs, of_results
 from shardfn.planning.candidates import candidates
-from shardfn.planning.constraints import anchors, held_in
 from shardfn.planning.diagnostics import advice
 from shardfn.planning.layout_rules import LayoutFile, axes_on
 from shardfn.planning.mesh_inference import Placement, expresses, finest, place
 from shardfn.planning.named_shardings import is_drawn, place_drawn
+from shardfn.planning.op_constraints import anchors, held_in
 from shardfn.planning.plan import Plan
-from shardfn.planning.propagation import Spread, kept, padded
+from shardfn.planning.propagation import Propagation, kept, padded
 from shardfn.planning.unmodelled import not_predicted, of_program
 from shardfn.planning.what_if import Study
 from shardfn.planning.workarounds import mended_finding, wrong_ops
@@ -39,7 +39,7 @@ from shardfn.search.resharding_costs import Axes
 
 
 def place_call(
-    inputs: Sequence[Leaf], outputs: Sequence[Leaf], traced: Traced, classes: Classes, hardware: Hardware,
+    inputs: Sequence[Leaf], outputs: Sequence[Leaf], traced: Traced, classes: DimensionGroups, hardware: Hardware,
     problems: list[Problem],
 ) -> Placement:  # fmt: skip
     """Validate all entries of a call, arguments and results alike, and put them on one grid; `problems` grows."""
@@ -83,22 +83,22 @@ def make_plan(
       ShardError: with everything in `problems`, which other stages may have filled before.
     """
     graph = traced.graph
-    classes = dim_classes(graph)
+    classes = dimension_groups(graph)
     placed = place_call(inputs, outputs, traced, classes, hardware, problems)
     raise_problems(problems)
     grid, specs = _grid_of(placed, inputs, outputs, traced, hardware, layout, problems)
     in_specs, out_specs = specs[: len(inputs)], specs[len(inputs) :]
     anchored = anchors(traced.jaxpr, graph)
-    flows = Spread(traced, hardware, out_specs, same_as)
-    question = _question(inputs, outputs, traced, classes, grid, in_specs, flows, hardware, level, donated,
+    propagation = Propagation(traced, hardware, out_specs, same_as)
+    question = _question(inputs, outputs, traced, classes, grid, in_specs, propagation, hardware, level, donated,
                          _safe(anchored, graph), wishes)  # fmt: skip
 
-    def inside(axes: Axes) -> tuple[Mapping[int, Pin], Sequence[str]]:
+    def inside(axes: Axes) -> tuple[Mapping[int, OpConstraint], Sequence[str]]:
         return ({}, ()) if layout is None or hardware.count == 1 else held_in(layout, anchored, graph, axes)
 
     def held(answer: Answer) -> Answer:
-        pins, _ = inside(answer.axes)
-        return dataclasses.replace(answer, pins={**answer.pins, **pins}) if pins else answer
+        constraints, _ = inside(answer.axes)
+        return dataclasses.replace(answer, constraints={**answer.constraints, **constraints}) if constraints else answer
 
     if wishes.memory_limit is not None:
         refuse_slip(question)
@@ -107,22 +107,22 @@ def make_plan(
     answer = held(search(question))
     if wishes.is_strict:
         answer = within_limit(question, answer, lambda q: held((again or search)(q)), wishes.memory_limit is not None)
-    flow, paid = question.flow_of(answer), question.price_of(answer)
+    partitioned, paid = question.partitioned_of(answer), question.evaluate_answer(answer)
     decided = of_inputs(inputs, in_specs, answer, traced, "propagated" if hardware.count == 1 else answer.source)
 
     def asked_again(changed: Sequence[Leaf], ends: Sequence[Leaf]) -> Plan:
         other = make_plan(name, changed, ends, traced, hardware=hardware, level=level, search=again or search,
                           problems=[], same_as=same_as, donated=donated, wishes=wishes)  # fmt: skip
-        if wrong := wrong_ops(other.flow):
+        if wrong := wrong_ops(other.partitioned):
             told = f"{mended_finding(wrong)}; what that costs is not in this plan"
-            other = dataclasses.replace(other, findings=(*other.findings, told))
+            other = dataclasses.replace(other, diagnostics=(*other.diagnostics, told))
         return other
 
     # Without the flows that the search has priced: they are large.
-    afresh = dataclasses.replace(question, flow=flows)
-    study = Study(afresh, answer.specs, answer.pins, answer.ends, tuple(inputs), tuple(outputs), asked_again)
-    findings = [*inside(answer.axes)[1]]
-    results = of_results(inputs, outputs, flows, answer, flow, findings)
+    afresh = dataclasses.replace(question, partition=propagation)
+    study = Study(afresh, answer.specs, answer.constraints, answer.ends, tuple(inputs), tuple(outputs), asked_again)
+    diagnostics = [*inside(answer.axes)[1]]
+    results = of_results(inputs, outputs, propagation, answer, partitioned, diagnostics)
     made = Plan(
         function=name,
         hardware=hardware,
@@ -131,13 +131,13 @@ def make_plan(
         order=placed.order,
         inputs=decided,
         outputs=results,
-        classes=of_classes(classes, inputs, outputs, traced, decided),
-        collectives=collectives(flow, as_run(flow, hardware.chip)),
-        price=paid,
+        classes=dimension_groups_of(classes, inputs, outputs, traced, decided),
+        collectives=collectives(partitioned, as_run(partitioned, hardware.chip)),
+        cost=paid,
         policy=answer.policy,
-        findings=(),
-        flow=flow,
-        constraints=of_pins(answer.pins, anchored, graph),
+        diagnostics=(),
+        partitioned=partitioned,
+        constraints=constraints_of(answer.constraints, anchored, graph),
         gap=answer.gap,
         runner_up=answer.runner_up,
         candidates=candidates(question, answer, paid),
@@ -145,9 +145,13 @@ def make_plan(
         memory_limit=wishes.memory_limit,
         study=study,
     )
-    findings += near_limit(paid.memory, question.memory_limit) if wishes.is_strict else []  # else judged as compiled
-    findings += [*answer.findings, *of_program(traced, hardware, inputs, answer.axes), *not_predicted(graph, flow)]
-    return dataclasses.replace(made, findings=(*advice(made, study), *findings))
+    diagnostics += near_limit(paid.memory, question.memory_limit) if wishes.is_strict else []  # else judged as compiled
+    diagnostics += [
+        *answer.diagnostics,
+        *of_program(traced, hardware, inputs, answer.axes),
+        *not_predicted(graph, partitioned),
+    ]
+    return dataclasses.replace(made, diagnostics=(*advice(made, study), *diagnostics))
 
 
 def _grid_of(
@@ -168,12 +172,12 @@ def _grid_of(
 
 
 def _question(
-    inputs: Sequence[Leaf], outputs: Sequence[Leaf], traced: Traced, classes: Classes, grid: Axes,
-    in_specs: Sequence[Spec | None], flows: Spread, hardware: Hardware, level: int, donated: Collection[int],
+    inputs: Sequence[Leaf], outputs: Sequence[Leaf], traced: Traced, classes: DimensionGroups, grid: Axes,
+    in_specs: Sequence[Spec | None], propagation: Propagation, hardware: Hardware, level: int, donated: Collection[int],
     can_hold: frozenset[int], wishes: Wishes,
 ) -> Question:  # fmt: skip
     """What the search is asked."""
-    graph, given, same_as = traced.graph, flows.given, flows.same_as
+    graph, given, same_as = traced.graph, propagation.given, propagation.same_as
     results = list(zip(traced.outputs, outputs, given, strict=True))
     return Question(
         names=tuple(leaf.path for leaf in inputs),
@@ -184,7 +188,7 @@ def _question(
         specs=tuple(in_specs) if hardware.count > 1 else tuple(((),) * len(leaf.shape) for leaf in inputs),
         hardware=hardware,
         level=level,
-        flow=kept(flows),
+        partition=kept(propagation),
         graph=graph,
         inputs=traced.inputs,
         results={v: padded(spec, graph, v) or () for v, _, spec in results if spec is not None},
@@ -213,7 +217,7 @@ def _in_parts(spec: Spec, parts: Mapping[str, tuple[str, ...]]) -> Spec:
     return tuple(tuple(p for axis in dim for p in parts[axis]) for dim in spec)
 
 
-def _weights(graph: Graph, classes: Classes) -> dict[int, int]:
+def _weights(graph: Graph, classes: DimensionGroups) -> dict[int, int]:
     found: dict[int, int] = {}
     for value, of in enumerate(classes.of):
         for class_ in set(of):

@@ -12,18 +12,18 @@ from typing import Any, Protocol
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardfn.cost.devices.hardware import Hardware
-from shardfn.cost.price import Price
+from shardfn.cost.estimate import Cost
 from shardfn.errors import DeviceError, StrategyError, StrategyTypeError, a, fail
 from shardfn.frontend.meshes import abstract_mesh, mesh_on, wired
 from shardfn.frontend.paths import alike, few, listed
-from shardfn.ir.model import Collective, Flow, Op
+from shardfn.ir.model import Collective, Op, PartitionedProgram
 from shardfn.layoutfile import plan_file
 from shardfn.mindspore.layout import Layout
-from shardfn.planning.decisions import Alternatives, Candidate, Constraint, Decision, DimClass
+from shardfn.planning.decisions import Alternatives, Candidate, Constraint, Decision, DimensionGroup
 from shardfn.planning.layout_rules import LayoutFile, Rule
 
 __all__ = [
-    "Alternatives", "Candidate", "Change", "Constraint", "Decision", "DimClass", "OpStrategy", "Plan", "Study", "diff",
+    "Alternatives", "Candidate", "Change", "Constraint", "Decision", "DimensionGroup", "OpStrategy", "Plan", "Study", "diff",
     "op_strategies",
 ]  # fmt: skip
 
@@ -50,12 +50,12 @@ class Plan:
     order: tuple[int, ...] | None
     inputs: tuple[Decision, ...]
     outputs: tuple[Decision, ...]
-    classes: tuple[DimClass, ...]
+    classes: tuple[DimensionGroup, ...]
     collectives: tuple[Collective, ...]
-    price: Price
+    cost: Cost
     policy: str
-    findings: tuple[str, ...]
-    flow: Flow = dataclasses.field(repr=False, compare=False)
+    diagnostics: tuple[str, ...]
+    partitioned: PartitionedProgram = dataclasses.field(repr=False, compare=False)
     constraints: tuple[Constraint, ...] = ()
     """Ops inside that are held to a layout, because propagation alone would choose another."""
     gap: float | None = None
@@ -241,16 +241,20 @@ class OpStrategy:
 
 def op_strategies(plan: Plan) -> tuple[OpStrategy, ...]:
     """Every op of the function with its cuts, in program order."""
-    flow = plan.flow
+    partitioned = plan.partitioned
 
     def operands(op: Op) -> tuple[int, ...]:  # without what the body of a `shard_map` gives back
         return op.inputs[: -len(op.outputs)] if op.name == "shard_map" else op.inputs
 
     return tuple(
         OpStrategy(
-            op.name, tuple(map(flow.shards, operands(op))), tuple(map(flow.shards, op.outputs)), op.trips, op.where
+            op.name,
+            tuple(map(partitioned.shards, operands(op))),
+            tuple(map(partitioned.shards, op.outputs)),
+            op.trips,
+            op.where,
         )
-        for op in flow.graph.ops
+        for op in partitioned.graph.ops
     )
 
 
@@ -301,9 +305,9 @@ def diff(first: Plan, second: Plan) -> tuple[Change, ...]:
     if first.constraints != second.constraints:
         changes.append(Change("ops held to a layout inside", _held(first, second), _held(second, first)))
     row("modelled time, µs", _us(first), _us(second))
-    row("bytes sent per device", f"{first.price.bytes_sent:,}", f"{second.price.bytes_sent:,}")
-    row("peak memory per device", f"{first.price.memory.peak:,}", f"{second.price.memory.peak:,}")
-    row("FLOPs per device", f"{first.price.flops:,.0f}", f"{second.price.flops:,.0f}")
+    row("bytes sent per device", f"{first.cost.bytes_sent:,}", f"{second.cost.bytes_sent:,}")
+    row("peak memory per device", f"{first.cost.memory.peak:,}", f"{second.cost.memory.peak:,}")
+    row("FLOPs per device", f"{first.cost.flops:,.0f}", f"{second.cost.flops:,.0f}")
     row("collectives", len(first.collectives), len(second.collectives))
     row("proof", proof(first.gap, first.level), proof(second.gap, second.level))
     return tuple(changes)
@@ -347,7 +351,7 @@ def proof(gap: float | None, level: int) -> str:
 
 def _us(plan: Plan) -> str:
     """Microseconds with four digits."""
-    return f"{float(f'{plan.price.time_s * 1e6:.4g}'):,.10g}"
+    return f"{float(f'{plan.cost.time_s * 1e6:.4g}'):,.10g}"
 
 
 MOST_KINDS, MOST_PLACES = 3, 2
@@ -390,13 +394,13 @@ MOST_SAID = 200
 
 def _summary(plan: Plan) -> list[str]:
     """A plan in less than 25 lines: the largest arrays stand for the rest."""
-    price = plan.price
+    cost = plan.cost
     lines = [
         f"{plan.function} on {plan.hardware.name or plan.hardware.chip.name}, "
         f"{plan.hardware.count} device{'s'[: plan.hardware.count != 1]}: grid {_grid(plan)}",
         f"level {plan.level}, {LEVELS[plan.level]}: {plan.policy}",
-        f"per device and call: {_us(plan)} µs modelled, {price.bytes_sent:,} B sent, "
-        f"{price.memory.peak:,} B at the peak, {price.flops:,.0f} FLOPs",
+        f"per device and call: {_us(plan)} µs modelled, {cost.bytes_sent:,} B sent, "
+        f"{cost.memory.peak:,} B at the peak, {cost.flops:,.0f} FLOPs",
     ]
     if any(d.source == "searched" for d in plan.inputs):
         lines.append(f"proof under the cost model: {proof(plan.gap, plan.level)}")
@@ -417,8 +421,8 @@ def _summary(plan: Plan) -> list[str]:
         lines += [f"  … {len(rows) - most} more kinds of {title}"] if len(rows) > most else []
     if plan.constraints:
         lines.append(f"{len(plan.constraints)} ops are held to layouts inside")
-    if plan.findings:
-        first, count = plan.findings[0], len(plan.findings)
+    if plan.diagnostics:
+        first, count = plan.diagnostics[0], len(plan.diagnostics)
         short = first if len(first) <= MOST_SAID else first[: MOST_SAID - 1].rstrip() + "…"
         lines.append(f"{count} findings, the first: {short}" if count > 1 else f"1 finding: {short}")
     lines.append("the whole report: shardfn.explain(plan)")

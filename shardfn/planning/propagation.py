@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from shardfn.cost.devices.hardware import Hardware
 from shardfn.frontend.trace import Traced
 from shardfn.ir import shardy
-from shardfn.ir.model import Flow, Graph, Spec
+from shardfn.ir.model import Graph, PartitionedProgram, Spec
 from shardfn.partition.partitioner import as_compiled
-from shardfn.search.problem import NO_ENDS, Ends, Flows, Pins
+from shardfn.search.problem import NO_ENDS, Ends, OpConstraints, Partitioner
 from shardfn.search.resharding_costs import Axes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Spread:
+class Propagation:
     """How layouts spread through a call's program."""
 
     traced: Traced
@@ -37,7 +37,9 @@ class Spread:
             specs[self.same_as[i]] if spec is None and i in self.same_as else spec for i, spec in enumerate(self.given)
         ]
 
-    def __call__(self, axes: Axes, specs: Sequence[Spec | None], pins: Pins, ends: Ends = NO_ENDS) -> Flow:
+    def __call__(
+        self, axes: Axes, specs: Sequence[Spec | None], constraints: OpConstraints, ends: Ends = NO_ENDS
+    ) -> PartitionedProgram:
         """The flow of a full choice: grid, arguments, ops held inside, results that lie otherwise (by position)."""
         traced, graph = self.traced, self.traced.graph
         laid = [ends.get(i, spec) for i, spec in enumerate(self.results(specs))]
@@ -45,22 +47,24 @@ class Spread:
         spread += [padded(s, graph, v) for s, v in zip(specs, traced.inputs, strict=True)]
         tokens = [None] * (len(graph.outputs) - len(laid))
         results = [padded(s, graph, v) for s, v in zip(laid, traced.outputs, strict=True)]
-        held = {graph.ops[index].site: pin for index, pin in pins.items()}
-        flow = shardy.propagate(traced.module, axes, spread, tokens + results, held, self._ready)
-        return as_compiled(flow, self.hardware.platform, self.hardware.topology)
+        held = {graph.ops[index].site: constraint for index, constraint in constraints.items()}
+        partitioned = shardy.propagate(traced.module, axes, spread, tokens + results, held, self._ready)
+        return as_compiled(partitioned, self.hardware.platform, self.hardware.topology)
 
 
-def kept(flows: Flows) -> Flows:
+def kept(propagation: Partitioner) -> Partitioner:
     """The same, which remember what they were asked."""
-    known: dict[object, Flow] = {}
+    known: dict[object, PartitionedProgram] = {}
 
-    def flow_of(axes: Axes, specs: Sequence[Spec | None], pins: Pins, ends: Ends = NO_ENDS) -> Flow:
-        key = axes, tuple(specs), tuple(pins.items()), tuple(sorted(ends.items()))
+    def partitioned_of(
+        axes: Axes, specs: Sequence[Spec | None], constraints: OpConstraints, ends: Ends = NO_ENDS
+    ) -> PartitionedProgram:
+        key = axes, tuple(specs), tuple(constraints.items()), tuple(sorted(ends.items()))
         if key not in known:
-            known[key] = flows(axes, specs, pins, ends)
+            known[key] = propagation(axes, specs, constraints, ends)
         return known[key]
 
-    return flow_of
+    return partitioned_of
 
 
 def padded(spec: Spec | None, graph: Graph, value: int) -> Spec | None:

@@ -9,7 +9,7 @@ from shardfn.cost.devices.hardware import Hardware
 from shardfn.frontend.strategy import Leaf
 from shardfn.frontend.trace import Traced
 from shardfn.ir.correspondence import pairs
-from shardfn.ir.model import Flow, Graph
+from shardfn.ir.model import Graph, PartitionedProgram
 from shardfn.partition.op_rules import WAYS
 from shardfn.search.resharding_costs import Axes
 
@@ -40,11 +40,11 @@ def of_program(traced: Traced, hardware: Hardware, inputs: Sequence[Leaf], axes:
     return found
 
 
-def not_predicted(graph: Graph, flow: Flow) -> list[str]:
+def not_predicted(graph: Graph, partitioned: PartitionedProgram) -> list[str]:
     """Ops without a rule of how XLA works on them (`graph.ways`) that are cut along a dim which they need whole, or at whose
     edges neighbours exchange."""
     found: dict[str, None] = {}
-    for _, op, at in pairs(graph, flow.graph):
+    for _, op, at in pairs(graph, partitioned.graph):
         if op.rule is None or op.name in WAYS:
             continue
         whole = op.rule.permuted | op.rule.replicated
@@ -52,7 +52,7 @@ def not_predicted(graph: Graph, flow: Flow) -> list[str]:
         if whole and any(
             axes and whole.intersection(factors)
             for dims, value in rows
-            for factors, axes in zip(dims, flow.specs[value], strict=True)
+            for factors, axes in zip(dims, partitioned.specs[value], strict=True)
         ):
             found.setdefault(f"{op.name} ({op.where})" if op.where else op.name)
     if not found:

@@ -9,17 +9,17 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from shardfn.cost.price import price
+from shardfn.cost.estimate import cost_of
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.frontend.meshes import partition_spec
 from shardfn.frontend.paths import alike, few, layer, listed, met, normal, starred
 from shardfn.frontend.strategy import Leaf, apply_parameter_plan, short
-from shardfn.ir.model import Flow, Spec
+from shardfn.ir.model import PartitionedProgram, Spec
 from shardfn.planning.decisions import Alternative, Alternatives, Decision, Figures
 from shardfn.planning.plan import Plan
 from shardfn.report.render import Part, Table, figure, to_html, to_rich, to_text, unit_of
 from shardfn.search.one_array_changes import layouts
-from shardfn.search.problem import Ends, Pins, objective
+from shardfn.search.problem import Ends, OpConstraints, objective
 from shardfn.search.problem import Problem as Question
 from shardfn.search.resharding_costs import cuts_of
 
@@ -34,12 +34,12 @@ OPS = 24_000
 class Study:
     """The question that a plan answers, how a choice flows, and how to ask anew with other entries.
 
-    `pins`, `specs` and `ends` are the plan's own; `again` makes a plan of other arguments and results.
+    `constraints`, `specs` and `ends` are the plan's own; `again` makes a plan of other arguments and results.
     """
 
     question: Question
     specs: tuple[Spec, ...]
-    pins: Pins
+    constraints: OpConstraints
     ends: Ends
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]
@@ -54,11 +54,11 @@ class Study:
                  why="it counts the cuts to price", fix="give a whole number above 0, or leave it out")  # fmt: skip
         others = sorted(layouts(planned.shape, plan.axes, planned.spec), key=lambda spec: _promise(spec, planned, plan))
         if most is None:
-            most = min(MOST, max(1, OPS // max(1, len(plan.flow.graph.ops))))
-        own = Figures.of(plan.price)
+            most = min(MOST, max(1, OPS // max(1, len(plan.partitioned.graph.ops))))
+        own = Figures.of(plan.cost)
         rated = []
         for spec in others[:most]:
-            paid = price(self.flow_with(plan, paths, spec), plan.hardware, self.question.donated)
+            paid = cost_of(self.partitioned_with(plan, paths, spec), plan.hardware, self.question.donated)
             figures = Figures.of(paid)
             row = Alternative(cuts_of(spec, plan.axes), spec, figures, figures - own)
             rated.append((objective(paid, self.question), len(rated), row))
@@ -66,11 +66,11 @@ class Study:
         left_out = tuple(cuts_of(spec, plan.axes) for spec in others[most:])
         return Shown(planned, own, rows, left_out, paths if len(paths) > 1 else ())
 
-    def flow_with(self, plan: Plan, paths: Collection[str], spec: Spec) -> Flow:
+    def partitioned_with(self, plan: Plan, paths: Collection[str], spec: Spec) -> PartitionedProgram:
         """The flow with some arrays laid out otherwise."""
         specs = [spec if d.path in paths else old for d, old in zip(plan.inputs, self.specs, strict=True)]
         results = {**self.ends, **{i: spec for i, d in enumerate(plan.outputs) if d.path in paths}}
-        return self.question.flow(plan.axes, specs, self.pins, results)
+        return self.question.partition(plan.axes, specs, self.constraints, results)
 
     def what_if(self, plan: Plan, entries: Mapping[str, Any]) -> Plan:
         """The plan with other entries (`Plan.what_if`); keys that begin with `result` speak of results."""
@@ -222,7 +222,7 @@ def with_runners_up(plan: Plan) -> Plan:
         return plan
     told = [d for d in plan.inputs if d.source == "searched"]
     groups = sorted(alike(told, lambda d: (layer(d.path), d.cuts, d.runner_up)), key=lambda g: -math.prod(g[0].shape))
-    flows = RUNNERS_UP // (1 + len(plan.flow.graph.ops))
+    flows = RUNNERS_UP // (1 + len(plan.partitioned.graph.ops))
     found: dict[str, str] = {}
     for same in groups[:flows]:
         rows = plan.why(same[0].path, min(MOST, flows // len(groups[:flows]))).rows

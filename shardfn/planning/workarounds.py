@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
 from shardfn.ir.jax_release import IS_BEFORE_12
-from shardfn.ir.model import CHANGES, Flow, Graph, Op
+from shardfn.ir.model import CHANGES, Graph, Op, PartitionedProgram
 from shardfn.ir.rewrite import bind_one, equations, inner, rebound
 from shardfn.partition.xla_bugs import is_mistaken
 
@@ -67,11 +67,11 @@ class Wrong(NamedTuple):
     kind: str = "window"
 
 
-def wrong_ops(flow: Flow) -> tuple[Wrong, ...]:
+def wrong_ops(partitioned: PartitionedProgram) -> tuple[Wrong, ...]:
     """The convolutions that XLA might compute wrongly, in value or gradient, transforms that might not run, and reductions that
     do not compile, so laid out."""
     # XLA may leave out the changes of layout around a convolution: judge it by what comes and what is wanted.
-    moves = [(op.inputs[0], op.outputs[0]) for op in flow.graph.ops if op.name in CHANGES]
+    moves = [(op.inputs[0], op.outputs[0]) for op in partitioned.graph.ops if op.name in CHANGES]
     moved_to: dict[int, int] = {}
     moved_from: dict[int, int] = {}
     for before, after in moves:
@@ -79,40 +79,45 @@ def wrong_ops(flow: Flow) -> tuple[Wrong, ...]:
     for before, after in reversed(moves):
         moved_to[before] = moved_to.get(after, after)
     found: dict[Wrong, None] = {}
-    for op in flow.graph.ops:
-        if op.name == "select_and_scatter" and _is_wrong_pooling(op, flow):
+    for op in partitioned.graph.ops:
+        if op.name == "select_and_scatter" and _is_wrong_pooling(op, partitioned):
             found.setdefault(Wrong(op.where))
-        if op.name == "reduce" and flow.platform != "tpu" and _has_no_all_reduce(op, flow):
+        if op.name == "reduce" and partitioned.platform != "tpu" and _has_no_all_reduce(op, partitioned):
             found.setdefault(Wrong(op.where, "reduction"))
-        if op.name == "fft" and flow.platform == "cpu":
-            before, after = flow.specs[moved_from.get(op.inputs[0], op.inputs[0])], flow.specs[op.inputs[0]]
+        if op.name == "fft" and partitioned.platform == "cpu":
+            before, after = (
+                partitioned.specs[moved_from.get(op.inputs[0], op.inputs[0])],
+                partitioned.specs[op.inputs[0]],
+            )
             if before[1:] != after[1:]:
                 found.setdefault(Wrong(op.where, "transform"))
         if op.convolution is None:
             continue
-        image, kernel = (flow.specs[moved_from.get(v, v)] for v in op.inputs[:2])
-        result = flow.specs[moved_to.get(op.outputs[0], op.outputs[0])]
-        window = [flow.graph.values[op.inputs[1]].shape[d] for d in op.convolution.kernel]
-        if is_mistaken(op.convolution, (image, kernel, result), window, flow.axes):
+        image, kernel = (partitioned.specs[moved_from.get(v, v)] for v in op.inputs[:2])
+        result = partitioned.specs[moved_to.get(op.outputs[0], op.outputs[0])]
+        window = [partitioned.graph.values[op.inputs[1]].shape[d] for d in op.convolution.kernel]
+        if is_mistaken(op.convolution, (image, kernel, result), window, partitioned.axes):
             found.setdefault(Wrong(op.where))
     return tuple(found)
 
 
-def _has_no_all_reduce(op: Op, flow: Flow) -> bool:
+def _has_no_all_reduce(op: Op, partitioned: PartitionedProgram) -> bool:
     """Whether partial results have to be put together in a way that XLA has no collective for."""
     is_known = op.combines in ADDED_UP or (
-        op.combines in ("and", "or") and flow.graph.values[op.inputs[0]].dtype == "i1"
+        op.combines in ("and", "or") and partitioned.graph.values[op.inputs[0]].dtype == "i1"
     )
-    return len(op.outputs) == 1 and not is_known and any(flow.shards(op.inputs[i])[d] > 1 for i, d in op.reduced)
+    return len(op.outputs) == 1 and not is_known and any(partitioned.shards(op.inputs[i])[d] > 1 for i, d in op.reduced)
 
 
-def _is_wrong_pooling(op: Op, flow: Flow) -> bool:
+def _is_wrong_pooling(op: Op, partitioned: PartitionedProgram) -> bool:
     """Whether windows that overlap by half or more run along a cut dim; in doubt, as padding may hide it, they do."""
-    operand, source = (flow.graph.values[v].shape for v in op.inputs[:2])
+    operand, source = (partitioned.graph.values[v].shape for v in op.inputs[:2])
     for tap in op.taps:
         overlap = -tap.low
         least_stride = (operand[tap.dim] - overlap) // (source[tap.dim] + 1) + 1
-        if overlap >= least_stride and (flow.specs[op.inputs[0]][tap.dim] or flow.specs[op.outputs[0]][tap.dim]):
+        if overlap >= least_stride and (
+            partitioned.specs[op.inputs[0]][tap.dim] or partitioned.specs[op.outputs[0]][tap.dim]
+        ):
             return True
     return False
 

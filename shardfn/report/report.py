@@ -133,16 +133,16 @@ def save_graphs(plan: Plan, path: str = ".") -> tuple[pathlib.Path, pathlib.Path
 
 def strategies_text(plan: Plan) -> str:
     """Every op with its cuts, one a line, in program order: what MindSpore's `step_parallel_end.ir` shows."""
-    flow, values = plan.flow, plan.flow.graph.values
+    partitioned, values = plan.partitioned, plan.partitioned.graph.values
 
     def kind(i: int) -> str:
         return str(values[i])
 
     lines = [f"# {plan.function} on {plan.hardware.name}, grid {grid_text(plan)}"]
     lines += [f"%{i} = argument {d.path}: {d.dtype}{list(d.shape)}, strategy: {d.cuts}"
-              for i, d in zip(flow.graph.arguments(len(plan.inputs)), plan.inputs, strict=True)]  # fmt: skip
-    for op in flow.graph.ops:
-        ends = [tuple(map(flow.shards, side)) for side in (op.inputs, op.outputs)]
+              for i, d in zip(partitioned.graph.arguments(len(plan.inputs)), plan.inputs, strict=True)]  # fmt: skip
+    for op in partitioned.graph.ops:
+        ends = [tuple(map(partitioned.shards, side)) for side in (op.inputs, op.outputs)]
         lines.append(
             f"{', '.join(f'%{o}' for o in op.outputs)} = {op.name}({', '.join(f'%{i}' for i in op.inputs)})"
             f"  in_strategy: {ends[0]}, out_strategy: {ends[1]}"
@@ -156,7 +156,7 @@ def strategies_text(plan: Plan) -> str:
 
 
 def _data(plan: Plan, arrivals: Sequence[str]) -> dict[str, Any]:
-    hardware, price = plan.hardware, plan.price
+    hardware, cost = plan.hardware, plan.cost
     return {
         "schema": SCHEMA,
         "function": plan.function,
@@ -174,15 +174,15 @@ def _data(plan: Plan, arrivals: Sequence[str]) -> dict[str, Any]:
             {**_sent(c), "time_s": seconds(plan, c), "cause": {"op": c.cause, "cuts": cuts}}
             for c, cuts in sorted(zip(plan.collectives, owners(plan), strict=True), key=lambda pair: -seconds(plan, pair[0]))
         ],
-        "price": {"flops": price.flops, "bytes_sent": price.bytes_sent, "compute_s": price.compute_s,
-                  "communication_s": price.communication_s, "time_s": price.time_s,
-                  "unpriced": price.unpriced},
+        "price": {"flops": cost.flops, "bytes_sent": cost.bytes_sent, "compute_s": cost.compute_s,
+                  "communication_s": cost.communication_s, "time_s": cost.time_s,
+                  "unpriced": cost.unpriced},
         "gap": plan.gap,
         "runner_up": plan.runner_up,
         "constraints": [dataclasses.asdict(c) for c in plan.constraints],
         "candidates": [dataclasses.asdict(c) for c in plan.candidates],
-        "memory": {**dataclasses.asdict(price.memory), "peak": price.memory.peak, "device": hardware.chip.memory_bytes},
-        "findings": plan.findings,
+        "memory": {**dataclasses.asdict(cost.memory), "peak": cost.memory.peak, "device": hardware.chip.memory_bytes},
+        "findings": plan.diagnostics,
         "arrivals": list(arrivals),
         "compiled": None,
     }  # fmt: skip
@@ -200,7 +200,7 @@ def _compared(found: Compiled, compared: Comparison) -> dict[str, Any]:
                   for kind, p, c in compared.kinds},
         "memory": {what: dataclasses.asdict(pair) for what, pair in compared.memory},
         "matrix_flops": dataclasses.asdict(compared.matrix_flops),
-        "findings": found.findings,
+        "findings": found.diagnostics,
         "why": compared.why,
     }  # fmt: skip
 

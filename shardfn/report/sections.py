@@ -14,11 +14,11 @@ import numpy as np
 
 from shardfn.compiled.comparison import Comparison, Tally
 from shardfn.cost.devices.hardware import used_here
-from shardfn.cost.price import collective_s, sending
+from shardfn.cost.estimate import collective_s, sending
 from shardfn.frontend.paths import alike, few, layer, starred
 from shardfn.ir.model import Collective, Spec
 from shardfn.planning.attribution import causes
-from shardfn.planning.plan import LEVELS, Decision, DimClass, Plan, op_strategies, proof
+from shardfn.planning.plan import LEVELS, Decision, DimensionGroup, Plan, op_strategies, proof
 from shardfn.planning.what_if import columns_of
 from shardfn.report.render import Drawing, Part, Placed, Text, figure, unit_of
 from shardfn.report.tables import MOST_ROWS, file_line, shape_text, spec_text, table, times
@@ -45,9 +45,9 @@ def strides(plan: Plan) -> list[tuple[str, int, int]]:
 def owners(plan: Plan) -> list[list[str]]:
     """For each collective the cuts that it is due to, the largest arrays first: those of arguments that the layouts lead to
     it (`causes`); where nothing does, those over its axes, of the arguments or else of the results."""
-    sent = [c for c, _ in sending(plan.flow)]
+    sent = [c for c, _ in sending(plan.partitioned)]
     is_own = len(sent) == len(plan.collectives)
-    found = causes(plan.flow, len(plan.inputs), sent) if is_own else [()] * len(plan.collectives)
+    found = causes(plan.partitioned, len(plan.inputs), sent) if is_own else [()] * len(plan.collectives)
     return [_owners(plan, c, pairs) for c, pairs in zip(plan.collectives, found, strict=True)]
 
 
@@ -73,7 +73,7 @@ def seconds(plan: Plan, c: Collective) -> float:
 
 
 def _headline(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
-    hardware, price = plan.hardware, plan.price
+    hardware, cost = plan.hardware, plan.cost
     at = f"on {hardware.name}"
     if not hardware.is_here:
         at = f"planned for {hardware.name} ({'a target' if used_here(hardware) else 'not here'})"
@@ -83,17 +83,21 @@ def _headline(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) 
         lines.append(f"proof under the cost model: {proof(plan.gap, plan.level)}")
     if plan.runner_up and not any(d.runner_up for d in plan.inputs):
         lines.append(f"runner-up: {plan.runner_up}")
-    unit, size = unit_of([price.memory.peak])
+    unit, size = unit_of([cost.memory.peak])
     lines += [
-        f"per device and call: {price.flops:,.0f} FLOPs, {price.bytes_sent:,} B sent, "
-        f"memory {figure(price.memory.peak / size)} {unit} estimated",
-        f"modelled time: {figure(price.compute_s * 1e6)} µs compute + {figure(price.communication_s * 1e6)} µs "
+        f"per device and call: {cost.flops:,.0f} FLOPs, {cost.bytes_sent:,} B sent, "
+        f"memory {figure(cost.memory.peak / size)} {unit} estimated",
+        f"modelled time: {figure(cost.compute_s * 1e6)} µs compute + {figure(cost.communication_s * 1e6)} µs "
         f"communication ({hardware.chip.name}: {hardware.chip.source})",
     ]
     yield Text("", tuple(lines))
-    findings = [*plan.findings, *([f"{_UNPRICED}: {', '.join(price.unpriced)}"] if price.unpriced else []), *arrivals]
-    if findings:
-        yield Text("Findings", tuple(findings))
+    diagnostics = [
+        *plan.diagnostics,
+        *([f"{_UNPRICED}: {', '.join(cost.unpriced)}"] if cost.unpriced else []),
+        *arrivals,
+    ]
+    if diagnostics:
+        yield Text("Findings", tuple(diagnostics))
 
 
 _UNPRICED = "no cost rule, charged for the bytes that they move"
@@ -111,7 +115,7 @@ def _candidates(plan: Plan, arrivals: Sequence[str], compared: Comparison | None
 
 def _grid(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
     rows = []
-    used = {axis.partition(":")[0] for spec in plan.flow.specs for dim in spec for axis in dim}
+    used = {axis.partition(":")[0] for spec in plan.partitioned.specs for dim in spec for axis in dim}
     for name, size, stride in strides(plan):
         walk = ", ".join(str(i * stride) for i in range(min(size, 4))) + (", …" if size > 4 else "")
         carried = [c.name for c in plan.classes if name in c.axes]
@@ -173,7 +177,7 @@ def _reason(d: Decision) -> tuple[str, str]:
 
 
 def _classes(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
-    def key(c: DimClass) -> Any:
+    def key(c: DimensionGroup) -> Any:
         return layer(c.name), c.size, c.axes, tuple(map(layer, c.members))
 
     rows = []
@@ -250,7 +254,7 @@ def _open(spec: Spec | None) -> str:
 
 
 def _memory(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
-    memory, whole = plan.price.memory, plan.hardware.chip.memory_bytes
+    memory, whole = plan.cost.memory, plan.hardware.chip.memory_bytes
     unit, size = unit_of([memory.peak])
     sizes = (("arguments", memory.arguments), ("results", memory.results), ("temporaries, estimated", memory.temporaries),
              ("all at once, estimated", memory.peak))  # fmt: skip

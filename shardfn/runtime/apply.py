@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from shardfn.frontend.meshes import abstract_mesh, mesh_on, partition_spec
 from shardfn.planning import mesh_inference
-from shardfn.planning.constraints import held
+from shardfn.planning.op_constraints import held
 from shardfn.planning.plan import Decision, Plan
 
 

@@ -47,12 +47,12 @@ def make_entry(program: Program) -> Entry:
       ShardError: all that is wrong with the call.
     """
     question, answer, found = program.question(program.find)
-    if program.options.finalists > 1 and question.is_open:
+    if program.options.compile_candidates > 1 and question.is_open:
         found = best_compiled(program, question, answer)
     made = found.plan
     if told := idle(made, algorithm_of(program.current)):
         warn(told)
-        made = dataclasses.replace(made, findings=(*made.findings, told))
+        made = dataclasses.replace(made, diagnostics=(*made.diagnostics, told))
     made = dataclasses.replace(made, verifier=program.verifier(found))
     found = dataclasses.replace(found, plan=made)
     current = program.current
@@ -90,8 +90,8 @@ def best_compiled(program: Program, question: Question, answer: Answer) -> Laid:
         found = laid(one)
         return program.verifier(found).compiled(found.plan, quick=True)
 
-    is_right = lambda c: not wrong_ops(question.flow_of(c))  # noqa: E731
-    entered = candidates.answers(question, levels, more, program.options.finalists, is_right)
+    is_right = lambda c: not wrong_ops(question.partitioned_of(c))  # noqa: E731
+    entered = candidates.answers(question, levels, more, program.options.compile_candidates, is_right)
     source = str(program.traced.module)
     judged, ran, left_out = [], [], []
     for name, one in entered:
@@ -110,5 +110,5 @@ def best_compiled(program: Program, question: Question, answer: Answer) -> Laid:
     if limited:
         candidates.check(judged[at], len(judged), question.memory_limit)
     winner = laid(ran[at])
-    findings = (*winner.plan.findings, told, *map(str, left_out))
-    return dataclasses.replace(winner, plan=dataclasses.replace(winner.plan, findings=findings))
+    diagnostics = (*winner.plan.diagnostics, told, *map(str, left_out))
+    return dataclasses.replace(winner, plan=dataclasses.replace(winner.plan, diagnostics=diagnostics))

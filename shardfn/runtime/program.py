@@ -87,18 +87,18 @@ class Program:
           ShardError: all that is wrong with the call.
         """
         first, made = self._planned(self.traced, find)
-        if not (wrong := wrong_ops(made.flow)):
+        if not (wrong := wrong_ops(made.partitioned)):
             return Laid(made, self.on, self.traced)
         mended = lambda grid: made_whole(self.on(grid), grid.mesh, wrong, self.statics)  # noqa: E731
         again = trace(mended(whole(made)), self.shapes, self.statics, self.hardware.platform)
         question, answer = first
         # Its ops have other numbers there, and it does not cost there what was told.
-        kept = dataclasses.replace(answer, pins={}, runner_up="")
+        kept = dataclasses.replace(answer, constraints={}, runner_up="")
         _, made = self._planned(again, lambda problem: better(problem, kept, find(problem), answer))
         other = None if is_chosen else unmended(question, answer, *_aside(question, find))
-        if other and objective(other.price, question) < objective(made.price, question):
+        if other and objective(other.cost, question) < objective(made.cost, question):
             return self.laid(lambda _: rightly(answer, other), is_chosen=True)
-        made = dataclasses.replace(made, findings=(*made.findings, mended_finding(wrong)))
+        made = dataclasses.replace(made, diagnostics=(*made.diagnostics, mended_finding(wrong)))
         return Laid(made, mended, again)
 
     def question(self, find: Search) -> tuple[Question, Answer, Laid]:
@@ -200,13 +200,13 @@ def better(problem: Question, kept: Answer, found: Answer, at_first: Answer) -> 
     that does not hold ops as they were."""
     if found is at_first:
         return kept
-    right = [a for a in (kept, sound(problem, found)) if not wrong_ops(problem.flow_of(a))]
-    return min(right or [kept], key=lambda a: objective(problem.price_of(a), problem))
+    right = [a for a in (kept, sound(problem, found)) if not wrong_ops(problem.partitioned_of(a))]
+    return min(right or [kept], key=lambda a: objective(problem.evaluate_answer(a), problem))
 
 
 def sound(problem: Question, answer: Answer) -> Answer:
     """An answer, or the best of what else was priced, if there is any, where XLA would get an op of it wrong."""
-    other = unmended(problem, answer) if wrong_ops(problem.flow_of(answer)) else None
+    other = unmended(problem, answer) if wrong_ops(problem.partitioned_of(answer)) else None
     return rightly(answer, other) if other else answer
 
 
@@ -222,8 +222,8 @@ def rightly(answer: Answer, other: Candidate) -> Answer:
 
 def unmended(problem: Question, answer: Answer, *more: Candidate) -> Candidate | None:
     """The best of what else was priced, and of `more`, in which XLA computes all ops rightly."""
-    every = sorted((*answer.others, *more), key=lambda c: objective(c.price, problem))
-    return next((c for c in every if not wrong_ops(problem.flow_of(c))), None)
+    every = sorted((*answer.others, *more), key=lambda c: objective(c.cost, problem))
+    return next((c for c in every if not wrong_ops(problem.partitioned_of(c))), None)
 
 
 def _aside(problem: Question, find: Search) -> tuple[Candidate, ...]:

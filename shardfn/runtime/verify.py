@@ -170,7 +170,7 @@ def _refused(plan: Plan, of: Target, why: str) -> NoReturn:
     if "RESOURCE_EXHAUSTED" in why:
         said = why[max(0, why.find("Ran out of memory")) :].split("\n")[0]
         fail(StrategyError, f"`{plan.function}`, as compiled, does not fit on {plan.hardware.name}", where=where,
-             why=f"{said} Predicted were {plan.price.memory.peak / 2**30:.2f}G in all.",
+             why=f"{said} Predicted were {plan.cost.memory.peak / 2**30:.2f}G in all.",
              fix="plan with level=1, for more devices, or with a lower memory_limit")  # fmt: skip
     if of.platform == "tpu" and "opology" in why:
         fail(DeviceError, f"the TPU compiler refuses the topology {of.name}", where=where, why=why.split("\n")[0],

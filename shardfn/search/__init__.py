@@ -36,7 +36,7 @@ MODES: dict[str, Search] = {
 def register(name: str, search: Search) -> None:
     """Make a search of your own known by a name, for `search_mode`, here and in the context.
 
-    It takes a `Problem` and gives an `Answer`; `Problem.price` prices what it tries.
+    It takes a `Problem` and gives an `Answer`; `Problem.evaluate` prices what it tries.
 
     >>> register("mine", MODES["sharding_propagation"])
     >>> "mine" in MODES

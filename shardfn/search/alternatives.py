@@ -34,28 +34,28 @@ def bettered(problem: Problem, own: Answer, alone: Alone) -> Answer:
     if problem.seconds_left <= 0:
         return own
     first = problem.as_candidate("this search's", own)
-    rank = objective(first.price, problem)
+    rank = objective(first.cost, problem)
     is_least = problem.level == 0 and not any((rank.over, *rank.aim))  # sends nothing, and all devices work
     elsewhere = [] if is_least else list(_elsewhere(problem, first, alone))
-    best = min((first, *(c for of_level in elsewhere for c in of_level)), key=lambda c: objective(c.price, problem))
+    best = min((first, *(c for of_level in elsewhere for c in of_level)), key=lambda c: objective(c.cost, problem))
     rest = sorted(
-        (first, *(of_level[0] for of_level in elsewhere)), key=lambda c: objective(c.price, problem), reverse=True
+        (first, *(of_level[0] for of_level in elsewhere)), key=lambda c: objective(c.cost, problem), reverse=True
     )
     starts = list(({_sizes(c): c for c in rest} | {_sizes(best): best}).values())
     ends = [improved(problem, start) for start in starts]
-    start, best = min(zip(starts, ends, strict=True), key=lambda pair: objective(pair[1].price, problem))
-    if problem.level == 1 and best.price.memory.peak < LESS * start.price.memory.peak and problem.seconds_left > 0:
+    start, best = min(zip(starts, ends, strict=True), key=lambda pair: objective(pair[1].cost, problem))
+    if problem.level == 1 and best.cost.memory.peak < LESS * start.cost.memory.peak and problem.seconds_left > 0:
         start, best = _lessened(problem, start, best, alone)
-    if best is first or is_as_good(objective(first.price, problem), objective(best.price, problem)):
+    if best is first or is_as_good(objective(first.cost, problem), objective(best.cost, problem)):
         return own
     before = [first] if start is first else [start, first]
-    others = sorted((c for c in (*before, *own.others) if c is not best), key=lambda c: objective(c.price, problem))
+    others = sorted((c for c in (*before, *own.others) if c is not best), key=lambda c: objective(c.cost, problem))
     return _told(problem, own, first, start, best, others)
 
 
 def _elsewhere(problem: Problem, first: Candidate, alone: Alone) -> Iterator[list[Candidate]]:
     """What other levels find; level 0, where level 1 asks it, within ever a little less memory than is held already."""
-    held = first.price.memory.peak
+    held = first.cost.memory.peak
     for level, times in problem.scope.beside:
         is_tight = (problem.level, level) == (1, 0)
         for _ in range(times):
@@ -63,7 +63,7 @@ def _elsewhere(problem: Problem, first: Candidate, alone: Alone) -> Iterator[lis
                 return
             asked = _within_less(problem, level, held) if is_tight else dataclasses.replace(problem, level=level)
             yield (found := _of_level(asked, alone))
-            least = min(one.price.memory.peak for one in found)
+            least = min(one.cost.memory.peak for one in found)
             if least >= held:
                 break
             held = least
@@ -72,10 +72,10 @@ def _elsewhere(problem: Problem, first: Candidate, alone: Alone) -> Iterator[lis
 def _lessened(problem: Problem, start: Candidate, best: Candidate, alone: Alone) -> tuple[Candidate, Candidate]:
     """What level 0 finds within less memory than the best holds with one array changed, and this with one array changed, if it
     holds less: what stood beside was looked for before any was changed. Asked where that change was worth something."""
-    asked = dataclasses.replace(problem, level=0, memory_limit=float(best.price.memory.peak - 1))
+    asked = dataclasses.replace(problem, level=0, memory_limit=float(best.cost.memory.peak - 1))
     again = _of_level(asked, alone)[0]
     other = improved(problem, again)
-    return (again, other) if other.price.memory.peak < best.price.memory.peak else (start, best)
+    return (again, other) if other.cost.memory.peak < best.cost.memory.peak else (start, best)
 
 
 def _within_less(problem: Problem, level: int, held: float) -> Problem:
@@ -88,13 +88,13 @@ def squeezed(problem: Problem, own: Answer, alone: Alone) -> Answer:
     just missed, a search for it tries more than one for the least."""
     if problem.is_rough:
         return own
-    best, least = own, problem.price_of(own).memory.peak
+    best, least = own, problem.evaluate_answer(own).memory.peak
     for level, times in problem.scope.for_less:
         for _ in range(times):
             if problem.seconds_left <= 0:
                 break
             other = asked_once(_within_less(problem, level, least), alone)
-            held = problem.price_of(other).memory.peak
+            held = problem.evaluate_answer(other).memory.peak
             if held >= least:
                 break
             best, least = other, held
@@ -118,10 +118,10 @@ def crossed(problem: Problem, own: Answer, alone: Alone) -> Answer:
     if own.is_doubtful or problem.only_flows_know:
         asked.append(dataclasses.replace(problem, level=other_level(problem.level)))
     if problem.level == 0 and is_gpu(problem.hardware.platform):
-        asked.append(_within_less(problem, 0, first.price.memory.peak))
+        asked.append(_within_less(problem, 0, first.cost.memory.peak))
     made = [c for one in asked for c in _of_level(one, alone)]
-    best = min(made, key=lambda c: objective(c.price, problem), default=first)
-    if objective(best.price, problem) >= objective(first.price, problem):
+    best = min(made, key=lambda c: objective(c.cost, problem), default=first)
+    if objective(best.cost, problem) >= objective(first.cost, problem):
         return own
     return _told(problem, own, first, best, best, [first, *own.others])
 
@@ -162,6 +162,6 @@ def _told(
         for reason, one, two in zip(own.reasons, first.specs, best.specs, strict=True)
     )
     return dataclasses.replace(
-        own, axes=best.axes, specs=best.specs, pins=best.pins, ends=best.ends, reasons=reasons, policy=policy,
+        own, axes=best.axes, specs=best.specs, constraints=best.constraints, ends=best.ends, reasons=reasons, policy=policy,
         runner_up=runner_up(best, others), runners_up=(), gap=None, others=tuple(others),
     )  # fmt: skip

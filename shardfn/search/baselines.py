@@ -11,11 +11,11 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from shardfn.cost.op_kinds import ELEMENTWISE
-from shardfn.ir.model import PRODUCTS, Pin, Spec
+from shardfn.ir.model import PRODUCTS, OpConstraint, Spec
 from shardfn.partition.resharding import divisors
 from shardfn.search.filters import keeps
 from shardfn.search.graph_facts import bytes_of
-from shardfn.search.problem import Candidate, Pins, Problem, objective
+from shardfn.search.problem import Candidate, OpConstraints, Problem, objective
 from shardfn.search.resharding_costs import Axes
 
 HASTY = 4
@@ -43,7 +43,9 @@ def candidates(
     """
     if problem.axes or not problem.is_open:
         return ()
-    every = {(one.axes, one.specs, tuple(one.pins.items())): one for one in reversed(list(_layouts(problem, pairs)))}
+    every = {
+        (one.axes, one.specs, tuple(one.constraints.items())): one for one in reversed(list(_layouts(problem, pairs)))
+    }
     layouts = list(every.values())[::-1]
     if problem.level == 1:
         layouts.sort(key=lambda one: promised(problem, one))
@@ -55,12 +57,12 @@ def candidates(
             break
         cut = one.axes, *one.cut.items()
         if not is_far.get(cut) and (problem.level != 1 or held(problem, one) < below):
-            made = problem.candidate(one.name, one.axes, one.specs, one.pins)
-            is_far.setdefault(cut, made.price.time_s > FAR * fastest)
-            if keeps(problem.flow_of(made), problem.algorithm):
+            made = problem.candidate(one.name, one.axes, one.specs, one.constraints)
+            is_far.setdefault(cut, made.cost.time_s > FAR * fastest)
+            if keeps(problem.partitioned_of(made), problem.algorithm):
                 found.append(made)
-                below = min(below, made.price.memory.peak)
-    return tuple(sorted(found, key=lambda c: objective(c.price, problem)))
+                below = min(below, made.cost.memory.peak)
+    return tuple(sorted(found, key=lambda c: objective(c.cost, problem)))
 
 
 def of_batch(problem: Problem, every: bool = True) -> tuple[Candidate, ...]:
@@ -71,8 +73,8 @@ def of_batch(problem: Problem, every: bool = True) -> tuple[Candidate, ...]:
     found: dict[tuple[Spec, ...], Candidate] = {}
     for one in _of_batch(problem):
         if (every or one.pieces is Pieces.ALL) and one.specs not in found and problem.seconds_left > 0:
-            made = problem.candidate(one.name, one.axes, one.specs, one.pins)
-            if keeps(problem.flow_of(made), problem.algorithm):
+            made = problem.candidate(one.name, one.axes, one.specs, one.constraints)
+            if keeps(problem.partitioned_of(made), problem.algorithm):
                 found[one.specs] = made
     return tuple(found.values())
 
@@ -91,10 +93,10 @@ def in_haste(problem: Problem) -> tuple[Candidate, ...]:
         return ()
     found: list[Candidate] = []
     for one in itertools.islice(itertools.chain(_of_batch(problem), _layouts(problem, pairs=False)), HASTY):
-        made = problem.candidate(one.name, one.axes, one.specs, one.pins)
-        if keeps(problem.flow_of(made), problem.algorithm):
+        made = problem.candidate(one.name, one.axes, one.specs, one.constraints)
+        if keeps(problem.partitioned_of(made), problem.algorithm):
             found.append(made)
-            if made.price.memory.peak <= problem.memory_limit:
+            if made.cost.memory.peak <= problem.memory_limit:
                 break
     return tuple(found)
 
@@ -122,7 +124,7 @@ class Layout:
     axes: Axes
     cut: Mapping[int, str]
     specs: tuple[Spec, ...]
-    pins: Pins
+    constraints: OpConstraints
     pieces: Pieces | None = None
 
 
@@ -202,7 +204,7 @@ def _each(problem: Problem, axes: Axes, cut: Mapping[int, str], with_large: bool
     sizes, every = dict(axes), tuple(name for name, _ in axes)
     name = ", ".join(f"{_name(problem, c)} cut {sizes[axis]} ways" for c, axis in cut.items())
     yield Layout(name, axes, cut, _laid(problem, axes, cut), {})
-    pins = _pins(problem, axes, cut)
+    constraints = _pins(problem, axes, cut)
     kinds = (
         [(Pieces.STATE, every[:1])] * any(is_state(problem))
         + [(Pieces.SIZEABLE, every)] * with_large
@@ -211,20 +213,20 @@ def _each(problem: Problem, axes: Axes, cut: Mapping[int, str], with_large: bool
     for pieces, over in dict.fromkeys(kinds):
         count = math.prod(sizes[axis] for axis in over)
         laid = _laid(problem, axes, cut, pieces, over)
-        yield Layout(f"{name}, {pieces.value} in {count} pieces", axes, cut, laid, pins, pieces)
+        yield Layout(f"{name}, {pieces.value} in {count} pieces", axes, cut, laid, constraints, pieces)
 
 
-def _pins(problem: Problem, axes: Axes, cut: Mapping[int, str]) -> Pins:
+def _pins(problem: Problem, axes: Axes, cut: Mapping[int, str]) -> OpConstraints:
     """Products and look-ups whose results have a dim of a class are held to its cut: pieces would lead propagation
     astray."""
-    pins: dict[int, Pin] = {}
+    constraints: dict[int, OpConstraint] = {}
     for index, op in enumerate(problem.graph.ops):
         if index in problem.can_hold and op.name in _PINNED:
             rows = [(problem.graph.values[v].shape, problem.tied[v]) for v in op.outputs]
             results = tuple(along(shape, classes, axes, cut, ()) for shape, classes in rows)
             if any(map(any, results)):
-                pins[index] = Pin((None,) * len(op.inputs), results)
-    return pins
+                constraints[index] = OpConstraint((None,) * len(op.inputs), results)
+    return constraints
 
 
 _PINNED = PRODUCTS | {"gather"}

@@ -6,9 +6,9 @@ from __future__ import annotations
 import math
 
 from shardfn.ir.correspondence import pairs
-from shardfn.ir.model import Flow, Graph, Op, Pin, Rule, Spec
+from shardfn.ir.model import Graph, Op, OpConstraint, PartitionedProgram, Rule, Spec
 from shardfn.search.feasibility import fits_nowhere
-from shardfn.search.problem import Candidate, Pins, Problem, objective
+from shardfn.search.problem import Candidate, OpConstraints, Problem, objective
 
 CRUMB = 1e-4
 """Of the memory of a device: arguments that hold less together are not worth a flow of a program that is not small."""
@@ -17,29 +17,34 @@ CRUMB = 1e-4
 def let_go(problem: Problem, best: Candidate, is_last: bool = False) -> Candidate:
     """The same without the pins that propagation does not need, if the flow stays as good. Of what `is_last`, the one that
     was taken, at level 2 of programs that are not small, only where a single flow may do it: the plan stays as good."""
-    if not best.pins or problem.seconds_left <= 0:
+    if not best.constraints or problem.seconds_left <= 0:
         return best
     is_quick = is_last and problem.is_frugal
-    is_lost = is_quick and best.price.memory.peak > problem.memory_limit and fits_nowhere(problem)
-    is_held = any(spec is not None for pin in best.pins.values() for spec in pin.operands)  # which was better than less
+    is_lost = is_quick and best.cost.memory.peak > problem.memory_limit and fits_nowhere(problem)
+    is_held = any(
+        spec is not None for constraint in best.constraints.values() for spec in constraint.operands
+    )  # which was better than less
     if is_lost or (is_quick and is_held) or ((is_quick or problem.is_large) and gathers(problem, best)):
         return best
-    aim = objective(best.price, problem)
-    alone = problem.again(best, pins={})
-    if objective(alone.price, problem) <= aim and not problem.algorithm.fully_use_devices:
+    aim = objective(best.cost, problem)
+    alone = problem.again(best, constraints={})
+    if objective(alone.cost, problem) <= aim and not problem.algorithm.fully_use_devices:
         return alone  # but for that rule, which propagation does not know
     if problem.is_large:
         return best
-    ends = {index: Pin((None,) * len(pin.operands), pin.results) for index, pin in best.pins.items()}
-    loose = problem.again(best, pins=ends)
-    if objective(loose.price, problem) < aim:  # as the op reads its operands, they are best changed elsewhere
-        best, aim = loose, objective(loose.price, problem)
+    ends = {
+        index: OpConstraint((None,) * len(constraint.operands), constraint.results)
+        for index, constraint in best.constraints.items()
+    }
+    loose = problem.again(best, constraints=ends)
+    if objective(loose.cost, problem) < aim:  # as the op reads its operands, they are best changed elsewhere
+        best, aim = loose, objective(loose.cost, problem)
     if is_quick:  # a further flow costs more than the pins do
         return best
-    agreed = agreeing(problem.graph, problem.flow(best.axes, best.specs, {}, best.ends), best.pins)
-    needed = {index: pin for index, pin in best.pins.items() if index not in agreed}
-    fewer = problem.again(best, pins=needed)
-    return fewer if objective(fewer.price, problem) <= aim else best
+    agreed = agreeing(problem.graph, problem.partition(best.axes, best.specs, {}, best.ends), best.constraints)
+    needed = {index: constraint for index, constraint in best.constraints.items() if index not in agreed}
+    fewer = problem.again(best, constraints=needed)
+    return fewer if objective(fewer.cost, problem) <= aim else best
 
 
 def gathers(problem: Problem, best: Candidate) -> bool:
@@ -47,22 +52,22 @@ def gathers(problem: Problem, best: Candidate) -> bool:
     hand the cut on to the op's results and from there to all else, and its flow is another one."""
     lies = dict(zip(problem.inputs, best.specs, strict=True))
     return any(
-        v in lies and _is_gathered(problem.graph.ops[index].rule, position, lies[v], pin)
-        for index, pin in best.pins.items()
+        v in lies and _is_gathered(problem.graph.ops[index].rule, position, lies[v], constraint)
+        for index, constraint in best.constraints.items()
         for position, v in enumerate(problem.graph.ops[index].inputs)
     )
 
 
-def _is_gathered(rule: Rule | None, position: int, lies: Spec, pin: Pin) -> bool:
+def _is_gathered(rule: Rule | None, position: int, lies: Spec, constraint: OpConstraint) -> bool:
     """Whether a cut of an operand is neither read so, nor summed over, nor found in a result."""
-    laid = pin.operands[position]
+    laid = constraint.operands[position]
     if laid is not None:
         return not {a for dim in lies for a in dim} <= {a for dim in laid for a in dim}
-    if rule is None or None in pin.results:
+    if rule is None or None in constraint.results:
         return False
     cut = {
         (factor, axis)
-        for dims, spec in zip(rule.results, pin.results, strict=True)
+        for dims, spec in zip(rule.results, constraint.results, strict=True)
         for factors, axes in zip(dims, spec or (), strict=True)
         for factor in factors
         for axis in axes
@@ -77,15 +82,15 @@ def _is_gathered(rule: Rule | None, position: int, lies: Spec, pin: Pin) -> bool
 def as_sliced(problem: Problem, best: Candidate) -> Candidate:
     """The same with each open argument that the flow slices before anything else reads it laid out so from the start, if
     that is better; at level 2 of programs that are not small, if they are worth a flow."""
-    flow = problem.flow_of(best)
-    inputs = flow.graph.arguments(len(best.specs))
+    partitioned = problem.partitioned_of(best)
+    inputs = partitioned.graph.arguments(len(best.specs))
     readers: dict[int, list[Op]] = {value: [] for value in inputs}
-    for op in flow.graph.ops:
+    for op in partitioned.graph.ops:
         for value in set(op.inputs) & readers.keys():
             readers[value].append(op)
     sizes, specs = dict(best.axes), list(best.specs)
     for i, value in enumerate(inputs):
-        found = {flow.specs[op.outputs[0]] for op in readers[value] if op.name == "all_slice"}
+        found = {partitioned.specs[op.outputs[0]] for op in readers[value] if op.name == "all_slice"}
         if problem.specs[i] is None and len(found) == 1 and all(op.name == "all_slice" for op in readers[value]):
             (spec,) = found
             laid, shape = spec[: len(problem.shapes[i])], problem.shapes[i]
@@ -94,18 +99,20 @@ def as_sliced(problem: Problem, best: Candidate) -> Candidate:
             ):
                 specs[i] = laid
     changed = [v for v, was, now in zip(inputs, best.specs, specs, strict=True) if was != now]
-    worth = CRUMB * best.price.memory.peak if problem.is_frugal else 0
-    if not changed or sum(map(flow.local_bytes, changed)) < worth:
+    worth = CRUMB * best.cost.memory.peak if problem.is_frugal else 0
+    if not changed or sum(map(partitioned.local_bytes, changed)) < worth:
         return best
     laid = problem.again(best, specs=tuple(specs))
-    return laid if objective(laid.price, problem) <= objective(best.price, problem) else best
+    return laid if objective(laid.cost, problem) <= objective(best.cost, problem) else best
 
 
-def agreeing(graph: Graph, flow: Flow, pins: Pins) -> frozenset[int]:
+def agreeing(graph: Graph, partitioned: PartitionedProgram, constraints: OpConstraints) -> frozenset[int]:
     """The pinned ops, by index, that a flow lays out as their pins want."""
 
-    def agrees(pin: Pin, op: Op) -> bool:
-        rows = zip((*pin.operands, *pin.results), (*op.inputs, *op.outputs), strict=True)
-        return all(spec is None or spec == flow.specs[value] for spec, value in rows)
+    def agrees(constraint: OpConstraint, op: Op) -> bool:
+        rows = zip((*constraint.operands, *constraint.results), (*op.inputs, *op.outputs), strict=True)
+        return all(spec is None or spec == partitioned.specs[value] for spec, value in rows)
 
-    return frozenset(i for i, _, laid in pairs(graph, flow.graph) if i in pins and agrees(pins[i], laid))
+    return frozenset(
+        i for i, _, laid in pairs(graph, partitioned.graph) if i in constraints and agrees(constraints[i], laid)
+    )

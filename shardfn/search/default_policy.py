@@ -76,8 +76,8 @@ def one_class(problem: Problem) -> Answer:
     for class_ in sorted(heaviest):
         answer = _cut_class(problem, class_)
         if answer is not None:
-            price = problem.price(*answer, {})
-            rated.append((objective(price, problem), len(rated), class_, answer, price))
+            cost = problem.evaluate(*answer, {})
+            rated.append((objective(cost, problem), len(rated), class_, answer, cost))
     if not rated:
         specs = tuple(spec if spec is not None else ((),) * len(s)
                       for spec, s in zip(problem.specs, problem.shapes, strict=True))  # fmt: skip
@@ -86,7 +86,7 @@ def one_class(problem: Problem) -> Answer:
         return Answer(axes, specs, tuple("" if s is not None else whole for s in problem.specs),
                       "replicate: nothing can be cut")  # fmt: skip
     rated.sort(key=lambda r: r[:2])
-    _, _, class_, (axes, specs), price = rated[0]
+    _, _, class_, (axes, specs), cost = rated[0]
     what = _class_name(problem, class_)
     reasons = tuple(
         "" if given is not None else f"cuts {what}" if any(spec) else f"whole: it has no dim of {what}"
@@ -95,7 +95,7 @@ def one_class(problem: Problem) -> Answer:
     runner = ""
     if len(rated) > 1:
         other = rated[1]
-        runner = f"{_class_name(problem, other[2])}: {figures(other[4])} against {figures(price)}"
+        runner = f"{_class_name(problem, other[2])}: {figures(other[4])} against {figures(cost)}"
     policy = f"cheapest of {len(rated)} single dim classes at level {problem.level}: {what}"
     return Answer(axes, specs, reasons, policy, runner)
 

@@ -89,8 +89,8 @@ def on_grid(problem: Problem, axes: Axes, budget: Budget, chosen: Sequence[Array
         labels, lost = asked()
         yield from _possible(dataclasses.replace(solved(in_pieces(labels, space), lost, True), kind=1))
         sends = solved(in_pieces(asked(SPREADS[0], 0)[0], space), 0.0, True)
-        priced = dataclasses.replace(sends.solution, cost=cost_of(labels, sends.solution.choice))
-        yield from _possible(dataclasses.replace(sends, labels=labels, solution=priced, kind=2))
+        evaluated = dataclasses.replace(sends.solution, cost=cost_of(labels, sends.solution.choice))
+        yield from _possible(dataclasses.replace(sends, labels=labels, solution=evaluated, kind=2))
         least = least_peak(labels, budget.part(), STEPS)
         if least is not None:
             near = Found(axes, space, labels, _of_least(least, labels))
@@ -139,8 +139,8 @@ def turned(problem: Problem, found: Found, budget: Budget) -> Iterator[Found]:
     for asked, cut in ((labels, False), (in_pieces(labels, found.space), True)):
         solution = solve(asked, budget.part(work=WITHIN), FIRST)
         cost = cost_of(found.labels, solution.choice)
-        priced = dataclasses.replace(solution, cost=cost, bound=found.solution.bound, proved=False)
-        yield from _possible(dataclasses.replace(found, solution=priced, is_in_pieces=cut or found.is_in_pieces))
+        evaluated = dataclasses.replace(solution, cost=cost, bound=found.solution.bound, proved=False)
+        yield from _possible(dataclasses.replace(found, solution=evaluated, is_in_pieces=cut or found.is_in_pieces))
 
 
 def mending(budget: Budget) -> Mend:
@@ -160,7 +160,7 @@ def mended(problem: Problem, found: Found, made: Candidate, budget: Budget) -> I
         pieces = in_pieces(found.labels, found.space)
         solution = solve(pieces, budget.part(), EFFORT)
         yield from _possible(dataclasses.replace(found, labels=pieces, solution=solution, is_in_pieces=True))
-    limit = 0.98 * problem.memory_limit / made.price.memory.peak * found.peak
+    limit = 0.98 * problem.memory_limit / made.cost.memory.peak * found.peak
     yield _within(found, limit, budget.part(work=WITHIN))
 
 

@@ -27,7 +27,7 @@ def told(
         policy += f"; {LINE}" if best.is_in_line else ""
         reason = "the optimum of all ops together"
     reasons = tuple("" if given is not None else reason for given in problem.specs)
-    return Answer(best.axes, best.specs, reasons, policy, pins=best.pins, gap=gap, ends=best.ends,
+    return Answer(best.axes, best.specs, reasons, policy, constraints=best.constraints, gap=gap, ends=best.ends,
                   runners_up=() if at is None else runners_up(problem, at))  # fmt: skip
 
 

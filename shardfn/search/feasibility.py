@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardfn.cost.memory.live_ranges import memory
-from shardfn.ir.model import Flow
+from shardfn.ir.model import PartitionedProgram
 from shardfn.search.problem import Problem
 
 ROUGH, SURE = 0.8, 0.95
@@ -26,10 +26,12 @@ def even_share(problem: Problem, as_run: bool = False) -> float:
     shares = problem.memo.shares
     if as_run not in shares:
         if as_run:
-            peak = problem.price((("a", 1),), tuple(((),) * len(shape) for shape in problem.shapes), {}).memory.peak
+            peak = problem.evaluate((("a", 1),), tuple(((),) * len(shape) for shape in problem.shapes), {}).memory.peak
         else:
             graph = problem.graph
-            whole = Flow(graph, tuple(((),) * len(v.shape) for v in graph.values), {}, (), problem.hardware.platform)
+            whole = PartitionedProgram(
+                graph, tuple(((),) * len(v.shape) for v in graph.values), {}, (), problem.hardware.platform
+            )
             peak = memory(whole, problem.donated, problem.hardware.chip).peak
         shares[as_run] = peak / problem.devices
     return shares[as_run]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from shardfn.ir.model import Flow, Graph, axis_size
+from shardfn.ir.model import Graph, PartitionedProgram, axis_size
 from shardfn.search.label_tables import Space
 from shardfn.search.op_labels import NOWHERE
 from shardfn.search.problem import Algorithm
@@ -71,21 +71,21 @@ def loosened(solution: Solution, lost: float) -> Solution:
     return dataclasses.replace(solution, bound=solution.bound - lost, proved=False) if lost else solution
 
 
-def keeps(flow: Flow, algorithm: Algorithm) -> bool:
+def keeps(partitioned: PartitionedProgram, algorithm: Algorithm) -> bool:
     """Whether a layout that no search of labels made keeps the rules in its matrix products."""
-    for op in flow.graph.ops:
+    for op in partitioned.graph.ops:
         if op.name != "dot_general":
             continue
-        specs = [flow.specs[value] for value in (*op.inputs, *op.outputs)]
+        specs = [partitioned.specs[value] for value in (*op.inputs, *op.outputs)]
         used = {axis for spec in specs for dim in spec for axis in dim}
-        if algorithm.fully_use_devices and math.prod(axis_size(a, flow.axes) for a in used) < math.prod(
-            flow.axes.values()
+        if algorithm.fully_use_devices and math.prod(axis_size(a, partitioned.axes) for a in used) < math.prod(
+            partitioned.axes.values()
         ):
             return False
         if algorithm.tensor_slice_align_enable:
             step = algorithm.tensor_slice_align_size
             for value, spec in zip((*op.inputs, *op.outputs), specs, strict=True):
-                if spec and spec[-1] and flow.local_shape(value)[-1] % step:
+                if spec and spec[-1] and partitioned.local_shape(value)[-1] % step:
                     return False
     return True
 

@@ -12,7 +12,7 @@ from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion import fuse
 from shardfn.cost.memory.live_ranges import Place, lives
 from shardfn.cost.schedule import merged, scheduled
-from shardfn.ir.model import PRODUCTS, Flow, Graph, Value, dtype_bits, trips_of
+from shardfn.ir.model import PRODUCTS, Graph, PartitionedProgram, Value, dtype_bits, trips_of
 from shardfn.partition.combine_reductions import added_together
 from shardfn.partition.loop_reductions import accumulated
 from shardfn.search.kernel_costs import Kernels, kernels_of
@@ -32,7 +32,7 @@ class Loops:
 
     carried: tuple[int, ...]
     results: Mapping[int, int]
-    flows: tuple[tuple[int, int, int], ...]
+    carries: tuple[tuple[int, int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,12 +83,12 @@ def known(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) -> Kn
     """What holds on any grid of such chips; `donated` are inputs whose memory results take over. The ops run in the order of the
     platform's scheduler where that depends on no layout (on CPU), else as they stand."""
     platform = chip.platform
-    whole = Flow(graph, tuple(((),) * len(v.shape) for v in graph.values), {}, (), platform)
+    whole = PartitionedProgram(graph, tuple(((),) * len(v.shape) for v in graph.values), {}, (), platform)
     order = merged(whole)
-    order, fusion = scheduled(order) if platform == "cpu" else (order, fuse(order.flow))
-    turn = {id(op): n for n, op in enumerate(order.flow.graph.ops)}
+    order, fusion = scheduled(order) if platform == "cpu" else (order, fuse(order.partitioned))
+    turn = {id(op): n for n, op in enumerate(order.partitioned.graph.ops)}
     runs = tuple(turn[id(op)] for op in graph.ops)
-    every = kernels_of(order.flow, fusion, chip)
+    every = kernels_of(order.partitioned, fusion, chip)
     kernels = tuple(every[n] for n in runs)
     readers: dict[int, int] = {}
     read: dict[int, tuple[int, int]] = {}
@@ -177,16 +177,16 @@ def loops_of(graph: Graph, trips: Sequence[int]) -> Loops:
     carried: dict[int, int] = {}
     back: dict[int, int] = {}
     results: dict[int, int] = {}
-    flows: list[tuple[int, int, int]] = []
+    carries: list[tuple[int, int, int]] = []
     for a, b in graph.ties:
         if b not in made:  # into the loop
             carried[b] = a
-            flows.append((a, b, trips[a]))
+            carries.append((a, b, trips[a]))
         elif a in carried and b not in outputs:  # round again
             back[b] = a
-            flows.append((b, a, trips[a]))
+            carries.append((b, a, trips[a]))
         elif b in outputs:
             results[b] = back.get(a, a)
         else:  # out of a branch
-            flows.append((a, b, trips[b]))
-    return Loops(tuple(carried), results, tuple(flows))
+            carries.append((a, b, trips[b]))
+    return Loops(tuple(carried), results, tuple(carries))

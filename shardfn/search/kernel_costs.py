@@ -12,7 +12,7 @@ import dataclasses
 from shardfn.cost.compute import is_priced, once, reads
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion_walk import Fusion
-from shardfn.ir.model import PRODUCTS, Flow
+from shardfn.ir.model import PRODUCTS, PartitionedProgram
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Kernels:
     """Whether the bytes of its results do."""
 
 
-def kernels_of(flow: Flow, fusion: Fusion, chip: Chip) -> list[Kernels]:
+def kernels_of(partitioned: PartitionedProgram, fusion: Fusion, chip: Chip) -> list[Kernels]:
     """Where each op of a flow is computed, and what of it counts there on a chip.
 
     Args:
@@ -36,17 +36,17 @@ def kernels_of(flow: Flow, fusion: Fusion, chip: Chip) -> list[Kernels]:
       fusion: how its ops are put together.
       chip: its rates say whether a kernel takes as long as its operations or as its bytes.
     """
-    ops = flow.graph.ops
+    ops = partitioned.graph.ops
     of = {id(op): n for n, op in enumerate(ops)}
     computes, taken, written = [0] * len(ops), [[0] * len(op.inputs) for op in ops], [False] * len(ops)
     for at, (op, inner) in enumerate(zip(ops, fusion.inside, strict=True)):
         if inner is None or not is_priced(op):
             continue
-        _, size, seconds = once(flow, at, chip, fusion)
+        _, size, seconds = once(partitioned, at, chip, fusion)
         is_slow = size < seconds * chip.memory_bytes_s  # to compute
         written[at] = not is_slow or op.name in PRODUCTS
         for n in (*inner, at):
             computes[n] += is_slow or ops[n].name in PRODUCTS
-        for _, step, position in reads(flow, op, inner, fusion).values():
+        for _, step, position in reads(partitioned, op, inner, fusion).values():
             taken[of[id(step)]][position] += not is_slow or step.name in PRODUCTS
     return [Kernels(*each) for each in zip(computes, map(tuple, taken), written, strict=True)]

@@ -453,7 +453,7 @@ def build(
                     builder.sources[result] = builder.layouts[result] = builder.sources[source]
                     builder.depth[result] = 1 + builder.depth.get(source, 0)
         builder.op(index, op)
-    for source, value, trips in loops.flows:
+    for source, value, trips in loops.carries:
         if value in builder.sources:
             node, have = builder.sources[value]
             builder.need(source, have, node, trips)

@@ -36,8 +36,8 @@ def near_limit(memory: Memory, limit: float) -> list[str]:
         return []
     return [
         f"near the memory limit: {memory.peak:,} of {limit:,.0f} bytes per device are predicted, {memory.temporaries:,} of "
-        f"them temporaries, and the model's error is up to {ERROR:.0%} in nine of ten plans measured: finalists=4 keeps the "
-        "limit as compiled, and plan.verify() holds this plan against what XLA makes"
+        f"them temporaries, and the model's error is up to {ERROR:.0%} in nine of ten plans measured: compile_candidates=4 keeps "
+        "the limit as compiled, and plan.verify() holds this plan against what XLA makes"
     ]
 
 
@@ -131,7 +131,7 @@ def refuse_slip(problem: Problem) -> None:
 
 def _refuse(problem: Problem, least: Answer, how: str = "", more: str = "") -> NoReturn:
     """Raise that nothing fits, with what holds least, how that was found, and what finds more."""
-    memory = problem.price_of(least).memory
+    memory = problem.evaluate_answer(least).memory
     fail(StrategyError, f"no layout found holds at most {problem.memory_limit:,.0f} bytes per device",
          where=f"memory_limit = {problem.memory_limit:,.0f}",
          why=f"the least found{how} is {memory.peak:,} bytes: {memory.arguments:,} of arguments, {memory.results:,} of results "
@@ -142,7 +142,7 @@ def _refuse(problem: Problem, least: Answer, how: str = "", more: str = "") -> N
 
 
 def _peak(problem: Problem, answer: Answer) -> int:
-    return problem.price_of(answer).memory.peak
+    return problem.evaluate_answer(answer).memory.peak
 
 
 def _fits(problem: Problem, answer: Answer) -> bool:
@@ -152,17 +152,21 @@ def _fits(problem: Problem, answer: Answer) -> bool:
 def _largest(problem: Problem, answer: Answer) -> list[str]:
     """The largest arrays that an answer has in memory at its peak, equal ones of a line together: what each is, who made it, and
     bytes on one device."""
-    flow, held = at_peak(problem.flow_of(answer), problem.donated, problem.hardware.chip)
-    names = {v: f"`{name}`" for v, name in zip(flow.graph.arguments(len(problem.names)), problem.names, strict=True)}
-    made = {v: op for op in flow.graph.ops for v in op.outputs}
+    partitioned, held = at_peak(problem.partitioned_of(answer), problem.donated, problem.hardware.chip)
+    names = {
+        v: f"`{name}`" for v, name in zip(partitioned.graph.arguments(len(problem.names)), problem.names, strict=True)
+    }
+    made = {v: op for op in partitioned.graph.ops for v in op.outputs}
     counts: dict[tuple[int, str], int] = {}
     for values, size in held:
         text = "a copy by XLA"
         if values:
             v = next((v for v in values if v in names or v in made), values[0])
             at = line_of(made, v) if v in made else ""
-            name = names.get(v) or (made[v].name if v in made else "captured" if v in flow.graph.inputs else "carried")
-            text = f"{name} {flow.graph.values[v]}{at and f' at {at}'}"
+            name = names.get(v) or (
+                made[v].name if v in made else "captured" if v in partitioned.graph.inputs else "carried"
+            )
+            text = f"{name} {partitioned.graph.values[v]}{at and f' at {at}'}"
         key = -size, text
         counts[key] = counts.get(key, 0) + 1
     return [

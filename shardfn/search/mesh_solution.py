@@ -95,7 +95,7 @@ def promises(problem: Problem, found: Found, best: Rank, more: float = 1.0) -> b
 
 def keeps_promise(problem: Problem, found: Found, made: Candidate) -> bool:
     """Whether a flow fits, and `works_as_found`."""
-    return made.price.memory.peak <= problem.memory_limit and works_as_found(problem, found, made)
+    return made.cost.memory.peak <= problem.memory_limit and works_as_found(problem, found, made)
 
 
 def works_as_found(problem: Problem, found: Found, made: Candidate) -> bool:
@@ -104,11 +104,11 @@ def works_as_found(problem: Problem, found: Found, made: Candidate) -> bool:
     counts the same too little for all layouts."""
     if problem.level == 1:
         return problem.is_large
-    promised, price = totals(found.space, found.solution.choice), made.price
+    promised, cost = totals(found.space, found.solution.choice), made.cost
     if problem.level == 2:
-        more_s = price.communication_s - promised.sent_s
-        return price.flops <= NEARLY * promised.flops and more_s <= (NEARLY - 1) * price.time_s
-    return (problem.idle(price), price.bytes_sent) <= (problem.idle(promised), NEARLY * promised.sent)
+        more_s = cost.communication_s - promised.sent_s
+        return cost.flops <= NEARLY * promised.flops and more_s <= (NEARLY - 1) * cost.time_s
+    return (problem.idle(cost), cost.bytes_sent) <= (problem.idle(promised), NEARLY * promised.sent)
 
 
 def runners_up(problem: Problem, found: Found) -> tuple[str, ...]:

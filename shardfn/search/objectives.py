@@ -1,5 +1,5 @@
 """What each level makes least, of whatever it is told: a flow (`problem.objective`), what was found on a grid (`ongrid.order`), a
-compiled program (`finalists`). The costs by which labels are searched say it in their own form (`levels`)."""
+compiled program (`compile_candidates`). The costs by which labels are searched say it in their own form (`levels`)."""
 
 from __future__ import annotations
 

@@ -36,12 +36,12 @@ def improved(problem: Problem, start: Candidate) -> Candidate:
         for array, other in around(problem, best, at + 1):
             if left <= 0 or problem.seconds_left <= 0:
                 return best
-            if _key(other) in tried or (problem.level == 1 and _bytes_held(problem, other) >= best.price.memory.peak):
+            if _key(other) in tried or (problem.level == 1 and _bytes_held(problem, other) >= best.cost.memory.peak):
                 continue
             tried.add(_key(other))
             left -= 1
             made = problem.again(other)
-            if _is_better(problem, made, best) and keeps(problem.flow_of(made), problem.algorithm):
+            if _is_better(problem, made, best) and keeps(problem.partitioned_of(made), problem.algorithm):
                 best, found, at = made, True, array
                 break
     return best
@@ -98,17 +98,17 @@ def _ordered(axes: Axes, shape: tuple[int, ...], now: Spec, is_least: bool) -> t
 
 
 def _bytes_held(problem: Problem, made: Candidate) -> int:
-    return baselines.held(problem, baselines.Layout("", made.axes, {}, made.specs, made.pins))
+    return baselines.held(problem, baselines.Layout("", made.axes, {}, made.specs, made.constraints))
 
 
 def _is_better(problem: Problem, made: Candidate, best: Candidate) -> bool:
     """Whether it is, if by seconds alone by a good part of them."""
-    mine, least = objective(made.price, problem), objective(best.price, problem)
+    mine, least = objective(made.cost, problem), objective(best.cost, problem)
     if mine >= least:
         return False
     pairs = zip((mine.over, *mine.aim, *mine.ties), (least.over, *least.aim, *least.ties), strict=True)
     first = next(a for a, b in pairs if a != b)
-    return first != made.price.time_s or made.price.time_s < (1 - WORTH) * best.price.time_s
+    return first != made.cost.time_s or made.cost.time_s < (1 - WORTH) * best.cost.time_s
 
 
 def _key(made: Candidate) -> object:

@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypedDict, Unpack
 
 from shardfn.cost.devices.hardware import Hardware
-from shardfn.cost.price import Price, price
-from shardfn.ir.dimension_groups import dim_classes
-from shardfn.ir.model import Flow, Graph, Pin, Spec
+from shardfn.cost.estimate import Cost, cost_of
+from shardfn.ir.dimension_groups import dimension_groups
+from shardfn.ir.model import Graph, OpConstraint, PartitionedProgram, Spec
 from shardfn.search.effort import Scope, scope
 from shardfn.search.graph_facts import Known, known
 from shardfn.search.objectives import SPREAD, Rank, idle, rank
 from shardfn.search.resharding_costs import Axes
 
-Pins = Mapping[int, Pin]
+OpConstraints = Mapping[int, OpConstraint]
 """Layouts that ops are held to, by their index in `Graph.ops`."""
 
 
@@ -26,7 +26,7 @@ Ends = Mapping[int, Spec]
 
 
 class Done(Protocol):
-    """What was done on one device: a `Price`, or the `levels.Totals` of a labelling."""
+    """What was done on one device: a `Cost`, or the `levels.Totals` of a labelling."""
 
     @property
     def flops(self) -> float: ...
@@ -35,10 +35,12 @@ class Done(Protocol):
     def matrix_flops(self) -> float: ...
 
 
-class Flows(Protocol):
+class Partitioner(Protocol):
     """Carries a full choice through the function: grid, a layout for each argument, for ops held inside, and for results."""
 
-    def __call__(self, axes: Axes, specs: Sequence[Spec | None], pins: Pins, ends: Ends = ...) -> Flow: ...
+    def __call__(
+        self, axes: Axes, specs: Sequence[Spec | None], constraints: OpConstraints, ends: Ends = ...
+    ) -> PartitionedProgram: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +79,8 @@ class Memo:
     """What was worked out of a problem already, each where it is asked for first. A copy of the problem at another level or
     limit, or with more given, has it too: none of it depends on these, or the key tells them."""
 
-    prices: dict[object, Price] = dataclasses.field(default_factory=dict)
-    """By all that `Problem.price` takes."""
+    costs: dict[object, Cost] = dataclasses.field(default_factory=dict)
+    """By all that `Problem.evaluate` takes."""
     answers: dict[object, Answer] = dataclasses.field(default_factory=dict)
     """By the search, what is given, the level and the limit, and whether a first look will do (`beside.asked_once`)."""
     shares: dict[bool, float] = dataclasses.field(default_factory=dict)
@@ -105,7 +107,7 @@ class Problem:
     specs: tuple[Spec | None, ...]
     hardware: Hardware
     level: int
-    flow: Flows
+    partition: Partitioner
     graph: Graph
     inputs: tuple[int, ...]
     """The arguments' values in `graph`."""
@@ -133,33 +135,35 @@ class Problem:
     begun: float = dataclasses.field(default_factory=time.monotonic)
     memo: Memo = dataclasses.field(default_factory=Memo, repr=False, compare=False)
 
-    def price(self, axes: Axes, specs: tuple[Spec, ...], pins: Pins, ends: Ends = NO_ENDS) -> Price:
+    def evaluate(self, axes: Axes, specs: tuple[Spec, ...], constraints: OpConstraints, ends: Ends = NO_ENDS) -> Cost:
         """What a full choice costs, by its flow."""
-        key = axes, specs, tuple(pins.items()), tuple(sorted(ends.items()))
-        if key not in self.memo.prices:
-            self.memo.prices[key] = price(self.flow(axes, specs, pins, ends), self.hardware, self.donated)
-        return self.memo.prices[key]
+        key = axes, specs, tuple(constraints.items()), tuple(sorted(ends.items()))
+        if key not in self.memo.costs:
+            self.memo.costs[key] = cost_of(self.partition(axes, specs, constraints, ends), self.hardware, self.donated)
+        return self.memo.costs[key]
 
-    def price_of(self, made: Candidate | Answer) -> Price:
+    def evaluate_answer(self, made: Candidate | Answer) -> Cost:
         """What is paid for a candidate or an answer, by its flow."""
-        return self.price(made.axes, made.specs, made.pins, made.ends)
+        return self.evaluate(made.axes, made.specs, made.constraints, made.ends)
 
-    def candidate(self, name: str, axes: Axes, specs: tuple[Spec, ...], pins: Pins, ends: Ends = NO_ENDS) -> Candidate:
+    def candidate(
+        self, name: str, axes: Axes, specs: tuple[Spec, ...], constraints: OpConstraints, ends: Ends = NO_ENDS
+    ) -> Candidate:
         """A full choice with its price by its flow."""
-        return Candidate(name, axes, specs, pins, self.price(axes, specs, pins, ends), ends)
+        return Candidate(name, axes, specs, constraints, self.evaluate(axes, specs, constraints, ends), ends)
 
     def again(self, made: Candidate, **otherwise: Unpack[Laid]) -> Candidate:
         """A candidate with some of it laid out otherwise, priced again by its flow; `name` may be another one too."""
         other = dataclasses.replace(made, **otherwise)
-        return dataclasses.replace(other, price=self.price_of(other))
+        return dataclasses.replace(other, cost=self.evaluate_answer(other))
 
     def as_candidate(self, name: str, one: Answer) -> Candidate:
         """An answer with its price by its flow, to be weighed against others."""
-        return self.candidate(name, one.axes, one.specs, one.pins, one.ends)
+        return self.candidate(name, one.axes, one.specs, one.constraints, one.ends)
 
-    def flow_of(self, made: Candidate | Answer) -> Flow:
+    def partitioned_of(self, made: Candidate | Answer) -> PartitionedProgram:
         """The flow of a candidate or an answer."""
-        return self.flow(made.axes, made.specs, made.pins, made.ends)
+        return self.partition(made.axes, made.specs, made.constraints, made.ends)
 
     @property
     def facts(self) -> Known:
@@ -172,7 +176,7 @@ class Problem:
     def tied(self) -> tuple[tuple[int, ...], ...]:
         """The dim class of each dim of every value of the graph."""
         if self.memo.tied is None:
-            self.memo.tied = dim_classes(self.graph).of
+            self.memo.tied = dimension_groups(self.graph).of
         return self.memo.tied
 
     @property
@@ -235,7 +239,7 @@ class Laid(TypedDict, total=False):
     name: str
     axes: Axes
     specs: tuple[Spec, ...]
-    pins: Pins
+    constraints: OpConstraints
     ends: Ends
     is_in_line: bool
 
@@ -247,8 +251,8 @@ class Candidate:
     name: str
     axes: Axes
     specs: tuple[Spec, ...]
-    pins: Pins
-    price: Price
+    constraints: OpConstraints
+    cost: Cost
     ends: Ends = dataclasses.field(default_factory=dict)
     is_in_line: bool = False
     """Whether what no product reads was laid out as what products make (`polish.in_line`)."""
@@ -267,7 +271,7 @@ class Answer:
     policy: str
     runner_up: str = ""
     source: str = "searched"
-    pins: Pins = dataclasses.field(default_factory=dict)
+    constraints: OpConstraints = dataclasses.field(default_factory=dict)
     gap: float | None = None
     """How much of the cost, 0 to 1, may lie above the least of the cost model, op by op, on the grids tried, at level 0 on its
     own: 0 is proved, None not known."""
@@ -277,7 +281,7 @@ class Answer:
     """What was priced of the same layouts with more or less held inside."""
     runners_up: tuple[str, ...] = ()
     """For each argument the next best cut and what it would cost more, empty where there is none."""
-    findings: tuple[str, ...] = ()
+    diagnostics: tuple[str, ...] = ()
     ends: Ends = dataclasses.field(default_factory=dict)
     """Layouts that open results are held to."""
     is_doubtful: bool = False
@@ -287,17 +291,17 @@ class Answer:
 Search = Callable[[Problem], Answer]
 
 
-def objective(price: Price, problem: Problem) -> Rank:
+def objective(cost: Cost, problem: Problem) -> Rank:
     """What the problem's level makes least, within the memory limit first, and what decides between equals."""
-    idle, sent, peak = problem.idle(price), price.bytes_sent, price.memory.peak
-    return rank(problem.level, problem.memory_limit, idle=idle, sent=sent, time_s=price.time_s, peak=peak)
+    idle, sent, peak = problem.idle(cost), cost.bytes_sent, cost.memory.peak
+    return rank(problem.level, problem.memory_limit, idle=idle, sent=sent, time_s=cost.time_s, peak=peak)
 
 
 def runner_up(best: Candidate, others: Sequence[Candidate]) -> str:
     """What the first of the others costs against the best, in a line; empty without others."""
-    return f"{others[0].name}: {figures(others[0].price)} against {figures(best.price)}" if others else ""
+    return f"{others[0].name}: {figures(others[0].cost)} against {figures(best.cost)}" if others else ""
 
 
-def figures(price: Price) -> str:
+def figures(cost: Cost) -> str:
     """What a layout costs, in a line."""
-    return f"{price.bytes_sent:,} B sent, {price.memory.peak:,} B peak, {price.time_s * 1e6:,.1f} us modelled"
+    return f"{cost.bytes_sent:,} B sent, {cost.memory.peak:,} B peak, {cost.time_s * 1e6:,.1f} us modelled"

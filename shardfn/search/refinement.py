@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from shardfn.ir.correspondence import pairs
-from shardfn.ir.model import PRODUCTS, Pin, Spec
+from shardfn.ir.model import PRODUCTS, OpConstraint, Spec
 from shardfn.search import baselines
 from shardfn.search.baselines import fresh
 from shardfn.search.problem import Candidate, Problem, objective
@@ -29,7 +29,7 @@ def polished(problem: Problem, start: Candidate) -> Candidate:
       start: where to begin; what it holds inside is let go.
     """
     left = problem.scope.polished
-    best = problem.again(start, name=f"{start.name}, polished", pins={})
+    best = problem.again(start, name=f"{start.name}, polished", constraints={})
     kinds = (more, fewer) if problem.level == 1 else (fewer, more)
     for kind in (*kinds, *kinds):
         for members in groups(problem, best.specs):
@@ -38,9 +38,9 @@ def polished(problem: Problem, start: Candidate) -> Candidate:
                 if left <= 0 or problem.seconds_left <= 0:
                     return best
                 specs = tuple(spec if j in members else s for j, s in enumerate(best.specs))
-                made = problem.again(start, name=f"{start.name}, polished", specs=specs, pins={})
+                made = problem.again(start, name=f"{start.name}, polished", specs=specs, constraints={})
                 left -= 1
-                if objective(made.price, problem) < objective(best.price, problem):
+                if objective(made.cost, problem) < objective(best.cost, problem):
                     best = made
     return best
 
@@ -76,7 +76,7 @@ def in_line(problem: Problem, made: Candidate, laid: Callable[[int], Spec]) -> C
             spec.append(dim if fits else ())
             free -= set(spec[-1])
         specs[i] = tuple(spec)
-    return problem.again(made, name=f"{made.name}, {LINE}", specs=tuple(specs), pins={}, is_in_line=True)
+    return problem.again(made, name=f"{made.name}, {LINE}", specs=tuple(specs), constraints={}, is_in_line=True)
 
 
 LINE = "what no product reads in line with what products make"
@@ -138,10 +138,10 @@ def in_pieces(problem: Problem, made: Candidate, only_state: bool = False) -> Ca
     own = fresh(problem)
     kept = {class_ for i, classes in enumerate(problem.classes) if i not in own for class_ in classes}
     batch = {class_ for i in own for class_ in problem.classes[i]} - kept
-    flow = problem.flow_of(made)
-    pins: dict[int, Pin] = {}
-    for index, op, at in pairs(problem.graph, flow.graph):
-        results = tuple(flow.specs[v] for v in at.outputs)
+    partitioned = problem.partitioned_of(made)
+    constraints: dict[int, OpConstraint] = {}
+    for index, op, at in pairs(problem.graph, partitioned.graph):
+        results = tuple(partitioned.specs[v] for v in at.outputs)
         is_whole = all(axis in sizes for spec in results for dim in spec for axis in dim)
         if (
             index in problem.can_hold
@@ -149,10 +149,10 @@ def in_pieces(problem: Problem, made: Candidate, only_state: bool = False) -> Ca
             and is_whole
             and batch.intersection(problem.tied[op.outputs[0]])
         ):
-            pins[index] = Pin((None,) * len(op.inputs), results)
+            constraints[index] = OpConstraint((None,) * len(op.inputs), results)
     what = baselines.Pieces.STATE if only_state else baselines.Pieces.ALL
     name = f"{made.name}, {what.value} in pieces"
-    return problem.again(made, name=name, specs=tuple(specs), pins=pins)
+    return problem.again(made, name=name, specs=tuple(specs), constraints=constraints)
 
 
 def _more(shape: Sequence[int], spec: Spec, axis: str, sizes: Mapping[str, int]) -> dict[Spec, None]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from shardfn.cost.devices.hardware import Chip, Hardware, Link, links
 from shardfn.cost.schedule import most_merged
-from shardfn.ir.model import Axes, Pin, Spec
+from shardfn.ir.model import Axes, OpConstraint, Spec
 from shardfn.partition.libtpu import sums_whole
 from shardfn.partition.resharding import flat, primes
 from shardfn.partition.tile_assignment import Devices
@@ -199,13 +199,23 @@ def _path(
     return tuple(found)
 
 
-def merged(axes: Axes, specs: Sequence[Spec], pins: Mapping[int, Pin]) -> tuple[Axes, list[Spec], dict[int, Pin]]:
+def merged(
+    axes: Axes, specs: Sequence[Spec], constraints: Mapping[int, OpConstraint]
+) -> tuple[Axes, list[Spec], dict[int, OpConstraint]]:
     """Neighbouring axes that always cut together, in order, as one.
 
     >>> merged((("a", 2), ("b", 2)), [(("a", "b"), ())], {})[:2]
     ((('a', 4),), [(('a',), ())])
     """
-    every = [*specs, *(s for pin in pins.values() for s in (*pin.operands, *pin.results) if s is not None)]
+    every = [
+        *specs,
+        *(
+            s
+            for constraint in constraints.values()
+            for s in (*constraint.operands, *constraint.results)
+            if s is not None
+        ),
+    ]
     dims = {dim for spec in every for dim in spec}
     groups: list[list[tuple[str, int]]] = []
     for axis in axes:
@@ -222,8 +232,8 @@ def merged(axes: Axes, specs: Sequence[Spec], pins: Mapping[int, Pin]) -> tuple[
         return tuple(tuple(first[a] for a in dim if a in first) for dim in spec)
 
     sizes = tuple((name, math.prod(size for _, size in group)) for group, name in zip(groups, names, strict=True))
-    held = {i: Pin(tuple(s if s is None else renamed(s) for s in p.operands),
-                   tuple(s if s is None else renamed(s) for s in p.results)) for i, p in pins.items()}  # fmt: skip
+    held = {i: OpConstraint(tuple(s if s is None else renamed(s) for s in p.operands),
+                   tuple(s if s is None else renamed(s) for s in p.results)) for i, p in constraints.items()}  # fmt: skip
     return sizes, [renamed(spec) for spec in specs], held
 
 

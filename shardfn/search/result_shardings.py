@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from shardfn.ir.model import Pin, Spec
+from shardfn.ir.model import OpConstraint, Spec
 from shardfn.search import baselines
 from shardfn.search.problem import Candidate, Ends, Problem
 from shardfn.search.resharding_costs import Axes, merged
@@ -31,12 +31,17 @@ def held_as(problem: Problem, made: Candidate, axes: Axes, laid: Callable[[int],
         return None
     fine = lambda spec: tuple(tuple(p for a in dim for p in parts[a]) for dim in spec)  # noqa: E731
     specs: list[Spec] = [fine(spec) for spec in made.specs]
-    pins = {i: Pin(tuple(s if s is None else fine(s) for s in pin.operands),
-                   tuple(s if s is None else fine(s) for s in pin.results)) for i, pin in made.pins.items()}  # fmt: skip
+    constraints = {
+        i: OpConstraint(
+            tuple(s if s is None else fine(s) for s in held.operands),
+            tuple(s if s is None else fine(s) for s in held.results),
+        )
+        for i, held in made.constraints.items()
+    }
     if not problem.axes:
-        axes, every, pins = merged(axes, [*specs, *ends.values()], pins)
+        axes, every, constraints = merged(axes, [*specs, *ends.values()], constraints)
         specs, ends = every[: len(specs)], dict(zip(ends, every[len(specs) :], strict=True))
-    return problem.again(made, axes=axes, specs=tuple(specs), pins=pins, ends=ends)
+    return problem.again(made, axes=axes, specs=tuple(specs), constraints=constraints, ends=ends)
 
 
 def _wanted(problem: Problem, axes: Axes, laid: Callable[[int], Spec | None]) -> dict[int, Spec]:
@@ -53,8 +58,10 @@ def ends_of(problem: Problem, made: Candidate) -> Ends:
     """How the flow of a candidate lays out the open results."""
     if not problem.ends:
         return {}
-    flow = problem.flow_of(made)
-    return {at: flow.specs[flow.graph.outputs[end.at]][: len(end.shape)] for at, end in problem.ends.items()}
+    partitioned = problem.partitioned_of(made)
+    return {
+        at: partitioned.specs[partitioned.graph.outputs[end.at]][: len(end.shape)] for at, end in problem.ends.items()
+    }
 
 
 def fits(shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> bool:

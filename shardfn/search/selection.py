@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from shardfn.search import baselines, default_policy
+from shardfn.search.constrained_candidates import candidates
 from shardfn.search.constraint_reduction import as_sliced, let_go
-from shardfn.search.constraints import candidates
 from shardfn.search.exact import Mend, Turn
 from shardfn.search.explanation import told, tried_on
 from shardfn.search.feasibility import fits_nowhere
@@ -94,7 +94,7 @@ def _priced(problem: Problem, found: Sequence[Found], mend: Mend) -> _Priced:
         if rated and _is_enough(problem, one, rated, count):
             break
         made, *more = sorted(
-            candidates(problem, one, fastest(problem, rated)), key=lambda c: objective(c.price, problem)
+            candidates(problem, one, fastest(problem, rated)), key=lambda c: objective(c.cost, problem)
         )
         aside += more
         made = let_go(problem, made) if problem.is_small else made
@@ -117,14 +117,14 @@ def _stretch(problem: Problem, rated: Sequence[_Rated]) -> float:
     as others will, if it is little."""
     if not problem.is_frugal:
         return 1.0
-    kept = ((made.price.time_s, one) for _, made, one in rated if one is not None and _is_kept(problem, one, made))
+    kept = ((made.cost.time_s, one) for _, made, one in rated if one is not None and _is_kept(problem, one, made))
     more = min((time_s / one.solution.cost for time_s, one in kept), default=1.0)
     return more if 1.0 < more < ALIKE else 1.0
 
 
 def _is_lost(problem: Problem, made: Candidate) -> bool:
     """Whether a flow is over a limit that nothing keeps."""
-    return made.price.memory.peak > problem.memory_limit and fits_nowhere(problem)
+    return made.cost.memory.peak > problem.memory_limit and fits_nowhere(problem)
 
 
 def _is_kept(problem: Problem, one: Found, made: Candidate) -> bool:
@@ -141,7 +141,7 @@ def _beside(problem: Problem, one: Found, made: Candidate, is_kept: bool, mend: 
             yield _row(problem, other, one)
     if problem.is_rough or (not is_large and (is_small or not is_kept or problem.level != 2)):
         yield from _in_line(problem, one, made)
-    is_over = baselines.least(problem) < problem.memory_limit < made.price.memory.peak
+    is_over = baselines.least(problem) < problem.memory_limit < made.cost.memory.peak
     if is_over and not (is_large and _is_lost(problem, made)) and problem.seconds_left > 0:
         for less in mend(problem, one, made):
             yield from (_row(problem, c, less) for c in candidates(problem, less))
@@ -155,7 +155,7 @@ def _elsewise(
     is_large = problem.is_large
     if not rated or problem.level == 1 or (is_large and not disappoints):
         return []
-    if all(made.price.memory.peak > problem.memory_limit for _, made, _ in rated) and fits_nowhere(problem):
+    if all(made.cost.memory.peak > problem.memory_limit for _, made, _ in rated) and fits_nowhere(problem):
         return []
     more = _otherwise(problem, found, rated, None if is_large else turn, disappoints)
     return [*more, *_pieces(problem, [*rated, *more], mend)] if is_large and problem.level == 0 else more
@@ -169,7 +169,7 @@ def _plain(problem: Problem, rated: Sequence[_Rated], disappoints: bool) -> Sequ
         return baselines.of_batch(problem, disappoints or problem.level != 2 or problem.only_flows_know)
     if problem.seconds_left <= 0:
         return baselines.in_haste(problem)
-    peak = min((made.price.memory.peak for _, made, _ in rated), default=math.inf)
+    peak = min((made.cost.memory.peak for _, made, _ in rated), default=math.inf)
     return baselines.candidates(problem, problem.level == 1, peak, fastest(problem, rated))
 
 
@@ -190,12 +190,12 @@ _Rated = tuple[Rank, Candidate, Found | None]
 
 def _row(problem: Problem, made: Candidate, one: Found | None = None) -> _Rated:
     """A candidate by the level's aim, with what was found that it was made of; None of plain layouts."""
-    return objective(made.price, problem), made, one
+    return objective(made.cost, problem), made, one
 
 
 def _first(problem: Problem, one: Found, best_s: float = math.inf) -> Candidate:
     """The best candidate of something found."""
-    return min(candidates(problem, one, best_s), key=lambda c: objective(c.price, problem))
+    return min(candidates(problem, one, best_s), key=lambda c: objective(c.cost, problem))
 
 
 def fastest(problem: Problem, rated: Sequence[_Rated]) -> float:
@@ -203,11 +203,11 @@ def fastest(problem: Problem, rated: Sequence[_Rated]) -> float:
     infinite."""
     if not problem.is_frugal:
         return math.inf
-    every = [made.price for _, made, _ in rated]
-    fit = [price for price in every if price.memory.peak <= problem.memory_limit]
+    every = [made.cost for _, made, _ in rated]
+    fit = [cost for cost in every if cost.memory.peak <= problem.memory_limit]
     if every and not fit and fits_nowhere(problem):
         fit = every
-    return min((price.time_s for price in fit), default=math.inf)
+    return min((cost.time_s for cost in fit), default=math.inf)
 
 
 def can_tell(problem: Problem, rated: Sequence[_Rated]) -> bool:
@@ -238,7 +238,7 @@ def _otherwise(
     it promises about as much."""
     at = {id(one): one for _, _, one in rated}
     (first, _, best), is_small = min(rated, key=lambda r: r[0]), problem.is_small
-    is_over = any(made.price.memory.peak > problem.memory_limit for _, made, _ in rated)
+    is_over = any(made.cost.memory.peak > problem.memory_limit for _, made, _ in rated)
     is_tight = is_over and not fits_nowhere(problem)
     is_clear = can_tell(problem, rated)
     single = [f for f in found if len(f.axes) == 1][:1] if disappoints or is_small else []
@@ -274,7 +274,7 @@ def _pieces(problem: Problem, rated: Sequence[_Rated], mend: Mend) -> Iterator[_
 def _in_line(problem: Problem, one: Found, made: Candidate) -> Iterator[_Rated]:
     if one.axes == made.axes and problem.seconds_left > 0:
         other = as_sliced(problem, in_line(problem, made, layout_of(problem, one)))
-        if keeps(problem.flow_of(other), problem.algorithm):
+        if keeps(problem.partitioned_of(other), problem.algorithm):
             yield _row(problem, other, one)
 
 
@@ -306,4 +306,4 @@ def weighs(problem: Problem, made: Candidate) -> bool:
         bytes_of(problem.graph.values[end.value]) / math.prod(sizes.get(a, 1.0) for dim in laid[at] for a in dim)
         for at, end in problem.ends.items()
     )
-    return held > (NEARLY - 1) * made.price.memory.peak
+    return held > (NEARLY - 1) * made.cost.memory.peak

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardfn.search import default_policy
+from shardfn.search.constrained_candidates import candidate
 from shardfn.search.constraint_reduction import let_go
-from shardfn.search.constraints import candidate
 from shardfn.search.filters import narrowed
 from shardfn.search.graph_facts import bytes_of
 from shardfn.search.label_tables import Space, build
@@ -47,11 +47,13 @@ def search(problem: Problem) -> Answer:
         return followed
     made = let_go(problem, candidate(problem, found))
     plain = problem.candidate("following dim classes", followed.axes, followed.specs, {})
-    if objective(plain.price, problem) <= objective(made.price, problem):
+    if objective(plain.cost, problem) <= objective(made.cost, problem):
         return followed
     reasons = tuple("" if given is not None else "least redistribution from the given cuts" for given in problem.specs)
     policy = "the given cuts spread op by op, with the least redistribution (no search)"
-    return Answer(made.axes, made.specs, reasons, policy, source="propagated", pins=made.pins, others=(plain,))
+    return Answer(
+        made.axes, made.specs, reasons, policy, source="propagated", constraints=made.constraints, others=(plain,)
+    )
 
 
 def spread(problem: Problem) -> Found:

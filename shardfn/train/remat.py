@@ -24,7 +24,7 @@ from shardfn.frontend.callee import Callee, describe
 from shardfn.frontend.paths import met, unmet
 from shardfn.frontend.strategy import shape_of, short
 from shardfn.ir.rewrite import bind_one, equations, inner, rebound
-from shardfn.planning.constraints import anchors
+from shardfn.planning.op_constraints import anchors
 
 COMMUNICATED = "shardfn.communicated"
 """The name of what a collective of the computation gave."""
@@ -349,11 +349,11 @@ def _implicit(callee: Callee, how: Recompute, args: tuple[Any, ...], jaxpr: Any)
         lambda *given: callee.call(callee.read(), given, {})[0] if callee.adapter is not None else callee.function(*given),
         how.in_strategy, device=how.device, parameter_plan=how.parameter_plan, search_mode="sharding_propagation",
     ).plan(*shapes)  # fmt: skip
-    flow = planned.flow
-    makers = {value: i for i, op in enumerate(flow.graph.ops) for value in op.outputs}
-    numbers = anchors(jaxpr, flow.graph)
+    partitioned = planned.partitioned
+    makers = {value: i for i, op in enumerate(partitioned.graph.ops) for value in op.outputs}
+    numbers = anchors(jaxpr, partitioned.graph)
     found = {}
-    for c in flow.communications:
+    for c in partitioned.communications:
         number = numbers.get(makers.get(c.operand, -1))
         if number is not None:
             found[number] = COMMUNICATED

@@ -27,8 +27,8 @@ def both(fn, args, entries=None, **options):
 
 
 def products(plan):
-    ops = plan.flow.graph.ops
-    return sum(op_flops(plan.flow, op) * op.trips for op in ops if op.name in ("dot_general", "convolution"))
+    ops = plan.partitioned.graph.ops
+    return sum(op_flops(plan.partitioned, op) * op.trips for op in ops if op.name in ("dot_general", "convolution"))
 
 
 # ---- products
@@ -58,18 +58,18 @@ OPERANDS = {
 def test_operands_that_stand_the_wrong_way_round_are_copied(name):
     left, right, *dims, copied = OPERANDS[name]
     plan, real = both(product(tuple(dims)), (array(*left), array(*right)))
-    assert plan.price.memory.temporaries == copied
+    assert plan.cost.memory.temporaries == copied
     assert real.temp_bytes == pytest.approx(copied, abs=64)
 
 
 def test_an_elementwise_op_writes_what_only_a_turned_product_reads():
     plan, real = both(product((((0, 1), (0, 1)), ((), ())), True), (array(4, 8, 64), array(4, 8, 16)))
-    assert plan.price.memory.temporaries == real.temp_bytes == 4 * 8 * 64 * 4
+    assert plan.cost.memory.temporaries == real.temp_bytes == 4 * 8 * 64 * 4
 
 
 def test_a_transposed_product_has_its_operands_changed_round():
     plan, real = both(lambda a, b: (a @ b).T + 1.0, (array(64, 32), array(32, 128)))
-    assert plan.price.memory.temporaries == real.temp_bytes == 0
+    assert plan.cost.memory.temporaries == real.temp_bytes == 0
 
 
 def test_products_that_sum_nothing_are_multiplications():
@@ -85,12 +85,12 @@ def same_twice(x, w):
 def test_what_is_computed_twice_is_computed_once():
     plan, real = both(same_twice, (array(64, 32), array(32, 16)), ((8, 1), (1, 1)))
     assert products(plan) == real.flops == 2 * 64 * 32 * 16 / 8
-    assert sum(op.name == "dot_general" for op in plan.flow.graph.ops) == 1
+    assert sum(op.name == "dot_general" for op in plan.partitioned.graph.ops) == 1
 
 
 def test_what_is_moved_twice_is_sent_twice():
     plan, real = both(lambda x, w: ((x * x) @ w, (x * x) @ w * 2.0), (array(64, 32), array(32, 16)), ((1, 8), (1, 1)))
-    assert plan.price.bytes_sent == sum(c.total_bytes for c in real.collectives)
+    assert plan.cost.bytes_sent == sum(c.total_bytes for c in real.collectives)
 
 
 def half(*shape):
@@ -109,7 +109,7 @@ HALVES = {
 def test_products_of_half_precision_read_and_make_single(name, cut):
     fn, *args = HALVES[name]
     plan, real = both(fn, args, ((cut, 1), *((1, 1),) * (len(args) - 1)))
-    assert plan.price.memory.temporaries == pytest.approx(real.temp_bytes, abs=64)
+    assert plan.cost.memory.temporaries == pytest.approx(real.temp_bytes, abs=64)
 
 
 # ---- convolutions
@@ -141,7 +141,7 @@ def test_images_and_kernels_that_stand_the_wrong_way_round_are_copied():
     plan, real = both(convolve, (array(2, 8, 16, 16), array(4, 8, 3, 3)))  # NCHW, OIHW
     image, made = 4 * 2 * 8 * 16 * 16, 4 * 2 * 4 * 16 * 16
     assert (
-        plan.price.memory.temporaries == real.temp_bytes == image + made
+        plan.cost.memory.temporaries == real.temp_bytes == image + made
     )  # the kernel's copy lies in the result's place
 
 
@@ -155,7 +155,7 @@ def looped(times, x, ws):
 @pytest.mark.parametrize("times", [1, 2])
 def test_loops_that_run_once_are_none(times):
     plan, real = both(functools.partial(looped, times), (array(64, 64), array(2, 64, 64)), ((8, 1), (1, 1, 1)))
-    assert any(op.name == "while" for op in plan.flow.graph.ops) == (times > 1)
+    assert any(op.name == "while" for op in plan.partitioned.graph.ops) == (times > 1)
     assert products(plan) == real.flops
 
 
@@ -164,7 +164,7 @@ def test_loops_of_unknown_length_stay():
         return lax.while_loop(lambda h: h.sum() < 100, lambda h: h * 2.0, x)
 
     plan, _ = both(fn, (array(64),))
-    assert any(op.name == "while" for op in plan.flow.graph.ops)
+    assert any(op.name == "while" for op in plan.partitioned.graph.ops)
 
 
 # ---- places
@@ -184,9 +184,9 @@ def reads_before(w, g, x):
 def test_a_donated_argument_is_copied_where_its_place_could_be_taken_too_early(fn, copies):
     args = array(128, 128), array(128, 128), array(32, 128)
     plan, real = both(fn, args, donate_argnums=(0,))
-    assert plan.price.memory.donated == real.alias_bytes == 128 * 128 * 4
-    assert plan.price.memory.temporaries // (128 * 128 * 4) == real.temp_bytes // (128 * 128 * 4) == copies
-    assert plan.price.memory.temporaries == pytest.approx(real.temp_bytes, abs=1024)
+    assert plan.cost.memory.donated == real.alias_bytes == 128 * 128 * 4
+    assert plan.cost.memory.temporaries // (128 * 128 * 4) == real.temp_bytes // (128 * 128 * 4) == copies
+    assert plan.cost.memory.temporaries == pytest.approx(real.temp_bytes, abs=1024)
 
 
 def rows_added(table, index, rows, x):
@@ -196,8 +196,8 @@ def rows_added(table, index, rows, x):
 def test_rows_that_are_added_to_zeros_and_then_to_something_are_added_to_that():
     args = array(256, 256), array(16, dtype=jnp.int32), array(16, 256), array(256, 64)
     plan, real = both(rows_added, args)
-    assert plan.price.memory.temporaries == pytest.approx(real.temp_bytes, rel=0.1, abs=2048)
-    ops = on_cpu(plan.flow).graph.ops
+    assert plan.cost.memory.temporaries == pytest.approx(real.temp_bytes, rel=0.1, abs=2048)
+    ops = on_cpu(plan.partitioned).graph.ops
     assert [op.name for op in ops].count("scatter") == 1 and ops[-1].name == "scatter"
 
 
@@ -205,14 +205,14 @@ def test_rows_that_are_added_to_zeros_and_then_to_something_are_added_to_that():
 def test_layouts_drawn_at_random(layout):
     """Gathered along any dims, exchanged, merged: the peak of a training step comes within 10 %."""
     plan, real = both(mlp_step, STEP, layout)
-    assert plan.price.memory.peak == pytest.approx(real.together("cpu"), rel=0.1)
+    assert plan.cost.memory.peak == pytest.approx(real.together("cpu"), rel=0.1)
 
 
 def test_sums_are_merged_until_one_needs_another():
     """The two gradients' are one, though the products on the way to them are added up over other axes."""
     plan, real = both(mlp_step, STEP, ((2, 1), (1, 2), (4, 2)))
-    assert plan.price.memory.temporaries == pytest.approx(real.temp_bytes, rel=0.01)
-    groups = merged(plan.flow).groups
+    assert plan.cost.memory.temporaries == pytest.approx(real.temp_bytes, rel=0.01)
+    groups = merged(plan.partitioned).groups
     assert len({*groups.values()}) == sum(c.kind == "all-reduce" for c in real.collectives) < len(groups)
 
 
@@ -235,7 +235,7 @@ READ_TWICE = {
 def test_what_is_computed_anew_for_each_reader(how, fn):
     plan, real = both(functools.partial(two_readers, fn), (array(64, 96), array(64, 96)))
     size = 64 * 96 * 4 if how == "once" else 0
-    assert plan.price.memory.temporaries == pytest.approx(size, abs=600)
+    assert plan.cost.memory.temporaries == pytest.approx(size, abs=600)
     assert real.temp_bytes == pytest.approx(size, abs=600)
 
 
@@ -247,16 +247,16 @@ def centred(x, w):
 
 def test_what_a_library_reads_from_memory_others_compute_anew():
     plan, real = both(centred, (array(512, 64), array(64, 64)))
-    assert plan.price.memory.temporaries == pytest.approx(real.temp_bytes, rel=0.1)
-    flow = on_cpu(plan.flow)
-    fusion = fuse(flow)
-    (i,) = [i for i, op in enumerate(flow.graph.ops) if op.name == "subtract"]
-    assert flow.graph.ops[i].outputs[0] in fusion.stored
+    assert plan.cost.memory.temporaries == pytest.approx(real.temp_bytes, rel=0.1)
+    partitioned = on_cpu(plan.partitioned)
+    fusion = fuse(partitioned)
+    (i,) = [i for i, op in enumerate(partitioned.graph.ops) if op.name == "subtract"]
+    assert partitioned.graph.ops[i].outputs[0] in fusion.stored
     assert any(i in (inner or ()) for inner in fusion.inside)
 
 
 @pytest.mark.parametrize(("rows", "stored"), [(32, 0), (48, 48 * 64 * 4)])
 def test_long_sums_are_made_in_two_steps_from_memory(rows, stored):
     plan, real = both(lambda a, b: (a * b).sum(0), (array(rows, 64), array(rows, 64)))
-    assert plan.price.memory.temporaries == stored
+    assert plan.cost.memory.temporaries == stored
     assert real.temp_bytes == pytest.approx(stored, abs=1024)

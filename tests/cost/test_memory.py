@@ -25,7 +25,7 @@ def both(fn, args, entries, **options):
     leaves = [jax.tree.leaves(a) for a in args]
     firsts = [sum(len(x) for x in leaves[:i]) for i in range(len(args))]
     positions = [firsts[i] + j for i in donated for j in range(len(leaves[i]))]
-    return memory(plan.flow, positions), executable.read(function.lower(*args).compile())
+    return memory(plan.partitioned, positions), executable.read(function.lower(*args).compile())
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,9 @@ def test_donated_arguments_are_the_places_of_results():
 )
 @pytest.mark.parametrize("donated", [(), (0, 1)])
 def test_what_is_held_at_the_peak_makes_it_up(fn, args, donated, device):
-    flow, chip = shardfn.plan(fn, *args, device=device).flow, resolve(device).chip
-    _, held = at_peak(flow, donated, chip)
-    assert sum(size for _, size in held) == memory(flow, donated, chip).peak
+    partitioned, chip = shardfn.plan(fn, *args, device=device).partitioned, resolve(device).chip
+    _, held = at_peak(partitioned, donated, chip)
+    assert sum(size for _, size in held) == memory(partitioned, donated, chip).peak
 
 
 def looked_up(tables, index, w):
@@ -102,7 +102,7 @@ def squares(x, w):
 @pytest.mark.parametrize(("rows", "of"), [(512, "cpu:8"), (256, "cpu:8"), (512, "h100:8")])
 def test_what_others_read_too_is_stored_for_a_sum_by_the_library(rows, of):
     """From 4,096 elements of one device on, and on CPU alone; what only the sum reads is computed inside it."""
-    made = shardfn.plan(squares, array(rows, 64), array(64, 64), in_strategy=((8, 1), (1, 1)), device=of).flow
+    made = shardfn.plan(squares, array(rows, 64), array(64, 64), in_strategy=((8, 1), (1, 1)), device=of).partitioned
     found = fuse(made).stored
     stored = [op.name for op in made.graph.ops if op.outputs[0] in found]
     shapes = [made.graph.values[op.outputs[0]].shape for op in made.graph.ops if op.name == "subtract"]
@@ -111,8 +111,8 @@ def test_what_others_read_too_is_stored_for_a_sum_by_the_library(rows, of):
     assert "multiply" not in stored, "the squares are computed inside their sum"
 
 
-def flow(fn, *args, entries=None):
-    return shardfn.plan(fn, *args, in_strategy=entries, device="cpu:8").flow
+def partitioned(fn, *args, entries=None):
+    return shardfn.plan(fn, *args, in_strategy=entries, device="cpu:8").partitioned
 
 
 def chain(x):
@@ -122,7 +122,7 @@ def chain(x):
 
 
 def test_a_chain_takes_no_memory():
-    assert memory(flow(chain, X)).temporaries == 0
+    assert memory(partitioned(chain, X)).temporaries == 0
 
 
 def test_an_op_writes_over_what_dies():
@@ -133,13 +133,13 @@ def test_an_op_writes_over_what_dies():
             x = jnp.tanh(x @ w) * 2.0
         return x
 
-    found = memory(flow(layers, array(1024, 512), array(512, 512), entries=((8, 1), (1, 1))))
+    found = memory(partitioned(layers, array(1024, 512), array(512, 512), entries=((8, 1), (1, 1))))
     assert found.temporaries == 1024 * 512 * 4 // 8
 
 
 def test_loops_keep_what_they_carry_in_one_place():
     shallow, deep = (
-        memory(flow(scanned, {"w1": array(n, 128, 512), "w2": array(n, 512, 128)}, X_SMALL)).temporaries
+        memory(partitioned(scanned, {"w1": array(n, 128, 512), "w2": array(n, 512, 128)}, X_SMALL)).temporaries
         for n in (2, 64)
     )
     assert shallow == deep
@@ -149,7 +149,7 @@ def test_what_a_loop_stacks_grows_with_it():
     def stacked(x):
         return jax.lax.scan(lambda x, _: (jnp.tanh(x), x), x, length=16)[1].sum()
 
-    assert memory(flow(stacked, array(256, 128), entries=((8, 1),))).temporaries >= 16 * 256 * 128 * 4 // 8
+    assert memory(partitioned(stacked, array(256, 128), entries=((8, 1),))).temporaries >= 16 * 256 * 128 * 4 // 8
 
 
 def test_merged_gradients_are_alive_together():
@@ -163,5 +163,5 @@ def test_merged_gradients_are_alive_together():
     ws = [array(512, 512) for _ in range(count)]
     plan = shardfn.plan(step, ws, array(64, 512), in_strategy=(None, (8, 1)), device="cpu:8",
                         parameter_plan={"ws/*": (1, 1)})  # fmt: skip
-    found = memory(plan.flow, range(count))
+    found = memory(plan.partitioned, range(count))
     assert found.temporaries >= 2 * count * size

@@ -10,8 +10,8 @@ import shardfn
 from shardfn.cost.compute import op_flops, work
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.devices.hardware import CHIPS, link_over, resolve
+from shardfn.cost.estimate import collective_s, collectives, cost_of
 from shardfn.cost.fusion import fuse
-from shardfn.cost.price import collective_s, collectives, price
 from shardfn.cost.schedule import merged
 from shardfn.ir.model import Op
 
@@ -23,12 +23,12 @@ SLOW = Chip("slow", "cpu", 1e30, 1.0, 1e12, 1.0, 1e-30)
 """Bytes moved are seconds."""
 
 
-def flow(fn, *args, entries=None, device="cpu:8"):
-    return shardfn.plan(fn, *args, in_strategy=entries, device=device).flow
+def partitioned(fn, *args, entries=None, device="cpu:8"):
+    return shardfn.plan(fn, *args, in_strategy=entries, device=device).partitioned
 
 
 def moved(fn, *args, entries=None):
-    return work(flow(fn, *args, entries=entries, device="cpu:1"), SLOW).bytes_moved
+    return work(partitioned(fn, *args, entries=entries, device="cpu:1"), SLOW).bytes_moved
 
 
 N = 64 * 64
@@ -62,16 +62,16 @@ def test_loops_multiply():
         return jax.lax.fori_loop(0, 10, lambda _, x: once(x, w), x)
 
     args = (array(64, 64), array(64, 64))
-    one, ten = (work(flow(fn, *args, device="cpu:1"), ONE) for fn in (once, often))
+    one, ten = (work(partitioned(fn, *args, device="cpu:1"), ONE) for fn in (once, often))
     assert ten.flops == pytest.approx(10 * one.flops, rel=0.01)
     assert one.flops == 2 * 64**3 + 64**2
 
 
 def test_time_is_the_larger_of_operations_and_bytes():
-    matmul = flow(jnp.matmul, array(512, 512), array(512, 512), device="h100:1")
+    matmul = partitioned(jnp.matmul, array(512, 512), array(512, 512), device="h100:1")
     chip = CHIPS["h100"]
     assert work(matmul, chip).seconds == pytest.approx(max(2 * 512**3 / 494e12, 3 * 512 * 512 * 4 / 3.35e12))
-    tall = flow(jnp.matmul, array(8192, 8192), array(8192, 8192), device="h100:1")
+    tall = partitioned(jnp.matmul, array(8192, 8192), array(8192, 8192), device="h100:1")
     assert work(tall, chip).seconds == pytest.approx(2 * 8192**3 / 494e12)
 
 
@@ -89,13 +89,15 @@ def test_time_is_the_larger_of_operations_and_bytes():
 def test_products_run_at_the_rate_of_their_type(target, dtype, rate):
     big = array(8192, 8192, dtype=dtype)
     hardware = resolve(target)
-    assert price(flow(jnp.matmul, big, big, device=target), hardware).compute_s == pytest.approx(2 * 8192**3 / rate)
+    assert cost_of(partitioned(jnp.matmul, big, big, device=target), hardware).compute_s == pytest.approx(
+        2 * 8192**3 / rate
+    )
 
 
 def test_local_shapes_are_priced():
     args = (array(4096, 4096), array(4096, 4096))
-    whole = price(flow(jnp.matmul, *args, device="h100:1"), resolve("h100:1"))
-    cut = price(flow(jnp.matmul, *args, entries=((8, 1), (1, 1)), device="h100:8"), resolve("h100:8"))
+    whole = cost_of(partitioned(jnp.matmul, *args, device="h100:1"), resolve("h100:1"))
+    cut = cost_of(partitioned(jnp.matmul, *args, entries=((8, 1), (1, 1)), device="h100:8"), resolve("h100:8"))
     assert cut.flops == whole.flops / 8 and cut.compute_s == pytest.approx(whole.compute_s / 8)
     assert cut.communication_s == 0
 
@@ -108,7 +110,7 @@ def test_a_collective_takes_its_bytes_over_its_axes():
         (((8, 8), (8, 1)), 2 * 7 / 8 / 8, 450e9),
     ):
         laid = shardfn.plan(jnp.matmul, x, w, in_strategy=entries, device="h100:64")
-        found = price(laid.flow, hardware)
+        found = cost_of(laid.partitioned, hardware)
         bytes_sent = sent * 1024 * 1024 * 4
         assert found.bytes_sent == pytest.approx(bytes_sent)
         latency = link_over(hardware, laid.axes, laid.collectives[0].axes).latency_s
@@ -129,10 +131,10 @@ def test_all_reduces_that_run_as_one_cost_one_latency():
     hardware = resolve("h100:8")
     sent = sum(c.bytes_sent for c in laid.collectives)
     assert len(laid.collectives) == 5
-    assert price(laid.flow, hardware).communication_s == pytest.approx(sent / 450e9 + hardware.chip.latency_s)
+    assert cost_of(laid.partitioned, hardware).communication_s == pytest.approx(sent / 450e9 + hardware.chip.latency_s)
     shared = sum(collective_s(c, hardware, laid.axes) for c in laid.collectives)
-    assert shared == pytest.approx(price(laid.flow, hardware).communication_s)
-    assert len(set(merged(laid.flow).groups.values())) == 1
+    assert shared == pytest.approx(cost_of(laid.partitioned, hardware).communication_s)
+    assert len(set(merged(laid.partitioned).groups.values())) == 1
 
 
 def test_all_reduces_that_need_each_other_stay_apart():
@@ -145,7 +147,7 @@ def test_all_reduces_that_need_each_other_stay_apart():
     laid = shardfn.plan(layers, ws, array(16, 64), in_strategy=(None, (1, 1)), device="h100:8",
                         parameter_plan={"ws/*/0": (1, 8), "ws/*/1": (8, 1)})  # fmt: skip
     assert len(laid.collectives) == 3
-    assert len(set(merged(laid.flow).groups.values())) == 3
+    assert len(set(merged(laid.partitioned).groups.values())) == 3
 
 
 def test_an_order_keeps_every_op_behind_what_it_reads():
@@ -153,8 +155,8 @@ def test_an_order_keeps_every_op_behind_what_it_reads():
         value, grads = jax.value_and_grad(lambda ws: jnp.mean(jnp.square(jnp.tanh(x @ ws[0]) @ ws[1])))(ws)
         return [w - g for w, g in zip(ws, grads, strict=True)], value
 
-    laid = flow(step, [array(64, 64)] * 2, array(64, 64), entries=(None, (8, 1)))
-    for before, after in ((laid, merged(laid).flow),):
+    laid = partitioned(step, [array(64, 64)] * 2, array(64, 64), entries=(None, (8, 1)))
+    for before, after in ((laid, merged(laid).partitioned),):
         assert sorted(map(repr, before.graph.ops)) == sorted(map(repr, after.graph.ops))
         made = {v for op in after.graph.ops for v in op.outputs}
         seen = set(after.graph.inputs)
@@ -164,11 +166,11 @@ def test_an_order_keeps_every_op_behind_what_it_reads():
 
 
 def test_an_op_without_a_rule_is_listed_and_charged():
-    laid = flow(lambda x: jnp.linalg.qr(x)[0], array(64, 64), device="cpu:1")
+    laid = partitioned(lambda x: jnp.linalg.qr(x)[0], array(64, 64), device="cpu:1")
     found = work(laid, SLOW)
     assert any(name.startswith("custom_call lapack_sgeqrf") for name in found.unpriced)
     assert found.seconds >= 2 * N * F
-    assert price(laid, resolve("cpu:1")).unpriced == found.unpriced
+    assert cost_of(laid, resolve("cpu:1")).unpriced == found.unpriced
 
 
 @pytest.mark.parametrize(
@@ -183,13 +185,13 @@ def test_an_op_without_a_rule_is_listed_and_charged():
     ],
 )
 def test_common_ops_have_a_rule_and_cost_something(fn):
-    found = work(flow(fn, array(64, 64), device="cpu:1"), CHIPS["cpu"])
+    found = work(partitioned(fn, array(64, 64), device="cpu:1"), CHIPS["cpu"])
     assert found.unpriced == () and found.seconds > 0
 
 
 def test_a_result_read_twice_is_stored_unless_it_is_cheap():
-    cheap = flow(lambda x, w: (lambda y: y @ w + jnp.sum(jnp.tanh(y)))(x * 2.0), array(64, 64), array(64, 64))
-    costly = flow(lambda x, w: jnp.sin(jnp.exp(x)).sum() + jnp.cos(jnp.exp(x)) @ w, array(64, 64), array(64, 64))
+    cheap = partitioned(lambda x, w: (lambda y: y @ w + jnp.sum(jnp.tanh(y)))(x * 2.0), array(64, 64), array(64, 64))
+    costly = partitioned(lambda x, w: jnp.sin(jnp.exp(x)).sum() + jnp.cos(jnp.exp(x)) @ w, array(64, 64), array(64, 64))
     stored = [
         sorted(
             op.name for op in f.graph.ops if op.outputs[0] in fuse(f).stored and op.name in ("multiply", "exponential")
@@ -201,13 +203,13 @@ def test_a_result_read_twice_is_stored_unless_it_is_cheap():
 
 
 def test_flops_of_library_ops():
-    sorting = flow(lambda x: jnp.sort(x, axis=1), array(64, 1024), device="cpu:1")
+    sorting = partitioned(lambda x: jnp.sort(x, axis=1), array(64, 1024), device="cpu:1")
     [op] = [op for op in sorting.graph.ops if op.name == "sort"]
     assert op_flops(sorting, op) == 64 * 1024 * 10
 
 
 def test_every_collective_has_bytes():
-    laid = flow(jnp.matmul, array(64, 64), array(64, 64), entries=((1, 8), (8, 1)))
+    laid = partitioned(jnp.matmul, array(64, 64), array(64, 64), entries=((1, 8), (8, 1)))
     assert [dataclasses.astuple(c)[0] for c in collectives(laid)] == ["all-reduce"]
 
 
@@ -218,7 +220,7 @@ def test_of_what_is_held_to_a_layout_a_reader_takes_no_more():
         return (x @ w)[index]
 
     args = array(512, 64), array(64, 512), jax.ShapeDtypeStruct((4,), jnp.int32)
-    whole = flow(taken, *args, device="cpu:1")
+    whole = partitioned(taken, *args, device="cpu:1")
     (dot,) = (i for i, op in enumerate(whole.graph.ops) if op.name == "dot_general")
     made, values = whole.graph.ops[dot], whole.graph.values
     laid = Op("reshard", made.outputs, (len(values),), None, 1, "")

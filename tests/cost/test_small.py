@@ -245,8 +245,8 @@ SPLIT = {
 def test_parts_of_a_cut_dim_are_sent_as_in_what_is_compiled(name):
     fn, args, layout = SPLIT[name]
     plan, real = both(fn, args, layout)
-    assert plan.price.bytes_sent == sum(c.total_bytes for c in real.collectives)
-    assert plan.price.memory.peak == pytest.approx(real.together("cpu"), rel=0.22)
+    assert plan.cost.bytes_sent == sum(c.total_bytes for c in real.collectives)
+    assert plan.cost.memory.peak == pytest.approx(real.together("cpu"), rel=0.22)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_parts_of_a_cut_dim_are_sent_as_in_what_is_compiled(name):
 )
 def test_an_associative_scan_holds_what_is_interleaved(fn, length, rel):
     plan, real = both(fn, (array(16, length, 64),) * 2, ((8, 1, 1),) * 2)
-    assert plan.price.memory.peak == pytest.approx(real.together("cpu"), rel=rel)
+    assert plan.cost.memory.peak == pytest.approx(real.together("cpu"), rel=rel)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -263,9 +263,9 @@ def test_the_peak_is_that_of_what_is_compiled(name):
     fn, args, layout = CASES[name]
     plan, real = both(fn, args, layout)
     rel = 0.12 if name.startswith("recomputed") and jax.__version_info__ >= (0, 12) else 0.04  # barriers stay there
-    assert plan.price.memory.peak == pytest.approx(real.together("cpu"), rel=rel)
+    assert plan.cost.memory.peak == pytest.approx(real.together("cpu"), rel=rel)
     assert products(plan) == real.flops
-    assert plan.price.bytes_sent == sum(c.total_bytes for c in real.collectives)
+    assert plan.cost.bytes_sent == sum(c.total_bytes for c in real.collectives)
 
 
 def test_an_op_that_changes_nothing_is_none():
@@ -273,4 +273,10 @@ def test_an_op_that_changes_nothing_is_none():
         return jnp.maximum(lax.mul(x, jnp.ones_like(x)) + 0.0, -jnp.inf) / 1.0 - 0.0
 
     plan = shardfn.plan(fn, array(16, 8), in_strategy=((8, 1),), device="cpu:8")
-    assert {op.name for op in plan.flow.graph.ops} <= {"reshape", "broadcast_in_dim", "convert", "reshard", "all_slice"}
+    assert {op.name for op in plan.partitioned.graph.ops} <= {
+        "reshape",
+        "broadcast_in_dim",
+        "convert",
+        "reshard",
+        "all_slice",
+    }

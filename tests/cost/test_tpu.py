@@ -59,8 +59,8 @@ def test_accesses_far_apart_are_stretches_of_their_own():
     assert stretches([0.5, 3.0, 0.5], 1.0) == [(0, 1), (2, 3)]
 
 
-def flow(fn, *args, entries, device=V5E, **options):
-    return shardfn.plan(fn, *args, in_strategy=entries, device=device, **options).flow
+def partitioned(fn, *args, entries, device=V5E, **options):
+    return shardfn.plan(fn, *args, in_strategy=entries, device=device, **options).partitioned
 
 
 DATA = ({"w1": (1, 1), "w2": (1, 1)}, (8, 1))
@@ -70,7 +70,9 @@ def test_products_compute_their_operands_and_are_computed_in_what_reads_them():
     """gelu is no array of its own, the product before it is one; on other platforms both are."""
 
     def stored(device):
-        laid = flow(lambda w, x: jax.nn.gelu(2.0 * (x @ w["w1"])) @ w["w2"], WEIGHTS, X, entries=DATA, device=device)
+        laid = partitioned(
+            lambda w, x: jax.nn.gelu(2.0 * (x @ w["w1"])) @ w["w2"], WEIGHTS, X, entries=DATA, device=device
+        )
         kept = fuse(laid).stored - set(laid.graph.inputs) - set(laid.graph.outputs)
         return sum(laid.local_bytes(v) for v in kept)
 
@@ -80,8 +82,8 @@ def test_products_compute_their_operands_and_are_computed_in_what_reads_them():
 
 def test_what_products_alone_read_is_kept_as_bf16():
     def bytes_of(fn, device=V5E):
-        order, fusion = early(merged(flow(fn, WEIGHTS, X, entries=DATA, device=device)))
-        return [order.flow.local_bytes(v) for v in fusion.narrow]
+        order, fusion = early(merged(partitioned(fn, WEIGHTS, X, entries=DATA, device=device)))
+        return [order.partitioned.local_bytes(v) for v in fusion.narrow]
 
     def once(w, x):
         return jnp.tanh(jnp.cumsum(x, axis=1)) @ w["w1"], (x - jnp.sort(x, axis=1)) @ w["w1"]
@@ -101,7 +103,7 @@ def test_all_reduces_merge_up_to_120_mib():
         return jax.grad(lambda ws: sum(jnp.sum(jnp.square(x @ w)) for w in ws))(ws)
 
     def groups(rows):
-        laid = flow(grads, [array(rows, 1024)] * 4, array(64, rows), entries=([(1, 1)] * 4, (8, 1)))
+        laid = partitioned(grads, [array(rows, 1024)] * 4, array(64, rows), entries=([(1, 1)] * 4, (8, 1)))
         return len(set(merged(laid).groups.values()))
 
     assert (groups(1024), groups(16 * 1024), groups(64 * 1024)) == (1, 4, 4)
@@ -131,11 +133,11 @@ def planned(sizes, layout):
 
 @pytest.mark.parametrize(("sizes", "layout", "peak", "within"), PEAKS)
 def test_peaks(sizes, layout, peak, within):
-    assert planned(sizes, layout).price.memory.peak == pytest.approx(peak, rel=within)
+    assert planned(sizes, layout).cost.memory.peak == pytest.approx(peak, rel=within)
 
 
 def test_without_vector_memory_temporaries_count():
-    laid = flow(step, WEIGHTS, X, entries=DATA)
+    laid = partitioned(step, WEIGHTS, X, entries=DATA)
     bare = dataclasses.replace(CHIPS["tpu-v5e"], fast_bytes=0.0)
     assert memory(laid, chip=CHIPS["tpu-v5e"]).temporaries == 0
     assert memory(laid, chip=bare).temporaries == memory(laid).temporaries > 2048 // 8 * 1024 * 4
@@ -147,8 +149,8 @@ def test_compiled_peaks(layout):
     pytest.importorskip("libtpu")
     plan: Any = planned(mlp.SMALL, layout)
     made = executable.read(plan.verifier.compiled(plan))
-    assert made.argument_bytes == plan.price.memory.arguments
-    assert plan.price.memory.peak == pytest.approx(made.together("tpu"), rel=0.1)
+    assert made.argument_bytes == plan.cost.memory.arguments
+    assert plan.cost.memory.peak == pytest.approx(made.together("tpu"), rel=0.1)
 
 
 def test_what_is_too_large_is_not_copied_row_by_row():
@@ -161,4 +163,4 @@ def test_what_is_too_large_is_not_copied_row_by_row():
 
     table, rows = jax.ShapeDtypeStruct((2**22, 128), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32)
     made = shardfn.plan(step, table, rows, device=V5E, level=1, donate_argnums=0, in_strategy=((1, 8), shardfn.AUTO))
-    assert made.price.bytes_sent < 1000 and made.price.memory.peak < 2.01 * 2**22 * 16 * 4
+    assert made.cost.bytes_sent < 1000 and made.cost.memory.peak < 2.01 * 2**22 * 16 * 4

@@ -23,7 +23,7 @@ def problem_of(function, args, device="h100:4", level=2):
     return Problem(
         names=tuple(map(str, inputs)), shapes=tuple(graph.values[v].shape for v in inputs),
         classes=tuple(((),) * len(graph.values[v].shape) for v in inputs), weights={}, axes=(),
-        specs=(None,) * len(inputs), hardware=hardware, level=level, flow=None, graph=graph, inputs=inputs,
+        specs=(None,) * len(inputs), hardware=hardware, level=level, partition=None, graph=graph, inputs=inputs,
         results={}, same_as={},
     )  # fmt: skip
 

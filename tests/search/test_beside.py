@@ -72,17 +72,17 @@ def plans(name, device) -> Any:
 def test_no_level_loses_at_its_own_aim_and_no_row_beside_a_plan_is_better(name, device):
     made = plans(name, device)
     for own in made:
-        aim = objective(own.price, own.study.question)
+        aim = objective(own.cost, own.study.question)
         for other in made:
-            assert aim <= objective(other.price, own.study.question), (own.level, other.level)
+            assert aim <= objective(other.cost, own.study.question), (own.level, other.level)
         for d in (*own.inputs, *own.outputs):
             rows = () if "whose place it can take" in d.reason else own.why(d.path).rows
             for row in rows:
                 f = row.figures
                 if own.level == 1:
-                    assert f.memory >= own.price.memory.peak, (d.path, row.cuts)
+                    assert f.memory >= own.cost.memory.peak, (d.path, row.cuts)
                 elif own.level == 2:
-                    assert f.time_s >= (1 - one_array_changes.WORTH) * own.price.time_s, (d.path, row.cuts)
+                    assert f.time_s >= (1 - one_array_changes.WORTH) * own.cost.time_s, (d.path, row.cuts)
 
 
 def test_a_cut_that_another_entry_finds_is_found():
@@ -90,19 +90,19 @@ def test_a_cut_that_another_entry_finds_is_found():
     fn, args, options = PROGRAMS["recurrent step"]
     made = shardfn.plan(fn, *args, level=0, device="cpu:8", **options)
     other = made.what_if({"p/u": (1, 4)})
-    assert made.price.flops <= other.price.flops
-    assert made.price.bytes_sent <= other.price.bytes_sent
+    assert made.cost.flops <= other.cost.flops
+    assert made.cost.bytes_sent <= other.cost.bytes_sent
 
 
 def test_the_least_that_a_limit_names_is_what_level_1_holds():
-    least = plans("mlp", "cpu:8")[1].price.memory.peak
+    least = plans("mlp", "cpu:8")[1].cost.memory.peak
     for limit in (least - 1, least / 4):
         with pytest.raises(ShardError, match="memory_limit") as error:
             shardfn.plan(mlp, *MLP, level=1, device="cpu:8", memory_limit=limit)
         assert int(str(error.value).rpartition("memory_limit=")[2]) <= least
     for level in (0, 1, 2):
         made = shardfn.plan(mlp, *MLP, level=level, device="cpu:8", memory_limit=least)
-        assert made.price.memory.peak <= least
+        assert made.cost.memory.peak <= least
 
 
 # ---- what it may cost, and what is said
@@ -118,7 +118,7 @@ def asked():
     finally:
         shardfn.search.forget("listening")
     axes, whole = (("a", 8),), ((), ())
-    return found[0], Candidate("poor", axes, (whole,) * 3, {}, found[0].price(axes, (whole,) * 3, {}))
+    return found[0], Candidate("poor", axes, (whole,) * 3, {}, found[0].evaluate(axes, (whole,) * 3, {}))
 
 
 def test_what_may_be_spent_bounds_the_flows(asked, monkeypatch):
@@ -130,11 +130,11 @@ def test_what_may_be_spent_bounds_the_flows(asked, monkeypatch):
 
     assert improved(problem, 0) is poor
     once = effort.FIXED + len(problem.graph.ops)
-    peaks = [improved(problem, n * once).price.memory.peak for n in (0, 1, 4, 400)]
+    peaks = [improved(problem, n * once).cost.memory.peak for n in (0, 1, 4, 400)]
     assert peaks == sorted(peaks, reverse=True) and peaks[-1] < peaks[0] / 2
     flows = []
-    flow = lambda *choice: flows.append(choice) or problem.flow(*choice)  # noqa: E731
-    improved(dataclasses.replace(problem, flow=flow, memo=Memo()), 7 * once)
+    partitioned = lambda *choice: flows.append(choice) or problem.partition(*choice)  # noqa: E731
+    improved(dataclasses.replace(problem, partition=partitioned, memo=Memo()), 7 * once)
     assert len({(axes, specs, tuple(ends.items())) for axes, specs, _, ends in flows}) <= 1 + 7
 
 
@@ -142,8 +142,8 @@ def test_less_than_a_thousandth_of_the_time_is_no_gain(asked):
     problem = dataclasses.replace(asked[0], level=2)
     poor = asked[1]
     for share, gains in ((0.9995, False), (0.99, True)):
-        price = dataclasses.replace(poor.price, compute_s=share * poor.price.time_s - poor.price.communication_s)
-        made = dataclasses.replace(poor, price=price)
+        cost = dataclasses.replace(poor.cost, compute_s=share * poor.cost.time_s - poor.cost.communication_s)
+        made = dataclasses.replace(poor, cost=cost)
         assert one_array_changes._is_better(problem, made, poor) == gains
 
 
@@ -155,7 +155,7 @@ def test_what_is_changed_is_told_and_no_longer_proved(asked, gap):
     made = alternatives.bettered(problem, own, lambda _: own)
     assert made.gap is None and made.policy.startswith(f"a search: {proof(poor.axes, None)} under the cost model")
     assert "proved" not in made.policy and "changed for a better flow: `" in made.policy
-    assert problem.price_of(made).memory.peak < poor.price.memory.peak
+    assert problem.evaluate_answer(made).memory.peak < poor.cost.memory.peak
     assert [r != "found" for r in made.reasons] == [a != b for a, b in zip(made.specs, poor.specs, strict=True)]
     large = dataclasses.replace(problem, graph=dataclasses.replace(problem.graph, ops=problem.graph.ops * 500))
     assert alternatives.bettered(large, own, lambda _: own) is own
@@ -195,17 +195,17 @@ def test_at_level_1_larger_programs_look_for_ever_less_memory(monkeypatch):
         shardfn.search.forget("listening")
     problem = problems[0]
     own = dynamic_programming.alone(problem)
-    price = problem.price_of(own)
+    cost = problem.evaluate_answer(own)
 
-    def price_of(self, answer):
+    def evaluate_answer(self, answer):
         key = int(answer.policy.split()[-1]) if answer.policy.startswith("within") else 1
-        return dataclasses.replace(price, memory=SimpleNamespace(peak=peaks[key]))
+        return dataclasses.replace(cost, memory=SimpleNamespace(peak=peaks[key]))
 
-    monkeypatch.setattr(type(problem), "price_of", price_of)
+    monkeypatch.setattr(type(problem), "evaluate_answer", evaluate_answer)
     monkeypatch.setattr("shardfn.search.effort.SMALL_OPS", 0)
     found = alternatives.bettered(problem, own, alone)
     assert asked == [(2, 990.0), (2, 891.0), (2, 841.0), (0, 841.0)]
-    assert problem.price_of(dataclasses.replace(found, policy="within 891")).memory.peak == 850
+    assert problem.evaluate_answer(dataclasses.replace(found, policy="within 891")).memory.peak == 850
     assert found.policy.endswith("less memory by its flow: what levels 2 and 0 find within 99% of the least so far")
     assert found.gap is None and set(found.reasons) <= {"", "less memory by its flow than what the search found first"}
     monkeypatch.setattr("shardfn.search.effort.LARGE_OPS", 0)
@@ -213,7 +213,7 @@ def test_at_level_1_larger_programs_look_for_ever_less_memory(monkeypatch):
     assert found.policy.endswith("less memory by its flow: what level 2 finds within 99% of the least so far")
     peaks[990] = 1000
     problem.memo.answers.clear()
-    problem.memo.prices.clear()
+    problem.memo.costs.clear()
     assert alternatives.bettered(problem, own, alone) is own
 
 
@@ -233,7 +233,7 @@ def test_levels_0_and_2_of_larger_programs_ask_each_other_where_the_model_was_wr
         return good
 
     plain = answer(poor.axes, poor.specs, is_doubtful=True)
-    assert problem.price_of(good).time_s < problem.price_of(plain).time_s
+    assert problem.evaluate_answer(good).time_s < problem.evaluate_answer(plain).time_s
     made = alternatives.bettered(problem, plain, alone)
     assert made.specs == good.specs and "better by its flow: level 0's" in made.policy and levels == [0]
     for kept in (answer(poor.axes, poor.specs), dataclasses.replace(good, is_doubtful=True)):
@@ -254,7 +254,7 @@ def test_level_0_of_larger_programs_looks_within_less_memory_on_gpus(asked, monk
 
     own = shardfn.search.Answer(asked[1].axes, asked[1].specs, ("found",) * 3, "a search")
     assert alternatives.bettered(problem, own, alone) is own
-    held = problem.price_of(own).memory.peak
+    held = problem.evaluate_answer(own).memory.peak
     assert limits == [(0, int(alternatives.LESS * held))] * times
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import shardfn
-from shardfn.cost.price import collective_s, collectives
-from shardfn.ir.model import Pin
+from shardfn.cost.estimate import collective_s, collectives
+from shardfn.ir.model import OpConstraint
 from shardfn.planning.workarounds import wrong_ops
 from shardfn.search.halo_costs import fetched
 from shardfn.search.resharding_costs import Grid, pieces, spec_of
@@ -38,9 +38,9 @@ def test_borders_cost_what_flows_send_for_them(function, row):
     wanted = [images, *[whole] * (len(op.inputs) - 1)]
     sent, seconds = fetched(op, problem.graph, wanted, [images], local, Grid.on(problem.hardware, axes))
     spec = spec_of(row, 4, "ab")
-    pins = {index: Pin((spec, *[None] * (len(op.inputs) - 1)), (spec,))}
-    flow = problem.flow(axes, (spec, ((),) * 4), pins)
-    permuted = [c for c in collectives(flow) if c.kind == "collective-permute"]
+    constraints = {index: OpConstraint((spec, *[None] * (len(op.inputs) - 1)), (spec,))}
+    partitioned = problem.partition(axes, (spec, ((),) * 4), constraints)
+    permuted = [c for c in collectives(partitioned) if c.kind == "collective-permute"]
     assert sent.item() == sum(c.total_bytes for c in permuted)
     assert seconds.item() == pytest.approx(sum(collective_s(c, problem.hardware, axes) for c in permuted), rel=1e-3)
 
@@ -61,8 +61,8 @@ def test_no_convolution_is_planned_that_xla_gets_wrong(level, batch):
     params = [S((3, 3, 4, 64), jnp.float32), S((3, 3, 64, 64), jnp.float32)]
     args = params, S((batch, 512, 512, 4), jnp.float32)
     made = shardfn.plan(step, *args, level=level, device="h100:16")
-    assert not wrong_ops(made.flow) and not any("made whole first" in text for text in made.findings)
-    assert made.price.flops < 1.1 / 16 * shardfn.plan(step, *args, device="h100:1").price.flops
+    assert not wrong_ops(made.partitioned) and not any("made whole first" in text for text in made.diagnostics)
+    assert made.cost.flops < 1.1 / 16 * shardfn.plan(step, *args, device="h100:1").cost.flops
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])

@@ -31,7 +31,7 @@ def loose(made):
         made.axes,
         [d.cuts for d in (*made.inputs, *made.outputs)],
         made.constraints,
-        made.price,
+        made.cost,
         made.policy,
         made.gap,
     )

@@ -11,7 +11,7 @@ import pytest
 import shardfn
 from shardfn.cost.devices.chips import CHIPS
 from shardfn.cost.devices.links import links
-from shardfn.ir.model import Pin
+from shardfn.ir.model import OpConstraint
 from shardfn.search import constraint_reduction, default_policy, effort, forget, selection
 from shardfn.search.constraint_reduction import as_sliced
 from shardfn.search.label_tables import Edge
@@ -38,11 +38,11 @@ def test_an_argument_that_is_sliced_before_it_is_read_is_laid_out_so():
     (problem,) = problems
     axes, whole, batch = (("a", 8),), ((), ()), (("a",), ())
     for specs, wanted in (((whole, whole, batch), batch), ((whole, batch, batch), batch)):
-        before = Candidate("", axes, specs, {}, problem.price(axes, specs, {}))
+        before = Candidate("", axes, specs, {}, problem.evaluate(axes, specs, {}))
         after = as_sliced(problem, before)
         assert after.specs == (whole, wanted, batch)
-        assert objective(after.price, problem) <= objective(before.price, problem)
-        assert (after.price.memory.peak < before.price.memory.peak) == (specs[1] == whole)
+        assert objective(after.cost, problem) <= objective(before.cost, problem)
+        assert (after.cost.memory.peak < before.cost.memory.peak) == (specs[1] == whole)
 
 
 def test_what_promises_more_than_the_best_flow_so_far_is_priced_too(monkeypatch):
@@ -121,12 +121,12 @@ def test_a_large_program_that_gathers_arguments_is_not_tried_without_what_holds_
     axes, rows, columns, whole = (("a", 8),), (("a",), ()), ((), ("a",)), ((), ())
     dot = next(i for i, op in enumerate(problem.graph.ops) if op.name == "dot_general")
     specs, reads = ((rows, columns), (rows, whole)) if read_whole else ((rows, whole), (rows, whole))
-    pins = {dot: Pin(reads if operands else (None, None), (rows,))}
-    held = Candidate("", axes, specs, pins, problem.price(axes, specs, pins))
-    flows = []
-    flow = lambda axes, specs, pins, ends: flows.append(pins) or problem.flow(axes, specs, pins, ends)  # noqa: E731
-    found = constraint_reduction.let_go(dataclasses.replace(problem, flow=flow, memo=Memo()), held)
-    assert flows == asked and bool(found.pins) == read_whole
+    constraints = {dot: OpConstraint(reads if operands else (None, None), (rows,))}
+    held = Candidate("", axes, specs, constraints, problem.evaluate(axes, specs, constraints))
+    asked_of = []
+    partition = lambda axes, specs, pins, ends: asked_of.append(pins) or problem.partition(axes, specs, pins, ends)  # noqa: E731
+    found = constraint_reduction.let_go(dataclasses.replace(problem, partition=partition, memo=Memo()), held)
+    assert asked_of == asked and bool(found.constraints) == read_whole
 
 
 def test_where_a_plain_layout_wins_what_is_proved_of_the_model_is_said():

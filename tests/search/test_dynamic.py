@@ -13,7 +13,7 @@ import pytest
 import shardfn
 from examples.models import abstract, attention, mlp
 from shardfn.cost.devices.hardware import resolve
-from shardfn.ir.model import Pin
+from shardfn.ir.model import OpConstraint
 from shardfn.search import dynamic_programming, exact
 from shardfn.search.label_tables import build
 from shardfn.search.mesh_solution import mirrored
@@ -55,9 +55,9 @@ def test_every_change_of_layout_costs_what_its_flow_sends(sizes):
     sent, seconds = change(labels, labels, 64 * 64 * 4.0, Grid.on(problem.hardware, axes))
     specs = [spec_of(row, 2, [name for name, _ in axes]) for row in labels.tolist()]
     for i, j in itertools.product(range(len(specs)), repeat=2):
-        price = problem.price(axes, (specs[i],), {0: Pin((specs[j],), (specs[j],))})
-        assert sent[i, j] == price.bytes_sent, (specs[i], specs[j])
-        assert (seconds[i, j] > 0) == (price.communication_s > 0)
+        cost = problem.evaluate(axes, (specs[i],), {0: OpConstraint((specs[j],), (specs[j],))})
+        assert sent[i, j] == cost.bytes_sent, (specs[i], specs[j])
+        assert (seconds[i, j] > 0) == (cost.communication_s > 0)
 
 
 def test_two_axes_that_change_places_are_exchanged_and_moved():
@@ -107,7 +107,7 @@ def test_the_plan_is_never_worse_than_the_simple_policys(make, level):
     simple = shardfn.plan(function, *args, search_mode="sharding_propagation", **options)
     exact = shardfn.plan(function, *args, **EXACT, **options)
     problem = problem_of(function, args, device="h100:8", level=level)
-    assert objective(exact.price, problem) <= objective(simple.price, problem)
+    assert objective(exact.cost, problem) <= objective(simple.cost, problem)
     assert exact == shardfn.plan(function, *args, **EXACT, **options)  # deterministic
 
 
@@ -115,8 +115,8 @@ def test_parameters_are_cut_for_memory_and_whole_for_time():
     args = (S((8192, 1024), jnp.float32), S((1024, 4096), jnp.float32), S((4096, 1024), jnp.float32))
     least, fastest = (shardfn.plan(two_layers, *args, level=level, device="tpu-v5e:8", **EXACT) for level in (1, 2))
     assert all(np.prod(d.cuts) == 8 for d in least.inputs)
-    assert least.price.memory.peak < fastest.price.memory.peak
-    assert least.price.time_s > fastest.price.time_s
+    assert least.cost.memory.peak < fastest.cost.memory.peak
+    assert least.cost.time_s > fastest.cost.time_s
 
 
 def test_what_is_proved_is_said():
@@ -149,7 +149,7 @@ def test_any_number_of_devices(devices):
     args = (S((84, 36), jnp.float32), S((36, 84), jnp.float32), S((84, 36), jnp.float32))
     made = shardfn.plan(two_layers, *args, device=f"h100:{devices}", level=2, **EXACT)
     whole = shardfn.plan(two_layers, *args, device="h100:1")
-    assert made.price.flops == pytest.approx(whole.price.flops / devices, rel=0.01)
+    assert made.cost.flops == pytest.approx(whole.cost.flops / devices, rel=0.01)
     assert np.prod(made.device_matrix) == devices
 
 
@@ -172,7 +172,7 @@ def test_what_checkpoint_holds_back_is_free_to_be_cut_each_in_its_own_way():
     options = EXACT | {"device": "cpu:8", "level": 2}
     made = shardfn.plan(jax.grad(loss), *args, in_strategy=(pieces, shardfn.AUTO), **options)
     given = shardfn.plan(jax.grad(loss), *args, in_strategy=(pieces, (8, 1)), **options)
-    assert made.price.time_s <= given.price.time_s
+    assert made.cost.time_s <= given.cost.time_s
 
 
 @pytest.mark.parametrize("most", [1, 2])

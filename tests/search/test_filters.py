@@ -40,8 +40,8 @@ def test_fully_use_devices_cuts_what_is_cheaper_whole(mode):
     idle = shardfn.plan(dense, X, W, **options)
     shardfn.set_algo_parameters(fully_use_devices=True)
     full = shardfn.plan(dense, X, W, **options)
-    assert idle.price.flops == 8 * full.price.flops
-    assert full.price.time_s > idle.price.time_s, "else the rule was not what decided"
+    assert idle.cost.flops == 8 * full.cost.flops
+    assert full.cost.time_s > idle.cost.time_s, "else the rule was not what decided"
 
 
 def test_a_users_cut_is_kept_and_told():
@@ -49,7 +49,7 @@ def test_a_users_cut_is_kept_and_told():
     with pytest.warns(UserWarning, match="2 of 8 devices would do: nothing is cut over axis b of 4"):
         made = shardfn.plan(dense, X, W, in_strategy=((2, 1), (1, 1)), device="h100:8")
     assert [d.cuts for d in made.inputs] == [(2, 1), (1, 1)]
-    assert any("fully_use_devices" in text for text in made.findings)
+    assert any("fully_use_devices" in text for text in made.diagnostics)
 
 
 def test_an_op_that_cannot_use_all_devices_is_free_of_the_rule():
@@ -65,12 +65,12 @@ def cuts(made):
 
 def slices(made):
     """The last dims of what each product reads and makes on one device, where they are cut."""
-    flow = made.flow
-    for op in flow.graph.ops:
+    partitioned = made.partitioned
+    for op in partitioned.graph.ops:
         if op.name == "dot_general":
             for value in (*op.inputs, *op.outputs):
-                if flow.graph.values[value].shape and flow.shards(value)[-1] > 1:
-                    yield flow.local_shape(value)[-1]
+                if partitioned.graph.values[value].shape and partitioned.shards(value)[-1] > 1:
+                    yield partitioned.local_shape(value)[-1]
 
 
 def test_slices_of_products_are_aligned():
@@ -86,7 +86,7 @@ def test_slices_of_products_are_aligned():
         shardfn.set_algo_parameters(tensor_slice_align_enable=True, tensor_slice_align_size=size)
         held = shardfn.plan(dense, *args, **HERE)
         assert all(n % size == 0 for n in slices(held))
-        assert held.price.flops < 65536 * 4 * size, "something is cut nevertheless"
+        assert held.cost.flops < 65536 * 4 * size, "something is cut nevertheless"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -113,7 +113,7 @@ def test_nearness_drops_labels_and_says_so():
     rough = shardfn.plan(function, *args, **options)
     assert 0 <= exact.gap <= 0.5  # the best flow need not be the model's optimum
     assert 0 <= rough.gap <= 0.5
-    assert rough.price.time_s <= 3 * exact.price.time_s
+    assert rough.cost.time_s <= 3 * exact.cost.time_s
 
 
 def test_the_rules_are_part_of_what_a_plan_is_kept_by():

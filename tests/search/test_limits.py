@@ -36,12 +36,12 @@ class Asked:
 
     level: int
     memory_limit: float
-    price: Callable[..., Any]
+    evaluate: Callable[..., Any]
     is_open: bool = True
     is_large: bool = False
 
-    def price_of(self, made):
-        return self.price(made.axes, made.specs, made.pins)
+    def evaluate_answer(self, made):
+        return self.evaluate(made.axes, made.specs, made.constraints)
 
 
 STEP = ARGS[1], ARGS[2], S((64, 1024), jnp.float32)
@@ -104,14 +104,14 @@ def test_numbers_of_numpy_are_numbers():
     given = {
         "level": np.int32(2),
         "memory_limit": np.int64(2**30),
-        "finalists": np.uint8(0),
+        "compile_candidates": np.uint8(0),
         "time_limit": np.float32(60),
     }
     plain = {name: value.item() for name, value in given.items()}
     made, same = (shardfn.plan(two_layers, *ARGS, device="h100:8", **o) for o in (given, plain))
     assert made == same and type(made.level) is int
     with pytest.raises(ShardError) as error:
-        shardfn.shard(two_layers, level=np.float32(1), finalists=np.float64(2), time_limit=np.int8(-1))
+        shardfn.shard(two_layers, level=np.float32(1), compile_candidates=np.float64(2), time_limit=np.int8(-1))
     assert len(error.value.problems) == 3
 
 
@@ -119,10 +119,10 @@ def test_numbers_of_numpy_are_numbers():
 @pytest.mark.parametrize("level", [0, 2])
 def test_a_limit_that_data_parallel_does_not_keep(mode, level):
     parallel = shardfn.plan(step, *STEP, in_strategy=((1, 1), (1, 1), (8, 1)), level=level, **TRAINED)
-    limit = int(0.6 * parallel.price.memory.peak)
+    limit = int(0.6 * parallel.cost.memory.peak)
     made = shardfn.plan(step, *STEP, level=level, search_mode=mode, memory_limit=limit, **TRAINED)
-    assert made.price.memory.peak <= limit < parallel.price.memory.peak
-    assert "it may not fit" not in str(made.findings)
+    assert made.cost.memory.peak <= limit < parallel.cost.memory.peak
+    assert "it may not fit" not in str(made.diagnostics)
 
 
 @pytest.mark.parametrize("mode", ["auto", "recursive_programming"])
@@ -133,12 +133,12 @@ def test_a_limit_that_nothing_keeps(mode):
     assert least > 1e6
     assert "`w1` f32[" in text and "`w2` f32[" in text, "the largest tensors are named"
     made = shardfn.plan(two_layers, *ARGS, level=2, search_mode=mode, memory_limit=least, device="h100:8")
-    assert made.price.memory.peak <= least
+    assert made.cost.memory.peak <= least
 
 
-@pytest.mark.parametrize("options", [{}, {"finalists": 2}, {"search_mode": "recursive_programming"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"compile_candidates": 2}, {"search_mode": "recursive_programming"}], ids=str)
 def test_a_limit_without_its_unit_is_refused_before_the_search(options, monkeypatch):
-    monkeypatch.setattr("shardfn.search.problem.Problem.price", None)
+    monkeypatch.setattr("shardfn.search.problem.Problem.evaluate", None)
     with pytest.raises(ShardError, match=r'no layout holds at most 14 bytes per device(.|\n)*as in "14GiB"') as error:
         shardfn.plan(two_layers, *ARGS, level=2, memory_limit="14", device="cpu:8", **options)
     assert (
@@ -192,13 +192,13 @@ def test_the_limit_that_an_error_names_is_kept(level, share):
     """Far below what can be kept, and near it, where much else is tried."""
     function, args = abstract(mlp.make, batch=64, train=True)
     options = {"level": level, "device": "cpu:8"}
-    bound = shardfn.plan(function, *args, **options | {"level": 1}).price.memory.peak
+    bound = shardfn.plan(function, *args, **options | {"level": 1}).cost.memory.peak
     with pytest.raises(ShardError, match="memory_limit") as error:
         shardfn.plan(function, *args, memory_limit=int(share * bound), **options)
     least = least_of(error)
     assert least <= bound, "level 1 alone finds no less"
     made = shardfn.plan(function, *args, memory_limit=least, **options)
-    assert made.price.memory.peak <= least
+    assert made.cost.memory.peak <= least
     assert f"memory_limit={least}" in str(error.value)
 
 
@@ -209,14 +209,14 @@ def test_what_only_a_limit_finds_is_named_if_it_is_found_again(monkeypatch):
     def search_that(gives):
         def found(problem: Any) -> Answer:
             peak = gives(problem)
-            pins: Any = {0: peak}
-            return Answer((), (), (), "", pins=pins)
+            constraints: Any = {0: peak}
+            return Answer((), (), (), "", constraints=constraints)
 
         return found
 
     def problem(level, limit) -> Any:
-        price = lambda axes, specs, pins: SimpleNamespace(memory=Memory(pins[0], 0, 0))  # noqa: E731
-        return Asked(level, limit, price)
+        cost = lambda axes, specs, constraints: SimpleNamespace(memory=Memory(constraints[0], 0, 0))  # noqa: E731
+        return Asked(level, limit, cost)
 
     never = search_that(lambda p: 100 if p.level == 1 else 80 if p.memory_limit < 80 else 300)
     always = search_that(lambda p: 100 if p.level == 1 else 80)
@@ -225,7 +225,7 @@ def test_what_only_a_limit_finds_is_named_if_it_is_found_again(monkeypatch):
             within_limit(problem(0, 50), found(problem(0, 50)), found)
     later = search_that(lambda p: 80 if p.level != 1 and p.memory_limit == 100 else 100)
     kept = within_limit(problem(0, 90), later(problem(0, 90)), later)
-    assert kept.pins == {0: 80} and "of least memory" in kept.policy, "what is found again for the error fits"
+    assert kept.constraints == {0: 80} and "of least memory" in kept.policy, "what is found again for the error fits"
 
 
 def test_cuts_that_the_user_gave_are_not_weakened_for_a_limit():
@@ -236,7 +236,7 @@ def test_cuts_that_the_user_gave_are_not_weakened_for_a_limit():
 def test_what_the_device_has_is_a_finding_not_an_error():
     args = S((64, 2**17), jnp.float32), S((2**17, 2**18), jnp.float32), S((2**18, 2**17), jnp.float32)
     made = shardfn.plan(two_layers, *args, level=2, device="h100:2")
-    assert any("it may not fit" in finding for finding in made.findings)
+    assert any("it may not fit" in finding for finding in made.diagnostics)
 
 
 def test_a_function_that_only_captures_arrays_is_told_of_as_others_are():

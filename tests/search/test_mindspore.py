@@ -44,7 +44,7 @@ def test_the_other_modes_keep_a_seed_and_choose_what_is_cheapest_around_it(mode)
     made = shardfn.plan(function, *args, search_mode=mode, **options)
     assert made.decision("params/0/q").cuts == (1, 4)
     spread = shardfn.plan(function, *args, search_mode="sharding_propagation", **options)
-    assert made.price.time_s < spread.price.time_s / 1.5 and made.price.bytes_sent < spread.price.bytes_sent / 10
+    assert made.cost.time_s < spread.cost.time_s / 1.5 and made.cost.bytes_sent < spread.cost.bytes_sent / 10
 
 
 def test_every_block_is_cut_in_any_mode_where_every_block_is_named():
@@ -61,5 +61,5 @@ def test_without_a_seed_no_more_is_sent_than_by_data_parallel(mode, config, trai
     whole = jax.tree.map(lambda leaf: (1,) * len(leaf.shape), args[0])
     data_parallel = shardfn.plan(function, *args, in_strategy=(whole, cut_of_batch(config)), device=DEVICE)
     made = shardfn.plan(function, *args, in_strategy=(AUTO, AUTO), search_mode=mode, level=2, device=DEVICE)
-    assert made.price.bytes_sent <= data_parallel.price.bytes_sent
-    assert made.price.flops <= 1.01 * data_parallel.price.flops, "or it does the work several times to send less"
+    assert made.cost.bytes_sent <= data_parallel.cost.bytes_sent
+    assert made.cost.flops <= 1.01 * data_parallel.cost.flops, "or it does the work several times to send less"

@@ -102,7 +102,7 @@ def test_a_search_of_ones_own():
         seen.append(problem)
         specs = tuple(s if s is not None else (("a",), *((),) * (len(shape) - 1))
                       for s, shape in zip(problem.specs, problem.shapes, strict=True))  # fmt: skip
-        assert problem.price((("a", 8),), specs, {}).flops > 0
+        assert problem.evaluate((("a", 8),), specs, {}).flops > 0
         return search.Answer((("a", 8),), specs, ("rows",) * len(specs), "rows everywhere", runner_up="none")
 
     search.register("rows", rows)
@@ -185,9 +185,9 @@ def test_a_search_that_is_named_decides_the_ops_inside_where_every_argument_is_g
     assert follows.policy == "nothing was open" and not follows.constraints
     made = shardfn.plan(two_layers, *WIDE, device="h100:8", search_mode=mode, **ALL_GIVEN)
     assert [(d.cuts, d.source) for d in made.inputs] == [(c, "you") for c in ALL_GIVEN["in_strategy"]]
-    share = follows.price.flops / 4  # and a little for what adds up the parts of a product
-    assert made.price.flops == pytest.approx(share, rel=1e-3), "all eight work, where two groups of four did the same"
-    assert made.price.time_s < follows.price.time_s
+    share = follows.cost.flops / 4  # and a little for what adds up the parts of a product
+    assert made.cost.flops == pytest.approx(share, rel=1e-3), "all eight work, where two groups of four did the same"
+    assert made.cost.time_s < follows.cost.time_s
     assert made.constraints and not made.policy.startswith("nothing")
     with shardfn.auto_parallel(search_mode=mode):
         assert shardfn.plan(two_layers, *WIDE, device="h100:8", **ALL_GIVEN) == made

@@ -74,10 +74,10 @@ def test_in_pieces_products_are_held_to_the_cut_of_their_class():
     full = next(
         c for c in baselines.candidates(problem) if c.name.startswith("x dim 0 cut 8") and Pieces.ALL.value in c.name
     )
-    assert full.pins and all(pin.operands == (None, None) for pin in full.pins.values())
-    alone = problem.price(full.axes, full.specs, {})
-    assert full.price.bytes_sent <= alone.bytes_sent
-    made = [problem.graph.ops[index].outputs[0] for index in full.pins]
+    assert full.constraints and all(constraint.operands == (None, None) for constraint in full.constraints.values())
+    alone = problem.evaluate(full.axes, full.specs, {})
+    assert full.cost.bytes_sent <= alone.bytes_sent
+    made = [problem.graph.ops[index].outputs[0] for index in full.constraints]
     assert any(problem.graph.values[v].shape[0] == 64 for v in made)
 
 
@@ -85,6 +85,8 @@ def test_a_plain_layout_that_wins_lets_go_of_what_it_need_not_hold():
     problem = asked(step, *ARGS[:2], S((64, 16), jnp.float32), level=1)
     answer = answer_of(problem, (), "nothing searched", lambda *_: ())
     best = baselines.candidates(problem)[0]
-    assert answer.specs == best.specs and set(answer.pins) <= set(best.pins) and best.name in answer.policy
-    made = problem.price(answer.axes, answer.specs, answer.pins)
-    assert objective(made, problem) <= objective(best.price, problem)
+    assert (
+        answer.specs == best.specs and set(answer.constraints) <= set(best.constraints) and best.name in answer.policy
+    )
+    made = problem.evaluate(answer.axes, answer.specs, answer.constraints)
+    assert objective(made, problem) <= objective(best.cost, problem)

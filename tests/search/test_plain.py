@@ -44,12 +44,12 @@ def test_at_level_1_what_is_left_out_holds_more(make):
     found = baselines.candidates(problem)
     every = baselines.candidates(dataclasses.replace(problem, level=2))
     assert 0 < len(found) <= len(every)
-    assert found[0].price.memory.peak == min(c.price.memory.peak for c in every)
+    assert found[0].cost.memory.peak == min(c.cost.memory.peak for c in every)
     left = [c for c in every if (c.axes, c.specs) not in {(f.axes, f.specs) for f in found}]
     for one in baselines._layouts(problem, True):
-        price = problem.price(one.axes, one.specs, {})
-        assert baselines.held(problem, one) <= price.memory.peak, "a bound"
-    assert all(objective(c.price, problem) >= objective(found[0].price, problem) for c in left)
+        cost = problem.evaluate(one.axes, one.specs, {})
+        assert baselines.held(problem, one) <= cost.memory.peak, "a bound"
+    assert all(objective(c.cost, problem) >= objective(found[0].cost, problem) for c in left)
 
 
 def test_of_a_large_program_the_few_are_priced_that_promise_most(monkeypatch):
@@ -57,9 +57,9 @@ def test_of_a_large_program_the_few_are_priced_that_promise_most(monkeypatch):
     monkeypatch.setattr("shardfn.search.effort.PLAIN_OPS", 0)
     problem, _ = asked(*abstract(attention.make, batch=64), level=1, device="cpu:8")
     few = baselines.candidates(problem)
-    every = [problem.price(one.axes, one.specs, {}).memory.peak for one in baselines._layouts(problem, True)]
+    every = [problem.evaluate(one.axes, one.specs, {}).memory.peak for one in baselines._layouts(problem, True)]
     assert len(few) <= 5 < len(every)
-    assert few[0].price.memory.peak <= 1.02 * min(every) < 0.5 * max(every)
+    assert few[0].cost.memory.peak <= 1.02 * min(every) < 0.5 * max(every)
 
 
 def test_the_time_limit_holds_for_flows_too(monkeypatch):
@@ -83,11 +83,11 @@ def test_in_a_hurry_it_is_no_worse_than_data_parallel():
     problem, _ = asked(function, args, **options)
     parallel = next(c for c in baselines.of_batch(problem) if "pieces" not in c.name)
     hasty = shardfn.plan(function, *args, time_limit=1e-6, **options)
-    assert hasty.price.time_s <= parallel.price.time_s
-    assert batch.price.time_s <= parallel.price.time_s
-    limit = parallel.price.memory.peak * 9 // 10
+    assert hasty.cost.time_s <= parallel.cost.time_s
+    assert batch.cost.time_s <= parallel.cost.time_s
+    limit = parallel.cost.memory.peak * 9 // 10
     tight = shardfn.plan(function, *args, time_limit=1e-6, memory_limit=limit, **options)
-    assert tight.price.memory.peak <= limit
+    assert tight.cost.memory.peak <= limit
 
 
 def test_without_hurry_nothing_is_said_of_time():
@@ -135,7 +135,7 @@ def test_small_parameters_stay_whole_beside_large_ones_in_pieces():
         step, *args, device="tpu-v5e:4x4", parameter_plan={"params/table": (16, 1), "params/small/*": (1, 1)},
         in_strategy=(shardfn.AUTO, (16,), (16, 1)),
     )  # fmt: skip
-    assert made.price.time_s <= by_hand.price.time_s
+    assert made.cost.time_s <= by_hand.cost.time_s
 
 
 @pytest.mark.parametrize(("fastest", "pieces"), [(1e9, True), (1e-9, False)])

@@ -43,7 +43,7 @@ def problem():
 
 
 def candidate(problem, *specs):
-    return Candidate("one", AXES, specs, {}, problem.price(AXES, specs, {}))
+    return Candidate("one", AXES, specs, {}, problem.evaluate(AXES, specs, {}))
 
 
 def test_what_is_fresh_comes_first_then_the_smallest(problem):
@@ -58,10 +58,10 @@ def test_what_is_fresh_comes_first_then_the_smallest(problem):
 def test_polishing_finds_the_way_back(problem, astray, monkeypatch):
     start = candidate(problem, *astray)
     found = polished(problem, start)
-    assert objective(found.price, problem) <= objective(candidate(problem, *BEST).price, problem)
-    assert objective(found.price, problem) < objective(start.price, problem)
+    assert objective(found.cost, problem) <= objective(candidate(problem, *BEST).cost, problem)
+    assert objective(found.cost, problem) < objective(start.cost, problem)
     monkeypatch.setattr("shardfn.search.effort.POLISH_OPS", 0)
-    assert polished(problem, start).price.bytes_sent >= found.price.bytes_sent, "one flow is not enough"
+    assert polished(problem, start).cost.bytes_sent >= found.cost.bytes_sent, "one flow is not enough"
 
 
 def test_what_no_product_reads_lies_as_the_products_do(problem):
@@ -70,7 +70,7 @@ def test_what_no_product_reads_lies_as_the_products_do(problem):
     cut = {problem.classes[3][0]: A, problem.classes[0][1]: B}
     laid = in_line(problem, start, lambda v: tuple(cut.get(class_, ()) for class_ in problem.tied[v]))
     assert laid.specs == BEST
-    assert laid.price.bytes_sent < start.price.bytes_sent
+    assert laid.cost.bytes_sent < start.cost.bytes_sent
 
 
 def test_moves():
@@ -85,6 +85,8 @@ def test_an_answer_in_pieces_keeps_what_is_made_of_the_batch(problem):
     start = candidate(problem, *BEST)
     laid = in_pieces(problem, start)
     assert laid.specs == ((A, B), (B, A), (("a", "b"),), (A, ()))
-    assert laid.price.memory.peak < start.price.memory.peak
-    assert laid.pins and all((A, B) in pin.results or (A, ()) in pin.results for pin in laid.pins.values())
+    assert laid.cost.memory.peak < start.cost.memory.peak
+    assert laid.constraints and all(
+        (A, B) in constraint.results or (A, ()) in constraint.results for constraint in laid.constraints.values()
+    )
     assert in_pieces(problem, start, only_state=True).specs == start.specs, "there is no state"

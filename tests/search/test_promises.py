@@ -11,8 +11,8 @@ import pytest
 import shardfn
 from examples.models import abstract, mlp
 from examples.models.families import FAMILIES
-from shardfn.planning.constraints import KINDS
-from shardfn.search import baselines, constraints, dynamic_programming, exact, forget, selection
+from shardfn.planning.op_constraints import KINDS
+from shardfn.search import baselines, constrained_candidates, dynamic_programming, exact, forget, selection
 from shardfn.search.level_costs import Totals, totals
 from shardfn.search.mesh_solution import Found, keeps_promise, layout_of, reads_of
 from shardfn.search.problem import Memo, objective
@@ -40,17 +40,19 @@ def test_how_a_product_reads_its_operands_is_left_to_the_compiler(level):
     """On a TPU what is gathered for a product travels as bf16, but as f32 where the operand itself is held whole."""
     problem, made = asked_and_made(level)
     found = next(exact.on_grid(problem, (("a", 8),), Budget()))
-    loose, held = next(selection.candidates(problem, found)), constraints.candidate(problem, found)
-    assert loose.pins and all(spec is None for pin in loose.pins.values() for spec in pin.operands)
-    assert {problem.graph.ops[i].name for i in loose.pins} == {"dot_general"}
-    assert loose.price.bytes_sent < held.price.bytes_sent
-    assert objective(made.price, problem) <= objective(loose.price, problem)
+    loose, held = next(selection.candidates(problem, found)), constrained_candidates.candidate(problem, found)
+    assert loose.constraints and all(
+        spec is None for constraint in loose.constraints.values() for spec in constraint.operands
+    )
+    assert {problem.graph.ops[i].name for i in loose.constraints} == {"dot_general"}
+    assert loose.cost.bytes_sent < held.cost.bytes_sent
+    assert objective(made.cost, problem) <= objective(loose.cost, problem)
 
 
 def test_a_flow_that_keeps_its_promise_is_enough(monkeypatch):
     problem, _ = asked_and_made()
     found = next(exact.on_grid(problem, (("a", 8),), Budget()))
-    loose = next(selection.candidates(problem, found)).price
+    loose = next(selection.candidates(problem, found)).cost
     full = loose.memory.peak
     cases = [  # whether it works as found, the peak as found, the limit, the best so far in seconds, candidates
         (True, full, full, math.inf, 1),
@@ -60,7 +62,7 @@ def test_a_flow_that_keeps_its_promise_is_enough(monkeypatch):
         (False, full, full, 0.1 * loose.time_s, 1),
     ]
     for kept, peak, limit, best_s, count in cases:
-        monkeypatch.setattr(constraints, "works_as_found", lambda *_, kept=kept: kept)
+        monkeypatch.setattr(constrained_candidates, "works_as_found", lambda *_, kept=kept: kept)
         monkeypatch.setattr(Found, "peak", peak)
         limited = dataclasses.replace(problem, memory_limit=limit)
         assert len(list(selection.candidates(limited, found, best_s))) == count, (kept, peak, limit, best_s)
@@ -172,7 +174,7 @@ def test_beside_a_large_program_s_plan_stand_those_of_the_batch(monkeypatch, kep
     assert {c.name for c in tried} == {
         c.name for c in of_batch(problem) if every or c.name.endswith("all else in 8 pieces")
     }
-    assert all(objective(made.price, problem) <= objective(c.price, problem) for c in tried)
+    assert all(objective(made.cost, problem) <= objective(c.cost, problem) for c in tried)
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -226,23 +228,29 @@ def test_pieces_of_a_scale_do_not_spread_to_the_activation_that_it_meets():
         forget("listening")
     (problem,) = problems
     found = next(exact.on_grid(problem, problem.axes, Budget()))
-    made, loose = constraints.candidate(problem, found), next(selection.candidates(problem, found))
-    held = {i: pin for i, pin in made.pins.items() if problem.graph.ops[i].name in constraints.FOLLOWING}
-    assert len(held) == 2 and all(pin.results == (None,) for pin in held.values())
-    assert held.items() <= loose.pins.items()
-    without = problem.price(made.axes, made.specs, {i: pin for i, pin in made.pins.items() if i not in held})
-    assert made.price.bytes_sent == 2 * 512 * 4 < without.bytes_sent / 100
+    made, loose = constrained_candidates.candidate(problem, found), next(selection.candidates(problem, found))
+    held = {
+        i: constraint
+        for i, constraint in made.constraints.items()
+        if problem.graph.ops[i].name in constrained_candidates.FOLLOWING
+    }
+    assert len(held) == 2 and all(constraint.results == (None,) for constraint in held.values())
+    assert held.items() <= loose.constraints.items()
+    without = problem.evaluate(
+        made.axes, made.specs, {i: constraint for i, constraint in made.constraints.items() if i not in held}
+    )
+    assert made.cost.bytes_sent == 2 * 512 * 4 < without.bytes_sent / 100
 
 
 def test_a_promise_is_what_is_sent_and_computed():
     problem, _ = asked_and_made()
     found = next(exact.on_grid(problem, (("a", 8),), Budget()))
-    made = constraints.candidate(problem, found)
+    made = constrained_candidates.candidate(problem, found)
     sums = totals(found.space, found.solution.choice)
-    of = lambda **figures: SimpleNamespace(price=SimpleNamespace(**{  # noqa: E731
+    of = lambda **figures: SimpleNamespace(cost=SimpleNamespace(**{  # noqa: E731
         "memory": SimpleNamespace(peak=0), "flops": sums.flops, "communication_s": sums.sent_s, "time_s": 1e-3,
         "bytes_sent": sums.sent, **figures}))  # fmt: skip
-    assert made.price.flops and keeps_promise(problem, found, of())
+    assert made.cost.flops and keeps_promise(problem, found, of())
     assert keeps_promise(problem, found, of(time_s=2e-3)), "more work beside products is no broken promise"
     for broken in ({"flops": 1.2 * sums.flops}, {"communication_s": sums.sent_s + 1e-4},
                    {"memory": SimpleNamespace(peak=1e15)}):  # fmt: skip
@@ -258,14 +266,14 @@ def test_what_follows_is_held_where_the_flow_lays_it_out_otherwise(monkeypatch):
     fn, args = family.on_paper(family.tiny)
     shardfn.plan(fn, *args, device="cpu:8", level=0, donate_argnums=family.donated)
     problem, one = found[0]
-    full = constraints.candidate(problem, one)
-    *_, more = constraints.all_held(problem, one, full)
-    added = more.pins.keys() - full.pins.keys()
+    full = constrained_candidates.candidate(problem, one)
+    *_, more = constrained_candidates.all_held(problem, one, full)
+    added = more.constraints.keys() - full.constraints.keys()
     kinds = {index: problem.graph.ops[index].name for index in added}
-    assert {"divide", "reduce"} <= set(kinds.values()) <= KINDS.keys() - constraints.MAKERS
-    wanted, flow = layout_of(problem, one), problem.flow_of(more)
+    assert {"divide", "reduce"} <= set(kinds.values()) <= KINDS.keys() - constrained_candidates.MAKERS
+    wanted, partitioned = layout_of(problem, one), problem.partitioned_of(more)
     sums = [index for index in added if kinds[index] == "reduce"]
-    left = {index for index in sums if more.pins[index].operands[0] is None}
+    left = {index for index in sums if more.constraints[index].operands[0] is None}
     assert left and left != set(sums), "what reads a part of what each device has is not held to that"
     for index in sums:
         operand = problem.graph.ops[index].inputs[0]
@@ -273,12 +281,12 @@ def test_what_follows_is_held_where_the_flow_lays_it_out_otherwise(monkeypatch):
             reads, made = reads_of(problem, one, index)[0], wanted(operand)
             is_part = reads != made and all(r[: len(m)] == m for r, m in zip(reads, made, strict=True))
             assert is_part == (index in left)
-    there = {op.site: op for op in flow.graph.ops if op.site >= 0}
+    there = {op.site: op for op in partitioned.graph.ops if op.site >= 0}
     for index in added:
         op = problem.graph.ops[index]
         if op.site in there and index not in left:  # else XLA computes it once with another one
-            assert flow.specs[there[op.site].outputs[0]] == wanted(op.outputs[0])
-    assert more.price.bytes_sent < full.price.bytes_sent
+            assert partitioned.specs[there[op.site].outputs[0]] == wanted(op.outputs[0])
+    assert more.cost.bytes_sent < full.cost.bytes_sent
 
 
 def test_a_plan_keeps_its_promise_where_only_some_of_what_follows_is_held_by_decisions():
@@ -292,13 +300,17 @@ def test_a_plan_keeps_its_promise_where_only_some_of_what_follows_is_held_by_dec
                       listened(problem, all_, *a, **k))  # fmt: skip
         made = shardfn.plan(fn, *args, device="cpu:8", level=0, donate_argnums=family.donated)
     problem, one = found[0]
-    full = constraints.candidate(problem, one)
-    *_, more = constraints.all_held(problem, one, full)
+    full = constrained_candidates.candidate(problem, one)
+    *_, more = constrained_candidates.all_held(problem, one, full)
     assert keeps_promise(problem, one, more) and not keeps_promise(problem, one, full)
-    completed = {i for i, pin in full.pins.items() if None in pin.results and None not in more.pins[i].results}
-    assert completed and {problem.graph.ops[i].name for i in more.pins} >= {"negate", "rsqrt"}
+    completed = {
+        i
+        for i, constraint in full.constraints.items()
+        if None in constraint.results and None not in more.constraints[i].results
+    }
+    assert completed and {problem.graph.ops[i].name for i in more.constraints} >= {"negate", "rsqrt"}
     hand = family.hand_written(dataclasses.replace(family.small, layers=1), 8)["data x tensor, 4 x 2"]
     written = shardfn.shard(
         hand.written(fn), in_strategy=hand.in_strategy, device="cpu:8", donate_argnums=family.donated
     )
-    assert made.price.bytes_sent < written.plan(*args).price.bytes_sent
+    assert made.cost.bytes_sent < written.plan(*args).cost.bytes_sent

@@ -28,7 +28,7 @@ def test_any_number_of_devices(devices):
     made = shardfn.plan(two_layers, *args, device=f"h100:{devices}", level=2, **RECURSIVE)
     whole = shardfn.plan(two_layers, *args, device="h100:1")
     assert math.prod(made.device_matrix) == devices
-    assert made.price.flops == pytest.approx(whole.price.flops / devices, rel=0.01)
+    assert made.cost.flops == pytest.approx(whole.cost.flops / devices, rel=0.01)
 
 
 def test_the_users_grid_stays():
@@ -53,7 +53,7 @@ def test_never_worse_than_data_parallel(make, devices, level):
     parallel = shardfn.plan(function, *args, in_strategy=entries, **options)
     made = shardfn.plan(function, *args, **RECURSIVE, **options)
     problem = problem_of(function, args, device=f"h100:{devices}", level=level)
-    assert objective(made.price, problem) <= objective(parallel.price, problem)
+    assert objective(made.cost, problem) <= objective(parallel.cost, problem)
 
 
 @pytest.mark.parametrize("program", [two_layers, step], ids=["forward", "gradients"])
@@ -62,7 +62,7 @@ def test_no_collapse_to_data_parallel(program):
     parallel = shardfn.plan(program, *WIDE, in_strategy=((8, 1), (1, 1), (1, 1)), device="h100:8", level=2)
     assert made.decision("w1").cuts == (1, 8)
     assert made.decision("w2").cuts == (8, 1)
-    assert made.price.time_s < parallel.price.time_s / 2
+    assert made.cost.time_s < parallel.cost.time_s / 2
 
 
 def deep(layers):
@@ -116,5 +116,5 @@ def test_level_0_does_not_collapse_to_data_parallel():
         )
         for level in (0, 2)
     )
-    assert max(least.price.bytes_sent, fast.price.bytes_sent) < 2 * 4 * 1024 * 4096
-    assert least.price.flops <= fast.price.flops
+    assert max(least.cost.bytes_sent, fast.cost.bytes_sent) < 2 * 4 * 1024 * 4096
+    assert least.cost.flops <= fast.cost.flops

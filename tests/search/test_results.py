@@ -32,8 +32,8 @@ def test_what_is_made_of_a_key_is_cut(level):
     options = {"out_strategy": ((1, 1),), "search_mode": "sharding_propagation"}
     whole = shardfn.plan(drawn, KEY, level=level, device="cpu:8", **options)
     assert made.outputs[0].source == "searched" and made.outputs[0].reason
-    assert made.price.flops <= by_hand.price.flops < whole.price.flops / 4
-    assert made.price.memory.peak <= by_hand.price.memory.peak < whole.price.memory.peak / 4
+    assert made.cost.flops <= by_hand.cost.flops < whole.cost.flops / 4
+    assert made.cost.memory.peak <= by_hand.cost.memory.peak < whole.cost.memory.peak / 4
     if made.gap is not None:
         assert "proved" in made.policy
 
@@ -54,8 +54,8 @@ def test_it_is_compiled_as_it_was_priced(tmp_path):
 def test_a_limit_that_cut_results_keep_is_kept():
     whole = 64 * 32 * 4
     made = shardfn.plan(drawn, KEY, memory_limit=int(0.6 * whole), device="cpu:8")
-    assert made.price.memory.peak <= 0.6 * whole
-    with pytest.raises(ShardError, match=f"memory_limit={made.price.memory.peak}$"):
+    assert made.cost.memory.peak <= 0.6 * whole
+    with pytest.raises(ShardError, match=f"memory_limit={made.cost.memory.peak}$"):
         shardfn.plan(drawn, KEY, memory_limit=100, level=1, device="cpu:8")
 
 
@@ -78,7 +78,7 @@ def test_with_all_arguments_given_a_result_is_searched_only_where_that_is_said()
     assert followed.policy == "nothing was open"
     assert [d.source for d in asked.inputs] == ["you", "you"]
     assert asked.outputs[1].source == "searched" and asked.outputs[1].cuts == (1, 8)
-    assert asked.price.time_s < followed.price.time_s
+    assert asked.cost.time_s < followed.cost.time_s
 
 
 def test_a_result_that_takes_an_arguments_place_lies_as_it():
@@ -101,11 +101,11 @@ def test_what_propagation_does_by_itself_is_not_held():
     finally:
         shardfn.search.forget("listening")
     (problem,), axes, rows, whole = asked, (("a", 2), ("b", 4)), (("a",), ()), ((), ())
-    made = Candidate("", axes, (rows, whole), {}, problem.price(axes, (rows, whole), {}))
-    flow = problem.flow_of(made)
-    laid = {end.value: flow.specs[flow.graph.outputs[end.at]] for end in problem.ends.values()}
+    made = Candidate("", axes, (rows, whole), {}, problem.evaluate(axes, (rows, whole), {}))
+    partitioned = problem.partitioned_of(made)
+    laid = {end.value: partitioned.specs[partitioned.graph.outputs[end.at]] for end in problem.ends.values()}
     assert held_as(problem, made, axes, laid.get) is None
     other = {**laid, problem.ends[1].value: ((), ("b",))}
     held = held_as(problem, made, axes, other.get)
-    assert held is not None and held.ends == {1: ((), ("b",))} and held.price != made.price
+    assert held is not None and held.ends == {1: ((), ("b",))} and held.cost != made.cost
     assert held_as(problem, made, axes, {**laid, problem.ends[1].value: ((), ("c",))}.get) is None, "no such axis"

@@ -10,8 +10,8 @@ import shardfn
 from examples.models import abstract, dlrm, gpt2, mlp
 from shardfn.cost.memory.live_ranges import memory
 from shardfn.errors import StrategyError
-from shardfn.ir.model import Flow
-from shardfn.search import baselines, constraints, dynamic_programming, exact
+from shardfn.ir.model import PartitionedProgram
+from shardfn.search import baselines, constrained_candidates, dynamic_programming, exact
 from shardfn.search.feasibility import ROUGH, SURE, even_share, fits_nowhere
 from shardfn.search.memory_limit import within_limit
 from shardfn.search.problem import Problem
@@ -30,7 +30,7 @@ TRAINED = {"batch": 64, "train": True}
 )
 def test_no_flow_holds_less_than_an_even_share(make, size):
     problem, _ = asked(*abstract(make, size), level=1, device="h100:8", donate_argnums=0)
-    peaks = [c.price.memory.peak for c in baselines.candidates(dataclasses.replace(problem, level=2))]
+    peaks = [c.cost.memory.peak for c in baselines.candidates(dataclasses.replace(problem, level=2))]
     assert min(peaks) >= min(even_share(problem), even_share(problem, True))
     assert min(peaks) >= 0.8 * even_share(problem)
 
@@ -43,7 +43,9 @@ def test_an_even_share_is_that_on_the_chip():
     shares = {}
     for device in ("a100:8", "h100:8"):  # an A100 makes fewer parts of a product
         problem, _ = asked(narrow, args, level=2, device=device)
-        whole = Flow(problem.graph, tuple(((),) * len(v.shape) for v in problem.graph.values), {}, (), "cuda")
+        whole = PartitionedProgram(
+            problem.graph, tuple(((),) * len(v.shape) for v in problem.graph.values), {}, (), "cuda"
+        )
         shares[device] = even_share(problem)
         assert shares[device] == memory(whole, (), problem.hardware.chip).peak / 8
     assert shares["a100:8"] < shares["h100:8"]
@@ -81,19 +83,19 @@ def test_a_limit_that_nothing_can_keep_is_refused_after_a_first_look(monkeypatch
     options = {"level": 2, "device": "h100:8", "donate_argnums": 0}
     problem, _ = asked(function, args, **options)
     limit = int(0.5 * even_share(problem))
-    flows, price = [], Problem.price
+    flows, cost = [], Problem.evaluate
     for small in (500, 5):
         monkeypatch.setattr("shardfn.search.effort.SMALL_OPS", small)
         priced = []
         with monkeypatch.context() as patch:
-            patch.setattr(Problem, "price", lambda *a, priced=priced: priced.append(a[1:]) or price(*a))
+            patch.setattr(Problem, "evaluate", lambda *a, priced=priced: priced.append(a[1:]) or cost(*a))
             with pytest.raises(StrategyError, match="no layout found holds") as error:
                 shardfn.plan(function, *args, memory_limit=limit, **options)
         flows.append(len({repr(key) for key in priced}))
     least = int(re.findall(r"memory_limit=(\d+)", str(error.value))[0])
     assert "; the largest: " in str(error.value)
     assert flows[1] < min(30, flows[0] / 2), flows
-    assert shardfn.plan(function, *args, memory_limit=least, **options).price.memory.peak <= least
+    assert shardfn.plan(function, *args, memory_limit=least, **options).cost.memory.peak <= least
 
 
 def test_what_fits_nowhere_is_mended_to_what_holds_least_alone(monkeypatch):
@@ -101,8 +103,8 @@ def test_what_fits_nowhere_is_mended_to_what_holds_least_alone(monkeypatch):
     small = dataclasses.replace(problem, memory_limit=0.5 * even_share(problem))
     budget = exact.budget_of(small)
     (found,) = exact.on_grid(small, (("a", 8),), budget)
-    made = constraints.candidate(small, found)
+    made = constrained_candidates.candidate(small, found)
     (least,) = exact.mended(small, found, made, budget)
     assert least.peak <= found.peak
-    roomy = dataclasses.replace(problem, memory_limit=0.99 * made.price.memory.peak)
+    roomy = dataclasses.replace(problem, memory_limit=0.99 * made.cost.memory.peak)
     assert len(list(exact.mended(roomy, found, made, budget))) == 2

@@ -47,14 +47,14 @@ def test_a_seed_in_the_middle_is_kept_and_the_work_spread(rows):
     x, params = shapes(3)
     made = shardfn.plan(ffn, x, params, parameter_plan={"params/1/1": (rows, 1)}, **HERE)
     assert made.decision("params/1/1").cuts == (rows, 1)
-    assert made.price.flops <= 1.01 * 3 * 2 * 2 * 8192 * 1024 * 4096 / 8
+    assert made.cost.flops <= 1.01 * 3 * 2 * 2 * 8192 * 1024 * 4096 / 8
 
 
 def test_data_parallel_stays_data_parallel():
     x, params = shapes(2)
     made = shardfn.plan(ffn, x, params, in_strategy=((8, 1), AUTO), **HERE)
     assert cuts(made) == [(8, 1)] + [(1, 1), (1, 1)] * 2
-    assert made.price.bytes_sent == 0
+    assert made.cost.bytes_sent == 0
 
 
 @pytest.mark.parametrize("seed", [{"x": (8, 1)}, {"x": (2, 1), "params/0": (1, 1, 4)}, {"params/1": (1, 4, 2)}])
@@ -64,7 +64,7 @@ def test_loops(seed):
     made = shardfn.plan(looped, x, stacked, parameter_plan=seed, **HERE)
     for path, said in seed.items():
         assert made.decision(path).cuts == said
-    assert made.price.flops < 1.1 * 4 * 2 * 2 * 8192 * 1024 * 4096 / 8, "the work is spread over all devices"
+    assert made.cost.flops < 1.1 * 4 * 2 * 2 * 8192 * 1024 * 4096 / 8, "the work is spread over all devices"
 
 
 def test_the_answer_is_never_worse_than_following_the_classes():
@@ -72,7 +72,7 @@ def test_the_answer_is_never_worse_than_following_the_classes():
 
     def both(problem):
         answers = [sharding_propagation.search(problem), default_policy.search(problem)]
-        asked.append([objective(problem.price(a.axes, a.specs, a.pins), problem) for a in answers])
+        asked.append([objective(problem.evaluate(a.axes, a.specs, a.constraints), problem) for a in answers])
         return answers[0]
 
     function, args = abstract(gpt2.make, gpt2.Config(layers=1))

@@ -7,7 +7,7 @@ import pytest
 
 import shardfn
 from shardfn.cost.compute import work
-from shardfn.ir.model import Flow
+from shardfn.ir.model import PartitionedProgram
 from shardfn.search.label_tables import SCATTERED, build
 from shardfn.search.level_costs import labelling_of, totals
 from shardfn.search.op_labels import decoded, op_codes
@@ -100,7 +100,7 @@ def test_a_sum_in_pieces_costs_what_its_flow_sends(op, ends):
     cut = lambda which: tuple(n for n, end in zip("ab", ends, strict=True) if end == which) or "None"  # noqa: E731
     batch = [grid(("a", "b"), *["None"] * (len(x.shape) - 1)) for x in args]
     made = shardfn.plan(fn, *args, device="h100:8", in_strategy=tuple(batch), out_strategy=(grid(cut("r"), cut("c")),))
-    assert space.nodes[node].sent[at] == pytest.approx(made.price.bytes_sent)
+    assert space.nodes[node].sent[at] == pytest.approx(made.cost.bytes_sent)
 
 
 def test_what_a_reshape_cannot_keep_cut_is_gathered():
@@ -128,14 +128,14 @@ LINALG = {
 def test_ops_with_several_results_are_planned(function, device):
     """Results may ask for one axis along different dims: no layout of an operand has it twice."""
     made = shardfn.plan(function, S((64, 128, 128), jnp.float32), device=device)
-    for spec in made.flow.specs:
+    for spec in made.partitioned.specs:
         used = [axis for dim in spec for axis in dim]
         assert len(used) == len(set(used))
 
 
 def test_the_search_counts_the_flops_that_plans_report():
     made = shardfn.plan(lambda x: jnp.sort(x, axis=1), S((4096, 4096), jnp.float32), device="h100:8", level=2)
-    assert made.gap == 0 and made.price.flops > 4096 * 4096
+    assert made.gap == 0 and made.cost.flops > 4096 * 4096
 
 
 def softmaxed(w, x):
@@ -153,8 +153,8 @@ def test_uncut_the_ops_take_as_long_as_the_kernels_that_they_are_in(device):
     space = build(problem.graph, Grid.on(problem.hardware, (("a", 8),)), {}, {}, {}, None, problem.facts)
     whole = [node.compute_s[(node.labels < 0).all(axis=1)].item() for node in space.nodes]
     layouts = tuple(((),) * len(v.shape) for v in problem.graph.values)
-    flow = Flow(problem.graph, layouts, {}, (), problem.hardware.platform)
-    assert sum(whole) == pytest.approx(work(flow, problem.hardware.chip).seconds, rel=0.05)
+    partitioned = PartitionedProgram(problem.graph, layouts, {}, (), problem.hardware.platform)
+    assert sum(whole) == pytest.approx(work(partitioned, problem.hardware.chip).seconds, rel=0.05)
     kernels = problem.facts.kernels
     assert max(max((*k.reads, k.computes)) for k in kernels) > 1, "nothing is computed in several kernels"
     assert any(sum(k.reads) < len(k.reads) for k in kernels), "no kernel reads anything twice"

@@ -7,8 +7,8 @@ import pytest
 
 import shardfn
 from shardfn.cost.devices.hardware import resolve
-from shardfn.cost.price import collectives
-from shardfn.ir.model import Pin
+from shardfn.cost.estimate import collectives
+from shardfn.ir.model import OpConstraint
 from shardfn.search.partial_sum_costs import Sums, add_up
 from shardfn.search.resharding_costs import Grid, spec_of
 from tests.search.asking import S
@@ -40,8 +40,8 @@ def test_sums_of_a_convolution_cost_what_flows_send_for_them(cut, made):
     partial = np.array([4.0 * 3 * 3 * 16 * 32])
     sent, _ = Sums(work, out, np.isin(work, apart), apart, False, True).cost(partial, Grid.on(problem.hardware, AXES))
     specs = tuple(spec_of(row, 4, "ab") for row in (cut, cut, made))
-    flow = problem.flow(AXES, specs[:2], {index: Pin(specs[:2], specs[2:])})
-    added = [c for c in collectives(flow) if c.kind in ("all-reduce", "reduce-scatter")]
+    partitioned = problem.partition(AXES, specs[:2], {index: OpConstraint(specs[:2], specs[2:])})
+    added = [c for c in collectives(partitioned) if c.kind in ("all-reduce", "reduce-scatter")]
     assert sent.item() == sum(c.total_bytes for c in added)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardfn import auto_parallel, train
 from shardfn.compiled.executable import read
-from shardfn.cost import price
+from shardfn.cost import estimate
 from shardfn.errors import ContextError, ShardError, StrategyError, StrategyTypeError
 from tests.train.regression import data, mean_square, run, start
 
@@ -115,7 +115,7 @@ def test_the_report_predicts_what_was_compiled(options):
     step = train.step(mean_square, optax.adamw(1e-2), mode="data_parallel", **options)
     state = step.init(start)
     made, found = step.plan(state, *data()), read(step.lower(state, *data()).compile())
-    assert made.price.bytes_sent == sum(c.bytes_sent * c.trips for c in found.collectives)
+    assert made.cost.bytes_sent == sum(c.bytes_sent * c.trips for c in found.collectives)
 
 
 def held(state):
@@ -307,7 +307,7 @@ def test_a_plan_and_a_report_for_a_pod_that_is_not_here():
     batch = jax.eval_shape(data)
     made = step.plan(shapes, *batch)
     assert made.decision("state/opt_state/0/mu/w1").cuts == (16, 1)
-    assert [c.kind for c in price.collectives(made.flow)].count("reduce-scatter") == 3
+    assert [c.kind for c in estimate.collectives(made.partitioned)].count("reduce-scatter") == 3
 
 
 # ---- what is wrong
@@ -345,7 +345,7 @@ WRONG = [
     (lambda: train.step(train.pipeline(mean_square, 2), optax.sgd(1), recompute=1, mutable="a"), StrategyError, "2 problems:"),
     (lambda: train.step(mean_square, optax.sgd(1), parallel_optimizer_config={"foo": 1}), ContextError, "no entry 'foo'"),
     (lambda: train.step(mean_square, optax.sgd(1), mode="data_parallel", in_strategy=((8, 1), None)), StrategyError, "no meaning"),
-    (lambda: train.step(mean_square, optax.sgd(1), mode="data_parallel", memory_limit="64B", finalists=2), StrategyError,
+    (lambda: train.step(mean_square, optax.sgd(1), mode="data_parallel", memory_limit="64B", compile_candidates=2), StrategyError,
      "`memory_limit` has no meaning in mode 'data_parallel'"),
     (lambda: train.step(mean_square, optax.sgd(1), mode="auto_parallel", layerwise_parallel=("b1",)), StrategyError, "no meaning"),
     (lambda: one_step(mean_square, mode="data_parallel", layerwise_parallel=("q",)), StrategyError, "matches no parameter"),

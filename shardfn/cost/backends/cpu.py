@@ -12,25 +12,25 @@ from collections.abc import Sequence
 
 from shardfn.cost.op_kinds import ELEMENTWISE
 from shardfn.ir.jax_release import IS_BEFORE_12
-from shardfn.ir.model import PRODUCTS, Convolution, Dims, Flow, Graph, Op, Rule, Spec, Value
+from shardfn.ir.model import PRODUCTS, Convolution, Dims, Graph, Op, PartitionedProgram, Rule, Spec, Value
 from shardfn.ir.windows import reach
 
 
-def on_cpu(flow: Flow) -> Flow:
+def on_cpu(partitioned: PartitionedProgram) -> PartitionedProgram:
     """The flow with the copies that ops read, and without zeros that rows are added to only to be added to something.
 
     On another platform it comes back as it is.
     """
-    return _Backend(flow).flow() if flow.platform == "cpu" else flow
+    return _Backend(partitioned).partition() if partitioned.platform == "cpu" else partitioned
 
 
-def is_flattened(flow: Flow, op: Op, operand: int) -> bool:
+def is_flattened(partitioned: PartitionedProgram, op: Op, operand: int) -> bool:
     """Whether a product with a rule reads an operand as a matrix though it has more dims: through a view of it."""
     if op.rule is None:
         return False
     left, right = ({f for dim in dims for f in dim} for dims in op.rule.operands[:2])
     batch = len(left & right & {f for dim in op.rule.results[0] for f in dim})
-    return sum(n > 1 for n in flow.local_shape(operand)) > batch + 2
+    return sum(n > 1 for n in partitioned.local_shape(operand)) > batch + 2
 
 
 _HALF = frozenset({"bf16", "f16"} if IS_BEFORE_12 else ())
@@ -47,14 +47,14 @@ _LOOKED_UP = frozenset({"transpose", "dot_general", "broadcast_in_dim", "convert
 class _Backend:
     """Walks one flow once; the lists fill as it goes."""
 
-    def __init__(self, flow: Flow):
-        self.given = flow
-        self.values: list[Value] = list(flow.graph.values)
-        self.specs: list[Spec] = list(flow.specs)
+    def __init__(self, partitioned: PartitionedProgram):
+        self.given = partitioned
+        self.values: list[Value] = list(partitioned.graph.values)
+        self.specs: list[Spec] = list(partitioned.specs)
         self.ops: list[Op] = []
         self.copies: dict[object, int] = {}
 
-    def flow(self) -> Flow:
+    def partition(self) -> PartitionedProgram:
         graph = self.given.graph
         into, dropped = _scattered_into(self.given)
         dropped |= _known(graph)
@@ -324,7 +324,7 @@ def turned(rule: Rule, side: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     return order if _moves(order, shape) else ()
 
 
-def all_groups(flow: Flow, op: Op) -> int:
+def all_groups(partitioned: PartitionedProgram, op: Op) -> int:
     """Of a kernel's gradient in groups of one channel each, how many groups a device has, else 1.
 
     On CPU XLA makes it of all channels there with all, and picks those of one group.
@@ -332,7 +332,7 @@ def all_groups(flow: Flow, op: Op) -> int:
     shape = op.convolution
     if shape is None or not shape.in_batches:
         return 1
-    made, here = flow.graph.values[op.outputs[0]].shape, flow.local_shape(op.outputs[0])
+    made, here = partitioned.graph.values[op.outputs[0]].shape, partitioned.local_shape(op.outputs[0])
     return next((here[dim] for which, dim, groups in shape.grouped if which == 2 and made[dim] == groups), 1)
 
 
@@ -385,10 +385,10 @@ def _known(graph: Graph) -> set[int]:
     return known
 
 
-def _scattered_into(flow: Flow) -> tuple[dict[int, Op], set[int]]:
+def _scattered_into(partitioned: PartitionedProgram) -> tuple[dict[int, Op], set[int]]:
     """Rows that are added to zeros, and the sum then to something: they are added to that. The ops that do so by what they make,
     and results that nobody needs any more."""
-    graph = flow.graph
+    graph = partitioned.graph
     maker = {v: op for op in graph.ops if op.name in ("scatter", "broadcast_in_dim") for v in op.outputs}
     scatters = [op for op in maker.values() if op.name == "scatter" and len(op.inputs) == 3]
     if not scatters:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from shardfn.cost.backends.cpu_library import library_calls
 from shardfn.cost.fusion_walk import MOST, SPREADS, Fuser, Fusion
 from shardfn.cost.op_kinds import COSTLY, ELEMENTWISE, VIEWS, is_view
-from shardfn.ir.model import PRODUCTS, Flow, Graph, Op
+from shardfn.ir.model import PRODUCTS, Graph, Op, PartitionedProgram
 
 _ONCE = (COSTLY | {"gather"}) - {"sine", "cosine", "tan", "popcnt"}
 """Ops that XLA's CPU backend does not compute anew for each reader: measured on JAX 0.10.2 with two readers that are one each."""
@@ -34,13 +34,13 @@ _AT_ROOT = frozenset({-1})
 class OnCpu(Fuser):
     """Fuses one graph as on a CPU."""
 
-    def __init__(self, flow: Flow):
-        super().__init__(flow)
+    def __init__(self, partitioned: PartitionedProgram):
+        super().__init__(partitioned)
         self.maker = {v: i for i in self.alive for v in self.graph.ops[i].outputs}
-        self.calls = library_calls(flow, self.readers, self.maker)
+        self.calls = library_calls(partitioned, self.readers, self.maker)
         """Ops that a call of the library computes, and the one whose result it gives."""
         self.called = frozenset(self.calls.values())
-        self.spread |= _repeating(flow.graph, self.made)
+        self.spread |= _repeating(partitioned.graph, self.made)
         self.after: list[int] = []
         self.shown: set[int] = set()
         """What a view gives that a product, a collective or a library needs in memory. What it is of is computed as it is
@@ -73,7 +73,7 @@ class OnCpu(Fuser):
 
     def is_needed(self, op: Op) -> bool:
         """Whether what an op makes is a result that it cannot share with readers that compute it anew."""
-        return op.outputs[0] in self.held and is_view(self.flow, op)
+        return op.outputs[0] in self.held and is_view(self.partitioned, op)
 
     def computed_in(self, i: int, op: Op) -> tuple[int, ...] | None:
         """The ops inside which op `i` is computed, or None where it runs by itself."""
@@ -84,7 +84,7 @@ class OnCpu(Fuser):
     def where(self, op: Op, readers: Sequence[int], homes: tuple[int, ...]) -> tuple[int, ...] | None:
         """`computed_in`, of an op of one result that `readers` need, which are computed in `homes`: what some of them need in
         memory, others may still compute anew."""
-        if is_view(self.flow, op):
+        if is_view(self.partitioned, op):
             return self.written_through(op, readers, homes)
         if op.name in VIEWS or op.name in PRODUCTS:
             return None
@@ -124,7 +124,8 @@ class OnCpu(Fuser):
                 continue
             op = self.graph.ops[r]
             is_same = op.name == "transpose" or (
-                len(op.outputs) == 1 and self.flow.local_shape(op.outputs[0]) == self.flow.local_shape(value)
+                len(op.outputs) == 1
+                and self.partitioned.local_shape(op.outputs[0]) == self.partitioned.local_shape(value)
             )
             found |= self.places.get((home, r), _AT_ROOT) if is_same else {r}
         return found
@@ -160,7 +161,9 @@ class OnCpu(Fuser):
             if value not in self.shown:
                 continue
             source = self.graph.ops[i].inputs[0]
-            while (made := self.maker.get(source, -1)) in self.later and is_view(self.flow, self.graph.ops[made]):
+            while (made := self.maker.get(source, -1)) in self.later and is_view(
+                self.partitioned, self.graph.ops[made]
+            ):
                 source = self.graph.ops[made].inputs[0]
             if made not in self.later and i not in self.anew.get(source, ()):
                 self.anew.pop(value, None)
@@ -175,7 +178,9 @@ class OnCpu(Fuser):
         found: list[int] = []
         for r in readers:
             op = self.graph.ops[r]
-            through = is_view(self.flow, op) and op.outputs[0] not in self.held and op.outputs[0] not in self.shown
+            through = (
+                is_view(self.partitioned, op) and op.outputs[0] not in self.held and op.outputs[0] not in self.shown
+            )
             found += self.final_users(self.readers.get(op.outputs[0], ())) if through else [r]
         return found
 
@@ -200,10 +205,10 @@ class OnCpu(Fuser):
         op = self.graph.ops[i]
         if i in self.called:
             return True
-        if op.outputs and op.outputs[0] in self.shown and is_view(self.flow, op):
+        if op.outputs and op.outputs[0] in self.shown and is_view(self.partitioned, op):
             return True
         if op.name == "reduce":
-            shape = self.flow.local_shape(op.inputs[0])
+            shape = self.partitioned.local_shape(op.inputs[0])
             return len(op.outputs) > 1 or all(shape[d] <= BY_TREE for _, d in op.reduced)
         return super().can_run_with(i)
 

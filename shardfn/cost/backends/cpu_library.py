@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from shardfn.cost.op_kinds import CHEAP, COSTLY, is_view
-from shardfn.ir.model import Flow, Op
+from shardfn.ir.model import Op, PartitionedProgram
 
 BY_LIBRARY = 4096
 """Elements from which XLA's CPU backend leaves a sum or a maximum of `f32` to a library, whose call computes inside itself
@@ -17,7 +17,9 @@ _LIBRARY = (CHEAP | COSTLY) - {"and", "bitcast_convert", "clamp", "compare", "co
                                "rotate", "select", "slice", "xor"}  # fmt: skip
 
 
-def library_calls(flow: Flow, readers: Mapping[int, Sequence[int]], maker: Mapping[int, int]) -> dict[int, int]:
+def library_calls(
+    partitioned: PartitionedProgram, readers: Mapping[int, Sequence[int]], maker: Mapping[int, int]
+) -> dict[int, int]:
     """What calls of the library compute, the last reduction's first, each with the op whose result its call gives.
 
     Args:
@@ -25,15 +27,15 @@ def library_calls(flow: Flow, readers: Mapping[int, Sequence[int]], maker: Mappi
       readers: of each value the ops that read it, in order.
       maker: of each value the op that makes it; of ops whose results are needed.
     """
-    return _Library(flow, readers, maker).calls()
+    return _Library(partitioned, readers, maker).calls()
 
 
 class _Library:
     """Looks at one graph."""
 
-    def __init__(self, flow: Flow, readers: Mapping[int, Sequence[int]], maker: Mapping[int, int]):
-        self.flow, self.graph = flow, flow.graph
-        self.readers, self.maker, self.held = readers, maker, frozenset(flow.graph.outputs)
+    def __init__(self, partitioned: PartitionedProgram, readers: Mapping[int, Sequence[int]], maker: Mapping[int, int]):
+        self.partitioned, self.graph = partitioned, partitioned.graph
+        self.readers, self.maker, self.held = readers, maker, frozenset(partitioned.graph.outputs)
 
     def calls(self) -> dict[int, int]:
         """What its calls compute, the last reduction's first, each with the op whose result its call gives."""
@@ -70,7 +72,7 @@ class _Library:
             i = readers[0]
             way.append(i)
             op = self.graph.ops[i]
-            if op.name != "broadcast_in_dim" and not is_view(self.flow, op):
+            if op.name != "broadcast_in_dim" and not is_view(self.partitioned, op):
                 return way
 
     def only_in(self, i: int, inside: Collection[int]) -> bool:
@@ -85,12 +87,12 @@ class _Library:
             return False
         if op.form and begun.form and op.form[1] != begun.form[1]:
             return False
-        if is_view(self.flow, op) or op.name == "broadcast_in_dim" or self.is_summed(i):
+        if is_view(self.partitioned, op) or op.name == "broadcast_in_dim" or self.is_summed(i):
             return True
         if op.name == "dot_general":
             return self.is_library_product(op)
         (value,) = op.outputs
-        return op.name in _LIBRARY and math.prod(self.flow.local_shape(value)) >= BY_LIBRARY
+        return op.name in _LIBRARY and math.prod(self.partitioned.local_shape(value)) >= BY_LIBRARY
 
     def is_library_product(self, op: Op) -> bool:
         """Whether a product is the library's: of `f32`, and its left operand's summed dim does not stand before its free one."""
@@ -107,4 +109,4 @@ class _Library:
         if op.name != "reduce" or len(op.outputs) != 1:
             return False
         return (self.graph.values[op.inputs[0]].dtype == "f32"
-                and math.prod(self.flow.local_shape(op.inputs[0])) >= BY_LIBRARY)  # fmt: skip
+                and math.prod(self.partitioned.local_shape(op.inputs[0])) >= BY_LIBRARY)  # fmt: skip

@@ -9,7 +9,7 @@ import math
 
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.local_sizes import sized
-from shardfn.ir.model import Flow, Op, Value, dtype_bits, is_gpu
+from shardfn.ir.model import Op, PartitionedProgram, Value, dtype_bits, is_gpu
 
 
 def parts(batch: int, rows: int, columns: int, summed: int, coarseness: int = 2) -> int:
@@ -49,17 +49,17 @@ COARSENESS = {"a100": 8}
 """Of chips for which it is not 2. Fitted to the products compiled for them."""
 
 
-def on_gpu(flow: Flow, chip: Chip | None = None) -> Flow:
+def on_gpu(partitioned: PartitionedProgram, chip: Chip | None = None) -> PartitionedProgram:
     """The flow with the parts of small products, and what adds them up; on another platform it comes back as it is."""
-    if not is_gpu(flow.platform):
-        return flow
+    if not is_gpu(partitioned.platform):
+        return partitioned
     coarseness = COARSENESS.get(chip.name, 2) if chip else 2
-    values, specs = list(flow.graph.values), list(flow.specs)
+    values, specs = list(partitioned.graph.values), list(partitioned.specs)
     ops: list[Op] = []
     sizes: dict[int, int] = {}
-    beside = _beside(flow)
-    for op in flow.graph.ops:
-        counts = _counts(flow, op)
+    beside = _beside(partitioned)
+    for op in partitioned.graph.ops:
+        counts = _counts(partitioned, op)
         if counts is None:
             ops.append(op)
             continue
@@ -71,47 +71,47 @@ def on_gpu(flow: Flow, chip: Chip | None = None) -> Flow:
         if made == 1:
             ops.append(op)
             continue
-        form, partial = flow.graph.values[result], len(values)
+        form, partial = partitioned.graph.values[result], len(values)
         values.append(Value(form.shape, "f32" if dtype_bits(form.dtype) < 32 else form.dtype))
         specs.append(specs[result])
-        sizes[partial] = made * math.prod(flow.local_shape(result)) * dtype_bits(values[partial].dtype) // 8
+        sizes[partial] = made * math.prod(partitioned.local_shape(result)) * dtype_bits(values[partial].dtype) // 8
         ops += [op.of(op.inputs, (partial,)), Op("add_parts", (partial,), (result,), None, op.trips, op.where)]
     if not sizes:
-        return flow
-    graph = dataclasses.replace(flow.graph, values=tuple(values), ops=tuple(ops))
-    return sized(dataclasses.replace(flow, graph=graph, specs=tuple(specs)), sizes)
+        return partitioned
+    graph = dataclasses.replace(partitioned.graph, values=tuple(values), ops=tuple(ops))
+    return sized(dataclasses.replace(partitioned, graph=graph, specs=tuple(specs)), sizes)
 
 
-def _counts(flow: Flow, op: Op) -> tuple[int, int, int, int] | None:
+def _counts(partitioned: PartitionedProgram, op: Op) -> tuple[int, int, int, int] | None:
     """Of a product on one device: how many at once, rows and columns of the result, and what is summed; None of other ops."""
     if op.name != "dot_general" or op.rule is None or len(op.outputs) != 1:
         return None
-    if not flow.graph.values[op.inputs[0]].dtype.startswith(("f", "bf")):
+    if not partitioned.graph.values[op.inputs[0]].dtype.startswith(("f", "bf")):
         return None
     left, right = op.rule.operands[:2]
     in_left, in_right, made = ({f for dim in dims for f in dim} for dims in (left, right, op.rule.results[0]))
     batch = rows = columns = summed = 1
-    for dim, size in zip(left, flow.local_shape(op.inputs[0]), strict=True):
+    for dim, size in zip(left, partitioned.local_shape(op.inputs[0]), strict=True):
         both, kept = not in_right.isdisjoint(dim), not made.isdisjoint(dim)
         batch, rows, summed = (
             batch * (size if both and kept else 1),
             rows * (size if kept and not both else 1),
             summed * (1 if kept else size),
         )
-    for dim, size in zip(right, flow.local_shape(op.inputs[1]), strict=True):
+    for dim, size in zip(right, partitioned.local_shape(op.inputs[1]), strict=True):
         columns *= size if in_left.isdisjoint(dim) else 1
     return batch, rows, columns, summed
 
 
-def _beside(flow: Flow) -> collections.Counter[tuple[int, int]]:
+def _beside(partitioned: PartitionedProgram) -> collections.Counter[tuple[int, int]]:
     """Rows or columns of all products that read one operand on one side: XLA makes one of them.
 
     By side, and by the operand; of those that do not sum the same of it, and run as often, only the first counts.
     """
     found: collections.Counter[tuple[int, int]] = collections.Counter()
     first: dict[tuple[int, int], object] = {}
-    for op in flow.graph.ops:
-        counts = _counts(flow, op)
+    for op in partitioned.graph.ops:
+        counts = _counts(partitioned, op)
         if counts is None:
             continue
         for side, own in ((0, counts[2]), (1, counts[1])):

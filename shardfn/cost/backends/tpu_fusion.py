@@ -68,6 +68,8 @@ class OnTpu(Fuser):
         names: set[str] = set()
         for r in self.readers.get(value, ()):
             op = self.graph.ops[r]
-            passes = (is_view(self.flow, op) or op.name in ("transpose", *also)) and op.outputs[0] not in self.held
+            passes = (is_view(self.partitioned, op) or op.name in ("transpose", *also)) and op.outputs[
+                0
+            ] not in self.held
             names |= self.final_readers(op.outputs[0], also) if passes else {op.name}
         return names

@@ -25,7 +25,7 @@ from shardfn.cost.fusion_walk import Fusion
 from shardfn.cost.memory.loops import Loops, keeps_places, kept_apart, loops_of, stay_through
 from shardfn.cost.op_kinds import ELEMENTWISE, UPDATES, is_view
 from shardfn.cost.schedule import Order, as_run, scheduled
-from shardfn.ir.model import Flow, Graph, Op, dtype_bits
+from shardfn.ir.model import Graph, Op, PartitionedProgram, dtype_bits
 from shardfn.partition.tpu_padding import tiled_bytes
 
 
@@ -65,7 +65,7 @@ class Room(NamedTuple):
     busy: list[tuple[int, int]]
 
 
-def memory(flow: Flow, donated: Collection[int] = (), chip: Chip | None = None) -> Memory:
+def memory(partitioned: PartitionedProgram, donated: Collection[int] = (), chip: Chip | None = None) -> Memory:
     """Memory of one call on one device.
 
     Args:
@@ -73,7 +73,7 @@ def memory(flow: Flow, donated: Collection[int] = (), chip: Chip | None = None) 
       donated: positions of arguments whose memory results of equal size take over.
       chip: what it runs on; what lies in the memory inside it (`Chip.fast_bytes`) all its life takes no other.
     """
-    order, fusion = scheduled(as_run(flow, chip))
+    order, fusion = scheduled(as_run(partitioned, chip))
     return memory_of(order, fusion, donated, chip)
 
 
@@ -85,20 +85,20 @@ def memory_of(order: Order, fusion: Fusion, donated: Collection[int] = (), chip:
 
 
 def at_peak(
-    flow: Flow, donated: Collection[int] = (), chip: Chip | None = None
-) -> tuple[Flow, list[tuple[tuple[int, ...], int]]]:
+    partitioned: PartitionedProgram, donated: Collection[int] = (), chip: Chip | None = None
+) -> tuple[PartitionedProgram, list[tuple[tuple[int, ...], int]]]:
     """What `Memory.peak` is made of: the flow as XLA runs it, and what is in memory in it, each as values that lie in one place
     (none of a copy that XLA makes) with bytes: arguments, results but those in the place of donated arguments, and temporaries
     that are alive when the most are."""
-    order, fusion = scheduled(as_run(flow, chip))
-    laid, graph = _laid(order, fusion, donated, chip), order.flow.graph
+    order, fusion = scheduled(as_run(partitioned, chip))
+    laid, graph = _laid(order, fusion, donated, chip), order.partitioned.graph
     tick = _most(laid.places)[1]
     apart = collections.Counter(graph.outputs) - collections.Counter(v for v, _ in laid.donated)
     size_of = dict(zip(graph.outputs, laid.results, strict=True))
     held = [((v,), size) for v, size in zip(graph.inputs, laid.arguments, strict=True)]
     held += [((v,), size_of[v]) for v in apart.elements()]
     temporaries = [(p.values, p.bytes) for p in laid.places if p.start <= tick <= p.end]
-    return order.flow, [*held, *temporaries]
+    return order.partitioned, [*held, *temporaries]
 
 
 class _Laid(NamedTuple):
@@ -111,9 +111,9 @@ class _Laid(NamedTuple):
 
 
 def _laid(order: Order, fusion: Fusion, donated: Collection[int], chip: Chip | None) -> _Laid:
-    flow, graph = order.flow, order.flow.graph
+    partitioned, graph = order.partitioned, order.partitioned.graph
     places, results = lives(order, fusion)
-    size = functools.partial(_tiled, flow) if flow.platform == "tpu" else flow.local_bytes
+    size = functools.partial(_tiled, partitioned) if partitioned.platform == "tpu" else partitioned.local_bytes
     arguments = [size(v) for v in graph.inputs]
     place_of = {v: place for place in results for v in place.values}
     free = {id(place): place for place in results}
@@ -128,10 +128,10 @@ def _laid(order: Order, fusion: Fusion, donated: Collection[int], chip: Chip | N
             taken.append((v, full))
             pairs.append((given[full].popleft(), free.pop(id(place))))
     rooms = [Room(place.bytes, [(place.start, place.end)]) for place in free.values()]
-    if flow.platform == "cpu" and pairs:
+    if partitioned.platform == "cpu" and pairs:
         copies, vacated = _saved(order, fusion, pairs)
         places, rooms = [*places, *copies], [*rooms, *vacated]
-    places = [*places, *_turned_tables(flow, fusion)]
+    places = [*places, *_turned_tables(partitioned, fusion)]
     left = _outside_fast(order, fusion, places, donated, chip) if chip and chip.fast_bytes else places
     return _Laid(arguments, [size(v) for v in graph.outputs], taken, _outside(left, rooms))
 
@@ -139,13 +139,13 @@ def _laid(order: Order, fusion: Fusion, donated: Collection[int], chip: Chip | N
 def _saved(order: Order, fusion: Fusion, pairs: Sequence[tuple[int, Place]]) -> tuple[list[Place], list[Room]]:
     """Copies of donated arguments that an op reads of which the result in their place does not depend: XLA makes them at the
     start, as it does so before it orders the ops. Also gives those places, which are free from then until the result is made."""
-    spans = loops_of(order.flow.graph, fusion, order.bodies).spans
+    spans = loops_of(order.partitioned.graph, fusion, order.bodies).spans
     inside = {i: last for last, first in sorted(spans.items()) for i in range(first, last)}
     first_of = {i: first for i, (first, _) in order.together().items()}
     readers: dict[int, list[int]] = {v: [] for v, _ in pairs}
     maker: dict[int, int] = {}
     needs: dict[int, int] = {}  # of each op, what runs before it in any order, a bit for each
-    for i, (op, reads) in enumerate(zip(order.flow.graph.ops, fusion.reads, strict=True)):
+    for i, (op, reads) in enumerate(zip(order.partitioned.graph.ops, fusion.reads, strict=True)):
         if fusion.inside[i] is None:
             continue
         node = inside.get(i, first_of.get(i, i))
@@ -168,19 +168,19 @@ def _saved(order: Order, fusion: Fusion, pairs: Sequence[tuple[int, Place]]) -> 
     return copies, vacated
 
 
-def _tiled(flow: Flow, value: int) -> int:
-    return tiled_bytes(flow.local_shape(value), dtype_bits(flow.graph.values[value].dtype))
+def _tiled(partitioned: PartitionedProgram, value: int) -> int:
+    return tiled_bytes(partitioned.local_shape(value), dtype_bits(partitioned.graph.values[value].dtype))
 
 
-def _turned_tables(flow: Flow, fusion: Fusion) -> list[Place]:
+def _turned_tables(partitioned: PartitionedProgram, fusion: Fusion) -> list[Place]:
     """On a TPU, copies of arguments that are looked up in, where a row is no multiple of the lanes: kept to their last reader."""
-    if flow.platform != "tpu":
+    if partitioned.platform != "tpu":
         return []
     found = []
-    for v in looked_up(flow.graph):
+    for v in looked_up(partitioned.graph):
         at = [i for i, reads in enumerate(fusion.reads) if v in reads]
-        size = rows_bytes(flow.local_shape(v), dtype_bits(flow.graph.values[v].dtype))
-        if at and size > _tiled(flow, v):
+        size = rows_bytes(partitioned.local_shape(v), dtype_bits(partitioned.graph.values[v].dtype))
+        if at and size > _tiled(partitioned, v):
             found.append(Place((), 2 * at[0], 2 * at[-1], size))
     return found
 
@@ -194,7 +194,7 @@ def _outside_fast(
     Arguments are fetched there for their readers too; of those that are not given away, the one that is read most has its
     place before all others, until its last reader.
     """
-    flow, graph = order.flow, order.flow.graph
+    partitioned, graph = order.partitioned, order.partitioned.graph
     accesses = _accesses(order, fusion)
     clock, gains = _clock(order, fusion, chip)
     longest = STAYS * chip.fast_bytes / chip.memory_bytes_s
@@ -208,10 +208,10 @@ def _outside_fast(
         claims.append(Claim(max(0, place.start - 1), place.end, place.bytes if whole[-1] else 0, gain))
     inputs = {v: accesses[v] for v in graph.inputs if v in accesses}
     given = {graph.inputs[i] for i in donated}
-    kept = [v for v in inputs if v not in given and flow.local_bytes(v) <= chip.fast_bytes]
-    ahead = max(kept, key=lambda v: (len(inputs[v]), flow.local_bytes(v)), default=None)
+    kept = [v for v in inputs if v not in given and partitioned.local_bytes(v) <= chip.fast_bytes]
+    ahead = max(kept, key=lambda v: (len(inputs[v]), partitioned.local_bytes(v)), default=None)
     for v, met in inputs.items():
-        size = flow.local_bytes(v)
+        size = partitioned.local_bytes(v)
         if v == ahead:
             claims.append(Claim(0, 2 * met[-1], size, math.inf))
             continue
@@ -231,7 +231,7 @@ def _gaps(clock: Sequence[float], met: Sequence[int]) -> list[float]:
 def _accesses(order: Order, fusion: Fusion) -> dict[int, list[int]]:
     """For each stored value the ops that make it or read it, in their order."""
     found: dict[int, list[int]] = {}
-    for i, op in enumerate(order.flow.graph.ops):
+    for i, op in enumerate(order.partitioned.graph.ops):
         for v in dict.fromkeys((*fusion.reads[i], *(v for v in op.outputs if v in fusion.stored))):
             found.setdefault(v, []).append(i)
     return found
@@ -240,12 +240,15 @@ def _accesses(order: Order, fusion: Fusion) -> dict[int, list[int]]:
 def _clock(order: Order, fusion: Fusion, chip: Chip) -> tuple[list[float], list[bool]]:
     """When each op is done, in seconds from the start, and whether its time is that of memory; a collective takes its bytes
     over one link."""
-    flow = order.flow
-    sent = {c.result: bytes_sent(c.kind, c.group_size, flow.local_bytes(c.operand)) for c in flow.communications}
+    partitioned = order.partitioned
+    sent = {
+        c.result: bytes_sent(c.kind, c.group_size, partitioned.local_bytes(c.operand))
+        for c in partitioned.communications
+    }
     now, clock, gains = 0.0, [], []
-    for i, op in enumerate(flow.graph.ops):
+    for i, op in enumerate(partitioned.graph.ops):
         over = sum(sent.get(v, 0) for v in op.outputs) / chip.link_bytes_s
-        _, moved, time = once(flow, i, chip, fusion)
+        _, moved, time = once(partitioned, i, chip, fusion)
         now += (time + over) * op.trips
         clock.append(now)
         gains.append(bool(over) or moved / chip.memory_bytes_s >= time > 0)
@@ -254,7 +257,7 @@ def _clock(order: Order, fusion: Fusion, chip: Chip) -> tuple[list[float], list[
 
 def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
     """Places of temporaries, and of results: when each is in use."""
-    flow, graph = order.flow, order.flow.graph
+    partitioned, graph = order.partitioned, order.partitioned.graph
     together = order.together()
     loops = loops_of(graph, fusion, order.bodies)
     start: dict[int, int] = {}
@@ -272,11 +275,11 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
                 end[v] = max(end.get(v, 0), first - 1 if start.get(v, -1) < first else 2 * i - 1)
         else:
             until = 2 * together.get(i, (i, i))[1]
-            chosen = op.inputs[0] if op.name == "select_and_scatter" and flow.platform == "cpu" else -1
+            chosen = op.inputs[0] if op.name == "select_and_scatter" and partitioned.platform == "cpu" else -1
             for v in fusion.reads[i]:
                 end[v] = max(end.get(v, 0), start.get(v, -1) + 1 if v == chosen else until)
             if chosen >= 0:
-                copies += _chosen(flow, i, op, start.get(chosen, 2 * i - 2) + 1)
+                copies += _chosen(partitioned, i, op, start.get(chosen, 2 * i - 2) + 1)
                 start[op.outputs[0]] = 0
     for result, source in loops.unchanged.items():
         start.pop(result, None)
@@ -284,16 +287,16 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
             end[source] = max(end.get(source, 0), end[result])
     for v, first in loops.entered.items():
         start[v] = 2 * first
-    apart = kept_apart(flow, fusion, loops, start, end) if flow.platform == "cpu" else {}
-    copies += [Place((), 2 * loops.entered[v], until, flow.local_bytes(v)) for v, (until, _) in apart.items()]
+    apart = kept_apart(partitioned, fusion, loops, start, end) if partitioned.platform == "cpu" else {}
+    copies += [Place((), 2 * loops.entered[v], until, partitioned.local_bytes(v)) for v, (until, _) in apart.items()]
     stay_through(start, end, [(2 * first, 2 * last) for last, first in loops.spans.items()], loops.entered)
     last_read = {i: 2 * last for i, (_, last) in together.items()}
-    bound = _bound(flow, fusion, loops, end) if flow.platform == "cpu" else frozenset()
-    spread = () if flow.platform == "tpu" else {i for i, (first, last) in together.items() if first < last}
-    updated = _updated(graph, fusion, start, end, last_read) if flow.platform == "cpu" else []
-    sooner = _in_place(flow, fusion, start, end, last_read, bound, spread)
+    bound = _bound(partitioned, fusion, loops, end) if partitioned.platform == "cpu" else frozenset()
+    spread = () if partitioned.platform == "tpu" else {i for i, (first, last) in together.items() if first < last}
+    updated = _updated(graph, fusion, start, end, last_read) if partitioned.platform == "cpu" else []
+    sooner = _in_place(partitioned, fusion, start, end, last_read, bound, spread)
     chained = {v for pair in updated for v in pair}
-    groups = _colocated(graph, loops, [*_shown(flow, fusion), *updated], start, end)
+    groups = _colocated(graph, loops, [*_shown(partitioned, fusion), *updated], start, end)
     inputs, outputs = set(graph.inputs), set(graph.outputs)
     last = 2 * len(graph.ops)
     temporaries, results = copies, []
@@ -303,7 +306,7 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
             continue
         is_result = not outputs.isdisjoint(members)
         until = last if is_result else max(end.get(v, start[v]) for v in members)
-        place = Place(members, min(start[v] for v in members), until, max(map(flow.local_bytes, members)))
+        place = Place(members, min(start[v] for v in members), until, max(map(partitioned.local_bytes, members)))
         if (
             not is_result
             and (len(members) == 1 or chained.issuperset(members))
@@ -318,20 +321,20 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
     return temporaries, results
 
 
-def _chosen(flow: Flow, i: int, op: Op, at: int) -> list[Place]:
+def _chosen(partitioned: PartitionedProgram, i: int, op: Op, at: int) -> list[Place]:
     """What the gradient of a max pool needs on CPU beside operands and results.
 
     As soon as the image is there, at tick `at`, indices of every element, made at the start, give those of the largest, to
     which the gradient is added at the end.
     """
-    image, pooled = (math.prod(flow.local_shape(v)) for v in op.inputs[:2])
-    rank = len(flow.local_shape(op.inputs[0]))
+    image, pooled = (math.prod(partitioned.local_shape(v)) for v in op.inputs[:2])
+    rank = len(partitioned.local_shape(op.inputs[0]))
     every, largest = Place((), 0, at, 4 * rank * image), Place((), at, at + 1, 4 * (rank + 1) * pooled)
     return [every, largest, Place((), at + 1, 2 * i, 4 * rank * pooled)]
 
 
 def _in_place(
-    flow: Flow,
+    partitioned: PartitionedProgram,
     fusion: Fusion,
     start: dict[int, int],
     end: dict[int, int],
@@ -346,22 +349,22 @@ def _in_place(
     end, which counts in the places of results, comes back.
     """
     sooner: dict[int, int] = {}
-    graph = flow.graph
+    graph = partitioned.graph
     inputs, outputs = set(graph.inputs), set(graph.outputs)
-    writes_over = _WRITES_OVER if flow.platform == "cpu" else _WRITES_OVER | {"all_reduce"}
+    writes_over = _WRITES_OVER if partitioned.platform == "cpu" else _WRITES_OVER | {"all_reduce"}
     for i, op in enumerate(graph.ops):
         if len(op.outputs) != 1 or op.outputs[0] not in start or op.name not in writes_over:
             continue
-        if flow.platform == "cpu" and any(graph.ops[j].name == "reduce" for j in fusion.inside[i] or ()):
+        if partitioned.platform == "cpu" and any(graph.ops[j].name == "reduce" for j in fusion.inside[i] or ()):
             continue  # a call of the library
         if i in merged_sums:
             continue
-        shape, size = flow.local_shape(op.outputs[0]), flow.local_bytes(op.outputs[0])
+        shape, size = partitioned.local_shape(op.outputs[0]), partitioned.local_bytes(op.outputs[0])
         for v in fusion.reads[i]:
             dies = end.get(v) == last_read.get(i, 2 * i) and v in start and v not in inputs and v not in outputs
-            if not dies or flow.local_shape(v) != shape or flow.local_bytes(v) != size:
+            if not dies or partitioned.local_shape(v) != shape or partitioned.local_bytes(v) != size:
                 continue
-            if flow.platform != "cpu" or keeps_places(flow, fusion, i, v):
+            if partitioned.platform != "cpu" or keeps_places(partitioned, fusion, i, v):
                 apart = op.name not in UPDATES and not bound.isdisjoint((v, op.outputs[0]))
                 (sooner if apart else end)[v] = min(2 * i, start[op.outputs[0]]) - 1
                 break
@@ -386,11 +389,11 @@ def _updated(
 _WRITES_OVER = (ELEMENTWISE - {"copy"}).union(UPDATES)
 
 
-def _bound(flow: Flow, fusion: Fusion, loops: Loops, end: Mapping[int, int]) -> frozenset[int]:
+def _bound(partitioned: PartitionedProgram, fusion: Fusion, loops: Loops, end: Mapping[int, int]) -> frozenset[int]:
     """Values that XLA's CPU backend puts in one place with others before it looks what may be written over: what an update is
     made in with what it makes, and what goes into a loop, goes round in it and comes out."""
     found: set[int] = set()
-    for i, op in enumerate(flow.graph.ops):
+    for i, op in enumerate(partitioned.graph.ops):
         if op.name in UPDATES and fusion.inside[i] is not None and op.inputs[0] in fusion.reads[i]:
             found.update((op.inputs[0], op.outputs[0]))
     for operand, seen, back, result in loops.carried:
@@ -400,12 +403,12 @@ def _bound(flow: Flow, fusion: Fusion, loops: Loops, end: Mapping[int, int]) -> 
     return frozenset(found)
 
 
-def _shown(flow: Flow, fusion: Fusion) -> list[tuple[int, int]]:
+def _shown(partitioned: PartitionedProgram, fusion: Fusion) -> list[tuple[int, int]]:
     """Results that are views of what was computed, each with that."""
-    held, inputs = set(flow.graph.outputs), set(flow.graph.inputs)
+    held, inputs = set(partitioned.graph.outputs), set(partitioned.graph.inputs)
     found: dict[int, int] = {}
-    for i, op in enumerate(flow.graph.ops):
-        if fusion.inside[i] is not None and len(op.outputs) == len(fusion.reads[i]) == 1 and is_view(flow, op):
+    for i, op in enumerate(partitioned.graph.ops):
+        if fusion.inside[i] is not None and len(op.outputs) == len(fusion.reads[i]) == 1 and is_view(partitioned, op):
             (source,) = fusion.reads[i]
             if op.outputs[0] in held and source not in held and source not in inputs:
                 found.setdefault(source, op.outputs[0])

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from shardfn.cost.fusion_walk import Fusion
 from shardfn.cost.op_kinds import ELEMENTWISE, UPDATES, is_view
-from shardfn.ir.model import Flow, Graph
+from shardfn.ir.model import Graph, PartitionedProgram
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,19 +52,19 @@ def loops_of(graph: Graph, fusion: Fusion, bodies: Mapping[int, int]) -> Loops:
 
 
 def kept_apart(
-    flow: Flow, fusion: Fusion, loops: Loops, start: Mapping[int, int], end: dict[int, int]
+    partitioned: PartitionedProgram, fusion: Fusion, loops: Loops, start: Mapping[int, int], end: dict[int, int]
 ) -> dict[int, tuple[int, int]]:
     """What a loop carries that an op in its body reads on which the next value does not depend: XLA copies it at the start of
     the body, before it orders the ops. Its place is free from then until the next value is written there.
 
     With each comes until when its copy is read, and when the next value is made.
     """
-    graph = flow.graph
+    graph = partitioned.graph
     maker = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
     found: dict[int, tuple[int, int]] = {}
     for _, seen, back, _ in loops.carried:
         first, made = loops.entered[seen], maker.get(back, -1)
-        if made < first or back not in start or end.get(seen, -1) < 2 * first or flow.local_bytes(seen) < _SMALL:
+        if made < first or back not in start or end.get(seen, -1) < 2 * first or partitioned.local_bytes(seen) < _SMALL:
             continue
         readers = [i for i in range(first, end[seen] // 2 + 1) if seen in fusion.reads[i]]
         needed, ahead = {made}, [made]
@@ -77,21 +77,21 @@ def kept_apart(
         if not needed.issuperset(readers):
             found[seen] = end[seen], start[back]
             end[seen] = 2 * first
-        elif made in readers and not keeps_places(flow, fusion, made, seen):
+        elif made in readers and not keeps_places(partitioned, fusion, made, seen):
             end[seen] = max(end[seen], start[back] + 2)  # the next value is made apart, and copied at the end
     return found
 
 
-def keeps_places(flow: Flow, fusion: Fusion, made: int, value: int) -> bool:
+def keeps_places(partitioned: PartitionedProgram, fusion: Fusion, made: int, value: int) -> bool:
     """Whether op `made`, with what is computed inside it, reads each element of a value only where it writes its own."""
-    graph = flow.graph
+    graph = partitioned.graph
     if graph.ops[made].name in UPDATES:
         return True
     moved = {value}
     for i in (*sorted(fusion.inside[made] or ()), made):
         op = graph.ops[i]
         if not moved.isdisjoint(op.inputs):
-            if op.name not in ELEMENTWISE and not is_view(flow, op):
+            if op.name not in ELEMENTWISE and not is_view(partitioned, op):
                 return False
             moved.update(op.outputs)
     return True

@@ -79,7 +79,7 @@ def folding_of(
 
 
 def _not(made: Folding, why: str) -> Folding:
-    return dataclasses.replace(made, folded=(), groups=(), findings=(why, *made.findings))
+    return dataclasses.replace(made, folded=(), groups=(), diagnostics=(why, *made.diagnostics))
 
 
 def whole_leaves(optimizer: Any, made: Folding, params: Any) -> str:

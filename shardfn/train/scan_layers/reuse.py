@@ -65,14 +65,14 @@ class Folding:
     """Parameters to stacked ones: a dict by path."""
     unstack: Callable[[Mapping[str, Any]], Any]
     folded: tuple[Folded, ...]
-    findings: tuple[str, ...]
+    diagnostics: tuple[str, ...]
     """Why blocks that look alike were not folded."""
     groups: tuple[Group, ...]
 
     def explain(self) -> str:
         """What was folded, and what was not and why."""
         lines = [str(one) for one in self.folded] or ["nothing is folded"]
-        return "\n".join([*lines, *self.findings])
+        return "\n".join([*lines, *self.diagnostics])
 
 
 def limit_of(reuse: Any) -> int | None:
@@ -168,8 +168,8 @@ def fold(
 
     reports = [_report(run, groups) for run in found]
     kept = tuple(report for report in reports if report.names)
-    findings = tuple(_unfolded(made, groups, paths, shapes))
-    return Folding(folded_loss, stack, unstack, kept, findings, groups)
+    diagnostics = tuple(_unfolded(made, groups, paths, shapes))
+    return Folding(folded_loss, stack, unstack, kept, diagnostics, groups)
 
 
 def _tracer(loss_fn: Callable[..., Any]) -> Callable[[Any, Any], tuple[Program, list[Run], Any]]:

@@ -29,7 +29,7 @@ _OWN = (
     "mode", "device", "gradients_mean", "gradient_fp32_sync", "loss_repeated_mean", "parameter_broadcast", "frozen",
     "enable_parallel_optimizer", "parallel_optimizer_config", "comm_fusion", "all_reduce_fusion_config", "donate",
 )  # fmt: skip
-_SEARCHES = ("search_mode", "finalists", "time_limit", "memory_limit")
+_SEARCHES = ("search_mode", "compile_candidates", "time_limit", "memory_limit")
 _LAID = "the pipeline has laid out its stages and their batch itself"
 
 AROUND_A_PIPELINE: Mapping[str, tuple[str, str]] = {

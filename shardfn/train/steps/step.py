@@ -78,7 +78,7 @@ def step(
         `parallel_mode` where you set it, else "auto_parallel".
       mutable: collections of Linen's variables that the loss changes, `"batch_stats"`: it gives `(loss, collections)`, with
         `has_aux` `(loss, (auxiliary output, collections))`, the collections as `apply(..., mutable=["batch_stats"])` does.
-      device, level, options: as in `shard` (`search_mode`, `memory_limit`, `finalists`, ...).
+      device, level, options: as in `shard` (`search_mode`, `memory_limit`, `compile_candidates`, ...).
       in_strategy: an entry for each argument of the batch, in the semi-auto and auto modes; not said: dim 0 is cut over
         all devices in "semi_auto_parallel", searched in "auto_parallel".
       parameter_plan: entries by path glob within the parameters, `{"layers/*/w1": (1, 4)}`, in the same modes.

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.meshes import partition_spec
-from shardfn.ir.model import Graph, Pin, Spec
+from shardfn.ir.model import Graph, OpConstraint, Spec
 from shardfn.ir.rewrite import bind_one, equations, rebound
 from shardfn.planning.layout_rules import LayoutFile, printable
 from shardfn.planning.plan import Constraint
@@ -117,7 +117,7 @@ def _counts(kind: str, shape: Sequence[int]) -> bool:
 
 def held_in(
     layout: LayoutFile, anchored: Mapping[int, int], graph: Graph, axes: Sequence[tuple[str, int]]
-) -> tuple[dict[int, Pin], list[str]]:
+) -> tuple[dict[int, OpConstraint], list[str]]:
     """What a layout file holds inside, by the op's index; and in words what this program has no place for.
 
     Args:
@@ -126,8 +126,8 @@ def held_in(
     """
     op_of = {number: index for index, number in anchored.items()}
     known = {name for name, _ in axes}
-    found: dict[int, Pin] = {}
-    findings: list[str] = []
+    found: dict[int, OpConstraint] = {}
+    diagnostics: list[str] = []
     for held in layout.inside:
         op = graph.ops[op_of[held.number]] if held.number in op_of else None
         ends = (*held.operands, *held.results)
@@ -140,13 +140,13 @@ def held_in(
             and all(axis in known for s in ends for dim in s or () for axis in dim)
         )
         if fits:
-            found[op_of[held.number]] = Pin(held.operands, held.results)
+            found[op_of[held.number]] = OpConstraint(held.operands, held.results)
         else:
-            findings.append(
+            diagnostics.append(
                 f"{layout.name} holds equation {held.number}, a {printable(held.kind)} at {printable(held.where)}, and this "
                 "program has no such one: it is laid out as it follows. Plan again and save, or take it out of [[inside]]"
             )
-    return found, findings
+    return found, diagnostics
 
 
 def held(

@@ -1,13 +1,13 @@
-"""From what was found on a grid to candidates, priced by their flows: how much of it is held inside (`Pin`)."""
+"""From what was found on a grid to candidates, priced by their flows: how much of it is held inside (`OpConstraint`)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator
 
-from shardfn.ir.model import Op, Pin, Spec
+from shardfn.ir.model import Op, OpConstraint, Spec
 from shardfn.search.mesh_solution import Found, layout_of, reads_of, works_as_found, written
-from shardfn.search.problem import Candidate, Pins, Problem
+from shardfn.search.problem import Candidate, OpConstraints, Problem
 from shardfn.search.refinement import MAKERS
 from shardfn.search.resharding_costs import Axes, merged
 
@@ -35,15 +35,17 @@ def candidates(problem: Problem, found: Found, best_s: float = math.inf) -> Iter
     expected to take less."""
     axes, specs, held = _as_found(problem, found)
     ops = problem.graph.ops
-    pins = {
-        index: pin if _is_held_as_read(ops[index]) else Pin((None,) * len(pin.operands), pin.results)
-        for index, pin in held.items()
+    constraints = {
+        index: constraint
+        if _is_held_as_read(ops[index])
+        else OpConstraint((None,) * len(constraint.operands), constraint.results)
+        for index, constraint in held.items()
         if ops[index].name in MAKERS | FOLLOWING
     }
-    loose = problem.candidate(written(axes), axes, specs, pins)
+    loose = problem.candidate(written(axes), axes, specs, constraints)
     yield loose
-    is_over = loose.price.memory.peak > problem.memory_limit >= found.peak
-    time_s = loose.price.time_s
+    is_over = loose.cost.memory.peak > problem.memory_limit >= found.peak
+    time_s = loose.cost.time_s
     expected_s = time_s - BACK * max(0.0, time_s - found.solution.cost)
     if problem.seconds_left <= 0 or time_s > FAR * best_s or expected_s > best_s:
         return
@@ -63,8 +65,8 @@ def _is_held_as_read(op: Op) -> bool:
 
 def candidate(problem: Problem, found: Found) -> Candidate:
     """The optimum on a grid with every decision held, priced by its flow."""
-    axes, specs, pins = _as_found(problem, found)
-    return problem.candidate(written(axes), axes, specs, pins)
+    axes, specs, constraints = _as_found(problem, found)
+    return problem.candidate(written(axes), axes, specs, constraints)
 
 
 def all_held(problem: Problem, found: Found, full: Candidate) -> Iterator[Candidate]:
@@ -72,34 +74,35 @@ def all_held(problem: Problem, found: Found, full: Candidate) -> Iterator[Candid
     found; and the same once more."""
     axes, _, with_sums = _as_found(problem, found, HELD_FIRST | {"reduce"})
     wanted = layout_of(problem, found)
-    pins = {
-        index: pin if axes != found.axes or not _is_sliced(problem.graph.ops[index], pin, found, wanted)
-        else Pin((None,) * len(pin.operands), pin.results)
-        for index, pin in with_sums.items()
+    constraints = {
+        index: constraint if axes != found.axes or not _is_sliced(problem.graph.ops[index], constraint, found, wanted)
+        else OpConstraint((None,) * len(constraint.operands), constraint.results)
+        for index, constraint in with_sums.items()
     }  # fmt: skip
     for _ in range(TWICE if axes == full.axes == found.axes else 0):
-        there = problem.flow_of(full)
+        there = problem.partitioned_of(full)
         laid = {op.site: [there.specs[v] for v in op.outputs] for op in there.graph.ops if op.site >= 0}
-        pins |= {
-            index: Pin(
-                pins[index].operands if index in pins else (None,) * len(op.inputs), tuple(map(wanted, op.outputs))
+        constraints |= {
+            index: OpConstraint(
+                constraints[index].operands if index in constraints else (None,) * len(op.inputs),
+                tuple(map(wanted, op.outputs)),
             )
             for index, op in enumerate(problem.graph.ops)
             if index in problem.can_hold
-            and (index not in pins or None in pins[index].results)
+            and (index not in constraints or None in constraints[index].results)
             and all(v in found.space.layouts for v in op.outputs)
             and laid.get(op.site, ()) not in ((), [*map(wanted, op.outputs)])
         }
-        if pins == full.pins or problem.seconds_left <= 0:
+        if constraints == full.constraints or problem.seconds_left <= 0:
             return
-        full = problem.again(full, pins=dict(pins))
+        full = problem.again(full, constraints=dict(constraints))
         yield full
 
 
-def _is_sliced(op: Op, pin: Pin, found: Found, laid: Callable[[int], Spec]) -> bool:
+def _is_sliced(op: Op, constraint: OpConstraint, found: Found, laid: Callable[[int], Spec]) -> bool:
     """Whether a sum reads less of its operand than a device has of it, or a broadcast. That would cut what the operand is made
     of as well, which others read, and the sums would be over other axes than those beside which they are added up."""
-    read = pin.operands[0]
+    read = constraint.operands[0]
     if op.name != "reduce" or read is None:
         return False
     if op.inputs[0] not in found.space.layouts:
@@ -110,27 +113,27 @@ def _is_sliced(op: Op, pin: Pin, found: Found, laid: Callable[[int], Spec]) -> b
 
 def _as_found(
     problem: Problem, found: Found, kinds: Collection[str] = HELD_FIRST
-) -> tuple[Axes, tuple[Spec, ...], Pins]:
+) -> tuple[Axes, tuple[Spec, ...], OpConstraints]:
     laid = layout_of(problem, found)
     specs = tuple(spec if spec is not None else laid(value)[: len(shape)]
                   for value, spec, shape in zip(problem.inputs, problem.specs, problem.shapes, strict=True))  # fmt: skip
-    pins: dict[int, Pin] = {}
+    constraints: dict[int, OpConstraint] = {}
     for index, op in enumerate(problem.graph.ops):
         if index in problem.can_hold and index in found.space.reads and op.name in kinds:
-            pins[index] = Pin(reads_of(problem, found, index), tuple(map(laid, op.outputs)))
-    pins |= _broadcasts(problem, found, laid)
+            constraints[index] = OpConstraint(reads_of(problem, found, index), tuple(map(laid, op.outputs)))
+    constraints |= _broadcasts(problem, found, laid)
     axes = found.axes
     if not problem.axes:
-        axes, laid_out, pins = merged(axes, specs, pins)
+        axes, laid_out, constraints = merged(axes, specs, constraints)
         specs = tuple(laid_out)
-    return axes, specs, pins
+    return axes, specs, constraints
 
 
-def _broadcasts(problem: Problem, found: Found, laid: Callable[[int], Spec]) -> dict[int, Pin]:
+def _broadcasts(problem: Problem, found: Found, laid: Callable[[int], Spec]) -> dict[int, OpConstraint]:
     """Sums and products that read a broadcast of what lies in pieces which they do not read: held to how they read it, as
     else the pieces of a bias or a scale would become those of the activation that it meets."""
     source = {op.outputs[0]: op.inputs[0] for op in problem.graph.ops if op.name == "broadcast_in_dim"}
-    pins: dict[int, Pin] = {}
+    constraints: dict[int, OpConstraint] = {}
     for index, op in enumerate(problem.graph.ops):
         if op.name not in FOLLOWING or index not in problem.can_hold or index not in found.space.reads:
             continue
@@ -144,5 +147,5 @@ def _broadcasts(problem: Problem, found: Found, laid: Callable[[int], Spec]) -> 
             if not {a for dim in laid(root) for a in dim} <= {a for dim in spec for a in dim}:
                 operands[position] = spec
         if any(spec is not None for spec in operands):
-            pins[index] = Pin(tuple(operands), (None,) * len(op.outputs))
-    return pins
+            constraints[index] = OpConstraint(tuple(operands), (None,) * len(op.outputs))
+    return constraints

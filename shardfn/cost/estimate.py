@@ -11,11 +11,11 @@ from shardfn.cost.compute import matrix_flops, work
 from shardfn.cost.devices.hardware import Hardware, link_over
 from shardfn.cost.memory.live_ranges import Memory, memory_of
 from shardfn.cost.schedule import Order, as_run, scheduled
-from shardfn.ir.model import Collective, Communication, Flow
+from shardfn.ir.model import Collective, Communication, PartitionedProgram
 
 
 @dataclasses.dataclass(frozen=True)
-class Price:
+class Cost:
     """What one call costs one device. Times are a model."""
 
     flops: float
@@ -41,26 +41,28 @@ class Predicted(Collective):
     merged: int = 1
 
 
-def collectives(flow: Flow, order: Order | None = None) -> tuple[Predicted, ...]:
+def collectives(partitioned: PartitionedProgram, order: Order | None = None) -> tuple[Predicted, ...]:
     """The flow's communications with their bytes; groups of one send nothing and are left out.
 
     Args:
       flow: layouts and communications.
       order: `cost.schedule.as_run` of it on the chip, where that is known: which of them run as one.
     """
-    groups = (order or as_run(flow)).groups
+    groups = (order or as_run(partitioned)).groups
     sizes = collections.Counter(groups.values())
     found = []
-    for c, sent in sending(flow):
-        shape, dtype = flow.local_shape(c.operand), flow.graph.values[c.operand].dtype
+    for c, sent in sending(partitioned):
+        shape, dtype = partitioned.local_shape(c.operand), partitioned.graph.values[c.operand].dtype
         together = sizes[groups[c.result]] if c.result in groups else 1
         found.append(Predicted(c.kind, c.axes, c.group_size, shape, dtype, sent, c.trips, c.where, c.cause, together))
     return tuple(found)
 
 
-def sending(flow: Flow) -> list[tuple[Communication, int]]:
+def sending(partitioned: PartitionedProgram) -> list[tuple[Communication, int]]:
     """The flow's communications that send something, with the bytes that one device sends each time."""
-    every = [(c, bytes_sent(c.kind, c.group_size, flow.local_bytes(c.operand))) for c in flow.communications]
+    every = [
+        (c, bytes_sent(c.kind, c.group_size, partitioned.local_bytes(c.operand))) for c in partitioned.communications
+    ]
     return [(c, sent) for c, sent in every if sent]
 
 
@@ -77,7 +79,7 @@ def collective_s(c: Collective, hardware: Hardware, axes: Sequence[tuple[str, in
     return (link.seconds(c.kind, c.bytes_sent) - link.latency_s + share) * c.trips
 
 
-def price(flow: Flow, hardware: Hardware, donated: Collection[int] = ()) -> Price:
+def cost_of(partitioned: PartitionedProgram, hardware: Hardware, donated: Collection[int] = ()) -> Cost:
     """Price one call of a function.
 
     Args:
@@ -85,18 +87,18 @@ def price(flow: Flow, hardware: Hardware, donated: Collection[int] = ()) -> Pric
       hardware: what it runs on.
       donated: positions of arguments whose memory results take over.
     """
-    axes = tuple(flow.axes.items())
-    order = as_run(flow, hardware.chip)
-    sent = collectives(flow, order)
+    axes = tuple(partitioned.axes.items())
+    order = as_run(partitioned, hardware.chip)
+    sent = collectives(partitioned, order)
     order, fusion = scheduled(order)
-    done = work(order.flow, hardware.chip, fusion)
+    done = work(order.partitioned, hardware.chip, fusion)
     communication_s = sum(collective_s(c, hardware, axes) for c in sent)
-    return Price(
+    return Cost(
         done.flops,
         sum(c.total_bytes for c in sent),
         memory_of(order, fusion, donated, hardware.chip),
         done.seconds,
         communication_s,
-        matrix_flops(order.flow),
+        matrix_flops(order.partitioned),
         done.unpriced,
     )
