@@ -466,7 +466,9 @@ def main() -> None:
                         help='comma-separated, of these; "matmul" and "seed" are sections of their own')  # fmt: skip
     parser.add_argument("--devices", default="8,64,512")
     parser.add_argument("--level", default="0,1,2")
-    parser.add_argument("--compile-candidates", type=int, default=7, help="candidates that a plan compiles, on 8 devices")
+    parser.add_argument(
+        "--compile-candidates", type=int, default=7, help="candidates that a plan compiles, on 8 devices"
+    )
     parser.add_argument(
         "--layers", type=int, default=0, help="of a model, or blocks of each of its stages; 0: as many as it has"
     )

@@ -11,7 +11,7 @@ from shardfn.ir.model import OpConstraint
 from shardfn.planning.candidates import told_apart
 from shardfn.planning.decisions import Candidate, Figures
 from shardfn.search.problem import Candidate as Found
-from shardfn.search.problem import Problem
+from shardfn.search.problem import SearchProblem
 
 A, W = (("a", 8),), (("a", 4), ("b", 2))
 ROWS, COLUMNS, WHOLE = (("a",), ()), ((), ("a",)), ((), ())
@@ -67,14 +67,14 @@ SHAPES = [jax.ShapeDtypeStruct(s, "float32") for s in ((64, 192), (8, 32, 64))]
 def test_of_a_large_program_too_what_was_priced_is_there(monkeypatch, level):
     monkeypatch.setattr("shardfn.search.effort.SMALL_OPS", 5)
     monkeypatch.setattr("shardfn.search.effort.LARGE_OPS", 10)
-    priced, cost = set(), Problem.evaluate
+    priced, cost = set(), SearchProblem.evaluate
 
     def counted(*args):
         made = cost(*args)
         priced.add(Figures.of(made))
         return made
 
-    monkeypatch.setattr(Problem, "evaluate", counted)
+    monkeypatch.setattr(SearchProblem, "evaluate", counted)
     plan = shardfn.plan(jax.grad(attention, (0, 1)), *SHAPES, device="h100:8", level=level)
     assert plan.candidates[0] == Candidate("this plan", plan.axes, Figures.of(plan.cost))
     assert {c.figures for c in plan.candidates[1:]} <= priced

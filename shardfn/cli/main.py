@@ -72,7 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--time-limit", type=float, metavar="S", help="seconds, then the search answers with the best so far"
     )
-    plan.add_argument("--compile-candidates", type=int, metavar="N", help="compile the N best plans; the best as compiled wins")
+    plan.add_argument(
+        "--compile-candidates", type=int, metavar="N", help="compile the N best plans; the best as compiled wins"
+    )
     plan.add_argument("--save", metavar="FILE", help="write the plan as a layout file, TOML: grid, layouts by path; - for "
                       "standard output alone")  # fmt: skip
     plan.set_defaults(command=_plan, platform=None)

@@ -17,13 +17,13 @@ from shardfn.planning.candidates import told_apart
 from shardfn.search import baselines
 from shardfn.search.mesh_solution import written
 from shardfn.search.objectives import SPREAD, Rank, idle, rank
-from shardfn.search.problem import Answer, Candidate, Problem, objective
+from shardfn.search.problem import Answer, Candidate, SearchProblem, objective
 from shardfn.search.refinement import in_pieces, polished
 from shardfn.search.resharding_costs import Axes
 
 
 def answers(
-    problem: Problem,
+    problem: SearchProblem,
     levels: Mapping[int, Answer],
     more: Sequence[Answer],
     count: int,
@@ -106,7 +106,7 @@ KEPT = 256
 _made: dict[object, Compiled] = {}
 
 
-def compiled_once(program: str, problem: Problem, answer: Answer, compiled: Callable[[], Compiled]) -> Compiled:
+def compiled_once(program: str, problem: SearchProblem, answer: Answer, compiled: Callable[[], Compiled]) -> Compiled:
     """What XLA makes of an answer: the same program laid out alike is compiled once, whatever the level and the limit.
 
     Args:
@@ -144,7 +144,7 @@ class CompiledCandidate:
         return rank(self.level, limit, idle=more, sent=self.bytes_sent, time_s=self.time_s, peak=self.peak)
 
 
-def judged(name: str, problem: Problem, answer: Answer, made: Compiled) -> CompiledCandidate:
+def judged(name: str, problem: SearchProblem, answer: Answer, made: Compiled) -> CompiledCandidate:
     """What was compiled, by the cost model's rates: bytes over the links, and work as predicted, scaled by the FLOPs."""
     hardware = problem.hardware
     cost = problem.evaluate_answer(answer)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from shardfn.cost.estimate import Cost
 from shardfn.frontend.paths import few
 from shardfn.planning.decisions import Candidate, Figures
-from shardfn.search.problem import Answer, Problem, objective
+from shardfn.search.problem import Answer, SearchProblem, objective
 from shardfn.search.problem import Candidate as Found
 from shardfn.search.resharding_costs import cuts_of
 
 
-def candidates(problem: Problem, answer: Answer, cost: Cost) -> tuple[Candidate, ...]:
+def candidates(problem: SearchProblem, answer: Answer, cost: Cost) -> tuple[Candidate, ...]:
     """What was chosen, as `this plan`, and what else was priced, best first; nothing where nothing was searched or weighed."""
     own = Figures.of(cost)
     evaluated = sorted((*answer.others, *answer.aside), key=lambda c: objective(c.cost, problem))

@@ -33,8 +33,7 @@ from shardfn.planning.workarounds import mended_finding, wrong_ops
 from shardfn.search import Search
 from shardfn.search.graph_facts import bytes_of
 from shardfn.search.memory_limit import near_limit, refuse_hopeless, refuse_slip, within_limit
-from shardfn.search.problem import Answer, End, Memo
-from shardfn.search.problem import Problem as Question
+from shardfn.search.problem import Answer, End, Memo, SearchProblem
 from shardfn.search.resharding_costs import Axes
 
 
@@ -175,11 +174,11 @@ def _question(
     inputs: Sequence[Leaf], outputs: Sequence[Leaf], traced: Traced, classes: DimensionGroups, grid: Axes,
     in_specs: Sequence[Spec | None], propagation: Propagation, hardware: Hardware, level: int, donated: Collection[int],
     can_hold: frozenset[int], wishes: Wishes,
-) -> Question:  # fmt: skip
+) -> SearchProblem:  # fmt: skip
     """What the search is asked."""
     graph, given, same_as = traced.graph, propagation.given, propagation.same_as
     results = list(zip(traced.outputs, outputs, given, strict=True))
-    return Question(
+    return SearchProblem(
         names=tuple(leaf.path for leaf in inputs),
         shapes=tuple(leaf.shape for leaf in inputs),
         classes=tuple(classes.of[v][: len(leaf.shape)] for v, leaf in zip(traced.inputs, inputs, strict=True)),

@@ -19,8 +19,7 @@ from shardfn.planning.decisions import Alternative, Alternatives, Decision, Figu
 from shardfn.planning.plan import Plan
 from shardfn.report.render import Part, Table, figure, to_html, to_rich, to_text, unit_of
 from shardfn.search.one_array_changes import layouts
-from shardfn.search.problem import Ends, OpConstraints, objective
-from shardfn.search.problem import Problem as Question
+from shardfn.search.problem import Ends, OpConstraints, SearchProblem, objective
 from shardfn.search.resharding_costs import cuts_of
 
 MOST = 12
@@ -37,7 +36,7 @@ class Study:
     `constraints`, `specs` and `ends` are the plan's own; `again` makes a plan of other arguments and results.
     """
 
-    question: Question
+    question: SearchProblem
     specs: tuple[Spec, ...]
     constraints: OpConstraints
     ends: Ends

@@ -22,8 +22,7 @@ from shardfn.report.report import save_graphs
 from shardfn.runtime.apply import shardings, whole
 from shardfn.runtime.program import Laid, Program, sound
 from shardfn.runtime.progress import progress
-from shardfn.search.problem import Answer
-from shardfn.search.problem import Problem as Question
+from shardfn.search.problem import Answer, SearchProblem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +64,7 @@ def make_entry(program: Program) -> Entry:
     return Entry(made, program.jitted(found), program.jitted(found, nested=True), targets, replaced)
 
 
-def best_compiled(program: Program, question: Question, answer: Answer) -> Laid:
+def best_compiled(program: Program, question: SearchProblem, answer: Answer) -> Laid:
     """Of the finalists the one that XLA made best, within the memory limit first; what it does not compile is left out.
 
     Raises:

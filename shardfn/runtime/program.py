@@ -28,8 +28,7 @@ from shardfn.planning.workarounds import kept_apart, made_whole, mended_finding,
 from shardfn.runtime.apply import Grid, apply, finest, has_other_grids, on_paper, whole
 from shardfn.runtime.verify import Verifier
 from shardfn.search.objectives import other_level
-from shardfn.search.problem import Answer, Candidate, Search, objective
-from shardfn.search.problem import Problem as Question
+from shardfn.search.problem import Answer, Candidate, Search, SearchProblem, objective
 
 RIGHTLY = "ops as XLA computes them rightly"
 """Why something else is chosen than what has the least price."""
@@ -101,7 +100,7 @@ class Program:
         made = dataclasses.replace(made, diagnostics=(*made.diagnostics, mended_finding(wrong)))
         return Laid(made, mended, again)
 
-    def question(self, find: Search) -> tuple[Question, Answer, Laid]:
+    def question(self, find: Search) -> tuple[SearchProblem, Answer, Laid]:
         """`laid`, with what the search was asked first and what it answered."""
         noted = _Noted(find)
         found = self.laid(noted)
@@ -123,7 +122,7 @@ class Program:
         """The way from other plans of the same function to what XLA makes of them."""
         return Verifier(lambda plan: self.jitted(dataclasses.replace(found, plan=plan)), tuple(self.shapes))
 
-    def _planned(self, traced: Traced, find: Search) -> tuple[tuple[Question, Answer], Plan]:
+    def _planned(self, traced: Traced, find: Search) -> tuple[tuple[SearchProblem, Answer], Plan]:
         noted = _Noted(find)
         made = make_plan(
             self.name, self.inputs, self.outputs, traced, hardware=self.hardware, layout=self.layout,
@@ -138,9 +137,9 @@ class _Noted:
     """A search that keeps what it was asked and what it answered."""
 
     def __init__(self, find: Search):
-        self.find, self.asked = find, list[tuple[Question, Answer]]()
+        self.find, self.asked = find, list[tuple[SearchProblem, Answer]]()
 
-    def __call__(self, problem: Question) -> Answer:
+    def __call__(self, problem: SearchProblem) -> Answer:
         answer = self.find(problem)
         self.asked.append((problem, answer))
         return answer
@@ -195,7 +194,7 @@ def program_of(callee: Callee, options: Options, call: Call, current: Any, compl
     )  # fmt: skip
 
 
-def better(problem: Question, kept: Answer, found: Answer, at_first: Answer) -> Answer:
+def better(problem: SearchProblem, kept: Answer, found: Answer, at_first: Answer) -> Answer:
     """Of a mended program the arguments' layouts as they were found before it was mended, or what was found anew, as long as
     that does not hold ops as they were."""
     if found is at_first:
@@ -204,7 +203,7 @@ def better(problem: Question, kept: Answer, found: Answer, at_first: Answer) -> 
     return min(right or [kept], key=lambda a: objective(problem.evaluate_answer(a), problem))
 
 
-def sound(problem: Question, answer: Answer) -> Answer:
+def sound(problem: SearchProblem, answer: Answer) -> Answer:
     """An answer, or the best of what else was priced, if there is any, where XLA would get an op of it wrong."""
     other = unmended(problem, answer) if wrong_ops(problem.partitioned_of(answer)) else None
     return rightly(answer, other) if other else answer
@@ -220,13 +219,13 @@ def rightly(answer: Answer, other: Candidate) -> Answer:
     )
 
 
-def unmended(problem: Question, answer: Answer, *more: Candidate) -> Candidate | None:
+def unmended(problem: SearchProblem, answer: Answer, *more: Candidate) -> Candidate | None:
     """The best of what else was priced, and of `more`, in which XLA computes all ops rightly."""
     every = sorted((*answer.others, *more), key=lambda c: objective(c.cost, problem))
     return next((c for c in every if not wrong_ops(problem.partitioned_of(c))), None)
 
 
-def _aside(problem: Question, find: Search) -> tuple[Candidate, ...]:
+def _aside(problem: SearchProblem, find: Search) -> tuple[Candidate, ...]:
     """What a search finds for the other aim."""
     if not problem.is_open:
         return ()

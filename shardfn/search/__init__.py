@@ -21,9 +21,9 @@ import functools
 from shardfn.errors import ContextError, ContextTypeError, a, fail
 from shardfn.mindspore.context_keys import BUILT_IN, SEARCH_MODES
 from shardfn.search import auto, dynamic_programming, recursive_programming, sharding_propagation
-from shardfn.search.problem import Answer, Problem, Search
+from shardfn.search.problem import Answer, Search, SearchProblem
 
-__all__ = ["MODES", "Answer", "Problem", "Search", "forget", "register", "select"]
+__all__ = ["MODES", "Answer", "Search", "SearchProblem", "forget", "register", "select"]
 
 MODES: dict[str, Search] = {
     "auto": auto.search,
@@ -36,7 +36,7 @@ MODES: dict[str, Search] = {
 def register(name: str, search: Search) -> None:
     """Make a search of your own known by a name, for `search_mode`, here and in the context.
 
-    It takes a `Problem` and gives an `Answer`; `Problem.evaluate` prices what it tries.
+    It takes a `SearchProblem` and gives an `Answer`; `SearchProblem.evaluate` prices what it tries.
 
     >>> register("mine", MODES["sharding_propagation"])
     >>> "mine" in MODES
@@ -52,7 +52,7 @@ def register(name: str, search: Search) -> None:
              why="a search is found by its name, and each name once", fix="give it a name that is free")  # fmt: skip
     if not callable(search):
         fail(ContextTypeError, f"a search must be callable, but it is {a(search)}", where=f"register({name!r}, ...)",
-             why="it is called with a Problem, and gives an Answer", fix="pass a function")  # fmt: skip
+             why="it is called with a SearchProblem, and gives an Answer", fix="pass a function")  # fmt: skip
     MODES[name] = search
     SEARCH_MODES.append(name)
 
@@ -82,11 +82,11 @@ def select(mode: str) -> Search:
     return MODES[mode] if mode in BUILT_IN else functools.partial(_asked, mode)
 
 
-def _asked(mode: str, problem: Problem) -> Answer:
+def _asked(mode: str, problem: SearchProblem) -> Answer:
     """The answer of a search that somebody registered."""
     answer: object = MODES[mode](problem)
     if not isinstance(answer, Answer):
         fail(ContextTypeError, f"the search {mode!r} gave {a(answer)}", where=f"search_mode = {mode!r}",
-             why="a search takes a Problem and gives an Answer",
+             why="a search takes a SearchProblem and gives an Answer",
              fix='return one, such as that of MODES["sharding_propagation"](problem)')  # fmt: skip
     return answer

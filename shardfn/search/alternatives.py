@@ -12,15 +12,15 @@ from shardfn.search.explanation import proof
 from shardfn.search.feasibility import fits_nowhere
 from shardfn.search.objectives import is_as_good, other_level
 from shardfn.search.one_array_changes import differing, improved
-from shardfn.search.problem import Answer, Candidate, Problem, objective, runner_up
+from shardfn.search.problem import Answer, Candidate, SearchProblem, objective, runner_up
 
 LESS = 0.99
 """How much of the memory that was found last is looked for, where less is."""
 
-Alone = Callable[[Problem], Answer]
+Alone = Callable[[SearchProblem], Answer]
 
 
-def bettered(problem: Problem, own: Answer, alone: Alone) -> Answer:
+def bettered(problem: SearchProblem, own: Answer, alone: Alone) -> Answer:
     """The best by its flow of an answer and what stands beside it; programs that are not small keep the answer, but for level
     1 (`squeezed`), and where the model is known to be wrong (`crossed`).
 
@@ -53,7 +53,7 @@ def bettered(problem: Problem, own: Answer, alone: Alone) -> Answer:
     return _told(problem, own, first, start, best, others)
 
 
-def _elsewhere(problem: Problem, first: Candidate, alone: Alone) -> Iterator[list[Candidate]]:
+def _elsewhere(problem: SearchProblem, first: Candidate, alone: Alone) -> Iterator[list[Candidate]]:
     """What other levels find; level 0, where level 1 asks it, within ever a little less memory than is held already."""
     held = first.cost.memory.peak
     for level, times in problem.scope.beside:
@@ -69,7 +69,7 @@ def _elsewhere(problem: Problem, first: Candidate, alone: Alone) -> Iterator[lis
             held = least
 
 
-def _lessened(problem: Problem, start: Candidate, best: Candidate, alone: Alone) -> tuple[Candidate, Candidate]:
+def _lessened(problem: SearchProblem, start: Candidate, best: Candidate, alone: Alone) -> tuple[Candidate, Candidate]:
     """What level 0 finds within less memory than the best holds with one array changed, and this with one array changed, if it
     holds less: what stood beside was looked for before any was changed. Asked where that change was worth something."""
     asked = dataclasses.replace(problem, level=0, memory_limit=float(best.cost.memory.peak - 1))
@@ -78,12 +78,12 @@ def _lessened(problem: Problem, start: Candidate, best: Candidate, alone: Alone)
     return (again, other) if other.cost.memory.peak < best.cost.memory.peak else (start, best)
 
 
-def _within_less(problem: Problem, level: int, held: float) -> Problem:
+def _within_less(problem: SearchProblem, level: int, held: float) -> SearchProblem:
     """The same at another level, within a little less memory than is held already."""
     return dataclasses.replace(problem, level=level, memory_limit=min(problem.memory_limit, float(int(LESS * held))))
 
 
-def squeezed(problem: Problem, own: Answer, alone: Alone) -> Answer:
+def squeezed(problem: SearchProblem, own: Answer, alone: Alone) -> Answer:
     """An answer of level 1, or what level 2 finds within ever less memory than that holds, and then level 0: where a limit is
     just missed, a search for it tries more than one for the least."""
     if problem.is_rough:
@@ -107,14 +107,14 @@ def squeezed(problem: Problem, own: Answer, alone: Alone) -> Answer:
     return dataclasses.replace(best, reasons=reasons, policy=policy, gap=None, runner_up="", runners_up=())
 
 
-def crossed(problem: Problem, own: Answer, alone: Alone) -> Answer:
+def crossed(problem: SearchProblem, own: Answer, alone: Alone) -> Answer:
     """An answer of level 0 or 2, or what the other of them finds if that is better by its flow. Asked where no flow did what the
     search's model promised, or this is known not to tell all. At level 0 on GPUs also what it finds itself within a little less
     memory: the model does not know all sums that are put together, and of a mixture of experts on 512 GPUs that sent 14 % less.
     Large programs keep the answer."""
     if problem.is_large or problem.seconds_left <= 0 or fits_nowhere(problem):
         return own
-    first, asked = problem.as_candidate("this search's", own), list[Problem]()
+    first, asked = problem.as_candidate("this search's", own), list[SearchProblem]()
     if own.is_doubtful or problem.only_flows_know:
         asked.append(dataclasses.replace(problem, level=other_level(problem.level)))
     if problem.level == 0 and is_gpu(problem.hardware.platform):
@@ -130,7 +130,7 @@ def _sizes(made: Candidate) -> tuple[int, ...]:
     return tuple(size for _, size in made.axes)
 
 
-def _of_level(problem: Problem, alone: Alone) -> list[Candidate]:
+def _of_level(problem: SearchProblem, alone: Alone) -> list[Candidate]:
     one = asked_once(problem, alone)
     name = f"level {problem.level}'s"
     return [
@@ -139,7 +139,7 @@ def _of_level(problem: Problem, alone: Alone) -> list[Candidate]:
     ]
 
 
-def asked_once(problem: Problem, alone: Alone) -> Answer:
+def asked_once(problem: SearchProblem, alone: Alone) -> Answer:
     """The answer of a search by itself; what a problem was answered by it at a level and a limit is not searched again."""
     key = alone, problem.level, problem.memory_limit, problem.is_rough, problem.axes, problem.specs, problem.algorithm
     answers = problem.memo.answers
@@ -149,7 +149,12 @@ def asked_once(problem: Problem, alone: Alone) -> Answer:
 
 
 def _told(
-    problem: Problem, own: Answer, first: Candidate, start: Candidate, best: Candidate, others: Sequence[Candidate]
+    problem: SearchProblem,
+    own: Answer,
+    first: Candidate,
+    start: Candidate,
+    best: Candidate,
+    others: Sequence[Candidate],
 ) -> Answer:
     """An answer with a better candidate in its place, and where that comes from."""
     is_own = start is first

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from shardfn.search import default_policy, dynamic_programming, recursive_programming
-from shardfn.search.problem import Answer, Problem
+from shardfn.search.problem import Answer, SearchProblem
 
 
-def search(problem: Problem) -> Answer:
+def search(problem: SearchProblem) -> Answer:
     """The exact optimum where that is quick (`Scope.is_exact`), else what dividing the devices finds."""
     if not problem.is_open:
         return default_policy.search(problem)

@@ -15,7 +15,7 @@ from shardfn.ir.model import PRODUCTS, OpConstraint, Spec
 from shardfn.partition.resharding import divisors
 from shardfn.search.filters import keeps
 from shardfn.search.graph_facts import bytes_of
-from shardfn.search.problem import Candidate, OpConstraints, Problem, objective
+from shardfn.search.problem import Candidate, OpConstraints, SearchProblem, objective
 from shardfn.search.resharding_costs import Axes
 
 HASTY = 4
@@ -27,7 +27,7 @@ programs of 500 ops and more that were far off anyway, and nothing of the others
 
 
 def candidates(
-    problem: Problem, pairs: bool = True, below: float = math.inf, fastest: float = math.inf
+    problem: SearchProblem, pairs: bool = True, below: float = math.inf, fastest: float = math.inf
 ) -> tuple[Candidate, ...]:
     """The plain layouts of the heaviest dim classes, priced by their flow, best first; the user's own layouts stay.
 
@@ -65,7 +65,7 @@ def candidates(
     return tuple(sorted(found, key=lambda c: objective(c.cost, problem)))
 
 
-def of_batch(problem: Problem, every: bool = True) -> tuple[Candidate, ...]:
+def of_batch(problem: SearchProblem, every: bool = True) -> tuple[Candidate, ...]:
     """The plain layouts with the batch cut over all devices, priced by their flow: data parallel, ZeRO-1 and fully sharded
     data parallel, or the last alone. None where nothing is a batch, or the grid is the user's."""
     if problem.axes or not problem.is_open:
@@ -79,14 +79,14 @@ def of_batch(problem: Problem, every: bool = True) -> tuple[Candidate, ...]:
     return tuple(found.values())
 
 
-def _of_batch(problem: Problem) -> Iterator[Layout]:
+def _of_batch(problem: SearchProblem) -> Iterator[Layout]:
     n = (("a", problem.devices),)
     for class_ in dict.fromkeys(problem.classes[i][0] for i in sorted(fresh(problem)) if problem.classes[i]):
         if _fits(problem, class_, problem.devices):
             yield from _each(problem, n, {class_: "a"})
 
 
-def in_haste(problem: Problem) -> tuple[Candidate, ...]:
+def in_haste(problem: SearchProblem) -> tuple[Candidate, ...]:
     """What stands beside an answer when the time limit is over: the first plain layout that fits the memory limit, of the
     batch before others. A few are priced whatever the time, so that a limit too short is no worse than data parallel."""
     if problem.axes or not problem.is_open:
@@ -101,7 +101,7 @@ def in_haste(problem: Problem) -> tuple[Candidate, ...]:
     return tuple(found)
 
 
-def fresh(problem: Problem) -> frozenset[int]:
+def fresh(problem: SearchProblem) -> frozenset[int]:
     """The arguments that no result takes the place of: a batch, not parameters."""
     kept = set(problem.same_as.values())
     return frozenset(i for i, value in enumerate(problem.inputs) if kept and value not in kept)
@@ -128,7 +128,7 @@ class Layout:
     pieces: Pieces | None = None
 
 
-def held(problem: Problem, layout: Layout) -> int:
+def held(problem: SearchProblem, layout: Layout) -> int:
     """Bytes that arguments, and results that lie as they do or as the user said, take on one device."""
     sizes = dict(layout.axes)
     arguments = dict(zip(problem.inputs, layout.specs, strict=True))
@@ -144,7 +144,7 @@ def held(problem: Problem, layout: Layout) -> int:
     return on_one(arguments) + max(0, on_one(results) - given)
 
 
-def least(problem: Problem) -> float:
+def least(problem: SearchProblem) -> float:
     """Bytes that one device holds at least whatever the layout: an even share of the arguments, and of what results there
     are that do not take their place."""
     sizes = [bytes_of(problem.graph.values[v]) for v in problem.inputs]
@@ -153,7 +153,7 @@ def least(problem: Problem) -> float:
     return (sum(sizes) + max(0.0, results - given)) / problem.devices
 
 
-def promised(problem: Problem, layout: Layout) -> float:
+def promised(problem: SearchProblem, layout: Layout) -> float:
     """About what a layout holds at the peak: `held`, and the program's temporaries with their classes cut."""
     sizes, values = dict(layout.axes), problem.graph.values
 
@@ -173,7 +173,7 @@ def promised(problem: Problem, layout: Layout) -> float:
     return held(problem, layout) + max(itertools.accumulate(change[tick] for tick in sorted(change)), default=0.0)
 
 
-def _layouts(problem: Problem, pairs: bool) -> Iterator[Layout]:
+def _layouts(problem: SearchProblem, pairs: bool) -> Iterator[Layout]:
     n = problem.devices
     open_ = {c for classes, spec in zip(problem.classes, problem.specs, strict=True) if spec is None for c in classes}
     heaviest = sorted(open_, key=lambda c: (-problem.weights.get(c, 0), c))
@@ -190,7 +190,7 @@ def _layouts(problem: Problem, pairs: bool) -> Iterator[Layout]:
                 yield from _each(problem, (("a", a), ("b", n // a)), {first: "a", second: "b"})
 
 
-def _fits(problem: Problem, class_: int, ways: int) -> bool:
+def _fits(problem: SearchProblem, class_: int, ways: int) -> bool:
     """Whether an open argument has a dim of a class that can be cut so many ways."""
     return any(map(any, _laid(problem, (("a", ways),), {class_: "a"})))
 
@@ -200,7 +200,7 @@ SMALL_SHARE = 1e-3
 of one costs its latency."""
 
 
-def _each(problem: Problem, axes: Axes, cut: Mapping[int, str], with_large: bool = False) -> Iterator[Layout]:
+def _each(problem: SearchProblem, axes: Axes, cut: Mapping[int, str], with_large: bool = False) -> Iterator[Layout]:
     sizes, every = dict(axes), tuple(name for name, _ in axes)
     name = ", ".join(f"{_name(problem, c)} cut {sizes[axis]} ways" for c, axis in cut.items())
     yield Layout(name, axes, cut, _laid(problem, axes, cut), {})
@@ -216,7 +216,7 @@ def _each(problem: Problem, axes: Axes, cut: Mapping[int, str], with_large: bool
         yield Layout(f"{name}, {pieces.value} in {count} pieces", axes, cut, laid, constraints, pieces)
 
 
-def _pins(problem: Problem, axes: Axes, cut: Mapping[int, str]) -> OpConstraints:
+def _pins(problem: SearchProblem, axes: Axes, cut: Mapping[int, str]) -> OpConstraints:
     """Products and look-ups whose results have a dim of a class are held to its cut: pieces would lead propagation
     astray."""
     constraints: dict[int, OpConstraint] = {}
@@ -232,7 +232,7 @@ def _pins(problem: Problem, axes: Axes, cut: Mapping[int, str]) -> OpConstraints
 _PINNED = PRODUCTS | {"gather"}
 
 
-def is_state(problem: Problem) -> tuple[bool, ...]:
+def is_state(problem: SearchProblem) -> tuple[bool, ...]:
     """Of each argument whether a result takes its place and elementwise ops alone read it: momentum, not parameters."""
     if problem.memo.state is None:
         read: dict[int, set[str]] = {value: set() for value in problem.inputs}
@@ -244,7 +244,7 @@ def is_state(problem: Problem) -> tuple[bool, ...]:
     return problem.memo.state
 
 
-def are_small(problem: Problem) -> tuple[bool, ...]:
+def are_small(problem: SearchProblem) -> tuple[bool, ...]:
     """Of each argument whether it is a small one (`SMALL_SHARE`) of those that a result takes the place of."""
     kept = [i for i, value in enumerate(problem.inputs) if value in set(problem.same_as.values())]
     sizes = {i: bytes_of(problem.graph.values[problem.inputs[i]]) for i in kept}
@@ -257,13 +257,13 @@ def are_small(problem: Problem) -> tuple[bool, ...]:
     return tuple(i in small for i in range(len(problem.inputs)))
 
 
-def _name(problem: Problem, class_: int) -> str:
+def _name(problem: SearchProblem, class_: int) -> str:
     rows = zip(problem.names, problem.classes, strict=True)
     return next(f"{path} dim {classes.index(class_)}" for path, classes in rows if class_ in classes)
 
 
 def _laid(
-    problem: Problem, axes: Axes, cut: Mapping[int, str], pieces: Pieces | None = None, over: Sequence[str] = ()
+    problem: SearchProblem, axes: Axes, cut: Mapping[int, str], pieces: Pieces | None = None, over: Sequence[str] = ()
 ) -> tuple[Spec, ...]:
     into = [pieces is Pieces.ALL] * len(problem.inputs)
     if pieces is Pieces.STATE:

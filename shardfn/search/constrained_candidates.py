@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from shardfn.ir.model import Op, OpConstraint, Spec
 from shardfn.search.mesh_solution import Found, layout_of, reads_of, works_as_found, written
-from shardfn.search.problem import Candidate, OpConstraints, Problem
+from shardfn.search.problem import Candidate, OpConstraints, SearchProblem
 from shardfn.search.refinement import MAKERS
 from shardfn.search.resharding_costs import Axes, merged
 
@@ -27,7 +27,7 @@ HELD_FIRST = MAKERS | {"concatenate", "dynamic_slice"}
 elementwise ops made, which is read whole elsewhere: of flows of eight models they made none better that was the best."""
 
 
-def candidates(problem: Problem, found: Found, best_s: float = math.inf) -> Iterator[Candidate]:
+def candidates(problem: SearchProblem, found: Found, best_s: float = math.inf) -> Iterator[Candidate]:
     """The optimum on a grid, priced by its flow: first with what products make held, and how they read their operands left
     to the compiler, which moves those in the way that is best for a product; and with every decision held, where the flow
     of the first does not keep what the model promised: not even to fit, if it did; and with all held that this flow lays
@@ -63,13 +63,13 @@ def _is_held_as_read(op: Op) -> bool:
     return op.name in FOLLOWING or op.convolution is not None
 
 
-def candidate(problem: Problem, found: Found) -> Candidate:
+def candidate(problem: SearchProblem, found: Found) -> Candidate:
     """The optimum on a grid with every decision held, priced by its flow."""
     axes, specs, constraints = _as_found(problem, found)
     return problem.candidate(written(axes), axes, specs, constraints)
 
 
-def all_held(problem: Problem, found: Found, full: Candidate) -> Iterator[Candidate]:
+def all_held(problem: SearchProblem, found: Found, full: Candidate) -> Iterator[Candidate]:
     """A candidate with its sums held as well, and what follows the decisions where its flow lays that out otherwise than was
     found; and the same once more."""
     axes, _, with_sums = _as_found(problem, found, HELD_FIRST | {"reduce"})
@@ -112,7 +112,7 @@ def _is_sliced(op: Op, constraint: OpConstraint, found: Found, laid: Callable[[i
 
 
 def _as_found(
-    problem: Problem, found: Found, kinds: Collection[str] = HELD_FIRST
+    problem: SearchProblem, found: Found, kinds: Collection[str] = HELD_FIRST
 ) -> tuple[Axes, tuple[Spec, ...], OpConstraints]:
     laid = layout_of(problem, found)
     specs = tuple(spec if spec is not None else laid(value)[: len(shape)]
@@ -129,7 +129,7 @@ def _as_found(
     return axes, specs, constraints
 
 
-def _broadcasts(problem: Problem, found: Found, laid: Callable[[int], Spec]) -> dict[int, OpConstraint]:
+def _broadcasts(problem: SearchProblem, found: Found, laid: Callable[[int], Spec]) -> dict[int, OpConstraint]:
     """Sums and products that read a broadcast of what lies in pieces which they do not read: held to how they read it, as
     else the pieces of a bias or a scale would become those of the activation that it meets."""
     source = {op.outputs[0]: op.inputs[0] for op in problem.graph.ops if op.name == "broadcast_in_dim"}

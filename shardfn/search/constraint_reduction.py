@@ -8,13 +8,13 @@ import math
 from shardfn.ir.correspondence import pairs
 from shardfn.ir.model import Graph, Op, OpConstraint, PartitionedProgram, Rule, Spec
 from shardfn.search.feasibility import fits_nowhere
-from shardfn.search.problem import Candidate, OpConstraints, Problem, objective
+from shardfn.search.problem import Candidate, OpConstraints, SearchProblem, objective
 
 CRUMB = 1e-4
 """Of the memory of a device: arguments that hold less together are not worth a flow of a program that is not small."""
 
 
-def let_go(problem: Problem, best: Candidate, is_last: bool = False) -> Candidate:
+def let_go(problem: SearchProblem, best: Candidate, is_last: bool = False) -> Candidate:
     """The same without the pins that propagation does not need, if the flow stays as good. Of what `is_last`, the one that
     was taken, at level 2 of programs that are not small, only where a single flow may do it: the plan stays as good."""
     if not best.constraints or problem.seconds_left <= 0:
@@ -47,7 +47,7 @@ def let_go(problem: Problem, best: Candidate, is_last: bool = False) -> Candidat
     return fewer if objective(fewer.cost, problem) <= aim else best
 
 
-def gathers(problem: Problem, best: Candidate) -> bool:
+def gathers(problem: SearchProblem, best: Candidate) -> bool:
     """Whether an op is held so that it reads an argument in larger pieces than it lies in: propagation by itself would
     hand the cut on to the op's results and from there to all else, and its flow is another one."""
     lies = dict(zip(problem.inputs, best.specs, strict=True))
@@ -79,7 +79,7 @@ def _is_gathered(rule: Rule | None, position: int, lies: Spec, constraint: OpCon
     )
 
 
-def as_sliced(problem: Problem, best: Candidate) -> Candidate:
+def as_sliced(problem: SearchProblem, best: Candidate) -> Candidate:
     """The same with each open argument that the flow slices before anything else reads it laid out so from the start, if
     that is better; at level 2 of programs that are not small, if they are worth a flow."""
     partitioned = problem.partitioned_of(best)

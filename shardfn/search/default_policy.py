@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 
 from shardfn.ir.model import Spec
-from shardfn.search.problem import Answer, Problem, figures, objective
+from shardfn.search.problem import Answer, SearchProblem, figures, objective
 
 MOST_CANDIDATES = 8
 
 
-def search(problem: Problem) -> Answer:
+def search(problem: SearchProblem) -> Answer:
     """Follow the given cuts, or cut the cheapest single class."""
     if all(spec is not None for spec in problem.specs):
         given = tuple(spec for spec in problem.specs if spec is not None)
@@ -25,7 +25,7 @@ def search(problem: Problem) -> Answer:
     return one_class(problem)
 
 
-def follow(problem: Problem) -> Answer:
+def follow(problem: SearchProblem) -> Answer:
     """Open arguments take the axes of the classes that others cut, as far as they divide."""
     sizes = dict(problem.axes)
     origin: dict[int, tuple[tuple[str, ...], str]] = {}
@@ -63,7 +63,7 @@ def _dividing(axes: tuple[str, ...], sizes: dict[str, int], size: int) -> tuple[
     return ()
 
 
-def one_class(problem: Problem) -> Answer:
+def one_class(problem: SearchProblem) -> Answer:
     """Cut one dim class over as many devices as divide it; the cheapest at the level wins, ties go to the first."""
     open_ = {
         c
@@ -100,7 +100,7 @@ def one_class(problem: Problem) -> Answer:
     return Answer(axes, specs, reasons, policy, runner)
 
 
-def _cut_class(problem: Problem, class_: int) -> tuple[tuple[tuple[str, int], ...], tuple[Spec, ...]] | None:
+def _cut_class(problem: SearchProblem, class_: int) -> tuple[tuple[tuple[str, int], ...], tuple[Spec, ...]] | None:
     """Grid and layouts with one class cut; on a grid that was given, over all its axes that divide."""
     dims = [(i, d) for i, classes in enumerate(problem.classes) for d, c in enumerate(classes)
             if c == class_ and problem.specs[i] is None and problem.shapes[i][d] > 1]  # fmt: skip
@@ -126,7 +126,7 @@ def _cut_class(problem: Problem, class_: int) -> tuple[tuple[tuple[str, int], ..
     return axes, specs
 
 
-def _class_name(problem: Problem, class_: int) -> str:
+def _class_name(problem: SearchProblem, class_: int) -> str:
     for name, classes in zip(problem.names, problem.classes, strict=True):
         if class_ in classes:
             return f"{name} dim {classes.index(class_)}"

@@ -16,7 +16,7 @@ from shardfn.search import default_policy
 from shardfn.search.alternatives import asked_once, bettered
 from shardfn.search.exact import EFFORT, FIRST, budget_of, mending, on_grid, order, turning
 from shardfn.search.mesh_solution import Found, mirrored
-from shardfn.search.problem import Answer, Problem
+from shardfn.search.problem import Answer, SearchProblem
 from shardfn.search.resharding_costs import Axes, Grid
 from shardfn.search.selection import answer_of
 from shardfn.solver.budget import Budget
@@ -26,14 +26,14 @@ WORTH = 0.95
 """Of the least cost: what a grid must promise to be looked at again; of a small program, anything less than that cost."""
 
 
-def search(problem: Problem) -> Answer:
+def search(problem: SearchProblem) -> Answer:
     """The cheapest layout at the problem's level; of small programs what other levels find stands beside it."""
     if not problem.is_open:
         return default_policy.search(problem)
     return bettered(problem, asked_once(problem, alone), alone)
 
 
-def alone(problem: Problem) -> Answer:
+def alone(problem: SearchProblem) -> Answer:
     """The search for the problem's level by itself."""
     tried, budget = grids(problem), budget_of(problem)
     found, untried = on_grids(problem, tried, (), budget)
@@ -47,7 +47,7 @@ def alone(problem: Problem) -> Answer:
     return answer_of(problem, found, "exact search", mending(budget), tried, untried, turning(budget))
 
 
-def on_grids(problem: Problem, tried: Sequence[Axes], before: Sequence[Found],
+def on_grids(problem: SearchProblem, tried: Sequence[Axes], before: Sequence[Found],
              budget: Budget) -> tuple[list[Found], list[Axes]]:  # fmt: skip
     """What is best on each grid, and the grids that the budget leaves nothing for, unless nothing is found yet.
 
@@ -70,7 +70,7 @@ def on_grids(problem: Problem, tried: Sequence[Axes], before: Sequence[Found],
     return [f for axes in tried for f in made.get(axes, ())], [axes for axes in tried if axes not in made]
 
 
-def settled(problem: Problem, found: Sequence[Found], budget: Budget) -> list[Found]:
+def settled(problem: SearchProblem, found: Sequence[Found], budget: Budget) -> list[Found]:
     """The same, with another look at the best, and at what may yet be better by a good part."""
     least = min((f.solution.cost for f in found), default=0.0)
     close, worth = (EFFORT.close, 1.0) if problem.scope.three_axes else (FIRST.close, WORTH)
@@ -82,7 +82,7 @@ def settled(problem: Problem, found: Sequence[Found], budget: Budget) -> list[Fo
     return again
 
 
-def grids(problem: Problem) -> list[Axes]:
+def grids(problem: SearchProblem) -> list[Axes]:
     """The user's grid where a cut was given, else every split of the devices into one or two axes.
 
     The order of the axes matters only where their links differ: between nodes, or on a torus.
@@ -92,7 +92,7 @@ def grids(problem: Problem) -> list[Axes]:
     return _distinct(problem, splits(problem.devices, 2))
 
 
-def finer(problem: Problem, axes: Axes) -> list[Axes]:
+def finer(problem: SearchProblem, axes: Axes) -> list[Axes]:
     """The grids of three axes that divide an axis of a grid of two."""
     if len(axes) != 2:
         return []
@@ -100,7 +100,7 @@ def finer(problem: Problem, axes: Axes) -> list[Axes]:
     return _distinct(problem, [(*s, b) for s in splits(a, 2)[1:]] + [(a, *s) for s in splits(b, 2)[1:]])
 
 
-def _distinct(problem: Problem, sizes: Sequence[tuple[int, ...]]) -> list[Axes]:
+def _distinct(problem: SearchProblem, sizes: Sequence[tuple[int, ...]]) -> list[Axes]:
     found: dict[tuple[int, ...], Axes] = {}
     for one in sizes:
         axes = tuple(zip("abc", one, strict=False))

@@ -13,7 +13,7 @@ from shardfn.search.label_tables import build
 from shardfn.search.level_costs import in_pieces, labelling_of, totals
 from shardfn.search.mesh_solution import Found
 from shardfn.search.objectives import aim, other_level, over
-from shardfn.search.problem import Candidate, Problem
+from shardfn.search.problem import Candidate, SearchProblem
 from shardfn.search.resharding_costs import Array, Axes, Grid
 from shardfn.solver.budget import SECOND, Budget
 from shardfn.solver.labelling import Labelling, cost_of
@@ -43,19 +43,19 @@ the bytes that are sent then."""
 EFFORT, FIRST = Effort(rounds=4, close=0.005), Effort(rounds=2, close=0.03)
 """For a grid that elimination does not solve: a gap of half a percent will do, of three at a first look."""
 
-Mend = Callable[[Problem, Found, Candidate], Iterable[Found]]
+Mend = Callable[[SearchProblem, Found, Candidate], Iterable[Found]]
 """What to try instead of something found whose flow holds more than the limit."""
 
-Turn = Callable[[Problem, Found], Iterable[Found]]
+Turn = Callable[[SearchProblem, Found], Iterable[Found]]
 """What else to try on the grid of something found whose flow breaks the model's promise."""
 
 
-def budget_of(problem: Problem) -> Budget:
+def budget_of(problem: SearchProblem) -> Budget:
     """For one search: work, and the user's time limit."""
     return Budget(WORK, problem.seconds_left)
 
 
-def order(problem: Problem, found: Found) -> tuple[float, ...]:
+def order(problem: SearchProblem, found: Found) -> tuple[float, ...]:
     """What the model thinks of something found: within the limit first."""
     idle, sent, peak = 0.0, 0.0, found.peak
     if problem.level == 0:
@@ -65,7 +65,7 @@ def order(problem: Problem, found: Found) -> tuple[float, ...]:
     return (over(peak, problem.memory_limit), *least, len(found.axes))
 
 
-def on_grid(problem: Problem, axes: Axes, budget: Budget, chosen: Sequence[Array] | None = None,
+def on_grid(problem: SearchProblem, axes: Axes, budget: Budget, chosen: Sequence[Array] | None = None,
             ceiling: float = math.inf) -> Iterator[Found]:  # fmt: skip
     """The optimum on one grid, and where memory counts what else may have the least, or fit the limit.
 
@@ -129,7 +129,7 @@ def turning(budget: Budget) -> Turn:
     return lambda problem, found: turned(problem, found, budget)
 
 
-def turned(problem: Problem, found: Found, budget: Budget) -> Iterator[Found]:
+def turned(problem: SearchProblem, found: Found, budget: Budget) -> Iterator[Found]:
     """What the model finds on the same grid for the other of the levels 0 and 2, as it is and with the arguments in pieces,
     with its cost at the problem's own: where a flow breaks the model's promise, the layout that was meant for the other aim
     may serve this one better."""
@@ -148,7 +148,7 @@ def mending(budget: Budget) -> Mend:
     return lambda problem, found, made: mended(problem, found, made, budget)
 
 
-def mended(problem: Problem, found: Found, made: Candidate, budget: Budget) -> Iterator[Found]:
+def mended(problem: SearchProblem, found: Found, made: Candidate, budget: Budget) -> Iterator[Found]:
     """Where the flow holds more than the limit: what the model finds with the arguments in pieces, and within a limit that
     allows for the difference between them; where nothing fits, what holds least."""
     if problem.level == 1:  # where all of this is tried anyway

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from shardfn.search.mesh_solution import Found, keeps_promise, runners_up, written
-from shardfn.search.problem import Answer, Candidate, Problem
+from shardfn.search.problem import Answer, Candidate, SearchProblem
 from shardfn.search.refinement import LINE
 from shardfn.search.resharding_costs import Axes
 
 
 def told(
-    problem: Problem, what: str, found: Sequence[Found], tried: str, is_cut_short: bool, best: Candidate,
+    problem: SearchProblem, what: str, found: Sequence[Found], tried: str, is_cut_short: bool, best: Candidate,
     at: Found | None,
 ) -> Answer:  # fmt: skip
     """What was taken, with its reasons: made of `at`, or a plain layout where that is None."""
@@ -31,7 +31,7 @@ def told(
                   runners_up=() if at is None else runners_up(problem, at))  # fmt: skip
 
 
-def tried_on(problem: Problem, looked: Iterable[Axes], untried: Sequence[Axes]) -> str:
+def tried_on(problem: SearchProblem, looked: Iterable[Axes], untried: Sequence[Axes]) -> str:
     """The grids that were looked at, and what there was no time for."""
     tried = ", ".join(dict.fromkeys(map(written, looked)))
     if untried:
@@ -48,7 +48,7 @@ def proof(axes: Axes, gap: float | None) -> str:
     return f"grid {grid}, {f'within {gap:.1%} of the optimum' if gap else 'proved'}"
 
 
-def _optimum(problem: Problem, found: Sequence[Found]) -> str:
+def _optimum(problem: SearchProblem, found: Sequence[Found]) -> str:
     """What is known of the model's best, on its own grid, where something else is taken."""
     if not found or not found[0].is_exact or problem.level == 1 or found[0].solution.gap >= 1:
         return ""
@@ -56,7 +56,7 @@ def _optimum(problem: Problem, found: Sequence[Found]) -> str:
     return f"; the optimum of the cost model on the grid {grid} is {f'known within {gap:.1%}' if gap else 'proved'}"
 
 
-def _gap(problem: Problem, at: Found, found: Sequence[Found]) -> float | None:
+def _gap(problem: SearchProblem, at: Found, found: Sequence[Found]) -> float | None:
     """How far what was chosen may be from the optimum of all grids; at level 0, where costs are weighed on each grid by
     itself, of its own."""
     if not at.is_exact or problem.level == 1:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from shardfn.cost.memory.live_ranges import memory
 from shardfn.ir.model import PartitionedProgram
-from shardfn.search.problem import Problem
+from shardfn.search.problem import SearchProblem
 
 ROUGH, SURE = 0.8, 0.95
 """How much of an even share counts: of one with the ops in the order in which they stand, and of the smaller of that and one
 with the ops as XLA has them. Of 900 flows of 18 programs none held less than 0.88 of the first, or 0.99 of the smaller."""
 
 
-def fits_nowhere(problem: Problem) -> bool:
+def fits_nowhere(problem: SearchProblem) -> bool:
     """Whether one device would hold more than the limit though all that the program holds at once were spread evenly over the
     devices. Where a chip keeps arrays in a memory of its own beside, nobody can tell."""
     if problem.hardware.chip.fast_bytes or even_share(problem) <= problem.memory_limit:
@@ -21,7 +21,7 @@ def fits_nowhere(problem: Problem) -> bool:
     return SURE * min(even_share(problem), even_share(problem, True)) > problem.memory_limit
 
 
-def even_share(problem: Problem, as_run: bool = False) -> float:
+def even_share(problem: SearchProblem, as_run: bool = False) -> float:
     """Bytes that the program holds at once on one device alone, over the devices; `as_run` costs a flow."""
     shares = problem.memo.shares
     if as_run not in shares:

@@ -9,14 +9,14 @@ import dataclasses
 import numpy as np
 
 from shardfn.search.label_tables import Edge, Node, Space
-from shardfn.search.problem import Problem
+from shardfn.search.problem import SearchProblem
 from shardfn.solver.labelling import Held, Labelling, Table
 
 HOLDING = 0.1
 """Seconds charged for an argument that lies on a device, in passes over its memory: ties go to the smaller piece."""
 
 
-def labelling_of(space: Space, problem: Problem, spread: float = 1.0) -> Labelling:
+def labelling_of(space: Space, problem: SearchProblem, spread: float = 1.0) -> Labelling:
     """The choices of a grid with the cost of each label at the problem's level, and the bytes that it holds.
 
     Level 2 adds up seconds of work and of communication. So does level 1, where memory is the limit. Level 0 adds up the

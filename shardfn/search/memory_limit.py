@@ -13,7 +13,7 @@ from shardfn.errors import StrategyError, fail
 from shardfn.ir.model import Op
 from shardfn.search.feasibility import fits_nowhere
 from shardfn.search.graph_facts import bytes_of
-from shardfn.search.problem import Answer, Problem, Search
+from shardfn.search.problem import Answer, Search, SearchProblem
 
 NAMED = 4
 """Tensors that an error names."""
@@ -41,7 +41,7 @@ def near_limit(memory: Memory, limit: float) -> list[str]:
     ]
 
 
-def within_limit(problem: Problem, answer: Answer, search: Search, is_asked: bool = True) -> Answer:
+def within_limit(problem: SearchProblem, answer: Answer, search: Search, is_asked: bool = True) -> Answer:
     """An answer whose flow holds at most the problem's memory limit: the one given, or else the one of least memory.
 
     Unless `is_asked`, where the limit is the user's, the one given stays where nothing found fits.
@@ -68,11 +68,11 @@ def within_limit(problem: Problem, answer: Answer, search: Search, is_asked: boo
 class _Looked:
     """What was asked for less memory, and its answer."""
 
-    asked: Problem
+    asked: SearchProblem
     answer: Answer
 
 
-def _looked_for(problem: Problem, search: Search) -> Iterator[_Looked]:
+def _looked_for(problem: SearchProblem, search: Search) -> Iterator[_Looked]:
     """The answers to what asks for less, up to the first that fits."""
     for asked in _asking_less(problem):
         yield (found := _Looked(asked, search(asked)))
@@ -80,7 +80,7 @@ def _looked_for(problem: Problem, search: Search) -> Iterator[_Looked]:
             return
 
 
-def _named(problem: Problem, answer: Answer, looked: Sequence[_Looked], search: Search) -> Answer:
+def _named(problem: SearchProblem, answer: Answer, looked: Sequence[_Looked], search: Search) -> Answer:
     """Of what was found, the answer that an error names: one that this level keeps, as without any limit, since what is found
     depends on the limit."""
     peak = functools.partial(_peak, problem)
@@ -92,7 +92,7 @@ def _named(problem: Problem, answer: Answer, looked: Sequence[_Looked], search: 
     return again if peak(again) <= peak(least) else min(free or [least], key=peak)
 
 
-def _asking_less(problem: Problem) -> Iterator[Problem]:
+def _asking_less(problem: SearchProblem) -> Iterator[SearchProblem]:
     """What to ask where an answer holds too much: level 1; and, unless the program is large, each level without a limit, as what
     is found depends on it."""
     if problem.level != 1:
@@ -101,7 +101,7 @@ def _asking_less(problem: Problem) -> Iterator[Problem]:
         yield dataclasses.replace(problem, level=level, memory_limit=math.inf)
 
 
-def refuse_hopeless(problem: Problem, search: Search) -> None:
+def refuse_hopeless(problem: SearchProblem, search: Search) -> None:
     """Refuse a limit of the user's that nothing can keep, after a first look at what holds least instead of a search; of small
     programs, which are searched as fast, not.
 
@@ -114,7 +114,7 @@ def refuse_hopeless(problem: Problem, search: Search) -> None:
             _refuse(problem, least, " at a first look", "; level=1 without a limit may find a little less")
 
 
-def refuse_slip(problem: Problem) -> None:
+def refuse_slip(problem: SearchProblem) -> None:
     """Refuse a limit of the user's that is so small that its unit must be a slip, without a search.
 
     Raises:
@@ -129,7 +129,7 @@ def refuse_slip(problem: Problem) -> None:
              fix='write the unit that is meant, as in "14GiB" or "16GB", or leave memory_limit out')  # fmt: skip
 
 
-def _refuse(problem: Problem, least: Answer, how: str = "", more: str = "") -> NoReturn:
+def _refuse(problem: SearchProblem, least: Answer, how: str = "", more: str = "") -> NoReturn:
     """Raise that nothing fits, with what holds least, how that was found, and what finds more."""
     memory = problem.evaluate_answer(least).memory
     fail(StrategyError, f"no layout found holds at most {problem.memory_limit:,.0f} bytes per device",
@@ -141,15 +141,15 @@ def _refuse(problem: Problem, least: Answer, how: str = "", more: str = "") -> N
              f"the backward pass, or memory_limit={memory.peak}{more}")  # fmt: skip
 
 
-def _peak(problem: Problem, answer: Answer) -> int:
+def _peak(problem: SearchProblem, answer: Answer) -> int:
     return problem.evaluate_answer(answer).memory.peak
 
 
-def _fits(problem: Problem, answer: Answer) -> bool:
+def _fits(problem: SearchProblem, answer: Answer) -> bool:
     return _peak(problem, answer) <= problem.memory_limit
 
 
-def _largest(problem: Problem, answer: Answer) -> list[str]:
+def _largest(problem: SearchProblem, answer: Answer) -> list[str]:
     """The largest arrays that an answer has in memory at its peak, equal ones of a line together: what each is, who made it, and
     bytes on one device."""
     partitioned, held = at_peak(problem.partitioned_of(answer), problem.donated, problem.hardware.chip)

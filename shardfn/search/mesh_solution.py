@@ -12,7 +12,7 @@ from shardfn.ir.model import Spec
 from shardfn.search.label_tables import Space
 from shardfn.search.level_costs import repeated, totals
 from shardfn.search.objectives import Rank
-from shardfn.search.problem import Candidate, Problem
+from shardfn.search.problem import Candidate, SearchProblem
 from shardfn.search.resharding_costs import Axes, cuts_of, spec_of
 from shardfn.solver.labelling import Labelling, Table, peak_of
 from shardfn.solver.solve import Solution
@@ -42,7 +42,7 @@ class Found:
         return peak_of(self.labels, self.solution.choice)
 
 
-def layout_of(problem: Problem, found: Found) -> Callable[[int], Spec]:
+def layout_of(problem: SearchProblem, found: Found) -> Callable[[int], Spec]:
     """The layout of each value of the graph, as it was found."""
     names = tuple(name for name, _ in found.axes)
 
@@ -54,7 +54,7 @@ def layout_of(problem: Problem, found: Found) -> Callable[[int], Spec]:
     return laid
 
 
-def reads_of(problem: Problem, found: Found, index: int) -> tuple[Spec, ...]:
+def reads_of(problem: SearchProblem, found: Found, index: int) -> tuple[Spec, ...]:
     """The layouts in which an op, by its index, reads its operands, as it was found."""
     names = tuple(name for name, _ in found.axes)
     node, wanted = found.space.reads[index]
@@ -63,7 +63,7 @@ def reads_of(problem: Problem, found: Found, index: int) -> tuple[Spec, ...]:
     return tuple(spec_of(row, rank, names) for row, rank in zip(rows, ranks, strict=True))
 
 
-def decided(problem: Problem, found: Found) -> Callable[[int], Spec | None]:
+def decided(problem: SearchProblem, found: Found) -> Callable[[int], Spec | None]:
     """The same, and None of what is no decision of its own."""
     laid = layout_of(problem, found)
     return lambda value: laid(value) if value in found.space.layouts else None
@@ -81,7 +81,7 @@ def mirrored(axes: Axes, found: Sequence[Found]) -> Found | None:
     return next((f for f in found if tuple(size for _, size in f.axes) == sizes), None)
 
 
-def promises(problem: Problem, found: Found, best: Rank, more: float = 1.0) -> bool:
+def promises(problem: SearchProblem, found: Found, best: Rank, more: float = 1.0) -> bool:
     """Whether the model thinks that something is better than the best flow so far, at the levels where both count the same:
     of what it moves again and again, the launches may be one. At level 2 a flow takes `more` times what was promised."""
     if problem.level == 1 or problem.is_large or found.peak > problem.memory_limit:
@@ -93,12 +93,12 @@ def promises(problem: Problem, found: Found, best: Rank, more: float = 1.0) -> b
     return (problem.idle(made), made.sent) < best.aim
 
 
-def keeps_promise(problem: Problem, found: Found, made: Candidate) -> bool:
+def keeps_promise(problem: SearchProblem, found: Found, made: Candidate) -> bool:
     """Whether a flow fits, and `works_as_found`."""
     return made.cost.memory.peak <= problem.memory_limit and works_as_found(problem, found, made)
 
 
-def works_as_found(problem: Problem, found: Found, made: Candidate) -> bool:
+def works_as_found(problem: SearchProblem, found: Found, made: Candidate) -> bool:
     """Whether a flow sends and works about as little as the model thought. Of memory the model tells too little to say, so
     that at level 1 only a large program, whose flows are dear, is trusted; and of what the chip does beside products it
     counts the same too little for all layouts."""
@@ -111,7 +111,7 @@ def works_as_found(problem: Problem, found: Found, made: Candidate) -> bool:
     return (problem.idle(cost), cost.bytes_sent) <= (problem.idle(promised), NEARLY * promised.sent)
 
 
-def runners_up(problem: Problem, found: Found) -> tuple[str, ...]:
+def runners_up(problem: SearchProblem, found: Found) -> tuple[str, ...]:
     """For each open argument the next best cut with all else as it is, and what it would cost more by the model."""
     labels, choice, names = found.labels, found.solution.choice, tuple(name for name, _ in found.axes)
     near: dict[int, list[tuple[Table, int]]] = {}

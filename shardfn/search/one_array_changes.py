@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from shardfn.ir.model import Spec
 from shardfn.search import baselines
 from shardfn.search.filters import keeps
-from shardfn.search.problem import Candidate, Problem, objective
+from shardfn.search.problem import Candidate, SearchProblem, objective
 from shardfn.search.resharding_costs import Axes, cuts_of
 from shardfn.search.result_shardings import ends_of
 
@@ -21,7 +21,7 @@ WORTH = 1e-3
 """Of the modelled time: less is no reason to leave what was found with all ops together."""
 
 
-def improved(problem: Problem, start: Candidate) -> Candidate:
+def improved(problem: SearchProblem, start: Candidate) -> Candidate:
     """The best that changes of one open array after another lead to, with what is held inside as it is.
 
     Args:
@@ -47,7 +47,7 @@ def improved(problem: Problem, start: Candidate) -> Candidate:
     return best
 
 
-def around(problem: Problem, made: Candidate, first: int = 0) -> Iterator[tuple[int, Candidate]]:
+def around(problem: SearchProblem, made: Candidate, first: int = 0) -> Iterator[tuple[int, Candidate]]:
     """Each open argument and result in each other layout on the grid, not priced yet: in turn one of each array, beginning
     with array `first`, and of it what promises most; with the number of the array."""
     is_least = problem.level == 1
@@ -73,7 +73,7 @@ def _results(made: Candidate, at: int, others: Sequence[Spec]) -> Iterator[Candi
         yield dataclasses.replace(made, ends={**made.ends, at: spec})
 
 
-def differing(problem: Problem, start: Candidate, best: Candidate) -> str:
+def differing(problem: SearchProblem, start: Candidate, best: Candidate) -> str:
     """The arrays that lie otherwise, and how they do: "`x` (8, 1), `result` (1, 4)"; the first few of them."""
     rows = zip(problem.names, start.specs, best.specs, strict=True)
     found = [(name, spec) for name, before, spec in rows if before != spec]
@@ -97,11 +97,11 @@ def _ordered(axes: Axes, shape: tuple[int, ...], now: Spec, is_least: bool) -> t
     return tuple(sorted(layouts(shape, axes, now), key=promise))
 
 
-def _bytes_held(problem: Problem, made: Candidate) -> int:
+def _bytes_held(problem: SearchProblem, made: Candidate) -> int:
     return baselines.held(problem, baselines.Layout("", made.axes, {}, made.specs, made.constraints))
 
 
-def _is_better(problem: Problem, made: Candidate, best: Candidate) -> bool:
+def _is_better(problem: SearchProblem, made: Candidate, best: Candidate) -> bool:
     """Whether it is, if by seconds alone by a good part of them."""
     mine, least = objective(made.cost, problem), objective(best.cost, problem)
     if mine >= least:

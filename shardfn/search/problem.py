@@ -80,7 +80,7 @@ class Memo:
     limit, or with more given, has it too: none of it depends on these, or the key tells them."""
 
     costs: dict[object, Cost] = dataclasses.field(default_factory=dict)
-    """By all that `Problem.evaluate` takes."""
+    """By all that `SearchProblem.evaluate` takes."""
     answers: dict[object, Answer] = dataclasses.field(default_factory=dict)
     """By the search, what is given, the level and the limit, and whether a first look will do (`beside.asked_once`)."""
     shares: dict[bool, float] = dataclasses.field(default_factory=dict)
@@ -92,7 +92,7 @@ class Memo:
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class SearchProblem:
     """Arguments with layouts given or open (None); `axes` is the grid of what was given, empty where it is open too.
 
     `classes[i][d]` is the dim class of dim `d` of argument `i`.
@@ -234,7 +234,7 @@ class Problem:
 
 
 class Laid(TypedDict, total=False):
-    """What of a candidate can be otherwise (`Problem.again`)."""
+    """What of a candidate can be otherwise (`SearchProblem.again`)."""
 
     name: str
     axes: Axes
@@ -288,10 +288,10 @@ class Answer:
     """Whether no flow of what was found did what the model promised, or a plain layout had a better one by a good part."""
 
 
-Search = Callable[[Problem], Answer]
+Search = Callable[[SearchProblem], Answer]
 
 
-def objective(cost: Cost, problem: Problem) -> Rank:
+def objective(cost: Cost, problem: SearchProblem) -> Rank:
     """What the problem's level makes least, within the memory limit first, and what decides between equals."""
     idle, sent, peak = problem.idle(cost), cost.bytes_sent, cost.memory.peak
     return rank(problem.level, problem.memory_limit, idle=idle, sent=sent, time_s=cost.time_s, peak=peak)

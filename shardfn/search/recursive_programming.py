@@ -18,7 +18,7 @@ from shardfn.search.alternatives import asked_once, bettered
 from shardfn.search.exact import budget_of, mending, on_grid, order
 from shardfn.search.mesh_solution import Found
 from shardfn.search.op_labels import FREE
-from shardfn.search.problem import Answer, Problem
+from shardfn.search.problem import Answer, SearchProblem
 from shardfn.search.resharding_costs import Axes
 from shardfn.search.selection import answer_of
 from shardfn.solver.budget import Budget
@@ -26,14 +26,14 @@ from shardfn.solver.budget import Budget
 SWEEPS = 2
 
 
-def search(problem: Problem) -> Answer:
+def search(problem: SearchProblem) -> Answer:
     """The best layout found by dividing the devices."""
     if not problem.is_open:
         return default_policy.search(problem)
     return bettered(problem, asked_once(problem, alone), alone)
 
 
-def alone(problem: Problem) -> Answer:
+def alone(problem: SearchProblem) -> Answer:
     """The same without what other levels find."""
     axes = problem.axes or tuple((f"x{i}", p) for i, p in enumerate(sorted(primes(problem.devices), reverse=True)))
     budget = budget_of(problem)
@@ -48,7 +48,7 @@ def alone(problem: Problem) -> Answer:
     return answer_of(problem, found, "recursive search", mending(budget))
 
 
-def divided(problem: Problem, axes: Axes, first: int, budget: Budget) -> Found | None:
+def divided(problem: SearchProblem, axes: Axes, first: int, budget: Budget) -> Found | None:
     """All axes decided one after the other, the first at level `first`, and then each again."""
     rows: list[np.ndarray] | None = None
     found: Found | None = None
@@ -75,7 +75,7 @@ def divided(problem: Problem, axes: Axes, first: int, budget: Budget) -> Found |
     return dataclasses.replace(found, is_exact=False)
 
 
-def _best(problem: Problem, axes: Axes, chosen: list[np.ndarray] | None, budget: Budget) -> Found | None:
+def _best(problem: SearchProblem, axes: Axes, chosen: list[np.ndarray] | None, budget: Budget) -> Found | None:
     return min(on_grid(problem, axes, budget.part(), chosen), key=lambda f: order(problem, f), default=None)
 
 

@@ -13,11 +13,11 @@ from shardfn.ir.correspondence import pairs
 from shardfn.ir.model import PRODUCTS, OpConstraint, Spec
 from shardfn.search import baselines
 from shardfn.search.baselines import fresh
-from shardfn.search.problem import Candidate, Problem, objective
+from shardfn.search.problem import Candidate, SearchProblem, objective
 from shardfn.search.resharding_costs import Axes
 
 
-def polished(problem: Problem, start: Candidate) -> Candidate:
+def polished(problem: SearchProblem, start: Candidate) -> Candidate:
     """The best that changes of one group of arguments after another lead to, with nothing held inside.
 
     A group is open arguments of one shape and layout: a weight of all blocks, with what an optimizer keeps for it. Each is
@@ -45,7 +45,7 @@ def polished(problem: Problem, start: Candidate) -> Candidate:
     return best
 
 
-def in_line(problem: Problem, made: Candidate, laid: Callable[[int], Spec]) -> Candidate:
+def in_line(problem: SearchProblem, made: Candidate, laid: Callable[[int], Spec]) -> Candidate:
     """The same with nothing held inside, and each open argument that no product reads laid out as its dims' classes are in
     most of what products make: biases, positions, a batch of indices.
 
@@ -85,7 +85,7 @@ MAKERS = PRODUCTS | {"gather", "scatter"}
 """Products and look-ups: what their results lie like is a decision, which sums and elementwise ops follow."""
 
 
-def groups(problem: Problem, specs: Sequence[Spec]) -> list[tuple[int, ...]]:
+def groups(problem: SearchProblem, specs: Sequence[Spec]) -> list[tuple[int, ...]]:
     """Open arguments of one shape and layout: those that come fresh with each call first, then the smallest."""
     found: dict[object, list[int]] = {}
     for i, (shape, spec) in enumerate(zip(problem.shapes, specs, strict=True)):
@@ -124,7 +124,7 @@ def more(shape: Sequence[int], spec: Spec, axes: Axes, is_fresh: bool) -> Iterat
         yield from _more(shape, spec, axis, sizes)
 
 
-def in_pieces(problem: Problem, made: Candidate, only_state: bool = False) -> Candidate:
+def in_pieces(problem: SearchProblem, made: Candidate, only_state: bool = False) -> Candidate:
     """The same with the arguments that are no batch, or of these only what the update alone reads, cut over all axes that
     are left: a layout found for speed, laid out as fully sharded data parallel or ZeRO-1 would.
 

@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping
 
 from shardfn.ir.model import OpConstraint, Spec
 from shardfn.search import baselines
-from shardfn.search.problem import Candidate, Ends, Problem
+from shardfn.search.problem import Candidate, Ends, SearchProblem
 from shardfn.search.resharding_costs import Axes, merged
 
 
-def held_as(problem: Problem, made: Candidate, axes: Axes, laid: Callable[[int], Spec | None]) -> Candidate | None:
+def held_as(
+    problem: SearchProblem, made: Candidate, axes: Axes, laid: Callable[[int], Spec | None]
+) -> Candidate | None:
     """The same with each open result laid out as it was found, where its flow lays it otherwise; None where it does not.
 
     Args:
@@ -44,7 +46,7 @@ def held_as(problem: Problem, made: Candidate, axes: Axes, laid: Callable[[int],
     return problem.again(made, axes=axes, specs=tuple(specs), constraints=constraints, ends=ends)
 
 
-def _wanted(problem: Problem, axes: Axes, laid: Callable[[int], Spec | None]) -> dict[int, Spec]:
+def _wanted(problem: SearchProblem, axes: Axes, laid: Callable[[int], Spec | None]) -> dict[int, Spec]:
     found = {at: laid(end.value) for at, end in problem.ends.items()}
     alike = {problem.ends[at].shape: spec for at, spec in found.items() if spec is not None}
     every = [name for name, _ in axes]
@@ -54,7 +56,7 @@ def _wanted(problem: Problem, axes: Axes, laid: Callable[[int], Spec | None]) ->
     }
 
 
-def ends_of(problem: Problem, made: Candidate) -> Ends:
+def ends_of(problem: SearchProblem, made: Candidate) -> Ends:
     """How the flow of a candidate lays out the open results."""
     if not problem.ends:
         return {}

@@ -27,7 +27,7 @@ from shardfn.search.mesh_solution import (
     works_as_found,
 )
 from shardfn.search.objectives import Rank, is_as_good
-from shardfn.search.problem import Answer, Candidate, Problem, objective, runner_up
+from shardfn.search.problem import Answer, Candidate, SearchProblem, objective, runner_up
 from shardfn.search.refinement import in_line
 from shardfn.search.resharding_costs import Axes
 from shardfn.search.result_shardings import ends_of, held_as
@@ -42,7 +42,7 @@ otherwise in each of them (on CPU, where it is 1.2 to 1.5, plans were 7 % worse)
 
 
 def answer_of(
-    problem: Problem, found: Sequence[Found], what: str, mend: Mend, grids: Sequence[Axes] = (),
+    problem: SearchProblem, found: Sequence[Found], what: str, mend: Mend, grids: Sequence[Axes] = (),
     untried: Sequence[Axes] = (), turn: Turn | None = None,
 ) -> Answer:  # fmt: skip
     """The best of what was found and of the plain layouts, as their flows show, with all that is to be said of it.
@@ -85,7 +85,7 @@ class _Priced:
     disappoints: bool
 
 
-def _priced(problem: Problem, found: Sequence[Found], mend: Mend) -> _Priced:
+def _priced(problem: SearchProblem, found: Sequence[Found], mend: Mend) -> _Priced:
     """What was found, the first few of it and what promises more than they hold, each with what is tried beside it."""
     rated: list[_Rated] = []
     aside: list[Candidate] = []
@@ -104,7 +104,7 @@ def _priced(problem: Problem, found: Sequence[Found], mend: Mend) -> _Priced:
     return _Priced(rated, tuple(aside), disappoints)
 
 
-def _is_enough(problem: Problem, one: Found, rated: Sequence[_Rated], count: int) -> bool:
+def _is_enough(problem: SearchProblem, one: Found, rated: Sequence[_Rated], count: int) -> bool:
     """Whether `count` things are priced already, and what comes next is not."""
     if problem.seconds_left <= 0:
         return True
@@ -112,7 +112,7 @@ def _is_enough(problem: Problem, one: Found, rated: Sequence[_Rated], count: int
     return is_left and not promises(problem, one, min(r[0] for r in rated), _stretch(problem, rated))
 
 
-def _stretch(problem: Problem, rated: Sequence[_Rated]) -> float:
+def _stretch(problem: SearchProblem, rated: Sequence[_Rated]) -> float:
     """How much longer a flow took than was promised that did what was found, if what is sure to fail is left out: about as much
     as others will, if it is little."""
     if not problem.is_frugal:
@@ -122,17 +122,17 @@ def _stretch(problem: Problem, rated: Sequence[_Rated]) -> float:
     return more if 1.0 < more < ALIKE else 1.0
 
 
-def _is_lost(problem: Problem, made: Candidate) -> bool:
+def _is_lost(problem: SearchProblem, made: Candidate) -> bool:
     """Whether a flow is over a limit that nothing keeps."""
     return made.cost.memory.peak > problem.memory_limit and fits_nowhere(problem)
 
 
-def _is_kept(problem: Problem, one: Found, made: Candidate) -> bool:
+def _is_kept(problem: SearchProblem, one: Found, made: Candidate) -> bool:
     """Whether a flow does what was found: by how much a program is too large that fits nowhere is worth little."""
     return (works_as_found if _is_lost(problem, made) else keeps_promise)(problem, one, made)
 
 
-def _beside(problem: Problem, one: Found, made: Candidate, is_kept: bool, mend: Mend) -> Iterator[_Rated]:
+def _beside(problem: SearchProblem, one: Found, made: Candidate, is_kept: bool, mend: Mend) -> Iterator[_Rated]:
     """The same with open results as found, and in line; where it holds more than the limit, what may hold less."""
     is_small, is_large = problem.is_small, problem.is_large
     if (is_small or weighs(problem, made)) and problem.seconds_left > 0:
@@ -148,7 +148,7 @@ def _beside(problem: Problem, one: Found, made: Candidate, is_kept: bool, mend: 
 
 
 def _elsewise(
-    problem: Problem, found: Sequence[Found], rated: Sequence[_Rated], turn: Turn | None, mend: Mend, disappoints: bool
+    problem: SearchProblem, found: Sequence[Found], rated: Sequence[_Rated], turn: Turn | None, mend: Mend, disappoints: bool
 ) -> list[_Rated]:  # fmt: skip
     """What was found for the other aim, but at level 1, of large programs only where all flows disappoint, and nowhere if
     nothing fits; at level 0 of these the best in pieces instead."""
@@ -161,7 +161,7 @@ def _elsewise(
     return [*more, *_pieces(problem, [*rated, *more], mend)] if is_large and problem.level == 0 else more
 
 
-def _plain(problem: Problem, rated: Sequence[_Rated], disappoints: bool) -> Sequence[Candidate]:
+def _plain(problem: SearchProblem, rated: Sequence[_Rated], disappoints: bool) -> Sequence[Candidate]:
     """The plain layouts: of a large program those of the batch alone, at level 2 where flows keep the model's promise fully
     sharded data parallel alone: the model does not know what is computed in one kernel, and of GPUs that was worth up to 7 %.
     If nothing else is there all."""
@@ -174,7 +174,7 @@ def _plain(problem: Problem, rated: Sequence[_Rated], disappoints: bool) -> Sequ
 
 
 def _taken(
-    problem: Problem, what: str, found: Sequence[Found], rated: Sequence[_Rated], tried: str, is_cut_short: bool
+    problem: SearchProblem, what: str, found: Sequence[Found], rated: Sequence[_Rated], tried: str, is_cut_short: bool
 ) -> Answer:  # fmt: skip
     """The first of what was priced as an answer, without what it need not hold; aside stands what it was before that."""
     _, best, at = rated[0]
@@ -188,17 +188,17 @@ def _taken(
 _Rated = tuple[Rank, Candidate, Found | None]
 
 
-def _row(problem: Problem, made: Candidate, one: Found | None = None) -> _Rated:
+def _row(problem: SearchProblem, made: Candidate, one: Found | None = None) -> _Rated:
     """A candidate by the level's aim, with what was found that it was made of; None of plain layouts."""
     return objective(made.cost, problem), made, one
 
 
-def _first(problem: Problem, one: Found, best_s: float = math.inf) -> Candidate:
+def _first(problem: SearchProblem, one: Found, best_s: float = math.inf) -> Candidate:
     """The best candidate of something found."""
     return min(candidates(problem, one, best_s), key=lambda c: objective(c.cost, problem))
 
 
-def fastest(problem: Problem, rated: Sequence[_Rated]) -> float:
+def fastest(problem: SearchProblem, rated: Sequence[_Rated]) -> float:
     """The least modelled time so far of what fits, or of all where nothing can, if what is sure to fail is left out, else
     infinite."""
     if not problem.is_frugal:
@@ -210,12 +210,12 @@ def fastest(problem: Problem, rated: Sequence[_Rated]) -> float:
     return min((cost.time_s for cost in fit), default=math.inf)
 
 
-def can_tell(problem: Problem, rated: Sequence[_Rated]) -> bool:
+def can_tell(problem: SearchProblem, rated: Sequence[_Rated]) -> bool:
     """Whether what is sure to fail is left out, and a flow is there to tell by."""
     return fastest(problem, rated) < math.inf
 
 
-def _beyond(problem: Problem, found: Sequence[Found], rated: Sequence[_Rated]) -> list[_Rated]:
+def _beyond(problem: SearchProblem, found: Sequence[Found], rated: Sequence[_Rated]) -> list[_Rated]:
     """At level 2 the best by the model of what holds more than the limit by it, if it is better by the model than all that was
     priced: of some programs the model tells too much."""
     if not rated or not problem.is_frugal or problem.is_large:
@@ -229,7 +229,7 @@ def _beyond(problem: Problem, found: Sequence[Found], rated: Sequence[_Rated]) -
 
 
 def _otherwise(
-    problem: Problem, found: Sequence[Found], rated: Sequence[_Rated], turn: Turn | None, disappoints: bool
+    problem: SearchProblem, found: Sequence[Found], rated: Sequence[_Rated], turn: Turn | None, disappoints: bool
 ) -> list[_Rated]:
     """What was found for the other aim on the best grid, as it is and in line. Where all flows disappoint, also with the
     arguments in pieces, on the model's own best grid and that one's mirror image, and on the grid of one axis, which is
@@ -262,7 +262,7 @@ def _otherwise(
     return more
 
 
-def _pieces(problem: Problem, rated: Sequence[_Rated], mend: Mend) -> Iterator[_Rated]:
+def _pieces(problem: SearchProblem, rated: Sequence[_Rated], mend: Mend) -> Iterator[_Rated]:
     """The best with all arguments in pieces: of a large program of which all flows disappoint that is the one other
     layout on the grid that is priced at level 0."""
     _, made, best = min(rated, key=lambda r: r[0])
@@ -271,14 +271,14 @@ def _pieces(problem: Problem, rated: Sequence[_Rated], mend: Mend) -> Iterator[_
             yield _row(problem, _first(problem, one), one)
 
 
-def _in_line(problem: Problem, one: Found, made: Candidate) -> Iterator[_Rated]:
+def _in_line(problem: SearchProblem, one: Found, made: Candidate) -> Iterator[_Rated]:
     if one.axes == made.axes and problem.seconds_left > 0:
         other = as_sliced(problem, in_line(problem, made, layout_of(problem, one)))
         if keeps(problem.partitioned_of(other), problem.algorithm):
             yield _row(problem, other, one)
 
 
-def _let_go(problem: Problem, rated: Sequence[_Rated]) -> list[_Rated]:
+def _let_go(problem: SearchProblem, rated: Sequence[_Rated]) -> list[_Rated]:
     """The same, best first, with the first few of what promises more than the best of them holds let go of its pins."""
     gone: dict[int, _Rated] = {}
     tried: set[int] = set()
@@ -299,7 +299,7 @@ def _in_turn(found: Sequence[Found]) -> list[Found]:
     return [f for row in itertools.zip_longest(*kinds) for f in row if f is not None]
 
 
-def weighs(problem: Problem, made: Candidate) -> bool:
+def weighs(problem: SearchProblem, made: Candidate) -> bool:
     """Whether the results that are open are a good part of what one device holds at the peak."""
     laid, sizes = ends_of(problem, made), {name: float(size) for name, size in made.axes}
     held = sum(

@@ -22,7 +22,7 @@ from shardfn.search.graph_facts import bytes_of
 from shardfn.search.label_tables import Space, build
 from shardfn.search.level_costs import labelling_of
 from shardfn.search.mesh_solution import Found
-from shardfn.search.problem import Answer, Problem, objective
+from shardfn.search.problem import Answer, SearchProblem, objective
 from shardfn.search.resharding_costs import Array, Grid, change, pieces
 from shardfn.solver.labelling import Labelling, cost_of
 from shardfn.solver.solve import Solution
@@ -37,7 +37,7 @@ class Join:
     bytes: float
 
 
-def search(problem: Problem) -> Answer:
+def search(problem: SearchProblem) -> Answer:
     """The cuts that were given, spread; without any, or with nothing open, as `following` has it."""
     followed = default_policy.search(problem)
     if not problem.is_open or not any(dim for spec in problem.specs if spec for dim in spec):
@@ -56,7 +56,7 @@ def search(problem: Problem) -> Answer:
     )
 
 
-def spread(problem: Problem) -> Found:
+def spread(problem: SearchProblem) -> Found:
     """A label for every node, spread from those that the user's cuts decide."""
     grid = Grid.on(problem.hardware, problem.axes)
     given = {v: spec for v, spec in zip(problem.inputs, problem.specs, strict=True) if spec is not None}
@@ -81,7 +81,7 @@ def spread(problem: Problem) -> Found:
     return Found(problem.axes, space, labels, Solution(choice, cost_of(labels, choice), -math.inf, False, True), False)
 
 
-def joins(problem: Problem, space: Space) -> list[Join]:
+def joins(problem: SearchProblem, space: Space) -> list[Join]:
     """Where one node reads what another makes."""
     found = []
     for index, (node, wanted) in space.reads.items():

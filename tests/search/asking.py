@@ -9,7 +9,7 @@ from shardfn.cost.devices.hardware import resolve
 from shardfn.frontend.trace import trace
 from shardfn.search.label_tables import build
 from shardfn.search.level_costs import labelling_of
-from shardfn.search.problem import Problem
+from shardfn.search.problem import SearchProblem
 from shardfn.search.resharding_costs import Grid
 
 S = jax.ShapeDtypeStruct
@@ -20,7 +20,7 @@ def problem_of(function, args, device="h100:4", level=2):
     hardware = resolve(device)
     traced = trace(function, args, (), hardware.platform)
     graph, inputs = traced.graph, traced.inputs
-    return Problem(
+    return SearchProblem(
         names=tuple(map(str, inputs)), shapes=tuple(graph.values[v].shape for v in inputs),
         classes=tuple(((),) * len(graph.values[v].shape) for v in inputs), weights={}, axes=(),
         specs=(None,) * len(inputs), hardware=hardware, level=level, partition=None, graph=graph, inputs=inputs,

@@ -138,7 +138,7 @@ def test_a_limit_that_nothing_keeps(mode):
 
 @pytest.mark.parametrize("options", [{}, {"compile_candidates": 2}, {"search_mode": "recursive_programming"}], ids=str)
 def test_a_limit_without_its_unit_is_refused_before_the_search(options, monkeypatch):
-    monkeypatch.setattr("shardfn.search.problem.Problem.evaluate", None)
+    monkeypatch.setattr("shardfn.search.problem.SearchProblem.evaluate", None)
     with pytest.raises(ShardError, match=r'no layout holds at most 14 bytes per device(.|\n)*as in "14GiB"') as error:
         shardfn.plan(two_layers, *ARGS, level=2, memory_limit="14", device="cpu:8", **options)
     assert (

@@ -14,7 +14,7 @@ from shardfn.ir.model import PartitionedProgram
 from shardfn.search import baselines, constrained_candidates, dynamic_programming, exact
 from shardfn.search.feasibility import ROUGH, SURE, even_share, fits_nowhere
 from shardfn.search.memory_limit import within_limit
-from shardfn.search.problem import Problem
+from shardfn.search.problem import SearchProblem
 from tests.search.test_plain import asked
 
 TRAINED = {"batch": 64, "train": True}
@@ -83,12 +83,12 @@ def test_a_limit_that_nothing_can_keep_is_refused_after_a_first_look(monkeypatch
     options = {"level": 2, "device": "h100:8", "donate_argnums": 0}
     problem, _ = asked(function, args, **options)
     limit = int(0.5 * even_share(problem))
-    flows, cost = [], Problem.evaluate
+    flows, cost = [], SearchProblem.evaluate
     for small in (500, 5):
         monkeypatch.setattr("shardfn.search.effort.SMALL_OPS", small)
         priced = []
         with monkeypatch.context() as patch:
-            patch.setattr(Problem, "evaluate", lambda *a, priced=priced: priced.append(a[1:]) or cost(*a))
+            patch.setattr(SearchProblem, "evaluate", lambda *a, priced=priced: priced.append(a[1:]) or cost(*a))
             with pytest.raises(StrategyError, match="no layout found holds") as error:
                 shardfn.plan(function, *args, memory_limit=limit, **options)
         flows.append(len({repr(key) for key in priced}))
