@@ -14,7 +14,7 @@ from shardfn.search.op_labels import decoded, op_codes
 from shardfn.search.resharding_costs import Grid
 from shardfn.solver.budget import Budget
 from shardfn.solver.solve import solve
-from tests.search.asking import S, problem_of
+from tests.search.problems import S, problem_of
 
 
 def updated(table, rows):

@@ -108,7 +108,7 @@ def test_the_least_that_a_limit_names_is_what_level_1_holds():
 # ---- what it may cost, and what is said
 
 
-@pytest.fixture(effort="module")
+@pytest.fixture(scope="module")
 def asked():
     """A problem at level 1, and what a poor answer of it is."""
     found = []

@@ -11,7 +11,7 @@ from shardfn.cost.estimate import collectives
 from shardfn.ir.model import OpConstraint
 from shardfn.search.partial_sum_costs import Sums, add_up
 from shardfn.search.resharding_costs import Grid, spec_of
-from tests.search.asking import S
+from tests.search.problems import S
 
 AXES = (("a", 8), ("b", 2))
 

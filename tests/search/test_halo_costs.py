@@ -13,7 +13,7 @@ from shardfn.ir.model import OpConstraint
 from shardfn.planning.workarounds import wrong_ops
 from shardfn.search.halo_costs import fetched
 from shardfn.search.resharding_costs import Grid, pieces, spec_of
-from tests.search.asking import S
+from tests.search.problems import S
 
 IMAGES, KERNEL = S((8, 64, 32, 4), jnp.float32), S((3, 3, 4, 8), jnp.float32)
 

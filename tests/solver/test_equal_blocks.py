@@ -12,7 +12,7 @@ from shardfn.solver.content import Store
 from shardfn.solver.eliminate import eliminate
 from shardfn.solver.labelling import cost_of, labelling
 from shardfn.solver.solve import solve, solve_within
-from tests.search.test_labelling import random_problem
+from tests.solver.test_solve import random_problem
 
 
 def blocks(seed: int, count: int, inside: int = 6, labels: int = 4, whole: bool = False):

@@ -7,7 +7,7 @@ import pytest
 
 from shardfn.errors import ShardError
 from shardfn.solver.labelling import cost_of, labelling, peak_of
-from tests.search.exhaustive import exhaustive
+from tests.solver.exhaustive import exhaustive
 
 
 def drawn(seed, limit):

@@ -19,7 +19,7 @@ from shardfn.frontend.byte_sizes import bytes_of
 from shardfn.report.report import strategies_text
 from shardfn.search.memory_limit import within_limit
 from shardfn.search.problem import Answer
-from tests.search.asking import S, two_layers
+from tests.search.problems import S, two_layers
 
 ARGS = S((64, 1024), jnp.float32), S((1024, 4096), jnp.float32), S((4096, 1024), jnp.float32)
 TRAINED = {"device": "h100:8", "donate_argnums": (0, 1)}

@@ -16,7 +16,7 @@ import pytest
 import shardfn
 from shardfn import AUTO, search
 from shardfn.errors import ContextError, ContextTypeError
-from tests.search.asking import S, looped, two_layers
+from tests.search.problems import S, looped, two_layers
 
 MODES = ("auto", "sharding_propagation", "dynamic_programming", "recursive_programming")
 RNG = np.random.default_rng(0)
@@ -151,7 +151,7 @@ PLANS = """
 import hashlib, jax.numpy as jnp
 import shardfn
 from examples.models import abstract, attention
-from tests.search.asking import S, two_layers
+from tests.search.problems import S, two_layers
 
 for mode in ("auto", "recursive_programming", "sharding_propagation"):
     for level in (0, 1, 2):

@@ -5,8 +5,8 @@ import pytest
 from examples.models.families import FAMILIES
 from shardfn.solver.labelling import cost_of
 from shardfn.solver.solve import solve
-from tests.search.asking import PROGRAMS, choices, problem_of, random_program
-from tests.search.exhaustive import exhaustive
+from tests.search.problems import PROGRAMS, choices, problem_of, random_program
+from tests.solver.exhaustive import exhaustive
 
 GRIDS = {"4": (("a", 4),), "2x2": (("a", 2), ("b", 2))}
 

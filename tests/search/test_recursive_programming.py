@@ -11,7 +11,7 @@ from examples.models import abstract, attention, mlp
 from shardfn.search import recursive_programming
 from shardfn.search.problem import objective
 from shardfn.solver.budget import Budget
-from tests.search.asking import S, problem_of, two_layers
+from tests.search.problems import S, problem_of, two_layers
 
 RECURSIVE = {"search_mode": "recursive_programming"}
 WIDE = (S((64, 8192), jnp.float32), S((8192, 32768), jnp.float32), S((32768, 8192), jnp.float32))

@@ -15,7 +15,7 @@ from shardfn.search import baselines, constrained_candidates, dynamic_programmin
 from shardfn.search.feasibility import ROUGH, SURE, even_share, fits_nowhere
 from shardfn.search.memory_limit import within_limit
 from shardfn.search.problem import SearchProblem
-from tests.search.test_plain import asked
+from tests.search.test_baselines import asked
 
 TRAINED = {"batch": 64, "train": True}
 

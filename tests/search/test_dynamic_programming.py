@@ -21,7 +21,7 @@ from shardfn.search.op_labels import value_labels
 from shardfn.search.problem import objective
 from shardfn.search.resharding_costs import Grid, change, spec_of
 from shardfn.solver.budget import Budget
-from tests.search.asking import PROGRAMS, S, problem_of, two_layers
+from tests.search.problems import PROGRAMS, S, problem_of, two_layers
 
 EXACT = {"search_mode": "dynamic_programming"}
 

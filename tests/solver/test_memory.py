@@ -10,7 +10,7 @@ import pytest
 from shardfn.solver.labelling import Held, cost_of, labelling, peak_of
 from shardfn.solver.peak import least_peak
 from shardfn.solver.solve import Effort, solve
-from tests.search.test_labelling import NEVER, dense_problem, enumerated, random_problem
+from tests.solver.test_solve import NEVER, dense_problem, enumerated, random_problem
 
 
 def with_held(seed: int):
