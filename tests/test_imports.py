@@ -115,7 +115,7 @@ KNOWN = {
     "shardfn.train.steps.checks": {"shardfn.mindspore.context", "shardfn.mindspore.context_keys"},
     "shardfn.train.steps.modes": {"shardfn.mindspore.context"},
     "shardfn.train.steps.optimizer_parallel": {"shardfn.mindspore.context"},
-    "shardfn.train.steps.request": {"shardfn.mindspore.context"},
+    "shardfn.train.steps.options": {"shardfn.mindspore.context"},
     "shardfn.train.steps.step": {"shardfn.mindspore.context"},
 }
 """Imports that still point up."""

@@ -1,4 +1,7 @@
-"""Training: a step built from a loss function and an optax optimizer, on one device or many.
+"""Training: a jitted step from a loss function and an optax optimizer, on one device or many.
+
+`steps` builds the training step and its shardings, `collectives` fuses reductions and gathers into buckets, `pipelines`
+runs a loss in pipeline stages, `scan_layers` scans repeated layers, and `remat` rematerialises activations.
 
 >>> from shardfn import train
 >>> train.step.__name__
@@ -9,15 +12,15 @@ from shardfn.runtime.extras import need
 
 need("optax", "train")  # an error that names the extra, before the modules that import it
 
-from shardfn.train.pipelines.flat_parameters import Packed
-from shardfn.train.pipelines.marks import staged
+from shardfn.train.pipelines.flat_parameters import PackedParameters
 from shardfn.train.pipelines.pipeline import Pipeline, pipeline
+from shardfn.train.pipelines.stage_marks import staged
 from shardfn.train.remat import communicated, recompute
 from shardfn.train.steps.optimizer_parallel import OptimizerParallel
-from shardfn.train.steps.state import State
-from shardfn.train.steps.step import TrainingStep, step
+from shardfn.train.steps.state import TrainState
+from shardfn.train.steps.step import TrainStep, step
 
 __all__ = [
-    "OptimizerParallel", "Packed", "Pipeline", "State", "TrainingStep", "communicated", "pipeline", "recompute", "staged",
-    "step",
+    "OptimizerParallel", "PackedParameters", "Pipeline", "TrainState", "TrainStep", "communicated", "pipeline",
+    "recompute", "staged", "step",
 ]  # fmt: skip

@@ -16,17 +16,26 @@ from shardfn.compiled.targets import devices, target
 from shardfn.cost.devices.hardware import resolve
 from shardfn.errors import ContextError, ContextTypeError, StrategyError, StrategyTypeError
 from shardfn.mindspore import context
-from shardfn.train.collectives.buckets import KINDS, Fusion, Rule, Tensor, buckets, compiler_options, fusion_of, unheard
+from shardfn.train.collectives.buckets import (
+    KINDS,
+    BucketMember,
+    FusionOptions,
+    FusionRule,
+    buckets,
+    compiler_options,
+    fusion_of,
+    unheard,
+)
 
 MB = 2**20
 
 
 def rules(mode, config, ids=()):
-    return Fusion(tuple((kind, Rule(mode, config)) for kind in KINDS.values()), ids)
+    return FusionOptions(tuple((kind, FusionRule(mode, config)) for kind in KINDS.values()), ids)
 
 
 def tensors(*sizes, dtype="float32", kind="all-reduce"):
-    return [Tensor(f"w{i}", (n,), dtype, kind, ("data",)) for i, n in enumerate(sizes)]
+    return [BucketMember(f"w{i}", (n,), dtype, kind, ("data",)) for i, n in enumerate(sizes)]
 
 
 def members(*args):
@@ -64,11 +73,11 @@ def test_size(mb, sizes, dtype, expected):
 
 def test_only_like_goes_with_like():
     mixed = [
-        Tensor("a", (2,), "float32", "all-reduce", ("data",)),
-        Tensor("b", (2,), "bfloat16", "all-reduce", ("data",)),
-        Tensor("c", (2,), "float32", "reduce-scatter", ("data",)),
-        Tensor("d", (2,), "float32", "all-reduce", ("replica", "data")),
-        Tensor("e", (2,), "float32", "all-reduce", ("data",)),
+        BucketMember("a", (2,), "float32", "all-reduce", ("data",)),
+        BucketMember("b", (2,), "bfloat16", "all-reduce", ("data",)),
+        BucketMember("c", (2,), "float32", "reduce-scatter", ("data",)),
+        BucketMember("d", (2,), "float32", "all-reduce", ("replica", "data")),
+        BucketMember("e", (2,), "float32", "all-reduce", ("data",)),
     ]
     assert members(mixed, rules("size", 64)) == [(0, 4), (1,), (2,), (3,)]
     assert members(mixed, rules("size", 64, (("*", 7),))) == [(0, 4), (1,), (2,), (3,)]
@@ -87,7 +96,7 @@ def test_numbers_by_path():
     st.sampled_from([("size", 0), ("size", 1), ("size", 3), ("index", (2, 5)), ("off", None)]),
 )
 def test_each_in_one_bucket(asked, rule):
-    given = [Tensor(f"w{i}", (n,), dtype, kind, ("data",)) for i, (n, dtype, kind) in enumerate(asked)]
+    given = [BucketMember(f"w{i}", (n,), dtype, kind, ("data",)) for i, (n, dtype, kind) in enumerate(asked)]
     made = buckets(given, rules(*rule))
     assert sorted(i for b in made for i in b.members) == list(range(len(given)))
     for bucket in made:
@@ -101,7 +110,7 @@ def test_read_from_the_context():
     assert fusion_of(context.current()) is None
     with context.auto_parallel(all_reduce_fusion_config=[3, 7]):
         assert context.get_auto_parallel_context("all_reduce_fusion_config") == [3, 7]
-        assert fusion_of(context.current()).rule("all-reduce") == Rule("index", (3, 7))
+        assert fusion_of(context.current()).rule("all-reduce") == FusionRule("index", (3, 7))
         with context.auto_parallel(comm_fusion={"allreduce": {"mode": "size", "config": 3}}):
             both = context.current()
     with pytest.raises(ContextError, match="two settings say how all-reduces"):

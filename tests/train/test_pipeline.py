@@ -13,7 +13,7 @@ from flax import nnx
 
 from shardfn import Cell, auto_parallel, train
 from shardfn.errors import NotAvailableError, StrategyError, StrategyTypeError
-from shardfn.train.pipelines.flat_parameters import Packed
+from shardfn.train.pipelines.flat_parameters import PackedParameters
 
 VOCAB, D = 16, 8
 KEYS = jax.random.split(jax.random.key(0), 12)
@@ -300,7 +300,7 @@ def test_shapes_are_enough_and_other_batches_fit():
     tokens = jax.ShapeDtypeStruct((16,), jnp.int32)
     pipe = train.pipeline(language, 2, auto_pipeline=True, pipeline_stages=2, device=TWO)
     packed = pipe.pack(shapes, tokens, tokens)
-    assert isinstance(packed, Packed)
+    assert isinstance(packed, PackedParameters)
     assert packed.rows["float32"].sharding.shard_shape(packed.rows["float32"].shape)[0] == 1
     real = pipe.pack(language_params(2), tokens, tokens)
     close(pipe(real, TOKENS, NEXT), language(language_params(2), TOKENS, NEXT))

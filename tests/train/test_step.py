@@ -303,7 +303,7 @@ def test_another_batch_size_keeps_the_layout():
 
 def test_a_plan_and_a_report_for_a_pod_that_is_not_here():
     step = train.step(mean_square, optax.adam(1e-2), mode="data_parallel", device="tpu-v5e:4x4", **zero(2))
-    shapes = jax.eval_shape(lambda: train.State(start(), optax.adam(1e-2).init(start()), jnp.int32(0)))
+    shapes = jax.eval_shape(lambda: train.TrainState(start(), optax.adam(1e-2).init(start()), jnp.int32(0)))
     batch = jax.eval_shape(data)
     made = step.plan(shapes, *batch)
     assert made.decision("state/opt_state/0/mu/w1").cuts == (16, 1)

@@ -16,7 +16,7 @@ import json, re, sys
 import jax, jax.numpy as jnp, optax
 from jax.experimental import topologies
 from shardfn import compiled, train
-from shardfn.train.waits import waiting
+from shardfn.train.pipelines.deadlock import waiting
 
 devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
 shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)

@@ -27,7 +27,7 @@ KINDS = {"allreduce": "all-reduce", "allgather": "all-gather", "reducescatter": 
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class FusionRule:
     """How the collectives of one kind are put together."""
 
     mode: str = "size"
@@ -36,15 +36,15 @@ class Rule:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fusion:
+class FusionOptions:
     """What was asked for."""
 
-    rules: tuple[tuple[str, Rule], ...]
+    rules: tuple[tuple[str, FusionRule], ...]
     """One for each kind."""
     ids: tuple[tuple[str, int], ...] = ()
     """Path globs to the number of their bucket, 0 for a collective of its own; a path goes first, else the last that fits."""
 
-    def rule(self, kind: str) -> Rule:
+    def rule(self, kind: str) -> FusionRule:
         """The rule of "all-reduce", "all-gather" or "reduce-scatter"."""
         return dict(self.rules)[kind]
 
@@ -55,7 +55,7 @@ class Fusion:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
+class BucketMember:
     """One array that a collective takes."""
 
     path: str
@@ -83,7 +83,7 @@ class Bucket:
     nbytes: int
 
 
-def fusion_of(settings: ParallelContext, ids: Mapping[str, int] | None = None) -> Fusion | None:
+def fusion_of(settings: ParallelContext, ids: Mapping[str, int] | None = None) -> FusionOptions | None:
     """What the settings and the numbers by path ask for; None where nothing was said and XLA puts together what it likes.
 
     Args:
@@ -103,21 +103,23 @@ def fusion_of(settings: ParallelContext, ids: Mapping[str, int] | None = None) -
     if not is_set and indices is None and not ids:
         return None
     config = settings.read("comm_fusion")
-    rules = {kind: Rule() if config[name]["mode"] == "auto" else _rule(config[name]) for name, kind in KINDS.items()}
+    rules = {
+        kind: FusionRule() if config[name]["mode"] == "auto" else _rule(config[name]) for name, kind in KINDS.items()
+    }
     if indices is not None:
         if is_set and config["allreduce"]["mode"] != "auto":
             fail(ContextError, "two settings say how all-reduces are put together",
                  where=f"comm_fusion['allreduce'] = {config['allreduce']}, all_reduce_fusion_config = {indices}",
                  why="each is a rule of its own", fix="leave one of them out")  # fmt: skip
-        rules["all-reduce"] = Rule("index", tuple(indices))
+        rules["all-reduce"] = FusionRule("index", tuple(indices))
     if not config["openstate"]:
-        rules = dict.fromkeys(rules, Rule("off", None))
-    return Fusion(tuple(rules.items()), tuple((ids or {}).items()))
+        rules = dict.fromkeys(rules, FusionRule("off", None))
+    return FusionOptions(tuple(rules.items()), tuple((ids or {}).items()))
 
 
-def _rule(config: Mapping[str, Any]) -> Rule:
+def _rule(config: Mapping[str, Any]) -> FusionRule:
     value = config["config"]
-    return Rule(config["mode"], tuple(value) if isinstance(value, list) else value)
+    return FusionRule(config["mode"], tuple(value) if isinstance(value, list) else value)
 
 
 def id_problems(ids: Any) -> Iterator[Problem]:
@@ -134,7 +136,7 @@ def id_problems(ids: Any) -> Iterator[Problem]:
                           is_type=not isinstance(number, int) or isinstance(number, bool))  # fmt: skip
 
 
-def check_ids(fusion: Fusion, paths: Sequence[str]) -> None:
+def check_ids(fusion: FusionOptions, paths: Sequence[str]) -> None:
     """Raise if a glob fits no path.
 
     Raises:
@@ -143,7 +145,7 @@ def check_ids(fusion: Fusion, paths: Sequence[str]) -> None:
     raise_problems(list(unmet("fusion", [glob for glob, _ in fusion.ids], paths, "trained parameter")))
 
 
-def buckets(tensors: Sequence[Tensor], fusion: Fusion) -> tuple[Bucket, ...]:
+def buckets(tensors: Sequence[BucketMember], fusion: FusionOptions) -> tuple[Bucket, ...]:
     """Each tensor in one bucket, in the order of their first members.
 
     By size: a bucket is filled up to its size in bytes of the dtype at hand; a tensor that does not fit opens the next
@@ -151,9 +153,9 @@ def buckets(tensors: Sequence[Tensor], fusion: Fusion) -> tuple[Bucket, ...]:
     By index: counted among the tensors of the kind, each index being the last of its bucket, as MindSpore does and not
     as its documentation says; what follows the last index is one more bucket.
 
-    >>> rules = tuple((kind, Rule("index", (1,))) for kind in KINDS.values())
-    >>> tensors = [Tensor(f"w{i}", (2, 3), "float32", "all-reduce", ("data",)) for i in range(5)]
-    >>> [(b.members, b.nbytes) for b in buckets(tensors, Fusion(rules))]
+    >>> rules = tuple((kind, FusionRule("index", (1,))) for kind in KINDS.values())
+    >>> tensors = [BucketMember(f"w{i}", (2, 3), "float32", "all-reduce", ("data",)) for i in range(5)]
+    >>> [(b.members, b.nbytes) for b in buckets(tensors, FusionOptions(rules))]
     [((0, 1), 48), ((2, 3, 4), 72)]
     """
     groups: dict[tuple[tuple[str, tuple[str, ...], str], tuple[str, int]], list[int]] = {}
@@ -183,7 +185,7 @@ def buckets(tensors: Sequence[Tensor], fusion: Fusion) -> tuple[Bucket, ...]:
     )
 
 
-def compiler_options(fusion: Fusion | None, platform: str, explicit: Collection[str]) -> dict[str, Any]:
+def compiler_options(fusion: FusionOptions | None, platform: str, explicit: Collection[str]) -> dict[str, Any]:
     """What XLA is told, for one compile.
 
     Args:
@@ -192,8 +194,8 @@ def compiler_options(fusion: Fusion | None, platform: str, explicit: Collection[
       explicit: kinds whose buckets are collectives of the program, which XLA's combiners are to leave alone; those of
         the others are made by XLA's partitioner, and the combiners are given the size.
 
-    >>> rules = tuple((kind, Rule("size", 1)) for kind in KINDS.values())
-    >>> compiler_options(Fusion(rules), "tpu", [])
+    >>> rules = tuple((kind, FusionRule("size", 1)) for kind in KINDS.values())
+    >>> compiler_options(FusionOptions(rules), "tpu", [])
     {'xla_jf_crs_combiner_threshold_in_bytes': 1048576}
     """
     if fusion is None:
@@ -206,7 +208,7 @@ def compiler_options(fusion: Fusion | None, platform: str, explicit: Collection[
     return ({"xla_disable_hlo_passes": ",".join(passes)} if passes else {}) | sizes
 
 
-def unheard(fusion: Fusion | None, platform: str, explicit: Collection[str]) -> list[str]:
+def unheard(fusion: FusionOptions | None, platform: str, explicit: Collection[str]) -> list[str]:
     """What of it XLA has no option for, where its partitioner makes the collectives (those that are not explicit)."""
     if fusion is None or all(rule.mode == "off" for _, rule in fusion.rules):
         return []
@@ -214,7 +216,7 @@ def unheard(fusion: Fusion | None, platform: str, explicit: Collection[str]) -> 
     found = [
         f"{kind} by {r.mode}"
         for kind, r in fusion.rules
-        if kind not in explicit and (r.mode == "index" or (kind not in names and r != Rule()))
+        if kind not in explicit and (r.mode == "index" or (kind not in names and r != FusionRule()))
     ]
     return found + (["numbers by path"] if fusion.ids and not explicit else [])
 

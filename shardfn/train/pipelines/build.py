@@ -20,21 +20,21 @@ from shardfn.frontend.paths import join, listed
 from shardfn.frontend.strategy import short
 from shardfn.mindspore.context import ParallelContext
 from shardfn.train.pipelines import flat_parameters as packing
-from shardfn.train.pipelines.executor import DATA, STAGE, TENSOR, Machine, machine, row_spec
-from shardfn.train.pipelines.flat_parameters import Layout, Packed
-from shardfn.train.pipelines.marks import Mark, configured, marks_by_path, marks_of, staged
+from shardfn.train.pipelines.executor import DATA, STAGE, TENSOR, PipelineExecutor, machine, row_spec
+from shardfn.train.pipelines.flat_parameters import FlatLayout, PackedParameters
 from shardfn.train.pipelines.program import program_of
 from shardfn.train.pipelines.schedule import SCHEDULES, Schedule, forward_only, schedule
+from shardfn.train.pipelines.stage_marks import Mark, configured, marks_by_path, marks_of, staged
 from shardfn.train.pipelines.stages import cut, is_inexact
 from shardfn.train.pipelines.tensor_parallel import tensor_cuts
 from shardfn.train.steps.batches import part_problems
-from shardfn.train.steps.state import Anatomy, anatomy
+from shardfn.train.steps.state import ModelParts, model_parts
 
 _ORDERS = (*SCHEDULES, "interleaved")
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class PipelineOptions:
     """The arguments of `pipeline`."""
 
     stages: Any
@@ -83,24 +83,24 @@ class Asked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Made:
+class BuiltPipeline:
     """A pipeline for one kind of call."""
 
-    parts: Anatomy
-    layout: Layout
-    machine: Machine
+    parts: ModelParts
+    layout: FlatLayout
+    machine: PipelineExecutor
     schedule: Schedule
     call: Callable[..., Any]
 
-    def shardings(self) -> Packed:
+    def shardings(self) -> PackedParameters:
         """Where packed parameters lie."""
         mesh = self.machine.mesh
         rows = {kind: NamedSharding(mesh, row_spec(kind)) for kind, _ in self.layout.lengths}
         shared = {self.layout.places[i].path: NamedSharding(mesh, PartitionSpec()) for i in self.layout.beside}
-        return Packed(rows, shared, self.layout)
+        return PackedParameters(rows, shared, self.layout)
 
 
-def problems_of(asked: Asked) -> Iterator[Problem]:
+def problems_of(asked: PipelineOptions) -> Iterator[Problem]:
     """What is wrong with the arguments, before any model is seen."""
     functions = asked.stages if asked.is_list else [asked.stages]
     for i, function in enumerate(functions):
@@ -149,7 +149,7 @@ _COUNTS = {
 }
 
 
-def _micro_problems(asked: Asked, devices: int) -> Iterator[Problem]:
+def _micro_problems(asked: PipelineOptions, devices: int) -> Iterator[Problem]:
     if asked.micro_size < devices:
         yield Problem(f"`micro_size` {asked.micro_size} is less than the number of stages {devices}",
                       f"micro_size = {asked.micro_size}, pipeline_stages = {devices}",
@@ -157,13 +157,13 @@ def _micro_problems(asked: Asked, devices: int) -> Iterator[Problem]:
                       f"use {devices} or more, or fewer stages")  # fmt: skip
 
 
-def make(asked: Asked, params: Any, batch: tuple[Any, ...], earlier: Made | None) -> Made:
+def make(asked: PipelineOptions, params: Any, batch: tuple[Any, ...], earlier: BuiltPipeline | None) -> BuiltPipeline:
     """A pipeline for arrays of these shapes.
 
     Raises:
       StrategyError: marks, batch or devices that do not fit.
     """
-    if isinstance(params, Packed):
+    if isinstance(params, PackedParameters):
         if earlier is None:
             fail(StrategyError, "packed parameters of a pipeline that has not seen the model",
                  where=f"{asked.name}", why="what the stages hold depends on the model and the batch",
@@ -178,7 +178,7 @@ def make(asked: Asked, params: Any, batch: tuple[Any, ...], earlier: Made | None
         arrays = tree_util.tree_unflatten(layout.treedef, places)
         model = parts.model(arrays)
     else:
-        model, parts, layout = params, anatomy(params), None
+        model, parts, layout = params, model_parts(params), None
         arrays = tree_util.tree_map(_shape, parts.arrays(params))
     paths = parts.paths
     marks, problems = _marks(asked, model, parts.arrays(model), paths)
@@ -214,14 +214,14 @@ def make(asked: Asked, params: Any, batch: tuple[Any, ...], earlier: Made | None
         layout = packing.layout_of(arrays, paths, made.homes, dims, devices, chunks, ways)
     engine = machine(mesh, made, layout, asked.loss == "mean")
     order = schedule(asked.schedule, devices, asked.micro_size, chunks)
-    return Made(parts, layout, engine, order, _callable(engine, order))
+    return BuiltPipeline(parts, layout, engine, order, _callable(engine, order))
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(x), x.dtype if hasattr(x, "dtype") else jnp.result_type(x))
 
 
-def _function(asked: Asked, parts: Anatomy) -> Callable[..., Any]:
+def _function(asked: PipelineOptions, parts: ModelParts) -> Callable[..., Any]:
     """The loss as a function of arrays and a micro-batch."""
     stages = asked.stages
     if asked.is_list:
@@ -243,7 +243,7 @@ def _function(asked: Asked, parts: Anatomy) -> Callable[..., Any]:
     return _unchanging(parts, stages)
 
 
-def _unchanging(parts: Anatomy, loss: Callable[..., Any]) -> Callable[..., Any]:
+def _unchanging(parts: ModelParts, loss: Callable[..., Any]) -> Callable[..., Any]:
     """A loss of arrays, of one of a model. Raises if it changes arrays of the model."""
 
     def run(arrays: Any, *batch: Any) -> Any:
@@ -259,7 +259,9 @@ def _unchanging(parts: Anatomy, loss: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _marks(asked: Asked, model: Any, arrays: Any, paths: Sequence[str]) -> tuple[list[Mark | None], list[Problem]]:
+def _marks(
+    asked: PipelineOptions, model: Any, arrays: Any, paths: Sequence[str]
+) -> tuple[list[Mark | None], list[Problem]]:
     if getattr(type(asked.stages), "__shardfn_cell__", False):
         found = marks_by_path(asked.stages, paths)
     else:
@@ -267,7 +269,7 @@ def _marks(asked: Asked, model: Any, arrays: Any, paths: Sequence[str]) -> tuple
     return configured(paths, asked.stage_config, asked.segment_config, found)
 
 
-def _mesh(asked: Asked, devices: int, ways: int) -> Mesh | AbstractMesh:
+def _mesh(asked: PipelineOptions, devices: int, ways: int) -> Mesh | AbstractMesh:
     """Stages x data x tensor, row-major: the devices of a stage lie side by side."""
     found = asked.hardware()
     if found.count % (devices * ways):
@@ -280,7 +282,7 @@ def _mesh(asked: Asked, devices: int, ways: int) -> Mesh | AbstractMesh:
     return abstract_mesh(axes) if found.devices is None else mesh_on(found.devices, axes)
 
 
-def _micro_shapes(asked: Asked, batch: tuple[Any, ...], parts: int) -> tuple[tuple[Any, ...], list[Problem]]:
+def _micro_shapes(asked: PipelineOptions, batch: tuple[Any, ...], parts: int) -> tuple[tuple[Any, ...], list[Problem]]:
     problems = []
     need = parts * asked.micro_size
     for key, x in tree_util.tree_flatten_with_path(batch)[0]:
@@ -297,20 +299,20 @@ def _micro_shapes(asked: Asked, batch: tuple[Any, ...], parts: int) -> tuple[tup
     return tree_util.tree_map(cut_one, tuple(batch)), []
 
 
-def _callable(engine: Machine, order: Schedule) -> Callable[..., Any]:
+def _callable(engine: PipelineExecutor, order: Schedule) -> Callable[..., Any]:
     """(parameters in rows or not, batch) -> loss, whose gradients the schedule works out beside it."""
     layout = engine.layout
     evaluates = forward_only(order.devices, order.micro_size, order.chunks)
     seen: set[str] = set()
 
-    def run(beats: Schedule, packed: Packed, batch: Any) -> Any:
+    def run(beats: Schedule, packed: PackedParameters, batch: Any) -> Any:
         if beats.name not in seen:
             engine.check(beats, packed, batch)
             seen.add(beats.name)
         return engine.mapped(beats, packed, batch)
 
     @jax.custom_vjp
-    def loss(packed: Packed, batch: Any) -> Any:
+    def loss(packed: PackedParameters, batch: Any) -> Any:
         return run(evaluates, packed, batch)
 
     def forward(packed: Any, batch: Any) -> Any:
@@ -327,7 +329,7 @@ def _callable(engine: Machine, order: Schedule) -> Callable[..., Any]:
     def backward(kept: Any, seed: Any) -> Any:
         d_rows, d_shared, (packed, batch) = kept
         times = lambda x: (x * seed).astype(x.dtype)  # noqa: E731
-        grads = Packed(
+        grads = PackedParameters(
             {k: times(x) for k, x in d_rows.items()},
             {k: times(d_shared[k]) if k in d_shared else x for k, x in packed.shared.items()},
             layout,
@@ -337,13 +339,13 @@ def _callable(engine: Machine, order: Schedule) -> Callable[..., Any]:
     loss.defvjp(forward, backward, symbolic_zeros=True)
 
     def call(params: Any, batch: tuple[Any, ...]) -> Any:
-        packed = params if isinstance(params, Packed) else packing.pack(layout, params)
+        packed = params if isinstance(params, PackedParameters) else packing.pack(layout, params)
         return loss(_held(engine.mesh, packed), batch)
 
     return jax.jit(call)
 
 
-def _held(mesh: Any, packed: Packed) -> Packed:
+def _held(mesh: Any, packed: PackedParameters) -> PackedParameters:
     """In rows that lie on their devices."""
 
     lies = lambda kind, x: lax.with_sharding_constraint(x, NamedSharding(mesh, row_spec(kind)))  # noqa: E731
@@ -364,7 +366,7 @@ def _no_count() -> Problem:
                    "the model has no marks to count", "give pipeline_stages, or mark the model's parts")  # fmt: skip
 
 
-def _no_marks(asked: Asked, count: int) -> Problem:
+def _no_marks(asked: PipelineOptions, count: int) -> Problem:
     return Problem(f"nothing says what belongs to which of {count} stages", f"train.pipeline({asked.name})",
                    "no module has a `pipeline_stage`, no function is `staged`, no path is in `stage_config`",
                    "mark the model's parts, or let auto_pipeline=True cut it by cost")  # fmt: skip

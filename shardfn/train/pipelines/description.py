@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from shardfn.train.pipelines.executor import DATA, TENSOR, Machine
+from shardfn.train.pipelines.executor import DATA, TENSOR, PipelineExecutor
 from shardfn.train.pipelines.schedule import Schedule
 
 
@@ -27,7 +27,7 @@ class StageRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class Described:
+class PipelineDescription:
     """The stages, the schedule, and bytes on each device; `largest` is the costliest stage's share, over the best cut's."""
 
     rows: tuple[StageRow, ...]
@@ -66,7 +66,7 @@ class Described:
         return "\n".join(lines)
 
 
-def described(machine: Machine, schedule: Schedule) -> Described:
+def described(machine: PipelineExecutor, schedule: Schedule) -> PipelineDescription:
     """Describe it."""
     layout, cut = machine.layout, machine.cut
     total = sum(stage.cost_s for stage in cut.stages) or 1.0
@@ -79,7 +79,7 @@ def described(machine: Machine, schedule: Schedule) -> Described:
         )
     row_bytes = sum(length * jnp.dtype(kind.removesuffix("_cut")).itemsize for kind, length in layout.lengths)
     shared = sum(math.prod(layout.places[i].shape) * jnp.dtype(layout.places[i].dtype).itemsize for i in layout.beside)
-    return Described(
+    return PipelineDescription(
         tuple(rows), schedule, machine.mesh.shape[DATA], machine.mesh.shape[TENSOR], row_bytes * layout.chunks, shared,
         schedule.slots * (machine.sends.bytes + machine.tells.bytes),
         cut.largest / cut.bound if cut.bound else 1.0,

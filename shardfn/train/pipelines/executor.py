@@ -23,7 +23,7 @@ from shardfn.train.pipelines import flat_parameters as packing
 from shardfn.train.pipelines.boundary import Wire, wire_of
 from shardfn.train.pipelines.data_movement import bind_held
 from shardfn.train.pipelines.deadlock import check_waits
-from shardfn.train.pipelines.flat_parameters import Layout, Packed
+from shardfn.train.pipelines.flat_parameters import FlatLayout, PackedParameters
 from shardfn.train.pipelines.program import Value
 from shardfn.train.pipelines.schedule import FORWARD, Phase, Schedule
 from shardfn.train.pipelines.stages import Cut, is_inexact
@@ -32,12 +32,12 @@ STAGE, DATA, TENSOR = "stage", "data", "tensor"
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine:
+class PipelineExecutor:
     """All that the beats of one kind of call need."""
 
     mesh: Mesh | AbstractMesh
     cut: Cut
-    layout: Layout
+    layout: FlatLayout
     is_mean: bool
     sends: Wire
     """Values with gradients."""
@@ -207,7 +207,7 @@ class Machine:
         d_shared = {k: (lax.psum(x, both) / parts).astype(shared[k].dtype) for k, x in held["shared"].items()}
         return loss, d_rows, d_shared
 
-    def mapped(self, schedule: Schedule, packed: Packed, batch: Any) -> Any:
+    def mapped(self, schedule: Schedule, packed: PackedParameters, batch: Any) -> Any:
         """`run` on all devices."""
         row, whole = PartitionSpec(STAGE), PartitionSpec()
         out = whole if schedule.name == FORWARD else (whole, row, whole)
@@ -221,7 +221,7 @@ class Machine:
         )
         return function(dict(packed.rows), dict(packed.shared), batch)
 
-    def check(self, schedule: Schedule, packed: Packed, batch: Any) -> None:
+    def check(self, schedule: Schedule, packed: PackedParameters, batch: Any) -> None:
         """That no stage waits for another's devices for ever; it takes a compile, where layers are cut within stages.
 
         Raises:
@@ -246,12 +246,12 @@ def row_spec(kind: str) -> PartitionSpec:
     return PartitionSpec(STAGE, None, TENSOR) if kind.endswith("_cut") else PartitionSpec(STAGE)
 
 
-def machine(mesh: Mesh | AbstractMesh, cut: Cut, layout: Layout, is_mean: bool) -> Machine:
+def machine(mesh: Mesh | AbstractMesh, cut: Cut, layout: FlatLayout, is_mean: bool) -> PipelineExecutor:
     """A machine for a cut program."""
     borders = [stage.gives for stage in cut.stages[:-1]]
     sends = wire_of(cut.program, borders, is_inexact)
     tells = wire_of(cut.program, borders, lambda aval: not is_inexact(aval))
-    return Machine(mesh, cut, layout, is_mean, sends, tells)
+    return PipelineExecutor(mesh, cut, layout, is_mean, sends, tells)
 
 
 def _tables(phase: Phase) -> tuple[dict[str, np.ndarray], ...]:

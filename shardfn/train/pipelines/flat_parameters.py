@@ -41,7 +41,7 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class FlatLayout:
     """Where every leaf of the parameters lies.
 
     `devices` is how many stages work at a time, `chunks` how many each device holds, `ways` over how many devices a
@@ -72,7 +72,7 @@ class Layout:
 
 @tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
-class Packed:
+class PackedParameters:
     """Parameters in rows: `rows` by kind, `shared` by path; a pytree.
 
     A row array has dims (devices, chunks, elements), or (devices, chunks, tensor ways, elements) where leaves are cut.
@@ -80,7 +80,7 @@ class Packed:
 
     rows: Mapping[str, Any]
     shared: Mapping[str, Any]
-    layout: Layout
+    layout: FlatLayout
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """Both maps are children; the layout is not, but rows have its mark in their path, by which a checkpoint knows them."""
@@ -88,7 +88,7 @@ class Packed:
         return tuple(zip(keys, (dict(self.rows), dict(self.shared)), strict=True)), self.layout
 
     @classmethod
-    def tree_unflatten(cls, layout: Layout, children: Any) -> Packed:
+    def tree_unflatten(cls, layout: FlatLayout, children: Any) -> PackedParameters:
         """The inverse."""
         rows, shared = children
         return cls(rows, shared, layout)
@@ -96,7 +96,7 @@ class Packed:
 
 def layout_of(
     params: Any, paths: Sequence[str], homes: Sequence[int], cuts: Sequence[int], devices: int, chunks: int, ways: int
-) -> Layout:
+) -> FlatLayout:
     """Lay out parameters.
 
     Args:
@@ -120,10 +120,10 @@ def layout_of(
     lengths: dict[str, int] = {}
     for (_, kind), end in ends.items():
         lengths[kind] = max(lengths.get(kind, 0), -(-end // ALIGNED) * ALIGNED)
-    return Layout(treedef, tuple(places), devices, chunks, ways, tuple(sorted(lengths.items())))
+    return FlatLayout(treedef, tuple(places), devices, chunks, ways, tuple(sorted(lengths.items())))
 
 
-def pack(layout: Layout, params: Any) -> Packed:
+def pack(layout: FlatLayout, params: Any) -> PackedParameters:
     """Parameters in rows."""
     leaves = layout.treedef.flatten_up_to(params)
     stages = layout.devices * layout.chunks
@@ -132,10 +132,10 @@ def pack(layout: Layout, params: Any) -> Packed:
     for kind, _ in layout.lengths:
         stacked = jnp.stack([row[kind] for row in each])  # stage = chunk * devices + device
         rows[kind] = jnp.swapaxes(stacked.reshape(layout.chunks, layout.devices, *stacked.shape[1:]), 0, 1)
-    return Packed(rows, {layout.places[i].path: leaves[i] for i in layout.beside}, layout)
+    return PackedParameters(rows, {layout.places[i].path: leaves[i] for i in layout.beside}, layout)
 
 
-def unpack(packed: Packed) -> Any:
+def unpack(packed: PackedParameters) -> Any:
     """The inverse of `pack`."""
     layout = packed.layout
     leaves: list[Any] = [None] * len(layout.places)
@@ -149,7 +149,7 @@ def unpack(packed: Packed) -> Any:
 
 
 def row_of(
-    layout: Layout, stage: int, leaves: Sequence[Any], dtype: Callable[[Any], Any] = lambda d: d
+    layout: FlatLayout, stage: int, leaves: Sequence[Any], dtype: Callable[[Any], Any] = lambda d: d
 ) -> dict[str, Any]:
     """The leaves of a stage end to end, by kind."""
     row = {}
@@ -165,7 +165,7 @@ def row_of(
     return row
 
 
-def leaves_of(layout: Layout, stage: int, row: Mapping[str, Any]) -> list[Any]:
+def leaves_of(layout: FlatLayout, stage: int, row: Mapping[str, Any]) -> list[Any]:
     """The inverse of `row_of`."""
     return [_shaped(layout.places[i], row[layout.places[i].kind], layout.ways) for i in layout.of_stage(stage)]
 

@@ -14,10 +14,10 @@ from shardfn.errors import Problem, raise_problems
 from shardfn.ir.model import Spec
 from shardfn.mindspore import context
 from shardfn.train.pipelines import flat_parameters as packing
-from shardfn.train.pipelines.build import Asked, Made, make, problems_of
-from shardfn.train.pipelines.description import Described, described
+from shardfn.train.pipelines.build import BuiltPipeline, PipelineOptions, make, problems_of
+from shardfn.train.pipelines.description import PipelineDescription, described
 from shardfn.train.pipelines.executor import DATA, STAGE, TENSOR
-from shardfn.train.pipelines.flat_parameters import Packed
+from shardfn.train.pipelines.flat_parameters import PackedParameters
 from shardfn.train.pipelines.schedule import Schedule
 from shardfn.train.pipelines.schedule import schedule as schedule_of
 
@@ -83,7 +83,7 @@ def pipeline(
         pipeline_stages = held.read("pipeline_stages")
     auto = held.read("auto_pipeline") if auto_pipeline is None else auto_pipeline
     name = "1f1b" if schedule in (None, "interleaved") else schedule
-    asked = Asked(
+    asked = PipelineOptions(
         stages, micro_size, pipeline_stages, name, interleave, interleaves, auto,
         types.MappingProxyType(dict(stage_config or {})), types.MappingProxyType(dict(segment_config or {})),
         types.MappingProxyType(dict(parameter_plan or {})), loss, device, held,
@@ -95,10 +95,10 @@ def pipeline(
 class Pipeline:
     """What `pipeline` returns: `pipe(params, *batch) -> loss`, in one program over all devices."""
 
-    def __init__(self, asked: Asked):
+    def __init__(self, asked: PipelineOptions):
         self.asked = asked
-        self._made: dict[Any, Made] = {}
-        self._last: Made | None = None
+        self._made: dict[Any, BuiltPipeline] = {}
+        self._last: BuiltPipeline | None = None
 
     def __repr__(self) -> str:
         a = self.asked
@@ -109,9 +109,9 @@ class Pipeline:
     def __call__(self, params: Any, *batch: Any) -> Any:
         """The loss. `params` as the loss function takes them, or as `pack` gives them."""
         made = self._for(params, batch)
-        return made.call(params if isinstance(params, Packed) else made.parts.arrays(params), batch)
+        return made.call(params if isinstance(params, PackedParameters) else made.parts.arrays(params), batch)
 
-    def pack(self, params: Any, *batch: Any) -> Packed:
+    def pack(self, params: Any, *batch: Any) -> PackedParameters:
         """Parameters laid out by stage: each device gets those of its own stages.
 
         Args:
@@ -126,12 +126,12 @@ class Pipeline:
             return tree_util.tree_map(with_sharding, jax.eval_shape(move, arrays), shardings)
         return jax.jit(move, out_shardings=shardings)(arrays)
 
-    def unpack(self, packed: Packed) -> Any:
+    def unpack(self, packed: PackedParameters) -> Any:
         """The inverse of `pack`; of gradients and of an optimizer's moments too."""
         arrays = _unpack(packed)
         return self._last.parts.model(arrays) if self._last else arrays
 
-    def described(self, params: Any, *batch: Any) -> Described:
+    def described(self, params: Any, *batch: Any) -> PipelineDescription:
         """The stages: what each holds, works out and sends, and the schedule; it prints as a table."""
         made = self._for(params, batch)
         return described(made.machine, made.schedule)
@@ -145,7 +145,7 @@ class Pipeline:
         if made is None:
             raise_problems([_unknown()])
         assert made is not None
-        if not isinstance(params, Packed):
+        if not isinstance(params, PackedParameters):
             specs: list[Spec] = [((),) * len(x.shape) for x in tree_util.tree_leaves(made.parts.arrays(params))]
         else:
             rows = [((STAGE,), (), *(((TENSOR,),) if k.endswith("_cut") else ()), ()) for k in sorted(params.rows)]
@@ -164,7 +164,7 @@ class Pipeline:
         assert devices is not None
         return schedule_of(self.asked.schedule, devices, self.asked.micro_size, chunks)
 
-    def _for(self, params: Any, batch: tuple[Any, ...]) -> Made:
+    def _for(self, params: Any, batch: tuple[Any, ...]) -> BuiltPipeline:
         shapes = lambda tree: [_kind(x) for x in tree_util.tree_leaves(tree)]  # noqa: E731
         calls = tree_util.tree_structure(batch), tuple(shapes(batch))
         key = calls, tuple(shapes(params)), tree_util.tree_structure(params)

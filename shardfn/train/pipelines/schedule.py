@@ -32,7 +32,7 @@ class Unit:
 
 
 @dataclasses.dataclass(frozen=True)
-class Beat:
+class Tick:
     """What all devices do at a time; None for one that is idle."""
 
     kind: str
@@ -44,7 +44,7 @@ class Phase:
     """Beats whose kinds repeat: `rounds` rows, each with a beat for each of `kinds`."""
 
     kinds: tuple[str, ...]
-    rounds: tuple[tuple[Beat, ...], ...]
+    rounds: tuple[tuple[Tick, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Schedule:
     phases: tuple[Phase, ...]
 
     @property
-    def beats(self) -> tuple[Beat, ...]:
+    def beats(self) -> tuple[Tick, ...]:
         """All of them in order."""
         return tuple(beat for phase in self.phases for one in phase.rounds for beat in one)
 
@@ -96,7 +96,7 @@ class Schedule:
                                  f"{said}, at most {self.slots} inputs kept"])  # fmt: skip
 
 
-def _cell(beat: Beat, device: int, chunks: int) -> str:
+def _cell(beat: Tick, device: int, chunks: int) -> str:
     unit = beat.units[device]
     if unit is None:
         return "--"
@@ -143,14 +143,14 @@ def forward_only(devices: int, micro_size: int, chunks: int = 1) -> Schedule:
     return Schedule(FORWARD, devices, micro_size, chunks, (Phase((FORWARD,), rounds),))
 
 
-def _beats(kind: str, devices: int, micro_size: int, chunks: int) -> Iterator[Beat]:
+def _beats(kind: str, devices: int, micro_size: int, chunks: int) -> Iterator[Tick]:
     """The beats of a kind. Micro-batches go in groups of as many as devices: a group through one chunk after another."""
     order = [_unit(k, kind, devices, micro_size, chunks) for k in range(-(-micro_size // devices) * devices * chunks)]
     while order and order[-1] is None:
         order.pop()
     for i in range(len(order) + devices - 1):
         lags = (d if kind == FORWARD else devices - 1 - d for d in range(devices))
-        yield Beat(kind, tuple(order[i - lag] if 0 <= i - lag < len(order) else None for lag in lags))
+        yield Tick(kind, tuple(order[i - lag] if 0 <= i - lag < len(order) else None for lag in lags))
 
 
 def _unit(k: int, kind: str, devices: int, micro_size: int, chunks: int) -> Unit | None:
@@ -166,7 +166,7 @@ def _kept(made: Schedule) -> Schedule:
     count = [0] * made.devices
     held: dict[tuple[int, int, int], int] = {}
 
-    def placed(beat: Beat) -> Beat:
+    def placed(beat: Tick) -> Tick:
         units = []
         for device, unit in enumerate(beat.units):
             if unit is not None:
@@ -181,7 +181,7 @@ def _kept(made: Schedule) -> Schedule:
                     unit = dataclasses.replace(unit, slot=held.pop(key))
                     free[device].append(unit.slot)
             units.append(unit)
-        return Beat(beat.kind, tuple(units))
+        return Tick(beat.kind, tuple(units))
 
     phases = tuple(
         Phase(phase.kinds, tuple(tuple(placed(beat) for beat in one) for one in phase.rounds)) for phase in made.phases

@@ -16,8 +16,8 @@ from shardfn.mindspore.context import ParallelContext
 from shardfn.mindspore.context_keys import nearest
 from shardfn.train.collectives.buckets import id_problems
 from shardfn.train.pipelines.pipeline import Pipeline
-from shardfn.train.scan_layers.folded_step import recompute_problems
-from shardfn.train.scan_layers.reuse import reuse_problems
+from shardfn.train.scan_layers.scan import reuse_problems
+from shardfn.train.scan_layers.train_step import recompute_problems
 from shardfn.train.steps.modes import Mode
 from shardfn.train.steps.offload import memory_problems
 from shardfn.train.steps.optimizer_parallel import optimizer_parallel_of

@@ -24,8 +24,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.paths import join
-from shardfn.train.collectives import bucketed
-from shardfn.train.collectives.buckets import Fusion, Tensor, buckets
+from shardfn.train.collectives import flat_collectives
+from shardfn.train.collectives.buckets import BucketMember, FusionOptions, buckets
 from shardfn.train.remat import PARAMETER, keep_but_parameters
 
 Loss = Callable[[Any, Any, tuple[Any, ...]], tuple[jax.Array, tuple[Any, Any]]]
@@ -63,7 +63,7 @@ class Parts:
     paths: tuple[str, ...] = ()
     cuts: tuple[PartitionSpec, ...] = ()
     """How each trained leaf lies along the axes that do not cut the batch."""
-    fusion: Fusion | None = None
+    fusion: FusionOptions | None = None
     """Which collectives travel together; None leaves that to XLA."""
     again: bool = False
     """Put pieces together a second time, for the backward pass, in place of keeping the whole."""
@@ -78,9 +78,9 @@ class Parts:
         """Whether there are axes that do not cut the batch, along which XLA's partitioner works."""
         return set(self.axes) != set(self.mesh.axis_names)
 
-    def tensors(self, leaves: Sequence[Any], reduction: Reduction, gathers: bool) -> list[Tensor | None]:
+    def tensors(self, leaves: Sequence[Any], reduction: Reduction, gathers: bool) -> list[BucketMember | None]:
         """What each trained leaf puts into a collective: its gradient, or the piece that is gathered; None for none."""
-        found: list[Tensor | None] = []
+        found: list[BucketMember | None] = []
         for leaf, path, own, gathered, scattered, cut in zip(
             leaves, self.paths, self.own, self.gathered, self.scattered, self.cuts, strict=True
         ):
@@ -89,7 +89,7 @@ class Parts:
             dtype = leaf.dtype if gathers else _wire(leaf.dtype, reduction, self.is_partial)
             axes = at[1] if at else self.axes
             is_none = own or (gathers and at is None)
-            found.append(None if is_none else Tensor(path, self._piece(leaf.shape, cut), str(dtype), kind, axes))
+            found.append(None if is_none else BucketMember(path, self._piece(leaf.shape, cut), str(dtype), kind, axes))
         return found
 
     def _piece(self, shape: Sequence[int], cut: PartitionSpec) -> tuple[int, ...]:
@@ -388,9 +388,9 @@ def _gathered_together(leaves: Sequence[jax.Array], how: Parts, reduction: Reduc
     for bucket in joined:
         members = [places[m] for m in bucket.members]
         dims = [_dim(how.gathered[i]) for i in members]
-        gather = functools.partial(bucketed.all_gathered, dims=dims, axes=bucket.axes)
+        gather = functools.partial(flat_collectives.all_gathered, dims=dims, axes=bucket.axes)
         jobs.append(([leaves[i] for i in members], gather))
-    done = bucketed.in_turn(jobs, backwards=False)
+    done = flat_collectives.in_turn(jobs, backwards=False)
     return {
         places[m]: x for b, arrays in zip(joined, done, strict=True) for m, x in zip(b.members, arrays, strict=True)
     }
@@ -427,7 +427,7 @@ def _reduced_together(
         jobs.append((arrays, functools.partial(_sums, bucket.kind, how, dims, bucket.axes, rest, cuts)))
     if riders and not takes:
         jobs.append((list(riders), functools.partial(_sums, "all-reduce", how, [], how.axes, (), [])))
-    done = bucketed.in_turn(jobs, backwards=True)
+    done = flat_collectives.in_turn(jobs, backwards=True)
     found = list(leaves)
     for bucket, arrays in zip(joined, done, strict=False):
         for member, g in zip(bucket.members, arrays, strict=False):
@@ -445,10 +445,10 @@ def _sums(
     if how.is_partial:
         others = frozenset(how.mesh.axis_names) - set(how.axes)
         cuts = [*cuts, *[PartitionSpec()] * (len(arrays) - len(cuts))]
-        return bucketed.all_reduced_in_pieces(arrays, axes, cuts, others)
-    found = bucketed.reduce_scattered(arrays, dims, axes) if kind == "reduce-scatter" else None
-    found = bucketed.all_reduced(arrays, axes) if found is None else found
-    return bucketed.all_reduced(found, rest) if rest else found
+        return flat_collectives.all_reduced_in_pieces(arrays, axes, cuts, others)
+    found = flat_collectives.reduce_scattered(arrays, dims, axes) if kind == "reduce-scatter" else None
+    found = flat_collectives.all_reduced(arrays, axes) if found is None else found
+    return flat_collectives.all_reduced(found, rest) if rest else found
 
 
 def _wire(dtype: Any, reduction: Reduction, is_partial: bool) -> Any:

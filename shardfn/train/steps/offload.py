@@ -18,7 +18,7 @@ from shardfn.planning.plan import Plan
 from shardfn.report.report import Report
 from shardfn.runtime.apply import moved, shardings, whole
 from shardfn.runtime.sharded_function import ShardedFunction
-from shardfn.train.steps.state import State
+from shardfn.train.steps.state import TrainState
 
 KINDS = ("device", "pinned_host", "unpinned_host")
 
@@ -31,7 +31,7 @@ def memory_problems(kind: Any) -> Iterator[Problem]:
                       f"use one of {', '.join(map(repr, KINDS))}", is_type=not isinstance(kind, str))  # fmt: skip
 
 
-def in_memory(layout: State, shapes: State, kind: str | None) -> State:
+def in_memory(layout: TrainState, shapes: TrainState, kind: str | None) -> TrainState:
     """The layout of a state with the arrays of the optimizer in that memory; its scalars stay with the device.
 
     Args:
@@ -51,9 +51,9 @@ class Offloaded:
 
     sharded: ShardedFunction
     """`(state, *batch) -> (state, result)`, all of it in the devices' memory."""
-    here: State
+    here: TrainState
     """The layout in which it takes the state."""
-    there: State
+    there: TrainState
     """The layout between steps."""
     batch: tuple[NamedSharding, ...]
     """Of each array of the batch."""
@@ -64,7 +64,7 @@ class Offloaded:
     def jitted(self) -> Any:
         """The step from and to the other memory, as one program."""
 
-        def step(state: State, batch: tuple[Any, ...]) -> Any:
+        def step(state: TrainState, batch: tuple[Any, ...]) -> Any:
             made, result = self.sharded(_placed(state, self.here), *batch)
             return _placed(made, self.there), result
 
@@ -73,7 +73,7 @@ class Offloaded:
             compiler_options=dict(self.compiler_options) if self.compiler_options else None,
         )  # fmt: skip
 
-    def __call__(self, state: State, *batch: Any) -> Any:
+    def __call__(self, state: TrainState, *batch: Any) -> Any:
         leaves, treedef = tree_util.tree_flatten((state, batch))
         targets = self._targets
         there = [_brought(x, target) for x, target in zip(moved(leaves, targets), targets, strict=True)]
@@ -83,15 +83,15 @@ class Offloaded:
     def _targets(self) -> list[NamedSharding]:
         return [*tree_util.tree_leaves(self.there), *self.batch]
 
-    def plan(self, state: State, *batch: Any) -> Plan:
+    def plan(self, state: TrainState, *batch: Any) -> Plan:
         """The plan of what runs in the devices' memory."""
         return self.sharded.plan(state, *batch)
 
-    def explain(self, state: State, *batch: Any, compiled: bool = False) -> Report:
+    def explain(self, state: TrainState, *batch: Any, compiled: bool = False) -> Report:
         """Its report."""
         return self.sharded.explain(state, *batch, compiled=compiled)
 
-    def lower(self, state: State, *batch: Any) -> Any:
+    def lower(self, state: TrainState, *batch: Any) -> Any:
         """`jax.stages.Lowered` of the whole step."""
         leaves, treedef = tree_util.tree_flatten((state, batch))
         lies = lambda x, s: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=s)  # noqa: E731
@@ -99,7 +99,7 @@ class Offloaded:
 
 
 def offloaded(
-    sharded: ShardedFunction, here: State, kind: str, donates: bool, options: Mapping[str, Any] | None, state: State,
+    sharded: ShardedFunction, here: TrainState, kind: str, donates: bool, options: Mapping[str, Any] | None, state: TrainState,
     batch: tuple[Any, ...],
 ) -> Offloaded:  # fmt: skip
     """A step laid out as `here` says, with the optimizer's arrays in memory `kind` between calls; from shapes."""
@@ -114,7 +114,7 @@ def _brought(x: Any, target: NamedSharding) -> Any:
     return jax.device_put(x, target) if target.memory_kind is not None and kind != target.memory_kind else x
 
 
-def _placed(state: State, layout: State) -> State:
+def _placed(state: TrainState, layout: TrainState) -> TrainState:
     def put(x: Any, sharding: NamedSharding) -> Any:
         return jax.device_put(x, sharding) if jnp.ndim(x) else x
 

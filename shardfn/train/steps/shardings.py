@@ -12,11 +12,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardfn.frontend.meshes import partition_spec
 from shardfn.ir.model import Spec
-from shardfn.train.steps.request import Training
+from shardfn.train.steps.options import StepOptions
 
 
 @dataclasses.dataclass(frozen=True)
-class Drawn:
+class StepShardings:
     """A layout for every array: the grid, the axes that cut the batch, and for each leaf the axes that cut its dims."""
 
     mesh: Mesh | AbstractMesh
@@ -50,7 +50,7 @@ class Cut:
     opt_state: tuple[Spec, ...]
 
 
-def is_per_device(training: Training, drawn: Drawn) -> bool:
+def is_per_device(training: StepOptions, drawn: StepShardings) -> bool:
     """Whether the loss is called on each device's part of the batch."""
     return drawn.count > 1 and (training.mode.per_device or training.cross_batch or training.micro_batches > 1)
 

@@ -21,7 +21,7 @@ from shardfn.frontend.paths import join, met, tidy, unmet
 from shardfn.frontend.strategy import shape_of
 
 
-class State(NamedTuple):
+class TrainState(NamedTuple):
     """The state of a training run, an ordinary pytree: save it, map over it, donate it."""
 
     params: Any
@@ -32,7 +32,7 @@ class State(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Anatomy:
+class ModelParts:
     """Which leaves of a model are trained, which carried along, and what is no array."""
 
     treedef: Any
@@ -70,7 +70,7 @@ class Anatomy:
         return tree_util.tree_unflatten(self.treedef, [x for x, r in zip(leaves, self.rest, strict=True) if r is None])
 
 
-def anatomy(model: Any, frozen: Sequence[str] = (), mutable: Sequence[str] = ()) -> Anatomy:
+def model_parts(model: Any, frozen: Sequence[str] = (), mutable: Sequence[str] = ()) -> ModelParts:
     """Look at a model: its arrays may be shapes.
 
     Args:
@@ -80,7 +80,7 @@ def anatomy(model: Any, frozen: Sequence[str] = (), mutable: Sequence[str] = ())
       mutable: the collections of Linen variables that the loss gives anew.
 
     >>> import numpy as np
-    >>> parts = anatomy({"w": np.ones(3, np.float32), "steps": np.int32(0), "act": abs})
+    >>> parts = model_parts({"w": np.ones(3, np.float32), "steps": np.int32(0), "act": abs})
     >>> parts.paths, parts.trained
     (('steps', 'w'), (False, True))
     """
@@ -106,7 +106,7 @@ def anatomy(model: Any, frozen: Sequence[str] = (), mutable: Sequence[str] = ())
     arrays = tree_util.tree_unflatten(
         whole, [x if mine else None for (_, x), mine in zip(keyed, is_array, strict=True)]
     )
-    return Anatomy(tree_util.tree_structure(arrays), paths, trained, whole, rest, tied)
+    return ModelParts(tree_util.tree_structure(arrays), paths, trained, whole, rest, tied)
 
 
 def holds_array(model: Any, leaf: Any) -> bool:
@@ -191,7 +191,7 @@ def _missing(model: Any, mutable: Sequence[str]) -> Iterator[Problem]:
                           'give the variables that Linen\'s init makes, {"params": ..., "batch_stats": ...}')  # fmt: skip
 
 
-def owned(parts: Anatomy, globs: Sequence[str]) -> tuple[bool, ...]:
+def owned(parts: ModelParts, globs: Sequence[str]) -> tuple[bool, ...]:
     """Which leaves match a glob.
 
     Raises:

@@ -27,13 +27,22 @@ from shardfn.train.collectives.buckets import Bucket, fusion_of
 from shardfn.train.optimizer_adapters import adapted
 from shardfn.train.pipelines.pipeline import Pipeline
 from shardfn.train.remat import recompute as again
-from shardfn.train.scan_layers.folded_step import Chosen, chosen, folding_of
-from shardfn.train.scan_layers.reuse import DEFAULT_LIMIT, Folding, fold, limit_of
+from shardfn.train.scan_layers.scan import DEFAULT_LIMIT, ScannedLoss, fold, limit_of
+from shardfn.train.scan_layers.train_step import Chosen, chosen, folding_of
 from shardfn.train.steps.checks import problems
-from shardfn.train.steps.layout import Laid, lay, whole_layout
 from shardfn.train.steps.modes import mode_of
-from shardfn.train.steps.request import Training
-from shardfn.train.steps.state import Anatomy, State, anatomy, holds_array, is_incomplete, owned, retied, ties
+from shardfn.train.steps.options import StepOptions
+from shardfn.train.steps.shard_step import ShardedStep, shard_step, whole_layout
+from shardfn.train.steps.state import (
+    ModelParts,
+    TrainState,
+    holds_array,
+    is_incomplete,
+    model_parts,
+    owned,
+    retied,
+    ties,
+)
 
 
 def step(
@@ -67,7 +76,7 @@ def step(
     recompute: Any = None,
     donate: bool = True,
     **options: Any,
-) -> TrainingStep:
+) -> TrainStep:
     """A training step: `state, loss = step(state, *batch)`.
 
     Args:
@@ -155,7 +164,7 @@ def step(
         settings = dataclasses.replace(settings, explicit=settings.explicit - {name})
     options["parameter_plan"] = dict(parameter_plan or {})
     folded = limit_of("auto" if recompute and (reuse is None or reuse is False) else reuse)
-    return TrainingStep(Training(
+    return TrainStep(StepOptions(
         loss_fn=loss_fn, optimizer=adapted(optimizer), mode=mode_asked, settings=settings, has_aux=has_aux, mutable=mutable,
         device=device, micro_batches=micro_batches, compute_dtype=compute_dtype, cross_batch=cross_batch,
         own=_globs(layerwise_parallel), frozen=_globs(frozen), donate=donate,
@@ -164,16 +173,16 @@ def step(
     ))  # fmt: skip
 
 
-class TrainingStep:
+class TrainStep:
     """What `train.step` returns. `init` makes the state; a call takes one step."""
 
-    def __init__(self, training: Training):
+    def __init__(self, training: StepOptions):
         self.training = self._asked = training
-        self._anatomy: Anatomy | None = None
+        self._anatomy: ModelParts | None = None
         self._kind: Any = None
-        self._laid: dict[Any, Laid] = {}
-        self._unfolded: Anatomy | None = None
-        self.folding: Folding | None = None
+        self._laid: dict[Any, ShardedStep] = {}
+        self._unfolded: ModelParts | None = None
+        self.folding: ScannedLoss | None = None
         """What was folded, with `reuse`; None before `init`."""
         self.recomputed: Chosen | None = None
         """What is recomputed, and what it costs, with `recompute`."""
@@ -182,7 +191,7 @@ class TrainingStep:
         name = getattr(self.training.loss_fn, "__name__", type(self.training.loss_fn).__name__)
         return f"train.step({name}, mode={self.training.mode.name!r})"
 
-    def init(self, params: Any, /, *batch: Any, **named: Any) -> State:
+    def init(self, params: Any, /, *batch: Any, **named: Any) -> TrainState:
         """The first state, laid out where the mode or `batch` says how.
 
         Args:
@@ -196,7 +205,7 @@ class TrainingStep:
         model = _shape_of_model(make) if _makes(params) else params
         if self.training.reuse is not None:
             make, model = self._fold(make, model, batch)
-        parts = anatomy(model, self.training.frozen, self.training.mutable)
+        parts = model_parts(model, self.training.frozen, self.training.mutable)
         if parts != self._anatomy:
             self._anatomy, self._laid = parts, {}
         if self.training.settings.read("parameter_broadcast") and jax.process_count() > 1:
@@ -204,11 +213,11 @@ class TrainingStep:
             make = lambda: parts.model(arrays)  # noqa: E731
         own, count = owned(parts, self.training.own), self.training.hardware().count
 
-        def first() -> State:
+        def first() -> TrainState:
             leaves = parts.treedef.flatten_up_to(parts.arrays(make()))
             leaves = [jnp.broadcast_to(x, (count, *x.shape)) if o else x for x, o in zip(leaves, own, strict=True)]
             arrays = tree_util.tree_unflatten(parts.treedef, leaves)
-            return State(arrays, self.training.optimizer.init(parts.split(arrays)[0]), jnp.zeros((), jnp.int32))
+            return TrainState(arrays, self.training.optimizer.init(parts.split(arrays)[0]), jnp.zeros((), jnp.int32))
 
         shapes = jax.eval_shape(first)
         kind = [shape_of(x) for x in tree_util.tree_leaves(shapes)]
@@ -219,7 +228,7 @@ class TrainingStep:
         shardings = self._for(shapes, batch).state if batch else whole_layout(self.training, parts, shapes)
         return jax.jit(first, out_shardings=shardings)()
 
-    def __call__(self, state: State, /, *batch: Any, **named: Any) -> tuple[State, Any]:
+    def __call__(self, state: TrainState, /, *batch: Any, **named: Any) -> tuple[TrainState, Any]:
         if named:
             batch = self._ordered(batch, named)
         count = getattr(state, "step", None)
@@ -230,32 +239,32 @@ class TrainingStep:
         with context.held(self.training.settings):
             return laid.sharded(state, *batch)
 
-    def plan(self, state: State, /, *batch: Any, **named: Any) -> Plan:
+    def plan(self, state: TrainState, /, *batch: Any, **named: Any) -> Plan:
         """The plan of a step; arguments may be shapes."""
         batch = self._ordered(batch, named)
         with context.held(self.training.settings):
             return self._for(state, batch).sharded.plan(state, *batch)
 
-    def explain(self, state: State, /, *batch: Any, compiled: bool = False, **named: Any) -> Report:
+    def explain(self, state: TrainState, /, *batch: Any, compiled: bool = False, **named: Any) -> Report:
         """The report of a step; with `compiled`, beside what XLA made of it."""
         batch = self._ordered(batch, named)
         with context.held(self.training.settings):
             return self._for(state, batch).sharded.explain(state, *batch, compiled=compiled)
 
-    def lower(self, state: State, /, *batch: Any, **named: Any) -> Any:
+    def lower(self, state: TrainState, /, *batch: Any, **named: Any) -> Any:
         """`jax.stages.Lowered` of a step."""
         batch = self._ordered(batch, named)
         with context.held(self.training.settings):
             return self._for(state, batch).sharded.lower(state, *batch)
 
-    def buckets(self, state: State, /, *batch: Any, **named: Any) -> tuple[tuple[Bucket, tuple[str, ...]], ...]:
+    def buckets(self, state: TrainState, /, *batch: Any, **named: Any) -> tuple[tuple[Bucket, tuple[str, ...]], ...]:
         """The collectives of gradients and of gathered parameters, each with the paths of what it takes.
 
         Empty where XLA puts them together: `comm_fusion` and `fusion` were not set, or its partitioner makes them.
         """
         return self._for(state, self._ordered(batch, named)).buckets
 
-    def model(self, state: State) -> Any:
+    def model(self, state: TrainState) -> Any:
         """The model that a state holds, with what of it is no array."""
         if self._unfolded is not None and self.folding is not None:
             return self._unfolded.model(self.folding.unstack(state.params))
@@ -268,7 +277,7 @@ class TrainingStep:
 
     def _fold(self, make: Callable[[], Any], model: Any, batch: tuple[Any, ...]) -> tuple[Callable[[], Any], Any]:
         """Parameters and what makes them, stacked; the loss becomes the folded one."""
-        asked, parts = self._asked, anatomy(model, self._asked.frozen)
+        asked, parts = self._asked, model_parts(model, self._asked.frozen)
         limit = asked.reuse or DEFAULT_LIMIT
         made = folding_of(parts, model, batch, asked.loss_fn, asked.optimizer, limit)
         shapes, given = _shapes(parts.arrays(model)), _shapes(batch)
@@ -296,8 +305,8 @@ class TrainingStep:
         self.training = dataclasses.replace(asked, loss_fn=made.loss, frozen=frozen)
         return lambda: made.stack(parts.arrays(make())), jax.eval_shape(made.stack, shapes)
 
-    def _parts(self, state: State) -> Anatomy:
-        if not isinstance(state, State):
+    def _parts(self, state: TrainState) -> ModelParts:
+        if not isinstance(state, TrainState):
             fail(StrategyTypeError, f"the state is {a(state)}", where=f"state = {short(state)}",
                  why="a step takes the State that `init` gives, or the last step",
                  fix="call init(params) first; from a checkpoint, restore(path, like=step.init(...))")  # fmt: skip
@@ -309,16 +318,16 @@ class TrainingStep:
                  why="what of it is no array, or stands at several places, stays with the step, and `init` takes it out",
                  fix="call init(model) once before")  # fmt: skip
         if self._anatomy is None:  # a state from elsewhere, such as a checkpoint
-            self._anatomy = anatomy(state.params, self.training.frozen, self.training.mutable)
+            self._anatomy = model_parts(state.params, self.training.frozen, self.training.mutable)
         return self._anatomy
 
-    def _for(self, state: State, batch: tuple[Any, ...]) -> Laid:
+    def _for(self, state: TrainState, batch: tuple[Any, ...]) -> ShardedStep:
         leaves, treedef = tree_util.tree_flatten(batch)
         key = treedef, tuple(map(shape_of, leaves))
         found = self._laid.get(key)
         if found is None:
             with context.held(self.training.settings):
-                found = self._laid[key] = lay(self.training, self._parts(state), *_shapes((state, batch)))
+                found = self._laid[key] = shard_step(self.training, self._parts(state), *_shapes((state, batch)))
         return found
 
 

@@ -12,20 +12,20 @@ from jax import lax, tree_util
 
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.strategy import shape_of, short
-from shardfn.train.collectives.traffic import parts_of, regathered
 from shardfn.train.steps import gradients
+from shardfn.train.steps.communication import parts_of, regathered
 from shardfn.train.steps.gradients import Loss
-from shardfn.train.steps.request import Training
-from shardfn.train.steps.shardings import Cut, Drawn, is_per_device, tree_of
-from shardfn.train.steps.state import Anatomy, State
+from shardfn.train.steps.options import StepOptions
+from shardfn.train.steps.shardings import Cut, StepShardings, is_per_device, tree_of
+from shardfn.train.steps.state import ModelParts, TrainState
 
 Gradients = Callable[[Any, Any, tuple[Any, ...]], tuple[Any, Any, Any, Any]]
 """(trained, carried, batch) -> (loss, auxiliary output, gradients, carried)."""
 
 
 def update_of(
-    training: Training, parts: Anatomy, drawn: Drawn | None, cut: Cut | None, own: tuple[bool, ...], state: State,
-    batch: tuple[Any, ...],
+    training: StepOptions, parts: ModelParts, drawn: StepShardings | None, cut: Cut | None, own: tuple[bool, ...],
+    state: TrainState, batch: tuple[Any, ...],
 ) -> Callable[..., Any]:  # fmt: skip
     """`(state, *batch) -> (state, loss)`.
 
@@ -55,7 +55,7 @@ def update_of(
         """The loss with other parameters, for an optimizer that searches along a line."""
         return loss(_cast(trained, training.compute_dtype), carried, batch)[0].astype(jnp.float32)
 
-    def update(state: State, *batch: Any) -> tuple[State, Any]:
+    def update(state: TrainState, *batch: Any) -> tuple[TrainState, Any]:
         trained, carried = parts.split(state.params)
         before = carried
         value, aux, grads, carried = gradients_of(_cast(trained, training.compute_dtype), carried, batch)
@@ -67,13 +67,13 @@ def update_of(
         updates, opt_state = training.optimizer.update(grads, state.opt_state, pieces, **told)
         new = in_pieces(optax.apply_updates(pieces, updates))
         new = new if gathers is None else gradients.put_together(new, gathers)
-        made = State(parts.join(new, carried), opt_state, state.step + 1)
+        made = TrainState(parts.join(new, carried), opt_state, state.step + 1)
         return made, ((value, aux) if training.has_aux else value)
 
     return update
 
 
-def _loss(training: Training, parts: Anatomy) -> Loss:
+def _loss(training: StepOptions, parts: ModelParts) -> Loss:
     def loss(trained: Any, carried: Any, batch: tuple[Any, ...]) -> Any:
         model = parts.model(parts.join(trained, carried))
         value, aux, changed = _told(training, training.loss_fn(model, *batch))
@@ -82,7 +82,7 @@ def _loss(training: Training, parts: Anatomy) -> Loss:
     return loss
 
 
-def _told(training: Training, result: Any) -> tuple[Any, Any, Any]:
+def _told(training: StepOptions, result: Any) -> tuple[Any, Any, Any]:
     """The loss, the auxiliary output and the changed collections of what the loss function gave."""
     aux, changed = (), None
     if training.mutable:
@@ -133,7 +133,7 @@ def _changed(model: Any, collections: Mapping[str, Any] | None) -> Any:
 
 
 def _gradients(
-    training: Training, parts: Anatomy, drawn: Drawn | None, cut: Cut | None, own: tuple[bool, ...],
+    training: StepOptions, parts: ModelParts, drawn: StepShardings | None, cut: Cut | None, own: tuple[bool, ...],
     shapes: tuple[Any, Any, tuple[Any, ...]],
 ) -> Gradients:  # fmt: skip
     loss = _loss(training, parts)
@@ -156,7 +156,7 @@ def _gradients(
     return _scaled(run, times * total, total)
 
 
-def _at_once(training: Training, loss: Loss, shapes: tuple[Any, Any, tuple[Any, ...]]) -> Gradients:
+def _at_once(training: StepOptions, loss: Loss, shapes: tuple[Any, Any, tuple[Any, ...]]) -> Gradients:
     """On the whole batch, XLA making the reductions."""
     count = training.micro_batches
     if count == 1:
@@ -166,7 +166,7 @@ def _at_once(training: Training, loss: Loss, shapes: tuple[Any, Any, tuple[Any, 
 
 
 def _by_parts(
-    training: Training, parts: Anatomy, drawn: Drawn, cut: Cut, own: tuple[bool, ...], loss: Loss,
+    training: StepOptions, parts: ModelParts, drawn: StepShardings, cut: Cut, own: tuple[bool, ...], loss: Loss,
     shapes: tuple[Any, Any, tuple[Any, ...]],
 ) -> Gradients:  # fmt: skip
     """On each device's part of the batch."""

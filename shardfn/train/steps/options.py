@@ -9,14 +9,14 @@ from typing import Any
 from shardfn.cost.devices import hardware
 from shardfn.cost.devices.hardware import Hardware
 from shardfn.mindspore.context import ParallelContext
-from shardfn.train.collectives.buckets import Fusion
+from shardfn.train.collectives.buckets import FusionOptions
 from shardfn.train.steps.gradients import Reduction
 from shardfn.train.steps.modes import Mode
 from shardfn.train.steps.optimizer_parallel import OptimizerParallel, optimizer_parallel_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Training:
+class StepOptions:
     """All that was asked for, checked."""
 
     loss_fn: Callable[..., Any]
@@ -37,7 +37,7 @@ class Training:
     """Whether parameters in pieces are put together again for the backward pass."""
     opt_state_memory_kind: str | None
     """The memory in which the optimizer's arrays lie between steps; None for that of the devices."""
-    fusion: Fusion | None
+    fusion: FusionOptions | None
     """Which collectives travel together."""
     reuse: int | None
     """The most equal blocks that one scanned body stands for; None folds nothing."""

@@ -14,7 +14,7 @@ from flax import nnx
 
 from shardfn import train
 from shardfn.errors import StrategyError, StrategyTypeError
-from shardfn.train.scan_layers.reuse import fold, limit_of
+from shardfn.train.scan_layers.scan import fold, limit_of
 
 RNG = np.random.default_rng(0)
 D = 8
@@ -181,7 +181,7 @@ def from_two_before(params, x):
 @pytest.mark.parametrize(
     ("loss", "params", "text"),
     [
-        (activations, params_of(4), r"layers/* is not folded: block 0 has `tanh float32[8,8] (test_reuse.py:"),
+        (activations, params_of(4), r"layers/* is not folded: block 0 has `tanh float32[8,8] (test_scan_layers.py:"),
         (chain, {"embed": np.eye(D, dtype=np.float32), "layers": [layer(0, 16), layer(1, 24)]},
          "layers/*/b1 is not folded: layers/1/b1 is float32[24], layers/0/b1 float32[16]"),
     ],

@@ -18,30 +18,30 @@ from shardfn.frontend.strategy import AUTO
 from shardfn.ir.model import Spec
 from shardfn.runtime.sharded_function import ShardedFunction
 from shardfn.train.collectives.buckets import Bucket
-from shardfn.train.collectives.traffic import fused, parts_of, told
 from shardfn.train.pipelines.pipeline import Pipeline
 from shardfn.train.steps.batches import part_problems
+from shardfn.train.steps.communication import fused, parts_of, told
 from shardfn.train.steps.gradients import Parts
 from shardfn.train.steps.offload import Offloaded, in_memory, offloaded
 from shardfn.train.steps.optimizer_parallel import OptimizerParallel, cut_further, mirrored
-from shardfn.train.steps.request import Training
-from shardfn.train.steps.shardings import Cut, Drawn, is_per_device, tree_of
-from shardfn.train.steps.state import Anatomy, State, owned
+from shardfn.train.steps.options import StepOptions
+from shardfn.train.steps.shardings import Cut, StepShardings, is_per_device, tree_of
+from shardfn.train.steps.state import ModelParts, TrainState, owned
 from shardfn.train.steps.update import update_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Laid:
+class ShardedStep:
     """A step for one kind of call."""
 
     sharded: ShardedFunction | Offloaded
-    state: State
+    state: TrainState
     """Of `NamedSharding`s."""
     buckets: tuple[tuple[Bucket, tuple[str, ...]], ...] = ()
     """The collectives of gradients and parameters, each with the paths of what it takes."""
 
 
-def lay(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]) -> Laid:
+def shard_step(training: StepOptions, parts: ModelParts, state: TrainState, batch: tuple[Any, ...]) -> ShardedStep:
     """A step for arrays of these shapes.
 
     Raises:
@@ -49,12 +49,12 @@ def lay(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]
         `shard` raises in the semi-auto and auto modes.
     """
     if isinstance(training.loss_fn, Pipeline):
-        drawn: Drawn | Laid = _in_stages(training, parts, state, batch)
+        drawn: StepShardings | ShardedStep = _in_stages(training, parts, state, batch)
     elif training.mode.layouts == "whole":
         drawn = _whole(training, parts, state, batch)
     else:
         drawn = _planned(training, parts, state, batch)
-    if isinstance(drawn, Laid):
+    if isinstance(drawn, ShardedStep):
         return _offloaded(training, drawn, _compiled_with(training, None), state, batch)
     cut = _cut(training, parts, state, drawn)
     function = update_of(training, parts, drawn, cut, owned(parts, training.own), state, batch)
@@ -67,16 +67,18 @@ def lay(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]
     device = drawn.mesh if isinstance(drawn.mesh, Mesh) else training.device  # what stands in the step is on that mesh
     options = _compiled_with(training, how)
     sharded = shard(function, device=device, parameter_plan=entries, donate_argnums=donated, compiler_options=options)
-    laid = Laid(sharded, shardings, fused(training, parts, state.params, drawn, cut, how) if how else ())
+    laid = ShardedStep(sharded, shardings, fused(training, parts, state.params, drawn, cut, how) if how else ())
     return _offloaded(training, laid, options, state, batch)
 
 
-def _compiled_with(training: Training, how: Parts | None) -> dict[str, Any]:
+def _compiled_with(training: StepOptions, how: Parts | None) -> dict[str, Any]:
     """The options of the compile: those of fusion, and the user's."""
     return {**told(training, how), **(training.options.get("compiler_options") or {})}
 
 
-def _offloaded(training: Training, laid: Laid, options: Mapping[str, Any] | None, state: State, batch: Any) -> Laid:
+def _offloaded(
+    training: StepOptions, laid: ShardedStep, options: Mapping[str, Any] | None, state: TrainState, batch: Any
+) -> ShardedStep:
     kind = training.opt_state_memory_kind
     if kind is None or not isinstance(laid.sharded, ShardedFunction):
         return laid
@@ -84,7 +86,7 @@ def _offloaded(training: Training, laid: Laid, options: Mapping[str, Any] | None
     return dataclasses.replace(laid, sharded=made, state=made.there)
 
 
-def whole_layout(training: Training, parts: Anatomy, state: State) -> State:
+def whole_layout(training: StepOptions, parts: ModelParts, state: TrainState) -> TrainState:
     """The layout of a state in the modes whose layouts do not depend on the batch."""
     lies = _in_stages if isinstance(training.loss_fn, Pipeline) else _whole
     drawn = lies(training, parts, state, ())
@@ -92,8 +94,8 @@ def whole_layout(training: Training, parts: Anatomy, state: State) -> State:
     return in_memory(layout, state, training.opt_state_memory_kind)
 
 
-def _shardings(state: State, drawn: Drawn, cut: Cut) -> State:
-    return State(
+def _shardings(state: TrainState, drawn: StepShardings, cut: Cut) -> TrainState:
+    return TrainState(
         tree_of(state.params, [drawn.named(s) for s in cut.params]),
         tree_of(state.opt_state, [drawn.named(s) for s in cut.opt_state]),
         drawn.named(()),
@@ -103,7 +105,7 @@ def _shardings(state: State, drawn: Drawn, cut: Cut) -> State:
 # ---- where everything lies
 
 
-def _whole(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]) -> Drawn:
+def _whole(training: StepOptions, parts: ModelParts, state: TrainState, batch: tuple[Any, ...]) -> StepShardings:
     """Parameters whole on every device, dim 0 of the batch cut over all."""
     devices = training.hardware()
     axes = _data_axes(devices.count, training.zero)
@@ -115,10 +117,10 @@ def _whole(training: Training, parts: Anatomy, state: State, batch: tuple[Any, .
     )
     cuts = tuple((names, *((),) * (len(x.shape) - 1)) if x.shape else () for x in tree_util.tree_leaves(batch))
     raise_problems(list(part_problems(batch, devices.count, training.micro_batches)))
-    return Drawn(_mesh(devices, axes), names, params, _as_params(parts, state, params), cuts)
+    return StepShardings(_mesh(devices, axes), names, params, _as_params(parts, state, params), cuts)
 
 
-def _in_stages(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]) -> Drawn:
+def _in_stages(training: StepOptions, parts: ModelParts, state: TrainState, batch: tuple[Any, ...]) -> StepShardings:
     """As a pipeline keeps its parameters, on its own grid."""
     assert isinstance(training.loss_fn, Pipeline)
     mesh, params, cuts = training.loss_fn.grid(parts.model(state.params), batch)
@@ -127,10 +129,12 @@ def _in_stages(training: Training, parts: Anatomy, state: State, batch: tuple[An
         raise_problems([Problem("the step and its pipeline are for different devices",
                                 f"{len(devices)} devices in train.step, {mesh.size} in train.pipeline",
                                 "a step runs on the grid of its pipeline", "leave `device` out of train.step")])  # fmt: skip
-    return Drawn(mesh, (), tuple(params), _as_params(parts, state, params), tuple(cuts))
+    return StepShardings(mesh, (), tuple(params), _as_params(parts, state, params), tuple(cuts))
 
 
-def _planned(training: Training, parts: Anatomy, state: State, batch: tuple[Any, ...]) -> Drawn | Laid:
+def _planned(
+    training: StepOptions, parts: ModelParts, state: TrainState, batch: tuple[Any, ...]
+) -> StepShardings | ShardedStep:
     """As `shard` plans the step on the whole batch; that plan itself where nothing of it is changed."""
     options = {name: value for name, value in training.options.items() if name != "compiler_options"}
     has_file = options.get("layout") is not None or bool(training.settings.strategy_ckpt_config.load_file)
@@ -151,16 +155,16 @@ def _planned(training: Training, parts: Anatomy, state: State, batch: tuple[Any,
     counts = [len(tree_util.tree_leaves(part)) for part in (state.params, state.opt_state, state.step)]
     params, opt_state, _, rest = (specs[sum(counts[:i]) : (sum(counts[: i + 1]) if i < 3 else None)] for i in range(4))
     data = next((spec[0] for spec in rest if spec and spec[0]), ())
-    drawn = Drawn(made.mesh(), data, tuple(params), tuple(opt_state), tuple(rest))
+    drawn = StepShardings(made.mesh(), data, tuple(params), tuple(opt_state), tuple(rest))
     if training.is_plain and not is_per_device(training, drawn):
         shardings = [drawn.named(s) for s in specs]
-        return Laid(draft, tree_util.tree_unflatten(tree_util.tree_structure(state), shardings[: sum(counts)]))
+        return ShardedStep(draft, tree_util.tree_unflatten(tree_util.tree_structure(state), shardings[: sum(counts)]))
     ways = drawn.count if is_per_device(training, drawn) else 1
     raise_problems(list(part_problems(batch, ways, training.micro_batches)))
     return drawn
 
 
-def _cut(training: Training, parts: Anatomy, state: State, drawn: Drawn) -> Cut:
+def _cut(training: StepOptions, parts: ModelParts, state: TrainState, drawn: StepShardings) -> Cut:
     zero = training.zero
     if zero is None:
         return Cut(drawn.params, drawn.params, drawn.opt_state)
@@ -179,19 +183,19 @@ def _cut(training: Training, parts: Anatomy, state: State, drawn: Drawn) -> Cut:
     return Cut(states if zero.level == 3 else drawn.params, states, opt_state)
 
 
-def _as_params(parts: Anatomy, state: State, params: Sequence[Spec]) -> tuple[Spec, ...]:
+def _as_params(parts: ModelParts, state: TrainState, params: Sequence[Spec]) -> tuple[Spec, ...]:
     """The layouts of the optimizer's states: as the parameters that they mirror lie, else whole."""
     like = dict(zip(parts.paths, params, strict=True))
     pairs = zip(_mirrored(parts, state), tree_util.tree_leaves(state.opt_state), strict=True)
     return tuple(((),) * len(x.shape) if path is None else like[path] for path, x in pairs)
 
 
-def _mirrored(parts: Anatomy, state: State) -> list[str | None]:
+def _mirrored(parts: ModelParts, state: TrainState) -> list[str | None]:
     shapes = [tuple(x.shape) for x in parts.treedef.flatten_up_to(state.params)]
     return mirrored(state.opt_state, dict(zip(parts.paths, shapes, strict=True)))
 
 
-def _wanted(parts: Anatomy, state: State, plan: Mapping[str, Any], is_given: bool) -> dict[str, Any]:
+def _wanted(parts: ModelParts, state: TrainState, plan: Mapping[str, Any], is_given: bool) -> dict[str, Any]:
     """The user's parameter plan by paths within the step's arguments.
 
     Where layouts are given, what it does not name is whole, and the optimizer's states lie as their parameters.

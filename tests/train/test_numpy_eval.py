@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from shardfn.train.scan_layers.numpy_trial import tried
+from shardfn.train.scan_layers.numpy_eval import tried
 
 PARAMS = {
     "b": np.linspace(-1, 1, 3, dtype=np.float32), "h": np.ones(2, jnp.bfloat16),

@@ -18,9 +18,9 @@ from shardfn.errors import Problem, StrategyError, fail
 from shardfn.frontend.byte_sizes import bytes_of
 from shardfn.frontend.strategy import short
 from shardfn.ir.rewrite import inner
-from shardfn.train.scan_layers.numpy_trial import tried
-from shardfn.train.scan_layers.reuse import Folding, fold
-from shardfn.train.steps.state import Anatomy
+from shardfn.train.scan_layers.numpy_eval import tried
+from shardfn.train.scan_layers.scan import ScannedLoss, fold
+from shardfn.train.steps.state import ModelParts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Chosen:
 
 
 def folding_of(
-    parts: Anatomy, model: Any, batch: tuple[Any, ...], loss_fn: Callable[..., Any], optimizer: Any, limit: int,
-) -> Folding:  # fmt: skip
+    parts: ModelParts, model: Any, batch: tuple[Any, ...], loss_fn: Callable[..., Any], optimizer: Any, limit: int,
+) -> ScannedLoss:  # fmt: skip
     """The folding of a step's loss; one that folds nothing, and says why, where it must not be folded.
 
     Raises:
@@ -78,11 +78,11 @@ def folding_of(
     return _not(made, why) if why else made
 
 
-def _not(made: Folding, why: str) -> Folding:
+def _not(made: ScannedLoss, why: str) -> ScannedLoss:
     return dataclasses.replace(made, folded=(), groups=(), diagnostics=(why, *made.diagnostics))
 
 
-def whole_leaves(optimizer: Any, made: Folding, params: Any) -> str:
+def whole_leaves(optimizer: Any, made: ScannedLoss, params: Any) -> str:
     """Why an optimizer does something else to stacked parameters, empty if it does not.
 
     Tried on small arrays of the same structure and number of dims, and by the sizes of its states on the real shapes.
@@ -134,7 +134,7 @@ def _flat(params: Any) -> jax.Array:
 
 
 def chosen(
-    made: Folding, refold: Callable[[int], Folding], params: Any, batch: tuple[Any, ...], asked: Any,
+    made: ScannedLoss, refold: Callable[[int], ScannedLoss], params: Any, batch: tuple[Any, ...], asked: Any,
     memory_limit: Any, devices: int, state_bytes: int,
 ) -> Chosen | None:  # fmt: skip
     """How many blocks are recomputed: `asked`, or for "auto" the fewest with which a device's memory is enough.

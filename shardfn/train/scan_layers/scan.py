@@ -56,7 +56,7 @@ class Folded:
 
 
 @dataclasses.dataclass(frozen=True)
-class Folding:
+class ScannedLoss:
     """A loss with its blocks folded, and the way between parameters and stacked ones."""
 
     loss: Callable[..., Any]
@@ -108,7 +108,7 @@ def reuse_problems(reuse: Any) -> Iterator[Problem]:
 
 def fold(
     loss_fn: Callable[..., Any], params: Any, *batch: Any, limit: int = DEFAULT_LIMIT, recomputed: int = 0
-) -> Folding:
+) -> ScannedLoss:
     """Fold the repeated blocks of a loss function.
 
     Args:
@@ -119,7 +119,7 @@ def fold(
       recomputed: so many of the blocks of each run, the first ones, are worked out again in the backward pass.
 
     Returns:
-      A `Folding`. Where nothing repeats its loss is the one given, on a dict of the same arrays.
+      A `ScannedLoss`. Where nothing repeats its loss is the one given, on a dict of the same arrays.
 
     >>> import jax.numpy as jnp
     >>> def loss(params, x):
@@ -169,7 +169,7 @@ def fold(
     reports = [_report(run, groups) for run in found]
     kept = tuple(report for report in reports if report.names)
     diagnostics = tuple(_unfolded(made, groups, paths, shapes))
-    return Folding(folded_loss, stack, unstack, kept, diagnostics, groups)
+    return ScannedLoss(folded_loss, stack, unstack, kept, diagnostics, groups)
 
 
 def _tracer(loss_fn: Callable[..., Any]) -> Callable[[Any, Any], tuple[Program, list[Run], Any]]:

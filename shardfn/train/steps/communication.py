@@ -16,12 +16,12 @@ from shardfn.ir.model import Spec
 from shardfn.train.collectives.buckets import KINDS, Bucket, buckets, check_ids, compiler_options, unheard
 from shardfn.train.pipelines.pipeline import Pipeline
 from shardfn.train.steps.gradients import At, Parts
-from shardfn.train.steps.request import Training
-from shardfn.train.steps.shardings import Cut, Drawn
-from shardfn.train.steps.state import Anatomy
+from shardfn.train.steps.options import StepOptions
+from shardfn.train.steps.shardings import Cut, StepShardings
+from shardfn.train.steps.state import ModelParts
 
 
-def parts_of(training: Training, parts: Anatomy, drawn: Drawn, cut: Cut, own: Sequence[bool]) -> Parts:
+def parts_of(training: StepOptions, parts: ModelParts, drawn: StepShardings, cut: Cut, own: Sequence[bool]) -> Parts:
     """How gradients travel where each device works on its part of the batch."""
     zero = training.zero
     rows = [row for row, mine in zip(zip(drawn.params, cut.params, cut.states, own, parts.paths, strict=True), parts.trained,
@@ -42,7 +42,7 @@ def parts_of(training: Training, parts: Anatomy, drawn: Drawn, cut: Cut, own: Se
     )
 
 
-def regathered(training: Training, parts: Anatomy, drawn: Drawn, cut: Cut, how: Parts) -> Parts | None:
+def regathered(training: StepOptions, parts: ModelParts, drawn: StepShardings, cut: Cut, how: Parts) -> Parts | None:
     """The same with the pieces that updated parameters are put together from; None where XLA does that."""
     zero = training.zero
     if zero is None or zero.level > 2 or how.fusion is None or how.is_partial:
@@ -51,7 +51,7 @@ def regathered(training: Training, parts: Anatomy, drawn: Drawn, cut: Cut, how: 
     return dataclasses.replace(how, gathered=tuple(_added(a, b) for a, b, mine in pairs if mine))
 
 
-def told(training: Training, how: Parts | None) -> dict[str, Any]:
+def told(training: StepOptions, how: Parts | None) -> dict[str, Any]:
     """What XLA is told of the collectives; `how` None where its partitioner makes them."""
     hardware = training.hardware()
     platform = hardware.chip.platform
@@ -68,7 +68,7 @@ def told(training: Training, how: Parts | None) -> dict[str, Any]:
 
 
 def fused(
-    training: Training, parts: Anatomy, params: Any, drawn: Drawn, cut: Cut, how: Parts
+    training: StepOptions, parts: ModelParts, params: Any, drawn: StepShardings, cut: Cut, how: Parts
 ) -> tuple[tuple[Bucket, tuple[str, ...]], ...]:
     """The buckets of a step, each with the paths of what it takes; none where nothing was asked for."""
     if training.fusion is None:

@@ -82,11 +82,11 @@ def test_what_still_waits_is_refused(monkeypatch):
     assert str(caught.value) == textwrap.dedent(f"""\
         2 problems:
         1. pipeline stage 0 would wait for devices of other stages, for ever
-             where: `split` at test_waits.py:{line}, in pieces over the devices of a stage; XLA gives it one collective-permute or more
+             where: `split` at test_deadlock.py:{line}, in pieces over the devices of a stage; XLA gives it one collective-permute or more
              why:   stages are branches of one program, and devices that take another branch never come to this collective
              fix:   in parameter_plan leave `blocks/0/up` whole, or cut along another dim
         2. pipeline stage 1 would wait for devices of other stages, for ever
-             where: `split` at test_waits.py:{line}, in pieces over the devices of a stage; XLA gives it one collective-permute or more
+             where: `split` at test_deadlock.py:{line}, in pieces over the devices of a stage; XLA gives it one collective-permute or more
              why:   stages are branches of one program, and devices that take another branch never come to this collective
              fix:   in parameter_plan leave `blocks/1/up` whole, or cut along another dim""")
 
