@@ -12,7 +12,7 @@ FILES = sorted((ROOT / "shardfn").rglob("*.py"))
 
 # A package imports only itself and the packages before it.
 ORDER = (
-    "errors", "ir", "partition", "cost", "solver", "search", "frontend", "planning", "layoutfile", "compiled", "report",
+    "errors", "units", "render", "ir", "partition", "cost", "solver", "search", "frontend", "planning", "layoutfile", "compiled", "report",
     "runtime", "api", "halo", "train", "checkpoint", "data", "mindspore", "", "cli", "__main__",
 )  # fmt: skip
 STANDALONE = {"solver"}
@@ -102,11 +102,9 @@ KNOWN = {
     "shardfn.layoutfile.check": {"shardfn.runtime.sharded_function"},
     "shardfn.layoutfile.files": {"shardfn.mindspore.layout"},
     "shardfn.layoutfile.toml": {"shardfn.mindspore.context_keys"},
-    "shardfn.planning.diagnostics": {"shardfn.report.render"},
     "shardfn.planning.layout_rules": {"shardfn.mindspore.layout"},
     "shardfn.planning.named_shardings": {"shardfn.mindspore.layout"},
     "shardfn.planning.plan": {"shardfn.layoutfile.plan_file", "shardfn.mindspore.layout"},
-    "shardfn.planning.what_if": {"shardfn.report.render"},
     "shardfn.runtime.sharded_function": {"shardfn.mindspore.context"},
     "shardfn.search": {"shardfn.mindspore.context_keys"},
     "shardfn.train.collectives.buckets": {"shardfn.mindspore.context"},

@@ -18,7 +18,8 @@ from shardfn.ir.model import Collective, Graph, Op, PartitionedProgram, Value
 from shardfn.planning import what_if
 from shardfn.planning.decisions import Candidate, Constraint, Figures
 from shardfn.planning.plan import Decision, DimensionGroup, Plan, proof
-from shardfn.report import render, sections
+from shardfn.render import parts as render
+from shardfn.report import sections
 from shardfn.report.report import Report, diff_report, make_report, save_graphs, strategies_text
 
 LAYERS = 4
@@ -249,7 +250,7 @@ def test_pieces_are_what_jax_puts_there(axes):
         slices = NamedSharding(mesh, decision.partition_spec).devices_indices_map(decision.shape)
         held = [slices[device] for device in mesh.devices.flat]
         expected = tuple(tuple((s.indices(n)[:2]) for s, n in zip(at, decision.shape, strict=True)) for at in held)
-        assert array.pieces == expected
+        assert array.shards == expected
 
 
 @pytest.mark.parametrize(
@@ -261,7 +262,7 @@ def test_at_most_64_devices_are_drawn_and_that_is_said(axes, shown):
     x = Decision("x", (4096, 4), "float32", (axes[0][1], 1), (("a",), ()), "you")
     drawn = drawing(made(axes=axes, hardware=hardware, inputs=(x,), outputs=(), classes=(), collectives=()))
     assert [size for _, size in drawn.axes] == shown
-    assert len(drawn.devices) == len(drawn.arrays[0].pieces) == 64
+    assert len(drawn.devices) == len(drawn.arrays[0].shards) == 64
     assert f"64 of {count} devices are shown" in drawn.note
     assert drawn.devices[-1] == np.ravel_multi_index([s - 1 for s in shown], [size for _, size in axes])
 

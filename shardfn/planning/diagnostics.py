@@ -12,11 +12,11 @@ from shardfn.ir.model import Communication, PartitionedProgram, Spec
 from shardfn.planning.decisions import Decision
 from shardfn.planning.plan import Plan
 from shardfn.planning.what_if import Study
-from shardfn.report.render import figure, unit_of
 from shardfn.search.mesh_solution import written
 from shardfn.search.one_array_changes import layouts
 from shardfn.search.problem import objective
 from shardfn.search.resharding_costs import Axes, cuts_of
+from shardfn.units import bytes_text
 
 DEAR_BYTES = 1 << 20
 """Bytes that one device sends in one call, below which nothing is said of a collective."""
@@ -98,10 +98,10 @@ def held_whole(plan: Plan, study: Study) -> Iterator[str]:
     d = max(whole, key=lambda d: d.local_bytes)
     cuts = cuts_of(finer(d, plan.axes) or (), plan.axes)
     several = f"{len(whole)} arguments lie" if len(whole) > 1 else f"`{d.path}` lies"
-    largest = f", the largest `{d.path}` with {_bytes(d.local_bytes)}" if len(whole) > 1 else ""
+    largest = f", the largest `{d.path}` with {bytes_text(d.local_bytes)}" if len(whole) > 1 else ""
     yield (
-        f"{several} whole on every device, {_bytes(held)} or {held / limit:.0%} of its memory{largest}; "
-        f"cut `{d.path}` {cuts}, and it takes {_bytes(d.local_bytes / math.prod(cuts))} there"
+        f"{several} whole on every device, {bytes_text(held)} or {held / limit:.0%} of its memory{largest}; "
+        f"cut `{d.path}` {cuts}, and it takes {bytes_text(d.local_bytes / math.prod(cuts))} there"
     )
 
 
@@ -112,17 +112,17 @@ def too_large(plan: Plan, study: Study) -> Iterator[str]:
         return
     holders = [(d.local_bytes, f"`{d.path}` {d.cuts}") for d in plan.inputs]
     holders = sorted([*holders, (memory.temporaries, "temporaries")], key=lambda h: -h[0])[:3]
-    most = ", ".join(f"{name} {_bytes(size)}" for size, name in holders if size)
+    most = ", ".join(f"{name} {bytes_text(size)}" for size, name in holders if size)
     freed = [(d.local_bytes - _whole_bytes(d) / math.prod(cuts_of(spec, plan.axes)), d, spec)
              for d in plan.inputs if (spec := finer(d, plan.axes)) is not None]  # fmt: skip
     over = memory.peak - limit
     text = (
-        f"it may not fit: {_bytes(memory.peak)} per device at the peak by the estimate, {_bytes(over)} over the limit; "
+        f"it may not fit: {bytes_text(memory.peak)} per device at the peak by the estimate, {bytes_text(over)} over the limit; "
         f"most of it {most}"
     )
     if freed:
         most_freed, d, spec = max(freed, key=lambda f: f[0])
-        text += f"; cut `{d.path}` {cuts_of(spec, plan.axes)} instead of {d.cuts} to free {_bytes(most_freed)}"
+        text += f"; cut `{d.path}` {cuts_of(spec, plan.axes)} instead of {d.cuts} to free {bytes_text(most_freed)}"
     else:
         text += "; no argument can be cut further on this grid: use more devices, or smaller arrays"
     if plan.level != 1 and any(d.source == "searched" for d in plan.inputs):
@@ -189,9 +189,9 @@ def avoided(plan: Plan, study: Study, c: Communication, is_gone: Callable[[Parti
         return f"{tried} avoids it and sends less" if tries and most else "`Plan.why` tells what other cuts cost"
     _, _, d, spec, paid = min(found, key=lambda f: f[:2])
     return (
-        f"cut `{d.path}` {cuts_of(spec, plan.axes)} instead of {d.cuts} to avoid it: {_bytes(paid.bytes_sent)} sent "
-        f"instead of {_bytes(plan.cost.bytes_sent)}, {_bytes(paid.memory.peak)} at the peak instead of "
-        f"{_bytes(plan.cost.memory.peak)}"
+        f"cut `{d.path}` {cuts_of(spec, plan.axes)} instead of {d.cuts} to avoid it: {bytes_text(paid.bytes_sent)} sent "
+        f"instead of {bytes_text(plan.cost.bytes_sent)}, {bytes_text(paid.memory.peak)} at the peak instead of "
+        f"{bytes_text(plan.cost.memory.peak)}"
     )
 
 
@@ -280,12 +280,7 @@ def _at(where: str) -> str:
 
 
 def _share(size: int, plan: Plan) -> str:
-    return f"{_bytes(size)} or {size / plan.cost.bytes_sent:.0%} of what a device sends"
-
-
-def _bytes(size: float) -> str:
-    name, one = unit_of([size])
-    return f"{figure(round(size / one, 1))} {name}"
+    return f"{bytes_text(size)} or {size / plan.cost.bytes_sent:.0%} of what a device sends"
 
 
 def _whole_bytes(d: Decision) -> int:

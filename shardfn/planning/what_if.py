@@ -17,10 +17,14 @@ from shardfn.frontend.strategy import Leaf, apply_parameter_plan, short
 from shardfn.ir.model import PartitionedProgram, Spec
 from shardfn.planning.decisions import Alternative, Alternatives, Decision, Figures
 from shardfn.planning.plan import Plan
-from shardfn.report.render import Part, Table, figure, to_html, to_rich, to_text, unit_of
+from shardfn.render.html import to_html
+from shardfn.render.parts import Table
+from shardfn.render.text import Shown as Rendered
+from shardfn.render.text import to_text
 from shardfn.search.one_array_changes import layouts
 from shardfn.search.problem import Ends, OpConstraints, SearchProblem, objective
 from shardfn.search.resharding_costs import cuts_of
+from shardfn.units import bytes_text, signed, time_text
 
 MOST = 12
 """Cuts of an array that are priced unless more are asked for."""
@@ -168,46 +172,47 @@ def _promise(spec: Spec, planned: Decision, plan: Plan) -> tuple[Any, ...]:
 
 
 class Shown(Alternatives):
-    """Alternatives that know how to show themselves."""
+    """Alternatives as a table."""
 
-    def parts(self) -> tuple[Part, ...]:
-        """As a table, the plan's own cut first."""
-        columns, rows = columns_of([self.figures, *(row.figures for row in self.rows)])
-        more = _more([row.more for row in self.rows])
+    def table(self) -> Table:
+        """One row for each sharding, the plan's own first."""
         d = self.planned
         name = f"{few(self.paths, 3)} ({len(self.paths)} arrays)" if self.paths else d.path
-        title = f"Other cuts of {name}, {d.dtype}{list(d.shape)}, {d.source}: all else as planned"
-        first = (f"{d.cuts} as planned", str(partition_spec(d.spec)), *rows[0], *("",) * 3)
-        table = [first] + [
-            (str(row.cuts), str(partition_spec(row.spec)), *figures, *less)
-            for row, figures, less in zip(self.rows, rows[1:], more, strict=True)
+        rows = [(f"{d.cuts} as planned", str(partition_spec(d.spec)), *figure_texts(self.figures), "", "", "")]
+        rows += [
+            (
+                str(row.cuts),
+                str(partition_spec(row.spec)),
+                *figure_texts(row.figures),
+                *map(signed, figure_texts(row.more)),
+            )
+            for row in self.rows
         ]
-        notes = [] if self.rows else ["there is no other cut on this grid"]
+        notes = [] if self.rows else ["the mesh allows no other sharding of it"]
         if self.left_out:
             shown = ", ".join(map(str, self.left_out[:4])) + (" …" if len(self.left_out) > 4 else "")
-            notes.append(f"{len(self.left_out)} more cuts were not priced: {shown}; most=… prices more")
-        names = ("cuts", "spec", *columns[:3], *(f"{c} more" for c in ("µs", "sent", "memory")))
-        return (Table(title, names, tuple(table), "; ".join(notes)),)
+            notes.append(
+                f"{len(self.left_out)} more strategies were not evaluated: {shown}; raise `most` to evaluate more"
+            )
+        title = f"Other shardings of {name}, {d.dtype}{list(d.shape)} ({d.source}), everything else as planned"
+        columns = ("strategy", "spec", "time", "sent", "memory", "more time", "more sent", "more memory")
+        return Table(title, columns, tuple(rows), "; ".join(notes))
 
     def __str__(self) -> str:
-        return to_text(self.parts(), 120)
+        return to_text([self.table()])
 
     __repr__ = __str__
 
     def __rich__(self) -> Any:
-        return to_rich(self.parts())
+        return Rendered([self.table()])
 
     def _repr_html_(self) -> str:
-        return to_html(self.parts(), f"Other cuts of {few(self.paths, 3) or self.planned.path}")
+        return to_html([self.table()], f"Other shardings of {few(self.paths, 3) or self.planned.path}")
 
 
-def columns_of(every: Sequence[Figures]) -> tuple[tuple[str, ...], list[tuple[str, str, str]]]:
-    """Names with units, and for each figures time, bytes sent and memory in them."""
-    sent, memory = (unit_of([abs(getattr(f, name)) for f in every]) for name in ("bytes_sent", "memory"))
-    names = ("µs", f"{sent[0]} sent", f"{memory[0]} memory")
-    return names, [
-        (figure(f.time_s * 1e6), figure(f.bytes_sent / sent[1]), figure(f.memory / memory[1])) for f in every
-    ]
+def figure_texts(figures: Figures) -> tuple[str, str, str]:
+    """Time, bytes sent and memory of one call on one device, as text."""
+    return time_text(figures.time_s), bytes_text(figures.bytes_sent), bytes_text(figures.memory)
 
 
 RUNNERS_UP = 12_000
@@ -232,23 +237,10 @@ def with_runners_up(plan: Plan) -> Plan:
 
 
 def more_text(more: Figures) -> str:
-    """What is paid more, in a line.
+    """The additional cost of an alternative, in one line.
 
     >>> more_text(Figures(1.5e-6, 2048, 0, 0.0))
-    '+1.5 µs, +2,048 B sent, 0 memory'
+    '+1.5 µs, +2 KiB sent, 0 B memory'
     """
-    ((us, sent, memory),) = _more([more])
-    return f"{us} µs, {sent} sent, {memory} memory"
-
-
-def _more(every: Sequence[Figures]) -> list[tuple[str, str, str]]:
-    """The same for differences, with their signs; each in a unit of its own."""
-
-    def signed(number: float, suffix: str = "") -> str:
-        return f"{'+' if number > 0 else ''}{figure(number)}{suffix}" if number else "0"
-
-    def bytes_(number: float) -> str:
-        name, size = unit_of([abs(number)])
-        return signed(number / size, f" {name}")
-
-    return [(signed(f.time_s * 1e6), bytes_(f.bytes_sent), bytes_(f.memory)) for f in every]
+    time, sent, memory = map(signed, figure_texts(more))
+    return f"{time}, {sent} sent, {memory} memory"

@@ -18,7 +18,9 @@ from shardfn.errors import ContextError, fail
 from shardfn.ir.model import Collective
 from shardfn.planning.plan import Decision, Plan, diff, op_strategies
 from shardfn.planning.what_if import with_runners_up
-from shardfn.report.render import Part, Table, to_html, to_rich, to_text
+from shardfn.render.html import to_html
+from shardfn.render.parts import Part, Table
+from shardfn.render.text import Shown, to_text
 from shardfn.report.sections import SECTIONS, grid_text, owners, seconds, strides
 
 SCHEMA = 1
@@ -46,7 +48,7 @@ class Report:
     __repr__ = __str__
 
     def __rich__(self) -> Any:
-        return to_rich(self.parts)
+        return Shown(self.parts)
 
     def _repr_html_(self) -> str:
         return to_html(self.parts, self.title)

@@ -19,9 +19,10 @@ from shardfn.frontend.paths import alike, few, layer, starred
 from shardfn.ir.model import Collective, Spec
 from shardfn.planning.attribution import causes
 from shardfn.planning.plan import LEVELS, Decision, DimensionGroup, Plan, op_strategies, proof
-from shardfn.planning.what_if import columns_of
-from shardfn.report.render import Drawing, Part, Placed, Text, figure, unit_of
-from shardfn.report.tables import MOST_ROWS, file_line, shape_text, spec_text, table, times
+from shardfn.planning.what_if import figure_texts
+from shardfn.render.parts import Drawing, Part, Placed, Text
+from shardfn.report.tables import MOST_ROWS, file_line, shape_text, spec_text, table, times, unit_of
+from shardfn.units import number_text as figure
 
 MOST_REASONS = 6
 MOST_DEVICES = 64
@@ -105,7 +106,7 @@ _UNPRICED = "no cost rule, charged for the bytes that they move"
 
 def _candidates(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
     if plan.candidates:
-        columns, rows = columns_of([c.figures for c in plan.candidates])
+        columns, rows = ("time", "sent", "memory"), [figure_texts(c.figures) for c in plan.candidates]
         names = [(c.name, "x".join(str(size) for _, size in c.axes) or "1") for c in plan.candidates]
         cells = [
             (*name, *row, f"{c.figures.flops:,.0f}") for name, row, c in zip(names, rows, plan.candidates, strict=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from shardfn.ir.model import Spec
-from shardfn.report.render import Table
+from shardfn.render.parts import Table
 
 MOST_ROWS = 32
 
@@ -39,3 +39,10 @@ def spec_text(spec: Spec) -> str:
 def file_line(where: str) -> str:
     """`file:line` without the directories; the data has them."""
     return pathlib.PurePath(where).name
+
+
+def unit_of(sizes: Iterable[float]) -> tuple[str, int]:
+    """The unit that shows the largest of some sizes in bytes with at least two digits before the point."""
+    top = max(sizes, default=0)
+    units = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+    return next(((name, size) for name, size in units if top >= 10 * size), ("B", 1))

@@ -1,0 +1,54 @@
+"""What a report consists of: plain data, shown as text or as HTML."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Lines of prose below a title; each may be long."""
+
+    title: str
+    lines: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows of cells below named columns. HTML shows a table closed at first where `is_open` is false."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+    is_open: bool = True
+
+    def is_numeric(self, column: int) -> bool:
+        """Whether a column holds numbers only (with or without units): such a column is flush right."""
+        return any(row[column] for row in self.rows) and all(_NUMBER.fullmatch(row[column]) for row in self.rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """One array on a mesh: for each device shown, the (start, stop) of every dimension of its shard."""
+
+    name: str
+    shape: tuple[int, ...]
+    shards: tuple[tuple[tuple[int, int], ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawing:
+    """Arrays on a mesh with `axes` as (name, size), row-major. HTML shows it; text leaves it out."""
+
+    title: str
+    axes: tuple[tuple[str, int], ...]
+    devices: tuple[int, ...]
+    arrays: tuple[Placed, ...]
+    note: str = ""
+
+
+Part = Text | Table | Drawing
+
+_NUMBER = re.compile(r"(<?[+-]?[\d,.]+(e[+-]\d+)?%?( ([KMGT]?i?B|[µm]?s|[kMGTP]?FLOPs))?|-)?")
