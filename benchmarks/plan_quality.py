@@ -192,7 +192,7 @@ def measure(
 
 def form(plan: Plan) -> Any:
     """What tells one plan from another: two of one form compile to one program."""
-    specs = tuple((d.path, d.cuts, d.spec) for d in (*plan.inputs, *plan.outputs))
+    specs = tuple((d.path, d.strategy, d.spec) for d in (*plan.inputs, *plan.outputs))
     return plan.axes, specs, plan.collectives, dataclasses.replace(plan.cost, communication_s=0.0)
 
 
@@ -234,7 +234,7 @@ def matmul_rows(devices: Iterable[int] = (4, 16, 64), n: int = 8192) -> Iterator
             except Exception as error:
                 yield {"devices": p, "layouts": name, "error": f"{type(error).__name__}: {error}".split("\n")[0]}
                 continue
-            cuts = [d.cuts for d in (*plan.inputs, *plan.outputs)]
+            cuts = [d.strategy for d in (*plan.inputs, *plan.outputs)]
             yield {"devices": p, "layouts": name, "cuts": cuts, "peak": plan.cost.memory.peak,
                    "bytes": plan.cost.bytes_sent, "bound": least_bytes(n, p, plan)}  # fmt: skip
 
@@ -283,7 +283,7 @@ def seed_rows(devices: int = DEVICES) -> Iterator[dict[str, Any]]:
                 yield {"gradients": train, "mode": mode, "blocks": 0, "of": size.layers, "others": {},
                        "error": f"{type(error).__name__}: {error}".split("\n")[0]}  # fmt: skip
                 continue
-            found = {d.path.split("/", 1)[1]: d.cuts for d in plan.inputs if "/" in d.path}
+            found = {d.path.split("/", 1)[1]: d.strategy for d in plan.inputs if "/" in d.path}
             good = sum(all(found[f"{layer}/{w}"] == cuts for w, cuts in wanted.items()) for layer in range(size.layers))
             yield {"gradients": train, "mode": mode, "blocks": good, "of": size.layers,
                    "others": {k: c for k, c in found.items() if wanted.get(k.split("/")[1], c) != c}}  # fmt: skip

@@ -98,7 +98,7 @@ def row(name: str, options, hand, width: int, steps: int) -> dict[str, object]:
     step = train.step(loss, OPTIMIZER, **options)
     ours = step.init(lambda: make(width), x, y)
     plan = step.plan(ours, x, y)
-    lies = [NamedSharding(plan.mesh(), P(*plan.decision(f"batch/{i}").spec)) for i in (0, 1)]
+    lies = [NamedSharding(plan.mesh, P(*plan.decision(f"batch/{i}").spec)) for i in (0, 1)]
     mine = jax.device_put((x, y), tuple(lies))  # each batch where its step wants it
     x, y = jax.device_put((x, y), where)
     took: tuple[list[float], list[float]] = ([], [])

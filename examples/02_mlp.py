@@ -34,7 +34,7 @@ params = {
 x = jax.random.normal(kx, (16, 32))
 
 np.testing.assert_allclose(mlp(params, x), plain(params, x), rtol=1e-4, atol=1e-5)
-assert mlp.plan(params, x).decision("params/w2").cuts == (4, 1)
+assert mlp.plan(params, x).decision("params/w2").strategy == (4, 1)
 
 
 def loss(f):

@@ -48,9 +48,9 @@ np.testing.assert_allclose(sharded(params, x), transformer(params, x), rtol=1e-3
 
 made = sharded.plan(params, x)
 print("grid:", dict(made.axes))
-assert sorted(made.device_matrix) == [2, 4], "heads and hidden dims share one axis, the batch has the other"
+assert sorted(made.mesh.axis_sizes) == [2, 4], "heads and hidden dims share one axis, the batch has the other"
 for decision in made.inputs[-7:]:
-    print(f"{decision.path:20} {decision.cuts!s:12} {decision.source}: {decision.reason}")
+    print(f"{decision.path:20} {decision.strategy!s:12} {decision.source}: {decision.reason}")
 
 # A path that does not exist is an error, which says what was meant.
 try:

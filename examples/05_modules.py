@@ -54,8 +54,8 @@ losses, plain_losses = train(model), train(Model(nnx.Rngs(0)))
 print("sharded  ", losses)
 print("unsharded", plain_losses)
 np.testing.assert_allclose(losses, plain_losses, rtol=1e-4)
-print({d.path: d.cuts for d in model.first.plan(x).inputs})
-assert model.first.plan(x).decision("up/kernel").cuts == (1, 4)
+print({d.path: d.strategy for d in model.first.plan(x).inputs})
+assert model.first.plan(x).decision("up/kernel").strategy == (1, 4)
 
 # An Equinox module is a pytree: a function of its arrays is sharded, the rest of it stands still.
 mlp = eqx.nn.MLP(32, 8, 64, depth=1, key=jax.random.key(0))

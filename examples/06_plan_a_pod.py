@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from shardfn import AUTO, diff, plan
+from shardfn import AUTO, plan
 
 D, HIDDEN, LAYERS, BATCH, SEQ = 4096, 16384, 8, 512, 2048
 
@@ -42,7 +42,7 @@ for batch, hidden in ((256, 1), (64, 4), (16, 16), (4, 64)):
     print(f"{batch:5}  {hidden:6}  {cost.memory.peak / 2**30:8.1f}  {cost.bytes_sent / 2**20:13,.0f}"
           f"  {cost.time_s * 1e3:11.1f}")  # fmt: skip
 
-assert plans[16, 16].device_matrix == (16, 16)
+assert plans[16, 16].mesh.axis_sizes == (16, 16)
 assert plans[256, 1].cost.memory.arguments > plans[16, 16].cost.memory.arguments, "whole weights take more room"
-for change in diff(plans[64, 4], plans[16, 16]):
+for change in plans[64, 4].diff(plans[16, 16]):
     print(f"{change.what:24} {change.first:36} {change.second}")

@@ -38,7 +38,7 @@ with tempfile.TemporaryDirectory() as folder:
     made = plan(step, params, x, level=2)
     made.save(file)
     print(file.read_text().split("[[sources]]")[0])
-    assert shardfn.load(file) == made
+    assert shardfn.load_layout(file) == made
     got, got_value = shard(step, layout=file)(params, x)
     np.testing.assert_allclose(got["up"], new["up"], rtol=1e-4, atol=1e-5)
 
@@ -63,8 +63,8 @@ hidden = ["data", "model"]
     np.testing.assert_allclose(by_hand(params, x)[1], got_value, rtol=1e-5)
     made = by_hand.plan(params, x)
     for d in made.inputs:
-        print(f"{d.path:12} {d.cuts!s:8} {d.source}")
-    assert (made.axes, made.inputs[1].cuts) == ((("data", 2), ("model", 4)), (1, 4))
+        print(f"{d.path:12} {d.strategy!s:8} {d.source}")
+    assert (made.axes, made.inputs[1].strategy) == ((("data", 2), ("model", 4)), (1, 4))
 
     # The same file for the arrays alone, on other devices.
     laid = jax.device_put(params, shardings(file, params, jax.devices()[:4], root="params"))

@@ -93,7 +93,8 @@ step, state, batch, losses = run(mode="semi_auto_parallel", in_strategy=((4, 2, 
 plan = step.plan(state, *batch)
 image = plan.decision("batch/0")
 print(
-    f"an image array {image.shape} is cut {image.cuts}: a device holds {image.local_bytes:,} B of {4 * math.prod(image.shape):,}"
+    f"an image array {image.shape} is sharded {image.strategy}: "
+    f"a device holds {image.local_bytes:,} B of {4 * math.prod(image.shape):,}"
 )
 print(f"blocks/0/up lies as {state.params['blocks'][0]['up'].sharding.spec}")
 kinds = collections.Counter(row["kind"] for row in step.explain(state, *batch).to_dict()["collectives"])

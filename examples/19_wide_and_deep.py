@@ -78,7 +78,7 @@ step, state, batch, losses = run(mode="semi_auto_parallel", parameter_plan={"ite
 print()
 for path in ("params/items", "opt_state/0/mu/items", "params/wide", "params/deep/0/w"):
     row = step.plan(state, *batch).decision(f"state/{path}")
-    print(f"{path:22} {row.shape!s:14} cut {row.cuts!s:8} {row.local_bytes:>8,} B on each device")
+    print(f"{path:22} {row.shape!s:14} cut {row.strategy!s:8} {row.local_bytes:>8,} B on each device")
 kinds = collections.Counter(row["kind"] for row in step.explain(state, *batch).to_dict()["collectives"])
 print("collectives of a step:", ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())))
 

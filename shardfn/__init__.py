@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from shardfn.api import explain, load, plan, reshard, shard
+from shardfn.api import explain, load_layout, plan, reshard, shard
 from shardfn.cost.devices.chips import Chip
 from shardfn.errors import ShardError
 from shardfn.frontend.strategy import AUTO
@@ -23,7 +23,7 @@ from shardfn.mindspore.context import (
     set_context,
 )
 from shardfn.mindspore.layout import Layout
-from shardfn.planning.plan import Plan, diff
+from shardfn.planning.plan import Plan
 from shardfn.planning.tags import tag
 from shardfn.report.report import Report
 from shardfn.runtime.sharded_function import ShardedFunction
@@ -44,12 +44,11 @@ __all__ = [
     "ShardError",
     "ShardedFunction",
     "auto_parallel",
-    "diff",
     "explain",
     "get_algo_parameters",
     "get_auto_parallel_context",
     "get_context",
-    "load",
+    "load_layout",
     "plan",
     "register_search",
     "reset_algo_parameters",

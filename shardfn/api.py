@@ -98,7 +98,7 @@ def shard(
         plan's `policy` says what there was no time for. Tracing comes before. Without it no clock is read: what a search
         may do is counted, and the plan is the same on every machine, however busy.
       static_argnums, static_argnames, donate_argnums, donate_argnames: as in `jax.jit`.
-      layout: a layout file by its path, a recipe by its name ("llama/fsdp-tp"), what `load` gives, or a plan: it lays
+      layout: a layout file by its path, a recipe by its name ("llama/fsdp-tp"), what `load_layout` gives, or a plan: it lays
         out what no entry speaks of.
       compiler_options: what XLA is told for this function's compile; a call inside another `jit` is compiled with that.
 
@@ -132,7 +132,7 @@ def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     >>> import jax, jax.numpy as jnp
     >>> x, w = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16), jax.ShapeDtypeStruct((512, 2048), jnp.bfloat16)
     >>> made = plan(lambda x, w: x @ w, x, w, in_strategy=((16, 1), (1, 16)), device="tpu-v5e:16x16")
-    >>> made.device_matrix, made.outputs[0].cuts
+    >>> made.mesh.axis_sizes, made.outputs[0].strategy
     ((16, 16), (16, 16))
     """
     function, rest = with_options(fn, kwargs)
@@ -151,7 +151,7 @@ def explain(fn: Callable[..., Any] | Plan, *args: Any, compiled: bool = False, *
 
     >>> import jax
     >>> made = plan(abs, jax.ShapeDtypeStruct((8,), "float32"), in_strategy=((4,),), device="tpu-v5e:4")
-    >>> explain(made).to_dict()["inputs"][0]["cuts"]
+    >>> explain(made).to_dict()["inputs"][0]["strategy"]
     [4]
     """
     if isinstance(fn, Plan):
@@ -165,7 +165,7 @@ def explain(fn: Callable[..., Any] | Plan, *args: Any, compiled: bool = False, *
     return function.explain(*args, compiled=compiled, **rest)
 
 
-def load(path: Any) -> LayoutFile:
+def load_layout(path: Any) -> LayoutFile:
     """A layout file, saved by `plan.save` or written by hand, or a recipe by its name ("llama/fsdp-tp").
 
     It equals the plan that it was saved from; `shard(f, layout=...)` and `plan(f, ..., layout=...)` use it, or the path.
@@ -173,7 +173,7 @@ def load(path: Any) -> LayoutFile:
     Raises:
       ShardError: all that is wrong with the file.
 
-    >>> load("llama/fsdp-tp").grid
+    >>> load_layout("llama/fsdp-tp").grid
     (('data', None), ('model', 4))
     """
     return layoutfile.read(path)

@@ -196,13 +196,13 @@ def test_plans_are_made_from_shapes_alone():
 
     sharded = shard(mlp, ({"w": (1, 4), "b": AUTO}, (2, 1)))
     made = sharded.plan(*shapes)
-    assert [(d.path, d.cuts, d.source == "you") for d in (*made.inputs, *made.outputs)] == [
+    assert [(d.path, d.strategy, d.source == "you") for d in (*made.inputs, *made.outputs)] == [
         ("p/b", (4,), False),
         ("p/w", (1, 4), True),
         ("x", (2, 1), True),
         ("result", (2, 4), False),
     ]
-    assert made.device_matrix == (4, 2)
+    assert made.mesh.axis_sizes == (4, 2)
     assert sharded.plan(PARAMS, X) is made and len(sharded._entries) == 1
     close(sharded(PARAMS, X), mlp(PARAMS, X))
     assert len(sharded._entries) == 1
@@ -210,11 +210,11 @@ def test_plans_are_made_from_shapes_alone():
 
 def test_plan_and_explain_take_functions_and_sharded_functions():
     made = plan(dense, X, W, in_strategy=((4, 1), (1, 2)), out_strategy=((4, 2),), device="CPU", level=2)
-    assert made.inputs[0].cuts == (4, 1) and made.outputs[0].cuts == (4, 2) and made.level == 2
+    assert made.inputs[0].strategy == (4, 1) and made.outputs[0].strategy == (4, 2) and made.level == 2
     sharded = shard(dense, ((4, 1), (1, 2)), level=1)
     assert plan(sharded, X, W) is sharded.plan(X, W)
     other = plan(sharded, X, W, level=2, in_strategy=((2, 1), AUTO))
-    assert (other.level, other.inputs[0].cuts, sharded.options.level) == (2, (2, 1), 1)
+    assert (other.level, other.inputs[0].strategy, sharded.options.level) == (2, (2, 1), 1)
     assert plan(lambda x, *, level_: x * level_, X, level_=2.0, level=1).level == 1
     assert isinstance(explain(dense, X, W, in_strategy=((4, 1), (1, 2))), shardfn.Report)
     assert isinstance(sharded.explain(X, W, compiled=True), shardfn.Report)
@@ -238,7 +238,7 @@ def test_a_plan_that_is_there_is_explained():
 def test_a_plan_for_hardware_that_is_not_here():
     shapes = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16)
     made = plan(dense, *shapes, in_strategy=((16, 1), (1, 16)), device="tpu-v5e:16x16")
-    assert made.device_matrix == (16, 16) and made.outputs[0].local_shape == (256, 256)
+    assert made.mesh.axis_sizes == (16, 16) and made.outputs[0].local_shape == (256, 256)
     assert plan(dense, *shapes, device="cpu:4096").hardware.count == 4096
 
 

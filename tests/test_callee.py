@@ -183,7 +183,7 @@ def test_every_kind_of_callable(function, args, strategy, name, arrays):
     close(sharded(*args), wanted)
     if arrays is not None:
         assert (sharded.plan(*args).function, paths(sharded, *args)) == (name, arrays)
-    cuts = [d.cuts for d in sharded.plan(*args).inputs if d.source == "you"]
+    cuts = [d.strategy for d in sharded.plan(*args).inputs if d.source == "you"]
     assert cuts == [e for e in strategy if e is not AUTO]
 
 

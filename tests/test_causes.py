@@ -24,7 +24,9 @@ def scanned(x, ws):
 
 
 def due(plan):
-    return {(row["kind"], *row["shape"]): row["cause"]["cuts"] for row in make_report(plan).to_dict()["collectives"]}
+    return {
+        (row["kind"], *row["shape"]): row["cause"]["strategies"] for row in make_report(plan).to_dict()["collectives"]
+    }
 
 
 WS = [(S((32, 64), "float32"), S((64, 32), "float32")), (S((32, 128), "float32"), S((128, 32), "float32"))]
@@ -33,7 +35,7 @@ X = S((16, 32), "float32")
 
 def test_each_sum_names_the_weights_that_it_sums_over():
     plan = shardfn.plan(tower, X, WS, in_strategy=((2, 1), [((1, 4), (4, 1)), ((1, 4), (4, 1))]), device="tpu-v5e:2x4")
-    every = [row["cause"]["cuts"] for row in make_report(plan).to_dict()["collectives"]]
+    every = [row["cause"]["strategies"] for row in make_report(plan).to_dict()["collectives"]]
     assert sorted(map(sorted, every)) == [[f"ws/{i}/0 dim 1 over b", f"ws/{i}/1 dim 0 over b"] for i in (0, 1)], (
         "one axis cuts all four of them"
     )

@@ -169,4 +169,4 @@ def test_copies_stay_sharded():
 
 def test_a_path_from_the_class_around_the_cell():
     cell = Two().first.shard(in_strategy=((8, 1),), parameter_plan={"self.first.w": (1, 8)})
-    assert cell.plan(X).decision("w").cuts == (1, 8)
+    assert cell.plan(X).decision("w").strategy == (1, 8)

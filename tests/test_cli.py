@@ -70,10 +70,10 @@ def test_explain_of_a_function_in_a_file(capsys, tmp_path):
     (tmp_path / "beside.py").write_text("WIDTH = 32\n")
     file = str(tmp_path / "mine.py")
     data = explained(capsys, f"{file}:forward", "--args", f"{file}:arguments", "--device", "cpu:8")
-    assert [d["cuts"] for d in data["inputs"]] == [[8, 1], [8, 1]]
+    assert [d["strategy"] for d in data["inputs"]] == [[8, 1], [8, 1]]
     assert [d["path"] for d in data["inputs"]] == ["x", "params/w"]
     data = explained(capsys, "jax.numpy:tanh", "--args", f"{file}:one", "--in-strategy", "((4,),)", "--device", "cpu:8")
-    assert data["inputs"][0]["cuts"] == [4]
+    assert data["inputs"][0]["strategy"] == [4]
 
 
 def test_arguments_are_made_as_shapes_only(capsys, monkeypatch):
@@ -82,7 +82,7 @@ def test_arguments_are_made_as_shapes_only(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "huge", huge)
     data = explained(capsys, "jax.numpy:matmul", "--args", "huge:make", "--in-strategy", "((64, 1), (1, 64))",
                      "--device", "tpu-v5p:4096")  # fmt: skip
-    assert data["outputs"][0]["cuts"] == [64, 64]
+    assert data["outputs"][0]["strategy"] == [64, 64]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_plan_prints_the_report_and_saves_the_plan(capsys, tmp_path):
     assert out.endswith(f"saved: {file}\n")
     x, w = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4096, 1024), (1024, 8192)))
     made = shardfn.plan(jnp.matmul, x, w, device="tpu-v5e:4x4", level=2, memory_limit="14GiB", time_limit=30)
-    assert shardfn.load(file) == made
+    assert shardfn.load_layout(file) == made
     again = shardfn.plan(jnp.matmul, x, w, device="tpu-v5e:4x4", layout=file)
     assert [(d.spec, d.source) for d in again.inputs] == [(d.spec, "file") for d in made.inputs]
     assert f"{made.cost.bytes_sent:,} B sent" in file.read_text().splitlines()[0]
@@ -143,7 +143,7 @@ def test_plan_takes_a_layout(capsys, tmp_path):
     assert main([*PLAN, "--in-strategy", "((4, 1), (1, 4))", "--save", str(file), "--quiet"]) == 0
     data = explained(capsys, "jax.numpy:matmul", "--shapes", "f32[4096,1024]", "f32[1024,8192]",
                      "--device", "tpu-v5e:4x4", "--layout", str(file))  # fmt: skip
-    assert [(d["cuts"], d["source"]) for d in data["inputs"]] == [([4, 1], "file"), ([1, 4], "file")]
+    assert [(d["strategy"], d["source"]) for d in data["inputs"]] == [([4, 1], "file"), ([1, 4], "file")]
 
 
 def test_plan_keeps_what_was_said(capsys):

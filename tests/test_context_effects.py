@@ -36,7 +36,7 @@ def twice(x, w):
 
 
 def out_cuts(plan):
-    return [d.cuts for d in plan.outputs]
+    return [d.strategy for d in plan.outputs]
 
 
 # ---- how many devices
@@ -71,7 +71,7 @@ def test_the_devices_in_use(settings, options, count):
 def test_on_one_device_strategies_are_checked_and_the_function_runs_whole():
     set_auto_parallel_context(parallel_mode="stand_alone")
     plan = shardfn.plan(dense, X, W, in_strategy=((4, 1), (1, 2)))
-    assert (plan.hardware.count, [d.cuts for d in plan.inputs]) == (1, [(1, 1), (1, 1)])
+    assert (plan.hardware.count, [d.strategy for d in plan.inputs]) == (1, [(1, 1), (1, 1)])
     assert any("one device" in finding for finding in plan.diagnostics)
     with pytest.raises(ShardError, match="not divisible"):
         shard(dense, ((3, 1), AUTO))(X, W)
@@ -171,7 +171,7 @@ def test_a_wrong_out_strategy_is_an_error_though_it_is_overridden():
 def test_dataset_strategy_is_the_default_of_the_first_arguments(settings, ins, cuts):
     set_auto_parallel_context(**settings)
     plan = shardfn.plan(dense, X, W, in_strategy=ins, search_mode="sharding_propagation")
-    assert [d.cuts for d in plan.inputs] == cuts
+    assert [d.strategy for d in plan.inputs] == cuts
     np.testing.assert_array_equal(shard(dense, ins)(X, W), X @ W)
 
 
@@ -215,7 +215,7 @@ def test_save_graphs_writes_every_plan(tmp_path):
     ]
     assert len(files) == 6
     data = json.loads((tmp_path / "graphs" / "dense_0_report.json").read_text())
-    assert [row["cuts"] for row in data["inputs"]] == [[2, 1], [1, 4]]
+    assert [row["strategy"] for row in data["inputs"]] == [[2, 1], [1, 4]]
     strategies = (tmp_path / "graphs" / "dense_0_strategies.txt").read_text()
     assert "dot_general" in strategies and "(2, 1)" in strategies
     set_context(save_graphs=False)

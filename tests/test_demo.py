@@ -50,7 +50,7 @@ def test_layers_share_an_axis_and_the_batch_has_its_own():
     params = demo.make_params(jax.random.key(0), d=32, hidden=128, classes=16)
     made = shardfn.plan(demo.residual_mlp, params, jnp.ones((64, 32)), in_strategy=(shardfn.AUTO, (2, 1)),
                         parameter_plan=demo.CUTS, device="cpu:8")  # fmt: skip
-    assert made.device_matrix == (4, 2)
+    assert made.mesh.axis_sizes == (4, 2)
     up = {made.decision(f"params/layers/{i}/up").spec[1] for i in range(2)}
     assert up == {("a",)}
     assert made.decision("x").spec[0] == ("b",)

@@ -97,14 +97,14 @@ def test_a_result_alone_may_bring_the_mesh():
 
 def test_on_one_device_the_drawn_is_checked_and_whole():
     plan = shardfn.plan(dense, X, W, in_strategy=(GRID("dp", "None"), AUTO), device=DEVICES[:1])
-    assert plan.inputs[0].cuts == (1, 1)
+    assert plan.inputs[0].strategy == (1, 1)
     with pytest.raises(StrategyError, match="not divisible"):
         shardfn.plan(dense, X[:7], W, in_strategy=(GRID("dp", "None"), AUTO), device=DEVICES[:1])
 
 
 def test_ints_are_placed_on_the_devices_of_a_mesh_and_not_on_its_axes():
     plan = shardfn.plan(dense, X, W, in_strategy=((4, 1), (1, 2)), device=MESH)
-    assert plan.device_matrix == (4, 2) and list(plan.mesh().devices.flat) == DEVICES
+    assert plan.mesh.axis_sizes == (4, 2) and list(plan.mesh.devices.flat) == DEVICES
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_a_plan_needs_no_devices(target):
     plan = shardfn.plan(
         double, jax.ShapeDtypeStruct((8192 * 3, 4), np.float32), in_strategy=((count, 1),), device=target
     )
-    assert plan.inputs[0].cuts == (count, 1) and plan.hardware.name == target
+    assert plan.inputs[0].strategy == (count, 1) and plan.hardware.name == target
     assert plan.inputs[0].local_bytes == 8192 * 3 * 4 * 4 // count
 
 

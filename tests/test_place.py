@@ -10,6 +10,7 @@ import pytest
 import shardfn
 from shardfn.errors import StrategyError
 from shardfn.frontend.strategy import Leaf
+from shardfn.mindspore.plans import array_layout
 from shardfn.planning.mesh_inference import place, primes
 
 
@@ -176,10 +177,10 @@ FUNCTIONS = [
 @pytest.mark.parametrize(("function", "arguments", "cuts", "matrix", "maps"), FUNCTIONS)
 def test_the_device_matrix_of_a_function(function, arguments, cuts, matrix, maps):
     made = shardfn.plan(function, *shapes(*arguments), in_strategy=tuple(cuts), device="cpu:8")
-    assert made.device_matrix == matrix
+    assert made.mesh.axis_sizes == matrix
     paths = [d.path for d in (*made.inputs, *made.outputs)]
-    assert [made.layout(path).tensor_map for path in paths] == maps
-    assert tuple(d.cuts for d in made.inputs) == tuple(cuts)
+    assert [array_layout(made, path).tensor_map for path in paths] == maps
+    assert tuple(d.strategy for d in made.inputs) == tuple(cuts)
 
 
 @pytest.mark.parametrize(
@@ -190,4 +191,4 @@ def test_a_clash_with_the_result_is_an_error(function, cuts, out):
     with pytest.raises(StrategyError, match=r"argument 0 `.*` and the output are cut"):
         shardfn.plan(function, *shapes((8, 16), (16, 8)), in_strategy=cuts, out_strategy=(out,), device="cpu:8")
     made = shardfn.plan(function, *shapes((8, 16), (16, 8)), in_strategy=cuts, out_strategy=(out,), device="cpu:16")
-    assert made.outputs[0].cuts == out
+    assert made.outputs[0].strategy == out

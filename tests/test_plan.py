@@ -146,7 +146,7 @@ def test_what_differs():
     first = made(in_strategy=((8, 1), (1, 1)))
     second = first.what_if({"params/*/up": (1, 8), "params/*/down": (1, 1)})
     rows = {c.what: (c.first, c.second) for c in first.diff(second)}
-    assert first.diff(second) == diff(first, second) == shardfn.diff(first, second)
+    assert first.diff(second) == diff(first, second)
     (up,) = [row for what, row in rows.items() if what.startswith("params/*/up")]
     assert [text[:6] for text in up] == ["(8, 1)", "(1, 8)"]
     assert {"modelled time, µs", "bytes sent per device", "peak memory per device"} <= set(rows)

@@ -75,7 +75,7 @@ def made(**changes) -> Plan:
         order=None,
         inputs=tuple(inputs),
         outputs=outputs,
-        classes=(
+        dimension_groups=(
             DimensionGroup("params/scale.0", 32, ("params/scale.0", "x.1"), ()),
             *(DimensionGroup(f"params/layers/{i}/up.1", 128, (f"params/layers/{i}/up.1", f"params/layers/{i}/down.0"), ("a",))
               for i in range(LAYERS)),
@@ -115,7 +115,7 @@ def test_one_device_says_so(golden):
     alone = decided("x", (64, 32), WHOLE, "you", "in_strategy[0]")
     plan = made(
         hardware=dataclasses.replace(resolve("cpu"), count=1, name="1 x cpu"), axes=(), inputs=(alone,), outputs=(),
-        classes=(), collectives=(), diagnostics=(), policy="nothing was open", constraints=(), candidates=(), gap=None,
+        dimension_groups=(), collectives=(), diagnostics=(), policy="nothing was open", constraints=(), candidates=(), gap=None,
         cost=Cost(1.5e6, 0, Memory(8192, 0, 0), 7.6e-9, 0.0),
         partitioned=PartitionedProgram(Graph((Value((64, 32), "f32"),), (), (0,), (), ()), (WHOLE,), {}, ()),
     )  # fmt: skip
@@ -137,7 +137,7 @@ def test_diff(golden):
     other = made(
         axes=(("a", 8),),
         inputs=tuple(
-            dataclasses.replace(d, cuts=(1,) * len(d.shape), spec=((),) * len(d.shape)) for d in made().inputs
+            dataclasses.replace(d, strategy=(1,) * len(d.shape), spec=((),) * len(d.shape)) for d in made().inputs
         ),
         collectives=(),
         cost=Cost(3e6, 0, Memory(147968, 4100, 20480), 15e-9, 0.0),
@@ -199,7 +199,13 @@ def test_data_is_complete_and_its_own():
     assert data == json.loads(report.to_json())
     data["function"] = "other"
     assert report.to_dict()["function"] == "step"
-    assert [len(data[key]) for key in ("inputs", "outputs", "classes", "ops", "collectives")] == [10, 2, 6, 17, 6]
+    assert [len(data[key]) for key in ("inputs", "outputs", "dimension_groups", "ops", "collectives")] == [
+        10,
+        2,
+        6,
+        17,
+        6,
+    ]
     assert data["grid"] == [{"axis": "a", "size": 4, "stride": 2}, {"axis": "b", "size": 2, "stride": 1}]
     assert data["collectives"][1]["where"] == f"{FILE}:13"
     assert data["ops"][0] == {
@@ -243,7 +249,7 @@ def test_pieces_are_what_jax_puts_there(axes):
     for i, spec in enumerate(specs):
         cuts = tuple(int(np.prod([sizes[a] for a in dim])) for dim in spec)
         arrays.append(Decision(f"x{i}", (16, 8 * (i + 1)), "float32", cuts, spec, "you"))
-    drawn = drawing(made(axes=axes, inputs=tuple(arrays), outputs=(), classes=(), collectives=()))
+    drawn = drawing(made(axes=axes, inputs=tuple(arrays), outputs=(), dimension_groups=(), collectives=()))
     assert drawn.axes == axes
     assert len(drawn.arrays) == len(arrays)
     for decision, array in zip(arrays, drawn.arrays, strict=True):
@@ -260,7 +266,7 @@ def test_at_most_64_devices_are_drawn_and_that_is_said(axes, shown):
     count = int(np.prod([size for _, size in axes]))
     hardware = Hardware(CHIPS["tpu-v5e"], "tpu", count, name=f"tpu-v5e:{count}")
     x = Decision("x", (4096, 4), "float32", (axes[0][1], 1), (("a",), ()), "you")
-    drawn = drawing(made(axes=axes, hardware=hardware, inputs=(x,), outputs=(), classes=(), collectives=()))
+    drawn = drawing(made(axes=axes, hardware=hardware, inputs=(x,), outputs=(), dimension_groups=(), collectives=()))
     assert [size for _, size in drawn.axes] == shown
     assert len(drawn.devices) == len(drawn.arrays[0].shards) == 64
     assert f"64 of {count} devices are shown" in drawn.note
@@ -311,11 +317,11 @@ def test_real_functions(fn, args, strategy, expected):
     report = function.explain(*args, compiled=True)
     data, text = report.to_dict(), report.to_text()
 
-    assert [tuple(d["cuts"]) for d in data["inputs"]] == [d.cuts for d in plan.inputs]
+    assert [tuple(d["strategy"]) for d in data["inputs"]] == [d.strategy for d in plan.inputs]
     assert [(c["kind"], c["trips"]) for c in data["collectives"]] == expected
     assert sum(c["total_bytes"] for c in data["collectives"]) == plan.cost.bytes_sent
     assert sum(c["time_s"] for c in data["collectives"]) == pytest.approx(plan.cost.communication_s)
-    assert all(c["cause"]["cuts"] for c in data["collectives"])
+    assert all(c["cause"]["strategies"] for c in data["collectives"])
     assert all(pathlib.Path(c["where"].rpartition(":")[0]) == pathlib.Path(__file__) for c in data["collectives"])
     assert all(d.path in text for d in (*plan.inputs, *plan.outputs))
     for kind, pair in data["compiled"]["kinds"].items():
@@ -357,7 +363,7 @@ def test_what_is_too_much_to_price_says_that_it_is_an_estimate(monkeypatch):
     untold = dataclasses.replace(plan, inputs=tuple(dataclasses.replace(d, runner_up="") for d in plan.inputs))
     for told in (told for each in (plan, untold) for told in make_report(each).to_dict()["inputs"]):
         row = plan.why(told["path"]).rows[0]
-        assert told["runner_up"] == f"{row.cuts}: {what_if.more_text(row.more)}"
+        assert told["runner_up"] == f"{row.strategy}: {what_if.more_text(row.more)}"
     monkeypatch.setattr(what_if, "RUNNERS_UP", 1 + len(plan.partitioned.graph.ops))  # one flow
     told = [d["runner_up"] for d in make_report(plan).to_dict()["inputs"]]
     assert [text.endswith(" by the search's estimate") for text in told].count(False) == 1
@@ -449,7 +455,7 @@ def test_the_context_saves_what_is_compiled(tmp_path):
 def test_axes_of_a_mesh_of_ones_own_are_named():
     mesh = AbstractMesh((4, 2), ("data", "model"))
     x = Decision("x", (64, 32), "float32", (4, 2), (("data",), ("model",)), "you")
-    plan = made(axes=tuple(mesh.shape.items()), inputs=(x,), outputs=(), classes=(), collectives=())
+    plan = made(axes=tuple(mesh.shape.items()), inputs=(x,), outputs=(), dimension_groups=(), collectives=())
     text = make_report(plan).to_text()
     assert "grid data=4 x model=2" in text
     assert "P('data', 'model')" in text

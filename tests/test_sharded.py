@@ -344,9 +344,9 @@ def test_a_pynative_program_in_which_one_block_is_sharded():
         close(net(x), plain(x))
     np.testing.assert_allclose(net.norms, plain.norms, rtol=1e-5)
     made = net.block1.plan(X)
-    assert {d.path: d.cuts for d in made.inputs if d.source == "you"} == {"w1": (1, 8), "x": (1, 8)}
+    assert {d.path: d.strategy for d in made.inputs if d.source == "you"} == {"w1": (1, 8), "x": (1, 8)}
     assert made.decision("w2").source == "searched"
-    assert made.outputs[0].cuts == (8, 1), "None is data parallel"
+    assert made.outputs[0].strategy == (8, 1), "None is data parallel"
 
     def sharded_loss(parameters):
         return (net.block2(net.block1.with_parameters(parameters)(X)) ** 2).mean()

@@ -58,7 +58,7 @@ def test_each_row_is_the_price_of_the_plan_with_that_cut(path):
     assert not told.left_out
     for row in told.rows:
         other = made.what_if({path: as_layout(row.spec)})
-        assert other.decision(path).cuts == row.cuts
+        assert other.decision(path).strategy == row.strategy
         assert Figures.of(other.cost) == row.figures
         assert row.more == row.figures - told.figures
     assert told.figures == Figures.of(made.cost)
@@ -74,8 +74,8 @@ def test_the_best_comes_first(level, figure):
 def test_what_is_held_inside_stays_held():
     made = searched(step, search_mode="dynamic_programming", level=0)
     for d in (*made.inputs, *made.outputs[:1]):
-        assert made.study is not None
-        same = made.study.partitioned_with(made, (d.path,), d.spec)
+        assert made._study is not None
+        same = made._study.partitioned_with(made, (d.path,), d.spec)
         assert same.communications == made.partitioned.communications
 
 
@@ -84,7 +84,7 @@ def test_few_are_priced_of_many_and_the_others_are_named():
     every, one = made.why("x"), made.why("x", most=1)
     assert len(one.rows) == 1
     assert len(one.left_out) == 7
-    assert set(one.left_out) | {one.rows[0].cuts} == {r.cuts for r in every.rows}
+    assert set(one.left_out) | {one.rows[0].strategy} == {r.strategy for r in every.rows}
     assert "7 more cuts were not priced" in str(one)
     assert every == made.why("x")
 
@@ -94,7 +94,7 @@ def test_the_searchs_runner_up_is_priced_first(cuts):
     made = given()
     x = dataclasses.replace(made.decision("x"), runner_up=f"{cuts}: +8.1 us")
     (row,) = dataclasses.replace(made, inputs=(*made.inputs[:-1], x)).why("x", most=1).rows
-    assert row.cuts == cuts
+    assert row.strategy == cuts
 
 
 def test_alternatives_show_themselves():
@@ -102,7 +102,7 @@ def test_alternatives_show_themselves():
     text = str(told)
     assert text == repr(told)
     assert "(2, 1) as planned" in text
-    assert all(str(row.cuts) in text for row in told.rows)
+    assert all(str(row.strategy) in text for row in told.rows)
     assert "<table>" in told._repr_html_()
     assert isinstance(told, Alternatives)
     from rich.console import Console
@@ -239,7 +239,7 @@ def test_an_entry_is_the_users_and_the_rest_is_searched_again():
     made = searched()
     other = made.what_if({"params/w1": (1, 8)})
     fresh = searched(parameter_plan={"params/w1": (1, 8)})
-    assert [d.cuts for d in other.inputs] == [d.cuts for d in fresh.inputs]
+    assert [d.strategy for d in other.inputs] == [d.strategy for d in fresh.inputs]
     assert other.cost == fresh.cost
     assert [d.source for d in other.inputs] == ["you", "searched", "searched"]
     assert other.inputs[0].reason == "what_if['params/w1']"
@@ -248,21 +248,21 @@ def test_an_entry_is_the_users_and_the_rest_is_searched_again():
 
 def test_entries_of_every_kind():
     made = given()
-    assert searched().what_if({"params/*": (1, 8)}).inputs[1].cuts == (1, 8)
+    assert searched().what_if({"params/*": (1, 8)}).inputs[1].strategy == (1, 8)
     assert made.what_if({}) == made
     opened = made.what_if({"x": AUTO})
     assert [d.source for d in opened.inputs] == ["you", "you", "searched"]
     plain = searched(in_strategy=({"w1": (1, 8), "w2": AUTO}, AUTO))
-    assert plain.what_if({"x": None, "w1": AUTO}).decision("x").cuts == (8, 1)
+    assert plain.what_if({"x": None, "w1": AUTO}).decision("x").strategy == (8, 1)
     result = searched().what_if({"result": (1, 8)})
-    assert result.outputs[0].cuts == (1, 8)
+    assert result.outputs[0].strategy == (1, 8)
     assert result.outputs[0].source == "you"
 
 
 def test_an_argument_may_be_called_result():
     made = shardfn.plan(lambda result: result * 2, shaped(8, 4), device="cpu:2")
     other = made.what_if({"result": (1, 2)})
-    assert other.inputs[0].cuts == (1, 2)
+    assert other.inputs[0].strategy == (1, 2)
     assert other.inputs[0].source == "you"
 
 

@@ -86,7 +86,7 @@ def test_a_target_compiles_in_another_process_to_what_compiles_here():
     before = dict(os.environ)
     target = shardfn.plan(step, *step_args(), device="cpu:8", **options)
     assert not target.hardware.is_here
-    there, here = (p.verifier.compiled(p) for p in (target, target.with_devices(jax.devices())))
+    there, here = (p._verifier.compiled(p) for p in (target, target.with_devices(jax.devices())))
     assert isinstance(there, verify.Made) and isinstance(here, jax.stages.Compiled)
     there, here = read(there), read(here)
     assert sum(c.bytes_sent for c in here.collectives) > 0
@@ -116,7 +116,7 @@ def test_the_line_that_calls_the_library_is_none_of_the_function():
     )
     first = transformed.__code__.co_firstlineno
     inside = {"", *(f"{__file__}:{first + i}" for i in range(3))}
-    for side in (made.collectives, read(made.verifier.compiled(made)).collectives):
+    for side in (made.collectives, read(made._verifier.compiled(made)).collectives):
         assert side and inside.issuperset(c.where for c in side), side
     assert "test_verify" not in made.verify().to_text().partition("Why they differ")[2]
 
@@ -134,7 +134,7 @@ def test_constraints_inside_and_other_plans_of_the_function():
     plan = shardfn.plan(jnp.matmul, x, w, in_strategy=((8, 1), (1, 1)), out_strategy=((8, 1),))
     assert compiled_part(plan.verify())["collectives"] == []
     whole = ((), ())
-    moved = dataclasses.replace(plan, outputs=(dataclasses.replace(plan.outputs[0], cuts=(1, 1), spec=whole),))
+    moved = dataclasses.replace(plan, outputs=(dataclasses.replace(plan.outputs[0], strategy=(1, 1), spec=whole),))
     assert [c["kind"] for c in compiled_part(moved.verify())["collectives"]] == ["all-gather"]
     held = dataclasses.replace(plan, constraints=(Constraint("dot_general", 0, "", (whole, whole), (whole,)),))
     work = compiled_part(held.verify())["matrix_flops"]
@@ -186,9 +186,9 @@ def test_a_tpu_of_ones_own(golden):
 
 def test_a_plan_from_another_process(golden):
     plan = pickle.loads(pickle.dumps(small("cpu:4")))
-    assert plan.verifier is None
+    assert plan._verifier is None
     refused("verify_no_function", golden, plan)
-    assert copy.deepcopy(small("cpu:4")).verifier is not None
+    assert copy.deepcopy(small("cpu:4"))._verifier is not None
 
 
 def test_a_function_that_calls_back():

@@ -197,7 +197,7 @@ def laid_out(entries: Sequence[Entry], layout: LayoutFile, plan: Plan | None, de
         devices = jax.devices() if plan is None or plan.hardware.devices is None else plan.hardware.devices
     tree = {entry.path: jax.ShapeDtypeStruct(entry.shape, entry.numpy_dtype) for entry in entries if entry.shape}
     found = _under_a_root(layout, tree, devices)
-    mesh = plan.mesh() if plan is not None else None
+    mesh = plan.mesh if plan is not None else None
     if isinstance(mesh, Mesh):
         found = {
             p: NamedSharding(mesh, s.spec) if dict(s.mesh.shape) == dict(mesh.shape) else s for p, s in found.items()

@@ -177,7 +177,7 @@ def _tied(leaves: Sequence[Leaf]) -> list[tuple[int, ...]]:
 
 
 def _here(plan: Plan) -> Mesh:
-    mesh = plan.mesh()
+    mesh = plan.mesh
     if isinstance(mesh, AbstractMesh):
         fail(DeviceError, f"the plan of `{plan.function}` is for devices that are not here", where=str(plan.hardware.name),
              why="data is put on devices", fix="plan.with_devices(jax.devices()), or plan again without a target")  # fmt: skip
@@ -228,7 +228,7 @@ def _on_plan(leaves: Sequence[Leaf], plan: Plan, must: bool, problems: list[Prob
     specs: list[Spec] = []
     for leaf, row in zip(leaves, cuts, strict=True):
         row = row or (1,) * len(leaf.shape)
-        alike = (d.spec for d in plan.inputs if d.shape == leaf.shape and d.cuts == row)
+        alike = (d.spec for d in plan.inputs if d.shape == leaf.shape and d.strategy == row)
         spec = next(alike, None) or fitted(plan.axes, row)
         if spec is None:
             grid = " x ".join(f"{n}={s}" for n, s in plan.axes)

@@ -27,7 +27,7 @@ def check(layout: Any, model: Any, args: Sequence[Any] = (), *, device: Any = No
     """What is wrong with a layout file for a model; nothing where it fits.
 
     Args:
-      layout: as `load` takes it.
+      layout: as `load_layout` takes it.
       model: a function, for `args`, which may be shapes; or a tree of arrays or shapes, of parameters say.
       args: the arguments of the function.
       device: as in `shard`: a target such as "tpu-v5e:4x4" needs no devices.

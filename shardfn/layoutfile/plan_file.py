@@ -127,4 +127,4 @@ def _note(same: Sequence[Decision]) -> str:
     if len({(d.dtype, d.shape, d.source, layer(d.reason)) for d in same}) > 1:
         return f"{len(same)} arrays"
     reason = starred([d.reason for d in same])
-    return f"{many}{d.dtype}{list(d.shape)} {d.cuts}; {d.source}" + (f": {reason}" if reason else "")
+    return f"{many}{d.dtype}{list(d.shape)} {d.strategy}; {d.source}" + (f": {reason}" if reason else "")

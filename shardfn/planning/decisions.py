@@ -15,7 +15,7 @@ from shardfn.ir.model import Spec
 class Decision:
     """The layout of one array and where it comes from.
 
-    `cuts` says how many ways each dim is cut, `spec` over which axes; `source` is `you`, `file`,
+    `strategy` has the number of shards of each dimension, `spec` the mesh axes; `source` is `you`, `file`,
     `propagated` or `searched`. `runner_up` is the next best cut, and what it would cost more: by
     the search's estimate, op by op; in a report by the flow, as `Plan.why` has it.
     """
@@ -23,7 +23,7 @@ class Decision:
     path: str
     shape: tuple[int, ...]
     dtype: str
-    cuts: tuple[int, ...]
+    strategy: tuple[int, ...]
     spec: Spec
     source: str
     reason: str = ""
@@ -33,7 +33,7 @@ class Decision:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of the piece that one device holds."""
-        return tuple(n // c for n, c in zip(self.shape, self.cuts, strict=True))
+        return tuple(n // c for n, c in zip(self.shape, self.strategy, strict=True))
 
     @property
     def partition_spec(self) -> PartitionSpec:
@@ -102,7 +102,7 @@ class Candidate:
 class Alternative:
     """Another cut of one array, all else as planned: what the call would cost, and how much more than the plan."""
 
-    cuts: tuple[int, ...]
+    strategy: tuple[int, ...]
     spec: Spec
     figures: Figures
     more: Figures

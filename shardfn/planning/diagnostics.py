@@ -110,7 +110,7 @@ def too_large(plan: Plan, study: Study) -> Iterator[str]:
     memory, limit = plan.cost.memory, study.question.memory_limit
     if memory.peak <= limit:
         return
-    holders = [(d.local_bytes, f"`{d.path}` {d.cuts}") for d in plan.inputs]
+    holders = [(d.local_bytes, f"`{d.path}` {d.strategy}") for d in plan.inputs]
     holders = sorted([*holders, (memory.temporaries, "temporaries")], key=lambda h: -h[0])[:3]
     most = ", ".join(f"{name} {bytes_text(size)}" for size, name in holders if size)
     freed = [(d.local_bytes - _whole_bytes(d) / math.prod(cuts_of(spec, plan.axes)), d, spec)
@@ -122,7 +122,7 @@ def too_large(plan: Plan, study: Study) -> Iterator[str]:
     )
     if freed:
         most_freed, d, spec = max(freed, key=lambda f: f[0])
-        text += f"; cut `{d.path}` {cuts_of(spec, plan.axes)} instead of {d.cuts} to free {bytes_text(most_freed)}"
+        text += f"; cut `{d.path}` {cuts_of(spec, plan.axes)} instead of {d.strategy} to free {bytes_text(most_freed)}"
     else:
         text += "; no argument can be cut further on this grid: use more devices, or smaller arrays"
     if plan.level != 1 and any(d.source == "searched" for d in plan.inputs):
@@ -189,7 +189,7 @@ def avoided(plan: Plan, study: Study, c: Communication, is_gone: Callable[[Parti
         return f"{tried} avoids it and sends less" if tries and most else "`Plan.why` tells what other cuts cost"
     _, _, d, spec, paid = min(found, key=lambda f: f[:2])
     return (
-        f"cut `{d.path}` {cuts_of(spec, plan.axes)} instead of {d.cuts} to avoid it: {bytes_text(paid.bytes_sent)} sent "
+        f"cut `{d.path}` {cuts_of(spec, plan.axes)} instead of {d.strategy} to avoid it: {bytes_text(paid.bytes_sent)} sent "
         f"instead of {bytes_text(plan.cost.bytes_sent)}, {bytes_text(paid.memory.peak)} at the peak instead of "
         f"{bytes_text(plan.cost.memory.peak)}"
     )
@@ -234,7 +234,7 @@ _CHANGING = frozenset({"rng_bit_generator", "rng", "custom_call"})
 
 def finer(d: Decision, axes: Axes) -> Spec | None:
     """The layout of an array in the most pieces, if that is more than now; ties go to what leaves its cuts as they are."""
-    pieces = math.prod(d.cuts)
+    pieces = math.prod(d.strategy)
     more = [s for s in layouts(d.shape, axes, d.spec) if math.prod(cuts_of(s, axes)) > pieces]
     return min(more, key=lambda s: (-math.prod(cuts_of(s, axes)), *_distance(s, d.spec)), default=None)
 
@@ -284,7 +284,7 @@ def _share(size: int, plan: Plan) -> str:
 
 
 def _whole_bytes(d: Decision) -> int:
-    return d.local_bytes * math.prod(d.cuts)
+    return d.local_bytes * math.prod(d.strategy)
 
 
 RULES: tuple[Rule, ...] = (too_large, in_loops, rematerialised, held_whole, idle)

@@ -130,7 +130,7 @@ def make_plan(
         order=placed.order,
         inputs=decided,
         outputs=results,
-        classes=dimension_groups_of(classes, inputs, outputs, traced, decided),
+        dimension_groups=dimension_groups_of(classes, inputs, outputs, traced, decided),
         collectives=collectives(partitioned, as_run(partitioned, hardware.chip)),
         cost=paid,
         policy=answer.policy,
@@ -142,7 +142,7 @@ def make_plan(
         candidates=candidates(question, answer, paid),
         activations=layout.activations if layout is not None else (),
         memory_limit=wishes.memory_limit,
-        study=study,
+        _study=study,
     )
     diagnostics += near_limit(paid.memory, question.memory_limit) if wishes.is_strict else []  # else judged as compiled
     diagnostics += [

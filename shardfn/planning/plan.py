@@ -18,7 +18,6 @@ from shardfn.frontend.meshes import abstract_mesh, mesh_on, wired
 from shardfn.frontend.paths import alike, few, listed
 from shardfn.ir.model import Collective, Op, PartitionedProgram
 from shardfn.layoutfile import plan_file
-from shardfn.mindspore.layout import Layout
 from shardfn.planning.decisions import Alternatives, Candidate, Constraint, Decision, DimensionGroup
 from shardfn.planning.layout_rules import LayoutFile, Rule
 
@@ -50,7 +49,7 @@ class Plan:
     order: tuple[int, ...] | None
     inputs: tuple[Decision, ...]
     outputs: tuple[Decision, ...]
-    classes: tuple[DimensionGroup, ...]
+    dimension_groups: tuple[DimensionGroup, ...]
     collectives: tuple[Collective, ...]
     cost: Cost
     policy: str
@@ -69,8 +68,8 @@ class Plan:
     """Rules of a layout file for what is tagged inside."""
     memory_limit: float | None = dataclasses.field(default=None, compare=False)
     """Bytes that one device may hold, as they were given; None is all that it has."""
-    study: Study | None = dataclasses.field(default=None, repr=False, compare=False)
-    verifier: Callable[[Plan], Any] | None = dataclasses.field(default=None, repr=False, compare=False)
+    _study: Study | None = dataclasses.field(default=None, repr=False, compare=False)
+    _verifier: Callable[[Plan], Any] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         return "\n".join(_summary(self))
@@ -81,7 +80,7 @@ class Plan:
     def __getstate__(self) -> dict[str, Any]:
         """Without the devices, which are of this process, and without what it takes to plan again."""
         hardware = dataclasses.replace(self.hardware, devices=None, mesh=None)
-        return {**self.__dict__, "study": None, "verifier": None, "hardware": hardware}
+        return {**self.__dict__, "_study": None, "_verifier": None, "hardware": hardware}
 
     def __copy__(self) -> Plan:
         return self
@@ -103,10 +102,10 @@ class Plan:
         >>> import jax, shardfn
         >>> x, w = jax.ShapeDtypeStruct((8, 4), "float32"), jax.ShapeDtypeStruct((4, 2), "float32")
         >>> made = shardfn.shard(lambda x, w: x @ w, ((4, 1), (1, 1)), device="tpu-v5e:2x2").plan(x, w)
-        >>> [row.cuts for row in made.why("x").rows]
+        >>> [row.strategy for row in made.why("x").rows]
         [(1, 4), (1, 1)]
         """
-        return self._study().why(self, path, most)
+        return self._studied().why(self, path, most)
 
     def what_if(self, entries: Mapping[str, Any]) -> Plan:
         """The plan with other entries, by path glob as in `parameter_plan`; what was searched is searched again.
@@ -120,7 +119,7 @@ class Plan:
         >>> print(made.diff(made.what_if({"x": (2, 1), "w": (1, 2)}))[0])
         grid: a=4 -> a=2 x b=2
         """
-        return dataclasses.replace(self._study().what_if(self, entries), verifier=self.verifier)
+        return dataclasses.replace(self._studied().what_if(self, entries), _verifier=self._verifier)
 
     def diff(self, other: Plan) -> tuple[Change, ...]:
         """What differs in another plan of the same function (`shardfn.diff`)."""
@@ -131,7 +130,7 @@ class Plan:
         return plan_file.layout_of(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as a layout file (TOML): `load` reads it, `shard(f, layout=path)` uses it.
+        """Write the plan as a layout file (TOML): `load_layout` reads it, `shard(f, layout=path)` uses it.
 
         A name that ends in `.json` gets MindSpore's strategy JSON: the layouts of the arguments, and each op's strategy.
 
@@ -142,17 +141,17 @@ class Plan:
         >>> made = shardfn.plan(abs, jax.ShapeDtypeStruct((8,), "float32"), in_strategy=((4,),), device="tpu-v5e:4")
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     made.save(f"{folder}/layout.toml")
-        ...     shardfn.load(f"{folder}/layout.toml") == made
+        ...     shardfn.load_layout(f"{folder}/layout.toml") == made
         True
         """
         plan_file.save(self, path, op_strategies(self))
 
-    def _study(self) -> Study:
-        if self.study is None:
+    def _studied(self) -> Study:
+        if self._study is None:
             fail(StrategyError, f"the plan of `{self.function}` cannot be studied",
                  why="what it was made from is not here: it was pickled, or made by hand",
                  fix="plan the call again in this process")  # fmt: skip
-        return self.study
+        return self._study
 
     def verify(self) -> Any:
         """The `Report` with what XLA compiles beside what is predicted; for a TPU that is not here through libtpu.
@@ -161,15 +160,10 @@ class Plan:
           StrategyError: it does not fit as compiled, or the plan comes from a file or another process.
           DeviceError: there is no compiler for the target.
         """
-        if self.verifier is None:
+        if self._verifier is None:
             fail(StrategyError, f"this plan of `{self.function}` has no function to compile",
                  why="it comes from a file or another process", fix="plan again: plan(f, *args)")  # fmt: skip
-        return self.verifier(self)
-
-    @property
-    def device_matrix(self) -> tuple[int, ...]:
-        """The sizes of the grid's axes (MindSpore's dev_matrix)."""
-        return tuple(size for _, size in self.axes)
+        return self._verifier(self)
 
     def decision(self, path: str) -> Decision:
         """The decision on an argument or, under `result`, on a result.
@@ -183,21 +177,7 @@ class Plan:
         fail(StrategyError, f"the plan of `{self.function}` has no array `{path}`",
              fix=f"use one of {', '.join(d.path for d in (*self.inputs, *self.outputs)[:20])}")  # fmt: skip
 
-    def layout(self, path: str) -> Layout:
-        """The `Layout` (device matrix, axis names, tensor map) of one array."""
-        axes = self.axes or (("a", 1),)
-        matrix, names = tuple(s for _, s in axes), tuple(n for n, _ in axes)
-        dims = ("None" if not d else d[0] if len(d) == 1 else d for d in self.decision(path).spec)
-        return Layout(matrix, names, list(self.order) if self.order else None)(*dims)
-
-    def slices(self, path: str) -> tuple[tuple[slice, ...], ...]:
-        """What each rank holds of an array: entry i is what the i-th of the plan's devices holds."""
-        held = self.layout(path).slices(self.decision(path).shape)
-        if self.order is None:
-            return held
-        by_rank = dict(zip(self.order, held, strict=True))
-        return tuple(by_rank[rank] for rank in range(len(held)))
-
+    @property
     def mesh(self) -> Mesh | AbstractMesh:
         """The device mesh; an `AbstractMesh` where the devices are not here."""
         axes = self.axes or (("a", 1),)
@@ -214,7 +194,7 @@ class Plan:
 
     def sharding(self, path: str) -> NamedSharding:
         """The `NamedSharding` of one array."""
-        return NamedSharding(self.mesh(), self.decision(path).partition_spec)
+        return NamedSharding(self.mesh, self.decision(path).partition_spec)
 
     def with_devices(self, devices: Sequence[Any]) -> Plan:
         """The same plan on other devices, for instance one made for a target that is now here.
@@ -316,12 +296,12 @@ def diff(first: Plan, second: Plan) -> tuple[Change, ...]:
 def _laid_otherwise(first: Plan, second: Plan) -> Iterator[Change]:
     """The arrays whose layouts differ."""
     sides = zip((*first.inputs, *first.outputs), (*second.inputs, *second.outputs), strict=False)
-    differ = [(one, two) for one, two in sides if (one.cuts, one.spec) != (two.cuts, two.spec)]
-    moved = [one.path for one, two in differ if one.cuts == two.cuts and first.axes != second.axes]
+    differ = [(one, two) for one, two in sides if (one.strategy, one.spec) != (two.strategy, two.spec)]
+    moved = [one.path for one, two in differ if one.strategy == two.strategy and first.axes != second.axes]
     rows = [
-        (one.path, one.shape, f"{one.cuts} {one.partition_spec}", f"{two.cuts} {two.partition_spec}")
+        (one.path, one.shape, f"{one.strategy} {one.partition_spec}", f"{two.strategy} {two.partition_spec}")
         for one, two in differ
-        if one.cuts != two.cuts or first.axes == second.axes
+        if one.strategy != two.strategy or first.axes == second.axes
     ]
     for same in alike(rows, lambda row: row[1:], least=2):
         paths = tuple(path for path, *_ in same)
@@ -408,10 +388,10 @@ def _summary(plan: Plan) -> list[str]:
         most = MOST_LINES if title == "arguments" else 4
         groups: dict[tuple[Any, ...], list[Decision]] = {}
         for d in sorted(decisions, key=lambda d: -math.prod(d.shape)):
-            groups.setdefault((d.shape, d.dtype, d.cuts, d.spec, d.source), []).append(d)
+            groups.setdefault((d.shape, d.dtype, d.strategy, d.spec, d.source), []).append(d)
         rows = [
             (same[0].path + (f" and {len(same) - 1} more" if len(same) > 1 else ""), f"{d.dtype}{list(d.shape)}",
-             str(d.cuts), d.source)
+             str(d.strategy), d.source)
             for same in groups.values() for d in same[:1]
         ]  # fmt: skip
         widths = [max((len(row[i]) for row in rows[:most]), default=0) for i in range(4)]

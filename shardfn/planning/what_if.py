@@ -144,8 +144,8 @@ def find(plan: Plan, path: str) -> tuple[Decision, ...]:
 def _laid(groups: Sequence[Sequence[Decision]]) -> str:
     """A few arrays with their layouts, one of each group."""
     firsts = [group[0] for group in groups]
-    is_told = len({d.cuts for d in firsts}) == len(firsts)  # by the cuts alone
-    return listed([f"`{d.path}` is {d.cuts}{'' if is_told else f' {partition_spec(d.spec)}'}" for d in firsts], 3)
+    is_told = len({d.strategy for d in firsts}) == len(firsts)  # by the cuts alone
+    return listed([f"`{d.path}` is {d.strategy}{'' if is_told else f' {partition_spec(d.spec)}'}" for d in firsts], 3)
 
 
 def _glob_of(group: Sequence[Decision], every: Sequence[str]) -> str:
@@ -178,10 +178,10 @@ class Shown(Alternatives):
         """One row for each sharding, the plan's own first."""
         d = self.planned
         name = f"{few(self.paths, 3)} ({len(self.paths)} arrays)" if self.paths else d.path
-        rows = [(f"{d.cuts} as planned", str(partition_spec(d.spec)), *figure_texts(self.figures), "", "", "")]
+        rows = [(f"{d.strategy} as planned", str(partition_spec(d.spec)), *figure_texts(self.figures), "", "", "")]
         rows += [
             (
-                str(row.cuts),
+                str(row.strategy),
                 str(partition_spec(row.spec)),
                 *figure_texts(row.figures),
                 *map(signed, figure_texts(row.more)),
@@ -222,15 +222,17 @@ RUNNERS_UP = 12_000
 def with_runners_up(plan: Plan) -> Plan:
     """The plan with the runner-up of each argument that was searched as `Plan.why` has it, the largest arrays first; of those
     that are alike in all layers the first stands for all. What is beyond `RUNNERS_UP` keeps the search's estimate."""
-    if plan.study is None:
+    if plan._study is None:
         return plan
     told = [d for d in plan.inputs if d.source == "searched"]
-    groups = sorted(alike(told, lambda d: (layer(d.path), d.cuts, d.runner_up)), key=lambda g: -math.prod(g[0].shape))
+    groups = sorted(
+        alike(told, lambda d: (layer(d.path), d.strategy, d.runner_up)), key=lambda g: -math.prod(g[0].shape)
+    )
     flows = RUNNERS_UP // (1 + len(plan.partitioned.graph.ops))
     found: dict[str, str] = {}
     for same in groups[:flows]:
         rows = plan.why(same[0].path, min(MOST, flows // len(groups[:flows]))).rows
-        text = f"{rows[0].cuts}: {more_text(rows[0].more)}" if rows else ""
+        text = f"{rows[0].strategy}: {more_text(rows[0].more)}" if rows else ""
         found |= {d.path: text for d in same}
     inputs = (dataclasses.replace(d, runner_up=found.get(d.path, d.runner_up)) for d in plan.inputs)
     return dataclasses.replace(plan, inputs=tuple(inputs))

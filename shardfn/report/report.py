@@ -34,7 +34,7 @@ class Report:
     >>> import jax, shardfn
     >>> x, w = jax.ShapeDtypeStruct((8, 4), "float32"), jax.ShapeDtypeStruct((4, 2), "float32")
     >>> report = shardfn.explain(lambda x, w: x @ w, x, w, in_strategy=((4, 1), (1, 2)), device="tpu-v5e:2x4")
-    >>> report.to_dict()["outputs"][0]["cuts"]
+    >>> report.to_dict()["outputs"][0]["strategy"]
     [4, 2]
     """
 
@@ -141,7 +141,7 @@ def strategies_text(plan: Plan) -> str:
         return str(values[i])
 
     lines = [f"# {plan.function} on {plan.hardware.name}, grid {grid_text(plan)}"]
-    lines += [f"%{i} = argument {d.path}: {d.dtype}{list(d.shape)}, strategy: {d.cuts}"
+    lines += [f"%{i} = argument {d.path}: {d.dtype}{list(d.shape)}, strategy: {d.strategy}"
               for i, d in zip(partitioned.graph.arguments(len(plan.inputs)), plan.inputs, strict=True)]  # fmt: skip
     for op in partitioned.graph.ops:
         ends = [tuple(map(partitioned.shards, side)) for side in (op.inputs, op.outputs)]
@@ -170,10 +170,10 @@ def _data(plan: Plan, arrivals: Sequence[str]) -> dict[str, Any]:
         "order": plan.order,
         "inputs": [_decided(d) for d in plan.inputs],
         "outputs": [_decided(d) for d in plan.outputs],
-        "classes": [dataclasses.asdict(c) for c in plan.classes],
+        "dimension_groups": [dataclasses.asdict(c) for c in plan.dimension_groups],
         "ops": [dataclasses.asdict(o) for o in op_strategies(plan)],
         "collectives": [
-            {**_sent(c), "time_s": seconds(plan, c), "cause": {"op": c.cause, "cuts": cuts}}
+            {**_sent(c), "time_s": seconds(plan, c), "cause": {"op": c.cause, "strategies": cuts}}
             for c, cuts in sorted(zip(plan.collectives, owners(plan), strict=True), key=lambda pair: -seconds(plan, pair[0]))
         ],
         "price": {"flops": cost.flops, "bytes_sent": cost.bytes_sent, "compute_s": cost.compute_s,

@@ -39,7 +39,7 @@ def grid_text(plan: Plan) -> str:
 
 def strides(plan: Plan) -> list[tuple[str, int, int]]:
     """Each axis with its size and the step between the device indices that it walks."""
-    sizes = plan.device_matrix
+    sizes = [size for _, size in plan.axes]
     return [(name, size, math.prod(sizes[i + 1 :])) for i, (name, size) in enumerate(plan.axes)]
 
 
@@ -119,7 +119,7 @@ def _grid(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> I
     used = {axis.partition(":")[0] for spec in plan.partitioned.specs for dim in spec for axis in dim}
     for name, size, stride in strides(plan):
         walk = ", ".join(str(i * stride) for i in range(min(size, 4))) + (", …" if size > 4 else "")
-        carried = [c.name for c in plan.classes if name in c.axes]
+        carried = [c.name for c in plan.dimension_groups if name in c.axes]
         rows.append(
             (
                 name,
@@ -143,7 +143,7 @@ def _arrays(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) ->
         counts = collections.Counter(_reason(same[0]) for same in groups)
         stated = {text for text, count in counts.items() if count > MOST_REASONS}  # said once, below the table
         rows = [
-            (starred([d.path for d in same]), times(len(same)), f"{d.dtype}{shape_text(d.shape)}", str(d.cuts),
+            (starred([d.path for d in same]), times(len(same)), f"{d.dtype}{shape_text(d.shape)}", str(d.strategy),
              spec_text(d.spec), shape_text(d.local_shape) if any(d.spec) else "whole", figure(d.local_bytes / size),
              d.source if _reason(d) in stated or not d.reason else f"{d.source}: {starred([d.reason for d in same])}")
             for same in groups for d in same[:1]
@@ -157,9 +157,9 @@ def _arrays(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) ->
 def _runners_up(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
     told = [d for d in plan.inputs if d.runner_up]
     untold = sum(d.source == "searched" and any(n > 1 for n in d.shape) for d in plan.inputs) - len(told)
-    groups = alike(told, lambda d: (layer(d.path), d.cuts, d.runner_up))
+    groups = alike(told, lambda d: (layer(d.path), d.strategy, d.runner_up))
     rows = [
-        (starred([d.path for d in same]), times(len(same)), str(d.cuts), d.runner_up)
+        (starred([d.path for d in same]), times(len(same)), str(d.strategy), d.runner_up)
         for same in groups
         for d in same[:1]
     ]
@@ -182,7 +182,7 @@ def _classes(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -
         return layer(c.name), c.size, c.axes, tuple(map(layer, c.members))
 
     rows = []
-    for same in alike(sorted(plan.classes, key=lambda c: not c.axes), key):
+    for same in alike(sorted(plan.dimension_groups, key=lambda c: not c.axes), key):
         c = same[0]
         members = [starred(each) for each in zip(*(s.members[1:] for s in same), strict=True)]
         name = starred([s.name for s in same])
@@ -307,12 +307,13 @@ _TOGETHER = {"together": "all at once", "xla_peak": "XLA's own peak"}
 def _drawing(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) -> Iterable[Part]:
     if plan.hardware.count == 1:
         return
-    shown = list(plan.device_matrix)
+    sizes = tuple(size for _, size in plan.axes)
+    shown = list(sizes)
     while math.prod(shown) > MOST_DEVICES:
         largest = shown.index(max(shown))
         shown[largest] = -(-shown[largest] // 2)
     places = np.array(list(np.ndindex(*shown)))
-    numbers = np.asarray(np.ravel_multi_index(tuple(places.T), plan.device_matrix)).tolist()
+    numbers = np.asarray(np.ravel_multi_index(tuple(places.T), sizes)).tolist()
     arrays: dict[tuple[Any, ...], list[Decision]] = {}
     for d in (*plan.inputs, *plan.outputs):
         if any(d.spec):

@@ -30,7 +30,7 @@ class Grid:
 
 def whole(plan: Plan) -> Grid:
     """The plan's own grid."""
-    mesh = plan.mesh()
+    mesh = plan.mesh
     return Grid(mesh, {name: (name,) for name in mesh.axis_names})
 
 
@@ -42,7 +42,7 @@ def on_paper(axes: Sequence[tuple[str, int]]) -> Grid:
 
 def finest(plan: Plan) -> Grid:
     """The plan's grid with every axis taken apart into its prime factors."""
-    mesh = plan.mesh()
+    mesh = plan.mesh
     axes, parts = mesh_inference.finest(tuple(mesh.shape.items()))
     return Grid(abstract_mesh(axes) if isinstance(mesh, AbstractMesh) else mesh_on(mesh.devices, axes), parts)
 

@@ -52,7 +52,7 @@ def make_entry(program: Program) -> Entry:
     if told := idle(made, algorithm_of(program.current)):
         warn(told)
         made = dataclasses.replace(made, diagnostics=(*made.diagnostics, told))
-    made = dataclasses.replace(made, verifier=program.verifier(found))
+    made = dataclasses.replace(made, _verifier=program.verifier(found))
     found = dataclasses.replace(found, plan=made)
     current = program.current
     if (file := current.strategy_ckpt_config.save_file) and jax.process_index() == 0:

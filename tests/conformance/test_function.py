@@ -31,7 +31,7 @@ def test_function(case, tally):
     assert outcome.received == outcome.planned
     assert_same(outcome.value, made.target(*made.args))
     if made.out is not None and made.out != (None,):
-        assert tuple(d.cuts for d in outcome.plan.outputs) == made.out
+        assert tuple(d.strategy for d in outcome.plan.outputs) == made.out
     planned = {d.path: d.local_shape for d in outcome.plan.inputs}
     stated = {name for name, entry in zip(made.names, made.entries, strict=True) if entry is not shardfn.AUTO}
     stated |= {path.removeprefix("self.") for path in made.plan or {}}

@@ -43,7 +43,7 @@ def test_operator(case, tally):
         assert outcome.received == outcome.planned
         assert_same(outcome.value, unsharded(case.ctor, case.call, case.op, case.shapes))
     if ask.out is not None:
-        assert outcome.plan.outputs[0].cuts == cuts_of(ask.out[0])
+        assert outcome.plan.outputs[0].strategy == cuts_of(ask.out[0])
     if row is None:
         same = same_ranks(outcome.plan, case.inputs)
         # a layout says which rank holds what; of cuts, both list the classes as they appear, unless MindSpore doesn't

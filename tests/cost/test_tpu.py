@@ -148,7 +148,7 @@ def test_without_vector_memory_temporaries_count():
 def test_compiled_peaks(layout):
     pytest.importorskip("libtpu")
     plan: Any = planned(mlp.SMALL, layout)
-    made = executable.read(plan.verifier.compiled(plan))
+    made = executable.read(plan._verifier.compiled(plan))
     assert made.argument_bytes == plan.cost.memory.arguments
     assert plan.cost.memory.peak == pytest.approx(made.together("tpu"), rel=0.1)
 

@@ -205,7 +205,7 @@ def test_a_sharded_step_takes_the_batches_as_they_lie():
     shapes = data.load(SOURCE, "full_batch", batch_size=8).shapes
     plan = step.plan(w, shapes["image"], shapes["label"])
     loader = data.load(SOURCE, plan=plan, batch_size=8)
-    assert loader.shardings["image"].mesh == plan.mesh()
+    assert loader.shardings["image"].mesh == plan.mesh
     assert loader.shardings["image"].is_equivalent_to(plan.sharding("image"), 4)
     for batch in loader:
         np.testing.assert_allclose(step(w, **batch), step.fn(w, **batch), rtol=1e-4)

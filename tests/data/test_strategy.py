@@ -87,16 +87,16 @@ LABELS = jax.ShapeDtypeStruct((16,), "float32")
 
 def test_on_a_plans_grid():
     plan = shardfn.plan(step, W, X, LABELS, in_strategy=((1, 4), (2, 1), (2,)))
-    assert plan.axes == (("a", 4), ("b", 2)) or plan.device_matrix in ((4, 2), (2, 4))
+    assert plan.axes == (("a", 4), ("b", 2)) or plan.mesh.axis_sizes in ((4, 2), (2, 4))
     batch = {"x": X, "label": LABELS}
     laid = lay_out(batch, None, plan=plan)
     assert [s.spec for s in laid.shardings] == [plan.decision(name).partition_spec for name in ("x", "label")]
-    assert all(s.mesh == plan.mesh() for s in laid.shardings)
+    assert all(s.mesh == plan.mesh for s in laid.shardings)
     other = lay_out({"0": X, "1": LABELS}, None, plan=plan, arguments=("x", "label"))
     assert other.shardings == laid.shardings
     cut = lay_out(batch, ((2, 1), (8,)), plan=plan)
     assert cut.shardings[0].spec == plan.decision("x").partition_spec
-    assert pieces(cut) == [(8, 8), (2,)] and cut.shardings[1].mesh == plan.mesh()
+    assert pieces(cut) == [(8, 8), (2,)] and cut.shardings[1].mesh == plan.mesh
     assert pieces(lay_out(batch, "full_batch", plan=plan)) == [(16, 8), (16,)]
     assert pieces(lay_out(batch, "data_parallel", plan=plan)) == [(2, 8), (2,)]
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import shardfn
 from shardfn.mindspore.layout import Layout
+from shardfn.mindspore.plans import array_layout
 from tests.properties.programs import device_ids
 
 
@@ -78,8 +79,8 @@ def test_every_rank_holds_the_slice_that_its_layout_says(ask):
         *zip(plan.inputs, arrays, compiled.input_shardings[0], strict=True),
         *((d, w, r.sharding) for d, w, r in zip(plan.outputs, want, results, strict=True)),
     ):
-        layout = plan.layout(decision.path)
-        assert layout.cuts == decision.cuts
+        layout = array_layout(plan, decision.path)
+        assert layout.cuts == decision.strategy
         assert layout.slice_shape(whole.shape) == decision.local_shape == lies.shard_shape(whole.shape)
         assert layout == Layout.from_sharding(plan.sharding(decision.path), whole.ndim, devices)
         numbers = Layout.from_tensor_map(layout.device_matrix, layout.tensor_map)
@@ -90,7 +91,7 @@ def test_every_rank_holds_the_slice_that_its_layout_says(ask):
         assert held_by(lies, whole.shape, rank_of) == said
 
     for decision, whole, result in zip(plan.outputs, want, results, strict=True):
-        layout = plan.layout(decision.path)
+        layout = array_layout(plan, decision.path)
         data = {rank_of[s.device.id]: np.asarray(s.data) for s in result.addressable_shards}
         for rank, slices in zip(layout.rank_list, layout.slices(whole.shape), strict=True):
             np.testing.assert_array_equal(data[rank], whole[slices])
@@ -105,7 +106,7 @@ def test_an_out_strategy_lies_where_it_is_asked_to(ask, data):
     whole = data.draw(st.booleans(), "whole on arrival")
     sharded = shardfn.shard(lambda x: x + 1, ((1,) * x.ndim if whole else shardfn.AUTO,), (cuts,), device=devices)
     result, plan = sharded(x), sharded.plan(x)
-    assert plan.outputs[0].cuts == (cuts if len(devices) > 1 else (1,) * x.ndim)
+    assert plan.outputs[0].strategy == (cuts if len(devices) > 1 else (1,) * x.ndim)
     lone = Layout.from_strategy(cuts, len(devices)) if len(devices) > 1 else Layout((1,), ("a",))(*["None"] * x.ndim)
     rank_of = {d: rank for rank, d in enumerate(ask.devices)}
     for shard in result.addressable_shards:

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 import shardfn
+from shardfn.mindspore.plans import array_layout
 from tests.properties.apart import Ended, apart
 from tests.properties.programs import asked_cuts, assert_near, cases, scalar
 
@@ -116,15 +117,15 @@ def by_hand(case):
 def assert_as_asked(entry, decision, devices):
     cuts = asked_cuts(entry, decision.shape, devices)
     if cuts is not None:
-        assert (decision.cuts, decision.source) == (cuts, "you")
-    assert devices % math.prod(decision.cuts) == 0
-    assert all(n % c == 0 for n, c in zip(decision.shape, decision.cuts, strict=True))
+        assert (decision.strategy, decision.source) == (cuts, "you")
+    assert devices % math.prod(decision.strategy) == 0
+    assert all(n % c == 0 for n, c in zip(decision.shape, decision.strategy, strict=True))
 
 
 def assert_lies_as_planned(array, plan, decision, devices):
     """Every device holds the slice that the plan's layout gives its rank."""
     assert array.sharding.shard_shape(array.shape) == decision.local_shape
-    layout = plan.layout(decision.path)
+    layout = array_layout(plan, decision.path)
     held = {shard.device.id: shard for shard in array.addressable_shards}
     assert set(held) == set(devices)
     whole = np.asarray(array)

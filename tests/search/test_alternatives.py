@@ -72,17 +72,17 @@ def plans(name, device) -> Any:
 def test_no_level_loses_at_its_own_aim_and_no_row_beside_a_plan_is_better(name, device):
     made = plans(name, device)
     for own in made:
-        aim = objective(own.cost, own.study.question)
+        aim = objective(own.cost, own._study.question)
         for other in made:
-            assert aim <= objective(other.cost, own.study.question), (own.level, other.level)
+            assert aim <= objective(other.cost, own._study.question), (own.level, other.level)
         for d in (*own.inputs, *own.outputs):
             rows = () if "whose place it can take" in d.reason else own.why(d.path).rows
             for row in rows:
                 f = row.figures
                 if own.level == 1:
-                    assert f.memory >= own.cost.memory.peak, (d.path, row.cuts)
+                    assert f.memory >= own.cost.memory.peak, (d.path, row.strategy)
                 elif own.level == 2:
-                    assert f.time_s >= (1 - one_array_changes.WORTH) * own.cost.time_s, (d.path, row.cuts)
+                    assert f.time_s >= (1 - one_array_changes.WORTH) * own.cost.time_s, (d.path, row.strategy)
 
 
 def test_a_cut_that_another_entry_finds_is_found():

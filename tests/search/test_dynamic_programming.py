@@ -114,7 +114,7 @@ def test_the_plan_is_never_worse_than_the_simple_policys(make, level):
 def test_parameters_are_cut_for_memory_and_whole_for_time():
     args = (S((8192, 1024), jnp.float32), S((1024, 4096), jnp.float32), S((4096, 1024), jnp.float32))
     least, fastest = (shardfn.plan(two_layers, *args, level=level, device="tpu-v5e:8", **EXACT) for level in (1, 2))
-    assert all(np.prod(d.cuts) == 8 for d in least.inputs)
+    assert all(np.prod(d.strategy) == 8 for d in least.inputs)
     assert least.cost.memory.peak < fastest.cost.memory.peak
     assert least.cost.time_s > fastest.cost.time_s
 
@@ -131,7 +131,7 @@ def test_a_users_cut_is_kept_and_the_values_are_right():
     function = shardfn.shard(two_layers, (shardfn.AUTO, (1, 4), shardfn.AUTO), **EXACT)
     np.testing.assert_allclose(function(x, w1, w2), two_layers(x, w1, w2), rtol=1e-5)
     made = function.plan(x, w1, w2)
-    assert made.decision("w1").cuts == (1, 4)
+    assert made.decision("w1").strategy == (1, 4)
     assert made.decision("w1").source == "you"
 
 
@@ -141,7 +141,7 @@ def test_a_users_grid_is_kept():
     made = shardfn.plan(two_layers, *args, in_strategy=(grid("rows", "None"), shardfn.AUTO, shardfn.AUTO),
                         device="h100:8", level=2, **EXACT)  # fmt: skip
     assert made.axes == (("rows", 4), ("columns", 2))
-    assert made.inputs[0].cuts == (4, 1)
+    assert made.inputs[0].strategy == (4, 1)
 
 
 @pytest.mark.parametrize("devices", [6, 7, 12])
@@ -150,15 +150,15 @@ def test_any_number_of_devices(devices):
     made = shardfn.plan(two_layers, *args, device=f"h100:{devices}", level=2, **EXACT)
     whole = shardfn.plan(two_layers, *args, device="h100:1")
     assert made.cost.flops == pytest.approx(whole.cost.flops / devices, rel=0.01)
-    assert np.prod(made.device_matrix) == devices
+    assert np.prod(made.mesh.axis_sizes) == devices
 
 
 def test_a_tiny_time_limit_still_answers():
     function, args = abstract(mlp.make, batch=8192, d_in=1024, d_hidden=4096, d_out=1024, train=True)
     for mode in ("dynamic_programming", "recursive_programming", "auto"):
         made = shardfn.plan(function, *args, device="h100:8", level=2, search_mode=mode, time_limit=1e-3)
-        assert all(np.prod(d.cuts) <= 8 for d in made.inputs)
-        assert any(np.prod(d.cuts) > 1 for d in made.inputs)
+        assert all(np.prod(d.strategy) <= 8 for d in made.inputs)
+        assert any(np.prod(d.strategy) > 1 for d in made.inputs)
 
 
 def test_what_checkpoint_holds_back_is_free_to_be_cut_each_in_its_own_way():

@@ -48,7 +48,7 @@ def test_a_users_cut_is_kept_and_told():
     shardfn.set_algo_parameters(fully_use_devices=True)
     with pytest.warns(UserWarning, match="2 of 8 devices would do: nothing is cut over axis b of 4"):
         made = shardfn.plan(dense, X, W, in_strategy=((2, 1), (1, 1)), device="h100:8")
-    assert [d.cuts for d in made.inputs] == [(2, 1), (1, 1)]
+    assert [d.strategy for d in made.inputs] == [(2, 1), (1, 1)]
     assert any("fully_use_devices" in text for text in made.diagnostics)
 
 
@@ -56,11 +56,11 @@ def test_an_op_that_cannot_use_all_devices_is_free_of_the_rule():
     shardfn.set_algo_parameters(fully_use_devices=True)
     with pytest.warns(UserWarning, match="1 of 8 devices would do"):
         made = shardfn.plan(dense, S((3, 5), jnp.float32), S((5, 7), jnp.float32), **HERE)
-    assert [d.cuts for d in made.inputs] == [(1, 1), (1, 1)]
+    assert [d.strategy for d in made.inputs] == [(1, 1), (1, 1)]
 
 
 def cuts(made):
-    return [d.cuts for d in (*made.inputs, *made.outputs)]
+    return [d.strategy for d in (*made.inputs, *made.outputs)]
 
 
 def slices(made):

@@ -30,7 +30,7 @@ def test_one_seed_gives_every_block_tensor_and_data_parallel(train):
         function, *args, parameter_plan=SEED, search_mode="sharding_propagation", level=2, device=DEVICE
     )
     assert made.decision("params/0/q").source == "you"
-    cuts = {d.path: d.cuts for d in made.inputs}
+    cuts = {d.path: d.strategy for d in made.inputs}
     assert {f"params/{i}/{name}": cuts[f"params/{i}/{name}"] for i in range(4) for name in BLOCK} == {
         f"params/{i}/{name}": cut for i in range(4) for name, cut in BLOCK.items()
     }
@@ -42,7 +42,7 @@ def test_the_other_modes_keep_a_seed_and_choose_what_is_cheapest_around_it(mode)
     function, args = program(mindspore.TRANSFORMER, train=False)
     options = {"parameter_plan": SEED, "level": 2, "device": DEVICE}
     made = shardfn.plan(function, *args, search_mode=mode, **options)
-    assert made.decision("params/0/q").cuts == (1, 4)
+    assert made.decision("params/0/q").strategy == (1, 4)
     spread = shardfn.plan(function, *args, search_mode="sharding_propagation", **options)
     assert made.cost.time_s < spread.cost.time_s / 1.5 and made.cost.bytes_sent < spread.cost.bytes_sent / 10
 
@@ -50,7 +50,7 @@ def test_the_other_modes_keep_a_seed_and_choose_what_is_cheapest_around_it(mode)
 def test_every_block_is_cut_in_any_mode_where_every_block_is_named():
     function, args = program(mindspore.TRANSFORMER, train=False)
     made = shardfn.plan(function, *args, parameter_plan={"params/*/q": (1, 4)}, level=2, device=DEVICE)
-    assert [made.decision(f"params/{i}/q").cuts for i in range(4)] == [(1, 4)] * 4
+    assert [made.decision(f"params/{i}/q").strategy for i in range(4)] == [(1, 4)] * 4
 
 
 @pytest.mark.parametrize("train", [False, True], ids=["forward", "gradients"])

@@ -27,7 +27,7 @@ def test_any_number_of_devices(devices):
     args = (S((5376, 192), jnp.float32), S((192, 5376), jnp.float32), S((5376, 192), jnp.float32))
     made = shardfn.plan(two_layers, *args, device=f"h100:{devices}", level=2, **RECURSIVE)
     whole = shardfn.plan(two_layers, *args, device="h100:1")
-    assert math.prod(made.device_matrix) == devices
+    assert math.prod(made.mesh.axis_sizes) == devices
     assert made.cost.flops == pytest.approx(whole.cost.flops / devices, rel=0.01)
 
 
@@ -36,7 +36,7 @@ def test_the_users_grid_stays():
     made = shardfn.plan(two_layers, *WIDE, in_strategy=(grid("rows", "None"), shardfn.AUTO, shardfn.AUTO),
                         device="h100:8", level=2, **RECURSIVE)  # fmt: skip
     assert made.axes == (("rows", 4), ("columns", 2))
-    assert (made.inputs[0].cuts, made.inputs[0].source) == ((4, 1), "you")
+    assert (made.inputs[0].strategy, made.inputs[0].source) == ((4, 1), "you")
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
@@ -60,8 +60,8 @@ def test_never_worse_than_data_parallel(make, devices, level):
 def test_no_collapse_to_data_parallel(program):
     made = shardfn.plan(program, *WIDE, device="h100:8", level=2, **RECURSIVE)
     parallel = shardfn.plan(program, *WIDE, in_strategy=((8, 1), (1, 1), (1, 1)), device="h100:8", level=2)
-    assert made.decision("w1").cuts == (1, 8)
-    assert made.decision("w2").cuts == (8, 1)
+    assert made.decision("w1").strategy == (1, 8)
+    assert made.decision("w2").strategy == (8, 1)
     assert made.cost.time_s < parallel.cost.time_s / 2
 
 

@@ -77,7 +77,7 @@ def test_with_all_arguments_given_a_result_is_searched_only_where_that_is_said()
     asked = shardfn.plan(mixed, *ARGS, out_strategy=(AUTO, AUTO), **given)
     assert followed.policy == "nothing was open"
     assert [d.source for d in asked.inputs] == ["you", "you"]
-    assert asked.outputs[1].source == "searched" and asked.outputs[1].cuts == (1, 8)
+    assert asked.outputs[1].source == "searched" and asked.outputs[1].strategy == (1, 8)
     assert asked.cost.time_s < followed.cost.time_s
 
 

@@ -66,7 +66,7 @@ def test_a_users_cut_is_never_overruled(seed, mode, level):
     except shardfn.errors.StrategyError as error:
         assert all("hold together" in p.what for p in error.problems), error
         hypothesis.reject()
-    assert {d.path: d.cuts for d in made.inputs if d.source == "you"} == cuts
+    assert {d.path: d.strategy for d in made.inputs if d.source == "you"} == cuts
     found, wanted = sharded(*args.values()), function(*args.values())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
 
@@ -75,7 +75,7 @@ def test_a_users_cut_is_never_overruled(seed, mode, level):
 def test_a_result_that_is_given_is_kept(mode):
     made = shardfn.plan(two_layers, S((16, 8), jnp.float32), S((8, 32), jnp.float32), S((32, 8), jnp.float32),
                         out_strategy=((2, 4),), search_mode=mode, device="h100:8", level=2)  # fmt: skip
-    assert (made.outputs[0].cuts, made.outputs[0].source) == ((2, 4), "you")
+    assert (made.outputs[0].strategy, made.outputs[0].source) == ((2, 4), "you")
 
 
 def test_auto_is_exact_and_follows_where_nothing_is_open():
@@ -85,7 +85,7 @@ def test_auto_is_exact_and_follows_where_nothing_is_open():
     given = shardfn.plan(two_layers, *args, in_strategy=((8, 1), (1, 1), (1, 1)), device="h100:8")
     assert given.policy.startswith("nothing was open")
     alone = shardfn.plan(two_layers, *args, in_strategy=(AUTO,) * 3, device="h100:1")
-    assert all(d.cuts == (1, 1) for d in alone.inputs)
+    assert all(d.strategy == (1, 1) for d in alone.inputs)
 
 
 def test_auto_divides_the_devices_for_what_is_too_large(monkeypatch):
@@ -120,7 +120,7 @@ def test_a_search_of_ones_own():
         shardfn.reset_auto_parallel_context()
         search.forget("rows")
     assert seen[0].names == ("x", "w1", "w2") and seen[0].devices == 8
-    assert [d.cuts for d in made.inputs] == [(8, 1)] * 3
+    assert [d.strategy for d in made.inputs] == [(8, 1)] * 3
     assert {d.reason for d in made.inputs} == {"rows"}
     with pytest.raises(ContextError, match="search_mode 'rows' is unknown"):
         shardfn.plan(two_layers, *args, search_mode="rows")
@@ -184,7 +184,7 @@ def test_a_search_that_is_named_decides_the_ops_inside_where_every_argument_is_g
     follows = shardfn.plan(two_layers, *WIDE, device="h100:8", **ALL_GIVEN)
     assert follows.policy == "nothing was open" and not follows.constraints
     made = shardfn.plan(two_layers, *WIDE, device="h100:8", search_mode=mode, **ALL_GIVEN)
-    assert [(d.cuts, d.source) for d in made.inputs] == [(c, "you") for c in ALL_GIVEN["in_strategy"]]
+    assert [(d.strategy, d.source) for d in made.inputs] == [(c, "you") for c in ALL_GIVEN["in_strategy"]]
     share = follows.cost.flops / 4  # and a little for what adds up the parts of a product
     assert made.cost.flops == pytest.approx(share, rel=1e-3), "all eight work, where two groups of four did the same"
     assert made.cost.time_s < follows.cost.time_s
@@ -199,7 +199,7 @@ def test_a_search_that_is_named_decides_the_ops_inside_where_every_argument_is_g
 def test_a_result_that_is_given_stays_where_only_the_inside_is_searched(level):
     options = ALL_GIVEN | {"level": level, "out_strategy": ((1, 4),), "device": "h100:8"}
     made = shardfn.plan(two_layers, *WIDE, search_mode="dynamic_programming", **options)
-    assert [d.cuts for d in (*made.inputs, *made.outputs)] == [(2, 1), (1, 1), (1, 1), (1, 4)]
+    assert [d.strategy for d in (*made.inputs, *made.outputs)] == [(2, 1), (1, 1), (1, 1), (1, 4)]
 
 
 def test_auto_follows_the_cuts_by_its_name_too():

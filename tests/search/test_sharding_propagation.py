@@ -31,7 +31,7 @@ def looped(x, params):
 
 
 def cuts(made):
-    return [d.cuts for d in made.inputs]
+    return [d.strategy for d in made.inputs]
 
 
 def test_the_seed_of_the_first_layer_reaches_the_last():
@@ -46,7 +46,7 @@ def test_the_seed_of_the_first_layer_reaches_the_last():
 def test_a_seed_in_the_middle_is_kept_and_the_work_spread(rows):
     x, params = shapes(3)
     made = shardfn.plan(ffn, x, params, parameter_plan={"params/1/1": (rows, 1)}, **HERE)
-    assert made.decision("params/1/1").cuts == (rows, 1)
+    assert made.decision("params/1/1").strategy == (rows, 1)
     assert made.cost.flops <= 1.01 * 3 * 2 * 2 * 8192 * 1024 * 4096 / 8
 
 
@@ -63,7 +63,7 @@ def test_loops(seed):
     stacked = jax.tree.map(lambda leaf: S((4, *leaf.shape), leaf.dtype), tuple(params[0]))
     made = shardfn.plan(looped, x, stacked, parameter_plan=seed, **HERE)
     for path, said in seed.items():
-        assert made.decision(path).cuts == said
+        assert made.decision(path).strategy == said
     assert made.cost.flops < 1.1 * 4 * 2 * 2 * 8192 * 1024 * 4096 / 8, "the work is spread over all devices"
 
 

@@ -29,7 +29,7 @@ def loose(made):
     """All that a plan decides."""
     return (
         made.axes,
-        [d.cuts for d in (*made.inputs, *made.outputs)],
+        [d.strategy for d in (*made.inputs, *made.outputs)],
         made.constraints,
         made.cost,
         made.policy,
@@ -97,4 +97,4 @@ def test_without_work_one_grid_is_searched_and_the_others_are_named(monkeypatch)
     function, args = abstract(mlp.make, batch=64)
     made = shardfn.plan(function, *args, level=2, device="h100:8")
     assert "not in the work that a search may do: " in made.policy and made.gap is None
-    assert any(math.prod(d.cuts) > 1 for d in made.inputs)
+    assert any(math.prod(d.strategy) > 1 for d in made.inputs)

@@ -306,7 +306,7 @@ def test_a_plan_and_a_report_for_a_pod_that_is_not_here():
     shapes = jax.eval_shape(lambda: train.TrainState(start(), optax.adam(1e-2).init(start()), jnp.int32(0)))
     batch = jax.eval_shape(data)
     made = step.plan(shapes, *batch)
-    assert made.decision("state/opt_state/0/mu/w1").cuts == (16, 1)
+    assert made.decision("state/opt_state/0/mu/w1").strategy == (16, 1)
     assert [c.kind for c in estimate.collectives(made.partitioned)].count("reduce-scatter") == 3
 
 
@@ -384,7 +384,7 @@ def test_a_layout_file_lays_out_what_is_not_named(mode, tmp_path):
     made.save(tmp_path / "step.toml")
     for layout in (tmp_path / "step.toml", made):
         again = train.step(mean_square, optax.adam(1e-2), mode=mode, layout=layout)
-        assert again.plan(again.init(start), *data()).decision("state/params/w1").cuts == (1, 4)
+        assert again.plan(again.init(start), *data()).decision("state/params/w1").strategy == (1, 4)
     with auto_parallel(parallel_mode=mode, strategy_ckpt_load_file=str(tmp_path / "step.toml")):
         again = train.step(mean_square, optax.adam(1e-2))
     assert again.init(start, *data()).opt_state[0].mu["w2"].sharding.shard_shape((32, 8)) == (8, 8)
@@ -397,7 +397,7 @@ def test_globs_are_those_of_shard():
     options = {"mode": "semi_auto_parallel", "in_strategy": ((2, 1), (2, 1))}
     for plan in ({"w1": (1, 4), "w*": (1, 2)}, {"w*": (1, 2), "w1": (1, 4)}):
         step = train.step(mean_square, optax.adam(1e-2), parameter_plan=plan, **options)
-        assert step.plan(step.init(start), *data()).decision("state/params/w1").cuts == (1, 4)
+        assert step.plan(step.init(start), *data()).decision("state/params/w1").strategy == (1, 4)
     with pytest.raises(StrategyError, match="two rules of `parameter_plan` speak of `w1`"):
         clash = train.step(mean_square, optax.adam(1e-2), parameter_plan={"w*": (1, 2), "*1": (1, 4)}, **options)
         clash.plan(clash.init(start), *data())

@@ -13,6 +13,7 @@ from shardfn.errors import ContextError, StrategyTypeError, a, fail
 from shardfn.frontend.callee import SHARDED
 from shardfn.mindspore import context
 from shardfn.mindspore.inference.weights import Named, Weights, of_call
+from shardfn.mindspore.plans import array_layout
 from shardfn.planning.plan import Plan
 from shardfn.runtime.sharded_function import ShardedFunction
 
@@ -38,7 +39,7 @@ class PredictLayout(Mapping[str, WeightLayout]):
 
     def __getitem__(self, name: str) -> WeightLayout:
         path = self.weights.paths[name]
-        found, decision = self.plan.layout(path), self.plan.decision(path)
+        found, decision = array_layout(self.plan, path), self.plan.decision(path)
         matrix = tuple(size for _, size in found.axes)
         return WeightLayout(matrix, found.tensor_map, decision.local_shape, 0, True, "", decision.shape)
 
@@ -56,7 +57,7 @@ class PredictLayout(Mapping[str, WeightLayout]):
         for name, path in self.weights.paths.items():
             d = self.plan.decision(path)
             text = f"{d.dtype}[{','.join(map(str, d.shape))}]"
-            rows.append((name, text, str(d.cuts), str(d.partition_spec), f"{d.local_bytes:,}"))
+            rows.append((name, text, str(d.strategy), str(d.partition_spec), f"{d.local_bytes:,}"))
         grid = " x ".join(f"{name}={size}" for name, size in self.plan.axes) or "1 device"
         total = sum(self.plan.decision(path).local_bytes for path in self.weights.paths.values())
         head = f"{self.plan.function}: {len(self)} weights on grid {grid}, {total:,} B per device"

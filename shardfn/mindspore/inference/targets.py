@@ -71,7 +71,7 @@ def _meets(glob: str, entries: Sequence[Entry]) -> bool:
 
 def _predicted(layout: PredictLayout, entries: Sequence[Entry]) -> dict[str, Sharding]:
     plan = layout.plan if layout.plan.hardware.devices is not None else layout.plan.with_devices(jax.devices())
-    mesh, paths = plan.mesh(), layout.weights.paths
+    mesh, paths = plan.mesh, layout.weights.paths
     if missing := [entry.path for entry in entries if entry.path not in paths]:
         fail(CheckpointError, f"the predicted layout has no weight `{missing[0]}`", where=repr(layout),
              why=f"{len(missing)} weights are not among those it was made for",

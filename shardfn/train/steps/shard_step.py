@@ -155,7 +155,7 @@ def _planned(
     counts = [len(tree_util.tree_leaves(part)) for part in (state.params, state.opt_state, state.step)]
     params, opt_state, _, rest = (specs[sum(counts[:i]) : (sum(counts[: i + 1]) if i < 3 else None)] for i in range(4))
     data = next((spec[0] for spec in rest if spec and spec[0]), ())
-    drawn = StepShardings(made.mesh(), data, tuple(params), tuple(opt_state), tuple(rest))
+    drawn = StepShardings(made.mesh, data, tuple(params), tuple(opt_state), tuple(rest))
     if training.is_plain and not is_per_device(training, drawn):
         shardings = [drawn.named(s) for s in specs]
         return ShardedStep(draft, tree_util.tree_unflatten(tree_util.tree_structure(state), shardings[: sum(counts)]))
