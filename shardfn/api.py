@@ -11,12 +11,11 @@ import jax
 from jax.core import Tracer
 
 from shardfn import layoutfile
-from shardfn.errors import StrategyTypeError, a, fail
+from shardfn.errors import StrategyTypeError, a, fail, nearest
 from shardfn.frontend import option_checks
 from shardfn.frontend.options import Options
 from shardfn.frontend.strategy import shape_of, short
 from shardfn.layoutfile.files import LayoutFile
-from shardfn.mindspore.context_keys import nearest
 from shardfn.mindspore.layout import Layout
 from shardfn.planning.plan import Plan
 from shardfn.report.report import Report, make_report

@@ -12,10 +12,11 @@ argument 1 `w1` cannot be cut 4 ways along dimension 0
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, NoReturn
 
 
@@ -143,6 +144,17 @@ def a(value: object) -> str:
     """
     name = {"ArrayImpl": "jax.Array", "NoneType": "None"}.get(type(value).__name__, type(value).__name__)
     return name if name == "None" else f"an {name}" if name[0] in "aeiouAEIOU" or name == "ndarray" else f"a {name}"
+
+
+def nearest(word: object, names: Iterable[str], shown: Iterable[str] = ()) -> str:
+    """The fix for a misspelt name: up to three names close to it, or else `shown`, or else all names.
+
+    >>> nearest("leve", ["level", "plan"])
+    'did you mean level?'
+    """
+    names = list(names)
+    close = difflib.get_close_matches(str(word), names, n=3)
+    return f"did you mean {' or '.join(close)}?" if close else f"use one of {', '.join(shown or names)}"
 
 
 def raise_problems(problems: Sequence[Problem]) -> None:

@@ -97,7 +97,7 @@ ACCEPTED = [
     (set_auto_parallel_context, {"device_num": 100_000}, None),
     (set_auto_parallel_context, {"global_rank": 4095}, None),
     *[(set_auto_parallel_context, {"parallel_mode": mode}, None) for mode in ParallelMode.MODE_LIST],
-    *[(set_auto_parallel_context, {"search_mode": mode}, None) for mode in context_keys.SEARCH_MODES],
+    *[(set_auto_parallel_context, {"search_mode": mode}, None) for mode in search.MODES],
     (set_auto_parallel_context, {"auto_parallel_search_mode": "recursive_programming"}, None),
     (set_auto_parallel_context, {"out_strategy_mode": "honour"}, None),
     (set_auto_parallel_context, {"dataset_strategy": ((8, 1), (), (2, 4))}, None),
@@ -169,9 +169,9 @@ def test_device_num_unset():
 
 def test_global_rank_is_held_against_the_devices_in_use():
     set_auto_parallel_context(global_rank=7)
-    assert current().rank_among(8) == 7
+    current().defaults.check_rank(8)
     with pytest.raises(ContextError, match="from 0 to 3"):
-        current().rank_among(4)
+        current().defaults.check_rank(4)
 
 
 def test_a_search_of_the_users_own_is_a_search_mode():
@@ -218,7 +218,7 @@ def test_search_mode_has_an_old_name():
 def test_full_batch_and_dataset_strategy_are_one(settings, strategy, full):
     set_auto_parallel_context(**settings)
     assert current().dataset_strategy == strategy
-    assert current().full_batch is get_auto_parallel_context("full_batch") is full
+    assert get_auto_parallel_context("full_batch") is full
     assert current().is_set("full_batch") and current().is_set("dataset_strategy")
 
 

@@ -90,10 +90,8 @@ def environment_writes(tree: ast.AST) -> list[int]:
 
 
 KNOWN = {
-    "shardfn.api": {"shardfn.mindspore.context_keys", "shardfn.mindspore.layout"},
+    "shardfn.api": {"shardfn.mindspore.layout"},
     "shardfn.checkpoint": {"shardfn.mindspore.rank_checkpoints"},
-    "shardfn.data.strategy": {"shardfn.mindspore.context"},
-    "shardfn.frontend.algorithm": {"shardfn.mindspore.context", "shardfn.planning.plan"},
     "shardfn.frontend.option_checks": {"shardfn.planning.plan"},
     "shardfn.frontend.options": {"shardfn.layoutfile.files", "shardfn.planning.named_shardings"},
     "shardfn.frontend.strategy": {"shardfn.mindspore.layout"},
@@ -101,20 +99,9 @@ KNOWN = {
     "shardfn.halo": {"shardfn.mindspore.layout"},
     "shardfn.layoutfile.check": {"shardfn.runtime.sharded_function"},
     "shardfn.layoutfile.files": {"shardfn.mindspore.layout"},
-    "shardfn.layoutfile.toml": {"shardfn.mindspore.context_keys"},
     "shardfn.planning.layout_rules": {"shardfn.mindspore.layout"},
     "shardfn.planning.named_shardings": {"shardfn.mindspore.layout"},
     "shardfn.planning.plan": {"shardfn.layoutfile.plan_file", "shardfn.mindspore.layout"},
-    "shardfn.runtime.sharded_function": {"shardfn.mindspore.context"},
-    "shardfn.search": {"shardfn.mindspore.context_keys"},
-    "shardfn.train.collectives.buckets": {"shardfn.mindspore.context"},
-    "shardfn.train.pipelines.build": {"shardfn.mindspore.context"},
-    "shardfn.train.pipelines.pipeline": {"shardfn.mindspore.context"},
-    "shardfn.train.steps.checks": {"shardfn.mindspore.context", "shardfn.mindspore.context_keys"},
-    "shardfn.train.steps.modes": {"shardfn.mindspore.context"},
-    "shardfn.train.steps.optimizer_parallel": {"shardfn.mindspore.context"},
-    "shardfn.train.steps.options": {"shardfn.mindspore.context"},
-    "shardfn.train.steps.step": {"shardfn.mindspore.context"},
 }
 """Imports that still point up."""
 

@@ -12,11 +12,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardfn.cost.devices import hardware as hardware_
 from shardfn.errors import DeviceError, Problem, StrategyError, StrategyTypeError, fail, raise_problems
+from shardfn.frontend.defaults import Defaults, current
 from shardfn.frontend.meshes import mesh_on, partition_spec
 from shardfn.frontend.strategy import AUTO, UNKNOWN, Argument, Leaf, leaves_of, match, short
 from shardfn.frontend.validation import check, check_all
 from shardfn.ir.model import Spec
-from shardfn.mindspore.context import ParallelContext, current
 from shardfn.planning.mesh_inference import place
 from shardfn.planning.named_shardings import is_drawn, mesh_of, place_drawn
 from shardfn.planning.plan import Plan
@@ -69,7 +69,7 @@ def lay_out(
     setting = current()
     name = "strategy"
     if strategy is None:
-        strategy, name = setting.dataset_strategy, "context.dataset_strategy"
+        strategy, name = setting.dataset_strategy or PARALLEL, "context.dataset_strategy"
     leaves = _leaves(many, strategy, name, problems)
     if plan is not None:
         mesh, count = _here(plan), plan.hardware.count
@@ -132,12 +132,11 @@ def _leaves(many: Sequence[Argument], strategy: Any, name: str, problems: list[P
     return tuple(leaves)
 
 
-def _devices(device: Any, leaves: Sequence[Leaf], setting: ParallelContext) -> tuple[int, tuple[Any, ...], Mesh | None]:
+def _devices(device: Any, leaves: Sequence[Leaf], setting: Defaults) -> tuple[int, tuple[Any, ...], Mesh | None]:
     mesh = mesh_of(leaf.entry for leaf in leaves)
-    alone = setting.is_set("parallel_mode") and setting.parallel_mode == "stand_alone"
     asked = mesh if device is None and mesh is not None else device
-    found = hardware_.resolve(asked, count=1 if alone else setting.device_num, default=setting.device_target)
-    setting.rank_among(found.count)
+    found = hardware_.resolve(asked, count=setting.devices_asked, default=setting.platform)
+    setting.check_rank(found.count)
     if found.devices is None:
         instead = hardware_.used_here(found)
         fail(DeviceError, f"data cannot be put on {found.name}", where=f"device = {short(device)}",

@@ -10,12 +10,15 @@ from jax import tree_util
 from shardfn.errors import Problem, warn
 from shardfn.frontend.arguments import Call
 from shardfn.frontend.callee import Callee
+from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.options import Options
 from shardfn.frontend.strategy import AUTO, UNKNOWN, Argument, Leaf, apply_parameter_plan, leaves_of, match, shape_of
 from shardfn.frontend.validation import check_all
 
 
-def input_leaves(callee: Callee, options: Options, call: Call, current: Any, problems: list[Problem]) -> list[Leaf]:
+def input_leaves(
+    callee: Callee, options: Options, call: Call, current: Defaults, problems: list[Problem]
+) -> list[Leaf]:
     """The leaves of the state and of the dynamic arguments, in their order; `problems` grows."""
     strategy = options.in_strategy
     positional: list[Argument] = []
@@ -30,7 +33,7 @@ def input_leaves(callee: Callee, options: Options, call: Call, current: Any, pro
             positional.append(Argument(slot.name, f"argument {len(positional)} `{slot.name}`", value))
             declared.append(slot.declared)
     name = "in_strategy"
-    if strategy is None and isinstance(current.dataset_strategy, tuple) and current.is_set("dataset_strategy"):
+    if strategy is None and isinstance(current.dataset_strategy, tuple):
         name = "dataset_strategy"
         strategy = (*current.dataset_strategy, *[AUTO] * (len(positional) - len(current.dataset_strategy)))
     if type(strategy) is tuple and len(strategy) != len(positional):
@@ -46,11 +49,11 @@ def input_leaves(callee: Callee, options: Options, call: Call, current: Any, pro
 
 
 def output_leaves(
-    callee: Callee, options: Options, result: Any, current: Any, devices: int, problems: list[Problem]
+    callee: Callee, options: Options, result: Any, current: Defaults, devices: int, problems: list[Problem]
 ) -> list[Leaf]:
     """The leaves of the result, with the entries of `out_strategy`, or what the context puts in their place."""
     said = _matched(result, options.out_strategy, problems)
-    if not _is_overridden(options, current):
+    if options.out_strategy is None or current.honours_out_strategy:
         return said
     check_all(said, devices, problems)
     if problems:
@@ -125,18 +128,9 @@ def _matched(result: Any, strategy: Any, problems: list[Problem]) -> list[Leaf]:
     return match(arguments, strategy, "out_strategy", problems)
 
 
-def _is_overridden(options: Options, current: Any) -> bool:
-    return (
-        options.out_strategy is not None
-        and current.is_set("parallel_mode")
-        and current.parallel_mode in ("semi_auto_parallel", "auto_parallel")
-        and current.out_strategy_mode != "honour"
-    )
-
-
-def _instead(callee: Callee, result: Any, current: Any) -> Any:
+def _instead(callee: Callee, result: Any, current: Defaults) -> Any:
     """What MindSpore's context puts in the place of an out_strategy: data parallel, or whole under full_batch."""
-    whole = current.full_batch
+    whole = current.dataset_strategy == "full_batch"
     warn(
         f"out_strategy of `{callee.name}` is overridden with {'whole results' if whole else 'data parallel'}, "
         f"as MindSpore does under parallel_mode={current.parallel_mode!r}; to honour it: "

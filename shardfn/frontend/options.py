@@ -12,8 +12,8 @@ from jax import tree_util
 
 from shardfn.cost.devices.hardware import Hardware, resolve
 from shardfn.errors import ContextError, DeviceError, Problem, fail, raise_problems
-from shardfn.frontend.algorithm import algorithm_of
 from shardfn.frontend.byte_sizes import bytes_of, plain
+from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.search_options import Wishes
 from shardfn.frontend.strategy import Leaf
 from shardfn.frontend.validation import check_all
@@ -45,34 +45,33 @@ class Options:
         for name in ("level", "memory_limit", "compile_candidates", "time_limit"):
             object.__setattr__(self, name, plain(getattr(self, name)))
 
-    def wishes(self, current: Any) -> Wishes:
+    def wishes(self, current: Defaults) -> Wishes:
         """What bounds the search."""
         limit = None if self.memory_limit is None else bytes_of(self.memory_limit, "memory_limit")
         assert not isinstance(limit, Problem)  # checked by `shard`
-        mode = self.search_mode or (current.search_mode if current.is_set("search_mode") else None)
+        mode = self.search_mode or current.search_mode
         inside = mode not in (None, "auto")  # which follows the cuts where nothing is left open
         seconds = math.inf if self.time_limit is None else self.time_limit
-        return Wishes(limit, seconds, self.compile_candidates <= 1, algorithm_of(current), inside)
+        return Wishes(limit, seconds, self.compile_candidates <= 1, current.algorithm, inside)
 
-    def layout_file(self, current: Any) -> LayoutFile | None:
+    def layout_file(self, current: Defaults) -> LayoutFile | None:
         """The layout file given, or the context's."""
         if self.layout is not None:
             return read(self.layout)
-        file = current.strategy_ckpt_config.load_file
-        return read(pathlib.Path(file)) if file else None
+        return read(pathlib.Path(current.layout_file)) if current.layout_file else None
 
-    def hardware(self, inputs: Sequence[Leaf], current: Any, problems: Sequence[Problem]) -> Hardware:
+    def hardware(self, inputs: Sequence[Leaf], current: Defaults, problems: Sequence[Problem]) -> Hardware:
         """The devices to plan for: those given, or those of a mesh in a strategy, or the context's, or all.
 
         Raises:
           ContextError: the context asks for something that `shard` cannot do.
           DeviceError: there are no such devices; beside it, `problems` and what is wrong whatever the device is.
         """
-        if current.is_set("parallel_mode") and current.parallel_mode in ("data_parallel", "hybrid_parallel"):
+        if current.parallel_mode in ("data_parallel", "hybrid_parallel"):
             fail(ContextError, f"`shard` has no meaning under parallel_mode={current.parallel_mode!r}",
                  where=f"parallel_mode = {current.parallel_mode!r}", why="that mode cuts no operator",
                  fix='set_auto_parallel_context(parallel_mode="semi_auto_parallel"), or leave parallel_mode unset')  # fmt: skip
-        if current.read("pipeline_stages") > 1 and current.search_mode == "dynamic_programming":
+        if current.stages > 1 and current.search_mode == "dynamic_programming":
             fail(ContextError, "a pipeline does not go with the search dynamic_programming",
                  where="pipeline_stages > 1, search_mode = 'dynamic_programming'", why="as in MindSpore",
                  fix="use another search_mode, or reset_auto_parallel_context()")  # fmt: skip
@@ -80,17 +79,16 @@ class Options:
         mesh = mesh_of([*(leaf.entry for leaf in inputs), *tree_util.tree_leaves(self.out_strategy)])
         if device is None and mesh is not None:
             device = mesh
-        alone = current.is_set("parallel_mode") and current.parallel_mode == "stand_alone"
         try:
-            found = resolve(device, count=1 if alone else current.device_num, default=current.device_target)
+            found = resolve(device, count=current.devices_asked, default=current.platform)
         except DeviceError as error:
             known = list(problems)
             check_all(inputs, 1, known)
             raise_problems([*error.problems, *known] if known else ())
             raise
-        if found.count % (stages := current.read("pipeline_stages")):
-            fail(ContextError, f"{found.count} devices cannot be cut into {stages} pipeline stages",
-                 where=f"pipeline_stages = {stages}", why=f"{found.count} is not divisible by {stages}",
+        if found.count % current.stages:
+            fail(ContextError, f"{found.count} devices cannot be cut into {current.stages} pipeline stages",
+                 where=f"pipeline_stages = {current.stages}", why=f"{found.count} is not divisible by {current.stages}",
                  fix="set pipeline_stages to a divisor, or reset_auto_parallel_context()")  # fmt: skip
-        current.rank_among(found.count)
+        current.check_rank(found.count)
         return found

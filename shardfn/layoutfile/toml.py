@@ -8,9 +8,8 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from shardfn.errors import Problem
+from shardfn.errors import Problem, nearest
 from shardfn.ir.model import Spec
-from shardfn.mindspore.context_keys import nearest
 from shardfn.planning.decisions import Constraint
 from shardfn.planning.layout_rules import MOST, SPREAD, WHOLE, Dim, LayoutFile, Rule, Source, printable
 

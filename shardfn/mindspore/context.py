@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from shardfn.errors import ContextError, ContextTypeError, NotAvailableError, Problem, fail
+from shardfn.errors import ContextError, ContextTypeError, NotAvailableError, Problem, fail, nearest
+from shardfn.frontend.defaults import Defaults, register
+from shardfn.frontend.training_settings import TrainingSettings
+from shardfn.frontend.value_checks import clipped
 from shardfn.mindspore.context_keys import (
     ALGO_KEYS,
     AUTO_PARALLEL_KEYS,
@@ -25,9 +29,8 @@ from shardfn.mindspore.context_keys import (
     Key,
     ParallelMode,
     StrategyFiles,
-    clipped,
-    nearest,
 )
+from shardfn.search.problem import Algorithm
 
 __all__ = [
     "GRAPH_MODE", "PYNATIVE_MODE", "ParallelContext", "ParallelMode", "auto_parallel", "current",
@@ -36,6 +39,7 @@ __all__ = [
     "set_algo_parameters", "set_auto_parallel_context", "set_context",
 ]  # fmt: skip
 
+_TRAINING = frozenset(f.name for f in dataclasses.fields(TrainingSettings)) - {"all_reduce_fusion_config"}
 _KEYS: dict[str, Key] = {**AUTO_PARALLEL_KEYS, **RUN_KEYS, **ALGO_KEYS}
 
 
@@ -88,10 +92,29 @@ class ParallelContext:
                 object.__setattr__(self, key.name, key.store(value))
         _raise(invalid, waiting)
 
-    @property
-    def full_batch(self) -> bool:
-        """Whether every device gets the whole batch."""
-        return self.read("full_batch")
+    @functools.cached_property
+    def defaults(self) -> Defaults:
+        """What of it calls, searches and training steps read."""
+        mode = self._said("parallel_mode")
+        return Defaults(
+            device_count=self.device_num,
+            platform=self.device_target,
+            rank=self.global_rank,
+            parallel_mode=mode,
+            search_mode=self._said("search_mode"),
+            dataset_strategy=self._said("dataset_strategy"),
+            honours_out_strategy=mode is None or "auto" not in mode or self.out_strategy_mode == "honour",
+            layout_file=self.strategy_ckpt_config.load_file,
+            plan_file=self.strategy_ckpt_config.save_file,
+            saves_parameters_only=self.strategy_ckpt_config.only_trainable_params,
+            graphs=self.save_graphs,
+            graphs_path=self.save_graphs_path,
+            algorithm=Algorithm(**{name: getattr(self, name) for name in ALGO_KEYS}),
+            training=TrainingSettings(
+                **{name: self.read(name) for name in _TRAINING if self.is_set(name)},
+                all_reduce_fusion_config=self._kept("all_reduce_fusion_config"),
+            ),
+        )
 
     def is_set(self, name: str) -> bool:
         """Whether the user set `name` (or its alias), to whatever value.
@@ -108,23 +131,8 @@ class ParallelContext:
         key = _known(_KEYS, "read", name)
         return key.read(self._kept(key.alias_of or name))
 
-    def rank_among(self, device_count: int) -> int:
-        """`global_rank`, held against the number of devices that are really used.
-
-        Raises `ContextError` where the rank is not below it.
-
-        >>> ParallelContext(global_rank=3).rank_among(8)
-        3
-        """
-        if self.global_rank >= device_count:
-            fail(
-                ContextError,
-                f"`global_rank` = {self.global_rank} is not one of {device_count} devices",
-                where=f"set_auto_parallel_context(global_rank={self.global_rank})",
-                why="ranks count from 0",
-                fix=f"give a rank from 0 to {device_count - 1}, or a larger device_num",
-            )
-        return self.global_rank
+    def _said(self, name: str) -> Any:
+        return self.read(name) if self.is_set(name) else None
 
     def _kept(self, name: str) -> Any:
         key = _KEYS[name]
@@ -255,28 +263,6 @@ def current() -> ParallelContext:
     return _BLOCK.get() or _shared
 
 
-def changed(caller: str, settings: Mapping[str, Any], unset: Sequence[str] = ()) -> ParallelContext:
-    """The current context with these keys of `set_auto_parallel_context`, and others as if never set; nothing is set.
-
-    Raises what `set_auto_parallel_context` raises, in the name of `caller`.
-
-    >>> changed("train.step", {"gradients_mean": True}).read("gradients_mean")
-    True
-    """
-    made = _changed(current(), AUTO_PARALLEL_KEYS, caller, settings)
-    return _with(made, {name: _default(name) for name in unset}, made.explicit.difference(unset))
-
-
-@contextlib.contextmanager
-def held(context: ParallelContext) -> Iterator[None]:
-    """A block in which `context` is the current one."""
-    token = _BLOCK.set(context)
-    try:
-        yield
-    finally:
-        _BLOCK.reset(token)
-
-
 # ---- how a setting is found, checked and put in place ----
 
 
@@ -377,3 +363,6 @@ def _update(change: Callable[[ParallelContext], ParallelContext]) -> None:
         return
     with _LOCK:
         _shared = change(_shared)
+
+
+register(lambda: current().defaults)

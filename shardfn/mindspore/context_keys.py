@@ -8,19 +8,30 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
-import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from shardfn import search
 from shardfn.errors import Problem
+from shardfn.frontend.training_settings import CHECKS, FUSION, OPTIMIZER, shard_size
+from shardfn.frontend.value_checks import (
+    Check,
+    boolean,
+    clipped,
+    in_turn,
+    indices,
+    integer,
+    one_of,
+    record,
+    text,
+    wrong,
+)
+from shardfn.mindspore.layout import Layout
 
 PYNATIVE_MODE = 1
 GRAPH_MODE = 0
-
-Check = Callable[[str, Any], Iterator[Problem]]  # (name of the setting, value) -> what is wrong with it
 
 
 class ParallelMode:
@@ -68,135 +79,9 @@ class Key:
 # ---- checks: small, and put together in the rows ----
 
 
-def clipped(value: Any) -> str:
-    """`repr`, cut where it gets long."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def nearest(word: Any, names: Iterable[str], shown: Iterable[str] = ()) -> str:
-    """The fix for a misspelt name: the names close to it, or else those of `shown` (by default all)."""
-    names = list(names)
-    close = difflib.get_close_matches(str(word), names, n=3)
-    return f"did you mean {' or '.join(close)}?" if close else f"use one of {', '.join(shown or names)}"
-
-
-def _wrong(name: str, value: Any, why: str, fix: str, *, is_type: bool = False) -> Problem:
-    return Problem(f"`{name}` cannot be {clipped(value)}", why=why, fix=fix, is_type=is_type)
-
-
-def _of_type(kind: type, words: str) -> Check:
-    def check(name: str, value: Any) -> Iterator[Problem]:
-        # MindSpore lets True pass for 1 in some places: an int that is a bool is always a slip.
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            why = f"its type is {type(value).__name__}, not {kind.__name__}"
-            yield _wrong(name, value, why, f"give {words}", is_type=True)
-
-    return check
-
-
-def _in_turn(*checks: Check) -> Check:
-    """Each check may rely on the ones before it: stop at the first that finds something."""
-
-    def check(name: str, value: Any) -> Iterator[Problem]:
-        for step in checks:
-            found = list(step(name, value))
-            if found:
-                yield from found
-                return
-
-    return check
-
-
-def _integer(low: int, high: int | None = None) -> Check:
-    words = f"an int from {low} up" if high is None else f"an int from {low} to {high}"
-
-    def within(name: str, value: Any) -> Iterator[Problem]:
-        if value < low:
-            yield _wrong(name, value, f"it is less than {low}", f"give {words}")
-        if high is not None and value > high:
-            yield _wrong(name, value, f"it is more than {high}", f"give {words}")
-
-    return _in_turn(_of_type(int, words), within)
-
-
-def _one_of(*choices: str) -> Check:
-    def among(name: str, value: Any) -> Iterator[Problem]:
-        if value not in choices:
-            yield _wrong(name, value, f"it must be one of {', '.join(choices)}", nearest(value, choices))
-
-    return _in_turn(_of_type(str, f"one of the strings {', '.join(choices)}"), among)
-
-
-_boolean = _of_type(bool, "True or False")
-_text = _of_type(str, "a string")
-
-
-def _record(*, complete: bool = False, **entries: Check) -> Check:
-    """A dict with these entries; all of them where `complete`."""
-
-    def check(name: str, value: dict[Any, Any]) -> Iterator[Problem]:
-        for entry in (e for e in value if e not in entries):
-            yield Problem(
-                f"`{name}` has no entry {entry!r}",
-                why=f"its entries are {', '.join(entries)}",
-                fix=nearest(entry, entries),
-            )
-        missing = [repr(entry) for entry in entries if entry not in value]
-        if complete and missing:
-            yield Problem(
-                f"`{name}` lacks {' and '.join(missing)}",
-                why="each of its entries must be there",
-                fix=f"add {' and '.join(missing)}",
-            )
-        for entry, inner in entries.items():
-            if entry in value:
-                yield from inner(f"{name}[{entry!r}]", value[entry])
-
-    return _in_turn(_of_type(dict, f"a dict of {', '.join(entries)}"), check)
-
-
-def _ascending(name: str, value: list[int]) -> Iterator[Problem]:
-    for i, item in enumerate(value):
-        yield from _integer(0)(f"{name}[{i}]", item)
-
-
-def _sorted(name: str, value: list[int]) -> Iterator[Problem]:
-    if not value or any(b <= a for a, b in itertools.pairwise(value)):
-        why = "it must hold at least one index, each larger than the one before"
-        yield _wrong(name, value, why, "sort it and drop repeats, or leave it out")
-
-
-_indices = _in_turn(_of_type(list, "a list of ints"), _ascending, _sorted)
-
-
-def _nothing(name: str, value: Any) -> Iterator[Problem]:
-    if value is not None:
-        yield _wrong(name, value, "mode 'auto' takes no configuration", "give None, or change the mode")
-
-
-def _anything(name: str, value: Any) -> Iterator[Problem]:
-    yield from ()
-
-
-def _fusion(*modes: str) -> Check:
-    # MindSpore's own check lets a threshold of 0 pass.
-    config = {"auto": _nothing, "size": _integer(0), "index": _indices}
-
-    def fits(name: str, value: dict[str, Any]) -> Iterator[Problem]:
-        yield from config[value["mode"]](f"{name}['config']", value.get("config"))
-
-    def check(name: str, value: Any) -> Iterator[Problem]:
-        is_auto = isinstance(value, dict) and value.get("mode") == "auto"  # which has nothing to configure
-        whole = {"config": None, **value} if is_auto else value
-        yield from _in_turn(_record(complete=True, mode=_one_of(*modes), config=_anything), fits)(name, whole)
-
-    return check
-
-
 def _interleaved(name: str, value: dict[str, Any]) -> Iterator[Problem]:
     if not value["pipeline_interleave"] and value["pipeline_scheduler"] != "1f1b":
-        yield _wrong(
+        yield wrong(
             f"{name}['pipeline_scheduler']",
             value["pipeline_scheduler"],
             "without pipeline_interleave only 1f1b is allowed",
@@ -204,26 +89,10 @@ def _interleaved(name: str, value: dict[str, Any]) -> Iterator[Problem]:
         )
 
 
-def _whole_gradients(name: str, value: dict[str, Any]) -> Iterator[Problem]:
-    if value.get("optimizer_level") == "level3" and value.get("gradient_accumulation_shard"):
-        yield _wrong(
-            f"{name}['optimizer_level']",
-            "level3",
-            "level3 does not go with gradient_accumulation_shard",
-            "drop gradient_accumulation_shard, or use level2",
-        )
-
-
-def _shard_size(name: str, value: Any) -> Iterator[Problem]:
-    # MindSpore refuses its own default of -1 in some places; here what `get` gives can be set again.
-    if type(value) is not int or value != -1:
-        yield from _integer(1)(name, value)
-
-
 def _removed(fix: str) -> Check:
     def check(name: str, value: int) -> Iterator[Problem]:
         if value != 1:
-            yield _wrong(name, value, "MindSpore has taken this setting away", fix)
+            yield wrong(name, value, "MindSpore has taken this setting away", fix)
 
     return check
 
@@ -239,36 +108,34 @@ def _inside(owner: str) -> Check:
 def _dataset(name: str, value: Any) -> Iterator[Problem]:
     form = "'full_batch', 'data_parallel', or a tuple with one tuple of ints or one Layout for each input"
     if isinstance(value, str):
-        yield from _one_of("full_batch", "data_parallel")(name, value)
+        yield from one_of("full_batch", "data_parallel")(name, value)
         return
-    from shardfn.mindspore.layout import Layout  # here, so that the rest of the context needs no JAX
-
     if not isinstance(value, tuple):
-        yield _wrong(name, value, f"its type is {type(value).__name__}, not tuple", f"give {form}", is_type=True)
+        yield wrong(name, value, f"its type is {type(value).__name__}, not tuple", f"give {form}", is_type=True)
         return
     if value and all(isinstance(entry, int) for entry in value):
-        yield _wrong(name, value, "it must hold one entry for each input", f"give ({value!r},)", is_type=True)
+        yield wrong(name, value, "it must hold one entry for each input", f"give ({value!r},)", is_type=True)
         return
     for i, entry in enumerate(value):
         here = f"{name}[{i}]"
         if isinstance(entry, Layout):
             if "interleaved_parallel" in entry.alias_name:
-                yield _wrong(here, entry, "data cannot lie along interleaved_parallel", "use another axis there")
+                yield wrong(here, entry, "data cannot lie along interleaved_parallel", "use another axis there")
         elif not isinstance(entry, tuple):
             why = f"its type is {type(entry).__name__}, not tuple"
-            yield _wrong(here, entry, why, "give a tuple of ints or a Layout", is_type=True)
+            yield wrong(here, entry, why, "give a tuple of ints or a Layout", is_type=True)
         else:
             for d, cut in enumerate(entry):
-                yield from _integer(1)(f"{here}[{d}]", cut)
+                yield from integer(1)(f"{here}[{d}]", cut)
 
 
 def _fraction(name: str, value: Any) -> Iterator[Problem]:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        yield _wrong(
+        yield wrong(
             name, value, f"its type is {type(value).__name__}, not float", "give a float such as 0.1", is_type=True
         )
     elif not 0 < value <= 1:
-        yield _wrong(name, value, "it must lie above 0 and be 1 at most", "give a float such as 0.1")
+        yield wrong(name, value, "it must lie above 0 and be 1 at most", "give a float such as 0.1")
 
 
 _TARGETS = {"cpu": "CPU", "gpu": "GPU", "tpu": "TPU", "ascend": "Ascend"}
@@ -276,17 +143,17 @@ _TARGETS = {"cpu": "CPU", "gpu": "GPU", "tpu": "TPU", "ascend": "Ascend"}
 
 def _target(name: str, value: Any) -> Iterator[Problem]:
     if value is not None and not (isinstance(value, str) and value.lower() in _TARGETS):
-        yield from _one_of(*_TARGETS.values())(name, value)
+        yield from one_of(*_TARGETS.values())(name, value)
 
 
 def _mode(name: str, value: Any) -> Iterator[Problem]:
-    for problem in _integer(0, 1)(name, value):
+    for problem in integer(0, 1)(name, value):
         yield dataclasses.replace(problem, fix="give PYNATIVE_MODE (1) or GRAPH_MODE (0)")
 
 
 def _graphs(name: str, value: Any) -> Iterator[Problem]:
     if not isinstance(value, bool):
-        yield from _integer(0, 3)(name, value)
+        yield from integer(0, 3)(name, value)
 
 
 # ---- the rows ----
@@ -322,15 +189,6 @@ def _table(*rows: Key) -> Mapping[str, Key]:
     return MappingProxyType({row.name: row for row in rows})
 
 
-_FUSION = {"openstate": True} | {
-    kind: {"mode": "auto", "config": None} for kind in ("allreduce", "allgather", "reducescatter")
-}
-_OPTIMIZER = {
-    "gradient_accumulation_shard": False,
-    "parallel_optimizer_threshold": 64,
-    "optimizer_weight_shard_size": -1,
-    "optimizer_level": "level1",
-}
 _PIPELINE = {"pipeline_interleave": False, "pipeline_scheduler": "1f1b"}
 
 
@@ -342,30 +200,15 @@ class StrategyFiles(NamedTuple):
     only_trainable_params: bool = True
 
 
-_fusion_check = _record(
-    openstate=_boolean,
-    allreduce=_fusion("auto", "size", "index"),
-    allgather=_fusion("auto", "size"),
-    reducescatter=_fusion("auto", "size"),
-)
-_optimizer_check = _in_turn(
-    _record(
-        gradient_accumulation_shard=_boolean,
-        parallel_optimizer_threshold=_integer(0),
-        optimizer_weight_shard_size=_shard_size,
-        optimizer_level=_one_of("level1", "level2", "level3"),
-    ),
-    _whole_gradients,
-)
-_pipeline_check = _in_turn(
-    _record(
+_pipeline_check = in_turn(
+    record(
         complete=True,
-        pipeline_interleave=_boolean,
-        pipeline_scheduler=_one_of("1f1b", "gpipe", "seqpipe", "seqvpp", "seqsmartvpp", "zero_bubble_v"),
+        pipeline_interleave=boolean,
+        pipeline_scheduler=one_of("1f1b", "gpipe", "seqpipe", "seqvpp", "seqsmartvpp", "zero_bubble_v"),
     ),
     _interleaved,
 )
-_files_record = _record(load_file=_text, save_file=_text, only_trainable_params=_boolean)
+_files_record = record(load_file=text, save_file=text, only_trainable_params=boolean)
 
 
 def _files(name: str, value: Any) -> Iterator[Problem]:
@@ -373,15 +216,8 @@ def _files(name: str, value: Any) -> Iterator[Problem]:
         yield from _files_record(name, value)
 
 
-BUILT_IN = ("auto", "sharding_propagation", "dynamic_programming", "recursive_programming")
-"""MindSpore's searches, which stay."""
-
-SEARCH_MODES = [*BUILT_IN]
-"""The names that a search is known by; `shardfn.search.register` adds to them."""
-
-
 def _search(name: str, value: Any) -> Iterator[Problem]:
-    yield from _one_of(*SEARCH_MODES)(name, value)
+    yield from one_of(*search.MODES)(name, value)
 
 
 _search_mode = _now("search_mode", "auto", _search, "How the cuts that you leave open are found.")
@@ -395,52 +231,53 @@ def _batch(full: bool, standing: Any) -> Any:
 # fmt: off
 AUTO_PARALLEL_KEYS = _table(
     # MindSpore documents 4096 as the end of device_num, but takes any number from 1 up, as here.
-    _now("device_num", None, _integer(1), "How many devices to use; all where it is not set (`get` then gives 1).",
+    _now("device_num", None, integer(1), "How many devices to use; all where it is not set (`get` then gives 1).",
          read=lambda kept: 1 if kept is None else kept),
-    _now("global_rank", 0, _integer(0, 4095), "The device whose slice is meant; below the number of devices in use."),
-    _now("parallel_mode", ParallelMode.STAND_ALONE, _one_of(*ParallelMode.MODE_LIST),
+    _now("global_rank", 0, integer(0, 4095), "The device whose slice is meant; below the number of devices in use."),
+    _now("parallel_mode", ParallelMode.STAND_ALONE, one_of(*ParallelMode.MODE_LIST),
          "The semi-auto and auto modes, set by you, bring MindSpore's rule for out_strategy."),
     _search_mode,
     dataclasses.replace(_search_mode, name="auto_parallel_search_mode", doc="The old name of search_mode.",
                         alias_of="search_mode"),
     _now("dataset_strategy", "data_parallel", _dataset, "How each input of the data set is cut over the devices."),
-    _now("full_batch", False, _boolean, "True is dataset_strategy='full_batch'.",
+    _now("full_batch", False, boolean, "True is dataset_strategy='full_batch'.",
          alias_of="dataset_strategy", write=_batch, read=lambda kept: kept == "full_batch"),
-    _now("out_strategy_mode", "overwrite", _one_of("overwrite", "honour"),
+    _now("out_strategy_mode", "overwrite", one_of("overwrite", "honour"),
          "Whether out_strategy gives way to data parallelism, as in MindSpore, in the semi-auto and auto modes."),
 
-    _trains("gradients_mean", False, _boolean,
+    _trains("gradients_mean", False, boolean,
             "Whether the training step divides the sum of the devices' gradients by their number; it does if not set."),
-    _trains("gradient_fp32_sync", True, _boolean, "Sum gradients of 16 bits in float32."),
-    _trains("loss_repeated_mean", True, _boolean,
+    _trains("gradient_fp32_sync", True, boolean, "Sum gradients of 16 bits in float32."),
+    _trains("loss_repeated_mean", True, boolean,
             "Divide the gradient of a loss that several devices work out alike by their number."),
-    _trains("parameter_broadcast", False, _boolean, "Send process 0's parameters to all before the first step."),
-    _trains("enable_parallel_optimizer", False, _boolean, "Cut optimizer states over the devices with copies."),
-    _trains("parallel_optimizer_config", _OPTIMIZER, _optimizer_check, "Which of them are cut, and how far."),
-    _trains("optimizer_weight_shard_size", -1, _shard_size,
+    _trains("parameter_broadcast", False, boolean, "Send process 0's parameters to all before the first step."),
+    _trains("enable_parallel_optimizer", False, boolean, "Cut optimizer states over the devices with copies."),
+    _trains("parallel_optimizer_config", dict(OPTIMIZER), CHECKS["parallel_optimizer_config"],
+            "Which of them are cut, and how far."),
+    _trains("optimizer_weight_shard_size", -1, shard_size,
             "Over how many devices each is cut; -1 as many as can be."),
-    _later("force_fp32_communication", False, _boolean, "a choice of the collectives' dtype", "Reduce in float32."),
+    _later("force_fp32_communication", False, boolean, "a choice of the collectives' dtype", "Reduce in float32."),
     _later("communi_parallel_mode", "all_group_parallel",
-           _one_of("all_group_parallel", "same_server_group_parallel", "no_group_parallel"),
+           one_of("all_group_parallel", "same_server_group_parallel", "no_group_parallel"),
            "an order of the collectives", "Which groups' collectives may run at the same time."),
     # XLA chooses all-to-all where it is cheaper, whatever is said here: neither value asks for anything.
-    _later("enable_alltoall", False, _boolean, "", "Redistribute with all-to-all.", also=(True,)),
-    _trains("comm_fusion", _FUSION, _fusion_check, "Which collectives of the training step travel as one."),
-    _trains("all_reduce_fusion_config", None, _indices, "The last all-reduce of each of its buckets.",
+    _later("enable_alltoall", False, boolean, "", "Redistribute with all-to-all.", also=(True,)),
+    _trains("comm_fusion", dict(FUSION), CHECKS["comm_fusion"], "Which collectives of the training step travel as one."),
+    _trains("all_reduce_fusion_config", None, indices, "The last all-reduce of each of its buckets.",
             store=tuple, read=lambda kept: None if kept is None else list(kept)),
-    _later("optimizer_weight_shard_aggregated_save", False, _boolean, "the sharding of optimizer states",
+    _later("optimizer_weight_shard_aggregated_save", False, boolean, "the sharding of optimizer states",
            "Gather them before they are saved."),
     _now("strategy_ckpt_config", StrategyFiles(), _files, "The layout file to read, and the one to write.",
          store=lambda value: value if isinstance(value, StrategyFiles) else StrategyFiles(**value),
          read=lambda kept: kept._asdict()),
-    _now("strategy_ckpt_load_file", "", _text, "A layout file, or MindSpore's strategy JSON, for what no entry speaks of.",
+    _now("strategy_ckpt_load_file", "", text, "A layout file, or MindSpore's strategy JSON, for what no entry speaks of.",
          alias_of="strategy_ckpt_config", write=lambda value, standing: standing._replace(load_file=value),
          read=lambda kept: kept.load_file),
-    _now("strategy_ckpt_save_file", "", _text, "Each plan is written there; a name that ends in .json: MindSpore's JSON.",
+    _now("strategy_ckpt_save_file", "", text, "Each plan is written there; a name that ends in .json: MindSpore's JSON.",
          alias_of="strategy_ckpt_config", write=lambda value, standing: standing._replace(save_file=value),
          read=lambda kept: kept.save_file),
-    _later("group_ckpt_save_file", "", _text, "writing the groups of devices", "A file for the groups of devices."),
-    _trains("pipeline_stages", 1, _integer(1), "The number of pipeline stages that `train.pipeline` cuts."),
+    _later("group_ckpt_save_file", "", text, "writing the groups of devices", "A file for the groups of devices."),
+    _trains("pipeline_stages", 1, integer(1), "The number of pipeline stages that `train.pipeline` cuts."),
     _trains("pipeline_config", _PIPELINE, _pipeline_check, "The order in which they work.",
             honours=_orders((False, "1f1b"), (True, "1f1b"), (True, "gpipe")),
             lacks="a pipeline in another order than 1f1b and gpipe",
@@ -449,12 +286,12 @@ AUTO_PARALLEL_KEYS = _table(
         read=lambda kept: json.loads(kept)["pipeline_scheduler"]),
     Key("pipeline_interleave", False, _inside("pipeline_config"), "Read only.", alias_of="pipeline_config",
         read=lambda kept: json.loads(kept)["pipeline_interleave"]),
-    _later("pipeline_result_broadcast", False, _boolean, "a pipeline that gives more than a loss",
+    _later("pipeline_result_broadcast", False, boolean, "a pipeline that gives more than a loss",
            "Send the last result to all."),
-    _trains("auto_pipeline", False, _boolean, "Cut the stages of `train.pipeline` where their costs are most alike."),
-    _later("grad_accumulation_step", 1, _in_turn(_integer(1), _removed("accumulate with optax.MultiSteps")),
+    _trains("auto_pipeline", False, boolean, "Cut the stages of `train.pipeline` where their costs are most alike."),
+    _later("grad_accumulation_step", 1, in_turn(integer(1), _removed("accumulate with optax.MultiSteps")),
            "gradient accumulation", "MindSpore has taken it away: only 1."),
-    _later("sharding_propagation", False, _boolean, "the old switch of this search", "An old form of search_mode.",
+    _later("sharding_propagation", False, boolean, "the old switch of this search", "An old form of search_mode.",
            instead="set search_mode='sharding_propagation'"),
 )
 
@@ -464,18 +301,18 @@ RUN_KEYS = _table(
          store=lambda value: _TARGETS[value.lower()] if value else value),
     _now("save_graphs", 0, _graphs, "How much of what is compiled is written down: 0 (False) to 3; True is 2.",
          store=lambda value: 2 * value if isinstance(value, bool) else value),
-    _now("save_graphs_path", ".", _text, "The directory that save_graphs writes to."),
-    _later("device_id", 0, _integer(0, 4095), "a device chosen by number", "The device of this process.",
+    _now("save_graphs_path", ".", text, "The directory that save_graphs writes to."),
+    _later("device_id", 0, integer(0, 4095), "a device chosen by number", "The device of this process.",
            instead="give shard device=[...], a list of devices"),
 )
 
 ALGO_KEYS = _table(
-    _now("fully_use_devices", False, _boolean, "Every op that can be cut over all devices is."),
-    _now("elementwise_op_strategy_follow", False, _boolean,
+    _now("fully_use_devices", False, boolean, "Every op that can be cut over all devices is."),
+    _now("elementwise_op_strategy_follow", False, boolean,
          "Elementwise ops are cut as their input: they always are here, so neither value asks for anything."),
-    _now("enable_algo_approxi", False, _boolean, "An answer near the best one will do."),
+    _now("enable_algo_approxi", False, boolean, "An answer near the best one will do."),
     _now("algo_approxi_epsilon", 0.1, _fraction, "How near: the part of the cost that may be lost, above 0 up to 1."),
-    _now("tensor_slice_align_enable", False, _boolean, "Only cuts that leave a matrix product aligned slices."),
-    _now("tensor_slice_align_size", 16, _integer(1, 1024), "The alignment: what divides the last dim of such a slice."),
+    _now("tensor_slice_align_enable", False, boolean, "Only cuts that leave a matrix product aligned slices."),
+    _now("tensor_slice_align_size", 16, integer(1, 1024), "The alignment: what divides the last dim of such a slice."),
 )
 # fmt: on

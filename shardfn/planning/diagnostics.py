@@ -14,7 +14,7 @@ from shardfn.planning.plan import Plan
 from shardfn.planning.what_if import Study
 from shardfn.search.mesh_solution import written
 from shardfn.search.one_array_changes import layouts
-from shardfn.search.problem import objective
+from shardfn.search.problem import Algorithm, objective
 from shardfn.search.resharding_costs import Axes, cuts_of
 from shardfn.units import bytes_text
 
@@ -258,6 +258,20 @@ def _alike_sent(partitioned: PartitionedProgram, wanted: Callable[[Communication
         for same in groups.values()
     ]
     return sorted(found, key=lambda sent: -sent.bytes)
+
+
+def not_fully_used(plan: Plan, algorithm: Algorithm) -> str:
+    """The warning where `fully_use_devices` is on and a mesh axis shards nothing; else the empty string."""
+    used = {axis.split(":")[0] for spec in plan.partitioned.specs for dim in spec for axis in dim}
+    unused = {name: size for name, size in plan.axes if name not in used}
+    if not algorithm.fully_use_devices or not unused:
+        return ""
+    needed = plan.hardware.count // math.prod(unused.values())
+    return (
+        f"fully_use_devices is on, but {needed} of {plan.hardware.count} devices would do: nothing is sharded over "
+        f"{', '.join(f'axis {name} of {size}' for name, size in unused.items())}; your own entries are kept, and a "
+        "dimension that does not divide stays unsharded"
+    )
 
 
 def _detours(partitioned: PartitionedProgram) -> dict[Communication, int]:

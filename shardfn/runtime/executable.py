@@ -14,8 +14,8 @@ from shardfn.compiled import candidates
 from shardfn.compiled.executable import read
 from shardfn.compiled.targets import target
 from shardfn.errors import StrategyError, warn
-from shardfn.frontend.algorithm import algorithm_of, idle
 from shardfn.layoutfile import plan_file
+from shardfn.planning.diagnostics import not_fully_used
 from shardfn.planning.plan import Plan, op_strategies
 from shardfn.planning.workarounds import wrong_ops
 from shardfn.report.report import save_graphs
@@ -49,16 +49,16 @@ def make_entry(program: Program) -> Entry:
     if program.options.compile_candidates > 1 and question.is_open:
         found = best_compiled(program, question, answer)
     made = found.plan
-    if told := idle(made, algorithm_of(program.current)):
+    if told := not_fully_used(made, program.current.algorithm):
         warn(told)
         made = dataclasses.replace(made, diagnostics=(*made.diagnostics, told))
     made = dataclasses.replace(made, _verifier=program.verifier(found))
     found = dataclasses.replace(found, plan=made)
     current = program.current
-    if (file := current.strategy_ckpt_config.save_file) and jax.process_index() == 0:
-        plan_file.save(made, file, op_strategies(made), current.strategy_ckpt_config.only_trainable_params)
-    if current.save_graphs:
-        save_graphs(made, current.save_graphs_path)
+    if current.plan_file and jax.process_index() == 0:
+        plan_file.save(made, current.plan_file, op_strategies(made), current.saves_parameters_only)
+    if current.graphs:
+        save_graphs(made, current.graphs_path)
     targets = tuple(shardings(made.inputs, whole(made)))
     replaced = frozenset((*program.same_as.values(), *program.donated_leaves))
     return Entry(made, program.jitted(found), program.jitted(found, nested=True), targets, replaced)

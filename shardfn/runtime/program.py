@@ -14,6 +14,7 @@ from shardfn.cost.devices.hardware import Hardware
 from shardfn.errors import Problem, raise_problems
 from shardfn.frontend.arguments import Call, signature, split
 from shardfn.frontend.callee import Callee
+from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.inputs_outputs import changed_leaves, input_leaves, output_leaves, replacements
 from shardfn.frontend.options import Options
 from shardfn.frontend.strategy import UNKNOWN, Leaf
@@ -53,8 +54,7 @@ class Program:
 
     name: str
     options: Options
-    current: Any
-    """The parallel context."""
+    current: Defaults
     hardware: Hardware
     layout: LayoutFile | None
     shapes: Sequence[Any]
@@ -73,7 +73,7 @@ class Program:
     @property
     def find(self) -> Search:
         """The search that was asked for."""
-        return search.select(self.options.search_mode or self.current.search_mode)
+        return search.select(self.options.search_mode or self.current.search_mode or "auto")
 
     def laid(self, find: Search, is_chosen: bool = False) -> Laid:
         """Planned by `find`. Where XLA would get an op wrong, it is made whole, and the rest planned anew.
@@ -145,7 +145,7 @@ class _Noted:
         return answer
 
 
-def program_of(callee: Callee, options: Options, call: Call, current: Any, complete: bool = False) -> Program:
+def program_of(callee: Callee, options: Options, call: Call, current: Defaults, complete: bool = False) -> Program:
     """The program of a call.
 
     Args:

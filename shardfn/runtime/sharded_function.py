@@ -19,10 +19,10 @@ from jax.core import Tracer
 
 from shardfn.cost.devices.hardware import Hardware, used_here
 from shardfn.errors import DeviceError, StrategyError, StrategyTypeError, fail
+from shardfn.frontend import defaults
 from shardfn.frontend.arguments import Call, bind
 from shardfn.frontend.callee import Callee, describe
 from shardfn.frontend.options import Options
-from shardfn.mindspore import context
 from shardfn.planning.plan import Plan
 from shardfn.report.report import Report, make_report
 from shardfn.runtime.apply import lies_elsewhere, moved
@@ -44,7 +44,7 @@ class ShardedFunction:
         functools.update_wrapper(self, fn, updated=())
         self._entries: dict[Any, Entry] = {}
         self._fast: Callable[..., Any] = _never
-        self._fast_context: Any = None
+        self._fast_defaults: Any = None
         self._checked = False
         self._moves = False
 
@@ -85,7 +85,7 @@ class ShardedFunction:
         # The shapes need no check here: `jit` looks them up, and traces for new ones, which raises OtherCall.
         if (
             not kwargs
-            and context.current() is self._fast_context
+            and defaults.current() is self._fast_defaults
             and (not self._checked or _CONCRETE.issuperset(map(type, tree_util.tree_leaves(args))))
         ):
             try:
@@ -166,9 +166,9 @@ class ShardedFunction:
         simple = not call.stateful and not any(s.keyword for s in call.slots)
         if simple and len(self._entries) == 1 and not self._moves:
             self._checked = entry.plan.hardware.count > 1
-            self._fast, self._fast_context = entry.jitted, context.current()
+            self._fast, self._fast_defaults = entry.jitted, defaults.current()
         else:
-            self._fast, self._fast_context = _never, None
+            self._fast, self._fast_defaults = _never, None
         return self._finish(call, result)
 
     def _run_nested(self, entry: Entry, call: Call, leaves: list[Any], treedef: Any) -> Any:
@@ -199,7 +199,7 @@ class ShardedFunction:
         slots, values = bind(self.callee.signature, args, kwargs, *statics)
         stateful = self.callee.adapter is not None
         call = Call(slots, [self.callee.read(), *values] if stateful else values, stateful)
-        current = context.current()
+        current = defaults.current()
         key = call.kind(), self.callee.fixed(), current, jax.dtypes.canonicalize_dtype(float)
         try:
             entry = self._entries.get(key)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 
 from shardfn.errors import ContextError, ContextTypeError, a, fail
-from shardfn.mindspore.context_keys import BUILT_IN, SEARCH_MODES
 from shardfn.search import auto, dynamic_programming, recursive_programming, sharding_propagation
 from shardfn.search.problem import Answer, Search, SearchProblem
 
@@ -31,6 +30,8 @@ MODES: dict[str, Search] = {
     "dynamic_programming": dynamic_programming.search,
     "recursive_programming": recursive_programming.search,
 }
+BUILT_IN = tuple(MODES)
+"""MindSpore's searches, which `forget` keeps."""
 
 
 def register(name: str, search: Search) -> None:
@@ -54,7 +55,6 @@ def register(name: str, search: Search) -> None:
         fail(ContextTypeError, f"a search must be callable, but it is {a(search)}", where=f"register({name!r}, ...)",
              why="it is called with a SearchProblem, and gives an Answer", fix="pass a function")  # fmt: skip
     MODES[name] = search
-    SEARCH_MODES.append(name)
 
 
 def forget(name: str) -> None:
@@ -63,10 +63,9 @@ def forget(name: str) -> None:
     Raises:
       ContextError: nobody registered that name.
     """
-    if name in BUILT_IN or name not in SEARCH_MODES:
+    if name in BUILT_IN or name not in MODES:
         fail(ContextError, f"no search was registered as {name!r}", where=f"forget({name!r})",
              why="MindSpore's four searches stay", fix="give the name that it was registered by")  # fmt: skip
-    SEARCH_MODES.remove(name)
     del MODES[name]
 
 

@@ -15,6 +15,7 @@ from shardfn import train
 from shardfn.compiled.targets import devices, target
 from shardfn.cost.devices.hardware import resolve
 from shardfn.errors import ContextError, ContextTypeError, StrategyError, StrategyTypeError
+from shardfn.frontend import defaults
 from shardfn.mindspore import context
 from shardfn.train.collectives.buckets import (
     KINDS,
@@ -107,18 +108,18 @@ def test_each_in_one_bucket(asked, rule):
 
 
 def test_read_from_the_context():
-    assert fusion_of(context.current()) is None
+    assert fusion_of(defaults.current().training) is None
     with context.auto_parallel(all_reduce_fusion_config=[3, 7]):
         assert context.get_auto_parallel_context("all_reduce_fusion_config") == [3, 7]
-        assert fusion_of(context.current()).rule("all-reduce") == FusionRule("index", (3, 7))
+        assert fusion_of(defaults.current().training).rule("all-reduce") == FusionRule("index", (3, 7))
         with context.auto_parallel(comm_fusion={"allreduce": {"mode": "size", "config": 3}}):
-            both = context.current()
+            both = defaults.current().training
     with pytest.raises(ContextError, match="two settings say how all-reduces"):
         fusion_of(both)
     with context.auto_parallel(comm_fusion={"openstate": False, "allreduce": {"mode": "size", "config": 3}}):
-        assert fusion_of(context.current()) == rules("off", None)
+        assert fusion_of(defaults.current().training) == rules("off", None)
     with context.auto_parallel(comm_fusion={}):
-        assert fusion_of(context.current()) == rules("size", 64)
+        assert fusion_of(defaults.current().training) == rules("size", 64)
 
 
 EVERY = ",".join(f"{device}{kind}-combiner" for device in ("", "cpu-", "gpu-") for kind in KINDS.values())

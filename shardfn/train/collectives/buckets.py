@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from shardfn.errors import ContextError, Problem, fail, raise_problems
 from shardfn.frontend.paths import ruled, unmet
 from shardfn.frontend.strategy import short
-from shardfn.mindspore.context import ParallelContext
+from shardfn.frontend.training_settings import FUSION, TrainingSettings
 
 AUTO_MB = 64
 """The size of a bucket in mode "auto", MindSpore's."""
@@ -83,7 +83,7 @@ class Bucket:
     nbytes: int
 
 
-def fusion_of(settings: ParallelContext, ids: Mapping[str, int] | None = None) -> FusionOptions | None:
+def fusion_of(settings: TrainingSettings, ids: Mapping[str, int] | None = None) -> FusionOptions | None:
     """What the settings and the numbers by path ask for; None where nothing was said and XLA puts together what it likes.
 
     Args:
@@ -94,24 +94,21 @@ def fusion_of(settings: ParallelContext, ids: Mapping[str, int] | None = None) -
       ContextError: both settings say how all-reduces are put together.
       StrategyError: a number below 0.
 
-    >>> from shardfn.mindspore import context
-    >>> asked = {"comm_fusion": {"allreduce": {"mode": "size", "config": 32}}}
-    >>> fusion_of(context.changed("doc", asked)).rule("all-reduce")
+    >>> settings = TrainingSettings().changed("doc", comm_fusion={"allreduce": {"mode": "size", "config": 32}})
+    >>> fusion_of(settings).rule("all-reduce")
     Rule(mode='size', config=32)
     """
-    is_set, indices = settings.is_set("comm_fusion"), settings.read("all_reduce_fusion_config")
-    if not is_set and indices is None and not ids:
+    config, indices = settings.comm_fusion, settings.all_reduce_fusion_config
+    if config is None and indices is None and not ids:
         return None
-    config = settings.read("comm_fusion")
-    rules = {
-        kind: FusionRule() if config[name]["mode"] == "auto" else _rule(config[name]) for name, kind in KINDS.items()
-    }
+    config = config or FUSION
+    rules = {kind: FusionRule() if config[name]["mode"] == "auto" else _rule(config[name]) for name, kind in KINDS.items()}
     if indices is not None:
-        if is_set and config["allreduce"]["mode"] != "auto":
+        if config["allreduce"]["mode"] != "auto":
             fail(ContextError, "two settings say how all-reduces are put together",
-                 where=f"comm_fusion['allreduce'] = {config['allreduce']}, all_reduce_fusion_config = {indices}",
+                 where=f"comm_fusion['allreduce'] = {config['allreduce']}, all_reduce_fusion_config = {list(indices)}",
                  why="each is a rule of its own", fix="leave one of them out")  # fmt: skip
-        rules["all-reduce"] = FusionRule("index", tuple(indices))
+        rules["all-reduce"] = FusionRule("index", indices)
     if not config["openstate"]:
         rules = dict.fromkeys(rules, FusionRule("off", None))
     return FusionOptions(tuple(rules.items()), tuple((ids or {}).items()))

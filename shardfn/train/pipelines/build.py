@@ -15,10 +15,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardfn.cost.devices import hardware
 from shardfn.cost.devices.hardware import Hardware
 from shardfn.errors import Problem, StrategyError, a, fail, raise_problems
+from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.meshes import abstract_mesh, mesh_on
 from shardfn.frontend.paths import join, listed
 from shardfn.frontend.strategy import short
-from shardfn.mindspore.context import ParallelContext
 from shardfn.train.pipelines import flat_parameters as packing
 from shardfn.train.pipelines.executor import DATA, STAGE, TENSOR, PipelineExecutor, machine, row_spec
 from shardfn.train.pipelines.flat_parameters import FlatLayout, PackedParameters
@@ -50,7 +50,7 @@ class PipelineOptions:
     parameter_plan: Mapping[str, Any]
     loss: str
     device: Any
-    settings: ParallelContext
+    defaults: Defaults
 
     @property
     def is_list(self) -> bool:
@@ -79,7 +79,7 @@ class PipelineOptions:
 
     def hardware(self) -> Hardware:
         """The devices."""
-        return hardware.resolve(self.device, count=self.settings.device_num, default=self.settings.device_target)
+        return hardware.resolve(self.device, count=self.defaults.device_count, default=self.defaults.platform)
 
 
 @dataclasses.dataclass(frozen=True)

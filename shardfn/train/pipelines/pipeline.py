@@ -11,8 +11,8 @@ from jax import tree_util
 from jax.sharding import AbstractMesh, Mesh
 
 from shardfn.errors import Problem, raise_problems
+from shardfn.frontend import defaults
 from shardfn.ir.model import Spec
-from shardfn.mindspore import context
 from shardfn.train.pipelines import flat_parameters as packing
 from shardfn.train.pipelines.build import BuiltPipeline, PipelineOptions, make, problems_of
 from shardfn.train.pipelines.description import PipelineDescription, described
@@ -74,19 +74,20 @@ def pipeline(
     >>> print(f"{value:.4f}", pipe.schedule.bubble == 1 / 3)
     0.5800 True
     """
-    held = context.current()
+    current = defaults.current()
+    settings = current.training
     interleaves = schedule == "interleaved"
-    if schedule is None and held.is_set("pipeline_config"):
-        order = held.read("pipeline_config")
+    if schedule is None and settings.pipeline_config:
+        order = settings.pipeline_config
         schedule, interleaves = order["pipeline_scheduler"], order["pipeline_interleave"]
-    if pipeline_stages is None and held.is_set("pipeline_stages"):
-        pipeline_stages = held.read("pipeline_stages")
-    auto = held.read("auto_pipeline") if auto_pipeline is None else auto_pipeline
+    if pipeline_stages is None:
+        pipeline_stages = settings.pipeline_stages
+    auto = settings.auto_pipeline if auto_pipeline is None else auto_pipeline
     name = "1f1b" if schedule in (None, "interleaved") else schedule
     asked = PipelineOptions(
         stages, micro_size, pipeline_stages, name, interleave, interleaves, auto,
         types.MappingProxyType(dict(stage_config or {})), types.MappingProxyType(dict(segment_config or {})),
-        types.MappingProxyType(dict(parameter_plan or {})), loss, device, held,
+        types.MappingProxyType(dict(parameter_plan or {})), loss, device, current,
     )  # fmt: skip
     raise_problems(list(problems_of(asked)))
     return Pipeline(asked)

@@ -8,12 +8,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from shardfn.errors import Problem, a
+from shardfn.errors import Problem, a, nearest
 from shardfn.frontend import option_checks
 from shardfn.frontend.options import Options
 from shardfn.frontend.strategy import short
-from shardfn.mindspore.context import ParallelContext
-from shardfn.mindspore.context_keys import nearest
+from shardfn.frontend.training_settings import TrainingSettings
 from shardfn.train.collectives.buckets import id_problems
 from shardfn.train.pipelines.pipeline import Pipeline
 from shardfn.train.scan_layers.scan import reuse_problems
@@ -63,13 +62,13 @@ ON_EACH_DEVICE = ("in_strategy", "parameter_plan", "layout", *_SEARCHES)
 """Those that mean nothing where parameters are whole and each device has its part of the batch."""
 
 
-def problems(asked: Mapping[str, Any], mode: Mode, settings: ParallelContext) -> list[Problem]:
+def problems(asked: Mapping[str, Any], mode: Mode, settings: TrainingSettings) -> list[Problem]:
     """Everything wrong with the arguments of a step.
 
     Args:
       asked: the arguments by name; under "options" those of `shard`, with in_strategy and parameter_plan.
       mode: the mode that they and the context come to.
-      settings: the context with those arguments that it has keys for.
+      settings: those in force, with the arguments that change them.
     """
     found = list(_values(asked))
     if isinstance(asked["loss_fn"], Pipeline):
@@ -118,12 +117,12 @@ def _values(asked: Mapping[str, Any]) -> Iterator[Problem]:
     yield from memory_problems(asked["opt_state_memory_kind"])
 
 
-def _around_a_pipeline(asked: Mapping[str, Any], settings: ParallelContext) -> Iterator[Problem]:
+def _around_a_pipeline(asked: Mapping[str, Any], settings: TrainingSettings) -> Iterator[Problem]:
     given = {**asked, **asked["options"]}
     for name, (why, fix) in AROUND_A_PIPELINE.items():
         if value := given.get(name):
             yield Problem(f"`{name}` has no meaning around a pipeline", f"{name} = {short(value)}", why, fix)
-    if not settings.read("loss_repeated_mean"):
+    if not settings.loss_repeated_mean:
         yield Problem("`loss_repeated_mean` has no meaning around a pipeline", "loss_repeated_mean = False",
                       "the devices of a stage do not work out the same loss", "leave it out")  # fmt: skip
 
@@ -146,7 +145,7 @@ def _of_the_mode(asked: Mapping[str, Any], mode: Mode) -> Iterator[Problem]:
                       'use mode="data_parallel" or "hybrid_parallel"')  # fmt: skip
 
 
-def _again(asked: Mapping[str, Any], settings: ParallelContext) -> Iterator[Problem]:
+def _again(asked: Mapping[str, Any], settings: TrainingSettings) -> Iterator[Problem]:
     again = asked["parallel_optimizer_comm_recompute"]
     where = f"parallel_optimizer_comm_recompute = {short(again)}"
     if not isinstance(again, bool):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from shardfn.errors import ContextError, fail
-from shardfn.mindspore import context
+from shardfn.frontend import defaults
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +41,7 @@ def mode_of(name: str | None) -> Mode:
     >>> mode_of("data_parallel").per_device, mode_of(None).layouts
     (True, 'searched')
     """
-    current = context.current()
-    if name is None:
-        name = current.parallel_mode if current.is_set("parallel_mode") else "auto_parallel"
+    name = name or defaults.current().parallel_mode or "auto_parallel"
     if name not in MODES:
         fail(ContextError, f"there is no mode {name!r}", where=f"mode = {name!r}",
              why="a mode is one of MindSpore's parallel modes", fix=f"use one of {', '.join(MODES)}")  # fmt: skip

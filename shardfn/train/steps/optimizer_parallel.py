@@ -11,8 +11,8 @@ from typing import Any
 from jax import tree_util
 
 from shardfn.frontend.paths import join, tidy
+from shardfn.frontend.training_settings import TrainingSettings
 from shardfn.ir.model import Spec
-from shardfn.mindspore.context import ParallelContext
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,18 +29,17 @@ class OptimizerParallel:
     """Keep the sums of micro-batches in pieces too; each micro-batch's gradients are then reduced on their own."""
 
 
-def optimizer_parallel_of(settings: ParallelContext) -> OptimizerParallel | None:
+def optimizer_parallel_of(settings: TrainingSettings) -> OptimizerParallel | None:
     """What the settings ask for; None for nothing.
 
-    >>> from shardfn.mindspore import context
-    >>> optimizer_parallel_of(context.changed("doc", {"enable_parallel_optimizer": True})).level
+    >>> optimizer_parallel_of(TrainingSettings(enable_parallel_optimizer=True)).level
     1
     """
-    if not settings.read("enable_parallel_optimizer"):
+    if not settings.enable_parallel_optimizer:
         return None
-    config = settings.read("parallel_optimizer_config")
+    config = settings.parallel_optimizer_config
     size = config["optimizer_weight_shard_size"]
-    size = settings.read("optimizer_weight_shard_size") if size == -1 else size
+    size = settings.optimizer_weight_shard_size if size == -1 else size
     level = int(config["optimizer_level"].removeprefix("level"))
     return OptimizerParallel(level, config["parallel_optimizer_threshold"], size, config["gradient_accumulation_shard"])
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from shardfn.cost.devices import hardware
 from shardfn.cost.devices.hardware import Hardware
-from shardfn.mindspore.context import ParallelContext
+from shardfn.frontend.defaults import Defaults
+from shardfn.frontend.training_settings import TrainingSettings
 from shardfn.train.collectives.buckets import FusionOptions
 from shardfn.train.steps.gradients import Reduction
 from shardfn.train.steps.modes import Mode
@@ -22,7 +23,8 @@ class StepOptions:
     loss_fn: Callable[..., Any]
     optimizer: Any
     mode: Mode
-    settings: ParallelContext
+    defaults: Defaults
+    """Those in force, with the step's own settings; its mode and its data's layout have been acted on."""
     has_aux: bool
     mutable: tuple[str, ...]
     """The collections of Linen's variables that the loss gives anew."""
@@ -47,10 +49,14 @@ class StepOptions:
     """What goes on to `shard`."""
 
     @property
+    def settings(self) -> TrainingSettings:
+        """The step's own settings."""
+        return self.defaults.training
+
+    @property
     def reduction(self) -> Reduction:
         """How gradients become one: a mean, unless you said otherwise."""
-        mean = self.settings.read("gradients_mean") if self.settings.is_set("gradients_mean") else True
-        return Reduction(mean, self.settings.read("gradient_fp32_sync"))
+        return Reduction(self.settings.gradients_mean, self.settings.gradient_fp32_sync)
 
     @property
     def zero(self) -> OptimizerParallel | None:
@@ -60,10 +66,10 @@ class StepOptions:
     @property
     def is_plain(self) -> bool:
         """Whether a step is no more than loss, gradients and update, wherever things lie."""
-        once = self.settings.read("loss_repeated_mean")
+        once = self.settings.loss_repeated_mean
         return self.zero is None and self.micro_batches == 1 and self.reduction.mean and once
 
     def hardware(self) -> Hardware:
         """The devices of the mode."""
-        count = 1 if self.mode.one_device else self.settings.device_num
-        return hardware.resolve(self.device, count=count, default=self.settings.device_target)
+        count = 1 if self.mode.one_device else self.defaults.device_count
+        return hardware.resolve(self.device, count=count, default=self.defaults.platform)

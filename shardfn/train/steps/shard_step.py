@@ -137,7 +137,7 @@ def _planned(
 ) -> StepShardings | ShardedStep:
     """As `shard` plans the step on the whole batch; that plan itself where nothing of it is changed."""
     options = {name: value for name, value in training.options.items() if name != "compiler_options"}
-    has_file = options.get("layout") is not None or bool(training.settings.strategy_ckpt_config.load_file)
+    has_file = options.get("layout") is not None or bool(training.defaults.layout_file)
     given = training.mode.layouts == "given" and not has_file  # a layout file says what no entry speaks of
     entries = options.pop("in_strategy") or ((None if given else AUTO),) * len(batch)
     raise_problems(list(_entry_problems(entries, batch)))

@@ -18,9 +18,9 @@ from jax.core import Tracer
 from jax.experimental import multihost_utils
 
 from shardfn.errors import StrategyError, StrategyTypeError, a, fail, raise_problems, warn
+from shardfn.frontend import defaults
 from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import shape_of, short
-from shardfn.mindspore import context
 from shardfn.planning.plan import Plan
 from shardfn.report.report import Report
 from shardfn.train.collectives.buckets import Bucket, fusion_of
@@ -132,22 +132,16 @@ def step(
     >>> float(loss), int(state.step)
     (1.0, 1)
     """
-    said = {
-        "parallel_mode": mode,
-        "gradients_mean": gradients_mean,
-        "gradient_fp32_sync": gradient_fp32_sync,
-        "loss_repeated_mean": loss_repeated_mean,
-        "parameter_broadcast": parameter_broadcast,
-        "enable_parallel_optimizer": enable_parallel_optimizer,
-        "parallel_optimizer_config": parallel_optimizer_config,
-        "comm_fusion": comm_fusion,
-        "all_reduce_fusion_config": all_reduce_fusion_config,
-    }
+    mode_asked = mode_of(mode)
     if parallel_optimizer_config is not None and enable_parallel_optimizer is None:
-        said["enable_parallel_optimizer"] = True
-    settings = context.changed("train.step", {name: value for name, value in said.items() if value is not None})
-    with context.held(settings):
-        mode_asked = mode_of(None)
+        enable_parallel_optimizer = True
+    current = defaults.current()
+    settings = current.training.changed(
+        "train.step", gradients_mean=gradients_mean, gradient_fp32_sync=gradient_fp32_sync,
+        loss_repeated_mean=loss_repeated_mean, parameter_broadcast=parameter_broadcast,
+        enable_parallel_optimizer=enable_parallel_optimizer, parallel_optimizer_config=parallel_optimizer_config,
+        comm_fusion=comm_fusion, all_reduce_fusion_config=all_reduce_fusion_config,
+    )  # fmt: skip
     mutable = _globs(mutable)
     globs = _globs(recompute) if _is_by_path(recompute) else ()
     if globs and callable(loss_fn) and not isinstance(loss_fn, Pipeline):
@@ -160,12 +154,14 @@ def step(
         "recompute": recompute, "opt_state_memory_kind": opt_state_memory_kind,
         "parallel_optimizer_comm_recompute": parallel_optimizer_comm_recompute, "options": options,
     }, mode_asked, settings))  # fmt: skip
-    for name in ("parallel_mode", "dataset_strategy"):  # they have been acted on
-        settings = dataclasses.replace(settings, explicit=settings.explicit - {name})
+    # The mode and the layout of the data have been acted on.
+    current = dataclasses.replace(
+        current, training=settings, parallel_mode=None, dataset_strategy=None, honours_out_strategy=True
+    )
     options["parameter_plan"] = dict(parameter_plan or {})
     folded = limit_of("auto" if recompute and (reuse is None or reuse is False) else reuse)
     return TrainStep(StepOptions(
-        loss_fn=loss_fn, optimizer=adapted(optimizer), mode=mode_asked, settings=settings, has_aux=has_aux, mutable=mutable,
+        loss_fn=loss_fn, optimizer=adapted(optimizer), mode=mode_asked, defaults=current, has_aux=has_aux, mutable=mutable,
         device=device, micro_batches=micro_batches, compute_dtype=compute_dtype, cross_batch=cross_batch,
         own=_globs(layerwise_parallel), frozen=_globs(frozen), donate=donate,
         gathers_again=parallel_optimizer_comm_recompute, opt_state_memory_kind=opt_state_memory_kind,
@@ -208,7 +204,7 @@ class TrainStep:
         parts = model_parts(model, self.training.frozen, self.training.mutable)
         if parts != self._anatomy:
             self._anatomy, self._laid = parts, {}
-        if self.training.settings.read("parameter_broadcast") and jax.process_count() > 1:
+        if self.training.settings.parameter_broadcast and jax.process_count() > 1:
             arrays = multihost_utils.broadcast_one_to_all(jax.jit(lambda: parts.arrays(make()))())
             make = lambda: parts.model(arrays)  # noqa: E731
         own, count = owned(parts, self.training.own), self.training.hardware().count
@@ -236,25 +232,25 @@ class TrainStep:
             fail(StrategyError, "the state was given away: a step takes its memory for the next one", where="state",
                  why="donate = True", fix="go on with the state that the step gave, or set donate=False")  # fmt: skip
         laid = self._for(state, batch)
-        with context.held(self.training.settings):
+        with defaults.held(self.training.defaults):
             return laid.sharded(state, *batch)
 
     def plan(self, state: TrainState, /, *batch: Any, **named: Any) -> Plan:
         """The plan of a step; arguments may be shapes."""
         batch = self._ordered(batch, named)
-        with context.held(self.training.settings):
+        with defaults.held(self.training.defaults):
             return self._for(state, batch).sharded.plan(state, *batch)
 
     def explain(self, state: TrainState, /, *batch: Any, compiled: bool = False, **named: Any) -> Report:
         """The report of a step; with `compiled`, beside what XLA made of it."""
         batch = self._ordered(batch, named)
-        with context.held(self.training.settings):
+        with defaults.held(self.training.defaults):
             return self._for(state, batch).sharded.explain(state, *batch, compiled=compiled)
 
     def lower(self, state: TrainState, /, *batch: Any, **named: Any) -> Any:
         """`jax.stages.Lowered` of a step."""
         batch = self._ordered(batch, named)
-        with context.held(self.training.settings):
+        with defaults.held(self.training.defaults):
             return self._for(state, batch).sharded.lower(state, *batch)
 
     def buckets(self, state: TrainState, /, *batch: Any, **named: Any) -> tuple[tuple[Bucket, tuple[str, ...]], ...]:
@@ -326,7 +322,7 @@ class TrainStep:
         key = treedef, tuple(map(shape_of, leaves))
         found = self._laid.get(key)
         if found is None:
-            with context.held(self.training.settings):
+            with defaults.held(self.training.defaults):
                 found = self._laid[key] = shard_step(self.training, self._parts(state), *_shapes((state, batch)))
         return found
 

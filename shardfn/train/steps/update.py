@@ -139,7 +139,7 @@ def _gradients(
     loss = _loss(training, parts)
     if drawn is None or cut is None:
         return lambda *args: gradients.whole(loss, *args)
-    times = 1 if training.settings.read("loss_repeated_mean") else drawn.mesh.size // drawn.count
+    times = 1 if training.settings.loss_repeated_mean else drawn.mesh.size // drawn.count
     if is_per_device(training, drawn):
         return _scaled(_by_parts(training, parts, drawn, cut, own, loss, shapes), times, 1)
     total = 1 if training.reduction.mean else drawn.count
