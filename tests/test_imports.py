@@ -101,7 +101,7 @@ KNOWN = {
     "shardfn.layoutfile.files": {"shardfn.mindspore.layout"},
     "shardfn.planning.layout_rules": {"shardfn.mindspore.layout"},
     "shardfn.planning.named_shardings": {"shardfn.mindspore.layout"},
-    "shardfn.planning.plan": {"shardfn.layoutfile.plan_file", "shardfn.mindspore.layout"},
+    "shardfn.planning.plan": {"shardfn.layoutfile.plan_file"},
 }
 """Imports that still point up."""
 

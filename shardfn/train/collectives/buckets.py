@@ -102,7 +102,9 @@ def fusion_of(settings: TrainingSettings, ids: Mapping[str, int] | None = None) 
     if config is None and indices is None and not ids:
         return None
     config = config or FUSION
-    rules = {kind: FusionRule() if config[name]["mode"] == "auto" else _rule(config[name]) for name, kind in KINDS.items()}
+    rules = {
+        kind: FusionRule() if config[name]["mode"] == "auto" else _rule(config[name]) for name, kind in KINDS.items()
+    }
     if indices is not None:
         if config["allreduce"]["mode"] != "auto":
             fail(ContextError, "two settings say how all-reduces are put together",
