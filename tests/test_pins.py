@@ -67,7 +67,7 @@ def holding(problem):
     """Arguments whole, and every product inside held in pieces: what propagation alone would never do."""
     whole = tuple(((),) * len(shape) for shape in problem.shapes)
     constraints = {i: OpConstraint((None,) * len(op.inputs), tuple(rows(problem, v) for v in op.outputs))
-            for i, op in enumerate(problem.graph.ops) if i in problem.can_hold and op.name == "dot_general"}  # fmt: skip
+            for i, op in enumerate(problem.graph.ops) if i in problem.can_constrain and op.name == "dot_general"}  # fmt: skip
     return Answer(
         (("a", problem.devices),), whole, ("whole",) * len(whole), "products in pieces", constraints=constraints
     )
@@ -148,7 +148,7 @@ def test_a_reduction_with_two_results_inside_the_module_and_one_outside():
     def reductions(problem):
         answer = holding(problem)
         constraints = {i: OpConstraint((None,) * len(op.inputs), tuple(rows(problem, v) for v in op.outputs))
-                for i, op in enumerate(problem.graph.ops) if i in problem.can_hold and op.name == "reduce"}  # fmt: skip
+                for i, op in enumerate(problem.graph.ops) if i in problem.can_constrain and op.name == "reduce"}  # fmt: skip
         return dataclasses.replace(answer, constraints=constraints)
 
     search.register("reductions", reductions)

@@ -10,16 +10,15 @@ import shardfn
 from shardfn.ir.model import OpConstraint
 from shardfn.planning.candidates import told_apart
 from shardfn.planning.decisions import Candidate, Figures
-from shardfn.search.problem import Candidate as Found
-from shardfn.search.problem import SearchProblem
+from shardfn.search.problem import SearchCandidate, SearchProblem
 
 A, W = (("a", 8),), (("a", 4), ("b", 2))
 ROWS, COLUMNS, WHOLE = (("a",), ()), ((), ("a",)), ((), ())
 PIN = OpConstraint((None,), (ROWS,))
 
 
-def candidate(name, *specs, axes=A, constraints=None, ends=None):
-    return Found(name, axes, specs, constraints or {}, None, ends or {})
+def candidate(name, *specs, axes=A, constraints=None, result_specs=None):
+    return SearchCandidate(name, axes, specs, constraints or {}, None, result_specs or {})
 
 
 CASES = [
@@ -33,7 +32,7 @@ CASES = [
         [candidate("8", ROWS, ROWS), candidate("8", ROWS, ROWS, constraints={1: PIN}), candidate("8", ROWS, ROWS, constraints={1: PIN, 2: PIN})],
         ["8: no ops held inside", "8: 1 op held inside", "8: 2 ops held inside"],
     ),
-    ([candidate("8", ROWS, ROWS), candidate("8", ROWS, ROWS, ends={0: ROWS})], ["8: no results held", "8: 1 result held"]),
+    ([candidate("8", ROWS, ROWS), candidate("8", ROWS, ROWS, result_specs={0: ROWS})], ["8: no results held", "8: 1 result held"]),
     ([candidate("8", ROWS, ROWS), candidate("8", ROWS, ROWS)], ["8", "8 (2)"]),
 ]  # fmt: skip
 

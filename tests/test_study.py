@@ -11,7 +11,7 @@ import shardfn
 from shardfn import AUTO, Layout, ShardError
 from shardfn.planning.decisions import Alternatives, Figures
 from shardfn.search.one_array_changes import layouts
-from shardfn.search.resharding_costs import cuts_of
+from shardfn.search.resharding_costs import strategy_of
 
 ON = Layout((2, 4), ("a", "b"))
 
@@ -222,7 +222,7 @@ def test_layouts_are_all_that_divide(shape):
             n and n % c == 0 for n, c in zip(shape, cuts, strict=True) if c > 1
         )
     assert len(found) == expected
-    assert all(n % c == 0 for spec in found for n, c in zip(shape, cuts_of(spec, axes), strict=True))
+    assert all(n % c == 0 for spec in found for n, c in zip(shape, strategy_of(spec, axes), strict=True))
 
 
 def test_of_very_many_layouts_some_are_left_out():

@@ -15,10 +15,10 @@ from shardfn.cost.estimate import collective_s
 from shardfn.errors import ShardError, StrategyError, fail
 from shardfn.planning.candidates import told_apart
 from shardfn.search import baselines
-from shardfn.search.mesh_solution import written
+from shardfn.search.mesh_solution import mesh_text
 from shardfn.search.objectives import SPREAD, Rank, idle, rank
-from shardfn.search.problem import Answer, Candidate, SearchProblem, objective
-from shardfn.search.refinement import in_pieces, polished
+from shardfn.search.problem import Answer, SearchCandidate, SearchProblem, objective
+from shardfn.search.refinement import in_pieces, refine
 from shardfn.search.resharding_costs import Axes
 
 
@@ -27,7 +27,7 @@ def answers(
     levels: Mapping[int, Answer],
     more: Sequence[Answer],
     count: int,
-    is_right: Callable[[Candidate], bool],
+    is_right: Callable[[SearchCandidate], bool],
 ) -> tuple[tuple[str, Answer], ...]:
     """The answers to compile, by name, `count` in all: the search's own first, polished where that is better by its flow;
     those of the other levels, and `more`; these polished; what of all these sends least, in pieces; then in turn the best
@@ -48,8 +48,8 @@ def answers(
     answer = levels[problem.level]
     at = {level: dataclasses.replace(problem, level=level) for level in levels}
 
-    def better(level: int, one: Candidate) -> Sequence[Candidate]:
-        other = polished(at[level], one)
+    def better(level: int, one: SearchCandidate) -> Sequence[SearchCandidate]:
+        other = refine(at[level], one)
         return [other] if objective(other.cost, at[level]) < objective(one.cost, at[level]) else []
 
     own = problem.as_candidate("the search's", answer)
@@ -70,7 +70,7 @@ def answers(
     single = baselines.candidates(fast, pairs=False)
     double = tuple(c for c in baselines.candidates(fast) if c not in single)
     priced = [sorted(levels[level].others, key=lambda c: objective(c.cost, at[level])) for level in sorted(levels)]
-    found: dict[object, Candidate] = {}
+    found: dict[object, SearchCandidate] = {}
     for turn in (first, *itertools.zip_longest(*priced, single, double)):
         for c in filter(None, turn):
             sizes = tuple(sorted(size for _, size in c.axes))
@@ -81,9 +81,14 @@ def answers(
     return tuple((c.name, chosen(answer, c, "best as compiled of the finalists")) for c in named)
 
 
-def chosen(answer: Answer, c: Candidate, why: str) -> Answer:
+def chosen(answer: Answer, c: SearchCandidate, why: str) -> Answer:
     """An answer with another candidate in the place of what the search chose."""
-    if (c.axes, c.specs, c.constraints, c.ends) == (answer.axes, answer.specs, answer.constraints, answer.ends):
+    if (c.axes, c.specs, c.constraints, c.result_specs) == (
+        answer.axes,
+        answer.specs,
+        answer.constraints,
+        answer.result_specs,
+    ):
         return answer
     reasons = tuple("" if not reason else f"{why}: {c.name}" for reason in answer.reasons)
     return dataclasses.replace(
@@ -91,7 +96,7 @@ def chosen(answer: Answer, c: Candidate, why: str) -> Answer:
         axes=c.axes,
         specs=c.specs,
         constraints=c.constraints,
-        ends=c.ends,
+        result_specs=c.result_specs,
         reasons=reasons,
         runners_up=(),
         runner_up="",
@@ -118,7 +123,15 @@ def compiled_once(program: str, problem: SearchProblem, answer: Answer, compiled
     constraints = tuple(sorted(answer.constraints.items(), key=lambda item: item[0]))
     ends = tuple(problem.results.items()), tuple(problem.same_as.items()), problem.donated
     text = hashlib.sha256(program.encode()).digest()
-    key = text, problem.hardware, ends, answer.axes, answer.specs, constraints, tuple(sorted(answer.ends.items()))
+    key = (
+        text,
+        problem.hardware,
+        ends,
+        answer.axes,
+        answer.specs,
+        constraints,
+        tuple(sorted(answer.result_specs.items())),
+    )
     if key not in _made:
         while len(_made) >= KEPT:
             _made.pop(next(iter(_made)), None)
@@ -182,7 +195,7 @@ class Refused:
     fix: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name}, grid {written(self.axes)}, is left out, as XLA does not compile it: {self.why}"
+        return f"{self.name}, grid {mesh_text(self.axes)}, is left out, as XLA does not compile it: {self.why}"
 
 
 def refused(name: str, answer: Answer, error: Exception) -> Refused:
@@ -212,7 +225,7 @@ def best(compile_candidates: Sequence[CompiledCandidate], limit: float, alone: s
     least = min(f.flops for f in compile_candidates)
     winner = min(range(len(compile_candidates)), key=lambda i: (compile_candidates[i].rank(limit, least), i))
     lines = [
-        f"{f.name}, grid {written(f.axes)}: {f.bytes_sent:,} B sent, {f.peak:,} B peak, "
+        f"{f.name}, grid {mesh_text(f.axes)}: {f.bytes_sent:,} B sent, {f.peak:,} B peak, "
         f"{f.flops:,.0f} FLOPs of products, {f.time_s * 1e6:,.1f} us"
         for f in compile_candidates
     ]

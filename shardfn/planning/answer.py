@@ -11,7 +11,7 @@ from shardfn.ir.dimension_groups import DimensionGroups
 from shardfn.ir.model import Graph, PartitionedProgram, Spec, axis_size
 from shardfn.planning.decisions import Constraint, Decision, DimensionGroup
 from shardfn.planning.propagation import Propagation
-from shardfn.search.graph_facts import bytes_of
+from shardfn.search.graph_facts import array_bytes
 from shardfn.search.problem import Answer, OpConstraints
 from shardfn.search.resharding_costs import Axes
 
@@ -41,14 +41,14 @@ def of_results(
     values = partitioned.graph.outputs[len(partitioned.graph.outputs) - len(outputs) :]
     rows = zip(outputs, propagation.given, propagation.results(answer.specs), values, strict=True)
     for i, (leaf, given, laid, value) in enumerate(rows):
-        laid = answer.ends.get(i, laid)
+        laid = answer.result_specs.get(i, laid)
         spec = (
             laid
             if laid is not None
             else _whole_axes(partitioned.specs[value][: len(leaf.shape)], leaf, partitioned, diagnostics)
         )
-        source = "searched" if i in answer.ends else "propagated" if given is None else leaf.by
-        reason = "with the arguments: propagation alone would leave it otherwise" if i in answer.ends else ""
+        source = "searched" if i in answer.result_specs else "propagated" if given is None else leaf.by
+        reason = "with the arguments: propagation alone would leave it otherwise" if i in answer.result_specs else ""
         if given is None and i in propagation.same_as:
             reason = f"as `{inputs[propagation.same_as[i]].path}`, whose place it can take"
         decided.append(_decision(leaf, spec, answer.axes, partitioned.graph, value, source, reason, ""))
@@ -97,7 +97,7 @@ def _decision(
         reason, runner_up = leaf.where + (": data parallel" if leaf.entry is None else ""), ""
     elif source == "propagated":
         runner_up = ""
-    local = int(bytes_of(graph.values[value])) // max(1, math.prod(cuts))
+    local = int(array_bytes(graph.values[value])) // max(1, math.prod(cuts))
     return Decision(leaf.path, leaf.shape, leaf.dtype, cuts, spec, source, reason, runner_up, local)
 
 

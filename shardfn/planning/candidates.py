@@ -7,24 +7,23 @@ from collections.abc import Callable, Sequence
 from shardfn.cost.estimate import Cost
 from shardfn.frontend.paths import few
 from shardfn.planning.decisions import Candidate, Figures
-from shardfn.search.problem import Answer, SearchProblem, objective
-from shardfn.search.problem import Candidate as Found
-from shardfn.search.resharding_costs import cuts_of
+from shardfn.search.problem import Answer, SearchCandidate, SearchProblem, objective
+from shardfn.search.resharding_costs import strategy_of
 
 
 def candidates(problem: SearchProblem, answer: Answer, cost: Cost) -> tuple[Candidate, ...]:
     """What was chosen, as `this plan`, and what else was priced, best first; nothing where nothing was searched or weighed."""
     own = Figures.of(cost)
-    evaluated = sorted((*answer.others, *answer.aside), key=lambda c: objective(c.cost, problem))
+    evaluated = sorted((*answer.others, *answer.variants), key=lambda c: objective(c.cost, problem))
     # What costs the same is the same on axes of other names, or as good.
-    found = {Figures.of(c.cost): c for c in reversed((*answer.others, *answer.aside))}
+    found = {Figures.of(c.cost): c for c in reversed((*answer.others, *answer.variants))}
     others = [c for c in evaluated if found[Figures.of(c.cost)] is c and Figures.of(c.cost) != own]
     names = told_apart(problem.names, others)
     rows = [Candidate(name, c.axes, Figures.of(c.cost)) for name, c in zip(names, others, strict=True)]
     return (Candidate("this plan", answer.axes, own), *rows) if rows or problem.is_open else ()
 
 
-def told_apart(names: Sequence[str], found: Sequence[Found]) -> list[str]:
+def told_apart(names: Sequence[str], found: Sequence[SearchCandidate]) -> list[str]:
     """The candidates' names; to those that several on one grid have comes what tells them apart: cuts of arguments, as few as
     will do, what is held inside, or else a number.
 
@@ -32,19 +31,19 @@ def told_apart(names: Sequence[str], found: Sequence[Found]) -> list[str]:
       names: of the arguments.
       found: the candidates.
     """
-    groups: dict[object, list[Found]] = {}
+    groups: dict[object, list[SearchCandidate]] = {}
     for c in found:
         groups.setdefault((c.name, c.axes), []).append(c)
     told = {id(c): text for same in groups.values() for c, text in zip(same, _differing(names, same), strict=True)}
     return [c.name + told[id(c)] for c in found]
 
 
-def _differing(names: Sequence[str], same: Sequence[Found]) -> list[str]:
+def _differing(names: Sequence[str], same: Sequence[SearchCandidate]) -> list[str]:
     """For each of some candidates what it has otherwise than the others, as the end of its name."""
     facts: list[list[str]] = [[] for _ in same]
     held = (
         lambda c: _count(len(c.constraints), "op") + " held inside",
-        lambda c: _count(len(c.ends), "result") + " held",
+        lambda c: _count(len(c.result_specs), "result") + " held",
     )
     for told in (*(_cut(i, name) for i, name in enumerate(names)), *held):
         if len(set(map(tuple, facts))) == len(same):
@@ -63,8 +62,8 @@ def _count(number: int, what: str) -> str:
     return f"{number or 'no'} {what}{'s'[: number != 1]}"
 
 
-def _cut(i: int, name: str) -> Callable[[Found], str]:
-    return lambda c: f"{name} {cuts_of(c.specs[i], c.axes)}"
+def _cut(i: int, name: str) -> Callable[[SearchCandidate], str]:
+    return lambda c: f"{name} {strategy_of(c.specs[i], c.axes)}"
 
 
 def _tell(facts: list[list[str]], more: Sequence[str]) -> None:

@@ -12,10 +12,10 @@ from shardfn.ir.model import Communication, PartitionedProgram, Spec
 from shardfn.planning.decisions import Decision
 from shardfn.planning.plan import Plan
 from shardfn.planning.what_if import Study
-from shardfn.search.mesh_solution import written
+from shardfn.search.mesh_solution import mesh_text
 from shardfn.search.one_array_changes import layouts
 from shardfn.search.problem import Algorithm, objective
-from shardfn.search.resharding_costs import Axes, cuts_of
+from shardfn.search.resharding_costs import Axes, strategy_of
 from shardfn.units import bytes_text
 
 DEAR_BYTES = 1 << 20
@@ -96,7 +96,7 @@ def held_whole(plan: Plan, study: Study) -> Iterator[str]:
     if not whole or held < limit / 4 or plan.cost.memory.peak > limit:  # `too_large` speaks of that
         return
     d = max(whole, key=lambda d: d.local_bytes)
-    cuts = cuts_of(finer(d, plan.axes) or (), plan.axes)
+    cuts = strategy_of(finer(d, plan.axes) or (), plan.axes)
     several = f"{len(whole)} arguments lie" if len(whole) > 1 else f"`{d.path}` lies"
     largest = f", the largest `{d.path}` with {bytes_text(d.local_bytes)}" if len(whole) > 1 else ""
     yield (
@@ -113,7 +113,7 @@ def too_large(plan: Plan, study: Study) -> Iterator[str]:
     holders = [(d.local_bytes, f"`{d.path}` {d.strategy}") for d in plan.inputs]
     holders = sorted([*holders, (memory.temporaries, "temporaries")], key=lambda h: -h[0])[:3]
     most = ", ".join(f"{name} {bytes_text(size)}" for size, name in holders if size)
-    freed = [(d.local_bytes - _whole_bytes(d) / math.prod(cuts_of(spec, plan.axes)), d, spec)
+    freed = [(d.local_bytes - _whole_bytes(d) / math.prod(strategy_of(spec, plan.axes)), d, spec)
              for d in plan.inputs if (spec := finer(d, plan.axes)) is not None]  # fmt: skip
     over = memory.peak - limit
     text = (
@@ -122,7 +122,9 @@ def too_large(plan: Plan, study: Study) -> Iterator[str]:
     )
     if freed:
         most_freed, d, spec = max(freed, key=lambda f: f[0])
-        text += f"; cut `{d.path}` {cuts_of(spec, plan.axes)} instead of {d.strategy} to free {bytes_text(most_freed)}"
+        text += (
+            f"; cut `{d.path}` {strategy_of(spec, plan.axes)} instead of {d.strategy} to free {bytes_text(most_freed)}"
+        )
     else:
         text += "; no argument can be cut further on this grid: use more devices, or smaller arrays"
     if plan.level != 1 and any(d.source == "searched" for d in plan.inputs):
@@ -145,7 +147,7 @@ def idle(plan: Plan, study: Study) -> Iterator[str]:
     if fewer:
         c = min(fewer, key=lambda c: (c.figures.flops, c.figures.time_s))
         yield (
-            f"{text}; `{c.name}` on the grid {written(c.axes)} leaves each "
+            f"{text}; `{c.name}` on the grid {mesh_text(c.axes)} leaves each "
             f"{_percent(max(1 / devices, c.figures.flops / whole))}, with {c.figures.time_s * 1e6:,.1f} us modelled instead of "
             f"{cost.time_s * 1e6:,.1f}"
         )
@@ -189,7 +191,7 @@ def avoided(plan: Plan, study: Study, c: Communication, is_gone: Callable[[Parti
         return f"{tried} avoids it and sends less" if tries and most else "`Plan.why` tells what other cuts cost"
     _, _, d, spec, paid = min(found, key=lambda f: f[:2])
     return (
-        f"cut `{d.path}` {cuts_of(spec, plan.axes)} instead of {d.strategy} to avoid it: {bytes_text(paid.bytes_sent)} sent "
+        f"cut `{d.path}` {strategy_of(spec, plan.axes)} instead of {d.strategy} to avoid it: {bytes_text(paid.bytes_sent)} sent "
         f"instead of {bytes_text(plan.cost.bytes_sent)}, {bytes_text(paid.memory.peak)} at the peak instead of "
         f"{bytes_text(plan.cost.memory.peak)}"
     )
@@ -235,8 +237,8 @@ _CHANGING = frozenset({"rng_bit_generator", "rng", "custom_call"})
 def finer(d: Decision, axes: Axes) -> Spec | None:
     """The layout of an array in the most pieces, if that is more than now; ties go to what leaves its cuts as they are."""
     pieces = math.prod(d.strategy)
-    more = [s for s in layouts(d.shape, axes, d.spec) if math.prod(cuts_of(s, axes)) > pieces]
-    return min(more, key=lambda s: (-math.prod(cuts_of(s, axes)), *_distance(s, d.spec)), default=None)
+    more = [s for s in layouts(d.shape, axes, d.spec) if math.prod(strategy_of(s, axes)) > pieces]
+    return min(more, key=lambda s: (-math.prod(strategy_of(s, axes)), *_distance(s, d.spec)), default=None)
 
 
 def _distance(spec: Spec, now: Spec) -> tuple[int, int, Spec]:

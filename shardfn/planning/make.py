@@ -31,9 +31,9 @@ from shardfn.planning.unmodelled import not_predicted, of_program
 from shardfn.planning.what_if import Study
 from shardfn.planning.workarounds import mended_finding, wrong_ops
 from shardfn.search import Search
-from shardfn.search.graph_facts import bytes_of
-from shardfn.search.memory_limit import near_limit, refuse_hopeless, refuse_slip, within_limit
-from shardfn.search.problem import Answer, End, Memo, SearchProblem
+from shardfn.search.graph_facts import array_bytes
+from shardfn.search.memory_limit import near_limit_note, refuse_implausible_limit, refuse_infeasible_limit, within_limit
+from shardfn.search.problem import Answer, Memo, OpenResult, SearchProblem
 from shardfn.search.resharding_costs import Axes
 
 
@@ -100,9 +100,9 @@ def make_plan(
         return dataclasses.replace(answer, constraints={**answer.constraints, **constraints}) if constraints else answer
 
     if wishes.memory_limit is not None:
-        refuse_slip(question)
+        refuse_implausible_limit(question)
         if wishes.is_strict:
-            refuse_hopeless(question, again or search)
+            refuse_infeasible_limit(question, again or search)
     answer = held(search(question))
     if wishes.is_strict:
         answer = within_limit(question, answer, lambda q: held((again or search)(q)), wishes.memory_limit is not None)
@@ -119,7 +119,9 @@ def make_plan(
 
     # Without the flows that the search has priced: they are large.
     afresh = dataclasses.replace(question, partition=propagation)
-    study = Study(afresh, answer.specs, answer.constraints, answer.ends, tuple(inputs), tuple(outputs), asked_again)
+    study = Study(
+        afresh, answer.specs, answer.constraints, answer.result_specs, tuple(inputs), tuple(outputs), asked_again
+    )
     diagnostics = [*inside(answer.axes)[1]]
     results = of_results(inputs, outputs, propagation, answer, partitioned, diagnostics)
     made = Plan(
@@ -144,7 +146,9 @@ def make_plan(
         memory_limit=wishes.memory_limit,
         _study=study,
     )
-    diagnostics += near_limit(paid.memory, question.memory_limit) if wishes.is_strict else []  # else judged as compiled
+    diagnostics += (
+        near_limit_note(paid.memory, question.memory_limit) if wishes.is_strict else []
+    )  # else judged as compiled
     diagnostics += [
         *answer.diagnostics,
         *of_program(traced, hardware, inputs, answer.axes),
@@ -173,7 +177,7 @@ def _grid_of(
 def _question(
     inputs: Sequence[Leaf], outputs: Sequence[Leaf], traced: Traced, classes: DimensionGroups, grid: Axes,
     in_specs: Sequence[Spec | None], propagation: Propagation, hardware: Hardware, level: int, donated: Collection[int],
-    can_hold: frozenset[int], wishes: Wishes,
+    can_constrain: frozenset[int], wishes: Wishes,
 ) -> SearchProblem:  # fmt: skip
     """What the search is asked."""
     graph, given, same_as = traced.graph, propagation.given, propagation.same_as
@@ -181,8 +185,8 @@ def _question(
     return SearchProblem(
         names=tuple(leaf.path for leaf in inputs),
         shapes=tuple(leaf.shape for leaf in inputs),
-        classes=tuple(classes.of[v][: len(leaf.shape)] for v, leaf in zip(traced.inputs, inputs, strict=True)),
-        weights=_weights(graph, classes),
+        groups=tuple(classes.of[v][: len(leaf.shape)] for v, leaf in zip(traced.inputs, inputs, strict=True)),
+        group_bytes=_weights(graph, classes),
         axes=grid,
         specs=tuple(in_specs) if hardware.count > 1 else tuple(((),) * len(leaf.shape) for leaf in inputs),
         hardware=hardware,
@@ -193,17 +197,17 @@ def _question(
         results={v: padded(spec, graph, v) or () for v, _, spec in results if spec is not None},
         same_as={traced.outputs[i]: traced.inputs[j] for i, j in same_as.items() if given[i] is None},
         donated=frozenset(traced.inputs[i] for i in donated),
-        can_hold=can_hold,
+        can_constrain=can_constrain,
         memory_limit=wishes.memory_limit if wishes.memory_limit is not None else hardware.chip.memory_bytes,
         algorithm=wishes.algorithm,
-        inside=wishes.inside,
-        ends={} if hardware.count == 1 else {
-            i: End(leaf.path, v, leaf.shape, i - len(outputs))
+        search_ops=wishes.inside,
+        open_results={} if hardware.count == 1 else {
+            i: OpenResult(leaf.path, v, leaf.shape, i - len(outputs))
             for i, (v, leaf, spec) in enumerate(results)
             if spec is None and i not in same_as and leaf.shape},
-        ends_asked=any(leaf.entry is AUTO and leaf.where for leaf in outputs),
+        results_requested=any(leaf.entry is AUTO and leaf.where for leaf in outputs),
         seconds=wishes.seconds,
-        memo=Memo(tied=classes.of),
+        memo=Memo(value_groups=classes.of),
     )  # fmt: skip
 
 
@@ -220,5 +224,5 @@ def _weights(graph: Graph, classes: DimensionGroups) -> dict[int, int]:
     found: dict[int, int] = {}
     for value, of in enumerate(classes.of):
         for class_ in set(of):
-            found[class_] = found.get(class_, 0) + int(bytes_of(graph.values[value]))
+            found[class_] = found.get(class_, 0) + int(array_bytes(graph.values[value]))
     return found

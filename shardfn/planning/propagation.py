@@ -11,7 +11,7 @@ from shardfn.frontend.trace import Traced
 from shardfn.ir import shardy
 from shardfn.ir.model import Graph, PartitionedProgram, Spec
 from shardfn.partition.partitioner import as_compiled
-from shardfn.search.problem import NO_ENDS, Ends, OpConstraints, Partitioner
+from shardfn.search.problem import NO_RESULT_SPECS, OpConstraints, Partitioner, ResultSpecs
 from shardfn.search.resharding_costs import Axes
 
 
@@ -38,11 +38,15 @@ class Propagation:
         ]
 
     def __call__(
-        self, axes: Axes, specs: Sequence[Spec | None], constraints: OpConstraints, ends: Ends = NO_ENDS
+        self,
+        axes: Axes,
+        specs: Sequence[Spec | None],
+        constraints: OpConstraints,
+        result_specs: ResultSpecs = NO_RESULT_SPECS,
     ) -> PartitionedProgram:
         """The flow of a full choice: grid, arguments, ops held inside, results that lie otherwise (by position)."""
         traced, graph = self.traced, self.traced.graph
-        laid = [ends.get(i, spec) for i, spec in enumerate(self.results(specs))]
+        laid = [result_specs.get(i, spec) for i, spec in enumerate(self.results(specs))]
         spread = [None] * traced.captured
         spread += [padded(s, graph, v) for s, v in zip(specs, traced.inputs, strict=True)]
         tokens = [None] * (len(graph.outputs) - len(laid))
@@ -57,11 +61,14 @@ def kept(propagation: Partitioner) -> Partitioner:
     known: dict[object, PartitionedProgram] = {}
 
     def partitioned_of(
-        axes: Axes, specs: Sequence[Spec | None], constraints: OpConstraints, ends: Ends = NO_ENDS
+        axes: Axes,
+        specs: Sequence[Spec | None],
+        constraints: OpConstraints,
+        result_specs: ResultSpecs = NO_RESULT_SPECS,
     ) -> PartitionedProgram:
-        key = axes, tuple(specs), tuple(constraints.items()), tuple(sorted(ends.items()))
+        key = axes, tuple(specs), tuple(constraints.items()), tuple(sorted(result_specs.items()))
         if key not in known:
-            known[key] = propagation(axes, specs, constraints, ends)
+            known[key] = propagation(axes, specs, constraints, result_specs)
         return known[key]
 
     return partitioned_of

@@ -22,8 +22,8 @@ from shardfn.render.parts import Table
 from shardfn.render.text import Shown as Rendered
 from shardfn.render.text import to_text
 from shardfn.search.one_array_changes import layouts
-from shardfn.search.problem import Ends, OpConstraints, SearchProblem, objective
-from shardfn.search.resharding_costs import cuts_of
+from shardfn.search.problem import OpConstraints, ResultSpecs, SearchProblem, objective
+from shardfn.search.resharding_costs import strategy_of
 from shardfn.units import bytes_text, signed, time_text
 
 MOST = 12
@@ -37,13 +37,13 @@ OPS = 24_000
 class Study:
     """The question that a plan answers, how a choice flows, and how to ask anew with other entries.
 
-    `constraints`, `specs` and `ends` are the plan's own; `again` makes a plan of other arguments and results.
+    `constraints`, `specs` and `result_specs` are the plan's own; `again` makes a plan of other arguments and results.
     """
 
     question: SearchProblem
     specs: tuple[Spec, ...]
     constraints: OpConstraints
-    ends: Ends
+    result_specs: ResultSpecs
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]
     again: Callable[[Sequence[Leaf], Sequence[Leaf]], Plan]
@@ -63,16 +63,16 @@ class Study:
         for spec in others[:most]:
             paid = cost_of(self.partitioned_with(plan, paths, spec), plan.hardware, self.question.donated)
             figures = Figures.of(paid)
-            row = Alternative(cuts_of(spec, plan.axes), spec, figures, figures - own)
+            row = Alternative(strategy_of(spec, plan.axes), spec, figures, figures - own)
             rated.append((objective(paid, self.question), len(rated), row))
         rows = tuple(row for _, _, row in sorted(rated, key=lambda r: r[:2]))
-        left_out = tuple(cuts_of(spec, plan.axes) for spec in others[most:])
+        left_out = tuple(strategy_of(spec, plan.axes) for spec in others[most:])
         return Shown(planned, own, rows, left_out, paths if len(paths) > 1 else ())
 
     def partitioned_with(self, plan: Plan, paths: Collection[str], spec: Spec) -> PartitionedProgram:
         """The flow with some arrays laid out otherwise."""
         specs = [spec if d.path in paths else old for d, old in zip(plan.inputs, self.specs, strict=True)]
-        results = {**self.ends, **{i: spec for i, d in enumerate(plan.outputs) if d.path in paths}}
+        results = {**self.result_specs, **{i: spec for i, d in enumerate(plan.outputs) if d.path in paths}}
         return self.question.partition(plan.axes, specs, self.constraints, results)
 
     def what_if(self, plan: Plan, entries: Mapping[str, Any]) -> Plan:
@@ -160,7 +160,7 @@ def _glob_of(group: Sequence[Decision], every: Sequence[str]) -> str:
 
 def _promise(spec: Spec, planned: Decision, plan: Plan) -> tuple[Any, ...]:
     """What is priced first: the runner-up, whole, then what cuts most and fewest dims."""
-    cuts = cuts_of(spec, plan.axes)
+    cuts = strategy_of(spec, plan.axes)
     return (
         not planned.runner_up.startswith(f"{cuts}:"),
         any(spec),

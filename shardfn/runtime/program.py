@@ -29,7 +29,7 @@ from shardfn.planning.workarounds import kept_apart, made_whole, mended_finding,
 from shardfn.runtime.apply import Grid, apply, finest, has_other_grids, on_paper, whole
 from shardfn.runtime.verify import Verifier
 from shardfn.search.objectives import other_level
-from shardfn.search.problem import Answer, Candidate, Search, SearchProblem, objective
+from shardfn.search.problem import Answer, Search, SearchCandidate, SearchProblem, objective
 
 RIGHTLY = "ops as XLA computes them rightly"
 """Why something else is chosen than what has the least price."""
@@ -209,7 +209,7 @@ def sound(problem: SearchProblem, answer: Answer) -> Answer:
     return rightly(answer, other) if other else answer
 
 
-def rightly(answer: Answer, other: Candidate) -> Answer:
+def rightly(answer: Answer, other: SearchCandidate) -> Answer:
     """An answer with another in its place in which XLA computes all ops rightly, and the search that found both."""
     found = candidates.chosen(answer, other, RIGHTLY)
     return (
@@ -219,13 +219,13 @@ def rightly(answer: Answer, other: Candidate) -> Answer:
     )
 
 
-def unmended(problem: SearchProblem, answer: Answer, *more: Candidate) -> Candidate | None:
+def unmended(problem: SearchProblem, answer: Answer, *more: SearchCandidate) -> SearchCandidate | None:
     """The best of what else was priced, and of `more`, in which XLA computes all ops rightly."""
     every = sorted((*answer.others, *more), key=lambda c: objective(c.cost, problem))
     return next((c for c in every if not wrong_ops(problem.partitioned_of(c))), None)
 
 
-def _aside(problem: SearchProblem, find: Search) -> tuple[Candidate, ...]:
+def _aside(problem: SearchProblem, find: Search) -> tuple[SearchCandidate, ...]:
     """What a search finds for the other aim."""
     if not problem.is_open:
         return ()

@@ -7,7 +7,7 @@ from shardfn.search.problem import Answer, SearchProblem
 
 
 def search(problem: SearchProblem) -> Answer:
-    """The exact optimum where that is quick (`Scope.is_exact`), else what dividing the devices finds."""
+    """The exact optimum where that is quick (`SearchEffort.is_exact`), else what dividing the devices finds."""
     if not problem.is_open:
         return default_policy.search(problem)
-    return dynamic_programming.search(problem) if problem.scope.is_exact else recursive_programming.search(problem)
+    return dynamic_programming.search(problem) if problem.effort.is_exact else recursive_programming.search(problem)

@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from shardfn.cost.op_kinds import ELEMENTWISE
 from shardfn.ir.model import PRODUCTS, OpConstraint, Spec
 from shardfn.partition.resharding import divisors
-from shardfn.search.filters import keeps
-from shardfn.search.graph_facts import bytes_of
-from shardfn.search.problem import Candidate, OpConstraints, SearchProblem, objective
+from shardfn.search.filters import keeps_rules
+from shardfn.search.graph_facts import array_bytes
+from shardfn.search.problem import OpConstraints, SearchCandidate, SearchProblem, objective
 from shardfn.search.resharding_costs import Axes
 
 HASTY = 4
@@ -28,7 +28,7 @@ programs of 500 ops and more that were far off anyway, and nothing of the others
 
 def candidates(
     problem: SearchProblem, pairs: bool = True, below: float = math.inf, fastest: float = math.inf
-) -> tuple[Candidate, ...]:
+) -> tuple[SearchCandidate, ...]:
     """The plain layouts of the heaviest dim classes, priced by their flow, best first; the user's own layouts stay.
 
     At level 1 those are priced first that promise the least memory, of large programs only the first few, and none that
@@ -48,9 +48,9 @@ def candidates(
     }
     layouts = list(every.values())[::-1]
     if problem.level == 1:
-        layouts.sort(key=lambda one: promised(problem, one))
-        layouts = layouts[: problem.scope.plain_layouts]
-    found: list[Candidate] = []
+        layouts.sort(key=lambda one: estimated_peak(problem, one))
+        layouts = layouts[: problem.effort.plain_layouts]
+    found: list[SearchCandidate] = []
     is_far: dict[object, bool] = {}
     for one in layouts:
         if problem.seconds_left <= 0:
@@ -59,55 +59,55 @@ def candidates(
         if not is_far.get(cut) and (problem.level != 1 or held(problem, one) < below):
             made = problem.candidate(one.name, one.axes, one.specs, one.constraints)
             is_far.setdefault(cut, made.cost.time_s > FAR * fastest)
-            if keeps(problem.partitioned_of(made), problem.algorithm):
+            if keeps_rules(problem.partitioned_of(made), problem.algorithm):
                 found.append(made)
                 below = min(below, made.cost.memory.peak)
     return tuple(sorted(found, key=lambda c: objective(c.cost, problem)))
 
 
-def of_batch(problem: SearchProblem, every: bool = True) -> tuple[Candidate, ...]:
+def batch_baselines(problem: SearchProblem, every: bool = True) -> tuple[SearchCandidate, ...]:
     """The plain layouts with the batch cut over all devices, priced by their flow: data parallel, ZeRO-1 and fully sharded
     data parallel, or the last alone. None where nothing is a batch, or the grid is the user's."""
     if problem.axes or not problem.is_open:
         return ()
-    found: dict[tuple[Spec, ...], Candidate] = {}
+    found: dict[tuple[Spec, ...], SearchCandidate] = {}
     for one in _of_batch(problem):
-        if (every or one.pieces is Pieces.ALL) and one.specs not in found and problem.seconds_left > 0:
+        if (every or one.pieces is ArgumentSharding.ALL) and one.specs not in found and problem.seconds_left > 0:
             made = problem.candidate(one.name, one.axes, one.specs, one.constraints)
-            if keeps(problem.partitioned_of(made), problem.algorithm):
+            if keeps_rules(problem.partitioned_of(made), problem.algorithm):
                 found[one.specs] = made
     return tuple(found.values())
 
 
-def _of_batch(problem: SearchProblem) -> Iterator[Layout]:
+def _of_batch(problem: SearchProblem) -> Iterator[Baseline]:
     n = (("a", problem.devices),)
-    for class_ in dict.fromkeys(problem.classes[i][0] for i in sorted(fresh(problem)) if problem.classes[i]):
+    for class_ in dict.fromkeys(problem.groups[i][0] for i in sorted(batch_arguments(problem)) if problem.groups[i]):
         if _fits(problem, class_, problem.devices):
             yield from _each(problem, n, {class_: "a"})
 
 
-def in_haste(problem: SearchProblem) -> tuple[Candidate, ...]:
+def hasty_baselines(problem: SearchProblem) -> tuple[SearchCandidate, ...]:
     """What stands beside an answer when the time limit is over: the first plain layout that fits the memory limit, of the
     batch before others. A few are priced whatever the time, so that a limit too short is no worse than data parallel."""
     if problem.axes or not problem.is_open:
         return ()
-    found: list[Candidate] = []
+    found: list[SearchCandidate] = []
     for one in itertools.islice(itertools.chain(_of_batch(problem), _layouts(problem, pairs=False)), HASTY):
         made = problem.candidate(one.name, one.axes, one.specs, one.constraints)
-        if keeps(problem.partitioned_of(made), problem.algorithm):
+        if keeps_rules(problem.partitioned_of(made), problem.algorithm):
             found.append(made)
             if made.cost.memory.peak <= problem.memory_limit:
                 break
     return tuple(found)
 
 
-def fresh(problem: SearchProblem) -> frozenset[int]:
+def batch_arguments(problem: SearchProblem) -> frozenset[int]:
     """The arguments that no result takes the place of: a batch, not parameters."""
     kept = set(problem.same_as.values())
     return frozenset(i for i, value in enumerate(problem.inputs) if kept and value not in kept)
 
 
-class Pieces(enum.Enum):
+class ArgumentSharding(enum.Enum):
     """What is cut into pieces over the axes that a layout leaves, or the first of them: what elementwise ops alone read (as
     ZeRO-1 lays out an optimizer's state), or everything (as fully sharded data parallel lays out weights)."""
 
@@ -117,7 +117,7 @@ class Pieces(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class Baseline:
     """A plain layout: dim classes cut over axes, all else whole or in pieces."""
 
     name: str
@@ -125,10 +125,10 @@ class Layout:
     cut: Mapping[int, str]
     specs: tuple[Spec, ...]
     constraints: OpConstraints
-    pieces: Pieces | None = None
+    pieces: ArgumentSharding | None = None
 
 
-def held(problem: SearchProblem, layout: Layout) -> int:
+def held(problem: SearchProblem, layout: Baseline) -> int:
     """Bytes that arguments, and results that lie as they do or as the user said, take on one device."""
     sizes = dict(layout.axes)
     arguments = dict(zip(problem.inputs, layout.specs, strict=True))
@@ -136,7 +136,7 @@ def held(problem: SearchProblem, layout: Layout) -> int:
 
     def on_one(laid: Mapping[int, Spec]) -> int:
         return sum(
-            math.ceil(bytes_of(problem.graph.values[v]) / math.prod(sizes[a] for dim in spec for a in dim))
+            math.ceil(array_bytes(problem.graph.values[v]) / math.prod(sizes[a] for dim in spec for a in dim))
             for v, spec in laid.items()
         )
 
@@ -147,19 +147,19 @@ def held(problem: SearchProblem, layout: Layout) -> int:
 def least(problem: SearchProblem) -> float:
     """Bytes that one device holds at least whatever the layout: an even share of the arguments, and of what results there
     are that do not take their place."""
-    sizes = [bytes_of(problem.graph.values[v]) for v in problem.inputs]
+    sizes = [array_bytes(problem.graph.values[v]) for v in problem.inputs]
     given = sum(size for v, size in zip(problem.inputs, sizes, strict=True) if v in problem.donated)
-    results = sum(bytes_of(problem.graph.values[v]) for v in (*problem.results, *problem.same_as))
+    results = sum(array_bytes(problem.graph.values[v]) for v in (*problem.results, *problem.same_as))
     return (sum(sizes) + max(0.0, results - given)) / problem.devices
 
 
-def promised(problem: SearchProblem, layout: Layout) -> float:
+def estimated_peak(problem: SearchProblem, layout: Baseline) -> float:
     """About what a layout holds at the peak: `held`, and the program's temporaries with their classes cut."""
     sizes, values = dict(layout.axes), problem.graph.values
 
     def ways(value: int) -> int:
         cut: dict[str, int] = {}
-        for size, class_ in zip(values[value].shape, problem.tied[value], strict=True):
+        for size, class_ in zip(values[value].shape, problem.value_groups[value], strict=True):
             axis = layout.cut.get(class_)
             if axis is not None and size % sizes[axis] == 0:
                 cut.setdefault(axis, sizes[axis])
@@ -173,12 +173,12 @@ def promised(problem: SearchProblem, layout: Layout) -> float:
     return held(problem, layout) + max(itertools.accumulate(change[tick] for tick in sorted(change)), default=0.0)
 
 
-def _layouts(problem: SearchProblem, pairs: bool) -> Iterator[Layout]:
+def _layouts(problem: SearchProblem, pairs: bool) -> Iterator[Baseline]:
     n = problem.devices
-    open_ = {c for classes, spec in zip(problem.classes, problem.specs, strict=True) if spec is None for c in classes}
-    heaviest = sorted(open_, key=lambda c: (-problem.weights.get(c, 0), c))
+    open_ = {c for classes, spec in zip(problem.groups, problem.specs, strict=True) if spec is None for c in classes}
+    heaviest = sorted(open_, key=lambda c: (-problem.group_bytes.get(c, 0), c))
     parts = divisors(n, n)[1:-1]
-    most = problem.scope.plain_classes
+    most = problem.effort.plain_classes
     fit = list(itertools.islice((c for c in heaviest if any(_fits(problem, c, ways) for ways in (n, *parts))), most))
     paired = fit if pairs else []
     for c in fit:
@@ -200,20 +200,20 @@ SMALL_SHARE = 1e-3
 of one costs its latency."""
 
 
-def _each(problem: SearchProblem, axes: Axes, cut: Mapping[int, str], with_large: bool = False) -> Iterator[Layout]:
+def _each(problem: SearchProblem, axes: Axes, cut: Mapping[int, str], with_large: bool = False) -> Iterator[Baseline]:
     sizes, every = dict(axes), tuple(name for name, _ in axes)
     name = ", ".join(f"{_name(problem, c)} cut {sizes[axis]} ways" for c, axis in cut.items())
-    yield Layout(name, axes, cut, _laid(problem, axes, cut), {})
+    yield Baseline(name, axes, cut, _laid(problem, axes, cut), {})
     constraints = _pins(problem, axes, cut)
     kinds = (
-        [(Pieces.STATE, every[:1])] * any(is_state(problem))
-        + [(Pieces.SIZEABLE, every)] * with_large
-        + [(Pieces.ALL, every[:1]), (Pieces.ALL, every)]
+        [(ArgumentSharding.STATE, every[:1])] * any(is_optimizer_state(problem))
+        + [(ArgumentSharding.SIZEABLE, every)] * with_large
+        + [(ArgumentSharding.ALL, every[:1]), (ArgumentSharding.ALL, every)]
     )
     for pieces, over in dict.fromkeys(kinds):
         count = math.prod(sizes[axis] for axis in over)
         laid = _laid(problem, axes, cut, pieces, over)
-        yield Layout(f"{name}, {pieces.value} in {count} pieces", axes, cut, laid, constraints, pieces)
+        yield Baseline(f"{name}, {pieces.value} in {count} pieces", axes, cut, laid, constraints, pieces)
 
 
 def _pins(problem: SearchProblem, axes: Axes, cut: Mapping[int, str]) -> OpConstraints:
@@ -221,8 +221,8 @@ def _pins(problem: SearchProblem, axes: Axes, cut: Mapping[int, str]) -> OpConst
     astray."""
     constraints: dict[int, OpConstraint] = {}
     for index, op in enumerate(problem.graph.ops):
-        if index in problem.can_hold and op.name in _PINNED:
-            rows = [(problem.graph.values[v].shape, problem.tied[v]) for v in op.outputs]
+        if index in problem.can_constrain and op.name in _PINNED:
+            rows = [(problem.graph.values[v].shape, problem.value_groups[v]) for v in op.outputs]
             results = tuple(along(shape, classes, axes, cut, ()) for shape, classes in rows)
             if any(map(any, results)):
                 constraints[index] = OpConstraint((None,) * len(op.inputs), results)
@@ -232,7 +232,7 @@ def _pins(problem: SearchProblem, axes: Axes, cut: Mapping[int, str]) -> OpConst
 _PINNED = PRODUCTS | {"gather"}
 
 
-def is_state(problem: SearchProblem) -> tuple[bool, ...]:
+def is_optimizer_state(problem: SearchProblem) -> tuple[bool, ...]:
     """Of each argument whether a result takes its place and elementwise ops alone read it: momentum, not parameters."""
     if problem.memo.state is None:
         read: dict[int, set[str]] = {value: set() for value in problem.inputs}
@@ -244,10 +244,10 @@ def is_state(problem: SearchProblem) -> tuple[bool, ...]:
     return problem.memo.state
 
 
-def are_small(problem: SearchProblem) -> tuple[bool, ...]:
+def are_small_parameters(problem: SearchProblem) -> tuple[bool, ...]:
     """Of each argument whether it is a small one (`SMALL_SHARE`) of those that a result takes the place of."""
     kept = [i for i, value in enumerate(problem.inputs) if value in set(problem.same_as.values())]
-    sizes = {i: bytes_of(problem.graph.values[problem.inputs[i]]) for i in kept}
+    sizes = {i: array_bytes(problem.graph.values[problem.inputs[i]]) for i in kept}
     small, room = set[int](), SMALL_SHARE * sum(sizes.values())
     for i in sorted(kept, key=lambda i: (sizes[i], i)):
         room -= sizes[i]
@@ -258,19 +258,23 @@ def are_small(problem: SearchProblem) -> tuple[bool, ...]:
 
 
 def _name(problem: SearchProblem, class_: int) -> str:
-    rows = zip(problem.names, problem.classes, strict=True)
+    rows = zip(problem.names, problem.groups, strict=True)
     return next(f"{path} dim {classes.index(class_)}" for path, classes in rows if class_ in classes)
 
 
 def _laid(
-    problem: SearchProblem, axes: Axes, cut: Mapping[int, str], pieces: Pieces | None = None, over: Sequence[str] = ()
+    problem: SearchProblem,
+    axes: Axes,
+    cut: Mapping[int, str],
+    pieces: ArgumentSharding | None = None,
+    over: Sequence[str] = (),
 ) -> tuple[Spec, ...]:
-    into = [pieces is Pieces.ALL] * len(problem.inputs)
-    if pieces is Pieces.STATE:
-        into = list(is_state(problem))
-    elif pieces is Pieces.SIZEABLE:
-        into = [not small for small in are_small(problem)]
-    rows = zip(problem.specs, problem.shapes, problem.classes, into, strict=True)
+    into = [pieces is ArgumentSharding.ALL] * len(problem.inputs)
+    if pieces is ArgumentSharding.STATE:
+        into = list(is_optimizer_state(problem))
+    elif pieces is ArgumentSharding.SIZEABLE:
+        into = [not small for small in are_small_parameters(problem)]
+    rows = zip(problem.specs, problem.shapes, problem.groups, into, strict=True)
     return tuple(
         s if s is not None else along(shape, classes, axes, cut, over if is_one else ())
         for s, shape, classes, is_one in rows

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Collection, Iterator
 
 from shardfn.ir.model import Op, OpConstraint, Spec
-from shardfn.search.mesh_solution import Found, layout_of, reads_of, works_as_found, written
-from shardfn.search.problem import Candidate, OpConstraints, SearchProblem
+from shardfn.search.mesh_solution import MeshSolution, matches_estimate, mesh_text, operand_specs, specs_of
+from shardfn.search.problem import OpConstraints, SearchCandidate, SearchProblem
 from shardfn.search.refinement import MAKERS
-from shardfn.search.resharding_costs import Axes, merged
+from shardfn.search.resharding_costs import Axes, merge_axes
 
 FAR, BACK = 2.0, 0.75
 """Of the time of the best flow so far: from there holding every decision does not make a flow the best. Of 60 plans of
@@ -27,7 +27,7 @@ HELD_FIRST = MAKERS | {"concatenate", "dynamic_slice"}
 elementwise ops made, which is read whole elsewhere: of flows of eight models they made none better that was the best."""
 
 
-def candidates(problem: SearchProblem, found: Found, best_s: float = math.inf) -> Iterator[Candidate]:
+def candidates(problem: SearchProblem, found: MeshSolution, best_s: float = math.inf) -> Iterator[SearchCandidate]:
     """The optimum on a grid, priced by its flow: first with what products make held, and how they read their operands left
     to the compiler, which moves those in the way that is best for a product; and with every decision held, where the flow
     of the first does not keep what the model promised: not even to fit, if it did; and with all held that this flow lays
@@ -42,19 +42,19 @@ def candidates(problem: SearchProblem, found: Found, best_s: float = math.inf) -
         for index, constraint in held.items()
         if ops[index].name in MAKERS | FOLLOWING
     }
-    loose = problem.candidate(written(axes), axes, specs, constraints)
+    loose = problem.candidate(mesh_text(axes), axes, specs, constraints)
     yield loose
     is_over = loose.cost.memory.peak > problem.memory_limit >= found.peak
     time_s = loose.cost.time_s
     expected_s = time_s - BACK * max(0.0, time_s - found.solution.cost)
     if problem.seconds_left <= 0 or time_s > FAR * best_s or expected_s > best_s:
         return
-    if not is_over and works_as_found(problem, found, loose):
+    if not is_over and matches_estimate(problem, found, loose):
         return
-    full = problem.candidate(written(axes), axes, specs, held)
+    full = problem.candidate(mesh_text(axes), axes, specs, held)
     yield full
-    if not problem.is_large and problem.seconds_left > 0 and not works_as_found(problem, found, full):
-        yield from all_held(problem, found, full)
+    if not problem.is_large and problem.seconds_left > 0 and not matches_estimate(problem, found, full):
+        yield from constrain_followers(problem, found, full)
 
 
 def _is_held_as_read(op: Op) -> bool:
@@ -63,17 +63,19 @@ def _is_held_as_read(op: Op) -> bool:
     return op.name in FOLLOWING or op.convolution is not None
 
 
-def candidate(problem: SearchProblem, found: Found) -> Candidate:
+def candidate(problem: SearchProblem, found: MeshSolution) -> SearchCandidate:
     """The optimum on a grid with every decision held, priced by its flow."""
     axes, specs, constraints = _as_found(problem, found)
-    return problem.candidate(written(axes), axes, specs, constraints)
+    return problem.candidate(mesh_text(axes), axes, specs, constraints)
 
 
-def all_held(problem: SearchProblem, found: Found, full: Candidate) -> Iterator[Candidate]:
+def constrain_followers(
+    problem: SearchProblem, found: MeshSolution, full: SearchCandidate
+) -> Iterator[SearchCandidate]:
     """A candidate with its sums held as well, and what follows the decisions where its flow lays that out otherwise than was
     found; and the same once more."""
     axes, _, with_sums = _as_found(problem, found, HELD_FIRST | {"reduce"})
-    wanted = layout_of(problem, found)
+    wanted = specs_of(problem, found)
     constraints = {
         index: constraint if axes != found.axes or not _is_sliced(problem.graph.ops[index], constraint, found, wanted)
         else OpConstraint((None,) * len(constraint.operands), constraint.results)
@@ -88,7 +90,7 @@ def all_held(problem: SearchProblem, found: Found, full: Candidate) -> Iterator[
                 tuple(map(wanted, op.outputs)),
             )
             for index, op in enumerate(problem.graph.ops)
-            if index in problem.can_hold
+            if index in problem.can_constrain
             and (index not in constraints or None in constraints[index].results)
             and all(v in found.space.layouts for v in op.outputs)
             and laid.get(op.site, ()) not in ((), [*map(wanted, op.outputs)])
@@ -99,7 +101,7 @@ def all_held(problem: SearchProblem, found: Found, full: Candidate) -> Iterator[
         yield full
 
 
-def _is_sliced(op: Op, constraint: OpConstraint, found: Found, laid: Callable[[int], Spec]) -> bool:
+def _is_sliced(op: Op, constraint: OpConstraint, found: MeshSolution, laid: Callable[[int], Spec]) -> bool:
     """Whether a sum reads less of its operand than a device has of it, or a broadcast. That would cut what the operand is made
     of as well, which others read, and the sums would be over other axes than those beside which they are added up."""
     read = constraint.operands[0]
@@ -112,33 +114,33 @@ def _is_sliced(op: Op, constraint: OpConstraint, found: Found, laid: Callable[[i
 
 
 def _as_found(
-    problem: SearchProblem, found: Found, kinds: Collection[str] = HELD_FIRST
+    problem: SearchProblem, found: MeshSolution, kinds: Collection[str] = HELD_FIRST
 ) -> tuple[Axes, tuple[Spec, ...], OpConstraints]:
-    laid = layout_of(problem, found)
+    laid = specs_of(problem, found)
     specs = tuple(spec if spec is not None else laid(value)[: len(shape)]
                   for value, spec, shape in zip(problem.inputs, problem.specs, problem.shapes, strict=True))  # fmt: skip
     constraints: dict[int, OpConstraint] = {}
     for index, op in enumerate(problem.graph.ops):
-        if index in problem.can_hold and index in found.space.reads and op.name in kinds:
-            constraints[index] = OpConstraint(reads_of(problem, found, index), tuple(map(laid, op.outputs)))
+        if index in problem.can_constrain and index in found.space.reads and op.name in kinds:
+            constraints[index] = OpConstraint(operand_specs(problem, found, index), tuple(map(laid, op.outputs)))
     constraints |= _broadcasts(problem, found, laid)
     axes = found.axes
     if not problem.axes:
-        axes, laid_out, constraints = merged(axes, specs, constraints)
+        axes, laid_out, constraints = merge_axes(axes, specs, constraints)
         specs = tuple(laid_out)
     return axes, specs, constraints
 
 
-def _broadcasts(problem: SearchProblem, found: Found, laid: Callable[[int], Spec]) -> dict[int, OpConstraint]:
+def _broadcasts(problem: SearchProblem, found: MeshSolution, laid: Callable[[int], Spec]) -> dict[int, OpConstraint]:
     """Sums and products that read a broadcast of what lies in pieces which they do not read: held to how they read it, as
     else the pieces of a bias or a scale would become those of the activation that it meets."""
     source = {op.outputs[0]: op.inputs[0] for op in problem.graph.ops if op.name == "broadcast_in_dim"}
     constraints: dict[int, OpConstraint] = {}
     for index, op in enumerate(problem.graph.ops):
-        if op.name not in FOLLOWING or index not in problem.can_hold or index not in found.space.reads:
+        if op.name not in FOLLOWING or index not in problem.can_constrain or index not in found.space.reads:
             continue
         operands: list[Spec | None] = [None] * len(op.inputs)
-        for position, (v, spec) in enumerate(zip(op.inputs, reads_of(problem, found, index), strict=True)):
+        for position, (v, spec) in enumerate(zip(op.inputs, operand_specs(problem, found, index), strict=True)):
             root = v
             while root in source:
                 root = source[root]

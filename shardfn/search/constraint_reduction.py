@@ -7,20 +7,20 @@ import math
 
 from shardfn.ir.correspondence import pairs
 from shardfn.ir.model import Graph, Op, OpConstraint, PartitionedProgram, Rule, Spec
-from shardfn.search.feasibility import fits_nowhere
-from shardfn.search.problem import Candidate, OpConstraints, SearchProblem, objective
+from shardfn.search.feasibility import is_infeasible
+from shardfn.search.problem import OpConstraints, SearchCandidate, SearchProblem, objective
 
 CRUMB = 1e-4
 """Of the memory of a device: arguments that hold less together are not worth a flow of a program that is not small."""
 
 
-def let_go(problem: SearchProblem, best: Candidate, is_last: bool = False) -> Candidate:
+def drop_redundant_constraints(problem: SearchProblem, best: SearchCandidate, is_last: bool = False) -> SearchCandidate:
     """The same without the pins that propagation does not need, if the flow stays as good. Of what `is_last`, the one that
     was taken, at level 2 of programs that are not small, only where a single flow may do it: the plan stays as good."""
     if not best.constraints or problem.seconds_left <= 0:
         return best
-    is_quick = is_last and problem.is_frugal
-    is_lost = is_quick and best.cost.memory.peak > problem.memory_limit and fits_nowhere(problem)
+    is_quick = is_last and problem.skips_unlikely
+    is_lost = is_quick and best.cost.memory.peak > problem.memory_limit and is_infeasible(problem)
     is_held = any(
         spec is not None for constraint in best.constraints.values() for spec in constraint.operands
     )  # which was better than less
@@ -32,22 +32,24 @@ def let_go(problem: SearchProblem, best: Candidate, is_last: bool = False) -> Ca
         return alone  # but for that rule, which propagation does not know
     if problem.is_large:
         return best
-    ends = {
+    results_only = {
         index: OpConstraint((None,) * len(constraint.operands), constraint.results)
         for index, constraint in best.constraints.items()
     }
-    loose = problem.again(best, constraints=ends)
+    loose = problem.again(best, constraints=results_only)
     if objective(loose.cost, problem) < aim:  # as the op reads its operands, they are best changed elsewhere
         best, aim = loose, objective(loose.cost, problem)
     if is_quick:  # a further flow costs more than the pins do
         return best
-    agreed = agreeing(problem.graph, problem.partition(best.axes, best.specs, {}, best.ends), best.constraints)
+    agreed = agreeing_ops(
+        problem.graph, problem.partition(best.axes, best.specs, {}, best.result_specs), best.constraints
+    )
     needed = {index: constraint for index, constraint in best.constraints.items() if index not in agreed}
     fewer = problem.again(best, constraints=needed)
     return fewer if objective(fewer.cost, problem) <= aim else best
 
 
-def gathers(problem: SearchProblem, best: Candidate) -> bool:
+def gathers(problem: SearchProblem, best: SearchCandidate) -> bool:
     """Whether an op is held so that it reads an argument in larger pieces than it lies in: propagation by itself would
     hand the cut on to the op's results and from there to all else, and its flow is another one."""
     lies = dict(zip(problem.inputs, best.specs, strict=True))
@@ -79,7 +81,7 @@ def _is_gathered(rule: Rule | None, position: int, lies: Spec, constraint: OpCon
     )
 
 
-def as_sliced(problem: SearchProblem, best: Candidate) -> Candidate:
+def shard_sliced_arguments(problem: SearchProblem, best: SearchCandidate) -> SearchCandidate:
     """The same with each open argument that the flow slices before anything else reads it laid out so from the start, if
     that is better; at level 2 of programs that are not small, if they are worth a flow."""
     partitioned = problem.partitioned_of(best)
@@ -99,14 +101,14 @@ def as_sliced(problem: SearchProblem, best: Candidate) -> Candidate:
             ):
                 specs[i] = laid
     changed = [v for v, was, now in zip(inputs, best.specs, specs, strict=True) if was != now]
-    worth = CRUMB * best.cost.memory.peak if problem.is_frugal else 0
+    worth = CRUMB * best.cost.memory.peak if problem.skips_unlikely else 0
     if not changed or sum(map(partitioned.local_bytes, changed)) < worth:
         return best
     laid = problem.again(best, specs=tuple(specs))
     return laid if objective(laid.cost, problem) <= objective(best.cost, problem) else best
 
 
-def agreeing(graph: Graph, partitioned: PartitionedProgram, constraints: OpConstraints) -> frozenset[int]:
+def agreeing_ops(graph: Graph, partitioned: PartitionedProgram, constraints: OpConstraints) -> frozenset[int]:
     """The pinned ops, by index, that a flow lays out as their pins want."""
 
     def agrees(constraint: OpConstraint, op: Op) -> bool:

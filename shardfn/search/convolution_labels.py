@@ -8,10 +8,10 @@ import numpy as np
 
 from shardfn.ir.model import Convolution
 from shardfn.partition.xla_bugs import is_mistaken
-from shardfn.search.resharding_costs import Array, spec_of
+from shardfn.search.resharding_costs import Array, spec_of_label
 
 
-def computed_rightly(
+def computed_correctly(
     convolution: Convolution, shapes: Sequence[Sequence[int]], laid: Sequence[Array], sizes: Sequence[int]
 ) -> Array:
     """In which of the layouts [labels, axes] of image, kernel and result, of these shapes, XLA computes a convolution rightly.
@@ -26,5 +26,5 @@ def computed_rightly(
     axes = dict(zip(names, sizes, strict=True))
     window = [shapes[1][d] for d in convolution.kernel]
     rows = zip(*(layouts.tolist() for layouts in laid), strict=True)
-    specs = ([spec_of(one, len(s), names) for one, s in zip(row, shapes, strict=True)] for row in rows)
+    specs = ([spec_of_label(one, len(s), names) for one, s in zip(row, shapes, strict=True)] for row in rows)
     return np.array([not is_mistaken(convolution, three, window, axes) for three in specs])

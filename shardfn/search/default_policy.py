@@ -29,13 +29,13 @@ def follow(problem: SearchProblem) -> Answer:
     """Open arguments take the axes of the classes that others cut, as far as they divide."""
     sizes = dict(problem.axes)
     origin: dict[int, tuple[tuple[str, ...], str]] = {}
-    for name, spec, classes in zip(problem.names, problem.specs, problem.classes, strict=True):
+    for name, spec, classes in zip(problem.names, problem.specs, problem.groups, strict=True):
         for d, dim in enumerate(spec or ()):
             if dim and len(dim) > len(origin.get(classes[d], ((), ""))[0]):
                 origin[classes[d]] = dim, f"{name} dim {d}"
     specs: list[Spec] = []
     reasons: list[str] = []
-    for shape, spec, classes in zip(problem.shapes, problem.specs, problem.classes, strict=True):
+    for shape, spec, classes in zip(problem.shapes, problem.specs, problem.groups, strict=True):
         if spec is not None:
             specs.append(spec)
             reasons.append("")
@@ -67,11 +67,11 @@ def one_class(problem: SearchProblem) -> Answer:
     """Cut one dim class over as many devices as divide it; the cheapest at the level wins, ties go to the first."""
     open_ = {
         c
-        for shape, classes, spec in zip(problem.shapes, problem.classes, problem.specs, strict=True)
+        for shape, classes, spec in zip(problem.shapes, problem.groups, problem.specs, strict=True)
         for c, n in zip(classes, shape, strict=True)
         if spec is None and n > 1
     }
-    heaviest = sorted(open_, key=lambda c: (-problem.weights[c], c))[:MOST_CANDIDATES]
+    heaviest = sorted(open_, key=lambda c: (-problem.group_bytes[c], c))[:MOST_CANDIDATES]
     rated = []
     for class_ in sorted(heaviest):
         answer = _cut_class(problem, class_)
@@ -102,7 +102,7 @@ def one_class(problem: SearchProblem) -> Answer:
 
 def _cut_class(problem: SearchProblem, class_: int) -> tuple[tuple[tuple[str, int], ...], tuple[Spec, ...]] | None:
     """Grid and layouts with one class cut; on a grid that was given, over all its axes that divide."""
-    dims = [(i, d) for i, classes in enumerate(problem.classes) for d, c in enumerate(classes)
+    dims = [(i, d) for i, classes in enumerate(problem.groups) for d, c in enumerate(classes)
             if c == class_ and problem.specs[i] is None and problem.shapes[i][d] > 1]  # fmt: skip
     pieces = problem.devices
     for i, d in dims:
@@ -127,7 +127,7 @@ def _cut_class(problem: SearchProblem, class_: int) -> tuple[tuple[tuple[str, in
 
 
 def _class_name(problem: SearchProblem, class_: int) -> str:
-    for name, classes in zip(problem.names, problem.classes, strict=True):
+    for name, classes in zip(problem.names, problem.groups, strict=True):
         if class_ in classes:
             return f"{name} dim {classes.index(class_)}"
     return f"class {class_}"

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 from shardfn.partition.resharding import divisors
 from shardfn.search import default_policy
-from shardfn.search.alternatives import asked_once, bettered
-from shardfn.search.exact import EFFORT, FIRST, budget_of, mending, on_grid, order, turning
-from shardfn.search.mesh_solution import Found, mirrored
+from shardfn.search.alternatives import cached_search, improve_answer
+from shardfn.search.exact import EFFORT, FIRST, budget_of, less_memory_within, order, other_objective_within, solve_mesh
+from shardfn.search.mesh_solution import MeshSolution, transposed_mesh
 from shardfn.search.problem import Answer, SearchProblem
-from shardfn.search.resharding_costs import Axes, Grid
+from shardfn.search.resharding_costs import Axes, MeshModel
 from shardfn.search.selection import answer_of
 from shardfn.solver.budget import Budget
 from shardfn.solver.solve import solve
@@ -30,33 +30,42 @@ def search(problem: SearchProblem) -> Answer:
     """The cheapest layout at the problem's level; of small programs what other levels find stands beside it."""
     if not problem.is_open:
         return default_policy.search(problem)
-    return bettered(problem, asked_once(problem, alone), alone)
+    return improve_answer(problem, cached_search(problem, search_once), search_once)
 
 
-def alone(problem: SearchProblem) -> Answer:
+def search_once(problem: SearchProblem) -> Answer:
     """The search for the problem's level by itself."""
-    tried, budget = grids(problem), budget_of(problem)
+    tried, budget = meshes(problem), budget_of(problem)
     found, untried = on_grids(problem, tried, (), budget)
-    if found and not problem.axes and problem.scope.three_axes:
+    if found and not problem.axes and problem.effort.three_axes:
         best = min(found, key=lambda f: order(problem, f)).axes
-        twin = mirrored(best, found)
-        more = list(dict.fromkeys((*finer(problem, best), *(finer(problem, twin.axes) if twin is not None else ()))))
+        twin = transposed_mesh(best, found)
+        more = list(
+            dict.fromkeys(
+                (
+                    *three_axis_meshes(problem, best),
+                    *(three_axis_meshes(problem, twin.axes) if twin is not None else ()),
+                )
+            )
+        )
         again, left = on_grids(problem, more, found, budget)
         tried, found, untried = tried + more, found + again, untried + left
     found = sorted(settled(problem, found, budget), key=lambda f: order(problem, f))
-    return answer_of(problem, found, "exact search", mending(budget), tried, untried, turning(budget))
+    return answer_of(
+        problem, found, "exact search", less_memory_within(budget), tried, untried, other_objective_within(budget)
+    )
 
 
-def on_grids(problem: SearchProblem, tried: Sequence[Axes], before: Sequence[Found],
-             budget: Budget) -> tuple[list[Found], list[Axes]]:  # fmt: skip
+def on_grids(problem: SearchProblem, tried: Sequence[Axes], before: Sequence[MeshSolution],
+             budget: Budget) -> tuple[list[MeshSolution], list[Axes]]:  # fmt: skip
     """What is best on each grid, and the grids that the budget leaves nothing for, unless nothing is found yet.
 
     The grids of the most equal sizes go first: often the best are among them. What can't be among the first ones to be
     priced is left out, but for the grid of one axis, which is priced where the flows of the others disappoint. A grid may
     take half of what is left, the last one all of it.
     """
-    made: dict[Axes, list[Found]] = {}
-    most = problem.scope.found_at_most
+    made: dict[Axes, list[MeshSolution]] = {}
+    most = problem.effort.found_at_most
     turn = sorted(tried, key=lambda axes: sum(size for _, size in axes))
     for number, axes in enumerate(turn):
         known = [*before, *(f for some in made.values() for f in some)]
@@ -66,14 +75,14 @@ def on_grids(problem: SearchProblem, tried: Sequence[Axes], before: Sequence[Fou
         is_bound = problem.level == 2 and len(axes) > 1 and len(fit) >= most
         ceiling = fit[most - 1] if is_bound else math.inf
         part = budget.part(0.5 if number + 1 < len(turn) else 1.0)
-        made[axes] = list(on_grid(problem, axes, part, ceiling=ceiling))
+        made[axes] = list(solve_mesh(problem, axes, part, ceiling=ceiling))
     return [f for axes in tried for f in made.get(axes, ())], [axes for axes in tried if axes not in made]
 
 
-def settled(problem: SearchProblem, found: Sequence[Found], budget: Budget) -> list[Found]:
+def settled(problem: SearchProblem, found: Sequence[MeshSolution], budget: Budget) -> list[MeshSolution]:
     """The same, with another look at the best, and at what may yet be better by a good part."""
     least = min((f.solution.cost for f in found), default=0.0)
-    close, worth = (EFFORT.close, 1.0) if problem.scope.three_axes else (FIRST.close, WORTH)
+    close, worth = (EFFORT.close, 1.0) if problem.effort.three_axes else (FIRST.close, WORTH)
     again = []
     for one in found:
         is_open = one.solution.gap > close + 1e-9 and (one.solution.cost == least or one.solution.bound < worth * least)
@@ -82,7 +91,7 @@ def settled(problem: SearchProblem, found: Sequence[Found], budget: Budget) -> l
     return again
 
 
-def grids(problem: SearchProblem) -> list[Axes]:
+def meshes(problem: SearchProblem) -> list[Axes]:
     """The user's grid where a cut was given, else every split of the devices into one or two axes.
 
     The order of the axes matters only where their links differ: between nodes, or on a torus.
@@ -92,7 +101,7 @@ def grids(problem: SearchProblem) -> list[Axes]:
     return _distinct(problem, splits(problem.devices, 2))
 
 
-def finer(problem: SearchProblem, axes: Axes) -> list[Axes]:
+def three_axis_meshes(problem: SearchProblem, axes: Axes) -> list[Axes]:
     """The grids of three axes that divide an axis of a grid of two."""
     if len(axes) != 2:
         return []
@@ -104,7 +113,7 @@ def _distinct(problem: SearchProblem, sizes: Sequence[tuple[int, ...]]) -> list[
     found: dict[tuple[int, ...], Axes] = {}
     for one in sizes:
         axes = tuple(zip("abc", one, strict=False))
-        links = Grid.on(problem.hardware, axes).links
+        links = MeshModel.on(problem.hardware, axes).links
         is_even = len({(link.bytes_s, link.exchange_bytes_s) for link in links}) == 1
         found.setdefault(tuple(sorted(one, reverse=True)) if is_even else one, axes)
     return list(found.values())

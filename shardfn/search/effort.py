@@ -16,7 +16,7 @@ import dataclasses
 from shardfn.search.objectives import other_level
 
 SMALL_OPS, LARGE_OPS = 500, 2000
-"""Ops up to which a program is small (`Scope.is_small`), and from which it is large (`Scope.is_large`)."""
+"""Ops up to which a program is small (`SearchEffort.is_small`), and from which it is large (`SearchEffort.is_large`)."""
 
 THREE_AXES_OPS = 400
 """Ops up to which grids of three axes are tried: they have up to 256 labels for each op."""
@@ -25,7 +25,7 @@ EXACT_OPS = 100_000
 """Ops up to which the exact search takes seconds, and less than dividing the devices."""
 
 KINDS = 3
-"""Kinds of what is found at level 1 (`found.Found.kind`): at least one of each is priced."""
+"""Kinds of what is found at level 1 (`found.MeshSolution.kind`): at least one of each is priced."""
 
 FLOWS, FLOWS_OPS = 12, 2000
 """Flows of what was found that are priced at least: so many, or as many as have no more ops than that together."""
@@ -49,11 +49,11 @@ POLISH_OPS = 30_000
 """Ops of all flows together that are priced to polish a finalist (`polish`): the same on every machine."""
 
 TIMES = 4
-"""At level 1: how often less memory is looked for (`Scope.beside`, `Scope.for_less`)."""
+"""At level 1: how often less memory is looked for (`SearchEffort.beside`, `SearchEffort.for_less`)."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Scope:
+class SearchEffort:
     """What is tried for a program at a level."""
 
     is_small: bool
@@ -62,7 +62,7 @@ class Scope:
     is_large: bool
     """Whether flows of the program are so dear that every further one costs more than it brings: few of the plain layouts are
     priced beside what was searched, and not everywhere."""
-    is_frugal: bool
+    skips_unlikely: bool
     """Whether what is sure to fail is left out: at level 2 of programs that are not small. Elsewhere more is tried."""
     is_exact: bool
     """Whether the default search is the exact one, else the devices are divided."""
@@ -73,7 +73,7 @@ class Scope:
     """Of what was found, how many are priced by their flow at least: at level 1 one or two of each kind."""
     found_at_most: int
     """And how many at most, where the rest promises more than the first few turned out to hold."""
-    let_go: int
+    reduced_candidates: int
     """How many of what promises more than the best are let go of what they need not hold, where all flows disappoint."""
     plain_classes: int
     """Dim classes, the heaviest first, of which there are plain layouts."""
@@ -84,36 +84,37 @@ class Scope:
     ever less memory. Level 1 itself, which takes the longest to find, is asked by none."""
     for_less: tuple[tuple[int, int], ...]
     """Of others, the levels that are asked to hold ever less beside an answer of level 1, and how often each at most."""
-    around: int
+    one_array_changes: int
     """Plans that differ in one array that are priced, each by its flow; of small programs alone."""
-    polished: int
+    refinements: int
     """Flows that a finalist is polished with."""
 
 
-def scope(ops: int, level: int, is_rough: bool = False) -> Scope:
-    """What is tried for a program of `ops` ops at `level`, or of any number where a first look will do (`is_rough`).
+def search_effort(ops: int, level: int, is_quick_look: bool = False) -> SearchEffort:
+    """What is tried for a program of `ops` ops at `level`, or of any number where a first look will do (`is_quick_look`).
 
-    >>> scope(5_000, level=1)
-    Scope(is_small=False, is_large=True, is_frugal=False, is_exact=True, three_axes=False, found=3, found_at_most=3,
-          let_go=0, plain_classes=2, plain_layouts=5, beside=(), for_less=((2, 1),), around=0, polished=6)
+    >>> search_effort(5_000, level=1)
+    SearchEffort(is_small=False, is_large=True, skips_unlikely=False, is_exact=True, three_axes=False, found=3,
+                 found_at_most=3, reduced_candidates=0, plain_classes=2, plain_layouts=5, beside=(), for_less=((2, 1),),
+                 one_array_changes=0, refinements=6)
     """
-    is_small, is_large = ops <= SMALL_OPS and not is_rough, ops > LARGE_OPS or is_rough
+    is_small, is_large = ops <= SMALL_OPS and not is_quick_look, ops > LARGE_OPS or is_quick_look
     is_least = level == 1
     kinds = (KINDS if is_large else 2 * KINDS) if is_least else 1
     found = max(kinds, min(FLOWS, FLOWS_OPS // max(1, ops)))
-    return Scope(
+    return SearchEffort(
         is_small=is_small,
         is_large=is_large,
-        is_frugal=level == 2 and not is_small,
+        skips_unlikely=level == 2 and not is_small,
         is_exact=ops <= EXACT_OPS,
         three_axes=ops <= THREE_AXES_OPS,
         found=found,
         found_at_most=max(found, 1 if is_large else MOST),
-        let_go=0 if is_small or is_large else LET_GO,
+        reduced_candidates=0 if is_small or is_large else LET_GO,
         plain_classes=3 if is_small else 2,
         plain_layouts=max(FEWEST, PLAIN_OPS // max(1, ops)) if is_least else None,
         beside=() if not is_small else ((0, TIMES), (2, 1)) if is_least else ((other_level(level), 1),),
         for_less=() if is_small or not is_least else ((2, 1),) if is_large else ((2, TIMES), (0, 1)),
-        around=AROUND_OPS // (FIXED + ops) if is_small else 0,
-        polished=max(1, POLISH_OPS // max(1, ops)),
+        one_array_changes=AROUND_OPS // (FIXED + ops) if is_small else 0,
+        refinements=max(1, POLISH_OPS // max(1, ops)),
     )

@@ -7,16 +7,16 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from shardfn.search.feasibility import fits_nowhere
-from shardfn.search.filters import loosened, narrowed
+from shardfn.search.feasibility import is_infeasible
+from shardfn.search.filters import narrowed, with_loss
 from shardfn.search.label_tables import build
 from shardfn.search.level_costs import in_pieces, labelling_of, totals
-from shardfn.search.mesh_solution import Found
+from shardfn.search.mesh_solution import MeshSolution
 from shardfn.search.objectives import aim, other_level, over
-from shardfn.search.problem import Candidate, SearchProblem
-from shardfn.search.resharding_costs import Array, Axes, Grid
+from shardfn.search.problem import SearchCandidate, SearchProblem
+from shardfn.search.resharding_costs import Array, Axes, MeshModel
 from shardfn.solver.budget import SECOND, Budget
-from shardfn.solver.labelling import Labelling, cost_of
+from shardfn.solver.labelling import Labelling, total_cost
 from shardfn.solver.peak import Peak, least_peak
 from shardfn.solver.solve import Effort, Solution, solve, solve_within
 
@@ -43,10 +43,10 @@ the bytes that are sent then."""
 EFFORT, FIRST = Effort(rounds=4, close=0.005), Effort(rounds=2, close=0.03)
 """For a grid that elimination does not solve: a gap of half a percent will do, of three at a first look."""
 
-Mend = Callable[[SearchProblem, Found, Candidate], Iterable[Found]]
+Mend = Callable[[SearchProblem, MeshSolution, SearchCandidate], Iterable[MeshSolution]]
 """What to try instead of something found whose flow holds more than the limit."""
 
-Turn = Callable[[SearchProblem, Found], Iterable[Found]]
+Turn = Callable[[SearchProblem, MeshSolution], Iterable[MeshSolution]]
 """What else to try on the grid of something found whose flow breaks the model's promise."""
 
 
@@ -55,7 +55,7 @@ def budget_of(problem: SearchProblem) -> Budget:
     return Budget(WORK, problem.seconds_left)
 
 
-def order(problem: SearchProblem, found: Found) -> tuple[float, ...]:
+def order(problem: SearchProblem, found: MeshSolution) -> tuple[float, ...]:
     """What the model thinks of something found: within the limit first."""
     idle, sent, peak = 0.0, 0.0, found.peak
     if problem.level == 0:
@@ -65,15 +65,15 @@ def order(problem: SearchProblem, found: Found) -> tuple[float, ...]:
     return (over(peak, problem.memory_limit), *least, len(found.axes))
 
 
-def on_grid(problem: SearchProblem, axes: Axes, budget: Budget, chosen: Sequence[Array] | None = None,
-            ceiling: float = math.inf) -> Iterator[Found]:  # fmt: skip
+def solve_mesh(problem: SearchProblem, axes: Axes, budget: Budget, chosen: Sequence[Array] | None = None,
+            ceiling: float = math.inf) -> Iterator[MeshSolution]:  # fmt: skip
     """The optimum on one grid, and where memory counts what else may have the least, or fit the limit.
 
     At level 1 that is the fastest and what sends least with the arguments in pieces, and what is near the least peak;
     at level 2, nothing where all costs more than `ceiling`.
     """
     given = {v: spec for v, spec in zip(problem.inputs, problem.specs, strict=True) if spec is not None}
-    grid = Grid.on(problem.hardware, axes)
+    grid = MeshModel.on(problem.hardware, axes)
     budget.spend(BUILT * len(problem.graph.ops))
     space = build(problem.graph, grid, given, problem.results, problem.same_as, chosen, problem.facts)
 
@@ -81,19 +81,21 @@ def on_grid(problem: SearchProblem, axes: Axes, budget: Budget, chosen: Sequence
         labels = labelling_of(space, dataclasses.replace(problem, level=level), spread)
         return narrowed(labels, space, problem.graph, grid.sizes, problem.algorithm)
 
-    def solved(labels: Labelling, lost: float, cut: bool = False) -> Found:
+    def solved(labels: Labelling, lost: float, cut: bool = False) -> MeshSolution:
         effort = FIRST if problem.level == 2 else EFFORT
-        return Found(axes, space, labels, loosened(solve(labels, budget.part(), effort), lost), is_in_pieces=cut)
+        return MeshSolution(
+            axes, space, labels, with_loss(solve(labels, budget.part(), effort), lost), is_in_pieces=cut
+        )
 
     if problem.level == 1:
         labels, lost = asked()
         yield from _possible(dataclasses.replace(solved(in_pieces(labels, space), lost, True), kind=1))
         sends = solved(in_pieces(asked(SPREADS[0], 0)[0], space), 0.0, True)
-        evaluated = dataclasses.replace(sends.solution, cost=cost_of(labels, sends.solution.choice))
+        evaluated = dataclasses.replace(sends.solution, cost=total_cost(labels, sends.solution.choice))
         yield from _possible(dataclasses.replace(sends, labels=labels, solution=evaluated, kind=2))
         least = least_peak(labels, budget.part(), STEPS)
         if least is not None:
-            near = Found(axes, space, labels, _of_least(least, labels))
+            near = MeshSolution(axes, space, labels, _of_least(least, labels))
             yield _within(near, SLACK * least.peak, budget.part(), NEAR)
         return
     if math.isfinite(ceiling):
@@ -101,7 +103,7 @@ def on_grid(problem: SearchProblem, axes: Axes, budget: Budget, chosen: Sequence
         solution = solve_within(labels, ceiling + lost, budget.part(), FIRST)
         if solution is None:
             return
-        found = Found(axes, space, labels, loosened(solution, lost))
+        found = MeshSolution(axes, space, labels, with_loss(solution, lost))
     else:
         found = solved(*asked(SPREADS[0]))
     if problem.level == 0 and math.isfinite(found.solution.cost):
@@ -109,27 +111,27 @@ def on_grid(problem: SearchProblem, axes: Axes, budget: Budget, chosen: Sequence
         rate = problem.hardware.chip
         weight = made.sent / rate.link_bytes_s / max(SPREADS[1] * made.flops / rate.flops, 1e-30)
         few = solved(*asked(weight))
-        is_over = few.peak > problem.memory_limit and not fits_nowhere(problem)
+        is_over = few.peak > problem.memory_limit and not is_infeasible(problem)
         within = [_within(few, problem.memory_limit, budget.part(work=WITHIN), EFFORT)] if is_over else []
         found = min((found, few, *within), key=lambda f: order(problem, f))
     if not math.isfinite(found.solution.cost):
         return
     yield found
-    if found.peak > problem.memory_limit and not fits_nowhere(problem):
+    if found.peak > problem.memory_limit and not is_infeasible(problem):
         yield from _possible(solved(in_pieces(found.labels, space), 0.0, True))
 
 
-def _possible(found: Found) -> Iterator[Found]:
+def _possible(found: MeshSolution) -> Iterator[MeshSolution]:
     if math.isfinite(found.solution.cost):
         yield found
 
 
-def turning(budget: Budget) -> Turn:
-    """`turned` within a budget."""
-    return lambda problem, found: turned(problem, found, budget)
+def other_objective_within(budget: Budget) -> Turn:
+    """`other_objective` within a budget."""
+    return lambda problem, found: other_objective(problem, found, budget)
 
 
-def turned(problem: SearchProblem, found: Found, budget: Budget) -> Iterator[Found]:
+def other_objective(problem: SearchProblem, found: MeshSolution, budget: Budget) -> Iterator[MeshSolution]:
     """What the model finds on the same grid for the other of the levels 0 and 2, as it is and with the arguments in pieces,
     with its cost at the problem's own: where a flow breaks the model's promise, the layout that was meant for the other aim
     may serve this one better."""
@@ -138,22 +140,24 @@ def turned(problem: SearchProblem, found: Found, budget: Budget) -> Iterator[Fou
                          tuple(size for _, size in found.axes), problem.algorithm)  # fmt: skip
     for asked, cut in ((labels, False), (in_pieces(labels, found.space), True)):
         solution = solve(asked, budget.part(work=WITHIN), FIRST)
-        cost = cost_of(found.labels, solution.choice)
+        cost = total_cost(found.labels, solution.choice)
         evaluated = dataclasses.replace(solution, cost=cost, bound=found.solution.bound, proved=False)
         yield from _possible(dataclasses.replace(found, solution=evaluated, is_in_pieces=cut or found.is_in_pieces))
 
 
-def mending(budget: Budget) -> Mend:
-    """`mended` within a budget."""
-    return lambda problem, found, made: mended(problem, found, made, budget)
+def less_memory_within(budget: Budget) -> Mend:
+    """`less_memory` within a budget."""
+    return lambda problem, found, made: less_memory(problem, found, made, budget)
 
 
-def mended(problem: SearchProblem, found: Found, made: Candidate, budget: Budget) -> Iterator[Found]:
+def less_memory(
+    problem: SearchProblem, found: MeshSolution, made: SearchCandidate, budget: Budget
+) -> Iterator[MeshSolution]:
     """Where the flow holds more than the limit: what the model finds with the arguments in pieces, and within a limit that
     allows for the difference between them; where nothing fits, what holds least."""
     if problem.level == 1:  # where all of this is tried anyway
         return
-    if fits_nowhere(problem):
+    if is_infeasible(problem):
         yield _of_least_peak(found, budget.part(work=WITHIN))
         return
     if not found.is_in_pieces:
@@ -164,7 +168,7 @@ def mended(problem: SearchProblem, found: Found, made: Candidate, budget: Budget
     yield _within(found, limit, budget.part(work=WITHIN))
 
 
-def _within(found: Found, limit: float, budget: Budget, effort: Effort | None = None) -> Found:
+def _within(found: MeshSolution, limit: float, budget: Budget, effort: Effort | None = None) -> MeshSolution:
     """The cheapest labelling on a grid that holds at most `limit`, or one of the least peak where none does."""
     solution = solve(dataclasses.replace(found.labels, limit=limit), budget, effort)
     if solution.feasible:
@@ -172,10 +176,10 @@ def _within(found: Found, limit: float, budget: Budget, effort: Effort | None = 
     return _of_least_peak(found, budget)
 
 
-def _of_least_peak(found: Found, budget: Budget) -> Found:
+def _of_least_peak(found: MeshSolution, budget: Budget) -> MeshSolution:
     least = least_peak(found.labels, budget.part(), STEPS)
     return found if least is None else dataclasses.replace(found, solution=_of_least(least, found.labels))
 
 
 def _of_least(least: Peak, labels: Labelling) -> Solution:
-    return Solution(least.choice, cost_of(labels, least.choice), -math.inf, False, False)
+    return Solution(least.choice, total_cost(labels, least.choice), -math.inf, False, False)

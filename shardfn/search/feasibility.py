@@ -11,17 +11,17 @@ ROUGH, SURE = 0.8, 0.95
 with the ops as XLA has them. Of 900 flows of 18 programs none held less than 0.88 of the first, or 0.99 of the smaller."""
 
 
-def fits_nowhere(problem: SearchProblem) -> bool:
+def is_infeasible(problem: SearchProblem) -> bool:
     """Whether one device would hold more than the limit though all that the program holds at once were spread evenly over the
     devices. Where a chip keeps arrays in a memory of its own beside, nobody can tell."""
-    if problem.hardware.chip.fast_bytes or even_share(problem) <= problem.memory_limit:
+    if problem.hardware.chip.fast_bytes or memory_lower_bound(problem) <= problem.memory_limit:
         return False
-    if ROUGH * even_share(problem) > problem.memory_limit or problem.axes:
-        return ROUGH * even_share(problem) > problem.memory_limit
-    return SURE * min(even_share(problem), even_share(problem, True)) > problem.memory_limit
+    if ROUGH * memory_lower_bound(problem) > problem.memory_limit or problem.axes:
+        return ROUGH * memory_lower_bound(problem) > problem.memory_limit
+    return SURE * min(memory_lower_bound(problem), memory_lower_bound(problem, True)) > problem.memory_limit
 
 
-def even_share(problem: SearchProblem, as_run: bool = False) -> float:
+def memory_lower_bound(problem: SearchProblem, as_run: bool = False) -> float:
     """Bytes that the program holds at once on one device alone, over the devices; `as_run` costs a flow."""
     shares = problem.memo.shares
     if as_run not in shares:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from shardfn.ir.model import Graph, PartitionedProgram, axis_size
-from shardfn.search.label_tables import Space
+from shardfn.search.label_tables import LabelSpace
 from shardfn.search.op_labels import NOWHERE
 from shardfn.search.problem import Algorithm
 from shardfn.search.resharding_costs import Array
@@ -18,18 +18,18 @@ from shardfn.solver.labelling import Labelling
 from shardfn.solver.solve import Solution
 
 
-def narrowed(problem: Labelling, space: Space, graph: Graph, sizes: tuple[int, ...],
+def narrowed(problem: Labelling, space: LabelSpace, graph: Graph, sizes: tuple[int, ...],
              algorithm: Algorithm) -> tuple[Labelling, float]:  # fmt: skip
     """A labelling of `space` without what XLA computes wrongly or `algorithm` leaves out, and how much of its optimum may be
     lost by `epsilon`.
 
     The rules change what is asked for, so what they cost is no loss.
     """
-    problem = barred(problem, allowed(space, graph, sizes, algorithm))
+    problem = forbid(problem, allowed(space, graph, sizes, algorithm))
     return near(problem, algorithm.algo_approxi_epsilon) if algorithm.enable_algo_approxi else (problem, 0.0)
 
 
-def allowed(space: Space, graph: Graph, sizes: tuple[int, ...], algorithm: Algorithm) -> Mapping[int, Array]:
+def allowed(space: LabelSpace, graph: Graph, sizes: tuple[int, ...], algorithm: Algorithm) -> Mapping[int, Array]:
     """For the nodes that a rule speaks of, a bool for each label; a rule that would leave none does not hold there.
 
     Args:
@@ -66,12 +66,12 @@ def allowed(space: Space, graph: Graph, sizes: tuple[int, ...], algorithm: Algor
     return found
 
 
-def loosened(solution: Solution, lost: float) -> Solution:
+def with_loss(solution: Solution, lost: float) -> Solution:
     """A solution of a problem that `near` made smaller, as one of the whole problem."""
     return dataclasses.replace(solution, bound=solution.bound - lost, proved=False) if lost else solution
 
 
-def keeps(partitioned: PartitionedProgram, algorithm: Algorithm) -> bool:
+def keeps_rules(partitioned: PartitionedProgram, algorithm: Algorithm) -> bool:
     """Whether a layout that no search of labels made keeps the rules in its matrix products."""
     for op in partitioned.graph.ops:
         if op.name != "dot_general":
@@ -102,11 +102,11 @@ def aligned(layouts: Array, shape: tuple[int, ...], sizes: tuple[int, ...], step
     return (cuts == 1) | (shape[-1] % (cuts * step) == 0)
 
 
-def barred(problem: Labelling, keep: Mapping[int, Array]) -> Labelling:
+def forbid(problem: Labelling, keep: Mapping[int, Array]) -> Labelling:
     """The problem with the labels that are not kept forbidden.
 
     >>> from shardfn.solver.labelling import labelling
-    >>> barred(labelling([[1, 2]]), {0: np.array([False, True])}).costs[0].tolist()
+    >>> forbid(labelling([[1, 2]]), {0: np.array([False, True])}).costs[0].tolist()
     [inf, 2.0]
     """
     costs = tuple(np.where(keep[v], cost, np.inf) if v in keep else cost for v, cost in enumerate(problem.costs))
@@ -148,4 +148,4 @@ def near(problem: Labelling, epsilon: float) -> tuple[Labelling, float]:
         if not good.all():
             keep[node] = good
             lost += max(0.0, float(gain[~good].max()))
-    return barred(problem, keep), lost
+    return forbid(problem, keep), lost

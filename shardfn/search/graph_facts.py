@@ -15,19 +15,19 @@ from shardfn.cost.schedule import merged, scheduled
 from shardfn.ir.model import PRODUCTS, Graph, PartitionedProgram, Value, dtype_bits, trips_of
 from shardfn.partition.combine_reductions import added_together
 from shardfn.partition.loop_reductions import accumulated
-from shardfn.search.kernel_costs import Kernels, kernels_of
+from shardfn.search.kernel_costs import KernelShare, kernel_shares
 
 SLICED = "dynamic_slice"
 """The op that takes of what is stacked what one round of a loop reads."""
 
 
-def bytes_of(value: Value) -> float:
+def array_bytes(value: Value) -> float:
     """Bytes of a whole array."""
     return float(math.prod(value.shape)) * dtype_bits(value.dtype) / 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Loops:
+class LoopCarries:
     """Values that loops carry; for a loop's result the value whose layout it has; (from, to, runs) of what flows in."""
 
     carried: tuple[int, ...]
@@ -36,7 +36,7 @@ class Loops:
 
 
 @dataclasses.dataclass(frozen=True)
-class Known:
+class GraphFacts:
     """What holds of a graph on any grid: how often each value is made in one call, which values take memory, and where and
     when."""
 
@@ -47,7 +47,7 @@ class Known:
     """When the first and the last op that reads a value run."""
     runs: tuple[int, ...]
     """When each op runs."""
-    kernels: tuple[Kernels, ...]
+    kernels: tuple[KernelShare, ...]
     """Of each op, where it is computed."""
     places: tuple[Place, ...]
     flops: float
@@ -62,7 +62,7 @@ class Known:
     """Of each whole value."""
     kinds: tuple[int, ...]
     """A number for each op, the same for ops that cost the same on the same layouts."""
-    loops: Loops
+    loops: LoopCarries
     rows: frozenset[int] = frozenset()
     """Values that a TPU lays out row by row, each padded to whole lanes."""
     turned: frozenset[int] = frozenset()
@@ -79,7 +79,7 @@ class Known:
     """For ops, by index, the operand that each follows, as `search.strategies` finds it once."""
 
 
-def known(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) -> Known:
+def facts_of(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) -> GraphFacts:
     """What holds on any grid of such chips; `donated` are inputs whose memory results take over. The ops run in the order of the
     platform's scheduler where that depends on no layout (on CPU), else as they stand."""
     platform = chip.platform
@@ -88,7 +88,7 @@ def known(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) -> Kn
     order, fusion = scheduled(order) if platform == "cpu" else (order, fuse(order.partitioned))
     turn = {id(op): n for n, op in enumerate(order.partitioned.graph.ops)}
     runs = tuple(turn[id(op)] for op in graph.ops)
-    every = kernels_of(order.partitioned, fusion, chip)
+    every = kernel_shares(order.partitioned, fusion, chip)
     kernels = tuple(every[n] for n in runs)
     readers: dict[int, int] = {}
     read: dict[int, tuple[int, int]] = {}
@@ -98,7 +98,7 @@ def known(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) -> Kn
             first, last = read.get(value, (runs[index], runs[index]))
             read[value] = min(first, runs[index]), max(last, runs[index])
     temporaries, results = lives(order, fusion)
-    given = [bytes_of(graph.values[v]) for v in donated]
+    given = [array_bytes(graph.values[v]) for v in donated]
     kept = []
     for place in results:
         if place.bytes in given:
@@ -109,7 +109,7 @@ def known(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) -> Kn
     together = added_together(graph) if platform != "cpu" else {}
     flops = tuple([op_flops(whole, op) for op in graph.ops])
     rows = scattered_to(graph) if platform == "tpu" else frozenset[int]()
-    return Known(
+    return GraphFacts(
         trips,
         readers,
         read,
@@ -120,9 +120,9 @@ def known(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) -> Kn
         matrix_flops(whole),
         flops,
         last,
-        tuple(map(bytes_of, graph.values)),
+        tuple(map(array_bytes, graph.values)),
         _kinds(graph, kernels, last, rows, together),
-        loops_of(graph, trips),
+        loop_carries(graph, trips),
         rows,
         looked_up(graph) if platform == "tpu" else frozenset(),
         _sums(graph) if platform != "cpu" else {},
@@ -146,7 +146,11 @@ def _gathers(graph: Graph, trips: Sequence[int]) -> dict[int, int]:
 
 
 def _kinds(
-    graph: Graph, kernels: Sequence[Kernels], last: frozenset[int], rows: frozenset[int], together: Mapping[int, int]
+    graph: Graph,
+    kernels: Sequence[KernelShare],
+    last: frozenset[int],
+    rows: frozenset[int],
+    together: Mapping[int, int],
 ) -> tuple[int, ...]:
     values, numbers = graph.values, {}
     found = []
@@ -170,7 +174,7 @@ def _last(graph: Graph) -> frozenset[int]:
     return frozenset(found)
 
 
-def loops_of(graph: Graph, trips: Sequence[int]) -> Loops:
+def loop_carries(graph: Graph, trips: Sequence[int]) -> LoopCarries:
     """The loops of a graph, by its ties."""
     made = {v for op in graph.ops for v in op.outputs} | set(graph.inputs)
     outputs = {v for op in graph.ops if op.name == "while" for v in op.outputs}
@@ -189,4 +193,4 @@ def loops_of(graph: Graph, trips: Sequence[int]) -> Loops:
             results[b] = back.get(a, a)
         else:  # out of a branch
             carries.append((a, b, trips[b]))
-    return Loops(tuple(carried), results, tuple(carries))
+    return LoopCarries(tuple(carried), results, tuple(carries))

@@ -8,11 +8,11 @@ import numpy as np
 
 from shardfn.ir.model import Graph, Op
 from shardfn.ir.windows import reach
-from shardfn.search.resharding_costs import Array, Grid, pieces
+from shardfn.search.resharding_costs import Array, MeshModel, pieces
 
 
-def fetched(
-    op: Op, graph: Graph, wanted: Sequence[Array], made: Sequence[Array], local: Sequence[Array], grid: Grid
+def halo_cost(
+    op: Op, graph: Graph, wanted: Sequence[Array], made: Sequence[Array], local: Sequence[Array], grid: MeshModel
 ) -> tuple[Array, Array]:
     """Bytes sent and seconds to fetch rows at the borders of pieces (`graph.ways` has the rule), for each label.
 

@@ -16,7 +16,7 @@ from shardfn.ir.model import PRODUCTS, PartitionedProgram
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernels:
+class KernelShare:
     """What an op adds to the time of the kernels that it is computed in, one or several, as XLA puts the whole program together:
     to those that take as long as their operations, or as long as their bytes. A product is of both kinds."""
 
@@ -28,7 +28,7 @@ class Kernels:
     """Whether the bytes of its results do."""
 
 
-def kernels_of(partitioned: PartitionedProgram, fusion: Fusion, chip: Chip) -> list[Kernels]:
+def kernel_shares(partitioned: PartitionedProgram, fusion: Fusion, chip: Chip) -> list[KernelShare]:
     """Where each op of a flow is computed, and what of it counts there on a chip.
 
     Args:
@@ -49,4 +49,4 @@ def kernels_of(partitioned: PartitionedProgram, fusion: Fusion, chip: Chip) -> l
             computes[n] += is_slow or ops[n].name in PRODUCTS
         for _, step, position in reads(partitioned, op, inner, fusion).values():
             taken[of[id(step)]][position] += not is_slow or step.name in PRODUCTS
-    return [Kernels(*each) for each in zip(computes, map(tuple, taken), written, strict=True)]
+    return [KernelShare(*each) for each in zip(computes, map(tuple, taken), written, strict=True)]

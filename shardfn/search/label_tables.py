@@ -21,12 +21,12 @@ from shardfn.cost.memory.live_ranges import Place
 from shardfn.cost.op_kinds import TAKES, UPDATES
 from shardfn.ir.model import PRODUCTS, Graph, Op, Rule, Spec
 from shardfn.search import op_labels
-from shardfn.search.convolution_labels import computed_rightly
-from shardfn.search.graph_facts import SLICED, Known
-from shardfn.search.halo_costs import fetched
-from shardfn.search.partial_sum_costs import Sums
-from shardfn.search.resharding_costs import Array, Grid, change, pieces, row_of
-from shardfn.solver.labelling import Held
+from shardfn.search.convolution_labels import computed_correctly
+from shardfn.search.graph_facts import SLICED, GraphFacts
+from shardfn.search.halo_costs import halo_cost
+from shardfn.search.partial_sum_costs import PartialSums
+from shardfn.search.resharding_costs import Array, MeshModel, change, label_of_spec, pieces
+from shardfn.solver.labelling import UsageInterval
 
 SCATTERED, SCATTERED_LAST = 1, 2
 """Along how many factors of a result its sum may be left in pieces: of what is multiplied again, and of the rest."""
@@ -73,7 +73,7 @@ class Node:
 
 
 @dataclasses.dataclass(frozen=True)
-class Edge:
+class ReshardingTable:
     """Change of layout between two nodes: bytes and seconds for each pair of labels."""
 
     first: int
@@ -83,7 +83,7 @@ class Edge:
 
 
 @dataclasses.dataclass(frozen=True)
-class Space:
+class LabelSpace:
     """All choices of a graph on a grid.
 
     `layouts[v]` is (node, its layout under each label) of a value; `reads[i]` is (node, the layouts in which op i reads
@@ -91,11 +91,11 @@ class Space:
     """
 
     nodes: tuple[Node, ...]
-    edges: tuple[Edge, ...]
+    edges: tuple[ReshardingTable, ...]
     layouts: Mapping[int, tuple[int, Array]]
     reads: Mapping[int, tuple[int, tuple[Array, ...]]]
-    held: tuple[Held, ...]
-    copies: tuple[Held, ...]
+    held: tuple[UsageInterval, ...]
+    copies: tuple[UsageInterval, ...]
     """What changes of layout hold for a while: arguments as they are gathered, operands as an op reads them, sums before
     each device has its part. Too much where nothing changes, so they only count where the least memory is looked for."""
     right: tuple[tuple[int, Array], ...] = ()
@@ -116,7 +116,12 @@ class _Piece:
 
 class _Builder:
     def __init__(
-        self, graph: Graph, grid: Grid, given: Mapping[int, Spec], chosen: Sequence[Array] | None, facts: Known
+        self,
+        graph: Graph,
+        grid: MeshModel,
+        given: Mapping[int, Spec],
+        chosen: Sequence[Array] | None,
+        facts: GraphFacts,
     ):
         self.graph, self.grid, self.given, self.chosen, self.facts = graph, grid, given, chosen, facts
         self.nodes: list[Node] = []
@@ -126,7 +131,7 @@ class _Builder:
         self.views: dict[int, tuple[int, Array]] = {}
         self.reads: dict[int, tuple[int, tuple[Array, ...]]] = {}
         self.depth: dict[int, int] = {}
-        self.copies: list[Held] = []
+        self.copies: list[UsageInterval] = []
         self.trips = facts.trips
         self.sizes = grid.sizes
         self.cuts: dict[int, Array] = {}
@@ -175,7 +180,7 @@ class _Builder:
 
     def fixed(self, spec: Spec) -> Callable[[Array | None], Array]:
         """The one label of what was given."""
-        return lambda row: self.one(np.array([row_of(spec, self.grid.names)], np.int16))
+        return lambda row: self.one(np.array([label_of_spec(spec, self.grid.names)], np.int16))
 
     def value_node(self, value: int) -> None:
         shape = self.graph.values[value].shape
@@ -203,7 +208,7 @@ class _Builder:
     def copied(self, value: int, laid: tuple[int, Array], start: int, end: int) -> None:
         full = self.facts.bytes[value]
         least = full / math.prod(self.sizes)
-        self.copies.append(Held(laid[0], start, end, full / self.ways(laid[1]) - least))
+        self.copies.append(UsageInterval(laid[0], start, end, full / self.ways(laid[1]) - least))
 
     def padding(self, value: int, layouts: Array) -> Array:
         """By how much rows in these layouts grow that are padded to whole lanes (`cost.tpu.rows_bytes`)."""
@@ -315,9 +320,9 @@ class _Builder:
                 work = self.followed[key] = self.one(op_labels.factors_of(have, pairs, rule, self.sizes))
             piece = self.piece(index, op, rule, work, work, True)
         else:
-            ends = SCATTERED_LAST if index in self.facts.last else SCATTERED if self.grid.scatters else 0
+            scattered = SCATTERED_LAST if index in self.facts.last else SCATTERED if self.grid.scatters else 0
             node, codes = self.node(
-                self.labels((id(rule), ends), lambda row: op_labels.op_codes(rule, self.sizes, ends, row))
+                self.labels((id(rule), scattered), lambda row: op_labels.op_codes(rule, self.sizes, scattered, row))
             )
             parts = self.decoded.get(id(codes))
             if parts is None:
@@ -334,7 +339,7 @@ class _Builder:
             if op.name in PRODUCTS and value >= len(self.graph.inputs):
                 self.copied(value, (node, wanted), 2 * at, 2 * at + 1)
         if piece.partial is not None:
-            self.copies.append(Held(node, 2 * at, 2 * at + 1, piece.partial))
+            self.copies.append(UsageInterval(node, 2 * at, 2 * at + 1, piece.partial))
         for value, made in zip(op.outputs, piece.made, strict=True):
             self.sources[value] = self.layouts[value] = node, made
         if self.is_first:
@@ -374,7 +379,7 @@ class _Builder:
         whole: Array | None = None
         if is_sum.any():
             of = [f for dim in rule.operands[0] for f in dim if f in rule.reduction] if op.name == "convolution" else []
-            sums = Sums(work, out, is_sum, of, op.name == "dot_general", is_last)
+            sums = PartialSums(work, out, is_sum, of, op.name == "dot_general", is_last)
             for value, after in zip(op.outputs, made, strict=True):
                 partial = full[value] / pieces(np.where(is_sum & (out >= 0), -1, after), grid.sizes)
                 parts = sums.cost(partial, grid)
@@ -385,7 +390,7 @@ class _Builder:
             sent, sent_s = sent / parts_of, sent_s / parts_of
         if op.taps:
             local = [full[v] / self.ways(w) for v, w in zip(op.inputs, wanted, strict=True)]
-            parts = fetched(op, self.graph, wanted, made, local, grid)
+            parts = halo_cost(op, self.graph, wanted, made, local, grid)
             sent, sent_s = sent + parts[0], sent_s + parts[1]
         computing_s = self.facts.kernels[index].computes * flops / rate(self.graph, op, grid.chip)
         moving_s = moved / grid.chip.memory_bytes_s
@@ -421,13 +426,13 @@ def _multiplied(graph: Graph) -> frozenset[int]:
 
 def build(
     graph: Graph,
-    grid: Grid,
+    grid: MeshModel,
     given: Mapping[int, Spec],
     results: Mapping[int, Spec],
     same_as: Mapping[int, int],
     chosen: Sequence[Array] | None,
-    facts: Known,
-) -> Space:
+    facts: GraphFacts,
+) -> LabelSpace:
     """The choices of a graph on a grid.
 
     Args:
@@ -463,9 +468,9 @@ def build(
     for value, source in same_as.items():
         node, have = builder.layouts[source]
         builder.need(value, have, node, 1)
-    edges = tuple(Edge(a, b, sent, seconds) for (a, b), (sent, seconds) in builder.tables.items())
+    edges = tuple(ReshardingTable(a, b, sent, seconds) for (a, b), (sent, seconds) in builder.tables.items())
     held = _holders(builder, facts.places)
-    return Space(tuple(builder.nodes), edges, builder.layouts, builder.reads, held, tuple(builder.copies),
+    return LabelSpace(tuple(builder.nodes), edges, builder.layouts, builder.reads, held, tuple(builder.copies),
                  tuple(_convolutions(builder)))  # fmt: skip
 
 
@@ -476,10 +481,10 @@ def _convolutions(builder: _Builder) -> Iterator[tuple[int, Array]]:
         if op.convolution:
             shapes = [graph.values[v].shape for v in (*op.inputs, *op.outputs)]
             laid = (*wanted, builder.layouts[op.outputs[0]][1])
-            yield node, computed_rightly(op.convolution, shapes, laid, builder.grid.sizes)
+            yield node, computed_correctly(op.convolution, shapes, laid, builder.grid.sizes)
 
 
-def _holders(builder: _Builder, places: Sequence[Place]) -> tuple[Held, ...]:
+def _holders(builder: _Builder, places: Sequence[Place]) -> tuple[UsageInterval, ...]:
     full = builder.facts.bytes
     total: dict[tuple[int, int, int], Array] = {}
     for place in places:
@@ -493,4 +498,4 @@ def _holders(builder: _Builder, places: Sequence[Place]) -> tuple[Held, ...]:
         rows, (first, last) = builder.padding(value, layouts), builder.facts.read[value]
         key = (node, 2 * first, 2 * last + 1)
         total[key] = total.get(key, 0.0) + np.where(rows > 1, full[value] / builder.ways(layouts) * rows, 0.0)
-    return tuple(Held(node, start, end, held) for (node, start, end), held in total.items())
+    return tuple(UsageInterval(node, start, end, held) for (node, start, end), held in total.items())

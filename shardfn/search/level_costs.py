@@ -8,15 +8,15 @@ import dataclasses
 
 import numpy as np
 
-from shardfn.search.label_tables import Edge, Node, Space
+from shardfn.search.label_tables import LabelSpace, Node, ReshardingTable
 from shardfn.search.problem import SearchProblem
-from shardfn.solver.labelling import Held, Labelling, Table
+from shardfn.solver.labelling import CostTable, Labelling, UsageInterval
 
 HOLDING = 0.1
 """Seconds charged for an argument that lies on a device, in passes over its memory: ties go to the smaller piece."""
 
 
-def labelling_of(space: Space, problem: SearchProblem, spread: float = 1.0) -> Labelling:
+def labelling_of(space: LabelSpace, problem: SearchProblem, spread: float = 1.0) -> Labelling:
     """The choices of a grid with the cost of each label at the problem's level, and the bytes that it holds.
 
     Level 2 adds up seconds of work and of communication. So does level 1, where memory is the limit. Level 0 adds up the
@@ -35,25 +35,25 @@ def labelling_of(space: Space, problem: SearchProblem, spread: float = 1.0) -> L
             return (node.sent + 1e-3 * node.argument_bytes) / chip.link_bytes_s + work
         return node.sent_s + node.compute_s + HOLDING * node.argument_bytes / chip.memory_bytes_s
 
-    def between(edge: Edge) -> np.ndarray:
+    def between(edge: ReshardingTable) -> np.ndarray:
         return edge.sent_s if problem.level else edge.sent / chip.link_bytes_s
 
     costs = tuple(own(node) for node in space.nodes)
     held = (*space.held, *space.copies) if problem.level == 1 else space.held
     end = max((h.end for h in held), default=1)
     arguments = [
-        Held(v, 0, end, node.argument_bytes) for v, node in enumerate(space.nodes) if node.argument_bytes.any()
+        UsageInterval(v, 0, end, node.argument_bytes) for v, node in enumerate(space.nodes) if node.argument_bytes.any()
     ]
     return Labelling(
         costs,
         tuple(np.zeros(len(c)) for c in costs),
         np.zeros((len(costs), 2), np.int64),
-        tuple(Table((edge.first, edge.second), between(edge)) for edge in space.edges),
+        tuple(CostTable((edge.first, edge.second), between(edge)) for edge in space.edges),
         held=(*arguments, *held),
     )
 
 
-def in_pieces(labels: Labelling, space: Space) -> Labelling:
+def in_pieces(labels: Labelling, space: LabelSpace) -> Labelling:
     """The same with every argument in the smallest pieces that it can lie in."""
     costs = tuple(
         np.where(node.argument_bytes > node.argument_bytes[np.isfinite(own)].min(initial=np.inf), np.inf, own)
@@ -73,7 +73,7 @@ class Totals:
     sent_s: float
 
 
-def totals(space: Space, choice: tuple[int, ...]) -> Totals:
+def totals(space: LabelSpace, choice: tuple[int, ...]) -> Totals:
     """The sums over all nodes and edges."""
     labels = list(zip(space.nodes, choice, strict=True))
     between = [(edge, (choice[edge.first], choice[edge.second])) for edge in space.edges]
@@ -85,7 +85,7 @@ def totals(space: Space, choice: tuple[int, ...]) -> Totals:
     )
 
 
-def repeated(space: Space, choice: tuple[int, ...]) -> int:
+def repeated(space: LabelSpace, choice: tuple[int, ...]) -> int:
     """How many changes of layout do again what another one does for the same node, as for the slices of one value: a flow
     may move that value once, before it is sliced."""
     moves = collections.Counter(

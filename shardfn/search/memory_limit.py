@@ -11,8 +11,8 @@ from typing import NoReturn
 from shardfn.cost.memory.live_ranges import Memory, at_peak
 from shardfn.errors import StrategyError, fail
 from shardfn.ir.model import Op
-from shardfn.search.feasibility import fits_nowhere
-from shardfn.search.graph_facts import bytes_of
+from shardfn.search.feasibility import is_infeasible
+from shardfn.search.graph_facts import array_bytes
 from shardfn.search.problem import Answer, Search, SearchProblem
 
 NAMED = 4
@@ -25,11 +25,11 @@ ERROR = 0.25
 """Of the peak: how far what XLA makes is from the prediction in 94 of the 97 of `benchmarks/truth.py` (docs/cost-model.md)."""
 
 
-def near_limit(memory: Memory, limit: float) -> list[str]:
+def near_limit_note(memory: Memory, limit: float) -> list[str]:
     """What there is to say of a plan that keeps a limit by less than the model's error. Arguments and results are exact:
     only what is in between can be wrong.
 
-    >>> near_limit(Memory(600, 100, 200), 1e6), len(near_limit(Memory(600, 100, 200), 1000))
+    >>> near_limit_note(Memory(600, 100, 200), 1e6), len(near_limit_note(Memory(600, 100, 200), 1000))
     ([], 1)
     """
     if not memory.peak <= limit < memory.peak + min(memory.temporaries, ERROR * memory.peak):
@@ -51,7 +51,7 @@ def within_limit(problem: SearchProblem, answer: Answer, search: Search, is_aske
     """
     if _fits(problem, answer):
         return answer
-    looked = list(_looked_for(problem, search)) if problem.is_open and (is_asked or not fits_nowhere(problem)) else []
+    looked = list(_looked_for(problem, search)) if problem.is_open and (is_asked or not is_infeasible(problem)) else []
     last = looked[-1].answer if looked else answer
     if not _fits(problem, last):
         if not is_asked:
@@ -101,27 +101,27 @@ def _asking_less(problem: SearchProblem) -> Iterator[SearchProblem]:
         yield dataclasses.replace(problem, level=level, memory_limit=math.inf)
 
 
-def refuse_hopeless(problem: SearchProblem, search: Search) -> None:
+def refuse_infeasible_limit(problem: SearchProblem, search: Search) -> None:
     """Refuse a limit of the user's that nothing can keep, after a first look at what holds least instead of a search; of small
     programs, which are searched as fast, not.
 
     Raises:
       StrategyError: it names what holds least of what was looked at.
     """
-    if problem.is_open and not problem.is_small and fits_nowhere(problem):
-        least = search(dataclasses.replace(problem, level=1, is_rough=True))
+    if problem.is_open and not problem.is_small and is_infeasible(problem):
+        least = search(dataclasses.replace(problem, level=1, is_quick_look=True))
         if not _fits(problem, least):
             _refuse(problem, least, " at a first look", "; level=1 without a limit may find a little less")
 
 
-def refuse_slip(problem: SearchProblem) -> None:
+def refuse_implausible_limit(problem: SearchProblem) -> None:
     """Refuse a limit of the user's that is so small that its unit must be a slip, without a search.
 
     Raises:
       StrategyError: it says what the arguments alone are.
     """
     graph = problem.graph
-    given = sum(bytes_of(graph.values[v]) for v in graph.inputs)
+    given = sum(array_bytes(graph.values[v]) for v in graph.inputs)
     if problem.memory_limit * SLIP < given / problem.devices:
         fail(StrategyError, f"no layout holds at most {problem.memory_limit:,.0f} bytes per device",
              where=f"memory_limit = {problem.memory_limit:,.0f}",
@@ -162,7 +162,7 @@ def _largest(problem: SearchProblem, answer: Answer) -> list[str]:
         text = "a copy by XLA"
         if values:
             v = next((v for v in values if v in names or v in made), values[0])
-            at = line_of(made, v) if v in made else ""
+            at = source_line(made, v) if v in made else ""
             name = names.get(v) or (
                 made[v].name if v in made else "captured" if v in partitioned.graph.inputs else "carried"
             )
@@ -175,7 +175,7 @@ def _largest(problem: SearchProblem, answer: Answer) -> list[str]:
     ]
 
 
-def line_of(made: Mapping[int, Op], value: int) -> str:
+def source_line(made: Mapping[int, Op], value: int) -> str:
     """The line that a value comes from: of the op that makes it, or else of the nearest that makes what that op reads, as
     sums of gradients have none of their own."""
     level, seen = [value], {value}

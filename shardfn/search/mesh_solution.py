@@ -9,12 +9,12 @@ import numpy as np
 
 from shardfn.cost.devices.links import links
 from shardfn.ir.model import Spec
-from shardfn.search.label_tables import Space
+from shardfn.search.label_tables import LabelSpace
 from shardfn.search.level_costs import repeated, totals
 from shardfn.search.objectives import Rank
-from shardfn.search.problem import Candidate, SearchProblem
-from shardfn.search.resharding_costs import Axes, cuts_of, spec_of
-from shardfn.solver.labelling import Labelling, Table, peak_of
+from shardfn.search.problem import SearchCandidate, SearchProblem
+from shardfn.search.resharding_costs import Axes, spec_of_label, strategy_of
+from shardfn.solver.labelling import CostTable, Labelling, peak_of
 from shardfn.solver.solve import Solution
 
 NEARLY = 1.05
@@ -22,11 +22,11 @@ NEARLY = 1.05
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class MeshSolution:
     """The best on one grid; `is_exact` if the solution speaks of all choices on it."""
 
     axes: Axes
-    space: Space
+    space: LabelSpace
     labels: Labelling
     solution: Solution
     is_exact: bool = True
@@ -42,46 +42,46 @@ class Found:
         return peak_of(self.labels, self.solution.choice)
 
 
-def layout_of(problem: SearchProblem, found: Found) -> Callable[[int], Spec]:
+def specs_of(problem: SearchProblem, found: MeshSolution) -> Callable[[int], Spec]:
     """The layout of each value of the graph, as it was found."""
     names = tuple(name for name, _ in found.axes)
 
     def laid(value: int) -> Spec:
         node, layouts = found.space.layouts[value]
         row = layouts[found.solution.choice[node]]
-        return spec_of(row.tolist(), len(problem.graph.values[value].shape), names)
+        return spec_of_label(row.tolist(), len(problem.graph.values[value].shape), names)
 
     return laid
 
 
-def reads_of(problem: SearchProblem, found: Found, index: int) -> tuple[Spec, ...]:
+def operand_specs(problem: SearchProblem, found: MeshSolution, index: int) -> tuple[Spec, ...]:
     """The layouts in which an op, by its index, reads its operands, as it was found."""
     names = tuple(name for name, _ in found.axes)
     node, wanted = found.space.reads[index]
     ranks = (len(problem.graph.values[v].shape) for v in problem.graph.ops[index].inputs)
     rows = (layouts[found.solution.choice[node]].tolist() for layouts in wanted)
-    return tuple(spec_of(row, rank, names) for row, rank in zip(rows, ranks, strict=True))
+    return tuple(spec_of_label(row, rank, names) for row, rank in zip(rows, ranks, strict=True))
 
 
-def decided(problem: SearchProblem, found: Found) -> Callable[[int], Spec | None]:
+def decided_specs(problem: SearchProblem, found: MeshSolution) -> Callable[[int], Spec | None]:
     """The same, and None of what is no decision of its own."""
-    laid = layout_of(problem, found)
+    laid = specs_of(problem, found)
     return lambda value: laid(value) if value in found.space.layouts else None
 
 
-def written(axes: Axes) -> str:
+def mesh_text(axes: Axes) -> str:
     """A grid as people write it: 4x2."""
     return "x".join(str(size) for _, size in axes) or "1"
 
 
-def mirrored(axes: Axes, found: Sequence[Found]) -> Found | None:
+def transposed_mesh(axes: Axes, found: Sequence[MeshSolution]) -> MeshSolution | None:
     """What was found first on the grid with the sizes the other way round, if that was looked at too: between nodes and on a
     torus it has other links."""
     sizes = tuple(size for _, size in reversed(axes))
     return next((f for f in found if tuple(size for _, size in f.axes) == sizes), None)
 
 
-def promises(problem: SearchProblem, found: Found, best: Rank, more: float = 1.0) -> bool:
+def may_beat(problem: SearchProblem, found: MeshSolution, best: Rank, more: float = 1.0) -> bool:
     """Whether the model thinks that something is better than the best flow so far, at the levels where both count the same:
     of what it moves again and again, the launches may be one. At level 2 a flow takes `more` times what was promised."""
     if problem.level == 1 or problem.is_large or found.peak > problem.memory_limit:
@@ -93,12 +93,12 @@ def promises(problem: SearchProblem, found: Found, best: Rank, more: float = 1.0
     return (problem.idle(made), made.sent) < best.aim
 
 
-def keeps_promise(problem: SearchProblem, found: Found, made: Candidate) -> bool:
-    """Whether a flow fits, and `works_as_found`."""
-    return made.cost.memory.peak <= problem.memory_limit and works_as_found(problem, found, made)
+def estimate_holds(problem: SearchProblem, found: MeshSolution, made: SearchCandidate) -> bool:
+    """Whether a flow fits, and `matches_estimate`."""
+    return made.cost.memory.peak <= problem.memory_limit and matches_estimate(problem, found, made)
 
 
-def works_as_found(problem: SearchProblem, found: Found, made: Candidate) -> bool:
+def matches_estimate(problem: SearchProblem, found: MeshSolution, made: SearchCandidate) -> bool:
     """Whether a flow sends and works about as little as the model thought. Of memory the model tells too little to say, so
     that at level 1 only a large program, whose flows are dear, is trusted; and of what the chip does beside products it
     counts the same too little for all layouts."""
@@ -111,10 +111,10 @@ def works_as_found(problem: SearchProblem, found: Found, made: Candidate) -> boo
     return (problem.idle(cost), cost.bytes_sent) <= (problem.idle(promised), NEARLY * promised.sent)
 
 
-def runners_up(problem: SearchProblem, found: Found) -> tuple[str, ...]:
+def runners_up(problem: SearchProblem, found: MeshSolution) -> tuple[str, ...]:
     """For each open argument the next best cut with all else as it is, and what it would cost more by the model."""
     labels, choice, names = found.labels, found.solution.choice, tuple(name for name, _ in found.axes)
-    near: dict[int, list[tuple[Table, int]]] = {}
+    near: dict[int, list[tuple[CostTable, int]]] = {}
     for table in labels.tables:
         for place, node in enumerate(table.nodes):
             near.setdefault(node, []).append((table, place))
@@ -125,7 +125,7 @@ def runners_up(problem: SearchProblem, found: Found) -> tuple[str, ...]:
         for table, place in near.get(node, ()):
             other = table.nodes[1 - place]
             total += table.cost[:, choice[other]] if place == 0 else table.cost[choice[other]]
-        every = [cuts_of(spec_of(row.tolist(), len(shape), names), found.axes) for row in layouts]
+        every = [strategy_of(spec_of_label(row.tolist(), len(shape), names), found.axes) for row in layouts]
         mine, own = total[choice[node]], every[choice[node]]
         total[[cuts == own for cuts in every]] = np.inf
         if spec is not None or not np.isfinite(total).any():

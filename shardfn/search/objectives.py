@@ -60,12 +60,12 @@ def idle(flops: float, share: float) -> float:
     return round(max(0.0, flops / share - 1), 2) if share else 0.0
 
 
-def is_as_good(one: Rank, other: Rank, but: float = 1e-9) -> bool:
+def is_no_worse(one: Rank, other: Rank, but: float = 1e-9) -> bool:
     """Whether `one` is no worse than `other` but for a part of it, by itself for rounding.
 
-    >>> is_as_good(Rank(0, (1.0,), (5,)), Rank(0, (1.0 - 1e-12,), (5,))), is_as_good(Rank(0, (1.0,), ()), Rank(0, (0.9,), ()))
+    >>> is_no_worse(Rank(0, (1.0,), (5,)), Rank(0, (1.0 - 1e-12,), (5,))), is_no_worse(Rank(0, (1.0,), ()), Rank(0, (0.9,), ()))
     (True, False)
-    >>> is_as_good(Rank(0, (1.0,), ()), Rank(0, (0.98,), ()), but=0.05)
+    >>> is_no_worse(Rank(0, (1.0,), ()), Rank(0, (0.98,), ()), but=0.05)
     True
     """
     pairs = zip((one.over, *one.aim, *one.ties), (other.over, *other.aim, *other.ties), strict=True)

@@ -12,28 +12,28 @@ from collections.abc import Iterator, Sequence
 
 from shardfn.ir.model import Spec
 from shardfn.search import baselines
-from shardfn.search.filters import keeps
-from shardfn.search.problem import Candidate, SearchProblem, objective
-from shardfn.search.resharding_costs import Axes, cuts_of
-from shardfn.search.result_shardings import ends_of
+from shardfn.search.filters import keeps_rules
+from shardfn.search.problem import SearchCandidate, SearchProblem, objective
+from shardfn.search.resharding_costs import Axes, strategy_of
+from shardfn.search.result_shardings import result_specs_of
 
 WORTH = 1e-3
 """Of the modelled time: less is no reason to leave what was found with all ops together."""
 
 
-def improved(problem: SearchProblem, start: Candidate) -> Candidate:
+def improve(problem: SearchProblem, start: SearchCandidate) -> SearchCandidate:
     """The best that changes of one open array after another lead to, with what is held inside as it is.
 
     Args:
       problem: what is asked.
       start: where to begin.
     """
-    left = problem.scope.around
+    left = problem.effort.one_array_changes
     best, tried, at = start, {_key(start)}, -1
     found = True
     while found:
         found = False
-        for array, other in around(problem, best, at + 1):
+        for array, other in one_array_changes(problem, best, at + 1):
             if left <= 0 or problem.seconds_left <= 0:
                 return best
             if _key(other) in tried or (problem.level == 1 and _bytes_held(problem, other) >= best.cost.memory.peak):
@@ -41,45 +41,51 @@ def improved(problem: SearchProblem, start: Candidate) -> Candidate:
             tried.add(_key(other))
             left -= 1
             made = problem.again(other)
-            if _is_better(problem, made, best) and keeps(problem.partitioned_of(made), problem.algorithm):
+            if _is_better(problem, made, best) and keeps_rules(problem.partitioned_of(made), problem.algorithm):
                 best, found, at = made, True, array
                 break
     return best
 
 
-def around(problem: SearchProblem, made: Candidate, first: int = 0) -> Iterator[tuple[int, Candidate]]:
+def one_array_changes(
+    problem: SearchProblem, made: SearchCandidate, first: int = 0
+) -> Iterator[tuple[int, SearchCandidate]]:
     """Each open argument and result in each other layout on the grid, not priced yet: in turn one of each array, beginning
     with array `first`, and of it what promises most; with the number of the array."""
     is_least = problem.level == 1
-    now = dict(ends_of(problem, made)) | dict(made.ends)
-    rows: list[Iterator[Candidate]] = []
+    now = dict(result_specs_of(problem, made)) | dict(made.result_specs)
+    rows: list[Iterator[SearchCandidate]] = []
     for i, spec in enumerate(made.specs):
         if problem.specs[i] is None and problem.shapes[i]:
             rows.append(_arguments(made, i, _ordered(made.axes, problem.shapes[i], spec, is_least)))
-    for at, end in problem.ends.items():
+    for at, end in problem.open_results.items():
         rows.append(_results(made, at, _ordered(made.axes, end.shape, now[at], is_least)))
     order = [n % len(rows) for n in range(first, first + len(rows))]
     for turn in itertools.zip_longest(*(rows[n] for n in order)):
         yield from ((n, other) for n, other in zip(order, turn, strict=True) if other is not None)
 
 
-def _arguments(made: Candidate, i: int, others: Sequence[Spec]) -> Iterator[Candidate]:
+def _arguments(made: SearchCandidate, i: int, others: Sequence[Spec]) -> Iterator[SearchCandidate]:
     for spec in others:
         yield dataclasses.replace(made, specs=(*made.specs[:i], spec, *made.specs[i + 1 :]))
 
 
-def _results(made: Candidate, at: int, others: Sequence[Spec]) -> Iterator[Candidate]:
+def _results(made: SearchCandidate, at: int, others: Sequence[Spec]) -> Iterator[SearchCandidate]:
     for spec in others:
-        yield dataclasses.replace(made, ends={**made.ends, at: spec})
+        yield dataclasses.replace(made, result_specs={**made.result_specs, at: spec})
 
 
-def differing(problem: SearchProblem, start: Candidate, best: Candidate) -> str:
+def changed_arrays(problem: SearchProblem, start: SearchCandidate, best: SearchCandidate) -> str:
     """The arrays that lie otherwise, and how they do: "`x` (8, 1), `result` (1, 4)"; the first few of them."""
     rows = zip(problem.names, start.specs, best.specs, strict=True)
     found = [(name, spec) for name, before, spec in rows if before != spec]
-    found += [(problem.ends[at].name, spec) for at, spec in best.ends.items() if start.ends.get(at) != spec]
+    found += [
+        (problem.open_results[at].name, spec)
+        for at, spec in best.result_specs.items()
+        if start.result_specs.get(at) != spec
+    ]
     more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return ", ".join(f"`{name}` {cuts_of(spec, best.axes)}" for name, spec in found[:SHOWN]) + more
+    return ", ".join(f"`{name}` {strategy_of(spec, best.axes)}" for name, spec in found[:SHOWN]) + more
 
 
 SHOWN = 3
@@ -97,11 +103,11 @@ def _ordered(axes: Axes, shape: tuple[int, ...], now: Spec, is_least: bool) -> t
     return tuple(sorted(layouts(shape, axes, now), key=promise))
 
 
-def _bytes_held(problem: SearchProblem, made: Candidate) -> int:
-    return baselines.held(problem, baselines.Layout("", made.axes, {}, made.specs, made.constraints))
+def _bytes_held(problem: SearchProblem, made: SearchCandidate) -> int:
+    return baselines.held(problem, baselines.Baseline("", made.axes, {}, made.specs, made.constraints))
 
 
-def _is_better(problem: SearchProblem, made: Candidate, best: Candidate) -> bool:
+def _is_better(problem: SearchProblem, made: SearchCandidate, best: SearchCandidate) -> bool:
     """Whether it is, if by seconds alone by a good part of them."""
     mine, least = objective(made.cost, problem), objective(best.cost, problem)
     if mine >= least:
@@ -111,8 +117,8 @@ def _is_better(problem: SearchProblem, made: Candidate, best: Candidate) -> bool
     return first != made.cost.time_s or made.cost.time_s < (1 - WORTH) * best.cost.time_s
 
 
-def _key(made: Candidate) -> object:
-    return made.axes, made.specs, tuple(sorted(made.ends.items()))
+def _key(made: SearchCandidate) -> object:
+    return made.axes, made.specs, tuple(sorted(made.result_specs.items()))
 
 
 def layouts(shape: Sequence[int], axes: Axes, but: Spec) -> Iterator[Spec]:
@@ -129,7 +135,7 @@ def layouts(shape: Sequence[int], axes: Axes, but: Spec) -> Iterator[Spec]:
         spec = tuple(tuple(name for name, at in zip(names, choice, strict=True) if at == dim) for dim in dims)
         form = tuple(map(frozenset, spec))
         if form not in known and all(
-            n and n % c == 0 for n, c in zip(shape, cuts_of(spec, axes), strict=True) if c > 1
+            n and n % c == 0 for n, c in zip(shape, strategy_of(spec, axes), strict=True) if c > 1
         ):
             known.add(form)
             yield spec

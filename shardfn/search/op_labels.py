@@ -57,18 +57,18 @@ def op_codes(rule: Rule, axes: tuple[int, ...], scattered: int, row: Sequence[in
     """
     cuttable = [f for f, n in enumerate(rule.sizes) if n > 1 and f not in rule.replicated]
     pairs = [(f, -1 if f in rule.reduction else f) for f in cuttable]
-    ends: list[int] = []
+    result_factors: list[int] = []
     if scattered and len(rule.results) == 1:
         every = sorted((f for f, _ in factor_dims(rule.results[0], rule.sizes)), key=lambda f: -rule.sizes[f])
-        ends = [f for f in every if f in cuttable]
+        result_factors = [f for f in every if f in cuttable]
         able = every[:scattered]
         pairs += [(f, g) for f in cuttable if f in rule.reduction for g in cuttable if g in able]
     found = []
     for choice in _choices([-1, *((f + 1) * BASE + g for f, g in pairs)], len(axes), row):
         work = [(c + 1) // BASE - 1 for c in choice]
         out = [c - (f + 1) * BASE for c, f in zip(choice, work, strict=True)]
-        if row is None and ends:
-            out = outside(work, out, ends)
+        if row is None and result_factors:
+            out = outside(work, out, result_factors)
         if divides(work, rule.sizes, axes) and divides(out, rule.sizes, axes):
             found.append(tuple(_code(f, g) for f, g in zip(work, out, strict=True)))
     return np.array(_fewer(list(dict.fromkeys(found))), np.int16).reshape(-1, len(axes))
@@ -78,9 +78,9 @@ def _code(factor: int, end: int) -> int:
     return -1 if factor < 0 else (factor + 1) * BASE + end
 
 
-def outside(work: Sequence[int], out: Sequence[int], ends: Sequence[int]) -> list[int]:
+def outside(work: Sequence[int], out: Sequence[int], result_factors: Sequence[int]) -> list[int]:
     """What each axis cuts of the result, where a sum can't be left in pieces inside those that a later axis makes: then
-    along the next of the `ends` of which that isn't so, or not at all.
+    along the next of the `result_factors` of which that isn't so, or not at all.
 
     >>> outside((2, 0), (0, 0), (0, 1)), outside((0, 2), (0, 0), (0, 1)), outside((2, 0), (0, 0), (0,))
     ([1, 0], [0, 0], [-1, 0])
@@ -88,7 +88,7 @@ def outside(work: Sequence[int], out: Sequence[int], ends: Sequence[int]) -> lis
     found = list(out)
     for at, (factor, end) in enumerate(zip(work, out, strict=True)):
         if factor != end >= 0 and end in work[at + 1 :]:
-            rest = ends[ends.index(end) + 1 :]
+            rest = result_factors[result_factors.index(end) + 1 :]
             found[at] = next((g for g in rest if g not in work[at + 1 :]), -1)
     return found
 

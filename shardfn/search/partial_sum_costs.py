@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardfn.search.resharding_costs import Array, Grid
+from shardfn.search.resharding_costs import Array, MeshModel
 
 
 @dataclasses.dataclass(frozen=True)
-class Sums:
+class PartialSums:
     """The partial sums of an op, for each of its labels: how it is cut for the work and how its result lies, by factor."""
 
     work: Array
@@ -32,7 +32,7 @@ class Sums:
     is_last: bool
     """Whether nothing waits for it, so that the collectives of several ops are one."""
 
-    def cost(self, partial: Array, grid: Grid) -> tuple[Array, Array]:
+    def cost(self, partial: Array, grid: MeshModel) -> tuple[Array, Array]:
         """Bytes sent and seconds; `partial` are the bytes of the partial result on one device, for each label."""
         sent, seconds = np.zeros(len(partial)), np.zeros(len(partial))
         sliced = (self.out >= 0) & ~_inside(self.work, self.out)
@@ -55,7 +55,7 @@ class Sums:
 
 
 def add_up(
-    local_bytes: Array, reduced: Array, scattered: Array, grid: Grid, together: bool, cut_after: Array, cut_last: Array
+    local_bytes: Array, reduced: Array, scattered: Array, grid: MeshModel, together: bool, cut_after: Array, cut_last: Array
 ) -> tuple[Array, Array]:  # fmt: skip
     """Bytes sent and seconds to add up partial sums: reduce-scatters first, then all-reduces of what is left.
 
@@ -64,7 +64,7 @@ def add_up(
       reduced: [labels, axes], the axes over which everyone gets the sum.
       scattered: [labels, axes], those over which each gets its part of it.
       together: the collectives are parts of larger ones, as XLA merges those that do not wait for each other: each has as much
-        of a launch as it has of the bytes of a full one (`Grid.merges`).
+        of a launch as it has of the bytes of a full one (`MeshModel.merges`).
       cut_after: [labels], where everyone gets the sum over `scattered` too, and cuts its part from that.
       cut_last: [labels], where of these everyone keeps all of it until the last axis is added up.
     """
@@ -100,11 +100,11 @@ def _inside(work: Array, out: Array) -> Array:
     return np.stack(later, axis=1) & (work != out)
 
 
-def _on_several(ends: Array) -> Array:
+def _on_several(factors: Array) -> Array:
     """Whether the axes of each row are on more than one factor; -1 is none.
 
     >>> _on_several(np.array([[2, -1], [2, 2], [2, 0]])).tolist()
     [False, False, True]
     """
-    high = ends.max(axis=1, initial=-1)
-    return ((ends >= 0) & (ends < high[:, None])).any(axis=1)
+    high = factors.max(axis=1, initial=-1)
+    return ((factors >= 0) & (factors < high[:, None])).any(axis=1)

@@ -12,8 +12,8 @@ from shardfn.cost.devices.hardware import Hardware
 from shardfn.cost.estimate import Cost, cost_of
 from shardfn.ir.dimension_groups import dimension_groups
 from shardfn.ir.model import Graph, OpConstraint, PartitionedProgram, Spec
-from shardfn.search.effort import Scope, scope
-from shardfn.search.graph_facts import Known, known
+from shardfn.search.effort import SearchEffort, search_effort
+from shardfn.search.graph_facts import GraphFacts, facts_of
 from shardfn.search.objectives import SPREAD, Rank, idle, rank
 from shardfn.search.resharding_costs import Axes
 
@@ -21,7 +21,7 @@ OpConstraints = Mapping[int, OpConstraint]
 """Layouts that ops are held to, by their index in `Graph.ops`."""
 
 
-Ends = Mapping[int, Spec]
+ResultSpecs = Mapping[int, Spec]
 """Layouts that open results are held to, by their position among the results; the others lie as propagation leaves them."""
 
 
@@ -39,12 +39,12 @@ class Partitioner(Protocol):
     """Carries a full choice through the function: grid, a layout for each argument, for ops held inside, and for results."""
 
     def __call__(
-        self, axes: Axes, specs: Sequence[Spec | None], constraints: OpConstraints, ends: Ends = ...
+        self, axes: Axes, specs: Sequence[Spec | None], constraints: OpConstraints, result_specs: ResultSpecs = ...
     ) -> PartitionedProgram: ...
 
 
 @dataclasses.dataclass(frozen=True)
-class End:
+class OpenResult:
     """A result whose layout is open: its path, its value in the graph, its shape, and its place, counted from the last."""
 
     name: str
@@ -53,7 +53,7 @@ class End:
     at: int
 
 
-NO_ENDS: Ends = {}
+NO_RESULT_SPECS: ResultSpecs = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,26 +82,26 @@ class Memo:
     costs: dict[object, Cost] = dataclasses.field(default_factory=dict)
     """By all that `SearchProblem.evaluate` takes."""
     answers: dict[object, Answer] = dataclasses.field(default_factory=dict)
-    """By the search, what is given, the level and the limit, and whether a first look will do (`beside.asked_once`)."""
+    """By the search, what is given, the level and the limit, and whether a first look will do (`beside.cached_search`)."""
     shares: dict[bool, float] = dataclasses.field(default_factory=dict)
-    """`room.even_share`, by whether the ops are as XLA has them."""
-    facts: Known | None = None
-    tied: tuple[tuple[int, ...], ...] | None = None
+    """`room.memory_lower_bound`, by whether the ops are as XLA has them."""
+    facts: GraphFacts | None = None
+    value_groups: tuple[tuple[int, ...], ...] | None = None
     state: tuple[bool, ...] | None = None
-    """`plain.is_state`."""
+    """`plain.is_optimizer_state`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SearchProblem:
     """Arguments with layouts given or open (None); `axes` is the grid of what was given, empty where it is open too.
 
-    `classes[i][d]` is the dim class of dim `d` of argument `i`.
+    `groups[i][d]` is the dimension group of dim `d` of argument `i`.
     """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    classes: tuple[tuple[int, ...], ...]
-    weights: Mapping[int, int]
+    groups: tuple[tuple[int, ...], ...]
+    group_bytes: Mapping[int, int]
     """Bytes of all values of the program that have a dim of a class."""
     axes: Axes
     specs: tuple[Spec | None, ...]
@@ -117,67 +117,82 @@ class SearchProblem:
     """Results, by value, that take the layout of an argument's value."""
     donated: frozenset[int] = frozenset()
     """Arguments, by value, whose memory results take over."""
-    can_hold: frozenset[int] = frozenset()
+    can_constrain: frozenset[int] = frozenset()
     """Ops, by index, that can be held to a layout."""
     memory_limit: float = math.inf
     """Bytes per device."""
     algorithm: Algorithm = Algorithm()
-    inside: bool = False
+    search_ops: bool = False
     """Whether the layouts inside are searched though no argument is open: a search was named."""
-    ends: Mapping[int, End] = dataclasses.field(default_factory=dict)
+    open_results: Mapping[int, OpenResult] = dataclasses.field(default_factory=dict)
     """Results, by position, that are open and take no argument's place."""
-    ends_asked: bool = False
+    results_requested: bool = False
     """Whether the user asked for one of them to be searched, whatever is open else."""
-    is_rough: bool = False
+    is_quick_look: bool = False
     """Whether a first look will do, as for a large program: nothing fits anyway, and an error has to say what holds so much."""
     seconds: float = math.inf
     """After which a search answers with the best it has, where the user set a limit; else counted work bounds it."""
     begun: float = dataclasses.field(default_factory=time.monotonic)
     memo: Memo = dataclasses.field(default_factory=Memo, repr=False, compare=False)
 
-    def evaluate(self, axes: Axes, specs: tuple[Spec, ...], constraints: OpConstraints, ends: Ends = NO_ENDS) -> Cost:
+    def evaluate(
+        self,
+        axes: Axes,
+        specs: tuple[Spec, ...],
+        constraints: OpConstraints,
+        result_specs: ResultSpecs = NO_RESULT_SPECS,
+    ) -> Cost:
         """What a full choice costs, by its flow."""
-        key = axes, specs, tuple(constraints.items()), tuple(sorted(ends.items()))
+        key = axes, specs, tuple(constraints.items()), tuple(sorted(result_specs.items()))
         if key not in self.memo.costs:
-            self.memo.costs[key] = cost_of(self.partition(axes, specs, constraints, ends), self.hardware, self.donated)
+            self.memo.costs[key] = cost_of(
+                self.partition(axes, specs, constraints, result_specs), self.hardware, self.donated
+            )
         return self.memo.costs[key]
 
-    def evaluate_answer(self, made: Candidate | Answer) -> Cost:
+    def evaluate_answer(self, made: SearchCandidate | Answer) -> Cost:
         """What is paid for a candidate or an answer, by its flow."""
-        return self.evaluate(made.axes, made.specs, made.constraints, made.ends)
+        return self.evaluate(made.axes, made.specs, made.constraints, made.result_specs)
 
     def candidate(
-        self, name: str, axes: Axes, specs: tuple[Spec, ...], constraints: OpConstraints, ends: Ends = NO_ENDS
-    ) -> Candidate:
+        self,
+        name: str,
+        axes: Axes,
+        specs: tuple[Spec, ...],
+        constraints: OpConstraints,
+        result_specs: ResultSpecs = NO_RESULT_SPECS,
+    ) -> SearchCandidate:
         """A full choice with its price by its flow."""
-        return Candidate(name, axes, specs, constraints, self.evaluate(axes, specs, constraints, ends), ends)
+        return SearchCandidate(
+            name, axes, specs, constraints, self.evaluate(axes, specs, constraints, result_specs), result_specs
+        )
 
-    def again(self, made: Candidate, **otherwise: Unpack[Laid]) -> Candidate:
+    def again(self, made: SearchCandidate, **otherwise: Unpack[CandidateFields]) -> SearchCandidate:
         """A candidate with some of it laid out otherwise, priced again by its flow; `name` may be another one too."""
         other = dataclasses.replace(made, **otherwise)
         return dataclasses.replace(other, cost=self.evaluate_answer(other))
 
-    def as_candidate(self, name: str, one: Answer) -> Candidate:
+    def as_candidate(self, name: str, one: Answer) -> SearchCandidate:
         """An answer with its price by its flow, to be weighed against others."""
-        return self.candidate(name, one.axes, one.specs, one.constraints, one.ends)
+        return self.candidate(name, one.axes, one.specs, one.constraints, one.result_specs)
 
-    def partitioned_of(self, made: Candidate | Answer) -> PartitionedProgram:
+    def partitioned_of(self, made: SearchCandidate | Answer) -> PartitionedProgram:
         """The flow of a candidate or an answer."""
-        return self.partition(made.axes, made.specs, made.constraints, made.ends)
+        return self.partition(made.axes, made.specs, made.constraints, made.result_specs)
 
     @property
-    def facts(self) -> Known:
+    def facts(self) -> GraphFacts:
         """What holds of the graph on any grid."""
         if self.memo.facts is None:
-            self.memo.facts = known(self.graph, self.hardware.chip, self.donated)
+            self.memo.facts = facts_of(self.graph, self.hardware.chip, self.donated)
         return self.memo.facts
 
     @property
-    def tied(self) -> tuple[tuple[int, ...], ...]:
+    def value_groups(self) -> tuple[tuple[int, ...], ...]:
         """The dim class of each dim of every value of the graph."""
-        if self.memo.tied is None:
-            self.memo.tied = dimension_groups(self.graph).of
-        return self.memo.tied
+        if self.memo.value_groups is None:
+            self.memo.value_groups = dimension_groups(self.graph).of
+        return self.memo.value_groups
 
     @property
     def devices(self) -> int:
@@ -190,27 +205,27 @@ class SearchProblem:
         return max(0.0, self.begun + self.seconds - time.monotonic())
 
     @property
-    def scope(self) -> Scope:
+    def effort(self) -> SearchEffort:
         """What is tried for a program of this size at this level."""
-        return scope(len(self.graph.ops), self.level, self.is_rough)
+        return search_effort(len(self.graph.ops), self.level, self.is_quick_look)
 
     @property
     def is_small(self) -> bool:
-        """`Scope.is_small`."""
-        return self.scope.is_small
+        """`SearchEffort.is_small`."""
+        return self.effort.is_small
 
     @property
     def is_large(self) -> bool:
-        """`Scope.is_large`."""
-        return self.scope.is_large
+        """`SearchEffort.is_large`."""
+        return self.effort.is_large
 
     @property
-    def is_frugal(self) -> bool:
-        """`Scope.is_frugal`."""
-        return self.scope.is_frugal
+    def skips_unlikely(self) -> bool:
+        """`SearchEffort.skips_unlikely`."""
+        return self.effort.skips_unlikely
 
     @property
-    def only_flows_know(self) -> bool:
+    def model_is_partial(self) -> bool:
         """Whether only flows know all of what is sent: on TPUs, of whose sums and gathers (`graph.libtpu`) the search's model
         knows a part."""
         return self.hardware.platform == "tpu"
@@ -227,25 +242,28 @@ class SearchProblem:
     def is_open(self) -> bool:
         """Whether there is anything to search."""
         return self.devices > 1 and (
-            self.inside
+            self.search_ops
             or any(spec is None for spec in self.specs)
-            or (bool(self.ends) and (self.ends_asked or not any(map(math.prod, filter(None, self.shapes)))))
+            or (
+                bool(self.open_results)
+                and (self.results_requested or not any(map(math.prod, filter(None, self.shapes))))
+            )
         )
 
 
-class Laid(TypedDict, total=False):
+class CandidateFields(TypedDict, total=False):
     """What of a candidate can be otherwise (`SearchProblem.again`)."""
 
     name: str
     axes: Axes
     specs: tuple[Spec, ...]
     constraints: OpConstraints
-    ends: Ends
-    is_in_line: bool
+    result_specs: ResultSpecs
+    follows_products: bool
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate:
+class SearchCandidate:
     """A full choice with its price: a layout for every argument, and for ops that are held inside."""
 
     name: str
@@ -253,9 +271,9 @@ class Candidate:
     specs: tuple[Spec, ...]
     constraints: OpConstraints
     cost: Cost
-    ends: Ends = dataclasses.field(default_factory=dict)
-    is_in_line: bool = False
-    """Whether what no product reads was laid out as what products make (`polish.in_line`)."""
+    result_specs: ResultSpecs = dataclasses.field(default_factory=dict)
+    follows_products: bool = False
+    """Whether what no product reads was laid out as what products make (`polish.follow_products`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,16 +293,16 @@ class Answer:
     gap: float | None = None
     """How much of the cost, 0 to 1, may lie above the least of the cost model, op by op, on the grids tried, at level 0 on its
     own: 0 is proved, None not known."""
-    others: tuple[Candidate, ...] = ()
+    others: tuple[SearchCandidate, ...] = ()
     """What else was priced, best first."""
-    aside: tuple[Candidate, ...] = ()
+    variants: tuple[SearchCandidate, ...] = ()
     """What was priced of the same layouts with more or less held inside."""
     runners_up: tuple[str, ...] = ()
     """For each argument the next best cut and what it would cost more, empty where there is none."""
     diagnostics: tuple[str, ...] = ()
-    ends: Ends = dataclasses.field(default_factory=dict)
+    result_specs: ResultSpecs = dataclasses.field(default_factory=dict)
     """Layouts that open results are held to."""
-    is_doubtful: bool = False
+    is_uncertain: bool = False
     """Whether no flow of what was found did what the model promised, or a plain layout had a better one by a good part."""
 
 
@@ -297,7 +315,7 @@ def objective(cost: Cost, problem: SearchProblem) -> Rank:
     return rank(problem.level, problem.memory_limit, idle=idle, sent=sent, time_s=cost.time_s, peak=peak)
 
 
-def runner_up(best: Candidate, others: Sequence[Candidate]) -> str:
+def runner_up(best: SearchCandidate, others: Sequence[SearchCandidate]) -> str:
     """What the first of the others costs against the best, in a line; empty without others."""
     return f"{others[0].name}: {figures(others[0].cost)} against {figures(best.cost)}" if others else ""
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from shardfn.partition.resharding import primes
 from shardfn.search import default_policy
-from shardfn.search.alternatives import asked_once, bettered
-from shardfn.search.exact import budget_of, mending, on_grid, order
-from shardfn.search.mesh_solution import Found
+from shardfn.search.alternatives import cached_search, improve_answer
+from shardfn.search.exact import budget_of, less_memory_within, order, solve_mesh
+from shardfn.search.mesh_solution import MeshSolution
 from shardfn.search.op_labels import FREE
 from shardfn.search.problem import Answer, SearchProblem
 from shardfn.search.resharding_costs import Axes
@@ -30,28 +30,28 @@ def search(problem: SearchProblem) -> Answer:
     """The best layout found by dividing the devices."""
     if not problem.is_open:
         return default_policy.search(problem)
-    return bettered(problem, asked_once(problem, alone), alone)
+    return improve_answer(problem, cached_search(problem, search_once), search_once)
 
 
-def alone(problem: SearchProblem) -> Answer:
+def search_once(problem: SearchProblem) -> Answer:
     """The same without what other levels find."""
     axes = problem.axes or tuple((f"x{i}", p) for i, p in enumerate(sorted(primes(problem.devices), reverse=True)))
     budget = budget_of(problem)
     starts = [(problem, first) for first in dict.fromkeys((problem.level, 1))]
     if problem.level == 0:  # one division after the other sends least where most of the work is done by everyone
         starts.append((dataclasses.replace(problem, level=2), 2))
-    found: list[Found] = []
+    found: list[MeshSolution] = []
     for asked, first in starts:
         if not found or not budget.is_over:
             found += [one] if (one := divided(asked, axes, first, budget)) is not None else []
     found.sort(key=lambda f: order(problem, f))
-    return answer_of(problem, found, "recursive search", mending(budget))
+    return answer_of(problem, found, "recursive search", less_memory_within(budget))
 
 
-def divided(problem: SearchProblem, axes: Axes, first: int, budget: Budget) -> Found | None:
+def divided(problem: SearchProblem, axes: Axes, first: int, budget: Budget) -> MeshSolution | None:
     """All axes decided one after the other, the first at level `first`, and then each again."""
     rows: list[np.ndarray] | None = None
-    found: Found | None = None
+    found: MeshSolution | None = None
     for count in range(1, len(axes) + 1):
         chosen = None if rows is None else [np.append(row, FREE) for row in rows]
         asked = dataclasses.replace(problem, level=first) if count == 1 else problem
@@ -75,11 +75,11 @@ def divided(problem: SearchProblem, axes: Axes, first: int, budget: Budget) -> F
     return dataclasses.replace(found, is_exact=False)
 
 
-def _best(problem: SearchProblem, axes: Axes, chosen: list[np.ndarray] | None, budget: Budget) -> Found | None:
-    return min(on_grid(problem, axes, budget.part(), chosen), key=lambda f: order(problem, f), default=None)
+def _best(problem: SearchProblem, axes: Axes, chosen: list[np.ndarray] | None, budget: Budget) -> MeshSolution | None:
+    return min(solve_mesh(problem, axes, budget.part(), chosen), key=lambda f: order(problem, f), default=None)
 
 
-def _rows(found: Found) -> list[np.ndarray]:
+def _rows(found: MeshSolution) -> list[np.ndarray]:
     return [node.labels[label] for node, label in zip(found.space.nodes, found.solution.choice, strict=True)]
 
 

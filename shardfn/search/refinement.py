@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from shardfn.ir.correspondence import pairs
 from shardfn.ir.model import PRODUCTS, OpConstraint, Spec
 from shardfn.search import baselines
-from shardfn.search.baselines import fresh
-from shardfn.search.problem import Candidate, SearchProblem, objective
+from shardfn.search.baselines import batch_arguments
+from shardfn.search.problem import SearchCandidate, SearchProblem, objective
 from shardfn.search.resharding_costs import Axes
 
 
-def polished(problem: SearchProblem, start: Candidate) -> Candidate:
+def refine(problem: SearchProblem, start: SearchCandidate) -> SearchCandidate:
     """The best that changes of one group of arguments after another lead to, with nothing held inside.
 
     A group is open arguments of one shape and layout: a weight of all blocks, with what an optimizer keeps for it. Each is
@@ -28,13 +28,13 @@ def polished(problem: SearchProblem, start: Candidate) -> Candidate:
       problem: what is asked.
       start: where to begin; what it holds inside is let go.
     """
-    left = problem.scope.polished
+    left = problem.effort.refinements
     best = problem.again(start, name=f"{start.name}, polished", constraints={})
     kinds = (more, fewer) if problem.level == 1 else (fewer, more)
     for kind in (*kinds, *kinds):
         for members in groups(problem, best.specs):
             i = members[0]
-            for spec in kind(problem.shapes[i], best.specs[i], best.axes, i in fresh(problem)):
+            for spec in kind(problem.shapes[i], best.specs[i], best.axes, i in batch_arguments(problem)):
                 if left <= 0 or problem.seconds_left <= 0:
                     return best
                 specs = tuple(spec if j in members else s for j, s in enumerate(best.specs))
@@ -45,7 +45,7 @@ def polished(problem: SearchProblem, start: Candidate) -> Candidate:
     return best
 
 
-def in_line(problem: SearchProblem, made: Candidate, laid: Callable[[int], Spec]) -> Candidate:
+def follow_products(problem: SearchProblem, made: SearchCandidate, laid: Callable[[int], Spec]) -> SearchCandidate:
     """The same with nothing held inside, and each open argument that no product reads laid out as its dims' classes are in
     most of what products make: biases, positions, a batch of indices.
 
@@ -54,7 +54,7 @@ def in_line(problem: SearchProblem, made: Candidate, laid: Callable[[int], Spec]
       made: what was found.
       laid: the layout of a value as it was found.
     """
-    tied, values = problem.tied, problem.graph.values
+    tied, values = problem.value_groups, problem.graph.values
     votes: dict[int, dict[tuple[str, ...], int]] = {}
     read: set[int] = set()
     for op in problem.graph.ops:
@@ -67,7 +67,7 @@ def in_line(problem: SearchProblem, made: Candidate, laid: Callable[[int], Spec]
     sizes = dict(made.axes)
     specs = list(made.specs)
     for i, (value, shape) in enumerate(zip(problem.inputs, problem.shapes, strict=True)):
-        if problem.specs[i] is not None or (value in read and i not in fresh(problem)):
+        if problem.specs[i] is not None or (value in read and i not in batch_arguments(problem)):
             continue
         free, spec = set(sizes), []
         for n, class_ in zip(shape, tied[value], strict=False):
@@ -76,7 +76,7 @@ def in_line(problem: SearchProblem, made: Candidate, laid: Callable[[int], Spec]
             spec.append(dim if fits else ())
             free -= set(spec[-1])
         specs[i] = tuple(spec)
-    return problem.again(made, name=f"{made.name}, {LINE}", specs=tuple(specs), constraints={}, is_in_line=True)
+    return problem.again(made, name=f"{made.name}, {LINE}", specs=tuple(specs), constraints={}, follows_products=True)
 
 
 LINE = "what no product reads in line with what products make"
@@ -90,8 +90,8 @@ def groups(problem: SearchProblem, specs: Sequence[Spec]) -> list[tuple[int, ...
     found: dict[object, list[int]] = {}
     for i, (shape, spec) in enumerate(zip(problem.shapes, specs, strict=True)):
         if problem.specs[i] is None and shape:
-            found.setdefault((shape, spec, i in fresh(problem)), []).append(i)
-    own = fresh(problem)
+            found.setdefault((shape, spec, i in batch_arguments(problem)), []).append(i)
+    own = batch_arguments(problem)
     return sorted(
         map(tuple, found.values()), key=lambda m: (m[0] not in own, len(m) * math.prod(problem.shapes[m[0]]), m)
     )
@@ -124,7 +124,7 @@ def more(shape: Sequence[int], spec: Spec, axes: Axes, is_fresh: bool) -> Iterat
         yield from _more(shape, spec, axis, sizes)
 
 
-def in_pieces(problem: SearchProblem, made: Candidate, only_state: bool = False) -> Candidate:
+def in_pieces(problem: SearchProblem, made: SearchCandidate, only_state: bool = False) -> SearchCandidate:
     """The same with the arguments that are no batch, or of these only what the update alone reads, cut over all axes that
     are left: a layout found for speed, laid out as fully sharded data parallel or ZeRO-1 would.
 
@@ -132,25 +132,29 @@ def in_pieces(problem: SearchProblem, made: Candidate, only_state: bool = False)
     """
     sizes, specs = dict(made.axes), list(made.specs)
     for i, shape in enumerate(problem.shapes):
-        if problem.specs[i] is None and i not in fresh(problem) and (baselines.is_state(problem)[i] or not only_state):
+        if (
+            problem.specs[i] is None
+            and i not in batch_arguments(problem)
+            and (baselines.is_optimizer_state(problem)[i] or not only_state)
+        ):
             for axis in (axis for axis in sizes if not any(axis in dim for dim in specs[i])):
                 specs[i] = next(iter(_more(shape, specs[i], axis, sizes)), specs[i])
-    own = fresh(problem)
-    kept = {class_ for i, classes in enumerate(problem.classes) if i not in own for class_ in classes}
-    batch = {class_ for i in own for class_ in problem.classes[i]} - kept
+    own = batch_arguments(problem)
+    kept = {class_ for i, classes in enumerate(problem.groups) if i not in own for class_ in classes}
+    batch = {class_ for i in own for class_ in problem.groups[i]} - kept
     partitioned = problem.partitioned_of(made)
     constraints: dict[int, OpConstraint] = {}
     for index, op, at in pairs(problem.graph, partitioned.graph):
         results = tuple(partitioned.specs[v] for v in at.outputs)
         is_whole = all(axis in sizes for spec in results for dim in spec for axis in dim)
         if (
-            index in problem.can_hold
+            index in problem.can_constrain
             and op.name in MAKERS
             and is_whole
-            and batch.intersection(problem.tied[op.outputs[0]])
+            and batch.intersection(problem.value_groups[op.outputs[0]])
         ):
             constraints[index] = OpConstraint((None,) * len(op.inputs), results)
-    what = baselines.Pieces.STATE if only_state else baselines.Pieces.ALL
+    what = baselines.ArgumentSharding.STATE if only_state else baselines.ArgumentSharding.ALL
     name = f"{made.name}, {what.value} in pieces"
     return problem.again(made, name=name, specs=tuple(specs), constraints=constraints)
 

@@ -23,7 +23,7 @@ Array = np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
+class MeshModel:
     """The axes that labels speak of, one link each, and the chip that prices the work.
 
     `scatters` says whether the compiler makes reduce-scatters; XLA on CPU keeps an all-reduce and a slice. `narrows`:
@@ -39,7 +39,7 @@ class Grid:
     sums_whole: bool = False
 
     @classmethod
-    def on(cls, hardware: Hardware, axes: Axes) -> Grid:
+    def on(cls, hardware: Hardware, axes: Axes) -> MeshModel:
         """The grid of these axes on the hardware."""
         platform, on_tpu = hardware.platform, hardware.platform == "tpu"
         whole = on_tpu and sums_whole(hardware.topology)
@@ -70,7 +70,7 @@ def pieces(layouts: Array, sizes: tuple[int, ...]) -> Array:
     return np.prod(np.where(layouts >= 0, np.array(sizes, float), 1.0), axis=-1)
 
 
-def change(before: Array, after: Array, full_bytes: float, grid: Grid, share: float = 1.0) -> tuple[Array, Array]:
+def change(before: Array, after: Array, full_bytes: float, grid: MeshModel, share: float = 1.0) -> tuple[Array, Array]:
     """Bytes sent and seconds to change the layout of a value, for all pairs: [before, after].
 
     The collectives are those that XLA takes (`graph.moves`): where it can't slice, exchange and gather one after the other,
@@ -130,12 +130,12 @@ def _distinct(words: tuple[Array, ...], count: int) -> tuple[list[tuple[int, ...
 
 
 @functools.lru_cache(maxsize=1 << 10)
-def _moves(grid: Grid) -> dict[tuple[int, ...], tuple[float, float, float, float, float]]:
+def _moves(grid: MeshModel) -> dict[tuple[int, ...], tuple[float, float, float, float, float]]:
     """`_moved` of each code on a grid that was asked for: telling grids apart takes longer than telling codes apart."""
     return {}
 
 
-def _moved(code: tuple[int, ...], grid: Grid) -> tuple[float, float, float, float, float]:
+def _moved(code: tuple[int, ...], grid: MeshModel) -> tuple[float, float, float, float, float]:
     """For each byte of a value what one device sends in gathers and else, seconds of both, and latency beside them."""
     count = len(grid.sizes)
     base, long = 2 * count + 1, _digits_of_word(2 * count + 1)
@@ -199,12 +199,12 @@ def _path(
     return tuple(found)
 
 
-def merged(
+def merge_axes(
     axes: Axes, specs: Sequence[Spec], constraints: Mapping[int, OpConstraint]
 ) -> tuple[Axes, list[Spec], dict[int, OpConstraint]]:
     """Neighbouring axes that always cut together, in order, as one.
 
-    >>> merged((("a", 2), ("b", 2)), [(("a", "b"), ())], {})[:2]
+    >>> merge_axes((("a", 2), ("b", 2)), [(("a", "b"), ())], {})[:2]
     ((('a', 4),), [(('a',), ())])
     """
     every = [
@@ -237,29 +237,29 @@ def merged(
     return sizes, [renamed(spec) for spec in specs], held
 
 
-def row_of(spec: Spec, names: Sequence[str]) -> list[int]:
+def label_of_spec(spec: Spec, names: Sequence[str]) -> list[int]:
     """A spec as the dim that each axis cuts.
 
-    >>> row_of((("b",), (), ("a",)), ("a", "b", "c"))
+    >>> label_of_spec((("b",), (), ("a",)), ("a", "b", "c"))
     [2, 0, -1]
     """
     where = {axis: dim for dim, axes in enumerate(spec) for axis in axes}
     return [where.get(name, -1) for name in names]
 
 
-def spec_of(row: Sequence[int], rank: int, names: Sequence[str]) -> Spec:
-    """The reverse of `row_of`.
+def spec_of_label(row: Sequence[int], rank: int, names: Sequence[str]) -> Spec:
+    """The reverse of `label_of_spec`.
 
-    >>> spec_of([2, 0, -1], 3, ("a", "b", "c"))
+    >>> spec_of_label([2, 0, -1], 3, ("a", "b", "c"))
     (('b',), (), ('a',))
     """
     return tuple(tuple(n for n, d in zip(names, row, strict=True) if d == dim) for dim in range(rank))
 
 
-def cuts_of(spec: Spec, axes: Axes) -> tuple[int, ...]:
+def strategy_of(spec: Spec, axes: Axes) -> tuple[int, ...]:
     """How many ways a layout cuts each dim.
 
-    >>> cuts_of((("a",), ()), (("a", 4), ("b", 2)))
+    >>> strategy_of((("a",), ()), (("a", 4), ("b", 2)))
     (4, 1)
     """
     sizes = dict(axes)

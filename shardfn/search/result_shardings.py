@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 
 from shardfn.ir.model import OpConstraint, Spec
 from shardfn.search import baselines
-from shardfn.search.problem import Candidate, Ends, SearchProblem
-from shardfn.search.resharding_costs import Axes, merged
+from shardfn.search.problem import ResultSpecs, SearchCandidate, SearchProblem
+from shardfn.search.resharding_costs import Axes, merge_axes
 
 
-def held_as(
-    problem: SearchProblem, made: Candidate, axes: Axes, laid: Callable[[int], Spec | None]
-) -> Candidate | None:
+def constrain_results(
+    problem: SearchProblem, made: SearchCandidate, axes: Axes, laid: Callable[[int], Spec | None]
+) -> SearchCandidate | None:
     """The same with each open result laid out as it was found, where its flow lays it otherwise; None where it does not.
 
     Args:
@@ -24,12 +24,16 @@ def held_as(
       laid: the layout of a value there; None of what is no decision, as zeros: it lies as another result of its shape, or in
         the smallest pieces.
     """
-    ends = _wanted(problem, axes, laid)
+    result_specs = _wanted(problem, axes, laid)
     parts, sizes = _parts(axes, made.axes), dict(axes)
     now = {at: tuple(tuple(p for a in dim for p in parts.get(a, (a,))) for dim in spec)
-           for at, spec in ends_of(problem, made).items()}  # fmt: skip
-    ends = {at: spec for at, spec in ends.items() if spec != now[at] and fits(problem.ends[at].shape, spec, sizes)}
-    if not ends:
+           for at, spec in result_specs_of(problem, made).items()}  # fmt: skip
+    result_specs = {
+        at: spec
+        for at, spec in result_specs.items()
+        if spec != now[at] and fits(problem.open_results[at].shape, spec, sizes)
+    }
+    if not result_specs:
         return None
     fine = lambda spec: tuple(tuple(p for a in dim for p in parts[a]) for dim in spec)  # noqa: E731
     specs: list[Spec] = [fine(spec) for spec in made.specs]
@@ -41,28 +45,29 @@ def held_as(
         for i, held in made.constraints.items()
     }
     if not problem.axes:
-        axes, every, constraints = merged(axes, [*specs, *ends.values()], constraints)
-        specs, ends = every[: len(specs)], dict(zip(ends, every[len(specs) :], strict=True))
-    return problem.again(made, axes=axes, specs=tuple(specs), constraints=constraints, ends=ends)
+        axes, every, constraints = merge_axes(axes, [*specs, *result_specs.values()], constraints)
+        specs, result_specs = every[: len(specs)], dict(zip(result_specs, every[len(specs) :], strict=True))
+    return problem.again(made, axes=axes, specs=tuple(specs), constraints=constraints, result_specs=result_specs)
 
 
 def _wanted(problem: SearchProblem, axes: Axes, laid: Callable[[int], Spec | None]) -> dict[int, Spec]:
-    found = {at: laid(end.value) for at, end in problem.ends.items()}
-    alike = {problem.ends[at].shape: spec for at, spec in found.items() if spec is not None}
+    found = {at: laid(end.value) for at, end in problem.open_results.items()}
+    alike = {problem.open_results[at].shape: spec for at, spec in found.items() if spec is not None}
     every = [name for name, _ in axes]
     return {
         at: (spec or alike.get(end.shape) or baselines.along(end.shape, (), axes, {}, every))[: len(end.shape)]
-        for (at, end), spec in zip(problem.ends.items(), found.values(), strict=True)
+        for (at, end), spec in zip(problem.open_results.items(), found.values(), strict=True)
     }
 
 
-def ends_of(problem: SearchProblem, made: Candidate) -> Ends:
+def result_specs_of(problem: SearchProblem, made: SearchCandidate) -> ResultSpecs:
     """How the flow of a candidate lays out the open results."""
-    if not problem.ends:
+    if not problem.open_results:
         return {}
     partitioned = problem.partitioned_of(made)
     return {
-        at: partitioned.specs[partitioned.graph.outputs[end.at]][: len(end.shape)] for at, end in problem.ends.items()
+        at: partitioned.specs[partitioned.graph.outputs[end.at]][: len(end.shape)]
+        for at, end in problem.open_results.items()
     }
 
 

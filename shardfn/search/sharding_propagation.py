@@ -16,20 +16,20 @@ import numpy as np
 
 from shardfn.search import default_policy
 from shardfn.search.constrained_candidates import candidate
-from shardfn.search.constraint_reduction import let_go
+from shardfn.search.constraint_reduction import drop_redundant_constraints
 from shardfn.search.filters import narrowed
-from shardfn.search.graph_facts import bytes_of
-from shardfn.search.label_tables import Space, build
+from shardfn.search.graph_facts import array_bytes
+from shardfn.search.label_tables import LabelSpace, build
 from shardfn.search.level_costs import labelling_of
-from shardfn.search.mesh_solution import Found
+from shardfn.search.mesh_solution import MeshSolution
 from shardfn.search.problem import Answer, SearchProblem, objective
-from shardfn.search.resharding_costs import Array, Grid, change, pieces
-from shardfn.solver.labelling import Labelling, cost_of
+from shardfn.search.resharding_costs import Array, MeshModel, change, pieces
+from shardfn.solver.labelling import Labelling, total_cost
 from shardfn.solver.solve import Solution
 
 
 @dataclasses.dataclass(frozen=True)
-class Join:
+class SharedValue:
     """Two nodes that share a value: its layouts under the labels of each, and its bytes."""
 
     nodes: tuple[int, int]
@@ -42,10 +42,10 @@ def search(problem: SearchProblem) -> Answer:
     followed = default_policy.search(problem)
     if not problem.is_open or not any(dim for spec in problem.specs if spec for dim in spec):
         return followed
-    found = spread(problem)
+    found = spread_labels(problem)
     if not math.isfinite(found.solution.cost):
         return followed
-    made = let_go(problem, candidate(problem, found))
+    made = drop_redundant_constraints(problem, candidate(problem, found))
     plain = problem.candidate("following dim classes", followed.axes, followed.specs, {})
     if objective(plain.cost, problem) <= objective(made.cost, problem):
         return followed
@@ -56,14 +56,14 @@ def search(problem: SearchProblem) -> Answer:
     )
 
 
-def spread(problem: SearchProblem) -> Found:
+def spread_labels(problem: SearchProblem) -> MeshSolution:
     """A label for every node, spread from those that the user's cuts decide."""
-    grid = Grid.on(problem.hardware, problem.axes)
+    grid = MeshModel.on(problem.hardware, problem.axes)
     given = {v: spec for v, spec in zip(problem.inputs, problem.specs, strict=True) if spec is not None}
     space = build(problem.graph, grid, given, problem.results, problem.same_as, None, problem.facts)
     labels, _ = narrowed(labelling_of(space, problem), space, problem.graph, grid.sizes, problem.algorithm)
-    near: dict[int, list[Join]] = {}
-    for join in joins(problem, space):
+    near: dict[int, list[SharedValue]] = {}
+    for join in shared_values(problem, space):
         for node in join.nodes:
             near.setdefault(node, []).append(join)
     chosen = {space.layouts[v][0]: 0 for v, spec in given.items() if any(spec)}
@@ -78,17 +78,19 @@ def spread(problem: SearchProblem) -> Found:
             if other not in chosen:
                 heapq.heappush(frontier, other)
     choice = filled(labels, chosen)
-    return Found(problem.axes, space, labels, Solution(choice, cost_of(labels, choice), -math.inf, False, True), False)
+    return MeshSolution(
+        problem.axes, space, labels, Solution(choice, total_cost(labels, choice), -math.inf, False, True), False
+    )
 
 
-def joins(problem: SearchProblem, space: Space) -> list[Join]:
+def shared_values(problem: SearchProblem, space: LabelSpace) -> list[SharedValue]:
     """Where one node reads what another makes."""
     found = []
     for index, (node, wanted) in space.reads.items():
         for value, layouts in zip(problem.graph.ops[index].inputs, wanted, strict=True):
             if value in space.layouts and space.layouts[value][0] != node:
                 owner, have = space.layouts[value]
-                found.append(Join((owner, node), (have, layouts), bytes_of(problem.graph.values[value])))
+                found.append(SharedValue((owner, node), (have, layouts), array_bytes(problem.graph.values[value])))
     return found
 
 
@@ -117,11 +119,13 @@ def filled(labels: Labelling, chosen: dict[int, int]) -> tuple[int, ...]:
     return tuple(chosen[node] for node in range(len(labels.costs)))
 
 
-def _others(near: dict[int, list[Join]], node: int) -> set[int]:
+def _others(near: dict[int, list[SharedValue]], node: int) -> set[int]:
     return {other for join in near.get(node, ()) for other in join.nodes if other != node}
 
 
-def _redistributed(near: Sequence[Join], node: int, chosen: dict[int, int], grid: Grid, count: int) -> Array:
+def _redistributed(
+    near: Sequence[SharedValue], node: int, chosen: dict[int, int], grid: MeshModel, count: int
+) -> Array:
     """For each label of a node the bytes that change place, slices too, towards all that is decided."""
     total = np.zeros(count)
     for join in near:

@@ -28,10 +28,10 @@ CHUNK = 1 << 15  # entries worked on at once: they stay in the cache
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class EdgeGroup:
     """Directed edges worked on together: `tables[edge or 0, label of sender, label of receiver]`, filled up to one shape.
 
-    What they send is at `mine` of the numbers of their `Sending`, the messages go to `out` of the state.
+    What they send is at `mine` of the numbers of their `ColourEdges`, the messages go to `out` of the state.
     """
 
     tables: Array
@@ -41,7 +41,7 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sending:
+class ColourEdges:
     """All edges from the nodes of one colour to later ones, or to earlier ones.
 
     `rows` says where among the colour's labels each number that is sent comes from, `back` where the message the other way
@@ -49,7 +49,7 @@ class Sending:
     each, and `entries[table[edge] + its label * width]` its row of the table.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[EdgeGroup, ...]
     rows: Array
     back: Array
     out: slice
@@ -75,8 +75,8 @@ class Colour:
     sizes: Array
     share: Array
     inbox: sparse.csr_matrix
-    ahead: Sending | None
-    behind: Sending | None
+    ahead: ColourEdges | None
+    behind: ColourEdges | None
 
 
 class Messages:
@@ -160,7 +160,7 @@ class Messages:
             bound += self._send(belief, colour, colour.behind)
         return bound
 
-    def _send(self, belief: Array, colour: Colour, sending: Sending | None) -> float:
+    def _send(self, belief: Array, colour: Colour, sending: ColourEdges | None) -> float:
         if sending is None:
             return 0.0
         part = belief * colour.share
@@ -178,7 +178,7 @@ class Messages:
         found -= np.repeat(least, sending.widths)
         return float(least.sum())
 
-    def _work(self, group: Group, mine: Array) -> None:
+    def _work(self, group: EdgeGroup, mine: Array) -> None:
         """The messages of a group, not yet brought to a least of zero."""
         edges, labels = mine.shape
         width = group.tables.shape[2]
@@ -270,11 +270,11 @@ def _coloured(rank: Array, nodes: Array, sizes: Array, tables: Sequence[dict[int
 
 
 def _sending(sorts: dict[tuple[int, ...], list[tuple[int, int]]], tables: Sequence[dict[int, Array]],
-             start: dict[int, int], index: dict[int, int], place: dict[tuple[int, int], int]) -> Sending | None:  # fmt: skip
+             start: dict[int, int], index: dict[int, int], place: dict[tuple[int, int], int]) -> ColourEdges | None:  # fmt: skip
     """The edges of one colour and one direction, in groups of one shape; None where there are none."""
     if not sorts:
         return None
-    groups: list[Group] = []
+    groups: list[EdgeGroup] = []
     rows, back, stacks, table = [], [], [], []
     mine = entries = 0
     begin = out = min(place[edges[0]] for edges in sorts.values())
@@ -288,7 +288,7 @@ def _sending(sorts: dict[tuple[int, ...], list[tuple[int, int]]], tables: Sequen
         stacks.append(stack)
         table.append(entries + (np.arange(len(edges)) * (tall * wide) if len(stack) > 1 else np.zeros(len(edges), int)))
         groups.append(
-            Group(stack, slice(mine, mine + len(edges) * tall), slice(out, out + len(edges) * wide), len(edges))
+            EdgeGroup(stack, slice(mine, mine + len(edges) * tall), slice(out, out + len(edges) * wide), len(edges))
         )
         mine, entries, out = mine + len(edges) * tall, entries + stack.size, out + len(edges) * wide
     widths = np.array([key[-1] for key, edges in sorts.items() for _ in edges])
@@ -299,7 +299,7 @@ def _sending(sorts: dict[tuple[int, ...], list[tuple[int, int]]], tables: Sequen
     for number, stack in enumerate(stacks):  # one copy of each
         groups[number] = dataclasses.replace(groups[number], tables=flat[at : at + stack.size].reshape(stack.shape))
         at += stack.size
-    return Sending(tuple(groups), np.concatenate(rows), np.concatenate(back), slice(begin, out), starts, widths, who, flat,
+    return ColourEdges(tuple(groups), np.concatenate(rows), np.concatenate(back), slice(begin, out), starts, widths, who, flat,
                    np.concatenate(table), _ranges(np.zeros_like(starts), widths))  # fmt: skip
 
 

@@ -29,7 +29,7 @@ ENTRIES, TOTAL = 1e5, 3e6  # of the tables of a part that is solved exactly
 
 
 @dataclasses.dataclass
-class Part:
+class Subproblem:
     """A subset of the labellings: an ascent over it, its costs, and where the ascent stood when it was made."""
 
     ascent: Ascent
@@ -43,7 +43,7 @@ class Part:
     """Bytes that are held for this part alone, about."""
 
 
-Queue = list[tuple[float, int, Part]]
+Queue = list[tuple[float, int, Subproblem]]
 """Bound, number, part: a heap."""
 
 
@@ -69,12 +69,12 @@ class Gains:
         return math.prod(math.fsum(side) / len(side) for side in sides if side)
 
 
-def save(ascent: Ascent, bound: float) -> Part:
+def save(ascent: Ascent, bound: float) -> Subproblem:
     """Where the ascent stands."""
-    return Part(ascent, ascent.base, ascent.messages.sent.copy(), ascent.best, bound)
+    return Subproblem(ascent, ascent.base, ascent.messages.sent.copy(), ascent.best, bound)
 
 
-def load(part: Part, size: float) -> Ascent | None:
+def load(part: Subproblem, size: float) -> Ascent | None:
     """The ascent where it stood, without the labels that are out where these are many; None where nothing fits."""
     ascent = part.ascent
     ascent.base = part.base
@@ -137,7 +137,7 @@ def branch(ascent: Ascent, local: Local, goal: Callable[[], float], most: int) -
     return min([goal(), *(bound for bound, *_ in queue)])
 
 
-def _next(queue: Queue, is_crowded: bool) -> tuple[float, int, Part]:
+def _next(queue: Queue, is_crowded: bool) -> tuple[float, int, Subproblem]:
     """The part with the least bound, or with the greatest where too many wait."""
     if not is_crowded:
         return heapq.heappop(queue)
@@ -174,14 +174,14 @@ def _solved(ascent: Ascent, local: Local) -> bool:
 
 def minimum(ascent: Ascent, entries: float, total: float) -> Array | None:
     """The best of the labels that are not out, memory aside; None where the tables would be too large."""
-    costs, tables, kept, store = parts(ascent)
+    costs, tables, kept, store = remaining_tables(ascent)
     found = eliminate(costs, tables, entries, total, store=store, budget=ascent.budget)
     if found is None:
         return None
     return ascent.full(np.array([int(k[at]) for k, at in zip(kept, found, strict=True)], np.int64))
 
 
-def parts(ascent: Ascent) -> tuple[list[Array], list[dict[int, Array]], list[Array], Store]:
+def remaining_tables(ascent: Ascent) -> tuple[list[Array], list[dict[int, Array]], list[Array], Store]:
     """The costs and tables of the labels that are not out, these labels, and the store that all came from."""
     store = Store()
     kept = [store.of(labels) for labels in ascent.left()]

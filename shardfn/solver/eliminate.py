@@ -18,7 +18,7 @@ from shardfn.solver.budget import CALL, Budget
 from shardfn.solver.content import Store
 from shardfn.solver.labelling import Array
 
-Scope = tuple[int, ...]
+NodeSet = tuple[int, ...]
 
 STEP = 10 * CALL
 """What removing a node costs beside the entries of its table."""
@@ -29,13 +29,13 @@ class Elimination:
     """The state: what is left of the tables, and how each removed node follows from the later ones."""
 
     costs: dict[int, Array]
-    tables: dict[int, tuple[Scope, Array]]
+    tables: dict[int, tuple[NodeSet, Array]]
     of: dict[int, dict[int, None]]
-    steps: list[tuple[int, Scope, Array]]
+    steps: list[tuple[int, NodeSet, Array]]
     store: Store | None = None
     serial: int = 0
 
-    def add(self, scope: Scope, table: Array) -> None:
+    def add(self, scope: NodeSet, table: Array) -> None:
         if len(scope) == 1:
             v = scope[0]
             self.costs[v] = self.store.call(np.add, self.costs[v], table) if self.store else self.costs[v] + table
@@ -45,7 +45,7 @@ class Elimination:
             self.of[v][self.serial] = None
         self.serial += 1
 
-    def take(self, v: int) -> list[tuple[Scope, Array]]:
+    def take(self, v: int) -> list[tuple[NodeSet, Array]]:
         found = []
         for key in self.of.pop(v):
             scope, table = self.tables.pop(key)
@@ -55,7 +55,7 @@ class Elimination:
                     del self.of[w][key]
         return found
 
-    def remove(self, v: int, rest: Scope) -> None:
+    def remove(self, v: int, rest: NodeSet) -> None:
         """Minimise over `v`, whose neighbours are `rest`."""
         scope = (v, *rest)
         place = {w: at for at, w in enumerate(scope)}
@@ -118,7 +118,7 @@ def eliminate(costs: Sequence[Array], tables: Sequence[dict[int, Array]], most_e
     near = {v: {w for w in tables[v] if w in inside} for v in sorted(inside)}
     budget = budget or Budget()
     budget.spend(STEP * len(inside))
-    order = Order({v: len(costs[v]) for v in inside}, near, rank if rank is not None else range(count))
+    order = EliminationOrder({v: len(costs[v]) for v in inside}, near, rank if rank is not None else range(count))
     steps = order.found(most_entries, total, current is not None, budget)
     if steps is None:
         return None
@@ -145,7 +145,7 @@ def eliminate(costs: Sequence[Array], tables: Sequence[dict[int, Array]], most_e
 
 
 @dataclasses.dataclass
-class Order:
+class EliminationOrder:
     """In which order nodes go: it depends on how many labels they have and on who is whose neighbour, not on any cost, so
     that what would need too large a table is known before one is made."""
 
@@ -160,12 +160,12 @@ class Order:
 
     def found(
         self, most_entries: float, total: float, can_hold: bool, budget: Budget
-    ) -> list[tuple[int, Scope | None]] | None:
+    ) -> list[tuple[int, NodeSet | None]] | None:
         """Each node with its neighbours by then, or with None where it is held instead; None where it can't be done."""
         near, turn, score = self.near, self.turn, self.score
         depth = dict.fromkeys(near, 0)
         spent = 0.0
-        steps: list[tuple[int, Scope | None]] = []
+        steps: list[tuple[int, NodeSet | None]] = []
         heap = [(score(v), 0, turn[v], v) for v in near]
         heapq.heapify(heap)
         while heap:

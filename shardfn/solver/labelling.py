@@ -20,7 +20,7 @@ FORBIDDEN = 1e17
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class CostTable:
     """The cost of the labels of `nodes` together: one dim per node."""
 
     nodes: tuple[int, ...]
@@ -28,7 +28,7 @@ class Table:
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class UsageInterval:
     """What `node` holds in the half-open `[start, end)`: a usage per label."""
 
     node: int
@@ -44,16 +44,16 @@ class Labelling:
     A node that stands for many values holds more, at other times: that is in `held`, any number of rows a node.
 
     >>> two = labelling([[1, 5], [4, 2]], tables=[((0, 1), [0, 9, 9, 0])])
-    >>> cost_of(two, (0, 0)), cost_of(two, (1, 1))
+    >>> total_cost(two, (0, 0)), total_cost(two, (1, 1))
     (5.0, 7.0)
     """
 
     costs: tuple[Array, ...]
     usages: tuple[Array, ...]
     intervals: Array
-    tables: tuple[Table, ...]
+    tables: tuple[CostTable, ...]
     limit: float = math.inf
-    held: tuple[Held, ...] = ()
+    held: tuple[UsageInterval, ...] = ()
 
     @functools.cached_property
     def holders(self) -> tuple[Array, Array, list[Array]]:
@@ -84,7 +84,7 @@ def labelling(costs: Sequence[Sequence[float]], usages: Sequence[Sequence[float]
     alive = np.asarray(intervals if intervals is not None else [(0, 1)] * len(found), np.int64).reshape(-1, 2)
     if [len(u) for u in uses] != [len(c) for c in found] or len(alive) != len(found):
         raise ValueError("costs, usages and intervals differ in length: give each node the same number of labels")
-    more = tuple(Held(node, start, end, np.asarray(usage, float)) for node, start, end, usage in held)
+    more = tuple(UsageInterval(node, start, end, np.asarray(usage, float)) for node, start, end, usage in held)
     if any(not 0 <= each.node < len(found) or len(each.usage) != len(found[each.node]) for each in more):
         raise ValueError("a row of what is held does not fit its node: give a node that exists, a usage for each label")
     if any((u < 0).any() or not np.isfinite(u).all() for u in (*uses, *(each.usage for each in more))):
@@ -96,7 +96,7 @@ def labelling(costs: Sequence[Sequence[float]], usages: Sequence[Sequence[float]
         shape = tuple(len(found[node]) for node in nodes)
         if len(flat) != math.prod(shape):
             raise ValueError(f"the table of nodes {list(nodes)} has {len(flat)} costs: give {math.prod(shape)}")
-        rows.append(Table(tuple(nodes), _priced(flat).reshape(shape)))
+        rows.append(CostTable(tuple(nodes), _priced(flat).reshape(shape)))
     return Labelling(found, uses, alive, tuple(rows), math.inf if limit is None else float(limit), more)
 
 
@@ -108,7 +108,7 @@ def _priced(values: Sequence[float]) -> Array:
     return cost
 
 
-def cost_of(problem: Labelling, choice: Sequence[int]) -> float:
+def total_cost(problem: Labelling, choice: Sequence[int]) -> float:
     """The total cost of one label per node, infinite where a forbidden one is taken."""
     own = math.fsum(cost[label] for cost, label in zip(problem.costs, choice, strict=True))
     return own + math.fsum(table.cost[tuple(choice[node] for node in table.nodes)] for table in problem.tables)

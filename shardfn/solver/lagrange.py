@@ -17,7 +17,7 @@ from shardfn.solver.bound import Messages
 from shardfn.solver.budget import CALL, Budget
 from shardfn.solver.content import Store, part
 from shardfn.solver.labelling import Array
-from shardfn.solver.memory import Memory
+from shardfn.solver.memory import MemoryConstraint
 
 MOST_TIMES = 200  # at which single labels are held against the limit
 PATIENCE = 5  # steps without a better bound until the steps shrink
@@ -32,7 +32,7 @@ class Ascent:
     `labels` say what the remaining ones were at the start.
     """
 
-    def __init__(self, costs: Sequence[Array], tables: Sequence[dict[int, Array]], memory: Memory,
+    def __init__(self, costs: Sequence[Array], tables: Sequence[dict[int, Array]], memory: MemoryConstraint,
                  budget: Budget | None = None):  # fmt: skip
         self.base = np.concatenate([np.zeros(0), *costs])
         self.first = memory.first
@@ -179,7 +179,7 @@ class Ascent:
                 elif w not in place and v < w:
                     constant += float(table[labels[0], kept[w][0]])
         firsts = np.cumsum([0] + [len(kept[v]) for v in stay])
-        new = Ascent(costs, tables, Memory(self.memory.change[staying], limit, firsts), self.budget)
+        new = Ascent(costs, tables, MemoryConstraint(self.memory.change[staying], limit, firsts), self.budget)
         new.messages.take(self.messages, kept, stay)
         new.constant, new.settled, new.bound, new.size = constant, settled, self.bound, self.size
         new.nodes = self.nodes[stay]

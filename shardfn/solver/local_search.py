@@ -13,7 +13,7 @@ from shardfn.solver.content import Store
 from shardfn.solver.eliminate import eliminate
 from shardfn.solver.labelling import Array
 from shardfn.solver.lagrange import Ascent
-from shardfn.solver.memory import Memory
+from shardfn.solver.memory import MemoryConstraint
 
 BALLS = (40, 120, 400) * 4 + (0,)  # nodes freed, 0: all
 ENTRIES = (1e4, 1e5)  # of the largest table of an exact solution, and where there are few nodes:
@@ -78,7 +78,7 @@ def _suggested(ascent: Ascent, prices: Array) -> Array:
 class Local:
     """A problem's costs, tables and memory, and the best labelling within the limit so far."""
 
-    def __init__(self, costs: Sequence[Array], tables: Sequence[dict[int, Array]], memory: Memory,
+    def __init__(self, costs: Sequence[Array], tables: Sequence[dict[int, Array]], memory: MemoryConstraint,
                  budget: Budget | None = None):  # fmt: skip
         self.budget = budget or Budget()
         self.costs, self.tables, self.memory = list(costs), list(tables), memory

@@ -13,7 +13,7 @@ from shardfn.solver.labelling import Array, Labelling, alive_total, tight_times
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class MemoryConstraint:
     """`change[label, t]`: how usage changes at time `t` when a label is taken (all labels of all nodes in a row).
 
     `limit[t]` is what the choice may use at `t`, beyond the least that every choice uses (so it may be negative: then
@@ -39,7 +39,7 @@ class Memory:
         return np.asarray(self.change @ until.astype(float))
 
 
-def memory_of(problem: Labelling, core: Core, nodes: Sequence[int]) -> Memory:
+def memory_constraint(problem: Labelling, core: Core, nodes: Sequence[int]) -> MemoryConstraint:
     """The memory of `nodes`, the remaining ones of `core`, with all that became a part of them."""
     times = tight_times(problem)
     first = np.cumsum([0] + [len(core.kept[v]) for v in nodes])
@@ -72,4 +72,4 @@ def memory_of(problem: Labelling, core: Core, nodes: Sequence[int]) -> Memory:
     change = sparse.csr_matrix((np.concatenate(values), place), (int(first[-1]), len(times) + 1))
     change.sum_duplicates()
     change.eliminate_zeros()
-    return Memory(change, problem.limit - alive_total(problem, least, times), first)
+    return MemoryConstraint(change, problem.limit - alive_total(problem, least, times), first)

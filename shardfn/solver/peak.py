@@ -18,7 +18,7 @@ from shardfn.solver.content import Store
 from shardfn.solver.contract import contract
 from shardfn.solver.labelling import Array, Labelling
 from shardfn.solver.local_search import Local
-from shardfn.solver.memory import Memory, memory_of
+from shardfn.solver.memory import MemoryConstraint, memory_constraint
 
 STEPS = 400
 PASSES = 2  # of messages in each step
@@ -51,7 +51,7 @@ def least_peak(problem: Labelling, budget: Budget | None = None, steps: int = ST
     nodes = sorted(core.costs)
     place = {v: at for at, v in enumerate(nodes)}
     near = [{place[w]: table for w, table in core.tables[v].items()} for v in nodes]
-    memory = memory_of(bare, core, nodes)
+    memory = memory_constraint(bare, core, nodes)
     always = -1.0 - memory.limit  # what every choice holds at each time
     search = _Search([core.costs[v] for v in nodes], near, memory, always, budget)
     search.run(steps)
@@ -60,7 +60,9 @@ def least_peak(problem: Labelling, budget: Budget | None = None, steps: int = ST
     return Peak(choice, search.peak, min(search.bound, search.peak))
 
 
-def fitting(costs: list[Array], tables: list[dict[int, Array]], memory: Memory, budget: Budget) -> Array | None:
+def fitting_labels(
+    costs: list[Array], tables: list[dict[int, Array]], memory: MemoryConstraint, budget: Budget
+) -> Array | None:
     """Labels within the limit whatever they cost, of a contracted problem; None where none were found."""
     bare = Store()
     free = [bare.call(_free, cost) for cost in costs]
@@ -78,7 +80,7 @@ def _free(cost: Array) -> Array:
 class _Search:
     """The weights and the best labels; `always` is held at each time whatever is chosen, a peak of `enough` will do."""
 
-    def __init__(self, costs: list[Array], tables: list[dict[int, Array]], memory: Memory, always: Array,
+    def __init__(self, costs: list[Array], tables: list[dict[int, Array]], memory: MemoryConstraint, always: Array,
                  budget: Budget, enough: float = -math.inf):  # fmt: skip
         self.memory, self.always, self.budget, self.enough = memory, always, budget, enough
         self.messages = Messages(costs, memory.first, tables, budget)

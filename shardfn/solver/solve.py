@@ -19,12 +19,12 @@ from shardfn.solver.budget import SECOND, Budget
 from shardfn.solver.content import Store
 from shardfn.solver.contract import Core, contract
 from shardfn.solver.eliminate import eliminate
-from shardfn.solver.labelling import Array, Labelling, cost_of, peak_of
+from shardfn.solver.labelling import Array, Labelling, peak_of, total_cost
 from shardfn.solver.lagrange import Ascent
 from shardfn.solver.local_search import FEW, Local, fitted
-from shardfn.solver.memory import memory_of
+from shardfn.solver.memory import memory_constraint
 from shardfn.solver.narrow import Stuck, narrow
-from shardfn.solver.peak import Peak, fitting, least_peak
+from shardfn.solver.peak import Peak, fitting_labels, least_peak
 
 ENTRIES, TOTAL = 2e6, 1e8  # of the tables of an exact solution at the start
 RAISES = (0.02, 0.05, 0.15)  # of prices where a labelling does not fit, one after the other
@@ -125,7 +125,7 @@ class _Run:
         place = {v: at for at, v in enumerate(nodes)}
         costs = [core.costs[v] for v in nodes]
         tables = [{place[w]: table for w, table in core.tables[v].items()} for v in nodes]
-        memory = memory_of(self.problem, core, nodes)
+        memory = memory_constraint(self.problem, core, nodes)
         if (memory.limit < 0).any():
             return self.answer(self.whole(core, nodes, [0] * len(nodes)), math.inf, True)
         stuck = None
@@ -157,7 +157,7 @@ class _Run:
         return tuple(full[: len(self.problem.costs)].tolist())
 
     def answer(self, choice: tuple[int, ...], bound: float, proved: bool) -> Solution:
-        cost = cost_of(self.problem, choice)
+        cost = total_cost(self.problem, choice)
         feasible = math.isfinite(cost) and peak_of(self.problem, choice) <= self.problem.limit
         known = bound
         bound = math.inf if proved and not feasible else cost if proved else min(bound, cost)
@@ -165,7 +165,7 @@ class _Run:
         if not feasible and math.isfinite(self.problem.limit):
             least = least_peak(self.problem, self.last_part())
             if least is not None and least.peak <= self.problem.limit:  # found by looking for nothing else
-                cost, choice, feasible, proved = cost_of(self.problem, least.choice), least.choice, True, False
+                cost, choice, feasible, proved = total_cost(self.problem, least.choice), least.choice, True, False
                 bound, least = min(known, cost), None
             elif least is not None:
                 if proved:
@@ -173,7 +173,7 @@ class _Run:
                 elif least.bound > self.problem.limit * (1 + 1e-9):
                     bound, proved = math.inf, True
                 if math.isinf(cost):
-                    cost, choice = cost_of(self.problem, least.choice), least.choice
+                    cost, choice = total_cost(self.problem, least.choice), least.choice
         return Solution(choice, cost, bound, proved, feasible, least)
 
     def last_part(self) -> Budget:
@@ -269,7 +269,7 @@ class _Run:
     def seek(self, local: Local) -> None:
         """A labelling within the limit, whatever it costs, and better ones around it."""
         budget = self.budget.part(SEEK)
-        found = fitting(local.costs, local.tables, local.memory, budget)
+        found = fitting_labels(local.costs, local.tables, local.memory, budget)
         if found is not None:
             local.offer(local.descend(found))
 

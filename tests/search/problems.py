@@ -10,7 +10,7 @@ from shardfn.frontend.trace import trace
 from shardfn.search.label_tables import build
 from shardfn.search.level_costs import labelling_of
 from shardfn.search.problem import SearchProblem
-from shardfn.search.resharding_costs import Grid
+from shardfn.search.resharding_costs import MeshModel
 
 S = jax.ShapeDtypeStruct
 
@@ -22,7 +22,7 @@ def problem_of(function, args, device="h100:4", level=2):
     graph, inputs = traced.graph, traced.inputs
     return SearchProblem(
         names=tuple(map(str, inputs)), shapes=tuple(graph.values[v].shape for v in inputs),
-        classes=tuple(((),) * len(graph.values[v].shape) for v in inputs), weights={}, axes=(),
+        groups=tuple(((),) * len(graph.values[v].shape) for v in inputs), group_bytes={}, axes=(),
         specs=(None,) * len(inputs), hardware=hardware, level=level, partition=None, graph=graph, inputs=inputs,
         results={}, same_as={},
     )  # fmt: skip
@@ -30,7 +30,7 @@ def problem_of(function, args, device="h100:4", level=2):
 
 def choices(problem, axes):
     """The labelling of a problem on a grid."""
-    grid = Grid.on(problem.hardware, axes)
+    grid = MeshModel.on(problem.hardware, axes)
     return labelling_of(build(problem.graph, grid, {}, {}, {}, None, problem.facts), problem)
 
 

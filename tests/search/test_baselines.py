@@ -81,7 +81,7 @@ def test_in_a_hurry_it_is_no_worse_than_data_parallel():
     options = {"device": "cpu:8", "level": 2, "donate_argnums": (0, 1)}
     batch = shardfn.plan(function, *args, in_strategy=(None, None, (8, 1)), **options)
     problem, _ = asked(function, args, **options)
-    parallel = next(c for c in baselines.of_batch(problem) if "pieces" not in c.name)
+    parallel = next(c for c in baselines.batch_baselines(problem) if "pieces" not in c.name)
     hasty = shardfn.plan(function, *args, time_limit=1e-6, **options)
     assert hasty.cost.time_s <= parallel.cost.time_s
     assert batch.cost.time_s <= parallel.cost.time_s
@@ -100,11 +100,11 @@ def test_the_layouts_of_a_batch_are_data_parallel_zero_1_and_fsdp():
     problem, _ = asked(*abstract(gpt2.make, gpt2.TINY), level=2, device="h100:2", donate_argnums=(0, 1))
     every, only_state, whole = (frozenset(
         path for path, spec in zip(problem.names, one.specs, strict=True) if any(spec)) for one in (
-        baselines.of_batch(problem)[i] for i in (2, 1, 0)))  # fmt: skip
+        baselines.batch_baselines(problem)[i] for i in (2, 1, 0)))  # fmt: skip
     assert whole == {"tokens"}
     assert whole < only_state < every and not any(path.startswith("params") for path in only_state)
     fixed, _ = asked(*abstract(mlp.make, batch=64), level=2, device="h100:8")
-    assert baselines.of_batch(fixed) == (), "nothing is given back: no argument is known to be a batch"
+    assert baselines.batch_baselines(fixed) == (), "nothing is given back: no argument is known to be a batch"
 
 
 def test_small_parameters_stay_whole_beside_large_ones_in_pieces():
@@ -125,10 +125,10 @@ def test_small_parameters_stay_whole_beside_large_ones_in_pieces():
     params = {"table": shape(2**18, 32), "small": [shape(48, 32), shape(32, 32), shape(32, 16)]}
     args = params, jax.ShapeDtypeStruct((512,), jnp.int32), shape(512, 16)
     problem, made = asked(step, args, level=2, device="tpu-v5e:4x4")
-    assert [name for name, small in zip(problem.names, baselines.are_small(problem), strict=True) if small] == [
+    assert [name for name, small in zip(problem.names, baselines.are_small_parameters(problem), strict=True) if small] == [
         "params/small/0", "params/small/1", "params/small/2"
     ]  # fmt: skip
-    laid = [one for one in baselines._layouts(problem, False) if one.pieces is baselines.Pieces.SIZEABLE]
+    laid = [one for one in baselines._layouts(problem, False) if one.pieces is baselines.ArgumentSharding.SIZEABLE]
     assert laid and all(one.specs[-1] and any(map(any, one.specs[-3:])) for one in laid)
     assert all(not any(spec) for one in laid for spec in one.specs[:2])
     by_hand = shardfn.plan(

@@ -14,7 +14,7 @@ from examples.models.families import FAMILIES
 from shardfn.planning.op_constraints import KINDS
 from shardfn.search import baselines, constrained_candidates, dynamic_programming, exact, forget, selection
 from shardfn.search.level_costs import Totals, totals
-from shardfn.search.mesh_solution import Found, keeps_promise, layout_of, reads_of
+from shardfn.search.mesh_solution import MeshSolution, estimate_holds, operand_specs, specs_of
 from shardfn.search.problem import Memo, objective
 from shardfn.solver.budget import Budget
 
@@ -39,7 +39,7 @@ def asked_and_made(level=2, device="tpu-v5e:2x4"):
 def test_how_a_product_reads_its_operands_is_left_to_the_compiler(level):
     """On a TPU what is gathered for a product travels as bf16, but as f32 where the operand itself is held whole."""
     problem, made = asked_and_made(level)
-    found = next(exact.on_grid(problem, (("a", 8),), Budget()))
+    found = next(exact.solve_mesh(problem, (("a", 8),), Budget()))
     loose, held = next(selection.candidates(problem, found)), constrained_candidates.candidate(problem, found)
     assert loose.constraints and all(
         spec is None for constraint in loose.constraints.values() for spec in constraint.operands
@@ -51,7 +51,7 @@ def test_how_a_product_reads_its_operands_is_left_to_the_compiler(level):
 
 def test_a_flow_that_keeps_its_promise_is_enough(monkeypatch):
     problem, _ = asked_and_made()
-    found = next(exact.on_grid(problem, (("a", 8),), Budget()))
+    found = next(exact.solve_mesh(problem, (("a", 8),), Budget()))
     loose = next(selection.candidates(problem, found)).cost
     full = loose.memory.peak
     cases = [  # whether it works as found, the peak as found, the limit, the best so far in seconds, candidates
@@ -62,8 +62,8 @@ def test_a_flow_that_keeps_its_promise_is_enough(monkeypatch):
         (False, full, full, 0.1 * loose.time_s, 1),
     ]
     for kept, peak, limit, best_s, count in cases:
-        monkeypatch.setattr(constrained_candidates, "works_as_found", lambda *_, kept=kept: kept)
-        monkeypatch.setattr(Found, "peak", peak)
+        monkeypatch.setattr(constrained_candidates, "matches_estimate", lambda *_, kept=kept: kept)
+        monkeypatch.setattr(MeshSolution, "peak", peak)
         limited = dataclasses.replace(problem, memory_limit=limit)
         assert len(list(selection.candidates(limited, found, best_s))) == count, (kept, peak, limit, best_s)
 
@@ -71,10 +71,10 @@ def test_a_flow_that_keeps_its_promise_is_enough(monkeypatch):
 @pytest.mark.parametrize("kept", [True, False])
 def test_where_all_disappoint_the_grid_of_one_axis_is_priced_too(monkeypatch, kept):
     problem, _ = asked_and_made()
-    found = [next(exact.on_grid(problem, axes, Budget())) for axes in ((("a", 4), ("b", 2)), (("a", 8),))]
+    found = [next(exact.solve_mesh(problem, axes, Budget())) for axes in ((("a", 4), ("b", 2)), (("a", 8),))]
     monkeypatch.setattr("shardfn.search.effort.SMALL_OPS", 0)
-    monkeypatch.setattr(selection, "keeps_promise", lambda *_: kept)
-    monkeypatch.setattr(selection, "promises", lambda *_: True)
+    monkeypatch.setattr(selection, "estimate_holds", lambda *_: kept)
+    monkeypatch.setattr(selection, "may_beat", lambda *_: True)
     monkeypatch.setattr("shardfn.search.effort.MOST", 1)
     monkeypatch.setattr("shardfn.search.effort.FLOWS", 1)
     tried, candidates = [], selection.candidates
@@ -90,17 +90,17 @@ def test_where_all_disappoint_the_grid_of_one_axis_is_priced_too(monkeypatch, ke
 )
 def test_what_was_found_for_the_other_aim_on_the_best_grid_is_priced(monkeypatch, level, kept, small_ops):
     problem, _ = asked_and_made(level)
-    found = [next(exact.on_grid(problem, (("a", 8),), Budget()))]
+    found = [next(exact.solve_mesh(problem, (("a", 8),), Budget()))]
     monkeypatch.setattr("shardfn.search.effort.SMALL_OPS", small_ops)
-    monkeypatch.setattr(selection, "keeps_promise", lambda *_: kept)
-    turned = []
+    monkeypatch.setattr(selection, "estimate_holds", lambda *_: kept)
+    other_objective = []
 
     def turn(problem, one):
-        turned.append(one)
-        return exact.turned(problem, one, Budget())
+        other_objective.append(one)
+        return exact.other_objective(problem, one, Budget())
 
     selection.answer_of(problem, found, "a search", lambda *_: (), turn=turn)
-    assert turned == found
+    assert other_objective == found
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -109,23 +109,25 @@ def test_of_larger_programs_the_other_aim_is_tried_where_the_model_was_best_too_
     one axis. What is found is priced in line as well."""
     problem, _ = asked_and_made(0)
     sizes = ((4, 2), (8,), (2, 4))
-    grids = [tuple(zip("ab", size, strict=False)) for size in sizes]
-    found = [next(exact.on_grid(problem, axes, Budget())) for axes in grids]
+    meshes = [tuple(zip("ab", size, strict=False)) for size in sizes]
+    found = [next(exact.solve_mesh(problem, axes, Budget())) for axes in meshes]
     monkeypatch.setattr("shardfn.search.effort.SMALL_OPS", 0)
-    monkeypatch.setattr(selection, "keeps_promise", lambda *_: kept)
+    monkeypatch.setattr(selection, "estimate_holds", lambda *_: kept)
     monkeypatch.setattr("shardfn.search.effort.MOST", 1)
     monkeypatch.setattr("shardfn.search.effort.FLOWS", 1)
-    turned, lines, in_line = [], [], selection.in_line
+    other_objective, lines, follow_products = [], [], selection.follow_products
     monkeypatch.setattr(
-        selection, "in_line", lambda problem, made, laid: lines.append(made) or in_line(problem, made, laid)
+        selection,
+        "follow_products",
+        lambda problem, made, laid: lines.append(made) or follow_products(problem, made, laid),
     )
 
     def turn(problem, one):
-        turned.append(one.axes)
-        return exact.turned(problem, one, Budget())
+        other_objective.append(one.axes)
+        return exact.other_objective(problem, one, Budget())
 
     selection.answer_of(problem, found, "a search", lambda *_: (), turn=turn)
-    assert turned == ([grids[0]] if kept else [grids[0], grids[2], grids[1]])
+    assert other_objective == ([meshes[0]] if kept else [meshes[0], meshes[2], meshes[1]])
     assert kept or len(lines) > 1, "of the model's best alone one"
 
 
@@ -145,10 +147,10 @@ def test_work_is_spread_where_that_of_products_is_where_these_are_most():
 def test_the_layout_for_the_other_aim_costs_what_it_costs_at_the_problem_s_own(level):
     problem, _ = asked_and_made(level)
     axes = (("a", 4), ("b", 2))
-    own = next(exact.on_grid(problem, axes, Budget()))
-    other, cut = exact.turned(problem, own, Budget())
+    own = next(exact.solve_mesh(problem, axes, Budget()))
+    other, cut = exact.other_objective(problem, own, Budget())
     assert cut.is_in_pieces and cut.solution.cost >= own.solution.cost
-    theirs = next(exact.on_grid(dataclasses.replace(problem, level=2 - level), axes, Budget()))
+    theirs = next(exact.solve_mesh(dataclasses.replace(problem, level=2 - level), axes, Budget()))
     assert other.labels is own.labels and not other.solution.proved
     assert own.solution.cost <= other.solution.cost + 1e-12
     if level == 0:
@@ -166,13 +168,13 @@ def test_beside_a_large_program_s_plan_stand_those_of_the_batch(monkeypatch, kep
     the search's model does not know all, every one."""
     monkeypatch.setattr("shardfn.search.effort.LARGE_OPS", 0)
     monkeypatch.setattr("shardfn.search.effort.SMALL_OPS", 0)
-    monkeypatch.setattr(selection, "keeps_promise", lambda *_: kept)
+    monkeypatch.setattr(selection, "estimate_holds", lambda *_: kept)
     tried = []
-    of_batch = baselines.of_batch
-    monkeypatch.setattr(baselines, "of_batch", lambda *asked: tried.extend(of_batch(*asked)) or tried)
+    batch_baselines = baselines.batch_baselines
+    monkeypatch.setattr(baselines, "batch_baselines", lambda *asked: tried.extend(batch_baselines(*asked)) or tried)
     problem, made = asked_and_made(level, device=device)
     assert {c.name for c in tried} == {
-        c.name for c in of_batch(problem) if every or c.name.endswith("all else in 8 pieces")
+        c.name for c in batch_baselines(problem) if every or c.name.endswith("all else in 8 pieces")
     }
     assert all(objective(made.cost, problem) <= objective(c.cost, problem) for c in tried)
 
@@ -181,7 +183,7 @@ def test_beside_a_large_program_s_plan_stand_those_of_the_batch(monkeypatch, kep
 def test_of_a_large_program_that_disappoints_the_best_in_pieces_is_priced_at_level_0(monkeypatch, kept):
     monkeypatch.setattr("shardfn.search.effort.LARGE_OPS", 0)
     monkeypatch.setattr("shardfn.search.effort.SMALL_OPS", 0)
-    monkeypatch.setattr(selection, "keeps_promise", lambda *_: kept)
+    monkeypatch.setattr(selection, "estimate_holds", lambda *_: kept)
     tried, candidates = [], selection.candidates
     monkeypatch.setattr(
         selection, "candidates", lambda problem, one, *far: tried.append(one) or candidates(problem, one, *far)
@@ -194,8 +196,8 @@ def test_of_a_large_program_that_disappoints_the_best_in_pieces_is_priced_at_lev
 def test_at_level_1_the_best_of_each_kind_are_priced(monkeypatch, large, count):
     """Of two grids that promise about the same memory the model does not tell which holds less."""
     problem, _ = asked_and_made(1)
-    grids = ((("a", 8),), (("a", 4), ("b", 2)), (("a", 2), ("b", 4)))
-    found = [one for axes in grids for one in exact.on_grid(problem, axes, Budget())]
+    meshes = ((("a", 8),), (("a", 4), ("b", 2)), (("a", 2), ("b", 4)))
+    found = [one for axes in meshes for one in exact.solve_mesh(problem, axes, Budget())]
     monkeypatch.setattr("shardfn.search.effort.LARGE_OPS", large)
     monkeypatch.setattr("shardfn.search.effort.SMALL_OPS", 0)
     monkeypatch.setattr("shardfn.search.effort.FLOWS", 0)
@@ -227,7 +229,7 @@ def test_pieces_of_a_scale_do_not_spread_to_the_activation_that_it_meets():
     finally:
         forget("listening")
     (problem,) = problems
-    found = next(exact.on_grid(problem, problem.axes, Budget()))
+    found = next(exact.solve_mesh(problem, problem.axes, Budget()))
     made, loose = constrained_candidates.candidate(problem, found), next(selection.candidates(problem, found))
     held = {
         i: constraint
@@ -244,17 +246,17 @@ def test_pieces_of_a_scale_do_not_spread_to_the_activation_that_it_meets():
 
 def test_a_promise_is_what_is_sent_and_computed():
     problem, _ = asked_and_made()
-    found = next(exact.on_grid(problem, (("a", 8),), Budget()))
+    found = next(exact.solve_mesh(problem, (("a", 8),), Budget()))
     made = constrained_candidates.candidate(problem, found)
     sums = totals(found.space, found.solution.choice)
     of = lambda **figures: SimpleNamespace(cost=SimpleNamespace(**{  # noqa: E731
         "memory": SimpleNamespace(peak=0), "flops": sums.flops, "communication_s": sums.sent_s, "time_s": 1e-3,
         "bytes_sent": sums.sent, **figures}))  # fmt: skip
-    assert made.cost.flops and keeps_promise(problem, found, of())
-    assert keeps_promise(problem, found, of(time_s=2e-3)), "more work beside products is no broken promise"
+    assert made.cost.flops and estimate_holds(problem, found, of())
+    assert estimate_holds(problem, found, of(time_s=2e-3)), "more work beside products is no broken promise"
     for broken in ({"flops": 1.2 * sums.flops}, {"communication_s": sums.sent_s + 1e-4},
                    {"memory": SimpleNamespace(peak=1e15)}):  # fmt: skip
-        assert not keeps_promise(problem, found, of(**broken)), broken
+        assert not estimate_holds(problem, found, of(**broken)), broken
 
 
 def test_what_follows_is_held_where_the_flow_lays_it_out_otherwise(monkeypatch):
@@ -267,18 +269,18 @@ def test_what_follows_is_held_where_the_flow_lays_it_out_otherwise(monkeypatch):
     shardfn.plan(fn, *args, device="cpu:8", level=0, donate_argnums=family.donated)
     problem, one = found[0]
     full = constrained_candidates.candidate(problem, one)
-    *_, more = constrained_candidates.all_held(problem, one, full)
+    *_, more = constrained_candidates.constrain_followers(problem, one, full)
     added = more.constraints.keys() - full.constraints.keys()
     kinds = {index: problem.graph.ops[index].name for index in added}
     assert {"divide", "reduce"} <= set(kinds.values()) <= KINDS.keys() - constrained_candidates.MAKERS
-    wanted, partitioned = layout_of(problem, one), problem.partitioned_of(more)
+    wanted, partitioned = specs_of(problem, one), problem.partitioned_of(more)
     sums = [index for index in added if kinds[index] == "reduce"]
     left = {index for index in sums if more.constraints[index].operands[0] is None}
     assert left and left != set(sums), "what reads a part of what each device has is not held to that"
     for index in sums:
         operand = problem.graph.ops[index].inputs[0]
         if operand in one.space.layouts:
-            reads, made = reads_of(problem, one, index)[0], wanted(operand)
+            reads, made = operand_specs(problem, one, index)[0], wanted(operand)
             is_part = reads != made and all(r[: len(m)] == m for r, m in zip(reads, made, strict=True))
             assert is_part == (index in left)
     there = {op.site: op for op in partitioned.graph.ops if op.site >= 0}
@@ -301,8 +303,8 @@ def test_a_plan_keeps_its_promise_where_only_some_of_what_follows_is_held_by_dec
         made = shardfn.plan(fn, *args, device="cpu:8", level=0, donate_argnums=family.donated)
     problem, one = found[0]
     full = constrained_candidates.candidate(problem, one)
-    *_, more = constrained_candidates.all_held(problem, one, full)
-    assert keeps_promise(problem, one, more) and not keeps_promise(problem, one, full)
+    *_, more = constrained_candidates.constrain_followers(problem, one, full)
+    assert estimate_holds(problem, one, more) and not estimate_holds(problem, one, full)
     completed = {
         i
         for i, constraint in full.constraints.items()

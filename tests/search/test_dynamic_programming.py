@@ -16,10 +16,10 @@ from shardfn.cost.devices.hardware import resolve
 from shardfn.ir.model import OpConstraint
 from shardfn.search import dynamic_programming, exact
 from shardfn.search.label_tables import build
-from shardfn.search.mesh_solution import mirrored
+from shardfn.search.mesh_solution import transposed_mesh
 from shardfn.search.op_labels import value_labels
 from shardfn.search.problem import objective
-from shardfn.search.resharding_costs import Grid, change, spec_of
+from shardfn.search.resharding_costs import MeshModel, change, spec_of_label
 from shardfn.solver.budget import Budget
 from tests.search.problems import PROGRAMS, S, problem_of, two_layers
 
@@ -27,7 +27,7 @@ EXACT = {"search_mode": "dynamic_programming"}
 
 
 def test_changing_a_layout_costs_what_its_collectives_cost():
-    grid = Grid.on(resolve("h100:4"), (("a", 4),))
+    grid = MeshModel.on(resolve("h100:4"), (("a", 4),))
     labels = value_labels((8, 8), grid.sizes)  # whole, rows, columns
     sent, seconds = change(labels, labels, 256.0, grid)
     assert labels.tolist() == [[-1], [0], [1]]
@@ -52,8 +52,8 @@ def test_every_change_of_layout_costs_what_its_flow_sends(sizes):
     labels = np.array(list(itertools.product((-1, 0, 1), repeat=len(axes))))
     if len(axes) == 3:
         labels = labels[::3]
-    sent, seconds = change(labels, labels, 64 * 64 * 4.0, Grid.on(problem.hardware, axes))
-    specs = [spec_of(row, 2, [name for name, _ in axes]) for row in labels.tolist()]
+    sent, seconds = change(labels, labels, 64 * 64 * 4.0, MeshModel.on(problem.hardware, axes))
+    specs = [spec_of_label(row, 2, [name for name, _ in axes]) for row in labels.tolist()]
     for i, j in itertools.product(range(len(specs)), repeat=2):
         cost = problem.evaluate(axes, (specs[i],), {0: OpConstraint((specs[j],), (specs[j],))})
         assert sent[i, j] == cost.bytes_sent, (specs[i], specs[j])
@@ -62,13 +62,13 @@ def test_every_change_of_layout_costs_what_its_flow_sends(sizes):
 
 def test_two_axes_that_change_places_are_exchanged_and_moved():
     """As XLA does it, which compiles an exchange over the eight and a permute of all (seen for 512 CPU devices)."""
-    grid = Grid.on(resolve("h100:512"), (("a", 64), ("b", 8)))
+    grid = MeshModel.on(resolve("h100:512"), (("a", 64), ("b", 8)))
     swapped, moved = (change(np.array([[0, 1]]), np.array([to]), 512.0, grid)[0].item() for to in ([1, 0], [0, 0]))
     assert (swapped, moved) == (7 / 8 + 1, 7 / 8)
 
 
 def test_on_many_axes_codes_are_sorted():
-    grid = Grid.on(resolve("h100:16"), tuple((name, 2) for name in "abcd"))
+    grid = MeshModel.on(resolve("h100:16"), tuple((name, 2) for name in "abcd"))
     labels = np.array([[0, 1, -1, -1], [-1, 0, 1, 2]])
     sent, _ = change(labels, labels, 16.0, grid)
     alone, _ = change(labels[:1], labels[1:], 16.0, grid)
@@ -77,10 +77,10 @@ def test_on_many_axes_codes_are_sorted():
 
 def test_twelve_axes_move_as_the_one_they_make():
     """The numbers of their layouts do not fit into one word."""
-    many = Grid.on(resolve("h100:4096"), tuple((name, 2) for name in "abcdefghijkl"))
+    many = MeshModel.on(resolve("h100:4096"), tuple((name, 2) for name in "abcdefghijkl"))
     labels = np.array([[0] * 12, [-1] * 12, [1] * 12, [0] * 6 + [1] * 6, [1] * 6 + [0] * 6])
     sent, _ = change(labels, labels, 4096.0, many)
-    one = Grid.on(resolve("h100:4096"), (("a", 4096),))
+    one = MeshModel.on(resolve("h100:4096"), (("a", 4096),))
     alone, _ = change(labels[:3, :1], labels[:3, :1], 4096.0, one)
     assert sent[:3, :3].tolist() == alone.tolist()
     assert (sent == 0).tolist() == [[i == j or i == 1 for j in range(5)] for i in range(5)]
@@ -88,14 +88,14 @@ def test_twelve_axes_move_as_the_one_they_make():
 
 def test_of_small_programs_the_mirrored_grid_is_divided_too():
     found = [SimpleNamespace(axes=(("a", a), ("b", b))) for a, b in ((32, 16), (16, 32), (64, 8))]
-    assert mirrored(found[0].axes, found) is found[1]
-    assert mirrored(found[2].axes, found) is None
+    assert transposed_mesh(found[0].axes, found) is found[1]
+    assert transposed_mesh(found[2].axes, found) is None
 
 
 @pytest.mark.parametrize(("device", "part"), [("tpu-v5e:2x2", 0.5), ("h100:4", 1.0)])
 def test_on_a_tpu_f32_is_gathered_for_products_in_half_the_bytes(device, part):
     problem = problem_of(lambda x, w: jnp.tanh(x) @ w, (S((64, 64), jnp.float32), S((64, 64), jnp.float32)), device)
-    space = build(problem.graph, Grid.on(problem.hardware, (("a", 4),)), {}, {}, {}, None, problem.facts)
+    space = build(problem.graph, MeshModel.on(problem.hardware, (("a", 4),)), {}, {}, {}, None, problem.facts)
     assert max(edge.sent[np.isfinite(edge.sent)].max() for edge in space.edges) == part * 3 / 4 * 64 * 64 * 4
 
 
@@ -178,7 +178,7 @@ def test_what_checkpoint_holds_back_is_free_to_be_cut_each_in_its_own_way():
 @pytest.mark.parametrize("most", [1, 2])
 def test_grids_left_out_early_are_not_among_the_first(most, monkeypatch):
     problem = problem_of(*PROGRAMS["gradient"], device="h100:64")
-    tried = dynamic_programming.grids(problem)
+    tried = dynamic_programming.meshes(problem)
 
     def best(count):
         monkeypatch.setattr("shardfn.search.effort.FLOWS", 1)
@@ -195,7 +195,7 @@ def test_a_cheap_grid_leaves_dear_ones_out(monkeypatch):
     problem = problem_of(*PROGRAMS["gradient"], device="h100:4")
     monkeypatch.setattr("shardfn.search.effort.FLOWS", 1)
     monkeypatch.setattr("shardfn.search.effort.MOST", 1)
-    (found,), _ = dynamic_programming.on_grids(problem, dynamic_programming.grids(problem)[:1], (), Budget())
+    (found,), _ = dynamic_programming.on_grids(problem, dynamic_programming.meshes(problem)[:1], (), Budget())
     before = [dataclasses.replace(found, solution=dataclasses.replace(found.solution, cost=found.solution.cost / 2))]
-    left, untried = dynamic_programming.on_grids(problem, dynamic_programming.grids(problem), before, Budget())
+    left, untried = dynamic_programming.on_grids(problem, dynamic_programming.meshes(problem), before, Budget())
     assert [len(one.axes) for one in left] == [1] and not untried, "which is priced where flows disappoint"

@@ -3,7 +3,7 @@
 import pytest
 
 from examples.models.families import FAMILIES
-from shardfn.solver.labelling import cost_of
+from shardfn.solver.labelling import total_cost
 from shardfn.solver.solve import solve
 from tests.search.problems import PROGRAMS, choices, problem_of, random_program
 from tests.solver.exhaustive import exhaustive
@@ -42,5 +42,5 @@ def test_of_every_familys_tiny_size(name, grid):
     labels = choices(problem, GRIDS[grid])
     found = solve(labels)
     assert found.proved
-    assert cost_of(labels, found.choice) == found.cost
+    assert total_cost(labels, found.choice) == found.cost
     assert exhaustive(labels, below=found.cost * (1 - 1e-9), most=500_000).choice == ()

@@ -12,7 +12,7 @@ from shardfn.cost.memory.live_ranges import memory
 from shardfn.errors import StrategyError
 from shardfn.ir.model import PartitionedProgram
 from shardfn.search import baselines, constrained_candidates, dynamic_programming, exact
-from shardfn.search.feasibility import ROUGH, SURE, even_share, fits_nowhere
+from shardfn.search.feasibility import ROUGH, SURE, is_infeasible, memory_lower_bound
 from shardfn.search.memory_limit import within_limit
 from shardfn.search.problem import SearchProblem
 from tests.search.test_baselines import asked
@@ -31,8 +31,8 @@ TRAINED = {"batch": 64, "train": True}
 def test_no_flow_holds_less_than_an_even_share(make, size):
     problem, _ = asked(*abstract(make, size), level=1, device="h100:8", donate_argnums=0)
     peaks = [c.cost.memory.peak for c in baselines.candidates(dataclasses.replace(problem, level=2))]
-    assert min(peaks) >= min(even_share(problem), even_share(problem, True))
-    assert min(peaks) >= 0.8 * even_share(problem)
+    assert min(peaks) >= min(memory_lower_bound(problem), memory_lower_bound(problem, True))
+    assert min(peaks) >= 0.8 * memory_lower_bound(problem)
 
 
 def test_an_even_share_is_that_on_the_chip():
@@ -46,7 +46,7 @@ def test_an_even_share_is_that_on_the_chip():
         whole = PartitionedProgram(
             problem.graph, tuple(((),) * len(v.shape) for v in problem.graph.values), {}, (), "cuda"
         )
-        shares[device] = even_share(problem)
+        shares[device] = memory_lower_bound(problem)
         assert shares[device] == memory(whole, (), problem.hardware.chip).peak / 8
     assert shares["a100:8"] < shares["h100:8"]
 
@@ -56,14 +56,14 @@ def test_an_even_share_is_that_on_the_chip():
 ])  # fmt: skip
 def test_a_program_fits_nowhere_whose_even_share_is_clearly_more_than_the_limit(device, of_share, nowhere):
     problem, _ = asked(*abstract(mlp.make, **TRAINED), level=2, device=device, donate_argnums=0)
-    share = min(even_share(problem), even_share(problem, True))
-    assert fits_nowhere(dataclasses.replace(problem, memory_limit=of_share * share)) == nowhere
+    share = min(memory_lower_bound(problem), memory_lower_bound(problem, True))
+    assert is_infeasible(dataclasses.replace(problem, memory_limit=of_share * share)) == nowhere
 
 
 @pytest.mark.parametrize(("of_share", "is_asked", "levels"), [(0.5, False, []), (0.5, True, [1]), (1.0, False, [1])])
 def test_the_least_memory_is_looked_for_where_something_may_fit_or_the_limit_is_the_user_s(of_share, is_asked, levels):
     problem, _ = asked(*abstract(mlp.make, **TRAINED), level=2, device="h100:8", donate_argnums=0)
-    small = dataclasses.replace(problem, memory_limit=of_share * even_share(problem))
+    small = dataclasses.replace(problem, memory_limit=of_share * memory_lower_bound(problem))
     answer, searched = dynamic_programming.search(problem), []
 
     def search(again):
@@ -82,7 +82,7 @@ def test_a_limit_that_nothing_can_keep_is_refused_after_a_first_look(monkeypatch
     function, args = abstract(mlp.make, **TRAINED)
     options = {"level": 2, "device": "h100:8", "donate_argnums": 0}
     problem, _ = asked(function, args, **options)
-    limit = int(0.5 * even_share(problem))
+    limit = int(0.5 * memory_lower_bound(problem))
     flows, cost = [], SearchProblem.evaluate
     for small in (500, 5):
         monkeypatch.setattr("shardfn.search.effort.SMALL_OPS", small)
@@ -100,11 +100,11 @@ def test_a_limit_that_nothing_can_keep_is_refused_after_a_first_look(monkeypatch
 
 def test_what_fits_nowhere_is_mended_to_what_holds_least_alone(monkeypatch):
     problem, _ = asked(*abstract(mlp.make, **TRAINED), level=2, device="h100:8", donate_argnums=0)
-    small = dataclasses.replace(problem, memory_limit=0.5 * even_share(problem))
+    small = dataclasses.replace(problem, memory_limit=0.5 * memory_lower_bound(problem))
     budget = exact.budget_of(small)
-    (found,) = exact.on_grid(small, (("a", 8),), budget)
+    (found,) = exact.solve_mesh(small, (("a", 8),), budget)
     made = constrained_candidates.candidate(small, found)
-    (least,) = exact.mended(small, found, made, budget)
+    (least,) = exact.less_memory(small, found, made, budget)
     assert least.peak <= found.peak
     roomy = dataclasses.replace(problem, memory_limit=0.99 * made.cost.memory.peak)
-    assert len(list(exact.mended(roomy, found, made, budget))) == 2
+    assert len(list(exact.less_memory(roomy, found, made, budget))) == 2

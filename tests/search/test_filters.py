@@ -11,7 +11,7 @@ import shardfn
 from examples.models import abstract, mlp
 from shardfn.search import filters
 from shardfn.search.problem import Algorithm
-from shardfn.solver.labelling import cost_of, labelling
+from shardfn.solver.labelling import labelling, total_cost
 
 S = jax.ShapeDtypeStruct
 X, W = S((16, 32), jnp.float32), S((32, 64), jnp.float32)
@@ -30,7 +30,7 @@ def dense(x, w):
 
 def test_without_rules_nothing_is_left_out():
     one = labelling([[1, 2], [3, 1]], tables=[((0, 1), [0, 4, 1, 0])])
-    assert filters.barred(one, {}).costs == one.costs
+    assert filters.forbid(one, {}).costs == one.costs
     assert filters.near(one, 1e-9)[1] <= 1e-9 * 2
 
 
@@ -99,7 +99,7 @@ def test_what_nearness_loses_is_bounded(seed):
     whole = labelling([random.integers(4, 9, n) for n in sizes], tables=tables, held=held)
     smaller, lost = filters.near(whole, 0.3)
     best, left = (
-        min(cost_of(one, choice) for choice in itertools.product(*map(range, sizes))) for one in (whole, smaller)
+        min(total_cost(one, choice) for choice in itertools.product(*map(range, sizes))) for one in (whole, smaller)
     )
     assert best <= left <= best + lost
     assert lost <= 0.3 * best

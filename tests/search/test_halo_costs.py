@@ -11,8 +11,8 @@ import shardfn
 from shardfn.cost.estimate import collective_s, collectives
 from shardfn.ir.model import OpConstraint
 from shardfn.planning.workarounds import wrong_ops
-from shardfn.search.halo_costs import fetched
-from shardfn.search.resharding_costs import Grid, pieces, spec_of
+from shardfn.search.halo_costs import halo_cost
+from shardfn.search.resharding_costs import MeshModel, pieces, spec_of_label
 from tests.search.problems import S
 
 IMAGES, KERNEL = S((8, 64, 32, 4), jnp.float32), S((3, 3, 4, 8), jnp.float32)
@@ -36,8 +36,8 @@ def test_borders_cost_what_flows_send_for_them(function, row):
     full = [float(math.prod(problem.graph.values[v].shape)) * 4 for v in op.inputs]
     local = [full[0] / pieces(images, (8, 2)), *(np.array([size]) for size in full[1:])]
     wanted = [images, *[whole] * (len(op.inputs) - 1)]
-    sent, seconds = fetched(op, problem.graph, wanted, [images], local, Grid.on(problem.hardware, axes))
-    spec = spec_of(row, 4, "ab")
+    sent, seconds = halo_cost(op, problem.graph, wanted, [images], local, MeshModel.on(problem.hardware, axes))
+    spec = spec_of_label(row, 4, "ab")
     constraints = {index: OpConstraint((spec, *[None] * (len(op.inputs) - 1)), (spec,))}
     partitioned = problem.partition(axes, (spec, ((),) * 4), constraints)
     permuted = [c for c in collectives(partitioned) if c.kind == "collective-permute"]

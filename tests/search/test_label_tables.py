@@ -11,7 +11,7 @@ from shardfn.ir.model import PartitionedProgram
 from shardfn.search.label_tables import SCATTERED, build
 from shardfn.search.level_costs import labelling_of, totals
 from shardfn.search.op_labels import decoded, op_codes
-from shardfn.search.resharding_costs import Grid
+from shardfn.search.resharding_costs import MeshModel
 from shardfn.solver.budget import Budget
 from shardfn.solver.solve import solve
 from tests.search.problems import S, problem_of
@@ -25,7 +25,7 @@ def updated(table, rows):
 def test_rows_that_a_tpu_pads_take_as_long_to_read_as_whole_lanes(device, more):
     """What is scattered to is read and written row by row: columns cut 8 ways are 8 of 128 lanes."""
     problem = problem_of(updated, (S((65536, 64), jnp.float32), S((64,), jnp.int32)), device)
-    space = build(problem.graph, Grid.on(problem.hardware, (("a", 8),)), {}, {}, {}, None, problem.facts)
+    space = build(problem.graph, MeshModel.on(problem.hardware, (("a", 8),)), {}, {}, {}, None, problem.facts)
     (scatter,) = (op for op in problem.graph.ops if op.name == "scatter")
     node, layouts = space.layouts[scatter.outputs[0]]
     rows, columns = (space.nodes[node].compute_s[layouts[:, 0] == dim].min() for dim in (0, 1))
@@ -45,7 +45,7 @@ def test_what_a_loop_slices_of_an_argument_is_gathered_in_each_loop():
     weights, batch = problem.inputs
     given = {weights: ((), (), ("a",)), batch: (("a",), ())}
     (result,) = problem.graph.outputs
-    grid = Grid.on(problem.hardware, (("a", 8),))
+    grid = MeshModel.on(problem.hardware, (("a", 8),))
     space = build(problem.graph, grid, given, {result: given[weights]}, {}, None, problem.facts)
     found = solve(labelling_of(space, problem), Budget())
     assert totals(space, found.choice).sent == pytest.approx(3 * 7 / 8 * 4 * 256 * 256 * 4, rel=0.01)
@@ -57,7 +57,7 @@ def test_what_is_given_in_pieces_is_gathered_once_for_all_that_read_it(spec):
         lambda w, x: jnp.tanh(x @ w) @ w.T, (S((256, 256), jnp.float32), S((65536, 256), jnp.float32)), "h100:8"
     )
     weights, batch = problem.inputs
-    grid = Grid.on(problem.hardware, (("a", 8),))
+    grid = MeshModel.on(problem.hardware, (("a", 8),))
     space = build(problem.graph, grid, {weights: spec, batch: (("a",), ())}, {}, {}, None, problem.facts)
     found = solve(labelling_of(space, problem), Budget())
     assert totals(space, found.choice).sent == pytest.approx(7 / 8 * 256 * 256 * 4, rel=0.01)
@@ -88,7 +88,7 @@ def test_a_sum_in_pieces_costs_what_its_flow_sends(op, ends):
         fn, args = lambda x: x.sum(0), (S((4096, 128, 64), jnp.float32),)
     problem = problem_of(fn, args, "h100:8")
     axes = (("a", 2), ("b", 4))
-    space = build(problem.graph, Grid.on(problem.hardware, axes), {}, {}, {}, None, problem.facts)
+    space = build(problem.graph, MeshModel.on(problem.hardware, axes), {}, {}, {}, None, problem.facts)
     index, one = next((i, op) for i, op in enumerate(problem.graph.ops) if op.name in ("dot_general", "reduce"))
     (k,), (rows,), (columns,) = one.rule.reduction, *one.rule.results[0]
     dims = {"-": -1, "r": rows, "c": columns}
@@ -107,7 +107,7 @@ def test_what_a_reshape_cannot_keep_cut_is_gathered():
     """Of two dims that become one only the major one can stay cut."""
     problem = problem_of(lambda x: x.reshape(64, 256), (S((64, 16, 16), jnp.float32),), "h100:8")
     (x,), (result,) = problem.inputs, problem.graph.outputs
-    grid = Grid.on(problem.hardware, (("a", 8),))
+    grid = MeshModel.on(problem.hardware, (("a", 8),))
     for spec, kept, sent in (
         (((), ("a",), ()), ((), ("a",)), 0),
         (((), (), ("a",)), ((), ()), 7 / 8 * 64 * 256 * 4),
@@ -150,7 +150,7 @@ def softmaxed(w, x):
 def test_uncut_the_ops_take_as_long_as_the_kernels_that_they_are_in(device):
     """What several kernels compute is read by each; what one of them reads twice, once."""
     problem = problem_of(softmaxed, (S((256, 256), jnp.float32), S((8192, 256), jnp.float32)), device)
-    space = build(problem.graph, Grid.on(problem.hardware, (("a", 8),)), {}, {}, {}, None, problem.facts)
+    space = build(problem.graph, MeshModel.on(problem.hardware, (("a", 8),)), {}, {}, {}, None, problem.facts)
     whole = [node.compute_s[(node.labels < 0).all(axis=1)].item() for node in space.nodes]
     layouts = tuple(((),) * len(v.shape) for v in problem.graph.values)
     partitioned = PartitionedProgram(problem.graph, layouts, {}, (), problem.hardware.platform)

@@ -9,8 +9,8 @@ import shardfn
 from shardfn.cost.devices.hardware import resolve
 from shardfn.cost.estimate import collectives
 from shardfn.ir.model import OpConstraint
-from shardfn.search.partial_sum_costs import Sums, add_up
-from shardfn.search.resharding_costs import Grid, spec_of
+from shardfn.search.partial_sum_costs import PartialSums, add_up
+from shardfn.search.resharding_costs import MeshModel, spec_of_label
 from tests.search.problems import S
 
 AXES = (("a", 8), ("b", 2))
@@ -38,8 +38,10 @@ def test_sums_of_a_convolution_cost_what_flows_send_for_them(cut, made):
     out = np.array([[kept[dim] if dim >= 0 else -1 for dim in made]])
     apart = [f for f in factor if f in op.rule.reduction]
     partial = np.array([4.0 * 3 * 3 * 16 * 32])
-    sent, _ = Sums(work, out, np.isin(work, apart), apart, False, True).cost(partial, Grid.on(problem.hardware, AXES))
-    specs = tuple(spec_of(row, 4, "ab") for row in (cut, cut, made))
+    sent, _ = PartialSums(work, out, np.isin(work, apart), apart, False, True).cost(
+        partial, MeshModel.on(problem.hardware, AXES)
+    )
+    specs = tuple(spec_of_label(row, 4, "ab") for row in (cut, cut, made))
     partitioned = problem.partition(AXES, specs[:2], {index: OpConstraint(specs[:2], specs[2:])})
     added = [c for c in collectives(partitioned) if c.kind in ("all-reduce", "reduce-scatter")]
     assert sent.item() == sum(c.total_bytes for c in added)
@@ -50,7 +52,7 @@ def test_sums_of_a_convolution_cost_what_flows_send_for_them(cut, made):
 )
 def test_a_sum_that_is_merged_with_others_has_its_share_of_a_launch(device, whole, pieces):
     """By its result's bytes, of those of a full one: 30 MiB on GPUs, 120 MiB on TPUs, of which only all-reduces are merged."""
-    grid = Grid.on(resolve(device), (("a", 8),))
+    grid = MeshModel.on(resolve(device), (("a", 8),))
     partial, here, none = np.array([15.0 * 2**20]), np.array([[True]]), np.array([[False]])
     no = np.array([False])
     for reduced, scattered, rate, share in ((here, none, 2, whole), (none, here, 1, pieces)):

@@ -8,7 +8,7 @@ import pytest
 
 import shardfn
 from shardfn.search import baselines, default_policy, forget
-from shardfn.search.baselines import Pieces
+from shardfn.search.baselines import ArgumentSharding
 from shardfn.search.problem import objective
 from shardfn.search.selection import answer_of
 
@@ -55,11 +55,15 @@ def test_a_class_that_not_all_devices_divide_is_cut_beside_another(laid):
 
 
 def test_only_what_the_update_alone_reads_is_cut_as_zero_1_cuts_it(laid):
-    names = [name for name, _ in laid if Pieces.STATE.value in name]
+    names = [name for name, _ in laid if ArgumentSharding.STATE.value in name]
     assert names
-    zero = next(cuts for (name, grid), cuts in laid.items() if Pieces.STATE.value in name and cuts["x"] == (4, 1))
+    zero = next(
+        cuts for (name, grid), cuts in laid.items() if ArgumentSharding.STATE.value in name and cuts["x"] == (4, 1)
+    )
     assert zero["momentum/w"] != zero["w"], "momentum is in pieces, and the weights are not"
-    full = next(cuts for (name, grid), cuts in laid.items() if Pieces.ALL.value in name and cuts["x"] == (4, 1))
+    full = next(
+        cuts for (name, grid), cuts in laid.items() if ArgumentSharding.ALL.value in name and cuts["x"] == (4, 1)
+    )
     assert full["momentum/w"] == full["w"]
 
 
@@ -72,7 +76,9 @@ def test_in_pieces_products_are_held_to_the_cut_of_their_class():
     """Weights in pieces over the batch's axis would have propagation cut the products' sums instead."""
     problem = asked(step, *ARGS[:2], S((64, 16), jnp.float32), level=0)
     full = next(
-        c for c in baselines.candidates(problem) if c.name.startswith("x dim 0 cut 8") and Pieces.ALL.value in c.name
+        c
+        for c in baselines.candidates(problem)
+        if c.name.startswith("x dim 0 cut 8") and ArgumentSharding.ALL.value in c.name
     )
     assert full.constraints and all(constraint.operands == (None, None) for constraint in full.constraints.values())
     alone = problem.evaluate(full.axes, full.specs, {})

@@ -77,14 +77,14 @@ def deep(layers):
 def test_labels_looked_at_are_linear_in_the_ops_and_few(monkeypatch):
     def looked_at(layers):
         problem, counts = deep(layers), []
-        on_grid = recursive_programming.on_grid
+        solve_mesh = recursive_programming.solve_mesh
 
         def counting(*args):
-            for found in on_grid(*args):
+            for found in solve_mesh(*args):
                 counts.append(sum(len(cost) for cost in found.labels.costs))
                 yield found
 
-        monkeypatch.setattr(recursive_programming, "on_grid", counting)
+        monkeypatch.setattr(recursive_programming, "solve_mesh", counting)
         axes = tuple((f"x{i}", 2) for i in range(6))
         assert recursive_programming.divided(problem, axes, 2, Budget()) is not None
         monkeypatch.undo()

@@ -6,8 +6,8 @@ import pytest
 
 import shardfn
 from shardfn.search import default_policy, forget
-from shardfn.search.problem import Candidate, objective
-from shardfn.search.refinement import fewer, fresh, groups, in_line, in_pieces, more, polished
+from shardfn.search.problem import SearchCandidate, objective
+from shardfn.search.refinement import batch_arguments, fewer, follow_products, groups, in_pieces, more, refine
 
 S = jax.ShapeDtypeStruct
 AXES = (("a", 4), ("b", 2))
@@ -43,11 +43,11 @@ def problem():
 
 
 def candidate(problem, *specs):
-    return Candidate("one", AXES, specs, {}, problem.evaluate(AXES, specs, {}))
+    return SearchCandidate("one", AXES, specs, {}, problem.evaluate(AXES, specs, {}))
 
 
 def test_what_is_fresh_comes_first_then_the_smallest(problem):
-    assert fresh(problem) == {3}
+    assert batch_arguments(problem) == {3}
     assert groups(problem, BEST) == [(3,), (2,), (0,), (1,)]
     assert groups(problem, (WHOLE, WHOLE, ((),), WHOLE))[1] == (2,)
 
@@ -57,18 +57,18 @@ def test_what_is_fresh_comes_first_then_the_smallest(problem):
 )
 def test_polishing_finds_the_way_back(problem, astray, monkeypatch):
     start = candidate(problem, *astray)
-    found = polished(problem, start)
+    found = refine(problem, start)
     assert objective(found.cost, problem) <= objective(candidate(problem, *BEST).cost, problem)
     assert objective(found.cost, problem) < objective(start.cost, problem)
     monkeypatch.setattr("shardfn.search.effort.POLISH_OPS", 0)
-    assert polished(problem, start).cost.bytes_sent >= found.cost.bytes_sent, "one flow is not enough"
+    assert refine(problem, start).cost.bytes_sent >= found.cost.bytes_sent, "one flow is not enough"
 
 
 def test_what_no_product_reads_lies_as_the_products_do(problem):
     """The bias is cut and the batch whole, but what products make is cut as it is best."""
     start = candidate(problem, ((), B), (B, ()), (B,), WHOLE)
-    cut = {problem.classes[3][0]: A, problem.classes[0][1]: B}
-    laid = in_line(problem, start, lambda v: tuple(cut.get(class_, ()) for class_ in problem.tied[v]))
+    cut = {problem.groups[3][0]: A, problem.groups[0][1]: B}
+    laid = follow_products(problem, start, lambda v: tuple(cut.get(class_, ()) for class_ in problem.value_groups[v]))
     assert laid.specs == BEST
     assert laid.cost.bytes_sent < start.cost.bytes_sent
 

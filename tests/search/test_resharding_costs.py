@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shardfn.cost.devices.hardware import CHIPS
 from shardfn.partition.resharding import primes, steps
 from shardfn.search import resharding_costs
-from shardfn.search.resharding_costs import Grid, change
+from shardfn.search.resharding_costs import MeshModel, change
 
 
 @st.composite
@@ -42,7 +42,7 @@ def test_it_takes_the_road_that_shardy_and_xla_take(move):
 
 @pytest.mark.parametrize("sizes", [(4,), (2, 4), (8, 2)])
 def test_every_pair_costs_what_it_costs_alone(sizes):
-    on = Grid.on(CHIPS["h100"].pod(int(np.prod(sizes))), tuple(zip("abc", sizes, strict=False)))
+    on = MeshModel.on(CHIPS["h100"].pod(int(np.prod(sizes))), tuple(zip("abc", sizes, strict=False)))
     every = np.array(list(itertools.product(range(-1, 3), repeat=len(sizes))))
     sent, seconds = change(every, every, 1e6, on)
     for i, j in itertools.product(range(0, len(every), 3), range(0, len(every), 5)):

@@ -7,8 +7,8 @@ import pytest
 
 import shardfn
 from shardfn import AUTO, ShardError
-from shardfn.search.problem import Candidate
-from shardfn.search.result_shardings import held_as
+from shardfn.search.problem import SearchCandidate
+from shardfn.search.result_shardings import constrain_results
 
 KEY = jax.random.key(0)
 S = jax.ShapeDtypeStruct
@@ -101,11 +101,13 @@ def test_what_propagation_does_by_itself_is_not_held():
     finally:
         shardfn.search.forget("listening")
     (problem,), axes, rows, whole = asked, (("a", 2), ("b", 4)), (("a",), ()), ((), ())
-    made = Candidate("", axes, (rows, whole), {}, problem.evaluate(axes, (rows, whole), {}))
+    made = SearchCandidate("", axes, (rows, whole), {}, problem.evaluate(axes, (rows, whole), {}))
     partitioned = problem.partitioned_of(made)
-    laid = {end.value: partitioned.specs[partitioned.graph.outputs[end.at]] for end in problem.ends.values()}
-    assert held_as(problem, made, axes, laid.get) is None
-    other = {**laid, problem.ends[1].value: ((), ("b",))}
-    held = held_as(problem, made, axes, other.get)
-    assert held is not None and held.ends == {1: ((), ("b",))} and held.cost != made.cost
-    assert held_as(problem, made, axes, {**laid, problem.ends[1].value: ((), ("c",))}.get) is None, "no such axis"
+    laid = {end.value: partitioned.specs[partitioned.graph.outputs[end.at]] for end in problem.open_results.values()}
+    assert constrain_results(problem, made, axes, laid.get) is None
+    other = {**laid, problem.open_results[1].value: ((), ("b",))}
+    held = constrain_results(problem, made, axes, other.get)
+    assert held is not None and held.result_specs == {1: ((), ("b",))} and held.cost != made.cost
+    assert constrain_results(problem, made, axes, {**laid, problem.open_results[1].value: ((), ("c",))}.get) is None, (
+        "no such axis"
+    )

@@ -13,11 +13,11 @@ from shardfn.cost.devices.chips import CHIPS
 from shardfn.cost.devices.links import links
 from shardfn.ir.model import OpConstraint
 from shardfn.search import constraint_reduction, default_policy, effort, forget, selection
-from shardfn.search.constraint_reduction import as_sliced
-from shardfn.search.label_tables import Edge
+from shardfn.search.constraint_reduction import shard_sliced_arguments
+from shardfn.search.label_tables import ReshardingTable
 from shardfn.search.level_costs import repeated
 from shardfn.search.objectives import Rank
-from shardfn.search.problem import Candidate, Memo, objective
+from shardfn.search.problem import Memo, SearchCandidate, objective
 
 S = jax.ShapeDtypeStruct
 
@@ -38,8 +38,8 @@ def test_an_argument_that_is_sliced_before_it_is_read_is_laid_out_so():
     (problem,) = problems
     axes, whole, batch = (("a", 8),), ((), ()), (("a",), ())
     for specs, wanted in (((whole, whole, batch), batch), ((whole, batch, batch), batch)):
-        before = Candidate("", axes, specs, {}, problem.evaluate(axes, specs, {}))
-        after = as_sliced(problem, before)
+        before = SearchCandidate("", axes, specs, {}, problem.evaluate(axes, specs, {}))
+        after = shard_sliced_arguments(problem, before)
         assert after.specs == (whole, wanted, batch)
         assert objective(after.cost, problem) <= objective(before.cost, problem)
         assert (after.cost.memory.peak < before.cost.memory.peak) == (specs[1] == whole)
@@ -49,7 +49,7 @@ def test_what_promises_more_than_the_best_flow_so_far_is_priced_too(monkeypatch)
     """Of a large program one flow is priced, unless the model holds something else for better than it turned out."""
     monkeypatch.setattr("shardfn.search.effort.FLOWS", 1)
     monkeypatch.setattr("shardfn.search.effort.SMALL_OPS", 0)
-    monkeypatch.setattr(selection, "keeps_promise", lambda *_: True)
+    monkeypatch.setattr(selection, "estimate_holds", lambda *_: True)
     tried = []
     candidates = selection.candidates
     monkeypatch.setattr(
@@ -65,7 +65,7 @@ def test_what_promises_more_than_the_best_flow_so_far_is_priced_too(monkeypatch)
 
     plan()
     few = len(tried)
-    monkeypatch.setattr(selection, "promises", lambda *_: True)
+    monkeypatch.setattr(selection, "may_beat", lambda *_: True)
     plan()
     assert few <= len(tried) <= effort.MOST and len(tried) > 1
 
@@ -74,12 +74,12 @@ def test_promises_compare_the_level_s_aim():
     found = SimpleNamespace(peak=1, axes=(("a", 8),), space=SimpleNamespace(edges=()))
     found.solution = SimpleNamespace(cost=2.0, choice=())
     problem = SimpleNamespace(level=2, is_large=False, memory_limit=10, hardware=CHIPS["h100"].pod(8))
-    assert selection.promises(problem, found, Rank(0.0, (2.5,), (0,)))
-    assert not selection.promises(problem, found, Rank(0.0, (1.5,), (0,)))
+    assert selection.may_beat(problem, found, Rank(0.0, (2.5,), (0,)))
+    assert not selection.may_beat(problem, found, Rank(0.0, (1.5,), (0,)))
     problem.memory_limit = 0.5
-    assert not selection.promises(problem, found, Rank(0.0, (2.5,), (0,)))
+    assert not selection.may_beat(problem, found, Rank(0.0, (2.5,), (0,)))
     problem.memory_limit, problem.level = 10, 1
-    assert not selection.promises(problem, found, Rank(0.0, (2.5,), (0,))), (
+    assert not selection.may_beat(problem, found, Rank(0.0, (2.5,), (0,))), (
         "at level 1 the model and the flow count otherwise"
     )
 
@@ -90,7 +90,7 @@ def test_promises_compare_the_level_s_aim():
 def test_what_is_moved_again_and_again_may_be_launched_once(ends, again):
     """The slices of one value move each by itself in the model; a flow moves the value, and launches one collective."""
     sent = np.array([[0.0, 64.0], [64.0, 0.0]])
-    edges = tuple(Edge(*pair, sent, sent) for pair in ends)
+    edges = tuple(ReshardingTable(*pair, sent, sent) for pair in ends)
     choice = tuple(int(node in {b for _, b in ends}) for node in range(4))
     space = SimpleNamespace(edges=edges)
     assert repeated(space, choice) == again
@@ -100,7 +100,7 @@ def test_what_is_moved_again_and_again_may_be_launched_once(ends, again):
     found = SimpleNamespace(peak=1, axes=(("a", 8),), space=space, solution=SimpleNamespace(cost=2.0, choice=choice))
     problem = SimpleNamespace(level=2, is_large=False, memory_limit=10, hardware=hardware)
     best = 2.0 - 1.5 * link.latency_s
-    assert selection.promises(problem, found, Rank(0.0, (best,), (0,))) == (again > 1)
+    assert selection.may_beat(problem, found, Rank(0.0, (best,), (0,))) == (again > 1)
 
 
 @pytest.mark.parametrize("operands", [True, False])
@@ -122,10 +122,12 @@ def test_a_large_program_that_gathers_arguments_is_not_tried_without_what_holds_
     dot = next(i for i, op in enumerate(problem.graph.ops) if op.name == "dot_general")
     specs, reads = ((rows, columns), (rows, whole)) if read_whole else ((rows, whole), (rows, whole))
     constraints = {dot: OpConstraint(reads if operands else (None, None), (rows,))}
-    held = Candidate("", axes, specs, constraints, problem.evaluate(axes, specs, constraints))
+    held = SearchCandidate("", axes, specs, constraints, problem.evaluate(axes, specs, constraints))
     asked_of = []
     partition = lambda axes, specs, pins, ends: asked_of.append(pins) or problem.partition(axes, specs, pins, ends)  # noqa: E731
-    found = constraint_reduction.let_go(dataclasses.replace(problem, partition=partition, memo=Memo()), held)
+    found = constraint_reduction.drop_redundant_constraints(
+        dataclasses.replace(problem, partition=partition, memo=Memo()), held
+    )
     assert asked_of == asked and bool(found.constraints) == read_whole
 
 

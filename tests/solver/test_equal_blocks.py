@@ -10,7 +10,7 @@ from shardfn.solver import narrow
 from shardfn.solver.branch_and_bound import Gains
 from shardfn.solver.content import Store
 from shardfn.solver.eliminate import eliminate
-from shardfn.solver.labelling import cost_of, labelling
+from shardfn.solver.labelling import labelling, total_cost
 from shardfn.solver.solve import solve, solve_within
 from tests.solver.test_solve import random_problem
 
@@ -42,7 +42,7 @@ def plain(problem) -> float:
         u, v = table.nodes
         tables[u][v] = tables[u].get(v, 0.0) + table.cost
         tables[v][u] = tables[u][v].T
-    return cost_of(problem, eliminate(problem.costs, tables, 1e9))
+    return total_cost(problem, eliminate(problem.costs, tables, 1e9))
 
 
 @pytest.mark.parametrize("seed", range(12))

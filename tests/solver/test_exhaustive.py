@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shardfn.errors import ShardError
-from shardfn.solver.labelling import cost_of, labelling, peak_of
+from shardfn.solver.labelling import labelling, peak_of, total_cost
 from tests.solver.exhaustive import exhaustive
 
 
@@ -29,12 +29,12 @@ def test_it_finds_what_listing_all_of_them_finds(limit):
     for seed in range(40):
         one = drawn(seed, limit)
         every = itertools.product(*(range(len(cost)) for cost in one.costs))
-        wanted = min((cost_of(one, c) for c in every if peak_of(one, c) <= one.limit), default=np.inf)
+        wanted = min((total_cost(one, c) for c in every if peak_of(one, c) <= one.limit), default=np.inf)
         best = exhaustive(one)
         assert best.cost == pytest.approx(wanted)
         assert exhaustive(one, below=wanted).choice == ()
         if np.isfinite(wanted):
-            assert cost_of(one, best.choice) == pytest.approx(wanted) and peak_of(one, best.choice) <= one.limit
+            assert total_cost(one, best.choice) == pytest.approx(wanted) and peak_of(one, best.choice) <= one.limit
             assert exhaustive(one, below=wanted + 0.5).cost == pytest.approx(wanted)
         found.append(np.isfinite(wanted))
     assert any(found)

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import iopddl
 from shardfn.solver.budget import Budget
 from shardfn.solver.contract import contract
-from shardfn.solver.labelling import cost_of, labelling, peak_of
+from shardfn.solver.labelling import labelling, peak_of, total_cost
 from shardfn.solver.peak import least_peak
 from shardfn.solver.solve import solve
 
@@ -47,7 +47,7 @@ def test_a_labelling_that_hardly_fits_is_found_among_forbidden_pairs(seed):
     problem = planted(seed, 1.0)
     found = solve(problem, Budget(2e8))
     assert found.feasible and peak_of(problem, found.choice) <= problem.limit
-    assert found.cost == cost_of(problem, found.choice) and found.bound <= found.cost
+    assert found.cost == total_cost(problem, found.choice) and found.bound <= found.cost
 
 
 def test_a_limit_below_the_least_is_told_with_the_least():

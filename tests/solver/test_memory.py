@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from shardfn.solver.labelling import Held, cost_of, labelling, peak_of
+from shardfn.solver.labelling import UsageInterval, labelling, peak_of, total_cost
 from shardfn.solver.peak import least_peak
 from shardfn.solver.solve import Effort, solve
 from tests.solver.test_solve import NEVER, dense_problem, enumerated, random_problem
@@ -21,7 +21,9 @@ def with_held(seed: int):
     for _ in range(int(rng.integers(0, 10))):
         v, start = int(rng.integers(len(problem.costs))), int(rng.integers(0, 12))
         rows.append(
-            Held(v, start, start + int(rng.integers(0, 6)), rng.integers(0, 9, len(problem.costs[v])).astype(float))
+            UsageInterval(
+                v, start, start + int(rng.integers(0, 6)), rng.integers(0, 9, len(problem.costs[v])).astype(float)
+            )
         )
     return dataclasses.replace(problem, held=tuple(rows), limit=problem.limit + 8 * len(rows) * rng.random())
 
@@ -55,7 +57,7 @@ def test_the_least_peak_is_bounded_by_that_of_enumeration(block):
     for seed in range(20 * block, 20 * block + 20):
         problem = with_held(seed)
         every = itertools.product(*(range(len(cost)) for cost in problem.costs))
-        least = min((peak_of(problem, c) for c in every if math.isfinite(cost_of(problem, c))), default=None)
+        least = min((peak_of(problem, c) for c in every if math.isfinite(total_cost(problem, c))), default=None)
         found = least_peak(problem)
         if least is None:
             assert found is None or math.isinf(found.peak)

@@ -14,7 +14,7 @@ from shardfn.solver.budget import Budget
 from shardfn.solver.content import Store
 from shardfn.solver.contract import contract
 from shardfn.solver.eliminate import eliminate
-from shardfn.solver.labelling import busy_times, cost_of, labelling, peak_of
+from shardfn.solver.labelling import busy_times, labelling, peak_of, total_cost
 from shardfn.solver.solve import Effort, solve
 
 NEVER = 10**18
@@ -47,7 +47,7 @@ def random_problem(seed: int, nodes: int | None = None):
 
 def enumerated(problem) -> float:
     every = itertools.product(*(range(len(cost)) for cost in problem.costs))
-    return min((cost_of(problem, c) for c in every if peak_of(problem, c) <= problem.limit), default=math.inf)
+    return min((total_cost(problem, c) for c in every if peak_of(problem, c) <= problem.limit), default=math.inf)
 
 
 @pytest.mark.parametrize("block", range(8))
@@ -60,7 +60,7 @@ def test_the_optimum_is_that_of_enumeration(block):
             continue
         assert found.feasible and found.cost == best, seed
         assert found.proved and found.bound == best, seed
-        assert cost_of(problem, found.choice) == best and peak_of(problem, found.choice) <= problem.limit
+        assert total_cost(problem, found.choice) == best and peak_of(problem, found.choice) <= problem.limit
 
 
 def dense_problem(seed: int, whole: bool):
@@ -223,4 +223,4 @@ def test_the_benchmarks_own_check_agrees_with_the_problem():
         choice = [len(c) - 1 for c in problem.costs]
         cost, peak = iopddl.check(data, choice)
         assert peak == peak_of(problem, choice)
-        assert cost == cost_of(problem, choice) or math.isinf(cost_of(problem, choice))
+        assert cost == total_cost(problem, choice) or math.isinf(total_cost(problem, choice))
