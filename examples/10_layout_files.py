@@ -1,4 +1,4 @@
-"""Layout files: save a plan and use it again, use a recipe, write one by hand, and see what does not fit."""
+"""Layout files: save a plan and use it again, write a file by hand, check a file, use a recipe."""
 
 import os
 import pathlib
@@ -10,8 +10,8 @@ import numpy as np
 
 import shardfn
 from shardfn import plan, shard, tag
-from shardfn.layoutfile.check import check
-from shardfn.layoutfile.files import read, shardings
+from shardfn.layoutfile.check import check_layout
+from shardfn.layoutfile.files import layout_shardings, read_layout
 
 os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
 jax.config.update("jax_platforms", "cpu")
@@ -42,13 +42,13 @@ with tempfile.TemporaryDirectory() as folder:
     got, got_value = shard(step, layout=file)(params, x)
     np.testing.assert_allclose(got["up"], new["up"], rtol=1e-4, atol=1e-5)
 
-    # By hand: the batch over data, hidden dims over model, what is tagged as well.
+    # A file by hand shards the batch over data, and hidden dims over model. Its last rule matches the tag.
     file.write_text("""
 format = "shardfn-layout"
-version = 1
+version = 2
 batch = ["data"]
 
-[grid]
+[mesh]
 data = "left"
 model = 4
 
@@ -66,21 +66,21 @@ hidden = ["data", "model"]
         print(f"{d.path:12} {d.strategy!s:8} {d.source}")
     assert (made.axes, made.inputs[1].strategy) == ((("data", 2), ("model", 4)), (1, 4))
 
-    # The same file for the arrays alone, on other devices.
-    laid = jax.device_put(params, shardings(file, params, jax.devices()[:4], root="params"))
-    assert laid["up"].sharding.shard_shape((64, 256)) == (64, 64)
+    # The same file gives the shardings of arrays alone, on other devices.
+    sharded = jax.device_put(params, layout_shardings(file, params, jax.devices()[:4], root="params"))
+    assert sharded["up"].sharding.shard_shape((64, 256)) == (64, 64)
 
-    # What does not fit is told at once, before anything runs.
+    # A check reports everything that does not fit, and runs nothing.
     other = {"up": jnp.ones((64, 254)), "down": jnp.ones((256, 64)), "gate": jnp.ones((64, 256))}
-    problems = check(file, {"params": other}, device="cpu:8")
+    problems = check_layout(file, {"params": other}, device="cpu:8")
     print(*problems, sep="\n")
     assert len(problems) == 2
 
-# A recipe, for a model by the names that Hugging Face gives its parameters.
+# A recipe matches the names that Hugging Face gives the parameters.
 weights = {"model.embed_tokens.weight": jax.ShapeDtypeStruct((32000, 4096), "bfloat16")}
 for name in ("q", "k", "v", "o"):
     weights[f"model.layers.0.self_attn.{name}_proj.weight"] = jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
 for name, shape in (("gate", (11008, 4096)), ("up", (11008, 4096)), ("down", (4096, 11008))):
     weights[f"model.layers.0.mlp.{name}_proj.weight"] = jax.ShapeDtypeStruct(shape, "bfloat16")
-for path, sharding in shardings(read("llama/fsdp-tp").with_grid(model=8), weights, 256).items():
+for path, sharding in layout_shardings(read_layout("llama/fsdp-tp").with_mesh(model=8), weights, 256).items():
     print(f"{path:40} {sharding.spec!s:32} {sharding.shard_shape(weights[path].shape)}")

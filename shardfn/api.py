@@ -172,10 +172,10 @@ def load_layout(path: Any) -> LayoutFile:
     Raises:
       ShardError: all that is wrong with the file.
 
-    >>> load_layout("llama/fsdp-tp").grid
+    >>> load_layout("llama/fsdp-tp").mesh
     (('data', None), ('model', 4))
     """
-    return layoutfile.read(path)
+    return layoutfile.read_layout(path)
 
 
 def reshard(x: Any, layout: Layout) -> Any:

@@ -1,4 +1,4 @@
-"""The recipes of `layouts/` held against small models of their families; run as a module it writes their README."""
+"""Apply the recipes of `layouts/` to small models of their families. Run as a module, it writes their README."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from examples.models import abstract, llama, llama_nnx, named
 from shardfn import Plan
-from shardfn.layoutfile.check import checked
-from shardfn.layoutfile.files import folder, read, recipes
+from shardfn.layoutfile.check import check_with_plan
+from shardfn.layoutfile.files import read_layout, recipes, recipes_folder
 
 DEVICES = 8
 MODELS: dict[str, Callable[[], Any]] = {
@@ -23,19 +23,20 @@ MODELS: dict[str, Callable[[], Any]] = {
     "t5": named.t5,
     "vit": named.vit,
 }
-"""For each folder of `layouts/` a training step and its arguments."""
+"""A training step and its arguments for each folder of `layouts/`."""
 
 HEAD = """# Layouts
 
-Layout files for the model families that people run, by the names that their parameters have. Each is used by its name,
-`shard(step, layout="llama/fsdp-tp")`, and is a start for one of your own: copy it, change it, give its path.
-`read("llama/fsdp-tp").with_grid(model=8)` (in `shardfn.layoutfile.files`) changes the size of an axis. `[activations]` speaks
-of what a model tags: `shardfn.tag(x, "block")`.
+Layout files for common model families, by the names of their parameters. Use one by its name,
+`shard(step, layout="llama/fsdp-tp")`, or copy it, change it and give its path.
+`shardfn.load_layout("llama/fsdp-tp").with_mesh(model=8)` changes the size of a mesh axis.
+The rules in `[activations]` apply to values that a model tags: `shardfn.tag(x, "block")`.
 
-The table is written by `python -m examples.models.recipes`, from the small models of `examples/models` on {devices} devices: what
-one training step is predicted to communicate and to hold. A test holds it against what is predicted now.
+`python -m examples.models.recipes` writes the table, from the small models of `examples/models` on {devices} devices.
+It shows the collectives, the bytes sent and the peak memory of one training step, as estimated for each device.
+A test compares it with the current estimates.
 
-| layout | grid | collectives, on each device | B sent | B at the peak |
+| layout | mesh | collectives | bytes sent | peak memory, bytes |
 |---|---|---|---|---|
 """
 
@@ -43,7 +44,7 @@ one training step is predicted to communicate and to hold. A test holds it again
 def planned(name: str) -> Plan:
     """The plan of a recipe for the small model of its family."""
     fn, args = abstract(MODELS[name.split("/")[0]])
-    problems, made = checked(name, fn, args, device=f"cpu:{DEVICES}")
+    problems, made = check_with_plan(name, fn, args, device=f"cpu:{DEVICES}")
     assert made is not None and not problems, "\n".join(map(str, problems))
     return made
 
@@ -54,16 +55,16 @@ def row(name: str) -> str:
     counts: dict[str, int] = {}
     for c in made.collectives:
         counts[c.kind] = counts.get(c.kind, 0) + c.trips
-    grid = " x ".join(f"{axis}={size}" for axis, size in made.axes)
+    mesh = " x ".join(f"{axis}={size}" for axis, size in made.axes)
     said = ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or "none"
-    return f"| {name} | {grid} | {said} | {made.cost.bytes_sent:,} | {made.cost.memory.peak:,} |"
+    return f"| {name} | {mesh} | {said} | {made.cost.bytes_sent:,} | {made.cost.memory.peak:,} |"
 
 
 def readme() -> str:
     """The text of `layouts/README.md`."""
-    lines = [HEAD.format(devices=DEVICES).rstrip("\n"), *map(row, recipes()), "", "What each is:", ""]
-    return "\n".join([*lines, *(f"- `{name}`: {read(name).about}" for name in recipes())]) + "\n"
+    lines = [HEAD.format(devices=DEVICES).rstrip("\n"), *map(row, recipes()), "", "What each recipe does:", ""]
+    return "\n".join([*lines, *(f"- `{name}`: {read_layout(name).about}" for name in recipes())]) + "\n"
 
 
 if __name__ == "__main__":
-    pathlib.Path(folder() / "README.md").write_text(readme(), encoding="utf-8")
+    pathlib.Path(recipes_folder() / "README.md").write_text(readme(), encoding="utf-8")

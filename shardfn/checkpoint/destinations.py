@@ -18,7 +18,7 @@ from shardfn.errors import CheckpointError, Problem, a, fail
 from shardfn.frontend.meshes import mesh_on
 from shardfn.frontend.paths import escaped, join, normal
 from shardfn.planning.decisions import partition_spec
-from shardfn.planning.layout_rules import LayoutFile, Rule
+from shardfn.planning.layout_rules import LayoutFile, LayoutRule
 from shardfn.planning.plan import Plan
 
 TARGETS = "a plan, a layout file or its name, a mesh, a device or a list of them, a sharding or a tree of shardings"
@@ -72,7 +72,7 @@ def _found(entries: Sequence[Entry], target: Any, contents: Contents) -> dict[st
     if isinstance(target, Plan):
         return _planned(entries, target)
     if isinstance(target, str | os.PathLike | LayoutFile):
-        return laid_out(entries, layoutfile.read(target), None)
+        return laid_out(entries, layoutfile.read_layout(target), None)
     leaves = tree_util.tree_flatten_with_path(target, is_leaf=lambda x: isinstance(x, Sharding))[0]
     if leaves and all(isinstance(leaf, Sharding) for _, leaf in leaves):
         return _by_path(entries, {join("", key): leaf for key, leaf in leaves})
@@ -169,7 +169,7 @@ def _planned(entries: Sequence[Entry], plan: Plan) -> dict[str, Sharding]:
 def of_plan(plan: Plan) -> LayoutFile:
     """The layout file of a plan's arguments."""
     rules = tuple(_rule(d.path, d.spec) for d in plan.inputs)
-    return LayoutFile(grid=plan.axes, order=plan.order, arguments=rules, name=f"the plan of {plan.function}")
+    return LayoutFile(mesh=plan.axes, order=plan.order, arguments=rules, name=f"the plan of {plan.function}")
 
 
 def of_contents(contents: Contents) -> LayoutFile | None:
@@ -182,11 +182,11 @@ def of_contents(contents: Contents) -> LayoutFile | None:
     rules = tuple(_rule(entry.path, entry.seen.spec) for entry in contents.entries)
     if grid is None:
         return LayoutFile(arguments=rules, name="layout.toml")
-    return LayoutFile(grid=grid.axes, order=grid.order, arguments=rules, name="layout.toml")
+    return LayoutFile(mesh=grid.axes, order=grid.order, arguments=rules, name="layout.toml")
 
 
-def _rule(path: str, spec: Sequence[Sequence[str]]) -> Rule:
-    return Rule(escaped(path), tuple(1 if not dim else dim[0] if len(dim) == 1 else tuple(dim) for dim in spec))
+def _rule(path: str, spec: Sequence[Sequence[str]]) -> LayoutRule:
+    return LayoutRule(escaped(path), tuple(1 if not dim else dim[0] if len(dim) == 1 else tuple(dim) for dim in spec))
 
 
 def laid_out(entries: Sequence[Entry], layout: LayoutFile, plan: Plan | None, devices: Any = None) -> dict[str, Any]:
@@ -217,9 +217,9 @@ def _under_a_root(layout: LayoutFile, tree: Mapping[str, Any], devices: Any) -> 
     """The shardings; a rule for `params/w` is meant where the state is `params` itself, and its path is `w`."""
     roots = dict.fromkeys(rule.glob.partition("/")[0] for rule in layout.arguments if "/" in rule.glob)
     try:
-        return layoutfile.shardings(layout, tree, devices)
+        return layoutfile.layout_shardings(layout, tree, devices)
     except layoutfile.LayoutFileError:
         for root in [root for root in roots if not set("*?[") & set(root)][:8]:
             with contextlib.suppress(layoutfile.LayoutFileError):
-                return layoutfile.shardings(layout, tree, devices, root=root)
+                return layoutfile.layout_shardings(layout, tree, devices, root=root)
         raise

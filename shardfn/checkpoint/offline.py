@@ -23,7 +23,7 @@ from shardfn.checkpoint.writer import LAYOUT
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, ShardError, fail
 from shardfn.frontend.byte_sizes import bytes_of
 from shardfn.frontend.meshes import spec_of
-from shardfn.layoutfile.toml import text_of
+from shardfn.layoutfile.toml import to_toml
 from shardfn.planning.layout_rules import LayoutFile
 from shardfn.planning.plan import Plan
 from shardfn.runtime.extras import need
@@ -108,7 +108,7 @@ def merge(
 
 def layout_of(layout: Any) -> LayoutFile:
     """The layout file that a plan, a path or a name stands for."""
-    return destinations.of_plan(layout) if isinstance(layout, Plan) else layoutfile.read(layout)
+    return destinations.of_plan(layout) if isinstance(layout, Plan) else layoutfile.read_layout(layout)
 
 
 def devices_of(layout: LayoutFile) -> int:
@@ -248,7 +248,7 @@ def new_step(path: Any, step: int, layout: Any = None) -> Iterator[tuple[pathlib
     def commit(contents: Contents) -> None:
         layout = destinations.of_contents(contents)
         if layout is not None:
-            put(LAYOUT, text_of(layout))
+            put(LAYOUT, to_toml(layout))
         files = ties(part / ITEM, contents.entries, () if layout is None else (LAYOUT,))
         put(FILE, to_text(dataclasses.replace(contents, files=files)))
         (part / ORBAX).write_text("{}\n")

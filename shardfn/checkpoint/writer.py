@@ -17,7 +17,7 @@ from shardfn.checkpoint.chunks import Chunks, chunks
 from shardfn.checkpoint.contents import Contents, Entry, Grid, bits
 from shardfn.errors import CheckpointError, CheckpointFileError, fail
 from shardfn.frontend.meshes import spec_of
-from shardfn.layoutfile.toml import text_of
+from shardfn.layoutfile.toml import to_toml
 from shardfn.runtime.extras import need
 
 if TYPE_CHECKING:
@@ -144,5 +144,5 @@ def layout_texts(plan: Any, contents: Contents) -> dict[str, str]:
     Raises:
       ShardError: it is no plan and no layout.
     """
-    layout = destinations.of_contents(contents) if plan is None else layoutfile.read(plan)
-    return {} if layout is None else {LAYOUT: text_of(layout)}
+    layout = destinations.of_contents(contents) if plan is None else layoutfile.read_layout(plan)
+    return {} if layout is None else {LAYOUT: to_toml(layout)}

@@ -18,8 +18,8 @@ from shardfn.cli import checkpoint
 from shardfn.cli.arguments import check_given, literal, load, made, model, numbers, shapes, tracing
 from shardfn.cost.devices.hardware import resolve
 from shardfn.errors import ShardError, StrategyError, fail
-from shardfn.layoutfile.check import checked
-from shardfn.layoutfile.plan_file import text_of_plan
+from shardfn.layoutfile.check import check_with_plan
+from shardfn.layoutfile.plan_file import plan_to_toml
 from shardfn.search import MODES
 
 VIRTUAL_DEVICES = 8
@@ -225,7 +225,7 @@ def _plan(options: argparse.Namespace) -> None:
     with tracing(options.function):
         plan = function.plan(*arguments)
     if options.save == "-":
-        print(text_of_plan(plan))
+        print(plan_to_toml(plan))
         return
     if not options.quiet:
         show(function.explain(*arguments))
@@ -259,12 +259,12 @@ def _check(options: argparse.Namespace) -> None:
         function, arguments = model(options.model)
     device = f"cpu:{options.devices}" if options.devices is not None else options.device
     with tracing(options.model):
-        problems, plan = checked(options.file, function, arguments, device=device)
+        problems, plan = check_with_plan(options.file, function, arguments, device=device)
     if problems:
         raise layoutfile.LayoutFileError(problems)
-    layout = layoutfile.read(options.file)
+    layout = layoutfile.read_layout(options.file)
     count = len(plan.inputs) if plan is not None else len(jax.tree.leaves(function))
-    rules = len(layout.arguments) + len(layout.results) + len(layout.activations) + len(layout.inside)
+    rules = len(layout.arguments) + len(layout.results) + len(layout.activations) + len(layout.constraints)
     print(f"{options.file} fits: {rules} rules, {count} arrays")
     if plan is not None:
         print(plan)

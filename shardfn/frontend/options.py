@@ -17,7 +17,7 @@ from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.search_options import Wishes
 from shardfn.frontend.strategy import Leaf
 from shardfn.frontend.validation import check_all
-from shardfn.layoutfile.files import LayoutFile, read
+from shardfn.layoutfile.files import LayoutFile, read_layout
 from shardfn.planning.named_shardings import mesh_of
 
 
@@ -57,8 +57,8 @@ class Options:
     def layout_file(self, current: Defaults) -> LayoutFile | None:
         """The layout file given, or the context's."""
         if self.layout is not None:
-            return read(self.layout)
-        return read(pathlib.Path(current.layout_file)) if current.layout_file else None
+            return read_layout(self.layout)
+        return read_layout(pathlib.Path(current.layout_file)) if current.layout_file else None
 
     def hardware(self, inputs: Sequence[Leaf], current: Defaults, problems: Sequence[Problem]) -> Hardware:
         """The devices to plan for: those given, or those of a mesh in a strategy, or the context's, or all.

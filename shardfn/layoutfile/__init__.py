@@ -1,5 +1,32 @@
-"""Layout files: TOML plan files and recipes, and MindSpore's strategy JSON."""
+"""Layout files.
 
-from shardfn.layoutfile.files import LayoutFileError, entries_of, read, recipes, shardings, with_layout, write
+| module | holds |
+|---|---|
+| `files` | read a layout file or a recipe, write one, apply one to arrays |
+| `toml` | TOML text to a `LayoutFile` and back |
+| `plan_file` | a `Plan` as a `LayoutFile` |
+| `mindspore_json` | MindSpore's strategy JSON |
+| `check` | compare a layout file with a model |
 
-__all__ = ["LayoutFileError", "entries_of", "read", "recipes", "shardings", "with_layout", "write"]
+The data type `LayoutFile` and its rules are in `shardfn.planning.layout_rules`.
+"""
+
+from shardfn.layoutfile.files import (
+    LayoutFileError,
+    layout_shardings,
+    read_layout,
+    recipes,
+    rule_entries,
+    with_layout,
+    write_layout,
+)
+
+__all__ = [
+    "LayoutFileError",
+    "layout_shardings",
+    "read_layout",
+    "recipes",
+    "rule_entries",
+    "with_layout",
+    "write_layout",
+]

@@ -12,18 +12,18 @@ from shardfn.errors import Problem, ShardError
 from shardfn.frontend.options import Options
 from shardfn.frontend.paths import listed, met
 from shardfn.frontend.strategy import Argument, leaves_of
-from shardfn.layoutfile.files import LayoutFile, LayoutFileError, read, shardings
+from shardfn.layoutfile.files import LayoutFile, LayoutFileError, layout_shardings, read_layout
 from shardfn.planning.plan import Plan
 from shardfn.runtime.sharded_function import ShardedFunction
 
 
-class Alone(ShardedFunction):
+class LayoutOnlyFunction(ShardedFunction):
     """A sharded function whose layout file has to speak of every array."""
 
     layout_alone = True
 
 
-def check(layout: Any, model: Any, args: Sequence[Any] = (), *, device: Any = None) -> tuple[Problem, ...]:
+def check_layout(layout: Any, model: Any, args: Sequence[Any] = (), *, device: Any = None) -> tuple[Problem, ...]:
     """What is wrong with a layout file for a model; nothing where it fits.
 
     Args:
@@ -36,17 +36,17 @@ def check(layout: Any, model: Any, args: Sequence[Any] = (), *, device: Any = No
       ShardError: what is wrong with the function, its arguments or the device.
 
     >>> import jax
-    >>> layout = read("llama/fsdp-tp")
-    >>> print(check(layout, {"lm_head": jax.ShapeDtypeStruct((6, 8), "float32")}, device="cpu:8")[0].what)
+    >>> layout = read_layout("llama/fsdp-tp")
+    >>> print(check_layout(layout, {"lm_head": jax.ShapeDtypeStruct((6, 8), "float32")}, device="cpu:8")[0].what)
     a rule of llama/fsdp-tp meets no array: `*[qkv]_proj/weight`
     """
-    return checked(layout, model, args, device=device)[0]
+    return check_with_plan(layout, model, args, device=device)[0]
 
 
-def checked(
+def check_with_plan(
     layout: Any, model: Any, args: Sequence[Any] = (), *, device: Any = None
 ) -> tuple[tuple[Problem, ...], Plan | None]:
-    """`check`, and the plan by the layout file where it fits a function."""
+    """`check_layout`, and the plan by the layout file where it fits a function."""
     found, faults = _read(layout)
     if found is None:
         return faults, None
@@ -54,9 +54,9 @@ def checked(
         if not callable(model) or (not args and not tree_util.all_leaves([model])):  # a module may be a tree too
             if nameless := _nameless(found, model):
                 return (*faults, *nameless), None
-            shardings(found, model, resolve(device))
+            layout_shardings(found, model, resolve(device))
             return faults, None
-        sharded: Callable[..., Any] = Alone(model, Options(device=device, layout=found))
+        sharded: Callable[..., Any] = LayoutOnlyFunction(model, Options(device=device, layout=found))
         plan = sharded.plan(*args)
     except ShardError as error:
         return (*faults, *error.problems), None
@@ -89,7 +89,7 @@ def _nameless(layout: LayoutFile, tree: Any) -> list[Problem]:
 def _read(layout: Any) -> tuple[LayoutFile | None, tuple[Problem, ...]]:
     """What can be held against the model, and what is wrong with the file itself."""
     try:
-        return read(layout), ()
+        return read_layout(layout), ()
     except LayoutFileError as error:
         return error.part, error.problems
     except ShardError as error:

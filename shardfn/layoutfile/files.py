@@ -1,7 +1,7 @@
-"""Layout files: read by path or by the name of a recipe, written, and held against a tree of arrays.
+"""Read layout files by path or by recipe name, write them, and apply them to a tree of arrays.
 
->>> layout = read("resnet/data-parallel")
->>> shardings(layout, {"conv1.weight": jax.ShapeDtypeStruct((64, 3, 7, 7), "float32")}, 8)["conv1.weight"].spec
+>>> layout = read_layout("resnet/data-parallel")
+>>> layout_shardings(layout, {"conv1.weight": jax.ShapeDtypeStruct((64, 3, 7, 7), "float32")}, 8)["conv1.weight"].spec
 P(None, None, None, None)
 """
 
@@ -25,24 +25,30 @@ from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail
 from shardfn.frontend.strategy import AUTO, Argument, Leaf, leaves_of, short
 from shardfn.ir.model import Axes
 from shardfn.layoutfile.mindspore_json import parse_json
-from shardfn.layoutfile.toml import MOST_BYTES, parse, sound_part, text_of
+from shardfn.layoutfile.toml import MAX_BYTES, parse_toml, to_toml, valid_part
 from shardfn.mindspore.layout import Layout
-from shardfn.planning.layout_rules import LayoutFile, Rule, as_layout, axes_on, laid, matched, no_rule
-
-__all__ = ["LayoutFile", "LayoutFileError", "read", "recipes", "shardings", "write"]
+from shardfn.planning.layout_rules import (
+    LayoutFile,
+    LayoutRule,
+    as_layout,
+    match_rules,
+    mesh_axes,
+    report_uncovered,
+    rule_entry,
+)
 
 
 class LayoutFileError(StrategyError):
     """A layout file that cannot be read, or does not fit the arrays or the devices.
 
-    `part` is what of a faulty file can still be held against a model, if anything.
+    `part` holds the valid part of a faulty file, if it can still be compared with a model.
     """
 
     part: LayoutFile | None = None
 
 
-def folder() -> pathlib.Path:
-    """Where the recipes lie: in the package as installed, beside it in the source tree."""
+def recipes_folder() -> pathlib.Path:
+    """The folder of the recipes: in the installed package, or beside it in the source tree."""
     here = pathlib.Path(__file__).parent.parent
     installed = here / "layouts"
     return installed if installed.is_dir() else here.parent / "layouts"
@@ -51,19 +57,29 @@ def folder() -> pathlib.Path:
 def recipes() -> tuple[str, ...]:
     """The names of the recipes that come with the library.
 
+    Returns:
+      The names, such as "llama/fsdp-tp", sorted.
+
     >>> "llama/fsdp-tp" in recipes()
     True
     """
-    return tuple(sorted(p.relative_to(folder()).with_suffix("").as_posix() for p in folder().glob("*/*.toml")))
+    folder = recipes_folder()
+    return tuple(sorted(p.relative_to(folder).with_suffix("").as_posix() for p in folder.glob("*/*.toml")))
 
 
-def read(source: Any) -> LayoutFile:
-    """A layout file by its path, a recipe by its name ("llama/fsdp-tp"), or what a plan decides.
+def read_layout(source: Any) -> LayoutFile:
+    """A layout file by its path, a recipe by its name, or the decisions of a plan.
 
-    A path ends in `.toml`, or in `.json` for MindSpore's strategy JSON.
+    Args:
+      source: a path that ends in `.toml`, or in `.json` for MindSpore's strategy JSON; the name of a recipe
+        ("llama/fsdp-tp"); a `Plan`; a `LayoutFile`.
+
+    Returns:
+      The layout file.
 
     Raises:
-      StrategyError: there is no such file, or it is no layout file; all that is wrong with it.
+      LayoutFileError: the file does not exist, or is not a valid layout file; all problems together.
+      StrategyTypeError: `source` has another type.
     """
     if isinstance(source, LayoutFile):
         return source
@@ -75,41 +91,35 @@ def read(source: Any) -> LayoutFile:
         fail(StrategyTypeError, f"a layout is a path, a name or a plan, not {a(source)}", where=f"layout = {short(source)}",
              why="it is read from a file, or taken from a plan",
              fix=f"use {_some_recipes()}, or a path such as layout.toml")  # fmt: skip
-    text = os.fspath(source)
-    path = pathlib.Path(text)
+    name = os.fspath(source)
+    path = pathlib.Path(name)
     if isinstance(source, str) and path.suffix not in (".toml", ".json") and not path.is_file():
-        path = _recipe(text)
-    return _parsed(parse_json if path.suffix == ".json" else parse, path, str(text))
-
-
-def _parsed(parser: Any, path: pathlib.Path, name: str) -> LayoutFile:
+        path = _recipe(name)
+    parser = parse_json if path.suffix == ".json" else parse_toml
     try:
         with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
+            data = file.read(MAX_BYTES + 1)
         text = data.decode("utf-8")
     except (OSError, ValueError) as error:
-        fail(LayoutFileError, f"{short(name)} cannot be read", where=f"layout = {short(name)}", why=_reason(error),
+        fail(LayoutFileError, f"{short(name)} cannot be read", where=f"layout = {short(name)}",
+             why="it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error),
              fix="give the path of a layout file, or the name of a recipe: " + _some_recipes())  # fmt: skip
-    if len(data) > MOST_BYTES:
-        fail(LayoutFileError, f"{name} is too large for a layout file", where=name,
-             why=f"it has more than {MOST_BYTES:,} bytes", fix="use globs: one rule meets the arrays of every layer")  # fmt: skip
+    if len(data) > MAX_BYTES:
+        fail(LayoutFileError, f"{name} is too large for a layout file", where=name, why=f"it has more than {MAX_BYTES:,} bytes",
+             fix="use globs: one rule matches the arrays of every layer")  # fmt: skip
     problems: list[Problem] = []
     layout = parser(text, name, problems)
     if layout is None:
         error = LayoutFileError(problems)
-        error.part = sound_part(text, name) if parser is parse else None
+        error.part = valid_part(text, name) if parser is parse_toml else None
         raise error
     return layout
-
-
-def _reason(error: Exception) -> str:
-    return "it is no UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
 
 
 def _recipe(name: str) -> pathlib.Path:
     known = recipes()
     if name in known and re.fullmatch(r"[a-z0-9_-]+/[a-z0-9_-]+", name):
-        return folder() / f"{name}.toml"
+        return recipes_folder() / f"{name}.toml"
     close = difflib.get_close_matches(name[:80], known, 3, 0.4)
     families = ", ".join(dict.fromkeys(n.split("/")[0] for n in known))
     fail(LayoutFileError, f"there is no layout {short(name)}", where=f"layout = {short(name)}",
@@ -121,14 +131,19 @@ def _some_recipes() -> str:
     return ", ".join(map(repr, recipes()[:3])) or "a path"
 
 
-def write(layout: Any, path: str | os.PathLike[str], text: str | None = None) -> None:
-    """Write a layout file: the whole of it or nothing, whatever happens meanwhile.
+def write_layout(layout: Any, path: str | os.PathLike[str], text: str | None = None) -> None:
+    """Write a layout file atomically: a failure leaves no partial file.
+
+    Args:
+      layout: as `read_layout` takes it.
+      path: the file.
+      text: the text to write instead of `layout`.
 
     Raises:
-      StrategyError: it cannot be written there.
+      LayoutFileError: the file cannot be written.
     """
     target = pathlib.Path(path)
-    text = text_of(read(layout)) if text is None else text
+    text = to_toml(read_layout(layout)) if text is None else text
     try:
         part = target.with_name(f".{target.name}.{os.getpid()}.part")
         try:
@@ -137,33 +152,36 @@ def write(layout: Any, path: str | os.PathLike[str], text: str | None = None) ->
         except OSError:
             part.unlink(missing_ok=True)
             raise
-    except (OSError, ValueError) as error:  # a path that names no file, or that no file can have
+    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
         fail(LayoutFileError, f"{short(str(target))} cannot be written", where=f"path = {short(str(target))}", why=str(error),
-             fix="make its directory, or write it elsewhere")  # fmt: skip
+             fix="create its folder, or write it elsewhere")  # fmt: skip
 
 
-def shardings(layout: Any, tree: Any, devices: Any = None, *, root: str = "") -> Any:
-    """The `NamedSharding` of every array of a tree, as a layout file says.
+def layout_shardings(layout: Any, tree: Any, devices: Any = None, *, root: str = "") -> Any:
+    """The `NamedSharding` that a layout file gives every array of a tree.
 
     Args:
-      layout: as `read` takes it. Where it counts pieces instead of naming axes, each array has a grid of its own.
-      tree: arrays or their shapes; their paths (`layers/0/w1`) are held against the rules of the arguments.
-      devices: a list of devices or a mesh, whose devices are used; a count of devices that are not here, for an
-        `AbstractMesh`; `jax.devices()` if None.
-      root: what the paths begin with, where the file was made for a function: the argument's name, `params`.
+      layout: as `read_layout` takes it. Where its rules give numbers of shards, each array gets a mesh of its own.
+      tree: a pytree of arrays or shapes; the rules of `[arguments]` match their paths (`layers/0/w1`).
+      devices: a list of devices, or a mesh; a device count, for shardings on an `AbstractMesh`; None for `jax.devices()`.
+      root: the first part of every path, where the file was made for a function: the argument's name, `params`.
+
+    Returns:
+      A pytree of shardings with the structure of `tree`.
 
     Raises:
-      StrategyError: all that does not fit: arrays without a rule, rules without an array, ranks, axes, cuts, the grid.
+      LayoutFileError: arrays without a rule, rules that match no array, ranks, axes, numbers of shards or a mesh that do
+        not fit; all problems together.
 
-    >>> layout = LayoutFile(grid=(("data", None),), arguments=(Rule("w", ("data", 1)),))
-    >>> shardings(layout, {"w": jax.ShapeDtypeStruct((8, 2), "float32")}, 4)["w"].shard_shape((8, 2))
+    >>> layout = LayoutFile(mesh=(("data", None),), arguments=(LayoutRule("w", ("data", 1)),))
+    >>> layout_shardings(layout, {"w": jax.ShapeDtypeStruct((8, 2), "float32")}, 4)["w"].shard_shape((8, 2))
     (2, 2)
     """
-    layout = read(layout)
+    layout = read_layout(layout)
     pool, size = _pool(devices)
     problems: list[Problem] = []
     leaves = leaves_of(Argument(root, f"the tree `{root}`" if root else "the tree", tree), problems)
-    axes, entries = entries_of(layout, leaves, size, problems, complete=True)
+    axes, entries = rule_entries(layout, leaves, size, problems, complete=True)
     if problems:
         raise LayoutFileError(problems)
     found = [_sharding(entry, axes, layout.order, pool, size, len(leaf.shape))
@@ -171,63 +189,62 @@ def shardings(layout: Any, tree: Any, devices: Any = None, *, root: str = "") ->
     return tree_util.tree_unflatten(tree_util.tree_structure(tree), found)
 
 
-def entries_of(
+def rule_entries(
     layout: LayoutFile, leaves: Sequence[Leaf], devices: int, problems: list[Problem], *, complete: bool,
     section: str = "arguments", strict: bool = True, given: Sequence[str] = (),
 ) -> tuple[Axes, list[tuple[Any, str]]]:  # fmt: skip
-    """The grid, and for each leaf what the file says: axes for each dim (a `Spec`), a tuple of cuts, or AUTO; and where.
+    """The mesh axes, and for each leaf the entry that the file gives it (as `rule_entry`) and its place in the file.
 
     Args:
-      devices: how many there are.
+      layout: the layout file.
+      leaves: the arrays.
+      devices: the device count.
       problems: receives everything that does not fit.
-      complete: whether an array without a rule, or left open by one, is a problem.
+      complete: whether an array without a rule, or with an open one, is a problem.
       section: "arguments" or "results".
-      strict: whether a rule that meets nothing is a problem.
-      given: the names of arguments that are data: those of which no array has a rule are cut as `batch` says.
+      strict: whether a rule that matches no array is a problem.
+      given: the names of the arguments that are data: `batch` applies to those none of whose arrays has a rule.
     """
-    axes = axes_on(layout, devices, problems)
-    count = math.prod(size for _, size in axes) if axes else devices  # of a grid that does not fit, its own: told once
-    where = f"{layout.name}: [{section}]"
-    rules = matched(getattr(layout, section), leaves, section, layout.name, problems, strict)
+    axes = mesh_axes(layout, devices, problems)
+    count = math.prod(size for _, size in axes) if axes else devices  # a mesh that does not fit is reported once
+    rules = match_rules(layout, section, leaves, problems, strict)
     owners = [next((name for name in given if f"{leaf.path}/".startswith(f"{name}/")), None) for leaf in leaves]
     ruled = {owners[i] for i in rules}
     entries: list[tuple[Any, str]] = []
     bare: list[Leaf] = []
-    told: dict[tuple[str, str, str], list[Problem]] = {}  # one fault of a rule, however many arrays have it
+    faults: dict[tuple[str, str, str], list[Problem]] = {}  # one fault of a rule, for all arrays that have it
     for i, leaf in enumerate(leaves):
         rule = rules.get(i)
         if rule is None and section == "arguments":
             if layout.batch is not None and owners[i] is not None and owners[i] not in ruled:
-                rule = Rule("batch", (*layout.batch[: len(leaf.shape)], *(1,) * (len(leaf.shape) - len(layout.batch))))
+                sharding = (*layout.batch[: len(leaf.shape)], *(1,) * (len(leaf.shape) - len(layout.batch)))
+                rule = LayoutRule("batch", sharding, line=layout.lines.get("batch", 0))
             elif layout.others is not None:
-                rule = Rule("others", layout.others)
-        if complete and (rule is None or rule.cut is None):
+                rule = LayoutRule("others", layout.others, line=layout.lines.get("others", 0))
+        if complete and (rule is None or rule.sharding is None):
             bare.append(leaf)
+        if rule is None:
+            entries.append((AUTO, ""))
+            continue
         mine: list[Problem] = []
-        entry = AUTO if rule is None else laid(rule, leaf, axes, count, where, mine)
+        entry = rule_entry(rule, leaf, axes, count, rule.where(layout.name, section), mine)
         for problem in mine:
-            key = rule.glob if rule is not None else "", problem.what.replace(leaf.label, ""), problem.why
-            told.setdefault(key, []).append(problem)
-        entries.append((entry, f"{layout.name}: {rule.glob}" if rule is not None else ""))
-    problems += map(_as_one, told.values())
-    problems += no_rule(bare, layout.name)
+            faults.setdefault((rule.glob, problem.what.replace(leaf.label, ""), problem.why), []).append(problem)
+        entries.append((entry, f"{layout.name}: {rule.glob}"))
+    for first, *more in faults.values():
+        where = f"{first.where}, and {len(more)} more array{'s'[: len(more) != 1]}" if more else first.where
+        problems.append(dataclasses.replace(first, where=where))
+    report_uncovered(bare, layout.name, problems)
     return axes, entries
-
-
-def _as_one(told: Sequence[Problem]) -> Problem:
-    first, more = told[0], len(told) - 1
-    return (
-        dataclasses.replace(first, where=f"{first.where}, and {more} more array{'s' * (more > 1)}") if more else first
-    )
 
 
 def with_layout(
     layout: LayoutFile, leaves: Sequence[Leaf], devices: int, problems: list[Problem], *, section: str = "arguments",
     strict: bool = True, given: Sequence[str] = (), complete: bool = False,
 ) -> list[Leaf]:  # fmt: skip
-    """The arrays of a call, or its results, with what the file says of those of which nothing was said; as `entries_of`."""
+    """The arrays of a call, or its results; the file gives an entry to each that has none. Arguments as `rule_entries`."""
     before = len(problems)
-    axes, entries = entries_of(
+    axes, entries = rule_entries(
         layout, leaves, devices, problems, complete=complete, section=section, strict=strict, given=given
     )
     if len(problems) > before or (axes and devices != math.prod(size for _, size in axes)):
@@ -243,7 +260,7 @@ def with_layout(
 
 
 def _pool(devices: Any) -> tuple[Sequence[Any] | None, int]:
-    """The devices, where they are here, and how many there are."""
+    """The local devices, None for a device count or an abstract mesh; and the device count."""
     if isinstance(devices, int):
         return None, devices
     if isinstance(devices, AbstractMesh):
@@ -257,7 +274,7 @@ def _pool(devices: Any) -> tuple[Sequence[Any] | None, int]:
 def _sharding(
     entry: Any, axes: Axes, order: Sequence[int] | None, pool: Sequence[Any] | None, size: int, ndim: int
 ) -> NamedSharding:
-    if size > 1 and axes and not all(isinstance(cut, int) for cut in entry):
+    if size > 1 and axes and not all(isinstance(dim, int) for dim in entry):
         lay = as_layout(entry, axes, order)
     elif size > 1 and axes:
         lay = as_layout(((),) * ndim, axes, order)

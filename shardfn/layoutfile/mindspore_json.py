@@ -16,9 +16,9 @@ from typing import Any, TypeGuard
 from shardfn.errors import Problem
 from shardfn.frontend.paths import escaped
 from shardfn.frontend.strategy import short
-from shardfn.layoutfile.toml import MOST_DIMS, MOST_RULES, MOST_SIZE
+from shardfn.layoutfile.toml import MAX_DIMS, MAX_RULES, MAX_SIZE
 from shardfn.planning.decisions import Decision
-from shardfn.planning.layout_rules import Dim, LayoutFile, Rule
+from shardfn.planning.layout_rules import LayoutFile, LayoutRule, RuleDim
 
 LAYOUTS, STRATEGIES = "parallel_layout_item", "parallel_strategy_item"
 
@@ -43,7 +43,7 @@ def parse_json(text: str, name: str, problems: list[Problem]) -> LayoutFile | No
         )
         return None
     items = data.get(LAYOUTS) if isinstance(data, dict) else None
-    if not isinstance(items, dict) or not 0 < len(items) <= MOST_RULES:
+    if not isinstance(items, dict) or not 0 < len(items) <= MAX_RULES:
         problems.append(
             Problem(f"{name} is no strategy JSON", where=name, why=f"it holds no `{LAYOUTS}`, a dict of parameters",
                     fix="save it with MindSpore's strategy_ckpt_config, its name ending in .json")
@@ -69,11 +69,11 @@ def parse_json(text: str, name: str, problems: list[Problem]) -> LayoutFile | No
     axes = list(zip(names, itertools.pairwise(strides), strict=False))
     rules = []
     for parameter, rows in cuts.items():
-        dims: list[Dim] = []
+        dims: list[RuleDim] = []
         for row in rows:
             along = [n for major, minor in row for n, (top, low) in axes if low >= minor and top <= major]
             dims.append(1 if not along else along[0] if len(along) == 1 else tuple(along))
-        rules.append(Rule(escaped(parameter), tuple(dims)))
+        rules.append(LayoutRule(escaped(parameter), tuple(dims)))
     return LayoutFile(
         grid=tuple((n, top // low) for n, (top, low) in axes), arguments=tuple(rules), about=f"from {name}", name=name
     )
@@ -112,10 +112,10 @@ def checked(item: Any) -> tuple[list[int], list[list[int]], int, int] | str:
     if not isinstance(item, dict):
         return "it is no dict"
     matrix, written = item.get("dev_matrix"), item.get("tensor_map")
-    if not _ints(matrix, 1) or math.prod(matrix) > MOST_SIZE:
-        return f"dev_matrix must be a list of sizes, up to {MOST_SIZE:,} devices"
+    if not _ints(matrix, 1) or math.prod(matrix) > MAX_SIZE:
+        return f"dev_matrix must be a list of sizes, up to {MAX_SIZE:,} devices"
     dims = [dim if isinstance(dim, list) else [dim] for dim in written] if isinstance(written, list) else None
-    if dims is None or len(dims) > MOST_DIMS or not all(_ints(dim, -1) for dim in dims):
+    if dims is None or len(dims) > MAX_DIMS or not all(_ints(dim, -1) for dim in dims):
         return "tensor_map must be a list of ints, or of lists of ints for a dim that several axes cut"
     used = [k for dim in dims for k in dim if k >= 0]
     if any(k >= len(matrix) for k in used) or len(set(used)) < len(used):
@@ -139,8 +139,8 @@ def checked(item: Any) -> tuple[list[int], list[list[int]], int, int] | str:
 
 
 def _ints(values: Any, least: int) -> TypeGuard[list[int]]:
-    return isinstance(values, list) and 0 <= len(values) <= MOST_DIMS and all(
-        type(v) is int and least <= v <= MOST_SIZE for v in values
+    return isinstance(values, list) and 0 <= len(values) <= MAX_DIMS and all(
+        type(v) is int and least <= v <= MAX_SIZE for v in values
     )  # fmt: skip
 
 

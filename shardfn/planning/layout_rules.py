@@ -1,11 +1,16 @@
-"""Rules of a layout file: which arrays each meets, and how it lies them out on a grid. Data, and pure functions of it."""
+"""The data of a layout file, and how its rules apply to arrays.
+
+A `LayoutRule` gives the sharding of every array whose path its glob matches. `match_rules` finds the rule of each array,
+`mesh_axes` the sizes of the mesh axes, and `rule_entry` the sharding of one array.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shardfn.errors import Problem
@@ -17,40 +22,64 @@ from shardfn.mindspore.layout import Layout
 from shardfn.partition.resharding import divisors
 from shardfn.planning.decisions import Constraint
 
-Dim = int | str | tuple[str, ...]
-"""Of a rule: how many ways a dim is cut (1 is whole), an axis that cuts it, several of them, or `...`."""
+RuleDim = int | str | tuple[str, ...]
+"""One dimension in a rule: a number of shards (1: unsharded), a mesh axis, several mesh axes, or `...`."""
 
-SPREAD = "..."
-"""In the place of a dim: any number of whole dims."""
+ELLIPSIS = "..."
+"""Stands for any number of unsharded dimensions."""
 
-WHOLE: tuple[Dim, ...] = (SPREAD,)
+UNSHARDED: tuple[RuleDim, ...] = (ELLIPSIS,)
 
-MOST = 20
-"""Problems of one kind that are told one by one; of the rest, how many there are."""
+MAX_REPORTED = 20
+"""Problems of one kind that are reported one by one; the rest are counted."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
-    """Arrays, by a glob of their paths, and how each is cut; `cut` None leaves them to the search.
+class LayoutRule:
+    """The sharding of all arrays whose path a glob matches.
 
-    An axis name that ends in `?` cuts its dim where it divides it. `dims` are names for the dims, for people and for
-    errors. A rule that is `optional` may meet nothing.
+    Attributes:
+      glob: matched against the paths of arrays; an exact path takes precedence over a glob.
+      sharding: one entry per dimension; None leaves the arrays to the search. An axis name that ends in `?` shards its
+        dimension only where the axis size divides it.
+      dims: names of the dimensions, for people and for errors.
+      optional: whether the rule may match no array.
+      line: its line in the file, from 1; 0 if unknown.
     """
 
     glob: str
-    cut: tuple[Dim, ...] | None
+    sharding: tuple[RuleDim, ...] | None
     dims: tuple[str, ...] = ()
     optional: bool = False
+    line: int = dataclasses.field(default=0, compare=False, repr=False)
 
     @property
     def has_axes(self) -> bool:
-        """Whether it names axes, rather than counting pieces."""
-        return any(isinstance(dim, tuple) or (isinstance(dim, str) and dim != SPREAD) for dim in self.cut or ())
+        """Whether it names mesh axes instead of numbers of shards."""
+        return any(isinstance(dim, tuple) or (isinstance(dim, str) and dim != ELLIPSIS) for dim in self.sharding or ())
+
+    @property
+    def has_counts(self) -> bool:
+        """Whether it shards a dimension by a number of shards."""
+        return any(isinstance(dim, int) and dim > 1 for dim in self.sharding or ())
+
+    def where(self, file: str, section: str) -> str:
+        """Its place, for errors: `layout.toml:7: [arguments] '*/w'`."""
+        return f"{at_line(file, self.line)}: [{section}] {self.glob!r}"
+
+
+def at_line(file: str, line: int) -> str:
+    """`file:line`; the file alone where the line is unknown (0).
+
+    >>> at_line("layout.toml", 7), at_line("layout.toml", 0)
+    ('layout.toml:7', 'layout.toml')
+    """
+    return f"{file}:{line}" if line else file
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-    """Who decided on some arrays, and why: `by` as in `Decision.source`, `of` their paths."""
+class DecisionSource:
+    """Who decided the sharding of some arrays, and why: `by` as in `Decision.source`, `of` their paths."""
 
     by: str
     why: str
@@ -59,28 +88,35 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayoutFile:
-    """What a layout file says. It equals a plan that decides the same.
+    """The contents of a layout file. It equals a plan with the same decisions.
 
-    `grid` has the axes in order, row-major, last axis fastest; a size of None is what is left of the devices.
-    `others` cuts the arrays that no rule meets, `batch` the arguments of a function in which no rule meets any
-    (their leading dims). `function`, `device` and `level` say what it was made for.
+    Attributes:
+      mesh: axis names and sizes, row-major, the last axis fastest; None is the size that the device count leaves.
+      arguments, results, activations: the rules of each section.
+      constraints: sharding constraints on ops inside the function.
+      others: the sharding of arguments that no rule matches.
+      batch: the leading dimensions of function arguments none of whose arrays a rule matches.
+      order: the device at each mesh position; None for 0, 1, 2, ….
+      about, function, device, level, sources: what the file was made for, and who decided.
+      name: where it was read from, for errors and reports.
+      lines: the line of each section, from 1.
     """
 
-    grid: tuple[tuple[str, int | None], ...] = ()
-    arguments: tuple[Rule, ...] = ()
-    results: tuple[Rule, ...] = ()
-    activations: tuple[Rule, ...] = ()
-    inside: tuple[Constraint, ...] = ()
-    others: tuple[Dim, ...] | None = None
-    batch: tuple[Dim, ...] | None = None
+    mesh: tuple[tuple[str, int | None], ...] = ()
+    arguments: tuple[LayoutRule, ...] = ()
+    results: tuple[LayoutRule, ...] = ()
+    activations: tuple[LayoutRule, ...] = ()
+    constraints: tuple[Constraint, ...] = ()
+    others: tuple[RuleDim, ...] | None = None
+    batch: tuple[RuleDim, ...] | None = None
     order: tuple[int, ...] | None = None
     about: str = ""
     function: str = ""
     device: str = ""
     level: int | None = None
-    sources: tuple[Source, ...] = ()
+    sources: tuple[DecisionSource, ...] = ()
     name: str = "layout"
-    """Where it was read from: for errors and reports."""
+    lines: Mapping[str, int] = dataclasses.field(default_factory=dict, repr=False)
 
     def __eq__(self, other: object) -> bool:
         decided = getattr(other, "decided", None)
@@ -91,72 +127,82 @@ class LayoutFile:
     __hash__ = None  # type: ignore[assignment]  # it equals plans, which have hashes of their own
 
     def _key(self) -> tuple[Any, ...]:
-        inside = sorted(self.inside, key=lambda held: (held.number, repr(held)))  # a file has alike ones together
-        return (*(getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("name", "inside")), inside)
+        ordered = sorted(self.constraints, key=lambda c: (c.number, repr(c)))  # a file groups equal ones
+        skipped = ("name", "lines", "constraints")
+        return (*(getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in skipped), ordered)
 
-    def with_grid(self, **sizes: int) -> LayoutFile:
-        """The same with other sizes of axes.
+    def with_mesh(self, **sizes: int) -> LayoutFile:
+        """A copy with other sizes of mesh axes.
 
-        >>> LayoutFile(grid=(("data", None), ("model", 4))).with_grid(model=8).grid
+        Args:
+          **sizes: the new size of each axis, by its name.
+
+        Returns:
+          The changed copy.
+
+        >>> LayoutFile(mesh=(("data", None), ("model", 4))).with_mesh(model=8).mesh
         (('data', None), ('model', 8))
         """
-        return dataclasses.replace(self, grid=tuple((name, sizes.get(name, size)) for name, size in self.grid))
+        return dataclasses.replace(self, mesh=tuple((name, sizes.get(name, size)) for name, size in self.mesh))
 
 
-def axes_on(layout: LayoutFile, devices: int, problems: list[Problem]) -> Axes:
-    """The grid with every size known; on one device every axis is 1.
+def mesh_axes(layout: LayoutFile, devices: int, problems: list[Problem]) -> Axes:
+    """The mesh axes with every size known; on one device every size is 1.
 
     Args:
-      devices: how many there are.
-      problems: receives a grid that does not fit them.
+      layout: the layout file.
+      devices: the device count.
+      problems: receives a mesh that does not fit the devices.
     """
-    fixed = math.prod(size for _, size in layout.grid if size is not None)
-    open_ = [name for name, size in layout.grid if size is None]
-    text = " x ".join(f"{name}={size or 'left'}" for name, size in layout.grid)
     if devices == 1:
-        return tuple((name, 1) for name, _ in layout.grid)
-    if layout.grid and (devices % fixed if open_ else fixed != devices):
+        return tuple((name, 1) for name, _ in layout.mesh)
+    fixed = math.prod(size for _, size in layout.mesh if size is not None)
+    is_open = any(size is None for _, size in layout.mesh)
+    if layout.mesh and (devices % fixed if is_open else fixed != devices):
         can = any_of(divisors(devices))
         fix = f"use a multiple of {fixed} devices, or sizes whose product is {can}"
-        if not open_:
-            fix = (f'use {fixed} devices, or change [grid]: sizes with a product of {devices}, or an axis left to the '
-                   f'device count, {layout.grid[0][0]} = "left"')  # fmt: skip
-        why = f"{devices} is not divisible by {fixed}" if open_ else "the product of the axes is the device count"
-        told = Problem(
-            f"the grid of {layout.name} has {fixed} devices{' in its fixed axes' if open_ else ''}, but there are {devices}",
-            where=f"{layout.name}: [grid] {text}",
-            why=why,
+        if not is_open:
+            fix = (f'use {fixed} devices, or change [mesh]: sizes with a product of {devices}, or an axis left to the '
+                   f'device count, {layout.mesh[0][0]} = "left"')  # fmt: skip
+        text = " x ".join(f"{name}={size or 'left'}" for name, size in layout.mesh)
+        found = Problem(
+            f"the mesh of {layout.name} has {fixed} devices{' in its fixed axes' if is_open else ''}, but there are {devices}",
+            where=f"{at_line(layout.name, layout.lines.get('mesh', 0))}: [mesh] {text}",
+            why=f"{devices} is not divisible by {fixed}" if is_open else "the product of the axes is the device count",
             fix=fix,
         )
-        if told not in problems:  # arguments and results are asked one after the other
-            problems.append(told)
-        return tuple((name, size or 1) for name, size in layout.grid)
-    return tuple((name, devices // fixed if size is None else size) for name, size in layout.grid)
+        if found not in problems:  # arguments and results are checked one after the other
+            problems.append(found)
+        return tuple((name, size or 1) for name, size in layout.mesh)
+    return tuple((name, devices // fixed if size is None else size) for name, size in layout.mesh)
 
 
-def matched(
-    rules: Sequence[Rule], leaves: Sequence[Leaf], section: str, name: str, problems: list[Problem], strict: bool = True
-) -> dict[int, Rule]:
-    """For each leaf that a rule meets, by its position, that rule. A path itself goes before a glob.
+def match_rules(
+    layout: LayoutFile, section: str, leaves: Sequence[Leaf], problems: list[Problem], strict: bool = True
+) -> dict[int, LayoutRule]:
+    """The rule of each leaf that one matches, by the leaf's position. An exact path takes precedence over a glob.
 
     Args:
-      rules: of one section of a file.
-      section: its name, for errors.
-      name: the file's.
-      problems: receives rules that meet nothing (where `strict`), and leaves that two rules meet.
+      layout: the layout file.
+      section: "arguments", "results" or "activations".
+      leaves: the arrays.
+      problems: receives rules that match no array (if `strict`), and arrays that two rules match.
+      strict: whether a rule must match an array.
     """
-    full = [normal(leaf.path) for leaf in leaves]
-    found = ruled([rule.glob for rule in rules], full, lambda one, two: rules[one].cut == rules[two].cut)
+    rules: tuple[LayoutRule, ...] = getattr(layout, section)
+    paths = [normal(leaf.path) for leaf in leaves]
+    found = ruled([rule.glob for rule in rules], paths, lambda one, two: rules[one].sharding == rules[two].sharding)
     if strict:
         missing = [rules[i] for i in found.missing if not rules[i].optional]
-        problems += _missing(missing, full, section, name)
-    told = [_two_rules(leaves[i], rules[one], rules[two], section, name) for i, one, two in found.clashes[:MOST]]
-    problems += _several(told, len(found.clashes), "arrays that two rules meet", name)
+        _report((_no_match(rule, paths, section, layout.name) for rule in missing), len(missing),
+                "rules that match no array", layout.name, problems)  # fmt: skip
+    clashes = (_two_rules(leaves[i], rules[one], rules[two], section, layout.name) for i, one, two in found.clashes)
+    _report(clashes, len(found.clashes), "arrays that two rules match", layout.name, problems)
     return {i: rules[rule] for i, rule in found.rules.items()}
 
 
 def printable(text: str) -> str:
-    """A text of a file without what would move a terminal's cursor.
+    """A text with `?` for characters that are not printable: they could control a terminal.
 
     >>> printable("a\x1b[2J")
     'a?[2J'
@@ -164,124 +210,114 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def _missing(rules: Sequence[Rule], full: Sequence[str], section: str, name: str) -> list[Problem]:
-    told = []
-    for rule in rules[:MOST]:
-        close = near(rule.glob, full)
-        mend = f"did you mean {' or '.join(map(repr, close))}?" if close else "correct the path."
-        told.append(
-            Problem(
-                f"a rule of {name} meets no array: `{printable(rule.glob)}`",
-                where=f"{name}: [{section}]",
-                why=f"the arrays are {listed(full)}",
-                fix=f"{mend} Or take the rule out, or say optional = true in it",
-            )
+def _report(found: Iterable[Problem], total: int, what: str, name: str, problems: list[Problem]) -> None:
+    """Add the first of some problems, and how many more there are."""
+    problems += itertools.islice(found, MAX_REPORTED)
+    if total > MAX_REPORTED:
+        problems.append(
+            Problem(f"there are {total - MAX_REPORTED} more {what}", where=name, fix="fix those above first")
         )
-    return _several(told, len(rules), "rules that meet no array", name)
 
 
-def _two_rules(leaf: Leaf, one: Rule, two: Rule, section: str, name: str) -> Problem:
+def _no_match(rule: LayoutRule, paths: Sequence[str], section: str, name: str) -> Problem:
+    close = near(rule.glob, paths)
+    fix = f"did you mean {' or '.join(map(repr, close))}?" if close else "correct the path."
     return Problem(
-        f"two rules of {name} meet `{leaf.path}`",
-        where=f"{name}: [{section}] {one.glob!r} and {two.glob!r}",
-        why="an array has one layout, and no rule comes before the other",
-        fix="make one of the globs narrower, or give the path itself a rule: it goes before every glob",
+        f"a rule of {name} matches no array: `{printable(rule.glob)}`",
+        where=f"{at_line(name, rule.line)}: [{section}]",
+        why=f"the arrays are {listed(paths)}",
+        fix=f"{fix} Or remove the rule, or add optional = true to it",
     )
 
 
-def _several(told: list[Problem], total: int, what: str, name: str) -> list[Problem]:
-    if total > len(told):
-        told.append(Problem(f"there are {total - len(told)} more {what}", where=name, fix="mend those above first"))
-    return told
+def _two_rules(leaf: Leaf, one: LayoutRule, two: LayoutRule, section: str, name: str) -> Problem:
+    return Problem(
+        f"two rules of {name} match `{leaf.path}`",
+        where=f"{one.where(name, section)} and {two.where(name, section).removeprefix(name).lstrip(': ')}",
+        why="an array has one sharding, and neither glob takes precedence",
+        fix="make one glob narrower, or add a rule for the exact path: it takes precedence over every glob",
+    )
 
 
-def no_rule(leaves: Sequence[Leaf], name: str) -> list[Problem]:
-    """The problems of arrays that no rule meets."""
-    told = [
+def report_uncovered(leaves: Sequence[Leaf], name: str, problems: list[Problem]) -> None:
+    """Report the arrays that no rule matches."""
+    found = (
         Problem(
-            f"no rule of {name} meets `{leaf.path}`",
+            f"no rule of {name} matches `{leaf.path}`",
             where=leaf.text,
-            why="what a layout file does not speak of is left to the search, and this is asked of the file alone",
-            fix=f'give it a rule: "{escaped(leaf.path)}" = [{", ".join("1" for _ in leaf.shape)}], '
-            'or say others = "whole" for all of them',
+            why="here the layout file alone decides: no search shards the other arrays",
+            fix=f'add a rule: "{escaped(leaf.path)}" = [{", ".join("1" for _ in leaf.shape)}], '
+            'or others = "replicated" for all of them',
         )
-        for leaf in leaves[:MOST]
-    ]
-    return _several(told, len(leaves), "arrays without a rule", name)
+        for leaf in leaves
+    )
+    _report(found, len(leaves), "arrays without a rule", name, problems)
 
 
-def laid(rule: Rule, leaf: Leaf, axes: Axes, devices: int, where: str, problems: list[Problem]) -> Any:
-    """The entry of a leaf, for the placing of a call: a `Layout`, a tuple of cuts, or AUTO.
+def rule_entry(rule: LayoutRule, leaf: Leaf, axes: Axes, devices: int, where: str, problems: list[Problem]) -> Any:
+    """The entry of a leaf: mesh axes for each dimension (a `Spec`), numbers of shards (a strategy), or AUTO.
 
     Args:
-      axes: the grid, sizes known.
-      devices: how many there are; on one everything is whole, and only the form of the rule is checked.
-      where: the file and the section, for errors.
-      problems: receives a rank, an axis or a cut that does not fit.
+      rule: the rule that matches the leaf.
+      leaf: the array.
+      axes: the mesh axes, sizes known.
+      devices: the device count; on one device every array is replicated, and only the form of the rule is checked.
+      where: the rule's place, for errors.
+      problems: receives a rank, an axis or a number of shards that does not fit.
     """
-    if rule.cut is None:
+    if rule.sharding is None:
         return AUTO
-    told = dataclasses.replace(leaf, entry=_written(rule), where=f"{where} {rule.glob!r}")
-    dims = _spread(rule.cut, len(leaf.shape))
+    leaf = dataclasses.replace(leaf, entry=list(rule.sharding), where=where)
+    dims = _expanded(rule.sharding, len(leaf.shape))
     if dims is None or (rule.dims and len(rule.dims) != len(leaf.shape)):
-        problems.append(_rank(rule, told))
+        problems.append(_rank(rule, leaf))
         return AUTO
-    if not rule.has_axes and (not axes or any(isinstance(dim, int) and dim > 1 for dim in dims)):
-        cuts = check_cuts(told, tuple(dims), devices, problems)
-        return AUTO if cuts is None else cuts
-    before = len(problems)
-    spec = _spec(dims, told, dict(axes), problems)
-    if len(problems) > before or spec is None:
+    if not rule.has_axes and (not axes or rule.has_counts):
+        strategy = check_cuts(leaf, tuple(dims), devices, problems)
+        return AUTO if strategy is None else strategy
+    spec = _spec(dims, leaf, dict(axes), problems)
+    if spec is None:
         return AUTO
     if devices == 1:
         return (1,) * len(leaf.shape)
-    cuts = tuple(math.prod(dict(axes)[a] for a in dim) for dim in spec)
-    if check_cuts(told, cuts, devices, problems) is None:
-        return AUTO
-    return spec
+    strategy = tuple(math.prod(dict(axes)[a] for a in dim) for dim in spec)
+    return AUTO if check_cuts(leaf, strategy, devices, problems) is None else spec
 
 
-def _written(rule: Rule) -> Any:
-    """A rule's cut as errors show it."""
-    return list(rule.cut or ())
+def _expanded(sharding: Sequence[RuleDim], ndim: int) -> list[RuleDim] | None:
+    """One entry for each dimension of an array; None where the ranks differ."""
+    dims = list(sharding)
+    if ELLIPSIS in dims:
+        at = dims.index(ELLIPSIS)
+        dims[at : at + 1] = [1] * (ndim - len(dims) + 1)
+    return dims if len(dims) == ndim else None
 
 
-def _spread(cut: Sequence[Dim], ndim: int) -> list[Dim] | None:
-    """One dim for each of an array's; None where the ranks do not fit."""
-    if SPREAD not in cut:
-        return list(cut) if len(cut) == ndim else None
-    if len(cut) - 1 > ndim:
-        return None
-    at = list(cut).index(SPREAD)
-    return [*cut[:at], *(1,) * (ndim - len(cut) + 1), *cut[at + 1 :]]
-
-
-def _rank(rule: Rule, leaf: Leaf) -> Problem:
-    have = len(rule.dims) if rule.dims else len(rule.cut or ()) - (SPREAD in (rule.cut or ()))
+def _rank(rule: LayoutRule, leaf: Leaf) -> Problem:
+    have = len(rule.dims) if rule.dims else len(rule.sharding or ()) - (ELLIPSIS in (rule.sharding or ()))
     return Problem(
-        f"{leaf.label} has {count(len(leaf.shape), 'dimension', 'dimensions')}, but its rule speaks of {have}",
+        f"{leaf.label} has {count(len(leaf.shape), 'dimension', 'dimensions')}, but its rule has {have}",
         where=leaf.source,
-        why='a rule has one entry for each dimension; "..." stands for any number of whole ones',
-        fix=f"write {len(leaf.shape)} entries, or narrow the glob {rule.glob!r} so that it does not meet this array",
+        why='a rule has one entry for each dimension; "..." stands for any number of unsharded ones',
+        fix=f"write {len(leaf.shape)} entries, or narrow the glob {rule.glob!r} so that it does not match this array",
     )
 
 
-def _spec(dims: Sequence[Dim], leaf: Leaf, sizes: dict[str, int], problems: list[Problem]) -> Spec | None:
+def _spec(dims: Sequence[RuleDim], leaf: Leaf, sizes: dict[str, int], problems: list[Problem]) -> Spec | None:
     spec: list[tuple[str, ...]] = []
     used: set[str] = set()
     for d, (dim, size) in enumerate(zip(dims, leaf.shape, strict=True)):
-        names = dim if isinstance(dim, tuple) else () if isinstance(dim, int) else (dim,)
         kept: list[str] = []
-        for written in names:
+        for written in dim if isinstance(dim, tuple) else () if isinstance(dim, int) else (dim,):
             name = written.removesuffix("?")
             if name not in sizes:
                 close = difflib.get_close_matches(name, list(sizes), 1, 0.5)
                 problems.append(
                     Problem(
-                        f"{leaf.label} is cut over `{name}`, which is no axis of the grid",
+                        f"{leaf.label} is sharded over `{name}`, which is no mesh axis",
                         where=leaf.source,
                         why=f"the axes are {', '.join(sizes) or 'none'}",
-                        fix=f"did you mean {close[0]!r}?" if close else "use one of these axes, or 1 to leave it whole",
+                        fix=f"did you mean {close[0]!r}?" if close else "use one of these axes, or 1 for unsharded",
                     )
                 )
                 return None
@@ -290,10 +326,10 @@ def _spec(dims: Sequence[Dim], leaf: Leaf, sizes: dict[str, int], problems: list
             if name in used:
                 problems.append(
                     Problem(
-                        f"two dimensions of {leaf.label} want the axis `{name}`",
+                        f"two dimensions of {leaf.label} use the axis `{name}`",
                         where=leaf.source,
-                        why="an axis can cut one dimension of an array",
-                        fix=f"give dimension {d} another axis, or leave it whole",
+                        why="a mesh axis shards at most one dimension of an array",
+                        fix=f"give dimension {d} another axis, or leave it unsharded",
                     )
                 )
                 return None
@@ -304,7 +340,7 @@ def _spec(dims: Sequence[Dim], leaf: Leaf, sizes: dict[str, int], problems: list
 
 
 def as_layout(spec: Spec, axes: Axes, order: Sequence[int] | None) -> Layout:
-    """A layout of one array on the grid."""
+    """The `Layout` of one array on the mesh."""
     names, sizes = tuple(n for n, _ in axes), tuple(s for _, s in axes)
     dims = ("None" if not dim else dim[0] if len(dim) == 1 else dim for dim in spec)
     return Layout(sizes, names, list(order) if order else None)(*dims)

@@ -21,7 +21,7 @@ from shardfn.ir.model import Graph, OpConstraint, Spec
 from shardfn.planning.answer import constraints_of, dimension_groups_of, of_inputs, of_results
 from shardfn.planning.candidates import candidates
 from shardfn.planning.diagnostics import advice
-from shardfn.planning.layout_rules import LayoutFile, axes_on
+from shardfn.planning.layout_rules import LayoutFile, mesh_axes
 from shardfn.planning.mesh_inference import Placement, expresses, finest, place
 from shardfn.planning.named_shardings import is_drawn, place_drawn
 from shardfn.planning.op_constraints import anchors, held_in
@@ -165,7 +165,7 @@ def _grid_of(
     drawn = any(is_drawn(leaf) for leaf in (*inputs, *outputs))
     grid: Axes = placed.axes if drawn or any(dim for spec in placed.specs if spec for dim in spec) else ()
     if layout is not None and hardware.count > 1 and not grid:
-        grid = axes_on(layout, hardware.count, problems)
+        grid = mesh_axes(layout, hardware.count, problems)
     own = grid or (("a", hardware.count),)
     if all(math.prod(other) != hardware.count or expresses(own, other) for other in traced.grids):
         return grid, tuple(placed.specs)

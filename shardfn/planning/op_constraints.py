@@ -128,7 +128,7 @@ def held_in(
     known = {name for name, _ in axes}
     found: dict[int, OpConstraint] = {}
     diagnostics: list[str] = []
-    for held in layout.inside:
+    for held in layout.constraints:
         op = graph.ops[op_of[held.number]] if held.number in op_of else None
         ends = (*held.operands, *held.results)
         values = (*op.inputs, *op.outputs) if op is not None else ()

@@ -19,7 +19,7 @@ from shardfn.frontend.paths import alike, few, listed
 from shardfn.ir.model import Collective, Op, PartitionedProgram
 from shardfn.layoutfile import plan_file
 from shardfn.planning.decisions import Alternatives, Candidate, Constraint, Decision, DimensionGroup
-from shardfn.planning.layout_rules import LayoutFile, Rule
+from shardfn.planning.layout_rules import LayoutFile, LayoutRule
 
 __all__ = [
     "Alternatives", "Candidate", "Change", "Constraint", "Decision", "DimensionGroup", "OpStrategy", "Plan", "Study", "diff",
@@ -64,7 +64,7 @@ class Plan:
     """The next best of the whole plans that were priced, with what both cost; empty where there is none."""
     candidates: tuple[Candidate, ...] = ()
     """The whole plans that the search priced by their flows, this one first, the others best first."""
-    activations: tuple[Rule, ...] = ()
+    activations: tuple[LayoutRule, ...] = ()
     """Rules of a layout file for what is tagged inside."""
     memory_limit: float | None = dataclasses.field(default=None, compare=False)
     """Bytes that one device may hold, as they were given; None is all that it has."""
@@ -127,7 +127,7 @@ class Plan:
 
     def decided(self) -> LayoutFile:
         """What the plan decides, as a layout file has it: grid, layouts, what is held inside, level, device, and why."""
-        return plan_file.layout_of(self)
+        return plan_file.layout_of_plan(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as a layout file (TOML): `load_layout` reads it, `shard(f, layout=path)` uses it.
@@ -144,7 +144,7 @@ class Plan:
         ...     shardfn.load_layout(f"{folder}/layout.toml") == made
         True
         """
-        plan_file.save(self, path, op_strategies(self))
+        plan_file.save_plan(self, path, op_strategies(self))
 
     def _studied(self) -> Study:
         if self._study is None:

@@ -1,4 +1,4 @@
-"""Names for activations inside a function, and the layouts that a layout file gives them."""
+"""Tags: names of values inside a function, and the shardings that a layout file gives them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,26 @@ from shardfn.frontend.meshes import partition_spec
 from shardfn.frontend.strategy import Leaf, short
 from shardfn.ir.model import Axes
 from shardfn.ir.rewrite import bind_one, equations, rebound
-from shardfn.planning.layout_rules import MOST, LayoutFile, Rule, laid, matched, printable
+from shardfn.planning.layout_rules import MAX_REPORTED, LayoutFile, LayoutRule, match_rules, printable, rule_entry
 
 PREFIX = "shardfn:"
-"""Before a tag in the name that JAX keeps, so that it is no name of a checkpoint policy of the user's."""
+"""Begins the name that JAX keeps for a tag, so that no user's checkpoint policy matches it."""
 
 
 def tag(x: Any, name: str) -> Any:
-    """`x`, an array or a pytree of arrays, under a name that the `[activations]` of a layout file can speak of.
+    """Name a value, for rules in the `[activations]` section of a layout file.
 
-    It computes nothing, goes through every transformation, and is no more than a name where no file speaks of it.
+    A tag computes nothing and goes through every JAX transformation.
+
+    Args:
+      x: an array or a pytree of arrays.
+      name: the name that the rules match, such as "block/out".
+
+    Returns:
+      `x`, unchanged.
 
     Raises:
-      StrategyTypeError: the name is no string.
+      StrategyTypeError: `name` is not a string, or empty.
 
     >>> import jax.numpy as jnp
     >>> tag(jnp.float32(3), "block/0").item()
@@ -35,38 +42,38 @@ def tag(x: Any, name: str) -> Any:
     """
     if not isinstance(name, str) or not name:
         fail(StrategyTypeError, f"a tag is a name, not {a(name)}", where=f"tag(x, {short(name)})",
-             why="the rules of a layout file find it by its name", fix='write a string: tag(x, "block/out")')  # fmt: skip
+             why="the rules of a layout file match it by its name", fix='write a string: tag(x, "block/out")')  # fmt: skip
     return jax.tree_util.tree_map(lambda leaf: checkpoint_name(leaf, PREFIX + name), x)
 
 
-def tags_of(
+def match_tags(
     layout: LayoutFile, jaxpr: Any, axes: Axes, devices: int, problems: list[Problem], strict: bool = True
-) -> dict[str, Rule]:
-    """For each tag in a program that a rule of the file meets, that rule; `problems` receives what does not fit."""
+) -> dict[str, LayoutRule]:
+    """The rule of each tag in a program that one matches; `problems` receives what does not fit."""
     found = list(dict.fromkeys(_leaves(jaxpr)))
     first = list({leaf.path: leaf for leaf in found}.values())
-    met = matched(layout.activations, first, "activations", layout.name, problems, strict)
-    counted = {rule.glob: rule for rule in met.values() if rule.cut is not None and not (layout.grid and _names(rule))}
-    problems += [_no_axes(rule, layout) for rule in list(counted.values())[:MOST]]
-    rules = {first[i].path: rule for i, rule in met.items() if rule.glob not in counted}
+    matched = match_rules(layout, "activations", first, problems, strict)
+    bare = {r.glob: r for r in matched.values() if r.sharding is not None and (r.has_counts or not layout.mesh)}
+    problems += [_without_axes(rule, layout) for rule in list(bare.values())[:MAX_REPORTED]]
+    rules = {first[i].path: rule for i, rule in matched.items() if rule.glob not in bare}
     for leaf in found:
         if leaf.path in rules:
-            laid(rules[leaf.path], leaf, axes, devices, f"{layout.name}: [activations]", problems)
+            rule = rules[leaf.path]
+            rule_entry(rule, leaf, axes, devices, rule.where(layout.name, "activations"), problems)
     return rules
 
 
-def _names(rule: Rule) -> bool:
-    """Whether a rule can be held on the grid of a file: it names axes, or leaves dims whole."""
-    return not any(isinstance(dim, int) and dim > 1 for dim in rule.cut or ())
-
-
-def _no_axes(rule: Rule, layout: LayoutFile) -> Problem:
-    what = "is for an activation, and there is no [grid]" if _names(rule) else "counts pieces of an activation"
+def _without_axes(rule: LayoutRule, layout: LayoutFile) -> Problem:
+    what = (
+        "gives numbers of shards for an activation"
+        if rule.has_counts
+        else "is for an activation, and there is no [mesh]"
+    )
     return Problem(
         f"a rule of {layout.name} {what}: `{printable(rule.glob)}`",
-        where=f"{layout.name}: [activations] {rule.glob!r} = {list(rule.cut or ())}",
-        why="an activation is held over named axes; those that pieces of arguments come to lie on are not known before",
-        fix='write [grid] and a line for each axis, a = "left", and name axes in all rules: ["a", 1]',
+        where=f"{rule.where(layout.name, 'activations')} = {list(rule.sharding or ())}",
+        why="an activation is sharded over named mesh axes; the axes that numbers of shards stand for are chosen later",
+        fix='write [mesh] and a line for each axis, a = "left", and name axes in all rules: ["a", 1]',
     )
 
 
@@ -82,24 +89,24 @@ def _tag(eqn: Any) -> str | None:
     return name.removeprefix(PREFIX) if isinstance(name, str) and name.startswith(PREFIX) else None
 
 
-def held_tags(
-    function: Callable[..., Any], rules: Mapping[str, Rule], axes: Axes, mesh: Any, parts: Mapping[str, tuple[str, ...]],
-    static_argnums: tuple[int, ...] = (),
+def constrain_tags(
+    function: Callable[..., Any], rules: Mapping[str, LayoutRule], axes: Axes, mesh: Any,
+    parts: Mapping[str, tuple[str, ...]], static_argnums: tuple[int, ...] = (),
 ) -> Callable[..., Any]:  # fmt: skip
-    """`function` with what is tagged held to the layouts of the rules.
+    """`function` with a sharding constraint on each tagged value.
 
     Args:
-      rules: by tag, as `tags_of` gives them.
-      axes: the grid that the rules speak of.
-      mesh: the mesh to name layouts on.
-      parts: for each axis of the grid the axes of `mesh` that make it up.
+      function: the function.
+      rules: the rule of each tag, from `match_tags`.
+      axes: the mesh axes that the rules name.
+      mesh: the mesh of the constraints.
+      parts: for each axis of the rules, the axes of `mesh` that it consists of.
       static_argnums: as in `jax.jit`.
     """
-    devices = mesh.size
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
         (out,) = bind_one(eqn, inputs)
-        spec = laid(rules[_tag(eqn) or ""], Leaf("", "", tuple(out.shape), ""), axes, devices, "", [])
+        spec = rule_entry(rules[_tag(eqn) or ""], Leaf("", "", tuple(out.shape), ""), axes, mesh.size, "", [])
         if not isinstance(spec, tuple) or all(isinstance(dim, int) for dim in spec):
             return [out]
         fine = tuple(tuple(part for axis in dim for part in parts[axis]) for dim in spec)

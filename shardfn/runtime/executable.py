@@ -56,7 +56,7 @@ def make_entry(program: Program) -> Entry:
     found = dataclasses.replace(found, plan=made)
     current = program.current
     if current.plan_file and jax.process_index() == 0:
-        plan_file.save(made, current.plan_file, op_strategies(made), current.saves_parameters_only)
+        plan_file.save_plan(made, current.plan_file, op_strategies(made), current.saves_parameters_only)
     if current.graphs:
         save_graphs(made, current.graphs_path)
     targets = tuple(shardings(made.inputs, whole(made)))

@@ -21,10 +21,10 @@ from shardfn.frontend.strategy import UNKNOWN, Leaf
 from shardfn.frontend.trace import Traced, trace
 from shardfn.frontend.validation import check_all
 from shardfn.layoutfile.files import LayoutFile, with_layout
-from shardfn.planning.layout_rules import axes_on
+from shardfn.planning.layout_rules import mesh_axes
 from shardfn.planning.make import make_plan
 from shardfn.planning.plan import Plan
-from shardfn.planning.tags import held_tags, tags_of
+from shardfn.planning.tags import constrain_tags, match_tags
 from shardfn.planning.workarounds import kept_apart, made_whole, mended_finding, share_windows, wrong_ops
 from shardfn.runtime.apply import Grid, apply, finest, has_other_grids, on_paper, whole
 from shardfn.runtime.verify import Verifier
@@ -174,10 +174,10 @@ def program_of(callee: Callee, options: Options, call: Call, current: Defaults, 
         traced = trace(pure, shapes, statics, hardware.platform)
     on: Callable[[Grid], Callable[..., Any]] = lambda grid: pure  # noqa: E731
     if layout is not None and layout.activations:
-        axes = axes_on(layout, hardware.count, [])
-        tags = tags_of(layout, traced.jaxpr, axes, hardware.count, problems, strict)
+        axes = mesh_axes(layout, hardware.count, [])
+        tags = match_tags(layout, traced.jaxpr, axes, hardware.count, problems, strict)
         if tags and hardware.count > 1 and not problems:
-            on = lambda grid: held_tags(pure, tags, axes, grid.mesh, grid.parts, statics)  # noqa: E731
+            on = lambda grid: constrain_tags(pure, tags, axes, grid.mesh, grid.parts, statics)  # noqa: E731
             traced = trace(on(on_paper(axes)), shapes, statics, hardware.platform)
     result, changed = traced.results if call.stateful else (traced.results, {})
     outputs = output_leaves(callee, options, result, current, hardware.count, problems)

@@ -21,7 +21,7 @@ from shardfn.checkpoint.tensorfiles import INDEX, SUFFIX, Tensor, tensors
 from shardfn.errors import CheckpointError, Problem, a, fail
 from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import short
-from shardfn.layoutfile.files import read as read_layout
+from shardfn.layoutfile.files import read_layout
 from shardfn.mindspore import rank_checkpoints
 from shardfn.runtime.extras import need
 
@@ -141,7 +141,7 @@ def _same_cuts(contents: Contents, strategy: Any, path: pathlib.Path) -> None:
             cuts[name.replace(".", "/")] = (first * row.optimizer[0], *rest)
     else:
         layout = read_layout(strategy)
-        sizes = dict(layout.grid)
+        sizes = dict(layout.mesh)
         for rule in layout.arguments:
             dims = [(d,) if isinstance(d, str | int) else d for d in rule.cut or ("...",)]
             factors = [[n if isinstance(n, int) else sizes.get(n) or 0 for n in dim] for dim in dims]

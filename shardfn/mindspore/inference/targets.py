@@ -55,7 +55,7 @@ def shardings(
     if isinstance(strategy, Plan | Sharding | Mesh | jax.Device) or destinations.is_devices(strategy):
         return destinations.shardings(entries, strategy, contents)
     if isinstance(strategy, str | os.PathLike | LayoutFile):
-        layout = layoutfile.read(strategy)
+        layout = layoutfile.read_layout(strategy)
         if layout.arguments and not any(_meets(rule.glob, entries) for rule in layout.arguments):
             fail(CheckpointError, f"no rule of {layout.name} meets a weight", where=f"predict_strategy = {short(strategy)}",
                  why=f"the weights are {listed([entry.path for entry in entries])}",
