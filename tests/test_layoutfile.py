@@ -690,7 +690,7 @@ def test_what_cannot_be_read(tmp_path):
     (tmp_path / "big.toml").write_bytes(b"#" * (MAX_BYTES + 1))
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     for source, what in (
-        (tmp_path / "big.toml", "too large"), (tmp_path / "bytes.toml", "no UTF-8"), (tmp_path, "cannot be read|no layout"),
+        (tmp_path / "big.toml", "too large"), (tmp_path / "bytes.toml", "not UTF-8"), (tmp_path, "cannot be read|no layout"),
         ("../pyproject", "there is no layout"), ("", "there is no layout"), ("a\0b.toml", "cannot be read"), (3, "not an int"),
         ("llama/../llama/fsdp", "there is no layout"),
     ):  # fmt: skip
@@ -699,6 +699,28 @@ def test_what_cannot_be_read(tmp_path):
     with pytest.raises(ShardError, match="cannot be written"):
         write_layout(LayoutFile(), tmp_path / "no" / "layout.toml")
     assert not list(tmp_path.glob(".*"))
+
+
+def test_parse_version_1_reads_its_keys():
+    old = BY_HAND.replace("version = 2", "version = 1").replace("[mesh]", "[grid]").replace("sharding =", "cut =")
+    old = old.replace('"replicated"', '"whole"')
+    assert made(old) == made(BY_HAND) and "[grid]" in old and "cut =" in old
+
+
+@pytest.mark.parametrize("level", [2, '"time"'])
+def test_parse_level_by_number_or_word(level):
+    assert made(f"level = {level}\n{BY_HAND}").level == 2
+    assert 'level = "time"' in to_toml(made(f"level = {level}\n{BY_HAND}"))
+
+
+def test_errors_name_file_and_line():
+    problems: list[Problem] = []
+    text = BY_HAND + '"a/*" = [1.5]\n"b" = ["data", 1]\n'
+    assert parse_toml(text, "layout.toml", problems) is None
+    line = text.splitlines().index('"a/*" = [1.5]') + 1
+    assert [p.where for p in problems] == [f"layout.toml:{line}: arguments.a/* = [1.5]"]
+    fit = check_layout(made(text.replace("[1.5]", '["rows"]')), {"a/c": X, "b": X}, device="cpu:8")
+    assert f"layout.toml:{line}: [arguments] 'a/*'" in fit[-1].where
 
 
 def test_globs_cannot_blow_up():

@@ -1,4 +1,4 @@
-"""A layout file held against a model: everything that does not fit, at once. Nothing runs."""
+"""Compare a layout file with a model and report everything that does not fit. Nothing runs."""
 
 from __future__ import annotations
 
@@ -18,27 +18,30 @@ from shardfn.runtime.sharded_function import ShardedFunction
 
 
 class LayoutOnlyFunction(ShardedFunction):
-    """A sharded function whose layout file has to speak of every array."""
+    """A sharded function whose layout file must have a rule for every array."""
 
     layout_alone = True
 
 
 def check_layout(layout: Any, model: Any, args: Sequence[Any] = (), *, device: Any = None) -> tuple[Problem, ...]:
-    """What is wrong with a layout file for a model; nothing where it fits.
+    """Everything in a layout file that does not fit a model.
 
     Args:
       layout: as `load_layout` takes it.
-      model: a function, for `args`, which may be shapes; or a tree of arrays or shapes, of parameters say.
-      args: the arguments of the function.
-      device: as in `shard`: a target such as "tpu-v5e:4x4" needs no devices.
+      model: a function, or a pytree of arrays or shapes, such as parameters.
+      args: the arguments of the function, arrays or shapes.
+      device: as in `shard`; a target such as "tpu-v5e:4x4" needs no devices.
+
+    Returns:
+      The problems; empty where the file fits.
 
     Raises:
-      ShardError: what is wrong with the function, its arguments or the device.
+      ShardError: the function, its arguments or the device are wrong.
 
     >>> import jax
     >>> layout = read_layout("llama/fsdp-tp")
     >>> print(check_layout(layout, {"lm_head": jax.ShapeDtypeStruct((6, 8), "float32")}, device="cpu:8")[0].what)
-    a rule of llama/fsdp-tp meets no array: `*[qkv]_proj/weight`
+    a rule of llama/fsdp-tp matches no array: `*[qkv]_proj/weight`
     """
     return check_with_plan(layout, model, args, device=device)[0]
 
@@ -46,7 +49,7 @@ def check_layout(layout: Any, model: Any, args: Sequence[Any] = (), *, device: A
 def check_with_plan(
     layout: Any, model: Any, args: Sequence[Any] = (), *, device: Any = None
 ) -> tuple[tuple[Problem, ...], Plan | None]:
-    """`check_layout`, and the plan by the layout file where it fits a function."""
+    """`check_layout`; also the plan that the layout file gives a function which it fits."""
     found, faults = _read(layout)
     if found is None:
         return faults, None
@@ -63,31 +66,30 @@ def check_with_plan(
     if faults:
         return faults, None
     return tuple(
-        Problem(text, fix="save a plan of this function") for text in plan.diagnostics if "[[inside]]" in text
+        Problem(text, fix="save a plan of this function") for text in plan.diagnostics if "[[constraints]]" in text
     ), plan
 
 
 def _nameless(layout: LayoutFile, tree: Any) -> list[Problem]:
-    """The problem of the arguments of a function that are given without it, and so without their names; before it, of what is no
-    array."""
+    """Problems of a tuple of arguments that was given without its function, so that its arrays have no argument names."""
     problems: list[Problem] = []
     paths = [leaf.path for leaf in leaves_of(Argument("", "the tree", tree), problems)]
     if type(tree) is not tuple or not layout.arguments or any(met(rule.glob, paths)[0] for rule in layout.arguments):
         return []
     function = layout.function or "function"
-    told = Problem(
-        f"no rule of {layout.name} meets an array of a tuple, whose parts have no names",
-        where=f"{layout.name}: [arguments] {layout.arguments[0].glob!r}; the tuple has {listed(paths, 3)}",
+    found = Problem(
+        f"no rule of {layout.name} matches an array of the tuple, whose items have no names",
+        where=f"{layout.arguments[0].where(layout.name, 'arguments')}; the tuple has {listed(paths, 3)}",
         why="a file that a plan wrote names arrays by the arguments of its function"
         + (f", `{layout.function}`" if layout.function else ""),
         fix=f"give the function with its arguments: --model FILE.py:{function} --args FILE.py:FUNCTION, where FUNCTION returns "
         f"the tuple; in Python check(layout, {function}, arguments)",
     )
-    return [*problems, told]
+    return [*problems, found]
 
 
 def _read(layout: Any) -> tuple[LayoutFile | None, tuple[Problem, ...]]:
-    """What can be held against the model, and what is wrong with the file itself."""
+    """The part of the file that can be compared with the model, and what is wrong with the file itself."""
     try:
         return read_layout(layout), ()
     except LayoutFileError as error:

@@ -31,7 +31,7 @@ def parse_json(text: str, name: str, problems: list[Problem]) -> LayoutFile | No
 
     >>> text = '{"parallel_layout_item": {"w1": {"dev_matrix": [2, 4], "tensor_map": [-1, 0], "tensor_shape": [32, 64]}}}'
     >>> layout = parse_json(text, "strategy.json", [])
-    >>> layout.grid, layout.arguments[0].cut
+    >>> layout.mesh, layout.arguments[0].sharding
     ((('a', 2), ('b', 4)), (1, 'b'))
     """
     before = len(problems)
@@ -75,7 +75,7 @@ def parse_json(text: str, name: str, problems: list[Problem]) -> LayoutFile | No
             dims.append(1 if not along else along[0] if len(along) == 1 else tuple(along))
         rules.append(LayoutRule(escaped(parameter), tuple(dims)))
     return LayoutFile(
-        grid=tuple((n, top // low) for n, (top, low) in axes), arguments=tuple(rules), about=f"from {name}", name=name
+        mesh=tuple((n, top // low) for n, (top, low) in axes), arguments=tuple(rules), about=f"from {name}", name=name
     )
 
 

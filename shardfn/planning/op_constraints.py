@@ -144,7 +144,7 @@ def held_in(
         else:
             diagnostics.append(
                 f"{layout.name} holds equation {held.number}, a {printable(held.kind)} at {printable(held.where)}, and this "
-                "program has no such one: it is laid out as it follows. Plan again and save, or take it out of [[inside]]"
+                "program has no such one: it is laid out as it follows. Plan again and save, or take it out of [[constraints]]"
             )
     return found, diagnostics
 
