@@ -1,6 +1,6 @@
 """Do pipelines keep to the formula of their bubble, what do they keep in memory, and what do they send?
 
-Three tables. `bubble`: (stages - 1) / (chunks x micro + stages - 1), idle beats of the schedule, and what the clock says of
+Three tables. `bubble`: (stages - 1) / (chunks x micro + stages - 1), idle ticks of the schedule, and what the clock says of
 a step whose layers sleep, so that cores do not matter: how much longer it takes than its micro-batches do on busy devices,
 by the difference that more of them make. `memory`: temporary bytes
 per device of the compiled step, micro-batches of one size. `collectives`: of the compiled step of a transformer.
@@ -61,7 +61,7 @@ def bubble(order: str, chunks: int, sleep_s: float) -> list[dict[str, object]]:
             "chunks": chunks,
             "micro": micro,
             "formula": (DEVICES - 1) / (chunks * micro + DEVICES - 1),
-            "idle beats": schedule(order, DEVICES, micro, chunks).bubble,
+            "idle ticks": schedule(order, DEVICES, micro, chunks).bubble,
             "by the clock": 1 - micro * each / took[micro],
             "step s": took[micro],
             "inputs kept": schedule(order, DEVICES, micro, chunks).slots,
@@ -98,7 +98,7 @@ def memory(order: str, chunks: int, micro: int) -> dict[str, object]:
                           device=jax.devices()[:DEVICES])  # fmt: skip
     compiled = jax.jit(jax.value_and_grad(pipe)).lower(pipe.pack(w, x, x), x, x).compile()
     found = compiled.memory_analysis()
-    kept = pipe.described(w, x, x).kept_bytes
+    kept = pipe.describe(w, x, x).kept_bytes
     return {"schedule": order, "chunks": chunks, "micro": micro, "temporary B": found.temp_size_in_bytes,
             "inputs kept B": kept}  # fmt: skip
 

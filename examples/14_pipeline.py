@@ -42,7 +42,7 @@ pipe = train.pipeline(
     auto_pipeline=True,
     parameter_plan={"blocks/*/up": (1, 2), "blocks/*/down": (2, 1)},
 )
-print(pipe.described(params, tokens, wanted))
+print(pipe.describe(params, tokens, wanted))
 print(pipe.schedule)
 
 optimizer = optax.adamw(1e-2)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfn.train.pipelines.balance import balanced, least_largest
+from shardfn.train.pipelines.balance import least_largest, split_chain
 
 CHAINS = st.lists(st.integers(0, 9), min_size=1, max_size=8).flatmap(
     lambda costs: st.tuples(
@@ -32,13 +32,13 @@ def test_against_every_cut(chain):
     allowed = {
         tuple(b): sum(sent[i] for i in b) for b, largest in every(costs, pieces) if largest <= least * (1 + slack)
     }
-    found = balanced(costs, pieces, sent, slack)
+    found = split_chain(costs, pieces, sent, slack)
     assert tuple(found) in allowed
     assert allowed[tuple(found)] == min(allowed.values())
 
 
 def test_a_long_chain():
     costs = [(i * 7919) % 101 + 1 for i in range(2000)]
-    begins = balanced(costs, 16)
+    begins = split_chain(costs, 16)
     largest = max(sum(costs[a:b]) for a, b in itertools.pairwise([0, *begins, 2000]))
     assert largest == least_largest(costs, 16) <= sum(costs) / 16 + max(costs)

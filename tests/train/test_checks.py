@@ -1,4 +1,4 @@
-"""What would be silently wrong is refused: batches that differ in dim 0, blocks frozen by half, rows of another pipeline."""
+"""What would be silently wrong is refused: batches that differ in dimension 0, blocks frozen by half, rows of another pipeline."""
 
 import re
 
@@ -38,7 +38,7 @@ def weighted(params, x, columns):
 def test_a_batch_whose_arrays_differ_in_dim_0(options):
     step = train.step(weighted, optax.sgd(0.1), **options)
     state = step.init({"w": jnp.eye(8)})
-    with pytest.raises(StrategyError, match="the arrays of the batch differ in dim 0"):
+    with pytest.raises(StrategyError, match="the arrays of the batch differ in dimension 0"):
         step(state, X, jnp.arange(8.0))
     whole = train.step(weighted, optax.sgd(0.1), mode="semi_auto_parallel", in_strategy=((8, 1), (1,)))
     _, value = whole(whole.init({"w": jnp.eye(8)}), X, jnp.arange(8.0))
@@ -60,7 +60,7 @@ def cut_at(*stages):
     return train.pipeline(deep, 4, pipeline_stages=2, stage_config=names, device=jax.devices()[:2])
 
 
-def test_rows_of_another_cut_are_refused_by_the_pipeline_and_by_a_restore(tmp_path):
+def test_packed_parameters_of_another_split_are_refused_by_the_pipeline_and_by_a_restore(tmp_path):
     one, two = cut_at(0, 1, 1, 1), cut_at(0, 0, 0, 1)
     packed, other = one.pack(LAYERS, X), two.pack(LAYERS, X)
     np.testing.assert_allclose(one(packed, X), deep(LAYERS, X), rtol=1e-5)
@@ -70,7 +70,7 @@ def test_rows_of_another_cut_are_refused_by_the_pipeline_and_by_a_restore(tmp_pa
     checkpoint.save(tmp_path, {"params": packed}, step=0)
     back = checkpoint.restore(tmp_path, like={"params": packed})["params"]
     np.testing.assert_allclose(one(back, X), deep(LAYERS, X), rtol=1e-5)
-    with pytest.raises(ShardError, match=re.escape("params/rows_")):
+    with pytest.raises(ShardError, match=re.escape("params/buffers_")):
         checkpoint.restore(tmp_path, like={"params": other})
 
 
@@ -94,14 +94,14 @@ def test_a_pipeline_refuses_a_loss_that_changes_the_model():
     assert "norm/mean" in str(caught.value)
 
 
-def test_a_scan_that_cannot_be_cut_is_told():
+def test_a_scan_that_no_stage_boundary_divides_warns():
     def scanned(params, x):
         x = jnp.tanh(x @ params["head"])
         return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["l"])[0] ** 2)
 
     params = {"l": jnp.stack([jnp.eye(8)] * 20), "head": jnp.eye(8)}
     pipe = train.pipeline(scanned, 4, pipeline_stages=2, auto_pipeline=True, device=jax.devices()[:2])
-    with pytest.warns(UserWarning, match="`scan` has .*% of the work, where a stage should have 50%") as told:
+    with pytest.warns(UserWarning, match="`scan` has .*% of the work, an even stage 50%") as told:
         pipe.pack(params, X)
     assert told[0].filename == __file__
 

@@ -12,7 +12,7 @@ import pytest
 from shardfn import train
 from shardfn.compiled.conditionals import in_branches
 from shardfn.errors import StrategyError
-from shardfn.train.pipelines import data_movement
+from shardfn.train.pipelines import tensor_parallel
 from shardfn.train.pipelines.deadlock import waiting
 
 RUN = """
@@ -70,7 +70,7 @@ def gated(params, x, y):
 
 def test_what_still_waits_is_refused(monkeypatch):
     """Where no dim is held, XLA permutes what `split` gives, and the compiled module shows it."""
-    monkeypatch.setattr(data_movement, "_RULES", {})
+    monkeypatch.setattr(tensor_parallel, "_RULES", {})
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)  # noqa: E731
     params = {"blocks": [{"up": shape(8, 32), "down": shape(16, 8)}] * 2}
     plan = {"*/up": (1, 2), "*/down": (2, 1)}
@@ -81,14 +81,14 @@ def test_what_still_waits_is_refused(monkeypatch):
     line = gated.__code__.co_firstlineno + 2
     assert str(caught.value) == textwrap.dedent(f"""\
         2 problems:
-        1. pipeline stage 0 would wait for devices of other stages, for ever
-             where: `split` at test_deadlock.py:{line}, in pieces over the devices of a stage; XLA gives it one collective-permute or more
-             why:   stages are branches of one program, and devices that take another branch never come to this collective
-             fix:   in parameter_plan leave `blocks/0/up` whole, or cut along another dim
-        2. pipeline stage 1 would wait for devices of other stages, for ever
-             where: `split` at test_deadlock.py:{line}, in pieces over the devices of a stage; XLA gives it one collective-permute or more
-             why:   stages are branches of one program, and devices that take another branch never come to this collective
-             fix:   in parameter_plan leave `blocks/1/up` whole, or cut along another dim""")
+        1. pipeline stage 0 would wait for devices of other stages forever
+             where: `split` at test_deadlock.py:{line}, sharded over the devices of a stage; XLA inserts at least one collective-permute across stages
+             why:   stages are branches of one program, and devices in another branch never reach this collective
+             fix:   in parameter_plan leave `blocks/0/up` unsharded, or shard another dimension
+        2. pipeline stage 1 would wait for devices of other stages forever
+             where: `split` at test_deadlock.py:{line}, sharded over the devices of a stage; XLA inserts at least one collective-permute across stages
+             why:   stages are branches of one program, and devices in another branch never reach this collective
+             fix:   in parameter_plan leave `blocks/1/up` unsharded, or shard another dimension""")
 
 
 MODULE = """HloModule m, num_partitions=8

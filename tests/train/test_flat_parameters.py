@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardfn.train.pipelines.flat_parameters import layout_of, leaves_of, pack, row_of, unpack
+from shardfn.train.pipelines.flat_parameters import flat_layout, pack, stage_buffers, stage_leaves, unpack
 
 PARAMS = {
     "a": np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -19,7 +19,7 @@ PATHS = tuple(PARAMS)
 @pytest.mark.parametrize(("devices", "chunks"), [(2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize(("cuts", "ways"), [((-1,) * 5, 1), ((1, 0, -1, -1, -1), 2)])
 def test_there_and_back(devices, chunks, cuts, ways):
-    layout = layout_of(PARAMS, PATHS, (0, 1, 1, 0, -1), cuts, devices, chunks, ways)
+    layout = flat_layout(PARAMS, PATHS, (0, 1, 1, 0, -1), cuts, devices, chunks, ways)
     packed = pack(layout, PARAMS)
     assert set(packed.shared) == {"n", "t"}, "ints and leaves that several stages read"
     back = unpack(packed)
@@ -30,22 +30,22 @@ def test_there_and_back(devices, chunks, cuts, ways):
 
 def test_a_row_is_as_long_as_the_longest_stage_needs():
     params = {"big": np.zeros((100, 50), np.float32), "small": np.zeros(7, np.float32)}
-    layout = layout_of(params, ("big", "small"), (0, 1), (-1, -1), 2, 1, 1)
-    assert pack(layout, params).rows["float32"].shape == (2, 1, 5120)  # not 5,007 and another for small
+    layout = flat_layout(params, ("big", "small"), (0, 1), (-1, -1), 2, 1, 1)
+    assert pack(layout, params).buffers["float32"].shape == (2, 1, 5120)  # not 5,007 and another for small
 
 
 def test_pieces_lie_together():
     """Each way's part of every leaf is one run of the row, so that no device needs another's."""
-    layout = layout_of({"w": PARAMS["a"]}, ("w",), (0,), (1,), 1, 1, 2)
-    row = pack(layout, {"w": PARAMS["a"]}).rows["float32_cut"][0, 0]
+    layout = flat_layout({"w": PARAMS["a"]}, ("w",), (0,), (1,), 1, 1, 2)
+    row = pack(layout, {"w": PARAMS["a"]}).buffers["float32_sharded"][0, 0]
     np.testing.assert_array_equal(row[0, :6].reshape(3, 2), PARAMS["a"][:, :2])
     np.testing.assert_array_equal(row[1, :6].reshape(3, 2), PARAMS["a"][:, 2:])
 
 
 def test_gradients_go_the_same_way():
-    layout = layout_of(PARAMS, PATHS, (0, 1, 1, 0, -1), (-1,) * 5, 2, 1, 1)
-    row = row_of(layout, 1, [PARAMS["b"], PARAMS["c"]], lambda d: jnp.promote_types(d, jnp.float32))
+    layout = flat_layout(PARAMS, PATHS, (0, 1, 1, 0, -1), (-1,) * 5, 2, 1, 1)
+    row = stage_buffers(layout, 1, [PARAMS["b"], PARAMS["c"]], lambda d: jnp.promote_types(d, jnp.float32))
     assert {k: x.dtype for k, x in row.items()} == {"float32": np.float32, "bfloat16": np.float32}
-    b, c = leaves_of(layout, 1, row)
+    b, c = stage_leaves(layout, 1, row)
     np.testing.assert_array_equal(b, PARAMS["b"])
     np.testing.assert_array_equal(c, np.asarray(PARAMS["c"], np.float32))

@@ -86,9 +86,9 @@ def test_loss_and_gradients(how):
     if how == ORDERS[0]:
         close(pipe(packed, TOKENS, NEXT), wanted[0])  # without gradients
         close(jax.value_and_grad(pipe)(params, TOKENS, NEXT), wanted)  # from parameters as they are
-        assert packed.layout.beside == [10], "the embedding, which two stages read"
-        held = packed.rows["float32"].addressable_shards[0].data.nbytes
-        assert held == packed.rows["float32"].nbytes / 4
+        assert packed.layout.of_stage(-1) == [10], "the embedding, which two stages read"
+        held = packed.buffers["float32"].addressable_shards[0].data.nbytes
+        assert held == packed.buffers["float32"].nbytes / 4
 
 
 def test_one_grid_for_stages_data_tensor_and_optimizer():
@@ -100,9 +100,9 @@ def test_one_grid_for_stages_data_tensor_and_optimizer():
     config = {"optimizer_level": "level2", "parallel_optimizer_threshold": 0}
     step = train.step(pipe, optimizer, mode="semi_auto_parallel", parallel_optimizer_config=config)
     state = step.init(pipe.pack(params, TOKENS, NEXT), TOKENS, NEXT)
-    row, moment = state.params.rows["float32_cut"], state.opt_state[0].mu.rows["float32_cut"]
-    assert dict(row.sharding.mesh.shape) == {"stage": 2, "data": 2, "tensor": 2}
-    assert row.addressable_shards[0].data.size == row.size / 4
+    buffer, moment = state.params.buffers["float32_sharded"], state.opt_state[0].mu.buffers["float32_sharded"]
+    assert dict(buffer.sharding.mesh.shape) == {"stage": 2, "data": 2, "tensor": 2}
+    assert buffer.addressable_shards[0].data.size == buffer.size / 4
     assert moment.addressable_shards[0].data.size == moment.size / 8
 
     plain, opt_state, wanted, got = params, optimizer.init(params), [], []
@@ -127,8 +127,8 @@ def test_only_neighbours_send_and_nothing_is_gathered():
     assert {kind for kind, _, _ in found} == {"collective-permute", "all-reduce"}
     pairs = {(int(a) // 2, int(b) // 2) for kind, _, pairs in found for a, b in pairs if kind == "collective-permute"}
     assert pairs == {(0, 1), (1, 2), (2, 3), (3, 2), (2, 1), (1, 0)}
-    per_beat = [size for kind, size, _ in found if kind == "collective-permute"]
-    assert max(per_beat) <= 12 * D, "the rows of one micro-batch"
+    per_tick = [size for kind, size, _ in found if kind == "collective-permute"]
+    assert max(per_tick) <= 12 * D, "the rows of one micro-batch"
 
 
 def test_memory_of_1f1b_does_not_grow_with_micro_size():
@@ -140,7 +140,7 @@ def test_memory_of_1f1b_does_not_grow_with_micro_size():
         x = jax.ShapeDtypeStruct((32 * micro, 64), jnp.float32)
         pipe = train.pipeline(layers, micro, schedule=order, device=TWO)
         compiled = jax.jit(jax.value_and_grad(pipe)).lower(pipe.pack(w, x, x), x, x).compile()
-        assert pipe.described(w, x, x).kept_bytes == pipe.schedule.slots * 32 * 64 * 4
+        assert pipe.describe(w, x, x).kept_bytes == pipe.schedule.slots * 32 * 64 * 4
         return compiled.memory_analysis().temp_size_in_bytes
 
     message = 32 * 64 * 4
@@ -162,7 +162,7 @@ def test_list_of_functions():
     plain = lambda ws, x, y: layers[2](ws[2], layers[1](ws[1], layers[0](ws[0], x)), y)  # noqa: E731
     pipe = train.pipeline(layers, 4, device=jax.devices()[:3])
     close(jax.value_and_grad(pipe)(WS, X, Y), jax.value_and_grad(plain)(WS, X, Y), 2e-2)
-    assert [row.parameters for row in pipe.described(WS, X, Y).rows] == [128, 96, 24]
+    assert [row.parameters for row in pipe.describe(WS, X, Y).stages] == [128, 96, 24]
 
 
 def test_staged():
@@ -241,7 +241,7 @@ def test_an_nnx_module_with_marks():
     net = Both(nnx.Rngs(0))
     pipe = train.pipeline(lambda net, x, y: net(x, y), 2, device=TWO)
     close(pipe(net, X, Y), net(X, Y))
-    assert [row.parameters for row in pipe.described(net, X, Y).rows] == [16 * D + 16, 16 * 4 + 4]
+    assert [row.parameters for row in pipe.describe(net, X, Y).stages] == [16 * D + 16, 16 * 4 + 4]
 
 
 class Dense(Cell):
@@ -266,7 +266,7 @@ def test_a_cell_with_marks():
     pipe = train.pipeline(net, 2, device=TWO, loss="sum")
     params = net.parameters_dict()
     close(pipe(params, X, Y), 2 * net(X, Y))
-    assert [row.parameters for row in pipe.described(params, X, Y).rows] == [16 * D, 16 * 4]
+    assert [row.parameters for row in pipe.describe(params, X, Y).stages] == [16 * D, 16 * 4]
 
 
 # ---- the rest
@@ -301,7 +301,7 @@ def test_shapes_are_enough_and_other_batches_fit():
     pipe = train.pipeline(language, 2, auto_pipeline=True, pipeline_stages=2, device=TWO)
     packed = pipe.pack(shapes, tokens, tokens)
     assert isinstance(packed, PackedParameters)
-    assert packed.rows["float32"].sharding.shard_shape(packed.rows["float32"].shape)[0] == 1
+    assert packed.buffers["float32"].sharding.shard_shape(packed.buffers["float32"].shape)[0] == 1
     real = pipe.pack(language_params(2), tokens, tokens)
     close(pipe(real, TOKENS, NEXT), language(language_params(2), TOKENS, NEXT))
 
@@ -312,7 +312,7 @@ def test_the_context_says_stages_and_order():
     assert (pipe.schedule.name, pipe.schedule.devices, pipe.schedule.chunks) == ("gpipe", 4, 2)
     with auto_parallel(pipeline_stages=2, auto_pipeline=True):
         pipe = train.pipeline(language, 8)
-    assert (pipe.schedule.name, pipe.schedule.devices, pipe.asked.auto) == ("1f1b", 2, True)
+    assert (pipe.schedule.name, pipe.schedule.devices, pipe.options.auto) == ("1f1b", 2, True)
     with (
         pytest.raises(NotAvailableError),
         auto_parallel(pipeline_config={"pipeline_interleave": True, "pipeline_scheduler": "zero_bubble_v"}),
@@ -351,16 +351,19 @@ def test_errors_of_arguments(how, parts):
 
 
 CALLED = [
-    (dict(), ["nothing says how many stages"]),
-    (dict(pipeline_stages=2), ["nothing says what belongs to which of 2 stages", "auto_pipeline=True"]),
+    (dict(), ["the number of stages is unknown"]),
+    (dict(pipeline_stages=2), ["nothing assigns the model to 2 stages", "auto_pipeline=True"]),
     (dict(pipeline_stages=3, auto_pipeline=True), ["2 devices cannot be shared by 3 stages"]),
     (dict(stage_config={"0": 0, "7": 1}), ["stage_config '7' matches no parameter", "the parameters are 0, 1, 2"]),
-    (dict(stage_config={"0": 1, "1": 0}), ["the mark of `1` goes backwards"]),
+    (dict(stage_config={"0": 1, "1": 0}), ["the stage mark of `1` goes backwards"]),
     (dict(stage_config={"0": 5}, pipeline_stages=2), ["`0` is marked for stage 5"]),
-    (dict(pipeline_stages=2, auto_pipeline=True, micro_size=5), ["cannot be cut into 5 parts", "a batch of 15"]),
+    (dict(pipeline_stages=2, auto_pipeline=True, micro_size=5), ["cannot be split into 5 parts", "a batch of 15"]),
     (dict(pipeline_stages=1, auto_pipeline=True, parameter_plan={"2": (1, 2, 1)}), ["has 2 dims, its entry 3"]),
-    (dict(pipeline_stages=1, auto_pipeline=True, parameter_plan={"2": (4, 1)}), ["cannot be cut 4 ways along dim 0"]),
-    (dict(pipeline_stages=1, auto_pipeline=True, parameter_plan={"2": (2, 2)}), ["share one axis"]),
+    (
+        dict(pipeline_stages=1, auto_pipeline=True, parameter_plan={"2": (4, 1)}),
+        ["cannot be sharded 4 ways along dimension 0"],
+    ),
+    (dict(pipeline_stages=1, auto_pipeline=True, parameter_plan={"2": (2, 2)}), ["share one mesh axis"]),
     (dict(pipeline_stages=1, auto_pipeline=True, parameter_plan={"9": (2, 1)}), ["'9' matches no parameter"]),
 ]
 
@@ -422,11 +425,11 @@ def test_packed_before_the_stages_are_known():
         fresh(packed, X, Y)
 
 
-def test_described():
+def test_describe():
     pipe = train.pipeline(language, 8, auto_pipeline=True, pipeline_stages=4, interleave=1)
     params = language_params()
-    found = pipe.described(params, TOKENS[:16], NEXT[:16])
+    found = pipe.describe(params, TOKENS[:16], NEXT[:16])
     assert found.to_dict()["schedule"] == {"name": "1f1b", "micro_size": 8, "bubble": pytest.approx(3 / 11)}
-    assert sum(row.share for row in found.rows) == pytest.approx(1)
+    assert sum(row.share for row in found.stages) == pytest.approx(1)
     assert found.over_best <= 1.021
     assert "bubble 27.3%" in str(found)

@@ -14,15 +14,15 @@ SIZES = st.tuples(
 
 
 def done(made):
-    """(kind, micro, stage) -> (number of the beat, number among beats of its kind, device, slot)."""
+    """(kind, micro, stage) -> (number of the tick, number among beats of its kind, device, slot)."""
     found, counts = {}, {FORWARD: 0, BACKWARD: 0}
-    for i, beat in enumerate(made.beats):
-        for device, unit in enumerate(beat.units):
+    for i, tick in enumerate(made.ticks):
+        for device, unit in enumerate(tick.units):
             if unit is not None:
-                key = beat.kind, unit.micro, unit.chunk * made.devices + device
+                key = tick.kind, unit.micro, unit.chunk * made.devices + device
                 assert key not in found, "twice"
-                found[key] = (i, counts[beat.kind], device, unit.slot)
-        counts[beat.kind] += 1
+                found[key] = (i, counts[tick.kind], device, unit.slot)
+        counts[tick.kind] += 1
     return found
 
 
@@ -35,7 +35,7 @@ def test_every_unit_once_and_after_what_it_needs(size):
     assert set(at) == set(itertools.product((FORWARD, BACKWARD), range(micro), range(stages)))
     for m, stage in itertools.product(range(micro), range(stages)):
         if stage:
-            # what a neighbour sends is used in the very next beat of that kind: nothing waits in between
+            # what a neighbour sends is used in the very next tick of that kind: nothing waits in between
             assert at[FORWARD, m, stage][1] == at[FORWARD, m, stage - 1][1] + 1
             assert at[BACKWARD, m, stage - 1][1] == at[BACKWARD, m, stage][1] + 1
         assert at[BACKWARD, m, stage][0] > at[FORWARD, m, stage][0]
@@ -46,11 +46,11 @@ def test_every_unit_once_and_after_what_it_needs(size):
 def test_a_slot_is_free_before_it_is_used_again(size):
     made = schedule(*size)
     held = set()
-    for beat in made.beats:
-        for device, unit in enumerate(beat.units):
+    for tick in made.ticks:
+        for device, unit in enumerate(tick.units):
             if unit is not None:
                 key = device, unit.slot
-                assert (key in held) == (beat.kind == BACKWARD)
+                assert (key in held) == (tick.kind == BACKWARD)
                 (held.remove if key in held else held.add)(key)
     assert not held
 
@@ -60,7 +60,7 @@ def test_bubble_is_the_formula(size):
     _, devices, micro, chunks = size
     made = schedule(*size)
     assert made.bubble == pytest.approx((devices - 1) / (chunks * micro + devices - 1))
-    kinds = [beat.kind for beat in made.beats]
+    kinds = [tick.kind for tick in made.ticks]
     assert kinds.count(FORWARD) == kinds.count(BACKWARD) == chunks * micro + devices - 1
 
 
@@ -79,7 +79,7 @@ def test_interleaved_keeps_no_more_with_more_micro_batches(devices, chunks):
 
 def test_forward_only():
     made = forward_only(3, 5, 2)
-    assert {beat.kind for beat in made.beats} == {FORWARD}
+    assert {tick.kind for tick in made.ticks} == {FORWARD}
     assert len(done(made)) == 5 * 6
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from shardfn import train
 from shardfn.errors import StrategyError
-from shardfn.train.pipelines.program import cost_s, program_of
-from shardfn.train.pipelines.stages import cut
+from shardfn.train.pipelines.stages import split_into_stages
+from shardfn.train.pipelines.trace_loss import cost_s, trace_loss
 
 D = 8
 X = jax.ShapeDtypeStruct((4, D), jnp.float32)
@@ -24,23 +24,25 @@ def chain(ws, x):
 
 
 def made(function=chain, count=2, marks=(None,) * 4, layers=0, by_cost=False, leaves=4, devices=None, **more):
-    program = program_of(function, [W] * leaves, (X,))
-    return cut(program, count, devices or count, list(marks), layers, by_cost, [f"w{i}" for i in range(leaves)], **more)
+    program = trace_loss(function, [W] * leaves, (X,))
+    return split_into_stages(
+        program, count, devices or count, list(marks), layers, by_cost, [f"w{i}" for i in range(leaves)], **more
+    )
 
 
 def test_marks():
     found = made(marks=(0, None, 1, None))
-    assert found.homes == (0, 0, 1, 1)
+    assert found.stage_of_leaf == (0, 0, 1, 1)
     first, last = found.stages
-    assert [op.eqn.primitive.name for op in first.ops].count("dot_general") == 2
+    assert [op.eqn.primitive.name for op in first.equations].count("dot_general") == 2
     # the mask is worked out on both; the squares of the first stage's weights there, and one number of them sent on
-    assert len(first.gives) == 2 == len(last.gets)
-    assert {found.program.avals[v].shape for v in first.gives} == {(4, D), ()}
+    assert len(first.sends) == 2 == len(last.receives)
+    assert {found.jaxpr.avals[v].shape for v in first.sends} == {(4, D), ()}
 
 
 def test_an_op_without_mark_stays_with_its_data():
     found = made(marks=(0, None, None, 1))
-    assert found.homes == (0, 0, 0, 1)
+    assert found.stage_of_leaf == (0, 0, 0, 1)
 
 
 def test_a_tied_weight_has_no_home():
@@ -48,7 +50,7 @@ def test_a_tied_weight_has_no_home():
         return (jnp.tanh(x @ ws[0]) @ ws[1] @ ws[0].T).sum()
 
     found = made(tied, marks=(0, 1), leaves=2)
-    assert found.homes == (-1, 1)
+    assert found.stage_of_leaf == (-1, 1)
     assert [0 in stage.leaves for stage in found.stages] == [True, True]
 
 
@@ -59,7 +61,7 @@ def test_what_skips_a_stage_is_handed_on():
         return (second @ ws[2] + first).sum()
 
     found = made(skip, 3, (0, 1, 2), leaves=3)
-    assert [len(s.gives) for s in found.stages] == [1, 2, 0]
+    assert [len(s.sends) for s in found.stages] == [1, 2, 0]
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -73,14 +75,14 @@ def test_balance_is_the_best_contiguous_cut(count):
         return x.mean()
 
     found = made(uneven, count, (None,) * 7, by_cost=True, leaves=7)
-    program = found.program
-    costs = [cost_s(op) for op, stage in zip(program.ops, found.at, strict=True) if stage is not None]
+    program = found.jaxpr
+    costs = [cost_s(op.eqn) for op, stage in zip(program.equations, found.stage_of, strict=True) if stage is not None]
     best = min(
         max(sum(costs[a:b]) for a, b in itertools.pairwise([0, *begins, len(costs)]))
         for begins in itertools.combinations(range(1, len(costs)), count - 1)
     )
-    assert found.bound == pytest.approx(best)
-    assert best <= found.largest <= 1.021 * best
+    assert found.bound_s == pytest.approx(best)
+    assert best <= found.longest_s <= 1.021 * best
 
 
 def test_a_list_longer_than_stages_is_cut_between_its_functions():
@@ -90,21 +92,21 @@ def test_a_list_longer_than_stages_is_cut_between_its_functions():
         return x.mean()
 
     found = made(listed, 2, (None,) * 6, layers=6, leaves=6)
-    assert found.homes == (0, 0, 0, 1, 1, 1)
+    assert found.stage_of_leaf == (0, 0, 0, 1, 1, 1)
 
 
 def test_other_shapes_are_cut_alike():
     found = made(by_cost=True)
-    program = program_of(chain, [W] * 4, (jax.ShapeDtypeStruct((64, D), jnp.float32),))
-    again = cut(program, 2, 2, [None] * 4, 0, True, "abcd", found)
-    assert again.at == found.at
+    program = trace_loss(chain, [W] * 4, (jax.ShapeDtypeStruct((64, D), jnp.float32),))
+    again = split_into_stages(program, 2, 2, [None] * 4, 0, True, "abcd", found)
+    assert again.stage_of == found.stage_of
 
 
 ERRORS = [
-    ({"marks": (1, 0, 1, 1)}, "the mark of `w1` goes backwards"),
+    ({"marks": (1, 0, 1, 1)}, "the stage mark of `w1` goes backwards"),
     ({"marks": (0, 0, 0, 2)}, "`w3` is marked for stage 2"),
-    ({"marks": (0, 0, 0, 0)}, "stage 1 of 2 has nothing to do"),
-    ({"count": 99, "by_cost": True}, "99 stages cannot be cut from"),
+    ({"marks": (0, 0, 0, 0)}, "stage 1 of 2 is empty"),
+    ({"count": 99, "by_cost": True}, "cannot form 99 stages"),
 ]
 
 

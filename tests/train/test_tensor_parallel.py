@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from shardfn.train.pipelines.data_movement import moved
+from shardfn.train.pipelines.tensor_parallel import unshardable_dims
 
 X = jnp.ones((4, 6, 8))
 W = jnp.ones((3, 8, 8))
@@ -55,6 +55,6 @@ def walked(jaxpr):
 @pytest.mark.parametrize(("function", "name", "given", "made"), ROWS, ids=lambda v: v if isinstance(v, str) else "")
 def test_rows(function, name, given, made):
     eqn = next(e for e in walked(jax.make_jaxpr(function)(X).jaxpr) if e.primitive.name == name)
-    before, after = moved(eqn)
+    before, after = unshardable_dims(eqn)
     assert (list(before[: len(given)]), list(after)) == (given, made)
     assert len(before) == len(eqn.invars) and not any(before[len(given) :])

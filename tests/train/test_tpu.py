@@ -37,7 +37,7 @@ for name, plan in (("plain", {}), ("tensor", {"*/up": (1, 2), "*/down": (2, 1)})
     found[name] = [sorted({c.kind for c in compiled.collectives(text)}), sorted(steps), len(waiting(text, 2))]
 
 optimizer = optax.adam(1e-2)
-state = jax.eval_shape(lambda p: train.State(p, optimizer.init(p), jnp.int32(0)), params)
+state = jax.eval_shape(lambda p: train.TrainState(p, optimizer.init(p), jnp.int32(0)), params)
 for kind in (None, "pinned_host"):
     step = train.step(loss, optimizer, mode="data_parallel", device=devices, opt_state_memory_kind=kind)
     memory = step.lower(state, x, x).compile().memory_analysis()

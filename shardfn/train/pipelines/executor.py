@@ -1,8 +1,8 @@
-"""The executor: a schedule's beats as scans in one program for all devices, each of which works on its own stages.
+"""The pipeline executor: runs any schedule's ticks as scans, in one program for all devices.
 
-A `jax.shard_map` that is manual over the stage and data axes; over the tensor axis XLA partitions what is in it. Stages
-differ by a `lax.switch`; after each beat what was computed goes to the neighbour by one collective-permute. From a forward
-to its backward only the input of the stage is kept: the backward works the stage out again.
+A `jax.shard_map` is manual over the stage and data axes; XLA partitions its body over the tensor axis. A `lax.switch`
+selects the device's stage, and after each tick a collective-permute sends the result to the neighbour. Between the
+forward and the backward of a stage only its input is kept: the backward rematerialises the stage.
 """
 
 from __future__ import annotations
@@ -16,249 +16,234 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax, tree_util
+from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardfn.ir.rewrite import bind_one
-from shardfn.train.pipelines import flat_parameters as packing
-from shardfn.train.pipelines.boundary import Wire, wire_of
-from shardfn.train.pipelines.data_movement import bind_held
-from shardfn.train.pipelines.deadlock import check_waits
-from shardfn.train.pipelines.flat_parameters import FlatLayout, PackedParameters
-from shardfn.train.pipelines.program import Value
+from shardfn.train.pipelines.deadlock import check_no_deadlock
+from shardfn.train.pipelines.flat_parameters import (
+    SHARDED,
+    FlatLayout,
+    PackedParameters,
+    stage_buffers,
+    stage_leaves,
+)
 from shardfn.train.pipelines.schedule import FORWARD, Phase, Schedule
-from shardfn.train.pipelines.stages import Cut, is_inexact
+from shardfn.train.pipelines.stage_boundary import StageBoundary, stage_boundary
+from shardfn.train.pipelines.stages import StageSplit, is_inexact
+from shardfn.train.pipelines.tensor_parallel import bind_unsharded
 
 STAGE, DATA, TENSOR = "stage", "data", "tensor"
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineExecutor:
-    """All that the beats of one kind of call need."""
+    """The pipeline for one kind of call."""
 
     mesh: Mesh | AbstractMesh
-    cut: Cut
+    split: StageSplit
     layout: FlatLayout
     is_mean: bool
-    sends: Wire
-    """Values with gradients."""
-    tells: Wire
-    """Values without."""
+    boundaries: tuple[StageBoundary, StageBoundary]
+    """Of the floating-point values, which have gradients, and of the others."""
 
     @property
     def count(self) -> int:
         """How many stages there are, over all devices and chunks."""
-        return len(self.cut.stages)
+        return len(self.split.stages)
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes that a stage sends to the next for a micro-batch."""
+        return sum(boundary.nbytes for boundary in self.boundaries)
 
     @property
     def loss_dtype(self) -> Any:
         """That of the loss, at least float32."""
-        loss = self.cut.program.loss
-        return _wide(self.cut.program.avals[loss.number].dtype) if isinstance(loss, Value) else jnp.float32
+        loss = self.split.jaxpr.outputs[0]
+        return jnp.float32 if isinstance(loss, core.Literal) else _wide(self.split.jaxpr.avals[loss].dtype)
 
     # ---- one stage
 
-    def apply(self, stage: int, own: Sequence[Any], shared: Mapping[str, Any], sent: Any, told: Any, batch: Any) -> Any:
-        """What a stage hands on and, of the last one, the loss."""
-        program, me = self.cut.program, self.cut.stages[stage]
-        known = dict(zip(self.layout.of_stage(stage), map(self._held, self.layout.of_stage(stage), own), strict=True))
-        known |= {i: self._held(i, shared[self.layout.places[i].path]) for i in self.layout.beside}
-        known |= {program.params + i: self._whole(x) for i, x in enumerate(tree_util.tree_leaves(batch))}
-        for wire, message in ((self.sends, sent), (self.tells, told)):
-            came = wire.read(stage - 1, tuple(map(self._whole, message)))
-            known |= dict(zip(wire.borders[stage - 1] if stage else (), map(self._whole, came), strict=True))
-        ways = self.mesh.shape[TENSOR]
-        env = me.run(program, known, functools.partial(bind_held, ways=ways) if ways > 1 else bind_one)
+    def _apply(self, stage: int, own: Sequence[Any], shared: Mapping[str, Any], message: Any, batch: Any) -> Any:
+        """The message to the next stage, and the loss (0 but on the last stage)."""
+        jaxpr, leaves = self.split.jaxpr, self.layout.of_stage(stage)
+        known = dict(zip(leaves, map(self._parameter, leaves, own), strict=True))
+        known |= {i: self._parameter(i, shared[self.layout.slots[i].path]) for i in self.layout.of_stage(-1)}
+        known |= {jaxpr.params + i: self._replicated(x) for i, x in enumerate(tree_util.tree_leaves(batch))}
+        for boundary, received in zip(self.boundaries, message, strict=True):
+            values = boundary.unpack(stage - 1, tuple(map(self._replicated, received)))
+            known |= zip(boundary.at(stage - 1), map(self._replicated, values), strict=True)
+        shards = self.mesh.shape[TENSOR]
+        bind = functools.partial(bind_unsharded, shards=shards) if shards > 1 else bind_one
+        env = self.split.stages[stage].run(jaxpr, known, bind)
         given = []
-        for wire in (self.sends, self.tells):
-            goes = [self._whole(env[v]) for v in wire.borders[stage]] if stage < self.count - 1 else []
-            given.append(tuple(map(self._whole, wire.written(stage, goes))))
-        if stage < self.count - 1:
-            return given[0], given[1], jnp.zeros((), self.loss_dtype)
-        loss = program.loss
-        value = env[loss.number] if isinstance(loss, Value) else loss
-        return given[0], given[1], jnp.asarray(value).astype(self.loss_dtype)
+        for boundary in self.boundaries:
+            packed = boundary.pack(stage, [self._replicated(env[v]) for v in boundary.at(stage)])
+            given.append(tuple(map(self._replicated, packed)))
+        loss = jaxpr.outputs[0]
+        value = 0 if stage < self.count - 1 else loss.val if isinstance(loss, core.Literal) else env[loss]
+        return tuple(given), jnp.asarray(value).astype(self.loss_dtype)
 
-    def _held(self, leaf: int, x: Any) -> Any:
-        place = self.layout.places[leaf]
-        spec: list[Any] = [None] * len(place.shape)
-        if place.cut_dim >= 0:
-            spec[place.cut_dim] = TENSOR
-        return self._laid(x, *spec)
+    def _parameter(self, leaf: int, x: Any) -> Any:
+        slot = self.layout.slots[leaf]
+        return self._constrain(x, *(TENSOR if d == slot.sharded_dim else None for d in range(len(slot.shape))))
 
-    def _whole(self, x: Any) -> Any:
-        return self._laid(x, *(None,) * jnp.ndim(x))
+    def _replicated(self, x: Any) -> Any:
+        return self._constrain(x, *(None,) * jnp.ndim(x))
 
-    def _laid(self, x: Any, *spec: Any) -> Any:
-        """Held so over the tensor axis, whatever the rest of the program would like."""
+    def _constrain(self, x: Any, *spec: Any) -> Any:
+        """`x` with this sharding over the tensor axis."""
         return lax.with_sharding_constraint(x, PartitionSpec(*spec)) if self.mesh.shape[TENSOR] > 1 else x
 
-    def forward(self, stage: int, row: Any, shared: Any, sent: Any, told: Any, batch: Any) -> Any:
+    def _constrain_buffers(self, buffers: Mapping[str, Any]) -> dict[str, Any]:
+        put = lambda k, x: self._constrain(x, TENSOR, None) if k.endswith(SHARDED) else self._replicated(x)  # noqa: E731
+        return {k: put(k, x) for k, x in buffers.items()}
+
+    def _leaves(self, stage: int, buffers: Any) -> list[Any]:
+        return stage_leaves(self.layout, stage, self._constrain_buffers(buffers))
+
+    def _forward(self, stage: int, buffers: Any, shared: Any, message: Any, batch: Any) -> Any:
         """One stage on one micro-batch."""
-        return self.apply(stage, self._leaves(stage, row), shared, sent, told, batch)
+        return self._apply(stage, self._leaves(stage, buffers), shared, message, batch)
 
-    def backward(
-        self,
-        stage: int,
-        row: Any,
-        shared: Any,
-        sent: Any,
-        told: Any,
-        batch: Any,
-        got: Any,
-        seed: Any,
-        sums: Any,
-        on: Any,
-    ) -> Any:
-        """Its gradients: of its row, added to those of what is shared, and of what it got."""
-        own = self._leaves(stage, row)
-        mine = {k: x for k, x in shared.items() if is_inexact(x)}
-        rest = {k: x for k, x in shared.items() if k not in mine}
+    def _backward(
+        self, stage: int, buffers: Any, shared: Any, message: Any, batch: Any, cotangent: Any, seed: Any, sums: Any, on: Any
+    ) -> Any:  # fmt: skip
+        """Gradients of the stage's buffers; `sums` plus those of shared parameters; gradients of the message."""
+        paths = {self.layout.slots[i].path for i in self.split.stages[stage].leaves}
+        used = {k: x for k, x in shared.items() if k in paths and is_inexact(x)}
 
-        def function(own: Any, mine: Any, sent: Any) -> Any:
-            given, _, loss = self.apply(stage, own, {**mine, **rest}, sent, told, batch)
-            return given, loss
+        def function(own: Any, used: Any, sent: Any) -> Any:
+            given, loss = self._apply(stage, own, {**shared, **used}, (sent, message[1]), batch)
+            return given[0], loss
 
-        reads = {self.layout.places[i].path for i in self.cut.stages[stage].leaves}
-        used = {k: x for k, x in mine.items() if k in reads}
-        unused = {k: x for k, x in mine.items() if k not in reads}
-        _, pull = jax.vjp(lambda own, used, sent: function(own, {**used, **unused}, sent), own, used, sent)
-        d_own, d_used, d_sent = pull((got, seed))
+        _, pull = jax.vjp(function, self._leaves(stage, buffers), used, message[0])
+        d_own, d_used, d_sent = pull((cotangent, seed))
         sums = {k: s + jnp.where(on, d_used[k], 0).astype(s.dtype) if k in used else s for k, s in sums.items()}
-        d_row = packing.row_of(self.layout, stage, list(map(self._held, self.layout.of_stage(stage), d_own)), _wide)
-        return self._laid_row(d_row), {k: self._whole(x) for k, x in sums.items()}, tuple(map(self._whole, d_sent))
+        d_own = list(map(self._parameter, self.layout.of_stage(stage), d_own))
+        d_buffers = self._constrain_buffers(stage_buffers(self.layout, stage, d_own, _wide))
+        return d_buffers, {k: self._replicated(x) for k, x in sums.items()}, tuple(map(self._replicated, d_sent))
 
-    def _leaves(self, stage: int, row: Any) -> list[Any]:
-        return packing.leaves_of(self.layout, stage, self._laid_row(row))
+    # ---- all ticks
 
-    def _laid_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        return {k: self._laid(x, TENSOR, None) if k.endswith("_cut") else self._whole(x) for k, x in row.items()}
-
-    # ---- all beats
-
-    def run(self, schedule: Schedule, rows: Any, shared: Any, batch: Any) -> Any:
-        """The loss, and with backward beats the gradients of rows and of what is shared; on each device its own."""
+    def _run(self, schedule: Schedule, buffers: Any, shared: Any, batch: Any) -> Any:
+        """The loss and, with backward ticks, the gradients of buffers and shared parameters; inside the shard_map."""
         devices, last = self.layout.devices, self.count - 1
         me = lax.axis_index(STAGE)
-        rows = {k: x[0] for k, x in rows.items()}
+        buffers = {k: x[0] for k, x in buffers.items()}
         micro = schedule.micro_size
         batch = tree_util.tree_map(lambda x: x.reshape(micro, x.shape[0] // micro, *x.shape[1:]), batch)
         trains = schedule.name != FORWARD
         weight = 1.0 / micro if self.is_mean else 1.0
-        onward, back = _ring(devices, self.layout.chunks, 1), _ring(devices, self.layout.chunks, -1)
+        pick = lambda tree, i: tree_util.tree_map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)  # noqa: E731
 
         def at(unit: dict[str, Any]) -> Any:
-            stage = unit["chunk"] * devices + me
-            row = {k: lax.dynamic_index_in_dim(x, unit["chunk"], 0, keepdims=False) for k, x in rows.items()}
-            part = tree_util.tree_map(lambda x: lax.dynamic_index_in_dim(x, unit["micro"], 0, keepdims=False), batch)
-            return stage, row, part
+            return unit["chunk"] * devices + me, pick(buffers, unit["chunk"]), pick(batch, unit["micro"])
 
-        def switched(stage: Any, function: Callable[..., Any], *args: Any) -> Any:
-            branches = [lambda *args, s=s: function(s, *args) for s in range(self.count)]
+        def switch(stage: Any, function: Callable[..., Any], *args: Any) -> Any:
+            branches = [functools.partial(function, s) for s in range(self.count)]
             return branches[0](*args) if self.count == 1 else lax.switch(stage, branches, *args)
 
-        def forward(held: dict[str, Any], unit: dict[str, Any]) -> dict[str, Any]:
-            stage, row, part = at(unit)
-            sent, told = held["came"]
+        def send(tree: Any, by: int) -> Any:
+            return tree_util.tree_map(lambda x: lax.ppermute(x, STAGE, _ring(devices, self.layout.chunks, by)), tree)
+
+        def forward(carry: dict[str, Any], unit: dict[str, Any]) -> dict[str, Any]:
+            stage, own, part = at(unit)
             if trains:
                 keep = lambda old, new: _put(old, new, unit["slot"], unit["on"])  # noqa: E731
-                held = {**held, "kept": tree_util.tree_map(keep, held["kept"], (sent, told))}
-            given, said, loss = switched(stage, self.forward, row, shared, sent, told, part)
+                carry = {**carry, "inputs": tree_util.tree_map(keep, carry["inputs"], carry["message"])}
+            given, loss = switch(stage, self._forward, own, shared, carry["message"], part)
             is_loss = jnp.logical_and(unit["on"], stage == last)
-            came = tree_util.tree_map(lambda x: lax.ppermute(x, STAGE, onward), (given, said))
-            return {**held, "came": came, "loss": held["loss"] + jnp.where(is_loss, loss, 0.0)}
+            return {**carry, "message": send(given, 1), "loss": carry["loss"] + jnp.where(is_loss, loss, 0.0)}
 
-        def backward(held: dict[str, Any], unit: dict[str, Any]) -> dict[str, Any]:
-            stage, row, part = at(unit)
-            take = lambda x: lax.dynamic_index_in_dim(x, unit["slot"], 0, keepdims=False)  # noqa: E731
-            sent, told = tree_util.tree_map(take, held["kept"])
+        def backward(carry: dict[str, Any], unit: dict[str, Any]) -> dict[str, Any]:
+            stage, own, part = at(unit)
+            message = pick(carry["inputs"], unit["slot"])
             seed = jnp.where(stage == last, weight, 0.0).astype(self.loss_dtype)
-            d_row, sums, d_sent = switched(
-                stage, self.backward, row, shared, sent, told, part, held["back"], seed, held["shared"], unit["on"]
+            d_own, sums, d_sent = switch(
+                stage, self._backward, own, shared, message, part, carry["cotangent"], seed, carry["shared"], unit["on"]
             )
             add = lambda s, d: s.at[unit["chunk"]].add(jnp.where(unit["on"], d, 0).astype(s.dtype))  # noqa: E731
-            back_ = tree_util.tree_map(lambda x: lax.ppermute(x, STAGE, back), d_sent)
-            return {**held, "rows": tree_util.tree_map(add, held["rows"], d_row), "shared": sums, "back": back_}
+            d_buffers = tree_util.tree_map(add, carry["buffers"], d_own)
+            return {**carry, "buffers": d_buffers, "shared": sums, "cotangent": send(d_sent, -1)}
 
-        held: dict[str, Any] = {
-            "came": (self.sends.empty(), self.tells.empty()),
-            "loss": jnp.zeros((), self.loss_dtype),
-        }
+        message = tuple(boundary.empty() for boundary in self.boundaries)
+        carry: dict[str, Any] = {"message": message, "loss": jnp.zeros((), self.loss_dtype)}
         if trains:
+            zeros = lambda tree: {k: jnp.zeros(x.shape, _wide(x.dtype)) for k, x in tree.items() if is_inexact(x)}  # noqa: E731
             slots = lambda x: jnp.zeros((schedule.slots, *x.shape), x.dtype)  # noqa: E731
-            held["kept"] = tree_util.tree_map(slots, held["came"])
-            held["back"] = self.sends.empty()
-            held["rows"] = {k: jnp.zeros(x.shape, _wide(x.dtype)) for k, x in rows.items()}
-            held["shared"] = {k: jnp.zeros(x.shape, _wide(x.dtype)) for k, x in shared.items() if is_inexact(x)}
+            carry |= {"inputs": tree_util.tree_map(slots, message), "cotangent": message[0], "buffers": zeros(buffers),
+                      "shared": zeros(shared)}  # fmt: skip
         for phase in schedule.phases:
-            does = [forward if kind == FORWARD else backward for kind in phase.kinds]
+            runs = [forward if kind == FORWARD else backward for kind in phase.kinds]
 
-            def body(held: Any, units: Any, does: Any = does) -> Any:
-                for do, unit in zip(does, units, strict=True):
-                    held = do(held, {k: x[me] for k, x in unit.items()})
-                return held, None
+            def body(carry: Any, units: Any, runs: Any = runs) -> Any:
+                for run, unit in zip(runs, units, strict=True):
+                    carry = run(carry, {k: x[me] for k, x in unit.items()})
+                return carry, None
 
-            held, _ = lax.scan(body, held, _tables(phase))
-        loss = lax.pmean(lax.psum(held["loss"] * weight, STAGE), DATA)
+            carry, _ = lax.scan(body, carry, _tables(phase))
+        loss = lax.pmean(lax.psum(carry["loss"] * weight, STAGE), DATA)
         if not trains:
             return loss
         parts = self.mesh.shape[DATA]
-        d_rows = {k: (lax.psum(x, DATA) / parts).astype(rows[k].dtype)[None] for k, x in held["rows"].items()}
+        d_buffers = {k: (lax.psum(x, DATA) / parts).astype(buffers[k].dtype)[None] for k, x in carry["buffers"].items()}
         both = (STAGE, DATA)
-        d_shared = {k: (lax.psum(x, both) / parts).astype(shared[k].dtype) for k, x in held["shared"].items()}
-        return loss, d_rows, d_shared
+        d_shared = {k: (lax.psum(x, both) / parts).astype(shared[k].dtype) for k, x in carry["shared"].items()}
+        return loss, d_buffers, d_shared
 
-    def mapped(self, schedule: Schedule, packed: PackedParameters, batch: Any) -> Any:
-        """`run` on all devices."""
-        row, whole = PartitionSpec(STAGE), PartitionSpec()
-        out = whole if schedule.name == FORWARD else (whole, row, whole)
+    def run(self, schedule: Schedule, packed: PackedParameters, batch: Any) -> Any:
+        """The loss and, with backward ticks, the gradients of buffers and shared parameters."""
+        staged, replicated = PartitionSpec(STAGE), PartitionSpec()
         function = jax.shard_map(
-            lambda rows, shared, batch: self.run(schedule, rows, shared, batch),
+            functools.partial(self._run, schedule),
             mesh=self.mesh,
-            in_specs=(row, whole, PartitionSpec(DATA)),
-            out_specs=out,
+            in_specs=(staged, replicated, PartitionSpec(DATA)),
+            out_specs=replicated if schedule.name == FORWARD else (replicated, staged, replicated),
             axis_names={STAGE, DATA} if self.mesh.shape[TENSOR] > 1 else {STAGE, DATA, TENSOR},
             check_vma=False,
         )
-        return function(dict(packed.rows), dict(packed.shared), batch)
+        return function(dict(packed.buffers), dict(packed.shared), batch)
 
     def check(self, schedule: Schedule, packed: PackedParameters, batch: Any) -> None:
-        """That no stage waits for another's devices for ever; it takes a compile, where layers are cut within stages.
+        """Check for deadlocks between stages; this compiles the program if parameters are sharded within stages.
 
         Raises:
-          StrategyError: one would.
+          StrategyError: a stage would wait for devices of another.
         """
         if self.mesh.shape[TENSOR] == 1 or self.mesh.shape[STAGE] == 1 or not isinstance(self.mesh, Mesh):
             return
-        lies = lambda spec: lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec))  # noqa: E731
-        rows = {k: lies(row_spec(k))(x) for k, x in packed.rows.items()}
-        shapes = dataclasses.replace(packed, rows=rows, shared=tree_util.tree_map(lies(PartitionSpec()), packed.shared))
-        batch = tree_util.tree_map(lies(PartitionSpec(DATA)), batch)
-        lowered = jax.jit(lambda packed, batch: self.mapped(schedule, packed, batch)).lower(shapes, batch)
-        check_waits(lowered, self.mesh, self.cut.stages, self._cut_path)
-
-    def _cut_path(self, leaf: int) -> str:
-        place = self.layout.places[leaf]
-        return place.path if place.cut_dim >= 0 else ""
+        put = lambda spec: lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec))  # noqa: E731
+        buffers = {k: put(buffer_spec(k))(x) for k, x in packed.buffers.items()}
+        shared = tree_util.tree_map(put(PartitionSpec()), packed.shared)
+        shapes = dataclasses.replace(packed, buffers=buffers, shared=shared)
+        batch = tree_util.tree_map(put(PartitionSpec(DATA)), batch)
+        lowered = jax.jit(functools.partial(self.run, schedule)).lower(shapes, batch)
+        sharded = {i: slot.path for i, slot in enumerate(self.layout.slots) if slot.sharded_dim >= 0}
+        check_no_deadlock(lowered, self.mesh, self.split.stages, sharded)
 
 
-def row_spec(kind: str) -> PartitionSpec:
-    """How the rows of a kind lie."""
-    return PartitionSpec(STAGE, None, TENSOR) if kind.endswith("_cut") else PartitionSpec(STAGE)
+def buffer_spec(name: str) -> PartitionSpec:
+    """The sharding of a flat buffer over stages and, where its leaves are sharded, the tensor axis."""
+    return PartitionSpec(STAGE, None, TENSOR) if name.endswith(SHARDED) else PartitionSpec(STAGE)
 
 
-def machine(mesh: Mesh | AbstractMesh, cut: Cut, layout: FlatLayout, is_mean: bool) -> PipelineExecutor:
-    """A machine for a cut program."""
-    borders = [stage.gives for stage in cut.stages[:-1]]
-    sends = wire_of(cut.program, borders, is_inexact)
-    tells = wire_of(cut.program, borders, lambda aval: not is_inexact(aval))
-    return PipelineExecutor(mesh, cut, layout, is_mean, sends, tells)
+def pipeline_executor(
+    mesh: Mesh | AbstractMesh, split: StageSplit, layout: FlatLayout, is_mean: bool
+) -> PipelineExecutor:
+    """The executor for a loss that is split into stages."""
+    values = [stage.sends for stage in split.stages[:-1]]
+    floating = stage_boundary(split.jaxpr, values, is_inexact)
+    others = stage_boundary(split.jaxpr, values, lambda aval: not is_inexact(aval))
+    return PipelineExecutor(mesh, split, layout, is_mean, (floating, others))
 
 
 def _tables(phase: Phase) -> tuple[dict[str, np.ndarray], ...]:
-    """For each kind of a phase what each device works on, by round and device."""
+    """For each kind of a phase what each device works on, arrays of shape [rounds, devices]."""
 
-    def table(column: int, read: Callable[[Any], Any], dtype: Any) -> np.ndarray:
-        return np.array([[read(u) if u else 0 for u in one[column].units] for one in phase.rounds], dtype)
+    def table(kind: int, read: Callable[[Any], Any], dtype: Any) -> np.ndarray:
+        return np.array([[read(u) if u else 0 for u in one[kind].units] for one in phase.rounds], dtype)
 
     return tuple(
         {
@@ -272,12 +257,10 @@ def _tables(phase: Phase) -> tuple[dict[str, np.ndarray], ...]:
 
 
 def _ring(devices: int, chunks: int, by: int) -> list[tuple[int, int]]:
-    """Who sends to whom: each to its neighbour; the last to the first where chunks follow each other."""
+    """Source and target of each send to a neighbour; with several chunks the ends are neighbours too."""
     if devices == 1:
         return [(0, 0)]
-    pairs = [(d, d + by) for d in range(devices) if 0 <= d + by < devices]
-    ends = [(devices - 1, 0) if by > 0 else (0, devices - 1)]
-    return pairs + ends if chunks > 1 else pairs
+    return [(d, (d + by) % devices) for d in range(devices) if chunks > 1 or 0 <= d + by < devices]
 
 
 def _put(kept: Any, new: Any, slot: Any, on: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Parameters as one row for each stage, so that a device holds those of its own stages and no others.
+"""Parameters in flat buffers, one for each stage, so that a device holds the parameters of its own stages only.
 
-Stages differ in what they hold, and arrays of one program lie on all of its devices: so the leaves of a stage are laid end to
-end, by dtype, in a row as long as the longest stage's, and the rows are cut over the devices. A leaf that several stages read
-(a tied weight) stands beside the rows, once and whole.
+Stages hold different parameters, but an array of one program has a shard on every device. So the leaves of a stage are
+concatenated, by dtype, into a buffer as long as the longest stage's, and the buffers are sharded over the stages. A leaf
+that several stages read (a tied weight) stays outside the buffers and is replicated.
 """
 
 from __future__ import annotations
@@ -18,172 +18,177 @@ import jax
 import jax.numpy as jnp
 from jax import tree_util
 
-ALIGNED = 128
-"""Rows are padded to a multiple of this many elements, so that they can be cut further."""
+ALIGNMENT = 128
+"""Buffers are padded to a multiple of this many elements, so that they can be sharded further."""
+
+SHARDED = "_sharded"
+"""Ends the name of buffers whose leaves are sharded over the tensor axis."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a leaf lies: in a row from an element on, or beside the rows (`stage` is -1)."""
+class LeafSlot:
+    """The place of a parameter: in its stage's buffer from element `start` on, or outside (`stage` is -1)."""
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     stage: int = -1
     start: int = 0
-    cut_dim: int = -1
-    """The dim that is cut over the tensor axis; -1 for none."""
+    sharded_dim: int = -1
+    """The dimension that is sharded over the tensor axis; -1 for none."""
 
     @property
-    def kind(self) -> str:
-        """The name of the rows it lies in."""
-        return self.dtype if self.cut_dim < 0 else f"{self.dtype}_cut"
+    def buffer(self) -> str:
+        """The name of its buffer."""
+        return self.dtype if self.sharded_dim < 0 else self.dtype + SHARDED
 
 
 @dataclasses.dataclass(frozen=True)
 class FlatLayout:
-    """Where every leaf of the parameters lies.
+    """The slot of every parameter.
 
-    `devices` is how many stages work at a time, `chunks` how many each device holds, `ways` over how many devices a
-    stage's leaves are cut where they are; `lengths` the elements of a row (of each of its `ways` pieces), by kind.
+    `devices` stages run at a time, each device holds `chunks` of them, and `shards` is the number of tensor shards;
+    `lengths` gives the elements of each buffer (of one tensor shard, where sharded).
     """
 
     treedef: Any
-    places: tuple[Place, ...]
+    slots: tuple[LeafSlot, ...]
     devices: int
     chunks: int
-    ways: int
+    shards: int
     lengths: tuple[tuple[str, int], ...]
 
     def of_stage(self, stage: int) -> list[int]:
-        """The leaves in a stage's row."""
-        return [i for i, place in enumerate(self.places) if place.stage == stage]
+        """The leaves in a stage's buffers; for -1 those outside."""
+        return [i for i, slot in enumerate(self.slots) if slot.stage == stage]
 
     @functools.cached_property
-    def mark(self) -> str:
-        """Eight letters that differ for rows which hold other leaves, or hold them elsewhere."""
-        return hashlib.sha256(repr((self.places, self.devices, self.chunks, self.ways)).encode()).hexdigest()[:8]
-
-    @property
-    def beside(self) -> list[int]:
-        """The leaves beside the rows."""
-        return self.of_stage(-1)
+    def fingerprint(self) -> str:
+        """Eight letters that differ between layouts which place leaves differently."""
+        return hashlib.sha256(repr((self.slots, self.devices, self.chunks, self.shards)).encode()).hexdigest()[:8]
 
 
 @tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class PackedParameters:
-    """Parameters in rows: `rows` by kind, `shared` by path; a pytree.
+    """Parameters in flat buffers, a pytree; `Pipeline.pack` makes it.
 
-    A row array has dims (devices, chunks, elements), or (devices, chunks, tensor ways, elements) where leaves are cut.
+    Attributes:
+      buffers: by dtype, arrays of shape [devices, chunks, elements], or [devices, chunks, tensor shards, elements] under
+        the name "..._sharded".
+      shared: by path, the parameters that several stages read, and integers and random keys.
+      layout: the place of every parameter.
     """
 
-    rows: Mapping[str, Any]
+    buffers: Mapping[str, Any]
     shared: Mapping[str, Any]
     layout: FlatLayout
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """Both maps are children; the layout is not, but rows have its mark in their path, by which a checkpoint knows them."""
-        keys = tree_util.GetAttrKey(f"rows_{self.layout.mark}"), tree_util.GetAttrKey("shared")
-        return tuple(zip(keys, (dict(self.rows), dict(self.shared)), strict=True)), self.layout
+        """Children with their keys; the layout's fingerprint in the path lets a checkpoint detect another layout."""
+        keys = tree_util.GetAttrKey(f"buffers_{self.layout.fingerprint}"), tree_util.GetAttrKey("shared")
+        return tuple(zip(keys, (dict(self.buffers), dict(self.shared)), strict=True)), self.layout
 
     @classmethod
     def tree_unflatten(cls, layout: FlatLayout, children: Any) -> PackedParameters:
-        """The inverse."""
-        rows, shared = children
-        return cls(rows, shared, layout)
+        """The inverse of `tree_flatten_with_keys`."""
+        buffers, shared = children
+        return cls(buffers, shared, layout)
 
 
-def layout_of(
-    params: Any, paths: Sequence[str], homes: Sequence[int], cuts: Sequence[int], devices: int, chunks: int, ways: int
+def flat_layout(
+    params: Any,
+    paths: Sequence[str],
+    stages: Sequence[int],
+    dims: Sequence[int],
+    devices: int,
+    chunks: int,
+    shards: int,
 ) -> FlatLayout:
-    """Lay out parameters.
+    """Give every parameter a slot.
 
     Args:
       params: a pytree of arrays or shapes.
-      paths: its leaves' names.
-      homes: for each leaf the stage whose row it lies in; -1 for beside them.
-      cuts: for each leaf the dim that is cut `ways` ways, -1 for none.
+      paths: its leaves' paths.
+      stages: for each leaf its stage; -1 for outside the buffers.
+      dims: for each leaf the dimension with `shards` tensor shards, -1 for none.
+      devices, chunks, shards: as in `FlatLayout`.
     """
     leaves, treedef = tree_util.tree_flatten(params)
     ends: dict[tuple[int, str], int] = {}
-    places = []
-    for path, leaf, home, cut in zip(paths, leaves, homes, cuts, strict=True):
-        home = home if jnp.issubdtype(leaf.dtype, jnp.inexact) else -1  # numbers and keys of all kinds lie beside
-        place = Place(path, tuple(leaf.shape), str(leaf.dtype), home, 0, cut if ways > 1 else -1)
-        if home >= 0:
-            key = home, place.kind
-            start = ends.get(key, 0)
-            ends[key] = start + math.prod(place.shape) // (ways if place.cut_dim >= 0 else 1)
-            place = dataclasses.replace(place, start=start)
-        places.append(place)
+    slots = []
+    for path, leaf, stage, dim in zip(paths, leaves, stages, dims, strict=True):
+        stage = stage if jnp.issubdtype(leaf.dtype, jnp.inexact) else -1  # integers and random keys are shared
+        slot = LeafSlot(path, tuple(leaf.shape), str(leaf.dtype), stage, 0, dim if shards > 1 else -1)
+        if stage >= 0:
+            start = ends.get((stage, slot.buffer), 0)
+            ends[stage, slot.buffer] = start + _elements(slot, shards)
+            slot = dataclasses.replace(slot, start=start)
+        slots.append(slot)
     lengths: dict[str, int] = {}
-    for (_, kind), end in ends.items():
-        lengths[kind] = max(lengths.get(kind, 0), -(-end // ALIGNED) * ALIGNED)
-    return FlatLayout(treedef, tuple(places), devices, chunks, ways, tuple(sorted(lengths.items())))
+    for (_, buffer), end in ends.items():
+        lengths[buffer] = max(lengths.get(buffer, 0), -(-end // ALIGNMENT) * ALIGNMENT)
+    return FlatLayout(treedef, tuple(slots), devices, chunks, shards, tuple(sorted(lengths.items())))
 
 
 def pack(layout: FlatLayout, params: Any) -> PackedParameters:
-    """Parameters in rows."""
+    """Parameters in flat buffers."""
     leaves = layout.treedef.flatten_up_to(params)
     stages = layout.devices * layout.chunks
-    each = [row_of(layout, stage, [leaves[i] for i in layout.of_stage(stage)]) for stage in range(stages)]
-    rows = {}
-    for kind, _ in layout.lengths:
-        stacked = jnp.stack([row[kind] for row in each])  # stage = chunk * devices + device
-        rows[kind] = jnp.swapaxes(stacked.reshape(layout.chunks, layout.devices, *stacked.shape[1:]), 0, 1)
-    return PackedParameters(rows, {layout.places[i].path: leaves[i] for i in layout.beside}, layout)
+    each = [stage_buffers(layout, stage, [leaves[i] for i in layout.of_stage(stage)]) for stage in range(stages)]
+    buffers = {}
+    for name, _ in layout.lengths:
+        stacked = jnp.stack([stage[name] for stage in each])  # stage = chunk * devices + device
+        buffers[name] = jnp.swapaxes(stacked.reshape(layout.chunks, layout.devices, *stacked.shape[1:]), 0, 1)
+    return PackedParameters(buffers, {layout.slots[i].path: leaves[i] for i in layout.of_stage(-1)}, layout)
 
 
 def unpack(packed: PackedParameters) -> Any:
     """The inverse of `pack`."""
     layout = packed.layout
-    leaves: list[Any] = [None] * len(layout.places)
-    for i in layout.beside:
-        leaves[i] = packed.shared[layout.places[i].path]
+    leaves = {i: packed.shared[layout.slots[i].path] for i in layout.of_stage(-1)}
     for stage in range(layout.devices * layout.chunks):
-        row = {k: rows[stage % layout.devices, stage // layout.devices] for k, rows in packed.rows.items()}
-        for i, leaf in zip(layout.of_stage(stage), leaves_of(layout, stage, row), strict=True):
-            leaves[i] = leaf
-    return tree_util.tree_unflatten(layout.treedef, leaves)
+        buffers = {k: x[stage % layout.devices, stage // layout.devices] for k, x in packed.buffers.items()}
+        leaves |= zip(layout.of_stage(stage), stage_leaves(layout, stage, buffers), strict=True)
+    return tree_util.tree_unflatten(layout.treedef, [leaves[i] for i in range(len(leaves))])
 
 
-def row_of(
+def stage_buffers(
     layout: FlatLayout, stage: int, leaves: Sequence[Any], dtype: Callable[[Any], Any] = lambda d: d
 ) -> dict[str, Any]:
-    """The leaves of a stage end to end, by kind."""
-    row = {}
-    places = [layout.places[i] for i in layout.of_stage(stage)]
-    for kind, length in layout.lengths:
-        mine = [(p, x) for p, x in zip(places, leaves, strict=True) if p.kind == kind]
-        kept = dtype(jnp.dtype(kind.removesuffix("_cut")))
-        lead = (layout.ways,) if kind.endswith("_cut") else ()
-        flat = [_flat(p, x, layout.ways).astype(kept) for p, x in mine]
-        filled = sum(x.shape[-1] for x in flat)
-        flat.append(jnp.zeros((*lead, length - filled), kept))
-        row[kind] = jnp.concatenate(flat, -1)
-    return row
+    """The leaves of a stage, concatenated by buffer and cast by `dtype`."""
+    buffers = {}
+    slots = [layout.slots[i] for i in layout.of_stage(stage)]
+    for name, length in layout.lengths:
+        kept = dtype(jnp.dtype(name.removesuffix(SHARDED)))
+        flat = [_flat(s, x, layout.shards).astype(kept) for s, x in zip(slots, leaves, strict=True) if s.buffer == name]
+        lead = (layout.shards,) if name.endswith(SHARDED) else ()
+        flat.append(jnp.zeros((*lead, length - sum(x.shape[-1] for x in flat)), kept))
+        buffers[name] = jnp.concatenate(flat, -1)
+    return buffers
 
 
-def leaves_of(layout: FlatLayout, stage: int, row: Mapping[str, Any]) -> list[Any]:
-    """The inverse of `row_of`."""
-    return [_shaped(layout.places[i], row[layout.places[i].kind], layout.ways) for i in layout.of_stage(stage)]
+def stage_leaves(layout: FlatLayout, stage: int, buffers: Mapping[str, Any]) -> list[Any]:
+    """The inverse of `stage_buffers`."""
+    slots = [layout.slots[i] for i in layout.of_stage(stage)]
+    return [_unflat(slot, buffers[slot.buffer], layout.shards) for slot in slots]
 
 
-def _flat(place: Place, leaf: Any, ways: int) -> Any:
-    d = place.cut_dim
+def _elements(slot: LeafSlot, shards: int) -> int:
+    return math.prod(slot.shape) // (shards if slot.sharded_dim >= 0 else 1)
+
+
+def _flat(slot: LeafSlot, leaf: Any, shards: int) -> Any:
+    d, shape = slot.sharded_dim, slot.shape
     if d < 0:
         return jnp.reshape(leaf, (-1,))
-    shape = place.shape
-    split = jnp.reshape(leaf, (*shape[:d], ways, shape[d] // ways, *shape[d + 1 :]))
-    return jnp.reshape(jnp.moveaxis(split, d, 0), (ways, -1))
+    split = jnp.reshape(leaf, (*shape[:d], shards, shape[d] // shards, *shape[d + 1 :]))
+    return jnp.reshape(jnp.moveaxis(split, d, 0), (shards, -1))
 
 
-def _shaped(place: Place, row: Any, ways: int) -> Any:
-    d, shape = place.cut_dim, place.shape
-    size = math.prod(shape) // (ways if d >= 0 else 1)
-    piece = jax.lax.slice_in_dim(row, place.start, place.start + size, axis=row.ndim - 1)
-    if d < 0:
-        return jnp.reshape(piece, shape)
-    split = jnp.reshape(piece, (ways, *shape[:d], shape[d] // ways, *shape[d + 1 :]))
-    return jnp.reshape(jnp.moveaxis(split, 0, d), shape)
+def _unflat(slot: LeafSlot, buffer: Any, shards: int) -> Any:
+    d, shape = slot.sharded_dim, slot.shape
+    part = jax.lax.slice_in_dim(buffer, slot.start, slot.start + _elements(slot, shards), axis=buffer.ndim - 1)
+    if d >= 0:
+        part = jnp.moveaxis(jnp.reshape(part, (shards, *shape[:d], shape[d] // shards, *shape[d + 1 :])), 0, d)
+    return jnp.reshape(part, shape)

@@ -1,23 +1,23 @@
-"""`train.pipeline`: a loss function whose layers are spread over groups of devices, micro-batch after micro-batch."""
+"""`train.pipeline`: a loss function whose layers run on groups of devices, micro-batch after micro-batch."""
 
 from __future__ import annotations
 
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax import tree_util
 from jax.sharding import AbstractMesh, Mesh
 
-from shardfn.errors import Problem, raise_problems
+from shardfn.errors import StrategyError, fail, raise_problems
 from shardfn.frontend import defaults
 from shardfn.ir.model import Spec
-from shardfn.train.pipelines import flat_parameters as packing
-from shardfn.train.pipelines.build import BuiltPipeline, PipelineOptions, make, problems_of
-from shardfn.train.pipelines.description import PipelineDescription, described
+from shardfn.train.pipelines import flat_parameters
+from shardfn.train.pipelines.build import BuiltPipeline, PipelineOptions, build_pipeline, option_problems
+from shardfn.train.pipelines.description import PipelineDescription, pipeline_description
 from shardfn.train.pipelines.executor import DATA, STAGE, TENSOR
-from shardfn.train.pipelines.flat_parameters import PackedParameters
+from shardfn.train.pipelines.flat_parameters import SHARDED, PackedParameters
 from shardfn.train.pipelines.schedule import Schedule
 from shardfn.train.pipelines.schedule import schedule as schedule_of
 
@@ -36,35 +36,41 @@ def pipeline(
     loss: str = "mean",
     device: Any = None,
 ) -> Pipeline:
-    """A loss function that runs in stages: `pipe(params, *batch)`, with `jax.grad` and in `train.step`.
+    """Make a loss function run in pipeline stages.
 
-    The devices form a grid of stages x data x tensor; each stage's devices hold its parameters (`Pipeline.pack`), work on
-    their part of the batch, and send to their neighbours only.
+    The devices form a mesh of stages x data x tensor. Each stage's devices hold its parameters, work on their part of the
+    batch, and send activations to the neighbouring stages only. Loss and gradients are those of the plain function.
+
+    Assign the model to stages by `staged`, by an attribute `pipeline_stage` (and `pipeline_segment`) of its modules, by
+    `stage_config`, or by `auto_pipeline`. A list with one function for each stage needs no mark; the stages of a longer
+    list are balanced by cost.
 
     Args:
       stages: one of
-        a loss function `(params, *batch) -> loss`, the loss a mean over the batch;
+        a loss function `(params, *batch) -> loss`, a mean over the batch;
         a module or a `Cell` that is such a function of its own parameters, `module(*batch) -> loss`;
-        a list of functions `(params[i], x) -> x`, of which the first gets the batch's first array and the last, which
-        gives the loss, the batch's others too, `(params[-1], x, *rest)`.
-        What belongs to which stage is marked: by `staged`, by an attribute `pipeline_stage` (and `pipeline_segment`) of a
-        module in it, or by `stage_config`; a list of as many functions as stages needs no mark, a longer one is cut by cost.
-      micro_size: how many micro-batches the batch is cut into; not fewer than stages.
-      pipeline_stages: how many stages work at a time; the context's where it is set, else as marked or listed.
-      schedule: "1f1b", "gpipe" or "interleaved", which is 1f1b with several chunks; the context's `pipeline_config` if
-        left out.
-      interleave: how many chunks of the model each device holds; where it is not said as many as segments are marked, or
-        else 2 with "interleaved" and 1 without.
-      auto_pipeline: cut the stages where their modelled costs are most alike, whatever is marked.
-      stage_config, segment_config: the stage and the segment of parameters, by globs of paths or paths of modules.
-      parameter_plan: cuts of parameters within a stage, by globs of paths, as `{"*/w1": (1, 2), "*/w2": (2, 1)}`; one dim
-        of each, all by the same number of devices.
-      loss: "mean" of the micro-batches' losses, or "sum", which is MindSpore's.
-      device: as in `shard`.
+        a list of functions `(params[i], x) -> x`: the first takes the batch's first array, and the last,
+        `(params[-1], x, *rest) -> loss`, takes the others.
+      micro_size: the number of micro-batches in a batch, at least the number of stages.
+      pipeline_stages: how many stages run at a time; by default the context's, else as marked or listed.
+      schedule: "1f1b", "gpipe", or "interleaved" for 1f1b with several chunks; by default the context's
+        `pipeline_config`, else "1f1b".
+      interleave: how many chunks of the model each device holds; by default as many as segments are marked, else 2
+        with "interleaved" and 1 without.
+      auto_pipeline: True balances the stages by their modelled costs and ignores marks; by default the context's.
+      stage_config: the stage of parameters, by globs of paths or paths of modules.
+      segment_config: the segment of parameters, likewise.
+      parameter_plan: the number of shards of each dimension of parameters within a stage, by globs of paths, as
+        `{"*/w1": (1, 2), "*/w2": (2, 1)}`; one dimension of each, all with the same number of shards.
+      loss: "mean" of the micro-batches' losses, or "sum" (MindSpore's).
+      device: the devices, as in `shard`.
+
+    Returns:
+      A `Pipeline`, called as `pipe(params, *batch)`.
 
     Raises:
-      StrategyError, StrategyTypeError: what is wrong with the arguments, all at once; at the first call, what does not
-        fit the model, the batch or the devices.
+      StrategyError, StrategyTypeError: for wrong arguments, all at once; at the first call, if the model, the batch or
+        the devices do not fit.
 
     >>> import jax, jax.numpy as jnp
     >>> layers = [lambda w, x: jnp.tanh(x @ w), lambda w, x, y: jnp.mean((x @ w - y) ** 2)]
@@ -77,113 +83,152 @@ def pipeline(
     current = defaults.current()
     settings = current.training
     interleaves = schedule == "interleaved"
-    if schedule is None and settings.pipeline_config:
-        order = settings.pipeline_config
-        schedule, interleaves = order["pipeline_scheduler"], order["pipeline_interleave"]
+    if schedule is None and (config := settings.pipeline_config):
+        schedule, interleaves = config["pipeline_scheduler"], config["pipeline_interleave"]
     if pipeline_stages is None:
         pipeline_stages = settings.pipeline_stages
-    auto = settings.auto_pipeline if auto_pipeline is None else auto_pipeline
-    name = "1f1b" if schedule in (None, "interleaved") else schedule
-    asked = PipelineOptions(
-        stages, micro_size, pipeline_stages, name, interleave, interleaves, auto,
-        types.MappingProxyType(dict(stage_config or {})), types.MappingProxyType(dict(segment_config or {})),
-        types.MappingProxyType(dict(parameter_plan or {})), loss, device, current,
+    frozen = lambda config: types.MappingProxyType(dict(config or {}))  # noqa: E731
+    options = PipelineOptions(
+        stages, micro_size, pipeline_stages, "1f1b" if schedule in (None, "interleaved") else schedule, interleave,
+        interleaves, settings.auto_pipeline if auto_pipeline is None else auto_pipeline,
+        frozen(stage_config), frozen(segment_config), frozen(parameter_plan), loss, device, current,
     )  # fmt: skip
-    raise_problems(list(problems_of(asked)))
-    return Pipeline(asked)
+    raise_problems(list(option_problems(options)))
+    return Pipeline(options)
 
 
 class Pipeline:
-    """What `pipeline` returns: `pipe(params, *batch) -> loss`, in one program over all devices."""
+    """A loss function that runs in pipeline stages, as one program on all devices; `pipeline` makes it."""
 
-    def __init__(self, asked: PipelineOptions):
-        self.asked = asked
-        self._made: dict[Any, BuiltPipeline] = {}
+    def __init__(self, options: PipelineOptions):
+        self.options = options
+        self._built: dict[Any, BuiltPipeline] = {}
         self._last: BuiltPipeline | None = None
 
     def __repr__(self) -> str:
-        a = self.asked
+        o = self.options
         return (
-            f"train.pipeline({a.name}, micro_size={a.micro_size}, schedule={a.schedule!r}, stages={a.pipeline_stages})"
+            f"train.pipeline({o.name}, micro_size={o.micro_size}, schedule={o.schedule!r}, stages={o.pipeline_stages})"
         )
 
     def __call__(self, params: Any, *batch: Any) -> Any:
-        """The loss. `params` as the loss function takes them, or as `pack` gives them."""
-        made = self._for(params, batch)
-        return made.call(params if isinstance(params, PackedParameters) else made.parts.arrays(params), batch)
+        """The loss of a batch.
+
+        Args:
+          params: the parameters as the loss function takes them, or as `pack` returns them.
+          *batch: arrays with the batch in dimension 0.
+
+        Returns:
+          The loss, a scalar of at least float32. `jax.grad` gives its gradients by `params`.
+
+        Raises:
+          StrategyError: if marks, batch or devices do not fit, or a stage would wait for another forever.
+        """
+        built = self._for(params, batch)
+        return built.call(params if isinstance(params, PackedParameters) else built.parts.arrays(params), batch)
 
     def pack(self, params: Any, *batch: Any) -> PackedParameters:
-        """Parameters laid out by stage: each device gets those of its own stages.
+        """Move parameters into flat buffers, so that each device holds those of its own stages only.
 
         Args:
           params: the model as the loss function takes it; shapes give shapes.
-          batch: arrays or shapes as the loss will get them.
+          *batch: arrays or shapes as the loss will get them.
+
+        Returns:
+          The packed parameters, which the pipeline takes in place of `params`.
+
+        Raises:
+          StrategyError: if marks, batch or devices do not fit.
         """
-        made = self._for(params, batch)
-        arrays, shardings = made.parts.arrays(params), made.shardings()
-        move = lambda arrays: packing.pack(made.layout, arrays)  # noqa: E731
+        built = self._for(params, batch)
+        arrays, shardings = built.parts.arrays(params), built.shardings()
+        pack = lambda arrays: flat_parameters.pack(built.layout, arrays)  # noqa: E731
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in tree_util.tree_leaves(arrays)):
             with_sharding = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
-            return tree_util.tree_map(with_sharding, jax.eval_shape(move, arrays), shardings)
-        return jax.jit(move, out_shardings=shardings)(arrays)
+            return tree_util.tree_map(with_sharding, jax.eval_shape(pack, arrays), shardings)
+        return jax.jit(pack, out_shardings=shardings)(arrays)
 
     def unpack(self, packed: PackedParameters) -> Any:
-        """The inverse of `pack`; of gradients and of an optimizer's moments too."""
+        """The inverse of `pack`.
+
+        Args:
+          packed: packed parameters, their gradients, or an optimizer's moments of them.
+
+        Returns:
+          The model.
+        """
         arrays = _unpack(packed)
         return self._last.parts.model(arrays) if self._last else arrays
 
-    def described(self, params: Any, *batch: Any) -> PipelineDescription:
-        """The stages: what each holds, works out and sends, and the schedule; it prints as a table."""
-        made = self._for(params, batch)
-        return described(made.machine, made.schedule)
+    def describe(self, params: Any, *batch: Any) -> PipelineDescription:
+        """Describe the stages: ops, parameters, cost and bytes sent of each, and the schedule.
 
-    def grid(self, params: Any, batch: tuple[Any, ...]) -> tuple[Mesh | AbstractMesh, list[Spec], list[Spec]]:
-        """The mesh, and the axes that cut each array of the parameters and of the batch: where a training step keeps them.
+        Args:
+          params: the model or packed parameters; shapes will do.
+          *batch: arrays or shapes.
 
-        Without a batch, as at the last call.
+        Returns:
+          The description; `print` shows it as a table.
+
+        Raises:
+          StrategyError: if marks, batch or devices do not fit.
         """
-        made = self._for(params, batch) if batch else self._last
-        if made is None:
-            raise_problems([_unknown()])
-        assert made is not None
+        built = self._for(params, batch)
+        return pipeline_description(built.executor, built.schedule)
+
+    def shardings(self, params: Any, batch: tuple[Any, ...]) -> tuple[Mesh | AbstractMesh, list[Spec], list[Spec]]:
+        """The mesh, and the mesh axes of each dimension of every parameter and every array of the batch.
+
+        Args:
+          params: the model or packed parameters; shapes will do.
+          batch: arrays or shapes; empty for those of the last call.
+
+        Returns:
+          The mesh, the specs of the leaves of `params`, and those of `batch`.
+
+        Raises:
+          StrategyError: if the stages are not known yet, or marks, batch or devices do not fit.
+        """
+        built = self._for(params, batch) if batch else self._last
+        if built is None:
+            _fail_unknown()
         if not isinstance(params, PackedParameters):
-            specs: list[Spec] = [((),) * len(x.shape) for x in tree_util.tree_leaves(made.parts.arrays(params))]
+            specs: list[Spec] = [((),) * len(x.shape) for x in tree_util.tree_leaves(built.parts.arrays(params))]
         else:
-            rows = [((STAGE,), (), *(((TENSOR,),) if k.endswith("_cut") else ()), ()) for k in sorted(params.rows)]
-            specs = [*rows, *(((),) * len(params.shared[k].shape) for k in sorted(params.shared))]
-        cuts: list[Spec] = [((DATA,), *((),) * (len(x.shape) - 1)) for x in tree_util.tree_leaves(batch)]
-        return made.machine.mesh, specs, cuts
+            sharded = lambda k: ((TENSOR,),) if k.endswith(SHARDED) else ()  # noqa: E731
+            specs = [((STAGE,), (), *sharded(k), ()) for k in sorted(params.buffers)]
+            specs += [((),) * len(params.shared[k].shape) for k in sorted(params.shared)]
+        batch_specs: list[Spec] = [((DATA,), *((),) * (len(x.shape) - 1)) for x in tree_util.tree_leaves(batch)]
+        return built.executor.mesh, specs, batch_specs
 
     @property
     def schedule(self) -> Schedule:
-        """Who works when; where the number of stages is in the model's marks, known from the first call on."""
+        """The schedule; if only the model's marks give the number of stages, it is known from the first call on.
+
+        Raises:
+          StrategyError: if the stages are not known yet.
+        """
         if self._last is not None:
             return self._last.schedule
-        devices, chunks = self.asked.counts([])
+        devices, chunks = self.options.counts()
         if devices is None:
-            raise_problems([_unknown()])
-        assert devices is not None
-        return schedule_of(self.asked.schedule, devices, self.asked.micro_size, chunks)
+            _fail_unknown()
+        return schedule_of(self.options.schedule, devices, self.options.micro_size, chunks)
 
     def _for(self, params: Any, batch: tuple[Any, ...]) -> BuiltPipeline:
-        shapes = lambda tree: [_kind(x) for x in tree_util.tree_leaves(tree)]  # noqa: E731
-        calls = tree_util.tree_structure(batch), tuple(shapes(batch))
-        key = calls, tuple(shapes(params)), tree_util.tree_structure(params)
-        found = self._made.get(key)
-        if found is None:
-            found = self._made[key] = make(self.asked, params, batch, self._last)
-        self._last = found
-        return found
+        shape = lambda x: (x.shape, x.dtype) if hasattr(x, "dtype") else type(x)  # noqa: E731
+        leaves, treedef = tree_util.tree_flatten((params, batch))
+        key = treedef, tuple(map(shape, leaves))
+        if key not in self._built:
+            self._built[key] = build_pipeline(self.options, params, batch, self._last)
+        self._last = self._built[key]
+        return self._last
 
 
-def _kind(x: Any) -> Any:
-    return (x.shape, x.dtype) if hasattr(x, "dtype") else type(x)
+_unpack = jax.jit(flat_parameters.unpack)
 
 
-_unpack = jax.jit(packing.unpack)
-
-
-def _unknown() -> Problem:
-    return Problem("the stages are not known yet", "before the first call of a pipeline",
-                   "how many there are and what they hold depends on the model and the batch",
-                   "call pack(params, *batch) first, with arrays or shapes")  # fmt: skip
+def _fail_unknown() -> NoReturn:
+    fail(StrategyError, "the stages are not known yet", where="before the first call of a pipeline",
+         why="their number and content depend on the model and the batch",
+         fix="call pack(params, *batch) first, with arrays or shapes")  # fmt: skip

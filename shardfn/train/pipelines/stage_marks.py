@@ -1,4 +1,4 @@
-"""Where a user says which stage something belongs to: on functions, on modules, or by the paths of parameters."""
+"""Stage marks: which stage a user gives a function, a module or a parameter path."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from jax import tree_util
 from shardfn.errors import Problem
 from shardfn.frontend.paths import listed, met, normal
 from shardfn.frontend.strategy import short
-from shardfn.train.pipelines.program import MARK
+from shardfn.train.pipelines.trace_loss import MARK
 
 Mark = tuple[int, int]
 """A stage, and a segment: which of the chunks that the stage's devices hold."""
 
 
 def staged(function: Callable[..., Any], stage: int, segment: int = 0) -> Callable[..., Any]:
-    """`function`, whose ops belong to a pipeline stage wherever it is called in a loss.
+    """Assign the ops of a function to a pipeline stage, wherever a loss calls it.
 
     Args:
-      function: of arrays, a part of the model.
-      stage: from 0; the ops after it that nothing is said of belong to the same stage.
-      segment: with `interleave`, which of the chunks of the stage's devices.
+      function: a part of the model, a function of arrays.
+      stage: counted from 0. Unmarked ops after the function belong to the same stage.
+      segment: with `interleave`, which of the chunks on the stage's devices, counted from 0.
+
+    Returns:
+      A function that computes the same.
 
     >>> import jax.numpy as jnp
     >>> loss = lambda params, x: jnp.mean(staged(jnp.dot, 1)(staged(jnp.sin, 0)(x), params))
@@ -40,51 +43,50 @@ def staged(function: Callable[..., Any], stage: int, segment: int = 0) -> Callab
     return jax.jit(marked)
 
 
-def marks_of(model: Any, arrays: Any) -> list[Mark | None]:
+def module_marks(model: Any, arrays: Any) -> list[Mark | None]:
     """For each array of a model the `pipeline_stage` and `pipeline_segment` of the innermost module that has them.
 
     Args:
       model: a pytree, whose nodes may be modules.
       arrays: the same with None for every leaf that is no array.
 
-    >>> marks_of({"a": 1.0}, {"a": 1.0})
+    >>> module_marks({"a": 1.0}, {"a": 1.0})
     [None]
     """
     keyed = tree_util.tree_flatten_with_path(arrays)[0]
-    return [_innermost(model, [_step(k) for k in key[:-1]]) for key, _ in keyed]
+    return [_innermost(model, [_child(k) for k in key[:-1]]) for key, _ in keyed]
 
 
-def marks_by_path(owner: Any, paths: Sequence[str]) -> list[Mark | None]:
-    """The same of a `Cell`, whose parameters have paths such as `block1.weight`."""
-    return [_innermost(owner, [_by_name(part) for part in path.replace("/", ".").split(".")]) for path in paths]
+def cell_marks(cell: Any, paths: Sequence[str]) -> list[Mark | None]:
+    """The same for a `Cell`, whose parameters have paths such as `block1.weight`."""
+    return [_innermost(cell, list(map(_named_child, path.replace("/", ".").split(".")))) for path in paths]
 
 
-def configured(
+def with_config(
     paths: Sequence[str], stages: Mapping[str, int], segments: Mapping[str, int], found: Sequence[Mark | None]
 ) -> tuple[list[Mark | None], list[Problem]]:
-    """The marks with those that are given by globs of paths, and globs that match nothing."""
+    """The marks with those from `stage_config` and `segment_config`, and a problem for each glob without a match."""
     marks = list(found)
     full = [normal(path) for path in paths]
     problems = []
     for name, config, place in (("stage_config", stages, 0), ("segment_config", segments, 1)):
         for glob, number in config.items():
-            hits = sorted({*met(glob, full)[0], *met(f"{glob}/*", full)[0]})  # a module's path means what is under it
+            hits = sorted({*met(glob, full)[0], *met(f"{glob}/*", full)[0]})  # a module's path means its parameters
             if not hits:
                 problems.append(Problem(f"{name} {glob!r} matches no parameter", f"{name} = {short(dict(config))}",
                                         f"the parameters are {listed(paths)}",
                                         "use a path, the path of a module, or a glob of paths"))  # fmt: skip
             for i in hits:
-                pair = list(marks[i] or (0, 0))
-                pair[place] = number
-                marks[i] = (pair[0], pair[1])
+                stage, segment = marks[i] or (0, 0)
+                marks[i] = (stage, number) if place else (number, segment)
     return marks, problems
 
 
-def _innermost(value: Any, steps: Sequence[Callable[[Any], Any]]) -> Mark | None:
+def _innermost(value: Any, children: Sequence[Callable[[Any], Any]]) -> Mark | None:
     mark = None
-    for step in [None, *steps]:
+    for child in [lambda value: value, *children]:
         try:
-            value = value if step is None else step(value)
+            value = child(value)
         except (AttributeError, KeyError, IndexError, TypeError):
             break
         stage = getattr(value, "pipeline_stage", None)
@@ -94,7 +96,7 @@ def _innermost(value: Any, steps: Sequence[Callable[[Any], Any]]) -> Mark | None
     return mark
 
 
-def _step(key: Any) -> Callable[[Any], Any]:
+def _child(key: Any) -> Callable[[Any], Any]:
     if isinstance(key, tree_util.GetAttrKey):
         return lambda value: getattr(value, key.name)
     if isinstance(key, tree_util.SequenceKey):
@@ -104,12 +106,10 @@ def _step(key: Any) -> Callable[[Any], Any]:
     return lambda value: value[key.key]
 
 
-def _by_name(part: str) -> Callable[[Any], Any]:
-    def step(value: Any) -> Any:
+def _named_child(name: str) -> Callable[[Any], Any]:
+    def child(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return value[part]
-        if isinstance(value, Sequence):
-            return value[int(part)]
-        return getattr(value, part)
+            return value[name]
+        return value[int(name)] if isinstance(value, Sequence) else getattr(value, name)
 
-    return step
+    return child

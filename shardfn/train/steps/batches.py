@@ -1,4 +1,4 @@
-"""Batches in parts: over the devices, and into micro-batches."""
+"""Check that a batch splits over devices and into micro-batches."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from shardfn.errors import Problem
 from shardfn.frontend.paths import join
 
 
-def part_problems(batch: tuple[Any, ...], devices: int, micro_batches: int) -> Iterator[Problem]:
-    """What of a batch cannot be cut along dim 0 into `micro_batches` for each of so many devices. Scalars go to all."""
-    need = devices * micro_batches
-    if need == 1:
+def batch_problems(batch: tuple[Any, ...], devices: int, micro_batches: int) -> Iterator[Problem]:
+    """The arrays of a batch whose dimension 0 `devices` x `micro_batches` does not divide; scalars go to all parts."""
+    parts = devices * micro_batches
+    if parts == 1:
         return
     over = f"{micro_batches} micro-batches" if micro_batches > 1 else ""
     over += (" on each of " if over else "") + (f"{devices} devices" if devices > 1 else "")
@@ -25,12 +25,12 @@ def part_problems(batch: tuple[Any, ...], devices: int, micro_batches: int) -> I
         if not shape:
             continue
         sizes.setdefault(shape[0], f"`{path}`: {x.dtype}{list(shape)}")
-        if shape[0] % need:
-            yield Problem(f"argument {key[0].idx + 1} `{path}` cannot be cut into {need} parts", f"{x.dtype}{list(shape)}",
-                          f"{shape[0]} is not divisible by {need}: {over}",
-                          f"use a batch of {max(shape[0] // need, 1) * need}, or pad it")  # fmt: skip
+        if shape[0] % parts:
+            yield Problem(f"argument {key[0].idx + 1} `{path}` cannot be split into {parts} parts",
+                          f"{x.dtype}{list(shape)}", f"{shape[0]} is not divisible by {parts}: {over}",
+                          f"use a batch of {max(shape[0] // parts, 1) * parts}, or pad it")  # fmt: skip
     if len(sizes) > 1:
-        yield Problem("the arrays of the batch differ in dim 0", ", ".join(sizes.values()),
-                      f"dim 0 of every array is the batch, and is cut into {need} parts: {over}",
-                      "close over what all parts share, or put it into the parameters and name it in `frozen`; "
-                      "reshape what belongs to the batch, so that dim 0 is as long as the others'")  # fmt: skip
+        yield Problem("the arrays of the batch differ in dimension 0", ", ".join(sizes.values()),
+                      f"dimension 0 of every array is the batch, and is split into {parts} parts: {over}",
+                      "close over arrays that all parts share, or make them parameters and name those in `frozen`; "
+                      "reshape arrays of the batch so that dimension 0 is equally long")  # fmt: skip

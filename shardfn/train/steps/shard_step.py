@@ -19,7 +19,7 @@ from shardfn.ir.model import Spec
 from shardfn.runtime.sharded_function import ShardedFunction
 from shardfn.train.collectives.buckets import Bucket
 from shardfn.train.pipelines.pipeline import Pipeline
-from shardfn.train.steps.batches import part_problems
+from shardfn.train.steps.batches import batch_problems
 from shardfn.train.steps.communication import fused, parts_of, told
 from shardfn.train.steps.gradients import Parts
 from shardfn.train.steps.offload import Offloaded, in_memory, offloaded
@@ -116,14 +116,14 @@ def _whole(training: StepOptions, parts: ModelParts, state: TrainState, batch: t
         for x, mine in zip(parts.treedef.flatten_up_to(state.params), own, strict=True)
     )
     cuts = tuple((names, *((),) * (len(x.shape) - 1)) if x.shape else () for x in tree_util.tree_leaves(batch))
-    raise_problems(list(part_problems(batch, devices.count, training.micro_batches)))
+    raise_problems(list(batch_problems(batch, devices.count, training.micro_batches)))
     return StepShardings(_mesh(devices, axes), names, params, _as_params(parts, state, params), cuts)
 
 
 def _in_stages(training: StepOptions, parts: ModelParts, state: TrainState, batch: tuple[Any, ...]) -> StepShardings:
     """As a pipeline keeps its parameters, on its own grid."""
     assert isinstance(training.loss_fn, Pipeline)
-    mesh, params, cuts = training.loss_fn.grid(parts.model(state.params), batch)
+    mesh, params, cuts = training.loss_fn.shardings(parts.model(state.params), batch)
     devices = training.hardware().devices if training.device is not None else None
     if devices is not None and isinstance(mesh, Mesh) and set(devices) != set(mesh.devices.flat):
         raise_problems([Problem("the step and its pipeline are for different devices",
@@ -160,7 +160,7 @@ def _planned(
         shardings = [drawn.named(s) for s in specs]
         return ShardedStep(draft, tree_util.tree_unflatten(tree_util.tree_structure(state), shardings[: sum(counts)]))
     ways = drawn.count if is_per_device(training, drawn) else 1
-    raise_problems(list(part_problems(batch, ways, training.micro_batches)))
+    raise_problems(list(batch_problems(batch, ways, training.micro_batches)))
     return drawn
 
 
