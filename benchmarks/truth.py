@@ -48,7 +48,7 @@ from examples.models import (
     stencil,
 )
 from shardfn.compiled import executable
-from shardfn.cost.collectives import KINDS
+from shardfn.cost.collectives import COLLECTIVE_KINDS
 from shardfn.cost.compute import op_flops
 from shardfn.planning.plan import Plan
 
@@ -385,7 +385,7 @@ def measure(case: Case) -> Row:
 def row(case: Case, plan: Plan, real: executable.Compiled, plan_s: float, compile_s: float) -> Row:
     """Hold a plan against its compiled program."""
     kinds = {}
-    for kind in KINDS:
+    for kind in COLLECTIVE_KINDS:
         sides = [[c for c in side if c.kind == kind] for side in (plan.collectives, real.collectives)]
         if any(sides):
             runs, sent = ([f(side) for side in sides] for f in (_runs, _sent))
@@ -413,7 +413,7 @@ def _sent(side: Sequence[Any]) -> int:
     return sum(c.total_bytes for c in side)
 
 
-SHORT = dict(zip(KINDS, ("ar", "ag", "rs", "a2a", "cp"), strict=True))
+SHORT = dict(zip(COLLECTIVE_KINDS, ("ar", "ag", "rs", "a2a", "cp"), strict=True))
 
 
 def columns(row: Row) -> dict[str, str]:

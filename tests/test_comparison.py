@@ -9,14 +9,14 @@ from shardfn.compiled.comparison import compare
 from shardfn.compiled.executable import Compiled, read
 from shardfn.cost.devices.hardware import CHIPS, Hardware
 from shardfn.cost.estimate import Cost
-from shardfn.cost.memory.live_ranges import Memory
+from shardfn.cost.memory.live_ranges import MemoryEstimate
 from shardfn.ir.model import Collective, Graph, PartitionedProgram
 from shardfn.planning.plan import Decision, Plan
 
 RESULTS = tuple(Decision(f"result/{i}", (), "float32", (), (), "propagated") for i in range(2))
 PLAN = Plan(
     "f", Hardware(CHIPS["cpu"], "cpu", 8), 0, (("a", 8),), None, (), RESULTS, (), (),
-    Cost(0, 0, Memory(1000, 100, 500), 0, 0), "", (), PartitionedProgram(Graph((), (), (), (), ()), (), {"a": 8}, ()),
+    Cost(0, 0, MemoryEstimate(1000, 100, 500), 0, 0), "", (), PartitionedProgram(Graph((), (), (), (), ()), (), {"a": 8}, ()),
 )  # fmt: skip
 COMPILED = Compiled((), 0.0, 1000, 100, 500, 0, 1600)
 

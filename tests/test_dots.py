@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import shardfn
 from shardfn.compiled import executable
 from shardfn.cost.compute import op_flops
-from shardfn.partition.tile_assignment import Devices
+from shardfn.partition.tile_assignment import DeviceGroup
 
 
 def f32(*shape):
@@ -82,7 +82,7 @@ def test_products_are_done_as_xla_does_them(function, args, layout):
 
 # ---- from one layout to another
 
-GRID = Devices({"a": 2, "b": 2, "c": 2})
+GRID = DeviceGroup({"a": 2, "b": 2, "c": 2})
 
 
 @st.composite
@@ -95,7 +95,7 @@ def layouts(draw, dims=3):
 @given(layouts(), layouts())
 def test_a_road_leads_there_and_sends_no_more_than_all(before, after):
     here, sent = GRID.tile(before), 0.0
-    for one in GRID.road(here, GRID.tile(after)):
+    for one in GRID.path(here, GRID.tile(after)):
         now, then = (1 / GRID.count([a for axes in spec for a in axes]) for spec in (here.dims, one.after))
         sent += {"all-gather": then - now, "all-to-all": now, "collective-permute": now, "": 0}[one.kind]
         here = GRID.tile(one.after)
@@ -119,5 +119,5 @@ def test_roads_are_those_of_xla(seed):
         return jax.lax.with_sharding_constraint(jnp.sin(jax.lax.with_sharding_constraint(x, there)), there)
 
     made = jax.jit(held, in_shardings=here, out_shardings=there).lower(f32(16, 32, 64)).compile()
-    road = GRID.road(GRID.tile(before), GRID.tile(after))
-    assert [s.kind for s in road if s.kind] == [c.kind for c in executable.read(made).collectives]
+    path = GRID.path(GRID.tile(before), GRID.tile(after))
+    assert [s.kind for s in path if s.kind] == [c.kind for c in executable.read(made).collectives]

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import shardfn
 from shardfn import AUTO, Layout
 from shardfn.compiled import executable
-from shardfn.partition.resharding import steps
+from shardfn.partition.resharding import resharding_steps
 from shardfn.planning.diagnostics import is_constant, origin
 
 ON = Layout((2, 4), ("a", "b"))
@@ -148,7 +148,7 @@ def test_what_xla_sends_from_one_layout_to_another(before, after):
         return jax.lax.with_sharding_constraint(jnp.sin(jax.lax.with_sharding_constraint(x, there)), there)
 
     made = jax.jit(held, in_shardings=here, out_shardings=there).lower(shaped(512, 512)).compile()
-    road = steps(before, after, AXES)
+    road = resharding_steps(before, after, AXES)
     assert [step.kind for step in road if step.kind] == [c.kind for c in executable.read(made).collectives]
 
 

@@ -12,7 +12,7 @@ from jax import lax
 import shardfn
 from examples.models import abstract, gpt2, llama, mlp
 from shardfn.compiled import executable
-from shardfn.cost.backends.gpu import COARSENESS, parts
+from shardfn.cost.backends.gpu import COARSENESS, split_k
 
 GPUS = "h100:8"
 
@@ -36,7 +36,7 @@ def gradient(x, *ws):
     return jax.grad(lambda x: jnp.sum(three(x, *ws)))(x)
 
 
-def looked_up(table, rows):
+def gathered_arguments(table, rows):
     def loss(t):
         return jnp.sum(jnp.tanh(lax.stop_gradient(t)[rows] @ t.T)) + jnp.sum(t[rows] ** 2)
 
@@ -52,7 +52,7 @@ TABLE = f32(1024, 256), jax.ShapeDtypeStruct((8192,), jnp.int32)
 # Function, arguments, layouts of arguments and results, and bytes that are sent. Each was compiled.
 SENT = {
     "one sum for three": (gradient, (X, W, W, W), ((1, 1), *[(1, 8)] * 3), ((1, 1),), {"all-reduce": 114688}),
-    "rows added to a product": (looked_up, TABLE, ((8, 1), (8,)), ((8, 1),),
+    "rows added to a product": (gathered_arguments, TABLE, ((8, 1), (8,)), ((8, 1),),
                                 {"all-gather": 3 * 917504, "reduce-scatter": 2 * 917504}),
     "largest of rows": (lambda x: lax.top_k(x, 8), (f32(1024, 512),), ((8, 1),), None, {}),
     "cholesky": (jnp.linalg.cholesky, (MATRICES,), ((8, 1, 1),), None, {}),
@@ -106,8 +106,8 @@ PARTS = [
 
 @pytest.mark.parametrize(("rows", "columns", "summed", "h100", "a100"), PARTS)
 def test_small_products_are_made_in_parts(rows, columns, summed, h100, a100):
-    assert parts(1, rows, columns, summed) == h100
-    assert parts(1, rows, columns, summed, COARSENESS["a100"]) == a100
+    assert split_k(1, rows, columns, summed) == h100
+    assert split_k(1, rows, columns, summed, COARSENESS["a100"]) == a100
 
 
 def peak(fn, *args, entries, device=GPUS, **options):

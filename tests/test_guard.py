@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import shardfn
-from shardfn.ir.jax_release import IS_BEFORE_12
-from shardfn.ir.rewrite import bind_one, rebound
+from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
+from shardfn.ir.rewrite import bind_one, rebind
 
 X = jax.random.normal(jax.random.key(0), (8, 8, 16, 16))
 K = jax.random.normal(jax.random.key(1), (8, 8, 3, 3))
@@ -109,13 +109,13 @@ def test_rebound_opens_loops_branches_jit_and_checkpoint():
         return bind_one(eqn, inputs)
 
     x = jnp.array([0.3, 0.7])
-    again = rebound(f, is_sin, bind)
+    again = rebind(f, is_sin, bind)
     jax.tree.map(np.testing.assert_allclose, again(x), f(x))
     assert len(seen) >= 5
     total = lambda g: lambda x: g(x)[0].sum() + g(x)[1].sum()  # noqa: E731
     forward = lambda x: jax.checkpoint(lambda c: jnp.sin(jnp.sin(c)))(x)  # noqa: E731
     np.testing.assert_allclose(
-        jax.grad(lambda x: rebound(forward, is_sin, bind)(x).sum())(x),
+        jax.grad(lambda x: rebind(forward, is_sin, bind)(x).sum())(x),
         jax.grad(lambda x: forward(x).sum())(x),
     )
     assert total(again)(x) == pytest.approx(float(total(f)(x)))
@@ -128,7 +128,7 @@ def test_rebound_keeps_custom_derivatives():
 
     twice.defvjp(lambda x: (jnp.sin(x), None), lambda _, g: (7 * g,))
     told = []
-    again = rebound(twice, is_sin, lambda eqn, inputs, number: [jnp.zeros_like(inputs[0])], unreached=told.append)
+    again = rebind(twice, is_sin, lambda eqn, inputs, number: [jnp.zeros_like(inputs[0])], unreached=told.append)
     assert float(again(0.5)) == pytest.approx(float(jnp.sin(0.5)))
     assert float(jax.grad(again)(0.5)) == 7.0
     assert told and all("custom_vjp" in eqn.primitive.name for eqn in told)
@@ -342,4 +342,4 @@ def test_windows_over_arrays_of_their_own_are_left_alone():
     kept = "stablehlo.optimization_barrier"
     assert kept not in text(lambda x: pooled(pooled(x, 0.0, jax.lax.add), -jnp.inf, jax.lax.max))
     assert kept not in text(lambda x: jax.grad(lambda x: jnp.sum((x[:, 1:] - x[:, :-1]) ** 2))(x))
-    assert (kept in text(morphological_gradient)) == IS_BEFORE_12
+    assert (kept in text(morphological_gradient)) == IS_BEFORE_JAX_0_12

@@ -12,10 +12,10 @@ from jax import lax
 import shardfn
 from examples.models import abstract, gpt2, llama
 from shardfn.compiled import executable
-from shardfn.cost.estimate import cost_of
+from shardfn.cost.estimate import estimate_cost
 from shardfn.ir.model import Communication, Graph, Op, OpConstraint, PartitionedProgram, Value
-from shardfn.partition.combine_reductions import summed_together
-from shardfn.partition.libtpu import FAR, scatters
+from shardfn.partition.combine_reductions import combine_partial_sums
+from shardfn.partition.libtpu import MAX_CSE_DISTANCE, makes_reduce_scatter
 from shardfn.partition.tpu_padding import tiled_dims
 
 V5E, SQUARE = "tpu-v5e:2x4", "tpu-v5e:4x4"
@@ -52,7 +52,7 @@ SCATTERED = [
 
 @pytest.mark.parametrize(("piece", "dim", "bits", "is_whole", "torus", "expected"), SCATTERED)
 def test_which_sums_are_scattered(piece, dim, bits, is_whole, torus, expected):
-    assert scatters(piece, dim, bits, is_whole, torus) is expected
+    assert makes_reduce_scatter(piece, dim, bits, is_whole, torus) is expected
 
 
 def test_of_dims_that_waste_alike_the_last_are_tiled():
@@ -110,7 +110,7 @@ def test_sums_held_in_pieces_are_put_together_too(spec):
     assert [(c.kind, partitioned.local_shape(c.operand)) for c in partitioned.communications] == [
         ("reduce-scatter", (64, 512))
     ]
-    assert cost_of(partitioned, problem.hardware).flops == pytest.approx(3 * 2 * 64 * 256 * 512 / 8, rel=0.02)
+    assert estimate_cost(partitioned, problem.hardware).flops == pytest.approx(3 * 2 * 64 * 256 * 512 / 8, rel=0.02)
 
 
 def test_a_sum_that_is_read_elsewhere_too_stays():
@@ -134,7 +134,7 @@ def test_what_is_gathered_is_not_summed_together():
     pairs = (("all-gather", 0, 2), ("all-gather", 1, 3), ("all-reduce", 4, 5))
     sent = tuple(Communication(kind, ("a",), 8, v, w, 1, "", "") for kind, v, w in pairs)
     partitioned = PartitionedProgram(graph, ((("a",),),) * 2 + (((),),) * 4, {"a": 8}, sent, "tpu")
-    assert summed_together(partitioned) == partitioned
+    assert combine_partial_sums(partitioned) == partitioned
 
 
 def apart(steps):
@@ -150,7 +150,7 @@ def apart(steps):
 
 
 CHAIN = {"in_strategy": ((8, 1), (8, 1)), "out_strategy": ((8, 1),), "device": V5E}
-FAR_OR_NEAR = [(FAR, 1), (FAR + 1, 2)]
+FAR_OR_NEAR = [(MAX_CSE_DISTANCE, 1), (MAX_CSE_DISTANCE + 1, 2)]
 
 
 @pytest.mark.parametrize(("steps", "gathers"), FAR_OR_NEAR)

@@ -12,9 +12,9 @@ import shardfn
 from examples.models.families import FAMILIES
 from shardfn import search
 from shardfn.frontend.trace import trace
-from shardfn.ir.jax_release import IS_BEFORE_12
+from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
 from shardfn.ir.model import OpConstraint
-from shardfn.ir.rewrite import bind_one, equations, inner, rebound
+from shardfn.ir.rewrite import bind_one, equations, inner, rebind
 from shardfn.planning.op_constraints import KINDS, anchors, only_way
 from shardfn.search import Answer
 from shardfn.search.problem import objective
@@ -175,7 +175,7 @@ def test_an_anchor_is_the_equation_of_its_op(name):
 
 
 UNMATCHED = pytest.mark.xfail(
-    not IS_BEFORE_12,
+    not IS_BEFORE_JAX_0_12,
     reason="JAX 0.12 lowers its indices of a triangle otherwise: sums and products are not told apart there",
 )
 
@@ -240,7 +240,7 @@ def test_numbers_are_those_that_binding_counts(name):
         seen[number] = eqn.primitive.name
         return bind_one(eqn, inputs)
 
-    close(rebound(function, lambda eqn, number: number in leaves, bind)(*args), function(*args))
+    close(rebind(function, lambda eqn, number: number in leaves, bind)(*args), function(*args))
     assert seen == {number: at[number] for number in leaves}
 
 

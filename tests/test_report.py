@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 import shardfn
 from shardfn.cost.devices.hardware import CHIPS, Hardware, resolve
 from shardfn.cost.estimate import Cost
-from shardfn.cost.memory.live_ranges import Memory
+from shardfn.cost.memory.live_ranges import MemoryEstimate
 from shardfn.errors import ContextError, StrategyError
 from shardfn.ir.model import Collective, Graph, Op, PartitionedProgram, Value
 from shardfn.planning import what_if
@@ -86,7 +86,7 @@ def made(**changes) -> Plan:
             *(layer,) * LAYERS,
             Collective("all-to-all", ("a",), 4, (16, 16), "bf16", 384, 1, "", "return"),
         ),
-        cost=Cost(1.5e6, 4 * 6144 + 384 + 12, Memory(36992, 4100, 20480), 7.6e-9, 1.4e-5, unpriced=(f"cumsum ({FILE}:20)",)),
+        cost=Cost(1.5e6, 4 * 6144 + 384 + 12, MemoryEstimate(36992, 4100, 20480), 7.6e-9, 1.4e-5, unmodelled_ops=(f"cumsum ({FILE}:20)",)),
         policy="exact search: 12 classes in 3 ms",
         diagnostics=("no sharding rule for: cumsum (model.py:20); XLA decides there",),
         partitioned=PartitionedProgram(graph, specs, {"a": 4, "b": 2}, ()),
@@ -116,7 +116,7 @@ def test_one_device_says_so(golden):
     plan = made(
         hardware=dataclasses.replace(resolve("cpu"), count=1, name="1 x cpu"), axes=(), inputs=(alone,), outputs=(),
         dimension_groups=(), collectives=(), diagnostics=(), policy="nothing was open", constraints=(), candidates=(), gap=None,
-        cost=Cost(1.5e6, 0, Memory(8192, 0, 0), 7.6e-9, 0.0),
+        cost=Cost(1.5e6, 0, MemoryEstimate(8192, 0, 0), 7.6e-9, 0.0),
         partitioned=PartitionedProgram(Graph((Value((64, 32), "f32"),), (), (0,), (), ()), (WHOLE,), {}, ()),
     )  # fmt: skip
     report = make_report(plan)
@@ -125,7 +125,7 @@ def test_one_device_says_so(golden):
 
 
 def test_what_does_not_fit_is_said():
-    plan = made(cost=Cost(1.0, 0, Memory(20 * 10**9, 0, 20 * 10**9), 1.0, 0.0))
+    plan = made(cost=Cost(1.0, 0, MemoryEstimate(20 * 10**9, 0, 20 * 10**9), 1.0, 0.0))
     assert "it may not fit, 2.5 times that by the estimate" in make_report(plan).to_text()
 
 
@@ -140,7 +140,7 @@ def test_diff(golden):
             dataclasses.replace(d, strategy=(1,) * len(d.shape), spec=((),) * len(d.shape)) for d in made().inputs
         ),
         collectives=(),
-        cost=Cost(3e6, 0, Memory(147968, 4100, 20480), 15e-9, 0.0),
+        cost=Cost(3e6, 0, MemoryEstimate(147968, 4100, 20480), 15e-9, 0.0),
         level=1,
         constraints=(),
         gap=None,

@@ -10,12 +10,12 @@ from shardfn.compiled import executable
 from shardfn.cost.estimate import collectives
 from shardfn.ir import shardy
 from shardfn.ir.mlir import preorder
-from shardfn.ir.model import OpConstraint, Tap
-from shardfn.ir.propagation_form import in_order
-from shardfn.ir.windows import reach
-from shardfn.partition.halo_exchange import fetches
-from shardfn.partition.partitioner import as_compiled
-from shardfn.partition.resharding import joined_axes, split_axes, steps
+from shardfn.ir.model import OpConstraint, WindowDim
+from shardfn.ir.propagation_form import order_depth_first
+from shardfn.ir.windows import halo_extent
+from shardfn.partition.halo_exchange import halo_permutes
+from shardfn.partition.partitioner import insert_collectives
+from shardfn.partition.resharding import joined_axes, resharding_steps, split_axes
 
 
 def f32(*shape):
@@ -149,13 +149,13 @@ def test_a_sum_wanted_in_pieces(platform, sent):
     specs = (((), ("a",)), (("a",), ()))
     partitioned = laid(jnp.matmul, (("a", 8),), specs, ((("a",), ()),), bf16(64, 64), bf16(64, 256))
     assert kinds(partitioned) == []
-    assert kinds(as_compiled(partitioned, platform)) == sent
+    assert kinds(insert_collectives(partitioned, platform)) == sent
 
 
 def test_a_flow_is_worked_out_once():
     partitioned = laid(jnp.matmul, (("a", 8),), (((), ("a",)), (("a",), ())), (((), ()),), f32(32, 64), f32(64, 8))
-    once = as_compiled(partitioned, "tpu")
-    assert once.platform == "tpu" and as_compiled(once, "cpu") is once
+    once = insert_collectives(partitioned, "tpu")
+    assert once.platform == "tpu" and insert_collectives(once, "cpu") is once
 
 
 @pytest.mark.parametrize(("platform", "sent"), [("cuda", ("f32", 7 * 8 * 64 * 4)), ("tpu", ("bf16", 7 * 8 * 64 * 2))])
@@ -166,7 +166,7 @@ def test_weights_are_gathered_once_for_all_their_uses(platform, sent):
     partitioned = laid(
         both_ways, (("a", 8),), ((("a",), ()), (("a",), ())), ((("a",), ()),), f32(4096, 64), f32(64, 64)
     )
-    assert kinds(as_compiled(partitioned, platform)) == [("all-gather", *sent)]
+    assert kinds(insert_collectives(partitioned, platform)) == [("all-gather", *sent)]
 
 
 GRIDS = {"2 x 4": (2, 4), "4 x 2": (4, 2)}
@@ -216,7 +216,7 @@ def test_idle_axes_are_used(name, grid):
 def test_steps_lead_from_one_layout_to_the_other(before, after, through):
     sizes = {"a": 2, "b": 2}
     before, after = (tuple(tuple(dim.replace("-", "")) for dim in text.split()) for text in (before, after))
-    path = steps(before, after, sizes)
+    path = resharding_steps(before, after, sizes)
     assert [step.kind for step in path] == through
     assert (path[-1].after if path else before) == after
 
@@ -233,20 +233,20 @@ def test_axes_in_parts_come_together_again(used):
 @pytest.mark.parametrize(
     ("size", "out", "tap", "edges"),
     [
-        (64, 64, Tap(0, 0, 0, low=-1, extent=3), (1, 1)),
-        (64, 32, Tap(0, 0, 0, stride=2, extent=2), (0, 0)),
-        (64, 32, Tap(0, 0, 0, stride=2, extent=3), (0, 1)),
-        (64, 48, Tap(0, 0, 0, low=3), (11, 1)),
-        (64, 64, Tap(0, 0, 0, low=0, extent=1), (0, 0)),
+        (64, 64, WindowDim(0, 0, 0, low=-1, extent=3), (1, 1)),
+        (64, 32, WindowDim(0, 0, 0, stride=2, extent=2), (0, 0)),
+        (64, 32, WindowDim(0, 0, 0, stride=2, extent=3), (0, 1)),
+        (64, 48, WindowDim(0, 0, 0, low=3), (11, 1)),
+        (64, 64, WindowDim(0, 0, 0, low=0, extent=1), (0, 0)),
     ],
 )
 def test_rows_that_come_from_neighbours(size, out, tap, edges):
-    assert reach(size, out, 8, tap) == edges
+    assert halo_extent(size, out, 8, tap) == edges
 
 
 def test_an_empty_slice_may_be_padded_along_a_cut_dim():
     """As in the gradient of an associative scan, where the search tries such layouts."""
-    assert fetches(0, 64, 8, Tap(0, 0, 0, low=-63)) == ()
+    assert halo_permutes(0, 64, 8, WindowDim(0, 0, 0, low=-63)) == ()
 
     def recurrence(x):
         return lax.associative_scan(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (x / 3, x), axis=1)[1].sum()
@@ -263,7 +263,7 @@ def test_a_module_in_its_form_gives_the_same_flows_again_and_again():
 
     shapes = f32(8, 4), f32(4, 4)
     module = shardy.flat(jax.jit(function).lower(*shapes).compiler_ir("stablehlo"))
-    ready, axes = shardy.as_propagated(module), (("a", 2), ("b", 2))
+    ready, axes = shardy.prepare_for_propagation(module), (("a", 2), ("b", 2))
     for specs in ([(("a",), ()), ((), ("b",))], [((), ("a",)), (("a",), ("b",))], [None, ((), ("a", "b"))]):
         assert shardy.propagate(module, axes, specs, [None, None], None, ready) == shardy.propagate(
             module, axes, specs, [None, None]
@@ -315,7 +315,7 @@ def test_what_is_held_stands_where_the_order_of_all_ops_would_put_it(monkeypatch
         if pipeline != shardy.RULES_PIPELINE:
             before = [str(op) for op in preorder(held)]
             main = next(op for op in preorder(held) if op.name == "func.func")
-            in_order(main.regions[0].blocks[0])
+            order_depth_first(main.regions[0].blocks[0])
             seen.append([str(op) for op in preorder(held)] == before)
         run(pipeline, held)
 

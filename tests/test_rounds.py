@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardfn
-from shardfn.partition.loop_reductions import accumulated
+from shardfn.partition.loop_reductions import loop_accumulations
 
 S = jax.ShapeDtypeStruct
 H100, V5E, CPU = "h100:8", "tpu-v5e:2x4", "cpu:8"
@@ -85,7 +85,7 @@ def test_what_tpus_send(function, layout, device, sent):
 
 def test_what_is_accumulated():
     for function, found in ((summed, 1), (clipped, 0), (recurrent, 0)):
-        assert len(accumulated(laid(function, DATA, CPU).partitioned.graph)) == found, function
+        assert len(loop_accumulations(laid(function, DATA, CPU).partitioned.graph)) == found, function
 
 
 def test_the_search_counts_rounds():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardfn.compiled.executable import Compiled
-from shardfn.cost.collectives import KINDS
+from shardfn.cost.collectives import COLLECTIVE_KINDS
 from shardfn.cost.compute import matrix_flops
 from shardfn.ir.model import Collective
 from shardfn.planning.plan import Plan
@@ -51,7 +51,7 @@ def compare(plan: Plan, compiled: Compiled) -> Comparison:
     """Hold a plan's prediction against its compiled program; loops are multiplied on both sides."""
     kinds = tuple(
         (kind, tally(kind, plan.collectives), tally(kind, compiled.collectives))
-        for kind in KINDS
+        for kind in COLLECTIVE_KINDS
         if any(c.kind == kind for c in (*plan.collectives, *compiled.collectives))
     )
     memory = plan.cost.memory

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+COLLECTIVE_KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
 def bytes_sent(kind: str, group_size: int, operand_bytes: int) -> int:
     """Bytes one device sends for one collective, with ring algorithms (bandwidth-optimal: Chan et al. 2007).
 
     Args:
-      kind: one of `KINDS`.
+      kind: one of `COLLECTIVE_KINDS`.
       group_size: devices that take part, `n`.
       operand_bytes: bytes of the operand on each device, `b`.
 

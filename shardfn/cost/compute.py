@@ -11,9 +11,9 @@ import numpy as np
 
 from shardfn.cost.backends.cpu import all_groups
 from shardfn.cost.devices.chips import Chip
-from shardfn.cost.fusion import Fusion, fuse
+from shardfn.cost.fusion import FusionPlan, fuse
 from shardfn.cost.op_kinds import CHEAP, COSTLY, TAKES, UPDATES, VIEWS, is_view
-from shardfn.ir.model import BOOKKEEPING, COLLECTIVES, PRODUCTS, Graph, Op, PartitionedProgram, Tap, is_gpu
+from shardfn.ir.model import COLLECTIVE_OPS, CONTRACTIONS, TOKEN_OPS, Graph, Op, PartitionedProgram, WindowDim, is_gpu
 
 MOVES = frozenset(
     {"reshape", "transpose", "broadcast_in_dim", "slice", "concatenate", "dynamic_slice", "dynamic_update_slice", "pad",
@@ -23,12 +23,12 @@ MOVES = frozenset(
 )  # fmt: skip
 """Ops that move data and compute nothing."""
 
-_FREE = VIEWS | COLLECTIVES | BOOKKEEPING | {"while", "case", "shard_map", "add_parts"}
+_FREE = VIEWS | COLLECTIVE_OPS | TOKEN_OPS | {"while", "case", "shard_map", "add_parts"}
 """Ops that are priced elsewhere or take no time: loops and branches by what is in them; the parts of a small product
 (`cost.gpu`), as a GPU takes them only where that is faster."""
 
 _PRICED = (
-    MOVES | CHEAP | COSTLY | PRODUCTS | _FREE | {"reduce", "reduce_window", "select_and_scatter", "scatter", "map"}
+    MOVES | CHEAP | COSTLY | CONTRACTIONS | _FREE | {"reduce", "reduce_window", "select_and_scatter", "scatter", "map"}
 )
 
 
@@ -61,7 +61,7 @@ def op_flops(partitioned: PartitionedProgram, op: Op) -> float:
     if op.name in LIBRARY:
         return out * LIBRARY[op.name](partitioned, op)
     if not op.reduced:
-        return float(out * (2 if op.name in PRODUCTS else 1))
+        return float(out * (2 if op.name in CONTRACTIONS else 1))
     depth = math.prod(partitioned.local_shape(op.inputs[i])[d] for i, d in op.reduced)
     if op.name == "convolution":
         return (
@@ -69,12 +69,12 @@ def op_flops(partitioned: PartitionedProgram, op: Op) -> float:
             * _on_image(partitioned, op, out * depth)
             * (all_groups(partitioned, op) if partitioned.platform == "cpu" else 1)
         )
-    return float(out * depth * (2 if op.name in PRODUCTS else 1))
+    return float(out * depth * (2 if op.name in CONTRACTIONS else 1))
 
 
 def matrix_flops(partitioned: PartitionedProgram) -> float:
     """Operations of matrix products and convolutions on one device in one call: what is counted in a compiled program."""
-    return sum(op_flops(partitioned, op) * op.trips for op in partitioned.graph.ops if op.name in PRODUCTS)
+    return sum(op_flops(partitioned, op) * op.trips for op in partitioned.graph.ops if op.name in CONTRACTIONS)
 
 
 def _on_image(partitioned: PartitionedProgram, op: Op, reached: int) -> int:
@@ -82,17 +82,20 @@ def _on_image(partitioned: PartitionedProgram, op: Op, reached: int) -> int:
 
     Along a cut dim rows come from neighbours, and all that is reached counts.
     """
-    windows = [tap for tap in op.taps if tap.over < 0]
-    for tap, kernel in zip(windows, (tap for tap in op.taps if tap.over >= 0), strict=True):
-        size, out = partitioned.local_shape(op.inputs[0])[tap.dim], partitioned.local_shape(op.outputs[0])[tap.out_dim]
-        if out and size == partitioned.graph.values[op.inputs[0]].shape[tap.dim]:
-            found, every = hits(size, out, tap, kernel.stride)
+    windows = [window for window in op.window_dims if window.over < 0]
+    for window, kernel in zip(windows, (window for window in op.window_dims if window.over >= 0), strict=True):
+        size, out = (
+            partitioned.local_shape(op.inputs[0])[window.dim],
+            partitioned.local_shape(op.outputs[0])[window.out_dim],
+        )
+        if out and size == partitioned.graph.values[op.inputs[0]].shape[window.dim]:
+            found, every = hits(size, out, window, kernel.stride)
             reached = reached * found // every
     return reached
 
 
 @functools.lru_cache(4096)
-def hits(size: int, out: int, tap: Tap, apart: int) -> tuple[int, int]:
+def hits(size: int, out: int, window: WindowDim, apart: int) -> tuple[int, int]:
     """How many taps along one dim fall on an element of the operand, and how many there are.
 
     Args:
@@ -101,26 +104,26 @@ def hits(size: int, out: int, tap: Tap, apart: int) -> tuple[int, int]:
       tap: where windows begin, how far they reach, and how far apart the operand's elements are.
       apart: how far apart the taps of a window are.
 
-    >>> hits(4, 4, Tap(0, 0, 0, low=-1, extent=3), 1)  # two of twelve are on padding
+    >>> hits(4, 4, WindowDim(0, 0, 0, low=-1, extent=3), 1)  # two of twelve are on padding
     (10, 12)
     """
-    starts = np.arange(out) * tap.stride + tap.low
-    at = starts[:, None] + np.arange(0, tap.extent, apart)
-    found = (at >= 0) & (at <= (size - 1) * tap.spacing) & (at % tap.spacing == 0)
+    starts = np.arange(out) * window.stride + window.low
+    at = starts[:, None] + np.arange(0, window.extent, apart)
+    found = (at >= 0) & (at <= (size - 1) * window.spacing) & (at % window.spacing == 0)
     return int(found.sum()), found.size
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One call on one device. `bytes_moved` is between it and its memory; `unpriced` lists ops without a rule."""
+    """One call on one device. `bytes_moved` is between it and its memory; `unmodelled_ops` lists ops without a rule."""
 
     flops: float
     bytes_moved: float
     seconds: float
-    unpriced: tuple[str, ...]
+    unmodelled_ops: tuple[str, ...]
 
 
-def work(partitioned: PartitionedProgram, chip: Chip, fusion: Fusion | None = None) -> Work:
+def work(partitioned: PartitionedProgram, chip: Chip, fusion: FusionPlan | None = None) -> Work:
     """What one device does in one call, collectives left out.
 
     Each op that runs by itself, with what is computed inside it (`cost.fusion`), takes the larger of its operations over
@@ -131,24 +134,24 @@ def work(partitioned: PartitionedProgram, chip: Chip, fusion: Fusion | None = No
     graph = partitioned.graph
     fusion = fusion or fuse(partitioned)
     total = moved = seconds = 0.0
-    unpriced: dict[str, None] = {}
+    unmodelled_ops: dict[str, None] = {}
     for i, op in enumerate(graph.ops):
-        if fusion.inside[i] is None or not is_priced(op):
+        if fusion.inside[i] is None or not has_own_time(op):
             continue
         if op.name not in _PRICED and op.name not in LIBRARY:
-            unpriced.setdefault(f"{op.name} ({op.where})" if op.where else op.name)
+            unmodelled_ops.setdefault(f"{op.name} ({op.where})" if op.where else op.name)
         count, size, once_s = once(partitioned, i, chip, fusion)
         total += count * op.trips
         moved += size * op.trips
         seconds += once_s * op.trips
-    return Work(total, moved, seconds, tuple(unpriced))
+    return Work(total, moved, seconds, tuple(unmodelled_ops))
 
 
-def once(partitioned: PartitionedProgram, number: int, chip: Chip, fusion: Fusion) -> tuple[float, float, float]:
+def once(partitioned: PartitionedProgram, number: int, chip: Chip, fusion: FusionPlan) -> tuple[float, float, float]:
     """FLOPs, bytes moved and seconds of one run of op `number`, with what is computed inside it; nothing where it does not
     run by itself, or is priced elsewhere."""
     op, inner = partitioned.graph.ops[number], fusion.inside[number]
-    if inner is None or not is_priced(op):
+    if inner is None or not has_own_time(op):
         return 0.0, 0.0, 0.0
     count = op_flops(partitioned, op)
     time = count / rate(partitioned.graph, op, chip)
@@ -163,7 +166,7 @@ def once(partitioned: PartitionedProgram, number: int, chip: Chip, fusion: Fusio
     return count, size, max(time, size / chip.memory_bytes_s)
 
 
-def is_priced(op: Op) -> bool:
+def has_own_time(op: Op) -> bool:
     """Whether an op that runs by itself takes time of its own."""
     return op.name not in _FREE
 
@@ -171,13 +174,13 @@ def is_priced(op: Op) -> bool:
 def rate(graph: Graph, op: Op, chip: Chip) -> float:
     """Operations a second. Special functions run on an eighth of the lanes (CUDA C++ Programming Guide, arithmetic throughput:
     16 of 128)."""
-    if op.name in PRODUCTS:
+    if op.name in CONTRACTIONS:
         return chip.rate(graph.values[op.inputs[0]].dtype)
     lanes = chip.vector_flops or chip.flops
     return lanes / 8 if op.name in COSTLY else lanes
 
 
-def _bytes(partitioned: PartitionedProgram, op: Op, inner: tuple[int, ...], fusion: Fusion) -> float:
+def _bytes(partitioned: PartitionedProgram, op: Op, inner: tuple[int, ...], fusion: FusionPlan) -> float:
     read = reads(partitioned, op, inner, fusion)
     size_of = _size_of(partitioned)
     if op.name in UPDATES and op.inputs:
@@ -188,7 +191,7 @@ def _bytes(partitioned: PartitionedProgram, op: Op, inner: tuple[int, ...], fusi
 
 
 def reads(
-    partitioned: PartitionedProgram, op: Op, inner: tuple[int, ...], fusion: Fusion
+    partitioned: PartitionedProgram, op: Op, inner: tuple[int, ...], fusion: FusionPlan
 ) -> dict[int, tuple[float, Op, int]]:
     """What an op reads from memory with what is computed inside it, each value once: its bytes, and the op and operand that
     read the most of it."""

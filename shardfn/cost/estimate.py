@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 from shardfn.cost.collectives import bytes_sent
 from shardfn.cost.compute import matrix_flops, work
 from shardfn.cost.devices.hardware import Hardware, link_over
-from shardfn.cost.memory.live_ranges import Memory, memory_of
-from shardfn.cost.schedule import Order, as_run, scheduled
+from shardfn.cost.memory.live_ranges import MemoryEstimate, memory_of
+from shardfn.cost.schedule import Schedule, lower_for_backend, schedule_ops
 from shardfn.ir.model import Collective, Communication, PartitionedProgram
 
 
@@ -20,12 +20,12 @@ class Cost:
 
     flops: float
     bytes_sent: int
-    memory: Memory
+    memory: MemoryEstimate
     compute_s: float
     communication_s: float
     matrix_flops: float = 0.0
     """Of `flops`, those of products and convolutions."""
-    unpriced: tuple[str, ...] = ()
+    unmodelled_ops: tuple[str, ...] = ()
     """Ops without a rule for their work, as `name (file:line)`: charged for the bytes they move."""
 
     @property
@@ -35,30 +35,32 @@ class Cost:
 
 
 @dataclasses.dataclass(frozen=True)
-class Predicted(Collective):
+class PredictedCollective(Collective):
     """A collective of a flow; `merged` of them run as one and share its latency."""
 
     merged: int = 1
 
 
-def collectives(partitioned: PartitionedProgram, order: Order | None = None) -> tuple[Predicted, ...]:
+def collectives(partitioned: PartitionedProgram, order: Schedule | None = None) -> tuple[PredictedCollective, ...]:
     """The flow's communications with their bytes; groups of one send nothing and are left out.
 
     Args:
       flow: layouts and communications.
-      order: `cost.schedule.as_run` of it on the chip, where that is known: which of them run as one.
+      order: `cost.schedule.lower_for_backend` of it on the chip, where that is known: which of them run as one.
     """
-    groups = (order or as_run(partitioned)).groups
+    groups = (order or lower_for_backend(partitioned)).groups
     sizes = collections.Counter(groups.values())
     found = []
-    for c, sent in sending(partitioned):
+    for c, sent in communications_with_bytes(partitioned):
         shape, dtype = partitioned.local_shape(c.operand), partitioned.graph.values[c.operand].dtype
         together = sizes[groups[c.result]] if c.result in groups else 1
-        found.append(Predicted(c.kind, c.axes, c.group_size, shape, dtype, sent, c.trips, c.where, c.cause, together))
+        found.append(
+            PredictedCollective(c.kind, c.axes, c.group_size, shape, dtype, sent, c.trips, c.where, c.cause, together)
+        )
     return tuple(found)
 
 
-def sending(partitioned: PartitionedProgram) -> list[tuple[Communication, int]]:
+def communications_with_bytes(partitioned: PartitionedProgram) -> list[tuple[Communication, int]]:
     """The flow's communications that send something, with the bytes that one device sends each time."""
     every = [
         (c, bytes_sent(c.kind, c.group_size, partitioned.local_bytes(c.operand))) for c in partitioned.communications
@@ -75,11 +77,11 @@ def collective_s(c: Collective, hardware: Hardware, axes: Sequence[tuple[str, in
       axes: the grid, as (name, size) in row-major order.
     """
     link = link_over(hardware, axes, c.axes, c.group_size)
-    share = link.latency_s / c.merged if isinstance(c, Predicted) else link.latency_s
+    share = link.latency_s / c.merged if isinstance(c, PredictedCollective) else link.latency_s
     return (link.seconds(c.kind, c.bytes_sent) - link.latency_s + share) * c.trips
 
 
-def cost_of(partitioned: PartitionedProgram, hardware: Hardware, donated: Collection[int] = ()) -> Cost:
+def estimate_cost(partitioned: PartitionedProgram, hardware: Hardware, donated: Collection[int] = ()) -> Cost:
     """Price one call of a function.
 
     Args:
@@ -88,9 +90,9 @@ def cost_of(partitioned: PartitionedProgram, hardware: Hardware, donated: Collec
       donated: positions of arguments whose memory results take over.
     """
     axes = tuple(partitioned.axes.items())
-    order = as_run(partitioned, hardware.chip)
+    order = lower_for_backend(partitioned, hardware.chip)
     sent = collectives(partitioned, order)
-    order, fusion = scheduled(order)
+    order, fusion = schedule_ops(order)
     done = work(order.partitioned, hardware.chip, fusion)
     communication_s = sum(collective_s(c, hardware, axes) for c in sent)
     return Cost(
@@ -100,5 +102,5 @@ def cost_of(partitioned: PartitionedProgram, hardware: Hardware, donated: Collec
         done.seconds,
         communication_s,
         matrix_flops(order.partitioned),
-        done.unpriced,
+        done.unmodelled_ops,
     )

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from shardfn.cost.backends.cpu_fusion import OnCpu
-from shardfn.cost.backends.tpu_fusion import OnTpu
-from shardfn.cost.fusion_walk import Fuser, Fusion
+from shardfn.cost.backends.cpu_fusion import CpuFuser
+from shardfn.cost.backends.tpu_fusion import TpuFuser
+from shardfn.cost.fusion_walk import Fuser, FusionPlan
 from shardfn.ir.model import PartitionedProgram
 
-__all__ = ["Fusion", "fuse"]
+__all__ = ["FusionPlan", "fuse"]
 
-FUSERS: dict[str, type[Fuser]] = {"cpu": OnCpu, "tpu": OnTpu}
+FUSERS: dict[str, type[Fuser]] = {"cpu": CpuFuser, "tpu": TpuFuser}
 """By platform; the others fuse by the rules that all have in common."""
 
 
-def fuse(partitioned: PartitionedProgram) -> Fusion:
+def fuse(partitioned: PartitionedProgram) -> FusionPlan:
     """Fuse as XLA's instruction fusion does, readers first, by the rules of the flow's platform.
 
     An op is computed where its readers are if all of them can do so (elementwise ops, moves of data, reductions over the

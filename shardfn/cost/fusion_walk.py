@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from shardfn.cost.op_kinds import CHEAP, COSTLY, CUTS, VIEWS, is_view
-from shardfn.ir.model import PRODUCTS, Graph, Op, PartitionedProgram
+from shardfn.ir.model import CONTRACTIONS, Graph, Op, PartitionedProgram
 
 MOST = 16
 """Places in which one op is computed anew."""
@@ -19,11 +19,11 @@ SPREADS = frozenset({"broadcast_in_dim", "gather", "dynamic_slice"})
 READERS = CHEAP | COSTLY | CUTS
 """Ops that can compute what they read."""
 
-_INSIDE = READERS | VIEWS | PRODUCTS
+_INSIDE = READERS | VIEWS | CONTRACTIONS
 
 
 @dataclasses.dataclass(frozen=True)
-class Fusion:
+class FusionPlan:
     """How the ops of a graph are put together."""
 
     stored: frozenset[int]
@@ -37,11 +37,11 @@ class Fusion:
     narrow: frozenset[int] = frozenset()
     """Of the stored values, `f32` ones that are kept as `bf16`: on a TPU what products alone read, at default precision."""
 
-    def ordered(self, turn: Sequence[int]) -> Fusion:
+    def ordered(self, turn: Sequence[int]) -> FusionPlan:
         """The same of a graph whose ops run in another order: `turn` has their numbers so far."""
         place = {i: at for at, i in enumerate(turn)}
         inside = (self.inside[i] for i in turn)
-        return Fusion(
+        return FusionPlan(
             self.stored,
             tuple(self.reads[i] for i in turn),
             tuple(None if inner is None else tuple(place[j] for j in inner) for inner in inside),
@@ -75,7 +75,7 @@ class Fuser:
         self.later: set[int] = set()
         """Ops that are computed in others."""
 
-    def fusion(self) -> Fusion:
+    def fusion(self) -> FusionPlan:
         """How the ops are put together."""
         for i in reversed(range(len(self.graph.ops))):
             if i in self.alive:
@@ -93,7 +93,7 @@ class Fuser:
             apart = self.apart.get(op.outputs[0], ())
             self.homes[i] = tuple(dict.fromkeys([i, *[h for r in again for h in self.homes[r] if h not in apart]]))
 
-    def as_settled(self) -> Fusion:
+    def as_settled(self) -> FusionPlan:
         """What each op reads from memory and computes inside, now that it is decided where each is computed."""
         graph, later = self.graph, self.later
         views = self.seen_as()
@@ -114,7 +114,7 @@ class Fuser:
                 reads.append(under)
                 inside.append(before)
         stored.update(b for _, b in graph.ties if b not in inner)
-        return Fusion(
+        return FusionPlan(
             frozenset(stored),
             tuple(reads),
             tuple(inside),
@@ -198,7 +198,7 @@ class Fuser:
         """`computed_in`, of an op of one result that `readers` need, which are computed in `homes`."""
         if is_view(self.partitioned, op):
             return homes
-        if op.name in VIEWS or op.name in PRODUCTS:
+        if op.name in VIEWS or op.name in CONTRACTIONS:
             return None
         if len(homes) > MOST or not all(self.can_read(r) for r in readers):
             return None

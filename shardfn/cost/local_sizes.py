@@ -15,7 +15,7 @@ class Sized(PartitionedProgram):
 
     shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
     sizes: dict[int, int] = dataclasses.field(default_factory=dict, repr=False, compare=False)
-    pieces: dict[tuple[object, object], tuple[tuple[int, ...], int]] = dataclasses.field(
+    known: dict[tuple[object, object], tuple[tuple[int, ...], int]] = dataclasses.field(
         default_factory=dict, repr=False, compare=False
     )
 
@@ -35,10 +35,10 @@ class Sized(PartitionedProgram):
         """Both, once for all values of one form and layout."""
         form, spec = self.graph.values[value], self.specs[value]
         key = (form.shape, form.dtype), spec
-        found = self.pieces.get(key)
+        found = self.known.get(key)
         if found is None:
             shape = super().local_shape(value)
-            found = self.pieces[key] = shape, math.prod(shape) * dtype_bits(form.dtype) // 8
+            found = self.known[key] = shape, math.prod(shape) * dtype_bits(form.dtype) // 8
         self.shapes[value] = found[0]
         self.sizes.setdefault(value, found[1])  # what takes more than its elements is told
 

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 
 from shardfn.cost.backends.cpu import is_flattened, on_cpu
 from shardfn.cost.backends.gpu import on_gpu
-from shardfn.cost.backends.tpu import rows_bytes, scattered_to
+from shardfn.cost.backends.tpu import row_major_bytes, scattered_values
 from shardfn.cost.devices.chips import Chip
-from shardfn.cost.fusion import Fusion, fuse
+from shardfn.cost.fusion import FusionPlan, fuse
 from shardfn.cost.local_sizes import Sized, sized
 from shardfn.cost.op_kinds import ELEMENTWISE
-from shardfn.ir.model import COLLECTIVES, Communication, Graph, Op, PartitionedProgram, dtype_bits, is_gpu
+from shardfn.ir.model import COLLECTIVE_OPS, Communication, Graph, Op, PartitionedProgram, dtype_bits, is_gpu
 
 
 def first_of_body(graph: Graph, loop: int) -> int:
@@ -64,7 +64,7 @@ def bodies(graph: Graph) -> dict[int, int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
+class Schedule:
     """A flow with its ops in the order in which they run; `groups` has for the result of a collective that can be merged the
     number of the one that it is a part of."""
 
@@ -86,32 +86,32 @@ class Order:
         return {i: found[group] for i, group in where.items()}
 
 
-def as_run(partitioned: PartitionedProgram, chip: Chip | None = None) -> Order:
-    """What a platform's XLA makes of a flow before it schedules its ops: as the CPU or the GPU backend has them, and `merged`.
+def lower_for_backend(partitioned: PartitionedProgram, chip: Chip | None = None) -> Schedule:
+    """Apply the rewrites of the platform's XLA backend, then `combine_collectives`.
 
     Args:
       flow: layouts of all values, and the collectives.
       chip: what it runs on.
     """
-    return merged(on_gpu(on_cpu(partitioned), chip))
+    return combine_collectives(on_gpu(on_cpu(partitioned), chip))
 
 
-def merged(partitioned: PartitionedProgram) -> Order:
+def combine_collectives(partitioned: PartitionedProgram) -> Schedule:
     """The order in which collectives can run as one: all-reduces, on GPUs also all-gathers and reduce-scatters.
 
     XLA's combiners put those over the same axes into one where none needs another: in one region, of one element type
     (gathers of any). It runs when the last of them can; what reads their results comes after.
     """
     partitioned = sized(partitioned)
-    most = most_merged(partitioned.platform)
+    most = max_combined_bytes(partitioned.platform)
     several = {c.result: c for c in partitioned.communications if c.kind in most and c.group_size > 1}
     if len(several) < 2:
-        return Order(partitioned, {v: n for n, v in enumerate(several)}, bodies(partitioned.graph))
+        return Schedule(partitioned, {v: n for n, v in enumerate(several)}, bodies(partitioned.graph))
     groups: dict[object, int] = {}
     of: dict[int, int] = {}
     order = _ordered(partitioned, regions(partitioned.graph), several, groups, of)
     graph = dataclasses.replace(partitioned.graph, ops=tuple(partitioned.graph.ops[i] for i in order))
-    return Order(dataclasses.replace(partitioned, graph=graph), of, bodies(partitioned.graph))
+    return Schedule(dataclasses.replace(partitioned, graph=graph), of, bodies(partitioned.graph))
 
 
 _MOST_MERGED: Mapping[str, Mapping[str, float]] = {
@@ -126,10 +126,10 @@ _MOST_ON_GPU: Mapping[str, float] = dict.fromkeys(("all-reduce", "all-gather", "
 """The same on GPUs, of results: the defaults of `xla_gpu_all_reduce_combine_threshold_bytes` and its like."""
 
 
-def most_merged(platform: str) -> Mapping[str, float]:
+def max_combined_bytes(platform: str) -> Mapping[str, float]:
     """Kinds of collectives of which XLA makes one of several, and of how many bytes that is at most.
 
-    >>> most_merged("cpu")
+    >>> max_combined_bytes("cpu")
     {'all-reduce': inf}
     """
     return _MOST_ON_GPU if is_gpu(platform) else _MOST_MERGED[platform]
@@ -205,7 +205,7 @@ def _ordered(
             c = several[result]
             dtype = "" if c.kind == "all-gather" else partitioned.graph.values[c.operand].dtype
             key = region.parts[-1], c.kind, c.axes, c.group_size, c.trips, dtype
-            most = most_merged(partitioned.platform)[c.kind]
+            most = max_combined_bytes(partitioned.platform)[c.kind]
             key = *key, combiner.group(key, behind, partitioned.local_bytes(c.result), most)
             group[n] = of[result] = groups.setdefault(key, len(groups))
     when = [float(n) for n in range(len(inner))]
@@ -226,13 +226,13 @@ def _ordered(
     return [i for n in sorted(range(len(inner)), key=lambda n: (when[n], n)) for i in inner[n]]
 
 
-def scheduled(order: Order) -> tuple[Order, Fusion]:
+def schedule_ops(order: Schedule) -> tuple[Schedule, FusionPlan]:
     """A merged order as the platform's scheduler has it, and how its ops are put together: XLA's CPU backend runs what is
-    ready first (`as_ready`), others what frees memory (`early`)."""
-    return as_ready(order) if order.partitioned.platform == "cpu" else early(order)
+    ready first (`schedule_breadth_first`), others what frees memory (`schedule_for_memory`)."""
+    return schedule_breadth_first(order) if order.partitioned.platform == "cpu" else schedule_for_memory(order)
 
 
-def as_ready(order: Order) -> tuple[Order, Fusion]:
+def schedule_breadth_first(order: Schedule) -> tuple[Schedule, FusionPlan]:
     """Breadth first, as XLA's CPU backend schedules for its threads: an op runs as soon as all that it reads is there, in
     the order in which that came to be so. What reads nothing but arguments and constants runs at the start.
 
@@ -257,13 +257,15 @@ def as_ready(order: Order) -> tuple[Order, Fusion]:
 
     turn = arranged(regions(graph), 0)
     ops = tuple(graph.ops[i] for i in turn)
-    moved = Order(
+    moved = Schedule(
         dataclasses.replace(order.partitioned, graph=dataclasses.replace(graph, ops=ops)), order.groups, order.bodies
     )
     return moved, fusion.ordered(turn)
 
 
-def _as_ready(partitioned: PartitionedProgram, fusion: Fusion, nodes: Mapping[object, Sequence[int]]) -> list[object]:
+def _as_ready(
+    partitioned: PartitionedProgram, fusion: FusionPlan, nodes: Mapping[object, Sequence[int]]
+) -> list[object]:
     graph = partitioned.graph
     made = {v: node for node, ops in nodes.items() for i in ops for v in graph.ops[i].outputs}
     users: dict[object, list[object]] = {}
@@ -339,15 +341,15 @@ def _flattened(
     ]
 
 
-_UNFUSED = COLLECTIVES | {"scatter", "convolution"}
+_UNFUSED = COLLECTIVE_OPS | {"scatter", "convolution"}
 
 
-def _on_tpu(partitioned: PartitionedProgram, fusion: Fusion) -> dict[int, int]:
+def _on_tpu(partitioned: PartitionedProgram, fusion: FusionPlan) -> dict[int, int]:
     """Bytes of what takes less there, as `bf16`, or more: what is scattered to lies row by row, also when it is added up."""
     found = {v: partitioned.local_bytes(v) // 2 for v in fusion.narrow}
-    rows = scattered_to(partitioned.graph)
+    rows = scattered_values(partitioned.graph)
     return found | {
-        v: rows_bytes(partitioned.local_shape(v), dtype_bits(partitioned.graph.values[v].dtype)) for v in rows
+        v: row_major_bytes(partitioned.local_shape(v), dtype_bits(partitioned.graph.values[v].dtype)) for v in rows
     }
 
 
@@ -355,7 +357,7 @@ _SHRINKS = 16
 """How much larger the operands that die must be than the result; smaller gains XLA's scheduler often passes by."""
 
 
-def early(order: Order) -> tuple[Order, Fusion]:
+def schedule_for_memory(order: Schedule) -> tuple[Schedule, FusionPlan]:
     """Run an op as soon as it can where that frees much memory: XLA schedules for least memory.
 
     Only within a region; what is computed inside the op moves with it. With the order comes how its ops are put together.
@@ -398,7 +400,7 @@ def early(order: Order) -> tuple[Order, Fusion]:
 
     turn = arranged(regions(graph))
     ops = tuple(graph.ops[i] for i in turn)
-    moved = Order(
+    moved = Schedule(
         dataclasses.replace(partitioned, graph=dataclasses.replace(graph, ops=ops)), order.groups, order.bodies
     )
     return moved, fusion.ordered(turn)

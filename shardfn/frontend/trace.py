@@ -34,7 +34,7 @@ class Traced:
     jaxpr: Any
     platform: str = ""
     """What it was lowered for."""
-    seen: shardy.Seen | None = None
+    seen: shardy.ReaderCache | None = None
     """What was read of the module, for its flows."""
 
     @property
@@ -77,7 +77,7 @@ def trace(function: Callable[..., Any], args: Sequence[Any], static_argnums: tup
             raise
         platform, lowered = jax.default_backend(), traced.lower()
     module = shardy.flat(lowered.compiler_ir("stablehlo"))
-    seen = shardy.Seen()
+    seen = shardy.ReaderCache()
     graph = shardy.read_graph(module, seen)
     dynamic = [a for i, a in enumerate(args) if i not in static_argnums]
     captured = len(graph.inputs) - len(tree_util.tree_leaves(dynamic))

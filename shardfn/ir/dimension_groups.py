@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from shardfn.ir.model import Dims, Graph, Rule
+from shardfn.ir.model import DimFactors, Graph, ShardingRule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ def dimension_groups(graph: Graph) -> DimensionGroups:
     return DimensionGroups(of, len(numbers))
 
 
-def _parts(rule: Rule) -> Iterator[tuple[int, int, int, int]]:
+def _parts(rule: ShardingRule) -> Iterator[tuple[int, int, int, int]]:
     """(operand or result, dim, its major factor, the factor's size where it stands alone, else 0) of what a rule ties."""
     for position, dims in enumerate((*rule.operands, *rule.results)):
         for dim, factor in _leading(dims, rule.sizes):
@@ -89,7 +89,7 @@ def _parts(rule: Rule) -> Iterator[tuple[int, int, int, int]]:
                 yield position, dim, factor, rule.sizes[factor] if alone else 0
 
 
-def _leading(dims: Dims, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+def _leading(dims: DimFactors, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
     """(dim, its major factor that is larger than 1) for every dim that has one."""
     found = ((dim, next((f for f in factors if sizes[f] > 1), None)) for dim, factors in enumerate(dims))
     return [(dim, factor) for dim, factor in found if factor is not None]

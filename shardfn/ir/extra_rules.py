@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from shardfn.ir.model import Rule, Value
+from shardfn.ir.model import ShardingRule, Value
 
 
-def batch_rule(inputs: Sequence[Value], outputs: Sequence[Value]) -> Rule | None:
+def batch_rule(inputs: Sequence[Value], outputs: Sequence[Value]) -> ShardingRule | None:
     """All dims but the last are independent; the last must be whole (top_k)."""
     rank = len(inputs[0].shape)
     if any(len(v.shape) != rank for v in (*inputs, *outputs)) or rank == 0:
@@ -17,20 +17,22 @@ def batch_rule(inputs: Sequence[Value], outputs: Sequence[Value]) -> Rule | None
     ends = [*(rank - 1 for _ in inputs), *(rank + i for i in range(len(outputs)))]
     mapped = tuple((*d, (e,)) for d, e in zip(dims, ends, strict=True))
     sizes = (*inputs[0].shape[:-1], inputs[0].shape[-1], *(v.shape[-1] for v in outputs))
-    return Rule(mapped[: len(inputs)], mapped[len(inputs) :], sizes, replicated=frozenset(range(rank - 1, last + 1)))
+    return ShardingRule(
+        mapped[: len(inputs)], mapped[len(inputs) :], sizes, replicated=frozenset(range(rank - 1, last + 1))
+    )
 
 
-def elementwise_rule(inputs: Sequence[Value], outputs: Sequence[Value]) -> Rule | None:
+def elementwise_rule(inputs: Sequence[Value], outputs: Sequence[Value]) -> ShardingRule | None:
     """Every dim is independent."""
     shapes = {v.shape for v in (*inputs, *outputs)}
     if len(shapes) != 1:
         return None
     shape = shapes.pop()
     dims = tuple((d,) for d in range(len(shape)))
-    return Rule((dims,) * len(inputs), (dims,) * len(outputs), shape)
+    return ShardingRule((dims,) * len(inputs), (dims,) * len(outputs), shape)
 
 
-def pairwise_rule(inputs: Sequence[Value], outputs: Sequence[Value]) -> Rule | None:
+def pairwise_rule(inputs: Sequence[Value], outputs: Sequence[Value]) -> ShardingRule | None:
     """Result i is operand i (optimization_barrier)."""
     if [v.shape for v in inputs] != [v.shape for v in outputs]:
         return None
@@ -39,7 +41,7 @@ def pairwise_rule(inputs: Sequence[Value], outputs: Sequence[Value]) -> Rule | N
     for value in inputs:
         rows.append(tuple((len(sizes) + d,) for d in range(len(value.shape))))
         sizes.extend(value.shape)
-    return Rule(tuple(rows), tuple(rows), tuple(sizes))
+    return ShardingRule(tuple(rows), tuple(rows), tuple(sizes))
 
 
 _ELEMENTWISE = (
@@ -48,7 +50,7 @@ _ELEMENTWISE = (
     "copy", "sharding_constraint", "propagation_barrier", "reshard", "composite", "mhlo.erf", "mhlo.tan",
 )  # fmt: skip
 
-MISSING_RULES: dict[str, Callable[[Sequence[Value], Sequence[Value]], Rule | None]] = {
+MISSING_RULES: dict[str, Callable[[Sequence[Value], Sequence[Value]], ShardingRule | None]] = {
     "top_k": batch_rule,
     "optimization_barrier": pairwise_rule,
     **dict.fromkeys(_ELEMENTWISE, elementwise_rule),

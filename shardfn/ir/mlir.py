@@ -12,7 +12,7 @@ from jax.extend.mlir.dialects import sdy, stablehlo
 from shardfn.ir.model import Value
 
 __all__ = [
-    "GRID",
+    "MESH_NAME",
     "NUMBER",
     "blocks_of",
     "functions_of",
@@ -29,11 +29,11 @@ __all__ = [
     "value_of",
 ]
 
-GRID = "grid"  # the name of our mesh inside the module
+MESH_NAME = "grid"  # the name of our mesh inside the module
 
 
 NUMBER = "number"
-"""Of an op in `Ready.module`: an attribute that stays on it through the passes, and on its copies."""
+"""Of an op in `PreparedModule.module`: an attribute that stays on it through the passes, and on its copies."""
 
 
 _UNNUMBERED = frozenset({"builtin.module", "func.func", "stablehlo.constant"})
@@ -69,7 +69,7 @@ def preorder(op: Any) -> list[Any]:
 
 
 def blocks_of(block: Any) -> Iterator[Any]:
-    """A block and those inside it, in the order of `in_order`."""
+    """A block and those inside it, in the order of `order_depth_first`."""
     yield block
     for view in block.operations:
         for region in view.operation.regions:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-Dims = tuple[tuple[int, ...], ...]
+DimFactors = tuple[tuple[int, ...], ...]
 """For each dim of one tensor, the factors it is made of, major to minor."""
 
 Spec = tuple[tuple[str, ...], ...]
@@ -18,16 +18,16 @@ Spec = tuple[tuple[str, ...], ...]
 Axes = tuple[tuple[str, int], ...]
 """A grid: each axis with its size."""
 
-COLLECTIVES = frozenset({"all_gather", "all_to_all", "collective_permute", "all_reduce", "reduce_scatter"})
+COLLECTIVE_OPS = frozenset({"all_gather", "all_to_all", "collective_permute", "all_reduce", "reduce_scatter"})
 """The ops by which devices send to each other; `Collective.kind` has the same with hyphens."""
 
-CHANGES = COLLECTIVES | {"all_slice"}
+RESHARDING_OPS = COLLECTIVE_OPS | {"all_slice"}
 """The ops that the partitioner puts in to lay a value out anew, or to add it up."""
 
-PRODUCTS = frozenset({"dot_general", "convolution"})
+CONTRACTIONS = frozenset({"dot_general", "convolution"})
 """The ops that multiply and add up."""
 
-BOOKKEEPING = frozenset({"after_all", "create_token", "partition_id", "replica_id"})
+TOKEN_OPS = frozenset({"after_all", "create_token", "partition_id", "replica_id"})
 """The ops that make tokens and numbers of devices: no rule, no work, nothing moved."""
 
 
@@ -56,15 +56,15 @@ class Value:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class ShardingRule:
     """How the dims of an op's operands and results belong together: Shardy's sharding rule.
 
     A factor is one independent dim of the computation. `reduction` factors leave partial sums when cut,
     `replicated` ones must be whole, `permuted` ones need an exchange between neighbours.
     """
 
-    operands: tuple[Dims, ...]
-    results: tuple[Dims, ...]
+    operands: tuple[DimFactors, ...]
+    results: tuple[DimFactors, ...]
     sizes: tuple[int, ...]
     reduction: frozenset[int] = frozenset()
     replicated: frozenset[int] = frozenset()
@@ -87,7 +87,7 @@ class Convolution:
     in_batches: bool = False
 
 
-class Tap(NamedTuple):
+class WindowDim(NamedTuple):
     """Along `dim` of an operand, element i of the result's dim `out_dim` reads `extent` elements from i·stride + low.
 
     With `spacing` above 1, positions count spacing - 1 holes after each element of the operand. With `over` at least 0,
@@ -111,13 +111,13 @@ class Op:
     name: str
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    rule: Rule | None
+    rule: ShardingRule | None
     trips: int
     where: str
     reduced: tuple[tuple[int, int], ...] = ()
     """(input position, dim) pairs whose sizes multiply the work of each output element (a dot's contracted dims)."""
     convolution: Convolution | None = None
-    taps: tuple[Tap, ...] = ()
+    window_dims: tuple[WindowDim, ...] = ()
     """Which elements of an operand are read along dims with a window or an offset."""
     site: int = -1
     """Where it stands in the module: its number in program order. Ops that were put in have none."""
@@ -131,7 +131,7 @@ class Op:
     def of(self, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Op:
         """The same of other values."""
         return Op(self.name, inputs, outputs, self.rule, self.trips, self.where, self.reduced, self.convolution,
-                  self.taps, self.site, self.combines, self.form, self.same)  # fmt: skip
+                  self.window_dims, self.site, self.combines, self.form, self.same)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,19 +8,19 @@ import re
 from typing import Any
 
 from shardfn.ir.mlir import NUMBER, ir, sdy, stablehlo
-from shardfn.ir.model import Convolution, Rule, Tap
+from shardfn.ir.model import Convolution, ShardingRule, WindowDim
 from shardfn.ir.source_lines import user_line
-from shardfn.ir.windows import ATTRIBUTES, WINDOWED, taps
+from shardfn.ir.windows import ATTRIBUTES, WINDOWED, window_dims
 
 
-def rule_of(attribute: Any) -> Rule:
+def rule_of(attribute: Any) -> ShardingRule:
     """Shardy's rule, as data."""
     r = sdy.OpShardingRuleAttr(attribute)
 
     def dims(mapping: Any) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(sdy.DimMappingAttr(d).factor_indices) for d in sdy.TensorMappingAttr(mapping).dim_mappings)
 
-    return Rule(
+    return ShardingRule(
         tuple(dims(m) for m in r.operand_mappings),
         tuple(dims(m) for m in r.result_mappings),
         tuple(r.factor_sizes),
@@ -55,7 +55,7 @@ def convolution_of(op: Any) -> Convolution:
     )
 
 
-def taps_of(op: Any, name: str) -> tuple[Tap, ...]:
+def window_dims_of(op: Any, name: str) -> tuple[WindowDim, ...]:
     """Which rows of its operands each row of an op's result reads (`graph.windows`)."""
     if name not in WINDOWED:
         return ()
@@ -68,7 +68,7 @@ def taps_of(op: Any, name: str) -> tuple[Tap, ...]:
         spatial = (d.input_spatial_dimensions, d.kernel_spatial_dimensions, d.output_spatial_dimensions)
         numbers |= {key: list(dims) for key, dims in zip(("image", "kernel", "result"), spatial, strict=True)}
     shapes = [ir.RankedTensorType(v.type).shape for v in (*op.operands, *op.results)]
-    return taps(name, numbers, shapes)
+    return window_dims(name, numbers, shapes)
 
 
 def reduced_of(op: Any, name: str) -> tuple[tuple[int, int], ...]:
@@ -133,7 +133,7 @@ def cause_of(op: Any) -> str:
 _FRAME = re.compile(r'"([^"]+)":(\d+):')
 
 
-def line_of(op: Any) -> str:
+def op_line(op: Any) -> str:
     """`file:line` of the user's code that an op came from."""
     return _frame(str(op.location))
 

@@ -12,17 +12,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardfn.ir.extra_rules import MISSING_RULES
-from shardfn.ir.mlir import GRID, NUMBER, ir, sdy, value_of
-from shardfn.ir.model import Dims, Rule
+from shardfn.ir.mlir import MESH_NAME, NUMBER, ir, sdy, value_of
+from shardfn.ir.model import DimFactors, ShardingRule
 
 
-def as_xla(block: Any, arguments: set[Any]) -> None:
+def to_xla_form(block: Any, arguments: set[Any]) -> None:
     """Bring a block into the form that XLA's own passes give it before it propagates, as far as that decides anything."""
     for view in list(block.operations):
         op = view.operation
         for region in op.regions:
             for inner in region.blocks:
-                as_xla(inner, arguments)
+                to_xla_form(inner, arguments)
         if op.name == "stablehlo.while":
             _free_invariants(op, arguments)
         elif op.name == "stablehlo.broadcast_in_dim":
@@ -54,7 +54,7 @@ def inline(block: Any, functions: Mapping[str, Any]) -> None:
         function.erase()
 
 
-def in_order(block: Any) -> list[list[int]]:
+def order_depth_first(block: Any) -> list[list[int]]:
     """Order ops as XLA does, depth first from what the block returns: layouts spread in the order of ops.
 
     Returns for this block, then for those inside it, how many ops stood before each op when it was come to.
@@ -80,7 +80,7 @@ def in_order(block: Any) -> list[list[int]]:
             op.move_before(end)
         for region in op.regions:
             for inner in region.blocks:
-                found += in_order(inner)
+                found += order_depth_first(inner)
     return found
 
 
@@ -116,7 +116,7 @@ def _free_invariants(loop: Any, arguments: set[Any]) -> None:
             loop.results[i].replace_all_uses_with(value)
             rank = len(value_of(value.type).shape)
             if rank and value in arguments:
-                open_ = ir.Attribute.parse(f"#sdy.sharding<@{GRID}, [{', '.join(['{?}'] * rank)}]>")
+                open_ = ir.Attribute.parse(f"#sdy.sharding<@{MESH_NAME}, [{', '.join(['{?}'] * rank)}]>")
                 with ir.InsertionPoint(new):
                     value = sdy.ShardingConstraintOp(value, open_).result
             for inside in (condition, body):
@@ -158,17 +158,17 @@ def _add_rule(op: Any) -> None:
         op.attributes["sdy.sharding_rule"] = ir.Attribute.parse(rule_text(rule))
 
 
-def rule_text(rule: Rule) -> str:
+def rule_text(rule: ShardingRule) -> str:
     """A rule as Shardy writes it.
 
-    >>> rule_text(Rule((((0,), (1,)),), (((0,), (2,)),), (8, 64, 4), replicated=frozenset({1, 2})))
+    >>> rule_text(ShardingRule((((0,), (1,)),), (((0,), (2,)),), (8, 64, 4), replicated=frozenset({1, 2})))
     '#sdy.op_sharding_rule<([i, j])->([i, k]) {i=8, j=64, k=4} need_replication={j, k}>'
     """
 
     def name(factor: int) -> str:
         return "ijklmnopqrstuvwxyz"[factor] if factor < 18 else f"z_{factor - 17}"
 
-    def tensors(all_dims: Sequence[Dims]) -> str:
+    def tensors(all_dims: Sequence[DimFactors]) -> str:
         return ", ".join("[" + ", ".join("".join(map(name, dim)) for dim in dims) + "]" for dims in all_dims)
 
     sizes = ", ".join(f"{name(f)}={n}" for f, n in enumerate(rule.sizes))
@@ -176,13 +176,13 @@ def rule_text(rule: Rule) -> str:
     return f"#sdy.op_sharding_rule<({tensors(rule.operands)})->({tensors(rule.results)}) {{{sizes}}}{needs}>"
 
 
-def as_one(block: Any, made: dict[Any, Any], numbers: dict[Any, Any]) -> None:
+def number_duplicates(block: Any, made: dict[Any, Any], numbers: dict[Any, Any]) -> None:
     """Give ops of constants, and broadcasts, that make the same one number: Shardy puts them together."""
     for view in block.operations:
         op = view.operation
         for region in op.regions:
             for inner in region.blocks:
-                as_one(inner, made, numbers)
+                number_duplicates(inner, made, numbers)
         is_constant = True
         for value in op.operands:
             if value not in made:

@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 
 from shardfn.ir.extra_rules import MISSING_RULES, elementwise_rule
 from shardfn.ir.mlir import NUMBER, functions_of, ir, mesh_axes, number_of, sdy, symbol_of, value_of
-from shardfn.ir.model import BOOKKEEPING, COLLECTIVES, Communication, Graph, Op, Rule, Spec, Value
+from shardfn.ir.model import COLLECTIVE_OPS, TOKEN_OPS, Communication, Graph, Op, ShardingRule, Spec, Value
 from shardfn.ir.op_attributes import (
     cause_of,
     combines_of,
     convolution_of,
     form_of,
-    line_of,
     neutral_of,
+    op_line,
     reduced_of,
     rule_of,
-    taps_of,
     trip_count,
+    window_dims_of,
 )
 
 
@@ -31,7 +31,7 @@ class _Fact(NamedTuple):
     """What an op is, however things are laid out; `rest` are further fields of `Op`, as they stand there."""
 
     name: str
-    rule: Rule | None
+    rule: ShardingRule | None
     where: str
     unruled: str
     results: tuple[Value, ...]
@@ -44,7 +44,7 @@ class _Fact(NamedTuple):
     """What it was in graphs so far: flows of one module number most values alike."""
 
 
-class Seen:
+class ReaderCache:
     """What was read before of a module, or of another one with the same ops in it: nothing here depends on layouts.
 
     Facts are kept by number, and by number and location: ops that Shardy puts together can be at either's place.
@@ -52,14 +52,14 @@ class Seen:
 
     def __init__(self) -> None:
         self.types: dict[Any, Value] = {}
-        self.rules: dict[Any, Rule] = {}
+        self.rules: dict[Any, ShardingRule] = {}
         self.lines: dict[Any, str] = {}
         self.laid: dict[Any, tuple[Spec | None, ...]] = {}
         self.facts: dict[Any, _Fact] = {}
         self.forms: dict[Any, int] = {None: -1}
 
 
-class Unknown(Exception):
+class UnreadOpError(Exception):
     """An op of which nothing was read before, in a module without rules."""
 
 
@@ -72,7 +72,7 @@ class Reader:
       count: how many ops the module had as JAX lowered it; 0 where it has no rules, and all is to be in `seen`.
     """
 
-    def __init__(self, module: Any, seen: Seen | None = None, count: int = 0):
+    def __init__(self, module: Any, seen: ReaderCache | None = None, count: int = 0):
         self.functions = {symbol_of(f): f for f in functions_of(module)}
         self.meshes = {
             symbol_of(op.operation): dict(mesh_axes(op.operation.attributes["mesh"]))
@@ -89,7 +89,7 @@ class Reader:
         self.manual = False
         self.region = self.regions = 0
         """The number of the loop's body or the branch that is read, and of how many there were so far."""
-        self.seen = seen or Seen()
+        self.seen = seen or ReaderCache()
         self.count = count
 
     def graph(self) -> Graph:
@@ -119,7 +119,7 @@ class Reader:
         location = op.location.attr
         found = self.seen.lines.get(location)
         if found is None:
-            found = self.seen.lines[location] = line_of(op)
+            found = self.seen.lines[location] = op_line(op)
         return found
 
     # ---- values
@@ -235,7 +235,7 @@ class Reader:
             elif self.count:
                 found = facts[number] = self.fact(op, name, attrs)
             else:
-                raise Unknown
+                raise UnreadOpError
             facts[at] = found
         return found
 
@@ -259,7 +259,7 @@ class Reader:
         rest = (
             reduced_of(op, name),
             convolution,
-            taps_of(op, short),
+            window_dims_of(op, short),
             number if number < self.count else -1,
             combines_of(op),
         )
@@ -357,7 +357,7 @@ _NO_OPS = frozenset({"stablehlo.constant", "sdy.constant", "sdy.mesh"})
 _TERMINATORS = frozenset({"func.return", "stablehlo.return", "sdy.return"})
 
 
-_NO_RULE_NEEDED = BOOKKEEPING | {"iota"}
+_NO_RULE_NEEDED = TOKEN_OPS | {"iota"}
 
 
 _AXIS_REF_NAME = re.compile(r'name = "([^"]+)"')
@@ -370,7 +370,7 @@ _STRUCTURED = {
     "stablehlo.if": Reader.branch,
     "sdy.manual_computation": Reader.manual_region,
     "sdy.named_computation": Reader.named,
-    **{f"stablehlo.{name}": Reader.communicate for name in COLLECTIVES},
+    **{f"stablehlo.{name}": Reader.communicate for name in COLLECTIVE_OPS},
 }
 
 

@@ -19,7 +19,7 @@ Bind = Callable[[Any, list[Any], int], list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class How:
+class RebindRules:
     """Which equations are bound anew, and by what; who is told of those that are not reached."""
 
     wanted: Callable[[Any, int], bool]
@@ -27,7 +27,7 @@ class How:
     unreached: Callable[[Any], None]
 
 
-def line_of(eqn: Any) -> str:
+def equation_line(eqn: Any) -> str:
     """`file:line` of the user's code that an equation comes from; empty where it is not known."""
     frames = getattr(getattr(eqn.source_info, "traceback", None), "frames", ())
     mine = (f for f in frames if "/jax/" not in f.file_name and "/shardfn/" not in f.file_name)
@@ -35,7 +35,7 @@ def line_of(eqn: Any) -> str:
     return f"{frame.file_name.rpartition('/')[2]}:{frame.line_num}" if frame else ""
 
 
-def rebound(
+def rebind(
     function: Callable[..., Any],
     wanted: Callable[[Any, int], bool],
     bind: Bind,
@@ -50,7 +50,7 @@ def rebound(
 
     >>> import jax.numpy as jnp
     >>> twice = lambda eqn, xs, number: [2 * y for y in bind_one(eqn, xs)]
-    >>> double = rebound(lambda x: jnp.cos(x) + 1, lambda eqn, number: eqn.primitive.name == "cos", twice)
+    >>> double = rebind(lambda x: jnp.cos(x) + 1, lambda eqn, number: eqn.primitive.name == "cos", twice)
     >>> float(double(jnp.float32(0)))
     3.0
     """
@@ -58,7 +58,9 @@ def rebound(
     def run(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, static_argnums=static_argnums, return_shape=True)(*args)
         dynamic = [a for i, a in enumerate(args) if i not in static_argnums]
-        flat = _evaluate(closed.jaxpr, closed.consts, tree_util.tree_leaves(dynamic), How(wanted, bind, unreached), 0)
+        flat = _evaluate(
+            closed.jaxpr, closed.consts, tree_util.tree_leaves(dynamic), RebindRules(wanted, bind, unreached), 0
+        )
         return tree_util.tree_unflatten(tree_util.tree_structure(shape), flat)
 
     return run
@@ -94,7 +96,7 @@ def _count(eqn: Any) -> int:
     return 0 if eqn.primitive.name in _UNCOUNTED else 1 + sum(map(_size, inner(eqn)))
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], how: How, number: int) -> list[Any]:
+def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], how: RebindRules, number: int) -> list[Any]:
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
     def read(v: Any) -> Any:
@@ -130,7 +132,7 @@ def inner(eqn: Any) -> list[Any]:
     return found
 
 
-def _holds(eqn: Any, number: int, how: How) -> bool:
+def _holds(eqn: Any, number: int, how: RebindRules) -> bool:
     number += 1
     for jaxpr in inner(eqn):
         if any(how.wanted(e, n) for n, e, _ in equations(jaxpr, number)):
@@ -139,11 +141,11 @@ def _holds(eqn: Any, number: int, how: How) -> bool:
     return False
 
 
-def _function(closed: Any, how: How, number: int) -> Callable[..., list[Any]]:
+def _function(closed: Any, how: RebindRules, number: int) -> Callable[..., list[Any]]:
     return lambda *args: _evaluate(closed.jaxpr, closed.consts, args, how, number)
 
 
-def _open_jit(eqn: Any, inputs: list[Any], how: How, number: int) -> list[Any]:
+def _open_jit(eqn: Any, inputs: list[Any], how: RebindRules, number: int) -> list[Any]:
     params = eqn.params
     opened = jax.jit(
         lambda *args: tuple(_function(params["jaxpr"], how, number)(*args)),
@@ -153,7 +155,7 @@ def _open_jit(eqn: Any, inputs: list[Any], how: How, number: int) -> list[Any]:
     return list(opened(*inputs))
 
 
-def _open_scan(eqn: Any, inputs: list[Any], how: How, number: int) -> list[Any]:
+def _open_scan(eqn: Any, inputs: list[Any], how: RebindRules, number: int) -> list[Any]:
     p = eqn.params
     closed = p["jaxpr"]
     # What is scanned over, or stacked, has one dim more outside than in the body.
@@ -172,7 +174,7 @@ def _open_scan(eqn: Any, inputs: list[Any], how: How, number: int) -> list[Any]:
     return [*last, *ys]
 
 
-def _open_while(eqn: Any, inputs: list[Any], how: How, number: int) -> list[Any]:
+def _open_while(eqn: Any, inputs: list[Any], how: RebindRules, number: int) -> list[Any]:
     p = eqn.params
     a, b = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
     condition = _function(p["cond_jaxpr"], how, number)
@@ -184,7 +186,7 @@ def _open_while(eqn: Any, inputs: list[Any], how: How, number: int) -> list[Any]
     )
 
 
-def _open_cond(eqn: Any, inputs: list[Any], how: How, number: int) -> list[Any]:
+def _open_cond(eqn: Any, inputs: list[Any], how: RebindRules, number: int) -> list[Any]:
     branches = []
     for branch in eqn.params["branches"]:
         branches.append(_function(branch, how, number))
@@ -192,7 +194,7 @@ def _open_cond(eqn: Any, inputs: list[Any], how: How, number: int) -> list[Any]:
     return list(jax.lax.switch(inputs[0], branches, *inputs[1:]))
 
 
-def _open_checkpoint(eqn: Any, inputs: list[Any], how: How, number: int) -> list[Any]:
+def _open_checkpoint(eqn: Any, inputs: list[Any], how: RebindRules, number: int) -> list[Any]:
     p = eqn.params
     body = _function(core.ClosedJaxpr(p["jaxpr"], []), how, number)
     return list(jax.checkpoint(body, prevent_cse=p["prevent_cse"], policy=p["policy"])(*inputs))

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardfn.ir.mlir import (
-    GRID,
+    MESH_NAME,
     NUMBER,
     blocks_of,
     functions_of,
@@ -29,8 +29,8 @@ from shardfn.ir.mlir import (
     symbol_of,
 )
 from shardfn.ir.model import Graph, OpConstraint, PartitionedProgram, Spec
-from shardfn.ir.propagation_form import as_one, as_xla, in_order, inline
-from shardfn.ir.reader import Reader, Seen, Unknown
+from shardfn.ir.propagation_form import inline, number_duplicates, order_depth_first, to_xla_form
+from shardfn.ir.reader import Reader, ReaderCache, UnreadOpError
 
 RULES_PIPELINE = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 
@@ -47,7 +47,7 @@ def flat(module: Any) -> Any:
         return copy
 
 
-def read_graph(module: Any, seen: Seen | None = None) -> Graph:
+def read_graph(module: Any, seen: ReaderCache | None = None) -> Graph:
     """The ops of a lowered module with Shardy's rules; with `seen`, what is read is kept there for its flows."""
     with module.context, ir.Location.unknown():
         copy = module.operation.clone()
@@ -62,7 +62,7 @@ def propagate(
     inputs: Sequence[Spec | None],
     outputs: Sequence[Spec | None],
     constraints: Mapping[int, OpConstraint] | None = None,
-    ready: Ready | None = None,
+    ready: PreparedModule | None = None,
 ) -> PartitionedProgram:
     """Carry layouts through the function with Shardy and read what lies where; `graph.roads` adds what is sent.
 
@@ -72,9 +72,9 @@ def propagate(
       inputs: the layout of every argument of the module's main function; None leaves it to propagation.
       outputs: the same for its results.
       pins: by `Op.site`, layouts in which an op inside reads its operands and leaves its results.
-      ready: `as_propagated` of the module, which saves the time for all flows but the first.
+      ready: `prepare_for_propagation` of the module, which saves the time for all flows but the first.
     """
-    ready = ready or as_propagated(module)
+    ready = ready or prepare_for_propagation(module)
     with module.context, ir.Location.unknown():
         copy = ready.module.clone()
         main = next(f for f in functions_of(copy) if symbol_of(f) == "main")
@@ -90,21 +90,21 @@ def propagate(
         reader = Reader(copy, ready.seen)
         try:
             graph = reader.graph()
-        except Unknown:  # the first flow: a few ops are in no other form of the module
+        except UnreadOpError:  # the first flow: a few ops are in no other form of the module
             run(RULES_PIPELINE, copy)
             reader = Reader(copy, ready.seen, ready.count)
             graph = reader.graph()
         return PartitionedProgram(graph, tuple(reader.specs), dict(axes), tuple(reader.communications))
 
 
-class Ready:
+class PreparedModule:
     """A module in the form in which layouts are carried through it, whatever they are, and what all its flows share.
 
-    `begun` has for each block of it, and for each op there, how many ops stood before it when `in_order` came to it;
+    `begun` has for each block of it, and for each op there, how many ops stood before it when `order_depth_first` came to it;
     `is_alone` says that no function but the main one is left.
     """
 
-    def __init__(self, module: Any, begun: Sequence[Sequence[int]], seen: Seen, count: int):
+    def __init__(self, module: Any, begun: Sequence[Sequence[int]], seen: ReaderCache, count: int):
         self.module, self.begun, self.seen, self.count = module, begun, seen, count
         self.is_alone = len(list(functions_of(module))) == 1
         self.sharding = functools.cache(_sharding)
@@ -122,7 +122,7 @@ class Ready:
         return found
 
 
-def as_propagated(module: Any, seen: Seen | None = None) -> Ready:
+def prepare_for_propagation(module: Any, seen: ReaderCache | None = None) -> PreparedModule:
     """A copy of a module in the form in which layouts are carried through it, whatever they are.
 
     Args:
@@ -135,15 +135,15 @@ def as_propagated(module: Any, seen: Seen | None = None) -> Ready:
         functions = {symbol_of(f): f for f in functions_of(copy)}
         body = functions["main"].regions[0].blocks[0]
         inline(body, functions)
-        as_xla(body, set(body.arguments))
-        begun = in_order(body)
+        to_xla_form(body, set(body.arguments))
+        begun = order_depth_first(body)
         number_all([op for op in preorder(copy) if NUMBER not in op.attributes], count)
-        as_one(body, {}, {})
+        number_duplicates(body, {}, {})
         for op in preorder(copy):
             if _is_on_any(op):
-                text = re.sub(r"@[^\s,>]+", f"@{GRID}", str(op.attributes["sharding"]), count=1)
+                text = re.sub(r"@[^\s,>]+", f"@{MESH_NAME}", str(op.attributes["sharding"]), count=1)
                 op.attributes["sharding"] = ir.Attribute.parse(text)
-        return Ready(copy, begun, seen or Seen(), count)
+        return PreparedModule(copy, begun, seen or ReaderCache(), count)
 
 
 @functools.cache
@@ -161,7 +161,7 @@ def _flow_pipeline() -> str:
 def _add_mesh(module: Any, axes: Sequence[tuple[str, int]]) -> None:
     mesh = ", ".join(f'"{name}"={size}' for name, size in axes)
     start = ir.InsertionPoint.at_block_begin(module.regions[0].blocks[0])
-    start.insert(ir.Operation.parse(f"sdy.mesh @{GRID} = <[{mesh}]>"))
+    start.insert(ir.Operation.parse(f"sdy.mesh @{MESH_NAME} = <[{mesh}]>"))
 
 
 def grids(module: Any) -> tuple[tuple[int, ...], ...]:
@@ -177,8 +177,8 @@ def _is_on_any(op: Any) -> bool:
     return op.name == "sdy.sharding_constraint" and '"' not in str(op.attributes["sharding"])
 
 
-def _hold(body: Any, constraints: Mapping[int, OpConstraint], ready: Ready) -> None:
-    """Constrain operands and results of ops, by number, in a copy of `ready.module`, where `in_order` would have put the
+def _hold(body: Any, constraints: Mapping[int, OpConstraint], ready: PreparedModule) -> None:
+    """Constrain operands and results of ops, by number, in a copy of `ready.module`, where `order_depth_first` would have put the
     constraints: on a result right after its op, on an operand after all that this one and those before it need first."""
     blocks = [[view.operation for view in block.operations] for block in blocks_of(body)]
     found = sorted((place, n) for n in constraints for place in ready.places.get(n, ()))
@@ -220,7 +220,7 @@ def _hold(body: Any, constraints: Mapping[int, OpConstraint], ready: Ready) -> N
 
 def _sharding(spec: Spec) -> Any:
     dims = ", ".join("{" + ", ".join(f'"{axis}"' for axis in dim) + "}" for dim in spec)
-    return ir.Attribute.parse(f"#sdy.sharding<@{GRID}, [{dims}]>")
+    return ir.Attribute.parse(f"#sdy.sharding<@{MESH_NAME}, [{dims}]>")
 
 
 def _with_sharding(old: Any, spec: Spec | None) -> Any:

@@ -1,11 +1,11 @@
-"""Which elements ops with windows and offsets read: the attributes of an op in, `Tap`s out."""
+"""Which elements ops with windows and offsets read: the attributes of an op in, `WindowDim`s out."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
-from shardfn.ir.model import Tap
+from shardfn.ir.model import WindowDim
 
 Numbers = Mapping[str, Sequence[int]]
 """Integer attributes of an op by name; what an op has not is missing."""
@@ -13,7 +13,7 @@ Numbers = Mapping[str, Sequence[int]]
 Shapes = Sequence[Sequence[int]]
 
 
-def taps(name: str, numbers: Numbers, shapes: Shapes) -> tuple[Tap, ...]:
+def window_dims(name: str, numbers: Numbers, shapes: Shapes) -> tuple[WindowDim, ...]:
     """The taps of one op; none for ops without windows.
 
     Args:
@@ -21,41 +21,41 @@ def taps(name: str, numbers: Numbers, shapes: Shapes) -> tuple[Tap, ...]:
       numbers: its attributes; a convolution's dims are `image`, `kernel` and `result`.
       shapes: of its operands, then of its results.
 
-    >>> taps("slice", {"start_indices": [2], "strides": [1]}, [(8,), (6,)])
+    >>> window_dims("slice", {"start_indices": [2], "strides": [1]}, [(8,), (6,)])
     (Tap(operand=0, dim=0, out_dim=0, stride=1, low=2, extent=1, spacing=1, over=-1),)
     """
     read = _TAPS.get(name)
     return read(numbers, shapes) if read else ()
 
 
-def _slice(numbers: Numbers, _: Shapes) -> tuple[Tap, ...]:
+def _slice(numbers: Numbers, _: Shapes) -> tuple[WindowDim, ...]:
     both = zip(numbers["start_indices"], numbers["strides"], strict=True)
-    return tuple(Tap(0, d, d, stride, start) for d, (start, stride) in enumerate(both))
+    return tuple(WindowDim(0, d, d, stride, start) for d, (start, stride) in enumerate(both))
 
 
-def _pad(numbers: Numbers, _: Shapes) -> tuple[Tap, ...]:
+def _pad(numbers: Numbers, _: Shapes) -> tuple[WindowDim, ...]:
     both = zip(numbers["edge_padding_low"], numbers["interior_padding"], strict=True)
-    return tuple(Tap(0, d, d, low=-low, spacing=holes + 1) for d, (low, holes) in enumerate(both))
+    return tuple(WindowDim(0, d, d, low=-low, spacing=holes + 1) for d, (low, holes) in enumerate(both))
 
 
-def _reverse(numbers: Numbers, _: Shapes) -> tuple[Tap, ...]:
-    return tuple(Tap(0, d, d) for d in numbers["dimensions"])
+def _reverse(numbers: Numbers, _: Shapes) -> tuple[WindowDim, ...]:
+    return tuple(WindowDim(0, d, d) for d in numbers["dimensions"])
 
 
-def _reduce_window(numbers: Numbers, _: Shapes) -> tuple[Tap, ...]:
+def _reduce_window(numbers: Numbers, _: Shapes) -> tuple[WindowDim, ...]:
     found = _windows(numbers, numbers["window_dimensions"], "window_dilations", "base_dilations")
-    return tuple(Tap(0, d, d, *window) for d, window in enumerate(found))
+    return tuple(WindowDim(0, d, d, *window) for d, window in enumerate(found))
 
 
-def _select_and_scatter(numbers: Numbers, _: Shapes) -> tuple[Tap, ...]:
+def _select_and_scatter(numbers: Numbers, _: Shapes) -> tuple[WindowDim, ...]:
     """An element is picked, and written, within the windows that it lies in."""
     size = numbers["window_dimensions"]
     strides = numbers.get("window_strides") or [1] * len(size)
     overlaps = [n - s for n, s in zip(size, strides, strict=True)]
-    return tuple(Tap(0, d, d, 1, -n, 2 * n + 1) for d, n in enumerate(overlaps) if n > 0)
+    return tuple(WindowDim(0, d, d, 1, -n, 2 * n + 1) for d, n in enumerate(overlaps) if n > 0)
 
 
-def _convolution(numbers: Numbers, shapes: Shapes) -> tuple[Tap, ...]:
+def _convolution(numbers: Numbers, shapes: Shapes) -> tuple[WindowDim, ...]:
     """The image beside the result, and beside the kernel: a kernel's gradient is a convolution with a large kernel."""
     _, kernel, result = shapes
     found = []
@@ -63,8 +63,8 @@ def _convolution(numbers: Numbers, shapes: Shapes) -> tuple[Tap, ...]:
     windows = _windows(numbers, [kernel[d] for d in numbers["kernel"]], "rhs_dilation", "lhs_dilation")
     dims = zip(numbers["image"], numbers["kernel"], numbers["result"], apart, windows, strict=True)
     for image, k, out, step, (stride, low, extent, spacing) in dims:
-        found.append(Tap(0, image, out, stride, low, extent, spacing))
-        found.append(Tap(0, image, k, step, low, (result[out] - 1) * stride + 1, spacing, 1))
+        found.append(WindowDim(0, image, out, stride, low, extent, spacing))
+        found.append(WindowDim(0, image, k, step, low, (result[out] - 1) * stride + 1, spacing, 1))
     return tuple(found)
 
 
@@ -78,23 +78,25 @@ def _windows(numbers: Numbers, size: Sequence[int], dilation: str, spacing: str)
 
 @functools.lru_cache(maxsize=4096)
 @functools.lru_cache(1 << 12)
-def reach(size: int, out_size: int, pieces: int, tap: Tap) -> tuple[int, int]:
+def halo_extent(size: int, out_size: int, shards: int, window: WindowDim) -> tuple[int, int]:
     """Rows that a piece of the result reads before and after the piece of the operand on the same device, at most.
 
-    >>> reach(64, 64, 8, Tap(0, 0, 0, low=-1, extent=3))
+    >>> halo_extent(64, 64, 8, WindowDim(0, 0, 0, low=-1, extent=3))
     (1, 1)
     """
-    own, out = -(-size // pieces), -(-out_size // pieces)
+    own, out = -(-size // shards), -(-out_size // shards)
     before = after = 0
-    for piece in range(pieces):
-        first = max(0, -(-(piece * out * tap.stride + tap.low) // tap.spacing))
-        end = min(size, (((piece + 1) * out - 1) * tap.stride + tap.low + tap.extent - 1) // tap.spacing + 1)
+    for shard in range(shards):
+        first = max(0, -(-(shard * out * window.stride + window.low) // window.spacing))
+        end = min(
+            size, (((shard + 1) * out - 1) * window.stride + window.low + window.extent - 1) // window.spacing + 1
+        )
         if first < end:
-            before, after = max(before, piece * own - first), max(after, end - (piece + 1) * own)
+            before, after = max(before, shard * own - first), max(after, end - (shard + 1) * own)
     return before, after
 
 
-_TAPS: dict[str, Callable[[Numbers, Shapes], tuple[Tap, ...]]] = {
+_TAPS: dict[str, Callable[[Numbers, Shapes], tuple[WindowDim, ...]]] = {
     "slice": _slice,
     "pad": _pad,
     "reverse": _reverse,

@@ -6,7 +6,7 @@
 - laid out by Shardy: `shardy`, in the form that XLA propagates through: `xlaform`; rules Shardy lacks: `rules`
 - which dims are the same dimension: `classes`; which op of a flow was which of the graph: `alike`
 - from a laid-out program to its collectives: `roads`, which asks for each op `ways` (products: `products`, and `dots` in the
-  words of `ingroup`; convolutions and slices: `windows`, and `edges` for what pieces send each other), in the words of `cases`;
+  words of `ingroup`; convolutions and slices: `windows`, and `halos` for what pieces send each other), in the words of `cases`;
   what XLA makes simpler then: `simplified`
 - which sums are put together for accelerators: `together`, and those of a loop's rounds: `rounds`; which sums and gathers libtpu
   makes otherwise: `libtpu`; the tiles that a TPU lays arrays out in: `padding`; a flow made anew of other ops: `anew`

@@ -54,13 +54,13 @@ def _unturned(value: int, turns: Mapping[int, Op]) -> int:
 
 def as_on_gpu(partitioned: PartitionedProgram) -> PartitionedProgram:
     """A flow's collectives as XLA runs them on GPUs: sums put together, and nothing moved to where nothing reads it."""
-    return without_unread(summed_together(partitioned))
+    return without_unread(combine_partial_sums(partitioned))
 
 
 _SUMS = frozenset({"all_reduce", "reduce_scatter"})
 
 
-def summed_together(partitioned: PartitionedProgram) -> PartitionedProgram:
+def combine_partial_sums(partitioned: PartitionedProgram) -> PartitionedProgram:
     """With partial sums added before they are added up, where both would be over the same devices: one collective for two.
 
     Only of sums that nothing else reads, as XLA's reassociation of all-reduces does it. The gradient of what queries, keys and
@@ -73,23 +73,23 @@ def summed_together(partitioned: PartitionedProgram) -> PartitionedProgram:
         return partitioned
     held = _held(graph)
     count = _readers(graph, held)
-    cut: dict[int, int] = {}
+    sharded: dict[int, int] = {}
     """Of a value that a sum lies in, the sum: a slice of it, or that held to the layout in which it lies."""
     for op in graph.ops:
-        if len(op.inputs) == 1 and (v := cut.get(op.inputs[0], op.inputs[0])) in at and count[v] == 1:
+        if len(op.inputs) == 1 and (v := sharded.get(op.inputs[0], op.inputs[0])) in at and count[v] == 1:
             is_held = op.name == "reshard" and op.outputs[0] not in sent and specs[op.outputs[0]] == specs[op.inputs[0]]
             if op.name == "all_slice" or (is_held and count[op.inputs[0]] == 1):
-                cut[op.outputs[0]] = v
+                sharded[op.outputs[0]] = v
     values = list(graph.values)
     ops: list[tuple[Op, ...]] = [(op,) for op in graph.ops]
     for i, op in enumerate(graph.ops):
         if (
             op.name != "add"
             or len({*op.inputs}) != 2
-            or any(count[v] != 1 or count[cut.get(v, v)] != 1 for v in op.inputs)
+            or any(count[v] != 1 or count[sharded.get(v, v)] != 1 for v in op.inputs)
         ):
             continue
-        pair = [sent[w] if (w := cut.get(v, v)) in at else None for v in op.inputs]
+        pair = [sent[w] if (w := sharded.get(v, v)) in at else None for v in op.inputs]
         first, second = pair
         if not first or not second or first.trips != op.trips or specs[op.inputs[0]] != specs[op.inputs[1]]:
             continue
@@ -109,15 +109,15 @@ def summed_together(partitioned: PartitionedProgram) -> PartitionedProgram:
             Op("all_slice", (full,), (result,), None, op.trips, first.where),
         )
         sent[full] = dataclasses.replace(first, operand=partial, result=full)
-        at[full], cut[result], count[full] = i, full, 1
+        at[full], sharded[result], count[full] = i, full, 1
     if len(values) == len(graph.values):
         return partitioned
     return with_ops(partitioned, values, specs, _read([op for some in ops for op in some], held), sent)
 
 
-def added_together(graph: Graph) -> dict[int, int]:
-    """Of products, by index, that are added to others and read by nothing else, how many they are: `summed_together` before there
-    is a flow, where all of them leave partial sums."""
+def combined_matmul_counts(graph: Graph) -> dict[int, int]:
+    """Of products, by index, that are added to others and read by nothing else, how many they are: `combine_partial_sums`
+    before partitioning."""
     count = _readers(graph, _held(graph))
     added: dict[int, tuple[int, ...]] = {}  # of what is made of products alone: which
     for i, op in enumerate(graph.ops):

@@ -18,60 +18,66 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from shardfn.ir.model import Dims, Spec, dtype_bits
-from shardfn.partition.grouped_dot import LEFT, OUT, RIGHT, Fixed, InGroup, Places, Sum, roles_of
-from shardfn.partition.sharded_op import Case, Leg, Way, whole
-from shardfn.partition.tile_assignment import Devices, Grouped, Tile
+from shardfn.ir.model import DimFactors, Spec, dtype_bits
+from shardfn.partition.grouped_dot import LEFT, OUT, RIGHT, Fixed, GroupedDot, Places, Sum, roles_of
+from shardfn.partition.sharded_op import OpPartitioning, Reshard, ShardedOp, replicated
+from shardfn.partition.tile_assignment import DeviceGroup, GroupedTiles, TileAssignment
 
 
-def dot(case: Case) -> Way:
+def dot(case: ShardedOp) -> OpPartitioning:
     """dot_general: where the operands go, what is added up, and how the result comes to lie as it is wanted."""
     rows = (*case.rule.operands[:2], case.rule.results[0])
     shapes = tuple(v.shape for v in (*case.operands[:2], *case.results))
     bits = tuple(dtype_bits(v.dtype) for v in (*case.operands[:2], *case.results))
     specs = (*case.have[:2], case.want[0])
     found = _planned(rows, shapes, bits, specs, tuple(case.sizes.items()))
-    rest = tuple(whole(v) for v in case.operands[2:])
-    through = tuple(legs[:-1] for legs in found.legs)
-    last = [legs[-1] if legs else Leg(spec) for legs, spec in zip(found.legs, specs, strict=False)]
-    inside = tuple(leg.inside for leg in last)
-    return Way((*(leg.to for leg in last), *rest), (found.gives,), through=through, inside=inside, back=found.back)
+    rest = tuple(replicated(v) for v in case.operands[2:])
+    via = tuple(reshards[:-1] for reshards in found.reshards)
+    last = [reshards[-1] if reshards else Reshard(spec) for reshards, spec in zip(found.reshards, specs, strict=False)]
+    inside = tuple(reshard.group_axes for reshard in last)
+    return OpPartitioning(
+        (*(reshard.to for reshard in last), *rest),
+        (found.result_spec,),
+        via=via,
+        group_axes=inside,
+        result_path=found.result_path,
+    )
 
 
 class _Found(NamedTuple):
     """The ways of both operands, the layout in which the result comes about, and what happens to it then."""
 
-    legs: tuple[tuple[Leg, ...], ...]
-    gives: Spec
-    back: tuple[Leg, ...]
+    reshards: tuple[tuple[Reshard, ...], ...]
+    result_spec: Spec
+    result_path: tuple[Reshard, ...]
 
 
 @functools.lru_cache(1 << 14)
 def _planned(
-    rows: tuple[Dims, ...],
+    rows: tuple[DimFactors, ...],
     shapes: tuple[tuple[int, ...], ...],
     bits: tuple[int, ...],
     specs: tuple[Spec, ...],
     sizes: tuple[tuple[str, int], ...],
 ) -> _Found:
-    devices = Devices(dict(sizes))
+    devices = DeviceGroup(dict(sizes))
     tiles = tuple(map(devices.tile, specs))
     fixed = tuple(((),) * len(spec) for spec in specs)
     found = _Product(devices, devices, tiles, fixed, frozenset(), roles_of(rows), shapes, bits).partition()
-    legs = tuple(tuple(leg for side, leg in found.legs if side == which) for which in (LEFT, RIGHT))
-    return _Found(legs, found.gives, tuple(found.back))
+    reshards = tuple(tuple(reshard for side, reshard in found.reshards if side == which) for which in (LEFT, RIGHT))
+    return _Found(reshards, found.result_spec, tuple(found.result_path))
 
 
 @dataclasses.dataclass
 class _Result:
-    """What was found in a group. `legs` are those of the operands, each with which one it is of."""
+    """What was found in a group. `reshards` are those of the operands, each with which one it is of."""
 
-    legs: list[tuple[int, Leg]]
-    gives: Spec
-    back: list[Leg]
+    reshards: list[tuple[int, Reshard]]
+    result_spec: Spec
+    result_path: list[Reshard]
 
 
-class _Product(InGroup):
+class _Product(GroupedDot):
     """The decisions of one group, the first that is possible."""
 
     def partition(self) -> _Result:
@@ -93,35 +99,39 @@ class _Product(InGroup):
                 dims[side][d[side]] = self.tiles[OUT].dims[d[OUT]]
         return self.done(self.devices.tile(dims[LEFT]), self.devices.tile(dims[RIGHT]), self.tiles[OUT])
 
-    def done(self, left: Tile, right: Tile, gives: Tile, is_summed: bool = False) -> _Result:
+    def done(
+        self, left: TileAssignment, right: TileAssignment, result_spec: TileAssignment, is_summed: bool = False
+    ) -> _Result:
         """The operands lie so, and the result comes about so; it may have to be added up where they are contracted."""
-        made = self.spec(OUT, gives)
-        cuts = [{a for axes in cut.values() for a in axes} for _, cut in self.sums]
+        made = self.spec(OUT, result_spec)
+        sharded_axes = [{a for axes in sharded.values() for a in axes} for _, sharded in self.sums]
 
         def before(n: int) -> Spec:
-            later = set[str]().union(*cuts[n:])
+            later = set[str]().union(*sharded_axes[n:])
             return tuple(tuple(a for a in axes if a not in later) for axes in made)
 
-        back = []
+        result_path = []
         for n, (parts, _) in enumerate(self.sums):
-            back += [Leg(before(n), self.inside, axes) for axes in parts[:-1]]
-            back.append(Leg(before(n + 1), self.inside, parts[-1]))
+            result_path += [Reshard(before(n), self.group_axes, axes) for axes in parts[:-1]]
+            result_path.append(Reshard(before(n + 1), self.group_axes, parts[-1]))
         if is_summed:
-            back += [
-                Leg(made, self.inside, axes) for d in reversed(self.roles.contracted) if (axes := left.dims[d[LEFT]])
+            result_path += [
+                Reshard(made, self.group_axes, axes)
+                for d in reversed(self.roles.contracted)
+                if (axes := left.dims[d[LEFT]])
             ]
         wanted = self.spec(OUT, self.tiles[OUT])
         if wanted != made:
-            back.append(Leg(wanted, self.inside))
-        return _Result(self.legs((LEFT, left), (RIGHT, right)), before(0), back)
+            result_path.append(Reshard(wanted, self.group_axes))
+        return _Result(self.reshards((LEFT, left), (RIGHT, right)), before(0), result_path)
 
     def at_once(self, may_move: bool) -> _Result | None:
         """All devices of the group do the same: they share one batch dim, one dim of an operand, or the contracted one."""
         left, right, out = self.tiles
-        if out.is_partial:
+        if out.is_partially_replicated:
             return None
         n, roles = self.devices.count(self.devices.sizes), self.roles
-        lb, rb, ob = (self.pieces(side, roles.batch) for side in (LEFT, RIGHT, OUT))
+        lb, rb, ob = (self.shards(side, roles.batch) for side in (LEFT, RIGHT, OUT))
         to_right, to_left = self.across(LEFT, RIGHT), self.across(RIGHT, LEFT)
         left_out, right_out = self.across(LEFT, OUT), self.across(RIGHT, OUT)
         if lb == rb == n and to_right == right and left_out:
@@ -137,51 +147,52 @@ class _Product(InGroup):
                 and (not only_exchanged or self.is_exchanged(left, to_left))
             ):
                 return self.done(to_left, right, out)
-        lc, rc = self.pieces(LEFT, roles.contracted), self.pieces(RIGHT, roles.contracted)
+        lc, rc = self.shards(LEFT, roles.contracted), self.shards(RIGHT, roles.contracted)
         if lc == rc == n and to_left and to_right:
-            if not (may_move or out.is_whole):
+            if not (may_move or out.is_replicated):
                 return None
             sides = (to_left, right) if self.elements(LEFT) < self.elements(RIGHT) else (left, to_right)
-            return self.done(*sides, self.whole(OUT), is_summed=True)
+            return self.done(*sides, self.replicated(OUT), is_summed=True)
         for side, to_out in enumerate((left_out, right_out)):
-            if to_out == out and self.pieces(side, roles.own[side]) == n == self.pieces(OUT, roles.own[side]):
-                sides = (left, self.whole(RIGHT)) if side == LEFT else (self.whole(LEFT), right)
+            if to_out == out and self.shards(side, roles.own[side]) == n == self.shards(OUT, roles.own[side]):
+                sides = (left, self.replicated(RIGHT)) if side == LEFT else (self.replicated(LEFT), right)
                 return self.done(*sides, out)
         if may_move:
             for dims in (roles.batch, *roles.own):
-                if self.pieces(OUT, dims) == n:
+                if self.shards(OUT, dims) == n:
                     sides = (
-                        self.across(OUT, side) if dims[0][side] >= 0 else self.whole(side) for side in (LEFT, RIGHT)
+                        self.across(OUT, side) if dims[0][side] >= 0 else self.replicated(side)
+                        for side in (LEFT, RIGHT)
                     )
                     one, two = sides
                     return self.done(one, two, out) if one and two else None
-        if not out.is_whole:
+        if not out.is_replicated:
             return None
-        if rc == n and left.is_whole and to_left and self.elements(RIGHT) > self.elements(OUT):
+        if rc == n and left.is_replicated and to_left and self.elements(RIGHT) > self.elements(OUT):
             return self.done(to_left, right, out, is_summed=True)
-        if lc == n and right.is_whole and to_right and self.elements(LEFT) > self.elements(OUT):
+        if lc == n and right.is_replicated and to_right and self.elements(LEFT) > self.elements(OUT):
             return self.done(left, to_right, out, is_summed=True)
         return None
 
     def by_batch(self, only_as_is: bool) -> _Result | None:
         """Groups by batch dims, of which at least one operand has as many pieces as the result."""
         dims, (_, right, out) = self.roles.batch, self.tiles
-        lb, rb, ob = (self.pieces(side, dims) for side in (LEFT, RIGHT, OUT))
+        lb, rb, ob = (self.shards(side, dims) for side in (LEFT, RIGHT, OUT))
         if ob == 1 or ob not in (lb, rb):
             return None
-        by = [Grouped.of(tile, [d[side] for d in dims]) for side, tile in enumerate(self.tiles)]
-        is_alike = all(self.pieces(LEFT, (d,)) == self.pieces(RIGHT, (d,)) for d in dims)
+        by = [GroupedTiles.of(tile, [d[side] for d in dims]) for side, tile in enumerate(self.tiles)]
+        is_alike = all(self.shards(LEFT, (d,)) == self.shards(RIGHT, (d,)) for d in dims)
         if is_alike and only_as_is:
             moved = by[RIGHT].aligned(by[LEFT], self.devices)
             is_alike = moved is not None and moved.spec == right.dims
         if is_alike:
             smaller, larger = (RIGHT, LEFT) if self.local_bits(LEFT) > self.local_bits(RIGHT) else (LEFT, RIGHT)
             aligned = by[smaller].aligned(by[larger], self.devices)
-            as_left = self.recut(OUT, dims, [self.pieces(LEFT, (d,)) for d in dims])
+            as_left = self.reshard_dims(OUT, dims, [self.shards(LEFT, (d,)) for d in dims])
             if aligned is None or as_left is None:
                 return None
             by[smaller] = aligned
-            result = Grouped.of(as_left, [d[OUT] for d in dims]).aligned(by[LEFT], self.devices)
+            result = GroupedTiles.of(as_left, [d[OUT] for d in dims]).aligned(by[LEFT], self.devices)
             if result is None:
                 return None
             by[OUT] = result
@@ -193,34 +204,34 @@ class _Product(InGroup):
                 by[side] = found
         tiles = [self.devices.tile(grouped.spec) for grouped in by]
         inner = self.inner(by[OUT].axes, [g.inner for g in by], [g.groups for g in by]).partition()
-        inner.legs[:0] = self.legs((LEFT, tiles[LEFT]), (RIGHT, tiles[RIGHT]))
+        inner.reshards[:0] = self.reshards((LEFT, tiles[LEFT]), (RIGHT, tiles[RIGHT]))
         return self.laid_back(inner, tiles[OUT], out)
 
-    def laid_back(self, found: _Result, here: Tile, to: Tile) -> _Result:
+    def laid_back(self, found: _Result, here: TileAssignment, to: TileAssignment) -> _Result:
         """The result goes over to what is wanted outside the groups."""
         if here.dims != to.dims:
-            found.back.append(Leg(self.spec(OUT, to), self.inside))
+            found.result_path.append(Reshard(self.spec(OUT, to), self.group_axes))
         return found
 
-    def _as_result(self, side: int, result: Grouped, only_as_is: bool) -> Grouped | None:
+    def _as_result(self, side: int, result: GroupedTiles, only_as_is: bool) -> GroupedTiles | None:
         """An operand in the groups of the result's batch dims: other dims of it are made whole where that takes devices."""
         tile, dims, roles = self.tiles[side], self.roles.batch, self.roles
         own = [d[side] for d in dims]
-        if tile.is_whole:
+        if tile.is_replicated:
             groups = dict(zip(own, result.groups.values(), strict=True))
-            return Grouped(groups, tile.dims, result.order)
+            return GroupedTiles(groups, tile.dims, result.order)
         counts = [*self.devices.counts(tile), self.devices.count(tile.rest)]
         for d in dims:
-            counts[d[side]] = self.pieces(OUT, (d,))
+            counts[d[side]] = self.shards(OUT, (d,))
         total = self.devices.count(self.devices.sizes)
         too_many, left_over = divmod(math.prod(counts), total)
         if left_over or too_many == 0:
             return None
         if too_many > 1:
-            contracted, other = (self.pieces(s, roles.contracted) for s in (side, 1 - side))
-            if tile.is_partial and counts[-1] % too_many == 0:
+            contracted, other = (self.shards(s, roles.contracted) for s in (side, 1 - side))
+            if tile.is_partially_replicated and counts[-1] % too_many == 0:
                 counts[-1] //= too_many
-            elif too_many == self.pieces(side, roles.own[side]) and (too_many != contracted or contracted == other):
+            elif too_many == self.shards(side, roles.own[side]) and (too_many != contracted or contracted == other):
                 for d in roles.own[side]:
                     counts[d[side]] = 1
             elif too_many == contracted:
@@ -229,47 +240,47 @@ class _Product(InGroup):
             else:
                 return None
         new = self.reshaped(tile, counts)
-        found = new and Grouped.of(new, own).aligned(result, self.devices)
+        found = new and GroupedTiles.of(new, own).aligned(result, self.devices)
         return None if found is None or (only_as_is and found.spec != tile.dims) else found
 
     def by_own(self, only_as_is: bool) -> _Result | None:
         """Groups by the dims that one operand has with the result; the other one is made whole along these axes."""
         roles, out = self.roles, self.tiles[OUT]
-        have = [self.pieces(side, roles.own[side]) for side in (LEFT, RIGHT)]
-        want = [self.pieces(OUT, roles.own[side]) for side in (LEFT, RIGHT)]
+        have = [self.shards(side, roles.own[side]) for side in (LEFT, RIGHT)]
+        want = [self.shards(OUT, roles.own[side]) for side in (LEFT, RIGHT)]
         fits = [side for side in (LEFT, RIGHT) if have[side] == want[side] > 1]
         if len(fits) == 2:
             fits = [LEFT if have[LEFT] * self.local_bits(RIGHT) < have[RIGHT] * self.local_bits(LEFT) else RIGHT]
         if fits:
             side, dims = fits[0], roles.own[fits[0]]
         else:
-            cut = [side for side in (LEFT, RIGHT) if have[side] > 1 and want[side] > 1]
-            if not cut:
+            sharded = [side for side in (LEFT, RIGHT) if have[side] > 1 and want[side] > 1]
+            if not sharded:
                 return None
-            side = cut[0]
-            dims = tuple(d for d in roles.own[side] if self.pieces(side, (d,)) == self.pieces(OUT, (d,)) > 1)
+            side = sharded[0]
+            dims = tuple(d for d in roles.own[side] if self.shards(side, (d,)) == self.shards(OUT, (d,)) > 1)
         if not dims:
             return None
-        result = Grouped.of(out, [d[OUT] for d in dims])
-        recut = self.recut(side, dims, [self.pieces(OUT, (d,)) for d in dims])
-        mine = recut and Grouped.of(recut, [d[side] for d in dims]).aligned(result, self.devices)
+        result = GroupedTiles.of(out, [d[OUT] for d in dims])
+        resharded = self.reshard_dims(side, dims, [self.shards(OUT, (d,)) for d in dims])
+        mine = resharded and GroupedTiles.of(resharded, [d[side] for d in dims]).aligned(result, self.devices)
         if mine is None or (only_as_is and mine.spec != self.tiles[side].dims):
             return None
         other = 1 - side
         found = self._made_whole(other, self.tiles[other], result, side)
-        if found is None and not self.tiles[other].is_whole:
+        if found is None and not self.tiles[other].is_replicated:
             likely = self._likely(other, side)
             found = self._made_whole(other, likely, result, side)
             found = found and ([likely, *found[0]], found[1])
-        tiles, inside = found or ([self.whole(other)], self.whole(other).dims)
+        tiles, inside = found or ([self.replicated(other)], self.replicated(other).dims)
         insides, fixed = [out.dims] * 3, [{}, {}, result.groups]
         insides[side], insides[other], insides[OUT] = mine.inner, inside, result.inner
         fixed[side] = mine.groups
         inner = self.inner(result.axes, insides, fixed).partition()
-        inner.legs[:0] = self.legs((side, self.devices.tile(mine.spec)), *((other, tile) for tile in tiles))
+        inner.reshards[:0] = self.reshards((side, self.devices.tile(mine.spec)), *((other, tile) for tile in tiles))
         return inner
 
-    def _likely(self, side: int, other: int) -> Tile:
+    def _likely(self, side: int, other: int) -> TileAssignment:
         """How an operand would lie by the layouts of the result and of the other one; where these clash, by more pieces."""
         by_result: list[tuple[str, ...]] = [()] * len(self.shapes[side])
         by_other = list(by_result)
@@ -286,10 +297,12 @@ class _Product(InGroup):
         more = math.prod(self.devices.counts(two)) > math.prod(self.devices.counts(one))
         return two if more else one
 
-    def _made_whole(self, side: int, tile: Tile, groups: Grouped, other: int) -> tuple[list[Tile], Spec] | None:
+    def _made_whole(
+        self, side: int, tile: TileAssignment, groups: GroupedTiles, other: int
+    ) -> tuple[list[TileAssignment], Spec] | None:
         """The layouts that an operand goes through until each group has all it needs, and its layout in a group."""
         n, group, rank = self.devices.count(groups.axes), {*groups.axes}, len(tile.dims)
-        if tile.is_partial and self.devices.count(tile.rest) % n == 0:
+        if tile.is_partially_replicated and self.devices.count(tile.rest) % n == 0:
             if group <= {*tile.rest}:
                 return [], tile.dims
             for d in reversed(range(rank)):
@@ -300,26 +313,26 @@ class _Product(InGroup):
             if parts is None:
                 return None
             order = tuple(a for axes in (*tile.dims, parts[1]) for a in axes)
-            moved = Grouped({rank: parts[0]}, tile.dims, order).aligned(groups, self.devices, any_order=True)
+            moved = GroupedTiles({rank: parts[0]}, tile.dims, order).aligned(groups, self.devices, any_order=True)
             return moved and ([self.devices.tile(moved.inner)], moved.inner)
         dims = self.matching(tile, groups)
         if dims is None:
             dims = self._given_up(side, other, n)
-        if dims is None or tile.is_whole:
+        if dims is None or tile.is_replicated:
             return None
-        found = Grouped.of(tile, dims).aligned(groups, self.devices, any_order=True)
+        found = GroupedTiles.of(tile, dims).aligned(groups, self.devices, any_order=True)
         if found is None:
             return None
-        first = [] if tile.is_partial else [self.devices.tile(found.spec)]
+        first = [] if tile.is_partially_replicated else [self.devices.tile(found.spec)]
         return [*first, self.devices.tile(found.inner)], found.inner
 
     def _given_up(self, side: int, other: int, n: int) -> list[int] | None:
         """The dims along which an operand is made whole where its devices are in other groups."""
         roles = self.roles
-        contracted = self.pieces(side, roles.contracted)
-        own = self.pieces(side, roles.own[side])
-        may_contracted = contracted == n and own == self.pieces(OUT, roles.own[side])
-        may_own = own == n and self.pieces(other, roles.contracted) == contracted
+        contracted = self.shards(side, roles.contracted)
+        own = self.shards(side, roles.own[side])
+        may_contracted = contracted == n and own == self.shards(OUT, roles.own[side])
+        may_own = own == n and self.shards(other, roles.contracted) == contracted
         if may_contracted and may_own:
             may_contracted = self.local_bits(side) <= self.local_bits(OUT)
         if may_contracted:
@@ -329,72 +342,74 @@ class _Product(InGroup):
     def by_contracted(self, only_as_is: bool) -> _Result | None:
         """Groups by contracted dims that both operands cut in as many pieces; the groups' results are added up."""
         dims = self.roles.contracted
-        have = [self.pieces(side, dims) for side in (LEFT, RIGHT)]
+        have = [self.shards(side, dims) for side in (LEFT, RIGHT)]
         found = self._summed(dims, only_as_is) if have[LEFT] == have[RIGHT] > 1 else None
         if found is None and min(have) > 1:
-            some = tuple(d for d in dims if self.pieces(LEFT, (d,)) == self.pieces(RIGHT, (d,)) > 1)
+            some = tuple(d for d in dims if self.shards(LEFT, (d,)) == self.shards(RIGHT, (d,)) > 1)
             found = self._summed(some, only_as_is) if some else None
         return found
 
     def _summed(self, dims: Places, only_as_is: bool) -> _Result | None:
         smaller, larger = (RIGHT, LEFT) if self.local_bits(LEFT) > self.local_bits(RIGHT) else (LEFT, RIGHT)
-        recut = self.recut(smaller, dims, [self.pieces(larger, (d,)) for d in dims])
-        lead = Grouped.of(self.tiles[larger], [d[larger] for d in dims])
-        moved = recut and Grouped.of(recut, [d[smaller] for d in dims]).aligned(lead, self.devices)
+        resharded = self.reshard_dims(smaller, dims, [self.shards(larger, (d,)) for d in dims])
+        lead = GroupedTiles.of(self.tiles[larger], [d[larger] for d in dims])
+        moved = resharded and GroupedTiles.of(resharded, [d[smaller] for d in dims]).aligned(lead, self.devices)
         if moved is None or (only_as_is and moved.spec != self.tiles[smaller].dims):
             return None
         by = {smaller: moved, larger: lead}
-        inside, made, cut, sums = self._result_of(by, lead)
-        fixed = [by[LEFT].groups, by[RIGHT].groups, cut]
+        inside, made, sharded, sums = self._result_of(by, lead)
+        fixed = [by[LEFT].groups, by[RIGHT].groups, sharded]
         inner = self.inner(lead.axes, [by[LEFT].inner, by[RIGHT].inner, inside], fixed, *sums).partition()
-        inner.legs[:0] = self.legs((smaller, self.devices.tile(moved.spec)))
+        inner.reshards[:0] = self.reshards((smaller, self.devices.tile(moved.spec)))
         return self.laid_back(inner, made, self.tiles[OUT])
 
-    def _result_of(self, by: Mapping[int, Grouped], lead: Grouped) -> tuple[Spec, Tile, Fixed, list[Sum]]:
+    def _result_of(
+        self, by: Mapping[int, GroupedTiles], lead: GroupedTiles
+    ) -> tuple[Spec, TileAssignment, Fixed, list[Sum]]:
         """How the result lies in a group, and after it is added up; how that cuts it; and over what it is added up."""
         out, n, rank = self.tiles[OUT], self.devices.count(lead.axes), len(self.tiles[OUT].dims)
-        has_room = out.is_partial and self.devices.count(out.rest) % n == 0
+        has_room = out.is_partially_replicated and self.devices.count(out.rest) % n == 0
         plain: list[Sum] = [(_parts(by[LEFT].groups), {})]
-        if not out.is_whole and not has_room:
-            cut = [side for side in (LEFT, RIGHT) if any(by[side].inner)]
-            if len(cut) == 1:  # what the operand's cuts make of the result; it is cut finer at the end
-                contracted = {d[cut[0]] for d in self.roles.contracted}
-                kept = self.devices.tile(() if d in contracted else axes for d, axes in enumerate(by[cut[0]].spec))
-                coarse = self.across(cut[0], OUT, kept)
+        if not out.is_replicated and not has_room:
+            sharded = [side for side in (LEFT, RIGHT) if any(by[side].inner)]
+            if len(sharded) == 1:  # what the operand's cuts make of the result; it is cut finer at the end
+                contracted = {d[sharded[0]] for d in self.roles.contracted}
+                kept = self.devices.tile(() if d in contracted else axes for d, axes in enumerate(by[sharded[0]].spec))
+                coarse = self.across(sharded[0], OUT, kept)
                 if coarse and all(f[: len(c)] == c for c, f in zip(coarse.dims, out.dims, strict=True)):
                     out = coarse
-                    has_room = out.is_partial and self.devices.count(out.rest) % n == 0
+                    has_room = out.is_partially_replicated and self.devices.count(out.rest) % n == 0
         if has_room:
             parts = self.devices.split(out.rest, (n, self.devices.count(out.rest) // n))
             first, last = parts or ((), ())
             order = tuple(a for axes in (*out.dims, last) for a in axes)
-            moved = Grouped({rank: first}, out.dims, order).aligned(lead, self.devices, any_order=True)
+            moved = GroupedTiles({rank: first}, out.dims, order).aligned(lead, self.devices, any_order=True)
             if moved:
                 return moved.inner, self.devices.tile(moved.inner), {}, plain
         dims = self.matching(out, lead)
         if dims is not None:
-            grouped = Grouped.of(out, dims)
+            grouped = GroupedTiles.of(out, dims)
         else:
             kinds = (self.roles.own[LEFT], self.roles.own[RIGHT], self.roles.batch)
             counts = (math.prod(self.devices.count(out.dims[d[OUT]]) for d in places) for places in kinds)
             fits = next((places for places, count in zip(kinds, counts, strict=True) if count == n), ())
             dims = [d[OUT] for d in fits]
-            grouped = Grouped.of(out, dims).aligned(lead, self.devices) if dims else None
+            grouped = GroupedTiles.of(out, dims).aligned(lead, self.devices) if dims else None
         if grouped is None:
-            return self.whole(OUT).dims, self.whole(OUT), {}, plain
-        cuts = {d: axes for d, axes in grouped.groups.items() if d < rank and axes}
-        if not cuts:
+            return self.replicated(OUT).dims, self.replicated(OUT), {}, plain
+        sharded_axes = {d: axes for d, axes in grouped.groups.items() if d < rank and axes}
+        if not sharded_axes:
             return grouped.inner, self.devices.tile(grouped.inner), {}, plain
         made = self.devices.tile(grouped.spec)
-        sums: list[Sum] = [(_parts(cuts), cuts)]
+        sums: list[Sum] = [(_parts(sharded_axes), sharded_axes)]
         if grouped.groups.get(rank):
             sums.append(((grouped.groups[rank],), {}))
-        return grouped.inner, made, cuts, sums
+        return grouped.inner, made, sharded_axes, sums
 
     def by_rest(self) -> _Result | None:
         """Operands that every device holds whole: devices that hold the same of the result do the same."""
         left, right, out = self.tiles
-        if not (left.is_whole and right.is_whole and out.is_partial):
+        if not (left.is_replicated and right.is_replicated and out.is_partially_replicated):
             return None
         return self.inner(out.rest, [left.dims, right.dims, out.dims], [{}, {}, {}]).partition()
 

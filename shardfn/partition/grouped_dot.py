@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self
 
-from shardfn.ir.model import Dims, Spec
-from shardfn.partition.sharded_op import Leg
-from shardfn.partition.tile_assignment import Devices, Grouped, Tile
+from shardfn.ir.model import DimFactors, Spec
+from shardfn.partition.sharded_op import Reshard
+from shardfn.partition.tile_assignment import DeviceGroup, GroupedTiles, TileAssignment
 
 LEFT, RIGHT, OUT = 0, 1, 2
 """The operands and the result."""
@@ -26,7 +26,7 @@ class Roles(NamedTuple):
     contracted: Places
 
 
-def roles_of(rows: Sequence[Dims]) -> Roles:
+def roles_of(rows: Sequence[DimFactors]) -> Roles:
     """The dims of a product, from its rule: of both operands and the result."""
     places = [{f: d for d, dim in enumerate(dims) for f in dim} for dims in rows]
     every = dict.fromkeys(f for dims in rows for dim in dims for f in dim)
@@ -47,42 +47,42 @@ Sum = tuple[tuple[tuple[str, ...], ...], Mapping[int, tuple[str, ...]]]
 
 
 @dataclasses.dataclass(frozen=True)
-class InGroup:
+class GroupedDot:
     """A product among a group of devices.
 
-    `tiles` are the layouts in the group of both operands and the result, `fixed` how groups cut each, `inside` the axes
+    `tiles` are the layouts in the group of both operands and the result, `fixed` how groups cut each, `group_axes` the axes
     that tell the groups apart. `sums` is what the result of each device goes through first.
     """
 
-    every: Devices
-    devices: Devices
-    tiles: tuple[Tile, ...]
+    every: DeviceGroup
+    devices: DeviceGroup
+    tiles: tuple[TileAssignment, ...]
     fixed: tuple[Spec, ...]
-    inside: frozenset[str]
+    group_axes: frozenset[str]
     roles: Roles
     shapes: tuple[tuple[int, ...], ...]
     bits: tuple[int, ...]
     sums: tuple[Sum, ...] = ()
 
-    def spec(self, side: int, tile: Tile) -> Spec:
+    def spec(self, side: int, tile: TileAssignment) -> Spec:
         """A layout in the group as one among all devices."""
         return tuple((*f, *axes) for f, axes in zip(self.fixed[side], tile.dims, strict=True))
 
-    def legs(self, *tiles: tuple[int, Tile]) -> list[tuple[int, Leg]]:
+    def reshards(self, *tiles: tuple[int, TileAssignment]) -> list[tuple[int, Reshard]]:
         """Lay operands out anew, each through the layouts given that it has not got."""
         here = {side: self.tiles[side].dims for side, _ in tiles}
         found = []
         for side, tile in tiles:
             if here[side] != tile.dims:
-                found.append((side, Leg(self.spec(side, tile), self.inside)))
+                found.append((side, Reshard(self.spec(side, tile), self.group_axes)))
             here[side] = tile.dims
         return found
 
-    def whole(self, side: int) -> Tile:
+    def replicated(self, side: int) -> TileAssignment:
         """All of it on every device of the group."""
         return self.devices.tile(((),) * len(self.shapes[side]))
 
-    def pieces(self, side: int, dims: Places) -> int:
+    def shards(self, side: int, dims: Places) -> int:
         """In how many pieces the group cuts these dims."""
         return math.prod(self.devices.count(self.tiles[side].dims[d[side]]) for d in dims)
 
@@ -94,7 +94,7 @@ class InGroup:
         """Bits of a tensor as a device has it."""
         return _elements(self.shapes[side], self.spec(side, self.tiles[side]), self.every) * self.bits[side]
 
-    def across(self, source: int, target: int, tile: Tile | None = None) -> Tile | None:
+    def across(self, source: int, target: int, tile: TileAssignment | None = None) -> TileAssignment | None:
         """The layout of one tensor told of another, by the dims both have; None where it cuts others."""
         dims = (tile or self.tiles[source]).dims
         both = [d for d in (*self.roles.batch, *self.roles.own[0], *self.roles.own[1], *self.roles.contracted)
@@ -105,7 +105,7 @@ class InGroup:
         to = {d[target]: dims[d[source]] for d in both}
         return self.devices.tile(to.get(d, ()) for d in range(len(self.shapes[target])))
 
-    def recut(self, side: int, dims: Places, counts: Sequence[int]) -> Tile | None:
+    def reshard_dims(self, side: int, dims: Places, counts: Sequence[int]) -> TileAssignment | None:
         """A tensor's layout with other numbers of pieces along some dims, and its devices in the same order."""
         tile = self.tiles[side]
         wanted = [*self.devices.counts(tile), self.devices.count(tile.rest)]
@@ -113,7 +113,7 @@ class InGroup:
             wanted[d[side]] = n
         return self.reshaped(tile, wanted)
 
-    def reshaped(self, tile: Tile, counts: Sequence[int]) -> Tile | None:
+    def reshaped(self, tile: TileAssignment, counts: Sequence[int]) -> TileAssignment | None:
         """Devices in the same order, in so many pieces along each dim; the last count is of those that hold the same."""
         every = [a for axes in (*tile.dims, tile.rest) for a in axes]
         if math.prod(counts) != self.devices.count(every):
@@ -129,18 +129,18 @@ class InGroup:
             for old, new in zip(self.fixed, fixed, strict=True)
         )
         return dataclasses.replace(
-            self, devices=devices, tiles=tuple(map(devices.tile, insides)), fixed=now, inside=self.inside | {*group},
+            self, devices=devices, tiles=tuple(map(devices.tile, insides)), fixed=now, group_axes=self.group_axes | {*group},
             sums=(*self.sums, *sums),
         )  # fmt: skip
 
-    def is_exchanged(self, now: Tile, to: Tile) -> bool:
+    def is_exchanged(self, now: TileAssignment, to: TileAssignment) -> bool:
         """Whether one goes over to the other without gathering."""
         return self.devices.is_permuted(now, to) or self.devices.exchanges(now, to) is not None
 
-    def matching(self, tile: Tile, groups: Grouped) -> list[int] | None:
+    def matching(self, tile: TileAssignment, groups: GroupedTiles) -> list[int] | None:
         """The dims that tell these groups apart; the one after the last is that along which devices hold the same."""
         every = (*tile.dims, tile.rest) if tile.rest else tile.dims
-        if tile.is_whole or not groups.axes:
+        if tile.is_replicated or not groups.axes:
             return None
         if not groups.order:
             return [d for d, axes in enumerate(every) if axes]
@@ -148,5 +148,5 @@ class InGroup:
         return dims if {a for d in dims for a in every[d]} == {*groups.axes} else None
 
 
-def _elements(shape: Sequence[int], spec: Spec, devices: Devices) -> int:
+def _elements(shape: Sequence[int], spec: Spec, devices: DeviceGroup) -> int:
     return math.prod(-(-n // devices.count(axes)) for n, axes in zip(shape, spec, strict=True))

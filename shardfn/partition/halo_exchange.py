@@ -6,10 +6,10 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardfn.ir.model import Tap
+from shardfn.ir.model import WindowDim
 
 
-class Fetch(NamedTuple):
+class HaloPermute(NamedTuple):
     """One permutation of pieces: the rows `start` to `end` of each, of which every receiver takes what it needs."""
 
     start: int
@@ -17,7 +17,7 @@ class Fetch(NamedTuple):
 
 
 @functools.lru_cache(1 << 12)
-def fetches(size: int, out_size: int, pieces: int, tap: Tap) -> tuple[Fetch, ...] | None:
+def halo_permutes(size: int, out_size: int, shards: int, window: WindowDim) -> tuple[HaloPermute, ...] | None:
     """The permutations that bring every piece of the result the rows that it reads, or None where all is gathered instead.
 
     Neighbours at each distance send as many rows as any of them needs. Where rows come from so far away that this would be
@@ -29,35 +29,35 @@ def fetches(size: int, out_size: int, pieces: int, tap: Tap) -> tuple[Fetch, ...
       pieces: how many ways both are cut.
       tap: what is read of it.
 
-    >>> fetches(64, 64, 8, Tap(0, 0, 0, low=-1, extent=3))
+    >>> halo_permutes(64, 64, 8, WindowDim(0, 0, 0, low=-1, extent=3))
     (Fetch(start=7, end=8), Fetch(start=0, end=1))
-    >>> fetches(192, 64, 8, Tap(0, 0, 0, low=128))  # the last third
+    >>> halo_permutes(192, 64, 8, WindowDim(0, 0, 0, low=128))  # the last third
     (Fetch(start=0, end=16), Fetch(start=8, end=24), Fetch(start=16, end=24))
     """
-    own, out = -(-size // pieces), -(-out_size // pieces)
+    own, out = -(-size // shards), -(-out_size // shards)
     if not own:
         return ()  # of nothing, nothing is sent: a pad of an empty slice, as in the gradient of an associative scan
-    width = (out - 1) * tap.stride + tap.extent
-    first = [i * out * tap.stride + tap.low for i in range(pieces)]
-    reads = [(-(-start // tap.spacing), -(-(start + width) // tap.spacing)) for start in first]
+    width = (out - 1) * window.stride + window.extent
+    first = [i * out * window.stride + window.low for i in range(shards)]
+    reads = [(-(-start // window.spacing), -(-(start + width) // window.spacing)) for start in first]
     before = [i * own - start for i, (start, _) in enumerate(reads)]
     after = [end - (i + 1) * own for i, (_, end) in enumerate(reads)]
     most = max(end - start for start, end in reads)
-    if max(*before, *after) > 2 * most and tap.spacing == 1:
-        return None if 2 * most >= pieces * own else _in_turn(own, size, reads)
+    if max(*before, *after) > 2 * most and window.spacing == 1:
+        return None if 2 * most >= shards * own else _in_turn(own, size, reads)
     return _from_neighbours(own, before, after)
 
 
-def passed(rows: int, own: int) -> tuple[Fetch, ...]:
+def passed(rows: int, own: int) -> tuple[HaloPermute, ...]:
     """The permutations by which each piece of `own` rows has the last `rows` before it.
 
     >>> passed(5, 4)
     (Fetch(start=0, end=4), Fetch(start=3, end=4))
     """
-    return tuple(Fetch(own - min(rows - n, own), own) for n in range(0, rows, own))
+    return tuple(HaloPermute(own - min(rows - n, own), own) for n in range(0, rows, own))
 
 
-def _from_neighbours(own: int, before: Sequence[int], after: Sequence[int]) -> tuple[Fetch, ...] | None:
+def _from_neighbours(own: int, before: Sequence[int], after: Sequence[int]) -> tuple[HaloPermute, ...] | None:
     left, right = max(before[1:], default=0), max(after[:-1], default=0)
     if left + right + own >= own * len(before) and max(left, right) > own:
         return None
@@ -68,18 +68,18 @@ def _from_neighbours(own: int, before: Sequence[int], after: Sequence[int]) -> t
     for passed in range(0, left, own):
         skipped = max(-passed - high, 0)
         if -passed - own < high:
-            found.append(Fetch(own - min(left - passed, own), own - skipped))
+            found.append(HaloPermute(own - min(left - passed, own), own - skipped))
     for passed in range(0, right, own):
         skipped = max(low - own - passed, 0)
         if passed + own > low - own and skipped < own:
-            found.append(Fetch(skipped, min(right - passed, own)))
+            found.append(HaloPermute(skipped, min(right - passed, own)))
     return tuple(fetch for fetch in found if fetch.end > fetch.start)
 
 
-def _in_turn(own: int, size: int, reads: Sequence[tuple[int, int]]) -> tuple[Fetch, ...]:
+def _in_turn(own: int, size: int, reads: Sequence[tuple[int, int]]) -> tuple[HaloPermute, ...]:
     """Each piece sends to one reader after the other, in the order of where they need it; in each turn no one receives twice,
     nor do rows at one end of a piece travel with rows at the other."""
-    wanted: list[list[tuple[int, int, Fetch]]] = [
+    wanted: list[list[tuple[int, int, HaloPermute]]] = [
         [] for _ in reads
     ]  # of each piece: place with the reader, reader, rows
     for reader, (start, end) in enumerate(reads):
@@ -88,7 +88,7 @@ def _in_turn(own: int, size: int, reads: Sequence[tuple[int, int]]) -> tuple[Fet
             source, row = divmod(at, own)
             rows = min(own - row, end - at)
             if source != reader:
-                wanted[source].append((at - start, reader, Fetch(row, row + rows)))
+                wanted[source].append((at - start, reader, HaloPermute(row, row + rows)))
             at += rows
     queues = [sorted(queue, key=lambda wish: wish[0]) for queue in wanted]
     found = []
@@ -106,5 +106,5 @@ def _in_turn(own: int, size: int, reads: Sequence[tuple[int, int]]) -> tuple[Fet
             receivers.add(reader)
             low, high = min(low, start), max(high, end)
             del queue[0]
-        found.append(Fetch(low, high))
+        found.append(HaloPermute(low, high))
     return tuple(found)

@@ -7,21 +7,23 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from shardfn.ir.model import Graph, Op, PartitionedProgram
-from shardfn.partition.combine_reductions import summed_together
+from shardfn.partition.combine_reductions import combine_partial_sums
 from shardfn.partition.rebuild import with_ops, without_unread
 from shardfn.partition.tpu_padding import LANES, SUBLANES, tiled_dims
 
 
 def as_on_tpu(partitioned: PartitionedProgram) -> PartitionedProgram:
     """A flow's collectives as libtpu runs them."""
-    return without_unread(gathered_apart(summed_together(partitioned)))
+    return without_unread(gathered_apart(combine_partial_sums(partitioned)))
 
 
-def scatters(piece: tuple[int, ...], dim: int, bits: int, is_whole: bool, torus: tuple[int, ...]) -> bool:
+def makes_reduce_scatter(
+    shard: tuple[int, ...], dim: int, bits: int, spans_torus: bool, torus: tuple[int, ...]
+) -> bool:
     """Whether libtpu makes a reduce-scatter of a sum of which each device needs a piece, or an all-reduce and a slice.
 
     Pieces must be whole tiles: along the sublanes 8 rows, along the lanes 128 elements of 32 bits; those of vectors never are.
-    Nor is it done over all of some tori (`sums_whole`). Seen in libtpu 0.0.42.
+    Nor is it done over all of some tori (`never_scatters_over`). Seen in libtpu 0.0.42.
 
     Args:
       piece: shape of what one device needs.
@@ -30,26 +32,26 @@ def scatters(piece: tuple[int, ...], dim: int, bits: int, is_whole: bool, torus:
       is_whole: whether the sum is over all devices of the torus.
       torus: its dims.
 
-    >>> scatters((32, 256), 0, 32, True, (2, 4)), scatters((32, 256), 0, 32, True, (4, 4))
+    >>> makes_reduce_scatter((32, 256), 0, 32, True, (2, 4)), makes_reduce_scatter((32, 256), 0, 32, True, (4, 4))
     (True, False)
     """
-    if len(piece) < 2 or (is_whole and sums_whole(torus)):
+    if len(shard) < 2 or (spans_torus and never_scatters_over(torus)):
         return False
-    row, column = tiled_dims(piece, bits)
-    return piece[dim] % {row: SUBLANES, column: LANES * max(1, 32 // bits)}.get(dim, 1) == 0
+    row, column = tiled_dims(shard, bits)
+    return shard[dim] % {row: SUBLANES, column: LANES * max(1, 32 // bits)}.get(dim, 1) == 0
 
 
-def sums_whole(torus: Sequence[int]) -> bool:
+def never_scatters_over(torus: Sequence[int]) -> bool:
     """Whether sums over all devices of a torus are never scattered: over a square of 4 x 4 or more, or three dims.
 
-    >>> sums_whole((4, 4)), sums_whole((2, 4)), sums_whole((2, 2)), sums_whole((2, 2, 2))
+    >>> never_scatters_over((4, 4)), never_scatters_over((2, 4)), never_scatters_over((2, 2)), never_scatters_over((2, 2, 2))
     (True, False, False, True)
     """
     dims = [n for n in torus if n > 1]
     return len(dims) > 2 or (len(dims) == 2 and dims[0] == dims[1] > 2)
 
 
-FAR = 100
+MAX_CSE_DISTANCE = 100
 """Steps between two uses up to which one gather serves both: the distance of libtpu's schedule-aware common subexpressions.
 Measured with chains of `tanh` between two products."""
 
@@ -57,9 +59,9 @@ Measured with chains of `tanh` between two products."""
 def gathered_apart(partitioned: PartitionedProgram) -> PartitionedProgram:
     """With a gather of its own for each use of a value that comes long after the first one.
 
-    XLA's partitioner gathers for every use; libtpu puts a gather together with the first one of the same value, if not more than
-    `FAR` steps lie between their uses. So a weight that lies in pieces is gathered once for the forward pass and once for the
-    backward one, but in the last layers.
+    XLA's partitioner gathers for every use; libtpu puts a gather together with the first one of the same value, if not more
+    than `MAX_CSE_DISTANCE` steps lie between their uses. So a sharded weight is gathered once for the forward pass and once for
+    the backward one, but in the last layers.
     """
     graph = partitioned.graph
     sent = {c.result: c for c in partitioned.communications}
@@ -91,7 +93,7 @@ def gathered_apart(partitioned: PartitionedProgram) -> PartitionedProgram:
         kept: dict[object, int] = {}
         for i, v in group:
             c = sent[v]
-            if heights[first] <= heights[i] + 1 + FAR:
+            if heights[first] <= heights[i] + 1 + MAX_CSE_DISTANCE:
                 reads[i, v] = kept.setdefault((values[v], specs[c.operand], specs[v], c.axes), v)
             elif v not in kept.values():
                 kept[i, v] = v

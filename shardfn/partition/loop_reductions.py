@@ -15,7 +15,7 @@ from shardfn.partition.rebuild import with_ops
 
 
 @dataclasses.dataclass(frozen=True)
-class Accumulated:
+class Accumulation:
     """What a loop adds to a value that it carries and does nothing else with."""
 
     value: int
@@ -29,7 +29,7 @@ class Accumulated:
 _VIEWS = frozenset({"transpose", "reshape", "convert", "all_slice"})
 
 
-def accumulated(graph: Graph, specs: Sequence[Spec] = ()) -> list[Accumulated]:
+def loop_accumulations(graph: Graph, specs: Sequence[Spec] = ()) -> list[Accumulation]:
     """What is only accumulated, in the order of the loops; `specs` where the values lie already, as cutting is no view."""
     loops = [i for i, op in enumerate(graph.ops) if op.name == "while"]
     if not loops:
@@ -57,16 +57,16 @@ def accumulated(graph: Graph, specs: Sequence[Spec] = ()) -> list[Accumulated]:
                 first = origin(value) if count[value] == 1 else -1
                 is_made = first in made and graph.ops[made[first]].trips == add.trips
                 if (held, out) in carried and is_made and count[held] == 1:
-                    found.append(Accumulated(first, i, result))
+                    found.append(Accumulation(first, i, result))
     return found
 
 
-def added_after(partitioned: PartitionedProgram) -> PartitionedProgram:
+def all_reduces_after_loops(partitioned: PartitionedProgram) -> PartitionedProgram:
     """With the all-reduces of what is only accumulated once, after their loops."""
     sent = {c.result: c for c in partitioned.communications}
     while moved := [
         a
-        for a in accumulated(partitioned.graph, partitioned.specs)
+        for a in loop_accumulations(partitioned.graph, partitioned.specs)
         if a.value in sent and sent[a.value].kind == "all-reduce"
     ]:
         partitioned = _after(partitioned, moved, sent)
@@ -75,26 +75,28 @@ def added_after(partitioned: PartitionedProgram) -> PartitionedProgram:
 
 
 def _after(
-    partitioned: PartitionedProgram, moved: Sequence[Accumulated], known: Mapping[int, Communication]
+    partitioned: PartitionedProgram, moved: Sequence[Accumulation], known: Mapping[int, Communication]
 ) -> PartitionedProgram:
     graph = partitioned.graph
     values, specs, sent = list(graph.values), list(partitioned.specs), dict(known)
     parts = {a.value: sent[a.value].operand for a in moved}
-    whole: dict[int, int] = {}  # of a loop's result, its sum over the devices
+    reduced: dict[int, int] = {}  # of a loop's result, its sum over the devices
     ops: list[Op] = []
     for i, op in enumerate(graph.ops):
         if parts.keys().isdisjoint(op.outputs):
-            inputs = tuple([whole.get(v, parts.get(v, v)) for v in op.inputs])
+            inputs = tuple([reduced.get(v, parts.get(v, v)) for v in op.inputs])
             ops.append(op if inputs == op.inputs else op.of(inputs, op.outputs))
         for a in (a for a in moved if a.loop == i):
             c = sent.pop(a.value)
             values.append(values[a.result])
             specs.append(specs[a.result])
-            whole[a.result] = total = len(values) - 1
+            reduced[a.result] = total = len(values) - 1
             ops.append(Op("all_reduce", (a.result,), (total,), None, op.trips, c.where))
             sent[total] = dataclasses.replace(c, operand=a.result, result=total, trips=op.trips)
     made = {v for op in graph.ops for v in op.outputs}
-    ties = tuple((a, b) if a in made and b in whole else (whole.get(a, a), whole.get(b, b)) for a, b in graph.ties)
-    outputs = tuple(whole.get(v, v) for v in graph.outputs)
+    ties = tuple(
+        (a, b) if a in made and b in reduced else (reduced.get(a, a), reduced.get(b, b)) for a, b in graph.ties
+    )
+    outputs = tuple(reduced.get(v, v) for v in graph.outputs)
     made_anew = dataclasses.replace(partitioned, graph=dataclasses.replace(graph, ties=ties, outputs=outputs))
     return with_ops(made_anew, values, specs, ops, sent)

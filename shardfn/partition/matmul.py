@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from shardfn.ir.model import Spec, dtype_bits
 from shardfn.partition.resharding import flat
-from shardfn.partition.sharded_op import Case, Leg, Way, grouped, whole
+from shardfn.partition.sharded_op import OpPartitioning, Reshard, ShardedOp, grouped, replicated
 
 
-def product(case: Case) -> Way:
+def product(case: ShardedOp) -> OpPartitioning:
     """dot_general and convolution: one decision for each axis, from where it stands in both operands and the result.
 
     In order: the same contracted or batch dim of both operands (partial sums, or nothing to do); the result's own (an
@@ -22,7 +22,7 @@ def product(case: Case) -> Way:
     in_left, in_right, in_out = ({f for dim in dims for f in dim} for dims, _ in rows)
     placed: tuple[dict[str, int], ...] = ({}, {}, {})
     lhs, rhs, res = placed
-    summed: dict[int, list[str]] = {}
+    reduced: dict[int, list[str]] = {}
     undecided: list[str] = []
     for axis in dict.fromkeys((*left, *right, *out)):
         a, b, c = left.get(axis), right.get(axis), out.get(axis)
@@ -31,7 +31,7 @@ def product(case: Case) -> Way:
             if a in in_out:
                 res[axis] = a
             else:
-                summed.setdefault(a, []).append(axis)
+                reduced.setdefault(a, []).append(axis)
         elif c is not None:
             for side, factors in zip(placed, (in_left, in_right, in_out), strict=True):
                 if c in factors:
@@ -45,52 +45,56 @@ def product(case: Case) -> Way:
         if any(placed[i].get(axis) != factor and axis not in undecided for axis, factor in has.items()):
             continue  # it is gathered for another axis, and then wholly
         gathered, added = (
-            math.prod(v.shape) // case.pieces(list(side))
+            math.prod(v.shape) // case.shards(list(side))
             for v, side in ((case.operands[i], placed[i]), (case.results[0], res))
         )
         if gathered > added:
             for axis in undecided:
                 lhs[axis] = rhs[axis] = has[axis]
-                summed.setdefault(has[axis], []).append(axis)
+                reduced.setdefault(has[axis], []).append(axis)
             break
     orders = ({**left, **out}, {**right, **out}, {**out, **left, **right})
     specs = [case.spec(dims, grouped(side, order)) for (dims, _), side, order in zip(rows, placed, orders, strict=True)]
-    rest = tuple(whole(v) for v in case.operands[2:])
-    first = _first_groups(case, (left, right), res) or {a for axes in summed.values() for a in axes}
-    inside = tuple(_within(first, case.have[i], specs[i]) for i in (0, 1))
+    rest = tuple(replicated(v) for v in case.operands[2:])
+    first = _first_groups(case, (left, right), res) or {a for axes in reduced.values() for a in axes}
+    group_axes = tuple(_within(first, case.have[i], specs[i]) for i in (0, 1))
     detours = tuple(_detour(case, case.have[i], specs[i], first) for i in (0, 1))
-    through = tuple(tuple(map(Leg, layouts)) for layouts in detours)
+    via = tuple(tuple(map(Reshard, layouts)) for layouts in detours)
     specs, over_idle = _summed_over_idle(case, specs, detours)
-    summed |= over_idle
-    wants = (specs[0], specs[1], *rest)
-    return Way(wants, (specs[2],), tuple(map(tuple, summed.values())), inside=inside, through=through)
+    reduced |= over_idle
+    operand_specs = (specs[0], specs[1], *rest)
+    return OpPartitioning(
+        operand_specs, (specs[2],), tuple(map(tuple, reduced.values())), group_axes=group_axes, via=via
+    )
 
 
-def _detour(case: Case, have: Spec, want: Spec, groups: set[str]) -> tuple[Spec, ...]:
+def _detour(case: ShardedOp, have: Spec, want: Spec, groups: set[str]) -> tuple[Spec, ...]:
     """On the way of an operand that is to be gathered over `groups`: a layout over axes that leave it whole.
 
     XLA goes through it where those devices can be split into as many groups.
     """
     idle = [a for a in case.sizes if not any(a in axes for axes in have)]
     dims = [d for d, axes in enumerate(have) if groups.intersection(axes)]
-    if len(dims) != 1 or set(have[dims[0]]) != groups or want[dims[0]] or case.pieces(idle) % case.pieces(list(groups)):
+    if len(dims) != 1 or set(have[dims[0]]) != groups or want[dims[0]] or case.shards(idle) % case.shards(list(groups)):
         return ()
     kept = list(have[dims[0]])
     finer = [*kept, *idle[len(kept) :]]
-    return tuple(tuple(tuple(cut) if d == dims[0] else axes for d, axes in enumerate(have)) for cut in (finer, idle))
+    return tuple(
+        tuple(tuple(sharded) if d == dims[0] else axes for d, axes in enumerate(have)) for sharded in (finer, idle)
+    )
 
 
 def _summed_over_idle(
-    case: Case, specs: list[Spec], through: tuple[tuple[Spec, ...], ...]
+    case: ShardedOp, specs: list[Spec], via: tuple[tuple[Spec, ...], ...]
 ) -> tuple[list[Spec], dict[int, list[str]]]:
     """Where a contracted dim was cut over idle axes on the way, stay there if gathering would move more than adding up.
 
     Takes and gives the layouts of both operands and the result; also gives the axes to add up over, by factor.
     """
-    for i, detour in enumerate(through):
+    for i, detour in enumerate(via):
         dim, idle = next(((d, axes) for d, axes in enumerate(detour[-1] if detour else ()) if axes), (0, ()))
         factors, others = case.rule.operands[i][dim], case.rule.operands[1 - i]
-        result = math.prod(case.results[0].shape) // case.pieces(flat(specs[2]))
+        result = math.prod(case.results[0].shape) // case.shards(flat(specs[2]))
         if not idle or factors not in others or factors in case.rule.results[0]:
             continue
         if {*flat(specs[1 - i]), *flat(specs[2])} & {*idle} or math.prod(case.operands[i].shape) <= result:
@@ -102,7 +106,9 @@ def _summed_over_idle(
     return specs, {}
 
 
-def _first_groups(case: Case, has: tuple[Mapping[str, int], Mapping[str, int]], res: Mapping[str, int]) -> set[str]:
+def _first_groups(
+    case: ShardedOp, has: tuple[Mapping[str, int], Mapping[str, int]], res: Mapping[str, int]
+) -> set[str]:
     """The axes of the groups of devices into which XLA splits a product first; the rest is laid out inside a group.
 
     They cut a batch dim; else a dim that one operand has in common with the result: of two such, the one for which
@@ -118,8 +124,8 @@ def _first_groups(case: Case, has: tuple[Mapping[str, int], Mapping[str, int]], 
         before, after = ({a for a, f in side.items() if f in own} for side in (axes, res))
         if before and before == after:
             other, spec = case.operands[1 - i], case.have[1 - i]
-            local = math.prod(-(-n // case.pieces(cut)) for n, cut in zip(other.shape, spec, strict=True))
-            offers.append((case.pieces(list(before)) * local * dtype_bits(other.dtype), -i, before))
+            local = math.prod(-(-n // case.shards(sharded)) for n, sharded in zip(other.shape, spec, strict=True))
+            offers.append((case.shards(list(before)) * local * dtype_bits(other.dtype), -i, before))
     return min(offers, default=(0, 0, set()))[2]
 
 

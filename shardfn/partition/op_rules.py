@@ -10,29 +10,29 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from shardfn.ir.jax_release import IS_BEFORE_12
-from shardfn.ir.model import Dims, Spec, Value, dtype_bits, is_gpu
+from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
+from shardfn.ir.model import DimFactors, Spec, Value, dtype_bits, is_gpu
 from shardfn.partition.dot_general import dot
-from shardfn.partition.halo_exchange import fetches, passed
+from shardfn.partition.halo_exchange import halo_permutes, passed
 from shardfn.partition.matmul import product
-from shardfn.partition.sharded_op import Case, Edge, Factors, Way, grouped, whole
+from shardfn.partition.sharded_op import Factors, HaloExchange, OpPartitioning, ShardedOp, grouped, replicated
 
 
-def way(case: Case, platform: str) -> Way:
+def way(case: ShardedOp, platform: str) -> OpPartitioning:
     """How XLA works on an op on `platform`."""
-    rules = ON_GPU if is_gpu(platform) else {"cpu": WAYS, "tpu": ON_TPU}[platform]
+    rules = ON_GPU if is_gpu(platform) else {"cpu": CPU_RULES, "tpu": ON_TPU}[platform]
     return rules.get(case.op.name, follow_result)(case)
 
 
 # ---- the rules
 
 
-def replicate(case: Case) -> Way:
+def replicate(case: ShardedOp) -> OpPartitioning:
     """Every device does all of it."""
-    return Way(tuple(map(whole, case.operands)), tuple(map(whole, case.results)))
+    return OpPartitioning(tuple(map(replicated, case.operands)), tuple(map(replicated, case.results)))
 
 
-def follow_result(case: Case) -> Way:
+def follow_result(case: ShardedOp) -> OpPartitioning:
     """The operands are laid out as the results ask: elementwise ops, broadcast, transpose, select, …; where results ask for
     one axis along different dims, as the first of them does."""
     factors: dict[int, tuple[str, ...]] = {}
@@ -45,67 +45,69 @@ def follow_result(case: Case) -> Way:
     return case.laid({f: axes for f, axes in factors.items() if f not in case.rule.replicated})
 
 
-def solve(case: Case) -> Way:
+def solve(case: ShardedOp) -> OpPartitioning:
     """triangular_solve: batch dims stay cut, and the columns, which the result has in common with the right-hand sides alone."""
     matrix, sides = ({f for dim in dims for f in dim} for dims in case.rule.operands)
     factors = case.factors(case.rule.results[0], case.want[0])
-    is_cut = (sides - case.rule.replicated) | (sides - matrix)
-    return case.laid({f: axes for f, axes in factors.items() if f in is_cut})
+    is_sharded = (sides - case.rule.replicated) | (sides - matrix)
+    return case.laid({f: axes for f, axes in factors.items() if f in is_sharded})
 
 
-def pairwise(case: Case) -> Way:
+def pairwise(case: ShardedOp) -> OpPartitioning:
     """Result i is operand i."""
-    return Way(case.want, case.want)
+    return OpPartitioning(case.want, case.want)
 
 
-def reshape(case: Case) -> Way:
+def reshape(case: ShardedOp) -> OpPartitioning:
     """Laid out as the result where the operand can be; else as the operand; else whole."""
     (source,), (target,) = case.rule.operands, case.rule.results
     for mine, spec, other in ((target, case.want[0], source), (source, case.have[0], target)):
         factors = case.factors(mine, spec)
         found = case.spec(other, factors)
-        cut = sum(map(len, spec))
-        if sum(map(len, factors.values())) == cut == sum(map(len, found)):
-            return Way((found,), (spec,)) if mine is target else Way((spec,), (found,))
+        sharded = sum(map(len, spec))
+        if sum(map(len, factors.values())) == sharded == sum(map(len, found)):
+            return OpPartitioning((found,), (spec,)) if mine is target else OpPartitioning((spec,), (found,))
     return replicate(case)
 
 
-def reduce(case: Case) -> Way:
+def reduce(case: ShardedOp) -> OpPartitioning:
     """Works on the operand as it lies; what is left of the cut dims is added up, the last dim first.
 
     The partial results of a reduction of several arrays at once (argmax) are gathered instead.
     """
     factors = case.factors(case.rule.operands[0], case.have[0])
-    cut = [f for dim in reversed(case.rule.operands[0]) for f in dim if f in case.rule.reduction and f in factors]
-    partial = tuple(factors[f] for f in cut)
+    sharded = [f for dim in reversed(case.rule.operands[0]) for f in dim if f in case.rule.reduction and f in factors]
+    partial = tuple(factors[f] for f in sharded)
     if len(case.results) == 1:
-        return dataclasses.replace(case.laid(factors), summed=partial)
-    return dataclasses.replace(case.laid(factors), collected=sum(partial, ()))
+        return dataclasses.replace(case.laid(factors), reduced=partial)
+    return dataclasses.replace(case.laid(factors), gathered_axes=sum(partial, ()))
 
 
-def look_up(case: Case) -> Way:
+def gather(case: ShardedOp) -> OpPartitioning:
     """gather: cut as `_indexed` says; where rows of the table are cut, each device reads what it holds, and all add up."""
     factors, kinds = _indexed(case, case.rule.results[0], case.results[0])
     index = case.spec(case.rule.operands[1], factors)
     table, moved = _to_idle(case, factors, kinds)
-    rest = tuple(whole(v) for v in case.operands[2:])
-    return Way((table, index, *rest), (case.spec(case.rule.results[0], factors),), _group((*kinds["table"], *moved)))
+    rest = tuple(replicated(v) for v in case.operands[2:])
+    return OpPartitioning(
+        (table, index, *rest), (case.spec(case.rule.results[0], factors),), _group((*kinds["table"], *moved))
+    )
 
 
-def put_down(case: Case) -> Way:
+def scatter_(case: ShardedOp) -> OpPartitioning:
     """scatter: as gather, the updates in place of the result; where these are cut and the table is not, all add up, along one
     dim of the index after the other, the last first."""
     if len(case.operands) != 3:
         return replicate(case)
     factors, kinds = _indexed(case, case.rule.operands[2], case.operands[2])
     table, _ = _to_idle(case, factors, kinds)
-    wants = (table, *(case.spec(dims, factors) for dims in case.rule.operands[1:]))
-    cut = [f for dim in reversed(case.rule.operands[1]) for f in dim if f in factors]
-    partial = (_group([a for a in factors[f] if a in kinds["index"]]) for f in cut)
-    return Way(wants, (table,), sum(partial, ()))
+    operand_specs = (table, *(case.spec(dims, factors) for dims in case.rule.operands[1:]))
+    sharded = [f for dim in reversed(case.rule.operands[1]) for f in dim if f in factors]
+    partial = (_group([a for a in factors[f] if a in kinds["index"]]) for f in sharded)
+    return OpPartitioning(operand_specs, (table,), sum(partial, ()))
 
 
-def _to_idle(case: Case, factors: Factors, kinds: Mapping[str, Sequence[str]]) -> tuple[Spec, list[str]]:
+def _to_idle(case: ShardedOp, factors: Factors, kinds: Mapping[str, Sequence[str]]) -> tuple[Spec, list[str]]:
     """The table's layout. Rows that are cut along axes which the index needs go over to idle axes, as many as there are.
 
     Also gives those axes.
@@ -116,8 +118,8 @@ def _to_idle(case: Case, factors: Factors, kinds: Mapping[str, Sequence[str]]) -
     idle = [a for a in case.sizes if a not in used]
     found: list[str] = []
     for d, axes in enumerate(case.have[0]):
-        lost = case.pieces([a for a in axes if a in taken])
-        while idle and not spec[d] and lost % case.pieces([*found, idle[0]]) == 0:
+        lost = case.shards([a for a in axes if a in taken])
+        while idle and not spec[d] and lost % case.shards([*found, idle[0]]) == 0:
             found.append(idle.pop(0))
         if found:
             spec[d] = tuple(found)
@@ -129,7 +131,7 @@ def _group(axes: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     return (tuple(axes),) if axes else ()
 
 
-def _indexed(case: Case, rows: Dims, written: Value) -> tuple[dict[int, list[str]], dict[str, list[str]]]:
+def _indexed(case: ShardedOp, rows: DimFactors, written: Value) -> tuple[dict[int, list[str]], dict[str, list[str]]]:
     """gather and scatter: of the ways that fit, the one that touches the fewest bytes; again for the axes that remain.
 
     `rows` are what is read (the result) or written (the updates). An axis can cut a dim of all three; a dim that the
@@ -154,9 +156,9 @@ def _indexed(case: Case, rows: Dims, written: Value) -> tuple[dict[int, list[str
             sources = {"all": (by_index, by_table), "index": (by_index,)}.get(kind, (by_table,))
             found = {a: s[a] for s in sources for a in left if s.get(a) in factors}
             if found:
-                ways = case.pieces([*found, *decided])
-                cut = {"all": (0, 0, 0), "window": (ways, 1, ways), "table": (ways, 1, 1), "index": (1, ways, ways)}
-                touched = sum(size // n for size, n in zip(sizes, cut[kind], strict=True) if n)
+                ways = case.shards([*found, *decided])
+                sharded = {"all": (0, 0, 0), "window": (ways, 1, ways), "table": (ways, 1, 1), "index": (1, ways, ways)}
+                touched = sum(size // n for size, n in zip(sizes, sharded[kind], strict=True) if n)
                 offers.append((touched, order, kind, found))
         if not offers:
             break
@@ -168,19 +170,21 @@ def _indexed(case: Case, rows: Dims, written: Value) -> tuple[dict[int, list[str
     return grouped(decided, decided), kinds
 
 
-def windowed(case: Case) -> Way:
+def windowed(case: ShardedOp) -> OpPartitioning:
     """slice, pad, reduce_window, select_and_scatter: laid out as the result; rows at the edges come from neighbours."""
     spec = case.want[0]
     rank = len(case.results[0].shape)
-    return _with_edges(case, Way(tuple(spec if len(v.shape) == rank else whole(v) for v in case.operands), (spec,)))
+    return _with_edges(
+        case, OpPartitioning(tuple(spec if len(v.shape) == rank else replicated(v) for v in case.operands), (spec,))
+    )
 
 
-def convolve(case: Case) -> Way:
+def convolve(case: ShardedOp) -> OpPartitioning:
     """A product whose image is also cut along height or width."""
     return _with_edges(case, product(case))
 
 
-def convolve_on_tpu(case: Case) -> Way:
+def convolve_on_tpu(case: ShardedOp) -> OpPartitioning:
     """There the dims of the window are made whole for a kernel's gradient in groups, but for those of one channel each."""
     shape = case.op.convolution
     if shape and shape.in_batches:
@@ -192,7 +196,7 @@ def convolve_on_tpu(case: Case) -> Way:
     return convolve(case)
 
 
-def convolve_in_groups(case: Case) -> Way:
+def convolve_in_groups(case: ShardedOp) -> OpPartitioning:
     """In groups of several channels every device does all of a convolution."""
     shape = case.op.convolution
     if shape and not shape.in_batches:
@@ -202,101 +206,103 @@ def convolve_in_groups(case: Case) -> Way:
     return convolve(case)
 
 
-def _with_edges(case: Case, found: Way) -> Way:
+def _with_edges(case: ShardedOp, found: OpPartitioning) -> OpPartitioning:
     """Add what an op with windows needs from neighbours; where that is no less than everything, the dim is gathered, and each
     device reads its part of it."""
-    edges: list[Edge] = []
+    halos: list[HaloExchange] = []
     windows: list[tuple[int, int, int, tuple[str, ...]]] = []
-    wants = list(found.wants)
+    operand_specs = list(found.operand_specs)
     sizes: dict[int, int] = {}
-    for tap in case.op.taps:
-        other, spec = case.results[0], found.gives[0]
-        if tap.over >= 0:
-            other, spec = case.operands[tap.over], found.wants[tap.over]
-        axes = found.wants[tap.operand][tap.dim]
-        if not axes or axes != spec[tap.out_dim]:
+    for window in case.op.window_dims:
+        other, spec = case.results[0], found.result_specs[0]
+        if window.over >= 0:
+            other, spec = case.operands[window.over], found.operand_specs[window.over]
+        axes = found.operand_specs[window.operand][window.dim]
+        if not axes or axes != spec[window.out_dim]:
             continue
-        pieces = case.pieces(axes)
-        size, out_size = case.operands[tap.operand].shape[tap.dim], other.shape[tap.out_dim]
-        rows = fetches(size, out_size, pieces, tap)
-        read = (-(-out_size // pieces) - 1) * tap.stride + tap.extent
-        if rows is None and (case.op.name != "reduce_window" or tap.spacing > 1):
+        shards = case.shards(axes)
+        size, out_size = case.operands[window.operand].shape[window.dim], other.shape[window.out_dim]
+        rows = halo_permutes(size, out_size, shards, window)
+        read = (-(-out_size // shards) - 1) * window.stride + window.extent
+        if rows is None and (case.op.name != "reduce_window" or window.spacing > 1):
             return replicate(case)
         if rows is None:
-            windows.append((tap.operand, tap.dim, read, axes))
-            spec = wants[tap.operand]
-            wants[tap.operand] = (*spec[: tap.dim], (), *spec[tap.dim + 1 :])
+            windows.append((window.operand, window.dim, read, axes))
+            spec = operand_specs[window.operand]
+            operand_specs[window.operand] = (*spec[: window.dim], (), *spec[window.dim + 1 :])
         elif rows:
-            edges.append(Edge(tap.operand, tap.dim, rows, tuple(sizes.items())))
-        sizes[tap.dim] = (read - 1) // tap.spacing + 1
-    return dataclasses.replace(found, wants=tuple(wants), edges=tuple(edges), windows=tuple(windows))
+            halos.append(HaloExchange(window.operand, window.dim, rows, tuple(sizes.items())))
+        sizes[window.dim] = (read - 1) // window.spacing + 1
+    return dataclasses.replace(found, operand_specs=tuple(operand_specs), halos=tuple(halos), windows=tuple(windows))
 
 
-def concatenate(case: Case) -> Way:
+def concatenate(case: ShardedOp) -> OpPartitioning:
     """Along a cut dim it is done along another one, as a sort."""
     shapes = zip(case.operands[0].shape, case.results[0].shape, strict=True)
     return _elsewhere(case, next((d for d, (a, b) in enumerate(shapes) if a != b), None))
 
 
-def sort(case: Case) -> Way:
+def sort(case: ShardedOp) -> OpPartitioning:
     """A sort along a cut dim goes over to another dim that divides, and back; without one it is done whole."""
     dims = enumerate(case.rule.results[0])
     return _elsewhere(case, next((d for d, dim in dims if case.rule.replicated.intersection(dim)), None))
 
 
-def _elsewhere(case: Case, along: int | None) -> Way:
+def _elsewhere(case: ShardedOp, along: int | None) -> OpPartitioning:
     spec = case.want[0]
     if along is not None and spec[along]:
         sizes = enumerate(case.results[0].shape)
-        fits = (d for d, n in sizes if d != along and n % case.pieces((*spec[d], *spec[along])) == 0)
+        fits = (d for d, n in sizes if d != along and n % case.shards((*spec[d], *spec[along])) == 0)
         to = next(fits, None)
         if to is None:
             return replicate(case)
         moved = {along: (), to: (*spec[to], *spec[along])}
         spec = tuple(moved.get(d, axes) for d, axes in enumerate(spec))
-    return Way((spec,) * len(case.operands), (spec,) * len(case.results))
+    return OpPartitioning((spec,) * len(case.operands), (spec,) * len(case.results))
 
 
-def rotate(case: Case) -> Way:
+def rotate(case: ShardedOp) -> OpPartitioning:
     """roll: rows of one piece go to the next ones."""
-    spec, (tap,) = case.want[0], case.op.taps
-    pieces, size = case.pieces(spec[tap.dim]), case.operands[0].shape[tap.dim]
-    if size % pieces:
+    spec, (window,) = case.want[0], case.op.window_dims
+    shards, size = case.shards(spec[window.dim]), case.operands[0].shape[window.dim]
+    if size % shards:
         return replicate(case)
-    rows = min(tap.low, size - tap.low)
-    edges = (Edge(0, tap.dim, passed(rows, -(-size // pieces))),) if pieces > 1 else ()
-    return Way((spec,), (spec,), edges=edges)
+    rows = min(window.low, size - window.low)
+    halos = (HaloExchange(0, window.dim, passed(rows, -(-size // shards))),) if shards > 1 else ()
+    return OpPartitioning((spec,), (spec,), halos=halos)
 
 
-def reverse(case: Case) -> Way:
+def reverse(case: ShardedOp) -> OpPartitioning:
     """The pieces along a cut dim change places."""
     spec = case.want[0]
-    return Way((spec,), (spec,), turned=(0,) if any(spec[tap.dim] for tap in case.op.taps) else ())
+    return OpPartitioning(
+        (spec,), (spec,), reversed_operands=(0,) if any(spec[window.dim] for window in case.op.window_dims) else ()
+    )
 
 
-def dynamic_slice(case: Case) -> Way:
+def dynamic_slice(case: ShardedOp) -> OpPartitioning:
     """The sliced dims must be whole; if the result is to be cut along one, all is done whole."""
     spec, shapes = case.want[0], zip(case.operands[0].shape, case.results[0].shape, strict=True)
     if any(axes and a != b for axes, (a, b) in zip(spec, shapes, strict=True)):
         return replicate(case)
-    return Way((spec, *map(whole, case.operands[1:])), (spec,))
+    return OpPartitioning((spec, *map(replicated, case.operands[1:])), (spec,))
 
 
-def dynamic_update_slice(case: Case) -> Way:
+def dynamic_update_slice(case: ShardedOp) -> OpPartitioning:
     """Single rows are written where they belong; longer slices along a cut dim make that dim whole."""
     shapes = list(zip(case.operands[0].shape, case.operands[1].shape, strict=True))
     base = tuple(() if b not in (1, a) else axes for axes, (a, b) in zip(case.want[0], shapes, strict=True))
     new = tuple(() if a != b else axes for axes, (a, b) in zip(base, shapes, strict=True))
-    return Way((base, new, *map(whole, case.operands[2:])), (base,))
+    return OpPartitioning((base, new, *map(replicated, case.operands[2:])), (base,))
 
 
-WAYS: dict[str, Callable[[Case], Way]] = {
+CPU_RULES: dict[str, Callable[[ShardedOp], OpPartitioning]] = {
     "reshape": reshape,
     "reduce": reduce,
     "dot_general": dot,
     "convolution": convolve_in_groups,
-    "gather": look_up,
-    "scatter": put_down,
+    "gather": gather,
+    "scatter": scatter_,
     "slice": windowed,
     "pad": windowed,
     "reduce_window": windowed,
@@ -310,19 +316,19 @@ WAYS: dict[str, Callable[[Case], Way]] = {
     "optimization_barrier": pairwise,
     # XLA has no way to cut these:
     **dict.fromkeys(("top_k", "rng_bit_generator", "rng", "cholesky", "triangular_solve"), replicate),
-    **({"fft": replicate} if IS_BEFORE_12 else {}),
+    **({"fft": replicate} if IS_BEFORE_JAX_0_12 else {}),
 }
 """How each kind of op is worked on; the others follow their result."""
 
-ON_GPU: dict[str, Callable[[Case], Way]] = {
-    **WAYS,
+ON_GPU: dict[str, Callable[[ShardedOp], OpPartitioning]] = {
+    **CPU_RULES,
     # Only the dims that they work along are made whole:
     **dict.fromkeys(("top_k", "cholesky"), follow_result),
     "triangular_solve": solve,
 }
 """The same where XLA compiles for GPUs: what JAX has libraries for there, XLA cuts along what is independent."""
 
-ON_TPU: dict[str, Callable[[Case], Way]] = {
+ON_TPU: dict[str, Callable[[ShardedOp], OpPartitioning]] = {
     **ON_GPU,
     "convolution": convolve_on_tpu,
     "fft": follow_result,

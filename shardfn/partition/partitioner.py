@@ -13,40 +13,42 @@ import math
 from collections.abc import Sequence
 
 from shardfn.ir.model import (
-    BOOKKEEPING,
-    CHANGES,
-    PRODUCTS,
+    CONTRACTIONS,
+    RESHARDING_OPS,
+    TOKEN_OPS,
     Communication,
     Graph,
     Op,
     PartitionedProgram,
-    Rule,
+    ShardingRule,
     Spec,
-    Tap,
     Value,
+    WindowDim,
     dtype_bits,
     is_gpu,
     trips_of,
 )
 from shardfn.partition.combine_reductions import added_to, as_on_gpu
-from shardfn.partition.libtpu import as_on_tpu, scatters
-from shardfn.partition.loop_reductions import added_after
+from shardfn.partition.libtpu import as_on_tpu, makes_reduce_scatter
+from shardfn.partition.loop_reductions import all_reduces_after_loops
 from shardfn.partition.op_rules import way
-from shardfn.partition.resharding import flat, joined_axes, split_axes, steps
-from shardfn.partition.sharded_op import Case, Edge, Leg, Way, whole
+from shardfn.partition.resharding import flat, joined_axes, resharding_steps, split_axes
+from shardfn.partition.sharded_op import HaloExchange, OpPartitioning, Reshard, ShardedOp, replicated
 from shardfn.partition.simplify import simplified
-from shardfn.partition.tile_assignment import Step
+from shardfn.partition.tile_assignment import ReshardingStep
 
 
-def as_compiled(partitioned: PartitionedProgram, platform: str, torus: tuple[int, ...] = ()) -> PartitionedProgram:
+def insert_collectives(
+    partitioned: PartitionedProgram, platform: str, torus: tuple[int, ...] = ()
+) -> PartitionedProgram:
     """The flow with the ops as XLA works on them on `platform`, and the collectives that it runs.
 
     Args:
       flow: layouts of all values as propagated. Collectives that are in it (the user's own, in `shard_map`) stay. One
         that was here before comes back as it is.
       platform: `cpu`, `cuda`, `rocm` or `tpu`. On CPU a sum of which each device needs only its piece is an all-reduce
-        (elsewhere a reduce-scatter, on TPU where `graph.libtpu.scatters` says so), and `bf16` is added up as `f32`. On TPU,
-        what is gathered for a product travels as `bf16`, in which a product of default precision reads it.
+        (elsewhere a reduce-scatter, on TPU where `libtpu.makes_reduce_scatter` says so), and `bf16` is reduced as `f32`. On
+        TPU, what is gathered for a product travels as `bf16`, in which a product of default precision reads it.
       torus: dims of the torus that the devices form, on TPU.
     """
     if partitioned.platform:
@@ -66,10 +68,10 @@ class _Roads:
         self.values, self.specs = list(graph.values), [in_parts(spec) for spec in partitioned.specs]
         self.ops: list[Op] = []
         self.sent: list[Communication] = []
-        self.collected: set[int] = set()  # partial results, which are gathered together though only one is read
+        self.gathered_partials: set[int] = set()  # partial results, which are gathered together though only one is read
         self.moved: dict[tuple[object, ...], int] = {}
         self.parts: dict[object, int] = {}
-        self.ways: dict[object, tuple[Way, bool]] = {}
+        self.ways: dict[object, tuple[OpPartitioning, bool]] = {}
         self.filled = {
             v
             for op in graph.ops
@@ -82,7 +84,7 @@ class _Roads:
 
     def partition(self) -> PartitionedProgram:
         own = {c.result: c for c in self.given.communications}
-        is_cut = list(map(any, self.specs)).__getitem__
+        is_sharded = list(map(any, self.specs)).__getitem__
         ops = _rotations(self.given)
         if self.platform != "cpu":
             ops = added_to(ops, self.filled, self.given.graph.outputs)
@@ -91,7 +93,7 @@ class _Roads:
                 self.sent += [own[v] for v in op.outputs if v in own]
             if op.name in ("while", "case"):
                 self.carry(op)
-            elif op.name in _PASSED or not (any(map(is_cut, op.inputs)) or any(map(is_cut, op.outputs))):
+            elif op.name in _PASSED or not (any(map(is_sharded, op.inputs)) or any(map(is_sharded, op.outputs))):
                 self.ops.append(op)
             else:
                 self.visit(op)
@@ -101,14 +103,14 @@ class _Roads:
         specs = tuple(map(joined, self.specs))
         graph = dataclasses.replace(self.given.graph, values=tuple(self.values))
         ops = _before_loops(self.ops)
-        needed = {v for op in _needed(graph, ops) if op.name in CHANGES for v in op.outputs}
-        kept = needed | own.keys() | self.collected
+        needed = {v for op in _needed(graph, ops) if op.name in RESHARDING_OPS for v in op.outputs}
+        kept = needed | own.keys() | self.gathered_partials
         sent = tuple(dataclasses.replace(c, axes=join(c.axes)) for c in self.sent if c.result in kept)
         graph = dataclasses.replace(graph, ops=tuple(ops))
         found = simplified(PartitionedProgram(graph, specs, grid, sent, self.platform))
         if self.platform == "cpu":
             return found
-        return added_after(as_on_gpu(found) if is_gpu(self.platform) else as_on_tpu(found))
+        return all_reduces_after_loops(as_on_gpu(found) if is_gpu(self.platform) else as_on_tpu(found))
 
     def carry(self, op: Op) -> None:
         """What enters a loop, comes back from its body, or leaves a branch lies as the results do."""
@@ -128,46 +130,48 @@ class _Roads:
             return
         inputs = []
         self.is_read, self.region = True, op.form and op.form[1]
-        for i, (v, spec) in enumerate(zip(op.inputs, found.wants, strict=True)):
-            inside = found.inside[i] if i < len(found.inside) else frozenset()
-            for leg in (*(found.through[i] if i < len(found.through) else ()), Leg(spec, inside)):
-                v = self.move(v, leg.to, op.trips, op.where, op.name, inside=leg.inside)
+        for i, (v, spec) in enumerate(zip(op.inputs, found.operand_specs, strict=True)):
+            group_axes = found.group_axes[i] if i < len(found.group_axes) else frozenset()
+            for reshard in (*(found.via[i] if i < len(found.via) else ()), Reshard(spec, group_axes)):
+                v = self.move(v, reshard.to, op.trips, op.where, op.name, group_axes=reshard.group_axes)
             inputs.append(v)
-        arrived = [v for edge in found.edges for v in self.exchange(inputs[edge.operand], edge, op)]
+        arrived = [v for halo in found.halos for v in self.exchange(inputs[halo.operand], halo, op)]
         self.is_read = False
         for i, dim, rows, axes in found.windows:
             inputs[i] = self.window(inputs[i], dim, rows, axes, op)
-        for i in found.turned:
+        for i in found.reversed_operands:
             inputs[i] = self.send(
                 "collective-permute", inputs[i], self.specs[inputs[i]], (), op.trips, op.where, op.name
             )
-        ready = not found.summed and not found.collected and not found.back
+        ready = not found.reduced and not found.gathered_axes and not found.result_path
         outputs = tuple(
             v if ready and spec == self.specs[v] else self.new(self.values[v], spec, op.trips)
-            for v, spec in zip(op.outputs, found.gives, strict=True)
+            for v, spec in zip(op.outputs, found.result_specs, strict=True)
         )
         self.ops.append(op.of((*inputs, *arrived), outputs))
         for made, v in zip(outputs, op.outputs, strict=True):
             if made == v:
                 continue
-            for axes in found.summed:
-                made = self.add_up(made, self.specs[v], axes, axes == found.summed[-1], op)
-            if found.collected:
+            for axes in found.reduced:
+                made = self.add_up(made, self.specs[v], axes, axes == found.reduced[-1], op)
+            if found.gathered_axes:
                 lies = self.specs[made]
-                made = self.send("all-gather", made, lies, found.collected, op.trips, op.where, op.name)
-                self.collected.add(self.sent[-1].result)
-            made = self.bring_back(made, found.back, op)
+                made = self.send("all-gather", made, lies, found.gathered_axes, op.trips, op.where, op.name)
+                self.gathered_partials.add(self.sent[-1].result)
+            made = self.bring_back(made, found.result_path, op)
             self.move(made, self.specs[v], op.trips, op.where, op.name, into=v)
 
-    def bring_back(self, made: int, back: Sequence[Leg], op: Op) -> int:
-        """A result through all but the last layout that `back` has, and added up on the way."""
-        for i, leg in enumerate(back):
-            if leg.summed:
-                after = (other.to for other in back[i:] if not other.summed or other is leg)
-                want = next((to for to in after if to != self.specs[made]), leg.to)
-                made = self.add_up(made, want, leg.summed, leg is back[-1] or not back[i + 1].summed, op)
-            if leg is not back[-1]:
-                made = self.move(made, leg.to, op.trips, op.where, op.name, inside=leg.inside)
+    def bring_back(self, made: int, result_path: Sequence[Reshard], op: Op) -> int:
+        """A result through all but the last layout that `result_path` has, and added up on the way."""
+        for i, reshard in enumerate(result_path):
+            if reshard.reduced:
+                after = (other.to for other in result_path[i:] if not other.reduced or other is reshard)
+                want = next((to for to in after if to != self.specs[made]), reshard.to)
+                made = self.add_up(
+                    made, want, reshard.reduced, reshard is result_path[-1] or not result_path[i + 1].reduced, op
+                )
+            if reshard is not result_path[-1]:
+                made = self.move(made, reshard.to, op.trips, op.where, op.name, group_axes=reshard.group_axes)
         return made
 
     @functools.cached_property
@@ -175,7 +179,7 @@ class _Roads:
         """Of each value the line of the op that makes it."""
         return {v: op.where for op in self.given.graph.ops for v in op.outputs}
 
-    def way(self, op: Op) -> tuple[Way, bool]:
+    def way(self, op: Op) -> tuple[OpPartitioning, bool]:
         """How an op is worked on, and whether nothing is moved for it."""
         have, want = [self.specs[v] for v in op.inputs], [self.specs[v] for v in op.outputs]
         operands, results = [self.values[v] for v in op.inputs], [self.values[v] for v in op.outputs]
@@ -183,7 +187,7 @@ class _Roads:
         key = (
             op.name,
             id(op.rule),
-            id(op.taps),
+            id(op.window_dims),
             op.convolution,
             *map(id, have),
             *map(id, want),
@@ -194,10 +198,10 @@ class _Roads:
         if found is None:
             lies = tuple(have), tuple(want)
             if op.rule is None:  # XLA has no way to cut it
-                made = Way(tuple(map(whole, operands)), tuple(map(whole, results)))
+                made = OpPartitioning(tuple(map(replicated, operands)), tuple(map(replicated, results)))
             else:
-                made = way(Case(op, op.rule, tuple(operands), tuple(results), *lies, self.sizes), self.platform)
-            found = self.ways[key] = made, made == Way(*lies)
+                made = way(ShardedOp(op, op.rule, tuple(operands), tuple(results), *lies, self.sizes), self.platform)
+            found = self.ways[key] = made, made == OpPartitioning(*lies)
         return found
 
     def new(self, value: Value, spec: Spec, trips: int) -> int:
@@ -214,7 +218,7 @@ class _Roads:
         where: str,
         cause: str,
         into: int | None = None,
-        inside: frozenset[str] = frozenset(),
+        group_axes: frozenset[str] = frozenset(),
     ) -> int:
         """Lay a value out anew, once: a second wish for the same, within the same groups, is served by the first.
 
@@ -224,12 +228,12 @@ class _Roads:
         before, first = self.specs[value], value
         if into is None and before == to:
             return value
-        path = steps(before, to, self.sizes, inside) or (Step("", (), to),)
+        path = resharding_steps(before, to, self.sizes, group_axes) or (ReshardingStep("", (), to),)
         if value in self.filled:  # every device has what it needs
-            path = (Step("", (), to),)
+            path = (ReshardingStep("", (), to),)
         once = min(trips, self.trips[value])
         stays = once < trips and self.platform != "cpu" and any(step.kind == "all-gather" for step in path)
-        key = (to, inside, self.region if stays else None)
+        key = (to, group_axes, self.region if stays else None)
         if into is None and (value, *key) in self.moved:
             return self.moved[value, *key]
         for step in path:
@@ -246,10 +250,10 @@ class _Roads:
     ) -> int:  # fmt: skip
         """One collective from `value` to a new one, or to `into`; an empty `kind` cuts it without sending."""
         was = made = self.values[value]
-        travels = _travels(self.platform, kind, was.dtype, self.is_read and cause in PRODUCTS)
+        travels = _travels(self.platform, kind, was.dtype, self.is_read and cause in CONTRACTIONS)
         if kind == "all-to-all":  # the pieces are padded before they are exchanged
-            pieces = [self.pieces(axes) for axes in after]
-            shape = tuple(-(-n // p) * p for n, p in zip(was.shape, pieces, strict=True))
+            shards = [self.shards(axes) for axes in after]
+            shape = tuple(-(-n // p) * p for n, p in zip(was.shape, shards, strict=True))
             value = self.like(value, Value(shape, travels), where)
         elif kind:
             value = self.like(value, Value(was.shape, travels), where)
@@ -261,7 +265,7 @@ class _Roads:
             arrived = self.new(Value(was.shape, travels), after, trips)
         self.ops.append(Op(kind.replace("-", "_") or "all_slice", (value,), (arrived,), None, trips, where))
         if kind:
-            size = 2 if kind == "collective-permute" else self.pieces(axes)
+            size = 2 if kind == "collective-permute" else self.shards(axes)
             sent = Communication(kind, tuple(axes), size, value, arrived, trips, where, cause, is_last_resort)
             self.sent.append(sent)
         if arrived != result:
@@ -278,35 +282,40 @@ class _Roads:
         self.ops.append(Op(name, (value,), (made,), None, self.trips[value], where))
         return made
 
-    def pieces(self, axes: Sequence[str]) -> int:
+    def shards(self, axes: Sequence[str]) -> int:
         return math.prod(self.sizes[a] for a in axes)
 
     def add_up(self, partial: int, want: Spec, axes: tuple[str, ...], last: bool, op: Op) -> int:
         """Partial sums to sums; to pieces of sums where that is all that is needed and the platform has a way."""
         have = self.specs[partial]
         nested = all(w[: len(h)] == h for h, w in zip(have, want, strict=True))
-        pieces = {a for h, w in zip(have, want, strict=True) for a in w[len(h) :]}
-        if last and nested and pieces == set(axes) and self.scatters(partial, want, self.turned.get(op.outputs[0], ())):
+        shards = {a for h, w in zip(have, want, strict=True) for a in w[len(h) :]}
+        if (
+            last
+            and nested
+            and shards == set(axes)
+            and self.makes_reduce_scatter(partial, want, self.transposed_dims.get(op.outputs[0], ()))
+        ):
             return self.send("reduce-scatter", partial, want, axes, op.trips, op.where, op.name)
         return self.send("all-reduce", partial, have, axes, op.trips, op.where, op.name)
 
-    def scatters(self, partial: int, want: Spec, turned: Sequence[int]) -> bool:
+    def makes_reduce_scatter(self, partial: int, want: Spec, turned: Sequence[int]) -> bool:
         """Whether the platform adds up to pieces, those that `want` makes of what lies so far as it does; `turned`: how a
         transpose, its only reader, orders the dims."""
         if self.platform != "tpu":
             return self.platform != "cpu"
-        value, cut = self.values[partial], [d for d, h in enumerate(self.specs[partial]) if h != want[d]]
-        if len(cut) != 1:
+        value, sharded = self.values[partial], [d for d, h in enumerate(self.specs[partial]) if h != want[d]]
+        if len(sharded) != 1:
             return False
-        piece = [-(-n // self.pieces(axes)) for n, axes in zip(value.shape, want, strict=True)]
-        dims = tuple(turned) or tuple(range(len(piece)))
-        added = self.pieces(flat(want)) // self.pieces(flat(self.specs[partial]))
-        is_whole = added == math.prod(self.sizes.values())
-        shape = tuple(piece[d] for d in dims)
-        return scatters(shape, dims.index(cut[0]), dtype_bits(value.dtype), is_whole, self.torus)
+        shard = [-(-n // self.shards(axes)) for n, axes in zip(value.shape, want, strict=True)]
+        dims = tuple(turned) or tuple(range(len(shard)))
+        added = self.shards(flat(want)) // self.shards(flat(self.specs[partial]))
+        spans_torus = added == math.prod(self.sizes.values())
+        shape = tuple(shard[d] for d in dims)
+        return makes_reduce_scatter(shape, dims.index(sharded[0]), dtype_bits(value.dtype), spans_torus, self.torus)
 
     @functools.cached_property
-    def turned(self) -> dict[int, tuple[int, ...]]:
+    def transposed_dims(self) -> dict[int, tuple[int, ...]]:
         """Of what a transpose alone reads: which dims of it the result has, in order."""
         count = collections.Counter(v for op in self.given.graph.ops for v in op.inputs)
         turns = [op for op in self.given.graph.ops if op.name == "transpose" and op.rule and count[op.inputs[0]] == 1]
@@ -316,31 +325,31 @@ class _Roads:
     def window(self, value: int, dim: int, rows: int, axes: tuple[str, ...], op: Op) -> int:
         """Of a value that is whole along a dim, the part that each device reads."""
         shape, spec = list(self.values[value].shape), list(self.specs[value])
-        shape[dim], spec[dim] = rows * self.pieces(axes), axes
+        shape[dim], spec[dim] = rows * self.shards(axes), axes
         part = self.new(Value(tuple(shape), self.values[value].dtype), tuple(spec), op.trips)
         self.ops.append(Op("pad", (value,), (part,), None, op.trips, op.where))
         return part
 
-    def exchange(self, value: int, edge: Edge, op: Op) -> list[int]:
+    def exchange(self, value: int, halo: HaloExchange, op: Op) -> list[int]:
         """Rows that pieces along one cut dim send each other; gives what arrives."""
         spec = self.specs[value]
-        pieces = [self.pieces(axes) for axes in spec]
-        local = [-(-n // p) for n, p in zip(self.values[value].shape, pieces, strict=True)]
-        for dim, size in edge.sizes:
+        shards = [self.shards(axes) for axes in spec]
+        local = [-(-n // p) for n, p in zip(self.values[value].shape, shards, strict=True)]
+        for dim, size in halo.sizes:
             local[dim] = size
-        own, found = local[edge.dim], []
-        for fetch in edge.fetches:
-            local[edge.dim] = fetch.end - fetch.start
-            shape = tuple(n * p for n, p in zip(local, pieces, strict=True))
-            key = value, edge.dim, fetch, edge.sizes
+        own, found = local[halo.dim], []
+        for fetch in halo.halo_permutes:
+            local[halo.dim] = fetch.end - fetch.start
+            shape = tuple(n * p for n, p in zip(local, shards, strict=True))
+            key = value, halo.dim, fetch, halo.sizes
             part = self.parts.get(key, value)
-            if part == value and (local[edge.dim] != own or edge.sizes):
+            if part == value and (local[halo.dim] != own or halo.sizes):
                 part = self.parts[key] = self.new(Value(shape, self.values[value].dtype), spec, op.trips)
                 self.ops.append(Op("slice", (value,), (part,), None, op.trips, op.where))
             again = key, op.name, op.trips
             if self.platform != "tpu" or again not in self.parts:  # there the same rows are sent once
                 self.parts[again] = self.send(
-                    "collective-permute", part, spec, spec[edge.dim], op.trips, op.where, op.name
+                    "collective-permute", part, spec, spec[halo.dim], op.trips, op.where, op.name
                 )
             found.append(self.parts[again])
         return found
@@ -381,27 +390,31 @@ def _rotations(partitioned: PartitionedProgram) -> list[Op]:
     found = []
     for op in partitioned.graph.ops:
         if op.name == "concatenate" and len(op.inputs) == 2 and all(v in slices for v in op.inputs):
-            tap = _rotation(partitioned, *(slices[v] for v in op.inputs))
-            if tap is not None:
+            window = _rotation(partitioned, *(slices[v] for v in op.inputs))
+            if window is not None:
                 shape = partitioned.graph.values[op.outputs[0]].shape
                 dims = tuple((d,) for d in range(len(shape)))
                 source = slices[op.inputs[0]].inputs
                 op = dataclasses.replace(
-                    op, name="rotate", inputs=source, rule=Rule((dims,), (dims,), shape), taps=(tap,)
+                    op, name="rotate", inputs=source, rule=ShardingRule((dims,), (dims,), shape), window_dims=(window,)
                 )
         found.append(op)
     return found
 
 
-def _rotation(partitioned: PartitionedProgram, end: Op, start: Op) -> Tap | None:
+def _rotation(partitioned: PartitionedProgram, end: Op, start: Op) -> WindowDim | None:
     """Where `end` and `start` are what their names say of one array, and all of it: by how much it is rotated."""
-    whole, one, two = (partitioned.graph.values[v].shape for v in (end.inputs[0], end.outputs[0], start.outputs[0]))
-    dims = [d for d, n in enumerate(whole) if not one[d] == two[d] == n]
-    if end.inputs != start.inputs or len(dims) != 1 or any(t.stride != 1 for t in (*end.taps, *start.taps)):
+    shape, one, two = (partitioned.graph.values[v].shape for v in (end.inputs[0], end.outputs[0], start.outputs[0]))
+    dims = [d for d, n in enumerate(shape) if not one[d] == two[d] == n]
+    if (
+        end.inputs != start.inputs
+        or len(dims) != 1
+        or any(t.stride != 1 for t in (*end.window_dims, *start.window_dims))
+    ):
         return None
     (d,) = dims
-    low, first = end.taps[d].low, start.taps[d].low
-    return Tap(0, d, d, low=low) if first == 0 and low == two[d] and one[d] + two[d] == whole[d] else None
+    low, first = end.window_dims[d].low, start.window_dims[d].low
+    return WindowDim(0, d, d, low=low) if first == 0 and low == two[d] and one[d] + two[d] == shape[d] else None
 
 
 def _travels(platform: str, kind: str, dtype: str, is_read: bool) -> str:
@@ -413,5 +426,5 @@ def _travels(platform: str, kind: str, dtype: str, is_read: bool) -> str:
     return "bf16" if is_narrowed else dtype
 
 
-_PASSED = BOOKKEEPING | {"iota", "shard_map"}
+_PASSED = TOKEN_OPS | {"iota", "shard_map"}
 """Ops at whose operands nothing is moved."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from shardfn.ir.model import CHANGES, Communication, Op, PartitionedProgram, Spec, Value
+from shardfn.ir.model import RESHARDING_OPS, Communication, Op, PartitionedProgram, Spec, Value
 
 
 def with_ops(
@@ -26,12 +26,12 @@ def without_unread(partitioned: PartitionedProgram) -> PartitionedProgram:
     """Without moves to where nothing reads them any more: what rows are added to lay as they need it already."""
     graph = partitioned.graph
     read = {v for op in graph.ops for v in op.inputs}.union(graph.outputs, (v for tie in graph.ties for v in tie))
-    if all(not op.outputs or op.outputs[0] in read for op in graph.ops if op.name in CHANGES):
+    if all(not op.outputs or op.outputs[0] in read for op in graph.ops if op.name in RESHARDING_OPS):
         return partitioned
     ops: list[Op] = []
     read = {*graph.outputs, *(v for tie in graph.ties for v in tie)}
     for op in reversed(graph.ops):
-        if op.name not in CHANGES or not read.isdisjoint(op.outputs):
+        if op.name not in RESHARDING_OPS or not read.isdisjoint(op.outputs):
             ops.append(op)
             read.update(op.inputs)
     kept = {v for op in ops for v in op.outputs}

@@ -8,12 +8,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from shardfn.ir.model import Spec, axis_size
-from shardfn.partition.tile_assignment import Devices, Step
+from shardfn.partition.tile_assignment import DeviceGroup, ReshardingStep
 
 
-def steps(
-    before: Spec, after: Spec, sizes: Mapping[str, int], inside: frozenset[str] = frozenset()
-) -> tuple[Step, ...]:
+def resharding_steps(
+    before: Spec, after: Spec, sizes: Mapping[str, int], group_axes: frozenset[str] = frozenset()
+) -> tuple[ReshardingStep, ...]:
     """What it takes to lay one array out anew.
 
     Args:
@@ -23,23 +23,25 @@ def steps(
       inside: axes that tell groups of devices apart, if it is done within each group: they stay where they are, first of
         their dims.
 
-    >>> [step.kind for step in steps((("a",), ()), ((), ("a",)), {"a": 2})]
+    >>> [step.kind for step in resharding_steps((("a",), ()), ((), ("a",)), {"a": 2})]
     ['all-to-all']
-    >>> [step.kind for step in steps((("a",), ()), (("b",), ()), {"a": 2, "b": 2})]
+    >>> [step.kind for step in resharding_steps((("a",), ()), (("b",), ()), {"a": 2, "b": 2})]
     ['collective-permute']
     """
-    return _steps(before, after, tuple(sizes.items()), inside)
+    return _cached_steps(before, after, tuple(sizes.items()), group_axes)
 
 
 @functools.lru_cache(1 << 14)
-def _steps(before: Spec, after: Spec, sizes: tuple[tuple[str, int], ...], inside: frozenset[str]) -> tuple[Step, ...]:
-    kept = [tuple(a for a in axes if a in inside) for axes in before]
-    devices = Devices({a: n for a, n in sizes if a not in inside})
-    now, to = (devices.tile([a for a in axes if a not in inside] for axes in spec) for spec in (before, after))
-    road = devices.road(now, to)
-    if not inside:
-        return tuple(road)
-    return tuple(s._replace(after=tuple((*k, *axes) for k, axes in zip(kept, s.after, strict=True))) for s in road)
+def _cached_steps(
+    before: Spec, after: Spec, sizes: tuple[tuple[str, int], ...], group_axes: frozenset[str]
+) -> tuple[ReshardingStep, ...]:
+    kept = [tuple(a for a in axes if a in group_axes) for axes in before]
+    devices = DeviceGroup({a: n for a, n in sizes if a not in group_axes})
+    now, to = (devices.tile([a for a in axes if a not in group_axes] for axes in spec) for spec in (before, after))
+    path = devices.path(now, to)
+    if not group_axes:
+        return tuple(path)
+    return tuple(s._replace(after=tuple((*k, *axes) for k, axes in zip(kept, s.after, strict=True))) for s in path)
 
 
 def flat(spec: Spec) -> list[str]:

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shardfn.ir.jax_release import IS_BEFORE_12
-from shardfn.ir.model import CHANGES, Op, PartitionedProgram, Tap, Value
+from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
+from shardfn.ir.model import RESHARDING_OPS, Op, PartitionedProgram, Value, WindowDim
 
 
 def simplified(partitioned: PartitionedProgram) -> PartitionedProgram:
@@ -29,7 +29,7 @@ def _open(partitioned: PartitionedProgram) -> PartitionedProgram:
     graph, specs = partitioned.graph, partitioned.specs
     same: dict[int, int] = {}
     ops = []
-    is_open = partitioned.platform == "cpu" and IS_BEFORE_12
+    is_open = partitioned.platform == "cpu" and IS_BEFORE_JAX_0_12
     for op in graph.ops if is_open else ():
         inputs = tuple([same.get(v, v) for v in op.inputs]) if same else op.inputs
         if op.name == "optimization_barrier" and all(
@@ -127,32 +127,32 @@ def _plain(partitioned: PartitionedProgram) -> PartitionedProgram:
             if values[part] == values[op.outputs[0]] and partitioned.specs[part] == partitioned.specs[op.outputs[0]]:
                 ops[i] = replace(op, name="reshape", inputs=(part,), rule=None)
         elif op.name == "pad" and 0 in values[op.inputs[0]].shape:
-            ops[i] = replace(op, name="broadcast_in_dim", inputs=op.inputs[1:], rule=None, taps=())
-        elif op.name == "pad" and all(_takes(tap, values, op) for tap in op.taps):
+            ops[i] = replace(op, name="broadcast_in_dim", inputs=op.inputs[1:], rule=None, window_dims=())
+        elif op.name == "pad" and all(_takes(window, values, op) for window in op.window_dims):
             is_all = (
                 values[op.inputs[0]] == values[op.outputs[0]]
                 and partitioned.specs[op.inputs[0]] == partitioned.specs[op.outputs[0]]
             )
-            ops[i] = replace(op, name="reshape" if is_all else "slice", inputs=op.inputs[:1], rule=None, taps=())
+            ops[i] = replace(op, name="reshape" if is_all else "slice", inputs=op.inputs[:1], rule=None, window_dims=())
         elif (
             op.name == "concatenate"
             and (parts := [v for v in op.inputs if 0 not in values[v].shape])
             and (len(parts) < len(op.inputs))
         ):
             is_all = len(parts) == 1 and partitioned.specs[parts[0]] == partitioned.specs[op.outputs[0]]
-            ops[i] = replace(op, name="reshape" if is_all else op.name, inputs=tuple(parts), rule=None, taps=())
+            ops[i] = replace(op, name="reshape" if is_all else op.name, inputs=tuple(parts), rule=None, window_dims=())
         elif op.name in _PARTS:
             part = op.inputs[_PARTS[op.name]]
             is_all = values[part].shape == values[op.outputs[0]].shape == values[op.inputs[0]].shape
             if is_all and partitioned.specs[part] == partitioned.specs[op.outputs[0]]:
-                ops[i] = replace(op, name="reshape", inputs=(part,), rule=None, taps=())
+                ops[i] = replace(op, name="reshape", inputs=(part,), rule=None, window_dims=())
     return replace(partitioned, graph=replace(partitioned.graph, ops=tuple(ops)))
 
 
-def _takes(tap: Tap, values: Sequence[Value], op: Op) -> bool:
+def _takes(window: WindowDim, values: Sequence[Value], op: Op) -> bool:
     """Whether a pad adds nothing along a dim."""
-    before, after = values[op.inputs[0]].shape[tap.dim], values[op.outputs[0]].shape[tap.out_dim]
-    return tap.spacing == 1 and tap.low >= 0 and tap.low + after <= before
+    before, after = values[op.inputs[0]].shape[window.dim], values[op.outputs[0]].shape[window.out_dim]
+    return window.spacing == 1 and window.low >= 0 and window.low + after <= before
 
 
 _PARTS = {"dynamic_slice": 0, "dynamic_update_slice": 1}
@@ -179,7 +179,7 @@ def _once(partitioned: PartitionedProgram) -> PartitionedProgram:
         if same and not same.keys().isdisjoint(inputs):
             inputs = tuple([same.get(v, v) for v in inputs])
             op = op.of(inputs, outputs)
-        if op.name in CHANGES:
+        if op.name in RESHARDING_OPS:
             changed.update(outputs)
         is_idle = op.name == "reshard" and specs[inputs[0]] == specs[outputs[0]] and inputs[0] not in changed
         if is_idle and held.isdisjoint(outputs):

@@ -1,6 +1,6 @@
 """A layout as XLA's partitioner sees it, among a group of devices, and the road from one to another.
 
-A `Tile` says for each dim which axes cut it, and which axes of the group are left: along these, devices hold the same.
+A `TileAssignment` says for each dim which axes cut it, and which axes of the group are left: along these, devices hold the same.
 XLA decides by how many pieces there are along each dim, not by axes: where only those agree, devices change places.
 """
 
@@ -14,24 +14,24 @@ from typing import NamedTuple
 from shardfn.ir.model import Spec
 
 
-class Tile(NamedTuple):
+class TileAssignment(NamedTuple):
     """For each dim the axes that cut it, major to minor; and those that do not cut it, in the order of the grid."""
 
     dims: Spec
     rest: tuple[str, ...]
 
     @property
-    def is_whole(self) -> bool:
+    def is_replicated(self) -> bool:
         """Whether every device holds all of it."""
         return not any(self.dims)
 
     @property
-    def is_partial(self) -> bool:
+    def is_partially_replicated(self) -> bool:
         """Whether it is cut, but not over all axes."""
-        return bool(self.rest) and not self.is_whole
+        return bool(self.rest) and not self.is_replicated
 
 
-class Step(NamedTuple):
+class ReshardingStep(NamedTuple):
     """One collective of a move, or none where pieces are only cut smaller (`kind` is empty), and the layout after it.
 
     `is_last_resort`: everything is gathered, because XLA knows no other way ("involuntary full rematerialization").
@@ -43,11 +43,11 @@ class Step(NamedTuple):
     is_last_resort: bool = False
 
 
-Road = list[Step]
+ReshardingPath = list[ReshardingStep]
 
 
 @dataclasses.dataclass(frozen=True)
-class Devices:
+class DeviceGroup:
     """A group of devices: the sizes of its axes, in the order of the grid. All are prime parts."""
 
     sizes: Mapping[str, int]
@@ -61,22 +61,22 @@ class Devices:
             n *= sizes[a]
         return n
 
-    def counts(self, tile: Tile) -> tuple[int, ...]:
+    def counts(self, tile: TileAssignment) -> tuple[int, ...]:
         """How many pieces there are along each dim."""
         dims = tile.dims
         if dims not in self.known:
             self.known[dims] = tuple([self.count(axes) if axes else 1 for axes in dims])
         return self.known[dims]
 
-    def tile(self, dims: Iterable[Iterable[str]]) -> Tile:
+    def tile(self, dims: Iterable[Iterable[str]]) -> TileAssignment:
         """The layout with its dims cut so."""
-        cut = tuple(map(tuple, dims))
-        used = set().union(*cut)
-        return Tile(cut, tuple([a for a in self.sizes if a not in used]))
+        sharded = tuple(map(tuple, dims))
+        used = set().union(*sharded)
+        return TileAssignment(sharded, tuple([a for a in self.sizes if a not in used]))
 
-    def without(self, axes: Iterable[str]) -> Devices:
+    def without(self, axes: Iterable[str]) -> DeviceGroup:
         """The devices of one group, if those along `axes` are in different groups."""
-        return Devices({a: n for a, n in self.sizes.items() if a not in set(axes)})
+        return DeviceGroup({a: n for a, n in self.sizes.items() if a not in set(axes)})
 
     def split(self, axes: Sequence[str], counts: Sequence[int]) -> list[tuple[str, ...]] | None:
         """`axes`, in order, in parts of so many devices; None where axes would have to be broken."""
@@ -93,49 +93,49 @@ class Devices:
 
     # ---- the road from one layout to another
 
-    def road(self, now: Tile, to: Tile) -> Road:
+    def path(self, now: TileAssignment, to: TileAssignment) -> ReshardingPath:
         """What XLA does to lay an array out anew."""
-        found = self._road(now, to, is_last=True)
+        found = self._path(now, to, is_last=True)
         assert found is not None
         return found
 
-    def _road(self, now: Tile, to: Tile, is_last: bool = False) -> Road | None:
+    def _path(self, now: TileAssignment, to: TileAssignment, is_last: bool = False) -> ReshardingPath | None:
         """None where all there is would be to gather everything, unless that `is_last`."""
         if now.dims == to.dims:
             return []
         if self.is_permuted(now, to):
-            return [Step("collective-permute", _flat(now), to.dims)]
+            return [ReshardingStep("collective-permute", _flat(now), to.dims)]
         pairs = self.exchanges(now, to)
         if pairs is not None:
             return self._exchange(now, to, pairs)
         found = None
-        if now.is_partial and not to.is_whole:
+        if now.is_partially_replicated and not to.is_replicated:
             found = self._cut(now, to) or self._shifted(now, to)
-        if found is None and not now.is_whole and to.is_partial:
+        if found is None and not now.is_replicated and to.is_partially_replicated:
             found = self._gather(now, to) or self._shifted(now, to)
         if found is not None:
             return found
-        if now.is_whole:
-            return [Step("", _flat(to), to.dims)]
-        whole = ((),) * len(now.dims)
-        gathered = Step("all-gather", _flat(now), whole, not to.is_whole)
-        if to.is_whole:
+        if now.is_replicated:
+            return [ReshardingStep("", _flat(to), to.dims)]
+        replicated = ((),) * len(now.dims)
+        gathered = ReshardingStep("all-gather", _flat(now), replicated, not to.is_replicated)
+        if to.is_replicated:
             return [gathered]
         found = self._by_parts(now, to)
         if found is None:
             found = self._among_equals(now, to, is_last)
         if found is None and is_last:
-            found = [gathered, Step("", _flat(to), to.dims)]
+            found = [gathered, ReshardingStep("", _flat(to), to.dims)]
         return found
 
-    def is_permuted(self, now: Tile, to: Tile) -> bool:
+    def is_permuted(self, now: TileAssignment, to: TileAssignment) -> bool:
         """Whether only the places of the pieces differ."""
-        return self.counts(now) == self.counts(to) and now.dims != to.dims and not now.is_whole
+        return self.counts(now) == self.counts(to) and now.dims != to.dims and not now.is_replicated
 
-    def exchanges(self, now: Tile, to: Tile) -> list[tuple[int, int]] | None:
+    def exchanges(self, now: TileAssignment, to: TileAssignment) -> list[tuple[int, int]] | None:
         """Pairs of dims, from and to, between which pieces are exchanged; None where that does not lead there."""
         before, after = self.counts(now), self.counts(to)
-        if now.is_whole or to.is_whole or math.prod(before) != math.prod(after):
+        if now.is_replicated or to.is_replicated or math.prod(before) != math.prod(after):
             return None
         have: dict[int, list[int]] = {}
         want: dict[int, list[int]] = {}
@@ -162,7 +162,7 @@ class Devices:
             _drop(have, wanted, e)
         return pairs
 
-    def _exchange(self, now: Tile, to: Tile, pairs: Sequence[tuple[int, int]]) -> Road:
+    def _exchange(self, now: TileAssignment, to: TileAssignment, pairs: Sequence[tuple[int, int]]) -> ReshardingPath:
         dims, found, seen, apart = list(now.dims), [], set[int](), []
         together: list[str] = []
         for pair in sorted(pairs, key=lambda pair: pair[1]):  # those that touch no dim twice go at once
@@ -178,25 +178,29 @@ class Devices:
             parts = self.split(dims[source], (keeps, self.count(dims[source]) // keeps))
             if parts is None:
                 return [
-                    Step("all-gather", _flat(now), ((),) * len(now.dims), is_last_resort=True),
-                    Step("", _flat(to), to.dims),
+                    ReshardingStep("all-gather", _flat(now), ((),) * len(now.dims), is_last_resort=True),
+                    ReshardingStep("", _flat(to), to.dims),
                 ]
             dims[source], dims[target] = parts[0], (*dims[target], *parts[1])
             together += parts[1]
             if i >= len(at_once) - 1:
-                found.append(Step("all-to-all", tuple(together), tuple(dims)))
+                found.append(ReshardingStep("all-to-all", tuple(together), tuple(dims)))
                 together = []
         return self._then(found, to)
 
-    def _then(self, road: Road, to: Tile) -> Road:
+    def _then(self, path: ReshardingPath, to: TileAssignment) -> ReshardingPath:
         """The same number of pieces everywhere: they may have to change places at the end."""
-        here = road[-1].after
-        return road if here == to.dims else [*road, Step("collective-permute", _flat(Tile(here, ())), to.dims)]
+        here = path[-1].after
+        return (
+            path
+            if here == to.dims
+            else [*path, ReshardingStep("collective-permute", _flat(TileAssignment(here, ())), to.dims)]
+        )
 
-    def _finer(self, coarse: Tile, fine: Tile) -> Tile | None:
+    def _finer(self, coarse: TileAssignment, fine: TileAssignment) -> TileAssignment | None:
         """A layout with as many pieces as `fine` of which each lies in one piece of `coarse`: `fine` itself if it can."""
         before, after = self.counts(coarse), self.counts(fine)
-        if not coarse.is_partial or any(b % a for a, b in zip(before, after, strict=True)):
+        if not coarse.is_partially_replicated or any(b % a for a, b in zip(before, after, strict=True)):
             return None
         if all(f[: len(c)] == c for c, f in zip(coarse.dims, fine.dims, strict=True)):
             return fine
@@ -207,23 +211,23 @@ class Devices:
         added = iter(parts)
         return self.tile((*c, *(next(added) if n > 1 else ())) for c, n in zip(coarse.dims, more, strict=True))
 
-    def _cut(self, now: Tile, to: Tile) -> Road | None:
+    def _cut(self, now: TileAssignment, to: TileAssignment) -> ReshardingPath | None:
         between = self._finer(now, to)
         if between is None:
             return None
-        return self._then([Step("", _new(now, between), between.dims)], to)
+        return self._then([ReshardingStep("", _new(now, between), between.dims)], to)
 
-    def _gather(self, now: Tile, to: Tile) -> Road | None:
+    def _gather(self, now: TileAssignment, to: TileAssignment) -> ReshardingPath | None:
         between = self._finer(to, now)
         if between is None:
             return None
-        first = [] if between.dims == now.dims else [Step("collective-permute", _flat(now), between.dims)]
-        return [*first, Step("all-gather", _new(to, between), to.dims)]
+        first = [] if between.dims == now.dims else [ReshardingStep("collective-permute", _flat(now), between.dims)]
+        return [*first, ReshardingStep("all-gather", _new(to, between), to.dims)]
 
-    def _shifted(self, now: Tile, to: Tile) -> Road | None:
+    def _shifted(self, now: TileAssignment, to: TileAssignment) -> ReshardingPath | None:
         """From pieces along some dims to the same along the dims after them, the last of which goes, or back."""
-        partial, full = (now, to) if now.is_partial else (to, now)
-        if full.is_partial or full.is_whole or partial.dims[0]:
+        partial, full = (now, to) if now.is_partially_replicated else (to, now)
+        if full.is_partially_replicated or full.is_replicated or partial.dims[0]:
             return None
         order = (*partial.dims[1:], partial.rest)
         if order != full.dims:
@@ -236,10 +240,10 @@ class Devices:
         if pairs is None:
             return None
         if now is partial:
-            return [*self._exchange(now, between, pairs), *self.road(between, to)]
-        return [*self.road(now, between), *self._exchange(between, to, pairs)]
+            return [*self._exchange(now, between, pairs), *self.path(between, to)]
+        return [*self.path(now, between), *self._exchange(between, to, pairs)]
 
-    def _by_parts(self, now: Tile, to: Tile) -> Road | None:
+    def _by_parts(self, now: TileAssignment, to: TileAssignment) -> ReshardingPath | None:
         """Through a layout in which the pieces of one dim are told as pieces of two, or one dim is gathered, or cut."""
         split = self._dim_in_two(now, to)
         if split is not None:
@@ -252,27 +256,27 @@ class Devices:
                 self.tile((*t.dims[:d], p[1], p[0], *t.dims[d + 1 :]))
                 for t, p in zip((now, to), major_minor, strict=True)
             ]
-            road = self._road(wide[0], wide[1])
-            if road is None:
+            path = self._path(wide[0], wide[1])
+            if path is None:
                 return None
-            return [s._replace(after=(*s.after[:d], (*s.after[d + 1], *s.after[d]), *s.after[d + 2 :])) for s in road]
-        if to.is_partial:
-            have = 1 if not now.is_partial else self.count(now.rest)
+            return [s._replace(after=(*s.after[:d], (*s.after[d + 1], *s.after[d]), *s.after[d + 2 :])) for s in path]
+        if to.is_partially_replicated:
+            have = 1 if not now.is_partially_replicated else self.count(now.rest)
             for d, axes in enumerate(now.dims):
                 if axes and self.count(axes) * have == self.count(to.rest):
                     between = self.tile(() if e == d else a for e, a in enumerate(now.dims))
-                    rest = self._road(between, to)
-                    return None if rest is None else [*self.road(now, between), *rest]
-        if now.is_partial and not to.is_partial:
+                    rest = self._path(between, to)
+                    return None if rest is None else [*self.path(now, between), *rest]
+        if now.is_partially_replicated and not to.is_partially_replicated:
             n = self.count(now.rest)
             for d, axes in enumerate(now.dims):
                 if not axes and to.dims[d] and self.count(to.dims[d]) % n == 0:
                     between = self.tile(now.rest if e == d else a for e, a in enumerate(now.dims))
-                    rest = self._road(between, to)
-                    return None if rest is None else [*self.road(now, between), *rest]
+                    rest = self._path(between, to)
+                    return None if rest is None else [*self.path(now, between), *rest]
         return None
 
-    def _dim_in_two(self, now: Tile, to: Tile) -> tuple[int, int] | None:
+    def _dim_in_two(self, now: TileAssignment, to: TileAssignment) -> tuple[int, int] | None:
         """The dim whose pieces are to be told as those of two dims, and how many of them are the major ones."""
         if self.count(now.rest) != self.count(to.rest):
             return None
@@ -284,28 +288,28 @@ class Devices:
                 return d, min(a, b)
         return next(((d, b) for d, a, b in more if a > b), None)
 
-    def _among_equals(self, now: Tile, to: Tile, is_last: bool) -> Road | None:
+    def _among_equals(self, now: TileAssignment, to: TileAssignment, is_last: bool) -> ReshardingPath | None:
         """Devices are taken in groups by the dims that have as many pieces before and after; the rest moves inside."""
         equal = [d for d, (a, b) in enumerate(zip(self.counts(now), self.counts(to), strict=True)) if a == b > 1]
         if not equal:
             return None
         group = tuple(a for d in equal for a in now.dims[d])
-        wanted = Grouped.of(to, equal).aligned(Grouped.of(now, equal), self)
+        wanted = GroupedTiles.of(to, equal).aligned(GroupedTiles.of(now, equal), self)
         if wanted is None:
             return None
         inner = self.without(group)
-        inside = inner._road(inner.tile(_emptied(now.dims, equal)), inner.tile(wanted.inner), is_last=True)
+        inside = inner._path(inner.tile(_emptied(now.dims, equal)), inner.tile(wanted.inner), is_last=True)
         if inside is None:
             return None
-        road = [s._replace(after=tuple((*now.dims[d], *axes) if d in equal else axes for d, axes in enumerate(s.after)))
+        path = [s._replace(after=tuple((*now.dims[d], *axes) if d in equal else axes for d, axes in enumerate(s.after)))
                 for s in inside]  # fmt: skip
-        here = self.tile(road[-1].after) if road else now
-        rest = self._road(here, to, is_last)
-        return None if rest is None else [*road, *rest]
+        here = self.tile(path[-1].after) if path else now
+        rest = self._path(here, to, is_last)
+        return None if rest is None else [*path, *rest]
 
 
 @dataclasses.dataclass(frozen=True)
-class Grouped:
+class GroupedTiles:
     """A layout with its devices in groups: the axes that tell groups apart, dim by dim, and the layout inside one.
 
     `order`: the axes inside a group in the order in which its devices are counted.
@@ -316,18 +320,18 @@ class Grouped:
     order: tuple[str, ...]
 
     @staticmethod
-    def of(tile: Tile, dims: Sequence[int]) -> Grouped:
+    def of(tile: TileAssignment, dims: Sequence[int]) -> GroupedTiles:
         """Groups by the pieces along `dims`; the dim after the last is that along which devices hold the same."""
         every = (*tile.dims, tile.rest)
         inner = _emptied(every, dims)
-        return Grouped({d: every[d] for d in dims}, inner[:-1], tuple(a for axes in inner for a in axes))
+        return GroupedTiles({d: every[d] for d in dims}, inner[:-1], tuple(a for axes in inner for a in axes))
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes that tell groups apart."""
         return tuple(a for axes in self.groups.values() for a in axes)
 
-    def aligned(self, other: Grouped, devices: Devices, any_order: bool = False) -> Grouped | None:
+    def aligned(self, other: GroupedTiles, devices: DeviceGroup, any_order: bool = False) -> GroupedTiles | None:
         """The same layout in the groups of `other`. Where these are others, devices change places."""
         mine, theirs = self.axes, other.axes
         parts = devices.split(theirs, [devices.count(axes) for axes in self.groups.values()])
@@ -335,11 +339,11 @@ class Grouped:
             return None
         groups = dict(zip(self.groups, parts, strict=True))
         if mine == theirs or (any_order and {*mine} == {*theirs}):
-            return Grouped(groups, self.inner, other.order)
+            return GroupedTiles(groups, self.inner, other.order)
         if [devices.sizes[a] for a in self.order] != [devices.sizes[a] for a in other.order]:
             return None
         new = dict(zip(self.order, other.order, strict=True))
-        return Grouped(groups, tuple(tuple(new[a] for a in axes) for axes in self.inner), other.order)
+        return GroupedTiles(groups, tuple(tuple(new[a] for a in axes) for axes in self.inner), other.order)
 
     @property
     def spec(self) -> Spec:
@@ -351,11 +355,11 @@ def _emptied(dims: Sequence[tuple[str, ...]], which: Sequence[int]) -> Spec:
     return tuple(() if d in which else axes for d, axes in enumerate(dims))
 
 
-def _flat(tile: Tile) -> tuple[str, ...]:
+def _flat(tile: TileAssignment) -> tuple[str, ...]:
     return tuple(a for axes in tile.dims for a in axes)
 
 
-def _new(coarse: Tile, fine: Tile) -> tuple[str, ...]:
+def _new(coarse: TileAssignment, fine: TileAssignment) -> tuple[str, ...]:
     return tuple(a for c, f in zip(coarse.dims, fine.dims, strict=True) for a in f[len(c) :])
 
 

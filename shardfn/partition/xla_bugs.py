@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from shardfn.ir.model import Convolution, Spec, axis_size
 
 
-def is_mistaken(found: Convolution, laid: Sequence[Spec], window: Sequence[int], axes: Mapping[str, int]) -> bool:
+def is_miscompiled(found: Convolution, laid: Sequence[Spec], window: Sequence[int], axes: Mapping[str, int]) -> bool:
     """Whether XLA might compute a convolution, or the gradients of one, wrongly.
 
     Args:
@@ -30,8 +30,8 @@ def is_mistaken(found: Convolution, laid: Sequence[Spec], window: Sequence[int],
       axes: the grid.
 
     >>> plain = Convolution((2, 3), (2, 3), (2, 3), is_dense=True)
-    >>> cut = ((), (), ("a",), ())
-    >>> [is_mistaken(plain, (cut, ((),) * 4, cut), (3, 3), axes) for axes in ({"a": 4}, {"a": 4, "b": 2})]
+    >>> sharded = ((), (), ("a",), ())
+    >>> [is_miscompiled(plain, (sharded, ((),) * 4, sharded), (3, 3), axes) for axes in ({"a": 4}, {"a": 4, "b": 2})]
     [False, True]
     """
     image, kernel, result = laid
@@ -45,9 +45,9 @@ def is_mistaken(found: Convolution, laid: Sequence[Spec], window: Sequence[int],
         alike = all(image[a] == kernel[b] for a, b in zip(found.image, found.kernel, strict=True))
         is_gradient = alike and not any(result[d] for d in found.result)
         return not is_gradient or _axes(kernel) != every
-    cut = [image[a] or result[b] for a, b in zip(found.image, found.result, strict=True)]
-    is_one = sum(map(bool, cut)) == 1 and (found.is_dense or is_pointwise)
-    return any(cut) and (not is_one or _axes(image) != every or bool(_axes(kernel)))
+    sharded = [image[a] or result[b] for a, b in zip(found.image, found.result, strict=True)]
+    is_one = sum(map(bool, sharded)) == 1 and (found.is_dense or is_pointwise)
+    return any(sharded) and (not is_one or _axes(image) != every or bool(_axes(kernel)))
 
 
 def _is_mistaken_in_groups(found: Convolution, laid: Sequence[Spec], axes: Mapping[str, int], every: set[str]) -> bool:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from shardfn.cost.collectives import bytes_sent
-from shardfn.cost.estimate import cost_of
+from shardfn.cost.estimate import estimate_cost
 from shardfn.ir.model import Communication, PartitionedProgram, Spec
 from shardfn.planning.decisions import Decision
 from shardfn.planning.plan import Plan
@@ -182,7 +182,7 @@ def avoided(plan: Plan, study: Study, c: Communication, is_gone: Callable[[Parti
     for d, spec in tries[:most]:
         partitioned = study.partitioned_with(plan, (d.path,), spec)
         if is_gone(partitioned):
-            paid = cost_of(partitioned, plan.hardware, study.question.donated)
+            paid = estimate_cost(partitioned, plan.hardware, study.question.donated)
             if paid.bytes_sent < plan.cost.bytes_sent:
                 found.append((objective(paid, study.question), len(found), d, spec, paid))
     if not found:

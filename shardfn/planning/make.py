@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from shardfn.cost.devices.hardware import Hardware
 from shardfn.cost.estimate import collectives
-from shardfn.cost.schedule import as_run
+from shardfn.cost.schedule import lower_for_backend
 from shardfn.errors import Problem, raise_problems
 from shardfn.frontend.search_options import UNBOUNDED, Wishes
 from shardfn.frontend.strategy import AUTO, Leaf
@@ -133,7 +133,7 @@ def make_plan(
         inputs=decided,
         outputs=results,
         dimension_groups=dimension_groups_of(classes, inputs, outputs, traced, decided),
-        collectives=collectives(partitioned, as_run(partitioned, hardware.chip)),
+        collectives=collectives(partitioned, lower_for_backend(partitioned, hardware.chip)),
         cost=paid,
         policy=answer.policy,
         diagnostics=(),

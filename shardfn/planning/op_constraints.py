@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.meshes import partition_spec
 from shardfn.ir.model import Graph, OpConstraint, Spec
-from shardfn.ir.rewrite import bind_one, equations, rebound
+from shardfn.ir.rewrite import bind_one, equations, rebind
 from shardfn.planning.layout_rules import LayoutFile, printable
 from shardfn.planning.plan import Constraint
 
@@ -187,4 +187,4 @@ def held(
         results = found.results[-len(outs) :]  # an argmax's has the maximum beside the index
         return [layout(x, s) for x, s in zip(outs, results, strict=True)]
 
-    return rebound(function, lambda eqn, number: number in wanted, bind, static_argnums)
+    return rebind(function, lambda eqn, number: number in wanted, bind, static_argnums)

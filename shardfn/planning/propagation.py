@@ -10,7 +10,7 @@ from shardfn.cost.devices.hardware import Hardware
 from shardfn.frontend.trace import Traced
 from shardfn.ir import shardy
 from shardfn.ir.model import Graph, PartitionedProgram, Spec
-from shardfn.partition.partitioner import as_compiled
+from shardfn.partition.partitioner import insert_collectives
 from shardfn.search.problem import NO_RESULT_SPECS, OpConstraints, Partitioner, ResultSpecs
 from shardfn.search.resharding_costs import Axes
 
@@ -27,9 +27,9 @@ class Propagation:
     """Of an open result, by position, the input whose place it can take."""
 
     @functools.cached_property
-    def _ready(self) -> shardy.Ready:
+    def _ready(self) -> shardy.PreparedModule:
         """The module as all flows begin."""
-        return shardy.as_propagated(self.traced.module, self.traced.seen)
+        return shardy.prepare_for_propagation(self.traced.module, self.traced.seen)
 
     def results(self, specs: Sequence[Spec | None]) -> list[Spec | None]:
         """The results' layouts where the arguments lie as `specs` say: as given, or as the input whose place they can take."""
@@ -53,7 +53,7 @@ class Propagation:
         results = [padded(s, graph, v) for s, v in zip(laid, traced.outputs, strict=True)]
         held = {graph.ops[index].site: constraint for index, constraint in constraints.items()}
         partitioned = shardy.propagate(traced.module, axes, spread, tokens + results, held, self._ready)
-        return as_compiled(partitioned, self.hardware.platform, self.hardware.topology)
+        return insert_collectives(partitioned, self.hardware.platform, self.hardware.topology)
 
 
 def kept(propagation: Partitioner) -> Partitioner:

@@ -14,7 +14,7 @@ from shardfn.errors import Problem, StrategyTypeError, a, fail
 from shardfn.frontend.meshes import partition_spec
 from shardfn.frontend.strategy import Leaf, short
 from shardfn.ir.model import Axes
-from shardfn.ir.rewrite import bind_one, equations, rebound
+from shardfn.ir.rewrite import bind_one, equations, rebind
 from shardfn.planning.layout_rules import MAX_REPORTED, LayoutFile, LayoutRule, match_rules, printable, rule_entry
 
 PREFIX = "shardfn:"
@@ -112,4 +112,4 @@ def constrain_tags(
         fine = tuple(tuple(part for axis in dim for part in parts[axis]) for dim in spec)
         return [jax.lax.with_sharding_constraint(out, NamedSharding(mesh, partition_spec(fine)))]
 
-    return functools.wraps(function)(rebound(function, lambda eqn, number: _tag(eqn) in rules, bind, static_argnums))
+    return functools.wraps(function)(rebind(function, lambda eqn, number: _tag(eqn) in rules, bind, static_argnums))

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from shardfn.cost.estimate import cost_of
+from shardfn.cost.estimate import estimate_cost
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.frontend.meshes import partition_spec
 from shardfn.frontend.paths import alike, few, layer, listed, met, normal, starred
@@ -61,7 +61,7 @@ class Study:
         own = Figures.of(plan.cost)
         rated = []
         for spec in others[:most]:
-            paid = cost_of(self.partitioned_with(plan, paths, spec), plan.hardware, self.question.donated)
+            paid = estimate_cost(self.partitioned_with(plan, paths, spec), plan.hardware, self.question.donated)
             figures = Figures.of(paid)
             row = Alternative(strategy_of(spec, plan.axes), spec, figures, figures - own)
             rated.append((objective(paid, self.question), len(rated), row))

@@ -21,10 +21,10 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
-from shardfn.ir.jax_release import IS_BEFORE_12
-from shardfn.ir.model import CHANGES, Graph, Op, PartitionedProgram
-from shardfn.ir.rewrite import bind_one, equations, inner, rebound
-from shardfn.partition.xla_bugs import is_mistaken
+from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
+from shardfn.ir.model import RESHARDING_OPS, Graph, Op, PartitionedProgram
+from shardfn.ir.rewrite import bind_one, equations, inner, rebind
+from shardfn.partition.xla_bugs import is_miscompiled
 
 ADDED_UP = frozenset({"add", "multiply", "minimum", "maximum"})
 """What XLA has all-reduces for; of bools `and` and `or` as well."""
@@ -34,9 +34,11 @@ def share_windows(graph: Graph) -> bool:
     """Whether several ops read one array through the same window, not all of them convolutions, whose padding is zero: XLA may
     give one the padding of another."""
     readers: dict[object, list[str]] = {}
-    for op in graph.ops if IS_BEFORE_12 else ():
+    for op in graph.ops if IS_BEFORE_JAX_0_12 else ():
         if op.name in _PADDED:
-            windows = ((t.dim, t.low, t.extent, t.stride, t.spacing) for t in op.taps if t.operand == 0 and t.over < 0)
+            windows = (
+                (t.dim, t.low, t.extent, t.stride, t.spacing) for t in op.window_dims if t.operand == 0 and t.over < 0
+            )
             window = frozenset(w for w in windows if w[1:] != (0, 1, 1, 1))
             readers.setdefault((op.inputs[0], window), []).append(op.name)
     return any(len(names) > 1 and set(names) != {"convolution"} for names in readers.values())
@@ -48,7 +50,7 @@ def kept_apart(function: Callable[..., Any], static_argnums: tuple[int, ...] = (
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
         return bind_one(eqn, [jax.lax.optimization_barrier(inputs[0]), *inputs[1:]])
 
-    return rebound(function, lambda eqn, number: eqn.primitive.name in _OVER_WINDOWS, bind, static_argnums)
+    return rebind(function, lambda eqn, number: eqn.primitive.name in _OVER_WINDOWS, bind, static_argnums)
 
 
 _PADDED = frozenset({"reduce_window", "pad", "convolution"})
@@ -71,7 +73,7 @@ def wrong_ops(partitioned: PartitionedProgram) -> tuple[Wrong, ...]:
     """The convolutions that XLA might compute wrongly, in value or gradient, transforms that might not run, and reductions that
     do not compile, so laid out."""
     # XLA may leave out the changes of layout around a convolution: judge it by what comes and what is wanted.
-    moves = [(op.inputs[0], op.outputs[0]) for op in partitioned.graph.ops if op.name in CHANGES]
+    moves = [(op.inputs[0], op.outputs[0]) for op in partitioned.graph.ops if op.name in RESHARDING_OPS]
     moved_to: dict[int, int] = {}
     moved_from: dict[int, int] = {}
     for before, after in moves:
@@ -96,7 +98,7 @@ def wrong_ops(partitioned: PartitionedProgram) -> tuple[Wrong, ...]:
         image, kernel = (partitioned.specs[moved_from.get(v, v)] for v in op.inputs[:2])
         result = partitioned.specs[moved_to.get(op.outputs[0], op.outputs[0])]
         window = [partitioned.graph.values[op.inputs[1]].shape[d] for d in op.convolution.kernel]
-        if is_mistaken(op.convolution, (image, kernel, result), window, partitioned.axes):
+        if is_miscompiled(op.convolution, (image, kernel, result), window, partitioned.axes):
             found.setdefault(Wrong(op.where))
     return tuple(found)
 
@@ -112,7 +114,7 @@ def _has_no_all_reduce(op: Op, partitioned: PartitionedProgram) -> bool:
 def _is_wrong_pooling(op: Op, partitioned: PartitionedProgram) -> bool:
     """Whether windows that overlap by half or more run along a cut dim; in doubt, as padding may hide it, they do."""
     operand, source = (partitioned.graph.values[v].shape for v in op.inputs[:2])
-    for tap in op.taps:
+    for tap in op.window_dims:
         overlap = -tap.low
         least_stride = (operand[tap.dim] - overlap) // (source[tap.dim] + 1) + 1
         if overlap >= least_stride and (
@@ -191,7 +193,7 @@ def made_whole(
                  why="its dims are cut, XLA has no way to put such pieces together, and derivative rules of your own hide it",
                  fix="leave the dims that are reduced whole, or reduce by sums, products, minima or maxima")  # fmt: skip
 
-    return rebound(function, wanted, bind, static_argnums, refuse)
+    return rebind(function, wanted, bind, static_argnums, refuse)
 
 
 def _reduced(eqn: Any) -> tuple[int, ...]:

@@ -178,7 +178,7 @@ def _data(plan: Plan, arrivals: Sequence[str]) -> dict[str, Any]:
         ],
         "price": {"flops": cost.flops, "bytes_sent": cost.bytes_sent, "compute_s": cost.compute_s,
                   "communication_s": cost.communication_s, "time_s": cost.time_s,
-                  "unpriced": cost.unpriced},
+                  "unpriced": cost.unmodelled_ops},
         "gap": plan.gap,
         "runner_up": plan.runner_up,
         "constraints": [dataclasses.asdict(c) for c in plan.constraints],

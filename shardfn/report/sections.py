@@ -14,7 +14,7 @@ import numpy as np
 
 from shardfn.compiled.comparison import Comparison, Tally
 from shardfn.cost.devices.hardware import used_here
-from shardfn.cost.estimate import collective_s, sending
+from shardfn.cost.estimate import collective_s, communications_with_bytes
 from shardfn.frontend.paths import alike, few, layer, starred
 from shardfn.ir.model import Collective, Spec
 from shardfn.planning.attribution import causes
@@ -46,7 +46,7 @@ def strides(plan: Plan) -> list[tuple[str, int, int]]:
 def owners(plan: Plan) -> list[list[str]]:
     """For each collective the cuts that it is due to, the largest arrays first: those of arguments that the layouts lead to
     it (`causes`); where nothing does, those over its axes, of the arguments or else of the results."""
-    sent = [c for c, _ in sending(plan.partitioned)]
+    sent = [c for c, _ in communications_with_bytes(plan.partitioned)]
     is_own = len(sent) == len(plan.collectives)
     found = causes(plan.partitioned, len(plan.inputs), sent) if is_own else [()] * len(plan.collectives)
     return [_owners(plan, c, pairs) for c, pairs in zip(plan.collectives, found, strict=True)]
@@ -94,7 +94,7 @@ def _headline(plan: Plan, arrivals: Sequence[str], compared: Comparison | None) 
     yield Text("", tuple(lines))
     diagnostics = [
         *plan.diagnostics,
-        *([f"{_UNPRICED}: {', '.join(cost.unpriced)}"] if cost.unpriced else []),
+        *([f"{_UNPRICED}: {', '.join(cost.unmodelled_ops)}"] if cost.unmodelled_ops else []),
         *arrivals,
     ]
     if diagnostics:

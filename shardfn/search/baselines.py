@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from shardfn.cost.op_kinds import ELEMENTWISE
-from shardfn.ir.model import PRODUCTS, OpConstraint, Spec
+from shardfn.ir.model import CONTRACTIONS, OpConstraint, Spec
 from shardfn.partition.resharding import divisors
 from shardfn.search.filters import keeps_rules
 from shardfn.search.graph_facts import array_bytes
@@ -229,7 +229,7 @@ def _pins(problem: SearchProblem, axes: Axes, cut: Mapping[int, str]) -> OpConst
     return constraints
 
 
-_PINNED = PRODUCTS | {"gather"}
+_PINNED = CONTRACTIONS | {"gather"}
 
 
 def is_optimizer_state(problem: SearchProblem) -> tuple[bool, ...]:

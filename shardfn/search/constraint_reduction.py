@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 from shardfn.ir.correspondence import pairs
-from shardfn.ir.model import Graph, Op, OpConstraint, PartitionedProgram, Rule, Spec
+from shardfn.ir.model import Graph, Op, OpConstraint, PartitionedProgram, ShardingRule, Spec
 from shardfn.search.feasibility import is_infeasible
 from shardfn.search.problem import OpConstraints, SearchCandidate, SearchProblem, objective
 
@@ -60,7 +60,7 @@ def gathers(problem: SearchProblem, best: SearchCandidate) -> bool:
     )
 
 
-def _is_gathered(rule: Rule | None, position: int, lies: Spec, constraint: OpConstraint) -> bool:
+def _is_gathered(rule: ShardingRule | None, position: int, lies: Spec, constraint: OpConstraint) -> bool:
     """Whether a cut of an operand is neither read so, nor summed over, nor found in a result."""
     laid = constraint.operands[position]
     if laid is not None:

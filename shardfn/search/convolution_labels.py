@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardfn.ir.model import Convolution
-from shardfn.partition.xla_bugs import is_mistaken
+from shardfn.partition.xla_bugs import is_miscompiled
 from shardfn.search.resharding_costs import Array, spec_of_label
 
 
@@ -27,4 +27,4 @@ def computed_correctly(
     window = [shapes[1][d] for d in convolution.kernel]
     rows = zip(*(layouts.tolist() for layouts in laid), strict=True)
     specs = ([spec_of_label(one, len(s), names) for one, s in zip(row, shapes, strict=True)] for row in rows)
-    return np.array([not is_mistaken(convolution, three, window, axes) for three in specs])
+    return np.array([not is_miscompiled(convolution, three, window, axes) for three in specs])

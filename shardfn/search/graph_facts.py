@@ -6,15 +6,15 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from shardfn.cost.backends.tpu import looked_up, scattered_to
+from shardfn.cost.backends.tpu import gathered_arguments, scattered_values
 from shardfn.cost.compute import matrix_flops, op_flops
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion import fuse
-from shardfn.cost.memory.live_ranges import Place, lives
-from shardfn.cost.schedule import merged, scheduled
-from shardfn.ir.model import PRODUCTS, Graph, PartitionedProgram, Value, dtype_bits, trips_of
-from shardfn.partition.combine_reductions import added_together
-from shardfn.partition.loop_reductions import accumulated
+from shardfn.cost.memory.live_ranges import LiveBuffer, live_buffers
+from shardfn.cost.schedule import combine_collectives, schedule_ops
+from shardfn.ir.model import CONTRACTIONS, Graph, PartitionedProgram, Value, dtype_bits, trips_of
+from shardfn.partition.combine_reductions import combined_matmul_counts
+from shardfn.partition.loop_reductions import loop_accumulations
 from shardfn.search.kernel_costs import KernelShare, kernel_shares
 
 SLICED = "dynamic_slice"
@@ -49,7 +49,7 @@ class GraphFacts:
     """When each op runs."""
     kernels: tuple[KernelShare, ...]
     """Of each op, where it is computed."""
-    places: tuple[Place, ...]
+    places: tuple[LiveBuffer, ...]
     flops: float
     """Of one call, unsharded."""
     matrix_flops: float
@@ -84,8 +84,8 @@ def facts_of(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) ->
     platform's scheduler where that depends on no layout (on CPU), else as they stand."""
     platform = chip.platform
     whole = PartitionedProgram(graph, tuple(((),) * len(v.shape) for v in graph.values), {}, (), platform)
-    order = merged(whole)
-    order, fusion = scheduled(order) if platform == "cpu" else (order, fuse(order.partitioned))
+    order = combine_collectives(whole)
+    order, fusion = schedule_ops(order) if platform == "cpu" else (order, fuse(order.partitioned))
     turn = {id(op): n for n, op in enumerate(order.partitioned.graph.ops)}
     runs = tuple(turn[id(op)] for op in graph.ops)
     every = kernel_shares(order.partitioned, fusion, chip)
@@ -97,7 +97,7 @@ def facts_of(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) ->
             readers[value] = readers.get(value, 0) + (op.name != SLICED)
             first, last = read.get(value, (runs[index], runs[index]))
             read[value] = min(first, runs[index]), max(last, runs[index])
-    temporaries, results = lives(order, fusion)
+    temporaries, results = live_buffers(order, fusion)
     given = [array_bytes(graph.values[v]) for v in donated]
     kept = []
     for place in results:
@@ -106,9 +106,9 @@ def facts_of(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) ->
         else:
             kept.append(place)
     trips, last = tuple(trips_of(graph)), _last(graph)
-    together = added_together(graph) if platform != "cpu" else {}
+    together = combined_matmul_counts(graph) if platform != "cpu" else {}
     flops = tuple([op_flops(whole, op) for op in graph.ops])
-    rows = scattered_to(graph) if platform == "tpu" else frozenset[int]()
+    rows = scattered_values(graph) if platform == "tpu" else frozenset[int]()
     return GraphFacts(
         trips,
         readers,
@@ -124,7 +124,7 @@ def facts_of(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) ->
         _kinds(graph, kernels, last, rows, together),
         loop_carries(graph, trips),
         rows,
-        looked_up(graph) if platform == "tpu" else frozenset(),
+        gathered_arguments(graph) if platform == "tpu" else frozenset(),
         _sums(graph) if platform != "cpu" else {},
         _gathers(graph, trips) if platform != "cpu" else None,
         together,
@@ -133,7 +133,7 @@ def facts_of(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) ->
 
 def _sums(graph: Graph) -> dict[int, int]:
     made = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
-    return {made[a.value]: graph.ops[a.loop].trips for a in accumulated(graph)}
+    return {made[a.value]: graph.ops[a.loop].trips for a in loop_accumulations(graph)}
 
 
 def _gathers(graph: Graph, trips: Sequence[int]) -> dict[int, int]:
@@ -156,8 +156,8 @@ def _kinds(
     found = []
     for index, op in enumerate(graph.ops):
         every = (*op.inputs, *op.outputs)
-        key = (op.name, id(op.rule), index in last, op.reduced, op.taps, len(op.inputs), kernels[index], together.get(index),
-               *((values[v].shape, values[v].dtype, v in rows) for v in every))  # fmt: skip
+        key = (op.name, id(op.rule), index in last, op.reduced, op.window_dims, len(op.inputs), kernels[index],
+               together.get(index), *((values[v].shape, values[v].dtype, v in rows) for v in every))  # fmt: skip
         found.append(numbers.setdefault(key, len(numbers)))
     return tuple(found)
 
@@ -169,7 +169,7 @@ def _last(graph: Graph) -> frozenset[int]:
         op = graph.ops[index]
         if leads.isdisjoint(op.outputs):
             found.add(index)
-        if op.name in PRODUCTS or not leads.isdisjoint(op.outputs):
+        if op.name in CONTRACTIONS or not leads.isdisjoint(op.outputs):
             leads.update(op.inputs)
     return frozenset(found)
 

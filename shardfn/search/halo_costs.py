@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardfn.ir.model import Graph, Op
-from shardfn.ir.windows import reach
+from shardfn.ir.windows import halo_extent
 from shardfn.search.resharding_costs import Array, MeshModel, pieces
 
 
@@ -27,7 +27,7 @@ def halo_cost(
     sent, seconds = np.zeros(len(wanted[0])), np.zeros(len(wanted[0]))
     rates = [link.exchange_bytes_s for link in grid.links]
     latencies = [link.latency_s for link in grid.links]
-    for tap in op.taps:
+    for tap in op.window_dims:
         of_kernel = tap.over >= 0
         other = graph.values[op.inputs[tap.over] if of_kernel else op.outputs[0]].shape
         along = wanted[tap.operand] == tap.dim
@@ -36,7 +36,7 @@ def halo_cost(
         size = graph.values[op.inputs[tap.operand]].shape[tap.dim]
         for n in np.unique(count[alike & along.any(axis=1)]).tolist():
             rows = -(-size // int(n))
-            before, after = reach(size, other[tap.out_dim], int(n), tap)
+            before, after = halo_extent(size, other[tap.out_dim], int(n), tap)
             if not before + after or before + after >= (n - 1) * rows:
                 continue
             here = alike & (count == n)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from shardfn.cost.compute import is_priced, once, reads
+from shardfn.cost.compute import has_own_time, once, reads
 from shardfn.cost.devices.chips import Chip
-from shardfn.cost.fusion_walk import Fusion
-from shardfn.ir.model import PRODUCTS, PartitionedProgram
+from shardfn.cost.fusion_walk import FusionPlan
+from shardfn.ir.model import CONTRACTIONS, PartitionedProgram
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class KernelShare:
     """Whether the bytes of its results do."""
 
 
-def kernel_shares(partitioned: PartitionedProgram, fusion: Fusion, chip: Chip) -> list[KernelShare]:
+def kernel_shares(partitioned: PartitionedProgram, fusion: FusionPlan, chip: Chip) -> list[KernelShare]:
     """Where each op of a flow is computed, and what of it counts there on a chip.
 
     Args:
@@ -40,13 +40,13 @@ def kernel_shares(partitioned: PartitionedProgram, fusion: Fusion, chip: Chip) -
     of = {id(op): n for n, op in enumerate(ops)}
     computes, taken, written = [0] * len(ops), [[0] * len(op.inputs) for op in ops], [False] * len(ops)
     for at, (op, inner) in enumerate(zip(ops, fusion.inside, strict=True)):
-        if inner is None or not is_priced(op):
+        if inner is None or not has_own_time(op):
             continue
         _, size, seconds = once(partitioned, at, chip, fusion)
         is_slow = size < seconds * chip.memory_bytes_s  # to compute
-        written[at] = not is_slow or op.name in PRODUCTS
+        written[at] = not is_slow or op.name in CONTRACTIONS
         for n in (*inner, at):
-            computes[n] += is_slow or ops[n].name in PRODUCTS
+            computes[n] += is_slow or ops[n].name in CONTRACTIONS
         for _, step, position in reads(partitioned, op, inner, fusion).values():
-            taken[of[id(step)]][position] += not is_slow or step.name in PRODUCTS
+            taken[of[id(step)]][position] += not is_slow or step.name in CONTRACTIONS
     return [KernelShare(*each) for each in zip(computes, map(tuple, taken), written, strict=True)]

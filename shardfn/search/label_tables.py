@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from shardfn.cost.backends.tpu import LANES, LARGEST_ROWS
+from shardfn.cost.backends.tpu import LANES, MAX_ROW_MAJOR_BYTES
 from shardfn.cost.compute import rate
-from shardfn.cost.memory.live_ranges import Place
+from shardfn.cost.memory.live_ranges import LiveBuffer
 from shardfn.cost.op_kinds import TAKES, UPDATES
-from shardfn.ir.model import PRODUCTS, Graph, Op, Rule, Spec
+from shardfn.ir.model import CONTRACTIONS, Graph, Op, ShardingRule, Spec
 from shardfn.search import op_labels
 from shardfn.search.convolution_labels import computed_correctly
 from shardfn.search.graph_facts import SLICED, GraphFacts
@@ -216,7 +216,7 @@ class _Builder:
         cuts = np.where(layouts == len(shape) - 1, self.sizes, 1).prod(axis=1)
         columns = shape[-1] / cuts if shape else np.full(len(layouts), float(LANES))
         grown = np.ceil(columns / LANES) * LANES / columns
-        return np.where(self.facts.bytes[value] / self.ways(layouts) * grown <= LARGEST_ROWS, grown, 1.0)
+        return np.where(self.facts.bytes[value] / self.ways(layouts) * grown <= MAX_ROW_MAJOR_BYTES, grown, 1.0)
 
     def stored(self, value: int, layouts: Array) -> Array:
         """Bytes of a value on one device, as it lies in memory."""
@@ -265,7 +265,7 @@ class _Builder:
 
     # ---- ops
 
-    def factor_pairs(self, rule: Rule) -> tuple[tuple[tuple[tuple[int, int], ...], ...], ...]:
+    def factor_pairs(self, rule: ShardingRule) -> tuple[tuple[tuple[tuple[int, int], ...], ...], ...]:
         found = self.pairs.get(id(rule))
         if found is None:
             found = self.pairs[id(rule)] = (
@@ -274,7 +274,7 @@ class _Builder:
             )
         return found
 
-    def leader(self, op: Op, rule: Rule) -> int | None:
+    def leader(self, op: Op, rule: ShardingRule) -> int | None:
         """The operand that an op follows: it holds every factor of the result, and is made last."""
         if op.reduced or rule.reduction or len(op.outputs) != 1:
             return None
@@ -336,7 +336,7 @@ class _Builder:
         at = self.facts.runs[index]
         for value, wanted in zip(op.inputs, piece.wanted, strict=True):
             self.need(value, wanted, node, op.trips, op.name == SLICED)
-            if op.name in PRODUCTS and value >= len(self.graph.inputs):
+            if op.name in CONTRACTIONS and value >= len(self.graph.inputs):
                 self.copied(value, (node, wanted), 2 * at, 2 * at + 1)
         if piece.partial is not None:
             self.copies.append(UsageInterval(node, 2 * at, 2 * at + 1, piece.partial))
@@ -347,7 +347,7 @@ class _Builder:
             self.depth |= dict.fromkeys(op.outputs, depth)
         self.reads[index] = node, piece.wanted
 
-    def view(self, rule: Rule) -> Array:
+    def view(self, rule: ShardingRule) -> Array:
         """From the dims of a broadcast's result to those of its operand."""
         table = self.broadcasts.get(id(rule))
         if table is not None:
@@ -361,14 +361,14 @@ class _Builder:
                     break
         return table
 
-    def piece(self, index: int, op: Op, rule: Rule, work: Array, out: Array, is_last: bool) -> _Piece:
+    def piece(self, index: int, op: Op, rule: ShardingRule, work: Array, out: Array, is_last: bool) -> _Piece:
         key = (self.facts.kinds[index], is_last, id(work), id(out))
         found = self.pieces.get(key)
         if found is None:
             found = self.pieces[key] = self.worked_out(index, rule, work, out, is_last)
         return found
 
-    def worked_out(self, index: int, rule: Rule, work: Array, out: Array, is_last: bool) -> _Piece:
+    def worked_out(self, index: int, rule: ShardingRule, work: Array, out: Array, is_last: bool) -> _Piece:
         op, grid, full = self.graph.ops[index], self.grid, self.facts.bytes
         operands, results = self.factor_pairs(rule)
         wanted = tuple(self.one(op_labels.dims_of(work, pairs, len(rule.sizes))) for pairs in operands)
@@ -388,14 +388,14 @@ class _Builder:
                 whole = more if whole is None else whole + more
             parts_of = self.facts.together.get(index, 1)
             sent, sent_s = sent / parts_of, sent_s / parts_of
-        if op.taps:
+        if op.window_dims:
             local = [full[v] / self.ways(w) for v, w in zip(op.inputs, wanted, strict=True)]
             parts = halo_cost(op, self.graph, wanted, made, local, grid)
             sent, sent_s = sent + parts[0], sent_s + parts[1]
         computing_s = self.facts.kernels[index].computes * flops / rate(self.graph, op, grid.chip)
         moving_s = moved / grid.chip.memory_bytes_s
-        compute_s = np.maximum(computing_s, moving_s) if op.name in PRODUCTS else computing_s + moving_s
-        of_products = flops if op.name in PRODUCTS else np.zeros(len(work))
+        compute_s = np.maximum(computing_s, moving_s) if op.name in CONTRACTIONS else computing_s + moving_s
+        of_products = flops if op.name in CONTRACTIONS else np.zeros(len(work))
         return _Piece(wanted, made, np.array([flops, of_products, compute_s, sent, sent_s]), whole)
 
     def work(self, index: int, work: Array, wanted: Sequence[Array], made: Sequence[Array]) -> tuple[Array, Array]:
@@ -420,7 +420,7 @@ class _Builder:
 
 def _multiplied(graph: Graph) -> frozenset[int]:
     """The `f32` values that products read."""
-    read = {v for op in graph.ops if op.name in PRODUCTS for v in op.inputs}
+    read = {v for op in graph.ops if op.name in CONTRACTIONS for v in op.inputs}
     return frozenset(v for v in read if graph.values[v].dtype == "f32")
 
 
@@ -484,7 +484,7 @@ def _convolutions(builder: _Builder) -> Iterator[tuple[int, Array]]:
             yield node, computed_correctly(op.convolution, shapes, laid, builder.grid.sizes)
 
 
-def _holders(builder: _Builder, places: Sequence[Place]) -> tuple[UsageInterval, ...]:
+def _holders(builder: _Builder, places: Sequence[LiveBuffer]) -> tuple[UsageInterval, ...]:
     full = builder.facts.bytes
     total: dict[tuple[int, int, int], Array] = {}
     for place in places:

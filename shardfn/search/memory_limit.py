@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
-from shardfn.cost.memory.live_ranges import Memory, at_peak
+from shardfn.cost.memory.live_ranges import MemoryEstimate, at_peak
 from shardfn.errors import StrategyError, fail
 from shardfn.ir.model import Op
 from shardfn.search.feasibility import is_infeasible
@@ -25,11 +25,11 @@ ERROR = 0.25
 """Of the peak: how far what XLA makes is from the prediction in 94 of the 97 of `benchmarks/truth.py` (docs/cost-model.md)."""
 
 
-def near_limit_note(memory: Memory, limit: float) -> list[str]:
+def near_limit_note(memory: MemoryEstimate, limit: float) -> list[str]:
     """What there is to say of a plan that keeps a limit by less than the model's error. Arguments and results are exact:
     only what is in between can be wrong.
 
-    >>> near_limit_note(Memory(600, 100, 200), 1e6), len(near_limit_note(Memory(600, 100, 200), 1000))
+    >>> near_limit_note(MemoryEstimate(600, 100, 200), 1e6), len(near_limit_note(MemoryEstimate(600, 100, 200), 1000))
     ([], 1)
     """
     if not memory.peak <= limit < memory.peak + min(memory.temporaries, ERROR * memory.peak):

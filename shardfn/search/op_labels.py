@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from shardfn.ir.model import Rule
+from shardfn.ir.model import ShardingRule
 
 Array = np.ndarray
 MOST_LABELS = 256
@@ -50,7 +50,9 @@ def value_labels(shape: tuple[int, ...], axes: tuple[int, ...], row: Sequence[in
     return np.array(_fewer(found), np.int16).reshape(-1, len(axes))
 
 
-def op_codes(rule: Rule, axes: tuple[int, ...], scattered: int, row: Sequence[int] | np.ndarray | None = None) -> Array:
+def op_codes(
+    rule: ShardingRule, axes: tuple[int, ...], scattered: int, row: Sequence[int] | np.ndarray | None = None
+) -> Array:
     """The labels of an op by its rule, [labels, axes], as `decoded` reads them; -1 cuts nothing.
 
     Sums may be left in pieces along the `scattered` largest factors of the result; `row` as in `value_labels`.
@@ -132,7 +134,7 @@ def dims_of(factors: Array, pairs: Sequence[tuple[int, int]], count: int) -> Arr
     return table[factors]
 
 
-def factors_of(layouts: Array, pairs: Sequence[tuple[int, int]], rule: Rule, axes: tuple[int, ...]) -> Array:
+def factors_of(layouts: Array, pairs: Sequence[tuple[int, int]], rule: ShardingRule, axes: tuple[int, ...]) -> Array:
     """Layouts of an operand as the factors that are cut; what the op cannot keep cut is -1."""
     table = np.full(NOWHERE + 2, -1, np.int16)
     for factor, dim in pairs:

@@ -69,7 +69,7 @@ def add_up(
       cut_last: [labels], where of these everyone keeps all of it until the last axis is added up.
     """
     left = np.array(local_bytes, float)
-    if grid.sums_whole:
+    if grid.never_scatters_over:
         cut_after = cut_after | scattered[:, np.array(grid.sizes) > 1].all(axis=1)
     sent, seconds = np.zeros_like(left), np.zeros_like(left)
     for mask, rate, kind in ((scattered, 1.0 + cut_after, "reduce-scatter"), (reduced, 2.0, "all-reduce")):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypedDict, Unpack
 
 from shardfn.cost.devices.hardware import Hardware
-from shardfn.cost.estimate import Cost, cost_of
+from shardfn.cost.estimate import Cost, estimate_cost
 from shardfn.ir.dimension_groups import dimension_groups
 from shardfn.ir.model import Graph, OpConstraint, PartitionedProgram, Spec
 from shardfn.search.effort import SearchEffort, search_effort
@@ -145,7 +145,7 @@ class SearchProblem:
         """What a full choice costs, by its flow."""
         key = axes, specs, tuple(constraints.items()), tuple(sorted(result_specs.items()))
         if key not in self.memo.costs:
-            self.memo.costs[key] = cost_of(
+            self.memo.costs[key] = estimate_cost(
                 self.partition(axes, specs, constraints, result_specs), self.hardware, self.donated
             )
         return self.memo.costs[key]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from shardfn.ir.correspondence import pairs
-from shardfn.ir.model import PRODUCTS, OpConstraint, Spec
+from shardfn.ir.model import CONTRACTIONS, OpConstraint, Spec
 from shardfn.search import baselines
 from shardfn.search.baselines import batch_arguments
 from shardfn.search.problem import SearchCandidate, SearchProblem, objective
@@ -81,7 +81,7 @@ def follow_products(problem: SearchProblem, made: SearchCandidate, laid: Callabl
 
 LINE = "what no product reads in line with what products make"
 
-MAKERS = PRODUCTS | {"gather", "scatter"}
+MAKERS = CONTRACTIONS | {"gather", "scatter"}
 """Products and look-ups: what their results lie like is a decision, which sums and elementwise ops follow."""
 
 

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from shardfn.cost.devices.hardware import Chip, Hardware, Link, links
-from shardfn.cost.schedule import most_merged
+from shardfn.cost.schedule import max_combined_bytes
 from shardfn.ir.model import Axes, OpConstraint, Spec
-from shardfn.partition.libtpu import sums_whole
+from shardfn.partition.libtpu import never_scatters_over
 from shardfn.partition.resharding import flat, primes
-from shardfn.partition.tile_assignment import Devices
+from shardfn.partition.tile_assignment import DeviceGroup
 
 Array = np.ndarray
 
@@ -27,8 +27,8 @@ class MeshModel:
     """The axes that labels speak of, one link each, and the chip that prices the work.
 
     `scatters` says whether the compiler makes reduce-scatters; XLA on CPU keeps an all-reduce and a slice. `narrows`:
-    whether `f32` is gathered for a product as `bf16`, in which the product reads it. `sums_whole`: whether a sum over all
-    axes is an all-reduce all the same (`graph.libtpu.sums_whole`).
+    whether `f32` is gathered for a matmul as `bf16`, in which the matmul reads it. `never_scatters_over`: whether a sum over all
+    axes is an all-reduce all the same (`libtpu.never_scatters_over`).
     """
 
     axes: Axes
@@ -36,13 +36,13 @@ class MeshModel:
     chip: Chip
     scatters: bool = True
     narrows: bool = False
-    sums_whole: bool = False
+    never_scatters_over: bool = False
 
     @classmethod
     def on(cls, hardware: Hardware, axes: Axes) -> MeshModel:
         """The grid of these axes on the hardware."""
         platform, on_tpu = hardware.platform, hardware.platform == "tpu"
-        whole = on_tpu and sums_whole(hardware.topology)
+        whole = on_tpu and never_scatters_over(hardware.topology)
         return cls(axes, links(hardware, axes), hardware.chip, platform != "cpu", on_tpu, whole)
 
     @property
@@ -53,7 +53,7 @@ class MeshModel:
     @property
     def merges(self) -> Mapping[str, float]:
         """Kinds of collectives of which the compiler makes one of several, and of how many bytes that is at most."""
-        return most_merged(self.chip.platform)
+        return max_combined_bytes(self.chip.platform)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -162,12 +162,12 @@ def _moved(code: tuple[int, ...], grid: MeshModel) -> tuple[float, float, float,
 
 
 @functools.lru_cache
-def _parts(sizes: tuple[int, ...]) -> tuple[tuple[tuple[str, ...], ...], dict[str, int], Devices]:
+def _parts(sizes: tuple[int, ...]) -> tuple[tuple[tuple[str, ...], ...], dict[str, int], DeviceGroup]:
     """The names of the prime parts of each axis, the axis of each, and the devices of a grid of them all."""
     parts = [[(f"{axis}:{at}", n) for at, n in enumerate(primes(size))] for axis, size in enumerate(sizes)]
     names = tuple(tuple(name for name, _ in row) for row in parts)
     axis_of = {name: axis for axis, row in enumerate(names) for name in row}
-    return names, axis_of, Devices({name: n for row in parts for name, n in row})
+    return names, axis_of, DeviceGroup({name: n for row in parts for name, n in row})
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -188,7 +188,7 @@ def _path(
 
     now, to = (devices.tile(laid(row)) for row in (digits[: len(sizes)], digits[len(sizes) :]))
     here, found = now.dims, []
-    for step in devices.road(now, to):
+    for step in devices.path(now, to):
         if step.kind:
             taken: dict[int, int] = {}
             for name in step.axes:

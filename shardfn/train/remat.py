@@ -23,7 +23,7 @@ from shardfn.errors import Problem, StrategyError, a, fail, raise_problems
 from shardfn.frontend.callee import Callee, describe
 from shardfn.frontend.paths import met, unmet
 from shardfn.frontend.strategy import shape_of, short
-from shardfn.ir.rewrite import bind_one, equations, inner, rebound
+from shardfn.ir.rewrite import bind_one, equations, inner, rebind
 from shardfn.planning.op_constraints import anchors
 
 COMMUNICATED = "shardfn.communicated"
@@ -310,7 +310,7 @@ def _named(
         def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
             return [checkpoint_name(y, names[number]) for y in bind_one(eqn, inputs)]
 
-        return rebound(pure, lambda eqn, number: number in names, bind)(*arrays) if names else pure(*arrays)
+        return rebind(pure, lambda eqn, number: number in names, bind)(*arrays) if names else pure(*arrays)
 
     return run
 

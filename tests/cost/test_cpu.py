@@ -12,7 +12,7 @@ from shardfn.compiled import executable
 from shardfn.cost.backends.cpu import on_cpu
 from shardfn.cost.compute import op_flops
 from shardfn.cost.fusion import fuse
-from shardfn.cost.schedule import merged
+from shardfn.cost.schedule import combine_collectives
 from tests.test_dots import STEP, drawn
 from tests.test_dots import step as mlp_step
 
@@ -212,7 +212,7 @@ def test_sums_are_merged_until_one_needs_another():
     """The two gradients' are one, though the products on the way to them are added up over other axes."""
     plan, real = both(mlp_step, STEP, ((2, 1), (1, 2), (4, 2)))
     assert plan.cost.memory.temporaries == pytest.approx(real.temp_bytes, rel=0.01)
-    groups = merged(plan.partitioned).groups
+    groups = combine_collectives(plan.partitioned).groups
     assert len({*groups.values()}) == sum(c.kind == "all-reduce" for c in real.collectives) < len(groups)
 
 

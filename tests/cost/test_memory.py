@@ -80,7 +80,7 @@ def test_what_is_held_at_the_peak_makes_it_up(fn, args, donated, device):
     assert sum(size for _, size in held) == memory(partitioned, donated, chip).peak
 
 
-def looked_up(tables, index, w):
+def gathered_arguments(tables, index, w):
     """A step on two tables of which rows are looked up: their gradients start as zeros as large as the tables."""
     grads = jax.grad(lambda ts: jnp.mean(jnp.square(sum(t[index] for t in ts) @ w)))(tables)
     return [t - 0.1 * g for t, g in zip(tables, grads, strict=True)]
@@ -89,7 +89,7 @@ def looked_up(tables, index, w):
 def test_what_reads_nothing_is_there_from_the_start():
     """XLA's CPU backend runs what is ready first: the zeros that a gradient is added to wait for it from the start."""
     args = [array(8192, 64), array(4096, 64)], array(4096, dtype=jnp.int32), array(64, 64)
-    predicted, real = both(looked_up, args, ([(8, 1)] * 2, (8,), (1, 1)), donate_argnums=(0,))
+    predicted, real = both(gathered_arguments, args, ([(8, 1)] * 2, (8,), (1, 1)), donate_argnums=(0,))
     assert predicted.temporaries == pytest.approx(real.temp_bytes, rel=0.01), (predicted, real)
 
 

@@ -10,11 +10,11 @@ import pytest
 import shardfn
 from examples.models import abstract, mlp
 from shardfn.compiled import executable
-from shardfn.cost.backends.tpu import Claim, granted, rows_bytes, stretches
+from shardfn.cost.backends.tpu import FastMemoryRequest, assign_fast_memory, residency_intervals, row_major_bytes
 from shardfn.cost.devices.chips import CHIPS
 from shardfn.cost.fusion import fuse
 from shardfn.cost.memory.live_ranges import memory
-from shardfn.cost.schedule import early, merged
+from shardfn.cost.schedule import combine_collectives, schedule_for_memory
 from shardfn.partition.tpu_padding import tiled_bytes
 
 from .programs import WEIGHTS, X, array, step
@@ -43,20 +43,25 @@ def test_tiles(shape, bits, laid_out):
 
 
 def test_rows_are_padded_to_the_lanes():
-    assert rows_bytes((65536, 64), 32) == 2 * 65536 * 64 * 4
-    assert rows_bytes((100, 256), 32) == 100 * 256 * 4
+    assert row_major_bytes((65536, 64), 32) == 2 * 65536 * 64 * 4
+    assert row_major_bytes((100, 256), 32) == 100 * 256 * 4
 
 
 def test_who_gains_most_has_its_place():
-    claims = [Claim(0, 9, 60, 1), Claim(3, 4, 60, 2), Claim(5, 9, 40, 0), Claim(0, 1, 101, 9)]
-    assert granted(claims, 100) == [False, True, True, False]
-    assert granted(claims, 170) == [True, True, True, True]
-    assert granted([], 1) == []
+    claims = [
+        FastMemoryRequest(0, 9, 60, 1),
+        FastMemoryRequest(3, 4, 60, 2),
+        FastMemoryRequest(5, 9, 40, 0),
+        FastMemoryRequest(0, 1, 101, 9),
+    ]
+    assert assign_fast_memory(claims, 100) == [False, True, True, False]
+    assert assign_fast_memory(claims, 170) == [True, True, True, True]
+    assert assign_fast_memory([], 1) == []
 
 
 def test_accesses_far_apart_are_stretches_of_their_own():
-    assert stretches([], 1.0) == [(0, 0)]
-    assert stretches([0.5, 3.0, 0.5], 1.0) == [(0, 1), (2, 3)]
+    assert residency_intervals([], 1.0) == [(0, 0)]
+    assert residency_intervals([0.5, 3.0, 0.5], 1.0) == [(0, 1), (2, 3)]
 
 
 def partitioned(fn, *args, entries, device=V5E, **options):
@@ -82,7 +87,9 @@ def test_products_compute_their_operands_and_are_computed_in_what_reads_them():
 
 def test_what_products_alone_read_is_kept_as_bf16():
     def bytes_of(fn, device=V5E):
-        order, fusion = early(merged(partitioned(fn, WEIGHTS, X, entries=DATA, device=device)))
+        order, fusion = schedule_for_memory(
+            combine_collectives(partitioned(fn, WEIGHTS, X, entries=DATA, device=device))
+        )
         return [order.partitioned.local_bytes(v) for v in fusion.narrow]
 
     def once(w, x):
@@ -104,7 +111,7 @@ def test_all_reduces_merge_up_to_120_mib():
 
     def groups(rows):
         laid = partitioned(grads, [array(rows, 1024)] * 4, array(64, rows), entries=([(1, 1)] * 4, (8, 1)))
-        return len(set(merged(laid).groups.values()))
+        return len(set(combine_collectives(laid).groups.values()))
 
     assert (groups(1024), groups(16 * 1024), groups(64 * 1024)) == (1, 4, 4)
     assert groups(12 * 1024) == 2  # 48 MiB each

@@ -31,7 +31,7 @@ def pooled(x, k):
 def test_borders_cost_what_flows_send_for_them(function, row):
     problem = shardfn.plan(function, IMAGES, KERNEL, device="h100:16")._study.question
     axes, whole = (("a", 8), ("b", 2)), np.full((1, 2), -1)
-    index, op = next((i, op) for i, op in enumerate(problem.graph.ops) if op.taps)
+    index, op = next((i, op) for i, op in enumerate(problem.graph.ops) if op.window_dims)
     images = np.array([row])
     full = [float(math.prod(problem.graph.values[v].shape)) * 4 for v in op.inputs]
     local = [full[0] / pieces(images, (8, 2)), *(np.array([size]) for size in full[1:])]

@@ -13,7 +13,7 @@ import pytest
 
 import shardfn
 from examples.models import abstract, mlp
-from shardfn.cost.memory.live_ranges import Memory
+from shardfn.cost.memory.live_ranges import MemoryEstimate
 from shardfn.errors import Problem, ShardError, StrategyError
 from shardfn.frontend.byte_sizes import bytes_of
 from shardfn.report.report import strategies_text
@@ -215,7 +215,7 @@ def test_what_only_a_limit_finds_is_named_if_it_is_found_again(monkeypatch):
         return found
 
     def problem(level, limit) -> Any:
-        cost = lambda axes, specs, constraints: SimpleNamespace(memory=Memory(constraints[0], 0, 0))  # noqa: E731
+        cost = lambda axes, specs, constraints: SimpleNamespace(memory=MemoryEstimate(constraints[0], 0, 0))  # noqa: E731
         return Asked(level, limit, cost)
 
     never = search_that(lambda p: 100 if p.level == 1 else 80 if p.memory_limit < 80 else 300)

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shardfn.cost.devices.hardware import CHIPS
-from shardfn.partition.resharding import primes, steps
+from shardfn.partition.resharding import primes, resharding_steps
 from shardfn.search import resharding_costs
 from shardfn.search.resharding_costs import MeshModel, change
 
@@ -32,7 +32,7 @@ def test_it_takes_the_road_that_shardy_and_xla_take(move):
         tuple(tuple(name for axis, at in enumerate(row) if at == dim for name in parts[axis]) for dim in range(5))
         for row in rows
     )
-    road = [step for step in steps(before, after, of) if step.kind]
+    road = [step for step in resharding_steps(before, after, of) if step.kind]
     found = resharding_costs._path((*rows[0], *rows[1]), sizes)
     assert [kind for kind, *_ in found] == [step.kind for step in road]
     for (_, taken, _), step in zip(found, road, strict=True):

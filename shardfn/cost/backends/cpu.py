@@ -11,9 +11,19 @@ import math
 from collections.abc import Sequence
 
 from shardfn.cost.op_kinds import ELEMENTWISE
-from shardfn.ir.jax_release import IS_BEFORE_12
-from shardfn.ir.model import PRODUCTS, Convolution, Dims, Graph, Op, PartitionedProgram, Rule, Spec, Value
-from shardfn.ir.windows import reach
+from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
+from shardfn.ir.model import (
+    CONTRACTIONS,
+    Convolution,
+    DimFactors,
+    Graph,
+    Op,
+    PartitionedProgram,
+    ShardingRule,
+    Spec,
+    Value,
+)
+from shardfn.ir.windows import halo_extent
 
 
 def on_cpu(partitioned: PartitionedProgram) -> PartitionedProgram:
@@ -33,7 +43,7 @@ def is_flattened(partitioned: PartitionedProgram, op: Op, operand: int) -> bool:
     return sum(n > 1 for n in partitioned.local_shape(operand)) > batch + 2
 
 
-_HALF = frozenset({"bf16", "f16"} if IS_BEFORE_12 else ())
+_HALF = frozenset({"bf16", "f16"} if IS_BEFORE_JAX_0_12 else ())
 """Types that products do not read and make as they are. From JAX 0.12 on most do: those with a transposed right operand do not,
 which is left out."""
 
@@ -86,7 +96,7 @@ class _Backend:
                 op = self.negated(op)
             elif op.name == "reduce_window":
                 op = self.summed_up(op)
-            if op.name in PRODUCTS:
+            if op.name in CONTRACTIONS:
                 op = self.widened(op)
             elif op.name == "all_gather":
                 self.gathered(op)
@@ -154,14 +164,14 @@ class _Backend:
         """Running sums, products and maxima along more than 16 elements: those of 16 at a time, then those of what each of
         these gives, and so on; put together at the end."""
         shape = self.given.local_shape(op.outputs[0])
-        long = [tap for tap in op.taps if tap.extent > 1]
+        long = [window for window in op.window_dims if window.extent > 1]
         if len(op.outputs) != 1 or len(long) != 1 or self.given.local_shape(op.inputs[0]) != shape:
             return op
-        (tap,) = long
-        size = shape[tap.dim]
-        if tap.extent != size or size <= _AT_ONCE or tap.stride != 1 or tap.low not in (0, 1 - size):
+        (window,) = long
+        size = shape[window.dim]
+        if window.extent != size or size <= _AT_ONCE or window.stride != 1 or window.low not in (0, 1 - size):
             return op
-        v, steps, d = op.inputs[0], [], tap.dim
+        v, steps, d = op.inputs[0], [], window.dim
         form, spec = self.values[op.outputs[0]], self.specs[op.outputs[0]]
         while True:
             groups = (-(-size // _AT_ONCE), _AT_ONCE) if size > _AT_ONCE else (1, size + 1)
@@ -246,13 +256,13 @@ class _Backend:
     def with_edges(self, op: Op) -> int:
         """The image of a convolution with the rows that come from neighbours: put together in a place of its own."""
         image, form = op.inputs[0], self.values[op.inputs[0]]
-        pieces, shape, grown = self.given.shards(image), list(form.shape), False
-        for tap in op.taps:
-            other = op.outputs[0] if tap.over < 0 else op.inputs[tap.over]
-            n, size = pieces[tap.dim], form.shape[tap.dim]
-            if n > 1 and self.given.shards(other)[tap.out_dim] == n and shape[tap.dim] == size:
-                before, after = reach(size, self.values[other].shape[tap.out_dim], n, tap)
-                shape[tap.dim] = (-(-size // n) + before + after) * n
+        shards, shape, grown = self.given.shards(image), list(form.shape), False
+        for window in op.window_dims:
+            other = op.outputs[0] if window.over < 0 else op.inputs[window.over]
+            n, size = shards[window.dim], form.shape[window.dim]
+            if n > 1 and self.given.shards(other)[window.out_dim] == n and shape[window.dim] == size:
+                before, after = halo_extent(size, self.values[other].shape[window.out_dim], n, window)
+                shape[window.dim] = (-(-size // n) + before + after) * n
                 grown = grown or before + after > 0
         if not grown:
             return image
@@ -275,10 +285,10 @@ class _Backend:
                 self.ops.append(op.of((v,), (whole,)))
             else:
                 turned = self.made("copy", v, v, (-1,), op)
-                pieces = self.like(result, tuple(spec))
+                shards = self.like(result, tuple(spec))
                 whole = result if is_last else self.like(result, tuple(spec))
-                self.ops.append(op.of((turned,), (pieces,)))
-                self.ops.append(Op("copy", (pieces,), (whole,), None, op.trips, op.where))
+                self.ops.append(op.of((turned,), (shards,)))
+                self.ops.append(Op("copy", (shards,), (whole,), None, op.trips, op.where))
             v = whole
         if not changed:
             self.ops.append(op)
@@ -299,7 +309,7 @@ class _Backend:
 
 
 @functools.lru_cache(1 << 12)
-def turned(rule: Rule, side: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+def turned(rule: ShardingRule, side: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The order of dims in which XLA's CPU backend copies an operand of a product; nothing where it is read as it lies.
 
     It reads [batch, free, summed] and [batch, summed, free]. Where one dim is free and one summed, and none is of
@@ -310,7 +320,7 @@ def turned(rule: Rule, side: int, shape: tuple[int, ...]) -> tuple[int, ...]:
       side: 0 for the left operand, 1 for the right one.
       shape: of the piece on one device.
 
-    >>> step = Rule((((0,), (1,), (2,)), ((0,), (1,), (3,))), (((2,), (3,)),), (8, 4, 16, 32), frozenset({0, 1}))
+    >>> step = ShardingRule((((0,), (1,), (2,)), ((0,), (1,), (3,))), (((2,), (3,)),), (8, 4, 16, 32), frozenset({0, 1}))
     >>> turned(step, 0, (8, 4, 16)), turned(step, 1, (8, 4, 32))
     ((2, 0, 1), ())
     """
@@ -342,7 +352,9 @@ def _moves(order: Sequence[int], shape: Sequence[int]) -> bool:
     return long != sorted(long)
 
 
-def _ordered(own: Dims, others: tuple[Dims, Dims], space: Sequence[int], is_kernel: bool = False) -> tuple[int, ...]:
+def _ordered(
+    own: DimFactors, others: tuple[DimFactors, DimFactors], space: Sequence[int], is_kernel: bool = False
+) -> tuple[int, ...]:
     """The dims of a part of a convolution in the order wanted: what it has in common with the first of `others`, then space,
     then what it has in common with the second; a kernel's space comes first. Nothing where that is not known."""
     rest = [d for d in range(len(own)) if d not in space]
@@ -353,7 +365,7 @@ def _ordered(own: Dims, others: tuple[Dims, Dims], space: Sequence[int], is_kern
     return (*space, first, last) if is_kernel else (first, *space, last)
 
 
-def is_swap(turn: Op, product: Op, dims: Dims | None) -> bool:
+def is_swap(turn: Op, product: Op, dims: DimFactors | None) -> bool:
     """Whether a transpose swaps the two dims of a product's operand or result, `dims`, that are no batch dims, and these stand
     first: the product does that itself."""
     if turn.rule is None or product.rule is None or dims is None:
@@ -364,7 +376,7 @@ def is_swap(turn: Op, product: Op, dims: Dims | None) -> bool:
     return len(before) == batch + 2 and after == (*before[:batch], before[-1], before[-2])
 
 
-def _roles(own: Dims, other: Dims, result: Dims) -> list[int]:
+def _roles(own: DimFactors, other: DimFactors, result: DimFactors) -> list[int]:
     """Of each dim of an operand of a product: 0 where the other one and the result have it too, 1 for the result, 2 for the
     other one."""
     there, made = ({f for dim in dims for f in dim} for dims in (other, result))

@@ -7,9 +7,9 @@ import math
 from collections.abc import Collection, Sequence
 
 from shardfn.cost.backends.cpu_library import library_calls
-from shardfn.cost.fusion_walk import MOST, SPREADS, Fuser, Fusion
+from shardfn.cost.fusion_walk import MOST, SPREADS, Fuser, FusionPlan
 from shardfn.cost.op_kinds import COSTLY, ELEMENTWISE, VIEWS, is_view
-from shardfn.ir.model import PRODUCTS, Graph, Op, PartitionedProgram
+from shardfn.ir.model import CONTRACTIONS, Graph, Op, PartitionedProgram
 
 _ONCE = (COSTLY | {"gather"}) - {"sine", "cosine", "tan", "popcnt"}
 """Ops that XLA's CPU backend does not compute anew for each reader: measured on JAX 0.10.2 with two readers that are one each."""
@@ -31,7 +31,7 @@ _AT_ROOT = frozenset({-1})
 """What reads where the op that others are computed inside writes."""
 
 
-class OnCpu(Fuser):
+class CpuFuser(Fuser):
     """Fuses one graph as on a CPU."""
 
     def __init__(self, partitioned: PartitionedProgram):
@@ -66,7 +66,7 @@ class OnCpu(Fuser):
         if op.name in SPREADS or (i in self.later and self.repeats(op.outputs[0])):
             self.repeated.add(i)
 
-    def as_settled(self) -> Fusion:
+    def as_settled(self) -> FusionPlan:
         """What each op reads from memory and computes inside, now that it is decided where each is computed."""
         self.seen_through()
         return super().as_settled()
@@ -86,7 +86,7 @@ class OnCpu(Fuser):
         memory, others may still compute anew."""
         if is_view(self.partitioned, op):
             return self.written_through(op, readers, homes)
-        if op.name in VIEWS or op.name in PRODUCTS:
+        if op.name in VIEWS or op.name in CONTRACTIONS:
             return None
         value, users = op.outputs[0], self.final_users(readers)
         spreads = op.name == "broadcast_in_dim"  # the library does so itself

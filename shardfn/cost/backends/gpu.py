@@ -12,7 +12,7 @@ from shardfn.cost.local_sizes import sized
 from shardfn.ir.model import Op, PartitionedProgram, Value, dtype_bits, is_gpu
 
 
-def parts(batch: int, rows: int, columns: int, summed: int, coarseness: int = 2) -> int:
+def split_k(batch: int, rows: int, columns: int, summed: int, coarseness: int = 2) -> int:
     """In how many parts XLA makes a product whose result is too small to fill a GPU: each sums a part of what is summed, and
     what reads the product adds them up.
 
@@ -27,7 +27,7 @@ def parts(batch: int, rows: int, columns: int, summed: int, coarseness: int = 2)
       summed: elements that each element of the result is a sum over.
       coarseness: of the chip; a larger one makes fewer parts (`COARSENESS`).
 
-    >>> parts(1, 128, 256, 1024), parts(1, 1024, 1024, 1024), parts(16, 64, 64, 32), parts(0, 64, 64, 32)
+    >>> split_k(1, 128, 256, 1024), split_k(1, 1024, 1024, 1024), split_k(16, 64, 64, 32), split_k(0, 64, 64, 32)
     (16, 1, 1, 1)
     """
     work = batch * rows * columns * summed
@@ -65,7 +65,7 @@ def on_gpu(partitioned: PartitionedProgram, chip: Chip | None = None) -> Partiti
             continue
         batch, rows, columns, summed = counts
         (result,) = op.outputs
-        made = parts(
+        made = split_k(
             batch, max(rows, beside[1, op.inputs[1]]), max(columns, beside[0, op.inputs[0]]), summed, coarseness
         )
         if made == 1:

@@ -7,18 +7,18 @@ from collections.abc import Collection, Sequence
 
 from shardfn.cost.fusion_walk import Fuser
 from shardfn.cost.op_kinds import ELEMENTWISE, is_view
-from shardfn.ir.model import PRODUCTS, Op
+from shardfn.ir.model import CONTRACTIONS, Op
 
-_READ_INSIDE = PRODUCTS | {"reduce"}
-_WRITES_NARROW = ELEMENTWISE | PRODUCTS
+_READ_INSIDE = CONTRACTIONS | {"reduce"}
+_WRITES_NARROW = ELEMENTWISE | CONTRACTIONS
 
 
-class OnTpu(Fuser):
+class TpuFuser(Fuser):
     """Fuses one graph as on a TPU."""
 
     def where(self, op: Op, readers: Sequence[int], homes: tuple[int, ...]) -> tuple[int, ...] | None:
         """`computed_in`, of an op of one result that `readers` need, which are computed in `homes`."""
-        if op.name in PRODUCTS:
+        if op.name in CONTRACTIONS:
             return homes if len(homes) == 1 and self.can_finish(self.graph.ops[homes[0]]) else None
         return super().where(op, readers, homes)
 
@@ -39,7 +39,7 @@ class OnTpu(Fuser):
                 continue
             if self.graph.values[op.outputs[0]].dtype == "f32":
                 names = self.final_readers(op.outputs[0])
-                if names & PRODUCTS and names <= PRODUCTS | {"reduce"}:
+                if names & CONTRACTIONS and names <= CONTRACTIONS | {"reduce"}:
                     found.add(op.outputs[0])
         return frozenset(found) | self.narrow_stacks()
 
@@ -59,7 +59,7 @@ class OnTpu(Fuser):
                 if not stacks or self.graph.values[result].dtype != "f32" or result in self.held:
                     continue
                 names = self.final_readers(result, ("dynamic_slice",))
-                if names and names <= PRODUCTS:
+                if names and names <= CONTRACTIONS:
                     found.update((start, back, result, *tied.get(start, ())))
         return found
 

@@ -25,7 +25,7 @@ class Link:
     """The same for all-to-all and collective-permute, which reach beyond the neighbours."""
 
     def seconds(self, kind: str, sent: float) -> float:
-        """Seconds of one collective of a kind (`cost.collectives.KINDS`) in which one device sends `sent` bytes."""
+        """Seconds of one collective of a kind (`cost.collectives.COLLECTIVE_KINDS`) in which one device sends `sent` bytes."""
         rate = self.exchange_bytes_s if kind in ("all-to-all", "collective-permute") else self.bytes_s
         return sent / rate + self.latency_s
 

@@ -17,20 +17,28 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from shardfn.cost.backends.tpu import AHEAD, STAYS, Claim, granted, looked_up, rows_bytes, stretches
+from shardfn.cost.backends.tpu import (
+    MAX_STAY_RATIO,
+    PREFETCH_RATIO,
+    FastMemoryRequest,
+    assign_fast_memory,
+    gathered_arguments,
+    residency_intervals,
+    row_major_bytes,
+)
 from shardfn.cost.collectives import bytes_sent
 from shardfn.cost.compute import once
 from shardfn.cost.devices.chips import Chip
-from shardfn.cost.fusion_walk import Fusion
-from shardfn.cost.memory.loops import Loops, keeps_places, kept_apart, loops_of, stay_through
+from shardfn.cost.fusion_walk import FusionPlan
+from shardfn.cost.memory.loops import LoopCarries, keeps_places, kept_apart, loop_carries, stay_through
 from shardfn.cost.op_kinds import ELEMENTWISE, UPDATES, is_view
-from shardfn.cost.schedule import Order, as_run, scheduled
+from shardfn.cost.schedule import Schedule, lower_for_backend, schedule_ops
 from shardfn.ir.model import Graph, Op, PartitionedProgram, dtype_bits
 from shardfn.partition.tpu_padding import tiled_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Bytes on one device."""
 
     arguments: int
@@ -47,7 +55,7 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class LiveBuffer:
     """A stretch of memory in the closed interval `[start, end]`, two ticks for each op: what lies there, and bytes."""
 
     values: tuple[int, ...]
@@ -58,14 +66,14 @@ class Place:
     """The end in the place of a result, where that is earlier: what is made there may be written over what dies."""
 
 
-class Room(NamedTuple):
+class ReusableBuffer(NamedTuple):
     """A place that temporaries may lie in too: bytes, and the closed intervals in which it is taken."""
 
     bytes: int
     busy: list[tuple[int, int]]
 
 
-def memory(partitioned: PartitionedProgram, donated: Collection[int] = (), chip: Chip | None = None) -> Memory:
+def memory(partitioned: PartitionedProgram, donated: Collection[int] = (), chip: Chip | None = None) -> MemoryEstimate:
     """Memory of one call on one device.
 
     Args:
@@ -73,24 +81,26 @@ def memory(partitioned: PartitionedProgram, donated: Collection[int] = (), chip:
       donated: positions of arguments whose memory results of equal size take over.
       chip: what it runs on; what lies in the memory inside it (`Chip.fast_bytes`) all its life takes no other.
     """
-    order, fusion = scheduled(as_run(partitioned, chip))
+    order, fusion = schedule_ops(lower_for_backend(partitioned, chip))
     return memory_of(order, fusion, donated, chip)
 
 
-def memory_of(order: Order, fusion: Fusion, donated: Collection[int] = (), chip: Chip | None = None) -> Memory:
+def memory_of(
+    order: Schedule, fusion: FusionPlan, donated: Collection[int] = (), chip: Chip | None = None
+) -> MemoryEstimate:
     """`memory`, where the order and what is fused in it are known already."""
     laid = _laid(order, fusion, donated, chip)
     taken = sum(size for _, size in laid.donated)
-    return Memory(sum(laid.arguments), sum(laid.results), _most(laid.places)[0], taken)
+    return MemoryEstimate(sum(laid.arguments), sum(laid.results), _most(laid.places)[0], taken)
 
 
 def at_peak(
     partitioned: PartitionedProgram, donated: Collection[int] = (), chip: Chip | None = None
 ) -> tuple[PartitionedProgram, list[tuple[tuple[int, ...], int]]]:
-    """What `Memory.peak` is made of: the flow as XLA runs it, and what is in memory in it, each as values that lie in one place
+    """What `MemoryEstimate.peak` is made of: the program as XLA runs it, and its live buffers: values in one place
     (none of a copy that XLA makes) with bytes: arguments, results but those in the place of donated arguments, and temporaries
     that are alive when the most are."""
-    order, fusion = scheduled(as_run(partitioned, chip))
+    order, fusion = schedule_ops(lower_for_backend(partitioned, chip))
     laid, graph = _laid(order, fusion, donated, chip), order.partitioned.graph
     tick = _most(laid.places)[1]
     apart = collections.Counter(graph.outputs) - collections.Counter(v for v, _ in laid.donated)
@@ -107,17 +117,17 @@ class _Laid(NamedTuple):
     arguments: list[int]
     results: list[int]
     donated: list[tuple[int, int]]
-    places: list[Place]
+    places: list[LiveBuffer]
 
 
-def _laid(order: Order, fusion: Fusion, donated: Collection[int], chip: Chip | None) -> _Laid:
+def _laid(order: Schedule, fusion: FusionPlan, donated: Collection[int], chip: Chip | None) -> _Laid:
     partitioned, graph = order.partitioned, order.partitioned.graph
-    places, results = lives(order, fusion)
+    places, results = live_buffers(order, fusion)
     size = functools.partial(_tiled, partitioned) if partitioned.platform == "tpu" else partitioned.local_bytes
     arguments = [size(v) for v in graph.inputs]
     place_of = {v: place for place in results for v in place.values}
     free = {id(place): place for place in results}
-    pairs: list[tuple[int, Place]] = []
+    pairs: list[tuple[int, LiveBuffer]] = []
     taken: list[tuple[int, int]] = []
     given: dict[int, collections.deque[int]] = {}
     for i in sorted(donated):
@@ -127,7 +137,7 @@ def _laid(order: Order, fusion: Fusion, donated: Collection[int], chip: Chip | N
         if place is not None and id(place) in free and given.get(full := max(size(v), place.bytes)):
             taken.append((v, full))
             pairs.append((given[full].popleft(), free.pop(id(place))))
-    rooms = [Room(place.bytes, [(place.start, place.end)]) for place in free.values()]
+    rooms = [ReusableBuffer(place.bytes, [(place.start, place.end)]) for place in free.values()]
     if partitioned.platform == "cpu" and pairs:
         copies, vacated = _saved(order, fusion, pairs)
         places, rooms = [*places, *copies], [*rooms, *vacated]
@@ -136,10 +146,12 @@ def _laid(order: Order, fusion: Fusion, donated: Collection[int], chip: Chip | N
     return _Laid(arguments, [size(v) for v in graph.outputs], taken, _outside(left, rooms))
 
 
-def _saved(order: Order, fusion: Fusion, pairs: Sequence[tuple[int, Place]]) -> tuple[list[Place], list[Room]]:
+def _saved(
+    order: Schedule, fusion: FusionPlan, pairs: Sequence[tuple[int, LiveBuffer]]
+) -> tuple[list[LiveBuffer], list[ReusableBuffer]]:
     """Copies of donated arguments that an op reads of which the result in their place does not depend: XLA makes them at the
     start, as it does so before it orders the ops. Also gives those places, which are free from then until the result is made."""
-    spans = loops_of(order.partitioned.graph, fusion, order.bodies).spans
+    spans = loop_carries(order.partitioned.graph, fusion, order.bodies).spans
     inside = {i: last for last, first in sorted(spans.items()) for i in range(first, last)}
     first_of = {i: first for i, (first, _) in order.together().items()}
     readers: dict[int, list[int]] = {v: [] for v, _ in pairs}
@@ -163,8 +175,8 @@ def _saved(order: Order, fusion: Fusion, pairs: Sequence[tuple[int, Place]]) -> 
         if made is None or not readers[v]:
             continue
         if not all(needs[made] >> inside.get(i, first_of.get(i, i)) & 1 for i in readers[v]):
-            copies.append(Place((), 0, 2 * max(readers[v]), place.bytes))
-            vacated.append(Room(place.bytes, [(0, 0), (place.start, place.end)]))
+            copies.append(LiveBuffer((), 0, 2 * max(readers[v]), place.bytes))
+            vacated.append(ReusableBuffer(place.bytes, [(0, 0), (place.start, place.end)]))
     return copies, vacated
 
 
@@ -172,40 +184,40 @@ def _tiled(partitioned: PartitionedProgram, value: int) -> int:
     return tiled_bytes(partitioned.local_shape(value), dtype_bits(partitioned.graph.values[value].dtype))
 
 
-def _turned_tables(partitioned: PartitionedProgram, fusion: Fusion) -> list[Place]:
+def _turned_tables(partitioned: PartitionedProgram, fusion: FusionPlan) -> list[LiveBuffer]:
     """On a TPU, copies of arguments that are looked up in, where a row is no multiple of the lanes: kept to their last reader."""
     if partitioned.platform != "tpu":
         return []
     found = []
-    for v in looked_up(partitioned.graph):
+    for v in gathered_arguments(partitioned.graph):
         at = [i for i, reads in enumerate(fusion.reads) if v in reads]
-        size = rows_bytes(partitioned.local_shape(v), dtype_bits(partitioned.graph.values[v].dtype))
+        size = row_major_bytes(partitioned.local_shape(v), dtype_bits(partitioned.graph.values[v].dtype))
         if at and size > _tiled(partitioned, v):
-            found.append(Place((), 2 * at[0], 2 * at[-1], size))
+            found.append(LiveBuffer((), 2 * at[0], 2 * at[-1], size))
     return found
 
 
 def _outside_fast(
-    order: Order, fusion: Fusion, places: Sequence[Place], donated: Collection[int], chip: Chip
-) -> list[Place]:
+    order: Schedule, fusion: FusionPlan, places: Sequence[LiveBuffer], donated: Collection[int], chip: Chip
+) -> list[LiveBuffer]:
     """The places that the memory inside the chip has no room for, or not for all of their life.
 
-    An array stays there from one access to the next, unless this takes too long (`cost.tpu.STAYS`).
+    An array stays there from one access to the next, unless this takes too long (`cost.tpu.MAX_STAY_RATIO`).
     Arguments are fetched there for their readers too; of those that are not given away, the one that is read most has its
     place before all others, until its last reader.
     """
     partitioned, graph = order.partitioned, order.partitioned.graph
     accesses = _accesses(order, fusion)
     clock, gains = _clock(order, fusion, chip)
-    longest = STAYS * chip.fast_bytes / chip.memory_bytes_s
+    longest = MAX_STAY_RATIO * chip.fast_bytes / chip.memory_bytes_s
     claims, whole = [], []
     for place in places:
         met = sorted({i for v in place.values for i in accesses.get(v, ())})
         least = min((graph.ops[i].trips for i in met), default=1)
-        parts = stretches([gap / least for gap in _gaps(clock, met)], longest)
+        parts = residency_intervals([gap / least for gap in _gaps(clock, met)], longest)
         whole.append(len(parts) <= 1)
         gain = sum(graph.ops[i].trips for i in met if gains[i])
-        claims.append(Claim(max(0, place.start - 1), place.end, place.bytes if whole[-1] else 0, gain))
+        claims.append(FastMemoryRequest(max(0, place.start - 1), place.end, place.bytes if whole[-1] else 0, gain))
     inputs = {v: accesses[v] for v in graph.inputs if v in accesses}
     given = {graph.inputs[i] for i in donated}
     kept = [v for v in inputs if v not in given and partitioned.local_bytes(v) <= chip.fast_bytes]
@@ -213,13 +225,15 @@ def _outside_fast(
     for v, met in inputs.items():
         size = partitioned.local_bytes(v)
         if v == ahead:
-            claims.append(Claim(0, 2 * met[-1], size, math.inf))
+            claims.append(FastMemoryRequest(0, 2 * met[-1], size, math.inf))
             continue
         gain = sum(gains[i] for i in met)
-        for first, last in stretches(_gaps(clock, met), longest):
-            fetched = bisect.bisect_right(clock, clock[max(0, met[first] - 1)] - AHEAD * size / chip.memory_bytes_s)
-            claims.append(Claim(2 * min(fetched, met[first]), 2 * met[last], size, gain))
-    has = granted(claims, chip.fast_bytes)
+        for first, last in residency_intervals(_gaps(clock, met), longest):
+            fetched = bisect.bisect_right(
+                clock, clock[max(0, met[first] - 1)] - PREFETCH_RATIO * size / chip.memory_bytes_s
+            )
+            claims.append(FastMemoryRequest(2 * min(fetched, met[first]), 2 * met[last], size, gain))
+    has = assign_fast_memory(claims, chip.fast_bytes)
     return [place for place, inside, got in zip(places, whole, has, strict=False) if not (inside and got)]
 
 
@@ -228,7 +242,7 @@ def _gaps(clock: Sequence[float], met: Sequence[int]) -> list[float]:
     return [max(0.0, clock[b - 1] - clock[a]) for a, b in itertools.pairwise(met)]
 
 
-def _accesses(order: Order, fusion: Fusion) -> dict[int, list[int]]:
+def _accesses(order: Schedule, fusion: FusionPlan) -> dict[int, list[int]]:
     """For each stored value the ops that make it or read it, in their order."""
     found: dict[int, list[int]] = {}
     for i, op in enumerate(order.partitioned.graph.ops):
@@ -237,7 +251,7 @@ def _accesses(order: Order, fusion: Fusion) -> dict[int, list[int]]:
     return found
 
 
-def _clock(order: Order, fusion: Fusion, chip: Chip) -> tuple[list[float], list[bool]]:
+def _clock(order: Schedule, fusion: FusionPlan, chip: Chip) -> tuple[list[float], list[bool]]:
     """When each op is done, in seconds from the start, and whether its time is that of memory; a collective takes its bytes
     over one link."""
     partitioned = order.partitioned
@@ -255,14 +269,14 @@ def _clock(order: Order, fusion: Fusion, chip: Chip) -> tuple[list[float], list[
     return clock, gains
 
 
-def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
+def live_buffers(order: Schedule, fusion: FusionPlan) -> tuple[list[LiveBuffer], list[LiveBuffer]]:
     """Places of temporaries, and of results: when each is in use."""
     partitioned, graph = order.partitioned, order.partitioned.graph
     together = order.together()
-    loops = loops_of(graph, fusion, order.bodies)
+    loops = loop_carries(graph, fusion, order.bodies)
     start: dict[int, int] = {}
     end: dict[int, int] = {}
-    copies: list[Place] = []
+    copies: list[LiveBuffer] = []
     for i, op in enumerate(graph.ops):
         if i in fusion.dead:
             continue
@@ -288,7 +302,9 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
     for v, first in loops.entered.items():
         start[v] = 2 * first
     apart = kept_apart(partitioned, fusion, loops, start, end) if partitioned.platform == "cpu" else {}
-    copies += [Place((), 2 * loops.entered[v], until, partitioned.local_bytes(v)) for v, (until, _) in apart.items()]
+    copies += [
+        LiveBuffer((), 2 * loops.entered[v], until, partitioned.local_bytes(v)) for v, (until, _) in apart.items()
+    ]
     stay_through(start, end, [(2 * first, 2 * last) for last, first in loops.spans.items()], loops.entered)
     last_read = {i: 2 * last for i, (_, last) in together.items()}
     bound = _bound(partitioned, fusion, loops, end) if partitioned.platform == "cpu" else frozenset()
@@ -306,7 +322,7 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
             continue
         is_result = not outputs.isdisjoint(members)
         until = last if is_result else max(end.get(v, start[v]) for v in members)
-        place = Place(members, min(start[v] for v in members), until, max(map(partitioned.local_bytes, members)))
+        place = LiveBuffer(members, min(start[v] for v in members), until, max(map(partitioned.local_bytes, members)))
         if (
             not is_result
             and (len(members) == 1 or chained.issuperset(members))
@@ -321,7 +337,7 @@ def lives(order: Order, fusion: Fusion) -> tuple[list[Place], list[Place]]:
     return temporaries, results
 
 
-def _chosen(partitioned: PartitionedProgram, i: int, op: Op, at: int) -> list[Place]:
+def _chosen(partitioned: PartitionedProgram, i: int, op: Op, at: int) -> list[LiveBuffer]:
     """What the gradient of a max pool needs on CPU beside operands and results.
 
     As soon as the image is there, at tick `at`, indices of every element, made at the start, give those of the largest, to
@@ -329,13 +345,13 @@ def _chosen(partitioned: PartitionedProgram, i: int, op: Op, at: int) -> list[Pl
     """
     image, pooled = (math.prod(partitioned.local_shape(v)) for v in op.inputs[:2])
     rank = len(partitioned.local_shape(op.inputs[0]))
-    every, largest = Place((), 0, at, 4 * rank * image), Place((), at, at + 1, 4 * (rank + 1) * pooled)
-    return [every, largest, Place((), at + 1, 2 * i, 4 * rank * pooled)]
+    every, largest = LiveBuffer((), 0, at, 4 * rank * image), LiveBuffer((), at, at + 1, 4 * (rank + 1) * pooled)
+    return [every, largest, LiveBuffer((), at + 1, 2 * i, 4 * rank * pooled)]
 
 
 def _in_place(
     partitioned: PartitionedProgram,
-    fusion: Fusion,
+    fusion: FusionPlan,
     start: dict[int, int],
     end: dict[int, int],
     last_read: Mapping[int, int],
@@ -372,7 +388,7 @@ def _in_place(
 
 
 def _updated(
-    graph: Graph, fusion: Fusion, start: Mapping[int, int], end: Mapping[int, int], last_read: Mapping[int, int]
+    graph: Graph, fusion: FusionPlan, start: Mapping[int, int], end: Mapping[int, int], last_read: Mapping[int, int]
 ) -> list[tuple[int, int]]:
     """What updates make, each with what that is written into: temporaries that nothing reads any more."""
     apart, found = {*graph.inputs, *graph.outputs}, []
@@ -389,7 +405,9 @@ def _updated(
 _WRITES_OVER = (ELEMENTWISE - {"copy"}).union(UPDATES)
 
 
-def _bound(partitioned: PartitionedProgram, fusion: Fusion, loops: Loops, end: Mapping[int, int]) -> frozenset[int]:
+def _bound(
+    partitioned: PartitionedProgram, fusion: FusionPlan, loops: LoopCarries, end: Mapping[int, int]
+) -> frozenset[int]:
     """Values that XLA's CPU backend puts in one place with others before it looks what may be written over: what an update is
     made in with what it makes, and what goes into a loop, goes round in it and comes out."""
     found: set[int] = set()
@@ -403,7 +421,7 @@ def _bound(partitioned: PartitionedProgram, fusion: Fusion, loops: Loops, end: M
     return frozenset(found)
 
 
-def _shown(partitioned: PartitionedProgram, fusion: Fusion) -> list[tuple[int, int]]:
+def _shown(partitioned: PartitionedProgram, fusion: FusionPlan) -> list[tuple[int, int]]:
     """Results that are views of what was computed, each with that."""
     held, inputs = set(partitioned.graph.outputs), set(partitioned.graph.inputs)
     found: dict[int, int] = {}
@@ -416,7 +434,7 @@ def _shown(partitioned: PartitionedProgram, fusion: Fusion) -> list[tuple[int, i
 
 
 def _colocated(
-    graph: Graph, loops: Loops, shown: Iterable[tuple[int, int]], start: dict[int, int], end: dict[int, int]
+    graph: Graph, loops: LoopCarries, shown: Iterable[tuple[int, int]], start: dict[int, int], end: dict[int, int]
 ) -> Iterable[tuple[int, ...]]:
     """Values that lie in one place: what goes into a loop, goes round in it and comes out; a result and what it shows."""
     parent: dict[int, int] = {}
@@ -450,7 +468,7 @@ _TRIED = 128
 """Places of results that are looked at for a temporary."""
 
 
-def _outside(places: Iterable[Place], rooms: Iterable[Room]) -> list[Place]:
+def _outside(places: Iterable[LiveBuffer], rooms: Iterable[ReusableBuffer]) -> list[LiveBuffer]:
     """The places that do not fit into those of results while these are not in use: largest first, as XLA assigns."""
     rooms = sorted(rooms, key=lambda room: room.bytes)
     sizes = [room.bytes for room in rooms]
@@ -467,7 +485,7 @@ def _outside(places: Iterable[Place], rooms: Iterable[Room]) -> list[Place]:
     return left
 
 
-def _most(places: Iterable[Place]) -> tuple[int, int]:
+def _most(places: Iterable[LiveBuffer]) -> tuple[int, int]:
     """The most bytes that are alive at once, and a tick at which they are."""
     change: dict[int, int] = {}
     for place in places:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from shardfn.cost.fusion_walk import Fusion
+from shardfn.cost.fusion_walk import FusionPlan
 from shardfn.cost.op_kinds import ELEMENTWISE, UPDATES, is_view
 from shardfn.ir.model import Graph, PartitionedProgram
 
 
 @dataclasses.dataclass(frozen=True)
-class Loops:
+class LoopCarries:
     """The loops of a graph in the order in which it runs."""
 
     spans: dict[int, int]
@@ -24,8 +24,8 @@ class Loops:
     """A loop's result -> what goes in and comes out as it is."""
 
 
-def loops_of(graph: Graph, fusion: Fusion, bodies: Mapping[int, int]) -> Loops:
-    """The loops whose results are needed; `bodies` says how many ops stand in the body of each (`cost.schedule.Order`)."""
+def loop_carries(graph: Graph, fusion: FusionPlan, bodies: Mapping[int, int]) -> LoopCarries:
+    """The loops whose results are needed; `bodies` says how many ops stand in the body of each (`cost.schedule.Schedule`)."""
     made = set(graph.inputs).union(*(op.outputs for op in graph.ops))
     inside: dict[int, list[int]] = {}
     for a, b in graph.ties:
@@ -48,11 +48,15 @@ def loops_of(graph: Graph, fusion: Fusion, bodies: Mapping[int, int]) -> Loops:
             if seen:
                 entered[seen[0]] = first
                 carried.append((operand, seen[0], back, result))
-    return Loops(spans, entered, tuple(carried), unchanged)
+    return LoopCarries(spans, entered, tuple(carried), unchanged)
 
 
 def kept_apart(
-    partitioned: PartitionedProgram, fusion: Fusion, loops: Loops, start: Mapping[int, int], end: dict[int, int]
+    partitioned: PartitionedProgram,
+    fusion: FusionPlan,
+    loops: LoopCarries,
+    start: Mapping[int, int],
+    end: dict[int, int],
 ) -> dict[int, tuple[int, int]]:
     """What a loop carries that an op in its body reads on which the next value does not depend: XLA copies it at the start of
     the body, before it orders the ops. Its place is free from then until the next value is written there.
@@ -82,7 +86,7 @@ def kept_apart(
     return found
 
 
-def keeps_places(partitioned: PartitionedProgram, fusion: Fusion, made: int, value: int) -> bool:
+def keeps_places(partitioned: PartitionedProgram, fusion: FusionPlan, made: int, value: int) -> bool:
     """Whether op `made`, with what is computed inside it, reads each element of a value only where it writes its own."""
     graph = partitioned.graph
     if graph.ops[made].name in UPDATES:

@@ -14,7 +14,7 @@ from jax.stages import Lowered
 
 from shardfn.compiled.conditionals import Branched, in_branches
 from shardfn.errors import Problem, raise_problems
-from shardfn.ir.rewrite import line_of
+from shardfn.ir.rewrite import equation_line
 from shardfn.train.flat_jaxpr import FlatEquation
 from shardfn.train.pipelines.stages import EQUATION_SCOPE, Stage
 
@@ -51,7 +51,7 @@ def _problem(one: Branched, stage: Stage, sharded: Mapping[int, str]) -> Problem
     op = stage.equations[int(number[1])] if number else None
     paths = [sharded[leaf] for leaf in (stage.leaves if op is None else _sources(op, stage)) if leaf in sharded]
     names = ", ".join(f"`{path}`" for path in paths[:4]) + (", ..." if len(paths) > 4 else "")
-    line = line_of(op.eqn) if op else ""
+    line = equation_line(op.eqn) if op else ""
     what = f"`{op.eqn.primitive.name}`{f' at {line}' if line else ''}" if op else "an unknown op"
     return Problem(
         f"pipeline stage {one.branch} would wait for devices of other stages forever",

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from shardfn.errors import Problem
 from shardfn.frontend.paths import met, unmet
 from shardfn.frontend.strategy import short
-from shardfn.ir.rewrite import bind_one, equations, inner, rebound
+from shardfn.ir.rewrite import bind_one, equations, inner, rebind
 
 
 def sharded_dims(
@@ -96,7 +96,7 @@ def bind_unsharded(eqn: Any, inputs: Sequence[Any], shards: int) -> list[Any]:
         return [_unsharded(x, dims) for x, dims in zip(bind_one(one, given), after, strict=True)]
 
     if not wanted(eqn, 0) and any(wanted(one, 0) for jaxpr in inner(eqn) for _, one, _ in equations(jaxpr)):
-        return rebound(lambda *given: bind_one(eqn, given), wanted, bind)(*inputs)
+        return rebind(lambda *given: bind_one(eqn, given), wanted, bind)(*inputs)
     return bind(eqn, list(inputs))
 
 

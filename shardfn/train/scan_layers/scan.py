@@ -24,7 +24,7 @@ from jax.extend import core
 from shardfn.errors import Problem, raise_problems
 from shardfn.frontend.paths import join, tidy
 from shardfn.frontend.strategy import short
-from shardfn.ir.rewrite import bind_one, line_of
+from shardfn.ir.rewrite import bind_one, equation_line
 from shardfn.train.scan_layers.blocks import Program, Run, Step, program, runs, tokens
 
 DEFAULT_LIMIT = 1000
@@ -421,7 +421,7 @@ def _difference(made: Program, root: str, paths: Sequence[str]) -> str:
 
 def _said(step: Step) -> str:
     made = f"{step.eqn.primitive.name} {', '.join(v.aval.str_short() for v in step.eqn.outvars)}"
-    line = line_of(step.eqn)
+    line = equation_line(step.eqn)
     return f"{made} ({line})" if line else made
 
 
