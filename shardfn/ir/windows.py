@@ -22,7 +22,7 @@ def window_dims(name: str, numbers: Numbers, shapes: Shapes) -> tuple[WindowDim,
       shapes: of its operands, then of its results.
 
     >>> window_dims("slice", {"start_indices": [2], "strides": [1]}, [(8,), (6,)])
-    (Tap(operand=0, dim=0, out_dim=0, stride=1, low=2, extent=1, spacing=1, over=-1),)
+    (WindowDim(operand=0, dim=0, out_dim=0, stride=1, low=2, extent=1, spacing=1, over=-1),)
     """
     read = _TAPS.get(name)
     return read(numbers, shapes) if read else ()

@@ -30,9 +30,9 @@ def halo_permutes(size: int, out_size: int, shards: int, window: WindowDim) -> t
       tap: what is read of it.
 
     >>> halo_permutes(64, 64, 8, WindowDim(0, 0, 0, low=-1, extent=3))
-    (Fetch(start=7, end=8), Fetch(start=0, end=1))
+    (HaloPermute(start=7, end=8), HaloPermute(start=0, end=1))
     >>> halo_permutes(192, 64, 8, WindowDim(0, 0, 0, low=128))  # the last third
-    (Fetch(start=0, end=16), Fetch(start=8, end=24), Fetch(start=16, end=24))
+    (HaloPermute(start=0, end=16), HaloPermute(start=8, end=24), HaloPermute(start=16, end=24))
     """
     own, out = -(-size // shards), -(-out_size // shards)
     if not own:
@@ -52,7 +52,7 @@ def passed(rows: int, own: int) -> tuple[HaloPermute, ...]:
     """The permutations by which each piece of `own` rows has the last `rows` before it.
 
     >>> passed(5, 4)
-    (Fetch(start=0, end=4), Fetch(start=3, end=4))
+    (HaloPermute(start=0, end=4), HaloPermute(start=3, end=4))
     """
     return tuple(HaloPermute(own - min(rows - n, own), own) for n in range(0, rows, own))
 
