@@ -11,7 +11,7 @@ import shardfn
 from shardfn import AUTO, Layout
 from shardfn.errors import StrategyError
 from shardfn.frontend.strategy import Leaf
-from shardfn.planning.named_shardings import is_drawn, mesh_of, place_drawn
+from shardfn.planning.named_shardings import mesh_of, names_axes, place_named
 
 DEVICES = jax.devices()
 GRID = Layout((2, 4), ("dp", "mp"))
@@ -113,8 +113,8 @@ def test_ints_are_placed_on_the_devices_of_a_mesh_and_not_on_its_axes():
      (None, False, None), (AUTO, False, None), (named(P("dp"), AbstractMesh((2,), ("dp",))), True, None)],
     ids=str,
 )  # fmt: skip
-def test_is_drawn_and_mesh_of(entry, drawn, mesh):
-    assert is_drawn(Leaf("x", "x", (8,), "float32", entry)) == drawn
+def test_names_axes_and_mesh_of(entry, drawn, mesh):
+    assert names_axes(Leaf("x", "x", (8,), "float32", entry)) == drawn
     assert mesh_of([entry]) is mesh
 
 
@@ -127,7 +127,7 @@ def test_all_that_is_wrong_with_the_drawn_is_told():
         Leaf("e", "e", (8, 7), "float32", GRID("None", "mp"), "in_strategy[4]"),
         Leaf("f", "f", (8, 8), "float32", P("dp", "dp"), "in_strategy[5]"),
     ]
-    place_drawn(leaves, [None, None, None, (2, 1), None, None], 8, None, problems := [])
+    place_named(leaves, [None, None, None, (2, 1), None, None], 8, None, problems := [])
     assert [p.where[:14] for p in problems] == [f"in_strategy[{i}]" for i in range(1, 6)]
 
 

@@ -188,7 +188,7 @@ def test_the_device_matrix_of_a_function(function, arguments, cuts, matrix, maps
     [(jnp.matmul, ((4, 2), (2, 4)), (4, 2)), (lambda x, w: x @ w + 1, ((4, 2), (2, 4)), (4, 2))],
 )
 def test_a_clash_with_the_result_is_an_error(function, cuts, out):
-    with pytest.raises(StrategyError, match=r"argument 0 `.*` and the output are cut"):
+    with pytest.raises(StrategyError, match=r"argument 0 `.*` and the output do not fit on one mesh"):
         shardfn.plan(function, *shapes((8, 16), (16, 8)), in_strategy=cuts, out_strategy=(out,), device="cpu:8")
     made = shardfn.plan(function, *shapes((8, 16), (16, 8)), in_strategy=cuts, out_strategy=(out,), device="cpu:16")
     assert made.outputs[0].strategy == out

@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 from shardfn.frontend.paths import join
 from shardfn.frontend.strategy import (
     AUTO,
+    DATA_PARALLEL,
+    REPLICATED,
     UNKNOWN,
     Argument,
     Leaf,
@@ -24,7 +26,7 @@ from shardfn.frontend.strategy import (
     shape_of,
     short,
 )
-from shardfn.frontend.validation import any_of, check
+from shardfn.frontend.validation import any_of, check, completions
 from shardfn.mindspore.layout import Layout
 from shardfn.partition.resharding import divisors
 
@@ -126,7 +128,7 @@ def test_join():
 @pytest.mark.parametrize(
     ("entry", "is_one"),
     [
-        ((2, 1), True), ((), True), (None, True), (AUTO, True), (GRID("dp"), True), (P("dp"), True), (8, True),
+        ((2, 1), True), ((), True), (None, True), (AUTO, True), (REPLICATED, True), (DATA_PARALLEL, True), ((AUTO, 1), True), (GRID("dp"), True), (P("dp"), True), (8, True),
         ("dp", True), ((2, "x"), True), ((np.int64(2), 1.5), True),
         (((2, 1), (1, 2)), False), ((None, 1), False), ((AUTO,), False), ([2, 1], False), ({"a": (2,)}, False),
         ((P("dp"), AUTO), False), (Pair((2,), None), False), (Pair(2, 1), False), (Weights((2,), AUTO), False),
@@ -145,6 +147,15 @@ TREE = {"w": zeros(4, 4), "deep": {"b": zeros(4), "c": [zeros(4), zeros(4)]}}
     [
         (zeros(4, 4), (2, 1), {"p": (2, 1)}),
         (zeros(4, 4), AUTO, {"p": AUTO}),
+        (zeros(4, 4), (AUTO, 2), {"p": (AUTO, 2)}),
+        (zeros(4, 4), (AUTO, AUTO), {"p": AUTO}),
+        ((zeros(4), zeros(4)), (AUTO, AUTO), {"p/0": AUTO, "p/1": AUTO}),
+        (TREE, REPLICATED, {"p/deep/b": (1,), "p/deep/c/0": (1,), "p/deep/c/1": (1,), "p/w": (1, 1)}),
+        (
+            TREE,
+            {"w": DATA_PARALLEL, "deep": REPLICATED},
+            {"p/deep/b": (1,), "p/deep/c/0": (1,), "p/deep/c/1": (1,), "p/w": None},
+        ),
         (TREE, None, {"p/deep/b": None, "p/deep/c/0": None, "p/deep/c/1": None, "p/w": None}),
         (TREE, {"w": (1, 4), "deep": AUTO}, {"p/deep/b": AUTO, "p/deep/c/0": AUTO, "p/deep/c/1": AUTO, "p/w": (1, 4)}),
         (
@@ -189,7 +200,7 @@ def test_every_leaf_knows_where_its_entry_stands():
         (zeros(4, 4), [(2, 1)]),
         (zeros(4, 4), (2, 1)),
         (zeros(4, 4), ([2, 1],)),
-        (zeros(4, 4), ((AUTO, 1),)),
+        (zeros(4, 4), ((AUTO, (1,)),)),
         (TREE, ({"w": AUTO},)),
         (TREE, ({"w": AUTO, "deep": {"b": AUTO, "c": [AUTO]}},)),
         (TREE, ({"w": AUTO, "deep": AUTO, "more": AUTO},)),
@@ -217,6 +228,7 @@ LEAVES = [
         ({"x": (2, 1)}, {"x": (2, 1)}),
         ({"params/b": None}, {"params/b": None}),
         ({"b": AUTO}, {"params/b": AUTO}),
+        ({"b": REPLICATED, "x": (AUTO, 2)}, {"params/b": (1, 1), "x": (AUTO, 2)}),
         ({"self.params.b": (1, 4)}, {"params/b": (1, 4)}),
         ({"self.b": (1, 4)}, {"params/b": (1, 4)}),
         ({"params.layers.0.w1": (4, 1)}, {"params/layers/0/w1": (4, 1)}),
@@ -263,6 +275,7 @@ def test_parameter_plan_tells_all_that_is_wrong_in_it():
         ((0, 16), None, 8, (1, 1)),
         ((), None, 8, ()),
         ((8, 16), AUTO, 8, None),
+        ((8, 16), (4, AUTO), 8, None),
         ((8, 16), GRID, 8, None),
         ((8, 16), P("dp"), 8, None),
     ],
@@ -279,6 +292,9 @@ def test_cuts_that_fit(shape, entry, devices, expected):
     [
         ((8, 16), (4, 1, 1), 8, 1),
         ((8, 16), (3, 5), 8, 2),
+        ((8, 16), (3, AUTO), 8, 1),
+        ((8, 16), (AUTO, 2, 1), 8, 1),
+        ((16, 16), (16, AUTO), 8, 1),
         ((8, 16), (0, 3), 8, 2),
         ((8, 16), (True, 3), 8, 2),
         ((8, 16), (True, 0, 1.5), 8, 4),  # and the rank
@@ -324,5 +340,13 @@ def test_short():
     assert len(short(list(range(1000)))) == 100
 
 
-def test_auto_stays_itself():
-    assert pickle.loads(pickle.dumps((AUTO, 1)))[0] is copy.deepcopy(AUTO) is AUTO
+@pytest.mark.parametrize("entry", [AUTO, REPLICATED, DATA_PARALLEL], ids=str)
+def test_a_named_entry_copied_or_pickled_is_itself(entry):
+    assert pickle.loads(pickle.dumps((entry, 1)))[0] is copy.deepcopy(entry) is entry
+
+
+def test_completions_of_open_dimensions_divide_the_array_and_the_devices():
+    leaf = Leaf("x", "x", (8, 6, 4), "float32", (AUTO, 2, AUTO))
+    found = list(completions(leaf, 8))
+    assert found[0] == (1, 2, 1) and set(found) == {(1, 2, 1), (2, 2, 1), (1, 2, 2), (4, 2, 1), (2, 2, 2), (1, 2, 4)}
+    assert list(completions(leaf, 1)) == [(1, 2, 1)]

@@ -18,7 +18,7 @@ from shardfn.frontend.strategy import AUTO, UNKNOWN, Argument, Leaf, leaves_of, 
 from shardfn.frontend.validation import check, check_all
 from shardfn.ir.model import Spec
 from shardfn.planning.mesh_inference import place
-from shardfn.planning.named_shardings import is_drawn, mesh_of, place_drawn
+from shardfn.planning.named_shardings import mesh_of, names_axes, place_named
 from shardfn.planning.plan import Plan
 
 FULL, PARALLEL = "full_batch", "data_parallel"
@@ -78,11 +78,11 @@ def lay_out(
         return Laid(leaves, tuple(_sharding(mesh, spec) for spec in specs))
     count, devices, given = _devices(device, leaves, setting)
     cuts = [_cuts(leaf, count, strategy == PARALLEL, problems) for leaf in leaves]
-    if problems and any(is_drawn(leaf) for leaf in leaves):
+    if problems and any(names_axes(leaf) for leaf in leaves):
         check_all(leaves, count, [])
     raise_problems(problems)
-    if any(is_drawn(leaf) for leaf in leaves):
-        placed = place_drawn(leaves, cuts, count, given, problems, devices)
+    if any(names_axes(leaf) for leaf in leaves):
+        placed = place_named(leaves, cuts, count, given, problems, devices)
     else:
         placed = place(leaves, cuts, _tied(leaves), count, problems)
     raise_problems(problems)
@@ -219,7 +219,7 @@ def _as_planned(many: Sequence[Argument], plan: Plan, arguments: Sequence[str] |
 def _on_plan(leaves: Sequence[Leaf], plan: Plan, must: bool, problems: list[Problem]) -> list[Spec]:
     """The entries brought onto the axes of a plan's grid."""
     count = plan.hardware.count
-    if any(is_drawn(leaf) for leaf in leaves):
+    if any(names_axes(leaf) for leaf in leaves):
         fail(StrategyTypeError, "a strategy of named axes is given beside a plan", where=leaves[0].source,
              why="the plan has axes of its own", fix="write integers, or leave the plan out")  # fmt: skip
     cuts = [_cuts(leaf, count, must, problems) for leaf in leaves]

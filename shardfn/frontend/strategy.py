@@ -1,7 +1,7 @@
-"""What the user wrote (tuples, None, AUTO, Layouts, specs) matched with the arrays of a call.
+"""Strategy entries (tuples, None, AUTO, Layouts, specs), matched with the arrays of a call.
 
 A strategy is a pytree prefix: one entry for each positional argument, and for a pytree argument an entry may be a
-container with the same keys. Everything wrong is collected, nothing is raised here but by the caller.
+container with the same keys. All problems are collected here and raised by the caller.
 """
 
 from __future__ import annotations
@@ -21,21 +21,30 @@ from shardfn.frontend.paths import join, listed, met, near, normal, ruled
 from shardfn.mindspore.layout import Layout
 
 
-class Auto:
-    """The type of `AUTO`, which stays the one it is when it is copied or pickled."""
+class NamedEntry:
+    """The type of `AUTO`, `REPLICATED` and `DATA_PARALLEL`. Copying and pickling keep their identity."""
+
+    def __init__(self, name: str):
+        self._name = name
 
     def __repr__(self) -> str:
-        return "AUTO"
+        return self._name
 
     def __reduce__(self) -> str:
-        return "AUTO"
+        return self._name
 
 
-AUTO = Auto()
-"""An entry that leaves the layout to the search."""
+AUTO = NamedEntry("AUTO")
+"""Leaves the sharding of an array to the search; within a tuple, as in `(4, AUTO)`, that of one dimension."""
+
+REPLICATED = NamedEntry("REPLICATED")
+"""Replicates an array of any rank, or each array of a subtree."""
+
+DATA_PARALLEL = NamedEntry("DATA_PARALLEL")
+"""Shards dimension 0 over all devices where it divides, and replicates other arrays; `None` means the same."""
 
 Entry = Any
-"""tuple of ints | None | AUTO | Layout | PartitionSpec | NamedSharding"""
+"""tuple of ints and AUTO | None | AUTO | REPLICATED | DATA_PARALLEL | Layout | PartitionSpec | NamedSharding"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +160,8 @@ def match(arguments: Sequence[Argument], strategy: Any, name: str, problems: lis
     if not isinstance(strategy, tuple) or isinstance(strategy, PartitionSpec):
         problems.append(
             Problem(
-                f"`{name}` must be a tuple with one entry for each {_NOUN[name]}, but it is {a(strategy)}",
+                f"`{name}` must be a tuple with one entry for each {_NOUN[name]}, but it is "
+                f"{strategy if isinstance(strategy, NamedEntry) else a(strategy)}",
                 where=f"{name} = {short(strategy)}",
                 why=_COUNTS[name],
                 fix=_as_tuple(strategy, name),
@@ -174,7 +184,7 @@ def match(arguments: Sequence[Argument], strategy: Any, name: str, problems: lis
     found: list[Leaf] = []
     for i, (argument, leaves, entry) in enumerate(zip(arguments, per_argument, strategy, strict=True)):
         entries = _spread(entry, argument.value, f"{name}[{i}]", argument.label, problems)
-        found += [dataclasses.replace(leaf, entry=e, where=w) for leaf, (e, w) in zip(leaves, entries, strict=True)]
+        found += [_with_entry(leaf, e, w) for leaf, (e, w) in zip(leaves, entries, strict=True)]
     return found
 
 
@@ -220,12 +230,44 @@ def _as_tuple(strategy: Any, name: str) -> str:
 
 def is_entry(entry: Any) -> bool:
     """Whether `entry` speaks of one array (and is spread over a subtree), rather than holding entries itself."""
-    if entry is None or isinstance(entry, Auto | Layout | PartitionSpec | jax.sharding.Sharding):
+    if entry is None or isinstance(entry, NamedEntry | Layout | PartitionSpec | jax.sharding.Sharding):
         return True
-    if isinstance(entry, tuple) and type(entry) is tuple:
-        return not any(isinstance(e, tuple | list | dict | Auto | Layout | PartitionSpec | jax.sharding.Sharding)
-                       or e is None for e in entry)  # fmt: skip
+    if type(entry) is tuple:
+        return has_open_dims(entry) or not any(
+            isinstance(e, tuple | list | dict | NamedEntry | Layout | PartitionSpec | jax.sharding.Sharding)
+            or e is None
+            for e in entry
+        )
     return not isinstance(entry, tuple | list | dict) and tree_util.all_leaves([entry])
+
+
+def has_open_dims(entry: Any) -> bool:
+    """Whether `entry` gives some dimensions of an array and leaves others to the search.
+
+    >>> has_open_dims((4, AUTO)), has_open_dims((AUTO, AUTO)), has_open_dims((4, 1))
+    (True, False, False)
+    """
+    if type(entry) is not tuple or not any(e is AUTO for e in entry):
+        return False
+    given = [e for e in entry if e is not AUTO]
+    return bool(given) and all(isinstance(e, int | np.integer) for e in given)
+
+
+def without_mesh(leaves: Sequence[Leaf]) -> list[Leaf]:
+    """The leaves of a call without a mesh: there, a `PartitionSpec` that names no axis means REPLICATED."""
+    return [
+        dataclasses.replace(leaf, entry=(1,) * len(leaf.shape))
+        if isinstance(leaf.entry, PartitionSpec) and not any(leaf.entry) and len(leaf.entry) <= len(leaf.shape)
+        else leaf
+        for leaf in leaves
+    ]
+
+
+def _with_entry(leaf: Leaf, entry: Entry, where: str) -> Leaf:
+    """The leaf with an entry that somebody wrote; a named one becomes what it stands for."""
+    if entry is REPLICATED:
+        entry = (1,) * len(leaf.shape)
+    return dataclasses.replace(leaf, entry=None if entry is DATA_PARALLEL else entry, where=where, by="you")
 
 
 def _children(tree: Any) -> list[tuple[str, Any]]:
@@ -237,24 +279,26 @@ def _spread(entry: Any, tree: Any, where: str, label: str, problems: list[Proble
     """One (entry, where) for every leaf of `tree`."""
     count = len(tree_util.tree_leaves(tree))
     if is_entry(entry):
-        if not count and where.startswith("out_strategy") and entry not in (None, AUTO, ()):
+        if not count and where.startswith("out_strategy") and entry not in (None, AUTO, REPLICATED, DATA_PARALLEL, ()):
             problems.append(
                 Problem(
                     f"{label} holds no array, but it has an entry",
                     where=f"{where} = {short(entry)}, {label.removeprefix('the ')}: {short(tree)}",
-                    why="an entry that lies on nothing would be without effect",
+                    why="an entry without an array has no effect",
                     fix=f"write AUTO there, or return the array: {where} = AUTO",
                 )
             )
         return [(entry, where)] * count
     if tree_util.all_leaves([tree]) and count == 1:
+        if type(entry) is tuple and entry and all(e is AUTO for e in entry):
+            return [(AUTO, where)]
         problems.append(
             Problem(
                 f"{label} is one array, but its entry is {a(entry)} of entries"
                 if not isinstance(entry, list)
                 else f"the entry of {label} is a list",
                 where=f"{where} = {short(entry)}, {_array_text(tree)}",
-                why="the entry of an array is a flat tuple of ints; None and AUTO stand for a whole entry",
+                why="the entry of an array is a flat tuple of ints, in which AUTO leaves a dimension to the search",
                 fix=f"write a tuple of ints: {where} = {_flat_ints(entry, tree)!r}",
                 is_type=True,
             )
@@ -306,20 +350,20 @@ def _fix_structure(tree: Any, mine: dict[str, Any], theirs: dict[str, Any], wher
 
 
 def _flat_ints(entry: Any, array: Any) -> Any:
-    """`entry` as cuts of `array`, as near to what was written as its rank allows."""
+    """`entry` as a tuple of ints for `array`, as close to it as the rank allows."""
     known = shape_of(array)
     flat = [e if type(e) is int and e > 0 else 1 for e in tree_util.tree_leaves(entry, is_leaf=lambda e: e is None)]
     return fitting(flat, known[0]) if known else tuple(flat)
 
 
-def fitting(cuts: Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """`cuts` brought to the rank of `shape`, whole where they do not divide it."""
-    padded = [*cuts, *[1] * len(shape)][: len(shape)]
+def fitting(strategy: Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """`strategy` at the rank of `shape`, with 1 where a number does not divide its dimension."""
+    padded = [*strategy, *[1] * len(shape)][: len(shape)]
     return tuple(int(c) if c > 0 and n % c == 0 else 1 for c, n in zip(padded, shape, strict=True))
 
 
 def short(value: Any, limit: int = 100) -> str:
-    """`repr` on one line, cut where it gets long."""
+    """`repr` on one line, truncated at `limit` characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
@@ -392,9 +436,7 @@ def apply_parameter_plan(leaves: Sequence[Leaf], plan: Any, problems: list[Probl
         )
     rule_of = {i: globs[rule] for i, rule in found.rules.items()}
     return [
-        dataclasses.replace(leaf, entry=plan[rule_of[i]], where=f"parameter_plan[{rule_of[i]!r}]", by="you")
-        if i in rule_of
-        else leaf
+        _with_entry(leaf, plan[rule_of[i]], f"parameter_plan[{rule_of[i]!r}]") if i in rule_of else leaf
         for i, leaf in enumerate(leaves)
     ]
 
@@ -405,4 +447,6 @@ def _met_in_cell(pattern: str, paths: Sequence[str]) -> tuple[list[int], str]:
     return (hits, glob) if hits or not pattern.startswith("self.") else met(glob.partition("/")[2], paths)
 
 
-ENTRY_KINDS = "an entry is a tuple of ints, None, AUTO, a Layout, a PartitionSpec or a NamedSharding"
+ENTRY_KINDS = (
+    "an entry is a tuple of ints, AUTO, REPLICATED, DATA_PARALLEL, None, a PartitionSpec, a NamedSharding or a Layout"
+)

@@ -1,82 +1,106 @@
-"""The cuts of an entry held against its array and the device count; every message says what would fit."""
+"""Checks each strategy entry against its array and the device count. Every message names values that fit."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.errors import Problem, a
-from shardfn.frontend.strategy import ENTRY_KINDS, UNKNOWN, Auto, Leaf, count, fitting
+from shardfn.frontend.strategy import AUTO, ENTRY_KINDS, UNKNOWN, Leaf, count, fitting, has_open_dims
 from shardfn.mindspore.layout import Layout
 from shardfn.partition.resharding import divisors
 
 
 def check_all(leaves: Sequence[Leaf], devices: int, problems: list[Problem]) -> None:
-    """`check` every leaf that is an array, where the call cannot go on to placement."""
+    """`check` every leaf that is an array, for a call that stops before its mesh is inferred."""
     for leaf in leaves:
         if leaf.dtype != UNKNOWN:
             check(leaf, devices, problems)
 
 
 def check(leaf: Leaf, devices: int, problems: list[Problem]) -> tuple[int, ...] | None:
-    """The cuts of a leaf whose entry is a tuple or None, validated; None for every other entry, or if it is wrong.
+    """The strategy of a leaf whose entry is a tuple or None, validated; None if it is open, named by axes, or wrong.
 
-    On one device everything is checked but that the product divides the device count.
+    One device is compatible with every product of shard counts.
     """
     entry = leaf.entry
     if entry is None:
-        whole = (1,) * len(leaf.shape)
+        replicated = (1,) * len(leaf.shape)
         fits = bool(leaf.shape) and leaf.shape[0] > 0 and leaf.shape[0] % devices == 0
-        return (devices, *whole[1:]) if fits else whole
-    if isinstance(entry, Auto | Layout | PartitionSpec | NamedSharding):
+        return (devices, *replicated[1:]) if fits else replicated
+    if entry is AUTO or isinstance(entry, Layout | PartitionSpec | NamedSharding):
         return None
-    return check_cuts(leaf, entry, devices, problems)
+    return check_strategy(leaf, entry, devices, problems)
 
 
-def check_cuts(leaf: Leaf, cuts: Any, devices: int, problems: list[Problem]) -> tuple[int, ...] | None:
-    """`cuts` as a tuple of ints where they fit the array and the device count; else None, and `problems` has grown."""
-    found = _check_entry(leaf, cuts)
+def check_strategy(leaf: Leaf, strategy: Any, devices: int, problems: list[Problem]) -> tuple[int, ...] | None:
+    """`strategy` as a tuple of ints where it fits the array and the device count.
+
+    Returns:
+      The tuple. None if a dimension is AUTO, or if `problems` has grown.
+    """
+    found = _check_entry(leaf, strategy)
     if not found:
-        same_rank = len(cuts) == len(leaf.shape)
-        found = [] if same_rank else [_rank_problem(leaf, cuts)]
-        for d, cut in enumerate(cuts):
-            found += _check_cut(leaf, d, cut, leaf.shape[d] if same_rank else 0, devices)
-    found = found or _check_product(leaf, cuts, devices)
+        same_rank = len(strategy) == len(leaf.shape)
+        found = [] if same_rank else [_rank_problem(leaf, strategy)]
+        for dim, ways in enumerate(strategy):
+            if ways is not AUTO:
+                found += _check_dim(leaf, dim, ways, leaf.shape[dim] if same_rank else 0, devices)
+    found = found or _check_product(leaf, [ways for ways in strategy if ways is not AUTO], devices)
     problems.extend(found)
-    return None if found else tuple(int(c) for c in cuts)
+    return None if found or has_open_dims(strategy) else tuple(map(int, strategy))
 
 
-def _check_entry(leaf: Leaf, cuts: Any) -> list[Problem]:
-    if isinstance(cuts, tuple):
+def completions(leaf: Leaf, devices: int) -> Iterator[tuple[int, ...]]:
+    """Every strategy that agrees with an entry whose AUTO dimensions are open, the least sharded first.
+
+    Args:
+      leaf: a leaf whose entry `has_open_dims` and is valid.
+      devices: the device count.
+
+    >>> list(completions(Leaf("x", "x", (8, 6), "float32", (4, AUTO)), 8))
+    [(4, 1), (4, 2)]
+    """
+    choices = [divisors(math.gcd(size, devices), devices) if ways is AUTO else [int(ways)]
+               for size, ways in zip(leaf.shape, leaf.entry, strict=True)]  # fmt: skip
+    even = (one for one in itertools.product(*choices) if devices == 1 or devices % math.prod(one) == 0)
+    yield from sorted(even, key=lambda one: (math.prod(one), one))
+
+
+def _check_entry(leaf: Leaf, strategy: Any) -> list[Problem]:
+    if isinstance(strategy, tuple):
         return []
-    likely = fitting([cuts] if type(cuts) is int else [], leaf.shape)
-    what = f"the entry of {leaf.label} is {a(cuts)}"
+    likely = fitting([strategy] if type(strategy) is int else [], leaf.shape)
+    what = f"the entry of {leaf.label} is {a(strategy)}"
     return [
-        Problem(what, leaf.source, ENTRY_KINDS, f"write one cut for each dimension, such as {likely}", is_type=True)
+        Problem(what, leaf.source, ENTRY_KINDS, f"write one int for each dimension, such as {likely}", is_type=True)
     ]
 
 
-def _check_cut(leaf: Leaf, dim: int, cut: Any, size: int, devices: int) -> list[Problem]:
-    """What is wrong with one cut."""
-    what, where = f"{leaf.label} cannot be cut {cut} ways along dimension {dim}", leaf.source
-    if isinstance(cut, bool | np.bool_) or not isinstance(cut, int | np.integer):
-        what = f"{leaf.label} has {a(cut)} as its cut along dimension {dim}"
-        why = "a cut is an int: the number of pieces of that dimension"
-        return [Problem(what, where, why, f"write {_whole_number(cut)} there", is_type=True)]
-    if cut < 1:
-        why = "a cut is at least 1, which leaves the dimension whole"
-        return [Problem(what, where, why, "write 1 to leave the dimension whole, or AUTO as the entry")]
-    if size % cut:
-        return [Problem(what, where, f"{size} is not divisible by {cut}", _fix_divides(leaf, size, int(cut), devices))]
+def _check_dim(leaf: Leaf, dim: int, ways: Any, size: int, devices: int) -> list[Problem]:
+    """What is wrong with the number of shards of one dimension."""
+    what, where = f"{leaf.label} cannot be sharded {ways} ways along dimension {dim}", leaf.source
+    if isinstance(ways, bool | np.bool_) or not isinstance(ways, int | np.integer):
+        what = f"{leaf.label} has {a(ways)} as its number of shards along dimension {dim}"
+        why = "the number of shards is an int, or AUTO"
+        return [Problem(what, where, why, f"write {_positive_int(ways)} there", is_type=True)]
+    if ways < 1:
+        why = "the number of shards is at least 1, for an unsharded dimension"
+        return [Problem(what, where, why, "write 1 to leave the dimension unsharded, or AUTO as the entry")]
+    if size % ways:
+        return [
+            Problem(what, where, f"{size} is not divisible by {ways}", _fix_divides(leaf, size, int(ways), devices))
+        ]
     return []
 
 
-def _rank_problem(leaf: Leaf, cuts: Any) -> Problem:
-    likely = fitting([c for c in cuts if type(c) is int], leaf.shape)
+def _rank_problem(leaf: Leaf, strategy: Any) -> Problem:
+    likely = fitting([c for c in strategy if type(c) is int], leaf.shape)
     spread = " at `" in leaf.label and "['" not in leaf.where
     if isinstance(leaf.entry, Layout):
         fix = f"call the Layout with one entry for each dimension, {len(leaf.shape)} in all"
@@ -85,42 +109,44 @@ def _rank_problem(leaf: Leaf, cuts: Any) -> Problem:
     elif spread:
         fix = f"give that array an entry of its own: parameter_plan={{{leaf.path!r}: {likely}}}"
     else:
-        fix = f"write one cut for each dimension: {likely}"
+        fix = f"write one int for each dimension: {likely}"
     return Problem(
         f"{leaf.label} has {count(len(leaf.shape), 'dimension', 'dimensions')}, "
-        f"but its entry has {count(len(cuts), 'cut', 'cuts')}",
+        f"but its entry has {count(len(strategy), 'number', 'numbers')}",
         where=leaf.source,
-        why="an entry has one cut for each dimension" + (", in each array it is spread over" if spread else ""),
+        why="an entry has one number for each dimension" + (", for each array of a subtree" if spread else ""),
         fix=fix,
     )
 
 
-def _whole_number(cut: Any) -> str:
+def _positive_int(ways: Any) -> str:
     try:
-        number = int(cut)
-        return str(number) if number == float(cut) and number > 0 else "1, or a larger whole number,"
+        number = int(ways)
+        return str(number) if number == float(ways) and number > 0 else "1, or a larger int,"
     except (TypeError, ValueError, OverflowError):
-        return "1, or a larger whole number,"
+        return "1, or a larger int,"
 
 
-def _fix_divides(leaf: Leaf, size: int, cut: int, devices: int) -> str:
+def _fix_divides(leaf: Leaf, size: int, ways: int, devices: int) -> str:
     """Only what the devices can hold is offered."""
-    ways = any_of(divisors(size if devices == 1 else math.gcd(size, devices)))
-    drawn = isinstance(leaf.entry, Layout | PartitionSpec | NamedSharding)
-    fix = f"cut it over axes of {ways} devices" if drawn else f"use {ways} there"
-    return fix + (f", or pad that dimension to {-(-size // cut) * cut}" if devices % cut == 0 or devices == 1 else "")
+    numbers = any_of(divisors(size if devices == 1 else math.gcd(size, devices)))
+    is_named = isinstance(leaf.entry, Layout | PartitionSpec | NamedSharding)
+    fix = f"shard it over mesh axes of {numbers} devices" if is_named else f"use {numbers} there"
+    return fix + (
+        f", or pad that dimension to {-(-size // ways) * ways}" if devices % ways == 0 or devices == 1 else ""
+    )
 
 
-def _check_product(leaf: Leaf, cuts: Any, devices: int) -> list[Problem]:
-    product = math.prod(int(c) for c in cuts)
+def _check_product(leaf: Leaf, strategy: Sequence[Any], devices: int) -> list[Problem]:
+    product = math.prod(int(c) for c in strategy)
     if devices == 1 or devices % product == 0:
         return []
     return [
         Problem(
-            f"{leaf.label} is cut into {product} pieces, which {devices} devices cannot hold evenly",
+            f"{leaf.label} has {product} shards, which {devices} devices cannot hold evenly",
             where=leaf.source,
-            why=f"the product of the cuts must divide the device count: {devices} is not divisible by {product}",
-            fix=f"choose cuts with a product of {any_of([p for p in divisors(devices) if math.prod(leaf.shape) % p == 0])}",
+            why=f"the product of the numbers must divide the device count: {devices} is not divisible by {product}",
+            fix=f"choose numbers with a product of {any_of([p for p in divisors(devices) if math.prod(leaf.shape) % p == 0])}",
         )
     ]
 

@@ -16,7 +16,7 @@ from typing import Any
 from shardfn.errors import Problem
 from shardfn.frontend.paths import escaped, listed, near, normal, ruled
 from shardfn.frontend.strategy import AUTO, Leaf, count
-from shardfn.frontend.validation import any_of, check_cuts
+from shardfn.frontend.validation import any_of, check_strategy
 from shardfn.ir.model import Axes, Spec
 from shardfn.mindspore.layout import Layout
 from shardfn.partition.resharding import divisors
@@ -273,7 +273,7 @@ def rule_entry(rule: LayoutRule, leaf: Leaf, axes: Axes, devices: int, where: st
         problems.append(_rank(rule, leaf))
         return AUTO
     if not rule.has_axes and (not axes or rule.has_counts):
-        strategy = check_cuts(leaf, tuple(dims), devices, problems)
+        strategy = check_strategy(leaf, tuple(dims), devices, problems)
         return AUTO if strategy is None else strategy
     spec = _spec(dims, leaf, dict(axes), problems)
     if spec is None:
@@ -281,7 +281,7 @@ def rule_entry(rule: LayoutRule, leaf: Leaf, axes: Axes, devices: int, where: st
     if devices == 1:
         return (1,) * len(leaf.shape)
     strategy = tuple(math.prod(dict(axes)[a] for a in dim) for dim in spec)
-    return AUTO if check_cuts(leaf, strategy, devices, problems) is None else spec
+    return AUTO if check_strategy(leaf, strategy, devices, problems) is None else spec
 
 
 def _expanded(sharding: Sequence[RuleDim], ndim: int) -> list[RuleDim] | None:

@@ -23,7 +23,7 @@ from shardfn.planning.candidates import candidates
 from shardfn.planning.diagnostics import advice
 from shardfn.planning.layout_rules import LayoutFile, mesh_axes
 from shardfn.planning.mesh_inference import Placement, expresses, finest, place
-from shardfn.planning.named_shardings import is_drawn, place_drawn
+from shardfn.planning.named_shardings import names_axes, place_named
 from shardfn.planning.op_constraints import anchors, held_in
 from shardfn.planning.plan import Plan
 from shardfn.planning.propagation import Propagation, kept, padded
@@ -47,8 +47,8 @@ def place_call(
     cuts = [check(leaf, hardware.count, problems) for leaf in leaves]
     values = (*traced.inputs, *traced.outputs)
     tied = [classes.of[v][: len(leaf.shape)] for v, leaf in zip(values, leaves, strict=True)]
-    if any(is_drawn(leaf) for leaf in leaves):
-        return place_drawn(leaves, cuts, hardware.count, hardware.mesh, problems, hardware.devices)
+    if any(names_axes(leaf) for leaf in leaves):
+        return place_named(leaves, cuts, hardware.count, hardware.mesh, problems, hardware.devices)
     if len(problems) > before:
         return Placement((), (None,) * len(leaves))
     sizes = [math.prod(v.shape) for v in traced.graph.values]
@@ -162,7 +162,7 @@ def _grid_of(
     layout: LayoutFile | None, problems: list[Problem],
 ) -> tuple[Axes, tuple[Spec | None, ...]]:  # fmt: skip
     """The grid that the call's entries or its layout file ask for, () if none does, and the entries' layouts on it."""
-    drawn = any(is_drawn(leaf) for leaf in (*inputs, *outputs))
+    drawn = any(names_axes(leaf) for leaf in (*inputs, *outputs))
     grid: Axes = placed.axes if drawn or any(dim for spec in placed.specs if spec for dim in spec) else ()
     if layout is not None and hardware.count > 1 and not grid:
         grid = mesh_axes(layout, hardware.count, problems)

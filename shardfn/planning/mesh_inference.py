@@ -1,9 +1,9 @@
-"""Cuts and dim classes to a grid and layouts: which axis of which device grid carries each cut.
+"""Mesh inference: from integer strategies and dimension groups to mesh axes and a sharding for each array.
 
-Cuts on one class share axes as far as they go: 4 ways on one array and 2 on another, and the second takes the major
-part of the first's axes. Classes get axes of their own, in order of first appearance, row-major; devices left over
-are a repeat axis at the end. Only where the device count forces it do two classes share axes, those that meet on the least data
-first, and never on one array.
+Strategies of one dimension group share mesh axes: if one array is sharded 4 ways and another 2 ways, the second uses the
+major part of the first's axes. Each group gets its own axes, row-major, in order of first appearance. Devices that are left
+over form a last axis. Two groups share axes only if the devices are too few for both; the groups that meet on the least
+data share first. Dimensions of one array never share an axis.
 """
 
 from __future__ import annotations
@@ -22,75 +22,75 @@ from shardfn.ir.model import Spec
 from shardfn.partition.resharding import primes
 
 TRIES = 6
-"""How often fewer pairs of classes are kept apart, where the devices are too few for all."""
+"""Attempts with fewer and fewer pairs of groups on axes of their own, where the devices are too few for all."""
 
 Atom = tuple[int, int]
-"""(chain, position): one prime factor of what a class needs."""
+"""(chain, position): one prime factor of the shards of a dimension group."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """One cut: dimension `dim` of leaf `leaf`, which belongs to `chain`, in `cut` pieces."""
+    """Dimension `dim` of leaf `leaf`, which belongs to `chain`, in `shards` shards."""
 
     leaf: int
     dim: int
     chain: int
-    cut: int
+    shards: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """A grid and the layout of every leaf on it; None for a leaf that is still open."""
+    """A mesh and the sharding of every leaf on it; None for an open leaf."""
 
     axes: tuple[tuple[str, int], ...]
     specs: tuple[Spec | None, ...]
     order: tuple[int, ...] | None = None
-    """Which device stands at each position of the grid, where it is not 0, 1, 2, …"""
+    """The device at each position of the mesh, if not 0, 1, 2, …"""
 
 
 def place(
     leaves: Sequence[Leaf],
-    cuts: Sequence[tuple[int, ...] | None],
-    classes: Sequence[tuple[int, ...]],
+    strategies: Sequence[tuple[int, ...] | None],
+    groups: Sequence[tuple[int, ...]],
     devices: int,
     problems: list[Problem],
     values: Sequence[tuple[int, ...]] = (),
     sizes: Sequence[int] = (),
 ) -> Placement:
-    """Build the grid that carries all cuts.
+    """Infer the mesh for all strategies of a call.
 
     Args:
       leaves: the arrays, for their names in errors.
-      cuts: for each leaf its cuts, or None where it is open.
-      classes: for each leaf the dim class of each of its dims.
-      devices: the device count; every leaf's product divides it.
-      problems: receives what cannot be placed, naming both arrays.
-      values: for every value inside the function the classes of its dims: classes that meet there share axes last.
-      sizes: elements of each of these values: where some have to share, those do that meet on the fewest.
+      strategies: that of each leaf, or None if it is open.
+      groups: the dimension group of each dimension of each leaf.
+      devices: the device count; the product of each strategy divides it.
+      problems: receives a pair of arrays that no mesh can hold together.
+      values: the dimension groups of every value inside the function. Groups that meet there share axes last.
+      sizes: elements of each of these values. Groups that meet on the fewest elements share axes first.
 
     Returns:
-      The placement. Where nothing can be placed, `problems` has grown and every leaf is open.
+      The placement. If there is none, `problems` has grown and every leaf is open.
     """
     if devices == 1:
-        return Placement((), tuple(None if c is None else ((),) * len(c) for c in cuts))
-    needs, chains = _needs(cuts, classes)
+        return Placement((), tuple(None if c is None else ((),) * len(c) for c in strategies))
+    needs, chains = _needs(strategies, groups)
     used = [_atoms(need, chains[need.chain]) for need in needs]
     total = math.prod(p for chain in chains for p in chain)
     if devices % total == 0:
         slots_of = _own_slots(chains)
     else:
-        tries = _kept_apart(_meeting(needs, classes, values, sizes or (1,) * len(values)))
+        tries = _kept_apart(_meeting(needs, groups, values, sizes or (1,) * len(values)))
         found = (_share(needs, used, chains, devices, apart) for apart in tries)
         slots_of = next((slots for slots in found if slots is not None), None)
     if slots_of is None:
-        problems.append(_clash(leaves, cuts, classes, devices))
+        problems.append(_clash(leaves, strategies, groups, devices))
         return Placement((), (None,) * len(leaves))
     sizes, slots_of = _ordered(slots_of, chains, devices)
     rows = [tuple(slots_of[atom] for atom in atoms) for atoms in used]
-    groups = _merge(rows, sizes)
-    axes = tuple((name, math.prod(sizes[s] for s in group)) for name, group in zip(_names(), groups))  # noqa: B905
-    start = {group[0]: name for (name, _), group in zip(axes, groups, strict=True)}
-    specs: list[list[tuple[str, ...]] | None] = [None if c is None else [()] * len(c) for c in cuts]
+    merged = _merge(rows, sizes)
+    axes = tuple((name, math.prod(sizes[s] for s in group)) for name, group in zip(_names(), merged))  # noqa: B905
+    start = {group[0]: name for (name, _), group in zip(axes, merged, strict=True)}
+    specs: list[list[tuple[str, ...]] | None] = [None if c is None else [()] * len(c) for c in strategies]
     for need, row in zip(needs, rows, strict=True):
         spec = specs[need.leaf]
         assert spec is not None
@@ -106,23 +106,23 @@ def _names() -> Iterator[str]:
 
 
 def _needs(
-    cuts: Sequence[tuple[int, ...] | None], classes: Sequence[tuple[int, ...]]
+    strategies: Sequence[tuple[int, ...] | None], groups: Sequence[tuple[int, ...]]
 ) -> tuple[list[Need], list[list[int]]]:
-    """The cuts that are more than 1, and for each class the primes that its cuts need, major first.
+    """The sharded dimensions, and for each chain the prime factors of its shards, major first.
 
-    A class that stands twice on one array (`x @ x.T`) is two chains: one array's dims never share an axis.
+    A group that has two dimensions of one array (`x @ x.T`) forms two chains: dimensions of one array never share an axis.
     """
     number: dict[tuple[int, int], int] = {}
     needs: list[Need] = []
-    for i, (leaf_cuts, leaf_classes) in enumerate(zip(cuts, classes, strict=True)):
+    for i, (strategy, leaf_groups) in enumerate(zip(strategies, groups, strict=True)):
         met: dict[int, int] = {}
-        for dim, (cut, class_) in enumerate(zip(leaf_cuts or (), leaf_classes)):  # noqa: B905
-            if cut > 1:
-                met[class_] = met.get(class_, -1) + 1
-                needs.append(Need(i, dim, number.setdefault((class_, met[class_]), len(number)), cut))
+        for dim, (shards, group) in enumerate(zip(strategy or (), leaf_groups)):  # noqa: B905
+            if shards > 1:
+                met[group] = met.get(group, -1) + 1
+                needs.append(Need(i, dim, number.setdefault((group, met[group]), len(number)), shards))
     chains: list[list[int]] = [[] for _ in number]
-    for need in sorted(needs, key=lambda n: n.cut):
-        left = need.cut
+    for need in sorted(needs, key=lambda n: n.shards):
+        left = need.shards
         for prime in chains[need.chain]:
             left = left // prime if left % prime == 0 else left
         chains[need.chain] += primes(left)
@@ -130,9 +130,9 @@ def _needs(
 
 
 def finest(axes: Sequence[tuple[str, int]]) -> tuple[tuple[tuple[str, int], ...], dict[str, tuple[str, ...]]]:
-    """The grid with every axis taken apart into its prime factors, and for each old axis the new ones, major to minor.
+    """The mesh with every axis split into its prime factors, and the new axes of each old one, major to minor.
 
-    The names go by position, so that two grids of one finest form are one grid.
+    The names are positional, so that two meshes with the same finest form are equal.
 
     >>> finest((("a", 2), ("b", 4)))
     ((('x0', 2), ('x1', 2), ('x2', 2)), {'a': ('x0',), 'b': ('x1', 'x2')})
@@ -147,7 +147,7 @@ def finest(axes: Sequence[tuple[str, int]]) -> tuple[tuple[tuple[str, int], ...]
 
 
 def expresses(axes: Sequence[tuple[str, int]], other: Sequence[int]) -> bool:
-    """Whether each axis of the grid `other` (sizes) is made of whole axes of the grid `axes`.
+    """Whether each axis of a mesh of sizes `other` is a product of axes of the mesh `axes`.
 
     >>> expresses((("a", 2), ("b", 4)), (8,)), expresses((("a", 8),), (2, 4))
     (True, False)
@@ -160,7 +160,7 @@ def expresses(axes: Sequence[tuple[str, int]], other: Sequence[int]) -> bool:
 
 
 def _atoms(need: Need, chain: list[int]) -> tuple[Atom, ...]:
-    left, taken = need.cut, []
+    left, taken = need.shards, []
     for position, prime in enumerate(chain):
         if left % prime == 0:
             left //= prime
@@ -173,13 +173,15 @@ def _own_slots(chains: list[list[int]]) -> dict[Atom, int]:
 
 
 def _meeting(
-    needs: Sequence[Need], classes: Sequence[tuple[int, ...]], values: Sequence[tuple[int, ...]], sizes: Sequence[int]
+    needs: Sequence[Need], groups: Sequence[tuple[int, ...]], values: Sequence[tuple[int, ...]], sizes: Sequence[int]
 ) -> dict[tuple[int, int], int]:
-    """The pairs of chains that stand on one value inside, and how many elements these have: batch and hidden dim do, two layers'
-    hidden dims do not."""
+    """The pairs of chains that meet on a value inside the function, with the elements of these values.
+
+    Batch and hidden dimension meet; the hidden dimensions of two layers do not.
+    """
     chains_of: dict[int, set[int]] = {}
     for need in needs:
-        chains_of.setdefault(classes[need.leaf][need.dim], set()).add(need.chain)
+        chains_of.setdefault(groups[need.leaf][need.dim], set()).add(need.chain)
     met: collections.Counter[tuple[int, ...]] = collections.Counter()
     for row, size in zip(values, sizes, strict=True):
         met[tuple(sorted(chains_of.keys() & set(row)))] += size
@@ -191,8 +193,7 @@ def _meeting(
 
 
 def _kept_apart(met: Mapping[tuple[int, int], int]) -> Iterator[Collection[tuple[int, int]]]:
-    """What is to have axes of its own, the most first: all that meet, without those that meet on the least, and so on, at last
-    none. The dims of a weight may share axes, of which each array cuts one, before batch and hidden dim do.
+    """The pairs of chains to keep on different axes, from all pairs to none, without those that meet on the least data first.
 
     >>> [sorted(apart) for apart in _kept_apart({(0, 1): 9, (0, 2): 2})]
     [[(0, 1), (0, 2)], [(0, 1)], []]
@@ -210,10 +211,10 @@ def _share(
     devices: int,
     met: Collection[tuple[int, int]] = (),
 ) -> dict[Atom, int] | None:
-    """Give every atom one of the device count's prime factors, sharing where they run out: a graph colouring.
+    """Assign one prime factor of the device count to every atom, by depth-first graph colouring.
 
-    Atoms of one class or of two that `met`, and atoms that cut one array, need different factors. Depth-first, fresh
-    factors first; the atom with the fewest possible factors next.
+    Atoms of one group, of two groups that `met`, and of one array need different factors. Unused factors are tried first,
+    and the atom with the fewest possible factors is next. None if there is no assignment.
     """
     factors = primes(devices)
     by_chain = {c: [(c, i) for i in range(len(chain))] for c, chain in enumerate(chains)}
@@ -238,7 +239,7 @@ def _share(
     still: dict[Atom, list[int]] = dict(options)
 
     def choose(atom: Atom, slot: int | None) -> None:
-        """Give an atom its factor, or take it away; `still` is what each atom can have beside those."""
+        """Assign a factor to an atom, or undo it, and update the factors that are still possible."""
         if slot is not None:
             chosen[atom] = slot
         elif chosen.pop(atom, None) is None:
@@ -252,7 +253,7 @@ def _share(
         return [s for s in options[atom] if s > least and s not in taken]
 
     def next_step(part: Sequence[Atom]) -> tuple[Atom, Iterator[int]] | None:
-        """The atom to choose for, and what to try; None where all of the part is chosen."""
+        """The next atom and the factors to try; None if the whole part is assigned."""
         choices = {a: still[a] for a in part if a not in chosen}
         if not choices:
             return None
@@ -263,7 +264,7 @@ def _share(
         return tight, iter(sorted(tried, key=lambda s: (s not in fresh, s)))
 
     def colour(part: Sequence[Atom]) -> bool:
-        """Choose for all atoms of a part: depth first, by a stack, because a model can have thousands."""
+        """Assign all atoms of a part. It keeps its own stack: a model can have thousands of atoms."""
         stack: list[tuple[Atom, Iterator[int]]] = []
         for _ in range(50_000):
             step = next_step(part)
@@ -286,7 +287,7 @@ def _share(
 
 
 def _parts(apart: dict[Atom, set[Atom]]) -> list[list[Atom]]:
-    """The atoms in groups that have nothing to do with each other, as many parameters of one call have not."""
+    """The connected components of the atoms."""
     parts: list[list[Atom]] = []
     met: set[Atom] = set()
     for first in apart:
@@ -303,7 +304,7 @@ def _parts(apart: dict[Atom, set[Atom]]) -> list[list[Atom]]:
 
 
 def _ordered(slots_of: dict[Atom, int], chains: list[list[int]], devices: int) -> tuple[list[int], dict[Atom, int]]:
-    """Number the slots by first appearance over the classes; the primes left over follow, largest first."""
+    """Number the slots by first appearance over the groups; unused primes follow, largest first."""
     order: dict[int, int] = {}
     sizes: list[int] = []
     for atom in sorted(slots_of):
@@ -315,7 +316,7 @@ def _ordered(slots_of: dict[Atom, int], chains: list[list[int]], devices: int) -
 
 
 def _merge(rows: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> list[list[int]]:
-    """Neighbouring slots that always cut together, in order, are one axis."""
+    """Merge neighbouring slots that always shard together, in order, into one axis."""
     pairs = [set(itertools.pairwise(row)) for row in rows]
 
     def together(s: int) -> bool:
@@ -333,27 +334,27 @@ def _merge(rows: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> list[list[i
 
 def _clash(
     leaves: Sequence[Leaf],
-    cuts: Sequence[tuple[int, ...] | None],
-    classes: Sequence[tuple[int, ...]],
+    strategies: Sequence[tuple[int, ...] | None],
+    groups: Sequence[tuple[int, ...]],
     devices: int,
 ) -> Problem:
-    """Name the two arrays to blame: the first that no longer fits, and the first earlier one without which it would."""
+    """The problem of the first array that no longer fits, and the first earlier one without which it would fit."""
 
     def fits(chosen: Sequence[int]) -> bool:
-        kept = [cuts[i] if i in chosen else None for i in range(len(cuts))]
-        needs, chains = _needs(kept, classes)
+        kept = [one if i in chosen else None for i, one in enumerate(strategies)]
+        needs, chains = _needs(kept, groups)
         used = [_atoms(n, chains[n.chain]) for n in needs]
         total = math.prod(p for chain in chains for p in chain)
         return devices % total == 0 or _share(needs, used, chains, devices) is not None
 
-    given = [i for i, c in enumerate(cuts) if c is not None and max(c, default=1) > 1]
+    given = [i for i, c in enumerate(strategies) if c is not None and max(c, default=1) > 1]
     last = next(i for k, i in enumerate(given) if not fits(given[: k + 1]))
     before = given[: given.index(last)]
     other = next((i for i in before if fits([j for j in (*before, last) if j != i])), before[0])
     a, b = leaves[other], leaves[last]
     return Problem(
-        f"{a.label} and {b.label} are cut in ways that {devices} devices cannot hold together",
+        f"the strategies of {a.label} and {b.label} do not fit on one mesh of {devices} devices",
         where=f"{a.source}; {b.source}",
-        why="dims that the function ties together share mesh axes, and the dims of one array need different axes",
-        fix=f"leave one of them open ({b.where or b.path} = AUTO), cut it less, or give all as Layouts that share axes",
+        why="tied dimensions share mesh axes, and the dimensions of one array need different axes",
+        fix=f"leave one of them open ({b.where or b.path} = AUTO), shard it less, or write NamedShardings on one mesh for all",
     )

@@ -1,4 +1,4 @@
-"""Layouts the user drew: Layouts, PartitionSpecs and NamedShardings brought onto one device grid."""
+"""Explicit named shardings (Layout, PartitionSpec, NamedSharding), brought onto one mesh."""
 
 from __future__ import annotations
 
@@ -11,64 +11,64 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardfn.errors import LayoutError, Problem
 from shardfn.frontend.strategy import Leaf
-from shardfn.frontend.validation import check_cuts
+from shardfn.frontend.validation import check_strategy
 from shardfn.ir.model import Spec
 from shardfn.mindspore.layout import Layout
 from shardfn.planning.mesh_inference import Placement
 
 
-def is_drawn(leaf: Leaf) -> bool:
-    """Whether the leaf's entry names axes, rather than counting pieces."""
+def names_axes(leaf: Leaf) -> bool:
+    """Whether the leaf's entry names mesh axes, rather than counting shards."""
     return isinstance(leaf.entry, Layout | PartitionSpec | NamedSharding)
 
 
-def place_drawn(
+def place_named(
     leaves: Sequence[Leaf],
-    cuts: Sequence[tuple[int, ...] | None],
+    strategies: Sequence[tuple[int, ...] | None],
     devices: int,
     mesh: Mesh | None,
     problems: list[Problem],
     used: Sequence[Any] | None = None,
 ) -> Placement:
-    """Put every leaf on the grid that the drawn ones share.
+    """Put every leaf on the mesh that the named shardings share.
 
     Args:
-      leaves: all arrays of the call; at least one has an entry that `is_drawn`.
-      cuts: for each leaf that is given by integers its cuts (`None` entries: dim 0 over all devices); else None.
+      leaves: all arrays of the call; at least one `names_axes`.
+      strategies: that of each leaf that is given by integers (`None` entries: dimension 0 over all devices); else None.
       devices: the device count.
-      mesh: the mesh that PartitionSpecs speak of, where the user gave one as `device`.
-      problems: receives axes that do not exist or stand twice, grids that do not fit each other or the devices,
-        and integers mixed with drawn layouts.
-      used: the devices in the order of their ranks; None for a target that is not here.
+      mesh: the mesh of the PartitionSpecs, where the user gave one as `device`.
+      problems: receives unknown and repeated axes, meshes that do not fit each other or the devices, and integers
+        mixed with named shardings.
+      used: the devices in the order of their ranks; None for hardware that is not here.
     """
-    first = next(leaf for leaf in leaves if is_drawn(leaf))
-    grid = _grid(leaves, mesh)
+    first = next(leaf for leaf in leaves if names_axes(leaf))
+    mesh_axes = _call_axes(leaves, mesh)
     specs: list[Spec | None] = []
     before = len(problems)
-    for leaf, leaf_cuts in zip(leaves, cuts, strict=True):
-        if is_drawn(leaf):
-            specs.append(_drawn(leaf, leaves, grid, devices, problems, used))
-        elif leaf_cuts is None:
+    for leaf, strategy in zip(leaves, strategies, strict=True):
+        if names_axes(leaf):
+            specs.append(_named_spec(leaf, leaves, mesh_axes, devices, problems, used))
+        elif strategy is None:
             specs.append(None)
-        elif max(leaf_cuts, default=1) == 1:
-            specs.append(((),) * len(leaf_cuts))
+        elif max(strategy, default=1) == 1:
+            specs.append(((),) * len(strategy))
         elif leaf.entry is None:
-            specs.append((tuple(name for name, _ in grid), *((),) * (len(leaf_cuts) - 1)))
+            specs.append((tuple(name for name, _ in mesh_axes), *((),) * (len(strategy) - 1)))
         else:
             specs.append(None)
             problems.append(
                 Problem(
-                    f"{leaf.label} is cut by integers and {first.label} by named axes",
+                    f"{leaf.label} is sharded by integers and {first.label} by named axes",
                     where=f"{leaf.source}; {first.source}",
-                    why="integers leave the choice of axes open, and the named ones are already chosen",
-                    fix=f"write integers for all, {_all_as_cuts(leaves, grid)}, or Layouts for all",
+                    why="integers leave the choice of mesh axes open, and named shardings fix them",
+                    fix=f"write integers for all, {_all_as_strategies(leaves, mesh_axes)}, or named shardings for all",
                     is_type=True,
                 )
             )
     if len(problems) > before or devices == 1:
         return Placement((), tuple(None if s is None else ((),) * len(s) for s in specs))
     order = next((tuple(leaf.entry.rank_list) for leaf in leaves if isinstance(leaf.entry, Layout)), None)
-    return Placement(grid, tuple(specs), None if order == tuple(range(devices)) else order)
+    return Placement(mesh_axes, tuple(specs), None if order == tuple(range(devices)) else order)
 
 
 def mesh_of(entries: Iterable[Any]) -> Mesh | None:
@@ -80,7 +80,7 @@ def mesh_of(entries: Iterable[Any]) -> Mesh | None:
 
 
 def _elsewhere(leaf: Leaf, used: Sequence[Any] | None) -> Problem | None:
-    """What a NamedSharding asks for that the call's devices do not give."""
+    """The problem of a NamedSharding whose devices or memory are not those of the call."""
     mesh, kind = leaf.entry.mesh, leaf.entry.memory_kind
     if used is None or not isinstance(mesh, Mesh):
         return None
@@ -90,49 +90,49 @@ def _elsewhere(leaf: Leaf, used: Sequence[Any] | None) -> Problem | None:
         return Problem(
             f"the mesh of {leaf.label} has {what} than this call",
             where=leaf.source,
-            why="one call runs on one order of the devices, that of device= or of the first NamedSharding",
+            why="a call has one device order, that of device= or of the first NamedSharding",
             fix="use one mesh for all NamedShardings of a call, and no other devices in device=",
         )
     if kind is not None and kind != own[0].default_memory().kind:
         return Problem(
-            f"{leaf.label} is wanted in memory of kind {kind!r}",
+            f"{leaf.label} has memory_kind={kind!r}",
             where=leaf.source,
-            why="only the memory that a device works from is laid out here",
+            why="shardfn shards only the memory that a device computes from",
             fix=f"leave memory_kind out, or write {own[0].default_memory().kind!r}",
         )
     return None
 
 
-def _grid(leaves: Sequence[Leaf], mesh: Mesh | None) -> tuple[tuple[str, int], ...]:
-    """The axes of the first Layout or mesh; of several different ones the common refinement is not sought."""
+def _call_axes(leaves: Sequence[Leaf], mesh: Mesh | None) -> tuple[tuple[str, int], ...]:
+    """The axes of the first Layout or mesh."""
     for leaf in leaves:
         if isinstance(leaf.entry, Layout | NamedSharding):
             return _axes(leaf, ())
     return tuple(mesh.shape.items()) if mesh is not None else ()
 
 
-def _drawn(
+def _named_spec(
     leaf: Leaf,
     leaves: Sequence[Leaf],
-    grid: tuple[tuple[str, int], ...],
+    mesh_axes: tuple[tuple[str, int], ...],
     devices: int,
     problems: list[Problem],
     used: Sequence[Any] | None,
 ) -> Spec | None:
-    problem = next(_refusals(leaf, leaves, grid, devices, used), None)
+    problem = next(_refusals(leaf, leaves, mesh_axes, devices, used), None)
     if problem is not None:
         problems.append(problem)
         return None
-    spec, sizes = _spec(leaf), dict(_axes(leaf, grid))
+    spec, sizes = _spec(leaf), dict(_axes(leaf, mesh_axes))
     shards = tuple(math.prod(sizes[a] for a in dim) for dim in spec)
-    return None if check_cuts(leaf, shards, devices, problems) is None else spec
+    return None if check_strategy(leaf, shards, devices, problems) is None else spec
 
 
 def _refusals(
-    leaf: Leaf, leaves: Sequence[Leaf], grid: tuple[tuple[str, int], ...], devices: int, used: Sequence[Any] | None
+    leaf: Leaf, leaves: Sequence[Leaf], mesh_axes: tuple[tuple[str, int], ...], devices: int, used: Sequence[Any] | None
 ) -> Iterator[Problem]:
-    """What is wrong with an entry, each asked only where nothing before it is."""
-    entry, own = leaf.entry, _axes(leaf, grid)
+    """The problems of an entry; the caller takes the first."""
+    entry, own = leaf.entry, _axes(leaf, mesh_axes)
     if isinstance(entry, Layout):
         try:
             entry.spec  # noqa: B018
@@ -140,7 +140,7 @@ def _refusals(
             yield Problem(
                 f"the Layout of {leaf.label} is not called with axes",
                 where=leaf.source,
-                why="the device matrix alone does not say which axis cuts which dimension",
+                why="the device matrix alone does not say which axis shards which dimension",
                 fix=f'call it with an axis name, or "None", for each dimension: {leaf.where} = {_called(leaf)}',
             )
         first = next(other.entry for other in leaves if isinstance(other.entry, Layout))
@@ -148,30 +148,30 @@ def _refusals(
             yield Problem(
                 f"{leaf.label} has another rank_list than the Layouts before it",
                 where=leaf.source,
-                why="one call runs on one order of the devices",
+                why="a call has one device order",
                 fix="use one rank_list for all Layouts of a call: build one Layout and call it for each array",
             )
     elif isinstance(entry, NamedSharding):
         if (problem := _elsewhere(leaf, used)) is not None:
             yield problem
-    elif not grid:
+    elif not mesh_axes:
         yield Problem(
             f"{leaf.label} has a PartitionSpec, but there is no mesh",
             where=leaf.source,
             why="a PartitionSpec names the axes of a mesh",
             fix="pass the mesh as device=, or write a NamedSharding, a Layout or integers there",
         )
-    if own != grid:
+    if own != mesh_axes:
         yield Problem(
-            f"{leaf.label} lies on another device grid than the rest",
+            f"{leaf.label} is on another mesh than the other arrays",
             where=leaf.source,
-            why=f"{_text(own)} is not {_text(grid)}",
-            fix="use one device matrix with the same axis names for all arrays of a call, or integers",
+            why=f"{_text(own)} is not {_text(mesh_axes)}",
+            fix="use one mesh with the same axis names for all arrays of a call, or integers",
         )
     size = math.prod(n for _, n in own)
     if size != devices and devices != 1:
         yield Problem(
-            f"the grid of {leaf.label} has {size} devices, but there are {devices}",
+            f"the mesh of {leaf.label} has {size} devices, but there are {devices}",
             where=leaf.source,
             why=f"the product of {_text(own)} must be the device count",
             fix=f"choose sizes with a product of {devices}"
@@ -182,30 +182,32 @@ def _refusals(
         if name not in known:
             close = difflib.get_close_matches(name, known, 1, 0.5)
             yield Problem(
-                f"{leaf.label} is cut over `{name}`, which is no axis of the grid",
+                f"{leaf.label} is sharded over `{name}`, which is not a mesh axis",
                 where=leaf.source,
                 why=f"the axes are {', '.join(known)}",
-                fix=f"did you mean {close[0]!r}?" if close else "use one of these axes, or None to leave it whole",
+                fix=f"did you mean {close[0]!r}?"
+                if close
+                else "use one of these axes, or None to leave the dimension unsharded",
             )
     if len(set(axes)) < len(axes):
         twice = next(a for a in axes if axes.count(a) > 1)
         yield Problem(
-            f"two dimensions of {leaf.label} want the axis `{twice}`",
+            f"two dimensions of {leaf.label} are sharded over the axis `{twice}`",
             where=leaf.source,
-            why="an axis can cut one dimension of an array",
-            fix="give each dimension an axis of its own, or leave one whole",
+            why="a mesh axis can shard one dimension of an array",
+            fix="give each dimension its own axis, or leave one unsharded",
         )
 
 
-def _axes(leaf: Leaf, grid: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
-    """The axes that an entry brings along, or those of the grid."""
+def _axes(leaf: Leaf, mesh_axes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+    """The axes of an entry's own mesh, or else those of the call's mesh."""
     if isinstance(leaf.entry, Layout):
         return leaf.entry.axes
-    return tuple(leaf.entry.mesh.shape.items()) if isinstance(leaf.entry, NamedSharding) else grid
+    return tuple(leaf.entry.mesh.shape.items()) if isinstance(leaf.entry, NamedSharding) else mesh_axes
 
 
 def _spec(leaf: Leaf) -> Spec:
-    """The names of the axes that cut each dim, of an entry that has them."""
+    """The mesh axes of each dimension, from an entry that names them."""
     if isinstance(leaf.entry, Layout):
         return tuple(map(_names, leaf.entry.spec))
     raw = tuple(leaf.entry.spec if isinstance(leaf.entry, NamedSharding) else leaf.entry)
@@ -221,7 +223,7 @@ def _names(dim: Any) -> tuple[str, ...]:
 
 
 def _called(leaf: Leaf) -> str:
-    """A Layout as it could be called: its first axes that divide, in order."""
+    """A Layout as it could be called: its first axes that divide the dimensions, in order."""
     axes = [name for name, _ in leaf.entry.axes]
     dims = [*axes, *["None"] * len(leaf.shape)][: len(leaf.shape)]
     sizes = dict(leaf.entry.axes)
@@ -229,18 +231,18 @@ def _called(leaf: Leaf) -> str:
 
 
 def _text(axes: Sequence[tuple[str, int]]) -> str:
-    return " x ".join(f"{name}={size}" for name, size in axes) or "no grid"
+    return " x ".join(f"{name}={size}" for name, size in axes) or "no mesh"
 
 
-def _all_as_cuts(leaves: Sequence[Leaf], grid: tuple[tuple[str, int], ...], most: int = 4) -> str:
-    cuts = {leaf.where: _as_cuts(leaf, grid) for leaf in leaves if is_drawn(leaf)}
+def _all_as_strategies(leaves: Sequence[Leaf], mesh_axes: tuple[tuple[str, int], ...], most: int = 4) -> str:
+    cuts = {leaf.where: _as_strategy(leaf, mesh_axes) for leaf in leaves if names_axes(leaf)}
     return ", ".join(f"{where} = {row}" for where, row in list(cuts.items())[:most]) + (
         " …" if len(cuts) > most else ""
     )
 
 
-def _as_cuts(leaf: Leaf, grid: tuple[tuple[str, int], ...]) -> Any:
-    entry, sizes = leaf.entry, dict(grid)
+def _as_strategy(leaf: Leaf, mesh_axes: tuple[tuple[str, int], ...]) -> Any:
+    entry, sizes = leaf.entry, dict(mesh_axes)
     try:
         raw = entry.spec if isinstance(entry, Layout | NamedSharding) else entry
     except LayoutError:  # it is not called yet
