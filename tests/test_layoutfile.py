@@ -328,7 +328,7 @@ def test_one_fault_of_a_rule_is_told_once():
     arrays["layers/z"] = jax.ShapeDtypeStruct((10, 6), "float32")
     layout = made('format = "shardfn-layout"\nversion = 2\n[mesh]\ndata = 8\n[arguments]\n"*" = ["data", 1]\n')
     one, two = check_layout(layout, arrays, device="cpu:8")
-    assert one.what.endswith("at `layers/0` cannot be cut 8 ways along dimension 0") and one.where.endswith(
+    assert one.what.endswith("at `layers/0` cannot be sharded 8 ways along dimension 0") and one.where.endswith(
         ", and 4 more arrays"
     )
     assert two.why == "10 is not divisible by 8" and "more array" not in two.where
