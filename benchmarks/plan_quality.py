@@ -40,7 +40,7 @@ import jax.numpy as jnp
 import shardfn
 from examples.models import mindspore
 from examples.models.families import FAMILIES
-from shardfn.compiled import executable
+from shardfn import compiled
 from shardfn.cost.compute import op_flops
 from shardfn.cost.devices.links import link_over
 from shardfn.planning.plan import Plan
@@ -77,7 +77,7 @@ class Row:
     devices: int
     layout: str
     predicted: Figures | None
-    executable: Figures | None
+    compiled: Figures | None
     seconds: float
     level: int | None = None
     limit: str = ""
@@ -113,7 +113,7 @@ def products(plan: Plan) -> float:
     )
 
 
-def as_compiled(plan: Plan, real: executable.Compiled) -> Figures:
+def as_compiled(plan: Plan, real: compiled.Compiled) -> Figures:
     """The compiled figures; the time is the cost model's on them.
 
     Compute scales with the compiled FLOPs; collectives are priced one by one on the links of groups of their size.
@@ -168,7 +168,7 @@ def measure(
             key = form(plan)
             twin, real = next(((other, known) for k, other, known in seen if k == key), ("", None))
             if compiles and real is None:
-                real = as_compiled(plan, executable.read(function.lower(*args).compile(None if tpu else QUICK)))
+                real = as_compiled(plan, compiled.read(function.lower(*args).compile(None if tpu else QUICK)))
         except Exception as error:  # a row without figures is a check that fails: the others still count
             text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
             spent = time.perf_counter() - start

@@ -47,7 +47,7 @@ from examples.models import (
     moe,
     stencil,
 )
-from shardfn.compiled import executable
+from shardfn import compiled
 from shardfn.cost.collectives import COLLECTIVE_KINDS
 from shardfn.cost.compute import op_flops
 from shardfn.planning.plan import Plan
@@ -377,12 +377,12 @@ def measure(case: Case) -> Row:
     start = time.perf_counter()
     plan = function.plan(*args)
     middle = time.perf_counter()
-    executable = function.lower(*args).compile()
+    program = function.lower(*args).compile()
     end = time.perf_counter()
-    return row(case, plan, executable.read(executable), middle - start, end - middle)
+    return row(case, plan, compiled.read(program), middle - start, end - middle)
 
 
-def row(case: Case, plan: Plan, real: executable.Compiled, plan_s: float, compile_s: float) -> Row:
+def row(case: Case, plan: Plan, real: compiled.Compiled, plan_s: float, compile_s: float) -> Row:
     """Hold a plan against its compiled program."""
     kinds = {}
     for kind in COLLECTIVE_KINDS:

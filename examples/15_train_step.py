@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from shardfn import train
-from shardfn.compiled.executable import read
+from shardfn.compiled import read
 
 os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
 jax.config.update("jax_platforms", "cpu")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import shardfn
-from shardfn.compiled import executable
+from shardfn import compiled
 from shardfn.cost.compute import op_flops
 from shardfn.partition.tile_assignment import DeviceGroup
 
@@ -72,7 +72,7 @@ KNOWN = [
 )  # fmt: skip
 def test_products_are_done_as_xla_does_them(function, args, layout):
     sharded = shardfn.shard(function, layout)
-    plan, real = sharded.plan(*args), executable.read(sharded.lower(*args).compile())
+    plan, real = sharded.plan(*args), compiled.read(sharded.lower(*args).compile())
     sent = [sum(c.total_bytes for c in side) for side in (plan.collectives, real.collectives)]
     assert sent[0] == sent[1]
     partitioned = plan.partitioned
@@ -120,4 +120,4 @@ def test_roads_are_those_of_xla(seed):
 
     made = jax.jit(held, in_shardings=here, out_shardings=there).lower(f32(16, 32, 64)).compile()
     path = GRID.path(GRID.tile(before), GRID.tile(after))
-    assert [s.kind for s in path if s.kind] == [c.kind for c in executable.read(made).collectives]
+    assert [s.kind for s in path if s.kind] == [c.kind for c in compiled.read(made).collectives]

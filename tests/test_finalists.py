@@ -32,12 +32,12 @@ def test_a_compiler_that_is_not_here_is_missed_before_more_is_planned(monkeypatc
     monkeypatch.setattr(candidates, "answers", lambda *_: pytest.fail("the finalists were looked for"))
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(DeviceError, match="GPU compiler is not installed"):
-        shardfn.plan(step, W1, W2, X, device="h100:4", candidates=3)
+        shardfn.plan(step, W1, W2, X, device="h100:4", compile_candidates=3)
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_a_compiled_plan_wins_and_its_figures_are_those_of_xla(level):
-    sharded = shardfn.shard(step, level=level, candidates=3)
+    sharded = shardfn.shard(step, level=level, compile_candidates=3)
     found, wanted = sharded(W1, W2, X), step(W1, W2, X)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, wanted)
     made = sharded.plan(W1, W2, X)
@@ -57,13 +57,13 @@ def test_a_compiled_plan_wins_and_its_figures_are_those_of_xla(level):
 
 def test_a_target_that_is_not_here_cannot_compile():
     with pytest.raises(shardfn.ShardError, match="h100:8"):
-        shardfn.plan(mlp, X, W1, W2, device="h100:8", candidates=2)
+        shardfn.plan(mlp, X, W1, W2, device="h100:8", compile_candidates=2)
 
 
 @pytest.mark.parametrize("count", [-1, 1.5, True, "2"])
 def test_what_is_no_count(count):
     with pytest.raises(shardfn.ShardError, match="compile_candidates"):
-        shardfn.shard(mlp, candidates=count)
+        shardfn.shard(mlp, compile_candidates=count)
 
 
 def test_the_limit_comes_first_then_the_level():
@@ -91,7 +91,7 @@ def test_seven_finalists_are_the_same_at_each_level(monkeypatch):
 
     monkeypatch.setattr(candidates, "answers", listening)
     for level in (0, 1, 2):
-        shardfn.shard(step, level=level, candidates=7).plan(W1, W2, X)
+        shardfn.shard(step, level=level, compile_candidates=7).plan(W1, W2, X)
     assert {name for name, _ in entered.values()} == {"the search's"}
     assert entered[0][1] == entered[1][1] == entered[2][1] and len(entered[0][1]) == 7
 
@@ -100,11 +100,11 @@ def test_a_program_is_compiled_once_whatever_the_level_and_the_limit(monkeypatch
     candidates._made.clear()
     compiled, names = Verifier.compiled, []
     monkeypatch.setattr(Verifier, "compiled", lambda self, *a, **k: names.append(1) or compiled(self, *a, **k))
-    first = shardfn.shard(step, level=2, candidates=3).plan(W1, W2, X)
+    first = shardfn.shard(step, level=2, compile_candidates=3).plan(W1, W2, X)
     assert len(names) == 3
-    again = shardfn.shard(step, level=2, candidates=3, memory_limit="1GiB").plan(W1, W2, X)
+    again = shardfn.shard(step, level=2, compile_candidates=3, memory_limit="1GiB").plan(W1, W2, X)
     assert len(names) == 3 and again.cost == first.cost
-    shardfn.shard(lambda w1, w2, x: step(2 * w1, w2, x), level=2, candidates=2).plan(W1, W2, X)
+    shardfn.shard(lambda w1, w2, x: step(2 * w1, w2, x), level=2, compile_candidates=2).plan(W1, W2, X)
     assert len(names) == 5
 
 
@@ -112,7 +112,7 @@ def test_no_more_programs_are_kept_than_said(monkeypatch):
     monkeypatch.setattr(candidates, "KEPT", 2)
     candidates._made.clear()
     for level in (0, 2):
-        shardfn.shard(step, level=level, candidates=3).plan(W1, W2, X)
+        shardfn.shard(step, level=level, compile_candidates=3).plan(W1, W2, X)
     assert len(candidates._made) == 2
 
 
@@ -121,13 +121,13 @@ def test_a_limit_is_judged_as_compiled(monkeypatch):
     asked = []
     monkeypatch.setattr(shardfn.planning.make, "within_limit", lambda *a: asked.append(a) or a[1])
     with pytest.raises(shardfn.ShardError) as error:
-        shardfn.shard(step, level=2, candidates=3, memory_limit=1000).plan(W1, W2, X)
+        shardfn.shard(step, level=2, compile_candidates=3, memory_limit=1000).plan(W1, W2, X)
     assert not asked
     least = re.search(
         r"none of 3 plans .* 1,000 bytes.*the least is ([\d,]+) bytes.*or memory_limit=(\d+)", str(error.value), re.S
     )
     assert int(least[1].replace(",", "")) == int(least[2])
-    assert shardfn.shard(step, level=2, candidates=3, memory_limit=int(least[2])).plan(W1, W2, X)
+    assert shardfn.shard(step, level=2, compile_candidates=3, memory_limit=int(least[2])).plan(W1, W2, X)
 
 
 def mixed(x, w):
@@ -140,7 +140,7 @@ MIXED = np.arange(128, dtype="int32").reshape(16, 8), np.ones((8, 32), "float32"
 def test_what_does_not_compile_is_left_out_and_named(monkeypatch):
     """As if XLA had an all-reduce of xor: it stops at each plan that cuts the rows."""
     monkeypatch.setattr(shardfn.planning.workarounds, "ADDED_UP", {"xor"})
-    sharded = shardfn.shard(mixed, level=0, candidates=6)
+    sharded = shardfn.shard(mixed, level=0, compile_candidates=6)
     found = sharded(*MIXED)
     jax.tree.map(np.testing.assert_array_equal, found, mixed(*MIXED))
     diagnostics = sharded.plan(*MIXED).diagnostics
@@ -158,7 +158,7 @@ def test_what_does_not_compile_is_left_out_and_named(monkeypatch):
 def test_nothing_that_compiles_is_an_error(monkeypatch):
     monkeypatch.setattr(shardfn.planning.workarounds, "ADDED_UP", {"xor"})
     with pytest.raises(StrategyError) as error:
-        shardfn.plan(mixed, *MIXED, parameter_plan={"x": (8, 1)}, candidates=3)
+        shardfn.plan(mixed, *MIXED, parameter_plan={"x": (8, 1)}, compile_candidates=3)
     (problem,) = error.value.problems
     assert (
         re.fullmatch(r"none of [123] plans of `mixed` compiles", problem.what)

@@ -11,8 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import shardfn
-from shardfn import AUTO, Layout
-from shardfn.compiled import executable
+from shardfn import AUTO, Layout, compiled
 from shardfn.partition.resharding import resharding_steps
 from shardfn.planning.diagnostics import is_constant, origin
 
@@ -100,7 +99,7 @@ def test_the_same_array_each_time():
     assert all("the same array each time" in f and "made before the loop" in f for f in found)
     here = shardfn.shard(same, entries)
     assert not said(here.plan(jnp.ones((1024, 1024)), jnp.ones((1024, 1024))), "rounds of a loop")
-    data = here.explain(jnp.ones((1024, 1024)), jnp.ones((1024, 1024)), executable=True).to_dict()
+    data = here.explain(jnp.ones((1024, 1024)), jnp.ones((1024, 1024)), compiled=True).to_dict()
     assert sum(c["trips"] for c in data["compiled"]["collectives"] if c["kind"] == "all-gather") == 1
 
 
@@ -149,7 +148,7 @@ def test_what_xla_sends_from_one_layout_to_another(before, after):
 
     made = jax.jit(held, in_shardings=here, out_shardings=there).lower(shaped(512, 512)).compile()
     road = resharding_steps(before, after, AXES)
-    assert [step.kind for step in road if step.kind] == [c.kind for c in executable.read(made).collectives]
+    assert [step.kind for step in road if step.kind] == [c.kind for c in compiled.read(made).collectives]
 
 
 def mlp(x, w1, w2):

@@ -11,7 +11,7 @@ from jax import lax
 
 import shardfn
 from examples.models import abstract, gpt2, llama
-from shardfn.compiled import executable
+from shardfn import compiled
 from shardfn.cost.estimate import estimate_cost
 from shardfn.ir.model import Communication, Graph, Op, OpConstraint, PartitionedProgram, Value
 from shardfn.partition.combine_reductions import combine_partial_sums
@@ -228,7 +228,7 @@ def test_compiled_dims_stay_cut(name):
     pytest.importorskip("libtpu")
     fn, args, entries, expected = KEPT[name]
     plan: Any = shardfn.plan(fn, *args, in_strategy=entries, device=V5E)
-    assert dict(kinds(executable.read(plan._verifier.compiled(plan)).collectives)) == expected
+    assert dict(kinds(compiled.read(plan._verifier.compiled(plan)).collectives)) == expected
 
 
 @pytest.mark.tpu
@@ -236,7 +236,7 @@ def test_compiled_dims_stay_cut(name):
 def test_compiled_gathers(steps, gathers):
     pytest.importorskip("libtpu")
     plan: Any = shardfn.plan(apart(steps), f32(64, 1024), f32(1024, 1024), **CHAIN)
-    made = executable.read(plan._verifier.compiled(plan))
+    made = compiled.read(plan._verifier.compiled(plan))
     assert [c.kind for c in made.collectives] == ["all-gather"] * gathers
 
 
@@ -261,6 +261,6 @@ def test_compiled_steps(model, layout, device):
     expert = model.experts(size, count)[layout]
     step: Any = shardfn.shard(expert.written(fn), expert.in_strategy, device=device, donate_argnums=(0, 1))
     plan = step.plan(*args)
-    made, predicted = kinds(executable.read(plan._verifier.compiled(plan)).collectives), kinds(plan.collectives)
+    made, predicted = kinds(compiled.read(plan._verifier.compiled(plan)).collectives), kinds(plan.collectives)
     for kind in made.keys() | predicted.keys():
         assert abs(predicted[kind] - made[kind]) < 0.05 * made.total(), kind

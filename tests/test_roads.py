@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 import shardfn
-from shardfn.compiled import executable
+from shardfn import compiled
 from shardfn.cost.estimate import collectives
 from shardfn.ir import shardy
 from shardfn.ir.mlir import preorder
@@ -123,7 +123,7 @@ OPS = {
 def test_single_ops_send_what_was_predicted(name):
     fn, args, cuts, out = OPS[name]
     function = shardfn.shard(fn, cuts, out)
-    predicted, real = function.plan(*args).collectives, executable.read(function.lower(*args).compile()).collectives
+    predicted, real = function.plan(*args).collectives, compiled.read(function.lower(*args).compile()).collectives
 
     def sent(side):
         return {k: sum(c.total_bytes for c in side if c.kind == k) for k in {c.kind for c in side}}
@@ -193,7 +193,7 @@ def test_idle_axes_are_used(name, grid):
     layout = shardfn.Layout(GRIDS[grid], ("data", "model"))
     specs = tuple(layout("data", *("None",) * (len(a.shape) - 1)) for a in args)
     function = shardfn.shard(fn, specs)
-    predicted, real = function.plan(*args).collectives, executable.read(function.lower(*args).compile()).collectives
+    predicted, real = function.plan(*args).collectives, compiled.read(function.lower(*args).compile()).collectives
     assert sum(c.total_bytes for c in predicted) == sum(c.total_bytes for c in real)
 
 

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 import shardfn
-from shardfn.compiled import executable
+from shardfn import compiled
 from shardfn.cost.backends.cpu import on_cpu
 from shardfn.cost.compute import op_flops
 from shardfn.cost.fusion import fuse
@@ -23,7 +23,7 @@ def both(fn, args, entries=None, **options):
     """The plan, and the compiled program."""
     whole = tuple(jax.tree.map(lambda a: (1,) * a.ndim, arg) for arg in args)
     function = shardfn.shard(fn, entries or whole, device=jax.devices()[:8], **options)
-    return function.plan(*args), executable.read(function.lower(*args).compile())
+    return function.plan(*args), compiled.read(function.lower(*args).compile())
 
 
 def products(plan):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import shardfn
-from shardfn.compiled import executable
+from shardfn import compiled
 from shardfn.cost.devices.hardware import resolve
 from shardfn.cost.fusion import fuse
 from shardfn.cost.memory.live_ranges import at_peak, memory
@@ -25,7 +25,7 @@ def both(fn, args, entries, **options):
     leaves = [jax.tree.leaves(a) for a in args]
     firsts = [sum(len(x) for x in leaves[:i]) for i in range(len(args))]
     positions = [firsts[i] + j for i in donated for j in range(len(leaves[i]))]
-    return memory(plan.partitioned, positions), executable.read(function.lower(*args).compile())
+    return memory(plan.partitioned, positions), compiled.read(function.lower(*args).compile())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 import shardfn
 from examples.models import abstract, mlp
-from shardfn.compiled import executable
+from shardfn import compiled
 from shardfn.cost.backends.tpu import FastMemoryRequest, assign_fast_memory, residency_intervals, row_major_bytes
 from shardfn.cost.devices.chips import CHIPS
 from shardfn.cost.fusion import fuse
@@ -155,7 +155,7 @@ def test_without_vector_memory_temporaries_count():
 def test_compiled_peaks(layout):
     pytest.importorskip("libtpu")
     plan: Any = planned(mlp.SMALL, layout)
-    made = executable.read(plan._verifier.compiled(plan))
+    made = compiled.read(plan._verifier.compiled(plan))
     assert made.argument_bytes == plan.cost.memory.arguments
     assert plan.cost.memory.peak == pytest.approx(made.together("tpu"), rel=0.1)
 
