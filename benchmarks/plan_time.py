@@ -29,7 +29,7 @@ import jax
 import shardfn
 from examples.models import abstract, gpt2, mindspore
 from shardfn.ir import shardy
-from shardfn.runtime import program
+from shardfn.planning import pose
 
 LAYERS = (2, 6, 12, 24, 48, 96)
 DEVICES = (8, 64, 512, 4096)
@@ -148,14 +148,14 @@ def measure(case: Case) -> Row:
     fn, args = case.make()
     options = case.options(args)
     whole, tracing, reading = Clock(), Clock(), Clock()
-    trace, read = program.trace, shardy.read_graph
-    program.trace, shardy.read_graph = tracing.around(trace), reading.around(read)
+    trace, read = pose.trace, shardy.read_graph
+    pose.trace, shardy.read_graph = tracing.around(trace), reading.around(read)
     try:
         function: Any = shardfn.shard(fn, **options)
         call = function.explain if case.report else function.plan
         whole.around(call)(*args)
     finally:
-        program.trace, shardy.read_graph = trace, read
+        pose.trace, shardy.read_graph = trace, read
     plan = function.plan(*args)
     jax_s = tracing.spent - reading.spent
     plan_s = whole.spent - jax_s

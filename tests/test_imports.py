@@ -92,8 +92,6 @@ def environment_writes(tree: ast.AST) -> list[int]:
 KNOWN = {
     "shardfn.api": {"shardfn.mindspore.layout"},
     "shardfn.checkpoint": {"shardfn.mindspore.rank_checkpoints"},
-    "shardfn.frontend.option_checks": {"shardfn.planning.plan"},
-    "shardfn.frontend.options": {"shardfn.layoutfile.files", "shardfn.planning.named_shardings"},
     "shardfn.frontend.strategy": {"shardfn.mindspore.layout"},
     "shardfn.frontend.validation": {"shardfn.mindspore.layout"},
     "shardfn.halo": {"shardfn.mindspore.layout"},

@@ -103,7 +103,7 @@ def test_sums_held_in_pieces_are_put_together_too(spec):
     """What holds a sum to the layout in which it lies leaves nothing."""
     args = (f32(64, 256), f32(256, 512)) * 3
     function = lambda x, a, y, b, z, c: x @ a + y @ b + z @ c  # noqa: E731
-    problem = shardfn.plan(function, *args, device="h100:8")._study.question
+    problem = shardfn.plan(function, *args, device="h100:8")._study.problem
     read = ((), ("a",)), (("a",), ())
     constraints = {i: OpConstraint(read, (spec,)) for i, op in enumerate(problem.graph.ops) if op.name == "dot_general"}
     partitioned = problem.partition((("a", 8),), read * 3, constraints)

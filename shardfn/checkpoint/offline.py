@@ -114,7 +114,7 @@ def layout_of(layout: Any) -> LayoutFile:
 def devices_of(layout: LayoutFile) -> int:
     """How many devices a layout is for, by its grid."""
     total = 1
-    for name, size in layout.grid:
+    for name, size in layout.mesh:
         if size is None:
             fail(
                 CheckpointError,

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from shardfn.compiled.executable import Compiled
@@ -14,6 +14,7 @@ from shardfn.cost.compute import matrix_flops
 from shardfn.cost.estimate import collective_s
 from shardfn.errors import ShardError, StrategyError, fail
 from shardfn.planning.candidates import told_apart
+from shardfn.planning.planner import chosen, is_correct
 from shardfn.search import baselines
 from shardfn.search.mesh_solution import mesh_text
 from shardfn.search.objectives import SPREAD, Rank, idle, rank
@@ -27,7 +28,6 @@ def answers(
     levels: Mapping[int, Answer],
     more: Sequence[Answer],
     count: int,
-    is_right: Callable[[SearchCandidate], bool],
 ) -> tuple[tuple[str, Answer], ...]:
     """The answers to compile, by name, `count` in all: the search's own first, polished where that is better by its flow;
     those of the other levels, and `more`; these polished; what of all these sends least, in pieces; then in turn the best
@@ -43,7 +43,6 @@ def answers(
       levels: what the search found at each level, the problem's own among them.
       more: what else it found, as without a memory limit.
       count: how many.
-      is_right: whether XLA computes a candidate's program rightly; the others are left out, but for the search's own.
     """
     answer = levels[problem.level]
     at = {level: dataclasses.replace(problem, level=level) for level in levels}
@@ -75,34 +74,10 @@ def answers(
         for c in filter(None, turn):
             sizes = tuple(sorted(size for _, size in c.axes))
             found.setdefault((sizes, c.cost.bytes_sent, c.cost.memory.peak, c.cost.time_s), c)
-    entered = list(itertools.islice((c for c in found.values() if c is own or is_right(c)), count))
+    entered = list(itertools.islice((c for c in found.values() if c is own or is_correct(problem, c)), count))
     names = told_apart(problem.names, entered)
     named = [dataclasses.replace(c, name=name) for name, c in zip(names, entered, strict=True)]
     return tuple((c.name, chosen(answer, c, "best as compiled of the finalists")) for c in named)
-
-
-def chosen(answer: Answer, c: SearchCandidate, why: str) -> Answer:
-    """An answer with another candidate in the place of what the search chose."""
-    if (c.axes, c.specs, c.constraints, c.result_specs) == (
-        answer.axes,
-        answer.specs,
-        answer.constraints,
-        answer.result_specs,
-    ):
-        return answer
-    reasons = tuple("" if not reason else f"{why}: {c.name}" for reason in answer.reasons)
-    return dataclasses.replace(
-        answer,
-        axes=c.axes,
-        specs=c.specs,
-        constraints=c.constraints,
-        result_specs=c.result_specs,
-        reasons=reasons,
-        runners_up=(),
-        runner_up="",
-        policy=f"{why}: {c.name}",
-        gap=None,
-    )
 
 
 KEPT = 256
@@ -111,19 +86,12 @@ KEPT = 256
 _made: dict[object, Compiled] = {}
 
 
-def compiled_once(program: str, problem: SearchProblem, answer: Answer, compiled: Callable[[], Compiled]) -> Compiled:
-    """What XLA makes of an answer: the same program laid out alike is compiled once, whatever the level and the limit.
-
-    Args:
-      program: the text of the function's module.
-      problem: what was asked.
-      answer: the layouts.
-      compiled: compiles it.
-    """
+def program_key(program: str, problem: SearchProblem, answer: Answer) -> object:
+    """What one compiled program is remembered by: the text of the function's module, and an answer's shardings."""
     constraints = tuple(sorted(answer.constraints.items(), key=lambda item: item[0]))
     ends = tuple(problem.results.items()), tuple(problem.same_as.items()), problem.donated
     text = hashlib.sha256(program.encode()).digest()
-    key = (
+    return (
         text,
         problem.hardware,
         ends,
@@ -132,11 +100,19 @@ def compiled_once(program: str, problem: SearchProblem, answer: Answer, compiled
         constraints,
         tuple(sorted(answer.result_specs.items())),
     )
-    if key not in _made:
-        while len(_made) >= KEPT:
-            _made.pop(next(iter(_made)), None)
-        _made[key] = compiled()
-    return _made[key]
+
+
+def known(key: object) -> Compiled | None:
+    """The compiled program of a key, whatever the level and the limit were."""
+    return _made.get(key)
+
+
+def remember(key: object, compiled: Compiled) -> Compiled:
+    """Keep a compiled program; the oldest goes where there are `KEPT`."""
+    while len(_made) >= KEPT:
+        _made.pop(next(iter(_made)), None)
+    _made[key] = compiled
+    return compiled
 
 
 @dataclasses.dataclass(frozen=True)

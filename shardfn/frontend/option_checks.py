@@ -11,9 +11,8 @@ from shardfn import search
 from shardfn.cost.devices import hardware
 from shardfn.errors import Problem, ShardError, a, raise_problems
 from shardfn.frontend.byte_sizes import bytes_of
-from shardfn.frontend.options import Options
+from shardfn.frontend.options import LEVELS, Options
 from shardfn.frontend.strategy import apply_parameter_plan, match, short
-from shardfn.planning.plan import LEVELS
 
 MOST_COMPILED = 64
 """A search finds about thirty plans worth compiling; each takes seconds to minutes."""

@@ -1,29 +1,44 @@
-"""What the user asked of `shard`, and what the parallel context adds to it: devices, layout file, bounds of the search."""
+"""The options of `shard`, and the bounds of the search that follow from them."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import pathlib
-from collections.abc import Sequence
 from typing import Any
 
-from jax import tree_util
-
-from shardfn.cost.devices.hardware import Hardware, resolve
-from shardfn.errors import ContextError, DeviceError, Problem, fail, raise_problems
+from shardfn.errors import Problem
 from shardfn.frontend.byte_sizes import bytes_of, plain
 from shardfn.frontend.defaults import Defaults
-from shardfn.frontend.search_options import Wishes
-from shardfn.frontend.strategy import Leaf
-from shardfn.frontend.validation import check_all
-from shardfn.layoutfile.files import LayoutFile, read_layout
-from shardfn.planning.named_shardings import mesh_of
+from shardfn.search.problem import Algorithm
+
+LEVELS = ("most compute per byte sent", "least memory per device", "fastest step")
+"""The objective of each level."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchOptions:
+    """The bounds of a search, made once for each call by `Options.for_search`."""
+
+    level: int
+    mode: str
+    """The name of the search."""
+    memory_limit: float | None
+    """Bytes per device; None is the device's memory."""
+    time_limit_s: float
+    compile_candidates: int
+    algorithm: Algorithm
+    search_ops: bool
+    """Whether ops are searched though no argument is open."""
+
+    @property
+    def is_limit_strict(self) -> bool:
+        """Whether a predicted peak above `memory_limit` is an error. Compiled candidates are judged by XLA's own figure."""
+        return self.compile_candidates <= 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the user asked for, as given to `shard`."""
+    """The options of `shard` as the user gave them."""
 
     in_strategy: Any = None
     out_strategy: Any = None
@@ -45,50 +60,22 @@ class Options:
         for name in ("level", "memory_limit", "compile_candidates", "time_limit"):
             object.__setattr__(self, name, plain(getattr(self, name)))
 
-    def wishes(self, current: Defaults) -> Wishes:
-        """What bounds the search."""
-        limit = None if self.memory_limit is None else bytes_of(self.memory_limit, "memory_limit")
-        assert not isinstance(limit, Problem)  # checked by `shard`
-        mode = self.search_mode or current.search_mode
-        inside = mode not in (None, "auto")  # which follows the cuts where nothing is left open
-        seconds = math.inf if self.time_limit is None else self.time_limit
-        return Wishes(limit, seconds, self.compile_candidates <= 1, current.algorithm, inside)
+    def for_search(self, defaults: Defaults, layout_level: int | None = None) -> SearchOptions:
+        """The search options of a call, once `shard` has checked these options.
 
-    def layout_file(self, current: Defaults) -> LayoutFile | None:
-        """The layout file given, or the context's."""
-        if self.layout is not None:
-            return read_layout(self.layout)
-        return read_layout(pathlib.Path(current.layout_file)) if current.layout_file else None
-
-    def hardware(self, inputs: Sequence[Leaf], current: Defaults, problems: Sequence[Problem]) -> Hardware:
-        """The devices to plan for: those given, or those of a mesh in a strategy, or the context's, or all.
-
-        Raises:
-          ContextError: the context asks for something that `shard` cannot do.
-          DeviceError: there are no such devices; beside it, `problems` and what is wrong whatever the device is.
+        Args:
+          defaults: the settings in force.
+          layout_level: the level that the layout file names, for a call without one of its own.
         """
-        if current.parallel_mode in ("data_parallel", "hybrid_parallel"):
-            fail(ContextError, f"`shard` has no meaning under parallel_mode={current.parallel_mode!r}",
-                 where=f"parallel_mode = {current.parallel_mode!r}", why="that mode cuts no operator",
-                 fix='set_auto_parallel_context(parallel_mode="semi_auto_parallel"), or leave parallel_mode unset')  # fmt: skip
-        if current.stages > 1 and current.search_mode == "dynamic_programming":
-            fail(ContextError, "a pipeline does not go with the search dynamic_programming",
-                 where="pipeline_stages > 1, search_mode = 'dynamic_programming'", why="as in MindSpore",
-                 fix="use another search_mode, or reset_auto_parallel_context()")  # fmt: skip
-        device = self.device
-        mesh = mesh_of([*(leaf.entry for leaf in inputs), *tree_util.tree_leaves(self.out_strategy)])
-        if device is None and mesh is not None:
-            device = mesh
-        try:
-            found = resolve(device, count=current.devices_asked, default=current.platform)
-        except DeviceError as error:
-            known = list(problems)
-            check_all(inputs, 1, known)
-            raise_problems([*error.problems, *known] if known else ())
-            raise
-        if found.count % current.stages:
-            fail(ContextError, f"{found.count} devices cannot be cut into {current.stages} pipeline stages",
-                 where=f"pipeline_stages = {current.stages}", why=f"{found.count} is not divisible by {current.stages}",
-                 fix="set pipeline_stages to a divisor, or reset_auto_parallel_context()")  # fmt: skip
-        current.check_rank(found.count)
-        return found
+        limit = None if self.memory_limit is None else bytes_of(self.memory_limit, "memory_limit")
+        assert not isinstance(limit, Problem)
+        mode = self.search_mode or defaults.search_mode or "auto"
+        return SearchOptions(
+            level=self.level or layout_level or 0,
+            mode=mode,
+            memory_limit=limit,
+            time_limit_s=math.inf if self.time_limit is None else self.time_limit,
+            compile_candidates=self.compile_candidates,
+            algorithm=defaults.algorithm,
+            search_ops=mode != "auto",
+        )

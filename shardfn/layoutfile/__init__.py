@@ -16,8 +16,6 @@ from shardfn.layoutfile.files import (
     layout_shardings,
     read_layout,
     recipes,
-    rule_entries,
-    with_layout,
     write_layout,
 )
 
@@ -26,7 +24,5 @@ __all__ = [
     "layout_shardings",
     "read_layout",
     "recipes",
-    "rule_entries",
-    "with_layout",
     "write_layout",
 ]

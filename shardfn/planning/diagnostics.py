@@ -11,7 +11,7 @@ from shardfn.cost.estimate import estimate_cost
 from shardfn.ir.model import Communication, PartitionedProgram, Spec
 from shardfn.planning.decisions import Decision
 from shardfn.planning.plan import Plan
-from shardfn.planning.what_if import Study
+from shardfn.planning.posed_call import AnsweredCall
 from shardfn.search.mesh_solution import mesh_text
 from shardfn.search.one_array_changes import layouts
 from shardfn.search.problem import Algorithm, objective
@@ -23,10 +23,10 @@ DEAR_BYTES = 1 << 20
 FLOWS, OPS = 6, 12_000
 """Flows, and ops of them together, that are worked out to find a cut that avoids something."""
 
-Rule = Callable[[Plan, Study], Iterator[str]]
+Rule = Callable[[Plan, AnsweredCall], Iterator[str]]
 
 
-def advice(plan: Plan, study: Study) -> list[str]:
+def advice(plan: Plan, study: AnsweredCall) -> list[str]:
     """What XLA would do that costs far more than it need, each with its line and a cut that avoids it."""
     return [] if plan.hardware.count == 1 else [text for rule in RULES for text in rule(plan, study)]
 
@@ -46,7 +46,7 @@ class _Sent:
         return self.communications[0]
 
 
-def in_loops(plan: Plan, study: Study) -> Iterator[str]:
+def in_loops(plan: Plan, study: AnsweredCall) -> Iterator[str]:
     """Arrays that are gathered or laid out anew in every round of a loop, and make up much of what is sent."""
     for sent in _alike_sent(plan.partitioned, lambda c: c.trips > 1 and c.kind in ("all-gather", "all-to-all"))[:2]:
         c = sent.one
@@ -68,7 +68,7 @@ def in_loops(plan: Plan, study: Study) -> Iterator[str]:
         )
 
 
-def rematerialised(plan: Plan, study: Study) -> Iterator[str]:
+def rematerialised(plan: Plan, study: AnsweredCall) -> Iterator[str]:
     """Arrays that XLA gathers because it knows no way from one layout to another, and cuts again at once, however small."""
     partitioned = plan.partitioned
     detours = _detours(partitioned)
@@ -86,9 +86,9 @@ def rematerialised(plan: Plan, study: Study) -> Iterator[str]:
         )
 
 
-def held_whole(plan: Plan, study: Study) -> Iterator[str]:
+def held_whole(plan: Plan, study: AnsweredCall) -> Iterator[str]:
     """Arguments that every device holds whole though they can be cut, and that fill much of its memory."""
-    whole, limit = [d for d in plan.inputs if not any(d.spec)], study.question.memory_limit
+    whole, limit = [d for d in plan.inputs if not any(d.spec)], study.problem.memory_limit
     if sum(d.local_bytes for d in whole) < limit / 4:
         return
     whole = [d for d in whole if finer(d, plan.axes) is not None]
@@ -105,9 +105,9 @@ def held_whole(plan: Plan, study: Study) -> Iterator[str]:
     )
 
 
-def too_large(plan: Plan, study: Study) -> Iterator[str]:
+def too_large(plan: Plan, study: AnsweredCall) -> Iterator[str]:
     """A plan that is estimated not to fit."""
-    memory, limit = plan.cost.memory, study.question.memory_limit
+    memory, limit = plan.cost.memory, study.problem.memory_limit
     if memory.peak <= limit:
         return
     holders = [(d.local_bytes, f"`{d.path}` {d.strategy}") for d in plan.inputs]
@@ -132,9 +132,9 @@ def too_large(plan: Plan, study: Study) -> Iterator[str]:
     yield text
 
 
-def idle(plan: Plan, study: Study) -> Iterator[str]:
+def idle(plan: Plan, study: AnsweredCall) -> Iterator[str]:
     """Devices that do what others do as well, where spreading the work would save a good part of the time."""
-    cost, devices, whole = plan.cost, plan.hardware.count, study.question.facts.flops
+    cost, devices, whole = plan.cost, plan.hardware.count, study.problem.facts.flops
     alike = min(float(devices), cost.flops * devices / whole) if whole else 1.0
     searched = any(d.source == "searched" for d in plan.inputs)
     if not searched or alike < 2 or cost.compute_s * (1 - 1 / alike) < WORTH * cost.time_s:
@@ -166,13 +166,13 @@ WORTH = 0.2
 """Of the modelled time: what must be saved by spreading the work before anything is said of devices that do the same."""
 
 
-def avoided(plan: Plan, study: Study, c: Communication, is_gone: Callable[[PartitionedProgram], bool]) -> str:
+def avoided(plan: Plan, study: AnsweredCall, c: Communication, is_gone: Callable[[PartitionedProgram], bool]) -> str:
     """The best cut of one argument with which a collective is gone and less is sent, by its flow; or that none was found."""
     axes = {a.partition(":")[0] for a in c.axes}
     sources = [d for d in (origin(plan, c.operand),) if d is not None]
     cut = sorted((d for d in plan.inputs if any(axes & set(dim) for dim in d.spec)), key=lambda d: -math.prod(d.shape))
     few = list(dict.fromkeys([*sources, *cut]))[:2]
-    most = min(FLOWS, OPS // max(1, len(plan.partitioned.graph.ops))) if study.question.seconds_left > 0 else 0
+    most = min(FLOWS, OPS // max(1, len(plan.partitioned.graph.ops))) if study.problem.seconds_left > 0 else 0
     tries = [
         (d, spec)
         for d in few
@@ -182,9 +182,9 @@ def avoided(plan: Plan, study: Study, c: Communication, is_gone: Callable[[Parti
     for d, spec in tries[:most]:
         partitioned = study.partitioned_with(plan, (d.path,), spec)
         if is_gone(partitioned):
-            paid = estimate_cost(partitioned, plan.hardware, study.question.donated)
+            paid = estimate_cost(partitioned, plan.hardware, study.problem.donated)
             if paid.bytes_sent < plan.cost.bytes_sent:
-                found.append((objective(paid, study.question), len(found), d, spec, paid))
+                found.append((objective(paid, study.problem), len(found), d, spec, paid))
     if not found:
         names = " or ".join(f"`{d.path}`" for d in few)
         tried = f"no other cut of {names}" if len(tries) <= most else f"none of {most} other cuts tried of {names}"

@@ -344,3 +344,73 @@ def as_layout(spec: Spec, axes: Axes, order: Sequence[int] | None) -> Layout:
     names, sizes = tuple(n for n, _ in axes), tuple(s for _, s in axes)
     dims = ("None" if not dim else dim[0] if len(dim) == 1 else dim for dim in spec)
     return Layout(sizes, names, list(order) if order else None)(*dims)
+
+
+def rule_entries(
+    layout: LayoutFile, leaves: Sequence[Leaf], devices: int, problems: list[Problem], *, complete: bool,
+    section: str = "arguments", strict: bool = True, given: Sequence[str] = (),
+) -> tuple[Axes, list[tuple[Any, str]]]:  # fmt: skip
+    """The mesh axes, and for each leaf the entry that the file gives it (as `rule_entry`) and its place in the file.
+
+    Args:
+      layout: the layout file.
+      leaves: the arrays.
+      devices: the device count.
+      problems: receives everything that does not fit.
+      complete: whether an array without a rule, or with an open one, is a problem.
+      section: "arguments" or "results".
+      strict: whether a rule that matches no array is a problem.
+      given: the names of the arguments that are data: `batch` applies to those none of whose arrays has a rule.
+    """
+    axes = mesh_axes(layout, devices, problems)
+    count = math.prod(size for _, size in axes) if axes else devices  # a mesh that does not fit is reported once
+    rules = match_rules(layout, section, leaves, problems, strict)
+    owners = [next((name for name in given if f"{leaf.path}/".startswith(f"{name}/")), None) for leaf in leaves]
+    ruled = {owners[i] for i in rules}
+    entries: list[tuple[Any, str]] = []
+    bare: list[Leaf] = []
+    faults: dict[tuple[str, str, str], list[Problem]] = {}  # one fault of a rule, for all arrays that have it
+    for i, leaf in enumerate(leaves):
+        rule = rules.get(i)
+        if rule is None and section == "arguments":
+            if layout.batch is not None and owners[i] is not None and owners[i] not in ruled:
+                sharding = (*layout.batch[: len(leaf.shape)], *(1,) * (len(leaf.shape) - len(layout.batch)))
+                rule = LayoutRule("batch", sharding, line=layout.lines.get("batch", 0))
+            elif layout.others is not None:
+                rule = LayoutRule("others", layout.others, line=layout.lines.get("others", 0))
+        if complete and (rule is None or rule.sharding is None):
+            bare.append(leaf)
+        if rule is None:
+            entries.append((AUTO, ""))
+            continue
+        mine: list[Problem] = []
+        entry = rule_entry(rule, leaf, axes, count, rule.where(layout.name, section), mine)
+        for problem in mine:
+            faults.setdefault((rule.glob, problem.what.replace(leaf.label, ""), problem.why), []).append(problem)
+        entries.append((entry, f"{layout.name}: {rule.glob}"))
+    for first, *more in faults.values():
+        where = f"{first.where}, and {len(more)} more array{'s'[: len(more) != 1]}" if more else first.where
+        problems.append(dataclasses.replace(first, where=where))
+    report_uncovered(bare, layout.name, problems)
+    return axes, entries
+
+
+def with_layout(
+    layout: LayoutFile, leaves: Sequence[Leaf], devices: int, problems: list[Problem], *, section: str = "arguments",
+    strict: bool = True, given: Sequence[str] = (), complete: bool = False,
+) -> list[Leaf]:  # fmt: skip
+    """The arrays of a call, or its results; the file gives an entry to each that has none. Arguments as `rule_entries`."""
+    before = len(problems)
+    axes, entries = rule_entries(
+        layout, leaves, devices, problems, complete=complete, section=section, strict=strict, given=given
+    )
+    if len(problems) > before or (axes and devices != math.prod(size for _, size in axes)):
+        return list(leaves)
+    found = []
+    for leaf, (entry, where) in zip(leaves, entries, strict=True):
+        if leaf.entry is AUTO and entry is not AUTO:
+            if devices > 1 and axes and not any(isinstance(dim, int) for dim in entry):
+                entry = as_layout(entry, axes, layout.order)
+            leaf = dataclasses.replace(leaf, entry=entry, where=where, by="file")
+        found.append(leaf)
+    return found

@@ -15,6 +15,7 @@ from shardfn.cost.devices.hardware import Hardware
 from shardfn.cost.estimate import Cost
 from shardfn.errors import DeviceError, StrategyError, StrategyTypeError, a, fail
 from shardfn.frontend.meshes import abstract_mesh, mesh_on, wired
+from shardfn.frontend.options import LEVELS
 from shardfn.frontend.paths import alike, few, listed
 from shardfn.ir.model import Collective, Op, PartitionedProgram
 from shardfn.layoutfile import plan_file
@@ -32,7 +33,7 @@ class Study(Protocol):
 
     def why(self, plan: Plan, path: str, most: int | None) -> Alternatives: ...
 
-    def what_if(self, plan: Plan, entries: Mapping[str, Any]) -> Plan: ...
+    def what_if(self, entries: Mapping[str, Any]) -> Plan: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Plan:
         >>> print(made.diff(made.what_if({"x": (2, 1), "w": (1, 2)}))[0])
         grid: a=4 -> a=2 x b=2
         """
-        return dataclasses.replace(self._studied().what_if(self, entries), _verifier=self._verifier)
+        return dataclasses.replace(self._studied().what_if(entries), _verifier=self._verifier)
 
     def diff(self, other: Plan) -> tuple[Change, ...]:
         """What differs in another plan of the same function (`shardfn.diff`)."""
@@ -358,10 +359,6 @@ def _held(plan: Plan, other: Plan) -> str:
         + (f"; here only: {', '.join(parts)}" if parts else "")
         + (f"; {changed} in another layout than there" if changed else "")
     )
-
-
-LEVELS = ("most compute per byte sent", "least memory per device", "fastest step")
-"""What each level makes best (`search.aims`), in words."""
 
 
 MOST_LINES = 10

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardfn.cost.estimate import estimate_cost
@@ -14,15 +14,19 @@ from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, r
 from shardfn.frontend.meshes import partition_spec
 from shardfn.frontend.paths import alike, few, layer, listed, met, normal, starred
 from shardfn.frontend.strategy import Leaf, apply_parameter_plan, short
-from shardfn.ir.model import PartitionedProgram, Spec
+from shardfn.ir.model import Spec
 from shardfn.planning.decisions import Alternative, Alternatives, Decision, Figures
 from shardfn.planning.plan import Plan
+from shardfn.planning.planner import plan_answer, search, with_notes
+from shardfn.planning.pose import place_call
+from shardfn.planning.posed_call import AnsweredCall
+from shardfn.planning.workarounds import mended_finding, wrong_ops
 from shardfn.render.html import to_html
 from shardfn.render.parts import Table
 from shardfn.render.text import Shown as Rendered
 from shardfn.render.text import to_text
 from shardfn.search.one_array_changes import layouts
-from shardfn.search.problem import OpConstraints, ResultSpecs, SearchProblem, objective
+from shardfn.search.problem import objective
 from shardfn.search.resharding_costs import strategy_of
 from shardfn.units import bytes_text, signed, time_text
 
@@ -33,23 +37,19 @@ OPS = 24_000
 """Ops of all flows together that are priced unless more is asked for: a few seconds, and the same on every machine."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Study:
-    """The question that a plan answers, how a choice flows, and how to ask anew with other entries.
+@dataclasses.dataclass(frozen=True, eq=False)
+class WhatIf(AnsweredCall):
+    """The call and the answer of a plan, kept to price other shardings and to plan with other entries."""
 
-    `constraints`, `specs` and `result_specs` are the plan's own; `again` makes a plan of other arguments and results.
-    """
-
-    question: SearchProblem
-    specs: tuple[Spec, ...]
-    constraints: OpConstraints
-    result_specs: ResultSpecs
-    inputs: tuple[Leaf, ...]
-    outputs: tuple[Leaf, ...]
-    again: Callable[[Sequence[Leaf], Sequence[Leaf]], Plan]
+    @classmethod
+    def of(cls, planned: AnsweredCall) -> WhatIf:
+        """Without the partitioned programs that the search kept, which are large."""
+        posed = planned.posed
+        problem = dataclasses.replace(posed.problem, partition=posed.propagation)
+        return cls(dataclasses.replace(posed, problem=problem), planned.answer)
 
     def why(self, plan: Plan, path: str, most: int | None) -> Alternatives:
-        """What each other cut of an array would cost, all else as planned (`Plan.why`)."""
+        """The costs of the other shardings of an array, all else as planned (`Plan.why`)."""
         every = find(plan, path)
         planned, paths = every[0], tuple(d.path for d in every)
         if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
@@ -61,39 +61,50 @@ class Study:
         own = Figures.of(plan.cost)
         rated = []
         for spec in others[:most]:
-            paid = estimate_cost(self.partitioned_with(plan, paths, spec), plan.hardware, self.question.donated)
-            figures = Figures.of(paid)
+            cost = estimate_cost(self.partitioned_with(plan, paths, spec), plan.hardware, self.problem.donated)
+            figures = Figures.of(cost)
             row = Alternative(strategy_of(spec, plan.axes), spec, figures, figures - own)
-            rated.append((objective(paid, self.question), len(rated), row))
+            rated.append((objective(cost, self.problem), len(rated), row))
         rows = tuple(row for _, _, row in sorted(rated, key=lambda r: r[:2]))
         left_out = tuple(strategy_of(spec, plan.axes) for spec in others[most:])
         return Shown(planned, own, rows, left_out, paths if len(paths) > 1 else ())
 
-    def partitioned_with(self, plan: Plan, paths: Collection[str], spec: Spec) -> PartitionedProgram:
-        """The flow with some arrays laid out otherwise."""
-        specs = [spec if d.path in paths else old for d, old in zip(plan.inputs, self.specs, strict=True)]
-        results = {**self.result_specs, **{i: spec for i, d in enumerate(plan.outputs) if d.path in paths}}
-        return self.question.partition(plan.axes, specs, self.constraints, results)
+    def what_if(self, entries: Mapping[str, Any]) -> Plan:
+        """The plan with other entries (`Plan.what_if`); keys that begin with `result` name results."""
+        call = self.posed.call
+        inputs, outputs = _with_entries(call.inputs, call.outputs, entries)
+        posed = place_call(dataclasses.replace(call, inputs=inputs, outputs=outputs, layout=None), [])
+        planned = plan_answer(posed, search(posed))
+        plan = dataclasses.replace(planned.plan, _study=WhatIf.of(planned))
+        wrong = wrong_ops(plan.partitioned)
+        return with_notes(plan, f"{mended_finding(wrong)}; what that costs is not in this plan") if wrong else plan
 
-    def what_if(self, plan: Plan, entries: Mapping[str, Any]) -> Plan:
-        """The plan with other entries (`Plan.what_if`); keys that begin with `result` speak of results."""
-        if not isinstance(entries, Mapping):
-            fail(StrategyTypeError, f"`what_if` takes a dict from path to entry, not {a(entries)}",
-                 where=f"what_if({short(entries)})", why="it gives single arrays entries, by their paths",
-                 fix='write it as what_if({"params/w1": (1, 4)})')  # fmt: skip
-        problems: list[Problem] = []
-        own = any(leaf.path.split("/")[0] == "result" for leaf in self.inputs)
-        sides: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}
-        for key, entry in entries.items():
-            is_result = isinstance(key, str) and re.split(r"[/.\[]", key.lstrip("/."))[0] == "result"
-            sides[is_result and not own][key] = entry
-        changed = []
-        for leaves, mine in zip((self.inputs, self.outputs), sides, strict=True):
-            laid = apply_parameter_plan(leaves, mine or None, problems)
-            changed.append([dataclasses.replace(leaf, where=_said(leaf.where)) if leaf.where != old.where else leaf
-                            for leaf, old in zip(laid, leaves, strict=True)])  # fmt: skip
-        raise_problems([_renamed(p) for p in problems])
-        return self.again(*changed)
+
+def _with_entries(
+    inputs: Sequence[Leaf], outputs: Sequence[Leaf], entries: Mapping[str, Any]
+) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
+    """Inputs and outputs with other entries, by path glob.
+
+    Raises:
+      ShardError: all that is wrong with the entries.
+    """
+    if not isinstance(entries, Mapping):
+        fail(StrategyTypeError, f"`what_if` takes a dict from path to entry, not {a(entries)}",
+             where=f"what_if({short(entries)})", why="it gives single arrays entries, by their paths",
+             fix='write it as what_if({"params/w1": (1, 4)})')  # fmt: skip
+    problems: list[Problem] = []
+    is_input = any(leaf.path.split("/")[0] == "result" for leaf in inputs)  # an argument of that name
+    sides: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}
+    for key, entry in entries.items():
+        is_result = isinstance(key, str) and re.split(r"[/.\[]", key.lstrip("/."))[0] == "result"
+        sides[is_result and not is_input][key] = entry
+    changed = []
+    for leaves, mine in zip((inputs, outputs), sides, strict=True):
+        made = apply_parameter_plan(leaves, mine or None, problems)
+        changed.append(tuple(dataclasses.replace(leaf, where=_said(leaf.where)) if leaf.where != old.where else leaf
+                             for leaf, old in zip(made, leaves, strict=True)))  # fmt: skip
+    raise_problems([_renamed(p) for p in problems])
+    return changed[0], changed[1]
 
 
 def _said(text: str) -> str:

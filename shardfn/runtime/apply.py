@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,50 +10,18 @@ import jax
 import numpy as np
 from jax import tree_util
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
-from shardfn.frontend.meshes import abstract_mesh, mesh_on, partition_spec
-from shardfn.planning import mesh_inference
+from shardfn.frontend.meshes import partition_spec
 from shardfn.planning.op_constraints import held
 from shardfn.planning.plan import Decision, Plan
+from shardfn.planning.plan_mesh import PlanMesh
 
 
-@dataclasses.dataclass(frozen=True)
-class Grid:
-    """A mesh, and for each axis of a plan the mesh's axes that make it up, major to minor."""
-
-    mesh: Mesh | AbstractMesh
-    parts: dict[str, tuple[str, ...]]
-
-
-def whole(plan: Plan) -> Grid:
-    """The plan's own grid."""
-    mesh = plan.mesh
-    return Grid(mesh, {name: (name,) for name in mesh.axis_names})
-
-
-def on_paper(axes: Sequence[tuple[str, int]]) -> Grid:
-    """A grid before there is a plan: on an `AbstractMesh`."""
-    names, sizes = tuple(n for n, _ in axes), tuple(s for _, s in axes)
-    return Grid(AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(axes)), {name: (name,) for name in names})
-
-
-def finest(plan: Plan) -> Grid:
-    """The plan's grid with every axis taken apart into its prime factors."""
-    mesh = plan.mesh
-    axes, parts = mesh_inference.finest(tuple(mesh.shape.items()))
-    return Grid(abstract_mesh(axes) if isinstance(mesh, AbstractMesh) else mesh_on(mesh.devices, axes), parts)
-
-
-def has_other_grids(plan: Plan, grids: Sequence[tuple[int, ...]]) -> bool:
-    """Whether the function uses grids inside whose axes the plan's grid cannot express."""
-    return any(math.prod(g) == plan.hardware.count and not mesh_inference.expresses(plan.axes, g) for g in grids)
-
-
-def shardings(decisions: Sequence[Decision], grid: Grid) -> list[NamedSharding]:
+def shardings(decisions: Sequence[Decision], mesh: PlanMesh) -> list[NamedSharding]:
     """The `NamedSharding` of each decision, all on one mesh."""
     return [
-        NamedSharding(grid.mesh, partition_spec([[p for a in dim for p in grid.parts[a]] for dim in d.spec]))
+        NamedSharding(mesh.mesh, partition_spec([[p for a in dim for p in mesh.parts[a]] for dim in d.spec]))
         for d in decisions
     ]
 
@@ -67,7 +33,7 @@ def apply(
     results: Any,
     static_argnums: tuple[int, ...],
     donate_argnums: tuple[int, ...],
-    grid: Grid,
+    mesh: PlanMesh,
     nested: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
@@ -82,14 +48,14 @@ def apply(
       results: the pytree of result shapes.
       static_argnums: positions in `args`, as in `jax.jit`.
       donate_argnums: the same.
-      grid: the mesh to name the layouts on.
+      mesh: the mesh to name the shardings on.
       compiler_options: what XLA is told for this compile; a nested one is compiled with what it is part of.
     """
     dynamic = tuple(a for i, a in enumerate(args) if i not in static_argnums)
-    ins = tree_util.tree_unflatten(tree_util.tree_structure(dynamic), shardings(plan.inputs, grid))
-    outs = tree_util.tree_unflatten(tree_util.tree_structure(results), shardings(plan.outputs, grid))
+    ins = tree_util.tree_unflatten(tree_util.tree_structure(dynamic), shardings(plan.inputs, mesh))
+    outs = tree_util.tree_unflatten(tree_util.tree_structure(results), shardings(plan.outputs, mesh))
     if plan.constraints:
-        function = functools.wraps(function)(held(function, plan.constraints, grid.mesh, grid.parts, static_argnums))
+        function = functools.wraps(function)(held(function, plan.constraints, mesh.mesh, mesh.parts, static_argnums))
     if nested:
 
         @functools.wraps(function)

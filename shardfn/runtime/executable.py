@@ -1,9 +1,11 @@
-"""From a program to one plan, compiled for the calls it fits: the search's own, or the best as compiled of a few."""
+"""From a call to one plan, compiled for the calls it fits: the search's own, or the best of a few as compiled."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,15 +16,22 @@ from shardfn.compiled import candidates
 from shardfn.compiled.executable import read
 from shardfn.compiled.targets import target
 from shardfn.errors import StrategyError, warn
-from shardfn.layoutfile import plan_file
+from shardfn.frontend.defaults import Defaults
+from shardfn.frontend.options import Options
+from shardfn.layoutfile import files, plan_file
+from shardfn.layoutfile.files import LayoutFile
 from shardfn.planning.diagnostics import not_fully_used
 from shardfn.planning.plan import Plan, op_strategies
-from shardfn.planning.workarounds import wrong_ops
+from shardfn.planning.plan_mesh import lacks_axes_for, own_mesh, prime_mesh
+from shardfn.planning.planner import correct_answer, plan_known, plan_searched, search, with_notes
+from shardfn.planning.pose import pose
+from shardfn.planning.posed_call import CallRequest, PlannedCall, PosedCall, TracedCall
+from shardfn.planning.what_if import WhatIf
 from shardfn.report.report import save_graphs
-from shardfn.runtime.apply import shardings, whole
-from shardfn.runtime.program import Laid, Program, sound
+from shardfn.runtime.apply import apply, shardings
 from shardfn.runtime.progress import progress
-from shardfn.search.problem import Answer, SearchProblem
+from shardfn.runtime.verify import Verifier
+from shardfn.search.problem import Answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,78 +45,97 @@ class Entry:
     targets: tuple[NamedSharding, ...]
     """Where the arrays of a call belong."""
     replaced: frozenset[int]
-    """Those of them whose place a result takes, and donated ones, by position: the next call brings results."""
+    """The inputs, by position, that are donated or whose place a result takes: the next call brings results."""
 
 
-def make_entry(program: Program) -> Entry:
-    """Plan, and write what the context asks to be written.
+def layout_file(options: Options, defaults: Defaults) -> LayoutFile | None:
+    """The layout file of the options, or the default one."""
+    if options.layout is not None:
+        return files.read_layout(options.layout)
+    return files.read_layout(pathlib.Path(defaults.layout_file)) if defaults.layout_file else None
+
+
+def make_entry(request: CallRequest) -> Entry:
+    """Plan, and write what the defaults ask to be written.
 
     Raises:
       ShardError: all that is wrong with the call.
     """
-    question, answer, found = program.question(program.find)
-    if program.options.compile_candidates > 1 and question.is_open:
-        found = best_compiled(program, question, answer)
-    made = found.plan
-    if told := not_fully_used(made, program.current.algorithm):
-        warn(told)
-        made = dataclasses.replace(made, diagnostics=(*made.diagnostics, told))
-    made = dataclasses.replace(made, _verifier=program.verifier(found))
-    found = dataclasses.replace(found, plan=made)
-    current = program.current
-    if current.plan_file and jax.process_index() == 0:
-        plan_file.save_plan(made, current.plan_file, op_strategies(made), current.saves_parameters_only)
-    if current.graphs:
-        save_graphs(made, current.graphs_path)
-    targets = tuple(shardings(made.inputs, whole(made)))
-    replaced = frozenset((*program.same_as.values(), *program.donated_leaves))
-    return Entry(made, program.jitted(found), program.jitted(found, nested=True), targets, replaced)
+    posed = pose(request)
+    answer = search(posed)
+    is_compiled = posed.call.search.compile_candidates > 1 and posed.problem.is_open
+    planned = best_compiled(posed, answer) if is_compiled else plan_searched(posed, answer)
+    plan, call, defaults = planned.plan, planned.posed.call, request.defaults
+    if note := not_fully_used(plan, call.search.algorithm):
+        warn(note)
+        plan = with_notes(plan, note)
+    plan = dataclasses.replace(plan, _study=WhatIf.of(planned), _verifier=verifier(call))
+    if defaults.plan_file and jax.process_index() == 0:
+        plan_file.save_plan(plan, defaults.plan_file, op_strategies(plan), defaults.saves_parameters_only)
+    if defaults.graphs:
+        save_graphs(plan, defaults.graphs_path)
+    targets = tuple(shardings(plan.inputs, own_mesh(plan)))
+    replaced = frozenset((*call.same_as.values(), *call.donated))
+    return Entry(plan, jitted(call, plan), jitted(call, plan, nested=True), targets, replaced)
 
 
-def best_compiled(program: Program, question: SearchProblem, answer: Answer) -> Laid:
-    """Of the finalists the one that XLA made best, within the memory limit first; what it does not compile is left out.
+def jitted(call: TracedCall, plan: Plan, nested: bool = False) -> Callable[..., Any]:
+    """`jax.jit` of the function as planned; a `nested` one is for calls inside a transformation.
+
+    It is on the plan's own mesh, or on one with prime axes where the function brings meshes along. A nested one always
+    is, and so shares its mesh with all plans on these devices: `jit` cannot name a sharding of its results that its
+    first mesh has no axes for.
+    """
+    mesh = prime_mesh(plan) if nested or lacks_axes_for(plan, call.traced.grids) else own_mesh(plan)
+    function = call.function
+    return apply(plan, function.on(mesh), function.shapes, call.traced.results, function.static_argnums,
+                 function.donate_argnums, mesh, nested, call.compiler_options)  # fmt: skip
+
+
+def verifier(call: TracedCall) -> Verifier:
+    """Compiles plans of a call."""
+    return Verifier(functools.partial(jitted, call), tuple(call.function.shapes))
+
+
+def best_compiled(posed: PosedCall, answer: Answer) -> PlannedCall:
+    """The best of the compiled candidates, within the memory limit first.
 
     Raises:
       StrategyError: none of them compiles, or keeps the memory limit. DeviceError: there is no compiler for the devices.
     """
-    if not question.hardware.is_here:
-        target(question.hardware)  # that nothing compiles for it is said before minutes of planning
-    limited = program.options.memory_limit is not None
-    others = {level: program.find(dataclasses.replace(question, level=level)) for level in (0, 1, 2)
-              if level != question.level}  # fmt: skip
-    levels = {level: sound(dataclasses.replace(question, level=level), one)
-              for level, one in (others | {question.level: answer}).items()}  # fmt: skip
+    problem, bounds = posed.problem, posed.call.search
+    if not problem.hardware.is_here:
+        target(problem.hardware)  # raises before minutes of planning
+    answers = {}
+    for level in (0, 1, 2):
+        at = dataclasses.replace(problem, level=level)
+        answers[level] = correct_answer(at, answer if level == problem.level else posed.find(at))
     more = []
-    if limited:  # what sends least without it may fit in pieces
-        unlimited = dataclasses.replace(question, level=0, memory_limit=math.inf)
-        more.append(sound(unlimited, program.find(unlimited)))
-
-    def laid(one: Answer) -> Laid:
-        return program.laid(lambda _: one, is_chosen=True)
-
-    def compiled(one: Answer) -> Any:
-        found = laid(one)
-        return program.verifier(found).compiled(found.plan, quick=True)
-
-    is_right = lambda c: not wrong_ops(question.partitioned_of(c))  # noqa: E731
-    entered = candidates.answers(question, levels, more, program.options.compile_candidates, is_right)
-    source = str(program.traced.module)
-    judged, ran, left_out = [], [], []
+    if bounds.memory_limit is not None:  # what sends least without the limit may fit in pieces
+        unlimited = dataclasses.replace(problem, level=0, memory_limit=math.inf)
+        more.append(correct_answer(unlimited, posed.find(unlimited)))
+    entered = candidates.answers(problem, answers, more, bounds.compile_candidates)
+    source = str(posed.call.traced.module)
+    compiled, planned, refused = [], [], []
     for name, one in entered:
+        key = candidates.program_key(source, problem, one)
         try:
-            with progress(f"compiling {program.name}: {name}"):
-                made = candidates.compiled_once(source, question, one, lambda one=one: read(compiled(one)))
+            with progress(f"compiling {posed.call.name}: {name}"):
+                made = candidates.known(key) or candidates.remember(key, _compiled(plan_known(posed, one)))
         except (jax.errors.JaxRuntimeError, StrategyError) as error:
-            left_out.append(candidates.refused(name, one, error))
+            refused.append(candidates.refused(name, one, error))
             continue
-        ran.append(one)
-        judged.append(candidates.judged(name, question, one, made))
-    if not judged:
-        candidates.none_compiles(program.name, left_out)
+        planned.append(one)
+        compiled.append(candidates.judged(name, problem, one, made))
+    if not compiled:
+        candidates.none_compiles(posed.call.name, refused)
     own = entered[0]
-    at, told = candidates.best(judged, question.memory_limit, "" if ran[0] is own[1] else own[0])
-    if limited:
-        candidates.check(judged[at], len(judged), question.memory_limit)
-    winner = laid(ran[at])
-    diagnostics = (*winner.plan.diagnostics, told, *map(str, left_out))
-    return dataclasses.replace(winner, plan=dataclasses.replace(winner.plan, diagnostics=diagnostics))
+    at, note = candidates.best(compiled, problem.memory_limit, "" if planned[0] is own[1] else own[0])
+    if bounds.memory_limit is not None:
+        candidates.check(compiled[at], len(compiled), problem.memory_limit)
+    winner = plan_known(posed, planned[at])
+    return dataclasses.replace(winner, plan=with_notes(winner.plan, note, *map(str, refused)))
+
+
+def _compiled(planned: PlannedCall) -> Any:
+    return read(verifier(planned.posed.call).compiled(planned.plan, quick=True))

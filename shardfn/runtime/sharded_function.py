@@ -23,11 +23,12 @@ from shardfn.frontend import defaults
 from shardfn.frontend.arguments import Call, bind
 from shardfn.frontend.callee import Callee, describe
 from shardfn.frontend.options import Options
+from shardfn.planning.call_function import OtherCall
 from shardfn.planning.plan import Plan
+from shardfn.planning.posed_call import CallRequest
 from shardfn.report.report import Report, make_report
 from shardfn.runtime.apply import lies_elsewhere, moved
-from shardfn.runtime.executable import Entry, make_entry
-from shardfn.runtime.program import OtherCall, program_of
+from shardfn.runtime.executable import Entry, layout_file, make_entry
 from shardfn.runtime.progress import progress
 
 
@@ -207,8 +208,9 @@ class ShardedFunction:
             raise StrategyTypeError(call.unhashable()) from None
         if entry is None:
             with progress(f"planning {self.callee.name}"):
-                program = program_of(self.callee, self.options, call, current, self.layout_alone)
-                entry = self._entries[key] = make_entry(program)
+                layout = layout_file(self.options, current)
+                request = CallRequest(self.callee, self.options, call, current, layout, self.layout_alone)
+                entry = self._entries[key] = make_entry(request)
         return entry, call
 
 

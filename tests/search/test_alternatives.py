@@ -72,9 +72,9 @@ def plans(name, device) -> Any:
 def test_no_level_loses_at_its_own_aim_and_no_row_beside_a_plan_is_better(name, device):
     made = plans(name, device)
     for own in made:
-        aim = objective(own.cost, own._study.question)
+        aim = objective(own.cost, own._study.problem)
         for other in made:
-            assert aim <= objective(other.cost, own._study.question), (own.level, other.level)
+            assert aim <= objective(other.cost, own._study.problem), (own.level, other.level)
         for d in (*own.inputs, *own.outputs):
             rows = () if "whose place it can take" in d.reason else own.why(d.path).rows
             for row in rows:

@@ -26,7 +26,7 @@ def kernel_gradient(x, y):
 def test_sums_of_a_convolution_cost_what_flows_send_for_them(cut, made):
     """Over batch and height they are two sums, of which the last may be left in pieces."""
     args = S((16, 64, 8, 16), jnp.float32), S((16, 64, 8, 32), jnp.float32)
-    problem = shardfn.plan(kernel_gradient, *args, device="h100:16")._study.question
+    problem = shardfn.plan(kernel_gradient, *args, device="h100:16")._study.problem
     index, op = next(
         (i, op)
         for i, op in enumerate(problem.graph.ops)

@@ -143,7 +143,7 @@ def _same_cuts(contents: Contents, strategy: Any, path: pathlib.Path) -> None:
         layout = read_layout(strategy)
         sizes = dict(layout.mesh)
         for rule in layout.arguments:
-            dims = [(d,) if isinstance(d, str | int) else d for d in rule.cut or ("...",)]
+            dims = [(d,) if isinstance(d, str | int) else d for d in rule.sharding or ("...",)]
             factors = [[n if isinstance(n, int) else sizes.get(n) or 0 for n in dim] for dim in dims]
             if all(n for dim in factors for n in dim) and not set("*?[") & set(rule.glob):
                 cuts[rule.glob] = tuple(math.prod(dim) for dim in factors)

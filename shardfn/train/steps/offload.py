@@ -15,8 +15,9 @@ from jax.sharding import NamedSharding
 from shardfn.errors import Problem
 from shardfn.frontend.strategy import short
 from shardfn.planning.plan import Plan
+from shardfn.planning.plan_mesh import own_mesh
 from shardfn.report.report import Report
-from shardfn.runtime.apply import moved, shardings, whole
+from shardfn.runtime.apply import moved, shardings
 from shardfn.runtime.sharded_function import ShardedFunction
 from shardfn.train.steps.state import TrainState
 
@@ -104,7 +105,7 @@ def offloaded(
 ) -> Offloaded:  # fmt: skip
     """A step laid out as `here` says, with the optimizer's arrays in memory `kind` between calls; from shapes."""
     plan = sharded.plan(state, *batch)
-    lies = shardings(plan.inputs, whole(plan))[len(tree_util.tree_leaves(state)) :]
+    lies = shardings(plan.inputs, own_mesh(plan))[len(tree_util.tree_leaves(state)) :]
     return Offloaded(sharded, here, in_memory(here, state, kind), tuple(lies), donates, options)
 
 

@@ -1,0 +1,154 @@
+"""From an answer of the search to a plan: decisions, constraints, collectives, diagnostics."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from shardfn.cost.estimate import collectives
+from shardfn.cost.schedule import lower_for_backend
+from shardfn.frontend.strategy import Leaf
+from shardfn.ir.model import Axes, Graph, OpConstraint, PartitionedProgram, Spec, axis_size
+from shardfn.planning.candidates import candidates
+from shardfn.planning.decisions import Constraint, Decision, DimensionGroup
+from shardfn.planning.diagnostics import advice
+from shardfn.planning.op_constraints import held_in
+from shardfn.planning.plan import Plan
+from shardfn.planning.posed_call import AnsweredCall, PosedCall
+from shardfn.planning.unmodelled import not_predicted, of_program
+from shardfn.search.graph_facts import array_bytes
+from shardfn.search.memory_limit import near_limit_note
+from shardfn.search.problem import Answer, OpConstraints
+
+
+def finish(posed: PosedCall, answer: Answer) -> Plan:
+    """The plan of an answer, whoever gave it."""
+    call, problem = posed.call, posed.problem
+    partitioned, cost = problem.partitioned_of(answer), problem.evaluate_answer(answer)
+    inputs = _inputs(posed, answer)
+    outputs, cut_off = _outputs(posed, answer, partitioned)
+    made = Plan(
+        function=call.name,
+        hardware=call.hardware,
+        level=problem.level,
+        axes=answer.axes,
+        order=posed.order,
+        inputs=inputs,
+        outputs=outputs,
+        dimension_groups=_dimension_groups(posed, inputs),
+        collectives=collectives(partitioned, lower_for_backend(partitioned, call.hardware.chip)),
+        cost=cost,
+        policy=answer.policy,
+        diagnostics=(),
+        partitioned=partitioned,
+        constraints=_constraints(answer.constraints, posed.anchored, call.traced.graph),
+        gap=answer.gap,
+        runner_up=answer.runner_up,
+        candidates=candidates(problem, answer, cost),
+        activations=call.layout.activations if call.layout is not None else (),
+        memory_limit=call.search.memory_limit,
+    )
+    diagnostics = (
+        *advice(made, AnsweredCall(posed, answer)),
+        *file_constraints(posed, answer.axes)[1],
+        *cut_off,
+        *(near_limit_note(cost.memory, problem.memory_limit) if call.search.is_limit_strict else ()),
+        *answer.diagnostics,
+        *of_program(call.traced, call.hardware, call.inputs, answer.axes),
+        *not_predicted(call.traced.graph, partitioned),
+    )
+    return dataclasses.replace(made, diagnostics=diagnostics)
+
+
+def file_constraints(posed: PosedCall, axes: Axes) -> tuple[Mapping[int, OpConstraint], Sequence[str]]:
+    """The op constraints of the layout file on a mesh, and in words those that the program has no place for."""
+    call = posed.call
+    if call.layout is None or call.hardware.count == 1:
+        return {}, ()
+    return held_in(call.layout, posed.anchored, call.traced.graph, axes)
+
+
+def _inputs(posed: PosedCall, answer: Answer) -> tuple[Decision, ...]:
+    call = posed.call
+    source = "propagated" if call.hardware.count == 1 else answer.source
+    runners_up = answer.runners_up or ("",) * len(call.inputs)
+    rows = zip(call.inputs, answer.specs, posed.entries, call.traced.inputs, answer.reasons, runners_up, strict=True)
+    return tuple(
+        _decision(
+            leaf, spec, answer.axes, call.traced.graph, value, source if own is None else leaf.by, reason, runner_up
+        )
+        for leaf, spec, own, value, reason, runner_up in rows
+    )
+
+
+def _outputs(
+    posed: PosedCall, answer: Answer, partitioned: PartitionedProgram
+) -> tuple[tuple[Decision, ...], list[str]]:
+    """The decisions on the results, and notes on shardings that JAX cannot express."""
+    call, graph, diagnostics = posed.call, partitioned.graph, list[str]()
+    decided = []
+    values = graph.outputs[len(graph.outputs) - len(call.outputs) :]
+    rows = zip(call.outputs, posed.propagation.given, posed.propagation.results(answer.specs), values, strict=True)
+    for i, (leaf, given, wanted, value) in enumerate(rows):
+        spec = answer.result_specs.get(i, wanted)
+        if spec is None:
+            spec = _whole_axes(partitioned.specs[value][: len(leaf.shape)], leaf, partitioned, diagnostics)
+        source = "searched" if i in answer.result_specs else "propagated" if given is None else leaf.by
+        reason = "with the arguments: propagation alone would leave it otherwise" if i in answer.result_specs else ""
+        if given is None and i in call.same_as:
+            reason = f"as `{call.inputs[call.same_as[i]].path}`, whose place it can take"
+        decided.append(_decision(leaf, spec, answer.axes, graph, value, source, reason, ""))
+    return tuple(decided), diagnostics
+
+
+def _constraints(constraints: OpConstraints, anchored: Mapping[int, int], graph: Graph) -> tuple[Constraint, ...]:
+    return tuple(
+        Constraint(graph.ops[i].name, anchored[i], graph.ops[i].where, constraint.operands, constraint.results)
+        for i, constraint in sorted(constraints.items())
+    )
+
+
+def _dimension_groups(posed: PosedCall, decided: Sequence[Decision]) -> tuple[DimensionGroup, ...]:
+    """The tied dimensions of inputs and outputs."""
+    leaves = (*posed.call.inputs, *posed.call.outputs)
+    values = (*posed.call.traced.inputs, *posed.call.traced.outputs)
+    found = []
+    for members in posed.groups.members(values).values():
+        pairs = [(i, d) for i, d in members if d < len(leaves[i].shape) and leaves[i].shape[d] > 1]
+        if pairs:
+            axes: tuple[str, ...] = max((decided[i].spec[d] for i, d in pairs if i < len(decided)), key=len, default=())
+            names = tuple(f"{leaves[i].path}.{d}" for i, d in pairs)
+            i, d = pairs[0]
+            found.append(DimensionGroup(names[0], leaves[i].shape[d], names, axes))
+    return tuple(found)
+
+
+def _decision(
+    leaf: Leaf, spec: Spec | None, axes: Axes, graph: Graph, value: int, source: str, reason: str, runner_up: str
+) -> Decision:
+    spec = spec if spec is not None else ((),) * len(leaf.shape)
+    sizes = dict(axes)
+    cuts = tuple(math.prod(axis_size(a, sizes) for a in dim) for dim in spec)
+    if source in ("you", "file"):
+        reason, runner_up = leaf.where + (": data parallel" if leaf.entry is None else ""), ""
+    elif source == "propagated":
+        runner_up = ""
+    local = int(array_bytes(graph.values[value])) // max(1, math.prod(cuts))
+    return Decision(leaf.path, leaf.shape, leaf.dtype, cuts, spec, source, reason, runner_up, local)
+
+
+def _whole_axes(spec: Spec, leaf: Leaf, partitioned: PartitionedProgram, diagnostics: list[str]) -> Spec:
+    """A propagated sharding that JAX can express: over whole mesh axes whose product divides the dimension."""
+    kept = []
+    for size, dim in zip(leaf.shape, spec, strict=True):
+        good = dim
+        while good and (
+            any(":" in a for a in good) or size % math.prod(partitioned.axes.get(a, 0) or size + 1 for a in good)
+        ):
+            good = good[:-1]
+        kept.append(good)
+        if good != dim:
+            diagnostics.append(f"{leaf.path}: XLA would cut dimension {len(kept) - 1} over {dim}, which does not divide "
+                            f"{size}; it is handed out over {good or 'no axis'}")  # fmt: skip
+    return tuple(kept)

@@ -1,0 +1,161 @@
+"""From a posed call to a plan: search, finish, and work around XLA bugs that the plan would meet."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from shardfn.frontend.trace import trace
+from shardfn.planning.finish import file_constraints, finish
+from shardfn.planning.plan import Plan
+from shardfn.planning.plan_mesh import own_mesh
+from shardfn.planning.pose import place_call
+from shardfn.planning.posed_call import PlannedCall, PosedCall
+from shardfn.planning.workarounds import Wrong, mended_finding, wrong_ops
+from shardfn.search.memory_limit import refuse_implausible_limit, refuse_infeasible_limit, within_limit
+from shardfn.search.objectives import other_level
+from shardfn.search.problem import Answer, SearchCandidate, SearchProblem, objective
+
+RIGHTLY = "ops as XLA computes them rightly"
+"""The reason of a plan that is chosen because it avoids XLA bugs."""
+
+
+def search(posed: PosedCall) -> Answer:
+    """The answer of the search that the user asked for.
+
+    Raises:
+      StrategyError: nothing can keep the memory limit.
+    """
+    bounds = posed.call.search
+    if bounds.memory_limit is not None:
+        refuse_implausible_limit(posed.problem)
+        if bounds.is_limit_strict:
+            refuse_infeasible_limit(posed.problem, posed.find)
+    return posed.find(posed.problem)
+
+
+def plan_answer(posed: PosedCall, answer: Answer) -> PlannedCall:
+    """Finish an answer, or within a strict memory limit the one of least memory in its place.
+
+    Raises:
+      StrategyError: no answer keeps the memory limit.
+    """
+    answer = with_file_constraints(posed, answer)
+    bounds = posed.call.search
+    if bounds.is_limit_strict:
+        answer = within_limit(posed.problem, answer, functools.partial(_find, posed), bounds.memory_limit is not None)
+    return PlannedCall(posed, answer, finish(posed, answer))
+
+
+def _find(posed: PosedCall, problem: SearchProblem) -> Answer:
+    return with_file_constraints(posed, posed.find(problem))
+
+
+def with_file_constraints(posed: PosedCall, answer: Answer) -> Answer:
+    """The answer with the op constraints of the layout file."""
+    constraints, _ = file_constraints(posed, answer.axes)
+    return dataclasses.replace(answer, constraints={**answer.constraints, **constraints}) if constraints else answer
+
+
+def plan_searched(posed: PosedCall, answer: Answer) -> PlannedCall:
+    """The plan of the search's answer. Where XLA would get an op wrong, that op is replicated and the call planned again.
+
+    The best candidate without such an op takes its place where that costs less.
+    """
+    first = plan_answer(posed, answer)
+    if not (wrong := wrong_ops(first.plan.partitioned)):
+        return first
+    other = with_workarounds(first, wrong)
+    best = _best_correct(other.problem, _unconstrained(answer), search(other))
+    made = plan_answer(other, best)
+    candidate = correct_candidate(posed.problem, answer, *_of_other_objective(posed))
+    if candidate and objective(candidate.cost, posed.problem) < objective(made.plan.cost, posed.problem):
+        return plan_known(posed, _as_correct(answer, candidate))
+    return _reported(made, wrong)
+
+
+def plan_known(posed: PosedCall, answer: Answer) -> PlannedCall:
+    """The plan of an answer that is settled, as `plan_searched` without a search."""
+    first = plan_answer(posed, answer)
+    if not (wrong := wrong_ops(first.plan.partitioned)):
+        return first
+    return _reported(plan_answer(with_workarounds(first, wrong), _unconstrained(answer)), wrong)
+
+
+def with_workarounds(planned: PlannedCall, wrong: tuple[Wrong, ...]) -> PosedCall:
+    """The call posed again, with the ops replicated that XLA would get wrong in its plan."""
+    call = planned.posed.call
+    function = dataclasses.replace(call.function, wrong=wrong)
+    traced = trace(
+        function.on(own_mesh(planned.plan)), function.shapes, function.static_argnums, call.hardware.platform
+    )
+    return place_call(dataclasses.replace(call, function=function, traced=traced), [])
+
+
+def chosen(answer: Answer, candidate: SearchCandidate, why: str) -> Answer:
+    """The answer with a candidate in the place of what the search chose."""
+    if (candidate.axes, candidate.specs, candidate.constraints, candidate.result_specs) == (
+        answer.axes, answer.specs, answer.constraints, answer.result_specs,
+    ):  # fmt: skip
+        return answer
+    text = f"{why}: {candidate.name}"
+    return dataclasses.replace(
+        answer, axes=candidate.axes, specs=candidate.specs, constraints=candidate.constraints,
+        result_specs=candidate.result_specs,
+        reasons=tuple(text if reason else "" for reason in answer.reasons), runners_up=(), runner_up="", policy=text,
+        gap=None,
+    )  # fmt: skip
+
+
+def is_correct(problem: SearchProblem, made: SearchCandidate | Answer) -> bool:
+    """Whether XLA computes all ops rightly as sharded there."""
+    return not wrong_ops(problem.partitioned_of(made))
+
+
+def correct_answer(problem: SearchProblem, answer: Answer) -> Answer:
+    """The answer, or the best other candidate, if there is any, where XLA would get an op of it wrong."""
+    other = None if is_correct(problem, answer) else correct_candidate(problem, answer)
+    return _as_correct(answer, other) if other else answer
+
+
+def correct_candidate(problem: SearchProblem, answer: Answer, *more: SearchCandidate) -> SearchCandidate | None:
+    """The best of the other candidates, and of `more`, in which XLA computes all ops rightly."""
+    every = sorted((*answer.others, *more), key=lambda c: objective(c.cost, problem))
+    return next((c for c in every if is_correct(problem, c)), None)
+
+
+def _as_correct(answer: Answer, candidate: SearchCandidate) -> Answer:
+    made = chosen(answer, candidate, RIGHTLY)
+    if made is answer:
+        return answer
+    return dataclasses.replace(made, policy=f"{answer.policy}; in its place, for {made.policy}")
+
+
+def _best_correct(problem: SearchProblem, *answers: Answer) -> Answer:
+    """Of the first answer's shardings and the second's, the better one without ops that XLA gets wrong."""
+    first, found = answers
+    right = [one for one in (first, correct_answer(problem, found)) if is_correct(problem, one)]
+    return min(right or [first], key=lambda one: objective(problem.evaluate_answer(one), problem))
+
+
+def _unconstrained(answer: Answer) -> Answer:
+    """The answer for the program with workarounds: its ops have other numbers, and its costs differ."""
+    return dataclasses.replace(answer, constraints={}, runner_up="")
+
+
+def _of_other_objective(posed: PosedCall) -> tuple[SearchCandidate, ...]:
+    """What the search finds for the other objective."""
+    if not posed.problem.is_open:
+        return ()
+    level = other_level(posed.problem.level)
+    found = posed.find(dataclasses.replace(posed.problem, level=level))
+    return posed.problem.as_candidate(f"level {level}'s", found), *found.others
+
+
+def _reported(planned: PlannedCall, wrong: tuple[Wrong, ...]) -> PlannedCall:
+    return dataclasses.replace(planned, plan=with_notes(planned.plan, mended_finding(wrong)))
+
+
+def with_notes(plan: Plan, *notes: str) -> Plan:
+    """The plan with more diagnostics."""
+    return dataclasses.replace(plan, diagnostics=(*plan.diagnostics, *notes))

@@ -1,0 +1,103 @@
+"""A call on its way to a plan: as requested, as traced, and posed as a search problem."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from shardfn import search
+from shardfn.cost.devices.hardware import Hardware
+from shardfn.frontend.arguments import Call
+from shardfn.frontend.callee import Callee
+from shardfn.frontend.defaults import Defaults
+from shardfn.frontend.options import Options, SearchOptions
+from shardfn.frontend.strategy import Leaf
+from shardfn.frontend.trace import Traced
+from shardfn.ir.dimension_groups import DimensionGroups
+from shardfn.ir.model import PartitionedProgram, Spec
+from shardfn.planning.call_function import CallFunction
+from shardfn.planning.layout_rules import LayoutFile
+from shardfn.planning.plan import Plan
+from shardfn.planning.propagation import Propagation
+from shardfn.search.problem import Answer, Search, SearchProblem
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CallRequest:
+    """One call of a sharded function."""
+
+    callee: Callee
+    options: Options
+    call: Call
+    defaults: Defaults
+    layout: LayoutFile | None = None
+    is_complete: bool = False
+    """Whether an array without a rule in the layout file is an error."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedCall:
+    """A traced call with what the user asked of its arrays."""
+
+    name: str
+    search: SearchOptions
+    hardware: Hardware
+    layout: LayoutFile | None
+    function: CallFunction
+    traced: Traced
+    inputs: tuple[Leaf, ...]
+    outputs: tuple[Leaf, ...]
+    """Results, then the changed state."""
+    same_as: Mapping[int, int]
+    """Results, by position, that can take the place of an input in the next call."""
+    donated: tuple[int, ...]
+    """Positions in `inputs`."""
+    compiler_options: Mapping[str, Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PosedCall:
+    """A call posed as a search problem, with what `finish` needs beside it."""
+
+    call: TracedCall
+    problem: SearchProblem
+    entries: tuple[Spec | None, ...]
+    """The shardings that the user or the layout file gives the inputs; None is open."""
+    order: tuple[int, ...] | None
+    """`Plan.order`."""
+    groups: DimensionGroups
+    propagation: Propagation
+    anchored: Mapping[int, int]
+    """For each op that can be constrained the number of its jaxpr equation (`anchors`)."""
+
+    @property
+    def find(self) -> Search:
+        """The search that the user asked for."""
+        return search.select(self.call.search.mode)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AnsweredCall:
+    """A posed call and the answer that a plan is made from."""
+
+    posed: PosedCall
+    answer: Answer
+
+    @property
+    def problem(self) -> SearchProblem:
+        """The search problem."""
+        return self.posed.problem
+
+    def partitioned_with(self, plan: Plan, paths: Collection[str], spec: Spec) -> PartitionedProgram:
+        """The partitioned program where the arrays at `paths` are sharded as `spec`, and all others as planned."""
+        specs = [spec if d.path in paths else own for d, own in zip(plan.inputs, self.answer.specs, strict=True)]
+        results = {**self.answer.result_specs, **{i: spec for i, d in enumerate(plan.outputs) if d.path in paths}}
+        return self.posed.propagation(plan.axes, specs, self.answer.constraints, results)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlannedCall(AnsweredCall):
+    """An answered call and its plan."""
+
+    plan: Plan
