@@ -12,24 +12,8 @@ import numpy as np
 from shardfn.cost.backends.cpu import all_groups
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion import FusionPlan, fuse
-from shardfn.cost.op_kinds import CHEAP, COSTLY, TAKES, UPDATES, VIEWS, is_view
-from shardfn.ir.model import COLLECTIVE_OPS, CONTRACTIONS, TOKEN_OPS, Graph, Op, PartitionedProgram, WindowDim, is_gpu
-
-MOVES = frozenset(
-    {"reshape", "transpose", "broadcast_in_dim", "slice", "concatenate", "dynamic_slice", "dynamic_update_slice", "pad",
-     "iota", "convert", "bitcast_convert", "copy", "reverse", "gather", "while", "case", "shard_map", "sharding_constraint",
-     "optimization_barrier", "propagation_barrier", "all_gather", "all_slice", "all_to_all", "collective_permute",
-     "reshard", "rotate"}
-)  # fmt: skip
-"""Ops that move data and compute nothing."""
-
-_FREE = VIEWS | COLLECTIVE_OPS | TOKEN_OPS | {"while", "case", "shard_map", "add_parts"}
-"""Ops that are priced elsewhere or take no time: loops and branches by what is in them; the parts of a small product
-(`cost.gpu`), as a GPU takes them only where that is faster."""
-
-_PRICED = (
-    MOVES | CHEAP | COSTLY | CONTRACTIONS | _FREE | {"reduce", "reduce_window", "select_and_scatter", "scatter", "map"}
-)
+from shardfn.ir.model import Graph, Op, PartitionedProgram, WindowDim, is_gpu
+from shardfn.ir.op_traits import CONTRACTIONS, EXPENSIVE, HAS_COST, OP_TRAITS, PARTIAL_READS, UNTIMED, UPDATES
 
 
 def _last(partitioned: PartitionedProgram, op: Op) -> int:
@@ -37,39 +21,40 @@ def _last(partitioned: PartitionedProgram, op: Op) -> int:
     return shape[-1] if shape else 1
 
 
-LIBRARY: dict[str, Callable[[PartitionedProgram, Op], float]] = {
-    # Comparison sort; radix-2 FFT; Golub and Van Loan, "Matrix Computations", for the rest: operations per element.
-    "sort": lambda partitioned, op: math.log2(max(2, _last(partitioned, op))),
-    "top_k": lambda partitioned, op: _last(partitioned, op) / max(1, partitioned.local_shape(op.outputs[0])[-1]) * 2,
-    "fft": lambda partitioned, op: 5 * math.log2(max(2, _last(partitioned, op))),
-    "cholesky": lambda partitioned, op: _last(partitioned, op) / 3,
-    "triangular_solve": lambda partitioned, op: float(_last(partitioned, op)),
-    "rng_bit_generator": lambda partitioned, op: 10.0,
-    "rng": lambda partitioned, op: 10.0,
+def _depth(partitioned: PartitionedProgram, op: Op) -> int:
+    return math.prod(partitioned.local_shape(op.inputs[i])[d] for i, d in op.reduced)
+
+
+def _convolution(partitioned: PartitionedProgram, op: Op, out: int) -> float:
+    groups = all_groups(partitioned, op) if partitioned.platform == "cpu" else 1
+    return 2.0 * _on_image(partitioned, op, out * _depth(partitioned, op)) * groups
+
+
+FLOPS: dict[str, Callable[[PartitionedProgram, Op, int], float]] = {
+    "none": lambda partitioned, op, out: 0.0,
+    "per_element": lambda partitioned, op, out: float(out * _depth(partitioned, op)),
+    "contraction": lambda partitioned, op, out: float(out * _depth(partitioned, op) * 2),
+    "convolution": _convolution,
+    # Comparison sort; radix-2 FFT; Golub and Van Loan, "Matrix Computations", for the rest.
+    "sort": lambda partitioned, op, out: out * math.log2(max(2, _last(partitioned, op))),
+    "top_k": lambda partitioned, op, out: (
+        out * (_last(partitioned, op) / max(1, partitioned.local_shape(op.outputs[0])[-1]) * 2)
+    ),
+    "fft": lambda partitioned, op, out: out * (5 * math.log2(max(2, _last(partitioned, op)))),
+    "cholesky": lambda partitioned, op, out: out * (_last(partitioned, op) / 3),
+    "triangular_solve": lambda partitioned, op, out: out * float(_last(partitioned, op)),
+    "rng_bit_generator": lambda partitioned, op, out: out * 10.0,
 }
-"""Operations for each element of the result."""
+"""Operations of one op on one device, once, from the elements of its largest result. `OpTraits.flops` names the row."""
 
 
 def op_flops(partitioned: PartitionedProgram, op: Op) -> float:
-    """FLOPs of one op on one device, once: 2 for a multiply-add of a dot or convolution, 1 for an element else.
-
-    Library ops count as `LIBRARY` says. Loops are not counted here: multiply by `op.trips`.
-    """
-    if op.name in MOVES or not op.outputs:
+    """FLOPs of one op on one device, once: 2 for a multiply-add, 1 for an element; a loop's ops run `op.trips` times."""
+    row = OP_TRAITS.get(op.name)
+    if not op.outputs:
         return 0.0
     out = max([math.prod(partitioned.local_shape(o)) for o in op.outputs])
-    if op.name in LIBRARY:
-        return out * LIBRARY[op.name](partitioned, op)
-    if not op.reduced:
-        return float(out * (2 if op.name in CONTRACTIONS else 1))
-    depth = math.prod(partitioned.local_shape(op.inputs[i])[d] for i, d in op.reduced)
-    if op.name == "convolution":
-        return (
-            2.0
-            * _on_image(partitioned, op, out * depth)
-            * (all_groups(partitioned, op) if partitioned.platform == "cpu" else 1)
-        )
-    return float(out * depth * (2 if op.name in CONTRACTIONS else 1))
+    return FLOPS[(row and row.flops) or "per_element"](partitioned, op, out)
 
 
 def matrix_flops(partitioned: PartitionedProgram) -> float:
@@ -138,7 +123,7 @@ def work(partitioned: PartitionedProgram, chip: Chip, fusion: FusionPlan | None 
     for i, op in enumerate(graph.ops):
         if fusion.inside[i] is None or not has_own_time(op):
             continue
-        if op.name not in _PRICED and op.name not in LIBRARY:
+        if op.name not in HAS_COST:
             unmodelled_ops.setdefault(f"{op.name} ({op.where})" if op.where else op.name)
         count, size, once_s = once(partitioned, i, chip, fusion)
         total += count * op.trips
@@ -168,7 +153,7 @@ def once(partitioned: PartitionedProgram, number: int, chip: Chip, fusion: Fusio
 
 def has_own_time(op: Op) -> bool:
     """Whether an op that runs by itself takes time of its own."""
-    return op.name not in _FREE
+    return op.name not in UNTIMED
 
 
 def rate(graph: Graph, op: Op, chip: Chip) -> float:
@@ -177,7 +162,7 @@ def rate(graph: Graph, op: Op, chip: Chip) -> float:
     if op.name in CONTRACTIONS:
         return chip.rate(graph.values[op.inputs[0]].dtype)
     lanes = chip.vector_flops or chip.flops
-    return lanes / 8 if op.name in COSTLY else lanes
+    return lanes / 8 if op.name in EXPENSIVE else lanes
 
 
 def _bytes(partitioned: PartitionedProgram, op: Op, inner: tuple[int, ...], fusion: FusionPlan) -> float:
@@ -199,7 +184,7 @@ def reads(
     read: dict[int, tuple[float, Op, int]] = {}
     seen: dict[int, int] = {}
     for step in (*[partitioned.graph.ops[j] for j in inner], op):
-        if step is not op and is_view(partitioned, step):  # its reader tells how much of it is read
+        if step is not op and partitioned.is_view(step):  # its reader tells how much of it is read
             seen[step.outputs[0]] = seen.get(step.inputs[0], step.inputs[0])
             continue
         for position, v in enumerate(step.inputs):
@@ -207,7 +192,7 @@ def reads(
             if v not in fusion.stored:
                 continue
             size = float(size_of(v))
-            if position == 0 and step.name in TAKES:
+            if position == 0 and step.name in PARTIAL_READS:
                 size = min(size, size_of(step.outputs[0]))
             elif position == 0 and step.name in UPDATES:
                 size = 0.0

@@ -7,16 +7,13 @@ import functools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from shardfn.cost.op_kinds import CHEAP, COSTLY, CUTS, VIEWS, is_view
-from shardfn.ir.model import CONTRACTIONS, Graph, Op, PartitionedProgram
+from shardfn.ir.model import Graph, Op, PartitionedProgram
+from shardfn.ir.op_traits import CHEAP, CONTRACTIONS, EXPENSIVE, SLICES, VIEWS
 
 MOST = 16
 """Places in which one op is computed anew."""
 
-SPREADS = frozenset({"broadcast_in_dim", "gather", "dynamic_slice"})
-"""Ops that read an element of what they are given more than once."""
-
-READERS = CHEAP | COSTLY | CUTS
+READERS = CHEAP | EXPENSIVE | SLICES
 """Ops that can compute what they read."""
 
 _INSIDE = READERS | VIEWS | CONTRACTIONS
@@ -128,7 +125,7 @@ class Fuser:
         found: dict[int, tuple[int, tuple[int, ...]]] = {}
         for i in sorted(self.later) if self.anew else ():
             op = self.graph.ops[i]
-            if is_view(self.partitioned, op):
+            if self.partitioned.is_view(op):
                 v, through = found.get(op.inputs[0], (op.inputs[0], ()))
                 found[op.outputs[0]] = v, (*through, i)
         return found
@@ -196,7 +193,7 @@ class Fuser:
 
     def where(self, op: Op, readers: Sequence[int], homes: tuple[int, ...]) -> tuple[int, ...] | None:
         """`computed_in`, of an op of one result that `readers` need, which are computed in `homes`."""
-        if is_view(self.partitioned, op):
+        if self.partitioned.is_view(op):
             return homes
         if op.name in VIEWS or op.name in CONTRACTIONS:
             return None
@@ -231,7 +228,7 @@ class Fuser:
     def can_run_with(self, i: int) -> bool:
         """`can_read`, worked out."""
         op = self.graph.ops[i]
-        if is_view(self.partitioned, op):  # as its own readers do
+        if self.partitioned.is_view(op):  # as its own readers do
             following = self.readers.get(op.outputs[0], ())
             return op.outputs[0] not in self.held and bool(following) and all(map(self.can_read, following))
         if op.name == "reduce":  # over other dims XLA wants its operand in memory

@@ -13,8 +13,8 @@ from shardfn.cost.backends.tpu import row_major_bytes, scattered_values
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion import FusionPlan, fuse
 from shardfn.cost.local_sizes import Sized, sized
-from shardfn.cost.op_kinds import ELEMENTWISE
-from shardfn.ir.model import COLLECTIVE_OPS, Communication, Graph, Op, PartitionedProgram, dtype_bits, is_gpu
+from shardfn.ir.model import Communication, Graph, Op, PartitionedProgram, dtype_bits, is_gpu
+from shardfn.ir.op_traits import COLLECTIVE_OPS, ELEMENTWISE
 
 
 def first_of_body(graph: Graph, loop: int) -> int:

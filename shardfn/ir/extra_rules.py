@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shardfn.ir.model import ShardingRule, Value
+from shardfn.ir.op_traits import OP_TRAITS
 
 
 def batch_rule(inputs: Sequence[Value], outputs: Sequence[Value]) -> ShardingRule | None:
@@ -44,14 +45,8 @@ def pairwise_rule(inputs: Sequence[Value], outputs: Sequence[Value]) -> Sharding
     return ShardingRule(tuple(rows), tuple(rows), tuple(sizes))
 
 
-_ELEMENTWISE = (
-    "acos", "acosh", "asin", "asinh", "atan", "atanh", "bessel_i1e", "conj", "cosh", "digamma", "erf", "erf_inv",
-    "erfc", "is_inf", "is_neg_inf", "is_pos_inf", "lgamma", "next_after", "polygamma", "sinh", "tan", "zeta", "square",
-    "copy", "sharding_constraint", "propagation_barrier", "reshard", "composite", "mhlo.erf", "mhlo.tan",
-)  # fmt: skip
+_RULES = {rule.__name__: rule for rule in (batch_rule, elementwise_rule, pairwise_rule)}
 
 MISSING_RULES: dict[str, Callable[[Sequence[Value], Sequence[Value]], ShardingRule | None]] = {
-    "top_k": batch_rule,
-    "optimization_barrier": pairwise_rule,
-    **dict.fromkeys(_ELEMENTWISE, elementwise_rule),
+    name: _RULES[row.sharding_rule] for name, row in OP_TRAITS.items() if row.sharding_rule
 }

@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from shardfn.ir.op_traits import SLICES, VIEWS
+
 DimFactors = tuple[tuple[int, ...], ...]
 """For each dim of one tensor, the factors it is made of, major to minor."""
 
@@ -17,18 +19,6 @@ Spec = tuple[tuple[str, ...], ...]
 
 Axes = tuple[tuple[str, int], ...]
 """A grid: each axis with its size."""
-
-COLLECTIVE_OPS = frozenset({"all_gather", "all_to_all", "collective_permute", "all_reduce", "reduce_scatter"})
-"""The ops by which devices send to each other; `Collective.kind` has the same with hyphens."""
-
-RESHARDING_OPS = COLLECTIVE_OPS | {"all_slice"}
-"""The ops that the partitioner puts in to lay a value out anew, or to add it up."""
-
-CONTRACTIONS = frozenset({"dot_general", "convolution"})
-"""The ops that multiply and add up."""
-
-TOKEN_OPS = frozenset({"after_all", "create_token", "partition_id", "replica_id"})
-"""The ops that make tokens and numbers of devices: no rule, no work, nothing moved."""
 
 
 def is_gpu(platform: str) -> bool:
@@ -211,6 +201,12 @@ class PartitionedProgram:
     def local_shape(self, value: int) -> tuple[int, ...]:
         """Shape of the piece on one device, padded up where the cut does not divide."""
         return tuple(-(-n // s) for n, s in zip(self.graph.values[value].shape, self.shards(value), strict=True))
+
+    def is_view(self, op: Op) -> bool:
+        """Whether an op takes no work, as its result is its operand's buffer."""
+        if op.name in SLICES:
+            return self.local_bytes(op.outputs[0]) == self.local_bytes(op.inputs[0])
+        return op.name in VIEWS and len(op.outputs) == 1
 
     def local_bytes(self, value: int) -> int:
         """Bytes of the piece on one device."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from shardfn.ir.extra_rules import MISSING_RULES, elementwise_rule
 from shardfn.ir.mlir import NUMBER, functions_of, ir, mesh_axes, number_of, sdy, symbol_of, value_of
-from shardfn.ir.model import COLLECTIVE_OPS, TOKEN_OPS, Communication, Graph, Op, ShardingRule, Spec, Value
+from shardfn.ir.model import Communication, Graph, Op, ShardingRule, Spec, Value
 from shardfn.ir.op_attributes import (
     cause_of,
     combines_of,
@@ -25,6 +25,7 @@ from shardfn.ir.op_attributes import (
     trip_count,
     window_dims_of,
 )
+from shardfn.ir.op_traits import COLLECTIVE_OPS, TOKEN_OPS
 
 
 class _Fact(NamedTuple):

@@ -7,21 +7,31 @@ how the results lie then, and what remains to be done. The table at the end is t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
-from shardfn.ir.model import DimFactors, Spec, Value, dtype_bits, is_gpu
+from shardfn.ir.model import DimFactors, Spec, Value, dtype_bits
+from shardfn.ir.op_traits import OP_TRAITS
 from shardfn.partition.dot_general import dot
 from shardfn.partition.halo_exchange import halo_permutes, passed
 from shardfn.partition.matmul import product
 from shardfn.partition.sharded_op import Factors, HaloExchange, OpPartitioning, ShardedOp, grouped, replicated
 
 
-def way(case: ShardedOp, platform: str) -> OpPartitioning:
-    """How XLA works on an op on `platform`."""
-    rules = ON_GPU if is_gpu(platform) else {"cpu": CPU_RULES, "tpu": ON_TPU}[platform]
-    return rules.get(case.op.name, follow_result)(case)
+def partition_op(case: ShardedOp, platform: str) -> OpPartitioning:
+    """How XLA's partitioner shards an op on `platform`."""
+    return rule_for(case.op.name, platform)(case)
+
+
+@functools.cache
+def rule_for(op: str, platform: str) -> Callable[[ShardedOp], OpPartitioning]:
+    """The partitioning rule of a kind of op."""
+    row = OP_TRAITS.get(op)
+    if row is None or not row.rule:
+        return follow_result
+    names = {"cpu": (), "tpu": (row.tpu_rule, row.gpu_rule)}.get(platform, (row.gpu_rule,))
+    return _RULES[next(filter(None, names), row.rule)]
 
 
 # ---- the rules
@@ -45,7 +55,7 @@ def follow_result(case: ShardedOp) -> OpPartitioning:
     return case.laid({f: axes for f, axes in factors.items() if f not in case.rule.replicated})
 
 
-def solve(case: ShardedOp) -> OpPartitioning:
+def triangular_solve(case: ShardedOp) -> OpPartitioning:
     """triangular_solve: batch dims stay cut, and the columns, which the result has in common with the right-hand sides alone."""
     matrix, sides = ({f for dim in dims for f in dim} for dims in case.rule.operands)
     factors = case.factors(case.rule.results[0], case.want[0])
@@ -53,7 +63,7 @@ def solve(case: ShardedOp) -> OpPartitioning:
     return case.laid({f: axes for f, axes in factors.items() if f in is_sharded})
 
 
-def pairwise(case: ShardedOp) -> OpPartitioning:
+def barrier(case: ShardedOp) -> OpPartitioning:
     """Result i is operand i."""
     return OpPartitioning(case.want, case.want)
 
@@ -94,7 +104,7 @@ def gather(case: ShardedOp) -> OpPartitioning:
     )
 
 
-def scatter_(case: ShardedOp) -> OpPartitioning:
+def scatter(case: ShardedOp) -> OpPartitioning:
     """scatter: as gather, the updates in place of the result; where these are cut and the table is not, all add up, along one
     dim of the index after the other, the last first."""
     if len(case.operands) != 3:
@@ -296,41 +306,11 @@ def dynamic_update_slice(case: ShardedOp) -> OpPartitioning:
     return OpPartitioning((base, new, *map(replicated, case.operands[2:])), (base,))
 
 
-CPU_RULES: dict[str, Callable[[ShardedOp], OpPartitioning]] = {
-    "reshape": reshape,
-    "reduce": reduce,
-    "dot_general": dot,
-    "convolution": convolve_in_groups,
-    "gather": gather,
-    "scatter": scatter_,
-    "slice": windowed,
-    "pad": windowed,
-    "reduce_window": windowed,
-    "select_and_scatter": windowed,
-    "concatenate": concatenate,
-    "rotate": rotate,
-    "reverse": reverse,
-    "sort": sort,
-    "dynamic_slice": dynamic_slice,
-    "dynamic_update_slice": dynamic_update_slice,
-    "optimization_barrier": pairwise,
-    # XLA has no way to cut these:
-    **dict.fromkeys(("top_k", "rng_bit_generator", "rng", "cholesky", "triangular_solve"), replicate),
-    **({"fft": replicate} if IS_BEFORE_JAX_0_12 else {}),
-}
-"""How each kind of op is worked on; the others follow their result."""
-
-ON_GPU: dict[str, Callable[[ShardedOp], OpPartitioning]] = {
-    **CPU_RULES,
-    # Only the dims that they work along are made whole:
-    **dict.fromkeys(("top_k", "cholesky"), follow_result),
-    "triangular_solve": solve,
-}
-"""The same where XLA compiles for GPUs: what JAX has libraries for there, XLA cuts along what is independent."""
-
-ON_TPU: dict[str, Callable[[ShardedOp], OpPartitioning]] = {
-    **ON_GPU,
-    "convolution": convolve_on_tpu,
-    "fft": follow_result,
-}
-"""The same where libtpu compiles."""
+_RULES: dict[str, Callable[[ShardedOp], OpPartitioning]] = {
+    rule.__name__: rule
+    for rule in (
+        replicate, follow_result, triangular_solve, barrier, reshape, reduce, dot, gather, scatter, windowed, convolve_on_tpu,
+        convolve_in_groups, concatenate, sort, rotate, reverse, dynamic_slice, dynamic_update_slice,
+    )
+}  # fmt: skip
+"""By the names in `OpTraits.rule`."""

@@ -13,9 +13,6 @@ import math
 from collections.abc import Sequence
 
 from shardfn.ir.model import (
-    CONTRACTIONS,
-    RESHARDING_OPS,
-    TOKEN_OPS,
     Communication,
     Graph,
     Op,
@@ -28,10 +25,11 @@ from shardfn.ir.model import (
     is_gpu,
     trips_of,
 )
+from shardfn.ir.op_traits import CONTRACTIONS, RESHARDING_OPS, TOKEN_OPS
 from shardfn.partition.combine_reductions import added_to, as_on_gpu
 from shardfn.partition.libtpu import as_on_tpu, makes_reduce_scatter
 from shardfn.partition.loop_reductions import all_reduces_after_loops
-from shardfn.partition.op_rules import way
+from shardfn.partition.op_rules import partition_op
 from shardfn.partition.resharding import flat, joined_axes, resharding_steps, split_axes
 from shardfn.partition.sharded_op import HaloExchange, OpPartitioning, Reshard, ShardedOp, replicated
 from shardfn.partition.simplify import simplified
@@ -200,7 +198,9 @@ class _Roads:
             if op.rule is None:  # XLA has no way to cut it
                 made = OpPartitioning(tuple(map(replicated, operands)), tuple(map(replicated, results)))
             else:
-                made = way(ShardedOp(op, op.rule, tuple(operands), tuple(results), *lies, self.sizes), self.platform)
+                made = partition_op(
+                    ShardedOp(op, op.rule, tuple(operands), tuple(results), *lies, self.sizes), self.platform
+                )
             found = self.ways[key] = made, made == OpPartitioning(*lies)
         return found
 

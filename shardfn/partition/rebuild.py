@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from shardfn.ir.model import RESHARDING_OPS, Communication, Op, PartitionedProgram, Spec, Value
+from shardfn.ir.model import Communication, Op, PartitionedProgram, Spec, Value
+from shardfn.ir.op_traits import RESHARDING_OPS
 
 
 def with_ops(

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
-from shardfn.ir.model import RESHARDING_OPS, Op, PartitionedProgram, Value, WindowDim
+from shardfn.ir.model import Op, PartitionedProgram, Value, WindowDim
+from shardfn.ir.op_traits import RESHARDING_OPS
 
 
 def simplified(partitioned: PartitionedProgram) -> PartitionedProgram:

@@ -12,35 +12,12 @@ from jax.sharding import NamedSharding
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.meshes import partition_spec
 from shardfn.ir.model import Graph, OpConstraint, Spec
+from shardfn.ir.op_traits import CONSTRAINABLE
 from shardfn.ir.rewrite import bind_one, equations, rebind
 from shardfn.planning.layout_rules import LayoutFile, printable
 from shardfn.planning.plan import Constraint
 
-KINDS: Mapping[str, frozenset[str]] = {
-    "dot_general": frozenset({"dot_general"}),
-    "convolution": frozenset({"conv_general_dilated"}),
-    "gather": frozenset({"gather"}),
-    "scatter": frozenset({"scatter-add", "scatter_add", "scatter", "scatter-mul", "scatter_mul", "scatter-min", "scatter-max"}),
-    "reduce": frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_or", "reduce_and", "argmax", "argmin"}),
-    "concatenate": frozenset({"concatenate"}),
-    "dynamic_slice": frozenset({"dynamic_slice"}),
-    "add": frozenset({"add", "add_any"}),
-    "multiply": frozenset({"mul", "square", "integer_pow"}),
-    "subtract": frozenset({"sub"}),
-    "divide": frozenset({"div"}),
-    "negate": frozenset({"neg"}),
-    "exponential": frozenset({"exp"}),
-    "log": frozenset({"log"}),
-    "logistic": frozenset({"logistic"}),
-    "tanh": frozenset({"tanh"}),
-    "sqrt": frozenset({"sqrt"}),
-    "rsqrt": frozenset({"rsqrt"}),
-    "reshape": frozenset({"reshape", "squeeze"}),
-    "transpose": frozenset({"transpose"}),
-}  # fmt: skip
-"""Module ops that can be held, and the primitives that become them."""
-
-_KIND_OF = {primitive: kind for kind, primitives in KINDS.items() for primitive in primitives}
+_KIND_OF = {primitive: kind for kind, primitives in CONSTRAINABLE.items() for primitive in primitives}
 
 VIEWS = ("reshape", "transpose")
 """Kinds that a compiler may leave out or put in: without them more programs can be told op by op."""
@@ -57,7 +34,7 @@ def anchors(jaxpr: Any, graph: Graph) -> dict[int, int]:
     """
     rows = [row for number, eqn, is_reached in equations(jaxpr) for row in _made_by(number, eqn, is_reached)]
     ops = [(index, (op.name, graph.values[op.outputs[0]].shape)) for index, op in enumerate(graph.ops)
-           if op.name in KINDS and op.site >= 0 and _counts(op.name, graph.values[op.outputs[0]].shape)]  # fmt: skip
+           if op.name in CONSTRAINABLE and op.site >= 0 and _counts(op.name, graph.values[op.outputs[0]].shape)]  # fmt: skip
     for left_out in ((), VIEWS):
         found = _matched(
             [row for row in rows if row[1][0] not in left_out], [op for op in ops if op[1][0] not in left_out]
@@ -65,7 +42,7 @@ def anchors(jaxpr: Any, graph: Graph) -> dict[int, int]:
         if found is not None:
             return found
     found = {}
-    for kind in KINDS:
+    for kind in CONSTRAINABLE:
         found |= _matched([row for row in rows if row[1][0] == kind], [op for op in ops if op[1][0] == kind]) or {}
     return found
 

@@ -10,7 +10,7 @@ from shardfn.frontend.strategy import Leaf
 from shardfn.frontend.trace import Traced
 from shardfn.ir.correspondence import pairs
 from shardfn.ir.model import Graph, PartitionedProgram
-from shardfn.partition.op_rules import CPU_RULES
+from shardfn.ir.op_traits import HAS_OWN_RULE
 from shardfn.search.resharding_costs import Axes
 
 
@@ -45,7 +45,7 @@ def not_predicted(graph: Graph, partitioned: PartitionedProgram) -> list[str]:
     edges neighbours exchange."""
     found: dict[str, None] = {}
     for _, op, at in pairs(graph, partitioned.graph):
-        if op.rule is None or op.name in CPU_RULES:
+        if op.rule is None or op.name in HAS_OWN_RULE:
             continue
         whole = op.rule.permuted | op.rule.replicated
         rows = (*zip(op.rule.operands, at.inputs), *zip(op.rule.results, at.outputs))  # noqa: B905

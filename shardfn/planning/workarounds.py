@@ -22,7 +22,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.errors import StrategyError, fail
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
-from shardfn.ir.model import RESHARDING_OPS, Graph, Op, PartitionedProgram
+from shardfn.ir.model import Graph, Op, PartitionedProgram
+from shardfn.ir.op_traits import RESHARDING_OPS
 from shardfn.ir.rewrite import bind_one, equations, inner, rebind
 from shardfn.partition.xla_bugs import is_miscompiled
 

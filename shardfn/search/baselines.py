@@ -10,8 +10,8 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from shardfn.cost.op_kinds import ELEMENTWISE
-from shardfn.ir.model import CONTRACTIONS, OpConstraint, Spec
+from shardfn.ir.model import OpConstraint, Spec
+from shardfn.ir.op_traits import CONTRACTIONS, ELEMENTWISE
 from shardfn.partition.resharding import divisors
 from shardfn.search.filters import keeps_rules
 from shardfn.search.graph_facts import array_bytes

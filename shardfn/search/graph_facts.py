@@ -12,7 +12,8 @@ from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion import fuse
 from shardfn.cost.memory.live_ranges import LiveBuffer, live_buffers
 from shardfn.cost.schedule import combine_collectives, schedule_ops
-from shardfn.ir.model import CONTRACTIONS, Graph, PartitionedProgram, Value, dtype_bits, trips_of
+from shardfn.ir.model import Graph, PartitionedProgram, Value, dtype_bits, trips_of
+from shardfn.ir.op_traits import CONTRACTIONS
 from shardfn.partition.combine_reductions import combined_matmul_counts
 from shardfn.partition.loop_reductions import loop_accumulations
 from shardfn.search.kernel_costs import KernelShare, kernel_shares

@@ -12,7 +12,8 @@ import dataclasses
 from shardfn.cost.compute import has_own_time, once, reads
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion_walk import FusionPlan
-from shardfn.ir.model import CONTRACTIONS, PartitionedProgram
+from shardfn.ir.model import PartitionedProgram
+from shardfn.ir.op_traits import CONTRACTIONS
 
 
 @dataclasses.dataclass(frozen=True)

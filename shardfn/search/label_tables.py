@@ -18,8 +18,8 @@ import numpy as np
 from shardfn.cost.backends.tpu import LANES, MAX_ROW_MAJOR_BYTES
 from shardfn.cost.compute import rate
 from shardfn.cost.memory.live_ranges import LiveBuffer
-from shardfn.cost.op_kinds import TAKES, UPDATES
-from shardfn.ir.model import CONTRACTIONS, Graph, Op, ShardingRule, Spec
+from shardfn.ir.model import Graph, Op, ShardingRule, Spec
+from shardfn.ir.op_traits import CONTRACTIONS, PARTIAL_READS, UPDATES
 from shardfn.search import op_labels
 from shardfn.search.convolution_labels import computed_correctly
 from shardfn.search.graph_facts import SLICED, GraphFacts
@@ -405,7 +405,7 @@ class _Builder:
         for position, (value, layouts) in enumerate(zip(op.inputs, wanted, strict=True)):
             if kernels.reads[position]:
                 size = self.stored(value, layouts)
-                if position == 0 and op.name in TAKES:
+                if position == 0 and op.name in PARTIAL_READS:
                     size = np.minimum(size, self.stored(op.outputs[0], made[0]))
                 elif position == 0 and op.name in UPDATES:
                     size = np.zeros(len(work))

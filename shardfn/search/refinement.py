@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from shardfn.ir.correspondence import pairs
-from shardfn.ir.model import CONTRACTIONS, OpConstraint, Spec
+from shardfn.ir.model import OpConstraint, Spec
+from shardfn.ir.op_traits import CONTRACTIONS
 from shardfn.search import baselines
 from shardfn.search.baselines import batch_arguments
 from shardfn.search.problem import SearchCandidate, SearchProblem, objective

@@ -11,7 +11,7 @@ import pytest
 import shardfn
 from examples.models import abstract, mlp
 from examples.models.families import FAMILIES
-from shardfn.planning.op_constraints import KINDS
+from shardfn.ir.op_traits import CONSTRAINABLE
 from shardfn.search import baselines, constrained_candidates, dynamic_programming, exact, forget, selection
 from shardfn.search.level_costs import Totals, totals
 from shardfn.search.mesh_solution import MeshSolution, estimate_holds, operand_specs, specs_of
@@ -272,7 +272,7 @@ def test_what_follows_is_held_where_the_flow_lays_it_out_otherwise(monkeypatch):
     *_, more = constrained_candidates.constrain_followers(problem, one, full)
     added = more.constraints.keys() - full.constraints.keys()
     kinds = {index: problem.graph.ops[index].name for index in added}
-    assert {"divide", "reduce"} <= set(kinds.values()) <= KINDS.keys() - constrained_candidates.MAKERS
+    assert {"divide", "reduce"} <= set(kinds.values()) <= CONSTRAINABLE.keys() - constrained_candidates.MAKERS
     wanted, partitioned = specs_of(problem, one), problem.partitioned_of(more)
     sums = [index for index in added if kinds[index] == "reduce"]
     left = {index for index in sums if more.constraints[index].operands[0] is None}

@@ -10,19 +10,9 @@ import functools
 import math
 from collections.abc import Sequence
 
-from shardfn.cost.op_kinds import ELEMENTWISE
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
-from shardfn.ir.model import (
-    CONTRACTIONS,
-    Convolution,
-    DimFactors,
-    Graph,
-    Op,
-    PartitionedProgram,
-    ShardingRule,
-    Spec,
-    Value,
-)
+from shardfn.ir.model import Convolution, DimFactors, Graph, Op, PartitionedProgram, ShardingRule, Spec, Value
+from shardfn.ir.op_traits import CONTRACTIONS, ELEMENTWISE
 from shardfn.ir.windows import halo_extent
 
 
@@ -51,8 +41,6 @@ which is left out."""
 _AT_ONCE = 16
 """Elements of which XLA's CPU backend makes running sums at once: measured on JAX 0.10.2."""
 
-_LOOKED_UP = frozenset({"transpose", "dot_general", "broadcast_in_dim", "convert", "negate"})
-
 
 class _Backend:
     """Walks one flow once; the lists fill as it goes."""
@@ -68,7 +56,7 @@ class _Backend:
         graph = self.given.graph
         into, dropped = _scattered_into(self.given)
         dropped |= _known(graph)
-        self.maker = {v: op for op in graph.ops if op.name in _LOOKED_UP for v in op.outputs}
+        self.maker = {v: op for op in graph.ops for v in op.outputs}
         self.there = set(graph.inputs).union(*(op.outputs for op in graph.ops), (b for _, b in graph.ties)) - dropped
         readers = collections.Counter(v for op in graph.ops for v in op.inputs)
         readers.update(graph.outputs)

@@ -7,12 +7,9 @@ import math
 from collections.abc import Collection, Sequence
 
 from shardfn.cost.backends.cpu_library import library_calls
-from shardfn.cost.fusion_walk import MOST, SPREADS, Fuser, FusionPlan
-from shardfn.cost.op_kinds import COSTLY, ELEMENTWISE, VIEWS, is_view
-from shardfn.ir.model import CONTRACTIONS, Graph, Op, PartitionedProgram
-
-_ONCE = (COSTLY | {"gather"}) - {"sine", "cosine", "tan", "popcnt"}
-"""Ops that XLA's CPU backend does not compute anew for each reader: measured on JAX 0.10.2 with two readers that are one each."""
+from shardfn.cost.fusion_walk import MOST, Fuser, FusionPlan
+from shardfn.ir.model import Graph, Op, PartitionedProgram
+from shardfn.ir.op_traits import BRANCHES_ON_CPU, COMPUTED_ONCE_ON_CPU, CONTRACTIONS, ELEMENTWISE, REPEATED_READS, VIEWS
 
 BY_TREE = 32
 """Elements of a summed dim up to which XLA's CPU backend reduces at once, and computes the operand inside; longer ones in two
@@ -20,9 +17,6 @@ steps, from memory. Measured on JAX 0.10.2."""
 
 _WRITTEN_OUT = 15
 """How often XLA's CPU backend writes out the code of one op inside another at most: its `kAllowedCodeDuplication`."""
-
-_BRANCHING = frozenset({"concatenate", "pad", "dynamic_update_slice"})
-"""Ops whose code has branches of its own: XLA writes it out once, and only where there is one reader."""
 
 _KEEPS = VIEWS | {"slice"}
 """Ops that may leave dims as they are."""
@@ -63,7 +57,7 @@ class CpuFuser(Fuser):
                 self.places[home, i] = places = self.read_at(op.outputs[0], home)
                 self.times[home, i] = sum([self.times.get((home, r), 1) for r in places])
                 self.filled.add(home)
-        if op.name in SPREADS or (i in self.later and self.repeats(op.outputs[0])):
+        if op.name in REPEATED_READS or (i in self.later and self.repeats(op.outputs[0])):
             self.repeated.add(i)
 
     def as_settled(self) -> FusionPlan:
@@ -73,7 +67,7 @@ class CpuFuser(Fuser):
 
     def is_needed(self, op: Op) -> bool:
         """Whether what an op makes is a result that it cannot share with readers that compute it anew."""
-        return op.outputs[0] in self.held and is_view(self.partitioned, op)
+        return op.outputs[0] in self.held and self.partitioned.is_view(op)
 
     def computed_in(self, i: int, op: Op) -> tuple[int, ...] | None:
         """The ops inside which op `i` is computed, or None where it runs by itself."""
@@ -84,7 +78,7 @@ class CpuFuser(Fuser):
     def where(self, op: Op, readers: Sequence[int], homes: tuple[int, ...]) -> tuple[int, ...] | None:
         """`computed_in`, of an op of one result that `readers` need, which are computed in `homes`: what some of them need in
         memory, others may still compute anew."""
-        if is_view(self.partitioned, op):
+        if self.partitioned.is_view(op):
             return self.written_through(op, readers, homes)
         if op.name in VIEWS or op.name in CONTRACTIONS:
             return None
@@ -97,8 +91,8 @@ class CpuFuser(Fuser):
         if is_whole and len(homes) <= 1:
             if any(self.is_too_often(op, home, readers) for home in homes):
                 return None
-            return homes if op.name not in _ONCE or not self.repeats(value) else None
-        if op.name in _ONCE:
+            return homes if op.name not in COMPUTED_ONCE_ON_CPU or not self.repeats(value) else None
+        if op.name in COMPUTED_ONCE_ON_CPU:
             return None
         if not self.is_unary(op) and (
             not is_whole or any(self.follows(home) >> r & 1 for home in homes for r in users)
@@ -138,7 +132,7 @@ class CpuFuser(Fuser):
         if op.outputs[0] in self.spread or home not in self.filled:
             return False
         times = sum([self.times.get((home, r), 1) for r in self.read_at(op.outputs[0], home)])
-        if op.name in _BRANCHING:
+        if op.name in BRANCHES_ON_CPU:
             return times > 1 or sum([len(self.homes[r]) for r in readers]) + (op.outputs[0] in self.held) > 1
         return times > _WRITTEN_OUT
 
@@ -161,9 +155,7 @@ class CpuFuser(Fuser):
             if value not in self.shown:
                 continue
             source = self.graph.ops[i].inputs[0]
-            while (made := self.maker.get(source, -1)) in self.later and is_view(
-                self.partitioned, self.graph.ops[made]
-            ):
+            while (made := self.maker.get(source, -1)) in self.later and self.partitioned.is_view(self.graph.ops[made]):
                 source = self.graph.ops[made].inputs[0]
             if made not in self.later and i not in self.anew.get(source, ()):
                 self.anew.pop(value, None)
@@ -179,7 +171,7 @@ class CpuFuser(Fuser):
         for r in readers:
             op = self.graph.ops[r]
             through = (
-                is_view(self.partitioned, op) and op.outputs[0] not in self.held and op.outputs[0] not in self.shown
+                self.partitioned.is_view(op) and op.outputs[0] not in self.held and op.outputs[0] not in self.shown
             )
             found += self.final_users(self.readers.get(op.outputs[0], ())) if through else [r]
         return found
@@ -205,7 +197,7 @@ class CpuFuser(Fuser):
         op = self.graph.ops[i]
         if i in self.called:
             return True
-        if op.outputs and op.outputs[0] in self.shown and is_view(self.partitioned, op):
+        if op.outputs and op.outputs[0] in self.shown and self.partitioned.is_view(op):
             return True
         if op.name == "reduce":
             shape = self.partitioned.local_shape(op.inputs[0])

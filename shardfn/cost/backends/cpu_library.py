@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from shardfn.cost.op_kinds import CHEAP, COSTLY, is_view
 from shardfn.ir.model import Op, PartitionedProgram
+from shardfn.ir.op_traits import IN_CPU_LIBRARY
 
 BY_LIBRARY = 4096
 """Elements from which XLA's CPU backend leaves a sum or a maximum of `f32` to a library, whose call computes inside itself
-what it alone reads of `_LIBRARY`, and reads all else from memory. Measured on JAX 0.10.2 and 0.12.0.1."""
-
-_LIBRARY = (CHEAP | COSTLY) - {"and", "bitcast_convert", "clamp", "compare", "complex", "concatenate", "copy", "dynamic_slice",
-                               "dynamic_update_slice", "gather", "imag", "is_finite", "not", "or", "pad", "real", "reverse",
-                               "rotate", "select", "slice", "xor"}  # fmt: skip
+what it alone reads of `IN_CPU_LIBRARY`, and reads all else from memory. Measured on JAX 0.10.2 and 0.12.0.1."""
 
 
 def library_calls(
@@ -72,7 +68,7 @@ class _Library:
             i = readers[0]
             way.append(i)
             op = self.graph.ops[i]
-            if op.name != "broadcast_in_dim" and not is_view(self.partitioned, op):
+            if op.name != "broadcast_in_dim" and not self.partitioned.is_view(op):
                 return way
 
     def only_in(self, i: int, inside: Collection[int]) -> bool:
@@ -87,12 +83,12 @@ class _Library:
             return False
         if op.form and begun.form and op.form[1] != begun.form[1]:
             return False
-        if is_view(self.partitioned, op) or op.name == "broadcast_in_dim" or self.is_summed(i):
+        if self.partitioned.is_view(op) or op.name == "broadcast_in_dim" or self.is_summed(i):
             return True
         if op.name == "dot_general":
             return self.is_library_product(op)
         (value,) = op.outputs
-        return op.name in _LIBRARY and math.prod(self.partitioned.local_shape(value)) >= BY_LIBRARY
+        return op.name in IN_CPU_LIBRARY and math.prod(self.partitioned.local_shape(value)) >= BY_LIBRARY
 
     def is_library_product(self, op: Op) -> bool:
         """Whether a product is the library's: of `f32`, and its left operand's summed dim does not stand before its free one."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from shardfn.cost.fusion_walk import Fuser
-from shardfn.cost.op_kinds import ELEMENTWISE, is_view
-from shardfn.ir.model import CONTRACTIONS, Op
+from shardfn.ir.model import Op
+from shardfn.ir.op_traits import CONTRACTIONS, ELEMENTWISE
 
 _READ_INSIDE = CONTRACTIONS | {"reduce"}
 _WRITES_NARROW = ELEMENTWISE | CONTRACTIONS
@@ -68,7 +68,7 @@ class TpuFuser(Fuser):
         names: set[str] = set()
         for r in self.readers.get(value, ()):
             op = self.graph.ops[r]
-            passes = (is_view(self.partitioned, op) or op.name in ("transpose", *also)) and op.outputs[
+            passes = (self.partitioned.is_view(op) or op.name in ("transpose", *also)) and op.outputs[
                 0
             ] not in self.held
             names |= self.final_readers(op.outputs[0], also) if passes else {op.name}

@@ -31,9 +31,9 @@ from shardfn.cost.compute import once
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion_walk import FusionPlan
 from shardfn.cost.memory.loops import LoopCarries, keeps_places, kept_apart, loop_carries, stay_through
-from shardfn.cost.op_kinds import ELEMENTWISE, UPDATES, is_view
 from shardfn.cost.schedule import Schedule, lower_for_backend, schedule_ops
 from shardfn.ir.model import Graph, Op, PartitionedProgram, dtype_bits
+from shardfn.ir.op_traits import ELEMENTWISE, UPDATES
 from shardfn.partition.tpu_padding import tiled_bytes
 
 
@@ -426,7 +426,7 @@ def _shown(partitioned: PartitionedProgram, fusion: FusionPlan) -> list[tuple[in
     held, inputs = set(partitioned.graph.outputs), set(partitioned.graph.inputs)
     found: dict[int, int] = {}
     for i, op in enumerate(partitioned.graph.ops):
-        if fusion.inside[i] is not None and len(op.outputs) == len(fusion.reads[i]) == 1 and is_view(partitioned, op):
+        if fusion.inside[i] is not None and len(op.outputs) == len(fusion.reads[i]) == 1 and partitioned.is_view(op):
             (source,) = fusion.reads[i]
             if op.outputs[0] in held and source not in held and source not in inputs:
                 found.setdefault(source, op.outputs[0])

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from shardfn.cost.fusion_walk import FusionPlan
-from shardfn.cost.op_kinds import ELEMENTWISE, UPDATES, is_view
 from shardfn.ir.model import Graph, PartitionedProgram
+from shardfn.ir.op_traits import ELEMENTWISE, UPDATES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ def keeps_places(partitioned: PartitionedProgram, fusion: FusionPlan, made: int,
     for i in (*sorted(fusion.inside[made] or ()), made):
         op = graph.ops[i]
         if not moved.isdisjoint(op.inputs):
-            if op.name not in ELEMENTWISE and not is_view(partitioned, op):
+            if op.name not in ELEMENTWISE and not partitioned.is_view(op):
                 return False
             moved.update(op.outputs)
     return True
