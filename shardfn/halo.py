@@ -23,13 +23,13 @@ from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, r
 from shardfn.frontend.meshes import partition_spec
 from shardfn.mindspore.layout import Layout, Spec
 
-__all__ = ["Border", "border", "conv", "exchange"]
+__all__ = ["Halo", "conv", "exchange", "halo_of"]
 
-Axes = tuple[str, ...]
+AxisNames = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Border:
+class Halo:
     """What the pieces of one cut dim need beside their own rows, in rows, and where each starts to read.
 
     `starts[p]` counts, in rows dilated by `dilation`, from the first of the `before` rows of piece p; from there piece p
@@ -45,7 +45,7 @@ class Border:
     dilation: int = 1
 
 
-def border(
+def halo_of(
     size: int,
     cut: int,
     window: int,
@@ -53,7 +53,7 @@ def border(
     padding: tuple[int, int] = (0, 0),
     window_dilation: int = 1,
     dilation: int = 1,
-) -> Border | str:
+) -> Halo | str:
     """The border of a dim of `size` rows in `cut` equal pieces under a window, or why it cannot be fetched.
 
     Args:
@@ -65,9 +65,9 @@ def border(
       window_dilation: 1 + the zeros between the kernel's rows.
       dilation: 1 + the zeros between the image's rows.
 
-    >>> border(16, 4, 3, padding=(1, 1))
-    Border(before=1, after=1, starts=(0, 0, 0, 0), length=6, pieces_out=4, size_out=16, dilation=1)
-    >>> border(16, 8, 9)
+    >>> halo_of(16, 4, 3, padding=(1, 1))
+    Halo(before=1, after=1, starts=(0, 0, 0, 0), length=6, pieces_out=4, size_out=16, dilation=1)
+    >>> halo_of(16, 8, 9)
     'piece 0 needs 7 rows after its own, and its neighbour holds 2'
     """
     piece, span = size // cut, (window - 1) * window_dilation + 1
@@ -93,10 +93,10 @@ def border(
                 return f"piece {p} needs {rows} rows {side} its own, and its neighbour holds {piece}"
     before, after = max(0, *befores), max(0, *afters)
     starts = tuple(first - (p * piece - before) * dilation for p, first in enumerate(firsts))
-    return Border(before, after, starts, length, pieces_out, size_out, dilation)
+    return Halo(before, after, starts, length, pieces_out, size_out, dilation)
 
 
-def exchange(x: jax.Array, before: int, after: int, axes: str | Axes, dim: int) -> jax.Array:
+def exchange(x: jax.Array, before: int, after: int, axes: str | AxisNames, dim: int) -> jax.Array:
     """A piece with the last `before` rows of the piece before it and the first `after` rows of the one after it.
 
     For use inside `jax.shard_map`, where `axes` cut the dim; beyond the first and the last piece there are zeros, and so
@@ -201,12 +201,12 @@ def conv(
     cuts = [math.prod(mesh.shape[axis] for axis in dim) for dim in image]
     problems = list(_problems(lhs, image, cuts, kernel, numbers, feature_group_count, batch_group_count))
     problems += _problems_of_outputs(mesh, lhs, rhs, image, kernel, numbers, feature_group_count, batch_group_count)
-    borders: list[Border | None] = []
+    borders: list[Halo | None] = []
     for i in spatial:
         dim = numbers.lhs_spec[2 + i]
         found = None
         if cuts[dim] > 1 and not problems:
-            found = border(lhs.shape[dim], cuts[dim], windows[i], strides[i], pads[i], outer[i], inner[i])
+            found = halo_of(lhs.shape[dim], cuts[dim], windows[i], strides[i], pads[i], outer[i], inner[i])
         if isinstance(found, str):
             problems.append(
                 Problem(
@@ -217,7 +217,7 @@ def conv(
                     fix=f"cut dim {dim} less than {cuts[dim]} ways, or another dim",
                 )
             )
-        borders.append(found if isinstance(found, Border) else None)
+        borders.append(found if isinstance(found, Halo) else None)
     raise_problems(problems)
 
     grouped, channels = feature_group_count > 1, image[numbers.lhs_spec[1]]
@@ -241,7 +241,7 @@ class _Asked:
     """
 
     image: Spec
-    out: Axes
+    out: AxisNames
     numbers: lax.ConvDimensionNumbers
     strides: tuple[int, ...]
     pads: tuple[tuple[int, int], ...]
@@ -251,21 +251,21 @@ class _Asked:
     batch_groups: int
     precision: Any
     dtype: Any
-    borders: tuple[Border | None, ...]
-    summed: Axes
+    borders: tuple[Halo | None, ...]
+    summed: AxisNames
     shares: int
 
     @property
     def kernel(self) -> Spec:
         """How the kernel comes in."""
-        dims: list[Axes] = [()] * len(self.image)
+        dims: list[AxisNames] = [()] * len(self.image)
         dims[self.numbers.rhs_spec[0]], dims[self.numbers.rhs_spec[1]] = self.out, self.summed
         return tuple(dims)
 
     @property
     def result(self) -> Spec:
         """How the result comes out."""
-        dims: list[Axes] = [()] * len(self.image)
+        dims: list[AxisNames] = [()] * len(self.image)
         for mine, theirs in zip(self.numbers.out_spec, self.numbers.lhs_spec, strict=True):
             dims[mine] = self.image[theirs]
         dims[self.numbers.out_spec[1]] = self.out
@@ -312,12 +312,12 @@ def _program(mesh: Mesh | AbstractMesh, asked: _Asked) -> Any:
     return whole
 
 
-def _shares(mesh: Mesh | AbstractMesh, out: Axes, groups: int) -> int:
+def _shares(mesh: Mesh | AbstractMesh, out: AxisNames, groups: int) -> int:
     """Into how many parts the groups fall whose results lie on different devices; `_problems` has seen that they are whole."""
     return min(groups, math.prod(mesh.shape[axis] for axis in out))
 
 
-def _window(x: jax.Array, needed: Border, axes: Axes, dim: int) -> jax.Array:
+def _window(x: jax.Array, needed: Halo, axes: AxisNames, dim: int) -> jax.Array:
     """The rows that this device's windows look at, zeros between them and beyond the image included."""
     x = exchange(x, needed.before, needed.after, axes, dim)
     if needed.dilation > 1:

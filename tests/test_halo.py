@@ -72,7 +72,7 @@ def one(case):
     spans = [(3 - 1) * d + 1 for d in outer]
     pads = lax.padtype_to_pads((16, 24), spans, strides, padding) if isinstance(padding, str) else padding
     reach = [
-        halo.border(X.shape[dim], layout.cuts[dim], 3, strides[i], pads[i], outer[i], inner[i])
+        halo.halo_of(X.shape[dim], layout.cuts[dim], 3, strides[i], pads[i], outer[i], inner[i])
         for i, dim in enumerate((1, 2))
         if layout.cuts[dim] > 1
     ]
@@ -96,7 +96,7 @@ def test_all_convolutions_are_those_of_the_whole_image(case):
 
 def rows_by_border(x, cut, window, stride, padding, outer, inner):
     """The convolution of a vector with ones at dilated places, piece by piece, as `border` says, in NumPy."""
-    found = halo.border(len(x), cut, window, stride, padding, outer, inner)
+    found = halo.halo_of(len(x), cut, window, stride, padding, outer, inner)
     if isinstance(found, str):
         return found
     piece, made = len(x) // cut, []
@@ -141,7 +141,7 @@ def test_border_is_exact_or_says_why(piece, cut, window, stride, padding, outer,
     ("rows", "beyond"), [(4, False), (5, True), (8, True)], ids=["all of the neighbour", "one more", "two neighbours"]
 )
 def test_a_border_of_the_whole_neighbour_is_fetched_and_not_more(rows, beyond):
-    found = halo.border(16, 4, 2 * rows + 1, padding=(rows, rows))
+    found = halo.halo_of(16, 4, 2 * rows + 1, padding=(rows, rows))
     assert isinstance(found, str) == beyond
 
 

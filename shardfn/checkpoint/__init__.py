@@ -1,9 +1,9 @@
 """Checkpoints that change layout: saved under one, restored under any other, on other devices, in other processes."""
 
-from shardfn.checkpoint.catalogue import Inspection, inspect, steps
-from shardfn.checkpoint.interchange import export_safetensors, import_safetensors
-from shardfn.checkpoint.offline import Copied, merge, relayout, verify
-from shardfn.checkpoint.reader import Reads, reads, restore
+from shardfn.checkpoint.offline import CopyResult, merge, relayout, verify
+from shardfn.checkpoint.reader import RestoreReads, reads, restore
+from shardfn.checkpoint.safetensors import export_safetensors, import_safetensors
+from shardfn.checkpoint.step_folders import Inspection, inspect, steps
 from shardfn.checkpoint.writer import save
 from shardfn.errors import CheckpointError, CheckpointFileError
 from shardfn.mindspore.rank_checkpoints import merge_sliced_parameter, rank_list_for_transform, transform_checkpoints
@@ -11,9 +11,9 @@ from shardfn.mindspore.rank_checkpoints import merge_sliced_parameter, rank_list
 __all__ = [
     "CheckpointError",
     "CheckpointFileError",
-    "Copied",
+    "CopyResult",
     "Inspection",
-    "Reads",
+    "RestoreReads",
     "export_safetensors",
     "import_safetensors",
     "inspect",

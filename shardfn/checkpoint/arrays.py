@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from shardfn.checkpoint.chunks import Box, covering, volume, whole
-from shardfn.checkpoint.contents import Entry
-from shardfn.checkpoint.leaves import folder
+from shardfn.checkpoint.chunks import Box, closed_box, covering_volume, volume
+from shardfn.checkpoint.contents import StoredArray
+from shardfn.checkpoint.state_tree import array_folder
 from shardfn.errors import CheckpointFileError, Problem, fail
 from shardfn.runtime.extras import need
 
@@ -36,7 +36,7 @@ WORKERS = 4
 COUNTERS = "/tensorstore/kvstore/file/"
 
 
-def open_array(directory: pathlib.Path, entry: Entry, write: bool = False) -> Any:
+def open_array(directory: pathlib.Path, entry: StoredArray, write: bool = False) -> Any:
     """The `tensorstore.TensorStore` of an array in a checkpoint's folder. Its metadata must be what `entry` says."""
     chunk_codecs = [
         {"name": "bytes", "configuration": {"endian": "little"}},
@@ -58,7 +58,7 @@ def open_array(directory: pathlib.Path, entry: Entry, write: bool = False) -> An
     }
     spec = {
         "driver": "zarr3",
-        "kvstore": {"driver": "file", "path": os.fspath(directory / folder(entry.path))},
+        "kvstore": {"driver": "file", "path": os.fspath(directory / array_folder(entry.path))},
         "metadata": metadata,
         "store_data_equal_to_fill_value": True,  # else a chunk of zeros is no chunk, and a lost one is zeros
         "fill_missing_data_reads": False,
@@ -74,28 +74,32 @@ def bytes_read() -> int:
     return sum(int(value["value"]) for row in rows for value in row["values"])
 
 
-def writes(directory: pathlib.Path, entry: Entry, pieces: Iterable[tuple[Box, np.ndarray]]) -> Iterator[Any]:
+def write_shards(
+    directory: pathlib.Path, entry: StoredArray, pieces: Iterable[tuple[Box, np.ndarray]]
+) -> Iterator[Any]:
     """Begin to write pieces of an array; the futures are done when their files are on disk."""
     store = open_array(directory, entry, write=True).result()
     for box, value in pieces:
         yield store[box].write(value, can_reference_source_data_indefinitely=True)
 
 
-def pieces_of(value: Any) -> list[tuple[Box, np.ndarray]]:
+def local_shards(value: Any) -> list[tuple[Box, np.ndarray]]:
     """What this process has to write of an array: each piece once, over all processes, in this process's memory."""
     if isinstance(value, np.ndarray):
-        return [(whole((slice(None),) * value.ndim, value.shape), value.copy())] if jax.process_index() == 0 else []
+        return (
+            [(closed_box((slice(None),) * value.ndim, value.shape), value.copy())] if jax.process_index() == 0 else []
+        )
     shards = [s for s in value.addressable_shards if s.replica_id == 0]
     for shard in shards:
         shard.data.copy_to_host_async()
-    return [(whole(shard.index, value.shape), np.asarray(shard.data)) for shard in shards]
+    return [(closed_box(shard.index, value.shape), np.asarray(shard.data)) for shard in shards]
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class ArrayRead:
     """An array to read: its entry, where its pieces go, and the dtype it has then."""
 
-    entry: Entry
+    entry: StoredArray
     sharding: Sharding
     dtype: Any
 
@@ -111,24 +115,24 @@ class Wanted:
             return {tuple((0, n) for n in self.entry.shape): jax.local_devices()[:1]}
         found: dict[tuple[tuple[int, int], ...], list[Any]] = {}
         for device, index in self.sharding.addressable_devices_indices_map(self.entry.shape).items():
-            box = whole(index or (), self.entry.shape)
+            box = closed_box(index or (), self.entry.shape)
             found.setdefault(tuple((s.start, s.stop) for s in box), []).append(device)
         return found
 
 
-def read(directory: pathlib.Path, wanted: Sequence[Wanted]) -> list[Any]:
+def read_arrays(directory: pathlib.Path, wanted: Sequence[ArrayRead]) -> list[Any]:
     """Read arrays, of each the pieces that this process's devices hold, a piece once.
 
     Raises:
       CheckpointFileError: files that are missing, cut short or changed; all of them, by name.
     """
-    room = _Room(READ_BYTES)
+    room = _ByteLimit(READ_BYTES)
 
-    def finish(want: Wanted, futures: dict[Any, Any]) -> Any:
+    def finish(want: ArrayRead, futures: dict[Any, Any]) -> Any:
         try:
-            return assembled(want, {key: future.result() for key, future in futures.items()})
+            return assemble(want, {key: future.result() for key, future in futures.items()})
         except (ValueError, OSError) as error:
-            return damaged(directory, want.entry, error)
+            return damage(directory, want.entry, error)
         finally:
             room.give(want.entry.nbytes)
 
@@ -144,7 +148,7 @@ def read(directory: pathlib.Path, wanted: Sequence[Wanted]) -> list[Any]:
     return done
 
 
-class _Room:
+class _ByteLimit:
     """Bytes that may be on their way at once. One that asks for more than all has to be alone."""
 
     def __init__(self, size: int):
@@ -162,21 +166,21 @@ class _Room:
             self.changed.notify_all()
 
 
-def _reads(directory: pathlib.Path, want: Wanted) -> dict[Any, Any]:
+def _reads(directory: pathlib.Path, want: ArrayRead) -> dict[Any, Any]:
     entry = want.entry
     if 0 in entry.shape:  # nothing of it is on disk
-        return {key: Ready(np.zeros([b - a for a, b in key], want.dtype)) for key in want.boxes}
+        return {key: ReadyValue(np.zeros([b - a for a, b in key], want.dtype)) for key in want.boxes}
     try:
         store = open_array(directory, entry).result()
         if jnp.dtype(want.dtype) != entry.numpy_dtype:
             store = need("tensorstore", "checkpoint").cast(store, jnp.dtype(want.dtype).name)
     except (ValueError, OSError) as error:
-        return {(): Failed(error)}
+        return {(): FailedRead(error)}
     return {key: store[tuple(slice(*ends) for ends in key)].read() for key in want.boxes}
 
 
 @dataclasses.dataclass(frozen=True)
-class Ready:
+class ReadyValue:
     """A value that is here already, as a future."""
 
     value: np.ndarray
@@ -186,7 +190,7 @@ class Ready:
 
 
 @dataclasses.dataclass(frozen=True)
-class Failed:
+class FailedRead:
     """A read that could not begin, as a future."""
 
     error: Exception
@@ -195,7 +199,7 @@ class Failed:
         raise self.error
 
 
-def assembled(want: Wanted, pieces: Mapping[Any, np.ndarray]) -> Any:
+def assemble(want: ArrayRead, pieces: Mapping[Any, np.ndarray]) -> Any:
     """An array from the pieces of `want.boxes`, each put onto the devices that hold it."""
     if want.on_host:
         return next(iter(pieces.values()))
@@ -208,11 +212,11 @@ def assembled(want: Wanted, pieces: Mapping[Any, np.ndarray]) -> Any:
     return jax.make_array_from_single_device_arrays(want.entry.shape, want.sharding, parts)
 
 
-def damaged(directory: pathlib.Path, entry: Entry, error: Exception) -> Problem:
+def damage(directory: pathlib.Path, entry: StoredArray, error: Exception) -> Problem:
     """What TensorStore says of a file, with the file's name."""
     text = str(error)
     named = re.search(r'local file "([^"]+)"', text) or re.search(r'Error (?:reading|opening) "([^"]+)"', text)
-    where = directory / folder(entry.path)
+    where = directory / array_folder(entry.path)
     file = named.group(1) if named and named.group(1) != "zarr3" else f"{where}{os.sep}zarr.json"
     reason = re.sub(r' in local file "[^"]+"|^[A-Z_]+: ', "", text.split(" [")[0]).strip()
     missing = not os.path.exists(file)
@@ -224,8 +228,8 @@ def damaged(directory: pathlib.Path, entry: Entry, error: Exception) -> Problem:
     )
 
 
-def verify(
-    directory: pathlib.Path, entries: Sequence[Entry], progress: Callable[[], None] | None = None
+def verify_arrays(
+    directory: pathlib.Path, entries: Sequence[StoredArray], progress: Callable[[], None] | None = None
 ) -> list[Problem]:
     """Read every chunk of every array, a file at a time, and say what is damaged."""
     problems: dict[str, Problem] = {}
@@ -234,39 +238,39 @@ def verify(
             try:
                 store = open_array(directory, entry).result()
             except (ValueError, OSError) as error:
-                found = damaged(directory, entry, error)
+                found = damage(directory, entry, error)
                 problems[found.what] = found
                 continue
             for box in file_boxes(entry):
                 try:
                     store[box].read().result()
                 except (ValueError, OSError) as error:
-                    found = damaged(directory, entry, error)
+                    found = damage(directory, entry, error)
                     problems[found.what] = found
         if progress is not None:
             progress()
     return list(problems.values())
 
 
-def file_boxes(entry: Entry) -> Iterator[Box]:
+def file_boxes(entry: StoredArray) -> Iterator[Box]:
     """The box of the array that each of its files holds."""
     ranges = (range(0, n, size) for n, size in zip(entry.shape, entry.chunks.file, strict=True))
     for starts in itertools.product(*ranges):
         yield tuple(slice(start, start + size) for start, size in zip(starts, entry.chunks.file, strict=True))
 
 
-def needed_bytes(want: Wanted) -> tuple[dict[Any, int], dict[Any, int]]:
+def bytes_by_device(want: ArrayRead) -> tuple[dict[Any, int], dict[Any, int]]:
     """By device, bytes it holds of an array, and bytes of the chunks that hold them, both unpacked."""
     entry, held, touched = want.entry, {}, {}
     for key, devices in want.boxes.items():
         box = tuple(slice(*ends) for ends in key)
         for device in devices:
             held[device] = int(volume(box) * entry.itemsize)
-            touched[device] = int(covering(box, entry.chunks.chunk, entry.shape) * entry.itemsize)
+            touched[device] = int(covering_volume(box, entry.chunks.chunk, entry.shape) * entry.itemsize)
     return held, touched
 
 
-def no_room(error: BaseException, path: pathlib.Path) -> None:
+def raise_write_error(error: BaseException, path: pathlib.Path) -> None:
     """Raise what a failed write means to a user; return where it is no failed write."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, MemoryError):

@@ -30,7 +30,7 @@ class Chunks:
     chunk: tuple[int, ...]
 
 
-def chunks(
+def choose_chunks(
     shape: Sequence[int], cuts: Sequence[int], itemsize: float, file_bytes: int = FILE_BYTES, within: int = 0
 ) -> Chunks:
     """The files and chunks of an array that is cut `cuts` ways.
@@ -42,7 +42,7 @@ def chunks(
       file_bytes: a file holds no more than this, before it is packed, where its dims have divisors for that.
       within: no chunk holds more bytes than this; 0 for what suits the size of the array.
 
-    >>> chunks((4096, 1024), (8, 1), 4)
+    >>> choose_chunks((4096, 1024), (8, 1), 4)
     Chunks(file=(512, 1024), chunk=(256, 64))
     """
     piece = tuple(n // c for n, c in zip(shape, cuts, strict=True))
@@ -94,19 +94,19 @@ def volume(box: Box) -> int:
     return math.prod(s.stop - s.start for s in box)
 
 
-def whole(index: Sequence[slice], shape: Sequence[int]) -> Box:
+def closed_box(index: Sequence[slice], shape: Sequence[int]) -> Box:
     """A box with its ends written out, as JAX's shardings leave them open.
 
-    >>> whole((slice(None), slice(2, 4)), (8, 4))
+    >>> closed_box((slice(None), slice(2, 4)), (8, 4))
     (slice(0, 8, None), slice(2, 4, None))
     """
     return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))
 
 
-def covering(box: Box, size: Sequence[int], shape: Sequence[int]) -> int:
+def covering_volume(box: Box, size: Sequence[int], shape: Sequence[int]) -> int:
     """How many elements the boxes of `size` hold that touch `box`: what has to be read for it.
 
-    >>> covering((slice(0, 2), slice(0, 1)), (2, 2), (4, 4))
+    >>> covering_volume((slice(0, 2), slice(0, 1)), (2, 2), (4, 4))
     4
     """
     spans = ((s, max(c, 1), n) for s, c, n in zip(box, size, shape, strict=True))

@@ -22,7 +22,7 @@ from shardfn.errors import CheckpointFileError, fail
 FILE = "checkpoint.json"
 FORMAT = "shardfn-checkpoint"
 VERSION = 1
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 """A description larger than this is not read."""
 
 KINDS = ("array", "int", "float", "bool", "complex")
@@ -31,7 +31,7 @@ Spec = tuple[tuple[str, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
+class StoredMesh:
     """A grid of devices: named axes, row-major, and which device stands where if not 0, 1, 2, …"""
 
     axes: tuple[tuple[str, int], ...]
@@ -44,7 +44,7 @@ class Grid:
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class StoredArray:
     """One array: `keys` is its place in the tree, `spec` the axes of grid number `grid` that cut each dim."""
 
     path: str
@@ -63,7 +63,7 @@ class Entry:
         return jnp.dtype(self.dtype)
 
     @property
-    def seen(self) -> Entry:
+    def seen(self) -> StoredArray:
         """As a user sees it: the numbers of a typed PRNG key, its last dim, are no dim of the key."""
         if not self.kind.startswith(KEY):
             return self
@@ -92,8 +92,8 @@ class Contents:
     `files` has the fingerprint of each file by its name, where they were taken.
     """
 
-    entries: tuple[Entry, ...]
-    grids: tuple[Grid, ...] = (Grid(()),)
+    entries: tuple[StoredArray, ...]
+    grids: tuple[StoredMesh, ...] = (StoredMesh(()),)
     devices: int = 1
     processes: int = 1
     files: tuple[tuple[str, str], ...] = ()
@@ -103,7 +103,7 @@ class Contents:
         """Bytes of all arrays, unpacked."""
         return sum(entry.nbytes for entry in self.entries)
 
-    def __getitem__(self, path: str) -> Entry:
+    def __getitem__(self, path: str) -> StoredArray:
         return next(entry for entry in self.entries if entry.path == path)
 
 
@@ -118,10 +118,10 @@ def bits(dtype: Any) -> int:
     return small[dtype.name] if dtype.name in small else int(dtype.itemsize) * 8
 
 
-def to_text(contents: Contents) -> str:
+def contents_to_json(contents: Contents) -> str:
     """The JSON text of a description, with its checksum.
 
-    >>> from_text(to_text(Contents(()))) == Contents(())
+    >>> contents_from_json(contents_to_json(Contents(()))) == Contents(())
     True
     """
     data: dict[str, Any] = {
@@ -163,7 +163,7 @@ def _crc(data: dict[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(data, sort_keys=True).encode()):08x}"
 
 
-def read(folder: pathlib.Path) -> Contents:
+def read_contents(folder: pathlib.Path) -> Contents:
     """Read the description in a checkpoint's folder.
 
     Raises:
@@ -171,9 +171,9 @@ def read(folder: pathlib.Path) -> Contents:
     """
     file = folder / FILE
     try:
-        if file.stat().st_size > MOST_BYTES:
+        if file.stat().st_size > MAX_BYTES:
             _damaged(file, "it is larger than any description")
-        return from_text(file.read_text("utf-8"), str(file))
+        return contents_from_json(file.read_text("utf-8"), str(file))
     except (FileNotFoundError, NotADirectoryError):
         _damaged(file, "it is not there, and a step has one from the moment that it has its name", "is missing")
     except (OSError, UnicodeDecodeError) as error:
@@ -187,7 +187,7 @@ def _damaged(file: Any, why: str, what: str = "cannot be read") -> NoReturn:
     fail(CheckpointFileError, f"{file} {what}", why=why, fix=fix)
 
 
-def from_text(text: str, file: str = FILE) -> Contents:
+def contents_from_json(text: str, file: str = FILE) -> Contents:
     """Read the JSON text of a description; `file` is what errors call it.
 
     Raises:
@@ -210,7 +210,7 @@ def from_text(text: str, file: str = FILE) -> Contents:
 
 def _contents(data: dict[str, Any]) -> Contents:
     grids = tuple(
-        Grid(
+        StoredMesh(
             tuple((str(name), _int(size, 1)) for name, size in g["axes"].items()),
             None if g["order"] is None else _ints(g["order"]),
         )
@@ -227,7 +227,7 @@ def _inside(name: str) -> str:
     return name
 
 
-def _entry(path: str, row: dict[str, Any], grids: int) -> Entry:
+def _entry(path: str, row: dict[str, Any], grids: int) -> StoredArray:
     shape, cuts = _ints(row["shape"]), _ints(row["cuts"], 1)
     layout = Chunks(_ints(row["file"]), _ints(row["chunk"]))
     if not len(shape) == len(cuts) == len(layout.file) == len(layout.chunk):
@@ -242,7 +242,7 @@ def _entry(path: str, row: dict[str, Any], grids: int) -> Entry:
         raise ValueError(f"`{path}` lies on a grid that is not there")
     keys = tuple((str(kind), str(name)) for kind, name in row["keys"])
     spec = tuple(tuple(str(axis) for axis in dim) for dim in row["axes"])
-    return Entry(path, shape, row["dtype"], keys, cuts, layout, spec, row["grid"], str(row["kind"]))
+    return StoredArray(path, shape, row["dtype"], keys, cuts, layout, spec, row["grid"], str(row["kind"]))
 
 
 def _int(value: Any, least: int = 0) -> int:

@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from shardfn.checkpoint.contents import Contents, Entry
-from shardfn.checkpoint.leaves import folder
+from shardfn.checkpoint.contents import Contents, StoredArray
+from shardfn.checkpoint.state_tree import array_folder
 from shardfn.errors import Problem
 
 CHECKSUM = 4
@@ -24,7 +24,9 @@ ROW = 16
 """Bytes of the index for a chunk: where it begins and how long it is."""
 
 
-def ties(directory: pathlib.Path, entries: Iterable[Entry], others: Iterable[str] = ()) -> tuple[tuple[str, str], ...]:
+def file_fingerprints(
+    directory: pathlib.Path, entries: Iterable[StoredArray], others: Iterable[str] = ()
+) -> tuple[tuple[str, str], ...]:
     """The fingerprint of each file of the arrays, and of other small files, by its name in the checkpoint's folder.
 
     Raises:
@@ -36,16 +38,16 @@ def ties(directory: pathlib.Path, entries: Iterable[Entry], others: Iterable[str
     return tuple((name, fingerprint(directory / name, count)) for name, count in names)
 
 
-def _files(entry: Entry) -> Iterator[tuple[str, int]]:
+def _files(entry: StoredArray) -> Iterator[tuple[str, int]]:
     """The files of an array, and how many chunks each holds."""
     if 0 in entry.shape:
         return
-    yield f"{folder(entry.path)}/zarr.json", 0
+    yield f"{array_folder(entry.path)}/zarr.json", 0
     layout = entry.chunks
     count = math.prod(file // chunk for file, chunk in zip(layout.file, layout.chunk, strict=True))
     numbers = (range(n // size) for n, size in zip(entry.shape, layout.file, strict=True))
     for place in itertools.product(*numbers):
-        yield "/".join([folder(entry.path), "c", *map(str, place)]), count
+        yield "/".join([array_folder(entry.path), "c", *map(str, place)]), count
 
 
 def fingerprint(file: pathlib.Path, count: int) -> str:
@@ -69,24 +71,24 @@ def fingerprint(file: pathlib.Path, count: int) -> str:
     return f"{size}-{zlib.crc32(checksums, zlib.crc32(index)):08x}"
 
 
-def touched(entry: Entry, boxes: Iterable[Sequence[tuple[int, int]]]) -> set[str]:
+def files_of_boxes(entry: StoredArray, boxes: Iterable[Sequence[tuple[int, int]]]) -> set[str]:
     """The files of an array that hold some boxes of it, given as pairs of start and stop, and what describes them.
 
     >>> from shardfn.checkpoint.chunks import Chunks
-    >>> entry = Entry("w", (8, 4), "int8", (("key", "w"),), (2, 1), Chunks((4, 4), (2, 2)))
-    >>> sorted(touched(entry, [[(4, 6), (0, 2)]]))
+    >>> entry = StoredArray("w", (8, 4), "int8", (("key", "w"),), (2, 1), Chunks((4, 4), (2, 2)))
+    >>> sorted(files_of_boxes(entry, [[(4, 6), (0, 2)]]))
     ['w/c/1/0', 'w/zarr.json']
     """
     if 0 in entry.shape:
         return set()
-    found = {f"{folder(entry.path)}/zarr.json"}
+    found = {f"{array_folder(entry.path)}/zarr.json"}
     for box in boxes:
         numbers = (range(a // size, -(-b // size)) for (a, b), size in zip(box, entry.chunks.file, strict=True))
-        found |= {"/".join([folder(entry.path), "c", *map(str, place)]) for place in itertools.product(*numbers)}
+        found |= {"/".join([array_folder(entry.path), "c", *map(str, place)]) for place in itertools.product(*numbers)}
     return found
 
 
-def untied(
+def changed_files(
     directory: pathlib.Path, contents: Contents, told: Sequence[str] = (), only: Collection[str] | None = None
 ) -> list[Problem]:
     """The files that are missing, or not what was there when the checkpoint was made, among `only` or all of them.

@@ -14,11 +14,11 @@ from typing import Any
 import jax
 
 from shardfn import layoutfile
-from shardfn.checkpoint import arrays, destinations, reader
-from shardfn.checkpoint.catalogue import ITEM, look, place, steps
-from shardfn.checkpoint.chunks import Box, chunks, volume
-from shardfn.checkpoint.contents import FILE, Contents, Entry, Grid, to_text
-from shardfn.checkpoint.fingerprints import ties, untied
+from shardfn.checkpoint import arrays, reader, targets
+from shardfn.checkpoint.chunks import Box, choose_chunks, volume
+from shardfn.checkpoint.contents import FILE, Contents, StoredArray, StoredMesh, contents_to_json
+from shardfn.checkpoint.fingerprints import changed_files, file_fingerprints
+from shardfn.checkpoint.step_folders import ITEM, absolute_path, open_step, steps
 from shardfn.checkpoint.writer import LAYOUT
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, ShardError, fail
 from shardfn.frontend.byte_sizes import bytes_of
@@ -37,12 +37,12 @@ SHARE = 16
 ORBAX = "_CHECKPOINT_METADATA"
 """Orbax keeps notes of its own on a step there, and speaks up where a later save finds a step without any."""
 
-Read = Callable[[Box], Any]
+BoxReader = Callable[[Box], Any]
 """A box of an array to a future of its values."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Copied:
+class CopyResult:
     """What a copy has done: the step that it wrote, its arrays and bytes, and on how many devices it would lie."""
 
     path: pathlib.Path
@@ -67,7 +67,7 @@ def relayout(
     name_map: Mapping[str, str] | None = None,
     dtype: Any = None,
     memory: int | str = MEMORY,
-) -> Copied:
+) -> CopyResult:
     """Copy a checkpoint into another layout, without its devices and without all of it in memory.
 
     A checkpoint can be restored into any layout as it is. A copy whose files are cut as the devices want them is read
@@ -87,8 +87,8 @@ def relayout(
       CheckpointFileError: damaged files, by name; a full disk. Nothing is left in the target then.
       ShardError: a layout that does not fit the arrays.
     """
-    grid = layout_of(layout)
-    count = devices if devices is not None else devices_of(grid)
+    grid = as_layout_file(layout)
+    count = devices if devices is not None else device_count(grid)
     return _copied(source, target, step, only, name_map, dtype, memory, grid, count)
 
 
@@ -101,17 +101,17 @@ def merge(
     name_map: Mapping[str, str] | None = None,
     dtype: Any = None,
     memory: int | str = MEMORY,
-) -> Copied:
+) -> CopyResult:
     """Copy a checkpoint onto one device: every array whole. Arguments and errors as of `relayout`."""
     return _copied(source, target, step, only, name_map, dtype, memory, None, 1)
 
 
-def layout_of(layout: Any) -> LayoutFile:
+def as_layout_file(layout: Any) -> LayoutFile:
     """The layout file that a plan, a path or a name stands for."""
-    return destinations.of_plan(layout) if isinstance(layout, Plan) else layoutfile.read_layout(layout)
+    return targets.plan_layout(layout) if isinstance(layout, Plan) else layoutfile.read_layout(layout)
 
 
-def devices_of(layout: LayoutFile) -> int:
+def device_count(layout: LayoutFile) -> int:
     """How many devices a layout is for, by its grid."""
     total = 1
     for name, size in layout.mesh:
@@ -129,16 +129,16 @@ def devices_of(layout: LayoutFile) -> int:
 
 def _copied(
     source: Any, target: Any, step: int | None, only: Any, name_map: Any, dtype: Any, memory: int | str, layout: Any, count: int
-) -> Copied:  # fmt: skip
+) -> CopyResult:  # fmt: skip
     need("tensorstore", "checkpoint")
-    bound = limit(memory)
-    folder, step, contents = look(source, step)
+    bound = memory_bytes(memory)
+    folder, step, contents = open_step(source, step)
     one = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    chosen = reader.choose(contents, one, None, only, name_map, dtype)
+    chosen = reader.choose_arrays(contents, one, None, only, name_map, dtype)
     renamed = [dataclasses.replace(row.entry, path=row.path, keys=row.keys, dtype=str(row.dtype)) for row in chosen]
-    laid = lay(renamed, layout, count, bound)
+    laid = copy_contents(renamed, layout, count, bound)
 
-    def read_with(row: reader.Chosen) -> Read:
+    def read_with(row: reader.RestoredArray) -> BoxReader:
         store = arrays.open_array(folder, row.entry).result()
         if str(row.dtype) != row.entry.dtype:
             store = need("tensorstore", "checkpoint").cast(store, str(row.dtype))
@@ -147,13 +147,13 @@ def _copied(
     with new_step(target, step) as (out, commit):
         for row, entry in zip(chosen, laid.entries, strict=True):
             with _named(folder, row.entry):
-                copy(out, entry, read_with(row) if 0 not in entry.shape else None, bound)
+                copy_array(out, entry, read_with(row) if 0 not in entry.shape else None, bound)
         commit(laid)
-    return Copied(place(target), step, len(laid.entries), laid.nbytes, count)
+    return CopyResult(absolute_path(target), step, len(laid.entries), laid.nbytes, count)
 
 
 @contextlib.contextmanager
-def _named(folder: pathlib.Path, entry: Entry) -> Iterator[None]:
+def _named(folder: pathlib.Path, entry: StoredArray) -> Iterator[None]:
     """An error of the store, with the file it speaks of."""
     try:
         yield
@@ -161,35 +161,35 @@ def _named(folder: pathlib.Path, entry: Entry) -> Iterator[None]:
         if isinstance(error, CheckpointFileError):
             raise
         if os.fspath(folder) not in str(error):  # then it is of the copy, not of the original
-            arrays.no_room(error, folder)
-        raise CheckpointFileError(arrays.damaged(folder, entry, error)) from None
+            arrays.raise_write_error(error, folder)
+        raise CheckpointFileError(arrays.damage(folder, entry, error)) from None
 
 
-def lay(entries: Sequence[Entry], layout: Any, devices: int, bound: int) -> Contents:
+def copy_contents(entries: Sequence[StoredArray], layout: Any, devices: int, bound: int) -> Contents:
     """The description of arrays as a layout file lays them out, whole where it is None."""
-    grids: dict[Grid, int] = {}
+    grids: dict[StoredMesh, int] = {}
     seen = [entry.seen for entry in entries]
-    found = destinations.laid_out(seen, layout, None, devices) if layout is not None else {}
+    found = targets.layout_targets(seen, layout, None, devices) if layout is not None else {}
     rows = []
     for entry in entries:
         sharding, ndim = found.get(entry.path), len(entry.shape)
-        grid, cuts, spec = Grid(()), (1,) * ndim, ((),) * ndim
+        grid, cuts, spec = StoredMesh(()), (1,) * ndim, ((),) * ndim
         if layout is not None and sharding is not None and devices > 1:
-            grid = Grid(tuple(sharding.mesh.shape.items()), layout.order)
+            grid = StoredMesh(tuple(sharding.mesh.shape.items()), layout.order)
             spec = spec_of(sharding.spec, ndim)
             piece = sharding.shard_shape(entry.shape)
             cuts = tuple(n // p if p else 1 for n, p in zip(entry.shape, piece, strict=True))
-        cut = chunks(entry.shape, cuts, entry.itemsize, max(bound // SHARE, 1 << 16), bound // SHARE) if (
+        cut = choose_chunks(entry.shape, cuts, entry.itemsize, max(bound // SHARE, 1 << 16), bound // SHARE) if (
             0 not in entry.shape) else entry.chunks  # fmt: skip
         number = grids.setdefault(grid, len(grids))
         rows.append(dataclasses.replace(entry, cuts=cuts, spec=spec, grid=number, chunks=cut))
-    return Contents(tuple(rows), tuple(grids) or (Grid(()),), devices, 1)
+    return Contents(tuple(rows), tuple(grids) or (StoredMesh(()),), devices, 1)
 
 
-def limit(memory: int | str) -> int:
+def memory_bytes(memory: int | str) -> int:
     """Bytes of a bound, from a number or as people write it.
 
-    >>> limit("256MiB")
+    >>> memory_bytes("256MiB")
     268435456
     """
     found = bytes_of(memory, "memory")
@@ -201,7 +201,7 @@ def limit(memory: int | str) -> int:
     return int(found)
 
 
-def copy(out: pathlib.Path, entry: Entry, read: Read | None, bound: int) -> None:
+def copy_array(out: pathlib.Path, entry: StoredArray, read: BoxReader | None, bound: int) -> None:
     """Write one array, a file of it after the other, reading boxes as they are wanted.
 
     Boxes that are on their way hold a part of the bound together; of small arrays there are several.
@@ -233,7 +233,7 @@ def new_step(path: Any, step: int, layout: Any = None) -> Iterator[tuple[pathlib
     Raises:
       CheckpointError: the step is there already.
     """
-    parent = place(path)
+    parent = absolute_path(path)
     if step in steps(parent):
         fail(CheckpointError, f"step {step} is there already", where=f"{parent}", why="a step is never overwritten",
              fix="write to another folder")  # fmt: skip
@@ -246,11 +246,11 @@ def new_step(path: Any, step: int, layout: Any = None) -> Iterator[tuple[pathlib
             os.fsync(file.fileno())
 
     def commit(contents: Contents) -> None:
-        layout = destinations.of_contents(contents)
+        layout = targets.stored_layout(contents)
         if layout is not None:
             put(LAYOUT, to_toml(layout))
-        files = ties(part / ITEM, contents.entries, () if layout is None else (LAYOUT,))
-        put(FILE, to_text(dataclasses.replace(contents, files=files)))
+        files = file_fingerprints(part / ITEM, contents.entries, () if layout is None else (LAYOUT,))
+        put(FILE, contents_to_json(dataclasses.replace(contents, files=files)))
         (part / ORBAX).write_text("{}\n")
         os.rename(part, parent / str(step))
         with contextlib.suppress(OSError):  # so that the name, too, is on disk
@@ -264,14 +264,14 @@ def new_step(path: Any, step: int, layout: Any = None) -> Iterator[tuple[pathlib
     except (OSError, ValueError) as error:
         if not isinstance(error, ShardError):
             shutil.rmtree(part, ignore_errors=True)
-            arrays.no_room(error, parent)
+            arrays.raise_write_error(error, parent)
         raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
 def verify(path: str | os.PathLike[str], step: int | None = None) -> None:
-    """Read every byte of a checkpoint and check it, a file at a time, whatever it is laid out for.
+    """BoxReader every byte of a checkpoint and check it, a file at a time, whatever it is laid out for.
 
     Each file must be the one that was saved: a whole file of another step, or of another piece, is an error too.
 
@@ -280,8 +280,8 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> None:
       CheckpointFileError: files that are missing, cut short or changed, all of them, by name.
     """
     need("tensorstore", "checkpoint")
-    folder, _, contents = look(path, step)
-    problems = arrays.verify(folder, contents.entries)
-    problems += untied(folder, contents, [problem.what for problem in problems])
+    folder, _, contents = open_step(path, step)
+    problems = arrays.verify_arrays(folder, contents.entries)
+    problems += changed_files(folder, contents, [problem.what for problem in problems])
     if problems:
         raise CheckpointFileError(problems)

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import tree_util
 from jax.sharding import Sharding
 
-from shardfn.checkpoint import arrays, destinations, fingerprints, leaves
-from shardfn.checkpoint.catalogue import look
-from shardfn.checkpoint.contents import KEY, Contents, Entry
+from shardfn.checkpoint import arrays, fingerprints, state_tree, targets
+from shardfn.checkpoint.contents import KEY, Contents, StoredArray
+from shardfn.checkpoint.step_folders import open_step
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail
 from shardfn.frontend.paths import join, met, normal
 from shardfn.runtime.extras import need
@@ -62,32 +62,34 @@ def restore(
     {'w': Array([0, 1, 2, 3, 4, 5, 6, 7], dtype=bfloat16)}
     """
     need("tensorstore", "checkpoint")
-    folder, _, contents = look(path, step)
-    chosen = choose(contents, target, like, only, name_map, dtype)
+    folder, _, contents = open_step(path, step)
+    chosen = choose_arrays(contents, target, like, only, name_map, dtype)
     values = _values(folder, contents, [row.wanted for row in chosen])
-    found = {row.path: leaves.restored(row.entry.kind, value) for row, value in zip(chosen, values, strict=True)}
+    found = {
+        row.path: state_tree.restore_leaf(row.entry.kind, value) for row, value in zip(chosen, values, strict=True)
+    }
     if like is None:
-        return leaves.nested({row.keys: found[row.path] for row in chosen})
+        return state_tree.nested({row.keys: found[row.path] for row in chosen})
     flat, tree = tree_util.tree_flatten_with_path(like)
-    return tree_util.tree_unflatten(tree, [found.get(join("", key) or leaves.BARE, old) for key, old in flat])
+    return tree_util.tree_unflatten(tree, [found.get(join("", key) or state_tree.BARE, old) for key, old in flat])
 
 
-def _values(folder: pathlib.Path, contents: Contents, wanted: Sequence[arrays.Wanted]) -> list[Any]:
+def _values(folder: pathlib.Path, contents: Contents, wanted: Sequence[arrays.ArrayRead]) -> list[Any]:
     """The arrays, if every file that they were read from is whole and of this step."""
     values, problems = [], []
     try:
-        values = arrays.read(folder, wanted)
+        values = arrays.read_arrays(folder, wanted)
     except CheckpointFileError as error:
         problems = list(error.problems)
-    names = {name for want in wanted for name in fingerprints.touched(want.entry, want.boxes)}
-    problems += fingerprints.untied(folder, contents, [problem.what for problem in problems], names)
+    names = {name for want in wanted for name in fingerprints.files_of_boxes(want.entry, want.boxes)}
+    problems += fingerprints.changed_files(folder, contents, [problem.what for problem in problems], names)
     if problems:
         raise CheckpointFileError(problems)
     return values
 
 
 @dataclasses.dataclass(frozen=True)
-class Reads:
+class RestoreReads:
     """What a restore reads, by device: bytes that it holds afterwards, and bytes of the chunks that hold them.
 
     Both count elements as they are stored, before they are packed; on disk they are fewer.
@@ -113,50 +115,50 @@ def reads(
     step: int | None = None,
     only: Globs = None,
     name_map: Mapping[str, str] | None = None,
-) -> Reads:
+) -> RestoreReads:
     """What a restore with these arguments would read for each device of this process. Only the description is read.
 
     Raises:
       ShardError: as `restore`.
     """
-    _, _, contents = look(path, step)
+    _, _, contents = open_step(path, step)
     needed: dict[Any, int] = {}
     read: dict[Any, int] = {}
-    for row in choose(contents, target, like, only, name_map, None):
-        for total, part in zip((needed, read), arrays.needed_bytes(row.wanted), strict=True):
+    for row in choose_arrays(contents, target, like, only, name_map, None):
+        for total, part in zip((needed, read), arrays.bytes_by_device(row.wanted), strict=True):
             for device, count in part.items():
                 total[device] = total.get(device, 0) + count
-    return Reads(needed, read, contents.nbytes)
+    return RestoreReads(needed, read, contents.nbytes)
 
 
 @dataclasses.dataclass(frozen=True)
-class Chosen:
+class RestoredArray:
     """An array to restore: under which path, as what is stored of it, where to and in which dtype."""
 
     path: str
-    keys: leaves.Keys
-    entry: Entry
+    keys: state_tree.Keys
+    entry: StoredArray
     sharding: Sharding
     dtype: Any
 
     @property
-    def wanted(self) -> arrays.Wanted:
+    def wanted(self) -> arrays.ArrayRead:
         """What the reader is asked for."""
-        return arrays.Wanted(self.entry, self.sharding, self.dtype)
+        return arrays.ArrayRead(self.entry, self.sharding, self.dtype)
 
 
-def choose(
+def choose_arrays(
     contents: Contents, target: Any, like: Any, only: Globs, name_map: Mapping[str, str] | None, dtype: Any
-) -> list[Chosen]:
+) -> list[RestoredArray]:
     """Which arrays of a checkpoint are wanted, where and how."""
     problems: list[Problem] = []
-    named = renamed(contents.entries, name_map or {})
+    named = rename_arrays(contents.entries, name_map or {})
     stored = {path: entry.path for path, (entry, _) in named.items()}
     paths = _selected(tuple(named), only, "only", problems, tuple(stored.values()))
-    problems += enclosed({path: named[path] for path in paths})
+    problems += nested_arrays({path: named[path] for path in paths})
     wanted = None
     if like is not None:
-        wanted = {leaf.path: leaf for leaf in leaves.flatten(_shapes(like), "like")}
+        wanted = {leaf.path: leaf for leaf in state_tree.flatten(_shapes(like), "like")}
         # What `only` does not name stays as it is in `like`, and is not missing.
         inside = (
             _selected(tuple(wanted), only, "only", [], tuple(stored.get(path, path) for path in wanted))
@@ -170,9 +172,9 @@ def choose(
     if target is None and like is not None:
         target = _lies_like(like)
     asked = [dataclasses.replace(entry, path=path) for path, entry, _ in rows]
-    placed = destinations.shardings(asked, target, contents)
+    placed = targets.target_shardings(asked, target, contents)
     found = casts(rows, wanted, dtype)
-    return [Chosen(path, keys, entry, placed[path], found[path]) for path, entry, keys in rows]
+    return [RestoredArray(path, keys, entry, placed[path], found[path]) for path, entry, keys in rows]
 
 
 def _shapes(like: Any) -> Any:
@@ -183,7 +185,7 @@ def _shapes(like: Any) -> Any:
 def _lies_like(like: Any) -> Any:
     """The shardings that the arrays of a tree have, or None where one of them has none."""
     flat = tree_util.tree_flatten_with_path(like)[0]
-    found = {join("", key) or leaves.BARE: getattr(leaf, "sharding", None) for key, leaf in flat}
+    found = {join("", key) or state_tree.BARE: getattr(leaf, "sharding", None) for key, leaf in flat}
     first = next((s for s in found.values() if s is not None), None)
     if first is None:
         return None
@@ -192,14 +194,16 @@ def _lies_like(like: Any) -> Any:
     return {path: whole if sharding is None else sharding for path, sharding in found.items()}
 
 
-def renamed(entries: Sequence[Entry], name_map: Mapping[str, str]) -> dict[str, tuple[Entry, leaves.Keys]]:
+def rename_arrays(
+    entries: Sequence[StoredArray], name_map: Mapping[str, str]
+) -> dict[str, tuple[StoredArray, state_tree.Keys]]:
     """The entries by their new paths, with the keys of their places.
 
     Raises:
       CheckpointError: names that nothing has, two arrays of one name.
     """
     problems: list[Problem] = []
-    found: dict[str, tuple[Entry, leaves.Keys]] = {}
+    found: dict[str, tuple[StoredArray, state_tree.Keys]] = {}
     used = set()
     spelled = {str(old).strip("/"): str(new).strip("/") for old, new in name_map.items()}
     for entry in entries:
@@ -237,7 +241,7 @@ def renamed(entries: Sequence[Entry], name_map: Mapping[str, str]) -> dict[str, 
     return found
 
 
-def enclosed(found: Mapping[str, tuple[Entry, leaves.Keys]]) -> list[Problem]:
+def nested_arrays(found: Mapping[str, tuple[StoredArray, state_tree.Keys]]) -> list[Problem]:
     """Arrays that would lie inside of another array, for a new name."""
     places = {tuple(name for _, name in keys): path for path, (_, keys) in found.items()}
     problems = []
@@ -273,7 +277,7 @@ def _selected(
     return found
 
 
-def _misfits(stored: Mapping[str, Entry], wanted: Mapping[str, leaves.Leaf]) -> list[Problem]:
+def _misfits(stored: Mapping[str, StoredArray], wanted: Mapping[str, state_tree.StateLeaf]) -> list[Problem]:
     """Missing, extra and unlike leaves."""
     problems = []
     for path, leaf in wanted.items():
@@ -310,12 +314,12 @@ def family(dtype: Any) -> str:
     return next((name for name, kind in kinds if jnp.issubdtype(jnp.dtype(dtype), kind)), "bool")
 
 
-def _noun(leaf: Entry | leaves.Leaf) -> str:
+def _noun(leaf: StoredArray | state_tree.StateLeaf) -> str:
     return "a PRNG key" if leaf.kind.startswith(KEY) else str(leaf.dtype)
 
 
 def casts(
-    rows: Sequence[tuple[str, Entry, Any]], wanted: Mapping[str, leaves.Leaf] | None, dtype: Any
+    rows: Sequence[tuple[str, StoredArray, Any]], wanted: Mapping[str, state_tree.StateLeaf] | None, dtype: Any
 ) -> dict[str, Any]:
     """The dtype of each array: as stored, as `like` has it, as `dtype` says; the last that speaks of it."""
     found = {}

@@ -11,17 +11,17 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from shardfn import layoutfile
-from shardfn.checkpoint import destinations, leaves
-from shardfn.checkpoint.catalogue import place, steps
-from shardfn.checkpoint.chunks import Chunks, chunks
-from shardfn.checkpoint.contents import Contents, Entry, Grid, bits
+from shardfn.checkpoint import state_tree, targets
+from shardfn.checkpoint.chunks import Chunks, choose_chunks
+from shardfn.checkpoint.contents import Contents, StoredArray, StoredMesh, bits
+from shardfn.checkpoint.step_folders import absolute_path, steps
 from shardfn.errors import CheckpointError, CheckpointFileError, fail
 from shardfn.frontend.meshes import spec_of
 from shardfn.layoutfile.toml import to_toml
 from shardfn.runtime.extras import need
 
 if TYPE_CHECKING:
-    from shardfn.checkpoint.store import Saving
+    from shardfn.checkpoint.orbax_store import Saving
 
 LAYOUT = "layout.toml"
 
@@ -64,17 +64,17 @@ def save(
     """
     need("tensorstore", "checkpoint")
     need("orbax.checkpoint", "checkpoint")
-    from shardfn.checkpoint import store
+    from shardfn.checkpoint import orbax_store
 
-    folder = place(path)
+    folder = absolute_path(path)
     for name, value, least in (("step", step, 0), ("keep", keep, 1), ("keep_every", keep_every, 1)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             fail(CheckpointError, f"`{name}` is {value!r:.40}", where=f"save({str(path)!r}, …, {name}={value!r:.40})",
                  fix=f"write an int of {least} or more")  # fmt: skip
-    flat = leaves.flatten(state)
+    flat = state_tree.flatten(state)
     if not flat:
         fail(CheckpointError, "there is nothing to save", why="the tree has no arrays", fix="pass the state to save")
-    store.settle(folder)
+    orbax_store.wait_for_save(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         known = steps(folder)
@@ -90,20 +90,20 @@ def save(
     elif step in known:
         fail(CheckpointError, f"step {step} is there already", where=f"save({str(path)!r}, …, step={step})",
              why="a step is never overwritten", fix=f"write a later step: {max(known) + 1}")  # fmt: skip
-    contents = describe(flat)
-    from shardfn.checkpoint.arrays import pieces_of
+    contents = describe_state(flat)
+    from shardfn.checkpoint.arrays import local_shards
 
     texts = layout_texts(plan, contents)
-    pieces = {leaf.path: pieces_of(leaf.value) for leaf in flat}
-    saving = store.begin(folder, step, contents, pieces, texts, keep, keep_every)
+    pieces = {leaf.path: local_shards(leaf.value) for leaf in flat}
+    saving = orbax_store.begin(folder, step, contents, pieces, texts, keep, keep_every)
     if not background:
         saving.wait()
     return saving
 
 
-def describe(flat: Sequence[leaves.Leaf]) -> Contents:
+def describe_state(flat: Sequence[state_tree.StateLeaf]) -> Contents:
     """What is to be saved: where every array lies, and how its files are cut."""
-    grids: dict[Grid, int] = {}
+    grids: dict[StoredMesh, int] = {}
     entries = []
     devices = 1
     for leaf in flat:
@@ -111,14 +111,14 @@ def describe(flat: Sequence[leaves.Leaf]) -> Contents:
         number = grids.setdefault(grid, len(grids))
         devices = max(devices, len(leaf.value.sharding.device_set) if isinstance(leaf.value, jax.Array) else 1)
         itemsize = bits(leaf.dtype) / 8
-        cut = chunks(leaf.shape, cuts, itemsize) if 0 not in leaf.shape else Chunks(leaf.shape, leaf.shape)
-        entries.append(Entry(leaf.path, leaf.shape, leaf.dtype, leaf.keys, cuts, cut, spec, number, leaf.kind))
+        cut = choose_chunks(leaf.shape, cuts, itemsize) if 0 not in leaf.shape else Chunks(leaf.shape, leaf.shape)
+        entries.append(StoredArray(leaf.path, leaf.shape, leaf.dtype, leaf.keys, cuts, cut, spec, number, leaf.kind))
     return Contents(tuple(entries), tuple(grids), devices, jax.process_count())
 
 
-def _lies(value: Any) -> tuple[Grid, tuple[int, ...], tuple[tuple[str, ...], ...]]:
+def _lies(value: Any) -> tuple[StoredMesh, tuple[int, ...], tuple[tuple[str, ...], ...]]:
     """The grid of an array, how many ways its dims are cut, over which axes."""
-    whole = Grid(()), (1,) * value.ndim, ((),) * value.ndim
+    whole = StoredMesh(()), (1,) * value.ndim, ((),) * value.ndim
     if isinstance(value, np.ndarray):
         return whole
     sharding = value.sharding
@@ -126,7 +126,7 @@ def _lies(value: Any) -> tuple[Grid, tuple[int, ...], tuple[tuple[str, ...], ...
     cuts = tuple(n // p if p else 1 for n, p in zip(value.shape, piece, strict=True))
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
         return whole[0], cuts, whole[2]
-    grid = Grid(tuple(sharding.mesh.shape.items()), _order(sharding.mesh))
+    grid = StoredMesh(tuple(sharding.mesh.shape.items()), _order(sharding.mesh))
     return grid, cuts, spec_of(sharding.spec, value.ndim)
 
 
@@ -144,5 +144,5 @@ def layout_texts(plan: Any, contents: Contents) -> dict[str, str]:
     Raises:
       ShardError: it is no plan and no layout.
     """
-    layout = destinations.of_contents(contents) if plan is None else layoutfile.read_layout(plan)
+    layout = targets.stored_layout(contents) if plan is None else layoutfile.read_layout(plan)
     return {} if layout is None else {LAYOUT: to_toml(layout)}

@@ -3,10 +3,10 @@
 `load` needs the extra `data` (Grain); importing this does not.
 """
 
+from shardfn.data.dataset_strategy import input_shardings
 from shardfn.data.loader import Batches, Loader, load
 from shardfn.data.shards import read, reads
 from shardfn.data.sources import Read
-from shardfn.data.strategy import lay_out
 from shardfn.data.tiff import Tiff
 
-__all__ = ["Batches", "Loader", "Read", "Tiff", "lay_out", "load", "read", "reads"]
+__all__ = ["Batches", "Loader", "Read", "Tiff", "input_shardings", "load", "read", "reads"]

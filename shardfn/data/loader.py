@@ -12,10 +12,10 @@ import numpy as np
 from jax import tree_util
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardfn.data.order import order, read_ahead
-from shardfn.data.shards import assembled, held, positions
+from shardfn.data.batch_order import batch_rows, read_ahead
+from shardfn.data.dataset_strategy import input_shardings
+from shardfn.data.shards import assemble_array, mesh_positions, windows_by_device
 from shardfn.data.sources import PADDING, Read, Window, columns, names_of
-from shardfn.data.strategy import lay_out
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.frontend.paths import join
 from shardfn.frontend.strategy import short
@@ -26,7 +26,7 @@ LAST = ("drop", "pad", "error")
 
 
 @dataclasses.dataclass(frozen=True)
-class Array:
+class BatchArray:
     """One array of a batch: its global shape, where it lies, and the windows that this process reads."""
 
     path: str
@@ -43,7 +43,7 @@ class Loader:
     `shapes` and `shardings` are pytrees as a batch is. Each `iter` starts at the first batch.
     """
 
-    arrays: tuple[Array, ...]
+    arrays: tuple[BatchArray, ...]
     columns: tuple[Any, ...]
     treedef: Any
     records: int
@@ -85,8 +85,8 @@ class Loader:
         """For each device, by its place in the mesh, the bytes of one full batch that are read for it."""
         found: dict[int, int] = {}
         for x in self.arrays[: self.treedef.num_leaves]:
-            for window, devices in held(x.sharding, x.shape, everywhere=True).items():
-                for place in positions(x.sharding, devices):
+            for window, devices in windows_by_device(x.sharding, x.shape, everywhere=True).items():
+                for place in mesh_positions(x.sharding, devices):
                     found[place] = found.get(place, 0) + _bytes(window, x.dtype)
         return dict(sorted(found.items()))
 
@@ -113,13 +113,13 @@ class Batches(Iterator[Any]):
     def __init__(self, loader: Loader):
         self.loader = loader
         self.reads: tuple[Read, ...] = ()
-        rows = order(loader.records, loader.batch_size, seed=loader.seed, epochs=loader.epochs,
+        rows = batch_rows(loader.records, loader.batch_size, seed=loader.seed, epochs=loader.epochs,
                      drop=loader.last != "pad")  # fmt: skip
         self._ahead = read_ahead(rows, self._read, loader.prefetch)
 
     def __next__(self) -> Any:
         pieces, self.reads = next(self._ahead)
-        arrays = [assembled(x.shape, x.sharding, found, x.windows)
+        arrays = [assemble_array(x.shape, x.sharding, found, x.windows)
                   for x, found in zip(self.loader.arrays, pieces, strict=True)]  # fmt: skip
         return self.loader._tree(arrays)
 
@@ -134,7 +134,7 @@ class Batches(Iterator[Any]):
             for leaf, x in enumerate(mine):
                 for ((first, last), *inner), devices in x.windows.items():
                     kept = [row for row in rows[first:last].tolist() if row != PADDING]
-                    made.append(Read(x.path, ((first, last), *inner), positions(x.sharding, devices),
+                    made.append(Read(x.path, ((first, last), *inner), mesh_positions(x.sharding, devices),
                                      len(kept) * _bytes(tuple(inner), x.dtype),
                                      column.stored(leaf, kept, tuple(inner)) if kept else 0))  # fmt: skip
             place += count
@@ -189,11 +189,11 @@ def _bytes(window: Window, dtype: Any) -> int:
     return math.prod(last - first for first, last in window) * np.dtype(dtype).itemsize
 
 
-def _mask(arrays: Sequence[Array], batch_size: int) -> Array:
+def _mask(arrays: Sequence[BatchArray], batch_size: int) -> BatchArray:
     """Where the records of a batch are real: laid out as the batch dim of its first array."""
     sharding = arrays[0].sharding
     sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
-    return Array("mask", (batch_size,), np.dtype(bool), sharding, held(sharding, (batch_size,)))
+    return BatchArray("mask", (batch_size,), np.dtype(bool), sharding, windows_by_device(sharding, (batch_size,)))
 
 
 def load(
@@ -256,12 +256,16 @@ def load(
     several = isinstance(batch, tuple | dict)
     parts = batch.values() if isinstance(batch, dict) else batch if several else (batch,)
     by_name = dict(zip(names_of(batch), parts, strict=True))
-    laid = lay_out({name: by_name[name] for name in names}, strategy, plan=plan, arguments=arguments, device=device)
+    laid = input_shardings(
+        {name: by_name[name] for name in names}, strategy, plan=plan, arguments=arguments, device=device
+    )
     lies = {leaf.path: (leaf, sharding) for leaf, sharding in zip(laid.leaves, laid.shardings, strict=True)}
     arrays = []
     for key, struct in tree_util.tree_leaves_with_path(batch):
         leaf, sharding = lies[join("" if several else "source", key)]
-        arrays.append(Array(leaf.path, leaf.shape, struct.dtype, sharding, held(sharding, leaf.shape)))
+        arrays.append(
+            BatchArray(leaf.path, leaf.shape, struct.dtype, sharding, windows_by_device(sharding, leaf.shape))
+        )
     if last == "pad":
         arrays.append(_mask(arrays, batch_size))
     return Loader(tuple(arrays), tuple(flat), tree_util.tree_structure(batch), records, batch_size,

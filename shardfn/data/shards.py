@@ -10,14 +10,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from shardfn.data.sources import Read, Window, fitted, is_windowed, stored_bytes
-from shardfn.data.strategy import lay_out
+from shardfn.data.dataset_strategy import input_shardings
+from shardfn.data.sources import Read, Window, is_windowed, stored_bytes, to_dtype
 from shardfn.errors import StrategyTypeError, a, fail
 from shardfn.frontend.strategy import short
 from shardfn.planning.plan import Plan
 
 
-def held(sharding: NamedSharding, shape: Sequence[int], *, everywhere: bool = False) -> dict[Window, list[Any]]:
+def windows_by_device(
+    sharding: NamedSharding, shape: Sequence[int], *, everywhere: bool = False
+) -> dict[Window, list[Any]]:
     """The windows of an array that this process's devices hold (or, `everywhere`, all devices), with those devices."""
     indices = sharding.devices_indices_map(tuple(shape))
     own = sharding.device_set if everywhere else sharding.addressable_devices
@@ -29,7 +31,7 @@ def held(sharding: NamedSharding, shape: Sequence[int], *, everywhere: bool = Fa
     return found
 
 
-def assembled(
+def assemble_array(
     shape: Sequence[int], sharding: NamedSharding, pieces: Sequence[np.ndarray], windows: dict[Window, list[Any]]
 ) -> jax.Array:
     """The global array whose `windows`, in order, hold `pieces`."""
@@ -38,14 +40,14 @@ def assembled(
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, parts)
 
 
-def positions(sharding: NamedSharding, devices: Sequence[Any]) -> tuple[int, ...]:
+def mesh_positions(sharding: NamedSharding, devices: Sequence[Any]) -> tuple[int, ...]:
     """The places of devices in the mesh: their ids are not 0, 1, 2 … where there are several processes."""
     place = {device: i for i, device in enumerate(_mesh(sharding).devices.flat)}
     return tuple(place[device] for device in devices)
 
 
 def _mesh(sharding: NamedSharding) -> Mesh:
-    assert isinstance(sharding.mesh, Mesh)  # `lay_out` refuses devices that are not here
+    assert isinstance(sharding.mesh, Mesh)  # `input_shardings` refuses devices that are not here
     return sharding.mesh
 
 
@@ -58,9 +60,9 @@ def reads(image: Any, entry: Any, *, device: Any = None, plan: Plan | None = Non
     sharding = _placed(image, entry, device, plan)
     item = np.dtype(image.dtype).itemsize
     return tuple(
-        Read("image", window, positions(sharding, devices), math.prod(last - first for first, last in window) * item,
+        Read("image", window, mesh_positions(sharding, devices), math.prod(last - first for first, last in window) * item,
              stored_bytes(image, window))
-        for window, devices in held(sharding, image.shape, everywhere=True).items()
+        for window, devices in windows_by_device(sharding, image.shape, everywhere=True).items()
     )  # fmt: skip
 
 
@@ -83,10 +85,12 @@ def read(image: Any, entry: Any, *, device: Any = None, plan: Plan | None = None
     ((1, 3), True)
     """
     sharding = _placed(image, entry, device, plan)
-    windows = held(sharding, image.shape)
+    windows = windows_by_device(sharding, image.shape)
     dtype = jax.dtypes.canonicalize_dtype(image.dtype)
-    pieces = [fitted(image[tuple(slice(*edges) for edges in window)], dtype, "image", copy=True) for window in windows]
-    return assembled(image.shape, sharding, pieces, windows)
+    pieces = [
+        to_dtype(image[tuple(slice(*edges) for edges in window)], dtype, "image", copy=True) for window in windows
+    ]
+    return assemble_array(image.shape, sharding, pieces, windows)
 
 
 def _placed(image: Any, entry: Any, device: Any, plan: Plan | None) -> NamedSharding:
@@ -95,4 +99,4 @@ def _placed(image: Any, entry: Any, device: Any, plan: Plan | None) -> NamedShar
              why="each device's part is read as image[0:512, 1024:1536]",
              fix="give an array with shape and dtype; open a file first: data.Tiff(path), zarr.open_array(path)")  # fmt: skip
     shape = jax.ShapeDtypeStruct(tuple(image.shape), jax.dtypes.canonicalize_dtype(image.dtype))
-    return lay_out({"image": shape}, (entry,), device=device, plan=plan).shardings[0]
+    return input_shardings({"image": shape}, (entry,), device=device, plan=plan).shardings[0]

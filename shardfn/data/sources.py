@@ -172,15 +172,15 @@ class ArrayColumn:
         inner, dtype = tuple(slice(*edges) for edges in window), self.record.dtype
         full = not (rows == PADDING).any()
         if full and _run(rows.tolist()):
-            return fitted(self.array[(slice(int(rows[0]), int(rows[-1]) + 1), *inner)], dtype, self.name, copy=True)
+            return to_dtype(self.array[(slice(int(rows[0]), int(rows[-1]) + 1), *inner)], dtype, self.name, copy=True)
         if full and hasattr(self.array, "oindex"):  # Zarr: each of its blocks once
-            return fitted(self.array.oindex[(rows, *inner)], dtype, self.name)
+            return to_dtype(self.array.oindex[(rows, *inner)], dtype, self.name)
         if full and isinstance(self.array, np.ndarray):
-            return fitted(self.array[(rows, *inner)], dtype, self.name)
+            return to_dtype(self.array[(rows, *inner)], dtype, self.name)
         made = np.zeros((len(rows), *(last - first for first, last in window)), dtype)
         for place, row in enumerate(rows.tolist()):
             if row != PADDING:
-                made[place] = fitted(self.array[(row, *inner)], dtype, self.name)
+                made[place] = to_dtype(self.array[(row, *inner)], dtype, self.name)
         return made
 
     def stored(self, leaf: int, rows: Sequence[int], window: Window) -> int:
@@ -220,7 +220,7 @@ class RecordsColumn:
                     if hit:
                         inner = tuple(slice(*edges) for edges in window[1:])
                         found = leaf[inner] if inner else leaf
-                        into[place - window[0][0]] = fitted(found, into.dtype, self.name)
+                        into[place - window[0][0]] = to_dtype(found, into.dtype, self.name)
         return made
 
     def stored(self, leaf: int, rows: Sequence[int], window: Window) -> int:
@@ -242,7 +242,7 @@ class RecordsColumn:
         return [leaf if is_windowed(leaf) else np.asarray(leaf) for leaf in leaves]
 
 
-def fitted(values: Any, dtype: Any, name: str, *, copy: bool = False) -> np.ndarray:
+def to_dtype(values: Any, dtype: Any, name: str, *, copy: bool = False) -> np.ndarray:
     """What was read, as `dtype`, C-contiguous: 64-bit integers become 32-bit ones where JAX has no others, if they fit.
 
     Args:
@@ -254,7 +254,7 @@ def fitted(values: Any, dtype: Any, name: str, *, copy: bool = False) -> np.ndar
     Raises:
       StrategyError: a number does not fit.
 
-    >>> fitted(np.array([7, 8]), np.dtype("int32"), "label").dtype
+    >>> to_dtype(np.array([7, 8]), np.dtype("int32"), "label").dtype
     dtype('int32')
     """
     values, dtype = np.asarray(values), np.dtype(dtype)

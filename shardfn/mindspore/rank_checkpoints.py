@@ -19,9 +19,16 @@ from typing import Any
 import numpy as np
 
 from shardfn.checkpoint import arrays, offline
-from shardfn.checkpoint.catalogue import place
 from shardfn.checkpoint.chunks import Box, volume
-from shardfn.checkpoint.tensorfiles import SUFFIX, Planned, Tensor, rows_of, tensors, written
+from shardfn.checkpoint.safetensors_files import (
+    SUFFIX,
+    FileTensor,
+    TensorHeader,
+    contiguous_boxes,
+    read_tensors,
+    write_tensors,
+)
+from shardfn.checkpoint.step_folders import absolute_path
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, a, fail
 from shardfn.layoutfile.mindspore_json import checked
 from shardfn.mindspore.layout import Layout
@@ -270,12 +277,12 @@ def transform_checkpoints(
       CheckpointError: ranks or parameters that are missing, slices that do not fit the strategy; all at once.
       CheckpointFileError: a file that is cut short, or no safetensors; a full disk.
     """
-    bound = offline.limit(memory)
+    bound = offline.memory_bytes(memory)
     source, target = read_strategy(src_strategy_file), read_strategy(dst_strategy_file)
-    files = rank_files(place(src_checkpoints_dir), ranks_of(source))
-    held = {rank: tensors(file) for rank, file in files.items()}
+    files = rank_files(absolute_path(src_checkpoints_dir), ranks_of(source))
+    held = {rank: read_tensors(file) for rank, file in files.items()}
     shapes = whole_shapes(held, source)
-    out, made = place(dst_checkpoints_dir), []
+    out, made = absolute_path(dst_checkpoints_dir), []
     try:
         for rank in range(ranks_of(target)):
             rows, parts = [], {}
@@ -286,10 +293,10 @@ def transform_checkpoints(
                     if name in target
                     else tuple(slice(0, n) for n in shape)
                 )
-                rows.append((Planned(name, dtype, tuple(s.stop - s.start for s in want)), want))
+                rows.append((TensorHeader(name, dtype, tuple(s.stop - s.start for s in want)), want))
             file = out / f"rank_{rank}" / f"{ckpt_prefix}{rank}{SUFFIX}"
             file.parent.mkdir(parents=True, exist_ok=True)
-            with written(file, [row for row, _ in rows], {"format": "pt"}) as handle:
+            with write_tensors(file, [row for row, _ in rows], {"format": "pt"}) as handle:
                 for row, want in rows:
                     pieces = [
                         (
@@ -303,7 +310,7 @@ def transform_checkpoints(
             made.append(file)
     except OSError as error:
         if not isinstance(error, CheckpointFileError):
-            arrays.no_room(error, out)
+            arrays.raise_write_error(error, out)
         raise
     return tuple(made)
 
@@ -334,7 +341,9 @@ def _natural(name: str) -> list[Any]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def whole_shapes(held: Mapping[int, Mapping[str, Tensor]], source: Strategy) -> dict[str, tuple[tuple[int, ...], str]]:
+def whole_shapes(
+    held: Mapping[int, Mapping[str, FileTensor]], source: Strategy
+) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of each whole parameter; every rank's slice has to fit."""
     problems: list[Problem] = []
     found: dict[str, tuple[tuple[int, ...], str]] = {}
@@ -374,10 +383,12 @@ def whole_shapes(held: Mapping[int, Mapping[str, Tensor]], source: Strategy) -> 
     return found
 
 
-def _write(handle: Any, row: Planned, want: Box, pieces: Sequence[tuple[Box | None, Tensor, Box]], bound: int) -> None:
+def _write(
+    handle: Any, row: TensorHeader, want: Box, pieces: Sequence[tuple[Box | None, FileTensor, Box]], bound: int
+) -> None:
     """Write a slice, a few rows of it at a time, each from the slices it is made of."""
     most = max(1, bound // offline.SHARE // 8)
-    for local in rows_of(row.shape, most):
+    for local in contiguous_boxes(row.shape, most):
         box = tuple(slice(w.start + s.start, w.start + s.stop) for w, s in zip(want, local, strict=True))
         part = None
         for held, tensor, given in pieces:

@@ -4,7 +4,7 @@ import hypothesis
 from hypothesis import strategies as st
 
 from shardfn.checkpoint.chunks import boxes, chunks, covering, volume
-from shardfn.checkpoint.contents import Contents, Entry, Grid, from_text, to_text
+from shardfn.checkpoint.contents import Contents, StoredArray, StoredMesh, from_text, to_text
 
 SIZES = st.sampled_from([1, 2, 3, 8, 12, 64, 96, 131, 768, 1024, 50257, 50304])
 
@@ -39,11 +39,11 @@ def test_boxes_cover_everything_once(shape, data):
 
 def entry(path="a/b", shape=(8, 4)):
     cut = chunks(shape, (2, 1), 4)
-    return Entry(path, shape, "float32", (("key", "a"), ("key", "b")), (2, 1), cut, (("x",), ()), 0)
+    return StoredArray(path, shape, "float32", (("key", "a"), ("key", "b")), (2, 1), cut, (("x",), ()), 0)
 
 
 def test_a_description_round_trips():
     held = Contents(
-        (entry(), entry("ä/ñ\ud800", (4, 4))), (Grid((("x", 2), ("y", 4)), (1, 0, 2, 3, 4, 5, 6, 7)),), 8, 2
+        (entry(), entry("ä/ñ\ud800", (4, 4))), (StoredMesh((("x", 2), ("y", 4)), (1, 0, 2, 3, 4, 5, 6, 7)),), 8, 2
     )
     assert from_text(to_text(held)) == held

@@ -181,7 +181,7 @@ import os, random, signal, sys, time
 import numpy as np
 import orbax.checkpoint, tensorstore
 from shardfn import checkpoint
-from shardfn.checkpoint import store
+from shardfn.checkpoint import orbax_store
 
 path, seed, kills = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 draw = random.Random(seed)

@@ -51,7 +51,7 @@ def layout(tmp_path):
 
 
 def held(path):
-    return contents.read(path / "11" / "state")
+    return contents.read_contents(path / "11" / "state")
 
 
 def test_relayout(saved, state, layout, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from shardfn import checkpoint
-from shardfn.checkpoint import catalogue
+from shardfn.checkpoint import step_folders
 from shardfn.errors import CheckpointError
 from tests.checkpoint.states import plain, same, training
 
@@ -153,7 +153,7 @@ def test_names_of_folders():
 
 
 def stored_name(path):
-    from shardfn.checkpoint.leaves import folder
+    from shardfn.checkpoint.state_tree import folder
 
     return folder(path)
 
@@ -183,7 +183,7 @@ shardfn.checkpoint.save({str(tmp_path)!r}, {{"x": jnp.ones(1 << 22)}}, backgroun
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert catalogue.steps(tmp_path) == (0,), done.stderr
+    assert step_folders.steps(tmp_path) == (0,), done.stderr
 
 
 def test_64_bits_are_kept(tmp_path):

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import shardfn
 from shardfn import AUTO, Layout, set_auto_parallel_context
-from shardfn.data import lay_out
+from shardfn.data import input_shardings
 from shardfn.errors import DeviceError, StrategyError, StrategyTypeError
 
 P = PartitionSpec
@@ -41,13 +41,13 @@ CASES = [
 
 @pytest.mark.parametrize(("strategy", "held"), CASES, ids=str)
 def test_every_form_of_a_strategy(strategy, held):
-    assert pieces(lay_out(BATCH, strategy)) == held
+    assert pieces(input_shardings(BATCH, strategy)) == held
 
 
 def test_dims_of_one_position_and_size_share_axes():
-    image, mask, label = (s.spec for s in lay_out(BATCH, ((1, 2, 4, 1), (1, 2, 4), (1,))).shardings)
+    image, mask, label = (s.spec for s in input_shardings(BATCH, ((1, 2, 4, 1), (1, 2, 4), (1,))).shardings)
     assert image[1:3] == mask[1:3]
-    image, mask, label = (s.spec for s in lay_out(BATCH, ((2, 2, 2, 1), (2, 1, 2), (2,))).shardings)
+    image, mask, label = (s.spec for s in input_shardings(BATCH, ((2, 2, 2, 1), (2, 1, 2), (2,))).shardings)
     assert image[0] == mask[0] == label[0] and image[2] == mask[2]
 
 
@@ -69,12 +69,12 @@ def test_dims_of_one_position_and_size_share_axes():
 )  # fmt: skip
 def test_without_a_strategy_the_context_says(settings, held):
     set_auto_parallel_context(**settings)
-    assert pieces(lay_out(BATCH, None)) == held
+    assert pieces(input_shardings(BATCH, None)) == held
 
 
 def test_what_is_given_comes_before_the_context():
     set_auto_parallel_context(full_batch=True)
-    assert pieces(lay_out(BATCH, "data_parallel")) == EACH
+    assert pieces(input_shardings(BATCH, "data_parallel")) == EACH
 
 
 def step(w, x, label):
@@ -89,35 +89,37 @@ def test_on_a_plans_grid():
     plan = shardfn.plan(step, W, X, LABELS, in_strategy=((1, 4), (2, 1), (2,)))
     assert plan.axes == (("a", 4), ("b", 2)) or plan.mesh.axis_sizes in ((4, 2), (2, 4))
     batch = {"x": X, "label": LABELS}
-    laid = lay_out(batch, None, plan=plan)
+    laid = input_shardings(batch, None, plan=plan)
     assert [s.spec for s in laid.shardings] == [plan.decision(name).partition_spec for name in ("x", "label")]
     assert all(s.mesh == plan.mesh for s in laid.shardings)
-    other = lay_out({"0": X, "1": LABELS}, None, plan=plan, arguments=("x", "label"))
+    other = input_shardings({"0": X, "1": LABELS}, None, plan=plan, arguments=("x", "label"))
     assert other.shardings == laid.shardings
-    cut = lay_out(batch, ((2, 1), (8,)), plan=plan)
+    cut = input_shardings(batch, ((2, 1), (8,)), plan=plan)
     assert cut.shardings[0].spec == plan.decision("x").partition_spec
     assert pieces(cut) == [(8, 8), (2,)] and cut.shardings[1].mesh == plan.mesh
-    assert pieces(lay_out(batch, "full_batch", plan=plan)) == [(16, 8), (16,)]
-    assert pieces(lay_out(batch, "data_parallel", plan=plan)) == [(2, 8), (2,)]
+    assert pieces(input_shardings(batch, "full_batch", plan=plan)) == [(16, 8), (16,)]
+    assert pieces(input_shardings(batch, "data_parallel", plan=plan)) == [(2, 8), (2,)]
 
 
 def on_plan(**given):
     plan = shardfn.plan(step, W, X, LABELS, in_strategy=((1, 4), (2, 1), (2,)))
-    return lay_out(given.pop("batch", {"x": X, "label": LABELS}), given.pop("strategy", None), plan=plan, **given)
+    return input_shardings(
+        given.pop("batch", {"x": X, "label": LABELS}), given.pop("strategy", None), plan=plan, **given
+    )
 
 
 BAD = [
-    (StrategyError, "cannot be 'fullbatch'", lambda: lay_out(BATCH, "fullbatch")),
-    (StrategyTypeError, "`strategy` must be a tuple with one entry for each input", lambda: lay_out(BATCH, 8)),
-    (StrategyError, "has 2 entries for 3 inputs", lambda: lay_out(BATCH, ((8, 1, 1, 1), (8, 1, 1)))),
-    (StrategyError, "16 is not divisible by 3", lambda: lay_out(BATCH, ((1, 3, 1, 1), None, None))),
-    (StrategyError, "16 pieces, which 8 devices cannot hold", lambda: lay_out(BATCH, ((2, 2, 4, 1), None, None))),
-    (StrategyError, "input 2 `label` has 1 dimension, but its entry has 2 cuts", lambda: lay_out(BATCH, (None, None, (8, 1)))),
-    (StrategyError, "data is read, not searched", lambda: lay_out(BATCH, (None, None, AUTO))),
-    (StrategyError, "data parallel gives each device a part", lambda: lay_out({"x": jax.ShapeDtypeStruct((6, 2), "float32")}, "data_parallel")),
-    (StrategyError, "the strategy and the source have other inputs", lambda: lay_out(BATCH, {"image": None})),
-    (StrategyTypeError, "by integers and input 0 `image` by named axes", lambda: lay_out(BATCH, (GRID("row", "None", "None", "None"), (2, 1, 1), None))),
-    (DeviceError, "its devices are not here", lambda: lay_out(BATCH, "full_batch", device="tpu-v5e:2x4")),
+    (StrategyError, "cannot be 'fullbatch'", lambda: input_shardings(BATCH, "fullbatch")),
+    (StrategyTypeError, "`strategy` must be a tuple with one entry for each input", lambda: input_shardings(BATCH, 8)),
+    (StrategyError, "has 2 entries for 3 inputs", lambda: input_shardings(BATCH, ((8, 1, 1, 1), (8, 1, 1)))),
+    (StrategyError, "16 is not divisible by 3", lambda: input_shardings(BATCH, ((1, 3, 1, 1), None, None))),
+    (StrategyError, "16 pieces, which 8 devices cannot hold", lambda: input_shardings(BATCH, ((2, 2, 4, 1), None, None))),
+    (StrategyError, "input 2 `label` has 1 dimension, but its entry has 2 cuts", lambda: input_shardings(BATCH, (None, None, (8, 1)))),
+    (StrategyError, "data is read, not searched", lambda: input_shardings(BATCH, (None, None, AUTO))),
+    (StrategyError, "data parallel gives each device a part", lambda: input_shardings({"x": jax.ShapeDtypeStruct((6, 2), "float32")}, "data_parallel")),
+    (StrategyError, "the strategy and the source have other inputs", lambda: input_shardings(BATCH, {"image": None})),
+    (StrategyTypeError, "by integers and input 0 `image` by named axes", lambda: input_shardings(BATCH, (GRID("row", "None", "None", "None"), (2, 1, 1), None))),
+    (DeviceError, "its devices are not here", lambda: input_shardings(BATCH, "full_batch", device="tpu-v5e:2x4")),
     (StrategyError, "both a plan and devices", lambda: on_plan(device="CPU")),
     (StrategyError, "not said which arguments", lambda: on_plan(arguments=("x",))),
     (StrategyError, "not said which arguments", lambda: on_plan(batch={"image": X})),
@@ -137,14 +139,14 @@ def test_what_is_wrong_is_said(kind, match, call):
 def test_a_target_plan_needs_devices_first():
     plan = shardfn.plan(step, W, X, LABELS, in_strategy=((1, 4), (2, 1), (2,)), device="tpu-v5e:2x4")
     with pytest.raises(DeviceError, match="not here"):
-        lay_out({"x": X, "label": LABELS}, None, plan=plan)
-    laid = lay_out({"x": X, "label": LABELS}, None, plan=plan.with_devices(jax.devices()))
+        input_shardings({"x": X, "label": LABELS}, None, plan=plan)
+    laid = input_shardings({"x": X, "label": LABELS}, None, plan=plan.with_devices(jax.devices()))
     assert pieces(laid) == [(8, 8), (8,)]
 
 
 def test_all_problems_at_once():
     with pytest.raises(StrategyError) as caught:
-        lay_out(BATCH, ((3, 1, 1, 1), (1, 5, 1), (8, 1)))
+        input_shardings(BATCH, ((3, 1, 1, 1), (1, 5, 1), (8, 1)))
     assert len(caught.value.problems) == 3
     assert np.array_equal(
         [p.where.split(" ")[0] for p in caught.value.problems], ["strategy[0]", "strategy[1]", "strategy[2]"]

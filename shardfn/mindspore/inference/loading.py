@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import tree_util
 
-from shardfn.checkpoint import leaves, reader
-from shardfn.checkpoint.arrays import Wanted
-from shardfn.checkpoint.contents import Entry
+from shardfn.checkpoint import reader, state_tree
+from shardfn.checkpoint.arrays import ArrayRead
+from shardfn.checkpoint.contents import StoredArray
 from shardfn.errors import CheckpointError, NotAvailableError, Problem, StrategyTypeError, a, fail, warn
 from shardfn.frontend.callee import Callee
 from shardfn.frontend.paths import listed
@@ -102,7 +102,7 @@ def load_distributed_checkpoint(
     known = _known(function.callee, predict_strategy, like, weights)
     loaded = context.current().strategy_ckpt_config.load_file
     source = open_source(found, train_strategy_filename, step, format, loaded)
-    named = reader.renamed(source.contents.entries, _spelled(name_map, source.contents.entries))
+    named = reader.rename_arrays(source.contents.entries, _spelled(name_map, source.contents.entries))
     if known is None:
         chosen = _all_of(named, _argument(function.callee, weights))
     else:
@@ -123,7 +123,7 @@ def load_distributed_checkpoint(
         return values
     if known is not None and known.treedef is not None:
         return tree_util.tree_unflatten(known.treedef, list(values.values()))
-    return leaves.nested({chosen[name][1]: value for name, value in values.items()})
+    return state_tree.nested({chosen[name][1]: value for name, value in values.items()})
 
 
 def _refuse(settings: Mapping[str, Any], form: Any, strict: Any, flat: Any) -> None:
@@ -178,7 +178,7 @@ def _argument(callee: Callee, named: Named) -> str:
     return "" if named or callee.signature is None else next(iter(callee.signature.parameters), "")
 
 
-def _spelled(name_map: Any, entries: Sequence[Entry]) -> dict[str, str]:
+def _spelled(name_map: Any, entries: Sequence[StoredArray]) -> dict[str, str]:
     """`name_map` with the separators of the paths, which in safetensors files are dots."""
     if name_map is None:
         return {}
@@ -193,7 +193,9 @@ def _spelled(name_map: Any, entries: Sequence[Entry]) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _all_of(named: Mapping[str, tuple[Entry, leaves.Keys]], argument: str) -> dict[str, tuple[Entry, leaves.Keys]]:
+def _all_of(
+    named: Mapping[str, tuple[StoredArray, state_tree.Keys]], argument: str
+) -> dict[str, tuple[StoredArray, state_tree.Keys]]:
     """What stands under the argument's name; everything where nothing does."""
     head = f"{argument}/"
     if not argument or not any(path.startswith(head) for path in named):
@@ -202,7 +204,8 @@ def _all_of(named: Mapping[str, tuple[Entry, leaves.Keys]], argument: str) -> di
 
 
 def _read(
-    source: Any, chosen: Mapping[str, tuple[Entry, leaves.Keys]], known: Weights | None, strategy: Any, device: Any, dtype: Any
+    source: Any, chosen: Mapping[str, tuple[StoredArray, state_tree.Keys]], known: Weights | None, strategy: Any, device: Any,
+    dtype: Any,
 ) -> dict[str, Any]:  # fmt: skip
     # A key is stored as its numbers; a plan knows it as one array.
     asked = [dataclasses.replace(entry, path=name) for name, (entry, _) in chosen.items()]
@@ -212,12 +215,12 @@ def _read(
     elif known is not None:
         tree = shapes
     else:
-        tree = leaves.nested({keys: shapes[name] for name, (_, keys) in chosen.items()})
+        tree = state_tree.nested({keys: shapes[name] for name, (_, keys) in chosen.items()})
     placed = shardings(strategy, asked, tree, source.contents, device)
-    shown = None if known is None else {e.path: leaves.Leaf(e.path, (), known.shapes[e.path]) for e in asked}
+    shown = None if known is None else {e.path: state_tree.StateLeaf(e.path, (), known.shapes[e.path]) for e in asked}
     casts = reader.casts([(e.path, e, ()) for e in asked], shown, dtype)
-    values = source.read([Wanted(chosen[e.path][0], placed[e.path], jnp.dtype(casts[e.path])) for e in asked])
-    return {e.path: leaves.restored(e.kind, value) for e, value in zip(asked, values, strict=True)}
+    values = source.read([ArrayRead(chosen[e.path][0], placed[e.path], jnp.dtype(casts[e.path])) for e in asked])
+    return {e.path: state_tree.restore_leaf(e.kind, value) for e, value in zip(asked, values, strict=True)}
 
 
 def _into(callee: Callee, values: Mapping[str, Any], flat: bool) -> Any:

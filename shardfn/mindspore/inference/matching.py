@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from shardfn.checkpoint.contents import KEY, Entry
+from shardfn.checkpoint.contents import KEY, StoredArray
 from shardfn.checkpoint.reader import family
 from shardfn.errors import CheckpointError, Problem, fail
 from shardfn.frontend.paths import listed, tidy
@@ -18,7 +18,7 @@ USUAL = ("params", "model")
 
 
 def matched(
-    stored: Mapping[str, Entry], weights: Weights, strict: bool, text: str, valued: Sequence[str] = ()
+    stored: Mapping[str, StoredArray], weights: Weights, strict: bool, text: str, valued: Sequence[str] = ()
 ) -> dict[str, str]:
     """The stored path of each weight.
 
@@ -57,7 +57,8 @@ def matched(
 
 
 def _root(
-    spelt: Mapping[str, str], wanted: Mapping[str, str], stored: Mapping[str, Entry], weights: Weights, strict: bool, text: str
+    spelt: Mapping[str, str], wanted: Mapping[str, str], stored: Mapping[str, StoredArray], weights: Weights,
+    strict: bool, text: str,
 ) -> str:  # fmt: skip
     """What stands before the names: the one under which most weights are found."""
     hits: dict[str, int] = {}
@@ -92,7 +93,7 @@ def _said(weights: Weights, name: str) -> str:
     return f"{shape.dtype}{list(shape.shape)}"
 
 
-def _misfit(entry: Entry, weights: Weights, name: str, strict: bool) -> Problem | None:
+def _misfit(entry: StoredArray, weights: Weights, name: str, strict: bool) -> Problem | None:
     shape, kind = weights.shapes[name].shape, weights.shapes[name].dtype
     is_key = entry.kind.startswith(KEY)
     if is_key != jnp.issubdtype(kind, jax.dtypes.prng_key):

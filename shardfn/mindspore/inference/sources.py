@@ -13,11 +13,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from shardfn.checkpoint import arrays, catalogue
-from shardfn.checkpoint.arrays import Wanted
+from shardfn.checkpoint import arrays, step_folders
+from shardfn.checkpoint.arrays import ArrayRead
 from shardfn.checkpoint.chunks import Box, Chunks
-from shardfn.checkpoint.contents import Contents, Entry
-from shardfn.checkpoint.tensorfiles import INDEX, SUFFIX, Tensor, tensors
+from shardfn.checkpoint.contents import Contents, StoredArray
+from shardfn.checkpoint.safetensors_files import INDEX, SUFFIX, FileTensor, read_tensors
 from shardfn.errors import CheckpointError, Problem, a, fail
 from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import short
@@ -35,7 +35,7 @@ class Source:
     """The arrays of a checkpoint, and how they are read. `text` says what it is."""
 
     contents: Contents
-    read: Callable[[Sequence[Wanted]], list[Any]]
+    read: Callable[[Sequence[ArrayRead]], list[Any]]
     text: str
 
 
@@ -54,14 +54,14 @@ def open_source(checkpoint: Any, train_strategy: Any, step: int | None, form: st
       CheckpointFileError: files that are damaged.
     """
     if isinstance(checkpoint, list | tuple):
-        return _ranks([catalogue.place(file) for file in checkpoint], train_strategy or loaded or None)
-    path = catalogue.place(checkpoint)
-    if form != "safetensors" and catalogue.steps(path):
+        return _ranks([step_folders.absolute_path(file) for file in checkpoint], train_strategy or loaded or None)
+    path = step_folders.absolute_path(checkpoint)
+    if form != "safetensors" and step_folders.steps(path):
         need("tensorstore", "checkpoint")
-        folder, number, contents = catalogue.look(path, step)
+        folder, number, contents = step_folders.open_step(path, step)
         if train_strategy is not None:
             _same_cuts(contents, train_strategy, path)
-        return Source(contents, lambda wanted: arrays.read(folder, wanted), f"{path}, step {number}")
+        return Source(contents, lambda wanted: arrays.read_arrays(folder, wanted), f"{path}, step {number}")
     if path.suffix in (".ckpt", ".pkl", ".pt", ".pth", ".bin", ".npz"):
         fail(CheckpointError, f"{path.name} is no file that is read here", where=f"checkpoint = {short(str(path))}",
              why=f"a checkpoint is {KINDS}",
@@ -79,7 +79,7 @@ def open_source(checkpoint: Any, train_strategy: Any, step: int | None, form: st
         fail(CheckpointError, f"{path.name} holds whole arrays, and `train_strategy_filename` speaks of slices",
              where=f"train_strategy_filename = {short(train_strategy)}", why="one file or folder of safetensors is read as it is",
              fix="pass the files of the ranks as a list, or leave train_strategy_filename out")  # fmt: skip
-    return _of_tensors([tensors(path)], {}, str(path))
+    return _of_tensors([read_tensors(path)], {}, str(path))
 
 
 def _ranks(files: Sequence[pathlib.Path], strategy: Any) -> Source:
@@ -93,21 +93,21 @@ def _ranks(files: Sequence[pathlib.Path], strategy: Any) -> Source:
         fail(CheckpointError, f"there are files of {len(files)} ranks, and the strategy is for {rank_checkpoints.ranks_of(cut)}",
              where=f"checkpoint = {_few(files)}", why="each rank has one file",
              fix="pass the file of each rank, in the order of ranks")  # fmt: skip
-    return _of_tensors([tensors(file) for file in files], cut, f"{len(files)} files of ranks")
+    return _of_tensors([read_tensors(file) for file in files], cut, f"{len(files)} files of ranks")
 
 
 def _few(files: Sequence[pathlib.Path]) -> str:
     return listed([os.path.join(file.parent.name, file.name) for file in files], 2)
 
 
-def _of_tensors(held: Sequence[Mapping[str, Tensor]], cut: rank_checkpoints.Strategy, text: str) -> Source:
+def _of_tensors(held: Sequence[Mapping[str, FileTensor]], cut: rank_checkpoints.Strategy, text: str) -> Source:
     shapes = rank_checkpoints.whole_shapes(dict(enumerate(held)), cut)
     names = {name.replace(".", "/"): name for name in shapes}
     entries = []
     for path, name in names.items():
         shape, dtype = shapes[name]
         keys = tuple(("item" if part.isdecimal() else "key", part) for part in path.split("/"))
-        entries.append(Entry(path, shape, dtype, keys, (1,) * len(shape), Chunks(shape, shape)))
+        entries.append(StoredArray(path, shape, dtype, keys, (1,) * len(shape), Chunks(shape, shape)))
 
     def box_of(name: str, box: Box) -> np.ndarray:
         shape, dtype = shapes[name]
@@ -121,9 +121,9 @@ def _of_tensors(held: Sequence[Mapping[str, Tensor]], cut: rank_checkpoints.Stra
 
     by_entry = {entry.path: names[entry.path] for entry in entries}
 
-    def read(wanted: Sequence[Wanted]) -> list[Any]:
+    def read(wanted: Sequence[ArrayRead]) -> list[Any]:
         return [
-            arrays.assembled(want, {
+            arrays.assemble(want, {
                 key: box_of(by_entry[want.entry.path], tuple(slice(*ends) for ends in key)).astype(want.dtype)
                 for key in want.boxes
             }) for want in wanted

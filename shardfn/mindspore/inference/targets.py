@@ -11,8 +11,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from shardfn import layoutfile
-from shardfn.checkpoint import destinations
-from shardfn.checkpoint.contents import Contents, Entry
+from shardfn.checkpoint import targets
+from shardfn.checkpoint.contents import Contents, StoredArray
 from shardfn.cost.devices import hardware
 from shardfn.cost.devices.hardware import Hardware
 from shardfn.errors import CheckpointError, Problem, StrategyError, fail, raise_problems
@@ -27,7 +27,7 @@ from shardfn.planning.plan import Plan
 
 
 def shardings(
-    strategy: Any, entries: Sequence[Entry], tree: Any, contents: Contents, device: Any
+    strategy: Any, entries: Sequence[StoredArray], tree: Any, contents: Contents, device: Any
 ) -> dict[str, Sharding]:
     """The sharding of each weight, by its name.
 
@@ -52,24 +52,24 @@ def shardings(
              fix=instead or "give devices of this machine: jax.devices()[:4]")  # fmt: skip
     if strategy is None:
         return {entry.path: SingleDeviceSharding(found.devices[0]) for entry in entries}
-    if isinstance(strategy, Plan | Sharding | Mesh | jax.Device) or destinations.is_devices(strategy):
-        return destinations.shardings(entries, strategy, contents)
+    if isinstance(strategy, Plan | Sharding | Mesh | jax.Device) or targets.is_device_list(strategy):
+        return targets.target_shardings(entries, strategy, contents)
     if isinstance(strategy, str | os.PathLike | LayoutFile):
         layout = layoutfile.read_layout(strategy)
         if layout.arguments and not any(_meets(rule.glob, entries) for rule in layout.arguments):
             fail(CheckpointError, f"no rule of {layout.name} meets a weight", where=f"predict_strategy = {short(strategy)}",
                  why=f"the weights are {listed([entry.path for entry in entries])}",
                  fix="use the layout of this model, or name the weights as it does with name_map")  # fmt: skip
-        return destinations.laid_out(entries, layout, None, found.devices)
+        return targets.layout_targets(entries, layout, None, found.devices)
     return _written(strategy, entries, tree, found)
 
 
-def _meets(glob: str, entries: Sequence[Entry]) -> bool:
+def _meets(glob: str, entries: Sequence[StoredArray]) -> bool:
     paths = [normal(entry.path) for entry in entries]
     return bool(met(glob, paths)[0] or ("/" in glob and met(glob.partition("/")[2], paths)[0]))
 
 
-def _predicted(layout: PredictLayout, entries: Sequence[Entry]) -> dict[str, Sharding]:
+def _predicted(layout: PredictLayout, entries: Sequence[StoredArray]) -> dict[str, Sharding]:
     plan = layout.plan if layout.plan.hardware.devices is not None else layout.plan.with_devices(jax.devices())
     mesh, paths = plan.mesh, layout.weights.paths
     if missing := [entry.path for entry in entries if entry.path not in paths]:
@@ -79,7 +79,7 @@ def _predicted(layout: PredictLayout, entries: Sequence[Entry]) -> dict[str, Sha
     return {e.path: NamedSharding(mesh, plan.decision(paths[e.path]).partition_spec) for e in entries}
 
 
-def _written(strategy: Any, entries: Sequence[Entry], tree: Any, found: Hardware) -> dict[str, Sharding]:
+def _written(strategy: Any, entries: Sequence[StoredArray], tree: Any, found: Hardware) -> dict[str, Sharding]:
     """Entries, each on a grid of its own: MindSpore's rule for a tensor alone."""
     problems: list[Problem] = []
     if isinstance(strategy, Mapping) and strategy and all(map(_is_row, strategy.values())):

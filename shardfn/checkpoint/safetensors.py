@@ -12,10 +12,19 @@ from typing import Any
 import jax
 
 from shardfn.checkpoint import arrays, offline, reader
-from shardfn.checkpoint.catalogue import look, place
 from shardfn.checkpoint.chunks import Chunks
-from shardfn.checkpoint.contents import Entry
-from shardfn.checkpoint.tensorfiles import CODES, INDEX, SUFFIX, Planned, rows_of, shared_out, tensors, written
+from shardfn.checkpoint.contents import StoredArray
+from shardfn.checkpoint.safetensors_files import (
+    CODE_OF_DTYPE,
+    INDEX,
+    SUFFIX,
+    TensorHeader,
+    contiguous_boxes,
+    read_tensors,
+    split_into_files,
+    write_tensors,
+)
+from shardfn.checkpoint.step_folders import absolute_path, open_step
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem
 from shardfn.runtime.extras import need
 
@@ -46,22 +55,22 @@ def export_safetensors(
       memory: what may be in memory at once.
 
     Returns:
-      The files that were written.
+      The files that were write_tensors.
 
     Raises:
       CheckpointError: dtypes that safetensors does not have, names that would be alike, no such step.
       CheckpointFileError: damaged files, by name; a full disk.
     """
     need("tensorstore", "checkpoint")
-    bound, most = offline.limit(memory), offline.limit(file_bytes)
-    folder, _, contents = look(path, step)
+    bound, most = offline.memory_bytes(memory), offline.memory_bytes(file_bytes)
+    folder, _, contents = open_step(path, step)
     one = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    chosen = reader.choose(contents, one, None, only, name_map, dtype)
-    names: dict[str, reader.Chosen] = {}
+    chosen = reader.choose_arrays(contents, one, None, only, name_map, dtype)
+    names: dict[str, reader.RestoredArray] = {}
     problems = []
     for row in chosen:
         name = row.path.replace("/", separator)
-        if str(row.dtype) not in CODES:
+        if str(row.dtype) not in CODE_OF_DTYPE:
             problems.append(Problem(f"safetensors has no dtype {row.dtype}", where=row.entry.text,
                                     fix="cast it with dtype=, or leave it out with only="))  # fmt: skip
         if name in names:
@@ -70,8 +79,8 @@ def export_safetensors(
         names[name] = row
     if problems:
         raise CheckpointError(problems)
-    parts = shared_out([Planned(name, str(row.dtype), row.entry.shape) for name, row in names.items()], most)
-    stem = place(target)
+    parts = split_into_files([TensorHeader(name, str(row.dtype), row.entry.shape) for name, row in names.items()], most)
+    stem = absolute_path(target)
     if not stem.name.endswith(SUFFIX):
         stem = stem / f"model{SUFFIX}"
     base = stem.name.removesuffix(SUFFIX)
@@ -80,7 +89,7 @@ def export_safetensors(
     try:
         stem.parent.mkdir(parents=True, exist_ok=True)
         for file, rows in zip(files, parts, strict=True):
-            with written(file, rows, {"format": "pt"}) as out:
+            with write_tensors(file, rows, {"format": "pt"}) as out:
                 for planned in rows:
                     _write(out, folder, names[planned.name], bound)
         if len(parts) > 1:
@@ -93,12 +102,12 @@ def export_safetensors(
             os.replace(draft, files[-1])
     except OSError as error:
         if not isinstance(error, CheckpointFileError):
-            arrays.no_room(error, stem.parent)
+            arrays.raise_write_error(error, stem.parent)
         raise
     return tuple(files)
 
 
-def _write(out: Any, folder: pathlib.Path, row: reader.Chosen, bound: int) -> None:
+def _write(out: Any, folder: pathlib.Path, row: reader.RestoredArray, bound: int) -> None:
     entry = row.entry
     if 0 in entry.shape:
         return
@@ -107,10 +116,10 @@ def _write(out: Any, folder: pathlib.Path, row: reader.Chosen, bound: int) -> No
         if str(row.dtype) != entry.dtype:
             store = need("tensorstore", "checkpoint").cast(store, str(row.dtype))
         most = int(bound // offline.SHARE / max(entry.itemsize, row.dtype.itemsize))
-        for box in rows_of(entry.shape, most, entry.chunks.chunk[0] if entry.shape else 1):
+        for box in contiguous_boxes(entry.shape, most, entry.chunks.chunk[0] if entry.shape else 1):
             out.write(store[box].read().result().tobytes())
     except ValueError as error:
-        raise CheckpointFileError(arrays.damaged(folder, entry, error)) from None
+        raise CheckpointFileError(arrays.damage(folder, entry, error)) from None
 
 
 def import_safetensors(
@@ -123,7 +132,7 @@ def import_safetensors(
     name_map: Mapping[str, str] | None = None,
     separator: str = ".",
     memory: int | str = offline.MEMORY,
-) -> offline.Copied:
+) -> offline.CopyResult:
     """Make a checkpoint of safetensors files: a file, an index of files, or a folder with either.
 
     Args:
@@ -133,7 +142,7 @@ def import_safetensors(
       devices: how many devices the layout is for, where it leaves the size of an axis open.
       step: the number of the step.
       name_map: new names by those in the files, of tensors or of what they begin with.
-      separator: what is written as `/` in paths.
+      separator: what is write_tensors as `/` in paths.
       memory: what may be in memory at once.
 
     Raises:
@@ -142,31 +151,33 @@ def import_safetensors(
       ShardError: a layout that does not fit the arrays.
     """
     need("tensorstore", "checkpoint")
-    bound = offline.limit(memory)
-    found = tensors(source)
+    bound = offline.memory_bytes(memory)
+    found = read_tensors(source)
     entries = []
     for name, tensor in found.items():
         key = name.replace(separator, "/") if separator else name
         keys = tuple(("key", part) for part in key.split("/"))
         whole = Chunks(tensor.shape, tensor.shape)
-        entries.append(Entry(key, tensor.shape, tensor.dtype, keys, (1,) * len(tensor.shape), whole))
+        entries.append(StoredArray(key, tensor.shape, tensor.dtype, keys, (1,) * len(tensor.shape), whole))
     by_path = {entry.path: found[name] for entry, name in zip(entries, found, strict=True)}
-    renamed = reader.renamed(entries, {k.replace(separator, "/"): v for k, v in (name_map or {}).items()})
-    if problems := reader.enclosed(renamed):
+    renamed = reader.rename_arrays(entries, {k.replace(separator, "/"): v for k, v in (name_map or {}).items()})
+    if problems := reader.nested_arrays(renamed):
         raise CheckpointError(problems)
     rows = [(path_, entry, keys) for path_, (entry, keys) in renamed.items()]
 
     if layout is not None:
-        layout = offline.layout_of(layout)
-        count = devices if devices is not None else offline.devices_of(layout)
+        layout = offline.as_layout_file(layout)
+        count = devices if devices is not None else offline.device_count(layout)
     else:
         count = 1
-    laid = offline.lay([dataclasses.replace(entry, path=p, keys=keys) for p, entry, keys in rows], layout, count, bound)
+    laid = offline.copy_contents(
+        [dataclasses.replace(entry, path=p, keys=keys) for p, entry, keys in rows], layout, count, bound
+    )
     with offline.new_step(path, step) as (out, commit):
         for (_, old, _), entry in zip(rows, laid.entries, strict=True):
             tensor = by_path[old.path]
-            offline.copy(
-                out, entry, None if 0 in entry.shape else lambda box, t=tensor: arrays.Ready(t.read(box)), bound
+            offline.copy_array(
+                out, entry, None if 0 in entry.shape else lambda box, t=tensor: arrays.ReadyValue(t.read(box)), bound
             )
         commit(laid)
-    return offline.Copied(place(path), step, len(laid.entries), laid.nbytes, count)
+    return offline.CopyResult(absolute_path(path), step, len(laid.entries), laid.nbytes, count)

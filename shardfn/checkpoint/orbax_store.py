@@ -21,13 +21,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from shardfn.checkpoint import arrays
-from shardfn.checkpoint.catalogue import ITEM
 from shardfn.checkpoint.chunks import Box
-from shardfn.checkpoint.contents import FILE, Contents, to_text
-from shardfn.checkpoint.fingerprints import ties
+from shardfn.checkpoint.contents import FILE, Contents, contents_to_json
+from shardfn.checkpoint.fingerprints import file_fingerprints
+from shardfn.checkpoint.step_folders import ITEM
 from shardfn.errors import CheckpointFileError
 
-Pieces = Mapping[str, Sequence[tuple[Box, np.ndarray]]]
+LocalShards = Mapping[str, Sequence[tuple[Box, np.ndarray]]]
 
 
 class StateHandler(ocp.AsyncCheckpointHandler):
@@ -48,8 +48,8 @@ class StateHandler(ocp.AsyncCheckpointHandler):
     def finalize(self, directory: Any) -> None:
         """Write the description, in the first process, when all processes have written their files."""
         at, contents = pathlib.Path(directory), self.args.contents
-        files = ties(at, contents.entries, self.args.texts)
-        _text(at / FILE, to_text(dataclasses.replace(contents, files=files)))
+        files = file_fingerprints(at, contents.entries, self.args.texts)
+        _text(at / FILE, contents_to_json(dataclasses.replace(contents, files=files)))
 
     def restore(self, directory: Any, args: Any = None) -> Any:
         """Reading goes without Orbax: it has no state to keep."""
@@ -62,7 +62,7 @@ class StateSave(ocp.args.CheckpointArgs):
     """What one process writes: the pieces of the arrays, and in the first process the description and other texts."""
 
     contents: Contents
-    pieces: Pieces
+    pieces: LocalShards
     texts: Mapping[str, str]
 
 
@@ -79,7 +79,7 @@ class _Commit:
             futures = []
             for entry in args.contents.entries:
                 if 0 not in entry.shape and (pieces := args.pieces[entry.path]):
-                    futures += arrays.writes(directory, entry, pieces)
+                    futures += arrays.write_shards(directory, entry, pieces)
             errors = [error for future in futures if (error := _error(future)) is not None]
             if errors:
                 raise errors[0]
@@ -133,7 +133,7 @@ class Saving:
             except Exception as error:
                 _clear(self.path, self.step)
                 try:
-                    arrays.no_room(error, self.path)
+                    arrays.raise_write_error(error, self.path)
                     raise
                 except CheckpointFileError as ours:
                     self._failed = ours
@@ -152,7 +152,7 @@ UNDER_WAY: dict[pathlib.Path, Saving] = {}
 """The save of each folder that was not waited for yet: the next call on the folder waits for it."""
 
 
-def settle(path: pathlib.Path) -> None:
+def wait_for_save(path: pathlib.Path) -> None:
     """Wait for a save of this process into the folder, if there is one."""
     saving = UNDER_WAY.get(path)
     if saving is not None:
@@ -174,13 +174,13 @@ def begin(
     path: pathlib.Path,
     step: int,
     contents: Contents,
-    pieces: Pieces,
+    pieces: LocalShards,
     texts: Mapping[str, str],
     keep: int | None,
     keep_every: int | None,
 ) -> Saving:
     """Begin to save one step; a save into the same folder that is still under way is waited for."""
-    settle(path)
+    wait_for_save(path)
     options = ocp.CheckpointManagerOptions(
         max_to_keep=keep,
         keep_period=keep_every,
@@ -196,7 +196,7 @@ def begin(
         manager.save(step, args=ocp.args.Composite(**{ITEM: StateSave(contents, pieces, texts)}), force=True)
     except OSError as error:
         _clear(path, step)
-        arrays.no_room(error, path)
+        arrays.raise_write_error(error, path)
         raise
     UNDER_WAY[path] = saving
     return saving

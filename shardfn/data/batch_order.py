@@ -15,13 +15,13 @@ from shardfn.data.sources import PADDING
 from shardfn.runtime.extras import need
 
 
-def order(records: int, batch_size: int, *, seed: int | None, epochs: int | None, drop: bool) -> Any:
+def batch_rows(records: int, batch_size: int, *, seed: int | None, epochs: int | None, drop: bool) -> Any:
     """The record numbers of each batch, as a Grain dataset of int arrays of `batch_size`.
 
     Each epoch is cut into batches of its own. A batch that the records of an epoch do not fill is left out with `drop`,
     else filled up with `PADDING`. With a `seed` each epoch has another order; `epochs` None goes on for ever.
 
-    >>> rows = order(5, 2, seed=None, epochs=1, drop=False)
+    >>> rows = batch_rows(5, 2, seed=None, epochs=1, drop=False)
     >>> [rows[i].tolist() for i in range(len(rows))]
     [[0, 1], [2, 3], [4, -1]]
     """

@@ -13,7 +13,7 @@ from jax import tree_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from shardfn import layoutfile
-from shardfn.checkpoint.contents import Contents, Entry
+from shardfn.checkpoint.contents import Contents, StoredArray
 from shardfn.errors import CheckpointError, Problem, a, fail
 from shardfn.frontend.meshes import mesh_on
 from shardfn.frontend.paths import escaped, join, normal
@@ -25,7 +25,7 @@ TARGETS = "a plan, a layout file or its name, a mesh, a device or a list of them
 PLATFORMS = ("cpu", "gpu", "tpu", "cuda", "rocm")
 
 
-def shardings(entries: Sequence[Entry], target: Any, contents: Contents) -> dict[str, Sharding]:
+def target_shardings(entries: Sequence[StoredArray], target: Any, contents: Contents) -> dict[str, Sharding]:
     """The sharding of each array, by its path.
 
     Args:
@@ -48,7 +48,7 @@ def shardings(entries: Sequence[Entry], target: Any, contents: Contents) -> dict
     return found
 
 
-def _fits(entry: Entry, sharding: Sharding) -> bool:
+def _fits(entry: StoredArray, sharding: Sharding) -> bool:
     try:
         sharding.shard_shape(entry.shape)
     except (ValueError, TypeError):
@@ -56,14 +56,14 @@ def _fits(entry: Entry, sharding: Sharding) -> bool:
     return True
 
 
-def _found(entries: Sequence[Entry], target: Any, contents: Contents) -> dict[str, Sharding]:
+def _found(entries: Sequence[StoredArray], target: Any, contents: Contents) -> dict[str, Sharding]:
     if target is None:
         return _stored(entries, contents)
     if isinstance(target, str) and target.lower() in PLATFORMS:
         target = _device(target)
     if isinstance(target, jax.Device):
         target = SingleDeviceSharding(target)
-    if is_devices(target):
+    if is_device_list(target):
         target = NamedSharding(mesh_on(target, [("all", len(target))]), PartitionSpec())
     if isinstance(target, Sharding):
         return {entry.path: target for entry in entries}
@@ -72,7 +72,7 @@ def _found(entries: Sequence[Entry], target: Any, contents: Contents) -> dict[st
     if isinstance(target, Plan):
         return _planned(entries, target)
     if isinstance(target, str | os.PathLike | LayoutFile):
-        return laid_out(entries, layoutfile.read_layout(target), None)
+        return layout_targets(entries, layoutfile.read_layout(target), None)
     leaves = tree_util.tree_flatten_with_path(target, is_leaf=lambda x: isinstance(x, Sharding))[0]
     if leaves and all(isinstance(leaf, Sharding) for _, leaf in leaves):
         return _by_path(entries, {join("", key): leaf for key, leaf in leaves})
@@ -83,7 +83,7 @@ def _found(entries: Sequence[Entry], target: Any, contents: Contents) -> dict[st
          why=f"a target is {TARGETS}", fix='write for instance "layout.toml", jax.devices()[0] or a Mesh')  # fmt: skip
 
 
-def is_devices(value: Any) -> bool:
+def is_device_list(value: Any) -> bool:
     """Whether it is a list of devices, and not an empty one."""
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(d, jax.Device) for d in value)
 
@@ -96,7 +96,7 @@ def _device(platform: str) -> Any:
              fix=f"the devices here are {jax.default_backend()}")  # fmt: skip
 
 
-def _stored(entries: Sequence[Entry], contents: Contents) -> dict[str, Sharding]:
+def _stored(entries: Sequence[StoredArray], contents: Contents) -> dict[str, Sharding]:
     """As it lay when it was saved, where there are as many devices."""
     pool = jax.devices()
     meshes = {}
@@ -116,7 +116,7 @@ def _stored(entries: Sequence[Entry], contents: Contents) -> dict[str, Sharding]
     }
 
 
-def _on_mesh(entries: Sequence[Entry], mesh: Mesh, contents: Contents) -> dict[str, Sharding]:
+def _on_mesh(entries: Sequence[StoredArray], mesh: Mesh, contents: Contents) -> dict[str, Sharding]:
     """The axes that are stored, as far as the mesh has axes of these names."""
     cutting = {axis for entry in entries for dim in entry.spec for axis in dim}
     if cutting and not cutting & set(mesh.shape):
@@ -131,7 +131,7 @@ def _on_mesh(entries: Sequence[Entry], mesh: Mesh, contents: Contents) -> dict[s
     }
 
 
-def _by_path(entries: Sequence[Entry], given: Mapping[str, Sharding]) -> dict[str, Sharding]:
+def _by_path(entries: Sequence[StoredArray], given: Mapping[str, Sharding]) -> dict[str, Sharding]:
     found, problems = {}, []
     for entry in entries:
         parts = entry.path.split("/")
@@ -147,9 +147,9 @@ def _by_path(entries: Sequence[Entry], given: Mapping[str, Sharding]) -> dict[st
     return found
 
 
-def _planned(entries: Sequence[Entry], plan: Plan) -> dict[str, Sharding]:
+def _planned(entries: Sequence[StoredArray], plan: Plan) -> dict[str, Sharding]:
     """As a plan lays out its arguments; what a parameter's path ends a longer one with (a moment of it) lies with it."""
-    layout, bare = of_plan(plan), []
+    layout, bare = plan_layout(plan), []
     known = {normal(d.path) for d in plan.inputs}
     for entry in entries:
         path = normal(entry.path)
@@ -163,16 +163,16 @@ def _planned(entries: Sequence[Entry], plan: Plan) -> dict[str, Sharding]:
     layout = dataclasses.replace(layout, arguments=(*layout.arguments, *bare))
     if plan.hardware.devices is None:
         plan = plan.with_devices(jax.devices())
-    return laid_out(entries, layout, plan)
+    return layout_targets(entries, layout, plan)
 
 
-def of_plan(plan: Plan) -> LayoutFile:
+def plan_layout(plan: Plan) -> LayoutFile:
     """The layout file of a plan's arguments."""
     rules = tuple(_rule(d.path, d.spec) for d in plan.inputs)
     return LayoutFile(mesh=plan.axes, order=plan.order, arguments=rules, name=f"the plan of {plan.function}")
 
 
-def of_contents(contents: Contents) -> LayoutFile | None:
+def stored_layout(contents: Contents) -> LayoutFile | None:
     """The layout file of the arrays as they lay; None where they lay on several grids."""
     cut = [entry for entry in contents.entries if any(entry.spec)]
     grids = {contents.grids[entry.grid] for entry in cut}
@@ -189,7 +189,9 @@ def _rule(path: str, spec: Sequence[Sequence[str]]) -> LayoutRule:
     return LayoutRule(escaped(path), tuple(1 if not dim else dim[0] if len(dim) == 1 else tuple(dim) for dim in spec))
 
 
-def laid_out(entries: Sequence[Entry], layout: LayoutFile, plan: Plan | None, devices: Any = None) -> dict[str, Any]:
+def layout_targets(
+    entries: Sequence[StoredArray], layout: LayoutFile, plan: Plan | None, devices: Any = None
+) -> dict[str, Any]:
     """The shardings that a layout file gives; `devices` may be the count of devices that are not here."""
     loose = tuple(dataclasses.replace(rule, optional=True) for rule in layout.arguments)
     layout = dataclasses.replace(layout, arguments=loose)  # a checkpoint need not hold all that a layout speaks of

@@ -16,7 +16,7 @@ MARKS = {ITEM, "_CHECKPOINT_METADATA", "commit_success.txt"}
 """What is in the folder of a step, the notes of Orbax among it. A folder with other things only is somebody else's."""
 
 
-def place(path: Any) -> pathlib.Path:
+def absolute_path(path: Any) -> pathlib.Path:
     """The absolute path of a folder.
 
     Raises:
@@ -37,8 +37,8 @@ def steps(path: str | os.PathLike[str]) -> tuple[int, ...]:
     >>> steps("nowhere")
     ()
     """
-    folder = place(path)
-    settle(folder)
+    folder = absolute_path(path)
+    wait_for_save(folder)
     if not folder.is_dir():
         return ()
     found = {int(child.name) for child in folder.iterdir() if child.name.isdecimal() and child.name.isascii()}
@@ -56,20 +56,20 @@ def _was_saved(folder: pathlib.Path) -> bool:
     return not left or bool(left & MARKS)
 
 
-def settle(folder: pathlib.Path) -> None:
+def wait_for_save(folder: pathlib.Path) -> None:
     """Wait for a save of this process into the folder; without one, nothing is imported."""
-    store = sys.modules.get("shardfn.checkpoint.store")
+    store = sys.modules.get("shardfn.checkpoint.orbax_store")
     if store is not None:
-        store.settle(folder)
+        store.wait_for_save(folder)
 
 
-def find(path: str | os.PathLike[str], step: int | None = None) -> tuple[pathlib.Path, int]:
+def step_folder(path: str | os.PathLike[str], step: int | None = None) -> tuple[pathlib.Path, int]:
     """The folder with the arrays of one step, the last if None, and its number.
 
     Raises:
       CheckpointError: there is none.
     """
-    folder = place(path)
+    folder = absolute_path(path)
     known = steps(folder)
     if step is None and known:
         step = known[-1]
@@ -84,7 +84,7 @@ def find(path: str | os.PathLike[str], step: int | None = None) -> tuple[pathlib
     return folder / str(step) / ITEM, step
 
 
-def look(path: str | os.PathLike[str], step: int | None = None) -> tuple[pathlib.Path, int, contents.Contents]:
+def open_step(path: str | os.PathLike[str], step: int | None = None) -> tuple[pathlib.Path, int, contents.Contents]:
     """The folder with the arrays of one step, its number and its description.
 
     Where no step is named, a last one whose description is damaged is an error, not a reason to take an older one.
@@ -93,8 +93,8 @@ def look(path: str | os.PathLike[str], step: int | None = None) -> tuple[pathlib
       CheckpointError: there is no such step.
       CheckpointFileError: its description is damaged.
     """
-    folder, step = find(path, step)
-    return folder, step, contents.read(folder)
+    folder, step = step_folder(path, step)
+    return folder, step, contents.read_contents(folder)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +136,6 @@ def inspect(path: str | os.PathLike[str], step: int | None = None) -> Inspection
       CheckpointError: there is no such step.
       CheckpointFileError: its description is damaged.
     """
-    folder, step, held = look(path, step)
+    folder, step, held = open_step(path, step)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    return Inspection(place(path), step, steps(path), held, size)
+    return Inspection(absolute_path(path), step, steps(path), held, size)

@@ -31,7 +31,7 @@ BARE = "value"
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class StateLeaf:
     """One array of a state; `value` is what is stored of it, an array or its shape. `kind` says what it was."""
 
     path: str
@@ -50,7 +50,7 @@ class Leaf:
         return str(self.value.dtype)
 
 
-def flatten(state: Any, what: str = "state") -> list[Leaf]:
+def flatten(state: Any, what: str = "state") -> list[StateLeaf]:
     """The arrays of a pytree by path.
 
     Raises:
@@ -59,7 +59,7 @@ def flatten(state: Any, what: str = "state") -> list[Leaf]:
     >>> [(leaf.path, leaf.kind) for leaf in flatten({"w": [np.zeros(2)], "step": 3})]
     [('step', 'int'), ('w/0', 'array')]
     """
-    found: dict[str, Leaf] = {}
+    found: dict[str, StateLeaf] = {}
     problems: list[Problem] = []
     for key, value in tree_util.tree_flatten_with_path(state)[0]:
         path = join("", key) or BARE
@@ -75,7 +75,7 @@ def flatten(state: Any, what: str = "state") -> list[Leaf]:
             problems.append(Problem(f"two arrays have the path `{path}`", where=what,
                                     why="an array is found again by its path", fix="rename one of them"))  # fmt: skip
         else:
-            found[path] = Leaf(path, tuple(map(_key, key)), stored, kind)
+            found[path] = StateLeaf(path, tuple(map(_key, key)), stored, kind)
     if problems:
         raise CheckpointError(problems)
     return list(found.values())
@@ -118,7 +118,7 @@ def _implementation(dtype: Any) -> str:
     return short.get(str(dtype).removeprefix("key<").removesuffix(">"), "threefry2x32")
 
 
-def restored(kind: str, value: Any) -> Any:
+def restore_leaf(kind: str, value: Any) -> Any:
     """What a stored array was: a number, a PRNG key, or the array itself."""
     if kind.startswith(KEY):
         return jax.random.wrap_key_data(value, impl=kind.removeprefix(KEY))
@@ -163,10 +163,10 @@ def nested(values: Mapping[Keys, Any]) -> Any:
 SAFE = frozenset(string.ascii_letters + string.digits + "_-")
 
 
-def folder(path: str) -> str:
+def array_folder(path: str) -> str:
     """The name of an array's folder: `/` is written `.`, what file systems may not like is written `%2E`.
 
-    >>> folder("params/layers/0/w.1")
+    >>> array_folder("params/layers/0/w.1")
     'params.layers.0.w%2E1'
     """
     parts = ("".join(c if c in SAFE else "".join(f"%{b:02X}" for b in c.encode("utf-8", "surrogatepass")) for c in part)

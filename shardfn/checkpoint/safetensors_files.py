@@ -24,20 +24,20 @@ from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail
 
 SUFFIX = ".safetensors"
 INDEX = ".safetensors.index.json"
-MOST_HEADER_BYTES = 100_000_000  # as the format's own reader has it
+MAX_HEADER_BYTES = 100_000_000  # as the format's own reader has it
 STEP_BYTES = 8 << 20
 """Bytes of a file that are mapped at a time."""
 
-DTYPES = {
+DTYPE_OF_CODE = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn", "I16": "int16",
     "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32", "F32": "float32",
     "F64": "float64", "I64": "int64", "U64": "uint64", "C64": "complex64",
 }  # fmt: skip
-CODES = {name: code for code, name in DTYPES.items()}
+CODE_OF_DTYPE = {name: code for code, name in DTYPE_OF_CODE.items()}
 
 
 @dataclasses.dataclass(frozen=True)
-class Tensor:
+class FileTensor:
     """One tensor of a file: where its bytes begin there."""
 
     name: str
@@ -84,7 +84,7 @@ class Tensor:
         return out
 
 
-def tensors(source: str | os.PathLike[str]) -> dict[str, Tensor]:
+def read_tensors(source: str | os.PathLike[str]) -> dict[str, FileTensor]:
     """The tensors of a file, of an index of files, or of a folder that holds either, by name.
 
     Raises:
@@ -93,7 +93,7 @@ def tensors(source: str | os.PathLike[str]) -> dict[str, Tensor]:
     """
     source = pathlib.Path(source)
     files, promised = _files(source)
-    found: dict[str, Tensor] = {}
+    found: dict[str, FileTensor] = {}
     problems: list[Problem] = []
     for file in files:
         try:
@@ -137,7 +137,7 @@ def _files(source: pathlib.Path) -> tuple[list[pathlib.Path], dict[str, str]]:
     if not source.name.endswith(".json"):
         return [source], {}
     try:
-        if source.stat().st_size > MOST_HEADER_BYTES:
+        if source.stat().st_size > MAX_HEADER_BYTES:
             raise ValueError("it is larger than any index")
         rows = json.loads(source.read_text("utf-8"))["weight_map"]
         promised = {str(name): str(file) for name, file in rows.items()}
@@ -150,11 +150,11 @@ def _files(source: pathlib.Path) -> tuple[list[pathlib.Path], dict[str, str]]:
     return [source.parent / file for file in dict.fromkeys(promised.values())], promised
 
 
-def _header(file: pathlib.Path) -> list[Tensor]:
+def _header(file: pathlib.Path) -> list[FileTensor]:
     size = file.stat().st_size
     with file.open("rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
-        if size < 8 or length > min(MOST_HEADER_BYTES, size - 8):
+        if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
             raise ValueError(f"its header is to be {length:,} bytes long, and the file has {size:,}")
         rows = json.loads(handle.read(length))
     if not isinstance(rows, dict):
@@ -164,12 +164,12 @@ def _header(file: pathlib.Path) -> list[Tensor]:
     for name, row in rows.items():
         if name == "__metadata__":
             continue
-        if row["dtype"] not in DTYPES:
+        if row["dtype"] not in DTYPE_OF_CODE:
             raise ValueError(f"`{name}` has the dtype {row['dtype']!r:.40}, which is not known here")
         shape, (first, last) = tuple(row["shape"]), row["data_offsets"]
         if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (*shape, first, last)):
             raise ValueError(f"`{name}` has a shape or a range that is no count")
-        tensor = Tensor(name, file, DTYPES[row["dtype"]], shape, begin + first)
+        tensor = FileTensor(name, file, DTYPE_OF_CODE[row["dtype"]], shape, begin + first)
         if last - first != tensor.nbytes or begin + last > size:
             raise ValueError(
                 f"`{name}` needs {tensor.nbytes:,} bytes up to {begin + last:,}, and the file has {size:,}: cut short"
@@ -179,7 +179,7 @@ def _header(file: pathlib.Path) -> list[Tensor]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
+class TensorHeader:
     """A tensor to write."""
 
     name: str
@@ -192,13 +192,13 @@ class Planned:
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
-def shared_out(rows: Sequence[Planned], most_bytes: float) -> list[list[Planned]]:
+def split_into_files(rows: Sequence[TensorHeader], most_bytes: float) -> list[list[TensorHeader]]:
     """The tensors of each file: in order, as many as fit.
 
-    >>> [len(part) for part in shared_out([Planned("a", "int8", (6,)), Planned("b", "int8", (6,))], 8)]
+    >>> [len(part) for part in split_into_files([TensorHeader("a", "int8", (6,)), TensorHeader("b", "int8", (6,))], 8)]
     [1, 1]
     """
-    parts: list[list[Planned]] = [[]]
+    parts: list[list[TensorHeader]] = [[]]
     for row in rows:
         if parts[-1] and sum(r.nbytes for r in parts[-1]) + row.nbytes > most_bytes:
             parts.append([])
@@ -207,12 +207,18 @@ def shared_out(rows: Sequence[Planned], most_bytes: float) -> list[list[Planned]
 
 
 @contextlib.contextmanager
-def written(target: pathlib.Path, rows: Sequence[Planned], metadata: Mapping[str, str]) -> Iterator[BinaryIO]:
+def write_tensors(
+    target: pathlib.Path, rows: Sequence[TensorHeader], metadata: Mapping[str, str]
+) -> Iterator[BinaryIO]:
     """A file with its header, for the bytes of the tensors in order; it gets its name when all are there."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     for row in rows:
-        header[row.name] = {"dtype": CODES[row.dtype], "shape": list(row.shape), "data_offsets": [at, at + row.nbytes]}
+        header[row.name] = {
+            "dtype": CODE_OF_DTYPE[row.dtype],
+            "shape": list(row.shape),
+            "data_offsets": [at, at + row.nbytes],
+        }
         at += row.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the bytes of the first tensor stand at a multiple of eight
@@ -230,10 +236,10 @@ def written(target: pathlib.Path, rows: Sequence[Planned], metadata: Mapping[str
         part.unlink(missing_ok=True)
 
 
-def rows_of(shape: Sequence[int], most: int, whole_rows: int = 1) -> Iterator[Box]:
+def contiguous_boxes(shape: Sequence[int], most: int, whole_rows: int = 1) -> Iterator[Box]:
     """Boxes of a row-major array that follow each other in memory, each of at most `most` elements where that can be.
 
-    >>> [box[0] for box in rows_of((5, 4), 8)]
+    >>> [box[0] for box in contiguous_boxes((5, 4), 8)]
     [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
     """
     if not shape:
@@ -245,4 +251,4 @@ def rows_of(shape: Sequence[int], most: int, whole_rows: int = 1) -> Iterator[Bo
             yield (slice(start, min(start + step, shape[0])), *(slice(0, n) for n in shape[1:]))
     else:
         for i in range(shape[0]):
-            yield from ((slice(i, i + 1), *rest) for rest in rows_of(shape[1:], most))
+            yield from ((slice(i, i + 1), *rest) for rest in contiguous_boxes(shape[1:], most))

@@ -25,21 +25,21 @@ FULL, PARALLEL = "full_batch", "data_parallel"
 
 
 @dataclasses.dataclass(frozen=True)
-class Laid:
+class InputShardings:
     """Where each array of a batch lies: one path, shape, dtype and sharding for each, in pytree order of the inputs."""
 
     leaves: tuple[Leaf, ...]
     shardings: tuple[NamedSharding, ...]
 
 
-def lay_out(
+def input_shardings(
     inputs: Mapping[str, Any],
     strategy: Any,
     *,
     plan: Plan | None = None,
     arguments: Sequence[str] | None = None,
     device: Any = None,
-) -> Laid:
+) -> InputShardings:
     """The layout of every array of `inputs`, which holds a pytree of global shapes for each input.
 
     Args:
@@ -55,7 +55,7 @@ def lay_out(
 
     >>> import jax
     >>> image, label = jax.ShapeDtypeStruct((8, 64, 32), "float32"), jax.ShapeDtypeStruct((8,), "int32")
-    >>> laid = lay_out({"image": image, "label": label}, ((2, 4, 1), (2,)))
+    >>> laid = input_shardings({"image": image, "label": label}, ((2, 4, 1), (2,)))
     >>> [sharding.spec for sharding in laid.shardings]
     [P('a', 'b', None), P('a',)]
     """
@@ -75,7 +75,7 @@ def lay_out(
         mesh, count = _here(plan), plan.hardware.count
         specs = _on_plan(leaves, plan, strategy == PARALLEL, problems)
         raise_problems(problems)
-        return Laid(leaves, tuple(_sharding(mesh, spec) for spec in specs))
+        return InputShardings(leaves, tuple(_sharding(mesh, spec) for spec in specs))
     count, devices, given = _devices(device, leaves, setting)
     cuts = [_cuts(leaf, count, strategy == PARALLEL, problems) for leaf in leaves]
     if problems and any(names_axes(leaf) for leaf in leaves):
@@ -92,7 +92,7 @@ def lay_out(
         mesh = mesh_on(given.devices, axes)
     else:
         mesh = mesh_on([devices[i] for i in order], axes)
-    return Laid(leaves, tuple(_sharding(mesh, spec or ((),) * len(leaf.shape))
+    return InputShardings(leaves, tuple(_sharding(mesh, spec or ((),) * len(leaf.shape))
                               for leaf, spec in zip(leaves, placed.specs, strict=True)))  # fmt: skip
 
 
@@ -183,7 +183,7 @@ def _here(plan: Plan) -> Mesh:
     return mesh
 
 
-def _as_planned(many: Sequence[Argument], plan: Plan, arguments: Sequence[str] | None) -> Laid:
+def _as_planned(many: Sequence[Argument], plan: Plan, arguments: Sequence[str] | None) -> InputShardings:
     """Each input as the plan's argument of that name lies."""
     mesh, problems = _here(plan), []
     known = list(dict.fromkeys(d.path.partition("/")[0] for d in plan.inputs))
@@ -213,7 +213,7 @@ def _as_planned(many: Sequence[Argument], plan: Plan, arguments: Sequence[str] |
             leaves.append(leaf)
             shardings.append(_sharding(mesh, found.spec))
     raise_problems(problems)
-    return Laid(tuple(leaves), tuple(shardings))
+    return InputShardings(tuple(leaves), tuple(shardings))
 
 
 def _on_plan(leaves: Sequence[Leaf], plan: Plan, must: bool, problems: list[Problem]) -> list[Spec]:
@@ -228,7 +228,7 @@ def _on_plan(leaves: Sequence[Leaf], plan: Plan, must: bool, problems: list[Prob
     for leaf, row in zip(leaves, cuts, strict=True):
         row = row or (1,) * len(leaf.shape)
         alike = (d.spec for d in plan.inputs if d.shape == leaf.shape and d.strategy == row)
-        spec = next(alike, None) or fitted(plan.axes, row)
+        spec = next(alike, None) or find_axes(plan.axes, row)
         if spec is None:
             grid = " x ".join(f"{n}={s}" for n, s in plan.axes)
             problems.append(
@@ -243,10 +243,10 @@ def _on_plan(leaves: Sequence[Leaf], plan: Plan, must: bool, problems: list[Prob
     return specs
 
 
-def fitted(axes: Sequence[tuple[str, int]], cuts: Sequence[int]) -> Spec | None:
+def find_axes(axes: Sequence[tuple[str, int]], cuts: Sequence[int]) -> Spec | None:
     """Axes of a grid that make up `cuts`, the first ones that fit; None where none do.
 
-    >>> fitted((("a", 2), ("b", 4)), (1, 8)), fitted((("a", 2), ("b", 4)), (4, 2)), fitted((("a", 8),), (2, 4))
+    >>> find_axes((("a", 2), ("b", 4)), (1, 8)), find_axes((("a", 2), ("b", 4)), (4, 2)), find_axes((("a", 8),), (2, 4))
     (((), ('a', 'b')), (('b',), ('a',)), None)
     """
     if not cuts:
@@ -255,7 +255,7 @@ def fitted(axes: Sequence[tuple[str, int]], cuts: Sequence[int]) -> Spec | None:
     for length in range(len(free) + 1):
         for chosen in itertools.combinations(free, length):
             if math.prod(size for _, size in chosen) == cuts[0]:
-                rest = fitted([axis for axis in free if axis not in chosen], cuts[1:])
+                rest = find_axes([axis for axis in free if axis not in chosen], cuts[1:])
                 if rest is not None:
                     return (tuple(name for name, _ in chosen), *rest)
     return None
