@@ -3,8 +3,8 @@ import math
 import hypothesis
 from hypothesis import strategies as st
 
-from shardfn.checkpoint.chunks import boxes, chunks, covering, volume
-from shardfn.checkpoint.contents import Contents, StoredArray, StoredMesh, from_text, to_text
+from shardfn.checkpoint.chunks import boxes, choose_chunks, covering_volume, volume
+from shardfn.checkpoint.contents import Contents, StoredArray, StoredMesh, contents_from_json, contents_to_json
 
 SIZES = st.sampled_from([1, 2, 3, 8, 12, 64, 96, 131, 768, 1024, 50257, 50304])
 
@@ -13,7 +13,7 @@ SIZES = st.sampled_from([1, 2, 3, 8, 12, 64, 96, 131, 768, 1024, 50257, 50304])
 def test_files_and_chunks_divide_the_array(shape, data, itemsize):
     cuts = [data.draw(st.sampled_from([d for d in (1, 2, 3, 4, 8) if n % d == 0])) for n in shape]
     file_bytes = data.draw(st.sampled_from([1 << 16, 1 << 20, 1 << 28]))
-    cut = chunks(shape, cuts, itemsize, file_bytes)
+    cut = choose_chunks(shape, cuts, itemsize, file_bytes)
     for n, c, file, chunk in zip(shape, cuts, cut.file, cut.chunk, strict=True):
         assert (n // c) % file == 0 and file % chunk == 0
     assert math.prod(cut.file) * itemsize <= file_bytes
@@ -23,12 +23,12 @@ def test_files_and_chunks_divide_the_array(shape, data, itemsize):
 def test_a_large_array_is_read_evenly_whatever_way_it_is_cut():
     for shape in ((4096, 4096), (12, 1024, 4096), (50304, 768), (32, 4096, 1024)):
         for saved in [(1,) * len(shape), *((1,) * i + (4,) + (1,) * (len(shape) - i - 1) for i in range(len(shape)))]:
-            chunk = chunks(shape, saved, 4).chunk
+            chunk = choose_chunks(shape, saved, 4).chunk
             for dim, n in enumerate(shape):
                 for ways in (2, 4, 8):
                     if n % ways == 0:
                         box = tuple(slice(0, m // ways if i == dim else m) for i, m in enumerate(shape))
-                        assert covering(box, chunk, shape) <= 1.1 * volume(box), (shape, saved, dim, ways)
+                        assert covering_volume(box, chunk, shape) <= 1.1 * volume(box), (shape, saved, dim, ways)
 
 
 @hypothesis.given(shape=st.lists(st.integers(1, 7), max_size=3), data=st.data())
@@ -38,7 +38,7 @@ def test_boxes_cover_everything_once(shape, data):
 
 
 def entry(path="a/b", shape=(8, 4)):
-    cut = chunks(shape, (2, 1), 4)
+    cut = choose_chunks(shape, (2, 1), 4)
     return StoredArray(path, shape, "float32", (("key", "a"), ("key", "b")), (2, 1), cut, (("x",), ()), 0)
 
 
@@ -46,4 +46,4 @@ def test_a_description_round_trips():
     held = Contents(
         (entry(), entry("ä/ñ\ud800", (4, 4))), (StoredMesh((("x", 2), ("y", 4)), (1, 0, 2, 3, 4, 5, 6, 7)),), 8, 2
     )
-    assert from_text(to_text(held)) == held
+    assert contents_from_json(contents_to_json(held)) == held

@@ -207,7 +207,7 @@ def test_other_counts_of_devices_need_a_target(tmp_path):
 def test_a_layout_that_does_not_fit_says_so(saved, tmp_path):
     file = tmp_path / "layout.toml"
     file.write_text(LAYOUT.replace("y = 4", "y = 3"))
-    with pytest.raises(ShardError, match="grid"):
+    with pytest.raises(ShardError, match="mesh"):
         checkpoint.restore(saved, file)
 
 

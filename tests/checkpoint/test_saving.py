@@ -153,9 +153,9 @@ def test_names_of_folders():
 
 
 def stored_name(path):
-    from shardfn.checkpoint.state_tree import folder
+    from shardfn.checkpoint.state_tree import array_folder
 
-    return folder(path)
+    return array_folder(path)
 
 
 def test_the_extra_is_imported_late_and_named_where_it_is_missing():

@@ -85,7 +85,7 @@ def test_a_convolution_over_the_pieces_is_that_of_the_whole_image():
     ("kind", "match", "image", "entry"),
     [
         (StrategyError, "64 is not divisible by 3", IMAGE, (3, 1, 1)),
-        (StrategyError, "has 3 dimensions, but its entry has 2 cuts", IMAGE, (2, 4)),
+        (StrategyError, "has 3 dimensions, but its entry has 2", IMAGE, (2, 4)),
         (StrategyTypeError, "cannot be read in windows", "a.tif", (2, 4)),
         (StrategyTypeError, "cannot be read in windows", [[1, 2]], (1, 1)),
     ],
