@@ -9,7 +9,7 @@ import numpy as np
 
 import shardfn as ms
 from shardfn import Cell, Layout, ParallelMode, ShardError
-from shardfn.mindspore.plans import array_layout
+from shardfn.mindspore.parallel import layout_of
 
 os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
 jax.config.update("jax_platforms", "cpu")
@@ -44,11 +44,11 @@ net = Net()
 wanted = net(x)
 net.block1.shard(in_strategy=((1, 8),), out_strategy=(None,), parameter_plan={"self.block1.weight": (8, 1)})
 np.testing.assert_allclose(net(x), wanted, rtol=1e-4, atol=1e-5)
-print(array_layout(net.block1.plan(x), "weight").to_dict())
+print(layout_of(net.block1.plan(x), "weight").to_dict())
 
 # ops.MatMul().shard(in_strategy, out_strategy): shard the operator's function.
 y = ms.shard(jnp.matmul, ((2, 1), (1, 4)))(x, w)
-layout = array_layout(ms.shard(jnp.matmul, ((2, 1), (1, 4))).plan(x, w), "result")
+layout = layout_of(ms.shard(jnp.matmul, ((2, 1), (1, 4))).plan(x, w), "result")
 print("MatMul result:", layout.device_matrix, layout.tensor_map)
 assert (layout.device_matrix, layout.tensor_map) == ((2, 4), (1, 0))
 

@@ -13,10 +13,10 @@ from jax.core import Tracer
 from shardfn import layoutfile
 from shardfn.errors import StrategyTypeError, a, fail, nearest
 from shardfn.frontend import option_checks
+from shardfn.frontend.meshes import MeshLayout
 from shardfn.frontend.options import Options
 from shardfn.frontend.strategy import shape_of, short
 from shardfn.layoutfile.files import LayoutFile
-from shardfn.mindspore.layout import Layout
 from shardfn.planning.plan import Plan
 from shardfn.report.report import Report, make_report
 from shardfn.runtime.sharded_function import ShardedFunction
@@ -178,10 +178,11 @@ def load_layout(path: Any) -> LayoutFile:
     return layoutfile.read_layout(path)
 
 
-def reshard(x: Any, layout: Layout) -> Any:
+def reshard(x: Any, layout: Any) -> Any:
     """Lay an array out anew; inside a jitted function a constraint, outside a move.
 
     >>> import jax.numpy as jnp
+    >>> from shardfn.mindspore import Layout
     >>> reshard(jnp.ones((4, 2)), Layout((1,), ("dp",))("dp", "None")).shape
     (4, 2)
 
@@ -191,15 +192,16 @@ def reshard(x: Any, layout: Layout) -> Any:
     if shape_of(x) is None or not hasattr(x, "shape"):
         fail(StrategyTypeError, f"`reshard` takes an array, not {a(x)}", where=f"x = {short(x)}",
              why="only arrays lie on devices", fix="pass a jax.Array, such as jnp.asarray(x)")  # fmt: skip
-    if not isinstance(layout, Layout):
+    if not isinstance(layout, MeshLayout):
         fail(StrategyTypeError, f"`reshard` takes a Layout, not {a(layout)}", where=f"layout = {short(layout)}",
              why="the cuts of a tuple do not say which devices hold which piece",
              fix='build one: Layout((2, 4), ("dp", "mp"))("dp", "None")')  # fmt: skip
-    layout.slice_shape(x.shape)
+    wanted: Any = layout
+    wanted.slice_shape(x.shape)
     devices = jax.devices()
     if len(devices) == 1:
         return x
-    sharding = layout.sharding(devices[: layout.size])
+    sharding = wanted.sharding(devices[: wanted.size])
     if isinstance(x, Tracer):
         return jax.lax.with_sharding_constraint(x, sharding)
     return jax.device_put(x, sharding)

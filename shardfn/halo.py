@@ -20,8 +20,8 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
-from shardfn.frontend.meshes import partition_spec
-from shardfn.mindspore.layout import Layout, Spec
+from shardfn.frontend.meshes import MeshLayout, partition_spec, spec_of
+from shardfn.ir.model import Spec
 
 __all__ = ["Halo", "conv", "exchange", "halo_of"]
 
@@ -141,8 +141,8 @@ def conv(
     precision: Any = None,
     preferred_element_type: Any = None,
     *,
-    layout: Layout | NamedSharding,
-    kernel_layout: Layout | NamedSharding | None = None,
+    layout: Any,
+    kernel_layout: Any = None,
 ) -> jax.Array:
     """`jax.lax.conv_general_dilated` of an image that lies as `layout` says, its spatial dims cut or not.
 
@@ -166,10 +166,10 @@ def conv(
         cut does not divide, or strides, dilations or padding that do not fit the spatial dims. StrategyTypeError: a
         layout of another type.
 
-    >>> grid = Layout((2, 4), ("row", "column"))
+    >>> mesh = jax.make_mesh((2, 4), ("row", "column"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     >>> image, kernel = jax.numpy.ones((1, 16, 32, 3)), jax.numpy.ones((3, 3, 3, 8))
     >>> y = conv(image, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
-    ...          layout=grid("None", "row", "column", "None"))
+    ...          layout=NamedSharding(mesh, PartitionSpec(None, "row", "column", None)))
     >>> y.shape, y.sharding.spec
     ((1, 8, 16, 8), P(None, 'row', 'column', None))
     """
@@ -337,20 +337,20 @@ def _padded(x: jax.Array, dim: int, low: int, high: int, between: int = 0) -> ja
 
 
 def _placed(layout: Any, ndim: int, name: str) -> tuple[Mesh | AbstractMesh, Spec]:
-    if isinstance(layout, NamedSharding):
-        return layout.mesh, Layout.from_sharding(NamedSharding(layout.mesh.abstract_mesh, layout.spec), ndim).spec
-    if not isinstance(layout, Layout):
+    if not isinstance(layout, MeshLayout | NamedSharding):
         fail(StrategyTypeError, f"`{name}` must be a Layout or a NamedSharding, but it is {a(layout)}",
              where=f"{name} = {layout!r:.80}", why="borders are fetched over named axes of the grid",
              fix='build one: Layout((2, 4), ("row", "column"))("None", "row", …), or pass image.sharding')  # fmt: skip
-    if len(layout.spec) != ndim:
-        fail(StrategyTypeError, f"`{name}` has {len(layout.spec)} dims, and the array has {ndim}",
+    is_jax = isinstance(layout, NamedSharding)
+    spec = spec_of(layout.spec, ndim) if is_jax else layout.spec
+    if len(spec) != ndim:
+        fail(StrategyTypeError, f"`{name}` has {len(spec)} dims, and the array has {ndim}",
              where=f"{name} = {layout!r}", fix='give each dim an entry; that of a whole one is "None"')  # fmt: skip
-    return _mesh(layout), layout.spec
+    return layout.mesh if is_jax else _mesh(layout), spec
 
 
 @functools.lru_cache(maxsize=64)
-def _mesh(layout: Layout) -> Mesh:
+def _mesh(layout: Any) -> Mesh:
     return layout.mesh()
 
 

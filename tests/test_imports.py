@@ -90,15 +90,8 @@ def environment_writes(tree: ast.AST) -> list[int]:
 
 
 KNOWN = {
-    "shardfn.api": {"shardfn.mindspore.layout"},
     "shardfn.checkpoint": {"shardfn.mindspore.rank_checkpoints"},
-    "shardfn.frontend.strategy": {"shardfn.mindspore.layout"},
-    "shardfn.frontend.validation": {"shardfn.mindspore.layout"},
-    "shardfn.halo": {"shardfn.mindspore.layout"},
     "shardfn.layoutfile.check": {"shardfn.runtime.sharded_function"},
-    "shardfn.layoutfile.files": {"shardfn.mindspore.layout"},
-    "shardfn.planning.layout_rules": {"shardfn.mindspore.layout"},
-    "shardfn.planning.named_shardings": {"shardfn.mindspore.layout"},
     "shardfn.planning.plan": {"shardfn.layoutfile.plan_file"},
 }
 """Imports that still point up."""

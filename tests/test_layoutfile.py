@@ -22,7 +22,7 @@ from shardfn.layoutfile import plan_file
 from shardfn.layoutfile.check import check_layout
 from shardfn.layoutfile.files import LayoutFile, layout_shardings, read_layout, recipes, write_layout
 from shardfn.layoutfile.toml import MAX_BYTES, parse_toml, to_toml
-from shardfn.mindspore.plans import array_layout
+from shardfn.mindspore.parallel import layout_of
 from shardfn.planning.layout_rules import DecisionSource, LayoutRule
 from shardfn.planning.plan import Constraint
 
@@ -480,7 +480,7 @@ def test_a_strategy_json_found_elsewhere_is_used(tmp_path):
     held = {d.path: d for d in plan(step, PARAMS, X, layout=file).inputs}
     assert (held["params/up"].strategy, held["params/down"].strategy) == ((2, 4), (4, 1))
     # by MindSpore's own rule: rank 5 is at (1, 1) of the matrix (2, 4); its optimizer's piece is the first axis
-    slices = array_layout(plan(step, PARAMS, X, layout=file), "params/up").slices(PARAMS["up"].shape)[5]
+    slices = layout_of(plan(step, PARAMS, X, layout=file), "params/up").slices(PARAMS["up"].shape)[5]
     assert slices == (slice(8, 16), slice(8, 16))
 
 
@@ -492,7 +492,7 @@ def test_a_plan_as_strategy_json(asked, tmp_path):
     for name in ("up", "down"):
         item = data["parallel_layout_item"][name]
         theirs = Layout.from_tensor_map(tuple(item["dev_matrix"]), item["tensor_map"])
-        assert theirs.slices(tuple(item["tensor_shape"])) == array_layout(plan_, f"params/{name}").slices(
+        assert theirs.slices(tuple(item["tensor_shape"])) == layout_of(plan_, f"params/{name}").slices(
             tuple(item["tensor_shape"])
         )
         assert set(item) == {

@@ -10,7 +10,7 @@ import pytest
 import shardfn
 from shardfn.errors import StrategyError
 from shardfn.frontend.strategy import Leaf
-from shardfn.mindspore.plans import array_layout
+from shardfn.mindspore.parallel import layout_of
 from shardfn.planning.mesh_inference import place, primes
 
 
@@ -179,7 +179,7 @@ def test_the_device_matrix_of_a_function(function, arguments, cuts, matrix, maps
     made = shardfn.plan(function, *shapes(*arguments), in_strategy=tuple(cuts), device="cpu:8")
     assert made.mesh.axis_sizes == matrix
     paths = [d.path for d in (*made.inputs, *made.outputs)]
-    assert [array_layout(made, path).tensor_map for path in paths] == maps
+    assert [layout_of(made, path).tensor_map for path in paths] == maps
     assert tuple(d.strategy for d in made.inputs) == tuple(cuts)
 
 

@@ -2,15 +2,55 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
+import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardfn.ir.model import Spec
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshLayout(metaclass=abc.ABCMeta):
+    """The layout of an array over named mesh axes. MindSpore's `Layout` counts as one: it has these attributes.
+
+    Args:
+      axes: name and size of each mesh axis.
+      spec: for each dimension the axes that shard it, major to minor.
+      rank_list: the index of the device at each position of the mesh, in row-major order.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    spec: Spec
+    rank_list: Sequence[int]
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> bool:
+        return (hasattr(other, "axes") and hasattr(other, "spec")) or NotImplemented
+
+    @classmethod
+    def of_strategy(cls, strategy: Sequence[int], devices: int) -> MeshLayout:
+        """The layout of a lone array: one axis for each dimension that is sharded, then `repeat` for the copies.
+
+        >>> MeshLayout.of_strategy((4, 1), 8)
+        MeshLayout(axes=(('dim0', 4), ('repeat', 2)), spec=(('dim0',), ()), rank_list=range(0, 8))
+        """
+        axes = [(f"dim{i}", n) for i, n in enumerate(strategy) if n > 1]
+        copies = devices // math.prod(strategy)
+        if copies > 1 or not axes:
+            axes.append(("repeat", copies))
+        return cls(tuple(axes), tuple((f"dim{i}",) if n > 1 else () for i, n in enumerate(strategy)), range(devices))
+
+    def sharding(self, devices: Sequence[Any] | None = None) -> NamedSharding:
+        """The `NamedSharding` on these devices, each found by its rank; on an abstract mesh without devices."""
+        mesh = abstract_mesh(self.axes) if devices is None else mesh_on([devices[i] for i in self.rank_list], self.axes)
+        return NamedSharding(mesh, partition_spec(self.spec))
 
 
 def mesh_on(devices: Any, axes: Sequence[tuple[str, int]]) -> Mesh:

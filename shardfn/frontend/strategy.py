@@ -17,8 +17,8 @@ from jax import tree_util
 from jax.sharding import PartitionSpec
 
 from shardfn.errors import Problem, a
+from shardfn.frontend.meshes import MeshLayout
 from shardfn.frontend.paths import join, listed, met, near, normal, ruled
-from shardfn.mindspore.layout import Layout
 
 
 class NamedEntry:
@@ -223,18 +223,18 @@ def _as_tuple(strategy: Any, name: str) -> str:
         return f"write {name}={short(tuple(tuple(e) if isinstance(e, list) else e for e in strategy))}"
     if isinstance(strategy, dict):
         return f"write the entries in the order of the {_NOUN[name]}s: {name}={short(tuple(strategy.values()))}"
-    if isinstance(strategy, Layout | PartitionSpec | jax.sharding.Sharding):
+    if isinstance(strategy, MeshLayout | PartitionSpec | jax.sharding.Sharding):
         return f"write {name}=({strategy!r},)"
     return f"write a tuple of entries, such as {name}=((4, 1), None)"
 
 
 def is_entry(entry: Any) -> bool:
     """Whether `entry` speaks of one array (and is spread over a subtree), rather than holding entries itself."""
-    if entry is None or isinstance(entry, NamedEntry | Layout | PartitionSpec | jax.sharding.Sharding):
+    if entry is None or isinstance(entry, NamedEntry | MeshLayout | PartitionSpec | jax.sharding.Sharding):
         return True
     if type(entry) is tuple:
         return has_open_dims(entry) or not any(
-            isinstance(e, tuple | list | dict | NamedEntry | Layout | PartitionSpec | jax.sharding.Sharding)
+            isinstance(e, tuple | list | dict | NamedEntry | MeshLayout | PartitionSpec | jax.sharding.Sharding)
             or e is None
             for e in entry
         )

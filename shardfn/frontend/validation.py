@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.errors import Problem, a
+from shardfn.frontend.meshes import MeshLayout
 from shardfn.frontend.strategy import AUTO, ENTRY_KINDS, UNKNOWN, Leaf, count, fitting, has_open_dims
-from shardfn.mindspore.layout import Layout
 from shardfn.partition.resharding import divisors
 
 
@@ -33,7 +33,7 @@ def check(leaf: Leaf, devices: int, problems: list[Problem]) -> tuple[int, ...] 
         replicated = (1,) * len(leaf.shape)
         fits = bool(leaf.shape) and leaf.shape[0] > 0 and leaf.shape[0] % devices == 0
         return (devices, *replicated[1:]) if fits else replicated
-    if entry is AUTO or isinstance(entry, Layout | PartitionSpec | NamedSharding):
+    if entry is AUTO or isinstance(entry, MeshLayout | PartitionSpec | NamedSharding):
         return None
     return check_strategy(leaf, entry, devices, problems)
 
@@ -102,7 +102,7 @@ def _check_dim(leaf: Leaf, dim: int, ways: Any, size: int, devices: int) -> list
 def _rank_problem(leaf: Leaf, strategy: Any) -> Problem:
     likely = fitting([c for c in strategy if type(c) is int], leaf.shape)
     spread = " at `" in leaf.label and "['" not in leaf.where
-    if isinstance(leaf.entry, Layout):
+    if isinstance(leaf.entry, MeshLayout):
         fix = f"call the Layout with one entry for each dimension, {len(leaf.shape)} in all"
     elif isinstance(leaf.entry, PartitionSpec | NamedSharding):
         fix = f"give the PartitionSpec {count(len(leaf.shape), 'entry', 'entries')} at most"
@@ -130,7 +130,7 @@ def _positive_int(ways: Any) -> str:
 def _fix_divides(leaf: Leaf, size: int, ways: int, devices: int) -> str:
     """Only what the devices can hold is offered."""
     numbers = any_of(divisors(size if devices == 1 else math.gcd(size, devices)))
-    is_named = isinstance(leaf.entry, Layout | PartitionSpec | NamedSharding)
+    is_named = isinstance(leaf.entry, MeshLayout | PartitionSpec | NamedSharding)
     fix = f"shard it over mesh axes of {numbers} devices" if is_named else f"use {numbers} there"
     return fix + (
         f", or pad that dimension to {-(-size // ways) * ways}" if devices % ways == 0 or devices == 1 else ""

@@ -20,11 +20,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardfn.cost.devices.chips import Hardware
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail
+from shardfn.frontend.meshes import MeshLayout
 from shardfn.frontend.strategy import Argument, leaves_of, short
 from shardfn.ir.model import Axes
 from shardfn.layoutfile.mindspore_json import parse_json
 from shardfn.layoutfile.toml import MAX_BYTES, parse_toml, to_toml, valid_part
-from shardfn.mindspore.layout import Layout
 from shardfn.planning.layout_rules import (
     LayoutFile,
     as_layout,
@@ -203,7 +203,5 @@ def _sharding(
     elif size > 1 and axes:
         lay = as_layout(((),) * ndim, axes, order)
     else:
-        lay = Layout.from_strategy(tuple(entry) if size > 1 else (1,) * ndim, size)
-    if pool is None:
-        return NamedSharding(lay.abstract_mesh(), lay.partition_spec)
+        lay = MeshLayout.of_strategy(tuple(entry) if size > 1 else (1,) * ndim, size)
     return lay.sharding(pool)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 
 from shardfn.errors import Problem
@@ -157,12 +157,18 @@ def json_text(decisions: Sequence[Decision], axes: Sequence[tuple[str, int]], op
             "dev_matrix": matrix, "field": 0, "opt_weight_shard_size": 0, "opt_weight_shard_step": 0,
             "tensor_map": tensor_map, "tensor_shape": list(d.shape),
         }  # fmt: skip
+    strategies = {name: {"parallel_strategy": one, "stage": 0} for name, one in strategies_by_op(ops).items()}
+    return json.dumps({"current_stage": 1, LAYOUTS: layouts, STRATEGIES: strategies}, indent=1)
+
+
+def strategies_by_op(ops: Iterable[Any]) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The operands' strategies of each `OpStrategy`, by the op's name and its number among those of that name."""
     counts: dict[str, int] = {}
-    strategies: dict[str, Mapping[str, Any]] = {}
+    found: dict[str, tuple[tuple[int, ...], ...]] = {}
     for op in ops:
         at = counts[op.op] = counts.get(op.op, -1) + 1
-        strategies[f"{op.op}-op{at}"] = {"parallel_strategy": [list(cuts) for cuts in op.inputs], "stage": 0}
-    return json.dumps({"current_stage": 1, LAYOUTS: layouts, STRATEGIES: strategies}, indent=1)
+        found[f"{op.op}-op{at}"] = op.inputs
+    return found
 
 
 def _matrix(d: Decision, axes: Sequence[tuple[str, int]]) -> tuple[list[int], list[Any]]:

@@ -14,11 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shardfn.errors import Problem
+from shardfn.frontend.meshes import MeshLayout
 from shardfn.frontend.paths import escaped, listed, near, normal, ruled
 from shardfn.frontend.strategy import AUTO, Leaf, count
 from shardfn.frontend.validation import any_of, check_strategy
 from shardfn.ir.model import Axes, Spec
-from shardfn.mindspore.layout import Layout
 from shardfn.partition.resharding import divisors
 from shardfn.planning.decisions import Constraint
 
@@ -339,11 +339,9 @@ def _spec(dims: Sequence[RuleDim], leaf: Leaf, sizes: dict[str, int], problems: 
     return tuple(spec)
 
 
-def as_layout(spec: Spec, axes: Axes, order: Sequence[int] | None) -> Layout:
-    """The `Layout` of one array on the mesh."""
-    names, sizes = tuple(n for n, _ in axes), tuple(s for _, s in axes)
-    dims = ("None" if not dim else dim[0] if len(dim) == 1 else dim for dim in spec)
-    return Layout(sizes, names, list(order) if order else None)(*dims)
+def as_layout(spec: Spec, axes: Axes, order: Sequence[int] | None) -> MeshLayout:
+    """The layout of one array on the mesh."""
+    return MeshLayout(tuple(axes), spec, tuple(order or range(math.prod(size for _, size in axes))))
 
 
 def rule_entries(

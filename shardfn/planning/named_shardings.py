@@ -10,16 +10,16 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardfn.errors import LayoutError, Problem
+from shardfn.frontend.meshes import MeshLayout
 from shardfn.frontend.strategy import Leaf
 from shardfn.frontend.validation import check_strategy
 from shardfn.ir.model import Spec
-from shardfn.mindspore.layout import Layout
 from shardfn.planning.mesh_inference import Placement
 
 
 def names_axes(leaf: Leaf) -> bool:
     """Whether the leaf's entry names mesh axes, rather than counting shards."""
-    return isinstance(leaf.entry, Layout | PartitionSpec | NamedSharding)
+    return isinstance(leaf.entry, MeshLayout | PartitionSpec | NamedSharding)
 
 
 def place_named(
@@ -67,7 +67,7 @@ def place_named(
             )
     if len(problems) > before or devices == 1:
         return Placement((), tuple(None if s is None else ((),) * len(s) for s in specs))
-    order = next((tuple(leaf.entry.rank_list) for leaf in leaves if isinstance(leaf.entry, Layout)), None)
+    order = next((tuple(leaf.entry.rank_list) for leaf in leaves if isinstance(leaf.entry, MeshLayout)), None)
     return Placement(mesh_axes, tuple(specs), None if order == tuple(range(devices)) else order)
 
 
@@ -106,7 +106,7 @@ def _elsewhere(leaf: Leaf, used: Sequence[Any] | None) -> Problem | None:
 def _call_axes(leaves: Sequence[Leaf], mesh: Mesh | None) -> tuple[tuple[str, int], ...]:
     """The axes of the first Layout or mesh."""
     for leaf in leaves:
-        if isinstance(leaf.entry, Layout | NamedSharding):
+        if isinstance(leaf.entry, MeshLayout | NamedSharding):
             return _axes(leaf, ())
     return tuple(mesh.shape.items()) if mesh is not None else ()
 
@@ -133,7 +133,7 @@ def _refusals(
 ) -> Iterator[Problem]:
     """The problems of an entry; the caller takes the first."""
     entry, own = leaf.entry, _axes(leaf, mesh_axes)
-    if isinstance(entry, Layout):
+    if isinstance(entry, MeshLayout):
         try:
             entry.spec  # noqa: B018
         except LayoutError:
@@ -143,7 +143,7 @@ def _refusals(
                 why="the device matrix alone does not say which axis shards which dimension",
                 fix=f'call it with an axis name, or "None", for each dimension: {leaf.where} = {_called(leaf)}',
             )
-        first = next(other.entry for other in leaves if isinstance(other.entry, Layout))
+        first = next(other.entry for other in leaves if isinstance(other.entry, MeshLayout))
         if list(entry.rank_list) != list(first.rank_list):
             yield Problem(
                 f"{leaf.label} has another rank_list than the Layouts before it",
@@ -201,14 +201,14 @@ def _refusals(
 
 def _axes(leaf: Leaf, mesh_axes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
     """The axes of an entry's own mesh, or else those of the call's mesh."""
-    if isinstance(leaf.entry, Layout):
+    if isinstance(leaf.entry, MeshLayout):
         return leaf.entry.axes
     return tuple(leaf.entry.mesh.shape.items()) if isinstance(leaf.entry, NamedSharding) else mesh_axes
 
 
 def _spec(leaf: Leaf) -> Spec:
     """The mesh axes of each dimension, from an entry that names them."""
-    if isinstance(leaf.entry, Layout):
+    if isinstance(leaf.entry, MeshLayout):
         return tuple(map(_names, leaf.entry.spec))
     raw = tuple(leaf.entry.spec if isinstance(leaf.entry, NamedSharding) else leaf.entry)
     return tuple(map(_names, (*raw, *[None] * (len(leaf.shape) - len(raw)))))
@@ -244,7 +244,7 @@ def _all_as_strategies(leaves: Sequence[Leaf], mesh_axes: tuple[tuple[str, int],
 def _as_strategy(leaf: Leaf, mesh_axes: tuple[tuple[str, int], ...]) -> Any:
     entry, sizes = leaf.entry, dict(mesh_axes)
     try:
-        raw = entry.spec if isinstance(entry, Layout | NamedSharding) else entry
+        raw = entry.spec if isinstance(entry, MeshLayout | NamedSharding) else entry
     except LayoutError:  # it is not called yet
         raw = ()
     padded = [*raw, *[None] * len(leaf.shape)][: len(leaf.shape)]

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 import shardfn
 from shardfn import Cell, auto_parallel, infer_predict_layout, shard
 from shardfn.errors import ContextError, StrategyError, StrategyTypeError
-from shardfn.mindspore.plans import array_layout
+from shardfn.mindspore.parallel import layout_of
 
 
 def shape(*sizes):
@@ -32,7 +32,7 @@ def test_layouts_are_mindspores():
     assert found["down/0"].slice_shape == (64, 32)
     layout = shardfn.Layout.from_tensor_map(matrix, tensor_map)
     assert layout.cuts == (1, 4) and layout.size == 8
-    assert layout.slices(whole)[0] == array_layout(found.plan, "params/up").slices(whole)[0]
+    assert layout.slices(whole)[0] == layout_of(found.plan, "params/up").slices(whole)[0]
     assert found.shardings()["up"].shard_shape((64, 256)) == (64, 64)
     assert "down/0  float32[256,32]  (4, 1)" in str(found) and repr(found) == "<PredictLayout of serve: 2 weights>"
 

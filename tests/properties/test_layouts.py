@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import shardfn
 from shardfn.mindspore.layout import Layout
-from shardfn.mindspore.plans import array_layout
+from shardfn.mindspore.parallel import layout_of
 from tests.properties.programs import device_ids
 
 
@@ -79,7 +79,7 @@ def test_every_rank_holds_the_slice_that_its_layout_says(ask):
         *zip(plan.inputs, arrays, compiled.input_shardings[0], strict=True),
         *((d, w, r.sharding) for d, w, r in zip(plan.outputs, want, results, strict=True)),
     ):
-        layout = array_layout(plan, decision.path)
+        layout = layout_of(plan, decision.path)
         assert layout.cuts == decision.strategy
         assert layout.slice_shape(whole.shape) == decision.local_shape == lies.shard_shape(whole.shape)
         assert layout == Layout.from_sharding(plan.sharding(decision.path), whole.ndim, devices)
@@ -91,7 +91,7 @@ def test_every_rank_holds_the_slice_that_its_layout_says(ask):
         assert held_by(lies, whole.shape, rank_of) == said
 
     for decision, whole, result in zip(plan.outputs, want, results, strict=True):
-        layout = array_layout(plan, decision.path)
+        layout = layout_of(plan, decision.path)
         data = {rank_of[s.device.id]: np.asarray(s.data) for s in result.addressable_shards}
         for rank, slices in zip(layout.rank_list, layout.slices(whole.shape), strict=True):
             np.testing.assert_array_equal(data[rank], whole[slices])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import shardfn
 from shardfn.frontend.strategy import AUTO, Leaf
 from shardfn.mindspore.layout import Layout
-from shardfn.mindspore.plans import array_layout
+from shardfn.mindspore.parallel import layout_of
 from shardfn.planning.mesh_inference import place, primes
 
 DEVICES = (2, 3, 4, 6, 8, 12, 24, 64, 4096)
@@ -191,7 +191,7 @@ def test_so_does_a_planned_matmul(data):
     out = Layout((a, k, c, count // (a * k * c)), ("a", "k", "c", "repeat"))("a", "c")
     made = shardfn.plan(jnp.matmul, x, w, in_strategy=((a, k), (k, c)), out_strategy=((a, c),), device=f"cpu:{count}")
     assert [s for _, s in made.axes] == [s for s in out.device_matrix if s > 1]
-    assert array_layout(made, "result").slices((a * 2, c * 2)) == out.slices((a * 2, c * 2))
+    assert layout_of(made, "result").slices((a * 2, c * 2)) == out.slices((a * 2, c * 2))
 
 
 # What cannot be

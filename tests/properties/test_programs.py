@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 import shardfn
-from shardfn.mindspore.plans import array_layout
+from shardfn.mindspore.parallel import layout_of
 from tests.properties.apart import Ended, apart
 from tests.properties.programs import asked_cuts, assert_near, cases, scalar
 
@@ -125,7 +125,7 @@ def assert_as_asked(entry, decision, devices):
 def assert_lies_as_planned(array, plan, decision, devices):
     """Every device holds the slice that the plan's layout gives its rank."""
     assert array.sharding.shard_shape(array.shape) == decision.local_shape
-    layout = array_layout(plan, decision.path)
+    layout = layout_of(plan, decision.path)
     held = {shard.device.id: shard for shard in array.addressable_shards}
     assert set(held) == set(devices)
     whole = np.asarray(array)

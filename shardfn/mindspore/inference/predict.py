@@ -13,7 +13,7 @@ from shardfn.errors import ContextError, StrategyTypeError, a, fail
 from shardfn.frontend.callee import SHARDED
 from shardfn.mindspore import context
 from shardfn.mindspore.inference.weights import Named, Weights, of_call
-from shardfn.mindspore.plans import array_layout
+from shardfn.mindspore.parallel import layout_of
 from shardfn.planning.plan import Plan
 from shardfn.runtime.sharded_function import ShardedFunction
 
@@ -39,7 +39,7 @@ class PredictLayout(Mapping[str, WeightLayout]):
 
     def __getitem__(self, name: str) -> WeightLayout:
         path = self.weights.paths[name]
-        found, decision = array_layout(self.plan, path), self.plan.decision(path)
+        found, decision = layout_of(self.plan, path), self.plan.decision(path)
         matrix = tuple(size for _, size in found.axes)
         return WeightLayout(matrix, found.tensor_map, decision.local_shape, 0, True, "", decision.shape)
 

@@ -1,0 +1,89 @@
+"""`shard`, `layout_of` and `get_strategy`, with MindSpore's names and order of arguments."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from shardfn import api
+from shardfn.layoutfile.mindspore_json import strategies_by_op
+from shardfn.mindspore.layout import Layout
+from shardfn.planning.plan import Plan, op_strategies
+
+
+def shard(
+    fn: Callable[..., Any] | None = None,
+    in_strategy: Any = None,
+    out_strategy: Any = None,
+    parameter_plan: Any = None,
+    device: Any = None,
+    level: Any = 0,
+    **options: Any,
+) -> Any:
+    """`shardfn.shard` with the order of arguments of MindSpore 2.x.
+
+    Args:
+      fn: a function, a method, a module or a `Cell`; without it, a decorator is returned.
+      in_strategy: one entry for each positional argument, such as `((8, 1), (1, 4))`; None leaves all to the search.
+      out_strategy: one entry for each result.
+      parameter_plan: entries of parameters by path.
+      device: "CPU", "GPU", "TPU", "Ascend", a list of devices, a mesh, or a target such as "tpu-v5e:4x8".
+      level: the objective: 0 communication, 1 memory, 2 time.
+      options: the other options of `shardfn.shard`, by keyword.
+
+    Returns:
+      A `ShardedFunction`.
+
+    Raises:
+      ShardError: when it is called: all problems of the call at once.
+
+    >>> import jax.numpy as jnp
+    >>> dense = shard(lambda x, w: x @ w, ((1, 1), (1, 1)), None, {"w": (1, 1)})
+    >>> dense(jnp.ones((2, 3)), jnp.ones((3, 4))).shape
+    (2, 4)
+    """
+    if fn is None:
+        return functools.partial(shard, in_strategy=in_strategy, out_strategy=out_strategy,
+                                 parameter_plan=parameter_plan, device=device, level=level, **options)  # fmt: skip
+    return api.shard(fn, in_strategy, out_strategy, device, level, parameter_plan=parameter_plan, **options)
+
+
+def layout_of(plan: Plan, path: str) -> Layout:
+    """The `Layout` (device matrix, axis names, tensor map) of one array of a plan.
+
+    Args:
+      plan: the plan.
+      path: the array's path, as the report has it; a result's path begins with `result`.
+
+    Returns:
+      The layout. Its `device_matrix` has the sizes of the plan's mesh axes, its `slices(shape)` the slice of each rank.
+
+    Raises:
+      StrategyError: no array has that path.
+
+    >>> import jax, shardfn
+    >>> made = shardfn.plan(abs, jax.ShapeDtypeStruct((8, 2), "float32"), in_strategy=((4, 1),), device="tpu-v5e:4")
+    >>> layout_of(made, "x").tensor_map
+    (0, -1)
+    """
+    names, sizes = zip(*(plan.axes or (("a", 1),)), strict=True)
+    dims = ("None" if not dim else dim[0] if len(dim) == 1 else dim for dim in plan.decision(path).spec)
+    return Layout(sizes, names, list(plan.order) if plan.order else None)(*dims)
+
+
+def get_strategy(plan: Plan) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The strategy of every op of a plan: for each operand the number of shards of its dimensions.
+
+    Args:
+      plan: the plan.
+
+    Returns:
+      Strategies by the op's name and number, in program order, as a strategy file in MindSpore's JSON has them.
+
+    >>> import jax, shardfn
+    >>> made = shardfn.plan(abs, jax.ShapeDtypeStruct((8, 2), "float32"), in_strategy=((4, 1),), device="tpu-v5e:4")
+    >>> get_strategy(made)
+    {'abs-op0': ((4, 1),)}
+    """
+    return strategies_by_op(op_strategies(plan))
