@@ -50,7 +50,7 @@ def test_to_text_at_any_width_breaks_no_shape_and_no_path(width):
 
 
 def test_to_text_without_a_width_wraps_nothing():
-    assert len(to_text(PARTS).splitlines()) == 3 + 8 + 3
+    assert len(to_text(PARTS).splitlines()) == 13
     assert PATH in to_text(PARTS)
 
 

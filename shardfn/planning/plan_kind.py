@@ -1,0 +1,182 @@
+"""The textbook name of a plan: data parallel, ZeRO-1, FSDP, tensor parallel, a product of them, or `mixed`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+
+from shardfn.ir.model import Graph
+from shardfn.planning.decisions import Decision, DimensionGroup
+
+MOST, HALF, FEW = 0.9, 0.5, 0.1
+"""Shares of the bytes of parameters or optimizer state: what is sharded above `MOST` counts as all, below `FEW` as nothing."""
+
+Sharded = tuple[int, frozenset[str]]
+"""Bytes of an array, and the mesh axes over which it is sharded."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layouts:
+    """The facts about a plan that give it its name; `axes` is the mesh, as (name, size)."""
+
+    axes: tuple[tuple[str, int], ...]
+    batch: frozenset[str] = frozenset()
+    """Mesh axes that shard the batch dimension."""
+    inputs: frozenset[str] = frozenset()
+    """Mesh axes that shard other dimensions of the arrays with a batch dimension."""
+    parameters: tuple[Sharded, ...] = ()
+    optimizer_state: tuple[Sharded, ...] = ()
+    stacked: frozenset[str] = frozenset()
+    """Mesh axes that shard the dimension along which a loop takes its layers."""
+
+
+def kind_of(layouts: Layouts) -> str:
+    """The name of a plan.
+
+    >>> kind_of(Layouts((("a", 2), ("b", 4)), frozenset("a"), parameters=((64, frozenset("b")),)))
+    'tensor parallel over 4 × data parallel over 2'
+    """
+    sizes: dict[str, int] = {}
+    for axis, size in layouts.axes:
+        role = _role(layouts, axis)
+        sizes[role] = sizes.get(role, 1) * size
+    if math.prod(sizes.values()) == 1:
+        return "one device"
+    if list(sizes) == ["replicated"]:
+        return f"replicated on {sizes['replicated']} devices"
+    ordered = sorted(sizes, key=lambda role: TEXTBOOK.index(role) if role in TEXTBOOK else len(TEXTBOOK))
+    text = " × ".join(f"{role} over {sizes[role]}" for role in ordered)
+    if not set(sizes) <= set(TEXTBOOK):
+        return f"mixed: {text}"
+    return f"{text} devices" if len(sizes) == 1 else text
+
+
+TEXTBOOK = ("FSDP", "ZeRO-1", "tensor parallel", "data parallel", "replicated")
+
+
+def _role(layouts: Layouts, axis: str) -> str:
+    """What the devices along one mesh axis share out."""
+    parameters, state = _share(layouts.parameters, axis), _share(layouts.optimizer_state, axis)
+    if axis in layouts.batch:
+        if parameters >= MOST and (state >= MOST or not layouts.optimizer_state):
+            return "FSDP"
+        if parameters > FEW:
+            return f"data parallel with {parameters:.0%} of the parameter bytes sharded"
+        if state > FEW:
+            return "ZeRO-1" if state >= MOST else f"data parallel with {state:.0%} of the optimizer state sharded"
+        return "data parallel"
+    if axis in layouts.stacked:
+        return "stacked layers sharded"
+    if parameters >= HALF:
+        return "tensor parallel"
+    if parameters > FEW:
+        return f"{parameters:.0%} of the parameter bytes sharded"
+    if state > FEW:
+        return "optimizer state sharded"
+    return "inputs sharded along other dimensions than the batch" if axis in layouts.inputs else "replicated"
+
+
+def _share(arrays: Sequence[Sharded], axis: str) -> float:
+    """The share of the bytes of some arrays that is sharded over an axis."""
+    total = sum(size for size, _ in arrays)
+    return sum(size for size, axes in arrays if axis in axes) / total if total else 0.0
+
+
+# ---- the facts about a plan
+
+
+def layouts_of(
+    axes: tuple[tuple[str, int], ...],
+    arguments: Sequence[Decision],
+    results: Sequence[Decision],
+    groups: Sequence[DimensionGroup],
+    graph: Graph,
+) -> Layouts:
+    """Sort the arguments of a function into arrays with a batch dimension, parameters and optimizer state.
+
+    Parameters come back as results (or their gradients do) and feed a matmul or a lookup; optimizer state comes back too and
+    feeds neither.
+
+    Args:
+      axes: the mesh.
+      arguments: the decisions on the arguments.
+      results: the decisions on the results.
+      groups: the dimension groups of both.
+      graph: the traced program, whose last inputs are the arguments.
+    """
+    stacks = {op.trips for op in graph.ops if op.trips > 1}
+    returned = {_tail(d.path): d.shape for d in results}
+    mirrored = {d.path for d in arguments if _tail(d.path) and returned.get(_tail(d.path)) == d.shape}
+    batch = _batch_dimensions(arguments, results, groups, mirrored, stacks)
+    with_batch = {path for path, _ in batch}
+    weights = [d for d in arguments if d.path not in with_batch and d.shape and d.dtype.startswith(("float", "bfloat"))]
+    feeds = _feeding_products(graph, len(arguments))
+    at = {d.path: i for i, d in enumerate(arguments)}
+    state = [d for d in weights if d.path in mirrored and at[d.path] not in feeds]
+    parameters = [d for d in weights if d not in state]
+    return Layouts(
+        axes,
+        frozenset(axis for d in arguments for i, dim in enumerate(d.spec) if (d.path, i) in batch for axis in dim),
+        frozenset(axis for d in arguments if d.path in with_batch
+                  for i, dim in enumerate(d.spec) if (d.path, i) not in batch for axis in dim),
+        tuple(map(_sharded, parameters)),
+        tuple(map(_sharded, state)),
+        frozenset(axis for d in parameters if len(d.shape) > 2 and d.shape[0] in stacks for axis in d.spec[0]),
+    )  # fmt: skip
+
+
+def _tail(path: str) -> str:
+    """A path without the name of the argument; of a result also without its place in a tuple."""
+    first, *rest = path.split("/")
+    return "/".join(rest[1:] if first == "result" and rest and rest[0].isdigit() and len(rest) > 1 else rest)
+
+
+def _sharded(d: Decision) -> Sharded:
+    axes = frozenset(axis for dim in d.spec for axis in dim)
+    return d.local_bytes * math.prod(n // k for n, k in zip(d.shape, d.local_shape, strict=True) if k), axes
+
+
+def _batch_dimensions(
+    arguments: Sequence[Decision],
+    results: Sequence[Decision],
+    groups: Sequence[DimensionGroup],
+    mirrored: Collection[str],
+    stacks: Collection[int],
+) -> set[tuple[str, int]]:
+    """The dimensions, as (path, number), of the groups that look most like a batch.
+
+    A batch is dimension 0 wherever an argument has it. What no loop takes apart comes first, then what is not returned with
+    the shape of its argument, then what a result has too.
+    """
+    own = {d.path: d.shape for d in arguments}
+    shapes = {d.shape for d in results}
+    ranked: dict[tuple[bool, bool, bool], set[tuple[str, int]]] = {}
+    for group in groups:
+        members = [(path, int(number)) for path, _, number in (member.rpartition(".") for member in group.members)]
+        mine = {(path, number) for path, number in members if path in own}
+        if not mine or any(number or path in mirrored for path, number in mine):
+            continue
+        is_returned = any(own[path] in shapes for path, _ in mine)
+        ranked.setdefault((group.size in stacks, is_returned, len(mine) == len(members)), set()).update(mine)
+    return ranked[min(ranked)] if ranked else set()
+
+
+def _feeding_products(graph: Graph, count: int) -> set[int]:
+    """The arguments, by position, from which a matmul, a convolution or a lookup is computed."""
+    reached = {v: 1 << i for i, v in enumerate(graph.arguments(count))}
+    ties = [pair for one, other in graph.ties for pair in ((one, other), (other, one))]
+    found, before = 0, dict[int, int]()
+    while reached != before:  # more than once where a loop carries values round
+        before = dict(reached)
+        for op in graph.ops:
+            for i, out in enumerate(op.outputs):
+                sources = op.inputs[i :: len(op.outputs)] if op.name == "while" else op.inputs
+                for v in sources:
+                    reached[out] = reached.get(out, 0) | reached.get(v, 0)
+            if op.name in ("dot_general", "convolution", "gather"):
+                for v in op.inputs:
+                    found |= reached.get(v, 0)
+        for one, other in ties:
+            reached[one] = reached.get(one, 0) | reached.get(other, 0)
+    return {i for i in range(count) if found >> i & 1}

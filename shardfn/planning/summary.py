@@ -1,0 +1,168 @@
+"""A plan in words: the headline of every report, and the text of `print(plan)`."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Protocol
+
+from shardfn.cost.devices.hardware import Hardware, used_here
+from shardfn.cost.estimate import Cost, collective_s
+from shardfn.frontend.paths import alike, layer, starred
+from shardfn.ir.model import Collective, PartitionedProgram
+from shardfn.planning.decisions import Constraint, Decision, DimensionGroup
+from shardfn.planning.plan_kind import kind_of, layouts_of
+from shardfn.render.parts import Table, Text
+from shardfn.render.text import to_text
+from shardfn.units import bytes_text, flops_text, time_text
+
+LEVELS = ("least communication", "least memory", "least time")
+"""The objective of each level of the search."""
+
+MOST_ARRAYS = 10
+"""Kinds of arrays in the text of a plan."""
+
+FIX = " fix: "
+"""In a diagnostic the words before what the user should do."""
+
+
+class Summarised(Protocol):
+    """The fields of a plan that its summary reads."""
+
+    @property
+    def function(self) -> str: ...
+    @property
+    def hardware(self) -> Hardware: ...
+    @property
+    def level(self) -> int: ...
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]: ...
+    @property
+    def inputs(self) -> tuple[Decision, ...]: ...
+    @property
+    def outputs(self) -> tuple[Decision, ...]: ...
+    @property
+    def classes(self) -> tuple[DimensionGroup, ...]: ...
+    @property
+    def collectives(self) -> tuple[Collective, ...]: ...
+    @property
+    def constraints(self) -> tuple[Constraint, ...]: ...
+    @property
+    def partitioned(self) -> PartitionedProgram: ...
+    @property
+    def cost(self) -> Cost: ...
+    @property
+    def policy(self) -> str: ...
+    @property
+    def gap(self) -> float | None: ...
+    @property
+    def diagnostics(self) -> tuple[str, ...]: ...
+    @property
+    def memory_limit(self) -> float | None: ...
+
+
+def plan_kind(plan: Summarised) -> str:
+    """The textbook name of a plan, such as `FSDP over 8 devices`."""
+    return kind_of(layouts_of(plan.axes, plan.inputs, plan.outputs, plan.classes, plan.partitioned.graph))
+
+
+def headline(plan: Summarised) -> list[str]:
+    """What kind of plan it is, whether it fits, how long a call takes and why, how it was chosen, and one next step."""
+    cost = plan.cost
+    lines = [
+        f"{plan.function}: {plan_kind(plan)}",
+        f"devices: {devices_text(plan.hardware)}, mesh {mesh_text(plan.axes)}",
+        f"memory: {fit_text(plan)}",
+        f"time: {time_text(cost.time_s)} modelled per call, {_largest_part(plan)}; "
+        f"each device computes {flops_text(cost.flops)} and sends {bytes_text(cost.bytes_sent)}",
+        f"search: {plan.policy}; objective of level {plan.level}: {LEVELS[plan.level]}",
+    ]
+    if any(d.source == "searched" for d in plan.inputs):
+        lines.append(f"optimality: {proof(plan.gap, plan.level)}")
+    steps = [text.rpartition(FIX)[2] for text in plan.diagnostics if FIX in text]
+    return [*lines, *(f"next step: {step}" for step in steps[:1])]
+
+
+def devices_text(hardware: Hardware) -> str:
+    """The devices of a plan, and whether they are here."""
+    many = f"{hardware.count} device{'s'[: hardware.count != 1]}"
+    name = hardware.name or hardware.chip.name
+    if hardware.is_here:
+        return name if name.startswith(f"{hardware.count} x") else f"{name} ({many})"
+    return f"{name} ({many}, {'a target' if used_here(hardware) else 'not here'})"
+
+
+def mesh_text(axes: Sequence[tuple[str, int]]) -> str:
+    """The mesh in a few words.
+
+    >>> mesh_text((("a", 2), ("b", 4))), mesh_text(())
+    ('a=2 x b=4', 'of one device')
+    """
+    return " x ".join(f"{name}={size}" for name, size in axes) or "of one device"
+
+
+def fit_text(plan: Summarised) -> str:
+    """Whether a plan fits its memory limit by the estimate, and with how much to spare."""
+    peak, device = plan.cost.memory.peak, plan.hardware.chip.memory_bytes
+    limit = device if plan.memory_limit is None else plan.memory_limit
+    name = plan.hardware.chip.name if plan.memory_limit is None else "memory limit"
+    used = f"{bytes_text(peak)} per device at the peak (estimate) of {bytes_text(limit)} ({name})"
+    if peak > limit:
+        return f"does not fit: {used}, {bytes_text(peak - limit)} too much"
+    return f"fits: {used}, {bytes_text(limit - peak)} to spare"
+
+
+def _largest_part(plan: Summarised) -> str:
+    """Compute, or the line whose collectives take longest."""
+    parts: dict[tuple[str, str], float] = collections.defaultdict(float)
+    for c in plan.collectives:
+        parts[c.kind, c.where] += collective_s(c, plan.hardware, plan.axes)
+    key = max(parts, key=parts.__getitem__, default=None)
+    if key is None or parts[key] <= plan.cost.compute_s:
+        return f"most of it compute ({time_text(plan.cost.compute_s)})"
+    where = f" at {pathlib.PurePath(key[1]).name}" if key[1] else ""
+    return f"most of it the {key[0]}{where} ({time_text(parts[key])}); compute {time_text(plan.cost.compute_s)}"
+
+
+def proof(gap: float | None, level: int) -> str:
+    """How far a plan may be from the optimum of the cost model.
+
+    The bound holds for the sum over single ops, on the meshes tried; at level 0 on the plan's own mesh. The estimate of a whole
+    partitioned program, by which plans are compared, may rank another plan first.
+
+    >>> proof(0.032, 2)
+    'within 3.2% of the optimum of the cost model summed over ops, on the meshes tried'
+    """
+    if gap is None:
+        return "no bound known"
+    bound = f"within {max(gap, 0.001):.1%} of the optimum" if gap > 5e-5 else "proved optimal"
+    return f"{bound} of the cost model summed over ops, on {'this mesh' if level == 0 else 'the meshes tried'}".replace(
+        "optimal of", "optimal for"
+    )
+
+
+def summary(plan: Summarised) -> str:
+    """A plan in less than 30 lines: arrays that differ only in the number of a layer are one row."""
+    lines = [*headline(plan)]
+    if plan.constraints:
+        lines.append(f"constraints: {len(plan.constraints)} ops inside get sharding constraints")
+    tables = [_arrays("arguments", plan.inputs, MOST_ARRAYS), _arrays("results", plan.outputs, 4)]
+    more = [f"{len(plan.diagnostics)} diagnostics"] if plan.diagnostics else []
+    end = f"full report{': ' if more else ''}{', '.join(more)} and all collectives: shardfn.explain(plan)"
+    return to_text([Text("", tuple(lines)), *(t for t in tables if t.rows), Text("", (end,))])
+
+
+def _arrays(title: str, decisions: Sequence[Decision], most: int) -> Table:
+    """The largest arrays, equal ones as one row."""
+    ordered = sorted(decisions, key=lambda d: -math.prod(d.shape))
+    groups = alike(ordered, lambda d: dataclasses.replace(d, path=layer(d.path), reason="", runner_up=""), least=2)
+    rows = [
+        (starred([d.path for d in same]), f"{len(same)}" if len(same) > 1 else "",
+         f"{same[0].dtype}[{','.join(map(str, same[0].shape))}]", str(same[0].cuts), same[0].source)
+        for same in groups[:most]
+    ]  # fmt: skip
+    note = f"… {len(groups) - most} more" if len(groups) > most else ""
+    return Table("", (title, "count", "shape", "strategy", "chosen by"), tuple(rows), note)
