@@ -32,11 +32,11 @@ for name, function in (("heads", by_heads), ("time", by_time)):
     np.testing.assert_allclose(function(*args), attention(*args), rtol=1e-3, atol=1e-4)
     report = function.explain(*args, compiled=True)
     data = report.to_dict()
-    print(f"by {name}: {data['price']['bytes_sent']:,} bytes predicted")
+    print(f"by {name}: {data['cost']['bytes_sent']:,} bytes predicted")
     for kind, both in data["compiled"]["kinds"].items():
         print(f"  {kind:20} {both['predicted']['count']} predicted, {both['compiled']['count']} compiled,"
               f" {both['compiled']['bytes_sent']:,} bytes")  # fmt: skip
-    for why in data["compiled"]["why"]:
+    for why in data["compiled"]["differences"]:
         print("  ", why)
 
 # The report as a web page, with a drawing of which device holds what; in a notebook it is shown by itself.

@@ -18,7 +18,7 @@ from shardfn.frontend.options import Options
 from shardfn.frontend.strategy import shape_of, short
 from shardfn.layoutfile.files import LayoutFile
 from shardfn.planning.plan import Plan
-from shardfn.report.report import Report, make_report
+from shardfn.report.report import Report, in_detail, make_report
 from shardfn.runtime.sharded_function import ShardedFunction
 
 
@@ -138,19 +138,28 @@ def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     return function.plan(*args, **rest)
 
 
-def explain(fn: Callable[..., Any] | Plan, *args: Any, compiled: bool = False, **kwargs: Any) -> Report:
-    """The report of a call, or of a plan that is there already: grid, layouts and their reasons, collectives with file and line,
-    memory, findings.
+def explain(
+    fn: Callable[..., Any] | Plan, *args: Any, compiled: bool = False, detail: str = "short", **kwargs: Any
+) -> Report:
+    """The report of a call or of a plan: kind of plan, shardings and who chose them, collectives with file and line, memory.
 
-    `compiled=True` holds the prediction against what XLA compiled (which needs the devices; of a plan it is
-    `Plan.verify`). Other keyword arguments are as in `plan`.
+    Args:
+      fn: a function, a `ShardedFunction`, or a plan, which takes no arguments.
+      *args: the arguments of the call, or their shapes.
+      compiled: compile the call and compare XLA's program with the prediction. This needs the devices; for a plan it is
+        `Plan.verify`.
+      detail: "short", or "full" for every section.
+      **kwargs: options of `shard` and keyword arguments of `fn`, as in `plan`.
+
+    Returns:
+      The report.
 
     Raises:
-      ShardError: all that is wrong with the call; a plan with arguments, which are those that it was made for.
+      ShardError: with everything that is wrong with the call.
 
     >>> import jax
     >>> made = plan(abs, jax.ShapeDtypeStruct((8,), "float32"), in_strategy=((4,),), device="tpu-v5e:4")
-    >>> explain(made).to_dict()["inputs"][0]["strategy"]
+    >>> explain(made).to_dict()["arguments"][0]["strategy"]
     [4]
     """
     if isinstance(fn, Plan):
@@ -159,9 +168,9 @@ def explain(fn: Callable[..., Any] | Plan, *args: Any, compiled: bool = False, *
             fail(StrategyTypeError, f"the plan of `{fn.function}` is explained by itself",
                  where=f"explain(plan, {', '.join(given)})", why="it was made for its own arguments and options",
                  fix="write explain(plan), or explain the function with these")  # fmt: skip
-        return fn.verify() if compiled else make_report(fn)
+        return in_detail(fn.verify() if compiled else make_report(fn), detail)
     function, rest = with_options(fn, kwargs)
-    return function.explain(*args, compiled=compiled, **rest)
+    return function.explain(*args, compiled=compiled, detail=detail, **rest)
 
 
 def load_layout(path: Any) -> LayoutFile:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 _BYTES = (("B", 1), ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("TiB", 1 << 40))
-_SECONDS = (("µs", 1e-6), ("ms", 1e-3), ("s", 1.0))
+_SECONDS = (("ns", 1e-9), ("µs", 1e-6), ("ms", 1e-3), ("s", 1.0))
 _FLOPS = (("FLOPs", 1), ("kFLOPs", 1e3), ("MFLOPs", 1e6), ("GFLOPs", 1e9), ("TFLOPs", 1e12), ("PFLOPs", 1e15))
 
 
@@ -28,10 +28,10 @@ def bytes_text(size: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """A time in seconds, as µs, ms or s.
+    """A time in seconds, as ns, µs, ms or s.
 
     >>> time_text(7.12e-5), time_text(0.0062134), time_text(0)
-    ('71.2 µs', '6.21 ms', '0 µs')
+    ('71.2 µs', '6.21 ms', '0 s')
     """
     return _scaled(seconds, _SECONDS)
 
@@ -55,6 +55,8 @@ def signed(text: str) -> str:
 
 
 def _scaled(number: float, units: Sequence[tuple[str, float]]) -> str:
-    """The number in the first unit that leaves less than 1,000 of it."""
+    """The number in the first unit that leaves less than 1,000 of it; zero in the base unit."""
+    if not number:
+        return f"0 {next(name for name, size in units if size == 1)}"
     name, size = next((unit for unit in units if abs(number) < 999.5 * unit[1]), units[-1])
     return f"{number_text(number / size)} {name}"

@@ -225,7 +225,7 @@ def test_a_plan_that_is_there_is_explained():
     made = sharded.plan(X, W)
     assert explain(made) == sharded.explain(X, W)
     assert explain(made, compiled=True).to_dict()["compiled"]
-    assert explain(pickle.loads(pickle.dumps(made))).to_dict()["inputs"] == explain(made).to_dict()["inputs"]
+    assert explain(pickle.loads(pickle.dumps(made))).to_dict()["arguments"] == explain(made).to_dict()["arguments"]
     with pytest.raises(shardfn.ShardError) as error:
         explain(made, 3, level=2)
     assert str(error.value) == (
@@ -245,8 +245,8 @@ def test_a_plan_for_hardware_that_is_not_here():
 def test_what_lies_elsewhere_is_reported():
     sharded = shard(dense, ((8, 1), (1, 1)))
     moved = jax.device_put(X, jax.devices()[3])
-    assert "lies elsewhere" in str(sharded.explain(moved, W))
-    assert "lies elsewhere" not in str(sharded.explain(X, W))
+    assert "is transferred in every call" in str(sharded.explain(moved, W))
+    assert "is transferred in every call" not in str(sharded.explain(X, W))
 
 
 def test_lower_gives_jax_s_own_stages():

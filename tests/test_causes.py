@@ -25,7 +25,7 @@ def scanned(x, ws):
 
 def due(plan):
     return {
-        (row["kind"], *row["shape"]): row["cause"]["strategies"] for row in make_report(plan).to_dict()["collectives"]
+        (row["kind"], *row["shape"]): row["cause"]["shardings"] for row in make_report(plan).to_dict()["collectives"]
     }
 
 
@@ -35,7 +35,7 @@ X = S((16, 32), "float32")
 
 def test_each_sum_names_the_weights_that_it_sums_over():
     plan = shardfn.plan(tower, X, WS, in_strategy=((2, 1), [((1, 4), (4, 1)), ((1, 4), (4, 1))]), device="tpu-v5e:2x4")
-    every = [row["cause"]["strategies"] for row in make_report(plan).to_dict()["collectives"]]
+    every = [row["cause"]["shardings"] for row in make_report(plan).to_dict()["collectives"]]
     assert sorted(map(sorted, every)) == [[f"ws/{i}/0 dim 1 over b", f"ws/{i}/1 dim 0 over b"] for i in (0, 1)], (
         "one axis cuts all four of them"
     )

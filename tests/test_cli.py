@@ -38,8 +38,11 @@ def explained(capsys, *args) -> dict:
 def test_explain_prints_the_report(capsys):
     assert main([*MATMUL, *CUT, "--device", "tpu-v5e:4x4"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("matmul: planned for tpu-v5e:4x4 (not here), 16 devices, grid a=4 x b=2 x c=2\n")
-    assert "you: in_strategy[1]" in out
+    assert out.startswith("matmul: tensor parallel over 2 × data parallel over 4 × replicated over 2\n")
+    assert "devices: tpu-v5e:4x4 (16 devices, not here), mesh a=4 x b=2 x c=2\n" in out
+    assert "in_strategy[1]" in out and "Op strategies" not in out
+    assert main([*MATMUL, *CUT, "--device", "tpu-v5e:4x4", "--detail", "full"]) == 0
+    assert "Op strategies" in capsys.readouterr().out
 
 
 def test_explain_takes_every_option(capsys, tmp_path):
@@ -52,7 +55,7 @@ def test_explain_takes_every_option(capsys, tmp_path):
     data = json.loads((tmp_path / "report.json").read_text())
     assert data["level"] == 2
     assert data["compiled"] is not None
-    assert data["inputs"][1]["reason"] == "parameter_plan['b']"
+    assert data["arguments"][1]["reason"] == "parameter_plan['b']"
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
 
 
@@ -70,10 +73,10 @@ def test_explain_of_a_function_in_a_file(capsys, tmp_path):
     (tmp_path / "beside.py").write_text("WIDTH = 32\n")
     file = str(tmp_path / "mine.py")
     data = explained(capsys, f"{file}:forward", "--args", f"{file}:arguments", "--device", "cpu:8")
-    assert [d["strategy"] for d in data["inputs"]] == [[8, 1], [8, 1]]
-    assert [d["path"] for d in data["inputs"]] == ["x", "params/w"]
+    assert [d["strategy"] for d in data["arguments"]] == [[8, 1], [8, 1]]
+    assert [d["path"] for d in data["arguments"]] == ["x", "params/w"]
     data = explained(capsys, "jax.numpy:tanh", "--args", f"{file}:one", "--in-strategy", "((4,),)", "--device", "cpu:8")
-    assert data["inputs"][0]["strategy"] == [4]
+    assert data["arguments"][0]["strategy"] == [4]
 
 
 def test_arguments_are_made_as_shapes_only(capsys, monkeypatch):
@@ -82,7 +85,7 @@ def test_arguments_are_made_as_shapes_only(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "huge", huge)
     data = explained(capsys, "jax.numpy:matmul", "--args", "huge:make", "--in-strategy", "((64, 1), (1, 64))",
                      "--device", "tpu-v5p:4096")  # fmt: skip
-    assert data["outputs"][0]["strategy"] == [64, 64]
+    assert data["results"][0]["strategy"] == [64, 64]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +131,7 @@ def test_plan_prints_the_report_and_saves_the_plan(capsys, tmp_path):
     ]
     assert main([*PLAN, *args, "--save", str(file)]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("matmul: planned for tpu-v5e:4x4 (not here), 16 devices, grid ")
+    assert "devices: tpu-v5e:4x4 (16 devices, not here), mesh " in out
     assert out.endswith(f"saved: {file}\n")
     x, w = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4096, 1024), (1024, 8192)))
     made = shardfn.plan(jnp.matmul, x, w, device="tpu-v5e:4x4", level=2, memory_limit="14GiB", time_limit=30)
@@ -143,7 +146,7 @@ def test_plan_takes_a_layout(capsys, tmp_path):
     assert main([*PLAN, "--in-strategy", "((4, 1), (1, 4))", "--save", str(file), "--quiet"]) == 0
     data = explained(capsys, "jax.numpy:matmul", "--shapes", "f32[4096,1024]", "f32[1024,8192]",
                      "--device", "tpu-v5e:4x4", "--layout", str(file))  # fmt: skip
-    assert [(d["strategy"], d["source"]) for d in data["inputs"]] == [([4, 1], "file"), ([1, 4], "file")]
+    assert [(d["strategy"], d["chosen_by"]) for d in data["arguments"]] == [([4, 1], "file"), ([1, 4], "file")]
 
 
 def test_plan_keeps_what_was_said(capsys):
@@ -296,17 +299,17 @@ def test_version(capsys):
 def test_the_command_gets_its_own_devices():
     done = run(sys.executable, "-m", "shardfn", *MATMUL, *CUT, "--compiled")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("matmul: on 8 x cpu, 8 devices, grid a=4 x b=2\n")
+    assert "devices: 8 x cpu, mesh a=4 x b=2\n" in done.stdout
 
 
 def test_the_command_respects_what_is_set():
     done = run(sys.executable, "-X", "utf8", "-m", "shardfn", *MATMUL, JAX_NUM_CPU_DEVICES="4")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("matmul: on 4 x cpu, 4 devices, ")
+    assert "devices: 4 x cpu, mesh " in done.stdout
 
 
 def test_a_reader_that_stops_early_is_no_error():
     command = f'"{sys.executable}" -m shardfn {" ".join(MATMUL[:2])} --shapes "f32[16,32]" "f32[32,64]" --device cpu:8'
     done = run("bash", "-c", f"set -o pipefail; {command} | head -n 1")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("matmul: planned for cpu:8")
+    assert done.stdout.startswith("matmul: ")

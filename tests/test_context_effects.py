@@ -215,7 +215,7 @@ def test_save_graphs_writes_every_plan(tmp_path):
     ]
     assert len(files) == 6
     data = json.loads((tmp_path / "graphs" / "dense_0_report.json").read_text())
-    assert [row["strategy"] for row in data["inputs"]] == [[2, 1], [1, 4]]
+    assert [row["strategy"] for row in data["arguments"]] == [[2, 1], [1, 4]]
     strategies = (tmp_path / "graphs" / "dense_0_strategies.txt").read_text()
     assert "dot_general" in strategies and "(2, 1)" in strategies
     set_context(save_graphs=False)

@@ -23,7 +23,7 @@ def test_the_demo():
     printed = done.stdout
     assert done.returncode == 0, printed[-2000:] + done.stderr
     assert printed.startswith(f"shardfn on 8 cpu devices, jax {jax.__version__}\n"), "it finds them by itself"
-    assert "Both runs equal their unsharded twins" in printed
+    assert "Both sharded runs give the losses of their unsharded runs" in printed
 
     rows = re.findall(r"^ *(\d+) +(\d\.\d+) +(\d\.\d+) +\S+$", printed, re.M)
     assert [int(step) for step, *_ in rows] == [*range(demo.STEPS)] * len(demo.RUNS)
@@ -32,8 +32,10 @@ def test_the_demo():
         assert sharded == pytest.approx(plain, rel=demo.TOLERANCE)
         assert plain == sorted(plain, reverse=True)
 
-    assert re.search(r"^BasicBlock: on 8 x cpu, 8 devices, grid a=8$", printed, re.M)
-    assert re.search(r"^train_step: on 8 x cpu, 8 devices, grid a=4 x b=2$", printed, re.M)
+    assert re.search(r"^BasicBlock: .*\ndevices: 8 x cpu, mesh a=8$", printed, re.M)
+    assert re.search(
+        r"^train_step: tensor parallel over 4 × data parallel over 2\ndevices: 8 x cpu, mesh a=4 x b=2$", printed, re.M
+    )
     assert re.search(r"^all-reduce .* demo\.py:\d+", printed, re.M), "collectives carry the program's own line"
     assert "Why they differ" in printed
 

@@ -100,7 +100,7 @@ def test_the_same_array_each_time():
     here = shardfn.shard(same, entries)
     assert not said(here.plan(jnp.ones((1024, 1024)), jnp.ones((1024, 1024))), "rounds of a loop")
     data = here.explain(jnp.ones((1024, 1024)), jnp.ones((1024, 1024)), compiled=True).to_dict()
-    assert sum(c["trips"] for c in data["compiled"]["collectives"] if c["kind"] == "all-gather") == 1
+    assert sum(c["runs"] for c in data["compiled"]["collectives"] if c["kind"] == "all-gather") == 1
 
 
 def test_what_is_constant_in_a_loop():

@@ -170,7 +170,10 @@ def test_an_unknown_device_has_another_chips_figures_and_says_so() -> None:
 def test_a_target_of_a_platform_that_is_here_says_how_to_run_on_it(target, instead):
     x = np.zeros((8, 2), np.float32)
     sharded = shardfn.shard(double, device=target)
-    assert sharded.explain(x).to_text().startswith(f"double: planned for {target} (a target), ")
+    assert (
+        sharded.explain(x).to_text().splitlines()[1].startswith(f"devices: {target} (")
+        and "a target), mesh " in sharded.explain(x).to_text()
+    )
     for call in (sharded, lambda x: sharded.explain(x, compiled=True)):
         with pytest.raises(shardfn.ShardError) as caught:
             call(x)

@@ -13,14 +13,16 @@ import shardfn
 from shardfn.cost.devices.hardware import CHIPS, Hardware, resolve
 from shardfn.cost.estimate import Cost
 from shardfn.cost.memory.live_ranges import MemoryEstimate
-from shardfn.errors import ContextError, StrategyError
+from shardfn.errors import ContextError
 from shardfn.ir.model import Collective, Graph, Op, PartitionedProgram, Value
 from shardfn.planning import what_if
 from shardfn.planning.decisions import Candidate, Constraint, Figures
-from shardfn.planning.plan import Decision, DimensionGroup, Plan, proof
+from shardfn.planning.plan import Decision, DimensionGroup, Plan
+from shardfn.planning.summary import proof
 from shardfn.render import parts as render
-from shardfn.report import sections
-from shardfn.report.report import Report, diff_report, make_report, save_graphs, strategies_text
+from shardfn.report.facts import attributions
+from shardfn.report.report import Report, make_report
+from shardfn.report.saved_graphs import save_graphs, strategies_text
 
 LAYERS = 4
 X, CUT, WHOLE = (("b",), ()), ((), ("a",)), ((), ())
@@ -98,60 +100,74 @@ def made(**changes) -> Plan:
     return dataclasses.replace(made, **changes)
 
 
-ARRIVALS = ("x lies elsewhere (SingleDeviceSharding) and is moved on arrival: 4,096 bytes per device",)
+TRANSFERS = ("`x` arrives with SingleDeviceSharding and is transferred in every call: 4 KiB per device",)
 
 
 # ---- the texts
 
 
-@pytest.mark.parametrize("width", [100, 60])
-def test_text(golden, width):
-    text = make_report(made(), arrivals=ARRIVALS).to_text(width)
-    golden(f"report_{width}", text)
-    assert max(map(len, text.splitlines())) <= width
+def test_short_report_at_80_columns(golden):
+    text = make_report(made(), transfers=TRANSFERS).to_text(80)
+    golden("report_80", text)
+    assert max(map(len, text.splitlines())) <= 80
 
 
-def test_one_device_says_so(golden):
+def test_full_report_at_120_columns(golden):
+    text = make_report(made(), transfers=TRANSFERS).full().to_text(120)
+    golden("report_full_120", text)
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_report_without_a_terminal_wraps_nothing():
+    text = make_report(made(), transfers=TRANSFERS).full().to_text()
+    assert TRANSFERS[0] in text
+    assert "params/layers/*/up dim 1 over a, params/layers/*/down dim 0 over a" in text
+
+
+def test_headline_on_one_device_says_so():
     alone = decided("x", (64, 32), WHOLE, "you", "in_strategy[0]")
     plan = made(
         hardware=dataclasses.replace(resolve("cpu"), count=1, name="1 x cpu"), axes=(), inputs=(alone,), outputs=(),
-        dimension_groups=(), collectives=(), diagnostics=(), policy="nothing was open", constraints=(), candidates=(), gap=None,
-        cost=Cost(1.5e6, 0, MemoryEstimate(8192, 0, 0), 7.6e-9, 0.0),
+        dimension_groups=(), collectives=(), diagnostics=(), policy="nothing was open", constraints=(), candidates=(),
+        gap=None, cost=Cost(1.5e6, 0, MemoryEstimate(8192, 0, 0), 7.6e-9, 0.0),
         partitioned=PartitionedProgram(Graph((Value((64, 32), "f32"),), (), (0,), (), ()), (WHOLE,), {}, ()),
     )  # fmt: skip
     report = make_report(plan)
-    golden("report_one_device", report.to_text())
-    assert not any(isinstance(part, render.Drawing) for part in report.parts)
+    assert report.to_text().startswith("step: one device\ndevices: 1 x cpu, mesh of one device\n")
+    assert not any(isinstance(part, render.Drawing) for part in report.complete)
 
 
-def test_what_does_not_fit_is_said():
-    plan = made(cost=Cost(1.0, 0, MemoryEstimate(20 * 10**9, 0, 20 * 10**9), 1.0, 0.0))
-    assert "it may not fit, 2.5 times that by the estimate" in make_report(plan).to_text()
-
-
-def test_strategies(golden):
-    golden("strategies", strategies_text(made()))
-
-
-def test_diff(golden):
-    other = made(
-        axes=(("a", 8),),
-        inputs=tuple(
-            dataclasses.replace(d, strategy=(1,) * len(d.shape), spec=((),) * len(d.shape)) for d in made().inputs
-        ),
-        collectives=(),
-        cost=Cost(3e6, 0, MemoryEstimate(147968, 4100, 20480), 15e-9, 0.0),
-        level=1,
-        constraints=(),
-        gap=None,
+def test_headline_of_a_plan_that_does_not_fit_says_by_how_much():
+    plan = made(
+        cost=Cost(1.0, 0, MemoryEstimate(20 * 10**9, 0, 20 * 10**9), 1.0, 0.0),
+        diagnostics=("too large; fix: use 4 ways",),
     )
-    report = diff_report(made(), other)
-    golden("report_diff", report.to_text())
-    assert "<table>" in report._repr_html_()
-    assert report.to_dict()["changes"][0] == {"what": "grid", "first": "a=4 x b=2", "second": "a=8", "paths": []}
-    assert "equal" in diff_report(made(), made()).to_text()
-    with pytest.raises(StrategyError, match="other arguments"):
-        diff_report(made(), made(inputs=()))
+    text = make_report(plan).to_text()
+    assert (
+        "memory: does not fit, 22.4 GiB too much: 37.3 GiB per device at the peak (estimate), tpu-v5e 14.9 GiB" in text
+    )
+    assert "next step: use 4 ways" in text
+
+
+def test_strategies_text_has_one_line_per_op():
+    lines = strategies_text(made()).splitlines()
+    assert len(lines) == 1 + 10 + 4 * LAYERS + 1
+    assert lines[11] == (
+        "%2 = dot_general(%0, %1)  in_strategy: ((2, 1), (1, 4)), out_strategy: ((2, 4),)"
+        f" : (f32[64,32], f32[32,128]) -> (f32[64,128])  # {FILE}:12"
+    )
+
+
+def test_two_layer_training_step_fits_on_two_screens():
+    def step(params, momentum, x):
+        loss = lambda p: jnp.mean((jax.nn.relu(x @ p["w1"]) @ p["w2"]) ** 2)  # noqa: E731
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, jax.grad(loss)(params))
+        return jax.tree.map(lambda p, m: p - 0.1 * m, params, momentum), momentum
+
+    params = {"w1": ONES((32, 128)), "w2": ONES((128, 16))}
+    report = shardfn.explain(step, params, params, ONES((64, 32)), level=2)
+    assert len(report.to_text(120).splitlines()) <= 100
+    assert len(report.full().to_text(120).splitlines()) > len(report.to_text(120).splitlines())
 
 
 # ---- the data
@@ -185,11 +201,11 @@ ENTRY %main (x: f32[32,32]) -> f32[32,32] {
 
 def test_schema(golden):
     """Programs read this: what changes here is a change of `SCHEMA`."""
-    golden("report_schema", "\n".join(sorted(schema(make_report(made(), compiled_program(), ARRIVALS).to_dict()))))
+    golden("report_schema", "\n".join(sorted(schema(make_report(made(), compiled_program(), TRANSFERS).to_dict()))))
 
 
 def test_compiled_text(golden):
-    text = make_report(made(), compiled_program(), ARRIVALS).to_text()
+    text = make_report(made(), compiled_program(), TRANSFERS).to_text()
     golden("report_compiled", text[text.index("Compiled:") :])
 
 
@@ -199,17 +215,17 @@ def test_data_is_complete_and_its_own():
     assert data == json.loads(report.to_json())
     data["function"] = "other"
     assert report.to_dict()["function"] == "step"
-    assert [len(data[key]) for key in ("inputs", "outputs", "dimension_groups", "ops", "collectives")] == [
+    assert [len(data[key]) for key in ("arguments", "results", "dimension_groups", "ops", "collectives")] == [
         10,
         2,
         6,
         17,
         6,
     ]
-    assert data["grid"] == [{"axis": "a", "size": 4, "stride": 2}, {"axis": "b", "size": 2, "stride": 1}]
+    assert data["mesh"] == [{"axis": "a", "size": 4, "stride": 2}, {"axis": "b", "size": 2, "stride": 1}]
     assert data["collectives"][1]["where"] == f"{FILE}:13"
     assert data["ops"][0] == {
-        "op": "dot_general", "inputs": [[2, 1], [1, 4]], "outputs": [[2, 4]], "trips": 1, "where": f"{FILE}:12",
+        "op": "dot_general", "in_strategy": [[2, 1], [1, 4]], "out_strategy": [[2, 4]], "runs": 1, "where": f"{FILE}:12",
     }  # fmt: skip
 
 
@@ -223,20 +239,20 @@ def test_data_is_complete_and_its_own():
 )
 def test_owners(axes, owners):
     collective = Collective("all-gather", axes, 2, (), "f32", 4, 1, "")
-    assert sections.owners(made(collectives=(collective,))) == [owners]
+    assert attributions(made(collectives=(collective,))) == [owners]
 
 
 def test_owners_are_results_where_no_argument_is_cut():
     sent = Collective("all-gather", ("b",), 2, (), "f32", 4, 1, "")
     plan = made(inputs=(decided("x", (64, 32), WHOLE, "you"),), collectives=(sent,))
-    assert sections.owners(plan) == [["result/0 dim 0 over b"]]
+    assert attributions(plan) == [["result/0 dim 0 over b"]]
 
 
 # ---- the drawing
 
 
 def drawing(plan):
-    return next(part for part in make_report(plan).parts if isinstance(part, render.Drawing))
+    return next(part for part in make_report(plan).complete if isinstance(part, render.Drawing))
 
 
 @pytest.mark.parametrize("axes", [(("a", 8),), (("a", 4), ("b", 2)), (("a", 2), ("b", 2), ("c", 2))])
@@ -277,7 +293,7 @@ def test_devices_in_another_order():
     order = (7, 6, 5, 4, 3, 2, 1, 0)
     report = make_report(made(order=order))
     assert drawing(made(order=order)).devices == order
-    assert "device at each place of the grid: 7, 6, 5" in report.to_text()
+    assert "devices in the order of the mesh: 7, 6, 5" in report.to_text()
 
 
 # ---- real functions on 8 devices
@@ -317,20 +333,20 @@ def test_real_functions(fn, args, strategy, expected):
     report = function.explain(*args, compiled=True)
     data, text = report.to_dict(), report.to_text()
 
-    assert [tuple(d["strategy"]) for d in data["inputs"]] == [d.strategy for d in plan.inputs]
-    assert [(c["kind"], c["trips"]) for c in data["collectives"]] == expected
+    assert [tuple(d["strategy"]) for d in data["arguments"]] == [d.strategy for d in plan.inputs]
+    assert [(c["kind"], c["runs"]) for c in data["collectives"]] == expected
     assert sum(c["total_bytes"] for c in data["collectives"]) == plan.cost.bytes_sent
     assert sum(c["time_s"] for c in data["collectives"]) == pytest.approx(plan.cost.communication_s)
-    assert all(c["cause"]["strategies"] for c in data["collectives"])
+    assert all(c["cause"]["shardings"] for c in data["collectives"])
     assert all(pathlib.Path(c["where"].rpartition(":")[0]) == pathlib.Path(__file__) for c in data["collectives"])
     assert all(d.path in text for d in (*plan.inputs, *plan.outputs))
     for kind, pair in data["compiled"]["kinds"].items():
         assert pair["predicted"]["bytes_sent"] == pair["compiled"]["bytes_sent"], kind
-    flops = data["compiled"]["matrix_flops"]
+    flops = data["compiled"]["matmul_flops"]
     assert flops["predicted"] == flops["compiled"]
     memory = data["compiled"]["memory"]
     assert memory["arguments"]["predicted"] == memory["arguments"]["compiled"]
-    assert not any("no sharding rule" in why for why in data["compiled"]["why"])
+    assert not any("no sharding rule" in why for why in data["compiled"]["differences"])
 
 
 def test_a_searched_plan_says_what_else_was_weighed():
@@ -339,33 +355,33 @@ def test_a_searched_plan_says_what_else_was_weighed():
     params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
     x = jax.ShapeDtypeStruct((4096, 4096), "float32")
     plan, report = function.plan(params, x), function.explain(params, x)
-    data, text, html = report.to_dict(), report.to_text(140), report.to_html()
-    assert data["gap"] == plan.gap
-    assert f"proof under the cost model: {proof(plan.gap, plan.level)}" in text
+    data, text, html = report.to_dict(), report.full().to_text(140), report.to_html()
+    assert data["optimality_gap"] == plan.gap
+    assert f"optimality: {proof(plan.gap, plan.level)}" in text
     best, *others = data["candidates"]
     assert best["name"] == "this plan"
-    assert best["figures"]["time_s"] == plan.cost.time_s
+    assert best["cost"]["time_s"] == plan.cost.time_s
     assert others
-    assert all(c["figures"]["time_s"] >= plan.cost.time_s for c in others)
+    assert all(c["cost"]["time_s"] >= plan.cost.time_s for c in others)
     for shown in (text, html):
-        assert "Plans that were priced" in shown
+        assert "Candidates evaluated" in shown
         assert all(c["name"] in shown for c in others[:11])
-        assert ("Held inside" in shown) is bool(plan.constraints)
+        assert ("Sharding constraints" in shown) is bool(plan.constraints)
     assert len(data["constraints"]) == len(plan.constraints)
     times = [c["time_s"] for c in data["collectives"]]
     assert times == sorted(times, reverse=True)
-    assert all(told["runner_up"] in text for told in data["inputs"])
+    assert all(told["runner_up"] in text for told in data["arguments"])
 
 
 def test_what_is_too_much_to_price_says_that_it_is_an_estimate(monkeypatch):
     shape = jax.ShapeDtypeStruct((512, 512), "float32")
     plan = shardfn.plan(lambda x, w, v: jnp.tanh(x @ w) @ v, *[shape] * 3, device="h100:8", level=2)
     untold = dataclasses.replace(plan, inputs=tuple(dataclasses.replace(d, runner_up="") for d in plan.inputs))
-    for told in (told for each in (plan, untold) for told in make_report(each).to_dict()["inputs"]):
+    for told in (told for each in (plan, untold) for told in make_report(each).to_dict()["arguments"]):
         row = plan.why(told["path"]).rows[0]
         assert told["runner_up"] == f"{row.strategy}: {what_if.more_text(row.more)}"
     monkeypatch.setattr(what_if, "RUNNERS_UP", 1 + len(plan.partitioned.graph.ops))  # one flow
-    told = [d["runner_up"] for d in make_report(plan).to_dict()["inputs"]]
+    told = [d["runner_up"] for d in make_report(plan).to_dict()["arguments"]]
     assert [text.endswith(" by the search's estimate") for text in told].count(False) == 1
     assert any(text.endswith(" memory") for text in told)
 
@@ -373,7 +389,7 @@ def test_what_is_too_much_to_price_says_that_it_is_an_estimate(monkeypatch):
 def test_where_arrays_have_no_runner_up_that_of_all_is_said():
     runner = "8 grid: 12 B sent"
     inputs = tuple(dataclasses.replace(d, runner_up="") for d in made().inputs)
-    text = make_report(made(inputs=inputs, runner_up=runner)).to_text()
+    text = make_report(made(inputs=inputs, runner_up=runner)).full().to_text()
     assert text.count(runner) == 1
     assert "Runners-up" not in text
 
@@ -381,7 +397,7 @@ def test_where_arrays_have_no_runner_up_that_of_all_is_said():
 def test_a_plan_for_a_target_says_that_it_is_not_here():
     x, w = jax.ShapeDtypeStruct((1024, 512), "float32"), jax.ShapeDtypeStruct((512, 2048), "float32")
     report = shardfn.explain(dense, x, w, in_strategy=((16, 1), (1, 16)), device="tpu-v5e:16x16")
-    assert report.to_text().startswith("dense: planned for tpu-v5e:16x16 (not here), 256 devices, grid a=16 x b=16")
+    assert "devices: tpu-v5e:16x16 (256 devices, not here), mesh a=16 x b=16" in report.to_text()
     assert "64 of 256 devices are shown" in report._repr_html_()
     assert report.to_dict()["hardware"]["is_here"] is False
 
@@ -405,7 +421,7 @@ def test_equal_layers_are_one_row_and_cut_arrays_stay():
     text = make_report(made(inputs=(*many, made().inputs[-1]))).to_text()
     table = text[text.index("Arguments") : text.index("Results")]
     assert "\nx " in table
-    assert "19 more rows: see .to_dict()" in table
+    assert "39 more rows" in table
 
 
 # ---- save_graphs
@@ -457,6 +473,6 @@ def test_axes_of_a_mesh_of_ones_own_are_named():
     x = Decision("x", (64, 32), "float32", (4, 2), (("data",), ("model",)), "you")
     plan = made(axes=tuple(mesh.shape.items()), inputs=(x,), outputs=(), dimension_groups=(), collectives=())
     text = make_report(plan).to_text()
-    assert "grid data=4 x model=2" in text
+    assert "mesh data=4 x model=2" in text
     assert "P('data', 'model')" in text
-    assert "nothing: it repeats" in text
+    assert "nothing: its devices repeat the same work" in text

@@ -355,7 +355,7 @@ def holds_for_a_searched_step_of_gpt2(device):
     plan = shardfn.plan(function, *args, device=device, level=2, donate_argnums=(0, 1))
     found = compiled_part(plan.verify())
     assert found["matrix_flops"]["compiled"] == pytest.approx(found["matrix_flops"]["predicted"], rel=0.02)
-    assert not any("unknown number of times" in text for text in found["findings"])
+    assert not any("unknown number of times" in text for text in found["diagnostics"])
 
 
 @pytest.mark.tpu

@@ -159,6 +159,6 @@ def run(show: Callable[[Report], None] = print) -> bool:
         print(f"\nlosses {'are equal' if same else 'DIFFER'} (to {TOLERANCE:g} of their size)\n")
         show(report())
         equal = equal and same
-    print(f"\n{'Both runs equal their unsharded twins' if equal else 'A run differs'}; "
+    print(f"\n{'Both sharded runs give the losses of their unsharded runs' if equal else 'A run DIFFERS'}; "
           f"{time.perf_counter() - started:.0f} s in all.")  # fmt: skip
     return equal

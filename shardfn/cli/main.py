@@ -145,6 +145,8 @@ def _add_call(command: argparse.ArgumentParser, modes: str) -> None:
     command.add_argument("--device", help="CPU, GPU, TPU, or a target to plan for, such as tpu-v5e:4x4 or cpu:64")
     command.add_argument("--level", type=int, help="what a search makes best: 0, 1 or 2")
     command.add_argument("--search-mode", metavar="NAME", help=f"{', '.join(MODES)}: {modes}")
+    command.add_argument("--detail", choices=("short", "full"), default="short",
+                         help="full adds dimension groups, op strategies, constraints, candidates and runners-up")  # fmt: skip
     command.add_argument("--quiet", action="store_true", help="do not print the report")
 
 
@@ -228,7 +230,7 @@ def _plan(options: argparse.Namespace) -> None:
         print(plan_to_toml(plan))
         return
     if not options.quiet:
-        show(function.explain(*arguments))
+        show(function.explain(*arguments), options.detail)
     if options.save:
         plan.save(options.save)
         if not options.quiet:
@@ -246,7 +248,7 @@ def _explain(options: argparse.Namespace) -> None:
     if options.html:
         pathlib.Path(options.html).write_text(report.to_html() + "\n", encoding="utf-8")
     if not options.quiet and options.json != "-":
-        show(report)
+        show(report, options.detail)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -270,11 +272,12 @@ def _check(options: argparse.Namespace) -> None:
         print(plan)
 
 
-def show(report: shardfn.Report) -> None:
-    """Print a report: in colours on a terminal, as plain text into a pipe or a file."""
+def show(report: shardfn.Report, detail: str = "short") -> None:
+    """Print a report: in colours and fitted to a terminal, as plain unwrapped text into a pipe or a file."""
+    report = report.full() if detail == "full" else report
     if sys.stdout.isatty():
         from rich.console import Console
 
         Console().print(report)
     else:
-        print(report.to_text(120))
+        print(report)

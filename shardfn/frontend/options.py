@@ -11,7 +11,7 @@ from shardfn.frontend.byte_sizes import bytes_of, plain
 from shardfn.frontend.defaults import Defaults
 from shardfn.search.problem import Algorithm
 
-LEVELS = ("most compute per byte sent", "least memory per device", "fastest step")
+LEVELS = ("least communication", "least memory", "least time")
 """The objective of each level."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,12 +14,13 @@ from shardfn.cost.devices.hardware import Hardware
 from shardfn.cost.estimate import Cost
 from shardfn.errors import DeviceError, StrategyError, StrategyTypeError, a, fail
 from shardfn.frontend.meshes import abstract_mesh, mesh_on, wired
-from shardfn.frontend.options import LEVELS
 from shardfn.frontend.paths import alike, few, listed
 from shardfn.ir.model import Collective, Op, PartitionedProgram
 from shardfn.layoutfile import plan_file
 from shardfn.planning.decisions import Alternatives, Candidate, Constraint, Decision, DimensionGroup
 from shardfn.planning.layout_rules import LayoutFile, LayoutRule
+from shardfn.planning.summary import mesh_text, plan_kind, proof, summary
+from shardfn.units import bytes_text, flops_text, time_text
 
 __all__ = [
     "Alternatives", "Candidate", "Change", "Constraint", "Decision", "DimensionGroup", "OpStrategy", "Plan", "Study", "diff",
@@ -73,7 +73,7 @@ class Plan:
     _verifier: Callable[[Plan], Any] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
-        return "\n".join(_summary(self))
+        return summary(self)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(str(self))  # in a notebook, where the whole of it would be pages long
@@ -118,7 +118,7 @@ class Plan:
         >>> x, w = jax.ShapeDtypeStruct((8, 4), "float32"), jax.ShapeDtypeStruct((4, 2), "float32")
         >>> made = shardfn.shard(lambda x, w: x @ w, ((4, 1), (1, 1)), device="tpu-v5e:2x2").plan(x, w)
         >>> print(made.diff(made.what_if({"x": (2, 1), "w": (1, 2)}))[0])
-        grid: a=4 -> a=2 x b=2
+        mesh: a=4 -> a=2 x b=2
         """
         return dataclasses.replace(self._studied().what_if(entries), _verifier=self._verifier)
 
@@ -177,6 +177,11 @@ class Plan:
                 return d
         fail(StrategyError, f"the plan of `{self.function}` has no array `{path}`",
              fix=f"use one of {', '.join(d.path for d in (*self.inputs, *self.outputs)[:20])}")  # fmt: skip
+
+    @property
+    def kind(self) -> str:
+        """The textbook name of the plan, such as `FSDP over 8 devices`, or `mixed: …` where none fits."""
+        return plan_kind(self)
 
     @property
     def mesh(self) -> Mesh | AbstractMesh:
@@ -241,7 +246,7 @@ def op_strategies(plan: Plan) -> tuple[OpStrategy, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One line of a diff: what differs, in the first plan and in the second; `paths` are the arrays it speaks of."""
+    """One line of a diff: the property that differs, its text in both plans, and the paths of the arrays concerned."""
 
     what: str
     first: str
@@ -280,22 +285,25 @@ def diff(first: Plan, second: Plan) -> tuple[Change, ...]:
         if a != b:
             changes.append(Change(what, str(a), str(b)))
 
-    row("grid", _grid(first), _grid(second))
+    row("mesh", mesh_text(first.axes), mesh_text(second.axes))
+    row("kind", first.kind, second.kind)
     row("level", first.level, second.level)
-    changes += _laid_otherwise(first, second)
+    changes += _sharded_differently(first, second)
     if first.constraints != second.constraints:
-        changes.append(Change("ops held to a layout inside", _held(first, second), _held(second, first)))
-    row("modelled time, µs", _us(first), _us(second))
-    row("bytes sent per device", f"{first.cost.bytes_sent:,}", f"{second.cost.bytes_sent:,}")
-    row("peak memory per device", f"{first.cost.memory.peak:,}", f"{second.cost.memory.peak:,}")
-    row("FLOPs per device", f"{first.cost.flops:,.0f}", f"{second.cost.flops:,.0f}")
+        changes.append(
+            Change("ops with sharding constraints", _constrained(first, second), _constrained(second, first))
+        )
+    row("modelled time", time_text(first.cost.time_s), time_text(second.cost.time_s))
+    row("sent per device", bytes_text(first.cost.bytes_sent), bytes_text(second.cost.bytes_sent))
+    row("peak memory per device", bytes_text(first.cost.memory.peak), bytes_text(second.cost.memory.peak))
+    row("FLOPs per device", flops_text(first.cost.flops), flops_text(second.cost.flops))
     row("collectives", len(first.collectives), len(second.collectives))
-    row("proof", proof(first.gap, first.level), proof(second.gap, second.level))
+    row("optimality", proof(first.gap, first.level), proof(second.gap, second.level))
     return tuple(changes)
 
 
-def _laid_otherwise(first: Plan, second: Plan) -> Iterator[Change]:
-    """The arrays whose layouts differ."""
+def _sharded_differently(first: Plan, second: Plan) -> Iterator[Change]:
+    """The arrays that are sharded differently."""
     sides = zip((*first.inputs, *first.outputs), (*second.inputs, *second.outputs), strict=False)
     differ = [(one, two) for one, two in sides if (one.strategy, one.spec) != (two.strategy, two.spec)]
     moved = [one.path for one, two in differ if one.strategy == two.strategy and first.axes != second.axes]
@@ -308,39 +316,17 @@ def _laid_otherwise(first: Plan, second: Plan) -> Iterator[Change]:
         paths = tuple(path for path, *_ in same)
         yield Change(few(paths, 2, 2), *same[0][2:], paths)
     if moved:
-        yield Change(few(moved, 2, 2), "cut over the first grid", "cut as much over the second", tuple(moved))
-
-
-def _grid(plan: Plan) -> str:
-    return " x ".join(f"{n}={s}" for n, s in plan.axes) or "1 device"
-
-
-def proof(gap: float | None, level: int) -> str:
-    """How far a plan may be from the best under the cost model, in words: of what adds up over the ops, on the grids that were
-    tried, at level 0 on the plan's own. The flow, by which a whole plan is priced, may find something better.
-
-    >>> proof(0.032, 2), proof(None, 2)
-    ('op by op, within 3.2% of the optimum on the grids tried', 'not known')
-    """
-    if gap is None:
-        return "not known"
-    where = "this grid" if level == 0 else "the grids tried"
-    if gap > 5e-5:
-        return f"op by op, within {max(gap, 0.001):.1%} of the optimum on {where}"
-    return f"op by op, nothing costs less on {where}; by its flow something may"
-
-
-def _us(plan: Plan) -> str:
-    """Microseconds with four digits."""
-    return f"{float(f'{plan.cost.time_s * 1e6:.4g}'):,.10g}"
+        yield Change(
+            few(moved, 2, 2), "sharded over the first mesh", "sharded equally over the second mesh", tuple(moved)
+        )
 
 
 MOST_KINDS, MOST_PLACES = 3, 2
-"""Of ops that only one of two plans holds: kinds that are told, and lines of each."""
+"""Of ops that only one of two plans constrains: how many kinds are named, and lines of each."""
 
 
-def _held(plan: Plan, other: Plan) -> str:
-    """How many ops are held; those that the other plan leaves alone, by kind and line, and how many it holds otherwise."""
+def _constrained(plan: Plan, other: Plan) -> str:
+    """How many ops have constraints, which of them have none in the other plan, and how many have others there."""
     theirs = {(c.kind, c.number): c for c in other.constraints}
     alone: dict[str, list[str]] = {}
     for c in plan.constraints:
@@ -356,51 +342,6 @@ def _held(plan: Plan, other: Plan) -> str:
     changed = sum(c != theirs.get((c.kind, c.number), c) for c in plan.constraints)
     return (
         str(len(plan.constraints))
-        + (f"; here only: {', '.join(parts)}" if parts else "")
-        + (f"; {changed} in another layout than there" if changed else "")
+        + (f"; only here: {', '.join(parts)}" if parts else "")
+        + (f"; {changed} sharded differently" if changed else "")
     )
-
-
-MOST_LINES = 10
-"""Of arrays, in the text of a plan."""
-
-
-MOST_SAID = 200
-"""Characters of the first finding, in the text of a plan."""
-
-
-def _summary(plan: Plan) -> list[str]:
-    """A plan in less than 25 lines: the largest arrays stand for the rest."""
-    cost = plan.cost
-    lines = [
-        f"{plan.function} on {plan.hardware.name or plan.hardware.chip.name}, "
-        f"{plan.hardware.count} device{'s'[: plan.hardware.count != 1]}: grid {_grid(plan)}",
-        f"level {plan.level}, {LEVELS[plan.level]}: {plan.policy}",
-        f"per device and call: {_us(plan)} µs modelled, {cost.bytes_sent:,} B sent, "
-        f"{cost.memory.peak:,} B at the peak, {cost.flops:,.0f} FLOPs",
-    ]
-    if any(d.source == "searched" for d in plan.inputs):
-        lines.append(f"proof under the cost model: {proof(plan.gap, plan.level)}")
-    for title, decisions in (("arguments", plan.inputs), ("results", plan.outputs)):
-        most = MOST_LINES if title == "arguments" else 4
-        groups: dict[tuple[Any, ...], list[Decision]] = {}
-        for d in sorted(decisions, key=lambda d: -math.prod(d.shape)):
-            groups.setdefault((d.shape, d.dtype, d.strategy, d.spec, d.source), []).append(d)
-        rows = [
-            (same[0].path + (f" and {len(same) - 1} more" if len(same) > 1 else ""), f"{d.dtype}{list(d.shape)}",
-             str(d.strategy), d.source)
-            for same in groups.values() for d in same[:1]
-        ]  # fmt: skip
-        widths = [max((len(row[i]) for row in rows[:most]), default=0) for i in range(4)]
-        lines += [
-            f"  {'  '.join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()}" for row in rows[:most]
-        ]
-        lines += [f"  … {len(rows) - most} more kinds of {title}"] if len(rows) > most else []
-    if plan.constraints:
-        lines.append(f"{len(plan.constraints)} ops are held to layouts inside")
-    if plan.diagnostics:
-        first, count = plan.diagnostics[0], len(plan.diagnostics)
-        short = first if len(first) <= MOST_SAID else first[: MOST_SAID - 1].rstrip() + "…"
-        lines.append(f"{count} findings, the first: {short}" if count > 1 else f"1 finding: {short}")
-    lines.append("the whole report: shardfn.explain(plan)")
-    return lines

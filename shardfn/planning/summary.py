@@ -5,22 +5,20 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-import pathlib
 from collections.abc import Sequence
 from typing import Protocol
 
 from shardfn.cost.devices.hardware import Hardware, used_here
 from shardfn.cost.estimate import Cost, collective_s
+from shardfn.frontend.options import LEVELS
 from shardfn.frontend.paths import alike, layer, starred
 from shardfn.ir.model import Collective, PartitionedProgram
 from shardfn.planning.decisions import Constraint, Decision, DimensionGroup
 from shardfn.planning.plan_kind import kind_of, layouts_of
+from shardfn.render.cells import file_line, shape_text, table, times
 from shardfn.render.parts import Table, Text
 from shardfn.render.text import to_text
 from shardfn.units import bytes_text, flops_text, time_text
-
-LEVELS = ("least communication", "least memory", "least time")
-"""The objective of each level of the search."""
 
 MOST_ARRAYS = 10
 """Kinds of arrays in the text of a plan."""
@@ -45,7 +43,7 @@ class Summarised(Protocol):
     @property
     def outputs(self) -> tuple[Decision, ...]: ...
     @property
-    def classes(self) -> tuple[DimensionGroup, ...]: ...
+    def dimension_groups(self) -> tuple[DimensionGroup, ...]: ...
     @property
     def collectives(self) -> tuple[Collective, ...]: ...
     @property
@@ -66,7 +64,7 @@ class Summarised(Protocol):
 
 def plan_kind(plan: Summarised) -> str:
     """The textbook name of a plan, such as `FSDP over 8 devices`."""
-    return kind_of(layouts_of(plan.axes, plan.inputs, plan.outputs, plan.classes, plan.partitioned.graph))
+    return kind_of(layouts_of(plan.axes, plan.inputs, plan.outputs, plan.dimension_groups, plan.partitioned.graph))
 
 
 def headline(plan: Summarised) -> list[str]:
@@ -76,9 +74,10 @@ def headline(plan: Summarised) -> list[str]:
         f"{plan.function}: {plan_kind(plan)}",
         f"devices: {devices_text(plan.hardware)}, mesh {mesh_text(plan.axes)}",
         f"memory: {fit_text(plan)}",
-        f"time: {time_text(cost.time_s)} modelled per call, {_largest_part(plan)}; "
-        f"each device computes {flops_text(cost.flops)} and sends {bytes_text(cost.bytes_sent)}",
-        f"search: {plan.policy}; objective of level {plan.level}: {LEVELS[plan.level]}",
+        f"time: {time_text(cost.time_s)} per call (modelled); {_largest_part(plan)}",
+        f"work: {flops_text(cost.flops)} and {bytes_text(cost.bytes_sent)} sent per device; compute "
+        f"{time_text(cost.compute_s)}, communication {time_text(cost.communication_s)}",
+        f"objective: {LEVELS[plan.level]} (level {plan.level}); {plan.policy}",
     ]
     if any(d.source == "searched" for d in plan.inputs):
         lines.append(f"optimality: {proof(plan.gap, plan.level)}")
@@ -109,10 +108,10 @@ def fit_text(plan: Summarised) -> str:
     peak, device = plan.cost.memory.peak, plan.hardware.chip.memory_bytes
     limit = device if plan.memory_limit is None else plan.memory_limit
     name = plan.hardware.chip.name if plan.memory_limit is None else "memory limit"
-    used = f"{bytes_text(peak)} per device at the peak (estimate) of {bytes_text(limit)} ({name})"
+    used = f"{bytes_text(peak)} per device at the peak (estimate), {name} {bytes_text(limit)}"
     if peak > limit:
-        return f"does not fit: {used}, {bytes_text(peak - limit)} too much"
-    return f"fits: {used}, {bytes_text(limit - peak)} to spare"
+        return f"does not fit, {bytes_text(peak - limit)} too much: {used}"
+    return f"fits with {bytes_text(limit - peak)} to spare: {used}"
 
 
 def _largest_part(plan: Summarised) -> str:
@@ -122,9 +121,9 @@ def _largest_part(plan: Summarised) -> str:
         parts[c.kind, c.where] += collective_s(c, plan.hardware, plan.axes)
     key = max(parts, key=parts.__getitem__, default=None)
     if key is None or parts[key] <= plan.cost.compute_s:
-        return f"most of it compute ({time_text(plan.cost.compute_s)})"
-    where = f" at {pathlib.PurePath(key[1]).name}" if key[1] else ""
-    return f"most of it the {key[0]}{where} ({time_text(parts[key])}); compute {time_text(plan.cost.compute_s)}"
+        return f"largest part: compute, {time_text(plan.cost.compute_s)}"
+    where = f" at {file_line(key[1])}" if key[1] else ""
+    return f"largest part: {key[0]}{where}, {time_text(parts[key])}"
 
 
 def proof(gap: float | None, level: int) -> str:
@@ -138,10 +137,8 @@ def proof(gap: float | None, level: int) -> str:
     """
     if gap is None:
         return "no bound known"
-    bound = f"within {max(gap, 0.001):.1%} of the optimum" if gap > 5e-5 else "proved optimal"
-    return f"{bound} of the cost model summed over ops, on {'this mesh' if level == 0 else 'the meshes tried'}".replace(
-        "optimal of", "optimal for"
-    )
+    bound = f"within {max(gap, 0.001):.1%} of the optimum" if gap > 5e-5 else "proved the optimum"
+    return f"{bound} of the cost model summed over ops, on {'this mesh' if level == 0 else 'the meshes tried'}"
 
 
 def summary(plan: Summarised) -> str:
@@ -150,8 +147,10 @@ def summary(plan: Summarised) -> str:
     if plan.constraints:
         lines.append(f"constraints: {len(plan.constraints)} ops inside get sharding constraints")
     tables = [_arrays("arguments", plan.inputs, MOST_ARRAYS), _arrays("results", plan.outputs, 4)]
-    more = [f"{len(plan.diagnostics)} diagnostics"] if plan.diagnostics else []
-    end = f"full report{': ' if more else ''}{', '.join(more)} and all collectives: shardfn.explain(plan)"
+    if plan.diagnostics:
+        many = f"{len(plan.diagnostics)} diagnostics, the first" if len(plan.diagnostics) > 1 else "1 diagnostic"
+        lines.append(f"{many}: {next(iter(plan.diagnostics))}")
+    end = "full report: shardfn.explain(plan)"
     return to_text([Text("", tuple(lines)), *(t for t in tables if t.rows), Text("", (end,))])
 
 
@@ -160,9 +159,8 @@ def _arrays(title: str, decisions: Sequence[Decision], most: int) -> Table:
     ordered = sorted(decisions, key=lambda d: -math.prod(d.shape))
     groups = alike(ordered, lambda d: dataclasses.replace(d, path=layer(d.path), reason="", runner_up=""), least=2)
     rows = [
-        (starred([d.path for d in same]), f"{len(same)}" if len(same) > 1 else "",
-         f"{same[0].dtype}[{','.join(map(str, same[0].shape))}]", str(same[0].cuts), same[0].source)
-        for same in groups[:most]
+        (starred([d.path for d in same]), times(len(same)), f"{same[0].dtype}{shape_text(same[0].shape)}",
+         str(same[0].strategy), same[0].source)
+        for same in groups
     ]  # fmt: skip
-    note = f"… {len(groups) - most} more" if len(groups) > most else ""
-    return Table("", (title, "count", "shape", "strategy", "chosen by"), tuple(rows), note)
+    return table("", (title, "count", "shape", "strategy", "chosen by"), rows, most=most)

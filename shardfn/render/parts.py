@@ -16,13 +16,24 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of cells below named columns. HTML shows a table closed at first where `is_open` is false."""
+    """Rows of cells below named columns.
+
+    HTML shows a table closed at first where `is_open` is false. Text leaves `optional` columns out where they do not fit.
+    """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
     is_open: bool = True
+    optional: tuple[str, ...] = ()
+
+    def without(self, name: str) -> Table:
+        """The table without one optional column."""
+        kept = [i for i, column in enumerate(self.columns) if column != name]
+        columns, *rows = (tuple(row[i] for i in kept) for row in (self.columns, *self.rows))
+        optional = tuple(other for other in self.optional if other != name)
+        return dataclasses.replace(self, columns=columns, rows=tuple(rows), optional=optional)
 
     def is_numeric(self, column: int) -> bool:
         """Whether a column holds numbers only (with or without units): such a column is flush right."""
@@ -51,4 +62,4 @@ class Drawing:
 
 Part = Text | Table | Drawing
 
-_NUMBER = re.compile(r"(<?[+-]?[\d,.]+(e[+-]\d+)?%?( ([KMGT]?i?B|[µm]?s|[kMGTP]?FLOPs))?|-)?")
+_NUMBER = re.compile(r"(<?[+-]?[\d,.]+(e[+-]\d+)?%?( ([KMGT]?i?B|[nµm]?s|[kMGTP]?FLOPs))?|-)?")

@@ -11,7 +11,7 @@ from shardfn.render.parts import Drawing, Part, Table
 if TYPE_CHECKING:
     import rich.console
 
-PATH_WIDTHS = (40, 32, 24, 16)
+PATH_WIDTHS = (40, 32, 24, 16, 12)
 """A path keeps at least so many characters; the first width with which the table fits is taken."""
 
 Line = tuple[str, str]
@@ -58,10 +58,11 @@ def elided(path: str, width: int) -> str:
     if len(path) <= width:
         return path
     first, *rest = path.split("/")
-    for start in range(1, len(rest)):
-        short = "/".join([first, "…", *rest[start:]])
-        if len(short) <= width:
-            return short
+    for kept, starts in (([first], range(1, len(rest))), ([], range(len(rest)))):
+        for start in starts:
+            short = "/".join([*kept, "…", *rest[start:]])
+            if len(short) <= width:
+                return short
     left = (width - 1) // 2
     return f"{path[:left]}…{path[len(path) - (width - 1 - left) :]}"
 
@@ -79,13 +80,16 @@ def _lines(parts: Sequence[Part], width: int | None) -> Iterator[Line]:
         else:
             indent = "  " if part.title else ""
             for text in part.lines:
-                lines = _wrapped(text, width, len(indent) or 2)
-                yield from ((f"{indent if part.title or i else ''}{line}", "") for i, line in enumerate(lines))
+                for number_of_line, line in enumerate(_wrapped(text, width, len(indent) + 2)):
+                    yield f"{indent}{'  ' if number_of_line else ''}{line}", ""
 
 
 def _table_lines(table: Table, width: int | None) -> Iterator[Line]:
-    """As columns where they fit, else each row as one cell below the other."""
+    """As columns where they fit, if need be without the optional ones; else each row as one cell below the other."""
     widths = _column_widths(table, width)
+    if widths is None and table.optional:
+        yield from _table_lines(table.without(table.optional[0]), width)
+        return
     if widths is None:
         for row in table.rows:
             yield from ((line, "") for line in _wrapped(row[0], width))
@@ -129,13 +133,16 @@ def _least(word: str, shortest: int) -> int:
     return min(len(word), shortest) if "/" in word else len(word)
 
 
-_WORD = re.compile(r"(?:[^\s()\[\]{}]|\((?:[^()]|\([^()]*\))*\)|\[[^\[\]]*\]|\{[^{}]*\}|[()\[\]{}])+")
+_WORD = re.compile(
+    r"[<+-]?[\d,.]+ (?:[KMGT]?i?B|[nµm]?s|[kMGTP]?FLOPs)\b[,;.)]?"
+    r"|(?:[^\s()\[\]{}]|\((?:[^()]|\([^()]*\))*\)|\[[^\[\]]*\]|\{[^{}]*\}|[()\[\]{}])+"
+)
 _LONGEST_WORD = 48
 """Brackets hold a shape or a tuple together up to so many characters; what is longer is prose."""
 
 
 def _words(text: str) -> list[str]:
-    """The words of a text; a tuple such as `(4, 1)` or `P('a', None)` is one.
+    """The words of a text; a tuple such as `(4, 1)` or `P('a', None)` is one, and so is a number with its unit.
 
     >>> _words("shard `w` (1, 8) over P('a', None)")
     ['shard', '`w`', '(1, 8)', 'over', "P('a', None)"]

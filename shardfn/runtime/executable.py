@@ -27,7 +27,7 @@ from shardfn.planning.planner import correct_answer, plan_known, plan_searched, 
 from shardfn.planning.pose import pose
 from shardfn.planning.posed_call import CallRequest, PlannedCall, PosedCall, TracedCall
 from shardfn.planning.what_if import WhatIf
-from shardfn.report.report import save_graphs
+from shardfn.report.saved_graphs import save_graphs
 from shardfn.runtime.apply import apply, shardings
 from shardfn.runtime.progress import progress
 from shardfn.runtime.verify import Verifier

@@ -26,10 +26,11 @@ from shardfn.frontend.options import Options
 from shardfn.planning.call_function import OtherCall
 from shardfn.planning.plan import Plan
 from shardfn.planning.posed_call import CallRequest
-from shardfn.report.report import Report, make_report
+from shardfn.report.report import Report, in_detail, make_report
 from shardfn.runtime.apply import lies_elsewhere, moved
 from shardfn.runtime.executable import Entry, layout_file, make_entry
 from shardfn.runtime.progress import progress
+from shardfn.units import bytes_text
 
 
 class ShardedFunction:
@@ -103,8 +104,21 @@ class ShardedFunction:
         """
         return self._entry(args, kwargs)[0].plan
 
-    def explain(self, *args: Any, compiled: bool = False, **kwargs: Any) -> Report:
-        """The report of a call; with `compiled`, beside what XLA made of it."""
+    def explain(self, *args: Any, compiled: bool = False, detail: str = "short", **kwargs: Any) -> Report:
+        """The report of a call (`shardfn.explain`).
+
+        Args:
+          *args: the arguments, or their shapes.
+          compiled: compile the call and compare XLA's program with the prediction.
+          detail: "short", or "full" for every section.
+          **kwargs: keyword arguments of the function.
+
+        Returns:
+          The report.
+
+        Raises:
+          ShardError: with everything that is wrong with the call.
+        """
         entry, call = self._entry(args, kwargs)
         hardware = entry.plan.hardware
         if compiled and not hardware.is_here:
@@ -114,7 +128,7 @@ class ShardedFunction:
                  fix="leave `compiled` out, or use .plan(...).verify(); or "
                      + (instead or "give a device of this machine"))  # fmt: skip
         executable = self._lower(entry, call).compile() if compiled else None
-        return make_report(entry.plan, executable, self._arrivals(entry, call))
+        return in_detail(make_report(entry.plan, executable, self._transfers(entry, call)), detail)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """`jax.stages.Lowered` of the sharded function; its `.compile()` is JAX's own."""
@@ -129,10 +143,11 @@ class ShardedFunction:
         traced = jitted.trace(*call.shapes)
         return traced.lower(lowering_platforms=(entry.plan.hardware.platform,))
 
-    def _arrivals(self, entry: Entry, call: Call) -> tuple[str, ...]:
+    def _transfers(self, entry: Entry, call: Call) -> tuple[str, ...]:
         leaves = tree_util.tree_leaves(call.dynamic)
         return tuple(
-            f"{d.path} lies elsewhere ({leaf.sharding}) and is moved on arrival: {d.local_bytes:,} bytes per device"
+            f"`{d.path}` arrives with {leaf.sharding} and is transferred in every call: {bytes_text(d.local_bytes)} per device; "
+            f"fix: jax.device_put(`{d.path}`, plan.sharding({d.path!r})) once"
             for d, leaf, target in zip(entry.plan.inputs, leaves, entry.targets, strict=True)
             if lies_elsewhere(leaf, target) and leaf.committed
         )

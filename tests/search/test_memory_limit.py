@@ -16,7 +16,7 @@ from examples.models import abstract, mlp
 from shardfn.cost.memory.live_ranges import MemoryEstimate
 from shardfn.errors import Problem, ShardError, StrategyError
 from shardfn.frontend.byte_sizes import bytes_of
-from shardfn.report.report import strategies_text
+from shardfn.report.saved_graphs import strategies_text
 from shardfn.search.memory_limit import within_limit
 from shardfn.search.problem import Answer
 from tests.search.problems import S, two_layers

@@ -1,0 +1,83 @@
+"""A report as plain data: dicts, lists, strings and numbers. `docs/reports.md` describes the keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from shardfn.compiled.comparison import Comparison
+from shardfn.compiled.executable import Compiled
+from shardfn.ir.model import Collective
+from shardfn.planning.decisions import Decision
+from shardfn.planning.plan import Plan, op_strategies
+from shardfn.report.facts import attributions, seconds, strides
+
+SCHEMA = 2
+"""Version of `Report.to_dict`; it grows when a key goes away or changes its meaning, not when a key is added."""
+
+
+def plan_data(plan: Plan, transfers: Sequence[str]) -> dict[str, Any]:
+    """Everything that a report says of a plan, and everything that its text leaves out."""
+    hardware, cost, limit = plan.hardware, plan.cost, plan.memory_limit
+    return {
+        "schema": SCHEMA,
+        "function": plan.function,
+        "kind": plan.kind,
+        "hardware": {"name": hardware.name, "platform": hardware.platform, "devices": hardware.count,
+                     "is_here": hardware.is_here, "chip": dataclasses.asdict(hardware.chip)},
+        "level": plan.level,
+        "policy": plan.policy,
+        "mesh": [{"axis": name, "size": size, "stride": stride} for name, size, stride in strides(plan)],
+        "device_order": plan.order,
+        "arguments": [_array(d) for d in plan.inputs],
+        "results": [_array(d) for d in plan.outputs],
+        "dimension_groups": [dataclasses.asdict(g) for g in plan.dimension_groups],
+        "ops": [{"op": o.op, "in_strategy": o.inputs, "out_strategy": o.outputs, "runs": o.trips, "where": o.where}
+                for o in op_strategies(plan)],
+        "collectives": [
+            {**_collective(c), "time_s": seconds(plan, c), "cause": {"op": c.cause, "shardings": shardings}}
+            for c, shardings in sorted(zip(plan.collectives, attributions(plan), strict=True),
+                                       key=lambda pair: -seconds(plan, pair[0]))
+        ],
+        "cost": {"flops": cost.flops, "bytes_sent": cost.bytes_sent, "compute_s": cost.compute_s,
+                 "communication_s": cost.communication_s, "time_s": cost.time_s, "unmodelled_ops": cost.unmodelled_ops},
+        "optimality_gap": plan.gap,
+        "runner_up": plan.runner_up,
+        "constraints": [dataclasses.asdict(c) for c in plan.constraints],
+        "candidates": [{"name": c.name, "mesh": c.axes, "cost": dataclasses.asdict(c.figures)} for c in plan.candidates],
+        "memory": {**dataclasses.asdict(cost.memory), "peak": cost.memory.peak, "device": hardware.chip.memory_bytes,
+                   "limit": hardware.chip.memory_bytes if limit is None else limit},
+        "diagnostics": plan.diagnostics,
+        "transfers": list(transfers),
+        "compiled": None,
+    }  # fmt: skip
+
+
+def compiled_data(found: Compiled, compared: Comparison) -> dict[str, Any]:
+    """The compiled program beside the prediction."""
+    return {
+        # Of a compiled collective the groups are known, but neither the mesh axes nor the cause.
+        "collectives": [{k: v for k, v in _collective(c).items() if k != "axes"} for c in found.collectives],
+        "kinds": {kind: {"predicted": dataclasses.asdict(p), "compiled": dataclasses.asdict(c)}
+                  for kind, p, c in compared.kinds},
+        "memory": {what: dataclasses.asdict(pair) for what, pair in compared.memory},
+        "matmul_flops": dataclasses.asdict(compared.matrix_flops),
+        "diagnostics": found.diagnostics,
+        "differences": compared.why,
+    }  # fmt: skip
+
+
+def _array(d: Decision) -> dict[str, Any]:
+    return {
+        "path": d.path, "shape": d.shape, "dtype": d.dtype, "strategy": d.strategy, "spec": d.spec,
+        "shard_shape": d.local_shape, "shard_bytes": d.local_bytes, "chosen_by": d.source, "reason": d.reason,
+        "runner_up": d.runner_up,
+    }  # fmt: skip
+
+
+def _collective(c: Collective) -> dict[str, Any]:
+    return {
+        "kind": c.kind, "axes": c.axes, "group_size": c.group_size, "shape": c.shape, "dtype": c.dtype,
+        "bytes_sent": c.bytes_sent, "runs": c.trips, "total_bytes": c.total_bytes, "where": c.where,
+    }  # fmt: skip
