@@ -151,7 +151,7 @@ def test_plan_takes_a_layout(capsys, tmp_path):
 
 def test_plan_keeps_what_was_said(capsys):
     data = planned(capsys, "--in-strategy", "((4, 1), AUTO)", "--parameter-plan", "{'b': (1, 2)}", "--level", "1")
-    assert data["grid"] == {"a": 4, "b": 2, "c": 2}
+    assert data["mesh"] == {"a": 4, "b": 2, "c": 2}
     assert data["arguments"] == {"a": ["a", 1], "b": [1, "b"]}
     assert {(row["by"], row["why"]): row["of"] for row in data["sources"][:2]} == {
         ("you", "in_strategy[0]"): ["a"],
@@ -193,7 +193,7 @@ def test_plan_of_a_sharded_function_keeps_its_options(capsys, tmp_path):
     shapes = ["--shapes", "f32[16,32]", "f32[32,64]", "--device", "cpu:8", "--save", "-"]
     assert main(["plan", f"{tmp_path}/mine.py:forward", *shapes]) == 0
     data = tomllib.loads(capsys.readouterr().out)
-    assert (data["grid"], data["arguments"]["x"], data["level"]) == ({"a": 8}, ["a", 1], 1)
+    assert (data["mesh"], data["arguments"]["x"], data["level"]) == ({"a": 8}, ["a", 1], 1)
     assert main(["plan", f"{tmp_path}/mine.py:forward", *shapes, "--level", "2"]) == 0
     assert tomllib.loads(capsys.readouterr().out)["level"] == 2
 
