@@ -179,7 +179,7 @@ def test_donated_arguments_take_no_memory_twice(capsys, tmp_path):
     memory = []
     for more in ([], ["--donate", "0"], ["--donate", "0,"], ["--donate", "0,1"], ["--donate", "0", "1"]):
         assert main([*args, *more]) == 0
-        found = re.search(r"sent and ([\d,]+) B at the peak", capsys.readouterr().out)
+        found = re.search(r"peak memory ([\d,]+) B", capsys.readouterr().out)
         memory.append(int(found[1].replace(",", "")))
     assert memory[0] - memory[1] == 1024 * 4 // 2
     assert set(memory[1:]) == {memory[1]}, "there is one result to take a place"
