@@ -12,7 +12,7 @@ from jax import lax
 import shardfn
 from examples.models import abstract, gpt2, llama, mlp
 from shardfn import compiled
-from shardfn.cost.backends.gpu import COARSENESS, split_k
+from shardfn.cost.backends.gpu import split_k
 
 GPUS = "h100:8"
 
@@ -107,7 +107,7 @@ PARTS = [
 @pytest.mark.parametrize(("rows", "columns", "summed", "h100", "a100"), PARTS)
 def test_small_products_are_made_in_parts(rows, columns, summed, h100, a100):
     assert split_k(1, rows, columns, summed) == h100
-    assert split_k(1, rows, columns, summed, COARSENESS["a100"]) == a100
+    assert split_k(1, rows, columns, summed, CHIPS["a100"].split_k_coarseness) == a100
 
 
 def peak(fn, *args, entries, device=GPUS, **options):

@@ -25,7 +25,7 @@ def split_k(batch: int, rows: int, columns: int, summed: int, coarseness: int = 
       rows: of the result.
       columns: of the result.
       summed: elements that each element of the result is a sum over.
-      coarseness: of the chip; a larger one makes fewer parts (`COARSENESS`).
+      coarseness: of the chip; a larger one makes fewer parts (`Chip.split_k_coarseness`).
 
     >>> split_k(1, 128, 256, 1024), split_k(1, 1024, 1024, 1024), split_k(16, 64, 64, 32), split_k(0, 64, 64, 32)
     (16, 1, 1, 1)
@@ -45,15 +45,12 @@ _TILE = 128
 _FILLS = 2**21
 """Elements of results, parts counted, that fill the chip."""
 
-COARSENESS = {"a100": 8}
-"""Of chips for which it is not 2. Fitted to the products compiled for them."""
-
 
 def on_gpu(partitioned: PartitionedProgram, chip: Chip | None = None) -> PartitionedProgram:
     """The flow with the parts of small products, and what adds them up; on another platform it comes back as it is."""
     if not is_gpu(partitioned.platform):
         return partitioned
-    coarseness = COARSENESS.get(chip.name, 2) if chip else 2
+    coarseness = chip.split_k_coarseness if chip else 2
     values, specs = list(partitioned.graph.values), list(partitioned.specs)
     ops: list[Op] = []
     sizes: dict[int, int] = {}

@@ -53,7 +53,15 @@ class Chip:
     largest: tuple[int, ...] = ()
     """Dims of the largest torus that there is, in rising order; () where nothing bounds it."""
     sides: tuple[int, ...] = ()
-    """What a dim of a torus that there is may be, in rising order; () for any number. A count alone is not held to it."""
+    """Sizes that a torus dim may have, in rising order; () for any size. A count alone is not checked against it."""
+    device_kinds: tuple[str, ...] = ()
+    """How `device_kind` begins in JAX on such a device; the longest match counts."""
+    aot_name: str = ""
+    """What XLA's compiler calls it where it compiles without the device; empty where it cannot."""
+    aot: tuple[tuple[str, Any], ...] = ()
+    """What that compiler has to be told: of a GPU the fields of `GpuTargetConfigProto`, of a TPU libtpu's topology options."""
+    split_k_coarseness: int = 2
+    """How coarsely XLA splits small matmuls on a GPU (`cost.backends.gpu.split_k`); fitted on JAX 0.10.2."""
 
     def __post_init__(self) -> None:
         rates = ("flops", "memory_bytes_s", "memory_bytes", "link_bytes_s", "latency_s")
@@ -184,7 +192,8 @@ def load_chip(path: str | os.PathLike[str]) -> Chip:
     try:
         with open(path, encoding="utf-8") as file:
             data = json.load(file)["chip"]
-        data |= {name: tuple(data.get(name, ())) for name in ("largest", "sides")}
+        data |= {name: tuple(data.get(name, ())) for name in ("largest", "sides", "device_kinds")}
+        data["aot"] = tuple((str(name), value) for name, value in data.get("aot", ()))
         data["dtype_flops"] = tuple((str(name), float(rate)) for name, rate in data.get("dtype_flops", ()))
         return Chip(**data)
     except DeviceError:
@@ -202,20 +211,40 @@ def save_chip(chip: Chip, path: str | os.PathLike[str]) -> None:
 
 
 def _nvidia(name: str, source: str, *, flops: float, f32: float, f64: float, vector: float, memory_s: float, memory: float,
-            link: float, network: float, fp8: bool = False) -> Chip:  # fmt: skip
+            link: float, network: float, kinds: tuple[str, ...], aot: dict[str, Any], fp8: bool = False,
+            split_k_coarseness: int = 2) -> Chip:  # fmt: skip
     # XLA runs f32 products as TF32 by default; int8 and fp8 at twice the rate of bf16.
     twice = ("i8", "ui8", *(("f8E4M3FN", "f8E5M2") if fp8 else ()))
     dtypes = (("f32", f32), ("f64", f64), *((dtype, 2 * flops) for dtype in twice))
     return Chip(name, "gpu", flops, memory_s, memory, link, 7e-6, source, vector, dtypes, node=8,
-                network_bytes_s=network)  # fmt: skip
+                network_bytes_s=network, device_kinds=kinds, aot_name=name, aot=tuple((_GPU_LIMITS | aot).items()),
+                split_k_coarseness=split_k_coarseness)  # fmt: skip
+
+
+# XLA's description of a GPU (`GpuTargetConfigProto`): it plans tiles, fusions and schedules by these.
+_GPU_LIMITS = {
+    "threads_per_block_limit": 1024, "threads_per_warp": 32, "shared_memory_per_block": 49152,
+    "threads_per_core_limit": 2048, "block_dim_limit_x": 2**31 - 1, "block_dim_limit_y": 65535,
+    "block_dim_limit_z": 65535, "registers_per_core_limit": 65536, "registers_per_block_limit": 65536,
+}  # fmt: skip
+_AMPERE = {
+    "core_count": 108, "fpus_per_core": 64, "shared_memory_per_core": 167936, "shared_memory_per_block_optin": 166912,
+    "clock_rate_ghz": 1.41, "l2_cache_size": 40 * 2**20, "cuda_compute_capability": "{ major: 8 minor: 0 }",
+}  # fmt: skip
+_HOPPER = {
+    "core_count": 132, "fpus_per_core": 128, "shared_memory_per_core": 233472, "shared_memory_per_block_optin": 232448,
+    "clock_rate_ghz": 1.98, "l2_cache_size": 50 * 2**20, "cuda_compute_capability": "{ major: 9 minor: 0 }",
+}  # fmt: skip
 
 
 def _tpu(name: str, source: str, *, flops: float, int8: float, vector: float, memory_s: float, memory: float, link: float,
-         largest: tuple[int, ...], fast: float) -> Chip:  # fmt: skip
+         largest: tuple[int, ...], fast: float, kinds: tuple[str, ...], aot: tuple[tuple[str, Any], ...] = ()
+         ) -> Chip:  # fmt: skip
     # f32 products run as one bf16 pass by default, so `flops` holds for them too.
     return Chip(name, "tpu", flops, memory_s, memory, link, 1e-6, source, vector, (("i8", int8),), len(largest),
                 ring=4 if len(largest) == 3 else 16, largest=largest, fast_bytes=fast,
-                sides=(1, 2, *range(4, largest[-1] + 1, 4)) if len(largest) == 3 else (1, 2, 4, 8, 16))  # fmt: skip
+                sides=(1, 2, *range(4, largest[-1] + 1, 4)) if len(largest) == 3 else (1, 2, 4, 8, 16),
+                device_kinds=kinds, aot_name=name.removeprefix("tpu-"), aot=aot)  # fmt: skip
 
 
 CHIPS = {
@@ -224,19 +253,26 @@ CHIPS = {
         Chip("cpu", "cpu", flops=3e10, memory_bytes_s=1.5e9, memory_bytes=4e9, link_bytes_s=1.3e9, latency_s=7e-5,
              source="8 virtual devices on 2 cores, measured once", vector_flops=7.5e9, dtype_flops=(("f64", 1.5e10),)),
         _nvidia("a100", "NVIDIA A100 80GB SXM datasheet", flops=312e12, f32=156e12, f64=19.5e12, vector=19.5e12,
-                memory_s=2.039e12, memory=80e9, link=300e9, network=25e9),
+                memory_s=2.039e12, memory=80e9, link=300e9, network=25e9, kinds=("NVIDIA A100",), split_k_coarseness=8,
+                aot=_AMPERE | {"memory_bandwidth": 2039 * 10**9, "device_memory_size": 80 * 2**30}),
         _nvidia("h100", "NVIDIA H100 SXM datasheet", flops=989e12, f32=494e12, f64=67e12, vector=67e12,
-                memory_s=3.35e12, memory=80e9, link=450e9, network=50e9, fp8=True),
+                memory_s=3.35e12, memory=80e9, link=450e9, network=50e9, fp8=True, kinds=("NVIDIA H100",),
+                aot=_HOPPER | {"memory_bandwidth": 3352 * 10**9, "device_memory_size": 79 * 2**30}),
         _nvidia("h200", "NVIDIA H200 SXM datasheet", flops=989e12, f32=494e12, f64=67e12, vector=67e12,
-                memory_s=4.8e12, memory=141e9, link=450e9, network=50e9, fp8=True),
+                memory_s=4.8e12, memory=141e9, link=450e9, network=50e9, fp8=True, kinds=("NVIDIA H200",),
+                aot=_HOPPER | {"memory_bandwidth": 4800 * 10**9, "device_memory_size": 140 * 2**30}),
         _tpu("tpu-v4", "Google Cloud TPU v4 system page", flops=275e12, int8=275e12, vector=4.3e12,
-             memory_s=1.228e12, memory=32e9, link=50e9, largest=(16, 16, 16), fast=128.0 * 2**20),
+             memory_s=1.228e12, memory=32e9, link=50e9, largest=(16, 16, 16), fast=128.0 * 2**20,
+             kinds=("TPU v4",), aot=(("chip_config_name", "megacore"),)),
         _tpu("tpu-v5e", "Google Cloud TPU v5e system page", flops=197e12, int8=393e12, vector=6.1e12,
-             memory_s=0.819e12, memory=16e9, link=50e9, largest=(16, 16), fast=112.0 * 2**20),
+             memory_s=0.819e12, memory=16e9, link=50e9, largest=(16, 16), fast=112.0 * 2**20,
+             kinds=("TPU v5 lite", "TPU v5e")),
         _tpu("tpu-v5p", "Google Cloud TPU v5p system page", flops=459e12, int8=918e12, vector=14.3e12,
-             memory_s=2.765e12, memory=95e9, link=100e9, largest=(16, 20, 28), fast=48.0 * 2**20),
+             memory_s=2.765e12, memory=95e9, link=100e9, largest=(16, 20, 28), fast=48.0 * 2**20,
+             kinds=("TPU v5", "TPU v5p")),
         _tpu("tpu-v6e", "Google Cloud TPU v6e system page", flops=918e12, int8=1836e12, vector=7.2e12,
-             memory_s=1.638e12, memory=32e9, link=100e9, largest=(16, 16), fast=96.0 * 2**20),
+             memory_s=1.638e12, memory=32e9, link=100e9, largest=(16, 16), fast=96.0 * 2**20,
+             kinds=("TPU v6 lite", "TPU v6e")),
     )
 }  # fmt: skip
 """Presets. The CPU's figures are those of `python -m shardfn calibrate` on a small virtual machine. Matrix rates, memory and

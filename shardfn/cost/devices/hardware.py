@@ -37,13 +37,7 @@ CPU_FILE = "SHARDFN_CPU"
 """Environment variable: a file of `python -m shardfn calibrate --save`, whose figures "cpu" devices then have."""
 
 _DEFAULT_CHIP = {"cpu": "cpu", "gpu": "h100", "cuda": "h100", "rocm": "h100", "tpu": "tpu-v5e"}
-"""Whose figures stand for those of a device that none of `_KINDS` names, by platform; the report says so."""
-
-_KINDS = {
-    "NVIDIA A100": "a100", "NVIDIA H100": "h100", "NVIDIA H200": "h200", "TPU v4": "tpu-v4", "TPU v5 lite": "tpu-v5e",
-    "TPU v5e": "tpu-v5e", "TPU v5": "tpu-v5p", "TPU v5p": "tpu-v5p", "TPU v6 lite": "tpu-v6e", "TPU v6e": "tpu-v6e",
-}  # fmt: skip
-"""Chips by how JAX's `device_kind` begins, the longest that fits (those of TPUs: `jax.experimental.pallas.tpu.get_tpu_info`)."""
+"""Whose figures stand for those of a device that no chip names among its `device_kinds`, by platform; the report says so."""
 
 
 def resolve(device: Any, *, count: int | None = None, default: str | None = None) -> Hardware:
@@ -192,9 +186,9 @@ def chip_of(platform: str, kind: str) -> Chip:
     >>> chip_of("gpu", "NVIDIA L4").source
     'NVIDIA H100 SXM datasheet, for want of figures of NVIDIA L4'
     """
-    known = max((name for name in _KINDS if kind.startswith(name)), key=len, default=None)
+    known = [(name, chip) for chip in CHIPS.values() for name in chip.device_kinds if kind.startswith(name)]
     if known:
-        return CHIPS[_KINDS[known]]
+        return max(known, key=lambda row: len(row[0]))[1]
     chip = _chip(_DEFAULT_CHIP.get(platform, "cpu"))
     return (
         chip if platform == "cpu" else dataclasses.replace(chip, source=f"{chip.source}, for want of figures of {kind}")
