@@ -13,6 +13,7 @@ import shardfn
 from examples.models import abstract, gpt2, llama, mlp
 from shardfn import compiled
 from shardfn.cost.backends.gpu import split_k
+from shardfn.cost.devices.chips import CHIPS
 
 GPUS = "h100:8"
 
