@@ -222,7 +222,7 @@ def matmul_rows(devices: Iterable[int] = (4, 16, 64), n: int = 8192) -> Iterator
     shape = jax.ShapeDtypeStruct((n, n), jnp.float32)
     for p in devices:
         side = math.isqrt(p)
-        blocks = shardfn.Layout((side, side), ("rows", "columns"))("rows", "columns")
+        blocks = shardfn.mindspore.Layout((side, side), ("rows", "columns"))("rows", "columns")
         kinds: dict[str, dict[str, Any]] = {
             "open": {},
             "rows of both, each held once": {"in_strategy": ((p, 1), (p, 1))},

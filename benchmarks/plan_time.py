@@ -83,7 +83,7 @@ def on(devices: int, **options: Any) -> Callable[[Any], dict[str, Any]]:
 
 def mesh_4x2(args: Any) -> dict[str, Any]:
     """Everything open but the batch, which lies over the first axis."""
-    rows = shardfn.Layout((4, 2), ("data", "model"))("data", "None")
+    rows = shardfn.mindspore.Layout((4, 2), ("data", "model"))("data", "None")
     entries = (shardfn.AUTO, shardfn.AUTO, rows)
     return on(8, in_strategy=entries, search_mode="dynamic_programming")(args)
 

@@ -9,7 +9,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from shardfn import AUTO, Cell, shard
+from shardfn import AUTO, shard
+from shardfn.mindspore import Cell
 
 os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
 jax.config.update("jax_platforms", "cpu")

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import shardfn as ms
-from shardfn import Cell, Layout, ParallelMode, ShardError
-from shardfn.mindspore.parallel import layout_of
+import shardfn.mindspore as ms
+from shardfn import ShardError
 
 os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
 jax.config.update("jax_platforms", "cpu")
@@ -23,7 +22,7 @@ ms.set_context(mode=ms.PYNATIVE_MODE, device_target="CPU")
 ms.set_auto_parallel_context(device_num=8, global_rank=0)
 
 
-class Dense(Cell):
+class Dense(ms.Cell):
     def __init__(self, key):
         self.weight = jax.random.normal(key, (32, 32)) / 6
 
@@ -31,7 +30,7 @@ class Dense(Cell):
         return jax.nn.relu(x @ self.weight)
 
 
-class Net(Cell):
+class Net(ms.Cell):
     def __init__(self):
         self.block1, self.block2 = Dense(jax.random.key(2)), Dense(jax.random.key(3))
 
@@ -44,16 +43,16 @@ net = Net()
 wanted = net(x)
 net.block1.shard(in_strategy=((1, 8),), out_strategy=(None,), parameter_plan={"self.block1.weight": (8, 1)})
 np.testing.assert_allclose(net(x), wanted, rtol=1e-4, atol=1e-5)
-print(layout_of(net.block1.plan(x), "weight").to_dict())
+print(ms.layout_of(net.block1.plan(x), "weight").to_dict())
 
 # ops.MatMul().shard(in_strategy, out_strategy): shard the operator's function.
 y = ms.shard(jnp.matmul, ((2, 1), (1, 4)))(x, w)
-layout = layout_of(ms.shard(jnp.matmul, ((2, 1), (1, 4))).plan(x, w), "result")
+layout = ms.layout_of(ms.shard(jnp.matmul, ((2, 1), (1, 4))).plan(x, w), "result")
 print("MatMul result:", layout.device_matrix, layout.tensor_map)
 assert (layout.device_matrix, layout.tensor_map) == ((2, 4), (1, 0))
 
 # Layout and reshard, with aliases for the axes.
-grid = Layout((2, 4), ("dp", "mp"))
+grid = ms.Layout((2, 4), ("dp", "mp"))
 y = ms.reshard(y, grid(("dp", "mp"), "None"))
 assert y.sharding.shard_shape(y.shape) == (2, 64)
 np.testing.assert_allclose(
@@ -63,7 +62,7 @@ np.testing.assert_allclose(
 # out_strategy is honoured. Under MindSpore's own modes it is overridden with data parallel, and a warning says so.
 by_columns = ms.shard(jnp.matmul, ((2, 1), (1, 4)), ((1, 4),))
 assert by_columns(x, w).sharding.shard_shape((16, 64)) == (16, 16)
-with ms.auto_parallel(parallel_mode=ParallelMode.SEMI_AUTO_PARALLEL), warnings.catch_warnings(record=True) as caught:
+with ms.auto_parallel(parallel_mode=ms.ParallelMode.SEMI_AUTO_PARALLEL), warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     assert by_columns(x, w).sharding.shard_shape((16, 64)) == (2, 64)
     print(caught[0].message)

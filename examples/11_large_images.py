@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from shardfn import Layout, data, halo, shard
+from shardfn import data, halo, shard
+from shardfn.mindspore import Layout
 
 os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
 jax.config.update("jax_platforms", "cpu")

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shardfn import checkpoint, infer_predict_layout, load_distributed_checkpoint, shard, train
+from shardfn import checkpoint, shard, train
 from shardfn.compiled import read
+from shardfn.mindspore import infer_predict_layout, load_distributed_checkpoint
 
 os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
 jax.config.update("jax_platforms", "cpu")

@@ -17,8 +17,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardfn
-from shardfn import AUTO, Layout, ShardedFunction, explain, plan, reshard, shard
+from shardfn import AUTO, ShardedFunction, explain, plan, reshard, shard
 from shardfn.errors import NotAvailableError
+from shardfn.mindspore import Layout
 
 RNG = np.random.default_rng(0)
 Pair = collections.namedtuple("Pair", "w b")

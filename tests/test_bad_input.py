@@ -12,8 +12,9 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import shardfn
-from shardfn import AUTO, Cell, Layout, auto_parallel, explain, plan, reshard, set_auto_parallel_context, shard
+from shardfn import AUTO, explain, plan, reshard, shard
 from shardfn.errors import Problem, ShardError
+from shardfn.mindspore import Cell, Layout, auto_parallel, set_auto_parallel_context
 
 COMPILED: list[str] = []
 jax.monitoring.register_event_duration_secs_listener(
@@ -419,7 +420,7 @@ def auto(call, **settings):
 def refusal(code: str) -> ShardError:
     with pytest.raises(ShardError) as caught:
         eval(code, names())
-    shardfn.reset_auto_parallel_context()
+    shardfn.mindspore.reset_auto_parallel_context()
     return caught.value
 
 

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardfn import AUTO, Cell, shard
+from shardfn import AUTO, shard
 from shardfn.frontend.arguments import Slot, bind, split
 from shardfn.frontend.callee import describe
+from shardfn.mindspore import Cell
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 X = jax.random.normal(KEYS[0], (8, 16))

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 import shardfn
-from shardfn import Cell
 from shardfn.errors import StrategyError
+from shardfn.mindspore import Cell
 
 X = jax.random.normal(jax.random.key(1), (8, 16))
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import shardfn
-from shardfn import (
-    AUTO,
+from shardfn import AUTO, shard
+from shardfn.errors import ContextError, ShardError
+from shardfn.mindspore import (
     GRAPH_MODE,
     PYNATIVE_MODE,
     Layout,
@@ -19,9 +20,7 @@ from shardfn import (
     reset_auto_parallel_context,
     set_auto_parallel_context,
     set_context,
-    shard,
 )
-from shardfn.errors import ContextError, ShardError
 
 X, W = np.ones((8, 16), np.float32), np.ones((16, 8), np.float32)
 SEMI, FULL = {"parallel_mode": "semi_auto_parallel"}, {"parallel_mode": "auto_parallel", "full_batch": True}

@@ -170,7 +170,7 @@ def test_how_close_predictions_are_is_told_family_by_family():
 
 def test_one_matmul_is_above_its_lower_bound():
     shape = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
-    blocks = shardfn.Layout((4, 4), ("rows", "columns"))("rows", "columns")
+    blocks = shardfn.mindspore.Layout((4, 4), ("rows", "columns"))("rows", "columns")
     plan = shardfn.plan(jnp.matmul, shape, shape, in_strategy=(blocks, blocks), out_strategy=(blocks,), device="cpu:16")
     # rows of x and columns of w are gathered: twice 3 of 4 blocks of a side
     assert plan.cost.bytes_sent == 2 * 3 * 4 * 256 * 256

@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import shardfn
-from shardfn import AUTO, Layout, compiled
+from shardfn import AUTO, compiled
+from shardfn.mindspore import Layout
 from shardfn.partition.resharding import resharding_steps
 from shardfn.planning.diagnostics import is_constant, origin
 

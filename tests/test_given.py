@@ -8,9 +8,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardfn
-from shardfn import AUTO, Layout
+from shardfn import AUTO
 from shardfn.errors import StrategyError
 from shardfn.frontend.strategy import Leaf
+from shardfn.mindspore import Layout
 from shardfn.planning.named_shardings import mesh_of, names_axes, place_named
 
 DEVICES = jax.devices()

@@ -12,8 +12,9 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 import shardfn
-from shardfn import Layout, halo
+from shardfn import halo
 from shardfn.errors import StrategyError, StrategyTypeError
+from shardfn.mindspore import Layout
 
 GRID = Layout((2, 4), ("a", "b"))
 NHWC = ("NHWC", "HWIO", "NHWC")

@@ -90,7 +90,6 @@ def environment_writes(tree: ast.AST) -> list[int]:
 
 
 KNOWN = {
-    "shardfn.checkpoint": {"shardfn.mindspore.rank_checkpoints"},
     "shardfn.layoutfile.check": {"shardfn.runtime.sharded_function"},
     "shardfn.planning.plan": {"shardfn.layoutfile.plan_file"},
 }

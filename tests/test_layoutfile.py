@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given
 
 import shardfn
-from shardfn import Layout, auto_parallel, load_layout, plan, shard, tag
+from shardfn import load_layout, plan, shard, tag
 from shardfn.cli.main import main
 from shardfn.errors import Problem, ShardError
 from shardfn.frontend.paths import escaped
@@ -22,6 +22,7 @@ from shardfn.layoutfile import plan_file
 from shardfn.layoutfile.check import check_layout
 from shardfn.layoutfile.files import LayoutFile, layout_shardings, read_layout, recipes, write_layout
 from shardfn.layoutfile.toml import MAX_BYTES, parse_toml, to_toml
+from shardfn.mindspore import Layout, auto_parallel
 from shardfn.mindspore.parallel import layout_of
 from shardfn.planning.layout_rules import DecisionSource, LayoutRule
 from shardfn.planning.plan import Constraint
@@ -543,8 +544,8 @@ def test_the_contexts_files(name, tmp_path):
     assert found["x"][1] == "searched"  # only parameters were saved
     whole = {"load_file": "", "save_file": file, "only_trainable_params": False}
     with auto_parallel(strategy_ckpt_config=whole):
-        assert shardfn.get_auto_parallel_context("strategy_ckpt_config") == whole
-        assert shardfn.get_auto_parallel_context("strategy_ckpt_save_file") == file
+        assert shardfn.mindspore.get_auto_parallel_context("strategy_ckpt_config") == whole
+        assert shardfn.mindspore.get_auto_parallel_context("strategy_ckpt_save_file") == file
         shard(step, **asked).plan(PARAMS, X)
     with auto_parallel(strategy_ckpt_config={"load_file": file}):
         assert {d.source for d in shard(step).plan(PARAMS, X).inputs} == {"file"}

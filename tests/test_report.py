@@ -460,7 +460,7 @@ def test_a_path_that_cannot_be_written_is_an_error(tmp_path):
 
 
 def test_the_context_saves_what_is_compiled(tmp_path):
-    shardfn.set_context(save_graphs=True, save_graphs_path=str(tmp_path))
+    shardfn.mindspore.set_context(save_graphs=True, save_graphs_path=str(tmp_path))
     function = shardfn.shard(dense, ((4, 1), (1, 2)))
     function(ONES((64, 32)), ONES((32, 128)))
     function(ONES((64, 32)), ONES((32, 128)))

@@ -190,7 +190,7 @@ IDLE = {
 @pytest.mark.parametrize("name", IDLE)
 def test_idle_axes_are_used(name, grid):
     fn, args = IDLE[name]
-    layout = shardfn.Layout(GRIDS[grid], ("data", "model"))
+    layout = shardfn.mindspore.Layout(GRIDS[grid], ("data", "model"))
     specs = tuple(layout("data", *("None",) * (len(a.shape) - 1)) for a in args)
     function = shardfn.shard(fn, specs)
     predicted, real = function.plan(*args).collectives, compiled.read(function.lower(*args).compile()).collectives
@@ -340,7 +340,7 @@ def test_a_constraint_on_what_lies_so_by_itself_costs_nothing():
             y = lax.with_sharding_constraint(y, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows")))
         return jnp.sum(y * y, 0), y * 2.0
 
-    rows = shardfn.Layout((8,), ("rows",))
+    rows = shardfn.mindspore.Layout((8,), ("rows",))
     one, two = (
         shardfn.shard(lambda x, w, h=h: fn(x, w, h), (rows("rows", "None"), rows("None", "None"))).plan(
             f32(64, 128), f32(128, 256)

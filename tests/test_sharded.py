@@ -14,8 +14,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardfn import AUTO, Cell, Layout, auto_parallel, shard
+from shardfn import AUTO, shard
 from shardfn.errors import ShardError
+from shardfn.mindspore import Cell, Layout, auto_parallel
 
 RNG = np.random.default_rng(1)
 

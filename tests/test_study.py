@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import shardfn
-from shardfn import AUTO, Layout, ShardError
+from shardfn import AUTO, ShardError
+from shardfn.mindspore import Layout
 from shardfn.planning.decisions import Alternatives, Figures
 from shardfn.search.one_array_changes import layouts
 from shardfn.search.resharding_costs import strategy_of

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from shardfn import Layout
+from shardfn.mindspore import Layout
 
 Dims = tuple[str | None, ...]
 """For leading dims the axis that cuts each."""

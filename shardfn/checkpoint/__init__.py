@@ -6,7 +6,6 @@ from shardfn.checkpoint.safetensors import export_safetensors, import_safetensor
 from shardfn.checkpoint.step_folders import Inspection, inspect, steps
 from shardfn.checkpoint.writer import save
 from shardfn.errors import CheckpointError, CheckpointFileError
-from shardfn.mindspore.rank_checkpoints import merge_sliced_parameter, rank_list_for_transform, transform_checkpoints
 
 __all__ = [
     "CheckpointError",
@@ -18,13 +17,10 @@ __all__ = [
     "import_safetensors",
     "inspect",
     "merge",
-    "merge_sliced_parameter",
-    "rank_list_for_transform",
     "reads",
     "relayout",
     "restore",
     "save",
     "steps",
-    "transform_checkpoints",
     "verify",
 ]

@@ -8,6 +8,7 @@ from typing import Any
 from shardfn import checkpoint
 from shardfn.checkpoint.offline import MEMORY
 from shardfn.errors import CheckpointError, fail
+from shardfn.mindspore.rank_checkpoints import transform_checkpoints
 
 
 def add(commands: Any) -> None:
@@ -138,7 +139,7 @@ def _export(rows: Any) -> None:
 
 def _transform(rows: Any) -> None:
     def run(options: argparse.Namespace) -> None:
-        for file in checkpoint.transform_checkpoints(options.source, options.target, options.prefix, options.source_strategy,
+        for file in transform_checkpoints(options.source, options.target, options.prefix, options.source_strategy,
                                                      options.target_strategy, memory=options.memory):  # fmt: skip
             print(file)
 

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardfn import AUTO, Cell, Report, explain, shard
+from shardfn import AUTO, Report, explain, shard
+from shardfn.mindspore import Cell
 
 STEPS = 8
 RATE = 0.1

@@ -8,9 +8,8 @@ import pytest
 import safetensors.numpy
 from hypothesis import strategies as st
 
-from shardfn import Layout
-from shardfn.checkpoint import merge_sliced_parameter, rank_list_for_transform, transform_checkpoints
 from shardfn.errors import CheckpointError, CheckpointFileError
+from shardfn.mindspore import Layout, merge_sliced_parameter, rank_list_for_transform, transform_checkpoints
 from shardfn.mindspore.rank_checkpoints import read_strategy
 
 

@@ -77,7 +77,7 @@ def layers(x: Any, w1: Any, b1: Any, w2: Any, b2: Any, first: Callable[..., Any]
     return jax.nn.relu(first(x, w1) + b1) @ w2 + b2
 
 
-class Network(shardfn.Cell):
+class Network(shardfn.mindspore.Cell):
     """The network as a Cell: its weights are attributes."""
 
     def __init__(self, **weights: Any):

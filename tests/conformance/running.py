@@ -34,9 +34,9 @@ def entry(said: Any) -> Any:
     """A fact's entry as this library takes it."""
     match said:
         case LayoutFact(map=None):
-            return shardfn.Layout(said.matrix, said.alias)
+            return shardfn.mindspore.Layout(said.matrix, said.alias)
         case LayoutFact():
-            return shardfn.Layout(said.matrix, said.alias)(*said.axes)
+            return shardfn.mindspore.Layout(said.matrix, said.alias)(*said.axes)
     return said
 
 
@@ -52,7 +52,7 @@ def attempt(
     """Shard `fn` on `devices` devices and call it; raises what the library raises."""
     here = devices <= len(jax.devices())
     device = jax.devices()[:devices] if here else f"cpu:{devices}"
-    with shardfn.auto_parallel(**context) if context else contextlib.nullcontext():
+    with shardfn.mindspore.auto_parallel(**context) if context else contextlib.nullcontext():
         sharded = shardfn.shard(fn, entries(strategy), entries(out), device, **options)
         if not here:
             return Outcome(sharded.plan(*args), None, None)

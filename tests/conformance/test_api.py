@@ -24,7 +24,7 @@ def test_argument(case, tally):
 
     def run():
         if case.call is not None:
-            return eval(case.call, {"Layout": shardfn.Layout})
+            return eval(case.call, {"Layout": shardfn.mindspore.Layout})
         return shard_with(**ask.kwargs)
 
     if row.does == ACCEPTS if row else case.accepted:

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import shardfn
-from shardfn import Layout, data, set_auto_parallel_context
+from shardfn import data
 from shardfn.errors import StrategyError, StrategyTypeError
+from shardfn.mindspore import Layout, set_auto_parallel_context
 
 RANDOM = np.random.default_rng(0)
 IMAGES = RANDOM.normal(size=(22, 8, 16, 3)).astype("float32")
@@ -186,7 +187,7 @@ def test_a_state_of_other_batches_is_refused(kind, match, wrong):
 
 
 def test_the_context_is_the_default():
-    with shardfn.auto_parallel(full_batch=True):
+    with shardfn.mindspore.auto_parallel(full_batch=True):
         (batch,) = data.load(SOURCE, batch_size=16)
     assert batch["image"].sharding.is_fully_replicated
     set_auto_parallel_context(dataset_strategy=((2, 1, 4, 1), (2,)))

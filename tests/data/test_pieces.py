@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import tifffile
 
-from shardfn import Layout, data, halo, set_auto_parallel_context
+from shardfn import data, halo
 from shardfn.errors import StrategyError, StrategyTypeError
+from shardfn.mindspore import Layout, set_auto_parallel_context
 
 IMAGE = np.random.default_rng(0).integers(0, 255, (64, 128, 3)).astype("uint8")
 GRID = Layout((2, 4), ("row", "column"))

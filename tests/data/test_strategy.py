@@ -7,9 +7,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import shardfn
-from shardfn import AUTO, Layout, set_auto_parallel_context
+from shardfn import AUTO
 from shardfn.data import input_shardings
 from shardfn.errors import DeviceError, StrategyError, StrategyTypeError
+from shardfn.mindspore import Layout, set_auto_parallel_context
 
 P = PartitionSpec
 IMAGE, MASK, LABEL = (

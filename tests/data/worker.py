@@ -10,7 +10,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from shardfn import Layout, data, halo
+from shardfn import data, halo
+from shardfn.mindspore import Layout
 
 IMAGES = np.random.default_rng(0).normal(size=(20, 8, 16)).astype("float32")
 LABELS = np.arange(20)

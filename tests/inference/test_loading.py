@@ -12,18 +12,10 @@ import pytest
 import safetensors.numpy
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardfn import (
-    AUTO,
-    Cell,
-    Layout,
-    auto_parallel,
-    checkpoint,
-    infer_predict_layout,
-    load_distributed_checkpoint,
-    train,
-)
+from shardfn import AUTO, checkpoint, train
 from shardfn.checkpoint import arrays
 from shardfn.errors import CheckpointError, NotAvailableError, ShardError, StrategyError
+from shardfn.mindspore import Cell, Layout, auto_parallel, infer_predict_layout, load_distributed_checkpoint
 
 UP = np.arange(64 * 128, dtype="float32").reshape(64, 128) / 8192
 DOWN = np.cos(np.arange(128 * 32, dtype="float32")).reshape(128, 32)

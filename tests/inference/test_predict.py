@@ -6,8 +6,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import shardfn
-from shardfn import Cell, auto_parallel, infer_predict_layout, shard
+from shardfn import shard
 from shardfn.errors import ContextError, StrategyError, StrategyTypeError
+from shardfn.mindspore import Cell, auto_parallel, infer_predict_layout
 from shardfn.mindspore.parallel import layout_of
 
 
@@ -30,7 +31,7 @@ def test_layouts_are_mindspores():
     matrix, tensor_map, piece, field, uniform, group, whole = found["up"]
     assert (piece, field, uniform, group, whole) == ((64, 64), 0, True, "", (64, 256))
     assert found["down/0"].slice_shape == (64, 32)
-    layout = shardfn.Layout.from_tensor_map(matrix, tensor_map)
+    layout = shardfn.mindspore.Layout.from_tensor_map(matrix, tensor_map)
     assert layout.cuts == (1, 4) and layout.size == 8
     assert layout.slices(whole)[0] == layout_of(found.plan, "params/up").slices(whole)[0]
     assert found.shardings()["up"].shard_shape((64, 256)) == (64, 64)

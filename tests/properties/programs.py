@@ -185,7 +185,7 @@ def by_layout(builder: Builder, any_order: bool) -> Callable[[tuple[int, ...]], 
         left //= matrix[-1]
     names = tuple("xyz"[: len(matrix)] or "x")
     ranks = list(builder.order(range(count))) if any_order and builder.coin() else None
-    layout = shardfn.Layout(tuple(matrix) or (1,), names, ranks)
+    layout = shardfn.mindspore.Layout(tuple(matrix) or (1,), names, ranks)
     sizes = dict(layout.axes)
 
     def entry(shape: tuple[int, ...]) -> Any:
@@ -209,7 +209,7 @@ def asked_cuts(entry: Any, shape: Sequence[int], devices: int) -> tuple[int, ...
         return None
     if devices == 1:
         return (1,) * len(shape)
-    if isinstance(entry, shardfn.Layout):
+    if isinstance(entry, shardfn.mindspore.Layout):
         return entry.cuts
     if entry is None:
         cut = devices if shape and shape[0] % devices == 0 else 1

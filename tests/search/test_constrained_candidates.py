@@ -219,7 +219,7 @@ def test_pieces_of_a_scale_do_not_spread_to_the_activation_that_it_meets():
         "listening", lambda problem: problems.append(problem) or dynamic_programming.search(problem)
     )
     args = S(8192, 1024), S(1024), S(1024), S(1024, 4096)
-    on = shardfn.Layout((4, 2), ("data", "model"))
+    on = shardfn.mindspore.Layout((4, 2), ("data", "model"))
     cuts = on("data", "None"), on("model"), on("model"), on("None", "model")
     try:
         shardfn.plan(

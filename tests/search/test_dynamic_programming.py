@@ -137,7 +137,7 @@ def test_a_users_cut_is_kept_and_the_values_are_right():
 
 def test_a_users_grid_is_kept():
     args = (S((64, 8), jnp.float32), S((8, 64), jnp.float32), S((64, 8), jnp.float32))
-    grid = shardfn.Layout((4, 2), ("rows", "columns"))
+    grid = shardfn.mindspore.Layout((4, 2), ("rows", "columns"))
     made = shardfn.plan(two_layers, *args, in_strategy=(grid("rows", "None"), shardfn.AUTO, shardfn.AUTO),
                         device="h100:8", level=2, **EXACT)  # fmt: skip
     assert made.axes == (("rows", 4), ("columns", 2))

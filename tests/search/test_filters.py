@@ -21,7 +21,7 @@ HERE = {"device": "h100:8", "level": 2, "search_mode": "dynamic_programming"}
 @pytest.fixture(autouse=True)
 def _defaults():
     yield
-    shardfn.reset_algo_parameters()
+    shardfn.mindspore.reset_algo_parameters()
 
 
 def dense(x, w):
@@ -38,14 +38,14 @@ def test_without_rules_nothing_is_left_out():
 def test_fully_use_devices_cuts_what_is_cheaper_whole(mode):
     options = HERE | {"search_mode": mode, "out_strategy": ((1, 1),)}
     idle = shardfn.plan(dense, X, W, **options)
-    shardfn.set_algo_parameters(fully_use_devices=True)
+    shardfn.mindspore.set_algo_parameters(fully_use_devices=True)
     full = shardfn.plan(dense, X, W, **options)
     assert idle.cost.flops == 8 * full.cost.flops
     assert full.cost.time_s > idle.cost.time_s, "else the rule was not what decided"
 
 
 def test_a_users_cut_is_kept_and_told():
-    shardfn.set_algo_parameters(fully_use_devices=True)
+    shardfn.mindspore.set_algo_parameters(fully_use_devices=True)
     with pytest.warns(UserWarning, match="2 of 8 devices would do: nothing is cut over axis b of 4"):
         made = shardfn.plan(dense, X, W, in_strategy=((2, 1), (1, 1)), device="h100:8")
     assert [d.strategy for d in made.inputs] == [(2, 1), (1, 1)]
@@ -53,7 +53,7 @@ def test_a_users_cut_is_kept_and_told():
 
 
 def test_an_op_that_cannot_use_all_devices_is_free_of_the_rule():
-    shardfn.set_algo_parameters(fully_use_devices=True)
+    shardfn.mindspore.set_algo_parameters(fully_use_devices=True)
     with pytest.warns(UserWarning, match="1 of 8 devices would do"):
         made = shardfn.plan(dense, S((3, 5), jnp.float32), S((5, 7), jnp.float32), **HERE)
     assert [d.strategy for d in made.inputs] == [(1, 1), (1, 1)]
@@ -77,13 +77,13 @@ def test_slices_of_products_are_aligned():
     args = S((1, 512), jnp.float32), S((512, 8192), jnp.float32)  # one row: only the last dims are worth a cut
     free = shardfn.plan(dense, *args, **HERE)
     assert set(slices(free)) == {1024}
-    shardfn.set_algo_parameters(tensor_slice_align_enable=True, tensor_slice_align_size=1024)
+    shardfn.mindspore.set_algo_parameters(tensor_slice_align_enable=True, tensor_slice_align_size=1024)
     assert cuts(shardfn.plan(dense, *args, **HERE)) == cuts(free), "aligned as it is"
     for size in (256, 384, 1000):
         args = S((1, 65536), jnp.float32), S((65536, 4 * size), jnp.float32)
-        shardfn.set_algo_parameters(tensor_slice_align_enable=False)
+        shardfn.mindspore.set_algo_parameters(tensor_slice_align_enable=False)
         assert set(slices(shardfn.plan(dense, *args, **HERE))) == {size // 2}
-        shardfn.set_algo_parameters(tensor_slice_align_enable=True, tensor_slice_align_size=size)
+        shardfn.mindspore.set_algo_parameters(tensor_slice_align_enable=True, tensor_slice_align_size=size)
         held = shardfn.plan(dense, *args, **HERE)
         assert all(n % size == 0 for n in slices(held))
         assert held.cost.flops < 65536 * 4 * size, "something is cut nevertheless"
@@ -109,7 +109,7 @@ def test_nearness_drops_labels_and_says_so():
     function, args = abstract(mlp.make)
     options = HERE  # where the flow keeps the model's promise: else there is no gap
     exact = shardfn.plan(function, *args, **options)
-    shardfn.set_algo_parameters(enable_algo_approxi=True, algo_approxi_epsilon=1.0)
+    shardfn.mindspore.set_algo_parameters(enable_algo_approxi=True, algo_approxi_epsilon=1.0)
     rough = shardfn.plan(function, *args, **options)
     assert 0 <= exact.gap <= 0.5  # the best flow need not be the model's optimum
     assert 0 <= rough.gap <= 0.5
@@ -119,11 +119,13 @@ def test_nearness_drops_labels_and_says_so():
 def test_the_rules_are_part_of_what_a_plan_is_kept_by():
     function = shardfn.shard(dense, **HERE, out_strategy=((1, 1),))
     before = function.plan(X, W)
-    shardfn.set_algo_parameters(fully_use_devices=True)
+    shardfn.mindspore.set_algo_parameters(fully_use_devices=True)
     assert function.plan(X, W) != before
-    shardfn.reset_algo_parameters()
+    shardfn.mindspore.reset_algo_parameters()
     assert function.plan(X, W) == before
 
 
 def test_the_names_are_those_of_the_context():
-    assert Algorithm() == Algorithm(**{n: shardfn.get_algo_parameters(n) for n in Algorithm.__dataclass_fields__})
+    assert Algorithm() == Algorithm(
+        **{n: shardfn.mindspore.get_algo_parameters(n) for n in Algorithm.__dataclass_fields__}
+    )

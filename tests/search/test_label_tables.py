@@ -96,7 +96,7 @@ def test_a_sum_in_pieces_costs_what_its_flow_sends(op, ends):
     work, out = decoded(space.nodes[node].labels)
     wanted = [dims[end] for end in ends]
     (at,) = np.flatnonzero((work == k).all(axis=1) & (out == wanted).all(axis=1))
-    grid = shardfn.Layout((2, 4), ("a", "b"))
+    grid = shardfn.mindspore.Layout((2, 4), ("a", "b"))
     cut = lambda which: tuple(n for n, end in zip("ab", ends, strict=True) if end == which) or "None"  # noqa: E731
     batch = [grid(("a", "b"), *["None"] * (len(x.shape) - 1)) for x in args]
     made = shardfn.plan(fn, *args, device="h100:8", in_strategy=tuple(batch), out_strategy=(grid(cut("r"), cut("c")),))

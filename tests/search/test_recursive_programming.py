@@ -32,7 +32,7 @@ def test_any_number_of_devices(devices):
 
 
 def test_the_users_grid_stays():
-    grid = shardfn.Layout((4, 2), ("rows", "columns"))
+    grid = shardfn.mindspore.Layout((4, 2), ("rows", "columns"))
     made = shardfn.plan(two_layers, *WIDE, in_strategy=(grid("rows", "None"), shardfn.AUTO, shardfn.AUTO),
                         device="h100:8", level=2, **RECURSIVE)  # fmt: skip
     assert made.axes == (("rows", 4), ("columns", 2))

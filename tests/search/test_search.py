@@ -111,13 +111,13 @@ def test_a_search_of_ones_own():
         args = PROGRAMS["two layers"][1].values()
         made = sharded.plan(*args)
         np.testing.assert_allclose(sharded(*args), two_layers(*args), rtol=1e-4, atol=1e-5)
-        shardfn.set_auto_parallel_context(search_mode="rows")
+        shardfn.mindspore.set_auto_parallel_context(search_mode="rows")
         assert shardfn.plan(two_layers, *args).policy == "rows everywhere"
-        shardfn.reset_auto_parallel_context()
+        shardfn.mindspore.reset_auto_parallel_context()
         with pytest.raises(ContextError, match="'rows'"):
             search.register("rows", rows)
     finally:
-        shardfn.reset_auto_parallel_context()
+        shardfn.mindspore.reset_auto_parallel_context()
         search.forget("rows")
     assert seen[0].names == ("x", "w1", "w2") and seen[0].devices == 8
     assert [d.strategy for d in made.inputs] == [(8, 1)] * 3
@@ -189,7 +189,7 @@ def test_a_search_that_is_named_decides_the_ops_inside_where_every_argument_is_g
     assert made.cost.flops == pytest.approx(share, rel=1e-3), "all eight work, where two groups of four did the same"
     assert made.cost.time_s < follows.cost.time_s
     assert made.constraints and not made.policy.startswith("nothing")
-    with shardfn.auto_parallel(search_mode=mode):
+    with shardfn.mindspore.auto_parallel(search_mode=mode):
         assert shardfn.plan(two_layers, *WIDE, device="h100:8", **ALL_GIVEN) == made
     sharded, args = shardfn.shard(two_layers, search_mode=mode, **ALL_GIVEN), PROGRAMS["two layers"][1].values()
     np.testing.assert_allclose(sharded(*args), two_layers(*args), rtol=1e-4, atol=1e-5)

@@ -11,8 +11,9 @@ import optax
 import pytest
 from flax import nnx
 
-from shardfn import Cell, auto_parallel, train
+from shardfn import train
 from shardfn.errors import NotAvailableError, StrategyError, StrategyTypeError
+from shardfn.mindspore import Cell, auto_parallel
 from shardfn.train.pipelines.flat_parameters import PackedParameters
 
 VOCAB, D = 16, 8

@@ -11,10 +11,11 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from shardfn import auto_parallel, train
+from shardfn import train
 from shardfn.compiled.executable import read
 from shardfn.cost import estimate
 from shardfn.errors import ContextError, ShardError, StrategyError, StrategyTypeError
+from shardfn.mindspore import auto_parallel
 from tests.train.regression import data, mean_square, run, start
 
 TENSOR = {"parameter_plan": {"w1": (1, 4), "b1": (4,), "w2": (4, 1)}, "in_strategy": ((2, 1), (2, 1))}

@@ -132,7 +132,7 @@ def _refuse(settings: Mapping[str, Any], form: Any, strict: Any, flat: Any) -> N
     told = {
         "dec_key": ("checkpoints are not encrypted here", "decrypt the files first"),
         "dec_mode": ("checkpoints are not encrypted here", "leave it out"),
-        "dst_safetensors_dir": ("weights are loaded, not written", "use checkpoint.transform_checkpoints or export_safetensors"),
+        "dst_safetensors_dir": ("weights are loaded, not written", "use transform_checkpoints or checkpoint.export_safetensors"),
         "rank_id": ("each process reads for its own devices", "leave it out"),
         "output_format": ("weights are loaded, not written", "use checkpoint.export_safetensors"),
         "max_process_num": ("files are read in threads of this process", "leave it out"),
