@@ -11,7 +11,7 @@ import shardfn
 from shardfn import AUTO, ShardError
 from shardfn.mindspore import Layout
 from shardfn.planning.decisions import Alternatives, Figures
-from shardfn.search.one_array_changes import layouts
+from shardfn.search.one_array_changes import array_specs
 from shardfn.search.resharding_costs import strategy_of
 
 ON = Layout((2, 4), ("a", "b"))
@@ -210,7 +210,7 @@ def test_how_many_must_be_a_number(most):
 def test_layouts_are_all_that_divide(shape):
     axes = (("a", 2), ("b", 4))
     whole = ((),) * len(shape)
-    found = list(layouts(shape, axes, whole))
+    found = list(array_specs(shape, axes, whole))
     assert len(set(found)) == len(found)
     assert whole not in found
     expected = 0
@@ -228,7 +228,7 @@ def test_layouts_are_all_that_divide(shape):
 
 def test_of_very_many_layouts_some_are_left_out():
     axes = tuple((f"x{i}", 2) for i in range(12))
-    found = list(layouts((4096, 4096, 8), axes, ((), (), ())))
+    found = list(array_specs((4096, 4096, 8), axes, ((), (), ())))
     assert len(found) == len(set(found)) == 2 * 78 + 33  # runs of axes on a dim; on the last one, up to three of them
     assert ((), tuple(name for name, _ in axes), ()) in found
 

@@ -13,14 +13,14 @@ from shardfn.compiled.executable import Compiled
 from shardfn.cost.compute import matrix_flops
 from shardfn.cost.estimate import collective_s
 from shardfn.errors import ShardError, StrategyError, fail
+from shardfn.ir.model import Axes
 from shardfn.planning.candidates import told_apart
 from shardfn.planning.planner import chosen, is_correct
 from shardfn.search import baselines
 from shardfn.search.mesh_solution import mesh_text
-from shardfn.search.objectives import SPREAD, Rank, idle, rank
+from shardfn.search.objectives import BALANCED, Rank, imbalance, rank
 from shardfn.search.problem import Answer, SearchCandidate, SearchProblem, objective
-from shardfn.search.refinement import in_pieces, refine
-from shardfn.search.resharding_costs import Axes
+from shardfn.search.refinement import fully_sharded, refine
 
 
 def answers(
@@ -64,10 +64,10 @@ def answers(
     first += [made for level, one in others.items() for made in better(level, one)]
     unlimited = dataclasses.replace(problem, level=0, memory_limit=math.inf)
     least = min(first, key=lambda c: (objective(c.cost, unlimited), c.cost.memory.peak))
-    first += [in_pieces(problem, least), in_pieces(problem, least, only_state=True)]
+    first += [fully_sharded(problem, least), fully_sharded(problem, least, only_state=True)]
     fast = dataclasses.replace(problem, level=2)
-    single = baselines.candidates(fast, pairs=False)
-    double = tuple(c for c in baselines.candidates(fast) if c not in single)
+    single = baselines.evaluated_baselines(fast, pairs=False)
+    double = tuple(c for c in baselines.evaluated_baselines(fast) if c not in single)
     priced = [sorted(levels[level].others, key=lambda c: objective(c.cost, at[level])) for level in sorted(levels)]
     found: dict[object, SearchCandidate] = {}
     for turn in (first, *itertools.zip_longest(*priced, single, double)):
@@ -129,8 +129,8 @@ class CompiledCandidate:
 
     def rank(self, limit: float, least: float) -> Rank:
         """What the level makes least, within the memory limit first; `least` are the fewest FLOPs of any finalist."""
-        more = idle(self.flops, SPREAD * least)
-        return rank(self.level, limit, idle=more, sent=self.bytes_sent, time_s=self.time_s, peak=self.peak)
+        more = imbalance(self.flops, BALANCED * least)
+        return rank(self.level, limit, imbalance=more, sent=self.bytes_sent, time_s=self.time_s, peak=self.peak)
 
 
 def judged(name: str, problem: SearchProblem, answer: Answer, made: Compiled) -> CompiledCandidate:

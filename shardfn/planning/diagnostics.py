@@ -13,7 +13,7 @@ from shardfn.planning.decisions import Decision
 from shardfn.planning.plan import Plan
 from shardfn.planning.posed_call import AnsweredCall
 from shardfn.search.mesh_solution import mesh_text
-from shardfn.search.one_array_changes import layouts
+from shardfn.search.one_array_changes import array_specs
 from shardfn.search.problem import Algorithm, objective
 from shardfn.search.resharding_costs import Axes, strategy_of
 from shardfn.units import bytes_text
@@ -176,7 +176,7 @@ def avoided(plan: Plan, study: AnsweredCall, c: Communication, is_gone: Callable
     tries = [
         (d, spec)
         for d in few
-        for spec in sorted(layouts(d.shape, plan.axes, d.spec), key=lambda s: _distance(s, d.spec))
+        for spec in sorted(array_specs(d.shape, plan.axes, d.spec), key=lambda s: _distance(s, d.spec))
     ]
     found = []
     for d, spec in tries[:most]:
@@ -237,7 +237,7 @@ _CHANGING = frozenset({"rng_bit_generator", "rng", "custom_call"})
 def finer(d: Decision, axes: Axes) -> Spec | None:
     """The layout of an array in the most pieces, if that is more than now; ties go to what leaves its cuts as they are."""
     pieces = math.prod(d.strategy)
-    more = [s for s in layouts(d.shape, axes, d.spec) if math.prod(strategy_of(s, axes)) > pieces]
+    more = [s for s in array_specs(d.shape, axes, d.spec) if math.prod(strategy_of(s, axes)) > pieces]
     return min(more, key=lambda s: (-math.prod(strategy_of(s, axes)), *_distance(s, d.spec)), default=None)
 
 

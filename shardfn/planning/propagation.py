@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from shardfn.cost.devices.hardware import Hardware
 from shardfn.frontend.trace import Traced
 from shardfn.ir import shardy
-from shardfn.ir.model import Graph, PartitionedProgram, Spec
+from shardfn.ir.model import Axes, Graph, PartitionedProgram, Spec
 from shardfn.partition.partitioner import insert_collectives
 from shardfn.search.problem import NO_RESULT_SPECS, OpConstraints, Partitioner, ResultSpecs
-from shardfn.search.resharding_costs import Axes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -9,9 +9,8 @@ from shardfn.cost.devices.hardware import Hardware
 from shardfn.frontend.strategy import Leaf
 from shardfn.frontend.trace import Traced
 from shardfn.ir.correspondence import pairs
-from shardfn.ir.model import Graph, PartitionedProgram
+from shardfn.ir.model import Axes, Graph, PartitionedProgram
 from shardfn.ir.op_traits import HAS_OWN_RULE
-from shardfn.search.resharding_costs import Axes
 
 
 def of_program(traced: Traced, hardware: Hardware, inputs: Sequence[Leaf], axes: Axes) -> list[str]:

@@ -25,7 +25,7 @@ from shardfn.render.html import to_html
 from shardfn.render.parts import Table
 from shardfn.render.text import Shown as Rendered
 from shardfn.render.text import to_text
-from shardfn.search.one_array_changes import layouts
+from shardfn.search.one_array_changes import array_specs
 from shardfn.search.problem import objective
 from shardfn.search.resharding_costs import strategy_of
 from shardfn.units import bytes_text, signed, time_text
@@ -55,7 +55,9 @@ class WhatIf(AnsweredCall):
         if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
             fail(StrategyError, f"{most!r} cuts cannot be priced", where=f"why({path!r}, most={most!r})",
                  why="it counts the cuts to price", fix="give a whole number above 0, or leave it out")  # fmt: skip
-        others = sorted(layouts(planned.shape, plan.axes, planned.spec), key=lambda spec: _promise(spec, planned, plan))
+        others = sorted(
+            array_specs(planned.shape, plan.axes, planned.spec), key=lambda spec: _promise(spec, planned, plan)
+        )
         if most is None:
             most = min(MOST, max(1, OPS // max(1, len(plan.partitioned.graph.ops))))
         own = Figures.of(plan.cost)

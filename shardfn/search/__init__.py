@@ -1,17 +1,17 @@
-"""How open layouts are chosen. `MODES` maps MindSpore's `search_mode` names to searches of one signature (`problem`).
+"""Search the shardings that the user left open.
 
-- the modes: `auto`, `dynamic`, `recursive`, and `seeds` ("sharding_propagation"); where nothing is open: `following`; what they
-  try for which size of program and which level: `scope`
-- the choices on a grid as a labelling problem: `strategies`, of `forms`, `grid`, `facts`, `kernels`, `borders`, `sums` and
-  `windowed`; the level's costs: `levels`; what `set_algo_parameters` leaves out: `filters`; solved by `solver`, on a grid as
-  a whole by `ongrid`
-- what was found on a grid: `found`; how much of it is held: `holding`, and let go: `letgo`; what cannot fit at all: `room`; an
-  answer over its limit: `limits`
-- to the answer, each by its flow: `choose`; what is said of it: `told`; layouts that people write: `plain`; made better:
-  `polish`, `neighbours`; open results: `results`; what else stands beside it: `beside`
+The way of a call through the modules:
 
-What a level makes least is said in `aims`, of a flow, of what was found on a grid and of a compiled program alike, and in
-`levels` as the costs of a labelling.
+1. `problem`: the question (`SearchProblem`) and the answer (`Answer`) of every search. `effort`: what to try for its size.
+2. `MODES` names the searches: `auto`, `dynamic_programming` (the exact one), `recursive_programming`, `sharding_propagation`.
+   `default_policy` answers where nothing is open.
+3. `dynamic_programming` lists meshes; `exact` solves one: `label_tables` builds its labelling from `op_labels`,
+   `resharding_costs`, `partial_sum_costs`, `halo_costs` and `kernel_costs`; `level_costs` states the objective; `filters`
+   removes labels; `shardfn.solver` solves it. The result is a `mesh_solution.MeshSolution`.
+4. `selection` evaluates candidates of the solutions (`constrained_candidates`, `result_shardings`, `refinement`) and
+   `baselines` by their partitioned programs, takes the best, and drops redundant constraints (`constraint_reduction`).
+5. `alternatives` compares with other levels, and `one_array_changes` is the local search.
+6. `explanation` writes the policy and the reasons; `memory_limit` handles a limit that the answer exceeds.
 """
 
 from __future__ import annotations
@@ -35,37 +35,42 @@ BUILT_IN = tuple(MODES)
 
 
 def register(name: str, search: Search) -> None:
-    """Make a search of your own known by a name, for `search_mode`, here and in the context.
+    """Register a search of your own under a name, for `search_mode` and the context.
 
-    It takes a `SearchProblem` and gives an `Answer`; `SearchProblem.evaluate` prices what it tries.
+    Args:
+      name: a free identifier.
+      search: takes a `SearchProblem` and returns an `Answer`; `SearchProblem.evaluate` gives the cost of a choice.
+
+    Raises:
+      ContextError: the name is taken, or not an identifier.
+      ContextTypeError: the search is not callable.
 
     >>> register("mine", MODES["sharding_propagation"])
     >>> "mine" in MODES
     True
     >>> forget("mine")
-
-    Raises:
-      ContextError: the name is taken, or not a name.
-      ContextTypeError: the search cannot be called.
     """
     if not isinstance(name, str) or not name.isidentifier() or name in MODES:
         fail(ContextError, f"a search cannot be registered as {name!r}", where=f"register({name!r}, ...)",
-             why="a search is found by its name, and each name once", fix="give it a name that is free")  # fmt: skip
+             why="the name must be a free identifier", fix="choose another name")  # fmt: skip
     if not callable(search):
         fail(ContextTypeError, f"a search must be callable, but it is {a(search)}", where=f"register({name!r}, ...)",
-             why="it is called with a SearchProblem, and gives an Answer", fix="pass a function")  # fmt: skip
+             why="it is called with a SearchProblem and returns an Answer", fix="pass a function")  # fmt: skip
     MODES[name] = search
 
 
 def forget(name: str) -> None:
-    """Take back what `register` did.
+    """Remove a registered search.
+
+    Args:
+      name: the name it was registered under.
 
     Raises:
       ContextError: nobody registered that name.
     """
     if name in BUILT_IN or name not in MODES:
         fail(ContextError, f"no search was registered as {name!r}", where=f"forget({name!r})",
-             why="MindSpore's four searches stay", fix="give the name that it was registered by")  # fmt: skip
+             why="the four built-in searches stay", fix="give the name that it was registered under")  # fmt: skip
     del MODES[name]
 
 
@@ -82,10 +87,10 @@ def select(mode: str) -> Search:
 
 
 def _asked(mode: str, problem: SearchProblem) -> Answer:
-    """The answer of a search that somebody registered."""
+    """The answer of a registered search."""
     answer: object = MODES[mode](problem)
     if not isinstance(answer, Answer):
-        fail(ContextTypeError, f"the search {mode!r} gave {a(answer)}", where=f"search_mode = {mode!r}",
-             why="a search takes a SearchProblem and gives an Answer",
+        fail(ContextTypeError, f"the search {mode!r} returned {a(answer)}", where=f"search_mode = {mode!r}",
+             why="a search takes a SearchProblem and returns an Answer",
              fix='return one, such as that of MODES["sharding_propagation"](problem)')  # fmt: skip
     return answer

@@ -1,4 +1,4 @@
-"""The default search: exact while that is quick, else the devices are divided."""
+"""The default search: exact while that is quick, else recursive."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from shardfn.search.problem import Answer, SearchProblem
 
 
 def search(problem: SearchProblem) -> Answer:
-    """The exact optimum where that is quick (`SearchEffort.is_exact`), else what dividing the devices finds."""
+    """The exact search where it is quick (`SearchEffort.is_exact`), else the recursive one."""
     if not problem.is_open:
         return default_policy.search(problem)
     return dynamic_programming.search(problem) if problem.effort.is_exact else recursive_programming.search(problem)

@@ -1,6 +1,7 @@
-"""Plain layouts that people write by hand, found by the dim classes: one class cut over all devices, or two on a grid of
-two axes, and the same with what only the update reads, or all else, in pieces over the axes left. They stand beside the
-search's own plans: among the finalists, at level 1, and wherever the program is small."""
+"""Baseline plans that people write by hand: data parallel, ZeRO-1, FSDP, tensor parallel, and mixes on two mesh axes.
+
+Each shards one dimension group over all devices, or two over a mesh of two axes, and the other arrays over the axes left.
+"""
 
 from __future__ import annotations
 
@@ -8,310 +9,305 @@ import dataclasses
 import enum
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from shardfn.ir.model import OpConstraint, Spec
+from shardfn.ir.model import Axes, OpConstraint, Spec
 from shardfn.ir.op_traits import CONTRACTIONS, ELEMENTWISE
 from shardfn.partition.resharding import divisors
+from shardfn.search.default_policy import group_name
 from shardfn.search.filters import keeps_rules
 from shardfn.search.graph_facts import array_bytes
-from shardfn.search.problem import OpConstraints, SearchCandidate, SearchProblem, objective
-from shardfn.search.resharding_costs import Axes
+from shardfn.search.problem import OpConstraints, SearchCandidate, SearchProblem
 
-HASTY = 4
-"""Layouts that are priced after the time limit at most, until one fits."""
+AFTER_LIMIT = 4
+"""Baselines evaluated after the time limit at most, until one fits."""
 
 FAR = 1.25
-"""Of the time of the best flow so far: from there a layout is not laid out in pieces as well, which was worth up to 27 % of
-programs of 500 ops and more that were far off anyway, and nothing of the others."""
+"""A baseline that takes this multiple of the best time is not tried with more arrays sharded. Measured gain from doing so in
+programs of 500 ops and more: none that mattered."""
+
+SMALL_SHARE = 1e-3
+"""The smallest parameters are small while they hold no more than this part of all parameter bytes together: gathering one
+costs its latency."""
 
 
-def candidates(
+class ArgumentSharding(enum.Enum):
+    """Which arguments a baseline shards over axes that its dimension groups leave free."""
+
+    STATE = "optimizer state"
+    SIZEABLE = "all but small parameters"
+    ALL = "all arrays"
+
+
+@dataclasses.dataclass(frozen=True)
+class Baseline:
+    """Dimension groups sharded over axes (`by_group`), all else unsharded or sharded as `rest` says."""
+
+    name: str
+    axes: Axes
+    by_group: Mapping[int, str]
+    specs: tuple[Spec, ...]
+    constraints: OpConstraints
+    rest: ArgumentSharding | None = None
+
+
+def evaluated_baselines(
     problem: SearchProblem, pairs: bool = True, below: float = math.inf, fastest: float = math.inf
 ) -> tuple[SearchCandidate, ...]:
-    """The plain layouts of the heaviest dim classes, priced by their flow, best first; the user's own layouts stay.
+    """The baselines of the largest dimension groups, best first; shardings that the user gave stay.
 
-    At level 1 those are priced first that promise the least memory, of large programs only the first few, and none that
-    holds more than another in its arguments and results alone. After the time limit no more are priced. What the
-    algorithm parameters rule out is left out.
+    At level 1, those with the least estimated memory come first, for large programs only a few of them, and none whose
+    arguments and results alone exceed the best peak. After the time limit no more are evaluated.
 
     Args:
-      problem: what is asked.
-      pairs: whether grids of two axes are among them.
-      below: bytes at the peak of what was found already.
-      fastest: seconds that the best of it takes; where a layout takes much longer, its pieces are not priced.
+      problem: the question.
+      pairs: whether meshes of two axes are among them.
+      below: the least peak memory so far in bytes.
+      fastest: the best modelled time so far in seconds.
     """
     if problem.axes or not problem.is_open:
         return ()
-    every = {
-        (one.axes, one.specs, tuple(one.constraints.items())): one for one in reversed(list(_layouts(problem, pairs)))
-    }
-    layouts = list(every.values())[::-1]
+    every = {(one.axes, one.specs, tuple(one.constraints.items())): one for one in reversed(list(_all(problem, pairs)))}
+    baselines = list(every.values())[::-1]
     if problem.level == 1:
-        layouts.sort(key=lambda one: estimated_peak(problem, one))
-        layouts = layouts[: problem.effort.plain_layouts]
+        baselines.sort(key=lambda one: estimated_peak(problem, one))
+        baselines = baselines[: problem.effort.max_baselines]
     found: list[SearchCandidate] = []
     is_far: dict[object, bool] = {}
-    for one in layouts:
+    for one in baselines:
         if problem.seconds_left <= 0:
             break
-        cut = one.axes, *one.cut.items()
-        if not is_far.get(cut) and (problem.level != 1 or held(problem, one) < below):
-            made = problem.candidate(one.name, one.axes, one.specs, one.constraints)
-            is_far.setdefault(cut, made.cost.time_s > FAR * fastest)
+        key = one.axes, *one.by_group.items()
+        if not is_far.get(key) and (problem.level != 1 or resident_bytes(problem, one.axes, one.specs) < below):
+            made = _evaluated(problem, one)
+            is_far.setdefault(key, made.cost.time_s > FAR * fastest)
             if keeps_rules(problem.partitioned_of(made), problem.algorithm):
                 found.append(made)
                 below = min(below, made.cost.memory.peak)
-    return tuple(sorted(found, key=lambda c: objective(c.cost, problem)))
+    return tuple(sorted(found, key=problem.rank))
 
 
 def batch_baselines(problem: SearchProblem, every: bool = True) -> tuple[SearchCandidate, ...]:
-    """The plain layouts with the batch cut over all devices, priced by their flow: data parallel, ZeRO-1 and fully sharded
-    data parallel, or the last alone. None where nothing is a batch, or the grid is the user's."""
+    """The baselines that shard the batch over all devices: data parallel, ZeRO-1 and FSDP, or FSDP alone.
+
+    None where no argument is a batch or the user gave the mesh.
+    """
     if problem.axes or not problem.is_open:
         return ()
     found: dict[tuple[Spec, ...], SearchCandidate] = {}
     for one in _of_batch(problem):
-        if (every or one.pieces is ArgumentSharding.ALL) and one.specs not in found and problem.seconds_left > 0:
-            made = problem.candidate(one.name, one.axes, one.specs, one.constraints)
+        if (every or one.rest is ArgumentSharding.ALL) and one.specs not in found and problem.seconds_left > 0:
+            made = _evaluated(problem, one)
             if keeps_rules(problem.partitioned_of(made), problem.algorithm):
                 found[one.specs] = made
     return tuple(found.values())
 
 
-def _of_batch(problem: SearchProblem) -> Iterator[Baseline]:
-    n = (("a", problem.devices),)
-    for class_ in dict.fromkeys(problem.groups[i][0] for i in sorted(batch_arguments(problem)) if problem.groups[i]):
-        if _fits(problem, class_, problem.devices):
-            yield from _each(problem, n, {class_: "a"})
-
-
 def hasty_baselines(problem: SearchProblem) -> tuple[SearchCandidate, ...]:
-    """What stands beside an answer when the time limit is over: the first plain layout that fits the memory limit, of the
-    batch before others. A few are priced whatever the time, so that a limit too short is no worse than data parallel."""
+    """The first few baselines up to one that fits, whatever the time: a time limit that is too short still gives an answer
+    no worse than data parallel."""
     if problem.axes or not problem.is_open:
         return ()
     found: list[SearchCandidate] = []
-    for one in itertools.islice(itertools.chain(_of_batch(problem), _layouts(problem, pairs=False)), HASTY):
-        made = problem.candidate(one.name, one.axes, one.specs, one.constraints)
+    for one in itertools.islice(itertools.chain(_of_batch(problem), _all(problem, pairs=False)), AFTER_LIMIT):
+        made = _evaluated(problem, one)
         if keeps_rules(problem.partitioned_of(made), problem.algorithm):
             found.append(made)
-            if made.cost.memory.peak <= problem.memory_limit:
+            if problem.fits(made):
                 break
     return tuple(found)
 
 
+def _evaluated(problem: SearchProblem, one: Baseline) -> SearchCandidate:
+    return problem.candidate(one.name, one.axes, one.specs, one.constraints)
+
+
 def batch_arguments(problem: SearchProblem) -> frozenset[int]:
-    """The arguments that no result takes the place of: a batch, not parameters."""
+    """The arguments that no result aliases: a batch, not parameters."""
     kept = set(problem.same_as.values())
     return frozenset(i for i, value in enumerate(problem.inputs) if kept and value not in kept)
 
 
-class ArgumentSharding(enum.Enum):
-    """What is cut into pieces over the axes that a layout leaves, or the first of them: what elementwise ops alone read (as
-    ZeRO-1 lays out an optimizer's state), or everything (as fully sharded data parallel lays out weights)."""
-
-    STATE = "what only the update reads"
-    SIZEABLE = "all else but small parameters"
-    ALL = "all else"
-
-
-@dataclasses.dataclass(frozen=True)
-class Baseline:
-    """A plain layout: dim classes cut over axes, all else whole or in pieces."""
-
-    name: str
-    axes: Axes
-    cut: Mapping[int, str]
-    specs: tuple[Spec, ...]
-    constraints: OpConstraints
-    pieces: ArgumentSharding | None = None
-
-
-def held(problem: SearchProblem, layout: Baseline) -> int:
-    """Bytes that arguments, and results that lie as they do or as the user said, take on one device."""
-    sizes = dict(layout.axes)
-    arguments = dict(zip(problem.inputs, layout.specs, strict=True))
+def resident_bytes(problem: SearchProblem, axes: Axes, specs: Sequence[Spec]) -> int:
+    """Bytes on one device of the arguments, and of the results that alias them or whose sharding the user gave."""
+    sizes = dict(axes)
+    arguments = dict(zip(problem.inputs, specs, strict=True))
     results = dict(problem.results) | {v: arguments[source] for v, source in problem.same_as.items()}
 
-    def on_one(laid: Mapping[int, Spec]) -> int:
+    def on_one(sharded: Mapping[int, Spec]) -> int:
         return sum(
             math.ceil(array_bytes(problem.graph.values[v]) / math.prod(sizes[a] for dim in spec for a in dim))
-            for v, spec in laid.items()
+            for v, spec in sharded.items()
         )
 
     given = on_one({v: spec for v, spec in arguments.items() if v in problem.donated})
     return on_one(arguments) + max(0, on_one(results) - given)
 
 
-def least(problem: SearchProblem) -> float:
-    """Bytes that one device holds at least whatever the layout: an even share of the arguments, and of what results there
-    are that do not take their place."""
+def least_resident_bytes(problem: SearchProblem) -> float:
+    """A lower bound of `resident_bytes`: an even share of the arguments and of the results that do not reuse their memory."""
     sizes = [array_bytes(problem.graph.values[v]) for v in problem.inputs]
     given = sum(size for v, size in zip(problem.inputs, sizes, strict=True) if v in problem.donated)
     results = sum(array_bytes(problem.graph.values[v]) for v in (*problem.results, *problem.same_as))
     return (sum(sizes) + max(0.0, results - given)) / problem.devices
 
 
-def estimated_peak(problem: SearchProblem, layout: Baseline) -> float:
-    """About what a layout holds at the peak: `held`, and the program's temporaries with their classes cut."""
-    sizes, values = dict(layout.axes), problem.graph.values
+def estimated_peak(problem: SearchProblem, one: Baseline) -> float:
+    """A rough estimate of the peak memory in bytes: `resident_bytes` and the program's temporaries, sharded by group."""
+    sizes, values = dict(one.axes), problem.graph.values
 
-    def ways(value: int) -> int:
-        cut: dict[str, int] = {}
-        for size, class_ in zip(values[value].shape, problem.value_groups[value], strict=True):
-            axis = layout.cut.get(class_)
+    def shards(value: int) -> int:
+        used: dict[str, int] = {}
+        for size, group in zip(values[value].shape, problem.value_groups[value], strict=True):
+            axis = one.by_group.get(group)
             if axis is not None and size % sizes[axis] == 0:
-                cut.setdefault(axis, sizes[axis])
-        return math.prod(cut.values())
+                used.setdefault(axis, sizes[axis])
+        return math.prod(used.values())
 
     change: dict[int, float] = {}
     for place in problem.facts.places:
-        size = place.bytes / min(map(ways, place.values), default=1)
+        size = place.bytes / min(map(shards, place.values), default=1)
         change[place.start] = change.get(place.start, 0.0) + size
         change[place.end + 1] = change.get(place.end + 1, 0.0) - size
-    return held(problem, layout) + max(itertools.accumulate(change[tick] for tick in sorted(change)), default=0.0)
+    temporaries = max(itertools.accumulate(change[tick] for tick in sorted(change)), default=0.0)
+    return resident_bytes(problem, one.axes, one.specs) + temporaries
 
 
-def _layouts(problem: SearchProblem, pairs: bool) -> Iterator[Baseline]:
+def _of_batch(problem: SearchProblem) -> Iterator[Baseline]:
+    batch = sorted(batch_arguments(problem))
+    for group in dict.fromkeys(problem.groups[i][0] for i in batch if problem.groups[i]):
+        if _divides(problem, group, problem.devices):
+            yield from _variants(problem, (("a", problem.devices),), {group: "a"})
+
+
+def _all(problem: SearchProblem, pairs: bool) -> Iterator[Baseline]:
     n = problem.devices
-    open_ = {c for classes, spec in zip(problem.groups, problem.specs, strict=True) if spec is None for c in classes}
-    heaviest = sorted(open_, key=lambda c: (-problem.group_bytes.get(c, 0), c))
+    open_ = {g for groups, spec in zip(problem.groups, problem.specs, strict=True) if spec is None for g in groups}
+    largest = sorted(open_, key=lambda g: (-problem.group_bytes.get(g, 0), g))
     parts = divisors(n, n)[1:-1]
-    most = problem.effort.plain_classes
-    fit = list(itertools.islice((c for c in heaviest if any(_fits(problem, c, ways) for ways in (n, *parts))), most))
-    paired = fit if pairs else []
-    for c in fit:
-        if _fits(problem, c, n):
-            yield from _each(problem, (("a", n),), {c: "a"}, problem.level == 2)
-    for first, second in itertools.permutations(paired, 2):
+    fit: Iterable[int] = (g for g in largest if any(_divides(problem, g, size) for size in (n, *parts)))
+    fit = list(itertools.islice(fit, problem.effort.baseline_groups))
+    for group in fit:
+        if _divides(problem, group, n):
+            yield from _variants(problem, (("a", n),), {group: "a"}, problem.level == 2)
+    for first, second in itertools.permutations(fit if pairs else (), 2):
         for a in parts:
-            if _fits(problem, first, a) and _fits(problem, second, n // a):
-                yield from _each(problem, (("a", a), ("b", n // a)), {first: "a", second: "b"})
+            if _divides(problem, first, a) and _divides(problem, second, n // a):
+                yield from _variants(problem, (("a", a), ("b", n // a)), {first: "a", second: "b"})
 
 
-def _fits(problem: SearchProblem, class_: int, ways: int) -> bool:
-    """Whether an open argument has a dim of a class that can be cut so many ways."""
-    return any(map(any, _laid(problem, (("a", ways),), {class_: "a"})))
+def _divides(problem: SearchProblem, group: int, size: int) -> bool:
+    """Whether an axis of a size divides a dimension of a group in an open argument."""
+    return any(map(any, _argument_specs(problem, (("a", size),), {group: "a"})))
 
 
-SMALL_SHARE = 1e-3
-"""Of the bytes of all parameters and states: the smallest of them that hold no more than this together are small. A gather
-of one costs its latency."""
-
-
-def _each(problem: SearchProblem, axes: Axes, cut: Mapping[int, str], with_large: bool = False) -> Iterator[Baseline]:
+def _variants(
+    problem: SearchProblem, axes: Axes, by_group: Mapping[int, str], with_large: bool = False
+) -> Iterator[Baseline]:
+    """The baselines of some groups: by themselves, and with other arguments sharded over free axes."""
     sizes, every = dict(axes), tuple(name for name, _ in axes)
-    name = ", ".join(f"{_name(problem, c)} cut {sizes[axis]} ways" for c, axis in cut.items())
-    yield Baseline(name, axes, cut, _laid(problem, axes, cut), {})
-    constraints = _pins(problem, axes, cut)
+    name = ", ".join(f"{group_name(problem, g)} sharded {sizes[axis]} ways" for g, axis in by_group.items())
+    yield Baseline(name, axes, by_group, _argument_specs(problem, axes, by_group), {})
+    constraints = _product_constraints(problem, axes, by_group)
     kinds = (
         [(ArgumentSharding.STATE, every[:1])] * any(is_optimizer_state(problem))
         + [(ArgumentSharding.SIZEABLE, every)] * with_large
         + [(ArgumentSharding.ALL, every[:1]), (ArgumentSharding.ALL, every)]
     )
-    for pieces, over in dict.fromkeys(kinds):
+    for rest, over in dict.fromkeys(kinds):
         count = math.prod(sizes[axis] for axis in over)
-        laid = _laid(problem, axes, cut, pieces, over)
-        yield Baseline(f"{name}, {pieces.value} in {count} pieces", axes, cut, laid, constraints, pieces)
+        specs = _argument_specs(problem, axes, by_group, rest, over)
+        yield Baseline(f"{name}, {rest.value} sharded over {count}", axes, by_group, specs, constraints, rest)
 
 
-def _pins(problem: SearchProblem, axes: Axes, cut: Mapping[int, str]) -> OpConstraints:
-    """Products and look-ups whose results have a dim of a class are held to its cut: pieces would lead propagation
-    astray."""
+def _product_constraints(problem: SearchProblem, axes: Axes, by_group: Mapping[int, str]) -> OpConstraints:
+    """Constraints that keep the groups sharded in results of products and look-ups: sharded parameters would lead
+    propagation to shard other dimensions."""
     constraints: dict[int, OpConstraint] = {}
     for index, op in enumerate(problem.graph.ops):
-        if index in problem.can_constrain and op.name in _PINNED:
+        if index in problem.can_constrain and op.name in CONTRACTIONS | {"gather"}:
             rows = [(problem.graph.values[v].shape, problem.value_groups[v]) for v in op.outputs]
-            results = tuple(along(shape, classes, axes, cut, ()) for shape, classes in rows)
+            results = tuple(shard_groups(shape, groups, axes, by_group, ()) for shape, groups in rows)
             if any(map(any, results)):
                 constraints[index] = OpConstraint((None,) * len(op.inputs), results)
     return constraints
 
 
-_PINNED = CONTRACTIONS | {"gather"}
-
-
 def is_optimizer_state(problem: SearchProblem) -> tuple[bool, ...]:
-    """Of each argument whether a result takes its place and elementwise ops alone read it: momentum, not parameters."""
-    if problem.memo.state is None:
+    """For each argument whether a result aliases it and only elementwise ops read it: momentum, not parameters."""
+    if problem.memo.optimizer_state is None:
         read: dict[int, set[str]] = {value: set() for value in problem.inputs}
         for op in problem.graph.ops:
             for value in read.keys() & set(op.inputs):
                 read[value].add(op.name)
         kept = set(problem.same_as.values())
-        problem.memo.state = tuple(v in kept and read[v] <= ELEMENTWISE for v in problem.inputs)
-    return problem.memo.state
+        problem.memo.optimizer_state = tuple(v in kept and read[v] <= ELEMENTWISE for v in problem.inputs)
+    return problem.memo.optimizer_state
 
 
 def are_small_parameters(problem: SearchProblem) -> tuple[bool, ...]:
-    """Of each argument whether it is a small one (`SMALL_SHARE`) of those that a result takes the place of."""
+    """For each argument whether it is a small parameter (`SMALL_SHARE`)."""
     kept = [i for i, value in enumerate(problem.inputs) if value in set(problem.same_as.values())]
     sizes = {i: array_bytes(problem.graph.values[problem.inputs[i]]) for i in kept}
-    small, room = set[int](), SMALL_SHARE * sum(sizes.values())
+    small, left = set[int](), SMALL_SHARE * sum(sizes.values())
     for i in sorted(kept, key=lambda i: (sizes[i], i)):
-        room -= sizes[i]
-        if room < 0:
+        left -= sizes[i]
+        if left < 0:
             break
         small.add(i)
     return tuple(i in small for i in range(len(problem.inputs)))
 
 
-def _name(problem: SearchProblem, class_: int) -> str:
-    rows = zip(problem.names, problem.groups, strict=True)
-    return next(f"{path} dim {classes.index(class_)}" for path, classes in rows if class_ in classes)
-
-
-def _laid(
+def _argument_specs(
     problem: SearchProblem,
     axes: Axes,
-    cut: Mapping[int, str],
-    pieces: ArgumentSharding | None = None,
+    by_group: Mapping[int, str],
+    rest: ArgumentSharding | None = None,
     over: Sequence[str] = (),
 ) -> tuple[Spec, ...]:
-    into = [pieces is ArgumentSharding.ALL] * len(problem.inputs)
-    if pieces is ArgumentSharding.STATE:
-        into = list(is_optimizer_state(problem))
-    elif pieces is ArgumentSharding.SIZEABLE:
-        into = [not small for small in are_small_parameters(problem)]
-    rows = zip(problem.specs, problem.shapes, problem.groups, into, strict=True)
+    sharded = [rest is ArgumentSharding.ALL] * len(problem.inputs)
+    if rest is ArgumentSharding.STATE:
+        sharded = list(is_optimizer_state(problem))
+    elif rest is ArgumentSharding.SIZEABLE:
+        sharded = [not small for small in are_small_parameters(problem)]
+    rows = zip(problem.specs, problem.shapes, problem.groups, sharded, strict=True)
     return tuple(
-        s if s is not None else along(shape, classes, axes, cut, over if is_one else ())
-        for s, shape, classes, is_one in rows
+        s if s is not None else shard_groups(shape, groups, axes, by_group, over if is_one else ())
+        for s, shape, groups, is_one in rows
     )
 
 
-def roomiest(spec: Sequence[Collection[str]], left: Sequence[int], size: int) -> int | None:
-    """The dim that one more axis goes along: the largest that it divides, rather one that is whole; None where it divides none.
+def largest_dimension(spec: Sequence[Collection[str]], left: Sequence[int], size: int) -> int | None:
+    """The dimension to shard over one more axis: the largest that it divides, unsharded ones first; None if there is none.
 
     Args:
-      spec: the axes that cut each dim already.
-      left: of each dim, the elements of a piece.
+      spec: the axes that shard each dimension already.
+      left: the elements of each dimension in a shard.
       size: of the axis.
 
-    >>> roomiest((("a",), (), ()), (64, 8, 6), 2), roomiest((("a",), ()), (64, 7), 2), roomiest(((),), (7,), 2)
-    (1, 0, None)
+    >>> largest_dimension((("a",), (), ()), (64, 8, 6), 2), largest_dimension((("a",), ()), (64, 7), 2)
+    (1, 0)
     """
     dims = [d for d, n in enumerate(left) if n and n % size == 0]
     return max(dims, key=lambda d: (not spec[d], left[d], -d), default=None)
 
 
-def along(
-    shape: Sequence[int], classes: Sequence[int], axes: Axes, cut: Mapping[int, str], over: Sequence[str]
+def shard_groups(
+    shape: Sequence[int], groups: Sequence[int], axes: Axes, by_group: Mapping[int, str], over: Sequence[str]
 ) -> Spec:
-    """Each class's first dim over its axis, where it divides; those of `over` that are left over the largest dims that they
-    divide."""
+    """A sharding with each group's first dimension over its axis, where it divides, and the free axes of `over` on the
+    largest dimensions."""
     sizes = dict(axes)
     spec: list[list[str]] = [[] for _ in shape]
     left = list(shape)
-    for class_, axis in cut.items():
-        at = next((d for d, c in enumerate(classes) if c == class_ and left[d] and left[d] % sizes[axis] == 0), None)
+    for group, axis in by_group.items():
+        at = next((d for d, g in enumerate(groups) if g == group and left[d] and left[d] % sizes[axis] == 0), None)
         if at is not None:
             spec[at].append(axis)
             left[at] //= sizes[axis]
     used = {axis for dim in spec for axis in dim}
     for axis in (name for name in over if name not in used):
-        at = roomiest(spec, left, sizes[axis])
+        at = largest_dimension(spec, left, sizes[axis])
         if at is not None:
             spec[at].append(axis)
             left[at] //= sizes[axis]

@@ -1,33 +1,42 @@
-"""The exact search: the best layout of every op under the cost model, on every grid of one or two axes.
+"""The exact search: the best strategy of every op under the label model, on every mesh of one or two axes.
 
-Each grid's choices are a labelling problem (`search.solver.solve`, at the problem's level: `search.levels`), solved to proven
-optimality where elimination can, else to a stated gap. Of small programs the best grid is divided once more, into three
-axes. `search.choose` takes the best by Shardy's flow.
+The choices on each mesh are a labelling problem, solved to proven optimality where elimination can, else to a stated gap. For
+small programs the best mesh is divided into three axes too. `selection` evaluates the solutions and takes the best.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
+from shardfn.ir.model import Axes
 from shardfn.partition.resharding import divisors
 from shardfn.search import default_policy
 from shardfn.search.alternatives import cached_search, improve_answer
-from shardfn.search.exact import EFFORT, FIRST, budget_of, less_memory_within, order, other_objective_within, solve_mesh
+from shardfn.search.exact import (
+    EFFORT,
+    FIRST,
+    budget_of,
+    estimated_rank,
+    less_memory,
+    other_objective,
+    solve_mesh,
+)
 from shardfn.search.mesh_solution import MeshSolution, transposed_mesh
 from shardfn.search.problem import Answer, SearchProblem
-from shardfn.search.resharding_costs import Axes, MeshModel
+from shardfn.search.resharding_costs import MeshModel
 from shardfn.search.selection import answer_of
 from shardfn.solver.budget import Budget
 from shardfn.solver.solve import solve
 
 WORTH = 0.95
-"""Of the least cost: what a grid must promise to be looked at again; of a small program, anything less than that cost."""
+"""The part of the least cost below which a mesh's bound must be for a second solution; for small programs 1."""
 
 
 def search(problem: SearchProblem) -> Answer:
-    """The cheapest layout at the problem's level; of small programs what other levels find stands beside it."""
+    """The best answer at the problem's level; for small programs also compared with those of other levels."""
     if not problem.is_open:
         return default_policy.search(problem)
     return improve_answer(problem, cached_search(problem, search_once), search_once)
@@ -36,36 +45,29 @@ def search(problem: SearchProblem) -> Answer:
 def search_once(problem: SearchProblem) -> Answer:
     """The search for the problem's level by itself."""
     tried, budget = meshes(problem), budget_of(problem)
-    found, untried = on_grids(problem, tried, (), budget)
+    found, untried = solve_meshes(problem, tried, (), budget)
+    rank = functools.partial(estimated_rank, problem)
     if found and not problem.axes and problem.effort.three_axes:
-        best = min(found, key=lambda f: order(problem, f)).axes
+        best = min(found, key=rank).axes
         twin = transposed_mesh(best, found)
-        more = list(
-            dict.fromkeys(
-                (
-                    *three_axis_meshes(problem, best),
-                    *(three_axis_meshes(problem, twin.axes) if twin is not None else ()),
-                )
-            )
-        )
-        again, left = on_grids(problem, more, found, budget)
+        both = (best, *([twin.axes] if twin is not None else ()))
+        more = list(dict.fromkeys(axes for one in both for axes in three_axis_meshes(problem, one)))
+        again, left = solve_meshes(problem, more, found, budget)
         tried, found, untried = tried + more, found + again, untried + left
-    found = sorted(settled(problem, found, budget), key=lambda f: order(problem, f))
-    return answer_of(
-        problem, found, "exact search", less_memory_within(budget), tried, untried, other_objective_within(budget)
-    )
+    found = sorted(solved_again(problem, found, budget), key=rank)
+    less, other = (functools.partial(f, budget=budget) for f in (less_memory, other_objective))
+    return answer_of(problem, found, "exact search", less, tried, untried, other)
 
 
-def on_grids(problem: SearchProblem, tried: Sequence[Axes], before: Sequence[MeshSolution],
-             budget: Budget) -> tuple[list[MeshSolution], list[Axes]]:  # fmt: skip
-    """What is best on each grid, and the grids that the budget leaves nothing for, unless nothing is found yet.
+def solve_meshes(problem: SearchProblem, tried: Sequence[Axes], before: Sequence[MeshSolution],
+                 budget: Budget) -> tuple[list[MeshSolution], list[Axes]]:  # fmt: skip
+    """The best solutions on each mesh, and the meshes that the budget left out; one mesh is always solved.
 
-    The grids of the most equal sizes go first: often the best are among them. What can't be among the first ones to be
-    priced is left out, but for the grid of one axis, which is priced where the flows of the others disappoint. A grid may
-    take half of what is left, the last one all of it.
+    Meshes with the most equal sizes come first, as they are often the best. A mesh whose bound is not among the best few is
+    left out, except the mesh of one axis. Each mesh may take half of the work left, the last one all of it.
     """
     made: dict[Axes, list[MeshSolution]] = {}
-    most = problem.effort.found_at_most
+    most = problem.effort.max_evaluated
     turn = sorted(tried, key=lambda axes: sum(size for _, size in axes))
     for number, axes in enumerate(turn):
         known = [*before, *(f for some in made.values() for f in some)]
@@ -73,14 +75,13 @@ def on_grids(problem: SearchProblem, tried: Sequence[Axes], before: Sequence[Mes
             break
         fit = sorted(f.solution.cost for f in known if f.peak <= problem.memory_limit)
         is_bound = problem.level == 2 and len(axes) > 1 and len(fit) >= most
-        ceiling = fit[most - 1] if is_bound else math.inf
         part = budget.part(0.5 if number + 1 < len(turn) else 1.0)
-        made[axes] = list(solve_mesh(problem, axes, part, ceiling=ceiling))
+        made[axes] = list(solve_mesh(problem, axes, part, ceiling=fit[most - 1] if is_bound else math.inf))
     return [f for axes in tried for f in made.get(axes, ())], [axes for axes in tried if axes not in made]
 
 
-def settled(problem: SearchProblem, found: Sequence[MeshSolution], budget: Budget) -> list[MeshSolution]:
-    """The same, with another look at the best, and at what may yet be better by a good part."""
+def solved_again(problem: SearchProblem, found: Sequence[MeshSolution], budget: Budget) -> list[MeshSolution]:
+    """The solutions, with a smaller gap for the best one and for those that may still beat it."""
     least = min((f.solution.cost for f in found), default=0.0)
     close, worth = (EFFORT.close, 1.0) if problem.effort.three_axes else (FIRST.close, WORTH)
     again = []
@@ -92,17 +93,15 @@ def settled(problem: SearchProblem, found: Sequence[MeshSolution], budget: Budge
 
 
 def meshes(problem: SearchProblem) -> list[Axes]:
-    """The user's grid where a cut was given, else every split of the devices into one or two axes.
+    """The user's mesh where a sharding was given, else every split of the devices into one or two axes.
 
     The order of the axes matters only where their links differ: between nodes, or on a torus.
     """
-    if problem.axes:
-        return [problem.axes]
-    return _distinct(problem, splits(problem.devices, 2))
+    return [problem.axes] if problem.axes else _distinct(problem, splits(problem.devices, 2))
 
 
 def three_axis_meshes(problem: SearchProblem, axes: Axes) -> list[Axes]:
-    """The grids of three axes that divide an axis of a grid of two."""
+    """The meshes of three axes that divide an axis of a mesh of two."""
     if len(axes) != 2:
         return []
     (_, a), (_, b) = axes

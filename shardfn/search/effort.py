@@ -1,12 +1,8 @@
-"""How much a search tries for a program of so many ops at a level: every number that depends on the size, on one page. Which
-of them is asked at a level is in `choose`.
+"""How much a search tries, by the number of ops and the level: every threshold on program size is on this page.
 
-A flow of a program costs time in proportion to its ops. Of a small program (`SMALL_OPS`) everything is tried: each thing found is
-let go of what it need not hold before it is compared, other aims and grids are asked too, and what other levels find and the
-plans around the answer stand beside it (`beside`). Of a large one (`LARGE_OPS`) little is: the first few of what was found, plain
-layouts with the batch cut alone, and other levels only for less memory. Of those in between, more is tried where no flow did what
-the model promised (`choose`). What does not depend on the size, as the work that a grid may take, stands where it is done
-(`ongrid`).
+Evaluating a candidate takes time in proportion to the ops. For a small program (`SMALL_OPS`) the search tries everything;
+for a large one (`LARGE_OPS`) it evaluates few candidates; between the two it tries more where estimates were too low.
+`selection` says which of these a level uses. Work limits that do not depend on the size stand in `exact`.
 """
 
 from __future__ import annotations
@@ -16,105 +12,98 @@ import dataclasses
 from shardfn.search.objectives import other_level
 
 SMALL_OPS, LARGE_OPS = 500, 2000
-"""Ops up to which a program is small (`SearchEffort.is_small`), and from which it is large (`SearchEffort.is_large`)."""
+"""Ops up to which a program is small, and above which it is large."""
 
 THREE_AXES_OPS = 400
-"""Ops up to which grids of three axes are tried: they have up to 256 labels for each op."""
+"""Ops up to which the search tries meshes of three axes, with up to 256 labels per op."""
 
 EXACT_OPS = 100_000
-"""Ops up to which the exact search takes seconds, and less than dividing the devices."""
+"""Ops up to which the default search is the exact one."""
 
-KINDS = 3
-"""Kinds of what is found at level 1 (`found.MeshSolution.kind`): at least one of each is priced."""
+LEVEL_1_KINDS = 3
+"""Kinds of mesh solutions at level 1 (`MeshSolution.kind`): at least one of each is evaluated."""
 
-FLOWS, FLOWS_OPS = 12, 2000
-"""Flows of what was found that are priced at least: so many, or as many as have no more ops than that together."""
+EVALUATED, EVALUATED_OPS = 12, 2000
+"""Mesh solutions evaluated at least: this many, or as many as have no more ops together."""
 
-MOST = 3
-"""Of what was found, how much is priced by its flow at most, where the rest promises more than the first few turned out to
-hold, and no more than that are priced anyway."""
+MOST_EVALUATED = 3
+"""Mesh solutions evaluated at most, where their estimates beat the best candidate."""
 
-LET_GO = 3
-"""Of what was priced, where all flows disappoint, how much is let go of what it need not hold before the best is taken: of
-what promises more than the best."""
+REDUCED = 3
+"""Candidates without redundant constraints that are tried, where all estimates were too low."""
 
-FEWEST, PLAIN_OPS = 5, 9_000
-"""Plain layouts that are priced at level 1: this many, and more as long as their flows have no more ops than that together."""
+BASELINES, BASELINE_OPS = 5, 9_000
+"""Baselines evaluated at level 1: this many, and more while they have no more ops together."""
 
-AROUND_OPS, FIXED = 4_000, 15
-"""Ops of all flows together that are priced around a plan (`neighbours`), the same on every machine; and what a flow costs beside
-its ops, as ops."""
+LOCAL_SEARCH_OPS, OPS_PER_CANDIDATE = 4_000, 15
+"""Ops of all candidates in the local search together; and the fixed cost of a candidate, in ops."""
 
-POLISH_OPS = 30_000
-"""Ops of all flows together that are priced to polish a finalist (`polish`): the same on every machine."""
+REFINEMENT_OPS = 30_000
+"""Ops of all candidates together that refine one that will be compiled."""
 
-TIMES = 4
-"""At level 1: how often less memory is looked for (`SearchEffort.beside`, `SearchEffort.for_less`)."""
+REPEATS = 4
+"""At level 1: how often a search within less memory is repeated while it succeeds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SearchEffort:
-    """What is tried for a program at a level."""
+    """What to try for a program at a level."""
 
     is_small: bool
-    """Whether flows of the program cost so little that all that was found is let go of what it need not hold before it
-    is compared, and other levels' answers stand beside it."""
+    """Whether candidates are so cheap to evaluate that everything is tried."""
     is_large: bool
-    """Whether flows of the program are so dear that every further one costs more than it brings: few of the plain layouts are
-    priced beside what was searched, and not everywhere."""
+    """Whether candidates are so expensive to evaluate that few are."""
     skips_unlikely: bool
-    """Whether what is sure to fail is left out: at level 2 of programs that are not small. Elsewhere more is tried."""
+    """Whether to skip candidates that are sure to lose: at level 2 for programs that are not small."""
     is_exact: bool
-    """Whether the default search is the exact one, else the devices are divided."""
+    """Whether the default search is the exact one, not the recursive one."""
     three_axes: bool
-    """Whether grids of three axes are tried, and all grids looked at again. It decides the second look too (`dynamic.settled`):
-    how close to the optimum that comes, and whether it is for all that may be better or only for what is by a good part."""
-    found: int
-    """Of what was found, how many are priced by their flow at least: at level 1 one or two of each kind."""
-    found_at_most: int
-    """And how many at most, where the rest promises more than the first few turned out to hold."""
+    """Whether to try meshes of three axes, and to solve every mesh again with a smaller gap."""
+    min_evaluated: int
+    """Mesh solutions evaluated at least."""
+    max_evaluated: int
+    """Mesh solutions evaluated at most, where their estimates beat the best candidate."""
     reduced_candidates: int
-    """How many of what promises more than the best are let go of what they need not hold, where all flows disappoint."""
-    plain_classes: int
-    """Dim classes, the heaviest first, of which there are plain layouts."""
-    plain_layouts: int | None
-    """How many plain layouts are priced at most; None: all."""
-    beside: tuple[tuple[int, int], ...]
-    """Of small programs, the other levels that are asked beside the answer, and how often each at most: at level 1 level 0 within
-    ever less memory. Level 1 itself, which takes the longest to find, is asked by none."""
-    for_less: tuple[tuple[int, int], ...]
-    """Of others, the levels that are asked to hold ever less beside an answer of level 1, and how often each at most."""
+    """Candidates whose redundant constraints are dropped before the best is chosen, where all estimates were too low."""
+    baseline_groups: int
+    """Dimension groups that baselines shard, the largest first."""
+    max_baselines: int | None
+    """Baselines evaluated at most; None: all."""
+    other_levels: tuple[tuple[int, int], ...]
+    """For small programs, the other levels to search and how often. Level 1, the slowest, is never one of them."""
+    memory_levels: tuple[tuple[int, int], ...]
+    """For other programs at level 1, the levels to search within ever less memory, and how often."""
     one_array_changes: int
-    """Plans that differ in one array that are priced, each by its flow; of small programs alone."""
+    """Candidates of the local search."""
     refinements: int
-    """Flows that a finalist is polished with."""
+    """Candidates that refine one that will be compiled."""
 
 
 def search_effort(ops: int, level: int, is_quick_look: bool = False) -> SearchEffort:
-    """What is tried for a program of `ops` ops at `level`, or of any number where a first look will do (`is_quick_look`).
+    """What to try for a program of `ops` ops at `level`; with `is_quick_look`, as for a large program.
 
     >>> search_effort(5_000, level=1)
-    SearchEffort(is_small=False, is_large=True, skips_unlikely=False, is_exact=True, three_axes=False, found=3,
-                 found_at_most=3, reduced_candidates=0, plain_classes=2, plain_layouts=5, beside=(), for_less=((2, 1),),
-                 one_array_changes=0, refinements=6)
+    SearchEffort(is_small=False, is_large=True, skips_unlikely=False, is_exact=True, three_axes=False, min_evaluated=3,
+                 max_evaluated=3, reduced_candidates=0, baseline_groups=2, max_baselines=5, other_levels=(),
+                 memory_levels=((2, 1),), one_array_changes=0, refinements=6)
     """
     is_small, is_large = ops <= SMALL_OPS and not is_quick_look, ops > LARGE_OPS or is_quick_look
-    is_least = level == 1
-    kinds = (KINDS if is_large else 2 * KINDS) if is_least else 1
-    found = max(kinds, min(FLOWS, FLOWS_OPS // max(1, ops)))
+    for_memory, size = level == 1, max(1, ops)
+    kinds = (LEVEL_1_KINDS if is_large else 2 * LEVEL_1_KINDS) if for_memory else 1
+    evaluated = max(kinds, min(EVALUATED, EVALUATED_OPS // size))
     return SearchEffort(
         is_small=is_small,
         is_large=is_large,
         skips_unlikely=level == 2 and not is_small,
         is_exact=ops <= EXACT_OPS,
         three_axes=ops <= THREE_AXES_OPS,
-        found=found,
-        found_at_most=max(found, 1 if is_large else MOST),
-        reduced_candidates=0 if is_small or is_large else LET_GO,
-        plain_classes=3 if is_small else 2,
-        plain_layouts=max(FEWEST, PLAIN_OPS // max(1, ops)) if is_least else None,
-        beside=() if not is_small else ((0, TIMES), (2, 1)) if is_least else ((other_level(level), 1),),
-        for_less=() if is_small or not is_least else ((2, 1),) if is_large else ((2, TIMES), (0, 1)),
-        one_array_changes=AROUND_OPS // (FIXED + ops) if is_small else 0,
-        refinements=max(1, POLISH_OPS // max(1, ops)),
+        min_evaluated=evaluated,
+        max_evaluated=max(evaluated, 1 if is_large else MOST_EVALUATED),
+        reduced_candidates=0 if is_small or is_large else REDUCED,
+        baseline_groups=3 if is_small else 2,
+        max_baselines=max(BASELINES, BASELINE_OPS // size) if for_memory else None,
+        other_levels=() if not is_small else ((0, REPEATS), (2, 1)) if for_memory else ((other_level(level), 1),),
+        memory_levels=() if is_small or not for_memory else ((2, 1),) if is_large else ((2, REPEATS), (0, 1)),
+        one_array_changes=LOCAL_SEARCH_OPS // (OPS_PER_CANDIDATE + ops) if is_small else 0,
+        refinements=max(1, REFINEMENT_OPS // size),
     )

@@ -1,5 +1,4 @@
-"""The exact search on one grid: the optimum of the model there, what may hold less, and what else is tried where a flow does
-not do what the model promised."""
+"""The exact search on one mesh: the optimum of the label model, solutions with less memory, and those for the other objective."""
 
 from __future__ import annotations
 
@@ -7,95 +6,95 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from shardfn.ir.model import Axes
 from shardfn.search.feasibility import is_infeasible
-from shardfn.search.filters import narrowed, with_loss
+from shardfn.search.filters import filtered, with_loss
 from shardfn.search.label_tables import build
-from shardfn.search.level_costs import in_pieces, labelling_of, totals
+from shardfn.search.level_costs import labelling_of, totals, with_smallest_arguments
 from shardfn.search.mesh_solution import MeshSolution
 from shardfn.search.objectives import aim, other_level, over
 from shardfn.search.problem import SearchCandidate, SearchProblem
-from shardfn.search.resharding_costs import Array, Axes, MeshModel
+from shardfn.search.resharding_costs import MeshModel
 from shardfn.solver.budget import SECOND, Budget
-from shardfn.solver.labelling import Labelling, total_cost
+from shardfn.solver.labelling import Array, Labelling, total_cost
 from shardfn.solver.peak import Peak, least_peak
 from shardfn.solver.solve import Effort, Solution, solve, solve_within
 
 SLACK = 1.02
-"""At level 1, how much above the least peak of the model the cheapest labelling is looked for."""
+"""At level 1, the memory of the cheapest labelling near the least peak, as a multiple of that peak."""
 
 WORK = 60 * SECOND
-"""What one search may do on all grids together."""
+"""Work of one search on all meshes together."""
 
-BUILT = 1e4
-"""Work for each op of a program until its choices on a grid are there."""
+BUILD_WORK = 1e4
+"""Work per op to build the labelling of a mesh."""
 
-STEPS, WITHIN = 40, 2 * SECOND
-"""Steps towards the least peak, and work for one search aside: within a limit that a flow has shown to be too tight, or for
-another aim."""
+PEAK_STEPS, EXTRA_WORK = 40, 2 * SECOND
+"""Steps towards the least peak; and the work of one additional search within a tighter limit or for another objective."""
 
 NEAR = Effort(rounds=2, steps=10, neighbourhoods=4, parts=1, close=0.1)
-"""Near the least peak, where any labelling is dear: how close to the cheapest one is of little worth."""
+"""Near the least peak, where every labelling is expensive and a small gap is worth little."""
 
-SPREADS = (1e3, 0.1)
-"""At level 0, how much the work weighs against the bytes: first it alone, then so that a tenth of it weighs as much as all
-the bytes that are sent then."""
+COMPUTE_WEIGHTS = (1e3, 0.1)
+"""At level 0, the weight of compute seconds against communication seconds: first so large that compute decides; then so that
+a tenth of the compute weighs as much as all bytes of the first solution."""
 
 EFFORT, FIRST = Effort(rounds=4, close=0.005), Effort(rounds=2, close=0.03)
-"""For a grid that elimination does not solve: a gap of half a percent will do, of three at a first look."""
+"""For meshes that elimination does not solve: a gap of 0.5 % suffices, 3 % in the first solution."""
 
-Mend = Callable[[SearchProblem, MeshSolution, SearchCandidate], Iterable[MeshSolution]]
-"""What to try instead of something found whose flow holds more than the limit."""
+LessMemory = Callable[[SearchProblem, MeshSolution, SearchCandidate], Iterable[MeshSolution]]
+"""Solutions to try where a candidate exceeds the memory limit."""
 
-Turn = Callable[[SearchProblem, MeshSolution], Iterable[MeshSolution]]
-"""What else to try on the grid of something found whose flow breaks the model's promise."""
+OtherObjective = Callable[[SearchProblem, MeshSolution], Iterable[MeshSolution]]
+"""Solutions for the other objective on the mesh of a solution whose estimate was too low."""
 
 
 def budget_of(problem: SearchProblem) -> Budget:
-    """For one search: work, and the user's time limit."""
+    """The budget of one search: work, and the user's time limit."""
     return Budget(WORK, problem.seconds_left)
 
 
-def order(problem: SearchProblem, found: MeshSolution) -> tuple[float, ...]:
-    """What the model thinks of something found: within the limit first."""
-    idle, sent, peak = 0.0, 0.0, found.peak
+def estimated_rank(problem: SearchProblem, found: MeshSolution) -> tuple[float, ...]:
+    """The rank of a solution by its estimate."""
+    imbalance, sent, peak = 0.0, 0.0, found.peak
     if problem.level == 0:
         made = totals(found.space, found.solution.choice)
-        idle, sent = problem.idle(made), made.sent
-    least = aim(problem.level, idle=idle, sent=sent, time_s=found.solution.cost, peak=peak)
+        imbalance, sent = problem.imbalance(made.flops, made.matrix_flops), made.sent
+    least = aim(problem.level, imbalance=imbalance, sent=sent, time_s=found.solution.cost, peak=peak)
     return (over(peak, problem.memory_limit), *least, len(found.axes))
 
 
 def solve_mesh(problem: SearchProblem, axes: Axes, budget: Budget, chosen: Sequence[Array] | None = None,
-            ceiling: float = math.inf) -> Iterator[MeshSolution]:  # fmt: skip
-    """The optimum on one grid, and where memory counts what else may have the least, or fit the limit.
+               ceiling: float = math.inf) -> Iterator[MeshSolution]:  # fmt: skip
+    """The optimum on one mesh, and solutions that may have less memory where memory counts.
 
-    At level 1 that is the fastest and what sends least with the arguments in pieces, and what is near the least peak;
-    at level 2, nothing where all costs more than `ceiling`.
+    At level 1: the fastest and the one that sends least, both with every argument in its smallest shards, and one near the
+    least peak. At level 2: nothing where every labelling costs more than `ceiling`.
     """
     given = {v: spec for v, spec in zip(problem.inputs, problem.specs, strict=True) if spec is not None}
-    grid = MeshModel.on(problem.hardware, axes)
-    budget.spend(BUILT * len(problem.graph.ops))
-    space = build(problem.graph, grid, given, problem.results, problem.same_as, chosen, problem.facts)
+    mesh = MeshModel.on(problem.hardware, axes)
+    budget.spend(BUILD_WORK * len(problem.graph.ops))
+    space = build(problem.graph, mesh, given, problem.results, problem.same_as, chosen, problem.facts)
 
-    def asked(spread: float = 1.0, level: int = problem.level) -> tuple[Labelling, float]:
-        labels = labelling_of(space, dataclasses.replace(problem, level=level), spread)
-        return narrowed(labels, space, problem.graph, grid.sizes, problem.algorithm)
+    def asked(compute_weight: float = 1.0, level: int = problem.level) -> tuple[Labelling, float]:
+        labels = labelling_of(space, dataclasses.replace(problem, level=level), compute_weight)
+        return filtered(labels, space, problem.graph, mesh.sizes, problem.algorithm)
 
-    def solved(labels: Labelling, lost: float, cut: bool = False) -> MeshSolution:
+    def solved(labels: Labelling, lost: float, **fields: bool | int) -> MeshSolution:
         effort = FIRST if problem.level == 2 else EFFORT
-        return MeshSolution(
-            axes, space, labels, with_loss(solve(labels, budget.part(), effort), lost), is_in_pieces=cut
-        )
+        found = MeshSolution(axes, space, labels, with_loss(solve(labels, budget.part(), effort), lost))
+        return dataclasses.replace(found, **fields)
 
     if problem.level == 1:
         labels, lost = asked()
-        yield from _possible(dataclasses.replace(solved(in_pieces(labels, space), lost, True), kind=1))
-        sends = solved(in_pieces(asked(SPREADS[0], 0)[0], space), 0.0, True)
+        yield from _possible(solved(with_smallest_arguments(labels, space), lost, is_fully_sharded=True, kind=1))
+        by_bytes = with_smallest_arguments(asked(COMPUTE_WEIGHTS[0], 0)[0], space)
+        sends = solved(by_bytes, 0.0, is_fully_sharded=True, kind=2)
         evaluated = dataclasses.replace(sends.solution, cost=total_cost(labels, sends.solution.choice))
-        yield from _possible(dataclasses.replace(sends, labels=labels, solution=evaluated, kind=2))
-        least = least_peak(labels, budget.part(), STEPS)
+        yield from _possible(dataclasses.replace(sends, labels=labels, solution=evaluated))
+        least = least_peak(labels, budget.part(), PEAK_STEPS)
         if least is not None:
-            near = MeshSolution(axes, space, labels, _of_least(least, labels))
+            near = MeshSolution(axes, space, labels, _peak_solution(least, labels))
             yield _within(near, SLACK * least.peak, budget.part(), NEAR)
         return
     if math.isfinite(ceiling):
@@ -105,20 +104,53 @@ def solve_mesh(problem: SearchProblem, axes: Axes, budget: Budget, chosen: Seque
             return
         found = MeshSolution(axes, space, labels, with_loss(solution, lost))
     else:
-        found = solved(*asked(SPREADS[0]))
+        found = solved(*asked(COMPUTE_WEIGHTS[0]))
     if problem.level == 0 and math.isfinite(found.solution.cost):
-        made = totals(space, found.solution.choice)
-        rate = problem.hardware.chip
-        weight = made.sent / rate.link_bytes_s / max(SPREADS[1] * made.flops / rate.flops, 1e-30)
+        made, chip = totals(space, found.solution.choice), problem.hardware.chip
+        weight = made.sent / chip.link_bytes_s / max(COMPUTE_WEIGHTS[1] * made.flops / chip.flops, 1e-30)
         few = solved(*asked(weight))
         is_over = few.peak > problem.memory_limit and not is_infeasible(problem)
-        within = [_within(few, problem.memory_limit, budget.part(work=WITHIN), EFFORT)] if is_over else []
-        found = min((found, few, *within), key=lambda f: order(problem, f))
+        within = [_within(few, problem.memory_limit, budget.part(work=EXTRA_WORK), EFFORT)] if is_over else []
+        found = min((found, few, *within), key=lambda f: estimated_rank(problem, f))
     if not math.isfinite(found.solution.cost):
         return
     yield found
     if found.peak > problem.memory_limit and not is_infeasible(problem):
-        yield from _possible(solved(in_pieces(found.labels, space), 0.0, True))
+        yield from _possible(solved(with_smallest_arguments(found.labels, space), 0.0, is_fully_sharded=True))
+
+
+def other_objective(problem: SearchProblem, found: MeshSolution, budget: Budget) -> Iterator[MeshSolution]:
+    """Solutions for the other of levels 0 and 2 on the same mesh, as they are and with every argument in its smallest shards.
+
+    Their cost is stated at the problem's own level.
+    """
+    across = dataclasses.replace(problem, level=other_level(problem.level))
+    labels, _ = filtered(labelling_of(found.space, across, COMPUTE_WEIGHTS[0]), found.space, problem.graph,
+                         tuple(size for _, size in found.axes), problem.algorithm)  # fmt: skip
+    for asked, is_sharded in ((labels, False), (with_smallest_arguments(labels, found.space), True)):
+        solution = solve(asked, budget.part(work=EXTRA_WORK), FIRST)
+        cost = total_cost(found.labels, solution.choice)
+        evaluated = dataclasses.replace(solution, cost=cost, bound=found.solution.bound, proved=False)
+        is_sharded = is_sharded or found.is_fully_sharded
+        yield from _possible(dataclasses.replace(found, solution=evaluated, is_fully_sharded=is_sharded))
+
+
+def less_memory(
+    problem: SearchProblem, found: MeshSolution, made: SearchCandidate, budget: Budget
+) -> Iterator[MeshSolution]:
+    """Solutions for a candidate that exceeds the limit: with every argument in its smallest shards, and within a limit that
+    makes up for the error of the estimate; where nothing fits, the least peak. None at level 1, which tries these anyway."""
+    if problem.level == 1:
+        return
+    if is_infeasible(problem):
+        yield _with_least_peak(found, budget.part(work=EXTRA_WORK))
+        return
+    if not found.is_fully_sharded:
+        labels = with_smallest_arguments(found.labels, found.space)
+        solution = solve(labels, budget.part(), EFFORT)
+        yield from _possible(dataclasses.replace(found, labels=labels, solution=solution, is_fully_sharded=True))
+    limit = 0.98 * problem.memory_limit / made.cost.memory.peak * found.peak
+    yield _within(found, limit, budget.part(work=EXTRA_WORK))
 
 
 def _possible(found: MeshSolution) -> Iterator[MeshSolution]:
@@ -126,60 +158,16 @@ def _possible(found: MeshSolution) -> Iterator[MeshSolution]:
         yield found
 
 
-def other_objective_within(budget: Budget) -> Turn:
-    """`other_objective` within a budget."""
-    return lambda problem, found: other_objective(problem, found, budget)
-
-
-def other_objective(problem: SearchProblem, found: MeshSolution, budget: Budget) -> Iterator[MeshSolution]:
-    """What the model finds on the same grid for the other of the levels 0 and 2, as it is and with the arguments in pieces,
-    with its cost at the problem's own: where a flow breaks the model's promise, the layout that was meant for the other aim
-    may serve this one better."""
-    across = dataclasses.replace(problem, level=other_level(problem.level))
-    labels, _ = narrowed(labelling_of(found.space, across, SPREADS[0]), found.space, problem.graph,
-                         tuple(size for _, size in found.axes), problem.algorithm)  # fmt: skip
-    for asked, cut in ((labels, False), (in_pieces(labels, found.space), True)):
-        solution = solve(asked, budget.part(work=WITHIN), FIRST)
-        cost = total_cost(found.labels, solution.choice)
-        evaluated = dataclasses.replace(solution, cost=cost, bound=found.solution.bound, proved=False)
-        yield from _possible(dataclasses.replace(found, solution=evaluated, is_in_pieces=cut or found.is_in_pieces))
-
-
-def less_memory_within(budget: Budget) -> Mend:
-    """`less_memory` within a budget."""
-    return lambda problem, found, made: less_memory(problem, found, made, budget)
-
-
-def less_memory(
-    problem: SearchProblem, found: MeshSolution, made: SearchCandidate, budget: Budget
-) -> Iterator[MeshSolution]:
-    """Where the flow holds more than the limit: what the model finds with the arguments in pieces, and within a limit that
-    allows for the difference between them; where nothing fits, what holds least."""
-    if problem.level == 1:  # where all of this is tried anyway
-        return
-    if is_infeasible(problem):
-        yield _of_least_peak(found, budget.part(work=WITHIN))
-        return
-    if not found.is_in_pieces:
-        pieces = in_pieces(found.labels, found.space)
-        solution = solve(pieces, budget.part(), EFFORT)
-        yield from _possible(dataclasses.replace(found, labels=pieces, solution=solution, is_in_pieces=True))
-    limit = 0.98 * problem.memory_limit / made.cost.memory.peak * found.peak
-    yield _within(found, limit, budget.part(work=WITHIN))
-
-
 def _within(found: MeshSolution, limit: float, budget: Budget, effort: Effort | None = None) -> MeshSolution:
-    """The cheapest labelling on a grid that holds at most `limit`, or one of the least peak where none does."""
+    """The cheapest labelling of a mesh that holds at most `limit` bytes, or one of the least peak where none does."""
     solution = solve(dataclasses.replace(found.labels, limit=limit), budget, effort)
-    if solution.feasible:
-        return dataclasses.replace(found, solution=solution)
-    return _of_least_peak(found, budget)
+    return dataclasses.replace(found, solution=solution) if solution.feasible else _with_least_peak(found, budget)
 
 
-def _of_least_peak(found: MeshSolution, budget: Budget) -> MeshSolution:
-    least = least_peak(found.labels, budget.part(), STEPS)
-    return found if least is None else dataclasses.replace(found, solution=_of_least(least, found.labels))
+def _with_least_peak(found: MeshSolution, budget: Budget) -> MeshSolution:
+    least = least_peak(found.labels, budget.part(), PEAK_STEPS)
+    return found if least is None else dataclasses.replace(found, solution=_peak_solution(least, found.labels))
 
 
-def _of_least(least: Peak, labels: Labelling) -> Solution:
+def _peak_solution(least: Peak, labels: Labelling) -> Solution:
     return Solution(least.choice, total_cost(labels, least.choice), -math.inf, False, False)

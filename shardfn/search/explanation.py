@@ -1,68 +1,71 @@
-"""What is said of an answer: how it was found, on which grids, and how far it may be from the optimum."""
+"""The policy line and the reasons of an answer: how it was found, on which meshes, and its gap to the optimum."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shardfn.search.mesh_solution import MeshSolution, estimate_holds, mesh_text, runners_up
+from shardfn.ir.model import Axes
+from shardfn.search.mesh_solution import MeshSolution, estimate_holds, mesh_text, next_strategies
 from shardfn.search.problem import Answer, SearchCandidate, SearchProblem
-from shardfn.search.refinement import LINE
-from shardfn.search.resharding_costs import Axes
+from shardfn.search.refinement import FOLLOWS_PRODUCTS
 
 
 def explained_answer(
-    problem: SearchProblem, what: str, found: Sequence[MeshSolution], tried: str, is_cut_short: bool, best: SearchCandidate,
-    at: MeshSolution | None,
+    problem: SearchProblem, what: str, solutions: Sequence[MeshSolution], tried: str, is_cut_short: bool,
+    best: SearchCandidate, solution: MeshSolution | None,
 ) -> Answer:  # fmt: skip
-    """What was taken, with its reasons: made of `at`, or a plain layout where that is None."""
-    if at is None:
-        policy = (
-            f"{what}, grids tried: {tried}{_optimum(problem, found)}; a plain layout has the better flow: {best.name}"
-        )
-        reason, gap = f"plain layout, better by its flow than the optimum of the cost model: {best.name}", None
+    """The answer for a candidate that comes from `solution`, or from a baseline where that is None."""
+    if solution is None:
+        gap, optimum = None, _optimum(problem, solutions)
+        policy = f"{what}, meshes tried: {tried}{optimum}; a baseline has the lower cost: {best.name}"
+        reason = f"a baseline, which costs less than the optimum of the label model: {best.name}"
     else:
-        gap = _gap(problem, at, found) if not is_cut_short and estimate_holds(problem, at, best) else None
-        where = "; grids tried:" if problem.level == 0 else " on the grids tried:"
+        gap = (
+            None if is_cut_short or not estimate_holds(problem, solution, best) else _gap(problem, solution, solutions)
+        )
+        where = "; meshes tried:" if problem.level == 0 else " on the meshes tried:"
         policy = f"{what}: {gap_text(best.axes, gap)} under the cost model, op by op{where} {tried}"
-        policy += f"; {LINE}" if best.follows_products else ""
+        policy += f"; {FOLLOWS_PRODUCTS}" if best.follows_products else ""
         reason = "the optimum of all ops together"
     reasons = tuple("" if given is not None else reason for given in problem.specs)
-    return Answer(best.axes, best.specs, reasons, policy, constraints=best.constraints, gap=gap, result_specs=best.result_specs,
-                  runners_up=() if at is None else runners_up(problem, at))  # fmt: skip
+    others = () if solution is None else next_strategies(problem, solution)
+    return Answer(best.axes, best.specs, reasons, policy, constraints=best.constraints, gap=gap,
+                  result_specs=best.result_specs, runners_up=others)  # fmt: skip
 
 
-def meshes_text(problem: SearchProblem, looked: Iterable[Axes], untried: Sequence[Axes]) -> str:
-    """The grids that were looked at, and what there was no time for."""
-    tried = ", ".join(dict.fromkeys(map(mesh_text, looked)))
+def meshes_text(problem: SearchProblem, tried: Iterable[Axes], untried: Sequence[Axes]) -> str:
+    """The meshes that were tried, and those that the limits left out."""
+    meshes = ", ".join(dict.fromkeys(map(mesh_text, tried)))
     if untried:
         bound = f"{problem.seconds:g} s" if problem.seconds_left <= 0 else "the work that a search may do"
-        return f"{tried}; not in {bound}: {', '.join(map(mesh_text, untried))}"
-    return f"{tried}; {problem.seconds:g} s were over before all was tried" if problem.seconds_left <= 0 else tried
+        return f"{meshes}; not within {bound}: {', '.join(map(mesh_text, untried))}"
+    ended = f"; the time limit of {problem.seconds:g} s ended the search" if problem.seconds_left <= 0 else ""
+    return meshes + ended
 
 
 def gap_text(axes: Axes, gap: float | None) -> str:
-    """The grid, and what is known of how far the answer is from the optimum, in the words of a policy."""
-    grid = " x ".join(f"{name}={size}" for name, size in axes)
+    """The mesh of an answer and its gap to the optimum, in words."""
+    mesh = "mesh " + " x ".join(f"{name}={size}" for name, size in axes)
     if gap is None:
-        return f"grid {grid}, no bound of how far from the optimum"
-    return f"grid {grid}, {f'within {gap:.1%} of the optimum' if gap else 'proved'}"
+        return f"{mesh}, no bound of the gap to the optimum"
+    return f"{mesh}, {f'within {gap:.1%} of the optimum' if gap else 'proved optimal'}"
 
 
-def _optimum(problem: SearchProblem, found: Sequence[MeshSolution]) -> str:
-    """What is known of the model's best, on its own grid, where something else is taken."""
-    if not found or not found[0].is_exact or problem.level == 1 or found[0].solution.gap >= 1:
+def _optimum(problem: SearchProblem, solutions: Sequence[MeshSolution]) -> str:
+    """What is proved of the label model's optimum, where a baseline is taken instead."""
+    if not solutions or not solutions[0].is_exact or problem.level == 1 or solutions[0].solution.gap >= 1:
         return ""
-    gap, grid = found[0].solution.gap, mesh_text(found[0].axes)
-    return f"; the optimum of the cost model on the grid {grid} is {f'known within {gap:.1%}' if gap else 'proved'}"
+    gap = solutions[0].solution.gap
+    known = f"known within {gap:.1%}" if gap else "proved"
+    return f"; the optimum of the cost model on the mesh {mesh_text(solutions[0].axes)} is {known}"
 
 
-def _gap(problem: SearchProblem, at: MeshSolution, found: Sequence[MeshSolution]) -> float | None:
-    """How far what was chosen may be from the optimum of all grids; at level 0, where costs are weighed on each grid by
-    itself, of its own."""
-    if not at.is_exact or problem.level == 1:
+def _gap(problem: SearchProblem, solution: MeshSolution, solutions: Sequence[MeshSolution]) -> float | None:
+    """The gap to the optimum on all meshes; at level 0, whose weights differ between meshes, on the answer's own."""
+    if not solution.is_exact or problem.level == 1:
         return None
     if problem.level == 0:
-        return at.solution.gap
-    bound = min(f.solution.cost if f.solution.proved else f.solution.bound for f in found)
-    gap = 1 - bound / at.solution.cost if at.solution.cost > 0 else 0.0
+        return solution.solution.gap
+    bound = min(s.solution.cost if s.solution.proved else s.solution.bound for s in solutions)
+    gap = 1 - bound / solution.solution.cost if solution.solution.cost > 0 else 0.0
     return gap if gap > 1e-6 else 0.0

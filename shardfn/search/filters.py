@@ -1,5 +1,6 @@
-"""What a search leaves out: convolutions that XLA computes wrongly, labels that break a rule of `set_algo_parameters`, and
-those that gain next to nothing."""
+"""Labels that a search leaves out: convolutions that XLA computes wrongly, labels that break a rule of
+`set_algo_parameters`, and labels that gain next to nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,44 +14,43 @@ from shardfn.ir.model import Graph, PartitionedProgram, axis_size
 from shardfn.search.label_tables import LabelSpace
 from shardfn.search.op_labels import NOWHERE
 from shardfn.search.problem import Algorithm
-from shardfn.search.resharding_costs import Array
-from shardfn.solver.labelling import Labelling
+from shardfn.solver.labelling import Array, Labelling
 from shardfn.solver.solve import Solution
 
 
-def narrowed(problem: Labelling, space: LabelSpace, graph: Graph, sizes: tuple[int, ...],
+def filtered(problem: Labelling, space: LabelSpace, graph: Graph, sizes: tuple[int, ...],
              algorithm: Algorithm) -> tuple[Labelling, float]:  # fmt: skip
-    """A labelling of `space` without what XLA computes wrongly or `algorithm` leaves out, and how much of its optimum may be
-    lost by `epsilon`.
-
-    The rules change what is asked for, so what they cost is no loss.
+    """A labelling of `space` without wrong convolutions and without what `algorithm` leaves out, and the part of its optimum that
+    `algo_approxi_epsilon` may lose. The rules change the question, so their cost is no loss.
     """
-    problem = forbid(problem, allowed(space, graph, sizes, algorithm))
-    return near(problem, algorithm.algo_approxi_epsilon) if algorithm.enable_algo_approxi else (problem, 0.0)
+    problem = forbid(problem, allowed_labels(space, graph, sizes, algorithm))
+    return drop_dominated(problem, algorithm.algo_approxi_epsilon) if algorithm.enable_algo_approxi else (problem, 0.0)
 
 
-def allowed(space: LabelSpace, graph: Graph, sizes: tuple[int, ...], algorithm: Algorithm) -> Mapping[int, Array]:
-    """For the nodes that a rule speaks of, a bool for each label; a rule that would leave none does not hold there.
+def allowed_labels(
+    space: LabelSpace, graph: Graph, sizes: tuple[int, ...], algorithm: Algorithm
+) -> Mapping[int, Array]:
+    """For each node that a rule applies to, whether each label keeps it. A rule that no label keeps does not apply.
 
     Args:
-      space: the choices of `graph` on a grid.
+      space: the choices of `graph` on a mesh.
       graph: the function.
-      sizes: devices along each axis of that grid.
-      algorithm: which rules hold.
+      sizes: devices along each axis of that mesh.
+      algorithm: the rules.
     """
     found: dict[int, Array] = {}
 
-    def hold(node: int, good: Array) -> None:
+    def restrict(node: int, good: Array) -> None:
         both = good & found.get(node, np.ones(len(good), bool))
         if both.any():
             found[node] = both
 
-    for node, good in space.right:
-        hold(node, good)
+    for node, good in space.correct:
+        restrict(node, good)
     if algorithm.fully_use_devices:
         for node, choices in enumerate(space.nodes):
-            if np.any(choices.labels > NOWHERE):  # it decides how an op is cut, not only where an array lies
-                hold(node, np.all(choices.labels >= 0, axis=1))
+            if np.any(choices.labels > NOWHERE):  # it decides an op, not only the sharding of an array
+                restrict(node, np.all(choices.labels >= 0, axis=1))
     if algorithm.tensor_slice_align_enable:
         step = algorithm.tensor_slice_align_size
         for index, (node, wanted) in space.reads.items():
@@ -58,21 +58,21 @@ def allowed(space: LabelSpace, graph: Graph, sizes: tuple[int, ...], algorithm: 
             if op.name != "dot_general":
                 continue
             for value, layouts in zip(op.inputs, wanted, strict=True):
-                hold(node, aligned(layouts, graph.values[value].shape, sizes, step))
+                restrict(node, is_aligned(layouts, graph.values[value].shape, sizes, step))
             for value in {*op.inputs, *op.outputs} & space.layouts.keys():
                 owner, layouts = space.layouts[value]
                 if owner == node or value in graph.inputs:
-                    hold(owner, aligned(layouts, graph.values[value].shape, sizes, step))
+                    restrict(owner, is_aligned(layouts, graph.values[value].shape, sizes, step))
     return found
 
 
 def with_loss(solution: Solution, lost: float) -> Solution:
-    """A solution of a problem that `near` made smaller, as one of the whole problem."""
+    """A solution of a problem that `drop_dominated` made smaller, as one of the whole problem."""
     return dataclasses.replace(solution, bound=solution.bound - lost, proved=False) if lost else solution
 
 
 def keeps_rules(partitioned: PartitionedProgram, algorithm: Algorithm) -> bool:
-    """Whether a layout that no search of labels made keeps the rules in its matrix products."""
+    """Whether the matmuls of a partitioned program keep the rules."""
     for op in partitioned.graph.ops:
         if op.name != "dot_general":
             continue
@@ -90,16 +90,16 @@ def keeps_rules(partitioned: PartitionedProgram, algorithm: Algorithm) -> bool:
     return True
 
 
-def aligned(layouts: Array, shape: tuple[int, ...], sizes: tuple[int, ...], step: int) -> Array:
-    """Whether the last dim is whole, or its slice a multiple of `step`, in each of the layouts [labels, axes].
+def is_aligned(layouts: Array, shape: tuple[int, ...], sizes: tuple[int, ...], step: int) -> Array:
+    """Whether the last dimension is unsharded, or its shard a multiple of `step`, in each of the layouts [labels, axes].
 
-    >>> aligned(np.array([[-1, 0], [1, -1], [1, 1]]), (8, 64), (2, 4), 16).tolist()
+    >>> is_aligned(np.array([[-1, 0], [1, -1], [1, 1]]), (8, 64), (2, 4), 16).tolist()
     [True, True, False]
     """
     if not shape:
         return np.ones(len(layouts), bool)
-    cuts = np.prod(np.where(layouts == len(shape) - 1, np.array(sizes), 1), axis=1)
-    return (cuts == 1) | (shape[-1] % (cuts * step) == 0)
+    shards = np.prod(np.where(layouts == len(shape) - 1, np.array(sizes), 1), axis=1)
+    return (shards == 1) | (shape[-1] % (shards * step) == 0)
 
 
 def forbid(problem: Labelling, keep: Mapping[int, Array]) -> Labelling:
@@ -113,15 +113,15 @@ def forbid(problem: Labelling, keep: Mapping[int, Array]) -> Labelling:
     return dataclasses.replace(problem, costs=costs)
 
 
-def near(problem: Labelling, epsilon: float) -> tuple[Labelling, float]:
-    """The problem without labels that another label nearly dominates, and the most that can be lost by that.
+def drop_dominated(problem: Labelling, epsilon: float) -> tuple[Labelling, float]:
+    """The problem without labels that another label nearly dominates, and the most that this can lose.
 
-    A label goes where one and the same other label of its node costs no more whatever the neighbours do, and holds no
-    more, `epsilon` of the node's least own cost aside. Own costs and tables are never negative, so these least costs
-    together bound the optimum from below, and the loss is at most `epsilon` of it.
+    A label goes where one other label of its node costs no more whatever the neighbours do, and holds no more, up to
+    `epsilon` of the node's least own cost. Costs are never negative, so these least costs together bound the optimum from
+    below, and the loss is at most `epsilon` of it.
 
     >>> from shardfn.solver.labelling import labelling
-    >>> smaller, lost = near(labelling([[10, 10.25], [0, 0]], tables=[((0, 1), [0.5, 0, 0, 0])]), 0.1)
+    >>> smaller, lost = drop_dominated(labelling([[10, 10.25], [0, 0]], tables=[((0, 1), [0.5, 0, 0, 0])]), 0.1)
     >>> smaller.costs[0].tolist(), lost
     ([10.0, inf], 0.25)
     """
@@ -132,12 +132,12 @@ def near(problem: Labelling, epsilon: float) -> tuple[Labelling, float]:
         for place, node in enumerate(table.nodes):
             rows = np.moveaxis(table.cost, place, 0).reshape(len(more[node]), -1)
             mine = np.broadcast_to(rows[best[node]], rows.shape)
-            # a pair that is forbidden to the other label too is no loss
+            # a pair that the other label forbids too is no loss
             worse = np.subtract(mine, rows, out=np.full(rows.shape, -np.inf), where=np.isfinite(rows))
             more[node] = more[node] + worse.max(axis=1, initial=-np.inf)
     heavier = [usage[at] > usage for usage, at in zip(problem.usages, best, strict=True)]
-    for held in problem.held:
-        heavier[held.node] = heavier[held.node] | (held.usage[best[held.node]] > held.usage)
+    for interval in problem.usage_intervals:
+        heavier[interval.node] = heavier[interval.node] | (interval.usage[best[interval.node]] > interval.usage)
     keep: dict[int, Array] = {}
     lost = 0.0
     for node, (gain, heavy, at) in enumerate(zip(more, heavier, best, strict=True)):

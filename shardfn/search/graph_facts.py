@@ -1,4 +1,4 @@
-"""What the search knows of a graph before it looks at any grid: runs, readers, what takes memory when, loops, equal ops."""
+"""Facts of a graph that depend on no mesh: trip counts, readers, live ranges, loops, and which ops are equal."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from shardfn.partition.loop_reductions import loop_accumulations
 from shardfn.search.kernel_costs import KernelShare, kernel_shares
 
 SLICED = "dynamic_slice"
-"""The op that takes of what is stacked what one round of a loop reads."""
+"""The op that reads one iteration's slice of a stacked array."""
 
 
 def array_bytes(value: Value) -> float:
-    """Bytes of a whole array."""
+    """Bytes of an unsharded array."""
     return float(math.prod(value.shape)) * dtype_bits(value.dtype) / 8
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopCarries:
-    """Values that loops carry; for a loop's result the value whose layout it has; (from, to, runs) of what flows in."""
+    """Values that loops carry; for a loop result the value whose layout it takes; (from, to, trips) of what flows in."""
 
     carried: tuple[int, ...]
     results: Mapping[int, int]
@@ -38,53 +38,57 @@ class LoopCarries:
 
 @dataclasses.dataclass(frozen=True)
 class GraphFacts:
-    """What holds of a graph on any grid: how often each value is made in one call, which values take memory, and where and
-    when."""
+    """Facts of a graph that depend on no mesh."""
 
     trips: tuple[int, ...]
     readers: Mapping[int, int]
-    """How many ops read all of a value; a slice of it is moved after it was taken, for each that takes one."""
+    """How many ops read all of a value; readers of a slice reshard the slice."""
     read: Mapping[int, tuple[int, int]]
-    """When the first and the last op that reads a value run."""
+    """When the first and the last reader of a value run."""
     runs: tuple[int, ...]
     """When each op runs."""
     kernels: tuple[KernelShare, ...]
-    """Of each op, where it is computed."""
+    """The kernels of each op."""
     places: tuple[LiveBuffer, ...]
     flops: float
     """Of one call, unsharded."""
     matrix_flops: float
-    """Of these, those of products and convolutions."""
+    """Those of products and convolutions."""
     op_flops: tuple[float, ...]
     """Of one run of each op, unsharded."""
     last: frozenset[int]
-    """Ops, by index, after whose results no product is computed: their sums are added up in one go with others."""
+    """Ops, by index, that no product depends on: XLA merges the reductions of their sums."""
     bytes: tuple[float, ...]
-    """Of each whole value."""
+    """Of each unsharded value."""
     kinds: tuple[int, ...]
-    """A number for each op, the same for ops that cost the same on the same layouts."""
+    """A number for each op, equal for ops that cost the same on the same layouts."""
     loops: LoopCarries
     rows: frozenset[int] = frozenset()
-    """Values that a TPU lays out row by row, each padded to whole lanes."""
+    """Values that a TPU stores row by row, each padded to whole lanes."""
     turned: frozenset[int] = frozenset()
-    """Arguments of which there is a copy, laid out so."""
+    """Arguments with a copy stored so."""
     sums: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    """Of ops, by index, whose sums over devices are made less often than they run: how often (`graph.rounds`)."""
+    """For ops, by index, whose sums are reduced less often than they run, how often (`partition.loop_reductions`)."""
     gathers: Mapping[int, int] | None = None
-    """Of values that loops read and do not change: how often a gather is made of them, once in each round of each loop; None
-    where XLA makes it once, before the loop (on CPU)."""
+    """For values that loops only read, how often they are gathered: in each iteration of each loop. None where XLA gathers
+    once, before the loop (on CPU)."""
     together: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    """Of products, by index, that are added to others and read by nothing else: how many they are. Where all leave partial sums,
-    these are put together (`graph.together`), and each has its part of the one sum."""
+    """For products, by index, that are only added to others, how many: XLA reduces their partial sums as one
+    (`partition.combine_reductions`)."""
     leaders: dict[int, int | None] = dataclasses.field(default_factory=dict, compare=False)
-    """For ops, by index, the operand that each follows, as `search.strategies` finds it once."""
+    """For ops, by index, the operand that each follows; `label_tables` fills it in once."""
+
+
+def unsharded_program(graph: Graph, platform: str) -> PartitionedProgram:
+    """The program with every value unsharded."""
+    return PartitionedProgram(graph, tuple(((),) * len(v.shape) for v in graph.values), {}, (), platform)
 
 
 def facts_of(graph: Graph, chip: Chip, donated: frozenset[int] = frozenset()) -> GraphFacts:
-    """What holds on any grid of such chips; `donated` are inputs whose memory results take over. The ops run in the order of the
-    platform's scheduler where that depends on no layout (on CPU), else as they stand."""
+    """The facts of a graph on a chip; `donated` are inputs whose memory results reuse. On CPU the ops run in the order of XLA's
+    scheduler, which depends on no sharding there; elsewhere in program order."""
     platform = chip.platform
-    whole = PartitionedProgram(graph, tuple(((),) * len(v.shape) for v in graph.values), {}, (), platform)
+    whole = unsharded_program(graph, platform)
     order = combine_collectives(whole)
     order, fusion = schedule_ops(order) if platform == "cpu" else (order, fuse(order.partitioned))
     turn = {id(op): n for n, op in enumerate(order.partitioned.graph.ops)}
@@ -164,7 +168,7 @@ def _kinds(
 
 
 def _last(graph: Graph) -> frozenset[int]:
-    leads: set[int] = {a for a, _ in graph.ties}  # what a loop carries may be multiplied in its next round
+    leads: set[int] = {a for a, _ in graph.ties}  # a product of the next iteration may read it
     found = set()
     for index in reversed(range(len(graph.ops))):
         op = graph.ops[index]
@@ -187,7 +191,7 @@ def loop_carries(graph: Graph, trips: Sequence[int]) -> LoopCarries:
         if b not in made:  # into the loop
             carried[b] = a
             carries.append((a, b, trips[a]))
-        elif a in carried and b not in outputs:  # round again
+        elif a in carried and b not in outputs:  # into the next iteration
             back[b] = a
             carries.append((b, a, trips[a]))
         elif b in outputs:

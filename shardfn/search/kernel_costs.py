@@ -1,8 +1,7 @@
-"""What an op costs where XLA computes it: inside a kernel with others, or in several.
+"""The cost of an op as a part of the kernels that XLA computes it in.
 
-A kernel takes the larger of the times of its operations and its bytes (`cost.compute`), which is no sum over its ops. The
-search wants one, as each op has its own layouts: so each op has a part of what takes the time of its kernels where
-nothing is cut.
+A kernel takes the larger of its compute time and its memory time (`cost.compute`), which is no sum over its ops. The search
+needs a sum, so each op gets its part of what bounds the kernels of the unsharded program.
 """
 
 from __future__ import annotations
@@ -18,24 +17,24 @@ from shardfn.ir.op_traits import CONTRACTIONS
 
 @dataclasses.dataclass(frozen=True)
 class KernelShare:
-    """What an op adds to the time of the kernels that it is computed in, one or several, as XLA puts the whole program together:
-    to those that take as long as their operations, or as long as their bytes. A product is of both kinds."""
+    """What an op adds to the time of its kernels: operations to compute-bound ones, bytes to memory-bound ones. A product adds
+    both."""
 
     computes: int
-    """In how many its operations count."""
+    """Kernels to which its operations count."""
     reads: tuple[int, ...]
-    """In how many the bytes of each operand do, as the first of those in there that read it from memory."""
+    """Kernels to which the bytes of each operand count, as the first op in them that reads it from memory."""
     is_written: bool
-    """Whether the bytes of its results do."""
+    """Whether the bytes of its results count."""
 
 
 def kernel_shares(partitioned: PartitionedProgram, fusion: FusionPlan, chip: Chip) -> list[KernelShare]:
-    """Where each op of a flow is computed, and what of it counts there on a chip.
+    """The kernels of each op, and its part in them on a chip.
 
     Args:
-      flow: with everything whole: what takes the time of a kernel is taken to be the same however it is cut.
-      fusion: how its ops are put together.
-      chip: its rates say whether a kernel takes as long as its operations or as its bytes.
+      partitioned: the unsharded program; sharding is assumed not to change what bounds a kernel.
+      fusion: how XLA fuses its ops.
+      chip: its rates decide what bounds a kernel.
     """
     ops = partitioned.graph.ops
     of = {id(op): n for n, op in enumerate(ops)}

@@ -1,4 +1,4 @@
-"""A memory limit that an answer does not keep: the answer of least memory, or the error that says what holds it."""
+"""A memory limit that an answer exceeds: the answer of least memory instead, or the error that names the largest arrays."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from shardfn.search.graph_facts import array_bytes
 from shardfn.search.problem import Answer, Search, SearchProblem
 
 NAMED = 4
-"""Tensors that an error names."""
+"""Arrays that an error names."""
 
-SLIP = 100
-"""So many times a limit's bytes are less than an even share of the arguments: it is not searched for what comes nearest to it."""
+IMPLAUSIBLE = 100
+"""A limit this many times below an even share of the arguments is a slip of the unit."""
 
 ERROR = 0.25
-"""Of the peak: how far what XLA makes is from the prediction in 94 of the 97 of `benchmarks/truth.py` (docs/cost-model.md)."""
+"""Relative error of the predicted peak, measured in `benchmarks/truth.py`."""
 
 
 def near_limit_note(memory: MemoryEstimate, limit: float) -> list[str]:
-    """What there is to say of a plan that keeps a limit by less than the model's error. Arguments and results are exact:
-    only what is in between can be wrong.
+    """A note on a plan that keeps a limit by less than the model's error. Arguments and results are exact; only temporaries
+    can be wrong.
 
     >>> near_limit_note(MemoryEstimate(600, 100, 200), 1e6), len(near_limit_note(MemoryEstimate(600, 100, 200), 1000))
     ([], 1)
@@ -35,110 +35,104 @@ def near_limit_note(memory: MemoryEstimate, limit: float) -> list[str]:
     if not memory.peak <= limit < memory.peak + min(memory.temporaries, ERROR * memory.peak):
         return []
     return [
-        f"near the memory limit: {memory.peak:,} of {limit:,.0f} bytes per device are predicted, {memory.temporaries:,} of "
-        f"them temporaries, and the model's error is up to {ERROR:.0%} in nine of ten plans measured: compile_candidates=4 keeps "
-        "the limit as compiled, and plan.verify() holds this plan against what XLA makes"
+        f"near the memory limit: the predicted peak is {memory.peak:,} of {limit:,.0f} bytes per device, {memory.temporaries:,} "
+        f"of them temporaries, and the prediction may be {ERROR:.0%} too low: compile_candidates=4 keeps the limit as compiled, "
+        "and plan.verify() compares this plan with what XLA compiles"
     ]
 
 
 def within_limit(problem: SearchProblem, answer: Answer, search: Search, is_asked: bool = True) -> Answer:
-    """An answer whose flow holds at most the problem's memory limit: the one given, or else the one of least memory.
+    """The answer if it keeps the problem's memory limit, else the answer of least memory.
 
-    Unless `is_asked`, where the limit is the user's, the one given stays where nothing found fits.
+    Args:
+      problem: the question.
+      answer: its answer.
+      search: what to ask for less memory.
+      is_asked: whether the user set the limit; else the answer stays where nothing fits.
 
     Raises:
-      StrategyError: even that one holds more.
+      StrategyError: even the answer of least memory exceeds the limit.
     """
     if _fits(problem, answer):
         return answer
-    looked = list(_looked_for(problem, search)) if problem.is_open and (is_asked or not is_infeasible(problem)) else []
-    last = looked[-1].answer if looked else answer
+    tried = (
+        list(_searches_for_less(problem, search))
+        if problem.is_open and (is_asked or not is_infeasible(problem))
+        else []
+    )
+    last = tried[-1][1] if tried else answer
     if not _fits(problem, last):
         if not is_asked:
             return answer
-        last = _named(problem, answer, looked, search)
+        last = _least_reproducible(problem, answer, tried, search)
         if not _fits(problem, last):
             _refuse(problem, last)
-    return dataclasses.replace(
-        last, policy=f"{last.policy}; of least memory, as nothing else that was found fits the limit"
-    )
+    policy = f"{last.policy}; the answer of least memory, as no other fits the limit"
+    return dataclasses.replace(last, policy=policy)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Looked:
-    """What was asked for less memory, and its answer."""
-
-    asked: SearchProblem
-    answer: Answer
-
-
-def _looked_for(problem: SearchProblem, search: Search) -> Iterator[_Looked]:
-    """The answers to what asks for less, up to the first that fits."""
-    for asked in _asking_less(problem):
-        yield (found := _Looked(asked, search(asked)))
-        if _fits(problem, found.answer):
+def _searches_for_less(problem: SearchProblem, search: Search) -> Iterator[tuple[SearchProblem, Answer]]:
+    """Questions for less memory and their answers, up to the first that fits: level 1; and, except for large programs, each
+    level without a limit, as what is found depends on it."""
+    asked = [dataclasses.replace(problem, level=1)] if problem.level != 1 else []
+    levels = (1, 0, 2) if not problem.effort.is_large else ()
+    for one in (*asked, *(dataclasses.replace(problem, level=level, memory_limit=math.inf) for level in levels)):
+        answer = search(one)
+        yield one, answer
+        if _fits(problem, answer):
             return
 
 
-def _named(problem: SearchProblem, answer: Answer, looked: Sequence[_Looked], search: Search) -> Answer:
-    """Of what was found, the answer that an error names: one that this level keeps, as without any limit, since what is found
-    depends on the limit."""
+def _least_reproducible(
+    problem: SearchProblem, answer: Answer, tried: Sequence[tuple[SearchProblem, Answer]], search: Search
+) -> Answer:
+    """The answer that an error names: the least that this level finds again within its own memory as the limit."""
     peak = functools.partial(_peak, problem)
-    least = min((answer, *(one.answer for one in looked)), key=peak)
-    free = [one.answer for one in looked if one.asked.memory_limit == math.inf]
-    if any(least is one for one in free):
+    least = min((answer, *(one for _, one in tried)), key=peak)
+    unlimited = [one for asked, one in tried if asked.memory_limit == math.inf]
+    if any(least is one for one in unlimited):
         return least
     again = search(dataclasses.replace(problem, memory_limit=peak(least))) if problem.is_open else least
-    return again if peak(again) <= peak(least) else min(free or [least], key=peak)
-
-
-def _asking_less(problem: SearchProblem) -> Iterator[SearchProblem]:
-    """What to ask where an answer holds too much: level 1; and, unless the program is large, each level without a limit, as what
-    is found depends on it."""
-    if problem.level != 1:
-        yield dataclasses.replace(problem, level=1)
-    for level in (1, 0, 2) if not problem.is_large else ():
-        yield dataclasses.replace(problem, level=level, memory_limit=math.inf)
+    return again if peak(again) <= peak(least) else min(unlimited or [least], key=peak)
 
 
 def refuse_infeasible_limit(problem: SearchProblem, search: Search) -> None:
-    """Refuse a limit of the user's that nothing can keep, after a first look at what holds least instead of a search; of small
-    programs, which are searched as fast, not.
+    """Refuse a user's limit that no plan can keep, after a quick look for the least memory; small programs are searched.
 
     Raises:
-      StrategyError: it names what holds least of what was looked at.
+      StrategyError: it names the largest arrays.
     """
-    if problem.is_open and not problem.is_small and is_infeasible(problem):
+    if problem.is_open and not problem.effort.is_small and is_infeasible(problem):
         least = search(dataclasses.replace(problem, level=1, is_quick_look=True))
         if not _fits(problem, least):
-            _refuse(problem, least, " at a first look", "; level=1 without a limit may find a little less")
+            _refuse(problem, least, " in a quick search", "; level=1 without a limit may find a little less")
 
 
 def refuse_implausible_limit(problem: SearchProblem) -> None:
-    """Refuse a limit of the user's that is so small that its unit must be a slip, without a search.
+    """Refuse a user's limit that is so small that its unit must be a slip.
 
     Raises:
-      StrategyError: it says what the arguments alone are.
+      StrategyError: it says how large the arguments are.
     """
     graph = problem.graph
     given = sum(array_bytes(graph.values[v]) for v in graph.inputs)
-    if problem.memory_limit * SLIP < given / problem.devices:
-        fail(StrategyError, f"no layout holds at most {problem.memory_limit:,.0f} bytes per device",
+    if problem.memory_limit * IMPLAUSIBLE < given / problem.devices:
+        fail(StrategyError, f"no plan fits in {problem.memory_limit:,.0f} bytes per device",
              where=f"memory_limit = {problem.memory_limit:,.0f}",
-             why=f"the arguments alone, however they are cut, are at least {given / problem.devices:,.0f} bytes on each device",
+             why=f"the arguments alone, however sharded, take at least {given / problem.devices:,.0f} bytes on each device",
              fix='write the unit that is meant, as in "14GiB" or "16GB", or leave memory_limit out')  # fmt: skip
 
 
 def _refuse(problem: SearchProblem, least: Answer, how: str = "", more: str = "") -> NoReturn:
-    """Raise that nothing fits, with what holds least, how that was found, and what finds more."""
+    """Raise that nothing fits, with the least memory found, its largest arrays, and what helps."""
     memory = problem.evaluate_answer(least).memory
-    fail(StrategyError, f"no layout found holds at most {problem.memory_limit:,.0f} bytes per device",
+    fail(StrategyError, f"no plan found fits in {problem.memory_limit:,.0f} bytes per device",
          where=f"memory_limit = {problem.memory_limit:,.0f}",
          why=f"the least found{how} is {memory.peak:,} bytes: {memory.arguments:,} of arguments, {memory.results:,} of results "
-             f"({memory.donated:,} in the place of donated arguments) and {memory.temporaries:,} in between; the largest: "
+             f"({memory.donated:,} in donated arguments' memory) and {memory.temporaries:,} of temporaries; the largest: "
              + "; ".join(_largest(problem, least)),
-         fix="use more devices, a smaller batch, donate_argnums for what is given back, jax.checkpoint for what is kept for "
-             f"the backward pass, or memory_limit={memory.peak}{more}")  # fmt: skip
+         fix="use more devices, a smaller batch, donate_argnums for updated arguments, jax.checkpoint for what the backward "
+             f"pass keeps, or memory_limit={memory.peak}{more}")  # fmt: skip
 
 
 def _peak(problem: SearchProblem, answer: Answer) -> int:
@@ -150,15 +144,15 @@ def _fits(problem: SearchProblem, answer: Answer) -> bool:
 
 
 def _largest(problem: SearchProblem, answer: Answer) -> list[str]:
-    """The largest arrays that an answer has in memory at its peak, equal ones of a line together: what each is, who made it, and
-    bytes on one device."""
-    partitioned, held = at_peak(problem.partitioned_of(answer), problem.donated, problem.hardware.chip)
+    """The largest arrays at an answer's memory peak: what each is, the line it comes from, and bytes on one device. Equal
+    ones of a line are one entry."""
+    partitioned, alive = at_peak(problem.partitioned_of(answer), problem.donated, problem.hardware.chip)
     names = {
         v: f"`{name}`" for v, name in zip(partitioned.graph.arguments(len(problem.names)), problem.names, strict=True)
     }
     made = {v: op for op in partitioned.graph.ops for v in op.outputs}
     counts: dict[tuple[int, str], int] = {}
-    for values, size in held:
+    for values, size in alive:
         text = "a copy by XLA"
         if values:
             v = next((v for v in values if v in names or v in made), values[0])
@@ -176,8 +170,7 @@ def _largest(problem: SearchProblem, answer: Answer) -> list[str]:
 
 
 def source_line(made: Mapping[int, Op], value: int) -> str:
-    """The line that a value comes from: of the op that makes it, or else of the nearest that makes what that op reads, as
-    sums of gradients have none of their own."""
+    """The source line of the op that makes a value, or else of the nearest op before it: sums of gradients have none."""
     level, seen = [value], {value}
     while level:
         ops = [made[v] for v in level if v in made]

@@ -1,4 +1,4 @@
-"""The best that a search found on one grid: where it lays each value, what it promises, and what the next best would cost."""
+"""The solver's solution on one mesh: the sharding of each value, its estimated cost, and the next best strategies."""
 
 from __future__ import annotations
 
@@ -8,54 +8,53 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from shardfn.cost.devices.links import links
-from shardfn.ir.model import Spec
+from shardfn.ir.model import Axes, Spec
 from shardfn.search.label_tables import LabelSpace
-from shardfn.search.level_costs import repeated, totals
+from shardfn.search.level_costs import repeated_reshardings, totals
 from shardfn.search.objectives import Rank
 from shardfn.search.problem import SearchCandidate, SearchProblem
-from shardfn.search.resharding_costs import Axes, spec_of_label, strategy_of
+from shardfn.search.resharding_costs import spec_of_label, strategy_of
 from shardfn.solver.labelling import CostTable, Labelling, peak_of
 from shardfn.solver.solve import Solution
 
 NEARLY = 1.05
-"""Of what the model promises: a flow that costs no more than this much of it keeps it."""
+"""An estimate holds if the partitioned program costs at most this multiple of it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshSolution:
-    """The best on one grid; `is_exact` if the solution speaks of all choices on it."""
+    """The solution of the labelling on one mesh; `is_exact` if it considered all labels."""
 
     axes: Axes
     space: LabelSpace
     labels: Labelling
     solution: Solution
     is_exact: bool = True
-    is_in_pieces: bool = False
-    """Whether all arguments were to be in the smallest pieces."""
+    is_fully_sharded: bool = False
+    """Whether every argument had to be in its smallest shards."""
     kind: int = 0
-    """What it was looked for with: at level 1 the best of each kind are priced in turn, as the model does not tell of which
-    one the flow holds least."""
+    """Which search found it at level 1, where the best of each kind are evaluated in turn."""
 
     @property
     def peak(self) -> float:
-        """Bytes that one device holds at most, by the model."""
+        """Estimated peak memory of one device in bytes."""
         return peak_of(self.labels, self.solution.choice)
 
 
 def specs_of(problem: SearchProblem, found: MeshSolution) -> Callable[[int], Spec]:
-    """The layout of each value of the graph, as it was found."""
+    """The sharding of each value of the graph in a solution."""
     names = tuple(name for name, _ in found.axes)
 
-    def laid(value: int) -> Spec:
+    def spec(value: int) -> Spec:
         node, layouts = found.space.layouts[value]
         row = layouts[found.solution.choice[node]]
         return spec_of_label(row.tolist(), len(problem.graph.values[value].shape), names)
 
-    return laid
+    return spec
 
 
 def operand_specs(problem: SearchProblem, found: MeshSolution, index: int) -> tuple[Spec, ...]:
-    """The layouts in which an op, by its index, reads its operands, as it was found."""
+    """The shardings in which an op, by its index, reads its operands in a solution."""
     names = tuple(name for name, _ in found.axes)
     node, wanted = found.space.reads[index]
     ranks = (len(problem.graph.values[v].shape) for v in problem.graph.ops[index].inputs)
@@ -63,62 +62,60 @@ def operand_specs(problem: SearchProblem, found: MeshSolution, index: int) -> tu
     return tuple(spec_of_label(row, rank, names) for row, rank in zip(rows, ranks, strict=True))
 
 
-def decided_specs(problem: SearchProblem, found: MeshSolution) -> Callable[[int], Spec | None]:
-    """The same, and None of what is no decision of its own."""
-    laid = specs_of(problem, found)
-    return lambda value: laid(value) if value in found.space.layouts else None
-
-
 def mesh_text(axes: Axes) -> str:
-    """A grid as people write it: 4x2."""
+    """The sizes of a mesh, as in 4x2."""
     return "x".join(str(size) for _, size in axes) or "1"
 
 
 def transposed_mesh(axes: Axes, found: Sequence[MeshSolution]) -> MeshSolution | None:
-    """What was found first on the grid with the sizes the other way round, if that was looked at too: between nodes and on a
-    torus it has other links."""
+    """The first solution on the mesh with the reversed sizes, whose axes use other links."""
     sizes = tuple(size for _, size in reversed(axes))
     return next((f for f in found if tuple(size for _, size in f.axes) == sizes), None)
 
 
-def may_beat(problem: SearchProblem, found: MeshSolution, best: Rank, more: float = 1.0) -> bool:
-    """Whether the model thinks that something is better than the best flow so far, at the levels where both count the same:
-    of what it moves again and again, the launches may be one. At level 2 a flow takes `more` times what was promised."""
-    if problem.level == 1 or problem.is_large or found.peak > problem.memory_limit:
+def may_beat(problem: SearchProblem, found: MeshSolution, best: Rank, factor: float = 1.0) -> bool:
+    """Whether a solution's estimate is better than the best candidate, at the levels where both are comparable.
+
+    At level 2, repeated reshardings count one launch, and the estimate is multiplied by `factor`.
+    """
+    if problem.level == 1 or problem.effort.is_large or found.peak > problem.memory_limit:
         return False
     if problem.level == 2:
         latency_s = min(link.latency_s for link in links(problem.hardware, found.axes))
-        return more * (found.solution.cost - latency_s * repeated(found.space, found.solution.choice)) < best.aim[0]
+        repeats = repeated_reshardings(found.space, found.solution.choice)
+        return factor * (found.solution.cost - latency_s * repeats) < best.aim[0]
     made = totals(found.space, found.solution.choice)
-    return (problem.idle(made), made.sent) < best.aim
+    return (problem.imbalance(made.flops, made.matrix_flops), made.sent) < best.aim
 
 
 def estimate_holds(problem: SearchProblem, found: MeshSolution, made: SearchCandidate) -> bool:
-    """Whether a flow fits, and `matches_estimate`."""
-    return made.cost.memory.peak <= problem.memory_limit and matches_estimate(problem, found, made)
+    """Whether a candidate fits, and `matches_estimate`."""
+    return problem.fits(made) and matches_estimate(problem, found, made)
 
 
 def matches_estimate(problem: SearchProblem, found: MeshSolution, made: SearchCandidate) -> bool:
-    """Whether a flow sends and works about as little as the model thought. Of memory the model tells too little to say, so
-    that at level 1 only a large program, whose flows are dear, is trusted; and of what the chip does beside products it
-    counts the same too little for all layouts."""
+    """Whether a candidate sends and computes about as little as its solution's estimate.
+
+    Estimates of memory are too rough for level 1: there only large programs, whose candidates are expensive, trust them.
+    """
     if problem.level == 1:
-        return problem.is_large
-    promised, cost = totals(found.space, found.solution.choice), made.cost
+        return problem.effort.is_large
+    estimate, cost = totals(found.space, found.solution.choice), made.cost
     if problem.level == 2:
-        more_s = cost.communication_s - promised.sent_s
-        return cost.flops <= NEARLY * promised.flops and more_s <= (NEARLY - 1) * cost.time_s
-    return (problem.idle(cost), cost.bytes_sent) <= (problem.idle(promised), NEARLY * promised.sent)
+        more_s = cost.communication_s - estimate.sent_s
+        return cost.flops <= NEARLY * estimate.flops and more_s <= (NEARLY - 1) * cost.time_s
+    spread = problem.imbalance(estimate.flops, estimate.matrix_flops)
+    return (problem.imbalance(cost.flops, cost.matrix_flops), cost.bytes_sent) <= (spread, NEARLY * estimate.sent)
 
 
-def runners_up(problem: SearchProblem, found: MeshSolution) -> tuple[str, ...]:
-    """For each open argument the next best cut with all else as it is, and what it would cost more by the model."""
+def next_strategies(problem: SearchProblem, found: MeshSolution) -> tuple[str, ...]:
+    """For each open argument the next best strategy, all else unchanged, and its additional cost by the estimate."""
     labels, choice, names = found.labels, found.solution.choice, tuple(name for name, _ in found.axes)
     near: dict[int, list[tuple[CostTable, int]]] = {}
     for table in labels.tables:
         for place, node in enumerate(table.nodes):
             near.setdefault(node, []).append((table, place))
-    told = []
+    texts = []
     for value, shape, spec in zip(problem.inputs, problem.shapes, problem.specs, strict=True):
         node, layouts = found.space.layouts[value]
         total = labels.costs[node].copy()
@@ -126,17 +123,12 @@ def runners_up(problem: SearchProblem, found: MeshSolution) -> tuple[str, ...]:
             other = table.nodes[1 - place]
             total += table.cost[:, choice[other]] if place == 0 else table.cost[choice[other]]
         every = [strategy_of(spec_of_label(row.tolist(), len(shape), names), found.axes) for row in layouts]
-        mine, own = total[choice[node]], every[choice[node]]
-        total[[cuts == own for cuts in every]] = np.inf
+        own_cost, own = total[choice[node]], every[choice[node]]
+        total[[strategy == own for strategy in every]] = np.inf
         if spec is not None or not np.isfinite(total).any():
-            told.append("")
+            texts.append("")
             continue
         at = int(np.argmin(total))
-        more = total[at] - mine
-        told.append(f"{every[at]}: {'+' if more >= 0 else ''}{amount(more)} by the search's estimate")
-    return tuple(told)
-
-
-def amount(cost: float) -> str:
-    """A cost of the model in words: seconds, at level 0 the bytes over the link's rate and the work beside them."""
-    return f"{cost * 1e6:,.1f} us"
+        more_us = (total[at] - own_cost) * 1e6
+        texts.append(f"{every[at]}: {'+' if more_us >= 0 else ''}{more_us:,.1f} us by the search's estimate")
+    return tuple(texts)

@@ -1,7 +1,7 @@
-"""How one op may be cut on a grid: a label gives every axis to one factor of its sharding rule, or to none.
+"""The strategies of one op on a mesh: a label gives every axis to one factor of the op's sharding rule, or to none.
 
-A factor that is summed over can be cut in two ways: every device gets the sum, or each gets the part of it along a
-factor of the result (a reduce-scatter).
+A factor that is summed over can be sharded in two ways: every device gets the sum (all-reduce), or its shard of the sum
+along a factor of the result (reduce-scatter).
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from shardfn.ir.model import ShardingRule
+from shardfn.solver.labelling import Array
 
-Array = np.ndarray
 MOST_LABELS = 256
 BASE = 100
 FREE = -99
-"""A column of a label that is to be chosen."""
+"""A column of a label that is still to be decided."""
 NOWHERE = 64
-"""A dim number that no tensor has: what a broadcast makes new."""
+"""A dimension number that no tensor has: a new dimension of a broadcast."""
 
 
 def divides(choice: Sequence[int], sizes: Sequence[int], axes: Sequence[int]) -> bool:
-    """Whether axis i can cut `sizes[choice[i]]`, all together; -1 cuts nothing.
+    """Whether the axes divide `sizes[choice[i]]`, all together; -1 shards nothing.
 
     >>> divides((0, 0), (8,), (4, 2)), divides((0, 0), (4,), (4, 2))
     (True, False)
@@ -38,9 +38,9 @@ def divides(choice: Sequence[int], sizes: Sequence[int], axes: Sequence[int]) ->
 
 
 def value_labels(shape: tuple[int, ...], axes: tuple[int, ...], row: Sequence[int] | np.ndarray | None = None) -> Array:
-    """Every way to give each axis to a dim that it divides, or to none: [labels, axes].
+    """Every way to give each axis to a dimension that it divides, or to none: [labels, axes].
 
-    With a `row`, its columns are kept but for the one that is `FREE`.
+    With a `row`, only its `FREE` column varies.
 
     >>> value_labels((4, 3), (2,)).tolist()
     [[-1], [0]]
@@ -53,18 +53,18 @@ def value_labels(shape: tuple[int, ...], axes: tuple[int, ...], row: Sequence[in
 def op_codes(
     rule: ShardingRule, axes: tuple[int, ...], scattered: int, row: Sequence[int] | np.ndarray | None = None
 ) -> Array:
-    """The labels of an op by its rule, [labels, axes], as `decoded` reads them; -1 cuts nothing.
+    """The labels of an op by its rule, [labels, axes], as `decoded` reads them; -1 shards nothing.
 
-    Sums may be left in pieces along the `scattered` largest factors of the result; `row` as in `value_labels`.
+    Sums may be reduce-scattered along the `scattered` largest factors of the result; `row` as in `value_labels`.
     """
-    cuttable = [f for f, n in enumerate(rule.sizes) if n > 1 and f not in rule.replicated]
-    pairs = [(f, -1 if f in rule.reduction else f) for f in cuttable]
+    shardable = [f for f, n in enumerate(rule.sizes) if n > 1 and f not in rule.replicated]
+    pairs = [(f, -1 if f in rule.reduction else f) for f in shardable]
     result_factors: list[int] = []
     if scattered and len(rule.results) == 1:
         every = sorted((f for f, _ in factor_dims(rule.results[0], rule.sizes)), key=lambda f: -rule.sizes[f])
-        result_factors = [f for f in every if f in cuttable]
+        result_factors = [f for f in every if f in shardable]
         able = every[:scattered]
-        pairs += [(f, g) for f in cuttable if f in rule.reduction for g in cuttable if g in able]
+        pairs += [(f, g) for f in shardable if f in rule.reduction for g in shardable if g in able]
     found = []
     for choice in _choices([-1, *((f + 1) * BASE + g for f, g in pairs)], len(axes), row):
         work = [(c + 1) // BASE - 1 for c in choice]
@@ -81,8 +81,8 @@ def _code(factor: int, end: int) -> int:
 
 
 def outside(work: Sequence[int], out: Sequence[int], result_factors: Sequence[int]) -> list[int]:
-    """What each axis cuts of the result, where a sum can't be left in pieces inside those that a later axis makes: then
-    along the next of the `result_factors` of which that isn't so, or not at all.
+    """The factor of the result that each axis shards. A sum cannot be scattered along a factor that a later axis shards too;
+    it takes the next of the `result_factors` for which that holds, or none.
 
     >>> outside((2, 0), (0, 0), (0, 1)), outside((0, 2), (0, 0), (0, 1)), outside((2, 0), (0, 0), (0,))
     ([1, 0], [0, 0], [-1, 0])
@@ -102,7 +102,7 @@ def _choices(options: Sequence[int], axes: int, row: Sequence[int] | np.ndarray 
 
 
 def decoded(codes: Array) -> tuple[Array, Array]:
-    """Labels of an op as the factor that each axis cuts for the work, and the one that it cuts of the result.
+    """Labels of an op as the factor that each axis shards for the work, and the one that it shards of the result.
 
     >>> [part.tolist() for part in decoded(np.array([-1, 2 * BASE + 1, 3 * BASE - 1, 3 * BASE + 0]))]
     [[-1, 1, 2, 2], [-1, 1, -1, 0]]
@@ -112,7 +112,7 @@ def decoded(codes: Array) -> tuple[Array, Array]:
 
 
 def _fewer(found: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """At most `MOST_LABELS`: those that leave the fewest axes idle, after the one that cuts nothing."""
+    """At most `MOST_LABELS`: the one that shards nothing, and those that leave the fewest axes unused."""
     if len(found) <= MOST_LABELS:
         return found
 
@@ -121,21 +121,23 @@ def _fewer(found: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def factor_dims(dims: Sequence[Sequence[int]], sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """(factor, dim) for the factors of a tensor that can be cut there: the major one of each dim."""
+    """(factor, dimension) for the factors of a tensor that can be sharded: the major one of each dimension."""
     majors = ((next((f for f in factors if sizes[f] > 1), None), dim) for dim, factors in enumerate(dims))
     return tuple((factor, dim) for factor, dim in majors if factor is not None)
 
 
-def dims_of(factors: Array, pairs: Sequence[tuple[int, int]], count: int) -> Array:
-    """Factors of `count` as the dims of one tensor that they cut; a factor that it lacks cuts nothing there."""
+def factors_to_dims(factors: Array, pairs: Sequence[tuple[int, int]], count: int) -> Array:
+    """Factors as the dimensions of one tensor; a factor that it lacks shards nothing there."""
     table = np.full(count + 1, -1, np.int16)
     for factor, dim in pairs:
         table[factor] = dim
     return table[factors]
 
 
-def factors_of(layouts: Array, pairs: Sequence[tuple[int, int]], rule: ShardingRule, axes: tuple[int, ...]) -> Array:
-    """Layouts of an operand as the factors that are cut; what the op cannot keep cut is -1."""
+def dims_to_factors(
+    layouts: Array, pairs: Sequence[tuple[int, int]], rule: ShardingRule, axes: tuple[int, ...]
+) -> Array:
+    """Layouts of an operand as the factors that are sharded; -1 where the op cannot keep the sharding."""
     table = np.full(NOWHERE + 2, -1, np.int16)
     for factor, dim in pairs:
         if factor not in rule.replicated:

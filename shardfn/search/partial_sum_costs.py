@@ -1,7 +1,7 @@
-"""What it costs to add up partial sums on the axes of a grid, as XLA does it.
+"""The cost of reducing partial sums over mesh axes, as XLA does it.
 
-Bytes are what one device sends; seconds are bytes over each axis's own link plus its latency. Sums take the inner axes
-first, while the pieces are large: outer links are the slower ones.
+Bytes are what one device sends; seconds are bytes over each axis's own link plus its latency. Sums take the inner axes first,
+while the shards are large: outer links are slower.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardfn.search.resharding_costs import Array, MeshModel
+from shardfn.search.resharding_costs import MeshModel
+from shardfn.solver.labelling import Array
 
 
 @dataclasses.dataclass(frozen=True)
 class PartialSums:
-    """The partial sums of an op, for each of its labels: how it is cut for the work and how its result lies, by factor."""
+    """The partial sums of an op under each of its labels, by factor."""
 
     work: Array
-    """[labels, axes], the factor that each axis cuts for the work; -1 for none."""
+    """[labels, axes], the factor that each axis shards for the work; -1 for none."""
     out: Array
-    """The same of the result; a sum is left in pieces along the factor where that axis is a sum for the work."""
+    """The same for the result; an axis that is a sum for the work scatters it along this factor."""
     is_sum: Array
     """Where the work leaves partial sums."""
     apart: Sequence[int]
-    """Factors whose sums are added up one after the other, of which only the last may be left in pieces; if there are none,
-    all are at once."""
+    """Factors that are reduced one after the other, of which only the last may be scattered; without any, all at once."""
     in_turn: bool
-    """Whether each axis is added up by itself; else all of a sum is, or each device gets its part of it."""
+    """Whether each axis is reduced by itself; else a sum is all-reduced or scattered as one."""
     is_last: bool
-    """Whether nothing waits for it, so that the collectives of several ops are one."""
+    """Whether no op waits for it, so that XLA merges the collectives of several ops."""
 
-    def cost(self, partial: Array, grid: MeshModel) -> tuple[Array, Array]:
+    def cost(self, partial: Array, mesh: MeshModel) -> tuple[Array, Array]:
         """Bytes sent and seconds; `partial` are the bytes of the partial result on one device, for each label."""
         sent, seconds = np.zeros(len(partial)), np.zeros(len(partial))
         sliced = (self.out >= 0) & ~_inside(self.work, self.out)
@@ -48,40 +48,40 @@ class PartialSums:
                 is_spread = _on_several(np.where(scattered, self.out, -1))
             else:
                 scattered = scattered & ~is_mixed[:, None]
-            is_cut = is_mixed | is_spread | (not grid.scatters)
-            parts = add_up(partial, mask & ~scattered, scattered, grid, self.is_last, is_cut, is_spread)
+            is_sliced = is_mixed | is_spread | (not mesh.scatters)
+            parts = reduction_cost(partial, mask & ~scattered, scattered, mesh, self.is_last, is_sliced, is_spread)
             sent, seconds = sent + parts[0], seconds + parts[1]
         return sent, seconds
 
 
-def add_up(
-    local_bytes: Array, reduced: Array, scattered: Array, grid: MeshModel, together: bool, cut_after: Array, cut_last: Array
+def reduction_cost(
+    local_bytes: Array, reduced: Array, scattered: Array, mesh: MeshModel, together: bool, slice_after: Array, slice_last: Array
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Bytes sent and seconds to add up partial sums: reduce-scatters first, then all-reduces of what is left.
+    """Bytes sent and seconds to reduce partial sums: reduce-scatters first, then all-reduces of what is left.
 
     Args:
       local_bytes: [labels], of the partial result on one device.
-      reduced: [labels, axes], the axes over which everyone gets the sum.
-      scattered: [labels, axes], those over which each gets its part of it.
-      together: the collectives are parts of larger ones, as XLA merges those that do not wait for each other: each has as much
-        of a launch as it has of the bytes of a full one (`MeshModel.merges`).
-      cut_after: [labels], where everyone gets the sum over `scattered` too, and cuts its part from that.
-      cut_last: [labels], where of these everyone keeps all of it until the last axis is added up.
+      reduced: [labels, axes], the axes over which every device gets the sum.
+      scattered: [labels, axes], the axes over which each device gets its shard of it.
+      mesh: axes and links.
+      together: whether XLA merges the collectives with others, so that each pays a part of a launch (`MeshModel.merges`).
+      slice_after: [labels], where XLA all-reduces over `scattered` too, and slices.
+      slice_last: [labels], where of these it slices only after the last axis.
     """
     left = np.array(local_bytes, float)
-    if grid.never_scatters_over:
-        cut_after = cut_after | scattered[:, np.array(grid.sizes) > 1].all(axis=1)
+    if mesh.never_scatters_over:
+        slice_after = slice_after | scattered[:, np.array(mesh.sizes) > 1].all(axis=1)
     sent, seconds = np.zeros_like(left), np.zeros_like(left)
-    for mask, rate, kind in ((scattered, 1.0 + cut_after, "reduce-scatter"), (reduced, 2.0, "all-reduce")):
-        most = grid.merges.get(kind) if together else None
-        for axis in reversed(range(len(grid.sizes))):
-            size, link, here = grid.sizes[axis], grid.links[axis], mask[:, axis]
+    for mask, rate, kind in ((scattered, 1.0 + slice_after, "reduce-scatter"), (reduced, 2.0, "all-reduce")):
+        most = mesh.merges.get(kind) if together else None
+        for axis in reversed(range(len(mesh.sizes))):
+            size, link, here = mesh.sizes[axis], mesh.links[axis], mask[:, axis]
             if not here.any():
                 continue
             part = np.where(here, rate * (size - 1) / size * left, 0.0)
             sent += part
             seconds += part / link.bytes_s
-            less = np.where(here & ~cut_last, left / size, left)
+            less = np.where(here & ~slice_last, left / size, left)
             result = less if mask is scattered else left
             launches = 1.0 if most is None else np.minimum(1.0, result / most)
             seconds += np.where(here, link.latency_s * launches, 0.0)
@@ -90,8 +90,8 @@ def add_up(
 
 
 def _inside(work: Array, out: Array) -> Array:
-    """Where a sum would be left in pieces along a factor that a later axis cuts for the work: its pieces would lie inside
-    those of that axis, the other way round than in the layout, so that all of the sum goes to everyone.
+    """Where a sum would be scattered along a factor that a later axis shards for the work: the shards would nest the other way
+    round than in the layout, so XLA all-reduces.
 
     >>> _inside(np.array([[2, 0], [0, 2]]), np.array([[0, 0], [0, 0]])).tolist()
     [[True, False], [False, False]]

@@ -1,4 +1,4 @@
-"""What a search is asked and what it answers: one signature for every search."""
+"""The question and the answer of a search: one signature for every search."""
 
 from __future__ import annotations
 
@@ -11,32 +11,22 @@ from typing import Protocol, TypedDict, Unpack
 from shardfn.cost.devices.hardware import Hardware
 from shardfn.cost.estimate import Cost, estimate_cost
 from shardfn.ir.dimension_groups import dimension_groups
-from shardfn.ir.model import Graph, OpConstraint, PartitionedProgram, Spec
+from shardfn.ir.model import Axes, Graph, OpConstraint, PartitionedProgram, Spec
 from shardfn.search.effort import SearchEffort, search_effort
 from shardfn.search.graph_facts import GraphFacts, facts_of
-from shardfn.search.objectives import SPREAD, Rank, idle, rank
-from shardfn.search.resharding_costs import Axes
+from shardfn.search.objectives import BALANCED, Rank, imbalance, rank
 
 OpConstraints = Mapping[int, OpConstraint]
-"""Layouts that ops are held to, by their index in `Graph.ops`."""
-
+"""Sharding constraints of ops, by their index in `Graph.ops`."""
 
 ResultSpecs = Mapping[int, Spec]
-"""Layouts that open results are held to, by their position among the results; the others lie as propagation leaves them."""
+"""Shardings of open results, by position among the results. Propagation decides the others."""
 
-
-class Done(Protocol):
-    """What was done on one device: a `Cost`, or the `levels.Totals` of a labelling."""
-
-    @property
-    def flops(self) -> float: ...
-
-    @property
-    def matrix_flops(self) -> float: ...
+NO_RESULT_SPECS: ResultSpecs = {}
 
 
 class Partitioner(Protocol):
-    """Carries a full choice through the function: grid, a layout for each argument, for ops held inside, and for results."""
+    """Partitions the function for a mesh, a sharding of each argument, constraints of ops, and shardings of results."""
 
     def __call__(
         self, axes: Axes, specs: Sequence[Spec | None], constraints: OpConstraints, result_specs: ResultSpecs = ...
@@ -45,7 +35,7 @@ class Partitioner(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class OpenResult:
-    """A result whose layout is open: its path, its value in the graph, its shape, and its place, counted from the last."""
+    """A result whose sharding is open: its path, its value in the graph, its shape, and its position counted from the last."""
 
     name: str
     value: int
@@ -53,17 +43,14 @@ class OpenResult:
     at: int
 
 
-NO_RESULT_SPECS: ResultSpecs = {}
-
-
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
     """MindSpore's `set_algo_parameters`: what a search may leave out.
 
-    `fully_use_devices`: every op that can be cut is cut over all devices. `elementwise_op_strategy_follow`: elementwise
-    ops take their operand's strategy (here they always do). `tensor_slice_align_size`: with `_enable`, the last dim of
-    every slice is a multiple of it. `enable_algo_approxi`, `algo_approxi_epsilon`: an answer within that part of the
-    optimum will do.
+    `fully_use_devices`: shard every op that can be sharded over all devices. `elementwise_op_strategy_follow`:
+    elementwise ops take their operand's strategy (here they always do). `tensor_slice_align_size`: with `_enable`, the
+    last dimension of every shard is a multiple of it. `enable_algo_approxi`, `algo_approxi_epsilon`: accept a cost within
+    that part of the optimum.
     """
 
     fully_use_devices: bool = False
@@ -76,33 +63,32 @@ class Algorithm:
 
 @dataclasses.dataclass
 class Memo:
-    """What was worked out of a problem already, each where it is asked for first. A copy of the problem at another level or
-    limit, or with more given, has it too: none of it depends on these, or the key tells them."""
+    """Results of a problem that its copies at other levels and limits share. Each key holds all that its value depends on."""
 
     costs: dict[object, Cost] = dataclasses.field(default_factory=dict)
-    """By all that `SearchProblem.evaluate` takes."""
+    """By the arguments of `SearchProblem.evaluate`."""
     answers: dict[object, Answer] = dataclasses.field(default_factory=dict)
-    """By the search, what is given, the level and the limit, and whether a first look will do (`beside.cached_search`)."""
-    shares: dict[bool, float] = dataclasses.field(default_factory=dict)
-    """`room.memory_lower_bound`, by whether the ops are as XLA has them."""
+    """By the key of `alternatives.cached_search`."""
+    memory_bounds: dict[bool, float] = dataclasses.field(default_factory=dict)
+    """`feasibility.memory_lower_bound`, by `scheduled`."""
     facts: GraphFacts | None = None
     value_groups: tuple[tuple[int, ...], ...] | None = None
-    state: tuple[bool, ...] | None = None
-    """`plain.is_optimizer_state`."""
+    optimizer_state: tuple[bool, ...] | None = None
+    """`baselines.is_optimizer_state`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SearchProblem:
-    """Arguments with layouts given or open (None); `axes` is the grid of what was given, empty where it is open too.
+    """Arguments with shardings given or open (None); `axes` is the mesh of what was given, empty where that is open too.
 
-    `groups[i][d]` is the dimension group of dim `d` of argument `i`.
+    `groups[i][d]` is the dimension group of dimension `d` of argument `i`.
     """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     groups: tuple[tuple[int, ...], ...]
     group_bytes: Mapping[int, int]
-    """Bytes of all values of the program that have a dim of a class."""
+    """For each dimension group, the bytes of all values of the program that have a dimension of it."""
     axes: Axes
     specs: tuple[Spec | None, ...]
     hardware: Hardware
@@ -112,26 +98,26 @@ class SearchProblem:
     inputs: tuple[int, ...]
     """The arguments' values in `graph`."""
     results: Mapping[int, Spec]
-    """Layouts that were given for results, by value."""
+    """Shardings that the user gave for results, by value."""
     same_as: Mapping[int, int]
-    """Results, by value, that take the layout of an argument's value."""
+    """Results, by value, that take the sharding of an argument's value."""
     donated: frozenset[int] = frozenset()
-    """Arguments, by value, whose memory results take over."""
+    """Arguments, by value, whose memory results reuse."""
     can_constrain: frozenset[int] = frozenset()
-    """Ops, by index, that can be held to a layout."""
+    """Ops, by index, that can get a sharding constraint."""
     memory_limit: float = math.inf
     """Bytes per device."""
     algorithm: Algorithm = Algorithm()
     search_ops: bool = False
-    """Whether the layouts inside are searched though no argument is open: a search was named."""
+    """Whether to search the shardings of ops though no argument is open: the user named a search."""
     open_results: Mapping[int, OpenResult] = dataclasses.field(default_factory=dict)
-    """Results, by position, that are open and take no argument's place."""
+    """Results, by position, that are open and alias no argument."""
     results_requested: bool = False
-    """Whether the user asked for one of them to be searched, whatever is open else."""
+    """Whether the user asked to search one of them, whatever else is open."""
     is_quick_look: bool = False
-    """Whether a first look will do, as for a large program: nothing fits anyway, and an error has to say what holds so much."""
+    """Whether to search as for a large program: nothing fits anyway, and an error has to name the largest arrays."""
     seconds: float = math.inf
-    """After which a search answers with the best it has, where the user set a limit; else counted work bounds it."""
+    """The user's time limit. Without one, counted work bounds a search."""
     begun: float = dataclasses.field(default_factory=time.monotonic)
     memo: Memo = dataclasses.field(default_factory=Memo, repr=False, compare=False)
 
@@ -142,16 +128,15 @@ class SearchProblem:
         constraints: OpConstraints,
         result_specs: ResultSpecs = NO_RESULT_SPECS,
     ) -> Cost:
-        """What a full choice costs, by its flow."""
+        """The cost of the program as partitioned for a mesh, argument shardings, op constraints and result shardings."""
         key = axes, specs, tuple(constraints.items()), tuple(sorted(result_specs.items()))
         if key not in self.memo.costs:
-            self.memo.costs[key] = estimate_cost(
-                self.partition(axes, specs, constraints, result_specs), self.hardware, self.donated
-            )
+            partitioned = self.partition(axes, specs, constraints, result_specs)
+            self.memo.costs[key] = estimate_cost(partitioned, self.hardware, self.donated)
         return self.memo.costs[key]
 
     def evaluate_answer(self, made: SearchCandidate | Answer) -> Cost:
-        """What is paid for a candidate or an answer, by its flow."""
+        """The cost of the program as partitioned for a candidate or an answer."""
         return self.evaluate(made.axes, made.specs, made.constraints, made.result_specs)
 
     def candidate(
@@ -162,97 +147,89 @@ class SearchProblem:
         constraints: OpConstraints,
         result_specs: ResultSpecs = NO_RESULT_SPECS,
     ) -> SearchCandidate:
-        """A full choice with its price by its flow."""
-        return SearchCandidate(
-            name, axes, specs, constraints, self.evaluate(axes, specs, constraints, result_specs), result_specs
-        )
+        """An evaluated candidate."""
+        cost = self.evaluate(axes, specs, constraints, result_specs)
+        return SearchCandidate(name, axes, specs, constraints, cost, result_specs)
 
-    def again(self, made: SearchCandidate, **otherwise: Unpack[CandidateFields]) -> SearchCandidate:
-        """A candidate with some of it laid out otherwise, priced again by its flow; `name` may be another one too."""
-        other = dataclasses.replace(made, **otherwise)
+    def changed(self, made: SearchCandidate, **changes: Unpack[CandidateFields]) -> SearchCandidate:
+        """A candidate with some fields changed, evaluated again."""
+        other = dataclasses.replace(made, **changes)
         return dataclasses.replace(other, cost=self.evaluate_answer(other))
 
     def as_candidate(self, name: str, one: Answer) -> SearchCandidate:
-        """An answer with its price by its flow, to be weighed against others."""
+        """An answer as an evaluated candidate."""
         return self.candidate(name, one.axes, one.specs, one.constraints, one.result_specs)
 
     def partitioned_of(self, made: SearchCandidate | Answer) -> PartitionedProgram:
-        """The flow of a candidate or an answer."""
+        """The partitioned program of a candidate or an answer."""
         return self.partition(made.axes, made.specs, made.constraints, made.result_specs)
+
+    def rank(self, made: SearchCandidate) -> Rank:
+        """`objective` of a candidate."""
+        return objective(made.cost, self)
+
+    def fits(self, made: SearchCandidate) -> bool:
+        """Whether a candidate keeps the memory limit."""
+        return made.cost.memory.peak <= self.memory_limit
 
     @property
     def facts(self) -> GraphFacts:
-        """What holds of the graph on any grid."""
+        """Facts of the graph that depend on no mesh."""
         if self.memo.facts is None:
             self.memo.facts = facts_of(self.graph, self.hardware.chip, self.donated)
         return self.memo.facts
 
     @property
     def value_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The dim class of each dim of every value of the graph."""
+        """The dimension group of each dimension of every value of the graph."""
         if self.memo.value_groups is None:
             self.memo.value_groups = dimension_groups(self.graph).of
         return self.memo.value_groups
 
     @property
     def devices(self) -> int:
-        """How many there are."""
+        """The number of devices."""
         return self.hardware.count
 
     @property
     def seconds_left(self) -> float:
-        """Until the time limit; infinite without one."""
+        """Seconds until the time limit; infinite without one."""
         return max(0.0, self.begun + self.seconds - time.monotonic())
 
     @property
     def effort(self) -> SearchEffort:
-        """What is tried for a program of this size at this level."""
+        """What to try for a program of this size at this level."""
         return search_effort(len(self.graph.ops), self.level, self.is_quick_look)
 
     @property
-    def is_small(self) -> bool:
-        """`SearchEffort.is_small`."""
-        return self.effort.is_small
-
-    @property
-    def is_large(self) -> bool:
-        """`SearchEffort.is_large`."""
-        return self.effort.is_large
-
-    @property
-    def skips_unlikely(self) -> bool:
-        """`SearchEffort.skips_unlikely`."""
-        return self.effort.skips_unlikely
-
-    @property
     def model_is_partial(self) -> bool:
-        """Whether only flows know all of what is sent: on TPUs, of whose sums and gathers (`graph.libtpu`) the search's model
-        knows a part."""
+        """Whether the label model knows only a part of the collectives: on TPUs (`partition.libtpu`)."""
         return self.hardware.platform == "tpu"
 
-    def idle(self, made: Done) -> float:
-        """How much of one device's work is more than spreading it evenly would leave, in hundredths; up to a tenth is none.
-        Of a program whose FLOPs are for the most part those of products only these count: what is done beside them, such as
-        an update that every device makes, takes no time that is worth bytes."""
+    def imbalance(self, flops: float, matrix_flops: float) -> float:
+        """By how much one device's FLOPs exceed 1.1 times perfect balance, in hundredths of that; 0 within it.
+
+        Where matmuls and convolutions make up most FLOPs of the program, only theirs count: replicated small work, such
+        as an optimizer update, takes too little time to be worth bytes.
+
+        Args:
+          flops: of one device.
+          matrix_flops: those of matmuls and convolutions.
+        """
         of_products = 2 * self.facts.matrix_flops > self.facts.flops
-        whole, own = (self.facts.matrix_flops, made.matrix_flops) if of_products else (self.facts.flops, made.flops)
-        return idle(own, SPREAD * whole / self.devices)
+        total, own = (self.facts.matrix_flops, matrix_flops) if of_products else (self.facts.flops, flops)
+        return imbalance(own, BALANCED * total / self.devices)
 
     @property
     def is_open(self) -> bool:
         """Whether there is anything to search."""
-        return self.devices > 1 and (
-            self.search_ops
-            or any(spec is None for spec in self.specs)
-            or (
-                bool(self.open_results)
-                and (self.results_requested or not any(map(math.prod, filter(None, self.shapes))))
-            )
-        )
+        has_arguments = any(map(math.prod, filter(None, self.shapes)))
+        results = bool(self.open_results) and (self.results_requested or not has_arguments)
+        return self.devices > 1 and (self.search_ops or None in self.specs or results)
 
 
 class CandidateFields(TypedDict, total=False):
-    """What of a candidate can be otherwise (`SearchProblem.again`)."""
+    """The fields of a candidate that `SearchProblem.changed` can change."""
 
     name: str
     axes: Axes
@@ -264,7 +241,7 @@ class CandidateFields(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class SearchCandidate:
-    """A full choice with its price: a layout for every argument, and for ops that are held inside."""
+    """An evaluated choice: a mesh, a sharding for every argument, constraints of ops, and shardings of open results."""
 
     name: str
     axes: Axes
@@ -273,14 +250,14 @@ class SearchCandidate:
     cost: Cost
     result_specs: ResultSpecs = dataclasses.field(default_factory=dict)
     follows_products: bool = False
-    """Whether what no product reads was laid out as what products make (`polish.follow_products`)."""
+    """Whether it comes from `refinement.follow_products`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """A layout for every argument, and for each open one the reason; `policy` says in a line how it was found.
+    """A sharding for every argument, and for each open one the reason; `policy` says in a line how it was found.
 
-    `source` is the `Decision.source` of what was open: "searched", or "propagated" where nothing was weighed.
+    `source` is the `Decision.source` of what was open: "searched", or "propagated" where nothing was compared.
     """
 
     axes: Axes
@@ -291,35 +268,41 @@ class Answer:
     source: str = "searched"
     constraints: OpConstraints = dataclasses.field(default_factory=dict)
     gap: float | None = None
-    """How much of the cost, 0 to 1, may lie above the least of the cost model, op by op, on the grids tried, at level 0 on its
-    own: 0 is proved, None not known."""
+    """The part of the cost, 0 to 1, that may lie above the optimum of the label model on the meshes tried, at level 0 on its
+    own mesh. 0 is proved, None not known."""
     others: tuple[SearchCandidate, ...] = ()
-    """What else was priced, best first."""
+    """The other evaluated candidates, best first."""
     variants: tuple[SearchCandidate, ...] = ()
-    """What was priced of the same layouts with more or less held inside."""
+    """Evaluated candidates with the same shardings and more or fewer constraints."""
     runners_up: tuple[str, ...] = ()
-    """For each argument the next best cut and what it would cost more, empty where there is none."""
+    """For each argument the next best strategy and its additional cost, empty where there is none."""
     diagnostics: tuple[str, ...] = ()
     result_specs: ResultSpecs = dataclasses.field(default_factory=dict)
-    """Layouts that open results are held to."""
+    """Shardings of open results that get a constraint."""
     is_uncertain: bool = False
-    """Whether no flow of what was found did what the model promised, or a plain layout had a better one by a good part."""
+    """Whether all estimates were too low, or a baseline is better by more than `mesh_solution.NEARLY`."""
 
 
 Search = Callable[[SearchProblem], Answer]
 
 
 def objective(cost: Cost, problem: SearchProblem) -> Rank:
-    """What the problem's level makes least, within the memory limit first, and what decides between equals."""
-    idle, sent, peak = problem.idle(cost), cost.bytes_sent, cost.memory.peak
-    return rank(problem.level, problem.memory_limit, idle=idle, sent=sent, time_s=cost.time_s, peak=peak)
+    """The rank of a cost at the problem's level: within the memory limit first, then the level's objective, then ties."""
+    return rank(
+        problem.level,
+        problem.memory_limit,
+        imbalance=problem.imbalance(cost.flops, cost.matrix_flops),
+        sent=cost.bytes_sent,
+        time_s=cost.time_s,
+        peak=cost.memory.peak,
+    )
 
 
 def runner_up(best: SearchCandidate, others: Sequence[SearchCandidate]) -> str:
-    """What the first of the others costs against the best, in a line; empty without others."""
+    """The cost of the first of the others against the best, in a line; empty without others."""
     return f"{others[0].name}: {figures(others[0].cost)} against {figures(best.cost)}" if others else ""
 
 
 def figures(cost: Cost) -> str:
-    """What a layout costs, in a line."""
+    """A cost in a line."""
     return f"{cost.bytes_sent:,} B sent, {cost.memory.peak:,} B peak, {cost.time_s * 1e6:,.1f} us modelled"

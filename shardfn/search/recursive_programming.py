@@ -1,55 +1,56 @@
-"""The recursive search: the devices are divided again and again, and each time every op takes its best further cut.
+"""The recursive search: divide the devices again and again, each time with the best further strategy for every op.
 
-One division decides one axis of a prime size for all ops together (`search.solver.solve`), with what earlier divisions cut
-held, so the time is linear in the ops and in the number of divisions. What divisions decide one by one can collapse to
-pure data parallel: therefore it starts twice, once with a first division for memory (at level 0 a third time, for the
-aim of level 2), and afterwards every axis is decided again with the others held, until nothing improves.
+One division decides one axis of a prime size for all ops together, with earlier axes fixed, so the time is linear in the ops
+and in the number of divisions. Greedy divisions can end in pure data parallelism. The search therefore starts twice, once
+with a first division for memory (at level 0 a third time, for level 2), and afterwards decides every axis again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 
+from shardfn.ir.model import Axes
 from shardfn.partition.resharding import primes
 from shardfn.search import default_policy
 from shardfn.search.alternatives import cached_search, improve_answer
-from shardfn.search.exact import budget_of, less_memory_within, order, solve_mesh
+from shardfn.search.exact import budget_of, estimated_rank, less_memory, solve_mesh
 from shardfn.search.mesh_solution import MeshSolution
 from shardfn.search.op_labels import FREE
 from shardfn.search.problem import Answer, SearchProblem
-from shardfn.search.resharding_costs import Axes
 from shardfn.search.selection import answer_of
 from shardfn.solver.budget import Budget
 
 SWEEPS = 2
+"""How often every axis is decided again."""
 
 
 def search(problem: SearchProblem) -> Answer:
-    """The best layout found by dividing the devices."""
+    """The best answer found by dividing the devices."""
     if not problem.is_open:
         return default_policy.search(problem)
     return improve_answer(problem, cached_search(problem, search_once), search_once)
 
 
 def search_once(problem: SearchProblem) -> Answer:
-    """The same without what other levels find."""
+    """The search for the problem's level by itself."""
     axes = problem.axes or tuple((f"x{i}", p) for i, p in enumerate(sorted(primes(problem.devices), reverse=True)))
     budget = budget_of(problem)
     starts = [(problem, first) for first in dict.fromkeys((problem.level, 1))]
-    if problem.level == 0:  # one division after the other sends least where most of the work is done by everyone
+    if problem.level == 0:  # greedy divisions send least where most of the work is replicated
         starts.append((dataclasses.replace(problem, level=2), 2))
     found: list[MeshSolution] = []
     for asked, first in starts:
         if not found or not budget.is_over:
             found += [one] if (one := divided(asked, axes, first, budget)) is not None else []
-    found.sort(key=lambda f: order(problem, f))
-    return answer_of(problem, found, "recursive search", less_memory_within(budget))
+    found.sort(key=functools.partial(estimated_rank, problem))
+    return answer_of(problem, found, "recursive search", functools.partial(less_memory, budget=budget))
 
 
 def divided(problem: SearchProblem, axes: Axes, first: int, budget: Budget) -> MeshSolution | None:
-    """All axes decided one after the other, the first at level `first`, and then each again."""
+    """The solution after deciding all axes one after the other, the first at level `first`, and then each again."""
     rows: list[np.ndarray] | None = None
     found: MeshSolution | None = None
     for count in range(1, len(axes) + 1):
@@ -59,24 +60,24 @@ def divided(problem: SearchProblem, axes: Axes, first: int, budget: Budget) -> M
         if found is None:
             return None
         rows = _rows(found)
+    if found is None or rows is None:
+        return None
     for _ in range(SWEEPS):
-        before = found.solution.cost if found else 0.0
+        before = found.solution.cost
         for column in range(len(axes)):
             if budget.is_over:
                 break
-            assert rows is not None
             better = _best(problem, axes, [_free(row, column) for row in rows], budget)
             if better is not None:
                 found, rows = better, _rows(better)
-        if found is None or found.solution.cost >= before * (1 - 1e-6):
+        if found.solution.cost >= before * (1 - 1e-6):
             break
-    if found is None:
-        return None
     return dataclasses.replace(found, is_exact=False)
 
 
 def _best(problem: SearchProblem, axes: Axes, chosen: list[np.ndarray] | None, budget: Budget) -> MeshSolution | None:
-    return min(solve_mesh(problem, axes, budget.part(), chosen), key=lambda f: order(problem, f), default=None)
+    rank = functools.partial(estimated_rank, problem)
+    return min(solve_mesh(problem, axes, budget.part(), chosen), key=rank, default=None)
 
 
 def _rows(found: MeshSolution) -> list[np.ndarray]:

@@ -1,6 +1,6 @@
-"""What it costs to change the layout of a value on the axes of a grid.
+"""The cost of resharding a value over mesh axes, and small functions on shardings.
 
-Bytes are what one device sends; seconds are bytes over each axis's own link plus its latency.
+Bytes are what one device sends. Seconds are bytes over each axis's own link, plus its latency.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -18,17 +18,16 @@ from shardfn.ir.model import Axes, OpConstraint, Spec
 from shardfn.partition.libtpu import never_scatters_over
 from shardfn.partition.resharding import flat, primes
 from shardfn.partition.tile_assignment import DeviceGroup
-
-Array = np.ndarray
+from shardfn.solver.labelling import Array
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshModel:
-    """The axes that labels speak of, one link each, and the chip that prices the work.
+    """The axes that labels refer to, the link of each, and the chip.
 
-    `scatters` says whether the compiler makes reduce-scatters; XLA on CPU keeps an all-reduce and a slice. `narrows`:
-    whether `f32` is gathered for a matmul as `bf16`, in which the matmul reads it. `never_scatters_over`: whether a sum over all
-    axes is an all-reduce all the same (`libtpu.never_scatters_over`).
+    `scatters`: whether the compiler makes reduce-scatters (XLA on CPU keeps an all-reduce and a slice). `narrows`:
+    whether XLA gathers an `f32` operand of a product as `bf16`. `never_scatters_over`: whether a sum over all axes is an
+    all-reduce nevertheless (`partition.libtpu.never_scatters_over`).
     """
 
     axes: Axes
@@ -40,7 +39,7 @@ class MeshModel:
 
     @classmethod
     def on(cls, hardware: Hardware, axes: Axes) -> MeshModel:
-        """The grid of these axes on the hardware."""
+        """The model of a mesh on the hardware."""
         platform, on_tpu = hardware.platform, hardware.platform == "tpu"
         whole = on_tpu and never_scatters_over(hardware.topology)
         return cls(axes, links(hardware, axes), hardware.chip, platform != "cpu", on_tpu, whole)
@@ -52,7 +51,7 @@ class MeshModel:
 
     @property
     def merges(self) -> Mapping[str, float]:
-        """Kinds of collectives of which the compiler makes one of several, and of how many bytes that is at most."""
+        """Kinds of collectives that the compiler merges, and the most bytes of a merged one."""
         return max_combined_bytes(self.chip.platform)
 
     @property
@@ -61,30 +60,33 @@ class MeshModel:
         return tuple(name for name, _ in self.axes)
 
 
-def pieces(layouts: Array, sizes: tuple[int, ...]) -> Array:
-    """How many pieces each layout makes: the product of the axes that cut something.
+def shard_count(layouts: Array, sizes: tuple[int, ...]) -> Array:
+    """The number of shards of each layout [labels, axes]: the product of the axes that shard a dimension.
 
-    >>> pieces(np.array([[-1, 0], [1, 0]]), (4, 2)).tolist()
+    >>> shard_count(np.array([[-1, 0], [1, 0]]), (4, 2)).tolist()
     [2.0, 8.0]
     """
     return np.prod(np.where(layouts >= 0, np.array(sizes, float), 1.0), axis=-1)
 
 
-def change(before: Array, after: Array, full_bytes: float, grid: MeshModel, share: float = 1.0) -> tuple[Array, Array]:
-    """Bytes sent and seconds to change the layout of a value, for all pairs: [before, after].
+def resharding_cost(
+    before: Array, after: Array, full_bytes: float, mesh: MeshModel, share: float = 1.0
+) -> tuple[Array, Array]:
+    """Bytes sent and seconds to reshard a value, for all pairs of layouts: [before, after].
 
-    The collectives are those that XLA takes (`graph.moves`): where it can't slice, exchange and gather one after the other,
-    it gathers everything first.
+    The collectives are those of `partition.resharding`: where XLA finds no sequence of slices, all-to-alls and gathers, it
+    gathers everything first.
 
     Args:
-      before: [labels, axes] of the dim that each axis cuts, -1 for none.
-      after: the same, wanted.
-      full_bytes: of the whole value.
-      share: how much of its bytes travels in gathers, 0 to 1.
+      before: [labels, axes], the dimension that each axis shards, -1 for none.
+      after: the same after the change.
+      full_bytes: bytes of the unsharded value.
+      mesh: the axes with their links.
+      share: the part of the bytes that all-gathers move, 0 to 1.
     """
-    columns = [before[:, None, axis] for axis in range(len(grid.sizes))]
-    columns += [after[None, :, axis] for axis in range(len(grid.sizes))]
-    # How the dims follow each other tells all: each is numbered by how many cuts lie before it.
+    columns = [before[:, None, axis] for axis in range(len(mesh.sizes))]
+    columns += [after[None, :, axis] for axis in range(len(mesh.sizes))]
+    # Only the order of the dimensions matters: each is numbered by how many sharded ones precede it.
     base = len(columns) + 1
     codes, words = np.zeros((len(before), len(after)), np.int64), []
     for at, column in enumerate(columns):
@@ -93,10 +95,10 @@ def change(before: Array, after: Array, full_bytes: float, grid: MeshModel, shar
         place = sum(((other >= 0) & (other < column)).astype(np.int64) for other in columns)
         codes = codes * base + np.where(column < 0, 0, place + 1)
     found, inverse = _distinct((*words, codes), base ** len(columns))
-    known = _moves(grid)
+    known = _cached_costs(mesh)
     for code in found:
         if code not in known:
-            known[code] = _moved(code, grid)
+            known[code] = _cost_of_code(code, mesh)
     rows = np.array([known[code] for code in found]).reshape(-1, 5)
     gathered, other, gathered_s, other_s, latency = (rows[:, n][inverse] for n in range(5))
     gathered, gathered_s = share * gathered, share * gathered_s
@@ -104,16 +106,16 @@ def change(before: Array, after: Array, full_bytes: float, grid: MeshModel, shar
 
 
 def _digits_of_word(base: int) -> int:
-    """How many digits of a base go into 62 bits."""
+    """How many digits of a base fit into 62 bits."""
     return int(62 / math.log2(base))
 
 
 DENSE = 1 << 18
-"""Codes up to which those that occur are marked in a table; more are sorted."""
+"""Codes up to which a table marks those that occur; more are sorted."""
 
 
 def _distinct(words: tuple[Array, ...], count: int) -> tuple[list[tuple[int, ...]], Array]:
-    """Which codes of one or more words, of `count`, occur, and for each place which of them."""
+    """The distinct codes, of one or more words each below `count`, and for each place the index of its code."""
     codes = words[0]
     if count <= DENSE:
         place = np.zeros(count, np.int64)
@@ -121,7 +123,7 @@ def _distinct(words: tuple[Array, ...], count: int) -> tuple[list[tuple[int, ...
         found = np.flatnonzero(place)
         place[found] = np.arange(len(found))
         return [(code,) for code in found.tolist()], place[codes]
-    for word in words[1:]:  # numbered by those that occur, which are few
+    for word in words[1:]:  # renumbered: few codes occur
         numbers = [np.unique(each, return_inverse=True)[1].reshape(codes.shape) for each in (codes, word)]
         codes = numbers[0] * (int(numbers[1].max()) + 1) + numbers[1]
     _, first, inverse = np.unique(codes, return_index=True, return_inverse=True)
@@ -130,31 +132,31 @@ def _distinct(words: tuple[Array, ...], count: int) -> tuple[list[tuple[int, ...
 
 
 @functools.lru_cache(maxsize=1 << 10)
-def _moves(grid: MeshModel) -> dict[tuple[int, ...], tuple[float, float, float, float, float]]:
-    """`_moved` of each code on a grid that was asked for: telling grids apart takes longer than telling codes apart."""
+def _cached_costs(mesh: MeshModel) -> dict[tuple[int, ...], tuple[float, float, float, float, float]]:
+    """A cache of `_cost_of_code` by code, for one mesh: comparing meshes takes longer than comparing codes."""
     return {}
 
 
-def _moved(code: tuple[int, ...], grid: MeshModel) -> tuple[float, float, float, float, float]:
-    """For each byte of a value what one device sends in gathers and else, seconds of both, and latency beside them."""
-    count = len(grid.sizes)
+def _cost_of_code(code: tuple[int, ...], mesh: MeshModel) -> tuple[float, float, float, float, float]:
+    """Per byte of a value: what a device sends in all-gathers and otherwise, the seconds of both, and the latency."""
+    count = len(mesh.sizes)
     base, long = 2 * count + 1, _digits_of_word(2 * count + 1)
     lengths = [min(long, 2 * count - at) for at in range(0, 2 * count, long)]
     digits = [
         word // base**n % base - 1 for word, length in zip(code, lengths, strict=True) for n in reversed(range(length))
     ]
     gathered = other = gathered_s = other_s = latency = 0.0
-    for kind, taken, piece in _path(tuple(digits), grid.sizes):
+    for kind, taken, piece in _path(tuple(digits), mesh.sizes):
         if kind == "all-gather":
-            for axis, size in taken:  # outer axes, whose links are slower, first: the pieces are small then
+            for axis, size in taken:  # slow outer links first, while shards are small
                 gathered += (size - 1) * piece
-                gathered_s += (size - 1) * piece / grid.links[axis].bytes_s
-                latency += grid.links[axis].latency_s
+                gathered_s += (size - 1) * piece / mesh.links[axis].bytes_s
+                latency += mesh.links[axis].latency_s
                 piece *= size
             continue
         n = math.prod(size for _, size in taken)
         sent = piece if kind == "collective-permute" else (n - 1) / n * piece
-        slowest = min((grid.links[axis] for axis, _ in taken), key=lambda link: link.exchange_bytes_s)
+        slowest = min((mesh.links[axis] for axis, _ in taken), key=lambda link: link.exchange_bytes_s)
         other += sent
         other_s += sent / slowest.exchange_bytes_s
         latency += slowest.latency_s
@@ -163,7 +165,7 @@ def _moved(code: tuple[int, ...], grid: MeshModel) -> tuple[float, float, float,
 
 @functools.lru_cache
 def _parts(sizes: tuple[int, ...]) -> tuple[tuple[tuple[str, ...], ...], dict[str, int], DeviceGroup]:
-    """The names of the prime parts of each axis, the axis of each, and the devices of a grid of them all."""
+    """The names of the prime factors of each axis, the axis of each name, and the devices of a mesh of them all."""
     parts = [[(f"{axis}:{at}", n) for at, n in enumerate(primes(size))] for axis, size in enumerate(sizes)]
     names = tuple(tuple(name for name, _ in row) for row in parts)
     axis_of = {name: axis for axis, row in enumerate(names) for name in row}
@@ -174,19 +176,21 @@ def _parts(sizes: tuple[int, ...]) -> tuple[tuple[tuple[str, ...], ...], dict[st
 def _path(
     digits: tuple[int, ...], sizes: tuple[int, ...]
 ) -> tuple[tuple[str, tuple[tuple[int, int], ...], float], ...]:
-    """The collectives from one layout to another: kind, (axis, size) of what takes part, and which part of the value one
-    device holds before. `digits` are the dims that the axes cut before, then after; -1 for none."""
+    """The collectives of a resharding: kind, (axis, size) of what takes part, and the share of the value on a device before.
+
+    `digits` are the dimensions that the axes shard before, then after; -1 for none.
+    """
     parts_of, axis_of, devices = _parts(sizes)
     place = {dim: at for at, dim in enumerate(sorted({*digits} - {-1}))}
 
-    def laid(row: Sequence[int]) -> Spec:
+    def spec(row: Sequence[int]) -> Spec:
         dims: list[tuple[str, ...]] = [()] * min(len(place) + 1, len(digits))
         for axis, dim in enumerate(row):
             if dim >= 0:
                 dims[place[dim]] += parts_of[axis]
         return tuple(dims)
 
-    now, to = (devices.tile(laid(row)) for row in (digits[: len(sizes)], digits[len(sizes) :]))
+    now, to = (devices.tile(spec(row)) for row in (digits[: len(sizes)], digits[len(sizes) :]))
     here, found = now.dims, []
     for step in devices.path(now, to):
         if step.kind:
@@ -202,21 +206,13 @@ def _path(
 def merge_axes(
     axes: Axes, specs: Sequence[Spec], constraints: Mapping[int, OpConstraint]
 ) -> tuple[Axes, list[Spec], dict[int, OpConstraint]]:
-    """Neighbouring axes that always cut together, in order, as one.
+    """Merge neighbouring axes that always shard together, in order.
 
     >>> merge_axes((("a", 2), ("b", 2)), [(("a", "b"), ())], {})[:2]
     ((('a', 4),), [(('a',), ())])
     """
-    every = [
-        *specs,
-        *(
-            s
-            for constraint in constraints.values()
-            for s in (*constraint.operands, *constraint.results)
-            if s is not None
-        ),
-    ]
-    dims = {dim for spec in every for dim in spec}
+    constrained = [s for c in constraints.values() for s in (*c.operands, *c.results) if s is not None]
+    dims = {dim for spec in (*specs, *constrained) for dim in spec}
     groups: list[list[tuple[str, int]]] = []
     for axis in axes:
         last = groups[-1][-1][0] if groups else ""
@@ -232,13 +228,29 @@ def merge_axes(
         return tuple(tuple(first[a] for a in dim if a in first) for dim in spec)
 
     sizes = tuple((name, math.prod(size for _, size in group)) for group, name in zip(groups, names, strict=True))
-    held = {i: OpConstraint(tuple(s if s is None else renamed(s) for s in p.operands),
-                   tuple(s if s is None else renamed(s) for s in p.results)) for i, p in constraints.items()}  # fmt: skip
-    return sizes, [renamed(spec) for spec in specs], held
+    return sizes, [renamed(spec) for spec in specs], {i: map_specs(c, renamed) for i, c in constraints.items()}
+
+
+def map_specs(constraint: OpConstraint, change: Callable[[Spec], Spec]) -> OpConstraint:
+    """A constraint with each of its shardings changed."""
+    operands, results = (
+        tuple(s if s is None else change(s) for s in specs) for specs in (constraint.operands, constraint.results)
+    )
+    return OpConstraint(operands, results)
+
+
+def results_only(constraint: OpConstraint) -> OpConstraint:
+    """A constraint that leaves the operands to the compiler."""
+    return OpConstraint((None,) * len(constraint.operands), constraint.results)
+
+
+def used_axes(spec: Spec) -> set[str]:
+    """The axes of a sharding."""
+    return {axis for dim in spec for axis in dim}
 
 
 def label_of_spec(spec: Spec, names: Sequence[str]) -> list[int]:
-    """A spec as the dim that each axis cuts.
+    """A sharding as the dimension that each axis shards, -1 for none.
 
     >>> label_of_spec((("b",), (), ("a",)), ("a", "b", "c"))
     [2, 0, -1]
@@ -248,7 +260,7 @@ def label_of_spec(spec: Spec, names: Sequence[str]) -> list[int]:
 
 
 def spec_of_label(row: Sequence[int], rank: int, names: Sequence[str]) -> Spec:
-    """The reverse of `label_of_spec`.
+    """The inverse of `label_of_spec`.
 
     >>> spec_of_label([2, 0, -1], 3, ("a", "b", "c"))
     (('b',), (), ('a',))
@@ -257,7 +269,7 @@ def spec_of_label(row: Sequence[int], rank: int, names: Sequence[str]) -> Spec:
 
 
 def strategy_of(spec: Spec, axes: Axes) -> tuple[int, ...]:
-    """How many ways a layout cuts each dim.
+    """The number of shards of each dimension.
 
     >>> strategy_of((("a",), ()), (("a", 4), ("b", 2)))
     (4, 1)

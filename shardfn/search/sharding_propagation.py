@@ -1,8 +1,8 @@
-"""Sharding propagation: from the user's cuts the layout spreads op by op, each next one with the least redistribution.
+"""Sharding propagation: the given shardings spread op by op, each time with the least resharding.
 
-The ops nearest in program order to what is decided come first. Among labels that redistribute equally little, the one
-that is cheapest by itself wins: it uses the axes that are left. The form is MindSpore's (its cuts spread by a search in
-breadth over the costs of redistribution); where following dim classes alone has the better flow, that is the answer.
+The ops nearest in program order to what is decided come first. Among labels that reshard equally little, the cheapest wins,
+which uses the axes that are left. The form is MindSpore's, which spreads strategies by a breadth-first search over resharding
+costs. Where following dimension groups alone is better, that is the answer.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardfn.search import default_policy
-from shardfn.search.constrained_candidates import candidate
+from shardfn.search.constrained_candidates import fully_constrained
 from shardfn.search.constraint_reduction import drop_redundant_constraints
-from shardfn.search.filters import narrowed
+from shardfn.search.filters import filtered
 from shardfn.search.graph_facts import array_bytes
 from shardfn.search.label_tables import LabelSpace, build
 from shardfn.search.level_costs import labelling_of
 from shardfn.search.mesh_solution import MeshSolution
-from shardfn.search.problem import Answer, SearchProblem, objective
-from shardfn.search.resharding_costs import Array, MeshModel, change, pieces
-from shardfn.solver.labelling import Labelling, total_cost
+from shardfn.search.problem import Answer, SearchProblem
+from shardfn.search.resharding_costs import MeshModel, resharding_cost, shard_count
+from shardfn.solver.labelling import Array, Labelling, total_cost
 from shardfn.solver.solve import Solution
 
 
@@ -38,30 +38,30 @@ class SharedValue:
 
 
 def search(problem: SearchProblem) -> Answer:
-    """The cuts that were given, spread; without any, or with nothing open, as `following` has it."""
+    """Spread the given shardings; without any, or with nothing open, the answer of `default_policy`."""
     followed = default_policy.search(problem)
     if not problem.is_open or not any(dim for spec in problem.specs if spec for dim in spec):
         return followed
     found = spread_labels(problem)
     if not math.isfinite(found.solution.cost):
         return followed
-    made = drop_redundant_constraints(problem, candidate(problem, found))
-    plain = problem.candidate("following dim classes", followed.axes, followed.specs, {})
-    if objective(plain.cost, problem) <= objective(made.cost, problem):
+    made = drop_redundant_constraints(problem, fully_constrained(problem, found))
+    simple = problem.candidate("following dimension groups", followed.axes, followed.specs, {})
+    if problem.rank(simple) <= problem.rank(made):
         return followed
-    reasons = tuple("" if given is not None else "least redistribution from the given cuts" for given in problem.specs)
-    policy = "the given cuts spread op by op, with the least redistribution (no search)"
+    reasons = tuple("" if given is not None else "least resharding from the given shardings" for given in problem.specs)
+    policy = "the given shardings spread op by op, with the least resharding (no search)"
     return Answer(
-        made.axes, made.specs, reasons, policy, source="propagated", constraints=made.constraints, others=(plain,)
+        made.axes, made.specs, reasons, policy, source="propagated", constraints=made.constraints, others=(simple,)
     )
 
 
 def spread_labels(problem: SearchProblem) -> MeshSolution:
-    """A label for every node, spread from those that the user's cuts decide."""
-    grid = MeshModel.on(problem.hardware, problem.axes)
+    """A label for every node, spread from those that the given shardings decide."""
+    mesh = MeshModel.on(problem.hardware, problem.axes)
     given = {v: spec for v, spec in zip(problem.inputs, problem.specs, strict=True) if spec is not None}
-    space = build(problem.graph, grid, given, problem.results, problem.same_as, None, problem.facts)
-    labels, _ = narrowed(labelling_of(space, problem), space, problem.graph, grid.sizes, problem.algorithm)
+    space = build(problem.graph, mesh, given, problem.results, problem.same_as, None, problem.facts)
+    labels, _ = filtered(labelling_of(space, problem), space, problem.graph, mesh.sizes, problem.algorithm)
     near: dict[int, list[SharedValue]] = {}
     for join in shared_values(problem, space):
         for node in join.nodes:
@@ -72,7 +72,7 @@ def spread_labels(problem: SearchProblem) -> MeshSolution:
         node = heapq.heappop(frontier)
         if node in chosen:
             continue
-        chosen[node] = least(_redistributed(near.get(node, ()), node, chosen, grid, len(labels.costs[node])),
+        chosen[node] = cheapest_label(_resharded(near.get(node, ()), node, chosen, mesh, len(labels.costs[node])),
                              labels.costs[node])  # fmt: skip
         for other in _others(near, node):
             if other not in chosen:
@@ -84,7 +84,7 @@ def spread_labels(problem: SearchProblem) -> MeshSolution:
 
 
 def shared_values(problem: SearchProblem, space: LabelSpace) -> list[SharedValue]:
-    """Where one node reads what another makes."""
+    """The values that one node produces and another reads."""
     found = []
     for index, (node, wanted) in space.reads.items():
         for value, layouts in zip(problem.graph.ops[index].inputs, wanted, strict=True):
@@ -94,18 +94,18 @@ def shared_values(problem: SearchProblem, space: LabelSpace) -> list[SharedValue
     return found
 
 
-def least(redistributed: Array, cost: Array) -> int:
-    """The label that redistributes least; among equals the cheapest, then the first.
+def cheapest_label(resharded: Array, cost: Array) -> int:
+    """The label that reshards least; among equals the cheapest, then the first.
 
-    >>> least(np.array([0.0, 8.0, 0.0]), np.array([3.0, 1.0, 2.0]))
+    >>> cheapest_label(np.array([0.0, 8.0, 0.0]), np.array([3.0, 1.0, 2.0]))
     2
     """
     allowed = np.isfinite(cost)
-    return int(np.lexsort((cost, np.where(allowed, np.round(redistributed), np.inf)))[0])
+    return int(np.lexsort((cost, np.where(allowed, np.round(resharded), np.inf)))[0])
 
 
 def filled(labels: Labelling, chosen: dict[int, int]) -> tuple[int, ...]:
-    """A label for the nodes that nothing reached, or that only stand between others: the cheapest beside those decided."""
+    """The labels, with the cheapest ones for the nodes that nothing reached."""
     chosen = dict(chosen)
     near: dict[int, list[tuple[int, Array]]] = {}
     for table in labels.tables:
@@ -123,10 +123,8 @@ def _others(near: dict[int, list[SharedValue]], node: int) -> set[int]:
     return {other for join in near.get(node, ()) for other in join.nodes if other != node}
 
 
-def _redistributed(
-    near: Sequence[SharedValue], node: int, chosen: dict[int, int], grid: MeshModel, count: int
-) -> Array:
-    """For each label of a node the bytes that change place, slices too, towards all that is decided."""
+def _resharded(near: Sequence[SharedValue], node: int, chosen: dict[int, int], mesh: MeshModel, count: int) -> Array:
+    """For each label of a node, the bytes that reshardings move, slices included, towards all decided nodes."""
     total = np.zeros(count)
     for join in near:
         place = join.nodes.index(node)
@@ -136,7 +134,7 @@ def _redistributed(
         fixed = join.layouts[1 - place][chosen[other]][None]
         mine = join.layouts[place]
         before, after = (mine, fixed) if place == 0 else (fixed, mine)
-        sent = change(before, after, join.bytes, grid)[0].reshape(-1)
-        sliced = join.bytes / np.maximum(pieces(mine, grid.sizes), pieces(fixed, grid.sizes)[0])
+        sent = resharding_cost(before, after, join.bytes, mesh)[0].reshape(-1)
+        sliced = join.bytes / np.maximum(shard_count(mine, mesh.sizes), shard_count(fixed, mesh.sizes)[0])
         total += sent + np.where((mine != fixed).any(axis=1), sliced, 0.0)
     return total

@@ -53,14 +53,14 @@ class Labelling:
     intervals: Array
     tables: tuple[CostTable, ...]
     limit: float = math.inf
-    held: tuple[UsageInterval, ...] = ()
+    usage_intervals: tuple[UsageInterval, ...] = ()
 
     @functools.cached_property
     def holders(self) -> tuple[Array, Array, list[Array]]:
         """All that is held, whichever way it was said: node, interval (rows x 2) and usage of each row."""
         rows = [(v, start, end, usage) for v, ((start, end), usage)
                 in enumerate(zip(self.intervals.tolist(), self.usages, strict=True))]  # fmt: skip
-        rows += [(each.node, each.start, each.end, each.usage) for each in self.held]
+        rows += [(each.node, each.start, each.end, each.usage) for each in self.usage_intervals]
         rows = [row for row in rows if row[1] < row[2] and len(row[3]) and row[3].any()]
         numbers = np.array([row[:3] for row in rows], np.int64).reshape(-1, 3)
         return numbers[:, 0], numbers[:, 1:], [row[3] for row in rows]
