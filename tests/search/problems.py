@@ -1,10 +1,11 @@
-"""What a search is asked: programs, problems without an API around them, and random small programs."""
+"""Search problems for the tests: of plans, without an API around them, and of random small programs."""
 
 import random
 
 import jax
 import jax.numpy as jnp
 
+import shardfn
 from shardfn.cost.devices.hardware import resolve
 from shardfn.frontend.trace import trace
 from shardfn.search.label_tables import build
@@ -16,7 +17,7 @@ S = jax.ShapeDtypeStruct
 
 
 def problem_of(function, args, device="h100:4", level=2):
-    """The question of a function whose arguments are all open; it has no flow."""
+    """The problem of a function whose arguments are all open; it cannot be partitioned."""
     hardware = resolve(device)
     traced = trace(function, args, (), hardware.platform)
     graph, inputs = traced.graph, traced.inputs
@@ -26,6 +27,11 @@ def problem_of(function, args, device="h100:4", level=2):
         specs=(None,) * len(inputs), hardware=hardware, level=level, partition=None, graph=graph, inputs=inputs,
         results={}, same_as={},
     )  # fmt: skip
+
+
+def planned_problem(function, *args, **options):
+    """The problem of a plan, found with the cheapest search."""
+    return shardfn.plan(function, *args, **{"search_mode": "sharding_propagation", **options})._study.problem
 
 
 def choices(problem, axes):

@@ -1,10 +1,6 @@
 """Memory limits: how they are written, plans that keep them, and the error where none does."""
 
-import dataclasses
 import re
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +9,9 @@ import pytest
 
 import shardfn
 from examples.models import abstract, mlp
-from shardfn.cost.memory.live_ranges import MemoryEstimate
 from shardfn.errors import Problem, ShardError, StrategyError
 from shardfn.frontend.byte_sizes import bytes_of
 from shardfn.report.saved_graphs import strategies_text
-from shardfn.search.memory_limit import within_limit
-from shardfn.search.problem import Answer
 from tests.search.problems import S, two_layers
 
 ARGS = S((64, 1024), jnp.float32), S((1024, 4096), jnp.float32), S((4096, 1024), jnp.float32)
@@ -28,20 +21,6 @@ TRAINED = {"device": "h100:8", "donate_argnums": (0, 1)}
 def step(w1, w2, x):
     grads = jax.grad(lambda w: (two_layers(x, *w) ** 2).mean())((w1, w2))
     return w1 - 0.1 * grads[0], w2 - 0.1 * grads[1]
-
-
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """As much of a problem as a limit looks at; the least memory is what an answer's pins say."""
-
-    level: int
-    memory_limit: float
-    evaluate: Callable[..., Any]
-    is_open: bool = True
-    is_large: bool = False
-
-    def evaluate_answer(self, made):
-        return self.evaluate(made.axes, made.specs, made.constraints)
 
 
 STEP = ARGS[1], ARGS[2], S((64, 1024), jnp.float32)
@@ -200,32 +179,6 @@ def test_the_limit_that_an_error_names_is_kept(level, share):
     made = shardfn.plan(function, *args, memory_limit=least, **options)
     assert made.cost.memory.peak <= least
     assert f"memory_limit={least}" in str(error.value)
-
-
-def test_what_only_a_limit_finds_is_named_if_it_is_found_again(monkeypatch):
-    """A search that holds less the lower the limit is: the error names what it keeps, else what level 1 does."""
-    monkeypatch.setattr("shardfn.search.memory_limit._largest", lambda problem, answer: [])
-
-    def search_that(gives):
-        def found(problem: Any) -> Answer:
-            peak = gives(problem)
-            constraints: Any = {0: peak}
-            return Answer((), (), (), "", constraints=constraints)
-
-        return found
-
-    def problem(level, limit) -> Any:
-        cost = lambda axes, specs, constraints: SimpleNamespace(memory=MemoryEstimate(constraints[0], 0, 0))  # noqa: E731
-        return Asked(level, limit, cost)
-
-    never = search_that(lambda p: 100 if p.level == 1 else 80 if p.memory_limit < 80 else 300)
-    always = search_that(lambda p: 100 if p.level == 1 else 80)
-    for found, told in ((never, 100), (always, 80)):
-        with pytest.raises(ShardError, match=f"memory_limit={told}$"):
-            within_limit(problem(0, 50), found(problem(0, 50)), found)
-    later = search_that(lambda p: 80 if p.level != 1 and p.memory_limit == 100 else 100)
-    kept = within_limit(problem(0, 90), later(problem(0, 90)), later)
-    assert kept.constraints == {0: 80} and "of least memory" in kept.policy, "what is found again for the error fits"
 
 
 def test_cuts_that_the_user_gave_are_not_weakened_for_a_limit():

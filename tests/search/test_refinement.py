@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import shardfn
-from shardfn.search import default_policy, forget
+from shardfn.search.baselines import batch_arguments
 from shardfn.search.problem import SearchCandidate, objective
-from shardfn.search.refinement import batch_arguments, fewer, follow_products, groups, in_pieces, more, refine
+from shardfn.search.refinement import argument_groups, fewer_axes, follow_products, fully_sharded, one_more_axis, refine
+from tests.search.problems import planned_problem
 
 S = jax.ShapeDtypeStruct
 AXES = (("a", 4), ("b", 2))
@@ -32,14 +32,7 @@ BEST = ((), B), (B, ()), ((),), (A, ())
 
 @pytest.fixture(scope="module")
 def problem():
-    problems = []
-    shardfn.register_search("listening", lambda problem: problems.append(problem) or default_policy.search(problem))
-    try:
-        options = {"device": "cpu:8", "search_mode": "listening", "level": 0}
-        shardfn.plan(lambda w, x: (step(*w, x), 0.0), ARGS[:3], ARGS[3], **options)
-    finally:
-        forget("listening")
-    return problems[0]
+    return planned_problem(lambda w, x: (step(*w, x), 0.0), ARGS[:3], ARGS[3], device="cpu:8", level=0)
 
 
 def candidate(problem, *specs):
@@ -48,20 +41,18 @@ def candidate(problem, *specs):
 
 def test_what_is_fresh_comes_first_then_the_smallest(problem):
     assert batch_arguments(problem) == {3}
-    assert groups(problem, BEST) == [(3,), (2,), (0,), (1,)]
-    assert groups(problem, (WHOLE, WHOLE, ((),), WHOLE))[1] == (2,)
+    assert argument_groups(problem, BEST) == [(3,), (2,), (0,), (1,)]
+    assert argument_groups(problem, (WHOLE, WHOLE, ((),), WHOLE))[1] == (2,)
 
 
 @pytest.mark.parametrize(
     "astray", [(((), B), (B, ()), (B,), ((), A)), (((), B), (B, ()), (("a", "b"),), (("a", "b"), ()))]
 )
-def test_polishing_finds_the_way_back(problem, astray, monkeypatch):
+def test_polishing_finds_the_way_back(problem, astray):
     start = candidate(problem, *astray)
     found = refine(problem, start)
     assert objective(found.cost, problem) <= objective(candidate(problem, *BEST).cost, problem)
     assert objective(found.cost, problem) < objective(start.cost, problem)
-    monkeypatch.setattr("shardfn.search.effort.POLISH_OPS", 0)
-    assert refine(problem, start).cost.bytes_sent >= found.cost.bytes_sent, "one flow is not enough"
 
 
 def test_what_no_product_reads_lies_as_the_products_do(problem):
@@ -74,19 +65,19 @@ def test_what_no_product_reads_lies_as_the_products_do(problem):
 
 
 def test_moves():
-    assert list(more((7, 16), ((), A), AXES, False)) == [((), ("a", "b"))]
-    assert list(more((8, 16), ((), A), AXES, False)) == [(B, A)]
-    assert list(more((7, 3), WHOLE, AXES, False)) == []
-    assert list(fewer((8, 16), ((), A), AXES, False)) == [WHOLE]
-    assert list(fewer((8, 16), ((), A), AXES, True)) == [WHOLE, (A, ()), (B, ())]
+    assert list(one_more_axis((7, 16), ((), A), AXES, False)) == [((), ("a", "b"))]
+    assert list(one_more_axis((8, 16), ((), A), AXES, False)) == [(B, A)]
+    assert list(one_more_axis((7, 3), WHOLE, AXES, False)) == []
+    assert list(fewer_axes((8, 16), ((), A), AXES, False)) == [WHOLE]
+    assert list(fewer_axes((8, 16), ((), A), AXES, True)) == [WHOLE, (A, ()), (B, ())]
 
 
 def test_an_answer_in_pieces_keeps_what_is_made_of_the_batch(problem):
     start = candidate(problem, *BEST)
-    laid = in_pieces(problem, start)
+    laid = fully_sharded(problem, start)
     assert laid.specs == ((A, B), (B, A), (("a", "b"),), (A, ()))
     assert laid.cost.memory.peak < start.cost.memory.peak
     assert laid.constraints and all(
         (A, B) in constraint.results or (A, ()) in constraint.results for constraint in laid.constraints.values()
     )
-    assert in_pieces(problem, start, only_state=True).specs == start.specs, "there is no state"
+    assert fully_sharded(problem, start, only_state=True).specs == start.specs, "there is no state"

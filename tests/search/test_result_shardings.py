@@ -9,6 +9,7 @@ import shardfn
 from shardfn import AUTO, ShardError
 from shardfn.search.problem import SearchCandidate
 from shardfn.search.result_shardings import constrain_results
+from tests.search.problems import planned_problem
 
 KEY = jax.random.key(0)
 S = jax.ShapeDtypeStruct
@@ -94,13 +95,8 @@ def test_a_result_that_takes_an_arguments_place_lies_as_it():
 
 
 def test_what_propagation_does_by_itself_is_not_held():
-    asked = []
-    shardfn.register_search("listening", lambda p: asked.append(p) or shardfn.search.MODES["auto"](p))
-    try:
-        shardfn.plan(mixed, *ARGS, device="cpu:8", search_mode="listening")
-    finally:
-        shardfn.search.forget("listening")
-    (problem,), axes, rows, whole = asked, (("a", 2), ("b", 4)), (("a",), ()), ((), ())
+    problem = planned_problem(mixed, *ARGS, device="cpu:8")
+    axes, rows, whole = (("a", 2), ("b", 4)), (("a",), ()), ((), ())
     made = SearchCandidate("", axes, (rows, whole), {}, problem.evaluate(axes, (rows, whole), {}))
     partitioned = problem.partitioned_of(made)
     laid = {end.value: partitioned.specs[partitioned.graph.outputs[end.at]] for end in problem.open_results.values()}

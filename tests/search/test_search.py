@@ -88,13 +88,6 @@ def test_auto_is_exact_and_follows_where_nothing_is_open():
     assert all(d.strategy == (1, 1) for d in alone.inputs)
 
 
-def test_auto_divides_the_devices_for_what_is_too_large(monkeypatch):
-    args = tuple(S(a.shape, a.dtype) for a in PROGRAMS["two layers"][1].values())
-    monkeypatch.setattr("shardfn.search.effort.EXACT_OPS", 0)
-    made = shardfn.plan(two_layers, *args, device="h100:8", level=2)
-    assert "recursive search" in made.policy
-
-
 def test_a_search_of_ones_own():
     seen = []
 

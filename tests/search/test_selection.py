@@ -1,6 +1,5 @@
 """What is done to an answer once it is found."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -11,13 +10,13 @@ import pytest
 import shardfn
 from shardfn.cost.devices.chips import CHIPS
 from shardfn.cost.devices.links import links
-from shardfn.ir.model import OpConstraint
-from shardfn.search import constraint_reduction, default_policy, effort, forget, selection
 from shardfn.search.constraint_reduction import shard_sliced_arguments
 from shardfn.search.label_tables import ReshardingTable
-from shardfn.search.level_costs import repeated
+from shardfn.search.level_costs import repeated_reshardings
+from shardfn.search.mesh_solution import may_beat
 from shardfn.search.objectives import Rank
-from shardfn.search.problem import Memo, SearchCandidate, objective
+from shardfn.search.problem import SearchCandidate, objective
+from tests.search.problems import planned_problem
 
 S = jax.ShapeDtypeStruct
 
@@ -28,14 +27,8 @@ def looked_up(table, index, x):
 
 
 def test_an_argument_that_is_sliced_before_it_is_read_is_laid_out_so():
-    problems = []
-    shardfn.register_search("listening", lambda problem: problems.append(problem) or default_policy.search(problem))
-    try:
-        args = S((64, 8), jnp.float32), S((16, 2), jnp.int32), S((16, 8), jnp.float32)
-        shardfn.plan(looked_up, *args, device="cpu:8", search_mode="listening", level=2)
-    finally:
-        forget("listening")
-    (problem,) = problems
+    args = S((64, 8), jnp.float32), S((16, 2), jnp.int32), S((16, 8), jnp.float32)
+    problem = planned_problem(looked_up, *args, device="cpu:8", level=2)
     axes, whole, batch = (("a", 8),), ((), ()), (("a",), ())
     for specs, wanted in (((whole, whole, batch), batch), ((whole, batch, batch), batch)):
         before = SearchCandidate("", axes, specs, {}, problem.evaluate(axes, specs, {}))
@@ -45,43 +38,18 @@ def test_an_argument_that_is_sliced_before_it_is_read_is_laid_out_so():
         assert (after.cost.memory.peak < before.cost.memory.peak) == (specs[1] == whole)
 
 
-def test_what_promises_more_than_the_best_flow_so_far_is_priced_too(monkeypatch):
-    """Of a large program one flow is priced, unless the model holds something else for better than it turned out."""
-    monkeypatch.setattr("shardfn.search.effort.FLOWS", 1)
-    monkeypatch.setattr("shardfn.search.effort.SMALL_OPS", 0)
-    monkeypatch.setattr(selection, "estimate_holds", lambda *_: True)
-    tried = []
-    candidates = selection.candidates
-    monkeypatch.setattr(
-        selection, "candidates", lambda problem, one, *far: tried.append(one) or candidates(problem, one, *far)
-    )
-
-    def step(w, x):
-        return w - jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).sum())(w)
-
-    def plan():
-        tried.clear()
-        return shardfn.plan(step, S((512, 512), jnp.float32), S((256, 512), jnp.float32), device="cpu:8", level=2)
-
-    plan()
-    few = len(tried)
-    monkeypatch.setattr(selection, "may_beat", lambda *_: True)
-    plan()
-    assert few <= len(tried) <= effort.MOST and len(tried) > 1
-
-
 def test_promises_compare_the_level_s_aim():
-    found = SimpleNamespace(peak=1, axes=(("a", 8),), space=SimpleNamespace(edges=()))
+    found = SimpleNamespace(peak=1, axes=(("a", 8),), space=SimpleNamespace(reshardings=()))
     found.solution = SimpleNamespace(cost=2.0, choice=())
-    problem = SimpleNamespace(level=2, is_large=False, memory_limit=10, hardware=CHIPS["h100"].pod(8))
-    assert selection.may_beat(problem, found, Rank(0.0, (2.5,), (0,)))
-    assert not selection.may_beat(problem, found, Rank(0.0, (1.5,), (0,)))
-    problem.memory_limit = 0.5
-    assert not selection.may_beat(problem, found, Rank(0.0, (2.5,), (0,)))
-    problem.memory_limit, problem.level = 10, 1
-    assert not selection.may_beat(problem, found, Rank(0.0, (2.5,), (0,))), (
-        "at level 1 the model and the flow count otherwise"
+    problem = SimpleNamespace(
+        level=2, effort=SimpleNamespace(is_large=False), memory_limit=10, hardware=CHIPS["h100"].pod(8)
     )
+    assert may_beat(problem, found, Rank(0.0, (2.5,), (0,)))
+    assert not may_beat(problem, found, Rank(0.0, (1.5,), (0,)))
+    problem.memory_limit = 0.5
+    assert not may_beat(problem, found, Rank(0.0, (2.5,), (0,)))
+    problem.memory_limit, problem.level = 10, 1
+    assert not may_beat(problem, found, Rank(0.0, (2.5,), (0,))), "at level 1 the model and the flow count otherwise"
 
 
 @pytest.mark.parametrize(
@@ -92,43 +60,15 @@ def test_what_is_moved_again_and_again_may_be_launched_once(ends, again):
     sent = np.array([[0.0, 64.0], [64.0, 0.0]])
     edges = tuple(ReshardingTable(*pair, sent, sent) for pair in ends)
     choice = tuple(int(node in {b for _, b in ends}) for node in range(4))
-    space = SimpleNamespace(edges=edges)
-    assert repeated(space, choice) == again
-    assert repeated(space, (0, 0, 0, 0)) == 0, "nothing moves"
+    space = SimpleNamespace(reshardings=edges)
+    assert repeated_reshardings(space, choice) == again
+    assert repeated_reshardings(space, (0, 0, 0, 0)) == 0, "nothing moves"
     hardware = CHIPS["h100"].pod(8)
     (link,) = links(hardware, (("a", 8),))
     found = SimpleNamespace(peak=1, axes=(("a", 8),), space=space, solution=SimpleNamespace(cost=2.0, choice=choice))
-    problem = SimpleNamespace(level=2, is_large=False, memory_limit=10, hardware=hardware)
+    problem = SimpleNamespace(level=2, effort=SimpleNamespace(is_large=False), memory_limit=10, hardware=hardware)
     best = 2.0 - 1.5 * link.latency_s
-    assert selection.may_beat(problem, found, Rank(0.0, (best,), (0,))) == (again > 1)
-
-
-@pytest.mark.parametrize("operands", [True, False])
-@pytest.mark.parametrize(("read_whole", "asked"), [(True, []), (False, [{}])])
-def test_a_large_program_that_gathers_arguments_is_not_tried_without_what_holds_it(
-    read_whole, asked, operands, monkeypatch
-):
-    """Propagation alone would hand the cut of the weights on: that flow costs much and wins nothing."""
-    problems = []
-    shardfn.register_search("listening", lambda problem: problems.append(problem) or default_policy.search(problem))
-    try:
-        shardfn.plan(jnp.matmul, S((16, 8), jnp.float32), S((8, 64), jnp.float32), device="h100:8",
-                     search_mode="listening", level=2)  # fmt: skip
-    finally:
-        forget("listening")
-    (problem,) = problems
-    monkeypatch.setattr("shardfn.search.effort.LARGE_OPS", 0)
-    axes, rows, columns, whole = (("a", 8),), (("a",), ()), ((), ("a",)), ((), ())
-    dot = next(i for i, op in enumerate(problem.graph.ops) if op.name == "dot_general")
-    specs, reads = ((rows, columns), (rows, whole)) if read_whole else ((rows, whole), (rows, whole))
-    constraints = {dot: OpConstraint(reads if operands else (None, None), (rows,))}
-    held = SearchCandidate("", axes, specs, constraints, problem.evaluate(axes, specs, constraints))
-    asked_of = []
-    partition = lambda axes, specs, pins, ends: asked_of.append(pins) or problem.partition(axes, specs, pins, ends)  # noqa: E731
-    found = constraint_reduction.drop_redundant_constraints(
-        dataclasses.replace(problem, partition=partition, memo=Memo()), held
-    )
-    assert asked_of == asked and bool(found.constraints) == read_whole
+    assert may_beat(problem, found, Rank(0.0, (best,), (0,))) == (again > 1)
 
 
 def test_where_a_plain_layout_wins_what_is_proved_of_the_model_is_said():
@@ -140,8 +80,8 @@ def test_where_a_plain_layout_wins_what_is_proved_of_the_model_is_said():
     args = S((64, 64), jnp.float32), S((64, 8), jnp.float32)
     made = shardfn.plan(norm, *args, device="cpu:8", level=2)
     wins = (
-        "the optimum of the cost model on the grid 8 is proved; a plain layout has the better flow: w dim 1 cut 8 ways"
+        "the optimum of the cost model on the mesh 8 is proved; a baseline has the lower cost: w dim 1 sharded 8 ways"
     )
-    assert made.policy.startswith(f"exact search at level 2, grids tried: 8, 4x2; {wins}")
+    assert made.policy.startswith(f"exact search at level 2, meshes tried: 8, 4x2; {wins}")
     least = shardfn.plan(norm, *args, device="cpu:8", level=1)
-    assert "a plain layout has the better flow" in least.policy and "proved" not in least.policy
+    assert "a baseline has the lower cost" in least.policy and "proved" not in least.policy
