@@ -1,8 +1,8 @@
-"""A lower bound by message passing, and what it proves about single labels (TRW-S: Kolmogorov, PAMI 28(10), 2006).
+"""A lower bound by message passing, and the labels it excludes (TRW-S: Kolmogorov, PAMI 28(10), 2006).
 
-The tables are split over chains that follow an order of the nodes. A pass forward and one backward moves cost along
-the chains until their separate minima, which sum to a lower bound of the whole, stop growing. The order is by colours:
-the nodes of one colour share no table, so that each colour is one step over arrays, and equal tables are one array.
+The tables are split over chains that follow an order of the nodes. Passes forward and backward move cost along the chains until
+their separate minima, whose sum is a lower bound, stop growing. The order is by colours: nodes of one colour share no table, so
+each colour is one step over arrays, and equal tables are one array.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Messages:
         rank = colours(costs, tables)
         nodes = np.argsort(rank, kind="stable")
         sizes = np.diff(first)
-        self.order = _ranges(first[nodes], sizes[nodes])
+        self.order = ranges(first[nodes], sizes[nodes])
         self.place: dict[tuple[int, int], int] = {}
         self.colours = tuple(_coloured(rank, nodes, sizes, tables, self.place))
         every = [each for colour in self.colours for each in (colour.ahead, colour.behind) if each is not None]
@@ -221,7 +221,7 @@ def colours(costs: Sequence[Array], tables: Sequence[dict[int, Array]], period: 
     return np.array(found, np.int64)
 
 
-def _ranges(starts: Array, sizes: Array) -> Array:
+def ranges(starts: Array, sizes: Array) -> Array:
     """The ranges of `sizes` from `starts`, one after the other."""
     ends = np.cumsum(sizes)
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - sizes), sizes)
@@ -259,7 +259,7 @@ def _coloured(rank: Array, nodes: Array, sizes: Array, tables: Sequence[dict[int
         into = [(place[w, v], start[v], int(sizes[v])) for v in start for w in tables[v]]
         count = int(size.sum())
         into_at, into_to, into_n = np.array(into, np.int64).reshape(-1, 3).T
-        columns, rows = _ranges(into_at, into_n), _ranges(into_to, into_n)
+        columns, rows = ranges(into_at, into_n), ranges(into_to, into_n)
         inbox = sparse.csr_matrix((np.ones(len(rows)), (rows, columns)), (count, at))
         ahead, behind = (
             _sending(sorts.get((colour, later), {}), tables, start, index, place) for later in (True, False)
@@ -300,7 +300,7 @@ def _sending(sorts: dict[tuple[int, ...], list[tuple[int, int]]], tables: Sequen
         groups[number] = dataclasses.replace(groups[number], tables=flat[at : at + stack.size].reshape(stack.shape))
         at += stack.size
     return ColourEdges(tuple(groups), np.concatenate(rows), np.concatenate(back), slice(begin, out), starts, widths, who, flat,
-                   np.concatenate(table), _ranges(np.zeros_like(starts), widths))  # fmt: skip
+                   np.concatenate(table), ranges(np.zeros_like(starts), widths))  # fmt: skip
 
 
 def _stacked(every: list[Array], shape: tuple[int, int]) -> Array:

@@ -1,8 +1,8 @@
-"""Close the gap between the bound and the best labelling: split the labels of one node in two, bound each part.
+"""Close the gap between the bound and the best labelling: split the labels of one node in two, and bound each subproblem.
 
-A part whose bound reaches the best cost is done. The node split is one the suggested labellings disagree on most,
-and its labels are split by what they pay for memory, because that is where the bound is weak. The part with the least
-bound goes first, so the bound of the whole rises with every part.
+A subproblem whose bound reaches the best cost is done. The split node is one on which the suggested labellings disagree most;
+its labels are split by their memory price, because that is where the bound is weak. The subproblem with the least bound goes
+first, so the bound of the whole rises with each.
 """
 
 from __future__ import annotations
@@ -48,10 +48,8 @@ Queue = list[tuple[float, int, Subproblem]]
 
 
 class Gains:
-    """What splitting a node has raised the bound by, on either side, on average: what it will bring again.
-
-    So-called pseudo-costs (Benichou and others, Mathematical Programming 1, 1971).
-    """
+    """The average rise of the bound by splitting a node, on either side: pseudo-costs (Benichou et al., Mathematical Programming
+    1, 1971)."""
 
     def __init__(self) -> None:
         self.sums: dict[tuple[int, int], list[float]] = {}
@@ -70,12 +68,12 @@ class Gains:
 
 
 def save(ascent: Ascent, bound: float) -> Subproblem:
-    """Where the ascent stands."""
+    """The current state of the ascent as a subproblem."""
     return Subproblem(ascent, ascent.base, ascent.messages.sent.copy(), ascent.best, bound)
 
 
 def load(part: Subproblem, size: float) -> Ascent | None:
-    """The ascent where it stood, without the labels that are out where these are many; None where nothing fits."""
+    """The ascent at a subproblem, compacted where many labels are excluded; None where nothing fits."""
     ascent = part.ascent
     ascent.base = part.base
     ascent.messages.sent[:] = part.sent
@@ -91,9 +89,9 @@ def load(part: Subproblem, size: float) -> Ascent | None:
 
 
 def branch(ascent: Ascent, local: Local, goal: Callable[[], float], most: int) -> float:
-    """The bound after at most `most` parts; the labellings met go to `local`. Only costs below `goal()` are looked for.
+    """The bound after at most `most` subproblems; the labellings found go to `local`.
 
-    With a bound of at least `goal()`, nothing below it exists.
+    Only costs below `goal()` are searched: with a bound of at least `goal()`, nothing below it exists.
     """
     queue: Queue = [(ascent.bound, 0, save(ascent, ascent.bound))]
     count, held = 0, 0.0
@@ -138,7 +136,7 @@ def branch(ascent: Ascent, local: Local, goal: Callable[[], float], most: int) -
 
 
 def _next(queue: Queue, is_crowded: bool) -> tuple[float, int, Subproblem]:
-    """The part with the least bound, or with the greatest where too many wait."""
+    """The subproblem with the least bound, or with the greatest where too many wait."""
     if not is_crowded:
         return heapq.heappop(queue)
     found = queue.pop(max(range(len(queue)), key=lambda at: queue[at][:2]))
@@ -147,7 +145,7 @@ def _next(queue: Queue, is_crowded: bool) -> tuple[float, int, Subproblem]:
 
 
 def _explore(ascent: Ascent, local: Local, goal: Callable[[], float]) -> list[Array] | None:
-    """Raise the bound of a part; the labellings it suggested, or None where nothing better is in it."""
+    """Raise the bound of a subproblem; the labellings it suggested, or None where it has nothing better."""
     seen = []
     for number in range(STEPS):
         if number % 3 == 0 and not ascent.fits():
@@ -167,13 +165,13 @@ def _explore(ascent: Ascent, local: Local, goal: Callable[[], float]) -> list[Ar
 
 
 def _solved(ascent: Ascent, local: Local) -> bool:
-    """Whether the part is small enough to be minimised exactly, memory aside, and its minimum fits."""
+    """Whether elimination solves the subproblem, memory aside, and its minimum fits."""
     found = minimum(ascent, ENTRIES, TOTAL)
     return found is not None and local.offer(found)
 
 
 def minimum(ascent: Ascent, entries: float, total: float) -> Array | None:
-    """The best of the labels that are not out, memory aside; None where the tables would be too large."""
+    """The best of the labels that are not excluded, memory aside; None where tables would be too large."""
     costs, tables, kept, store = remaining_tables(ascent)
     found = eliminate(costs, tables, entries, total, store=store, budget=ascent.budget)
     if found is None:
@@ -182,7 +180,7 @@ def minimum(ascent: Ascent, entries: float, total: float) -> Array | None:
 
 
 def remaining_tables(ascent: Ascent) -> tuple[list[Array], list[dict[int, Array]], list[Array], Store]:
-    """The costs and tables of the labels that are not out, these labels, and the store that all came from."""
+    """Costs, tables and numbers of the labels that are not excluded, and the store of all of them."""
     store = Store()
     kept = [store.of(labels) for labels in ascent.left()]
     tables: list[dict[int, Array]] = [{} for _ in kept]
@@ -196,10 +194,10 @@ def remaining_tables(ascent: Ascent) -> tuple[list[Array], list[dict[int, Array]
 
 
 def _split(ascent: Ascent, seen: list[Array], gains: Gains) -> tuple[int, list[Array]]:
-    """A node, and the labels to put out for each of two parts: dear ones and cheap ones, by what they pay for memory.
+    """A node, and the labels to exclude for each of two subproblems, by memory price.
 
-    Of the nodes that the suggestions disagree on most, the one whose splits have raised the bound most; one never split
-    counts as an average one, as much more or less as the suggestions disagree on it.
+    Of the nodes on which the suggestions disagree most, the one whose splits raised the bound most; a node never split counts
+    as an average one, weighted by the disagreement.
     """
     kept = ascent.left()
     price = ascent.memory.price(ascent.best)

@@ -1,8 +1,7 @@
-"""How much a search may do: work that is counted, the same on every machine, and a clock only where the user set a limit.
+"""The budget of a search: counted work, the same on every machine, and a clock only for a user's time limit.
 
-The unit is an entry of a table that is read, as most of the time goes there; what a step takes however small its arrays
-are is charged as entries too. How long a unit takes is the machine's matter: five to ten nanoseconds of one core where it
-was measured.
+The unit of work is a table entry read. Steps on small arrays are charged as entries too. A unit takes about five nanoseconds
+of a core.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ import math
 import time
 
 CALL = 2e3
-"""Entries that a step over arrays costs beside those it reads."""
+"""Fixed cost of a step over arrays, in entries."""
 
 SECOND = 2e8
-"""Entries read in a second of one core, about: what limits of work are written in."""
+"""Entries that a core reads in a second, about: the unit of work limits."""
 
 
 class Budget:
-    """Work, in entries of tables, and seconds from now; either may be infinite. What a part of it spends, it has spent.
+    """Work, in table entries, and seconds from now; either may be infinite. A part's spending counts for the whole.
 
     >>> whole = Budget(100)
     >>> half = whole.part(0.5)
@@ -40,12 +39,12 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Work that may still be done."""
+        """Work left."""
         return max(0.0, self.work - self.spent)
 
     @property
     def seconds_left(self) -> float:
-        """Until the time is over; infinite where the user set none, and then no clock is read."""
+        """Seconds left; infinite without a time limit, and then no clock is read."""
         return max(0.0, self.begun + self.seconds - time.monotonic()) if self.seconds < math.inf else math.inf
 
     @property
@@ -54,5 +53,5 @@ class Budget:
         return self.spent >= self.work or self.seconds_left <= 0
 
     def part(self, share: float = 1.0, work: float = math.inf, seconds: float = math.inf) -> Budget:
-        """A share of what is left, and at most so much; never nothing, so that what is begun gives an answer."""
+        """A share of what is left, at most `work` and `seconds`; never nothing, so that each step gives an answer."""
         return Budget(max(1.0, min(work, share * self.left)), min(seconds, share * self.seconds_left), self)

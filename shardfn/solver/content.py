@@ -1,4 +1,4 @@
-"""Equal arrays as one object, and each computation on them done once: equal blocks of a deep network cost what one does."""
+"""Equal arrays as one object, and each function of them computed once: equal blocks of a deep network cost what one does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Store:
         self.results: dict[tuple[Any, ...], Any] = {}
 
     def of(self, array: Array) -> Array:
-        """The first array given that equals this one. It must not be changed from now on."""
+        """The first array that equals this one. It must not be changed from now on."""
         found = self.one.get(id(array))
         if found is not None:
             return found[1]
@@ -53,7 +53,7 @@ class Store:
         return self.results[key]
 
     def call(self, function: Callable[..., Any], *arrays: Array) -> Any:
-        """What `function` gives: an array, a tuple of arrays, or None. The same objects are not computed with twice."""
+        """The result of `function` (an array, a tuple of arrays, or None), computed once for the same objects."""
         key = (function, *map(id, arrays))
         if key not in self.results:
             for array in arrays:

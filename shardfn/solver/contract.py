@@ -1,8 +1,8 @@
 """Shrink a labelling problem without losing its optimum, for every price of memory at once.
 
-Most ops follow another: given the label of one, a single label of the other is possible. Such a node becomes a part of
-the one it follows. Labels with no possible partner go, a table that is a sum of two vectors goes into the costs of its
-ends, and a node that holds nothing and has few neighbours is minimised away.
+Most ops follow another: the label of one leaves a single possible label of the other. Such a node is merged into the one it
+follows. Labels with no possible partner go, a table that is a sum of two vectors moves into the costs of its nodes, and a node
+without usage and with few neighbours is minimised away.
 """
 
 from __future__ import annotations

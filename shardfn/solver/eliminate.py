@@ -1,8 +1,9 @@
-"""Exact minimisation of a sum of tables, one node at a time, while the tables on the way stay small.
+"""Exact minimisation of a sum of tables, one node at a time, while the tables on the way stay small (bucket elimination:
+Dechter, Artificial Intelligence 113, 1999).
 
-A node is removed by minimising the sum of its tables over it, which leaves one table over its neighbours; the node
-that leaves the smallest goes first. Where even that one is too large, a node is held at the label it has: the answer
-is then the best of all that agree with the held nodes, a neighbourhood far larger than any list of moves.
+A node is removed by minimising the sum of its tables over it, which leaves one table over its neighbours. The node that leaves
+the smallest goes first. Where even that one is too large, a node is fixed at its current label: the result is then the best of
+all labellings that agree with the fixed nodes, a very large neighbourhood.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Elimination:
             self.add(rest, least)
 
     def hold(self, v: int, label: int) -> None:
-        """Keep `v` at `label`."""
+        """Fix `v` at `label`."""
         del self.costs[v]
         for nodes, table in self.take(v):
             place = nodes.index(v)
@@ -146,8 +147,8 @@ def eliminate(costs: Sequence[Array], tables: Sequence[dict[int, Array]], most_e
 
 @dataclasses.dataclass
 class EliminationOrder:
-    """In which order nodes go: it depends on how many labels they have and on who is whose neighbour, not on any cost, so
-    that what would need too large a table is known before one is made."""
+    """The order of elimination. It depends on the numbers of labels and the neighbours, not on costs, so that a table that is too
+    large is known before any is made."""
 
     size: dict[int, int]
     near: dict[int, set[int]]
@@ -161,7 +162,7 @@ class EliminationOrder:
     def found(
         self, most_entries: float, total: float, can_hold: bool, budget: Budget
     ) -> list[tuple[int, NodeSet | None]] | None:
-        """Each node with its neighbours by then, or with None where it is held instead; None where it can't be done."""
+        """Each node with its neighbours by then, or with None where it is fixed; None where it cannot be done."""
         near, turn, score = self.near, self.turn, self.score
         depth = dict.fromkeys(near, 0)
         spent = 0.0

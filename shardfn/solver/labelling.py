@@ -1,8 +1,7 @@
-"""One label for every node at the least total cost, with a limit on what is alive at once: the problem as plain data.
+"""The labelling problem as plain data: one label per node at the least total cost, with a limit on the memory alive at once.
 
-A node is something to decide (how one op is cut), a label one way to do it. A label has a cost and a usage (bytes it
-holds while the node is alive); a table prices the labels of neighbouring nodes together (moving data between them).
-This is the form of Google's published auto-sharding problems, and what a graph of ops becomes.
+A node is a decision, a label one option. A label has a cost, and a usage while the node is alive. A table gives the cost of
+the labels of two or more nodes together. This is the form of Google's published auto-sharding problems (ASPLOS/EuroSys 2025 contest).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 
 Array = np.ndarray
 FORBIDDEN = 1e17
-"""Costs from here on mean "never": scaled into a bound or a linear program they would drown the others."""
+"""Costs from here on mean "never": in a bound they would cancel the digits of the others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +28,7 @@ class CostTable:
 
 @dataclasses.dataclass(frozen=True)
 class UsageInterval:
-    """What `node` holds in the half-open `[start, end)`: a usage per label."""
+    """The usage of `node` in the half-open `[start, end)`, per label."""
 
     node: int
     start: int
@@ -41,7 +40,7 @@ class UsageInterval:
 class Labelling:
     """Nodes with a cost and a usage per label, alive in the half-open `[start, end)`, and tables between them.
 
-    A node that stands for many values holds more, at other times: that is in `held`, any number of rows a node.
+    A node that stands for many values has more usage at other times: any number of `usage_intervals`.
 
     >>> two = labelling([[1, 5], [4, 2]], tables=[((0, 1), [0, 9, 9, 0])])
     >>> total_cost(two, (0, 0)), total_cost(two, (1, 1))
@@ -57,7 +56,7 @@ class Labelling:
 
     @functools.cached_property
     def holders(self) -> tuple[Array, Array, list[Array]]:
-        """All that is held, whichever way it was said: node, interval (rows x 2) and usage of each row."""
+        """All usage as rows: node, interval (rows x 2) and usage per label."""
         rows = [(v, start, end, usage) for v, ((start, end), usage)
                 in enumerate(zip(self.intervals.tolist(), self.usages, strict=True))]  # fmt: skip
         rows += [(each.node, each.start, each.end, each.usage) for each in self.usage_intervals]
@@ -71,13 +70,18 @@ def labelling(costs: Sequence[Sequence[float]], usages: Sequence[Sequence[float]
               tables: Sequence[tuple[Sequence[int], Sequence[float]]] = (),
               limit: float | None = None,
               held: Sequence[tuple[int, int, int, Sequence[float]]] = ()) -> Labelling:  # fmt: skip
-    """The problem of lists as they stand in a file: tables row-major, costs of `FORBIDDEN` and more never taken.
+    """The problem from lists: tables row-major, costs of `FORBIDDEN` and more never taken.
 
-    Without `usages` nothing is held; without `intervals` every node is alive at one common time. More that is held is in
-    rows `held` of (node, start, end, usage of each label).
+    Args:
+      costs: for each node, the cost of each label.
+      usages: the same for memory; without them nothing is used.
+      intervals: for each node `(start, end)` of its usage; without them all nodes are alive at one time.
+      tables: rows of (nodes, costs of all combinations of their labels).
+      limit: of the usage alive at any time; None for no limit.
+      held: more usage, rows of (node, start, end, usage of each label).
 
     Raises:
-      ValueError: lists whose lengths do not fit each other, a negative usage, a cost that is not a number.
+      ValueError: lists whose lengths do not match, a negative usage, or a cost that is not a number.
     """
     found = tuple(_priced(cost) for cost in costs)
     uses = tuple(np.asarray(u, float) for u in usages) if usages is not None else tuple(np.zeros(len(c)) for c in found)
@@ -86,7 +90,7 @@ def labelling(costs: Sequence[Sequence[float]], usages: Sequence[Sequence[float]
         raise ValueError("costs, usages and intervals differ in length: give each node the same number of labels")
     more = tuple(UsageInterval(node, start, end, np.asarray(usage, float)) for node, start, end, usage in held)
     if any(not 0 <= each.node < len(found) or len(each.usage) != len(found[each.node]) for each in more):
-        raise ValueError("a row of what is held does not fit its node: give a node that exists, a usage for each label")
+        raise ValueError("a usage interval does not fit its node: give a node that exists, and a usage for each label")
     if any((u < 0).any() or not np.isfinite(u).all() for u in (*uses, *(each.usage for each in more))):
         raise ValueError("a usage is negative or not finite: give what each label holds, 0 for nothing")
     rows = []
@@ -115,7 +119,7 @@ def total_cost(problem: Labelling, choice: Sequence[int]) -> float:
 
 
 def peak_of(problem: Labelling, choice: Sequence[int]) -> float:
-    """The most that is alive at any one time."""
+    """The largest usage alive at any time."""
     nodes, intervals, usages = problem.holders
     if not len(nodes):
         return 0.0
@@ -127,7 +131,7 @@ def peak_of(problem: Labelling, choice: Sequence[int]) -> float:
 
 
 def busy_times(problem: Labelling) -> Array:
-    """The times at which a largest set of nodes is alive: at every other time, less is."""
+    """The times at which a maximal set of nodes is alive: at every other time, a subset of one is."""
     _, intervals, _ = problem.holders
     starts, ends = np.unique(intervals[:, 0]), np.unique(intervals[:, 1])
     if not len(starts):
@@ -137,21 +141,21 @@ def busy_times(problem: Labelling) -> Array:
 
 
 def tight_times(problem: Labelling) -> Array:
-    """The busy times at which some choice may go over the limit."""
+    """The busy times at which some choice may exceed the limit."""
     times = busy_times(problem)
     most = np.array([usage.max() for usage in problem.holders[2]])
     return times[alive_total(problem, most, times) > problem.limit]
 
 
 def alive_total(problem: Labelling, held: Array, times: Array) -> Array:
-    """The sum of what each row of `problem.holders` holds over those alive at each of `times` (ascending)."""
+    """The sum of `held` over the rows of `problem.holders` alive at each of `times` (ascending)."""
     begin, finish = np.searchsorted(times, problem.holders[1]).reshape(-1, 2).T
     change = np.bincount(begin, held, len(times) + 1) - np.bincount(finish, held, len(times) + 1)
     return np.cumsum(change)[: len(times)]
 
 
 def holding(problem: Labelling) -> list[bool]:
-    """Whether the label of a node makes a difference to what is alive at a tight time."""
+    """Whether the label of a node changes the usage at a tight time."""
     nodes, intervals, usages = problem.holders
     begin, end = np.searchsorted(tight_times(problem), intervals).reshape(-1, 2).T
     found = [False] * len(problem.costs)

@@ -1,8 +1,8 @@
-"""A lower bound under the memory limit: the messages of `bound`, and a price on memory at each time.
+"""A lower bound under the memory limit: the messages of `bound`, and a price on memory at each time (Lagrangian relaxation).
 
-Using more than the limit at time `t` costs `multipliers[t]` a unit, using less pays it back: no labelling within the
-limit gets dearer, so the least of the priced problem is a bound. The prices climb along the excess of the labelling
-that the messages suggest (a subgradient), in steps that shrink when the bound stops growing.
+Each unit above the limit at time `t` costs `multipliers[t]`, each unit below pays it back. No labelling within the limit gets
+more expensive, so the least of the priced problem is a bound. The prices follow the excess of the suggested labelling (a
+subgradient), in steps that shrink when the bound stops growing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Better labellings from a good one: free a part of the nodes, solve it exactly with memory priced, keep what fits."""
+"""Better labellings from a good one: free some nodes, solve them exactly with memory priced, keep what fits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shardfn.solver.bound import ranges
 from shardfn.solver.budget import CALL, Budget
 from shardfn.solver.content import Store
 from shardfn.solver.eliminate import eliminate
@@ -25,12 +26,6 @@ MOST_RAISES = 8  # of prices, until labels fit
 SCALES = (1.0, 2.0, 4.0, 0.5, 0.0)  # of the prices of memory
 MENDS = 60  # neighbourhoods solved to get rid of forbidden costs
 MEND_BALLS = (0, 40, 40, 120, 40, 40, 120)  # nodes freed there, 0: all
-
-
-def repeated(starts: Array, sizes: Array) -> Array:
-    """The ranges of `sizes` from `starts`, one after the other."""
-    ends = np.cumsum(sizes)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - sizes), sizes)
 
 
 def fitted(ascent: Ascent, local: Local, factor: float, halvings: int = 0) -> Array | None:
@@ -91,13 +86,13 @@ class Local:
         first = memory.first
         u, v = self.ends.T
         tall, wide = np.diff(first)[u], self.width
-        self.asked = np.concatenate([repeated(first[u], tall), repeated(first[v], wide)])  # a label of one end, given
+        self.asked = np.concatenate([ranges(first[u], tall), ranges(first[v], wide)])  # a label of one end, given
         self.given = np.concatenate([np.repeat(v, tall), np.repeat(u, wide)])  # that of the other: where it is in
         self.step = np.concatenate(
             [np.ones(int(tall.sum()), np.int64), np.repeat(wide, wide)]
         )  # entries, by steps from
-        self.at = np.concatenate([repeated(np.zeros_like(u), tall) * np.repeat(wide, tall) + np.repeat(self.start, tall),
-                                  repeated(self.start, wide)])  # fmt: skip
+        self.at = np.concatenate([ranges(np.zeros_like(u), tall) * np.repeat(wide, tall) + np.repeat(self.start, tall),
+                                  ranges(self.start, wide)])  # fmt: skip
         self.random = np.random.default_rng(0)
         self.best: Array | None = None
         self.cost = np.inf
@@ -114,26 +109,26 @@ class Local:
                      + self.entries[self.start + at[u] * self.width + at[v]].sum())  # fmt: skip
 
     def possible(self, labels: Array) -> bool:
-        """Whether nothing forbidden is taken."""
+        """Whether no forbidden label or pair is taken."""
         return bool(np.isfinite(self.cost_of(labels)))
 
     @functools.cached_property
     def soft(self) -> tuple[list[Array], list[dict[int, Array]]]:
-        """Costs and tables in which what is forbidden costs more than all else together, but not infinitely much."""
+        """Costs and tables in which forbidden entries cost more than all else together, but finitely much."""
         store = Store()
-        dear = _Dear(2 * (_most(self.own) + _most(self.entries)) + 1.0)
+        finite = _Finite(2 * (_most(self.own) + _most(self.entries)) + 1.0)
         tables: list[dict[int, Array]] = [{} for _ in self.tables]
         for u, row in enumerate(self.tables):
             for v, table in row.items():
                 if u < v:
-                    tables[u][v] = store.call(dear, table)
+                    tables[u][v] = store.call(finite, table)
                     tables[v][u] = store.turned(tables[u][v])
-        return [store.call(dear, cost) for cost in self.costs], tables
+        return [store.call(finite, cost) for cost in self.costs], tables
 
     def mend(self, labels: Array, multipliers: Array, rounds: int = MENDS) -> Array:
         """Labels that take nothing forbidden, if it goes well: parts around what is forbidden are solved again and again.
 
-        What stays forbidden gets dearer each time (Morris, The breakout method, AAAI 1993), so that no round is like the last.
+        What stays forbidden gets raised each time (Morris, The breakout method, AAAI 1993), so that no round is like the last.
         """
         fewest, best = np.inf, labels
         for number in range(rounds):
@@ -156,8 +151,8 @@ class Local:
     def raise_forbidden(self, u: int, v: int) -> None:
         """What is forbidden between two nodes costs half more in `soft`."""
         tables = self.soft[1]
-        dearer = np.where(np.isinf(self.tables[u][v]), 1.5 * tables[u][v], tables[u][v])
-        tables[u][v], tables[v][u] = dearer, dearer.T
+        raised = np.where(np.isinf(self.tables[u][v]), 1.5 * tables[u][v], tables[u][v])
+        tables[u][v], tables[v][u] = raised, raised.T
 
     def conditional(self, labels: Array) -> Array:
         """What each label costs, own and tables, with all other nodes as they are."""
@@ -195,7 +190,7 @@ class Local:
         return labels
 
     def excess(self, labels: Array) -> Array:
-        """How far over the limit each time is (negative: room)."""
+        """How far over the limit each time is; negative below it."""
         return self.memory.held(self.memory.first[:-1] + labels) - self.memory.limit
 
     def offer(self, labels: Array) -> bool:
@@ -208,7 +203,7 @@ class Local:
         return bool(np.isfinite(cost))
 
     def priced(self, costs: list[Array], multipliers: Array, free: Sequence[int] | None) -> list[Array]:
-        """The costs with memory priced, where nodes are free."""
+        """The costs of the free nodes with memory priced."""
         if not multipliers.any():
             return costs
         price = self.memory.price(multipliers)
@@ -235,7 +230,7 @@ class Local:
         return np.array(found, np.int64)
 
     def raised(self, multipliers: Array, excess: Array, factor: float) -> Array:
-        """Dearer memory where a labelling is over the limit."""
+        """Higher prices of memory where a labelling exceeds the limit."""
         over = excess > 0
         paid = multipliers[multipliers > 0]
         typical = float(paid.mean()) if len(paid) else self.typical / self.unit
@@ -244,7 +239,7 @@ class Local:
 
     def fit(self, labels: Array, multipliers: Array, tries: int, entries: float = 1e4,
             free: Sequence[int] | None = None) -> bool:  # fmt: skip
-        """Raise prices where `labels` do not fit and solve again, until they do."""
+        """Raise prices and solve again until the labels fit."""
         for attempt in range(tries):
             if not self.possible(labels):
                 labels = self.mend(labels, multipliers)
@@ -268,7 +263,7 @@ class Local:
         return min(int(np.searchsorted(total, self.random.random() * total[-1])), len(paid) - 1)
 
     def again(self, labels: Array, multipliers: Array, rounds: int) -> None:
-        """Start from other labels, and keep what they lead to if it is better than what is there."""
+        """Improve other labels, and keep the result if it is better."""
         best, cost = self.best, self.cost
         self.best, self.cost = None, np.inf
         labels = self.solve(labels, multipliers, self.sizes[0] if rounds else ENTRIES[0])
@@ -316,7 +311,7 @@ class Local:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Dear:
+class _Finite:
     """An array in which what is infinite costs `most`."""
 
     most: float

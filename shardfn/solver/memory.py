@@ -1,4 +1,4 @@
-"""What the labels of a contracted problem hold at the times that matter, as one sparse matrix."""
+"""The usage of the labels of a contracted problem at the times that matter, as one sparse matrix."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shardfn.solver.labelling import Array, Labelling, alive_total, tight_times
 
 @dataclasses.dataclass(frozen=True)
 class MemoryConstraint:
-    """`change[label, t]`: how usage changes at time `t` when a label is taken (all labels of all nodes in a row).
+    """`change[label, t]`: the change of usage at time `t` when a label is taken (all labels of all nodes in a row).
 
-    `limit[t]` is what the choice may use at `t`, beyond the least that every choice uses (so it may be negative: then
-    nothing fits). Node `v` has the labels `first[v]` to `first[v + 1]`.
+    `limit[t]` is the usage left at `t` beyond the least of every choice; where it is negative, nothing fits. Node `v` has
+    the labels `first[v]` to `first[v + 1]`.
     """
 
     change: sparse.csr_matrix
@@ -29,18 +29,18 @@ class MemoryConstraint:
         return np.cumsum(np.asarray(self.change[labels].sum(0)).ravel())[: len(self.limit)]
 
     def price(self, multipliers: Array) -> Array:
-        """What each label pays when one unit at time `t` costs `multipliers[t]`."""
+        """The price of each label when one unit at time `t` costs `multipliers[t]`."""
         later = np.append(np.cumsum(multipliers[::-1])[::-1], 0.0)
         return self.change @ later
 
     def dense(self, times: Array) -> Array:
-        """What each label holds at each of `times`."""
+        """The usage of each label at each of `times`."""
         until = np.arange(len(self.limit) + 1)[:, None] <= times[None]
         return np.asarray(self.change @ until.astype(float))
 
 
 def memory_constraint(problem: Labelling, core: Core, nodes: Sequence[int]) -> MemoryConstraint:
-    """The memory of `nodes`, the remaining ones of `core`, with all that became a part of them."""
+    """The usage of `nodes`, the remaining ones of `core`, merged nodes included."""
     times = tight_times(problem)
     first = np.cumsum([0] + [len(core.kept[v]) for v in nodes])
     offset = dict(zip(nodes, first.tolist(), strict=False))

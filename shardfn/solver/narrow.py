@@ -1,9 +1,8 @@
-"""The least labelling without a limit on memory, where elimination alone needs tables that are too large.
+"""The least labelling without a memory limit, where elimination alone needs too large tables.
 
-A few passes give a lower bound, and how fast it rises says about how far the optimum is above it. Labels that cost more
-than that guess are left out, which leaves a far smaller problem, solved the same way in turn and in the end exactly.
-What comes out is the optimum if it costs no more than was guessed. Otherwise the bound has reached the guess, and the next
-guess is larger, but never above the best that came out yet: labels dearer than that are left out for good.
+A few passes give a lower bound, and its rise suggests the distance to the optimum. Labels above that guess are excluded, which
+leaves a far smaller problem, solved the same way and in the end exactly. The result is the optimum if it costs no more than
+the guess. Otherwise the bound has reached the guess, and the next guess is larger, up to the best result so far.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Best:
 
 
 class Stuck(Exception):
-    """The bound has stopped below the optimum, or the budget is used up; `best` is the cheapest that was found."""
+    """The bound has converged below the optimum, or the budget is used up; `best` is the cheapest labelling found."""
 
     def __init__(self, best: Best):
         super().__init__("the bound has stopped")
@@ -47,7 +46,7 @@ class Stuck(Exception):
 
 
 def narrow(ascent: Ascent, ceiling: float) -> Array | None:
-    """The labels of least cost, memory aside; None where that is more than `ceiling`. The ascent is used up.
+    """The labels of least cost, memory aside; None where that exceeds `ceiling`. The ascent is used up.
 
     Raises:
       Stuck: neither was proved.
@@ -109,7 +108,7 @@ def _inside(ascent: Ascent, ceiling: float, best: Best) -> None:
 
 
 def _ahead(rises: list[float]) -> float:
-    """How much further a bound will rise that rises ever more slowly."""
+    """How much further a bound will rise whose rises shrink."""
     now, before = rises[-1], rises[-2]
     ratio = min(max(now / before, 0.0), 0.9) if before > 0 else 0.5
     return 1.5 * max(now, 0.0) * ratio / (1 - ratio)

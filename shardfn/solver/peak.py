@@ -1,8 +1,8 @@
-"""The least peak of what is alive at once that any labelling has: what to say where a limit can't be kept.
+"""The least possible peak of any labelling: the message where a limit cannot be kept.
 
-A weight on each time, summing to 1, prices memory; the least priced labelling is then a lower bound of every peak. The
-weights move to the times at which the labellings found so far hold most (multiplicative weights: Arora, Hazan and Kale,
-Theory of Computing 8, 2012), and each of these labellings is mended where its own peak is.
+Weights on the times, summing to 1, price memory; the least priced labelling bounds every peak from below. The weights move to
+the times at which the labellings found so far use most (multiplicative weights: Arora, Hazan and Kale, Theory of Computing 8,
+2012), and each labelling is improved at its own peak.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def least_peak(problem: Labelling, budget: Budget | None = None, steps: int = ST
 def fitting_labels(
     costs: list[Array], tables: list[dict[int, Array]], memory: MemoryConstraint, budget: Budget
 ) -> Array | None:
-    """Labels within the limit whatever they cost, of a contracted problem; None where none were found."""
+    """Labels of a contracted problem within the limit at any cost; None where none were found."""
     bare = Store()
     free = [bare.call(_free, cost) for cost in costs]
     rows = [{w: bare.call(_free, table) for w, table in row.items()} for row in tables]
@@ -73,7 +73,7 @@ def fitting_labels(
 
 
 def _free(cost: Array) -> Array:
-    """Nothing where something is allowed."""
+    """0 where a label is allowed."""
     return np.where(np.isfinite(cost), 0.0, np.inf)
 
 
@@ -110,7 +110,7 @@ class _Search:
                 return
 
     def usage(self, labels: Array) -> Array:
-        """What labels hold at each time."""
+        """The usage of labels at each time."""
         return self.always + self.memory.held(self.memory.first[:-1] + labels)
 
     def offer(self, labels: Array) -> None:
@@ -119,7 +119,7 @@ class _Search:
             self.peak, self.best = peak, labels
 
     def cheapest(self, weights: Array, mend: bool) -> Array:
-        """Labels of nearly the least priced usage; the bound learns from them. With `mend`, forbidden ones are mended."""
+        """Labels of nearly the least priced usage, which also raise the bound. With `mend`, forbidden pairs are repaired."""
         price = self.memory.price(weights)
         self.messages.set_costs(self.base + price)
         labels = np.zeros(len(self.costs), np.int64)
@@ -143,7 +143,7 @@ class _Search:
         return all(math.isfinite(t[at[u], at[v]]) for u, row in enumerate(self.tables) for v, t in row.items() if u < v)
 
     def mended(self, labels: Array, moves: int = 40) -> Array:
-        """Labels with a lower peak: one node after the other takes the label that leaves the least at the peak's time."""
+        """Labels with a lower peak: one node after the other takes the label with the least usage at the peak."""
         labels = labels.copy()
         first = self.memory.first
         use = self.usage(labels)
@@ -164,7 +164,7 @@ class _Search:
         return labels
 
     def move(self, labels: Array, use: Array, v: int, holds: Array) -> tuple[Array, Array] | None:
-        """Another label of `v` with a lower peak, and what is then held."""
+        """Another label of `v` with a lower peak, and the usage then."""
         first = self.memory.first
         own = holds[first[v]:first[v + 1]]  # fmt: skip
         for label in np.argsort(own, kind="stable")[:4].tolist():

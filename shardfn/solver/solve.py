@@ -1,9 +1,9 @@
-"""Solve a labelling problem: one road for a graph of ops and for the published instances, with the proof or the gap.
+"""Solve a labelling problem, with the proof of optimality or the gap.
 
-The problem is contracted, then minimised exactly by elimination where its tables stay small. Otherwise rounds of a
-rising lower bound, labels put out by it, and neighbourhoods of the best labelling solved exactly close the gap; what is
-left of it is closed, where the problem is small enough, by branching. What is drawn comes from a fixed seed: the same
-problem takes the same steps, and a budget only stops them: of counted work at the same step on every machine.
+The problem is contracted, then minimised exactly by elimination where its tables stay small. Otherwise rounds close the gap:
+a rising lower bound, labels excluded by it, and neighbourhoods of the best labelling solved exactly. Branch and bound closes
+the rest where the problem is small enough. Random choices come from a fixed seed, so that counted work stops at the same step
+on every machine.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from shardfn.solver.memory import memory_constraint
 from shardfn.solver.narrow import Stuck, narrow
 from shardfn.solver.peak import Peak, fitting_labels, least_peak
 
-ENTRIES, TOTAL = 2e6, 1e8  # of the tables of an exact solution at the start
-RAISES = (0.02, 0.05, 0.15)  # of prices where a labelling does not fit, one after the other
-HALVINGS = 4  # of the last of them
-STEEP = 0.05  # of the bound in a round: what is suggested now has little worth
-RISING = 2e-3  # of the bound in a round: while it rises faster, nothing else is worth the time
-STILL = 1e-6  # of the bound in a round: it has stopped
-PEAK, PEAK_SHARE = 2 * SECOND, 0.05  # for the least peak, where a limit can't be kept: work, or a part of all if more
-DESPERATE = 4  # rounds without a labelling that fits, until one is sought whatever it costs
-LATE = 0.3  # of the budget: the same, however few the rounds were
-SEEK = 0.2  # of what is left, for that
+ENTRIES, TOTAL = 2e6, 1e8  # of the largest table and of all tables of an exact solution at the start
+RAISES = (0.02, 0.05, 0.15)  # relative price increases where a labelling does not fit
+HALVINGS = 4  # of the last increase
+STEEP = 0.05  # relative rise of the bound per round above which suggested labellings are poor
+RISING = 2e-3  # relative rise per round above which only the bound is worth the time
+STILL = 1e-6  # relative rise per round below which the bound has converged
+PEAK, PEAK_SHARE = 2 * SECOND, 0.05  # work for the least peak of an infeasible problem; a share of the budget if more
+DESPERATE = 4  # rounds without a feasible labelling, before one is sought at any cost
+LATE = 0.3  # share of the budget with the same effect
+SEEK = 0.2  # share of the remaining budget for that search
 GLANCES = 4  # passes before anything else, where there is a ceiling
-SMALL = 60_000  # labels x neighbours, up to which parts are tried as soon as the bound hardly rises
+SMALL = 60_000  # labels x neighbours up to which branching starts as soon as the bound hardly rises
 
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """How much is tried when no time limit stops it: rounds of `steps` passes and `neighbourhoods`, then `parts`.
+    """How much to try without a time limit: `rounds` of `steps` passes and `neighbourhoods`, then `parts` of branch and bound.
 
-    A gap of at most `close` (0 to 1) is good enough. A large problem is left after `patience` rounds that
-    brought nothing; one of more than `most` labels x neighbours is not taken apart.
+    A relative gap of `close` suffices. A large problem stops after `patience` rounds without gain; one of more than `most`
+    labels x neighbours is not branched.
     """
 
     rounds: int = 1000
@@ -61,9 +61,8 @@ class Effort:
 class Solution:
     """A label per node, its cost, and a lower bound of every cost within the limit.
 
-    `proved`: no labelling is cheaper (or, where not `feasible`, none exists). An unproved infeasible one goes over the
-    limit, and means only that none was found. Where it is not feasible, `least_peak` is the least peak that was found,
-    with a lower bound of every peak and the labels that reach it.
+    `proved`: no labelling is cheaper, or, where not `feasible`, none exists. An unproved infeasible solution exceeds the
+    limit and means only that none was found; `least_peak` is then the least peak found, with a lower bound.
     """
 
     choice: tuple[int, ...]
@@ -75,14 +74,22 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How much of the cost may be too much, 0 to 1; all of one that does not fit."""
+        """The relative gap to the bound, 0 to 1; 1 for a solution that exceeds the limit."""
         if not self.feasible and not self.proved:
             return 1.0
         return 0.0 if self.proved else max(0.0, (self.cost - self.bound) / max(abs(self.cost), 1e-300))
 
 
 def solve(problem: Labelling, budget: Budget | None = None, effort: Effort | None = None) -> Solution:
-    """The best labelling found within `budget`, and how good it can be.
+    """The best labelling found within a budget, and its gap.
+
+    Args:
+      problem: nodes, labels, tables and the limit.
+      budget: work and seconds; unlimited by default.
+      effort: how much to try without a time limit.
+
+    Returns:
+      The solution: labels, cost, lower bound, and whether it is proved and feasible.
 
     >>> from shardfn.solver.labelling import labelling
     >>> found = solve(labelling([[1, 5], [4, 2]], tables=[((0, 1), [0, 9, 9, 0])]))
@@ -96,7 +103,7 @@ def solve(problem: Labelling, budget: Budget | None = None, effort: Effort | Non
 
 def solve_within(problem: Labelling, ceiling: float, budget: Budget | None = None,
                  effort: Effort | None = None) -> Solution | None:  # fmt: skip
-    """The same, but None as soon as it is clear that every labelling costs more than `ceiling`.
+    """The same, but None as soon as every labelling is known to cost more than `ceiling`.
 
     >>> from shardfn.solver.labelling import labelling
     >>> solve_within(labelling([[1, 5], [4, 2]]), 2.5) is None
@@ -132,7 +139,7 @@ class _Run:
         if not len(memory.limit) or not nodes:
             ceiling = self.ceiling - core.constant
             ascent = Ascent(costs, tables, memory, self.budget) if math.isfinite(ceiling) else None
-            if ascent is not None and _dearer(ascent, ceiling):
+            if ascent is not None and _exceeds(ascent, ceiling):
                 return None
             found = eliminate(costs, tables, ENTRIES, TOTAL, store=self.store, budget=self.budget)
             if found is None:
@@ -164,7 +171,9 @@ class _Run:
         least = None
         if not feasible and math.isfinite(self.problem.limit):
             least = least_peak(self.problem, self.last_part())
-            if least is not None and least.peak <= self.problem.limit:  # found by looking for nothing else
+            if (
+                least is not None and least.peak <= self.problem.limit
+            ):  # the search for the least peak found one that fits
                 cost, choice, feasible, proved = total_cost(self.problem, least.choice), least.choice, True, False
                 bound, least = min(known, cost), None
             elif least is not None:
@@ -177,18 +186,18 @@ class _Run:
         return Solution(choice, cost, bound, proved, feasible, least)
 
     def last_part(self) -> Budget:
-        """For the least peak, whatever is left."""
+        """The budget for the least peak, whatever is left."""
         work, seconds = PEAK_SHARE * self.budget.work, PEAK_SHARE * self.budget.seconds
         return Budget(max(PEAK, work), max(PEAK / SECOND, seconds), self.budget)
 
     def least_gain(self, cost: float) -> float:
-        """A gain below this is none: whole numbers differ by 1, others by more than rounding."""
+        """A smaller gain is rounding; whole-number costs differ by 1."""
         if not math.isfinite(cost):
             return 0.0
         return 0.999 if self.integral else 1e-9 * max(abs(cost), 1e-9)
 
     def margin(self, cost: float) -> float:
-        """A gain below this is not looked for."""
+        """A smaller gain is not worth a search."""
         return max(self.least_gain(cost), self.effort.close * abs(cost)) if math.isfinite(cost) else 0.0
 
     def search(self, ascent: Ascent, local: Local, constant: float) -> tuple[float, Array]:
@@ -212,7 +221,7 @@ class _Run:
             rise = (ascent.bound - before) / max(abs(ascent.bound), 1e-300)
             before, best = ascent.bound, local.cost
             if rise < STEEP or number >= 3:
-                self.polish(ascent, local, last, number, rise < RISING)
+                self.improve_best(ascent, local, last, number, rise < RISING)
             upper = goal()
             if not self.over() and not ascent.bound >= upper:
                 ascent.fix(upper)
@@ -241,11 +250,8 @@ class _Run:
         bound = branch(ascent, local, goal, self.effort.parts)
         return max(bound, ascent.bound) if local.best is None else bound, last
 
-    def polish(self, ascent: Ascent, local: Local, last: Array, number: int, is_slow: bool) -> None:
-        """Better labellings: from the last one suggested, and around the best; more of what has just helped.
-
-        More of it, too, where the bound is slow.
-        """
+    def improve_best(self, ascent: Ascent, local: Local, last: Array, number: int, is_slow: bool) -> None:
+        """Improve the best labelling: from the last suggested one and by local search; more of it where the bound is slow."""
         more = is_slow or number % 4 == 3
         raised, closer = more or number % 2 == 0, is_slow and number >= self.turn
         before = local.cost
@@ -267,14 +273,14 @@ class _Run:
                 max(self.visits // 2, self.effort.neighbourhoods // 3))  # fmt: skip
 
     def seek(self, local: Local) -> None:
-        """A labelling within the limit, whatever it costs, and better ones around it."""
+        """A labelling within the limit at any cost, and better ones near it."""
         budget = self.budget.part(SEEK)
         found = fitting_labels(local.costs, local.tables, local.memory, budget)
         if found is not None:
             local.offer(local.descend(found))
 
     def solved(self, ascent: Ascent, local: Local, upper: float, total: float) -> bool:
-        """Whether elimination now settles what is left, memory aside."""
+        """Whether elimination solves what is left, memory aside."""
         found = minimum(ascent, 2e5, total)
         if found is None:
             return False
@@ -289,7 +295,7 @@ class _Run:
         return self.budget.is_over
 
     def late(self) -> bool:
-        """Whether a good part of what may be done has been."""
+        """Whether a good part of the budget is used."""
         budget = self.budget
         return budget.spent > LATE * budget.work or (
             budget.seconds < math.inf and budget.seconds_left < (1 - LATE) * budget.seconds)  # fmt: skip
@@ -300,8 +306,8 @@ def _size(ascent: Ascent) -> int:
     return sum(len(own) * len(near) for own, near in zip(ascent.labels, ascent.tables, strict=True))
 
 
-def _dearer(ascent: Ascent, ceiling: float) -> bool:
-    """Whether a few passes show that every labelling costs more than a ceiling."""
+def _exceeds(ascent: Ascent, ceiling: float) -> bool:
+    """Whether a few passes prove that every labelling costs more than a ceiling."""
     for _ in range(GLANCES):
         ascent.messages.forward()
         if ascent.sweep() > ceiling:
@@ -310,13 +316,13 @@ def _dearer(ascent: Ascent, ceiling: float) -> bool:
 
 
 def _integral(problem: Labelling, store: Store) -> bool:
-    """Whether every cost is a whole number, and sums of them are exact."""
+    """Whether every cost is a whole number and sums of them are exact."""
     values = [store.of(value) for value in (*problem.costs, *(table.cost for table in problem.tables))]
     largest = {id(value): _largest_whole(value) for value in {id(value): value for value in values}.values()}
     return sum(largest[id(value)] for value in values) < 2**52
 
 
 def _largest_whole(values: Array) -> float:
-    """The largest size of a finite value; infinite where one is not whole."""
+    """The largest absolute finite value; infinite where one is not whole."""
     finite = values[np.isfinite(values)]
     return float(np.abs(finite).max(initial=0.0)) if (finite == np.rint(finite)).all() else math.inf
