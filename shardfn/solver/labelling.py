@@ -1,7 +1,7 @@
 """The labelling problem as plain data: one label per node at the least total cost, with a limit on the memory alive at once.
 
 A node is a decision, a label one option. A label has a cost, and a usage while the node is alive. A table gives the cost of
-the labels of two or more nodes together. This is the form of Google's published auto-sharding problems (ASPLOS/EuroSys 2025 contest).
+the labels of two or more nodes together. This is the form of the ASPLOS/EuroSys 2025 contest on intra-operator parallelism.
 """
 
 from __future__ import annotations
