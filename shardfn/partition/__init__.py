@@ -1,21 +1,14 @@
-"""What a program does, and what XLA makes of it once it is laid out. Where the rule for something is:
+"""Which collectives XLA's SPMD partitioner inserts for given shardings, without compiling.
 
-- the program as data: `model`
-- from a lowered module to it: `read`, and what one op says: `opfacts`; all through `mlir`, the one door to JAX's MLIR
-  bindings; what differs between releases of JAX: `release`; which line of the user's an op is from: `frames`
-- laid out by Shardy: `shardy`, in the form that XLA propagates through: `xlaform`; rules Shardy lacks: `rules`
-- which dims are the same dimension: `classes`; which op of a flow was which of the graph: `alike`
-- from a laid-out program to its collectives: `roads`, which asks for each op `ways` (products: `products`, and `dots` in the
-  words of `ingroup`; convolutions and slices: `windows`, and `halos` for what pieces send each other), in the words of `cases`;
-  what XLA makes simpler then: `simplified`
-- which sums are put together for accelerators: `together`, and those of a loop's rounds: `rounds`; which sums and gathers libtpu
-  makes otherwise: `libtpu`; the tiles that a TPU lays arrays out in: `padding`; a flow made anew of other ops: `anew`
-- what XLA computes wrongly then: `mistakes`
-- from one layout of an array to another: `moves`, and among a group of devices `tiles`
+Entry point: `partitioner.insert_collectives` takes the program as Shardy sharded it and returns it with its
+collectives. Where the rule for something is:
 
-The road of a call: trace, `place` what was given, `search` what is open, lay out (`shardy.propagate`, `roads`), price
-(`cost.cost`), `Plan`. What a platform does of its own (CPU, TPU, GPU; `model.is_gpu`) is asked here in `roads`, `together`,
-`libtpu`, `ways` and `simplified`, in `cost` in `fusion`, `schedule`, `memory`, `compute`, `links`, `cpu`, `gpu` and
-`tpu`, in the search in `grid`, `facts`, `problem`, `beside` and `room`, and around them in `trace`, `guard`, `diagnostics`,
-`compiled`, `comparison`, `targets` and `verify`.
+- one op: `op_rules`, one function per rule, named by the op's row in `ir.op_traits`; matmuls: `dot_general` in the
+  terms of `grouped_dot`; convolutions: `matmul`; the types that a rule takes and returns: `sharded_op`
+- from one sharding of an array to another: `resharding`, and within a group of devices `tile_assignment`
+- windows and slices along a sharded dimension: `halo_exchange`
+- passes after partitioning: `simplify`; all-reduces that are combined: `combine_reductions`, and in loops
+  `loop_reductions`;
+  what libtpu does differently: `libtpu`, `tpu_padding`; the rebuilt program: `rebuild`
+- layouts for which XLA computes wrong results: `xla_bugs`
 """

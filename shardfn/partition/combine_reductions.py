@@ -1,7 +1,7 @@
-"""Sums that XLA puts together before it adds them up, on accelerators: one collective for several.
+"""Reductions that XLA combines on TPUs and GPUs, where one collective replaces several.
 
-The passes run for TPUs and GPUs alike (for CPU devices they do not): rows that are added to zeros and then to something are added
-to that before the program is partitioned, and partial sums are added before they are sent.
+Rows that are scattered into zeros and then added to an array are scattered into that array. Partial sums are added
+before they are all-reduced. XLA's CPU backend runs neither pass.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from shardfn.partition.rebuild import with_ops, without_unread
 
 
 def added_to(ops: Sequence[Op], filled: Collection[int], outputs: Collection[int]) -> list[Op]:
-    """The ops before they are partitioned, with rows that are added to zeros, and then to something else, added to that at once:
-    a table that is looked up in and multiplied by has its gradient's product gathered before its rows are added.
+    """Scatter into the addend: `zeros.at[rows].add(x) + y` becomes `y.at[rows].add(x)`, before partitioning.
 
     Args:
-      ops: in program order.
-      filled: values that are one number everywhere.
-      outputs: the results.
+      ops: the ops in program order.
+      filled: values that hold one number everywhere.
+      outputs: the results of the program.
     """
     made = {op.outputs[0]: op for op in ops if op.name == "scatter" and len(op.inputs) == 3}
     found = list(ops)
@@ -43,7 +42,7 @@ def added_to(ops: Sequence[Op], filled: Collection[int], outputs: Collection[int
 
 
 def _unturned(value: int, turns: Mapping[int, Op]) -> int:
-    """What a value was before it was transposed there and back."""
+    """The value before two transposes that cancel out."""
     last = turns.get(value)
     first = turns.get(last.inputs[0]) if last else None
     if last is None or first is None or last.rule is None or first.rule is None:
@@ -53,7 +52,7 @@ def _unturned(value: int, turns: Mapping[int, Op]) -> int:
 
 
 def as_on_gpu(partitioned: PartitionedProgram) -> PartitionedProgram:
-    """A flow's collectives as XLA runs them on GPUs: sums put together, and nothing moved to where nothing reads it."""
+    """The collectives as XLA's GPU backend runs them: reductions combined, unread resharding removed."""
     return without_unread(combine_partial_sums(partitioned))
 
 
@@ -61,10 +60,9 @@ _SUMS = frozenset({"all_reduce", "reduce_scatter"})
 
 
 def combine_partial_sums(partitioned: PartitionedProgram) -> PartitionedProgram:
-    """With partial sums added before they are added up, where both would be over the same devices: one collective for two.
+    """Add partial sums before they are all-reduced, where both would be reduced over the same devices.
 
-    Only of sums that nothing else reads, as XLA's reassociation of all-reduces does it. The gradient of what queries, keys and
-    values are made of is one sum so, and not three.
+    XLA's all-reduce reassociation does so for sums that nothing else reads.
     """
     graph, specs = partitioned.graph, list(partitioned.specs)
     sent = {c.result: c for c in partitioned.communications}
@@ -116,8 +114,10 @@ def combine_partial_sums(partitioned: PartitionedProgram) -> PartitionedProgram:
 
 
 def combined_matmul_counts(graph: Graph) -> dict[int, int]:
-    """Of products, by index, that are added to others and read by nothing else, how many they are: `combine_partial_sums`
-    before partitioning."""
+    """By op index: how many matmuls are added to this one and read by nothing else.
+
+    It is `combine_partial_sums` before partitioning, for the case that each matmul leaves partial sums.
+    """
     count = _readers(graph, _held(graph))
     added: dict[int, tuple[int, ...]] = {}  # of what is made of products alone: which
     for i, op in enumerate(graph.ops):
@@ -129,24 +129,24 @@ def combined_matmul_counts(graph: Graph) -> dict[int, int]:
 
 
 def _held(graph: Graph) -> list[int]:
-    """What is read by no op of the graph's: its results, and what loops and branches carry."""
+    """Values that are read by no op: results, and what loops and branches carry."""
     return [*graph.outputs, *(v for tie in graph.ties for v in tie)]
 
 
 def _readers(graph: Graph, held: Sequence[int]) -> collections.Counter[int]:
-    """How often each value is read, counted once more for each time it is `held`."""
+    """How often each value is read; once more for each time it is in `held`."""
     count = collections.Counter(v for op in graph.ops for v in op.inputs)
     count.update(held)
     return count
 
 
 def _kind(values: Sequence[Value], specs: Sequence[Spec], c: Communication) -> object:
-    """What two sums have in common that can be made as one."""
+    """What two reductions must have in common to be combined."""
     return c.kind, c.axes, values[c.operand], specs[c.operand], specs[c.result]
 
 
 def _read(ops: Sequence[Op], held: Collection[int]) -> list[Op]:
-    """Without the slices that nothing reads any more, and what holds them to a layout."""
+    """Drop slices and constraints that nothing reads."""
     read = set(held)
     kept: list[Op] = []
     for op in reversed(ops):

@@ -1,13 +1,17 @@
-"""How XLA works on a matrix product (`dot_general`), as its partitioner decides.
+"""How XLA's partitioner shards a matmul (`dot_general`).
 
-It takes devices apart in groups as long as operands and result agree about some dims, and decides again inside a group:
+XLA splits the devices into groups while operands and result agree about some dimension, and decides again inside a
+group:
 
-1. by batch dims; 2. by a dim that one operand has in common with the result; 3. by contracted dims that both operands cut,
-the partial results of which are added up. What is left when nothing agrees any more is gathered, unless one operand is cut
-along the contracted dim by all the devices there are: then the result is added up if it is smaller.
+1. by batch dimensions;
+2. by a dimension that one operand shares with the result;
+3. by contracting dimensions that both operands shard, followed by an all-reduce.
 
-"Agree" means as many pieces. First it is tried without moving pieces between groups, then with. An axis of the group that
-cuts neither operand keeps that last one from being tried: so axes that nothing uses decide how a product is done.
+When nothing agrees any more, XLA gathers the operands. The exception is an operand whose contracting dimension is
+sharded over all devices: XLA then reduces the result if it is smaller.
+
+Two tensors "agree" if they have the same number of shards. XLA first tries this without moving shards between groups,
+then with. A mesh axis that shards neither operand rules out the exception, so unused axes decide how a matmul runs.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from shardfn.partition.tile_assignment import DeviceGroup, GroupedTiles, TileAss
 
 
 def dot(case: ShardedOp) -> OpPartitioning:
-    """dot_general: where the operands go, what is added up, and how the result comes to lie as it is wanted."""
+    """dot_general: shardings of the operands, reductions, and the path of the result to the sharding wanted."""
     rows = (*case.rule.operands[:2], case.rule.results[0])
     shapes = tuple(v.shape for v in (*case.operands[:2], *case.results))
     bits = tuple(dtype_bits(v.dtype) for v in (*case.operands[:2], *case.results))
@@ -45,7 +49,7 @@ def dot(case: ShardedOp) -> OpPartitioning:
 
 
 class _Found(NamedTuple):
-    """The ways of both operands, the layout in which the result comes about, and what happens to it then."""
+    """The reshards of both operands, the sharding in which the result is computed, and its path from there."""
 
     reshards: tuple[tuple[Reshard, ...], ...]
     result_spec: Spec
@@ -70,7 +74,7 @@ def _planned(
 
 @dataclasses.dataclass
 class _Result:
-    """What was found in a group. `reshards` are those of the operands, each with which one it is of."""
+    """The decision in one group. `reshards` are those of the operands, each with its operand."""
 
     reshards: list[tuple[int, Reshard]]
     result_spec: Spec
@@ -78,10 +82,10 @@ class _Result:
 
 
 class _Product(GroupedDot):
-    """The decisions of one group, the first that is possible."""
+    """The decisions of one group of devices; the first that is possible wins."""
 
     def partition(self) -> _Result:
-        """How the group does it."""
+        """The decision of this group, with those of the groups inside it."""
         for only_as_is in (True, False):
             found = (
                 self.at_once(False)
@@ -102,7 +106,9 @@ class _Product(GroupedDot):
     def done(
         self, left: TileAssignment, right: TileAssignment, result_spec: TileAssignment, is_summed: bool = False
     ) -> _Result:
-        """The operands lie so, and the result comes about so; it may have to be added up where they are contracted."""
+        """The operands are sharded so and the result is computed so; it is reduced where a contracting dimension is
+        sharded.
+        """
         made = self.spec(OUT, result_spec)
         sharded_axes = [{a for axes in sharded.values() for a in axes} for _, sharded in self.sums]
 
@@ -126,7 +132,7 @@ class _Product(GroupedDot):
         return _Result(self.reshards((LEFT, left), (RIGHT, right)), before(0), result_path)
 
     def at_once(self, may_move: bool) -> _Result | None:
-        """All devices of the group do the same: they share one batch dim, one dim of an operand, or the contracted one."""
+        """All devices of the group share one batch dimension, one dimension of an operand, or the contracting one."""
         left, right, out = self.tiles
         if out.is_partially_replicated:
             return None
@@ -175,7 +181,7 @@ class _Product(GroupedDot):
         return None
 
     def by_batch(self, only_as_is: bool) -> _Result | None:
-        """Groups by batch dims, of which at least one operand has as many pieces as the result."""
+        """Groups by batch dimensions, for which at least one operand has as many shards as the result."""
         dims, (_, right, out) = self.roles.batch, self.tiles
         lb, rb, ob = (self.shards(side, dims) for side in (LEFT, RIGHT, OUT))
         if ob == 1 or ob not in (lb, rb):
@@ -208,13 +214,15 @@ class _Product(GroupedDot):
         return self.laid_back(inner, tiles[OUT], out)
 
     def laid_back(self, found: _Result, here: TileAssignment, to: TileAssignment) -> _Result:
-        """The result goes over to what is wanted outside the groups."""
+        """Reshard the result to the sharding wanted outside the groups."""
         if here.dims != to.dims:
             found.result_path.append(Reshard(self.spec(OUT, to), self.group_axes))
         return found
 
     def _as_result(self, side: int, result: GroupedTiles, only_as_is: bool) -> GroupedTiles | None:
-        """An operand in the groups of the result's batch dims: other dims of it are made whole where that takes devices."""
+        """An operand in the groups of the result's batch dimensions; its other dimensions are gathered where that
+        frees devices.
+        """
         tile, dims, roles = self.tiles[side], self.roles.batch, self.roles
         own = [d[side] for d in dims]
         if tile.is_replicated:
@@ -244,7 +252,9 @@ class _Product(GroupedDot):
         return None if found is None or (only_as_is and found.spec != tile.dims) else found
 
     def by_own(self, only_as_is: bool) -> _Result | None:
-        """Groups by the dims that one operand has with the result; the other one is made whole along these axes."""
+        """Groups by the dimensions that one operand shares with the result; the other operand is gathered along these
+        axes.
+        """
         roles, out = self.roles, self.tiles[OUT]
         have = [self.shards(side, roles.own[side]) for side in (LEFT, RIGHT)]
         want = [self.shards(OUT, roles.own[side]) for side in (LEFT, RIGHT)]
@@ -281,7 +291,9 @@ class _Product(GroupedDot):
         return inner
 
     def _likely(self, side: int, other: int) -> TileAssignment:
-        """How an operand would lie by the layouts of the result and of the other one; where these clash, by more pieces."""
+        """The sharding of an operand that the result and the other operand imply; in a conflict, the one with more
+        shards.
+        """
         by_result: list[tuple[str, ...]] = [()] * len(self.shapes[side])
         by_other = list(by_result)
         for d in (*self.roles.batch, *self.roles.own[side]):
@@ -300,7 +312,7 @@ class _Product(GroupedDot):
     def _made_whole(
         self, side: int, tile: TileAssignment, groups: GroupedTiles, other: int
     ) -> tuple[list[TileAssignment], Spec] | None:
-        """The layouts that an operand goes through until each group has all it needs, and its layout in a group."""
+        """The shardings through which an operand goes until each group has all it needs, and its sharding in a group."""
         n, group, rank = self.devices.count(groups.axes), {*groups.axes}, len(tile.dims)
         if tile.is_partially_replicated and self.devices.count(tile.rest) % n == 0:
             if group <= {*tile.rest}:
@@ -327,7 +339,7 @@ class _Product(GroupedDot):
         return [*first, self.devices.tile(found.inner)], found.inner
 
     def _given_up(self, side: int, other: int, n: int) -> list[int] | None:
-        """The dims along which an operand is made whole where its devices are in other groups."""
+        """The dimensions along which an operand is gathered because its devices are in other groups."""
         roles = self.roles
         contracted = self.shards(side, roles.contracted)
         own = self.shards(side, roles.own[side])
@@ -340,7 +352,9 @@ class _Product(GroupedDot):
         return [d[side] for d in roles.own[side]] if may_own else None
 
     def by_contracted(self, only_as_is: bool) -> _Result | None:
-        """Groups by contracted dims that both operands cut in as many pieces; the groups' results are added up."""
+        """Groups by contracting dimensions that both operands shard equally; the partial results of the groups are
+        reduced.
+        """
         dims = self.roles.contracted
         have = [self.shards(side, dims) for side in (LEFT, RIGHT)]
         found = self._summed(dims, only_as_is) if have[LEFT] == have[RIGHT] > 1 else None
@@ -366,7 +380,9 @@ class _Product(GroupedDot):
     def _result_of(
         self, by: Mapping[int, GroupedTiles], lead: GroupedTiles
     ) -> tuple[Spec, TileAssignment, Fixed, list[Sum]]:
-        """How the result lies in a group, and after it is added up; how that cuts it; and over what it is added up."""
+        """The result's sharding in a group and after the reduction, how the latter shards it, and the axes of the
+        reduction.
+        """
         out, n, rank = self.tiles[OUT], self.devices.count(lead.axes), len(self.tiles[OUT].dims)
         has_room = out.is_partially_replicated and self.devices.count(out.rest) % n == 0
         plain: list[Sum] = [(_parts(by[LEFT].groups), {})]
@@ -407,7 +423,7 @@ class _Product(GroupedDot):
         return grouped.inner, made, sharded_axes, sums
 
     def by_rest(self) -> _Result | None:
-        """Operands that every device holds whole: devices that hold the same of the result do the same."""
+        """Replicated operands: devices that hold the same shard of the result compute the same."""
         left, right, out = self.tiles
         if not (left.is_replicated and right.is_replicated and out.is_partially_replicated):
             return None

@@ -1,4 +1,4 @@
-"""A product of two tensors among a group of devices: the words in which `graph.dots` says how it is done."""
+"""A matmul within a group of devices: the terms in which `partition.dot_general` decides."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ LEFT, RIGHT, OUT = 0, 1, 2
 """The operands and the result."""
 
 Places = tuple[tuple[int, int, int], ...]
-"""Dims by their place in both operands and the result, -1 where they have none."""
+"""Dimensions by their position in both operands and the result, -1 where absent."""
 
 
 class Roles(NamedTuple):
-    """The dims of a product by what they are; `own` are those that the left, and the right operand has with the result."""
+    """The dimensions of a matmul by role; `own` are those that the left and the right operand share with the result."""
 
     batch: Places
     own: tuple[Places, Places]
@@ -27,7 +27,7 @@ class Roles(NamedTuple):
 
 
 def roles_of(rows: Sequence[DimFactors]) -> Roles:
-    """The dims of a product, from its rule: of both operands and the result."""
+    """The dimensions of a matmul by role, from the sharding rule of both operands and the result."""
     places = [{f: d for d, dim in enumerate(dims) for f in dim} for dims in rows]
     every = dict.fromkeys(f for dims in rows for dim in dims for f in dim)
     found = [tuple(place.get(f, -1) for place in places) for f in every]
@@ -40,18 +40,19 @@ def roles_of(rows: Sequence[DimFactors]) -> Roles:
 
 
 Fixed = Mapping[int, tuple[str, ...]]
-"""By dim, the axes by which groups cut a tensor."""
+"""By dimension, the axes by which groups shard a tensor."""
 
 Sum = tuple[tuple[tuple[str, ...], ...], Mapping[int, tuple[str, ...]]]
-"""Axes over which results are added up, a group for each dim they cut, and which dims they cut of the result after."""
+"""Axes of a reduction, grouped by the dimension they shard, and how they shard the result afterwards."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupedDot:
-    """A product among a group of devices.
+    """A matmul within a group of devices.
 
-    `tiles` are the layouts in the group of both operands and the result, `fixed` how groups cut each, `group_axes` the axes
-    that tell the groups apart. `sums` is what the result of each device goes through first.
+    `tiles` are the shardings within the group of both operands and the result. `fixed` says how groups shard each of
+    them. `group_axes` tell the groups apart. `sums` are the reductions that the result of each device goes through
+    first.
     """
 
     every: DeviceGroup
@@ -65,11 +66,13 @@ class GroupedDot:
     sums: tuple[Sum, ...] = ()
 
     def spec(self, side: int, tile: TileAssignment) -> Spec:
-        """A layout in the group as one among all devices."""
+        """A sharding within the group as one over all devices."""
         return tuple((*f, *axes) for f, axes in zip(self.fixed[side], tile.dims, strict=True))
 
     def reshards(self, *tiles: tuple[int, TileAssignment]) -> list[tuple[int, Reshard]]:
-        """Lay operands out anew, each through the layouts given that it has not got."""
+        """The reshards of operands to the given shardings, one after the other; those that change nothing are left
+        out.
+        """
         here = {side: self.tiles[side].dims for side, _ in tiles}
         found = []
         for side, tile in tiles:
@@ -79,23 +82,25 @@ class GroupedDot:
         return found
 
     def replicated(self, side: int) -> TileAssignment:
-        """All of it on every device of the group."""
+        """The replicated sharding of an operand or the result."""
         return self.devices.tile(((),) * len(self.shapes[side]))
 
     def shards(self, side: int, dims: Places) -> int:
-        """In how many pieces the group cuts these dims."""
+        """Number of shards of these dimensions within the group."""
         return math.prod(self.devices.count(self.tiles[side].dims[d[side]]) for d in dims)
 
     def elements(self, side: int) -> int:
-        """Elements of a tensor as the group has it."""
+        """Elements of a tensor within the group."""
         return _elements(self.shapes[side], self.fixed[side], self.every)
 
     def local_bits(self, side: int) -> int:
-        """Bits of a tensor as a device has it."""
+        """Bits of a tensor on one device."""
         return _elements(self.shapes[side], self.spec(side, self.tiles[side]), self.every) * self.bits[side]
 
     def across(self, source: int, target: int, tile: TileAssignment | None = None) -> TileAssignment | None:
-        """The layout of one tensor told of another, by the dims both have; None where it cuts others."""
+        """Carry a sharding from one tensor to another along shared dimensions; None where it shards a dimension that
+        is not shared.
+        """
         dims = (tile or self.tiles[source]).dims
         both = [d for d in (*self.roles.batch, *self.roles.own[0], *self.roles.own[1], *self.roles.contracted)
                 if d[source] >= 0 and d[target] >= 0]  # fmt: skip
@@ -106,7 +111,7 @@ class GroupedDot:
         return self.devices.tile(to.get(d, ()) for d in range(len(self.shapes[target])))
 
     def reshard_dims(self, side: int, dims: Places, counts: Sequence[int]) -> TileAssignment | None:
-        """A tensor's layout with other numbers of pieces along some dims, and its devices in the same order."""
+        """A tensor's sharding with other shard counts along some dimensions, and its devices in the same order."""
         tile = self.tiles[side]
         wanted = [*self.devices.counts(tile), self.devices.count(tile.rest)]
         for d, n in zip(dims, counts, strict=True):
@@ -114,7 +119,7 @@ class GroupedDot:
         return self.reshaped(tile, wanted)
 
     def reshaped(self, tile: TileAssignment, counts: Sequence[int]) -> TileAssignment | None:
-        """Devices in the same order, in so many pieces along each dim; the last count is of those that hold the same."""
+        """The same device order with these shard counts; the last count is that of replicas."""
         every = [a for axes in (*tile.dims, tile.rest) for a in axes]
         if math.prod(counts) != self.devices.count(every):
             return None
@@ -122,7 +127,7 @@ class GroupedDot:
         return None if parts is None else self.devices.tile(parts[:-1])
 
     def inner(self, group: Sequence[str], insides: Sequence[Spec], fixed: Sequence[Fixed], *sums: Sum) -> Self:
-        """The same in one of the groups that `group` tells apart; `fixed` is how these cut both operands and the result."""
+        """The same matmul inside one of the groups that `group` tells apart; `fixed` is how these shard each tensor."""
         devices = self.devices.without(group)
         now = tuple(
             tuple((*axes, *new.get(d, ())) for d, axes in enumerate(old))
@@ -134,11 +139,11 @@ class GroupedDot:
         )  # fmt: skip
 
     def is_exchanged(self, now: TileAssignment, to: TileAssignment) -> bool:
-        """Whether one goes over to the other without gathering."""
+        """Whether one sharding becomes the other without an all-gather."""
         return self.devices.is_permuted(now, to) or self.devices.exchanges(now, to) is not None
 
     def matching(self, tile: TileAssignment, groups: GroupedTiles) -> list[int] | None:
-        """The dims that tell these groups apart; the one after the last is that along which devices hold the same."""
+        """The dimensions that tell these groups apart; the one after the last stands for replicas."""
         every = (*tile.dims, tile.rest) if tile.rest else tile.dims
         if tile.is_replicated or not groups.axes:
             return None

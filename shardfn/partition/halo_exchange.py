@@ -1,4 +1,4 @@
-"""What the pieces of an array send each other for an op with a window or an offset along a cut dim."""
+"""Halo exchange: what shards send each other for an op with a window or an offset along a sharded dimension."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardfn.ir.model import WindowDim
 
 
 class HaloPermute(NamedTuple):
-    """One permutation of pieces: the rows `start` to `end` of each, of which every receiver takes what it needs."""
+    """One collective-permute: each shard sends its rows `start` to `end`; a receiver uses what it needs."""
 
     start: int
     end: int
@@ -18,16 +18,16 @@ class HaloPermute(NamedTuple):
 
 @functools.lru_cache(1 << 12)
 def halo_permutes(size: int, out_size: int, shards: int, window: WindowDim) -> tuple[HaloPermute, ...] | None:
-    """The permutations that bring every piece of the result the rows that it reads, or None where all is gathered instead.
+    """The permutes that bring every shard of the result the rows it reads; None where XLA gathers the operand instead.
 
-    Neighbours at each distance send as many rows as any of them needs. Where rows come from so far away that this would be
-    more than twice what is read, each piece sends to one after the other of those that read it instead, all pieces at once.
+    Neighbours at each distance send as many rows as any of them needs. Where rows come from far away, this would send
+    more than twice what is read. Each shard then sends to its readers one after the other.
 
     Args:
-      size: of the operand's dim.
-      out_size: of the result's dim, or the kernel's.
-      pieces: how many ways both are cut.
-      tap: what is read of it.
+      size: size of the operand's dimension.
+      out_size: size of the result's dimension, or the kernel's.
+      shards: number of shards of both.
+      window: what is read of the operand.
 
     >>> halo_permutes(64, 64, 8, WindowDim(0, 0, 0, low=-1, extent=3))
     (HaloPermute(start=7, end=8), HaloPermute(start=0, end=1))
@@ -49,7 +49,7 @@ def halo_permutes(size: int, out_size: int, shards: int, window: WindowDim) -> t
 
 
 def passed(rows: int, own: int) -> tuple[HaloPermute, ...]:
-    """The permutations by which each piece of `own` rows has the last `rows` before it.
+    """The permutes of a rotation: each shard of `own` rows receives the last `rows` before it.
 
     >>> passed(5, 4)
     (HaloPermute(start=0, end=4), HaloPermute(start=3, end=4))
@@ -77,8 +77,9 @@ def _from_neighbours(own: int, before: Sequence[int], after: Sequence[int]) -> t
 
 
 def _in_turn(own: int, size: int, reads: Sequence[tuple[int, int]]) -> tuple[HaloPermute, ...]:
-    """Each piece sends to one reader after the other, in the order of where they need it; in each turn no one receives twice,
-    nor do rows at one end of a piece travel with rows at the other."""
+    """Each shard sends to its readers one after the other, in the order in which they need it. No reader receives
+    twice in a turn, and rows at one end of a shard do not travel with rows at the other.
+    """
     wanted: list[list[tuple[int, int, HaloPermute]]] = [
         [] for _ in reads
     ]  # of each piece: place with the reader, reader, rows

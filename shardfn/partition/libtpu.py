@@ -1,5 +1,4 @@
-"""What libtpu makes of a laid-out program's collectives where XLA's other backends do otherwise: which sums it scatters, and what
-it gathers again."""
+"""Passes of libtpu that change a partitioned program's collectives: reduce-scatters and repeated all-gathers."""
 
 from __future__ import annotations
 
@@ -13,24 +12,24 @@ from shardfn.partition.tpu_padding import LANES, SUBLANES, tiled_dims
 
 
 def as_on_tpu(partitioned: PartitionedProgram) -> PartitionedProgram:
-    """A flow's collectives as libtpu runs them."""
+    """The collectives as libtpu runs them."""
     return without_unread(gathered_apart(combine_partial_sums(partitioned)))
 
 
 def makes_reduce_scatter(
     shard: tuple[int, ...], dim: int, bits: int, spans_torus: bool, torus: tuple[int, ...]
 ) -> bool:
-    """Whether libtpu makes a reduce-scatter of a sum of which each device needs a piece, or an all-reduce and a slice.
+    """Whether libtpu emits a reduce-scatter for a sharded sum; otherwise it emits an all-reduce and a slice.
 
-    Pieces must be whole tiles: along the sublanes 8 rows, along the lanes 128 elements of 32 bits; those of vectors never are.
-    Nor is it done over all of some tori (`never_scatters_over`). Seen in libtpu 0.0.42.
+    A shard must consist of whole tiles: 8 rows along the sublanes, 128 elements of 32 bits along the lanes. Vectors
+    never qualify, nor do reductions over all of some tori (`never_scatters_over`). Seen in libtpu 0.0.42.
 
     Args:
-      piece: shape of what one device needs.
-      dim: along which pieces are cut.
-      bits: of one element.
-      is_whole: whether the sum is over all devices of the torus.
-      torus: its dims.
+      shard: shape on one device.
+      dim: the sharded dimension.
+      bits: bits of one element.
+      spans_torus: whether the reduction spans all devices of the torus.
+      torus: its dimensions.
 
     >>> makes_reduce_scatter((32, 256), 0, 32, True, (2, 4)), makes_reduce_scatter((32, 256), 0, 32, True, (4, 4))
     (True, False)
@@ -42,7 +41,8 @@ def makes_reduce_scatter(
 
 
 def never_scatters_over(torus: Sequence[int]) -> bool:
-    """Whether sums over all devices of a torus are never scattered: over a square of 4 x 4 or more, or three dims.
+    """Whether reductions over all devices of a torus are never scattered: a square of 4 × 4 or more, or three
+    dimensions.
 
     >>> never_scatters_over((4, 4)), never_scatters_over((2, 4)), never_scatters_over((2, 2)), never_scatters_over((2, 2, 2))
     (True, False, False, True)
@@ -52,16 +52,16 @@ def never_scatters_over(torus: Sequence[int]) -> bool:
 
 
 MAX_CSE_DISTANCE = 100
-"""Steps between two uses up to which one gather serves both: the distance of libtpu's schedule-aware common subexpressions.
-Measured with chains of `tanh` between two products."""
+"""Steps between two uses up to which one all-gather serves both: the distance of libtpu's schedule-aware CSE (libtpu
+0.0.42).
+"""
 
 
 def gathered_apart(partitioned: PartitionedProgram) -> PartitionedProgram:
-    """With a gather of its own for each use of a value that comes long after the first one.
+    """Repeat an all-gather for each use that comes more than `MAX_CSE_DISTANCE` steps after the first.
 
-    XLA's partitioner gathers for every use; libtpu puts a gather together with the first one of the same value, if not more
-    than `MAX_CSE_DISTANCE` steps lie between their uses. So a sharded weight is gathered once for the forward pass and once for
-    the backward one, but in the last layers.
+    XLA's partitioner gathers for every use, and libtpu merges the gathers that are close. A sharded weight is thus
+    gathered once in the forward pass and once in the backward pass.
     """
     graph = partitioned.graph
     sent = {c.result: c for c in partitioned.communications}
@@ -122,8 +122,11 @@ _SAME = frozenset({"convert", "transpose"})
 
 
 def _heights(partitioned: PartitionedProgram, regions: Sequence[int]) -> list[int]:
-    """Of each op how far it is from the end, as XLA counts: one more than any reader, and one for each reader that does not
-    raise it. In a loop or a branch from the end of that; from outside it is one step. Views are no step."""
+    """Distance of each op from the end, as XLA counts: one more than any reader, plus one for each reader that does
+    not raise it.
+
+    In a loop or branch the distance is to its end; from outside it is one step. Views are no step.
+    """
     graph, outputs = partitioned.graph, set(partitioned.graph.outputs)
     loop: dict[int, int] = {}  # of a region the op that it is the body of
     readers: dict[int, list[int]] = {}
@@ -152,7 +155,9 @@ def _heights(partitioned: PartitionedProgram, regions: Sequence[int]) -> list[in
 
 
 def _is_view(partitioned: PartitionedProgram, op: Op) -> bool:
-    """Whether nothing is left of an op by then: dims of 1 come and go (or are summed), and elements are told in fewer bits."""
+    """Whether the op is gone by then: a reshape, or a reduce of unit dimensions, a slice of everything, or a
+    narrowing.
+    """
     if op.name == "all_slice":
         return partitioned.specs[op.inputs[0]] == partitioned.specs[op.outputs[0]]
     if op.name == "convert":
@@ -164,7 +169,7 @@ def _is_view(partitioned: PartitionedProgram, op: Op) -> bool:
 
 
 def _regions(graph: Graph) -> list[int]:
-    """Of each op the loop or branch that it is in; a move that was put in is where an op beside it is that runs as often."""
+    """The loop or branch of each op; an inserted op belongs to that of a neighbour which runs as often."""
     found = [op.form[1] if op.form else None for op in graph.ops]
     for turn in (range(len(found) - 1, -1, -1), range(len(found))):
         near: dict[int, int] = {}

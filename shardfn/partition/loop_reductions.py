@@ -1,7 +1,6 @@
-"""Sums that a loop only accumulates: on accelerators XLA adds up over devices once, after the loop, what it adds up over rounds.
+"""All-reduces that XLA moves out of loops on TPUs and GPUs (while-loop all-reduce code motion).
 
-A gradient that `scan` accumulates over micro-batches, or of weights that every round reads, is sent once so, and not in each
-round (XLA's while-loop all-reduce motion; its CPU backend has none).
+A gradient that `scan` only accumulates is all-reduced once, after the loop. XLA's CPU backend has no such pass.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ from shardfn.partition.rebuild import with_ops
 
 @dataclasses.dataclass(frozen=True)
 class Accumulation:
-    """What a loop adds to a value that it carries and does nothing else with."""
+    """A value that a loop adds to one it carries, and does nothing else with."""
 
     value: int
-    """What is added in each round, as it was made: views of it lie between."""
+    """The value that each iteration adds, before any view of it."""
     loop: int
-    """The loop's op."""
+    """Index of the loop's op."""
     result: int
-    """The loop's result that the sum becomes."""
+    """The result of the loop that holds the sum."""
 
 
 _VIEWS = frozenset({"transpose", "reshape", "convert", "all_slice"})
 
 
 def loop_accumulations(graph: Graph, specs: Sequence[Spec] = ()) -> list[Accumulation]:
-    """What is only accumulated, in the order of the loops; `specs` where the values lie already, as cutting is no view."""
+    """The accumulations of a program, in the order of its loops; with `specs`, a slice that shards is no view."""
     loops = [i for i, op in enumerate(graph.ops) if op.name == "while"]
     if not loops:
         return []
@@ -62,7 +61,7 @@ def loop_accumulations(graph: Graph, specs: Sequence[Spec] = ()) -> list[Accumul
 
 
 def all_reduces_after_loops(partitioned: PartitionedProgram) -> PartitionedProgram:
-    """With the all-reduces of what is only accumulated once, after their loops."""
+    """Move the all-reduces of accumulations behind their loops."""
     sent = {c.result: c for c in partitioned.communications}
     while moved := [
         a

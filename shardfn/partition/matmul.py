@@ -1,4 +1,4 @@
-"""How XLA works on a matrix product (`dot_general`), or on a convolution but for its window."""
+"""How XLA's partitioner shards a convolution along dimensions without a window, as a matmul."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from shardfn.partition.sharded_op import OpPartitioning, Reshard, ShardedOp, gro
 
 
 def product(case: ShardedOp) -> OpPartitioning:
-    """dot_general and convolution: one decision for each axis, from where it stands in both operands and the result.
+    """Decide for each mesh axis, from the dimension it shards in both operands and the result.
 
-    In order: the same contracted or batch dim of both operands (partial sums, or nothing to do); the result's own (an
-    operand that has that dim is laid out for it, the other is gathered); a contracted dim of one operand alone, if
-    gathering that operand would move more than adding up the result (the other is cut too); else the axis is given up.
+    The rules, in order:
+
+    1. Both operands shard the same contracting or batch dimension: partial sums, or nothing to do.
+    2. The result's own dimension: an operand with that dimension is sharded so, the other one is gathered.
+    3. One operand shards a contracting dimension: the other is sharded too if gathering costs more than reducing the
+       result.
+    4. Otherwise the axis is gathered.
     """
     rows = (*zip(case.rule.operands[:2], case.have[:2], strict=True), (case.rule.results[0], case.want[0]))
     left, right, out = (case.by_axis(dims, spec) for dims, spec in rows)
@@ -69,9 +73,9 @@ def product(case: ShardedOp) -> OpPartitioning:
 
 
 def _detour(case: ShardedOp, have: Spec, want: Spec, groups: set[str]) -> tuple[Spec, ...]:
-    """On the way of an operand that is to be gathered over `groups`: a layout over axes that leave it whole.
+    """Intermediate shardings of an operand that is to be gathered over `groups`, over axes that do not shard it.
 
-    XLA goes through it where those devices can be split into as many groups.
+    XLA takes this path where those devices can be split into as many groups.
     """
     idle = [a for a in case.sizes if not any(a in axes for axes in have)]
     dims = [d for d, axes in enumerate(have) if groups.intersection(axes)]
@@ -87,9 +91,9 @@ def _detour(case: ShardedOp, have: Spec, want: Spec, groups: set[str]) -> tuple[
 def _summed_over_idle(
     case: ShardedOp, specs: list[Spec], via: tuple[tuple[Spec, ...], ...]
 ) -> tuple[list[Spec], dict[int, list[str]]]:
-    """Where a contracted dim was cut over idle axes on the way, stay there if gathering would move more than adding up.
+    """Keep a contracting dimension on the idle axes of its path where gathering would move more than reducing.
 
-    Takes and gives the layouts of both operands and the result; also gives the axes to add up over, by factor.
+    Takes and returns the shardings of both operands and the result, and returns the axes to reduce over by factor.
     """
     for i, detour in enumerate(via):
         dim, idle = next(((d, axes) for d, axes in enumerate(detour[-1] if detour else ()) if axes), (0, ()))
@@ -109,10 +113,10 @@ def _summed_over_idle(
 def _first_groups(
     case: ShardedOp, has: tuple[Mapping[str, int], Mapping[str, int]], res: Mapping[str, int]
 ) -> set[str]:
-    """The axes of the groups of devices into which XLA splits a product first; the rest is laid out inside a group.
+    """The axes of the device groups into which XLA splits a matmul first; the rest is resharded inside a group.
 
-    They cut a batch dim; else a dim that one operand has in common with the result: of two such, the one for which
-    less is gathered of the other operand.
+    They shard a batch dimension, or else a dimension that one operand shares with the result. Of two such dimensions
+    XLA takes the one that gathers less of the other operand.
     """
     every = [{f for dim in dims for f in dim} for dims in case.rule.operands[:2]]
     batch = {a for a, f in res.items() if f in every[0] and f in every[1]}
@@ -130,6 +134,6 @@ def _first_groups(
 
 
 def _within(groups: set[str], have: Spec, want: Spec) -> frozenset[str]:
-    """The groups inside which an operand is laid out anew: those that cut it, where something else changes too."""
+    """The groups inside which an operand is resharded: those that shard it, where another axis changes too."""
     changed = {a for old, new in zip(have, want, strict=True) for a in {*old} ^ {*new}}
     return frozenset(groups) if groups.intersection(flat(want)) and changed - groups else frozenset()

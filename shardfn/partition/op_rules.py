@@ -1,7 +1,7 @@
-"""How XLA's partitioner works on one op, given how its operands and results lie: one rule for each kind of op.
+"""How XLA's SPMD partitioner works on one op for given shardings: one function per rule.
 
-JAX hands the layouts that Shardy propagates to this partitioner on every platform. A rule says how the operands must lie,
-how the results lie then, and what remains to be done. The table at the end is the contents.
+`OpTraits.rule` names the rule of each kind of op and `rule_for` resolves it. A rule returns the shardings in which
+operands are read and results are made, and the collectives that remain.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ def rule_for(op: str, platform: str) -> Callable[[ShardedOp], OpPartitioning]:
 
 
 def replicate(case: ShardedOp) -> OpPartitioning:
-    """Every device does all of it."""
+    """Every device computes the whole op."""
     return OpPartitioning(tuple(map(replicated, case.operands)), tuple(map(replicated, case.results)))
 
 
 def follow_result(case: ShardedOp) -> OpPartitioning:
-    """The operands are laid out as the results ask: elementwise ops, broadcast, transpose, select, …; where results ask for
-    one axis along different dims, as the first of them does."""
+    """Operands are sharded as the results: elementwise ops, broadcasts, transposes. In a conflict the first result
+    dimension wins.
+    """
     factors: dict[int, tuple[str, ...]] = {}
     used: set[str] = set()
     for dims, spec in zip(case.rule.results, case.want, strict=True):
@@ -56,7 +57,7 @@ def follow_result(case: ShardedOp) -> OpPartitioning:
 
 
 def triangular_solve(case: ShardedOp) -> OpPartitioning:
-    """triangular_solve: batch dims stay cut, and the columns, which the result has in common with the right-hand sides alone."""
+    """Batch dimensions stay sharded, and so do the columns that the result shares with the right-hand sides."""
     matrix, sides = ({f for dim in dims for f in dim} for dims in case.rule.operands)
     factors = case.factors(case.rule.results[0], case.want[0])
     is_sharded = (sides - case.rule.replicated) | (sides - matrix)
@@ -69,7 +70,7 @@ def barrier(case: ShardedOp) -> OpPartitioning:
 
 
 def reshape(case: ShardedOp) -> OpPartitioning:
-    """Laid out as the result where the operand can be; else as the operand; else whole."""
+    """Sharded as the result where the operand can be; else as the operand; else replicated."""
     (source,), (target,) = case.rule.operands, case.rule.results
     for mine, spec, other in ((target, case.want[0], source), (source, case.have[0], target)):
         factors = case.factors(mine, spec)
@@ -81,9 +82,9 @@ def reshape(case: ShardedOp) -> OpPartitioning:
 
 
 def reduce(case: ShardedOp) -> OpPartitioning:
-    """Works on the operand as it lies; what is left of the cut dims is added up, the last dim first.
+    """Reduces the operand as it is sharded, then all-reduces over the sharded dimensions, the last one first.
 
-    The partial results of a reduction of several arrays at once (argmax) are gathered instead.
+    A reduction of several arrays at once (argmax) gathers its partial results instead.
     """
     factors = case.factors(case.rule.operands[0], case.have[0])
     sharded = [f for dim in reversed(case.rule.operands[0]) for f in dim if f in case.rule.reduction and f in factors]
@@ -94,7 +95,9 @@ def reduce(case: ShardedOp) -> OpPartitioning:
 
 
 def gather(case: ShardedOp) -> OpPartitioning:
-    """gather: cut as `_indexed` says; where rows of the table are cut, each device reads what it holds, and all add up."""
+    """Sharded as `_indexed` says. Where rows of the table are sharded, each device reads its own rows, and an
+    all-reduce follows.
+    """
     factors, kinds = _indexed(case, case.rule.results[0], case.results[0])
     index = case.spec(case.rule.operands[1], factors)
     table, moved = _to_idle(case, factors, kinds)
@@ -105,8 +108,9 @@ def gather(case: ShardedOp) -> OpPartitioning:
 
 
 def scatter(case: ShardedOp) -> OpPartitioning:
-    """scatter: as gather, the updates in place of the result; where these are cut and the table is not, all add up, along one
-    dim of the index after the other, the last first."""
+    """As `gather`, with the updates in place of the result. Where these are sharded and the table is not, an
+    all-reduce follows for each dimension of the index, the last one first.
+    """
     if len(case.operands) != 3:
         return replicate(case)
     factors, kinds = _indexed(case, case.rule.operands[2], case.operands[2])
@@ -118,10 +122,7 @@ def scatter(case: ShardedOp) -> OpPartitioning:
 
 
 def _to_idle(case: ShardedOp, factors: Factors, kinds: Mapping[str, Sequence[str]]) -> tuple[Spec, list[str]]:
-    """The table's layout. Rows that are cut along axes which the index needs go over to idle axes, as many as there are.
-
-    Also gives those axes.
-    """
+    """The table's sharding, and the idle axes that take over rows from axes which the index needs."""
     spec = list(case.spec(case.rule.operands[0], factors))
     taken = {*kinds["index"], *kinds["all"]}
     used = {a for spec in case.have for axes in spec for a in axes}
@@ -142,10 +143,10 @@ def _group(axes: Sequence[str]) -> tuple[tuple[str, ...], ...]:
 
 
 def _indexed(case: ShardedOp, rows: DimFactors, written: Value) -> tuple[dict[int, list[str]], dict[str, list[str]]]:
-    """gather and scatter: of the ways that fit, the one that touches the fewest bytes; again for the axes that remain.
+    """gather and scatter: the sharding that touches the fewest bytes, chosen again for the axes that remain.
 
-    `rows` are what is read (the result) or written (the updates). An axis can cut a dim of all three; a dim that the
-    table shares with the rows (`window`); the rows of the `table`; or the `index`.
+    `rows` are what is read (the result) or written (the updates). An axis can shard a dimension of all three, a
+    `window` dimension that the table shares with the rows, the rows of the `table`, or the `index`.
     """
     table, index = case.rule.operands[:2]
     in_table, in_index, in_rows = ({f for dim in dims for f in dim} for dims in (table, index, rows))
@@ -181,7 +182,7 @@ def _indexed(case: ShardedOp, rows: DimFactors, written: Value) -> tuple[dict[in
 
 
 def windowed(case: ShardedOp) -> OpPartitioning:
-    """slice, pad, reduce_window, select_and_scatter: laid out as the result; rows at the edges come from neighbours."""
+    """slice, pad, reduce_window, select_and_scatter: sharded as the result, with a halo exchange."""
     spec = case.want[0]
     rank = len(case.results[0].shape)
     return _with_edges(
@@ -190,12 +191,12 @@ def windowed(case: ShardedOp) -> OpPartitioning:
 
 
 def convolve(case: ShardedOp) -> OpPartitioning:
-    """A product whose image is also cut along height or width."""
+    """As a matmul whose image may be sharded along height or width, with a halo exchange."""
     return _with_edges(case, product(case))
 
 
 def convolve_on_tpu(case: ShardedOp) -> OpPartitioning:
-    """There the dims of the window are made whole for a kernel's gradient in groups, but for those of one channel each."""
+    """libtpu gathers window dimensions for a kernel gradient of groups with several channels."""
     shape = case.op.convolution
     if shape and shape.in_batches:
         made = case.results[0].shape
@@ -207,7 +208,7 @@ def convolve_on_tpu(case: ShardedOp) -> OpPartitioning:
 
 
 def convolve_in_groups(case: ShardedOp) -> OpPartitioning:
-    """In groups of several channels every device does all of a convolution."""
+    """A convolution in groups of several channels is replicated."""
     shape = case.op.convolution
     if shape and not shape.in_batches:
         for which, dim, groups in shape.grouped:
@@ -217,8 +218,9 @@ def convolve_in_groups(case: ShardedOp) -> OpPartitioning:
 
 
 def _with_edges(case: ShardedOp, found: OpPartitioning) -> OpPartitioning:
-    """Add what an op with windows needs from neighbours; where that is no less than everything, the dim is gathered, and each
-    device reads its part of it."""
+    """Add the halo exchanges of a windowed op. Where a halo is as large as the operand, the dimension is gathered, and
+    each device slices its part.
+    """
     halos: list[HaloExchange] = []
     windows: list[tuple[int, int, int, tuple[str, ...]]] = []
     operand_specs = list(found.operand_specs)
@@ -247,13 +249,15 @@ def _with_edges(case: ShardedOp, found: OpPartitioning) -> OpPartitioning:
 
 
 def concatenate(case: ShardedOp) -> OpPartitioning:
-    """Along a cut dim it is done along another one, as a sort."""
+    """Along a sharded dimension it is computed along another one, like a sort."""
     shapes = zip(case.operands[0].shape, case.results[0].shape, strict=True)
     return _elsewhere(case, next((d for d, (a, b) in enumerate(shapes) if a != b), None))
 
 
 def sort(case: ShardedOp) -> OpPartitioning:
-    """A sort along a cut dim goes over to another dim that divides, and back; without one it is done whole."""
+    """A sort along a sharded dimension is resharded to another dimension that divides, and back; without one it is
+    replicated.
+    """
     dims = enumerate(case.rule.results[0])
     return _elsewhere(case, next((d for d, dim in dims if case.rule.replicated.intersection(dim)), None))
 
@@ -272,7 +276,7 @@ def _elsewhere(case: ShardedOp, along: int | None) -> OpPartitioning:
 
 
 def rotate(case: ShardedOp) -> OpPartitioning:
-    """roll: rows of one piece go to the next ones."""
+    """roll: each shard sends rows to the next ones."""
     spec, (window,) = case.want[0], case.op.window_dims
     shards, size = case.shards(spec[window.dim]), case.operands[0].shape[window.dim]
     if size % shards:
@@ -283,7 +287,7 @@ def rotate(case: ShardedOp) -> OpPartitioning:
 
 
 def reverse(case: ShardedOp) -> OpPartitioning:
-    """The pieces along a cut dim change places."""
+    """The shards along a reversed dimension change places."""
     spec = case.want[0]
     return OpPartitioning(
         (spec,), (spec,), reversed_operands=(0,) if any(spec[window.dim] for window in case.op.window_dims) else ()
@@ -291,7 +295,7 @@ def reverse(case: ShardedOp) -> OpPartitioning:
 
 
 def dynamic_slice(case: ShardedOp) -> OpPartitioning:
-    """The sliced dims must be whole; if the result is to be cut along one, all is done whole."""
+    """The sliced dimensions are gathered; if the result is to be sharded along one, the op is replicated."""
     spec, shapes = case.want[0], zip(case.operands[0].shape, case.results[0].shape, strict=True)
     if any(axes and a != b for axes, (a, b) in zip(spec, shapes, strict=True)):
         return replicate(case)
@@ -299,7 +303,7 @@ def dynamic_slice(case: ShardedOp) -> OpPartitioning:
 
 
 def dynamic_update_slice(case: ShardedOp) -> OpPartitioning:
-    """Single rows are written where they belong; longer slices along a cut dim make that dim whole."""
+    """Single rows are written where they belong; a longer slice along a sharded dimension gathers that dimension."""
     shapes = list(zip(case.operands[0].shape, case.operands[1].shape, strict=True))
     base = tuple(() if b not in (1, a) else axes for axes, (a, b) in zip(case.want[0], shapes, strict=True))
     new = tuple(() if a != b else axes for axes, (a, b) in zip(base, shapes, strict=True))
