@@ -14,7 +14,7 @@ from shardfn.ir.model import Communication, Graph, Op, PartitionedProgram, Spec,
 from shardfn.partition.rebuild import with_ops, without_unread
 
 
-def added_to(ops: Sequence[Op], filled: Collection[int], outputs: Collection[int]) -> list[Op]:
+def scatter_into_addend(ops: Sequence[Op], filled: Collection[int], outputs: Collection[int]) -> list[Op]:
     """Scatter into the addend: `zeros.at[rows].add(x) + y` becomes `y.at[rows].add(x)`, before partitioning.
 
     Args:
@@ -36,12 +36,12 @@ def added_to(ops: Sequence[Op], filled: Collection[int], outputs: Collection[int
         rows, other = op.inputs if op.inputs[0] in made else op.inputs[::-1]
         scatter = made[rows]
         if scatter.combines == "add" and scatter.inputs[0] in filled and count[rows] == 1:
-            found[i] = scatter.of((_unturned(other, turns), *scatter.inputs[1:]), op.outputs)
+            found[i] = scatter.of((_untransposed(other, turns), *scatter.inputs[1:]), op.outputs)
             found[at[rows]] = dataclasses.replace(scatter, name="", outputs=())
     return [op for op in found if op.name]
 
 
-def _unturned(value: int, turns: Mapping[int, Op]) -> int:
+def _untransposed(value: int, turns: Mapping[int, Op]) -> int:
     """The value before two transposes that cancel out."""
     last = turns.get(value)
     first = turns.get(last.inputs[0]) if last else None
@@ -51,7 +51,7 @@ def _unturned(value: int, turns: Mapping[int, Op]) -> int:
     return first.inputs[0] if [there[d] for d in back] == sorted(there) else value
 
 
-def as_on_gpu(partitioned: PartitionedProgram) -> PartitionedProgram:
+def gpu_collectives(partitioned: PartitionedProgram) -> PartitionedProgram:
     """The collectives as XLA's GPU backend runs them: reductions combined, unread resharding removed."""
     return without_unread(combine_partial_sums(partitioned))
 

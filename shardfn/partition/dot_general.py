@@ -211,9 +211,9 @@ class _Product(GroupedDot):
         tiles = [self.devices.tile(grouped.spec) for grouped in by]
         inner = self.inner(by[OUT].axes, [g.inner for g in by], [g.groups for g in by]).partition()
         inner.reshards[:0] = self.reshards((LEFT, tiles[LEFT]), (RIGHT, tiles[RIGHT]))
-        return self.laid_back(inner, tiles[OUT], out)
+        return self.resharded_result(inner, tiles[OUT], out)
 
-    def laid_back(self, found: _Result, here: TileAssignment, to: TileAssignment) -> _Result:
+    def resharded_result(self, found: _Result, here: TileAssignment, to: TileAssignment) -> _Result:
         """Reshard the result to the sharding wanted outside the groups."""
         if here.dims != to.dims:
             found.result_path.append(Reshard(self.spec(OUT, to), self.group_axes))
@@ -277,10 +277,10 @@ class _Product(GroupedDot):
         if mine is None or (only_as_is and mine.spec != self.tiles[side].dims):
             return None
         other = 1 - side
-        found = self._made_whole(other, self.tiles[other], result, side)
+        found = self._gathered(other, self.tiles[other], result, side)
         if found is None and not self.tiles[other].is_replicated:
-            likely = self._likely(other, side)
-            found = self._made_whole(other, likely, result, side)
+            likely = self._implied_tiles(other, side)
+            found = self._gathered(other, likely, result, side)
             found = found and ([likely, *found[0]], found[1])
         tiles, inside = found or ([self.replicated(other)], self.replicated(other).dims)
         insides, fixed = [out.dims] * 3, [{}, {}, result.groups]
@@ -290,7 +290,7 @@ class _Product(GroupedDot):
         inner.reshards[:0] = self.reshards((side, self.devices.tile(mine.spec)), *((other, tile) for tile in tiles))
         return inner
 
-    def _likely(self, side: int, other: int) -> TileAssignment:
+    def _implied_tiles(self, side: int, other: int) -> TileAssignment:
         """The sharding of an operand that the result and the other operand imply; in a conflict, the one with more
         shards.
         """
@@ -309,7 +309,7 @@ class _Product(GroupedDot):
         more = math.prod(self.devices.counts(two)) > math.prod(self.devices.counts(one))
         return two if more else one
 
-    def _made_whole(
+    def _gathered(
         self, side: int, tile: TileAssignment, groups: GroupedTiles, other: int
     ) -> tuple[list[TileAssignment], Spec] | None:
         """The shardings through which an operand goes until each group has all it needs, and its sharding in a group."""
@@ -329,7 +329,7 @@ class _Product(GroupedDot):
             return moved and ([self.devices.tile(moved.inner)], moved.inner)
         dims = self.matching(tile, groups)
         if dims is None:
-            dims = self._given_up(side, other, n)
+            dims = self._dims_to_gather(side, other, n)
         if dims is None or tile.is_replicated:
             return None
         found = GroupedTiles.of(tile, dims).aligned(groups, self.devices, any_order=True)
@@ -338,7 +338,7 @@ class _Product(GroupedDot):
         first = [] if tile.is_partially_replicated else [self.devices.tile(found.spec)]
         return [*first, self.devices.tile(found.inner)], found.inner
 
-    def _given_up(self, side: int, other: int, n: int) -> list[int] | None:
+    def _dims_to_gather(self, side: int, other: int, n: int) -> list[int] | None:
         """The dimensions along which an operand is gathered because its devices are in other groups."""
         roles = self.roles
         contracted = self.shards(side, roles.contracted)
@@ -375,7 +375,7 @@ class _Product(GroupedDot):
         fixed = [by[LEFT].groups, by[RIGHT].groups, sharded]
         inner = self.inner(lead.axes, [by[LEFT].inner, by[RIGHT].inner, inside], fixed, *sums).partition()
         inner.reshards[:0] = self.reshards((smaller, self.devices.tile(moved.spec)))
-        return self.laid_back(inner, made, self.tiles[OUT])
+        return self.resharded_result(inner, made, self.tiles[OUT])
 
     def _result_of(
         self, by: Mapping[int, GroupedTiles], lead: GroupedTiles

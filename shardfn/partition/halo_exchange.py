@@ -48,10 +48,10 @@ def halo_permutes(size: int, out_size: int, shards: int, window: WindowDim) -> t
     return _from_neighbours(own, before, after)
 
 
-def passed(rows: int, own: int) -> tuple[HaloPermute, ...]:
+def rotation_permutes(rows: int, own: int) -> tuple[HaloPermute, ...]:
     """The permutes of a rotation: each shard of `own` rows receives the last `rows` before it.
 
-    >>> passed(5, 4)
+    >>> rotation_permutes(5, 4)
     (HaloPermute(start=0, end=4), HaloPermute(start=3, end=4))
     """
     return tuple(HaloPermute(own - min(rows - n, own), own) for n in range(0, rows, own))
@@ -65,14 +65,14 @@ def _from_neighbours(own: int, before: Sequence[int], after: Sequence[int]) -> t
     if low >= high:
         return None
     found = []
-    for passed in range(0, left, own):
-        skipped = max(-passed - high, 0)
-        if -passed - own < high:
-            found.append(HaloPermute(own - min(left - passed, own), own - skipped))
-    for passed in range(0, right, own):
-        skipped = max(low - own - passed, 0)
-        if passed + own > low - own and skipped < own:
-            found.append(HaloPermute(skipped, min(right - passed, own)))
+    for distance in range(0, left, own):
+        skipped = max(-distance - high, 0)
+        if -distance - own < high:
+            found.append(HaloPermute(own - min(left - distance, own), own - skipped))
+    for distance in range(0, right, own):
+        skipped = max(low - own - distance, 0)
+        if distance + own > low - own and skipped < own:
+            found.append(HaloPermute(skipped, min(right - distance, own)))
     return tuple(fetch for fetch in found if fetch.end > fetch.start)
 
 

@@ -11,9 +11,9 @@ from shardfn.partition.rebuild import with_ops, without_unread
 from shardfn.partition.tpu_padding import LANES, SUBLANES, tiled_dims
 
 
-def as_on_tpu(partitioned: PartitionedProgram) -> PartitionedProgram:
+def tpu_collectives(partitioned: PartitionedProgram) -> PartitionedProgram:
     """The collectives as libtpu runs them."""
-    return without_unread(gathered_apart(combine_partial_sums(partitioned)))
+    return without_unread(repeat_distant_gathers(combine_partial_sums(partitioned)))
 
 
 def makes_reduce_scatter(
@@ -57,7 +57,7 @@ MAX_CSE_DISTANCE = 100
 """
 
 
-def gathered_apart(partitioned: PartitionedProgram) -> PartitionedProgram:
+def repeat_distant_gathers(partitioned: PartitionedProgram) -> PartitionedProgram:
     """Repeat an all-gather for each use that comes more than `MAX_CSE_DISTANCE` steps after the first.
 
     XLA's partitioner gathers for every use, and libtpu merges the gathers that are close. A sharded weight is thus

@@ -10,7 +10,7 @@ from shardfn.partition.resharding import flat
 from shardfn.partition.sharded_op import OpPartitioning, Reshard, ShardedOp, grouped, replicated
 
 
-def product(case: ShardedOp) -> OpPartitioning:
+def contract(case: ShardedOp) -> OpPartitioning:
     """Decide for each mesh axis, from the dimension it shards in both operands and the result.
 
     The rules, in order:
@@ -64,7 +64,7 @@ def product(case: ShardedOp) -> OpPartitioning:
     group_axes = tuple(_within(first, case.have[i], specs[i]) for i in (0, 1))
     detours = tuple(_detour(case, case.have[i], specs[i], first) for i in (0, 1))
     via = tuple(tuple(map(Reshard, layouts)) for layouts in detours)
-    specs, over_idle = _summed_over_idle(case, specs, detours)
+    specs, over_idle = _reduced_over_idle(case, specs, detours)
     reduced |= over_idle
     operand_specs = (specs[0], specs[1], *rest)
     return OpPartitioning(
@@ -88,7 +88,7 @@ def _detour(case: ShardedOp, have: Spec, want: Spec, groups: set[str]) -> tuple[
     )
 
 
-def _summed_over_idle(
+def _reduced_over_idle(
     case: ShardedOp, specs: list[Spec], via: tuple[tuple[Spec, ...], ...]
 ) -> tuple[list[Spec], dict[int, list[str]]]:
     """Keep a contracting dimension on the idle axes of its path where gathering would move more than reducing.

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from shardfn.ir.model import DimFactors, Spec, Value, dtype_bits
 from shardfn.ir.op_traits import OP_TRAITS
 from shardfn.partition.dot_general import dot
-from shardfn.partition.halo_exchange import halo_permutes, passed
-from shardfn.partition.matmul import product
+from shardfn.partition.halo_exchange import halo_permutes, rotation_permutes
+from shardfn.partition.matmul import contract
 from shardfn.partition.sharded_op import Factors, HaloExchange, OpPartitioning, ShardedOp, grouped, replicated
 
 
@@ -53,7 +53,7 @@ def follow_result(case: ShardedOp) -> OpPartitioning:
             if factor not in factors and used.isdisjoint(axes):
                 factors[factor] = axes
                 used.update(axes)
-    return case.laid({f: axes for f, axes in factors.items() if f not in case.rule.replicated})
+    return case.from_factors({f: axes for f, axes in factors.items() if f not in case.rule.replicated})
 
 
 def triangular_solve(case: ShardedOp) -> OpPartitioning:
@@ -61,7 +61,7 @@ def triangular_solve(case: ShardedOp) -> OpPartitioning:
     matrix, sides = ({f for dim in dims for f in dim} for dims in case.rule.operands)
     factors = case.factors(case.rule.results[0], case.want[0])
     is_sharded = (sides - case.rule.replicated) | (sides - matrix)
-    return case.laid({f: axes for f, axes in factors.items() if f in is_sharded})
+    return case.from_factors({f: axes for f, axes in factors.items() if f in is_sharded})
 
 
 def barrier(case: ShardedOp) -> OpPartitioning:
@@ -90,8 +90,8 @@ def reduce(case: ShardedOp) -> OpPartitioning:
     sharded = [f for dim in reversed(case.rule.operands[0]) for f in dim if f in case.rule.reduction and f in factors]
     partial = tuple(factors[f] for f in sharded)
     if len(case.results) == 1:
-        return dataclasses.replace(case.laid(factors), reduced=partial)
-    return dataclasses.replace(case.laid(factors), gathered_axes=sum(partial, ()))
+        return dataclasses.replace(case.from_factors(factors), reduced=partial)
+    return dataclasses.replace(case.from_factors(factors), gathered_axes=sum(partial, ()))
 
 
 def gather(case: ShardedOp) -> OpPartitioning:
@@ -185,14 +185,14 @@ def windowed(case: ShardedOp) -> OpPartitioning:
     """slice, pad, reduce_window, select_and_scatter: sharded as the result, with a halo exchange."""
     spec = case.want[0]
     rank = len(case.results[0].shape)
-    return _with_edges(
+    return _with_halos(
         case, OpPartitioning(tuple(spec if len(v.shape) == rank else replicated(v) for v in case.operands), (spec,))
     )
 
 
 def convolve(case: ShardedOp) -> OpPartitioning:
     """As a matmul whose image may be sharded along height or width, with a halo exchange."""
-    return _with_edges(case, product(case))
+    return _with_halos(case, contract(case))
 
 
 def convolve_on_tpu(case: ShardedOp) -> OpPartitioning:
@@ -201,8 +201,8 @@ def convolve_on_tpu(case: ShardedOp) -> OpPartitioning:
     if shape and shape.in_batches:
         made = case.results[0].shape
         if any(which == 2 and made[dim] > groups for which, dim, groups in shape.grouped):
-            laid = zip(case.have[:2], (shape.image, shape.kernel), strict=True)
-            have = [tuple(() if d in space else axes for d, axes in enumerate(spec)) for spec, space in laid]
+            sharded = zip(case.have[:2], (shape.image, shape.kernel), strict=True)
+            have = [tuple(() if d in space else axes for d, axes in enumerate(spec)) for spec, space in sharded]
             case = dataclasses.replace(case, have=(*have, *case.have[2:]))
     return convolve(case)
 
@@ -217,7 +217,7 @@ def convolve_in_groups(case: ShardedOp) -> OpPartitioning:
     return convolve(case)
 
 
-def _with_edges(case: ShardedOp, found: OpPartitioning) -> OpPartitioning:
+def _with_halos(case: ShardedOp, found: OpPartitioning) -> OpPartitioning:
     """Add the halo exchanges of a windowed op. Where a halo is as large as the operand, the dimension is gathered, and
     each device slices its part.
     """
@@ -251,7 +251,7 @@ def _with_edges(case: ShardedOp, found: OpPartitioning) -> OpPartitioning:
 def concatenate(case: ShardedOp) -> OpPartitioning:
     """Along a sharded dimension it is computed along another one, like a sort."""
     shapes = zip(case.operands[0].shape, case.results[0].shape, strict=True)
-    return _elsewhere(case, next((d for d, (a, b) in enumerate(shapes) if a != b), None))
+    return _along_other_dim(case, next((d for d, (a, b) in enumerate(shapes) if a != b), None))
 
 
 def sort(case: ShardedOp) -> OpPartitioning:
@@ -259,10 +259,10 @@ def sort(case: ShardedOp) -> OpPartitioning:
     replicated.
     """
     dims = enumerate(case.rule.results[0])
-    return _elsewhere(case, next((d for d, dim in dims if case.rule.replicated.intersection(dim)), None))
+    return _along_other_dim(case, next((d for d, dim in dims if case.rule.replicated.intersection(dim)), None))
 
 
-def _elsewhere(case: ShardedOp, along: int | None) -> OpPartitioning:
+def _along_other_dim(case: ShardedOp, along: int | None) -> OpPartitioning:
     spec = case.want[0]
     if along is not None and spec[along]:
         sizes = enumerate(case.results[0].shape)
@@ -282,7 +282,7 @@ def rotate(case: ShardedOp) -> OpPartitioning:
     if size % shards:
         return replicate(case)
     rows = min(window.low, size - window.low)
-    halos = (HaloExchange(0, window.dim, passed(rows, -(-size // shards))),) if shards > 1 else ()
+    halos = (HaloExchange(0, window.dim, rotation_permutes(rows, -(-size // shards))),) if shards > 1 else ()
     return OpPartitioning((spec,), (spec,), halos=halos)
 
 

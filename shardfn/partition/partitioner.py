@@ -1,7 +1,7 @@
-"""What XLA makes of a laid-out program: the collectives between its ops. A flow in, a flow out.
+"""XLA's SPMD partitioner, emulated: a sharded program in, the program with its collectives out.
 
-Shardy says how every value lies; XLA's partitioner then works op by op (`graph.ways`) and moves each operand to where the
-op needs it (`graph.moves`). Equal moves of one value are one; what does not change in a loop is moved before it.
+Shardy shards every value. The partitioner then works op by op (`op_rules`) and reshards each operand to what the op
+needs (`resharding`). Equal reshards of one value are one, and what a loop does not change is resharded before it.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from shardfn.ir.model import (
     trips_of,
 )
 from shardfn.ir.op_traits import CONTRACTIONS, RESHARDING_OPS, TOKEN_OPS
-from shardfn.partition.combine_reductions import added_to, as_on_gpu
-from shardfn.partition.libtpu import as_on_tpu, makes_reduce_scatter
+from shardfn.partition.combine_reductions import gpu_collectives, scatter_into_addend
+from shardfn.partition.libtpu import makes_reduce_scatter, tpu_collectives
 from shardfn.partition.loop_reductions import all_reduces_after_loops
 from shardfn.partition.op_rules import partition_op
 from shardfn.partition.resharding import flat, joined_axes, resharding_steps, split_axes
 from shardfn.partition.sharded_op import HaloExchange, OpPartitioning, Reshard, ShardedOp, replicated
-from shardfn.partition.simplify import simplified
+from shardfn.partition.simplify import simplify
 from shardfn.partition.tile_assignment import ReshardingStep
 
 
 def insert_collectives(
     partitioned: PartitionedProgram, platform: str, torus: tuple[int, ...] = ()
 ) -> PartitionedProgram:
-    """The flow with the ops as XLA works on them on `platform`, and the collectives that it runs.
+    """The program as XLA runs it on `platform`, with its collectives.
 
     Args:
-      flow: layouts of all values as propagated. Collectives that are in it (the user's own, in `shard_map`) stay. One
-        that was here before comes back as it is.
-      platform: `cpu`, `cuda`, `rocm` or `tpu`. On CPU a sum of which each device needs only its piece is an all-reduce
-        (elsewhere a reduce-scatter, on TPU where `libtpu.makes_reduce_scatter` says so), and `bf16` is reduced as `f32`. On
-        TPU, what is gathered for a product travels as `bf16`, in which a product of default precision reads it.
-      torus: dims of the torus that the devices form, on TPU.
+      partitioned: the shardings of all values after propagation. Collectives that the user wrote in a `shard_map` stay.
+        A program that was here before is returned as it is.
+      platform: `cpu`, `cuda`, `rocm` or `tpu`. XLA on CPU emits an all-reduce and a slice instead of a reduce-scatter,
+        and reduces `bf16` as `f32`. On TPU, a matmul operand is gathered as `bf16`, in which a matmul of default
+        precision reads it.
+      torus: dimensions of the TPU torus.
     """
     if partitioned.platform:
         return partitioned
-    return _Roads(partitioned, platform, torus).partition()
+    return _Partitioner(partitioned, platform, torus).partition()
 
 
-class _Roads:
-    """Walks one flow once; the lists fill as it goes. Inside, axes are in prime parts."""
+class _Partitioner:
+    """Walks one program once; its lists fill on the way. Inside, mesh axes are split into prime factors."""
 
     def __init__(self, partitioned: PartitionedProgram, platform: str, torus: tuple[int, ...]):
         self.given, self.platform, self.torus = partitioned, platform, torus
@@ -69,7 +69,7 @@ class _Roads:
         self.gathered_partials: set[int] = set()  # partial results, which are gathered together though only one is read
         self.moved: dict[tuple[object, ...], int] = {}
         self.parts: dict[object, int] = {}
-        self.ways: dict[object, tuple[OpPartitioning, bool]] = {}
+        self.known_partitionings: dict[object, tuple[OpPartitioning, bool]] = {}
         self.filled = {
             v
             for op in graph.ops
@@ -85,13 +85,13 @@ class _Roads:
         is_sharded = list(map(any, self.specs)).__getitem__
         ops = _rotations(self.given)
         if self.platform != "cpu":
-            ops = added_to(ops, self.filled, self.given.graph.outputs)
+            ops = scatter_into_addend(ops, self.filled, self.given.graph.outputs)
         for op in _needed(self.given.graph, ops):
             if own:
                 self.sent += [own[v] for v in op.outputs if v in own]
             if op.name in ("while", "case"):
-                self.carry(op)
-            elif op.name in _PASSED or not (any(map(is_sharded, op.inputs)) or any(map(is_sharded, op.outputs))):
+                self.reshard_carries(op)
+            elif op.name in _NOT_RESHARDED or not (any(map(is_sharded, op.inputs)) or any(map(is_sharded, op.outputs))):
                 self.ops.append(op)
             else:
                 self.visit(op)
@@ -105,22 +105,22 @@ class _Roads:
         kept = needed | own.keys() | self.gathered_partials
         sent = tuple(dataclasses.replace(c, axes=join(c.axes)) for c in self.sent if c.result in kept)
         graph = dataclasses.replace(graph, ops=tuple(ops))
-        found = simplified(PartitionedProgram(graph, specs, grid, sent, self.platform))
+        found = simplify(PartitionedProgram(graph, specs, grid, sent, self.platform))
         if self.platform == "cpu":
             return found
-        return all_reduces_after_loops(as_on_gpu(found) if is_gpu(self.platform) else as_on_tpu(found))
+        return all_reduces_after_loops(gpu_collectives(found) if is_gpu(self.platform) else tpu_collectives(found))
 
-    def carry(self, op: Op) -> None:
-        """What enters a loop, comes back from its body, or leaves a branch lies as the results do."""
+    def reshard_carries(self, op: Op) -> None:
+        """Reshard what enters a loop, comes back from its body or leaves a branch, to the shardings of the results."""
         first = 1 if op.name == "case" else 0  # what decides between the branches
         laid = [
-            self.move(v, self.specs[op.outputs[i % len(op.outputs)]], self.trips[v], op.where, op.name)
+            self.reshard_value(v, self.specs[op.outputs[i % len(op.outputs)]], self.trips[v], op.where, op.name)
             for i, v in enumerate(op.inputs[first:])
         ]
         self.ops.append(dataclasses.replace(op, inputs=(*op.inputs[:first], *laid)))
 
     def visit(self, op: Op) -> None:
-        found, is_still = self.way(op)
+        found, is_still = self.partitioning_of(op)
         if not op.where:  # a result handed out in a layout of its own
             op = dataclasses.replace(op, where=next(filter(None, map(self.lines.get, op.inputs)), ""))
         if is_still:
@@ -131,9 +131,9 @@ class _Roads:
         for i, (v, spec) in enumerate(zip(op.inputs, found.operand_specs, strict=True)):
             group_axes = found.group_axes[i] if i < len(found.group_axes) else frozenset()
             for reshard in (*(found.via[i] if i < len(found.via) else ()), Reshard(spec, group_axes)):
-                v = self.move(v, reshard.to, op.trips, op.where, op.name, group_axes=reshard.group_axes)
+                v = self.reshard_value(v, reshard.to, op.trips, op.where, op.name, group_axes=reshard.group_axes)
             inputs.append(v)
-        arrived = [v for halo in found.halos for v in self.exchange(inputs[halo.operand], halo, op)]
+        arrived = [v for halo in found.halos for v in self.exchange_halo(inputs[halo.operand], halo, op)]
         self.is_read = False
         for i, dim, rows, axes in found.windows:
             inputs[i] = self.window(inputs[i], dim, rows, axes, op)
@@ -151,34 +151,34 @@ class _Roads:
             if made == v:
                 continue
             for axes in found.reduced:
-                made = self.add_up(made, self.specs[v], axes, axes == found.reduced[-1], op)
+                made = self.reduce_partial_sums(made, self.specs[v], axes, axes == found.reduced[-1], op)
             if found.gathered_axes:
                 lies = self.specs[made]
                 made = self.send("all-gather", made, lies, found.gathered_axes, op.trips, op.where, op.name)
                 self.gathered_partials.add(self.sent[-1].result)
-            made = self.bring_back(made, found.result_path, op)
-            self.move(made, self.specs[v], op.trips, op.where, op.name, into=v)
+            made = self.follow_result_path(made, found.result_path, op)
+            self.reshard_value(made, self.specs[v], op.trips, op.where, op.name, into=v)
 
-    def bring_back(self, made: int, result_path: Sequence[Reshard], op: Op) -> int:
-        """A result through all but the last layout that `result_path` has, and added up on the way."""
+    def follow_result_path(self, made: int, result_path: Sequence[Reshard], op: Op) -> int:
+        """Carry a result through all but the last sharding of its path, with the reductions on the way."""
         for i, reshard in enumerate(result_path):
             if reshard.reduced:
                 after = (other.to for other in result_path[i:] if not other.reduced or other is reshard)
                 want = next((to for to in after if to != self.specs[made]), reshard.to)
-                made = self.add_up(
+                made = self.reduce_partial_sums(
                     made, want, reshard.reduced, reshard is result_path[-1] or not result_path[i + 1].reduced, op
                 )
             if reshard is not result_path[-1]:
-                made = self.move(made, reshard.to, op.trips, op.where, op.name, group_axes=reshard.group_axes)
+                made = self.reshard_value(made, reshard.to, op.trips, op.where, op.name, group_axes=reshard.group_axes)
         return made
 
     @functools.cached_property
     def lines(self) -> dict[int, str]:
-        """Of each value the line of the op that makes it."""
+        """By value, the source line of the op that makes it."""
         return {v: op.where for op in self.given.graph.ops for v in op.outputs}
 
-    def way(self, op: Op) -> tuple[OpPartitioning, bool]:
-        """How an op is worked on, and whether nothing is moved for it."""
+    def partitioning_of(self, op: Op) -> tuple[OpPartitioning, bool]:
+        """The partitioning of an op, and whether it needs no collective."""
         have, want = [self.specs[v] for v in op.inputs], [self.specs[v] for v in op.outputs]
         operands, results = [self.values[v] for v in op.inputs], [self.values[v] for v in op.outputs]
         # What is the same object is equal, which is quicker to see; all of these live as long as this.
@@ -192,7 +192,7 @@ class _Roads:
             *map(id, operands),
             *map(id, results),
         )
-        found = self.ways.get(key)
+        found = self.known_partitionings.get(key)
         if found is None:
             lies = tuple(have), tuple(want)
             if op.rule is None:  # XLA has no way to cut it
@@ -201,7 +201,7 @@ class _Roads:
                 made = partition_op(
                     ShardedOp(op, op.rule, tuple(operands), tuple(results), *lies, self.sizes), self.platform
                 )
-            found = self.ways[key] = made, made == OpPartitioning(*lies)
+            found = self.known_partitionings[key] = made, made == OpPartitioning(*lies)
         return found
 
     def new(self, value: Value, spec: Spec, trips: int) -> int:
@@ -210,7 +210,7 @@ class _Roads:
         self.trips.append(trips)
         return len(self.values) - 1
 
-    def move(
+    def reshard_value(
         self,
         value: int,
         to: Spec,
@@ -220,10 +220,10 @@ class _Roads:
         into: int | None = None,
         group_axes: frozenset[str] = frozenset(),
     ) -> int:
-        """Lay a value out anew, once: a second wish for the same, within the same groups, is served by the first.
+        """Reshard a value, once: a second request for the same sharding within the same groups gets the first result.
 
-        What a loop does not change is laid out before it; but on accelerators what grows by it, as in a gather, in every round
-        (XLA's motion of invariants leaves what grows where it is).
+        A value that a loop does not change is resharded before it. On TPUs and GPUs an all-gather stays in the loop,
+        because XLA's loop-invariant code motion leaves ops that grow their operand.
         """
         before, first = self.specs[value], value
         if into is None and before == to:
@@ -248,9 +248,9 @@ class _Roads:
         self, kind: str, value: int, after: Spec, axes: Sequence[str], trips: int, where: str, cause: str,
         into: int | None = None, is_last_resort: bool = False,
     ) -> int:  # fmt: skip
-        """One collective from `value` to a new one, or to `into`; an empty `kind` cuts it without sending."""
+        """Emit one collective from `value` to a new value, or to `into`; an empty `kind` slices without a collective."""
         was = made = self.values[value]
-        travels = _travels(self.platform, kind, was.dtype, self.is_read and cause in CONTRACTIONS)
+        travels = _wire_dtype(self.platform, kind, was.dtype, self.is_read and cause in CONTRACTIONS)
         if kind == "all-to-all":  # the pieces are padded before they are exchanged
             shards = [self.shards(axes) for axes in after]
             shape = tuple(-(-n // p) * p for n, p in zip(was.shape, shards, strict=True))
@@ -273,7 +273,7 @@ class _Roads:
         return result
 
     def like(self, value: int, form: Value, where: str) -> int:
-        """The value in another form: itself, or a new one that lies as it does, converted or padded."""
+        """The value in another shape or dtype, with the same sharding: itself, or converted, or padded."""
         was = self.values[value]
         if form == was:
             return value
@@ -285,8 +285,8 @@ class _Roads:
     def shards(self, axes: Sequence[str]) -> int:
         return math.prod(self.sizes[a] for a in axes)
 
-    def add_up(self, partial: int, want: Spec, axes: tuple[str, ...], last: bool, op: Op) -> int:
-        """Partial sums to sums; to pieces of sums where that is all that is needed and the platform has a way."""
+    def reduce_partial_sums(self, partial: int, want: Spec, axes: tuple[str, ...], last: bool, op: Op) -> int:
+        """Reduce partial sums: reduce-scatter where only shards are needed and the platform has it, else all-reduce."""
         have = self.specs[partial]
         nested = all(w[: len(h)] == h for h, w in zip(have, want, strict=True))
         shards = {a for h, w in zip(have, want, strict=True) for a in w[len(h) :]}
@@ -316,22 +316,22 @@ class _Roads:
 
     @functools.cached_property
     def transposed_dims(self) -> dict[int, tuple[int, ...]]:
-        """Of what a transpose alone reads: which dims of it the result has, in order."""
+        """By value that only a transpose reads: the dimension order of that transpose."""
         count = collections.Counter(v for op in self.given.graph.ops for v in op.inputs)
         turns = [op for op in self.given.graph.ops if op.name == "transpose" and op.rule and count[op.inputs[0]] == 1]
         rules = {op.inputs[0]: op.rule for op in turns if op.rule}
         return {v: tuple(map(rule.operands[0].index, rule.results[0])) for v, rule in rules.items()}
 
     def window(self, value: int, dim: int, rows: int, axes: tuple[str, ...], op: Op) -> int:
-        """Of a value that is whole along a dim, the part that each device reads."""
+        """The part of a dimension, which is not sharded, that each device reads."""
         shape, spec = list(self.values[value].shape), list(self.specs[value])
         shape[dim], spec[dim] = rows * self.shards(axes), axes
         part = self.new(Value(tuple(shape), self.values[value].dtype), tuple(spec), op.trips)
         self.ops.append(Op("pad", (value,), (part,), None, op.trips, op.where))
         return part
 
-    def exchange(self, value: int, halo: HaloExchange, op: Op) -> list[int]:
-        """Rows that pieces along one cut dim send each other; gives what arrives."""
+    def exchange_halo(self, value: int, halo: HaloExchange, op: Op) -> list[int]:
+        """Emit a halo exchange along one sharded dimension; returns the values that arrive."""
         spec = self.specs[value]
         shards = [self.shards(axes) for axes in spec]
         local = [-(-n // p) for n, p in zip(self.values[value].shape, shards, strict=True)]
@@ -356,7 +356,7 @@ class _Roads:
 
 
 def _needed(graph: Graph, ops: Sequence[Op]) -> list[Op]:
-    """The ops that the results depend on; XLA drops the others. A scalar truth that no op reads is a loop's condition."""
+    """The ops that the results depend on; XLA drops the others. A scalar bool that no op reads is a loop's condition."""
     read = {v for op in ops for v in op.inputs}
     alive = set(graph.outputs)
     alive |= {v for op in ops for v in op.outputs if v not in read and graph.values[v] == Value((), "i1")}
@@ -369,7 +369,7 @@ def _needed(graph: Graph, ops: Sequence[Op]) -> list[Op]:
 
 
 def _before_loops(ops: Sequence[Op]) -> list[Op]:
-    """The ops with those that run less often than the body in which they stand before its loop."""
+    """Move ops that run less often than the loop body in which they are to the front of the loop."""
     found: list[Op] = []
     for op in ops:
         if op.name == "while" and op.outputs:
@@ -385,7 +385,7 @@ def _before_loops(ops: Sequence[Op]) -> list[Op]:
 
 
 def _rotations(partitioned: PartitionedProgram) -> list[Op]:
-    """The ops, with `concatenate` of two slices that make a rotation (`jnp.roll`) told as one op, as XLA does."""
+    """Replace `concatenate` of two slices that make a rotation (`jnp.roll`) by one op, as XLA does."""
     slices = {op.outputs[0]: op for op in partitioned.graph.ops if op.name == "slice"}
     found = []
     for op in partitioned.graph.ops:
@@ -403,7 +403,7 @@ def _rotations(partitioned: PartitionedProgram) -> list[Op]:
 
 
 def _rotation(partitioned: PartitionedProgram, end: Op, start: Op) -> WindowDim | None:
-    """Where `end` and `start` are what their names say of one array, and all of it: by how much it is rotated."""
+    """The offset, if `end` and `start` are the two parts of one array."""
     shape, one, two = (partitioned.graph.values[v].shape for v in (end.inputs[0], end.outputs[0], start.outputs[0]))
     dims = [d for d, n in enumerate(shape) if not one[d] == two[d] == n]
     if (
@@ -417,14 +417,15 @@ def _rotation(partitioned: PartitionedProgram, end: Op, start: Op) -> WindowDim 
     return WindowDim(0, d, d, low=low) if first == 0 and low == two[d] and one[d] + two[d] == shape[d] else None
 
 
-def _travels(platform: str, kind: str, dtype: str, is_read: bool) -> str:
-    """The type in which elements are sent: on CPU `bf16` as `f32`; on a TPU as `bf16` what is gathered or permuted to be read
-    by a product."""
+def _wire_dtype(platform: str, kind: str, dtype: str, is_read: bool) -> str:
+    """The dtype on the wire: on CPU `bf16` as `f32`; on TPU a matmul operand as `bf16` in an all-gather or
+    collective-permute.
+    """
     if platform == "cpu" and dtype == "bf16":
         return "f32"
     is_narrowed = (platform, dtype) == ("tpu", "f32") and kind in ("all-gather", "collective-permute") and is_read
     return "bf16" if is_narrowed else dtype
 
 
-_PASSED = TOKEN_OPS | {"iota", "shard_map"}
-"""Ops at whose operands nothing is moved."""
+_NOT_RESHARDED = TOKEN_OPS | {"iota", "shard_map"}
+"""Ops whose operands are never resharded."""

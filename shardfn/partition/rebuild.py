@@ -1,4 +1,4 @@
-"""A flow made anew of other ops, with what hangs together with them: its communications, and what nothing reads any more."""
+"""Rebuild a partitioned program with other ops, and keep its communications consistent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def with_ops(
     ops: Sequence[Op],
     sent: Mapping[int, Communication],
 ) -> PartitionedProgram:
-    """The flow of these ops, its communications in their order."""
+    """The program with these ops, values and shardings, and its communications in the order of the ops."""
     graph = dataclasses.replace(partitioned.graph, values=tuple(values), ops=tuple(ops))
     turn = {v: i for i, op in enumerate(ops) for v in op.outputs}
     communications = tuple(sorted(sent.values(), key=lambda c: turn.get(c.result, len(ops))))
@@ -24,7 +24,7 @@ def with_ops(
 
 
 def without_unread(partitioned: PartitionedProgram) -> PartitionedProgram:
-    """Without moves to where nothing reads them any more: what rows are added to lay as they need it already."""
+    """Drop reshards whose result nothing reads."""
     graph = partitioned.graph
     read = {v for op in graph.ops for v in op.inputs}.union(graph.outputs, (v for tie in graph.ties for v in tie))
     if all(not op.outputs or op.outputs[0] in read for op in graph.ops if op.name in RESHARDING_OPS):

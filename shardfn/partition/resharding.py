@@ -1,4 +1,4 @@
-"""From one layout of an array to another: the collectives in between, as XLA chooses them."""
+"""Resharding: the collectives with which XLA turns one sharding of an array into another."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from shardfn.partition.tile_assignment import DeviceGroup, ReshardingStep
 def resharding_steps(
     before: Spec, after: Spec, sizes: Mapping[str, int], group_axes: frozenset[str] = frozenset()
 ) -> tuple[ReshardingStep, ...]:
-    """What it takes to lay one array out anew.
+    """The collectives that reshard one array.
 
     Args:
-      before: its layout. The axes are prime parts (`split_axes`).
-      after: the layout wanted.
-      sizes: of the axes, in the order of the grid.
-      inside: axes that tell groups of devices apart, if it is done within each group: they stay where they are, first of
-        their dims.
+      before: its sharding, in axes split by `split_axes`.
+      after: the sharding wanted.
+      sizes: of the axes, in mesh order.
+      group_axes: axes that tell groups of devices apart, for a reshard within each group. They stay where they are, as
+        the major axes of their dimensions.
 
     >>> [step.kind for step in resharding_steps((("a",), ()), ((), ("a",)), {"a": 2})]
     ['all-to-all']
@@ -45,7 +45,7 @@ def _cached_steps(
 
 
 def flat(spec: Spec) -> list[str]:
-    """All axes of a layout, dim by dim.
+    """All axes of a sharding, dimension by dimension.
 
     >>> flat((("a", "b"), (), ("c",)))
     ['a', 'b', 'c']
@@ -57,15 +57,15 @@ def flat(spec: Spec) -> list[str]:
 
 
 def split_axes(axes: Mapping[str, int], used: Iterable[str]) -> tuple[dict[str, int], dict[str, tuple[str, ...]]]:
-    """Take every axis apart into the smallest parts that a layout can need.
+    """Split every mesh axis into the smallest parts that a sharding can need.
 
     Args:
-      axes: the grid.
-      used: names that layouts use: axes, and parts of them (`a:(2)4`).
+      axes: the mesh.
+      used: names that shardings use: axes, and parts of them (`a:(2)4`).
 
     Returns:
-      The size of every part, and the parts of every name, in row-major order. Parts are prime, and begin and end where
-      a used name does.
+      The size of every part, and the parts of every name in row-major order. Parts are prime, and begin and end where a
+      used name does.
 
     >>> split_axes({"a": 4}, [])
     ({'a:(1)2': 2, 'a:(2)2': 2}, {'a': ('a:(1)2', 'a:(2)2')})
@@ -90,7 +90,7 @@ def split_axes(axes: Mapping[str, int], used: Iterable[str]) -> tuple[dict[str, 
 
 
 def joined_axes(axes: Sequence[str], grid: Mapping[str, int]) -> tuple[str, ...]:
-    """Put neighbouring parts of one axis together again, whole ones under the axis's own name.
+    """Join neighbouring parts of one axis, and give complete axes their own name.
 
     >>> joined_axes(("a:(1)2", "a:(2)2", "b:(2)2"), {"a": 4, "b": 4})
     ('a', 'b:(2)2')

@@ -1,4 +1,4 @@
-"""One op with the layouts of what it reads and makes, and a way to work on it: the words of `graph.ways`."""
+"""What a partitioning rule takes, an op with its shardings, and what it returns."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from shardfn.ir.model import DimFactors, Op, ShardingRule, Spec, Value
 from shardfn.partition.halo_exchange import HaloPermute
 
 Factors = Mapping[int, Sequence[str]]
-"""For each factor of a rule, the axes that cut it."""
+"""For each factor of a sharding rule, the axes that shard it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HaloExchange:
-    """Rows along `dim` of an operand that pieces send each other, one permutation each.
+    """Rows along `dim` of an operand that shards send each other, one collective-permute each.
 
-    `sizes` are the sizes that a piece has along other dims by then.
+    `sizes` are the local sizes of other dimensions at that point.
     """
 
     operand: int
@@ -28,9 +28,8 @@ class HaloExchange:
 
 
 class Reshard(NamedTuple):
-    """One part of the way of a value: it is added up over `reduced`, then laid out as `to`.
-
-    `group_axes`: the axes of the groups of devices within which that is done.
+    """One part of a value's path: reduce it over `reduced`, then reshard it to `to`, within the groups of
+    `group_axes`.
     """
 
     to: Spec
@@ -40,14 +39,15 @@ class Reshard(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OpPartitioning:
-    """How one op is worked on: how its operands must lie, how its results lie then, and what remains to be done.
+    """How XLA partitions one op: the shardings that it reads and makes, and the collectives that remain.
 
-    `reduced`: axes over which the results are partial sums, in groups that are added up one after the other.
-    `gathered_axes`: axes over which the partial results of a reduction of several arrays are gathered.
-    `reversed_operands`: operands whose pieces change places (a reversal). `group_axes`: for each operand, the axes of the
-    groups of devices within which it is laid out anew; what another op wants in other groups is another move. `via`:
-    for each operand, what it goes through on the way to what is wanted. `result_path`: what the result goes through to lie as it
-    is wanted; where it is not said, it goes there at once.
+    - `reduced`: axes over which results are partial sums, in groups that are reduced one after the other.
+    - `gathered_axes`: axes over which the partial results of a reduction of several arrays are gathered.
+    - `reversed_operands`: operands whose shards change places.
+    - `group_axes`: by operand, the axes of the device groups within which it is resharded.
+    - `via`: by operand, the reshards on the way.
+    - `result_path`: the reshards of the result; without them it goes to the wanted sharding at once.
+    - `windows`: operands that are gathered, and of which each device reads a part.
     """
 
     operand_specs: tuple[Spec, ...]
@@ -64,7 +64,7 @@ class OpPartitioning:
 
 @dataclasses.dataclass(frozen=True)
 class ShardedOp:
-    """What a way is chosen from: one op with the layouts that propagation gave its operands and results."""
+    """The input of a partitioning rule: one op with the propagated shardings of its operands and results."""
 
     op: Op
     rule: ShardingRule
@@ -75,11 +75,11 @@ class ShardedOp:
     sizes: Mapping[str, int]
 
     def shards(self, axes: Sequence[str]) -> int:
-        """Devices along `axes`."""
+        """Number of devices along `axes`."""
         return math.prod(self.sizes[a] for a in axes)
 
     def factors(self, dims: DimFactors, spec: Spec) -> dict[int, tuple[str, ...]]:
-        """The factors that a layout of one tensor cuts. Of a compound dim the major factors are cut first."""
+        """The factors that a sharding shards. The major factors of a compound dimension come first."""
         found: dict[int, tuple[str, ...]] = {}
         for dim, axes in zip(dims, spec, strict=True):
             rest = list(axes)
@@ -94,7 +94,7 @@ class ShardedOp:
         return found
 
     def spec(self, dims: DimFactors, factors: Factors) -> Spec:
-        """The layout of one tensor whose factors are cut so, as far as it can be said in dims."""
+        """The sharding of one tensor whose factors are sharded so, as far as dimensions can express it."""
         spec: list[tuple[str, ...]] = []
         for dim in dims:
             axes: list[str] = []
@@ -106,11 +106,11 @@ class ShardedOp:
         return tuple(spec)
 
     def by_axis(self, dims: DimFactors, spec: Spec) -> dict[str, int]:
-        """For each axis of a layout, the factor that it cuts."""
+        """By axis, the factor that it shards."""
         return {axis: factor for factor, axes in self.factors(dims, spec).items() for axis in axes}
 
-    def laid(self, factors: Factors) -> OpPartitioning:
-        """All operands and results with their factors cut so."""
+    def from_factors(self, factors: Factors) -> OpPartitioning:
+        """All operands and results with their factors sharded so."""
         rule = self.rule
         operand_specs, result_specs = (
             tuple(self.spec(dims, factors) for dims in row) for row in (rule.operands, rule.results)
@@ -119,12 +119,12 @@ class ShardedOp:
 
 
 def replicated(value: Value) -> Spec:
-    """The layout of a value that every device holds all of."""
+    """The replicated sharding of a value."""
     return ((),) * len(value.shape)
 
 
 def grouped(placed: Mapping[str, int], order: Mapping[str, int]) -> dict[int, list[str]]:
-    """For each factor the axes that are placed on it, in the order of `order`; then the rest."""
+    """By factor, the axes placed on it: those in `order` first."""
     found: dict[int, list[str]] = {}
     for axis in (*(a for a in order if a in placed), *(a for a in placed if a not in order)):
         found.setdefault(placed[axis], []).append(axis)

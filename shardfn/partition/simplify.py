@@ -1,5 +1,4 @@
-"""What XLA makes simpler in a laid-out flow: loops that run once, products that sum nothing, ops that change nothing, what is
-computed twice."""
+"""XLA's simplifications after partitioning: single-iteration loops, trivial matmuls, no-ops, common subexpressions."""
 
 from __future__ import annotations
 
@@ -12,21 +11,22 @@ from shardfn.ir.model import Op, PartitionedProgram, Value, WindowDim
 from shardfn.ir.op_traits import RESHARDING_OPS
 
 
-def simplified(partitioned: PartitionedProgram) -> PartitionedProgram:
-    """The flow as XLA simplifies it.
+def simplify(partitioned: PartitionedProgram) -> PartitionedProgram:
+    """The program as XLA simplifies it.
 
-    Loops that run once, and barriers on CPU before JAX 0.12, are taken apart; slices of all that there is, and sums with zeros,
-    are views of it; products whose summed dims are of size 1 on each device are multiplications; of ops that make the same the
-    first stays; constraints that change no layout are left out.
+    - Loops with one iteration are inlined; on CPU before JAX 0.12 so are optimization barriers.
+    - Slices of everything and sums with zeros become views.
+    - A matmul whose contracting dimensions have size 1 on each device becomes a multiplication.
+    - Of ops that compute the same, the first stays; constraints that change no sharding are dropped.
     """
-    return _once(_plain(_open(_apart(partitioned))))
+    return _eliminate_common(_simplify_ops(_drop_barriers(_inline_single_iterations(partitioned))))
 
 
 # ---- barriers
 
 
-def _open(partitioned: PartitionedProgram) -> PartitionedProgram:
-    """Before JAX 0.12, on CPU without optimization barriers: XLA's backend takes them out, and then what is computed twice."""
+def _drop_barriers(partitioned: PartitionedProgram) -> PartitionedProgram:
+    """Drop optimization barriers: XLA's CPU backend does so before JAX 0.12."""
     graph, specs = partitioned.graph, partitioned.specs
     same: dict[int, int] = {}
     ops = []
@@ -50,7 +50,7 @@ def _open(partitioned: PartitionedProgram) -> PartitionedProgram:
 # ---- loops that run once
 
 
-def _apart(partitioned: PartitionedProgram) -> PartitionedProgram:
+def _inline_single_iterations(partitioned: PartitionedProgram) -> PartitionedProgram:
     graph = partitioned.graph
     loops = [op for op in graph.ops if op.name == "while" and op.outputs]
     if not loops:
@@ -97,7 +97,9 @@ def _apart(partitioned: PartitionedProgram) -> PartitionedProgram:
 
 
 def _seen(ties: tuple[tuple[int, int], ...], loop: Op) -> list[tuple[int, int]] | None:
-    """What goes into a loop, each with what its body sees in its place; what it hands on unchanged is left out."""
+    """Each input of a loop with the body's argument for it; None where these cannot be told. What the loop does not
+    change is left out.
+    """
     n = len(loop.outputs)
     at = next((i for i, (_, v) in enumerate(ties) if v == loop.outputs[0]), None)
     carried = [k for k in range(n) if loop.inputs[k] != loop.inputs[n + k]]
@@ -112,7 +114,7 @@ def _seen(ties: tuple[tuple[int, int], ...], loop: Op) -> list[tuple[int, int]] 
 # ---- ops that are simpler than their names
 
 
-def _plain(partitioned: PartitionedProgram) -> PartitionedProgram:
+def _simplify_ops(partitioned: PartitionedProgram) -> PartitionedProgram:
     values, devices = partitioned.graph.values, math.prod(partitioned.axes.values())
     ops = list(partitioned.graph.ops)
     for i, op in enumerate(ops):
@@ -151,24 +153,23 @@ def _plain(partitioned: PartitionedProgram) -> PartitionedProgram:
 
 
 def _takes(window: WindowDim, values: Sequence[Value], op: Op) -> bool:
-    """Whether a pad adds nothing along a dim."""
+    """Whether a pad adds nothing along a dimension."""
     before, after = values[op.inputs[0]].shape[window.dim], values[op.outputs[0]].shape[window.out_dim]
     return window.spacing == 1 and window.low >= 0 and window.low + after <= before
 
 
 _PARTS = {"dynamic_slice": 0, "dynamic_update_slice": 1}
-"""Ops that take or put a part, and which operand is the result where the part is all."""
+"""Ops that read or write a part, and the operand that is the result where the part is everything."""
 
 
 # ---- what is computed twice
 
 
-def _once(partitioned: PartitionedProgram) -> PartitionedProgram:
-    """Without the ops that do what an earlier one does, of the same and laid out alike: XLA computes such once. Nor is there
-    anything left of a constraint on what lies so by itself.
+def _eliminate_common(partitioned: PartitionedProgram) -> PartitionedProgram:
+    """Common subexpression elimination over ops with equal operands and shardings, and removal of constraints without
+    effect.
 
-    Collectives stay: XLA has each of them, and what follows from it. So do the constraints that ask for them, and the
-    function's results.
+    Collectives stay, as do the constraints that ask for them and the program's results.
     """
     graph, specs, values = partitioned.graph, partitioned.specs, partitioned.graph.values
     made: dict[object, tuple[int, ...]] = {}

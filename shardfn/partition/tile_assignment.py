@@ -1,7 +1,8 @@
-"""A layout as XLA's partitioner sees it, among a group of devices, and the road from one to another.
+"""A sharding as XLA's partitioner sees it, a tile assignment within a group of devices, and the path from one to
+another.
 
-A `TileAssignment` says for each dim which axes cut it, and which axes of the group are left: along these, devices hold the same.
-XLA decides by how many pieces there are along each dim, not by axes: where only those agree, devices change places.
+XLA decides by the number of shards along each dimension, not by mesh axes. Where only the numbers agree, devices change
+places.
 """
 
 from __future__ import annotations
@@ -15,26 +16,28 @@ from shardfn.ir.model import Spec
 
 
 class TileAssignment(NamedTuple):
-    """For each dim the axes that cut it, major to minor; and those that do not cut it, in the order of the grid."""
+    """By dimension the axes that shard it, major to minor; `rest` are the axes along which devices are replicas, in
+    mesh order.
+    """
 
     dims: Spec
     rest: tuple[str, ...]
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every device holds all of it."""
+        """Whether every device holds everything."""
         return not any(self.dims)
 
     @property
     def is_partially_replicated(self) -> bool:
-        """Whether it is cut, but not over all axes."""
+        """Whether it is sharded, but not over all axes."""
         return bool(self.rest) and not self.is_replicated
 
 
 class ReshardingStep(NamedTuple):
-    """One collective of a move, or none where pieces are only cut smaller (`kind` is empty), and the layout after it.
+    """One collective of a reshard, or a local slice if `kind` is empty, and the sharding after it.
 
-    `is_last_resort`: everything is gathered, because XLA knows no other way ("involuntary full rematerialization").
+    `is_last_resort`: XLA gathers everything because it knows no other path ("involuntary full rematerialization").
     """
 
     kind: str
@@ -48,7 +51,7 @@ ReshardingPath = list[ReshardingStep]
 
 @dataclasses.dataclass(frozen=True)
 class DeviceGroup:
-    """A group of devices: the sizes of its axes, in the order of the grid. All are prime parts."""
+    """A group of devices: the sizes of its axes in mesh order, all of them prime."""
 
     sizes: Mapping[str, int]
     known: dict[Spec, tuple[int, ...]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
@@ -62,24 +65,24 @@ class DeviceGroup:
         return n
 
     def counts(self, tile: TileAssignment) -> tuple[int, ...]:
-        """How many pieces there are along each dim."""
+        """Number of shards along each dimension."""
         dims = tile.dims
         if dims not in self.known:
             self.known[dims] = tuple([self.count(axes) if axes else 1 for axes in dims])
         return self.known[dims]
 
     def tile(self, dims: Iterable[Iterable[str]]) -> TileAssignment:
-        """The layout with its dims cut so."""
+        """The tile assignment with its dimensions sharded so."""
         sharded = tuple(map(tuple, dims))
         used = set().union(*sharded)
         return TileAssignment(sharded, tuple([a for a in self.sizes if a not in used]))
 
     def without(self, axes: Iterable[str]) -> DeviceGroup:
-        """The devices of one group, if those along `axes` are in different groups."""
+        """The devices of one group, where the devices along `axes` are in different groups."""
         return DeviceGroup({a: n for a, n in self.sizes.items() if a not in set(axes)})
 
     def split(self, axes: Sequence[str], counts: Sequence[int]) -> list[tuple[str, ...]] | None:
-        """`axes`, in order, in parts of so many devices; None where axes would have to be broken."""
+        """`axes`, in order, as parts of so many devices; None where an axis would have to be split."""
         found: list[tuple[str, ...]] = []
         at = 0
         for count in counts:
@@ -94,13 +97,13 @@ class DeviceGroup:
     # ---- the road from one layout to another
 
     def path(self, now: TileAssignment, to: TileAssignment) -> ReshardingPath:
-        """What XLA does to lay an array out anew."""
+        """The steps with which XLA reshards an array."""
         found = self._path(now, to, is_last=True)
         assert found is not None
         return found
 
     def _path(self, now: TileAssignment, to: TileAssignment, is_last: bool = False) -> ReshardingPath | None:
-        """None where all there is would be to gather everything, unless that `is_last`."""
+        """None where only gathering everything is left, unless this `is_last`."""
         if now.dims == to.dims:
             return []
         if self.is_permuted(now, to):
@@ -129,11 +132,11 @@ class DeviceGroup:
         return found
 
     def is_permuted(self, now: TileAssignment, to: TileAssignment) -> bool:
-        """Whether only the places of the pieces differ."""
+        """Whether only the devices of the shards differ."""
         return self.counts(now) == self.counts(to) and now.dims != to.dims and not now.is_replicated
 
     def exchanges(self, now: TileAssignment, to: TileAssignment) -> list[tuple[int, int]] | None:
-        """Pairs of dims, from and to, between which pieces are exchanged; None where that does not lead there."""
+        """The all-to-alls between the two shardings as (from, to) dimensions; None where they do not lead there."""
         before, after = self.counts(now), self.counts(to)
         if now.is_replicated or to.is_replicated or math.prod(before) != math.prod(after):
             return None
@@ -186,10 +189,10 @@ class DeviceGroup:
             if i >= len(at_once) - 1:
                 found.append(ReshardingStep("all-to-all", tuple(together), tuple(dims)))
                 together = []
-        return self._then(found, to)
+        return self._then_permute(found, to)
 
-    def _then(self, path: ReshardingPath, to: TileAssignment) -> ReshardingPath:
-        """The same number of pieces everywhere: they may have to change places at the end."""
+    def _then_permute(self, path: ReshardingPath, to: TileAssignment) -> ReshardingPath:
+        """With a final collective-permute, if shards have to change places."""
         here = path[-1].after
         return (
             path
@@ -198,7 +201,9 @@ class DeviceGroup:
         )
 
     def _finer(self, coarse: TileAssignment, fine: TileAssignment) -> TileAssignment | None:
-        """A layout with as many pieces as `fine` of which each lies in one piece of `coarse`: `fine` itself if it can."""
+        """A sharding with the shard counts of `fine` that only subdivides shards of `coarse`; `fine` itself if it
+        does.
+        """
         before, after = self.counts(coarse), self.counts(fine)
         if not coarse.is_partially_replicated or any(b % a for a, b in zip(before, after, strict=True)):
             return None
@@ -215,7 +220,7 @@ class DeviceGroup:
         between = self._finer(now, to)
         if between is None:
             return None
-        return self._then([ReshardingStep("", _new(now, between), between.dims)], to)
+        return self._then_permute([ReshardingStep("", _new(now, between), between.dims)], to)
 
     def _gather(self, now: TileAssignment, to: TileAssignment) -> ReshardingPath | None:
         between = self._finer(to, now)
@@ -225,7 +230,7 @@ class DeviceGroup:
         return [*first, ReshardingStep("all-gather", _new(to, between), to.dims)]
 
     def _shifted(self, now: TileAssignment, to: TileAssignment) -> ReshardingPath | None:
-        """From pieces along some dims to the same along the dims after them, the last of which goes, or back."""
+        """From shards along some dimensions to the same along the dimensions after them, or back."""
         partial, full = (now, to) if now.is_partially_replicated else (to, now)
         if full.is_partially_replicated or full.is_replicated or partial.dims[0]:
             return None
@@ -244,7 +249,7 @@ class DeviceGroup:
         return [*self.path(now, between), *self._exchange(between, to, pairs)]
 
     def _by_parts(self, now: TileAssignment, to: TileAssignment) -> ReshardingPath | None:
-        """Through a layout in which the pieces of one dim are told as pieces of two, or one dim is gathered, or cut."""
+        """Through an intermediate sharding: one dimension is seen as two, or is gathered, or is sharded further."""
         split = self._dim_in_two(now, to)
         if split is not None:
             d, count = split
@@ -277,7 +282,7 @@ class DeviceGroup:
         return None
 
     def _dim_in_two(self, now: TileAssignment, to: TileAssignment) -> tuple[int, int] | None:
-        """The dim whose pieces are to be told as those of two dims, and how many of them are the major ones."""
+        """The dimension whose shards are to be seen as those of two dimensions, and the number of the major ones."""
         if self.count(now.rest) != self.count(to.rest):
             return None
         pairs = list(enumerate(zip(self.counts(now), self.counts(to), strict=True)))
@@ -289,7 +294,9 @@ class DeviceGroup:
         return next(((d, b) for d, a, b in more if a > b), None)
 
     def _among_equals(self, now: TileAssignment, to: TileAssignment, is_last: bool) -> ReshardingPath | None:
-        """Devices are taken in groups by the dims that have as many pieces before and after; the rest moves inside."""
+        """Group devices by the dimensions with as many shards before and after, and reshard the rest inside each
+        group.
+        """
         equal = [d for d, (a, b) in enumerate(zip(self.counts(now), self.counts(to), strict=True)) if a == b > 1]
         if not equal:
             return None
@@ -310,7 +317,8 @@ class DeviceGroup:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedTiles:
-    """A layout with its devices in groups: the axes that tell groups apart, dim by dim, and the layout inside one.
+    """A sharding with its devices in groups: by dimension the axes that tell groups apart, and the sharding inside a
+    group.
 
     `order`: the axes inside a group in the order in which its devices are counted.
     """
@@ -321,7 +329,7 @@ class GroupedTiles:
 
     @staticmethod
     def of(tile: TileAssignment, dims: Sequence[int]) -> GroupedTiles:
-        """Groups by the pieces along `dims`; the dim after the last is that along which devices hold the same."""
+        """Groups by the shards along `dims`; the dimension after the last stands for replicas."""
         every = (*tile.dims, tile.rest)
         inner = _emptied(every, dims)
         return GroupedTiles({d: every[d] for d in dims}, inner[:-1], tuple(a for axes in inner for a in axes))
@@ -332,7 +340,7 @@ class GroupedTiles:
         return tuple(a for axes in self.groups.values() for a in axes)
 
     def aligned(self, other: GroupedTiles, devices: DeviceGroup, any_order: bool = False) -> GroupedTiles | None:
-        """The same layout in the groups of `other`. Where these are others, devices change places."""
+        """The same sharding in the groups of `other`; where the groups differ, devices change places."""
         mine, theirs = self.axes, other.axes
         parts = devices.split(theirs, [devices.count(axes) for axes in self.groups.values()])
         if parts is None:
@@ -347,7 +355,7 @@ class GroupedTiles:
 
     @property
     def spec(self) -> Spec:
-        """The layout among all devices."""
+        """The sharding over all devices."""
         return tuple((*self.groups.get(d, ()), *axes) for d, axes in enumerate(self.inner))
 
 

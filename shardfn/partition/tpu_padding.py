@@ -1,4 +1,4 @@
-"""The tiles that a TPU lays arrays out in: bytes with their padding, and which dims lie in them."""
+"""The tiles in which a TPU stores arrays: padded bytes, and the dimensions that tiles span."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LARGEST_ROW = 1024
 
 
 def tiled_bytes(shape: tuple[int, ...], bits: int) -> int:
-    """Bytes of an array as the compiler lays it out: whole tiles, the two dims in them chosen to waste least.
+    """Bytes of an array in whole tiles, with the two tiled dimensions chosen to waste least.
 
     Args:
       shape: of the array on one device.
@@ -30,7 +30,7 @@ def tiled_bytes(shape: tuple[int, ...], bits: int) -> int:
 
 
 def tiled_dims(shape: tuple[int, ...], bits: int) -> tuple[int, int]:
-    """The two dims in the tiles of `tiled_bytes`, of an array of two dims or more: along the sublanes, and along the lanes.
+    """The two dimensions in the tiles of an array of rank 2 or more: along the sublanes, and along the lanes.
 
     >>> tiled_dims((8, 32, 256), 32), tiled_dims((64, 32), 32), tiled_dims((128, 16, 64), 16)
     ((1, 2), (1, 0), (2, 0))
@@ -39,7 +39,7 @@ def tiled_dims(shape: tuple[int, ...], bits: int) -> tuple[int, int]:
 
 
 def _tiling(shape: tuple[int, ...], bits: int) -> tuple[int, tuple[int, int]]:
-    """Bytes, and the dims along sublanes and lanes; of those that waste alike the last ones, the lanes' first."""
+    """Bytes, and the dimensions along sublanes and lanes; of equal choices the last dimensions, lanes first."""
     most = SUBLANES if bits in (16, 32) else SUBLANES * max(1, 32 // bits)
     total, least, found = math.prod(shape), math.inf, (0, 0)
     for column, row in itertools.permutations(reversed(range(len(shape))), 2):

@@ -1,15 +1,14 @@
-"""Convolutions that XLA computes wrongly, in value or in gradient, or makes no program of, as they are laid out.
+"""Shardings in which XLA computes a convolution or its gradients wrongly, or does not compile it (JAX 0.10.2 and
+0.12.0.1 on CPU).
 
-Seen on JAX 0.10.2 and 0.12.0.1 (CPU): one with a window larger than 1, or strides, and a spatial dim cut gives wrong
-results, in value or in gradient, if the image leaves some grid axis unused, if the kernel is cut as well, or, with several
-spatial dims cut, strides or dilation, in other cases that follow no plain rule. It is right with whole spatial dims, and with
-one spatial dim cut of an image that is cut over all axes, without strides or with a window of 1.
-So is one whose kernel is cut along its window wrong; a kernel's gradient, where image and gradient are cut alike along the
-window, is right if these are cut over all axes, else some idle axis is added up as well.
-One in groups, cut along their dims so that the pieces do not divide the groups, does not compile, or ends the process; with
-its batch cut while some grid axis is idle, the kernel's gradient is added up once for each of the devices along that axis.
-With the batch in groups it is wrong, or ends the process, where the summed dim of image and kernel are not cut alike, or
-the result's batch is cut.
+- A window above 1 or a stride along a sharded spatial dimension, if the image leaves a mesh axis unused, the kernel is
+  sharded too, or several spatial dimensions are sharded. One sharded spatial dimension over all axes is right, without
+  strides or with a window of 1.
+- A kernel sharded along its window. Its gradient is right if image and gradient are sharded alike over all axes.
+- A grouped convolution whose shards do not divide the groups does not compile. With a sharded batch and an unused mesh
+  axis, the kernel's gradient is summed once for each device along that axis.
+- A batch in groups, unless image and kernel are sharded alike along the contracted dimension and the result's batch is
+  unsharded.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from shardfn.ir.model import Convolution, Spec, axis_size
 
 
 def is_miscompiled(found: Convolution, laid: Sequence[Spec], window: Sequence[int], axes: Mapping[str, int]) -> bool:
-    """Whether XLA might compute a convolution, or the gradients of one, wrongly.
+    """Whether XLA might compute a convolution or its gradients wrongly.
 
     Args:
       found: the convolution.
-      laid: the layouts of image, kernel and result.
-      window: the kernel's size along each spatial dim.
-      axes: the grid.
+      laid: the shardings of image, kernel and result.
+      window: the kernel's size along each spatial dimension.
+      axes: the mesh.
 
     >>> plain = Convolution((2, 3), (2, 3), (2, 3), is_dense=True)
     >>> sharded = ((), (), ("a",), ())
@@ -36,7 +35,7 @@ def is_miscompiled(found: Convolution, laid: Sequence[Spec], window: Sequence[in
     """
     image, kernel, result = laid
     every = {axis for axis, size in axes.items() if size > 1}
-    if _is_mistaken_in_groups(found, laid, axes, every):
+    if _is_grouped_miscompiled(found, laid, axes, every):
         return True
     is_pointwise = max(window, default=1) == 1
     if is_pointwise and found.is_dense:
@@ -50,8 +49,8 @@ def is_miscompiled(found: Convolution, laid: Sequence[Spec], window: Sequence[in
     return any(sharded) and (not is_one or _axes(image) != every or bool(_axes(kernel)))
 
 
-def _is_mistaken_in_groups(found: Convolution, laid: Sequence[Spec], axes: Mapping[str, int], every: set[str]) -> bool:
-    """Whether the pieces along a dim of groups do not divide these, or the batch is cut while some axis of the grid is idle."""
+def _is_grouped_miscompiled(found: Convolution, laid: Sequence[Spec], axes: Mapping[str, int], every: set[str]) -> bool:
+    """Whether shards do not divide the groups, or the batch is sharded while a mesh axis is unused."""
     for which, dim, groups in found.grouped:
         if groups % math.prod(axis_size(a, axes) for a in laid[which][dim]):
             return True
