@@ -48,7 +48,7 @@ def test_in_a_hurry_it_is_no_worse_than_data_parallel():
 def test_without_hurry_nothing_is_said_of_time():
     function, args = abstract(mlp.make, batch=64)
     made = shardfn.plan(function, *args, level=2, device="h100:8")
-    assert " s" not in made.policy.replace(" search", "").partition("grids tried")[2]
+    assert " s" not in made.policy.replace(" search", "").partition("meshes tried")[2]
 
 
 def test_the_layouts_of_a_batch_are_data_parallel_zero_1_and_fsdp():

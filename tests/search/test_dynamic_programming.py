@@ -106,7 +106,7 @@ def test_parameters_are_cut_for_memory_and_whole_for_time():
 def test_what_is_proved_is_said():
     args = (S((8192, 1024), jnp.float32), S((1024, 4096), jnp.float32), S((4096, 1024), jnp.float32))
     made = shardfn.plan(two_layers, *args, level=2, device="h100:8", **EXACT)
-    assert "proved under the cost model" in made.policy
+    assert "proved optimal under the cost model" in made.policy
     assert made.gap == 0
 
 

@@ -31,7 +31,7 @@ def dense(x, w):
 def test_without_rules_nothing_is_left_out():
     one = labelling([[1, 2], [3, 1]], tables=[((0, 1), [0, 4, 1, 0])])
     assert filters.forbid(one, {}).costs == one.costs
-    assert filters.near(one, 1e-9)[1] <= 1e-9 * 2
+    assert filters.drop_dominated(one, 1e-9)[1] <= 1e-9 * 2
 
 
 @pytest.mark.parametrize("mode", ["dynamic_programming", "recursive_programming"])
@@ -97,7 +97,7 @@ def test_what_nearness_loses_is_bounded(seed):
     tables = [((a, b), random.integers(0, 4, sizes[a] * sizes[b])) for a, b in pairs[:: 1 + seed % 3]]
     held = [(node, 0, 9, random.integers(0, 9, n)) for node, n in enumerate(sizes)] if seed % 2 else []
     whole = labelling([random.integers(4, 9, n) for n in sizes], tables=tables, held=held)
-    smaller, lost = filters.near(whole, 0.3)
+    smaller, lost = filters.drop_dominated(whole, 0.3)
     best, left = (
         min(total_cost(one, choice) for choice in itertools.product(*map(range, sizes))) for one in (whole, smaller)
     )

@@ -12,7 +12,7 @@ from shardfn.cost.estimate import collective_s, collectives
 from shardfn.ir.model import OpConstraint
 from shardfn.planning.workarounds import wrong_ops
 from shardfn.search.halo_costs import halo_cost
-from shardfn.search.resharding_costs import MeshModel, pieces, spec_of_label
+from shardfn.search.resharding_costs import MeshModel, shard_count, spec_of_label
 from tests.search.problems import S
 
 IMAGES, KERNEL = S((8, 64, 32, 4), jnp.float32), S((3, 3, 4, 8), jnp.float32)
@@ -34,7 +34,7 @@ def test_borders_cost_what_flows_send_for_them(function, row):
     index, op = next((i, op) for i, op in enumerate(problem.graph.ops) if op.window_dims)
     images = np.array([row])
     full = [float(math.prod(problem.graph.values[v].shape)) * 4 for v in op.inputs]
-    local = [full[0] / pieces(images, (8, 2)), *(np.array([size]) for size in full[1:])]
+    local = [full[0] / shard_count(images, (8, 2)), *(np.array([size]) for size in full[1:])]
     wanted = [images, *[whole] * (len(op.inputs) - 1)]
     sent, seconds = halo_cost(op, problem.graph, wanted, [images], local, MeshModel.on(problem.hardware, axes))
     spec = spec_of_label(row, 4, "ab")

@@ -9,7 +9,7 @@ import shardfn
 from shardfn.cost.devices.hardware import resolve
 from shardfn.cost.estimate import collectives
 from shardfn.ir.model import OpConstraint
-from shardfn.search.partial_sum_costs import PartialSums, add_up
+from shardfn.search.partial_sum_costs import PartialSums, reduction_cost
 from shardfn.search.resharding_costs import MeshModel, spec_of_label
 from tests.search.problems import S
 
@@ -56,7 +56,7 @@ def test_a_sum_that_is_merged_with_others_has_its_share_of_a_launch(device, whol
     partial, here, none = np.array([15.0 * 2**20]), np.array([[True]]), np.array([[False]])
     no = np.array([False])
     for reduced, scattered, rate, share in ((here, none, 2, whole), (none, here, 1, pieces)):
-        sent, seconds = add_up(partial, reduced, scattered, grid, True, no, no)
+        sent, seconds = reduction_cost(partial, reduced, scattered, grid, True, no, no)
         assert sent.item() == rate * 7 / 8 * partial.item()
         (link,) = grid.links
         assert seconds.item() == pytest.approx(sent.item() / link.bytes_s + share * link.latency_s)

@@ -1,4 +1,4 @@
-"""Small arguments must not lead propagation astray: what no product reads lies in line, and the rest is polished by flow."""
+"""Refinement: argument shardings changed group by group, and arguments that follow the products."""
 
 import jax
 import jax.numpy as jnp

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shardfn.cost.devices.hardware import CHIPS
 from shardfn.partition.resharding import primes, resharding_steps
 from shardfn.search import resharding_costs
-from shardfn.search.resharding_costs import MeshModel, change
+from shardfn.search.resharding_costs import MeshModel, resharding_cost
 
 
 @st.composite
@@ -44,8 +44,8 @@ def test_it_takes_the_road_that_shardy_and_xla_take(move):
 def test_every_pair_costs_what_it_costs_alone(sizes):
     on = MeshModel.on(CHIPS["h100"].pod(int(np.prod(sizes))), tuple(zip("abc", sizes, strict=False)))
     every = np.array(list(itertools.product(range(-1, 3), repeat=len(sizes))))
-    sent, seconds = change(every, every, 1e6, on)
+    sent, seconds = resharding_cost(every, every, 1e6, on)
     for i, j in itertools.product(range(0, len(every), 3), range(0, len(every), 5)):
-        alone = change(every[i : i + 1], every[j : j + 1], 1e6, on)
+        alone = resharding_cost(every[i : i + 1], every[j : j + 1], 1e6, on)
         assert (sent[i, j], seconds[i, j]) == (alone[0][0, 0], alone[1][0, 0])
     assert not np.diagonal(sent).any() and not np.diagonal(seconds).any()

@@ -122,7 +122,7 @@ def test_a_search_of_ones_own():
 def test_what_a_search_gives_must_be_an_answer():
     search.register("nothing", lambda problem: None)
     try:
-        with pytest.raises(ContextTypeError, match="the search 'nothing' gave None"):
+        with pytest.raises(ContextTypeError, match="the search 'nothing' returned None"):
             shardfn.plan(two_layers, *PROGRAMS["two layers"][1].values(), search_mode="nothing")
     finally:
         search.forget("nothing")

@@ -96,5 +96,5 @@ def test_without_work_one_grid_is_searched_and_the_others_are_named(monkeypatch)
     monkeypatch.setattr(exact, "WORK", 1.0)
     function, args = abstract(mlp.make, batch=64)
     made = shardfn.plan(function, *args, level=2, device="h100:8")
-    assert "not in the work that a search may do: " in made.policy and made.gap is None
+    assert "not within the work that a search may do: " in made.policy and made.gap is None
     assert any(math.prod(d.strategy) > 1 for d in made.inputs)
