@@ -1,8 +1,8 @@
-"""Convolutions of images whose spatial dims are cut: each device fetches the border it lacks from its neighbours.
+"""Convolutions of images with sharded spatial dimensions, by halo exchange.
 
-A window at the edge of a piece looks over it. `exchange` brings the rows beyond the edge from the neighbouring pieces,
-and `conv` convolves what is then there, so that XLA sees whole local images only: the value and both gradients are those
-of the uncut image, for every stride, dilation and padding whose border lies within the neighbouring piece.
+A window at the edge of a shard reaches into the neighbouring shards. `exchange` fetches the halo, the rows beyond the edge,
+and `conv` convolves the extended local image. Value and gradients equal those of the unsharded convolution, for every
+stride, dilation and padding whose halo lies within the neighbouring shards.
 """
 
 from __future__ import annotations
@@ -30,84 +30,95 @@ AxisNames = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Halo:
-    """What the pieces of one cut dim need beside their own rows, in rows, and where each starts to read.
+    """The halo of one sharded dimension.
 
-    `starts[p]` counts, in rows dilated by `dilation`, from the first of the `before` rows of piece p; from there piece p
-    reads `length` rows and makes `pieces_out` rows of the result, of which all pieces together keep `size_out`.
+    Attributes:
+      before, after: rows that each shard fetches from its neighbours.
+      starts: for each shard, the first row of its first window. It counts dilated rows from the first fetched row.
+      length: dilated rows that each shard reads.
+      shard_out: rows of the result that each shard computes.
+      size_out: rows of the complete result.
+      dilation: 1 + the zeros between rows.
     """
 
     before: int
     after: int
     starts: tuple[int, ...]
     length: int
-    pieces_out: int
+    shard_out: int
     size_out: int
     dilation: int = 1
 
 
 def halo_of(
     size: int,
-    cut: int,
+    shards: int,
     window: int,
     stride: int = 1,
     padding: tuple[int, int] = (0, 0),
     window_dilation: int = 1,
     dilation: int = 1,
 ) -> Halo | str:
-    """The border of a dim of `size` rows in `cut` equal pieces under a window, or why it cannot be fetched.
+    """The halo of a dimension under a window, or the reason why an exchange with the neighbours cannot provide it.
 
     Args:
-      size: rows of the dim, a multiple of `cut`.
-      cut: the number of pieces.
-      window: the kernel's rows.
+      size: rows of the dimension, a multiple of `shards`.
+      shards: the number of equal shards.
+      window: rows of the kernel.
       stride: rows between two windows.
-      padding: zeros before and after the dim; a negative one takes rows away.
+      padding: zero rows before and after; a negative number removes rows.
       window_dilation: 1 + the zeros between the kernel's rows.
       dilation: 1 + the zeros between the image's rows.
 
+    Returns:
+      The halo, or the reason as text.
+
     >>> halo_of(16, 4, 3, padding=(1, 1))
-    Halo(before=1, after=1, starts=(0, 0, 0, 0), length=6, pieces_out=4, size_out=16, dilation=1)
+    Halo(before=1, after=1, starts=(0, 0, 0, 0), length=6, shard_out=4, size_out=16, dilation=1)
     >>> halo_of(16, 8, 9)
-    'piece 0 needs 7 rows after its own, and its neighbour holds 2'
+    'shard 0 needs 7 rows after its own, and its neighbour holds 2'
     """
-    piece, span = size // cut, (window - 1) * window_dilation + 1
+    rows, span = size // shards, (window - 1) * window_dilation + 1
     size_out = max(0, ((size - 1) * dilation + 1 + sum(padding) - span) // stride + 1)
     if size_out == 0:
         return f"no window of {span} rows fits into {(size - 1) * dilation + 1 + sum(padding)}"
-    pieces_out = -(-size_out // cut)
-    length = (pieces_out - 1) * stride + span
-    firsts = [p * pieces_out * stride - padding[0] for p in range(cut)]  # of the dilated dim, where each reads first
-    befores = [-((first - p * piece * dilation) // dilation) for p, first in enumerate(firsts)]
-    afters = [-(-(first + length) // dilation) - (p + 1) * piece for p, first in enumerate(firsts)]
+    shard_out = -(-size_out // shards)
+    length = (shard_out - 1) * stride + span
+    firsts = [p * shard_out * stride - padding[0] for p in range(shards)]  # in dilated rows
+    befores = [-((first - p * rows * dilation) // dilation) for p, first in enumerate(firsts)]
+    afters = [-(-(first + length) // dilation) - (p + 1) * rows for p, first in enumerate(firsts)]
     for p, first in enumerate(firsts):
-        kept = min((p + 1) * pieces_out, size_out) - p * pieces_out
+        kept = min((p + 1) * shard_out, size_out) - p * shard_out
         if kept <= 0:
-            continue  # all that this piece makes is cut off again
+            continue  # this shard's result is discarded
         last = first + (kept - 1) * stride + span
         lack = {
-            "before": min(befores[p], p * piece),
-            "after": min(-(-last // dilation), size) - (p + 1) * piece,
+            "before": min(befores[p], p * rows),
+            "after": min(-(-last // dilation), size) - (p + 1) * rows,
         }
-        for side, rows in lack.items():
-            if rows > piece:
-                return f"piece {p} needs {rows} rows {side} its own, and its neighbour holds {piece}"
+        for side, count in lack.items():
+            if count > rows:
+                return f"shard {p} needs {count} rows {side} its own, and its neighbour holds {rows}"
     before, after = max(0, *befores), max(0, *afters)
-    starts = tuple(first - (p * piece - before) * dilation for p, first in enumerate(firsts))
-    return Halo(before, after, starts, length, pieces_out, size_out, dilation)
+    starts = tuple(first - (p * rows - before) * dilation for p, first in enumerate(firsts))
+    return Halo(before, after, starts, length, shard_out, size_out, dilation)
 
 
 def exchange(x: jax.Array, before: int, after: int, axes: str | AxisNames, dim: int) -> jax.Array:
-    """A piece with the last `before` rows of the piece before it and the first `after` rows of the one after it.
+    """Halo exchange: a shard with the last rows of the shard before it and the first rows of the one after it.
 
-    For use inside `jax.shard_map`, where `axes` cut the dim; beyond the first and the last piece there are zeros, and so
-    where more rows are asked for than a neighbour has.
+    For use inside `jax.shard_map`. Rows beyond the first and the last shard are zero, and so are rows that a neighbour does
+    not have.
 
     Args:
-      x: the piece on this device.
-      before: rows to fetch from the piece before.
-      after: rows to fetch from the piece after.
-      axes: the mesh axes that cut the dim, major to minor.
-      dim: the dim.
+      x: the local shard.
+      before: rows to fetch from the shard before.
+      after: rows to fetch from the shard after.
+      axes: the mesh axes that shard the dimension, major to minor.
+      dim: the dimension.
+
+    Returns:
+      The shard, longer by `before + after` rows.
 
     >>> mesh = jax.make_mesh((4,), ("rows",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
     >>> rows = PartitionSpec("rows")
@@ -144,27 +155,29 @@ def conv(
     layout: Any,
     kernel_layout: Any = None,
 ) -> jax.Array:
-    """`jax.lax.conv_general_dilated` of an image that lies as `layout` says, its spatial dims cut or not.
+    """`jax.lax.conv_general_dilated` of a sharded image; its spatial dimensions may be sharded.
 
-    The result's batch and spatial dims are cut as the image's; its channels over the axes that cut the kernel's output
-    channels. A spatial dim of the result that its cut does not divide is computed in pieces and then laid out by XLA.
-    Channels of the image that are cut are summed over, or, with as many groups, stay cut. Where the kernel's output
-    channels are cut and there are groups, each device takes the part of the image that its groups look at. A kernel cut
-    otherwise than along its output channels is gathered.
+    Batch and spatial dimensions of the result are sharded as the image's, its channels as the kernel's output channels. A
+    spatial dimension of the result that its axes do not divide is computed in shards, and XLA reshards it. Over sharded
+    input channels the result is summed; with as many groups it keeps them sharded. With groups and sharded output
+    channels, each device takes the part of the image that its groups use. A kernel with another sharding is gathered.
 
     Args:
-      lhs: the image, by default [N, C, H, W], with any number of spatial dims.
+      lhs: the image, by default [N, C, H, W], with any number of spatial dimensions.
       rhs: the kernel, by default [O, I, H, W].
       window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers: as in `jax.lax.conv_general_dilated`.
       feature_group_count, precision, preferred_element_type: the same.
-      batch_group_count: the same; more than 1 only where the batch is whole.
-      layout: how the image lies; of the kernel and the result the rest follows.
-      kernel_layout: how the kernel lies, on the same mesh; whole if None.
+      batch_group_count: the same; above 1 only with an unsharded batch.
+      layout: the sharding of the image, a Layout or a NamedSharding; it determines that of the result.
+      kernel_layout: the sharding of the kernel, on the same mesh; replicated if None.
+
+    Returns:
+      The result, a sharded array.
 
     Raises:
-      StrategyError: a dim is not divided by its cut, a window reaches beyond the neighbouring piece, groups that the
-        cut does not divide, or strides, dilations or padding that do not fit the spatial dims. StrategyTypeError: a
-        layout of another type.
+      StrategyError: a dimension that its axes do not divide; a window that reaches beyond the neighbouring shard; groups
+        that the shards do not divide; strides, dilations or padding that do not fit the spatial dimensions.
+      StrategyTypeError: a layout of another type.
 
     >>> mesh = jax.make_mesh((2, 4), ("row", "column"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     >>> image, kernel = jax.numpy.ones((1, 16, 32, 3)), jax.numpy.ones((3, 3, 3, 8))
@@ -175,14 +188,14 @@ def conv(
     """
     lhs, rhs = (x if hasattr(x, "shape") and hasattr(x, "dtype") else jax.numpy.asarray(x) for x in (lhs, rhs))
     numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
-    mesh, image = _placed(layout, lhs.ndim, "layout")
+    mesh, image = _axes_of(layout, lhs.ndim, "layout")
     kernel: Spec = ((),) * rhs.ndim
     if kernel_layout is not None:
-        other, kernel = _placed(kernel_layout, rhs.ndim, "kernel_layout")
+        other, kernel = _axes_of(kernel_layout, rhs.ndim, "kernel_layout")
         if other.axis_names != mesh.axis_names or other.axis_sizes != mesh.axis_sizes:
-            fail(StrategyTypeError, "the image and the kernel lie on two grids",
+            fail(StrategyTypeError, "the image and the kernel are on different meshes",
                  where=f"layout = {layout!r}, kernel_layout = {kernel_layout!r}",
-                 fix="write both on one device matrix, with the same axis names")  # fmt: skip
+                 fix="use one mesh, with the same axis names")  # fmt: skip
     spatial = range(lhs.ndim - 2)
     steps = {"window_strides": window_strides, "lhs_dilation": lhs_dilation, "rhs_dilation": rhs_dilation}
     raise_problems(list(_problems_of_windows(len(spatial), steps, padding)))
@@ -192,52 +205,52 @@ def conv(
         if any(d > 1 for d in inner):
             fail(StrategyError, f"padding {padding!r} has no meaning with zeros between the image's rows",
                  where=f"padding = {padding!r}, lhs_dilation = {inner}",
-                 why="which output size is meant is not clear: `jax.lax.conv_general_dilated` refuses it too",
-                 fix="give the zeros before and after each spatial dim: padding=[(1, 1), (1, 1)]")  # fmt: skip
+                 why="the output size is ambiguous; `jax.lax.conv_general_dilated` refuses it too",
+                 fix="give the zeros before and after each spatial dimension: padding=[(1, 1), (1, 1)]")  # fmt: skip
         spans = [(w - 1) * d + 1 for w, d in zip(windows, outer, strict=True)]
         sizes = [lhs.shape[d] for d in numbers.lhs_spec[2:]]
         padding = lax.padtype_to_pads(sizes, spans, strides, padding)
     pads = tuple((int(low), int(high)) for low, high in padding)
-    cuts = [math.prod(mesh.shape[axis] for axis in dim) for dim in image]
-    problems = list(_problems(lhs, image, cuts, kernel, numbers, feature_group_count, batch_group_count))
+    strategy = [math.prod(mesh.shape[axis] for axis in dim) for dim in image]
+    problems = list(_problems(lhs, image, strategy, kernel, numbers, feature_group_count, batch_group_count))
     problems += _problems_of_outputs(mesh, lhs, rhs, image, kernel, numbers, feature_group_count, batch_group_count)
-    borders: list[Halo | None] = []
+    halos: list[Halo | None] = []
     for i in spatial:
         dim = numbers.lhs_spec[2 + i]
         found = None
-        if cuts[dim] > 1 and not problems:
-            found = halo_of(lhs.shape[dim], cuts[dim], windows[i], strides[i], pads[i], outer[i], inner[i])
+        if strategy[dim] > 1 and not problems:
+            found = halo_of(lhs.shape[dim], strategy[dim], windows[i], strides[i], pads[i], outer[i], inner[i])
         if isinstance(found, str):
             problems.append(
                 Problem(
-                    f"a window reaches over the pieces that dim {dim} of the image is cut into",
-                    where=f"image {list(lhs.shape)} cut {tuple(cuts)}, kernel {list(rhs.shape)}, stride {strides[i]}, "
+                    f"a window reaches beyond the neighbouring shards of dim {dim} of the image",
+                    where=f"image {list(lhs.shape)} sharded {tuple(strategy)}, kernel {list(rhs.shape)}, stride {strides[i]}, "
                     f"padding {pads[i]}, dilations {inner[i]} and {outer[i]}",
                     why=found,
-                    fix=f"cut dim {dim} less than {cuts[dim]} ways, or another dim",
+                    fix=f"shard dim {dim} less than {strategy[dim]} ways, or another dimension",
                 )
             )
-        borders.append(found if isinstance(found, Halo) else None)
+        halos.append(found if isinstance(found, Halo) else None)
     raise_problems(problems)
 
     grouped, channels = feature_group_count > 1, image[numbers.lhs_spec[1]]
-    groups = feature_group_count // cuts[numbers.lhs_spec[1]] if grouped else 1
+    groups = feature_group_count // strategy[numbers.lhs_spec[1]] if grouped else 1
     summed = () if grouped else channels
     out = channels if grouped and channels else kernel[numbers.rhs_spec[0]]
-    asked = _Asked(image, out, numbers, strides, pads, inner, outer, groups, batch_group_count,
-                   precision, preferred_element_type, tuple(borders), summed,
+    convolution = _Convolution(image, out, numbers, strides, pads, inner, outer, groups, batch_group_count,
+                   precision, preferred_element_type, tuple(halos), summed,
                    1 if grouped and channels else _shares(mesh, out, max(groups, batch_group_count)))  # fmt: skip
-    places = partition_spec(image), partition_spec(asked.kernel)
-    return _program(mesh, asked)(*(_moved(v, mesh, spec) for v, spec in zip((lhs, rhs), places, strict=True)))
+    places = partition_spec(image), partition_spec(convolution.kernel)
+    return _program(mesh, convolution)(*(_on_mesh(v, mesh, spec) for v, spec in zip((lhs, rhs), places, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Asked:
-    """A convolution and the layouts around it.
+class _Convolution:
+    """A convolution with its shardings.
 
-    `groups` are those of the image as it lies, `out` the axes that cut the kernel's output channels, and so the result's,
-    `summed` the axes of cut channels. `shares` counts the parts of the groups that devices along `out` make results of: each
-    takes what its groups look at, of the image's channels or of its batch.
+    `groups` counts the groups of the local image, `out` are the mesh axes of the output channels, `summed` those of the input
+    channels that the result is summed over. `shares` is the number of parts that the groups fall into along `out`; each device
+    takes the channels, or the batch, of its part.
     """
 
     image: Spec
@@ -251,39 +264,39 @@ class _Asked:
     batch_groups: int
     precision: Any
     dtype: Any
-    borders: tuple[Halo | None, ...]
+    halos: tuple[Halo | None, ...]
     summed: AxisNames
     shares: int
 
     @property
     def kernel(self) -> Spec:
-        """How the kernel comes in."""
+        """The sharding of the kernel."""
         dims: list[AxisNames] = [()] * len(self.image)
         dims[self.numbers.rhs_spec[0]], dims[self.numbers.rhs_spec[1]] = self.out, self.summed
         return tuple(dims)
 
     @property
     def result(self) -> Spec:
-        """How the result comes out."""
+        """The sharding of the result."""
         dims: list[AxisNames] = [()] * len(self.image)
-        for mine, theirs in zip(self.numbers.out_spec, self.numbers.lhs_spec, strict=True):
-            dims[mine] = self.image[theirs]
+        for out_dim, dim in zip(self.numbers.out_spec, self.numbers.lhs_spec, strict=True):
+            dims[out_dim] = self.image[dim]
         dims[self.numbers.out_spec[1]] = self.out
         return tuple(dims)
 
     def on_device(self, x: jax.Array, k: jax.Array) -> jax.Array:
-        """The convolution of one device's piece."""
+        """The convolution of the local shard."""
         if self.shares > 1:
             dim = self.numbers.lhs_spec[1 if self.groups > 1 else 0]
-            size, cut = x.shape[dim] // self.shares, lax.axis_size(self.out)
-            first = lax.axis_index(self.out) * self.shares // cut * size
+            size, count = x.shape[dim] // self.shares, lax.axis_size(self.out)
+            first = lax.axis_index(self.out) * self.shares // count * size
             x = lax.dynamic_slice_in_dim(x, first, size, axis=dim)
         groups, batch_groups = (n // self.shares if n > 1 else 1 for n in (self.groups, self.batch_groups))
-        ready = [found is not None or min(pad) < 0 for found, pad in zip(self.borders, self.pads, strict=True)]
-        for i, needed in enumerate(self.borders):
+        ready = [found is not None or min(pad) < 0 for found, pad in zip(self.halos, self.pads, strict=True)]
+        for i, halo in enumerate(self.halos):
             dim = self.numbers.lhs_spec[2 + i]
-            if needed is not None:
-                x = _window(x, needed, self.image[dim], dim)
+            if halo is not None:
+                x = _window(x, halo, self.image[dim], dim)
             elif ready[i]:  # XLA computes negative padding wrongly on the CPU (seen on JAX 0.10.2)
                 x = _padded(x, dim, *self.pads[i], self.inner[i] - 1)
         y = lax.conv_general_dilated(
@@ -296,36 +309,37 @@ class _Asked:
 
 
 @functools.lru_cache(maxsize=256)
-def _program(mesh: Mesh | AbstractMesh, asked: _Asked) -> Any:
-    """The jitted convolution, the same for equal calls: outside another `jit` it is compiled once."""
-    run = jax.shard_map(asked.on_device, mesh=mesh, in_specs=(partition_spec(asked.image), partition_spec(asked.kernel)),
-                        out_specs=partition_spec(asked.result))  # fmt: skip
+def _program(mesh: Mesh | AbstractMesh, convolution: _Convolution) -> Any:
+    """The jitted convolution, cached: equal calls outside another `jit` compile once."""
+    in_specs = partition_spec(convolution.image), partition_spec(convolution.kernel)
+    run = jax.shard_map(convolution.on_device, mesh=mesh, in_specs=in_specs,
+                        out_specs=partition_spec(convolution.result))  # fmt: skip
 
     @jax.jit
-    def whole(x: jax.Array, k: jax.Array) -> jax.Array:
+    def program(x: jax.Array, k: jax.Array) -> jax.Array:
         y = run(x, k)
-        for dim, needed in zip(asked.numbers.out_spec[2:], asked.borders, strict=True):
-            if needed is not None and needed.size_out != y.shape[dim]:
-                y = lax.slice_in_dim(y, 0, needed.size_out, axis=dim)
+        for dim, halo in zip(convolution.numbers.out_spec[2:], convolution.halos, strict=True):
+            if halo is not None and halo.size_out != y.shape[dim]:
+                y = lax.slice_in_dim(y, 0, halo.size_out, axis=dim)
         return y
 
-    return whole
+    return program
 
 
 def _shares(mesh: Mesh | AbstractMesh, out: AxisNames, groups: int) -> int:
-    """Into how many parts the groups fall whose results lie on different devices; `_problems` has seen that they are whole."""
+    """The number of parts of the groups whose results are on different devices; `_problems` has checked that they are equal."""
     return min(groups, math.prod(mesh.shape[axis] for axis in out))
 
 
-def _window(x: jax.Array, needed: Halo, axes: AxisNames, dim: int) -> jax.Array:
-    """The rows that this device's windows look at, zeros between them and beyond the image included."""
-    x = exchange(x, needed.before, needed.after, axes, dim)
-    if needed.dilation > 1:
-        x = _padded(x, dim, 0, needed.dilation - 1, needed.dilation - 1)
-    if len(set(needed.starts)) == 1:
-        return lax.slice_in_dim(x, needed.starts[0], needed.starts[0] + needed.length, axis=dim)
-    start = jax.numpy.asarray(needed.starts)[lax.axis_index(axes)]
-    return lax.dynamic_slice_in_dim(x, start, needed.length, axis=dim)
+def _window(x: jax.Array, halo: Halo, axes: AxisNames, dim: int) -> jax.Array:
+    """The rows that the windows of this device use, with zeros between them and beyond the image."""
+    x = exchange(x, halo.before, halo.after, axes, dim)
+    if halo.dilation > 1:
+        x = _padded(x, dim, 0, halo.dilation - 1, halo.dilation - 1)
+    if len(set(halo.starts)) == 1:
+        return lax.slice_in_dim(x, halo.starts[0], halo.starts[0] + halo.length, axis=dim)
+    start = jax.numpy.asarray(halo.starts)[lax.axis_index(axes)]
+    return lax.dynamic_slice_in_dim(x, start, halo.length, axis=dim)
 
 
 def _padded(x: jax.Array, dim: int, low: int, high: int, between: int = 0) -> jax.Array:
@@ -336,16 +350,16 @@ def _padded(x: jax.Array, dim: int, low: int, high: int, between: int = 0) -> ja
     return lax.pad(x, jax.numpy.zeros((), x.dtype), config)
 
 
-def _placed(layout: Any, ndim: int, name: str) -> tuple[Mesh | AbstractMesh, Spec]:
+def _axes_of(layout: Any, ndim: int, name: str) -> tuple[Mesh | AbstractMesh, Spec]:
     if not isinstance(layout, MeshLayout | NamedSharding):
         fail(StrategyTypeError, f"`{name}` must be a Layout or a NamedSharding, but it is {a(layout)}",
-             where=f"{name} = {layout!r:.80}", why="borders are fetched over named axes of the grid",
+             where=f"{name} = {layout!r:.80}", why="a halo exchange needs named mesh axes",
              fix='build one: Layout((2, 4), ("row", "column"))("None", "row", …), or pass image.sharding')  # fmt: skip
     is_jax = isinstance(layout, NamedSharding)
     spec = spec_of(layout.spec, ndim) if is_jax else layout.spec
     if len(spec) != ndim:
         fail(StrategyTypeError, f"`{name}` has {len(spec)} dims, and the array has {ndim}",
-             where=f"{name} = {layout!r}", fix='give each dim an entry; that of a whole one is "None"')  # fmt: skip
+             where=f"{name} = {layout!r}", fix='give each dimension an entry; "None" is unsharded')  # fmt: skip
     return layout.mesh if is_jax else _mesh(layout), spec
 
 
@@ -355,26 +369,27 @@ def _mesh(layout: Any) -> Mesh:
 
 
 def _problems(
-    lhs: Any, image: Spec, cuts: Sequence[int], kernel: Spec, numbers: Any, groups: int, batch_groups: int
+    lhs: Any, image: Spec, strategy: Sequence[int], kernel: Spec, numbers: Any, groups: int, batch_groups: int
 ) -> Iterator[Problem]:
-    where = f"image {list(lhs.shape)} cut {tuple(cuts)}"
-    for dim, (size, cut) in enumerate(zip(lhs.shape, cuts, strict=True)):
-        if size % cut:
-            yield Problem(f"dim {dim} of the image cannot be cut {cut} ways", where, f"{size} is not divisible by {cut}",
-                          f"leave it whole, or pad it to {-(-size // cut) * cut}")  # fmt: skip
-    batch, channels = (cuts[d] for d in numbers.lhs_spec[:2])
+    where = f"image {list(lhs.shape)} sharded {tuple(strategy)}"
+    for dim, (size, shards) in enumerate(zip(lhs.shape, strategy, strict=True)):
+        if size % shards:
+            yield Problem(f"dim {dim} of the image cannot be sharded {shards} ways", where,
+                          f"{size} is not divisible by {shards}",
+                          f"leave it unsharded, or pad it to {-(-size // shards) * shards}")  # fmt: skip
+    batch, channels = (strategy[d] for d in numbers.lhs_spec[:2])
     if groups > 1 and groups % channels:
-        yield Problem(f"the channels of the image cannot be cut {channels} ways with {groups} groups", where,
-                      f"{groups} is not divisible by {channels}, and a group lies on one device",
-                      "leave the channels whole")  # fmt: skip
+        yield Problem(f"the channels of the image cannot be sharded {channels} ways with {groups} groups", where,
+                      f"{groups} is not divisible by {channels}, and a group must be on one device",
+                      "leave the channels unsharded")  # fmt: skip
     if batch_groups > 1 and batch > 1:
-        yield Problem(f"the batch of the image cannot be cut {batch} ways with batch_group_count = {batch_groups}", where,
-                      "a group of the batch lies on one device", "leave the batch whole")  # fmt: skip
+        yield Problem(f"the batch of the image cannot be sharded {batch} ways with batch_group_count = {batch_groups}", where,
+                      "a group of the batch must be on one device", "leave the batch unsharded")  # fmt: skip
     used = {axis for dim in image for axis in dim}
     both = sorted(used & set(kernel[numbers.rhs_spec[0]]))
     if both:
-        yield Problem(f"the kernel's output channels and the image are both cut over {', '.join(both)}", where,
-                      "the result would be cut twice over one axis", "cut the kernel over an axis of its own")  # fmt: skip
+        yield Problem(f"the kernel's output channels and the image are both sharded over {', '.join(both)}", where,
+                      "two dimensions of the result would use one axis", "shard the kernel over another axis")  # fmt: skip
 
 
 def _problems_of_windows(dims: int, steps: dict[str, Any], padding: Any) -> Iterator[Problem]:
@@ -384,21 +399,21 @@ def _problems_of_windows(dims: int, steps: dict[str, Any], padding: Any) -> Iter
             continue
         numbers = _ints(given, dims)
         if numbers is None or min(numbers, default=1) < 1:
-            yield Problem(f"`{name}` must be {dims} whole numbers from 1 on", f"{name} = {given!r:.80}",
-                          f"the image has {dims} spatial dims, and each has its own", f"{name}={example}")  # fmt: skip
+            yield Problem(f"`{name}` must be {dims} ints from 1", f"{name} = {given!r:.80}",
+                          f"the image has {dims} spatial dimensions, and each needs one", f"{name}={example}")  # fmt: skip
     if isinstance(padding, str):
         if padding.upper() not in ("SAME", "SAME_LOWER", "VALID"):
-            yield Problem("padding is no word that is known", f"padding = {padding!r:.80}", "",
+            yield Problem("padding is an unknown word", f"padding = {padding!r:.80}", "",
                           'use "SAME", "SAME_LOWER" or "VALID", or pairs of numbers')  # fmt: skip
         return
     pairs = tuple(padding) if isinstance(padding, Iterable) else ()
     if len(pairs) != dims or any(_ints(pair, 2) is None for pair in pairs):
-        yield Problem(f"`padding` must be {dims} pairs of whole numbers", f"padding = {padding!r:.80}",
-                      "each spatial dim has zeros before and after it", f"padding=[{', '.join(['(1, 1)'] * dims)}]")  # fmt: skip
+        yield Problem(f"`padding` must be {dims} pairs of ints", f"padding = {padding!r:.80}",
+                      "each spatial dimension has its own", f"padding=[{', '.join(['(1, 1)'] * dims)}]")  # fmt: skip
 
 
 def _ints(given: Any, count: int) -> tuple[int, ...] | None:
-    """As many whole numbers, or None."""
+    """The numbers as `count` ints, or None."""
     try:
         found = tuple(map(operator.index, given))
     except TypeError:
@@ -417,16 +432,17 @@ def _problems_of_outputs(
     batch_groups: int,
 ) -> Iterator[Problem]:
     out_dim = numbers.rhs_spec[0]
-    size, cut = rhs.shape[out_dim], math.prod(mesh.shape[axis] for axis in kernel[out_dim])
-    where = f"kernel {list(rhs.shape)} cut {cut} ways along dim {out_dim}"
+    size, shards = rhs.shape[out_dim], math.prod(mesh.shape[axis] for axis in kernel[out_dim])
+    where = f"kernel {list(rhs.shape)} sharded {shards} ways along dim {out_dim}"
     if groups > 1 and image[numbers.lhs_spec[1]]:
-        return  # the image's channels say where the groups lie, and the kernel follows
-    if size % cut:
-        yield Problem(f"the kernel's output channels cannot be cut {cut} ways", where, f"{size} is not divisible by {cut}",
-                      "leave them whole, or cut them less")  # fmt: skip
+        return  # the image's channels place the groups, and the kernel follows
+    if size % shards:
+        yield Problem(f"the kernel's output channels cannot be sharded {shards} ways", where,
+                      f"{size} is not divisible by {shards}",
+                      "leave them unsharded, or use fewer shards")  # fmt: skip
         return
     for name, count, dim in (("feature", groups, numbers.lhs_spec[1]), ("batch", batch_groups, numbers.lhs_spec[0])):
-        if count < 2 or cut < 2:
+        if count < 2 or shards < 2:
             continue
         for of, held in ((f"dim {dim} of the image", lhs.shape[dim]), ("the kernel's output channels", size)):
             if held % count:
@@ -434,18 +450,19 @@ def _problems_of_outputs(
                               f"image {list(lhs.shape)}, kernel {list(rhs.shape)}", f"{held} is not divisible by {count}",
                               f"give a {name}_group_count that divides it")  # fmt: skip
                 return
-        if count % cut and cut % count:
-            yield Problem(f"the kernel's output channels cannot be cut {cut} ways with {name}_group_count = {count}", where,
-                          f"neither of {cut} and {count} divides the other, so that a device would hold part of several groups",
-                          f"cut them {' or '.join(map(str, _fitting(cut, count)))} ways, or leave them whole")  # fmt: skip
+        if count % shards and shards % count:
+            yield Problem(f"the kernel's output channels cannot be sharded {shards} ways with {name}_group_count = {count}",
+                          where,
+                          f"neither of {shards} and {count} divides the other, so a device would hold parts of several groups",
+                          f"shard them {' or '.join(map(str, _fitting(shards, count)))} ways, or not at all")  # fmt: skip
 
 
-def _fitting(cut: int, count: int) -> list[int]:
-    return sorted({math.gcd(cut, count), count} - {1})
+def _fitting(shards: int, count: int) -> list[int]:
+    return sorted({math.gcd(shards, count), count} - {1})
 
 
-def _moved(value: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:
-    """A concrete array that lies on other devices is moved to the mesh; others are jit's business."""
+def _on_mesh(value: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:
+    """A concrete array on other devices is moved to the mesh; jit places all others."""
     if isinstance(value, Tracer) or isinstance(mesh, AbstractMesh):
         return value
     target = NamedSharding(mesh, spec)

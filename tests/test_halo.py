@@ -250,18 +250,18 @@ def test_a_sharded_training_step_with_it_inside():
 @pytest.mark.parametrize(
     ("kind", "match", "call"),
     [
-        (StrategyError, "dim 1 of the image cannot be cut 2 ways", lambda: halo.conv(X[:, :15], K, (1, 1), "SAME", dimension_numbers=NHWC, layout=GRID("None", "a", "None", "None"))),
-        (StrategyError, "piece 0 needs 4 rows after its own, and its neighbour holds 2", lambda: halo.conv(X, normal(9, 3, 4, 8), (1, 1), "SAME", dimension_numbers=NHWC, layout=GRID("None", ("a", "b"), "None", "None"))),
-        (StrategyError, "cannot be cut 4 ways with 2 groups", lambda: halo.conv(X, normal(3, 3, 2, 8), (1, 1), "SAME", dimension_numbers=NHWC, feature_group_count=2, layout=GRID("None", "a", "None", "b"))),
+        (StrategyError, "dim 1 of the image cannot be sharded 2 ways", lambda: halo.conv(X[:, :15], K, (1, 1), "SAME", dimension_numbers=NHWC, layout=GRID("None", "a", "None", "None"))),
+        (StrategyError, "shard 0 needs 4 rows after its own, and its neighbour holds 2", lambda: halo.conv(X, normal(9, 3, 4, 8), (1, 1), "SAME", dimension_numbers=NHWC, layout=GRID("None", ("a", "b"), "None", "None"))),
+        (StrategyError, "cannot be sharded 4 ways with 2 groups", lambda: halo.conv(X, normal(3, 3, 2, 8), (1, 1), "SAME", dimension_numbers=NHWC, feature_group_count=2, layout=GRID("None", "a", "None", "b"))),
         (StrategyError, "batch_group_count = 2", lambda: halo.conv(X, K, (1, 1), "SAME", dimension_numbers=NHWC, batch_group_count=2, layout=GRID("a", "None", "b", "None"))),
-        (StrategyError, "cannot be cut 4 ways with feature_group_count = 6", lambda: halo.conv(normal(2, 8, 8, 6), normal(3, 3, 1, 12), (1, 1), "SAME", dimension_numbers=NHWC, feature_group_count=6, layout=GRID("None", "a", "None", "None"), kernel_layout=GRID("None", "None", "None", "b"))),
-        (StrategyError, "output channels cannot be cut 4 ways", lambda: halo.conv(X, normal(3, 3, 4, 6), (1, 1), "SAME", dimension_numbers=NHWC, layout=GRID("None", "a", "None", "None"), kernel_layout=GRID("None", "None", "None", "b"))),
+        (StrategyError, "cannot be sharded 4 ways with feature_group_count = 6", lambda: halo.conv(normal(2, 8, 8, 6), normal(3, 3, 1, 12), (1, 1), "SAME", dimension_numbers=NHWC, feature_group_count=6, layout=GRID("None", "a", "None", "None"), kernel_layout=GRID("None", "None", "None", "b"))),
+        (StrategyError, "output channels cannot be sharded 4 ways", lambda: halo.conv(X, normal(3, 3, 4, 6), (1, 1), "SAME", dimension_numbers=NHWC, layout=GRID("None", "a", "None", "None"), kernel_layout=GRID("None", "None", "None", "b"))),
         (StrategyError, "dim 3 of the image cannot be split into feature_group_count = 8 groups", lambda: halo.conv(X, normal(3, 3, 1, 8), (1, 1), "SAME", dimension_numbers=NHWC, feature_group_count=8, layout=GRID("None", "a", "None", "None"), kernel_layout=GRID("None", "None", "None", "b"))),
-        (StrategyError, "both cut over b", lambda: halo.conv(X, K, (1, 1), "SAME", dimension_numbers=NHWC, layout=GRID("None", "a", "b", "None"), kernel_layout=GRID("None", "None", "None", "b"))),
+        (StrategyError, "both sharded over b", lambda: halo.conv(X, K, (1, 1), "SAME", dimension_numbers=NHWC, layout=GRID("None", "a", "b", "None"), kernel_layout=GRID("None", "None", "None", "b"))),
         (StrategyError, "no meaning with zeros", lambda: halo.conv(X, K, (1, 1), "SAME", (2, 2), dimension_numbers=NHWC, layout=GRID("None", "a", "b", "None"))),
         (StrategyTypeError, "must be a Layout", lambda: halo.conv(X, K, (1, 1), "SAME", layout=(1, 2, 4, 1))),
         (StrategyTypeError, "`layout` has 3 dims", lambda: halo.conv(X, K, (1, 1), "SAME", layout=GRID("a", "b", "None"))),
-        (StrategyTypeError, "on two grids", lambda: halo.conv(X, K, (1, 1), "SAME", layout=GRID("a", "b", "None", "None"), kernel_layout=Layout((8,), ("c",))("None", "None", "None", "None"))),
+        (StrategyTypeError, "on different meshes", lambda: halo.conv(X, K, (1, 1), "SAME", layout=GRID("a", "b", "None", "None"), kernel_layout=Layout((8,), ("c",))("None", "None", "None", "None"))),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused(kind, match, call):
@@ -273,15 +273,15 @@ def test_what_cannot_be_done_is_refused(kind, match, call):
 @pytest.mark.parametrize(
     ("match", "more"),
     [
-        ("`window_strides` must be 2 whole numbers", {"window_strides": (1,)}),
-        ("`window_strides` must be 2 whole numbers", {"window_strides": (0, 1)}),
-        ("`window_strides` must be 2 whole numbers", {"window_strides": 2}),
-        ("`lhs_dilation` must be 2 whole numbers", {"lhs_dilation": (1, 0), "padding": [(1, 1), (1, 1)]}),
-        ("`rhs_dilation` must be 2 whole numbers", {"rhs_dilation": (1, 1, 1)}),
+        ("`window_strides` must be 2 ints", {"window_strides": (1,)}),
+        ("`window_strides` must be 2 ints", {"window_strides": (0, 1)}),
+        ("`window_strides` must be 2 ints", {"window_strides": 2}),
+        ("`lhs_dilation` must be 2 ints", {"lhs_dilation": (1, 0), "padding": [(1, 1), (1, 1)]}),
+        ("`rhs_dilation` must be 2 ints", {"rhs_dilation": (1, 1, 1)}),
         ("`padding` must be 2 pairs", {"padding": [(1, 1)]}),
         ("`padding` must be 2 pairs", {"padding": [1, 1]}),
         ("`padding` must be 2 pairs", {"padding": None}),
-        ("no word that is known", {"padding": "WIDE"}),
+        ("an unknown word", {"padding": "WIDE"}),
         ("(?s)2 problems.*window_strides.*padding", {"window_strides": (1,), "padding": [(1, 1)]}),
     ],
 )

@@ -1,4 +1,16 @@
-"""Checkpoints that change layout: saved under one, restored under any other, on other devices, in other processes."""
+"""Sharded checkpoints: saved under one sharding, restored under any other, on any number of devices and processes.
+
+| module | holds |
+|---|---|
+| `writer`, `orbax_store` | `save`; step folders, retention and background saves with Orbax |
+| `reader`, `targets` | `restore`; the sharding of each restored array |
+| `offline` | `relayout`, `merge` and `verify`, without devices |
+| `safetensors`, `safetensors_files` | export and import of safetensors; its file format |
+| `step_folders` | `steps`, `inspect`; paths of steps |
+| `contents`, `fingerprints` | the description of a checkpoint and of its files |
+| `arrays`, `chunks` | arrays on disk with TensorStore; the shapes of files and chunks |
+| `state_tree` | a pytree as arrays by path, and back |
+"""
 
 from shardfn.checkpoint.offline import CopyResult, merge, relayout, verify
 from shardfn.checkpoint.reader import RestoreReads, reads, restore

@@ -1,7 +1,7 @@
-"""Arrays in files: TensorStore's zarr 3, every chunk and every index of chunks with a checksum that reading checks.
+"""Arrays on disk: TensorStore's zarr 3, with a checksum for every chunk and every index of chunks.
 
-The only user of `tensorstore`. An array is a folder: `zarr.json`, and a file for each piece under `c/`. What is read is
-what was written, or an error that names the file.
+The only user of `tensorstore`. An array is a folder with `zarr.json`, and a file for each shard under `c/`. A read returns
+what was written, or raises an error that names the file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import pathlib
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,16 +28,16 @@ from shardfn.errors import CheckpointFileError, Problem, fail
 from shardfn.runtime.extras import need
 
 READ_BYTES = 1 << 30
-"""Bytes of arrays that are on their way from disk at any time; a single array may be larger."""
+"""Most bytes of arrays that are being read at any time; a single array may be larger."""
 
 WORKERS = 4
-"""Threads that put what was read onto devices."""
+"""Threads that copy arrays to devices."""
 
 COUNTERS = "/tensorstore/kvstore/file/"
 
 
 def open_array(directory: pathlib.Path, entry: StoredArray, write: bool = False) -> Any:
-    """The `tensorstore.TensorStore` of an array in a checkpoint's folder. Its metadata must be what `entry` says."""
+    """A future of the `tensorstore.TensorStore` of an array; its metadata must agree with `entry`."""
     chunk_codecs = [
         {"name": "bytes", "configuration": {"endian": "little"}},
         {"name": "zstd", "configuration": {"level": 1}},
@@ -60,7 +60,7 @@ def open_array(directory: pathlib.Path, entry: StoredArray, write: bool = False)
         "driver": "zarr3",
         "kvstore": {"driver": "file", "path": os.fspath(directory / array_folder(entry.path))},
         "metadata": metadata,
-        "store_data_equal_to_fill_value": True,  # else a chunk of zeros is no chunk, and a lost one is zeros
+        "store_data_equal_to_fill_value": True,  # otherwise a lost chunk would read as zeros
         "fill_missing_data_reads": False,
         "open": True,
         "create": write,
@@ -69,22 +69,22 @@ def open_array(directory: pathlib.Path, entry: StoredArray, write: bool = False)
 
 
 def bytes_read() -> int:
-    """Bytes that this process has read from files of arrays since it started, as TensorStore counts them."""
+    """Bytes that this process has read from array files, as TensorStore counts them."""
     rows = need("tensorstore", "checkpoint").experimental_collect_matching_metrics(COUNTERS + "bytes_read")
     return sum(int(value["value"]) for row in rows for value in row["values"])
 
 
 def write_shards(
-    directory: pathlib.Path, entry: StoredArray, pieces: Iterable[tuple[Box, np.ndarray]]
+    directory: pathlib.Path, entry: StoredArray, shards: Iterable[tuple[Box, np.ndarray]]
 ) -> Iterator[Any]:
-    """Begin to write pieces of an array; the futures are done when their files are on disk."""
+    """Begin to write shards of an array. The futures are done when their files are on disk."""
     store = open_array(directory, entry, write=True).result()
-    for box, value in pieces:
+    for box, value in shards:
         yield store[box].write(value, can_reference_source_data_indefinitely=True)
 
 
 def local_shards(value: Any) -> list[tuple[Box, np.ndarray]]:
-    """What this process has to write of an array: each piece once, over all processes, in this process's memory."""
+    """The shards of an array that this process writes, in host memory: each once, over all processes."""
     if isinstance(value, np.ndarray):
         return (
             [(closed_box((slice(None),) * value.ndim, value.shape), value.copy())] if jax.process_index() == 0 else []
@@ -97,7 +97,7 @@ def local_shards(value: Any) -> list[tuple[Box, np.ndarray]]:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayRead:
-    """An array to read: its entry, where its pieces go, and the dtype it has then."""
+    """An array to read, its target sharding, and the dtype it is cast to."""
 
     entry: StoredArray
     sharding: Sharding
@@ -105,12 +105,12 @@ class ArrayRead:
 
     @property
     def on_host(self) -> bool:
-        """Whether it stays a NumPy array: of 64 bits, while JAX has none, it would lose digits unseen."""
+        """Whether it stays a NumPy array: 64 bits would be truncated while `jax_enable_x64` is off."""
         return jax.dtypes.canonicalize_dtype(self.dtype) != jnp.dtype(self.dtype)
 
     @property
     def boxes(self) -> dict[tuple[tuple[int, int], ...], list[Any]]:
-        """The devices of this process by the piece that they hold, as pairs of start and stop."""
+        """The devices of this process by the box that they hold, as (start, stop) pairs."""
         if self.on_host:
             return {tuple((0, n) for n in self.entry.shape): jax.local_devices()[:1]}
         found: dict[tuple[tuple[int, int], ...], list[Any]] = {}
@@ -121,12 +121,12 @@ class ArrayRead:
 
 
 def read_arrays(directory: pathlib.Path, wanted: Sequence[ArrayRead]) -> list[Any]:
-    """Read arrays, of each the pieces that this process's devices hold, a piece once.
+    """Read the shards of arrays that this process's devices hold, each once.
 
     Raises:
-      CheckpointFileError: files that are missing, cut short or changed; all of them, by name.
+      CheckpointFileError: files that are missing, truncated or changed; all of them, by name.
     """
-    room = _ByteLimit(READ_BYTES)
+    limit = _ByteLimit(READ_BYTES)
 
     def finish(want: ArrayRead, futures: dict[Any, Any]) -> Any:
         try:
@@ -134,12 +134,12 @@ def read_arrays(directory: pathlib.Path, wanted: Sequence[ArrayRead]) -> list[An
         except (ValueError, OSError) as error:
             return damage(directory, want.entry, error)
         finally:
-            room.give(want.entry.nbytes)
+            limit.release(want.entry.nbytes)
 
     with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
         tasks = []
         for want in wanted:
-            room.take(want.entry.nbytes)
+            limit.acquire(want.entry.nbytes)
             tasks.append(pool.submit(finish, want, _reads(directory, want)))
         done = [task.result() for task in tasks]
     problems = {value.what: value for value in done if isinstance(value, Problem)}
@@ -149,18 +149,18 @@ def read_arrays(directory: pathlib.Path, wanted: Sequence[ArrayRead]) -> list[An
 
 
 class _ByteLimit:
-    """Bytes that may be on their way at once. One that asks for more than all has to be alone."""
+    """A bound on bytes in flight. A request above the bound waits until it is alone."""
 
     def __init__(self, size: int):
         self.size, self.taken = size, 0
         self.changed = threading.Condition()
 
-    def take(self, size: int) -> None:
+    def acquire(self, size: int) -> None:
         with self.changed:
             self.changed.wait_for(lambda: not self.taken or self.taken + size <= self.size)
             self.taken += size
 
-    def give(self, size: int) -> None:
+    def release(self, size: int) -> None:
         with self.changed:
             self.taken -= size
             self.changed.notify_all()
@@ -168,7 +168,7 @@ class _ByteLimit:
 
 def _reads(directory: pathlib.Path, want: ArrayRead) -> dict[Any, Any]:
     entry = want.entry
-    if 0 in entry.shape:  # nothing of it is on disk
+    if 0 in entry.shape:  # an empty array has no chunks
         return {key: ReadyValue(np.zeros([b - a for a, b in key], want.dtype)) for key in want.boxes}
     try:
         store = open_array(directory, entry).result()
@@ -181,7 +181,7 @@ def _reads(directory: pathlib.Path, want: ArrayRead) -> dict[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class ReadyValue:
-    """A value that is here already, as a future."""
+    """A future of a known value."""
 
     value: np.ndarray
 
@@ -191,7 +191,7 @@ class ReadyValue:
 
 @dataclasses.dataclass(frozen=True)
 class FailedRead:
-    """A read that could not begin, as a future."""
+    """A future of a read that could not begin."""
 
     error: Exception
 
@@ -199,13 +199,13 @@ class FailedRead:
         raise self.error
 
 
-def assemble(want: ArrayRead, pieces: Mapping[Any, np.ndarray]) -> Any:
-    """An array from the pieces of `want.boxes`, each put onto the devices that hold it."""
+def assemble(want: ArrayRead, shards: Mapping[Any, np.ndarray]) -> Any:
+    """An array from the shards of `want.boxes`, each copied to the devices that hold it."""
     if want.on_host:
-        return next(iter(pieces.values()))
+        return next(iter(shards.values()))
     kind = want.sharding.memory_kind
     parts = [
-        jax.device_put(pieces[key], SingleDeviceSharding(device, memory_kind=kind))
+        jax.device_put(shards[key], SingleDeviceSharding(device, memory_kind=kind))
         for key, devices in want.boxes.items()
         for device in devices
     ]
@@ -213,7 +213,7 @@ def assemble(want: ArrayRead, pieces: Mapping[Any, np.ndarray]) -> Any:
 
 
 def damage(directory: pathlib.Path, entry: StoredArray, error: Exception) -> Problem:
-    """What TensorStore says of a file, with the file's name."""
+    """The problem of a file that TensorStore cannot read."""
     text = str(error)
     named = re.search(r'local file "([^"]+)"', text) or re.search(r'Error (?:reading|opening) "([^"]+)"', text)
     where = directory / array_folder(entry.path)
@@ -224,31 +224,26 @@ def damage(directory: pathlib.Path, entry: StoredArray, error: Exception) -> Pro
         f"{file} is missing" if missing else f"{file} is damaged",
         where=entry.text,
         why=reason[:300],
-        fix="restore another step: checkpoint.steps(path) lists them, checkpoint.verify(path, step) reads one through",
+        fix="restore another step: checkpoint.steps(path) lists them, checkpoint.verify(path, step) checks all files of one",
     )
 
 
-def verify_arrays(
-    directory: pathlib.Path, entries: Sequence[StoredArray], progress: Callable[[], None] | None = None
-) -> list[Problem]:
-    """Read every chunk of every array, a file at a time, and say what is damaged."""
+def verify_arrays(directory: pathlib.Path, entries: Sequence[StoredArray]) -> list[Problem]:
+    """Read every chunk of every array, a file at a time, and return the damaged files."""
     problems: dict[str, Problem] = {}
+
+    def check(future: Any, entry: StoredArray) -> Any:
+        try:
+            return future().result()
+        except (ValueError, OSError) as error:
+            found = damage(directory, entry, error)
+            problems[found.what] = found
+            return None
+
     for entry in entries:
-        if 0 not in entry.shape:
-            try:
-                store = open_array(directory, entry).result()
-            except (ValueError, OSError) as error:
-                found = damage(directory, entry, error)
-                problems[found.what] = found
-                continue
+        if 0 not in entry.shape and (store := check(lambda e=entry: open_array(directory, e), entry)) is not None:
             for box in file_boxes(entry):
-                try:
-                    store[box].read().result()
-                except (ValueError, OSError) as error:
-                    found = damage(directory, entry, error)
-                    problems[found.what] = found
-        if progress is not None:
-            progress()
+                check(lambda s=store, b=box: s[b].read(), entry)
     return list(problems.values())
 
 
@@ -260,7 +255,7 @@ def file_boxes(entry: StoredArray) -> Iterator[Box]:
 
 
 def bytes_by_device(want: ArrayRead) -> tuple[dict[Any, int], dict[Any, int]]:
-    """By device, bytes it holds of an array, and bytes of the chunks that hold them, both unpacked."""
+    """Bytes of an array that each device holds, and bytes of the chunks that it reads for them; both uncompressed."""
     entry, held, touched = want.entry, {}, {}
     for key, devices in want.boxes.items():
         box = tuple(slice(*ends) for ends in key)
@@ -271,17 +266,16 @@ def bytes_by_device(want: ArrayRead) -> tuple[dict[Any, int], dict[Any, int]]:
 
 
 def raise_write_error(error: BaseException, path: pathlib.Path) -> None:
-    """Raise what a failed write means to a user; return where it is no failed write."""
+    """Raise a failed write as an error with a fix; return if `error` is a lack of memory."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, MemoryError):
         return
     full = any(word in text for word in ("No space left", "File too large", "ENOSPC", "EFBIG", "Disk quota"))
     why = text.split(" [")[0][:400]
-    fix = "make room, or keep fewer steps with keep=; what was saved before is whole" if full else (
-        "see that the folder can be written to; what was saved before is whole")  # fmt: skip
+    fix = "free disk space, or keep fewer steps with keep=" if full else "check that the folder is writable"
     what = (
         f"{path} is full: the checkpoint could not be written"
         if full
         else f"the checkpoint could not be written to {path}"
     )
-    fail(CheckpointFileError, what, why=why, fix=fix)
+    fail(CheckpointFileError, what, why=why, fix=f"{fix}; earlier steps are complete")

@@ -1,7 +1,7 @@
-"""How an array is cut up on disk: files as large as what one device holds, small chunks inside them.
+"""How an array is stored: files of at most one shard each, divided into small chunks.
 
-A chunk is what is read, unpacked and checked as one. A layout that cuts a dim further than the one that was saved
-then reads only the chunks it needs, as long as its pieces are made of whole chunks: so every dim is cut as often as any.
+A chunk is read, decompressed and checked as a unit. A restore with more shards reads only the chunks it needs if their
+boundaries are chunk boundaries; so every dimension gets as many chunks as any other.
 """
 
 from __future__ import annotations
@@ -11,53 +11,53 @@ import math
 from collections.abc import Iterator, Sequence
 
 FILE_BYTES = 256 << 20
-"""The most one file holds, before it is packed. A writer has one file at a time in memory."""
+"""Most bytes of a file, uncompressed. A writer holds one file at a time in memory."""
 
 CHUNK_BYTES = (16 << 10, 64 << 10, 1 << 20)
-"""Bytes of a chunk in small, middling and large arrays. 64 KiB were unpacked fastest, 16 KiB took a third more time."""
+"""Bytes of a chunk of a small, a middling and a large array. 64 KiB decompress fastest; 16 KiB take a third longer."""
 
 CHUNKS = (64, 1024)
-"""How many a small array is cut into at most, and a large one at least: 8 ways along each of two dims, 10 along three."""
+"""Most chunks of a small array, and fewest of a large one: 8 along each of two dimensions, 10 along each of three."""
 
 Box = tuple[slice, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """The shape of the files of an array, and of the chunks inside each; both divide the array evenly."""
+    """The shapes of an array's files and of the chunks in each; both divide the array evenly."""
 
     file: tuple[int, ...]
     chunk: tuple[int, ...]
 
 
 def choose_chunks(
-    shape: Sequence[int], cuts: Sequence[int], itemsize: float, file_bytes: int = FILE_BYTES, within: int = 0
+    shape: Sequence[int], strategy: Sequence[int], itemsize: float, file_bytes: int = FILE_BYTES, within: int = 0
 ) -> Chunks:
-    """The files and chunks of an array that is cut `cuts` ways.
+    """The files and chunks of an array that is sharded by `strategy`.
 
     Args:
-      shape: of the whole array.
-      cuts: the pieces of each dim; each divides it.
-      itemsize: bytes of one element.
-      file_bytes: a file holds no more than this, before it is packed, where its dims have divisors for that.
-      within: no chunk holds more bytes than this; 0 for what suits the size of the array.
+      shape: the global shape.
+      strategy: the number of shards of each dimension, which divides it.
+      itemsize: bytes per element.
+      file_bytes: most bytes of a file, uncompressed, as far as the dimensions have divisors.
+      within: most bytes of a chunk; 0 for a size that suits the array.
 
     >>> choose_chunks((4096, 1024), (8, 1), 4)
     Chunks(file=(512, 1024), chunk=(256, 64))
     """
-    piece = tuple(n // c for n, c in zip(shape, cuts, strict=True))
+    shard = tuple(n // c for n, c in zip(shape, strategy, strict=True))
     total = math.prod(shape) * itemsize
-    file = _shrunk(shape, piece, file_bytes / itemsize)
+    file = _shrunk(shape, shard, file_bytes / itemsize)
     least, middle, most = CHUNK_BYTES
     target = min(most, max(least, min(middle, total / CHUNKS[0]), total / CHUNKS[1]))
     return Chunks(file, _shrunk(shape, file, min(target, within or target) / itemsize))
 
 
-def _shrunk(shape: Sequence[int], piece: Sequence[int], most: float) -> tuple[int, ...]:
-    """Divide the dims of a piece by their prime factors until it has at most `most` elements, those of fewest cuts first."""
-    sizes = list(piece)
+def _shrunk(shape: Sequence[int], block: Sequence[int], most: float) -> tuple[int, ...]:
+    """Divide a block by prime factors of its dimensions until it has at most `most` elements, least divided dimension first."""
+    sizes = list(block)
     while math.prod(sizes) > most:
-        # A small factor keeps chunks near the size that is wanted; a dim of a large prime is cut last.
+        # A small factor keeps chunks near the wanted size; a dimension with a large prime factor comes last.
         choices = [(_least_factor(n) > 7, shape[i] // n, -n, i) for i, n in enumerate(sizes) if n > 1]
         if not choices:
             break
@@ -76,7 +76,7 @@ def _least_factor(n: int) -> int:
 
 
 def boxes(shape: Sequence[int], size: Sequence[int]) -> Iterator[Box]:
-    """The boxes of `size` that an array of `shape` falls into, row-major; those at the end may be smaller.
+    """The boxes of shape `size` that tile an array, row-major; those at the end may be smaller.
 
     >>> list(boxes((3, 2), (2, 2)))
     [(slice(0, 2, None), slice(0, 2, None)), (slice(2, 3, None), slice(0, 2, None))]
@@ -90,12 +90,12 @@ def boxes(shape: Sequence[int], size: Sequence[int]) -> Iterator[Box]:
 
 
 def volume(box: Box) -> int:
-    """How many elements a box holds."""
+    """The number of elements of a box."""
     return math.prod(s.stop - s.start for s in box)
 
 
 def closed_box(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    """A box with its ends written out, as JAX's shardings leave them open.
+    """A box with explicit bounds; the indices of JAX's shardings leave them open.
 
     >>> closed_box((slice(None), slice(2, 4)), (8, 4))
     (slice(0, 8, None), slice(2, 4, None))
@@ -104,7 +104,7 @@ def closed_box(index: Sequence[slice], shape: Sequence[int]) -> Box:
 
 
 def covering_volume(box: Box, size: Sequence[int], shape: Sequence[int]) -> int:
-    """How many elements the boxes of `size` hold that touch `box`: what has to be read for it.
+    """The number of elements of all chunks of shape `size` that a read of `box` touches.
 
     >>> covering_volume((slice(0, 2), slice(0, 1)), (2, 2), (4, 4))
     4

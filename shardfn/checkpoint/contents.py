@@ -1,7 +1,6 @@
-"""What a checkpoint holds: every array's path, shape and dtype, how it lay, and how its files are cut. Plain JSON.
+"""The description of a checkpoint, stored as `checkpoint.json`: path, shape, dtype, sharding and chunks of every array.
 
-The file comes from another machine, or from a disk that forgets: what is read is checked, and a checksum over the rest
-of it stands in it.
+The file may be damaged or come from another machine: reading checks every field, and a checksum over all of them.
 """
 
 from __future__ import annotations
@@ -18,65 +17,77 @@ import numpy as np
 
 from shardfn.checkpoint.chunks import Chunks
 from shardfn.errors import CheckpointFileError, fail
+from shardfn.ir.model import Spec
 
 FILE = "checkpoint.json"
 FORMAT = "shardfn-checkpoint"
 VERSION = 1
 MAX_BYTES = 1 << 30
-"""A description larger than this is not read."""
+"""The largest description that is read."""
 
 KINDS = ("array", "int", "float", "bool", "complex")
-KEY = "key:"  # a typed PRNG key: the name of its implementation follows
-Spec = tuple[tuple[str, ...], ...]
+KEY = "key:"
+"""Begins the kind of a typed PRNG key; the name of its implementation follows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredMesh:
-    """A grid of devices: named axes, row-major, and which device stands where if not 0, 1, 2, …"""
+    """A device mesh: named axes, row-major, and the device at each position if not 0, 1, 2, …"""
 
     axes: tuple[tuple[str, int], ...]
     order: tuple[int, ...] | None = None
 
     @property
     def devices(self) -> int:
-        """How many devices the grid has."""
+        """The device count."""
         return math.prod(size for _, size in self.axes)
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredArray:
-    """One array: `keys` is its place in the tree, `spec` the axes of grid number `grid` that cut each dim."""
+    """One array of a checkpoint.
+
+    Attributes:
+      path: its path in the tree, such as `params/w`.
+      shape, dtype: its global shape and dtype.
+      keys: its place in the tree, as pairs of the kind of container and the name in it.
+      strategy: the number of shards of each dimension.
+      chunks: the shapes of its files and chunks.
+      spec: the mesh axes that shard each dimension.
+      mesh: the number of its mesh in `Contents.meshes`.
+      kind: "array", the type of a Python number, or `KEY` and the implementation of a PRNG key.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     keys: tuple[tuple[str, str], ...]
-    cuts: tuple[int, ...]
+    strategy: tuple[int, ...]
     chunks: Chunks
     spec: Spec = ()
-    grid: int = 0
+    mesh: int = 0
     kind: str = "array"
 
     @property
     def numpy_dtype(self) -> np.dtype:
-        """The dtype, those of JAX's own among them."""
+        """The dtype, as NumPy and `ml_dtypes` know it."""
         return jnp.dtype(self.dtype)
 
     @property
-    def seen(self) -> StoredArray:
-        """As a user sees it: the numbers of a typed PRNG key, its last dim, are no dim of the key."""
+    def without_key_data(self) -> StoredArray:
+        """The array as JAX shows it: without the last dimension of a typed PRNG key, which holds the key data."""
         if not self.kind.startswith(KEY):
             return self
         return dataclasses.replace(self, shape=self.shape[:-1], spec=self.spec[: len(self.shape) - 1])
 
     @property
     def itemsize(self) -> float:
-        """Bytes of an element, half a byte for int4."""
+        """Bytes per element; 0.5 for int4."""
         return bits(self.dtype) / 8
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole array."""
+        """Bytes of the array, uncompressed."""
         return math.ceil(math.prod(self.shape) * self.itemsize)
 
     @property
@@ -87,20 +98,24 @@ class StoredArray:
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What one checkpoint holds, and on how many devices and processes it was made.
+    """The description of one checkpoint.
 
-    `files` has the fingerprint of each file by its name, where they were taken.
+    Attributes:
+      entries: its arrays.
+      meshes: the meshes that they were sharded over.
+      devices, processes: how many saved it.
+      files: the name and fingerprint of each file; empty in old checkpoints.
     """
 
     entries: tuple[StoredArray, ...]
-    grids: tuple[StoredMesh, ...] = (StoredMesh(()),)
+    meshes: tuple[StoredMesh, ...] = (StoredMesh(()),)
     devices: int = 1
     processes: int = 1
     files: tuple[tuple[str, str], ...] = ()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays, unpacked."""
+        """Bytes of all arrays, uncompressed."""
         return sum(entry.nbytes for entry in self.entries)
 
     def __getitem__(self, path: str) -> StoredArray:
@@ -108,7 +123,7 @@ class Contents:
 
 
 def bits(dtype: Any) -> int:
-    """Bits of one element.
+    """Bits per element of a dtype.
 
     >>> bits("float32"), bits("int4")
     (32, 4)
@@ -119,7 +134,7 @@ def bits(dtype: Any) -> int:
 
 
 def contents_to_json(contents: Contents) -> str:
-    """The JSON text of a description, with its checksum.
+    """A description as JSON with a checksum. `cuts` and `grid` are the file format's names for strategy and mesh.
 
     >>> contents_from_json(contents_to_json(Contents(()))) == Contents(())
     True
@@ -129,16 +144,16 @@ def contents_to_json(contents: Contents) -> str:
         "version": VERSION,
         "devices": contents.devices,
         "processes": contents.processes,
-        "grids": [{"axes": dict(g.axes), "order": g.order and list(g.order)} for g in contents.grids],
+        "grids": [{"axes": dict(g.axes), "order": g.order and list(g.order)} for g in contents.meshes],
         "arrays": {
             e.path: {
                 "shape": list(e.shape),
                 "dtype": e.dtype,
                 "kind": e.kind,
                 "keys": [list(key) for key in e.keys],
-                "cuts": list(e.cuts),
+                "cuts": list(e.strategy),
                 "axes": [list(dim) for dim in e.spec],
-                "grid": e.grid,
+                "grid": e.mesh,
                 "file": list(e.chunks.file),
                 "chunk": list(e.chunks.chunk),
             }
@@ -153,7 +168,7 @@ def contents_to_json(contents: Contents) -> str:
 
 
 def _lines(value: Any) -> str:
-    """A dict of dicts with a line for each of them."""
+    """JSON with one line for each item of a dict."""
     if isinstance(value, dict):
         return "{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()) + "\n }"
     return json.dumps(value)
@@ -164,10 +179,10 @@ def _crc(data: dict[str, Any]) -> str:
 
 
 def read_contents(folder: pathlib.Path) -> Contents:
-    """Read the description in a checkpoint's folder.
+    """Read the description in the folder of a checkpoint.
 
     Raises:
-      CheckpointFileError: it is not there, damaged, or of a version that is not known.
+      CheckpointFileError: it is missing, damaged, or of an unknown version.
     """
     file = folder / FILE
     try:
@@ -175,7 +190,7 @@ def read_contents(folder: pathlib.Path) -> Contents:
             _damaged(file, "it is larger than any description")
         return contents_from_json(file.read_text("utf-8"), str(file))
     except (FileNotFoundError, NotADirectoryError):
-        _damaged(file, "it is not there, and a step has one from the moment that it has its name", "is missing")
+        _damaged(file, "every complete step has one", "is missing")
     except (OSError, UnicodeDecodeError) as error:
         if isinstance(error, CheckpointFileError):
             raise
@@ -188,20 +203,20 @@ def _damaged(file: Any, why: str, what: str = "cannot be read") -> NoReturn:
 
 
 def contents_from_json(text: str, file: str = FILE) -> Contents:
-    """Read the JSON text of a description; `file` is what errors call it.
+    """Read a description from JSON; `file` is its name in errors.
 
     Raises:
-      CheckpointFileError: it is damaged, or of a version that is not known.
+      CheckpointFileError: it is damaged, or of an unknown version.
     """
     try:
         data = json.loads(text)
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ValueError(f"it is no description of a checkpoint: its format is not {FORMAT!r}")
+            raise ValueError(f"its format is not {FORMAT!r}")
         if data.get("version") != VERSION:
             raise ValueError(f"its version is {data.get('version')!r:.40}, and this release reads {VERSION}")
         stated = data.pop("crc32", None)
         if stated != _crc(data):
-            raise ValueError(f"its checksum is {_crc(data)}, and {stated!r:.40} is written in it: it was changed")
+            raise ValueError(f"its checksum is {_crc(data)}, but {stated!r:.40} was recorded: the file was changed")
         return _contents(data)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
@@ -209,49 +224,49 @@ def contents_from_json(text: str, file: str = FILE) -> Contents:
 
 
 def _contents(data: dict[str, Any]) -> Contents:
-    grids = tuple(
+    meshes = tuple(
         StoredMesh(
             tuple((str(name), _int(size, 1)) for name, size in g["axes"].items()),
             None if g["order"] is None else _ints(g["order"]),
         )
         for g in data["grids"]
     )
-    entries = tuple(_entry(path, row, len(grids)) for path, row in data["arrays"].items())
+    entries = tuple(_entry(path, row, len(meshes)) for path, row in data["arrays"].items())
     files = tuple((_inside(name), str(stated)) for name, stated in data.get("files", {}).items())
-    return Contents(entries, grids, _int(data["devices"], 1), _int(data["processes"], 1), files)
+    return Contents(entries, meshes, _int(data["devices"], 1), _int(data["processes"], 1), files)
 
 
 def _inside(name: str) -> str:
     if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
-        raise ValueError(f"{name!r:.60} is no file beside it")
+        raise ValueError(f"{name!r:.60} is not the name of a file in the folder")
     return name
 
 
-def _entry(path: str, row: dict[str, Any], grids: int) -> StoredArray:
-    shape, cuts = _ints(row["shape"]), _ints(row["cuts"], 1)
-    layout = Chunks(_ints(row["file"]), _ints(row["chunk"]))
-    if not len(shape) == len(cuts) == len(layout.file) == len(layout.chunk):
-        raise ValueError(f"`{path}` has dims that do not fit each other")
-    for n, *parts in zip(shape, cuts, layout.file, layout.chunk, strict=True):
+def _entry(path: str, row: dict[str, Any], meshes: int) -> StoredArray:
+    shape, strategy = _ints(row["shape"]), _ints(row["cuts"], 1)
+    chunks = Chunks(_ints(row["file"]), _ints(row["chunk"]))
+    if not len(shape) == len(strategy) == len(chunks.file) == len(chunks.chunk):
+        raise ValueError(f"`{path}` has dimensions of different ranks")
+    for n, *parts in zip(shape, strategy, chunks.file, chunks.chunk, strict=True):
         if n and any(part < 1 or n % part for part in parts):
-            raise ValueError(f"`{path}` is cut unevenly")
+            raise ValueError(f"`{path}` is not divided evenly by its shards, files or chunks")
     if row["kind"] not in KINDS and not str(row["kind"]).startswith(KEY):
-        raise ValueError(f"`{path}` is of the unknown kind {row['kind']!r:.40}")
-    jnp.dtype(row["dtype"])  # raises where it is none
-    if not 0 <= _int(row["grid"]) < grids:
-        raise ValueError(f"`{path}` lies on a grid that is not there")
+        raise ValueError(f"`{path}` has the unknown kind {row['kind']!r:.40}")
+    jnp.dtype(row["dtype"])  # raises for an unknown name
+    if not 0 <= _int(row["grid"]) < meshes:
+        raise ValueError(f"`{path}` names a mesh that is not described")
     keys = tuple((str(kind), str(name)) for kind, name in row["keys"])
     spec = tuple(tuple(str(axis) for axis in dim) for dim in row["axes"])
-    return StoredArray(path, shape, row["dtype"], keys, cuts, layout, spec, row["grid"], str(row["kind"]))
+    return StoredArray(path, shape, row["dtype"], keys, strategy, chunks, spec, row["grid"], str(row["kind"]))
 
 
 def _int(value: Any, least: int = 0) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{value!r:.40} is no count")
+        raise ValueError(f"{value!r:.40} is not a count")
     return value
 
 
 def _ints(values: Any, least: int = 0) -> tuple[int, ...]:
     if not isinstance(values, list):
-        raise ValueError(f"{values!r:.40} is no list of counts")
+        raise ValueError(f"{values!r:.40} is not a list of counts")
     return tuple(_int(value, least) for value in values)

@@ -1,7 +1,7 @@
-"""Which files belong to a checkpoint: a fingerprint of each in its description, so that a whole file of another is found.
+"""Fingerprints of a checkpoint's files, which detect an intact file of another step or shard.
 
-A chunk's checksum says that the chunk is whole, not that it is this step's. A fingerprint is of a file's size, its
-index of chunks and their checksums, so that taking it reads few bytes of the file.
+A chunk's checksum shows that the chunk is intact, not that it belongs to the step. A fingerprint covers a file's size, its
+index of chunks and their checksums, so that computing it reads few bytes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from shardfn.errors import Problem
 CHECKSUM = 4
 """Bytes of the checksum that ends each chunk, and the index."""
 ROW = 16
-"""Bytes of the index for a chunk: where it begins and how long it is."""
+"""Bytes of a chunk's row in the index: its offset and its length."""
 
 
 def file_fingerprints(
     directory: pathlib.Path, entries: Iterable[StoredArray], others: Iterable[str] = ()
 ) -> tuple[tuple[str, str], ...]:
-    """The fingerprint of each file of the arrays, and of other small files, by its name in the checkpoint's folder.
+    """The fingerprint of each file of the arrays and of `others`, by its name in the checkpoint's folder.
 
     Raises:
-      OSError: one is not there.
+      OSError: a file is missing.
     """
     names = [(name, 0) for name in others]
     for entry in entries:
@@ -39,22 +39,22 @@ def file_fingerprints(
 
 
 def _files(entry: StoredArray) -> Iterator[tuple[str, int]]:
-    """The files of an array, and how many chunks each holds."""
+    """The files of an array, and the number of chunks of each; 0 for a file without chunks."""
     if 0 in entry.shape:
         return
     yield f"{array_folder(entry.path)}/zarr.json", 0
-    layout = entry.chunks
-    count = math.prod(file // chunk for file, chunk in zip(layout.file, layout.chunk, strict=True))
-    numbers = (range(n // size) for n, size in zip(entry.shape, layout.file, strict=True))
+    chunks = entry.chunks
+    count = math.prod(file // chunk for file, chunk in zip(chunks.file, chunks.chunk, strict=True))
+    numbers = (range(n // size) for n, size in zip(entry.shape, chunks.file, strict=True))
     for place in itertools.product(*numbers):
         yield "/".join([array_folder(entry.path), "c", *map(str, place)]), count
 
 
 def fingerprint(file: pathlib.Path, count: int) -> str:
-    """A file's size and a CRC-32: of its index and its chunks' checksums, or of all of it where it has no chunks.
+    """A file's size and a CRC-32 of its index and its chunks' checksums; of all bytes where it has no chunks.
 
     Raises:
-      OSError: it is not there.
+      OSError: the file is missing.
     """
     size = file.stat().st_size
     if not count:
@@ -66,13 +66,13 @@ def fingerprint(file: pathlib.Path, count: int) -> str:
     index = data[begin:].tobytes()
     rows = np.frombuffer(index[: ROW * count], "<u8").reshape(count, 2)
     ends = rows[:, 0] + rows[:, 1]
-    ends = ends[(ends >= CHECKSUM) & (ends <= begin)].astype(np.int64)  # others are damage, which reading finds
+    ends = ends[(ends >= CHECKSUM) & (ends <= begin)].astype(np.int64)  # reading reports the others as damaged
     checksums = data[ends[:, None] - np.arange(CHECKSUM, 0, -1)].tobytes()
     return f"{size}-{zlib.crc32(checksums, zlib.crc32(index)):08x}"
 
 
 def files_of_boxes(entry: StoredArray, boxes: Iterable[Sequence[tuple[int, int]]]) -> set[str]:
-    """The files of an array that hold some boxes of it, given as pairs of start and stop, and what describes them.
+    """The files of an array that hold parts of the boxes, given as (start, stop) pairs, and its metadata file.
 
     >>> from shardfn.checkpoint.chunks import Chunks
     >>> entry = StoredArray("w", (8, 4), "int8", (("key", "w"),), (2, 1), Chunks((4, 4), (2, 2)))
@@ -89,17 +89,21 @@ def files_of_boxes(entry: StoredArray, boxes: Iterable[Sequence[tuple[int, int]]
 
 
 def changed_files(
-    directory: pathlib.Path, contents: Contents, told: Sequence[str] = (), only: Collection[str] | None = None
+    directory: pathlib.Path, contents: Contents, reported: Sequence[str] = (), only: Collection[str] | None = None
 ) -> list[Problem]:
-    """The files that are missing, or not what was there when the checkpoint was made, among `only` or all of them.
+    """Problems of files that are missing, or not those that were saved.
 
-    `told` is what was said of files already, each beginning with its file.
+    Args:
+      directory: the checkpoint's folder.
+      contents: its description.
+      reported: messages about files, each of which begins with its file; these files are skipped.
+      only: the names to check; all if None.
     """
     counts = {name: count for entry in contents.entries for name, count in _files(entry)}
     problems = []
     for name, stated in contents.files:
         file = directory / name
-        if (only is not None and name not in only) or any(text.startswith(f"{file} ") for text in told):
+        if (only is not None and name not in only) or any(text.startswith(f"{file} ") for text in reported):
             continue
         try:
             found = fingerprint(file, counts.get(name, 0))
@@ -109,7 +113,7 @@ def changed_files(
         else:
             what, why = (
                 f"{file} is not the file that was saved",
-                "it was changed, or is of another step or another piece",
+                "it was changed, or belongs to another step or shard",
             )
         if found != stated:
             fix = "restore another step: checkpoint.steps(path) lists them"

@@ -1,4 +1,4 @@
-"""Checkpoints copied without devices, a box at a time: into another layout, onto one device, under other names."""
+"""Copy and verify checkpoints without their devices, in bounded memory: `relayout`, `merge`, `verify`."""
 
 from __future__ import annotations
 
@@ -29,21 +29,29 @@ from shardfn.planning.plan import Plan
 from shardfn.runtime.extras import need
 
 MEMORY = 512 << 20
-"""The default bound on what a copy holds in memory, beyond what the process has when it starts."""
+"""The default bound on the memory of a copy, beyond what the process holds when it starts."""
 
 SHARE = 16
-"""A box is at most this part of the bound: it is in memory as it is read, as it is written, and packed, twice over."""
+"""A box has at most this fraction of the bound: it is in memory as read, as written and compressed, twice over."""
 
 ORBAX = "_CHECKPOINT_METADATA"
-"""Orbax keeps notes of its own on a step there, and speaks up where a later save finds a step without any."""
+"""Orbax stores its metadata there, and warns about steps without it."""
 
 BoxReader = Callable[[Box], Any]
-"""A box of an array to a future of its values."""
+"""From a box of an array to a future of its values."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CopyResult:
-    """What a copy has done: the step that it wrote, its arrays and bytes, and on how many devices it would lie."""
+    """A finished copy.
+
+    Attributes:
+      path: the folder of the new step.
+      step: its number.
+      arrays: the number of arrays.
+      nbytes: their bytes, uncompressed.
+      devices: the device count of the new sharding.
+    """
 
     path: pathlib.Path
     step: int
@@ -53,7 +61,7 @@ class CopyResult:
 
     def __str__(self) -> str:
         return (f"{self.path}: step {self.step}, {self.arrays} arrays, {self.nbytes:,} B, "
-                f"laid out for {self.devices} device{'s'[: self.devices != 1]}")  # fmt: skip
+                f"sharded for {self.devices} device{'s'[: self.devices != 1]}")  # fmt: skip
 
 
 def relayout(
@@ -68,28 +76,31 @@ def relayout(
     dtype: Any = None,
     memory: int | str = MEMORY,
 ) -> CopyResult:
-    """Copy a checkpoint into another layout, without its devices and without all of it in memory.
+    """Copy a checkpoint with the shardings of a layout, in bounded memory and without its devices.
 
-    A checkpoint can be restored into any layout as it is. A copy whose files are cut as the devices want them is read
-    fastest, and `restore` without a target needs no layout then.
+    `restore` reads a checkpoint under any sharding. A copy whose files match the shards of the devices is read fastest,
+    and `restore` then needs no target.
 
     Args:
       source: the folder of a checkpoint.
-      target: another folder; the step keeps its number there.
+      target: another folder; the step keeps its number.
       layout: a plan, a layout file or the name of a recipe.
-      devices: how many devices it is for, where the layout leaves the size of an axis open.
+      devices: the device count, where the layout leaves the size of an axis open.
       step: which step; the last if None.
       only, name_map, dtype: as in `restore`.
-      memory: bytes, or as "256MiB", that the copy may hold at once.
+      memory: most bytes in memory at once, as a number or as "256MiB".
+
+    Returns:
+      What was written.
 
     Raises:
-      CheckpointError: no such step, or one that is in the target already.
-      CheckpointFileError: damaged files, by name; a full disk. Nothing is left in the target then.
-      ShardError: a layout that does not fit the arrays.
+      CheckpointError: there is no such step, or the target has it already.
+      CheckpointFileError: damaged files, by name; a full disk. The target gets no partial step.
+      ShardError: the layout does not fit the arrays.
     """
-    grid = as_layout_file(layout)
-    count = devices if devices is not None else device_count(grid)
-    return _copied(source, target, step, only, name_map, dtype, memory, grid, count)
+    file = as_layout_file(layout)
+    count = devices if devices is not None else device_count(file)
+    return _copy(source, target, step, only, name_map, dtype, memory, file, count)
 
 
 def merge(
@@ -102,17 +113,27 @@ def merge(
     dtype: Any = None,
     memory: int | str = MEMORY,
 ) -> CopyResult:
-    """Copy a checkpoint onto one device: every array whole. Arguments and errors as of `relayout`."""
-    return _copied(source, target, step, only, name_map, dtype, memory, None, 1)
+    """Copy a checkpoint with every array unsharded, for one device.
+
+    Args:
+      source, target, step, only, name_map, dtype, memory: as in `relayout`.
+
+    Returns:
+      What was written.
+
+    Raises:
+      CheckpointError, CheckpointFileError: as `relayout`.
+    """
+    return _copy(source, target, step, only, name_map, dtype, memory, None, 1)
 
 
 def as_layout_file(layout: Any) -> LayoutFile:
-    """The layout file that a plan, a path or a name stands for."""
+    """The layout file of a plan, a path or a name."""
     return targets.plan_layout(layout) if isinstance(layout, Plan) else layoutfile.read_layout(layout)
 
 
 def device_count(layout: LayoutFile) -> int:
-    """How many devices a layout is for, by its grid."""
+    """The device count of a layout, from its mesh."""
     total = 1
     for name, size in layout.mesh:
         if size is None:
@@ -120,14 +141,14 @@ def device_count(layout: LayoutFile) -> int:
                 CheckpointError,
                 f"the layout leaves the size of its axis `{name}` open",
                 where=layout.name,
-                why="it is what is left of the devices, and none are asked here",
-                fix="say how many: devices=8, --devices 8",
+                why="its size is what the device count leaves, which is unknown here",
+                fix="give the device count: devices=8, --devices 8",
             )
         total *= size
     return total
 
 
-def _copied(
+def _copy(
     source: Any, target: Any, step: int | None, only: Any, name_map: Any, dtype: Any, memory: int | str, layout: Any, count: int
 ) -> CopyResult:  # fmt: skip
     need("tensorstore", "checkpoint")
@@ -136,7 +157,7 @@ def _copied(
     one = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     chosen = reader.choose_arrays(contents, one, None, only, name_map, dtype)
     renamed = [dataclasses.replace(row.entry, path=row.path, keys=row.keys, dtype=str(row.dtype)) for row in chosen]
-    laid = copy_contents(renamed, layout, count, bound)
+    described = copy_contents(renamed, layout, count, bound)
 
     def read_with(row: reader.RestoredArray) -> BoxReader:
         store = arrays.open_array(folder, row.entry).result()
@@ -145,49 +166,53 @@ def _copied(
         return lambda box: store[box].read()
 
     with new_step(target, step) as (out, commit):
-        for row, entry in zip(chosen, laid.entries, strict=True):
-            with _named(folder, row.entry):
+        for row, entry in zip(chosen, described.entries, strict=True):
+            with _naming_file(folder, row.entry):
                 copy_array(out, entry, read_with(row) if 0 not in entry.shape else None, bound)
-        commit(laid)
-    return CopyResult(absolute_path(target), step, len(laid.entries), laid.nbytes, count)
+        commit(described)
+    return CopyResult(absolute_path(target), step, len(described.entries), described.nbytes, count)
 
 
 @contextlib.contextmanager
-def _named(folder: pathlib.Path, entry: StoredArray) -> Iterator[None]:
-    """An error of the store, with the file it speaks of."""
+def _naming_file(folder: pathlib.Path, entry: StoredArray) -> Iterator[None]:
+    """Turn an error of TensorStore into one that names the damaged file."""
     try:
         yield
     except (ValueError, OSError) as error:
         if isinstance(error, CheckpointFileError):
             raise
-        if os.fspath(folder) not in str(error):  # then it is of the copy, not of the original
+        if os.fspath(folder) not in str(error):  # then the copy failed, not the read
             arrays.raise_write_error(error, folder)
         raise CheckpointFileError(arrays.damage(folder, entry, error)) from None
 
 
 def copy_contents(entries: Sequence[StoredArray], layout: Any, devices: int, bound: int) -> Contents:
-    """The description of arrays as a layout file lays them out, whole where it is None."""
-    grids: dict[StoredMesh, int] = {}
-    seen = [entry.seen for entry in entries]
-    found = targets.layout_targets(seen, layout, None, devices) if layout is not None else {}
-    rows = []
+    """The description of arrays under the shardings of a layout file, unsharded if it is None; `bound` in bytes."""
+    meshes: dict[StoredMesh, int] = {}
+    shown = [entry.without_key_data for entry in entries]
+    found = targets.layout_targets(shown, layout, None, devices) if layout is not None else {}
+    most, rows = bound // SHARE, []
     for entry in entries:
         sharding, ndim = found.get(entry.path), len(entry.shape)
-        grid, cuts, spec = StoredMesh(()), (1,) * ndim, ((),) * ndim
+        mesh, strategy, spec, chunks = StoredMesh(()), (1,) * ndim, ((),) * ndim, entry.chunks
         if layout is not None and sharding is not None and devices > 1:
-            grid = StoredMesh(tuple(sharding.mesh.shape.items()), layout.order)
+            mesh = StoredMesh(tuple(sharding.mesh.shape.items()), layout.order)
             spec = spec_of(sharding.spec, ndim)
-            piece = sharding.shard_shape(entry.shape)
-            cuts = tuple(n // p if p else 1 for n, p in zip(entry.shape, piece, strict=True))
-        cut = choose_chunks(entry.shape, cuts, entry.itemsize, max(bound // SHARE, 1 << 16), bound // SHARE) if (
-            0 not in entry.shape) else entry.chunks  # fmt: skip
-        number = grids.setdefault(grid, len(grids))
-        rows.append(dataclasses.replace(entry, cuts=cuts, spec=spec, grid=number, chunks=cut))
-    return Contents(tuple(rows), tuple(grids) or (StoredMesh(()),), devices, 1)
+            strategy = tuple(
+                n // s if s else 1 for n, s in zip(entry.shape, sharding.shard_shape(entry.shape), strict=True)
+            )
+        if 0 not in entry.shape:
+            chunks = choose_chunks(entry.shape, strategy, entry.itemsize, max(most, 1 << 16), most)
+        number = meshes.setdefault(mesh, len(meshes))
+        rows.append(dataclasses.replace(entry, strategy=strategy, spec=spec, mesh=number, chunks=chunks))
+    return Contents(tuple(rows), tuple(meshes) or (StoredMesh(()),), devices, 1)
 
 
 def memory_bytes(memory: int | str) -> int:
-    """Bytes of a bound, from a number or as people write it.
+    """The bytes of a memory bound, given as a number or as text.
+
+    Raises:
+      CheckpointError: it is not a size, or below 1 MiB.
 
     >>> memory_bytes("256MiB")
     268435456
@@ -202,9 +227,9 @@ def memory_bytes(memory: int | str) -> int:
 
 
 def copy_array(out: pathlib.Path, entry: StoredArray, read: BoxReader | None, bound: int) -> None:
-    """Write one array, a file of it after the other, reading boxes as they are wanted.
+    """Write one array, a file at a time, from boxes that `read` returns; nothing if it is None.
 
-    Boxes that are on their way hold a part of the bound together; of small arrays there are several.
+    Boxes that are still being written hold at most a fraction of `bound` together.
     """
     if read is None:
         return
@@ -227,15 +252,15 @@ Commit = Callable[[Contents], None]
 
 
 @contextlib.contextmanager
-def new_step(path: Any, step: int, layout: Any = None) -> Iterator[tuple[pathlib.Path, Commit]]:
-    """A folder to write a step into, and what makes it the step when it is whole. Without that it is removed.
+def new_step(path: Any, step: int) -> Iterator[tuple[pathlib.Path, Commit]]:
+    """A new folder for a step, and a function that commits it. Without a commit the folder is deleted.
 
     Raises:
-      CheckpointError: the step is there already.
+      CheckpointError: the step exists already.
     """
     parent = absolute_path(path)
     if step in steps(parent):
-        fail(CheckpointError, f"step {step} is there already", where=f"{parent}", why="a step is never overwritten",
+        fail(CheckpointError, f"step {step} exists already", where=f"{parent}", why="steps are never overwritten",
              fix="write to another folder")  # fmt: skip
     part = parent / f"{step}.part.{os.getpid()}"
 
@@ -253,7 +278,7 @@ def new_step(path: Any, step: int, layout: Any = None) -> Iterator[tuple[pathlib
         put(FILE, contents_to_json(dataclasses.replace(contents, files=files)))
         (part / ORBAX).write_text("{}\n")
         os.rename(part, parent / str(step))
-        with contextlib.suppress(OSError):  # so that the name, too, is on disk
+        with contextlib.suppress(OSError):  # the new name must reach the disk, too
             handle = os.open(parent, os.O_RDONLY)
             os.fsync(handle)
             os.close(handle)
@@ -271,13 +296,17 @@ def new_step(path: Any, step: int, layout: Any = None) -> Iterator[tuple[pathlib
 
 
 def verify(path: str | os.PathLike[str], step: int | None = None) -> None:
-    """BoxReader every byte of a checkpoint and check it, a file at a time, whatever it is laid out for.
+    """Read and check every byte of a checkpoint, a file at a time.
 
-    Each file must be the one that was saved: a whole file of another step, or of another piece, is an error too.
+    Each file must be the one that was saved: an intact file of another step or shard is an error too.
+
+    Args:
+      path: the folder that `save` was called with.
+      step: which step; the last if None.
 
     Raises:
       CheckpointError: there is no such step.
-      CheckpointFileError: files that are missing, cut short or changed, all of them, by name.
+      CheckpointFileError: files that are missing, truncated or changed, all of them, by name.
     """
     need("tensorstore", "checkpoint")
     folder, _, contents = open_step(path, step)

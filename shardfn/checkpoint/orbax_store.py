@@ -1,7 +1,7 @@
-"""Checkpoints by step, in the background, whole or not at all: Orbax, wrapped. The only user of `orbax`.
+"""Step folders, retention and background saves with Orbax. The only user of `orbax`.
 
-Orbax writes a step into a folder of another name and renames it when all of it, from all processes, is on disk; it keeps as
-many steps as it is told. What it writes there is ours: arrays (`arrays.py`), `checkpoint.json`, `layout.toml`.
+Orbax writes a step into a temporary folder and renames it when all processes have written their files. The contents are
+ours: arrays (`arrays.py`), `checkpoint.json`, `layout.toml`.
 """
 
 from __future__ import annotations
@@ -31,43 +31,43 @@ LocalShards = Mapping[str, Sequence[tuple[Box, np.ndarray]]]
 
 
 class StateHandler(ocp.AsyncCheckpointHandler):
-    """Writes one checkpoint into the folder that Orbax gives it."""
+    """Writes one checkpoint into the folder that Orbax provides."""
 
     args: StateSave
 
     async def async_save(self, directory: Any, args: StateSave) -> list[Any]:
-        """Write in the background; everything of the devices is in host memory already."""
+        """Write in the background; the shards are in host memory already."""
         self.args = args
         return [_Commit(pathlib.Path(directory), args)]
 
     def save(self, directory: Any, args: StateSave) -> None:
-        """Write, and wait for it."""
+        """Write, and wait."""
         self.args = args
         _Commit(pathlib.Path(directory), args).result()
 
     def finalize(self, directory: Any) -> None:
-        """Write the description, in the first process, when all processes have written their files."""
+        """Write the description, in the first process, after all processes have written their files."""
         at, contents = pathlib.Path(directory), self.args.contents
         files = file_fingerprints(at, contents.entries, self.args.texts)
         _text(at / FILE, contents_to_json(dataclasses.replace(contents, files=files)))
 
     def restore(self, directory: Any, args: Any = None) -> Any:
-        """Reading goes without Orbax: it has no state to keep."""
+        """Not used: `reader` reads without Orbax."""
         raise NotImplementedError
 
 
 @ocp.args.register_with_handler(StateHandler, for_save=True, for_restore=True)
 @dataclasses.dataclass(repr=False)
 class StateSave(ocp.args.CheckpointArgs):
-    """What one process writes: the pieces of the arrays, and in the first process the description and other texts."""
+    """The data that one process writes: its shards of the arrays; the first process also writes the texts."""
 
     contents: Contents
-    pieces: LocalShards
+    shards: LocalShards
     texts: Mapping[str, str]
 
 
 class _Commit:
-    """A write that runs in a thread of its own: what Orbax calls a future."""
+    """A write in a thread of its own, with the interface of Orbax's futures."""
 
     def __init__(self, directory: pathlib.Path, args: StateSave):
         self.error: BaseException | None = None
@@ -78,8 +78,8 @@ class _Commit:
         try:
             futures = []
             for entry in args.contents.entries:
-                if 0 not in entry.shape and (pieces := args.pieces[entry.path]):
-                    futures += arrays.write_shards(directory, entry, pieces)
+                if 0 not in entry.shape and (shards := args.shards[entry.path]):
+                    futures += arrays.write_shards(directory, entry, shards)
             errors = [error for future in futures if (error := _error(future)) is not None]
             if errors:
                 raise errors[0]
@@ -111,7 +111,7 @@ def _error(future: Any) -> BaseException | None:
 
 
 class Saving:
-    """A save that is under way. `wait` ends when it is on disk, whole, and raises where it could not be."""
+    """A save, possibly in the background. `path` is the folder, `step` the number of the step."""
 
     def __init__(self, path: pathlib.Path, step: int, manager: ocp.CheckpointManager):
         self.path, self.step = path, step
@@ -119,11 +119,10 @@ class Saving:
         self._failed: CheckpointFileError | None = None
 
     def wait(self) -> None:
-        """Wait until the checkpoint is on disk.
+        """Wait until the checkpoint is complete on disk.
 
         Raises:
-          CheckpointFileError: it could not be written, for instance because the disk is full. What was saved before is
-            whole.
+          CheckpointFileError: it could not be written, for instance because the disk is full. Earlier steps are complete.
         """
         manager, self._manager = self._manager, None
         if manager is not None:
@@ -149,11 +148,11 @@ class Saving:
 
 
 UNDER_WAY: dict[pathlib.Path, Saving] = {}
-"""The save of each folder that was not waited for yet: the next call on the folder waits for it."""
+"""The background save of each folder. The next call on the folder waits for it."""
 
 
 def wait_for_save(path: pathlib.Path) -> None:
-    """Wait for a save of this process into the folder, if there is one."""
+    """Wait for a background save of this process into the folder, if there is one."""
     saving = UNDER_WAY.get(path)
     if saving is not None:
         saving.wait()
@@ -164,8 +163,8 @@ def _settle_all() -> None:
         saving.wait()
 
 
-# Python takes no new work for threads once it shuts them down, which is before `atexit`. What concurrent.futures does of its own
-# at that moment has to come after this.
+# Python refuses new work for threads when it shuts them down, before `atexit`. The handler of concurrent.futures must run after
+# this one, so it has to be registered first.
 assert ThreadPoolExecutor
 getattr(threading, "_register_atexit", atexit.register)(_settle_all)
 
@@ -174,12 +173,24 @@ def begin(
     path: pathlib.Path,
     step: int,
     contents: Contents,
-    pieces: LocalShards,
+    shards: LocalShards,
     texts: Mapping[str, str],
     keep: int | None,
     keep_every: int | None,
 ) -> Saving:
-    """Begin to save one step; a save into the same folder that is still under way is waited for."""
+    """Begin to save one step, after any save into the folder that is still running.
+
+    Args:
+      path: the folder of all steps.
+      step: the number of the step.
+      contents: the description, without fingerprints.
+      shards: the boxes and values that this process writes, by the path of the array.
+      texts: other files that the first process writes, by name.
+      keep, keep_every: as in `save`.
+
+    Raises:
+      CheckpointFileError: the folder cannot be written.
+    """
     wait_for_save(path)
     options = ocp.CheckpointManagerOptions(
         max_to_keep=keep,
@@ -193,7 +204,7 @@ def begin(
     try:
         manager = ocp.CheckpointManager(path, options=options, item_handlers={ITEM: StateHandler()})
         saving = Saving(path, step, manager)
-        manager.save(step, args=ocp.args.Composite(**{ITEM: StateSave(contents, pieces, texts)}), force=True)
+        manager.save(step, args=ocp.args.Composite(**{ITEM: StateSave(contents, shards, texts)}), force=True)
     except OSError as error:
         _clear(path, step)
         arrays.raise_write_error(error, path)
@@ -203,7 +214,7 @@ def begin(
 
 
 def _clear(path: pathlib.Path, step: int) -> None:
-    """Remove what a failed save has left of its step, so that the disk is not full of it."""
+    """Delete the partial files of a failed save, which could fill the disk."""
     if jax.process_index() == 0:
         for left in path.glob(f"{step}.orbax-checkpoint-tmp*"):
             shutil.rmtree(left, ignore_errors=True)

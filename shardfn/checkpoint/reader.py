@@ -1,4 +1,4 @@
-"""`restore`: a step of a folder into any layout, each device reading what it needs; and what that would read."""
+"""`restore`: read a step under any sharding, each device only what it needs; `reads`: what that would read."""
 
 from __future__ import annotations
 
@@ -33,26 +33,29 @@ def restore(
     name_map: Mapping[str, str] | None = None,
     dtype: Any = None,
 ) -> Any:
-    """Read a checkpoint into any layout, on any devices, in any number of processes; each reads what its devices hold.
+    """Read a checkpoint under any sharding, on any number of devices and processes; each device reads what it holds.
 
     Args:
       path: the folder that `save` was called with.
-      target: where the arrays go: a plan, a layout file or the name of a recipe, a `Mesh` (the stored axes by name), a
-        device ("cpu", `jax.devices()[0]`), a list of devices (whole on each), a sharding, or a tree of shardings by path.
-        None: as the arrays of `like` lie, else as they lay when they were saved.
-      like: a tree of arrays or shapes to give the result its structure, shapes and dtypes. Without it the result is dicts
-        and lists: a module or a named tuple becomes a dict of its fields. Arrays of 64 bits are NumPy arrays while JAX's
-        `jax_enable_x64` is off.
+      target: where the arrays go: a plan; a layout file or the name of a recipe; a `Mesh`, for the stored axes by name; a
+        device ("cpu", `jax.devices()[0]`); a list of devices, replicated; a sharding, or a tree of shardings by path.
+        None: the shardings of the arrays of `like`, else the stored ones.
+      like: a pytree of arrays or shapes that gives the structure, shapes and dtypes of the result. Without it the result
+        is dicts and lists: a module or a named tuple becomes a dict of its fields.
       step: which step; the last if None.
-      only: globs of the paths to restore, as stored or as renamed; the rest of `like` is given back as it is, the rest of
-        the checkpoint not read.
+      only: globs of paths to restore, as stored or as renamed. Other leaves of `like` are returned unchanged; other
+        arrays of the checkpoint are not read.
       name_map: new paths by stored ones, of arrays or of containers: {"encoder": "model/encoder"}.
-      dtype: what floating-point arrays are cast to while they are read, `jnp.bfloat16` say; or a dict of dtypes by glob.
+      dtype: the dtype that floating-point arrays are cast to while they are read, such as `jnp.bfloat16`; or a dict of
+        dtypes by glob.
+
+    Returns:
+      The pytree. Arrays of 64 bits are NumPy arrays while `jax_enable_x64` is off.
 
     Raises:
-      CheckpointError: there is no such step; leaves that are missing, that are too many, of other shapes, all together.
-      CheckpointFileError: files that are missing, cut short or changed, by name. Nothing is loaded then.
-      ShardError: a layout that does not fit the arrays or the devices.
+      CheckpointError: there is no such step; leaves that are missing, surplus or of other shapes, all together.
+      CheckpointFileError: files that are missing, truncated or changed, by name. Nothing is returned then.
+      ShardError: the target does not fit the arrays or the devices.
 
     >>> import tempfile, jax.numpy as jnp
     >>> from shardfn.checkpoint import save
@@ -75,7 +78,7 @@ def restore(
 
 
 def _values(folder: pathlib.Path, contents: Contents, wanted: Sequence[arrays.ArrayRead]) -> list[Any]:
-    """The arrays, if every file that they were read from is whole and of this step."""
+    """The arrays, if every file that was read is intact and belongs to the step."""
     values, problems = [], []
     try:
         values = arrays.read_arrays(folder, wanted)
@@ -90,21 +93,24 @@ def _values(folder: pathlib.Path, contents: Contents, wanted: Sequence[arrays.Ar
 
 @dataclasses.dataclass(frozen=True)
 class RestoreReads:
-    """What a restore reads, by device: bytes that it holds afterwards, and bytes of the chunks that hold them.
+    """Bytes that a restore reads; print it for a table.
 
-    Both count elements as they are stored, before they are packed; on disk they are fewer.
+    Attributes:
+      needed: for each device, bytes of the arrays that it holds afterwards, uncompressed.
+      read: for each device, bytes of the chunks that it reads for them, uncompressed.
+      total: bytes of the checkpoint.
     """
 
     needed: Mapping[Any, int]
     read: Mapping[Any, int]
-    whole: int
+    total: int
 
     def __str__(self) -> str:
         rows = [f"{'device':<24}{'needed B':>16}{'read B':>16}{'more':>8}"]
         for device, needed in self.needed.items():
             more = self.read[device] / needed - 1 if needed else 0.0
             rows.append(f"{device!s:<24}{needed:>16,}{self.read[device]:>16,}{more:>8.1%}")
-        return "\n".join([*rows, f"the checkpoint holds {self.whole:,} B"])
+        return "\n".join([*rows, f"the checkpoint holds {self.total:,} B"])
 
 
 def reads(
@@ -116,7 +122,13 @@ def reads(
     only: Globs = None,
     name_map: Mapping[str, str] | None = None,
 ) -> RestoreReads:
-    """What a restore with these arguments would read for each device of this process. Only the description is read.
+    """The bytes that a restore would read for each device of this process, from the description alone.
+
+    Args:
+      path, target, like, step, only, name_map: as in `restore`.
+
+    Returns:
+      The bytes by device.
 
     Raises:
       ShardError: as `restore`.
@@ -133,7 +145,7 @@ def reads(
 
 @dataclasses.dataclass(frozen=True)
 class RestoredArray:
-    """An array to restore: under which path, as what is stored of it, where to and in which dtype."""
+    """An array to restore: its path and place in the result, its stored form, its sharding and its dtype."""
 
     path: str
     keys: state_tree.Keys
@@ -143,14 +155,14 @@ class RestoredArray:
 
     @property
     def wanted(self) -> arrays.ArrayRead:
-        """What the reader is asked for."""
+        """The read of it."""
         return arrays.ArrayRead(self.entry, self.sharding, self.dtype)
 
 
 def choose_arrays(
     contents: Contents, target: Any, like: Any, only: Globs, name_map: Mapping[str, str] | None, dtype: Any
 ) -> list[RestoredArray]:
-    """Which arrays of a checkpoint are wanted, where and how."""
+    """The arrays to restore, with their shardings and dtypes. Arguments as of `restore`."""
     problems: list[Problem] = []
     named = rename_arrays(contents.entries, name_map or {})
     stored = {path: entry.path for path, (entry, _) in named.items()}
@@ -159,7 +171,7 @@ def choose_arrays(
     wanted = None
     if like is not None:
         wanted = {leaf.path: leaf for leaf in state_tree.flatten(_shapes(like), "like")}
-        # What `only` does not name stays as it is in `like`, and is not missing.
+        # Leaves of `like` that `only` does not match are kept, not missing.
         inside = (
             _selected(tuple(wanted), only, "only", [], tuple(stored.get(path, path) for path in wanted))
             if only is not None
@@ -170,7 +182,7 @@ def choose_arrays(
         raise CheckpointError(problems)
     rows = [(path, *named[path]) for path in named if path in paths]
     if target is None and like is not None:
-        target = _lies_like(like)
+        target = _shardings_like(like)
     asked = [dataclasses.replace(entry, path=path) for path, entry, _ in rows]
     placed = targets.target_shardings(asked, target, contents)
     found = casts(rows, wanted, dtype)
@@ -178,29 +190,29 @@ def choose_arrays(
 
 
 def _shapes(like: Any) -> Any:
-    """The shapes of a tree: no array of it is needed."""
+    """The tree with shapes instead of arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x, like)
 
 
-def _lies_like(like: Any) -> Any:
-    """The shardings that the arrays of a tree have, or None where one of them has none."""
+def _shardings_like(like: Any) -> Any:
+    """The shardings of the arrays of a tree; None if no leaf has one."""
     flat = tree_util.tree_flatten_with_path(like)[0]
     found = {join("", key) or state_tree.BARE: getattr(leaf, "sharding", None) for key, leaf in flat}
     first = next((s for s in found.values() if s is not None), None)
     if first is None:
         return None
-    whole = jax.sharding.NamedSharding(first.mesh, jax.sharding.PartitionSpec()) if isinstance(
+    replicated = jax.sharding.NamedSharding(first.mesh, jax.sharding.PartitionSpec()) if isinstance(
         first, jax.sharding.NamedSharding) else first  # fmt: skip
-    return {path: whole if sharding is None else sharding for path, sharding in found.items()}
+    return {path: replicated if sharding is None else sharding for path, sharding in found.items()}
 
 
 def rename_arrays(
     entries: Sequence[StoredArray], name_map: Mapping[str, str]
 ) -> dict[str, tuple[StoredArray, state_tree.Keys]]:
-    """The entries by their new paths, with the keys of their places.
+    """The entries by their new paths, with the keys of their new places.
 
     Raises:
-      CheckpointError: names that nothing has, two arrays of one name.
+      CheckpointError: names that no array has, two arrays with one name.
     """
     problems: list[Problem] = []
     found: dict[str, tuple[StoredArray, state_tree.Keys]] = {}
@@ -242,15 +254,15 @@ def rename_arrays(
 
 
 def nested_arrays(found: Mapping[str, tuple[StoredArray, state_tree.Keys]]) -> list[Problem]:
-    """Arrays that would lie inside of another array, for a new name."""
+    """The problems of renamed arrays that would be inside another array."""
     places = {tuple(name for _, name in keys): path for path, (_, keys) in found.items()}
     problems = []
     for names, path in places.items():
         for outer in (places[names[:n]] for n in range(len(names)) if names[:n] in places):
             if path != found[path][0].path or outer != found[outer][0].path:
-                problems.append(Problem(f"`{path}` would lie inside of `{outer}`, which is an array",
+                problems.append(Problem(f"`{path}` would be inside `{outer}`, which is an array",
                                         where=f"{found[path][0].path}, {found[outer][0].path}",
-                                        why="what has arrays in it is a container, and no array",
+                                        why="only a container can hold arrays",
                                         fix="correct the names in name_map"))  # fmt: skip
     return problems
 
@@ -262,7 +274,7 @@ def _some(paths: Sequence[str]) -> str:
 def _selected(
     paths: Sequence[str], globs: Globs, name: str, problems: list[Problem], stored: Sequence[str] = ()
 ) -> set[str]:
-    """The paths that globs meet, by what they are called or, where that meets nothing, by what they were stored as."""
+    """The paths that globs match, as renamed or, where none matches, as stored."""
     if globs is None:
         return set(paths)
     found: set[str] = set()
@@ -270,15 +282,15 @@ def _selected(
     for glob in (globs,) if isinstance(globs, str) else tuple(globs):
         hits = met(glob, spellings[0])[0] or met(glob, spellings[1])[0]
         if not hits:
-            destinations = f"{name} = {globs!r:.80}"
-            problems.append(Problem(f"`{name}` names nothing that the checkpoint holds: {glob!r}", where=destinations,
-                                    why=f"it holds {_some(paths)}", fix="correct the path, or leave it out"))  # fmt: skip
+            where = f"{name} = {globs!r:.80}"
+            problems.append(Problem(f"`{name}` matches no array of the checkpoint: {glob!r}", where=where,
+                                    why=f"it holds {_some(paths)}", fix="correct the path, or remove it"))  # fmt: skip
         found |= {paths[i] for i in hits}
     return found
 
 
 def _misfits(stored: Mapping[str, StoredArray], wanted: Mapping[str, state_tree.StateLeaf]) -> list[Problem]:
-    """Missing, extra and unlike leaves."""
+    """The problems of missing, surplus and incompatible leaves."""
     problems = []
     for path, leaf in wanted.items():
         entry = stored.get(path)
@@ -286,16 +298,16 @@ def _misfits(stored: Mapping[str, StoredArray], wanted: Mapping[str, state_tree.
             problems.append(Problem(f"the checkpoint has no `{path}`", where=f"like: {path}: {leaf.dtype}{list(leaf.shape)}",
                                     fix=_near(path, stored.keys() - wanted.keys())))  # fmt: skip
         elif entry.shape != leaf.shape:
-            problems.append(Problem(f"`{path}` has the shape {entry.shape} in the checkpoint, and {leaf.shape} is wanted",
-                                    where=entry.text, why="a shape is never changed while it is read",
-                                    fix="restore it as it is, and pad or cut it then"))  # fmt: skip
+            problems.append(Problem(f"`{path}` has the shape {entry.shape} in the checkpoint, and {leaf.shape} in `like`",
+                                    where=entry.text, why="restore does not change shapes",
+                                    fix="restore it without `like`, then pad or slice it"))  # fmt: skip
         elif family(entry.dtype) != family(leaf.dtype) or entry.kind.startswith(KEY) != leaf.kind.startswith(KEY):
-            problems.append(Problem(f"`{path}` is {_noun(entry)} in the checkpoint, and {_noun(leaf)} is wanted",
+            problems.append(Problem(f"`{path}` is {_noun(entry)} in the checkpoint, and {_noun(leaf)} in `like`",
                                     where=entry.text, why="only floats are cast to floats, ints to ints",
-                                    fix="restore it as it is, and convert it then"))  # fmt: skip
+                                    fix="restore it without `like`, then convert it"))  # fmt: skip
     for path in sorted(stored.keys() - wanted.keys()):
         problems.append(Problem(f"the checkpoint has `{path}`, and `like` has not", where=stored[path].text,
-                                fix='rename it with name_map, or say which to restore: only=["params/*"]'))  # fmt: skip
+                                fix='rename it with name_map, or restrict the restore: only=["params/*"]'))  # fmt: skip
     return problems
 
 
@@ -305,11 +317,11 @@ def _near(path: str, others: Any) -> str:
     close = difflib.get_close_matches(path, list(others), 1, 0.6)
     if close:
         return f"if it is `{close[0]}` there: name_map={{{close[0]!r}: {path!r}}}"
-    return "take it out of `like`, or name what there is with only="
+    return "remove it from `like`, or restrict the restore with only="
 
 
 def family(dtype: Any) -> str:
-    """Within which dtypes are cast: "float", "int", "complex" or "bool"."""
+    """The family within which dtypes are cast: "float", "int", "complex" or "bool"."""
     kinds = (("float", jnp.floating), ("int", jnp.integer), ("complex", jnp.complexfloating))
     return next((name for name, kind in kinds if jnp.issubdtype(jnp.dtype(dtype), kind)), "bool")
 
@@ -321,11 +333,11 @@ def _noun(leaf: StoredArray | state_tree.StateLeaf) -> str:
 def casts(
     rows: Sequence[tuple[str, StoredArray, Any]], wanted: Mapping[str, state_tree.StateLeaf] | None, dtype: Any
 ) -> dict[str, Any]:
-    """The dtype of each array: as stored, as `like` has it, as `dtype` says; the last that speaks of it."""
+    """The dtype of each array: that of `dtype`, else of `like`, else the stored one."""
     found = {}
     for path, entry, _ in rows:
         found[path] = entry.numpy_dtype
-        # A Python number has no dtype of its own: 3 is what was stored.
+        # A Python number has no dtype: it keeps the stored one.
         if wanted is not None and wanted[path].kind == "array" and entry.kind == "array":
             found[path] = jnp.dtype(wanted[path].dtype)
     by_glob = dtype if isinstance(dtype, Mapping) else {} if dtype is None else {None: dtype}
@@ -336,7 +348,7 @@ def casts(
         except TypeError:
             fail(
                 CheckpointError,
-                f"{kind!r:.40} is no dtype",
+                f"{kind!r:.40} is not a dtype",
                 where=f"dtype = {dtype!r:.80}",
                 fix="write jnp.bfloat16",
             )

@@ -1,4 +1,4 @@
-"""Checkpoints into safetensors files and back, a box at a time."""
+"""Export checkpoints to safetensors and import them, in bounded memory."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ def export_safetensors(
     file_bytes: int | str = FILE_BYTES,
     memory: int | str = offline.MEMORY,
 ) -> tuple[pathlib.Path, ...]:
-    """Write a checkpoint as safetensors: one file, or several with `….safetensors.index.json` beside them.
+    """Write a checkpoint as safetensors: one file, or several with a `.safetensors.index.json`.
 
     Args:
       path: the folder of the checkpoint.
-      target: the file, `model.safetensors` say, or a folder for `model.safetensors`.
+      target: the file, such as `model.safetensors`, or a folder for `model.safetensors`.
       step: which step; the last if None.
       only, name_map, dtype: as in `restore`.
-      separator: what stands for `/` in the names of tensors.
-      file_bytes: how large a file may be before there are several: bytes, or as "5GB".
-      memory: what may be in memory at once.
+      separator: replaces `/` in the names of tensors.
+      file_bytes: most bytes of a file, as a number or as "5GB"; more are split into several files.
+      memory: most bytes in memory at once, as a number or as "256MiB".
 
     Returns:
-      The files that were write_tensors.
+      The files that were written.
 
     Raises:
-      CheckpointError: dtypes that safetensors does not have, names that would be alike, no such step.
+      CheckpointError: dtypes that safetensors does not have, two tensors with one name, no such step.
       CheckpointFileError: damaged files, by name; a full disk.
     """
     need("tensorstore", "checkpoint")
@@ -72,9 +72,9 @@ def export_safetensors(
         name = row.path.replace("/", separator)
         if str(row.dtype) not in CODE_OF_DTYPE:
             problems.append(Problem(f"safetensors has no dtype {row.dtype}", where=row.entry.text,
-                                    fix="cast it with dtype=, or leave it out with only="))  # fmt: skip
+                                    fix="cast it with dtype=, or exclude it with only="))  # fmt: skip
         if name in names:
-            problems.append(Problem(f"two tensors would be called `{name}`", where=f"{names[name].path}, {row.path}",
+            problems.append(Problem(f"two tensors would have the name `{name}`", where=f"{names[name].path}, {row.path}",
                                     fix="choose another separator, or rename one with name_map"))  # fmt: skip
         names[name] = row
     if problems:
@@ -133,22 +133,25 @@ def import_safetensors(
     separator: str = ".",
     memory: int | str = offline.MEMORY,
 ) -> offline.CopyResult:
-    """Make a checkpoint of safetensors files: a file, an index of files, or a folder with either.
+    """Make a checkpoint from safetensors: a file, an index of files, or a folder with either.
 
     Args:
       source: the file, the index or the folder.
       path: the folder of the checkpoint.
-      layout: how its files are cut: a plan, a layout file or the name of a recipe; every array whole if None.
-      devices: how many devices the layout is for, where it leaves the size of an axis open.
+      layout: the shardings of the checkpoint: a plan, a layout file or the name of a recipe; every array unsharded if None.
+      devices: the device count, where the layout leaves the size of an axis open.
       step: the number of the step.
-      name_map: new names by those in the files, of tensors or of what they begin with.
-      separator: what is write_tensors as `/` in paths.
-      memory: what may be in memory at once.
+      name_map: new names by those in the files, of tensors or of their prefixes.
+      separator: becomes `/` in paths.
+      memory: most bytes in memory at once, as a number or as "256MiB".
+
+    Returns:
+      What was written.
 
     Raises:
-      CheckpointError: the step is there already; names that would be alike.
-      CheckpointFileError: files that are missing, cut short, or no safetensors; a full disk.
-      ShardError: a layout that does not fit the arrays.
+      CheckpointError: the step exists already; two tensors with one name.
+      CheckpointFileError: files that are missing, truncated, or not safetensors; a full disk.
+      ShardError: the layout does not fit the arrays.
     """
     need("tensorstore", "checkpoint")
     bound = offline.memory_bytes(memory)
@@ -157,8 +160,8 @@ def import_safetensors(
     for name, tensor in found.items():
         key = name.replace(separator, "/") if separator else name
         keys = tuple(("key", part) for part in key.split("/"))
-        whole = Chunks(tensor.shape, tensor.shape)
-        entries.append(StoredArray(key, tensor.shape, tensor.dtype, keys, (1,) * len(tensor.shape), whole))
+        chunks = Chunks(tensor.shape, tensor.shape)
+        entries.append(StoredArray(key, tensor.shape, tensor.dtype, keys, (1,) * len(tensor.shape), chunks))
     by_path = {entry.path: found[name] for entry, name in zip(entries, found, strict=True)}
     renamed = reader.rename_arrays(entries, {k.replace(separator, "/"): v for k, v in (name_map or {}).items()})
     if problems := reader.nested_arrays(renamed):
@@ -170,14 +173,14 @@ def import_safetensors(
         count = devices if devices is not None else offline.device_count(layout)
     else:
         count = 1
-    laid = offline.copy_contents(
+    described = offline.copy_contents(
         [dataclasses.replace(entry, path=p, keys=keys) for p, entry, keys in rows], layout, count, bound
     )
     with offline.new_step(path, step) as (out, commit):
-        for (_, old, _), entry in zip(rows, laid.entries, strict=True):
+        for (_, old, _), entry in zip(rows, described.entries, strict=True):
             tensor = by_path[old.path]
             offline.copy_array(
                 out, entry, None if 0 in entry.shape else lambda box, t=tensor: arrays.ReadyValue(t.read(box)), bound
             )
-        commit(laid)
-    return offline.CopyResult(absolute_path(path), step, len(laid.entries), laid.nbytes, count)
+        commit(described)
+    return offline.CopyResult(absolute_path(path), step, len(described.entries), described.nbytes, count)

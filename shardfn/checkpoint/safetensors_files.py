@@ -1,8 +1,8 @@
-"""Safetensors files, read and written a box at a time: one file, or several with an index.
+"""The safetensors file format, read and written in bounded memory.
 
-The format: eight bytes with the length of a JSON header, little-endian, the header with dtype, shape and the range of
-bytes of each tensor, then the bytes, row-major. https://huggingface.co/docs/safetensors. The package of that name reads and
-writes a tensor as a whole; here no more than a bound is in memory.
+A file holds eight bytes with the length of a JSON header, little-endian; the header, with dtype, shape and byte range of
+each tensor; then the bytes of the tensors, row-major. https://huggingface.co/docs/safetensors. The package `safetensors`
+holds complete tensors in memory; this module does not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail
 
 SUFFIX = ".safetensors"
 INDEX = ".safetensors.index.json"
-MAX_HEADER_BYTES = 100_000_000  # as the format's own reader has it
+MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 STEP_BYTES = 8 << 20
 """Bytes of a file that are mapped at a time."""
 
@@ -38,7 +38,7 @@ CODE_OF_DTYPE = {name: code for code, name in DTYPE_OF_CODE.items()}
 
 @dataclasses.dataclass(frozen=True)
 class FileTensor:
-    """One tensor of a file: where its bytes begin there."""
+    """One tensor of a file; `start` is the offset of its bytes."""
 
     name: str
     file: pathlib.Path
@@ -48,20 +48,20 @@ class FileTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the tensor."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
     def read(self, box: Box | None = None) -> np.ndarray:
         """A box of the tensor; all of it if None.
 
         Raises:
-          CheckpointFileError: a byte of a bool that is neither 0 nor 1.
+          CheckpointFileError: a byte of a bool is neither 0 nor 1.
         """
         out = self._read(box)
         if out.dtype == bool and out.size and out.view(np.uint8).max() > 1:
             fail(CheckpointFileError, f"{self.file} is damaged", where=f"`{self.name}`: bool{list(self.shape)}",
                  why=f"a bool is a byte of 0 or 1, and one here is {out.view(np.uint8).max()}",
-                 fix="fetch or write it again")  # fmt: skip
+                 fix="download or write it again")  # fmt: skip
         return out
 
     def _read(self, box: Box | None) -> np.ndarray:
@@ -73,7 +73,7 @@ class FileTensor:
                     file.seek(self.start)
                     out[...] = np.frombuffer(file.read(self.nbytes), out.dtype).reshape(())
             return out
-        # A map is of a few rows at a time: pages of the file that were touched count as memory until it is closed.
+        # Map a few rows at a time: touched pages of the file count as memory until the map is closed.
         row = math.prod(self.shape[1:]) * out.dtype.itemsize
         step = max(1, STEP_BYTES // max(row, 1))
         for first in range(box[0].start, box[0].stop, step):
@@ -85,14 +85,14 @@ class FileTensor:
 
 
 def read_tensors(source: str | os.PathLike[str]) -> dict[str, FileTensor]:
-    """The tensors of a file, of an index of files, or of a folder that holds either, by name.
+    """The tensors of a file, of an index of files, or of a folder with either, by name.
 
     Raises:
-      CheckpointFileError: a file is missing, cut short, or no such file; all of them.
-      CheckpointError: there are none, or two of one name.
+      CheckpointFileError: files that are missing, truncated or not safetensors; all of them.
+      CheckpointError: there are none, or two have one name.
     """
     source = pathlib.Path(source)
-    files, promised = _files(source)
+    files, indexed = _files(source)
     found: dict[str, FileTensor] = {}
     problems: list[Problem] = []
     for file in files:
@@ -100,7 +100,7 @@ def read_tensors(source: str | os.PathLike[str]) -> dict[str, FileTensor]:
             header = _header(file)
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-            problems.append(Problem(f"{file} cannot be read", why=why, fix="fetch or write it again"))
+            problems.append(Problem(f"{file} cannot be read", why=why, fix="download or write it again"))
             continue
         for tensor in header:
             if tensor.name in found:
@@ -108,23 +108,23 @@ def read_tensors(source: str | os.PathLike[str]) -> dict[str, FileTensor]:
                     Problem(
                         f"two files hold the tensor `{tensor.name}`",
                         where=f"{found[tensor.name].file}, {file}",
-                        why="a tensor is found again by its name",
-                        fix="import one of them, or use an index",
+                        why="a tensor is restored by its name",
+                        fix="import one of the files, or use an index",
                     )
                 )
             found[tensor.name] = tensor
-    for name, file in promised.items():
+    for name, file in indexed.items():
         tensor = found.get(name)
         if not problems and (tensor is None or tensor.file.name != file):
-            problems.append(Problem(f"{file} does not hold `{name}`, which the index says", where=str(source),
-                                    fix="fetch the files and the index again"))  # fmt: skip
+            problems.append(Problem(f"{file} does not have `{name}`, though the index says so", where=str(source),
+                                    fix="download the files and the index again"))  # fmt: skip
     if problems:
         raise CheckpointFileError(problems)
     return found
 
 
 def _files(source: pathlib.Path) -> tuple[list[pathlib.Path], dict[str, str]]:
-    """The files, and which the index says holds each tensor."""
+    """The files, and the file of each tensor according to the index."""
     if source.is_dir():
         indices = sorted(source.glob("*" + INDEX))
         if len(indices) == 1:
@@ -140,14 +140,14 @@ def _files(source: pathlib.Path) -> tuple[list[pathlib.Path], dict[str, str]]:
         if source.stat().st_size > MAX_HEADER_BYTES:
             raise ValueError("it is larger than any index")
         rows = json.loads(source.read_text("utf-8"))["weight_map"]
-        promised = {str(name): str(file) for name, file in rows.items()}
-        for file in promised.values():
+        indexed = {str(name): str(file) for name, file in rows.items()}
+        for file in indexed.values():
             if pathlib.PurePath(file).name != file or file in ("", ".", ".."):
-                raise ValueError(f"{file!r:.60} is no file beside it")
+                raise ValueError(f"{file!r:.60} is not the name of a file in the folder")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         fail(CheckpointFileError, f"{source} cannot be read", why=f"{type(error).__name__}: {error}",
              fix="an index is JSON with a weight_map of tensor names to file names")  # fmt: skip
-    return [source.parent / file for file in dict.fromkeys(promised.values())], promised
+    return [source.parent / file for file in dict.fromkeys(indexed.values())], indexed
 
 
 def _header(file: pathlib.Path) -> list[FileTensor]:
@@ -155,24 +155,24 @@ def _header(file: pathlib.Path) -> list[FileTensor]:
     with file.open("rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
         if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-            raise ValueError(f"its header is to be {length:,} bytes long, and the file has {size:,}")
+            raise ValueError(f"its header should have {length:,} bytes, and the file has {size:,}")
         rows = json.loads(handle.read(length))
     if not isinstance(rows, dict):
-        raise ValueError("its header is no JSON object of tensors")
+        raise ValueError("its header is not a JSON object of tensors")
     begin = 8 + length
     found = []
     for name, row in rows.items():
         if name == "__metadata__":
             continue
         if row["dtype"] not in DTYPE_OF_CODE:
-            raise ValueError(f"`{name}` has the dtype {row['dtype']!r:.40}, which is not known here")
+            raise ValueError(f"`{name}` has the dtype {row['dtype']!r:.40}, which is unknown")
         shape, (first, last) = tuple(row["shape"]), row["data_offsets"]
         if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (*shape, first, last)):
-            raise ValueError(f"`{name}` has a shape or a range that is no count")
+            raise ValueError(f"`{name}` has a shape or a range that is not a count")
         tensor = FileTensor(name, file, DTYPE_OF_CODE[row["dtype"]], shape, begin + first)
         if last - first != tensor.nbytes or begin + last > size:
             raise ValueError(
-                f"`{name}` needs {tensor.nbytes:,} bytes up to {begin + last:,}, and the file has {size:,}: cut short"
+                f"`{name}` needs {tensor.nbytes:,} bytes up to {begin + last:,}, and the file has {size:,}: it is truncated"
             )
         found.append(tensor)
     return found
@@ -188,12 +188,12 @@ class TensorHeader:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the tensor."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
 def split_into_files(rows: Sequence[TensorHeader], most_bytes: float) -> list[list[TensorHeader]]:
-    """The tensors of each file: in order, as many as fit.
+    """The tensors of each file, in order, each file as full as `most_bytes` allows.
 
     >>> [len(part) for part in split_into_files([TensorHeader("a", "int8", (6,)), TensorHeader("b", "int8", (6,))], 8)]
     [1, 1]
@@ -210,7 +210,7 @@ def split_into_files(rows: Sequence[TensorHeader], most_bytes: float) -> list[li
 def write_tensors(
     target: pathlib.Path, rows: Sequence[TensorHeader], metadata: Mapping[str, str]
 ) -> Iterator[BinaryIO]:
-    """A file with its header, for the bytes of the tensors in order; it gets its name when all are there."""
+    """A file with its header, open for the bytes of the tensors in order; it gets its name when complete."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     for row in rows:
@@ -221,7 +221,7 @@ def write_tensors(
         }
         at += row.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the bytes of the first tensor stand at a multiple of eight
+    text += b" " * (-len(text) % 8)  # aligns the bytes of the first tensor
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
@@ -236,8 +236,10 @@ def write_tensors(
         part.unlink(missing_ok=True)
 
 
-def contiguous_boxes(shape: Sequence[int], most: int, whole_rows: int = 1) -> Iterator[Box]:
-    """Boxes of a row-major array that follow each other in memory, each of at most `most` elements where that can be.
+def contiguous_boxes(shape: Sequence[int], most: int, row_multiple: int = 1) -> Iterator[Box]:
+    """Boxes of a row-major array that follow each other in memory, of at most `most` elements where possible.
+
+    A box has a multiple of `row_multiple` rows if it has that many, so that no chunk is read twice.
 
     >>> [box[0] for box in contiguous_boxes((5, 4), 8)]
     [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
@@ -246,7 +248,7 @@ def contiguous_boxes(shape: Sequence[int], most: int, whole_rows: int = 1) -> It
         yield ()
     elif (row := math.prod(shape[1:])) <= most or len(shape) == 1:
         step = max(1, most // max(row, 1))
-        step = step // whole_rows * whole_rows or step  # so that a chunk is read once
+        step = step // row_multiple * row_multiple or step
         for start in range(0, shape[0], step):
             yield (slice(start, min(start + step, shape[0])), *(slice(0, n) for n in shape[1:]))
     else:

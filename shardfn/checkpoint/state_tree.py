@@ -1,4 +1,4 @@
-"""A state as a flat table of arrays by path, and back: dicts, lists, modules, optimizer state, PRNG keys, numbers."""
+"""A pytree as a list of arrays by path, and back: dicts, lists, modules, optimizer state, PRNG keys, numbers."""
 
 from __future__ import annotations
 
@@ -19,20 +19,27 @@ from shardfn.frontend.paths import join
 
 UNSTORED = ("uint2", "uint4", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e8m0fnu", "float0",
             "float8_e4m3", "float128", "complex256")  # fmt: skip
-"""Dtypes of JAX and NumPy that the array store does not have."""
+"""Dtypes of JAX and NumPy that the zarr format does not have."""
 
 NUMBERS = {"bool": bool, "int": int, "float": float, "complex": complex}
-"""The kinds of Python's numbers. An `IntEnum` is an int, NumPy's float64 a float: what reads them knows no others."""
+"""The types of Python numbers. An `IntEnum` is stored as an int, a NumPy float64 as a float."""
 
 Keys = tuple[tuple[str, str], ...]
 
 BARE = "value"
-"""The path of a lone array."""
+"""The path of a single array."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StateLeaf:
-    """One array of a state; `value` is what is stored of it, an array or its shape. `kind` says what it was."""
+    """One array of a state.
+
+    Attributes:
+      path: its path, such as `params/w`.
+      keys: its place in the tree.
+      value: the array to store, or its shape.
+      kind: as in `StoredArray`.
+    """
 
     path: str
     keys: Keys
@@ -41,20 +48,20 @@ class StateLeaf:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of what is stored."""
+        """The stored shape."""
         return tuple(self.value.shape)
 
     @property
     def dtype(self) -> str:
-        """Dtype of what is stored."""
+        """The stored dtype."""
         return str(self.value.dtype)
 
 
 def flatten(state: Any, what: str = "state") -> list[StateLeaf]:
-    """The arrays of a pytree by path.
+    """The arrays of a pytree by path; `what` names the tree in errors.
 
     Raises:
-      CheckpointError: what is no array, a dtype the store does not have, two arrays with one path; all at once.
+      CheckpointError: leaves that are not arrays, unsupported dtypes, two arrays with one path; all at once.
 
     >>> [(leaf.path, leaf.kind) for leaf in flatten({"w": [np.zeros(2)], "step": 3})]
     [('step', 'int'), ('w/0', 'array')]
@@ -65,15 +72,15 @@ def flatten(state: Any, what: str = "state") -> list[StateLeaf]:
         path = join("", key) or BARE
         kind, stored = _stored(value)
         if stored is None:
-            problems.append(Problem(f"`{path}` is {a(value)}, which is no array", where=f"{what} at `{path}`",
+            problems.append(Problem(f"`{path}` is {a(value)}, not an array", where=f"{what} at `{path}`",
                                     why="only arrays, numbers and PRNG keys can be saved",
-                                    fix="take it out of the tree, or make it a static field"))  # fmt: skip
+                                    fix="remove it from the tree, or make it a static field"))  # fmt: skip
         elif not _storable(stored.dtype):
             problems.append(Problem(f"`{path}` has the dtype {stored.dtype}", where=f"{what} at `{path}`",
-                                    why="the array store does not have it", fix="cast it before you save it"))  # fmt: skip
+                                    why="the file format does not have it", fix="cast it before saving"))  # fmt: skip
         elif path in found:
             problems.append(Problem(f"two arrays have the path `{path}`", where=what,
-                                    why="an array is found again by its path", fix="rename one of them"))  # fmt: skip
+                                    why="an array is restored by its path", fix="rename one of them"))  # fmt: skip
         else:
             found[path] = StateLeaf(path, tuple(map(_key, key)), stored, kind)
     if problems:
@@ -82,7 +89,7 @@ def flatten(state: Any, what: str = "state") -> list[StateLeaf]:
 
 
 def _stored(value: Any) -> tuple[str, Any]:
-    """The kind of a leaf, and the array that is stored for it; None where it is no array."""
+    """The kind of a leaf and the array to store; None where the leaf is not an array."""
     for kind, number in NUMBERS.items():
         if isinstance(value, number):
             return kind, np.asarray(number(value))
@@ -104,7 +111,7 @@ def _stored(value: Any) -> tuple[str, Any]:
 
 
 def _storable(dtype: Any) -> bool:
-    """Whether the array store has a dtype, and reading knows its name. NumPy has more, structured ones among them."""
+    """Whether the file format has a dtype. NumPy has more, such as structured ones."""
     try:
         known = jnp.dtype(str(dtype))
         return str(dtype) not in UNSTORED and (jnp.issubdtype(known, np.number) or known == np.bool_)
@@ -113,13 +120,13 @@ def _storable(dtype: Any) -> bool:
 
 
 def _implementation(dtype: Any) -> str:
-    """The name in `key<fry>`, as a key's dtype prints it, as `jax.random.key` takes it."""
+    """The implementation of a PRNG key dtype, such as `key<fry>`, by the name that `jax.random.key` takes."""
     short = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
     return short.get(str(dtype).removeprefix("key<").removesuffix(">"), "threefry2x32")
 
 
 def restore_leaf(kind: str, value: Any) -> Any:
-    """What a stored array was: a number, a PRNG key, or the array itself."""
+    """The leaf of a stored array: a number, a PRNG key, or the array itself."""
     if kind.startswith(KEY):
         return jax.random.wrap_key_data(value, impl=kind.removeprefix(KEY))
     if kind == "array":
@@ -128,7 +135,7 @@ def restore_leaf(kind: str, value: Any) -> Any:
 
 
 def _key(key: Any) -> tuple[str, str]:
-    """A pytree key as plain data: what holds it, and its name."""
+    """A pytree key as plain data: the kind of its container, and its name in it."""
     match key:
         case tree_util.SequenceKey(idx):
             return "item", str(idx)
@@ -140,7 +147,7 @@ def _key(key: Any) -> tuple[str, str]:
 
 
 def nested(values: Mapping[Keys, Any]) -> Any:
-    """The tree of values by key: dicts and lists. What was a module or a named tuple is a dict of its fields.
+    """The tree of values by key: dicts and lists. A module or a named tuple becomes a dict of its fields.
 
     >>> nested({(("key", "a"), ("item", "0")): 1, (("key", "a"), ("item", "1")): 2})
     {'a': [1, 2]}
@@ -154,7 +161,7 @@ def nested(values: Mapping[Keys, Any]) -> Any:
     children = {head: nested(group) for head, group in groups.items()}
     if children and all(kind == "item" for kind, _ in children):
         order = sorted(children, key=lambda head: int(head[1]))
-        if [int(name) for _, name in order] == list(range(len(order))):  # else some were left out
+        if [int(name) for _, name in order] == list(range(len(order))):  # otherwise items are missing
             return [children[head] for head in order]
         return {int(name): children[kind, name] for kind, name in order}
     return {int(name) if kind == "number" else name: child for (kind, name), child in children.items()}
@@ -164,7 +171,7 @@ SAFE = frozenset(string.ascii_letters + string.digits + "_-")
 
 
 def array_folder(path: str) -> str:
-    """The name of an array's folder: `/` is written `.`, what file systems may not like is written `%2E`.
+    """The name of an array's folder: `/` becomes `.`, and characters that file systems may refuse become `%2E`.
 
     >>> array_folder("params/layers/0/w.1")
     'params.layers.0.w%2E1'
@@ -172,6 +179,6 @@ def array_folder(path: str) -> str:
     parts = ("".join(c if c in SAFE else "".join(f"%{b:02X}" for b in c.encode("utf-8", "surrogatepass")) for c in part)
              for part in path.split("/"))  # fmt: skip
     name = ".".join(parts)
-    if len(name) > 200:  # a name of a file has 255 bytes at most
+    if len(name) > 200:  # file names have at most 255 bytes
         return f"{name[:160]}~{hashlib.sha256(path.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
     return name or "%"

@@ -1,4 +1,4 @@
-"""The checkpoints that are in a folder: which steps are whole, and where the files of one lie."""
+"""The checkpoints in a folder: find, open and describe the step folders."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shardfn.errors import CheckpointError, a, fail
 
 ITEM = "state"
 MARKS = {ITEM, "_CHECKPOINT_METADATA", "commit_success.txt"}
-"""What is in the folder of a step, the notes of Orbax among it. A folder with other things only is somebody else's."""
+"""The entries of a step folder, with those that Orbax adds. A folder without any of them is not a checkpoint."""
 
 
 def absolute_path(path: Any) -> pathlib.Path:
-    """The absolute path of a folder.
+    """The absolute path of a folder, `~` expanded.
 
     Raises:
-      CheckpointError: it is no path.
+      CheckpointError: `path` is not a path.
     """
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         fail(CheckpointError, f"a checkpoint's path must be a string or a path, not {a(path)}",
@@ -29,10 +29,19 @@ def absolute_path(path: Any) -> pathlib.Path:
 
 
 def steps(path: str | os.PathLike[str]) -> tuple[int, ...]:
-    """The steps that were saved in a folder, oldest first. A save of this process that is under way is waited for.
+    """The complete steps in a folder. Waits for a background save of this process.
 
-    A step gets its name when it is whole, and old ones are removed. One without a description is left out if a later step
-    has one, since it may be removed in part; after the last of these it is damaged, and listed.
+    A step folder gets its name when it is complete. Retention deletes old ones, so a folder without a description counts as
+    partly deleted if a later step is complete; otherwise it is damaged, and listed.
+
+    Args:
+      path: the folder that `save` was called with.
+
+    Returns:
+      The step numbers, ascending.
+
+    Raises:
+      CheckpointError: `path` is not a path.
 
     >>> steps("nowhere")
     ()
@@ -42,13 +51,13 @@ def steps(path: str | os.PathLike[str]) -> tuple[int, ...]:
     if not folder.is_dir():
         return ()
     found = {int(child.name) for child in folder.iterdir() if child.name.isdecimal() and child.name.isascii()}
-    whole = [step for step in found if (folder / str(step) / ITEM / contents.FILE).is_file()]
-    last = max(whole, default=-1)
-    return tuple(sorted(whole + [step for step in found if step > last and _was_saved(folder / str(step))]))
+    complete = [step for step in found if (folder / str(step) / ITEM / contents.FILE).is_file()]
+    last = max(complete, default=-1)
+    return tuple(sorted(complete + [step for step in found if step > last and _was_saved(folder / str(step))]))
 
 
 def _was_saved(folder: pathlib.Path) -> bool:
-    """Whether a step lay in a folder that has its name, by what is left of it."""
+    """Whether a folder with a number as its name is, or was, a step."""
     try:
         left = set(os.listdir(folder))
     except OSError:
@@ -57,17 +66,17 @@ def _was_saved(folder: pathlib.Path) -> bool:
 
 
 def wait_for_save(folder: pathlib.Path) -> None:
-    """Wait for a save of this process into the folder; without one, nothing is imported."""
+    """Wait for a background save of this process into the folder. Without one, Orbax is not imported."""
     store = sys.modules.get("shardfn.checkpoint.orbax_store")
     if store is not None:
         store.wait_for_save(folder)
 
 
 def step_folder(path: str | os.PathLike[str], step: int | None = None) -> tuple[pathlib.Path, int]:
-    """The folder with the arrays of one step, the last if None, and its number.
+    """The array folder of a step, and the step's number; `step` None is the last.
 
     Raises:
-      CheckpointError: there is none.
+      CheckpointError: there is no such step.
     """
     folder = absolute_path(path)
     known = steps(folder)
@@ -78,16 +87,16 @@ def step_folder(path: str | os.PathLike[str], step: int | None = None) -> tuple[
         if known:
             fail(CheckpointError, f"there is no step {step!r:.40} in {folder}", why=f"the steps are {shown}",
                  fix="choose one of them, or leave step out for the last")  # fmt: skip
-        there = "it has no whole checkpoint" if folder.is_dir() else "there is no such folder"
+        there = "it has no complete checkpoint" if folder.is_dir() else "there is no such folder"
         fail(CheckpointError, f"there is no checkpoint in {folder}", why=there,
              fix="pass the folder that `checkpoint.save` was called with")  # fmt: skip
     return folder / str(step) / ITEM, step
 
 
 def open_step(path: str | os.PathLike[str], step: int | None = None) -> tuple[pathlib.Path, int, contents.Contents]:
-    """The folder with the arrays of one step, its number and its description.
+    """The array folder of a step, its number and its description.
 
-    Where no step is named, a last one whose description is damaged is an error, not a reason to take an older one.
+    With `step` None, a damaged description of the last step is an error; no older step is taken instead.
 
     Raises:
       CheckpointError: there is no such step.
@@ -99,7 +108,15 @@ def open_step(path: str | os.PathLike[str], step: int | None = None) -> tuple[pa
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-    """What one step of a folder holds; print it. `disk_bytes` is what its files take, packed."""
+    """The contents of one checkpoint; print it for a table.
+
+    Attributes:
+      path: the folder of all steps.
+      step: this step.
+      steps: all complete steps.
+      contents: the description of the step.
+      disk_bytes: bytes of its files, compressed.
+    """
 
     path: pathlib.Path
     step: int
@@ -109,19 +126,19 @@ class Inspection:
 
     def __str__(self) -> str:
         held = self.contents
-        grids = [" x ".join(f"{n}={s}" for n, s in g.axes) for g in held.grids if g.devices > 1]
+        meshes = [" x ".join(f"{n}={s}" for n, s in mesh.axes) for mesh in held.meshes if mesh.devices > 1]
         others = [step for step in self.steps if step != self.step]
         lines = [
             f"{self.path}: step {self.step}" + (f"; also {', '.join(map(str, others[-8:]))}" if others else ""),
             f"saved on {held.devices} device{'s'[: held.devices != 1]} in {held.processes} "
-            f"process{'es' if held.processes != 1 else ''}, grid {'; '.join(grids) or 'of one'}",
+            f"process{'es' if held.processes != 1 else ''}, mesh {'; '.join(meshes) or 'of one device'}",
             f"{len(held.entries)} arrays, {held.nbytes:,} B, {self.disk_bytes:,} B on disk",
         ]
-        rows = [("array", "shape", "cuts", "B"), *((
+        rows: list[tuple[str, ...]] = [("array", "shape", "strategy", "B"), *((
             e.path, e.kind if e.kind != "array" else f"{e.dtype}[{','.join(map(str, e.shape))}]",
-            str(e.cuts), f"{e.nbytes:,}") for e in held.entries)]  # fmt: skip
+            str(e.strategy), f"{e.nbytes:,}") for e in held.entries)]  # fmt: skip
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        rows.insert(1, ("-" * widths[0], "-" * widths[1], "-" * widths[2], "-" * widths[3]))
+        rows.insert(1, tuple("-" * width for width in widths))
         table = [
             "  ".join([*(c.ljust(w) for c, w in zip(row[:3], widths, strict=False)), row[3].rjust(widths[3])])
             for row in rows
@@ -130,7 +147,14 @@ class Inspection:
 
 
 def inspect(path: str | os.PathLike[str], step: int | None = None) -> Inspection:
-    """What a checkpoint holds, from its description alone.
+    """Describe a checkpoint without reading its arrays.
+
+    Args:
+      path: the folder that `save` was called with.
+      step: which step; the last if None.
+
+    Returns:
+      Its arrays, shardings and sizes, as an object that prints as a table.
 
     Raises:
       CheckpointError: there is no such step.

@@ -1,4 +1,4 @@
-"""Where the arrays of a checkpoint go: a plan, a layout file, devices, a mesh or shardings, as a sharding for each."""
+"""The target of a restore (a plan, a layout file, devices, a mesh or shardings) as one sharding for each array."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from jax import tree_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from shardfn import layoutfile
-from shardfn.checkpoint.contents import Contents, StoredArray
+from shardfn.checkpoint.contents import Contents, StoredArray, StoredMesh
 from shardfn.errors import CheckpointError, Problem, a, fail
 from shardfn.frontend.meshes import mesh_on
 from shardfn.frontend.paths import escaped, join, normal
+from shardfn.layoutfile.toml import rule_dims
 from shardfn.planning.decisions import partition_spec
 from shardfn.planning.layout_rules import LayoutFile, LayoutRule
 from shardfn.planning.plan import Plan
@@ -29,18 +30,18 @@ def target_shardings(entries: Sequence[StoredArray], target: Any, contents: Cont
     """The sharding of each array, by its path.
 
     Args:
-      entries: the arrays, under the paths that `target` knows them by.
-      target: what the user gave; None for the layout that is stored.
-      contents: of the checkpoint.
+      entries: the arrays, under the paths that `target` uses.
+      target: as in `restore`; None for the stored shardings.
+      contents: the description of the checkpoint.
 
     Raises:
-      ShardError: what does not fit, all at once.
+      ShardError: shardings that do not fit, all at once.
     """
-    found = _found([entry.seen for entry in entries], target, contents)
+    found = _shardings([entry.without_key_data for entry in entries], target, contents)
     problems = [
-        Problem(f"`{entry.path}` cannot be cut as it is wanted", where=f"{entry.text}, {found[entry.path]}",
-                why="a dim is cut evenly, and a sharding has no more dims than its array",
-                fix="give it a sharding whose axes divide its dims")
+        Problem(f"`{entry.path}` cannot have its target sharding", where=f"{entry.text}, {found[entry.path]}",
+                why="the axes of a dimension must divide it, and a sharding has at most the rank of its array",
+                fix="give it a sharding whose axes divide its dimensions")
         for entry in entries if not _fits(entry, found[entry.path])
     ]  # fmt: skip
     if problems:
@@ -56,7 +57,7 @@ def _fits(entry: StoredArray, sharding: Sharding) -> bool:
     return True
 
 
-def _found(entries: Sequence[StoredArray], target: Any, contents: Contents) -> dict[str, Sharding]:
+def _shardings(entries: Sequence[StoredArray], target: Any, contents: Contents) -> dict[str, Sharding]:
     if target is None:
         return _stored(entries, contents)
     if isinstance(target, str) and target.lower() in PLATFORMS:
@@ -77,14 +78,14 @@ def _found(entries: Sequence[StoredArray], target: Any, contents: Contents) -> d
     if leaves and all(isinstance(leaf, Sharding) for _, leaf in leaves):
         return _by_path(entries, {join("", key): leaf for key, leaf in leaves})
     if isinstance(target, list | tuple | Mapping) and not target:
-        fail(CheckpointError, f"the target is {a(target)} of nothing", where=f"target = {target!r}",
-             why="it names no device, and no sharding", fix="name one or more, or leave the target out")  # fmt: skip
+        fail(CheckpointError, f"the target is empty: {a(target)}", where=f"target = {target!r}",
+             why="it has no device and no sharding", fix="give at least one, or remove the target")  # fmt: skip
     fail(CheckpointError, f"a checkpoint cannot be restored into {a(target)}", where=f"target = {target!r:.80}",
          why=f"a target is {TARGETS}", fix='write for instance "layout.toml", jax.devices()[0] or a Mesh')  # fmt: skip
 
 
 def is_device_list(value: Any) -> bool:
-    """Whether it is a list of devices, and not an empty one."""
+    """Whether it is a list of at least one device."""
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(d, jax.Device) for d in value)
 
 
@@ -97,32 +98,31 @@ def _device(platform: str) -> Any:
 
 
 def _stored(entries: Sequence[StoredArray], contents: Contents) -> dict[str, Sharding]:
-    """As it lay when it was saved, where there are as many devices."""
+    """The stored shardings, on as many devices."""
     pool = jax.devices()
     meshes = {}
-    for number in {entry.grid for entry in entries}:
-        grid = contents.grids[number]
-        if grid.devices > 1 and grid.devices != len(pool):
-            fail(CheckpointError, f"the checkpoint was saved on {grid.devices} devices, and here are {len(pool)}",
-                 why="without a target an array lies as it lay",
-                 fix="say where it goes: a layout, jax.devices()[0], or the Mesh whose axes have the same names")  # fmt: skip
-        order = grid.order or range(grid.devices)
-        if grid.devices > 1:
-            meshes[number] = mesh_on([pool[i] for i in order], grid.axes)
+    for number in {entry.mesh for entry in entries}:
+        mesh = contents.meshes[number]
+        if mesh.devices > 1 and mesh.devices != len(pool):
+            fail(CheckpointError, f"the checkpoint was saved on {mesh.devices} devices, and here are {len(pool)}",
+                 why="without a target, arrays keep their stored shardings",
+                 fix="give a target: a layout, jax.devices()[0], or a Mesh with the same axis names")  # fmt: skip
+        if mesh.devices > 1:
+            meshes[number] = mesh_on([pool[i] for i in mesh.order or range(mesh.devices)], mesh.axes)
     one = SingleDeviceSharding(jax.local_devices()[0])
     return {
-        entry.path: NamedSharding(meshes[entry.grid], partition_spec(entry.spec)) if entry.grid in meshes else one
+        entry.path: NamedSharding(meshes[entry.mesh], partition_spec(entry.spec)) if entry.mesh in meshes else one
         for entry in entries
     }
 
 
 def _on_mesh(entries: Sequence[StoredArray], mesh: Mesh, contents: Contents) -> dict[str, Sharding]:
-    """The axes that are stored, as far as the mesh has axes of these names."""
-    cutting = {axis for entry in entries for dim in entry.spec for axis in dim}
-    if cutting and not cutting & set(mesh.shape):
-        fail(CheckpointError, "the mesh has none of the axes that the checkpoint was cut over", where=f"target = {mesh}",
-             why=f"it was cut over {', '.join(sorted(cutting))}, and the mesh has {', '.join(mesh.shape)}",
-             fix="name the axes alike, or give a layout")  # fmt: skip
+    """The stored mesh axes, as far as the mesh has axes of these names."""
+    used = {axis for entry in entries for dim in entry.spec for axis in dim}
+    if used and not used & set(mesh.shape):
+        fail(CheckpointError, "the mesh has none of the axes that the checkpoint was sharded over", where=f"target = {mesh}",
+             why=f"it was sharded over {', '.join(sorted(used))}; the mesh has {', '.join(mesh.shape)}",
+             fix="use the same axis names, or give a layout")  # fmt: skip
     return {
         entry.path: NamedSharding(
             mesh, partition_spec(tuple(tuple(axis for axis in dim if axis in mesh.shape) for dim in entry.spec))
@@ -138,8 +138,8 @@ def _by_path(entries: Sequence[StoredArray], given: Mapping[str, Sharding]) -> d
         prefixes = ("/".join(parts[:n]) for n in range(len(parts), -1, -1))
         path = next((p for p in prefixes if p in given), None)
         if path is None:
-            problems.append(Problem(f"the tree of shardings has none for `{entry.path}`", where=entry.text,
-                                    fix="add one there, or for a container that holds it"))  # fmt: skip
+            problems.append(Problem(f"the tree has no sharding for `{entry.path}`", where=entry.text,
+                                    fix="add one for it, or for a container of it"))  # fmt: skip
         else:
             found[entry.path] = given[path]
     if problems:
@@ -148,7 +148,7 @@ def _by_path(entries: Sequence[StoredArray], given: Mapping[str, Sharding]) -> d
 
 
 def _planned(entries: Sequence[StoredArray], plan: Plan) -> dict[str, Sharding]:
-    """As a plan lays out its arguments; what a parameter's path ends a longer one with (a moment of it) lies with it."""
+    """The shardings of a plan's arguments. An array whose path ends in a parameter's (its moment) is sharded like it."""
     layout, bare = plan_layout(plan), []
     known = {normal(d.path) for d in plan.inputs}
     for entry in entries:
@@ -173,28 +173,25 @@ def plan_layout(plan: Plan) -> LayoutFile:
 
 
 def stored_layout(contents: Contents) -> LayoutFile | None:
-    """The layout file of the arrays as they lay; None where they lay on several grids."""
-    cut = [entry for entry in contents.entries if any(entry.spec)]
-    grids = {contents.grids[entry.grid] for entry in cut}
-    if len(grids) > 1:
+    """The layout file of the stored shardings; None where they are over several meshes."""
+    meshes = {contents.meshes[entry.mesh] for entry in contents.entries if any(entry.spec)}
+    if len(meshes) > 1:
         return None
-    grid = next(iter(grids), None)
-    rules = tuple(_rule(entry.path, entry.seen.spec) for entry in contents.entries)
-    if grid is None:
-        return LayoutFile(arguments=rules, name="layout.toml")
-    return LayoutFile(mesh=grid.axes, order=grid.order, arguments=rules, name="layout.toml")
+    mesh = next(iter(meshes), StoredMesh(()))
+    rules = tuple(_rule(entry.path, entry.without_key_data.spec) for entry in contents.entries)
+    return LayoutFile(mesh=mesh.axes, order=mesh.order, arguments=rules, name="layout.toml")
 
 
 def _rule(path: str, spec: Sequence[Sequence[str]]) -> LayoutRule:
-    return LayoutRule(escaped(path), tuple(1 if not dim else dim[0] if len(dim) == 1 else tuple(dim) for dim in spec))
+    return LayoutRule(escaped(path), rule_dims(spec))
 
 
 def layout_targets(
     entries: Sequence[StoredArray], layout: LayoutFile, plan: Plan | None, devices: Any = None
 ) -> dict[str, Any]:
-    """The shardings that a layout file gives; `devices` may be the count of devices that are not here."""
+    """The shardings that a layout file gives; `devices` may be a device count, for devices that are not here."""
     loose = tuple(dataclasses.replace(rule, optional=True) for rule in layout.arguments)
-    layout = dataclasses.replace(layout, arguments=loose)  # a checkpoint need not hold all that a layout speaks of
+    layout = dataclasses.replace(layout, arguments=loose)  # a checkpoint need not hold every array of the layout
     if devices is None:
         devices = jax.devices() if plan is None or plan.hardware.devices is None else plan.hardware.devices
     tree = {entry.path: jax.ShapeDtypeStruct(entry.shape, entry.numpy_dtype) for entry in entries if entry.shape}
@@ -206,7 +203,7 @@ def layout_targets(
         }
     some = next(iter(found.values()), None)
     for entry in entries:
-        if not entry.shape:  # a number is on every device
+        if not entry.shape:  # scalars are replicated
             here = devices if not isinstance(devices, int) else None
             if some is not None:
                 found[entry.path] = NamedSharding(some.mesh, PartitionSpec())
@@ -216,7 +213,7 @@ def layout_targets(
 
 
 def _under_a_root(layout: LayoutFile, tree: Mapping[str, Any], devices: Any) -> dict[str, Any]:
-    """The shardings; a rule for `params/w` is meant where the state is `params` itself, and its path is `w`."""
+    """The shardings. The rules may name arrays as `params/w` where the state is `params` itself, with the path `w`."""
     roots = dict.fromkeys(rule.glob.partition("/")[0] for rule in layout.arguments if "/" in rule.glob)
     try:
         return layoutfile.layout_shardings(layout, tree, devices)

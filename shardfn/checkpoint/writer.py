@@ -1,4 +1,4 @@
-"""`save`: a state with its layout into a step of a folder."""
+"""`save`: write a state and its shardings as one step of a folder."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from shardfn.checkpoint.contents import Contents, StoredArray, StoredMesh, bits
 from shardfn.checkpoint.step_folders import absolute_path, steps
 from shardfn.errors import CheckpointError, CheckpointFileError, fail
 from shardfn.frontend.meshes import spec_of
+from shardfn.ir.model import Spec
 from shardfn.layoutfile.toml import to_toml
 from shardfn.runtime.extras import need
 
@@ -36,25 +37,28 @@ def save(
     keep_every: int | None = None,
     background: bool = False,
 ) -> Saving:
-    """Save a pytree of arrays, numbers and PRNG keys as one step of a folder, with its layout.
+    """Save a pytree of arrays, numbers and PRNG keys as one step of a folder, with its shardings.
 
-    A step is there whole or not at all: it gets its name when all of it is on disk. Every process of a job calls `save`,
-    and writes what its devices hold.
+    A step is complete or absent: it gets its name when all of its files are on disk. Every process of a job must call
+    `save`; each writes the shards that its devices hold.
 
     Args:
       path: the folder of all steps, on a disk that all processes see.
-      state: parameters, optimizer state, anything; an array is found again by its path in the tree.
-      plan: the plan that the state is trained with, or a layout; it is stored beside the arrays as `layout.toml`.
-        Without it the layout that the arrays have is.
-      step: the number of the step; one more than the last if left out.
-      keep: how many steps to keep, this one among them; older ones are removed when this one is whole. All if None.
-      keep_every: steps that this divides are kept besides.
-      background: return when everything is in host memory, and write meanwhile. `wait()` of what is returned ends when it
-        is on disk. The next `save` or `restore` in the folder waits for it too, and so does the end of the program.
+      state: a pytree, such as parameters and optimizer state; `restore` finds an array by its path in the tree.
+      plan: the plan or layout file that the state is trained with, stored as `layout.toml`. None stores the shardings of
+        the arrays.
+      step: the number of the step, from 0; one more than the last if None.
+      keep: how many steps to keep, this one included; older ones are deleted when this one is complete. All if None.
+      keep_every: also keep the steps that this number divides.
+      background: return when everything is in host memory, and write in the background.
+
+    Returns:
+      The save; its `wait()` returns when the step is complete. The next `save` or `restore` in the folder, and the end of
+      the program, wait for it too.
 
     Raises:
-      CheckpointError: leaves that cannot be saved, all at once; a step that is there already.
-      CheckpointFileError: the disk is full, or not to be written to. What was saved before is whole.
+      CheckpointError: leaves that cannot be saved, all at once; a step that exists already.
+      CheckpointFileError: the disk is full or read-only. Earlier steps are complete.
       ExtraError: the packages of the extra `checkpoint` are not installed.
 
     >>> import tempfile, jax.numpy as jnp
@@ -73,7 +77,7 @@ def save(
                  fix=f"write an int of {least} or more")  # fmt: skip
     flat = state_tree.flatten(state)
     if not flat:
-        fail(CheckpointError, "there is nothing to save", why="the tree has no arrays", fix="pass the state to save")
+        fail(CheckpointError, "the state has no arrays", fix="pass a pytree of arrays, numbers or PRNG keys")
     orbax_store.wait_for_save(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,57 +85,58 @@ def save(
     except OSError as error:
         fail(
             CheckpointFileError,
-            f"{folder} cannot be made",
+            f"{folder} cannot be created",
             why=str(error),
-            fix="choose a folder that can be written to",
+            fix="choose a writable folder",
         )
     if step is None:
         step = max(known, default=-1) + 1
     elif step in known:
-        fail(CheckpointError, f"step {step} is there already", where=f"save({str(path)!r}, …, step={step})",
-             why="a step is never overwritten", fix=f"write a later step: {max(known) + 1}")  # fmt: skip
+        fail(CheckpointError, f"step {step} exists already", where=f"save({str(path)!r}, …, step={step})",
+             why="steps are never overwritten", fix=f"write a later step: {max(known) + 1}")  # fmt: skip
     contents = describe_state(flat)
     from shardfn.checkpoint.arrays import local_shards
 
     texts = layout_texts(plan, contents)
-    pieces = {leaf.path: local_shards(leaf.value) for leaf in flat}
-    saving = orbax_store.begin(folder, step, contents, pieces, texts, keep, keep_every)
+    shards = {leaf.path: local_shards(leaf.value) for leaf in flat}
+    saving = orbax_store.begin(folder, step, contents, shards, texts, keep, keep_every)
     if not background:
         saving.wait()
     return saving
 
 
 def describe_state(flat: Sequence[state_tree.StateLeaf]) -> Contents:
-    """What is to be saved: where every array lies, and how its files are cut."""
-    grids: dict[StoredMesh, int] = {}
+    """The description of a state: the sharding, files and chunks of every array."""
+    meshes: dict[StoredMesh, int] = {}
     entries = []
     devices = 1
     for leaf in flat:
-        grid, cuts, spec = _lies(leaf.value)
-        number = grids.setdefault(grid, len(grids))
+        mesh, strategy, spec = _sharding(leaf.value)
+        number = meshes.setdefault(mesh, len(meshes))
         devices = max(devices, len(leaf.value.sharding.device_set) if isinstance(leaf.value, jax.Array) else 1)
-        itemsize = bits(leaf.dtype) / 8
-        cut = choose_chunks(leaf.shape, cuts, itemsize) if 0 not in leaf.shape else Chunks(leaf.shape, leaf.shape)
-        entries.append(StoredArray(leaf.path, leaf.shape, leaf.dtype, leaf.keys, cuts, cut, spec, number, leaf.kind))
-    return Contents(tuple(entries), tuple(grids), devices, jax.process_count())
+        empty = Chunks(leaf.shape, leaf.shape)
+        chunks = empty if 0 in leaf.shape else choose_chunks(leaf.shape, strategy, bits(leaf.dtype) / 8)
+        entries.append(
+            StoredArray(leaf.path, leaf.shape, leaf.dtype, leaf.keys, strategy, chunks, spec, number, leaf.kind)
+        )
+    return Contents(tuple(entries), tuple(meshes), devices, jax.process_count())
 
 
-def _lies(value: Any) -> tuple[StoredMesh, tuple[int, ...], tuple[tuple[str, ...], ...]]:
-    """The grid of an array, how many ways its dims are cut, over which axes."""
-    whole = StoredMesh(()), (1,) * value.ndim, ((),) * value.ndim
+def _sharding(value: Any) -> tuple[StoredMesh, tuple[int, ...], Spec]:
+    """The mesh of an array, the number of shards of each dimension, and the mesh axes of each dimension."""
+    unsharded: Spec = ((),) * value.ndim
     if isinstance(value, np.ndarray):
-        return whole
+        return StoredMesh(()), (1,) * value.ndim, unsharded
     sharding = value.sharding
-    piece = sharding.shard_shape(value.shape)
-    cuts = tuple(n // p if p else 1 for n, p in zip(value.shape, piece, strict=True))
+    strategy = tuple(n // s if s else 1 for n, s in zip(value.shape, sharding.shard_shape(value.shape), strict=True))
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
-        return whole[0], cuts, whole[2]
-    grid = StoredMesh(tuple(sharding.mesh.shape.items()), _order(sharding.mesh))
-    return grid, cuts, spec_of(sharding.spec, value.ndim)
+        return StoredMesh(()), strategy, unsharded
+    mesh = StoredMesh(tuple(sharding.mesh.shape.items()), _order(sharding.mesh))
+    return mesh, strategy, spec_of(sharding.spec, value.ndim)
 
 
 def _order(mesh: Any) -> tuple[int, ...] | None:
-    """Which device stands where, by their place among all devices, where they do not stand in order."""
+    """The device at each mesh position, by its place among all devices; None where they are in order."""
     placed = list(mesh.devices.flat) if isinstance(mesh, Mesh) else []
     ranks = {device: i for i, device in enumerate(sorted(placed, key=lambda d: (d.process_index, d.id)))}
     order = tuple(ranks[device] for device in placed)
@@ -139,10 +144,10 @@ def _order(mesh: Any) -> tuple[int, ...] | None:
 
 
 def layout_texts(plan: Any, contents: Contents) -> dict[str, str]:
-    """The text of `layout.toml`: of the plan or the layout that was given, else of the arrays as they lie.
+    """The file `layout.toml`: the plan or layout that was given, else the shardings of the arrays.
 
     Raises:
-      ShardError: it is no plan and no layout.
+      ShardError: `plan` is neither a plan nor a layout.
     """
     layout = targets.stored_layout(contents) if plan is None else layoutfile.read_layout(plan)
     return {} if layout is None else {LAYOUT: to_toml(layout)}

@@ -1,6 +1,13 @@
-"""Data on a grid: batches and large images as global arrays, of which each process and device reads only its part.
+"""Batches and large images as global, sharded arrays; each process and device reads only its part.
 
-`load` needs the extra `data` (Grain); importing this does not.
+| module | holds |
+|---|---|
+| `loader`, `batch_order` | `load`: batches of a source; their order and read-ahead, with Grain |
+| `shards` | `read`: one large array, window by window; `reads`: what that would read |
+| `dataset_strategy` | `input_shardings`: the sharding of every array of a batch |
+| `sources`, `tiff` | arrays, sequences of records and TIFF files as sources |
+
+`load` needs the extra `data` (Grain); importing this package does not.
 """
 
 from shardfn.data.dataset_strategy import input_shardings

@@ -1,7 +1,7 @@
-"""Which records make up which batch, and their reading ahead: by Grain, and nowhere else.
+"""The records of each batch, and the read-ahead of batches. The only user of Grain.
 
-The order is of record numbers, the same on every process: each works it out for itself and then reads what its devices
-hold. So a place in it is one number, whatever the number of processes.
+The order is over record numbers and equal on every process. Each process computes it and reads what its devices hold, so
+that one number is the position in the data, for any number of processes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from shardfn.runtime.extras import need
 
 
 def batch_rows(records: int, batch_size: int, *, seed: int | None, epochs: int | None, drop: bool) -> Any:
-    """The record numbers of each batch, as a Grain dataset of int arrays of `batch_size`.
+    """The record numbers of each batch, as a Grain dataset of int arrays of length `batch_size`.
 
-    Each epoch is cut into batches of its own. A batch that the records of an epoch do not fill is left out with `drop`,
-    else filled up with `PADDING`. With a `seed` each epoch has another order; `epochs` None goes on for ever.
+    No batch spans two epochs. An incomplete batch is dropped with `drop`, else filled up with `PADDING`. With a `seed` each
+    epoch has another order; `epochs` None never ends.
 
     >>> rows = batch_rows(5, 2, seed=None, epochs=1, drop=False)
     >>> [rows[i].tolist() for i in range(len(rows))]
@@ -34,9 +34,9 @@ def batch_rows(records: int, batch_size: int, *, seed: int | None, epochs: int |
 
 
 def read_ahead(rows: Any, read: Callable[[np.ndarray], Any], batches: int) -> Any:
-    """Grain's iterator of `read(rows[0])`, `read(rows[1])`, …, with `batches` read ahead, each by a thread of its own.
+    """Grain's iterator over `read(rows[0])`, `read(rows[1])`, …, with `batches` read ahead by as many threads.
 
-    Its `get_state` and `set_state` know the next one's number.
+    Its `get_state` and `set_state` hold the number of the next batch.
     """
     options = need("grain", "data").ReadOptions(num_threads=batches, prefetch_buffer_size=batches)
     return iter(rows.map(read).to_iter_dataset(options))

@@ -1,4 +1,4 @@
-"""A dataset_strategy to the layout of every array of a batch, on a grid of its own or on a plan's."""
+"""The sharding of every array of a batch, by a `dataset_strategy`, on a mesh of its own or on a plan's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FULL, PARALLEL = "full_batch", "data_parallel"
 
 @dataclasses.dataclass(frozen=True)
 class InputShardings:
-    """Where each array of a batch lies: one path, shape, dtype and sharding for each, in pytree order of the inputs."""
+    """The arrays of a batch (path, shape, dtype) and their shardings, in pytree order of the inputs."""
 
     leaves: tuple[Leaf, ...]
     shardings: tuple[NamedSharding, ...]
@@ -40,51 +40,55 @@ def input_shardings(
     arguments: Sequence[str] | None = None,
     device: Any = None,
 ) -> InputShardings:
-    """The layout of every array of `inputs`, which holds a pytree of global shapes for each input.
+    """The sharding of every array of the inputs.
 
     Args:
-      inputs: for each input, by name, its arrays or their shapes.
-      strategy: "full_batch", "data_parallel", a tuple with an entry for each input, a dict with an entry for each by
-        name, or None: what the `arguments` of the plan are, or without a plan what the context says.
-      plan: a plan whose grid is used.
-      arguments: for each input the argument of the plan that it goes to.
-      device: as in `shard`; of no use beside a plan.
+      inputs: for each input, by name, a pytree of arrays or global shapes.
+      strategy: "full_batch" (replicated), "data_parallel", a tuple or a dict with an entry for each input, or None: the
+        shardings of the plan's `arguments`, or without a plan the default of the context.
+      plan: a plan whose mesh is used.
+      arguments: for each input, the argument of the plan that it is passed as.
+      device: as in `shard`; not together with a plan.
+
+    Returns:
+      The arrays and their shardings.
 
     Raises:
-      StrategyError, StrategyTypeError: all that is wrong with the strategy. DeviceError: the devices are not here.
+      StrategyError, StrategyTypeError: all that is wrong with the strategy.
+      DeviceError: the devices are not here.
 
     >>> import jax
     >>> image, label = jax.ShapeDtypeStruct((8, 64, 32), "float32"), jax.ShapeDtypeStruct((8,), "int32")
-    >>> laid = input_shardings({"image": image, "label": label}, ((2, 4, 1), (2,)))
-    >>> [sharding.spec for sharding in laid.shardings]
+    >>> found = input_shardings({"image": image, "label": label}, ((2, 4, 1), (2,)))
+    >>> [sharding.spec for sharding in found.shardings]
     [P('a', 'b', None), P('a',)]
     """
     problems: list[Problem] = []
     many = [Argument(name, f"input {i} `{name}`", tree) for i, (name, tree) in enumerate(inputs.items())]
     if plan is not None and device is not None:
         fail(StrategyError, "both a plan and devices are given", where=f"device = {short(device)}",
-             why="the plan says which devices hold what", fix="leave device out, or the plan")  # fmt: skip
+             why="the plan has devices of its own", fix="remove device, or the plan")  # fmt: skip
     if strategy is None and plan is not None:
-        return _as_planned(many, plan, arguments)
+        return _planned(many, plan, arguments)
     setting = current()
     name = "strategy"
     if strategy is None:
         strategy, name = setting.dataset_strategy or PARALLEL, "context.dataset_strategy"
     leaves = _leaves(many, strategy, name, problems)
     if plan is not None:
-        mesh, count = _here(plan), plan.hardware.count
-        specs = _on_plan(leaves, plan, strategy == PARALLEL, problems)
+        mesh, count = _plan_mesh(plan), plan.hardware.count
+        specs = _on_plan_mesh(leaves, plan, strategy == PARALLEL, problems)
         raise_problems(problems)
         return InputShardings(leaves, tuple(_sharding(mesh, spec) for spec in specs))
     count, devices, given = _devices(device, leaves, setting)
-    cuts = [_cuts(leaf, count, strategy == PARALLEL, problems) for leaf in leaves]
+    strategies = [_strategy(leaf, count, strategy == PARALLEL, problems) for leaf in leaves]
     if problems and any(names_axes(leaf) for leaf in leaves):
         check_all(leaves, count, [])
     raise_problems(problems)
     if any(names_axes(leaf) for leaf in leaves):
-        placed = place_named(leaves, cuts, count, given, problems, devices)
+        placed = place_named(leaves, strategies, count, given, problems, devices)
     else:
-        placed = place(leaves, cuts, _tied(leaves), count, problems)
+        placed = place(leaves, strategies, _tied_dims(leaves), count, problems)
     raise_problems(problems)
     axes = placed.axes or (("a", count),)
     order = placed.order or range(count)
@@ -105,7 +109,7 @@ def _leaves(many: Sequence[Argument], strategy: Any, name: str, problems: list[P
     if isinstance(strategy, str):
         if strategy not in (FULL, PARALLEL):
             fail(StrategyError, f"`strategy` cannot be {strategy!r}", where=f"strategy = {strategy!r}",
-                 why=f"the words are {FULL!r} and {PARALLEL!r}", fix="use one of them, or cuts for each input")  # fmt: skip
+                 why=f"the words are {FULL!r} and {PARALLEL!r}", fix="use one of them, or an entry for each input")  # fmt: skip
         leaves = [leaf for argument in many for leaf in leaves_of(argument, problems)]
         entry = {FULL: lambda leaf: (1,) * len(leaf.shape), PARALLEL: lambda leaf: None}[strategy]
         return tuple(dataclasses.replace(leaf, entry=entry(leaf), where=f"{name} = {strategy!r}") for leaf in leaves)
@@ -113,9 +117,9 @@ def _leaves(many: Sequence[Argument], strategy: Any, name: str, problems: list[P
         names = [argument.name for argument in many]
         wrong = [key for key in strategy if key not in names] + [key for key in names if key not in strategy]
         if wrong:
-            fail(StrategyError, "the strategy and the source have other inputs",
+            fail(StrategyError, "the strategy and the source have different inputs",
                  where=f"strategy has {', '.join(map(str, strategy))}; the source has {', '.join(names)}",
-                 why=f"{wrong[0]!r} stands in one of them only",
+                 why=f"{wrong[0]!r} is in one of them only",
                  fix="give each input of the source an entry by its name")  # fmt: skip
         strategy = tuple(strategy[key] for key in names)
     leaves = match(many, strategy, name, problems)
@@ -123,10 +127,10 @@ def _leaves(many: Sequence[Argument], strategy: Any, name: str, problems: list[P
         if leaf.entry is AUTO and not problems:
             problems.append(
                 Problem(
-                    f"{leaf.label} is left open",
+                    f"{leaf.label} is AUTO",
                     where=leaf.source,
-                    why="data is read, not searched: its layout must be known",
-                    fix="write its cuts, None for data parallel, or pass the plan that decided it as plan=",
+                    why="data is read before any search: its sharding must be known",
+                    fix="write its strategy, None for data parallel, or pass a plan as plan=",
                 )
             )
     return tuple(leaves)
@@ -145,8 +149,8 @@ def _devices(device: Any, leaves: Sequence[Leaf], setting: Defaults) -> tuple[in
     return found.count, tuple(found.devices), found.mesh
 
 
-def _cuts(leaf: Leaf, devices: int, must: bool, problems: list[Problem]) -> tuple[int, ...] | None:
-    """The cuts of a leaf; with `must`, data parallel is an error where dim 0 does not divide, instead of whole."""
+def _strategy(leaf: Leaf, devices: int, must: bool, problems: list[Problem]) -> tuple[int, ...] | None:
+    """The strategy of a leaf. With `must`, data parallel is an error where dim 0 does not divide, instead of replicated."""
     if leaf.dtype == UNKNOWN:
         return None
     if must and (not leaf.shape or leaf.shape[0] % devices):
@@ -154,20 +158,20 @@ def _cuts(leaf: Leaf, devices: int, must: bool, problems: list[Problem]) -> tupl
         near = max(1, round(size / devices)) * devices
         problems.append(
             Problem(
-                f"{leaf.label} cannot be cut {devices} ways along dimension 0",
+                f"{leaf.label} cannot be sharded {devices} ways along dimension 0",
                 where=leaf.source,
-                why=f"{size} is not divisible by {devices}, and data parallel gives each device a part of the batch"
+                why=f"{size} is not divisible by {devices}, and data parallel gives each device a shard of the batch"
                 if leaf.shape
                 else "it has no dimension",
-                fix=f"choose a batch_size such as {near}, or give a tuple of cuts for each input",
+                fix=f"choose a batch_size such as {near}, or give a tuple of numbers of shards for each input",
             )
         )
         return None
     return check(leaf, devices, problems)
 
 
-def _tied(leaves: Sequence[Leaf]) -> list[tuple[int, ...]]:
-    """Dims that share axes: the batch of all arrays, and dims of one position and size (a picture and its mask)."""
+def _tied_dims(leaves: Sequence[Leaf]) -> list[tuple[int, ...]]:
+    """Tied dimensions: the batch of all arrays, and dimensions of equal position and size (an image and its mask)."""
     number: dict[tuple[int, int], int] = {}
     return [
         tuple(number.setdefault((dim, size if dim else 0), len(number)) for dim, size in enumerate(leaf.shape))
@@ -175,7 +179,7 @@ def _tied(leaves: Sequence[Leaf]) -> list[tuple[int, ...]]:
     ]
 
 
-def _here(plan: Plan) -> Mesh:
+def _plan_mesh(plan: Plan) -> Mesh:
     mesh = plan.mesh
     if isinstance(mesh, AbstractMesh):
         fail(DeviceError, f"the plan of `{plan.function}` is for devices that are not here", where=str(plan.hardware.name),
@@ -183,13 +187,13 @@ def _here(plan: Plan) -> Mesh:
     return mesh
 
 
-def _as_planned(many: Sequence[Argument], plan: Plan, arguments: Sequence[str] | None) -> InputShardings:
-    """Each input as the plan's argument of that name lies."""
-    mesh, problems = _here(plan), []
+def _planned(many: Sequence[Argument], plan: Plan, arguments: Sequence[str] | None) -> InputShardings:
+    """The sharding of each input is that of the plan's argument."""
+    mesh, problems = _plan_mesh(plan), []
     known = list(dict.fromkeys(d.path.partition("/")[0] for d in plan.inputs))
     names = [argument.name for argument in many] if arguments is None else list(arguments)
     if isinstance(arguments, str) or len(names) != len(many) or any(name not in known for name in names):
-        fail(StrategyError, "it is not said which arguments of the plan the inputs are",
+        fail(StrategyError, "the inputs do not name arguments of the plan",
              where=f"inputs {', '.join(argument.name for argument in many)}; arguments = {short(arguments)}",
              why=f"the arguments of `{plan.function}` are {', '.join(known)}",
              fix=f"name one for each input: arguments={tuple(known[-len(many):])!r}")  # fmt: skip
@@ -201,7 +205,7 @@ def _as_planned(many: Sequence[Argument], plan: Plan, arguments: Sequence[str] |
             if found is None or found.shape != leaf.shape:
                 problems.append(
                     Problem(
-                        f"{leaf.label} is not what the plan has as `{path}`",
+                        f"{leaf.label} does not fit the plan's `{path}`",
                         where=leaf.text,
                         why=f"the plan was made for {found.dtype}{list(found.shape)}"
                         if found
@@ -216,46 +220,46 @@ def _as_planned(many: Sequence[Argument], plan: Plan, arguments: Sequence[str] |
     return InputShardings(tuple(leaves), tuple(shardings))
 
 
-def _on_plan(leaves: Sequence[Leaf], plan: Plan, must: bool, problems: list[Problem]) -> list[Spec]:
-    """The entries brought onto the axes of a plan's grid."""
+def _on_plan_mesh(leaves: Sequence[Leaf], plan: Plan, must: bool, problems: list[Problem]) -> list[Spec]:
+    """The entries as axes of the plan's mesh."""
     count = plan.hardware.count
     if any(names_axes(leaf) for leaf in leaves):
-        fail(StrategyTypeError, "a strategy of named axes is given beside a plan", where=leaves[0].source,
-             why="the plan has axes of its own", fix="write integers, or leave the plan out")  # fmt: skip
-    cuts = [_cuts(leaf, count, must, problems) for leaf in leaves]
+        fail(StrategyTypeError, "a strategy with named axes and a plan are both given", where=leaves[0].source,
+             why="the plan has axes of its own", fix="write integers, or remove the plan")  # fmt: skip
+    strategies = [_strategy(leaf, count, must, problems) for leaf in leaves]
     raise_problems(problems)
     specs: list[Spec] = []
-    for leaf, row in zip(leaves, cuts, strict=True):
+    for leaf, row in zip(leaves, strategies, strict=True):
         row = row or (1,) * len(leaf.shape)
-        alike = (d.spec for d in plan.inputs if d.shape == leaf.shape and d.strategy == row)
-        spec = next(alike, None) or find_axes(plan.axes, row)
+        same = (d.spec for d in plan.inputs if d.shape == leaf.shape and d.strategy == row)
+        spec = next(same, None) or find_axes(plan.axes, row)
         if spec is None:
-            grid = " x ".join(f"{n}={s}" for n, s in plan.axes)
+            mesh = " x ".join(f"{n}={s}" for n, s in plan.axes)
             problems.append(
                 Problem(
-                    f"{leaf.label} cannot be cut {row} on the plan's grid",
+                    f"{leaf.label} cannot be sharded {row} on the plan's mesh",
                     where=leaf.source,
-                    why=f"no axes of {grid} make up these cuts",
-                    fix="cut it as the plan cuts its arguments, or leave the plan out",
+                    why=f"no axes of {mesh} have these products",
+                    fix="use a strategy of the plan's arguments, or remove the plan",
                 )
             )
         specs.append(spec or ())
     return specs
 
 
-def find_axes(axes: Sequence[tuple[str, int]], cuts: Sequence[int]) -> Spec | None:
-    """Axes of a grid that make up `cuts`, the first ones that fit; None where none do.
+def find_axes(axes: Sequence[tuple[str, int]], strategy: Sequence[int]) -> Spec | None:
+    """The first mesh axes whose sizes give the strategy; None where there are none.
 
     >>> find_axes((("a", 2), ("b", 4)), (1, 8)), find_axes((("a", 2), ("b", 4)), (4, 2)), find_axes((("a", 8),), (2, 4))
     (((), ('a', 'b')), (('b',), ('a',)), None)
     """
-    if not cuts:
+    if not strategy:
         return ()
     free = [axis for axis in axes if axis[1] > 1]
     for length in range(len(free) + 1):
         for chosen in itertools.combinations(free, length):
-            if math.prod(size for _, size in chosen) == cuts[0]:
-                rest = find_axes([axis for axis in free if axis not in chosen], cuts[1:])
+            if math.prod(size for _, size in chosen) == strategy[0]:
+                rest = find_axes([axis for axis in free if axis not in chosen], strategy[1:])
                 if rest is not None:
                     return (tuple(name for name, _ in chosen), *rest)
     return None

@@ -1,4 +1,4 @@
-"""Batches of a source as global arrays on a grid; each process reads what its devices hold, and only that."""
+"""Batches of a source as global, sharded arrays; each process reads only what its devices hold."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAST = ("drop", "pad", "error")
 
 @dataclasses.dataclass(frozen=True)
 class BatchArray:
-    """One array of a batch: its global shape, where it lies, and the windows that this process reads."""
+    """One array of a batch: its global shape, its sharding, and the windows that this process reads."""
 
     path: str
     shape: tuple[int, ...]
@@ -38,9 +38,16 @@ class BatchArray:
 
 @dataclasses.dataclass(frozen=True)
 class Loader:
-    """What `load` gives: an iterable of batches. Print it to see what each device reads.
+    """An iterable of batches, from `load`. Print it for a table of what each device reads; each `iter` starts anew.
 
-    `shapes` and `shardings` are pytrees as a batch is. Each `iter` starts at the first batch.
+    Attributes:
+      arrays: the arrays of a batch, with their shardings and windows.
+      records: the number of records of the source.
+      batch_size: records per batch, over all devices.
+      seed: the seed of the order; None without shuffling.
+      epochs: the number of passes; None for no end.
+      last: "drop", "pad" or "error".
+      prefetch: batches that are read ahead.
     """
 
     arrays: tuple[BatchArray, ...]
@@ -55,19 +62,19 @@ class Loader:
 
     @property
     def shapes(self) -> Any:
-        """The arrays of a batch as shapes with shardings: what `plan`, `explain` and `lower` take."""
+        """A pytree like a batch, of shapes with shardings, for `plan`, `explain` and `lower`."""
         return self._tree([jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in self.arrays])
 
     @property
     def shardings(self) -> Any:
-        """The `NamedSharding` of each array of a batch."""
+        """A pytree like a batch, of each array's `NamedSharding`."""
         return self._tree([x.sharding for x in self.arrays])
 
     @property
     def batches_per_epoch(self) -> int:
-        """How many batches one pass over the records gives."""
-        whole, rest = divmod(self.records, self.batch_size)
-        return whole + (rest > 0 and self.last == "pad")
+        """The number of batches of one pass over the records."""
+        full, rest = divmod(self.records, self.batch_size)
+        return full + (rest > 0 and self.last == "pad")
 
     def __len__(self) -> int:
         if self.epochs is None:
@@ -82,7 +89,11 @@ class Loader:
         return (tree, leaves[-1]) if self.last == "pad" else tree
 
     def bytes_per_device(self) -> dict[int, int]:
-        """For each device, by its place in the mesh, the bytes of one full batch that are read for it."""
+        """Bytes of one full batch that each device reads.
+
+        Returns:
+          The bytes by the device's position in the mesh.
+        """
         found: dict[int, int] = {}
         for x in self.arrays[: self.treedef.num_leaves]:
             for window, devices in windows_by_device(x.sharding, x.shape, everywhere=True).items():
@@ -91,13 +102,12 @@ class Loader:
         return dict(sorted(found.items()))
 
     def __str__(self) -> str:
-        rows = [("array", "shape", "cuts", "piece", "B/device", "of")]
+        rows = [("array", "shape", "strategy", "shard", "B/device", "of")]
         for x in self.arrays:
-            piece = x.sharding.shard_shape(x.shape)
-            cuts = tuple(n // p if p else 1 for n, p in zip(x.shape, piece, strict=True))
-            whole = math.prod(x.shape) * np.dtype(x.dtype).itemsize
-            rows.append((x.path, f"{x.dtype}{list(x.shape)}", str(cuts), str(list(piece)),
-                         f"{math.prod(piece) * np.dtype(x.dtype).itemsize:,}", f"{whole:,}"))  # fmt: skip
+            shard, item = x.sharding.shard_shape(x.shape), np.dtype(x.dtype).itemsize
+            strategy = tuple(n // s if s else 1 for n, s in zip(x.shape, shard, strict=True))
+            rows.append((x.path, f"{x.dtype}{list(x.shape)}", str(strategy), str(list(shard)),
+                         f"{math.prod(shard) * item:,}", f"{math.prod(x.shape) * item:,}"))  # fmt: skip
         widths = [max(len(row[i]) for row in rows) for i in range(6)]
         much = "no end" if self.epochs is None else f"{len(self):,} batches"
         table = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
@@ -105,9 +115,11 @@ class Loader:
 
 
 class Batches(Iterator[Any]):
-    """An iterator over the batches of a loader. Its state is plain data that fits any number of processes.
+    """An iterator over the batches of a loader. Its state is plain data, valid for any number of processes.
 
-    `reads` holds what this process read for the last batch.
+    Attributes:
+      loader: the loader.
+      reads: the reads of this process for the last batch.
     """
 
     def __init__(self, loader: Loader):
@@ -118,13 +130,13 @@ class Batches(Iterator[Any]):
         self._ahead = read_ahead(rows, self._read, loader.prefetch)
 
     def __next__(self) -> Any:
-        pieces, self.reads = next(self._ahead)
+        shards, self.reads = next(self._ahead)
         arrays = [assemble_array(x.shape, x.sharding, found, x.windows)
-                  for x, found in zip(self.loader.arrays, pieces, strict=True)]  # fmt: skip
+                  for x, found in zip(self.loader.arrays, shards, strict=True)]  # fmt: skip
         return self.loader._tree(arrays)
 
     def _read(self, rows: np.ndarray) -> tuple[list[list[np.ndarray]], tuple[Read, ...]]:
-        """All windows of a batch that this process's devices hold; runs in Grain's threads."""
+        """The windows of a batch that this process's devices hold; runs in Grain's threads."""
         loader, found, made = self.loader, [], []
         place = 0
         for column in loader.columns:
@@ -144,28 +156,35 @@ class Batches(Iterator[Any]):
         return found, tuple(made)
 
     def get_state(self) -> dict[str, Any]:
-        """Where the iterator stands, as data that JSON can hold."""
+        """The position of the iterator.
+
+        Returns:
+          A dict that JSON can hold.
+        """
         place = self._ahead.get_state()
         return {"version": 1, "next_index": int(place["next_index"]), **_identity(self.loader)}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Go to where `get_state` was called, on this or any other number of processes and devices.
+        """Move to the position where `get_state` was called, on any number of processes and devices.
+
+        Args:
+          state: what `get_state` returned.
 
         Raises:
-          StrategyError: the state is of other data, another order or another batch size; the batches would be others.
-          StrategyTypeError: it is no state.
+          StrategyError: the state is of other data, another order or another batch size.
+          StrategyTypeError: it is not a state.
         """
         if not isinstance(state, Mapping) or type(state.get("next_index")) is not int:
             fail(StrategyTypeError, f"the state of a data iterator is a dict, but this is {a(state)}"
-                 if not isinstance(state, Mapping) else "this dict is no state of a data iterator",
-                 where=f"state = {short(state)}", why="it says which batch is the next",
-                 fix="pass what get_state() gave, as it was saved")  # fmt: skip
+                 if not isinstance(state, Mapping) else "this dict is not the state of a data iterator",
+                 where=f"state = {short(state)}", why="it holds the number of the next batch",
+                 fix="pass what get_state() returned")  # fmt: skip
         raise_problems(
             [
                 Problem(
                     f"the state is of a loader with {key} = {state.get(key)!r}",
                     where=f"set_state: this loader has {key} = {value!r}",
-                    why="its batches are others, so there is no place in them that is the same",
+                    why="its batches differ, so its position has no meaning here",
                     fix=f"load with {key}={state.get(key)!r}" if key != "records" else "load the same records",
                 )
                 for key, value in _identity(self.loader).items()
@@ -174,7 +193,7 @@ class Batches(Iterator[Any]):
         )
         end = None if self.loader.epochs is None else len(self.loader)
         if state["next_index"] < 0 or (end is not None and state["next_index"] > end):
-            fail(StrategyError, f"the state stands at batch {state['next_index']}, and there are {end}",
+            fail(StrategyError, f"the state is at batch {state['next_index']}, and there are {end}",
                  where=f"epochs = {self.loader.epochs}", why="it was saved in a later epoch",
                  fix="load with as many epochs as before, or epochs=None")  # fmt: skip
         self._ahead.set_state({"next_index": state["next_index"]})
@@ -190,7 +209,7 @@ def _bytes(window: Window, dtype: Any) -> int:
 
 
 def _mask(arrays: Sequence[BatchArray], batch_size: int) -> BatchArray:
-    """Where the records of a batch are real: laid out as the batch dim of its first array."""
+    """Which records of a batch are real: a mask, sharded like the batch dimension of the first array."""
     sharding = arrays[0].sharding
     sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
     return BatchArray("mask", (batch_size,), np.dtype(bool), sharding, windows_by_device(sharding, (batch_size,)))
@@ -210,28 +229,30 @@ def load(
     device: Any = None,
     prefetch: int = 2,
 ) -> Loader:
-    """Batches of `source` as global arrays, laid out as `strategy` says; each process reads only its devices' part.
+    """Batches of a source as global arrays with the shardings of a strategy; each process reads only its devices' part.
 
     Args:
-      source: arrays with a record at each place of dim 0, or sequences of records, in a tuple or dict of inputs, or one
-        alone. A batch has the same structure.
-      strategy: "full_batch" (the whole batch on each device), "data_parallel" (each a part of it), a tuple with an entry
-        for each input, which may cut several dims, a dict of them by name, or None: as the plan's `arguments` lie, or
-        without a plan as the context's `dataset_strategy` says.
-      batch_size: records in a batch, over all devices.
-      shuffle: whether each epoch has an order of its own, told by `seed`.
+      source: arrays with their records along dim 0, or sequences of records; alone, or in a tuple or dict of inputs. A
+        batch has the same structure.
+      strategy: "full_batch" (replicated), "data_parallel", a tuple or a dict with an entry for each input, or None: the
+        shardings of the plan's `arguments`, or without a plan the context's `dataset_strategy`.
+      batch_size: records per batch, over all devices.
+      shuffle: whether each epoch has an order of its own, from `seed`.
       seed: from 0 to 2**32 - 1.
-      epochs: how many times the records are gone through; None for no end.
-      last: what becomes of an epoch's last batch where records are too few for it: "drop" leaves it out, "pad" fills it
-        up with zeros and makes every batch a pair `(batch, mask)` with the mask False there, "error" refuses.
-      plan: a plan whose grid is used.
-      arguments: with a plan and no strategy, for each input the plan's argument that it is for; by default the inputs'
-        own names.
+      epochs: the number of passes over the records; None for no end.
+      last: what to do with an incomplete last batch: "drop" it; "pad" it with zeros, where every batch is a pair
+        `(batch, mask)` and the mask is False for padding; "error" refuses the source.
+      plan: a plan whose mesh is used.
+      arguments: with a plan and no strategy, the plan's argument for each input; by default the inputs' names.
       device: as in `shard`.
-      prefetch: how many batches are read ahead, each by a thread of its own; 0 reads when asked.
+      prefetch: batches that are read ahead, each by a thread; 0 reads on demand.
+
+    Returns:
+      The loader, an iterable of batches.
 
     Raises:
-      ExtraError: Grain is not installed. StrategyError, StrategyTypeError: all that is wrong with the call.
+      ExtraError: Grain is not installed.
+      StrategyError, StrategyTypeError: all that is wrong with the call.
       DeviceError: the devices are not here.
 
     >>> images, labels = np.zeros((32, 16, 16, 3), "float32"), np.arange(32)
@@ -256,13 +277,13 @@ def load(
     several = isinstance(batch, tuple | dict)
     parts = batch.values() if isinstance(batch, dict) else batch if several else (batch,)
     by_name = dict(zip(names_of(batch), parts, strict=True))
-    laid = input_shardings(
+    inputs = input_shardings(
         {name: by_name[name] for name in names}, strategy, plan=plan, arguments=arguments, device=device
     )
-    lies = {leaf.path: (leaf, sharding) for leaf, sharding in zip(laid.leaves, laid.shardings, strict=True)}
+    placed = {leaf.path: (leaf, sharding) for leaf, sharding in zip(inputs.leaves, inputs.shardings, strict=True)}
     arrays = []
     for key, struct in tree_util.tree_leaves_with_path(batch):
-        leaf, sharding = lies[join("" if several else "source", key)]
+        leaf, sharding = placed[join("" if several else "source", key)]
         arrays.append(
             BatchArray(leaf.path, leaf.shape, struct.dtype, sharding, windows_by_device(sharding, leaf.shape))
         )
@@ -273,24 +294,24 @@ def load(
 
 
 def _count_problems(records: int, batch_size: int, last: str) -> Iterator[Problem]:
-    """What is wrong with a batch size for so many records."""
+    """The problems of a batch size for so many records."""
     where = f"batch_size = {batch_size}, last = {last!r}"
     if batch_size > records and last != "pad":
         yield Problem(f"a batch of {batch_size} is more than the {records} records", where,
-                      "there would be no batch at all", f'choose a batch_size up to {records}, or last="pad"')  # fmt: skip
+                      "there would be no batch", f'choose a batch_size up to {records}, or last="pad"')  # fmt: skip
     elif last == "error" and records % batch_size:
-        yield Problem(f"{records} records are not a whole number of batches of {batch_size}", where,
+        yield Problem(f"{records} records do not divide into batches of {batch_size}", where,
                       f"the last batch would have {records % batch_size}",
                       'last="drop" leaves it out, last="pad" fills it up, or choose another batch_size')  # fmt: skip
 
 
 def _option_problems(**options: Any) -> Iterator[Problem]:
-    """What is wrong with the options, whatever the source is."""
+    """The problems of the options, for any source."""
     for name, value in options.items():
         where = f"{name} = {short(value)}"
         if name == "last":
             if value not in LAST:
-                yield Problem(f"`last` cannot be {value!r}", where, "it says what becomes of a batch that is not full",
+                yield Problem(f"`last` cannot be {value!r}", where, "it chooses what happens to an incomplete batch",
                               'write "drop", "pad" or "error"', is_type=not isinstance(value, str))  # fmt: skip
         elif name == "shuffle":
             if not isinstance(value, bool):
@@ -298,17 +319,17 @@ def _option_problems(**options: Any) -> Iterator[Problem]:
                               "the order's seed is an option of its own", "write shuffle=True, seed=0", is_type=True)  # fmt: skip
         elif not (name == "epochs" and value is None):
             least = 1 if name in ("batch_size", "epochs") else 0
-            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-            if not whole or value < least or (name == "seed" and value >= 2**32):
+            is_int = isinstance(value, int | np.integer) and not isinstance(value, bool)
+            if not is_int or value < least or (name == "seed" and value >= 2**32):
                 end = " to 2**32 - 1" if name == "seed" else " up"
                 yield Problem(f"`{name}` must be an int from {least}{end}", where, _WHY[name],
                               "write such a number" + (", or None for no end" if name == "epochs" else ""),
-                              is_type=not whole)  # fmt: skip
+                              is_type=not is_int)  # fmt: skip
 
 
 _WHY = {
     "batch_size": "it counts the records of a batch, over all devices",
     "epochs": "it counts the passes over the records",
-    "seed": "it tells the order of the records",
+    "seed": "it determines the order of the records",
     "prefetch": "it counts the batches that are read ahead",
 }

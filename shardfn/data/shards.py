@@ -1,4 +1,4 @@
-"""Which window of an array each device holds, and an array put together from windows that were read."""
+"""The window of an array that each device holds, and the global array from its windows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardfn.planning.plan import Plan
 def windows_by_device(
     sharding: NamedSharding, shape: Sequence[int], *, everywhere: bool = False
 ) -> dict[Window, list[Any]]:
-    """The windows of an array that this process's devices hold (or, `everywhere`, all devices), with those devices."""
+    """The windows of an array that the devices of this process hold, with these devices; `everywhere`: all devices."""
     indices = sharding.devices_indices_map(tuple(shape))
     own = sharding.device_set if everywhere else sharding.addressable_devices
     found: dict[Window, list[Any]] = {}
@@ -32,16 +32,16 @@ def windows_by_device(
 
 
 def assemble_array(
-    shape: Sequence[int], sharding: NamedSharding, pieces: Sequence[np.ndarray], windows: dict[Window, list[Any]]
+    shape: Sequence[int], sharding: NamedSharding, shards: Sequence[np.ndarray], windows: dict[Window, list[Any]]
 ) -> jax.Array:
-    """The global array whose `windows`, in order, hold `pieces`."""
-    pairs = [(piece, device) for piece, devices in zip(pieces, windows.values(), strict=True) for device in devices]
-    parts = jax.device_put([piece for piece, _ in pairs], [device for _, device in pairs])
+    """The global array with the values `shards` in `windows`, in their order."""
+    pairs = [(shard, device) for shard, devices in zip(shards, windows.values(), strict=True) for device in devices]
+    parts = jax.device_put([shard for shard, _ in pairs], [device for _, device in pairs])
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, parts)
 
 
 def mesh_positions(sharding: NamedSharding, devices: Sequence[Any]) -> tuple[int, ...]:
-    """The places of devices in the mesh: their ids are not 0, 1, 2 … where there are several processes."""
+    """The positions of devices in the mesh; with several processes, device ids are not 0, 1, 2, …."""
     place = {device: i for i, device in enumerate(_mesh(sharding).devices.flat)}
     return tuple(place[device] for device in devices)
 
@@ -52,12 +52,21 @@ def _mesh(sharding: NamedSharding) -> Mesh:
 
 
 def reads(image: Any, entry: Any, *, device: Any = None, plan: Plan | None = None) -> tuple[Read, ...]:
-    """What `read` would read, on all processes together: one read for each distinct window, and who holds it.
+    """The reads of `read`, on all processes together: one for each distinct window.
+
+    Args:
+      image, entry, device, plan: as in `read`.
+
+    Returns:
+      The reads, with the devices that hold each window.
+
+    Raises:
+      StrategyError, StrategyTypeError, DeviceError: as `read`.
 
     >>> [(r.window, r.devices, r.bytes) for r in reads(np.zeros((4, 6), "uint8"), (2, 1))]
     [(((0, 2), (0, 6)), (0, 1, 2, 3), 12), (((2, 4), (0, 6)), (4, 5, 6, 7), 12)]
     """
-    sharding = _placed(image, entry, device, plan)
+    sharding = _image_sharding(image, entry, device, plan)
     item = np.dtype(image.dtype).itemsize
     return tuple(
         Read("image", window, mesh_positions(sharding, devices), math.prod(last - first for first, last in window) * item,
@@ -67,36 +76,39 @@ def reads(image: Any, entry: Any, *, device: Any = None, plan: Plan | None = Non
 
 
 def read(image: Any, entry: Any, *, device: Any = None, plan: Plan | None = None) -> jax.Array:
-    """One large array, read window by window onto the devices that hold it: never the whole of it on one process.
+    """Read one large array window by window onto the devices that hold it; no process reads all of it.
 
     Args:
-      image: what can be read by `image[0:512, 1024:1536]`: a memmap, a Zarr array, a `Tiff`, a NumPy array.
-      entry: its cuts as a tuple, a Layout, a NamedSharding, or None for data parallel.
+      image: anything read by `image[0:512, 1024:1536]`: a memmap, a Zarr array, a `Tiff`, a NumPy array.
+      entry: its strategy as a tuple of ints, a Layout, a NamedSharding, or None for data parallel.
       device: as in `shard`.
-      plan: a plan whose grid is used.
+      plan: a plan whose mesh is used.
+
+    Returns:
+      The global array.
 
     Raises:
-      StrategyError, StrategyTypeError: the entry does not fit, or an integer JAX's 32 bits. DeviceError: the devices are
-        not here.
+      StrategyError, StrategyTypeError: the entry does not fit the array, or an integer does not fit 32 bits.
+      DeviceError: the devices are not here.
 
     >>> picture = np.arange(24.0, dtype="float32").reshape(4, 6)
     >>> x = read(picture, (4, 2))
     >>> x.sharding.shard_shape(x.shape), bool((x == picture).all())
     ((1, 3), True)
     """
-    sharding = _placed(image, entry, device, plan)
+    sharding = _image_sharding(image, entry, device, plan)
     windows = windows_by_device(sharding, image.shape)
     dtype = jax.dtypes.canonicalize_dtype(image.dtype)
-    pieces = [
+    shards = [
         to_dtype(image[tuple(slice(*edges) for edges in window)], dtype, "image", copy=True) for window in windows
     ]
-    return assemble_array(image.shape, sharding, pieces, windows)
+    return assemble_array(image.shape, sharding, shards, windows)
 
 
-def _placed(image: Any, entry: Any, device: Any, plan: Plan | None) -> NamedSharding:
+def _image_sharding(image: Any, entry: Any, device: Any, plan: Plan | None) -> NamedSharding:
     if not is_windowed(image):
         fail(StrategyTypeError, f"the image is {a(image)}, which cannot be read in windows", where=f"image = {short(image)}",
-             why="each device's part is read as image[0:512, 1024:1536]",
+             why="each shard is read as image[0:512, 1024:1536]",
              fix="give an array with shape and dtype; open a file first: data.Tiff(path), zarr.open_array(path)")  # fmt: skip
     shape = jax.ShapeDtypeStruct(tuple(image.shape), jax.dtypes.canonicalize_dtype(image.dtype))
     return input_shardings({"image": shape}, (entry,), device=device, plan=plan).shardings[0]

@@ -1,8 +1,8 @@
-"""Where data comes from: arrays and sequences of records, read window by window.
+"""Sources of data: arrays and sequences of records, read window by window.
 
-A source is a pytree of tuples and dicts. Its leaves are arrays with one record for each place of dim 0 (NumPy, memmap,
-Zarr, anything that takes `array[3, 0:64, 128:256]`), or sequences of records (`len` and `[i]`), each record a pytree of
-arrays or of images that can be read in windows.
+A source is a pytree of tuples and dicts. Each leaf is an array with its records along dim 0 (NumPy, memmap, Zarr, anything
+that supports `array[3, 0:64, 128:256]`), or a sequence of records (`len` and `[i]`). A record is a pytree of arrays, or of
+images that can be read in windows.
 """
 
 from __future__ import annotations
@@ -21,30 +21,33 @@ from shardfn.frontend.paths import join
 from shardfn.frontend.strategy import shape_of, short
 
 Window = tuple[tuple[int, int], ...]
-"""For each dim where it starts and where it ends."""
+"""The start and stop of each dimension."""
 
 PADDING = -1
-"""A row that is no record: it is filled with zeros."""
+"""A row without a record; it is filled with zeros."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """One read: the window of an array that `devices` hold, its bytes on a device, and those it had to touch to get them.
+    """One read of a window.
 
-    `bytes_stored` are in the source's dtype, before any packing. The two differ where a format stores blocks (tiles,
-    chunks) and the window's edges run through them.
+    Attributes:
+      path: the path of the array.
+      window: the start and stop of each dimension.
+      devices: the mesh positions of the devices that hold the window.
+      bytes: bytes of the window on a device.
+      bytes_stored: bytes of the stored blocks (tiles, chunks) that the read touches, in the source's dtype, uncompressed.
     """
 
     path: str
     window: Window
     devices: tuple[int, ...]
-    """Positions in the mesh."""
     bytes: int
     bytes_stored: int
 
 
 class Column(Protocol):
-    """One leaf of a source: so many records, each a pytree of arrays of these shapes."""
+    """One leaf of a source: a number of records with equal shapes."""
 
     @property
     def length(self) -> int:
@@ -58,15 +61,15 @@ class Column(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The inputs that a record holds, where it is the whole source: in the order they were written."""
+        """The inputs of a record, in their order, where the column is the complete source."""
         ...
 
     def read(self, rows: np.ndarray, windows: Sequence[Sequence[Window]]) -> list[list[np.ndarray]]:
-        """For each array of a record, for each of its windows, what is read; windows start with the places in `rows`."""
+        """The values of each window of each array of a record; the first range of a window is over `rows`."""
         ...
 
     def stored(self, leaf: int, rows: Sequence[int], window: Window) -> int:
-        """The bytes stored in the blocks that a read of that window of those rows touches."""
+        """Bytes of the stored blocks that a read of the window of these rows touches."""
         ...
 
 
@@ -74,7 +77,8 @@ def columns(source: Any) -> Any:
     """The source with a column for each of its leaves.
 
     Raises:
-      StrategyTypeError: a leaf is neither an array nor a sequence. StrategyError: the lengths differ, or are 0.
+      StrategyTypeError: a leaf is neither an array nor a sequence.
+      StrategyError: the numbers of records differ, or are 0.
 
     >>> found = columns({"image": np.zeros((6, 4, 4)), "label": [0, 1, 2, 3, 4, 5]})
     >>> {name: (column.length, column.record.shape) for name, column in found.items()}
@@ -86,9 +90,9 @@ def columns(source: Any) -> Any:
     flat = tree_util.tree_leaves_with_path(found)
     lengths = {column.length for _, column in flat}
     if len(lengths) > 1:
-        fail(StrategyError, "the inputs of the source have other numbers of records",
+        fail(StrategyError, "the inputs of the source have different numbers of records",
              where=", ".join(f"{join('', key)}: {column.length}" for key, column in flat),
-             why="record i of each input belongs to record i of the others", fix="give them equal lengths")  # fmt: skip
+             why="record i of one input belongs to record i of the others", fix="give them equally many records")  # fmt: skip
     if not flat or not lengths.pop():
         fail(StrategyError, "the source has no records", where=f"source = {short(source)}",
              why="there is nothing to read", fix="give an array or a sequence with at least one record")  # fmt: skip
@@ -96,7 +100,7 @@ def columns(source: Any) -> Any:
 
 
 def names_of(tree: Any) -> tuple[str, ...]:
-    """The names of the inputs that a tuple or dict holds, as they were written; "source" for what is one input.
+    """The names of the inputs of a tuple or dict, in their order; "source" for a single input.
 
     >>> names_of({"y": 1, "x": 2}), names_of((3, 4)), names_of(5)
     (('y', 'x'), ('0', '1'), ('source',))
@@ -113,7 +117,7 @@ def _is_leaf(part: Any) -> bool:
 
 
 def is_windowed(value: Any) -> bool:
-    """Whether a value can be read window by window: it has a shape, a dtype and `[...]`."""
+    """Whether a value has a shape, a dtype and `[...]`."""
     return (
         isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype") and hasattr(value, "__getitem__")
     )
@@ -125,18 +129,18 @@ def _column(leaf: Any, name: str) -> Column:
     if is_windowed(leaf):
         known = shape_of(leaf)
         if known is None or not known[0]:
-            fail(StrategyTypeError, f"input `{name}` holds an array that JAX cannot take, or one without a dim of records",
+            fail(StrategyTypeError, f"input `{name}` holds an array that JAX cannot take, or one without a dimension of records",
                  where=f"{name}: {leaf.dtype}{list(leaf.shape)}", why="dim 0 counts the records, and they become arrays",
                  fix="convert it to numbers; for a single picture use data.read")  # fmt: skip
         return ArrayColumn(leaf, known[0][0], jax.ShapeDtypeStruct(known[0][1:], known[1]), name, ("source",))
     if isinstance(leaf, str | Mapping) or not (hasattr(leaf, "__len__") and hasattr(leaf, "__getitem__")):
-        fail(StrategyTypeError, f"input `{name}` is {a(leaf)}, which holds no records that can be read by number",
-             where=f"{name} = {short(leaf)}", why="a batch is put together from records in any order",
+        fail(StrategyTypeError, f"input `{name}` is {a(leaf)}, which has no records that can be read by number",
+             where=f"{name} = {short(leaf)}", why="a batch may hold records in any order",
              fix="give an array, a sequence with len() and [i], or a grain.MapDataset")  # fmt: skip
     length = len(leaf)
     if length > 2**40:
-        fail(StrategyError, f"input `{name}` has no end", where=f"{name} = {short(leaf)}",
-             why="an epoch is one pass over the records", fix="leave `repeat` out of it, and say epochs=")  # fmt: skip
+        fail(StrategyError, f"input `{name}` is infinite", where=f"{name} = {short(leaf)}",
+             why="an epoch is one pass over the records", fix="remove `repeat`, and use epochs=")  # fmt: skip
     if not length:
         return RecordsColumn(leaf, 0, None, name, (), ())
     first = leaf[0]
@@ -168,12 +172,12 @@ class ArrayColumn:
         return [[self._one(rows[first:last], inner) for (first, last), *inner in windows[0]]]
 
     def _one(self, rows: np.ndarray, window: Sequence[tuple[int, int]]) -> np.ndarray:
-        """What lies in memory of its own: nothing of a memmap is read later."""
+        """The values in memory of their own, so that nothing of a memmap is read later."""
         inner, dtype = tuple(slice(*edges) for edges in window), self.record.dtype
         full = not (rows == PADDING).any()
         if full and _run(rows.tolist()):
             return to_dtype(self.array[(slice(int(rows[0]), int(rows[-1]) + 1), *inner)], dtype, self.name, copy=True)
-        if full and hasattr(self.array, "oindex"):  # Zarr: each of its blocks once
+        if full and hasattr(self.array, "oindex"):  # Zarr: reads each of its blocks once
             return to_dtype(self.array.oindex[(rows, *inner)], dtype, self.name)
         if full and isinstance(self.array, np.ndarray):
             return to_dtype(self.array[(rows, *inner)], dtype, self.name)
@@ -195,7 +199,7 @@ class ArrayColumn:
 
 @dataclasses.dataclass(frozen=True)
 class RecordsColumn:
-    """Records that are asked for by number; each is asked for once for a batch, however many windows it has."""
+    """Records that are read by number, each once per batch; `blocks` holds the block shape of each array of a record."""
 
     records: Any
     length: int
@@ -203,7 +207,6 @@ class RecordsColumn:
     name: str
     names: tuple[str, ...]
     blocks: tuple[tuple[int, ...], ...]
-    """For each array of a record the blocks that the first one is stored in."""
 
     def read(self, rows: np.ndarray, windows: Sequence[Sequence[Window]]) -> list[list[np.ndarray]]:
         """See `Column`."""
@@ -235,20 +238,20 @@ class RecordsColumn:
             shape_of(leaf) != (struct.shape, str(struct.dtype)) for leaf, struct in zip(leaves, structs, strict=True)
         ):
             what = [f"{known[1]}{list(known[0])}" if (known := shape_of(leaf)) else a(leaf) for leaf in leaves]
-            fail(StrategyError, f"record {row} of input `{self.name}` is unlike record 0",
+            fail(StrategyError, f"record {row} of input `{self.name}` differs from record 0",
                  where=f"record {row}: {', '.join(what) or 'nothing'}; "
                  f"record 0: {', '.join(f'{s.dtype}{list(s.shape)}' for s in structs)}",
-                 why="all records of a batch make up one array", fix="bring the records to one shape and dtype")  # fmt: skip
+                 why="the records of a batch become one array", fix="convert the records to one shape and dtype")  # fmt: skip
         return [leaf if is_windowed(leaf) else np.asarray(leaf) for leaf in leaves]
 
 
 def to_dtype(values: Any, dtype: Any, name: str, *, copy: bool = False) -> np.ndarray:
-    """What was read, as `dtype`, C-contiguous: 64-bit integers become 32-bit ones where JAX has no others, if they fit.
+    """Values as a C-contiguous array of `dtype`. 64-bit integers become 32-bit ones where JAX uses these, if they fit.
 
     Args:
       values: an array, or a number.
-      dtype: what JAX makes of theirs.
-      name: the input that they belong to.
+      dtype: the dtype that JAX uses for them.
+      name: their input, for errors.
       copy: whether the result must have memory of its own.
 
     Raises:
@@ -269,12 +272,12 @@ def to_dtype(values: Any, dtype: Any, name: str, *, copy: bool = False) -> np.nd
 
 
 def _run(rows: Sequence[int]) -> bool:
-    """Whether rows are neighbours in order, so that one slice holds them."""
+    """Whether the rows are consecutive, so that one slice reads them."""
     return bool(rows) and list(rows) == list(range(rows[0], rows[0] + len(rows)))
 
 
 def stored_bytes(array: Any, window: Window) -> int:
-    """The bytes that a read of `window` touches: those of whole blocks, where the array is stored in blocks.
+    """Bytes that a read of `window` touches: those of complete blocks, where the array is stored in blocks.
 
     >>> class Tiled: shape, chunks, dtype = (512, 512), (256, 256), np.dtype("uint8")
     >>> stored_bytes(Tiled, ((0, 128), (200, 300))) == 256 * 512
@@ -284,7 +287,7 @@ def stored_bytes(array: Any, window: Window) -> int:
 
 
 def blocks_bytes(shape: Sequence[int], dtype: Any, blocks: Sequence[int], window: Window) -> int:
-    """The bytes of the blocks of an array of `shape` that `window` meets."""
+    """Bytes of the blocks of an array of `shape` that `window` overlaps."""
     rows = [min(-(-last // block) * block, size) - first // block * block if last > first else 0
             for (first, last), block, size in zip(window, blocks, shape, strict=True)]  # fmt: skip
     return math.prod(rows) * np.dtype(dtype).itemsize

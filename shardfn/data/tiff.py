@@ -1,4 +1,4 @@
-"""TIFF images read in windows: only the tiles or strips that a window meets are fetched and decoded."""
+"""TIFF images read in windows: only the overlapping tiles or strips are fetched and decoded."""
 
 from __future__ import annotations
 
@@ -12,21 +12,26 @@ import numpy as np
 from shardfn.errors import ExtraError, StrategyError, fail
 
 _PLACE = {"S": 4, "Z": 1, "Y": 2, "X": 3}
-"""Where an axis of a page stands in tifffile's (sample plane, depth, length, width, sample)."""
+"""The position of a page's axis in tifffile's (sample plane, depth, length, width, sample)."""
 
 
 class Tiff:
-    """One page of a TIFF file, read by `image[0:512, 1024:1536]`; `bytes_read` counts what came from the file.
+    """One page of a TIFF file, read by `image[0:512, 1024:1536]`.
 
-    Safe to read from several threads. `shape`, `dtype` and `chunks` (the size of a tile or strip) are known from the
-    file's header. A page that is stored unpacked, in one run of bytes, is read as a memmap, and `chunks` are 1.
+    Several threads may read it. An uncompressed, contiguous page is read through a memmap.
 
     Args:
       path: the file.
-      page: which page, from 0; a pyramid's smaller levels are pages too where the file stores them so.
+      page: which page, from 0; the smaller levels of a pyramid may be pages, too.
+
+    Attributes:
+      shape, dtype: of the decoded image.
+      chunks: the shape of a tile or strip; 1 in each dimension for a memmap.
+      bytes_read: bytes that were read from the file so far.
 
     Raises:
-      ExtraError: tifffile is not installed. StrategyError: there is no such page, or it stores its axes otherwise.
+      ExtraError: tifffile is not installed.
+      StrategyError: there is no such page, or its axes are not supported.
     """
 
     def __init__(self, path: Any, page: int = 0):
@@ -54,7 +59,7 @@ class Tiff:
                  why="a page is rows, columns, and perhaps samples and depth", fix="convert the file")  # fmt: skip
         self._places = tuple(places)
         self._map: Any = None
-        if self._page.is_memmappable:  # nothing is packed: any window is read as it is, without its block
+        if self._page.is_memmappable:  # uncompressed: a window is read without its block
             self._map = tifffile.memmap(path, page=page, mode="r")
         depth, rows, columns = (self._page.tiledepth, self._page.tilelength, self._page.tilewidth) if (
             self._page.is_tiled
@@ -66,12 +71,12 @@ class Tiff:
 
     @property
     def ndim(self) -> int:
-        """The number of dims."""
+        """The number of dimensions."""
         return len(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the whole image, decoded."""
+        """Bytes of the decoded image."""
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
     def __repr__(self) -> str:
@@ -83,7 +88,7 @@ class Tiff:
         ranges = [self._range(s, n) for s, n in zip(asked, self.shape, strict=True)]
         if any(step != 1 for _, _, step in ranges):
             fail(StrategyError, "a window has no steps", where=f"{self.path}{list(asked)}",
-                 why="blocks are read whole", fix="read the rows between too, and step over the result")  # fmt: skip
+                 why="only contiguous windows are read", fix="read without a step, then slice the result")  # fmt: skip
         if self._map is not None:
             found = np.array(self._map[asked], self.dtype)
             with self._lock:
@@ -99,26 +104,26 @@ class Tiff:
         for block in itertools.product(*spans):
             self._put(out, edges, int(np.ravel_multi_index(block, counts)))
         kept = [out.shape[place] for place, s in zip(self._places, asked, strict=True) if isinstance(s, slice)]
-        return out.reshape(kept)  # a number takes its dim away
+        return out.reshape(kept)  # an int removes its dimension
 
     def _range(self, asked: Any, size: int) -> tuple[int, int, int]:
         if isinstance(asked, slice):
             return asked.indices(size)
         place = operator.index(asked)
         if not -size <= place < size:
-            raise IndexError(f"{self!r} has no place {place} there")
+            raise IndexError(f"{self!r} has no index {place} there")
         return place % size, place % size + 1, 1
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        whole = self[tuple(slice(None) for _ in self.shape)]
-        return whole if dtype is None else whole.astype(dtype)
+        image = self[tuple(slice(None) for _ in self.shape)]
+        return image if dtype is None else image.astype(dtype)
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
     def _put(self, out: np.ndarray, edges: list[tuple[int, int]], number: int) -> None:
-        """Fetch and decode block `number`, and copy what of it lies within `edges`."""
+        """Fetch and decode block `number`, and copy the part within `edges`."""
         page = self._page
         with self._lock:
             handle = self._file.filehandle
@@ -126,7 +131,7 @@ class Tiff:
             data = handle.read(page.databytecounts[number])
             self.bytes_read += len(data)
         block, at, _ = page.decode(data, number, jpegtables=page.jpegtables, jpegheader=page.jpegheader)
-        if block is None:  # a block that the file leaves out: zeros
+        if block is None:  # a missing block is zeros
             return
         block = block[None] if block.ndim == 4 else block
         into, of = [], []
@@ -143,4 +148,4 @@ def _missing(path: str) -> Any:
     from shardfn.errors import Problem
 
     return Problem("TIFF files are read by the package tifffile, which is not installed", where=path,
-                   why="it is no part of shardfn's own needs", fix="pip install tifffile")  # fmt: skip
+                   why="shardfn does not depend on it", fix="pip install tifffile")  # fmt: skip

@@ -172,7 +172,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, small_files):
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointFileError, match="cannot be made"):
+    with pytest.raises(CheckpointFileError, match="cannot be created"):
         checkpoint.save(tmp_path / "file" / "run", {"x": jnp.ones(2)})
 
 

@@ -58,7 +58,7 @@ def test_relayout(saved, state, layout, tmp_path):
     done = checkpoint.relayout(saved, tmp_path / "out", layout, memory="1MiB")
     assert (done.step, done.devices, done.arrays) == (11, 8, len(jax.tree.leaves(state)))
     entry = held(tmp_path / "out")["params/w1"]
-    assert (entry.cuts, entry.spec) == ((2, 4), (("data",), ("model",)))
+    assert (entry.strategy, entry.spec) == ((2, 4), (("data",), ("model",)))
     assert (tmp_path / "out/11/state/params.w1/c/1/3").is_file(), "a file for each piece"
     back = checkpoint.restore(tmp_path / "out", like=state)
     same(back, state)
@@ -66,7 +66,7 @@ def test_relayout(saved, state, layout, tmp_path):
     assert back["params"]["w1"].sharding.spec == P("data", "model")
     assert back["opt"][0]["mu"]["w1"].sharding.shard_shape((64, 128)) == (8, 128)
     checkpoint.verify(tmp_path / "out")
-    with pytest.raises(CheckpointError, match="step 11 is there already"):
+    with pytest.raises(CheckpointError, match="step 11 exists already"):
         checkpoint.relayout(saved, tmp_path / "out", layout)
     checkpoint.save(tmp_path / "out", state, step=12)  # a run goes on where a copy was made
     assert checkpoint.steps(tmp_path / "out") == (11, 12)
@@ -79,7 +79,7 @@ def test_relayout_for_devices_that_are_nowhere(saved, state, layout, tmp_path):
     done = checkpoint.relayout(saved, tmp_path / "out", layout, devices=64, only="params/*", dtype=jnp.bfloat16)
     assert done.devices == 64
     entry = held(tmp_path / "out")["params/w1"]
-    assert (entry.cuts, entry.dtype) == ((16, 4), "bfloat16")
+    assert (entry.strategy, entry.dtype) == ((16, 4), "bfloat16")
     back = checkpoint.restore(tmp_path / "out", mesh(4, names=["model"]))
     same(back["params"]["w1"], state["params"]["w1"].astype(jnp.bfloat16))
     assert set(back) == {"params"}
@@ -88,7 +88,7 @@ def test_relayout_for_devices_that_are_nowhere(saved, state, layout, tmp_path):
 def test_merge(saved, state, tmp_path):
     checkpoint.merge(saved, tmp_path / "one")
     found = held(tmp_path / "one")
-    assert found.devices == 1 and {max(entry.cuts, default=1) for entry in found.entries} == {1}
+    assert found.devices == 1 and {max(entry.strategy, default=1) for entry in found.entries} == {1}
     back = checkpoint.restore(tmp_path / "one", step=11)
     same(back["params"], state["params"])
     assert back["params"]["w1"].sharding.device_set == {jax.devices()[0]}
@@ -243,4 +243,4 @@ def test_the_command_needs_no_devices(saved, layout, tmp_path):
                            "--layout", str(layout)], env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ".", "NPROC": "8", "JAX_NUM_CPU_DEVICES": "1"}, capture_output=True,
                           text=True, timeout=120)  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "laid out for 8 devices" in done.stdout
+    assert "sharded for 8 devices" in done.stdout

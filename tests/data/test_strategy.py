@@ -116,17 +116,17 @@ BAD = [
     (StrategyError, "16 is not divisible by 3", lambda: input_shardings(BATCH, ((1, 3, 1, 1), None, None))),
     (StrategyError, "which 8 devices cannot hold", lambda: input_shardings(BATCH, ((2, 2, 4, 1), None, None))),
     (StrategyError, "input 2 `label` has 1 dimension, but its entry has 2", lambda: input_shardings(BATCH, (None, None, (8, 1)))),
-    (StrategyError, "data is read, not searched", lambda: input_shardings(BATCH, (None, None, AUTO))),
-    (StrategyError, "data parallel gives each device a part", lambda: input_shardings({"x": jax.ShapeDtypeStruct((6, 2), "float32")}, "data_parallel")),
-    (StrategyError, "the strategy and the source have other inputs", lambda: input_shardings(BATCH, {"image": None})),
+    (StrategyError, "data is read before any search", lambda: input_shardings(BATCH, (None, None, AUTO))),
+    (StrategyError, "data parallel gives each device a shard", lambda: input_shardings({"x": jax.ShapeDtypeStruct((6, 2), "float32")}, "data_parallel")),
+    (StrategyError, "the strategy and the source have different inputs", lambda: input_shardings(BATCH, {"image": None})),
     (StrategyTypeError, "by integers and input 0 `image` by named axes", lambda: input_shardings(BATCH, (GRID("row", "None", "None", "None"), (2, 1, 1), None))),
     (DeviceError, "its devices are not here", lambda: input_shardings(BATCH, "full_batch", device="tpu-v5e:2x4")),
     (StrategyError, "both a plan and devices", lambda: on_plan(device="CPU")),
-    (StrategyError, "not said which arguments", lambda: on_plan(arguments=("x",))),
-    (StrategyError, "not said which arguments", lambda: on_plan(batch={"image": X})),
+    (StrategyError, "do not name arguments", lambda: on_plan(arguments=("x",))),
+    (StrategyError, "do not name arguments", lambda: on_plan(batch={"image": X})),
     (StrategyError, "the plan was made for float32\\[16, 8\\]", lambda: on_plan(batch={"x": LABELS, "label": LABELS})),
     (StrategyError, "no axes of", lambda: on_plan(strategy=((2, 2), (1,)))),
-    (StrategyTypeError, "named axes is given beside a plan", lambda: on_plan(strategy=(GRID("row", "None"), None))),
+    (StrategyTypeError, "named axes and a plan are both given", lambda: on_plan(strategy=(GRID("row", "None"), None))),
 ]  # fmt: skip
 
 

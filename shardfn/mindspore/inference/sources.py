@@ -150,8 +150,8 @@ def _same_cuts(contents: Contents, strategy: Any, path: pathlib.Path) -> None:
     problems = []
     for entry in contents.entries:
         said = cuts.get(entry.path) or cuts.get(entry.path.partition("/")[2])
-        if said is not None and len(said) == len(entry.shape) and said != entry.cuts:
-            problems.append(Problem(f"`{entry.path}` was saved in cuts {entry.cuts}, and the training strategy says {said}",
+        if said is not None and len(said) == len(entry.shape) and said != entry.strategy:
+            problems.append(Problem(f"`{entry.path}` was saved in cuts {entry.strategy}, and the training strategy says {said}",
                                     where=f"{path}, train_strategy_filename = {short(strategy)}",
                                     why="the checkpoint itself knows how it lay",
                                     fix="leave train_strategy_filename out"))  # fmt: skip
