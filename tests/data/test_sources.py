@@ -139,7 +139,7 @@ BAD = [
     (StrategyTypeError, "has no records", {"x": IMAGES, "y": "text"}),
     (StrategyTypeError, "has no records", types.MappingProxyType({"x": IMAGES})),
     (StrategyTypeError, "is not made of arrays", ["a", "b"]),
-    (StrategyTypeError, "without a dim of records", np.float32(3)),
+    (StrategyTypeError, "without a dimension of records", np.float32(3)),
     (StrategyTypeError, "that JAX cannot take", np.array(["a"])),
     (StrategyError, "different numbers of records", {"x": IMAGES, "y": [1, 2]}),
     (StrategyError, "has no records", []),
