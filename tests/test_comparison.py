@@ -34,7 +34,7 @@ COLLECTIVES = {
     "split": ([sent(AG, 16)], [sent(AG, 8), sent(AG, 8)], "all-gather: XLA split 1 into 2, with the same bytes"),
     "moved out of a loop": (
         [sent(AG, 8, 6)], [sent(AG, 8, 1)],
-        "all-gather at model.py:7: XLA moved it out of a loop; predicted to run 6 times, it runs once",
+        "all-gather at model.py:7: XLA hoists it out of a loop; predicted to run 6 times, it runs once",
     ),
     "kept in a loop": (
         [sent(AG, 8, 2)], [sent(AG, 8, 6)],
@@ -43,28 +43,28 @@ COLLECTIVES = {
     "wider": ([sent(AR, 8, dtype="bf16")], [sent(AR, 16)], "all-reduce: XLA's cpu backend sends bf16 as f32"),
     "no reduce-scatter": (
         [sent(RS, 7)], [sent(AR, 14)],
-        "XLA resolves a layout its own way: all-reduce at model.py:7 in place of reduce-scatter; "
-        "usually the whole sum goes to every device, which keeps its piece",
+        "XLA chooses another resharding: all-reduce at model.py:7 in place of reduce-scatter: "
+        "every device receives the full sum and keeps its shard",
     ),
     "full rematerialisation": (
         [sent(A2A, 7, where="")], [sent(AG, 56)],
-        "XLA resolves a layout its own way: all-gather at model.py:7 in place of all-to-all; "
-        "usually the array is gathered whole and cut anew (full rematerialisation)",
+        "XLA chooses another resharding: all-gather at model.py:7 in place of all-to-all: "
+        "the array is replicated and sliced again (full rematerialisation)",
     ),
     "two kinds in place of one": (
         [sent(A2A, 70)], [sent(A2A, 7), sent(AG, 56), sent(CP, 8)],
-        "XLA resolves a layout its own way: all-gather and collective-permute at model.py:7 in place of all-to-all; "
-        "usually the array is gathered whole and cut anew (full rematerialisation); or pieces are exchanged in pairs",
+        "XLA chooses another resharding: all-gather and collective-permute at model.py:7 in place of all-to-all: "
+        "the array is replicated and sliced again (full rematerialisation); or shards are exchanged in pairs",
     ),
     "not predicted": (
         [], [sent(AG, 8, where=f"/w/{name}.py:1") for name in "abcd"],
-        "not predicted: all-gather at a.py:1, b.py:1 and 2 more",
+        "compiled but not predicted: all-gather at a.py:1, b.py:1 and 2 more",
     ),
     "fewer": (
         [sent(AG, 8), sent(AG, 8)], [sent(AG, 8)], "predicted, but XLA sends less: all-gather at model.py:7",
     ),
     "a loop at no known line": ([sent(AG, 8, 6, where="")], [sent(AG, 48, where="")], None),
-    "not needed": ([sent(AG, 8)], [], "predicted, but XLA does without: all-gather at model.py:7"),
+    "not needed": ([sent(AG, 8)], [], "predicted, but XLA needs none: all-gather at model.py:7"),
 }  # fmt: skip
 
 
@@ -76,21 +76,21 @@ def test_collectives_are_explained(predicted, compiled, why):
 
 
 SIZES = {
-    "arguments dropped": ({"argument_bytes": 900, "peak_bytes": 1500}, "arguments: XLA drops those that nothing reads"),
-    "tuple of results": ({"output_bytes": 116}, "results: XLA adds a table of pointers, 8 B for each of them"),
-    "donated": ({"alias_bytes": 80}, "donated arguments: 80 B of the results take their place"),
+    "arguments dropped": ({"argument_bytes": 900, "peak_bytes": 1500}, "arguments: XLA drops unused ones"),
+    "tuple of results": ({"output_bytes": 116}, "results: XLA adds a table of pointers, 8 B for each result"),
+    "donated": ({"alias_bytes": 80}, "donated arguments: 80 B of the results reuse their buffers"),
     "fused": (
         {"temp_bytes": 20},
-        "temporaries: XLA fuses more than predicted; what is fused takes no memory",
+        "temporaries: XLA fuses more ops than predicted, and fused intermediates take no memory",
     ),
     "more temporaries": (
-        {"temp_bytes": 600}, "temporaries: XLA needs more, for buffers of collectives, for padding and for copies",
+        {"temp_bytes": 600}, "temporaries: XLA needs more for collective buffers, padding and copies",
     ),
-    "a peak without temporaries": ({"peak_bytes": 1100}, "XLA's own peak leaves out temporaries on cpu"),
-    "a finding": ({"findings": ("loop at /w/m.py:3 runs on",)}, "in the compiled program: loop at m.py:3 runs on"),
+    "a peak without temporaries": ({"peak_bytes": 1100}, "peak: XLA's own count leaves out temporaries on CPU"),
+    "a finding": ({"diagnostics": ("loop at /w/m.py:3 runs on",)}, "in the compiled program: loop at m.py:3 runs on"),
     "more work": (
         {"flops": 64.0},
-        "matrix FLOPs: XLA computes more; usually devices repeat work, or an op is made of products inside",
+        "matmul work: XLA computes more; usually devices repeat work, or it lowers another op to matmuls",
     ),
     "nothing known": (
         dict.fromkeys(("argument_bytes", "output_bytes", "temp_bytes", "alias_bytes", "peak_bytes")), None,
@@ -111,8 +111,8 @@ TPU = dataclasses.replace(PLAN, hardware=dataclasses.replace(PLAN.hardware, plat
     ("peak", "together", "why"),
     [
         (1600, 1600, ()),
-        (1700, 1600, ("XLA's own peak counts the vector memory too",)),
-        (1200, 1200, ("temporaries: XLA's figure counts places that share memory more than once; all at once is its own peak",)),
+        (1700, 1600, ("peak: XLA's own count includes the vector memory",)),
+        (1200, 1200, ("temporaries: XLA counts buffers that share memory more than once, so the compiled peak is XLA's own",)),
     ],
 )  # fmt: skip
 def test_a_tpu_has_two_figures_of_all_at_once(peak, together, why):
@@ -148,4 +148,4 @@ def test_a_layout_that_xla_resolves_its_own_way():
     assert found.matrix_flops.ratio == 1
     kinds = {kind: (p.bytes_sent, c.bytes_sent) for kind, p, c in found.kinds}
     if any(p != c for p, c in kinds.values()):
-        assert any("its own way" in why for why in found.why)
+        assert any("another resharding" in why for why in found.why)

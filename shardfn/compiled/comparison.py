@@ -1,10 +1,9 @@
-"""A plan's prediction beside what XLA compiled: collectives, operations, memory, and why they differ."""
+"""The prediction of a plan compared with the compiled program: collectives, FLOPs, memory, and why they differ."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,11 +12,13 @@ from shardfn.cost.collectives import COLLECTIVE_KINDS
 from shardfn.cost.compute import matrix_flops
 from shardfn.ir.model import Collective
 from shardfn.planning.plan import Plan
+from shardfn.render.cells import file_line
+from shardfn.units import bytes_text
 
 
 @dataclasses.dataclass(frozen=True)
 class Tally:
-    """The collectives of one kind in one program: how many stand in it, how often they run, bytes one device sends."""
+    """The collectives of one kind in one program: their count, their runs in one call, and the bytes one device sends."""
 
     count: int
     runs: int
@@ -39,7 +40,7 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What `compare` found. `kinds` holds (kind, predicted, compiled); memory is in bytes on one device."""
+    """The result of `compare`. `kinds` holds (kind, predicted, compiled); memory is in bytes on one device."""
 
     kinds: tuple[tuple[str, Tally, Tally], ...]
     memory: tuple[tuple[str, Pair], ...]
@@ -48,7 +49,7 @@ class Comparison:
 
 
 def compare(plan: Plan, compiled: Compiled) -> Comparison:
-    """Hold a plan's prediction against its compiled program; loops are multiplied on both sides."""
+    """Compare the prediction of a plan with its compiled program; collectives in loops count once for each iteration."""
     kinds = tuple(
         (kind, tally(kind, plan.collectives), tally(kind, compiled.collectives))
         for kind in COLLECTIVE_KINDS
@@ -73,8 +74,8 @@ def tally(kind: str, collectives: Sequence[Collective]) -> Tally:
     return Tally(len(mine), sum(c.trips for c in mine), sum(c.total_bytes for c in mine))
 
 
-# ---- why they differ: each rule sees both sides and says what explains a difference. `explained` are the kinds whose
-# bytes an earlier rule has accounted for.
+# ---- why they differ: each rule sees both sides and explains a difference. `explained` holds the kinds whose bytes an
+# earlier rule has accounted for.
 
 Kinds = Sequence[tuple[str, Tally, Tally]]
 Rule = Callable[[Plan, Compiled, Kinds, set[str]], Iterator[str]]
@@ -99,7 +100,7 @@ def _loops(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) ->
         most, now = (max((c.trips for c in side), default=0) for side in (predicted, actual))
         if now and now != most:
             explained.add(kind)
-            what = "moved it out of a loop" if now < most else "keeps it in the loop"
+            what = "hoists it out of a loop" if now < most else "keeps it in the loop"
             yield f"{kind} at {_line(where)}: XLA {what}; predicted to run {_times(most)}, it runs {_times(now)}"
 
 
@@ -114,18 +115,18 @@ def _merged(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -
 
 # (predicted, compiled): what XLA does there
 _WAYS = {
-    ("reduce-scatter", "all-reduce"): "the whole sum goes to every device, which keeps its piece",
-    ("all-to-all", "all-gather"): "the array is gathered whole and cut anew (full rematerialisation)",
-    ("all-to-all", "collective-permute"): "pieces are exchanged in pairs",
-    ("all-to-all", "all-reduce"): "it multiplies the pieces as they lie and adds up the partial results",
-    ("all-gather", "all-reduce"): "it multiplies the pieces as they lie and adds up the partial results",
+    ("reduce-scatter", "all-reduce"): "every device receives the full sum and keeps its shard",
+    ("all-to-all", "all-gather"): "the array is replicated and sliced again (full rematerialisation)",
+    ("all-to-all", "collective-permute"): "shards are exchanged in pairs",
+    ("all-to-all", "all-reduce"): "it multiplies the shards in place and reduces the partial results",
+    ("all-gather", "all-reduce"): "it multiplies the shards in place and reduces the partial results",
     ("all-gather", "collective-permute"): "it sends only the rows that are needed",
 }
 
 
 _ON_TPU = dict.fromkeys(
     ((kind, "collective-permute") for kind in ("all-reduce", "all-gather", "reduce-scatter")),
-    "it sends only the rows that are needed, or cuts a product into a loop that sends pieces while it multiplies",
+    "it sends only the rows that are needed, or splits a matmul into a loop that sends shards while it multiplies",
 )
 
 
@@ -137,12 +138,12 @@ def _other_ways(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str
     if less and more:
         known = {**_WAYS, **(_ON_TPU if plan.hardware.platform == "tpu" else {})}
         ways = "; or ".join(dict.fromkeys(known[a, b] for a in less for b in more if (a, b) in known))
-        yield (f"XLA resolves a layout its own way: {' and '.join(more)}{_lines(more, compiled)} "
-               f"in place of {' and '.join(less)}{f'; usually {ways}' if ways else ''}")  # fmt: skip
+        yield (f"XLA chooses another resharding: {' and '.join(more)}{_lines(more, compiled)} "
+               f"in place of {' and '.join(less)}{f': {ways}' if ways else ''}")  # fmt: skip
     elif more:
-        yield f"not predicted: {' and '.join(more)}{_lines(more, compiled)}"
+        yield f"compiled but not predicted: {' and '.join(more)}{_lines(more, compiled)}"
     elif less:
-        does = "sends less" if any(c.kind in less for c in compiled.collectives) else "does without"
+        does = "sends less" if any(c.kind in less for c in compiled.collectives) else "needs none"
         yield f"predicted, but XLA {does}: {' and '.join(less)}{_lines(less, plan)}"
 
 
@@ -154,38 +155,42 @@ def _gaps(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> 
 def _sizes(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:
     memory = plan.cost.memory
     if (size := compiled.argument_bytes) is not None and size < memory.arguments:
-        yield "arguments: XLA drops those that nothing reads"
+        yield "arguments: XLA drops unused ones"
     if (size := compiled.output_bytes) is not None and size - memory.results == 8 * len(plan.outputs):
-        yield "results: XLA adds a table of pointers, 8 B for each of them"
+        yield "results: XLA adds a table of pointers, 8 B for each result"
     if compiled.alias_bytes:
-        yield f"donated arguments: {compiled.alias_bytes:,} B of the results take their place"
+        yield f"donated arguments: {bytes_text(compiled.alias_bytes)} of the results reuse their buffers"
     if (size := compiled.temp_bytes) is not None and size < memory.temporaries:
-        yield "temporaries: XLA fuses more than predicted; what is fused takes no memory"
+        yield "temporaries: XLA fuses more ops than predicted, and fused intermediates take no memory"
     elif size is not None and size > memory.temporaries:
-        yield "temporaries: XLA needs more, for buffers of collectives, for padding and for copies"
+        yield "temporaries: XLA needs more for collective buffers, padding and copies"
     peak, temp, sizes = compiled.peak_bytes, compiled.temp_bytes, compiled.together("")
     if plan.hardware.platform == "tpu" and peak is not None and sizes is not None:
         if peak > 1.01 * sizes:
-            yield "XLA's own peak counts the vector memory too"
+            yield "peak: XLA's own count includes the vector memory"
         elif sizes > 1.01 * peak:
-            yield "temporaries: XLA's figure counts places that share memory more than once; all at once is its own peak"
+            yield "temporaries: XLA counts buffers that share memory more than once, so the compiled peak is XLA's own"
     elif peak is None or temp is None or plan.hardware.platform != "cpu":
         return
     elif peak < temp + (compiled.argument_bytes or 0):
-        yield "XLA's own peak leaves out temporaries on cpu"
+        yield "peak: XLA's own count leaves out temporaries on CPU"
 
 
 def _work(plan: Plan, compiled: Compiled, kinds: Kinds, explained: set[str]) -> Iterator[str]:
     predicted = matrix_flops(plan.partitioned)
     if not _close(compiled.flops, predicted):
-        yield "matrix FLOPs: XLA computes " + (
-            "fewer; usually it drops equal products, and writes small ones as sums"
+        yield "matmul work: XLA computes " + (
+            "less; usually it merges equal matmuls and lowers small ones to elementwise ops"
             if compiled.flops < predicted
-            else "more; usually devices repeat work, or an op is made of products inside"
+            else "more; usually devices repeat work, or it lowers another op to matmuls"
         )
 
 
 WHY: tuple[Rule, ...] = (_wider, _loops, _merged, _other_ways, _gaps, _sizes, _work)
+
+
+def _line(where: str) -> str:
+    return file_line(where) or "an unknown line"
 
 
 def _close(a: float, b: float) -> bool:
@@ -194,11 +199,6 @@ def _close(a: float, b: float) -> bool:
 
 def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
-
-
-def _line(where: str) -> str:
-    """`file:line`, or a text that ends with it in brackets, without the directories."""
-    return re.sub(r"[^\s(]*[/\\]", "", where) or "an unknown line"
 
 
 def _lines(kinds: Sequence[str], side: Any) -> str:

@@ -1,4 +1,4 @@
-"""Where a layout costs far more than it need, with the line and a cut that avoids it: warnings of a plan."""
+"""Diagnostics: where a plan costs more than necessary, with the line of the cause and a sharding that avoids it."""
 
 from __future__ import annotations
 
@@ -8,35 +8,37 @@ from collections.abc import Callable, Iterator
 
 from shardfn.cost.collectives import bytes_sent
 from shardfn.cost.estimate import estimate_cost
+from shardfn.frontend.paths import escaped
 from shardfn.ir.model import Communication, PartitionedProgram, Spec
 from shardfn.planning.decisions import Decision
 from shardfn.planning.plan import Plan
 from shardfn.planning.posed_call import AnsweredCall
+from shardfn.planning.summary import FIX
 from shardfn.search.mesh_solution import mesh_text
 from shardfn.search.one_array_changes import array_specs
 from shardfn.search.problem import Algorithm, objective
 from shardfn.search.resharding_costs import Axes, strategy_of
-from shardfn.units import bytes_text
+from shardfn.units import bytes_text, time_text
 
-DEAR_BYTES = 1 << 20
-"""Bytes that one device sends in one call, below which nothing is said of a collective."""
-FLOWS, OPS = 6, 12_000
-"""Flows, and ops of them together, that are worked out to find a cut that avoids something."""
+LEAST_BYTES = 1 << 20
+"""A collective for which a device sends fewer bytes in one call is not reported."""
+TRIALS, OPS = 6, 12_000
+"""Partitioned programs, and ops of them together, that are evaluated to find a sharding that avoids something."""
 
 Rule = Callable[[Plan, AnsweredCall], Iterator[str]]
 
 
 def advice(plan: Plan, study: AnsweredCall) -> list[str]:
-    """What XLA would do that costs far more than it need, each with its line and a cut that avoids it."""
+    """The diagnostics of a plan, each with its line and what the user should do."""
     return [] if plan.hardware.count == 1 else [text for rule in RULES for text in rule(plan, study)]
 
 
-# ---- layouts that cost far more than they need: a rule each; `RULES` at the end of the file lists them
+# ---- one rule for each kind of diagnostic; `RULES` at the end of the file lists them
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sent:
-    """Equal collectives at one line, and what one device sends for them in one call."""
+    """Equal collectives at one line, and the bytes that one device sends for them in one call."""
 
     communications: tuple[Communication, ...]
     bytes: int
@@ -47,18 +49,17 @@ class _Sent:
 
 
 def in_loops(plan: Plan, study: AnsweredCall) -> Iterator[str]:
-    """Arrays that are gathered or laid out anew in every round of a loop, and make up much of what is sent."""
+    """Arrays that are gathered or resharded in every iteration of a loop, for a large share of the bytes sent."""
     for sent in _alike_sent(plan.partitioned, lambda c: c.trips > 1 and c.kind in ("all-gather", "all-to-all"))[:2]:
         c = sent.one
         same = is_constant(plan.partitioned, c.operand, c.trips)
         if same and plan.hardware.platform == "cpu":  # there XLA moves it out of the loop
             continue
-        if sent.bytes < DEAR_BYTES or sent.bytes < plan.cost.bytes_sent / (20 if same else 4):
+        if sent.bytes < LEAST_BYTES or sent.bytes < plan.cost.bytes_sent / (20 if same else 4):
             continue
         yield (
-            f"{c.kind} of {plan.partitioned.graph.values[c.result]} in each of {c.trips} rounds of a loop{_at(c.where)}"
+            f"{c.kind} of {plan.partitioned.graph.values[c.result]} in each of {c.trips} iterations of a loop{_at(c.where)}"
             f"{', the same array each time' if same else ''}: {_share(sent.bytes, plan)}; "
-            f"{'made before the loop, it is sent once; ' if same else ''}"
             + avoided(
                 plan,
                 study,
@@ -69,7 +70,7 @@ def in_loops(plan: Plan, study: AnsweredCall) -> Iterator[str]:
 
 
 def rematerialised(plan: Plan, study: AnsweredCall) -> Iterator[str]:
-    """Arrays that XLA gathers because it knows no way from one layout to another, and cuts again at once, however small."""
+    """Arrays that XLA gathers and slices at once, because it has no other resharding between their shardings."""
     partitioned = plan.partitioned
     detours = _detours(partitioned)
     for sent in _alike_sent(partitioned, detours.__contains__)[:2]:
@@ -77,85 +78,79 @@ def rematerialised(plan: Plan, study: AnsweredCall) -> Iterator[str]:
         if sent.bytes < plan.cost.bytes_sent / 10:
             continue
         before, after = partitioned.shards(c.operand), partitioned.shards(detours[c])
-        whole = "whole " if not any(partitioned.specs[c.result]) else ""
+        gathered = "replicated" if not any(partitioned.specs[c.result]) else "gathered"
         yield (
-            f"{partitioned.graph.values[c.result]} is gathered {whole}on every device{_at(c.where)} for {c.cause} and "
-            f"cut again, from {before} to {after}, between which XLA knows no other way (full rematerialisation): "
-            f"{_share(sent.bytes, plan)}; "
+            f"XLA has no direct resharding of {partitioned.graph.values[c.result]} from {before} to {after} for {c.cause}"
+            f"{_at(c.where)}: the array is {gathered} and sliced again (full rematerialisation), {_share(sent.bytes, plan)}; "
             + avoided(plan, study, c, lambda partitioned, c=c: not any(_is_like(c, o) for o in _detours(partitioned)))
         )
 
 
-def held_whole(plan: Plan, study: AnsweredCall) -> Iterator[str]:
-    """Arguments that every device holds whole though they can be cut, and that fill much of its memory."""
-    whole, limit = [d for d in plan.inputs if not any(d.spec)], study.problem.memory_limit
-    if sum(d.local_bytes for d in whole) < limit / 4:
+def replicated(plan: Plan, study: AnsweredCall) -> Iterator[str]:
+    """Replicated arguments that could be sharded and that fill a large share of the memory."""
+    found, limit = [d for d in plan.inputs if not any(d.spec)], study.problem.memory_limit
+    if sum(d.local_bytes for d in found) < limit / 4:
         return
-    whole = [d for d in whole if finer(d, plan.axes) is not None]
-    held = sum(d.local_bytes for d in whole)
-    if not whole or held < limit / 4 or plan.cost.memory.peak > limit:  # `too_large` speaks of that
+    found = [d for d in found if finer(d, plan.axes) is not None]
+    held = sum(d.local_bytes for d in found)
+    if not found or held < limit / 4 or plan.cost.memory.peak > limit:  # then `too_large` reports it
         return
-    d = max(whole, key=lambda d: d.local_bytes)
-    cuts = strategy_of(finer(d, plan.axes) or (), plan.axes)
-    several = f"{len(whole)} arguments lie" if len(whole) > 1 else f"`{d.path}` lies"
-    largest = f", the largest `{d.path}` with {bytes_text(d.local_bytes)}" if len(whole) > 1 else ""
+    d = max(found, key=lambda d: d.local_bytes)
+    strategy = strategy_of(finer(d, plan.axes) or (), plan.axes)
+    what = f"{len(found)} arguments are" if len(found) > 1 else f"`{d.path}` is"
+    largest = f", the largest is `{d.path}` with {bytes_text(d.local_bytes)}" if len(found) > 1 else ""
     yield (
-        f"{several} whole on every device, {bytes_text(held)} or {held / limit:.0%} of its memory{largest}; "
-        f"cut `{d.path}` {cuts}, and it takes {bytes_text(d.local_bytes / math.prod(cuts))} there"
+        f"{what} replicated on every device, taking {bytes_text(held)}, {held / limit:.0%} of its memory{largest};{FIX}"
+        f"{_set(d, strategy)}, so that it takes {bytes_text(d.local_bytes / math.prod(strategy))} per device"
     )
 
 
 def too_large(plan: Plan, study: AnsweredCall) -> Iterator[str]:
-    """A plan that is estimated not to fit."""
+    """A plan whose estimated peak exceeds the memory limit."""
     memory, limit = plan.cost.memory, study.problem.memory_limit
     if memory.peak <= limit:
         return
     holders = [(d.local_bytes, f"`{d.path}` {d.strategy}") for d in plan.inputs]
     holders = sorted([*holders, (memory.temporaries, "temporaries")], key=lambda h: -h[0])[:3]
     most = ", ".join(f"{name} {bytes_text(size)}" for size, name in holders if size)
-    freed = [(d.local_bytes - _whole_bytes(d) / math.prod(strategy_of(spec, plan.axes)), d, spec)
+    freed = [(d.local_bytes - _global_bytes(d) / math.prod(strategy_of(spec, plan.axes)), d, spec)
              for d in plan.inputs if (spec := finer(d, plan.axes)) is not None]  # fmt: skip
-    over = memory.peak - limit
     text = (
-        f"it may not fit: {bytes_text(memory.peak)} per device at the peak by the estimate, {bytes_text(over)} over the limit; "
-        f"most of it {most}"
+        f"it may not fit: {bytes_text(memory.peak)} per device at the peak (estimate), {bytes_text(memory.peak - limit)} over "
+        f"the limit; largest: {most};{FIX}"
     )
     if freed:
         most_freed, d, spec = max(freed, key=lambda f: f[0])
-        text += (
-            f"; cut `{d.path}` {strategy_of(spec, plan.axes)} instead of {d.strategy} to free {bytes_text(most_freed)}"
-        )
+        text += f"{_set(d, strategy_of(spec, plan.axes))}, which frees {bytes_text(most_freed)} per device"
     else:
-        text += "; no argument can be cut further on this grid: use more devices, or smaller arrays"
+        text += "use more devices or smaller arrays, as this mesh allows no argument more shards"
     if plan.level != 1 and any(d.source == "searched" for d in plan.inputs):
-        text += "; level=1 looks for the least memory"
+        text += "; or search with level=1, for least memory"
     yield text
 
 
 def idle(plan: Plan, study: AnsweredCall) -> Iterator[str]:
-    """Devices that do what others do as well, where spreading the work would save a good part of the time."""
+    """Devices that repeat the work of others, where sharding the work would save a large part of the time."""
     cost, devices, whole = plan.cost, plan.hardware.count, study.problem.facts.flops
     alike = min(float(devices), cost.flops * devices / whole) if whole else 1.0
     searched = any(d.source == "searched" for d in plan.inputs)
     if not searched or alike < 2 or cost.compute_s * (1 - 1 / alike) < WORTH * cost.time_s:
         return
     text = (
-        f"each of {devices} devices does {_percent(alike / devices)} of the FLOPs, where an even spread leaves "
-        f"{_percent(1 / devices)}: about {alike:.0f} devices do the same work"
+        f"each of {devices} devices computes {_percent(alike / devices)} of the FLOPs instead of {_percent(1 / devices)}: "
+        f"groups of about {alike:.0f} devices repeat the same work"
     )
     fewer = [c for c in plan.candidates if c.figures.flops <= cost.flops / 1.5]
     if fewer:
         c = min(fewer, key=lambda c: (c.figures.flops, c.figures.time_s))
         yield (
-            f"{text}; `{c.name}` on the grid {mesh_text(c.axes)} leaves each "
-            f"{_percent(max(1 / devices, c.figures.flops / whole))}, with {c.figures.time_s * 1e6:,.1f} us modelled instead of "
-            f"{cost.time_s * 1e6:,.1f}"
+            f"{text}; the candidate `{c.name}` on the mesh {mesh_text(c.axes)} leaves each device "
+            f"{_percent(max(1 / devices, c.figures.flops / whole))}, in {time_text(c.figures.time_s)} instead of "
+            f"{time_text(cost.time_s)} (modelled);{FIX}shard a larger batch, or use fewer devices"
         )
         return
-    yield (
-        f"{text}; what was found to spread them further is worse at level {plan.level}: a larger batch gives each its own, or "
-        "fewer devices do as well"
-    )
+    worse = f"every candidate that shards the work more is worse at level {plan.level}"
+    yield f"{text}; {worse};{FIX}use a larger batch or fewer devices"
 
 
 def _percent(share: float) -> str:
@@ -163,16 +158,16 @@ def _percent(share: float) -> str:
 
 
 WORTH = 0.2
-"""Of the modelled time: what must be saved by spreading the work before anything is said of devices that do the same."""
+"""The share of the modelled time that sharding the work must save for `idle` to report it."""
 
 
 def avoided(plan: Plan, study: AnsweredCall, c: Communication, is_gone: Callable[[PartitionedProgram], bool]) -> str:
-    """The best cut of one argument with which a collective is gone and less is sent, by its flow; or that none was found."""
+    """The fix: the best sharding of one argument that removes a collective and sends less, or that none was found."""
     axes = {a.partition(":")[0] for a in c.axes}
     sources = [d for d in (origin(plan, c.operand),) if d is not None]
     cut = sorted((d for d in plan.inputs if any(axes & set(dim) for dim in d.spec)), key=lambda d: -math.prod(d.shape))
     few = list(dict.fromkeys([*sources, *cut]))[:2]
-    most = min(FLOWS, OPS // max(1, len(plan.partitioned.graph.ops))) if study.problem.seconds_left > 0 else 0
+    most = min(TRIALS, OPS // max(1, len(plan.partitioned.graph.ops))) if study.problem.seconds_left > 0 else 0
     tries = [
         (d, spec)
         for d in few
@@ -187,18 +182,32 @@ def avoided(plan: Plan, study: AnsweredCall, c: Communication, is_gone: Callable
                 found.append((objective(paid, study.problem), len(found), d, spec, paid))
     if not found:
         names = " or ".join(f"`{d.path}`" for d in few)
-        tried = f"no other cut of {names}" if len(tries) <= most else f"none of {most} other cuts tried of {names}"
-        return f"{tried} avoids it and sends less" if tries and most else "`Plan.why` tells what other cuts cost"
+        tried = (
+            f"no other sharding of {names}"
+            if len(tries) <= most
+            else f"none of {most} other shardings tried of {names}"
+        )
+        found_none = f"{tried} avoids it and sends less;" if tries and most else ""
+        fix = (
+            f"compare other shardings with plan.why({few[0].path!r})"
+            if few
+            else "tag the array and constrain it in a layout file"
+        )
+        return f"{found_none}{FIX if found_none else FIX.lstrip()}{fix}"
     _, _, d, spec, paid = min(found, key=lambda f: f[:2])
     return (
-        f"cut `{d.path}` {strategy_of(spec, plan.axes)} instead of {d.strategy} to avoid it: {bytes_text(paid.bytes_sent)} sent "
-        f"instead of {bytes_text(plan.cost.bytes_sent)}, {bytes_text(paid.memory.peak)} at the peak instead of "
-        f"{bytes_text(plan.cost.memory.peak)}"
+        f"{FIX.lstrip()}{_set(d, strategy_of(spec, plan.axes))}, which avoids it: {bytes_text(paid.bytes_sent)} sent instead of "
+        f"{bytes_text(plan.cost.bytes_sent)}, peak {bytes_text(paid.memory.peak)} instead of {bytes_text(plan.cost.memory.peak)}"
     )
 
 
+def _set(d: Decision, strategy: tuple[int, ...]) -> str:
+    """The option that shards one array differently, as the user types it."""
+    return f"parameter_plan={{{escaped(d.path)!r}: {strategy}}} (now {d.strategy})"
+
+
 def origin(plan: Plan, value: int) -> Decision | None:
-    """The argument that a value is a piece or another form of, if it is one's alone."""
+    """The argument of which a value is a shard, a slice or an elementwise function, if it depends on one alone."""
     partitioned, seen = plan.partitioned, set()
     made = {v: op for op in partitioned.graph.ops for v in op.outputs}
     at = {v: i for i, v in enumerate(partitioned.graph.arguments(len(plan.inputs)))}
@@ -214,7 +223,7 @@ def origin(plan: Plan, value: int) -> Decision | None:
 
 
 def is_constant(partitioned: PartitionedProgram, value: int, trips: int) -> bool:
-    """Whether a value in a loop that runs `trips` times is the same in every round: made of what is made outside."""
+    """Whether a value in a loop that runs `trips` times is the same in every iteration: computed from values outside."""
     made = {v: op for op in partitioned.graph.ops for v in op.outputs}
     inputs = set(partitioned.graph.inputs)
     stack, seen = [value], set()
@@ -224,7 +233,7 @@ def is_constant(partitioned: PartitionedProgram, value: int, trips: int) -> bool
             continue
         seen.add(v)
         op = made.get(v)
-        if op is None or op.name in _CHANGING:  # what a loop carries
+        if op is None or op.name in _CHANGING:  # a loop carry
             return False
         if op.trips >= trips:
             stack += op.inputs
@@ -235,19 +244,19 @@ _CHANGING = frozenset({"rng_bit_generator", "rng", "custom_call"})
 
 
 def finer(d: Decision, axes: Axes) -> Spec | None:
-    """The layout of an array in the most pieces, if that is more than now; ties go to what leaves its cuts as they are."""
-    pieces = math.prod(d.strategy)
-    more = [s for s in array_specs(d.shape, axes, d.spec) if math.prod(strategy_of(s, axes)) > pieces]
+    """The sharding with the most shards, if that is more than now; among equal ones, the most similar to the present one."""
+    now = math.prod(d.strategy)
+    more = [s for s in array_specs(d.shape, axes, d.spec) if math.prod(strategy_of(s, axes)) > now]
     return min(more, key=lambda s: (-math.prod(strategy_of(s, axes)), *_distance(s, d.spec)), default=None)
 
 
 def _distance(spec: Spec, now: Spec) -> tuple[int, int, Spec]:
-    """How many dims are cut otherwise, and how many are cut."""
+    """How many dimensions are sharded differently, and how many are sharded."""
     return sum(set(a) != set(b) for a, b in zip(spec, now, strict=True)), sum(map(bool, spec)), spec
 
 
 def _alike_sent(partitioned: PartitionedProgram, wanted: Callable[[Communication], bool]) -> list[_Sent]:
-    """The collectives that are wanted, equal ones of a line together, those that send most first."""
+    """The wanted collectives, equal ones at one line together, the largest senders first."""
     groups: dict[tuple[object, ...], list[Communication]] = {}
     for c in partitioned.communications:
         if c.group_size > 1 and wanted(c):
@@ -271,13 +280,13 @@ def not_fully_used(plan: Plan, algorithm: Algorithm) -> str:
     needed = plan.hardware.count // math.prod(unused.values())
     return (
         f"fully_use_devices is on, but {needed} of {plan.hardware.count} devices would do: nothing is sharded over "
-        f"{', '.join(f'axis {name} of {size}' for name, size in unused.items())}; your own entries are kept, and a "
-        "dimension that does not divide stays unsharded"
+        f"{', '.join(f'axis {name} of {size}' for name, size in unused.items())}; your entries are kept, and a dimension "
+        f"that does not divide stays unsharded;{FIX}use {needed} devices, or give entries that use all {plan.hardware.count}"
     )
 
 
 def _detours(partitioned: PartitionedProgram) -> dict[Communication, int]:
-    """The gathers that XLA does as a last resort ("involuntary full rematerialization"), each with what is cut of it."""
+    """The gathers that XLA does as a last resort ("involuntary full rematerialization"), each with its slice."""
     gathers = {c.result: c for c in partitioned.communications if c.is_last_resort}
     found: dict[Communication, int] = {}
     for op in partitioned.graph.ops if gathers else ():
@@ -296,11 +305,11 @@ def _at(where: str) -> str:
 
 
 def _share(size: int, plan: Plan) -> str:
-    return f"{bytes_text(size)} or {size / plan.cost.bytes_sent:.0%} of what a device sends"
+    return f"{bytes_text(size)}, {size / plan.cost.bytes_sent:.0%} of the bytes a device sends"
 
 
-def _whole_bytes(d: Decision) -> int:
+def _global_bytes(d: Decision) -> int:
     return d.local_bytes * math.prod(d.strategy)
 
 
-RULES: tuple[Rule, ...] = (too_large, in_loops, rematerialised, held_whole, idle)
+RULES: tuple[Rule, ...] = (too_large, in_loops, rematerialised, replicated, idle)

@@ -1,4 +1,4 @@
-"""What the cost model does not know of a program and its layouts: said in the plan, never silently zero."""
+"""Diagnostics for what the cost model does not predict of a program and its shardings."""
 
 from __future__ import annotations
 
@@ -11,45 +11,55 @@ from shardfn.frontend.trace import Traced
 from shardfn.ir.correspondence import pairs
 from shardfn.ir.model import Axes, Graph, PartitionedProgram
 from shardfn.ir.op_traits import HAS_OWN_RULE
+from shardfn.planning.summary import FIX
 
 
 def of_program(traced: Traced, hardware: Hardware, inputs: Sequence[Leaf], axes: Axes) -> list[str]:
-    """What there is to say of the function whatever the layouts."""
+    """The diagnostics of a function that hold for all shardings."""
     graph, found = traced.graph, []
     if graph.unruled:
-        found.append(f"no sharding rule for: {', '.join(graph.unruled)}; XLA decides there, its cost is not predicted")
+        found.append(
+            f"no sharding rule for: {', '.join(graph.unruled)}; XLA decides there, unpredicted;{FIX}"
+            "check it with explain(..., compiled=True)"
+        )
     if graph.uncounted:
-        found.append(f"loops of unknown length, counted once: {', '.join(graph.uncounted)}")
+        found.append(
+            f"loops of unknown length, counted once: {', '.join(graph.uncounted)};{FIX}give the loop a constant length"
+        )
     if traced.platform not in ("", hardware.platform):
         found.append(
-            f"it calls back into Python, which cannot be lowered for {hardware.platform} from here: lowered for "
-            f"{traced.platform} instead; what the call costs, and where {hardware.platform} makes other ops, is not predicted"
+            f"the function calls back into Python, which cannot be lowered for {hardware.platform} from here, and is lowered for "
+            f"{traced.platform} instead: the cost of the call and ops that only {hardware.platform} uses are not predicted;{FIX}"
+            "leave the call (jax.debug.print, jax.pure_callback) out to plan"
         )
     if hardware.count == 1 and any(isinstance(leaf.entry, tuple) and max(leaf.entry, default=1) > 1 for leaf in inputs):
-        found.append("one device: the strategies are checked, and the function runs unsharded")
+        found.append(
+            f'one device: strategies are checked, the function runs unsharded;{FIX}use more devices, or device="cpu:8" to plan'
+        )
     others = [grid for grid in traced.grids if math.prod(grid) > 1 and grid != tuple(size for _, size in axes)]
     if others:
         grids = ", ".join("x".join(map(str, grid)) for grid in dict.fromkeys(others))
         found.append(
-            f"parts of the function lie on a grid of their own ({grids}); what is sent between them and the rest is not "
-            "predicted"
+            f"parts of the function have a mesh of their own ({grids}), and transfers between it and the rest are not predicted;"
+            f"{FIX}use one mesh for the whole function"
         )
     if traced.captured:
-        found.append(f"{traced.captured} arrays of the surrounding transformation are captured; they are left to XLA")
+        found.append(
+            f"{traced.captured} arrays of the surrounding transformation are captured and left to XLA;{FIX}pass them as arguments"
+        )
     return found
 
 
 def not_predicted(graph: Graph, partitioned: PartitionedProgram) -> list[str]:
-    """Ops without a rule of how XLA works on them (`graph.ways`) that are cut along a dim which they need whole, or at whose
-    edges neighbours exchange."""
+    """Ops without a partitioning rule that are sharded along a dimension which they need unsharded, or with halo exchanges."""
     found: dict[str, None] = {}
     for _, op, at in pairs(graph, partitioned.graph):
         if op.rule is None or op.name in HAS_OWN_RULE:
             continue
-        whole = op.rule.permuted | op.rule.replicated
+        unsharded = op.rule.permuted | op.rule.replicated
         rows = (*zip(op.rule.operands, at.inputs), *zip(op.rule.results, at.outputs))  # noqa: B905
-        if whole and any(
-            axes and whole.intersection(factors)
+        if unsharded and any(
+            axes and unsharded.intersection(factors)
             for dims, value in rows
             for factors, axes in zip(dims, partitioned.specs[value], strict=True)
         ):
@@ -58,5 +68,6 @@ def not_predicted(graph: Graph, partitioned: PartitionedProgram) -> list[str]:
         return []
     text = ", ".join(list(found)[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
     return [
-        f"cut along a dim that they need whole, or exchange at its edges: {text}; what XLA sends there is not predicted"
+        f"no partitioning rule for ops that are sharded along a dimension which they need as a whole: {text}; the bytes that XLA "
+        f"sends there are not predicted;{FIX}check them with explain(..., compiled=True)"
     ]
