@@ -1,13 +1,12 @@
-"""What a laid-out program costs on a device. Where the rule for something is:
+"""What a partitioned program costs on a device: FLOPs, bytes sent, memory and modelled time.
 
-- the figures of a chip, with their source: `chips`; measured on this machine: `calibrate`; how many chips, and how they are
-  linked: `hardware`, `links`
-- bytes of a collective: `collectives`; work of an op: `compute`; all of it together: `cost`
-- memory: which values take a place (`fusion`: the walk `fuser`, what XLA does with an op by its `kinds`, what CPUs with their
-  `delegated` and TPUs do otherwise in `fusion_cpu` and `fusion_tpu`), in which order ops run (`schedule`, of flows
-  that know the bytes of their pieces: `sized`), what is alive when (`memory`, and `loops` for what these carry), the copies that
-  XLA's CPU backend makes (`cpu`), the parts in which GPUs make small products (`gpu`), and the tiles and the vector memory of
-  a TPU (`tpu`)
+Entry point: `estimate.estimate_cost`. Where the rule for something is:
 
-The search prices an op by tables of the same figures (`search.strategies`); what its plans cost is said by `cost` alone.
+- chips and their figures: `devices.chips`; devices that a name stands for: `devices.hardware`; links between them:
+  `devices.links`;
+  measured figures of this machine: `devices.calibrate`
+- FLOPs and time of an op: `compute`, by the op's row in `ir.op_traits`; bytes of a collective: `collectives`
+- fusion: `fusion` and `fusion_walk`; the order of ops and combined collectives: `schedule`
+- memory: `memory.live_ranges`, and `memory.loops` for what loops carry
+- what one XLA backend does differently: `backends`
 """

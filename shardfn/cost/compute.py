@@ -1,4 +1,4 @@
-"""Work of one device, from local shapes: operations, bytes moved between it and its memory, and the time of both."""
+"""FLOPs, memory traffic and time of one device, from local shapes."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def op_flops(partitioned: PartitionedProgram, op: Op) -> float:
 
 
 def matrix_flops(partitioned: PartitionedProgram) -> float:
-    """Operations of matrix products and convolutions on one device in one call: what is counted in a compiled program."""
+    """FLOPs of matmuls and convolutions on one device in one call: those that a compiled program reports."""
     return sum(op_flops(partitioned, op) * op.trips for op in partitioned.graph.ops if op.name in CONTRACTIONS)
 
 
 def _on_image(partitioned: PartitionedProgram, op: Op, reached: int) -> int:
-    """Of the elements that the windows of a convolution reach, those that are elements of the image: no padding, no holes.
+    """Of the elements that the windows of a convolution reach, those inside the image: no padding, no holes.
 
-    Along a cut dim rows come from neighbours, and all that is reached counts.
+    Along a sharded dimension a halo fills the window, and all elements count.
     """
     windows = [window for window in op.window_dims if window.over < 0]
     for window, kernel in zip(windows, (window for window in op.window_dims if window.over >= 0), strict=True):
@@ -81,13 +81,13 @@ def _on_image(partitioned: PartitionedProgram, op: Op, reached: int) -> int:
 
 @functools.lru_cache(4096)
 def hits(size: int, out: int, window: WindowDim, apart: int) -> tuple[int, int]:
-    """How many taps along one dim fall on an element of the operand, and how many there are.
+    """How many window positions along one dimension fall on an element of the operand, and how many there are.
 
     Args:
       size: elements of the operand.
       out: elements of the result.
-      tap: where windows begin, how far they reach, and how far apart the operand's elements are.
-      apart: how far apart the taps of a window are.
+      window: offset, extent and spacing of the window.
+      apart: distance between the positions of a window.
 
     >>> hits(4, 4, WindowDim(0, 0, 0, low=-1, extent=3), 1)  # two of twelve are on padding
     (10, 12)
@@ -100,7 +100,7 @@ def hits(size: int, out: int, window: WindowDim, apart: int) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One call on one device. `bytes_moved` is between it and its memory; `unmodelled_ops` lists ops without a rule."""
+    """One call on one device: FLOPs, bytes between it and its memory, seconds, and the ops without a cost rule."""
 
     flops: float
     bytes_moved: float
@@ -109,12 +109,11 @@ class Work:
 
 
 def work(partitioned: PartitionedProgram, chip: Chip, fusion: FusionPlan | None = None) -> Work:
-    """What one device does in one call, collectives left out.
+    """The work of one device in one call, without collectives.
 
-    Each op that runs by itself, with what is computed inside it (`cost.fusion`), takes the larger of its operations over
-    the chip's rate and its bytes over that of the memory (the roofline: Williams, Waterman, Patterson 2009). Products run
-    at the rate of their operands' type, other operations at the vector units' rate. A gather or slice reads what it
-    takes, an update in place writes what it changes. An op without a rule is charged for its bytes, and listed.
+    An op that runs by itself, with what is fused into it, takes the larger of its FLOPs over the chip's rate and its
+    bytes over the memory's rate (the roofline: Williams, Waterman, Patterson 2009). Matmuls run at the rate of their
+    operands' dtype, other ops at the vector units' rate. An op without a rule is charged for its bytes, and listed.
     """
     graph = partitioned.graph
     fusion = fusion or fuse(partitioned)
@@ -133,8 +132,9 @@ def work(partitioned: PartitionedProgram, chip: Chip, fusion: FusionPlan | None 
 
 
 def once(partitioned: PartitionedProgram, number: int, chip: Chip, fusion: FusionPlan) -> tuple[float, float, float]:
-    """FLOPs, bytes moved and seconds of one run of op `number`, with what is computed inside it; nothing where it does not
-    run by itself, or is priced elsewhere."""
+    """FLOPs, bytes and seconds of one run of op `number` with what is fused into it; zeros if it is fused itself or
+    has no own time.
+    """
     op, inner = partitioned.graph.ops[number], fusion.inside[number]
     if inner is None or not has_own_time(op):
         return 0.0, 0.0, 0.0
@@ -157,8 +157,7 @@ def has_own_time(op: Op) -> bool:
 
 
 def rate(graph: Graph, op: Op, chip: Chip) -> float:
-    """Operations a second. Special functions run on an eighth of the lanes (CUDA C++ Programming Guide, arithmetic throughput:
-    16 of 128)."""
+    """FLOP/s of an op. Special functions use an eighth of the lanes (CUDA C++ Programming Guide: 16 of 128)."""
     if op.name in CONTRACTIONS:
         return chip.rate(graph.values[op.inputs[0]].dtype)
     lanes = chip.vector_flops or chip.flops
@@ -178,8 +177,9 @@ def _bytes(partitioned: PartitionedProgram, op: Op, inner: tuple[int, ...], fusi
 def reads(
     partitioned: PartitionedProgram, op: Op, inner: tuple[int, ...], fusion: FusionPlan
 ) -> dict[int, tuple[float, Op, int]]:
-    """What an op reads from memory with what is computed inside it, each value once: its bytes, and the op and operand that
-    read the most of it."""
+    """What an op and those fused into it read from memory, each value once: bytes, and the op and operand that read
+    the most.
+    """
     size_of = _size_of(partitioned)
     read: dict[int, tuple[float, Op, int]] = {}
     seen: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""The price of a flow on hardware: work, bytes, memory, and a modelled time."""
+"""The cost of a partitioned program on hardware: FLOPs, bytes, memory and modelled time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardfn.ir.model import Collective, Communication, PartitionedProgram
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What one call costs one device. Times are a model."""
+    """The cost of one call for one device. Times are modelled."""
 
     flops: float
     bytes_sent: int
@@ -24,29 +24,29 @@ class Cost:
     compute_s: float
     communication_s: float
     matrix_flops: float = 0.0
-    """Of `flops`, those of products and convolutions."""
+    """Of `flops`, those of matmuls and convolutions."""
     unmodelled_ops: tuple[str, ...] = ()
-    """Ops without a rule for their work, as `name (file:line)`: charged for the bytes they move."""
+    """Ops without a cost rule, as `name (file:line)`: charged for the bytes they move."""
 
     @property
     def time_s(self) -> float:
-        """Compute and communication one after the other."""
+        """Seconds of compute and communication, one after the other."""
         return self.compute_s + self.communication_s
 
 
 @dataclasses.dataclass(frozen=True)
 class PredictedCollective(Collective):
-    """A collective of a flow; `merged` of them run as one and share its latency."""
+    """A predicted collective; `merged` of them run as one and share its latency."""
 
     merged: int = 1
 
 
 def collectives(partitioned: PartitionedProgram, order: Schedule | None = None) -> tuple[PredictedCollective, ...]:
-    """The flow's communications with their bytes; groups of one send nothing and are left out.
+    """The program's collectives with their bytes; those that send nothing are left out.
 
     Args:
-      flow: layouts and communications.
-      order: `cost.schedule.lower_for_backend` of it on the chip, where that is known: which of them run as one.
+      partitioned: the program.
+      order: `lower_for_backend` of it, if known.
     """
     groups = (order or lower_for_backend(partitioned)).groups
     sizes = collections.Counter(groups.values())
@@ -61,7 +61,7 @@ def collectives(partitioned: PartitionedProgram, order: Schedule | None = None) 
 
 
 def communications_with_bytes(partitioned: PartitionedProgram) -> list[tuple[Communication, int]]:
-    """The flow's communications that send something, with the bytes that one device sends each time."""
+    """The communications that send something, with the bytes that one device sends each time."""
     every = [
         (c, bytes_sent(c.kind, c.group_size, partitioned.local_bytes(c.operand))) for c in partitioned.communications
     ]
@@ -69,12 +69,12 @@ def communications_with_bytes(partitioned: PartitionedProgram) -> list[tuple[Com
 
 
 def collective_s(c: Collective, hardware: Hardware, axes: Sequence[tuple[str, int]]) -> float:
-    """Modelled seconds of all runs of a collective in one call: `Link.seconds` of the link over its axes.
+    """Modelled seconds of all runs of a collective in one call.
 
     Args:
-      c: the collective; its share of the latency, where several run as one.
+      c: the collective; combined ones share the latency.
       hardware: what it runs on.
-      axes: the grid, as (name, size) in row-major order.
+      axes: the mesh, as (name, size) in row-major order.
     """
     link = link_over(hardware, axes, c.axes, c.group_size)
     share = link.latency_s / c.merged if isinstance(c, PredictedCollective) else link.latency_s
@@ -82,12 +82,12 @@ def collective_s(c: Collective, hardware: Hardware, axes: Sequence[tuple[str, in
 
 
 def estimate_cost(partitioned: PartitionedProgram, hardware: Hardware, donated: Collection[int] = ()) -> Cost:
-    """Price one call of a function.
+    """The cost of one call of a function.
 
     Args:
-      flow: layouts of all values, and the collectives.
+      partitioned: the program with its shardings and collectives.
       hardware: what it runs on.
-      donated: positions of arguments whose memory results take over.
+      donated: positions of arguments whose buffers results take over.
     """
     axes = tuple(partitioned.axes.items())
     order = lower_for_backend(partitioned, hardware.chip)

@@ -1,4 +1,4 @@
-"""The walk that fuses the ops of a graph, readers first, by the rules that all of XLA's backends have in common."""
+"""The walk that fuses ops, readers first, by the rules that XLA's backends share."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from shardfn.ir.model import Graph, Op, PartitionedProgram
 from shardfn.ir.op_traits import CHEAP, CONTRACTIONS, EXPENSIVE, SLICES, VIEWS
 
 MOST = 16
-"""Places in which one op is computed anew."""
+"""The most readers into which one op is duplicated."""
 
 READERS = CHEAP | EXPENSIVE | SLICES
-"""Ops that can compute what they read."""
+"""Ops that others can be fused into."""
 
 _INSIDE = READERS | VIEWS | CONTRACTIONS
 
 
 @dataclasses.dataclass(frozen=True)
 class FusionPlan:
-    """How the ops of a graph are put together."""
+    """Which ops are fused into which."""
 
     stored: frozenset[int]
     """Values with a place of their own."""

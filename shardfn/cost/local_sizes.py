@@ -1,4 +1,4 @@
-"""A flow that knows how large the piece of each value is."""
+"""A partitioned program that caches the local shape and bytes of each value."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardfn.ir.model import PartitionedProgram, dtype_bits
 
 @dataclasses.dataclass(frozen=True)
 class Sized(PartitionedProgram):
-    """A flow that works out the piece of each value once."""
+    """A program that computes each local shape once."""
 
     shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict, repr=False, compare=False)
     sizes: dict[int, int] = dataclasses.field(default_factory=dict, repr=False, compare=False)
@@ -44,12 +44,7 @@ class Sized(PartitionedProgram):
 
 
 def sized(partitioned: PartitionedProgram, sizes: Mapping[int, int] | None = None) -> Sized:
-    """The flow as one that works out each piece once; one that does so already, and is told nothing more, comes back as it is.
-
-    Args:
-      flow: layouts of all values.
-      sizes: bytes of what takes more, or less, than its elements, by value.
-    """
+    """The program with cached local shapes; with `sizes`, bytes by value where they differ from the elements'."""
     if isinstance(partitioned, Sized) and not sizes:
         return partitioned
     fields = {field.name: getattr(partitioned, field.name) for field in dataclasses.fields(PartitionedProgram)}

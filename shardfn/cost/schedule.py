@@ -1,4 +1,4 @@
-"""The order in which XLA runs a flow's ops, as far as it matters here: all-reduces that it makes one of run together."""
+"""The order in which XLA runs a program's ops, and the collectives that it combines."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from shardfn.ir.op_traits import COLLECTIVE_OPS, ELEMENTWISE
 
 
 def first_of_body(graph: Graph, loop: int) -> int:
-    """The first op of the body of the loop whose own op is number `loop`; the body stands right before it.
+    """Index of the first op in the body of loop `loop`; the body comes right before the loop's own op.
 
-    Values are numbered as they are met, and a loop's results before its body. Moves of layouts have numbers of their own;
-    before the loop they run as often as it does, in the body more often.
+    Values are numbered as they are read, a loop's results before its body. Reshards before a loop run as often as it
+    does, those in the body more often.
     """
     op, first = graph.ops[loop], loop
     while first and graph.ops[first - 1].outputs and min(graph.ops[first - 1].outputs) > min(op.outputs):
@@ -34,7 +34,7 @@ def first_of_body(graph: Graph, loop: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """The ops of a loop's body, or of the whole, in order: op numbers, and inner loops as one."""
+    """The ops of a loop body or of the program, in order; inner loops are regions."""
 
     parts: tuple[int | Region, ...]
 
@@ -44,7 +44,7 @@ class Region:
 
 
 def regions(graph: Graph) -> Region:
-    """The ops of a graph with its loops put together; a loop's own op is the last of its region."""
+    """The ops of a graph as nested regions; a loop's own op is the last of its region."""
     stack: list[tuple[int, int | Region]] = []  # (first op, part)
     for i, op in enumerate(graph.ops):
         if op.name == "while" and op.outputs:
@@ -58,7 +58,7 @@ def regions(graph: Graph) -> Region:
 
 
 def bodies(graph: Graph) -> dict[int, int]:
-    """How many ops the body of each loop has, by the loop's first result."""
+    """Number of ops in the body of each loop, by the loop's first result."""
     loops = ((i, op) for i, op in enumerate(graph.ops) if op.name == "while" and op.outputs)
     return {op.outputs[0]: i - first_of_body(graph, i) for i, op in loops}
 
@@ -87,20 +87,20 @@ class Schedule:
 
 
 def lower_for_backend(partitioned: PartitionedProgram, chip: Chip | None = None) -> Schedule:
-    """Apply the rewrites of the platform's XLA backend, then `combine_collectives`.
+    """Apply the rewrites of the platform's XLA backend, then combine collectives.
 
     Args:
-      flow: layouts of all values, and the collectives.
+      partitioned: the program with its shardings and collectives.
       chip: what it runs on.
     """
     return combine_collectives(on_gpu(on_cpu(partitioned), chip))
 
 
 def combine_collectives(partitioned: PartitionedProgram) -> Schedule:
-    """The order in which collectives can run as one: all-reduces, on GPUs also all-gathers and reduce-scatters.
+    """The order of ops in which collectives can run as one: all-reduces, on GPUs also all-gathers and reduce-scatters.
 
-    XLA's combiners put those over the same axes into one where none needs another: in one region, of one element type
-    (gathers of any). It runs when the last of them can; what reads their results comes after.
+    XLA's combiners merge collectives over the same axes, of one region and dtype (all-gathers of any), where none needs
+    another. The combined collective runs when the last of them can.
     """
     partitioned = sized(partitioned)
     most = max_combined_bytes(partitioned.platform)
@@ -127,7 +127,7 @@ _MOST_ON_GPU: Mapping[str, float] = dict.fromkeys(("all-reduce", "all-gather", "
 
 
 def max_combined_bytes(platform: str) -> Mapping[str, float]:
-    """Kinds of collectives of which XLA makes one of several, and of how many bytes that is at most.
+    """Kinds of collectives that XLA combines, with the most bytes of one combined collective.
 
     >>> max_combined_bytes("cpu")
     {'all-reduce': inf}
@@ -227,16 +227,17 @@ def _ordered(
 
 
 def schedule_ops(order: Schedule) -> tuple[Schedule, FusionPlan]:
-    """A merged order as the platform's scheduler has it, and how its ops are put together: XLA's CPU backend runs what is
-    ready first (`schedule_breadth_first`), others what frees memory (`schedule_for_memory`)."""
+    """The order of the platform's scheduler, and the fusion: `schedule_breadth_first` on CPU, else
+    `schedule_for_memory`.
+    """
     return schedule_breadth_first(order) if order.partitioned.platform == "cpu" else schedule_for_memory(order)
 
 
 def schedule_breadth_first(order: Schedule) -> tuple[Schedule, FusionPlan]:
-    """Breadth first, as XLA's CPU backend schedules for its threads: an op runs as soon as all that it reads is there, in
-    the order in which that came to be so. What reads nothing but arguments and constants runs at the start.
+    """Breadth first, as XLA's CPU backend schedules for its threads: an op runs as soon as its operands are ready.
 
-    Within each region; all-reduces that are merged run together. With the order comes how its ops are put together.
+    It works within each region; combined collectives run together. Ops that read only arguments and constants run at
+    the start.
     """
     graph, fusion = order.partitioned.graph, fuse(order.partitioned)
     together = order.together()
@@ -354,14 +355,11 @@ def _on_tpu(partitioned: PartitionedProgram, fusion: FusionPlan) -> dict[int, in
 
 
 _SHRINKS = 16
-"""How much larger the operands that die must be than the result; smaller gains XLA's scheduler often passes by."""
+"""How much larger the dying operands must be than the result; XLA's scheduler often ignores smaller gains."""
 
 
 def schedule_for_memory(order: Schedule) -> tuple[Schedule, FusionPlan]:
-    """Run an op as soon as it can where that frees much memory: XLA schedules for least memory.
-
-    Only within a region; what is computed inside the op moves with it. With the order comes how its ops are put together.
-    """
+    """Run an op as early as possible where that frees much memory, as XLA's memory scheduler does within each region."""
     partitioned = order.partitioned
     graph, fusion = partitioned.graph, fuse(partitioned)
     if partitioned.platform == "tpu" and isinstance(partitioned, Sized):

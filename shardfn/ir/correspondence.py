@@ -1,4 +1,4 @@
-"""Which op of a flow is which op of the graph that was laid out: propagation reorders ops, and drops or copies some."""
+"""Match ops of a propagated program to ops of the original graph; propagation reorders, drops and copies ops."""
 
 from __future__ import annotations
 

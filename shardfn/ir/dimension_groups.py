@@ -1,4 +1,4 @@
-"""Dim classes: which dims of which values are the same dimension, by union-find over the sharding rules."""
+"""Dimension groups: which dimensions of which values are tied, by union-find over the sharding rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardfn.ir.model import DimFactors, Graph, ShardingRule
 
 @dataclasses.dataclass(frozen=True)
 class DimensionGroups:
-    """`of[value][dim]` is the class of a dim, numbered by first appearance over the function's inputs."""
+    """`of[value][dim]` is the group of a dimension, numbered by first appearance over the function's inputs."""
 
     of: tuple[tuple[int, ...], ...]
     count: int
@@ -25,11 +25,11 @@ class DimensionGroups:
 
 
 def dimension_groups(graph: Graph) -> DimensionGroups:
-    """Tie the dims that a program treats as one dimension.
+    """Tie the dimensions that a program treats as one.
 
-    Two dims are tied where a factor of a sharding rule stands alone in both and their sizes agree; a dim made of
-    several factors (`b*t` after a reshape) is tied through its major one. Factors that must be whole tie nothing.
-    Values that hold the same array (loop carries, branches) are tied dim by dim.
+    Two dimensions are tied where a factor of a sharding rule stands alone in both and their sizes agree. A dimension of
+    several factors (`b*t` after a reshape) is tied through its major one. Factors that need replication tie nothing.
+    Values that hold the same array (loop carries, branches) are tied dimension by dimension.
     """
     first = [0]
     for value in graph.values:

@@ -1,4 +1,4 @@
-"""Sharding rules for the ops that Shardy has none for, in the same form; the table at the end is the contents."""
+"""Sharding rules for the ops that Shardy has none for, in Shardy's form; `OpTraits.sharding_rule` names them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardfn.ir.op_traits import OP_TRAITS
 
 
 def batch_rule(inputs: Sequence[Value], outputs: Sequence[Value]) -> ShardingRule | None:
-    """All dims but the last are independent; the last must be whole (top_k)."""
+    """All dimensions but the last are independent; the last needs replication (top_k)."""
     rank = len(inputs[0].shape)
     if any(len(v.shape) != rank for v in (*inputs, *outputs)) or rank == 0:
         return None
@@ -24,7 +24,7 @@ def batch_rule(inputs: Sequence[Value], outputs: Sequence[Value]) -> ShardingRul
 
 
 def elementwise_rule(inputs: Sequence[Value], outputs: Sequence[Value]) -> ShardingRule | None:
-    """Every dim is independent."""
+    """Every dimension is independent."""
     shapes = {v.shape for v in (*inputs, *outputs)}
     if len(shapes) != 1:
         return None

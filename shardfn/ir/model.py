@@ -1,4 +1,4 @@
-"""What a function does, as data: values, ops, the sharding rule of each op, and the collectives a layout implies."""
+"""The program as data: values, ops with their sharding rules, shardings, and collectives."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ DimFactors = tuple[tuple[int, ...], ...]
 """For each dim of one tensor, the factors it is made of, major to minor."""
 
 Spec = tuple[tuple[str, ...], ...]
-"""For each dim of one array, the grid axes that cut it, major to minor."""
+"""For each dimension of an array, the mesh axes that shard it, major to minor."""
 
 Axes = tuple[tuple[str, int], ...]
-"""A grid: each axis with its size."""
+"""A mesh: each axis with its size."""
 
 
 def is_gpu(platform: str) -> bool:
-    """Whether a platform, as JAX names it, is taken for one of GPUs: each but CPUs, TPUs, and none at all.
+    """Whether a platform, as JAX names it, is a GPU: any but CPU, TPU and none.
 
     >>> [name for name in ("", "cpu", "cuda", "rocm", "tpu") if is_gpu(name)]
     ['cuda', 'rocm']
@@ -47,10 +47,10 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class ShardingRule:
-    """How the dims of an op's operands and results belong together: Shardy's sharding rule.
+    """How the dimensions of an op's operands and results correspond: Shardy's sharding rule.
 
-    A factor is one independent dim of the computation. `reduction` factors leave partial sums when cut,
-    `replicated` ones must be whole, `permuted` ones need an exchange between neighbours.
+    A factor is one independent dimension of the computation. Sharded `reduction` factors leave partial sums,
+    `replicated` ones need replication, `permuted` ones need a halo exchange.
     """
 
     operands: tuple[DimFactors, ...]
@@ -63,10 +63,11 @@ class ShardingRule:
 
 @dataclasses.dataclass(frozen=True)
 class Convolution:
-    """The spatial dims of a convolution's image, kernel and result, and whether it has neither strides nor dilation.
+    """The spatial dimensions of a convolution's image, kernel and result, and whether it has neither strides nor
+    dilation.
 
-    `grouped` are the dims along which it works in groups: (0 image, 1 kernel, 2 result; dim; how many groups); `in_batches`
-    says that the image's is the batch, as in the gradient of a kernel in groups.
+    `grouped` are the dimensions of its groups: (0 image, 1 kernel, 2 result; dimension; number of groups).
+    `in_batches`: the image's grouped dimension is the batch, as in a grouped kernel's gradient.
     """
 
     image: tuple[int, ...]
@@ -78,7 +79,7 @@ class Convolution:
 
 
 class WindowDim(NamedTuple):
-    """Along `dim` of an operand, element i of the result's dim `out_dim` reads `extent` elements from i·stride + low.
+    """Along `dim` of an operand, element i of the result's `out_dim` reads `extent` elements from i·stride + low.
 
     With `spacing` above 1, positions count spacing - 1 holes after each element of the operand. With `over` at least 0,
     i counts along `out_dim` of that operand (the kernel of a convolution) instead of the result.
@@ -126,7 +127,7 @@ class Op:
 
 @dataclasses.dataclass(frozen=True)
 class OpConstraint:
-    """Layouts that an op inside a function is held to: of its operands as it reads them, and of its results."""
+    """Sharding constraints on one op: on its operands as it reads them, and on its results."""
 
     operands: tuple[Spec | None, ...]
     results: tuple[Spec | None, ...]
@@ -169,7 +170,7 @@ def trips_of(graph: Graph) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Communication:
-    """A collective as it stands in the flow: between two values, before it is given bytes."""
+    """A collective between two values of a program, before its bytes are known."""
 
     kind: str
     axes: tuple[str, ...]
@@ -180,26 +181,26 @@ class Communication:
     where: str
     cause: str
     is_last_resort: bool = False
-    """Whether all of an array is gathered only to be cut otherwise, as XLA knows no other way."""
+    """Whether an array is gathered completely only to be sharded otherwise, because XLA knows no other path."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PartitionedProgram:
-    """A graph with the layout of every value on a grid: `specs[i]` is that of `graph.values[i]`."""
+    """A graph with the sharding of every value on a mesh: `specs[i]` is that of `graph.values[i]`."""
 
     graph: Graph
     specs: tuple[Spec, ...]
     axes: dict[str, int]
     communications: tuple[Communication, ...]
     platform: str = ""
-    """Whose collectives these are; empty where only those are there that the user wrote (`graph.roads` adds the rest)."""
+    """The platform whose collectives these are; empty before `partition.partitioner.insert_collectives`."""
 
     def shards(self, value: int) -> tuple[int, ...]:
-        """How many ways each dim of a value is cut."""
+        """Number of shards along each dimension of a value."""
         return tuple(math.prod(axis_size(a, self.axes) for a in dim) for dim in self.specs[value])
 
     def local_shape(self, value: int) -> tuple[int, ...]:
-        """Shape of the piece on one device, padded up where the cut does not divide."""
+        """Shape on one device, padded up where the shards do not divide."""
         return tuple(-(-n // s) for n, s in zip(self.graph.values[value].shape, self.shards(value), strict=True))
 
     def is_view(self, op: Op) -> bool:
@@ -209,12 +210,12 @@ class PartitionedProgram:
         return op.name in VIEWS and len(op.outputs) == 1
 
     def local_bytes(self, value: int) -> int:
-        """Bytes of the piece on one device."""
+        """Bytes on one device."""
         return math.prod(self.local_shape(value)) * dtype_bits(self.graph.values[value].dtype) // 8
 
 
 def axis_size(axis: str, axes: Mapping[str, int]) -> int:
-    """Size of a grid axis, or of the part of one that Shardy writes as `name:(pre)size`.
+    """Size of a mesh axis, or of a part of one that Shardy writes as `name:(pre)size`.
 
     >>> axis_size("a:(2)4", {"a": 8}), axis_size("a", {"a": 8})
     (4, 8)
@@ -238,10 +239,10 @@ def dtype_bits(dtype: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One communication, predicted from the flow or read from a compiled module.
+    """One collective, predicted or read from a compiled module.
 
-    `bytes_sent` is what one device sends each time it runs (formulas: `cost.collectives.bytes_sent`); `trips` is how
-    often it runs in one call of the function; `axes` are grid axes (empty where only the groups are known).
+    `bytes_sent` is what one device sends each time it runs (formulas: `cost.collectives.bytes_sent`). `trips` is how
+    often it runs in one call. `axes` are mesh axes, empty where only the groups are known.
     """
 
     kind: str

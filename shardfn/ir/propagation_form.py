@@ -1,8 +1,8 @@
-"""The form in which XLA propagates layouts, made of a module as JAX lowered it.
+"""The form of a module in which XLA propagates shardings.
 
-XLA's own passes come before its propagation. As far as they decide what propagation does, they are done here too: calls
-are put in place, what a loop only hands on is read from outside it, broadcasts that stretch dims of 1 are taken apart,
-and ops stand depth first from the results.
+XLA runs passes before propagation. Those that decide its outcome are repeated here: calls are inlined, loop invariants
+are read from outside the loop, broadcasts that stretch dimensions of 1 are split, and ops are ordered depth first from
+the results.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which elements ops with windows and offsets read: the attributes of an op in, `WindowDim`s out."""
+"""Window dimensions: which elements ops with windows and offsets read, from the attributes of an op."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Shapes = Sequence[Sequence[int]]
 
 
 def window_dims(name: str, numbers: Numbers, shapes: Shapes) -> tuple[WindowDim, ...]:
-    """The taps of one op; none for ops without windows.
+    """The window dimensions of one op; empty for ops without windows.
 
     Args:
-      name: the op's, such as `slice`.
-      numbers: its attributes; a convolution's dims are `image`, `kernel` and `result`.
+      name: of the op, such as `slice`.
+      numbers: its attributes; a convolution's dimensions are `image`, `kernel` and `result`.
       shapes: of its operands, then of its results.
 
     >>> window_dims("slice", {"start_indices": [2], "strides": [1]}, [(8,), (6,)])
@@ -79,7 +79,7 @@ def _windows(numbers: Numbers, size: Sequence[int], dilation: str, spacing: str)
 @functools.lru_cache(maxsize=4096)
 @functools.lru_cache(1 << 12)
 def halo_extent(size: int, out_size: int, shards: int, window: WindowDim) -> tuple[int, int]:
-    """Rows that a piece of the result reads before and after the piece of the operand on the same device, at most.
+    """Rows that a shard of the result reads before and after the operand's shard on the same device, at most.
 
     >>> halo_extent(64, 64, 8, WindowDim(0, 0, 0, low=-1, extent=3))
     (1, 1)

@@ -1,6 +1,6 @@
-"""What XLA's CPU backend makes of a flow before it puts its ops in order: products, convolutions and collectives that have
-their operands as they read them, products of half precision in `f32`, and gradients of looked-up rows that are added where
-they go."""
+"""Rewrites of XLA's CPU backend before scheduling: operand layouts of matmuls and convolutions, half precision,
+scatters.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from shardfn.ir.windows import halo_extent
 
 
 def on_cpu(partitioned: PartitionedProgram) -> PartitionedProgram:
-    """The flow with the copies that ops read, and without zeros that rows are added to only to be added to something.
+    """The program with the copies that XLA's CPU backend inserts, and scatters into the array they are added to.
 
-    On another platform it comes back as it is.
+    On another platform it is returned as it is.
     """
     return _Backend(partitioned).partition() if partitioned.platform == "cpu" else partitioned
 
 
 def is_flattened(partitioned: PartitionedProgram, op: Op, operand: int) -> bool:
-    """Whether a product with a rule reads an operand as a matrix though it has more dims: through a view of it."""
+    """Whether a matmul reads an operand of higher rank as a matrix, through a view."""
     if op.rule is None:
         return False
     left, right = ({f for dim in dims for f in dim} for dims in op.rule.operands[:2])
@@ -34,16 +34,17 @@ def is_flattened(partitioned: PartitionedProgram, op: Op, operand: int) -> bool:
 
 
 _HALF = frozenset({"bf16", "f16"} if IS_BEFORE_JAX_0_12 else ())
-"""Types that products do not read and make as they are. From JAX 0.12 on most do: those with a transposed right operand do not,
-which is left out."""
+"""Dtypes that matmuls convert to `f32` first. From JAX 0.12 on most do not; those with a transposed right operand do,
+which is left out.
+"""
 
 
 _AT_ONCE = 16
-"""Elements of which XLA's CPU backend makes running sums at once: measured on JAX 0.10.2."""
+"""Elements per step of a running sum in XLA's CPU backend (JAX 0.10.2)."""
 
 
 class _Backend:
-    """Walks one flow once; the lists fill as it goes."""
+    """Walks one program once; its lists fill on the way."""
 
     def __init__(self, partitioned: PartitionedProgram):
         self.given = partitioned
@@ -97,7 +98,7 @@ class _Backend:
         return dataclasses.replace(self.given, graph=graph, specs=tuple(self.specs))
 
     def as_read(self, op: Op) -> Op:
-        """A product whose operands lie as it reads them: what stands the other way round is copied first, once."""
+        """A matmul whose operands have the layout it reads; a transposed operand is copied first, once."""
         inputs = list(op.inputs)
         for side in (0, 1):
             v = inputs[side]
@@ -115,7 +116,7 @@ class _Backend:
         return op if tuple(inputs) == op.inputs else op.of(tuple(inputs), op.outputs)
 
     def inverted(self, op: Op) -> Op:
-        """A division by what is broadcast: the few are divided, and everything multiplied by them."""
+        """A division by a broadcast: the reciprocal is computed before the broadcast, and multiplied."""
         source = self.maker.get(op.inputs[1])
         size = math.prod(self.values[op.outputs[0]].shape)
         if (
@@ -132,7 +133,7 @@ class _Backend:
         return Op("multiply", (op.inputs[0], many), op.outputs, None, op.trips, op.where, form=op.form)
 
     def masked(self, op: Op) -> Op:
-        """A product with a truth value as a number: a choice between the other factor and zeros."""
+        """A product with a converted bool becomes a select."""
         for side in (0, 1):
             mask = self.maker.get(op.inputs[side])
             if mask is not None and mask.name == "convert" and self.values[mask.inputs[0]].dtype == "i1":
@@ -141,7 +142,7 @@ class _Backend:
         return op
 
     def negated(self, op: Op) -> Op:
-        """A sum of what is negated: the sum is."""
+        """The sum of negated elements becomes the negated sum."""
         made = self.maker.get(op.inputs[0])
         if op.combines != "add" or made is None or made.name != "negate" or len(op.outputs) != 1:
             return op
@@ -149,8 +150,7 @@ class _Backend:
         return Op("negate", self.ops[-1].outputs, op.outputs, None, op.trips, op.where)
 
     def summed_up(self, op: Op) -> Op:
-        """Running sums, products and maxima along more than 16 elements: those of 16 at a time, then those of what each of
-        these gives, and so on; put together at the end."""
+        """A running sum of more than 16 elements becomes a tree: sums of 16 at a time, then sums of those."""
         shape = self.given.local_shape(op.outputs[0])
         long = [window for window in op.window_dims if window.extent > 1]
         if len(op.outputs) != 1 or len(long) != 1 or self.given.local_shape(op.inputs[0]) != shape:
@@ -174,7 +174,7 @@ class _Backend:
             size = groups[0]
 
     def widened(self, op: Op) -> Op:
-        """Products of half precision: operands are converted to `f32` first, and the result from it."""
+        """A matmul in half precision converts its operands to `f32` first and its result back."""
         inputs = [self.wide(v, op) for v in op.inputs]
         (result,) = op.outputs
         if self.values[result].dtype not in _HALF:
@@ -194,7 +194,9 @@ class _Backend:
         return found
 
     def convolved(self, op: Op) -> Op:
-        """A convolution reads [batch, space, features] and [space, features, new ones], and makes [batch, space, new ones]."""
+        """A convolution reads [batch, space, features] and [space, features, new features], and makes [batch, space,
+        new features].
+        """
         assert op.rule and op.convolution
         if op.convolution.in_batches:
             return self.in_batches(op, op.convolution)
@@ -215,8 +217,10 @@ class _Backend:
         return Op("copy", self.ops[-1].outputs, op.outputs, None, op.trips, op.where)
 
     def in_batches(self, op: Op, shape: Convolution) -> Op:
-        """A kernel's gradient in groups reads the image as [groups, space, batch], and makes [group, space, channels]; with one
-        channel a group it is that of all channels with all, of which those of one group are picked."""
+        """A kernel gradient in groups reads the image as [groups, space, batch] and makes [group, space, channels].
+
+        With one channel per group, XLA computes all channels with all and selects those of one group.
+        """
         inputs = [self.with_edges(op), op.inputs[1]]
         grouped = {which: dim for which, dim, _ in shape.grouped}
         orders = []
@@ -242,7 +246,7 @@ class _Backend:
         return Op("reduce_window", (picked,), op.outputs, None, op.trips, op.where)
 
     def with_edges(self, op: Op) -> int:
-        """The image of a convolution with the rows that come from neighbours: put together in a place of its own."""
+        """The image of a convolution with its halo, in a buffer of its own."""
         image, form = op.inputs[0], self.values[op.inputs[0]]
         shards, shape, grown = self.given.shards(image), list(form.shape), False
         for window in op.window_dims:
@@ -260,7 +264,9 @@ class _Backend:
         return whole
 
     def gathered(self, op: Op) -> None:
-        """All-gathers gather along one dim, the last one first; where it is not the first, operand and result are turned."""
+        """An all-gather works along one dimension at a time, the last one first; unless it is the major one, operand
+        and result are transposed.
+        """
         (v,), (result,) = op.inputs, op.outputs
         before, after = self.given.local_shape(v), self.given.local_shape(result)
         changed = [d for d, (m, n) in enumerate(zip(before, after, strict=True)) if m != n]
@@ -282,13 +288,13 @@ class _Backend:
             self.ops.append(op)
 
     def like(self, value: int, spec: Spec | None = None) -> int:
-        """A new value of the same form, and of the same layout if no other is said."""
+        """A new value of the same shape, dtype and, unless given, sharding."""
         self.values.append(self.values[value])
         self.specs.append(self.specs[value] if spec is None else spec)
         return len(self.values) - 1
 
     def made(self, name: str, source: int, like: int, order: tuple[int, ...], reader: Op) -> int:
-        """A value that lies as `like`, made of `source` for a product: once for all that read it in one loop."""
+        """A value with the sharding of `like`, made of `source` for a matmul: once for all readers in one loop."""
         key = like, order, reader.trips, reader.form and reader.form[1]
         if key not in self.copies:
             self.copies[key] = self.like(like)
@@ -298,15 +304,15 @@ class _Backend:
 
 @functools.lru_cache(1 << 12)
 def turned(rule: ShardingRule, side: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The order of dims in which XLA's CPU backend copies an operand of a product; nothing where it is read as it lies.
+    """The dimension order in which XLA's CPU backend copies an operand of a matmul; empty where it reads it as it is.
 
-    It reads [batch, free, summed] and [batch, summed, free]. Where one dim is free and one summed, and none is of
-    size 1 but the first batch dims of both, these may change places.
+    It reads [batch, free, contracting] and [batch, contracting, free]. One free and one contracting dimension may
+    change places, if no dimension but the first batch dimensions has size 1.
 
     Args:
-      rule: of the product.
+      rule: of the matmul.
       side: 0 for the left operand, 1 for the right one.
-      shape: of the piece on one device.
+      shape: on one device.
 
     >>> step = ShardingRule((((0,), (1,), (2,)), ((0,), (1,), (3,))), (((2,), (3,)),), (8, 4, 16, 32), frozenset({0, 1}))
     >>> turned(step, 0, (8, 4, 16)), turned(step, 1, (8, 4, 32))
@@ -323,9 +329,8 @@ def turned(rule: ShardingRule, side: int, shape: tuple[int, ...]) -> tuple[int, 
 
 
 def all_groups(partitioned: PartitionedProgram, op: Op) -> int:
-    """Of a kernel's gradient in groups of one channel each, how many groups a device has, else 1.
-
-    On CPU XLA makes it of all channels there with all, and picks those of one group.
+    """Groups on one device of a kernel gradient with one channel per group, else 1: XLA's CPU backend computes all
+    channels with all.
     """
     shape = op.convolution
     if shape is None or not shape.in_batches:
@@ -354,8 +359,9 @@ def _ordered(
 
 
 def is_swap(turn: Op, product: Op, dims: DimFactors | None) -> bool:
-    """Whether a transpose swaps the two dims of a product's operand or result, `dims`, that are no batch dims, and these stand
-    first: the product does that itself."""
+    """Whether a transpose swaps the two non-batch dimensions of a matmul's operand or result, which the matmul does
+    itself.
+    """
     if turn.rule is None or product.rule is None or dims is None:
         return False
     every = [{f for dim in row for f in dim} for row in (*product.rule.operands[:2], product.rule.results[0])]
@@ -372,7 +378,7 @@ def _roles(own: DimFactors, other: DimFactors, result: DimFactors) -> list[int]:
 
 
 def _known(graph: Graph) -> set[int]:
-    """Numbers that ops make of constants alone: they are worked out when it is compiled."""
+    """Scalars computed from constants alone: XLA folds them at compile time."""
     made = set(graph.inputs).union(*(op.outputs for op in graph.ops), (b for _, b in graph.ties))
     known: set[int] = set()
     for op in graph.ops:
@@ -386,8 +392,7 @@ def _known(graph: Graph) -> set[int]:
 
 
 def _scattered_into(partitioned: PartitionedProgram) -> tuple[dict[int, Op], set[int]]:
-    """Rows that are added to zeros, and the sum then to something: they are added to that. The ops that do so by what they make,
-    and results that nobody needs any more."""
+    """Scatters into zeros that are then added to an array, by that sum, and the results that nobody needs any more."""
     graph = partitioned.graph
     maker = {v: op for op in graph.ops if op.name in ("scatter", "broadcast_in_dim") for v in op.outputs}
     scatters = [op for op in maker.values() if op.name == "scatter" and len(op.inputs) == 3]

@@ -1,5 +1,6 @@
-"""What XLA's CPU backend fuses otherwise: its library's calls come first (`library`), and what some readers need in memory others
-may still compute anew."""
+"""Fusion in XLA's CPU backend: library calls first, and values that some readers load from memory and others
+recompute.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +13,12 @@ from shardfn.ir.model import Graph, Op, PartitionedProgram
 from shardfn.ir.op_traits import BRANCHES_ON_CPU, COMPUTED_ONCE_ON_CPU, CONTRACTIONS, ELEMENTWISE, REPEATED_READS, VIEWS
 
 BY_TREE = 32
-"""Elements of a summed dim up to which XLA's CPU backend reduces at once, and computes the operand inside; longer ones in two
-steps, from memory. Measured on JAX 0.10.2."""
+"""Elements of a reduced dimension up to which the operand is fused; longer ones are reduced in two steps from memory
+(JAX 0.10.2).
+"""
 
 _WRITTEN_OUT = 15
-"""How often XLA's CPU backend writes out the code of one op inside another at most: its `kAllowedCodeDuplication`."""
+"""How often the code of one op may be emitted inside another: XLA's `kAllowedCodeDuplication`."""
 
 _KEEPS = VIEWS | {"slice"}
 """Ops that may leave dims as they are."""

@@ -1,4 +1,4 @@
-"""What XLA's CPU backend leaves to a library: large sums and maxima of `f32`, with what the library's call computes too."""
+"""Reductions that XLA's CPU backend leaves to a library, with the ops that the library call computes too."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from shardfn.ir.model import Op, PartitionedProgram
 from shardfn.ir.op_traits import IN_CPU_LIBRARY
 
 BY_LIBRARY = 4096
-"""Elements from which XLA's CPU backend leaves a sum or a maximum of `f32` to a library, whose call computes inside itself
-what it alone reads of `IN_CPU_LIBRARY`, and reads all else from memory. Measured on JAX 0.10.2 and 0.12.0.1."""
+"""Elements from which a sum or maximum of `f32` is a library call (JAX 0.10.2 and 0.12.0.1). The call computes what it
+alone reads, if that is in `IN_CPU_LIBRARY`.
+"""
 
 
 def library_calls(
     partitioned: PartitionedProgram, readers: Mapping[int, Sequence[int]], maker: Mapping[int, int]
 ) -> dict[int, int]:
-    """What calls of the library compute, the last reduction's first, each with the op whose result its call gives.
+    """The ops inside library calls, the last reduction's first, each with the op whose result its call returns.
 
     Args:
-      flow: the graph, as it is laid out.
-      readers: of each value the ops that read it, in order.
-      maker: of each value the op that makes it; of ops whose results are needed.
+      partitioned: the program.
+      readers: by value the ops that read it, in order.
+      maker: by value the op that makes it, for ops whose results are needed.
     """
     return _Library(partitioned, readers, maker).calls()
 

@@ -1,4 +1,4 @@
-"""What a TPU does with memory of its own kind: rows of tables, and the vector memory."""
+"""TPU memory: row-major tables, and the arrays that the compiler keeps in vector memory (VMEM)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from shardfn.ir.model import Graph
 from shardfn.partition.tpu_padding import LANES, tiled_bytes
 
 MAX_ROW_MAJOR_BYTES = 112 * 2**20
-"""Bytes of padded rows up to which an array lies row by row: about what the vector memory of a v5e has for arrays. Of steps of
-one table, libtpu 0.0.42 copied none whose rows would have taken 537 MB or 2.1 GB."""
+"""Padded bytes up to which libtpu stores an array row by row: about the VMEM of a v5e that arrays may use (libtpu
+0.0.42).
+"""
 
 
 def row_major_bytes(shape: tuple[int, ...], bits: int) -> int:
-    """Bytes of an array laid out row by row, as lookups and scatters need it: a last dim below `LANES` is padded to that; but
-    for what would be larger than `MAX_ROW_MAJOR_BYTES`, which stays as it is.
+    """Bytes of an array stored row by row, as gathers and scatters need it, with the last dimension padded to `LANES`.
+
+    Above `MAX_ROW_MAJOR_BYTES` the array stays in tiles.
 
     >>> row_major_bytes((1024, 64), 32), tiled_bytes((1024, 64), 32), row_major_bytes((2**20, 64), 32)
     (524288, 262144, 268435456)
@@ -30,7 +32,7 @@ def row_major_bytes(shape: tuple[int, ...], bits: int) -> int:
 
 
 def scattered_values(graph: Graph) -> frozenset[int]:
-    """What is scattered to, and what comes of adding that up; but for results: it lies row by row."""
+    """Values that are scattered into, and their all-reduces; results are excluded. They are stored row by row."""
     rows: set[int] = set()
     for op in graph.ops:
         if op.name == "scatter" or (op.name == "all_reduce" and rows.issuperset(op.inputs)):
@@ -39,36 +41,38 @@ def scattered_values(graph: Graph) -> frozenset[int]:
 
 
 def gathered_arguments(graph: Graph) -> frozenset[int]:
-    """Arguments that are looked up in, of which a copy lies row by row."""
+    """Arguments that are gathered from, of which a copy is stored row by row."""
     return frozenset(op.inputs[0] for op in graph.ops if op.name == "gather").intersection(graph.inputs)
 
 
 MAX_STAY_RATIO = 8
-"""An array stays in the vector memory from one access to the next for as long as it takes to copy all of that memory so
-often: libtpu's `xla_vf_vmem_max_overlap_to_mem_size_async_copy_ratio`."""
+"""An array stays in VMEM between accesses for as long as copying all of VMEM takes, times this: libtpu's
+`xla_vf_vmem_max_overlap_to_mem_size_async_copy_ratio`.
+"""
 
 
 PREFETCH_RATIO = 2
-"""How often an argument could be copied in the time before its reader in which it is fetched: libtpu's
-`xla_vf_vmem_preferred_overlap_to_async_copy_ratio`."""
+"""An argument is prefetched this many copy times before its reader: libtpu's
+`xla_vf_vmem_preferred_overlap_to_async_copy_ratio`.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class FastMemoryRequest:
-    """What would lie in the vector memory from `start` to `end`, both included."""
+    """A request for VMEM from `start` to `end`, both included."""
 
     start: int
     end: int
     bytes: int
     accesses: float
-    """How often it is written or read by ops whose time is that of their memory; by others nothing is gained."""
+    """Reads and writes by ops that are bound by memory; for others VMEM gains nothing."""
 
 
 def assign_fast_memory(claims: Sequence[FastMemoryRequest], room: float) -> list[bool]:
-    """Which claims get the place they ask for, as XLA's memory space assignment gives it.
+    """Which requests XLA's memory space assignment grants.
 
-    First comes what gains most: the time of its accesses over the root of its size. Each has its place for all of its life
-    or none. How places lie side by side is left out: all that is free counts as one.
+    Requests with the largest gain come first: accesses times the root of the size. A request is granted for all of its
+    life or not at all. Fragmentation is ignored.
 
     >>> assign_fast_memory([FastMemoryRequest(0, 2, 60, 1), FastMemoryRequest(1, 3, 60, 2), FastMemoryRequest(3, 4, 40, 0)], 100)
     [False, True, True]
@@ -85,14 +89,14 @@ def assign_fast_memory(claims: Sequence[FastMemoryRequest], room: float) -> list
 
 
 def residency_intervals(gaps: Sequence[float], longest: float) -> list[tuple[int, int]]:
-    """The accesses of an array, put together where so little time lies between them that it stays in the vector memory.
+    """Merge accesses of an array that are close enough for it to stay in VMEM.
 
     Args:
-      gaps: seconds from the end of each access to the beginning of the next one.
-      longest: the most that they may be within one stretch.
+      gaps: seconds from the end of each access to the start of the next.
+      longest: the longest gap within one interval, in seconds.
 
     Returns:
-      The first and the last access of each stretch, by index.
+      The first and the last access of each interval, by index.
 
     >>> residency_intervals([1.0, 8.0, 1.0, 10.0], 2.0)
     [(0, 1), (2, 3), (4, 4)]

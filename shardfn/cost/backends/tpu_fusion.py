@@ -1,5 +1,6 @@
-"""What XLA's TPU backend fuses otherwise: products and reductions compute their operands too, and a product is computed inside
-the elementwise op that alone reads it (the fusions of kind `kOutput`)."""
+"""Fusion in XLA's TPU backend: matmuls and reductions fuse their operands, and a matmul fuses into its only
+elementwise reader.
+"""
 
 from __future__ import annotations
 

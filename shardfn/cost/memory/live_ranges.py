@@ -1,9 +1,9 @@
 """Memory of one device: arguments and results exactly, temporaries from live ranges.
 
-Ops run in the order of the platform's scheduler (`cost.schedule`). Values take a place unless they are computed where
-they are read (`cost.fusion`), from the op that makes them to the last that reads them; an elementwise op writes over an
-operand that dies there; what a loop carries stays in one place; results' places serve before the results are made;
-donated arguments are the places of results. What a TPU does otherwise is in `cost.tpu`.
+Ops run in the order of `cost.schedule`. A value has a buffer unless it is fused, from the op that makes it to its last
+reader. An elementwise op writes over an operand that dies there, a loop carries a value in one buffer, and donated
+arguments are the buffers of results. Temporaries may use a result's buffer before the result is made. `backends.tpu`
+has what a TPU does differently.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class MemoryEstimate:
     arguments: int
     results: int
     temporaries: int
-    """The most that is alive at once beside arguments and results."""
+    """The most that is live at once beside arguments and results."""
     donated: int = 0
-    """Of the results, those that lie where donated arguments were."""
+    """Of the results, those in the buffers of donated arguments."""
 
     @property
     def peak(self) -> int:
-        """Everything at once: arguments, results and the temporaries' peak; what is donated counts once."""
+        """Bytes of arguments, results and temporaries at their peak; donated buffers count once."""
         return self.arguments + self.results + self.temporaries - self.donated
 
 
 @dataclasses.dataclass(frozen=True)
 class LiveBuffer:
-    """A stretch of memory in the closed interval `[start, end]`, two ticks for each op: what lies there, and bytes."""
+    """A buffer that is live in the closed interval `[start, end]`, two ticks for each op, with its values and bytes."""
 
     values: tuple[int, ...]
     start: int
@@ -67,7 +67,7 @@ class LiveBuffer:
 
 
 class ReusableBuffer(NamedTuple):
-    """A place that temporaries may lie in too: bytes, and the closed intervals in which it is taken."""
+    """A result's buffer that temporaries may use: bytes, and the closed intervals in which it is taken."""
 
     bytes: int
     busy: list[tuple[int, int]]
@@ -77,9 +77,9 @@ def memory(partitioned: PartitionedProgram, donated: Collection[int] = (), chip:
     """Memory of one call on one device.
 
     Args:
-      flow: layouts of all values.
-      donated: positions of arguments whose memory results of equal size take over.
-      chip: what it runs on; what lies in the memory inside it (`Chip.fast_bytes`) all its life takes no other.
+      partitioned: the program with its shardings.
+      donated: positions of arguments whose buffers results of equal size take over.
+      chip: what it runs on; what stays in its fast memory (`Chip.fast_bytes`) takes no other.
     """
     order, fusion = schedule_ops(lower_for_backend(partitioned, chip))
     return memory_of(order, fusion, donated, chip)
@@ -88,7 +88,7 @@ def memory(partitioned: PartitionedProgram, donated: Collection[int] = (), chip:
 def memory_of(
     order: Schedule, fusion: FusionPlan, donated: Collection[int] = (), chip: Chip | None = None
 ) -> MemoryEstimate:
-    """`memory`, where the order and what is fused in it are known already."""
+    """`memory` of a schedule and its fusion."""
     laid = _laid(order, fusion, donated, chip)
     taken = sum(size for _, size in laid.donated)
     return MemoryEstimate(sum(laid.arguments), sum(laid.results), _most(laid.places)[0], taken)
@@ -270,7 +270,7 @@ def _clock(order: Schedule, fusion: FusionPlan, chip: Chip) -> tuple[list[float]
 
 
 def live_buffers(order: Schedule, fusion: FusionPlan) -> tuple[list[LiveBuffer], list[LiveBuffer]]:
-    """Places of temporaries, and of results: when each is in use."""
+    """Live ranges of temporaries, and of results."""
     partitioned, graph = order.partitioned, order.partitioned.graph
     together = order.together()
     loops = loop_carries(graph, fusion, order.bodies)

@@ -1,4 +1,6 @@
-"""What loops do to the places of values: what they carry stays in one, or is copied, and what they read stays until they end."""
+"""Buffers of loops: a carried value stays in one buffer or is copied, and what a loop reads from outside lives until
+its end.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from shardfn.ir.op_traits import ELEMENTWISE, UPDATES
 
 @dataclasses.dataclass(frozen=True)
 class LoopCarries:
-    """The loops of a graph in the order in which it runs."""
+    """The loops of a graph in the order in which they run."""
 
     spans: dict[int, int]
     """Op of a loop -> its body's first op; the body's ops stand before the loop's own."""
@@ -25,7 +27,9 @@ class LoopCarries:
 
 
 def loop_carries(graph: Graph, fusion: FusionPlan, bodies: Mapping[int, int]) -> LoopCarries:
-    """The loops whose results are needed; `bodies` says how many ops stand in the body of each (`cost.schedule.Schedule`)."""
+    """The loops whose results are needed; `bodies` is the number of ops in the body of each
+    (`cost.schedule.Schedule`).
+    """
     made = set(graph.inputs).union(*(op.outputs for op in graph.ops))
     inside: dict[int, list[int]] = {}
     for a, b in graph.ties:
@@ -58,10 +62,10 @@ def kept_apart(
     start: Mapping[int, int],
     end: dict[int, int],
 ) -> dict[int, tuple[int, int]]:
-    """What a loop carries that an op in its body reads on which the next value does not depend: XLA copies it at the start of
-    the body, before it orders the ops. Its place is free from then until the next value is written there.
+    """Carried values that XLA copies at the start of the body, as an op reads them on which the next value does not
+    depend.
 
-    With each comes until when its copy is read, and when the next value is made.
+    Returns for each when its copy is last read, and when the next value is made.
     """
     graph = partitioned.graph
     maker = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
@@ -87,7 +91,7 @@ def kept_apart(
 
 
 def keeps_places(partitioned: PartitionedProgram, fusion: FusionPlan, made: int, value: int) -> bool:
-    """Whether op `made`, with what is computed inside it, reads each element of a value only where it writes its own."""
+    """Whether op `made`, with what is fused into it, reads each element of a value only where it writes its own."""
     graph = partitioned.graph
     if graph.ops[made].name in UPDATES:
         return True
@@ -108,7 +112,7 @@ _SMALL = 1024
 def stay_through(
     start: dict[int, int], end: dict[int, int], spans: Sequence[tuple[int, int]], entered: Collection[int]
 ) -> None:
-    """What a loop reads from outside stays until its last round."""
+    """What a loop reads from outside lives until the loop's end."""
     for v, until in end.items():
         if v in start and v not in entered:
             for first, last in spans:
