@@ -46,7 +46,7 @@ def test_fully_use_devices_cuts_what_is_cheaper_whole(mode):
 
 def test_a_users_cut_is_kept_and_told():
     shardfn.mindspore.set_algo_parameters(fully_use_devices=True)
-    with pytest.warns(UserWarning, match="2 of 8 devices would do: nothing is cut over axis b of 4"):
+    with pytest.warns(UserWarning, match="2 of 8 devices would do: nothing is sharded over axis b of 4"):
         made = shardfn.plan(dense, X, W, in_strategy=((2, 1), (1, 1)), device="h100:8")
     assert [d.strategy for d in made.inputs] == [(2, 1), (1, 1)]
     assert any("fully_use_devices" in text for text in made.diagnostics)

@@ -25,13 +25,13 @@ def with_held(seed: int):
                 v, start, start + int(rng.integers(0, 6)), rng.integers(0, 9, len(problem.costs[v])).astype(float)
             )
         )
-    return dataclasses.replace(problem, held=tuple(rows), limit=problem.limit + 8 * len(rows) * rng.random())
+    return dataclasses.replace(problem, usage_intervals=tuple(rows), limit=problem.limit + 8 * len(rows) * rng.random())
 
 
 def peaks(problem, choice) -> float:
     """Counted time by time, in the plainest way."""
     rows = [(v, s, e, u) for v, ((s, e), u) in enumerate(zip(problem.intervals.tolist(), problem.usages, strict=True))]
-    rows += [(each.node, each.start, each.end, each.usage) for each in problem.held]
+    rows += [(each.node, each.start, each.end, each.usage) for each in problem.usage_intervals]
     return max(sum(u[choice[v]] for v, s, e, u in rows if s <= t < e) for t in range(40))
 
 
