@@ -69,10 +69,8 @@ def _on_image(partitioned: PartitionedProgram, op: Op, reached: int) -> int:
     """
     windows = [window for window in op.window_dims if window.over < 0]
     for window, kernel in zip(windows, (window for window in op.window_dims if window.over >= 0), strict=True):
-        size, out = (
-            partitioned.local_shape(op.inputs[0])[window.dim],
-            partitioned.local_shape(op.outputs[0])[window.out_dim],
-        )
+        size = partitioned.local_shape(op.inputs[0])[window.dim]
+        out = partitioned.local_shape(op.outputs[0])[window.out_dim]
         if out and size == partitioned.graph.values[op.inputs[0]].shape[window.dim]:
             found, every = hits(size, out, window, kernel.stride)
             reached = reached * found // every
@@ -202,8 +200,7 @@ def reads(
 
 
 def _size_of(partitioned: PartitionedProgram) -> Callable[[int], float]:
-    return (
-        functools.partial(PartitionedProgram.local_bytes, partitioned)
-        if is_gpu(partitioned.platform)
-        else partitioned.local_bytes
-    )  # without parts
+    """Local bytes of a value; on GPUs without the extra bytes of split-K parts."""
+    if is_gpu(partitioned.platform):
+        return functools.partial(PartitionedProgram.local_bytes, partitioned)
+    return partitioned.local_bytes

@@ -250,6 +250,6 @@ def _alive(graph: Graph) -> frozenset[int]:
 
 
 def _passes(op: Op, value: int) -> bool:
-    """A loop hands the value round unchanged: XLA makes a constant anew inside."""
+    """Whether a loop passes the value through unchanged: XLA recomputes a constant inside."""
     n = len(op.outputs)
     return op.name == "while" and all(op.inputs[k + n] == value for k in range(n) if op.inputs[k] == value)

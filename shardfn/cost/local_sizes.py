@@ -20,13 +20,13 @@ class Sized(PartitionedProgram):
     )
 
     def local_shape(self, value: int) -> tuple[int, ...]:
-        """Shape of the piece on one device."""
+        """Shape on one device."""
         if value not in self.shapes:
             self.work_out(value)
         return self.shapes[value]
 
     def local_bytes(self, value: int) -> int:
-        """Bytes of the piece on one device."""
+        """Bytes on one device."""
         if value not in self.sizes:
             self.work_out(value)
         return self.sizes[value]

@@ -65,8 +65,10 @@ def bodies(graph: Graph) -> dict[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A flow with its ops in the order in which they run; `groups` has for the result of a collective that can be merged the
-    number of the one that it is a part of."""
+    """A program with its ops in the order in which they run.
+
+    `groups` has, for the result of a collective that can be combined, the number of the combined collective.
+    """
 
     partitioned: PartitionedProgram
     groups: Mapping[int, int]
@@ -233,6 +235,11 @@ def schedule_ops(order: Schedule) -> tuple[Schedule, FusionPlan]:
     return schedule_breadth_first(order) if order.partitioned.platform == "cpu" else schedule_for_memory(order)
 
 
+def _reordered(order: Schedule, partitioned: PartitionedProgram, turn: Sequence[int]) -> Schedule:
+    graph = dataclasses.replace(partitioned.graph, ops=tuple(partitioned.graph.ops[i] for i in turn))
+    return Schedule(dataclasses.replace(partitioned, graph=graph), order.groups, order.bodies)
+
+
 def schedule_breadth_first(order: Schedule) -> tuple[Schedule, FusionPlan]:
     """Breadth first, as XLA's CPU backend schedules for its threads: an op runs as soon as its operands are ready.
 
@@ -257,11 +264,7 @@ def schedule_breadth_first(order: Schedule) -> tuple[Schedule, FusionPlan]:
         return [*first, *(i for node in ready for i in nodes[node]), *(i for o in parts[len(parts) - own :] for i in o)]
 
     turn = arranged(regions(graph), 0)
-    ops = tuple(graph.ops[i] for i in turn)
-    moved = Schedule(
-        dataclasses.replace(order.partitioned, graph=dataclasses.replace(graph, ops=ops)), order.groups, order.bodies
-    )
-    return moved, fusion.ordered(turn)
+    return _reordered(order, order.partitioned, turn), fusion.ordered(turn)
 
 
 def _as_ready(
@@ -308,8 +311,9 @@ def _as_ready(
 
 
 def _seen_otherwise(partitioned: PartitionedProgram) -> list[int]:
-    """What only one reshape reads, and elementwise ops behind it: XLA moves the reshape behind those, and with that the last of
-    them to the front of those that read the value."""
+    """Values that only one reshape reads, with elementwise ops behind it: XLA moves the reshape behind those, which
+    reorders the readers.
+    """
     graph = partitioned.graph
     readers: dict[int, list[Op]] = {}
     for op in graph.ops:
@@ -332,8 +336,7 @@ def _flattened(
     made: Mapping[int, object],
     nodes: Mapping[object, Sequence[int]],
 ) -> list[int]:
-    """What a product reads as a matrix though it has more dims, and comes from an op that XLA fuses with nothing: a view of it is
-    one step more."""
+    """Values of higher rank that a matmul reads as a matrix and that an unfused op makes: the view is one more step."""
     op = partitioned.graph.ops[product]
     return [
         v
@@ -346,7 +349,7 @@ _UNFUSED = COLLECTIVE_OPS | {"scatter", "convolution"}
 
 
 def _on_tpu(partitioned: PartitionedProgram, fusion: FusionPlan) -> dict[int, int]:
-    """Bytes of what takes less there, as `bf16`, or more: what is scattered to lies row by row, also when it is added up."""
+    """Bytes of values that take less on a TPU, as `bf16`, or more, as row-major tables."""
     found = {v: partitioned.local_bytes(v) // 2 for v in fusion.narrow}
     rows = scattered_values(partitioned.graph)
     return found | {
@@ -397,8 +400,4 @@ def schedule_for_memory(order: Schedule) -> tuple[Schedule, FusionPlan]:
         ]
 
     turn = arranged(regions(graph))
-    ops = tuple(graph.ops[i] for i in turn)
-    moved = Schedule(
-        dataclasses.replace(partitioned, graph=dataclasses.replace(graph, ops=ops)), order.groups, order.bodies
-    )
-    return moved, fusion.ordered(turn)
+    return _reordered(order, partitioned, turn), fusion.ordered(turn)

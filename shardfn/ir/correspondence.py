@@ -8,7 +8,7 @@ from shardfn.ir.model import Graph, Op
 
 
 def pairs(graph: Graph, laid: Graph) -> Iterator[tuple[int, Op, Op]]:
-    """(index, op, the same op in `laid`) for the ops of one name, line and shapes of which both have as many."""
+    """(index, op, the same op in `laid`) for ops of one name, line and shapes, where both programs have equally many."""
     there = _alike(laid)
     for key, ops in _alike(graph).items():
         others = there.get(key, [])

@@ -1,4 +1,4 @@
-"""What one op of a module says, however things are laid out: its rule, its window, its line, a loop's iterations."""
+"""What one op of a module says, whatever the shardings: its sharding rule, window, source line and trip count."""
 
 from __future__ import annotations
 

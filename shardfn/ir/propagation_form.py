@@ -96,9 +96,9 @@ def _feeding(op: Any, here: set[Any]) -> list[Any]:
 
 
 def _free_invariants(loop: Any, arguments: set[Any]) -> None:
-    """What every iteration hands on unchanged is read from outside, not carried: the loop may lay it out its own way.
+    """Read loop invariants from outside the loop, so that the loop may shard them its own way.
 
-    For an argument of the program, which lies as it was given, that needs an open constraint in between.
+    An argument of the program keeps its sharding, so an open constraint comes in between.
     """
     condition, body = (region.blocks[0] for region in loop.regions)
     end = body.operations[len(body.operations) - 1].operation

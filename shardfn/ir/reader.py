@@ -1,6 +1,6 @@
-"""Reads a module: its ops and values as a `Graph`, with the layout of each value where Shardy has set one.
+"""Reads a module: its ops and values as a `Graph`, with the sharding of each value where Shardy has set one.
 
-Calls are read in place, once for each call site, so that two callers of one function stay two.
+Calls are read inline, once for each call site, so that two callers of one function stay two.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardfn.ir.op_traits import COLLECTIVE_OPS, TOKEN_OPS
 
 
 class _Fact(NamedTuple):
-    """What an op is, however things are laid out; `rest` are further fields of `Op`, as they stand there."""
+    """What an op is, whatever the shardings; `rest` are further fields of `Op`, in their order."""
 
     name: str
     rule: ShardingRule | None
@@ -38,17 +38,17 @@ class _Fact(NamedTuple):
     results: tuple[Value, ...]
     rest: tuple[Any, ...]
     form: int
-    """The same for ops that do the same; -1 where twice is not the same as once."""
+    """Equal for ops that compute the same; -1 for ops with side effects."""
     same: int
     """As in `Op`."""
     made: dict[Any, Op]
-    """What it was in graphs so far: flows of one module number most values alike."""
+    """The ops made of it in earlier graphs: programs of one module number most values alike."""
 
 
 class ReaderCache:
-    """What was read before of a module, or of another one with the same ops in it: nothing here depends on layouts.
+    """What was read before of this module, or of another one with the same ops; nothing here depends on shardings.
 
-    Facts are kept by number, and by number and location: ops that Shardy puts together can be at either's place.
+    Facts are kept by number, and by number and location: ops that Shardy merges can be in either's position.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class ReaderCache:
 
 
 class UnreadOpError(Exception):
-    """An op of which nothing was read before, in a module without rules."""
+    """An op that was not read before, in a module without rules."""
 
 
 class Reader:
@@ -145,7 +145,7 @@ class Reader:
         return tuple(tuple(_axis(a) for a in sdy.DimensionShardingAttr(d).axes) for d in dims)
 
     def results(self, op: Any, attrs: Any = None, values: Sequence[Value] | None = None) -> tuple[int, ...]:
-        """New values for an op's results, as they are laid out."""
+        """New values for an op's results, with their shardings."""
         attrs = op.attributes if attrs is None else attrs
         values = [self.value(r.type) for r in op.results] if values is None else values
         specs: Sequence[Spec | None] = ()
@@ -169,7 +169,7 @@ class Reader:
         return tuple(range(first, first + len(values)))
 
     def laid_as(self, value: int, sharding: Any, trips: int = 1) -> int:
-        """The value in a layout of its own: through a reshard, if it lies otherwise."""
+        """The value in the given sharding: through a reshard, if it has another one."""
         spec = self.spec(sharding)
         if spec is None or spec == self.specs[value]:
             return value

@@ -1,7 +1,7 @@
-"""Constraints inside a function: its jaxpr is walked, and chosen equations are bound anew.
+"""Rewriting a jaxpr: chosen equations are bound again by another function.
 
-Loops, branches, `jit` and `checkpoint` are opened where an equation inside is wanted; all else is bound as it stands.
-What has derivative rules of its own (custom_vjp, custom_jvp) is never opened, so that it keeps them.
+Loops, branches, `jit` and `checkpoint` are opened where an equation inside is chosen; all else is bound as it is.
+Functions with their own derivative rules (custom_vjp, custom_jvp) are never opened, so that they keep them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Bind = Callable[[Any, list[Any], int], list[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class RebindRules:
-    """Which equations are bound anew, and by what; who is told of those that are not reached."""
+    """Which equations are bound again and by what, and the callback for those that are not reached."""
 
     wanted: Callable[[Any, int], bool]
     bind: Bind

@@ -1,7 +1,7 @@
 """Shardy's passes over a module that JAX lowered: a `Graph` or a `PartitionedProgram` out.
 
-* `read_graph`: Shardy's rule for every op, before anything is placed;
-* `propagate`: the given layouts carried through every value; `graph.roads` then says what is sent between devices.
+* `read_graph`: Shardy's sharding rule for every op, before any sharding is set;
+* `propagate`: the given shardings propagated to every value; `partition.partitioner` then adds the collectives.
 
 Both work on copies.
 """
@@ -39,8 +39,9 @@ FLOW_PIPELINE = "builtin.module(sdy-propagation-pipeline)"
 
 
 def flat(module: Any) -> Any:
-    """A copy of a lowered module (`jax.stages.Lowered.compiler_ir("stablehlo")`) in which every call of a function has
-    a function of its own, so that two callers can lay it out in two ways."""
+    """A copy of a lowered module (`jax.stages.Lowered.compiler_ir("stablehlo")`) in which every call has a function of
+    its own, so that two callers can shard it differently.
+    """
     with module.context, ir.Location.unknown():
         copy = module.operation.clone()
         run("builtin.module(sdy-flatten-call-graph)", copy)
@@ -48,7 +49,7 @@ def flat(module: Any) -> Any:
 
 
 def read_graph(module: Any, seen: ReaderCache | None = None) -> Graph:
-    """The ops of a lowered module with Shardy's rules; with `seen`, what is read is kept there for its flows."""
+    """The ops of a lowered module with Shardy's rules; what is read is kept in `seen` for later propagations."""
     with module.context, ir.Location.unknown():
         copy = module.operation.clone()
         count = number_all(preorder(copy), 0)
@@ -98,10 +99,10 @@ def propagate(
 
 
 class PreparedModule:
-    """A module in the form in which layouts are carried through it, whatever they are, and what all its flows share.
+    """A module in the form that shardings are propagated through, and what all propagations share.
 
-    `begun` has for each block of it, and for each op there, how many ops stood before it when `order_depth_first` came to it;
-    `is_alone` says that no function but the main one is left.
+    `begun` has for each block, and for each op in it, how many ops came before it when `order_depth_first` reached it.
+    `is_alone`: only the main function is left.
     """
 
     def __init__(self, module: Any, begun: Sequence[Sequence[int]], seen: ReaderCache, count: int):
@@ -112,7 +113,7 @@ class PreparedModule:
 
     @functools.cached_property
     def places(self) -> dict[int, list[tuple[int, int]]]:
-        """By number the blocks of ops, and their places there."""
+        """By number, the blocks of an op and its positions there."""
         found: dict[int, list[tuple[int, int]]] = {}
         main = next(f for f in functions_of(self.module) if symbol_of(f) == "main")
         for block, inner in enumerate(blocks_of(main.regions[0].blocks[0])):
@@ -123,11 +124,11 @@ class PreparedModule:
 
 
 def prepare_for_propagation(module: Any, seen: ReaderCache | None = None) -> PreparedModule:
-    """A copy of a module in the form in which layouts are carried through it, whatever they are.
+    """A copy of a module in the form that shardings are propagated through.
 
     Args:
       module: the module as JAX lowered it.
-      seen: what `read_graph` kept of it, which need not be read again then.
+      seen: what `read_graph` kept of it.
     """
     with module.context, ir.Location.unknown():
         copy = module.operation.clone()
@@ -165,7 +166,7 @@ def _add_mesh(module: Any, axes: Sequence[tuple[str, int]]) -> None:
 
 
 def grids(module: Any) -> tuple[tuple[int, ...], ...]:
-    """Axis sizes of the meshes of a lowered module that something is laid out on."""
+    """Axis sizes of the meshes of a lowered module that shardings use."""
     meshes = [op.operation for op in module.regions[0].blocks[0].operations if op.operation.name == "sdy.mesh"]
     every = [op for op in preorder(module.operation) if not _is_on_any(op)] if meshes else []
     used = {name for op in every for a in op.attributes.values() for name in re.findall(r"@([^\s,>]+)", str(a))}
@@ -173,13 +174,14 @@ def grids(module: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _is_on_any(op: Any) -> bool:
-    """Whether an op is a constraint that names no axis, so that it means the same on every mesh."""
+    """Whether an op is a sharding constraint without axes, which means the same on every mesh."""
     return op.name == "sdy.sharding_constraint" and '"' not in str(op.attributes["sharding"])
 
 
 def _hold(body: Any, constraints: Mapping[int, OpConstraint], ready: PreparedModule) -> None:
-    """Constrain operands and results of ops, by number, in a copy of `ready.module`, where `order_depth_first` would have put the
-    constraints: on a result right after its op, on an operand after all that this one and those before it need first."""
+    """Add sharding constraints to ops, by number, in a copy of `ready.module`: on a result right after its op, on an
+    operand after everything that this operand and those before it need.
+    """
     blocks = [[view.operation for view in block.operations] for block in blocks_of(body)]
     found = sorted((place, n) for n in constraints for place in ready.places.get(n, ()))
     held = [(blocks[block][turn], block, turn, constraints[n]) for (block, turn), n in found]

@@ -48,7 +48,7 @@ def _reduce_window(numbers: Numbers, _: Shapes) -> tuple[WindowDim, ...]:
 
 
 def _select_and_scatter(numbers: Numbers, _: Shapes) -> tuple[WindowDim, ...]:
-    """An element is picked, and written, within the windows that it lies in."""
+    """An element is selected, and written, within the windows that contain it."""
     size = numbers["window_dimensions"]
     strides = numbers.get("window_strides") or [1] * len(size)
     overlaps = [n - s for n, s in zip(size, strides, strict=True)]
@@ -76,7 +76,6 @@ def _windows(numbers: Numbers, size: Sequence[int], dilation: str, spacing: str)
     return [(strides[d], -low[d], (n - 1) * apart[d] + 1, holes[d]) for d, n in enumerate(size)]
 
 
-@functools.lru_cache(maxsize=4096)
 @functools.lru_cache(1 << 12)
 def halo_extent(size: int, out_size: int, shards: int, window: WindowDim) -> tuple[int, int]:
     """Rows that a shard of the result reads before and after the operand's shard on the same device, at most.

@@ -300,8 +300,10 @@ class _Partitioner:
         return self.send("all-reduce", partial, have, axes, op.trips, op.where, op.name)
 
     def makes_reduce_scatter(self, partial: int, want: Spec, turned: Sequence[int]) -> bool:
-        """Whether the platform adds up to pieces, those that `want` makes of what lies so far as it does; `turned`: how a
-        transpose, its only reader, orders the dims."""
+        """Whether the platform emits a reduce-scatter from the partial sum to `want`.
+
+        `turned` is the dimension order of a transpose that is the only reader.
+        """
         if self.platform != "tpu":
             return self.platform != "cpu"
         value, sharded = self.values[partial], [d for d, h in enumerate(self.specs[partial]) if h != want[d]]

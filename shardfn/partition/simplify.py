@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
@@ -20,6 +20,15 @@ def simplify(partitioned: PartitionedProgram) -> PartitionedProgram:
     - Of ops that compute the same, the first stays; constraints that change no sharding are dropped.
     """
     return _eliminate_common(_simplify_ops(_drop_barriers(_inline_single_iterations(partitioned))))
+
+
+def _substituted(partitioned: PartitionedProgram, ops: Sequence[Op], same: Mapping[int, int]) -> PartitionedProgram:
+    """The program with these ops, in which `same` says which value stands for another one."""
+    graph = partitioned.graph
+    ties = tuple([(same.get(a, a), same.get(b, b)) for a, b in graph.ties])
+    outputs = tuple([same.get(v, v) for v in graph.outputs])
+    sent = tuple([replace(c, operand=same[c.operand]) if c.operand in same else c for c in partitioned.communications])
+    return replace(partitioned, graph=replace(graph, ops=tuple(ops), ties=ties, outputs=outputs), communications=sent)
 
 
 # ---- barriers
@@ -41,10 +50,7 @@ def _drop_barriers(partitioned: PartitionedProgram) -> PartitionedProgram:
             ops.append(op if inputs == op.inputs else op.of(inputs, op.outputs))
     if not same:
         return partitioned
-    ties = tuple([(same.get(a, a), same.get(b, b)) for a, b in graph.ties])
-    sent = tuple([replace(c, operand=same[c.operand]) if c.operand in same else c for c in partitioned.communications])
-    outputs = tuple([same.get(v, v) for v in graph.outputs])
-    return replace(partitioned, graph=replace(graph, ops=tuple(ops), ties=ties, outputs=outputs), communications=sent)
+    return _substituted(partitioned, ops, same)
 
 
 # ---- loops that run once
@@ -132,10 +138,8 @@ def _simplify_ops(partitioned: PartitionedProgram) -> PartitionedProgram:
         elif op.name == "pad" and 0 in values[op.inputs[0]].shape:
             ops[i] = replace(op, name="broadcast_in_dim", inputs=op.inputs[1:], rule=None, window_dims=())
         elif op.name == "pad" and all(_takes(window, values, op) for window in op.window_dims):
-            is_all = (
-                values[op.inputs[0]] == values[op.outputs[0]]
-                and partitioned.specs[op.inputs[0]] == partitioned.specs[op.outputs[0]]
-            )
+            part, result = op.inputs[0], op.outputs[0]
+            is_all = values[part] == values[result] and partitioned.specs[part] == partitioned.specs[result]
             ops[i] = replace(op, name="reshape" if is_all else "slice", inputs=op.inputs[:1], rule=None, window_dims=())
         elif (
             op.name == "concatenate"
@@ -196,6 +200,4 @@ def _eliminate_common(partitioned: PartitionedProgram) -> PartitionedProgram:
         ops.append(op)
     if not same:
         return partitioned
-    ties = tuple([(same.get(a, a), same.get(b, b)) for a, b in graph.ties])
-    sent = tuple([replace(c, operand=same[c.operand]) if c.operand in same else c for c in partitioned.communications])
-    return replace(partitioned, graph=replace(graph, ops=tuple(ops), ties=ties), communications=sent)
+    return _substituted(partitioned, ops, same)

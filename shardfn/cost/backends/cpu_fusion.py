@@ -68,7 +68,7 @@ class CpuFuser(Fuser):
         return super().as_settled()
 
     def is_needed(self, op: Op) -> bool:
-        """Whether what an op makes is a result that it cannot share with readers that compute it anew."""
+        """Whether an op makes a result that readers cannot recompute."""
         return op.outputs[0] in self.held and self.partitioned.is_view(op)
 
     def computed_in(self, i: int, op: Op) -> tuple[int, ...] | None:
@@ -78,8 +78,7 @@ class CpuFuser(Fuser):
         return super().computed_in(i, op)
 
     def where(self, op: Op, readers: Sequence[int], homes: tuple[int, ...]) -> tuple[int, ...] | None:
-        """`computed_in`, of an op of one result that `readers` need, which are computed in `homes`: what some of them need in
-        memory, others may still compute anew."""
+        """The ops inside which `op` is computed; what some readers need in memory, others may recompute."""
         if self.partitioned.is_view(op):
             return self.written_through(op, readers, homes)
         if op.name in VIEWS or op.name in CONTRACTIONS:

@@ -49,7 +49,7 @@ class Chip:
     network_bytes_s: float = 0.0
     """What one device sends beyond its node."""
     fast_bytes: float = 0.0
-    """Of the memory inside the chip, what a compiler gives to whole arrays: a TPU's vector memory, less what kernels use."""
+    """Memory inside the chip that a compiler gives to arrays, in bytes: a TPU's VMEM, less what kernels use."""
     largest: tuple[int, ...] = ()
     """Dims of the largest torus that there is, in rising order; () where nothing bounds it."""
     sides: tuple[int, ...] = ()
@@ -123,7 +123,7 @@ class Chip:
             nodes = f"in nodes of {self.node}, which a count fills one after the other" if self.node else "all alike"
             fail(DeviceError, f"{self.name} forms no torus that could have the shape {text(dims)}", where=where,
                  why=f"a shape is that of a torus, as TPUs form one; these lie {nodes}",
-                 fix=f'write "{self.name}:{math.prod(dims)}"; the grid is searched, or follows your cuts')  # fmt: skip
+                 fix=f'write "{self.name}:{math.prod(dims)}"; the mesh is searched, or follows your strategies')  # fmt: skip
         if self.torus and len(dims) > self.torus:
             near = most_cubic(math.prod(dims), self.torus)
             fail(DeviceError, f"{self.name} forms a torus of {self.torus} dims, not {len(dims)}", where=where,
@@ -200,7 +200,7 @@ def load_chip(path: str | os.PathLike[str]) -> Chip:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         fail(DeviceError, "no chip can be read from the file", where=where, why=f"{type(error).__name__}: {error}",
-             fix="make it anew: python -m shardfn calibrate --save FILE")  # fmt: skip
+             fix="write it again: python -m shardfn calibrate --save FILE")  # fmt: skip
 
 
 def save_chip(chip: Chip, path: str | os.PathLike[str]) -> None:

@@ -63,7 +63,7 @@ def resolve(device: Any, *, count: int | None = None, default: str | None = None
             return _real((device.devices.flat[0],), None)
         if count not in (None, device.size):
             fail(DeviceError, f"{count} devices are wanted, but the mesh has {device.size}",
-                 where=f"device_num = {count}, device = {_short(device)}", why="a mesh is used whole",
+                 where=f"device_num = {count}, device = {_short(device)}", why="all devices of a mesh are used",
                  fix=f"set_auto_parallel_context(device_num={device.size}), or pass a mesh of {count} devices")  # fmt: skip
         return _real(tuple(device.devices.flat), device)
     if (isinstance(device, Sequence) and not isinstance(device, str)) or isinstance(device, np.ndarray):
@@ -76,7 +76,7 @@ def resolve(device: Any, *, count: int | None = None, default: str | None = None
                  fix="pass jax.devices() or a part of it, a mesh, or a name")  # fmt: skip
         if twice := [d for d, n in collections.Counter(devices).items() if n > 1]:
             fail(DeviceError, f"`device` holds {twice[0]} more than once", where=f"device = {_short(device)}",
-                 why="each piece of an array lies on a device of its own", fix="list each device once")  # fmt: skip
+                 why="each shard of an array is on a device of its own", fix="list each device once")  # fmt: skip
         return _real(_take(devices, count, is_list=True), None)
     if device is not None and not isinstance(device, str):
         raise DeviceTypeError(

@@ -31,13 +31,13 @@ class Link:
 
 
 def links(hardware: Hardware, axes: Sequence[tuple[str, int]]) -> tuple[Link, ...]:
-    """One link for each grid axis.
+    """One link for each mesh axis.
 
     Args:
-      hardware: devices walked in row-major order: those of a node follow each other; on a torus its last dim is fastest.
+      hardware: devices in row-major order: those of a node follow each other; on a torus its last dimension is fastest.
       axes: (name, size) in row-major order, the last axis fastest.
 
-    How rates come about: `link_over`.
+    `link_over` has the formulas.
 
     >>> from shardfn.cost.devices.chips import CHIPS
     >>> [link.name for link in links(CHIPS["h100"].pod(64), (("data", 8), ("model", 8)))]
