@@ -51,7 +51,7 @@ np.testing.assert_allclose(fused, alone, rtol=1e-4)
 
 # Six equal layers are one, scanned over stacked parameters: two gradients are left to reduce.
 step, state, folded = losses(mode="data_parallel", reuse="auto", comm_fusion={"openstate": False})
-print(step.folding.explain())
+print(step.scanned_layers.explain())
 assert state.params["layers/*/w"].shape == (LAYERS, WIDTH, WIDTH)
 assert len(step.buckets(state, x, y)) == 2
 assert len(step.model(state)["layers"]) == LAYERS

@@ -1,14 +1,16 @@
-"""Recompute: what a function works out is forgotten after the forward pass and worked out again in the backward one.
+"""Rematerialisation: the backward pass recomputes a function's intermediate values instead of keeping them.
 
-Which collectives run again is said by flags. A collective is found where it stands in the function (`lax.psum` and its
-kin, inside `jax.shard_map`), or, where XLA's partitioner makes it, in the plan of the function for the layouts given.
-Its result gets a name, and `jax.checkpoint` keeps what has that name.
+Flags say which collectives run again. A collective is an op of the function (`lax.psum` and others, inside
+`jax.shard_map`), or the plan of the function for given shardings shows where XLA's partitioner inserts one. Its result
+gets a name, and `jax.checkpoint` keeps the values of that name.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,28 +27,29 @@ from shardfn.frontend.paths import met, unmet
 from shardfn.frontend.strategy import shape_of, short
 from shardfn.ir.rewrite import bind_one, equations, inner, rebind
 from shardfn.planning.op_constraints import anchors
+from shardfn.train.value_checks import bool_problems
 
 COMMUNICATED = "shardfn.communicated"
-"""The name of what a collective of the computation gave."""
+"""The name of a collective's result."""
 PARAMETER = "shardfn.parameter"
-"""The name of a parameter that was gathered from its pieces."""
+"""The name of a parameter that was gathered from its shards."""
 INPUT = "shardfn.input"
-"""The name of an activation that comes into a recomputed function."""
+"""The name of an activation that enters a recomputed function."""
 
-COLLECTIVES = frozenset({
+JAXPR_COLLECTIVES = frozenset({
     "psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant", "all_gather_reduced",
     "reduce_scatter", "unreduced_psum", "unreduced_reduce_scatter", "all_to_all", "ppermute", "pgather",
 })  # fmt: skip
 _GATHERS = frozenset({"all_gather", "all_gather_invariant", "all_gather_reduced"})
-_PLAIN = frozenset({
+_COPIES = frozenset({
     "convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "copy", "pvary", "pcast", "copy_p",
 })  # fmt: skip
-"""What may stand between a parameter and its gather."""
+"""Ops that may stand between a parameter and its gather."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Recompute:
-    """What was asked for; MindSpore's flags, and more."""
+class RematOptions:
+    """The options of `recompute`."""
 
     mp_comm_recompute: bool = True
     parallel_optimizer_comm_recompute: bool = False
@@ -70,8 +73,8 @@ class Recompute:
 
 
 def keep_but_parameters(primitive: Any, *_: Any, **params: Any) -> bool:
-    """The policy for `jax.checkpoint` that keeps all but parameters put together from pieces, and copies of something."""
-    is_copy = primitive.name in _PLAIN or primitive.name in ("split", "slice", "sharding_constraint")
+    """The policy for `jax.checkpoint` that keeps all values but gathered parameters and copies."""
+    is_copy = primitive.name in _COPIES or primitive.name in ("split", "slice", "sharding_constraint")
     return not (is_copy or primitive.name in _GATHERS or params.get("name") == PARAMETER)
 
 
@@ -87,53 +90,57 @@ def recompute(
     parameter_plan: Mapping[str, Any] | None = None,
     device: Any = None,
 ) -> Any:
-    """A function, or a module, whose inside is worked out again in the backward pass instead of being kept.
+    """Rematerialise a function or a module: the backward pass recomputes its intermediate values.
 
     Args:
-      fn: a function whose first argument holds its parameters, or a module that is called (Flax NNX, Equinox, `Cell`,
-        any object with arrays in its attributes); of a module a copy is returned, of the same kind and with the same
-        paths and arrays.
-      mp_comm_recompute: False keeps the results of collectives, which then do not run again.
-      parallel_optimizer_comm_recompute: True gathers parameters that lie in pieces again; False keeps them whole. A
-        parameter's gather is one of an array that comes from the parameters as it is, or cast.
-      recompute_slice_activation: keep what comes in (all but the parameters) in pieces, one on each device along axes
-        on which it is whole, and gather it in the backward pass. Inside `jax.shard_map` those axes are found; else set a
-        mesh (`jax.set_mesh`) with axes of which none cuts it.
-      offload: keep what comes in in the host's memory, where the device has that (`pinned_host`).
-      paths: globs of the submodules to do this to, in place of the whole module: "layers/*".
-      in_strategy, parameter_plan, device: layouts of the arguments as in `shard`, for a function whose collectives
-        XLA's partitioner makes: it is planned, and where the plan has a collective, that is one that the flags mean.
+      fn: a function whose first argument holds its parameters, or a callable module (Flax NNX, Equinox, `Cell`, any
+        object with arrays in its attributes).
+      mp_comm_recompute: False keeps the results of collectives, so that none runs again.
+      parallel_optimizer_comm_recompute: True gathers sharded parameters again; False keeps the gathered ones. The gather
+        of a parameter is an all-gather of the parameter itself, or of a cast of it.
+      recompute_slice_activation: True keeps the inputs, without the parameters, sharded over mesh axes on which they are
+        replicated, and gathers them in the backward pass. Inside `jax.shard_map` the axes are known; elsewhere set a
+        mesh (`jax.set_mesh`) with axes that shard none of the inputs.
+      offload: True keeps the inputs in host memory (`pinned_host`) if the device has it.
+      paths: globs of submodules to recompute instead of the whole module, such as "layers/*".
+      in_strategy: shardings of the arguments as in `shard`, if XLA's partitioner inserts the function's collectives. The
+        function is planned, and the flags apply to the collectives of its plan.
+      parameter_plan: shardings of parameters by path, likewise.
+      device: the devices of that plan.
+
+    Returns:
+      A function that computes the same. For a module, a copy of the same class with the same paths and arrays.
 
     Raises:
-      StrategyError, StrategyTypeError: a flag that is no bool; `paths` without a module, or that match nothing.
+      StrategyError, StrategyTypeError: if a flag is no bool, or `paths` match nothing or `fn` is no module.
 
     >>> import jax, jax.numpy as jnp
     >>> block = recompute(lambda w, x: jnp.tanh(x @ w))
     >>> jax.grad(lambda w: block(w, jnp.ones((2, 3))).sum())(jnp.zeros((3, 3))).shape
     (3, 3)
     """
-    how = Recompute(
+    options = RematOptions(
         mp_comm_recompute, parallel_optimizer_comm_recompute, recompute_slice_activation, offload,
         in_strategy, parameter_plan, device,
     )  # fmt: skip
-    problems = [
-        Problem(f"`{name}` must be True or False", f"{name} = {short(getattr(how, name))}", "it is a switch",
-                "write True or False", is_type=True)
-        for name in ("mp_comm_recompute", "parallel_optimizer_comm_recompute", "recompute_slice_activation", "offload")
-        if not isinstance(getattr(how, name), bool)
-    ]  # fmt: skip
+    flags = ("mp_comm_recompute", "parallel_optimizer_comm_recompute", "recompute_slice_activation", "offload")
+    problems = [problem for name in flags for problem in bool_problems(name, getattr(options, name))]
     if not callable(fn) and paths is None:
         problems.append(Problem(f"`fn` is {a(fn)}, which cannot be called", f"fn = {short(fn)}",
                                 "recompute takes a function or a module", "pass one, or name submodules by `paths`",
                                 is_type=True))  # fmt: skip
     raise_problems(problems)
-    if paths is not None:
-        return _by_path(fn, tuple(paths), how)
-    return _recomputed(fn, how)
+    return _recomputed(fn, options) if paths is None else _by_path(fn, tuple(paths), options)
 
 
 def communicated(x: Any) -> Any:
-    """Mark what a collective gives that no plan shows: `recompute(..., mp_comm_recompute=False)` keeps it.
+    """Mark a value as a collective's result, if no plan shows the collective.
+
+    Args:
+      x: an array inside a function that is recomputed.
+
+    Returns:
+      The same array, which `recompute(..., mp_comm_recompute=False)` keeps.
 
     >>> import jax.numpy as jnp
     >>> communicated(jnp.ones(2)).shape
@@ -142,21 +149,20 @@ def communicated(x: Any) -> Any:
     return checkpoint_name(x, COMMUNICATED)
 
 
-def _recomputed(fn: Any, how: Recompute) -> Any:
-    if isinstance(fn, types.FunctionType | types.BuiltinFunctionType) or _is_wrapped(fn):
-        return Recomputed(fn, how)
-    if isinstance(fn, types.MethodType) or not _holds_arrays(fn):
-        return Recomputed(fn, how)
+def _recomputed(fn: Any, options: RematOptions) -> Any:
+    is_function = isinstance(fn, types.FunctionType | types.BuiltinFunctionType | types.MethodType)
+    if is_function or hasattr(fn, "__wrapped__") or describe(fn).adapter is None:
+        return RecomputedFunction(fn, options)
     made = copy.copy(fn)
-    object.__setattr__(made, "__class__", _class_of(type(fn), how))
+    object.__setattr__(made, "__class__", _class_of(type(fn), options))
     return made
 
 
-class Recomputed:
-    """A function that is recomputed."""
+class RecomputedFunction:
+    """A function whose intermediate values are rematerialised."""
 
-    def __init__(self, fn: Callable[..., Any], how: Recompute):
-        self.fn, self.how = fn, how
+    def __init__(self, fn: Callable[..., Any], options: RematOptions):
+        self.fn, self.options = fn, options
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.__wrapped__ = fn
 
@@ -164,50 +170,37 @@ class Recomputed:
         return f"recompute({self.__name__})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _run(describe(self.fn), self.how, args, kwargs)
-
-
-def _is_wrapped(fn: Any) -> bool:
-    return hasattr(fn, "__wrapped__")
-
-
-def _holds_arrays(module: Any) -> bool:
-    return describe(module).adapter is not None
+        return _run(describe(self.fn), self.options, args, kwargs)
 
 
 _CLASSES: dict[tuple[type, Any], type] = {}
 
 
-def _class_of(cls: type, how: Recompute) -> type:
-    """A subclass that recomputes its calls, so that an instance keeps its fields, its paths and what it is."""
-    key = cls, repr(how)
+def _class_of(cls: type, options: RematOptions) -> type:
+    """A subclass whose calls are recomputed, so that an instance keeps its fields and paths."""
+    key = cls, repr(options)
     if key not in _CLASSES:
         plain: Any = cls.__call__
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return _run(describe(types.MethodType(plain, self)), how, args, kwargs)
+            return _run(describe(types.MethodType(plain, self)), options, args, kwargs)
 
-        body = {
-            "__call__": call,
-            "__module__": cls.__module__,
-            "__qualname__": cls.__qualname__,
-            "__doc__": cls.__doc__,
-        }
+        body = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")} | {"__call__": call}
         _CLASSES[key] = types.new_class(cls.__name__, (cls,), {}, lambda space: space.update(body))
     return _CLASSES[key]
 
 
-# ---- by path
+# ---- submodules by path
 
 
-def _by_path(module: Any, globs: tuple[str, ...], how: Recompute) -> Any:
+def _by_path(module: Any, globs: tuple[str, ...], options: RematOptions) -> Any:
     seen: list[str] = []
 
     def walk(value: Any, path: str) -> Any:
-        if path and callable(value) and _has_parts(value):
+        if path and callable(value) and _has_attributes(value):
             seen.append(path)
             if any(met(glob, [path])[0] for glob in globs):
-                return _recomputed(value, how)  # with what is inside
+                return _recomputed(value, options)  # its submodules included
         return _rebuilt(value, path, walk)
 
     made = walk(module, "")
@@ -219,47 +212,46 @@ def _by_path(module: Any, globs: tuple[str, ...], how: Recompute) -> Any:
     return made
 
 
-def _has_parts(value: Any) -> bool:
-    return hasattr(value, "__dict__") and not isinstance(value, type | types.FunctionType | types.MethodType)
+def _has_attributes(value: Any) -> bool:
+    no_module = type | types.ModuleType | types.FunctionType | types.MethodType
+    return hasattr(value, "__dict__") and not isinstance(value, no_module)
 
 
 def _rebuilt(value: Any, path: str, walk: Callable[[Any, str], Any]) -> Any:
-    """`value` with its parts walked; itself where none changed."""
-    parts = dict(_parts(value))
-    made = {name: walk(part, f"{path}/{name}" if path else str(name)) for name, part in parts.items()}
-    changed = {name: new for name, new in made.items() if new is not parts[name]}
+    """`value` with its children walked; itself if none changed."""
+    children = dict(_children(value))
+    made = {name: walk(child, f"{path}/{name}" if path else str(name)) for name, child in children.items()}
+    changed = {name: new for name, new in made.items() if new is not children[name]}
     if not changed:
         return value
     if isinstance(value, Mapping):
         return type(value)({**value, **changed})  # type: ignore[call-arg]
     if isinstance(value, list | tuple):
-        return type(value)(made[i] for i in range(len(parts)))
+        return type(value)(made[i] for i in range(len(children)))
     new = copy.copy(value)
-    for name, part in changed.items():
+    for name, child in changed.items():
         if isinstance(name, int):
-            new[name] = part
+            new[name] = child
         else:
-            object.__setattr__(new, name, part)
+            object.__setattr__(new, name, child)
     return new
 
 
-def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+def _children(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, Mapping):
         yield from value.items()
     elif isinstance(value, list | tuple) or (type(value).__name__ == "List" and hasattr(value, "__getitem__")):
         yield from enumerate(value)
-    elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType | types.FunctionType):
-        yield from (
-            (k, v)
-            for k, v in vars(value).items()
-            if (not k.startswith("_") and not tree_util.all_leaves([v])) or _has_parts(v)
-        )
+    elif _has_attributes(value):
+        for name, child in vars(value).items():
+            if (not name.startswith("_") and not tree_util.all_leaves([child])) or _has_attributes(child):
+                yield name, child
 
 
 # ---- one call
 
 
-def _run(callee: Callee, how: Recompute, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(callee: Callee, options: RematOptions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     state = callee.read()
     leaves, treedef = tree_util.tree_flatten((state, args, kwargs))
     places = [
@@ -269,43 +261,44 @@ def _run(callee: Callee, how: Recompute, args: tuple[Any, ...], kwargs: dict[str
     is_parameter = [i < first for i in places]
 
     def pure(*arrays: Any) -> Any:
-        whole = list(leaves)
+        filled = list(leaves)
         for i, x in zip(places, arrays, strict=True):
-            whole[i] = x
-        held, given, named = tree_util.tree_unflatten(treedef, whole)
-        return callee.call(held, given, named)
+            filled[i] = x
+        return callee.call(*tree_util.tree_unflatten(treedef, filled))
 
     arrays = [leaves[i] for i in places]
-    cuts = [
-        None if p or not how.recompute_slice_activation else _cut_for(x)
-        for x, p in zip(arrays, is_parameter, strict=True)
-    ]
-    if how.recompute_slice_activation and not any(cuts):
-        _no_axis(callee.name)
-    arrays = [x if cut is None else cut.sliced(x) for x, cut in zip(arrays, cuts, strict=True)]
+    slices: list[_Slicing | None] = [None] * len(arrays)
+    if options.recompute_slice_activation:
+        slices = [None if p else _slicing(x) for x, p in zip(arrays, is_parameter, strict=True)]
+        if not any(slices):
+            fail(StrategyError, f"no activation of `{callee.name}` can be kept sharded",
+                 where="recompute_slice_activation = True",
+                 why="no mesh axis, on which an activation is replicated, divides one of its dimensions",
+                 fix="call it inside jax.shard_map or under jax.set_mesh with such an axis, or leave the flag out")  # fmt: skip
+    arrays = [x if one is None else one.slice(x) for x, one in zip(arrays, slices, strict=True)]
 
-    def inside(*pieces: Any) -> Any:
-        given = [
-            x if p or not how.offload else checkpoint_name(x, INPUT) for x, p in zip(pieces, is_parameter, strict=True)
-        ]
-        given = [x if cut is None else cut.whole(x) for x, cut in zip(given, cuts, strict=True)]
-        return _named(pure, how, is_parameter, callee, args)(*given)
+    def inside(*arrays: Any) -> Any:
+        given = list(arrays)
+        for i, (x, one) in enumerate(zip(arrays, slices, strict=True)):
+            x = checkpoint_name(x, INPUT) if options.offload and not is_parameter[i] else x
+            given[i] = x if one is None else one.gather(x)
+        return _with_names(pure, options, is_parameter, callee, args)(*given)
 
-    result, changed = jax.checkpoint(inside, policy=how.policy)(*arrays)
+    result, changed = jax.checkpoint(inside, policy=options.policy)(*arrays)
     callee.write(changed)
     return result
 
 
-def _named(
-    pure: Callable[..., Any], how: Recompute, is_parameter: Sequence[bool], callee: Callee, args: tuple[Any, ...]
+def _with_names(
+    pure: Callable[..., Any], options: RematOptions, is_parameter: Sequence[bool], callee: Callee, args: tuple[Any, ...]
 ) -> Callable[..., Any]:
-    """`pure` with the results of its collectives named."""
+    """`pure` with names for the results of its collectives."""
 
     def run(*arrays: Any) -> Any:
         jaxpr = jax.make_jaxpr(pure)(*arrays).jaxpr
-        names = dict(_explicit(jaxpr, is_parameter))
-        if how.in_strategy is not None or how.parameter_plan is not None:
-            names |= _implicit(callee, how, args, jaxpr)
+        names = dict(_jaxpr_collectives(jaxpr, is_parameter))
+        if options.in_strategy is not None or options.parameter_plan is not None:
+            names |= _planned_collectives(callee, options, args, jaxpr)
 
         def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
             return [checkpoint_name(y, names[number]) for y in bind_one(eqn, inputs)]
@@ -315,24 +308,24 @@ def _named(
     return run
 
 
-def _explicit(jaxpr: Any, is_parameter: Sequence[bool]) -> Iterator[tuple[int, str]]:
-    """The number of each collective that stands in a jaxpr, and the name that its result gets."""
-    plain = _plain(jaxpr, {v for v, p in zip(jaxpr.invars, is_parameter, strict=True) if p})
+def _jaxpr_collectives(jaxpr: Any, is_parameter: Sequence[bool]) -> Iterator[tuple[int, str]]:
+    """The number of each collective in a jaxpr, and the name for its result."""
+    copies = _copies(jaxpr, {v for v, p in zip(jaxpr.invars, is_parameter, strict=True) if p})
     for number, eqn, is_reached in equations(jaxpr):
         name = eqn.primitive.name
-        if is_reached and name in COLLECTIVES:
-            is_gather = name in _GATHERS and all(_is_in(v, plain) for v in eqn.invars)
+        if is_reached and name in JAXPR_COLLECTIVES:
+            is_gather = name in _GATHERS and all(_is_in(v, copies) for v in eqn.invars)
             yield number, PARAMETER if is_gather else COMMUNICATED
 
 
-def _plain(jaxpr: Any, known: set[Any]) -> set[Any]:
-    """The variables that hold a parameter as it is."""
+def _copies(jaxpr: Any, known: set[Any]) -> set[Any]:
+    """The variables that hold an unchanged parameter."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _PLAIN and all(_is_in(v, known) for v in eqn.invars):
+        if eqn.primitive.name in _COPIES and all(_is_in(v, known) for v in eqn.invars):
             known |= set(eqn.outvars)
         for one in inner(eqn):
             if len(one.invars) == len(eqn.invars):
-                known |= _plain(one, {w for v, w in zip(eqn.invars, one.invars, strict=True) if _is_in(v, known)})
+                known |= _copies(one, {w for v, w in zip(eqn.invars, one.invars, strict=True) if _is_in(v, known)})
     return known
 
 
@@ -340,86 +333,68 @@ def _is_in(v: Any, known: set[Any]) -> bool:
     return not hasattr(v, "val") and v in known
 
 
-def _implicit(callee: Callee, how: Recompute, args: tuple[Any, ...], jaxpr: Any) -> dict[int, str]:
-    """The same of collectives that the partitioner makes, as the function's plan has them."""
+def _planned_collectives(callee: Callee, options: RematOptions, args: tuple[Any, ...], jaxpr: Any) -> dict[int, str]:
+    """The same for the collectives that XLA's partitioner inserts, from the function's plan."""
     shapes = tree_util.tree_map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if shape_of(x) is not None else x, args
     )
     planned = shard(
         lambda *given: callee.call(callee.read(), given, {})[0] if callee.adapter is not None else callee.function(*given),
-        how.in_strategy, device=how.device, parameter_plan=how.parameter_plan, search_mode="sharding_propagation",
+        options.in_strategy, device=options.device, parameter_plan=options.parameter_plan, search_mode="sharding_propagation",
     ).plan(*shapes)  # fmt: skip
     partitioned = planned.partitioned
     makers = {value: i for i, op in enumerate(partitioned.graph.ops) for value in op.outputs}
     numbers = anchors(jaxpr, partitioned.graph)
-    found = {}
-    for c in partitioned.communications:
-        number = numbers.get(makers.get(c.operand, -1))
-        if number is not None:
-            found[number] = COMMUNICATED
-    return found
+    found = (numbers.get(makers.get(c.operand, -1)) for c in partitioned.communications)
+    return {number: COMMUNICATED for number in found if number is not None}
 
 
-# ---- activations in pieces
+# ---- sharded activations
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cut:
-    """How an activation is cut for keeping."""
+class _Slicing:
+    """How an activation becomes sharded, and replicated again."""
 
-    sliced: Callable[[Any], Any]
-    whole: Callable[[Any], Any]
+    slice: Callable[[Any], Any]
+    gather: Callable[[Any], Any]
 
 
-def _cut_for(x: Any) -> _Cut | None:
-    """Along the axes on which it is whole: those of a `shard_map` that it does not vary over, else those of the mesh."""
+def _slicing(x: Any) -> _Slicing | None:
+    """Over axes on which `x` is replicated: those of a `shard_map` along which it does not vary, else the mesh's."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return None
     manual = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if "Manual" in str(kind)}
-    if manual:
-        free = tuple(n for n in mesh.axis_names if n in manual and n not in _varying(x) and mesh.shape[n] > 1)
-    else:
-        free = tuple(n for n in mesh.axis_names if mesh.shape[n] > 1)
+    varying = _varying(x) if manual else frozenset()
+    free = tuple(n for n in mesh.axis_names if mesh.shape[n] > 1 and n not in varying and (not manual or n in manual))
     for count in range(len(free), 0, -1):
         axes = free[-count:]
-        pieces = 1
-        for name in axes:
-            pieces *= mesh.shape[name]
+        shards = math.prod(mesh.shape[name] for name in axes)
         for dim, size in enumerate(x.shape):
-            if size % pieces == 0 and size >= pieces:
-                return _in_shard_map(dim, axes, pieces) if manual else _by_constraint(dim, axes, x.ndim, mesh)
+            if size % shards == 0 and size >= shards:
+                return _in_shard_map(dim, axes, shards) if manual else _by_constraint(dim, axes, x.ndim, mesh)
     return None
 
 
 def _varying(x: Any) -> frozenset[str]:
-    """The axes of a `shard_map` along which an array differs from device to device."""
+    """The axes of a `shard_map` along which an array differs between devices."""
     kind = jax.typeof(x)
     return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying  # the older name
 
 
-def _in_shard_map(dim: int, axes: tuple[str, ...], pieces: int) -> _Cut:
-    def sliced(x: Any) -> Any:
-        size = x.shape[dim] // pieces
+def _in_shard_map(dim: int, axes: tuple[str, ...], shards: int) -> _Slicing:
+    def slice(x: Any) -> Any:
+        size = x.shape[dim] // shards
         x = lax.pcast(x, axes, to="varying")
         return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
 
-    return _Cut(sliced, lambda x: lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying"))
+    return _Slicing(slice, lambda x: lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying"))
 
 
-def _by_constraint(dim: int, axes: tuple[str, ...], ndim: int, mesh: Any) -> _Cut:
-    held = PartitionSpec.UNCONSTRAINED
-    cut = NamedSharding(mesh, PartitionSpec(*(axes if i == dim else held for i in range(ndim))))
-    whole = NamedSharding(mesh, PartitionSpec(*(None if i == dim else held for i in range(ndim))))
-    return _Cut(
-        lambda x: lax.with_sharding_constraint(x, cut),
-        lambda x: lax.with_sharding_constraint(x, whole),
-    )
+def _by_constraint(dim: int, axes: tuple[str, ...], ndim: int, mesh: Any) -> _Slicing:
+    def constrain(entry: Any, x: Any) -> Any:
+        spec = PartitionSpec(*(entry if i == dim else PartitionSpec.UNCONSTRAINED for i in range(ndim)))
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
-
-def _no_axis(name: str) -> None:
-    fail(
-        StrategyError, f"no activation of `{name}` can be kept in pieces", where="recompute_slice_activation = True",
-        why="there is no axis along which one lies whole and whose size divides one of its dims",
-        fix="call it inside jax.shard_map or under jax.set_mesh with such an axis, or leave the flag out",
-    )  # fmt: skip
+    return _Slicing(functools.partial(constrain, axes), functools.partial(constrain, None))

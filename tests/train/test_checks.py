@@ -48,7 +48,7 @@ def test_a_batch_whose_arrays_differ_in_dim_0(options):
 @pytest.mark.parametrize("options", [dict(reuse="auto"), dict(recompute=2)], ids=str)
 def test_some_of_folded_blocks_frozen(options):
     step = train.step(deep, optax.sgd(1.0), mode="data_parallel", frozen=["l/0/w"], **options)
-    with pytest.raises(StrategyError, match="`frozen` names some of equal blocks"):
+    with pytest.raises(StrategyError, match="`frozen` names some of the layers"):
         step.init(LAYERS, X)
     every = train.step(deep, optax.sgd(1.0), mode="data_parallel", frozen=["l/*"], **options)
     state, _ = every(every.init(LAYERS, X), X)
@@ -113,7 +113,7 @@ def test_keys_among_the_parameters():
     assert pipe.unpack(pipe.pack(params, X))["key"] == params["key"]
     step = train.step(deep, optax.adam(1e-2), mode="data_parallel", reuse="auto")
     _, value = step(step.init(params, X), X)
-    assert step.folding.groups
+    assert step.scanned_layers.groups
     np.testing.assert_allclose(value, deep(LAYERS, X), rtol=1e-5)
 
 

@@ -25,7 +25,7 @@ from shardfn.train.collectives.buckets import (
     buckets,
     compiler_options,
     fusion_of,
-    unheard,
+    ignored_fusion,
 )
 
 MB = 2**20
@@ -114,7 +114,7 @@ def test_read_from_the_context():
         assert fusion_of(defaults.current().training).rule("all-reduce") == FusionRule("index", (3, 7))
         with context.auto_parallel(comm_fusion={"allreduce": {"mode": "size", "config": 3}}):
             both = defaults.current().training
-    with pytest.raises(ContextError, match="two settings say how all-reduces"):
+    with pytest.raises(ContextError, match="two settings fuse all-reduces"):
         fusion_of(both)
     with context.auto_parallel(comm_fusion={"openstate": False, "allreduce": {"mode": "size", "config": 3}}):
         assert fusion_of(defaults.current().training) == rules("off", None)
@@ -140,7 +140,7 @@ EVERY = ",".join(f"{device}{kind}-combiner" for device in ("", "cpu-", "gpu-") f
 )  # fmt: skip
 def test_what_xla_is_told(rule, platform, explicit, keys, missed):
     assert compiler_options(rules(*rule), platform, explicit.split()) == keys
-    assert unheard(rules(*rule), platform, explicit.split()) == missed
+    assert ignored_fusion(rules(*rule), platform, explicit.split()) == missed
 
 
 # ---- what is compiled

@@ -239,7 +239,7 @@ COLLECTIONS = [
     ({"mutable": "batch_stats", "has_aux": True}, with_collections, "return (loss, (auxiliary output, collections))"),
     ({"mutable": "batch_stats"}, lambda *args: with_collections(*args)[0], "return (loss, collections)"),
     ({"mutable": "batch_stats"}, lambda *args: (with_collections(*args)[0], {"batch_stats": {}}), "changes its form"),
-    ({"mutable": "batch_stats", "reuse": "auto"}, with_collections, "cannot fold a loss that changes collections"),
+    ({"mutable": "batch_stats", "reuse": "auto"}, with_collections, "cannot scan layers of a loss that changes collections"),
 ]  # fmt: skip
 
 

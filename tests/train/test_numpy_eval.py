@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from shardfn.train.scan_layers.numpy_eval import tried
+from shardfn.train.scan_layers.numpy_eval import numpy_jit
 
 PARAMS = {
     "b": np.linspace(-1, 1, 3, dtype=np.float32), "h": np.ones(2, jnp.bfloat16),
@@ -39,7 +39,7 @@ def test_optimizers(name, monkeypatch):
     expected = twice(jax.jit(optimizer.init), jax.jit(update))
     jits = []
     monkeypatch.setattr(jax, "jit", lambda f, jit=jax.jit, **options: jits.append(f) or jit(f, **options))
-    found = twice(tried(optimizer.init), tried(update))
+    found = twice(numpy_jit(optimizer.init), numpy_jit(update))
     assert (update in jits) == (name in COMPILED)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2e-2 if a.dtype == jnp.bfloat16 else 1e-4, atol=1e-6),

@@ -47,7 +47,7 @@ ROWS = (
     ("auto_parallel", 2, 1, "off", "1f1b", "size", "float32"),
     ("auto_parallel", 3, 4, "off", "1f1b", "off", "bfloat16"),
 )
-REFUSED = {(("recompute", "on"), ("pipeline", "1f1b")): "backward pass works every stage out again"}
+REFUSED = {(("recompute", "on"), ("pipeline", "1f1b")): "backward pass rematerialises every stage"}
 
 STEPS = 3
 LOSSES = {"float32": 1e-4, "bfloat16": 2e-2}

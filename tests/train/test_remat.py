@@ -11,9 +11,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardfn.errors import StrategyError, StrategyTypeError
 from shardfn.mindspore import Cell
-from shardfn.train import communicated, remat, step
+from shardfn.errors import StrategyError, StrategyTypeError
+from shardfn.train import communicated, recompute, step
 
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(2, 16, 16)).astype(np.float32) * 0.3
@@ -57,7 +57,7 @@ PARAMS = {"a": W[0], "b": W[1]}
 def test_collectives_of_the_model_run_again_or_not(again, all_reduces):
     plain = tensor_parallel(mlp)
     assert counts(plain.lower(PARAMS, X).as_text())[0] == 3  # two forward, one backward: the inputs want no gradient
-    step = tensor_parallel(remat(mlp, mp_comm_recompute=again))
+    step = tensor_parallel(recompute(mlp, mp_comm_recompute=again))
     assert counts(step.lower(PARAMS, X).as_text())[0] == all_reduces
     same(step(PARAMS, X), plain(PARAMS, X))
 
@@ -77,7 +77,7 @@ def test_collectives_that_the_partitioner_makes():
     cuts = ({"a": (1, 4), "b": (4, 1)}, (2, 1))
     found = {}
     for again in (True, False):
-        step = partitioned(remat(two, mp_comm_recompute=again, in_strategy=cuts))
+        step = partitioned(recompute(two, mp_comm_recompute=again, in_strategy=cuts))
         compiled = step.lower(PARAMS, X).compile({"xla_disable_hlo_passes": "cpu-all-reduce-combiner"})
         found[again] = len(re.findall(r"[ )}]all-reduce(?:-start)?\(", compiled.as_text()))
         same(step(PARAMS, X), partitioned(two)(PARAMS, X))
@@ -89,7 +89,7 @@ def test_what_is_marked_is_kept():
         return jnp.sin(communicated(x @ w))
 
     held = lambda fn: len(jax.tree.leaves(jax.vjp(fn, W[0], X)[1]))  # noqa: E731
-    assert held(remat(block, mp_comm_recompute=False)) == held(remat(block)) + 1
+    assert held(recompute(block, mp_comm_recompute=False)) == held(recompute(block)) + 1
 
 
 def gathered(params, x):
@@ -99,7 +99,7 @@ def gathered(params, x):
 @pytest.mark.parametrize(("again", "gathers"), [(True, 2), (False, 1)])
 @pytest.mark.parametrize("model_again", [True, False])
 def test_gathers_of_parameters_run_again_or_not(again, model_again, gathers):
-    block = remat(gathered, parallel_optimizer_comm_recompute=again, mp_comm_recompute=model_again)
+    block = recompute(gathered, parallel_optimizer_comm_recompute=again, mp_comm_recompute=model_again)
     mesh = mesh_of(data=8)
     loss = lambda p, x: lax.psum(jnp.sum(jnp.sin(block(p, x)) ** 2), "data")  # noqa: E731
     mapped = jax.shard_map(loss, mesh=mesh, in_specs=({"a": P("data"), "b": P()}, P("data")), out_specs=P())
@@ -110,7 +110,7 @@ def test_gathers_of_parameters_run_again_or_not(again, model_again, gathers):
 def test_activations_are_kept_in_pieces():
     sizes = {}
     for flag in (False, True):
-        block = remat(mlp, recompute_slice_activation=flag)
+        block = recompute(mlp, recompute_slice_activation=flag)
         same(tensor_parallel(block)(PARAMS, X), tensor_parallel(mlp)(PARAMS, X))
 
         def kept(params, x, block=block):
@@ -122,7 +122,7 @@ def test_activations_are_kept_in_pieces():
         sizes[flag] = int(mapped(PARAMS, X))
     assert sizes[False] - sizes[True] == X.size - X.size // 8
     with jax.set_mesh(mesh_of(model=8)):
-        block = remat(two, recompute_slice_activation=True)
+        block = recompute(two, recompute_slice_activation=True)
         step = jax.jit(jax.value_and_grad(lambda p, x: jnp.sum(block(p, x) ** 2)))
         assert step.lower(PARAMS, X).as_text().count("sdy.sharding_constraint") == 3  # cut, whole, and whole again
         same(step(PARAMS, X), jax.value_and_grad(lambda p, x: jnp.sum(two(p, x) ** 2))(PARAMS, X))
@@ -130,7 +130,7 @@ def test_activations_are_kept_in_pieces():
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_offloaded_to_the_host(platform):
-    block = remat(two, offload=True)
+    block = recompute(two, offload=True)
     step = jax.jit(jax.grad(lambda p, x: jnp.sum(block(p, block(p, x)) ** 2)))
     text = step.trace(PARAMS, X).lower(lowering_platforms=(platform,)).as_text()
     assert text.count("annotate_device_placement") == 4  # each block's input out and back
@@ -164,7 +164,7 @@ class Stack(Cell):
 
 def test_cells_by_path():
     plain, model = Stack(), Stack()
-    made = remat(model, paths=["layers/*"])
+    made = recompute(model, paths=["layers/*"])
     assert type(made).__name__ == "Stack" and isinstance(made.layers[0], Layer)
     assert made.parameters_dict().keys() == plain.parameters_dict().keys()
     assert type(model.layers[0]) is Layer, "the model that was given stays as it was"
@@ -176,11 +176,11 @@ def test_cells_by_path():
 def test_equinox():
     eqx = pytest.importorskip("equinox")
     mlp = eqx.nn.MLP(16, 16, 64, 2, key=jax.random.key(0))
-    made = remat(mlp, paths=["layers/[01]"])
+    made = recompute(mlp, paths=["layers/[01]"])
     assert [jax.tree_util.keystr(k) for k, _ in jax.tree_util.tree_leaves_with_path(made)] == [
         jax.tree_util.keystr(k) for k, _ in jax.tree_util.tree_leaves_with_path(mlp)
     ]
-    for one in (made, remat(mlp)):
+    for one in (made, recompute(mlp)):
         loss = lambda m, x: jnp.sum(jax.vmap(m)(x) ** 2)  # noqa: E731
         same(jax.tree.leaves(eqx.filter_grad(loss)(one, X)), jax.tree.leaves(eqx.filter_grad(loss)(mlp, X)))
         assert blocks(eqx.filter_make_jaxpr(loss)(one, X)[0]) == (2 if one is made else 1)
@@ -189,7 +189,7 @@ def test_equinox():
 def test_nnx_keeps_its_statistics():
     nnx = pytest.importorskip("flax.nnx")
     model = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
-    made = remat(model)
+    made = recompute(model)
     made(X)
     plain = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
     plain(X)
@@ -199,10 +199,10 @@ def test_nnx_keeps_its_statistics():
 @pytest.mark.parametrize(
     ("call", "kind", "text"),
     [
-        (lambda: remat(two, mp_comm_recompute=1), StrategyTypeError, "`mp_comm_recompute` must be True or False"),
-        (lambda: remat(3), StrategyTypeError, "`fn` is an int, which cannot be called"),
-        (lambda: remat(Stack(), paths=["blocks/*"]), StrategyError, "paths 'blocks/*' matches no submodule"),
-        (lambda: remat(two, recompute_slice_activation=True)(PARAMS, X), StrategyError, "no activation of `two` can be kept in pieces"),
+        (lambda: recompute(two, mp_comm_recompute=1), StrategyTypeError, "`mp_comm_recompute` must be True or False"),
+        (lambda: recompute(3), StrategyTypeError, "`fn` is an int, which cannot be called"),
+        (lambda: recompute(Stack(), paths=["blocks/*"]), StrategyError, "paths 'blocks/*' matches no submodule"),
+        (lambda: recompute(two, recompute_slice_activation=True)(PARAMS, X), StrategyError, "no activation of `two` can be kept sharded"),
     ],
 )  # fmt: skip
 def test_errors(call, kind, text):
@@ -244,14 +244,14 @@ def test_submodules_of_a_steps_model_by_path():
     loss = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)  # noqa: E731
     states = []
     for paths, count in ((None, 0), ("layers/*", 3), (["layers/0", "layers/1"], 2)):
-        made = step(loss, optax.sgd(0.1), mode="data_parallel", remat=paths)
+        made = step(loss, optax.sgd(0.1), mode="data_parallel", recompute=paths)
         state = made.init(model)
-        assert blocks(eqx.filter_make_jaxpr(made.training.loss_fn)(model, X)[0]) == count
+        assert blocks(eqx.filter_make_jaxpr(made.options.loss_fn)(model, X)[0]) == count
         states.append(made(state, X))
     same(states[1], states[0])
     same(states[2], states[0])
     with pytest.raises(StrategyError, match="has no submodules to recompute"):
-        made = step(two_of, optax.sgd(0.1), mode="data_parallel", remat="layers/*")
+        made = step(two_of, optax.sgd(0.1), mode="data_parallel", recompute="layers/*")
         made(made.init(PARAMS), X)
 
 

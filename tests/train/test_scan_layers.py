@@ -14,7 +14,7 @@ from flax import nnx
 
 from shardfn import train
 from shardfn.errors import StrategyError, StrategyTypeError
-from shardfn.train.scan_layers.scan import fold, limit_of
+from shardfn.train.scan_layers.scan import scan_layers, scan_limit
 
 RNG = np.random.default_rng(0)
 D = 8
@@ -47,7 +47,7 @@ def scans(fn, *args):
 
 
 def same_as_unrolled(loss, params, *batch, **options):
-    made = fold(loss, params, *batch, **options)
+    made = scan_layers(loss, params, *batch, **options)
     value, grads = jax.jit(jax.value_and_grad(made.loss))(made.stack(params), *batch)
     expected, wanted = jax.jit(jax.value_and_grad(loss))(params, *batch)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
@@ -111,12 +111,12 @@ FOLDING = {
 def test_folds_and_gives_the_same(name):
     loss, count = FOLDING[name]
     made = same_as_unrolled(loss, params_of(6), X)
-    assert [one.count for one in made.folded] == [count], made.explain()
+    assert [one.count for one in made.runs] == [count], made.explain()
     assert scans(made.loss, made.stack(params_of(6)), X) == 1
 
 
 def test_names_and_shapes():
-    made = fold(chain, params_of(6), X)
+    made = scan_layers(chain, params_of(6), X)
     assert {k: v.shape for k, v in made.stack(params_of(6)).items()} == {
         "embed": (D, D), "layers/*/b1": (6, 2 * D), "layers/*/w1": (6, D, 2 * D), "layers/*/w2": (6, 2 * D, D),
     }  # fmt: skip
@@ -147,7 +147,7 @@ def test_two_stacks():
 
     params = {"encoder": [layer(i) for i in range(3)], "decoder": [layer(9 + i) for i in range(4)]}
     made = same_as_unrolled(loss, params, X)
-    assert [one.count for one in made.folded] == [3, 4]
+    assert [one.count for one in made.runs] == [3, 4]
 
 
 def scaled(scale):
@@ -181,14 +181,14 @@ def from_two_before(params, x):
 @pytest.mark.parametrize(
     ("loss", "params", "text"),
     [
-        (activations, params_of(4), r"layers/* is not folded: block 0 has `tanh float32[8,8] (test_scan_layers.py:"),
+        (activations, params_of(4), r"layers/* is not scanned: block 0 has `tanh float32[8,8] (test_scan_layers.py:"),
         (chain, {"embed": np.eye(D, dtype=np.float32), "layers": [layer(0, 16), layer(1, 24)]},
-         "layers/*/b1 is not folded: layers/1/b1 is float32[24], layers/0/b1 float32[16]"),
+         "layers/*/b1 is not scanned: layers/1/b1 is float32[24], layers/0/b1 float32[16]"),
     ],
 )  # fmt: skip
 def test_why_not(loss, params, text):
     made = same_as_unrolled(loss, params, X)
-    assert made.folded == () and text in made.explain(), made.explain()
+    assert made.runs == () and text in made.explain(), made.explain()
 
 
 @pytest.mark.parametrize("loss", [own_rules, from_two_before])
@@ -240,17 +240,19 @@ def test_a_step(options):
     assert (collectives, few) == (13, 4)  # of each parameter one, and of the loss
     if "recompute" in options:
         assert 0 < step.recomputed.blocks <= 4 and step.recomputed.flops_again > 0
-        assert "blocks are recomputed: activations take" in str(step.recomputed)
+        assert "blocks are rematerialised: activations take" in str(step.recomputed)
 
 
 def test_an_optimizer_that_sees_whole_leaves_is_not_given_stacked_ones():
     mask = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)  # noqa: E731
     for optimizer in (optax.lamb(1e-2), optax.adamw(1e-2, weight_decay=0.1, mask=mask)):
         step = train.step(squared, optimizer, mode="data_parallel", reuse="auto")
-        with pytest.warns(UserWarning, match="`reuse` has no effect: nothing is folded\nthe optimizer works on each"):
+        with pytest.warns(
+            UserWarning, match="`reuse` has no effect: no layers are scanned\nthe optimizer depends on each"
+        ):
             step.init({"layers": params_of(3)["layers"]}, X, Y)
-        assert step.folding.groups == ()
-        assert "the optimizer works on each parameter as a whole" in step.folding.explain()
+        assert step.scanned_layers.groups == ()
+        assert "the optimizer depends on each whole parameter" in step.scanned_layers.explain()
 
 
 class Normed(nnx.Module):
@@ -274,14 +276,14 @@ def of_module(model, x, y):
 def test_a_module():
     step = train.step(of_module, ADAM, mode="data_parallel", reuse="auto")
     state = step.init(Normed(False), X, Y)
-    assert step.folding.explain() == "3 blocks of 4 equations are one: layers/*/kernel, layers/*/bias"
+    assert step.scanned_layers.explain() == "3 blocks of 4 equations are scanned: layers/*/kernel, layers/*/bias"
     state, _ = step(state, X, Y)
     assert isinstance(step.model(state), Normed)
 
 
 def test_statistics_of_the_batch_are_refused():
     step = train.step(of_module, ADAM, mode="data_parallel", reuse="auto")
-    with pytest.warns(UserWarning, match="no effect: nothing is folded\nthe loss changes the model's state"):
+    with pytest.warns(UserWarning, match="no effect: no layers are scanned\nthe loss changes the model's state"):
         state = step.init(Normed(True), X, Y)
     step(state, X, Y)  # as without `reuse`
     step = train.step(of_module, ADAM, mode="data_parallel", recompute=2)
@@ -305,7 +307,7 @@ def test_the_loss_is_traced_once_for_a_kind_of_call():
         calls.append(x.shape)
         return squared(params, x, y)
 
-    made = fold(counted, {"layers": params_of(3)["layers"]}, X, Y)
+    made = scan_layers(counted, {"layers": params_of(3)["layers"]}, X, Y)
     stacked = made.stack({"layers": params_of(3)["layers"]})
     for _ in range(2):
         jax.make_jaxpr(jax.grad(made.loss))(stacked, X, Y)
@@ -319,7 +321,7 @@ def test_the_loss_is_traced_once_for_a_kind_of_call():
 
     @jax.jit
     def closes_over_a_traced_value(stacked, scale):
-        inside = fold(lambda p, x, y: scale * squared(p, x, y), {"layers": params_of(3)["layers"]}, X, Y)
+        inside = scan_layers(lambda p, x, y: scale * squared(p, x, y), {"layers": params_of(3)["layers"]}, X, Y)
         return inside.loss(stacked, X, Y) + inside.loss(stacked, X, Y)
 
     value = closes_over_a_traced_value(stacked, 3.0)
@@ -375,13 +377,13 @@ def test_with_all_the_rest(name):
     [
         (lambda: train.step(squared, ADAM, reuse=0), StrategyError, "`reuse` cannot be 0"),
         (lambda: train.step(squared, ADAM, reuse="-3", recompute=-1), StrategyError, "2 problems"),
-        (lambda: limit_of("0"), StrategyError, "`reuse` cannot be 0"),
-        (lambda: limit_of(0), StrategyError, "`reuse` cannot be 0"),
-        (lambda: limit_of("yes"), StrategyError, "`reuse` cannot be 'yes'"),
-        (lambda: limit_of(1.5), StrategyTypeError, "`reuse` cannot be 1.5"),
+        (lambda: scan_limit("0"), StrategyError, "`reuse` cannot be 0"),
+        (lambda: scan_limit(0), StrategyError, "`reuse` cannot be 0"),
+        (lambda: scan_limit("yes"), StrategyError, "`reuse` cannot be 'yes'"),
+        (lambda: scan_limit(1.5), StrategyTypeError, "`reuse` cannot be 1.5"),
         (lambda: train.step(squared, ADAM, recompute="auto"), StrategyError, '`recompute="auto"` needs a memory limit'),
         (lambda: train.step(squared, ADAM, recompute=-1), StrategyError, "`recompute` cannot be -1"),
-        (lambda: train.step(squared, ADAM, reuse="auto").init(params_of(2)), StrategyError, "needs a batch"),
+        (lambda: train.step(squared, ADAM, reuse="auto").init(params_of(2)), StrategyError, "need a batch"),
         (lambda: train.step(squared, ADAM, mode="data_parallel", recompute="auto", memory_limit=100).init(params_of(3), X, Y),
          StrategyError, "does not fit into memory with every block recomputed"),
         (lambda: train.step(squared, ADAM, mode="data_parallel", recompute=4).init(params_of(3), X, Y),

@@ -342,7 +342,7 @@ WRONG = [
     (lambda: train.step(mean_square, optax.sgd(1), level=7, search_mode="no"), StrategyError, "2 problems:\n1. `level` is 7"),
     (lambda: named(z=1), StrategyTypeError, "missing a required argument: 'y'"),
     (lambda: named(x=1, y=2), StrategyTypeError, "multiple values for argument 'x'"),
-    (lambda: named(lambda params, x, *, y: x, y=1), StrategyTypeError, "by position alone what is given by name"),
+    (lambda: named(lambda params, x, *, y: x, y=1), StrategyTypeError, "is given by name, but has no position"),
     (lambda: train.step(train.pipeline(mean_square, 2), optax.sgd(1), recompute=1, mutable="a"), StrategyError, "2 problems:"),
     (lambda: train.step(mean_square, optax.sgd(1), parallel_optimizer_config={"foo": 1}), ContextError, "no entry 'foo'"),
     (lambda: train.step(mean_square, optax.sgd(1), mode="data_parallel", in_strategy=((8, 1), None)), StrategyError, "no meaning"),
@@ -399,7 +399,7 @@ def test_globs_are_those_of_shard():
     for plan in ({"w1": (1, 4), "w*": (1, 2)}, {"w*": (1, 2), "w1": (1, 4)}):
         step = train.step(mean_square, optax.adam(1e-2), parameter_plan=plan, **options)
         assert step.plan(step.init(start), *data()).decision("state/params/w1").strategy == (1, 4)
-    with pytest.raises(StrategyError, match="two rules of `parameter_plan` speak of `w1`"):
+    with pytest.raises(StrategyError, match="two entries of `parameter_plan` match `w1`"):
         clash = train.step(mean_square, optax.adam(1e-2), parameter_plan={"w*": (1, 2), "*1": (1, 4)}, **options)
         clash.plan(clash.init(start), *data())
     nested = {"layers": [start()]}

@@ -1,7 +1,6 @@
-"""Which collectives travel together: from paths, shapes, dtypes and what was asked for to buckets. Arithmetic only.
+"""Buckets: which collectives are fused, from paths, shapes, dtypes and options.
 
-A bucket is one collective. Tensors share one only if kind, axes and dtype are the same. Their order is that of the
-model's leaves.
+A bucket is one collective. Its members have the same kind, mesh axes and dtype, in the order of the model's leaves.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ AUTO_MB = 64
 """The size of a bucket in mode "auto", MindSpore's."""
 
 KINDS = {"allreduce": "all-reduce", "allgather": "all-gather", "reducescatter": "reduce-scatter"}
-"""The context's names of kinds, and this library's."""
+"""MindSpore's names of kinds, and this library's."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FusionRule:
-    """How the collectives of one kind are put together."""
+    """How the collectives of one kind are fused."""
 
     mode: str = "size"
     """"size": up to `config` MB; "index": `config` holds the last index of each bucket; "off": each on its own."""
@@ -37,37 +36,37 @@ class FusionRule:
 
 @dataclasses.dataclass(frozen=True)
 class FusionOptions:
-    """What was asked for."""
+    """Which collectives to fuse."""
 
     rules: tuple[tuple[str, FusionRule], ...]
     """One for each kind."""
     ids: tuple[tuple[str, int], ...] = ()
-    """Path globs to the number of their bucket, 0 for a collective of its own; a path goes first, else the last that fits."""
+    """Path globs to bucket numbers, 0 for a collective of its own. A path has priority, then the last glob that matches."""
 
     def rule(self, kind: str) -> FusionRule:
         """The rule of "all-reduce", "all-gather" or "reduce-scatter"."""
         return dict(self.rules)[kind]
 
     def id_of(self, path: str) -> int | None:
-        """The number of a path's bucket, None where it was not said."""
+        """The bucket number of a path, None if the user gave none."""
         found = ruled([glob for glob, _ in self.ids], [path], lambda one, two: True).rules
         return self.ids[found[0]][1] if found else None
 
 
 @dataclasses.dataclass(frozen=True)
 class BucketMember:
-    """One array that a collective takes."""
+    """One operand of a collective."""
 
     path: str
     shape: tuple[int, ...]
     dtype: str
-    """As it travels: of a gradient summed in float32, "float32"."""
+    """That of the collective: "float32" for a gradient that is summed in float32."""
     kind: str
     axes: tuple[str, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one device puts in."""
+        """Bytes per device."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
@@ -79,24 +78,23 @@ class Bucket:
     axes: tuple[str, ...]
     dtype: str
     members: tuple[int, ...]
-    """Positions among the tensors."""
+    """Positions among the operands."""
     nbytes: int
 
 
 def fusion_of(settings: TrainingSettings, ids: Mapping[str, int] | None = None) -> FusionOptions | None:
-    """What the settings and the numbers by path ask for; None where nothing was said and XLA puts together what it likes.
+    """The fusion that settings and bucket numbers ask for; None leaves it to XLA.
 
     Args:
       settings: `comm_fusion` and `all_reduce_fusion_config` of it are read, if they were set.
       ids: path globs to bucket numbers from 1 up; 0 is a collective of its own.
 
     Raises:
-      ContextError: both settings say how all-reduces are put together.
-      StrategyError: a number below 0.
+      ContextError: both settings fuse all-reduces.
 
     >>> settings = TrainingSettings().changed("doc", comm_fusion={"allreduce": {"mode": "size", "config": 32}})
     >>> fusion_of(settings).rule("all-reduce")
-    Rule(mode='size', config=32)
+    FusionRule(mode='size', config=32)
     """
     config, indices = settings.comm_fusion, settings.all_reduce_fusion_config
     if config is None and indices is None and not ids:
@@ -107,7 +105,7 @@ def fusion_of(settings: TrainingSettings, ids: Mapping[str, int] | None = None) 
     }
     if indices is not None:
         if config["allreduce"]["mode"] != "auto":
-            fail(ContextError, "two settings say how all-reduces are put together",
+            fail(ContextError, "two settings fuse all-reduces",
                  where=f"comm_fusion['allreduce'] = {config['allreduce']}, all_reduce_fusion_config = {list(indices)}",
                  why="each is a rule of its own", fix="leave one of them out")  # fmt: skip
         rules["all-reduce"] = FusionRule("index", indices)
@@ -122,10 +120,10 @@ def _rule(config: Mapping[str, Any]) -> FusionRule:
 
 
 def id_problems(ids: Any) -> Iterator[Problem]:
-    """What is wrong with numbers by path."""
+    """What is wrong with `fusion`."""
     if not isinstance(ids, Mapping):
         yield Problem("`fusion` must be a dict of paths to numbers", f"fusion = {short(ids)}",
-                      "it says which parameters' collectives share a bucket", 'write {"layers/*/w": 1}',
+                      "it assigns parameters' collectives to buckets", 'write {"layers/*/w": 1}',
                       is_type=True)  # fmt: skip
         return
     for glob, number in ids.items():
@@ -136,21 +134,16 @@ def id_problems(ids: Any) -> Iterator[Problem]:
 
 
 def check_ids(fusion: FusionOptions, paths: Sequence[str]) -> None:
-    """Raise if a glob fits no path.
-
-    Raises:
-      StrategyError: naming each.
-    """
+    """Raise a StrategyError if a glob of `fusion` matches no path."""
     raise_problems(list(unmet("fusion", [glob for glob, _ in fusion.ids], paths, "trained parameter")))
 
 
 def buckets(tensors: Sequence[BucketMember], fusion: FusionOptions) -> tuple[Bucket, ...]:
-    """Each tensor in one bucket, in the order of their first members.
+    """Assign each operand to a bucket; buckets are in the order of their first members.
 
-    By size: a bucket is filled up to its size in bytes of the dtype at hand; a tensor that does not fit opens the next
-    and is charged to it. (MindSpore counts every element as four bytes, and does not charge the one that opens it.)
-    By index: counted among the tensors of the kind, each index being the last of its bucket, as MindSpore does and not
-    as its documentation says; what follows the last index is one more bucket.
+    By size: a bucket is filled up to its size in bytes, and an operand that does not fit opens the next bucket. (MindSpore
+    counts four bytes for every element, and does not count the operand that opens a bucket.) By index: each index is the
+    last operand of its bucket, counted among those of the kind, as in MindSpore's code.
 
     >>> rules = tuple((kind, FusionRule("index", (1,))) for kind in KINDS.values())
     >>> tensors = [BucketMember(f"w{i}", (2, 3), "float32", "all-reduce", ("data",)) for i in range(5)]
@@ -185,13 +178,13 @@ def buckets(tensors: Sequence[BucketMember], fusion: FusionOptions) -> tuple[Buc
 
 
 def compiler_options(fusion: FusionOptions | None, platform: str, explicit: Collection[str]) -> dict[str, Any]:
-    """What XLA is told, for one compile.
+    """XLA's options for one compile.
 
     Args:
-      fusion: what was asked for.
+      fusion: which collectives to fuse.
       platform: "cpu", "gpu" or "tpu".
-      explicit: kinds whose buckets are collectives of the program, which XLA's combiners are to leave alone; those of
-        the others are made by XLA's partitioner, and the combiners are given the size.
+      explicit: kinds whose buckets are collectives of the program, which XLA's combiners must not join. XLA's partitioner
+        inserts the others, and its combiners get the size.
 
     >>> rules = tuple((kind, FusionRule("size", 1)) for kind in KINDS.values())
     >>> compiler_options(FusionOptions(rules), "tpu", [])
@@ -207,8 +200,8 @@ def compiler_options(fusion: FusionOptions | None, platform: str, explicit: Coll
     return ({"xla_disable_hlo_passes": ",".join(passes)} if passes else {}) | sizes
 
 
-def unheard(fusion: FusionOptions | None, platform: str, explicit: Collection[str]) -> list[str]:
-    """What of it XLA has no option for, where its partitioner makes the collectives (those that are not explicit)."""
+def ignored_fusion(fusion: FusionOptions | None, platform: str, explicit: Collection[str]) -> list[str]:
+    """The parts of `fusion` without an XLA option, for collectives that its partitioner inserts (not `explicit`)."""
     if fusion is None or all(rule.mode == "off" for _, rule in fusion.rules):
         return []
     names = _THRESHOLDS.get(platform, {})

@@ -1,6 +1,6 @@
-"""Small functions worked out with NumPy, equation by equation: to try something out, nothing has to be compiled.
+"""Evaluate small functions with NumPy, equation by equation.
 
-An optimizer's update of a hundred parameters takes XLA a second to compile and is then run twice, on a few numbers.
+XLA needs about a second to compile an optimizer's update of a hundred parameters, for two calls on a few numbers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from jax import tree_util
 from jax.extend import core
 
 
-def tried(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, run by NumPy where NumPy has all that it does, else compiled.
+def numpy_jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`jax.jit` that evaluates with NumPy; it compiles a function with a primitive that has no row in `_BY_NUMPY`.
 
     >>> import jax.numpy as jnp
-    >>> run = tried(lambda x: {"y": jnp.sqrt(x).sum() + 1})
+    >>> run = numpy_jit(lambda x: {"y": jnp.sqrt(x).sum() + 1})
     >>> print(run(np.array([1.0, 4.0], np.float32))["y"])
     4.0
     """
@@ -67,13 +67,9 @@ def _broadcast(params: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
     return np.broadcast_to(x.reshape(shape), params["shape"])
 
 
-def _each(of: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda params, *xs: of(*xs)
-
-
 _CALLS = frozenset({"jit", "pjit"})
 _BY_NUMPY: Mapping[str, Callable[..., Any]] = {
-    **{name: _each(of) for name, of in {
+    **{name: lambda params, *xs, of=of: of(*xs) for name, of in {
         "abs": np.abs, "add": np.add, "add_any": np.add, "and": np.bitwise_and, "copy": np.array, "cos": np.cos, "div": np.divide,
         "eq": np.equal, "exp": np.exp, "ge": np.greater_equal, "gt": np.greater, "is_finite": np.isfinite,
         "le": np.less_equal, "log": np.log, "lt": np.less, "max": np.maximum, "min": np.minimum, "mul": np.multiply,
@@ -90,4 +86,4 @@ _BY_NUMPY: Mapping[str, Callable[..., Any]] = {
     "select_n": lambda params, which, *cases: np.choose(which.astype(int), cases),
     "squeeze": lambda params, x: x.squeeze(params["dimensions"]),
 }  # fmt: skip
-"""Primitives of optimizers. One that is not here makes `tried` compile the function."""
+"""Primitives of optimizers."""

@@ -1,7 +1,7 @@
-"""Reuse: repeated blocks of an unrolled model become one scanned body, their parameters stacked once, outside the step.
+"""Stack and scan repeated layers of an unrolled loss.
 
-A model of 24 layers written as a Python loop is traced, partitioned and compiled 24 times, and has 24 times the
-collectives. Where its layers are equal but for the parameters that they read, one is kept and scanned.
+JAX traces, partitions and compiles a Python loop over 24 layers 24 times, with 24 times the collectives. Where the layers
+differ only in the parameters they read, `scan_layers` keeps one and scans it over the stacked parameters.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import fnmatch
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,67 +25,68 @@ from shardfn.errors import Problem, raise_problems
 from shardfn.frontend.paths import join, tidy
 from shardfn.frontend.strategy import short
 from shardfn.ir.rewrite import bind_one, equation_line
-from shardfn.train.scan_layers.blocks import Program, Run, Step, program, runs, tokens
+from shardfn.train.flat_jaxpr import FlatEquation, FlatJaxpr
+from shardfn.train.scan_layers.repeated_blocks import BlockRun, find_runs, flatten_for_blocks, tokens
 
 DEFAULT_LIMIT = 1000
-"""The most blocks that one scan stands for, as `MS_COMM_COMPILER_OPT=-1` has it."""
+"""The largest number of blocks in one scan, that of MindSpore's `MS_COMM_COMPILER_OPT=-1`."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
-    """Parameters that are stacked: the same of each block."""
+class StackedGroup:
+    """Parameters that are stacked: the same parameter of each block."""
 
     name: str
-    """Their path, with "*" in place of what differs."""
+    """Their path, with "*" for the part that differs."""
     members: tuple[int, ...]
     """Positions among the leaves."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Folded:
-    """A run of blocks that became one."""
+class ScannedRun:
+    """Blocks that became one scan."""
 
     count: int
-    steps: int
+    equations: int
     """Equations in one block."""
     names: tuple[str, ...]
-    """The parameters that it reads, stacked."""
+    """The stacked parameters that it reads."""
 
     def __str__(self) -> str:
-        return f"{self.count} blocks of {self.steps} equations are one: {', '.join(self.names)}"
+        return f"{self.count} blocks of {self.equations} equations are scanned: {', '.join(self.names)}"
 
 
 @dataclasses.dataclass(frozen=True)
 class ScannedLoss:
-    """A loss with its blocks folded, and the way between parameters and stacked ones."""
+    """A loss with its repeated layers scanned; `scan_layers` makes it."""
 
     loss: Callable[..., Any]
-    """Takes stacked parameters in the place of the parameters."""
+    """`(stacked parameters, *batch) -> loss`."""
     stack: Callable[[Any], dict[str, Any]]
-    """Parameters to stacked ones: a dict by path."""
+    """Parameters to stacked parameters, a dict by path."""
     unstack: Callable[[Mapping[str, Any]], Any]
-    folded: tuple[Folded, ...]
+    """The inverse of `stack`."""
+    runs: tuple[ScannedRun, ...]
     diagnostics: tuple[str, ...]
-    """Why blocks that look alike were not folded."""
-    groups: tuple[Group, ...]
+    """Why layers that look alike were not scanned."""
+    groups: tuple[StackedGroup, ...]
 
     def explain(self) -> str:
-        """What was folded, and what was not and why."""
-        lines = [str(one) for one in self.folded] or ["nothing is folded"]
-        return "\n".join([*lines, *self.diagnostics])
+        """Which layers are scanned; which are not, and why."""
+        return "\n".join([*(map(str, self.runs) if self.runs else ["no layers are scanned"]), *self.diagnostics])
 
 
-def limit_of(reuse: Any) -> int | None:
-    """The most blocks in one scan; None for no reuse.
+def scan_limit(reuse: Any) -> int | None:
+    """The largest number of blocks in one scan; None for no scan.
 
     Args:
-      reuse: None or False for none; "auto", True or -1 for the default limit; a positive int for another one. Numbers
-        may be text, as the environment has them: `reuse=os.environ.get("MS_COMM_COMPILER_OPT")`.
+      reuse: None or False for no scan; "auto", True or -1 for the default limit; or a positive int. Numbers may be text,
+        as in `reuse=os.environ.get("MS_COMM_COMPILER_OPT")`.
 
     Raises:
       StrategyError, StrategyTypeError: anything else.
 
-    >>> limit_of("auto"), limit_of(-1), limit_of("12"), limit_of(None)
+    >>> scan_limit("auto"), scan_limit(-1), scan_limit("12"), scan_limit(None)
     (1000, 1000, 12, None)
     """
     raise_problems(list(reuse_problems(reuse)))
@@ -97,29 +98,29 @@ def limit_of(reuse: Any) -> int | None:
 
 def reuse_problems(reuse: Any) -> Iterator[Problem]:
     """What is wrong with `reuse`."""
-    fits = reuse is None or isinstance(reuse, bool) or reuse == "auto"
-    if isinstance(reuse, str) and re.fullmatch(r"-?[0-9]+", reuse):
-        reuse = int(reuse)
-    if not (fits or (isinstance(reuse, int) and (reuse == -1 or reuse > 0))):
-        yield Problem(f"`reuse` cannot be {short(reuse)}", f"reuse = {short(reuse)}",
-                      "it is the most blocks that one body stands for", 'write "auto", -1 (1000) or a positive int',
-                      is_type=not isinstance(reuse, int | str))  # fmt: skip
+    if reuse is None or isinstance(reuse, bool) or reuse == "auto":
+        return
+    number = int(reuse) if isinstance(reuse, str) and re.fullmatch(r"-?[0-9]+", reuse) else reuse
+    if not isinstance(number, int) or (number != -1 and number < 1):
+        yield Problem(f"`reuse` cannot be {short(number)}", f"reuse = {short(number)}",
+                      "it is the largest number of blocks in one scan", 'write "auto", -1 (1000) or a positive int',
+                      is_type=not isinstance(number, int | str))  # fmt: skip
 
 
-def fold(
+def scan_layers(
     loss_fn: Callable[..., Any], params: Any, *batch: Any, limit: int = DEFAULT_LIMIT, recomputed: int = 0
 ) -> ScannedLoss:
-    """Fold the repeated blocks of a loss function.
+    """Stack and scan the repeated layers of a loss function.
 
     Args:
       loss_fn: `(params, *batch) -> anything`; it is traced.
       params: a pytree of arrays or shapes.
-      batch: arrays or shapes; the folded loss takes others too, for which it is traced anew.
-      limit: the most blocks that one scan stands for.
-      recomputed: so many of the blocks of each run, the first ones, are worked out again in the backward pass.
+      *batch: arrays or shapes. The scanned loss is traced anew for others.
+      limit: the largest number of blocks in one scan.
+      recomputed: how many blocks of each run, the first ones, the backward pass rematerialises.
 
     Returns:
-      A `ScannedLoss`. Where nothing repeats its loss is the one given, on a dict of the same arrays.
+      The scanned loss. If no layer repeats, it is `loss_fn` on a dict of the same arrays.
 
     >>> import jax.numpy as jnp
     >>> def loss(params, x):
@@ -127,74 +128,75 @@ def fold(
     ...         x = jnp.tanh(x @ layer["w"])
     ...     return x.sum()
     >>> params = {"layers": [{"w": jnp.full((3, 3), i / 9.0)} for i in range(4)]}
-    >>> made = fold(loss, params, jnp.ones((2, 3)))
-    >>> print(made.explain())
-    4 blocks of 2 equations are one: layers/*/w
-    >>> made.stack(params)["layers/*/w"].shape
+    >>> scanned = scan_layers(loss, params, jnp.ones((2, 3)))
+    >>> print(scanned.explain())
+    4 blocks of 2 equations are scanned: layers/*/w
+    >>> scanned.stack(params)["layers/*/w"].shape
     (4, 3, 3)
-    >>> bool(jnp.allclose(made.loss(made.stack(params), jnp.ones((2, 3))), loss(params, jnp.ones((2, 3)))))
+    >>> bool(jnp.allclose(scanned.loss(scanned.stack(params), jnp.ones((2, 3))), loss(params, jnp.ones((2, 3)))))
     True
     """
     keyed, treedef = tree_util.tree_flatten_with_path(params)
     paths = [tidy(join("", key)) for key, _ in keyed]
     shapes = [(tuple(x.shape), str(x.dtype)) for _, x in keyed]
-    traced = _tracer(loss_fn)
-    made, found, _ = traced(params, batch)
+    trace = _tracer(loss_fn)
+    flat, found, _ = trace(params, batch)
     groups = _groups(found, paths, shapes)
-    grouped = {member: (i, j) for i, group in enumerate(groups) for j, member in enumerate(group.members)}
-    names = [None if i in grouped else path for i, path in enumerate(paths)]
+    place = {member: (group.name, j) for group in groups for j, member in enumerate(group.members)}
 
-    def stack(given: Any) -> dict[str, Any]:
-        leaves = treedef.flatten_up_to(given)
-        rest = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name is not None}
+    def stack(params: Any) -> dict[str, Any]:
+        leaves = treedef.flatten_up_to(params)
+        rest = {path: leaf for i, (path, leaf) in enumerate(zip(paths, leaves, strict=True)) if i not in place}
         return rest | {group.name: _stacked([leaves[i] for i in group.members]) for group in groups}
 
     def leaf_of(stacked: Mapping[str, Any], i: int) -> Any:
-        name = names[i]
-        return stacked[name] if name is not None else stacked[groups[grouped[i][0]].name][grouped[i][1]]
+        if i not in place:
+            return stacked[paths[i]]
+        name, j = place[i]
+        return stacked[name][j]
 
     def unstack(stacked: Mapping[str, Any]) -> Any:
         return tree_util.tree_unflatten(treedef, [leaf_of(stacked, i) for i in range(len(paths))])
 
-    def folded_loss(stacked: Mapping[str, Any], *given: Any) -> Any:
-        found: list[Any] = []  # by values and not by shapes: within a shard_map they say what differs between devices
-        jax.eval_shape(lambda values: found.extend(traced(unstack(values), given)), dict(stacked))
-        here, repeated, structure = found
-        whole = {group.members: stacked[group.name] for group in groups}
+    def loss(stacked: Mapping[str, Any], *batch: Any) -> Any:
+        traced: list[Any] = []  # from values, not shapes: in a shard_map they tell what varies between devices
+        jax.eval_shape(lambda values: traced.extend(trace(unstack(values), batch)), dict(stacked))
+        flat, runs, structure = traced
+        stacks = {group.members: stacked[group.name] for group in groups}
         inputs = [lambda i=i: leaf_of(stacked, i) for i in range(len(paths))]
-        inputs += [lambda x=x: x for x in tree_util.tree_leaves(given)]
-        flat = _evaluate(here, repeated, inputs, whole, limit, recomputed)
-        return tree_util.tree_unflatten(structure, flat)
+        inputs += [lambda x=x: x for x in tree_util.tree_leaves(batch)]
+        return tree_util.tree_unflatten(structure, _evaluate(flat, runs, inputs, stacks, limit, recomputed))
 
-    reports = [_report(run, groups) for run in found]
-    kept = tuple(report for report in reports if report.names)
-    diagnostics = tuple(_unfolded(made, groups, paths, shapes))
-    return ScannedLoss(folded_loss, stack, unstack, kept, diagnostics, groups)
+    reports = [
+        ScannedRun(run.count, run.period, tuple(g.name for g in groups if g.members in _slots(run))) for run in found
+    ]
+    diagnostics = tuple(_not_scanned(flat, groups, paths, shapes))
+    return ScannedLoss(loss, stack, unstack, tuple(one for one in reports if one.names), diagnostics, groups)
 
 
-def _tracer(loss_fn: Callable[..., Any]) -> Callable[[Any, Any], tuple[Program, list[Run], Any]]:
-    """From parameters and a batch to the loss's program, its runs, and the structure of what it gives.
+def _tracer(loss_fn: Callable[..., Any]) -> Callable[[Any, Any], tuple[FlatJaxpr, list[BlockRun], Any]]:
+    """From parameters and a batch to the flat jaxpr of the loss, its runs, and the structure of its result.
 
-    `jit` knows when a trace holds again (shapes, what differs between devices, settings); a step asks several times.
+    `jit` caches the trace by shapes, varying axes and settings.
     """
     jitted = jax.jit(lambda *args: loss_fn(*args))
-    known: dict[int, tuple[Any, Program, list[Run]]] = {}  # by the jaxpr, which is kept so that its id stays its own
+    known: dict[int, tuple[Any, FlatJaxpr, list[BlockRun]]] = {}  # by the jaxpr's id, which keeps the jaxpr alive
 
-    def traced(params: Any, batch: Any) -> tuple[Program, list[Run], Any]:
-        found = jitted.trace(params, *batch)
-        key, structure = found.jaxpr, tree_util.tree_structure(found.out_info)
-        if id(key) in known:
-            return *known[id(key)][1:], structure
-        closed = key
+    def trace(params: Any, batch: Any) -> tuple[FlatJaxpr, list[BlockRun], Any]:
+        traced = jitted.trace(params, *batch)
+        closed, structure = traced.jaxpr, tree_util.tree_structure(traced.out_info)
+        if (key := id(closed)) in known:
+            return *known[key][1:], structure
+        cached = closed
         if len(closed.jaxpr.invars) != len(tree_util.tree_leaves((params, batch))):  # it closes over arrays
             closed = jax.make_jaxpr(loss_fn)(params, *batch)
-        made = program(closed, len(tree_util.tree_leaves(params)))
-        repeated = runs(made)
-        if not any(isinstance(x, Tracer) for x in closed.consts):  # else it holds in this trace alone
-            known[id(key)] = key, made, repeated
-        return made, repeated, structure
+        flat = flatten_for_blocks(closed, len(tree_util.tree_leaves(params)))
+        runs = find_runs(flat)
+        if not any(isinstance(x, Tracer) for x in closed.consts):  # else it is valid in this trace alone
+            known[key] = cached, flat, runs
+        return flat, runs, structure
 
-    return traced
+    return trace
 
 
 def _stacked(leaves: Sequence[Any]) -> Any:
@@ -202,130 +204,112 @@ def _stacked(leaves: Sequence[Any]) -> Any:
     if isinstance(first, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype)
     if all(isinstance(leaf, bool | np.ndarray | np.generic) for leaf in leaves):
-        return np.stack(leaves)  # stays in the host's memory, and what it is where `init` is traced
+        return np.stack(leaves)  # stays in host memory, and concrete where `init` is traced
     return jnp.stack(leaves)
 
 
-def _groups(found: Sequence[Run], paths: Sequence[str], shapes: Sequence[Any]) -> tuple[Group, ...]:
-    """What is stacked: leaves that the blocks of a run read in one place, each in one group only."""
-    groups: list[Group] = []
+def _groups(runs: Sequence[BlockRun], paths: Sequence[str], shapes: Sequence[Any]) -> tuple[StackedGroup, ...]:
+    """The parameters that the blocks of a run read in one place, each in one group only."""
+    groups: list[StackedGroup] = []
     taken: set[int] = set()
-    for run in found:
+    for run in runs:
         for slot in run.wiring.scanned:
-            if any(isinstance(v, core.Literal) or v >= len(paths) for v in slot) or len(set(slot)) < len(slot):
+            if not _is_numbered(slot) or max(slot) >= len(paths) or len(set(slot)) < len(slot):
                 continue
             if taken & set(slot) or len({shapes[v] for v in slot}) > 1:
                 continue
             taken |= set(slot)
-            name = _name([paths[int(v)] for v in slot])
+            name = _common_path([paths[int(v)] for v in slot])
             while name in {g.name for g in groups} | set(paths):
                 name += "*"
-            groups.append(Group(name, tuple(slot)))
+            groups.append(StackedGroup(name, tuple(slot)))
     return tuple(groups)
 
 
-def _name(paths: Sequence[str]) -> str:
+def _common_path(paths: Sequence[str]) -> str:
+    """One path for several, with `*` in place of the number that differs.
+
+    >>> _common_path(["layer0/0/w", "layer1/1/w"])
+    'layer*/*/w'
+    """
     parts = [path.split("/") for path in paths]
     if len({len(p) for p in parts}) > 1:
         return paths[0] + "..."
-    return "/".join(column[0] if len(set(column)) == 1 else _common(column) for column in zip(*parts, strict=True))
+    names = []
+    for column in zip(*parts, strict=True):
+        heads = {re.sub(r"\d+$", "", word) for word in column}
+        names.append(column[0] if len(set(column)) == 1 else heads.pop() + "*" if len(heads) == 1 else "*")
+    return "/".join(names)
 
 
-def _common(words: Sequence[str]) -> str:
-    """`layer0`, `layer1` to `layer*`.
-
-    >>> _common(["layer0", "layer1"]), _common(["0", "1"])
-    ('layer*', '*')
-    """
-    heads = {re.sub(r"\d+$", "", word) for word in words}
-    return heads.pop() + "*" if len(heads) == 1 else "*"
-
-
-def _is_values(slot: Sequence[Any]) -> bool:
+def _is_numbered(slot: Sequence[Any]) -> bool:
+    """Whether the blocks read values here and no literals, which are not hashable."""
     return not any(isinstance(v, core.Literal) for v in slot)
 
 
-def _values(run: Run) -> list[tuple[Any, ...]]:
-    """What the blocks of a run read in turn, literals left out: those are not hashable."""
-    return [slot for slot in run.wiring.scanned if _is_values(slot)]
+def _slots(run: BlockRun) -> set[tuple[Any, ...]]:
+    """The values that the blocks of a run read in turn."""
+    return set(filter(_is_numbered, run.wiring.scanned))
 
 
-def _report(run: Run, groups: Sequence[Group]) -> Folded:
-    slots = set(_values(run))
-    return Folded(run.count, run.period, tuple(g.name for g in groups if g.members in slots))
-
-
-# ---- the folded program
+# ---- evaluate the scanned loss
 
 
 def _evaluate(
-    made: Program, found: Sequence[Run], inputs: Sequence[Callable[[], Any]], whole: Mapping[tuple[int, ...], Any],
-    limit: int, recomputed: int,
+    flat: FlatJaxpr, runs: Sequence[BlockRun], inputs: Sequence[Callable[[], Any]],
+    stacks: Mapping[tuple[int, ...], Any], limit: int, recomputed: int,
 ) -> list[Any]:  # fmt: skip
-    env: dict[int, Any] = dict(made.consts)
-    starts = {run.start: run for run in found if any(slot in whole for slot in _values(run))}
-    read_later = _read_outside(made, starts.values())
+    env: dict[int, Any] = dict(flat.consts)
+    starts = {run.start: run for run in runs if _slots(run) & stacks.keys()}
+    read_later = _read_outside(flat, starts.values())
 
     def read(v: Any) -> Any:
         if isinstance(v, core.Literal):
             return v.val
-        if v not in env and v < made.inputs:
+        if v not in env and v < flat.inputs:
             env[v] = inputs[v]()
         return env[v]
 
     i = 0
-    while i < len(made.steps):
-        run = starts.get(i)
-        if run is None:
-            step = made.steps[i]
-            env |= zip(step.makes, bind_one(step.eqn, [read(v) for v in step.reads]), strict=True)
-            i += 1
+    while i < len(flat.equations):
+        if i in starts:
+            _scan(flat, starts[i], env, read, stacks, limit, recomputed, read_later)
+            i = starts[i].stop
         else:
-            _scan(made, run, env, read, whole, limit, recomputed, read_later)
-            i = run.stop
-    return [read(v) for v in made.outputs]
+            one = flat.equations[i]
+            env |= zip(one.outputs, bind_one(one.eqn, list(map(read, one.inputs))), strict=True)
+            i += 1
+    return list(map(read, flat.outputs))
 
 
-def _read_outside(made: Program, folded: Any) -> set[int]:
-    """What steps outside a run, or the results, read."""
-    inside = {i for run in folded for i in range(run.start, run.stop)}
-    found = {v for v in made.outputs if not isinstance(v, core.Literal)}
-    for i, step in enumerate(made.steps):
-        if i not in inside:
-            found |= {v for v in step.reads if not isinstance(v, core.Literal)}
-    for run in folded:  # and what another run reads of it
-        found |= {v for slot in run.wiring.scanned for v in slot if not isinstance(v, core.Literal)}
-        found |= {init for *_, init in run.wiring.carried}
-        found |= {where for row in run.wiring.slots for kind, where in row if kind == "fixed"}
-    return found
+def _read_outside(flat: FlatJaxpr, runs: Iterable[BlockRun]) -> set[int]:
+    """The values that equations outside a run, other runs, or the results read."""
+    inside = {i for run in runs for i in range(run.start, run.stop)}
+    found = [*flat.outputs, *(v for i, one in enumerate(flat.equations) if i not in inside for v in one.reads)]
+    for run in runs:
+        found += [v for slot in run.wiring.scanned for v in slot]
+        found += [init for *_, init in run.wiring.carried]
+        found += [where for row in run.wiring.inputs for kind, where in row if kind == "fixed"]
+    return {v for v in found if not isinstance(v, core.Literal)}
 
 
 def _scan(
-    made: Program, run: Run, env: dict[int, Any], read: Callable[[Any], Any], whole: Mapping[tuple[int, ...], Any],
-    limit: int, recomputed: int, read_later: set[int],
+    flat: FlatJaxpr, run: BlockRun, env: dict[int, Any], read: Callable[[Any], Any],
+    stacks: Mapping[tuple[int, ...], Any], limit: int, recomputed: int, read_later: set[int],
 ) -> None:  # fmt: skip
-    wiring, block = run.wiring, made.steps[run.start : run.start + run.period]
-    wanted = [  # what each block makes that is read after the run
-        (r, o)
-        for r in range(run.period)
-        for o in range(len(block[r].makes))
-        if any(made.steps[run.start + j * run.period + r].makes[o] in read_later for j in range(run.count))
-    ]
-    lasting = {(step, output) for step, output, _ in wiring.carried}
-    only_last = {
-        (r, o) for r, o in wanted
-        if (r, o) in lasting
-        and not any(made.steps[run.start + j * run.period + r].makes[o] in read_later for j in range(run.count - 1))
-    }  # fmt: skip
-    collected = [at for at in wanted if at not in only_last]
-    fixed = {where: read(where) for row in wiring.slots for kind, where in row if kind == "fixed"}
+    wiring, block = run.wiring, flat.equations[run.start : run.start + run.period]
+    made = lambda j, r, o: flat.equations[run.start + j * run.period + r].outputs[o]  # noqa: E731
+    carries = {(r, o): k for k, (r, o, _) in enumerate(wiring.carried)}
+    collected, only_last = [], []  # results that are read after the run: of several blocks, of the last one alone
+    for r, o in [(r, o) for r, one in enumerate(block) for o in range(len(one.outputs))]:
+        readers = [j for j in range(run.count) if made(j, r, o) in read_later]
+        if readers:
+            (only_last if (r, o) in carries and readers == [run.count - 1] else collected).append((r, o))
+    fixed = {where: read(where) for row in wiring.inputs for kind, where in row if kind == "fixed"}
     scanned = tuple(
-        whole[slot]
-        if _is_values(slot) and slot in whole
-        else jnp.stack([jnp.asarray(read(v)) if isinstance(v, core.Literal) else read(v) for v in slot])
+        stacks[slot] if _is_numbered(slot) and slot in stacks else jnp.stack([_value(v, read) for v in slot])
         for slot in wiring.scanned
     )
-    carried = tuple(read(init) for *_, init in wiring.carried)
 
     def body(carry: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[Any, Any]:
         local: dict[tuple[int, int], Any] = {}
@@ -333,97 +317,90 @@ def _scan(
             "literal": lambda where: where.val, "local": lambda where: local[where], "carried": lambda where: carry[where],
             "fixed": lambda where: fixed[where], "scanned": lambda where: xs[where],
         }  # fmt: skip
-        for r, step in enumerate(block):
-            out = bind_one(step.eqn, [look[kind](where) for kind, where in wiring.slots[r]])
+        for r, one in enumerate(block):
+            out = bind_one(one.eqn, [look[kind](where) for kind, where in wiring.inputs[r]])
             local |= {(r, o): y for o, y in enumerate(out)}
-        return tuple(local[step, output] for step, output, _ in wiring.carried), tuple(local[at] for at in collected)
+        return tuple(local[r, o] for r, o, _ in wiring.carried), tuple(local[at] for at in collected)
 
-    carried = tuple(_as(x, made.avals[init]) for x, (*_, init) in zip(carried, wiring.carried, strict=True))
-    pieces: list[Any] = []
-    for low, high, again in _stretches(run.count, limit, recomputed):
+    carry = tuple(_as_array(read(init), flat.avals[init]) for *_, init in wiring.carried)
+    parts: list[Any] = []
+    for low, high, rematerialise in _scan_ranges(run.count, limit, recomputed):
         xs = scanned if (low, high) == (0, run.count) else tuple(x[low:high] for x in scanned)
-        carried, ys = lax.scan(
-            jax.checkpoint(body, prevent_cse=False) if again else body, carried, xs, length=high - low
+        carry, ys = lax.scan(
+            jax.checkpoint(body, prevent_cse=False) if rematerialise else body, carry, xs, length=high - low
         )
-        pieces.append(ys)
+        parts.append(ys)
     for k, at in enumerate(collected):
-        column = jnp.concatenate([ys[k] for ys in pieces]) if len(pieces) > 1 else pieces[0][k]
-        for j in range(run.count):
-            env[made.steps[run.start + j * run.period + at[0]].makes[at[1]]] = column[j]
-    for at in only_last:
-        which = next(i for i, (step, output, _) in enumerate(wiring.carried) if (step, output) == at)
-        env[made.steps[run.stop - run.period + at[0]].makes[at[1]]] = carried[which]
+        column = jnp.concatenate([ys[k] for ys in parts]) if len(parts) > 1 else parts[0][k]
+        env |= {made(j, *at): column[j] for j in range(run.count)}
+    env |= {made(run.count - 1, *at): carry[carries[at]] for at in only_last}
 
 
-def _as(x: Any, aval: Any) -> Any:
-    return jnp.asarray(x, aval.dtype) if not isinstance(x, jax.Array) else x
+def _value(v: Any, read: Callable[[Any], Any]) -> Any:
+    return jnp.asarray(v.val) if isinstance(v, core.Literal) else read(v)
 
 
-def _stretches(count: int, limit: int, recomputed: int) -> Iterator[tuple[int, int, bool]]:
-    """From where to where each scan goes, and whether it is recomputed.
+def _as_array(x: Any, aval: Any) -> Any:
+    return x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)
 
-    >>> list(_stretches(10, 4, 0)), list(_stretches(4, 1000, 3))
+
+def _scan_ranges(count: int, limit: int, recomputed: int) -> Iterator[tuple[int, int, bool]]:
+    """The blocks of each scan, and whether the backward pass rematerialises them.
+
+    >>> list(_scan_ranges(10, 4, 0)), list(_scan_ranges(4, 1000, 3))
     ([(0, 4, False), (4, 8, False), (8, 10, False)], [(0, 3, True), (3, 4, False)])
     """
-    for low, high, again in ((0, min(recomputed, count), True), (min(recomputed, count), count, False)):
+    split = min(recomputed, count)
+    for low, high, rematerialise in ((0, split, True), (split, count, False)):
         for start in range(low, high, limit):
-            yield start, min(start + limit, high), again
+            yield start, min(start + limit, high), rematerialise
 
 
 # ---- why not
 
 
-def _unfolded(made: Program, groups: Sequence[Group], paths: Sequence[str], shapes: Sequence[Any]) -> Iterator[str]:
-    """For parameters that differ by a number in their path and are not stacked: the first thing that differs."""
+def _not_scanned(
+    flat: FlatJaxpr, groups: Sequence[StackedGroup], paths: Sequence[str], shapes: Sequence[Any]
+) -> Iterator[str]:
+    """For parameters that differ by a number in their path and are not stacked: the first difference."""
     grouped = {member for group in groups for member in group.members}
     families: dict[str, list[int]] = collections.defaultdict(list)
     for i, path in enumerate(paths):
         if i not in grouped and re.search(r"\d", path):
             families[re.sub(r"\d+", "*", path, count=1)].append(i)
-    sizes: list[str] = []
     roots: dict[str, list[str]] = collections.defaultdict(list)
-    for name, members in families.items():
-        if len(members) < 2:
-            continue
-        odd = next((i for i in members if shapes[i] != shapes[members[0]]), None)
+    shape = lambda i: f"{shapes[i][1]}{list(shapes[i][0])}"  # noqa: E731
+    for name, (first, *rest) in families.items():
+        odd = next((i for i in rest if shapes[i] != shapes[first]), None)
         if odd is not None:
-            sizes.append(
-                f"{name} is not folded: {paths[odd]} is {_shape(shapes[odd])}, {paths[members[0]]} {_shape(shapes[members[0]])}"
-            )
-        else:
+            yield f"{name} is not scanned: {paths[odd]} is {shape(odd)}, {paths[first]} {shape(first)}"
+        elif rest:
             roots[name.split("*")[0] + "*"].append(name)
-    yield from sizes
     for root, names in roots.items():
         shown = ", ".join([*names[:4], *(["..."] if len(names) > 4 else [])])
-        yield f"{root} is not folded: {_difference(made, root, paths)} ({shown})"
+        yield f"{root} is not scanned: {_difference(flat, root, paths)} ({shown})"
 
 
-def _difference(made: Program, root: str, paths: Sequence[str]) -> str:
-    """The first step that two blocks side by side do not share, a block being what runs from one's first parameter on."""
+def _difference(flat: FlatJaxpr, root: str, paths: Sequence[str]) -> str:
+    """The first different equation of neighbouring blocks; a block begins where its first parameter is read."""
     head = root.removesuffix("*")
     first: dict[int, int] = {}
-    for at, step in enumerate(made.steps):
-        for v in step.reads:
-            if not isinstance(v, core.Literal) and v < len(paths) and fnmatch.fnmatchcase(paths[int(v)], root):
-                number = re.match(r"\d+", paths[int(v)][len(head) :])
+    for at, one in enumerate(flat.equations):
+        for v in one.reads:
+            if v < len(paths) and fnmatch.fnmatchcase(paths[v], root):
+                number = re.match(r"\d+", paths[v][len(head) :])
                 if number:
                     first.setdefault(int(number[0]), at)
-    starts = sorted((at, number) for number, at in first.items())
-    numbers = tokens(made)
-    for (a, one), (b, other) in itertools.pairwise(starts):
-        end = min(b - a, len(numbers) - b)
-        for k in range(end):
+    numbers = tokens(flat)
+    for (a, one), (b, other) in itertools.pairwise(sorted((at, number) for number, at in first.items())):
+        for k in range(min(b - a, len(numbers) - b)):
             if numbers[a + k] != numbers[b + k]:
-                x, y = made.steps[a + k], made.steps[b + k]
-                return f"block {one} has `{_said(x)}` where block {other} has `{_said(y)}`"
-    return "its blocks are wired in different ways, or do not follow one another"
+                x, y = _described(flat.equations[a + k]), _described(flat.equations[b + k])
+                return f"block {one} has `{x}` where block {other} has `{y}`"
+    return "its blocks read their inputs from different places, or do not follow one another"
 
 
-def _said(step: Step) -> str:
-    made = f"{step.eqn.primitive.name} {', '.join(v.aval.str_short() for v in step.eqn.outvars)}"
-    line = equation_line(step.eqn)
-    return f"{made} ({line})" if line else made
-
-
-def _shape(shape: tuple[tuple[int, ...], str]) -> str:
-    return f"{shape[1]}{list(shape[0])}"
+def _described(one: FlatEquation) -> str:
+    text = f"{one.eqn.primitive.name} {', '.join(v.aval.str_short() for v in one.eqn.outvars)}"
+    line = equation_line(one.eqn)
+    return f"{text} ({line})" if line else text

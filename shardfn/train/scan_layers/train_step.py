@@ -1,4 +1,4 @@
-"""A training step whose loss is folded: whether the optimizer allows it, how many blocks to recompute, and what it costs."""
+"""Scan the layers of a training step's loss: whether the optimizer allows it, and how many layers to rematerialise."""
 
 from __future__ import annotations
 
@@ -18,193 +18,176 @@ from shardfn.errors import Problem, StrategyError, fail
 from shardfn.frontend.byte_sizes import bytes_of
 from shardfn.frontend.strategy import short
 from shardfn.ir.rewrite import inner
-from shardfn.train.scan_layers.numpy_eval import tried
-from shardfn.train.scan_layers.scan import ScannedLoss, fold
+from shardfn.train.pipelines.trace_loss import dot_flops
+from shardfn.train.scan_layers.numpy_eval import numpy_jit
+from shardfn.train.scan_layers.scan import ScannedLoss, scan_layers
 from shardfn.train.steps.state import ModelParts
 
 
 @dataclasses.dataclass(frozen=True)
-class Chosen:
-    """How many blocks are recomputed, and what that costs. All of it is reckoned from shapes."""
+class RematChoice:
+    """How many blocks the backward pass rematerialises, and the modelled cost, from shapes.
+
+    Bytes and operations are per device, for a batch that is sharded over all devices.
+    """
 
     blocks: int
     of: int
     kept_bytes: int
-    """Bytes of activations on a device between the passes; the batch is taken to be cut over all devices."""
+    """Activations kept between forward and backward pass."""
     kept_bytes_before: int
+    """The same without rematerialisation."""
     limit: int | None
-    """Bytes that activations may take; None where you said how many blocks."""
+    """Bytes that activations may take; None if the user gave the number of blocks."""
     flops_again: int
-    """Floating-point operations of a device that run twice."""
+    """Floating-point operations that run twice."""
 
     def __str__(self) -> str:
         limit = "" if self.limit is None else f" (limit {self.limit:,})"
         return (
-            f"{self.blocks} of {self.of} blocks are recomputed: activations take {self.kept_bytes:,} B on a device instead of "
-            f"{self.kept_bytes_before:,}{limit}, for {self.flops_again:,} floating-point operations again"
+            f"{self.blocks} of {self.of} blocks are rematerialised: activations take {self.kept_bytes:,} B per device instead "
+            f"of {self.kept_bytes_before:,}{limit}, for {self.flops_again:,} more floating-point operations"
         )
 
 
-def folding_of(
+def scan_step_loss(
     parts: ModelParts, model: Any, batch: tuple[Any, ...], loss_fn: Callable[..., Any], optimizer: Any, limit: int,
 ) -> ScannedLoss:  # fmt: skip
-    """The folding of a step's loss; one that folds nothing, and says why, where it must not be folded.
+    """The step's loss with scanned layers; without groups, and with the reason, where scanning would change results.
 
     Raises:
       StrategyError: no batch was given.
     """
     if not batch:
-        fail(StrategyError, "blocks are found in the loss, which needs a batch", where="init(params)",
-             why="with `reuse` or `recompute` the state depends on what the loss does",
+        fail(StrategyError, "`reuse` and `recompute` need a batch in `init`", where="init(params)",
+             why="the repeated layers are found in the loss, and the state depends on them",
              fix="give `init` a batch too, or its shapes: init(params, *batch)")  # fmt: skip
-    arrays = parts.arrays(model)
     changes = False
 
-    def loss(given: Any, *batch: Any) -> Any:
+    def loss(arrays: Any, *batch: Any) -> Any:
         nonlocal changes
-        used = parts.model(given)
+        used = parts.model(arrays)
         value = loss_fn(used, *batch)
-        after = zip(tree_util.tree_leaves(given), tree_util.tree_leaves(parts.arrays(used)), strict=True)
+        after = zip(tree_util.tree_leaves(arrays), tree_util.tree_leaves(parts.arrays(used)), strict=True)
         changes = changes or any(a is not b for a, b in after)
         return value
 
-    shapes = tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), (arrays, batch))
-    made = fold(loss, shapes[0], *shapes[1], limit=limit)
+    shape = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))  # noqa: E731
+    params, batch = tree_util.tree_map(shape, (parts.arrays(model), batch))
+    scanned = scan_layers(loss, params, *batch, limit=limit)
     if changes:
-        return _not(
-            made, "the loss changes the model's state (batch statistics, counters), which blocks keep each their own"
-        )
-    why = whole_leaves(optimizer, made, shapes[0]) if made.groups else ""
-    return _not(made, why) if why else made
+        why = "the loss changes the model's state (batch statistics, counters), and each block has its own"
+    else:
+        why = _optimizer_objection(optimizer, scanned, params) if scanned.groups else ""
+    return dataclasses.replace(scanned, runs=(), groups=(), diagnostics=(why, *scanned.diagnostics)) if why else scanned
 
 
-def _not(made: ScannedLoss, why: str) -> ScannedLoss:
-    return dataclasses.replace(made, folded=(), groups=(), diagnostics=(why, *made.diagnostics))
+def _optimizer_objection(optimizer: Any, scanned: ScannedLoss, params: Any) -> str:
+    """Why an optimizer updates stacked parameters differently, empty if it does not.
 
-
-def whole_leaves(optimizer: Any, made: ScannedLoss, params: Any) -> str:
-    """Why an optimizer does something else to stacked parameters, empty if it does not.
-
-    Tried on small arrays of the same structure and number of dims, and by the sizes of its states on the real shapes.
+    It is run on small arrays of the same structure and rank, and the sizes of its states on the real shapes are compared.
     """
-    params = tree_util.tree_map(_numbers, params)
-    few = tree_util.tree_map(lambda x: np.zeros([min(n, 4) for n in x.shape], x.dtype), params)
+    as_numbers = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731  # random keys are not optimised
+    params = tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(x.shape, np.uint32) if as_numbers(x) else x, params)
     rng = np.random.default_rng(0)
-    draw = lambda tree: tree_util.tree_map(lambda x: rng.normal(size=x.shape).astype(x.dtype), tree)  # noqa: E731
-    trial, grads = draw(few), [draw(few), draw(few)]
-    name = "the optimizer works on each parameter as a whole (a norm, a mask, a factored state)"
+    sample = lambda x: rng.normal(size=[min(n, 4) for n in x.shape]).astype(x.dtype)  # noqa: E731
+    small, *grads = (tree_util.tree_map(sample, params) for _ in range(3))
     try:
-        with jax.ensure_compile_time_eval():  # `init` may be traced itself
-            alone = _after(optimizer, trial, grads)
-            together = made.unstack(_after(optimizer, made.stack(trial), [made.stack(g) for g in grads]))
-        real = [
+        with jax.ensure_compile_time_eval():  # `init` itself may be traced
+            alone = _updated(optimizer, small, grads)
+            together = scanned.unstack(_updated(optimizer, scanned.stack(small), [scanned.stack(g) for g in grads]))
+        sizes = [
             sum(math.prod(x.shape) for x in tree_util.tree_leaves(jax.eval_shape(optimizer.init, p)) if x.shape)
-            for p in (params, jax.eval_shape(made.stack, params))
+            for p in (params, jax.eval_shape(scanned.stack, params))
         ]
     except Exception as error:
         return f"the optimizer does not take stacked parameters: {type(error).__name__}: {str(error).splitlines()[0]}"
     pairs = zip(tree_util.tree_leaves(alone), tree_util.tree_leaves(together), strict=True)
-    if any(not np.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs) or real[0] != real[1]:
-        return f"{name}, which stacked ones change"
-    return ""
+    if sizes[0] == sizes[1] and all(np.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs):
+        return ""
+    return "the optimizer depends on each whole parameter (a norm, a mask, a factored state), and stacking changes that"
 
 
-def _numbers(x: Any) -> Any:
-    """An array's shape; keys of random numbers, which no optimizer sees, as numbers."""
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return jax.ShapeDtypeStruct(x.shape, np.uint32) if is_key else x
+def _updated(optimizer: Any, params: Any, grads: list[Any]) -> Any:
+    """The parameters after one update for each of the gradients."""
 
-
-def _after(optimizer: Any, params: Any, grads: list[Any]) -> Any:
-    """The parameters after an update by each of the gradients."""
+    def loss(params: Any) -> jax.Array:  # for an optimizer that evaluates one
+        return jnp.float32(1) + 0 * sum(jnp.sum(x) for x in tree_util.tree_leaves(params))
 
     def update(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
-        updates, state = optimizer.update(grads, state, params, value=jnp.float32(1), grad=grads, value_fn=_flat)
+        updates, state = optimizer.update(grads, state, params, value=jnp.float32(1), grad=grads, value_fn=loss)
         return optax.apply_updates(params, updates), state
 
-    state, run = tried(optimizer.init)(params), tried(update)
+    state, run = numpy_jit(optimizer.init)(params), numpy_jit(update)
     for one in grads:
         params, state = run(params, state, one)
     return tree_util.tree_map(np.asarray, params)
 
 
-def _flat(params: Any) -> jax.Array:
-    """A loss for an optimizer that looks at one."""
-    return jnp.float32(1) + 0 * sum(jnp.sum(x) for x in tree_util.tree_leaves(params))
-
-
-def chosen(
-    made: ScannedLoss, refold: Callable[[int], ScannedLoss], params: Any, batch: tuple[Any, ...], asked: Any,
+def choose_recomputed_blocks(
+    scanned: ScannedLoss, rescan: Callable[[int], ScannedLoss], params: Any, batch: tuple[Any, ...], recompute: Any,
     memory_limit: Any, devices: int, state_bytes: int,
-) -> Chosen | None:  # fmt: skip
-    """How many blocks are recomputed: `asked`, or for "auto" the fewest with which a device's memory is enough.
+) -> RematChoice:  # fmt: skip
+    """How many blocks to rematerialise: `recompute`, or for "auto" the fewest that fit the memory limit.
 
     Args:
-      made: the folding, with none recomputed.
-      refold: the same with so many.
+      scanned: the loss, without rematerialisation.
+      rescan: the loss with so many rematerialised blocks.
       params, batch: shapes.
-      asked: "auto", or a number of blocks.
-      memory_limit: bytes of a device, or text such as "2GiB".
-      devices: over how many the batch is cut.
-      state_bytes: bytes of parameters, gradients and optimizer states on a device.
+      recompute: "auto", or a number of blocks.
+      memory_limit: bytes per device, or text such as "2GiB".
+      devices: how many devices share the batch.
+      state_bytes: bytes of parameters, gradients and optimizer states per device.
 
     Raises:
-      StrategyError: not even all blocks are enough; there is no limit; nothing is folded; there are not so many blocks.
+      StrategyError: no layers are scanned, there are fewer blocks, or even all of them do not fit.
     """
-    if not made.groups:
-        fail(StrategyError, "there are no equal blocks to recompute", where=f"recompute = {short(asked)}",
-             why=made.explain(), fix="wrap functions or submodules with train.recompute yourself")  # fmt: skip
-    count = max(one.count for one in made.folded)
-    if isinstance(asked, int) and asked > count:
-        fail(StrategyError, f"there are {count} equal blocks, not {asked}", where=f"recompute = {asked}",
-             why="so many of them do their forward work again", fix=f"write {count} for all of them")  # fmt: skip
-    stacked = jax.eval_shape(made.stack, params)
-    none, every = (_kept(one.loss, stacked, batch) // devices for one in (made, refold(count)))
-    again = _flops(jax.make_jaxpr(made.loss)(stacked, *batch).jaxpr) // devices
+    if not scanned.groups:
+        fail(StrategyError, "there are no equal blocks to recompute", where=f"recompute = {short(recompute)}",
+             why=scanned.explain(), fix="wrap functions or submodules with train.recompute yourself")  # fmt: skip
+    count = max(run.count for run in scanned.runs)
+    if isinstance(recompute, int) and recompute > count:
+        fail(StrategyError, f"there are {count} equal blocks, not {recompute}", where=f"recompute = {recompute}",
+             why="it is how many of them the backward pass rematerialises", fix=f"write {count} for all of them")  # fmt: skip
+    stacked = jax.eval_shape(scanned.stack, params)
+    none, every = (_kept_bytes(one.loss, stacked, batch) // devices for one in (scanned, rescan(count)))
+    flops = _scan_flops(jax.make_jaxpr(scanned.loss)(stacked, *batch).jaxpr) // devices
 
-    def of(blocks: int, limit: int | None) -> Chosen:
-        return Chosen(blocks, count, none - (none - every) * blocks // count, none, limit, again * blocks // count)
+    def choice(blocks: int, limit: int | None) -> RematChoice:
+        return RematChoice(blocks, count, none - (none - every) * blocks // count, none, limit, flops * blocks // count)
 
-    if asked != "auto":
-        return of(asked, None)
+    if recompute != "auto":
+        return choice(recompute, None)
     amount = bytes_of(memory_limit, "memory_limit")
     if isinstance(amount, Problem):
         raise StrategyError(amount)
     limit = int(amount) - state_bytes
-    found = next((of(n, limit) for n in range(count + 1) if of(n, limit).kept_bytes <= limit), None)
+    found = next((one for n in range(count + 1) if (one := choice(n, limit)).kept_bytes <= limit), None)
     if found is None:
         fail(StrategyError, "the step does not fit into memory with every block recomputed",
              where=f"memory_limit = {short(memory_limit)}",
-             why=f"parameters, gradients and optimizer states take {state_bytes:,} B on a device, activations {every:,}",
+             why=f"per device, parameters, gradients and optimizer states take {state_bytes:,} B, activations {every:,}",
              fix="use a smaller batch, more devices, micro_batches or a parallel optimizer")  # fmt: skip
     return found
 
 
-def _kept(loss: Callable[..., Any], params: Any, batch: tuple[Any, ...]) -> int:
-    """Bytes kept between the passes, parameters aside."""
+def _kept_bytes(loss: Callable[..., Any], params: Any, batch: tuple[Any, ...]) -> int:
+    """Bytes kept between forward and backward pass, without the parameters."""
     first = lambda p, *b: tree_util.tree_leaves(loss(p, *b))[0]  # noqa: E731
-    held = jax.eval_shape(lambda p, b: jax.vjp(lambda q: first(q, *b), p)[1], params, batch)
-    own = collections.Counter((x.shape, x.dtype) for x in tree_util.tree_leaves(params))
-    total = 0
-    for x in tree_util.tree_leaves(held):
-        if own[x.shape, x.dtype]:
-            own[x.shape, x.dtype] -= 1
-        else:
-            total += math.prod(x.shape) * x.dtype.itemsize
-    return total
+    residuals = jax.eval_shape(lambda p, b: jax.vjp(lambda q: first(q, *b), p)[1], params, batch)
+    count = lambda tree: collections.Counter((x.shape, x.dtype) for x in tree_util.tree_leaves(tree))  # noqa: E731
+    return sum(math.prod(s) * d.itemsize * n for (s, d), n in (count(residuals) - count(params)).items())
 
 
-def _flops(jaxpr: Any, inside: bool = False) -> int:
-    """Operations of the matrix products in the scans of a jaxpr."""
+def _scan_flops(jaxpr: Any, inside: bool = False) -> int:
+    """Operations of the matmuls in the scans of a jaxpr."""
     total = 0
     for eqn in jaxpr.eqns:
+        is_scan = eqn.primitive.name == "scan"
         if inside and eqn.primitive.name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            lhs = eqn.invars[0].aval.shape
-            total += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[d] for d in contracted)
-        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        for one in inner(eqn):
-            total += times * _flops(one, inside or eqn.primitive.name == "scan")
+            total += dot_flops(eqn)
+        trips = eqn.params["length"] if is_scan else 1
+        total += trips * sum(_scan_flops(one, inside or is_scan) for one in inner(eqn))
     return total
 
 
@@ -214,10 +197,10 @@ def recompute_problems(recompute: Any, options: Mapping[str, Any]) -> list[Probl
         return []
     if recompute != "auto" and (not isinstance(recompute, int) or isinstance(recompute, bool) or recompute < 1):
         return [Problem(f"`recompute` cannot be {short(recompute)}", f"recompute = {short(recompute)}",
-                        "it is how many blocks are worked out again in the backward pass",
+                        "it is how many blocks the backward pass rematerialises",
                         'write "auto" with a memory_limit, or a positive int',
                         is_type=not isinstance(recompute, int | str))]  # fmt: skip
     if recompute == "auto" and options.get("memory_limit") is None:
         return [Problem('`recompute="auto"` needs a memory limit', "memory_limit = None",
-                        "it recomputes as few blocks as fit into that", 'add memory_limit="14GiB"')]  # fmt: skip
+                        "it rematerialises as few blocks as fit into that", 'add memory_limit="14GiB"')]  # fmt: skip
     return []

@@ -1,4 +1,4 @@
-"""What `train.step` does not take, found when it is called: wrong values, and what has no meaning together."""
+"""Checks of the arguments of `train.step`: wrong values, and options that have no meaning together."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from shardfn.train.scan_layers.train_step import recompute_problems
 from shardfn.train.steps.modes import Mode
 from shardfn.train.steps.offload import memory_problems
 from shardfn.train.steps.optimizer_parallel import optimizer_parallel_of
+from shardfn.train.value_checks import bool_problems, int_problems
 
 _OF_SHARD = {f.name for f in dataclasses.fields(Options)} - {
     "out_strategy", "donate_argnums", "donate_argnames", "static_argnums", "static_argnames",
@@ -29,45 +30,45 @@ _OWN = (
     "enable_parallel_optimizer", "parallel_optimizer_config", "comm_fusion", "all_reduce_fusion_config", "donate",
 )  # fmt: skip
 _SEARCHES = ("search_mode", "compile_candidates", "time_limit", "memory_limit")
-_LAID = "the pipeline has laid out its stages and their batch itself"
+_LAID = "the pipeline shards its stages and their batch itself"
 
 AROUND_A_PIPELINE: Mapping[str, tuple[str, str]] = {
     "has_aux": (
-        "of the last stage's work on each micro-batch the loss alone is kept",
-        "leave has_aux out, and work out the rest with the plain function",
+        "the last stage returns the loss alone",
+        "leave has_aux out, and compute the rest with the plain function",
     ),
     "mutable": (
-        "its loss is one number, and its stages hand on activations alone",
+        "its loss is one number, and its stages send activations only",
         "train without a pipeline, or with a norm that has no statistics",
     ),
     "reuse": ("stages are compiled as they are", "leave it out, or scan over equal layers within a stage"),
     "recompute": (
-        "its backward pass works every stage out again from what came into it",
+        "its backward pass rematerialises every stage from the stage's input",
         "leave it out, or wrap functions within a stage with train.recompute",
     ),
-    "in_strategy": (_LAID, "leave it out: dim 0 of the batch is cut over what stages and tensor leave"),
+    "in_strategy": (_LAID, "leave it out: dimension 0 of the batch is sharded over the data axis"),
     "parameter_plan": (_LAID, "give it to train.pipeline, by the paths of the model"),
     "layout": (_LAID, "give parameter_plan to train.pipeline, by the paths of the model"),
-    "layerwise_parallel": ("its gradients are summed over all that work on a stage", "leave it out"),
+    "layerwise_parallel": ("its gradients are summed over the devices of a stage", "leave it out"),
     "cross_batch": ("each micro-batch goes through a stage on its own", "leave it out"),
     "parallel_optimizer_comm_recompute": (
-        "loss and gradients are worked out in one pass, from parameters that were gathered before it",
+        "it computes loss and gradients in one pass, from parameters gathered before it",
         "leave it out",
     ),
-    **dict.fromkeys(_SEARCHES, ("nothing of it is searched", "leave it out")),
+    **dict.fromkeys(_SEARCHES, ("its shardings are not searched", "leave it out")),
 }
-"""Options of a step that mean nothing there: why, and what to do instead."""
+"""Options of a step that have no meaning around a pipeline: why, and what to do instead."""
 
-ON_EACH_DEVICE = ("in_strategy", "parameter_plan", "layout", *_SEARCHES)
-"""Those that mean nothing where parameters are whole and each device has its part of the batch."""
+SHARDING_OPTIONS = ("in_strategy", "parameter_plan", "layout", *_SEARCHES)
+"""Options without a meaning where parameters are replicated."""
 
 
-def problems(asked: Mapping[str, Any], mode: Mode, settings: TrainingSettings) -> list[Problem]:
-    """Everything wrong with the arguments of a step.
+def step_problems(asked: Mapping[str, Any], mode: Mode, settings: TrainingSettings) -> list[Problem]:
+    """All problems with the arguments of a step.
 
     Args:
       asked: the arguments by name; under "options" those of `shard`, with in_strategy and parameter_plan.
-      mode: the mode that they and the context come to.
+      mode: the mode of the step.
       settings: those in force, with the arguments that change them.
     """
     found = list(_values(asked))
@@ -75,12 +76,12 @@ def problems(asked: Mapping[str, Any], mode: Mode, settings: TrainingSettings) -
         found += _around_a_pipeline(asked, settings)
     elif asked["mutable"]:
         found += [
-            Problem(f"`{name}` cannot fold a loss that changes collections", f"{name} = {short(asked[name])}",
-                    f"each block keeps its own {', '.join(asked['mutable'])}", "leave one of the two out")
+            Problem(f"`{name}` cannot scan layers of a loss that changes collections", f"{name} = {short(asked[name])}",
+                    f"each layer has its own {', '.join(asked['mutable'])}", "leave one of the two out")
             for name in ("reuse", "recompute") if asked[name]
         ]  # fmt: skip
     found += _of_the_mode(asked, mode)
-    found += _again(asked, settings)
+    found += _regathering(asked, settings)
     return list(dict.fromkeys(found))
 
 
@@ -98,10 +99,7 @@ def _values(asked: Mapping[str, Any]) -> Iterator[Problem]:
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
         yield Problem(f"`optimizer` is {a(optimizer)}, no optax transformation", f"optimizer = {short(optimizer)}",
                       "it has no init and update", "pass one, such as optax.adamw(1e-3)", is_type=True)  # fmt: skip
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        yield Problem("`micro_batches` must be an int from 1 up", f"micro_batches = {short(count)}",
-                      "the batch is worked through in so many parts", "write 1 for none",
-                      is_type=not isinstance(count, int) or isinstance(count, bool))  # fmt: skip
+    yield from int_problems("micro_batches", count, 1, "the batch is processed in so many parts", "write 1 for none")
     dtype = asked["compute_dtype"]
     try:
         is_float = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.inexact)
@@ -124,34 +122,33 @@ def _around_a_pipeline(asked: Mapping[str, Any], settings: TrainingSettings) -> 
             yield Problem(f"`{name}` has no meaning around a pipeline", f"{name} = {short(value)}", why, fix)
     if not settings.loss_repeated_mean:
         yield Problem("`loss_repeated_mean` has no meaning around a pipeline", "loss_repeated_mean = False",
-                      "the devices of a stage do not work out the same loss", "leave it out")  # fmt: skip
+                      "the devices of a stage do not compute the same loss", "leave it out")  # fmt: skip
 
 
 def _of_the_mode(asked: Mapping[str, Any], mode: Mode) -> Iterator[Problem]:
     own: Sequence[str] = asked["layerwise_parallel"]
-    if mode.layouts == "whole" and not isinstance(asked["loss_fn"], Pipeline):
-        for name in ON_EACH_DEVICE:
+    if mode.layouts == "replicated" and not isinstance(asked["loss_fn"], Pipeline):
+        for name in SHARDING_OPTIONS:
             value = asked["options"].get(name)
             if value and not (name == "memory_limit" and asked["recompute"]):
                 yield Problem(f"`{name}` has no meaning in mode {mode.name!r}", f"{name} = {short(value)}",
-                              "there parameters are whole and dim 0 of the batch is cut over all devices",
+                              "there parameters are replicated and dimension 0 of the batch is sharded over all devices",
                               'use mode="semi_auto_parallel" or "auto_parallel"')  # fmt: skip
     if asked["cross_batch"] and mode.one_device:
         yield Problem("`cross_batch` has no meaning on one device", "cross_batch = True", "there is one part of the batch",
                       "leave it out")  # fmt: skip
-    if own and mode.layouts != "whole":
+    if own and mode.layouts != "replicated":
         yield Problem(f"`layerwise_parallel` has no meaning in mode {mode.name!r}", f"layerwise_parallel = {short(own)}",
                       "there every parameter is one array, whose gradient is the loss's",
                       'use mode="data_parallel" or "hybrid_parallel"')  # fmt: skip
 
 
-def _again(asked: Mapping[str, Any], settings: TrainingSettings) -> Iterator[Problem]:
+def _regathering(asked: Mapping[str, Any], settings: TrainingSettings) -> Iterator[Problem]:
     again = asked["parallel_optimizer_comm_recompute"]
     where = f"parallel_optimizer_comm_recompute = {short(again)}"
     if not isinstance(again, bool):
-        yield Problem("`parallel_optimizer_comm_recompute` must be True or False", where, "it is a switch",
-                      "write True or False", is_type=True)  # fmt: skip
+        yield from bool_problems("parallel_optimizer_comm_recompute", again)
     elif again and ((zero := optimizer_parallel_of(settings)) is None or zero.level < 3):
         yield Problem("`parallel_optimizer_comm_recompute` has nothing to gather again", where,
-                      "parameters lie in pieces at optimizer_level \"level3\" alone",
+                      "parameters are sharded at optimizer_level \"level3\" only",
                       'add parallel_optimizer_config={"optimizer_level": "level3"}')  # fmt: skip

@@ -1,4 +1,4 @@
-"""MindSpore's parallel modes, each as what it is composed of."""
+"""MindSpore's parallel modes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from shardfn.frontend import defaults
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """What a mode does with devices, with the loss and with layouts."""
+    """How a mode treats devices, the loss and shardings."""
 
     name: str
     one_device: bool = False
     per_device: bool = False
-    """The loss function is called on each device with its own part of the batch, and the gradients are then reduced:
-    what a batch statistic sees is that part. Else it is called once, on the whole batch, and XLA partitions it."""
-    layouts: str = "whole"
-    """Of parameters: "whole" on every device, "given" by you, or "searched" where you leave them open."""
+    """Call the loss on each device with its part of the batch, then reduce gradients; a batch statistic sees one part.
+    Otherwise the loss is called once on the global batch, and XLA partitions it."""
+    layouts: str = "replicated"
+    """Of parameters: "replicated", "given" by the user, or "searched" where the user leaves them open."""
 
 
 MODES: Mapping[str, Mode] = MappingProxyType({
@@ -36,7 +36,7 @@ MODES: Mapping[str, Mode] = MappingProxyType({
 
 
 def mode_of(name: str | None) -> Mode:
-    """The mode of that name; None is the context's where you set it, else "auto_parallel".
+    """The mode of that name; None is the context's if set, else "auto_parallel".
 
     >>> mode_of("data_parallel").per_device, mode_of(None).layouts
     (True, 'searched')

@@ -1,4 +1,4 @@
-"""The optimizer's state in another memory of its devices, such as the host's: there between steps, moved for the update."""
+"""Offload the optimizer's state between steps, to host memory for instance; the step moves it for the update."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ from shardfn.runtime.apply import moved, shardings
 from shardfn.runtime.sharded_function import ShardedFunction
 from shardfn.train.steps.state import TrainState
 
-KINDS = ("device", "pinned_host", "unpinned_host")
+MEMORY_KINDS = ("device", "pinned_host", "unpinned_host")
 
 
 def memory_problems(kind: Any) -> Iterator[Problem]:
     """What is wrong with `opt_state_memory_kind`."""
-    if kind is not None and kind not in KINDS:
+    if kind is not None and kind not in MEMORY_KINDS:
         yield Problem(f"`opt_state_memory_kind` cannot be {short(kind)}", f"opt_state_memory_kind = {short(kind)}",
                       "it names a memory of the devices, as jax.sharding.NamedSharding(memory_kind=) does",
-                      f"use one of {', '.join(map(repr, KINDS))}", is_type=not isinstance(kind, str))  # fmt: skip
+                      f"use one of {', '.join(map(repr, MEMORY_KINDS))}", is_type=not isinstance(kind, str))  # fmt: skip
 
 
-def in_memory(layout: TrainState, shapes: TrainState, kind: str | None) -> TrainState:
-    """The layout of a state with the arrays of the optimizer in that memory; its scalars stay with the device.
+def with_memory_kind(shardings: TrainState, shapes: TrainState, kind: str | None) -> TrainState:
+    """A state's shardings with the optimizer's arrays in another memory; scalars stay on the device.
 
     Args:
-      layout: a `NamedSharding` for each leaf.
-      shapes: the state's, for the numbers of dims.
-      kind: of `KINDS`; None changes nothing.
+      shardings: a `NamedSharding` for each leaf.
+      shapes: the state's, for the ranks.
+      kind: of `MEMORY_KINDS`; None changes nothing.
     """
     if kind is None:
-        return layout
+        return shardings
     put = lambda s, x: s.with_memory_kind(kind) if jnp.ndim(x) else s  # noqa: E731
-    return layout._replace(opt_state=tree_util.tree_map(put, layout.opt_state, shapes.opt_state))
+    return shardings._replace(opt_state=tree_util.tree_map(put, shardings.opt_state, shapes.opt_state))
 
 
 @dataclasses.dataclass(frozen=True)
-class Offloaded:
-    """A laid-out step around which the optimizer's state is moved."""
+class OffloadedStep:
+    """A sharded step that moves the optimizer's state to the device and back."""
 
-    sharded: ShardedFunction
+    function: ShardedFunction
     """`(state, *batch) -> (state, result)`, all of it in the devices' memory."""
-    here: TrainState
-    """The layout in which it takes the state."""
-    there: TrainState
-    """The layout between steps."""
+    on_device: TrainState
+    """The shardings with which it takes the state."""
+    stored: TrainState
+    """The shardings between steps."""
     batch: tuple[NamedSharding, ...]
     """Of each array of the batch."""
     donates: bool
@@ -66,51 +66,53 @@ class Offloaded:
         """The step from and to the other memory, as one program."""
 
         def step(state: TrainState, batch: tuple[Any, ...]) -> Any:
-            made, result = self.sharded(_placed(state, self.here), *batch)
-            return _placed(made, self.there), result
+            made, result = self.function(_placed(state, self.on_device), *batch)
+            return _placed(made, self.stored), result
 
         return jax.jit(
-            step, out_shardings=(self.there, None), donate_argnums=(0,) if self.donates else (),
+            step, out_shardings=(self.stored, None), donate_argnums=(0,) if self.donates else (),
             compiler_options=dict(self.compiler_options) if self.compiler_options else None,
         )  # fmt: skip
 
     def __call__(self, state: TrainState, *batch: Any) -> Any:
         leaves, treedef = tree_util.tree_flatten((state, batch))
         targets = self._targets
-        there = [_brought(x, target) for x, target in zip(moved(leaves, targets), targets, strict=True)]
-        return self.jitted(*treedef.unflatten(there))
+        stored = [_brought(x, target) for x, target in zip(moved(leaves, targets), targets, strict=True)]
+        return self.jitted(*treedef.unflatten(stored))
 
     @property
     def _targets(self) -> list[NamedSharding]:
-        return [*tree_util.tree_leaves(self.there), *self.batch]
+        return [*tree_util.tree_leaves(self.stored), *self.batch]
 
     def plan(self, state: TrainState, *batch: Any) -> Plan:
         """The plan of what runs in the devices' memory."""
-        return self.sharded.plan(state, *batch)
+        return self.function.plan(state, *batch)
 
     def explain(self, state: TrainState, *batch: Any, compiled: bool = False) -> Report:
         """Its report."""
-        return self.sharded.explain(state, *batch, compiled=compiled)
+        return self.function.explain(state, *batch, compiled=compiled)
 
     def lower(self, state: TrainState, *batch: Any) -> Any:
         """`jax.stages.Lowered` of the whole step."""
         leaves, treedef = tree_util.tree_flatten((state, batch))
-        lies = lambda x, s: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=s)  # noqa: E731
-        return self.jitted.lower(*treedef.unflatten(map(lies, leaves, self._targets)))
+        with_sharding = lambda x, s: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=s)  # noqa: E731
+        return self.jitted.lower(*treedef.unflatten(map(with_sharding, leaves, self._targets)))
 
 
-def offloaded(
-    sharded: ShardedFunction, here: TrainState, kind: str, donates: bool, options: Mapping[str, Any] | None, state: TrainState,
-    batch: tuple[Any, ...],
-) -> Offloaded:  # fmt: skip
-    """A step laid out as `here` says, with the optimizer's arrays in memory `kind` between calls; from shapes."""
-    plan = sharded.plan(state, *batch)
-    lies = shardings(plan.inputs, own_mesh(plan))[len(tree_util.tree_leaves(state)) :]
-    return Offloaded(sharded, here, in_memory(here, state, kind), tuple(lies), donates, options)
+def offload_step(
+    function: ShardedFunction, on_device: TrainState, kind: str, donates: bool, options: Mapping[str, Any] | None,
+    state: TrainState, batch: tuple[Any, ...],
+) -> OffloadedStep:  # fmt: skip
+    """A step with the optimizer's arrays in memory `kind` between calls; from shapes."""
+    plan = function.plan(state, *batch)
+    batch_shardings = shardings(plan.inputs, own_mesh(plan))[len(tree_util.tree_leaves(state)) :]
+    return OffloadedStep(
+        function, on_device, with_memory_kind(on_device, state, kind), tuple(batch_shardings), donates, options
+    )
 
 
 def _brought(x: Any, target: NamedSharding) -> Any:
-    """An array in the target's memory: a first state, made before its layout was known, is in the devices'."""
+    """An array in the target's memory; a first state without a batch is made in device memory."""
     kind = getattr(getattr(x, "sharding", None), "memory_kind", None)
     return jax.device_put(x, target) if target.memory_kind is not None and kind != target.memory_kind else x
 

@@ -1,4 +1,4 @@
-"""Optimizer parallel (ZeRO, HSDP): states, gradients and parameters cut over the devices that would hold copies."""
+"""Optimizer parallel (ZeRO, HSDP): shard states, gradients and parameters over devices with replicas."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from shardfn.ir.model import Spec
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerParallel:
-    """What is cut, and from which size on; MindSpore's `parallel_optimizer_config`."""
+    """Which arrays are sharded further, and from which size on; MindSpore's `parallel_optimizer_config`.
+
+    Attributes:
+      level: 1 shards the optimizer's states (ZeRO-1), 2 gradients too (ZeRO-2), 3 parameters too (ZeRO-3, FSDP).
+      threshold: the smallest size, in kilobytes per device, of a parameter that is sharded.
+      shard_size: the number of shards; -1 for all devices with replicas.
+      accumulation_shard: True keeps the gradient sums of micro-batches sharded, and reduces each micro-batch's gradients.
+    """
 
     level: int = 1
-    """1: the optimizer's states. 2: gradients too, reduced into pieces. 3: parameters too, gathered for use."""
     threshold: int = 64
-    """Kilobytes that a device's piece of a parameter has at least, to be cut."""
     shard_size: int = -1
-    """Over how many devices each is cut; -1 over all that hold copies."""
     accumulation_shard: bool = False
-    """Keep the sums of micro-batches in pieces too; each micro-batch's gradients are then reduced on their own."""
 
 
 def optimizer_parallel_of(settings: TrainingSettings) -> OptimizerParallel | None:
-    """What the settings ask for; None for nothing.
+    """Optimizer parallel as in the settings; None if it is off.
 
     >>> optimizer_parallel_of(TrainingSettings(enable_parallel_optimizer=True)).level
     1
@@ -44,38 +47,38 @@ def optimizer_parallel_of(settings: TrainingSettings) -> OptimizerParallel | Non
     return OptimizerParallel(level, config["parallel_optimizer_threshold"], size, config["gradient_accumulation_shard"])
 
 
-def cut_further(
+def shard_further(
     shape: Sequence[int], itemsize: int, spec: Spec, axes: Sequence[tuple[str, int]], how: OptimizerParallel
 ) -> Spec:
-    """The layout of a state of a parameter: the parameter's, cut further by axes along which it would be copied.
+    """The spec of an optimizer state: the parameter's, sharded further over the axes along which it is replicated.
 
-    The first dim that they divide is cut, whichever it is; where none does, by fewer axes; below the threshold not at
-    all. (MindSpore cuts dim 0 or nothing.)
+    These axes shard the first dimension that they divide, or fewer axes do; arrays below the threshold stay as they are.
+    (MindSpore shards dimension 0 or nothing.)
 
-    >>> cut_further((6, 64, 256), 4, ((), (), ("b",)), [("a", 4), ("b", 2)], OptimizerParallel())
+    >>> shard_further((6, 64, 256), 4, ((), (), ("b",)), [("a", 4), ("b", 2)], OptimizerParallel())
     ((), ('a',), ('b',))
     """
     sizes = dict(axes)
-    cuts = [math.prod(sizes[a] for a in dim) for dim in spec]
-    if 0 in shape or math.prod(shape) * itemsize // math.prod(cuts) < how.threshold * 1024:
+    shards = [math.prod(sizes[a] for a in dim) for dim in spec]
+    if 0 in shape or math.prod(shape) * itemsize // math.prod(shards) < how.threshold * 1024:
         return spec
     free = [a for a, n in axes if n > 1 and not any(a in dim for dim in spec)]
     for count in range(len(free), 0, -1):
         for chosen in itertools.combinations(free, count):
-            pieces = math.prod(sizes[a] for a in chosen)
-            if how.shard_size != -1 and pieces != how.shard_size:
+            more = math.prod(sizes[a] for a in chosen)
+            if how.shard_size != -1 and more != how.shard_size:
                 continue
-            for i, (size, cut) in enumerate(zip(shape, cuts, strict=True)):
-                if size % (cut * pieces) == 0:
+            for i, (size, count_here) in enumerate(zip(shape, shards, strict=True)):
+                if size % (count_here * more) == 0:
                     return (*spec[:i], (*spec[i], *chosen), *spec[i + 1 :])
     return spec
 
 
-def mirrored(opt_state: Any, params: Mapping[str, tuple[int, ...]]) -> list[str | None]:
-    """For each leaf of an optimizer's state, the path of the parameter whose shape and place it has; else None.
+def mirrored_paths(opt_state: Any, params: Mapping[str, tuple[int, ...]]) -> list[str | None]:
+    """For each leaf of an optimizer's state, the path of the parameter with its shape and place, else None.
 
     >>> import optax, numpy as np
-    >>> mirrored(optax.adam(1.0).init({"w": np.ones((2, 3))}), {"w": (2, 3)})
+    >>> mirrored_paths(optax.adam(1.0).init({"w": np.ones((2, 3))}), {"w": (2, 3)})
     [None, 'w', 'w']
     """
     found = []

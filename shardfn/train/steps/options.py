@@ -1,4 +1,4 @@
-"""What was asked of a training step, checked: the data that every stage of it takes."""
+"""The checked options of a training step."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from shardfn.train.steps.optimizer_parallel import OptimizerParallel, optimizer_
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """All that was asked for, checked."""
+    """The options of `train.step`, checked."""
 
     loss_fn: Callable[..., Any]
     optimizer: Any
     mode: Mode
     defaults: Defaults
-    """Those in force, with the step's own settings; its mode and its data's layout have been acted on."""
+    """Those in force, with the step's own settings, without its mode and the layout of its data."""
     has_aux: bool
     mutable: tuple[str, ...]
-    """The collections of Linen's variables that the loss gives anew."""
+    """The collections of Linen variables that the loss returns."""
     device: Any
     micro_batches: int
     compute_dtype: Any
@@ -36,17 +36,17 @@ class StepOptions:
     frozen: tuple[str, ...]
     donate: bool
     gathers_again: bool
-    """Whether parameters in pieces are put together again for the backward pass."""
+    """Whether sharded parameters are gathered again for the backward pass."""
     opt_state_memory_kind: str | None
-    """The memory in which the optimizer's arrays lie between steps; None for that of the devices."""
+    """The memory of the optimizer's arrays between steps; None for that of the devices."""
     fusion: FusionOptions | None
-    """Which collectives travel together."""
+    """Which collectives are fused; None leaves that to XLA."""
     reuse: int | None
-    """The most equal blocks that one scanned body stands for; None folds nothing."""
+    """The largest number of layers in one scan; None scans nothing."""
     recompute: Any
-    """How many of them are worked out again in the backward pass, or "auto"."""
+    """How many layers the backward pass rematerialises, or "auto"."""
     options: Mapping[str, Any]
-    """What goes on to `shard`."""
+    """The options for `shard`."""
 
     @property
     def settings(self) -> TrainingSettings:
@@ -55,17 +55,17 @@ class StepOptions:
 
     @property
     def reduction(self) -> Reduction:
-        """How gradients become one: a mean, unless you said otherwise."""
+        """How the devices' gradients become one."""
         return Reduction(self.settings.gradients_mean, self.settings.gradient_fp32_sync)
 
     @property
     def zero(self) -> OptimizerParallel | None:
-        """What of the optimizer is cut."""
+        """Optimizer parallel; None for none."""
         return optimizer_parallel_of(self.settings)
 
     @property
     def is_plain(self) -> bool:
-        """Whether a step is no more than loss, gradients and update, wherever things lie."""
+        """Whether a step is loss, gradients and update only, so that `shard` can plan and run it as it is."""
         once = self.settings.loss_repeated_mean
         return self.zero is None and self.micro_batches == 1 and self.reduction.mean and once
 

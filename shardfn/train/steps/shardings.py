@@ -1,4 +1,4 @@
-"""Where everything of a training step lies: the grid, and the axes that cut each dim of each array."""
+"""The shardings of a training step: the mesh, and the mesh axes of each dimension of every array."""
 
 from __future__ import annotations
 
@@ -17,42 +17,40 @@ from shardfn.train.steps.options import StepOptions
 
 @dataclasses.dataclass(frozen=True)
 class StepShardings:
-    """A layout for every array: the grid, the axes that cut the batch, and for each leaf the axes that cut its dims."""
+    """The mesh and, for each leaf, the mesh axes of its dimensions."""
 
     mesh: Mesh | AbstractMesh
-    data: tuple[str, ...]
+    batch_axes: tuple[str, ...]
+    """The axes that shard the batch."""
     params: tuple[Spec, ...]
+    """Of the model's arrays as the loss uses them."""
     opt_state: tuple[Spec, ...]
     batch: tuple[Spec, ...]
+    own: tuple[bool, ...]
+    """Which of the model's arrays each device has of its own (layerwise parallel)."""
+    stored: tuple[Spec, ...] = ()
+    """Of the model's arrays between steps; with optimizer level 3 sharded further than `params`."""
+    updates: tuple[Spec, ...] = ()
+    """Of the optimizer's updates; with optimizer parallel sharded further than `params`."""
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """Name and size of each axis of the grid."""
+        """Name and size of each mesh axis."""
         return tuple(self.mesh.shape.items())
 
     @property
     def count(self) -> int:
-        """Into how many parts the batch is cut."""
-        return math.prod(self.mesh.shape[a] for a in self.data)
+        """The number of shards of the batch."""
+        return math.prod(self.mesh.shape[a] for a in self.batch_axes)
 
     def named(self, spec: Spec) -> NamedSharding:
-        """The sharding of an array whose dims are cut by these axes."""
+        """The sharding of an array with these axes."""
         return NamedSharding(self.mesh, partition_spec(spec))
 
 
-@dataclasses.dataclass(frozen=True)
-class Cut:
-    """The layouts with optimizer parallel."""
-
-    params: tuple[Spec, ...]
-    states: tuple[Spec, ...]
-    """Of what is worked out for each parameter in the optimizer."""
-    opt_state: tuple[Spec, ...]
-
-
-def is_per_device(training: StepOptions, drawn: StepShardings) -> bool:
+def is_per_device(options: StepOptions, shardings: StepShardings) -> bool:
     """Whether the loss is called on each device's part of the batch."""
-    return drawn.count > 1 and (training.mode.per_device or training.cross_batch or training.micro_batches > 1)
+    return shardings.count > 1 and (options.mode.per_device or options.cross_batch or options.micro_batches > 1)
 
 
 def tree_of(like: Any, leaves: Sequence[Any]) -> Any:

@@ -1,8 +1,8 @@
-"""What a training step carries: a model's arrays, the optimizer's, a counter. A model is any pytree.
+"""The state of a training run: a model's arrays, the optimizer's state, a step counter.
 
-Of its leaves some are trained (floating-point arrays; of a Flax NNX module the `nnx.Param`s), some are carried along
-(batch statistics, counters, keys of random numbers: what the loss function changes in a module is kept), and some are
-no arrays (an activation function in an Equinox module), which stay with the step.
+A model is any pytree. Its leaves are trained (floating-point arrays; of a Flax NNX module the `nnx.Param`s), carried (batch
+statistics, counters, random keys: the next state holds their new values), or static (no arrays, such as an activation
+function in an Equinox module; the step keeps them).
 """
 
 from __future__ import annotations
@@ -22,91 +22,93 @@ from shardfn.frontend.strategy import shape_of
 
 
 class TrainState(NamedTuple):
-    """The state of a training run, an ordinary pytree: save it, map over it, donate it."""
+    """The state of a training run, an ordinary pytree.
+
+    Attributes:
+      params: the model as given to `init`, with None for leaves that are no arrays.
+      opt_state: the optimizer's state.
+      step: int32[], the number of steps taken.
+    """
 
     params: Any
-    """The model as you gave it; None in the place of what is no array."""
     opt_state: Any
     step: Any
-    """int32[]: how many steps were taken."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelParts:
-    """Which leaves of a model are trained, which carried along, and what is no array."""
+    """Which leaves of a model are trained, carried and static."""
 
     treedef: Any
-    """Of the model's arrays, None for the rest."""
+    """Of the model's arrays, with None for static leaves."""
     paths: tuple[str, ...]
     trained: tuple[bool, ...]
-    whole: Any
-    """The model's treedef with everything in it."""
-    rest: tuple[Any, ...]
-    """Its leaves, None for each array."""
+    model_treedef: Any
+    static: tuple[Any, ...]
+    """The model's leaves, with None for each array."""
     tied: tuple[tuple[Any, Any], ...] = ()
-    """Keys of Flax NNX variables that are the variable of another place, and the keys of that place, where the array is."""
+    """For each tied Flax NNX variable the key of a place without the array, and the key of the place that holds it."""
 
     def split(self, params: Any) -> tuple[Any, Any]:
-        """What is trained and what is carried along, each with None for the other."""
+        """The trained and the carried leaves, each with None for the other."""
         leaves = self.treedef.flatten_up_to(params)
         first = [leaf if mine else None for leaf, mine in zip(leaves, self.trained, strict=True)]
         second = [None if mine else leaf for leaf, mine in zip(leaves, self.trained, strict=True)]
         return tree_util.tree_unflatten(self.treedef, first), tree_util.tree_unflatten(self.treedef, second)
 
     def join(self, trained: Any, carried: Any) -> Any:
-        """The model's arrays again."""
+        """The inverse of `split`."""
         pairs = zip(self.treedef.flatten_up_to(trained), self.treedef.flatten_up_to(carried), strict=True)
         return tree_util.tree_unflatten(self.treedef, [b if a is None else a for a, b in pairs])
 
     def model(self, params: Any) -> Any:
-        """The model as the loss function takes it, with what is no array."""
+        """The model as the loss function takes it, with its static leaves."""
         arrays = iter(self.treedef.flatten_up_to(params))
-        made = tree_util.tree_unflatten(self.whole, [next(arrays) if leaf is None else leaf for leaf in self.rest])
-        return retied(made, self.tied)
+        made = tree_util.tree_unflatten(
+            self.model_treedef, [next(arrays) if leaf is None else leaf for leaf in self.static]
+        )
+        return retie(made, self.tied)
 
     def arrays(self, model: Any) -> Any:
         """The inverse of `model`, for one whose arrays may have changed."""
-        leaves = self.whole.flatten_up_to(model)
-        return tree_util.tree_unflatten(self.treedef, [x for x, r in zip(leaves, self.rest, strict=True) if r is None])
+        leaves = self.model_treedef.flatten_up_to(model)
+        return tree_util.tree_unflatten(
+            self.treedef, [x for x, r in zip(leaves, self.static, strict=True) if r is None]
+        )
 
 
 def model_parts(model: Any, frozen: Sequence[str] = (), mutable: Sequence[str] = ()) -> ModelParts:
-    """Look at a model: its arrays may be shapes.
+    """Sort the leaves of a model, which may be shapes.
 
     Args:
-      model: a pytree, or a module that is one (Flax NNX from 0.12, Equinox). A variable that an NNX module has at several
-        places is one array, at the first of them.
+      model: a pytree, or a module that is one (Flax NNX from 0.12, Equinox). A tied NNX variable is one array, at the
+        first of its places.
       frozen: globs of paths that are not trained.
-      mutable: the collections of Linen variables that the loss gives anew.
+      mutable: the collections of Linen variables that the loss returns.
 
     >>> import numpy as np
     >>> parts = model_parts({"w": np.ones(3, np.float32), "steps": np.int32(0), "act": abs})
     >>> parts.paths, parts.trained
     (('steps', 'w'), (False, True))
     """
-    keyed, whole = tree_util.tree_flatten_with_path(model)
-    tied = ties(model)
-    twice = {place for place, _ in tied}
-    again = {i for i, (key, _) in enumerate(keyed) if any(key[:n] in twice for n in range(1, len(key) + 1))}
-    is_array = [i not in again and holds_array(model, leaf) for i, (_, leaf) in enumerate(keyed)]
-    inside = [(key, leaf) for (key, leaf), mine in zip(keyed, is_array, strict=True) if mine]
-    names = tuple(join("", key) for key, _ in inside)
-    paths = tuple(map(tidy, names))
+    keyed, treedef = tree_util.tree_flatten_with_path(model)
+    tied = tied_variables(model)
+    tied_places = {place for place, _ in tied}
+    is_tied = [any(key[:n] in tied_places for n in range(1, len(key) + 1)) for key, _ in keyed]
+    is_array = [not t and holds_array(model, leaf) for (_, leaf), t in zip(keyed, is_tied, strict=True)]
+    inside = [(join("", key), leaf) for (key, leaf), here in zip(keyed, is_array, strict=True) if here]
+    paths = tuple(tidy(name) for name, _ in inside)
     raise_problems([*_missing(model, mutable), *unmet("frozen", frozen, paths)])
-    fixed = _not_params(model, mutable)
-    still = {i for glob in frozen for i in met(glob, paths)[0]}
+    no_params = _not_params(model, mutable)
     trained = tuple(
-        jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact) and name not in fixed and i not in still
-        for i, (name, (_, leaf)) in enumerate(zip(names, inside, strict=True))
+        jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact) and name not in no_params and not is_frozen
+        for (name, leaf), is_frozen in zip(inside, matches(paths, frozen), strict=True)
     )
-    rest = tuple(
-        None if mine else _TIED if i in again else leaf
-        for i, ((_, leaf), mine) in enumerate(zip(keyed, is_array, strict=True))
+    static = tuple(
+        None if here else _TIED if t else leaf for (_, leaf), here, t in zip(keyed, is_array, is_tied, strict=True)
     )
-    arrays = tree_util.tree_unflatten(
-        whole, [x if mine else None for (_, x), mine in zip(keyed, is_array, strict=True)]
-    )
-    return ModelParts(tree_util.tree_structure(arrays), paths, trained, whole, rest, tied)
+    arrays = treedef.unflatten([x if here else None for (_, x), here in zip(keyed, is_array, strict=True)])
+    return ModelParts(tree_util.tree_structure(arrays), paths, trained, treedef, static, tied)
 
 
 def holds_array(model: Any, leaf: Any) -> bool:
@@ -115,13 +117,13 @@ def holds_array(model: Any, leaf: Any) -> bool:
 
 
 def is_equinox(model: Any) -> bool:
-    """Whether it is an Equinox module: its Python numbers are settings, and no arrays."""
+    """Whether `model` is an Equinox module, whose Python numbers are settings and no arrays."""
     equinox = sys.modules.get("equinox")
     return equinox is not None and isinstance(model, equinox.Module)
 
 
 def _not_params(model: Any, mutable: Sequence[str]) -> set[str]:
-    """The paths of what is no parameter: of a Flax NNX module's other variables, of Linen's other collections."""
+    """The paths of arrays that are no parameters: other NNX variables, other Linen collections."""
     found: set[str] = set()
     if isinstance(model, Mapping) and "params" in model and ("batch_stats" in model or mutable):
         rest = {name: value for name, value in model.items() if name != "params"}
@@ -141,22 +143,22 @@ def _variables(model: Any) -> list[tuple[Any, Any]]:
     return [(key, node) for key, node in flat if isinstance(node, nnx.Variable)]
 
 
-def ties(model: Any) -> tuple[tuple[Any, Any], ...]:
-    """Of a Flax NNX module, the keys of each place that holds the variable of an earlier one, and the keys of that."""
+def tied_variables(model: Any) -> tuple[tuple[Any, Any], ...]:
+    """For each place of a Flax NNX module that holds the variable of an earlier place, the keys of both."""
     first: dict[int, Any] = {}
     pairs = [(key, first.setdefault(id(node), key)) for key, node in _variables(model)]
     return tuple((key, before) for key, before in pairs if key != before)
 
 
-def retied(model: Any, tied: Sequence[tuple[Any, Any]]) -> Any:
-    """A module made anew, with the variables that `ties` found at several places there again."""
+def retie(model: Any, tied: Sequence[tuple[Any, Any]]) -> Any:
+    """A rebuilt module with its tied variables tied again."""
     for place, first in tied:
         _put(model, place, functools.reduce(_inside, first, model))
     return model
 
 
 def is_incomplete(params: Any) -> bool:
-    """Whether the arrays of a model, without what the step keeps, do not make it whole again."""
+    """Whether the step must keep more than a model's arrays to rebuild it."""
     return is_equinox(params) or any(not tree_util.tree_leaves(node) for _, node in _variables(params))
 
 
@@ -178,11 +180,11 @@ def _put(model: Any, place: Any, variable: Any) -> None:
 
 
 _TIED = object()
-"""In the place of an array that stands elsewhere in the model."""
+"""Replaces an array that another place of the model holds."""
 
 
 def _missing(model: Any, mutable: Sequence[str]) -> Iterator[Problem]:
-    """Collections that are said to change and that the model does not have."""
+    """Names in `mutable` that are no collections of the model."""
     names = sorted(model) if isinstance(model, Mapping) else []
     for name in mutable:
         if name not in names or name == "params":
@@ -191,12 +193,17 @@ def _missing(model: Any, mutable: Sequence[str]) -> Iterator[Problem]:
                           'give the variables that Linen\'s init makes, {"params": ..., "batch_stats": ...}')  # fmt: skip
 
 
-def owned(parts: ModelParts, globs: Sequence[str]) -> tuple[bool, ...]:
-    """Which leaves match a glob.
+def matches(paths: Sequence[str], globs: Sequence[str]) -> tuple[bool, ...]:
+    """Which paths match a glob."""
+    hits = {i for glob in globs for i in met(glob, paths)[0]}
+    return tuple(i in hits for i in range(len(paths)))
+
+
+def own_leaves(parts: ModelParts, globs: Sequence[str]) -> tuple[bool, ...]:
+    """Which leaves `layerwise_parallel` names.
 
     Raises:
       StrategyError: a glob matches none.
     """
     raise_problems(list(unmet("layerwise_parallel", globs, parts.paths)))
-    hits = {i for glob in globs for i in met(glob, parts.paths)[0]}
-    return tuple(i in hits for i in range(len(parts.paths)))
+    return matches(parts.paths, globs)

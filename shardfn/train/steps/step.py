@@ -1,4 +1,4 @@
-"""`train.step`: a loss function and an optimizer to a jitted, donated training step, laid out by a mode."""
+"""`train.step`: a jitted training step with a donated state, from a loss function and an optimizer."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from shardfn.train.collectives.buckets import Bucket, fusion_of
 from shardfn.train.optimizer_adapters import adapted
 from shardfn.train.pipelines.pipeline import Pipeline
 from shardfn.train.remat import recompute as again
-from shardfn.train.scan_layers.scan import DEFAULT_LIMIT, ScannedLoss, fold, limit_of
-from shardfn.train.scan_layers.train_step import Chosen, chosen, folding_of
-from shardfn.train.steps.checks import problems
+from shardfn.train.scan_layers.scan import DEFAULT_LIMIT, ScannedLoss, scan_layers, scan_limit
+from shardfn.train.scan_layers.train_step import RematChoice, choose_recomputed_blocks, scan_step_loss
+from shardfn.train.steps.checks import step_problems
 from shardfn.train.steps.modes import mode_of
 from shardfn.train.steps.options import StepOptions
-from shardfn.train.steps.shard_step import ShardedStep, shard_step, whole_layout
+from shardfn.train.steps.shard_step import ShardedStep, shard_step, state_shardings
 from shardfn.train.steps.state import (
     ModelParts,
     TrainState,
     holds_array,
     is_incomplete,
     model_parts,
-    owned,
-    retied,
-    ties,
+    own_leaves,
+    retie,
+    tied_variables,
 )
 
 
@@ -77,52 +77,60 @@ def step(
     donate: bool = True,
     **options: Any,
 ) -> TrainStep:
-    """A training step: `state, loss = step(state, *batch)`.
+    """Make a jitted training step, called as `state, loss = step(state, *batch)`.
 
     Args:
       loss_fn: `(params, *batch) -> loss`, a mean over the batch; with `has_aux`, `-> (loss, auxiliary output)`.
-      optimizer: any optax transformation; one that takes more gets `value` (the loss), `grad` and `value_fn`. With
-        `optax.lookahead` give the parameters as they are: the slow ones are `state.opt_state.slow`.
-      mode: "stand_alone", "data_parallel", "hybrid_parallel", "semi_auto_parallel" or "auto_parallel"; the context's
-        `parallel_mode` where you set it, else "auto_parallel".
-      mutable: collections of Linen's variables that the loss changes, `"batch_stats"`: it gives `(loss, collections)`, with
-        `has_aux` `(loss, (auxiliary output, collections))`, the collections as `apply(..., mutable=["batch_stats"])` does.
-      device, level, options: as in `shard` (`search_mode`, `memory_limit`, `compile_candidates`, ...).
-      in_strategy: an entry for each argument of the batch, in the semi-auto and auto modes; not said: dim 0 is cut over
-        all devices in "semi_auto_parallel", searched in "auto_parallel".
+      optimizer: an optax transformation. One that takes more than gradients gets `value` (the loss), `grad` and
+        `value_fn`. With `optax.lookahead` give plain parameters; the slow ones are `state.opt_state.slow`.
+      mode: "stand_alone", "data_parallel", "hybrid_parallel", "semi_auto_parallel" or "auto_parallel"; by default the
+        context's `parallel_mode` if set, else "auto_parallel".
+      has_aux: whether the loss function returns an auxiliary output too.
+      mutable: collections of Linen variables that the loss returns, such as "batch_stats": it returns
+        `(loss, collections)`, with `has_aux` `(loss, (auxiliary output, collections))`.
+      device: the devices, as in `shard`.
+      level: what the search minimises, as in `shard`.
+      in_strategy: one entry for each argument of the batch, in the semi-auto and auto modes. By default dimension 0 is
+        sharded over all devices in "semi_auto_parallel", and searched in "auto_parallel".
       parameter_plan: entries by path glob within the parameters, `{"layers/*/w1": (1, 4)}`, in the same modes.
-      micro_batches: each batch is worked through in so many parts, whose gradients are added up; over devices they are
-        reduced once, at the end.
-      compute_dtype: the dtype that floating-point parameters are cast to for the loss and its gradients.
-      gradients_mean: False makes the objective the sum of the devices' losses (MindSpore's default), not their mean.
-      gradient_fp32_sync: sum gradients of 16 bits in float32 (where each device works on its part of the batch).
-      loss_repeated_mean: False multiplies gradients by the number of devices that work out the same loss.
-      parameter_broadcast: `init` sends process 0's parameters to all processes.
-      cross_batch: in the semi-auto and auto modes, batch statistics are those of each device's part of the batch, as
-        data parallelism computes them; False: of the whole batch.
-      layerwise_parallel: globs of parameters of which each device keeps one of its own, not aggregated ("data_parallel"
-        and "hybrid_parallel"); they get a leading dim, one entry for each device.
+      micro_batches: how many parts of a batch to process in sequence. Their gradients are accumulated, and reduced over
+        devices once.
+      compute_dtype: the dtype to which floating-point parameters are cast for the loss and its gradients.
+      gradients_mean: False makes the objective the sum of the devices' losses (MindSpore's default) instead of the mean.
+      gradient_fp32_sync: whether 16-bit gradients are summed in float32, if each device works on its part of the batch.
+      loss_repeated_mean: False multiplies gradients by the number of devices that compute the same loss.
+      parameter_broadcast: True makes `init` send process 0's parameters to all processes.
+      cross_batch: True computes batch statistics on each device's part of the batch in the semi-auto and auto modes
+        too, as data parallelism does; False on the global batch.
+      layerwise_parallel: globs of parameters of which each device has its own, in "data_parallel" and
+        "hybrid_parallel". They get a leading dimension with one entry for each device.
       frozen: globs of parameters that are not trained.
-      enable_parallel_optimizer, parallel_optimizer_config: as MindSpore's context has them: cut the optimizer's states
-        (`optimizer_level` "level1"), gradients too ("level2"), parameters too ("level3").
-      parallel_optimizer_comm_recompute: at "level3", gather the parameters again for the backward pass; False keeps them
-        whole from the forward pass on.
-      opt_state_memory_kind: "pinned_host" keeps the optimizer's states in the host's memory, and moves them to the devices
-        for the update.
-      comm_fusion, all_reduce_fusion_config: as MindSpore's context has them: which collectives travel as one, by size in
-        MB or by index. Where each device works on its part of the batch they are exactly so many collectives; else
-        XLA's combiners are told, where they take it. Not set: as XLA likes.
-      fusion: numbers by path glob; gradients (and gathered parameters) with the same number travel together, 0 alone.
-      reuse: "auto" folds the equal blocks of an unrolled model into one that is scanned, with their parameters stacked
-        in the state ("layers/*/w"; `parameter_plan` and other globs name those); `init` then needs a batch. A positive
-        int is the most blocks in one scan, -1 is 1000. What is folded, and why not: `folding.explain()`.
-      recompute: how many of the equal blocks are worked out again in the backward pass; "auto" as few as fit into
-        `memory_limit`, and `recomputed` says what that costs. It folds as `reuse` does. Or globs of submodules of the
-        model, "layers/*", as in `train.recompute`.
-      donate: give the old state's memory to the new one.
+      enable_parallel_optimizer: True shards the optimizer's states, as in MindSpore's context.
+      parallel_optimizer_config: MindSpore's dict. `optimizer_level` "level1" shards the optimizer's states, "level2"
+        gradients too, "level3" parameters too.
+      parallel_optimizer_comm_recompute: at "level3", True gathers parameters again for the backward pass; False keeps
+        the gathered ones.
+      opt_state_memory_kind: "pinned_host" keeps the optimizer's states in host memory between steps.
+      comm_fusion: MindSpore's dict: which collectives are fused, by size in MB or by index. If each device works on its
+        part of the batch, the step has exactly these collectives. Otherwise XLA's combiners get the sizes, where XLA has
+        such an option. By default XLA chooses.
+      all_reduce_fusion_config: MindSpore's list: the index of the last gradient of each fused all-reduce.
+      fusion: bucket numbers by path glob. Gradients and gathered parameters with the same number share a collective; 0
+        is a collective of its own.
+      reuse: "auto" scans repeated layers of an unrolled model. Their parameters are stacked in the state ("layers/*/w"),
+        globs name the stacked paths, and `init` needs a batch. A positive int is the largest number of layers in one
+        scan, -1 is 1000. `step.scanned_layers.explain()` shows which layers are scanned.
+      recompute: how many repeated layers the backward pass rematerialises, or "auto" for the fewest that fit
+        `memory_limit`; either scans layers as `reuse` does, and `step.recomputed` has the cost. Or globs of submodules of
+        the model, "layers/*", as in `train.recompute`.
+      donate: whether the next state reuses the memory of the old one.
+      **options: options of `shard` for the search (`search_mode`, `memory_limit`, `compile_candidates`, ...).
+
+    Returns:
+      A `TrainStep`.
 
     Raises:
-      ContextError, ContextTypeError, StrategyError: what is wrong with the options, all at once.
+      ContextError, ContextTypeError, StrategyError, StrategyTypeError: for wrong options, all at once.
 
     >>> import jax.numpy as jnp, optax
     >>> mean_square = lambda params, x, y: jnp.mean((x @ params["w"] - y) ** 2)
@@ -147,193 +155,275 @@ def step(
     if globs and callable(loss_fn) and not isinstance(loss_fn, Pipeline):
         loss_fn, recompute = _recomputing(loss_fn, globs), None
     options = {**options, "level": level, "in_strategy": in_strategy, "parameter_plan": parameter_plan}
-    raise_problems(problems({
+    raise_problems(step_problems({
         "loss_fn": loss_fn, "optimizer": optimizer, "micro_batches": micro_batches, "has_aux": has_aux, "mutable": mutable,
         "cross_batch": cross_batch, "compute_dtype": compute_dtype,
         "layerwise_parallel": layerwise_parallel, "fusion": fusion, "reuse": reuse,
         "recompute": recompute, "opt_state_memory_kind": opt_state_memory_kind,
         "parallel_optimizer_comm_recompute": parallel_optimizer_comm_recompute, "options": options,
     }, mode_asked, settings))  # fmt: skip
-    # The mode and the layout of the data have been acted on.
+    # The mode and the layout of the data are applied here.
     current = dataclasses.replace(
         current, training=settings, parallel_mode=None, dataset_strategy=None, honours_out_strategy=True
     )
     options["parameter_plan"] = dict(parameter_plan or {})
-    folded = limit_of("auto" if recompute and (reuse is None or reuse is False) else reuse)
+    limit = scan_limit("auto" if recompute and (reuse is None or reuse is False) else reuse)
     return TrainStep(StepOptions(
         loss_fn=loss_fn, optimizer=adapted(optimizer), mode=mode_asked, defaults=current, has_aux=has_aux, mutable=mutable,
         device=device, micro_batches=micro_batches, compute_dtype=compute_dtype, cross_batch=cross_batch,
         own=_globs(layerwise_parallel), frozen=_globs(frozen), donate=donate,
         gathers_again=parallel_optimizer_comm_recompute, opt_state_memory_kind=opt_state_memory_kind,
-        fusion=fusion_of(settings, fusion), reuse=folded, recompute=recompute, options=types.MappingProxyType(options),
+        fusion=fusion_of(settings, fusion), reuse=limit, recompute=recompute, options=types.MappingProxyType(options),
     ))  # fmt: skip
 
 
 class TrainStep:
-    """What `train.step` returns. `init` makes the state; a call takes one step."""
+    """A training step; `train.step` makes it. `init` makes the state, and a call takes one step.
 
-    def __init__(self, training: StepOptions):
-        self.training = self._asked = training
-        self._anatomy: ModelParts | None = None
-        self._kind: Any = None
-        self._laid: dict[Any, ShardedStep] = {}
-        self._unfolded: ModelParts | None = None
-        self.folding: ScannedLoss | None = None
-        """What was folded, with `reuse`; None before `init`."""
-        self.recomputed: Chosen | None = None
-        """What is recomputed, and what it costs, with `recompute`."""
+    Attributes:
+      scanned_layers: which layers are scanned, with `reuse` or `recompute`; None before `init`.
+      recomputed: how many layers are rematerialised and at what cost, with `recompute`; None before `init`.
+    """
+
+    def __init__(self, options: StepOptions):
+        self.options = self._given_options = options
+        self._parts: ModelParts | None = None
+        self._unscanned: ModelParts | None = None
+        self._state_shapes: Any = None
+        self._sharded: dict[Any, ShardedStep] = {}
+        self.scanned_layers: ScannedLoss | None = None
+        self.recomputed: RematChoice | None = None
 
     def __repr__(self) -> str:
-        name = getattr(self.training.loss_fn, "__name__", type(self.training.loss_fn).__name__)
-        return f"train.step({name}, mode={self.training.mode.name!r})"
+        name = getattr(self.options.loss_fn, "__name__", type(self.options.loss_fn).__name__)
+        return f"train.step({name}, mode={self.options.mode.name!r})"
 
     def init(self, params: Any, /, *batch: Any, **named: Any) -> TrainState:
-        """The first state, laid out where the mode or `batch` says how.
+        """Make the first state.
 
         Args:
-          params: the model (a pytree, an NNX or Equinox module), or a function of nothing that makes it: then it is
-            made where it lies, and never whole on one device.
-          batch: arrays or shapes as the step will get them; in the semi-auto and auto modes the layout depends on them.
-            Without them the first call moves the state. Here and in a call they may be given by name.
+          params: the model (a pytree, an NNX or Equinox module), or a function without arguments that makes it. The
+            function's arrays are created with their final shardings.
+          *batch: arrays or shapes as the step will get them. In the semi-auto and auto modes the shardings depend on
+            them; without them the first call moves the state.
+          **named: arrays of the batch by the loss function's names.
+
+        Returns:
+          The state, with its shardings if they are known.
+
+        Raises:
+          StrategyError, StrategyTypeError: if model, batch or devices do not fit the options.
         """
         batch = self._ordered(batch, named)
-        make = params if _makes(params) else lambda: params
-        model = _shape_of_model(make) if _makes(params) else params
-        if self.training.reuse is not None:
-            make, model = self._fold(make, model, batch)
-        parts = model_parts(model, self.training.frozen, self.training.mutable)
-        if parts != self._anatomy:
-            self._anatomy, self._laid = parts, {}
-        if self.training.settings.parameter_broadcast and jax.process_count() > 1:
+        make = params if _is_maker(params) else lambda: params
+        model = _model_shapes(make) if _is_maker(params) else params
+        if self.options.reuse is not None:
+            make, model = self._scan_layers(make, model, batch)
+        parts = model_parts(model, self.options.frozen, self.options.mutable)
+        if self.options.settings.parameter_broadcast and jax.process_count() > 1:
             arrays = multihost_utils.broadcast_one_to_all(jax.jit(lambda: parts.arrays(make()))())
             make = lambda: parts.model(arrays)  # noqa: E731
-        own, count = owned(parts, self.training.own), self.training.hardware().count
+        own, count = own_leaves(parts, self.options.own), self.options.hardware().count
 
         def first() -> TrainState:
             leaves = parts.treedef.flatten_up_to(parts.arrays(make()))
             leaves = [jnp.broadcast_to(x, (count, *x.shape)) if o else x for x, o in zip(leaves, own, strict=True)]
-            arrays = tree_util.tree_unflatten(parts.treedef, leaves)
-            return TrainState(arrays, self.training.optimizer.init(parts.split(arrays)[0]), jnp.zeros((), jnp.int32))
+            arrays = parts.treedef.unflatten(leaves)
+            return TrainState(arrays, self.options.optimizer.init(parts.split(arrays)[0]), jnp.zeros((), jnp.int32))
 
         shapes = jax.eval_shape(first)
-        kind = [shape_of(x) for x in tree_util.tree_leaves(shapes)]
-        if kind != self._kind:
-            self._kind, self._laid = kind, {}
-        if not batch and self.training.mode.layouts != "whole":
+        state_shapes = list(map(shape_of, tree_util.tree_leaves(shapes)))
+        if (parts, state_shapes) != (self._parts, self._state_shapes):
+            self._parts, self._state_shapes, self._sharded = parts, state_shapes, {}
+        if not batch and self.options.mode.layouts != "replicated":
             return jax.jit(first)()
-        shardings = self._for(shapes, batch).state if batch else whole_layout(self.training, parts, shapes)
+        shardings = self._for(shapes, batch).state if batch else state_shardings(self.options, parts, shapes)
         return jax.jit(first, out_shardings=shardings)()
 
     def __call__(self, state: TrainState, /, *batch: Any, **named: Any) -> tuple[TrainState, Any]:
-        if named:
-            batch = self._ordered(batch, named)
+        """Take one step.
+
+        Args:
+          state: the state; its memory is donated unless `donate=False`.
+          *batch: arrays with the batch in dimension 0, or scalars.
+          **named: arrays of the batch by the loss function's names.
+
+        Returns:
+          The next state, and the loss (a scalar), with `has_aux` a pair of the loss and the auxiliary output.
+
+        Raises:
+          StrategyError, StrategyTypeError: if state, batch or devices do not fit.
+        """
+        batch = self._ordered(batch, named)
         count = getattr(state, "step", None)
         if isinstance(count, jax.Array) and not isinstance(count, Tracer) and count.is_deleted():
-            fail(StrategyError, "the state was given away: a step takes its memory for the next one", where="state",
-                 why="donate = True", fix="go on with the state that the step gave, or set donate=False")  # fmt: skip
-        laid = self._for(state, batch)
-        with defaults.held(self.training.defaults):
-            return laid.sharded(state, *batch)
+            fail(StrategyError, "the state was given away: a step reuses its memory for the next one", where="state",
+                 why="donate = True", fix="go on with the state that the step returned, or set donate=False")  # fmt: skip
+        function = self._for(state, batch).function
+        with defaults.held(self.options.defaults):
+            return function(state, *batch)
 
     def plan(self, state: TrainState, /, *batch: Any, **named: Any) -> Plan:
-        """The plan of a step; arguments may be shapes."""
+        """The plan of a step.
+
+        Args:
+          state: the state; shapes will do.
+          *batch: arrays or shapes.
+          **named: arrays of the batch by the loss function's names.
+
+        Returns:
+          The plan, as from `shardfn.plan`.
+
+        Raises:
+          StrategyError, StrategyTypeError: if state, batch or devices do not fit.
+        """
         batch = self._ordered(batch, named)
-        with defaults.held(self.training.defaults):
-            return self._for(state, batch).sharded.plan(state, *batch)
+        with defaults.held(self.options.defaults):
+            return self._for(state, batch).function.plan(state, *batch)
 
     def explain(self, state: TrainState, /, *batch: Any, compiled: bool = False, **named: Any) -> Report:
-        """The report of a step; with `compiled`, beside what XLA made of it."""
+        """The report of a step.
+
+        Args:
+          state: the state; shapes will do.
+          *batch: arrays or shapes.
+          compiled: whether to compile the step and compare the prediction with it.
+          **named: arrays of the batch by the loss function's names.
+
+        Returns:
+          The report, as from `shardfn.explain`.
+
+        Raises:
+          StrategyError, StrategyTypeError: if state, batch or devices do not fit.
+        """
         batch = self._ordered(batch, named)
-        with defaults.held(self.training.defaults):
-            return self._for(state, batch).sharded.explain(state, *batch, compiled=compiled)
+        with defaults.held(self.options.defaults):
+            return self._for(state, batch).function.explain(state, *batch, compiled=compiled)
 
     def lower(self, state: TrainState, /, *batch: Any, **named: Any) -> Any:
-        """`jax.stages.Lowered` of a step."""
+        """Lower a step.
+
+        Args:
+          state: the state; shapes will do.
+          *batch: arrays or shapes.
+          **named: arrays of the batch by the loss function's names.
+
+        Returns:
+          The `jax.stages.Lowered` of the step.
+
+        Raises:
+          StrategyError, StrategyTypeError: if state, batch or devices do not fit.
+        """
         batch = self._ordered(batch, named)
-        with defaults.held(self.training.defaults):
-            return self._for(state, batch).sharded.lower(state, *batch)
+        with defaults.held(self.options.defaults):
+            return self._for(state, batch).function.lower(state, *batch)
 
     def buckets(self, state: TrainState, /, *batch: Any, **named: Any) -> tuple[tuple[Bucket, tuple[str, ...]], ...]:
-        """The collectives of gradients and of gathered parameters, each with the paths of what it takes.
+        """The fused collectives of gradients and of gathered parameters.
 
-        Empty where XLA puts them together: `comm_fusion` and `fusion` were not set, or its partitioner makes them.
+        Args:
+          state: the state; shapes will do.
+          *batch: arrays or shapes.
+          **named: arrays of the batch by the loss function's names.
+
+        Returns:
+          Each collective with the paths of its operands; empty if XLA chooses which collectives to fuse.
+
+        Raises:
+          StrategyError, StrategyTypeError: if state, batch or devices do not fit.
         """
         return self._for(state, self._ordered(batch, named)).buckets
 
     def model(self, state: TrainState) -> Any:
-        """The model that a state holds, with what of it is no array."""
-        if self._unfolded is not None and self.folding is not None:
-            return self._unfolded.model(self.folding.unstack(state.params))
-        return self._parts(state).model(state.params)
+        """The model that a state holds.
+
+        Args:
+          state: a state of this step.
+
+        Returns:
+          The model as given to `init`, with unstacked layers and its static leaves.
+
+        Raises:
+          StrategyError: if this step has not seen the model.
+        """
+        if self._unscanned is not None and self.scanned_layers is not None:
+            return self._unscanned.model(self.scanned_layers.unstack(state.params))
+        return self._parts_of(state).model(state.params)
 
     # ---- inside
 
     def _ordered(self, batch: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
-        return in_order(self._asked.loss_fn, batch, named) if named else batch
+        return positional_batch(self._given_options.loss_fn, batch, named) if named else batch
 
-    def _fold(self, make: Callable[[], Any], model: Any, batch: tuple[Any, ...]) -> tuple[Callable[[], Any], Any]:
-        """Parameters and what makes them, stacked; the loss becomes the folded one."""
-        asked, parts = self._asked, model_parts(model, self._asked.frozen)
-        limit = asked.reuse or DEFAULT_LIMIT
-        made = folding_of(parts, model, batch, asked.loss_fn, asked.optimizer, limit)
-        shapes, given = _shapes(parts.arrays(model)), _shapes(batch)
-        if asked.recompute:
-            refold = lambda n: fold(  # noqa: E731
-                lambda a, *b: asked.loss_fn(parts.model(a), *b), shapes, *given, limit=limit, recomputed=n
+    def _scan_layers(
+        self, make: Callable[[], Any], model: Any, batch: tuple[Any, ...]
+    ) -> tuple[Callable[[], Any], Any]:
+        """A function that makes the stacked parameters, and their shapes; the loss becomes the scanned one."""
+        options, parts = self._given_options, model_parts(model, self._given_options.frozen)
+        limit = options.reuse or DEFAULT_LIMIT
+        scanned = scan_step_loss(parts, model, batch, options.loss_fn, options.optimizer, limit)
+        shapes, batch_shapes = _shapes(parts.arrays(model)), _shapes(batch)
+        if options.recompute:
+            rescan = lambda n: scan_layers(  # noqa: E731
+                lambda a, *b: options.loss_fn(parts.model(a), *b), shapes, *batch_shapes, limit=limit, recomputed=n
             )
-            kept = sum(x.size * x.dtype.itemsize for x in tree_util.tree_leaves(
-                (shapes, shapes, jax.eval_shape(asked.optimizer.init, parts.split(shapes)[0]))))  # fmt: skip
-            self.recomputed = chosen(made, refold, shapes, given, asked.recompute, asked.options.get("memory_limit"),
-                                     asked.hardware().count, kept)  # fmt: skip
-            made = refold(self.recomputed.blocks) if self.recomputed else made
-        self.folding, self._laid = made, {}
-        if not made.groups:
-            warn(f"`reuse` has no effect: {made.explain()}")
-            self.training, self._unfolded = asked, None
+            opt_state = jax.eval_shape(options.optimizer.init, parts.split(shapes)[0])
+            arrays = tree_util.tree_leaves((shapes, shapes, opt_state))  # parameters, gradients, states
+            self.recomputed = choose_recomputed_blocks(
+                scanned, rescan, shapes, batch_shapes, options.recompute, options.options.get("memory_limit"),
+                options.hardware().count, sum(x.size * x.dtype.itemsize for x in arrays),
+            )  # fmt: skip
+            scanned = rescan(self.recomputed.blocks)
+        self.scanned_layers, self._sharded = scanned, {}
+        if not scanned.groups:
+            warn(f"`reuse` has no effect: {scanned.explain()}")
+            self.options, self._unscanned = options, None
             return make, model
-        self._unfolded = parts
-        trained = made.stack(tree_util.tree_unflatten(parts.treedef, parts.trained))
+        self._unscanned = parts
+        trained = scanned.stack(parts.treedef.unflatten(parts.trained))
         if some := [name for name, one in trained.items() if np.any(one) and not np.all(one)]:
-            fail(StrategyError, f"`frozen` names some of equal blocks that are folded into one: {listed(some)}",
-                 where=f"frozen = {asked.frozen}", why="their parameters are one stacked array, which is trained or is not",
+            fail(StrategyError, f"`frozen` names some of the layers that are scanned: {listed(some)}",
+                 where=f"frozen = {options.frozen}",
+                 why="their parameters are one stacked array, which is trained or is not",
                  fix="freeze all of them or none, or leave reuse and recompute out")  # fmt: skip
         frozen = tuple(name for name, one in trained.items() if not np.all(one))
-        self.training = dataclasses.replace(asked, loss_fn=made.loss, frozen=frozen)
-        return lambda: made.stack(parts.arrays(make())), jax.eval_shape(made.stack, shapes)
+        self.options = dataclasses.replace(options, loss_fn=scanned.loss, frozen=frozen)
+        return lambda: scanned.stack(parts.arrays(make())), jax.eval_shape(scanned.stack, shapes)
 
-    def _parts(self, state: TrainState) -> ModelParts:
+    def _parts_of(self, state: TrainState) -> ModelParts:
         if not isinstance(state, TrainState):
             fail(StrategyTypeError, f"the state is {a(state)}", where=f"state = {short(state)}",
                  why="a step takes the State that `init` gives, or the last step",
                  fix="call init(params) first; from a checkpoint, restore(path, like=step.init(...))")  # fmt: skip
-        if self._anatomy is None and self.training.reuse is not None:
-            fail(StrategyError, "the blocks of this state are folded, and this step has not folded them",
-                 where="reuse", why="what folds is found by `init`", fix="call init(params, *batch) once before")  # fmt: skip
-        if self._anatomy is None and is_incomplete(state.params):
+        if self._parts is None and self.options.reuse is not None:
+            fail(StrategyError, "the layers of this state are stacked, and this step has not scanned them",
+                 where="reuse", why="`init` finds the repeated layers", fix="call init(params, *batch) once before")  # fmt: skip
+        if self._parts is None and is_incomplete(state.params):
             fail(StrategyError, "this step has not seen the module that the state is of", where="state.params",
-                 why="what of it is no array, or stands at several places, stays with the step, and `init` takes it out",
+                 why="the step keeps tied variables and leaves that are no arrays, and `init` finds them",
                  fix="call init(model) once before")  # fmt: skip
-        if self._anatomy is None:  # a state from elsewhere, such as a checkpoint
-            self._anatomy = model_parts(state.params, self.training.frozen, self.training.mutable)
-        return self._anatomy
+        if self._parts is None:  # a state from elsewhere, such as a checkpoint
+            self._parts = model_parts(state.params, self.options.frozen, self.options.mutable)
+        return self._parts
 
     def _for(self, state: TrainState, batch: tuple[Any, ...]) -> ShardedStep:
         leaves, treedef = tree_util.tree_flatten(batch)
         key = treedef, tuple(map(shape_of, leaves))
-        found = self._laid.get(key)
+        found = self._sharded.get(key)
         if found is None:
-            with defaults.held(self.training.defaults):
-                found = self._laid[key] = shard_step(self.training, self._parts(state), *_shapes((state, batch)))
+            with defaults.held(self.options.defaults):
+                found = shard_step(self.options, self._parts_of(state), *_shapes((state, batch)))
+            self._sharded[key] = found
         return found
 
 
-def in_order(loss_fn: Callable[..., Any], batch: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
-    """A batch of which some arrays are given by the loss function's names for them, as it is by position.
+def positional_batch(loss_fn: Callable[..., Any], batch: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A batch by position, of arrays that are partly given by the loss function's names.
 
     Raises:
-      StrategyTypeError: names that it does not have, or that have no position.
+      StrategyTypeError: a name does not exist, or has no position.
 
-    >>> in_order(lambda params, x, y, scale=1.0: x, (), {"y": 2, "x": 1})
+    >>> positional_batch(lambda params, x, y, scale=1.0: x, (), {"y": 2, "x": 1})
     (1, 2)
     """
     names = ", ".join(named)
@@ -344,13 +434,15 @@ def in_order(loss_fn: Callable[..., Any], batch: tuple[Any, ...], named: Mapping
         fail(StrategyTypeError, f"the batch does not fit the loss function: {error}", where=f"by name: {names}",
              why=f"it is called as loss_fn(params, *batch), here with {len(batch)} by position",
              fix="give each argument once, by its name in the loss function or by position")  # fmt: skip
-    rows = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
-    if len(rows) < len(batch) or not set(named) <= {p.name for p in rows}:
-        fail(StrategyTypeError, "the loss function takes by position alone what is given by name", where=f"by name: {names}",
-             why="an array of the batch is cut by its position, which *args, **kwargs and keyword-only arguments do not give",
+    parameters = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][
+        1:
+    ]
+    if len(parameters) < len(batch) or not set(named) <= {p.name for p in parameters}:
+        fail(StrategyTypeError, "an array of the batch is given by name, but has no position", where=f"by name: {names}",
+             why="the step shards arrays by their position, which *args, **kwargs and keyword-only arguments do not have",
              fix="write loss_fn(params, x, y, ...) with an argument for each")  # fmt: skip
-    last = max(i for i, p in enumerate(rows) if p.name in bound)
-    return tuple(bound.get(p.name, p.default) for p in rows[: last + 1])
+    last = max(i for i, p in enumerate(parameters) if p.name in bound)
+    return tuple(bound.get(p.name, p.default) for p in parameters[: last + 1])
 
 
 def _globs(given: Any) -> tuple[str, ...]:
@@ -369,7 +461,7 @@ def _is_by_path(recompute: Any) -> bool:
 
 
 def _recomputing(loss_fn: Callable[..., Any], globs: tuple[str, ...]) -> Callable[..., Any]:
-    """A loss of the model whose submodules at these paths are worked out again."""
+    """A loss that recomputes the submodules at these paths."""
 
     @functools.wraps(loss_fn)
     def loss(model: Any, *batch: Any) -> Any:
@@ -378,23 +470,23 @@ def _recomputing(loss_fn: Callable[..., Any], globs: tuple[str, ...]) -> Callabl
     return loss
 
 
-def _makes(params: Any) -> bool:
-    """Whether it is a function that makes parameters, and no model."""
+def _is_maker(params: Any) -> bool:
+    """Whether `params` is a function that makes a model."""
     return callable(params) and tree_util.all_leaves([params])
 
 
-def _shape_of_model(make: Callable[[], Any]) -> Any:
-    """The model that a function makes, with shapes for arrays; nothing is computed."""
+def _model_shapes(make: Callable[[], Any]) -> Any:
+    """The model that a function makes, with shapes for arrays."""
     made: list[Any] = []
 
     def arrays() -> list[Any]:
         model = make()
-        made[:] = *tree_util.tree_flatten(model), ties(model)
+        made[:] = *tree_util.tree_flatten(model), tied_variables(model)
         return [leaf if holds_array(model, leaf) else None for leaf in made[0]]
 
     shapes = jax.eval_shape(arrays)
     leaves = [a if b is None else b for a, b in zip(made[0], shapes, strict=True)]
-    return retied(tree_util.tree_unflatten(made[1], leaves), made[2])
+    return retie(tree_util.tree_unflatten(made[1], leaves), made[2])
 
 
 def _shapes(tree: Any) -> Any:

@@ -1,7 +1,8 @@
-"""The training step as one pure function: gradients by the road of the mode, the optimizer's update, the new state."""
+"""The training step as one pure function: gradients, the optimizer's update, the next state."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,111 +14,104 @@ from jax import lax, tree_util
 from shardfn.errors import StrategyError, fail
 from shardfn.frontend.strategy import shape_of, short
 from shardfn.train.steps import gradients
-from shardfn.train.steps.communication import parts_of, regathered
-from shardfn.train.steps.gradients import Loss
+from shardfn.train.steps.communication import gradient_sync, update_sync
+from shardfn.train.steps.gradients import Gradients, Loss
 from shardfn.train.steps.options import StepOptions
-from shardfn.train.steps.shardings import Cut, StepShardings, is_per_device, tree_of
+from shardfn.train.steps.shardings import StepShardings, is_per_device, tree_of
 from shardfn.train.steps.state import ModelParts, TrainState
 
-Gradients = Callable[[Any, Any, tuple[Any, ...]], tuple[Any, Any, Any, Any]]
-"""(trained, carried, batch) -> (loss, auxiliary output, gradients, carried)."""
 
-
-def update_of(
-    training: StepOptions, parts: ModelParts, drawn: StepShardings | None, cut: Cut | None, own: tuple[bool, ...],
-    state: TrainState, batch: tuple[Any, ...],
-) -> Callable[..., Any]:  # fmt: skip
-    """`(state, *batch) -> (state, loss)`.
+def update_function(
+    options: StepOptions, parts: ModelParts, shardings: StepShardings | None, state: TrainState, batch: tuple[Any, ...]
+) -> Callable[..., Any]:
+    """The function `(state, *batch) -> (state, loss)`.
 
     Args:
-      drawn, cut: where things lie; None for a step that is not laid out yet.
-      own: which parameters are a device's own.
+      options: those of the step.
+      parts: which of the model's leaves are trained.
+      shardings: those of the step; None while they are being planned.
       state, batch: shapes.
     """
+    cast = functools.partial(_cast, dtype=options.compute_dtype)
+    loss = _loss(options, parts)
     trained, carried = parts.split(state.params)
-    shapes = _cast(trained, training.compute_dtype), carried, batch
-    gradients_of = _gradients(training, parts, drawn, cut, own, shapes)
-    zero = training.zero
-    states = [s for s, mine in zip(cut.states, parts.trained, strict=True) if mine] if zero and cut else None
+    gradients_of = _gradients(options, parts, shardings, loss, (cast(trained), carried, batch))
+    zero = options.zero if shardings is not None else None
+    sync = None
+    if shardings is not None and is_per_device(options, shardings):
+        sync = update_sync(options, parts, shardings)
 
-    gathers = None
-    if drawn is not None and cut is not None and is_per_device(training, drawn):
-        gathers = regathered(training, parts, drawn, cut, parts_of(training, parts, drawn, cut, own))
-
-    def in_pieces(tree: Any) -> Any:
-        if states is None or drawn is None:
-            return tree
-        return tree_util.tree_map(lax.with_sharding_constraint, tree, tree_of(tree, [drawn.named(s) for s in states]))
-
-    loss = _loss(training, parts)
-
-    def at(trained: Any, carried: Any, batch: tuple[Any, ...]) -> jax.Array:
-        """The loss with other parameters, for an optimizer that searches along a line."""
-        return loss(_cast(trained, training.compute_dtype), carried, batch)[0].astype(jnp.float32)
+    def sharded(tree: Any) -> Any:
+        return tree if zero is None or shardings is None else _constrain(tree, shardings, shardings.updates, parts)
 
     def update(state: TrainState, *batch: Any) -> tuple[TrainState, Any]:
-        trained, carried = parts.split(state.params)
-        before = carried
-        value, aux, grads, carried = gradients_of(_cast(trained, training.compute_dtype), carried, batch)
+        trained, before = parts.split(state.params)
+        value, aux, grads, carried = gradients_of(cast(trained), before, batch)
         grads = tree_util.tree_map(lambda g, p: g.astype(p.dtype), grads, trained)
-        if zero and zero.level > 1:
-            grads = in_pieces(grads)
-        pieces = in_pieces(trained)
-        told = {"value": value.astype(jnp.float32), "grad": grads, "value_fn": lambda p: at(p, before, batch)}
-        updates, opt_state = training.optimizer.update(grads, state.opt_state, pieces, **told)
-        new = in_pieces(optax.apply_updates(pieces, updates))
-        new = new if gathers is None else gradients.put_together(new, gathers)
+        grads = sharded(grads) if zero is not None and zero.level > 1 else grads
+        shards = sharded(trained)
+        updates, opt_state = options.optimizer.update(
+            grads, state.opt_state, shards, value=value.astype(jnp.float32), grad=grads,
+            value_fn=lambda p: loss(cast(p), before, batch)[0].astype(jnp.float32),  # for a line search
+        )  # fmt: skip
+        new = sharded(optax.apply_updates(shards, updates))
+        new = new if sync is None else gradients.gather_updated(new, sync)
         made = TrainState(parts.join(new, carried), opt_state, state.step + 1)
-        return made, ((value, aux) if training.has_aux else value)
+        return made, ((value, aux) if options.has_aux else value)
 
     return update
 
 
-def _loss(training: StepOptions, parts: ModelParts) -> Loss:
+def _constrain(tree: Any, shardings: StepShardings, specs: Any, parts: ModelParts) -> Any:
+    """Trained leaves with sharding constraints."""
+    named = [shardings.named(s) for s, mine in zip(specs, parts.trained, strict=True) if mine]
+    return tree_util.tree_map(lax.with_sharding_constraint, tree, tree_of(tree, named))
+
+
+def _loss(options: StepOptions, parts: ModelParts) -> Loss:
     def loss(trained: Any, carried: Any, batch: tuple[Any, ...]) -> Any:
         model = parts.model(parts.join(trained, carried))
-        value, aux, changed = _told(training, training.loss_fn(model, *batch))
-        return value, (aux, parts.split(parts.arrays(_changed(model, changed)))[1])
+        value, aux, collections = _checked_result(options, options.loss_fn(model, *batch))
+        return value, (aux, parts.split(parts.arrays(_with_collections(model, collections)))[1])
 
     return loss
 
 
-def _told(training: StepOptions, result: Any) -> tuple[Any, Any, Any]:
-    """The loss, the auxiliary output and the changed collections of what the loss function gave."""
-    aux, changed = (), None
-    if training.mutable:
-        form = "(loss, (auxiliary output, collections))" if training.has_aux else "(loss, collections)"
-        found: Any = result if _is_pair(result) else (None, None)
-        inner: Any = found[1] if training.has_aux else (aux, found[1])
-        aux, changed = inner if _is_pair(inner) else (aux, None)
-        if not isinstance(changed, Mapping) or set(changed) != set(training.mutable):
-            has = f"a dict of {', '.join(map(repr, changed))}" if isinstance(changed, Mapping) else short(result)
-            fail(StrategyError, f"the loss function does not give the collections {', '.join(training.mutable)}",
-                 where=f"mutable = {training.mutable!r}; it gives {has}",
-                 why=f"with has_aux={training.has_aux} it gives {form}, the collections as apply(..., mutable=[...]) does",
+def _checked_result(options: StepOptions, result: Any) -> tuple[Any, Any, Any]:
+    """The loss, the auxiliary output and the changed collections that a loss function returned."""
+    value: Any
+    rest: Any
+    aux, collections = (), None
+    if options.mutable:
+        form = "(loss, (auxiliary output, collections))" if options.has_aux else "(loss, collections)"
+        value, rest = result if _is_pair(result) else (None, None)
+        aux, collections = ((), rest) if not options.has_aux else rest if _is_pair(rest) else ((), None)
+        if not isinstance(collections, Mapping) or set(collections) != set(options.mutable):
+            is_dict = isinstance(collections, Mapping)
+            has = f"a dict of {', '.join(map(repr, collections))}" if is_dict else short(result)
+            fail(StrategyError, f"the loss function does not return the collections {', '.join(options.mutable)}",
+                 where=f"mutable = {options.mutable!r}; it returns {has}",
+                 why=f"with has_aux={options.has_aux} it returns {form}, the collections as apply(..., mutable=[...]) does",
                  fix=f"return {form}")  # fmt: skip
-        result = found[0]
-    elif training.has_aux != _is_pair(result):
-        what = "no pair" if training.has_aux else "a pair"
-        fail(StrategyError, f"the loss function gives {what}, and has_aux is {training.has_aux}",
-             where=f"has_aux = {training.has_aux}",
-             why="with has_aux it gives (loss, auxiliary output), without it the loss alone",
-             fix=f"set has_aux={not training.has_aux}, or change what it gives")  # fmt: skip
-    elif training.has_aux:
-        result, aux = result
-    value: Any = result
+    elif options.has_aux != _is_pair(result):
+        fail(StrategyError, f"the loss function returns {'no pair' if options.has_aux else 'a pair'}, "
+             f"and has_aux is {options.has_aux}", where=f"has_aux = {options.has_aux}",
+             why="with has_aux it returns (loss, auxiliary output), without it the loss alone",
+             fix=f"set has_aux={not options.has_aux}, or change what it returns")  # fmt: skip
+    else:
+        value, aux = result if options.has_aux else (result, ())
     if shape_of(value) is None or jnp.shape(value) or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
         fail(StrategyError, "the loss is no floating-point scalar", where=f"loss = {short(value)}",
              why="gradients are those of one number", fix="take its mean over the batch")  # fmt: skip
-    return value, tree_util.tree_map(jnp.asarray, aux), changed
+    return value, tree_util.tree_map(jnp.asarray, aux), collections
 
 
 def _is_pair(result: Any) -> bool:
     return isinstance(result, tuple) and len(result) == 2
 
 
-def _changed(model: Any, collections: Mapping[str, Any] | None) -> Any:
-    """Linen's variables with collections that the loss gave."""
+def _with_collections(model: Any, collections: Mapping[str, Any] | None) -> Any:
+    """Linen variables with the collections that the loss returned."""
     if collections is None:
         return model
     new = {}
@@ -126,63 +120,62 @@ def _changed(model: Any, collections: Mapping[str, Any] | None) -> Any:
         shapes, found = [list(map(shape_of, tree_util.tree_leaves(tree))) for tree in (leaves, given)]
         if shapes != found:
             fail(StrategyError, f"the collection {name!r} changes its form", where=f"{name} = {short(given)}",
-                 why=f"the state has arrays of {shapes}, the loss gives {found}",
-                 fix="give the collection as apply(variables, ..., mutable=[...]) returns it")  # fmt: skip
-        new[name] = tree_util.tree_unflatten(treedef, tree_util.tree_leaves(given))
+                 why=f"the state has arrays of {shapes}, the loss returns {found}",
+                 fix="return the collection as apply(variables, ..., mutable=[...]) does")  # fmt: skip
+        new[name] = treedef.unflatten(tree_util.tree_leaves(given))
     return type(model)({**model, **new})
 
 
 def _gradients(
-    training: StepOptions, parts: ModelParts, drawn: StepShardings | None, cut: Cut | None, own: tuple[bool, ...],
+    options: StepOptions, parts: ModelParts, shardings: StepShardings | None, loss: Loss,
     shapes: tuple[Any, Any, tuple[Any, ...]],
 ) -> Gradients:  # fmt: skip
-    loss = _loss(training, parts)
-    if drawn is None or cut is None:
-        return lambda *args: gradients.whole(loss, *args)
-    times = 1 if training.settings.loss_repeated_mean else drawn.mesh.size // drawn.count
-    if is_per_device(training, drawn):
-        return _scaled(_by_parts(training, parts, drawn, cut, own, loss, shapes), times, 1)
-    total = 1 if training.reduction.mean else drawn.count
-    lies = [drawn.named(s) for s, mine in zip(drawn.params, parts.trained, strict=True) if mine]
-    put = lambda tree: tree_util.tree_map(lax.with_sharding_constraint, tree, tree_of(tree, lies))  # noqa: E731
+    if shardings is None:
+        return functools.partial(gradients.global_gradients, loss)
+    repeats = 1 if options.settings.loss_repeated_mean else shardings.mesh.size // shardings.count
+    if is_per_device(options, shardings):
+        return _scaled(_per_device(options, parts, shardings, loss, shapes), repeats, 1)
+    total = 1 if options.reduction.mean else shardings.count
+    put = lambda tree: _constrain(tree, shardings, shardings.params, parts)  # noqa: E731
 
     def run(trained: Any, carried: Any, batch: tuple[Any, ...]) -> Any:
-        if training.gathers_again:
-            called, trained = gradients.again(loss, trained, put, lambda x: jnp.zeros(x.shape, x.dtype))
-            return _at_once(training, called, shapes)(trained, carried, batch)
-        is_kept = training.zero is not None and training.zero.level > 2
-        return _at_once(training, loss, shapes)(put(trained) if is_kept else trained, carried, batch)
+        called = loss
+        if options.gathers_again:
+            zeros = lambda x: jnp.zeros(x.shape, x.dtype)  # noqa: E731
+            called, trained = gradients.regathering_loss(loss, trained, put, zeros)
+        elif options.zero is not None and options.zero.level > 2:
+            trained = put(trained)
+        return _on_global_batch(options, called, shapes)(trained, carried, batch)
 
-    return _scaled(run, times * total, total)
+    return _scaled(run, repeats * total, total)
 
 
-def _at_once(training: StepOptions, loss: Loss, shapes: tuple[Any, Any, tuple[Any, ...]]) -> Gradients:
-    """On the whole batch, XLA making the reductions."""
-    count = training.micro_batches
+def _on_global_batch(options: StepOptions, loss: Loss, shapes: tuple[Any, Any, tuple[Any, ...]]) -> Gradients:
+    count = options.micro_batches
     if count == 1:
-        return lambda *args: gradients.whole(loss, *args)
+        return functools.partial(gradients.global_gradients, loss)
     zeros = lambda tree: tree_util.tree_map(lambda x: jnp.zeros(x.shape, gradients.wide(x.dtype)), tree)  # noqa: E731
-    return gradients.micro(loss, count, gradients.growing_dims(loss, *shapes, count), lambda g: g, zeros)
+    return gradients.micro_batched(loss, count, gradients.growing_dims(loss, *shapes, count), lambda g: g, zeros)
 
 
-def _by_parts(
-    training: StepOptions, parts: ModelParts, drawn: StepShardings, cut: Cut, own: tuple[bool, ...], loss: Loss,
+def _per_device(
+    options: StepOptions, parts: ModelParts, shardings: StepShardings, loss: Loss,
     shapes: tuple[Any, Any, tuple[Any, ...]],
 ) -> Gradients:  # fmt: skip
-    """On each device's part of the batch."""
-    zero, count = training.zero, training.micro_batches
-    how = parts_of(training, parts, drawn, cut, own)
+    zero, count = options.zero, options.micro_batches
+    sync = gradient_sync(options, parts, shardings)
     trained, carried, batch = shapes
-    leaves = [
-        jax.ShapeDtypeStruct(x.shape[1:] if mine else x.shape, x.dtype)
-        for x, mine in zip(tree_util.tree_leaves(trained), how.own, strict=True)
-    ]
-    local = tree_of(trained, leaves)
-    return gradients.by_parts(
-        loss, how, training.reduction, count, zero is not None and zero.accumulation_shard,
-        gradients.growing_dims(loss, local, carried, batch, drawn.count),
-        gradients.growing_dims(loss, local, carried, gradients.part_of(batch, drawn.count), count),
-        gradients.moving(loss, local, carried, gradients.part_of(batch, drawn.count)),
+    leaves, treedef = tree_util.tree_flatten(trained)
+    local = treedef.unflatten([
+        jax.ShapeDtypeStruct(x.shape[1:] if own else x.shape, x.dtype)
+        for x, own in zip(leaves, sync.own, strict=True)
+    ])  # fmt: skip
+    part = gradients.part_shapes(batch, shardings.count)
+    return functools.partial(
+        gradients.per_device_gradients, loss, sync, count, zero is not None and zero.accumulation_shard,
+        gradients.growing_dims(loss, local, carried, batch, shardings.count),
+        gradients.growing_dims(loss, local, carried, part, count),
+        gradients.changing_leaves(loss, local, carried, part),
     )  # fmt: skip
 
 

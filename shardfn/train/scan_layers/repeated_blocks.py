@@ -1,0 +1,294 @@
+"""Find repeated blocks: runs of equations that are equal but for the values they read.
+
+Before the search the jaxpr is flattened. A `jit` that is called once is inlined, ops on one parameter alone (a cast) move to
+their first reader, and slices move to where their operand is computed. Equations are equal by primitive, parameters and
+shapes. Blocks repeat if each input of each equation comes from the same place in all of them.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import re
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+from shardfn.ir.rewrite import inner
+from shardfn.train.flat_jaxpr import FlatEquation, FlatJaxpr, flatten_jaxpr
+
+
+@dataclasses.dataclass(frozen=True)
+class Wiring:
+    """Where the blocks of a run read each input: for each equation of a block, pairs of a kind and a place.
+
+    Kinds: "literal"; "local", an equation of the same block and its output; "carried", an index into `carried`; "fixed",
+    a value from before the run that all blocks read; "scanned", an index into `scanned`.
+    """
+
+    inputs: tuple[tuple[tuple[str, Any], ...], ...]
+    carried: tuple[tuple[int, int, int], ...]
+    """Equation and output of the block before, and the value that the first block reads instead."""
+    scanned: tuple[tuple[Any, ...], ...]
+    """What each block reads: values from before the run, or literals."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockRun:
+    """`count` blocks of `period` equations from `start` on."""
+
+    start: int
+    period: int
+    count: int
+    wiring: Wiring
+
+    @property
+    def stop(self) -> int:
+        """The first equation after the run."""
+        return self.start + self.period * self.count
+
+
+def flatten_for_blocks(closed: Any, params: int) -> FlatJaxpr:
+    """Flatten a closed jaxpr, whose first `params` inputs are parameters, and order its equations for the search."""
+    calls: collections.Counter[int] = collections.Counter()
+
+    def count(jaxpr: Any) -> None:
+        calls.update(id(e.params["jaxpr"]) for e in jaxpr.eqns if _is_plain_jit(e))
+
+    def inlines(eqn: Any) -> bool:
+        if not _is_plain_jit(eqn) or calls[id(eqn.params["jaxpr"])] > 1:
+            return False
+        count(eqn.params["jaxpr"].jaxpr)
+        return True
+
+    count(closed.jaxpr)
+    flat = flatten_jaxpr(closed, params, inlines)
+    return dataclasses.replace(flat, equations=tuple(_sink(_hoist(flat.equations), params, flat.outputs)))
+
+
+def _is_plain_jit(eqn: Any) -> bool:
+    """Whether an equation is a `jit` without shardings."""
+    if eqn.primitive.name not in ("jit", "pjit"):
+        return False
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return all("Unspecified" in type(s).__name__ for s in shardings)
+
+
+_SLICES = frozenset({"slice", "squeeze"})
+
+
+def _hoist(equations: Sequence[FlatEquation]) -> list[FlatEquation]:
+    """Move slices to where their operand is computed: `keys[i]` tells which block it is in."""
+    made = {value for one in equations for value in one.outputs}
+    after: dict[int, list[FlatEquation]] = collections.defaultdict(list)
+    first: list[FlatEquation] = []
+    rest: list[FlatEquation] = []
+    for one in equations:
+        is_slice = one.eqn.primitive.name in _SLICES
+        (rest if not is_slice else after[one.inputs[0]] if one.inputs[0] in made else first).append(one)
+
+    def with_slices(one: FlatEquation) -> Iterator[FlatEquation]:
+        yield one
+        for value in one.outputs:
+            for each in after.get(value, ()):
+                yield from with_slices(each)
+
+    return [each for one in (*first, *rest) for each in with_slices(one)]
+
+
+def _sink(equations: Sequence[FlatEquation], params: int, outputs: Sequence[Any]) -> Iterator[FlatEquation]:
+    """Move ops on one parameter alone to their first reader."""
+    waiting: dict[int, FlatEquation] = {}
+    roots: dict[int, int] = {i: i for i in range(params)}
+
+    def needed(value: Any) -> Iterator[FlatEquation]:
+        if not isinstance(value, core.Literal) and (one := waiting.get(value)):
+            for made in one.outputs:
+                waiting.pop(made, None)
+            for v in one.reads:
+                yield from needed(v)
+            yield one
+
+    for one in equations:
+        if len(one.reads) == 1 and one.reads[0] in roots and not one.eqn.effects and not inner(one.eqn):
+            for made in one.outputs:
+                roots[made], waiting[made] = roots[one.reads[0]], one
+            continue
+        for v in one.reads:
+            yield from needed(v)
+        yield one
+    for v in outputs:
+        yield from needed(v)
+
+
+# ---- equal equations
+
+
+def tokens(flat: FlatJaxpr) -> list[int]:
+    """A number for each equation, the same for equal ones."""
+    kinds: dict[Any, list[tuple[Any, int]]] = collections.defaultdict(list)
+    found: list[int] = []
+    count = 0
+    for i, one in enumerate(flat.equations):
+        key = (
+            one.eqn.primitive.name,
+            tuple(_text(v) for _, v in sorted(one.eqn.params.items())),
+            tuple(str(v.aval if isinstance(v, core.Literal) else flat.avals[v]) for v in one.inputs),
+            tuple(isinstance(v, core.Literal) for v in one.inputs),
+            i if one.eqn.effects else None,  # an equation with effects equals no other
+        )
+        same = (n for params, n in kinds[key] if all(_is_same(params[k], v) for k, v in one.eqn.params.items()))
+        number = next(same, count)
+        if number == count:
+            kinds[key].append((one.eqn.params, count))
+            count += 1
+        found.append(number)
+    return found
+
+
+def _text(value: Any) -> Any:
+    if isinstance(value, core.ClosedJaxpr | core.Jaxpr):
+        return _jaxpr_text(value)
+    return value.tobytes() if isinstance(value, np.ndarray) else _without_addresses(value)
+
+
+def _without_addresses(value: Any) -> str:
+    return re.sub(r"0x[0-9a-f]+", "", str(value))
+
+
+_jaxpr_text = functools.lru_cache(maxsize=4096)(_without_addresses)
+
+
+def _is_same(a: Any, b: Any, depth: int = 6) -> bool:
+    """Whether two parameters with equal texts are the same: functions by their code and closures."""
+    if a is b or depth == 0:
+        return True
+    if isinstance(a, core.ClosedJaxpr | core.Jaxpr) and type(a) is type(b):
+        consts = zip(getattr(a, "consts", ()), getattr(b, "consts", ()), strict=True)
+        pairs = zip(a.eqns, b.eqns, strict=True)
+        return all(x is y for x, y in consts) and all(
+            _is_same(e.params[k], f.params.get(k), depth) for e, f in pairs for k in e.params
+        )
+    if isinstance(a, types.FunctionType) and isinstance(b, types.FunctionType):
+        if a.__code__ is not b.__code__ or not _is_same(a.__defaults__, b.__defaults__, depth - 1):
+            return False
+        cells = zip(a.__closure__ or (), b.__closure__ or (), strict=True)
+        return all(_is_same(_cell(x), _cell(y), depth - 1) for x, y in cells)
+    if isinstance(a, functools.partial) and isinstance(b, functools.partial):
+        return _is_same(
+            (a.func, a.args, tuple(a.keywords.items())), (b.func, b.args, tuple(b.keywords.items())), depth - 1
+        )
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(_is_same(x, y, depth) for x, y in zip(a, b, strict=True))
+    if isinstance(a, bool | int | float | complex | str | bytes | None.__class__):
+        return type(a) is type(b) and a == b
+    if isinstance(a, np.generic | np.ndarray):
+        return type(a) is type(b) and bool(np.array_equal(a, b))
+    if hasattr(a, "shape") and hasattr(a, "addressable_shards"):
+        return False  # two arrays on devices: their content is not compared
+    if type(a).__name__ == "WrappedFun":
+        return _is_same(getattr(a, "f", None), getattr(b, "f", None), depth - 1) and _is_same(
+            getattr(a, "f_transformed", None), getattr(b, "f_transformed", None), depth - 1
+        )
+    return type(a) is type(b)
+
+
+def _cell(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+# ---- runs
+
+
+def find_runs(flat: FlatJaxpr) -> list[BlockRun]:
+    """The runs of equal blocks, without overlap, in program order; the search takes the longest first."""
+    numbers = np.array(tokens(flat), np.int64)
+    found: list[BlockRun] = []
+    ranges = [(0, len(numbers))]
+    while ranges:
+        low, high = ranges.pop()
+        best = _longest_run(flat, numbers, low, high)
+        if best is not None:
+            found.append(best)
+            ranges += [(low, best.start), (best.stop, high)]
+    return sorted(found, key=lambda run: run.start)
+
+
+def _longest_run(flat: FlatJaxpr, numbers: np.ndarray, low: int, high: int) -> BlockRun | None:
+    part = numbers[low:high]
+    candidates: list[tuple[int, int, int, int]] = []  # equations saved, period, start, equal in sequence
+    for period in range(1, len(part) // 2 + 1):
+        equal = np.concatenate([[0], part[:-period] == part[period:], [0]]).astype(np.int8)
+        ends = np.flatnonzero(np.diff(equal))
+        for a, b in zip(ends[::2], ends[1::2], strict=True):
+            if b - a >= period:
+                candidates.append((int((b - a) // period * period), period, low + int(a), int(b - a)))
+    for saved, period, first, length in sorted(candidates, key=lambda c: (-c[0], c[1]))[:200]:
+        count = saved // period + 1
+        run = _least_carried(flat, range(first, first + length % period + 1), period, count)
+        if run is None and count > 2:  # one block less, from any equation of the first block
+            starts = (s for s in range(first, first + period) if s + period * (count - 1) <= first + length + period)
+            run = _least_carried(flat, starts, period, count - 1)
+        if run is not None and any(
+            not isinstance(v, core.Literal) and v < flat.inputs for slot in run.wiring.scanned for v in slot
+        ):
+            return run
+    return None
+
+
+def _least_carried(flat: FlatJaxpr, starts: Iterable[int], period: int, count: int) -> BlockRun | None:
+    """Of the runs from these starts the one that carries the fewest elements from block to block."""
+    runs = [BlockRun(s, period, count, w) for s in starts if (w := _wiring(flat, s, period, count)) is not None]
+    carried = lambda run: sum(int(np.prod(flat.avals[init].shape)) for *_, init in run.wiring.carried)  # noqa: E731
+    return min(runs, key=carried, default=None)
+
+
+def _wiring(flat: FlatJaxpr, start: int, period: int, count: int) -> Wiring | None:
+    """The wiring of these blocks, None where it differs between blocks."""
+    blocks = [flat.equations[start + j * period : start + (j + 1) * period] for j in range(count)]
+    homes_of = {
+        v: (j, r, o) for j, block in enumerate(blocks) for r, one in enumerate(block) for o, v in enumerate(one.outputs)
+    }
+    carried: dict[tuple[int, int, int], int] = {}
+    scanned: dict[Any, tuple[int, tuple[Any, ...]]] = {}
+
+    def scan(key: Any, read: list[Any]) -> tuple[str, int]:
+        return "scanned", scanned.setdefault(key, (len(scanned), tuple(read)))[0]
+
+    def source(read: list[Any]) -> tuple[str, Any] | None:
+        first = read[0]
+        if isinstance(first, core.Literal):
+            if all(_same_literal(first, v) for v in read):
+                return "literal", first
+            is_scalar = all(np.ndim(v.val) == 0 for v in read)
+            return scan(("literals", *(str(v.val) for v in read), str(first.aval)), read) if is_scalar else None
+        homes = [homes_of.get(v) for v in read]
+        inside = [h for h in homes if h is not None]
+        if not inside:
+            return ("fixed", first) if all(v == first for v in read) else scan(tuple(read), read)
+        if homes == [(j, *inside[0][1:]) for j in range(count)]:
+            return "local", inside[0][1:]
+        if homes == [None, *((j, *inside[0][1:]) for j in range(count - 1))]:
+            if flat.avals[first].str_short() != flat.avals[read[1]].str_short():
+                return None
+            return "carried", carried.setdefault((*inside[0][1:], first), len(carried))
+        return None
+
+    rows: list[tuple[tuple[str, Any], ...]] = []
+    for r in range(period):
+        row = [source([block[r].inputs[i] for block in blocks]) for i in range(len(blocks[0][r].inputs))]
+        if None in row:
+            return None
+        rows.append(tuple(each for each in row if each is not None))
+    return Wiring(tuple(rows), tuple(carried), tuple(read for _, read in scanned.values()))
+
+
+def _same_literal(a: Any, b: Any) -> bool:
+    return a is b or (str(a.aval) == str(b.aval) and bool(np.all(np.asarray(a.val) == np.asarray(b.val))))
