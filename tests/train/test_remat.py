@@ -11,8 +11,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardfn.mindspore import Cell
 from shardfn.errors import StrategyError, StrategyTypeError
+from shardfn.mindspore import Cell
 from shardfn.train import communicated, recompute, step
 
 RNG = np.random.default_rng(0)
