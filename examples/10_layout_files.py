@@ -10,8 +10,8 @@ import numpy as np
 
 import shardfn
 from shardfn import plan, shard, tag
-from shardfn.layoutfile.check import check_layout
 from shardfn.layoutfile.files import layout_shardings, read_layout
+from shardfn.runtime.layout_check import check_layout
 
 os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
 jax.config.update("jax_platforms", "cpu")

@@ -19,13 +19,13 @@ from shardfn.cli.main import main
 from shardfn.errors import Problem, ShardError
 from shardfn.frontend.paths import escaped
 from shardfn.layoutfile import plan_file
-from shardfn.layoutfile.check import check_layout
 from shardfn.layoutfile.files import LayoutFile, layout_shardings, read_layout, recipes, write_layout
 from shardfn.layoutfile.toml import MAX_BYTES, parse_toml, to_toml
 from shardfn.mindspore import Layout, auto_parallel
 from shardfn.mindspore.parallel import layout_of
 from shardfn.planning.layout_rules import DecisionSource, LayoutRule
 from shardfn.planning.plan import Constraint
+from shardfn.runtime.layout_check import check_layout
 
 PARAMS = {"up": jnp.ones((16, 32)) / 8, "down": jnp.ones((32, 16)) / 8}
 X = jnp.arange(8 * 16, dtype=jnp.float32).reshape(8, 16) / 100

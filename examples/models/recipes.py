@@ -8,8 +8,8 @@ from typing import Any
 
 from examples.models import abstract, llama, llama_nnx, named
 from shardfn import Plan
-from shardfn.layoutfile.check import check_with_plan
 from shardfn.layoutfile.files import read_layout, recipes, recipes_folder
+from shardfn.runtime.layout_check import check_with_plan
 
 DEVICES = 8
 MODELS: dict[str, Callable[[], Any]] = {

@@ -18,8 +18,8 @@ from shardfn.cli import checkpoint
 from shardfn.cli.arguments import check_given, literal, load, made, model, numbers, shapes, tracing
 from shardfn.cost.devices.hardware import resolve
 from shardfn.errors import ShardError, StrategyError, fail
-from shardfn.layoutfile.check import check_with_plan
 from shardfn.layoutfile.plan_file import plan_to_toml
+from shardfn.runtime.layout_check import check_with_plan
 from shardfn.search import MODES
 
 VIRTUAL_DEVICES = 8

@@ -65,7 +65,7 @@ def modules(text: str) -> Iterator[Module]:
 
 
 def _frames(text: str) -> dict[int, str]:
-    """For each stack frame the line of `graph.frames.user_line`."""
+    """For each stack frame the line of `source_lines.user_line`."""
 
     def section(name: str, pattern: str) -> dict[int, tuple[str, ...]]:
         body = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.M)

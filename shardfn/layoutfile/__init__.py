@@ -6,7 +6,6 @@
 | `toml` | TOML text to a `LayoutFile` and back |
 | `plan_file` | a `Plan` as a `LayoutFile` |
 | `mindspore_json` | MindSpore's strategy JSON |
-| `check` | compare a layout file with a model |
 
 The data type `LayoutFile` and its rules are in `shardfn.planning.layout_rules`.
 """

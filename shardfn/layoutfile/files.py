@@ -7,6 +7,7 @@ P(None, None, None, None)
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import pathlib
@@ -23,13 +24,11 @@ from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail
 from shardfn.frontend.meshes import MeshLayout
 from shardfn.frontend.strategy import Argument, leaves_of, short
 from shardfn.ir.model import Axes
-from shardfn.layoutfile.mindspore_json import parse_json
+from shardfn.layoutfile.mindspore_json import json_text, parse_json, trained
+from shardfn.layoutfile.plan_file import layout_of_plan, plan_to_toml, rules_of, sources_of
 from shardfn.layoutfile.toml import MAX_BYTES, parse_toml, to_toml, valid_part
-from shardfn.planning.layout_rules import (
-    LayoutFile,
-    as_layout,
-    rule_entries,
-)
+from shardfn.planning.layout_rules import LayoutFile, as_layout, rule_entries
+from shardfn.planning.plan import Plan, op_strategies
 
 
 class LayoutFileError(StrategyError):
@@ -77,10 +76,8 @@ def read_layout(source: Any) -> LayoutFile:
     """
     if isinstance(source, LayoutFile):
         return source
-    decided: Any = getattr(source, "decided", None)
-    if callable(decided):
-        found: Any = decided()
-        return found
+    if isinstance(source, Plan):
+        return layout_of_plan(source)
     if not isinstance(source, str | os.PathLike):
         fail(StrategyTypeError, f"a layout is a path, a name or a plan, not {a(source)}", where=f"layout = {short(source)}",
              why="it is read from a file, or taken from a plan",
@@ -149,6 +146,32 @@ def write_layout(layout: Any, path: str | os.PathLike[str], text: str | None = N
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have
         fail(LayoutFileError, f"{short(str(target))} cannot be written", where=f"path = {short(str(target))}", why=str(error),
              fix="create its folder, or write it elsewhere")  # fmt: skip
+
+
+def save_plan(plan: Plan, path: str | os.PathLike[str], only_trained: bool = False) -> None:
+    """Write a plan to a file: a layout file, or MindSpore's strategy JSON where the name ends in `.json`.
+
+    Args:
+      plan: the plan.
+      path: the file.
+      only_trained: write only what look like trainable parameters (`mindspore_json.trained`).
+
+    Raises:
+      StrategyTypeError: `path` is not a path.
+      LayoutFileError: the file cannot be written.
+    """
+    if not isinstance(path, str | os.PathLike):
+        fail(StrategyTypeError, f"a plan is saved to a path, not to {a(path)}", where=f"path = {short(path)}",
+             why="it is written as one file", fix='write it as plan.save("layout.toml")')  # fmt: skip
+    kept = trained(plan.inputs) if only_trained else list(plan.inputs)
+    if pathlib.Path(path).suffix == ".json":
+        write_layout(None, path, json_text(kept, plan.axes, op_strategies(plan)))
+        return
+    layout = layout_of_plan(plan)
+    if only_trained:
+        layout = dataclasses.replace(layout, arguments=rules_of(kept, plan.inputs), results=(), constraints=(), activations=(),
+                                     sources=sources_of(kept))  # fmt: skip
+    write_layout(None, path, plan_to_toml(plan, layout))
 
 
 def layout_shardings(layout: Any, tree: Any, devices: Any = None, *, root: str = "") -> Any:

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from shardfn.errors import StrategyTypeError, a, fail
 from shardfn.frontend.paths import alike, escaped, layer, met, normal, ruled, starred
-from shardfn.frontend.strategy import short
-from shardfn.layoutfile.files import write_layout
-from shardfn.layoutfile.mindspore_json import json_text, trained
 from shardfn.layoutfile.toml import rule_dims, to_toml
 from shardfn.planning.decisions import Decision
 from shardfn.planning.layout_rules import DecisionSource, LayoutFile, LayoutRule
@@ -29,8 +22,8 @@ def layout_of_plan(plan: Any) -> LayoutFile:
     axes = plan.axes or ((("a", plan.hardware.count),) if plan.hardware.count > 1 else ())
     return LayoutFile(
         mesh=axes,
-        arguments=_rules(plan.inputs, plan.inputs),
-        results=_rules(plan.outputs, plan.outputs),
+        arguments=rules_of(plan.inputs, plan.inputs),
+        results=rules_of(plan.outputs, plan.outputs),
         activations=plan.activations,
         constraints=plan.constraints,
         order=plan.order,
@@ -38,7 +31,7 @@ def layout_of_plan(plan: Any) -> LayoutFile:
         function=plan.function,
         device=plan.hardware.name,
         level=plan.level,
-        sources=_sources((*plan.inputs, *plan.outputs)),
+        sources=sources_of((*plan.inputs, *plan.outputs)),
         name=f"the plan of {plan.function}",
     )
 
@@ -60,34 +53,7 @@ def plan_to_toml(plan: Any, layout: LayoutFile | None = None) -> str:
     return head + to_toml(layout, notes)
 
 
-def save_plan(plan: Any, path: str | os.PathLike[str], ops: Sequence[Any] = (), only_trained: bool = False) -> None:
-    """Write a plan to a file: a layout file, or MindSpore's strategy JSON where the name ends in `.json`.
-
-    Args:
-      plan: the plan.
-      path: the file.
-      ops: the plan's `OpStrategy`s, for the JSON.
-      only_trained: write only what look like trainable parameters (`mindspore_json.trained`).
-
-    Raises:
-      StrategyTypeError: `path` is not a path.
-      LayoutFileError: the file cannot be written.
-    """
-    if not isinstance(path, str | os.PathLike):
-        fail(StrategyTypeError, f"a plan is saved to a path, not to {a(path)}", where=f"path = {short(path)}",
-             why="it is written as one file", fix='write it as plan.save("layout.toml")')  # fmt: skip
-    kept = trained(plan.inputs) if only_trained else list(plan.inputs)
-    if pathlib.Path(path).suffix == ".json":
-        write_layout(None, path, json_text(kept, plan.axes, ops))
-        return
-    layout = layout_of_plan(plan)
-    if only_trained:
-        layout = dataclasses.replace(layout, arguments=_rules(kept, plan.inputs), results=(), constraints=(), activations=(),
-                                     sources=_sources(kept))  # fmt: skip
-    write_layout(None, path, plan_to_toml(plan, layout))
-
-
-def _rules(decisions: Sequence[Decision], every: Sequence[Decision]) -> tuple[LayoutRule, ...]:
+def rules_of(decisions: Sequence[Decision], every: Sequence[Decision]) -> tuple[LayoutRule, ...]:
     """A rule for each array. Equally sharded arrays of all layers share one, if every other array that its glob matches has
     a rule of its own, which takes precedence."""
     paths, mine = [normal(d.path) for d in every], {d.path for d in decisions}
@@ -113,7 +79,8 @@ def _grouped(items: Sequence[_T], key: Callable[[int], _K]) -> dict[_K, list[_T]
     return groups
 
 
-def _sources(decisions: Sequence[Decision]) -> tuple[DecisionSource, ...]:
+def sources_of(decisions: Sequence[Decision]) -> tuple[DecisionSource, ...]:
+    """Who decided what, folded over equal layers."""
     found: dict[tuple[str, str], list[str]] = {}
     for same in alike(decisions, lambda d: (d.source, layer(d.reason), layer(d.path)), MIN_FOLDED):
         texts = starred([d.reason for d in same]), starred([escaped(d.path) for d in same])

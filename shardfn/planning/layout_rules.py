@@ -119,9 +119,8 @@ class LayoutFile:
     lines: Mapping[str, int] = dataclasses.field(default_factory=dict, repr=False)
 
     def __eq__(self, other: object) -> bool:
-        decided = getattr(other, "decided", None)
-        if callable(decided):
-            other = decided()
+        converted = getattr(other, "_as_layout_file", None)  # a plan
+        other = converted() if converted else other
         return self._key() == other._key() if isinstance(other, LayoutFile) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]  # it equals plans, which have hashes of their own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,9 +17,8 @@ from shardfn.errors import DeviceError, StrategyError, StrategyTypeError, a, fai
 from shardfn.frontend.meshes import abstract_mesh, mesh_on, wired
 from shardfn.frontend.paths import alike, few, listed
 from shardfn.ir.model import Collective, Op, PartitionedProgram
-from shardfn.layoutfile import plan_file
 from shardfn.planning.decisions import Alternatives, Candidate, Constraint, Decision, DimensionGroup
-from shardfn.planning.layout_rules import LayoutFile, LayoutRule
+from shardfn.planning.layout_rules import LayoutRule
 from shardfn.planning.summary import mesh_text, plan_kind, proof, summary
 from shardfn.units import bytes_text, flops_text, time_text
 
@@ -126,9 +126,9 @@ class Plan:
         """What differs in another plan of the same function (`shardfn.diff`)."""
         return diff(self, other)
 
-    def decided(self) -> LayoutFile:
-        """What the plan decides, as a layout file has it: grid, layouts, what is held inside, level, device, and why."""
-        return plan_file.layout_of_plan(self)
+    def _as_layout_file(self) -> Any:
+        # Lazily, as in `save`: a plan lies below what writes it.
+        return importlib.import_module("shardfn.layoutfile.plan_file").layout_of_plan(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as a layout file (TOML): `load_layout` reads it, `shard(f, layout=path)` uses it.
@@ -145,7 +145,7 @@ class Plan:
         ...     shardfn.load_layout(f"{folder}/layout.toml") == made
         True
         """
-        plan_file.save_plan(self, path, op_strategies(self))
+        importlib.import_module("shardfn.layoutfile.files").save_plan(self, path)
 
     def _studied(self) -> Study:
         if self._study is None:

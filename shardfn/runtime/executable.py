@@ -18,10 +18,10 @@ from shardfn.compiled.targets import target
 from shardfn.errors import StrategyError, warn
 from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.options import Options
-from shardfn.layoutfile import files, plan_file
+from shardfn.layoutfile import files
 from shardfn.layoutfile.files import LayoutFile
 from shardfn.planning.diagnostics import not_fully_used
-from shardfn.planning.plan import Plan, op_strategies
+from shardfn.planning.plan import Plan
 from shardfn.planning.plan_mesh import lacks_axes_for, own_mesh, prime_mesh
 from shardfn.planning.planner import correct_answer, plan_known, plan_searched, search, with_notes
 from shardfn.planning.pose import pose
@@ -71,7 +71,7 @@ def make_entry(request: CallRequest) -> Entry:
         plan = with_notes(plan, note)
     plan = dataclasses.replace(plan, _study=WhatIf.of(planned), _verifier=verifier(call))
     if defaults.plan_file and jax.process_index() == 0:
-        plan_file.save_plan(plan, defaults.plan_file, op_strategies(plan), defaults.saves_parameters_only)
+        files.save_plan(plan, defaults.plan_file, defaults.saves_parameters_only)
     if defaults.graphs:
         save_graphs(plan, defaults.graphs_path)
     targets = tuple(shardings(plan.inputs, own_mesh(plan)))
