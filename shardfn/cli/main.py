@@ -26,9 +26,9 @@ VIRTUAL_DEVICES = 8
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line and return its exit status: 0, or 2 where something has to be mended.
+    """Run a command line and return its exit status: 0, or 2 where the user has to correct something.
 
-    Called without arguments, as the command itself does it, the process may start itself anew with virtual devices.
+    Called without arguments, as the command itself does it, the process may restart itself with virtual devices.
 
     >>> main(["explain", "jax.numpy:matmul", "--shapes", "f32[8,4]", "f32[4,2]", "--device", "tpu-v4:8",
     ...       "--in-strategy", "((4, 1), (1, 2))", "--quiet"])
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("shardfn", description="Shard JAX functions from integers.")
+    parser = argparse.ArgumentParser("shardfn", description="Shard JAX functions from integer tuples.")
     parser.add_argument("--version", action="version", version=f"shardfn {shardfn.__version__}, jax {jax.__version__}")
     commands = parser.add_subparsers(required=True, metavar="demo | plan | explain | check | calibrate | checkpoint")
 
@@ -58,48 +58,49 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser(
         "plan",
-        help="search the layout of a function: for a pod, within its memory",
+        help="search the shardings of a function, also for hardware you do not have",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Search what is left open of a function's layouts, print the report and save the plan. Nothing runs, "
-        "and with\na target as --device no hardware is needed.",
+        description="Search the shardings that are left open, print the report and save the plan. Nothing runs.\n"
+        "With a target as --device no hardware is needed.",
         epilog="example: python -m shardfn plan train.py:step --args train.py:shapes --device tpu-v5e:4x4 \\\n"
-        "           --level 2 --memory 14GiB --save layout.toml",
+        "           --level 2 --memory-limit 14GiB --save layout.toml",
     )
-    _add_call(plan, "auto, the default, is the exact search while it is quick")
+    _add_call(plan, "auto, the default, is the exact search for small programs")
     plan.add_argument(
-        "--memory", metavar="BYTES", help='what one device may hold: 14GiB, "512 MB", 2e9; all it has if left out'
-    )
-    plan.add_argument(
-        "--time-limit", type=float, metavar="S", help="seconds, then the search answers with the best so far"
+        "--memory-limit", metavar="BYTES", help='memory of one device: 14GiB, "512 MB", 2e9; default: all of it'
     )
     plan.add_argument(
-        "--compile-candidates", type=int, metavar="N", help="compile the N best plans; the best as compiled wins"
+        "--time-limit", type=float, metavar="S", help="seconds after which the search returns the best plan so far"
     )
-    plan.add_argument("--save", metavar="FILE", help="write the plan as a layout file, TOML: grid, layouts by path; - for "
-                      "standard output alone")  # fmt: skip
+    plan.add_argument(
+        "--compile-candidates", type=int, metavar="N", help="compile the N best plans and take the best compiled one"
+    )
+    plan.add_argument("--save", metavar="FILE", help="write the plan as a layout file (TOML); - for standard output")  # fmt: skip
     plan.set_defaults(command=_plan, platform=None)
 
     explain = commands.add_parser(
         "explain",
-        help="what sharding does to a function: layouts, collectives, memory",
+        help="report shardings, collectives and memory of a function",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Plan a function from shapes and print the report. Nothing runs, and with a target as --device "
         "no\nhardware is needed.",
         epilog='example: python -m shardfn explain jax.numpy:matmul --shapes "f32[16,32]" "f32[32,64]" \\\n'
         '           --in-strategy "((4, 1), (1, 2))" --device tpu-v5e:4x4',
     )
-    _add_call(explain, "the search for what is left open")
-    explain.add_argument("--compiled", action="store_true", help="compile, and hold the prediction against it")
-    explain.add_argument("--json", metavar="FILE", help="write the report's data as well; - for standard output alone")
-    explain.add_argument("--html", metavar="FILE", help="write the report as a web page as well")
+    _add_call(explain, "the search for open shardings")
+    explain.add_argument("--compiled", action="store_true", help="compile, and compare the program with the prediction")
+    explain.add_argument(
+        "--json", metavar="FILE", help="also write the data of the report; - writes it to standard output alone"
+    )
+    explain.add_argument("--html", metavar="FILE", help="also write the full report as a web page")
     explain.set_defaults(command=_explain, platform=None)
 
     check = commands.add_parser(
         "check",
-        help="hold a layout file against a model",
+        help="check a layout file against a model",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Say all that does not fit between a layout file and a model: arrays without a rule, rules without an "
-        "array,\nranks, axes, cuts, the grid. Nothing runs.",
+        description="List everything that does not match between a layout file and a model: arrays without a rule, rules\n"
+        "without an array, ranks, mesh axes, strategies, the mesh. Nothing runs.",
         epilog="example: python -m shardfn check llama/fsdp-tp --model model.py:make --device tpu-v5e:4x4",
     )
     check.add_argument("file", metavar="FILE", help='a layout file, or a recipe by its name: "llama/fsdp-tp"')
@@ -140,10 +141,14 @@ def _add_call(command: argparse.ArgumentParser, modes: str) -> None:
     command.add_argument("--parameter-plan", metavar="DICT", help="entries by path: \"{'params/w1': (1, 4)}\"")
     command.add_argument("--layout", metavar="FILE", help='a layout file, or a recipe by its name: "llama/fsdp-tp"')
     command.add_argument(
-        "--donate", nargs="+", metavar="N", help="arguments whose memory the results take over: 0 1, or 0,1"
+        "--donate", nargs="+", metavar="N", help="arguments whose memory the results reuse: 0 1, or 0,1"
     )
     command.add_argument("--device", help="CPU, GPU, TPU, or a target to plan for, such as tpu-v5e:4x4 or cpu:64")
-    command.add_argument("--level", type=int, help="what a search makes best: 0, 1 or 2")
+    command.add_argument(
+        "--level",
+        type=lambda text: int(text) if text.isdigit() else text,
+        help="objective of the search: communication (0), memory (1) or time (2)",
+    )
     command.add_argument("--search-mode", metavar="NAME", help=f"{', '.join(MODES)}: {modes}")
     command.add_argument("--detail", choices=("short", "full"), default="short",
                          help="full adds dimension groups, op strategies, constraints, candidates and runners-up")  # fmt: skip
@@ -179,7 +184,7 @@ def _calibrate(options: argparse.Namespace) -> None:
     from shardfn.cost.devices.chips import save_chip
 
     if options.devices < 1:
-        fail(StrategyError, f"--devices {options.devices} is no number of devices", where="calibrate", fix="write 8")
+        fail(StrategyError, f"--devices {options.devices} is not a number of devices", where="calibrate", fix="write 8")
     chip = calibrate(resolve("cpu", count=options.devices).devices or ())
     print(table(chip))
     if options.save:
@@ -220,7 +225,7 @@ def _plan(options: argparse.Namespace) -> None:
              why=f"there is no directory {folder}", fix="make it, or write the file elsewhere")  # fmt: skip
     function, arguments = _call(
         options,
-        memory_limit=options.memory,
+        memory_limit=options.memory_limit,
         time_limit=options.time_limit,
         compile_candidates=options.compile_candidates,
     )
@@ -253,7 +258,7 @@ def _explain(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     if options.devices is not None and options.devices < 1:
-        fail(StrategyError, f"--devices {options.devices} is no number of devices", where="check", fix="write 8")
+        fail(StrategyError, f"--devices {options.devices} is not a number of devices", where="check", fix="write 8")
     if options.args or options.shapes:
         function: Any = load(options.model, "function")
         arguments = made(options.args) if options.args else tuple(map(shapes, options.shapes))
