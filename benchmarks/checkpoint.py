@@ -39,7 +39,7 @@ LAYOUTS = {
     "columns (1, 8)": ((8,), ("a",), (None, "a")),
     "both (2, 4)": ((2, 4), ("a", "b"), ("a", "b")),
     "both (4, 2)": ((4, 2), ("a", "b"), ("a", "b")),
-    "whole, on one": ((1,), ("a",), (None, None)),
+    "replicated, on one": ((1,), ("a",), (None, None)),
 }
 
 
@@ -79,9 +79,9 @@ def restore_table(mib: int, folder: pathlib.Path) -> list[dict]:
             before = arrays.bytes_read()
             checkpoint.restore(path, like=like)
             read = arrays.bytes_read() - before
-            # What is whole on several devices of a process is read once for all of them.
-            whole = sum(x.nbytes for x in state.values())
-            held = min(whole, sum(told.needed.values()))
+            # A process reads a replicated array once for all of its devices.
+            total = sum(x.nbytes for x in state.values())
+            held = min(total, sum(told.needed.values()))
             rows.append({
                 "saved": saved, "restored": target, "MiB needed a device": max(told.needed.values()) / 2**20,
                 "MiB of chunks a device": max(told.read.values()) / 2**20,
@@ -126,7 +126,7 @@ def relayout_table(mib: int, memory_mib: int, folder: pathlib.Path) -> list[dict
     checkpoint.save(source, put(state, "rows (8, 1)"))
     del state
     layout = folder / "layout.toml"
-    layout.write_text('format = "shardfn-layout"\nversion = 1\nothers = "whole"\n[grid]\nx = 4\ny = 2\n[arguments]\n'
+    layout.write_text('format = "shardfn-layout"\nversion = 2\nothers = "replicated"\n[mesh]\nx = 4\ny = 2\n[arguments]\n'
                       '"layers/*/[quod]*" = ["y", "x"]\n"embedding" = ["x", "y"]\n')  # fmt: skip
     rows = []
     for kind in ("relayout", "merge", "export", "import"):

@@ -1,6 +1,6 @@
-"""What does a device's window of a large image cost beside the whole image, in bytes read and in time?
+"""What does a device's window of a large image cost compared with the complete image, in bytes read and in time?
 
-For each format one image is written and cut; a device's window is read, and the whole image is read and sliced, in turn.
+For each format one image is written and sharded; a device's window is read, and the complete image is read and sliced, in turn.
 The median times are with files in the page cache: the disk's own time comes on top of the bytes. Then batches a second of
 a data set, through `load` and through whole records that are put on the devices.
 Run: python benchmarks/data.py [--size 4096] [--cuts 2 4] [--rounds 7] [--json OUT]
@@ -55,7 +55,7 @@ def images(folder: pathlib.Path, size: int):
 def windows(options: argparse.Namespace, folder: pathlib.Path) -> list[dict]:
     """One row for each format."""
     rows = []
-    print(f"image {options.size} x {options.size} x 3 uint8, {options.size**2 * 3:,} B, cut {options.cuts}")
+    print(f"image {options.size} x {options.size} x 3 uint8, {options.size**2 * 3:,} B, sharded {options.cuts}")
     print(f"{'format':<26}{'B kept':>14}{'B stored':>14}{'of':>14}{'window ms':>12}{'whole ms':>12}{'ratio':>8}")
     for name, image in images(folder, options.size):
         first = data.reads(image, (*options.cuts, 1))[0]

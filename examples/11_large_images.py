@@ -1,4 +1,4 @@
-"""Large images: each device reads its window of a file, convolutions fetch borders, and the loop goes on after a stop."""
+"""Large images: windowed reads, convolutions with halo exchange, and a training loop that resumes."""
 
 import json
 import os
@@ -20,10 +20,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 folder = pathlib.Path(tempfile.mkdtemp())
 random = np.random.default_rng(0)
 
-# One picture in a file. A memmap, a Zarr array or a TIFF (data.Tiff) is read in windows: no process loads the whole.
+# An image in a file. A memmap, a Zarr array or a TIFF (data.Tiff) is read in windows; no process loads all of it.
 np.save(folder / "picture.npy", random.integers(0, 255, (2048, 3072, 3)).astype("uint8"))
 picture = np.load(folder / "picture.npy", mmap_mode="r")
-print(f"picture {picture.shape}, {picture.nbytes:,} bytes; rows cut 2 ways, columns 4 ways:")
+print(f"picture {picture.shape}, {picture.nbytes:,} bytes; rows sharded 2 ways, columns 4 ways:")
 for read in data.reads(picture, (2, 4, 1)):
     rows, columns, _ = read.window
     print(f"  device {read.devices[0]} reads rows {rows}, columns {columns}: {read.bytes:,} bytes")
@@ -32,18 +32,18 @@ on_devices = data.read(picture, (2, 4, 1))
 assert on_devices.sharding.shard_shape(on_devices.shape) == (1024, 768, 3)
 np.testing.assert_array_equal(on_devices, picture)
 
-# A training set of pictures and masks in files, rows and columns cut: the network's windows look over the cuts.
+# Images and masks in files, with sharded rows and columns. The network's windows reach into neighbouring shards.
 shape = (12, 64, 128)
 np.save(folder / "pictures.npy", random.normal(size=(*shape, 3)).astype("float32"))
 np.save(folder / "masks.npy", (random.random(shape) < 0.5).astype("float32"))
 pictures, masks = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("pictures", "masks"))
-grid = Layout((2, 4), ("row", "column"))
-image_layout, mask_layout = grid("None", "row", "column", "None"), grid("None", "row", "column")
+mesh = Layout((2, 4), ("row", "column"))
+image_layout, mask_layout = mesh("None", "row", "column", "None"), mesh("None", "row", "column")
 loader = data.load((pictures, masks), (image_layout, mask_layout), batch_size=2, shuffle=True, epochs=2)
 print(loader)
 
 
-def cut(x, kernel):
+def sharded_conv(x, kernel):
     return halo.conv(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), layout=image_layout)
 
 
@@ -63,7 +63,7 @@ def step_with(conv):
     return step
 
 
-sharded_step = shard(step_with(cut), in_strategy=(PartitionSpec(), image_layout, mask_layout))
+sharded_step = shard(step_with(sharded_conv), in_strategy=(PartitionSpec(), image_layout, mask_layout))
 
 
 def start():

@@ -49,7 +49,7 @@ with tempfile.TemporaryDirectory() as folder:
     print(f"kept: steps {checkpoint.steps(run)}")
     print(checkpoint.inspect(run))
 
-    # The same run on two devices, cut another way. `like` gives the state its structure, the plan its layout.
+    # The same run on two devices, under other shardings. `like` gives the structure, the plan the shardings.
     on_two = sharded(jax.devices()[:2], (2, 1), (1, 2))
     plan_two = on_two.plan(params, opt, x, y)
     like = {"params": params, "opt": opt, "i": 0}
@@ -64,9 +64,9 @@ with tempfile.TemporaryDirectory() as folder:
         np.testing.assert_allclose(two_params[name], params[name], rtol=1e-4, atol=1e-6)
     print("\nstep 6 on two devices equals step 6 on eight")
 
-    # Without devices: cut for another grid, joined to one device, as safetensors in half precision.
+    # Without devices: copy it for another mesh, for one device, and as safetensors in half precision.
     layout = pathlib.Path(folder) / "layout.toml"
-    layout.write_text('format = "shardfn-layout"\nversion = 1\nothers = "whole"\n\n[grid]\ndata = 16\nmodel = 4\n\n'
+    layout.write_text('format = "shardfn-layout"\nversion = 2\nothers = "replicated"\n\n[mesh]\ndata = 16\nmodel = 4\n\n'
                       '[arguments]\n"*up" = ["data", "model"]\n"*down" = ["model", "data"]\n')  # fmt: skip
     print(checkpoint.relayout(run, pathlib.Path(folder) / "pod", layout, memory="64MiB"))
     print(checkpoint.merge(run, pathlib.Path(folder) / "one"))
@@ -74,12 +74,12 @@ with tempfile.TemporaryDirectory() as folder:
                                             name_map={"params": "model"}, dtype=jnp.bfloat16)  # fmt: skip
     print(f"{file.name}: {file.stat().st_size:,} B")
 
-    # A file that a disk has damaged is found out and named, and the step before it is whole.
-    piece = next((run / "6" / "state" / "params.up" / "c").rglob("*"))
-    piece = piece if piece.is_file() else next(path for path in piece.rglob("*") if path.is_file())
-    data = bytearray(piece.read_bytes())
+    # A damaged file is detected and named, and the previous step is complete.
+    file = next((run / "6" / "state" / "params.up" / "c").rglob("*"))
+    file = file if file.is_file() else next(path for path in file.rglob("*") if path.is_file())
+    data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
-    piece.write_bytes(data)
+    file.write_bytes(data)
     try:
         checkpoint.restore(run, jax.devices()[0])
         raise SystemExit("a changed bit went unseen")

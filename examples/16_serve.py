@@ -87,10 +87,10 @@ def sequences(key):
 
 HEADS = """
 format = "shardfn-layout"
-version = 1
-others = "whole"
+version = 2
+others = "replicated"
 
-[grid]
+[mesh]
 model = "left"
 
 [arguments]

@@ -32,7 +32,7 @@ VERSIONS_READ = (1, 2)
 OLD_KEYS = {"grid": "mesh", "inside": "constraints"}
 """Keys of version 1 that have another name since."""
 
-LEVELS = ("communication", "memory", "time")
+LEVEL_WORDS = ("communication", "memory", "time")
 """The objectives, by level."""
 
 MAX_BYTES = 4 * 2**20
@@ -220,11 +220,11 @@ class _Reader:
         return least
 
     def level(self, value: Any, where: str) -> int:
-        if isinstance(value, str) and value in LEVELS:
-            return LEVELS.index(value)
-        if type(value) is int and 0 <= value < len(LEVELS):
+        if isinstance(value, str) and value in LEVEL_WORDS:
+            return LEVEL_WORDS.index(value)
+        if type(value) is int and 0 <= value < len(LEVEL_WORDS):
             return value
-        words = ", ".join(f'"{word}"' for word in LEVELS)
+        words = ", ".join(f'"{word}"' for word in LEVEL_WORDS)
         self.wrong(
             f"`{where}` must be one of {words}, or 0, 1, 2", f"{where} = {_short(value)}", f'write {where} = "time"'
         )
@@ -430,7 +430,7 @@ def to_toml(layout: LayoutFile, notes: Mapping[tuple[str, str], str] | None = No
         if getattr(layout, key):
             lines.append(f"{key} = {_quoted(getattr(layout, key))}")
     if layout.level is not None:
-        lines.append(f"level = {_quoted(LEVELS[layout.level])}")
+        lines.append(f"level = {_quoted(LEVEL_WORDS[layout.level])}")
     for key in ("others", "batch"):
         if (sharding := getattr(layout, key)) is not None:
             lines.append(f"{key} = {_sharding(sharding)}")

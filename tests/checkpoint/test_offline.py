@@ -20,9 +20,9 @@ from tests.checkpoint.states import mesh, same, training
 
 LAYOUT = """
 format = "shardfn-layout"
-version = 1
-others = "whole"
-[grid]
+version = 2
+others = "replicated"
+[mesh]
 data = {data}
 model = 4
 [arguments]

@@ -14,9 +14,9 @@ from tests.checkpoint.states import mesh, plain, same, training
 
 LAYOUT = """
 format = "shardfn-layout"
-version = 1
-others = "whole"
-[grid]
+version = 2
+others = "replicated"
+[mesh]
 x = 2
 y = 4
 [arguments]

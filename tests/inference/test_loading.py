@@ -75,7 +75,7 @@ def strategy_file(path, **items):
 def toml(folder):
     path = folder / "four.toml"
     path.write_text(
-        'format = "shardfn-layout"\nversion = 1\n[grid]\nm = 4\n[arguments]\nup = [1, "m"]\n"down/*" = ["m", 1]\n'
+        'format = "shardfn-layout"\nversion = 2\n[mesh]\nm = 4\n[arguments]\nup = [1, "m"]\n"down/*" = ["m", 1]\n'
     )
     return path
 
