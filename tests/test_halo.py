@@ -112,7 +112,7 @@ def rows_by_border(x, cut, window, stride, padding, outer, inner):
         mine = dilated[found.starts[p] : found.starts[p] + found.length]
         assert len(mine) == found.length
         made += [
-            mine[i * stride : i * stride + (window - 1) * outer + 1 : outer].sum() for i in range(found.pieces_out)
+            mine[i * stride : i * stride + (window - 1) * outer + 1 : outer].sum() for i in range(found.shard_out)
         ]
     return np.array(made[: found.size_out])
 
@@ -121,7 +121,7 @@ def rows_by_border(x, cut, window, stride, padding, outer, inner):
     st.integers(1, 6), st.integers(1, 5), st.integers(1, 6), st.integers(1, 4),
     st.tuples(st.integers(-2, 6), st.integers(-2, 6)), st.integers(1, 3), st.integers(1, 3),
 )  # fmt: skip
-def test_border_is_exact_or_says_why(piece, cut, window, stride, padding, outer, inner):
+def test_halo_of_is_exact_or_says_why(piece, cut, window, stride, padding, outer, inner):
     x = np.arange(1.0, piece * cut + 1)
     span, length = (window - 1) * outer + 1, (len(x) - 1) * inner + 1
     row = np.zeros(length)

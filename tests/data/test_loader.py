@@ -84,7 +84,7 @@ def test_last_batches():
         assert np.asarray(mask).tolist() == [True] * 8 if full else [True] * 6 + [False] * 2
         assert not np.asarray(batch["image"])[~np.asarray(mask)].any()
         assert mask.sharding.is_equivalent_to(batch["label"].sharding, 1)
-    with pytest.raises(StrategyError, match="22 records are not a whole number of batches of 8"):
+    with pytest.raises(StrategyError, match="22 records do not divide into batches of 8"):
         data.load(SOURCE, CUTS, batch_size=8, last="error")
     assert len(data.load(SOURCE, CUTS, batch_size=2, last="error")) == 11
     few = data.load(SOURCE, CUTS, batch_size=32, last="pad")
@@ -169,12 +169,12 @@ def state(**changed):
 
 BAD_STATES = [
     (StrategyTypeError, "is a dict, but this is an int", 3),
-    (StrategyTypeError, "no state of a data iterator", {"next_index": "1"}),
-    (StrategyTypeError, "no state of a data iterator", {"next_index": True}),
+    (StrategyTypeError, "not the state of a data iterator", {"next_index": "1"}),
+    (StrategyTypeError, "not the state of a data iterator", {"next_index": True}),
     (StrategyError, "with seed = 7", state(seed=7)),
     (StrategyError, "3 problems", state(batch_size=8, records=5, last="pad")),
-    (StrategyError, "stands at batch 6, and there are 5", state(next_index=6)),
-    (StrategyError, "stands at batch -1", state(next_index=-1)),
+    (StrategyError, "is at batch 6, and there are 5", state(next_index=6)),
+    (StrategyError, "is at batch -1", state(next_index=-1)),
 ]
 
 
