@@ -111,9 +111,7 @@ def rows_by_border(x, cut, window, stride, padding, outer, inner):
         dilated[::inner] = rows
         mine = dilated[found.starts[p] : found.starts[p] + found.length]
         assert len(mine) == found.length
-        made += [
-            mine[i * stride : i * stride + (window - 1) * outer + 1 : outer].sum() for i in range(found.shard_out)
-        ]
+        made += [mine[i * stride : i * stride + (window - 1) * outer + 1 : outer].sum() for i in range(found.shard_out)]
     return np.array(made[: found.size_out])
 
 

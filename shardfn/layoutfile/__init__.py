@@ -7,7 +7,8 @@
 | `plan_file` | a `Plan` as a `LayoutFile` |
 | `mindspore_json` | MindSpore's strategy JSON |
 
-`shardfn.runtime.layout_check` compares a layout file with a model. The data type `LayoutFile` and its rules are in `shardfn.planning.layout_rules`.
+`shardfn.runtime.layout_check` compares a layout file with a model. The data type `LayoutFile` and its rules are in
+`shardfn.planning.layout_rules`.
 """
 
 from shardfn.layoutfile.files import (
