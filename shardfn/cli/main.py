@@ -144,11 +144,7 @@ def _add_call(command: argparse.ArgumentParser, modes: str) -> None:
         "--donate", nargs="+", metavar="N", help="arguments whose memory the results reuse: 0 1, or 0,1"
     )
     command.add_argument("--device", help="CPU, GPU, TPU, or a target to plan for, such as tpu-v5e:4x4 or cpu:64")
-    command.add_argument(
-        "--level",
-        type=lambda text: int(text) if text.isdigit() else text,
-        help="objective of the search: communication (0), memory (1) or time (2)",
-    )
+    command.add_argument("--level", type=int, help="objective of the search: 0 communication, 1 memory, 2 time")
     command.add_argument("--search-mode", metavar="NAME", help=f"{', '.join(MODES)}: {modes}")
     command.add_argument("--detail", choices=("short", "full"), default="short",
                          help="full adds dimension groups, op strategies, constraints, candidates and runners-up")  # fmt: skip
