@@ -1,4 +1,4 @@
-"""Shard any JAX function from integers: cuts become a mesh and PartitionSpecs, XLA does the rest, and you see it."""
+"""Shard a JAX function by integers: the number of shards of each dimension of each argument."""
 
 import importlib
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from shardfn.api import explain, load_layout, plan, reshard, shard
 from shardfn.cost.devices.chips import Chip
 from shardfn.errors import ShardError
-from shardfn.frontend.strategy import AUTO
+from shardfn.frontend.strategy import AUTO, DATA_PARALLEL, REPLICATED
 from shardfn.planning.plan import Plan
 from shardfn.planning.tags import tag
 from shardfn.report.report import Report
@@ -17,6 +17,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AUTO",
+    "DATA_PARALLEL",
+    "REPLICATED",
     "Chip",
     "Plan",
     "Report",
@@ -39,3 +41,7 @@ def __getattr__(name: str) -> Any:
     if name in _PARTS:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_PARTS, "__version__"])

@@ -1,18 +1,22 @@
-"""`shard`, `plan`, `explain`, `reshard`: what a user calls."""
+"""`shard`, `plan`, `explain`, `reshard`, `load_layout`: the functions of the public API."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict, Unpack, overload
+from typing import Any, NoReturn, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 from jax.core import Tracer
+from jax.sharding import NamedSharding
 
 from shardfn import layoutfile
 from shardfn.errors import StrategyTypeError, a, fail, nearest
 from shardfn.frontend import option_checks
+from shardfn.frontend.callee import describe
 from shardfn.frontend.meshes import MeshLayout
 from shardfn.frontend.options import Options
 from shardfn.frontend.strategy import shape_of, short
@@ -21,11 +25,14 @@ from shardfn.planning.plan import Plan
 from shardfn.report.report import Report, in_detail, make_report
 from shardfn.runtime.sharded_function import ShardedFunction
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 class More(TypedDict, total=False):
     """The keyword-only options of `shard`."""
 
-    parameter_plan: dict[str, Any] | None
+    parameter_plan: Mapping[str, Any] | None
     search_mode: str | None
     memory_limit: int | float | str | None
     compile_candidates: int
@@ -40,30 +47,30 @@ class More(TypedDict, total=False):
 
 @overload
 def shard(
-    fn: Callable[..., Any],
+    fn: Callable[P, R],
     in_strategy: Any = None,
     out_strategy: Any = None,
     device: Any = None,
-    level: int = 0,
+    level: int | str = 0,
     **options: Unpack[More],
-) -> ShardedFunction: ...
+) -> ShardedFunction[P, R]: ...
 @overload
 def shard(
     fn: None = None,
     in_strategy: Any = None,
     out_strategy: Any = None,
     device: Any = None,
-    level: int = 0,
+    level: int | str = 0,
     **options: Unpack[More],
-) -> Callable[[Callable[..., Any]], ShardedFunction]: ...
+) -> Callable[[Callable[P, R]], ShardedFunction[P, R]]: ...
 def shard(
     fn: Callable[..., Any] | None = None,
     in_strategy: Any = None,
     out_strategy: Any = None,
     device: Any = None,
-    level: int = 0,
+    level: int | str = 0,
     *,
-    parameter_plan: dict[str, Any] | None = None,
+    parameter_plan: Mapping[str, Any] | None = None,
     search_mode: str | None = None,
     memory_limit: int | float | str | None = None,
     compile_candidates: int = 0,
@@ -75,37 +82,44 @@ def shard(
     layout: Any = None,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Shard a function from integers: how many ways each dimension of each argument is cut.
+    """Shard a function by integers: the number of shards of each dimension of each argument.
 
     Args:
-      fn: any JAX function, method, module object or `functools.partial`; without it, a decorator is returned.
-      in_strategy: a tuple with one entry for each positional argument (static ones have none), or None for AUTO
-        throughout. An entry is a tuple with the number of pieces of each dim, None (as a batch in data parallel: dim 0
-        over all devices where it divides, else whole; of weights too), `AUTO`, a `Layout`, a `PartitionSpec`, a
-        `NamedSharding`, or, for a pytree argument, a container of entries with its structure.
-      out_strategy: the same for the results: always a tuple, with one entry for each element if the function returns a
-        tuple, else with one entry. None leaves results to propagation.
-      device: "CPU", "GPU", "TPU", a list of devices, a mesh, or a target to plan for ("tpu-v5e:4x8").
-      level: what the search makes best: 0 most compute per byte communicated, 1 least memory per device, 2 least time.
-      parameter_plan: entries by path glob, `{"params/layers/*/w1": (1, 4)}`; they win over `in_strategy`.
-      search_mode: name of the search for what is left open (`search.MODES`); the context's if None. One that is named, but
-        for "auto", decides the layouts inside where no argument is open, too.
-      memory_limit: bytes that one device may hold, or text such as "14GiB"; what the device has if None.
-      compile_candidates: how many of the best plans are compiled, plain layouts among them, for the best compiled one to win; at
-        most 64.
-      time_limit: seconds after which the search answers with the best it has; what is under way then is ended, and the
-        plan's `policy` says what there was no time for. Tracing comes before. Without it no clock is read: what a search
-        may do is counted, and the plan is the same on every machine, however busy.
-      static_argnums, static_argnames, donate_argnums, donate_argnames: as in `jax.jit`.
-      layout: a layout file by its path, a recipe by its name ("llama/fsdp-tp"), what `load_layout` gives, or a plan: it lays
-        out what no entry speaks of.
-      compiler_options: what XLA is told for this function's compile; a call inside another `jit` is compiled with that.
+      fn: any JAX function, method, module object or `functools.partial`. Without it, `shard` returns a decorator.
+      in_strategy: a tuple with one entry for each positional argument that is not static, or None to leave all of them to
+        the search. Entries are
+
+        - a tuple of ints, the number of shards of each dimension; `AUTO` in it leaves that dimension to the search
+        - `AUTO`: the search chooses
+        - `REPLICATED`: every device holds the whole array, whatever its rank
+        - `DATA_PARALLEL`, or None: dimension 0 over all devices where it divides, else replicated. Weights included
+        - a `PartitionSpec` on the mesh of `device`, a `NamedSharding`, or a `shardfn.mindspore.Layout`
+        - for a pytree argument, one entry for all its arrays, or a container of entries with its structure.
+      out_strategy: a tuple with one entry for each element of a returned tuple, or one entry for any other result. None
+        leaves the results to propagation.
+      device: "CPU", "GPU", "TPU", a list of devices, a `jax.sharding.Mesh`, or hardware to plan for ("tpu-v5e:4x8").
+      level: the objective of the search: "communication" (0), the fewest bytes sent with the work evenly spread; "memory"
+        (1), the smallest peak per device; or "time" (2), the shortest modelled step.
+      parameter_plan: entries by path or glob, `{"params/layers/*/w1": (1, 4)}`. They override `in_strategy`.
+      search_mode: the name of a search: "auto", "sharding_propagation", "dynamic_programming", "recursive_programming" or
+        one of `register_search`. If named, and not "auto", it also chooses the shardings of ops when no argument is open.
+      memory_limit: bytes per device, or text such as "14GiB"; None for the memory of the device.
+      compile_candidates: how many of the best plans XLA compiles, at most 64; the best one as compiled wins.
+      time_limit: seconds for the search, tracing excluded. Without it the search reads no clock, and the plan is the same on
+        every machine.
+      static_argnums: positions of static arguments, as in `jax.jit`.
+      static_argnames: names of static arguments, as in `jax.jit`.
+      donate_argnums: positions of donated arguments, as in `jax.jit`.
+      donate_argnames: names of donated arguments, as in `jax.jit`.
+      layout: a layout file (its path), a recipe ("llama/fsdp-tp"), a result of `load_layout`, or a plan. It applies to the
+        arrays that no entry names.
+      compiler_options: XLA options, as in `jax.jit`. A call inside another `jit` ignores them.
 
     Returns:
-      A `ShardedFunction`. It plans on the first call with new shapes, and is an ordinary JAX function otherwise.
+      A `ShardedFunction`. It plans on the first call with new shapes, and then runs as an ordinary JAX function.
 
     Raises:
-      ShardError: when called; all problems of a call at once, before anything is compiled.
+      ShardError: an option is wrong. A call raises it for its arguments: all problems at once, before anything compiles.
 
     >>> import jax.numpy as jnp
     >>> dense = shard(lambda x, w: x @ w, ((1, 1), (1, 1)), ((1, 1),))
@@ -123,10 +137,19 @@ def shard(
     return _sharded(fn, options)
 
 
-def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
-    """Plan a call without running it; `args` may be shapes (`jax.ShapeDtypeStruct`), and no device is needed.
+def plan(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Plan:
+    """Plan a call without running it. No device is needed.
 
-    Keyword arguments that `shard` knows are options, the others go to `fn`.
+    Args:
+      fn: the function, or a `ShardedFunction`, whose options then apply.
+      args: the positional arguments of the call: arrays, or their shapes (`jax.ShapeDtypeStruct`).
+      kwargs: options of `shard`, and keyword arguments of the call.
+
+    Returns:
+      The `Plan`.
+
+    Raises:
+      ShardError: all problems of the call, or a keyword that is both an option of `shard` and a parameter of `fn`.
 
     >>> import jax, jax.numpy as jnp
     >>> x, w = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16), jax.ShapeDtypeStruct((512, 2048), jnp.bfloat16)
@@ -139,23 +162,22 @@ def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
 
 
 def explain(
-    fn: Callable[..., Any] | Plan, *args: Any, compiled: bool = False, detail: str = "short", **kwargs: Any
+    fn: Callable[..., Any] | Plan, /, *args: Any, compiled: bool = False, detail: str = "short", **kwargs: Any
 ) -> Report:
     """The report of a call or of a plan: kind of plan, shardings and who chose them, collectives with file and line, memory.
 
     Args:
-      fn: a function, a `ShardedFunction`, or a plan, which takes no arguments.
-      *args: the arguments of the call, or their shapes.
-      compiled: compile the call and compare XLA's program with the prediction. This needs the devices; for a plan it is
-        `Plan.verify`.
+      fn: the function, a `ShardedFunction`, or a plan.
+      args: the positional arguments of the call; none for a plan.
+      compiled: whether to compile the call and put XLA's collectives and memory beside the predicted ones.
       detail: "short", or "full" for every section.
-      **kwargs: options of `shard` and keyword arguments of `fn`, as in `plan`.
+      kwargs: as in `plan`; none for a plan.
 
     Returns:
-      The report.
+      The `Report`. Print it, or use `to_html` and `to_dict`.
 
     Raises:
-      ShardError: with everything that is wrong with the call.
+      ShardError: all problems of the call; or arguments beside a plan.
 
     >>> import jax
     >>> made = plan(abs, jax.ShapeDtypeStruct((8,), "float32"), in_strategy=((4,),), device="tpu-v5e:4")
@@ -165,21 +187,29 @@ def explain(
     if isinstance(fn, Plan):
         if args or kwargs:
             given = [*map(short, args), *(f"{name}={short(value)}" for name, value in kwargs.items())]
-            fail(StrategyTypeError, f"the plan of `{fn.function}` is explained by itself",
-                 where=f"explain(plan, {', '.join(given)})", why="it was made for its own arguments and options",
+            fail(StrategyTypeError, f"the plan of `{fn.function}` takes no arguments",
+                 where=f"explain(plan, {', '.join(given)})", why="a plan has its own arguments and options",
                  fix="write explain(plan), or explain the function with these")  # fmt: skip
         return in_detail(fn.verify() if compiled else make_report(fn), detail)
     function, rest = with_options(fn, kwargs)
+    parameters = function.callee.signature.parameters if function.callee.signature else {}
+    for name, value, default in (("compiled", compiled, False), ("detail", detail, "short")):
+        if name in parameters and value != default:
+            _refuse_clash(name, value, f"explain(shard(f).plan(...), {name}=...)")
     return function.explain(*args, compiled=compiled, detail=detail, **rest)
 
 
-def load_layout(path: Any) -> LayoutFile:
-    """A layout file, saved by `plan.save` or written by hand, or a recipe by its name ("llama/fsdp-tp").
+def load_layout(path: str | os.PathLike[str] | LayoutFile | Plan) -> LayoutFile:
+    """Read a layout file, or a recipe.
 
-    It equals the plan that it was saved from; `shard(f, layout=...)` and `plan(f, ..., layout=...)` use it, or the path.
+    Args:
+      path: a file that `plan.save` or a person wrote, the name of a recipe ("llama/fsdp-tp"), or a plan.
+
+    Returns:
+      The layout. It equals the plan it was saved from; `shard(f, layout=...)` uses it, as it does the path.
 
     Raises:
-      ShardError: all that is wrong with the file.
+      ShardError: all problems of the file.
 
     >>> load_layout("llama/fsdp-tp").mesh
     (('data', None), ('model', 4))
@@ -187,54 +217,75 @@ def load_layout(path: Any) -> LayoutFile:
     return layoutfile.read_layout(path)
 
 
-def reshard(x: Any, layout: Any) -> Any:
-    """Lay an array out anew; inside a jitted function a constraint, outside a move.
+def reshard(x: jax.Array, sharding: Any) -> jax.Array:
+    """Move an array to another sharding. In a traced function it is a sharding constraint.
 
-    >>> import jax.numpy as jnp
-    >>> from shardfn.mindspore import Layout
-    >>> reshard(jnp.ones((4, 2)), Layout((1,), ("dp",))("dp", "None")).shape
-    (4, 2)
+    Args:
+      x: an array of any shape.
+      sharding: a `NamedSharding`, or a `shardfn.mindspore.Layout`.
+
+    Returns:
+      The array with that sharding. On a single device a Layout has no effect.
 
     Raises:
-      StrategyTypeError: `x` is no array, or `layout` no Layout. LayoutError: it does not fit the array or the devices.
+      StrategyTypeError: `x` is no array, or `sharding` neither of these.
+      LayoutError: the Layout does not fit the array or the devices.
+
+    >>> import jax.numpy as jnp
+    >>> from jax.sharding import NamedSharding, PartitionSpec
+    >>> reshard(jnp.ones((4, 2)), NamedSharding(jax.make_mesh((1,), ("data",)), PartitionSpec("data"))).shape
+    (4, 2)
     """
     if shape_of(x) is None or not hasattr(x, "shape"):
         fail(StrategyTypeError, f"`reshard` takes an array, not {a(x)}", where=f"x = {short(x)}",
-             why="only arrays lie on devices", fix="pass a jax.Array, such as jnp.asarray(x)")  # fmt: skip
-    if not isinstance(layout, MeshLayout):
-        fail(StrategyTypeError, f"`reshard` takes a Layout, not {a(layout)}", where=f"layout = {short(layout)}",
-             why="the cuts of a tuple do not say which devices hold which piece",
-             fix='build one: Layout((2, 4), ("dp", "mp"))("dp", "None")')  # fmt: skip
-    wanted: Any = layout
-    wanted.slice_shape(x.shape)
-    devices = jax.devices()
-    if len(devices) == 1:
-        return x
-    sharding = wanted.sharding(devices[: wanted.size])
-    if isinstance(x, Tracer):
-        return jax.lax.with_sharding_constraint(x, sharding)
-    return jax.device_put(x, sharding)
+             why="only arrays have shardings", fix="pass a jax.Array, such as jnp.asarray(x)")  # fmt: skip
+    if not isinstance(sharding, NamedSharding | MeshLayout):
+        fail(StrategyTypeError, f"`reshard` takes a NamedSharding or a Layout, not {a(sharding)}",
+             where=f"sharding = {short(sharding)}",
+             why="it has to say which device holds which shard",
+             fix='build one: NamedSharding(mesh, PartitionSpec("data", None))')  # fmt: skip
+    wanted: Any = sharding
+    if not isinstance(sharding, NamedSharding):
+        wanted.slice_shape(x.shape)
+        devices = jax.devices()
+        if len(devices) == 1:
+            return x
+        sharding = wanted.sharding(devices[: wanted.size])
+    return jax.lax.with_sharding_constraint(x, sharding) if isinstance(x, Tracer) else jax.device_put(x, sharding)
 
 
 _OPTION_NAMES = tuple(f.name for f in dataclasses.fields(Options))
 
 
-def with_options(fn: Any, kwargs: dict[str, Any]) -> tuple[ShardedFunction, dict[str, Any]]:
-    """`fn` sharded with the options of `shard` that `kwargs` holds, and the rest of `kwargs`."""
-    mine = {k: kwargs.pop(k) for k in _OPTION_NAMES if k in kwargs}
+def with_options(fn: Any, kwargs: Mapping[str, Any]) -> tuple[ShardedFunction[..., Any], dict[str, Any]]:
+    """`fn` sharded with the options of `shard` among `kwargs`, and the rest of `kwargs`."""
+    mine = {name: kwargs[name] for name in _OPTION_NAMES if name in kwargs}
+    rest = {name: value for name, value in kwargs.items() if name not in mine}
+    signature = (
+        fn.callee.signature if isinstance(fn, ShardedFunction) else describe(fn).signature if callable(fn) else None
+    )
+    parameters = dict(signature.parameters) if signature else {}
+    for name in mine.keys() & parameters.keys():
+        _refuse_clash(name, mine[name], f"shard(f, {name}=...).plan(...)")
     if isinstance(fn, ShardedFunction):
         if not mine:
-            return fn, kwargs
+            return fn, rest
         mine = {name: getattr(fn.options, name) for name in _OPTION_NAMES} | mine
         fn = fn.fn
-    function: Any = shard(fn, **mine)
-    taken = function.callee.signature.parameters if function.callee.signature else {}
-    unknown = [name for name in kwargs if name not in taken]
-    if unknown and taken and all(p.kind is not p.VAR_KEYWORD for p in taken.values()):
+    function: ShardedFunction[..., Any] = shard(fn, **mine)
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    unknown = [name for name in rest if name not in parameters]
+    if unknown and parameters and not takes_any:
         fail(StrategyTypeError, f"`{unknown[0]}` is no argument of the function, and no option of `shard`",
-             where=f"{unknown[0]} = {short(kwargs[unknown[0]])}", why=f"the function's arguments are {', '.join(taken)}",
-             fix=nearest(unknown[0], [*taken, *_OPTION_NAMES]))  # fmt: skip
-    return function, kwargs
+             where=f"{unknown[0]} = {short(rest[unknown[0]])}", why=f"the function's arguments are {', '.join(parameters)}",
+             fix=nearest(unknown[0], [*parameters, *_OPTION_NAMES]))  # fmt: skip
+    return function, rest
+
+
+def _refuse_clash(name: str, value: Any, fix: str) -> NoReturn:
+    fail(StrategyTypeError, f"`{name}` is a parameter of the function and an option of shardfn",
+         where=f"{name} = {short(value)}", why="the keyword could mean either",
+         fix=f"write {fix}: every keyword of that `plan` goes to the function")  # fmt: skip
 
 
 def _several(value: Any) -> tuple[Any, ...]:
@@ -242,7 +293,7 @@ def _several(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list | tuple | set | frozenset | range) else (value,)
 
 
-def _sharded(fn: Callable[..., Any], options: Options) -> ShardedFunction:
+def _sharded(fn: Callable[P, R], options: Options) -> ShardedFunction[P, R]:
     if not callable(fn):
         fix = "pass the function first: shard(fn, in_strategy, out_strategy)"
         if isinstance(fn, tuple | list):

@@ -298,3 +298,78 @@ def test_reshard_on_a_part_of_the_devices():
 def test_the_public_names_are_those_in_all():
     assert {n for n in vars(shardfn) if n in shardfn.__all__} == set(shardfn.__all__)
     assert isinstance(shard(dense), ShardedFunction)
+
+
+# ---- the public API
+
+
+def test_shardfn_dir_shows_the_public_names():
+    assert set(shardfn.__all__) <= set(dir(shardfn))
+
+
+@pytest.mark.parametrize("ask", [plan, explain], ids=["plan", "explain"])
+def test_an_option_that_is_a_parameter_of_the_function_is_refused(ask):
+    def zoom(x, level):
+        return x * level
+
+    for function in (zoom, shard(zoom)):
+        with pytest.raises(shardfn.ShardError, match=r"`level` is a parameter of the function") as error:
+            ask(function, X, level=2)
+        assert "shard(f, level=...).plan(...)" in error.value.problems[0].fix
+    assert shard(zoom, level=1).plan(X, level=2.0).level == 1
+
+
+def test_explain_compiled_of_a_function_with_a_parameter_compiled_is_refused():
+    def run(x, compiled=False):
+        return x
+
+    with pytest.raises(shardfn.ShardError, match="`compiled` is a parameter"):
+        explain(run, X, compiled=True)
+    assert explain(shard(run, static_argnums=1).plan(X, compiled=True), compiled=True).to_dict()["compiled"]
+
+
+def test_a_sharded_function_has_the_methods_of_a_jitted_one():
+    sharded = shard(dense, ((2, 1), (1, 4)))
+    shapes = jax.ShapeDtypeStruct(X.shape, X.dtype), jax.ShapeDtypeStruct(W.shape, W.dtype)
+    assert sharded.__wrapped__ is dense and sharded.__name__ == "dense"
+    assert sharded.eval_shape(*shapes) == jax.jit(dense).eval_shape(*shapes) and not sharded._entries
+    traced = sharded.trace(*shapes)
+    assert traced.out_info.shape == (8, 4) and "dot_general" in str(traced.jaxpr)
+    close(traced.lower().compile()(X, W), X @ W)
+    close(sharded(X, W), X @ W)
+    sharded.clear_cache()
+    assert not sharded._entries
+    close(sharded(X, W), X @ W)
+
+
+def test_eval_shape_takes_static_arguments():
+    sharded = shard(lambda x, n: x**n, static_argnums=1)
+    assert sharded.eval_shape(X, 3).shape == X.shape
+
+
+def test_the_plans_of_a_sharded_function_are_bounded(monkeypatch):
+    monkeypatch.setattr("shardfn.runtime.sharded_function.MAX_ENTRIES", 3)
+    sharded = shard(lambda x: x + 1, ((1,),))
+    first = sharded.plan(jnp.ones(1))
+    for size in (2, 3, 1, 4, 5):
+        sharded.plan(jnp.ones(size))
+    assert len(sharded._entries) == 3
+    assert sharded.plan(jnp.ones(1)) is first, "it was used after those of sizes 2 and 3"
+    assert sharded.plan(jnp.ones(2)) is not None
+
+
+def test_reshard_takes_a_named_sharding():
+    result = reshard(X, NamedSharding(MESH, P(None, "i")))
+    assert result.sharding.spec == P(None, "i")
+    close(jax.jit(lambda x: reshard(x, NamedSharding(MESH, P("i"))))(X), X)
+
+
+@pytest.mark.parametrize("options", [{}, {"device": "tpu-v5e:4x2"}], ids=["here", "elsewhere"])
+def test_replicated_is_for_arrays_of_any_rank(options):
+    made = shard(lambda p, x: x @ p["w"] + p["b"], (shardfn.REPLICATED, shardfn.DATA_PARALLEL), **options).plan(
+        PARAMS, X
+    )
+    assert [(d.path, d.strategy, d.source) for d in made.inputs] == [
+        ("p/b", (1,), "you"), ("p/w", (1, 1), "you"), ("x", (8, 1), "you"),
+    ]  # fmt: skip
+    assert shard(dense, (P(), (8, 1)), **options).plan(X.T @ X, X.T @ X).inputs[0].strategy == (1, 1)

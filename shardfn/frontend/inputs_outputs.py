@@ -6,13 +6,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax import tree_util
+from jax.sharding import AbstractMesh, Mesh
 
 from shardfn.errors import Problem, warn
 from shardfn.frontend.arguments import Call
 from shardfn.frontend.callee import Callee
 from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.options import Options
-from shardfn.frontend.strategy import AUTO, UNKNOWN, Argument, Leaf, apply_parameter_plan, leaves_of, match, shape_of
+from shardfn.frontend.strategy import (
+    AUTO,
+    UNKNOWN,
+    Argument,
+    Leaf,
+    apply_parameter_plan,
+    leaves_of,
+    match,
+    shape_of,
+    without_mesh,
+)
 from shardfn.frontend.validation import check_all
 
 
@@ -45,7 +56,8 @@ def input_leaves(
     leaves += match(positional, strategy, name, problems)
     for argument in late:
         leaves += leaves_of(argument, problems)
-    return apply_parameter_plan(leaves, options.parameter_plan, problems)
+    leaves = apply_parameter_plan(leaves, options.parameter_plan, problems)
+    return leaves if isinstance(options.device, Mesh | AbstractMesh) else without_mesh(leaves)
 
 
 def output_leaves(
@@ -53,6 +65,7 @@ def output_leaves(
 ) -> list[Leaf]:
     """The leaves of the result, with the entries of `out_strategy`, or what the context puts in their place."""
     said = _matched(result, options.out_strategy, problems)
+    said = said if isinstance(options.device, Mesh | AbstractMesh) else without_mesh(said)
     if options.out_strategy is None or current.honours_out_strategy:
         return said
     check_all(said, devices, problems)

@@ -1,8 +1,8 @@
-"""The callable that `shard` returns: it plans on the first call of a kind, and hands later ones to `jax.jit`.
+"""The callable that `shard` returns: it plans the first call of a kind, and runs later ones through `jax.jit`.
 
-A call is of another kind if its shapes, dtypes, structure, keywords or static values differ, or what is no array of the
-object it is a method of, or the parallel context, or JAX's x64 switch. As long as there was one kind, of positional
-arguments only, of a function (not of a module) whose arrays lay where they belong, a call costs what `jit` costs.
+The kind of a call is its shapes, dtypes, structure, keywords and static values, the non-array attributes of its module,
+the process's default settings, and JAX's x64 switch. A call costs what `jax.jit` costs if all calls so far are of one
+kind, have positional arguments only, call no module, and pass arrays with the planned shardings.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 from jax import tree_util
@@ -32,14 +32,24 @@ from shardfn.runtime.executable import Entry, layout_file, make_entry
 from shardfn.runtime.progress import progress
 from shardfn.units import bytes_text
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-class ShardedFunction:
-    """What `shard` returns: call it like the function. `plan`, `explain` and `lower` say what a call would do."""
+MAX_ENTRIES = 128
+"""Plans with their executables that one function keeps; the least recently used goes first."""
+
+
+class ShardedFunction(Generic[P, R]):
+    """A sharded function, as `shard` returns it. Call it like the function itself.
+
+    It has the methods of a function from `jax.jit` (`lower`, `trace`, `eval_shape`, `clear_cache`, `__wrapped__`), and
+    `plan` and `explain`. It keeps one plan and executable for each kind of call, up to 128.
+    """
 
     layout_alone = False
-    """Whether an array of which the layout file does not speak is a problem."""
+    """Whether an array that the layout file does not name is a problem."""
 
-    def __init__(self, fn: Callable[..., Any], options: Options):
+    def __init__(self, fn: Callable[P, R], options: Options):
         self.fn = fn
         self.options = options
         self.callee: Callee = describe(fn)
@@ -83,7 +93,7 @@ class ShardedFunction:
         other._entries = self._entries
         return other
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         # The shapes need no check here: `jit` looks them up, and traces for new ones, which raises OtherCall.
         if (
             not kwargs
@@ -96,28 +106,36 @@ class ShardedFunction:
                 pass
         return self._call(args, kwargs)
 
-    def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """The plan of a call; arguments may be shapes.
+    def plan(self, /, *args: Any, **kwargs: Any) -> Plan:
+        """The plan of a call.
+
+        Args:
+          args: the positional arguments: arrays, or their shapes (`jax.ShapeDtypeStruct`).
+          kwargs: the keyword arguments. All of them go to the function.
+
+        Returns:
+          The `Plan` that such a call runs with. It is made once.
 
         Raises:
-          ShardError: all that is wrong with the call.
+          ShardError: all problems of the call.
         """
         return self._entry(args, kwargs)[0].plan
 
-    def explain(self, *args: Any, compiled: bool = False, detail: str = "short", **kwargs: Any) -> Report:
-        """The report of a call (`shardfn.explain`).
+    def explain(self, /, *args: Any, compiled: bool = False, detail: str = "short", **kwargs: Any) -> Report:
+        """The report of a call.
 
         Args:
-          *args: the arguments, or their shapes.
-          compiled: compile the call and compare XLA's program with the prediction.
+          args: the positional arguments, or their shapes.
+          compiled: whether to compile the call and put XLA's collectives and memory beside the predicted ones.
           detail: "short", or "full" for every section.
-          **kwargs: keyword arguments of the function.
+          kwargs: the keyword arguments.
 
         Returns:
-          The report.
+          The `Report`. Print it, or use `to_html` and `to_dict`.
 
         Raises:
-          ShardError: with everything that is wrong with the call.
+          ShardError: all problems of the call.
+          DeviceError: `compiled` for devices that are not here.
         """
         entry, call = self._entry(args, kwargs)
         hardware = entry.plan.hardware
@@ -130,13 +148,60 @@ class ShardedFunction:
         executable = self._lower(entry, call).compile() if compiled else None
         return in_detail(make_report(entry.plan, executable, self._transfers(entry, call)), detail)
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """`jax.stages.Lowered` of the sharded function; its `.compile()` is JAX's own."""
+    def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """Lower the sharded function for a call, as `jax.jit(f).lower` does.
+
+        Args:
+          args: the positional arguments, or their shapes.
+          kwargs: the keyword arguments.
+
+        Returns:
+          JAX's own stage. Its `compile()` gives a function of the call's arrays, a module's arrays first.
+
+        Raises:
+          ShardError: all problems of the call.
+        """
         return self._lower(*self._entry(args, kwargs))
+
+    def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        """Trace the sharded function for a call, as `jax.jit(f).trace` does.
+
+        Args:
+          args: the positional arguments, or their shapes.
+          kwargs: the keyword arguments.
+
+        Returns:
+          JAX's own stage, with the `jaxpr` and the plan's constraints in it.
+
+        Raises:
+          ShardError: all problems of the call.
+        """
+        entry, call = self._entry(args, kwargs)
+        jitted: Any = entry.jitted
+        return jitted.trace(*call.shapes)
+
+    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
+        """The shapes and dtypes of the results of a call, without planning it.
+
+        Args:
+          args: the positional arguments, or their shapes.
+          kwargs: the keyword arguments.
+
+        Returns:
+          A pytree of `jax.ShapeDtypeStruct` with the structure of the result.
+        """
+        options = self.options
+        jitted = jax.jit(self.fn, static_argnums=options.static_argnums, static_argnames=options.static_argnames)
+        return jitted.eval_shape(*args, **kwargs)
+
+    def clear_cache(self) -> None:
+        """Forget all plans and compiled programs of this function."""
+        self._entries.clear()
+        self._fast, self._fast_defaults = _never, None
 
     # ---- inside
 
-    def _lower(self, entry: Entry, call: Call) -> Any:
+    def _lower(self, entry: Entry, call: Call) -> jax.stages.Lowered:
         jitted: Any = entry.jitted
         if entry.plan.hardware.is_here:
             return jitted.lower(*call.shapes)
@@ -222,10 +287,14 @@ class ShardedFunction:
         except TypeError:
             raise StrategyTypeError(call.unhashable()) from None
         if entry is None:
+            while len(self._entries) >= MAX_ENTRIES:
+                self._entries.pop(next(iter(self._entries)), None)
             with progress(f"planning {self.callee.name}"):
                 layout = layout_file(self.options, current)
                 request = CallRequest(self.callee, self.options, call, current, layout, self.layout_alone)
                 entry = self._entries[key] = make_entry(request)
+        elif len(self._entries) > MAX_ENTRIES // 2 and self._entries.pop(key, None):  # near the bound recency matters
+            self._entries[key] = entry
         return entry, call
 
 
