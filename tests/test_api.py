@@ -230,8 +230,8 @@ def test_a_plan_that_is_there_is_explained():
     with pytest.raises(shardfn.ShardError) as error:
         explain(made, 3, level=2)
     assert str(error.value) == (
-        "the plan of `dense` is explained by itself\n  where: explain(plan, 3, level=2)\n"
-        "  why:   it was made for its own arguments and options\n"
+        "the plan of `dense` takes no arguments\n  where: explain(plan, 3, level=2)\n"
+        "  why:   a plan has its own arguments and options\n"
         "  fix:   write explain(plan), or explain the function with these"
     )
 
@@ -373,3 +373,10 @@ def test_replicated_is_for_arrays_of_any_rank(options):
         ("p/b", (1,), "you"), ("p/w", (1, 1), "you"), ("x", (8, 1), "you"),
     ]  # fmt: skip
     assert shard(dense, (P(), (8, 1)), **options).plan(X.T @ X, X.T @ X).inputs[0].strategy == (1, 1)
+
+
+@pytest.mark.parametrize(("word", "level"), [("communication", 0), ("memory", 1), ("time", 2), (2, 2)])
+def test_a_level_is_a_word_or_a_number(word, level):
+    made = plan(dense, X, W, level=word)
+    assert made.level == level and made.inputs == plan(dense, X, W, level=level).inputs
+    assert shard(dense, level=word).options.level == level

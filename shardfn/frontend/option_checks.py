@@ -11,13 +11,13 @@ from shardfn import search
 from shardfn.cost.devices import hardware
 from shardfn.errors import Problem, ShardError, a, raise_problems
 from shardfn.frontend.byte_sizes import bytes_of
-from shardfn.frontend.options import LEVELS, Options
+from shardfn.frontend.levels import OBJECTIVES
+from shardfn.frontend.options import Options
 from shardfn.frontend.strategy import apply_parameter_plan, match, short
+from shardfn.frontend.validation import any_of
 
 MOST_COMPILED = 64
 """A search finds about thirty plans worth compiling; each takes seconds to minutes."""
-
-_LEVELS = "write 0 for {}, 1 for {}, or 2 for {}".format(*LEVELS)
 
 
 def problems(options: Options, signature: inspect.Signature | None) -> list[Problem]:
@@ -83,13 +83,11 @@ def _of_any_function(options: Options) -> list[Problem]:
     """What is wrong with the options whatever the function is."""
     problems: list[Problem] = []
     level = options.level
-    why = "a level names what the search makes best"
-    if isinstance(level, bool) or not isinstance(level, int):
-        what = f"`level` must be an int, but it is {a(level)}"
-        problems.append(Problem(what, f"level = {short(level)}", why, _LEVELS, is_type=True))
-    elif level not in (0, 1, 2):
-        what = f"`level` is {level}, but there are only 0, 1 and 2"
-        problems.append(Problem(what, f"level = {level!r}", why, _LEVELS))
+    is_type = isinstance(level, bool) or not isinstance(level, int | str)
+    if is_type or level not in (0, 1, 2):
+        what = f"`level` is {a(level)}" if is_type else f"`level` is {short(level)}, which is no objective"
+        problems.append(Problem(what, f"level = {short(level)}", "the level is the objective of the search",
+                                f"write {any_of([*map(repr, OBJECTIVES)])}, or 0, 1 or 2", is_type=is_type))  # fmt: skip
     if options.memory_limit is not None and isinstance(
         found := bytes_of(options.memory_limit, "memory_limit"), Problem
     ):

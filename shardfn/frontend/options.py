@@ -9,6 +9,7 @@ from typing import Any
 from shardfn.errors import Problem
 from shardfn.frontend.byte_sizes import bytes_of, plain
 from shardfn.frontend.defaults import Defaults
+from shardfn.frontend.levels import level_of
 from shardfn.search.problem import Algorithm
 
 LEVELS = ("least communication", "least memory", "least time")
@@ -43,7 +44,8 @@ class Options:
     in_strategy: Any = None
     out_strategy: Any = None
     device: Any = None
-    level: int = 0
+    level: Any = 0
+    """0, 1, 2, or a word of `OBJECTIVES`, which is kept as its number."""
     parameter_plan: Any = None
     search_mode: str | None = None
     memory_limit: int | float | str | None = None
@@ -59,6 +61,7 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("level", "memory_limit", "compile_candidates", "time_limit"):
             object.__setattr__(self, name, plain(getattr(self, name)))
+        object.__setattr__(self, "level", level_of(self.level))
 
     def for_search(self, defaults: Defaults, layout_level: int | None = None) -> SearchOptions:
         """The search options of a call, once `shard` has checked these options.

@@ -151,8 +151,8 @@ def _check_product(leaf: Leaf, strategy: Sequence[Any], devices: int) -> list[Pr
     ]
 
 
-def any_of(numbers: Sequence[int]) -> str:
-    """Numbers as a choice.
+def any_of(numbers: Sequence[int | str]) -> str:
+    """Numbers or words as a choice.
 
     >>> any_of([1, 2, 4])
     '1, 2 or 4'

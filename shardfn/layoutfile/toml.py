@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from shardfn.errors import Problem, nearest
+from shardfn.frontend.levels import OBJECTIVES
 from shardfn.ir.model import Spec
 from shardfn.planning.decisions import Constraint
 from shardfn.planning.layout_rules import (
@@ -31,9 +32,6 @@ VERSION = 2
 VERSIONS_READ = (1, 2)
 OLD_KEYS = {"grid": "mesh", "inside": "constraints"}
 """Keys of version 1 that have another name since."""
-
-LEVEL_WORDS = ("communication", "memory", "time")
-"""The objectives, by level."""
 
 MAX_BYTES = 4 * 2**20
 MAX_RULES = 20_000
@@ -220,11 +218,11 @@ class _Reader:
         return least
 
     def level(self, value: Any, where: str) -> int:
-        if isinstance(value, str) and value in LEVEL_WORDS:
-            return LEVEL_WORDS.index(value)
-        if type(value) is int and 0 <= value < len(LEVEL_WORDS):
+        if isinstance(value, str) and value in OBJECTIVES:
+            return OBJECTIVES.index(value)
+        if type(value) is int and 0 <= value < len(OBJECTIVES):
             return value
-        words = ", ".join(f'"{word}"' for word in LEVEL_WORDS)
+        words = ", ".join(f'"{word}"' for word in OBJECTIVES)
         self.wrong(
             f"`{where}` must be one of {words}, or 0, 1, 2", f"{where} = {_short(value)}", f'write {where} = "time"'
         )
@@ -430,7 +428,7 @@ def to_toml(layout: LayoutFile, notes: Mapping[tuple[str, str], str] | None = No
         if getattr(layout, key):
             lines.append(f"{key} = {_quoted(getattr(layout, key))}")
     if layout.level is not None:
-        lines.append(f"level = {_quoted(LEVEL_WORDS[layout.level])}")
+        lines.append(f"level = {_quoted(OBJECTIVES[layout.level])}")
     for key in ("others", "batch"):
         if (sharding := getattr(layout, key)) is not None:
             lines.append(f"{key} = {_sharding(sharding)}")

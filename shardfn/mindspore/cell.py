@@ -50,7 +50,7 @@ class Cell:
         out_strategy: Any = None,
         parameter_plan: Any = None,
         device: Any = None,
-        level: int = 0,
+        level: int | str = 0,
         **options: Any,
     ) -> Any:
         """Shard this instance's calls from now on; returns the instance. Arguments are those of `shardfn.shard`."""
