@@ -12,9 +12,6 @@ from shardfn.frontend.defaults import Defaults
 from shardfn.frontend.levels import level_of
 from shardfn.search.problem import Algorithm
 
-LEVELS = ("least communication", "least memory", "least time")
-"""The objective of each level."""
-
 
 @dataclasses.dataclass(frozen=True)
 class SearchOptions:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from shardfn.cost.devices.hardware import Hardware, used_here
 from shardfn.cost.estimate import Cost, collective_s
-from shardfn.frontend.options import LEVELS
+from shardfn.frontend.levels import OBJECTIVES
 from shardfn.frontend.paths import alike, layer, starred
 from shardfn.ir.model import Collective, PartitionedProgram
 from shardfn.planning.decisions import Constraint, Decision, DimensionGroup
@@ -77,7 +77,7 @@ def headline(plan: Summarised) -> list[str]:
         f"time: {time_text(cost.time_s)} per call (modelled); {_largest_part(plan)}",
         f"work: {flops_text(cost.flops)} and {bytes_text(cost.bytes_sent)} sent per device; compute "
         f"{time_text(cost.compute_s)}, communication {time_text(cost.communication_s)}",
-        f"objective: {LEVELS[plan.level]} (level {plan.level}); {plan.policy}",
+        f"objective: least {OBJECTIVES[plan.level]} (level {plan.level}); {plan.policy}",
     ]
     if any(d.source == "searched" for d in plan.inputs):
         lines.append(f"optimality: {proof(plan.gap, plan.level)}")
