@@ -380,3 +380,27 @@ def test_a_level_is_a_word_or_a_number(word, level):
     made = plan(dense, X, W, level=word)
     assert made.level == level and made.inputs == plan(dense, X, W, level=level).inputs
     assert shard(dense, level=word).options.level == level
+
+
+def test_a_plan_is_used_by_jax_alone():
+    def mlp(p, x, n):
+        return {"y": jnp.tanh(x @ p["w"] + p["b"]) ** n}
+
+    made = shard(mlp, level="memory", static_argnums=2).plan(PARAMS, X, 2)
+    args = jax.device_put((PARAMS, X), made.in_shardings)
+    for function in (mlp, made.apply(mlp)):
+        jitted = jax.jit(function, in_shardings=made.in_shardings, out_shardings=made.out_shardings, static_argnums=2)
+        result = jitted(*args, 2)
+        close(result, mlp(PARAMS, X, 2))
+        assert result["y"].sharding.is_equivalent_to(made.out_shardings["y"], 2)
+    assert args[0]["w"].sharding.is_equivalent_to(made.sharding("p/w"), 2)
+
+
+@pytest.mark.parametrize("entry", [(4, AUTO), (AUTO, 2), (AUTO, 1)], ids=str)
+@pytest.mark.parametrize("level", ["communication", "memory"])
+def test_a_dimension_that_is_auto_is_searched_and_the_other_kept(entry, level):
+    made = shard(dense, (entry, AUTO), level=level).plan(X, W)
+    assert all(ways is AUTO or own == ways for own, ways in zip(made.inputs[0].strategy, entry, strict=True))
+    close(shard(dense, (entry, AUTO), level=level)(X, W), X @ W)
+    out = shard(dense, out_strategy=(entry,), level=level).plan(X, W).outputs[0].strategy
+    assert all(ways is AUTO or own == ways for own, ways in zip(out, entry, strict=True))

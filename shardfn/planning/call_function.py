@@ -34,6 +34,8 @@ class CallFunction:
     """The layout file's rules for tagged activations."""
     tag_axes: Axes = ()
     """The mesh axes of these rules."""
+    separates_windows: bool = False
+    """Whether `pure` gives each window an array of its own (`kept_apart`)."""
     wrong: tuple[Wrong, ...] = ()
     """Ops that need a workaround for an XLA bug."""
 

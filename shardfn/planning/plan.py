@@ -7,8 +7,9 @@ import importlib
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
+from jax import tree_util
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardfn.cost.devices.hardware import Hardware
@@ -26,6 +27,10 @@ __all__ = [
     "Alternatives", "Candidate", "Change", "Constraint", "Decision", "DimensionGroup", "OpStrategy", "Plan", "Study", "diff",
     "op_strategies",
 ]  # fmt: skip
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class Study(Protocol):
@@ -71,6 +76,8 @@ class Plan:
     """Bytes that one device may hold, as they were given; None is all that it has."""
     _study: Study | None = dataclasses.field(default=None, repr=False, compare=False)
     _verifier: Callable[[Plan], Any] | None = dataclasses.field(default=None, repr=False, compare=False)
+    _call: Any = dataclasses.field(default=None, repr=False, compare=False)
+    """The traced call (`posed_call.TracedCall`): the structure of arguments and results, and the workarounds."""
 
     def __str__(self) -> str:
         return summary(self)
@@ -81,7 +88,7 @@ class Plan:
     def __getstate__(self) -> dict[str, Any]:
         """Without the devices, which are of this process, and without what it takes to plan again."""
         hardware = dataclasses.replace(self.hardware, devices=None, mesh=None)
-        return {**self.__dict__, "_study": None, "_verifier": None, "hardware": hardware}
+        return {**self.__dict__, "_study": None, "_verifier": None, "_call": None, "hardware": hardware}
 
     def __copy__(self) -> Plan:
         return self
@@ -120,7 +127,7 @@ class Plan:
         >>> print(made.diff(made.what_if({"x": (2, 1), "w": (1, 2)}))[0])
         mesh: a=4 -> a=2 x b=2
         """
-        return dataclasses.replace(self._studied().what_if(entries), _verifier=self._verifier)
+        return dataclasses.replace(self._studied().what_if(entries), _verifier=self._verifier, _call=self._call)
 
     def diff(self, other: Plan) -> tuple[Change, ...]:
         """What differs in another plan of the same function (`shardfn.diff`)."""
@@ -199,8 +206,74 @@ class Plan:
         return mesh_on([devices[i] for i in order], axes)
 
     def sharding(self, path: str) -> NamedSharding:
-        """The `NamedSharding` of one array."""
+        """The `NamedSharding` of one array.
+
+        Args:
+          path: the array's path, as the report has it; a result's path begins with `result`.
+
+        Returns:
+          The sharding, on `mesh`.
+
+        Raises:
+          StrategyError: no array has that path.
+        """
         return NamedSharding(self.mesh, self.decision(path).partition_spec)
+
+    @property
+    def in_shardings(self) -> tuple[Any, ...]:
+        """The shardings of the arguments, for `jax.jit`, `jax.device_put` and Orbax.
+
+        Returns:
+          One pytree of `NamedSharding` for each argument that is not static. A module's arrays come first, by path.
+
+        Raises:
+          StrategyError: the plan comes from a file or another process.
+
+        >>> import jax, shardfn
+        >>> made = shardfn.plan(abs, jax.ShapeDtypeStruct((8,), "float32"), in_strategy=((4,),), device="tpu-v5e:4")
+        >>> made.in_shardings[0].spec
+        P...('a',)
+        """
+        function = self._traced_call().function
+        dynamic = tuple(v for i, v in enumerate(function.shapes) if i not in function.static_argnums)
+        return self._shardings(dynamic, self.inputs)
+
+    @property
+    def out_shardings(self) -> Any:
+        """The shardings of the results, for `jax.jit`.
+
+        Returns:
+          A pytree of `NamedSharding` with the structure of the result; a module's changed arrays follow, by path.
+
+        Raises:
+          StrategyError: the plan comes from a file or another process.
+        """
+        return self._shardings(self._traced_call().traced.results, self.outputs)
+
+    def apply(self, fn: Callable[_P, _R]) -> Callable[_P, _R]:
+        """The function with the plan's sharding constraints and its workarounds for XLA bugs, and nothing else.
+
+        Args:
+          fn: the planned function, which traces to the program that was planned.
+
+        Returns:
+          A function to jit: `jax.jit(plan.apply(f), in_shardings=plan.in_shardings, out_shardings=plan.out_shardings)`.
+
+        Raises:
+          StrategyError: the plan comes from a file or another process; when called, `fn` traces to another program.
+        """
+        return self._traced_call().constrained(self, fn)
+
+    def _shardings(self, tree: Any, decisions: Sequence[Decision]) -> Any:
+        mesh = self.mesh
+        leaves = [NamedSharding(mesh, d.partition_spec) for d in decisions]
+        return tree_util.tree_unflatten(tree_util.tree_structure(tree), leaves)
+
+    def _traced_call(self) -> Any:
+        if self._call is None:
+            fail(StrategyError, f"the plan of `{self.function}` has no function",
+                 why="it comes from a file or another process", fix="plan again: plan(f, *args)")  # fmt: skip
+        return self._call
 
     def with_devices(self, devices: Sequence[Any]) -> Plan:
         """The same plan on other devices, for instance one made for a target that is now here.

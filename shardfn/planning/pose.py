@@ -127,7 +127,7 @@ def _traced(
     shapes, statics, platform = function.shapes, function.static_argnums, hardware.platform
     traced = trace(function.pure, shapes, statics, platform)
     if hardware.count > 1 and share_windows(traced.graph):
-        function = dataclasses.replace(function, pure=kept_apart(function.pure, statics))
+        function = dataclasses.replace(function, pure=kept_apart(function.pure, statics), separates_windows=True)
         traced = trace(function.pure, shapes, statics, platform)
     if layout is not None and layout.activations:
         axes = mesh_axes(layout, hardware.count, [])

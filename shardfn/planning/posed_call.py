@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from shardfn import search
@@ -17,6 +17,7 @@ from shardfn.frontend.trace import Traced
 from shardfn.ir.dimension_groups import DimensionGroups
 from shardfn.ir.model import PartitionedProgram, Spec
 from shardfn.planning.call_function import CallFunction
+from shardfn.planning.constrained_function import constrained
 from shardfn.planning.layout_rules import LayoutFile
 from shardfn.planning.plan import Plan
 from shardfn.planning.propagation import Propagation
@@ -54,6 +55,10 @@ class TracedCall:
     donated: tuple[int, ...]
     """Positions in `inputs`."""
     compiler_options: Mapping[str, Any] | None = None
+
+    def constrained(self, plan: Plan, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn` with the constraints of a plan of this call (`Plan.apply`)."""
+        return constrained(plan, fn, self.function)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ from shardfn.frontend.paths import alike, few, layer, listed, met, normal, starr
 from shardfn.frontend.strategy import Leaf, apply_parameter_plan, short
 from shardfn.ir.model import Spec
 from shardfn.planning.decisions import Alternative, Alternatives, Decision, Figures
+from shardfn.planning.open_dimensions import with_completed_entries
 from shardfn.planning.plan import Plan
 from shardfn.planning.planner import plan_answer, search, with_notes
 from shardfn.planning.pose import place_call
@@ -75,7 +76,9 @@ class WhatIf(AnsweredCall):
         """The plan with other entries (`Plan.what_if`); keys that begin with `result` name results."""
         call = self.posed.call
         inputs, outputs = _with_entries(call.inputs, call.outputs, entries)
-        posed = place_call(dataclasses.replace(call, inputs=inputs, outputs=outputs, layout=None), [])
+        posed = with_completed_entries(
+            place_call(dataclasses.replace(call, inputs=inputs, outputs=outputs, layout=None), [])
+        )
         planned = plan_answer(posed, search(posed))
         plan = dataclasses.replace(planned.plan, _study=WhatIf.of(planned))
         wrong = wrong_ops(plan.partitioned)

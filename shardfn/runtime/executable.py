@@ -21,6 +21,7 @@ from shardfn.frontend.options import Options
 from shardfn.layoutfile import files
 from shardfn.layoutfile.files import LayoutFile
 from shardfn.planning.diagnostics import not_fully_used
+from shardfn.planning.open_dimensions import with_completed_entries
 from shardfn.planning.plan import Plan
 from shardfn.planning.plan_mesh import lacks_axes_for, own_mesh, prime_mesh
 from shardfn.planning.planner import correct_answer, plan_known, plan_searched, search, with_notes
@@ -61,7 +62,7 @@ def make_entry(request: CallRequest) -> Entry:
     Raises:
       ShardError: all that is wrong with the call.
     """
-    posed = pose(request)
+    posed = with_completed_entries(pose(request))
     answer = search(posed)
     is_compiled = posed.call.search.compile_candidates > 1 and posed.problem.is_open
     planned = best_compiled(posed, answer) if is_compiled else plan_searched(posed, answer)
@@ -69,7 +70,7 @@ def make_entry(request: CallRequest) -> Entry:
     if note := not_fully_used(plan, call.search.algorithm):
         warn(note)
         plan = with_notes(plan, note)
-    plan = dataclasses.replace(plan, _study=WhatIf.of(planned), _verifier=verifier(call))
+    plan = dataclasses.replace(plan, _study=WhatIf.of(planned), _verifier=verifier(call), _call=call)
     if defaults.plan_file and jax.process_index() == 0:
         files.save_plan(plan, defaults.plan_file, defaults.saves_parameters_only)
     if defaults.graphs:
