@@ -10,7 +10,7 @@ from shardfn.cost.collectives import bytes_sent
 from shardfn.cost.compute import matrix_flops, work
 from shardfn.cost.devices.hardware import Hardware, link_over
 from shardfn.cost.memory.live_ranges import MemoryEstimate, memory_of
-from shardfn.cost.schedule import Schedule, lower_for_backend, schedule_ops
+from shardfn.cost.schedule import ExecutionOrder, lower_for_backend, schedule_ops
 from shardfn.ir.model import Collective, Communication, PartitionedProgram
 
 
@@ -41,7 +41,9 @@ class PredictedCollective(Collective):
     merged: int = 1
 
 
-def collectives(partitioned: PartitionedProgram, order: Schedule | None = None) -> tuple[PredictedCollective, ...]:
+def collectives(
+    partitioned: PartitionedProgram, order: ExecutionOrder | None = None
+) -> tuple[PredictedCollective, ...]:
     """The program's collectives with their bytes; those that send nothing are left out.
 
     Args:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from shardfn.ir.model import Graph, Op, PartitionedProgram
 from shardfn.ir.op_traits import CHEAP, CONTRACTIONS, EXPENSIVE, SLICES, VIEWS
 
-MOST = 16
+MAX_DUPLICATES = 16
 """The most readers into which one op is duplicated."""
 
 READERS = CHEAP | EXPENSIVE | SLICES
@@ -197,7 +197,7 @@ class Fuser:
             return homes
         if op.name in VIEWS or op.name in CONTRACTIONS:
             return None
-        if len(homes) > MOST or not all(self.can_read(r) for r in readers):
+        if len(homes) > MAX_DUPLICATES or not all(self.can_read(r) for r in readers):
             return None
         value = op.outputs[0]
         again = self.sources[value] - {value}

@@ -64,7 +64,7 @@ def bodies(graph: Graph) -> dict[int, int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class ExecutionOrder:
     """A program with its ops in the order in which they run.
 
     `groups` has, for the result of a collective that can be combined, the number of the combined collective.
@@ -88,7 +88,7 @@ class Schedule:
         return {i: found[group] for i, group in where.items()}
 
 
-def lower_for_backend(partitioned: PartitionedProgram, chip: Chip | None = None) -> Schedule:
+def lower_for_backend(partitioned: PartitionedProgram, chip: Chip | None = None) -> ExecutionOrder:
     """Apply the rewrites of the platform's XLA backend, then combine collectives.
 
     Args:
@@ -98,7 +98,7 @@ def lower_for_backend(partitioned: PartitionedProgram, chip: Chip | None = None)
     return combine_collectives(on_gpu(on_cpu(partitioned), chip))
 
 
-def combine_collectives(partitioned: PartitionedProgram) -> Schedule:
+def combine_collectives(partitioned: PartitionedProgram) -> ExecutionOrder:
     """The order of ops in which collectives can run as one: all-reduces, on GPUs also all-gathers and reduce-scatters.
 
     XLA's combiners merge collectives over the same axes, of one region and dtype (all-gathers of any), where none needs
@@ -108,12 +108,12 @@ def combine_collectives(partitioned: PartitionedProgram) -> Schedule:
     most = max_combined_bytes(partitioned.platform)
     several = {c.result: c for c in partitioned.communications if c.kind in most and c.group_size > 1}
     if len(several) < 2:
-        return Schedule(partitioned, {v: n for n, v in enumerate(several)}, bodies(partitioned.graph))
+        return ExecutionOrder(partitioned, {v: n for n, v in enumerate(several)}, bodies(partitioned.graph))
     groups: dict[object, int] = {}
     of: dict[int, int] = {}
     order = _ordered(partitioned, regions(partitioned.graph), several, groups, of)
     graph = dataclasses.replace(partitioned.graph, ops=tuple(partitioned.graph.ops[i] for i in order))
-    return Schedule(dataclasses.replace(partitioned, graph=graph), of, bodies(partitioned.graph))
+    return ExecutionOrder(dataclasses.replace(partitioned, graph=graph), of, bodies(partitioned.graph))
 
 
 _MOST_MERGED: Mapping[str, Mapping[str, float]] = {
@@ -228,19 +228,19 @@ def _ordered(
     return [i for n in sorted(range(len(inner)), key=lambda n: (when[n], n)) for i in inner[n]]
 
 
-def schedule_ops(order: Schedule) -> tuple[Schedule, FusionPlan]:
+def schedule_ops(order: ExecutionOrder) -> tuple[ExecutionOrder, FusionPlan]:
     """The order of the platform's scheduler, and the fusion: `schedule_breadth_first` on CPU, else
     `schedule_for_memory`.
     """
     return schedule_breadth_first(order) if order.partitioned.platform == "cpu" else schedule_for_memory(order)
 
 
-def _reordered(order: Schedule, partitioned: PartitionedProgram, turn: Sequence[int]) -> Schedule:
+def _reordered(order: ExecutionOrder, partitioned: PartitionedProgram, turn: Sequence[int]) -> ExecutionOrder:
     graph = dataclasses.replace(partitioned.graph, ops=tuple(partitioned.graph.ops[i] for i in turn))
-    return Schedule(dataclasses.replace(partitioned, graph=graph), order.groups, order.bodies)
+    return ExecutionOrder(dataclasses.replace(partitioned, graph=graph), order.groups, order.bodies)
 
 
-def schedule_breadth_first(order: Schedule) -> tuple[Schedule, FusionPlan]:
+def schedule_breadth_first(order: ExecutionOrder) -> tuple[ExecutionOrder, FusionPlan]:
     """Breadth first, as XLA's CPU backend schedules for its threads: an op runs as soon as its operands are ready.
 
     It works within each region; combined collectives run together. Ops that read only arguments and constants run at
@@ -361,7 +361,7 @@ _SHRINKS = 16
 """How much larger the dying operands must be than the result; XLA's scheduler often ignores smaller gains."""
 
 
-def schedule_for_memory(order: Schedule) -> tuple[Schedule, FusionPlan]:
+def schedule_for_memory(order: ExecutionOrder) -> tuple[ExecutionOrder, FusionPlan]:
     """Run an op as early as possible where that frees much memory, as XLA's memory scheduler does within each region."""
     partitioned = order.partitioned
     graph, fusion = partitioned.graph, fuse(partitioned)

@@ -22,7 +22,7 @@ __all__ = [
     "number_of",
     "passmanager",
     "preorder",
-    "run",
+    "run_passes",
     "sdy",
     "stablehlo",
     "symbol_of",
@@ -40,7 +40,7 @@ _UNNUMBERED = frozenset({"builtin.module", "func.func", "stablehlo.constant"})
 """Ops that may not have the attribute, and constants, of which Shardy puts equal ones together; it changes its own ops."""
 
 
-def run(pipeline: str, module: Any) -> None:
+def run_passes(pipeline: str, module: Any) -> None:
     """Run passes on a module that is verified once, before: again after each pass takes twice as long as the passes do."""
     module.verify()
     passes = passmanager.PassManager.parse(pipeline)

@@ -56,7 +56,7 @@ def convolution_of(op: Any) -> Convolution:
 
 
 def window_dims_of(op: Any, name: str) -> tuple[WindowDim, ...]:
-    """Which rows of its operands each row of an op's result reads (`graph.windows`)."""
+    """The window dimensions of an op (`ir.windows`)."""
     if name not in WINDOWED:
         return ()
     numbers = {a: list(ir.DenseI64ArrayAttr(op.attributes[a])) for a in ATTRIBUTES if a in op.attributes}

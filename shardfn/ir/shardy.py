@@ -24,7 +24,7 @@ from shardfn.ir.mlir import (
     number_of,
     passmanager,
     preorder,
-    run,
+    run_passes,
     sdy,
     symbol_of,
 )
@@ -44,7 +44,7 @@ def flat(module: Any) -> Any:
     """
     with module.context, ir.Location.unknown():
         copy = module.operation.clone()
-        run("builtin.module(sdy-flatten-call-graph)", copy)
+        run_passes("builtin.module(sdy-flatten-call-graph)", copy)
         return copy
 
 
@@ -53,7 +53,7 @@ def read_graph(module: Any, seen: ReaderCache | None = None) -> Graph:
     with module.context, ir.Location.unknown():
         copy = module.operation.clone()
         count = number_all(preorder(copy), 0)
-        run(RULES_PIPELINE, copy)
+        run_passes(RULES_PIPELINE, copy)
         return Reader(copy, seen, count).graph()
 
 
@@ -65,7 +65,7 @@ def propagate(
     constraints: Mapping[int, OpConstraint] | None = None,
     ready: PreparedModule | None = None,
 ) -> PartitionedProgram:
-    """Carry layouts through the function with Shardy and read what lies where; `graph.roads` adds what is sent.
+    """Propagate shardings through the function with Shardy; `partition.partitioner` then adds the collectives.
 
     Args:
       module: the module as JAX lowered it; it is not changed.
@@ -87,12 +87,12 @@ def propagate(
             main.attributes[attribute] = ir.ArrayAttr.get(
                 [ready.with_sharding(old[i] if old is not None else None, spec) for i, spec in enumerate(specs)]
             )
-        run(_flow_pipeline() if ready.is_alone else FLOW_PIPELINE, copy)
+        run_passes(_flow_pipeline() if ready.is_alone else FLOW_PIPELINE, copy)
         reader = Reader(copy, ready.seen)
         try:
             graph = reader.graph()
         except UnreadOpError:  # the first flow: a few ops are in no other form of the module
-            run(RULES_PIPELINE, copy)
+            run_passes(RULES_PIPELINE, copy)
             reader = Reader(copy, ready.seen, ready.count)
             graph = reader.graph()
         return PartitionedProgram(graph, tuple(reader.specs), dict(axes), tuple(reader.communications))

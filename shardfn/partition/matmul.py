@@ -10,7 +10,7 @@ from shardfn.partition.resharding import flat
 from shardfn.partition.sharded_op import OpPartitioning, Reshard, ShardedOp, grouped, replicated
 
 
-def contract(case: ShardedOp) -> OpPartitioning:
+def partition_contraction(case: ShardedOp) -> OpPartitioning:
     """Decide for each mesh axis, from the dimension it shards in both operands and the result.
 
     The rules, in order:

@@ -15,7 +15,7 @@ from shardfn.ir.model import DimFactors, Spec, Value, dtype_bits
 from shardfn.ir.op_traits import OP_TRAITS
 from shardfn.partition.dot_general import dot
 from shardfn.partition.halo_exchange import halo_permutes, rotation_permutes
-from shardfn.partition.matmul import contract
+from shardfn.partition.matmul import partition_contraction
 from shardfn.partition.sharded_op import Factors, HaloExchange, OpPartitioning, ShardedOp, grouped, replicated
 
 
@@ -192,7 +192,7 @@ def windowed(case: ShardedOp) -> OpPartitioning:
 
 def convolve(case: ShardedOp) -> OpPartitioning:
     """As a matmul whose image may be sharded along height or width, with a halo exchange."""
-    return _with_halos(case, contract(case))
+    return _with_halos(case, partition_contraction(case))
 
 
 def convolve_on_tpu(case: ShardedOp) -> OpPartitioning:

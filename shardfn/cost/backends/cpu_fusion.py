@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Sequence
 
 from shardfn.cost.backends.cpu_library import library_calls
-from shardfn.cost.fusion_walk import MOST, Fuser, FusionPlan
+from shardfn.cost.fusion_walk import MAX_DUPLICATES, Fuser, FusionPlan
 from shardfn.ir.model import Graph, Op, PartitionedProgram
 from shardfn.ir.op_traits import BRANCHES_ON_CPU, COMPUTED_ONCE_ON_CPU, CONTRACTIONS, ELEMENTWISE, REPEATED_READS, VIEWS
 
@@ -101,7 +101,7 @@ class CpuFuser(Fuser):
             return None
         if not is_whole:
             homes = self.homes_of(inner)
-        if len(homes) > MOST and value not in self.spread:
+        if len(homes) > MAX_DUPLICATES and value not in self.spread:
             return None
         too_often = frozenset([home for home in homes if self.is_too_often(op, home, readers)])
         if is_whole and not too_often:

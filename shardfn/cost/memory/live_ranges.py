@@ -30,8 +30,8 @@ from shardfn.cost.collectives import bytes_sent
 from shardfn.cost.compute import once
 from shardfn.cost.devices.chips import Chip
 from shardfn.cost.fusion_walk import FusionPlan
-from shardfn.cost.memory.loops import LoopCarries, keeps_places, kept_apart, loop_carries, stay_through
-from shardfn.cost.schedule import Schedule, lower_for_backend, schedule_ops
+from shardfn.cost.memory.loops import LoopBuffers, keeps_places, loop_buffers, loop_copies, stay_through
+from shardfn.cost.schedule import ExecutionOrder, lower_for_backend, schedule_ops
 from shardfn.ir.model import Graph, Op, PartitionedProgram, dtype_bits
 from shardfn.ir.op_traits import ELEMENTWISE, UPDATES
 from shardfn.partition.tpu_padding import tiled_bytes
@@ -86,7 +86,7 @@ def memory(partitioned: PartitionedProgram, donated: Collection[int] = (), chip:
 
 
 def memory_of(
-    order: Schedule, fusion: FusionPlan, donated: Collection[int] = (), chip: Chip | None = None
+    order: ExecutionOrder, fusion: FusionPlan, donated: Collection[int] = (), chip: Chip | None = None
 ) -> MemoryEstimate:
     """`memory` of a schedule and its fusion."""
     laid = _laid(order, fusion, donated, chip)
@@ -120,7 +120,7 @@ class _Laid(NamedTuple):
     places: list[LiveBuffer]
 
 
-def _laid(order: Schedule, fusion: FusionPlan, donated: Collection[int], chip: Chip | None) -> _Laid:
+def _laid(order: ExecutionOrder, fusion: FusionPlan, donated: Collection[int], chip: Chip | None) -> _Laid:
     partitioned, graph = order.partitioned, order.partitioned.graph
     places, results = live_buffers(order, fusion)
     size = functools.partial(_tiled, partitioned) if partitioned.platform == "tpu" else partitioned.local_bytes
@@ -147,11 +147,11 @@ def _laid(order: Schedule, fusion: FusionPlan, donated: Collection[int], chip: C
 
 
 def _saved(
-    order: Schedule, fusion: FusionPlan, pairs: Sequence[tuple[int, LiveBuffer]]
+    order: ExecutionOrder, fusion: FusionPlan, pairs: Sequence[tuple[int, LiveBuffer]]
 ) -> tuple[list[LiveBuffer], list[ReusableBuffer]]:
     """Copies of donated arguments that an op reads of which the result in their place does not depend: XLA makes them at the
     start, as it does so before it orders the ops. Also gives those places, which are free from then until the result is made."""
-    spans = loop_carries(order.partitioned.graph, fusion, order.bodies).spans
+    spans = loop_buffers(order.partitioned.graph, fusion, order.bodies).spans
     inside = {i: last for last, first in sorted(spans.items()) for i in range(first, last)}
     first_of = {i: first for i, (first, _) in order.together().items()}
     readers: dict[int, list[int]] = {v: [] for v, _ in pairs}
@@ -198,11 +198,11 @@ def _turned_tables(partitioned: PartitionedProgram, fusion: FusionPlan) -> list[
 
 
 def _outside_fast(
-    order: Schedule, fusion: FusionPlan, places: Sequence[LiveBuffer], donated: Collection[int], chip: Chip
+    order: ExecutionOrder, fusion: FusionPlan, places: Sequence[LiveBuffer], donated: Collection[int], chip: Chip
 ) -> list[LiveBuffer]:
     """The places that the memory inside the chip has no room for, or not for all of their life.
 
-    An array stays there from one access to the next, unless this takes too long (`cost.tpu.MAX_STAY_RATIO`).
+    An array stays there from one access to the next, unless this takes too long (`backends.tpu.MAX_STAY_RATIO`).
     Arguments are fetched there for their readers too; of those that are not given away, the one that is read most has its
     place before all others, until its last reader.
     """
@@ -242,7 +242,7 @@ def _gaps(clock: Sequence[float], met: Sequence[int]) -> list[float]:
     return [max(0.0, clock[b - 1] - clock[a]) for a, b in itertools.pairwise(met)]
 
 
-def _accesses(order: Schedule, fusion: FusionPlan) -> dict[int, list[int]]:
+def _accesses(order: ExecutionOrder, fusion: FusionPlan) -> dict[int, list[int]]:
     """For each stored value the ops that make it or read it, in their order."""
     found: dict[int, list[int]] = {}
     for i, op in enumerate(order.partitioned.graph.ops):
@@ -251,7 +251,7 @@ def _accesses(order: Schedule, fusion: FusionPlan) -> dict[int, list[int]]:
     return found
 
 
-def _clock(order: Schedule, fusion: FusionPlan, chip: Chip) -> tuple[list[float], list[bool]]:
+def _clock(order: ExecutionOrder, fusion: FusionPlan, chip: Chip) -> tuple[list[float], list[bool]]:
     """When each op is done, in seconds from the start, and whether its time is that of memory; a collective takes its bytes
     over one link."""
     partitioned = order.partitioned
@@ -269,11 +269,11 @@ def _clock(order: Schedule, fusion: FusionPlan, chip: Chip) -> tuple[list[float]
     return clock, gains
 
 
-def live_buffers(order: Schedule, fusion: FusionPlan) -> tuple[list[LiveBuffer], list[LiveBuffer]]:
+def live_buffers(order: ExecutionOrder, fusion: FusionPlan) -> tuple[list[LiveBuffer], list[LiveBuffer]]:
     """Live ranges of temporaries, and of results."""
     partitioned, graph = order.partitioned, order.partitioned.graph
     together = order.together()
-    loops = loop_carries(graph, fusion, order.bodies)
+    loops = loop_buffers(graph, fusion, order.bodies)
     start: dict[int, int] = {}
     end: dict[int, int] = {}
     copies: list[LiveBuffer] = []
@@ -301,7 +301,7 @@ def live_buffers(order: Schedule, fusion: FusionPlan) -> tuple[list[LiveBuffer],
             end[source] = max(end.get(source, 0), end[result])
     for v, first in loops.entered.items():
         start[v] = 2 * first
-    apart = kept_apart(partitioned, fusion, loops, start, end) if partitioned.platform == "cpu" else {}
+    apart = loop_copies(partitioned, fusion, loops, start, end) if partitioned.platform == "cpu" else {}
     copies += [
         LiveBuffer((), 2 * loops.entered[v], until, partitioned.local_bytes(v)) for v, (until, _) in apart.items()
     ]
@@ -406,7 +406,7 @@ _WRITES_OVER = (ELEMENTWISE - {"copy"}).union(UPDATES)
 
 
 def _bound(
-    partitioned: PartitionedProgram, fusion: FusionPlan, loops: LoopCarries, end: Mapping[int, int]
+    partitioned: PartitionedProgram, fusion: FusionPlan, loops: LoopBuffers, end: Mapping[int, int]
 ) -> frozenset[int]:
     """Values that XLA's CPU backend puts in one place with others before it looks what may be written over: what an update is
     made in with what it makes, and what goes into a loop, goes round in it and comes out."""
@@ -434,7 +434,7 @@ def _shown(partitioned: PartitionedProgram, fusion: FusionPlan) -> list[tuple[in
 
 
 def _colocated(
-    graph: Graph, loops: LoopCarries, shown: Iterable[tuple[int, int]], start: dict[int, int], end: dict[int, int]
+    graph: Graph, loops: LoopBuffers, shown: Iterable[tuple[int, int]], start: dict[int, int], end: dict[int, int]
 ) -> Iterable[tuple[int, ...]]:
     """Values that lie in one place: what goes into a loop, goes round in it and comes out; a result and what it shows."""
     parent: dict[int, int] = {}

@@ -13,7 +13,7 @@ from shardfn.ir.op_traits import ELEMENTWISE, UPDATES
 
 
 @dataclasses.dataclass(frozen=True)
-class LoopCarries:
+class LoopBuffers:
     """The loops of a graph in the order in which they run."""
 
     spans: dict[int, int]
@@ -26,9 +26,9 @@ class LoopCarries:
     """A loop's result -> what goes in and comes out as it is."""
 
 
-def loop_carries(graph: Graph, fusion: FusionPlan, bodies: Mapping[int, int]) -> LoopCarries:
+def loop_buffers(graph: Graph, fusion: FusionPlan, bodies: Mapping[int, int]) -> LoopBuffers:
     """The loops whose results are needed; `bodies` is the number of ops in the body of each
-    (`cost.schedule.Schedule`).
+    (`cost.schedule.ExecutionOrder`).
     """
     made = set(graph.inputs).union(*(op.outputs for op in graph.ops))
     inside: dict[int, list[int]] = {}
@@ -52,13 +52,13 @@ def loop_carries(graph: Graph, fusion: FusionPlan, bodies: Mapping[int, int]) ->
             if seen:
                 entered[seen[0]] = first
                 carried.append((operand, seen[0], back, result))
-    return LoopCarries(spans, entered, tuple(carried), unchanged)
+    return LoopBuffers(spans, entered, tuple(carried), unchanged)
 
 
-def kept_apart(
+def loop_copies(
     partitioned: PartitionedProgram,
     fusion: FusionPlan,
-    loops: LoopCarries,
+    loops: LoopBuffers,
     start: Mapping[int, int],
     end: dict[int, int],
 ) -> dict[int, tuple[int, int]]:
