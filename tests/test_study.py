@@ -86,7 +86,7 @@ def test_few_are_priced_of_many_and_the_others_are_named():
     assert len(one.rows) == 1
     assert len(one.left_out) == 7
     assert set(one.left_out) | {one.rows[0].strategy} == {r.strategy for r in every.rows}
-    assert "7 more cuts were not priced" in str(one)
+    assert "7 more strategies were not evaluated" in str(one)
     assert every == made.why("x")
 
 
@@ -117,7 +117,7 @@ def test_alternatives_show_themselves():
 def test_one_device_has_no_other_cut():
     told = shardfn.plan(mlp, PARAMS, X, device="cpu:1").why("x")
     assert told.rows == ()
-    assert "there is no other cut on this grid" in str(told)
+    assert "the mesh allows no other sharding of it" in str(told)
 
 
 @pytest.mark.parametrize(
@@ -191,13 +191,13 @@ def test_the_title_of_many_arrays_names_a_few():
     w = jax.ShapeDtypeStruct((16, 16), "float32")
     p = {"layers": [dict.fromkeys("qkvo", w) for _ in range(4)], "last": w}
     made = shardfn.plan(lambda p: jax.tree.map(jnp.tanh, p), p, device="tpu-v5e:2x2")
-    title = "Other cuts of {}, float32[16, 16], searched: all else as planned"
+    title = "Other shardings of {}, float32[16, 16] (searched), everything else as planned"
     for glob, named in [
         ("p/layers/*/q", "p/layers/*/q (4 arrays)"),
         ("*/q", "p/layers/*/q, result/layers/*/q (8 arrays)"),
         ("p/*", "p/last, p/layers/*/k, p/layers/*/o and 2 more (17 arrays)"),
     ]:
-        assert made.why(glob, most=1).parts()[0].title == title.format(named)
+        assert made.why(glob, most=1).table().title == title.format(named)
 
 
 @pytest.mark.parametrize("most", [0, -1, True, 2.0, "3"])
@@ -271,7 +271,7 @@ def test_an_argument_may_be_called_result():
     ("entries", "what"),
     [
         ({"params/w9": (1, 8)}, "`what_if` names `params/w9`"),
-        ({"params/w1": (3, 1)}, "cannot be cut 3 ways"),
+        ({"params/w1": (3, 1)}, "cannot be sharded 3 ways"),
         ({"result/4": (1, 8)}, "`what_if` names `result/4`"),
         ({3: (1, 8)}, "a key of `what_if` is an int"),
         ({"x": "rows"}, "a value of `what_if` is a str"),

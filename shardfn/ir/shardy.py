@@ -88,13 +88,15 @@ def propagate(
                 [ready.with_sharding(old[i] if old is not None else None, spec) for i, spec in enumerate(specs)]
             )
         run_passes(_flow_pipeline() if ready.is_alone else FLOW_PIPELINE, copy)
-        reader = Reader(copy, ready.seen)
+        if ready.has_unread_ops:  # the first propagation: their rules are not known from `read_graph`
+            run_passes(RULES_PIPELINE, copy)
+        reader = Reader(copy, ready.seen, ready.count if ready.has_unread_ops else 0)
         try:
             graph = reader.graph()
-        except UnreadOpError:  # the first flow: a few ops are in no other form of the module
-            run_passes(RULES_PIPELINE, copy)
-            reader = Reader(copy, ready.seen, ready.count)
-            graph = reader.graph()
+        except UnreadOpError:  # an op that the first propagation's module did not have
+            ready.has_unread_ops = True
+            return propagate(module, axes, inputs, outputs, constraints, ready)
+        ready.has_unread_ops = False
         return PartitionedProgram(graph, tuple(reader.specs), dict(axes), tuple(reader.communications))
 
 
@@ -108,6 +110,8 @@ class PreparedModule:
     def __init__(self, module: Any, begun: Sequence[Sequence[int]], seen: ReaderCache, count: int):
         self.module, self.begun, self.seen, self.count = module, begun, seen, count
         self.is_alone = len(list(functions_of(module))) == 1
+        numbers = {number_of(op) for op in preorder(module)} - {-1}
+        self.has_unread_ops = not numbers <= self.seen.facts.keys()
         self.sharding = functools.cache(_sharding)
         self.with_sharding = functools.cache(_with_sharding)
 
