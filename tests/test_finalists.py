@@ -135,7 +135,7 @@ MIXED = np.arange(128, dtype="int32").reshape(16, 8), np.ones((8, 32), "float32"
 
 def test_what_does_not_compile_is_left_out_and_named(monkeypatch):
     """As if XLA had an all-reduce of xor: it stops at each plan that cuts the rows."""
-    monkeypatch.setattr(shardfn.planning.workarounds, "ADDED_UP", {"xor"})
+    monkeypatch.setattr(shardfn.planning.workarounds, "REDUCTIONS_OF_XLA", {"xor"})
     sharded = shardfn.shard(mixed, level=0, compile_candidates=6)
     found = sharded(*MIXED)
     jax.tree.map(np.testing.assert_array_equal, found, mixed(*MIXED))
@@ -152,7 +152,7 @@ def test_what_does_not_compile_is_left_out_and_named(monkeypatch):
 
 
 def test_nothing_that_compiles_is_an_error(monkeypatch):
-    monkeypatch.setattr(shardfn.planning.workarounds, "ADDED_UP", {"xor"})
+    monkeypatch.setattr(shardfn.planning.workarounds, "REDUCTIONS_OF_XLA", {"xor"})
     with pytest.raises(StrategyError) as error:
         shardfn.plan(mixed, *MIXED, parameter_plan={"x": (8, 1)}, compile_candidates=3)
     (problem,) = error.value.problems

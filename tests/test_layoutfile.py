@@ -111,7 +111,7 @@ def test_what_is_held_inside_is_saved(tmp_path):
     text = (tmp_path / "layout.toml").read_text().replace('op = "dot_general"', 'op = "gather"', 1)
     (tmp_path / "layout.toml").write_text(text)
     told = plan(fn, *args, layout=tmp_path / "layout.toml").diagnostics
-    assert any("program has no such one" in finding for finding in told)
+    assert any("program has no such op" in finding for finding in told)
     assert "a gather at" in check_layout(tmp_path / "layout.toml", fn, args)[0].what
 
 

@@ -15,7 +15,7 @@ from shardfn.frontend.trace import trace
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
 from shardfn.ir.model import OpConstraint
 from shardfn.ir.rewrite import bind_one, equations, inner, rebind
-from shardfn.planning.op_constraints import KINDS, anchors, only_way
+from shardfn.planning.op_constraints import KINDS, anchors, unique_positions
 from shardfn.search import Answer
 from shardfn.search.problem import objective
 
@@ -225,7 +225,7 @@ def op_shape(traced, op):
     ],
 )
 def test_the_only_way_to_find_some_in_a_row(part, whole, places):
-    assert only_way(part, whole) == places
+    assert unique_positions(part, whole) == places
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

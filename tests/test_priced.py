@@ -8,13 +8,13 @@ import pytest
 
 import shardfn
 from shardfn.ir.model import OpConstraint
-from shardfn.planning.candidates import told_apart
+from shardfn.planning.candidates import distinct_names
 from shardfn.planning.decisions import Candidate, Figures
 from shardfn.search.problem import SearchCandidate, SearchProblem
 
 A, W = (("a", 8),), (("a", 4), ("b", 2))
 ROWS, COLUMNS, WHOLE = (("a",), ()), ((), ("a",)), ((), ())
-PIN = OpConstraint((None,), (ROWS,))
+CONSTRAINT = OpConstraint((None,), (ROWS,))
 
 
 def candidate(name, *specs, axes=A, constraints=None, result_specs=None):
@@ -29,7 +29,7 @@ CASES = [
         ["8: x (8, 1), w (1, 1)", "8: x (1, 1), w (1, 1)", "8: x (8, 1), w (8, 1)"],
     ),
     (
-        [candidate("8", ROWS, ROWS), candidate("8", ROWS, ROWS, constraints={1: PIN}), candidate("8", ROWS, ROWS, constraints={1: PIN, 2: PIN})],
+        [candidate("8", ROWS, ROWS), candidate("8", ROWS, ROWS, constraints={1: CONSTRAINT}), candidate("8", ROWS, ROWS, constraints={1: CONSTRAINT, 2: CONSTRAINT})],
         ["8: no ops held inside", "8: 1 op held inside", "8: 2 ops held inside"],
     ),
     ([candidate("8", ROWS, ROWS), candidate("8", ROWS, ROWS, result_specs={0: ROWS})], ["8: no results held", "8: 1 result held"]),
@@ -39,7 +39,7 @@ CASES = [
 
 @pytest.mark.parametrize(("found", "names"), CASES)
 def test_what_differs_is_said(found, names):
-    assert told_apart(("x", "w"), found) == names
+    assert distinct_names(("x", "w"), found) == names
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])

@@ -14,7 +14,7 @@ from shardfn.cost.compute import matrix_flops
 from shardfn.cost.estimate import collective_s
 from shardfn.errors import ShardError, StrategyError, fail
 from shardfn.ir.model import Axes
-from shardfn.planning.candidates import told_apart
+from shardfn.planning.candidates import distinct_names
 from shardfn.planning.planner import chosen, is_correct
 from shardfn.search import baselines
 from shardfn.search.mesh_solution import mesh_text
@@ -75,7 +75,7 @@ def answers(
             sizes = tuple(sorted(size for _, size in c.axes))
             found.setdefault((sizes, c.cost.bytes_sent, c.cost.memory.peak, c.cost.time_s), c)
     entered = list(itertools.islice((c for c in found.values() if c is own or is_correct(problem, c)), count))
-    names = told_apart(problem.names, entered)
+    names = distinct_names(problem.names, entered)
     named = [dataclasses.replace(c, name=name) for name, c in zip(names, entered, strict=True)]
     return tuple((c.name, chosen(answer, c, "best as compiled of the finalists")) for c in named)
 

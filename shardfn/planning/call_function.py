@@ -14,7 +14,7 @@ from shardfn.ir.model import Axes
 from shardfn.planning.layout_rules import LayoutRule
 from shardfn.planning.plan_mesh import PlanMesh
 from shardfn.planning.tags import constrain_tags
-from shardfn.planning.workarounds import Wrong, made_whole
+from shardfn.planning.workarounds import WrongOp, replicate_wrong_ops
 
 
 class OtherCall(Exception):
@@ -35,8 +35,8 @@ class CallFunction:
     tag_axes: Axes = ()
     """The mesh axes of these rules."""
     separates_windows: bool = False
-    """Whether `pure` gives each window an array of its own (`kept_apart`)."""
-    wrong: tuple[Wrong, ...] = ()
+    """Whether `pure` gives each window an array of its own (`separate_windows`)."""
+    wrong: tuple[WrongOp, ...] = ()
     """Ops that need a workaround for an XLA bug."""
 
     def on(self, mesh: PlanMesh) -> Callable[..., Any]:
@@ -44,7 +44,7 @@ class CallFunction:
         function = self.pure
         if self.tags:
             function = constrain_tags(function, self.tags, self.tag_axes, mesh.mesh, mesh.parts, self.static_argnums)
-        return made_whole(function, mesh.mesh, self.wrong, self.static_argnums) if self.wrong else function
+        return replicate_wrong_ops(function, mesh.mesh, self.wrong, self.static_argnums) if self.wrong else function
 
 
 def pure_function(callee: Callee, call: Call) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The whole plans that a search priced, each once and under a name of its own."""
+"""The candidates that a search evaluated, each once and with a name of its own."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def candidates(problem: SearchProblem, answer: Answer, cost: Cost) -> tuple[Cand
     # What costs the same is the same on axes of other names, or as good.
     found = {Figures.of(c.cost): c for c in reversed((*answer.others, *answer.variants))}
     others = [c for c in evaluated if found[Figures.of(c.cost)] is c and Figures.of(c.cost) != own]
-    names = told_apart(problem.names, others)
+    names = distinct_names(problem.names, others)
     rows = [Candidate(name, c.axes, Figures.of(c.cost)) for name, c in zip(names, others, strict=True)]
     return (Candidate("this plan", answer.axes, own), *rows) if rows or problem.is_open else ()
 
 
-def told_apart(names: Sequence[str], found: Sequence[SearchCandidate]) -> list[str]:
+def distinct_names(names: Sequence[str], found: Sequence[SearchCandidate]) -> list[str]:
     """The candidates' names; to those that several on one grid have comes what tells them apart: cuts of arguments, as few as
     will do, what is held inside, or else a number.
 

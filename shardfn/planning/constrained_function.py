@@ -12,10 +12,10 @@ import numpy as np
 from jax import tree_util
 
 from shardfn.planning.call_function import CallFunction
-from shardfn.planning.op_constraints import held
+from shardfn.planning.op_constraints import apply_constraints
 from shardfn.planning.plan import Plan
 from shardfn.planning.plan_mesh import own_mesh
-from shardfn.planning.workarounds import kept_apart
+from shardfn.planning.workarounds import separate_windows
 
 
 def constrained(plan: Plan, fn: Callable[..., Any], planned: CallFunction) -> Callable[..., Any]:
@@ -34,10 +34,10 @@ def constrained(plan: Plan, fn: Callable[..., Any], planned: CallFunction) -> Ca
             return fn(*own_args, **own_kwargs)
 
         function = dataclasses.replace(
-            planned, pure=kept_apart(pure) if planned.separates_windows else pure, static_argnums=()
+            planned, pure=separate_windows(pure) if planned.separates_windows else pure, static_argnums=()
         ).on(mesh)
         if plan.constraints:
-            function = held(function, plan.constraints, mesh.mesh, mesh.parts)
+            function = apply_constraints(function, plan.constraints, mesh.mesh, mesh.parts)
         return function(*(leaf for own, leaf in zip(is_array, leaves, strict=True) if own))
 
     return run

@@ -13,7 +13,7 @@ from shardfn.ir.model import Axes, Graph, OpConstraint, PartitionedProgram, Spec
 from shardfn.planning.candidates import candidates
 from shardfn.planning.decisions import Constraint, Decision, DimensionGroup
 from shardfn.planning.diagnostics import advice
-from shardfn.planning.op_constraints import held_in
+from shardfn.planning.op_constraints import match_file_constraints
 from shardfn.planning.plan import Plan
 from shardfn.planning.posed_call import AnsweredCall, PosedCall
 from shardfn.planning.unmodelled import not_predicted, of_program
@@ -66,7 +66,7 @@ def file_constraints(posed: PosedCall, axes: Axes) -> tuple[Mapping[int, OpConst
     call = posed.call
     if call.layout is None or call.hardware.count == 1:
         return {}, ()
-    return held_in(call.layout, posed.anchored, call.traced.graph, axes)
+    return match_file_constraints(call.layout, posed.anchored, call.traced.graph, axes)
 
 
 def _inputs(posed: PosedCall, answer: Answer) -> tuple[Decision, ...]:

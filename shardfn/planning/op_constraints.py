@@ -1,4 +1,4 @@
-"""Layouts of ops inside a function: which equation of the jaxpr is which op of the module, and holding it there."""
+"""Sharding constraints on ops: which jaxpr equation is which op of the module, and the constraints written into it."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from shardfn.planning.plan import Constraint
 
 _KIND_OF = {primitive: kind for kind, primitives in CONSTRAINABLE.items() for primitive in primitives}
 
-VIEWS = ("reshape", "transpose")
-"""Kinds that a compiler may leave out or put in: without them more programs can be told op by op."""
+RESHAPING_KINDS = ("reshape", "transpose")
+"""Kinds that lowering may remove or insert: without them, more programs can be matched op by op."""
 
 _Seen = tuple[str, tuple[int, ...]]
 """The kind of an op and the shape of its result."""
 
 
 def anchors(jaxpr: Any, graph: Graph) -> dict[int, int]:
-    """For each op that can be held, by its index in `graph.ops`, the number of its equation (`rebind.equations`).
+    """For each op that can be constrained, by its index in `graph.ops`, the number of its equation (`rewrite.equations`).
 
-    Equations become ops in program order, and some ops are JAX's own. An equation is an op where there is only one way to
-    find all equations among the ops: of all kinds together, or else of one kind after the other.
+    Equations become ops in program order, and JAX inserts ops of its own. An equation is matched where only one assignment
+    of all equations to ops exists: of all kinds together, or else kind by kind.
     """
     rows = [row for number, eqn, is_reached in equations(jaxpr) for row in _made_by(number, eqn, is_reached)]
     ops = [(index, (op.name, graph.values[op.outputs[0]].shape)) for index, op in enumerate(graph.ops)
            if op.name in CONSTRAINABLE and op.site >= 0 and _counts(op.name, graph.values[op.outputs[0]].shape)]  # fmt: skip
-    for left_out in ((), VIEWS):
+    for left_out in ((), RESHAPING_KINDS):
         found = _matched(
             [row for row in rows if row[1][0] not in left_out], [op for op in ops if op[1][0] not in left_out]
         )
@@ -48,8 +48,8 @@ def anchors(jaxpr: Any, graph: Graph) -> dict[int, int]:
 
 
 def _matched(rows: Sequence[tuple[int | None, _Seen]], ops: Sequence[tuple[int, _Seen]]) -> dict[int, int] | None:
-    """The number of each op's equation, where there is only one way; None if the rows are not among the ops."""
-    places = only_way([seen for _, seen in rows], [seen for _, seen in ops])
+    """The equation number of each op with a unique match; None if the rows are not among the ops."""
+    places = unique_positions([seen for _, seen in rows], [seen for _, seen in ops])
     if places is None:
         return None
     pairs = zip(places, (number for number, _ in rows), strict=True)
@@ -57,7 +57,7 @@ def _matched(rows: Sequence[tuple[int | None, _Seen]], ops: Sequence[tuple[int, 
 
 
 def _made_by(number: int, eqn: Any, is_reached: bool) -> Iterator[tuple[int | None, _Seen]]:
-    """The ops that an equation becomes, and its number for the one that can be held."""
+    """The ops that an equation becomes, with its number for the one that can be constrained."""
     name, shape = eqn.primitive.name, tuple(eqn.outvars[0].aval.shape) if eqn.outvars else ()
     if name == "integer_pow":  # by squares
         y = abs(eqn.params["y"])
@@ -69,11 +69,11 @@ def _made_by(number: int, eqn: Any, is_reached: bool) -> Iterator[tuple[int | No
         yield number if is_reached else None, (_KIND_OF[name], shape)
 
 
-def only_way(part: Sequence[Any], whole: Sequence[Any]) -> list[int | None] | None:
-    """Where each of some things stands in a longer row that holds them in that order: None for one that may stand in several
-    places; None for all if they are not there in that order.
+def unique_positions(part: Sequence[Any], whole: Sequence[Any]) -> list[int | None] | None:
+    """The position of each item of `part` in `whole`, as a subsequence: None for an item with several possible positions,
+    and None for all if `part` is no subsequence.
 
-    >>> only_way("ac", "abc"), only_way("ab", "aab"), only_way("ba", "ab")
+    >>> unique_positions("ac", "abc"), unique_positions("ab", "aab"), unique_positions("ba", "ab")
     ([0, 2], [None, 2], None)
     """
 
@@ -88,56 +88,57 @@ def only_way(part: Sequence[Any], whole: Sequence[Any]) -> list[int | None] | No
 
 
 def _counts(kind: str, shape: Sequence[int]) -> bool:
-    """Small sums and products are not counted: JAX puts in its own, of indices and counters."""
+    """Whether ops of a kind and shape are matched. JAX inserts scalar arithmetic of its own, for indices and counters."""
     return kind not in ("add", "multiply", "subtract", "divide", "dynamic_slice") or math.prod(shape) > 1
 
 
-def held_in(
+def match_file_constraints(
     layout: LayoutFile, anchored: Mapping[int, int], graph: Graph, axes: Sequence[tuple[str, int]]
 ) -> tuple[dict[int, OpConstraint], list[str]]:
-    """What a layout file holds inside, by the op's index; and in words what this program has no place for.
+    """The op constraints of a layout file, by op index, and a note on each that the program has no op for.
 
     Args:
-      anchored: as `anchors` gives it.
-      axes: the grid.
+      anchored: the result of `anchors`.
+      axes: the mesh axes.
     """
     op_of = {number: index for index, number in anchored.items()}
     known = {name for name, _ in axes}
     found: dict[int, OpConstraint] = {}
     diagnostics: list[str] = []
-    for held in layout.constraints:
-        op = graph.ops[op_of[held.number]] if held.number in op_of else None
-        ends = (*held.operands, *held.results)
+    for wanted in layout.constraints:
+        op = graph.ops[op_of[wanted.number]] if wanted.number in op_of else None
+        specs = (*wanted.operands, *wanted.results)
         values = (*op.inputs, *op.outputs) if op is not None else ()
         fits = (
             op is not None
-            and op.name == held.kind
-            and (len(held.operands), len(held.results)) == (len(op.inputs), len(op.outputs))
-            and all(s is None or len(s) == len(graph.values[v].shape) for s, v in zip(ends, values, strict=True))
-            and all(axis in known for s in ends for dim in s or () for axis in dim)
+            and op.name == wanted.kind
+            and (len(wanted.operands), len(wanted.results)) == (len(op.inputs), len(op.outputs))
+            and all(s is None or len(s) == len(graph.values[v].shape) for s, v in zip(specs, values, strict=True))
+            and all(axis in known for s in specs for dim in s or () for axis in dim)
         )
         if fits:
-            found[op_of[held.number]] = OpConstraint(held.operands, held.results)
+            found[op_of[wanted.number]] = OpConstraint(wanted.operands, wanted.results)
         else:
+            op_text = f"a {printable(wanted.kind)} at {printable(wanted.where)}"
             diagnostics.append(
-                f"{layout.name} holds equation {held.number}, a {printable(held.kind)} at {printable(held.where)}, and this "
-                "program has no such one: it is laid out as it follows. Plan again and save, or take it out of [[constraints]]"
+                f"{layout.name} constrains equation {wanted.number}, {op_text}, and this program has no such op: its sharding is "
+                "propagated. Plan and save again, or remove it from [[constraints]]"
             )
     return found, diagnostics
 
 
-def held(
+def apply_constraints(
     function: Callable[..., Any],
     constraints: Sequence[Constraint],
     mesh: Any,
     parts: Mapping[str, tuple[str, ...]],
     static_argnums: tuple[int, ...] = (),
 ) -> Callable[..., Any]:
-    """`function` with the operands and results of chosen equations held to their layouts.
+    """`function` with sharding constraints on the operands and results of chosen equations.
 
     Args:
-      constraints: what is held; their axes are those of a plan.
-      mesh: the mesh to name layouts on.
+      constraints: the constraints, over the mesh axes of a plan.
+      mesh: the mesh to write them on.
       parts: for each axis of the plan the axes of `mesh` that make it up.
       static_argnums: as in `jax.jit`.
 

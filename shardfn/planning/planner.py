@@ -11,7 +11,7 @@ from shardfn.planning.plan import Plan
 from shardfn.planning.plan_mesh import own_mesh
 from shardfn.planning.pose import place_call
 from shardfn.planning.posed_call import PlannedCall, PosedCall
-from shardfn.planning.workarounds import Wrong, mended_finding, wrong_ops
+from shardfn.planning.workarounds import WrongOp, workaround_note, wrong_ops
 from shardfn.search.memory_limit import refuse_implausible_limit, refuse_infeasible_limit, within_limit
 from shardfn.search.objectives import other_level
 from shardfn.search.problem import Answer, SearchCandidate, SearchProblem, objective
@@ -82,7 +82,7 @@ def plan_known(posed: PosedCall, answer: Answer) -> PlannedCall:
     return _reported(plan_answer(with_workarounds(first, wrong), _unconstrained(answer)), wrong)
 
 
-def with_workarounds(planned: PlannedCall, wrong: tuple[Wrong, ...]) -> PosedCall:
+def with_workarounds(planned: PlannedCall, wrong: tuple[WrongOp, ...]) -> PosedCall:
     """The call posed again, with the ops replicated that XLA would get wrong in its plan."""
     call = planned.posed.call
     function = dataclasses.replace(call.function, wrong=wrong)
@@ -152,8 +152,8 @@ def _of_other_objective(posed: PosedCall) -> tuple[SearchCandidate, ...]:
     return posed.problem.as_candidate(f"level {level}'s", found), *found.others
 
 
-def _reported(planned: PlannedCall, wrong: tuple[Wrong, ...]) -> PlannedCall:
-    return dataclasses.replace(planned, plan=with_notes(planned.plan, mended_finding(wrong)))
+def _reported(planned: PlannedCall, wrong: tuple[WrongOp, ...]) -> PlannedCall:
+    return dataclasses.replace(planned, plan=with_notes(planned.plan, workaround_note(wrong)))
 
 
 def with_notes(plan: Plan, *notes: str) -> Plan:

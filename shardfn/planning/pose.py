@@ -25,9 +25,9 @@ from shardfn.planning.named_shardings import mesh_of, names_axes, place_named
 from shardfn.planning.op_constraints import anchors
 from shardfn.planning.plan_mesh import unplanned_mesh
 from shardfn.planning.posed_call import CallRequest, PosedCall, TracedCall
-from shardfn.planning.propagation import Propagation, kept, padded
+from shardfn.planning.propagation import Propagation, memoized, padded
 from shardfn.planning.tags import match_tags
-from shardfn.planning.workarounds import kept_apart, share_windows
+from shardfn.planning.workarounds import separate_windows, windows_clash
 from shardfn.search.graph_facts import array_bytes
 from shardfn.search.problem import Memo, OpenResult, SearchProblem
 
@@ -126,8 +126,8 @@ def _traced(
     """The function with the constraints that it needs whatever the plan is, and its trace."""
     shapes, statics, platform = function.shapes, function.static_argnums, hardware.platform
     traced = trace(function.pure, shapes, statics, platform)
-    if hardware.count > 1 and share_windows(traced.graph):
-        function = dataclasses.replace(function, pure=kept_apart(function.pure, statics), separates_windows=True)
+    if hardware.count > 1 and windows_clash(traced.graph):
+        function = dataclasses.replace(function, pure=separate_windows(function.pure, statics), separates_windows=True)
         traced = trace(function.pure, shapes, statics, platform)
     if layout is not None and layout.activations:
         axes = mesh_axes(layout, hardware.count, [])
@@ -187,7 +187,7 @@ def _problem(
         specs=entries if hardware.count > 1 else tuple(((),) * len(leaf.shape) for leaf in call.inputs),
         hardware=hardware,
         level=bounds.level,
-        partition=kept(propagation),
+        partition=memoized(propagation),
         graph=graph,
         inputs=traced.inputs,
         results={v: padded(spec, graph, v) or () for v, _, spec in outputs if spec is not None},

@@ -1,4 +1,4 @@
-"""How a choice of layouts spreads through a call's program: the flow of each grid, its arguments, results and held ops."""
+"""The partitioned program of a call for chosen shardings of its arguments, results and constrained ops."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from shardfn.search.problem import NO_RESULT_SPECS, OpConstraints, Partitioner, 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Propagation:
-    """How layouts spread through a call's program."""
+    """Propagates shardings through a call's program with Shardy."""
 
     traced: Traced
     hardware: Hardware
     given: tuple[Spec | None, ...]
-    """The results' layouts as given; None of what is open."""
+    """The shardings that the user or the layout file gives the results; None is open."""
     same_as: Mapping[int, int]
-    """Of an open result, by position, the input whose place it can take."""
+    """For an open result, by position, the input whose place it can take."""
 
     @functools.cached_property
     def _ready(self) -> shardy.PreparedModule:
-        """The module as all flows begin."""
+        """The module prepared for all propagations."""
         return shardy.prepare_for_propagation(self.traced.module, self.traced.seen)
 
     def results(self, specs: Sequence[Spec | None]) -> list[Spec | None]:
-        """The results' layouts where the arguments lie as `specs` say: as given, or as the input whose place they can take."""
+        """The results' shardings for arguments sharded as `specs`: as given, or as the input whose place they take."""
         return [
             specs[self.same_as[i]] if spec is None and i in self.same_as else spec for i, spec in enumerate(self.given)
         ]
@@ -43,7 +43,7 @@ class Propagation:
         constraints: OpConstraints,
         result_specs: ResultSpecs = NO_RESULT_SPECS,
     ) -> PartitionedProgram:
-        """The flow of a full choice: grid, arguments, ops held inside, results that lie otherwise (by position)."""
+        """The partitioned program of a full choice: mesh axes, arguments, constrained ops, results by position."""
         traced, graph = self.traced, self.traced.graph
         laid = [result_specs.get(i, spec) for i, spec in enumerate(self.results(specs))]
         spread = [None] * traced.captured
@@ -55,8 +55,8 @@ class Propagation:
         return insert_collectives(partitioned, self.hardware.platform, self.hardware.topology)
 
 
-def kept(propagation: Partitioner) -> Partitioner:
-    """The same, which remember what they were asked."""
+def memoized(propagation: Partitioner) -> Partitioner:
+    """`propagation` with a cache."""
     known: dict[object, PartitionedProgram] = {}
 
     def partitioned_of(

@@ -1,4 +1,4 @@
-"""What a plan was made from, kept to answer: what would another cut cost, and what if something else were given?"""
+"""What-if analysis of a plan: the cost of other shardings of one array, and the plan with other entries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardfn.planning.plan import Plan
 from shardfn.planning.planner import plan_answer, search, with_notes
 from shardfn.planning.pose import place_call
 from shardfn.planning.posed_call import AnsweredCall
-from shardfn.planning.workarounds import mended_finding, wrong_ops
+from shardfn.planning.workarounds import workaround_note, wrong_ops
 from shardfn.render.html import to_html
 from shardfn.render.parts import Table
 from shardfn.render.text import Shown as Rendered
@@ -32,10 +32,10 @@ from shardfn.search.resharding_costs import strategy_of
 from shardfn.units import bytes_text, signed, time_text
 
 MOST = 12
-"""Cuts of an array that are priced unless more are asked for."""
+"""Shardings of an array that are evaluated by default, at most."""
 
 OPS = 24_000
-"""Ops of all flows together that are priced unless more is asked for: a few seconds, and the same on every machine."""
+"""Ops of all partitioned programs together that are evaluated by default: a few seconds."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,10 +54,10 @@ class WhatIf(AnsweredCall):
         every = find(plan, path)
         planned, paths = every[0], tuple(d.path for d in every)
         if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
-            fail(StrategyError, f"{most!r} cuts cannot be priced", where=f"why({path!r}, most={most!r})",
-                 why="it counts the cuts to price", fix="give a whole number above 0, or leave it out")  # fmt: skip
+            fail(StrategyError, f"{most!r} shardings cannot be evaluated", where=f"why({path!r}, most={most!r})",
+                 why="`most` counts the shardings to evaluate", fix="give a whole number above 0, or leave it out")  # fmt: skip
         others = sorted(
-            array_specs(planned.shape, plan.axes, planned.spec), key=lambda spec: _promise(spec, planned, plan)
+            array_specs(planned.shape, plan.axes, planned.spec), key=lambda spec: _evaluation_order(spec, planned, plan)
         )
         if most is None:
             most = min(MOST, max(1, OPS // max(1, len(plan.partitioned.graph.ops))))
@@ -70,7 +70,7 @@ class WhatIf(AnsweredCall):
             rated.append((objective(cost, self.problem), len(rated), row))
         rows = tuple(row for _, _, row in sorted(rated, key=lambda r: r[:2]))
         left_out = tuple(strategy_of(spec, plan.axes) for spec in others[most:])
-        return Shown(planned, own, rows, left_out, paths if len(paths) > 1 else ())
+        return AlternativesTable(planned, own, rows, left_out, paths if len(paths) > 1 else ())
 
     def what_if(self, entries: Mapping[str, Any]) -> Plan:
         """The plan with other entries (`Plan.what_if`); keys that begin with `result` name results."""
@@ -82,7 +82,7 @@ class WhatIf(AnsweredCall):
         planned = plan_answer(posed, search(posed))
         plan = dataclasses.replace(planned.plan, _study=WhatIf.of(planned))
         wrong = wrong_ops(plan.partitioned)
-        return with_notes(plan, f"{mended_finding(wrong)}; what that costs is not in this plan") if wrong else plan
+        return with_notes(plan, f"{workaround_note(wrong)}; what that costs is not in this plan") if wrong else plan
 
 
 def _with_entries(
@@ -140,7 +140,7 @@ def find(plan: Plan, path: str) -> tuple[Decision, ...]:
     if len(shapes) > 1:
         fail(StrategyError, f"`{path}` names arrays of {len(shapes)} shapes", where=f"why({path!r})",
              why=", ".join(f"`{name}` is {list(shape)}" for shape, name in list(shapes.items())[:3]),
-             fix="name arrays of one shape, which can be cut alike")  # fmt: skip
+             fix="name arrays of one shape, which can have one sharding")  # fmt: skip
     same = alike(globbed, lambda d: d.spec, least=1)
     if len(same) > 1:
         asked = listed([f"why({_glob_of(group, paths)!r})" for group in same], 3)
@@ -174,8 +174,8 @@ def _glob_of(group: Sequence[Decision], every: Sequence[str]) -> str:
     return names[0]
 
 
-def _promise(spec: Spec, planned: Decision, plan: Plan) -> tuple[Any, ...]:
-    """What is priced first: the runner-up, whole, then what cuts most and fewest dims."""
+def _evaluation_order(spec: Spec, planned: Decision, plan: Plan) -> tuple[Any, ...]:
+    """Sort key: the runner-up first, then replicated, then the most shards over the fewest dimensions."""
     cuts = strategy_of(spec, plan.axes)
     return (
         not planned.runner_up.startswith(f"{cuts}:"),
@@ -187,7 +187,7 @@ def _promise(spec: Spec, planned: Decision, plan: Plan) -> tuple[Any, ...]:
     )
 
 
-class Shown(Alternatives):
+class AlternativesTable(Alternatives):
     """Alternatives as a table."""
 
     def table(self) -> Table:
@@ -232,7 +232,7 @@ def figure_texts(figures: Figures) -> tuple[str, str, str]:
 
 
 RUNNERS_UP = 12_000
-"""Ops of all flows together that are priced for the runners-up of a report: a part of a second."""
+"""Ops of all partitioned programs together that are evaluated for the runners-up of a report: a part of a second."""
 
 
 def with_runners_up(plan: Plan) -> Plan:

@@ -27,11 +27,11 @@ from shardfn.ir.op_traits import RESHARDING_OPS
 from shardfn.ir.rewrite import bind_one, equations, inner, rebind
 from shardfn.partition.xla_bugs import is_miscompiled
 
-ADDED_UP = frozenset({"add", "multiply", "minimum", "maximum"})
+REDUCTIONS_OF_XLA = frozenset({"add", "multiply", "minimum", "maximum"})
 """What XLA has all-reduces for; of bools `and` and `or` as well."""
 
 
-def share_windows(graph: Graph) -> bool:
+def windows_clash(graph: Graph) -> bool:
     """Whether several ops read one array through the same window, not all of them convolutions, whose padding is zero: XLA may
     give one the padding of another."""
     readers: dict[object, list[str]] = {}
@@ -45,8 +45,8 @@ def share_windows(graph: Graph) -> bool:
     return any(len(names) > 1 and set(names) != {"convolution"} for names in readers.values())
 
 
-def kept_apart(function: Callable[..., Any], static_argnums: tuple[int, ...] = ()) -> Callable[..., Any]:
-    """`function` with every window that is no convolution over an array of its own (`share_windows`): an optimization barrier."""
+def separate_windows(function: Callable[..., Any], static_argnums: tuple[int, ...] = ()) -> Callable[..., Any]:
+    """`function` with every window that is no convolution over an array of its own (`windows_clash`): an optimization barrier."""
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
         return bind_one(eqn, [jax.lax.optimization_barrier(inputs[0]), *inputs[1:]])
@@ -62,7 +62,7 @@ _OVER_WINDOWS = frozenset(
 """Primitives."""
 
 
-class Wrong(NamedTuple):
+class WrongOp(NamedTuple):
     """An op that XLA gets wrong: its `file:line`, and whether it is a convolution or pooling (a `window`), a Fourier
     `transform` or a `reduction`."""
 
@@ -70,7 +70,7 @@ class Wrong(NamedTuple):
     kind: str = "window"
 
 
-def wrong_ops(partitioned: PartitionedProgram) -> tuple[Wrong, ...]:
+def wrong_ops(partitioned: PartitionedProgram) -> tuple[WrongOp, ...]:
     """The convolutions that XLA might compute wrongly, in value or gradient, transforms that might not run, and reductions that
     do not compile, so laid out."""
     # XLA may leave out the changes of layout around a convolution: judge it by what comes and what is wanted.
@@ -81,32 +81,32 @@ def wrong_ops(partitioned: PartitionedProgram) -> tuple[Wrong, ...]:
         moved_from[after] = moved_from.get(before, before)
     for before, after in reversed(moves):
         moved_to[before] = moved_to.get(after, after)
-    found: dict[Wrong, None] = {}
+    found: dict[WrongOp, None] = {}
     for op in partitioned.graph.ops:
         if op.name == "select_and_scatter" and _is_wrong_pooling(op, partitioned):
-            found.setdefault(Wrong(op.where))
-        if op.name == "reduce" and partitioned.platform != "tpu" and _has_no_all_reduce(op, partitioned):
-            found.setdefault(Wrong(op.where, "reduction"))
+            found.setdefault(WrongOp(op.where))
+        if op.name == "reduce" and partitioned.platform != "tpu" and _lacks_all_reduce(op, partitioned):
+            found.setdefault(WrongOp(op.where, "reduction"))
         if op.name == "fft" and partitioned.platform == "cpu":
             before, after = (
                 partitioned.specs[moved_from.get(op.inputs[0], op.inputs[0])],
                 partitioned.specs[op.inputs[0]],
             )
             if before[1:] != after[1:]:
-                found.setdefault(Wrong(op.where, "transform"))
+                found.setdefault(WrongOp(op.where, "transform"))
         if op.convolution is None:
             continue
         image, kernel = (partitioned.specs[moved_from.get(v, v)] for v in op.inputs[:2])
         result = partitioned.specs[moved_to.get(op.outputs[0], op.outputs[0])]
         window = [partitioned.graph.values[op.inputs[1]].shape[d] for d in op.convolution.kernel]
         if is_miscompiled(op.convolution, (image, kernel, result), window, partitioned.axes):
-            found.setdefault(Wrong(op.where))
+            found.setdefault(WrongOp(op.where))
     return tuple(found)
 
 
-def _has_no_all_reduce(op: Op, partitioned: PartitionedProgram) -> bool:
+def _lacks_all_reduce(op: Op, partitioned: PartitionedProgram) -> bool:
     """Whether partial results have to be put together in a way that XLA has no collective for."""
-    is_known = op.combines in ADDED_UP or (
+    is_known = op.combines in REDUCTIONS_OF_XLA or (
         op.combines in ("and", "or") and partitioned.graph.values[op.inputs[0]].dtype == "i1"
     )
     return len(op.outputs) == 1 and not is_known and any(partitioned.shards(op.inputs[i])[d] > 1 for i, d in op.reduced)
@@ -125,13 +125,13 @@ def _is_wrong_pooling(op: Op, partitioned: PartitionedProgram) -> bool:
     return False
 
 
-def mended_finding(wrong: Sequence[Wrong]) -> str:
+def workaround_note(wrong: Sequence[WrongOp]) -> str:
     """What the report says of a mended plan."""
-    lines = {kind: ", ".join(w.where for w in wrong if w.kind == kind) for kind in _TOLD}
-    return "; ".join(_TOLD[kind].format(where) for kind, where in lines.items() if where)
+    lines = {kind: ", ".join(w.where for w in wrong if w.kind == kind) for kind in _NOTES}
+    return "; ".join(_NOTES[kind].format(where) for kind, where in lines.items() if where)
 
 
-_TOLD = {
+_NOTES = {
     "window": (
         "the spatial dims of the convolutions, all dims of those in groups, or the gradients of poolings, at {} are "
         "made whole first: XLA computes them wrongly in the layout asked for, or their gradients. To avoid it, cut one "
@@ -148,8 +148,8 @@ _TOLD = {
 }
 
 
-def made_whole(
-    function: Callable[..., Any], mesh: Any, wrong: Sequence[Wrong], static_argnums: tuple[int, ...] = ()
+def replicate_wrong_ops(
+    function: Callable[..., Any], mesh: Any, wrong: Sequence[WrongOp], static_argnums: tuple[int, ...] = ()
 ) -> Callable[..., Any]:
     """`function` with the dims of every window whole, of convolutions and gradients of a maximum; Fourier transforms wholly;
     and the dims of reductions that XLA has no all-reduce for. `wrong` is what was found in it."""

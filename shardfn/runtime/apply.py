@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from shardfn.frontend.meshes import partition_spec
-from shardfn.planning.op_constraints import held
+from shardfn.planning.op_constraints import apply_constraints
 from shardfn.planning.plan import Decision, Plan
 from shardfn.planning.plan_mesh import PlanMesh
 
@@ -55,7 +55,9 @@ def apply(
     ins = tree_util.tree_unflatten(tree_util.tree_structure(dynamic), shardings(plan.inputs, mesh))
     outs = tree_util.tree_unflatten(tree_util.tree_structure(results), shardings(plan.outputs, mesh))
     if plan.constraints:
-        function = functools.wraps(function)(held(function, plan.constraints, mesh.mesh, mesh.parts, static_argnums))
+        function = functools.wraps(function)(
+            apply_constraints(function, plan.constraints, mesh.mesh, mesh.parts, static_argnums)
+        )
     if nested:
 
         @functools.wraps(function)
