@@ -1,9 +1,9 @@
 """What went wrong, where, why, and the fix: every message of this library is formatted here.
 
->>> print(Problem("argument 1 `w1` cannot be cut 4 ways along dimension 0",
+>>> print(Problem("argument 1 `w1` cannot be sharded 4 ways along dimension 0",
 ...               where="in_strategy[1] = (4, 1), w1: float32[30, 64]",
 ...               why="30 is not divisible by 4", fix="use 1, 2, 3, 5, 6, 10, 15 or 30 there"))
-argument 1 `w1` cannot be cut 4 ways along dimension 0
+argument 1 `w1` cannot be sharded 4 ways along dimension 0
   where: in_strategy[1] = (4, 1), w1: float32[30, 64]
   why:   30 is not divisible by 4
   fix:   use 1, 2, 3, 5, 6, 10, 15 or 30 there

@@ -86,9 +86,9 @@ def test_hand_written_layouts_of_gpt2():
 def test_fully_sharded_means_every_array_that_divides():
     args = ({"w": jnp.ones((4, 6)), "b": jnp.ones(3)}, jnp.ones((8, 2)))
     (params, x) = lay_out(args, data_axes(8, 4), {"*/w": ("data", None)}, pieces="data", trained=1).in_strategy
-    assert (params["w"].cuts, params["b"].cuts, x.cuts) == ((4, 1), (1,), (4, 1))
+    assert (params["w"].strategy, params["b"].strategy, x.strategy) == ((4, 1), (1,), (4, 1))
     (params, _) = lay_out(args, {"data": 2, "model": 4}, {"*/w": ("model", None)}, pieces="data", trained=1).in_strategy
-    assert params["w"].cuts == (4, 2)
+    assert params["w"].strategy == (4, 2)
     assert data_axes(4, 8) == {"data": 4, "rest": 2}
 
 

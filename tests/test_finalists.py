@@ -44,7 +44,7 @@ def test_a_compiled_plan_wins_and_its_figures_are_those_of_xla(level):
     rows = re.findall(r"(\d[\d,]*) B sent, ([\d,]+) B peak", told)
     assert len(rows) == 3
     winner = re.search(r"Best: (.+?); the search alone", told)[1]
-    sent, peak = re.search(re.escape(winner) + r", grid \S+: ([\d,]+) B sent, ([\d,]+) B peak", told).groups()
+    sent, peak = re.search(re.escape(winner) + r", mesh \S+: ([\d,]+) B sent, ([\d,]+) B peak", told).groups()
     compiled = sharded.lower(W1, W2, X).compile().memory_analysis()
     held = compiled.argument_size_in_bytes + compiled.output_size_in_bytes + compiled.temp_size_in_bytes
     assert int(peak.replace(",", "")) == held - compiled.alias_size_in_bytes
@@ -145,10 +145,10 @@ def test_what_does_not_compile_is_left_out_and_named(monkeypatch):
     assert left and any(re.match(f"compiled {6 - len(left)} plans?,", f) for f in diagnostics)
     for text in left:
         assert re.fullmatch(
-            r".+, grid [\dx]+, is left out, as XLA does not compile it: UNIMPLEMENTED: Unsupported reduction computation: .+",
+            r".+, mesh [\dx]+, is left out, as XLA does not compile it: UNIMPLEMENTED: Unsupported reduction computation: .+",
             text,
         )
-    assert left[0].startswith("the search's, grid") == any("would have picked the search's" in f for f in diagnostics)
+    assert left[0].startswith("the search's, mesh") == any("would have picked the search's" in f for f in diagnostics)
 
 
 def test_nothing_that_compiles_is_an_error(monkeypatch):
@@ -163,5 +163,5 @@ def test_nothing_that_compiles_is_an_error(monkeypatch):
     assert problem.why.startswith("UNIMPLEMENTED: Unsupported reduction computation") and "\n" not in problem.why
     assert (
         problem.fix
-        == "compile more of them (compile_candidates=), or leave whole, in in_strategy, what XLA names there"
+        == "compile more of them (compile_candidates=), or leave unsharded, in in_strategy, the arrays that XLA names"
     )

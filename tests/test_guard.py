@@ -38,7 +38,7 @@ def test_convolutions_with_cut_images_are_right_in_value_and_gradient(strategy, 
     found = jax.grad(lambda x, k: jnp.sin(sharded(x, k)).sum(), argnums=(0, 1))(X, K)
     for mine, theirs in zip(found, jax.grad(loss, argnums=(0, 1))(X, K), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-3)
-    said = [f for f in sharded.plan(X, K).diagnostics if "made whole first" in f]
+    said = [f for f in sharded.plan(X, K).diagnostics if "shardfn gathers" in f]
     assert bool(said) == mended
     if said:
         assert "test_guard.py" in said[0]
@@ -54,7 +54,7 @@ def test_a_mended_program_is_planned_on_a_grid_as_any_other():
     """Its constraints name no axis, so that they bring no grid along: 512 devices were nine axes of two there."""
     shape = jax.ShapeDtypeStruct((4, 8, 256, 256), "float32"), jax.ShapeDtypeStruct((8, 8, 3, 3), "float32")
     made = shardfn.plan(conv, *shape, in_strategy=((1, 1, 16, 16), None), device="h100:512")
-    assert any("made whole first" in text for text in made.diagnostics)
+    assert any("shardfn gathers" in text for text in made.diagnostics)
     assert len(made.axes) <= 3
 
 
@@ -69,7 +69,7 @@ def test_a_pointwise_convolution_is_left_alone():
     kernel = K[:, :, :1, :1]
     sharded = shardfn.shard(conv, ((1, 1, 4, 1), (1, 1, 1, 1)))
     np.testing.assert_allclose(sharded(X, kernel), conv(X, kernel), rtol=1e-3, atol=1e-3)
-    assert not [f for f in sharded.plan(X, kernel).diagnostics if "made whole" in f]
+    assert not [f for f in sharded.plan(X, kernel).diagnostics if "shardfn gathers" in f]
 
 
 @pytest.mark.parametrize(("window", "stride", "mended"), [(3, 1, True), (4, 2, True), (3, 2, False), (2, 2, False)])
@@ -82,10 +82,10 @@ def test_the_gradient_of_max_pooling_is_right(window, stride, mended, padding):
     x = jax.random.normal(jax.random.key(2), (4, 4, 24, 8))
     sharded = shardfn.shard(step, ((2, 1, 4, 1),))
     np.testing.assert_allclose(sharded(x), step(x), rtol=1e-3, atol=1e-4)
-    assert any("made whole first" in f for f in sharded.plan(x).diagnostics) == mended
+    assert any("shardfn gathers" in f for f in sharded.plan(x).diagnostics) == mended
     batched = shardfn.shard(step, ((4, 1, 1, 2),))
     np.testing.assert_allclose(batched(x), step(x), rtol=1e-3, atol=1e-4)
-    assert not any("made whole first" in f for f in batched.plan(x).diagnostics)
+    assert not any("shardfn gathers" in f for f in batched.plan(x).diagnostics)
 
 
 def is_sin(eqn, number):
@@ -217,9 +217,11 @@ def test_reductions_that_xla_has_no_all_reduce_for(reduction, mended):
     for f, cut, is_cut in ((reduction, (4, 2), True), (reduction, (1, 8), False), (looped, (2, 4), True)):
         sharded = shardfn.shard(f, (cut,))
         np.testing.assert_array_equal(sharded(x), f(x))
-        said = [text for text in sharded.plan(x).diagnostics if "made whole first" in text]
+        said = [text for text in sharded.plan(x).diagnostics if "shardfn gathers" in text]
         assert bool(said) == (mended and is_cut)
-        assert all(text.startswith("the dims that are reduced at ") and "test_guard.py" in text for text in said)
+        assert all(
+            text.startswith("shardfn gathers the reduced dimensions at ") and "test_guard.py" in text for text in said
+        )
     assert not shardfn.plan(reduction, x, in_strategy=((4, 1),), device="tpu-v5e:2x2").diagnostics
 
 
@@ -235,7 +237,7 @@ def test_a_reduction_out_of_reach_is_refused():
     np.testing.assert_array_equal(shardfn.shard(own, ((1, 8),))(x), own(x))
     both = lambda image, k, x: (conv(image, k), own(x))  # noqa: E731
     sharded = shardfn.shard(both, ((1, 1, 4, 1), None, (1, 1)))
-    assert any("made whole first" in text for text in sharded.plan(X, K, x).diagnostics), "of the convolution alone"
+    assert any("shardfn gathers" in text for text in sharded.plan(X, K, x).diagnostics), "of the convolution alone"
 
 
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -279,7 +281,7 @@ def test_more_layouts_that_xla_mistakes_are_mended(function, image, kernel, stra
     x, k = rng.normal(size=image).astype("f"), rng.normal(size=kernel).astype("f")
     sharded = shardfn.shard(function, strategy, device=jax.devices()[:devices])
     np.testing.assert_allclose(sharded(x, k), function(x, k), rtol=1e-3, atol=1e-3)
-    assert any("made whole first" in text for text in sharded.plan(x, k).diagnostics)
+    assert any("shardfn gathers" in text for text in sharded.plan(x, k).diagnostics)
 
 
 @pytest.mark.parametrize("level", [0, 1])

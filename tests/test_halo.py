@@ -73,9 +73,9 @@ def one(case):
     spans = [(3 - 1) * d + 1 for d in outer]
     pads = lax.padtype_to_pads((16, 24), spans, strides, padding) if isinstance(padding, str) else padding
     reach = [
-        halo.halo_of(X.shape[dim], layout.cuts[dim], 3, strides[i], pads[i], outer[i], inner[i])
+        halo.halo_of(X.shape[dim], layout.strategy[dim], 3, strides[i], pads[i], outer[i], inner[i])
         for i, dim in enumerate((1, 2))
-        if layout.cuts[dim] > 1
+        if layout.strategy[dim] > 1
     ]
     if any(isinstance(found, str) for found in reach):
         with pytest.raises(StrategyError, match="its neighbour holds"):
@@ -173,7 +173,7 @@ def test_outputs_cut_under_groups_are_made_of_their_own_groups(kind, groups, axe
     layout, kernel = GRID("None", rest, "None", "None"), GRID("None", "None", "None", axes)
     y = check(lambda x, k: halo.conv(x, k, (1, 2), "SAME", dimension_numbers=NHWC, layout=layout, kernel_layout=kernel, **more),
               lambda x, k: whole(x, k, (1, 2), **more), x, k)  # fmt: skip
-    assert y == (2 if kind == "feature" else 8 // groups, 8 // layout.cuts[1], 3, 16 // kernel.cuts[3])
+    assert y == (2 if kind == "feature" else 8 // groups, 8 // layout.strategy[1], 3, 16 // kernel.strategy[3])
 
 
 def test_batch_groups_beside_summed_channels():
@@ -242,7 +242,7 @@ def test_a_sharded_training_step_with_it_inside():
     sharded = shardfn.shard(step(cut), (GRID("None", "None", "None", "None"), layout))
     for mine, theirs in zip(sharded(kernels, X), want, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
-    assert not [f for f in sharded.plan(kernels, X).diagnostics if "made whole" in f]
+    assert not [f for f in sharded.plan(kernels, X).diagnostics if "shardfn gathers" in f]
 
 
 @pytest.mark.parametrize(

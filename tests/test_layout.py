@@ -89,7 +89,7 @@ def test_a_lone_array_lies_as_mindspore_says(cuts, devices, matrix, tensor_map):
 )
 def test_a_lone_array(cuts, devices, matrix, tensor_map):
     layout = Layout.from_strategy(cuts, devices)
-    assert (layout.device_matrix, layout.tensor_map, layout.cuts) == (matrix, tensor_map, cuts)
+    assert (layout.device_matrix, layout.tensor_map, layout.strategy) == (matrix, tensor_map, cuts)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_ranks_of_the_users_are_kept():
 
 def test_the_virtual_axis_counts_no_devices():
     layout = VIRTUAL("dp", "mp")
-    assert (layout.size, layout.axes, layout.cuts) == (8, (("dp", 2), ("mp", 4)), (2, 4))
+    assert (layout.size, layout.axes, layout.strategy) == (8, (("dp", 2), ("mp", 4)), (2, 4))
     assert layout.slices((4, 4)) == Layout((2, 4), ("dp", "mp"))("dp", "mp").slices((4, 4))
     assert layout.abstract_mesh().axis_names == ("dp", "mp")
 
@@ -139,7 +139,7 @@ def test_the_virtual_axis_counts_no_devices():
 )
 def test_one_layout_in_three_notations(dims, spec, cuts, partition_spec):
     layout = CUBE(*dims)
-    assert (layout.spec, layout.cuts, layout.partition_spec) == (spec, cuts, partition_spec)
+    assert (layout.spec, layout.strategy, layout.partition_spec) == (spec, cuts, partition_spec)
     assert len(layout.partition_spec) == len(dims)
 
 
@@ -182,7 +182,7 @@ def layouts(draw, devices=None, ranks=True):
 @st.composite
 def layouts_with_shapes(draw, **kwargs):
     layout = draw(layouts(**kwargs))
-    return layout, tuple(cut * draw(st.integers(1, 3)) for cut in layout.cuts)
+    return layout, tuple(cut * draw(st.integers(1, 3)) for cut in layout.strategy)
 
 
 @given(layouts())
@@ -196,7 +196,11 @@ def test_repr_is_what_one_types(layout):
 def test_tensor_map_round_trip(case):
     layout, shape = case
     again = Layout.from_tensor_map(layout.device_matrix, layout.tensor_map)
-    assert (again.tensor_map, again.cuts, again.slices(shape)) == (layout.tensor_map, layout.cuts, layout.slices(shape))
+    assert (again.tensor_map, again.strategy, again.slices(shape)) == (
+        layout.tensor_map,
+        layout.strategy,
+        layout.slices(shape),
+    )
     assert Layout.from_tensor_map(*json.loads(json.dumps([layout.device_matrix, layout.tensor_map]))) == again
     named = Layout(again.device_matrix, layout.alias_name)
     assert named(*layout._dims) == layout
@@ -215,9 +219,9 @@ def test_partition_spec_round_trip(layout):
 @given(st.lists(st.integers(1, 5), max_size=3).map(tuple), st.integers(1, 4))
 def test_strategy_round_trip(cuts, repeat):
     layout = Layout.from_strategy(cuts, math.prod(cuts) * repeat)
-    assert layout.cuts == cuts
+    assert layout.strategy == cuts
     assert layout.size == math.prod(cuts) * repeat
-    assert Layout.from_tensor_map(layout.device_matrix, layout.tensor_map).cuts == cuts
+    assert Layout.from_tensor_map(layout.device_matrix, layout.tensor_map).strategy == cuts
     assert len({piece[:] for piece in map(str, layout.slices(cuts))}) == math.prod(cuts)
     # The devices left over are the fastest axis: neighbours hold the same piece.
     for first in range(0, layout.size, repeat):
@@ -234,7 +238,7 @@ def test_slices_tile_the_array(case):
     for piece in layout.slices(shape):
         held[piece] += 1
         assert tuple(s.stop - s.start for s in piece) == layout.slice_shape(shape)
-    assert (held == layout.size // math.prod(layout.cuts)).all()
+    assert (held == layout.size // math.prod(layout.strategy)).all()
     assert [as_pairs(piece, shape) for piece in layout.slices(shape)] == pieces(layout, shape)
 
 
@@ -403,14 +407,14 @@ def test_a_sum_that_is_not_done_is_no_layout():
 @given(layouts_with_shapes())
 def test_divisors_that_are_named_would_do(case):
     layout, shape = case
-    assume(any(cut > 1 for cut in layout.cuts))
-    wrong = tuple(n * cut + 1 if cut > 1 else n for n, cut in zip(shape, layout.cuts, strict=True))
+    assume(any(cut > 1 for cut in layout.strategy))
+    wrong = tuple(n * cut + 1 if cut > 1 else n for n, cut in zip(shape, layout.strategy, strict=True))
     error = error_of(lambda: layout.slices(wrong))
     assert isinstance(error, LayoutError)
-    assert len(error.problems) == sum(cut > 1 for cut in layout.cuts)
+    assert len(error.problems) == sum(cut > 1 for cut in layout.strategy)
     for problem in error.problems:
         dim = int(problem.what.split()[1])
-        assert int(problem.fix.rsplit(" ", 1)[1]) % layout.cuts[dim] == 0
+        assert int(problem.fix.rsplit(" ", 1)[1]) % layout.strategy[dim] == 0
         if "leave" not in problem.fix:
-            ways = problem.fix.removeprefix("cut it ").split(" ways")[0].replace(" or ", ", ").split(", ")
+            ways = problem.fix.removeprefix("shard it ").split(" ways")[0].replace(" or ", ", ").split(", ")
             assert all(wrong[dim] % int(way) == layout.size % int(way) == 0 for way in ways)

@@ -516,7 +516,7 @@ BROKEN = {
     "an axis that is not there": ({"w": {"dev_matrix": [8], "tensor_map": [1]}}, "names an axis twice, or one that"),
     "an axis twice": ({"w": {"dev_matrix": [8], "tensor_map": [0, 0]}}, "names an axis twice"),
     "other devices": ({"w": {"dev_matrix": [8], "tensor_map": [0]}, "v": {"dev_matrix": [4], "tensor_map": [0]}}, "4 and 8 devices"),
-    "no common grid": ({"w": {"dev_matrix": [2, 3], "tensor_map": [0]}, "v": {"dev_matrix": [3, 2], "tensor_map": [0]}}, "do not fit one grid"),
+    "no common grid": ({"w": {"dev_matrix": [2, 3], "tensor_map": [0]}, "v": {"dev_matrix": [3, 2], "tensor_map": [0]}}, "do not fit one mesh"),
     "ranks": ({"w": {"dev_matrix": [8], "tensor_map": [0], "tensor_shape": [4, 4]}}, "different numbers of dims"),
     "an optimizer over a taken axis": ({"w": {"dev_matrix": [8], "tensor_map": [0], "opt_weight_shard_size": 2, "opt_weight_shard_step": 4}}, "cuts the parameter already"),
     "huge": ({"w": {"dev_matrix": [10**9, 10**9], "tensor_map": [0]}}, "dev_matrix must be"),

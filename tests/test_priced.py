@@ -30,9 +30,9 @@ CASES = [
     ),
     (
         [candidate("8", ROWS, ROWS), candidate("8", ROWS, ROWS, constraints={1: CONSTRAINT}), candidate("8", ROWS, ROWS, constraints={1: CONSTRAINT, 2: CONSTRAINT})],
-        ["8: no ops held inside", "8: 1 op held inside", "8: 2 ops held inside"],
+        ["8: no ops constrained", "8: 1 op constrained", "8: 2 ops constrained"],
     ),
-    ([candidate("8", ROWS, ROWS), candidate("8", ROWS, ROWS, result_specs={0: ROWS})], ["8: no results held", "8: 1 result held"]),
+    ([candidate("8", ROWS, ROWS), candidate("8", ROWS, ROWS, result_specs={0: ROWS})], ["8: no results constrained", "8: 1 result constrained"]),
     ([candidate("8", ROWS, ROWS), candidate("8", ROWS, ROWS)], ["8", "8 (2)"]),
 ]  # fmt: skip
 

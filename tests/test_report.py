@@ -128,7 +128,7 @@ def test_headline_on_one_device_says_so():
     alone = decided("x", (64, 32), WHOLE, "you", "in_strategy[0]")
     plan = made(
         hardware=dataclasses.replace(resolve("cpu"), count=1, name="1 x cpu"), axes=(), inputs=(alone,), outputs=(),
-        dimension_groups=(), collectives=(), diagnostics=(), policy="nothing was open", constraints=(), candidates=(),
+        dimension_groups=(), collectives=(), diagnostics=(), policy="every sharding was given", constraints=(), candidates=(),
         gap=None, cost=Cost(1.5e6, 0, MemoryEstimate(8192, 0, 0), 7.6e-9, 0.0),
         partitioned=PartitionedProgram(Graph((Value((64, 32), "f32"),), (), (0,), (), ()), (WHOLE,), {}, ()),
     )  # fmt: skip

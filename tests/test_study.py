@@ -178,10 +178,10 @@ def test_arrays_that_lie_differently_have_no_one_cut(cuts, why, fix):
     if why is None:
         assert len(made.why("p/*", most=1).paths) == 6
         return
-    with pytest.raises(ShardError, match="names arrays in 2 layouts") as caught:
+    with pytest.raises(ShardError, match="names arrays with 2 different shardings") as caught:
         made.why("p/*")
-    assert caught.value.problems[0].why == why + ": no one cut is theirs, to hold others against"
-    assert caught.value.problems[0].fix == "ask for each layout by itself: " + fix
+    assert caught.value.problems[0].why == why + ": they have no common sharding to compare others with"
+    assert caught.value.problems[0].fix == "ask for each sharding separately: " + fix
     for glob in fix.split(", "):
         assert made.why(glob[5:-2], most=1).rows
 
@@ -309,9 +309,9 @@ def test_a_layout_that_xla_computes_wrongly_is_told():
     made = shardfn.plan(
         convolve, shaped(8, 4, 16, 16), shaped(8, 4, 3, 3), in_strategy=(None, (1, 1, 1, 1)), device="cpu:8"
     )
-    assert not any("made whole first" in f for f in made.diagnostics)
+    assert not any("shardfn gathers" in f for f in made.diagnostics)
     other = made.what_if({"x": (1, 1, 4, 2)})
-    assert any("made whole first" in f and "not in this plan" in f for f in other.diagnostics)
+    assert any("shardfn gathers" in f and "not in this plan" in f for f in other.diagnostics)
 
 
 def test_a_path_without_its_argument_says_the_same():

@@ -75,7 +75,7 @@ def _inspect(rows: Any) -> None:
 def _verify(rows: Any) -> None:
     def run(options: argparse.Namespace) -> None:
         checkpoint.verify(options.path, options.step)
-        print(f"{options.path}: whole, every checksum is right")
+        print(f"{options.path}: complete, every checksum is right")
 
     _options(_row(rows, "verify", run, "read a checkpoint through and check every byte", FOLDER), "--step")
 
@@ -98,7 +98,7 @@ def _merge(rows: Any) -> None:
     def run(options: argparse.Namespace) -> None:
         print(checkpoint.merge(options.source, options.target, **_picked(options)))
 
-    _options(_row(rows, "merge", run, "copy a checkpoint onto one device, every array whole",
+    _options(_row(rows, "merge", run, "copy a checkpoint for one device, every array unsharded",
                   ("source", "the folder of a checkpoint"), ("target", "another folder")), *PICK)  # fmt: skip
 
 
@@ -118,9 +118,7 @@ def _import(rows: Any) -> None:
 
     row = _row(rows, "import", run, "make a checkpoint of safetensors files",
                ("source", "a file, an index of files, or a folder"), ("target", "the folder of the checkpoint"))  # fmt: skip
-    row.add_argument(
-        "--layout", metavar="FILE", help="a layout file or the name of a recipe; arrays are whole if left out"
-    )
+    row.add_argument("--layout", metavar="FILE", help="a layout file or the name of a recipe; unsharded if left out")
     _options(row, "--devices", "--step", "--rename", "--memory")
 
 

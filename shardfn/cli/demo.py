@@ -16,7 +16,7 @@ from shardfn.mindspore import Cell
 STEPS = 8
 RATE = 0.1
 TOLERANCE = 1e-4
-"""Losses may differ by rounding only: another order of adding up."""
+"""Losses may differ by rounding only: sums have another order."""
 
 
 # ---- 1. MindSpore's network: one block is sharded, the rest is eager
@@ -51,7 +51,7 @@ class Net(Cell):
     def __init__(self, key: jax.Array, d: int, sharded: bool):
         self.block1, self.block2, self.block3 = (BasicBlock(k, d) for k in jax.random.split(key, 3))
         if sharded:
-            # The input is cut 8 ways along its features, the output 8 ways along the batch.
+            # The input has 8 shards along its features, the output 8 along the batch.
             self.block1.shard(in_strategy=((1, 8),), out_strategy=(None,))
 
     def construct(self, x: jax.Array) -> jax.Array:
@@ -101,10 +101,10 @@ def train_step(params: Any, momentum: Any, x: jax.Array, label: jax.Array) -> tu
 
 
 STRATEGY = (AUTO, AUTO, (2, 1), (2,))
-"""Parameters and momentum are left open, but for what `CUTS` says; the batch is cut 2 ways."""
+"""Parameters and momentum are left to the search except for `SHARDED`; the batch is sharded 2 ways."""
 
-CUTS = {"layers/*/up": (1, 4), "layers/*/down": (4, 1)}
-"""The hidden dim of each layer 4 ways, for parameters and momentum alike."""
+SHARDED = {"layers/*/up": (1, 4), "layers/*/down": (4, 1)}
+"""The hidden dim of each layer is sharded 4 ways, for parameters and momentum alike."""
 
 
 def make_params(key: jax.Array, d: int, hidden: int, classes: int) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def train_whole(sharded: bool) -> tuple[list[float], Callable[[], Report]]:
     x, label = jax.random.normal(kx, (64, 32)), jax.random.randint(kl, (64,), 0, 16)
     params = make_params(key, d=32, hidden=128, classes=16)
     momentum = jax.tree.map(jnp.zeros_like, params)
-    step = shard(train_step, STRATEGY, parameter_plan=CUTS) if sharded else jax.jit(train_step)
+    step = shard(train_step, STRATEGY, parameter_plan=SHARDED) if sharded else jax.jit(train_step)
     report = functools.partial(explain, step, params, momentum, x, label, compiled=True)
     losses = []
     for _ in range(STEPS):
@@ -137,7 +137,7 @@ def train_whole(sharded: bool) -> tuple[list[float], Callable[[], Report]]:
 
 RUNS = (
     ("MindSpore's example network: block1.shard(((1, 8),), (None,)), the rest eager", train_net),
-    ("A whole training step, compiled: the batch cut 2 ways, the hidden dims 4 ways", train_whole),
+    ("A whole training step, compiled: the batch sharded 2 ways, the hidden dims 4 ways", train_whole),
 )
 
 

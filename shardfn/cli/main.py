@@ -129,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_call(command: argparse.ArgumentParser, modes: str) -> None:
-    """What `plan` and `explain` share: the function, its arguments, what is said of their layouts."""
+    """What `plan` and `explain` share: the function, its arguments, and their shardings."""
     command.add_argument("function", help="module:function or file.py:function")
     arguments = command.add_mutually_exclusive_group()
     arguments.add_argument("--shapes", nargs="+", default=[], metavar="SHAPE",

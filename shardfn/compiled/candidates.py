@@ -1,4 +1,4 @@
-"""The best few plans, compiled: the one wins that XLA made best, whatever was predicted."""
+"""Compile a few candidates and take the best by what XLA made of them, whatever was predicted."""
 
 from __future__ import annotations
 
@@ -29,20 +29,19 @@ def answers(
     more: Sequence[Answer],
     count: int,
 ) -> tuple[tuple[str, Answer], ...]:
-    """The answers to compile, by name, `count` in all: the search's own first, polished where that is better by its flow;
-    those of the other levels, and `more`; these polished; what of all these sends least, in pieces; then in turn the best
-    of what else was priced for each level, of the plain layouts on one axis, and of those on two. The flow does not always
-    tell which of them XLA likes. Of those that cost the same, the first stands for all: they compile to one program, or as
-    good.
+    """The answers to compile, by name.
 
-    But for the order, which is the level's own, they are the same at each level (of seven or more): what is best as
-    compiled at a level's aim is there at the others too.
+    First comes the search's own answer, refined where that costs less. The answers of the other levels, `more`, and their
+    refinements follow, and then the candidate that sends least with its arguments fully sharded. The rest takes turns: the
+    best other candidates of each level, the baselines on one axis, and those on two. Candidates of equal cost count once.
+
+    With a count of seven or more, all levels compile the same candidates, in another order.
 
     Args:
-      problem: what is asked.
-      levels: what the search found at each level, the problem's own among them.
-      more: what else it found, as without a memory limit.
-      count: how many.
+      problem: the question.
+      levels: the answer at each level, the problem's own included.
+      more: further answers, such as without a memory limit.
+      count: the number of answers.
     """
     answer = levels[problem.level]
     at = {level: dataclasses.replace(problem, level=level) for level in levels}
@@ -77,7 +76,7 @@ def answers(
     entered = list(itertools.islice((c for c in found.values() if c is own or is_correct(problem, c)), count))
     names = distinct_names(problem.names, entered)
     named = [dataclasses.replace(c, name=name) for name, c in zip(names, entered, strict=True)]
-    return tuple((c.name, chosen(answer, c, "best as compiled of the finalists")) for c in named)
+    return tuple((c.name, chosen(answer, c, "the best compiled candidate")) for c in named)
 
 
 KEPT = 256
@@ -87,7 +86,7 @@ _made: dict[object, Compiled] = {}
 
 
 def program_key(program: str, problem: SearchProblem, answer: Answer) -> object:
-    """What one compiled program is remembered by: the text of the function's module, and an answer's shardings."""
+    """The cache key of a compiled program: the text of the function's module, and an answer's shardings."""
     constraints = tuple(sorted(answer.constraints.items(), key=lambda item: item[0]))
     ends = tuple(problem.results.items()), tuple(problem.same_as.items()), problem.donated
     text = hashlib.sha256(program.encode()).digest()
@@ -103,12 +102,12 @@ def program_key(program: str, problem: SearchProblem, answer: Answer) -> object:
 
 
 def known(key: object) -> Compiled | None:
-    """The compiled program of a key, whatever the level and the limit were."""
+    """The compiled program of a key, for any level and limit; None if there is none."""
     return _made.get(key)
 
 
 def remember(key: object, compiled: Compiled) -> Compiled:
-    """Keep a compiled program; the oldest goes where there are `KEPT`."""
+    """Cache a compiled program; the oldest of `KEPT` programs is dropped."""
     while len(_made) >= KEPT:
         _made.pop(next(iter(_made)), None)
     _made[key] = compiled
@@ -117,7 +116,7 @@ def remember(key: object, compiled: Compiled) -> Compiled:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledCandidate:
-    """A layout on a grid and what one device does in one call of what XLA made of it."""
+    """A compiled candidate and its figures, per device and call."""
 
     name: str
     axes: Axes
@@ -128,13 +127,13 @@ class CompiledCandidate:
     time_s: float
 
     def rank(self, limit: float, least: float) -> Rank:
-        """What the level makes least, within the memory limit first; `least` are the fewest FLOPs of any finalist."""
+        """The rank at the level's objective, within the memory limit first; `least` is the least FLOPs of all candidates."""
         more = imbalance(self.flops, BALANCED * least)
         return rank(self.level, limit, imbalance=more, sent=self.bytes_sent, time_s=self.time_s, peak=self.peak)
 
 
 def judged(name: str, problem: SearchProblem, answer: Answer, made: Compiled) -> CompiledCandidate:
-    """What was compiled, by the cost model's rates: bytes over the links, and work as predicted, scaled by the FLOPs."""
+    """A compiled candidate with its modelled time: bytes over the links, and predicted compute scaled by the FLOPs."""
     hardware = problem.hardware
     cost = problem.evaluate_answer(answer)
     sent_s = sum(collective_s(c, hardware, answer.axes) for c in made.collectives)
@@ -149,21 +148,21 @@ def judged(name: str, problem: SearchProblem, answer: Answer, made: Compiled) ->
 
 
 def check(winner: CompiledCandidate, count: int, limit: float) -> None:
-    """That the best as compiled keeps a limit that the user gave.
+    """Check that the best compiled candidate keeps the user's memory limit.
 
     Raises:
-      StrategyError: it holds more; as the limit comes first, none of the others fits either.
+      StrategyError: it does not. The limit ranks first, so no other candidate fits either.
     """
     if winner.peak > limit:
-        fail(StrategyError, f"none of {count} plans compiled holds at most {limit:,.0f} bytes per device",
+        fail(StrategyError, f"none of {count} compiled plans fits in {limit:,.0f} bytes per device",
              where=f"memory_limit = {limit:,.0f}", why=f"the least is {winner.peak:,} bytes: {winner.name}",
-             fix="compile more of them (compile_candidates=), use more devices, a smaller batch, donate_argnums for what is "
-                 f"given back, jax.checkpoint for what is kept for the backward pass, or memory_limit={winner.peak}")  # fmt: skip
+             fix="compile more of them (compile_candidates=), use more devices, a smaller batch, donate_argnums for updated "
+                 f"arguments, jax.checkpoint for what the backward pass keeps, or memory_limit={winner.peak}")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
-    """A layout that XLA does not compile: the first line of what it says, and what may be done about it, where that is known."""
+    """A candidate that XLA does not compile: the first line of the error, and a fix where one is known."""
 
     name: str
     axes: Axes
@@ -171,11 +170,11 @@ class Refused:
     fix: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name}, grid {mesh_text(self.axes)}, is left out, as XLA does not compile it: {self.why}"
+        return f"{self.name}, mesh {mesh_text(self.axes)}, is left out, as XLA does not compile it: {self.why}"
 
 
 def refused(name: str, answer: Answer, error: Exception) -> Refused:
-    """An answer of which the compiler, or what asks it, raised an error."""
+    """The candidate of an answer that raised an error while it was compiled."""
     why, fix = str(error), ""
     if isinstance(error, ShardError):
         why, fix = error.problems[0].why or error.problems[0].what, error.problems[0].fix
@@ -183,26 +182,26 @@ def refused(name: str, answer: Answer, error: Exception) -> Refused:
 
 
 def none_compiles(function: str, left_out: Sequence[Refused]) -> NoReturn:
-    """Raise that of none of the finalists there is a program."""
+    """Raise that no candidate compiles."""
     reasons = dict.fromkeys(one.why for one in left_out)
-    advice = "compile more of them (compile_candidates=), or leave whole, in in_strategy, what XLA names there"
+    advice = "compile more of them (compile_candidates=), or leave unsharded, in in_strategy, the arrays that XLA names"
     fail(StrategyError, f"none of {len(left_out)} plans of `{function}` compiles", where=f"compile_candidates = {len(left_out)}",
          why="; ".join(list(reasons)[:3]), fix=left_out[0].fix or advice)  # fmt: skip
 
 
 def best(compile_candidates: Sequence[CompiledCandidate], limit: float, alone: str = "") -> tuple[int, str]:
-    """Which one is best as compiled at its plan's level, and a finding that says how all of them came out.
+    """The index of the best compiled candidate at its level, and a diagnostic that compares all of them.
 
     Args:
-      compile_candidates: what was compiled.
-      limit: bytes that one device may hold.
-      alone: what the search alone would have picked, where that is not the first of them.
+      compile_candidates: the compiled candidates.
+      limit: the memory limit in bytes per device.
+      alone: the candidate that the search alone would have picked, where that is not the first.
     """
     least = min(f.flops for f in compile_candidates)
     winner = min(range(len(compile_candidates)), key=lambda i: (compile_candidates[i].rank(limit, least), i))
     lines = [
-        f"{f.name}, grid {mesh_text(f.axes)}: {f.bytes_sent:,} B sent, {f.peak:,} B peak, "
-        f"{f.flops:,.0f} FLOPs of products, {f.time_s * 1e6:,.1f} us"
+        f"{f.name}, mesh {mesh_text(f.axes)}: {f.bytes_sent:,} B sent, {f.peak:,} B peak, "
+        f"{f.flops:,.0f} matmul FLOPs, {f.time_s * 1e6:,.1f} µs"
         for f in compile_candidates
     ]
     is_own = not winner and not alone

@@ -39,7 +39,7 @@ def parse_json(text: str, name: str, problems: list[Problem]) -> LayoutFile | No
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         problems.append(
-            Problem(f"{name} is no JSON", where=name, why=short(str(error)), fix="write it anew: plan.save(path)")
+            Problem(f"{name} is no JSON", where=name, why=short(str(error)), fix="write it again: plan.save(path)")
         )
         return None
     items = data.get(LAYOUTS) if isinstance(data, dict) else None
@@ -52,8 +52,8 @@ def parse_json(text: str, name: str, problems: list[Problem]) -> LayoutFile | No
     cuts = {parameter: _ranges(parameter, item, name, problems) for parameter, item in items.items()}
     totals = {math.prod(item["dev_matrix"]) for item in items.values()} if len(problems) == before else {1}
     if len(totals) > 1:
-        problems.append(Problem(f"the parameters of {name} lie on {' and '.join(map(str, sorted(totals)))} devices", where=name,
-                                why="one layout file has one grid", fix="save each pipeline stage on its own"))  # fmt: skip
+        problems.append(Problem(f"the parameters of {name} are on {' and '.join(map(str, sorted(totals)))} devices", where=name,
+                                why="one layout file has one mesh", fix="save each pipeline stage on its own"))  # fmt: skip
     if len(problems) > before:
         return None
     strides = sorted(
@@ -61,7 +61,7 @@ def parse_json(text: str, name: str, problems: list[Problem]) -> LayoutFile | No
     )
     for major, minor in itertools.pairwise(strides):
         if major % minor:
-            problems.append(Problem(f"the device matrices of {name} do not fit one grid", where=name,
+            problems.append(Problem(f"the device matrices of {name} do not fit one mesh", where=name,
                                     why=f"axes begin every {major} and every {minor} ranks",
                                     fix="save it with one order of the axes for all parameters"))  # fmt: skip
             return None
@@ -116,7 +116,7 @@ def checked(item: Any) -> tuple[list[int], list[list[int]], int, int] | str:
         return f"dev_matrix must be a list of sizes, up to {MAX_SIZE:,} devices"
     dims = [dim if isinstance(dim, list) else [dim] for dim in written] if isinstance(written, list) else None
     if dims is None or len(dims) > MAX_DIMS or not all(_ints(dim, -1) for dim in dims):
-        return "tensor_map must be a list of ints, or of lists of ints for a dim that several axes cut"
+        return "tensor_map must be a list of ints, or of lists of ints for a dim that several axes shard"
     used = [k for dim in dims for k in dim if k >= 0]
     if any(k >= len(matrix) for k in used) or len(set(used)) < len(used):
         return f"tensor_map {short(written)} names an axis twice, or one that dev_matrix {short(matrix)} does not have"
@@ -130,11 +130,11 @@ def checked(item: Any) -> tuple[list[int], list[list[int]], int, int] | str:
         strides = [math.prod(matrix[i + 1 :]) for i in range(len(matrix))]
         taken = [strides[len(matrix) - 1 - k] for k in used]
         if step < 1 or math.prod(matrix) % (step * size):
-            return f"{size} pieces every {step} ranks do not fit {math.prod(matrix)} devices"
+            return f"{size} optimizer shards every {step} ranks do not fit {math.prod(matrix)} devices"
         if any(step <= s < step * size or s <= step < s * matrix[strides.index(s)] for s in taken):
-            return "the optimizer is cut over an axis that cuts the parameter already"
+            return "the optimizer is sharded over an axis that already shards the parameter"
     if item.get("field"):
-        return "`field` asks for pieces of unequal size, which are not built"
+        return "`field` asks for shards of unequal size, which are not built"
     return matrix, dims, size, step
 
 

@@ -114,19 +114,19 @@ def _dataset(name: str, value: Any) -> Iterator[Problem]:
         yield wrong(name, value, f"its type is {type(value).__name__}, not tuple", f"give {form}", is_type=True)
         return
     if value and all(isinstance(entry, int) for entry in value):
-        yield wrong(name, value, "it must hold one entry for each input", f"give ({value!r},)", is_type=True)
+        yield wrong(name, value, "it needs one entry for each input", f"give ({value!r},)", is_type=True)
         return
     for i, entry in enumerate(value):
         here = f"{name}[{i}]"
         if isinstance(entry, Layout):
             if "interleaved_parallel" in entry.alias_name:
-                yield wrong(here, entry, "data cannot lie along interleaved_parallel", "use another axis there")
+                yield wrong(here, entry, "data cannot be sharded over interleaved_parallel", "use another axis there")
         elif not isinstance(entry, tuple):
             why = f"its type is {type(entry).__name__}, not tuple"
             yield wrong(here, entry, why, "give a tuple of ints or a Layout", is_type=True)
         else:
-            for d, cut in enumerate(entry):
-                yield from integer(1)(f"{here}[{d}]", cut)
+            for d, shards in enumerate(entry):
+                yield from integer(1)(f"{here}[{d}]", shards)
 
 
 def _fraction(name: str, value: Any) -> Iterator[Problem]:
@@ -135,7 +135,7 @@ def _fraction(name: str, value: Any) -> Iterator[Problem]:
             name, value, f"its type is {type(value).__name__}, not float", "give a float such as 0.1", is_type=True
         )
     elif not 0 < value <= 1:
-        yield wrong(name, value, "it must lie above 0 and be 1 at most", "give a float such as 0.1")
+        yield wrong(name, value, "it must be above 0 and at most 1", "give a float such as 0.1")
 
 
 _TARGETS = {"cpu": "CPU", "gpu": "GPU", "tpu": "TPU", "ascend": "Ascend"}
@@ -220,7 +220,7 @@ def _search(name: str, value: Any) -> Iterator[Problem]:
     yield from one_of(*search.MODES)(name, value)
 
 
-_search_mode = _now("search_mode", "auto", _search, "How the cuts that you leave open are found.")
+_search_mode = _now("search_mode", "auto", _search, "How the search finds the shardings that you leave open.")
 
 
 def _batch(full: bool, standing: Any) -> Any:
@@ -233,13 +233,13 @@ AUTO_PARALLEL_KEYS = _table(
     # MindSpore documents 4096 as the end of device_num, but takes any number from 1 up, as here.
     _now("device_num", None, integer(1), "How many devices to use; all where it is not set (`get` then gives 1).",
          read=lambda kept: 1 if kept is None else kept),
-    _now("global_rank", 0, integer(0, 4095), "The device whose slice is meant; below the number of devices in use."),
+    _now("global_rank", 0, integer(0, 4095), "The rank of this process's device, below the number of devices in use."),
     _now("parallel_mode", ParallelMode.STAND_ALONE, one_of(*ParallelMode.MODE_LIST),
          "The semi-auto and auto modes, set by you, bring MindSpore's rule for out_strategy."),
     _search_mode,
     dataclasses.replace(_search_mode, name="auto_parallel_search_mode", doc="The old name of search_mode.",
                         alias_of="search_mode"),
-    _now("dataset_strategy", "data_parallel", _dataset, "How each input of the data set is cut over the devices."),
+    _now("dataset_strategy", "data_parallel", _dataset, "How each input of the data set is sharded."),
     _now("full_batch", False, boolean, "True is dataset_strategy='full_batch'.",
          alias_of="dataset_strategy", write=_batch, read=lambda kept: kept == "full_batch"),
     _now("out_strategy_mode", "overwrite", one_of("overwrite", "honour"),
@@ -249,20 +249,20 @@ AUTO_PARALLEL_KEYS = _table(
             "Whether the training step divides the sum of the devices' gradients by their number; it does if not set."),
     _trains("gradient_fp32_sync", True, boolean, "Sum gradients of 16 bits in float32."),
     _trains("loss_repeated_mean", True, boolean,
-            "Divide the gradient of a loss that several devices work out alike by their number."),
+            "Divide the gradient of a loss that several devices compute alike by their number."),
     _trains("parameter_broadcast", False, boolean, "Send process 0's parameters to all before the first step."),
-    _trains("enable_parallel_optimizer", False, boolean, "Cut optimizer states over the devices with copies."),
+    _trains("enable_parallel_optimizer", False, boolean, "Shard optimizer states over the devices that hold replicas."),
     _trains("parallel_optimizer_config", dict(OPTIMIZER), CHECKS["parallel_optimizer_config"],
-            "Which of them are cut, and how far."),
+            "Which of them are sharded, and how many ways."),
     _trains("optimizer_weight_shard_size", -1, shard_size,
-            "Over how many devices each is cut; -1 as many as can be."),
+            "The number of shards of each; -1 is as many as possible."),
     _later("force_fp32_communication", False, boolean, "a choice of the collectives' dtype", "Reduce in float32."),
     _later("communi_parallel_mode", "all_group_parallel",
            one_of("all_group_parallel", "same_server_group_parallel", "no_group_parallel"),
            "an order of the collectives", "Which groups' collectives may run at the same time."),
-    # XLA chooses all-to-all where it is cheaper, whatever is said here: neither value asks for anything.
+    # XLA chooses all-to-all where it is cheaper: neither value has an effect.
     _later("enable_alltoall", False, boolean, "", "Redistribute with all-to-all.", also=(True,)),
-    _trains("comm_fusion", dict(FUSION), CHECKS["comm_fusion"], "Which collectives of the training step travel as one."),
+    _trains("comm_fusion", dict(FUSION), CHECKS["comm_fusion"], "Which collectives of the training step are combined."),
     _trains("all_reduce_fusion_config", None, indices, "The last all-reduce of each of its buckets.",
             store=tuple, read=lambda kept: None if kept is None else list(kept)),
     _later("optimizer_weight_shard_aggregated_save", False, boolean, "the sharding of optimizer states",
@@ -270,14 +270,14 @@ AUTO_PARALLEL_KEYS = _table(
     _now("strategy_ckpt_config", StrategyFiles(), _files, "The layout file to read, and the one to write.",
          store=lambda value: value if isinstance(value, StrategyFiles) else StrategyFiles(**value),
          read=lambda kept: kept._asdict()),
-    _now("strategy_ckpt_load_file", "", text, "A layout file, or MindSpore's strategy JSON, for what no entry speaks of.",
+    _now("strategy_ckpt_load_file", "", text, "A layout file, or MindSpore's strategy JSON, for arrays without an entry.",
          alias_of="strategy_ckpt_config", write=lambda value, standing: standing._replace(load_file=value),
          read=lambda kept: kept.load_file),
     _now("strategy_ckpt_save_file", "", text, "Each plan is written there; a name that ends in .json: MindSpore's JSON.",
          alias_of="strategy_ckpt_config", write=lambda value, standing: standing._replace(save_file=value),
          read=lambda kept: kept.save_file),
     _later("group_ckpt_save_file", "", text, "writing the groups of devices", "A file for the groups of devices."),
-    _trains("pipeline_stages", 1, integer(1), "The number of pipeline stages that `train.pipeline` cuts."),
+    _trains("pipeline_stages", 1, integer(1), "The number of stages of `train.pipeline`."),
     _trains("pipeline_config", _PIPELINE, _pipeline_check, "The order in which they work.",
             honours=_orders((False, "1f1b"), (True, "1f1b"), (True, "gpipe")),
             lacks="a pipeline in another order than 1f1b and gpipe",
@@ -288,7 +288,7 @@ AUTO_PARALLEL_KEYS = _table(
         read=lambda kept: json.loads(kept)["pipeline_interleave"]),
     _later("pipeline_result_broadcast", False, boolean, "a pipeline that gives more than a loss",
            "Send the last result to all."),
-    _trains("auto_pipeline", False, boolean, "Cut the stages of `train.pipeline` where their costs are most alike."),
+    _trains("auto_pipeline", False, boolean, "Split the stages of `train.pipeline` where their costs are most equal."),
     _later("grad_accumulation_step", 1, in_turn(integer(1), _removed("accumulate with optax.MultiSteps")),
            "gradient accumulation", "MindSpore has taken it away: only 1."),
     _later("sharding_propagation", False, boolean, "the old switch of this search", "An old form of search_mode.",
@@ -307,12 +307,12 @@ RUN_KEYS = _table(
 )
 
 ALGO_KEYS = _table(
-    _now("fully_use_devices", False, boolean, "Every op that can be cut over all devices is."),
+    _now("fully_use_devices", False, boolean, "Shard every op over all devices where possible."),
     _now("elementwise_op_strategy_follow", False, boolean,
-         "Elementwise ops are cut as their input: they always are here, so neither value asks for anything."),
-    _now("enable_algo_approxi", False, boolean, "An answer near the best one will do."),
-    _now("algo_approxi_epsilon", 0.1, _fraction, "How near: the part of the cost that may be lost, above 0 up to 1."),
-    _now("tensor_slice_align_enable", False, boolean, "Only cuts that leave a matrix product aligned slices."),
-    _now("tensor_slice_align_size", 16, integer(1, 1024), "The alignment: what divides the last dim of such a slice."),
+         "Shard elementwise ops as their input. They always are here, so neither value has an effect."),
+    _now("enable_algo_approxi", False, boolean, "Accept a solution near the optimum."),
+    _now("algo_approxi_epsilon", 0.1, _fraction, "The accepted excess cost as a fraction, above 0 and at most 1."),
+    _now("tensor_slice_align_enable", False, boolean, "Only shardings that leave a matmul aligned shards."),
+    _now("tensor_slice_align_size", 16, integer(1, 1024), "The alignment: a divisor of the last dim of such a shard."),
 )
 # fmt: on

@@ -1,7 +1,7 @@
-"""Where the pieces of one array lie: a device matrix with named axes, and for each dim the axes that cut it.
+"""MindSpore's `Layout`: a device matrix with named axes, and for each dim of an array the axes that shard it.
 
-Ranks stand in the device matrix row-major, so the last axis is the fastest. With the matrix (2, 4) and the names
-("dp", "mp"), rank 5 has the coordinates dp=1, mp=1. A dim cut over ("dp", "mp") is cut 8 ways, dp being the major part.
+Ranks fill the device matrix in row-major order, so the last axis is the fastest. With the matrix (2, 4) and the names
+("dp", "mp"), rank 5 has the coordinates dp=1, mp=1. A dim over ("dp", "mp") has 8 shards, and dp is the major axis.
 The class takes MindSpore's notation and gives JAX's: a mesh, a `PartitionSpec`, a `NamedSharding`.
 """
 
@@ -23,19 +23,26 @@ from shardfn.errors import DeviceError, LayoutError, LayoutTypeError, Problem, f
 from shardfn.frontend.meshes import abstract_mesh, mesh_on, partition_spec
 
 INTERLEAVED = "interleaved_parallel"
-WHOLE = "None"
+UNSHARDED = "None"
 
-Dim = str | tuple[str, ...]  # one dim as typed: an axis, several axes (major to minor), or "None" for whole
-Spec = tuple[tuple[str, ...], ...]  # for each dim the axes that cut it, major to minor; () for whole
+Dim = str | tuple[str, ...]  # one dim as typed: an axis, several axes (major to minor), or "None" for unsharded
+Spec = tuple[tuple[str, ...], ...]  # for each dim the axes that shard it, major to minor; () for unsharded
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class Layout:
-    """A device matrix with named axes; called with one entry for each dim it becomes the layout of an array.
+    """A device matrix with named axes. Call it with one entry for each dim to get the layout of an array.
 
-    `device_matrix` holds the size of each axis, `alias_name` the names; `rank_list` says which rank (index of a device)
-    stands at each position of the matrix, default 0, 1, 2 … A last axis called "interleaved_parallel" is virtual: it
-    counts no devices and cuts no dim. Raises `LayoutError` or `LayoutTypeError`.
+    A last axis called "interleaved_parallel" is virtual: it counts no devices and shards no dim.
+
+    Args:
+      device_matrix: the size of each axis.
+      alias_name: the name of each axis.
+      rank_list: the rank (index of a device) at each position of the matrix, in row-major order; None is 0, 1, 2, …
+
+    Raises:
+      LayoutError: sizes, names or ranks do not fit together.
+      LayoutTypeError: an argument has the wrong type.
 
     >>> layout = Layout((2, 4), ("dp", "mp"))
     >>> layout("dp", "None").slice_shape((32, 16))
@@ -63,15 +70,25 @@ class Layout:
             object.__setattr__(self, name, value)
 
     def __call__(self, *dims: Dim) -> Layout:
-        """Return the layout of an array: for each dim an axis name, a tuple of names (major to minor) or "None".
+        """The layout of an array.
 
-        >>> Layout((2, 4), ("dp", "mp"))("None", "mp").cuts
+        Args:
+          dims: for each dim an axis name, a tuple of names (major to minor), or "None" for an unsharded dim.
+
+        Returns:
+          The layout with these dims.
+
+        Raises:
+          LayoutError: an axis that does not exist or is used twice.
+          LayoutTypeError: an entry that is no name.
+
+        >>> Layout((2, 4), ("dp", "mp"))("None", "mp").strategy
         (1, 4)
         """
         _raise(_dim_problems(self.device_matrix, self.alias_name, dims))
         bound = copy.copy(self)
         object.__setattr__(bound, "_dims", dims)
-        object.__setattr__(bound, "_spec", tuple(tuple(a for a in _names(dim) if a != WHOLE) for dim in dims))
+        object.__setattr__(bound, "_spec", tuple(tuple(a for a in _names(dim) if a != UNSHARDED) for dim in dims))
         return bound
 
     def __repr__(self) -> str:
@@ -83,23 +100,46 @@ class Layout:
     # Built from something else
 
     @classmethod
-    def from_strategy(cls, cuts: tuple[int, ...], device_num: int) -> Layout:
-        """Return the layout of a lone array: one axis for each cut above 1, then the devices left over as `repeat`.
+    def from_strategy(cls, strategy: tuple[int, ...], device_num: int) -> Layout:
+        """The layout of a single array on a device matrix of its own.
+
+        Args:
+          strategy: the number of shards of each dim.
+          device_num: the number of devices, a multiple of the product of the strategy.
+
+        Returns:
+          A layout with one axis for each sharded dim. A last axis `repeat` holds the replicas.
+
+        Raises:
+          LayoutError: the product does not divide the device count, or a number is below 1.
+          LayoutTypeError: the strategy is no tuple of ints.
 
         >>> Layout.from_strategy((4, 1), 8)
         Layout((4, 2), ('dim0', 'repeat'))('dim0', 'None')
         """
-        _raise(_strategy_problems(cuts, device_num))
-        axes = [(f"dim{i}", cut) for i, cut in enumerate(cuts) if cut > 1]
-        repeat = device_num // math.prod(cuts)
+        _raise(_strategy_problems(strategy, device_num))
+        axes = [(f"dim{i}", n) for i, n in enumerate(strategy) if n > 1]
+        repeat = device_num // math.prod(strategy)
         if repeat > 1 or not axes:
             axes.append(("repeat", repeat))
         names, sizes = zip(*axes, strict=True)
-        return cls(sizes, names)(*(f"dim{i}" if cut > 1 else WHOLE for i, cut in enumerate(cuts)))
+        return cls(sizes, names)(*(f"dim{i}" if n > 1 else UNSHARDED for i, n in enumerate(strategy)))
 
     @classmethod
     def from_tensor_map(cls, device_matrix: Sequence[int], tensor_map: Sequence[int | Sequence[int]]) -> Layout:
-        """Return the layout that MindSpore writes as numbers: k is the axis k places before the last, -1 is whole.
+        """The layout that MindSpore writes as numbers.
+
+        Args:
+          device_matrix: the size of each axis; the axes are called `axis0`, `axis1`, …
+          tensor_map: for each dim the axis that shards it, counted from the last axis (0); -1 for unsharded; a tuple for
+            several axes.
+
+        Returns:
+          The layout.
+
+        Raises:
+          LayoutError: the tensor map names an axis that does not exist.
+          LayoutTypeError: the tensor map is no tuple of ints.
 
         >>> Layout.from_tensor_map((2, 4), (1, -1))
         Layout((2, 4), ('axis0', 'axis1'))('axis0', 'None')
@@ -108,14 +148,25 @@ class Layout:
         names = tuple(f"axis{i}" for i in range(len(matrix) if isinstance(matrix, tuple) else 1))
         layout = cls(matrix, names)
         _raise(_map_problems(matrix, tensor_map))
-        number = {-1: WHOLE} | dict(enumerate(reversed(names)))
+        number = {-1: UNSHARDED} | dict(enumerate(reversed(names)))
         return layout(*(number[d] if isinstance(d, int) else tuple(number[k] for k in d) for d in tensor_map))
 
     @classmethod
     def from_sharding(cls, sharding: NamedSharding, ndim: int, devices: Sequence[Any] | None = None) -> Layout:
-        """Return the layout of an `ndim`-dim array that lies as `sharding` says (its memory kind is not kept).
+        """The layout that equals a `NamedSharding`; its memory kind is dropped.
 
-        A rank is a device's index in `devices`, which defaults to all devices of the mesh's platform.
+        Args:
+          sharding: the sharding.
+          ndim: the number of dims of the array.
+          devices: the devices by rank; None is all devices of the mesh's platform.
+
+        Returns:
+          The layout.
+
+        Raises:
+          LayoutError: the sharding has more dims, or leaves one unconstrained.
+          LayoutTypeError: `sharding` is no `NamedSharding`.
+          DeviceError: a device of the mesh is not in `devices`.
 
         >>> Layout.from_sharding(NamedSharding(AbstractMesh((2, 4), ("dp", "mp")), PartitionSpec("mp")), ndim=2)
         Layout((2, 4), ('dp', 'mp'))('mp', 'None')
@@ -125,20 +176,23 @@ class Layout:
         mesh = sharding.mesh
         axes = dict(mesh.shape) or {"repeat": 1}
         layout = cls(tuple(axes.values()), tuple(axes), _ranks(mesh, devices))
-        return layout(*(WHOLE if entry is None else entry for entry in entries))
+        return layout(*(UNSHARDED if entry is None else entry for entry in entries))
 
     # As MindSpore writes it
 
     @property
     def tensor_map(self) -> tuple[int | tuple[int, ...], ...]:
-        """For each dim the axis that cuts it, counted from the last axis (0); -1 for whole; a tuple for several."""
+        """For each dim the axis that shards it, counted from the last axis (0); -1 for unsharded; a tuple for several."""
         last = len(self.alias_name) - 1
-        number = {WHOLE: -1} | {name: last - i for i, name in enumerate(self.alias_name)}
+        number = {UNSHARDED: -1} | {name: last - i for i, name in enumerate(self.alias_name)}
         dims = self._bound()._dims or ()
         return tuple(number[dim] if isinstance(dim, str) else tuple(number[axis] for axis in dim) for dim in dims)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return MindSpore's five keys with its values; its default ranks count the virtual axis too.
+        """MindSpore's dict form. Its default ranks count the virtual axis too.
+
+        Returns:
+          A dict with `device_matrix`, `tensor_map`, `interleaved_parallel`, `alias_name` and `rank_list`.
 
         >>> Layout((2, 2), ("a", "b"))("b", "None").to_dict()["tensor_map"]
         (0, -1)
@@ -156,7 +210,7 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """How many devices the matrix holds."""
+        """The number of devices."""
         return len(self.rank_list)
 
     @property
@@ -166,36 +220,56 @@ class Layout:
 
     @property
     def spec(self) -> Spec:
-        """For each dim the axes that cut it, major to minor."""
+        """For each dim the axes that shard it, major to minor."""
         return self._bound()._spec or ()
 
     @property
-    def cuts(self) -> tuple[int, ...]:
-        """How many ways each dim is cut: the layout as a strategy."""
+    def strategy(self) -> tuple[int, ...]:
+        """The number of shards of each dim."""
         sizes = dict(self.axes)
         return tuple(math.prod(sizes[axis] for axis in dim) for dim in self.spec)
 
     def slice_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape that each device holds of an array of `shape`; raise where a dim cannot be cut so."""
+        """The shape of one shard.
+
+        Args:
+          shape: the shape of the array.
+
+        Returns:
+          The shape on each device.
+
+        Raises:
+          LayoutError: another number of dims, or a dim that its number of shards does not divide.
+          LayoutTypeError: `shape` is no tuple of ints.
+        """
         _raise(_shape_problems(self, shape))
-        return tuple(int(n) // cut for n, cut in zip(shape, self.cuts, strict=True))
+        return tuple(int(n) // count for n, count in zip(shape, self.strategy, strict=True))
 
     def slices(self, shape: Sequence[int]) -> tuple[tuple[slice, ...], ...]:
-        """Return what each device holds of an array of `shape`; entry i is for rank `rank_list[i]`.
+        """The part of an array that each device holds.
+
+        Args:
+          shape: the shape of the array.
+
+        Returns:
+          A tuple of slices for each device; entry i is for rank `rank_list[i]`.
+
+        Raises:
+          LayoutError: the array cannot be sharded so (`slice_shape`).
 
         >>> Layout((2, 2), ("dp", "mp"))("mp").slices((6,))[1]
         (slice(3, 6, None),)
         """
-        held = self.slice_shape(shape)
+        shard_shape = self.slice_shape(shape)
         sizes = dict(self.axes)
         coordinates = dict(zip(sizes, np.unravel_index(np.arange(self.size), tuple(sizes.values())), strict=True))
         columns = []
-        for axes, cut, length in zip(self.spec, self.cuts, held, strict=True):
-            piece = np.zeros(self.size, np.int64)
+        for axes, count, length in zip(self.spec, self.strategy, shard_shape, strict=True):
+            number = np.zeros(self.size, np.int64)
             for axis in axes:
-                piece = piece * sizes[axis] + coordinates[axis]
-            pieces = [slice(i * length, (i + 1) * length) for i in range(cut)]
-            columns.append([pieces[i] for i in piece.tolist()])
+                number = number * sizes[axis] + coordinates[axis]
+            shards = [slice(i * length, (i + 1) * length) for i in range(count)]
+            columns.append([shards[i] for i in number.tolist()])
         return tuple(zip(*columns, strict=True)) if columns else ((),) * self.size
 
     # As JAX writes it
@@ -206,32 +280,56 @@ class Layout:
         return partition_spec(self.spec)
 
     def mesh(self, devices: Sequence[Any] | None = None) -> Mesh:
-        """Return the mesh with device `devices[rank]` at the place of each rank; default `jax.devices()`."""
+        """The mesh with device `devices[rank]` at the position of each rank.
+
+        Args:
+          devices: the devices by rank; None is `jax.devices()`.
+
+        Returns:
+          The mesh, with the layout's axes.
+
+        Raises:
+          DeviceError: too few devices, or one that is listed twice.
+        """
         pool = list(jax.devices() if devices is None else devices)
         if (last := max(self.rank_list)) >= len(pool):
             what = f"the layout needs device {last}, and there are {len(pool)} devices, counted from 0"
             virtual = f"XLA_FLAGS=--xla_force_host_platform_device_count={last + 1}"
             fix = f"pass a longer list as devices=, plan with abstract_mesh(), or start Python with {virtual}"
             fail(DeviceError, what, where=repr(self), fix=fix)
-        grid = np.empty(self.size, dtype=object)
-        grid[:] = [pool[rank] for rank in self.rank_list]
-        if len(set(grid)) < self.size:
+        placed = np.empty(self.size, dtype=object)
+        placed[:] = [pool[rank] for rank in self.rank_list]
+        if len(set(placed)) < self.size:
             where, fix = f"devices={reprlib.repr(pool)}", "list each device once"
             fail(DeviceError, "a device stands at two places of the device matrix", where=where, fix=fix)
-        return mesh_on(grid, self.axes)
+        return mesh_on(placed, self.axes)
 
     def abstract_mesh(self) -> AbstractMesh:
-        """Return the mesh without devices, and so without `rank_list`."""
+        """The mesh without devices.
+
+        Returns:
+          An abstract mesh with the layout's axes; `rank_list` has no effect.
+        """
         return abstract_mesh(self.axes)
 
     def sharding(self, devices: Sequence[Any] | None = None) -> NamedSharding:
-        """Return the `NamedSharding` on `mesh(devices)`."""
+        """The `NamedSharding` of the layout.
+
+        Args:
+          devices: the devices by rank; None is `jax.devices()`.
+
+        Returns:
+          The sharding on `mesh(devices)`.
+
+        Raises:
+          DeviceError: too few devices, or one that is listed twice.
+        """
         return NamedSharding(self.mesh(devices), self.partition_spec)
 
     def _bound(self) -> Layout:
         if self._dims is None:
             fix = f'call it with one entry for each dim, as in layout("{self.alias_name[0]}", "None")'
-            why = "the device matrix alone does not say which axis cuts which dim"
+            why = "the device matrix alone does not say which axis shards which dim"
             fail(LayoutError, "this layout is not yet the layout of an array", where=repr(self), why=why, fix=fix)
         return self
 
@@ -271,7 +369,7 @@ def _ranks(mesh: Mesh | AbstractMesh, devices: Sequence[Any] | None) -> list[int
         return [index[device] for device in placed]
     except (KeyError, RuntimeError):  # RuntimeError: a compile-only topology, whose platform is not on this machine
         why = "a rank is the index of a device in a list, by default jax.devices()"
-        what, fix = "the mesh holds devices that are not listed", "pass a list that holds them as devices="
+        what, fix = "the mesh has devices that are not listed", "pass a list with all of them as devices="
         fail(DeviceError, what, where=repr(mesh), why=why, fix=fix)
 
 
@@ -291,7 +389,7 @@ def _is_int(value: Any) -> bool:
 WHY = {
     "device_matrix": "a size counts the devices along an axis",
     "rank_list": "a rank is the index of a device",
-    "cuts": "a cut says how many ways a dim is cut; 1 leaves it whole",
+    "strategy": "an entry is the number of shards of a dim; 1 leaves it unsharded",
 }
 
 
@@ -314,23 +412,33 @@ def _matrix_problems(matrix: Any, names: Any) -> Iterator[Problem]:
     found = list(_int_problems("device_matrix", matrix, where))
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         what, fix = "alias_name must be a tuple of strings", 'name each axis, as in ("dp", "mp")'
-        found.append(Problem(what, where, "dims are cut by an axis's name", fix, is_type=True))
+        found.append(Problem(what, where, "a dim is sharded over an axis by its name", fix, is_type=True))
     yield from found
     if any(p.is_type for p in found):
         return
     counts = f"device_matrix has {len(matrix)} entries and alias_name {len(names)}"
     rules = (
         (len(matrix) != len(names), counts, "each axis has a size and a name", "write as many names as sizes"),
-        ("" in names, "an axis has an empty name", "dims are cut by an axis's name", "give each axis a name"),
-        (WHOLE in names, 'an axis is called "None"', 'in a call "None" says that a dim stays whole', "rename the axis"),
-        (len(set(names)) < len(names), "two axes share a name", "dims are cut by an axis's name", "rename one of them"),
+        (
+            "" in names,
+            "an axis has an empty name",
+            "a dim is sharded over an axis by its name",
+            "give each axis a name",
+        ),
+        (UNSHARDED in names, 'an axis is called "None"', 'in a call "None" means an unsharded dim', "rename the axis"),
+        (
+            len(set(names)) < len(names),
+            "two axes share a name",
+            "a dim is sharded over an axis by its name",
+            "rename one of them",
+        ),
         (
             INTERLEAVED in names[:-1],
             f"axis {INTERLEAVED!r} is not last",
             "it is virtual, no axis of devices",
             "put it last",
         ),
-        (not set(names) - {INTERLEAVED}, "no axis holds devices", "", 'for one device write Layout((1,), ("dp",))'),
+        (not set(names) - {INTERLEAVED}, "no axis has devices", "", 'for one device write Layout((1,), ("dp",))'),
     )
     yield from (Problem(what, where, why, fix) for wrong, what, why, fix in rules if wrong)
 
@@ -354,40 +462,41 @@ def _rank_problems(ranks: Any, default: range, virtual: int) -> Iterator[Problem
 
 def _dim_problems(matrix: tuple[int, ...], names: tuple[str, ...], dims: tuple[Any, ...]) -> Iterator[Problem]:
     where = f"Layout({matrix!r}, {names!r}){_call(dims)}"
-    use = "use " + _either([f'"{name}"' for name in (*names, WHOLE) if name != INTERLEAVED])
+    use = "use " + _either([f'"{name}"' for name in (*names, UNSHARDED) if name != INTERLEAVED])
     seen: dict[str, int] = {}
     for i, axis in ((i, axis) for i, dim in enumerate(dims) for axis in _names(dim)):
         if axis is None:
-            why, fix = "only the word says that a dim stays whole", 'write the string "None" there'
+            why, fix = "only the string means an unsharded dim", 'write the string "None" there'
             yield Problem(f"dim {i} is None", where, why, fix)
         elif not isinstance(axis, str):
             why = "a dim is an axis name or a tuple of names"
-            yield Problem(f"dim {i} holds {axis!r}, which is no axis name", where, why, use, is_type=True)
-        elif axis == WHOLE:
+            yield Problem(f"dim {i} is {axis!r}, which is no axis name", where, why, use, is_type=True)
+        elif axis == UNSHARDED:
             continue
         elif axis not in names:
-            yield Problem(f"dim {i} cannot be cut over {axis!r}", where, "the device matrix has no such axis", use)
+            yield Problem(f"dim {i} cannot be sharded over {axis!r}", where, "the device matrix has no such axis", use)
         elif axis == INTERLEAVED:
             why = "XLA overlaps communication with computation by itself: no array is split again on its device"
-            yield Problem(f"dim {i} cannot be cut over {axis!r}", where, why, f"leave it out of the call: {use}")
+            yield Problem(f"dim {i} cannot be sharded over {axis!r}", where, why, f"leave it out of the call: {use}")
         elif axis in seen:
             what = f"axis {axis!r} is used twice" + (f", on dims {seen[axis]} and {i}" if seen[axis] != i else "")
-            fix = 'use each axis once, and "None" for a dim that stays whole'
-            yield Problem(what, where, "an axis cuts one dim of an array, once", fix)
+            fix = 'use each axis once, and "None" for an unsharded dim'
+            yield Problem(what, where, "an axis shards one dim of an array, once", fix)
         else:
             seen[axis] = i
 
 
-def _strategy_problems(cuts: Any, device_num: Any) -> Iterator[Problem]:
-    where = f"cuts {cuts!r} on {device_num!r} devices"
-    found = list(_int_problems("cuts", cuts, where))
+def _strategy_problems(strategy: Any, device_num: Any) -> Iterator[Problem]:
+    where = f"strategy {strategy!r} on {device_num!r} devices"
+    found = list(_int_problems("strategy", strategy, where))
     if not _is_int(device_num) or device_num < 1:
         what, fix = f"device_num is {device_num!r}", "give the number of devices, an int of 1 or more"
         found.append(Problem(what, where, fix=fix, is_type=not _is_int(device_num)))
     yield from found
-    if not found and device_num % math.prod(cuts):
-        what, why = f"the cuts need {math.prod(cuts)} devices", f"{device_num} is not divisible by {math.prod(cuts)}"
-        yield Problem(what, where, why, f"choose cuts whose product is {_either(_divisors(device_num))}")
+    if not found and device_num % math.prod(strategy):
+        needed = math.prod(strategy)
+        what, why = f"the strategy needs {needed} devices", f"{device_num} is not divisible by {needed}"
+        yield Problem(what, where, why, f"choose a strategy whose product is {_either(_divisors(device_num))}")
 
 
 def _map_problems(matrix: tuple[int, ...], tensor_map: Any) -> Iterator[Problem]:
@@ -395,10 +504,10 @@ def _map_problems(matrix: tuple[int, ...], tensor_map: Any) -> Iterator[Problem]
     nested = isinstance(tensor_map, tuple | list)
     values = [k for dim in tensor_map for k in (dim if isinstance(dim, tuple | list) else (dim,))] if nested else ()
     if not nested or not all(map(_is_int, values)):
-        fix = "write a tuple of ints, or of tuples of ints for a dim that several axes cut"
+        fix = "write a tuple of ints, or of tuples of ints for a dim that several axes shard"
         yield Problem("a tensor map must be a tuple of ints", where, fix=fix, is_type=True)
     elif any(not -1 <= k < len(matrix) for k in values):
-        fix = f"use 0 for the last axis, up to {len(matrix) - 1} for the first, and -1 for whole"
+        fix = f"use 0 for the last axis, up to {len(matrix) - 1} for the first, and -1 for an unsharded dim"
         yield Problem("the tensor map names an axis that does not exist", where, fix=fix)
 
 
@@ -413,7 +522,7 @@ def _sharding_problems(sharding: Any, ndim: int) -> Iterator[Problem]:
         (len(spec) > ndim, f"the spec has {len(spec)} entries for {ndim} dims", "give at most one entry for each dim"),
         (
             PartitionSpec.UNCONSTRAINED in spec.partitions,
-            "the spec leaves a dim open",
+            "the spec leaves a dim unconstrained",
             "say an axis or None for each dim",
         ),
         (bool(spec.unreduced), "the array still has to be summed over an axis", "reduce it first"),
@@ -426,14 +535,14 @@ def _shape_problems(layout: Layout, shape: Any) -> Iterator[Problem]:
     where = f"shape {shape!r} under {layout!r}"
     if not isinstance(shape, tuple | list) or not all(isinstance(n, int | np.integer) for n in shape):
         yield Problem("a shape must be a tuple of ints", where, fix="pass array.shape", is_type=True)
-    elif len(shape) != len(layout.cuts):
-        what = f"the layout has {len(layout.cuts)} dims and the array has {len(shape)}"
-        why = 'each dim has an entry, that of a whole one is "None"'
+    elif len(shape) != len(layout.strategy):
+        what = f"the layout has {len(layout.strategy)} dims and the array has {len(shape)}"
+        why = 'each dim has an entry, which is "None" for an unsharded dim'
         yield Problem(what, where, why, f"call the layout with {_count(len(shape))}, one for each dim")
     else:
-        for i, (n, cut) in enumerate(zip(shape, layout.cuts, strict=True)):
-            if n % cut:
+        for i, (n, count) in enumerate(zip(shape, layout.strategy, strict=True)):
+            if n % count:
                 ways = _either(_divisors(int(n), layout.size))
-                other = f"cut it {ways} ways on {layout.size} devices" if ways != "1" else "leave it whole"
-                fix = f"{other}, or pad it to {-(-n // cut) * cut}"
-                yield Problem(f"dim {i} cannot be cut {cut} ways", where, f"{n} is not divisible by {cut}", fix)
+                other = f"shard it {ways} ways on {layout.size} devices" if ways != "1" else "leave it unsharded"
+                fix = f"{other}, or pad it to {-(-n // count) * count}"
+                yield Problem(f"dim {i} cannot be sharded {count} ways", where, f"{n} is not divisible by {count}", fix)

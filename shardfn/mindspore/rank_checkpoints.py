@@ -63,9 +63,9 @@ class Sliced:
             if rows % size:
                 fail(
                     CheckpointError,
-                    f"a slice of {rows} rows cannot be cut {size} ways",
+                    f"a slice of {rows} rows cannot be sharded {size} ways",
                     where=f"shape {tuple(shape)}",
-                    why="opt_weight_shard_size cuts dim 0 of every slice",
+                    why="opt_weight_shard_size shards dim 0 of every slice",
                     fix="use the strategy file that the run wrote",
                 )
             begin = box[0].start + rank // step % size * (rows // size)
@@ -74,7 +74,7 @@ class Sliced:
 
     def full(self, held: Sequence[int]) -> tuple[int, ...]:
         """The shape of the whole parameter of which a rank holds a slice of shape `held`."""
-        cuts = self.layout.cuts
+        cuts = self.layout.strategy
         size = self.optimizer[0]
         return tuple(
             n * c * (size if not i and size > 1 else 1) for i, (n, c) in enumerate(zip(held, cuts, strict=True))
@@ -122,8 +122,8 @@ def merge_sliced_parameter(sliced_parameters: Sequence[Any], strategy: Any = Non
     if len(slices) != cut.ranks:
         fail(CheckpointError, f"there are {len(slices)} slices for {cut.ranks} ranks", where=repr(cut.layout),
              why="each rank of the device matrix has one", fix="pass one slice for each rank, in order")  # fmt: skip
-    if len(cut.layout.cuts) != first.ndim:
-        fail(CheckpointError, f"the slices have {first.ndim} dims, and the strategy {len(cut.layout.cuts)}",
+    if len(cut.layout.strategy) != first.ndim:
+        fail(CheckpointError, f"the slices have {first.ndim} dims, and the strategy {len(cut.layout.strategy)}",
              where=repr(cut.layout), fix="use the strategy of this parameter")  # fmt: skip
     whole = np.empty(cut.full(first.shape), first.dtype)
     for box, piece in zip(cut.boxes(whole.shape), slices, strict=True):
@@ -361,8 +361,8 @@ def whole_shapes(
             continue
         first = next(iter(held.values()))[name]
         cut = source.get(name)
-        if cut is not None and len(cut.layout.cuts) != len(first.shape):
-            problems.append(Problem(f"`{name}` has {len(first.shape)} dims, and its strategy {len(cut.layout.cuts)}",
+        if cut is not None and len(cut.layout.strategy) != len(first.shape):
+            problems.append(Problem(f"`{name}` has {len(first.shape)} dims, and its strategy {len(cut.layout.strategy)}",
                                     where=repr(cut.layout), fix="use the strategy of the run that wrote the files"))  # fmt: skip
             continue
         shape = cut.full(first.shape) if cut is not None else first.shape

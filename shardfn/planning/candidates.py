@@ -42,8 +42,8 @@ def _differing(names: Sequence[str], same: Sequence[SearchCandidate]) -> list[st
     """For each of some candidates what it has otherwise than the others, as the end of its name."""
     facts: list[list[str]] = [[] for _ in same]
     held = (
-        lambda c: _count(len(c.constraints), "op") + " held inside",
-        lambda c: _count(len(c.result_specs), "result") + " held",
+        lambda c: _count(len(c.constraints), "op") + " constrained",
+        lambda c: _count(len(c.result_specs), "result") + " constrained",
     )
     for told in (*(_cut(i, name) for i, name in enumerate(names)), *held):
         if len(set(map(tuple, facts))) == len(same):

@@ -27,7 +27,7 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
     call, problem = posed.call, posed.problem
     partitioned, cost = problem.partitioned_of(answer), problem.evaluate_answer(answer)
     inputs = _inputs(posed, answer)
-    outputs, cut_off = _outputs(posed, answer, partitioned)
+    outputs, changed = _outputs(posed, answer, partitioned)
     made = Plan(
         function=call.name,
         hardware=call.hardware,
@@ -52,7 +52,7 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
     diagnostics = (
         *advice(made, AnsweredCall(posed, answer)),
         *file_constraints(posed, answer.axes)[1],
-        *cut_off,
+        *changed,
         *(near_limit_note(cost.memory, problem.memory_limit) if call.search.is_limit_strict else ()),
         *answer.diagnostics,
         *of_program(call.traced, call.hardware, call.inputs, answer.axes),
@@ -93,11 +93,15 @@ def _outputs(
     for i, (leaf, given, wanted, value) in enumerate(rows):
         spec = answer.result_specs.get(i, wanted)
         if spec is None:
-            spec = _whole_axes(partitioned.specs[value][: len(leaf.shape)], leaf, partitioned, diagnostics)
+            spec = _expressible(partitioned.specs[value][: len(leaf.shape)], leaf, partitioned, diagnostics)
         source = "searched" if i in answer.result_specs else "propagated" if given is None else leaf.by
-        reason = "with the arguments: propagation alone would leave it otherwise" if i in answer.result_specs else ""
+        reason = (
+            "searched with the arguments: propagation alone would choose another sharding"
+            if i in answer.result_specs
+            else ""
+        )
         if given is None and i in call.same_as:
-            reason = f"as `{call.inputs[call.same_as[i]].path}`, whose place it can take"
+            reason = f"as `{call.inputs[call.same_as[i]].path}`, which it can replace"
         decided.append(_decision(leaf, spec, answer.axes, graph, value, source, reason, ""))
     return tuple(decided), diagnostics
 
@@ -129,17 +133,17 @@ def _decision(
 ) -> Decision:
     spec = spec if spec is not None else ((),) * len(leaf.shape)
     sizes = dict(axes)
-    cuts = tuple(math.prod(axis_size(a, sizes) for a in dim) for dim in spec)
+    strategy = tuple(math.prod(axis_size(a, sizes) for a in dim) for dim in spec)
     if source in ("you", "file"):
         reason, runner_up = leaf.where + (": data parallel" if leaf.entry is None else ""), ""
     elif source == "propagated":
         runner_up = ""
-    local = int(array_bytes(graph.values[value])) // max(1, math.prod(cuts))
-    return Decision(leaf.path, leaf.shape, leaf.dtype, cuts, spec, source, reason, runner_up, local)
+    local = int(array_bytes(graph.values[value])) // max(1, math.prod(strategy))
+    return Decision(leaf.path, leaf.shape, leaf.dtype, strategy, spec, source, reason, runner_up, local)
 
 
-def _whole_axes(spec: Spec, leaf: Leaf, partitioned: PartitionedProgram, diagnostics: list[str]) -> Spec:
-    """A propagated sharding that JAX can express: over whole mesh axes whose product divides the dimension."""
+def _expressible(spec: Spec, leaf: Leaf, partitioned: PartitionedProgram, diagnostics: list[str]) -> Spec:
+    """A propagated sharding that JAX can express: over unsplit mesh axes whose product divides the dimension."""
     kept = []
     for size, dim in zip(leaf.shape, spec, strict=True):
         good = dim
@@ -149,6 +153,6 @@ def _whole_axes(spec: Spec, leaf: Leaf, partitioned: PartitionedProgram, diagnos
             good = good[:-1]
         kept.append(good)
         if good != dim:
-            diagnostics.append(f"{leaf.path}: XLA would cut dimension {len(kept) - 1} over {dim}, which does not divide "
-                            f"{size}; it is handed out over {good or 'no axis'}")  # fmt: skip
+            diagnostics.append(f"{leaf.path}: XLA would shard dimension {len(kept) - 1} over {dim}, which does not "
+                            f"divide {size}; the result is sharded over {good or 'no axis'}")  # fmt: skip
     return tuple(kept)

@@ -156,8 +156,8 @@ class Plan:
 
     def _studied(self) -> Study:
         if self._study is None:
-            fail(StrategyError, f"the plan of `{self.function}` cannot be studied",
-                 why="what it was made from is not here: it was pickled, or made by hand",
+            fail(StrategyError, f"the plan of `{self.function}` allows no what-if analysis",
+                 why="its call is not here: the plan was pickled, or made by hand",
                  fix="plan the call again in this process")  # fmt: skip
         return self._study
 

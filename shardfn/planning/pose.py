@@ -96,7 +96,7 @@ def _hardware(options: Options, inputs: Sequence[Leaf], defaults: Defaults, prob
     """
     if defaults.parallel_mode in ("data_parallel", "hybrid_parallel"):
         fail(ContextError, f"`shard` has no meaning under parallel_mode={defaults.parallel_mode!r}",
-             where=f"parallel_mode = {defaults.parallel_mode!r}", why="that mode cuts no operator",
+             where=f"parallel_mode = {defaults.parallel_mode!r}", why="that mode shards no operator",
              fix='set_auto_parallel_context(parallel_mode="semi_auto_parallel"), or leave parallel_mode unset')  # fmt: skip
     if defaults.stages > 1 and defaults.search_mode == "dynamic_programming":
         fail(ContextError, "a pipeline does not go with the search dynamic_programming",
@@ -113,7 +113,7 @@ def _hardware(options: Options, inputs: Sequence[Leaf], defaults: Defaults, prob
         raise_problems([*error.problems, *known] if known else ())
         raise
     if found.count % defaults.stages:
-        fail(ContextError, f"{found.count} devices cannot be cut into {defaults.stages} pipeline stages",
+        fail(ContextError, f"{found.count} devices cannot be divided into {defaults.stages} pipeline stages",
              where=f"pipeline_stages = {defaults.stages}", why=f"{found.count} is not divisible by {defaults.stages}",
              fix="set pipeline_stages to a divisor, or reset_auto_parallel_context()")  # fmt: skip
     defaults.check_rank(found.count)

@@ -68,6 +68,6 @@ def not_predicted(graph: Graph, partitioned: PartitionedProgram) -> list[str]:
         return []
     text = ", ".join(list(found)[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
     return [
-        f"no partitioning rule for ops that are sharded along a dimension which they need as a whole: {text}; the bytes that XLA "
+        f"no partitioning rule for ops that are sharded along a dimension that they need unsharded: {text}; the bytes that XLA "
         f"sends there are not predicted;{FIX}check them with explain(..., compiled=True)"
     ]

@@ -40,7 +40,7 @@ OPS = 24_000
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WhatIf(AnsweredCall):
-    """The call and the answer of a plan, kept to price other shardings and to plan with other entries."""
+    """The call and the answer of a plan, kept to evaluate other shardings and to plan with other entries."""
 
     @classmethod
     def of(cls, planned: AnsweredCall) -> WhatIf:
@@ -55,7 +55,7 @@ class WhatIf(AnsweredCall):
         planned, paths = every[0], tuple(d.path for d in every)
         if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
             fail(StrategyError, f"{most!r} shardings cannot be evaluated", where=f"why({path!r}, most={most!r})",
-                 why="`most` counts the shardings to evaluate", fix="give a whole number above 0, or leave it out")  # fmt: skip
+                 why="`most` counts the shardings to evaluate", fix="give an integer above 0, or leave it out")  # fmt: skip
         others = sorted(
             array_specs(planned.shape, plan.axes, planned.spec), key=lambda spec: _evaluation_order(spec, planned, plan)
         )
@@ -125,7 +125,7 @@ def find(plan: Plan, path: str) -> tuple[Decision, ...]:
     """The decisions on the arrays of a path or a glob; `.` and `/` separate alike, the argument's name may be left out.
 
     Raises:
-      StrategyError: no array has that path, or those of a glob have other shapes or layouts than each other.
+      StrategyError: no array has that path, or the arrays of a glob differ in shape or sharding.
     """
     decisions = (*plan.inputs, *plan.outputs)
     paths = [d.path for d in decisions]
@@ -144,9 +144,9 @@ def find(plan: Plan, path: str) -> tuple[Decision, ...]:
     same = alike(globbed, lambda d: d.spec, least=1)
     if len(same) > 1:
         asked = listed([f"why({_glob_of(group, paths)!r})" for group in same], 3)
-        fail(StrategyError, f"`{path}` names arrays in {len(same)} layouts", where=f"why({path!r})",
-             why=f"{_laid(same)}: no one cut is theirs, to hold others against",
-             fix=f"ask for each layout by itself: {asked}")  # fmt: skip
+        fail(StrategyError, f"`{path}` names arrays with {len(same)} different shardings", where=f"why({path!r})",
+             why=f"{_shardings_text(same)}: they have no common sharding to compare others with",
+             fix=f"ask for each sharding separately: {asked}")  # fmt: skip
     if globbed:
         return tuple(globbed)
     ends = [p for p in paths if text and p.endswith("/" + text)]
@@ -157,11 +157,11 @@ def find(plan: Plan, path: str) -> tuple[Decision, ...]:
          fix=f"did you mean {' or '.join(map(repr, close))}?" if close else "use one of these paths")  # fmt: skip
 
 
-def _laid(groups: Sequence[Sequence[Decision]]) -> str:
-    """A few arrays with their layouts, one of each group."""
+def _shardings_text(groups: Sequence[Sequence[Decision]]) -> str:
+    """The sharding of one array of each group."""
     firsts = [group[0] for group in groups]
-    is_told = len({d.strategy for d in firsts}) == len(firsts)  # by the cuts alone
-    return listed([f"`{d.path}` is {d.strategy}{'' if is_told else f' {partition_spec(d.spec)}'}" for d in firsts], 3)
+    is_enough = len({d.strategy for d in firsts}) == len(firsts)
+    return listed([f"`{d.path}` is {d.strategy}{'' if is_enough else f' {partition_spec(d.spec)}'}" for d in firsts], 3)
 
 
 def _glob_of(group: Sequence[Decision], every: Sequence[str]) -> str:
@@ -176,13 +176,13 @@ def _glob_of(group: Sequence[Decision], every: Sequence[str]) -> str:
 
 def _evaluation_order(spec: Spec, planned: Decision, plan: Plan) -> tuple[Any, ...]:
     """Sort key: the runner-up first, then replicated, then the most shards over the fewest dimensions."""
-    cuts = strategy_of(spec, plan.axes)
+    strategy = strategy_of(spec, plan.axes)
     return (
-        not planned.runner_up.startswith(f"{cuts}:"),
+        not planned.runner_up.startswith(f"{strategy}:"),
         any(spec),
-        -math.prod(cuts),
-        sum(c > 1 for c in cuts),
-        tuple(-c for c in cuts),
+        -math.prod(strategy),
+        sum(n > 1 for n in strategy),
+        tuple(-n for n in strategy),
         spec,
     )
 
@@ -236,18 +236,19 @@ RUNNERS_UP = 12_000
 
 
 def with_runners_up(plan: Plan) -> Plan:
-    """The plan with the runner-up of each argument that was searched as `Plan.why` has it, the largest arrays first; of those
-    that are alike in all layers the first stands for all. What is beyond `RUNNERS_UP` keeps the search's estimate."""
+    """The plan with the runner-up of each searched argument as `Plan.why` evaluates it, the largest arrays first.
+
+    Arrays that are alike in all layers are evaluated once. Beyond `RUNNERS_UP` ops the search's own estimate stays."""
     if plan._study is None:
         return plan
-    told = [d for d in plan.inputs if d.source == "searched"]
+    searched = [d for d in plan.inputs if d.source == "searched"]
     groups = sorted(
-        alike(told, lambda d: (layer(d.path), d.strategy, d.runner_up)), key=lambda g: -math.prod(g[0].shape)
+        alike(searched, lambda d: (layer(d.path), d.strategy, d.runner_up)), key=lambda g: -math.prod(g[0].shape)
     )
-    flows = RUNNERS_UP // (1 + len(plan.partitioned.graph.ops))
+    programs = RUNNERS_UP // (1 + len(plan.partitioned.graph.ops))
     found: dict[str, str] = {}
-    for same in groups[:flows]:
-        rows = plan.why(same[0].path, min(MOST, flows // len(groups[:flows]))).rows
+    for same in groups[:programs]:
+        rows = plan.why(same[0].path, min(MOST, programs // len(groups[:programs]))).rows
         text = f"{rows[0].strategy}: {more_text(rows[0].more)}" if rows else ""
         found |= {d.path: text for d in same}
     inputs = (dataclasses.replace(d, runner_up=found.get(d.path, d.runner_up)) for d in plan.inputs)

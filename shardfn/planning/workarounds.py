@@ -1,14 +1,14 @@
-"""Where XLA computes wrong values, or makes a program that cannot run, keep it from there; the report says so.
+"""Workarounds for XLA bugs: shardings for which XLA computes wrong values or a program that cannot run.
 
-Convolutions: `graph.mistakes`. Seen on JAX 0.10.2 and 0.12.0.1 (CPU) too:
-the gradient of a maximum over windows (max pooling) is wrong where a dim is cut and neighbouring windows overlap by
-half or more: 3 rows each 1, 4 each 2, but not 3 each 2. It is judged where it stands in the function itself.
-On CPU a Fourier transform of what is gathered along another dim than the first may come to read a transposed array, which
-it refuses when it runs: with its operand and result whole by constraint, it does not.
-Before JAX 0.12 two windows over one array along a cut dim may get each other's padding: two of `reduce_window` (poolings, running
-maxima and sums), `jnp.pad` and convolutions, with the same window. What reads it through an optimization barrier has its own.
-A reduction over a cut dim by anything but a sum, a product, a minimum or a maximum (or `and` and `or` of bools) does not
-compile on CPU: xor, `and` and `or` of integers, a function of the user's. On TPU it does; GPUs are taken to be as CPUs.
+`partition.xla_bugs` has the rule for convolutions. The other bugs (JAX 0.10.2 and 0.12.0.1):
+
+- The gradient of max pooling is wrong where a dimension is sharded and windows overlap by half or more.
+- On CPU a Fourier transform whose operand is gathered along another dimension than the first may read a transposed array
+  and fail when it runs. Constraints that replicate its operand and result avoid it.
+- Before JAX 0.12 two windowed ops (`reduce_window`, `jnp.pad`, convolutions) with the same window over one array along a
+  sharded dimension may get each other's padding. An optimization barrier on the operand avoids it.
+- On CPU a reduction over a sharded dimension does not compile unless it is a sum, product, minimum or maximum, or `and` or
+  `or` of bools. GPUs are treated alike; on TPU it compiles.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class WrongOp(NamedTuple):
 
 
 def wrong_ops(partitioned: PartitionedProgram) -> tuple[WrongOp, ...]:
-    """The convolutions that XLA might compute wrongly, in value or gradient, transforms that might not run, and reductions that
-    do not compile, so laid out."""
-    # XLA may leave out the changes of layout around a convolution: judge it by what comes and what is wanted.
+    """The ops that XLA gets wrong with these shardings: convolutions and poolings whose values or gradients may be wrong,
+    Fourier transforms that may not run, and reductions that do not compile."""
+    # XLA may drop the resharding around a convolution: judge it by the shardings before and after.
     moves = [(op.inputs[0], op.outputs[0]) for op in partitioned.graph.ops if op.name in RESHARDING_OPS]
     moved_to: dict[int, int] = {}
     moved_from: dict[int, int] = {}
@@ -105,7 +105,7 @@ def wrong_ops(partitioned: PartitionedProgram) -> tuple[WrongOp, ...]:
 
 
 def _lacks_all_reduce(op: Op, partitioned: PartitionedProgram) -> bool:
-    """Whether partial results have to be put together in a way that XLA has no collective for."""
+    """Whether the op reduces over a sharded dimension in a way that XLA has no all-reduce for."""
     is_known = op.combines in REDUCTIONS_OF_XLA or (
         op.combines in ("and", "or") and partitioned.graph.values[op.inputs[0]].dtype == "i1"
     )
@@ -113,7 +113,7 @@ def _lacks_all_reduce(op: Op, partitioned: PartitionedProgram) -> bool:
 
 
 def _is_wrong_pooling(op: Op, partitioned: PartitionedProgram) -> bool:
-    """Whether windows that overlap by half or more run along a cut dim; in doubt, as padding may hide it, they do."""
+    """Whether windows that overlap by half or more run along a sharded dimension; True in doubt, as padding may hide it."""
     operand, source = (partitioned.graph.values[v].shape for v in op.inputs[:2])
     for tap in op.window_dims:
         overlap = -tap.low
@@ -126,24 +126,24 @@ def _is_wrong_pooling(op: Op, partitioned: PartitionedProgram) -> bool:
 
 
 def workaround_note(wrong: Sequence[WrongOp]) -> str:
-    """What the report says of a mended plan."""
+    """The diagnostic of the workarounds in a plan."""
     lines = {kind: ", ".join(w.where for w in wrong if w.kind == kind) for kind in _NOTES}
     return "; ".join(_NOTES[kind].format(where) for kind, where in lines.items() if where)
 
 
 _NOTES = {
     "window": (
-        "the spatial dims of the convolutions, all dims of those in groups, or the gradients of poolings, at {} are "
-        "made whole first: XLA computes them wrongly in the layout asked for, or their gradients. To avoid it, cut one "
-        "spatial dim, and the image over all devices, or convolve with shardfn.halo.conv, which fetches borders itself"
+        "shardfn gathers the spatial dimensions of the convolutions and pooling gradients at {}, and all dimensions of "
+        "grouped convolutions: for this sharding XLA computes wrong values or gradients. To avoid it, shard one spatial "
+        "dimension, and the image over all devices, or use shardfn.halo.conv, which exchanges halos itself"
     ),
     "transform": (
-        "what the Fourier transforms at {} read and give is made whole first: in the layout asked for, XLA on "
-        "CPU makes a program of them that may stop when it runs. To avoid it, leave all dims but the first whole"
+        "shardfn gathers the operands and results of the Fourier transforms at {}: for this sharding XLA on CPU compiles "
+        "a program that may stop when it runs. To avoid it, shard the first dimension only"
     ),
     "reduction": (
-        "the dims that are reduced at {} are made whole first: XLA puts pieces together by sums, products, minima and "
-        "maxima only, and by `and` and `or` of bools. To avoid it, leave those dims whole"
+        "shardfn gathers the reduced dimensions at {}: XLA has all-reduces for sums, products, minima and maxima only, and "
+        "for `and` and `or` of bools. To avoid it, leave these dimensions unsharded"
     ),
 }
 
@@ -151,10 +151,20 @@ _NOTES = {
 def replicate_wrong_ops(
     function: Callable[..., Any], mesh: Any, wrong: Sequence[WrongOp], static_argnums: tuple[int, ...] = ()
 ) -> Callable[..., Any]:
-    """`function` with the dims of every window whole, of convolutions and gradients of a maximum; Fourier transforms wholly;
-    and the dims of reductions that XLA has no all-reduce for. `wrong` is what was found in it."""
+    """`function` with constraints that unshard the spatial dimensions of convolutions and pooling gradients, all dimensions of
+    Fourier transforms and grouped convolutions, and the reduced dimensions of reductions without an all-reduce.
 
-    def whole(x: Any, windowed: Sequence[int]) -> Any:
+    Args:
+      function: the function.
+      mesh: the mesh of the constraints.
+      wrong: the ops that `wrong_ops` found in it.
+      static_argnums: as in `jax.jit`.
+
+    Raises:
+      StrategyError: when traced, such an op is inside a function with custom derivative rules.
+    """
+
+    def unsharded(x: Any, windowed: Sequence[int]) -> Any:
         dims: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
         for spatial in windowed:
             dims[spatial] = None
@@ -162,21 +172,21 @@ def replicate_wrong_ops(
 
     def bind(eqn: Any, inputs: list[Any], number: int) -> list[Any]:
         if eqn.primitive.name in _REDUCTIONS:
-            return bind_one(eqn, [whole(x, _reduced(eqn)) if x.ndim else x for x in inputs])
+            return bind_one(eqn, [unsharded(x, _reduced(eqn)) if x.ndim else x for x in inputs])
         if eqn.primitive.name == _POOLING:
             dims = [d for d, size in enumerate(eqn.params["window_dimensions"]) if size > 1]
-            (out,) = bind_one(eqn, [whole(x, dims) for x in inputs])
-            return [whole(out, dims)]
+            (out,) = bind_one(eqn, [unsharded(x, dims) for x in inputs])
+            return [unsharded(out, dims)]
         if eqn.primitive.name == _TRANSFORM or max(map(eqn.params.__getitem__, _GROUPS)) > 1:
-            (out,) = bind_one(eqn, [whole(x, range(x.ndim)) for x in inputs])
-            return [whole(out, range(out.ndim))]
+            (out,) = bind_one(eqn, [unsharded(x, range(x.ndim)) for x in inputs])
+            return [unsharded(out, range(out.ndim))]
         numbers = eqn.params["dimension_numbers"]
         steps = itertools.chain.from_iterable(eqn.params[name] for name in _STEPS)
         if max((*(inputs[1].shape[d] for d in numbers.rhs_spec[2:]), *steps), default=1) == 1:
             return bind_one(eqn, inputs)
         specs = (numbers.lhs_spec, numbers.rhs_spec)
-        (out,) = bind_one(eqn, [whole(x, spec[2:]) for x, spec in zip(inputs, specs, strict=True)])
-        return [whole(out, numbers.out_spec[2:])]
+        (out,) = bind_one(eqn, [unsharded(x, spec[2:]) for x, spec in zip(inputs, specs, strict=True)])
+        return [unsharded(out, numbers.out_spec[2:])]
 
     def wanted(eqn: Any, number: int) -> bool:
         return eqn.primitive.name in _WINDOWS or bool(_reduced(eqn))
@@ -187,12 +197,13 @@ def replicate_wrong_ops(
         }
         if True in inside:
             fail(StrategyError, f"a convolution or pooling inside a `{eqn.primitive.name}` would be computed wrongly by XLA",
-                 why="its image is cut along a spatial dim in a way that XLA mistakes, and derivative rules of your own hide it",
-                 fix="leave its spatial dims whole, cut the image over all devices, or use shardfn.halo.conv")  # fmt: skip
+                 why="XLA miscompiles the sharding of its spatial dimensions, and custom derivative rules hide it from shardfn",
+                 fix="leave its spatial dimensions unsharded, shard the image over all devices, or use "
+                     "shardfn.halo.conv")  # fmt: skip
         if any(w.kind == "reduction" for w in wrong):
             fail(StrategyError, f"a reduction inside a `{eqn.primitive.name}` would not compile",
-                 why="its dims are cut, XLA has no way to put such pieces together, and derivative rules of your own hide it",
-                 fix="leave the dims that are reduced whole, or reduce by sums, products, minima or maxima")  # fmt: skip
+                 why="its dimensions are sharded, XLA has no collective for it, and custom derivative rules hide it from shardfn",
+                 fix="leave the reduced dimensions unsharded, or reduce by sums, products, minima or maxima")  # fmt: skip
 
     return rebind(function, wanted, bind, static_argnums, refuse)
 

@@ -221,7 +221,7 @@ class ShardedFunction(Generic[P, R]):
         if manual := jax.sharding.get_abstract_mesh().manual_axes:
             fail(StrategyError, f"`{self.callee.name}` is called inside a shard_map",
                  where=f"the axes {', '.join(map(str, manual))} of the shard_map",
-                 why="there every device already works on its own piece",
+                 why="there every device already works on its own shard",
                  fix="call it outside, and the unsharded function inside: it is the `.fn` of what `shard` returns")  # fmt: skip
         known = len(self._entries)
         entry, call = self._entry(args, kwargs)

@@ -18,7 +18,7 @@ def search(problem: SearchProblem) -> Answer:
     """Follow the given shardings, or shard the best single dimension group."""
     given = tuple(spec for spec in problem.specs if spec is not None)
     if len(given) == len(problem.specs):
-        return Answer(_axes(problem), given, ("",) * len(given), "nothing was open")
+        return Answer(_axes(problem), given, ("",) * len(given), "every sharding was given")
     return follow(problem) if any(map(any, given)) else shard_one_group(problem)
 
 

@@ -67,7 +67,7 @@ def within_limit(problem: SearchProblem, answer: Answer, search: Search, is_aske
         last = _least_reproducible(problem, answer, tried, search)
         if not _fits(problem, last):
             _refuse(problem, last)
-    policy = f"{last.policy}; the answer of least memory, as no other fits the limit"
+    policy = f"{last.policy}; the plan with the least memory, as no other fits the limit"
     return dataclasses.replace(last, policy=policy)
 
 

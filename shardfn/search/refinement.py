@@ -17,7 +17,7 @@ from shardfn.search.baselines import ArgumentSharding, batch_arguments
 from shardfn.search.problem import SearchCandidate, SearchProblem
 from shardfn.search.resharding_costs import used_axes
 
-FOLLOWS_PRODUCTS = "arguments that no product reads follow the products"
+FOLLOWS_PRODUCTS = "arguments that no matmul reads follow the matmuls"
 
 DECIDING_OPS = CONTRACTIONS | {"gather", "scatter"}
 """Products and look-ups: the sharding of their results is a decision, which sums and elementwise ops follow."""

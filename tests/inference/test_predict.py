@@ -32,7 +32,7 @@ def test_layouts_are_mindspores():
     assert (piece, field, uniform, group, whole) == ((64, 64), 0, True, "", (64, 256))
     assert found["down/0"].slice_shape == (64, 32)
     layout = shardfn.mindspore.Layout.from_tensor_map(matrix, tensor_map)
-    assert layout.cuts == (1, 4) and layout.size == 8
+    assert layout.strategy == (1, 4) and layout.size == 8
     assert layout.slices(whole)[0] == layout_of(found.plan, "params/up").slices(whole)[0]
     assert found.shardings()["up"].shard_shape((64, 256)) == (64, 64)
     assert "down/0  float32[256,32]  (4, 1)" in str(found) and repr(found) == "<PredictLayout of serve: 2 weights>"

@@ -210,7 +210,7 @@ def asked_cuts(entry: Any, shape: Sequence[int], devices: int) -> tuple[int, ...
     if devices == 1:
         return (1,) * len(shape)
     if isinstance(entry, shardfn.mindspore.Layout):
-        return entry.cuts
+        return entry.strategy
     if entry is None:
         cut = devices if shape and shape[0] % devices == 0 else 1
         return (cut, *(1,) * (len(shape) - 1)) if shape else ()

@@ -80,7 +80,7 @@ def test_every_rank_holds_the_slice_that_its_layout_says(ask):
         *((d, w, r.sharding) for d, w, r in zip(plan.outputs, want, results, strict=True)),
     ):
         layout = layout_of(plan, decision.path)
-        assert layout.cuts == decision.strategy
+        assert layout.strategy == decision.strategy
         assert layout.slice_shape(whole.shape) == decision.local_shape == lies.shard_shape(whole.shape)
         assert layout == Layout.from_sharding(plan.sharding(decision.path), whole.ndim, devices)
         numbers = Layout.from_tensor_map(layout.device_matrix, layout.tensor_map)

@@ -75,7 +75,7 @@ def test_no_level_loses_at_its_own_aim_and_no_row_beside_a_plan_is_better(name, 
         for other in made:
             assert aim <= objective(other.cost, own._study.problem), (own.level, other.level)
         for d in (*own.inputs, *own.outputs):
-            rows = () if "whose place it can take" in d.reason else own.why(d.path).rows
+            rows = () if "which it can replace" in d.reason else own.why(d.path).rows
             for row in rows:
                 f = row.figures
                 if own.level == 1:

@@ -83,7 +83,7 @@ def test_auto_is_exact_and_follows_where_nothing_is_open():
     open_ = shardfn.plan(two_layers, *args, device="h100:8", level=2)
     assert open_ == shardfn.plan(two_layers, *args, device="h100:8", level=2, search_mode="dynamic_programming")
     given = shardfn.plan(two_layers, *args, in_strategy=((8, 1), (1, 1), (1, 1)), device="h100:8")
-    assert given.policy.startswith("nothing was open")
+    assert given.policy.startswith("every sharding was given")
     alone = shardfn.plan(two_layers, *args, in_strategy=(AUTO,) * 3, device="h100:1")
     assert all(d.strategy == (1, 1) for d in alone.inputs)
 
@@ -175,7 +175,7 @@ WIDE = (S((4096, 1024), jnp.float32), S((1024, 4096), jnp.float32), S((4096, 102
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_a_search_that_is_named_decides_the_ops_inside_where_every_argument_is_given(mode):
     follows = shardfn.plan(two_layers, *WIDE, device="h100:8", **ALL_GIVEN)
-    assert follows.policy == "nothing was open" and not follows.constraints
+    assert follows.policy == "every sharding was given" and not follows.constraints
     made = shardfn.plan(two_layers, *WIDE, device="h100:8", search_mode=mode, **ALL_GIVEN)
     assert [(d.strategy, d.source) for d in made.inputs] == [(c, "you") for c in ALL_GIVEN["in_strategy"]]
     share = follows.cost.flops / 4  # and a little for what adds up the parts of a product
@@ -197,4 +197,7 @@ def test_a_result_that_is_given_stays_where_only_the_inside_is_searched(level):
 
 def test_auto_follows_the_cuts_by_its_name_too():
     for options in ({"search_mode": "auto"}, {}):
-        assert shardfn.plan(two_layers, *WIDE, device="h100:8", **ALL_GIVEN, **options).policy == "nothing was open"
+        assert (
+            shardfn.plan(two_layers, *WIDE, device="h100:8", **ALL_GIVEN, **options).policy
+            == "every sharding was given"
+        )

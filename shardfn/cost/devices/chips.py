@@ -122,7 +122,7 @@ class Chip:
         if not self.torus and len(dims) > 1:
             nodes = f"in nodes of {self.node}, which a count fills one after the other" if self.node else "all alike"
             fail(DeviceError, f"{self.name} forms no torus that could have the shape {text(dims)}", where=where,
-                 why=f"a shape is that of a torus, as TPUs form one; these lie {nodes}",
+                 why=f"a shape describes a torus of TPUs; these devices are {nodes}",
                  fix=f'write "{self.name}:{math.prod(dims)}"; the mesh is searched, or follows your strategies')  # fmt: skip
         if self.torus and len(dims) > self.torus:
             near = most_cubic(math.prod(dims), self.torus)

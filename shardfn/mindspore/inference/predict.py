@@ -15,6 +15,7 @@ from shardfn.mindspore import context
 from shardfn.mindspore.inference.weights import Named, Weights, of_call
 from shardfn.mindspore.parallel import layout_of
 from shardfn.planning.plan import Plan
+from shardfn.planning.summary import mesh_text
 from shardfn.runtime.sharded_function import ShardedFunction
 
 
@@ -53,14 +54,14 @@ class PredictLayout(Mapping[str, WeightLayout]):
         return f"<PredictLayout of {self.plan.function}: {len(self)} weights>"
 
     def __str__(self) -> str:
-        rows = [("weight", "shape", "cuts", "spec", "B/device")]
+        rows = [("weight", "shape", "strategy", "spec", "B/device")]
         for name, path in self.weights.paths.items():
             d = self.plan.decision(path)
             text = f"{d.dtype}[{','.join(map(str, d.shape))}]"
             rows.append((name, text, str(d.strategy), str(d.partition_spec), f"{d.local_bytes:,}"))
-        grid = " x ".join(f"{name}={size}" for name, size in self.plan.axes) or "1 device"
+        mesh = mesh_text(self.plan.axes)
         total = sum(self.plan.decision(path).local_bytes for path in self.weights.paths.values())
-        head = f"{self.plan.function}: {len(self)} weights on grid {grid}, {total:,} B per device"
+        head = f"{self.plan.function}: {len(self)} weights, mesh {mesh}, {total:,} B per device"
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         rows.insert(1, ("-" * widths[0], "-" * widths[1], "-" * widths[2], "-" * widths[3], "-" * 8))
         lines = ["  ".join([*map(str.ljust, row[:4], widths), row[4].rjust(8)]) for row in rows]
@@ -103,7 +104,7 @@ def infer_predict_layout(
     current = context.current()
     if current.is_set("parallel_mode") and "auto" not in current.parallel_mode:
         fail(ContextError, "Infer predict layout only supports semi auto parallel and auto parallel mode.",
-             where=f"parallel_mode = {current.parallel_mode!r}", why="that mode cuts no weight",
+             where=f"parallel_mode = {current.parallel_mode!r}", why="that mode shards no weight",
              fix='set_auto_parallel_context(parallel_mode="semi_auto_parallel"), or leave parallel_mode unset')  # fmt: skip
     if not isinstance(skip_backend_compile, bool):
         fail(StrategyTypeError, f"`skip_backend_compile` must be a bool, not {a(skip_backend_compile)}",

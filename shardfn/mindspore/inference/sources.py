@@ -76,7 +76,7 @@ def open_source(checkpoint: Any, train_strategy: Any, step: int | None, form: st
         fail(CheckpointError, f"there is no checkpoint in {path}", where=f"checkpoint = {short(str(path))}", why=there,
              fix=f"pass {KINDS}")  # fmt: skip
     if train_strategy is not None:
-        fail(CheckpointError, f"{path.name} holds whole arrays, and `train_strategy_filename` speaks of slices",
+        fail(CheckpointError, f"{path.name} holds unsharded arrays, and `train_strategy_filename` describes slices",
              where=f"train_strategy_filename = {short(train_strategy)}", why="one file or folder of safetensors is read as it is",
              fix="pass the files of the ranks as a list, or leave train_strategy_filename out")  # fmt: skip
     return _of_tensors([read_tensors(path)], {}, str(path))
@@ -87,7 +87,7 @@ def _ranks(files: Sequence[pathlib.Path], strategy: Any) -> Source:
     if len(files) > 1 and not cut:
         fail(CheckpointError, f"there are files of {len(files)} ranks, and no strategy",
              where=f"checkpoint = {_few(files)}",
-             why="the strategy file of the training run says how its parameters were cut",
+             why="the strategy file of the training run says how its parameters were sharded",
              fix="pass train_strategy_filename, the JSON that strategy_ckpt_save_file wrote")  # fmt: skip
     if not files or (cut and len(files) != rank_checkpoints.ranks_of(cut)):
         fail(CheckpointError, f"there are files of {len(files)} ranks, and the strategy is for {rank_checkpoints.ranks_of(cut)}",
@@ -137,7 +137,7 @@ def _same_cuts(contents: Contents, strategy: Any, path: pathlib.Path) -> None:
     cuts: dict[str, tuple[int, ...]] = {}
     if isinstance(strategy, str | os.PathLike) and str(strategy).endswith(".json"):
         for name, row in rank_checkpoints.read_strategy(strategy).items():
-            first, *rest = row.layout.cuts or (1,)
+            first, *rest = row.layout.strategy or (1,)
             cuts[name.replace(".", "/")] = (first * row.optimizer[0], *rest)
     else:
         layout = read_layout(strategy)
@@ -151,9 +151,10 @@ def _same_cuts(contents: Contents, strategy: Any, path: pathlib.Path) -> None:
     for entry in contents.entries:
         said = cuts.get(entry.path) or cuts.get(entry.path.partition("/")[2])
         if said is not None and len(said) == len(entry.shape) and said != entry.strategy:
-            problems.append(Problem(f"`{entry.path}` was saved in cuts {entry.strategy}, and the training strategy says {said}",
+            problems.append(Problem(f"`{entry.path}` was saved with the strategy {entry.strategy}, and "
+                                    f"`train_strategy_filename` says {said}",
                                     where=f"{path}, train_strategy_filename = {short(strategy)}",
-                                    why="the checkpoint itself knows how it lay",
+                                    why="the checkpoint itself records its strategy",
                                     fix="leave train_strategy_filename out"))  # fmt: skip
     if problems:
         raise CheckpointError(problems)

@@ -92,8 +92,8 @@ def _written(strategy: Any, entries: Sequence[StoredArray], tree: Any, found: Ha
         leaves = given if len(given) == len(entries) else []
     check_all(leaves, found.count, problems)
     problems += [
-        Problem(f"the entry of `{leaf.path}` has axes without a grid", where=leaf.source,
-                why="a PartitionSpec says nothing of the devices", fix="write a NamedSharding, a Layout or cuts")
+        Problem(f"the entry of `{leaf.path}` names axes without a mesh", where=leaf.source,
+                why="a PartitionSpec names no devices", fix="write a NamedSharding, a Layout or a tuple of ints")
         for leaf in leaves if isinstance(leaf.entry, PartitionSpec)
     ]  # fmt: skip
     for leaf in leaves:
@@ -149,6 +149,6 @@ def _sharding(leaf: Leaf, found: Hardware) -> Sharding:
         return entry.sharding(found.devices)
     cuts = (1,) * len(leaf.shape) if entry is AUTO else check(leaf, found.count, [])
     if cuts is None:
-        fail(StrategyError, f"`{leaf.path}` has the entry {short(entry)}", where=leaf.source, why="it gives no cuts",
+        fail(StrategyError, f"`{leaf.path}` has the entry {short(entry)}", where=leaf.source, why="it gives no strategy",
              fix="write a tuple of ints, None, a Layout or a NamedSharding")  # fmt: skip
     return Layout.from_strategy(cuts, found.count).sharding(found.devices)
