@@ -36,13 +36,16 @@ class Problem:
 
 
 class ShardError(Exception):
-    """Any error that a user of this library can mend; `problems` holds each of them.
+    """The base of all errors that a user can correct.
 
     Every subclass is a `ValueError`, a `TypeError`, a `NotImplementedError`, an `OSError` or an `ImportError` as well.
+
+    Attributes:
+      problems: everything that is wrong with the call, each with what, where, why and fix.
     """
 
     is_folded: ClassVar[bool] = True
-    """Whether problems that differ only in the array they speak of are told once."""
+    """Whether problems that differ only in the array are shown once."""
 
     def __init__(self, problems: Problem | Sequence[Problem]):
         self.problems = (problems,) if isinstance(problems, Problem) else tuple(problems)

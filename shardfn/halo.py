@@ -33,7 +33,8 @@ class Halo:
     """The halo of one sharded dimension.
 
     Attributes:
-      before, after: rows that each shard fetches from its neighbours.
+      before: rows that each shard fetches from its neighbours.
+      after: rows that each shard fetches from its neighbours.
       starts: for each shard, the first row of its first window. It counts dilated rows from the first fetched row.
       length: dilated rows that each shard reads.
       shard_out: rows of the result that each shard computes.
@@ -98,7 +99,7 @@ def halo_of(
         }
         for side, count in lack.items():
             if count > rows:
-                return f"shard {p} needs {count} rows {side} its own, and its neighbour holds {rows}"
+                return f"shard {p} needs {count} rows {side} its own, and its neighbour has {rows}"
     before, after = max(0, *befores), max(0, *afters)
     starts = tuple(first - (p * rows - before) * dilation for p, first in enumerate(firsts))
     return Halo(before, after, starts, length, shard_out, size_out, dilation)
@@ -165,8 +166,14 @@ def conv(
     Args:
       lhs: the image, by default [N, C, H, W], with any number of spatial dimensions.
       rhs: the kernel, by default [O, I, H, W].
-      window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers: as in `jax.lax.conv_general_dilated`.
-      feature_group_count, precision, preferred_element_type: the same.
+      window_strides: as in `jax.lax.conv_general_dilated`.
+      padding: as in `jax.lax.conv_general_dilated`.
+      lhs_dilation: as in `jax.lax.conv_general_dilated`.
+      rhs_dilation: as in `jax.lax.conv_general_dilated`.
+      dimension_numbers: as in `jax.lax.conv_general_dilated`.
+      feature_group_count: the same.
+      precision: the same.
+      preferred_element_type: the same.
       batch_group_count: the same; above 1 only with an unsharded batch.
       layout: the sharding of the image, a Layout or a NamedSharding; it determines that of the result.
       kernel_layout: the sharding of the kernel, on the same mesh; replicated if None.

@@ -59,7 +59,7 @@ def hint(x: jax.Array, role: str = "batch") -> jax.Array:
 
 
 Cuts = Mapping[str, tuple[str | None, ...]]
-"""For a glob of paths the axis of each dim, counted from the last dim; dims before those are whole."""
+"""For a glob of paths the axis of each dim, counted from the last dim; dims before those are unsharded."""
 
 
 def lay_out(
@@ -78,13 +78,14 @@ def lay_out(
     Args:
       args: the arguments or their shapes: first `trained` trees (parameters, then the optimizer's state and the like),
         then the arrays of a batch.
-      axes: the grid, names and sizes.
-      cuts: the first rule that fits an array's path holds; an axis that does not divide its dim is left out.
-      pieces: an axis over which each array of the first `trained` trees is cut as well, along its largest dim that is
-        still free and divides (fully sharded data parallel).
+      axes: name and size of each mesh axis.
+      cuts: the mesh axis of each dim by path glob; the first glob that fits counts. An axis that does not divide is left out.
+      pieces: an axis over which each array of the first `trained` trees is also sharded, along its largest unsharded dim
+        that divides (fully sharded data parallel).
       state_pieces: the same for all but the parameters (ZeRO-1).
       batch: the axes of the leading dims of the batch's arrays, and of activations.
-      experts: the same of tokens that were sent to the experts of a mixture, [experts, ...].
+      experts: the same for tokens that were sent to the experts of a mixture, [experts, ...].
+      trained: the number of trees before the batch.
 
     >>> import jax.numpy as jnp
     >>> lay_out(({"w": jnp.ones((4, 6))}, jnp.ones((8, 2))), {"data": 4}, pieces="data", trained=1).in_strategy
@@ -152,10 +153,11 @@ def usual_experts(
 
     Args:
       args: shapes of the step's arguments, as in `lay_out`.
+      devices: the device count.
       batch: size of the batch.
       most: how many ways tensor parallel can go (heads).
-      tensor: the cuts over `model`.
-      variants: other cuts over `model`, mixed with data parallel and FSDP on the last of the mixed grids.
+      tensor: the shardings over the axis `model`.
+      variants: other shardings over `model`, mixed with data parallel and FSDP on the last of the mixed meshes.
       trained: as in `lay_out`.
     """
     alone = data_axes(batch, devices)

@@ -186,6 +186,7 @@ class ReadyValue:
     value: np.ndarray
 
     def result(self) -> np.ndarray:
+        """The value."""
         return self.value
 
 
@@ -196,6 +197,7 @@ class FailedRead:
     error: Exception
 
     def result(self) -> Any:
+        """Raise the error."""
         raise self.error
 
 

@@ -87,7 +87,9 @@ def relayout(
       layout: a plan, a layout file or the name of a recipe.
       devices: the device count, where the layout leaves the size of an axis open.
       step: which step; the last if None.
-      only, name_map, dtype: as in `restore`.
+      only: as in `restore`.
+      name_map: as in `restore`.
+      dtype: as in `restore`.
       memory: most bytes in memory at once, as a number or as "256MiB".
 
     Returns:
@@ -116,7 +118,13 @@ def merge(
     """Copy a checkpoint with every array unsharded, for one device.
 
     Args:
-      source, target, step, only, name_map, dtype, memory: as in `relayout`.
+      source: as in `relayout`.
+      target: as in `relayout`.
+      step: as in `relayout`.
+      only: as in `relayout`.
+      name_map: as in `relayout`.
+      dtype: as in `relayout`.
+      memory: as in `relayout`.
 
     Returns:
       What was written.

@@ -186,7 +186,8 @@ def begin(
       contents: the description, without fingerprints.
       shards: the boxes and values that this process writes, by the path of the array.
       texts: other files that the first process writes, by name.
-      keep, keep_every: as in `save`.
+      keep: as in `save`.
+      keep_every: as in `save`.
 
     Raises:
       CheckpointFileError: the folder cannot be written.

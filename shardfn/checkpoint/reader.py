@@ -125,7 +125,12 @@ def reads(
     """The bytes that a restore would read for each device of this process, from the description alone.
 
     Args:
-      path, target, like, step, only, name_map: as in `restore`.
+      path: as in `restore`.
+      target: as in `restore`.
+      like: as in `restore`.
+      step: as in `restore`.
+      only: as in `restore`.
+      name_map: as in `restore`.
 
     Returns:
       The bytes by device.

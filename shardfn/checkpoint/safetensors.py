@@ -49,7 +49,9 @@ def export_safetensors(
       path: the folder of the checkpoint.
       target: the file, such as `model.safetensors`, or a folder for `model.safetensors`.
       step: which step; the last if None.
-      only, name_map, dtype: as in `restore`.
+      only: as in `restore`.
+      name_map: as in `restore`.
+      dtype: as in `restore`.
       separator: replaces `/` in the names of tensors.
       file_bytes: most bytes of a file, as a number or as "5GB"; more are split into several files.
       memory: most bytes in memory at once, as a number or as "256MiB".

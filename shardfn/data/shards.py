@@ -55,7 +55,10 @@ def reads(image: Any, entry: Any, *, device: Any = None, plan: Plan | None = Non
     """The reads of `read`, on all processes together: one for each distinct window.
 
     Args:
-      image, entry, device, plan: as in `read`.
+      image: as in `read`.
+      entry: as in `read`.
+      device: as in `read`.
+      plan: as in `read`.
 
     Returns:
       The reads, with the devices that hold each window.

@@ -1,4 +1,4 @@
-"""Grids and layouts as JAX has them: axes to a `Mesh`, dims to a `PartitionSpec` and back."""
+"""Conversions to JAX's types and back: mesh axes to a `Mesh`, a spec to a `PartitionSpec`."""
 
 from __future__ import annotations
 
@@ -54,10 +54,11 @@ class MeshLayout(metaclass=abc.ABCMeta):
 
 
 def mesh_on(devices: Any, axes: Sequence[tuple[str, int]]) -> Mesh:
-    """The mesh of some devices, in row-major order: `axes` are names and sizes, of type Auto.
+    """The mesh of some devices in row-major order, with axes of type Auto.
 
     Args:
-      devices: a sequence of devices, or an array of them in any shape, as many as the axes have places.
+      devices: a sequence or an array of devices, as many as the product of the sizes.
+      axes: name and size of each axis.
 
     >>> import jax
     >>> dict(mesh_on(jax.devices()[:1], [("data", 1), ("model", 1)]).shape)
@@ -68,16 +69,16 @@ def mesh_on(devices: Any, axes: Sequence[tuple[str, int]]) -> Mesh:
 
 
 def wired(devices: Sequence[Any], axes: Sequence[tuple[str, int]]) -> Mesh:
-    """The mesh of TPUs whose axes follow the torus where they can, so that neighbours on an axis are wired."""
+    """A mesh of TPUs whose axes follow the torus where possible, so that neighbours on an axis share a link."""
     if len(devices) > 1:
         names, sizes = zip(*axes, strict=True)
-        with contextlib.suppress(NotImplementedError):  # a grid that does not divide along the torus
+        with contextlib.suppress(NotImplementedError):  # sizes that do not divide along the torus
             return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
     return mesh_on(devices, axes)
 
 
 def abstract_mesh(axes: Sequence[tuple[str, int]]) -> AbstractMesh:
-    """The same without devices.
+    """A mesh without devices.
 
     >>> abstract_mesh([("data", 2), ("model", 4)]).size
     8
@@ -87,7 +88,7 @@ def abstract_mesh(axes: Sequence[tuple[str, int]]) -> AbstractMesh:
 
 
 def partition_spec(spec: Sequence[Sequence[str]]) -> PartitionSpec:
-    """A layout, for each dim the axes that cut it, as JAX writes it.
+    """The `PartitionSpec` of a spec, which has the mesh axes of each dimension.
 
     >>> partition_spec((("a",), (), ("b", "c")))
     P...('a', None, ('b', 'c'))
@@ -96,7 +97,7 @@ def partition_spec(spec: Sequence[Sequence[str]]) -> PartitionSpec:
 
 
 def spec_of(named: PartitionSpec, ndim: int) -> Spec:
-    """`partition_spec` taken back, for an array of `ndim` dims.
+    """The inverse of `partition_spec`, for an array of `ndim` dimensions.
 
     >>> spec_of(PartitionSpec("a", None, ("b", "c")), 4)
     (('a',), (), ('b', 'c'), ())

@@ -69,11 +69,11 @@ def propagate(
 
     Args:
       module: the module as JAX lowered it; it is not changed.
-      axes: the grid, as (name, size) in row-major order.
-      inputs: the layout of every argument of the module's main function; None leaves it to propagation.
+      axes: name and size of each mesh axis, row-major.
+      inputs: the sharding of each argument of the module's main function; None leaves it to propagation.
       outputs: the same for its results.
-      pins: by `Op.site`, layouts in which an op inside reads its operands and leaves its results.
-      ready: `prepare_for_propagation` of the module, which saves the time for all flows but the first.
+      constraints: the sharding constraints on operands and results of ops, by `Op.site`.
+      ready: `prepare_for_propagation` of the module, to prepare it only once.
     """
     ready = ready or prepare_for_propagation(module)
     with module.context, ir.Location.unknown():

@@ -41,7 +41,18 @@ class Cell:
             cls.__call__ = _sharding_call(plain)  # type: ignore[method-assign]
 
     def construct(self, *args: Any, **kwargs: Any) -> Any:
-        """The computation, where `__call__` is not written."""
+        """The computation of a subclass without `__call__`.
+
+        Args:
+          args: the positional arguments.
+          kwargs: the keyword arguments.
+
+        Returns:
+          The result of the subclass.
+
+        Raises:
+          NotImplementedError: the subclass has neither `__call__` nor `construct`.
+        """
         raise NotImplementedError(f"{type(self).__name__} has neither `__call__` nor `construct`")
 
     def shard(
@@ -53,21 +64,46 @@ class Cell:
         level: int | str = 0,
         **options: Any,
     ) -> Any:
-        """Shard this instance's calls from now on; returns the instance. Arguments are those of `shardfn.shard`."""
+        """Shard the calls of this instance from now on.
+
+        Args:
+          in_strategy: entries of the arguments, as in `shardfn.shard`.
+          out_strategy: entries of the results.
+          parameter_plan: entries of the instance's arrays, by path.
+          device: as in `shardfn.shard`.
+          level: as in `shardfn.shard`.
+          options: the other options of `shardfn.shard`.
+
+        Returns:
+          The instance.
+
+        Raises:
+          ShardError: an option is wrong.
+        """
         function = shard(types.MethodType(type(self).__call__, self), in_strategy, out_strategy, device, level,
                          parameter_plan=parameter_plan, **options)  # fmt: skip
         object.__setattr__(self, SHARDED, Unlisted(function))
         return self
 
     def parameters_dict(self) -> State:
-        """The arrays of this instance by path, to be differentiated or optimised: a flat dict is a pytree."""
+        """The arrays of this instance, to differentiate or optimise.
+
+        Returns:
+          A flat dict by path, which is a pytree.
+        """
         return describe(self).read()
 
     def with_parameters(self, parameters: State) -> Any:
-        """A copy that holds these arrays instead, sharded where this one is: `jax.grad` passes through it.
+        """A copy of this instance with other arrays, sharded if this one is. `jax.grad` passes through it.
+
+        Args:
+          parameters: arrays by path; a path that is left out keeps its array.
+
+        Returns:
+          The copy.
 
         Raises:
-          StrategyError: a path that is not one of `parameters_dict`.
+          StrategyError: a path that is not in `parameters_dict`.
 
         >>> import jax, jax.numpy as jnp
         >>> class Scale(Cell):
@@ -86,11 +122,33 @@ class Cell:
         return callee.adapter.rebuild(self, parameters)
 
     def plan(self, *args: Any, **kwargs: Any) -> Any:
-        """The plan of a call, after `shard`."""
+        """The plan of a call, after `shard`.
+
+        Args:
+          args: the positional arguments, arrays or shapes.
+          kwargs: the keyword arguments.
+
+        Returns:
+          The `Plan`.
+
+        Raises:
+          ShardError: all problems of the call.
+        """
         return self._sharded().plan(*args, **kwargs)
 
     def explain(self, *args: Any, **kwargs: Any) -> Any:
-        """The report of a call, after `shard`."""
+        """The report of a call, after `shard`.
+
+        Args:
+          args: the positional arguments, arrays or shapes.
+          kwargs: the keyword arguments, and `compiled` and `detail` as in `shardfn.explain`.
+
+        Returns:
+          The `Report`.
+
+        Raises:
+          ShardError: all problems of the call.
+        """
         return self._sharded().explain(*args, **kwargs)
 
     def _sharded(self) -> Any:

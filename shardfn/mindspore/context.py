@@ -49,10 +49,13 @@ def _default(name: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class ParallelContext:
-    """The settings that the library reads; hashable, so that it can be part of a cache's key.
+    """The settings that the library reads; hashable, so that it can be part of a cache key.
 
-    Its fields are the active keys of `context_keys`; `explicit` names what the user set, `inert` holds the other keys
-    that were set to another value than their default: those that the training step reads, and those without meaning.
+    Its fields are the active keys of `context_keys`.
+
+    Attributes:
+      explicit: the keys that the user set.
+      inert: the other keys with a value that is not the default: those of the training step, and those without an effect.
 
     >>> ParallelContext(device_num=8).device_num
     8
@@ -117,7 +120,16 @@ class ParallelContext:
         )
 
     def is_set(self, name: str) -> bool:
-        """Whether the user set `name` (or its alias), to whatever value.
+        """Whether the user set a key, to any value.
+
+        Args:
+          name: the key, or an alias of it.
+
+        Returns:
+          True if it was set.
+
+        Raises:
+          ContextError: there is no such key.
 
         >>> with auto_parallel(parallel_mode="stand_alone"):
         ...     current().is_set("parallel_mode"), current().is_set("device_num")
@@ -127,7 +139,17 @@ class ParallelContext:
         return (key.alias_of or name) in self.explicit
 
     def read(self, name: str) -> Any:
-        """The value of any known key, as the `get` functions give it."""
+        """The value of a key, as the `get` functions return it.
+
+        Args:
+          name: any key of the three tables.
+
+        Returns:
+          The value, or the default.
+
+        Raises:
+          ContextError: there is no such key.
+        """
         key = _known(_KEYS, "read", name)
         return key.read(self._kept(key.alias_of or name))
 
@@ -140,9 +162,15 @@ class ParallelContext:
 
 
 def set_auto_parallel_context(**settings: Any) -> None:
-    """Set keys of MindSpore's auto-parallel context; if any is wrong, all problems are reported and nothing changes.
+    """Set keys of MindSpore's auto-parallel context.
 
-    Raises `ContextError` or `ContextTypeError` for a bad key or value, `NotAvailableError` for what is not built yet.
+    Args:
+      settings: keys with their values, such as `device_num=8`.
+
+    Raises:
+      ContextError: an unknown key or a value out of range: all problems together, and nothing is set.
+      ContextTypeError: values of wrong types only.
+      NotAvailableError: a value that asks for something that is not built yet.
 
     >>> set_auto_parallel_context(device_num=8, parallel_mode="semi_auto_parallel")
     >>> get_auto_parallel_context("device_num")
@@ -154,6 +182,15 @@ def set_auto_parallel_context(**settings: Any) -> None:
 
 def get_auto_parallel_context(key: str) -> Any:
     """The value of a key of the auto-parallel context.
+
+    Args:
+      key: the key.
+
+    Returns:
+      The value, or the default.
+
+    Raises:
+      ContextError: there is no such key.
 
     >>> get_auto_parallel_context("parallel_mode")
     'stand_alone'
@@ -174,7 +211,16 @@ def reset_auto_parallel_context() -> None:
 
 @contextlib.contextmanager
 def auto_parallel(**settings: Any) -> Iterator[ParallelContext]:
-    """Set keys of the auto-parallel context for a block; at its end everything set inside is as it was before.
+    """Set keys of the auto-parallel context for a `with` block. At its end every setting has its old value.
+
+    Args:
+      settings: as in `set_auto_parallel_context`.
+
+    Yields:
+      The context inside the block.
+
+    Raises:
+      ContextError: as in `set_auto_parallel_context`.
 
     >>> with auto_parallel(device_num=4) as context:
     ...     context.device_num
@@ -191,9 +237,13 @@ def auto_parallel(**settings: Any) -> Iterator[ParallelContext]:
 
 
 def set_context(**settings: Any) -> None:
-    """Set `mode`, `device_target`, `save_graphs`, `save_graphs_path`, `device_id`.
+    """Set keys of MindSpore's run context.
 
-    Raises what `set_auto_parallel_context` raises, and changes nothing then.
+    Args:
+      settings: `mode`, `device_target`, `save_graphs`, `save_graphs_path` or `device_id`, with values.
+
+    Raises:
+      ContextError: as in `set_auto_parallel_context`.
 
     >>> with auto_parallel():
     ...     set_context(mode=GRAPH_MODE, device_target="cpu")
@@ -205,6 +255,15 @@ def set_context(**settings: Any) -> None:
 
 def get_context(key: str) -> Any:
     """The value of a key of `set_context`.
+
+    Args:
+      key: the key.
+
+    Returns:
+      The value, or the default.
+
+    Raises:
+      ContextError: there is no such key.
 
     >>> get_context("mode") == PYNATIVE_MODE
     True
@@ -221,13 +280,21 @@ def reset_context() -> None:
 
 
 def set_algo_parameters(**settings: Any) -> None:
-    """Set parameters of the search, by MindSpore's names; raises what `set_auto_parallel_context` raises.
+    """Set parameters of the search, by MindSpore's names.
 
-    `fully_use_devices`: every op that can be cut over all devices is. `tensor_slice_align_enable` and `_size`: the last
-    dim of what a matrix product reads and makes is whole, or its slice a multiple of the size. `enable_algo_approxi`
-    and `algo_approxi_epsilon`: an answer within that part of the least cost will do. `elementwise_op_strategy_follow`:
-    elementwise ops are cut as their input, as they always are here. An op for which nothing would be left is free of
-    the rule, and your own cuts are kept.
+    A rule does not apply to an op that it would leave without a sharding, nor to your own entries.
+
+    Args:
+      settings: parameters with values.
+
+        - `fully_use_devices`: shard every op over all devices where possible.
+        - `tensor_slice_align_enable`, `tensor_slice_align_size`: shard the last dimension of a matmul's operands and result
+          only if the shard is a multiple of the size.
+        - `enable_algo_approxi`, `algo_approxi_epsilon`: accept a solution within this fraction of the least cost.
+        - `elementwise_op_strategy_follow`: shard elementwise ops as their input, which shardfn always does.
+
+    Raises:
+      ContextError: as in `set_auto_parallel_context`.
 
     >>> with auto_parallel():
     ...     set_algo_parameters(fully_use_devices=True)
@@ -239,6 +306,15 @@ def set_algo_parameters(**settings: Any) -> None:
 
 def get_algo_parameters(key: str) -> Any:
     """The value of a parameter of the search.
+
+    Args:
+      key: the parameter.
+
+    Returns:
+      The value, or the default.
+
+    Raises:
+      ContextError: there is no such parameter.
 
     >>> get_algo_parameters("tensor_slice_align_size")
     16

@@ -1,8 +1,8 @@
-"""MindSpore's functions on checkpoints by rank, on safetensors files and its strategy JSON: slices merged and cut again.
+"""MindSpore's functions on checkpoints by rank (safetensors files and strategy JSON): merge slices and reshard them.
 
-A strategy file says of each parameter the device matrix, the tensor map (for each dim the axis that cuts it, counted from the
-last, -1 for whole) and the shape; rank r stands in the matrix row-major. With optimizer parallelism a slice is cut once
-more along dim 0, over a group of `opt_weight_shard_size` ranks that are `opt_weight_shard_step` apart.
+A strategy file has for each parameter the device matrix, the tensor map (for each dim the axis that shards it, counted from
+the last; -1 for unsharded) and the shape. Ranks fill the matrix in row-major order. With optimizer parallelism each slice is
+sharded again along dim 0, over a group of `opt_weight_shard_size` ranks that are `opt_weight_shard_step` apart.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MOST_BYTES = 256 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Sliced:
-    """How a parameter lies over the ranks; `optimizer` is the size and the step of the group that cuts slices again."""
+    """How a parameter is sharded over ranks; `optimizer` is the size and step of the group that shards the slices again."""
 
     layout: Layout
     shape: tuple[int, ...] | None = None
@@ -48,11 +48,11 @@ class Sliced:
 
     @property
     def ranks(self) -> int:
-        """How many ranks the device matrix holds."""
+        """The number of ranks."""
         return self.layout.size
 
     def boxes(self, shape: Sequence[int]) -> tuple[Box, ...]:
-        """What each rank holds of a parameter of that shape."""
+        """The slice of each rank, for a parameter of this shape."""
         held = self.layout.slices(tuple(shape))
         size, step = self.optimizer
         if size <= 1:
@@ -73,7 +73,7 @@ class Sliced:
         return tuple(found)
 
     def full(self, held: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the whole parameter of which a rank holds a slice of shape `held`."""
+        """The shape of the unsharded parameter whose slices have the shape `held`."""
         cuts = self.layout.strategy
         size = self.optimizer[0]
         return tuple(
@@ -85,12 +85,15 @@ Strategy = Mapping[str, Sliced]
 
 
 def merge_sliced_parameter(sliced_parameters: Sequence[Any], strategy: Any = None) -> np.ndarray:
-    """One parameter from its slices, in the order of their ranks.
+    """Merge the slices of one parameter.
 
     Args:
-      sliced_parameters: a slice of each rank: arrays of one shape and dtype.
-      strategy: how it was cut: a `Layout`, or a dict with `dev_matrix` and `tensor_map` as in a strategy file. Without it
-        the slices are joined along dim 0.
+      sliced_parameters: the slice of each rank, in rank order: arrays of one shape and dtype.
+      strategy: the sharding: a `Layout`, or a dict with `dev_matrix` and `tensor_map` as in a strategy file. None joins the
+        slices along dim 0.
+
+    Returns:
+      The unsharded array.
 
     Raises:
       CheckpointError: slices that do not fit each other or the strategy.
@@ -139,7 +142,7 @@ def _layout(strategy: Any) -> Layout:
 
 
 def read_strategy(source: Any) -> dict[str, Sliced]:
-    """The layouts of a strategy JSON (`strategy_ckpt_save_file`), by parameter. {} for None: everything is whole.
+    """The layouts of a strategy JSON (`strategy_ckpt_save_file`), by parameter. {} for None: nothing is sharded.
 
     Raises:
       CheckpointFileError: the file is not there, or no strategy JSON.
@@ -183,12 +186,15 @@ def _sliced(name: str, row: Any) -> Sliced:
 
 
 def rank_list_for_transform(rank_id: int, src_strategy_file: Any = None, dst_strategy_file: Any = None) -> list[int]:
-    """The source ranks whose files a destination rank is made of, in order.
+    """The source ranks whose files a destination rank needs.
 
     Args:
       rank_id: the destination rank.
-      src_strategy_file: the strategy JSON of the run that wrote the files; None where each holds everything.
-      dst_strategy_file: that of the run to come; None for one device.
+      src_strategy_file: the strategy JSON of the run that wrote the files; None where each holds all arrays.
+      dst_strategy_file: that of the destination; None for one device.
+
+    Returns:
+      The source ranks, in order.
 
     Raises:
       CheckpointError: a rank that the destination does not have, or strategies of other parameters.
@@ -226,13 +232,13 @@ def _check_rank(rank: Any, ranks: int) -> None:
 
 
 def _parts(name: str, shape: Sequence[int], rank: int, source: Strategy, target: Strategy) -> list[tuple[int, Box]]:
-    """What a destination rank holds of a parameter, as source ranks and the box of the whole that each gives."""
+    """The sources of a destination rank's slice: source ranks, and the box of the parameter that each provides."""
     want = target[name].boxes(shape)[rank % target[name].ranks] if name in target else tuple(slice(0, n) for n in shape)
     return given(name, shape, want, source, rank)
 
 
 def given(name: str, shape: Sequence[int], want: Box, source: Strategy, rank: int = 0) -> list[tuple[int, Box]]:
-    """The source ranks that a box of a parameter comes from, and the part of the whole that each gives; `rank` before others."""
+    """The source ranks that provide a box of a parameter, with the part of each; `rank` is preferred."""
     if name not in source:  # each source rank has all of it
         ranks = ranks_of(source)
         return [(rank if rank < ranks else 0, want)]
@@ -244,7 +250,7 @@ def given(name: str, shape: Sequence[int], want: Box, source: Strategy, rank: in
     for key, ranks in holders.items():
         both = tuple(slice(max(lo, w.start), min(hi, w.stop)) for (lo, hi), w in zip(key, want, strict=True))
         if all(s.start < s.stop for s in both):
-            found.append((rank if rank in ranks else ranks[0], both))  # its own file, where it has the piece
+            found.append((rank if rank in ranks else ranks[0], both))  # its own file, where it has the slice
     return found
 
 
@@ -257,25 +263,25 @@ def transform_checkpoints(
     *,
     memory: int | str = offline.MEMORY,
 ) -> tuple[pathlib.Path, ...]:
-    """Rewrite the files of the ranks of one run as those of another.
+    """Reshard the checkpoint files of the ranks of one run for the ranks of another.
 
-    `src/rank_0/*.safetensors` and so on become `dst/rank_0/prefix0.safetensors` and so on. Of several files in a rank's folder
-    the last by name is taken, numbers in names as numbers. What a strategy does not name is whole on every rank.
+    `src/rank_0/*.safetensors` become `dst/rank_0/prefix0.safetensors`, and so on. If a rank has several files, the last by name
+    is read, with numbers in names compared as numbers. Parameters that a strategy does not name are replicated.
 
     Args:
       src_checkpoints_dir: a folder with `rank_0`, `rank_1`, …
-      dst_checkpoints_dir: where the same is written for the destination.
+      dst_checkpoints_dir: the folder to write.
       ckpt_prefix: what the files are called: prefix, rank, `.safetensors`.
-      src_strategy_file: strategy JSON of the source; None where each rank has everything.
+      src_strategy_file: strategy JSON of the source; None where each rank has all arrays unsharded.
       dst_strategy_file: that of the destination; None for one device.
-      memory: what may be in memory at once.
+      memory: most bytes in memory at once, as a number or as "256MiB".
 
     Returns:
       The files that were written, by rank.
 
     Raises:
       CheckpointError: ranks or parameters that are missing, slices that do not fit the strategy; all at once.
-      CheckpointFileError: a file that is cut short, or no safetensors; a full disk.
+      CheckpointFileError: a truncated file, or no safetensors; a full disk.
     """
     bound = offline.memory_bytes(memory)
     source, target = read_strategy(src_strategy_file), read_strategy(dst_strategy_file)
@@ -344,7 +350,7 @@ def _natural(name: str) -> list[Any]:
 def whole_shapes(
     held: Mapping[int, Mapping[str, FileTensor]], source: Strategy
 ) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of each whole parameter; every rank's slice has to fit."""
+    """Shape and dtype of each unsharded parameter; every rank's slice has to fit."""
     problems: list[Problem] = []
     found: dict[str, tuple[tuple[int, ...], str]] = {}
     for name in dict.fromkeys(itertools.chain.from_iterable(held.values())):
@@ -386,7 +392,7 @@ def whole_shapes(
 def _write(
     handle: Any, row: TensorHeader, want: Box, pieces: Sequence[tuple[Box | None, FileTensor, Box]], bound: int
 ) -> None:
-    """Write a slice, a few rows of it at a time, each from the slices it is made of."""
+    """Write a slice, a few rows at a time, from the source slices that overlap it."""
     most = max(1, bound // offline.SHARE // 8)
     for local in contiguous_boxes(row.shape, most):
         box = tuple(slice(w.start + s.start, w.start + s.stop) for w, s in zip(want, local, strict=True))

@@ -1,4 +1,4 @@
-"""Which cuts of which arguments a collective is due to: cuts are followed through the ops that carry them, axis by axis."""
+"""Attribution: which sharded dimensions of arguments cause a collective. Each mesh axis is followed through the ops."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ from collections.abc import Iterable, Iterator, Sequence
 from shardfn.ir.model import Communication, Op, PartitionedProgram
 
 Place = tuple[int, int, str]
-"""A value, a dim of it, and an axis of the grid that cuts that dim."""
+"""A value, a dimension of it, and a mesh axis that shards that dimension."""
 
 
-def causes(
+def attribute(
     partitioned: PartitionedProgram, count: int, wanted: Iterable[Communication]
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """For each communication the (argument, dim) pairs whose cuts lead to it; none where no argument's cut does.
+    """The sharded dimensions of arguments that cause each communication.
 
-    Of what is added up these are the cuts along which the op that made it summed, of all else those of what is moved.
+    For reductions these are the dimensions over which the op sums; for others, the dimensions of the operand.
 
     Args:
-      flow: the layouts.
-      count: of arguments.
+      partitioned: the partitioned program.
+      count: the number of arguments.
       wanted: the communications.
+
+    Returns:
+      For each communication its (argument, dimension) pairs; () if no argument causes it.
     """
     arguments = partitioned.graph.arguments(count)
-    pairs = [(i, dim) for i, v in enumerate(arguments) for dim, cut in enumerate(partitioned.specs[v]) if cut]
+    pairs = [(i, dim) for i, v in enumerate(arguments) for dim, axes in enumerate(partitioned.specs[v]) if axes]
     reach: dict[Place, int] = {}  # from a place to the pairs that it comes from, a bit each
     for bit, (i, dim) in enumerate(pairs):
         for place in _places(partitioned, arguments[i], {dim}):
@@ -32,7 +35,7 @@ def causes(
     links += [(p, [q]) for one, other in partitioned.graph.ties for v, w in ((one, other), (other, one))
               for p in _places(partitioned, v) for q in _places(partitioned, w) if p[1:] == q[1:]]  # fmt: skip
     is_new = True
-    while is_new:  # more than once where a loop carries what it makes
+    while is_new:  # more than once for loop carries
         is_new = False
         for place, sources in links:
             found = before = reach.get(place, 0)
@@ -60,8 +63,8 @@ def _places(partitioned: PartitionedProgram, value: int, dims: Iterable[int] | N
 
 
 def _links(partitioned: PartitionedProgram, op: Op) -> Iterator[tuple[Place, Sequence[Place]]]:
-    """From where an op has the cuts of its results: dims of one factor, or of any where no rule ties them. What neighbours sent
-    stands behind the operands (`graph.roads`), and has no part in the rule."""
+    """For each sharded dimension of a result, the operand dimensions that it comes from: those of the same factor, or all where
+    no rule ties them. Received halos follow the operands and are not part of the rule."""
     if op.name == "while":
         for i, v in enumerate(op.outputs):
             sources = [p for w in op.inputs[i :: len(op.outputs)] for p in _places(partitioned, w)]
@@ -80,9 +83,9 @@ def _links(partitioned: PartitionedProgram, op: Op) -> Iterator[tuple[Place, Seq
 
 
 def _summed(partitioned: PartitionedProgram, made: dict[int, Op], value: int) -> list[Place]:
-    """The cuts along which an op summed; any of what it reads, where no rule says."""
+    """The sharded dimensions over which an op sums; all of its operands' where no rule tells."""
     op = made.get(value)
-    while op is not None and op.name == "convert" and op.rule is None:  # put in for the way only
+    while op is not None and op.name == "convert" and op.rule is None:  # inserted around a collective
         op = made.get(op.inputs[0])
     if op is None:
         return []

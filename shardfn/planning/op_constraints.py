@@ -98,7 +98,9 @@ def match_file_constraints(
     """The op constraints of a layout file, by op index, and a note on each that the program has no op for.
 
     Args:
+      layout: the layout file.
       anchored: the result of `anchors`.
+      graph: the program.
       axes: the mesh axes.
     """
     op_of = {number: index for index, number in anchored.items()}
@@ -137,6 +139,7 @@ def apply_constraints(
     """`function` with sharding constraints on the operands and results of chosen equations.
 
     Args:
+      function: the function.
       constraints: the constraints, over the mesh axes of a plan.
       mesh: the mesh to write them on.
       parts: for each axis of the plan the axes of `mesh` that make it up.

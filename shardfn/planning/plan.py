@@ -1,4 +1,4 @@
-"""A plan: the grid, the layout of every argument and result, why, and what it costs. Plain data, whoever made it."""
+"""A plan: the mesh, the sharding of every argument and result, the reasons, and the estimated cost. Plain data."""
 
 from __future__ import annotations
 
@@ -34,18 +34,34 @@ _R = TypeVar("_R")
 
 
 class Study(Protocol):
-    """What a plan was made from: it prices other layouts, and plans again."""
+    """The call of a plan, for what-if analysis: it evaluates other shardings and plans again."""
 
-    def why(self, plan: Plan, path: str, most: int | None) -> Alternatives: ...
+    def why(self, plan: Plan, path: str, most: int | None) -> Alternatives:
+        """The costs of other shardings of one array (`Plan.why`)."""
+        ...
 
-    def what_if(self, entries: Mapping[str, Any]) -> Plan: ...
+    def what_if(self, entries: Mapping[str, Any]) -> Plan:
+        """The plan with other entries (`Plan.what_if`)."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a function runs on a grid of devices. Printed it is a summary; `shardfn.explain` of it is the whole report.
+    """How a function runs on a mesh of devices. `print` it for a summary; `shardfn.explain(plan)` is the full report.
 
-    `axes` is the grid, row-major, last axis fastest; `order` says which device stands where if not 0, 1, 2, …
+    Attributes:
+      function: the function's name.
+      hardware: the devices.
+      level: the objective's number: 0 communication, 1 memory, 2 time.
+      axes: name and size of each mesh axis, row-major.
+      order: the device at each position of the mesh; None is 0, 1, 2, …
+      inputs: the sharding of each argument array.
+      outputs: the sharding of each result array.
+      dimension_groups: the tied dimensions of arguments and results.
+      collectives: the collectives that XLA is predicted to insert.
+      cost: the estimated cost of one call on one device: seconds, bytes, FLOPs.
+      policy: how the plan was chosen.
+      diagnostics: what costs more than necessary or may fail, with a fix.
     """
 
     function: str
@@ -62,18 +78,18 @@ class Plan:
     diagnostics: tuple[str, ...]
     partitioned: PartitionedProgram = dataclasses.field(repr=False, compare=False)
     constraints: tuple[Constraint, ...] = ()
-    """Ops inside that are held to a layout, because propagation alone would choose another."""
+    """The sharding constraints on ops for which propagation alone would choose another sharding."""
     gap: float | None = None
-    """How far the plan may be from the optimum of the cost model, op by op, on the grids that were tried, at level 0 on its own
-    grid: 0 is proved, None where the search does not know."""
+    """The relative gap to the optimum of the cost model summed over ops, on the meshes tried, at level 0 on the plan's own mesh.
+    0 is proved optimal, None is unknown."""
     runner_up: str = ""
-    """The next best of the whole plans that were priced, with what both cost; empty where there is none."""
+    """The second best candidate and the cost of both; empty if there is none."""
     candidates: tuple[Candidate, ...] = ()
-    """The whole plans that the search priced by their flows, this one first, the others best first."""
+    """The candidates whose partitioned programs the search evaluated, this plan first, the others best first."""
     activations: tuple[LayoutRule, ...] = ()
-    """Rules of a layout file for what is tagged inside."""
+    """The rules of a layout file for tagged values."""
     memory_limit: float | None = dataclasses.field(default=None, compare=False)
-    """Bytes that one device may hold, as they were given; None is all that it has."""
+    """Bytes per device, as the user gave them; None is the device's memory."""
     _study: Study | None = dataclasses.field(default=None, repr=False, compare=False)
     _verifier: Callable[[Plan], Any] | None = dataclasses.field(default=None, repr=False, compare=False)
     _call: Any = dataclasses.field(default=None, repr=False, compare=False)
@@ -83,10 +99,10 @@ class Plan:
         return summary(self)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(str(self))  # in a notebook, where the whole of it would be pages long
+        printer.text(str(self))  # in a notebook, where the dataclass's repr would be pages long
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the devices, which are of this process, and without what it takes to plan again."""
+        """The fields without what belongs to this process: the devices and the traced call."""
         hardware = dataclasses.replace(self.hardware, devices=None, mesh=None)
         return {**self.__dict__, "_study": None, "_verifier": None, "_call": None, "hardware": hardware}
 
@@ -97,14 +113,18 @@ class Plan:
         return self
 
     def why(self, path: str, most: int | None = None) -> Alternatives:
-        """What each other cut of one array, an argument or under `result` a result, would cost, all else as planned.
+        """The costs of the other shardings of one array, everything else as planned.
 
         Args:
-          path: of the array, as the report has it; or a glob of arrays of one shape and one layout, which are then cut alike.
-          most: how many cuts to price; as many as take a few seconds, 12 at most, if None.
+          path: the array's path, as the report has it; a result's path begins with `result`. Or a glob of arrays with one
+            shape and one sharding, which are then changed together.
+          most: the number of shardings to evaluate. None is as many as take a few seconds, at most 12.
+
+        Returns:
+          One row for each sharding, best first. Print it for a table.
 
         Raises:
-          StrategyError: no array has that path, those of a glob have several shapes or layouts, or the plan comes from a
+          StrategyError: no array has that path, the arrays of a glob differ in shape or sharding, or the plan comes from a
             file or another process.
 
         >>> import jax, shardfn
@@ -116,7 +136,13 @@ class Plan:
         return self._studied().why(self, path, most)
 
     def what_if(self, entries: Mapping[str, Any]) -> Plan:
-        """The plan with other entries, by path glob as in `parameter_plan`; what was searched is searched again.
+        """The plan of the same call with other entries; the other open shardings are searched again.
+
+        Args:
+          entries: entries by path or glob, as in `parameter_plan`; a path that begins with `result` names a result.
+
+        Returns:
+          The new plan. `plan.diff(new)` compares both.
 
         Raises:
           ShardError: an entry that fits no array, or not its array.
@@ -130,20 +156,33 @@ class Plan:
         return dataclasses.replace(self._studied().what_if(entries), _verifier=self._verifier, _call=self._call)
 
     def diff(self, other: Plan) -> tuple[Change, ...]:
-        """What differs in another plan of the same function (`shardfn.diff`)."""
+        """What differs in another plan of the same function.
+
+        Args:
+          other: the other plan.
+
+        Returns:
+          One `Change` for each difference; print it for a line of text.
+
+        Raises:
+          StrategyError: the plans are of functions with other arguments.
+          StrategyTypeError: `other` is no plan.
+        """
         return diff(self, other)
 
     def _as_layout_file(self) -> Any:
-        # Lazily, as in `save`: a plan lies below what writes it.
+        # Lazily, as in `save`: this package is below its serialisers.
         return importlib.import_module("shardfn.layoutfile.plan_file").layout_of_plan(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as a layout file (TOML): `load_layout` reads it, `shard(f, layout=path)` uses it.
 
-        A name that ends in `.json` gets MindSpore's strategy JSON: the layouts of the arguments, and each op's strategy.
+        Args:
+          path: the file. A name that ends in `.json` gets MindSpore's strategy JSON, with the layouts of the arguments and
+            the strategy of each op.
 
         Raises:
-          StrategyError: it cannot be written there.
+          StrategyError: the file cannot be written.
 
         >>> import jax, shardfn, tempfile
         >>> made = shardfn.plan(abs, jax.ShapeDtypeStruct((8,), "float32"), in_strategy=((4,),), device="tpu-v5e:4")
@@ -162,10 +201,13 @@ class Plan:
         return self._study
 
     def verify(self) -> Any:
-        """The `Report` with what XLA compiles beside what is predicted; for a TPU that is not here through libtpu.
+        """Compile the plan and compare it with the prediction. A TPU that is not here is compiled for by libtpu.
+
+        Returns:
+          The `Report`, with XLA's collectives, memory and FLOPs beside the predicted ones.
 
         Raises:
-          StrategyError: it does not fit as compiled, or the plan comes from a file or another process.
+          StrategyError: the compiled program does not fit, or the plan comes from a file or another process.
           DeviceError: there is no compiler for the target.
         """
         if self._verifier is None:
@@ -174,7 +216,13 @@ class Plan:
         return self._verifier(self)
 
     def decision(self, path: str) -> Decision:
-        """The decision on an argument or, under `result`, on a result.
+        """The sharding of one array, and why it was chosen.
+
+        Args:
+          path: the array's path, as the report has it; a result's path begins with `result`.
+
+        Returns:
+          The decision: strategy, spec, bytes per device, who chose it and why.
 
         Raises:
           StrategyError: no array has that path.
@@ -276,7 +324,13 @@ class Plan:
         return self._call
 
     def with_devices(self, devices: Sequence[Any]) -> Plan:
-        """The same plan on other devices, for instance one made for a target that is now here.
+        """The same plan on other devices, such as a plan for a target that is now here.
+
+        Args:
+          devices: the devices, as many as the plan has, in the order of the mesh.
+
+        Returns:
+          The plan on these devices.
 
         Raises:
           DeviceError: another number of devices.
@@ -289,7 +343,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class OpStrategy:
-    """How one op is cut: for each input and output the cuts of its dims (MindSpore's get_strategy)."""
+    """The strategy of one op: the number of shards of each dimension of its operands and results."""
 
     op: str
     inputs: tuple[tuple[int, ...], ...]
@@ -299,10 +353,10 @@ class OpStrategy:
 
 
 def op_strategies(plan: Plan) -> tuple[OpStrategy, ...]:
-    """Every op of the function with its cuts, in program order."""
+    """The strategy of every op of the partitioned program, in program order."""
     partitioned = plan.partitioned
 
-    def operands(op: Op) -> tuple[int, ...]:  # without what the body of a `shard_map` gives back
+    def operands(op: Op) -> tuple[int, ...]:  # without the results of a `shard_map`'s body
         return op.inputs[: -len(op.outputs)] if op.name == "shard_map" else op.inputs
 
     return tuple(
@@ -336,13 +390,20 @@ class Change:
 
 
 def diff(first: Plan, second: Plan) -> tuple[Change, ...]:
-    """What differs between two plans of one function: grid, level, layouts, costs, proof, what is held inside.
+    """What differs between two plans of one function: mesh, kind, level, shardings, constraints, costs, optimality.
 
-    Arrays of one shape that differ alike are one change, and so are those whose cuts stay and only lie over the axes of
-    another grid.
+    Arrays of one shape with the same difference are one change. So are arrays that keep their strategy on another mesh.
+
+    Args:
+      first: a plan.
+      second: the plan to compare it with.
+
+    Returns:
+      The changes.
 
     Raises:
       StrategyError: the plans are of functions with other arguments.
+      StrategyTypeError: one of them is no plan.
     """
     for plan in (first, second):
         if not isinstance(plan, Plan):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from shardfn.cost.estimate import collective_s, communications_with_bytes
 from shardfn.ir.model import Collective
-from shardfn.planning.attribution import causes
+from shardfn.planning.attribution import attribute
 from shardfn.planning.plan import Decision, Plan
 
 UNMODELLED = "no cost rule, so the estimate counts only the bytes that these ops move"
@@ -32,7 +32,7 @@ def attributions(plan: Plan) -> list[list[str]]:
     """
     sent = [c for c, _ in communications_with_bytes(plan.partitioned)]
     is_own = len(sent) == len(plan.collectives)
-    found = causes(plan.partitioned, len(plan.inputs), sent) if is_own else [()] * len(plan.collectives)
+    found = attribute(plan.partitioned, len(plan.inputs), sent) if is_own else [()] * len(plan.collectives)
     return [_of_one(plan, c, pairs) for c, pairs in zip(plan.collectives, found, strict=True)]
 
 

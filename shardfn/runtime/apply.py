@@ -1,4 +1,4 @@
-"""A plan to a function that runs: `jax.jit` with the plan's shardings."""
+"""From a plan to a function that runs: `jax.jit` with the plan's shardings."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def apply(
     nested: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """`function` as a jitted function whose arguments and results lie as planned.
-
-    A `nested` one, for calls inside a transformation, lays its results out by constraints inside: what `jit` itself
-    demands of results it demands of their cotangents too, which may come from anywhere.
+    """`jax.jit` of a function with the planned shardings of arguments and results.
 
     Args:
       plan: decisions in the order of the leaves of the dynamic `args` and of `results`.
+      function: the function.
       args: the arguments of the call, or their shapes, for their structure.
       results: the pytree of result shapes.
       static_argnums: positions in `args`, as in `jax.jit`.
       donate_argnums: the same.
-      mesh: the mesh to name the shardings on.
-      compiler_options: what XLA is told for this compile; a nested one is compiled with what it is part of.
+      mesh: the mesh of the shardings.
+      nested: whether it is for calls inside a transformation. Results then get constraints: `out_shardings` would also
+        apply to their cotangents, which may have any sharding.
+      compiler_options: XLA options; a nested function has none of its own.
     """
     dynamic = tuple(a for i, a in enumerate(args) if i not in static_argnums)
     ins = tree_util.tree_unflatten(tree_util.tree_structure(dynamic), shardings(plan.inputs, mesh))
@@ -74,9 +74,10 @@ def apply(
 def moved(
     values: Sequence[Any], targets: Sequence[NamedSharding], replaced: Collection[int] = frozenset()
 ) -> list[Any]:
-    """Put arrays where they belong: those committed to another layout, which `jax.jit` refuses, and at positions whose place
-    a result takes those that are not committed yet. The next call brings the result: a function that saw the first state
-    as it came would be compiled again then."""
+    """Transfer the arrays that are committed to another sharding, which `jax.jit` refuses, and uncommitted ones at `replaced`.
+
+    The next call passes a result at these positions. Committed now, the array does not cause a second compile then.
+    """
     return [
         jax.device_put(v, target) if lies_elsewhere(v, target) or (i in replaced and is_loose(v, target)) else v
         for i, (v, target) in enumerate(zip(values, targets, strict=True))
@@ -84,13 +85,13 @@ def moved(
 
 
 def is_loose(value: Any, target: NamedSharding) -> bool:
-    """Whether `value` is an array that may still go anywhere, and to the devices of `target` from this process."""
+    """Whether `value` is an uncommitted array that this process can transfer to `target`."""
     is_array = isinstance(value, jax.Array | np.ndarray) and not isinstance(value, Tracer)
     return is_array and not getattr(value, "committed", False) and target.is_fully_addressable
 
 
 def lies_elsewhere(value: Any, target: NamedSharding) -> bool:
-    """Whether `value` is a concrete JAX array, committed to another layout than `target`."""
+    """Whether `value` is a concrete JAX array that is committed to another sharding than `target`."""
     if not isinstance(value, jax.Array) or isinstance(value, Tracer) or not value.committed:
         return False
     return not value.sharding.is_equivalent_to(target, value.ndim)

@@ -88,12 +88,31 @@ class ShardedFunction(Generic[P, R]):
         return ShardedFunction, (self.fn, self.options)
 
     def for_owner(self, owner: Any) -> ShardedFunction:
-        """The same method of another instance, such as a copy made by `nnx.grad`; the plans are shared."""
+        """The same method of another instance, such as a copy made by `nnx.grad`.
+
+        Args:
+          owner: the other instance.
+
+        Returns:
+          A `ShardedFunction` that shares the plans of this one.
+        """
         other = ShardedFunction(types.MethodType(self.fn.__func__, owner), self.options)  # type: ignore[attr-defined]
         other._entries = self._entries
         return other
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the function sharded; the first call of a kind plans and compiles it.
+
+        Args:
+          args: the positional arguments of the function. Arrays with another sharding are transferred.
+          kwargs: its keyword arguments.
+
+        Returns:
+          The function's result. Its arrays have the planned shardings.
+
+        Raises:
+          ShardError: all problems of the call.
+        """
         # The shapes need no check here: `jit` looks them up, and traces for new ones, which raises OtherCall.
         if (
             not kwargs

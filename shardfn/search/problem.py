@@ -30,7 +30,9 @@ class Partitioner(Protocol):
 
     def __call__(
         self, axes: Axes, specs: Sequence[Spec | None], constraints: OpConstraints, result_specs: ResultSpecs = ...
-    ) -> PartitionedProgram: ...
+    ) -> PartitionedProgram:
+        """The partitioned program; a spec of None leaves the argument to propagation."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -170,6 +170,7 @@ class RecomputedFunction:
         return f"recompute({self.__name__})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function, with rematerialisation in its derivative."""
         return _run(describe(self.fn), self.options, args, kwargs)
 
 

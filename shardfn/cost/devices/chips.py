@@ -79,14 +79,24 @@ class Chip:
                  fix="give network_bytes_s, or leave node out")  # fmt: skip
 
     def rate(self, dtype: str) -> float:
-        """FLOP/s of matrix products of an element type, named as in MLIR (`f32`, `bf16`)."""
+        """The matmul rate for an element type.
+
+        Args:
+          dtype: the element type, named as in MLIR (`f32`, `bf16`).
+
+        Returns:
+          FLOP/s of one device.
+        """
         return dict(self.dtype_flops).get(dtype, self.flops)
 
     def pod(self, size: int | str) -> Hardware:
-        """So many of these, as a target to plan for.
+        """A number of these chips, as a target to plan for.
 
         Args:
-          size: a count, or of chips that form a torus its dims, such as "4x8".
+          size: the number of devices, or the dimensions of a torus, such as "4x8".
+
+        Returns:
+          The hardware, for `device=`.
 
         Raises:
           DeviceError: the size is neither, or a shape that no pod of these chips has.

@@ -52,7 +52,8 @@ def link_over(hardware: Hardware, axes: Sequence[tuple[str, int]], names: Iterab
     """The link of groups that span several grid axes.
 
     Args:
-      hardware, axes: as for `links`.
+      hardware: as for `links`.
+      axes: as for `links`.
       names: axes, or parts of them as Shardy writes them (`a:(2)4`).
       size: devices in a group where no axes are named: those that follow each other.
 

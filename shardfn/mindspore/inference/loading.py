@@ -66,7 +66,12 @@ def load_distributed_checkpoint(
       unified_safetensors_dir: a folder of safetensors, in the place of `checkpoint`.
       name_map: names of weights by stored ones, of arrays or of containers: {"ema": "params"}.
       return_param_dict: return a flat dict by name instead.
-      dec_key, dec_mode, dst_safetensors_dir, rank_id, output_format, max_process_num: MindSpore's; an error if set.
+      dec_key: MindSpore's; an error if set.
+      dec_mode: MindSpore's; an error if set.
+      dst_safetensors_dir: MindSpore's; an error if set.
+      rank_id: MindSpore's; an error if set.
+      output_format: MindSpore's; an error if set.
+      max_process_num: MindSpore's; an error if set.
       weights: the argument of `fn` that is the weights, as in `infer_predict_layout`.
       like: the weights' structure, shapes and dtypes, where `predict_strategy` does not come from `infer_predict_layout`.
       step: of a folder of steps; the last if None.

@@ -68,29 +68,33 @@ class PredictLayout(Mapping[str, WeightLayout]):
         return "\n".join([head, "", *lines])
 
     def shardings(self) -> dict[str, NamedSharding]:
-        """The `NamedSharding` of each weight."""
+        """The sharding of each weight.
+
+        Returns:
+          A dict of `NamedSharding` by the name of the weight.
+        """
         return {name: self.plan.sharding(path) for name, path in self.weights.paths.items()}
 
 
 def infer_predict_layout(
     fn: Callable[..., Any], *predict_data: Any, weights: Named = None, skip_backend_compile: bool = True, **options: Any
 ) -> PredictLayout:
-    """Plan inference and say how every weight lies, without running and without memory for a weight.
+    """Plan inference and return the layout of every weight. Nothing runs, and no weight needs memory.
 
     Args:
       fn: what is served: a function, a module, or what `shard` returned.
       predict_data: the arguments of a call, arrays or shapes (`jax.ShapeDtypeStruct`).
-      weights: the argument that is the weights, or several of them; the first that is a pytree if None. Of a module what it
-        holds.
-      skip_backend_compile: False compiles the plan too: what XLA refuses, or does not fit, is an error now.
+      weights: the name of the argument with the weights, or several names. None is a module's own arrays, or the first
+        argument that is a pytree.
+      skip_backend_compile: False also compiles the plan, so that a program that XLA refuses or that does not fit is an error.
       options: those of `shard` (`in_strategy`, `parameter_plan`, `layout`, `device`, `level`, …); the others go to `fn`.
 
     Returns:
-      A mapping from the name of each weight, its path in the argument, to (dev_matrix, tensor_map, slice_shape, field,
-      uniform_split, opt_shard_group, full_shape); `plan` and `shardings()` beside. Print it for a table.
+      A mapping from the path of each weight in its argument to a `WeightLayout`: (dev_matrix, tensor_map, slice_shape, field,
+      uniform_split, opt_shard_group, full_shape). It also has `plan` and `shardings()`. Print it for a table.
 
     Raises:
-      ContextError: MindSpore's `parallel_mode` is set, to one that cuts nothing.
+      ContextError: MindSpore's `parallel_mode` is set, to one that shards no weight.
       ShardError: all that is wrong with the call; no argument is a pytree.
 
     >>> import jax

@@ -112,7 +112,9 @@ def flat_layout(
       paths: its leaves' paths.
       stages: for each leaf its stage; -1 for outside the buffers.
       dims: for each leaf the dimension with `shards` tensor shards, -1 for none.
-      devices, chunks, shards: as in `FlatLayout`.
+      devices: as in `FlatLayout`.
+      chunks: as in `FlatLayout`.
+      shards: as in `FlatLayout`.
     """
     leaves, treedef = tree_util.tree_flatten(params)
     ends: dict[tuple[int, str], int] = {}

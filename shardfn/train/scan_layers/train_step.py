@@ -133,7 +133,8 @@ def choose_recomputed_blocks(
     Args:
       scanned: the loss, without rematerialisation.
       rescan: the loss with so many rematerialised blocks.
-      params, batch: shapes.
+      params: shapes.
+      batch: shapes.
       recompute: "auto", or a number of blocks.
       memory_limit: bytes per device, or text such as "2GiB".
       devices: how many devices share the batch.

@@ -194,7 +194,9 @@ def per_device_gradients(
       growing: for each leaf of the auxiliary output the dimension that grows with the batch, -1 for a mean.
       micro_growing: the same within one device's part.
       changing: which carried leaves the loss changes; the devices agree on one value for these.
-      trained, carried, batch: the arguments of `loss`.
+      trained: the arguments of `loss`.
+      carried: the arguments of `loss`.
+      batch: the arguments of `loss`.
     """
     treedef = tree_util.tree_structure(trained)
     per_device = PartitionSpec(sync.axes)

@@ -75,6 +75,7 @@ class OffloadedStep:
         )  # fmt: skip
 
     def __call__(self, state: TrainState, *batch: Any) -> Any:
+        """Run one step; the optimizer states come from the host and go back to it."""
         leaves, treedef = tree_util.tree_flatten((state, batch))
         targets = self._targets
         stored = [_brought(x, target) for x, target in zip(moved(leaves, targets), targets, strict=True)]

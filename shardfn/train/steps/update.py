@@ -30,7 +30,8 @@ def update_function(
       options: those of the step.
       parts: which of the model's leaves are trained.
       shardings: those of the step; None while they are being planned.
-      state, batch: shapes.
+      state: shapes.
+      batch: shapes.
     """
     cast = functools.partial(_cast, dtype=options.compute_dtype)
     loss = _loss(options, parts)
