@@ -38,13 +38,15 @@ class OpTraits:
     rule: str = "follow_result"
     """Its partitioning rule."""
     gpu_rule: str = ""
-    """The rule on GPUs, where it differs."""
+    """The rule on GPUs and TPUs, where it differs."""
     tpu_rule: str = ""
     """The rule on TPUs, where it differs from that on GPUs."""
     sharding_rule: str = ""
     """The propagation rule, where Shardy has none."""
     primitives: tuple[str, ...] = ()
-    """JAX primitives that become this op. An op with primitives may be constrained, and the report then lists it."""
+    """JAX primitives that become this op. An op with primitives may be constrained."""
+    is_listed: bool = False
+    """The full report lists its strategy."""
     in_cpu_library: bool = False
     """XLA's CPU backend computes it inside a library reduction (JAX 0.10.2 and 0.12.0.1)."""
     computed_once_on_cpu: bool = False
@@ -78,7 +80,7 @@ def _view(name: str, flops: str = "none", **traits: Any) -> OpTraits:
 
 def _library(name: str, rule: str = "replicate", **traits: Any) -> OpTraits:
     """A row of an op that XLA leaves to a library; where `rule` replicates, the partitioner cannot shard it."""
-    return dataclasses.replace(OpTraits(name, name, "none", rule=rule), **traits)
+    return dataclasses.replace(OpTraits(name, name, "none", rule=rule, is_listed=True), **traits)
 
 
 _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_or", "reduce_and", "argmax", "argmin")
@@ -88,16 +90,16 @@ OP_TRAITS = {
     row.name: row
     for row in (
         # Contractions, reductions and windows.
-        OpTraits("dot_general", "contraction", "contraction", rule="dot", primitives=("dot_general",)),
+        OpTraits("dot_general", "contraction", "contraction", rule="dot", primitives=("dot_general",), is_listed=True),
         OpTraits("convolution", "convolution", "contraction", rule="convolve_in_groups", tpu_rule="convolve_on_tpu",
-                 primitives=("conv_general_dilated",)),
-        OpTraits("reduce", "per_element", "none", rule="reduce", primitives=_REDUCTIONS),
-        OpTraits("reduce_window", "per_element", "none", rule="windowed"),
-        OpTraits("select_and_scatter", "per_element", "none", rule="windowed"),
+                 primitives=("conv_general_dilated",), is_listed=True),
+        OpTraits("reduce", "per_element", "none", rule="reduce", primitives=_REDUCTIONS, is_listed=True),
+        OpTraits("reduce_window", "per_element", "none", rule="windowed", is_listed=True),
+        OpTraits("select_and_scatter", "per_element", "none", rule="windowed", is_listed=True),
         OpTraits("map", "per_element", "none"),
         # Gathers, scatters and slices.
-        _copy("gather", "gather", rule="gather", reads_part=True, repeats_reads=True, computed_once_on_cpu=True),
-        OpTraits("scatter", "per_element", "none", rule="scatter", updates=-1, primitives=_SCATTERS),
+        _copy("gather", "gather", rule="gather", reads_part=True, repeats_reads=True, computed_once_on_cpu=True, is_listed=True),
+        OpTraits("scatter", "per_element", "none", rule="scatter", updates=-1, primitives=_SCATTERS, is_listed=True),
         _copy("slice", rule="windowed", reads_part=True),
         _copy("dynamic_slice", "dynamic_slice", rule="dynamic_slice", reads_part=True, repeats_reads=True),
         _copy("dynamic_update_slice", rule="dynamic_update_slice", updates=1, branches_on_cpu=True),
@@ -154,7 +156,8 @@ OP_TRAITS = {
         *(OpTraits(name, "", "none", sharding_rule="elementwise_rule") for name in (
             "bessel_i1e", "conj", "is_inf", "is_neg_inf", "is_pos_inf", "next_after", "polygamma", "zeta", "composite")),
         # Control flow.
-        *(OpTraits(name, "none", "none", has_own_time=False, rule="") for name in ("while", "case", "shard_map")),
+        *(OpTraits(name, "none", "none", has_own_time=False, rule="", is_listed=name == "shard_map") for name in (
+            "while", "case", "shard_map")),
         *(OpTraits(name, "per_element", "none", has_own_time=False, role="token", rule="") for name in (
             "after_all", "create_token", "partition_id", "replica_id")),
         # What the partitioner inserts, or the user writes in a `shard_map`.
@@ -188,6 +191,7 @@ UPDATES = {name: row.updates for name, row in OP_TRAITS.items() if row.updates i
 """Ops that update operand 0 in place, each with the operand that is as large as the update."""
 CONSTRAINABLE = {name: frozenset(row.primitives) for name, row in OP_TRAITS.items() if row.primitives}
 """Ops that may be constrained, each with the JAX primitives that become it."""
+LISTED = _names(is_listed=True)
 IN_CPU_LIBRARY = _names(in_cpu_library=True)
 COMPUTED_ONCE_ON_CPU = _names(computed_once_on_cpu=True)
 BRANCHES_ON_CPU = _names(branches_on_cpu=True)

@@ -11,6 +11,7 @@ from typing import Any
 from shardfn.compiled.comparison import Comparison, Tally
 from shardfn.frontend.paths import alike, few, layer, starred
 from shardfn.ir.model import Collective, Spec
+from shardfn.ir.op_traits import LISTED
 from shardfn.planning.plan import Decision, DimensionGroup, Plan, op_strategies
 from shardfn.planning.summary import headline
 from shardfn.planning.what_if import figure_texts
@@ -179,15 +180,9 @@ def _candidates(plan: Plan, transfers: Sequence[str], compared: Comparison | Non
         )
 
 
-_SHOWN_OPS = re.compile(
-    r"dot_general|convolution|reduce|reduce_window|select_and_scatter|gather|scatter|dynamic_gather|sort|top_k|fft|rng\w*"
-    r"|cholesky|triangular_solve|batch_norm\w+|custom_call .*|shard_map"
-)
-
-
 def _ops(plan: Plan, transfers: Sequence[str], compared: Comparison | None, is_full: bool) -> Iterable[Part]:
     every = op_strategies(plan)
-    shown = collections.Counter(o for o in every if _SHOWN_OPS.fullmatch(o.op))
+    shown = collections.Counter(o for o in every if o.op in LISTED or o.op.startswith("custom_call"))
     rows = [
         (o.op, times(count), ", ".join(map(str, o.inputs)), ", ".join(map(str, o.outputs)), times(o.trips),
          file_line(o.where))
