@@ -456,8 +456,8 @@ REASONS = {
     (
         "gpt2 step, 2 layers",
         "the same, and the vocabulary",
-    ): "the table lies over both axes, its rows the other way round "
-    "than the batch: XLA exchanges some pieces by permutes where the prediction gathers",
+    ): "the table is sharded over both axes, its rows in the other order "
+    "than the batch: XLA permutes some shards where the prediction gathers",
 }
 """Why the bytes of a row differ, by program and layout."""
 
@@ -465,11 +465,11 @@ REASONS = {
 def markdown(rows: Sequence[Row]) -> str:
     """The table of `docs/deviations.md`: every row whose bytes differ, with its reason."""
     lines = ["| | rows | bytes equal | within 5 % |", "|---|---:|---:|---:|"]
-    for good, name in ((GOOD, "layouts that a person would choose"), (BAD, "deliberately bad layouts")):
+    for good, name in ((GOOD, "shardings that a person would choose"), (BAD, "deliberately bad shardings")):
         mine = [r for r in rows if r.good == good]
         lines.append(f"| {name} | {len(mine)} | {sum(r.predicted_bytes == r.compiled_bytes for r in mine)} | "
                      f"{sum(_off(r) <= 0.05 for r in mine)} |")  # fmt: skip
-    lines += ["", "| program | layout | predicted | compiled | ratio | why |", "|---|---|---:|---:|---:|---|"]
+    lines += ["", "| program | sharding | predicted | compiled | ratio | why |", "|---|---|---:|---:|---:|---|"]
     for r in rows:
         if r.predicted_bytes != r.compiled_bytes:
             ratio = "-" if r.ratio is None else f"{r.ratio:.3f}"

@@ -8,7 +8,7 @@ import numpy as np
 
 from shardfn import AUTO, shard
 
-os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
+os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can deadlock with fewer
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -18,7 +18,7 @@ def plain(params, x):
     return hidden @ params["w2"] + params["b2"]
 
 
-# The batch 2 ways, w1 4 ways along its columns. w2, b1 and b2 are left open: they follow.
+# The batch 2 ways, columns of w1 4 ways. w2, b1 and b2 are open: the search shards them.
 @shard(in_strategy=({"w1": (1, 4), "b1": AUTO, "w2": AUTO, "b2": AUTO}, (2, 1)))
 def mlp(params, x):
     return plain(params, x)

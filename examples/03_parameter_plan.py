@@ -8,7 +8,7 @@ import numpy as np
 
 from shardfn import AUTO, ShardError, shard
 
-os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
+os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can deadlock with fewer
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -34,7 +34,7 @@ def transformer(params, x):
     return x * params["norm"]
 
 
-# Heads and hidden dims 4 ways in every layer. `norm` is named by no rule, and stays whole.
+# Heads and hidden dimensions 4 ways in every layer. No rule names `norm`: it is open.
 plan = {
     "layers/*/w[qkv]": (1, 4, 1),
     "layers/*/wo": (4, 1, 1),
@@ -47,12 +47,12 @@ params, x = init(jax.random.key(0)), jax.random.normal(jax.random.key(1), (8, 16
 np.testing.assert_allclose(sharded(params, x), transformer(params, x), rtol=1e-3, atol=1e-4)
 
 made = sharded.plan(params, x)
-print("grid:", dict(made.axes))
+print("mesh:", dict(made.axes))
 assert sorted(made.mesh.axis_sizes) == [2, 4], "heads and hidden dims share one axis, the batch has the other"
 for decision in made.inputs[-7:]:
     print(f"{decision.path:20} {decision.strategy!s:12} {decision.source}: {decision.reason}")
 
-# A path that does not exist is an error, which says what was meant.
+# A path that does not exist is an error, which suggests the nearest one.
 try:
     shard(transformer, (AUTO, (2, 1, 1)), parameter_plan={"layers/*/upp": (1, 4)})(params, x)
 except ShardError as error:

@@ -8,7 +8,7 @@ import optax
 
 from shardfn import AUTO, shard
 
-os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
+os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can deadlock with fewer
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -52,4 +52,4 @@ losses, params = train(sharded_step)
 for i, (a, b) in enumerate(zip(plain_losses, losses, strict=True)):
     print(f"step {i}  unsharded {a:.6f}  sharded {b:.6f}")
 np.testing.assert_allclose(losses, plain_losses, rtol=1e-4)
-assert params["w1"].sharding.shard_shape((32, 128)) == (32, 32), "new parameters lie where the old ones did"
+assert params["w1"].sharding.shard_shape((32, 128)) == (32, 32), "new parameters are sharded as the old ones were"

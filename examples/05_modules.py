@@ -12,7 +12,7 @@ from flax import nnx
 from shardfn import AUTO, shard
 from shardfn.mindspore import Cell
 
-os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
+os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can deadlock with fewer
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -48,7 +48,7 @@ def train(model):
     return [float(step(model, optimizer)) for _ in range(5)]
 
 
-# Only the first block is sharded: the batch 2 ways, its hidden dim 4 ways. The second block stays as it is.
+# Only the first block is sharded: the batch 2 ways, its hidden dimension 4 ways. The second block does not change.
 model = Model(nnx.Rngs(0))
 model.first.shard(in_strategy=((2, 1),), parameter_plan={"up/kernel": (1, 4)})
 losses, plain_losses = train(model), train(Model(nnx.Rngs(0)))
@@ -58,7 +58,7 @@ np.testing.assert_allclose(losses, plain_losses, rtol=1e-4)
 print({d.path: d.strategy for d in model.first.plan(x).inputs})
 assert model.first.plan(x).decision("up/kernel").strategy == (1, 4)
 
-# An Equinox module is a pytree: a function of its arrays is sharded, the rest of it stands still.
+# An Equinox module is a pytree: shard a function of its arrays, and close over the rest.
 mlp = eqx.nn.MLP(32, 8, 64, depth=1, key=jax.random.key(0))
 wanted = jax.vmap(mlp)(x)
 arrays, rest = eqx.partition(mlp, eqx.is_array)

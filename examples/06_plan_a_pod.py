@@ -1,4 +1,4 @@
-"""Plan a training step for 256 TPU chips that are not here: shapes are enough, and nothing is allocated."""
+"""Plan a training step for 256 TPU chips that you do not have: shapes are enough, and nothing is allocated."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ x = shape(BATCH, SEQ, D)
 
 
 def planned(batch, hidden):
-    """The batch cut `batch` ways, the hidden dim `hidden` ways."""
+    """The batch sharded `batch` ways, the hidden dimension `hidden` ways."""
     rules = {"up": (1, 1, hidden), "down": (1, hidden, 1)}
     return plan(train_step, params, x, in_strategy=(AUTO, (batch, 1, 1)), parameter_plan=rules, device="tpu-v5e:16x16")
 
@@ -43,6 +43,6 @@ for batch, hidden in ((256, 1), (64, 4), (16, 16), (4, 64)):
           f"  {cost.time_s * 1e3:11.1f}")  # fmt: skip
 
 assert plans[16, 16].mesh.axis_sizes == (16, 16)
-assert plans[256, 1].cost.memory.arguments > plans[16, 16].cost.memory.arguments, "whole weights take more room"
+assert plans[256, 1].cost.memory.arguments > plans[16, 16].cost.memory.arguments, "replicated weights take more memory"
 for change in plans[64, 4].diff(plans[16, 16]):
     print(f"{change.what:24} {change.first:36} {change.second}")

@@ -8,7 +8,7 @@ import numpy as np
 
 from shardfn import shard
 
-os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
+os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can deadlock with fewer
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -25,8 +25,8 @@ def contract(h, w):
     return h @ w
 
 
-columns = shard(expand, ((1, 1), (1, 8)))  # w1 by its columns: the result is cut 8 ways along its features
-rows = shard(contract, ((1, 8), (8, 1)), ((1, 1),))  # w2 by its rows: takes that as it lies
+columns = shard(expand, ((1, 1), (1, 8)))  # columns of w1: the result is sharded 8 ways along its features
+rows = shard(contract, ((1, 8), (8, 1)), ((1, 1),))  # rows of w2: needs no resharding
 
 
 def model(x, w1, w2, expand, contract):
@@ -42,7 +42,7 @@ y = model(x, w1, w2, columns, rows)
 np.testing.assert_allclose(y, wanted, rtol=1e-4, atol=1e-4)
 
 
-# The same two inside a third: its strategy says how the batch is cut, theirs hold inside.
+# The same two inside a third: its strategy shards the batch, and the inner function keeps its own.
 @shard(in_strategy=((2, 1), (1, 1), (1, 1)), out_strategy=((2, 1),))
 def whole(x, w1, w2):
     inner = shard(expand, ((2, 1), (1, 4)))

@@ -1,4 +1,4 @@
-"""Coming from MindSpore: the same names where they mean something here, and what they do."""
+"""Coming from MindSpore: its names, and what they do here."""
 
 import os
 import warnings
@@ -10,7 +10,7 @@ import numpy as np
 import shardfn.mindspore as ms
 from shardfn import ShardError
 
-os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
+os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can deadlock with fewer
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -52,11 +52,11 @@ print("MatMul result:", layout.device_matrix, layout.tensor_map)
 assert (layout.device_matrix, layout.tensor_map) == ((2, 4), (1, 0))
 
 # Layout and reshard, with aliases for the axes.
-grid = ms.Layout((2, 4), ("dp", "mp"))
-y = ms.reshard(y, grid(("dp", "mp"), "None"))
+matrix = ms.Layout((2, 4), ("dp", "mp"))
+y = ms.reshard(y, matrix(("dp", "mp"), "None"))
 assert y.sharding.shard_shape(y.shape) == (2, 64)
 np.testing.assert_allclose(
-    ms.shard(jnp.matmul, (grid("dp", "None"), grid("None", "mp")))(x, w), x @ w, rtol=1e-4, atol=1e-4
+    ms.shard(jnp.matmul, (matrix("dp", "None"), matrix("None", "mp")))(x, w), x @ w, rtol=1e-4, atol=1e-4
 )
 
 # out_strategy is honoured. Under MindSpore's own modes it is overridden with data parallel, and a warning says so.
@@ -67,7 +67,7 @@ with ms.auto_parallel(parallel_mode=ms.ParallelMode.SEMI_AUTO_PARALLEL), warning
     assert by_columns(x, w).sharding.shard_shape((16, 64)) == (2, 64)
     print(caught[0].message)
 
-# What MindSpore lets pass in silence is an error here, and every error ends with the way out.
+# Mistakes that MindSpore accepts silently are errors here, and every error ends with a fix.
 for call in (
     lambda: ms.shard(jnp.matmul, ((0, 1), (1, 4)))(x, w),
     lambda: ms.shard(jnp.matmul, level=7),

@@ -1,4 +1,4 @@
-"""Predictions held against XLA: what a good and a bad strategy cost, and where the compiler does better."""
+"""Predictions compared with XLA: the cost of a good and of a bad strategy, and where the compiler does better."""
 
 import os
 import pathlib
@@ -10,7 +10,7 @@ import numpy as np
 
 from shardfn import shard
 
-os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
+os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can deadlock with fewer
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -39,7 +39,7 @@ for name, function in (("heads", by_heads), ("time", by_time)):
     for why in data["compiled"]["differences"]:
         print("  ", why)
 
-# The report as a web page, with a drawing of which device holds what; in a notebook it is shown by itself.
+# The report as a web page, with a drawing of the shards on each device; a notebook shows it without a call.
 with tempfile.TemporaryDirectory() as directory:
     page = pathlib.Path(directory) / "report.html"
     page.write_text(by_heads.explain(*args).to_html())

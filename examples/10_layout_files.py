@@ -13,7 +13,7 @@ from shardfn import plan, shard, tag
 from shardfn.layoutfile.files import layout_shardings, read_layout
 from shardfn.runtime.layout_check import check_layout
 
-os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
+os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can deadlock with fewer
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 

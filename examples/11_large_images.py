@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from shardfn import data, halo, shard
 from shardfn.mindspore import Layout
 
-os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
+os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can deadlock with fewer
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 

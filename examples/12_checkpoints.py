@@ -11,7 +11,7 @@ import optax
 
 from shardfn import AUTO, checkpoint, shard
 
-os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
+os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can deadlock with fewer
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 

@@ -1,4 +1,4 @@
-"""Collectives of a training step: in buckets, and once for all equal layers; and layers worked out again to save memory."""
+"""Collectives of a training step: in buckets, and once for all scanned layers; and layers rematerialised to save memory."""
 
 import os
 
@@ -9,7 +9,7 @@ import optax
 
 from shardfn import train
 
-os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
+os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can deadlock with fewer
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -49,7 +49,7 @@ for bucket, paths in step.buckets(state, x, y):
 assert len(step.buckets(state, x, y)) == 3
 np.testing.assert_allclose(fused, alone, rtol=1e-4)
 
-# Six equal layers are one, scanned over stacked parameters: two gradients are left to reduce.
+# Six repeated layers become one, scanned over stacked parameters: two gradients remain to reduce.
 step, state, folded = losses(mode="data_parallel", reuse="auto", comm_fusion={"openstate": False})
 print(step.scanned_layers.explain())
 assert state.params["layers/*/w"].shape == (LAYERS, WIDTH, WIDTH)
@@ -57,7 +57,7 @@ assert len(step.buckets(state, x, y)) == 2
 assert len(step.model(state)["layers"]) == LAYERS
 np.testing.assert_allclose(folded, alone, rtol=1e-4)
 
-# Four of them are worked out again in the backward pass.
+# Four of them are recomputed in the backward pass.
 step, _, again = losses(mode="data_parallel", recompute=4)
 print(step.recomputed)
 np.testing.assert_allclose(again, alone, rtol=1e-4)

@@ -1,4 +1,4 @@
-"""A pipeline: embedding and head on the end stages, a tied weight, stages x data x tensor x optimizer on one grid."""
+"""A pipeline: embedding and head on the end stages, a tied weight, stages x data x tensor x optimizer on one mesh."""
 
 import os
 
@@ -9,7 +9,7 @@ import optax
 
 from shardfn import train
 
-os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
+os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can deadlock with fewer
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -33,7 +33,7 @@ params = make(jax.random.key(0))
 tokens = jax.random.randint(jax.random.key(1), (32, 16), 0, VOCAB)
 wanted = (tokens * 5 + 3) % VOCAB
 
-# Three layers over two stages, cut where the modelled costs are most alike; 2 devices within each layer; 2 parts of the batch.
+# Three layers over two stages, balanced by modelled cost; each layer sharded over 2 devices, the batch over 2.
 pipe = train.pipeline(
     loss,
     micro_size=4,
@@ -68,7 +68,7 @@ share = {name: x.addressable_shards[0].data.size / x.size for name, x in (("para
 print("part of the blocks on each device:", share)
 assert share == {"parameters": 1 / 4, "moments": 1 / 8}
 
-# Without marks or costs: a list of functions, one for each stage, here two on each device in turn.
+# Without marks or costs: a list of functions, one for each stage, here two stages per device, interleaved.
 layers = [lambda w, x: jnp.tanh(x @ w)] * 3 + [lambda w, x, y: jnp.mean((x @ w - y) ** 2)]
 weights = [jax.random.normal(k, (D, D)) / 6 for k in jax.random.split(jax.random.key(2), 4)]
 x, y = jnp.ones((8, D)), jnp.zeros((8, D))

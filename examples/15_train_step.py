@@ -1,4 +1,4 @@
-"""A training step in several modes: the same losses, other layouts, other collectives."""
+"""A training step in several modes: the same losses, other shardings, other collectives."""
 
 import collections
 import os
@@ -11,7 +11,7 @@ import optax
 from shardfn import train
 from shardfn.compiled import read
 
-os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
+os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can deadlock with fewer
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -32,7 +32,7 @@ runs = {
     "stand_alone": {"mode": "stand_alone"},
     "data_parallel": {"mode": "data_parallel"},
     "... in 4 micro-batches": {"mode": "data_parallel", "micro_batches": 4},
-    "... states in pieces": {"mode": "data_parallel", "enable_parallel_optimizer": True},
+    "... sharded states": {"mode": "data_parallel", "enable_parallel_optimizer": True},
     "... and gradients": {"mode": "data_parallel", "parallel_optimizer_config": {"optimizer_level": "level2"}},
     "... and parameters": {"mode": "data_parallel", "parallel_optimizer_config": {"optimizer_level": "level3"}},
     "semi_auto_parallel": {"mode": "semi_auto_parallel", **tensor},

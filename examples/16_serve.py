@@ -1,4 +1,4 @@
-"""Train a small GPT on eight devices, every array in pieces; serve it on four, cut by heads, with a cache that is too."""
+"""Train a small GPT on eight devices, every array sharded; serve it on four, sharded by heads, the cache too."""
 
 import collections
 import os
@@ -14,7 +14,7 @@ from shardfn import checkpoint, shard, train
 from shardfn.compiled import read
 from shardfn.mindspore import infer_predict_layout, load_distributed_checkpoint
 
-os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
+os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can deadlock with fewer
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -94,11 +94,11 @@ others = "replicated"
 model = "left"
 
 [arguments]
-"*/w[qkv]" = { dims = ["d_model", "heads", "head_dim"], cut = [1, "model", 1] }
-"*/wo" = { dims = ["heads", "head_dim", "d_model"], cut = ["model", 1, 1] }
+"*/w[qkv]" = { dims = ["d_model", "heads", "head_dim"], sharding = [1, "model", 1] }
+"*/wo" = { dims = ["heads", "head_dim", "d_model"], sharding = ["model", 1, 1] }
 "*/w1" = [1, "model"]
 "*/w2" = ["model", 1]
-"cache/*" = { dims = ["batch", "context", "heads", "head_dim"], cut = [1, 1, "model", 1] }
+"cache/*" = { dims = ["batch", "context", "heads", "head_dim"], sharding = [1, 1, "model", 1] }
 """
 
 step = train.step(loss, optax.adam(3e-3), mode="data_parallel", parallel_optimizer_config={"optimizer_level": "level3"})
@@ -107,7 +107,7 @@ for i in range(60):
     state, value = step(state, sequences(jax.random.key(i)))
 w1 = state.params["blocks"][0]["w1"]
 print(f"trained on {len(w1.sharding.device_set)} devices to a loss of {float(value):.3f}; "
-      f"w1 {w1.shape} lies there in pieces of {w1.sharding.shard_shape(w1.shape)}")  # fmt: skip
+      f"w1 {w1.shape} has shards of {w1.sharding.shard_shape(w1.shape)}")  # fmt: skip
 
 params, cache = jax.eval_shape(lambda: init(jax.random.key(0))), jax.eval_shape(empty_cache)
 tokens, position = jax.ShapeDtypeStruct((batch,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)

@@ -1,6 +1,6 @@
-"""A small GPT on a real text, byte by byte: trained on eight devices, stopped, and gone on from its checkpoint.
+"""A small GPT on a real text, byte by byte: trained on eight devices, stopped, and resumed from its checkpoint.
 
-Run: python examples/17_gpt.py [--steps 100] [--folder runs/gpt]   (with a folder, a second run goes on where the first stopped)
+Run: python examples/17_gpt.py [--steps 100] [--folder runs/gpt]   (with a folder, a second run resumes where the first stopped)
 """
 
 import argparse
@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from shardfn import checkpoint, train
 
-os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
+os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can deadlock with fewer
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -100,7 +100,7 @@ def optimizer_of(steps):
 
 
 def trainer(steps):
-    """Each device works on its part of the batch; the optimizer's states lie in pieces, one on each device."""
+    """Each device works on its part of the batch; the optimizer's states are sharded over all devices."""
     config = {"optimizer_level": "level2", "parallel_optimizer_threshold": 1}
     return train.step(loss, optimizer_of(steps), mode="data_parallel", parallel_optimizer_config=config)
 
@@ -172,7 +172,7 @@ def written(params, letters, start, count=120):
 
 
 def where(state):
-    """A table of what lies how on a device."""
+    """A table of the shardings, and of the bytes on a device."""
     parts = {"parameters": state.params, "optimizer": state.opt_state}
     for name, tree in parts.items():
         leaves = jax.tree.leaves(tree)

@@ -1,7 +1,7 @@
-"""A vision transformer on images that are cut: the rows of each image over two devices, the batch over four.
+"""A vision transformer on sharded images: the rows of each image over two devices, the batch over four.
 
 The images are drawn here: a bright bar on noise, and the class is its direction. A patch never straddles two devices, so the
-cut of the rows becomes one of the patches; attention gathers keys and values over it, and XLA is told no more than the integers.
+sharding of the rows becomes one of the patches, and attention gathers keys and values over it. The integers are all that XLA gets.
 """
 
 import collections
@@ -15,7 +15,7 @@ import optax
 
 from shardfn import train
 
-os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
+os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can deadlock with fewer
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -87,7 +87,7 @@ def run(**options):
     return step, state, (images, classes), losses
 
 
-# Batch 4 ways, rows of the images 2 ways; the wide products of each block lie in two halves.
+# Batch 4 ways, rows of the images 2 ways; the wide matmuls of each block are sharded 2 ways.
 step, state, batch, losses = run(mode="semi_auto_parallel", in_strategy=((4, 2, 1, 1), (4,)),
                                  parameter_plan={"blocks/*/up": (1, 2), "blocks/*/down": (2, 1)})  # fmt: skip
 plan = step.plan(state, *batch)
@@ -96,7 +96,7 @@ print(
     f"an image array {image.shape} is sharded {image.strategy}: "
     f"a device holds {image.local_bytes:,} B of {4 * math.prod(image.shape):,}"
 )
-print(f"blocks/0/up lies as {state.params['blocks'][0]['up'].sharding.spec}")
+print(f"blocks/0/up is sharded as {state.params['blocks'][0]['up'].sharding.spec}")
 kinds = collections.Counter(row["kind"] for row in step.explain(state, *batch).to_dict()["collectives"])
 print("collectives of a step:", ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())))
 

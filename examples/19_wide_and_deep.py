@@ -1,4 +1,4 @@
-"""Wide and deep: a click model whose embedding table is cut by rows, on clicks that follow a rule.
+"""Wide and deep: a click model whose embedding table is sharded by rows, on clicks that follow a rule.
 
 The table has a row for each item and holds most of the parameters; each of the eight devices keeps an eighth of the rows, and
 of the optimizer's two moments. The wide part has a weight for each pair of an item and a group of users, hashed.
@@ -14,7 +14,7 @@ import optax
 
 from shardfn import train
 
-os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can wait for ever with fewer
+os.environ["NPROC"] = "32"  # threads for the devices below: JAX before 0.12 can deadlock with fewer
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -78,7 +78,7 @@ step, state, batch, losses = run(mode="semi_auto_parallel", parameter_plan={"ite
 print()
 for path in ("params/items", "opt_state/0/mu/items", "params/wide", "params/deep/0/w"):
     row = step.plan(state, *batch).decision(f"state/{path}")
-    print(f"{path:22} {row.shape!s:14} cut {row.strategy!s:8} {row.local_bytes:>8,} B on each device")
+    print(f"{path:22} {row.shape!s:14} sharded {row.strategy!s:8} {row.local_bytes:>8,} B on each device")
 kinds = collections.Counter(row["kind"] for row in step.explain(state, *batch).to_dict()["collectives"])
 print("collectives of a step:", ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())))
 
