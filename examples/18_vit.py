@@ -1,7 +1,8 @@
 """A vision transformer on sharded images: the rows of each image over two devices, the batch over four.
 
 The images are drawn here: a bright bar on noise, and the class is its direction. A patch never straddles two devices, so the
-sharding of the rows becomes one of the patches, and attention gathers keys and values over it. The integers are all that XLA gets.
+sharding of the rows becomes one of the patches, and attention gathers keys and values over it.
+The integers are all that XLA gets.
 """
 
 import collections
