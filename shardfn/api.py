@@ -91,7 +91,7 @@ def shard(
 
         - a tuple of ints, the number of shards of each dimension; `AUTO` in it leaves that dimension to the search
         - `AUTO`: the search chooses
-        - `REPLICATED`: every device holds the whole array, whatever its rank
+        - `REPLICATED`: every device holds the full array, of any rank
         - `DATA_PARALLEL`, or None: dimension 0 over all devices where it divides, else replicated. Weights included
         - a `PartitionSpec` on the mesh of `device`, a `NamedSharding`, or a `shardfn.mindspore.Layout`
         - for a pytree argument, one entry for all its arrays, or a container of entries with its structure.

@@ -77,7 +77,7 @@ def halo_of(
     >>> halo_of(16, 4, 3, padding=(1, 1))
     Halo(before=1, after=1, starts=(0, 0, 0, 0), length=6, shard_out=4, size_out=16, dilation=1)
     >>> halo_of(16, 8, 9)
-    'shard 0 needs 7 rows after its own, and its neighbour holds 2'
+    'shard 0 needs 7 rows after its own, and its neighbour has 2'
     """
     rows, span = size // shards, (window - 1) * window_dilation + 1
     size_out = max(0, ((size - 1) * dilation + 1 + sum(padding) - span) // stride + 1)

@@ -1,4 +1,4 @@
-"""What the compilers call the hardware that a plan is for, and its devices there, present or not."""
+"""The compilers' names of the hardware of a plan, and its devices, present or not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Target:
 
 
 def target(hardware: Hardware) -> Target:
-    """What the compiler calls a piece of hardware.
+    """The compiler's name of a target.
 
     Raises:
       DeviceError: there is no compiler for it here.
@@ -75,7 +75,7 @@ def _gpu(hardware: Hardware) -> Target:
         _unknown(hardware, "GPU", "h100:8")
     if not has_gpu_compiler():
         fail(DeviceError, "XLA's GPU compiler is not installed", where=f"device = {hardware.name!r}",
-             why="JAX's CUDA plugin holds it, and compiles for GPUs that are not here",
+             why="JAX's CUDA plugin contains it, and compiles for GPUs that are not here",
              fix="pip install 'shardfn[gpu-aot]'")  # fmt: skip
     # Hosts are all alike: 12 GPUs are three hosts of four where a node has eight.
     inside = math.gcd(hardware.count, hardware.chip.node) if hardware.count > hardware.chip.node else hardware.count

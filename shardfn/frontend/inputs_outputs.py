@@ -142,11 +142,13 @@ def _matched(result: Any, strategy: Any, problems: list[Problem]) -> list[Leaf]:
 
 
 def _instead(callee: Callee, result: Any, current: Defaults) -> Any:
-    """What MindSpore's context puts in the place of an out_strategy: data parallel, or whole under full_batch."""
-    whole = current.dataset_strategy == "full_batch"
+    """The replacement of an out_strategy under MindSpore's rule: data parallel, or replicated under full_batch."""
+    is_replicated = current.dataset_strategy == "full_batch"
     warn(
-        f"out_strategy of `{callee.name}` is overridden with {'whole results' if whole else 'data parallel'}, "
+        f"out_strategy of `{callee.name}` is overridden with {'replicated results' if is_replicated else 'data parallel'}, "
         f"as MindSpore does under parallel_mode={current.parallel_mode!r}; to honour it: "
         'set_auto_parallel_context(out_strategy_mode="honour")'
     )
-    return tuple(tree_util.tree_map(lambda s: (1,) * len(s.shape), e) if whole else None for e in _outer(result))
+    return tuple(
+        tree_util.tree_map(lambda s: (1,) * len(s.shape), e) if is_replicated else None for e in _outer(result)
+    )

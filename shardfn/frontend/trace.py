@@ -35,7 +35,7 @@ class Traced:
     platform: str = ""
     """What it was lowered for."""
     seen: shardy.ReaderCache | None = None
-    """What was read of the module, for its flows."""
+    """What was read of the module, for its partitioned programs."""
 
     @property
     def inputs(self) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """MindSpore's strategy JSON to a layout file's data, and a plan to such JSON.
 
-Each parameter there has a device matrix of its own, a tensor map (axis k counted from the last, -1 whole) and, where
-its optimizer is sharded too, in how many pieces along dim 0 (`opt_weight_shard_size`) and how many ranks apart these are
-(`opt_weight_shard_step`). Here all parameters share one grid: the coarsest that has every axis of theirs.
+Each parameter there has a device matrix and a tensor map (axis k counted from the last, -1 for unsharded). If its optimizer
+state is sharded too, it has the number of shards along dim 0 (`opt_weight_shard_size`) and the distance of their ranks
+(`opt_weight_shard_step`). In a layout file all parameters share one mesh: the coarsest with every axis of theirs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def parse_json(text: str, name: str, problems: list[Problem]) -> LayoutFile | No
                     fix="save it with MindSpore's strategy_ckpt_config, its name ending in .json")
         )  # fmt: skip
         return None
-    cuts = {parameter: _ranges(parameter, item, name, problems) for parameter, item in items.items()}
+    ranges = {parameter: _ranges(parameter, item, name, problems) for parameter, item in items.items()}
     totals = {math.prod(item["dev_matrix"]) for item in items.values()} if len(problems) == before else {1}
     if len(totals) > 1:
         problems.append(Problem(f"the parameters of {name} are on {' and '.join(map(str, sorted(totals)))} devices", where=name,
@@ -57,7 +57,7 @@ def parse_json(text: str, name: str, problems: list[Problem]) -> LayoutFile | No
     if len(problems) > before:
         return None
     strides = sorted(
-        {1, *totals, *(s for rows in cuts.values() for row in rows for pair in row for s in pair)}, reverse=True
+        {1, *totals, *(s for rows in ranges.values() for row in rows for pair in row for s in pair)}, reverse=True
     )
     for major, minor in itertools.pairwise(strides):
         if major % minor:
@@ -68,7 +68,7 @@ def parse_json(text: str, name: str, problems: list[Problem]) -> LayoutFile | No
     names = _names(len(strides) - 1)
     axes = list(zip(names, itertools.pairwise(strides), strict=False))
     rules = []
-    for parameter, rows in cuts.items():
+    for parameter, rows in ranges.items():
         dims: list[RuleDim] = []
         for row in rows:
             along = [n for major, minor in row for n, (top, low) in axes if low >= minor and top <= major]
@@ -85,7 +85,7 @@ def _names(count: int) -> list[str]:
 
 
 def _ranges(parameter: str, item: Any, name: str, problems: list[Problem]) -> list[list[Range]]:
-    """For each dim of a parameter the axes that cut it, as ranges of ranks."""
+    """For each dim of a parameter the axes that shard it, as ranges of ranks."""
     found = checked(item)
     if isinstance(found, str):
         if len(problems) < 50:
@@ -147,7 +147,7 @@ def _ints(values: Any, least: int) -> TypeGuard[list[int]]:
 def json_text(decisions: Sequence[Decision], axes: Sequence[tuple[str, int]], ops: Iterable[Any]) -> str:
     """MindSpore's strategy JSON of parameters, and of ops (`OpStrategy`).
 
-    A dim over several axes that stand side by side in the grid is written over one axis of their size.
+    A dim over several adjacent mesh axes is written over one axis of their size.
     """
     tails = [d.path.split("/", 1)[-1] for d in decisions]
     layouts = {}
@@ -172,7 +172,7 @@ def strategies_by_op(ops: Iterable[Any]) -> dict[str, tuple[tuple[int, ...], ...
 
 
 def _matrix(d: Decision, axes: Sequence[tuple[str, int]]) -> tuple[list[int], list[Any]]:
-    """The grid with the neighbours that cut one dim as one axis, and the tensor map on it."""
+    """The device matrix, with adjacent axes that shard one dim merged, and the tensor map on it."""
     names = [name for name, _ in axes]
     joined = {
         dim for dim in d.spec if len(dim) > 1 and list(dim) in [names[i : i + len(dim)] for i in range(len(names))]

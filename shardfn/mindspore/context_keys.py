@@ -174,9 +174,9 @@ def _later(
 def _trains(name: str, default: Any, check: Check, doc: str, **more: Any) -> Key:
     """A setting that the training step reads; a dict is kept as its JSON, so that a context stays hashable."""
     if isinstance(default, dict):
-        whole = default
-        default = json.dumps(whole)
-        more = {"store": lambda value: json.dumps({**whole, **value}), "read": json.loads, **more}
+        defaults = default
+        default = json.dumps(defaults)
+        more = {"store": lambda value: json.dumps({**defaults, **value}), "read": json.loads, **more}
     return Key(name, default, check, doc, **more)
 
 

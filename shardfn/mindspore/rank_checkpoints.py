@@ -74,10 +74,10 @@ class Sliced:
 
     def full(self, held: Sequence[int]) -> tuple[int, ...]:
         """The shape of the unsharded parameter whose slices have the shape `held`."""
-        cuts = self.layout.strategy
+        strategy = self.layout.strategy
         size = self.optimizer[0]
         return tuple(
-            n * c * (size if not i and size > 1 else 1) for i, (n, c) in enumerate(zip(held, cuts, strict=True))
+            n * c * (size if not i and size > 1 else 1) for i, (n, c) in enumerate(zip(held, strategy, strict=True))
         )
 
 
@@ -102,7 +102,7 @@ def merge_sliced_parameter(sliced_parameters: Sequence[Any], strategy: Any = Non
     >>> merge_sliced_parameter(halves, Layout((1, 2), ("x", "y"))("None", "y")).tolist()
     [[0.0, 1.0], [0.0, 1.0]]
     """
-    slices = [np.asarray(piece) for piece in sliced_parameters]
+    slices = [np.asarray(one) for one in sliced_parameters]
     if not slices:
         fail(
             CheckpointError,
@@ -112,26 +112,26 @@ def merge_sliced_parameter(sliced_parameters: Sequence[Any], strategy: Any = Non
         )
     first = slices[0]
     problems = [
-        Problem(f"slice {rank} is {piece.dtype}{list(piece.shape)}, and slice 0 {first.dtype}{list(first.shape)}",
+        Problem(f"slice {rank} is {one.dtype}{list(one.shape)}, and slice 0 {first.dtype}{list(first.shape)}",
                 why="the slices of a parameter are alike", fix="pass the slices of one parameter, in the order of ranks")
-        for rank, piece in enumerate(slices)
-        if piece.dtype != first.dtype or (piece.shape[1:] != first.shape[1:] if strategy is None else piece.shape != first.shape)
+        for rank, one in enumerate(slices)
+        if one.dtype != first.dtype or (one.shape[1:] != first.shape[1:] if strategy is None else one.shape != first.shape)
     ]  # fmt: skip
     if problems:
         raise CheckpointError(problems)
     if strategy is None:
         return np.concatenate(slices) if first.ndim else first
-    cut = _sliced("the parameter", strategy) if isinstance(strategy, Mapping) else Sliced(_layout(strategy))
-    if len(slices) != cut.ranks:
-        fail(CheckpointError, f"there are {len(slices)} slices for {cut.ranks} ranks", where=repr(cut.layout),
+    sliced = _sliced("the parameter", strategy) if isinstance(strategy, Mapping) else Sliced(_layout(strategy))
+    if len(slices) != sliced.ranks:
+        fail(CheckpointError, f"there are {len(slices)} slices for {sliced.ranks} ranks", where=repr(sliced.layout),
              why="each rank of the device matrix has one", fix="pass one slice for each rank, in order")  # fmt: skip
-    if len(cut.layout.strategy) != first.ndim:
-        fail(CheckpointError, f"the slices have {first.ndim} dims, and the strategy {len(cut.layout.strategy)}",
-             where=repr(cut.layout), fix="use the strategy of this parameter")  # fmt: skip
-    whole = np.empty(cut.full(first.shape), first.dtype)
-    for box, piece in zip(cut.boxes(whole.shape), slices, strict=True):
-        whole[box] = piece
-    return whole
+    if len(sliced.layout.strategy) != first.ndim:
+        fail(CheckpointError, f"the slices have {first.ndim} dims, and the strategy {len(sliced.layout.strategy)}",
+             where=repr(sliced.layout), fix="use the strategy of this parameter")  # fmt: skip
+    merged = np.empty(sliced.full(first.shape), first.dtype)
+    for box, one in zip(sliced.boxes(merged.shape), slices, strict=True):
+        merged[box] = one
+    return merged
 
 
 def _layout(strategy: Any) -> Layout:
@@ -234,10 +234,10 @@ def _check_rank(rank: Any, ranks: int) -> None:
 def _parts(name: str, shape: Sequence[int], rank: int, source: Strategy, target: Strategy) -> list[tuple[int, Box]]:
     """The sources of a destination rank's slice: source ranks, and the box of the parameter that each provides."""
     want = target[name].boxes(shape)[rank % target[name].ranks] if name in target else tuple(slice(0, n) for n in shape)
-    return given(name, shape, want, source, rank)
+    return sources_of(name, shape, want, source, rank)
 
 
-def given(name: str, shape: Sequence[int], want: Box, source: Strategy, rank: int = 0) -> list[tuple[int, Box]]:
+def sources_of(name: str, shape: Sequence[int], want: Box, source: Strategy, rank: int = 0) -> list[tuple[int, Box]]:
     """The source ranks that provide a box of a parameter, with the part of each; `rank` is preferred."""
     if name not in source:  # each source rank has all of it
         ranks = ranks_of(source)
@@ -287,7 +287,7 @@ def transform_checkpoints(
     source, target = read_strategy(src_strategy_file), read_strategy(dst_strategy_file)
     files = rank_files(absolute_path(src_checkpoints_dir), ranks_of(source))
     held = {rank: read_tensors(file) for rank, file in files.items()}
-    shapes = whole_shapes(held, source)
+    shapes = unsharded_shapes(held, source)
     out, made = absolute_path(dst_checkpoints_dir), []
     try:
         for rank in range(ranks_of(target)):
@@ -304,7 +304,7 @@ def transform_checkpoints(
             file.parent.mkdir(parents=True, exist_ok=True)
             with write_tensors(file, [row for row, _ in rows], {"format": "pt"}) as handle:
                 for row, want in rows:
-                    pieces = [
+                    overlapping = [
                         (
                             source[row.name].boxes(shapes[row.name][0])[r] if row.name in source else None,
                             held[r][row.name],
@@ -312,7 +312,7 @@ def transform_checkpoints(
                         )
                         for r, box in parts[row.name]
                     ]
-                    _write(handle, row, want, pieces, bound)
+                    _write(handle, row, want, overlapping, bound)
             made.append(file)
     except OSError as error:
         if not isinstance(error, CheckpointFileError):
@@ -347,7 +347,7 @@ def _natural(name: str) -> list[Any]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def whole_shapes(
+def unsharded_shapes(
     held: Mapping[int, Mapping[str, FileTensor]], source: Strategy
 ) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and dtype of each unsharded parameter; every rank's slice has to fit."""
@@ -390,14 +390,14 @@ def whole_shapes(
 
 
 def _write(
-    handle: Any, row: TensorHeader, want: Box, pieces: Sequence[tuple[Box | None, FileTensor, Box]], bound: int
+    handle: Any, row: TensorHeader, want: Box, parts: Sequence[tuple[Box | None, FileTensor, Box]], bound: int
 ) -> None:
     """Write a slice, a few rows at a time, from the source slices that overlap it."""
     most = max(1, bound // offline.SHARE // 8)
     for local in contiguous_boxes(row.shape, most):
         box = tuple(slice(w.start + s.start, w.start + s.stop) for w, s in zip(want, local, strict=True))
         part = None
-        for held, tensor, given in pieces:
+        for held, tensor, given in parts:
             both = tuple(slice(max(b.start, g.start), min(b.stop, g.stop)) for b, g in zip(box, given, strict=True))
             if any(s.start >= s.stop for s in both):
                 continue

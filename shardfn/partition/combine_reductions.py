@@ -72,7 +72,7 @@ def combine_partial_sums(partitioned: PartitionedProgram) -> PartitionedProgram:
     held = _held(graph)
     count = _readers(graph, held)
     sharded: dict[int, int] = {}
-    """Of a value that a sum lies in, the sum: a slice of it, or that held to the layout in which it lies."""
+    """The sum behind a value that is a slice of it, or the sum with a sharding constraint."""
     for op in graph.ops:
         if len(op.inputs) == 1 and (v := sharded.get(op.inputs[0], op.inputs[0])) in at and count[v] == 1:
             is_held = op.name == "reshard" and op.outputs[0] not in sent and specs[op.outputs[0]] == specs[op.inputs[0]]

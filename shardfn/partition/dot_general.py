@@ -318,7 +318,7 @@ class _Product(GroupedDot):
             if group <= {*tile.rest}:
                 return [], tile.dims
             for d in reversed(range(rank)):
-                if group <= {*tile.dims[d]}:  # what cuts this dim and what does not cut it change places
+                if group <= {*tile.dims[d]}:  # all-to-all between the axes of this dim and the others
                     swapped = self.devices.tile(tile.rest if e == d else axes for e, axes in enumerate(tile.dims))
                     return [swapped], swapped.dims
             parts = self.devices.split(tile.rest, (n, self.devices.count(tile.rest) // n))
@@ -388,7 +388,7 @@ class _Product(GroupedDot):
         plain: list[Sum] = [(_parts(by[LEFT].groups), {})]
         if not out.is_replicated and not has_room:
             sharded = [side for side in (LEFT, RIGHT) if any(by[side].inner)]
-            if len(sharded) == 1:  # what the operand's cuts make of the result; it is cut finer at the end
+            if len(sharded) == 1:  # the result takes the operand's sharding, and is sharded further at the end
                 contracted = {d[sharded[0]] for d in self.roles.contracted}
                 kept = self.devices.tile(() if d in contracted else axes for d, axes in enumerate(by[sharded[0]].spec))
                 coarse = self.across(sharded[0], OUT, kept)

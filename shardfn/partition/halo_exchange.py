@@ -61,7 +61,7 @@ def _from_neighbours(own: int, before: Sequence[int], after: Sequence[int]) -> t
     left, right = max(before[1:], default=0), max(after[:-1], default=0)
     if left + right + own >= own * len(before) and max(left, right) > own:
         return None
-    low, high = -max(before), own + max(after)  # of what anyone reads, from the start of its own piece
+    low, high = -max(before), own + max(after)  # of what any device reads, from the start of its own shard
     if low >= high:
         return None
     found = []
@@ -82,7 +82,7 @@ def _in_turn(own: int, size: int, reads: Sequence[tuple[int, int]]) -> tuple[Hal
     """
     wanted: list[list[tuple[int, int, HaloPermute]]] = [
         [] for _ in reads
-    ]  # of each piece: place with the reader, reader, rows
+    ]  # of each part: position at the reader, reader, rows
     for reader, (start, end) in enumerate(reads):
         at = max(start, 0)
         while at < min(end, size):

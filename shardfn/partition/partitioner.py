@@ -195,7 +195,7 @@ class _Partitioner:
         found = self.known_partitionings.get(key)
         if found is None:
             lies = tuple(have), tuple(want)
-            if op.rule is None:  # XLA has no way to cut it
+            if op.rule is None:  # XLA has no rule to shard it
                 made = OpPartitioning(tuple(map(replicated, operands)), tuple(map(replicated, results)))
             else:
                 made = partition_op(
@@ -251,7 +251,7 @@ class _Partitioner:
         """Emit one collective from `value` to a new value, or to `into`; an empty `kind` slices without a collective."""
         was = made = self.values[value]
         travels = _wire_dtype(self.platform, kind, was.dtype, self.is_read and cause in CONTRACTIONS)
-        if kind == "all-to-all":  # the pieces are padded before they are exchanged
+        if kind == "all-to-all":  # the shards are padded before the all-to-all
             shards = [self.shards(axes) for axes in after]
             shape = tuple(-(-n // p) * p for n, p in zip(was.shape, shards, strict=True))
             value = self.like(value, Value(shape, travels), where)

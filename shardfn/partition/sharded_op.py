@@ -90,7 +90,7 @@ class ShardedOp:
                 if taken:
                     found[factor] = tuple(taken)
                 if i + 1 < len(dim) and self.shards(taken) != self.rule.sizes[factor]:
-                    break  # a minor factor is contiguous only where the major ones are cut to single elements
+                    break  # a minor factor is contiguous only where the major ones have shards of one element
         return found
 
     def spec(self, dims: DimFactors, factors: Factors) -> Spec:

@@ -94,7 +94,7 @@ class DeviceGroup:
             found.append(tuple(axes[begin:at]))
         return found
 
-    # ---- the road from one layout to another
+    # ---- resharding from one tile assignment to another
 
     def path(self, now: TileAssignment, to: TileAssignment) -> ReshardingPath:
         """The steps with which XLA reshards an array."""

@@ -19,12 +19,12 @@ from collections.abc import Mapping, Sequence
 from shardfn.ir.model import Convolution, Spec, axis_size
 
 
-def is_miscompiled(found: Convolution, laid: Sequence[Spec], window: Sequence[int], axes: Mapping[str, int]) -> bool:
+def is_miscompiled(found: Convolution, specs: Sequence[Spec], window: Sequence[int], axes: Mapping[str, int]) -> bool:
     """Whether XLA might compute a convolution or its gradients wrongly.
 
     Args:
       found: the convolution.
-      laid: the shardings of image, kernel and result.
+      specs: the shardings of image, kernel and result.
       window: the kernel's size along each spatial dimension.
       axes: the mesh.
 
@@ -33,9 +33,9 @@ def is_miscompiled(found: Convolution, laid: Sequence[Spec], window: Sequence[in
     >>> [is_miscompiled(plain, (sharded, ((),) * 4, sharded), (3, 3), axes) for axes in ({"a": 4}, {"a": 4, "b": 2})]
     [False, True]
     """
-    image, kernel, result = laid
+    image, kernel, result = specs
     every = {axis for axis, size in axes.items() if size > 1}
-    if _is_grouped_miscompiled(found, laid, axes, every):
+    if _is_grouped_miscompiled(found, specs, axes, every):
         return True
     is_pointwise = max(window, default=1) == 1
     if is_pointwise and found.is_dense:
@@ -49,10 +49,12 @@ def is_miscompiled(found: Convolution, laid: Sequence[Spec], window: Sequence[in
     return any(sharded) and (not is_one or _axes(image) != every or bool(_axes(kernel)))
 
 
-def _is_grouped_miscompiled(found: Convolution, laid: Sequence[Spec], axes: Mapping[str, int], every: set[str]) -> bool:
+def _is_grouped_miscompiled(
+    found: Convolution, specs: Sequence[Spec], axes: Mapping[str, int], every: set[str]
+) -> bool:
     """Whether shards do not divide the groups, or the batch is sharded while a mesh axis is unused."""
     for which, dim, groups in found.grouped:
-        if groups % math.prod(axis_size(a, axes) for a in laid[which][dim]):
+        if groups % math.prod(axis_size(a, axes) for a in specs[which][dim]):
             return True
     if not found.grouped:
         return False
@@ -60,10 +62,10 @@ def _is_grouped_miscompiled(found: Convolution, laid: Sequence[Spec], axes: Mapp
     # Beside groups and windows: the image's batch and the kernel's summed features; in batches the summed dim of both.
     image, kernel, result = (
         [axes for dim, axes in enumerate(spec) if dim not in spatial and (which, dim) not in grouped]
-        for which, (spec, spatial) in enumerate(zip(laid, (found.image, found.kernel, found.result), strict=True))
+        for which, (spec, spatial) in enumerate(zip(specs, (found.image, found.kernel, found.result), strict=True))
     )
-    if any(image) and set().union(*map(_axes, laid[:2])) != every:
-        return True  # an axis that cuts the result alone is idle for the work
+    if any(image) and set().union(*map(_axes, specs[:2])) != every:
+        return True  # an axis that shards the result alone is idle for the work
     return found.in_batches and (image != kernel or any(result))
 
 

@@ -12,10 +12,10 @@ from shardfn.search.resharding_costs import strategy_of
 
 
 def candidates(problem: SearchProblem, answer: Answer, cost: Cost) -> tuple[Candidate, ...]:
-    """What was chosen, as `this plan`, and what else was priced, best first; nothing where nothing was searched or weighed."""
+    """The plan itself, as `this plan`, and the other evaluated candidates, best first; () if the search had no choice."""
     own = Figures.of(cost)
     evaluated = sorted((*answer.others, *answer.variants), key=lambda c: objective(c.cost, problem))
-    # What costs the same is the same on axes of other names, or as good.
+    # Candidates of equal cost differ in axis names only, or are equally good.
     found = {Figures.of(c.cost): c for c in reversed((*answer.others, *answer.variants))}
     others = [c for c in evaluated if found[Figures.of(c.cost)] is c and Figures.of(c.cost) != own]
     names = distinct_names(problem.names, others)
@@ -24,31 +24,33 @@ def candidates(problem: SearchProblem, answer: Answer, cost: Cost) -> tuple[Cand
 
 
 def distinct_names(names: Sequence[str], found: Sequence[SearchCandidate]) -> list[str]:
-    """The candidates' names; to those that several on one grid have comes what tells them apart: cuts of arguments, as few as
-    will do, what is held inside, or else a number.
+    """Distinct names of the candidates.
+
+    Candidates of one name on one mesh get what distinguishes them: strategies of arguments, the number of constraints, or
+    else a number.
 
     Args:
-      names: of the arguments.
+      names: the names of the arguments.
       found: the candidates.
     """
     groups: dict[object, list[SearchCandidate]] = {}
     for c in found:
         groups.setdefault((c.name, c.axes), []).append(c)
-    told = {id(c): text for same in groups.values() for c, text in zip(same, _differing(names, same), strict=True)}
-    return [c.name + told[id(c)] for c in found]
+    suffix = {id(c): text for same in groups.values() for c, text in zip(same, _differing(names, same), strict=True)}
+    return [c.name + suffix[id(c)] for c in found]
 
 
 def _differing(names: Sequence[str], same: Sequence[SearchCandidate]) -> list[str]:
-    """For each of some candidates what it has otherwise than the others, as the end of its name."""
+    """For each of some candidates, what distinguishes it from the others, as a suffix of its name."""
     facts: list[list[str]] = [[] for _ in same]
-    held = (
+    constrained = (
         lambda c: _count(len(c.constraints), "op") + " constrained",
         lambda c: _count(len(c.result_specs), "result") + " constrained",
     )
-    for told in (*(_cut(i, name) for i, name in enumerate(names)), *held):
+    for fact in (*(_strategy(i, name) for i, name in enumerate(names)), *constrained):
         if len(set(map(tuple, facts))) == len(same):
             break
-        _tell(facts, [told(c) for c in same])
+        _add_if_distinct(facts, [fact(c) for c in same])
     seen: dict[str, int] = {}
     texts = []
     for each in facts:
@@ -62,12 +64,12 @@ def _count(number: int, what: str) -> str:
     return f"{number or 'no'} {what}{'s'[: number != 1]}"
 
 
-def _cut(i: int, name: str) -> Callable[[SearchCandidate], str]:
+def _strategy(i: int, name: str) -> Callable[[SearchCandidate], str]:
     return lambda c: f"{name} {strategy_of(c.specs[i], c.axes)}"
 
 
-def _tell(facts: list[list[str]], more: Sequence[str]) -> None:
-    """Add a fact to each, if it tells any of those apart that were alike so far."""
+def _add_if_distinct(facts: list[list[str]], more: Sequence[str]) -> None:
+    """Add a fact to each candidate if it distinguishes any that were equal so far."""
     if len(set(zip(map(tuple, facts), more, strict=True))) > len(set(map(tuple, facts))):
         for each, text in zip(facts, more, strict=True):
             each.append(text)

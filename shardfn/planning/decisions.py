@@ -1,4 +1,4 @@
-"""What a plan says of single arrays and ops: its decisions, what is held inside, and what else was weighed."""
+"""The parts of a plan: decisions on arrays, sharding constraints on ops, candidates and alternatives."""
 
 from __future__ import annotations
 
@@ -13,11 +13,19 @@ from shardfn.ir.model import Spec
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """The layout of one array and where it comes from.
+    """The sharding of one array and where it comes from.
 
-    `strategy` has the number of shards of each dimension, `spec` the mesh axes; `source` is `you`, `file`,
-    `propagated` or `searched`. `runner_up` is the next best cut, and what it would cost more: by
-    the search's estimate, op by op; in a report by the flow, as `Plan.why` has it.
+    Attributes:
+      path: the array's path in the call.
+      shape: its global shape.
+      dtype: its dtype.
+      strategy: the number of shards of each dimension.
+      spec: the mesh axes of each dimension, major to minor.
+      source: `you`, `file`, `propagated` or `searched`.
+      reason: why it was chosen.
+      runner_up: the next best strategy and its additional cost: by the search's estimate, or in a report by the partitioned
+        program, as `Plan.why` evaluates it.
+      local_bytes: bytes on one device.
     """
 
     path: str
@@ -32,21 +40,25 @@ class Decision:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the piece that one device holds."""
+        """The shape of one shard."""
         return tuple(n // c for n, c in zip(self.shape, self.strategy, strict=True))
 
     @property
     def partition_spec(self) -> PartitionSpec:
-        """The layout as JAX writes it."""
+        """The sharding as a `PartitionSpec`."""
         return partition_spec(self.spec)
 
 
 @dataclasses.dataclass(frozen=True)
 class Constraint:
-    """An op inside the function that is held to layouts: propagation alone would lay it out otherwise.
+    """A sharding constraint on an op of the function, for which propagation alone would choose another sharding.
 
-    `kind` is the op as the report names it, `number` which of that kind it is in program order; `operands` and
-    `results` hold a layout, or None where it is left open.
+    Attributes:
+      kind: the op's name.
+      number: the number of its jaxpr equation.
+      where: its `file:line`.
+      operands: the spec of each operand; None is left to propagation.
+      results: the same of each result.
     """
 
     kind: str
@@ -58,7 +70,7 @@ class Constraint:
 
 @dataclasses.dataclass(frozen=True)
 class DimensionGroup:
-    """Dims of arguments and results that the function treats as one: `members` as `path.dim`."""
+    """Tied dimensions of arguments and results, which the function shards alike; `members` are `path.dim`."""
 
     name: str
     size: int
@@ -68,7 +80,7 @@ class DimensionGroup:
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What one call costs one device: modelled seconds, bytes sent, bytes at the peak, FLOPs."""
+    """The cost of one call on one device: modelled seconds, bytes sent, peak bytes, FLOPs."""
 
     time_s: float
     bytes_sent: int
@@ -77,7 +89,7 @@ class Figures:
 
     @classmethod
     def of(cls, cost: Cost) -> Figures:
-        """The figures of a price."""
+        """The figures of a cost."""
         return cls(cost.time_s, cost.bytes_sent, cost.memory.peak, cost.flops)
 
     def __sub__(self, other: Figures) -> Figures:
@@ -91,7 +103,7 @@ class Figures:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A whole plan that the search priced: its name, its grid, what it costs."""
+    """A plan that the search evaluated: its name, its mesh axes, its cost."""
 
     name: str
     axes: tuple[tuple[str, int], ...]
@@ -100,7 +112,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Alternative:
-    """Another cut of one array, all else as planned: what the call would cost, and how much more than the plan."""
+    """Another sharding of one array, everything else as planned: the cost of the call, and how much `more` than the plan."""
 
     strategy: tuple[int, ...]
     spec: Spec
@@ -110,10 +122,14 @@ class Alternative:
 
 @dataclasses.dataclass(frozen=True)
 class Alternatives:
-    """What other cuts of one array would cost, best first at the plan's level. Print it, or show it in a notebook.
+    """The costs of other shardings of one array, best first at the plan's level. Print it, or show it in a notebook.
 
-    `planned` is the array's decision and `figures` the plan's; `left_out` are cuts that were not priced; `paths` are the
-    arrays that are cut alike, where there are several.
+    Attributes:
+      planned: the array's decision.
+      figures: the cost of the plan.
+      rows: the evaluated shardings.
+      left_out: strategies that were not evaluated.
+      paths: the arrays that change together, if there are several.
     """
 
     planned: Decision

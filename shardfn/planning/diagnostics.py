@@ -131,8 +131,8 @@ def too_large(plan: Plan, study: AnsweredCall) -> Iterator[str]:
 
 def idle(plan: Plan, study: AnsweredCall) -> Iterator[str]:
     """Devices that repeat the work of others, where sharding the work would save a large part of the time."""
-    cost, devices, whole = plan.cost, plan.hardware.count, study.problem.facts.flops
-    alike = min(float(devices), cost.flops * devices / whole) if whole else 1.0
+    cost, devices, total = plan.cost, plan.hardware.count, study.problem.facts.flops
+    alike = min(float(devices), cost.flops * devices / total) if total else 1.0
     searched = any(d.source == "searched" for d in plan.inputs)
     if not searched or alike < 2 or cost.compute_s * (1 - 1 / alike) < WORTH * cost.time_s:
         return
@@ -145,7 +145,7 @@ def idle(plan: Plan, study: AnsweredCall) -> Iterator[str]:
         c = min(fewer, key=lambda c: (c.figures.flops, c.figures.time_s))
         yield (
             f"{text}; the candidate `{c.name}` on the mesh {mesh_text(c.axes)} leaves each device "
-            f"{_percent(max(1 / devices, c.figures.flops / whole))}, in {time_text(c.figures.time_s)} instead of "
+            f"{_percent(max(1 / devices, c.figures.flops / total))}, in {time_text(c.figures.time_s)} instead of "
             f"{time_text(cost.time_s)} (modelled);{FIX}shard a larger batch, or use fewer devices"
         )
         return
@@ -165,8 +165,10 @@ def avoided(plan: Plan, study: AnsweredCall, c: Communication, is_gone: Callable
     """The fix: the best sharding of one argument that removes a collective and sends less, or that none was found."""
     axes = {a.partition(":")[0] for a in c.axes}
     sources = [d for d in (origin(plan, c.operand),) if d is not None]
-    cut = sorted((d for d in plan.inputs if any(axes & set(dim) for dim in d.spec)), key=lambda d: -math.prod(d.shape))
-    few = list(dict.fromkeys([*sources, *cut]))[:2]
+    sharded = sorted(
+        (d for d in plan.inputs if any(axes & set(dim) for dim in d.spec)), key=lambda d: -math.prod(d.shape)
+    )
+    few = list(dict.fromkeys([*sources, *sharded]))[:2]
     most = min(TRIALS, OPS // max(1, len(plan.partitioned.graph.ops))) if study.problem.seconds_left > 0 else 0
     tries = [
         (d, spec)

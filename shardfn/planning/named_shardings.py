@@ -235,9 +235,9 @@ def _text(axes: Sequence[tuple[str, int]]) -> str:
 
 
 def _all_as_strategies(leaves: Sequence[Leaf], mesh_axes: tuple[tuple[str, int], ...], most: int = 4) -> str:
-    cuts = {leaf.where: _as_strategy(leaf, mesh_axes) for leaf in leaves if names_axes(leaf)}
-    return ", ".join(f"{where} = {row}" for where, row in list(cuts.items())[:most]) + (
-        " …" if len(cuts) > most else ""
+    strategies = {leaf.where: _as_strategy(leaf, mesh_axes) for leaf in leaves if names_axes(leaf)}
+    return ", ".join(f"{where} = {row}" for where, row in list(strategies.items())[:most]) + (
+        " …" if len(strategies) > most else ""
     )
 
 

@@ -142,15 +142,15 @@ def _placed(call: TracedCall, groups: DimensionGroups, problems: list[Problem]) 
     """Check all entries, of inputs and outputs alike, and put them on one mesh."""
     leaves, count = (*call.inputs, *call.outputs), call.hardware.count
     before = len(problems)
-    cuts = [check(leaf, count, problems) for leaf in leaves]
+    strategies = [check(leaf, count, problems) for leaf in leaves]
     if any(map(names_axes, leaves)):
-        return place_named(leaves, cuts, count, call.hardware.mesh, problems, call.hardware.devices)
+        return place_named(leaves, strategies, count, call.hardware.mesh, problems, call.hardware.devices)
     if len(problems) > before:
         return Placement((), (None,) * len(leaves))
     values = (*call.traced.inputs, *call.traced.outputs)
     tied = [groups.of[v][: len(leaf.shape)] for v, leaf in zip(values, leaves, strict=True)]
     sizes = [math.prod(v.shape) for v in call.traced.graph.values]
-    return place(leaves, cuts, tied, count, problems, groups.of, sizes)
+    return place(leaves, strategies, tied, count, problems, groups.of, sizes)
 
 
 def _on_mesh(call: TracedCall, placed: Placement) -> tuple[Axes, tuple[Spec | None, ...]]:

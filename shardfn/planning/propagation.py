@@ -23,7 +23,7 @@ class Propagation:
     given: tuple[Spec | None, ...]
     """The shardings that the user or the layout file gives the results; None is open."""
     same_as: Mapping[int, int]
-    """For an open result, by position, the input whose place it can take."""
+    """For an open result, by position, the input that it can replace."""
 
     @functools.cached_property
     def _ready(self) -> shardy.PreparedModule:
@@ -45,11 +45,11 @@ class Propagation:
     ) -> PartitionedProgram:
         """The partitioned program of a full choice: mesh axes, arguments, constrained ops, results by position."""
         traced, graph = self.traced, self.traced.graph
-        laid = [result_specs.get(i, spec) for i, spec in enumerate(self.results(specs))]
+        wanted = [result_specs.get(i, spec) for i, spec in enumerate(self.results(specs))]
         spread = [None] * traced.captured
         spread += [padded(s, graph, v) for s, v in zip(specs, traced.inputs, strict=True)]
-        tokens = [None] * (len(graph.outputs) - len(laid))
-        results = [padded(s, graph, v) for s, v in zip(laid, traced.outputs, strict=True)]
+        tokens = [None] * (len(graph.outputs) - len(wanted))
+        results = [padded(s, graph, v) for s, v in zip(wanted, traced.outputs, strict=True)]
         held = {graph.ops[index].site: constraint for index, constraint in constraints.items()}
         partitioned = shardy.propagate(traced.module, axes, spread, tokens + results, held, self._ready)
         return insert_collectives(partitioned, self.hardware.platform, self.hardware.topology)

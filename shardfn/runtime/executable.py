@@ -1,4 +1,4 @@
-"""From a call to one plan, compiled for the calls it fits: the search's own, or the best of a few as compiled."""
+"""From a call to one plan and its executable: the search's own plan, or the best of a few compiled candidates."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Entry:
     nested: Callable[..., Any]
     """The same for a call inside a transformation."""
     targets: tuple[NamedSharding, ...]
-    """Where the arrays of a call belong."""
+    """The shardings of the arguments."""
     replaced: frozenset[int]
-    """The inputs, by position, that are donated or whose place a result takes: the next call brings results."""
+    """The inputs, by position, that are donated or that a result can replace: the next call passes results there."""
 
 
 def layout_file(options: Options, defaults: Defaults) -> LayoutFile | None:
@@ -57,10 +57,10 @@ def layout_file(options: Options, defaults: Defaults) -> LayoutFile | None:
 
 
 def make_entry(request: CallRequest) -> Entry:
-    """Plan, and write what the defaults ask to be written.
+    """Plan a call, and write the plan file and graphs that the defaults ask for.
 
     Raises:
-      ShardError: all that is wrong with the call.
+      ShardError: all problems of the call.
     """
     posed = with_completed_entries(pose(request))
     answer = search(posed)
@@ -83,9 +83,9 @@ def make_entry(request: CallRequest) -> Entry:
 def jitted(call: TracedCall, plan: Plan, nested: bool = False) -> Callable[..., Any]:
     """`jax.jit` of the function as planned; a `nested` one is for calls inside a transformation.
 
-    It is on the plan's own mesh, or on one with prime axes where the function brings meshes along. A nested one always
-    is, and so shares its mesh with all plans on these devices: `jit` cannot name a sharding of its results that its
-    first mesh has no axes for.
+    The mesh is the plan's own, or one with prime axes if the function has meshes of its own. A nested function always uses
+    prime axes, so that all plans on these devices share a mesh: `jit` cannot express a result sharding for which its mesh
+    has no axes.
     """
     mesh = prime_mesh(plan) if nested or lacks_axes_for(plan, call.traced.grids) else own_mesh(plan)
     function = call.function
@@ -102,7 +102,8 @@ def best_compiled(posed: PosedCall, answer: Answer) -> PlannedCall:
     """The best of the compiled candidates, within the memory limit first.
 
     Raises:
-      StrategyError: none of them compiles, or keeps the memory limit. DeviceError: there is no compiler for the devices.
+      StrategyError: no candidate compiles, or none keeps the memory limit.
+      DeviceError: there is no compiler for the devices.
     """
     problem, bounds = posed.problem, posed.call.search
     if not problem.hardware.is_here:
@@ -112,7 +113,9 @@ def best_compiled(posed: PosedCall, answer: Answer) -> PlannedCall:
         at = dataclasses.replace(problem, level=level)
         answers[level] = correct_answer(at, answer if level == problem.level else posed.find(at))
     more = []
-    if bounds.memory_limit is not None:  # what sends least without the limit may fit in pieces
+    if (
+        bounds.memory_limit is not None
+    ):  # the plan that sends least without the limit may fit once its arguments are fully sharded
         unlimited = dataclasses.replace(problem, level=0, memory_limit=math.inf)
         more.append(correct_answer(unlimited, posed.find(unlimited)))
     entered = candidates.answers(problem, answers, more, bounds.compile_candidates)

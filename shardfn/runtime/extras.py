@@ -1,4 +1,4 @@
-"""The packages that parts of the library need and `import shardfn` does not: found when they are used."""
+"""Optional packages, imported on first use."""
 
 from __future__ import annotations
 

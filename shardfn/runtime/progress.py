@@ -1,4 +1,4 @@
-"""Work that takes longer than a second shows on a terminal."""
+"""A progress line on the terminal for work that takes longer than a second."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def progress(what: str, enabled: bool = True) -> Iterator[None]:
-    """While the block runs, and from its second second on, a line on the terminal's standard error says `what`.
+    """Show `what` on the terminal's standard error while the block runs, after its first second.
 
     >>> with progress("planning"):
     ...     pass

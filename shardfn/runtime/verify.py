@@ -1,7 +1,7 @@
-"""A plan compiled by its target's own compiler, whether the devices are here or not, and held against its prediction.
+"""Compile a plan with its target's own compiler, for devices that are here or not, and compare it with the prediction.
 
-What is not here is compiled in another process: a TPU's compiler takes a lock and settings that only a process's
-environment can give it. The function goes there as an exported module, and what XLA made comes back as text and sizes.
+For devices that are not here another process compiles: the TPU compiler takes a lock, and settings from the environment of
+its process. The function is sent there as an exported module, and the HLO text and the sizes come back.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shardfn.runtime.progress import progress
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """What XLA made of a plan, as data; it answers as `jax.stages.Compiled` does."""
+    """A compiled plan as data, with the methods of `jax.stages.Compiled` that `compiled.executable.read` uses."""
 
     text: str
     sizes: Mapping[str, int]
@@ -46,31 +46,31 @@ class Made:
         return self.text
 
     def memory_analysis(self) -> Any:
-        """Bytes on one device, as `argument_size_in_bytes` and its like."""
+        """Bytes on one device: `argument_size_in_bytes` and so on."""
         return SimpleNamespace(**self.sizes)
 
 
 QUICK = {"xla_backend_optimization_level": 0}
-"""What XLA's CPU backend compiles by in half the time: it takes the same decisions, and LLVM does not polish the code."""
+"""Compiler options that halve the compile time on CPU: XLA takes the same decisions, and LLVM optimises less."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Verifier:
-    """The way from a plan back to its function. `jit` gives the function as a plan lays it out, `args` its shapes."""
+    """Compiles plans of one call: `jit` returns the function jitted for a plan, `args` are the shapes of its arguments."""
 
     jit: Callable[[Plan], Any]
     args: tuple[Any, ...]
 
     def __call__(self, plan: Plan) -> Report:
-        """The plan's report, with what was compiled beside what was predicted."""
+        """The plan's report, with the compiled figures beside the predicted ones."""
         return make_report(plan, self.compiled(plan))
 
     def compiled(self, plan: Plan, quick: bool = False) -> Any:
-        """What XLA makes of the plan: a `jax.stages.Compiled` for devices that are here, else `Made`.
+        """Compile the plan: a `jax.stages.Compiled` for devices that are here, else `Made`.
 
         Args:
           plan: the plan.
-          quick: whether code that is read and never run will do, where its collectives, operations and memory are the same.
+          quick: whether to optimise less, for a program that is inspected and never run.
 
         Raises:
           DeviceError: there is no compiler for the target, or it refuses its shape.
@@ -100,14 +100,14 @@ class _Job:
 
 
 def _exported(plan: Plan, jitted: Any, args: Sequence[Any]) -> tuple[jax.export.Exported, tuple[bool, ...]]:
-    """The function as a module with a flat list of arrays in and out; and which of those it is given are donated."""
+    """The function as an exported module with flat inputs and outputs, and which inputs are donated."""
     traced = jitted.trace(*args)
     donated = tuple(info.donated for info in tree_util.tree_leaves(traced.args_info))
     platforms = (plan.hardware.platform,)
     try:
         try:
             found = jax.export.export(jitted, platforms=platforms)(*args)
-        except ValueError as error:  # ops that JAX does not promise to keep: this JAX is the one that takes them
+        except ValueError as error:  # ops without a compatibility guarantee: the same JAX reads them
             if "custom call" not in str(error):
                 raise
             text = traced.lower(lowering_platforms=platforms).as_text()
@@ -133,7 +133,7 @@ def _elsewhere(plan: Plan, of: Target, exported: jax.export.Exported, donated: t
     with tempfile.TemporaryDirectory() as directory:
         path = pathlib.Path(directory)
         path.joinpath("job").write_bytes(pickle.dumps(job))
-        code = "import sys; from shardfn.runtime.verify import answer; answer(sys.argv[1])"
+        code = "import sys; from shardfn.runtime.verify import compile_job; compile_job(sys.argv[1])"
         done = subprocess.run(
             [sys.executable, "-c", code, directory],
             env=_environment(of),
@@ -149,7 +149,7 @@ def _elsewhere(plan: Plan, of: Target, exported: jax.export.Exported, donated: t
 
 
 def _environment(of: Target) -> dict[str, str]:
-    """What a process needs to compile for devices that are not here, whatever this one was set up for."""
+    """The environment of a process that compiles for devices that are not here."""
     own = {
         "JAX_PLATFORMS": "cpu",
         "JAX_ENABLE_X64": str(int(jax.dtypes.canonicalize_dtype(float) == np.float64)),
@@ -165,7 +165,7 @@ def _environment(of: Target) -> dict[str, str]:
 
 
 def _refused(plan: Plan, of: Target, why: str) -> NoReturn:
-    """Raise what the compiler said."""
+    """Raise the compiler's error."""
     where = f"device = {plan.hardware.name!r}"
     if "RESOURCE_EXHAUSTED" in why:
         said = why[max(0, why.find("Ran out of memory")) :].split("\n")[0]
@@ -181,8 +181,8 @@ def _refused(plan: Plan, of: Target, why: str) -> NoReturn:
          why=why.split("\n")[0], fix=f"{fitting}look for the op it names")  # fmt: skip
 
 
-def answer(directory: str) -> None:
-    """In the other process: compile the job in a directory, and leave there what XLA made or why it did not."""
+def compile_job(directory: str) -> None:
+    """In the other process: compile the job in a directory, and write the result or the error there."""
     path = pathlib.Path(directory)
     job: _Job = pickle.loads(path.joinpath("job").read_bytes())
     try:
@@ -206,13 +206,13 @@ def _compile(job: _Job) -> tuple[str, dict[str, int]]:
             *(here[i] if i in here else jnp.zeros(aval.shape, aval.dtype) for i, aval in enumerate(exported.in_avals))
         )
 
-    def lies(spec: Spec) -> NamedSharding:
+    def sharding(spec: Spec) -> NamedSharding:
         return NamedSharding(mesh, partition_spec(spec))
 
     jitted = jax.jit(
         run,
-        in_shardings=tuple(lies(job.inputs[i]) for i in given),
-        out_shardings=tuple(map(lies, job.outputs)),
+        in_shardings=tuple(sharding(job.inputs[i]) for i in given),
+        out_shardings=tuple(map(sharding, job.outputs)),
         donate_argnums=tuple(at for at, i in enumerate(given) if job.donated[i]),
     )
     shapes = [jax.ShapeDtypeStruct(exported.in_avals[i].shape, exported.in_avals[i].dtype) for i in given]

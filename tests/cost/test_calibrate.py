@@ -28,7 +28,7 @@ def test_the_command_saves_what_plans_use(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(module, "_seconds", lambda run, at_most: 0.001)
     assert main(["calibrate", "--devices", "4", "--save", str(path)]) == 0
     printed = capsys.readouterr().out
-    assert "matrix products, f32" in printed and str(path) in printed
+    assert "matmuls, f32" in printed and str(path) in printed
     assert json.loads(path.read_text())["chip"]["name"] == "cpu"
     monkeypatch.setenv("SHARDFN_CPU", str(path))
     x = jax.ShapeDtypeStruct((64, 64), "float32")

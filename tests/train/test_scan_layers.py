@@ -252,7 +252,7 @@ def test_an_optimizer_that_sees_whole_leaves_is_not_given_stacked_ones():
         ):
             step.init({"layers": params_of(3)["layers"]}, X, Y)
         assert step.scanned_layers.groups == ()
-        assert "the optimizer depends on each whole parameter" in step.scanned_layers.explain()
+        assert "the optimizer depends on each parameter as one array" in step.scanned_layers.explain()
 
 
 class Normed(nnx.Module):

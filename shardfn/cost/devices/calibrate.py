@@ -54,8 +54,8 @@ def calibrate(devices: Sequence[Any], seconds: float = 1.0) -> Chip:
 def table(chip: Chip) -> str:
     """A chip's figures as text, one a line."""
     rows = [
-        ("matrix products, f32", chip.flops / 1e9, "GFLOP/s"),
-        *((f"matrix products, {name}", rate / 1e9, "GFLOP/s") for name, rate in chip.dtype_flops),
+        ("matmuls, f32", chip.flops / 1e9, "GFLOP/s"),
+        *((f"matmuls, {name}", rate / 1e9, "GFLOP/s") for name, rate in chip.dtype_flops),
         ("operations on elements", chip.vector_flops / 1e9, "GFLOP/s"),
         ("memory", chip.memory_bytes_s / 1e9, "GB/s"),
         ("sent in an all-reduce", chip.link_bytes_s / 1e9, "GB/s"),

@@ -83,7 +83,7 @@ def resolve(device: Any, *, count: int | None = None, default: str | None = None
             Problem(
                 f"`device` must be a name, a list of devices or a mesh, but it is {a(device)}",
                 where=f"device = {_short(device)}",
-                why="how many devices to use is told by a list of them, or by device_num of the context",
+                why="a list of devices, or device_num of the context, sets the number of devices",
                 fix=_one_or_some(device),
                 is_type=True,
             )

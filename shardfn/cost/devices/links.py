@@ -49,7 +49,7 @@ def links(hardware: Hardware, axes: Sequence[tuple[str, int]]) -> tuple[Link, ..
 
 
 def link_over(hardware: Hardware, axes: Sequence[tuple[str, int]], names: Iterable[str], size: int = 1) -> Link:
-    """The link of groups that span several grid axes.
+    """The link of groups that span several mesh axes.
 
     Args:
       hardware: as for `links`.
@@ -123,7 +123,7 @@ def _torus(hardware: Hardware, parts: _Parts) -> Link:
 
 
 def _along(dims: tuple[int, ...], parts: _Parts) -> list[tuple[int, int, int]]:
-    """The pieces (torus dim, stride in it, size) that a group takes; what divides no dim is one line of its stride."""
+    """The parts (torus dim, stride in it, size) that a group takes; a size that divides no dim is one line of its stride."""
     found: list[tuple[int, int, int]] = []
     for stride, size in sorted(parts):
         left, step = size, stride

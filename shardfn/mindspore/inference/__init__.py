@@ -1,4 +1,4 @@
-"""Inference: where each weight lies when a function is served, and a training checkpoint loaded into that."""
+"""Inference: the layout of each weight of a served function, and training checkpoints loaded into it."""
 
 from shardfn.mindspore.inference.loading import load_distributed_checkpoint
 from shardfn.mindspore.inference.predict import PredictLayout, WeightLayout, infer_predict_layout

@@ -1,4 +1,4 @@
-"""`load_distributed_checkpoint`: a training checkpoint into the layout of inference, each device reading what it holds."""
+"""`load_distributed_checkpoint`: load a training checkpoint into the layout of inference; each device reads its shards."""
 
 from __future__ import annotations
 
@@ -48,23 +48,22 @@ def load_distributed_checkpoint(
     dtype: Any = None,
     device: Any = None,
 ) -> Any:
-    """Load the weights of a training checkpoint as inference wants them; each process reads what its devices hold.
+    """Load the weights of a training checkpoint with the shardings of inference; each process reads its devices' shards.
 
     Args:
-      fn: what is served. A module or a `Cell` gets the weights; for a function they are returned.
-      checkpoint: a folder of `checkpoint.save`, whose optimizer state and counters are passed over; safetensors (a file, an
-        index, a folder); the list of the files that the ranks of a MindSpore run wrote, in safetensors, or the folder with
-        their `rank_0`, `rank_1`, …
-      predict_strategy: where the weights go: what `infer_predict_layout` gives, a plan, a layout file or the name of a
-        recipe, MindSpore's strategy JSON, entries by path glob as in `parameter_plan`, an entry or a pytree prefix of
-        entries, shardings. Cuts without a plan are laid out for each array alone. None: all on one device.
-      train_strategy_filename: the strategy JSON of the training run, for ranks' files; the context's
-        `strategy_ckpt_config` if None. A checkpoint of `checkpoint.save` knows how it lay: there it is held against that.
-      strict_load: names and dtypes must be those of the weights. Otherwise a name may have more before it, floats are cast to
-        floats, and a weight that is missing stays as it is, with a warning, where it has a value.
-      format: "safetensors", or None for what is found.
-      unified_safetensors_dir: a folder of safetensors, in the place of `checkpoint`.
-      name_map: names of weights by stored ones, of arrays or of containers: {"ema": "params"}.
+      fn: the served function. A module or a `Cell` gets the weights; for a function they are returned.
+      checkpoint: a folder of `checkpoint.save`, without its optimizer state and counters; safetensors (a file, an index, a
+        folder); or the safetensors files of a MindSpore run, as a list in rank order or as the folder with `rank_0`, …
+      predict_strategy: the shardings of the weights: a result of `infer_predict_layout`, a plan, a layout file or the name of
+        a recipe, MindSpore's strategy JSON, entries by path glob as in `parameter_plan`, an entry or a pytree prefix of
+        entries, or shardings. Tuples of ints get a mesh for each array. None: all on one device.
+      train_strategy_filename: the strategy JSON of the training run, for the files of ranks; None is the context's
+        `strategy_ckpt_config`. For a checkpoint of `checkpoint.save` it must agree with the recorded strategies.
+      strict_load: whether names and dtypes must be those of the weights. Otherwise a stored name may have a prefix, floats are
+        cast to floats, and a missing weight keeps its value, with a warning.
+      format: "safetensors", or None to detect it.
+      unified_safetensors_dir: a folder of safetensors, instead of `checkpoint`.
+      name_map: new names of stored arrays or containers: {"ema": "params"}.
       return_param_dict: return a flat dict by name instead.
       dec_key: MindSpore's; an error if set.
       dec_mode: MindSpore's; an error if set.
@@ -72,21 +71,21 @@ def load_distributed_checkpoint(
       rank_id: MindSpore's; an error if set.
       output_format: MindSpore's; an error if set.
       max_process_num: MindSpore's; an error if set.
-      weights: the argument of `fn` that is the weights, as in `infer_predict_layout`.
+      weights: the name of the argument with the weights, as in `infer_predict_layout`.
       like: the weights' structure, shapes and dtypes, where `predict_strategy` does not come from `infer_predict_layout`.
-      step: of a folder of steps; the last if None.
-      dtype: what floats are cast to, or a dict of dtypes by glob; as `like`, or the function's weights, have it if None.
-      device: the devices of a strategy that names none, as `shard` takes it.
+      step: which step of a folder of steps; the last if None.
+      dtype: the dtype of floats, or dtypes by glob; None keeps the dtypes of `like` or of the function's weights.
+      device: the devices of a strategy that names none, as in `shard`.
 
     Returns:
-      The weights: as the function takes them where their structure is known, else dicts and lists as they are stored.
-      The module, where `fn` is one: the same with other arrays, or a copy of an immutable one.
+      The weights, in the structure of the function's argument if it is known, else in dicts and lists as stored. For a module,
+      the module with other arrays, or a copy of an immutable one.
 
     Raises:
-      CheckpointError: weights that are missing, of other shapes or dtypes, all together; no such checkpoint.
+      CheckpointError: missing weights, other shapes or dtypes, all together; no such checkpoint.
       CheckpointFileError: damaged files, by name.
-      NotAvailableError: arguments of MindSpore that have no meaning here, all together.
-      ShardError: a strategy that does not fit.
+      NotAvailableError: arguments of MindSpore without a meaning here, all together.
+      ShardError: the strategy does not fit.
 
     >>> import tempfile, jax, jax.numpy as jnp
     >>> from shardfn.checkpoint import save

@@ -1,4 +1,4 @@
-"""Weights found among what a training run stored: by name, or by the end of one, past the optimizer's copies of them."""
+"""Find the weights in a training checkpoint by name or by a suffix of it, not the optimizer's copies of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def matched(
     Args:
       stored: what the checkpoint holds.
       weights: what is wanted.
-      strict: names are whole, dtypes the same, and nothing is missing.
+      strict: names and dtypes must be equal, and nothing may be missing.
       text: what the checkpoint is.
       valued: weights that may be missing, for they have a value.
 

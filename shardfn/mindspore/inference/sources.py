@@ -1,4 +1,4 @@
-"""What a checkpoint gives: a folder of steps, safetensors files, or the files that the ranks of a training run wrote."""
+"""Sources of weights: a folder of steps, safetensors files, or the files of the ranks of a training run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Source:
 
 
 def open_source(checkpoint: Any, train_strategy: Any, step: int | None, form: str | None, loaded: str = "") -> Source:
-    """Look at a checkpoint: only descriptions are read.
+    """Open a checkpoint: only its descriptions are read.
 
     Args:
       checkpoint: a path, or a list of the ranks' files.
@@ -60,7 +60,7 @@ def open_source(checkpoint: Any, train_strategy: Any, step: int | None, form: st
         need("tensorstore", "checkpoint")
         folder, number, contents = step_folders.open_step(path, step)
         if train_strategy is not None:
-            _same_cuts(contents, train_strategy, path)
+            _check_strategies(contents, train_strategy, path)
         return Source(contents, lambda wanted: arrays.read_arrays(folder, wanted), f"{path}, step {number}")
     if path.suffix in (".ckpt", ".pkl", ".pt", ".pth", ".bin", ".npz"):
         fail(CheckpointError, f"{path.name} is no file that is read here", where=f"checkpoint = {short(str(path))}",
@@ -83,25 +83,26 @@ def open_source(checkpoint: Any, train_strategy: Any, step: int | None, form: st
 
 
 def _ranks(files: Sequence[pathlib.Path], strategy: Any) -> Source:
-    cut = rank_checkpoints.read_strategy(strategy)
-    if len(files) > 1 and not cut:
+    layouts = rank_checkpoints.read_strategy(strategy)
+    if len(files) > 1 and not layouts:
         fail(CheckpointError, f"there are files of {len(files)} ranks, and no strategy",
              where=f"checkpoint = {_few(files)}",
              why="the strategy file of the training run says how its parameters were sharded",
              fix="pass train_strategy_filename, the JSON that strategy_ckpt_save_file wrote")  # fmt: skip
-    if not files or (cut and len(files) != rank_checkpoints.ranks_of(cut)):
-        fail(CheckpointError, f"there are files of {len(files)} ranks, and the strategy is for {rank_checkpoints.ranks_of(cut)}",
+    if not files or (layouts and len(files) != rank_checkpoints.ranks_of(layouts)):
+        fail(CheckpointError, f"there are files of {len(files)} ranks, and the strategy is for "
+                              f"{rank_checkpoints.ranks_of(layouts)}",
              where=f"checkpoint = {_few(files)}", why="each rank has one file",
              fix="pass the file of each rank, in the order of ranks")  # fmt: skip
-    return _of_tensors([read_tensors(file) for file in files], cut, f"{len(files)} files of ranks")
+    return _of_tensors([read_tensors(file) for file in files], layouts, f"{len(files)} files of ranks")
 
 
 def _few(files: Sequence[pathlib.Path]) -> str:
     return listed([os.path.join(file.parent.name, file.name) for file in files], 2)
 
 
-def _of_tensors(held: Sequence[Mapping[str, FileTensor]], cut: rank_checkpoints.Strategy, text: str) -> Source:
-    shapes = rank_checkpoints.whole_shapes(dict(enumerate(held)), cut)
+def _of_tensors(held: Sequence[Mapping[str, FileTensor]], layouts: rank_checkpoints.Strategy, text: str) -> Source:
+    shapes = rank_checkpoints.unsharded_shapes(dict(enumerate(held)), layouts)
     names = {name.replace(".", "/"): name for name in shapes}
     entries = []
     for path, name in names.items():
@@ -112,8 +113,8 @@ def _of_tensors(held: Sequence[Mapping[str, FileTensor]], cut: rank_checkpoints.
     def box_of(name: str, box: Box) -> np.ndarray:
         shape, dtype = shapes[name]
         out = np.empty([s.stop - s.start for s in box], jnp.dtype(dtype))
-        for rank, part in rank_checkpoints.given(name, shape, box, cut):
-            origin = cut[name].boxes(shape)[rank] if name in cut else tuple(slice(0, n) for n in shape)
+        for rank, part in rank_checkpoints.sources_of(name, shape, box, layouts):
+            origin = layouts[name].boxes(shape)[rank] if name in layouts else tuple(slice(0, n) for n in shape)
             inside = tuple(slice(p.start - o.start, p.stop - o.start) for p, o in zip(part, origin, strict=True))
             at = tuple(slice(p.start - b.start, p.stop - b.start) for p, b in zip(part, box, strict=True))
             out[at] = held[rank][name].read(inside)
@@ -132,13 +133,13 @@ def _of_tensors(held: Sequence[Mapping[str, FileTensor]], cut: rank_checkpoints.
     return Source(Contents(tuple(entries)), read, text)
 
 
-def _same_cuts(contents: Contents, strategy: Any, path: pathlib.Path) -> None:
-    """A checkpoint knows how it lay: a strategy file of another run is found out."""
-    cuts: dict[str, tuple[int, ...]] = {}
+def _check_strategies(contents: Contents, strategy: Any, path: pathlib.Path) -> None:
+    """Check that a strategy file agrees with the strategies that the checkpoint records."""
+    strategies: dict[str, tuple[int, ...]] = {}
     if isinstance(strategy, str | os.PathLike) and str(strategy).endswith(".json"):
         for name, row in rank_checkpoints.read_strategy(strategy).items():
             first, *rest = row.layout.strategy or (1,)
-            cuts[name.replace(".", "/")] = (first * row.optimizer[0], *rest)
+            strategies[name.replace(".", "/")] = (first * row.optimizer[0], *rest)
     else:
         layout = read_layout(strategy)
         sizes = dict(layout.mesh)
@@ -146,10 +147,10 @@ def _same_cuts(contents: Contents, strategy: Any, path: pathlib.Path) -> None:
             dims = [(d,) if isinstance(d, str | int) else d for d in rule.sharding or ("...",)]
             factors = [[n if isinstance(n, int) else sizes.get(n) or 0 for n in dim] for dim in dims]
             if all(n for dim in factors for n in dim) and not set("*?[") & set(rule.glob):
-                cuts[rule.glob] = tuple(math.prod(dim) for dim in factors)
+                strategies[rule.glob] = tuple(math.prod(dim) for dim in factors)
     problems = []
     for entry in contents.entries:
-        said = cuts.get(entry.path) or cuts.get(entry.path.partition("/")[2])
+        said = strategies.get(entry.path) or strategies.get(entry.path.partition("/")[2])
         if said is not None and len(said) == len(entry.shape) and said != entry.strategy:
             problems.append(Problem(f"`{entry.path}` was saved with the strategy {entry.strategy}, and "
                                     f"`train_strategy_filename` says {said}",

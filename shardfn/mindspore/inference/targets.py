@@ -1,4 +1,4 @@
-"""Where the weights go: what `load_distributed_checkpoint` takes as `predict_strategy`, as a sharding for each."""
+"""The sharding of each weight, from the `predict_strategy` of `load_distributed_checkpoint`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _predicted(layout: PredictLayout, entries: Sequence[StoredArray]) -> dict[st
 
 
 def _written(strategy: Any, entries: Sequence[StoredArray], tree: Any, found: Hardware) -> dict[str, Sharding]:
-    """Entries, each on a grid of its own: MindSpore's rule for a tensor alone."""
+    """Entries, each on a mesh of its own: MindSpore's rule for a single tensor."""
     problems: list[Problem] = []
     if isinstance(strategy, Mapping) and strategy and all(map(_is_row, strategy.values())):
         strategy = _rows(strategy)
@@ -111,7 +111,7 @@ def _written(strategy: Any, entries: Sequence[StoredArray], tree: Any, found: Ha
 
 
 def _as_said(problem: Problem) -> Problem:
-    """A problem in the words of the call: the entries stand in `predict_strategy`."""
+    """The problem, with `predict_strategy` in place of the option that has the entries in `shard`."""
     words = (
         ("in_strategy[0]", "predict_strategy"),
         ("parameter_plan", "predict_strategy"),
@@ -132,7 +132,7 @@ def _is_row(value: Any) -> bool:
 
 
 def _rows(strategy: Mapping[str, Any]) -> dict[str, Layout]:
-    """Layouts of parameters as MindSpore has them: rows of a strategy file, or what `infer_predict_layout` gives."""
+    """Layouts of parameters in MindSpore's form: rows of a strategy file, or of `infer_predict_layout`."""
     plain = {
         name: {"dev_matrix": list(row.dev_matrix), "tensor_map": [list(k) if isinstance(k, tuple) else k for k in row.tensor_map]}
         if isinstance(row, WeightLayout) else row for name, row in strategy.items()
@@ -147,8 +147,8 @@ def _sharding(leaf: Leaf, found: Hardware) -> Sharding:
         return entry
     if isinstance(entry, Layout):
         return entry.sharding(found.devices)
-    cuts = (1,) * len(leaf.shape) if entry is AUTO else check(leaf, found.count, [])
-    if cuts is None:
+    strategy = (1,) * len(leaf.shape) if entry is AUTO else check(leaf, found.count, [])
+    if strategy is None:
         fail(StrategyError, f"`{leaf.path}` has the entry {short(entry)}", where=leaf.source, why="it gives no strategy",
              fix="write a tuple of ints, None, a Layout or a NamedSharding")  # fmt: skip
-    return Layout.from_strategy(cuts, found.count).sharding(found.devices)
+    return Layout.from_strategy(strategy, found.count).sharding(found.devices)

@@ -118,5 +118,5 @@ def of_call(function: ShardedFunction, args: Sequence[Any], kwargs: Mapping[str,
              why=f"its arguments are {listed(list(given))}", fix="name one of them")  # fmt: skip
     if len(names) == 1 and not tree_util.all_leaves([given[names[0]]]):
         return of_tree(given[names[0]], names, names[0])
-    whole = of_tree({name: given[name] for name in names}, names, "weights")
-    return dataclasses.replace(whole, paths={path: path for path in whole.shapes})
+    several = of_tree({name: given[name] for name in names}, names, "weights")
+    return dataclasses.replace(several, paths={path: path for path in several.shapes})

@@ -105,7 +105,7 @@ def _optimizer_objection(optimizer: Any, scanned: ScannedLoss, params: Any) -> s
     pairs = zip(tree_util.tree_leaves(alone), tree_util.tree_leaves(together), strict=True)
     if sizes[0] == sizes[1] and all(np.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs):
         return ""
-    return "the optimizer depends on each whole parameter (a norm, a mask, a factored state), and stacking changes that"
+    return "the optimizer depends on each parameter as one array (a norm, a mask, a factored state), and stacking changes that"
 
 
 def _updated(optimizer: Any, params: Any, grads: list[Any]) -> Any:
