@@ -202,7 +202,7 @@ def test_the_title_of_many_arrays_names_a_few():
 
 @pytest.mark.parametrize("most", [0, -1, True, 2.0, "3"])
 def test_how_many_must_be_a_number(most):
-    with pytest.raises(ShardError, match="cannot be priced"):
+    with pytest.raises(ShardError, match="cannot be evaluated"):
         given().why("x", most=most)
 
 
