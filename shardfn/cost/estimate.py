@@ -26,7 +26,7 @@ class Cost:
     matrix_flops: float = 0.0
     """Of `flops`, those of matmuls and convolutions."""
     unmodelled_ops: tuple[str, ...] = ()
-    """Ops without a cost rule, as `name (file:line)`: charged for the bytes they move."""
+    """Ops without a cost rule, by name and line; they cost the bytes they move."""
 
     @property
     def time_s(self) -> float:

@@ -235,7 +235,7 @@ class Plan:
 
     @property
     def kind(self) -> str:
-        """The textbook name of the plan, such as `FSDP over 8 devices`, or `mixed: …` where none fits."""
+        """The textbook name of the plan, such as `FSDP over 8 devices`, or `mixed` and its parts where none fits."""
         return plan_kind(self)
 
     @property

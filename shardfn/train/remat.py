@@ -102,7 +102,7 @@ def recompute(
         replicated, and gathers them in the backward pass. Inside `jax.shard_map` the axes are known; elsewhere set a
         mesh (`jax.set_mesh`) with axes that shard none of the inputs.
       offload: True keeps the inputs in host memory (`pinned_host`) if the device has it.
-      paths: globs of submodules to recompute instead of the whole module, such as "layers/*".
+      paths: globs of submodules to recompute instead of the whole module, such as `"layers/*"`.
       in_strategy: shardings of the arguments as in `shard`, if XLA's partitioner inserts the function's collectives. The
         function is planned, and the flags apply to the collectives of its plan.
       parameter_plan: shardings of parameters by path, likewise.

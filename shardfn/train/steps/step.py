@@ -117,12 +117,12 @@ def step(
       all_reduce_fusion_config: MindSpore's list: the index of the last gradient of each fused all-reduce.
       fusion: bucket numbers by path glob. Gradients and gathered parameters with the same number share a collective; 0
         is a collective of its own.
-      reuse: "auto" scans repeated layers of an unrolled model. Their parameters are stacked in the state ("layers/*/w"),
+      reuse: "auto" scans repeated layers of an unrolled model. Their parameters are stacked in the state (`"layers/*/w"`),
         globs name the stacked paths, and `init` needs a batch. A positive int is the largest number of layers in one
         scan, -1 is 1000. `step.scanned_layers.explain()` shows which layers are scanned.
       recompute: how many repeated layers the backward pass rematerialises, or "auto" for the fewest that fit
         `memory_limit`; either scans layers as `reuse` does, and `step.recomputed` has the cost. Or globs of submodules of
-        the model, "layers/*", as in `train.recompute`.
+        the model, `"layers/*"`, as in `train.recompute`.
       donate: whether the next state reuses the memory of the old one.
       **options: options of `shard` for the search (`search_mode`, `memory_limit`, `compile_candidates`, ...).
 
