@@ -181,7 +181,7 @@ def test_a_search_of_the_users_own_is_a_search_mode():
     try:
         set_auto_parallel_context(search_mode="mine")
         assert current().search_mode == "mine"
-        with pytest.raises(ContextError, match="each name once"):
+        with pytest.raises(ContextError, match="free identifier"):
             search.register("mine", search.MODES["auto"])
     finally:
         search.forget("mine")

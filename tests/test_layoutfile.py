@@ -587,8 +587,8 @@ def test_the_readme_of_the_recipes_is_true(planned, monkeypatch):
     from examples.models import recipes as module
 
     monkeypatch.setattr(module, "planned", planned.__getitem__)
-    text = (pathlib.Path(module.folder()) / "README.md").read_text()
-    assert module.readme() == text, "write it anew: python -m examples.models.recipes"
+    text = (pathlib.Path(module.recipes_folder()) / "README.md").read_text()
+    assert module.readme() == text, "write it again: python -m examples.models.recipes"
 
 
 def test_recipes_do_what_they_say(planned):

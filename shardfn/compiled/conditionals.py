@@ -25,9 +25,9 @@ class Branched:
 
 
 def in_branches(hlo_text: str) -> tuple[Branched, ...]:
-    """The collectives in branches of conditionals, which only the devices that take the branch come to.
+    """The collectives in branches of conditionals, which only the devices that take the branch reach.
 
-    A permutation has no groups, and no backend promises that it waits for its pairs alone: its group is every device.
+    A collective-permute has no groups, and no backend guarantees that it waits for its pairs alone: its group is every device.
 
     >>> [found] = in_branches('''HloModule m, num_partitions=4
     ... %here (x: f32[2]) -> f32[2] {
@@ -66,15 +66,15 @@ def _groups(attributes: str, devices: int) -> tuple[tuple[int, ...], ...]:
     if listed := re.search(r", replica_groups=\{(\{.*?\})\}", attributes):
         return tuple(tuple(map(int, one.split(","))) for one in re.findall(r"\{([\d,]+)\}", listed[1]))
     if counted := re.search(r", replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
-        grid = np.arange(devices).reshape([int(n) for n in counted[3].split(",")])
-        grid = grid.transpose([int(n) for n in counted[4].split(",")]) if counted[4] else grid
-        return tuple(map(tuple, grid.reshape(int(counted[1]), int(counted[2])).tolist()))
+        ranks = np.arange(devices).reshape([int(n) for n in counted[3].split(",")])
+        ranks = ranks.transpose([int(n) for n in counted[4].split(",")]) if counted[4] else ranks
+        return tuple(map(tuple, ranks.reshape(int(counted[1]), int(counted[2])).tolist()))
     if mesh := re.search(r", replica_groups=mesh\[([^]]*)\] \{([^}:]*)\}", attributes):
         sizes = {axis: int(size) for axis, size in re.findall(r"'([^']*)'=(\d+)", mesh[1])}
         axes = re.findall(r"'([^']*)'", mesh[2])
         if math.prod(sizes.values()) == devices and all(axis in sizes for axis in axes):
-            grid = np.arange(devices).reshape(list(sizes.values()))
+            ranks = np.arange(devices).reshape(list(sizes.values()))
             last = [list(sizes).index(axis) for axis in axes]
-            grid = np.moveaxis(grid, last, range(-len(last), 0))
-            return tuple(map(tuple, grid.reshape(-1, math.prod(sizes[axis] for axis in axes)).tolist()))
+            ranks = np.moveaxis(ranks, last, range(-len(last), 0))
+            return tuple(map(tuple, ranks.reshape(-1, math.prod(sizes[axis] for axis in axes)).tolist()))
     return (tuple(range(devices)),)

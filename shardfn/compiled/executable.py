@@ -1,4 +1,4 @@
-"""What XLA compiled, as data: the collectives, the arithmetic and the memory of one executable.
+"""A compiled program as data: collectives, FLOPs and memory of one executable.
 
 The collectives are read from the optimised HLO text, in the forms that XLA's CPU, GPU and TPU backends print.
 """
@@ -23,27 +23,29 @@ from shardfn.ir.model import Collective
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What one device does in one call of a compiled function. A size is `None` where the backend does not tell it."""
+    """One call of a compiled function on one device. A size is `None` if the backend does not report it."""
 
     collectives: tuple[Collective, ...]
     flops: float
-    """Operations of matrix products and convolutions, two for a multiply-add, times the trips of their loops."""
+    """FLOPs of matmuls and convolutions, two for a multiply-add, times the iterations of their loops."""
     argument_bytes: int | None
     output_bytes: int | None
     temp_bytes: int | None
     alias_bytes: int | None
-    """Bytes of arguments that the outputs take over: donated ones."""
+    """Bytes of donated arguments that outputs reuse."""
     peak_bytes: int | None
     diagnostics: tuple[str, ...] = ()
-    """What the numbers above leave out or guess."""
+    """What the numbers above omit or estimate."""
 
     def together(self, platform: str) -> int | None:
-        """Bytes of one device's main memory that a call takes, or None where a size is not told.
+        """Bytes of one device's main memory that a call takes, or None if a size is unknown.
 
-        The sizes added up, donated arguments once. libtpu's temporaries count places that share memory more than once (a
-        step of 16.2 GiB by its sizes compiles for a chip of 15.75 GiB), and its own peak counts the vector memory too: for
-        a TPU the lesser of both, which comes nearest to what the compiler holds against the chip's memory. On CPU XLA's peak
-        leaves out temporaries, and is not asked.
+        It is the sum of the sizes, with donated arguments once. On TPU libtpu counts temporaries that share memory more than
+        once, and its own peak includes vector memory: the smaller of both is taken. On CPU XLA's peak omits temporaries and is
+        not used.
+
+        Args:
+          platform: cpu, gpu or tpu.
 
         >>> made = Compiled((), 0.0, 100, 80, 50, 80, 140)
         >>> made.together("cpu"), made.together("tpu")
@@ -74,12 +76,12 @@ def read(compiled: Executable) -> Compiled:
 
 
 def collectives(hlo_text: str) -> tuple[Collective, ...]:
-    """The collectives of one or several optimised HLO modules, in the order they are met from each entry computation.
+    """The collectives of one or several optimised HLO modules, in program order from each entry computation.
 
-    `bytes_sent` follows from the operand on each device; several operands of one collective are added up and shown as
-    one flat shape. `trips` multiplies the loops around it, and `where` is the line of the instruction or, where XLA
-    kept none, of its nearest neighbour. Element types are named as in MLIR. A loop of unknown length counts once and
-    each branch of a conditional counts: `read` reports both.
+    `bytes_sent` follows from the operand on each device; several operands of one collective become one flat shape.
+    `trips` multiplies the loops around it. `where` is the line of the instruction or, if XLA kept none, of the nearest
+    instruction with one. Element types are named as in MLIR. A loop of unknown length counts once, and every branch of a
+    conditional counts: `read` reports both.
 
     >>> [found] = collectives('''HloModule m, num_partitions=8
     ... ENTRY %main (x: f32[4,2]) -> f32[16,2] {
@@ -127,7 +129,7 @@ def _mlir(kind: str) -> str:
 
 
 def _found(text: str) -> Iterator[Collective | int | str]:
-    """Collectives, operation counts (int) and findings (str), each once for every place that runs it."""
+    """Collectives, operation counts (int) and diagnostics (str), once for each call site."""
     for module in modules(text):
         yield from _walk(module, module.entry, 1, "", set(), 0)
 
@@ -135,8 +137,10 @@ def _found(text: str) -> Iterator[Collective | int | str]:
 def _walk(
     module: Module, name: str, trips: int, caller: str, channels: set[object], fused: int
 ) -> Iterator[Collective | int | str]:
-    """One computation and what it calls, within so many fusions. `channels` are those met so far in the fusions of one run and
-    of what called it, with the kinds and shapes of their collectives: libtpu gives one channel to several."""
+    """One computation and what it calls, inside `fused` fusions.
+
+    `channels` are those seen so far in the fusions of one run and of its callers, with the kinds and shapes of their
+    collectives: libtpu gives one channel to several."""
     computation = module.computations.get(name, {})
     for key, it in computation.items():
         opcode = it.opcode.removesuffix("-start")
@@ -274,7 +278,7 @@ def _root(computation: Computation) -> Instruction | None:
 
 
 def _source(computation: Computation, name: str) -> Instruction | None:
-    """The instruction that makes a value, behind copies."""
+    """The instruction that computes a value, looking through copies."""
     it = computation.get(name)
     while it and it.opcode in ("copy", "bitcast", "convert", "copy-start", "copy-done"):
         it = computation.get(it.operands[0][0])
@@ -312,10 +316,10 @@ def _dot_flops(attributes: str, shapes: Sequence[tuple[int, ...]]) -> int:
 
 
 def _convolution_flops(image: int, kernel: int, result: int) -> Callable[[str, Sequence[tuple[int, ...]]], int]:
-    """Counts a convolution; the arguments say which of `(*operands, result)` plays which part.
+    """Counts a convolution; the arguments are the positions of image, kernel and result in `(*operands, result)`.
 
-    Taps that fall on padding or between dilated elements are left out, as in XLA's own cost analysis: a TPU writes
-    a batched matrix product as a convolution whose window slides over the batch, where most of them do.
+    Window positions on padding or between dilated elements are left out, as in XLA's own cost analysis: a TPU writes a
+    batched matmul as a convolution whose window slides over the batch, where most positions are padding.
     """
 
     def flops(attributes: str, shapes: Sequence[tuple[int, ...]]) -> int:

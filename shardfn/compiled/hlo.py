@@ -1,4 +1,4 @@
-"""The optimised HLO text of a program as data: its computations, their instructions, and what calls what.
+"""The optimised HLO text of a program as data: computations, instructions and the call graph.
 
 In the forms that XLA's CPU, GPU and TPU backends print.
 """
@@ -92,7 +92,7 @@ _CALLED = re.compile(
     r"(\{[^}]*\}|%?[\w.\-]+)"
 )
 REDUCERS = frozenset({"reduce", "reduce-window", "scatter", "select-and-scatter", "sort", "map", "custom-call"})
-"""What these call works on scalars."""
+"""Instructions whose called computations work on scalars."""
 
 
 def called(it: Instruction) -> dict[str, str]:
@@ -101,7 +101,7 @@ def called(it: Instruction) -> dict[str, str]:
     return {f"{role} {k}" if k else role: name for role, names in lists for k, name in enumerate(names)}
 
 
-# Opcode: the kind it is priced as, and how many of its operands travel (None: all).
+# Opcode: the kind whose cost it has, and how many of its operands are sent (None: all).
 COLLECTIVES: dict[str, tuple[str, int | None]] = {
     "all-reduce": ("all-reduce", None),
     "all-gather": ("all-gather", None),

@@ -83,8 +83,8 @@ def current() -> Defaults:
 
 
 @contextlib.contextmanager
-def held(defaults: Defaults) -> Iterator[None]:
-    """A block in which `defaults` are the current ones, whatever the provider says."""
+def override(defaults: Defaults) -> Iterator[None]:
+    """A block in which `defaults` are the current ones, not those of the provider."""
     token = _HELD.set(defaults)
     try:
         yield

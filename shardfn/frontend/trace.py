@@ -29,7 +29,7 @@ class Traced:
     graph: Graph
     captured: int
     results: Any
-    grids: tuple[tuple[int, ...], ...]
+    mesh_shapes: tuple[tuple[int, ...], ...]
     """Sizes of the meshes that the function itself brings along (an inner `shard`, a `shard_map`)."""
     jaxpr: Any
     platform: str = ""
@@ -81,7 +81,7 @@ def trace(function: Callable[..., Any], args: Sequence[Any], static_argnums: tup
     graph = shardy.read_graph(module, seen)
     dynamic = [a for i, a in enumerate(args) if i not in static_argnums]
     captured = len(graph.inputs) - len(tree_util.tree_leaves(dynamic))
-    return Traced(module, graph, captured, results, shardy.grids(module), traced.jaxpr.jaxpr, platform, seen)
+    return Traced(module, graph, captured, results, shardy.mesh_shapes(module), traced.jaxpr.jaxpr, platform, seen)
 
 
 def shaped(leaf: Any) -> Any:

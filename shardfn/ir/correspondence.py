@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from shardfn.ir.model import Graph, Op
 
 
-def pairs(graph: Graph, laid: Graph) -> Iterator[tuple[int, Op, Op]]:
-    """(index, op, the same op in `laid`) for ops of one name, line and shapes, where both programs have equally many."""
-    there = _alike(laid)
+def pairs(graph: Graph, partitioned: Graph) -> Iterator[tuple[int, Op, Op]]:
+    """(index, op, the same op in `partitioned`) for ops of one name, line and shapes, where both programs have equally many."""
+    there = _alike(partitioned)
     for key, ops in _alike(graph).items():
         others = there.get(key, [])
         if len(ops) == len(others):  # else it cannot be told which is which

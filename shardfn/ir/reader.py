@@ -55,7 +55,7 @@ class ReaderCache:
         self.types: dict[Any, Value] = {}
         self.rules: dict[Any, ShardingRule] = {}
         self.lines: dict[Any, str] = {}
-        self.laid: dict[Any, tuple[Spec | None, ...]] = {}
+        self.cached_specs: dict[Any, tuple[Spec | None, ...]] = {}
         self.facts: dict[Any, _Fact] = {}
         self.forms: dict[Any, int] = {None: -1}
 
@@ -105,10 +105,10 @@ class Reader:
         inputs = tuple(env[a] for a in block.arguments)
         outputs = self.walk(block, env, 1)
         if "res_attrs" in main.attributes:
-            laid = [ir.DictAttr(attrs) for attrs in main.attributes["res_attrs"]]
+            attributes = [ir.DictAttr(attrs) for attrs in main.attributes["res_attrs"]]
             outputs = tuple(
-                self.laid_as(v, attrs["sdy.sharding"]) if "sdy.sharding" in attrs else v
-                for v, attrs in zip(outputs, laid, strict=True)
+                self.with_sharding(v, attrs["sdy.sharding"]) if "sdy.sharding" in attrs else v
+                for v, attrs in zip(outputs, attributes, strict=True)
             )
         return Graph(
             tuple(self.values), tuple(self.ops), inputs, outputs, tuple(self.ties),
@@ -153,8 +153,8 @@ class Reader:
             pass
         elif "sdy.sharding" in attrs:
             attribute = attrs["sdy.sharding"]
-            laid = self.seen.laid
-            specs = laid.get(attribute) or laid.setdefault(
+            cached_specs = self.seen.cached_specs
+            specs = cached_specs.get(attribute) or cached_specs.setdefault(
                 attribute, tuple(self.spec(each) for each in sdy.TensorShardingPerValueAttr(attribute).shardings)
             )
         elif "out_sharding" in attrs:
@@ -168,7 +168,7 @@ class Reader:
             self.specs.append(((),) * len(value.shape) if spec is None else spec)
         return tuple(range(first, first + len(values)))
 
-    def laid_as(self, value: int, sharding: Any, trips: int = 1) -> int:
+    def with_sharding(self, value: int, sharding: Any, trips: int = 1) -> int:
         """The value in the given sharding: through a reshard, if it has another one."""
         spec = self.spec(sharding)
         if spec is None or spec == self.specs[value]:
@@ -312,7 +312,7 @@ class Reader:
         block = op.regions[0].blocks[0]
         out_specs = [self.spec(s) for s in sdy.TensorShardingPerValueAttr(op.attributes["out_shardings"]).shardings]
         in_shardings = sdy.TensorShardingPerValueAttr(op.attributes["in_shardings"]).shardings
-        inputs = tuple(self.laid_as(env[o], s, trips) for o, s in zip(op.operands, in_shardings, strict=True))
+        inputs = tuple(self.with_sharding(env[o], s, trips) for o, s in zip(op.operands, in_shardings, strict=True))
         was, self.manual = self.manual, True
         inner = {**env, **{a: self.new(a.type, None) for a in block.arguments}}
         returned = self.within(block, inner, trips)

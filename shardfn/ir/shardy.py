@@ -169,7 +169,7 @@ def _add_mesh(module: Any, axes: Sequence[tuple[str, int]]) -> None:
     start.insert(ir.Operation.parse(f"sdy.mesh @{MESH_NAME} = <[{mesh}]>"))
 
 
-def grids(module: Any) -> tuple[tuple[int, ...], ...]:
+def mesh_shapes(module: Any) -> tuple[tuple[int, ...], ...]:
     """Axis sizes of the meshes of a lowered module that shardings use."""
     meshes = [op.operation for op in module.regions[0].blocks[0].operations if op.operation.name == "sdy.mesh"]
     every = [op for op in preorder(module.operation) if not _is_on_any(op)] if meshes else []

@@ -199,8 +199,8 @@ def rank_list_for_transform(rank_id: int, src_strategy_file: Any = None, dst_str
     Raises:
       CheckpointError: a rank that the destination does not have, or strategies of other parameters.
 
-    >>> cut = {"w": {"dev_matrix": [2, 2], "tensor_map": [0, -1], "tensor_shape": [8, 4]}}
-    >>> rank_list_for_transform(0, cut), rank_list_for_transform(3, cut, cut)
+    >>> sliced = {"w": {"dev_matrix": [2, 2], "tensor_map": [0, -1], "tensor_shape": [8, 4]}}
+    >>> rank_list_for_transform(0, sliced), rank_list_for_transform(3, sliced, sliced)
     ([0, 1], [3])
     """
     source, target = read_strategy(src_strategy_file), read_strategy(dst_strategy_file)
@@ -208,8 +208,8 @@ def rank_list_for_transform(rank_id: int, src_strategy_file: Any = None, dst_str
     if not source:
         return [0]
     needed: set[int] = set()
-    for name, cut in source.items():
-        shape = cut.shape or (target[name].shape if name in target else None)
+    for name, sliced in source.items():
+        shape = sliced.shape or (target[name].shape if name in target else None)
         if shape is None:
             fail(
                 CheckpointError,
@@ -222,7 +222,7 @@ def rank_list_for_transform(rank_id: int, src_strategy_file: Any = None, dst_str
 
 def ranks_of(strategy: Strategy) -> int:
     """How many ranks a strategy is for."""
-    return max((cut.ranks for cut in strategy.values()), default=1)
+    return max((sliced.ranks for sliced in strategy.values()), default=1)
 
 
 def _check_rank(rank: Any, ranks: int) -> None:
@@ -366,23 +366,25 @@ def unsharded_shapes(
             )
             continue
         first = next(iter(held.values()))[name]
-        cut = source.get(name)
-        if cut is not None and len(cut.layout.strategy) != len(first.shape):
-            problems.append(Problem(f"`{name}` has {len(first.shape)} dims, and its strategy {len(cut.layout.strategy)}",
-                                    where=repr(cut.layout), fix="use the strategy of the run that wrote the files"))  # fmt: skip
+        sliced = source.get(name)
+        if sliced is not None and len(sliced.layout.strategy) != len(first.shape):
+            dims = len(sliced.layout.strategy)
+            problems.append(Problem(f"`{name}` has {len(first.shape)} dims, and its strategy {dims}",
+                                    where=repr(sliced.layout),
+                                    fix="use the strategy of the run that wrote the files"))  # fmt: skip
             continue
-        shape = cut.full(first.shape) if cut is not None else first.shape
+        shape = sliced.full(first.shape) if sliced is not None else first.shape
         odd = [
             rank for rank, rows in held.items() if (rows[name].shape, rows[name].dtype) != (first.shape, first.dtype)
         ]
-        if odd or (cut is not None and cut.shape not in (None, shape)):
-            told = (
+        if odd or (sliced is not None and sliced.shape not in (None, shape)):
+            why = (
                 f"rank {odd[0]} has {held[odd[0]][name].shape}"
                 if odd
-                else f"the strategy says {cut and cut.shape} in all"
+                else f"the strategy says that the unsharded shape is {sliced and sliced.shape}"
             )
             problems.append(Problem(f"the slices of `{name}` do not fit", where=f"{first.file}: {first.dtype}{list(first.shape)}",
-                                    why=told, fix="use the strategy of the run that wrote the files"))  # fmt: skip
+                                    why=why, fix="use the strategy of the run that wrote the files"))  # fmt: skip
         found[name] = shape, first.dtype
     if problems:
         raise CheckpointError(problems)

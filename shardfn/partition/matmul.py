@@ -103,10 +103,10 @@ def _reduced_over_idle(
             continue
         if {*flat(specs[1 - i]), *flat(specs[2])} & {*idle} or math.prod(case.operands[i].shape) <= result:
             continue
-        laid = [*specs]
-        laid[i] = detour[-1]
-        laid[1 - i] = tuple(idle if d == others.index(factors) else axes for d, axes in enumerate(specs[1 - i]))
-        return laid, {factors[0]: list(idle)}
+        changed = [*specs]
+        changed[i] = detour[-1]
+        changed[1 - i] = tuple(idle if d == others.index(factors) else axes for d, axes in enumerate(specs[1 - i]))
+        return changed, {factors[0]: list(idle)}
     return specs, {}
 
 

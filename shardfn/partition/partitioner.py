@@ -113,11 +113,11 @@ class _Partitioner:
     def reshard_carries(self, op: Op) -> None:
         """Reshard what enters a loop, comes back from its body or leaves a branch, to the shardings of the results."""
         first = 1 if op.name == "case" else 0  # what decides between the branches
-        laid = [
+        resharded = [
             self.reshard_value(v, self.specs[op.outputs[i % len(op.outputs)]], self.trips[v], op.where, op.name)
             for i, v in enumerate(op.inputs[first:])
         ]
-        self.ops.append(dataclasses.replace(op, inputs=(*op.inputs[:first], *laid)))
+        self.ops.append(dataclasses.replace(op, inputs=(*op.inputs[:first], *resharded)))
 
     def visit(self, op: Op) -> None:
         found, is_still = self.partitioning_of(op)
@@ -153,8 +153,8 @@ class _Partitioner:
             for axes in found.reduced:
                 made = self.reduce_partial_sums(made, self.specs[v], axes, axes == found.reduced[-1], op)
             if found.gathered_axes:
-                lies = self.specs[made]
-                made = self.send("all-gather", made, lies, found.gathered_axes, op.trips, op.where, op.name)
+                sharding = self.specs[made]
+                made = self.send("all-gather", made, sharding, found.gathered_axes, op.trips, op.where, op.name)
                 self.gathered_partials.add(self.sent[-1].result)
             made = self.follow_result_path(made, found.result_path, op)
             self.reshard_value(made, self.specs[v], op.trips, op.where, op.name, into=v)
@@ -194,14 +194,14 @@ class _Partitioner:
         )
         found = self.known_partitionings.get(key)
         if found is None:
-            lies = tuple(have), tuple(want)
+            sharding = tuple(have), tuple(want)
             if op.rule is None:  # XLA has no rule to shard it
                 made = OpPartitioning(tuple(map(replicated, operands)), tuple(map(replicated, results)))
             else:
                 made = partition_op(
-                    ShardedOp(op, op.rule, tuple(operands), tuple(results), *lies, self.sizes), self.platform
+                    ShardedOp(op, op.rule, tuple(operands), tuple(results), *sharding, self.sizes), self.platform
                 )
-            found = self.known_partitionings[key] = made, made == OpPartitioning(*lies)
+            found = self.known_partitionings[key] = made, made == OpPartitioning(*sharding)
         return found
 
     def new(self, value: Value, spec: Spec, trips: int) -> int:

@@ -16,7 +16,7 @@ from shardfn.search.memory_limit import refuse_implausible_limit, refuse_infeasi
 from shardfn.search.objectives import other_level
 from shardfn.search.problem import Answer, SearchCandidate, SearchProblem, objective
 
-RIGHTLY = "ops as XLA computes them rightly"
+AVOIDS_BUG = "a plan that avoids an XLA bug"
 """The reason of a plan that is chosen because it avoids XLA bugs."""
 
 
@@ -35,7 +35,7 @@ def search(posed: PosedCall) -> Answer:
 
 
 def plan_answer(posed: PosedCall, answer: Answer) -> PlannedCall:
-    """Finish an answer, or within a strict memory limit the one of least memory in its place.
+    """Finish an answer, or the one of least memory if only that keeps a strict memory limit.
 
     Raises:
       StrategyError: no answer keeps the memory limit.
@@ -125,10 +125,10 @@ def correct_candidate(problem: SearchProblem, answer: Answer, *more: SearchCandi
 
 
 def _as_correct(answer: Answer, candidate: SearchCandidate) -> Answer:
-    made = chosen(answer, candidate, RIGHTLY)
+    made = chosen(answer, candidate, AVOIDS_BUG)
     if made is answer:
         return answer
-    return dataclasses.replace(made, policy=f"{answer.policy}; in its place, for {made.policy}")
+    return dataclasses.replace(made, policy=f"{answer.policy}; replaced by {made.policy}")
 
 
 def _best_correct(problem: SearchProblem, *answers: Answer) -> Answer:

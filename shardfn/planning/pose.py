@@ -161,7 +161,7 @@ def _on_mesh(call: TracedCall, placed: Placement) -> tuple[Axes, tuple[Spec | No
     if call.layout is not None and count > 1 and not axes:
         axes = mesh_axes(call.layout, count, [])
     own = axes or (("a", count),)
-    if all(math.prod(other) != count or expresses(own, other) for other in call.traced.grids):
+    if all(math.prod(other) != count or expresses(own, other) for other in call.traced.mesh_shapes):
         return axes, tuple(placed.specs)
     # An inner `shard` has a mesh of its own: Shardy propagates across only if both are one.
     axes, parts = finest(own)

@@ -36,11 +36,11 @@ def of_program(traced: Traced, hardware: Hardware, inputs: Sequence[Leaf], axes:
         found.append(
             f'one device: strategies are checked, the function runs unsharded;{FIX}use more devices, or device="cpu:8" to plan'
         )
-    others = [grid for grid in traced.grids if math.prod(grid) > 1 and grid != tuple(size for _, size in axes)]
+    others = [one for one in traced.mesh_shapes if math.prod(one) > 1 and one != tuple(size for _, size in axes)]
     if others:
-        grids = ", ".join("x".join(map(str, grid)) for grid in dict.fromkeys(others))
+        shapes = ", ".join("x".join(map(str, one)) for one in dict.fromkeys(others))
         found.append(
-            f"parts of the function have a mesh of their own ({grids}), and transfers between it and the rest are not predicted;"
+            f"parts of the function have a mesh of their own ({shapes}), and transfers between it and the rest are not predicted;"
             f"{FIX}use one mesh for the whole function"
         )
     if traced.captured:

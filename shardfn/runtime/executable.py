@@ -87,7 +87,7 @@ def jitted(call: TracedCall, plan: Plan, nested: bool = False) -> Callable[..., 
     prime axes, so that all plans on these devices share a mesh: `jit` cannot express a result sharding for which its mesh
     has no axes.
     """
-    mesh = prime_mesh(plan) if nested or lacks_axes_for(plan, call.traced.grids) else own_mesh(plan)
+    mesh = prime_mesh(plan) if nested or lacks_axes_for(plan, call.traced.mesh_shapes) else own_mesh(plan)
     function = call.function
     return apply(plan, function.on(mesh), function.shapes, call.traced.results, function.static_argnums,
                  function.donate_argnums, mesh, nested, call.compiler_options)  # fmt: skip

@@ -204,10 +204,10 @@ class _Builder:
             first, last = self.facts.read[value]
             self.copied(value, self.sources[value], 2 * first, 2 * last + 1)
 
-    def copied(self, value: int, laid: tuple[int, Array], start: int, end: int) -> None:
+    def copied(self, value: int, source: tuple[int, Array], start: int, end: int) -> None:
         full = self.facts.bytes[value]
         least = full / math.prod(self.sizes)
-        self.copies.append(UsageInterval(laid[0], start, end, full / self.shards(laid[1]) - least))
+        self.copies.append(UsageInterval(source[0], start, end, full / self.shards(source[1]) - least))
 
     def padding(self, value: int, layouts: Array) -> Array:
         """The growth of rows that a TPU pads to whole lanes (`cost.backends.tpu`), for each layout."""
@@ -479,8 +479,8 @@ def _convolutions(builder: _Builder) -> Iterator[tuple[int, Array]]:
         op = graph.ops[index]
         if op.convolution:
             shapes = [graph.values[v].shape for v in (*op.inputs, *op.outputs)]
-            laid = (*wanted, builder.layouts[op.outputs[0]][1])
-            yield node, computed_correctly(op.convolution, shapes, laid, builder.mesh.sizes)
+            shardings = (*wanted, builder.layouts[op.outputs[0]][1])
+            yield node, computed_correctly(op.convolution, shapes, shardings, builder.mesh.sizes)
 
 
 def _argument_intervals(builder: _Builder, places: Sequence[LiveBuffer]) -> tuple[UsageInterval, ...]:

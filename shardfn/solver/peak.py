@@ -134,7 +134,7 @@ class _Search:
             self.local = self.local or Local(self.costs, self.tables, self.memory, self.budget)
             labels = self.local.mend(labels, weights)
         if self.possible(labels):
-            self.offer(self.mended(labels))
+            self.offer(self.repaired(labels))
         return labels
 
     def possible(self, labels: Array) -> bool:
@@ -142,7 +142,7 @@ class _Search:
         at = labels.tolist()
         return all(math.isfinite(t[at[u], at[v]]) for u, row in enumerate(self.tables) for v, t in row.items() if u < v)
 
-    def mended(self, labels: Array, moves: int = 40) -> Array:
+    def repaired(self, labels: Array, moves: int = 40) -> Array:
         """Labels with a lower peak: one node after the other takes the label with the least usage at the peak."""
         labels = labels.copy()
         first = self.memory.first

@@ -89,9 +89,9 @@ def memory_of(
     order: ExecutionOrder, fusion: FusionPlan, donated: Collection[int] = (), chip: Chip | None = None
 ) -> MemoryEstimate:
     """`memory` of a schedule and its fusion."""
-    laid = _laid(order, fusion, donated, chip)
-    taken = sum(size for _, size in laid.donated)
-    return MemoryEstimate(sum(laid.arguments), sum(laid.results), _most(laid.places)[0], taken)
+    buffers = _buffers(order, fusion, donated, chip)
+    taken = sum(size for _, size in buffers.donated)
+    return MemoryEstimate(sum(buffers.arguments), sum(buffers.results), _most(buffers.places)[0], taken)
 
 
 def at_peak(
@@ -101,17 +101,17 @@ def at_peak(
     (none of a copy that XLA makes) with bytes: arguments, results but those in the place of donated arguments, and temporaries
     that are alive when the most are."""
     order, fusion = schedule_ops(lower_for_backend(partitioned, chip))
-    laid, graph = _laid(order, fusion, donated, chip), order.partitioned.graph
-    tick = _most(laid.places)[1]
-    apart = collections.Counter(graph.outputs) - collections.Counter(v for v, _ in laid.donated)
-    size_of = dict(zip(graph.outputs, laid.results, strict=True))
-    held = [((v,), size) for v, size in zip(graph.inputs, laid.arguments, strict=True)]
+    buffers, graph = _buffers(order, fusion, donated, chip), order.partitioned.graph
+    tick = _most(buffers.places)[1]
+    apart = collections.Counter(graph.outputs) - collections.Counter(v for v, _ in buffers.donated)
+    size_of = dict(zip(graph.outputs, buffers.results, strict=True))
+    held = [((v,), size) for v, size in zip(graph.inputs, buffers.arguments, strict=True)]
     held += [((v,), size_of[v]) for v in apart.elements()]
-    temporaries = [(p.values, p.bytes) for p in laid.places if p.start <= tick <= p.end]
+    temporaries = [(p.values, p.bytes) for p in buffers.places if p.start <= tick <= p.end]
     return order.partitioned, [*held, *temporaries]
 
 
-class _Laid(NamedTuple):
+class _Buffers(NamedTuple):
     """Bytes of arguments and of results; results in the place of donated arguments, with bytes; what temporaries take else."""
 
     arguments: list[int]
@@ -120,7 +120,7 @@ class _Laid(NamedTuple):
     places: list[LiveBuffer]
 
 
-def _laid(order: ExecutionOrder, fusion: FusionPlan, donated: Collection[int], chip: Chip | None) -> _Laid:
+def _buffers(order: ExecutionOrder, fusion: FusionPlan, donated: Collection[int], chip: Chip | None) -> _Buffers:
     partitioned, graph = order.partitioned, order.partitioned.graph
     places, results = live_buffers(order, fusion)
     size = functools.partial(_tiled, partitioned) if partitioned.platform == "tpu" else partitioned.local_bytes
@@ -143,7 +143,7 @@ def _laid(order: ExecutionOrder, fusion: FusionPlan, donated: Collection[int], c
         places, rooms = [*places, *copies], [*rooms, *vacated]
     places = [*places, *_turned_tables(partitioned, fusion)]
     left = _outside_fast(order, fusion, places, donated, chip) if chip and chip.fast_bytes else places
-    return _Laid(arguments, [size(v) for v in graph.outputs], taken, _outside(left, rooms))
+    return _Buffers(arguments, [size(v) for v in graph.outputs], taken, _outside(left, rooms))
 
 
 def _saved(

@@ -260,7 +260,7 @@ class TrainStep:
             fail(StrategyError, "the state was given away: a step reuses its memory for the next one", where="state",
                  why="donate = True", fix="go on with the state that the step returned, or set donate=False")  # fmt: skip
         function = self._for(state, batch).function
-        with defaults.held(self.options.defaults):
+        with defaults.override(self.options.defaults):
             return function(state, *batch)
 
     def plan(self, state: TrainState, /, *batch: Any, **named: Any) -> Plan:
@@ -278,7 +278,7 @@ class TrainStep:
           StrategyError, StrategyTypeError: if state, batch or devices do not fit.
         """
         batch = self._ordered(batch, named)
-        with defaults.held(self.options.defaults):
+        with defaults.override(self.options.defaults):
             return self._for(state, batch).function.plan(state, *batch)
 
     def explain(self, state: TrainState, /, *batch: Any, compiled: bool = False, **named: Any) -> Report:
@@ -297,7 +297,7 @@ class TrainStep:
           StrategyError, StrategyTypeError: if state, batch or devices do not fit.
         """
         batch = self._ordered(batch, named)
-        with defaults.held(self.options.defaults):
+        with defaults.override(self.options.defaults):
             return self._for(state, batch).function.explain(state, *batch, compiled=compiled)
 
     def lower(self, state: TrainState, /, *batch: Any, **named: Any) -> Any:
@@ -315,7 +315,7 @@ class TrainStep:
           StrategyError, StrategyTypeError: if state, batch or devices do not fit.
         """
         batch = self._ordered(batch, named)
-        with defaults.held(self.options.defaults):
+        with defaults.override(self.options.defaults):
             return self._for(state, batch).function.lower(state, *batch)
 
     def buckets(self, state: TrainState, /, *batch: Any, **named: Any) -> tuple[tuple[Bucket, tuple[str, ...]], ...]:
@@ -411,7 +411,7 @@ class TrainStep:
         key = treedef, tuple(map(shape_of, leaves))
         found = self._sharded.get(key)
         if found is None:
-            with defaults.held(self.options.defaults):
+            with defaults.override(self.options.defaults):
                 found = shard_step(self.options, self._parts_of(state), *_shapes((state, batch)))
             self._sharded[key] = found
         return found
