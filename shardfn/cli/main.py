@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         "plan",
         help="search the shardings of a function, also for hardware you do not have",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Search the shardings that are left open, print the report and save the plan. Nothing runs.\n"
+        description="Search the open shardings, print the report and save the plan. Nothing runs.\n"
         "With a target as --device no hardware is needed.",
         epilog="example: python -m shardfn plan train.py:step --args train.py:shapes --device tpu-v5e:4x4 \\\n"
         "           --level 2 --memory-limit 14GiB --save layout.toml",

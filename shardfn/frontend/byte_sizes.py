@@ -26,7 +26,7 @@ def plain(number: Any) -> Any:
 
 
 def bytes_of(amount: Any, name: str) -> float | Problem:
-    """Bytes of an amount: a whole number above 0, or text with a unit of 1000s (kB, MB, GB, TB) or 1024s (KiB, MiB, …).
+    """The bytes of a size: an integer above 0, or text with a unit of 1000s (kB, MB, GB, TB) or 1024s (KiB, MiB, …).
 
     >>> bytes_of("14GiB", "memory_limit"), bytes_of("1.5 kB", "memory_limit"), bytes_of(100, "memory_limit")
     (15032385536.0, 1500.0, 100.0)
@@ -38,17 +38,19 @@ def bytes_of(amount: Any, name: str) -> float | Problem:
         units = {unit.lower(): factor for unit, factor in _UNITS.items()}
         if found is None or found[2].lower() not in units or float(found[1]) * units[found[2].lower()] < 1:
             return Problem(
-                f"`{name}` is no amount of bytes", where, f"the units are {', '.join(filter(None, _UNITS))}", _FIX
+                f"`{name}` is not a byte size", where, f"the units are {', '.join(filter(None, _UNITS))}", _FIX
             )
         made = float(found[1]) * units[found[2].lower()]
         return made if units[found[2].lower()] > 1 or made.is_integer() else _in_parts(name, where)
     if isinstance(amount, bool) or not isinstance(amount, int | float):
-        return Problem(f"`{name}` is {a(amount)}", where, "it is an amount of bytes", _FIX, is_type=True)
+        return Problem(f"`{name}` is {a(amount)}", where, "it is a byte size", _FIX, is_type=True)
     if not math.isfinite(amount) or amount < 1:
         fix = f"leave `{name}` out for all that a device has, or " + _FIX if amount == math.inf else _FIX
-        return Problem(f"`{name}` is {amount}", where, "it is an amount of bytes", fix)
+        return Problem(f"`{name}` is {amount}", where, "it is a byte size", fix)
     return float(amount) if amount == int(amount) else _in_parts(name, where)
 
 
 def _in_parts(name: str, where: str) -> Problem:
-    return Problem(f"`{name}` is no whole number of bytes", where, "a device holds bytes, not parts of them", _FIX)
+    return Problem(
+        f"`{name}` is not an integer number of bytes", where, "a device holds bytes, not parts of them", _FIX
+    )

@@ -373,7 +373,7 @@ class _Reader:
             self.line = counted.line
             self.wrong(f"`{named.glob}` names mesh axes and `{counted.glob}` gives numbers of shards",
                        f"{_short(named.sharding)} and {_short(counted.sharding)}",
-                       "write mesh axes in all rules, or numbers in all", "numbers leave the choice of axes open")  # fmt: skip
+                       "write mesh axes in all rules, or numbers in all", "integers leave the mesh axes open")  # fmt: skip
         if named and not layout.mesh:
             self.line = named.line
             self.wrong("there is no [mesh]", f"{named.glob} = {_short(named.sharding)}",

@@ -1,6 +1,6 @@
 """For MindSpore users: `import shardfn.mindspore as ms` has MindSpore's names and order of arguments.
 
-What reads or writes checkpoints is imported when it is first used.
+The functions on checkpoints are imported on first use.
 """
 
 import importlib

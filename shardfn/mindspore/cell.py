@@ -1,4 +1,4 @@
-"""`Cell`: class-style code whose instances are sharded one by one, as MindSpore's cells are."""
+"""`Cell`: class-style code whose instances are sharded one by one, as in MindSpore."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shardfn.frontend.callee import SHARDED, State, describe
 class Cell:
     """A mix-in for class-style code: `block.shard(in_strategy=((8, 1),))` shards the calls of that one instance.
 
-    Write `__call__`, or `construct` as in MindSpore. The arrays in the instance's attributes (in lists, dicts, pytrees
-    and other Cells too) are arguments of the compiled function, so `parameter_plan` can name them: `{"w1": (1, 4)}`.
-    It may stand beside another base class: `class Block(Cell, nnx.Module)`.
+    Write `__call__`, or `construct` as in MindSpore. The arrays in the instance's attributes, also in lists, dicts, pytrees
+    and other Cells, are arguments of the compiled function, so `parameter_plan` can name them: `{"w1": (1, 4)}`.
+    Another base class is possible: `class Block(Cell, nnx.Module)`.
 
     >>> import jax.numpy as jnp
     >>> class Dense(Cell):
@@ -159,13 +159,13 @@ class Cell:
 
 
 class Unlisted:
-    """Holds the sharded function of an instance, and of its copies: `nnx.grad` and `with_parameters` call a copy."""
+    """The sharded function of an instance and of its copies: `nnx.grad` and `with_parameters` call a copy."""
 
     def __init__(self, function: Any):
         self.function = function
 
     def of(self, owner: Any) -> Any:
-        """The function on `owner`, with the plans of all of them."""
+        """The function of `owner`, which shares the plans of all copies."""
         return self.function if self.function.callee.owner is owner else self.function.for_owner(owner)
 
     def __deepcopy__(self, memo: Any) -> Unlisted:

@@ -1,9 +1,9 @@
-"""MindSpore's parallel context: one frozen, validated dataclass that holds what the user set.
+"""MindSpore's parallel context: one frozen, validated dataclass with the user's settings.
 
-Where a setting goes: outside an `auto_parallel` block it goes to one value that every thread of the process sees (a
-data loader's threads and, often, a notebook's cells run in contexts of their own, where a bare `ContextVar` forgets).
-Inside a block it stays in the block, and goes with it. A block belongs to its thread and to the asyncio tasks started
-in it; a thread started inside sees the process's value, unless it runs in `contextvars.copy_context()`.
+Outside an `auto_parallel` block, a setting changes one value that every thread of the process sees: data loader threads, and
+often notebook cells, have contexts of their own, where a bare `ContextVar` would lose it. Inside a block it ends with the
+block. A block belongs to its thread and to the asyncio tasks started in it. A thread started inside sees the process's
+value, unless it runs in `contextvars.copy_context()`.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class ParallelContext:
 
     @functools.cached_property
     def defaults(self) -> Defaults:
-        """What of it calls, searches and training steps read."""
+        """The settings that calls, searches and training steps read."""
         mode = self._said("parallel_mode")
         return Defaults(
             device_count=self.device_num,
@@ -199,7 +199,7 @@ def get_auto_parallel_context(key: str) -> Any:
 
 
 def reset_auto_parallel_context() -> None:
-    """Give every key of the auto-parallel context its default again, as if it had never been set.
+    """Reset every key of the auto-parallel context to its default, as if it had never been set.
 
     >>> set_auto_parallel_context(search_mode="sharding_propagation")
     >>> reset_auto_parallel_context()
@@ -272,7 +272,7 @@ def get_context(key: str) -> Any:
 
 
 def reset_context() -> None:
-    """Give every key of `set_context` its default again. MindSpore's own reset leaves them, and so does ours.
+    """Reset every key of `set_context` to its default. `reset_auto_parallel_context` leaves them, as in MindSpore.
 
     >>> reset_context()
     """
@@ -323,7 +323,7 @@ def get_algo_parameters(key: str) -> Any:
 
 
 def reset_algo_parameters() -> None:
-    """Give every parameter of the search its default again.
+    """Reset every parameter of the search to its default.
 
     >>> reset_algo_parameters()
     """
@@ -331,7 +331,7 @@ def reset_algo_parameters() -> None:
 
 
 def current() -> ParallelContext:
-    """The context in force here: the innermost `auto_parallel` block's, or else the process's.
+    """The current context: that of the innermost `auto_parallel` block, or else of the process.
 
     >>> current().out_strategy_mode
     'overwrite'
@@ -339,7 +339,7 @@ def current() -> ParallelContext:
     return _BLOCK.get() or _shared
 
 
-# ---- how a setting is found, checked and put in place ----
+# ---- checking and storing settings ----
 
 
 def _read(table: Mapping[str, Key], caller: str, name: Any) -> Any:
@@ -382,7 +382,7 @@ def _raise(invalid: list[Problem], waiting: list[Problem]) -> None:
 def _changed(
     context: ParallelContext, table: Mapping[str, Key], caller: str, settings: Mapping[str, Any]
 ) -> ParallelContext:
-    """`context` with `settings`, or an error that holds every problem of them."""
+    """`context` with `settings`; raises all problems together."""
     invalid: list[Problem] = []
     waiting: list[Problem] = []
     kept: dict[str, Any] = {}

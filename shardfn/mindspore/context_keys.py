@@ -1,7 +1,7 @@
 """The keys of the parallel context, one row each; the tables at the bottom are this file's contents page.
 
-A key that MindSpore knows is known here too, and its value is checked as MindSpore checks it. A row that is not
-`active` stands for a capability that is not built yet: only a value that asks for nothing can be set.
+Every key of MindSpore exists here, and its value is checked as MindSpore checks it. A row that is not `active` is for the
+training step, or for something that is not built yet: then only a value without an effect can be set.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ParallelMode:
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One setting. `honours` lists the stored values that can be set today (None: every value that passes `check`)."""
+    """One setting. `honours` lists the stored values that can be set today; None is every value that passes `check`."""
 
     name: str
     default: Any
@@ -59,7 +59,7 @@ class Key:
     doc: str
     active: bool = False  # a field of ParallelContext, read by the library
     honours: tuple[Any, ...] | None = None
-    lacks: str = ""  # the capability that the other values ask for
+    lacks: str = ""  # the missing capability behind the other values
     instead: str = ""  # what to do in its place
     store: Callable[[Any], Any] = lambda value: value  # what the user wrote -> what is kept
     read: Callable[[Any], Any] = lambda kept: kept  # what is kept -> what `get` gives
@@ -67,7 +67,7 @@ class Key:
     write: Callable[[Any, Any], Any] = lambda value, standing: value  # for an alias: the value to keep in that row
 
     def unavailable(self, value: Any) -> Iterator[Problem]:
-        """Say what a checked `value` asks for that is not built yet."""
+        """The problem of a checked `value` whose capability is not built yet."""
         if self.honours is None or self.store(value) in self.honours:
             return
         settable = [repr(value) for value in self.honours if isinstance(value, (str, int, float))]
@@ -76,7 +76,7 @@ class Key:
         yield Problem(what, why=f"{self.lacks} is not built yet", fix=self.instead or leave)
 
 
-# ---- checks: small, and put together in the rows ----
+# ---- checks, combined in the rows ----
 
 
 def _interleaved(name: str, value: dict[str, Any]) -> Iterator[Problem]:
@@ -181,7 +181,7 @@ def _trains(name: str, default: Any, check: Check, doc: str, **more: Any) -> Key
 
 
 def _orders(*pairs: tuple[bool, str]) -> tuple[str, ...]:
-    """The pipeline's orders that are built, as they are kept."""
+    """The pipeline schedules that are built, as JSON."""
     return tuple(json.dumps({"pipeline_interleave": i, "pipeline_scheduler": s}) for i, s in pairs)
 
 
@@ -263,7 +263,7 @@ AUTO_PARALLEL_KEYS = _table(
     # XLA chooses all-to-all where it is cheaper: neither value has an effect.
     _later("enable_alltoall", False, boolean, "", "Redistribute with all-to-all.", also=(True,)),
     _trains("comm_fusion", dict(FUSION), CHECKS["comm_fusion"], "Which collectives of the training step are combined."),
-    _trains("all_reduce_fusion_config", None, indices, "The last all-reduce of each of its buckets.",
+    _trains("all_reduce_fusion_config", None, indices, "The last all-reduce of each bucket.",
             store=tuple, read=lambda kept: None if kept is None else list(kept)),
     _later("optimizer_weight_shard_aggregated_save", False, boolean, "the sharding of optimizer states",
            "Gather them before they are saved."),
@@ -278,7 +278,7 @@ AUTO_PARALLEL_KEYS = _table(
          read=lambda kept: kept.save_file),
     _later("group_ckpt_save_file", "", text, "writing the groups of devices", "A file for the groups of devices."),
     _trains("pipeline_stages", 1, integer(1), "The number of stages of `train.pipeline`."),
-    _trains("pipeline_config", _PIPELINE, _pipeline_check, "The order in which they work.",
+    _trains("pipeline_config", _PIPELINE, _pipeline_check, "The schedule of the stages.",
             honours=_orders((False, "1f1b"), (True, "1f1b"), (True, "gpipe")),
             lacks="a pipeline in another order than 1f1b and gpipe",
             instead="use the pipeline_scheduler 1f1b or gpipe"),
@@ -290,8 +290,8 @@ AUTO_PARALLEL_KEYS = _table(
            "Send the last result to all."),
     _trains("auto_pipeline", False, boolean, "Split the stages of `train.pipeline` where their costs are most equal."),
     _later("grad_accumulation_step", 1, in_turn(integer(1), _removed("accumulate with optax.MultiSteps")),
-           "gradient accumulation", "MindSpore has taken it away: only 1."),
-    _later("sharding_propagation", False, boolean, "the old switch of this search", "An old form of search_mode.",
+           "gradient accumulation", "Removed in MindSpore: only 1."),
+    _later("sharding_propagation", False, boolean, "the old switch of this search", "The old name of a search_mode.",
            instead="set search_mode='sharding_propagation'"),
 )
 
@@ -299,7 +299,7 @@ RUN_KEYS = _table(
     _now("mode", PYNATIVE_MODE, _mode, "GRAPH_MODE (0) or PYNATIVE_MODE (1)."),
     _now("device_target", None, _target, "CPU, GPU, TPU or Ascend, in any case; None is JAX's own choice.",
          store=lambda value: _TARGETS[value.lower()] if value else value),
-    _now("save_graphs", 0, _graphs, "How much of what is compiled is written down: 0 (False) to 3; True is 2.",
+    _now("save_graphs", 0, _graphs, "How many compiled graphs to save: 0 (False) to 3; True is 2.",
          store=lambda value: 2 * value if isinstance(value, bool) else value),
     _now("save_graphs_path", ".", text, "The directory that save_graphs writes to."),
     _later("device_id", 0, integer(0, 4095), "a device chosen by number", "The device of this process.",

@@ -1,4 +1,4 @@
-"""The candidates that a search evaluated, each once and with a name of its own."""
+"""The candidates that a search evaluated, without duplicates and with distinct names."""
 
 from __future__ import annotations
 

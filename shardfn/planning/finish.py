@@ -23,7 +23,7 @@ from shardfn.search.problem import Answer, OpConstraints
 
 
 def finish(posed: PosedCall, answer: Answer) -> Plan:
-    """The plan of an answer, whoever gave it."""
+    """The plan of an answer, from a search, a file or a user."""
     call, problem = posed.call, posed.problem
     partitioned, cost = problem.partitioned_of(answer), problem.evaluate_answer(answer)
     inputs = _inputs(posed, answer)
@@ -62,7 +62,7 @@ def finish(posed: PosedCall, answer: Answer) -> Plan:
 
 
 def file_constraints(posed: PosedCall, axes: Axes) -> tuple[Mapping[int, OpConstraint], Sequence[str]]:
-    """The op constraints of the layout file on a mesh, and in words those that the program has no place for."""
+    """The op constraints of the layout file on a mesh, and a note on each that matches no op of the program."""
     call = posed.call
     if call.layout is None or call.hardware.count == 1:
         return {}, ()

@@ -92,7 +92,7 @@ def labelling(costs: Sequence[Sequence[float]], usages: Sequence[Sequence[float]
     if any(not 0 <= each.node < len(found) or len(each.usage) != len(found[each.node]) for each in more):
         raise ValueError("a usage interval does not fit its node: give a node that exists, and a usage for each label")
     if any((u < 0).any() or not np.isfinite(u).all() for u in (*uses, *(each.usage for each in more))):
-        raise ValueError("a usage is negative or not finite: give what each label holds, 0 for nothing")
+        raise ValueError("a usage is negative or not finite: give what each label uses, 0 for nothing")
     rows = []
     for nodes, flat in tables:
         if not nodes or min(nodes) < 0 or max(nodes) >= len(found):

@@ -70,7 +70,7 @@ def _dtype(leaf: Any, name: str) -> Any:
 
 
 def of_module(callee: Callee) -> Weights | None:
-    """The arrays that a module, or the object of a method, holds; None for a function."""
+    """The arrays of a module, or of the object of a method; None for a function."""
     state = callee.read()
     if not state:
         return None
@@ -91,7 +91,7 @@ def check_named(named: Any) -> None:
 
 
 def of_call(function: ShardedFunction, args: Sequence[Any], kwargs: Mapping[str, Any], named: Named) -> Weights:
-    """The weights of a call: of the arguments that are named, else what the module holds, else the first pytree.
+    """The weights of a call: the named arguments, or else the module's arrays, or else the first pytree.
 
     Raises:
       StrategyError: no argument has that name, or none is a pytree.
