@@ -14,8 +14,9 @@ from shardfn import search
 from shardfn.frontend.trace import trace
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
 from shardfn.ir.model import OpConstraint
+from shardfn.ir.op_traits import CONSTRAINABLE
 from shardfn.ir.rewrite import bind_one, equations, inner, rebind
-from shardfn.planning.op_constraints import KINDS, anchors, unique_positions
+from shardfn.planning.op_constraints import anchors, unique_positions
 from shardfn.search import Answer
 from shardfn.search.problem import objective
 
@@ -170,7 +171,7 @@ def test_an_anchor_is_the_equation_of_its_op(name):
     assert kinds.count("dot_general") == sum(op.name == "dot_general" for op in traced.graph.ops)
     for index, number in found.items():
         op = traced.graph.ops[index]
-        assert at[number].primitive.name in KINDS[op.name]
+        assert at[number].primitive.name in CONSTRAINABLE[op.name]
         assert at[number].outvars[0].aval.shape == traced.graph.values[op.outputs[0]].shape
 
 
@@ -199,7 +200,7 @@ def test_sums_and_products_of_whole_models_are_found(name):
     assert len([index for index in large if index in found]) > 0.9 * len(large)
     for index, number in found.items():
         op, eqn = traced.graph.ops[index], at[number]
-        assert eqn.primitive.name in KINDS[op.name]
+        assert eqn.primitive.name in CONSTRAINABLE[op.name]
         assert eqn.outvars[0].aval.shape == op_shape(traced, op)
         frames = getattr(eqn.source_info.traceback, "frames", ())
         of_file = op.where.rpartition(":")[0]

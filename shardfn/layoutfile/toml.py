@@ -68,15 +68,13 @@ def parse_toml(text: str, name: str, problems: Problems) -> LayoutFile | None:
     version = data.get("version")
     if not _is_known(data):
         is_newer = type(version) is int and version > VERSION and data.get("format") == FORMAT
-        problems.append(
-            Problem(
-                f"{name} is {'a layout file of a newer version' if is_newer else 'not a layout file'}",
-                where=f"format = {_short(data.get('format'))}, version = {_short(version)}",
-                why=f"this release reads format = {FORMAT!r}, version = {VERSION} or older",
-                fix="read it with a newer shardfn" if is_newer
-                else f'begin it with format = "{FORMAT}" and version = {VERSION}',
-            )
-        )  # fmt: skip
+        fix = (
+            "read it with a newer shardfn" if is_newer else f'begin it with format = "{FORMAT}" and version = {VERSION}'
+        )
+        problems.append(Problem(f"{name} is {'a layout file of a newer version' if is_newer else 'not a layout file'}",
+                                where=f"format = {_short(data.get('format'))}, version = {_short(version)}",
+                                why=f"this release reads format = {FORMAT!r}, version = {VERSION} or older",
+                                fix=fix))  # fmt: skip
         return None
     reader = _Reader(name, problems, _lines(text))
     known = {**_FIELDS, "format": None, "version": None}
@@ -143,11 +141,9 @@ def _load(text: str, name: str, problems: Problems) -> dict[str, Any] | None:
         unclosed = max(0, unclosed + code.count("[") + code.count("{") - code.count("]") - code.count("}"))
         depth = max(depth, unclosed, code.count(".") - 8)
         if len(line) > MAX_LINE or depth > MAX_DEPTH:
-            problems.append(
-                Problem(f"{name} is nested too deep, or has too long a line", where=f"{name}:{number}: {_short(line)}",
-                        why=f"a layout file needs no more than {MAX_DEPTH} levels and {MAX_LINE:,} characters a line",
-                        fix="write one rule per line, with a quoted path")
-            )  # fmt: skip
+            problems.append(Problem(f"{name} is nested too deep, or has too long a line",
+                                    where=f"{name}:{number}: {_short(line)}", fix="write one rule per line, with a quoted path",
+                                    why=f"at most {MAX_DEPTH} levels and {MAX_LINE:,} characters a line are read"))  # fmt: skip
             return None
     try:
         data = tomllib.loads(text)
@@ -223,9 +219,8 @@ class _Reader:
         if type(value) is int and 0 <= value < len(OBJECTIVES):
             return value
         words = ", ".join(f'"{word}"' for word in OBJECTIVES)
-        self.wrong(
-            f"`{where}` must be one of {words}, or 0, 1, 2", f"{where} = {_short(value)}", f'write {where} = "time"'
-        )
+        self.wrong(f"`{where}` must be one of {words}, or 0, 1, 2", f"{where} = {_short(value)}",
+                   f'write {where} = "time"')  # fmt: skip
         return 0
 
     def mesh(self, value: Any, where: str) -> tuple[tuple[str, int | None], ...]:
