@@ -28,7 +28,6 @@ from shardfn.planning.layout_rules import (
 FORMAT = "shardfn-layout"
 VERSION = 2
 """Raised when a key is renamed, removed or changes its meaning, not when one is added."""
-
 VERSIONS_READ = (1, 2)
 OLD_KEYS = {"grid": "mesh", "inside": "constraints"}
 """Keys of version 1 that have another name since."""
@@ -43,7 +42,6 @@ MAX_DEPTH = 8
 MAX_SIZE = 2**24
 MAX_DIMS = 32
 MAX_LINE = 2**15
-
 Problems = list[Problem]
 
 
@@ -219,8 +217,8 @@ class _Reader:
         if type(value) is int and 0 <= value < len(OBJECTIVES):
             return value
         words = ", ".join(f'"{word}"' for word in OBJECTIVES)
-        self.wrong(f"`{where}` must be one of {words}, or 0, 1, 2", f"{where} = {_short(value)}",
-                   f'write {where} = "time"')  # fmt: skip
+        what, found = f"`{where}` must be one of {words}, or 0, 1, 2", f"{where} = {_short(value)}"
+        self.wrong(what, found, f'write {where} = "time"')
         return 0
 
     def mesh(self, value: Any, where: str) -> tuple[tuple[str, int | None], ...]:
