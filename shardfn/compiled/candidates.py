@@ -154,7 +154,7 @@ def check(winner: CompiledCandidate, count: int, limit: float) -> None:
       StrategyError: it does not. The limit ranks first, so no other candidate fits either.
     """
     if winner.peak > limit:
-        fail(StrategyError, f"none of {count} plans, as compiled, fits in {limit:,.0f} bytes per device",
+        fail(StrategyError, f"none of {count} plans fits, as compiled, in {limit:,.0f} bytes per device",
              where=f"memory_limit = {limit:,.0f}", why=f"the least is {winner.peak:,} bytes: {winner.name}",
              fix="compile more of them (compile_candidates=), use more devices, a smaller batch, donate_argnums for updated "
                  f"arguments, jax.checkpoint for what the backward pass keeps, or memory_limit={winner.peak}")  # fmt: skip
