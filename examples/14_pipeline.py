@@ -62,8 +62,8 @@ for i in range(4):
 trained = pipe.unpack(state.params)
 np.testing.assert_allclose(trained["blocks"][2]["up"], plain["blocks"][2]["up"], rtol=1e-3, atol=1e-4)
 
-row = state.params.rows["float32_cut"]
-moment = state.opt_state[0].mu.rows["float32_cut"]
+row = state.params.buffers["float32_sharded"]
+moment = state.opt_state[0].mu.buffers["float32_sharded"]
 share = {name: x.addressable_shards[0].data.size / x.size for name, x in (("parameters", row), ("moments", moment))}
 print("part of the blocks on each device:", share)
 assert share == {"parameters": 1 / 4, "moments": 1 / 8}

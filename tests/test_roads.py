@@ -281,8 +281,8 @@ def test_the_passes_that_look_for_functions_nobody_calls_change_nothing(monkeypa
         return jax.lax.scan(lambda c, _: (jax.jit(jnp.tanh)(c @ w), c.sum()), jax.nn.relu(x), None, length=3)
 
     module = shardy.flat(jax.jit(function).lower(f32(8, 4), f32(4, 4)).compiler_ir("stablehlo"))
-    specs, run, pipelines = [(("a",), ()), ((), ("a",))], shardy.run, []
-    monkeypatch.setattr(shardy, "run", lambda pipeline, held: pipelines.append(pipeline) or run(pipeline, held))
+    specs, run, pipelines = [(("a",), ()), ((), ("a",))], shardy.run_passes, []
+    monkeypatch.setattr(shardy, "run_passes", lambda pipeline, held: pipelines.append(pipeline) or run(pipeline, held))
     quick = shardy.propagate(module, (("a", 2),), specs, [None, None])
     monkeypatch.setattr(shardy, "_flow_pipeline", lambda: shardy.FLOW_PIPELINE)
     assert shardy.propagate(module, (("a", 2),), specs, [None, None]) == quick
@@ -309,7 +309,7 @@ def test_what_is_held_stands_where_the_order_of_all_ops_would_put_it(monkeypatch
     graph, spec = shardy.read_graph(module), (("a",), ())
     dots = [op.site for op in graph.ops if op.name == "dot_general"]
     assert len(dots) == 4 and len(set(dots)) == 4
-    run, seen = shardy.run, []
+    run, seen = shardy.run_passes, []
 
     def stands(pipeline, held):
         if pipeline != shardy.RULES_PIPELINE:
@@ -319,7 +319,7 @@ def test_what_is_held_stands_where_the_order_of_all_ops_would_put_it(monkeypatch
             seen.append([str(op) for op in preorder(held)] == before)
         run(pipeline, held)
 
-    monkeypatch.setattr(shardy, "run", stands)
+    monkeypatch.setattr(shardy, "run_passes", stands)
     for operands in ((spec, spec), (None, spec), (spec, None), (None, None)):
         constraints = {site: OpConstraint(operands, (spec,)) for site in dots}
         partitioned = shardy.propagate(module, (("a", 2),), [None] * 3, [None, None], constraints)

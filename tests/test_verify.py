@@ -124,7 +124,7 @@ def test_the_line_that_calls_the_library_is_none_of_the_function():
 def test_a_search_for_more_devices_than_are_here():
     plan = shardfn.plan(step, *step_args(), device="cpu:16", level=2, **STEP)
     found = compiled_part(plan.verify())
-    assert found["matrix_flops"]["compiled"] > 0
+    assert found["matmul_flops"]["compiled"] > 0
     assert all(c["group_size"] <= 16 for c in found["collectives"])
 
 
@@ -137,7 +137,7 @@ def test_constraints_inside_and_other_plans_of_the_function():
     moved = dataclasses.replace(plan, outputs=(dataclasses.replace(plan.outputs[0], strategy=(1, 1), spec=whole),))
     assert [c["kind"] for c in compiled_part(moved.verify())["collectives"]] == ["all-gather"]
     held = dataclasses.replace(plan, constraints=(Constraint("dot_general", 0, "", (whole, whole), (whole,)),))
-    work = compiled_part(held.verify())["matrix_flops"]
+    work = compiled_part(held.verify())["matmul_flops"]
     assert work["compiled"] == 8 * work["predicted"] == 2 * 64 * 32 * 16
 
 
@@ -175,12 +175,12 @@ def test_without_the_cuda_plugin(golden, monkeypatch):
 
 
 def test_a_gpu_of_ones_own(golden):
-    chip = dataclasses.replace(CHIPS["h100"], name="gpu-mine")
+    chip = dataclasses.replace(CHIPS["h100"], name="gpu-mine", aot_name="")
     assert isinstance(refused("verify_own_gpu", golden, small(chip.pod(8))), DeviceError)
 
 
 def test_a_tpu_of_ones_own(golden):
-    chip = dataclasses.replace(CHIPS["tpu-v5e"], name="tpu-mine")
+    chip = dataclasses.replace(CHIPS["tpu-v5e"], name="tpu-mine", aot_name="")
     assert isinstance(refused("verify_own_chip", golden, small(chip.pod("2x2"))), DeviceError)
 
 
@@ -311,7 +311,7 @@ def test_data_parallel_on_tpus(libtpu, device):
     assert set(kinds(report)) == {"all-reduce"}
     predicted, compiled = kinds(report)["all-reduce"]
     assert predicted == compiled == 2 * 7 * 2 * 512 * 2048 * 4 // 8
-    work = compiled_part(report)["matrix_flops"]
+    work = compiled_part(report)["matmul_flops"]
     assert work["compiled"] == work["predicted"]
     arguments = dict(compiled_part(report)["memory"])["arguments"]
     assert arguments["compiled"] == pytest.approx(arguments["predicted"], rel=0.01)
@@ -354,7 +354,7 @@ def holds_for_a_searched_step_of_gpt2(device):
     function, args = abstract(gpt2.make, gpt2.Config(layers=2, scan=True, batch=16))
     plan = shardfn.plan(function, *args, device=device, level=2, donate_argnums=(0, 1))
     found = compiled_part(plan.verify())
-    assert found["matrix_flops"]["compiled"] == pytest.approx(found["matrix_flops"]["predicted"], rel=0.02)
+    assert found["matmul_flops"]["compiled"] == pytest.approx(found["matmul_flops"]["predicted"], rel=0.02)
     assert not any("unknown number of times" in text for text in found["diagnostics"])
 
 
@@ -385,7 +385,7 @@ def test_data_parallel_on_gpus(cuda, device):
     assert set(kinds(report)) == {"all-reduce"}
     predicted, compiled = kinds(report)["all-reduce"]
     assert predicted == compiled == pytest.approx(2 * (count - 1) * 2 * 512 * 2048 * 4 / count, abs=1)
-    work = compiled_part(report)["matrix_flops"]
+    work = compiled_part(report)["matmul_flops"]
     assert work["compiled"] == work["predicted"]
     arguments = dict(compiled_part(report)["memory"])["arguments"]
     assert arguments["compiled"] == pytest.approx(arguments["predicted"], rel=1e-3)

@@ -190,6 +190,7 @@ def layout_shardings(layout: Any, tree: Any, devices: Any = None, *, root: str =
       LayoutFileError: arrays without a rule, rules that match no array, ranks, axes, numbers of shards or a mesh that do
         not fit; all problems together.
 
+    >>> from shardfn.planning.layout_rules import LayoutRule
     >>> layout = LayoutFile(mesh=(("data", None),), arguments=(LayoutRule("w", ("data", 1)),))
     >>> layout_shardings(layout, {"w": jax.ShapeDtypeStruct((8, 2), "float32")}, 4)["w"].shard_shape((8, 2))
     (2, 2)

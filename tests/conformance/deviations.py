@@ -189,7 +189,7 @@ def another_search(ask: Ask) -> bool:
 
 def level_out_of_range(ask: Ask) -> bool:
     level = ask.kwargs.get("level", 0)
-    return isinstance(level, int) and (isinstance(level, bool) or level not in (0, 1, 2))
+    return isinstance(level, int | str) and (isinstance(level, bool) or level not in (0, 1, 2))
 
 
 ROWS = (
