@@ -189,7 +189,7 @@ def another_search(ask: Ask) -> bool:
 
 def level_out_of_range(ask: Ask) -> bool:
     level = ask.kwargs.get("level", 0)
-    return isinstance(level, int | str) and (isinstance(level, bool) or level not in (0, 1, 2))
+    return isinstance(level, int) and (isinstance(level, bool) or level not in (0, 1, 2))
 
 
 ROWS = (
@@ -244,6 +244,10 @@ ROWS = (
     Row(
         "nothing said", lambda ask: ask.case.accepted and ask.entries is None and ask.out is None and not ask.case.plan,
         ACCEPTS, "MindSpore's default is data parallel; here what is open is searched",
+    ),
+    Row(
+        "level words", lambda ask: isinstance(ask.kwargs.get("level"), str), REFUSES,
+        "a level may be a word here, so that another text is a wrong value, not a wrong type",
     ),
     Row(
         "no such level", lambda ask: ask.case.accepted and level_out_of_range(ask), REFUSES,
