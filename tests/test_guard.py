@@ -345,3 +345,19 @@ def test_windows_over_arrays_of_their_own_are_left_alone():
     assert kept not in text(lambda x: pooled(pooled(x, 0.0, jax.lax.add), -jnp.inf, jax.lax.max))
     assert kept not in text(lambda x: jax.grad(lambda x: jnp.sum((x[:, 1:] - x[:, :-1]) ** 2))(x))
     assert (kept in text(morphological_gradient)) == IS_BEFORE_JAX_0_12
+
+
+def test_what_if_of_a_plan_with_a_workaround_applies_right():
+    """The workarounds are those of the new shardings, in its values, its cost and its verification alike."""
+
+    def pooled(x):
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 1, 1, 1), "SAME")
+
+    step = jax.grad(lambda x: (pooled(x) ** 2).sum())
+    x = jax.random.normal(jax.random.key(0), (8, 16, 16, 4))
+    for first, second in ((8, 1, 1, 1), (1, 2, 1, 1)), ((1, 2, 1, 1), (8, 1, 1, 1)), ((1, 2, 1, 1), (1, 1, 4, 1)):
+        made = shardfn.shard(step, (first,)).plan(x).what_if({"x": second})
+        direct = shardfn.shard(step, (second,)).plan(x)
+        assert made.cost == direct.cost
+        applied = jax.jit(made.apply(step), in_shardings=made.in_shardings, out_shardings=made.out_shardings)
+        np.testing.assert_allclose(applied(x), step(x), rtol=1e-5, atol=1e-5)

@@ -311,7 +311,7 @@ def test_a_layout_that_xla_computes_wrongly_is_told():
     )
     assert not any("shardfn gathers" in f for f in made.diagnostics)
     other = made.what_if({"x": (1, 1, 4, 2)})
-    assert any("shardfn gathers" in f and "not in this plan" in f for f in other.diagnostics)
+    assert any("shardfn gathers" in f for f in other.diagnostics)
 
 
 def test_a_path_without_its_argument_says_the_same():

@@ -153,7 +153,7 @@ class Plan:
         >>> print(made.diff(made.what_if({"x": (2, 1), "w": (1, 2)}))[0])
         mesh: a=4 -> a=2 x b=2
         """
-        return dataclasses.replace(self._studied().what_if(entries), _verifier=self._verifier, _call=self._call)
+        return dataclasses.replace(self._studied().what_if(entries), _verifier=self._verifier)
 
     def diff(self, other: Plan) -> tuple[Change, ...]:
         """What differs in another plan of the same function.

@@ -8,9 +8,9 @@ import functools
 from shardfn.frontend.trace import trace
 from shardfn.planning.finish import file_constraints, finish
 from shardfn.planning.plan import Plan
-from shardfn.planning.plan_mesh import own_mesh
+from shardfn.planning.plan_mesh import own_mesh, unplanned_mesh
 from shardfn.planning.pose import place_call
-from shardfn.planning.posed_call import PlannedCall, PosedCall
+from shardfn.planning.posed_call import PlannedCall, PosedCall, TracedCall
 from shardfn.planning.workarounds import WrongOp, workaround_note, wrong_ops
 from shardfn.search.memory_limit import refuse_implausible_limit, refuse_infeasible_limit, within_limit
 from shardfn.search.objectives import other_level
@@ -90,6 +90,17 @@ def with_workarounds(planned: PlannedCall, wrong: tuple[WrongOp, ...]) -> PosedC
         function.on(own_mesh(planned.plan)), function.shapes, function.static_argnums, call.hardware.platform
     )
     return place_call(dataclasses.replace(call, function=function, traced=traced), [])
+
+
+def without_workarounds(call: TracedCall) -> TracedCall:
+    """The call as it was before its plan needed workarounds: another plan may need none, or others."""
+    if not call.function.wrong:
+        return call
+    function = dataclasses.replace(call.function, wrong=())
+    on = function.on(unplanned_mesh(function.tag_axes)) if function.tags else function.pure
+    return dataclasses.replace(
+        call, function=function, traced=trace(on, function.shapes, function.static_argnums, call.hardware.platform)
+    )
 
 
 def chosen(answer: Answer, candidate: SearchCandidate, why: str) -> Answer:

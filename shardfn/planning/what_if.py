@@ -18,10 +18,9 @@ from shardfn.ir.model import Spec
 from shardfn.planning.decisions import Alternative, Alternatives, Decision, Figures
 from shardfn.planning.open_dimensions import with_completed_entries
 from shardfn.planning.plan import Plan
-from shardfn.planning.planner import plan_answer, search, with_notes
+from shardfn.planning.planner import plan_searched, search, without_workarounds
 from shardfn.planning.pose import place_call
 from shardfn.planning.posed_call import AnsweredCall
-from shardfn.planning.workarounds import workaround_note, wrong_ops
 from shardfn.render.html import to_html
 from shardfn.render.parts import Table
 from shardfn.render.text import Shown as Rendered
@@ -74,15 +73,13 @@ class WhatIf(AnsweredCall):
 
     def what_if(self, entries: Mapping[str, Any]) -> Plan:
         """The plan with other entries (`Plan.what_if`); keys that begin with `result` name results."""
-        call = self.posed.call
+        call = without_workarounds(self.posed.call)
         inputs, outputs = _with_entries(call.inputs, call.outputs, entries)
         posed = with_completed_entries(
             place_call(dataclasses.replace(call, inputs=inputs, outputs=outputs, layout=None), [])
         )
-        planned = plan_answer(posed, search(posed))
-        plan = dataclasses.replace(planned.plan, _study=WhatIf.of(planned))
-        wrong = wrong_ops(plan.partitioned)
-        return with_notes(plan, f"{workaround_note(wrong)}; what that costs is not in this plan") if wrong else plan
+        planned = plan_searched(posed, search(posed))
+        return dataclasses.replace(planned.plan, _study=WhatIf.of(planned), _call=planned.posed.call)
 
 
 def _with_entries(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import pathlib
 from collections.abc import Callable
@@ -94,8 +93,8 @@ def jitted(call: TracedCall, plan: Plan, nested: bool = False) -> Callable[..., 
 
 
 def verifier(call: TracedCall) -> Verifier:
-    """Compiles plans of a call."""
-    return Verifier(functools.partial(jitted, call), tuple(call.function.shapes))
+    """Compiles plans of a call, each with the workarounds of its own call: those of a what-if plan may be others."""
+    return Verifier(lambda plan: jitted(plan._call or call, plan), tuple(call.function.shapes))
 
 
 def best_compiled(posed: PosedCall, answer: Answer) -> PlannedCall:
