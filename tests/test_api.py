@@ -404,3 +404,21 @@ def test_a_dimension_that_is_auto_is_searched_and_the_other_kept(entry, level):
     close(shard(dense, (entry, AUTO), level=level)(X, W), X @ W)
     out = shard(dense, out_strategy=(entry,), level=level).plan(X, W).outputs[0].strategy
     assert all(ways is AUTO or own == ways for own, ways in zip(out, entry, strict=True))
+
+
+def test_explain_keyword_that_is_a_parameter_is_refused():
+    def scaled(x, detail=1.0):
+        return x * detail
+
+    sharded = shardfn.shard(scaled, device="cpu:8")
+    with pytest.raises(shardfn.ShardError, match="`detail` is a parameter of the function and an option of `explain`"):
+        sharded.explain(jnp.ones((8, 4)), detail=jnp.float32(2))
+    assert "scaled" in str(sharded.explain(jnp.ones((8, 4)), 2.0))
+
+
+def test_strategy_of_open_dimensions_only_has_the_rank_of_the_array():
+    x = jax.ShapeDtypeStruct((8, 4), "float32")
+    with pytest.raises(shardfn.ShardError, match="dimension"):
+        shardfn.plan(jnp.tanh, x, in_strategy=((shardfn.AUTO,) * 3,), device="cpu:8")
+    made = shardfn.plan(jnp.tanh, x, in_strategy=((8, 1),), device="cpu:8")
+    assert made.what_if({"x": jax.sharding.PartitionSpec()}).inputs[0].strategy == (1, 1)

@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Search the open shardings, print the report and save the plan. Nothing runs.\n"
         "With a target as --device no hardware is needed.",
         epilog="example: python -m shardfn plan train.py:step --args train.py:shapes --device tpu-v5e:4x4 \\\n"
-        "           --level 2 --memory-limit 14GiB --save layout.toml",
+        "           --level time --memory-limit 14GiB --save layout.toml",
     )
     _add_call(plan, "auto, the default, is the exact search for small programs")
     plan.add_argument(
@@ -144,11 +144,17 @@ def _add_call(command: argparse.ArgumentParser, modes: str) -> None:
         "--donate", nargs="+", metavar="N", help="arguments whose memory the results reuse: 0 1, or 0,1"
     )
     command.add_argument("--device", help="CPU, GPU, TPU, or a target to plan for, such as tpu-v5e:4x4 or cpu:64")
-    command.add_argument("--level", type=int, help="objective of the search: 0 communication, 1 memory, 2 time")
+    command.add_argument(
+        "--level", type=_level, help="objective of the search: communication, memory or time (or 0, 1, 2)"
+    )
     command.add_argument("--search-mode", metavar="NAME", help=f"{', '.join(MODES)}: {modes}")
     command.add_argument("--detail", choices=("short", "full"), default="short",
                          help="full adds dimension groups, op strategies, constraints, candidates and runners-up")  # fmt: skip
     command.add_argument("--quiet", action="store_true", help="do not print the report")
+
+
+def _level(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
 
 
 def _start_with_devices(platform: str | None, devices: int = VIRTUAL_DEVICES) -> None:

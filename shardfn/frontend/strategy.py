@@ -209,6 +209,8 @@ def _fix_count(strategy: tuple[Any, ...], arguments: Sequence[Argument], name: s
         return f"write {name}=({strategy!r},): the outer tuple counts {_NOUN[name]}s"
     if not arguments:
         return f"leave {name} out, or write {name}=()"
+    if is_entry(strategy) and strategy and arguments:
+        return f"write one entry for each {_NOUN[name]}: {name}={short((strategy, *[AUTO] * (len(arguments) - 1)))}"
     missing = len(arguments) - len(strategy)
     if missing > 0:
         return (f"add {count(missing, 'entry', 'entries')}, for instance AUTO, which leaves the choice to the library: "
@@ -291,7 +293,7 @@ def _spread(entry: Any, tree: Any, where: str, label: str, problems: list[Proble
         return [(entry, where)] * count
     if tree_util.all_leaves([tree]) and count == 1:
         if type(entry) is tuple and entry and all(e is AUTO for e in entry):
-            return [(AUTO, where)]
+            return [(AUTO if len(entry) == len((shape_of(tree) or ((), UNKNOWN))[0]) else entry, where)]
         problems.append(
             Problem(
                 f"{label} is one array, but its entry is {a(entry)} of entries"

@@ -13,7 +13,7 @@ from shardfn.cost.estimate import estimate_cost
 from shardfn.errors import Problem, StrategyError, StrategyTypeError, a, fail, raise_problems
 from shardfn.frontend.meshes import partition_spec
 from shardfn.frontend.paths import alike, few, layer, listed, met, normal, starred
-from shardfn.frontend.strategy import Leaf, apply_parameter_plan, short
+from shardfn.frontend.strategy import Leaf, apply_parameter_plan, short, without_mesh
 from shardfn.ir.model import Spec
 from shardfn.planning.decisions import Alternative, Alternatives, Decision, Figures
 from shardfn.planning.open_dimensions import with_completed_entries
@@ -74,7 +74,7 @@ class WhatIf(AnsweredCall):
     def what_if(self, entries: Mapping[str, Any]) -> Plan:
         """The plan with other entries (`Plan.what_if`); keys that begin with `result` name results."""
         call = without_workarounds(self.posed.call)
-        inputs, outputs = _with_entries(call.inputs, call.outputs, entries)
+        inputs, outputs = _with_entries(call.inputs, call.outputs, entries, call.hardware.mesh is not None)
         posed = with_completed_entries(
             place_call(dataclasses.replace(call, inputs=inputs, outputs=outputs, layout=None), [])
         )
@@ -83,7 +83,7 @@ class WhatIf(AnsweredCall):
 
 
 def _with_entries(
-    inputs: Sequence[Leaf], outputs: Sequence[Leaf], entries: Mapping[str, Any]
+    inputs: Sequence[Leaf], outputs: Sequence[Leaf], entries: Mapping[str, Any], has_mesh: bool
 ) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
     """Inputs and outputs with other entries, by path glob.
 
@@ -103,6 +103,7 @@ def _with_entries(
     changed = []
     for leaves, mine in zip((inputs, outputs), sides, strict=True):
         made = apply_parameter_plan(leaves, mine or None, problems)
+        made = made if has_mesh else without_mesh(made)
         changed.append(tuple(dataclasses.replace(leaf, where=_said(leaf.where)) if leaf.where != old.where else leaf
                              for leaf, old in zip(made, leaves, strict=True)))  # fmt: skip
     raise_problems([_renamed(p) for p in problems])

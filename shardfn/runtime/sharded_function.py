@@ -153,9 +153,15 @@ class ShardedFunction(Generic[P, R]):
           The `Report`. Print it, or use `to_html` and `to_dict`.
 
         Raises:
-          ShardError: all problems of the call.
+          ShardError: all problems of the call, or a parameter of the function named `compiled` or `detail`.
           DeviceError: `compiled` for devices that are not here.
         """
+        given = {"compiled": compiled is not False, "detail": not (isinstance(detail, str) and detail == "short")}
+        parameters = self.callee.signature.parameters if self.callee.signature else {}
+        if clash := [name for name, is_given in given.items() if is_given and name in parameters]:
+            fail(StrategyTypeError, f"`{clash[0]}` is a parameter of the function and an option of `explain`",
+                 where=f"{self.callee.name}{self.callee.signature}", why="the keyword could mean either",
+                 fix="write shardfn.explain(f.plan(...)): every keyword of that `plan` goes to the function")  # fmt: skip
         entry, call = self._entry(args, kwargs)
         hardware = entry.plan.hardware
         if compiled and not hardware.is_here:
