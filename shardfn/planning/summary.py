@@ -33,62 +33,77 @@ class Summarised(Protocol):
     @property
     def function(self) -> str:
         """The function's name."""
+        ...
 
     @property
     def hardware(self) -> Hardware:
         """The devices."""
+        ...
 
     @property
     def level(self) -> int:
         """The objective's number."""
+        ...
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         """Name and size of each mesh axis."""
+        ...
 
     @property
     def inputs(self) -> tuple[Decision, ...]:
         """The shardings of the arguments."""
+        ...
 
     @property
     def outputs(self) -> tuple[Decision, ...]:
         """The shardings of the results."""
+        ...
 
     @property
     def dimension_groups(self) -> tuple[DimensionGroup, ...]:
         """The tied dimensions."""
+        ...
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
         """The predicted collectives."""
+        ...
 
     @property
     def constraints(self) -> tuple[Constraint, ...]:
         """The sharding constraints on ops."""
+        ...
 
     @property
     def partitioned(self) -> PartitionedProgram:
         """The partitioned program."""
+        ...
 
     @property
     def cost(self) -> Cost:
         """The estimated cost per device and call."""
+        ...
 
     @property
     def policy(self) -> str:
         """How the plan was chosen."""
+        ...
 
     @property
     def gap(self) -> float | None:
         """The relative gap to the optimum of the cost model; None if unknown."""
+        ...
 
     @property
     def diagnostics(self) -> tuple[str, ...]:
         """What the user should know or change."""
+        ...
 
     @property
     def memory_limit(self) -> float | None:
         """Bytes per device; None is the device's memory."""
+        ...
 
 
 def plan_kind(plan: Summarised) -> str:
