@@ -76,3 +76,15 @@ def test_plan_kind_of_a_training_step(params, momentum, x, kind):
     tree = {"up": shaped(64, 128), "down": shaped(128, 64)}
     made = shardfn.plan(step, tree, tree, shaped(32, 64), in_strategy=(params, momentum, x), device="cpu:8")
     assert made.kind == kind
+
+
+def test_kind_of_results_sharded_alone_is_not_replicated():
+    made = shardfn.plan(lambda: jnp.ones((24, 16)), out_strategy=((8, 1),), device="cpu:8")
+    assert made.kind == "mixed: only results sharded over 8"
+
+
+def test_kind_of_quantised_weights_is_tensor_parallel():
+    x, w = jax.ShapeDtypeStruct((16, 32), "int8"), jax.ShapeDtypeStruct((32, 64), "int8")
+    assert shardfn.plan(jnp.matmul, x, w, in_strategy=((1, 1), (1, 8)), device="cpu:8").kind.startswith(
+        "tensor parallel"
+    )

@@ -12,6 +12,9 @@ from shardfn.planning.decisions import Decision, DimensionGroup
 MOST, HALF, FEW = 0.9, 0.5, 0.1
 """Shares of the bytes of parameters or optimizer state: what is sharded above `MOST` counts as all, below `FEW` as nothing."""
 
+WEIGHT_DTYPES = ("float", "bfloat", "complex", "int8", "uint8", "int4", "uint4")
+"""What parameters are made of; wider integers are indices."""
+
 Sharded = tuple[int, frozenset[str]]
 """Bytes of an array, and the mesh axes over which it is sharded."""
 
@@ -29,6 +32,8 @@ class Layouts:
     optimizer_state: tuple[Sharded, ...] = ()
     stacked: frozenset[str] = frozenset()
     """Mesh axes that shard the dimension along which a loop takes its layers."""
+    results: frozenset[str] = frozenset()
+    """Mesh axes that shard a result."""
 
 
 def kind_of(layouts: Layouts) -> str:
@@ -74,7 +79,9 @@ def _role(layouts: Layouts, axis: str) -> str:
         return f"{parameters:.0%} of the parameter bytes sharded"
     if state > FEW:
         return "optimizer state sharded"
-    return "inputs sharded along other dimensions than the batch" if axis in layouts.inputs else "replicated"
+    if axis in layouts.inputs:
+        return "inputs sharded along other dimensions than the batch"
+    return "only results sharded" if axis in layouts.results else "replicated"
 
 
 def _share(arrays: Sequence[Sharded], axis: str) -> float:
@@ -110,7 +117,7 @@ def layouts_of(
     mirrored = {d.path for d in arguments if _tail(d.path) and returned.get(_tail(d.path)) == d.shape}
     batch = _batch_dimensions(arguments, results, groups, mirrored, stacks)
     with_batch = {path for path, _ in batch}
-    weights = [d for d in arguments if d.path not in with_batch and d.shape and d.dtype.startswith(("float", "bfloat"))]
+    weights = [d for d in arguments if d.path not in with_batch and d.shape and d.dtype.startswith(WEIGHT_DTYPES)]
     feeds = _feeding_products(graph, len(arguments))
     at = {d.path: i for i, d in enumerate(arguments)}
     state = [d for d in weights if d.path in mirrored and at[d.path] not in feeds]
@@ -123,6 +130,7 @@ def layouts_of(
         tuple(map(_sharded, parameters)),
         tuple(map(_sharded, state)),
         frozenset(axis for d in parameters if len(d.shape) > 2 and d.shape[0] in stacks for axis in d.spec[0]),
+        frozenset(axis for d in results for dim in d.spec for axis in dim),
     )  # fmt: skip
 
 
