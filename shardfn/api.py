@@ -95,7 +95,7 @@ def shard(
         - `DATA_PARALLEL`, or None: dimension 0 over all devices where it divides, else replicated. Weights included
         - a `PartitionSpec` on the mesh of `device`, a `NamedSharding`, or a `shardfn.mindspore.Layout`
         - for a pytree argument, one entry for all its arrays, or a container of entries with its structure.
-      out_strategy: a tuple with one entry for each element of a returned tuple, or one entry for any other result. None
+      out_strategy: a tuple with one entry for each element of a returned tuple; for any other result of one entry. None
         leaves the results to propagation.
       device: "CPU", "GPU", "TPU", a list of devices, a `jax.sharding.Mesh`, or hardware to plan for ("tpu-v5e:4x8").
       level: the objective of the search: "communication" (0), the fewest bytes sent with the work evenly spread; "memory"

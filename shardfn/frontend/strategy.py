@@ -219,13 +219,13 @@ def _fix_count(strategy: tuple[Any, ...], arguments: Sequence[Argument], name: s
 
 
 def _as_tuple(strategy: Any, name: str) -> str:
-    if strategy is AUTO:
+    if strategy is AUTO and name == "in_strategy":
         return f"leave {name} out: then all of it is AUTO"
     if isinstance(strategy, list):
         return f"write {name}={short(tuple(tuple(e) if isinstance(e, list) else e for e in strategy))}"
     if isinstance(strategy, dict):
         return f"write the entries in the order of the {_NOUN[name]}s: {name}={short(tuple(strategy.values()))}"
-    if isinstance(strategy, MeshLayout | PartitionSpec | jax.sharding.Sharding):
+    if isinstance(strategy, NamedEntry | MeshLayout | PartitionSpec | jax.sharding.Sharding):
         return f"write {name}=({strategy!r},)"
     return f"write a tuple of entries, such as {name}=((4, 1), None)"
 
