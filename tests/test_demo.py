@@ -51,7 +51,7 @@ def test_layers_share_an_axis_and_the_batch_has_its_own():
     """Cut 4 ways in two layers and 2 ways along the batch, 8 devices must share: but not hidden dim and batch."""
     params = demo.make_params(jax.random.key(0), d=32, hidden=128, classes=16)
     made = shardfn.plan(demo.residual_mlp, params, jnp.ones((64, 32)), in_strategy=(shardfn.AUTO, (2, 1)),
-                        parameter_plan=demo.CUTS, device="cpu:8")  # fmt: skip
+                        parameter_plan=demo.SHARDED, device="cpu:8")  # fmt: skip
     assert made.mesh.axis_sizes == (4, 2)
     up = {made.decision(f"params/layers/{i}/up").spec[1] for i in range(2)}
     assert up == {("a",)}

@@ -86,8 +86,10 @@ def _of_any_function(options: Options) -> list[Problem]:
     is_type = isinstance(level, bool) or not isinstance(level, int | str)
     if is_type or level not in (0, 1, 2):
         what = f"`level` is {a(level)}" if is_type else f"`level` is {short(level)}, which is no objective"
-        problems.append(Problem(what, f"level = {short(level)}", "the level is the objective of the search",
-                                f"write {any_of([*map(repr, OBJECTIVES)])}, or 0, 1 or 2", is_type=is_type))  # fmt: skip
+        fix = f"write {any_of([*map(repr, OBJECTIVES)])}, or 0, 1 or 2"
+        why = "the level is the objective of the search"
+        is_type = is_type or isinstance(level, str)  # as in MindSpore
+        problems.append(Problem(what, f"level = {short(level)}", why, fix, is_type=is_type))
     if options.memory_limit is not None and isinstance(
         found := bytes_of(options.memory_limit, "memory_limit"), Problem
     ):

@@ -246,10 +246,6 @@ ROWS = (
         ACCEPTS, "MindSpore's default is data parallel; here what is open is searched",
     ),
     Row(
-        "level words", lambda ask: isinstance(ask.kwargs.get("level"), str), REFUSES,
-        "a level may be a word here, so that another text is a wrong value, not a wrong type",
-    ),
-    Row(
         "no such level", lambda ask: ask.case.accepted and level_out_of_range(ask), REFUSES,
         "MindSpore checks that level is an int and never reads it; here 0, 1 and 2 mean something",
     ),
