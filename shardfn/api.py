@@ -7,7 +7,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, ParamSpec, TypedDict, TypeVar, Unpack, overload
+from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 from jax.core import Tracer
@@ -192,10 +192,6 @@ def explain(
                  fix="write explain(plan), or explain the function with these")  # fmt: skip
         return in_detail(fn.verify() if compiled else make_report(fn), detail)
     function, rest = with_options(fn, kwargs)
-    parameters = function.callee.signature.parameters if function.callee.signature else {}
-    for name, value, default in (("compiled", compiled, False), ("detail", detail, "short")):
-        if name in parameters and value != default:
-            _refuse_clash(name, value, f"explain(shard(f).plan(...), {name}=...)")
     return function.explain(*args, compiled=compiled, detail=detail, **rest)
 
 
@@ -266,7 +262,7 @@ def with_options(fn: Any, kwargs: Mapping[str, Any]) -> tuple[ShardedFunction[..
     )
     parameters = dict(signature.parameters) if signature else {}
     for name in mine.keys() & parameters.keys():
-        _refuse_clash(name, mine[name], f"shard(f, {name}=...).plan(...)")
+        option_checks.refuse_clash(name, mine[name], "shardfn", f"shard(f, {name}=...).plan(...)")
     if isinstance(fn, ShardedFunction):
         if not mine:
             return fn, rest
@@ -280,12 +276,6 @@ def with_options(fn: Any, kwargs: Mapping[str, Any]) -> tuple[ShardedFunction[..
              where=f"{unknown[0]} = {short(rest[unknown[0]])}", why=f"the function's arguments are {', '.join(parameters)}",
              fix=nearest(unknown[0], [*parameters, *_OPTION_NAMES]))  # fmt: skip
     return function, rest
-
-
-def _refuse_clash(name: str, value: Any, fix: str) -> NoReturn:
-    fail(StrategyTypeError, f"`{name}` is a parameter of the function and an option of shardfn",
-         where=f"{name} = {short(value)}", why="the keyword could mean either",
-         fix=f"write {fix}: every keyword of that `plan` goes to the function")  # fmt: skip
 
 
 def _several(value: Any) -> tuple[Any, ...]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from shardfn import search
 from shardfn.cost.devices import hardware
-from shardfn.errors import Problem, ShardError, a, raise_problems
+from shardfn.errors import Problem, ShardError, StrategyTypeError, a, fail, raise_problems
 from shardfn.frontend.byte_sizes import bytes_of
 from shardfn.frontend.levels import OBJECTIVES
 from shardfn.frontend.options import Options
@@ -31,6 +31,17 @@ def check(options: Options, signature: inspect.Signature | None) -> None:
     if options.search_mode is not None and found == _of_the_mode(options.search_mode):
         search.select(options.search_mode)
     raise_problems(found)
+
+
+def refuse_clash(name: str, value: Any, owner: str, fix: str) -> NoReturn:
+    """Raise that a keyword could be the function's parameter or an option of `owner`.
+
+    Raises:
+      StrategyTypeError: always.
+    """
+    fail(StrategyTypeError, f"`{name}` is a parameter of the function and an option of {owner}",
+         where=f"{name} = {short(value)}", why="the keyword could mean either",
+         fix=f"write {fix}: every keyword of that `plan` goes to the function")  # fmt: skip
 
 
 def positional(signature: inspect.Signature | None) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from shardfn.errors import Problem, nearest
-from shardfn.frontend.levels import OBJECTIVES
+from shardfn.frontend.levels import OBJECTIVES, level_of
 from shardfn.ir.model import Spec
 from shardfn.planning.decisions import Constraint
 from shardfn.planning.layout_rules import (
@@ -212,10 +212,9 @@ class _Reader:
         return least
 
     def level(self, value: Any, where: str) -> int:
-        if isinstance(value, str) and value in OBJECTIVES:
-            return OBJECTIVES.index(value)
-        if type(value) is int and 0 <= value < len(OBJECTIVES):
-            return value
+        level = level_of(value)
+        if type(level) is int and 0 <= level < len(OBJECTIVES):
+            return level
         words = ", ".join(f'"{word}"' for word in OBJECTIVES)
         what, found = f"`{where}` must be one of {words}, or 0, 1, 2", f"{where} = {_short(value)}"
         self.wrong(what, found, f'write {where} = "time"')

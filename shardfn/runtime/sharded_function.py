@@ -22,6 +22,7 @@ from shardfn.errors import DeviceError, StrategyError, StrategyTypeError, fail
 from shardfn.frontend import defaults
 from shardfn.frontend.arguments import Call, bind
 from shardfn.frontend.callee import Callee, describe
+from shardfn.frontend.option_checks import refuse_clash
 from shardfn.frontend.options import Options
 from shardfn.planning.call_function import OtherCall
 from shardfn.planning.plan import Plan
@@ -156,12 +157,13 @@ class ShardedFunction(Generic[P, R]):
           ShardError: all problems of the call, or a parameter of the function named `compiled` or `detail`.
           DeviceError: `compiled` for devices that are not here.
         """
-        given = {"compiled": compiled is not False, "detail": not (isinstance(detail, str) and detail == "short")}
         parameters = self.callee.signature.parameters if self.callee.signature else {}
-        if clash := [name for name, is_given in given.items() if is_given and name in parameters]:
-            fail(StrategyTypeError, f"`{clash[0]}` is a parameter of the function and an option of `explain`",
-                 where=f"{self.callee.name}{self.callee.signature}", why="the keyword could mean either",
-                 fix="write shardfn.explain(f.plan(...)): every keyword of that `plan` goes to the function")  # fmt: skip
+        for name, value, is_default in (
+            ("compiled", compiled, compiled is False),
+            ("detail", detail, isinstance(detail, str) and detail == "short"),
+        ):
+            if name in parameters and not is_default:
+                refuse_clash(name, value, "`explain`", f"shardfn.explain(shard(f).plan(...), {name}=...)")
         entry, call = self._entry(args, kwargs)
         hardware = entry.plan.hardware
         if compiled and not hardware.is_here:
