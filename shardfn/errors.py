@@ -160,11 +160,21 @@ def nearest(word: object, names: Iterable[str], shown: Iterable[str] = ()) -> st
     return f"did you mean {' or '.join(close)}?" if close else f"use one of {', '.join(shown or names)}"
 
 
-def raise_problems(problems: Sequence[Problem]) -> None:
-    """Raise one error that holds all `problems`; do nothing where there are none."""
-    if problems:
-        kind = StrategyTypeError if all(p.is_type for p in problems) else StrategyError
-        raise kind(problems)
+_TYPE_KINDS: dict[type[ShardError], type[ShardError]] = {
+    StrategyError: StrategyTypeError, LayoutError: LayoutTypeError, ContextError: ContextTypeError,
+}  # fmt: skip
+
+
+def raise_problems(problems: Iterable[Problem], kind: type[ShardError] = StrategyError) -> None:
+    """Raise one error that holds all `problems`; do nothing where there are none.
+
+    Args:
+      problems: the problems.
+      kind: the class of the error. Where all problems are of types, its counterpart for types is raised, if it has one.
+    """
+    found = tuple(problems)
+    if found:
+        raise (_TYPE_KINDS.get(kind, kind) if all(p.is_type for p in found) else kind)(found)
 
 
 def fail(kind: type[ShardError], what: str, *, where: str = "", why: str = "", fix: str = "") -> NoReturn:

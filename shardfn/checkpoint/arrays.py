@@ -7,13 +7,14 @@ what was written, or raises an error that names the file.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
-import itertools
+import functools
 import os
 import pathlib
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from shardfn.checkpoint.chunks import Box, closed_box, covering_volume, volume
+from shardfn.checkpoint.chunks import Box, box_shape, boxes, closed_box, covering_volume, full_box, volume
 from shardfn.checkpoint.contents import StoredArray
 from shardfn.checkpoint.state_tree import array_folder
-from shardfn.errors import CheckpointFileError, Problem, fail
+from shardfn.errors import CheckpointFileError, Problem, ShardError, fail
 from shardfn.runtime.extras import need
 
 READ_BYTES = 1 << 30
@@ -36,17 +37,12 @@ WORKERS = 4
 COUNTERS = "/tensorstore/kvstore/file/"
 
 
-def open_array(directory: pathlib.Path, entry: StoredArray, write: bool = False) -> Any:
-    """A future of the `tensorstore.TensorStore` of an array; its metadata must agree with `entry`."""
-    chunk_codecs = [
-        {"name": "bytes", "configuration": {"endian": "little"}},
-        {"name": "zstd", "configuration": {"level": 1}},
-        {"name": "crc32c"},
-    ]
+def open_array(directory: pathlib.Path, entry: StoredArray, *, write: bool = False, dtype: Any = None) -> Any:
+    """The `tensorstore.TensorStore` of an array, which casts to `dtype`; its metadata must agree with `entry`."""
     index_codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
     sharding = {
         "chunk_shape": entry.chunks.chunk,
-        "codecs": chunk_codecs,
+        "codecs": [index_codecs[0], {"name": "zstd", "configuration": {"level": 1}}, {"name": "crc32c"}],
         "index_codecs": index_codecs,
         "index_location": "end",
     }
@@ -65,7 +61,11 @@ def open_array(directory: pathlib.Path, entry: StoredArray, write: bool = False)
         "open": True,
         "create": write,
     }
-    return need("tensorstore", "checkpoint").open(spec)
+    tensorstore = need("tensorstore", "checkpoint")
+    store = tensorstore.open(spec).result()
+    if dtype is None or jnp.dtype(dtype) == entry.numpy_dtype:
+        return store
+    return tensorstore.cast(store, jnp.dtype(dtype).name)
 
 
 def bytes_read() -> int:
@@ -78,7 +78,7 @@ def write_shards(
     directory: pathlib.Path, entry: StoredArray, shards: Iterable[tuple[Box, np.ndarray]]
 ) -> Iterator[Any]:
     """Begin to write shards of an array. The futures are done when their files are on disk."""
-    store = open_array(directory, entry, write=True).result()
+    store = open_array(directory, entry, write=True)
     for box, value in shards:
         yield store[box].write(value, can_reference_source_data_indefinitely=True)
 
@@ -86,9 +86,7 @@ def write_shards(
 def local_shards(value: Any) -> list[tuple[Box, np.ndarray]]:
     """The shards of an array that this process writes, in host memory: each once, over all processes."""
     if isinstance(value, np.ndarray):
-        return (
-            [(closed_box((slice(None),) * value.ndim, value.shape), value.copy())] if jax.process_index() == 0 else []
-        )
+        return [(full_box(value.shape), value.copy())] if jax.process_index() == 0 else []
     shards = [s for s in value.addressable_shards if s.replica_id == 0]
     for shard in shards:
         shard.data.copy_to_host_async()
@@ -108,16 +106,16 @@ class ArrayRead:
         """Whether it stays a NumPy array: 64 bits would be truncated while `jax_enable_x64` is off."""
         return jax.dtypes.canonicalize_dtype(self.dtype) != jnp.dtype(self.dtype)
 
-    @property
-    def boxes(self) -> dict[tuple[tuple[int, int], ...], list[Any]]:
-        """The devices of this process by the box that they hold, as (start, stop) pairs."""
+    @functools.cached_property
+    def boxes(self) -> tuple[tuple[Box, list[Any]], ...]:
+        """The boxes of the array that this process holds, each with its devices."""
         if self.on_host:
-            return {tuple((0, n) for n in self.entry.shape): jax.local_devices()[:1]}
-        found: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+            return ((full_box(self.entry.shape), jax.local_devices()[:1]),)
+        found: dict[str, tuple[Box, list[Any]]] = {}
         for device, index in self.sharding.addressable_devices_indices_map(self.entry.shape).items():
             box = closed_box(index or (), self.entry.shape)
-            found.setdefault(tuple((s.start, s.stop) for s in box), []).append(device)
-        return found
+            found.setdefault(repr(box), (box, []))[1].append(device)  # before Python 3.12, slices have no hash
+        return tuple(found.values())
 
 
 def read_arrays(directory: pathlib.Path, wanted: Sequence[ArrayRead]) -> list[Any]:
@@ -128,9 +126,11 @@ def read_arrays(directory: pathlib.Path, wanted: Sequence[ArrayRead]) -> list[An
     """
     limit = _ByteLimit(READ_BYTES)
 
-    def finish(want: ArrayRead, futures: dict[Any, Any]) -> Any:
+    def finish(want: ArrayRead, reads: Sequence[Callable[[], np.ndarray]] | Exception) -> Any:
         try:
-            return assemble(want, {key: future.result() for key, future in futures.items()})
+            if isinstance(reads, Exception):
+                raise reads
+            return assemble(want, [read() for read in reads])
         except (ValueError, OSError) as error:
             return damage(directory, want.entry, error)
         finally:
@@ -140,7 +140,7 @@ def read_arrays(directory: pathlib.Path, wanted: Sequence[ArrayRead]) -> list[An
         tasks = []
         for want in wanted:
             limit.acquire(want.entry.nbytes)
-            tasks.append(pool.submit(finish, want, _reads(directory, want)))
+            tasks.append(pool.submit(finish, want, _begin(directory, want)))
         done = [task.result() for task in tasks]
     problems = {value.what: value for value in done if isinstance(value, Problem)}
     if problems:
@@ -166,49 +166,25 @@ class _ByteLimit:
             self.changed.notify_all()
 
 
-def _reads(directory: pathlib.Path, want: ArrayRead) -> dict[Any, Any]:
-    entry = want.entry
-    if 0 in entry.shape:  # an empty array has no chunks
-        return {key: ReadyValue(np.zeros([b - a for a, b in key], want.dtype)) for key in want.boxes}
+def _begin(directory: pathlib.Path, want: ArrayRead) -> list[Callable[[], np.ndarray]] | Exception:
+    """Begin to read the boxes of an array: for each a function that waits for its values; the error where none can begin."""
+    if 0 in want.entry.shape:  # an empty array has no chunks
+        return [functools.partial(np.zeros, box_shape(box), want.dtype) for box, _ in want.boxes]
     try:
-        store = open_array(directory, entry).result()
-        if jnp.dtype(want.dtype) != entry.numpy_dtype:
-            store = need("tensorstore", "checkpoint").cast(store, jnp.dtype(want.dtype).name)
+        store = open_array(directory, want.entry, dtype=want.dtype)
     except (ValueError, OSError) as error:
-        return {(): FailedRead(error)}
-    return {key: store[tuple(slice(*ends) for ends in key)].read() for key in want.boxes}
+        return error
+    return [store[box].read().result for box, _ in want.boxes]
 
 
-@dataclasses.dataclass(frozen=True)
-class ReadyValue:
-    """A future of a known value."""
-
-    value: np.ndarray
-
-    def result(self) -> np.ndarray:
-        """The value."""
-        return self.value
-
-
-@dataclasses.dataclass(frozen=True)
-class FailedRead:
-    """A future of a read that could not begin."""
-
-    error: Exception
-
-    def result(self) -> Any:
-        """Raise the error."""
-        raise self.error
-
-
-def assemble(want: ArrayRead, shards: Mapping[Any, np.ndarray]) -> Any:
-    """An array from the shards of `want.boxes`, each copied to the devices that hold it."""
+def assemble(want: ArrayRead, shards: Sequence[np.ndarray]) -> Any:
+    """An array from the values of `want.boxes`, each copied to the devices that hold it."""
     if want.on_host:
-        return next(iter(shards.values()))
+        return shards[0]
     kind = want.sharding.memory_kind
     parts = [
-        jax.device_put(shards[key], SingleDeviceSharding(device, memory_kind=kind))
-        for key, devices in want.boxes.items()
+        jax.device_put(shard, SingleDeviceSharding(device, memory_kind=kind))
+        for shard, (_, devices) in zip(shards, want.boxes, strict=True)
         for device in devices
     ]
     return jax.make_array_from_single_device_arrays(want.entry.shape, want.sharding, parts)
@@ -221,9 +197,8 @@ def damage(directory: pathlib.Path, entry: StoredArray, error: Exception) -> Pro
     where = directory / array_folder(entry.path)
     file = named.group(1) if named and named.group(1) != "zarr3" else f"{where}{os.sep}zarr.json"
     reason = re.sub(r' in local file "[^"]+"|^[A-Z_]+: ', "", text.split(" [")[0]).strip()
-    missing = not os.path.exists(file)
     return Problem(
-        f"{file} is missing" if missing else f"{file} is damaged",
+        f"{file} is {'damaged' if os.path.exists(file) else 'missing'}",
         where=entry.text,
         why=reason[:300],
         fix="restore another step: checkpoint.steps(path) lists them, checkpoint.verify(path, step) checks all files of one",
@@ -234,50 +209,56 @@ def verify_arrays(directory: pathlib.Path, entries: Sequence[StoredArray]) -> li
     """Read every chunk of every array, a file at a time, and return the damaged files."""
     problems: dict[str, Problem] = {}
 
-    def check(future: Any, entry: StoredArray) -> Any:
+    @contextlib.contextmanager
+    def noting(entry: StoredArray) -> Iterator[None]:
         try:
-            return future().result()
+            yield
         except (ValueError, OSError) as error:
             found = damage(directory, entry, error)
             problems[found.what] = found
-            return None
 
     for entry in entries:
-        if 0 not in entry.shape and (store := check(lambda e=entry: open_array(directory, e), entry)) is not None:
-            for box in file_boxes(entry):
-                check(lambda s=store, b=box: s[b].read(), entry)
+        if 0 not in entry.shape:
+            with noting(entry):
+                store = open_array(directory, entry)
+                for box in boxes(entry.shape, entry.chunks.file):
+                    with noting(entry):
+                        store[box].read().result()
     return list(problems.values())
-
-
-def file_boxes(entry: StoredArray) -> Iterator[Box]:
-    """The box of the array that each of its files holds."""
-    ranges = (range(0, n, size) for n, size in zip(entry.shape, entry.chunks.file, strict=True))
-    for starts in itertools.product(*ranges):
-        yield tuple(slice(start, start + size) for start, size in zip(starts, entry.chunks.file, strict=True))
 
 
 def bytes_by_device(want: ArrayRead) -> tuple[dict[Any, int], dict[Any, int]]:
     """Bytes of an array that each device holds, and bytes of the chunks that it reads for them; both uncompressed."""
     entry, held, touched = want.entry, {}, {}
-    for key, devices in want.boxes.items():
-        box = tuple(slice(*ends) for ends in key)
+    for box, devices in want.boxes:
         for device in devices:
             held[device] = int(volume(box) * entry.itemsize)
             touched[device] = int(covering_volume(box, entry.chunks.chunk, entry.shape) * entry.itemsize)
     return held, touched
 
 
-def raise_write_error(error: BaseException, path: pathlib.Path) -> None:
-    """Raise a failed write as an error with a fix; return if `error` is a lack of memory."""
-    text = f"{type(error).__name__}: {error}"
-    if isinstance(error, MemoryError):
-        return
-    full = any(word in text for word in ("No space left", "File too large", "ENOSPC", "EFBIG", "Disk quota"))
-    why = text.split(" [")[0][:400]
-    fix = "free disk space, or keep fewer steps with keep=" if full else "check that the folder is writable"
-    what = (
-        f"{path} is full: the checkpoint could not be written"
-        if full
-        else f"the checkpoint could not be written to {path}"
-    )
-    fail(CheckpointFileError, what, why=why, fix=f"{fix}; earlier steps are complete")
+@contextlib.contextmanager
+def read_errors(directory: pathlib.Path, entry: StoredArray) -> Iterator[None]:
+    """Raise TensorStore's errors about an array in `directory` as errors that name the damaged file."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if isinstance(error, ShardError) or os.fspath(directory) not in str(error):
+            raise
+        raise CheckpointFileError(damage(directory, entry, error)) from None
+
+
+@contextlib.contextmanager
+def write_errors(path: pathlib.Path, kinds: Any = OSError) -> Iterator[None]:
+    """Raise failed writes, errors of these `kinds` (a class or a tuple of them), as errors with a fix."""
+    try:
+        yield
+    except kinds as error:
+        if isinstance(error, ShardError | MemoryError):
+            raise
+        text = f"{type(error).__name__}: {error}"
+        full = any(word in text for word in ("No space left", "File too large", "ENOSPC", "EFBIG", "Disk quota"))
+        fix = "free disk space, or keep fewer steps with keep=" if full else "check that the folder is writable"
+        is_full = f"{path} is full: the checkpoint could not be written"
+        fail(CheckpointFileError, is_full if full else f"the checkpoint could not be written to {path}",
+             why=text.split(" [")[0][:400], fix=f"{fix}; earlier steps are complete")  # fmt: skip

@@ -89,9 +89,43 @@ def boxes(shape: Sequence[int], size: Sequence[int]) -> Iterator[Box]:
             yield (slice(start, min(start + size[0], shape[0])), *rest)
 
 
+def full_box(shape: Sequence[int]) -> Box:
+    """The box of all of an array."""
+    return tuple(slice(0, n) for n in shape)
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """The shape of a box."""
+    return tuple(s.stop - s.start for s in box)
+
+
 def volume(box: Box) -> int:
     """The number of elements of a box."""
-    return math.prod(s.stop - s.start for s in box)
+    return math.prod(box_shape(box))
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """The box that two boxes share; None if they share no element.
+
+    >>> overlap((slice(0, 4),), (slice(2, 8),)), overlap((slice(0, 2),), (slice(2, 8),))
+    ((slice(2, 4, None),), None)
+    """
+    both = tuple(slice(max(s.start, t.start), min(s.stop, t.stop)) for s, t in zip(one, other, strict=True))
+    return both if all(s.start < s.stop for s in both) else None
+
+
+def inside(box: Box, origin: Box) -> Box:
+    """The place in an array of a box that is given by its place within another."""
+    return tuple(slice(o.start + s.start, o.start + s.stop) for s, o in zip(box, origin, strict=True))
+
+
+def relative(box: Box, origin: Box) -> Box:
+    """A box by its place within another.
+
+    >>> relative((slice(6, 8),), (slice(4, 8),))
+    (slice(2, 4, None),)
+    """
+    return tuple(slice(s.start - o.start, s.stop - o.start) for s, o in zip(box, origin, strict=True))
 
 
 def closed_box(index: Sequence[slice], shape: Sequence[int]) -> Box:

@@ -144,22 +144,15 @@ def contents_to_json(contents: Contents) -> str:
         "version": VERSION,
         "devices": contents.devices,
         "processes": contents.processes,
-        "grids": [{"axes": dict(g.axes), "order": g.order and list(g.order)} for g in contents.meshes],
+        "grids": [{"axes": dict(g.axes), "order": g.order} for g in contents.meshes],
         "arrays": {
             e.path: {
-                "shape": list(e.shape),
-                "dtype": e.dtype,
-                "kind": e.kind,
-                "keys": [list(key) for key in e.keys],
-                "cuts": list(e.strategy),
-                "axes": [list(dim) for dim in e.spec],
-                "grid": e.mesh,
-                "file": list(e.chunks.file),
-                "chunk": list(e.chunks.chunk),
+                "shape": e.shape, "dtype": e.dtype, "kind": e.kind, "keys": e.keys, "cuts": e.strategy, "axes": e.spec,
+                "grid": e.mesh, "file": e.chunks.file, "chunk": e.chunks.chunk,
             }
             for e in contents.entries
         },
-    }
+    }  # fmt: skip
     if contents.files:
         data["files"] = dict(contents.files)
     data["crc32"] = _crc(data)
@@ -224,16 +217,15 @@ def contents_from_json(text: str, file: str = FILE) -> Contents:
 
 
 def _contents(data: dict[str, Any]) -> Contents:
-    meshes = tuple(
-        StoredMesh(
-            tuple((str(name), _int(size, 1)) for name, size in g["axes"].items()),
-            None if g["order"] is None else _ints(g["order"]),
-        )
-        for g in data["grids"]
-    )
+    meshes = tuple(_mesh(row) for row in data["grids"])
     entries = tuple(_entry(path, row, len(meshes)) for path, row in data["arrays"].items())
     files = tuple((_inside(name), str(stated)) for name, stated in data.get("files", {}).items())
     return Contents(entries, meshes, _int(data["devices"], 1), _int(data["processes"], 1), files)
+
+
+def _mesh(row: dict[str, Any]) -> StoredMesh:
+    axes = tuple((str(name), _int(size, 1)) for name, size in row["axes"].items())
+    return StoredMesh(axes, None if row["order"] is None else _ints(row["order"]))
 
 
 def _inside(name: str) -> str:

@@ -10,10 +10,11 @@ import itertools
 import math
 import pathlib
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
+from shardfn.checkpoint.chunks import Box, full_box
 from shardfn.checkpoint.contents import Contents, StoredArray
 from shardfn.checkpoint.state_tree import array_folder
 from shardfn.errors import Problem
@@ -22,6 +23,7 @@ CHECKSUM = 4
 """Bytes of the checksum that ends each chunk, and the index."""
 ROW = 16
 """Bytes of a chunk's row in the index: its offset and its length."""
+METADATA = "zarr.json"
 
 
 def file_fingerprints(
@@ -32,22 +34,17 @@ def file_fingerprints(
     Raises:
       OSError: a file is missing.
     """
-    names = [(name, 0) for name in others]
-    for entry in entries:
-        names += [(name, count) for name, count in _files(entry)]
-    return tuple((name, fingerprint(directory / name, count)) for name, count in names)
+    counts = dict.fromkeys(others, 0) | _chunk_counts(entries)
+    return tuple((name, fingerprint(directory / name, count)) for name, count in counts.items())
 
 
-def _files(entry: StoredArray) -> Iterator[tuple[str, int]]:
-    """The files of an array, and the number of chunks of each; 0 for a file without chunks."""
-    if 0 in entry.shape:
-        return
-    yield f"{array_folder(entry.path)}/zarr.json", 0
-    chunks = entry.chunks
-    count = math.prod(file // chunk for file, chunk in zip(chunks.file, chunks.chunk, strict=True))
-    numbers = (range(n // size) for n, size in zip(entry.shape, chunks.file, strict=True))
-    for place in itertools.product(*numbers):
-        yield "/".join([array_folder(entry.path), "c", *map(str, place)]), count
+def _chunk_counts(entries: Iterable[StoredArray]) -> dict[str, int]:
+    """The files of arrays, and the number of chunks of each; 0 for a file without chunks."""
+    return {
+        name: 0 if name.endswith(METADATA) else math.prod(entry.chunks.file) // math.prod(entry.chunks.chunk)
+        for entry in entries
+        for name in files_of_boxes(entry, [full_box(entry.shape)])
+    }
 
 
 def fingerprint(file: pathlib.Path, count: int) -> str:
@@ -71,20 +68,21 @@ def fingerprint(file: pathlib.Path, count: int) -> str:
     return f"{size}-{zlib.crc32(checksums, zlib.crc32(index)):08x}"
 
 
-def files_of_boxes(entry: StoredArray, boxes: Iterable[Sequence[tuple[int, int]]]) -> set[str]:
-    """The files of an array that hold parts of the boxes, given as (start, stop) pairs, and its metadata file.
+def files_of_boxes(entry: StoredArray, boxes: Iterable[Box]) -> list[str]:
+    """The metadata file of an array, and the files that hold parts of the boxes.
 
     >>> from shardfn.checkpoint.chunks import Chunks
     >>> entry = StoredArray("w", (8, 4), "int8", (("key", "w"),), (2, 1), Chunks((4, 4), (2, 2)))
-    >>> sorted(files_of_boxes(entry, [[(4, 6), (0, 2)]]))
-    ['w/c/1/0', 'w/zarr.json']
+    >>> files_of_boxes(entry, [(slice(4, 6), slice(0, 2))])
+    ['w/zarr.json', 'w/c/1/0']
     """
     if 0 in entry.shape:
-        return set()
-    found = {f"{array_folder(entry.path)}/zarr.json"}
+        return []
+    folder = array_folder(entry.path)
+    found = [f"{folder}/{METADATA}"]
     for box in boxes:
-        numbers = (range(a // size, -(-b // size)) for (a, b), size in zip(box, entry.chunks.file, strict=True))
-        found |= {"/".join([array_folder(entry.path), "c", *map(str, place)]) for place in itertools.product(*numbers)}
+        numbers = (range(s.start // n, -(-s.stop // n)) for s, n in zip(box, entry.chunks.file, strict=True))
+        found += ["/".join([folder, "c", *map(str, place)]) for place in itertools.product(*numbers)]
     return found
 
 
@@ -99,7 +97,7 @@ def changed_files(
       reported: messages about files, each of which begins with its file; these files are skipped.
       only: the names to check; all if None.
     """
-    counts = {name: count for entry in contents.entries for name, count in _files(entry)}
+    counts = _chunk_counts(contents.entries)
     problems = []
     for name, stated in contents.files:
         file = directory / name
@@ -111,10 +109,7 @@ def changed_files(
             found, why = "", error.strerror or str(error)
             what = f"{file} is missing" if isinstance(error, FileNotFoundError) else f"{file} cannot be read"
         else:
-            what, why = (
-                f"{file} is not the file that was saved",
-                "it was changed, or belongs to another step or shard",
-            )
+            what, why = f"{file} is not the file that was saved", "it was changed, or belongs to another step or shard"
         if found != stated:
             fix = "restore another step: checkpoint.steps(path) lists them"
             problems.append(Problem(what, where=f"step {directory.parent.name}", why=why, fix=fix))

@@ -5,27 +5,28 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
+import math
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
+import numpy as np
 
 from shardfn import layoutfile
 from shardfn.checkpoint import arrays, reader, targets
-from shardfn.checkpoint.chunks import Box, choose_chunks, volume
+from shardfn.checkpoint.chunks import Box, boxes, choose_chunks, volume
 from shardfn.checkpoint.contents import FILE, Contents, StoredArray, StoredMesh, contents_to_json
 from shardfn.checkpoint.fingerprints import changed_files, file_fingerprints
-from shardfn.checkpoint.step_folders import ITEM, absolute_path, open_step, steps
-from shardfn.checkpoint.writer import LAYOUT
-from shardfn.errors import CheckpointError, CheckpointFileError, Problem, ShardError, fail
+from shardfn.checkpoint.step_folders import ITEM, absolute_path, open_step, steps, write_text
+from shardfn.checkpoint.writer import LAYOUT, shard_counts
+from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
 from shardfn.frontend.byte_sizes import bytes_of
 from shardfn.frontend.meshes import spec_of
 from shardfn.layoutfile.toml import to_toml
 from shardfn.planning.layout_rules import LayoutFile
-from shardfn.planning.plan import Plan
 from shardfn.runtime.extras import need
 
 MEMORY = 512 << 20
@@ -37,8 +38,8 @@ SHARE = 16
 ORBAX = "_CHECKPOINT_METADATA"
 """Orbax stores its metadata there, and warns about steps without it."""
 
-BoxReader = Callable[[Box], Any]
-"""From a box of an array to a future of its values."""
+BoxReader = Callable[[Box], np.ndarray]
+"""From a box of an array to its values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +101,7 @@ def relayout(
       CheckpointFileError: damaged files, by name; a full disk. The target gets no partial step.
       ShardError: the layout does not fit the arrays.
     """
-    file = as_layout_file(layout)
-    count = devices if devices is not None else device_count(file)
-    return _copy(source, target, step, only, name_map, dtype, memory, file, count)
+    return _copy(source, target, step, only, name_map, dtype, memory, layoutfile.read_layout(layout), devices)
 
 
 def merge(
@@ -132,69 +131,70 @@ def merge(
     Raises:
       CheckpointError, CheckpointFileError: as `relayout`.
     """
-    return _copy(source, target, step, only, name_map, dtype, memory, None, 1)
-
-
-def as_layout_file(layout: Any) -> LayoutFile:
-    """The layout file of a plan, a path or a name."""
-    return targets.plan_layout(layout) if isinstance(layout, Plan) else layoutfile.read_layout(layout)
-
-
-def device_count(layout: LayoutFile) -> int:
-    """The device count of a layout, from its mesh."""
-    total = 1
-    for name, size in layout.mesh:
-        if size is None:
-            fail(
-                CheckpointError,
-                f"the layout leaves the size of its axis `{name}` open",
-                where=layout.name,
-                why="its size is what the device count leaves, which is unknown here",
-                fix="give the device count: devices=8, --devices 8",
-            )
-        total *= size
-    return total
+    return _copy(source, target, step, only, name_map, dtype, memory, None, None)
 
 
 def _copy(
-    source: Any, target: Any, step: int | None, only: Any, name_map: Any, dtype: Any, memory: int | str, layout: Any, count: int
+    source: Any, target: Any, step: int | None, only: Any, name_map: Any, dtype: Any, memory: int | str,
+    layout: LayoutFile | None, devices: int | None,
 ) -> CopyResult:  # fmt: skip
     need("tensorstore", "checkpoint")
     bound = memory_bytes(memory)
     folder, step, contents = open_step(source, step)
-    one = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    chosen = reader.choose_arrays(contents, one, None, only, name_map, dtype)
-    renamed = [dataclasses.replace(row.entry, path=row.path, keys=row.keys, dtype=str(row.dtype)) for row in chosen]
-    described = copy_contents(renamed, layout, count, bound)
+    chosen = reader.choose_arrays(contents, None, only, name_map, dtype)
+    readers = (box_reader(folder, row) for row in chosen)
+    return write_copy(target, step, [new for _, new in chosen], readers, layout, devices, bound)
 
-    def read_with(row: reader.RestoredArray) -> BoxReader:
-        store = arrays.open_array(folder, row.entry).result()
-        if str(row.dtype) != row.entry.dtype:
-            store = need("tensorstore", "checkpoint").cast(store, str(row.dtype))
-        return lambda box: store[box].read()
 
+def box_reader(folder: pathlib.Path, row: reader.Renamed) -> BoxReader:
+    """Reads boxes of a stored array in its new dtype; the array is opened with the first."""
+    store = functools.cache(lambda: arrays.open_array(folder, row.stored, dtype=row.new.dtype))
+
+    def read(box: Box) -> np.ndarray:
+        with arrays.read_errors(folder, row.stored):
+            return store()[box].read().result()
+
+    return read
+
+
+def write_copy(
+    target: Any, step: int, entries: Sequence[StoredArray], readers: Iterable[BoxReader],
+    layout: LayoutFile | None, devices: int | None, bound: int,
+) -> CopyResult:  # fmt: skip
+    """Write arrays as a new step.
+
+    Args:
+      target: the folder of the steps.
+      step: its number.
+      entries: the arrays, under their new paths.
+      readers: the reader of each.
+      layout: the shardings; None leaves every array unsharded.
+      devices: the device count; None is that of the layout's mesh.
+      bound: most bytes in memory.
+
+    Raises:
+      CheckpointError: the layout leaves the size of an axis open, and `devices` is None.
+    """
+    count = 1 if layout is None else _device_count(layout) if devices is None else devices
+    described = _described(entries, layout, count, bound)
     with new_step(target, step) as (out, commit):
-        for row, entry in zip(chosen, described.entries, strict=True):
-            with _naming_file(folder, row.entry):
-                copy_array(out, entry, read_with(row) if 0 not in entry.shape else None, bound)
+        for entry, read in zip(described.entries, readers, strict=True):
+            if 0 not in entry.shape:
+                _copy_array(out, entry, read, bound)
         commit(described)
     return CopyResult(absolute_path(target), step, len(described.entries), described.nbytes, count)
 
 
-@contextlib.contextmanager
-def _naming_file(folder: pathlib.Path, entry: StoredArray) -> Iterator[None]:
-    """Turn an error of TensorStore into one that names the damaged file."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        if isinstance(error, CheckpointFileError):
-            raise
-        if os.fspath(folder) not in str(error):  # then the copy failed, not the read
-            arrays.raise_write_error(error, folder)
-        raise CheckpointFileError(arrays.damage(folder, entry, error)) from None
+def _device_count(layout: LayoutFile) -> int:
+    for name, size in layout.mesh:
+        if size is None:
+            fail(CheckpointError, f"the layout leaves the size of its axis `{name}` open", where=layout.name,
+                 why="its size is what the device count leaves, which is unknown here",
+                 fix="give the device count: devices=8, --devices 8")  # fmt: skip
+    return math.prod(size or 1 for _, size in layout.mesh)
 
 
-def copy_contents(entries: Sequence[StoredArray], layout: Any, devices: int, bound: int) -> Contents:
+def _described(entries: Sequence[StoredArray], layout: LayoutFile | None, devices: int, bound: int) -> Contents:
     """The description of arrays under the shardings of a layout file, unsharded if it is None; `bound` in bytes."""
     meshes: dict[StoredMesh, int] = {}
     shown = [entry.without_key_data for entry in entries]
@@ -206,9 +206,7 @@ def copy_contents(entries: Sequence[StoredArray], layout: Any, devices: int, bou
         if layout is not None and sharding is not None and devices > 1:
             mesh = StoredMesh(tuple(sharding.mesh.shape.items()), layout.order)
             spec = spec_of(sharding.spec, ndim)
-            strategy = tuple(
-                n // s if s else 1 for n, s in zip(entry.shape, sharding.shard_shape(entry.shape), strict=True)
-            )
+            strategy = shard_counts(entry.shape, sharding)
         if 0 not in entry.shape:
             chunks = choose_chunks(entry.shape, strategy, entry.itemsize, max(most, 1 << 16), most)
         number = meshes.setdefault(mesh, len(meshes))
@@ -234,23 +232,18 @@ def memory_bytes(memory: int | str) -> int:
     return int(found)
 
 
-def copy_array(out: pathlib.Path, entry: StoredArray, read: BoxReader | None, bound: int) -> None:
-    """Write one array, a file at a time, from boxes that `read` returns; nothing if it is None.
-
-    Boxes that are still being written hold at most a fraction of `bound` together.
-    """
-    if read is None:
-        return
-    store = arrays.open_array(out, entry, write=True).result()
+def _copy_array(out: pathlib.Path, entry: StoredArray, read: BoxReader, bound: int) -> None:
+    """Write one array, a file at a time. Boxes that are still being written hold at most a fraction of `bound` together."""
+    store = arrays.open_array(out, entry, write=True)
     waiting: collections.deque[tuple[Any, int]] = collections.deque()
     held = 0
-    for box in arrays.file_boxes(entry):
+    for box in boxes(entry.shape, entry.chunks.file):
         size = int(volume(box) * entry.itemsize) + 1
         while waiting and held + size > bound // SHARE:
             future, done = waiting.popleft()
             future.result()
             held -= done
-        waiting.append((store[box].write(read(box).result(), can_reference_source_data_indefinitely=True), size))
+        waiting.append((store[box].write(read(box), can_reference_source_data_indefinitely=True), size))
         held += size
     for future, _ in waiting:
         future.result()
@@ -272,18 +265,12 @@ def new_step(path: Any, step: int) -> Iterator[tuple[pathlib.Path, Commit]]:
              fix="write to another folder")  # fmt: skip
     part = parent / f"{step}.part.{os.getpid()}"
 
-    def put(name: str, text: str) -> None:
-        with open(part / ITEM / name, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-
     def commit(contents: Contents) -> None:
         layout = targets.stored_layout(contents)
         if layout is not None:
-            put(LAYOUT, to_toml(layout))
+            write_text(part / ITEM / LAYOUT, to_toml(layout))
         files = file_fingerprints(part / ITEM, contents.entries, () if layout is None else (LAYOUT,))
-        put(FILE, contents_to_json(dataclasses.replace(contents, files=files)))
+        write_text(part / ITEM / FILE, contents_to_json(dataclasses.replace(contents, files=files)))
         (part / ORBAX).write_text("{}\n")
         os.rename(part, parent / str(step))
         with contextlib.suppress(OSError):  # the new name must reach the disk, too
@@ -292,13 +279,9 @@ def new_step(path: Any, step: int) -> Iterator[tuple[pathlib.Path, Commit]]:
             os.close(handle)
 
     try:
-        (part / ITEM).mkdir(parents=True)
-        yield part / ITEM, commit
-    except (OSError, ValueError) as error:
-        if not isinstance(error, ShardError):
-            shutil.rmtree(part, ignore_errors=True)
-            arrays.raise_write_error(error, parent)
-        raise
+        with arrays.write_errors(parent, (OSError, ValueError)):
+            (part / ITEM).mkdir(parents=True)
+            yield part / ITEM, commit
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
@@ -320,5 +303,4 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> None:
     folder, _, contents = open_step(path, step)
     problems = arrays.verify_arrays(folder, contents.entries)
     problems += changed_files(folder, contents, [problem.what for problem in problems])
-    if problems:
-        raise CheckpointFileError(problems)
+    raise_problems(problems, CheckpointFileError)

@@ -7,12 +7,12 @@ ours: arrays (`arrays.py`), `checkpoint.json`, `layout.toml`.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
-import os
 import pathlib
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,7 +24,7 @@ from shardfn.checkpoint import arrays
 from shardfn.checkpoint.chunks import Box
 from shardfn.checkpoint.contents import FILE, Contents, contents_to_json
 from shardfn.checkpoint.fingerprints import file_fingerprints
-from shardfn.checkpoint.step_folders import ITEM
+from shardfn.checkpoint.step_folders import ITEM, write_text
 from shardfn.errors import CheckpointFileError
 
 LocalShards = Mapping[str, Sequence[tuple[Box, np.ndarray]]]
@@ -38,18 +38,22 @@ class StateHandler(ocp.AsyncCheckpointHandler):
     async def async_save(self, directory: Any, args: StateSave) -> list[Any]:
         """Write in the background; the shards are in host memory already."""
         self.args = args
-        return [_Commit(pathlib.Path(directory), args)]
+        executor = ThreadPoolExecutor(1, "checkpoint")
+        try:
+            return [executor.submit(_write, pathlib.Path(directory), args)]
+        finally:
+            executor.shutdown(wait=False)
 
     def save(self, directory: Any, args: StateSave) -> None:
         """Write, and wait."""
         self.args = args
-        _Commit(pathlib.Path(directory), args).result()
+        _write(pathlib.Path(directory), args)
 
     def finalize(self, directory: Any) -> None:
         """Write the description, in the first process, after all processes have written their files."""
         at, contents = pathlib.Path(directory), self.args.contents
         files = file_fingerprints(at, contents.entries, self.args.texts)
-        _text(at / FILE, contents_to_json(dataclasses.replace(contents, files=files)))
+        write_text(at / FILE, contents_to_json(dataclasses.replace(contents, files=files)))
 
     def restore(self, directory: Any, args: Any = None) -> Any:
         """Not used: `reader` reads without Orbax."""
@@ -66,48 +70,17 @@ class StateSave(ocp.args.CheckpointArgs):
     texts: Mapping[str, str]
 
 
-class _Commit:
-    """A write in a thread of its own, with the interface of Orbax's futures."""
-
-    def __init__(self, directory: pathlib.Path, args: StateSave):
-        self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, args=(directory, args), name="checkpoint")
-        self.thread.start()
-
-    def _run(self, directory: pathlib.Path, args: StateSave) -> None:
-        try:
-            futures = []
-            for entry in args.contents.entries:
-                if 0 not in entry.shape and (shards := args.shards[entry.path]):
-                    futures += arrays.write_shards(directory, entry, shards)
-            errors = [error for future in futures if (error := _error(future)) is not None]
-            if errors:
-                raise errors[0]
-            if jax.process_index() == 0:
-                for name, text in args.texts.items():
-                    _text(directory / name, text)
-        except BaseException as error:
-            self.error = error
-
-    def result(self, timeout: float | None = None) -> None:
-        self.thread.join(timeout)
-        if self.error is not None:
-            raise self.error
-
-
-def _text(path: pathlib.Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _error(future: Any) -> BaseException | None:
-    try:
-        future.result()
-    except (ValueError, OSError) as error:
-        return error
-    return None
+def _write(directory: pathlib.Path, args: StateSave) -> None:
+    futures = []
+    for entry in args.contents.entries:
+        if 0 not in entry.shape and (shards := args.shards[entry.path]):
+            futures += arrays.write_shards(directory, entry, shards)
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:
+        raise errors[0]
+    if jax.process_index() == 0:
+        for name, text in args.texts.items():
+            write_text(directory / name, text)
 
 
 class Saving:
@@ -127,15 +100,11 @@ class Saving:
         manager, self._manager = self._manager, None
         if manager is not None:
             try:
-                manager.wait_until_finished()
-                manager.close()
-            except Exception as error:
-                _clear(self.path, self.step)
-                try:
-                    arrays.raise_write_error(error, self.path)
-                    raise
-                except CheckpointFileError as ours:
-                    self._failed = ours
+                with clearing(self.path, self.step, Exception):
+                    manager.wait_until_finished()
+                    manager.close()
+            except CheckpointFileError as error:
+                self._failed = error
             finally:
                 if UNDER_WAY.get(self.path) is self:
                     del UNDER_WAY[self.path]
@@ -164,8 +133,7 @@ def _settle_all() -> None:
 
 
 # Python refuses new work for threads when it shuts them down, before `atexit`. The handler of concurrent.futures must run after
-# this one, so it has to be registered first.
-assert ThreadPoolExecutor
+# this one, so it has to be registered first: by the import above.
 getattr(threading, "_register_atexit", atexit.register)(_settle_all)
 
 
@@ -202,20 +170,22 @@ def begin(
         async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         save_root_metadata=False,
     )
-    try:
+    with clearing(path, step, OSError):
         manager = ocp.CheckpointManager(path, options=options, item_handlers={ITEM: StateHandler()})
         saving = Saving(path, step, manager)
         manager.save(step, args=ocp.args.Composite(**{ITEM: StateSave(contents, shards, texts)}), force=True)
-    except OSError as error:
-        _clear(path, step)
-        arrays.raise_write_error(error, path)
-        raise
     UNDER_WAY[path] = saving
     return saving
 
 
-def _clear(path: pathlib.Path, step: int) -> None:
-    """Delete the partial files of a failed save, which could fill the disk."""
-    if jax.process_index() == 0:
-        for left in path.glob(f"{step}.orbax-checkpoint-tmp*"):
-            shutil.rmtree(left, ignore_errors=True)
+@contextlib.contextmanager
+def clearing(path: pathlib.Path, step: int, kind: type[Exception]) -> Iterator[None]:
+    """If a save fails with this kind of error, delete its partial files, which could fill the disk, and raise a fix."""
+    try:
+        with arrays.write_errors(path, kind):
+            yield
+    except kind:
+        if jax.process_index() == 0:
+            for left in path.glob(f"{step}.orbax-checkpoint-tmp*"):
+                shutil.rmtree(left, ignore_errors=True)
+        raise

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import tree_util
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.checkpoint import arrays, fingerprints, state_tree, targets
 from shardfn.checkpoint.contents import KEY, Contents, StoredArray
 from shardfn.checkpoint.step_folders import open_step
-from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail
-from shardfn.frontend.paths import join, met, normal
+from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
+from shardfn.frontend.paths import join, listed, met, normal
 from shardfn.runtime.extras import need
 
 Globs = str | Sequence[str] | None
@@ -66,13 +68,12 @@ def restore(
     """
     need("tensorstore", "checkpoint")
     folder, _, contents = open_step(path, step)
-    chosen = choose_arrays(contents, target, like, only, name_map, dtype)
-    values = _values(folder, contents, [row.wanted for row in chosen])
-    found = {
-        row.path: state_tree.restore_leaf(row.entry.kind, value) for row, value in zip(chosen, values, strict=True)
-    }
+    chosen = choose_arrays(contents, like, only, name_map, dtype)
+    values = _values(folder, contents, array_reads(contents, chosen, target, like))
+    leaves = {new: state_tree.restore_leaf(new.kind, value) for (_, new), value in zip(chosen, values, strict=True)}
     if like is None:
-        return state_tree.nested({row.keys: found[row.path] for row in chosen})
+        return state_tree.nested({new.keys: leaf for new, leaf in leaves.items()})
+    found = {new.path: leaf for new, leaf in leaves.items()}
     flat, tree = tree_util.tree_flatten_with_path(like)
     return tree_util.tree_unflatten(tree, [found.get(join("", key) or state_tree.BARE, old) for key, old in flat])
 
@@ -84,10 +85,9 @@ def _values(folder: pathlib.Path, contents: Contents, wanted: Sequence[arrays.Ar
         values = arrays.read_arrays(folder, wanted)
     except CheckpointFileError as error:
         problems = list(error.problems)
-    names = {name for want in wanted for name in fingerprints.files_of_boxes(want.entry, want.boxes)}
+    names = {n for want in wanted for n in fingerprints.files_of_boxes(want.entry, [box for box, _ in want.boxes])}
     problems += fingerprints.changed_files(folder, contents, [problem.what for problem in problems], names)
-    if problems:
-        raise CheckpointFileError(problems)
+    raise_problems(problems, CheckpointFileError)
     return values
 
 
@@ -141,57 +141,48 @@ def reads(
     _, _, contents = open_step(path, step)
     needed: dict[Any, int] = {}
     read: dict[Any, int] = {}
-    for row in choose_arrays(contents, target, like, only, name_map, None):
-        for total, part in zip((needed, read), arrays.bytes_by_device(row.wanted), strict=True):
+    for want in array_reads(contents, choose_arrays(contents, like, only, name_map), target, like):
+        for total, part in zip((needed, read), arrays.bytes_by_device(want), strict=True):
             for device, count in part.items():
                 total[device] = total.get(device, 0) + count
     return RestoreReads(needed, read, contents.nbytes)
 
 
-@dataclasses.dataclass(frozen=True)
-class RestoredArray:
-    """An array to restore: its path and place in the result, its stored form, its sharding and its dtype."""
+class Renamed(NamedTuple):
+    """An array as it is stored, and under its path, place and dtype in the result."""
 
-    path: str
-    keys: state_tree.Keys
-    entry: StoredArray
-    sharding: Sharding
-    dtype: Any
-
-    @property
-    def wanted(self) -> arrays.ArrayRead:
-        """The read of it."""
-        return arrays.ArrayRead(self.entry, self.sharding, self.dtype)
+    stored: StoredArray
+    new: StoredArray
 
 
 def choose_arrays(
-    contents: Contents, target: Any, like: Any, only: Globs, name_map: Mapping[str, str] | None, dtype: Any
-) -> list[RestoredArray]:
-    """The arrays to restore, with their shardings and dtypes. Arguments as of `restore`."""
+    contents: Contents, like: Any, only: Globs, name_map: Mapping[str, str] | None, dtype: Any = None
+) -> list[Renamed]:
+    """The arrays to restore, with their paths and dtypes in the result. Arguments as of `restore`."""
     problems: list[Problem] = []
-    named = rename_arrays(contents.entries, name_map or {})
-    stored = {path: entry.path for path, (entry, _) in named.items()}
-    paths = _selected(tuple(named), only, "only", problems, tuple(stored.values()))
-    problems += nested_arrays({path: named[path] for path in paths})
-    wanted = None
+    named = {row.new.path: row for row in rename_arrays(contents.entries, name_map or {})}
+    paths = _selected(tuple(named), only, "only", problems, [row.stored.path for row in named.values()])
+    chosen = {path: row for path, row in named.items() if path in paths}
+    problems += nested_arrays(chosen.values())
+    dtypes = {}
     if like is not None:
         wanted = {leaf.path: leaf for leaf in state_tree.flatten(_shapes(like), "like")}
         # Leaves of `like` that `only` does not match are kept, not missing.
-        inside = (
-            _selected(tuple(wanted), only, "only", [], tuple(stored.get(path, path) for path in wanted))
-            if only is not None
-            else set(wanted)
-        )
-        problems += _misfits({p: named[p][0] for p in paths}, {p: leaf for p, leaf in wanted.items() if p in inside})
-    if problems:
-        raise CheckpointError(problems)
-    rows = [(path, *named[path]) for path in named if path in paths]
+        stored = [named[path].stored.path if path in named else path for path in wanted]
+        inside = _selected(tuple(wanted), only, "only", [], stored)
+        problems += _misfits(chosen, {path: leaf for path, leaf in wanted.items() if path in inside})
+        dtypes = {path: leaf.dtype for path, leaf in wanted.items() if leaf.kind == "array"}
+    raise_problems(problems, CheckpointError)
+    found = casts([row.new for row in chosen.values()], dtypes, dtype)
+    return [Renamed(old, dataclasses.replace(new, dtype=str(found[new.path]))) for old, new in chosen.values()]
+
+
+def array_reads(contents: Contents, chosen: Sequence[Renamed], target: Any, like: Any) -> list[arrays.ArrayRead]:
+    """The reads of arrays under the shardings of `target`. Arguments as of `restore`."""
     if target is None and like is not None:
         target = _shardings_like(like)
-    asked = [dataclasses.replace(entry, path=path) for path, entry, _ in rows]
-    placed = targets.target_shardings(asked, target, contents)
-    found = casts(rows, wanted, dtype)
-    return [RestoredArray(path, keys, entry, placed[path], found[path]) for path, entry, keys in rows]
+    placed = targets.target_shardings([new for _, new in chosen], target, contents)
+    return [arrays.ArrayRead(old, placed[new.path], new.numpy_dtype) for old, new in chosen]
 
 
 def _shapes(like: Any) -> Any:
@@ -206,21 +197,18 @@ def _shardings_like(like: Any) -> Any:
     first = next((s for s in found.values() if s is not None), None)
     if first is None:
         return None
-    replicated = jax.sharding.NamedSharding(first.mesh, jax.sharding.PartitionSpec()) if isinstance(
-        first, jax.sharding.NamedSharding) else first  # fmt: skip
+    replicated = NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else first
     return {path: replicated if sharding is None else sharding for path, sharding in found.items()}
 
 
-def rename_arrays(
-    entries: Sequence[StoredArray], name_map: Mapping[str, str]
-) -> dict[str, tuple[StoredArray, state_tree.Keys]]:
-    """The entries by their new paths, with the keys of their new places.
+def rename_arrays(entries: Sequence[StoredArray], name_map: Mapping[str, str]) -> list[Renamed]:
+    """The entries under their new paths, with the keys of their new places.
 
     Raises:
       CheckpointError: names that no array has, two arrays with one name.
     """
     problems: list[Problem] = []
-    found: dict[str, tuple[StoredArray, state_tree.Keys]] = {}
+    found: dict[str, Renamed] = {}
     used = set()
     spelled = {str(old).strip("/"): str(new).strip("/") for old, new in name_map.items()}
     for entry in entries:
@@ -235,45 +223,31 @@ def rename_arrays(
             fresh = path.split("/")[: len(path.split("/")) - len(kept)]
             keys = (*(("key", part) for part in fresh if part), *kept)
         if path in found:
-            problems.append(
-                Problem(
-                    f"two arrays would be `{path}`",
-                    where=f"{found[path][0].path}, {entry.path}",
-                    why="name_map gives one the name of the other",
-                    fix="give each a name of its own",
-                )
-            )
-        found[path] = (entry, keys)
+            problems.append(Problem(f"two arrays would be `{path}`", where=f"{found[path].stored.path}, {entry.path}",
+                                    why="name_map gives one the name of the other",
+                                    fix="give each a name of its own"))  # fmt: skip
+        found[path] = Renamed(entry, dataclasses.replace(entry, path=path, keys=keys))
     for old in spelled.keys() - used:
-        problems.append(
-            Problem(
-                f"name_map renames `{old}`, which the checkpoint does not hold",
-                where=f"name_map = {{{old!r}: {spelled[old]!r}}}",
-                why=f"it holds {_some([entry.path for entry in entries])}",
-                fix="its keys are paths as they are stored, its values the new ones",
-            )
-        )
-    if problems:
-        raise CheckpointError(problems)
-    return found
+        problems.append(Problem(f"name_map renames `{old}`, which the checkpoint does not hold",
+                                where=f"name_map = {{{old!r}: {spelled[old]!r}}}",
+                                why=f"it holds {listed([entry.path for entry in entries], 6)}",
+                                fix="its keys are paths as they are stored, its values the new ones"))  # fmt: skip
+    raise_problems(problems, CheckpointError)
+    return list(found.values())
 
 
-def nested_arrays(found: Mapping[str, tuple[StoredArray, state_tree.Keys]]) -> list[Problem]:
+def nested_arrays(rows: Iterable[Renamed]) -> list[Problem]:
     """The problems of renamed arrays that would be inside another array."""
-    places = {tuple(name for _, name in keys): path for path, (_, keys) in found.items()}
+    places = {tuple(name for _, name in row.new.keys): row for row in rows}
     problems = []
-    for names, path in places.items():
+    for names, row in places.items():
         for outer in (places[names[:n]] for n in range(len(names)) if names[:n] in places):
-            if path != found[path][0].path or outer != found[outer][0].path:
-                problems.append(Problem(f"`{path}` would be inside `{outer}`, which is an array",
-                                        where=f"{found[path][0].path}, {found[outer][0].path}",
+            if any(stored.path != new.path for stored, new in (row, outer)):
+                problems.append(Problem(f"`{row.new.path}` would be inside `{outer.new.path}`, which is an array",
+                                        where=f"{row.stored.path}, {outer.stored.path}",
                                         why="only a container can hold arrays",
                                         fix="correct the names in name_map"))  # fmt: skip
     return problems
-
-
-def _some(paths: Sequence[str]) -> str:
-    return ", ".join(paths[:6]) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
 
 
 def _selected(
@@ -289,20 +263,22 @@ def _selected(
         if not hits:
             where = f"{name} = {globs!r:.80}"
             problems.append(Problem(f"`{name}` matches no array of the checkpoint: {glob!r}", where=where,
-                                    why=f"it holds {_some(paths)}", fix="correct the path, or remove it"))  # fmt: skip
+                                    why=f"it holds {listed(paths, 6)}", fix="correct the path, or remove it"))  # fmt: skip
         found |= {paths[i] for i in hits}
     return found
 
 
-def _misfits(stored: Mapping[str, StoredArray], wanted: Mapping[str, state_tree.StateLeaf]) -> list[Problem]:
+def _misfits(chosen: Mapping[str, Renamed], wanted: Mapping[str, state_tree.StateLeaf]) -> list[Problem]:
     """The problems of missing, surplus and incompatible leaves."""
     problems = []
+    surplus = chosen.keys() - wanted.keys()
     for path, leaf in wanted.items():
-        entry = stored.get(path)
-        if entry is None:
+        if path not in chosen:
             problems.append(Problem(f"the checkpoint has no `{path}`", where=f"like: {path}: {leaf.dtype}{list(leaf.shape)}",
-                                    fix=_near(path, stored.keys() - wanted.keys())))  # fmt: skip
-        elif entry.shape != leaf.shape:
+                                    fix=_near(path, surplus)))  # fmt: skip
+            continue
+        entry = chosen[path].stored
+        if entry.shape != leaf.shape:
             problems.append(Problem(f"`{path}` has the shape {entry.shape} in the checkpoint, and {leaf.shape} in `like`",
                                     where=entry.text, why="restore does not change shapes",
                                     fix="restore it without `like`, then pad or slice it"))  # fmt: skip
@@ -310,16 +286,14 @@ def _misfits(stored: Mapping[str, StoredArray], wanted: Mapping[str, state_tree.
             problems.append(Problem(f"`{path}` is {_noun(entry)} in the checkpoint, and {_noun(leaf)} in `like`",
                                     where=entry.text, why="only floats are cast to floats, ints to ints",
                                     fix="restore it without `like`, then convert it"))  # fmt: skip
-    for path in sorted(stored.keys() - wanted.keys()):
-        problems.append(Problem(f"the checkpoint has `{path}`, and `like` has not", where=stored[path].text,
+    for path in sorted(surplus):
+        problems.append(Problem(f"the checkpoint has `{path}`, and `like` has not", where=chosen[path].stored.text,
                                 fix='rename it with name_map, or restrict the restore: only=["params/*"]'))  # fmt: skip
     return problems
 
 
-def _near(path: str, others: Any) -> str:
-    import difflib
-
-    close = difflib.get_close_matches(path, list(others), 1, 0.6)
+def _near(path: str, others: Collection[str]) -> str:
+    close = difflib.get_close_matches(path, others, 1, 0.6)
     if close:
         return f"if it is `{close[0]}` there: name_map={{{close[0]!r}: {path!r}}}"
     return "remove it from `like`, or restrict the restore with only="
@@ -335,16 +309,10 @@ def _noun(leaf: StoredArray | state_tree.StateLeaf) -> str:
     return "a PRNG key" if leaf.kind.startswith(KEY) else str(leaf.dtype)
 
 
-def casts(
-    rows: Sequence[tuple[str, StoredArray, Any]], wanted: Mapping[str, state_tree.StateLeaf] | None, dtype: Any
-) -> dict[str, Any]:
-    """The dtype of each array: that of `dtype`, else of `like`, else the stored one."""
-    found = {}
-    for path, entry, _ in rows:
-        found[path] = entry.numpy_dtype
-        # A Python number has no dtype: it keeps the stored one.
-        if wanted is not None and wanted[path].kind == "array" and entry.kind == "array":
-            found[path] = jnp.dtype(wanted[path].dtype)
+def casts(entries: Sequence[StoredArray], wanted: Mapping[str, Any], dtype: Any) -> dict[str, np.dtype]:
+    """The dtype of each array by its path: that of `dtype`, else the wanted one, else the stored one."""
+    # A Python number or a key has no dtype that could be wanted: it keeps the stored one.
+    found = {e.path: jnp.dtype(wanted.get(e.path, e.dtype) if e.kind == "array" else e.dtype) for e in entries}
     by_glob = dtype if isinstance(dtype, Mapping) else {} if dtype is None else {None: dtype}
     problems: list[Problem] = []
     for glob, kind in by_glob.items():
@@ -360,6 +328,5 @@ def casts(
         for path in _selected(tuple(found), glob, "dtype", problems):
             if family(found[path]) == "float" and family(kind) == "float":
                 found[path] = kind
-    if problems:
-        raise CheckpointError(problems)
+    raise_problems(problems, CheckpointError)
     return found

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
-import jax
-
+from shardfn import layoutfile
 from shardfn.checkpoint import arrays, offline, reader
 from shardfn.checkpoint.chunks import Chunks
 from shardfn.checkpoint.contents import StoredArray
@@ -19,13 +17,14 @@ from shardfn.checkpoint.safetensors_files import (
     INDEX,
     SUFFIX,
     TensorHeader,
+    atomic_file,
     contiguous_boxes,
     read_tensors,
     split_into_files,
     write_tensors,
 )
 from shardfn.checkpoint.step_folders import absolute_path, open_step
-from shardfn.errors import CheckpointError, CheckpointFileError, Problem
+from shardfn.errors import CheckpointError, Problem, raise_problems
 from shardfn.runtime.extras import need
 
 FILE_BYTES = 5 << 30
@@ -66,62 +65,48 @@ def export_safetensors(
     need("tensorstore", "checkpoint")
     bound, most = offline.memory_bytes(memory), offline.memory_bytes(file_bytes)
     folder, _, contents = open_step(path, step)
-    one = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    chosen = reader.choose_arrays(contents, one, None, only, name_map, dtype)
-    names: dict[str, reader.RestoredArray] = {}
+    names: dict[str, reader.Renamed] = {}
     problems = []
-    for row in chosen:
-        name = row.path.replace("/", separator)
-        if str(row.dtype) not in CODE_OF_DTYPE:
-            problems.append(Problem(f"safetensors has no dtype {row.dtype}", where=row.entry.text,
+    for row in reader.choose_arrays(contents, None, only, name_map, dtype):
+        name = row.new.path.replace("/", separator)
+        if row.new.dtype not in CODE_OF_DTYPE:
+            problems.append(Problem(f"safetensors has no dtype {row.new.dtype}", where=row.stored.text,
                                     fix="cast it with dtype=, or exclude it with only="))  # fmt: skip
         if name in names:
-            problems.append(Problem(f"two tensors would have the name `{name}`", where=f"{names[name].path}, {row.path}",
+            problems.append(Problem(f"two tensors would have the name `{name}`",
+                                    where=f"{names[name].new.path}, {row.new.path}",
                                     fix="choose another separator, or rename one with name_map"))  # fmt: skip
         names[name] = row
-    if problems:
-        raise CheckpointError(problems)
-    parts = split_into_files([TensorHeader(name, str(row.dtype), row.entry.shape) for name, row in names.items()], most)
+    raise_problems(problems, CheckpointError)
+    parts = split_into_files([TensorHeader(name, row.new.dtype, row.new.shape) for name, row in names.items()], most)
     stem = absolute_path(target)
     if not stem.name.endswith(SUFFIX):
         stem = stem / f"model{SUFFIX}"
     base = stem.name.removesuffix(SUFFIX)
     files = [stem] if len(parts) == 1 else [
         stem.with_name(f"{base}-{i:05}-of-{len(parts):05}{SUFFIX}") for i in range(1, len(parts) + 1)]  # fmt: skip
-    try:
+    with arrays.write_errors(stem.parent):
         stem.parent.mkdir(parents=True, exist_ok=True)
         for file, rows in zip(files, parts, strict=True):
-            with write_tensors(file, rows, {"format": "pt"}) as out:
+            with write_tensors(file, rows) as out:
                 for planned in rows:
                     _write(out, folder, names[planned.name], bound)
         if len(parts) > 1:
-            files.append(stem.with_name(base + INDEX))
-            weights = {row.name: file.name for file, rows in zip(files, parts, strict=False) for row in rows}
+            weights = {row.name: file.name for file, rows in zip(files, parts, strict=True) for row in rows}
             total = sum(row.nbytes for rows in parts for row in rows)
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=1)
-            draft = files[-1].with_name(f".{files[-1].name}.part")
-            draft.write_text(text + "\n", encoding="utf-8")
-            os.replace(draft, files[-1])
-    except OSError as error:
-        if not isinstance(error, CheckpointFileError):
-            arrays.raise_write_error(error, stem.parent)
-        raise
+            files.append(stem.with_name(base + INDEX))
+            with atomic_file(files[-1]) as file:
+                file.write(f"{text}\n".encode())
     return tuple(files)
 
 
-def _write(out: Any, folder: pathlib.Path, row: reader.RestoredArray, bound: int) -> None:
-    entry = row.entry
-    if 0 in entry.shape:
-        return
-    try:
-        store = arrays.open_array(folder, entry).result()
-        if str(row.dtype) != entry.dtype:
-            store = need("tensorstore", "checkpoint").cast(store, str(row.dtype))
-        most = int(bound // offline.SHARE / max(entry.itemsize, row.dtype.itemsize))
-        for box in contiguous_boxes(entry.shape, most, entry.chunks.chunk[0] if entry.shape else 1):
-            out.write(store[box].read().result().tobytes())
-    except ValueError as error:
-        raise CheckpointFileError(arrays.damage(folder, entry, error)) from None
+def _write(out: BinaryIO, folder: pathlib.Path, row: reader.Renamed, bound: int) -> None:
+    old, read = row.stored, offline.box_reader(folder, row)
+    if 0 not in old.shape:
+        most = int(bound // offline.SHARE / max(old.itemsize, row.new.numpy_dtype.itemsize))
+        for box in contiguous_boxes(old.shape, most, old.chunks.chunk[0] if old.shape else 1):
+            out.write(read(box).tobytes())
 
 
 def import_safetensors(
@@ -157,32 +142,16 @@ def import_safetensors(
     """
     need("tensorstore", "checkpoint")
     bound = offline.memory_bytes(memory)
-    found = read_tensors(source)
+    separator = separator or "/"
+    tensors = list(read_tensors(source).values())
     entries = []
-    for name, tensor in found.items():
-        key = name.replace(separator, "/") if separator else name
+    for tensor in tensors:
+        key, chunks = tensor.name.replace(separator, "/"), Chunks(tensor.shape, tensor.shape)
         keys = tuple(("key", part) for part in key.split("/"))
-        chunks = Chunks(tensor.shape, tensor.shape)
         entries.append(StoredArray(key, tensor.shape, tensor.dtype, keys, (1,) * len(tensor.shape), chunks))
-    by_path = {entry.path: found[name] for entry, name in zip(entries, found, strict=True)}
-    renamed = reader.rename_arrays(entries, {k.replace(separator, "/"): v for k, v in (name_map or {}).items()})
-    if problems := reader.nested_arrays(renamed):
-        raise CheckpointError(problems)
-    rows = [(path_, entry, keys) for path_, (entry, keys) in renamed.items()]
-
-    if layout is not None:
-        layout = offline.as_layout_file(layout)
-        count = devices if devices is not None else offline.device_count(layout)
-    else:
-        count = 1
-    described = offline.copy_contents(
-        [dataclasses.replace(entry, path=p, keys=keys) for p, entry, keys in rows], layout, count, bound
+    rows = reader.rename_arrays(entries, {k.replace(separator, "/"): v for k, v in (name_map or {}).items()})
+    raise_problems(reader.nested_arrays(rows), CheckpointError)
+    layout = None if layout is None else layoutfile.read_layout(layout)
+    return offline.write_copy(
+        path, step, [row.new for row in rows], [tensor.read for tensor in tensors], layout, devices, bound
     )
-    with offline.new_step(path, step) as (out, commit):
-        for (_, old, _), entry in zip(rows, described.entries, strict=True):
-            tensor = by_path[old.path]
-            offline.copy_array(
-                out, entry, None if 0 in entry.shape else lambda box, t=tensor: arrays.ReadyValue(t.read(box)), bound
-            )
-        commit(described)
-    return offline.CopyResult(absolute_path(path), step, len(described.entries), described.nbytes, count)

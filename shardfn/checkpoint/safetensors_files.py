@@ -13,14 +13,14 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 import jax.numpy as jnp
 import numpy as np
 
-from shardfn.checkpoint.chunks import Box
-from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail
+from shardfn.checkpoint.chunks import Box, box_shape, full_box
+from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
 
 SUFFIX = ".safetensors"
 INDEX = ".safetensors.index.json"
@@ -37,50 +37,49 @@ CODE_OF_DTYPE = {name: code for code, name in DTYPE_OF_CODE.items()}
 
 
 @dataclasses.dataclass(frozen=True)
-class FileTensor:
-    """One tensor of a file; `start` is the offset of its bytes."""
+class TensorHeader:
+    """The description of a tensor."""
 
     name: str
-    file: pathlib.Path
     dtype: str
     shape: tuple[int, ...]
-    start: int
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
-    def read(self, box: Box | None = None) -> np.ndarray:
-        """A box of the tensor; all of it if None.
+
+@dataclasses.dataclass(frozen=True)
+class FileTensor(TensorHeader):
+    """One tensor of a file; `start` is the offset of its bytes."""
+
+    file: pathlib.Path
+    start: int
+
+    def read(self, box: Box) -> np.ndarray:
+        """A box of the tensor.
 
         Raises:
           CheckpointFileError: a byte of a bool is neither 0 nor 1.
         """
-        out = self._read(box)
+        out = np.empty(box_shape(box), jnp.dtype(self.dtype))
+        if not out.size:
+            return out
+        rows, *others = box or full_box((1,))  # a scalar is read as a row
+        target = np.atleast_1d(out)
+        # Map a few rows at a time: touched pages of the file count as memory until the map is closed.
+        row = math.prod(self.shape[1:]) * out.dtype.itemsize
+        step = max(1, STEP_BYTES // row)
+        for first in range(rows.start, rows.stop, step):
+            last = min(first + step, rows.stop)
+            mapped = np.memmap(self.file, out.dtype, "r", self.start + first * row, (last - first, *self.shape[1:]))
+            target[first - rows.start : last - rows.start] = mapped[(slice(None), *others)]
+            del mapped
         if out.dtype == bool and out.size and out.view(np.uint8).max() > 1:
             fail(CheckpointFileError, f"{self.file} is damaged", where=f"`{self.name}`: bool{list(self.shape)}",
                  why=f"a bool is a byte of 0 or 1, and one here is {out.view(np.uint8).max()}",
                  fix="download or write it again")  # fmt: skip
-        return out
-
-    def _read(self, box: Box | None) -> np.ndarray:
-        box = tuple(slice(0, n) for n in self.shape) if box is None else box
-        out = np.empty([s.stop - s.start for s in box], jnp.dtype(self.dtype))
-        if not box or not out.size:
-            if out.size:
-                with self.file.open("rb") as file:
-                    file.seek(self.start)
-                    out[...] = np.frombuffer(file.read(self.nbytes), out.dtype).reshape(())
-            return out
-        # Map a few rows at a time: touched pages of the file count as memory until the map is closed.
-        row = math.prod(self.shape[1:]) * out.dtype.itemsize
-        step = max(1, STEP_BYTES // max(row, 1))
-        for first in range(box[0].start, box[0].stop, step):
-            last = min(first + step, box[0].stop)
-            rows = np.memmap(self.file, out.dtype, "r", self.start + first * row, (last - first, *self.shape[1:]))
-            out[first - box[0].start : last - box[0].start] = rows[(slice(None), *box[1:])]
-            del rows
         return out
 
 
@@ -104,22 +103,17 @@ def read_tensors(source: str | os.PathLike[str]) -> dict[str, FileTensor]:
             continue
         for tensor in header:
             if tensor.name in found:
-                problems.append(
-                    Problem(
-                        f"two files hold the tensor `{tensor.name}`",
-                        where=f"{found[tensor.name].file}, {file}",
-                        why="a tensor is restored by its name",
-                        fix="import one of the files, or use an index",
-                    )
-                )
+                problems.append(Problem(f"two files hold the tensor `{tensor.name}`",
+                                        where=f"{found[tensor.name].file}, {file}",
+                                        why="a tensor is restored by its name",
+                                        fix="import one of the files, or use an index"))  # fmt: skip
             found[tensor.name] = tensor
     for name, file in indexed.items():
         tensor = found.get(name)
         if not problems and (tensor is None or tensor.file.name != file):
             problems.append(Problem(f"{file} does not have `{name}`, though the index says so", where=str(source),
                                     fix="download the files and the index again"))  # fmt: skip
-    if problems:
-        raise CheckpointFileError(problems)
+    raise_problems(problems, CheckpointFileError)
     return found
 
 
@@ -169,27 +163,12 @@ def _header(file: pathlib.Path) -> list[FileTensor]:
         shape, (first, last) = tuple(row["shape"]), row["data_offsets"]
         if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (*shape, first, last)):
             raise ValueError(f"`{name}` has a shape or a range that is not a count")
-        tensor = FileTensor(name, file, DTYPE_OF_CODE[row["dtype"]], shape, begin + first)
+        tensor = FileTensor(name, DTYPE_OF_CODE[row["dtype"]], shape, file, begin + first)
         if last - first != tensor.nbytes or begin + last > size:
-            raise ValueError(
-                f"`{name}` needs {tensor.nbytes:,} bytes up to {begin + last:,}, and the file has {size:,}: it is truncated"
-            )
+            end = f"up to {begin + last:,}, and the file has {size:,}: it is truncated"
+            raise ValueError(f"`{name}` needs {tensor.nbytes:,} bytes {end}")
         found.append(tensor)
     return found
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorHeader:
-    """A tensor to write."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
 def split_into_files(rows: Sequence[TensorHeader], most_bytes: float) -> list[list[TensorHeader]]:
@@ -207,28 +186,30 @@ def split_into_files(rows: Sequence[TensorHeader], most_bytes: float) -> list[li
 
 
 @contextlib.contextmanager
-def write_tensors(
-    target: pathlib.Path, rows: Sequence[TensorHeader], metadata: Mapping[str, str]
-) -> Iterator[BinaryIO]:
+def write_tensors(target: pathlib.Path, rows: Sequence[TensorHeader]) -> Iterator[BinaryIO]:
     """A file with its header, open for the bytes of the tensors in order; it gets its name when complete."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for row in rows:
-        header[row.name] = {
-            "dtype": CODE_OF_DTYPE[row.dtype],
-            "shape": list(row.shape),
-            "data_offsets": [at, at + row.nbytes],
-        }
-        at += row.nbytes
+        end = at + row.nbytes
+        header[row.name] = {"dtype": CODE_OF_DTYPE[row.dtype], "shape": list(row.shape), "data_offsets": [at, end]}
+        at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the bytes of the first tensor
+    with atomic_file(target) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        yield file
+        if file.tell() != 8 + len(text) + at:
+            raise AssertionError(f"{target.name} has {file.tell()} bytes, not {8 + len(text) + at}")
+
+
+@contextlib.contextmanager
+def atomic_file(target: pathlib.Path) -> Iterator[BinaryIO]:
+    """A file, open for bytes, that gets its name when it is complete and on disk."""
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
             yield file
-            if file.tell() != 8 + len(text) + at:
-                raise AssertionError(f"{target.name} has {file.tell()} bytes, not {8 + len(text) + at}")
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, target)
@@ -250,7 +231,7 @@ def contiguous_boxes(shape: Sequence[int], most: int, row_multiple: int = 1) -> 
         step = max(1, most // max(row, 1))
         step = step // row_multiple * row_multiple or step
         for start in range(0, shape[0], step):
-            yield (slice(start, min(start + step, shape[0])), *(slice(0, n) for n in shape[1:]))
+            yield (slice(start, min(start + step, shape[0])), *full_box(shape[1:]))
     else:
         for i in range(shape[0]):
             yield from ((slice(i, i + 1), *rest) for rest in contiguous_boxes(shape[1:], most))

@@ -14,7 +14,7 @@ import numpy as np
 from jax import tree_util
 
 from shardfn.checkpoint.contents import KEY
-from shardfn.errors import CheckpointError, Problem, a
+from shardfn.errors import CheckpointError, Problem, a, raise_problems
 from shardfn.frontend.paths import join
 
 UNSTORED = ("uint2", "uint4", "float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn", "float8_e8m0fnu", "float0",
@@ -83,8 +83,7 @@ def flatten(state: Any, what: str = "state") -> list[StateLeaf]:
                                     why="an array is restored by its path", fix="rename one of them"))  # fmt: skip
         else:
             found[path] = StateLeaf(path, tuple(map(_key, key)), stored, kind)
-    if problems:
-        raise CheckpointError(problems)
+    raise_problems(problems, CheckpointError)
     return list(found.values())
 
 

@@ -10,6 +10,9 @@ from typing import Any
 
 from shardfn.checkpoint import contents
 from shardfn.errors import CheckpointError, a, fail
+from shardfn.render.cells import shape_text
+from shardfn.render.parts import Table, Text
+from shardfn.render.text import to_text
 
 ITEM = "state"
 MARKS = {ITEM, "_CHECKPOINT_METADATA", "commit_success.txt"}
@@ -72,11 +75,14 @@ def wait_for_save(folder: pathlib.Path) -> None:
         store.wait_for_save(folder)
 
 
-def step_folder(path: str | os.PathLike[str], step: int | None = None) -> tuple[pathlib.Path, int]:
-    """The array folder of a step, and the step's number; `step` None is the last.
+def open_step(path: str | os.PathLike[str], step: int | None = None) -> tuple[pathlib.Path, int, contents.Contents]:
+    """The array folder of a step, its number and its description; `step` None is the last.
+
+    A damaged description of the last step is an error; no older step is taken instead.
 
     Raises:
       CheckpointError: there is no such step.
+      CheckpointFileError: its description is damaged.
     """
     folder = absolute_path(path)
     known = steps(folder)
@@ -90,20 +96,16 @@ def step_folder(path: str | os.PathLike[str], step: int | None = None) -> tuple[
         there = "it has no complete checkpoint" if folder.is_dir() else "there is no such folder"
         fail(CheckpointError, f"there is no checkpoint in {folder}", why=there,
              fix="pass the folder that `checkpoint.save` was called with")  # fmt: skip
-    return folder / str(step) / ITEM, step
-
-
-def open_step(path: str | os.PathLike[str], step: int | None = None) -> tuple[pathlib.Path, int, contents.Contents]:
-    """The array folder of a step, its number and its description.
-
-    With `step` None, a damaged description of the last step is an error; no older step is taken instead.
-
-    Raises:
-      CheckpointError: there is no such step.
-      CheckpointFileError: its description is damaged.
-    """
-    folder, step = step_folder(path, step)
+    folder = folder / str(step) / ITEM
     return folder, step, contents.read_contents(folder)
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Write a file that is on disk when this returns."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,16 +136,11 @@ class Inspection:
             f"process{'es' if held.processes != 1 else ''}, mesh {'; '.join(meshes) or 'of one device'}",
             f"{len(held.entries)} arrays, {held.nbytes:,} B, {self.disk_bytes:,} B on disk",
         ]
-        rows: list[tuple[str, ...]] = [("array", "shape", "strategy", "B"), *((
-            e.path, e.kind if e.kind != "array" else f"{e.dtype}[{','.join(map(str, e.shape))}]",
-            str(e.strategy), f"{e.nbytes:,}") for e in held.entries)]  # fmt: skip
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        rows.insert(1, tuple("-" * width for width in widths))
-        table = [
-            "  ".join([*(c.ljust(w) for c, w in zip(row[:3], widths, strict=False)), row[3].rjust(widths[3])])
-            for row in rows
+        rows = [
+            (e.path, e.kind if e.kind != "array" else e.dtype + shape_text(e.shape), str(e.strategy), f"{e.nbytes:,}")
+            for e in held.entries
         ]
-        return "\n".join([*lines, "", *table])
+        return to_text([Text("", tuple(lines)), Table("", ("array", "shape", "strategy", "B"), tuple(rows))])
 
 
 def inspect(path: str | os.PathLike[str], step: int | None = None) -> Inspection:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from shardfn import layoutfile
 from shardfn.checkpoint.contents import Contents, StoredArray, StoredMesh
-from shardfn.errors import CheckpointError, Problem, a, fail
+from shardfn.errors import CheckpointError, Problem, a, fail, raise_problems
 from shardfn.frontend.meshes import mesh_on
 from shardfn.frontend.paths import escaped, join, normal
 from shardfn.layoutfile.toml import rule_dims
@@ -44,8 +44,7 @@ def target_shardings(entries: Sequence[StoredArray], target: Any, contents: Cont
                 fix="give it a sharding whose axes divide its dimensions")
         for entry in entries if not _fits(entry, found[entry.path])
     ]  # fmt: skip
-    if problems:
-        raise CheckpointError(problems)
+    raise_problems(problems, CheckpointError)
     return found
 
 
@@ -123,12 +122,8 @@ def _on_mesh(entries: Sequence[StoredArray], mesh: Mesh, contents: Contents) -> 
         fail(CheckpointError, "the mesh has none of the axes that the checkpoint was sharded over", where=f"target = {mesh}",
              why=f"it was sharded over {', '.join(sorted(used))}; the mesh has {', '.join(mesh.shape)}",
              fix="use the same axis names, or give a layout")  # fmt: skip
-    return {
-        entry.path: NamedSharding(
-            mesh, partition_spec(tuple(tuple(axis for axis in dim if axis in mesh.shape) for dim in entry.spec))
-        )
-        for entry in entries
-    }
+    specs = {e.path: [[axis for axis in dim if axis in mesh.shape] for dim in e.spec] for e in entries}
+    return {path: NamedSharding(mesh, partition_spec(spec)) for path, spec in specs.items()}
 
 
 def _by_path(entries: Sequence[StoredArray], given: Mapping[str, Sharding]) -> dict[str, Sharding]:
@@ -142,14 +137,13 @@ def _by_path(entries: Sequence[StoredArray], given: Mapping[str, Sharding]) -> d
                                     fix="add one for it, or for a container of it"))  # fmt: skip
         else:
             found[entry.path] = given[path]
-    if problems:
-        raise CheckpointError(problems)
+    raise_problems(problems, CheckpointError)
     return found
 
 
 def _planned(entries: Sequence[StoredArray], plan: Plan) -> dict[str, Sharding]:
     """The shardings of a plan's arguments. An array whose path ends in a parameter's (its moment) is sharded like it."""
-    layout, bare = plan_layout(plan), []
+    layout, bare = layoutfile.read_layout(plan), []
     known = {normal(d.path) for d in plan.inputs}
     for entry in entries:
         path = normal(entry.path)
@@ -164,12 +158,6 @@ def _planned(entries: Sequence[StoredArray], plan: Plan) -> dict[str, Sharding]:
     if plan.hardware.devices is None:
         plan = plan.with_devices(jax.devices())
     return layout_targets(entries, layout, plan)
-
-
-def plan_layout(plan: Plan) -> LayoutFile:
-    """The layout file of a plan's arguments."""
-    rules = tuple(_rule(d.path, d.spec) for d in plan.inputs)
-    return LayoutFile(mesh=plan.axes, order=plan.order, arguments=rules, name=f"the plan of {plan.function}")
 
 
 def stored_layout(contents: Contents) -> LayoutFile | None:
@@ -201,14 +189,11 @@ def layout_targets(
         found = {
             p: NamedSharding(mesh, s.spec) if dict(s.mesh.shape) == dict(mesh.shape) else s for p, s in found.items()
         }
-    some = next(iter(found.values()), None)
-    for entry in entries:
-        if not entry.shape:  # scalars are replicated
-            here = devices if not isinstance(devices, int) else None
-            if some is not None:
-                found[entry.path] = NamedSharding(some.mesh, PartitionSpec())
-            elif here is not None:
-                found[entry.path] = NamedSharding(mesh_on(here, [("all", len(here))]), PartitionSpec())
+    some = next((sharding.mesh for sharding in found.values()), None)
+    if some is None and not isinstance(devices, int):
+        some = mesh_on(devices, [("all", len(devices))])
+    if some is not None:  # scalars are replicated
+        found |= {entry.path: NamedSharding(some, PartitionSpec()) for entry in entries if not entry.shape}
     return found
 
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from shardfn import layoutfile
-from shardfn.checkpoint import state_tree, targets
+from shardfn.checkpoint import arrays, state_tree, targets
 from shardfn.checkpoint.chunks import Chunks, choose_chunks
 from shardfn.checkpoint.contents import Contents, StoredArray, StoredMesh, bits
 from shardfn.checkpoint.step_folders import absolute_path, steps
@@ -83,29 +83,23 @@ def save(
         folder.mkdir(parents=True, exist_ok=True)
         known = steps(folder)
     except OSError as error:
-        fail(
-            CheckpointFileError,
-            f"{folder} cannot be created",
-            why=str(error),
-            fix="choose a writable folder",
-        )
+        fail(CheckpointFileError, f"{folder} cannot be created", why=str(error), fix="choose a writable folder")
     if step is None:
         step = max(known, default=-1) + 1
     elif step in known:
         fail(CheckpointError, f"step {step} exists already", where=f"save({str(path)!r}, …, step={step})",
              why="steps are never overwritten", fix=f"write a later step: {max(known) + 1}")  # fmt: skip
-    contents = describe_state(flat)
-    from shardfn.checkpoint.arrays import local_shards
-
-    texts = layout_texts(plan, contents)
-    shards = {leaf.path: local_shards(leaf.value) for leaf in flat}
+    contents = _described(flat)
+    layout = targets.stored_layout(contents) if plan is None else layoutfile.read_layout(plan)
+    texts = {} if layout is None else {LAYOUT: to_toml(layout)}
+    shards = {leaf.path: arrays.local_shards(leaf.value) for leaf in flat}
     saving = orbax_store.begin(folder, step, contents, shards, texts, keep, keep_every)
     if not background:
         saving.wait()
     return saving
 
 
-def describe_state(flat: Sequence[state_tree.StateLeaf]) -> Contents:
+def _described(flat: Sequence[state_tree.StateLeaf]) -> Contents:
     """The description of a state: the sharding, files and chunks of every array."""
     meshes: dict[StoredMesh, int] = {}
     entries = []
@@ -128,11 +122,16 @@ def _sharding(value: Any) -> tuple[StoredMesh, tuple[int, ...], Spec]:
     if isinstance(value, np.ndarray):
         return StoredMesh(()), (1,) * value.ndim, unsharded
     sharding = value.sharding
-    strategy = tuple(n // s if s else 1 for n, s in zip(value.shape, sharding.shard_shape(value.shape), strict=True))
+    strategy = shard_counts(value.shape, sharding)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
         return StoredMesh(()), strategy, unsharded
     mesh = StoredMesh(tuple(sharding.mesh.shape.items()), _order(sharding.mesh))
     return mesh, strategy, spec_of(sharding.spec, value.ndim)
+
+
+def shard_counts(shape: tuple[int, ...], sharding: Sharding) -> tuple[int, ...]:
+    """The number of shards of each dimension; 1 for an empty one."""
+    return tuple(n // s if s else 1 for n, s in zip(shape, sharding.shard_shape(shape), strict=True))
 
 
 def _order(mesh: Any) -> tuple[int, ...] | None:
@@ -141,13 +140,3 @@ def _order(mesh: Any) -> tuple[int, ...] | None:
     ranks = {device: i for i, device in enumerate(sorted(placed, key=lambda d: (d.process_index, d.id)))}
     order = tuple(ranks[device] for device in placed)
     return None if order == tuple(range(len(order))) else order
-
-
-def layout_texts(plan: Any, contents: Contents) -> dict[str, str]:
-    """The file `layout.toml`: the plan or layout that was given, else the shardings of the arrays.
-
-    Raises:
-      ShardError: `plan` is neither a plan nor a layout.
-    """
-    layout = targets.stored_layout(contents) if plan is None else layoutfile.read_layout(plan)
-    return {} if layout is None else {LAYOUT: to_toml(layout)}

@@ -1,10 +1,4 @@
-"""For MindSpore users: `import shardfn.mindspore as ms` has MindSpore's names and order of arguments.
-
-The functions on checkpoints are imported on first use.
-"""
-
-import importlib
-from typing import TYPE_CHECKING, Any
+"""For MindSpore users: `import shardfn.mindspore as ms` has MindSpore's names and order of arguments."""
 
 from shardfn.api import reshard
 from shardfn.mindspore.cell import Cell
@@ -24,21 +18,10 @@ from shardfn.mindspore.context import (
     set_auto_parallel_context,
     set_context,
 )
+from shardfn.mindspore.inference import PredictLayout, WeightLayout, infer_predict_layout, load_distributed_checkpoint
 from shardfn.mindspore.layout import Layout
 from shardfn.mindspore.parallel import get_strategy, layout_of, shard
-
-if TYPE_CHECKING:
-    from shardfn.mindspore.inference import (
-        PredictLayout,
-        WeightLayout,
-        infer_predict_layout,
-        load_distributed_checkpoint,
-    )
-    from shardfn.mindspore.rank_checkpoints import (
-        merge_sliced_parameter,
-        rank_list_for_transform,
-        transform_checkpoints,
-    )
+from shardfn.mindspore.rank_checkpoints import merge_sliced_parameter, rank_list_for_transform, transform_checkpoints
 
 __all__ = [
     "GRAPH_MODE",
@@ -70,21 +53,6 @@ __all__ = [
     "transform_checkpoints",
 ]
 
-_LATER = {
-    name: f"{__name__}.{module}"
-    for module, names in {
-        "inference": ("PredictLayout", "WeightLayout", "infer_predict_layout", "load_distributed_checkpoint"),
-        "rank_checkpoints": ("merge_sliced_parameter", "rank_list_for_transform", "transform_checkpoints"),
-    }.items()
-    for name in names
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return getattr(importlib.import_module(_LATER[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return __all__

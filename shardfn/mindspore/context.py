@@ -16,7 +16,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from shardfn.errors import ContextError, ContextTypeError, NotAvailableError, Problem, fail, nearest
+from shardfn.errors import (
+    ContextError,
+    ContextTypeError,
+    NotAvailableError,
+    Problem,
+    fail,
+    nearest,
+    raise_problems,
+)
 from shardfn.frontend.defaults import Defaults, register
 from shardfn.frontend.training_settings import TrainingSettings
 from shardfn.frontend.value_checks import clipped
@@ -28,7 +36,6 @@ from shardfn.mindspore.context_keys import (
     RUN_KEYS,
     Key,
     ParallelMode,
-    StrategyFiles,
 )
 from shardfn.search.problem import Algorithm
 
@@ -43,57 +50,41 @@ _TRAINING = frozenset(f.name for f in dataclasses.fields(TrainingSettings)) - {"
 _KEYS: dict[str, Key] = {**AUTO_PARALLEL_KEYS, **RUN_KEYS, **ALGO_KEYS}
 
 
-def _default(name: str) -> Any:
-    return _KEYS[name].default
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class ParallelContext:
-    """The settings that the library reads; hashable, so that it can be part of a cache key.
+    """The settings of the three tables; hashable, so that it can be part of a cache key.
 
-    Its fields are the active keys of `context_keys`.
+    Each key is an attribute, with its default where it was not set.
+
+    Args:
+      settings: the keys that are set, with values.
 
     Attributes:
-      explicit: the keys that the user set.
-      inert: the other keys with a value that is not the default: those of the training step, and those without an effect.
+      settings: the keys that were set, with the values that are kept, sorted.
+
+    Raises:
+      ContextError: an unknown key or a value out of range: all problems together.
+      ContextTypeError: values of wrong types only.
+      NotAvailableError: a value that asks for something that is not built yet.
 
     >>> ParallelContext(device_num=8).device_num
     8
     """
 
-    device_num: int | None = _default("device_num")
-    global_rank: int = _default("global_rank")
-    parallel_mode: str = _default("parallel_mode")
-    search_mode: str = _default("search_mode")
-    dataset_strategy: str | tuple[Any, ...] = _default("dataset_strategy")
-    out_strategy_mode: str = _default("out_strategy_mode")
-    strategy_ckpt_config: StrategyFiles = _default("strategy_ckpt_config")  # noqa: RUF009 (a NamedTuple does not change)
-    mode: int = _default("mode")
-    device_target: str | None = _default("device_target")
-    save_graphs: int = _default("save_graphs")
-    save_graphs_path: str = _default("save_graphs_path")
-    fully_use_devices: bool = _default("fully_use_devices")
-    elementwise_op_strategy_follow: bool = _default("elementwise_op_strategy_follow")
-    enable_algo_approxi: bool = _default("enable_algo_approxi")
-    algo_approxi_epsilon: float = _default("algo_approxi_epsilon")
-    tensor_slice_align_enable: bool = _default("tensor_slice_align_enable")
-    tensor_slice_align_size: int = _default("tensor_slice_align_size")
-    inert: tuple[tuple[str, Any], ...] = ()
-    explicit: frozenset[str] = frozenset()
+    settings: tuple[tuple[str, Any], ...]
 
-    def __post_init__(self) -> None:
-        invalid: list[Problem] = []
-        waiting: list[Problem] = []
-        for key in _KEYS.values():
-            value = getattr(self, key.name) if key.active and not key.alias_of else key.default
-            if value is key.default:
-                continue
-            found = list(key.check(key.name, value))
-            invalid += found
-            if not found:
-                waiting += key.unavailable(value)
-                object.__setattr__(self, key.name, key.store(value))
-        _raise(invalid, waiting)
+    def __init__(self, **settings: Any) -> None:
+        object.__setattr__(self, "settings", _checked({}, _KEYS, "ParallelContext", settings))
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _KEYS or _KEYS[name].alias_of:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return dict(self.settings).get(name, _KEYS[name].default)
+
+    @property
+    def explicit(self) -> frozenset[str]:
+        """The keys that the user set."""
+        return frozenset(name for name, _ in self.settings)
 
     @functools.cached_property
     def defaults(self) -> Defaults:
@@ -115,7 +106,7 @@ class ParallelContext:
             algorithm=Algorithm(**{name: getattr(self, name) for name in ALGO_KEYS}),
             training=TrainingSettings(
                 **{name: self.read(name) for name in _TRAINING if self.is_set(name)},
-                all_reduce_fusion_config=self._kept("all_reduce_fusion_config"),
+                all_reduce_fusion_config=self.all_reduce_fusion_config,
             ),
         )
 
@@ -151,14 +142,10 @@ class ParallelContext:
           ContextError: there is no such key.
         """
         key = _known(_KEYS, "read", name)
-        return key.read(self._kept(key.alias_of or name))
+        return key.read(getattr(self, key.alias_of or name))
 
     def _said(self, name: str) -> Any:
         return self.read(name) if self.is_set(name) else None
-
-    def _kept(self, name: str) -> Any:
-        key = _KEYS[name]
-        return getattr(self, name) if key.active else dict(self.inert).get(name, key.default)
 
 
 def set_auto_parallel_context(**settings: Any) -> None:
@@ -177,7 +164,7 @@ def set_auto_parallel_context(**settings: Any) -> None:
     8
     >>> reset_auto_parallel_context()
     """
-    _update(lambda context: _changed(context, AUTO_PARALLEL_KEYS, "set_auto_parallel_context", settings))
+    _set(AUTO_PARALLEL_KEYS, "set_auto_parallel_context", settings)
 
 
 def get_auto_parallel_context(key: str) -> Any:
@@ -206,7 +193,7 @@ def reset_auto_parallel_context() -> None:
     >>> get_auto_parallel_context("search_mode")
     'auto'
     """
-    _update(lambda context: _reset(context, AUTO_PARALLEL_KEYS))
+    _reset(AUTO_PARALLEL_KEYS)
 
 
 @contextlib.contextmanager
@@ -228,7 +215,7 @@ def auto_parallel(**settings: Any) -> Iterator[ParallelContext]:
     >>> get_auto_parallel_context("device_num")
     1
     """
-    changed = _changed(current(), AUTO_PARALLEL_KEYS, "auto_parallel", settings)
+    changed = _with(_checked(dict(current().settings), AUTO_PARALLEL_KEYS, "auto_parallel", settings))
     token = _BLOCK.set(changed)
     try:
         yield changed
@@ -250,7 +237,7 @@ def set_context(**settings: Any) -> None:
     ...     get_context("device_target")
     'CPU'
     """
-    _update(lambda context: _changed(context, RUN_KEYS, "set_context", settings))
+    _set(RUN_KEYS, "set_context", settings)
 
 
 def get_context(key: str) -> Any:
@@ -276,7 +263,7 @@ def reset_context() -> None:
 
     >>> reset_context()
     """
-    _update(lambda context: _reset(context, RUN_KEYS))
+    _reset(RUN_KEYS)
 
 
 def set_algo_parameters(**settings: Any) -> None:
@@ -301,7 +288,7 @@ def set_algo_parameters(**settings: Any) -> None:
     ...     get_algo_parameters("fully_use_devices")
     True
     """
-    _update(lambda context: _changed(context, ALGO_KEYS, "set_algo_parameters", settings))
+    _set(ALGO_KEYS, "set_algo_parameters", settings)
 
 
 def get_algo_parameters(key: str) -> Any:
@@ -327,7 +314,7 @@ def reset_algo_parameters() -> None:
 
     >>> reset_algo_parameters()
     """
-    _update(lambda context: _reset(context, ALGO_KEYS))
+    _reset(ALGO_KEYS)
 
 
 def current() -> ParallelContext:
@@ -359,30 +346,17 @@ def _unknown(table: Mapping[str, Key], caller: str, name: str, written: str) -> 
 
 def _known(table: Mapping[str, Key], caller: str, name: Any) -> Key:
     if not isinstance(name, str):
-        fail(
-            ContextTypeError,
-            "a key of the context is a string",
-            where=f"{caller}({clipped(name)})",
-            why=f"its type is {type(name).__name__}, not str",
-            fix="give one key by its name",
-        )
+        fail(ContextTypeError, "a key of the context is a string", where=f"{caller}({clipped(name)})",
+             why=f"its type is {type(name).__name__}, not str", fix="give one key by its name")  # fmt: skip
     if name not in table:
         raise ContextError(_unknown(table, caller, name, repr(name)))
     return table[name]
 
 
-def _raise(invalid: list[Problem], waiting: list[Problem]) -> None:
-    if invalid:
-        kind = ContextTypeError if all(problem.is_type for problem in invalid) else ContextError
-        raise kind([*invalid, *waiting])
-    if waiting:
-        raise NotAvailableError(waiting)
-
-
-def _changed(
-    context: ParallelContext, table: Mapping[str, Key], caller: str, settings: Mapping[str, Any]
-) -> ParallelContext:
-    """`context` with `settings`; raises all problems together."""
+def _checked(
+    before: Mapping[str, Any], table: Mapping[str, Key], caller: str, settings: Mapping[str, Any]
+) -> tuple[tuple[str, Any], ...]:
+    """The values that are kept when `settings` are added to those `before`; raises all problems together."""
     invalid: list[Problem] = []
     waiting: list[Problem] = []
     kept: dict[str, Any] = {}
@@ -399,31 +373,31 @@ def _changed(
             kept[name] = key.store(value)
     for key in [table[name] for name in kept if table[name].alias_of]:
         home, said = key.alias_of, kept.pop(key.name)
-        value = key.write(said, kept.get(home, context._kept(home)))
+        value = key.write(said, kept.get(home, before.get(home, table[home].default)))
         if home in settings and kept[home] != value:
-            invalid.append(
-                Problem(
-                    f"`{key.name}` and `{home}` contradict each other",
-                    why="they are one setting",
-                    where=f"{caller}({key.name}={said!r}, {home}={clipped(kept[home])})",
-                    fix=f"give {home} only",
-                )
-            )
+            invalid.append(Problem(f"`{key.name}` and `{home}` contradict each other", why="they are one setting",
+                                   where=f"{caller}({key.name}={said!r}, {home}={clipped(kept[home])})",
+                                   fix=f"give {home} only"))  # fmt: skip
         kept[home] = value
-    _raise(invalid, waiting)
-    return _with(context, kept, context.explicit.union(kept))
+    if invalid:
+        kind = ContextTypeError if all(problem.is_type for problem in invalid) else ContextError
+        raise kind([*invalid, *waiting])
+    raise_problems(waiting, NotAvailableError)
+    return tuple(sorted({**before, **kept}.items()))
 
 
-def _with(context: ParallelContext, kept: Mapping[str, Any], explicit: frozenset[str]) -> ParallelContext:
-    fields = {name: value for name, value in kept.items() if _KEYS[name].active}
-    rest = {**dict(context.inert), **{name: value for name, value in kept.items() if name not in fields}}
-    inert = tuple(sorted((name, value) for name, value in rest.items() if value != _default(name)))
-    return dataclasses.replace(context, **fields, inert=inert, explicit=explicit)
+def _with(settings: tuple[tuple[str, Any], ...]) -> ParallelContext:
+    context = ParallelContext()
+    object.__setattr__(context, "settings", settings)
+    return context
 
 
-def _reset(context: ParallelContext, table: Mapping[str, Key]) -> ParallelContext:
-    defaults = {name: key.default for name, key in table.items() if not key.alias_of}
-    return _with(context, defaults, context.explicit.difference(table))
+def _set(table: Mapping[str, Key], caller: str, settings: Mapping[str, Any]) -> None:
+    _update(lambda context: _with(_checked(dict(context.settings), table, caller, settings)))
+
+
+def _reset(table: Mapping[str, Key]) -> None:
+    _update(lambda context: _with(tuple(pair for pair in context.settings if pair[0] not in table)))
 
 
 _shared = ParallelContext()

@@ -6,7 +6,6 @@ training step, or for something that is not built yet: then only a value without
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -131,9 +130,8 @@ def _dataset(name: str, value: Any) -> Iterator[Problem]:
 
 def _fraction(name: str, value: Any) -> Iterator[Problem]:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        yield wrong(
-            name, value, f"its type is {type(value).__name__}, not float", "give a float such as 0.1", is_type=True
-        )
+        why = f"its type is {type(value).__name__}, not float"
+        yield wrong(name, value, why, "give a float such as 0.1", is_type=True)
     elif not 0 < value <= 1:
         yield wrong(name, value, "it must be above 0 and at most 1", "give a float such as 0.1")
 
@@ -166,8 +164,6 @@ def _now(name: str, default: Any, check: Check, doc: str, **more: Any) -> Key:
 def _later(
     name: str, default: Any, check: Check, lacks: str, doc: str, *, also: tuple[Any, ...] = (), **more: Any
 ) -> Key:
-    if isinstance(default, dict):  # what the user leaves out of it keeps its default
-        more = {"store": lambda value: {**default, **value}, "read": copy.deepcopy, **more}
     return Key(name, default, check, doc, honours=(default, *also), lacks=lacks, **more)
 
 

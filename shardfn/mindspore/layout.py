@@ -18,8 +18,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardfn.errors import DeviceError, LayoutError, fail
-from shardfn.frontend.meshes import abstract_mesh, mesh_on, partition_spec
+from shardfn.errors import DeviceError, LayoutError, fail, raise_problems
+from shardfn.frontend.meshes import MeshLayout, abstract_mesh, mesh_on, partition_spec, spec_of
 from shardfn.mindspore.layout_checks import (
     INTERLEAVED,
     UNSHARDED,
@@ -28,7 +28,6 @@ from shardfn.mindspore.layout_checks import (
     dim_problems,
     map_problems,
     matrix_problems,
-    raise_problems,
     rank_problems,
     real_axes,
     shape_problems,
@@ -71,9 +70,9 @@ class Layout:
     def __init__(
         self, device_matrix: tuple[int, ...], alias_name: tuple[str, ...], rank_list: list[int] | None = None
     ) -> None:
-        raise_problems(matrix_problems(device_matrix, alias_name))
+        raise_problems(matrix_problems(device_matrix, alias_name), LayoutError)
         ranks: Sequence[int] = range(math.prod(size for _, size in real_axes(device_matrix, alias_name)))
-        raise_problems(rank_problems(rank_list, ranks, math.prod(device_matrix)))
+        raise_problems(rank_problems(rank_list, ranks, math.prod(device_matrix)), LayoutError)
         if rank_list and rank_list != list(range(len(rank_list))):
             ranks = tuple(rank_list)
         values = {"device_matrix": device_matrix, "alias_name": alias_name, "rank_list": ranks}
@@ -96,7 +95,7 @@ class Layout:
         >>> Layout((2, 4), ("dp", "mp"))("None", "mp").strategy
         (1, 4)
         """
-        raise_problems(dim_problems(self.device_matrix, self.alias_name, dims))
+        raise_problems(dim_problems(self.device_matrix, self.alias_name, dims), LayoutError)
         bound = copy.copy(self)
         object.__setattr__(bound, "_dims", dims)
         object.__setattr__(bound, "_spec", tuple(tuple(a for a in axis_names(dim) if a != UNSHARDED) for dim in dims))
@@ -128,13 +127,9 @@ class Layout:
         >>> Layout.from_strategy((4, 1), 8)
         Layout((4, 2), ('dim0', 'repeat'))('dim0', 'None')
         """
-        raise_problems(strategy_problems(strategy, device_num))
-        axes = [(f"dim{i}", n) for i, n in enumerate(strategy) if n > 1]
-        repeat = device_num // math.prod(strategy)
-        if repeat > 1 or not axes:
-            axes.append(("repeat", repeat))
-        names, sizes = zip(*axes, strict=True)
-        return cls(sizes, names)(*(f"dim{i}" if n > 1 else UNSHARDED for i, n in enumerate(strategy)))
+        raise_problems(strategy_problems(strategy, device_num), LayoutError)
+        layout = MeshLayout.of_strategy(strategy, device_num)
+        return spec_layout(layout.axes, layout.spec)
 
     @classmethod
     def from_tensor_map(cls, device_matrix: Sequence[int], tensor_map: Sequence[int | Sequence[int]]) -> Layout:
@@ -158,7 +153,7 @@ class Layout:
         matrix: Any = tuple(device_matrix) if isinstance(device_matrix, list) else device_matrix
         names = tuple(f"axis{i}" for i in range(len(matrix) if isinstance(matrix, tuple) else 1))
         layout = cls(matrix, names)
-        raise_problems(map_problems(matrix, tensor_map))
+        raise_problems(map_problems(matrix, tensor_map), LayoutError)
         number = {-1: UNSHARDED} | dict(enumerate(reversed(names)))
         return layout(*(number[d] if isinstance(d, int) else tuple(number[k] for k in d) for d in tensor_map))
 
@@ -182,12 +177,9 @@ class Layout:
         >>> Layout.from_sharding(NamedSharding(AbstractMesh((2, 4), ("dp", "mp")), PartitionSpec("mp")), ndim=2)
         Layout((2, 4), ('dp', 'mp'))('mp', 'None')
         """
-        raise_problems(sharding_problems(sharding, ndim))
-        entries = sharding.spec.partitions + (None,) * (ndim - len(sharding.spec))
-        mesh = sharding.mesh
-        axes = dict(mesh.shape) or {"repeat": 1}
-        layout = cls(tuple(axes.values()), tuple(axes), _ranks(mesh, devices))
-        return layout(*(UNSHARDED if entry is None else entry for entry in entries))
+        raise_problems(sharding_problems(sharding, ndim), LayoutError)
+        axes = tuple(sharding.mesh.shape.items()) or (("repeat", 1),)
+        return spec_layout(axes, spec_of(sharding.spec, ndim), _ranks(sharding.mesh, devices))
 
     # As MindSpore writes it
 
@@ -253,7 +245,7 @@ class Layout:
           LayoutError: another number of dims, or a dim that its number of shards does not divide.
           LayoutTypeError: `shape` is no tuple of ints.
         """
-        raise_problems(shape_problems(self, shape))
+        raise_problems(shape_problems(self, shape), LayoutError)
         return tuple(int(n) // count for n, count in zip(shape, self.strategy, strict=True))
 
     def slices(self, shape: Sequence[int]) -> tuple[tuple[slice, ...], ...]:
@@ -343,6 +335,13 @@ class Layout:
             why = "the device matrix alone does not say which axis shards which dim"
             fail(LayoutError, "this layout is not yet the layout of an array", where=repr(self), why=why, fix=fix)
         return self
+
+
+def spec_layout(axes: Sequence[tuple[str, int]], spec: Spec, rank_list: list[int] | None = None) -> Layout:
+    """The layout of an array from the mesh axes of each dim."""
+    names, sizes = zip(*axes, strict=True)
+    dims = (UNSHARDED if not dim else dim[0] if len(dim) == 1 else dim for dim in spec)
+    return Layout(sizes, names, rank_list)(*dims)
 
 
 def _ranks(mesh: Mesh | AbstractMesh, devices: Sequence[Any] | None) -> list[int] | None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardfn.errors import LayoutError, LayoutTypeError, Problem
+from shardfn.errors import Problem
 
 INTERLEAVED = "interleaved_parallel"
 UNSHARDED = "None"
@@ -45,17 +45,11 @@ def real_axes(matrix: tuple[int, ...], names: tuple[str, ...]) -> tuple[tuple[st
     return tuple((name, size) for name, size in zip(names, matrix, strict=True) if name != INTERLEAVED)
 
 
-def raise_problems(problems: Iterable[Problem]) -> None:
-    """Raise all problems together: a `LayoutTypeError` if all are of types, else a `LayoutError`."""
-    found = tuple(problems)
-    if found:
-        raise (LayoutTypeError if all(p.is_type for p in found) else LayoutError)(found)
-
-
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+BY_NAME = "a dim is sharded over an axis by its name"
 WHY = {
     "device_matrix": "a size counts the devices along an axis",
     "rank_list": "a rank is the index of a device",
@@ -83,26 +77,16 @@ def matrix_problems(matrix: Any, names: Any) -> Iterator[Problem]:
     found = list(_int_problems("device_matrix", matrix, where))
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         what, fix = "alias_name must be a tuple of strings", 'name each axis, as in ("dp", "mp")'
-        found.append(Problem(what, where, "a dim is sharded over an axis by its name", fix, is_type=True))
+        found.append(Problem(what, where, BY_NAME, fix, is_type=True))
     yield from found
     if any(p.is_type for p in found):
         return
     counts = f"device_matrix has {len(matrix)} entries and alias_name {len(names)}"
     rules = (
         (len(matrix) != len(names), counts, "each axis has a size and a name", "write as many names as sizes"),
-        (
-            "" in names,
-            "an axis has an empty name",
-            "a dim is sharded over an axis by its name",
-            "give each axis a name",
-        ),
+        ("" in names, "an axis has an empty name", BY_NAME, "give each axis a name"),
         (UNSHARDED in names, 'an axis is called "None"', 'in a call "None" means an unsharded dim', "rename the axis"),
-        (
-            len(set(names)) < len(names),
-            "two axes share a name",
-            "a dim is sharded over an axis by its name",
-            "rename one of them",
-        ),
+        (len(set(names)) < len(names), "two axes share a name", BY_NAME, "rename one of them"),
         (
             INTERLEAVED in names[:-1],
             f"axis {INTERLEAVED!r} is not last",

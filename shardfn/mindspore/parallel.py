@@ -8,7 +8,7 @@ from typing import Any
 
 from shardfn import api
 from shardfn.layoutfile.mindspore_json import strategies_by_op
-from shardfn.mindspore.layout import Layout
+from shardfn.mindspore.layout import Layout, spec_layout
 from shardfn.planning.plan import Plan, op_strategies
 
 
@@ -67,9 +67,8 @@ def layout_of(plan: Plan, path: str) -> Layout:
     >>> layout_of(made, "x").tensor_map
     (0, -1)
     """
-    names, sizes = zip(*(plan.axes or (("a", 1),)), strict=True)
-    dims = ("None" if not dim else dim[0] if len(dim) == 1 else dim for dim in plan.decision(path).spec)
-    return Layout(sizes, names, list(plan.order) if plan.order else None)(*dims)
+    order = list(plan.order) if plan.order else None
+    return spec_layout(plan.axes or (("a", 1),), plan.decision(path).spec, order)
 
 
 def get_strategy(plan: Plan) -> dict[str, tuple[tuple[int, ...], ...]]:

@@ -8,6 +8,7 @@ sharded again along dim 0, over a group of `opt_weight_shard_size` ranks that ar
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -16,10 +17,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from shardfn.checkpoint import arrays, offline
-from shardfn.checkpoint.chunks import Box, volume
+from shardfn.checkpoint.chunks import Box, box_shape, full_box, inside, overlap, relative, volume
 from shardfn.checkpoint.safetensors_files import (
     SUFFIX,
     FileTensor,
@@ -29,7 +31,7 @@ from shardfn.checkpoint.safetensors_files import (
     write_tensors,
 )
 from shardfn.checkpoint.step_folders import absolute_path
-from shardfn.errors import CheckpointError, CheckpointFileError, Problem, a, fail
+from shardfn.errors import CheckpointError, CheckpointFileError, Problem, a, fail, raise_problems
 from shardfn.layoutfile.mindspore_json import checked
 from shardfn.mindspore.layout import Layout
 
@@ -51,37 +53,37 @@ class Sliced:
         """The number of ranks."""
         return self.layout.size
 
-    def boxes(self, shape: Sequence[int]) -> tuple[Box, ...]:
-        """The slice of each rank, for a parameter of this shape."""
-        held = self.layout.slices(tuple(shape))
-        size, step = self.optimizer
-        if size <= 1:
-            return held
-        found = []
-        for rank, box in enumerate(held):
-            rows = box[0].stop - box[0].start
-            if rows % size:
-                fail(
-                    CheckpointError,
-                    f"a slice of {rows} rows cannot be sharded {size} ways",
-                    where=f"shape {tuple(shape)}",
-                    why="opt_weight_shard_size shards dim 0 of every slice",
-                    fix="use the strategy file that the run wrote",
-                )
-            begin = box[0].start + rank // step % size * (rows // size)
-            found.append((slice(begin, begin + rows // size), *box[1:]))
-        return tuple(found)
+    @property
+    def strategy(self) -> tuple[int, ...]:
+        """The number of shards of each dim, with those of the optimizer's group."""
+        shards = self.layout.strategy
+        return (shards[0] * self.optimizer[0], *shards[1:]) if shards else ()
 
     def full(self, held: Sequence[int]) -> tuple[int, ...]:
         """The shape of the unsharded parameter whose slices have the shape `held`."""
-        strategy = self.layout.strategy
-        size = self.optimizer[0]
-        return tuple(
-            n * c * (size if not i and size > 1 else 1) for i, (n, c) in enumerate(zip(held, strategy, strict=True))
-        )
+        return tuple(n * shards for n, shards in zip(held, self.strategy, strict=True))
 
 
 Strategy = Mapping[str, Sliced]
+
+
+@functools.lru_cache(maxsize=8)
+def boxes_of(sliced: Sliced, shape: tuple[int, ...]) -> tuple[Box, ...]:
+    """The slice of each rank, for a parameter of this shape."""
+    held = sliced.layout.slices(shape)
+    size, step = sliced.optimizer
+    if size == 1:
+        return held
+    found = []
+    for rank, (along, *others) in enumerate(held):
+        rows = along.stop - along.start
+        if rows % size:
+            fail(CheckpointError, f"a slice of {rows} rows cannot be sharded {size} ways", where=f"shape {shape}",
+                 why="opt_weight_shard_size shards dim 0 of every slice",
+                 fix="use the strategy file that the run wrote")  # fmt: skip
+        begin = along.start + rank // step % size * (rows // size)
+        found.append((slice(begin, begin + rows // size), *others))
+    return tuple(found)
 
 
 def merge_sliced_parameter(sliced_parameters: Sequence[Any], strategy: Any = None) -> np.ndarray:
@@ -117,8 +119,7 @@ def merge_sliced_parameter(sliced_parameters: Sequence[Any], strategy: Any = Non
         for rank, one in enumerate(slices)
         if one.dtype != first.dtype or (one.shape[1:] != first.shape[1:] if strategy is None else one.shape != first.shape)
     ]  # fmt: skip
-    if problems:
-        raise CheckpointError(problems)
+    raise_problems(problems, CheckpointError)
     if strategy is None:
         return np.concatenate(slices) if first.ndim else first
     sliced = _sliced("the parameter", strategy) if isinstance(strategy, Mapping) else Sliced(_layout(strategy))
@@ -129,7 +130,7 @@ def merge_sliced_parameter(sliced_parameters: Sequence[Any], strategy: Any = Non
         fail(CheckpointError, f"the slices have {first.ndim} dims, and the strategy {len(sliced.layout.strategy)}",
              where=repr(sliced.layout), fix="use the strategy of this parameter")  # fmt: skip
     merged = np.empty(sliced.full(first.shape), first.dtype)
-    for box, one in zip(sliced.boxes(merged.shape), slices, strict=True):
+    for box, one in zip(boxes_of(sliced, merged.shape), slices, strict=True):
         merged[box] = one
     return merged
 
@@ -211,12 +212,9 @@ def rank_list_for_transform(rank_id: int, src_strategy_file: Any = None, dst_str
     for name, sliced in source.items():
         shape = sliced.shape or (target[name].shape if name in target else None)
         if shape is None:
-            fail(
-                CheckpointError,
-                f"the strategies do not say the shape of `{name}`",
-                fix="use strategy files with tensor_shape",
-            )
-        needed.update(rank for rank, _ in _parts(name, shape, rank_id, source, target))
+            fail(CheckpointError, f"the strategies do not say the shape of `{name}`",
+                 fix="use strategy files with tensor_shape")  # fmt: skip
+        needed.update(rank for rank, _ in _sources(name, shape, _box_of(name, shape, rank_id, target), source, rank_id))
     return sorted(needed)
 
 
@@ -231,27 +229,42 @@ def _check_rank(rank: Any, ranks: int) -> None:
              fix="choose one of them")  # fmt: skip
 
 
-def _parts(name: str, shape: Sequence[int], rank: int, source: Strategy, target: Strategy) -> list[tuple[int, Box]]:
-    """The sources of a destination rank's slice: source ranks, and the box of the parameter that each provides."""
-    want = target[name].boxes(shape)[rank % target[name].ranks] if name in target else tuple(slice(0, n) for n in shape)
-    return sources_of(name, shape, want, source, rank)
+def _box_of(name: str, shape: tuple[int, ...], rank: int, strategy: Strategy) -> Box:
+    """The box of a parameter that a rank holds: all of it where the strategy does not name the parameter."""
+    return boxes_of(strategy[name], shape)[rank % strategy[name].ranks] if name in strategy else full_box(shape)
 
 
-def sources_of(name: str, shape: Sequence[int], want: Box, source: Strategy, rank: int = 0) -> list[tuple[int, Box]]:
+def _sources(name: str, shape: tuple[int, ...], want: Box, source: Strategy, rank: int) -> list[tuple[int, Box]]:
     """The source ranks that provide a box of a parameter, with the part of each; `rank` is preferred."""
     if name not in source:  # each source rank has all of it
-        ranks = ranks_of(source)
-        return [(rank if rank < ranks else 0, want)]
-    boxes = source[name].boxes(shape)
-    holders: dict[tuple[Any, ...], list[int]] = {}
-    for holder, box in enumerate(boxes):
-        holders.setdefault(tuple((s.start, s.stop) for s in box), []).append(holder)
-    found = []
-    for key, ranks in holders.items():
-        both = tuple(slice(max(lo, w.start), min(hi, w.stop)) for (lo, hi), w in zip(key, want, strict=True))
-        if all(s.start < s.stop for s in both):
-            found.append((rank if rank in ranks else ranks[0], both))  # its own file, where it has the slice
-    return found
+        return [(rank if rank < ranks_of(source) else 0, want)]
+    found: dict[str, tuple[int, Box]] = {}
+    for holder, box in enumerate(boxes_of(source[name], shape)):
+        part = overlap(box, want)
+        if part is not None and (repr(box) not in found or holder == rank):  # its own file, where it has the slice
+            found[repr(box)] = holder, part
+    return list(found.values())
+
+
+def read_box(
+    name: str, shape: tuple[int, ...], box: Box, held: Mapping[int, Mapping[str, FileTensor]], source: Strategy, rank: int = 0
+) -> np.ndarray:  # fmt: skip
+    """A box of a parameter, from the files of the source ranks.
+
+    Args:
+      name: the parameter.
+      shape: its unsharded shape.
+      box: the part to read.
+      held: the tensors of each rank's file.
+      source: the strategy of the run that wrote the files.
+      rank: the rank whose file is read where several have the same slice.
+    """
+    values, parts = np.empty(box_shape(box), jnp.dtype(held[0][name].dtype)), _sources(name, shape, box, source, rank)
+    assert sum(volume(part) for _, part in parts) == volume(box), f"the slices do not cover {box} of {name}"
+    for holder, part in parts:
+        origin = _box_of(name, shape, holder, source)
+        values[relative(part, box)] = held[holder][name].read(relative(part, origin))
+    return values
 
 
 def transform_checkpoints(
@@ -289,35 +302,20 @@ def transform_checkpoints(
     held = {rank: read_tensors(file) for rank, file in files.items()}
     shapes = unsharded_shapes(held, source)
     out, made = absolute_path(dst_checkpoints_dir), []
-    try:
+    most = max(1, bound // offline.SHARE // 8)
+    with arrays.write_errors(out):
         for rank in range(ranks_of(target)):
-            rows, parts = [], {}
-            for name, (shape, dtype) in shapes.items():
-                parts[name] = _parts(name, shape, rank, source, target)
-                want = (
-                    target[name].boxes(shape)[rank % target[name].ranks]
-                    if name in target
-                    else tuple(slice(0, n) for n in shape)
-                )
-                rows.append((TensorHeader(name, dtype, tuple(s.stop - s.start for s in want)), want))
+            boxes = {name: _box_of(name, shape, rank, target) for name, (shape, _) in shapes.items()}
+            rows = [TensorHeader(name, dtype, box_shape(boxes[name])) for name, (_, dtype) in shapes.items()]
             file = out / f"rank_{rank}" / f"{ckpt_prefix}{rank}{SUFFIX}"
             file.parent.mkdir(parents=True, exist_ok=True)
-            with write_tensors(file, [row for row, _ in rows], {"format": "pt"}) as handle:
-                for row, want in rows:
-                    overlapping = [
-                        (
-                            source[row.name].boxes(shapes[row.name][0])[r] if row.name in source else None,
-                            held[r][row.name],
-                            box,
-                        )
-                        for r, box in parts[row.name]
-                    ]
-                    _write(handle, row, want, overlapping, bound)
+            with write_tensors(file, rows) as handle:
+                for row in rows:
+                    for part in contiguous_boxes(row.shape, most):  # a few rows at a time
+                        box = inside(part, boxes[row.name])
+                        values = read_box(row.name, shapes[row.name][0], box, held, source, rank)
+                        handle.write(values.tobytes())
             made.append(file)
-    except OSError as error:
-        if not isinstance(error, CheckpointFileError):
-            arrays.raise_write_error(error, out)
-        raise
     return tuple(made)
 
 
@@ -329,16 +327,10 @@ def rank_files(folder: pathlib.Path, ranks: int) -> dict[int, pathlib.Path]:
         if files:
             found[rank] = files[-1]
         else:
-            problems.append(
-                Problem(
-                    f"there is no file of rank {rank}",
-                    where=str(folder / f"rank_{rank}" / ("*" + SUFFIX)),
-                    why=f"the source has {ranks} ranks",
-                    fix="bring the files of all ranks together",
-                )
-            )
-    if problems:
-        raise CheckpointError(problems)
+            where = str(folder / f"rank_{rank}" / ("*" + SUFFIX))
+            problems.append(Problem(f"there is no file of rank {rank}", where, f"the source has {ranks} ranks",
+                                    "bring the files of all ranks together"))  # fmt: skip
+    raise_problems(problems, CheckpointError)
     return found
 
 
@@ -353,64 +345,32 @@ def unsharded_shapes(
     """Shape and dtype of each unsharded parameter; every rank's slice has to fit."""
     problems: list[Problem] = []
     found: dict[str, tuple[tuple[int, ...], str]] = {}
+    fix = "use the strategy of the run that wrote the files"
     for name in dict.fromkeys(itertools.chain.from_iterable(held.values())):
         lacking = [rank for rank, rows in held.items() if name not in rows]
         if lacking:
-            problems.append(
-                Problem(
-                    f"rank {lacking[0]} has no `{name}`",
-                    where=f"it is missing on ranks {lacking[:8]}",
-                    why="every rank has a slice of every parameter",
-                    fix="bring files of one step together",
-                )
-            )
+            problems.append(Problem(f"rank {lacking[0]} has no `{name}`", where=f"it is missing on ranks {lacking[:8]}",
+                                    why="every rank has a slice of every parameter",
+                                    fix="bring files of one step together"))  # fmt: skip
             continue
-        first = next(iter(held.values()))[name]
-        sliced = source.get(name)
-        if sliced is not None and len(sliced.layout.strategy) != len(first.shape):
+        first = held[0][name]
+        shape, stated = first.shape, None
+        if sliced := source.get(name):
             dims = len(sliced.layout.strategy)
-            problems.append(Problem(f"`{name}` has {len(first.shape)} dims, and its strategy {dims}",
-                                    where=repr(sliced.layout),
-                                    fix="use the strategy of the run that wrote the files"))  # fmt: skip
-            continue
-        shape = sliced.full(first.shape) if sliced is not None else first.shape
-        odd = [
-            rank for rank, rows in held.items() if (rows[name].shape, rows[name].dtype) != (first.shape, first.dtype)
-        ]
-        if odd or (sliced is not None and sliced.shape not in (None, shape)):
+            if dims != len(first.shape):
+                what = f"`{name}` has {len(first.shape)} dims, and its strategy {dims}"
+                problems.append(Problem(what, where=repr(sliced.layout), fix=fix))
+                continue
+            shape, stated = sliced.full(first.shape), sliced.shape
+        odd = [r for r, rows in held.items() if (rows[name].shape, rows[name].dtype) != (first.shape, first.dtype)]
+        if odd or stated not in (None, shape):
             why = (
                 f"rank {odd[0]} has {held[odd[0]][name].shape}"
                 if odd
-                else f"the strategy says that the unsharded shape is {sliced and sliced.shape}"
+                else f"the strategy says that the unsharded shape is {stated}"
             )
-            problems.append(Problem(f"the slices of `{name}` do not fit", where=f"{first.file}: {first.dtype}{list(first.shape)}",
-                                    why=why, fix="use the strategy of the run that wrote the files"))  # fmt: skip
+            problems.append(Problem(f"the slices of `{name}` do not fit",
+                                    where=f"{first.file}: {first.dtype}{list(first.shape)}", why=why, fix=fix))  # fmt: skip
         found[name] = shape, first.dtype
-    if problems:
-        raise CheckpointError(problems)
+    raise_problems(problems, CheckpointError)
     return found
-
-
-def _write(
-    handle: Any, row: TensorHeader, want: Box, parts: Sequence[tuple[Box | None, FileTensor, Box]], bound: int
-) -> None:
-    """Write a slice, a few rows at a time, from the source slices that overlap it."""
-    most = max(1, bound // offline.SHARE // 8)
-    for local in contiguous_boxes(row.shape, most):
-        box = tuple(slice(w.start + s.start, w.start + s.stop) for w, s in zip(want, local, strict=True))
-        part = None
-        for held, tensor, given in parts:
-            both = tuple(slice(max(b.start, g.start), min(b.stop, g.stop)) for b, g in zip(box, given, strict=True))
-            if any(s.start >= s.stop for s in both):
-                continue
-            origin = held or tuple(slice(0, n) for n in tensor.shape)
-            values = tensor.read(
-                tuple(slice(s.start - o.start, s.stop - o.start) for s, o in zip(both, origin, strict=True))
-            )
-            if part is None:
-                part = np.empty([s.stop - s.start for s in box], values.dtype)
-            part[tuple(slice(s.start - b.start, s.stop - b.start) for s, b in zip(both, box, strict=True))] = values
-        if part is not None:
-            handle.write(part.tobytes())
-        elif volume(box):
-            raise AssertionError(f"nothing holds {box} of {row.name}")

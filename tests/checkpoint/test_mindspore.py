@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardfn.errors import CheckpointError, CheckpointFileError
 from shardfn.mindspore import Layout, merge_sliced_parameter, rank_list_for_transform, transform_checkpoints
-from shardfn.mindspore.rank_checkpoints import read_strategy
+from shardfn.mindspore.rank_checkpoints import boxes_of, read_strategy
 
 
 def row(matrix, tensor_map, shape, size=0, step=0):
@@ -101,7 +101,9 @@ def write(folder, strategies, whole, name="ckpt-1_1.safetensors"):
     for rank in range(ranks):
         part = folder / f"rank_{rank}"
         part.mkdir(parents=True, exist_ok=True)
-        held = {n: np.ascontiguousarray(x[cut[n].boxes(x.shape)[rank]] if n in cut else x) for n, x in whole.items()}
+        held = {
+            n: np.ascontiguousarray(x[boxes_of(cut[n], x.shape)[rank]] if n in cut else x) for n, x in whole.items()
+        }
         safetensors.numpy.save_file(held, part / name)
 
 

@@ -7,20 +7,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import tree_util
 
 from shardfn.checkpoint import reader, state_tree
 from shardfn.checkpoint.arrays import ArrayRead
 from shardfn.checkpoint.contents import StoredArray
-from shardfn.errors import CheckpointError, NotAvailableError, Problem, StrategyTypeError, a, fail, warn
+from shardfn.checkpoint.reader import Renamed
+from shardfn.errors import CheckpointError, NotAvailableError, Problem, a, fail, raise_problems, warn
 from shardfn.frontend.callee import Callee
 from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import short
 from shardfn.mindspore import context
 from shardfn.mindspore.inference.matching import matched
 from shardfn.mindspore.inference.predict import PredictLayout, with_options
-from shardfn.mindspore.inference.sources import one_of, open_source
+from shardfn.mindspore.inference.sources import Source, one_of, open_source
 from shardfn.mindspore.inference.targets import shardings
 from shardfn.mindspore.inference.weights import Named, Weights, check_named, of_module, of_tree
 
@@ -95,10 +95,8 @@ def load_distributed_checkpoint(
     ...     load_distributed_checkpoint(serve, run)["w"].shape
     (8, 4)
     """
-    asked = {
-        "dec_key": dec_key, "dec_mode": dec_mode, "dst_safetensors_dir": dst_safetensors_dir, "rank_id": rank_id,
-        "output_format": output_format, "max_process_num": max_process_num,
-    }  # fmt: skip
+    asked = {"dec_key": dec_key, "dec_mode": dec_mode, "dst_safetensors_dir": dst_safetensors_dir, "rank_id": rank_id,
+             "output_format": output_format, "max_process_num": max_process_num}  # fmt: skip
     _refuse(asked, format, strict_load, return_param_dict)
     found = one_of(checkpoint, unified_safetensors_dir)
     check_named(weights)
@@ -110,55 +108,53 @@ def load_distributed_checkpoint(
     if known is None:
         chosen = _all_of(named, _argument(function.callee, weights))
     else:
-        stored = {path: entry for path, (entry, _) in named.items()}
-        chosen = {
-            name: named[path]
-            for name, path in matched(stored, known, strict_load, source.text, tuple(known.values)).items()
-        }
-    if known is not None and (kept := [name for name in known.shapes if name not in chosen]):
-        them = "it stays as it is" if len(kept) == 1 else "they stay as they are"
-        warn(f"{source.text} has no {listed(kept)}: {them}")
+        by_path = {row.new.path: row for row in named}
+        stored = {path: row.stored for path, row in by_path.items()}
+        places = matched(stored, known, strict_load, source.text, tuple(known.values))
+        chosen = [_under(by_path[path], name) for name, path in places.items()]
+        if kept := [name for name in known.shapes if name not in places]:
+            them = "it stays as it is" if len(kept) == 1 else "they stay as they are"
+            warn(f"{source.text} has no {listed(kept)}: {them}")
     values = _read(source, chosen, known, predict_strategy, device, dtype)
     if known is not None:
         values = {name: values[name] if name in values else known.values[name] for name in known.shapes}
-    if function.callee.adapter is not None and known is not None and known.treedef is None:
-        return _into(function.callee, values, return_param_dict)
+        if function.callee.adapter is not None and known.treedef is None:
+            return _into(function.callee, values, return_param_dict)
     if return_param_dict:
         return values
     if known is not None and known.treedef is not None:
         return tree_util.tree_unflatten(known.treedef, list(values.values()))
-    return state_tree.nested({chosen[name][1]: value for name, value in values.items()})
+    return state_tree.nested({row.new.keys: values[row.new.path] for row in chosen})
+
+
+MEANINGLESS: dict[str, tuple[Any, str, str]] = {
+    "dec_key": (None, "checkpoints are not encrypted here", "decrypt the files first"),
+    "dec_mode": ("AES-GCM", "checkpoints are not encrypted here", "leave it out"),
+    "dst_safetensors_dir": (
+        None, "weights are loaded, not written", "use transform_checkpoints or checkpoint.export_safetensors"),
+    "rank_id": (None, "each process reads for its own devices", "leave it out"),
+    "output_format": ("safetensors", "weights are loaded, not written", "use checkpoint.export_safetensors"),
+    "max_process_num": (64, "files are read in threads of this process", "leave it out"),
+}  # fmt: skip
+"""MindSpore's arguments that can only have their default here, why, and what to do instead."""
 
 
 def _refuse(settings: Mapping[str, Any], form: Any, strict: Any, flat: Any) -> None:
-    usual = {"dec_key": None, "dec_mode": "AES-GCM", "dst_safetensors_dir": None, "rank_id": None,
-             "output_format": "safetensors", "max_process_num": 64}  # fmt: skip
-    told = {
-        "dec_key": ("checkpoints are not encrypted here", "decrypt the files first"),
-        "dec_mode": ("checkpoints are not encrypted here", "leave it out"),
-        "dst_safetensors_dir": ("weights are loaded, not written", "use transform_checkpoints or checkpoint.export_safetensors"),
-        "rank_id": ("each process reads for its own devices", "leave it out"),
-        "output_format": ("weights are loaded, not written", "use checkpoint.export_safetensors"),
-        "max_process_num": ("files are read in threads of this process", "leave it out"),
-    }  # fmt: skip
     problems = [
-        Problem(f"`{name}` has no meaning here", where=name if name == "dec_key" else f"{name} = {short(value)}",
-                why=told[name][0], fix=told[name][1])
-        for name, value in settings.items() if value != usual[name]
-    ]  # fmt: skip
+        Problem(f"`{name}` has no meaning here", name if name == "dec_key" else f"{name} = {short(value)}", why, fix)
+        for name, (default, why, fix) in MEANINGLESS.items()
+        if (value := settings[name]) != default
+    ]
     if form not in (None, "safetensors"):
         problems.append(Problem(f"the format {short(form)} is not read", where=f"format = {short(form)}",
                                 why="MindSpore's own .ckpt files are ProtoBuf of a kind that is not read here",
                                 fix="turn them into safetensors: ms.ckpt_to_safetensors(folder)"))  # fmt: skip
-    if problems:
-        raise NotAvailableError(problems)
-    wrong = [
+    raise_problems(problems, NotAvailableError)
+    raise_problems([
         Problem(f"`{name}` must be a bool, not {a(value)}", where=f"{name} = {short(value)}", fix="write True or False",
                 is_type=True)
         for name, value in (("strict_load", strict), ("return_param_dict", flat)) if not isinstance(value, bool)
-    ]  # fmt: skip
-    if wrong:
-        raise StrategyTypeError(wrong)
+    ])  # fmt: skip
 
 
 def _known(callee: Callee, strategy: Any, like: Any, named: Named) -> Weights | None:
@@ -189,41 +185,41 @@ def _spelled(name_map: Any, entries: Sequence[StoredArray]) -> dict[str, str]:
     if not isinstance(name_map, Mapping):
         fail(CheckpointError, f"`name_map` is {a(name_map)}", where=f"name_map = {short(name_map)}",
              why="it has new names by stored ones", fix='write {"stored/name": "name"}')  # fmt: skip
-    paths = {entry.path for entry in entries}
-    is_known = lambda old: any(p == old or p.startswith(f"{old}/") for p in paths)  # noqa: E731
-    return {
-        old if is_known(old := str(key)) else old.replace(".", "/"): str(new).replace(".", "/") if not is_known(old) else str(new)
-        for key, new in name_map.items()
-    }  # fmt: skip
+    found = {}
+    for old, new in ((str(key), str(value)) for key, value in name_map.items()):
+        if not any(f"{entry.path}/".startswith(f"{old}/") for entry in entries):
+            old, new = old.replace(".", "/"), new.replace(".", "/")
+        found[old] = new
+    return found
 
 
-def _all_of(
-    named: Mapping[str, tuple[StoredArray, state_tree.Keys]], argument: str
-) -> dict[str, tuple[StoredArray, state_tree.Keys]]:
+def _under(row: Renamed, name: str, depth: int = 0) -> Renamed:
+    """An array under another name, without the first `depth` keys of its place."""
+    return Renamed(row.stored, dataclasses.replace(row.new, path=name, keys=row.new.keys[depth:]))
+
+
+def _all_of(named: list[Renamed], argument: str) -> list[Renamed]:
     """What stands under the argument's name; everything where nothing does."""
     head = f"{argument}/"
-    if not argument or not any(path.startswith(head) for path in named):
-        return dict(named)
-    return {path[len(head) :]: (entry, keys[1:]) for path, (entry, keys) in named.items() if path.startswith(head)}
+    under = [_under(row, row.new.path.removeprefix(head), 1) for row in named if row.new.path.startswith(head)]
+    return under if argument and under else named
 
 
 def _read(
-    source: Any, chosen: Mapping[str, tuple[StoredArray, state_tree.Keys]], known: Weights | None, strategy: Any, device: Any,
-    dtype: Any,
-) -> dict[str, Any]:  # fmt: skip
-    # A key is stored as its numbers; a plan knows it as one array.
-    asked = [dataclasses.replace(entry, path=name) for name, (entry, _) in chosen.items()]
+    source: Source, chosen: Sequence[Renamed], known: Weights | None, strategy: Any, device: Any, dtype: Any
+) -> dict[str, Any]:
+    asked = [row.new for row in chosen]
     shapes = {e.path: jax.ShapeDtypeStruct(e.shape, e.numpy_dtype) for e in asked}
     if known is not None and known.treedef is not None and len(shapes) == len(known.shapes):
         tree = tree_util.tree_unflatten(known.treedef, [shapes[name] for name in known.shapes])
     elif known is not None:
         tree = shapes
     else:
-        tree = state_tree.nested({keys: shapes[name] for name, (_, keys) in chosen.items()})
+        tree = state_tree.nested({e.keys: shapes[e.path] for e in asked})
     placed = shardings(strategy, asked, tree, source.contents, device)
-    shown = None if known is None else {e.path: state_tree.StateLeaf(e.path, (), known.shapes[e.path]) for e in asked}
-    casts = reader.casts([(e.path, e, ()) for e in asked], shown, dtype)
-    values = source.read([ArrayRead(chosen[e.path][0], placed[e.path], jnp.dtype(casts[e.path])) for e in asked])
+    wanted = {} if known is None else {name: shape.dtype for name, shape in known.shapes.items()}
+    casts = reader.casts(asked, wanted, dtype)
+    values = source.read([ArrayRead(old, placed[new.path], casts[new.path]) for old, new in chosen])
     return {e.path: state_tree.restore_leaf(e.kind, value) for e, value in zip(asked, values, strict=True)}
 
 

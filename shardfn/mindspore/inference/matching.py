@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 
 from shardfn.checkpoint.contents import KEY, StoredArray
 from shardfn.checkpoint.reader import family
-from shardfn.errors import CheckpointError, Problem, fail
+from shardfn.errors import CheckpointError, Problem, fail, raise_problems
 from shardfn.frontend.paths import listed, tidy
 from shardfn.mindspore.inference.weights import Weights
 
@@ -47,8 +48,7 @@ def matched(
             problems.append(problem)
         else:
             found[name] = path
-    if problems:
-        raise CheckpointError(problems)
+    raise_problems(problems, CheckpointError)
     if not found:
         fail(CheckpointError, f"{text} has none of the weights", where=listed(list(weights.shapes)),
              why=f"it holds {listed(list(stored))}",
@@ -61,25 +61,20 @@ def _root(
     strict: bool, text: str,
 ) -> str:  # fmt: skip
     """What stands before the names: the one under which most weights are found."""
-    hits: dict[str, int] = {}
-    names = set(wanted)
+    hits: collections.Counter[str] = collections.Counter()
     for path in spelt:
         parts = path.split("/")
         for n in range(len(parts)):
-            if "/".join(parts[n:]) in names:
-                root = "/".join(parts[:n])
-                fits = stored[spelt[path]].shape == weights.shapes[wanted["/".join(parts[n:])]].shape
-                hits[root] = hits.get(root, 0) + 2 + fits
-    own = tuple(weights.arguments) if len(weights.arguments) == 1 else ()
-    first = ("", *own) if strict else ("", *own, *USUAL)
+            name = wanted.get("/".join(parts[n:]))
+            if name is not None:
+                hits["/".join(parts[:n])] += 2 + (stored[spelt[path]].shape == weights.shapes[name].shape)
+    own = weights.arguments if len(weights.arguments) == 1 else ()
+    first = ("", *own, *(() if strict else USUAL))
     if strict:
-        hits = {root: n for root, n in hits.items() if root in first}
-    if not hits:
-        return ""
+        hits = collections.Counter({root: n for root, n in hits.items() if root in first})
     best = [root for root, n in hits.items() if n == max(hits.values())]
-    for root in first:
-        if root in best:
-            return root
+    if (usual := next((root for root in first if root in best or not best), None)) is not None:
+        return usual
     depth = min(root.count("/") for root in best)
     nearest = [root for root in best if root.count("/") == depth]
     if len(nearest) > 1:
@@ -96,6 +91,7 @@ def _said(weights: Weights, name: str) -> str:
 def _misfit(entry: StoredArray, weights: Weights, name: str, strict: bool) -> Problem | None:
     shape, kind = weights.shapes[name].shape, weights.shapes[name].dtype
     is_key = entry.kind.startswith(KEY)
+    of_type = f"`{name}` is {entry.dtype} in the checkpoint, and {kind} is wanted"
     if is_key != jnp.issubdtype(kind, jax.dtypes.prng_key):
         return Problem(f"`{name}` is {'a PRNG key' if is_key else entry.dtype} in the checkpoint", where=entry.text,
                        why=f"the function takes {kind}", fix="correct the name with name_map")  # fmt: skip
@@ -105,9 +101,8 @@ def _misfit(entry: StoredArray, weights: Weights, name: str, strict: bool) -> Pr
         return Problem(f"`{name}` has the shape {entry.shape} in the checkpoint, and {shape} is wanted", where=entry.text,
                        why="a shape is never changed while it is read", fix="use the sizes of the training run")  # fmt: skip
     if strict and entry.numpy_dtype != kind:
-        return Problem(f"`{name}` is {entry.dtype} in the checkpoint, and {kind} is wanted", where=entry.text,
-                       why="strict_load casts nothing", fix="leave strict_load out")  # fmt: skip
+        return Problem(of_type, where=entry.text, why="strict_load casts nothing", fix="leave strict_load out")
     if family(entry.numpy_dtype) != family(kind):
-        return Problem(f"`{name}` is {entry.dtype} in the checkpoint, and {kind} is wanted", where=entry.text,
-                       why="only floats are cast to floats, ints to ints", fix="convert it before it is saved")  # fmt: skip
+        return Problem(of_type, where=entry.text, why="only floats are cast to floats, ints to ints",
+                       fix="convert it before it is saved")  # fmt: skip
     return None

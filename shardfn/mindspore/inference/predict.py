@@ -16,6 +16,9 @@ from shardfn.mindspore.inference.weights import Named, Weights, of_call
 from shardfn.mindspore.parallel import layout_of
 from shardfn.planning.plan import Plan
 from shardfn.planning.summary import mesh_text
+from shardfn.render.cells import shape_text
+from shardfn.render.parts import Table, Text
+from shardfn.render.text import to_text
 from shardfn.runtime.sharded_function import ShardedFunction
 
 
@@ -54,18 +57,12 @@ class PredictLayout(Mapping[str, WeightLayout]):
         return f"<PredictLayout of {self.plan.function}: {len(self)} weights>"
 
     def __str__(self) -> str:
-        rows = [("weight", "shape", "strategy", "spec", "B/device")]
-        for name, path in self.weights.paths.items():
-            d = self.plan.decision(path)
-            text = f"{d.dtype}[{','.join(map(str, d.shape))}]"
-            rows.append((name, text, str(d.strategy), str(d.partition_spec), f"{d.local_bytes:,}"))
-        mesh = mesh_text(self.plan.axes)
-        total = sum(self.plan.decision(path).local_bytes for path in self.weights.paths.values())
-        head = f"{self.plan.function}: {len(self)} weights, mesh {mesh}, {total:,} B per device"
-        widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        rows.insert(1, ("-" * widths[0], "-" * widths[1], "-" * widths[2], "-" * widths[3], "-" * 8))
-        lines = ["  ".join([*map(str.ljust, row[:4], widths), row[4].rjust(8)]) for row in rows]
-        return "\n".join([head, "", *lines])
+        decisions = {name: self.plan.decision(path) for name, path in self.weights.paths.items()}
+        rows = tuple((name, d.dtype + shape_text(d.shape), str(d.strategy), str(d.partition_spec), f"{d.local_bytes:,}")
+                     for name, d in decisions.items())  # fmt: skip
+        total = sum(d.local_bytes for d in decisions.values())
+        head = f"{self.plan.function}: {len(self)} weights, mesh {mesh_text(self.plan.axes)}, {total:,} B per device"
+        return to_text([Text("", (head,)), Table("", ("weight", "shape", "strategy", "spec", "B/device"), rows)])
 
     def shardings(self) -> dict[str, NamedSharding]:
         """The sharding of each weight.

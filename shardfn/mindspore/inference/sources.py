@@ -10,15 +10,12 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
 from shardfn.checkpoint import arrays, step_folders
 from shardfn.checkpoint.arrays import ArrayRead
-from shardfn.checkpoint.chunks import Box, Chunks
+from shardfn.checkpoint.chunks import Chunks
 from shardfn.checkpoint.contents import Contents, StoredArray
 from shardfn.checkpoint.safetensors_files import INDEX, SUFFIX, FileTensor, read_tensors
-from shardfn.errors import CheckpointError, Problem, a, fail
+from shardfn.errors import CheckpointError, Problem, a, fail, raise_problems
 from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import short
 from shardfn.layoutfile.files import read_layout
@@ -53,8 +50,9 @@ def open_source(checkpoint: Any, train_strategy: Any, step: int | None, form: st
       CheckpointError: it is nothing of the kind; ranks without a strategy; another strategy than the checkpoint's own.
       CheckpointFileError: files that are damaged.
     """
+    ranks_strategy = train_strategy or loaded or None
     if isinstance(checkpoint, list | tuple):
-        return _ranks([step_folders.absolute_path(file) for file in checkpoint], train_strategy or loaded or None)
+        return _ranks([step_folders.absolute_path(file) for file in checkpoint], ranks_strategy)
     path = step_folders.absolute_path(checkpoint)
     if form != "safetensors" and step_folders.steps(path):
         need("tensorstore", "checkpoint")
@@ -67,9 +65,9 @@ def open_source(checkpoint: Any, train_strategy: Any, step: int | None, form: st
              why=f"a checkpoint is {KINDS}",
              fix="turn it into safetensors; in MindSpore: ms.ckpt_to_safetensors(folder)")  # fmt: skip
     if (path / "rank_0").is_dir():
-        count = rank_checkpoints.ranks_of(rank_checkpoints.read_strategy(train_strategy or loaded or None))
+        count = rank_checkpoints.ranks_of(rank_checkpoints.read_strategy(ranks_strategy))
         files = rank_checkpoints.rank_files(path, max(count, len(list(path.glob("rank_*")))))
-        return _ranks([files[rank] for rank in sorted(files)], train_strategy or loaded or None)
+        return _ranks(list(files.values()), ranks_strategy)
     is_file = path.name.endswith((SUFFIX, INDEX)) and path.is_file()
     if not is_file and not any(path.glob("*" + SUFFIX)):
         there = "it has none" if path.exists() else "there is no such file or folder"
@@ -101,8 +99,9 @@ def _few(files: Sequence[pathlib.Path]) -> str:
     return listed([os.path.join(file.parent.name, file.name) for file in files], 2)
 
 
-def _of_tensors(held: Sequence[Mapping[str, FileTensor]], layouts: rank_checkpoints.Strategy, text: str) -> Source:
-    shapes = rank_checkpoints.unsharded_shapes(dict(enumerate(held)), layouts)
+def _of_tensors(files: Sequence[Mapping[str, FileTensor]], layouts: rank_checkpoints.Strategy, text: str) -> Source:
+    held = dict(enumerate(files))
+    shapes = rank_checkpoints.unsharded_shapes(held, layouts)
     names = {name.replace(".", "/"): name for name in shapes}
     entries = []
     for path, name in names.items():
@@ -110,36 +109,20 @@ def _of_tensors(held: Sequence[Mapping[str, FileTensor]], layouts: rank_checkpoi
         keys = tuple(("item" if part.isdecimal() else "key", part) for part in path.split("/"))
         entries.append(StoredArray(path, shape, dtype, keys, (1,) * len(shape), Chunks(shape, shape)))
 
-    def box_of(name: str, box: Box) -> np.ndarray:
-        shape, dtype = shapes[name]
-        out = np.empty([s.stop - s.start for s in box], jnp.dtype(dtype))
-        for rank, part in rank_checkpoints.sources_of(name, shape, box, layouts):
-            origin = layouts[name].boxes(shape)[rank] if name in layouts else tuple(slice(0, n) for n in shape)
-            inside = tuple(slice(p.start - o.start, p.stop - o.start) for p, o in zip(part, origin, strict=True))
-            at = tuple(slice(p.start - b.start, p.stop - b.start) for p, b in zip(part, box, strict=True))
-            out[at] = held[rank][name].read(inside)
-        return out
+    def read_one(want: ArrayRead) -> Any:
+        name, shape = names[want.entry.path], want.entry.shape
+        values = [rank_checkpoints.read_box(name, shape, box, held, layouts) for box, _ in want.boxes]
+        return arrays.assemble(want, [value.astype(want.dtype) for value in values])
 
-    by_entry = {entry.path: names[entry.path] for entry in entries}
-
-    def read(wanted: Sequence[ArrayRead]) -> list[Any]:
-        return [
-            arrays.assemble(want, {
-                key: box_of(by_entry[want.entry.path], tuple(slice(*ends) for ends in key)).astype(want.dtype)
-                for key in want.boxes
-            }) for want in wanted
-        ]  # fmt: skip
-
-    return Source(Contents(tuple(entries)), read, text)
+    return Source(Contents(tuple(entries)), lambda wanted: list(map(read_one, wanted)), text)
 
 
 def _check_strategies(contents: Contents, strategy: Any, path: pathlib.Path) -> None:
     """Check that a strategy file agrees with the strategies that the checkpoint records."""
     strategies: dict[str, tuple[int, ...]] = {}
     if isinstance(strategy, str | os.PathLike) and str(strategy).endswith(".json"):
-        for name, row in rank_checkpoints.read_strategy(strategy).items():
-            first, *rest = row.layout.strategy or (1,)
-            strategies[name.replace(".", "/")] = (first * row.optimizer[0], *rest)
+        rows = rank_checkpoints.read_strategy(strategy)
+        strategies = {name.replace(".", "/"): row.strategy for name, row in rows.items()}
     else:
         layout = read_layout(strategy)
         sizes = dict(layout.mesh)
@@ -157,8 +140,7 @@ def _check_strategies(contents: Contents, strategy: Any, path: pathlib.Path) -> 
                                     where=f"{path}, train_strategy_filename = {short(strategy)}",
                                     why="the checkpoint itself records its strategy",
                                     fix="leave train_strategy_filename out"))  # fmt: skip
-    if problems:
-        raise CheckpointError(problems)
+    raise_problems(problems, CheckpointError)
 
 
 def one_of(checkpoint: Any, unified: Any) -> Any:

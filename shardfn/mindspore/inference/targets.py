@@ -82,8 +82,9 @@ def _predicted(layout: PredictLayout, entries: Sequence[StoredArray]) -> dict[st
 def _written(strategy: Any, entries: Sequence[StoredArray], tree: Any, found: Hardware) -> dict[str, Sharding]:
     """Entries, each on a mesh of its own: MindSpore's rule for a single tensor."""
     problems: list[Problem] = []
-    if isinstance(strategy, Mapping) and strategy and all(map(_is_row, strategy.values())):
-        strategy = _rows(strategy)
+    if isinstance(strategy, Mapping) and strategy and all(map(_is_row, strategy.values())):  # in MindSpore's form
+        rows = {name: row._asdict() if isinstance(row, WeightLayout) else row for name, row in strategy.items()}
+        strategy = {name: sliced.layout for name, sliced in read_strategy(rows).items()}
     if _is_table(strategy) and not (isinstance(tree, Mapping) and set(tree) == set(strategy)):  # else a pytree prefix
         plain = [Leaf(e.path, f"`{e.path}`", e.shape, e.dtype) for e in entries]
         leaves = apply_parameter_plan(plain, strategy, problems)
@@ -98,29 +99,22 @@ def _written(strategy: Any, entries: Sequence[StoredArray], tree: Any, found: Ha
     ]  # fmt: skip
     for leaf in leaves:
         if isinstance(leaf.entry, Layout):
-            try:
-                leaf.entry.slice_shape(leaf.shape)
-                if leaf.entry.size != found.count:
-                    raise StrategyError(Problem(f"the layout of `{leaf.path}` is for {leaf.entry.size} devices, and here are "
-                                                f"{found.count}", where=leaf.source, why="its device matrix names each",
-                                                fix="say which devices: device=jax.devices()[:4]"))  # fmt: skip
-            except StrategyError as error:
-                problems += error.problems
+            leaf.entry.slice_shape(leaf.shape)
+            if leaf.entry.size != found.count:
+                problems.append(Problem(
+                    f"the layout of `{leaf.path}` is for {leaf.entry.size} devices, and here are {found.count}",
+                    leaf.source, "its device matrix names each", "say which devices: device=jax.devices()[:4]"))  # fmt: skip
     raise_problems([_as_said(problem) for problem in problems])
     return {leaf.path: _sharding(leaf, found) for leaf in leaves}
 
 
 def _as_said(problem: Problem) -> Problem:
     """The problem, with `predict_strategy` in place of the option that has the entries in `shard`."""
-    words = (
-        ("in_strategy[0]", "predict_strategy"),
-        ("parameter_plan", "predict_strategy"),
-        ("array of this call", "weight"),
-    )
-    texts = {name: getattr(problem, name) for name in ("what", "where", "why", "fix")}
-    for old, new in words:
-        texts = {name: text.replace(old, new) for name, text in texts.items()}
-    return dataclasses.replace(problem, **texts)
+    *texts, is_type = dataclasses.astuple(problem)
+    for old, new in (("in_strategy[0]", "predict_strategy"), ("parameter_plan", "predict_strategy"),
+                     ("array of this call", "weight")):  # fmt: skip
+        texts = [text.replace(old, new) for text in texts]
+    return Problem(*texts, is_type)
 
 
 def _is_table(strategy: Any) -> bool:
@@ -129,15 +123,6 @@ def _is_table(strategy: Any) -> bool:
 
 def _is_row(value: Any) -> bool:
     return isinstance(value, WeightLayout) or (isinstance(value, Mapping) and "dev_matrix" in value)
-
-
-def _rows(strategy: Mapping[str, Any]) -> dict[str, Layout]:
-    """Layouts of parameters in MindSpore's form: rows of a strategy file, or of `infer_predict_layout`."""
-    plain = {
-        name: {"dev_matrix": list(row.dev_matrix), "tensor_map": [list(k) if isinstance(k, tuple) else k for k in row.tensor_map]}
-        if isinstance(row, WeightLayout) else row for name, row in strategy.items()
-    }  # fmt: skip
-    return {name: sliced.layout for name, sliced in read_strategy(plain).items()}
 
 
 def _sharding(leaf: Leaf, found: Hardware) -> Sharding:
