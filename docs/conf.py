@@ -18,7 +18,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # `Attributes` beside annotated fields would describe them twice
 
 myst_heading_anchors = 3  # links such as planner.md#what-is-kept
-nb_execution_mode = "cache"
+nb_execution_mode = "auto"  # notebooks with stored outputs are not run again
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
 
