@@ -254,7 +254,7 @@ def kinds(found):
      (gpt2, "tensor parallel", V5E)],
 )  # fmt: skip
 def test_compiled_steps(model, layout, device):
-    """Beyond: GPT-2 on the square torus (docs/deviations.md)."""
+    """Beyond: GPT-2 on the square torus (benchmarks/RESULTS.md)."""
     pytest.importorskip("libtpu")
     size = dataclasses.replace(model.small(), layers=1)
     (fn, args), count = abstract(model.make, size), 8 if device == V5E else 16

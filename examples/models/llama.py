@@ -22,7 +22,7 @@ Params = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Sizes; `heads` query heads share `kv_heads` key and value heads."""
+    """Sizes; `heads` query heads share `kv_heads` key and value heads. `scan` stacks the layers and scans over them."""
 
     layers: int = 2
     d_model: int = 64
@@ -32,6 +32,9 @@ class Config:
     vocab: int = 128
     context: int = 32
     batch: int = 8
+    scan: bool = False
+    remat: bool = False
+    """Recompute each layer in the backward pass."""
 
 
 TINY = Config(layers=1, d_model=16, heads=4, kv_heads=2, d_hidden=32, vocab=32, context=8)
@@ -64,10 +67,11 @@ def init(key: jax.Array, cfg: Config) -> Params:
             },
         }
 
+    layers = jax.vmap(layer)(jnp.stack(keys)) if cfg.scan else [layer(k) for k in keys]
     return {
         "model": {
             "embed_tokens": {"weight": 0.02 * jax.random.normal(ke, (cfg.vocab, d))},
-            "layers": [layer(k) for k in keys],
+            "layers": layers,
             "norm": {"weight": jnp.ones(d)},
         },
         "lm_head": linear(kh, cfg.vocab, d),
@@ -112,11 +116,20 @@ def forward(params: Params, tokens: jax.Array, cfg: Config) -> jax.Array:
     """Tokens [batch, seq] to logits [batch, seq, vocab]."""
     model = params["model"]
     x = tag(hint(model["embed_tokens"]["weight"][tokens]), "embedding")
-    for p in model["layers"]:
+
+    def layer(x: jax.Array, p: Params) -> jax.Array:
         x = tag(hint(x + attend(p["self_attn"], rms_norm(p["input_layernorm"], x), cfg)), "block")
         y = rms_norm(p["post_attention_layernorm"], x)
         gate, up = linear(p["mlp"]["gate_proj"], y), linear(p["mlp"]["up_proj"], y)
-        x = tag(hint(x + linear(p["mlp"]["down_proj"], jax.nn.silu(gate) * up)), "block")
+        return tag(hint(x + linear(p["mlp"]["down_proj"], jax.nn.silu(gate) * up)), "block")
+
+    if cfg.remat:
+        layer = jax.checkpoint(layer)
+    if cfg.scan:
+        x, _ = jax.lax.scan(lambda x, p: (layer(x, p), None), x, model["layers"])
+    else:
+        for p in model["layers"]:
+            x = layer(x, p)
     return linear(params["lm_head"], rms_norm(model["norm"], x))
 
 
@@ -138,6 +151,12 @@ def small() -> Config:
 def large() -> Config:
     """1.7 billion parameters, the widths of the 7B model, and a batch for 512 devices: for plans on paper."""
     return Config(layers=8, d_model=4096, heads=32, kv_heads=8, d_hidden=11008, vocab=32000, context=512, batch=512)
+
+
+def llama3_70b(batch: int = 256, context: int = 4096) -> Config:
+    """Llama 3 70B: scanned layers, recomputed in the backward pass; a million tokens a step."""
+    return Config(layers=80, d_model=8192, heads=64, kv_heads=8, d_hidden=28672, vocab=128256, context=context,
+                  batch=batch, scan=True, remat=True)  # fmt: skip
 
 
 def experts(cfg: Config, devices: int) -> dict[str, Expert]:

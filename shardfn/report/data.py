@@ -1,4 +1,4 @@
-"""A report as plain data: dicts, lists, strings and numbers. `docs/reports.md` describes the keys."""
+"""A report as plain data: dicts, lists, strings and numbers. `docs/reference/reports.md` describes the keys."""
 
 from __future__ import annotations
 
