@@ -12,7 +12,10 @@ ROWS = ("#4c8dd6", "#8fbcea")
 """Shards along mesh axis a."""
 COLUMNS = ("#e0a030", "#cf6a3c", "#b85c93", "#3f9d78")
 """Shards along mesh axis b."""
-MONO, SANS = "ui-monospace, 'SF Mono', Menlo, Consolas, monospace", "system-ui, 'Segoe UI', Helvetica, Arial, sans-serif"
+MONO, SANS = (
+    "ui-monospace, 'SF Mono', Menlo, Consolas, monospace",
+    "system-ui, 'Segoe UI', Helvetica, Arial, sans-serif",
+)
 
 
 class Canvas:
