@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax import tree_util
@@ -82,6 +82,9 @@ class Call:
     slots: tuple[Slot, ...]
     values: Sequence[Any]
     stateful: bool
+    write: Callable[[dict[str, Any]], None] | None = None
+    """Puts changed arrays, by path, back into the callee's objects, where it has any: the compiled function then returns them
+    beside its result."""
 
     @property
     def dynamic(self) -> tuple[Any, ...]:

@@ -13,19 +13,18 @@ import dataclasses
 import functools
 import inspect
 import operator
-import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax import tree_util
 
-from shardfn.errors import warn
+from shardfn.errors import StrategyError, fail, warn
+from shardfn.frontend import nnx_objects
+from shardfn.frontend.arguments import Slot
+from shardfn.frontend.nnx_objects import State
 from shardfn.frontend.paths import join
 from shardfn.frontend.strategy import shape_of
-
-State = dict[str, Any]
-"""Path to array."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +54,26 @@ class Callee:
     signature: inspect.Signature | None
     bound: tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]] = ((), ())
     """Arguments that a `functools.partial` holds."""
+    objects: State = dataclasses.field(default_factory=dict)
+    """Flax NNX objects among the arguments of one call (`of_call`), by the names of the arguments."""
+
+    def of_call(self, slots: Sequence[Slot], values: Sequence[Any]) -> tuple[Callee, Sequence[Any]]:
+        """The callee of one call, and the call's values with their arrays in the place of NNX objects.
+
+        Raises:
+          StrategyError: an argument and the object that holds the callee's arrays share a variable.
+        """
+        rows = list(zip(slots, values, strict=True))
+        objects = nnx_objects.among((s.name, v) for s, v in rows if not s.is_static)
+        if not objects:
+            return self, values
+        if shared := nnx_objects.shared(self.owner, objects):
+            fail(StrategyError, f"an argument of `{self.name}` shares variables with the module that it is a method of",
+                 where=", ".join(shared), why="a change of a variable could be written back to only one of them",
+                 fix="pass the variables once: leave the argument out and use the module's own")  # fmt: skip
+        arrays = nnx_objects.nested(objects)
+        values = [arrays.get(s.name, {}) if s.name in objects else v for s, v in rows]
+        return dataclasses.replace(self, objects=objects), values
 
     def read(self) -> State:
         """The object's arrays, by path."""
@@ -62,18 +81,33 @@ class Callee:
 
     def fixed(self) -> Any:
         """What of the object is no array (sizes, a switch between training and evaluation): with another, plan anew."""
-        return None if self.adapter is None else self.adapter.fixed(self.owner)
+        own = None if self.adapter is None else self.adapter.fixed(self.owner)
+        return (own, nnx_objects.fixed(self.objects)) if self.objects else own
 
-    def frozen(self, shapes: State) -> Callee:
-        """The same on a copy of the object as it is now, which keeps no arrays alive."""
-        return (
-            self if self.adapter is None else dataclasses.replace(self, owner=self.adapter.rebuild(self.owner, shapes))
-        )
+    def frozen(self, shapes: State, arguments: State) -> Callee:
+        """The same on copies of the objects as they are now, which keep no arrays alive.
 
-    def write(self, state: State) -> None:
-        """Put changed arrays back into the object."""
-        if self.adapter is not None and state:
-            self.adapter.write(self.owner, state)
+        Args:
+          shapes: of the owner's arrays, by path.
+          arguments: the call's arguments by name, with shapes in the place of arrays.
+        """
+        owner = self.owner if self.adapter is None else self.adapter.rebuild(self.owner, shapes)
+        return dataclasses.replace(self, owner=owner, objects=self.objects_with(arguments))
+
+    def objects_with(self, arguments: State) -> State:
+        """Copies of the objects among the arguments, which hold the arrays that the call's `arguments` have in their place."""
+        if not self.objects:
+            return {}
+        return nnx_objects.rebuild(self.objects, nnx_objects.by_path({name: arguments[name] for name in self.objects}))
+
+    def write(self, changed: State) -> None:
+        """Put changed arrays back into the objects."""
+        heads = tuple(f"{name}/" for name in self.objects)
+        of_arguments = {path: a for path, a in changed.items() if f"{path}/".startswith(heads)}
+        if of_arguments:
+            nnx_objects.write(self.objects, of_arguments)
+        if self.adapter is not None and len(of_arguments) < len(changed):
+            self.adapter.write(self.owner, {path: a for path, a in changed.items() if path not in of_arguments})
 
     def call(self, state: State, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, State]:
         """Call as a pure function; returns the result and those arrays of the object that are not the same any more."""
@@ -83,13 +117,16 @@ class Callee:
         owner = self.adapter.rebuild(self.owner, state)
         getattr(owner, "__dict__", {}).pop(SHARDED, None)  # this call is the sharded one; Cells inside keep theirs
         result = self.function(owner, *args, **kwargs)
-        after = self.adapter.read(owner)
-        if new := sorted(after.keys() - state.keys()):
+        return result, self.changed(state, self.adapter.read(owner))
+
+    def changed(self, before: State, after: State) -> State:
+        """Those arrays that a call changed; it warns of new ones, which are lost."""
+        if new := sorted(after.keys() - before.keys()):
             warn(
                 f"`{self.name}` makes arrays in its call that are not kept: {', '.join(new)}; "
                 "to keep them, create them before the call, in `__init__`",
             )
-        return result, {path: after[path] for path in state if path in after and after[path] is not state[path]}
+        return {path: after[path] for path in before if path in after and after[path] is not before[path]}
 
 
 def describe(fn: Callable[..., Any]) -> Callee:
@@ -270,38 +307,6 @@ def _cell_write(owner: Any, state: State) -> None:
     put(owner, "")
 
 
-def _is_nnx(owner: Any) -> bool:
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(owner, nnx.Module)
-
-
-def _nnx_read(owner: Any) -> State:
-    nnx = sys.modules["flax.nnx"]
-    flat = tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.split(owner)[1]))[0]
-    return {join("", key): leaf for key, leaf in flat}
-
-
-def _nnx_fixed(owner: Any) -> Any:
-    return sys.modules["flax.nnx"].graphdef(owner)
-
-
-def _nnx_rebuild(owner: Any, state: State) -> Any:
-    nnx = sys.modules["flax.nnx"]
-    definition, old = nnx.split(owner)
-    return nnx.merge(definition, _nnx_state(nnx, old, state))
-
-
-def _nnx_write(owner: Any, state: State) -> None:
-    nnx = sys.modules["flax.nnx"]
-    nnx.update(owner, _nnx_state(nnx, nnx.split(owner)[1], state))
-
-
-def _nnx_state(nnx: Any, old: Any, state: State) -> Any:
-    pure = tree_util.tree_map_with_path(lambda key, leaf: state.get(join("", key), leaf), nnx.to_pure_dict(old))
-    nnx.replace_by_pure_dict(old, pure)
-    return old
-
-
 def _tree_read(owner: Any) -> State:
     return {join("", k): leaf for k, leaf in tree_util.tree_flatten_with_path(owner)[0] if _is_array(leaf)}
 
@@ -320,7 +325,7 @@ def _tree_write(owner: Any, state: State) -> None:
 
 
 ADAPTERS: tuple[Adapter, ...] = (
-    Adapter(_is_nnx, _nnx_read, _nnx_fixed, _nnx_rebuild, _nnx_write),
+    Adapter(nnx_objects.is_module, nnx_objects.read, nnx_objects.fixed, nnx_objects.rebuild, nnx_objects.write),
     Adapter(_is_cell, _cell_read, _cell_fixed, lambda o, s: _replace(o, "", s), _cell_write),
     Adapter(lambda o: not tree_util.all_leaves([o]), _tree_read, _tree_fixed, _tree_rebuild, _tree_write),
     Adapter(_is_holder, _cell_read, _cell_fixed, lambda o, s: _replace(o, "", s), _cell_write),

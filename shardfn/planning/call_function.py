@@ -5,9 +5,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import keyword
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jax import tree_util
+
+from shardfn.errors import StrategyError, fail
+from shardfn.frontend import nnx_objects
 from shardfn.frontend.arguments import Call, signature, split
 from shardfn.frontend.callee import Callee
 from shardfn.ir.model import Axes
@@ -48,26 +53,64 @@ class CallFunction:
 
 
 def pure_function(callee: Callee, call: Call) -> Callable[..., Any]:
-    """The call as a function of its values in order. A stateful callee's returns its changed state too.
+    """The call as a function of its values in order. It returns the changed arrays too where the call writes them back.
 
     It has the user's names, which JAX's errors, profiles and HLO show, and keeps none of the call's arrays alive.
     """
-    shapes, statics, slots, stateful = call.shapes, call.statics, call.slots, call.stateful
-    frozen = callee.frozen(shapes[0]) if stateful else callee
+    shapes, statics, slots, stateful, has_state = (
+        call.shapes,
+        call.statics,
+        call.slots,
+        call.stateful,
+        call.write is not None,
+    )
+    slot_names = [s.name for s in slots]
+    frozen = callee.frozen(shapes[0] if stateful else {}, dict(zip(slot_names, shapes[stateful:], strict=True)))
     expected = signature(shapes, statics)
 
     def pure(*flat: Any) -> Any:
         if signature(flat, statics) != expected:
             raise OtherCall
         state, rest = (flat[0], flat[1:]) if stateful else ({}, flat)
-        args, kwargs = split(slots, rest)
-        result, changed = frozen.call(state, args, kwargs)
-        return (result, changed) if stateful else result
+        given = dict(zip(slot_names, rest, strict=True))
+        objects = frozen.objects_with(given)
+        kept = {name: leaves for name, value in given.items() if (leaves := _leaves_of_custom_nodes(value))}
+        result, changed = frozen.call(state, *split(slots, [*{**given, **objects}.values()]))
+        for name, before in kept.items():
+            _refuse_lost_changes(name, before)
+        if objects:
+            before = nnx_objects.by_path({name: given[name] for name in objects})
+            changed |= frozen.changed(before, nnx_objects.read(objects))
+        return (result, changed) if has_state else result
 
     kind = inspect.Parameter.POSITIONAL_ONLY
-    names = ["self"] * stateful + [s.name for s in slots]
+    names = ["self"] * stateful + slot_names
     found = [n if n.isidentifier() and not keyword.iskeyword(n) else f"argument_{i}" for i, n in enumerate(names)]
     pure.__name__ = pure.__qualname__ = callee.name
     pure.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in found])  # type: ignore[attr-defined]
     pure.__wrapped__ = callee.function  # type: ignore[attr-defined]
     return pure
+
+
+def _leaves_of_custom_nodes(value: Any) -> list[tuple[Any, list[Any]]]:
+    """The registered pytree objects in an argument and their leaves; lists, tuples and dicts are no such objects."""
+
+    def is_custom(node: Any) -> bool:
+        return not isinstance(node, list | tuple | dict | None) and not tree_util.all_leaves([node])
+
+    nodes = tree_util.tree_leaves(value, is_leaf=is_custom)
+    return [(node, tree_util.tree_leaves(node)) for node in nodes if is_custom(node)]
+
+
+def _refuse_lost_changes(name: str, before: list[tuple[Any, list[Any]]]) -> None:
+    """Refuse a call that changed an object in an argument.
+
+    Raises:
+      StrategyError: the object's leaves are not those of before.
+    """
+    for node, leaves in before:
+        after = tree_util.tree_leaves(node)
+        if len(after) != len(leaves) or any(map(operator.is_not, after, leaves)):
+            fail(StrategyError, f"the call changes its argument `{name}`, and the change would be lost",
+                 where=f"{name}, a {type(node).__name__}", why="a compiled function works on a copy of its arguments",
+                 fix=f"return the changed {type(node).__name__} as a result, or make it a Flax NNX module")  # fmt: skip

@@ -52,7 +52,7 @@ def pose(request: CallRequest) -> PosedCall:
     donated = call.positions(options.donate_argnums, options.donate_argnames)
     function = CallFunction(pure_function(callee, call), call.shapes, call.statics, donated)
     function, traced = _traced(function, hardware, layout, is_strict, problems)
-    result, changed = traced.results if call.stateful else (traced.results, {})
+    result, changed = traced.results if call.write else (traced.results, {})
     returned = output_leaves(callee, options, result, defaults, hardware.count, problems)
     outputs = [*returned, *changed_leaves(changed)]
     if layout is not None:

@@ -271,7 +271,7 @@ class ShardedFunction(Generic[P, R]):
             _CONCRETE.update(map(type, leaves))
             self._moves = any(map(lies_elsewhere, leaves, entry.targets))  # of a first state, not of the next
             result = entry.jitted(*call.replaced(treedef, moved(leaves, entry.targets, entry.replaced)))
-        simple = not call.stateful and not any(s.keyword for s in call.slots)
+        simple = call.write is None and not any(s.keyword for s in call.slots)
         if simple and len(self._entries) == 1 and not self._moves:
             self._checked = entry.plan.hardware.count > 1
             self._fast, self._fast_defaults = entry.jitted, defaults.current()
@@ -295,20 +295,23 @@ class ShardedFunction(Generic[P, R]):
         return entry.nested(*call.replaced(treedef, put))
 
     def _finish(self, call: Call, result: Any) -> Any:
-        if not call.stateful:
+        if call.write is None:
             return result
         result, changed = result
-        self.callee.write(changed)
+        if changed:
+            call.write(changed)
         return result
 
     def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Entry, Call]:
         """The entry of a call, made if it is the first of its kind; and the call as its jitted function takes it."""
         statics = frozenset(self.options.static_argnums), frozenset(self.options.static_argnames)
         slots, values = bind(self.callee.signature, args, kwargs, *statics)
-        stateful = self.callee.adapter is not None
-        call = Call(slots, [self.callee.read(), *values] if stateful else values, stateful)
+        callee, values = self.callee.of_call(slots, values)
+        stateful = callee.adapter is not None
+        write = callee.write if stateful or callee.objects else None
+        call = Call(slots, [callee.read(), *values] if stateful else values, stateful, write)
         current = defaults.current()
-        key = call.kind(), self.callee.fixed(), current, jax.dtypes.canonicalize_dtype(float)
+        key = call.kind(), callee.fixed(), current, jax.dtypes.canonicalize_dtype(float)
         try:
             entry = self._entries.get(key)
         except TypeError:
@@ -318,7 +321,7 @@ class ShardedFunction(Generic[P, R]):
                 self._entries.pop(next(iter(self._entries)), None)
             with progress(f"planning {self.callee.name}"):
                 layout = layout_file(self.options, current)
-                request = CallRequest(self.callee, self.options, call, current, layout, self.layout_alone)
+                request = CallRequest(callee, self.options, call, current, layout, self.layout_alone)
                 entry = self._entries[key] = make_entry(request)
         elif len(self._entries) > MAX_ENTRIES // 2 and self._entries.pop(key, None):  # near the bound recency matters
             self._entries[key] = entry
