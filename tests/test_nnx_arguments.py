@@ -105,6 +105,12 @@ def test_module_inside_a_container_keeps_its_changes(wrap):
     assert not np.allclose(before, model.norm.mean[...])
 
 
+def test_array_beside_a_module_in_one_argument_is_passed_on():
+    model, _ = make()
+    result = shard(lambda held, x: held[1] + held[0](x).sum())((model, jnp.float32(1e6)), X)
+    assert result.shape == () and float(result) > 9e5
+
+
 def test_random_streams_and_keyword_modules_advance():
     sample = shard(lambda rngs, *, scale: rngs.normal((8, 4)) * scale["value"][...])
     rngs, scale = nnx.Rngs(3), {"value": nnx.Variable(jnp.float32(2.0))}

@@ -22,7 +22,7 @@ from jax import tree_util
 from shardfn.errors import StrategyError, fail, warn
 from shardfn.frontend import nnx_objects
 from shardfn.frontend.arguments import Slot
-from shardfn.frontend.nnx_objects import State
+from shardfn.frontend.nnx_objects import HeldObjects, State, held_objects
 from shardfn.frontend.paths import join
 from shardfn.frontend.strategy import shape_of
 
@@ -54,8 +54,8 @@ class Callee:
     signature: inspect.Signature | None
     bound: tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]] = ((), ())
     """Arguments that a `functools.partial` holds."""
-    objects: State = dataclasses.field(default_factory=dict)
-    """Flax NNX objects among the arguments of one call (`of_call`), by the names of the arguments."""
+    objects: HeldObjects = dataclasses.field(default_factory=HeldObjects)
+    """Flax NNX objects among the arguments of one call (`of_call`)."""
 
     def of_call(self, slots: Sequence[Slot], values: Sequence[Any]) -> tuple[Callee, Sequence[Any]]:
         """The callee of one call, and the call's values with their arrays in the place of NNX objects.
@@ -63,17 +63,17 @@ class Callee:
         Raises:
           StrategyError: an argument and the object that holds the callee's arrays share a variable.
         """
-        rows = list(zip(slots, values, strict=True))
-        objects = nnx_objects.among((s.name, v) for s, v in rows if not s.is_static)
+        if getattr(self.function, PURE, False):
+            return self, values
+        arguments = {s.name: v for s, v in zip(slots, values, strict=True)}
+        objects = held_objects((s.name, arguments[s.name]) for s in slots if not s.is_static)
         if not objects:
             return self, values
-        if shared := nnx_objects.shared(self.owner, objects):
+        if shared := nnx_objects.shared(self.owner, objects.nodes):
             fail(StrategyError, f"an argument of `{self.name}` shares variables with the module that it is a method of",
                  where=", ".join(shared), why="a change of a variable could be written back to only one of them",
                  fix="pass the variables once: leave the argument out and use the module's own")  # fmt: skip
-        arrays = nnx_objects.nested(objects)
-        values = [arrays.get(s.name, {}) if s.name in objects else v for s, v in rows]
-        return dataclasses.replace(self, objects=objects), values
+        return dataclasses.replace(self, objects=objects), [*objects.arrays(arguments).values()]
 
     def read(self) -> State:
         """The object's arrays, by path."""
@@ -82,7 +82,7 @@ class Callee:
     def fixed(self) -> Any:
         """What of the object is no array (sizes, a switch between training and evaluation): with another, plan anew."""
         own = None if self.adapter is None else self.adapter.fixed(self.owner)
-        return (own, nnx_objects.fixed(self.objects)) if self.objects else own
+        return (own, nnx_objects.fixed(self.objects.nodes)) if self.objects else own
 
     def frozen(self, shapes: State, arguments: State) -> Callee:
         """The same on copies of the objects as they are now, which keep no arrays alive.
@@ -92,20 +92,15 @@ class Callee:
           arguments: the call's arguments by name, with shapes in the place of arrays.
         """
         owner = self.owner if self.adapter is None else self.adapter.rebuild(self.owner, shapes)
-        return dataclasses.replace(self, owner=owner, objects=self.objects_with(arguments))
-
-    def objects_with(self, arguments: State) -> State:
-        """Copies of the objects among the arguments, which hold the arrays that the call's `arguments` have in their place."""
-        if not self.objects:
-            return {}
-        return nnx_objects.rebuild(self.objects, nnx_objects.by_path({name: arguments[name] for name in self.objects}))
+        objects = self.objects.filled(arguments)[0] if self.objects else self.objects
+        return dataclasses.replace(self, owner=owner, objects=objects)
 
     def write(self, changed: State) -> None:
         """Put changed arrays back into the objects."""
-        heads = tuple(f"{name}/" for name in self.objects)
+        heads = tuple(f"{path}/" for path in self.objects.nodes)
         of_arguments = {path: a for path, a in changed.items() if f"{path}/".startswith(heads)}
         if of_arguments:
-            nnx_objects.write(self.objects, of_arguments)
+            nnx_objects.write(self.objects.nodes, of_arguments)
         if self.adapter is not None and len(of_arguments) < len(changed):
             self.adapter.write(self.owner, {path: a for path, a in changed.items() if path not in of_arguments})
 
@@ -127,6 +122,16 @@ class Callee:
                 "to keep them, create them before the call, in `__init__`",
             )
         return {path: after[path] for path in before if path in after and after[path] is not before[path]}
+
+
+PURE = "__shardfn_pure__"
+"""Attribute of a function that changes no NNX object among its arguments, and takes them as plain pytrees."""
+
+
+def as_pure(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a function as one that changes no NNX object among its arguments."""
+    setattr(fn, PURE, True)
+    return fn
 
 
 def describe(fn: Callable[..., Any]) -> Callee:

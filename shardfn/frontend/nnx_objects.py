@@ -6,8 +6,9 @@ places has one path. Nothing here is used unless the user's program has imported
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jax import tree_util
@@ -24,19 +25,65 @@ def is_module(owner: Any) -> bool:
     return nnx is not None and isinstance(owner, nnx.Module)
 
 
-def among(arguments: Iterable[tuple[str, Any]]) -> State:
-    """The arguments, by name, that hold NNX objects whose changes a call has to keep; an `nnx.State` is plain data."""
+@dataclasses.dataclass(frozen=True)
+class HeldObjects:
+    """The NNX objects among the arguments of a call, whose changes it has to keep."""
+
+    nodes: State = dataclasses.field(default_factory=dict)
+    """The objects, by the paths of where they stand."""
+    places: Mapping[str, tuple[Any, tuple[str, ...]]] = dataclasses.field(default_factory=dict)
+    """For each argument with such objects its structure down to them, and for each leaf the object's path, or ""."""
+
+    def __bool__(self) -> bool:
+        return bool(self.nodes)
+
+    def arrays(self, arguments: State) -> State:
+        """The arguments with nested arrays in the place of the objects."""
+        found = nested(self.nodes)
+        return self._filled(arguments, lambda path, _: found.get(path, {}))
+
+    def filled(self, arguments: State) -> tuple[HeldObjects, State, State]:
+        """Copies of the objects that hold the arrays of `arguments`, as `arrays` gives them.
+
+        Returns:
+          The copies, the arguments with them in their places, and the arrays by path.
+        """
+        given: State = {}
+        self._filled(arguments, lambda path, leaf: given.setdefault(path, leaf))
+        before = by_path(given)
+        nodes = rebuild(self.nodes, before)
+        return dataclasses.replace(self, nodes=nodes), self._filled(arguments, lambda path, _: nodes[path]), before
+
+    def _filled(self, arguments: State, made: Callable[[str, Any], Any]) -> State:
+        filled = dict(arguments)
+        for name, (treedef, paths) in self.places.items():
+            rows = zip(paths, treedef.flatten_up_to(arguments[name]), strict=True)
+            filled[name] = treedef.unflatten([made(path, leaf) if path else leaf for path, leaf in rows])
+        return filled
+
+
+def held_objects(arguments: Iterable[tuple[str, Any]]) -> HeldObjects:
+    """The NNX objects among arguments, given by name; an `nnx.State` is plain data."""
     nnx = sys.modules.get("flax.nnx")
+    nodes: State = {}
+    places: dict[str, tuple[Any, tuple[str, ...]]] = {}
+
     if nnx is None:
-        return {}
-    kinds = nnx.Pytree, nnx.Variable
-    stops = *kinds, nnx.State
+        return HeldObjects()
 
-    def holds(value: Any) -> bool:
-        leaves = tree_util.tree_leaves(value, is_leaf=lambda node: isinstance(node, stops))
-        return any(isinstance(leaf, kinds) for leaf in leaves)
+    def is_object(node: Any) -> bool:
+        return isinstance(node, nnx.Pytree | nnx.Variable)
 
-    return {name: value for name, value in arguments if holds(value)}
+    def is_leaf(node: Any) -> bool:
+        return is_object(node) or isinstance(node, nnx.State)
+
+    for name, value in arguments:
+        leaves, treedef = tree_util.tree_flatten_with_path(value, is_leaf=is_leaf)
+        paths = tuple(join(name, key) if is_object(leaf) else "" for key, leaf in leaves)
+        if any(paths):
+            places[name] = treedef, paths
+            nodes |= {path: leaf for path, (_, leaf) in zip(paths, leaves, strict=True) if path}
+    return HeldObjects(nodes, places)
 
 
 def shared(owner: Any, objects: State) -> list[str]:
@@ -86,5 +133,5 @@ def write(owner: Any, state: State) -> None:
 def _replaced(old: Any, state: State) -> Any:
     nnx = sys.modules["flax.nnx"]
     pure = tree_util.tree_map_with_path(lambda key, leaf: state.get(join("", key), leaf), nnx.to_pure_dict(old))
-    nnx.replace_by_pure_dict(old, pure)
+    nnx.replace_by_pure_dict(old, pure, lambda old, new: old.replace(new) if isinstance(old, nnx.Variable) else new)
     return old

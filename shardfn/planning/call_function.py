@@ -73,14 +73,13 @@ def pure_function(callee: Callee, call: Call) -> Callable[..., Any]:
             raise OtherCall
         state, rest = (flat[0], flat[1:]) if stateful else ({}, flat)
         given = dict(zip(slot_names, rest, strict=True))
-        objects = frozen.objects_with(given)
-        kept = {name: leaves for name, value in given.items() if (leaves := _leaves_of_custom_nodes(value))}
-        result, changed = frozen.call(state, *split(slots, [*{**given, **objects}.values()]))
-        for name, before in kept.items():
-            _refuse_lost_changes(name, before)
+        objects, given, before = frozen.objects.filled(given) if frozen.objects else (frozen.objects, given, {})
+        kept = {name: _custom_nodes(value) for name, value in given.items() if name not in objects.places}
+        result, changed = frozen.call(state, *split(slots, [*given.values()]))
+        for name, nodes in kept.items():
+            _refuse_lost_changes(name, nodes)
         if objects:
-            before = nnx_objects.by_path({name: given[name] for name in objects})
-            changed |= frozen.changed(before, nnx_objects.read(objects))
+            changed |= frozen.changed(before, nnx_objects.read(objects.nodes))
         return (result, changed) if has_state else result
 
     kind = inspect.Parameter.POSITIONAL_ONLY
@@ -92,7 +91,7 @@ def pure_function(callee: Callee, call: Call) -> Callable[..., Any]:
     return pure
 
 
-def _leaves_of_custom_nodes(value: Any) -> list[tuple[Any, list[Any]]]:
+def _custom_nodes(value: Any) -> list[tuple[Any, list[Any]]]:
     """The registered pytree objects in an argument and their leaves; lists, tuples and dicts are no such objects."""
 
     def is_custom(node: Any) -> bool:

@@ -12,6 +12,7 @@ import optax
 from jax import lax, tree_util
 
 from shardfn.errors import StrategyError, fail
+from shardfn.frontend.callee import as_pure
 from shardfn.frontend.strategy import shape_of, short
 from shardfn.train.steps import gradients
 from shardfn.train.steps.communication import gradient_sync, update_sync
@@ -60,7 +61,7 @@ def update_function(
         made = TrainState(parts.join(new, carried), opt_state, state.step + 1)
         return made, ((value, aux) if options.has_aux else value)
 
-    return update
+    return as_pure(update)
 
 
 def _constrain(tree: Any, shardings: StepShardings, specs: Any, parts: ModelParts) -> Any:
