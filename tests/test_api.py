@@ -1,6 +1,6 @@
 """`shard`, `plan`, `explain`, `reshard`: whatever arguments and results a function has, the sharded one equals it.
 
-What is transformed inside and outside is in test_sharded.py, kinds of callable in test_callee.py, errors in
+What is transformed inside and outside is in runtime/test_sharded_function.py, kinds of callable in frontend/test_callee.py, errors in
 test_bad_input.py.
 """
 

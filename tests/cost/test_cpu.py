@@ -13,8 +13,8 @@ from shardfn.cost.backends.cpu import on_cpu
 from shardfn.cost.compute import op_flops
 from shardfn.cost.fusion import fuse
 from shardfn.cost.schedule import combine_collectives
-from tests.test_dots import STEP, drawn
-from tests.test_dots import step as mlp_step
+from tests.partition.test_dot_general import STEP, drawn
+from tests.partition.test_dot_general import step as mlp_step
 
 from .programs import array
 

@@ -165,7 +165,7 @@ LAYOUTS = {((1, 4), (2, 2), (8, 1)): True, ((1, 1), (8, 1), (4, 2)): True, ((8, 
 COMPILE = """
 import ast, sys
 import shardfn
-from tests.test_findings import MLP, mlp
+from tests.planning.test_diagnostics import MLP, mlp
 for text in sys.argv[1:]:
     print("==", file=sys.stderr, flush=True)
     shardfn.shard(mlp, in_strategy=ast.literal_eval(text)).lower(*MLP).compile()

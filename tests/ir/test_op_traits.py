@@ -10,7 +10,7 @@ from shardfn.ir.extra_rules import MISSING_RULES
 from shardfn.ir.op_traits import OP_TRAITS, OpTraits
 from shardfn.partition.op_rules import rule_for
 
-ROOT = pathlib.Path(__file__).parent.parent / "shardfn"
+ROOT = pathlib.Path(__file__).parents[2] / "shardfn"
 FUSION = {"cheap", "expensive", "view", "slice", "contraction", "none"}
 
 # Ops whose work nobody has written down: the report lists them where they occur.

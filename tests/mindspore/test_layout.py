@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from shardfn.errors import DeviceError, LayoutError, LayoutTypeError, ShardError
 from shardfn.mindspore.layout import Layout
 
-MEASURED = json.loads((pathlib.Path(__file__).parent / "conformance" / "layouts.json").read_text())
+MEASURED = json.loads((pathlib.Path(__file__).parents[1] / "conformance" / "layouts.json").read_text())
 AB = Layout((2, 4), ("a", "b"))
 CUBE = Layout((2, 2, 2), ("dp", "sp", "mp"))
 VIRTUAL = Layout((2, 4, 2), ("dp", "mp", "interleaved_parallel"))

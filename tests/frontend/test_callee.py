@@ -1,6 +1,6 @@
 """Callables: every kind becomes one function of arrays, and what a call changes in an object is written back.
 
-Class-style code with `Cell.shard` is in test_cell.py.
+Class-style code with `Cell.shard` is in mindspore/test_cell.py.
 """
 
 import collections

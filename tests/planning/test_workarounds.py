@@ -41,7 +41,7 @@ def test_convolutions_with_cut_images_are_right_in_value_and_gradient(strategy, 
     said = [f for f in sharded.plan(X, K).diagnostics if "shardfn gathers" in f]
     assert bool(said) == mended
     if said:
-        assert "test_guard.py" in said[0]
+        assert "test_workarounds.py" in said[0]
 
 
 def test_a_step_with_its_gradient_inside_is_right_too():
@@ -161,7 +161,7 @@ def test_fourier_transforms_of_cut_arrays_run(strategy, mended):
     np.testing.assert_allclose(sharded(*SIGNAL), filtered(*SIGNAL), rtol=1e-3, atol=1e-3)
     said = [f for f in sharded.plan(*SIGNAL).diagnostics if "Fourier transforms" in f]
     assert bool(said) == mended
-    assert all("test_guard.py" in text and "To avoid it, shard the first dimension only" in text for text in said)
+    assert all("test_workarounds.py" in text and "To avoid it, shard the first dimension only" in text for text in said)
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
@@ -220,7 +220,7 @@ def test_reductions_that_xla_has_no_all_reduce_for(reduction, mended):
         said = [text for text in sharded.plan(x).diagnostics if "shardfn gathers" in text]
         assert bool(said) == (mended and is_cut)
         assert all(
-            text.startswith("shardfn gathers the reduced dimensions at ") and "test_guard.py" in text for text in said
+            text.startswith("shardfn gathers the reduced dimensions at ") and "test_workarounds.py" in text for text in said
         )
     assert not shardfn.plan(reduction, x, in_strategy=((4, 1),), device="tpu-v5e:2x2").diagnostics
 

@@ -92,7 +92,7 @@ def test_fully_sharded_means_every_array_that_divides():
     assert data_axes(4, 8) == {"data": 4, "rest": 2}
 
 
-PATH = pathlib.Path(__file__).parent.parent / "benchmarks" / "plan_quality.py"
+PATH = pathlib.Path(__file__).parents[2] / "benchmarks" / "plan_quality.py"
 SPEC = importlib.util.spec_from_file_location("plan_quality", PATH)
 assert SPEC is not None and SPEC.loader is not None
 quality = importlib.util.module_from_spec(SPEC)
