@@ -13,7 +13,11 @@ sys.modules["truth"] = truth
 SPEC.loader.exec_module(truth)
 
 CASES = {case.name: case for case in truth.cases()}
-DOCUMENTED = (PATH.parent.parent / "docs" / "deviations.md").read_text()
+DEVIATIONS = {
+    # JAX 0.12 permutes some shards of the table, which is sharded over both axes, where the prediction gathers.
+    "gpt2 step, 2 layers: the same, and the vocabulary": (0.94, 1.01),
+}
+"""Bounds of predicted over compiled bytes, for the rows that are not exact on every release."""
 
 EXACT = [
     "matmul: rows", "matmul: contracted", "matmul: 2 x 2 x 2, all three dims", "matmul: columns, result whole",
@@ -23,30 +27,29 @@ EXACT = [
     "embedding forward: rows of tables", "embedding step: batch", "moe: experts", "batch norm: features",
     "batch norm: rows of w", "sort: along it", "cholesky solve: batch", "decode step: heads",
     "decode step: length of the cache", "generate, 8 tokens: heads", "cumsum: along it", "top_k: along it",
-    "convnet forward: height", "stencil, periodic: rows",
+    "convnet forward: height", "stencil, periodic: rows", "gpt2 step, 2 layers: batch 2 x heads 4",
 ]  # fmt: skip
 
 
-def is_documented(case):
-    return f"| {case.program} | {case.layout} |" in DOCUMENTED
+def check(name):
+    row = truth.measure(CASES[name])
+    least, most = DEVIATIONS.get(name, (1.0, 1.0))
+    assert row.arguments_exact and row.results_exact
+    assert row.ratio is not None and least <= row.ratio <= most
+    assert row.flops[0] == pytest.approx(row.flops[1], rel=0.02)
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_bytes_are_those_of_the_compiled_module(name):
-    row = truth.measure(CASES[name])
-    assert row.predicted_bytes == row.compiled_bytes
-    assert row.arguments_exact and row.results_exact
-
-
-def test_the_training_step_of_gpt2():
-    row = truth.measure(CASES["gpt2 step, 2 layers: batch 2 x heads 4"])
-    assert row.predicted_bytes == row.compiled_bytes
-    assert row.flops[0] == pytest.approx(row.flops[1], rel=0.02)
+def test_truth_row_of_the_quick_set_is_exact(name):
+    assert name not in DEVIATIONS
+    check(name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_every_row_is_true_or_documented(name):
-    row = truth.measure(CASES[name])
-    assert row.arguments_exact and row.results_exact
-    assert is_documented(CASES[name]) or (row.ratio is not None and abs(row.ratio - 1) <= 0.05)
+def test_truth_row_is_exact_or_within_its_known_deviation(name):
+    check(name)
+
+
+def test_deviations_name_rows():
+    assert DEVIATIONS.keys() <= CASES.keys()

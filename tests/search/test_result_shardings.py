@@ -7,9 +7,6 @@ import pytest
 
 import shardfn
 from shardfn import AUTO, ShardError
-from shardfn.search.problem import SearchCandidate
-from shardfn.search.result_shardings import constrain_results
-from tests.search.problems import planned_problem
 
 KEY = jax.random.key(0)
 S = jax.ShapeDtypeStruct
@@ -92,18 +89,3 @@ def test_a_result_that_takes_an_arguments_place_lies_as_it():
         made = shardfn.plan(step, params, ARGS[0], level=level, device="cpu:8", donate_argnums=0)
         for name in params:
             assert made.decision(f"result/0/{name}").spec == made.decision(f"params/{name}").spec
-
-
-def test_what_propagation_does_by_itself_is_not_held():
-    problem = planned_problem(mixed, *ARGS, device="cpu:8")
-    axes, rows, whole = (("a", 2), ("b", 4)), (("a",), ()), ((), ())
-    made = SearchCandidate("", axes, (rows, whole), {}, problem.evaluate(axes, (rows, whole), {}))
-    partitioned = problem.partitioned_of(made)
-    laid = {end.value: partitioned.specs[partitioned.graph.outputs[end.at]] for end in problem.open_results.values()}
-    assert constrain_results(problem, made, axes, laid.get) is None
-    other = {**laid, problem.open_results[1].value: ((), ("b",))}
-    held = constrain_results(problem, made, axes, other.get)
-    assert held is not None and held.result_specs == {1: ((), ("b",))} and held.cost != made.cost
-    assert constrain_results(problem, made, axes, {**laid, problem.open_results[1].value: ((), ("c",))}.get) is None, (
-        "no such axis"
-    )

@@ -9,7 +9,6 @@ import pytest
 
 import shardfn
 from examples.models import abstract, attention, mlp
-from shardfn.search import exact
 from shardfn.solver import budget as budgets
 from shardfn.solver.budget import Budget
 from shardfn.solver.labelling import labelling
@@ -90,11 +89,3 @@ def test_every_part_of_the_solver_counts_its_work():
         spent = Budget()
         run(spent)
         assert spent.spent > 1e4
-
-
-def test_without_work_one_grid_is_searched_and_the_others_are_named(monkeypatch):
-    monkeypatch.setattr(exact, "WORK", 1.0)
-    function, args = abstract(mlp.make, batch=64)
-    made = shardfn.plan(function, *args, level=2, device="h100:8")
-    assert "not within the work that a search may do: " in made.policy and made.gap is None
-    assert any(math.prod(d.strategy) > 1 for d in made.inputs)
