@@ -347,15 +347,13 @@ def test_eval_shape_takes_static_arguments():
     assert sharded.eval_shape(X, 3).shape == X.shape
 
 
-def test_the_plans_of_a_sharded_function_are_bounded(monkeypatch):
-    monkeypatch.setattr("shardfn.runtime.sharded_function.MAX_ENTRIES", 3)
+def test_plans_of_a_sharded_function_are_dropped_beyond_a_bound_but_not_those_in_use():
     sharded = shard(lambda x: x + 1, ((1,),))
-    first = sharded.plan(jnp.ones(1))
-    for size in (2, 3, 1, 4, 5):
-        sharded.plan(jnp.ones(size))
-    assert len(sharded._entries) == 3
-    assert sharded.plan(jnp.ones(1)) is first, "it was used after those of sizes 2 and 3"
-    assert sharded.plan(jnp.ones(2)) is not None
+    first, second = (sharded.plan(jnp.ones(n)) for n in (1, 2))
+    for size in range(3, 140):
+        sharded.plan(np.ones(size, np.float32))
+        assert sharded.plan(jnp.ones(1)) is first
+    assert sharded.plan(jnp.ones(2)) is not second
 
 
 def test_reshard_takes_a_named_sharding():

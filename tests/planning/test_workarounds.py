@@ -220,7 +220,8 @@ def test_reductions_that_xla_has_no_all_reduce_for(reduction, mended):
         said = [text for text in sharded.plan(x).diagnostics if "shardfn gathers" in text]
         assert bool(said) == (mended and is_cut)
         assert all(
-            text.startswith("shardfn gathers the reduced dimensions at ") and "test_workarounds.py" in text for text in said
+            text.startswith("shardfn gathers the reduced dimensions at ") and "test_workarounds.py" in text
+            for text in said
         )
     assert not shardfn.plan(reduction, x, in_strategy=((4, 1),), device="tpu-v5e:2x2").diagnostics
 

@@ -6,9 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from shardfn.solver import narrow
-from shardfn.solver.branch_and_bound import Gains
-from shardfn.solver.content import Store
+from shardfn.solver.budget import Budget
 from shardfn.solver.eliminate import eliminate
 from shardfn.solver.labelling import labelling, total_cost
 from shardfn.solver.solve import solve, solve_within
@@ -46,38 +44,22 @@ def plain(problem) -> float:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_equal_blocks_solved_together_cost_what_they_cost_alone(seed, monkeypatch):
+def test_solve_of_equal_blocks_costs_what_each_block_alone_costs(seed):
     problem = blocks(seed, count=3 + seed % 6, whole=seed % 2 == 0)
-    best = plain(problem)
     found = solve(problem)
-    assert found.proved and found.cost == pytest.approx(best, rel=1e-12)
-    monkeypatch.setattr("shardfn.solver.solve.ENTRIES", 0)  # narrowing instead of elimination
-    monkeypatch.setattr(narrow, "ENTRIES", 64)
-    found = solve(problem)
-    assert found.proved and found.cost == pytest.approx(best, rel=1e-12)
+    assert found.proved and found.cost == pytest.approx(plain(problem), rel=1e-12)
 
 
-def test_equal_blocks_share_most_of_their_work():
-    def misses(count):
-        store = Store()
-        problem = blocks(3, count)
-        tables = [{} for _ in problem.costs]
-        for table in problem.tables:
-            u, v = table.nodes
-            tables[u][v] = store.of(table.cost)
-            tables[v][u] = store.turned(tables[u][v])
-        assert eliminate([store.of(cost) for cost in problem.costs], tables, 1e9, store=store) is not None
-        return len(store.results)
+def test_solve_of_equal_blocks_shares_most_of_their_work():
+    def work(count):
+        budget = Budget()
+        assert solve(blocks(3, count), budget).proved
+        return budget.spent
 
-    few, many = misses(8), misses(64)
-    assert many < 4 * few  # 8 times as many blocks; only what is near an end differs
+    assert work(64) < 4 * work(8), "8 times as many blocks; only what is near an end differs"
 
 
-@pytest.mark.parametrize("hard", [False, True])
-def test_a_ceiling_leaves_out_what_is_dearer_and_keeps_the_optimum(hard, monkeypatch):
-    if hard:  # elimination gives up: the optimum comes from bounds
-        monkeypatch.setattr("shardfn.solver.solve.TOTAL", 0)
-        monkeypatch.setattr(narrow, "ENTRIES", 200)
+def test_solve_within_a_ceiling_keeps_the_optimum_and_leaves_out_what_is_dearer():
     for seed in range(20):
         problem = dataclasses.replace(random_problem(seed), limit=math.inf)
         least = solve(problem).cost
@@ -87,14 +69,3 @@ def test_a_ceiling_leaves_out_what_is_dearer_and_keeps_the_optimum(hard, monkeyp
         assert solve_within(problem, least - room) is None
         found = solve_within(problem, least + room)
         assert found is not None and found.cost == pytest.approx(least) and found.proved
-
-
-def test_what_splits_brought_is_averaged_on_both_sides():
-    gains = Gains()
-    gains.learn(None, 5.0)
-    gains.learn((3, 0), 2.0)
-    assert gains.of(3) is None
-    gains.learn((3, 1), 10.0)
-    gains.learn((3, 0), 4.0)
-    gains.learn((3, 1), -1.0)  # a bound that fell has brought nothing
-    assert gains.of(3) == 15.0

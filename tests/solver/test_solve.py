@@ -15,7 +15,8 @@ from shardfn.solver.content import Store
 from shardfn.solver.contract import contract
 from shardfn.solver.eliminate import eliminate
 from shardfn.solver.labelling import busy_times, labelling, peak_of, total_cost
-from shardfn.solver.solve import Effort, solve
+from shardfn.solver.solve import Effort, solve, solve_within
+from tests.solver.exhaustive import exhaustive
 
 NEVER = 10**18
 
@@ -63,25 +64,28 @@ def test_the_optimum_is_that_of_enumeration(block):
         assert total_cost(problem, found.choice) == best and peak_of(problem, found.choice) <= problem.limit
 
 
-def dense_problem(seed: int, whole: bool):
-    """More tables than elimination is allowed below, and a limit that binds."""
+def dense_problem(seed: int, whole: bool, nodes: int = 9, labels: int = 3, limited: bool = True):
+    """Most pairs of nodes have a table, and a limit binds; of 12 nodes with 4 labels the tables are too large to eliminate."""
     rng = np.random.default_rng(seed)
-    count, labels = 9, 3
     draw = (lambda *shape: rng.integers(0, 50, shape)) if whole else (lambda *shape: rng.random(shape))
-    pairs = [(u, v) for u in range(count) for v in range(u) if rng.random() < 0.8]
-    usages = rng.integers(0, 20, (count, labels))
-    limit = int(usages.min(1).sum() + rng.integers(5, 60))
+    pairs = [(u, v) for u in range(nodes) for v in range(u) if nodes > 9 or rng.random() < 0.8]
+    usages = rng.integers(0, 20, (nodes, labels))
+    limit = int(usages.min(1).sum() + rng.integers(5, 60)) if limited else None
     tables = [(pair, draw(labels * labels).tolist()) for pair in pairs]
-    return labelling(draw(count, labels).tolist(), usages.tolist(), None, tables, limit)
+    return labelling(draw(nodes, labels).tolist(), usages.tolist(), None, tables, limit)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_bounding_and_branching_find_the_optimum(seed, monkeypatch):
-    monkeypatch.setattr("shardfn.solver.branch_and_bound.TOTAL", 0)  # nothing is small enough for elimination
-    monkeypatch.setattr("shardfn.solver.solve._Run.solved", lambda *_: False)
-    problem = dense_problem(seed, whole=seed % 2 == 0)
-    found, best = solve(problem, effort=Effort(rounds=2)), enumerated(problem)
-    assert found.proved and found.cost == pytest.approx(best, rel=1e-12)
+@pytest.mark.parametrize("limited", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_solve_of_tables_too_large_to_eliminate_finds_the_optimum(seed, limited):
+    problem = dense_problem(seed, seed % 2 == 0, nodes=12, labels=4, limited=limited)
+    best = exhaustive(problem).cost
+    found = solve(problem)
+    assert found.proved and found.cost == pytest.approx(best, rel=1e-9)
+    room = 1e-6 * abs(best) + 1e-9
+    assert solve_within(problem, best - room) is None
+    within = solve_within(problem, best + room)
+    assert within is not None and within.proved and within.cost == pytest.approx(best)
 
 
 @pytest.mark.parametrize("seed", range(6))
