@@ -17,6 +17,7 @@ from shardfn.checkpoint import contents
 from shardfn.cli.main import main
 from shardfn.errors import CheckpointError, CheckpointFileError
 from tests.checkpoint.states import mesh, same, training
+from tests.messages import refusal
 
 LAYOUT = """
 format = "shardfn-layout"
@@ -157,25 +158,24 @@ def good(path):
 
 
 BROKEN = {
-    "empty": lambda data: b"",
-    "short": lambda data: data[:-5],
-    "shorter": lambda data: data[:20],
-    "long_header": lambda data: (10**12).to_bytes(8, "little") + data[8:],
-    "no_json": lambda data: data[:8] + b"x" + data[9:],
-    "no_dtype": lambda data: data.replace(b'"F32"', b'"F33"'),
-    "shape": lambda data: data.replace(b"[64,64]", b"[64,65]"),
-    "negative": lambda data: data.replace(b"[64,64]", b"[-4,64]"),
-    "list": lambda data: (8).to_bytes(8, "little") + b"[1, 2]  " + data[8:],
+    "should have 0 bytes, and the file has 0": lambda data: b"",
+    "it is truncated": lambda data: data[:-5],
+    "should have 120 bytes, and the file has 20": lambda data: data[:20],
+    "should have 1,000,000,000,000 bytes": lambda data: (10**12).to_bytes(8, "little") + data[8:],
+    "Expecting value": lambda data: data[:8] + b"x" + data[9:],
+    "has the dtype 'F33'": lambda data: data.replace(b'"F32"', b'"F33"'),
+    "`w` needs 16,640 bytes": lambda data: data.replace(b"[64,64]", b"[64,65]"),
+    "is not a count": lambda data: data.replace(b"[64,64]", b"[-4,64]"),
+    "is not a JSON object of tensors": lambda data: (8).to_bytes(8, "little") + b"[1, 2]  " + data[8:],
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_broken_safetensors(tmp_path, name, golden):
+@pytest.mark.parametrize("why", BROKEN)
+def test_import_of_broken_safetensors_is_refused(tmp_path, why):
     file = tmp_path / "x.safetensors"
-    file.write_bytes(BROKEN[name](good(file)))
-    with pytest.raises(CheckpointFileError) as error:
-        checkpoint.import_safetensors(file, tmp_path / "run")
-    golden(f"checkpoint_safetensors_{name}", str(error.value).replace(str(tmp_path), "HUB"))
+    file.write_bytes(BROKEN[why](good(file)))
+    error = refusal(checkpoint.import_safetensors, file, tmp_path / "run")
+    assert isinstance(error, CheckpointFileError) and why in error.problems[0].why and str(file) in str(error)
     assert not (tmp_path / "run").exists()
 
 
@@ -204,11 +204,10 @@ def test_broken_indices(tmp_path, rows):
         checkpoint.import_safetensors(file, tmp_path / "run")
 
 
-def test_what_cannot_be_exported(saved, tmp_path, golden):
+def test_export_of_what_safetensors_has_not_is_refused(tmp_path):
     checkpoint.save(tmp_path / "run", {"a": {"b": jnp.ones(2)}, "a.b": jnp.ones(2), "i": jnp.ones(2, "int4")})
-    with pytest.raises(CheckpointError) as error:
-        checkpoint.export_safetensors(tmp_path / "run", tmp_path / "x")
-    golden("checkpoint_export", str(error.value))
+    error = refusal(checkpoint.export_safetensors, tmp_path / "run", tmp_path / "x")
+    assert [problem.where for problem in error.problems] == ["a/b, a.b", "i: int4[2]"]
 
 
 def run(capsys, *arguments):
@@ -217,13 +216,11 @@ def run(capsys, *arguments):
     return status, told.out, told.err
 
 
-def test_command_line(saved, state, layout, tmp_path, capsys, golden):
+def test_command_line(saved, state, layout, tmp_path, capsys):
     status, out, _ = run(capsys, "inspect", saved)
     assert status == 0
-    golden(
-        "checkpoint_inspect",
-        "\n".join(line for line in out.replace(str(saved), "RUN").split("\n") if "on disk" not in line),
-    )
+    assert "step 11\nsaved on 8 devices in 1 process, mesh a=2 x b=4\n" in out
+    assert "params/w1               float32[64,128]   (1, 4)    32,768\n" in out
     assert run(capsys, "verify", saved)[0] == 0
     assert run(capsys, "relayout", saved, tmp_path / "a", "--layout", layout, "--memory", "2MiB")[0] == 0
     assert run(capsys, "merge", tmp_path / "a", tmp_path / "b", "--only", "params/*", "--dtype", "bfloat16")[0] == 0

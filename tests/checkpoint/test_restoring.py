@@ -11,6 +11,7 @@ from shardfn import checkpoint
 from shardfn.checkpoint import arrays
 from shardfn.errors import CheckpointError, ShardError
 from tests.checkpoint.states import mesh, plain, same, training
+from tests.messages import refusal
 
 LAYOUT = """
 format = "shardfn-layout"
@@ -159,34 +160,38 @@ def test_renamed(saved, state):
     same(checkpoint.restore(saved, like=like, only="model/w2", name_map=names), like)
 
 
-CASES = [
-    ("nowhere", lambda path, state: checkpoint.restore(path / "nowhere")),
-    ("empty", lambda path, state: (path / "empty").mkdir(exist_ok=True) or checkpoint.restore(path / "empty")),
-    ("step", lambda path, state: checkpoint.restore(path, step=9)),
-    ("leaves", lambda path, state: checkpoint.restore(path, like={
-        "params": {"w1": jnp.zeros((2, 2)), "w_2": jnp.zeros((128, 64)), "half": jnp.zeros((16, 8), int)},
-        "key": jnp.zeros(2, "uint32"), "step": 1}, only=["params/*", "key", "step"])),
-    ("target", lambda path, state: checkpoint.restore(path, 3.5)),
-    ("platform", lambda path, state: checkpoint.restore(path, "tpu")),
-    ("mesh", lambda path, state: checkpoint.restore(path, mesh(2, 4, names="xy"))),
-    ("odd", lambda path, state: checkpoint.restore(path, NamedSharding(mesh(5), P("a")), only="params/w*")),
-    ("tree", lambda path, state: checkpoint.restore(path, {"params": NamedSharding(mesh(2), P())}, only=["step", "key"])),
-    ("names", lambda path, state: checkpoint.restore(path, name_map={"parms": "x", "params/w1": "params/w2"})),
-    ("inside", lambda path, state: checkpoint.restore(path, name_map={"params/half": "step/x"})),
-    ("no_target", lambda path, state: checkpoint.restore(path, [])),
-    ("only", lambda path, state: checkpoint.restore(path, only=["parm/*", "params/*"])),
-    ("dtype", lambda path, state: checkpoint.restore(path, dtype={"nothing": "bfloat16"})),
-    ("no_dtype", lambda path, state: checkpoint.restore(path, dtype="bfloat17")),
+LIKE = {"params": {"w1": jnp.zeros((2, 2)), "w_2": jnp.zeros((128, 64)), "half": jnp.zeros((16, 8), int)},
+        "key": jnp.zeros(2, "uint32"), "step": 1}  # fmt: skip
+CASES = [  # what is wrong, how often, and the options of the call
+    ("there is no step 9", 1, {"step": 9}),
+    ("cannot be restored into a float", 1, {"target": 3.5}),
+    ("there is no tpu here", 1, {"target": "tpu"}),
+    ("has none of the axes", 1, {"target": mesh(2, 4, names="xy")}),
+    ("cannot have its target sharding", 2, {"target": NamedSharding(mesh(5), P("a")), "only": "params/w*"}),
+    ("the tree has no sharding for", 2, {"target": {"params": NamedSharding(mesh(2), P())}, "only": ["step", "key"]}),
+    ("two arrays would be `params/w2`", 2, {"name_map": {"parms": "x", "params/w1": "params/w2"}}),
+    ("`step/x` would be inside `step`", 1, {"name_map": {"params/half": "step/x"}}),
+    ("the target is empty", 1, {"target": []}),
+    ("`only` matches no array", 1, {"only": ["parm/*", "params/*"]}),
+    ("`dtype` matches no array", 1, {"dtype": {"nothing": "bfloat16"}}),
+    ("'bfloat17' is not a dtype", 1, {"dtype": "bfloat17"}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "call"), CASES, ids=[name for name, _ in CASES])
-def test_what_does_not_fit(saved, state, name, call, golden):
-    with pytest.raises(ShardError) as error:
-        call(saved, state)
-    assert isinstance(error.value, CheckpointError)
-    text = str(error.value).replace(str(saved), "RUN")
-    golden(f"checkpoint_restore_{name}", "\n".join(line for line in text.split("\n") if "Unable to init" not in line))
+@pytest.mark.parametrize(("text", "count", "options"), CASES, ids=[text for text, *_ in CASES])
+def test_restore_of_what_does_not_fit_is_refused(saved, text, count, options):
+    error = refusal(lambda: checkpoint.restore(saved, **options))
+    assert isinstance(error, CheckpointError) and text in error.problems[0].what and len(error.problems) == count
+
+
+def test_restore_from_a_folder_without_a_checkpoint_is_refused(tmp_path):
+    for path in (tmp_path / "nowhere", tmp_path):
+        assert f"there is no checkpoint in {path}" in str(refusal(checkpoint.restore, path))
+
+
+def test_message_of_leaves_that_do_not_fit_reads_as_the_golden_file(saved, golden):
+    error = refusal(lambda: checkpoint.restore(saved, like=LIKE, only=["params/*", "key", "step"]))
+    golden("messages_checkpoint_restore", str(error))
 
 
 def test_a_lone_array_may_take_the_place_of_all(saved, state):

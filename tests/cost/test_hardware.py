@@ -1,4 +1,4 @@
-"""Devices and targets. The texts of what is refused are in golden/bad_input.txt."""
+"""Devices and targets. What is refused is in tests/test_bad_input.py too."""
 
 import math
 

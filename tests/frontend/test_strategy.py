@@ -1,4 +1,4 @@
-"""Strategies: entries meet arrays. The texts of what is refused are in golden/bad_input.txt."""
+"""Strategies: entries meet arrays. What is refused is in tests/test_bad_input.py."""
 
 import collections
 import copy

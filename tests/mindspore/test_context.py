@@ -26,6 +26,7 @@ from shardfn.mindspore.context import (
     set_context,
 )
 from shardfn.mindspore.layout import Layout
+from tests.messages import refusal
 
 TABLES = {
     set_auto_parallel_context: context_keys.AUTO_PARALLEL_KEYS,
@@ -228,93 +229,121 @@ def test_full_batch_after_a_tuple():
     assert current().dataset_strategy == "data_parallel"
 
 
-# ---- what is refused: the texts are in golden/context_errors.txt ----
+# ---- what is refused ----
 
 _OPT = "parallel_optimizer_config"
 _FUSE = "comm_fusion"
-REFUSED = [
-    (set_auto_parallel_context, {"device_num": -1}),
-    (set_auto_parallel_context, {"device_num": True}),
-    (set_auto_parallel_context, {"device_num": "8"}),
-    (set_auto_parallel_context, {"device_num": None}),
-    (set_auto_parallel_context, {"global_rank": 4096}),
+REFUSED = {
+    ContextError: [
+        (set_auto_parallel_context, {"device_num": -1}),
+        (set_auto_parallel_context, {"global_rank": 4096}),
+        (set_auto_parallel_context, {"parallel_mode": "semi_auto"}),
+        (set_auto_parallel_context, {"auto_parallel_search_mode": "recursive"}),
+        (set_auto_parallel_context, {"search_mode": "propagation"}),
+        (set_auto_parallel_context, {"search_mode": "auto", "auto_parallel_search_mode": "sharding_propagation"}),
+        (set_auto_parallel_context, {"out_strategy_mode": "honor"}),
+        (set_auto_parallel_context, {"full_batch": True, "dataset_strategy": ((8, 1),)}),
+        (set_auto_parallel_context, {"dataset_strategy": "fullbatch"}),
+        (set_auto_parallel_context, {"dataset_strategy": ((8, 0), [1], (True, 2.0))}),
+        (set_auto_parallel_context, {"dataset_strategy": (Layout((4, 2), ("dp", "interleaved_parallel")),)}),
+        (set_auto_parallel_context, {"devicenum": 8, "foo": 1}),
+        (set_auto_parallel_context, {"device_target": "CPU"}),
+        (set_auto_parallel_context, {"pipeline_stages": 0}),
+        (set_auto_parallel_context, {"pipeline_config": {"foo": 1}}),
+        (set_auto_parallel_context, {"pipeline_config": {"pipeline_interleave": True, "pipeline_scheduler": "1f2b"}}),
+        (set_auto_parallel_context, {"pipeline_config": {"pipeline_interleave": False, "pipeline_scheduler": "gpipe"}}),
+        (set_auto_parallel_context, {"pipeline_scheduler": "gpipe"}),
+        (set_auto_parallel_context, {"grad_accumulation_step": 4}),
+        (set_auto_parallel_context, {"optimizer_weight_shard_size": 0}),
+        (set_auto_parallel_context, {_OPT: {"optimizer_level": "level4", "parallel_optimizer_threshold": -1}}),
+        (set_auto_parallel_context, {_OPT: {"optimizer_level": "level3", "gradient_accumulation_shard": True}}),
+        (set_auto_parallel_context, {_FUSE: {"alltoall": {"mode": "auto", "config": None}}}),
+        (set_auto_parallel_context, {_FUSE: {"openstate": 1, "allreduce": "auto", "allgather": {"mode": "size"}}}),
+        (set_auto_parallel_context, {_FUSE: {"allgather": {"mode": "index", "config": [1]}}}),
+        (set_auto_parallel_context, {_FUSE: {"allreduce": {"mode": "size", "config": -1}}}),
+        (set_auto_parallel_context, {_FUSE: {"allreduce": {"mode": "auto", "config": 32}}}),
+        (set_auto_parallel_context, {"all_reduce_fusion_config": [35, 20]}),
+        (set_auto_parallel_context, {"all_reduce_fusion_config": []}),
+        (set_auto_parallel_context, {"all_reduce_fusion_config": [True, 1.0, -3]}),
+        (set_auto_parallel_context, {"device_num": 0, "global_rank": "0", "force_fp32_communication": True}),
+        (get_auto_parallel_context, "parallel_modes"),
+        (get_auto_parallel_context, "mode"),
+        (set_context, {"mode": 2}),
+        (set_context, {"device_target": "NPU"}),
+        (set_context, {"save_graphs": 4}),
+        (set_context, {"parallel_mode": "auto_parallel"}),
+        (get_context, "device"),
+        (set_algo_parameters, {"algo_approxi_epsilon": 0}),
+        (set_algo_parameters, {"tensor_slice_align_size": 2000}),
+        (set_algo_parameters, {"tensor_slice_align_size": 0, "tensor_slice_align_enable": 1}),
+        (set_algo_parameters, {"fully_use_device": True}),
+        (get_algo_parameters, "epsilon"),
+    ],
+    ContextTypeError: [
+        (set_auto_parallel_context, {"device_num": True}),
+        (set_auto_parallel_context, {"device_num": "8"}),
+        (set_auto_parallel_context, {"device_num": None}),
+        (set_auto_parallel_context, {"parallel_mode": None}),
+        (set_auto_parallel_context, {"search_mode": 1}),
+        (set_auto_parallel_context, {"full_batch": 1}),
+        (set_auto_parallel_context, {"dataset_strategy": [(8, 1)]}),
+        (set_auto_parallel_context, {"dataset_strategy": (8, 1)}),
+        (set_auto_parallel_context, {"pipeline_stages": "2"}),
+        (set_auto_parallel_context, {"gradients_mean": 1}),
+        (set_auto_parallel_context, {"strategy_ckpt_config": {"load_file": 1, "only_trainable_params": 1}}),
+        (set_auto_parallel_context, {_OPT: {"optimizer_level": 2}}),
+        (get_auto_parallel_context, 3),
+        (set_context, {"mode": "GRAPH_MODE"}),
+        (set_context, {"device_target": 0}),
+        (set_context, {"save_graphs_path": None}),
+        (set_algo_parameters, {"algo_approxi_epsilon": "0.1"}),
+        (set_algo_parameters, {"fully_use_devices": "True"}),
+    ],
+    NotAvailableError: [
+        (
+            set_auto_parallel_context,
+            {"pipeline_config": {"pipeline_interleave": True, "pipeline_scheduler": "seqpipe"}},
+        ),
+        (set_auto_parallel_context, {"sharding_propagation": True}),
+        (set_auto_parallel_context, {"communi_parallel_mode": "no_group_parallel"}),
+        (set_auto_parallel_context, {"group_ckpt_save_file": "group.ckpt"}),
+        (set_context, {"device_id": 1}),
+    ],
+}
+
+
+SHOWN = [
     (set_auto_parallel_context, {"parallel_mode": "semi_auto"}),
-    (set_auto_parallel_context, {"parallel_mode": None}),
-    (set_auto_parallel_context, {"search_mode": 1}),
-    (set_auto_parallel_context, {"auto_parallel_search_mode": "recursive"}),
-    (set_auto_parallel_context, {"search_mode": "propagation"}),
-    (set_auto_parallel_context, {"search_mode": "auto", "auto_parallel_search_mode": "sharding_propagation"}),
-    (set_auto_parallel_context, {"out_strategy_mode": "honor"}),
-    (set_auto_parallel_context, {"full_batch": 1}),
     (set_auto_parallel_context, {"full_batch": True, "dataset_strategy": ((8, 1),)}),
-    (set_auto_parallel_context, {"dataset_strategy": "fullbatch"}),
-    (set_auto_parallel_context, {"dataset_strategy": [(8, 1)]}),
-    (set_auto_parallel_context, {"dataset_strategy": (8, 1)}),
-    (set_auto_parallel_context, {"dataset_strategy": ((8, 0), [1], (True, 2.0))}),
-    (set_auto_parallel_context, {"dataset_strategy": (Layout((4, 2), ("dp", "interleaved_parallel")),)}),
-    (set_auto_parallel_context, {"devicenum": 8, "foo": 1}),
-    (set_auto_parallel_context, {"device_target": "CPU"}),
-    (set_auto_parallel_context, {"pipeline_stages": "2"}),
-    (set_auto_parallel_context, {"pipeline_stages": 0}),
-    (set_auto_parallel_context, {"pipeline_config": {"foo": 1}}),
-    (set_auto_parallel_context, {"pipeline_config": {"pipeline_interleave": True, "pipeline_scheduler": "1f2b"}}),
-    (set_auto_parallel_context, {"pipeline_config": {"pipeline_interleave": False, "pipeline_scheduler": "gpipe"}}),
-    (set_auto_parallel_context, {"pipeline_config": {"pipeline_interleave": True, "pipeline_scheduler": "seqpipe"}}),
-    (set_auto_parallel_context, {"pipeline_scheduler": "gpipe"}),
-    (set_auto_parallel_context, {"gradients_mean": 1}),
-    (set_auto_parallel_context, {"grad_accumulation_step": 4}),
-    (set_auto_parallel_context, {"sharding_propagation": True}),
-    (set_auto_parallel_context, {"communi_parallel_mode": "no_group_parallel"}),
-    (set_auto_parallel_context, {"strategy_ckpt_config": {"load_file": 1, "only_trainable_params": 1}}),
-    (set_auto_parallel_context, {"group_ckpt_save_file": "group.ckpt"}),
-    (set_auto_parallel_context, {"optimizer_weight_shard_size": 0}),
-    (set_auto_parallel_context, {_OPT: {"optimizer_level": "level4", "parallel_optimizer_threshold": -1}}),
-    (set_auto_parallel_context, {_OPT: {"optimizer_level": "level3", "gradient_accumulation_shard": True}}),
-    (set_auto_parallel_context, {_OPT: {"optimizer_level": 2}}),
-    (set_auto_parallel_context, {_FUSE: {"alltoall": {"mode": "auto", "config": None}}}),
-    (set_auto_parallel_context, {_FUSE: {"openstate": 1, "allreduce": "auto", "allgather": {"mode": "size"}}}),
-    (set_auto_parallel_context, {_FUSE: {"allgather": {"mode": "index", "config": [1]}}}),
-    (set_auto_parallel_context, {_FUSE: {"allreduce": {"mode": "size", "config": -1}}}),
-    (set_auto_parallel_context, {_FUSE: {"allreduce": {"mode": "auto", "config": 32}}}),
-    (set_auto_parallel_context, {"all_reduce_fusion_config": [35, 20]}),
-    (set_auto_parallel_context, {"all_reduce_fusion_config": []}),
-    (set_auto_parallel_context, {"all_reduce_fusion_config": [True, 1.0, -3]}),
     (set_auto_parallel_context, {"device_num": 0, "global_rank": "0", "force_fp32_communication": True}),
-    (get_auto_parallel_context, "parallel_modes"),
-    (get_auto_parallel_context, "mode"),
-    (get_auto_parallel_context, 3),
-    (set_context, {"mode": 2}),
-    (set_context, {"mode": "GRAPH_MODE"}),
-    (set_context, {"device_target": "NPU"}),
-    (set_context, {"device_target": 0}),
-    (set_context, {"device_id": 1}),
-    (set_context, {"save_graphs": 4}),
-    (set_context, {"save_graphs_path": None}),
-    (set_context, {"parallel_mode": "auto_parallel"}),
-    (get_context, "device"),
-    (set_algo_parameters, {"algo_approxi_epsilon": 0}),
-    (set_algo_parameters, {"algo_approxi_epsilon": "0.1"}),
-    (set_algo_parameters, {"tensor_slice_align_size": 2000}),
-    (set_algo_parameters, {"tensor_slice_align_size": 0, "tensor_slice_align_enable": 1}),
-    (set_algo_parameters, {"fully_use_devices": "True"}),
-    (set_algo_parameters, {"fully_use_device": True}),
-    (get_algo_parameters, "epsilon"),
 ]
+"""The calls whose full text a reviewer reads in golden/messages_context.txt."""
 
 
-def refusal(function, arguments):
-    """The call and the error that it raises; the context is as it was."""
+def refused(function, arguments):
+    """The error of a call; the context is as it was."""
     before = current()
-    with pytest.raises(ShardError) as caught:
-        function(**arguments) if isinstance(arguments, dict) else function(arguments)
+    error = refusal(lambda: function(**arguments) if isinstance(arguments, dict) else function(arguments))
     assert current() == before
-    assert all(problem.fix and problem.where for problem in caught.value.problems)
-    written = ", ".join(f"{k}={v!r}" for k, v in arguments.items()) if isinstance(arguments, dict) else repr(arguments)
-    return f">>> {function.__name__}({written})\n{type(caught.value).__name__}: {caught.value}\n"
+    return error
 
 
-def test_error_texts(golden):
-    golden("context_errors", "\n".join(refusal(function, arguments) for function, arguments in REFUSED))
+def test_message_of_a_bad_setting_reads_as_the_golden_file(golden):
+    errors = [refused(*row) for row in SHOWN]
+    golden("messages_context", "\n\n".join(f"{type(error).__name__}: {error}" for error in errors))
+
+
+@pytest.mark.parametrize(
+    ("kind", "function", "arguments"), [(kind, *row) for kind, rows in REFUSED.items() for row in rows],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)  # fmt: skip
+def test_bad_setting_is_refused_with_type_and_place(kind, function, arguments):
+    error = refused(function, arguments)
+    assert type(error) is kind
+    keys = arguments if isinstance(arguments, dict) else [repr(arguments)]
+    assert all(
+        p.where.startswith(f"{function.__name__}(") and any(key in p.where for key in keys) for p in error.problems
+    )
 
 
 @pytest.mark.parametrize(

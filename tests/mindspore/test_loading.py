@@ -14,8 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardfn import AUTO, checkpoint, train
 from shardfn.checkpoint import arrays
-from shardfn.errors import CheckpointError, NotAvailableError, ShardError, StrategyError
+from shardfn.errors import CheckpointError, NotAvailableError, StrategyError
 from shardfn.mindspore import Cell, Layout, auto_parallel, infer_predict_layout, load_distributed_checkpoint
+from tests.messages import refusal, told
 
 UP = np.arange(64 * 128, dtype="float32").reshape(64, 128) / 8192
 DOWN = np.cos(np.arange(128 * 32, dtype="float32")).reshape(128, 32)
@@ -290,42 +291,56 @@ def problems(run, tmp_path):
     (tmp_path / "model.ckpt").write_bytes(b"")
     wide = {"up": jax.ShapeDtypeStruct((64, 256), "float32"), "down": [jax.ShapeDtypeStruct((128, 32), "int32")]}
     load = load_distributed_checkpoint
-    return {
-        "no meaning": lambda: load(serve, run, dec_key=b"secret", rank_id=0, dst_safetensors_dir="x", format="ckpt"),
-        "no checkpoint": lambda: load(serve),
-        "two checkpoints": lambda: load(serve, run, unified_safetensors_dir=tmp_path),
-        "no such folder": lambda: load(serve, tmp_path / "nowhere"),
-        "binary": lambda: load(serve, tmp_path / "model.ckpt"),
-        "ranks without a strategy": lambda: load(serve, files),
-        "too few ranks": lambda: load(serve, files[:3], None, strategy),
-        "misfits": lambda: load(serve, run, like=wide),
-        "cuts": lambda: load(
-            serve, run, {"up": (1, 3), "down/0": (1, 1, 1), "nothing": (1,)}, like=LIKE, device=four()
+    return [
+        (
+            "NotAvailableError: dec_key, dst_safetensors_dir, rank_id, format",
+            lambda: load(serve, run, dec_key=b"secret", rank_id=0, dst_safetensors_dir="x", format="ckpt"),
         ),
-        "layout of other devices": lambda: load(serve, run, rows((8,)), like=LIKE, device=four()),
-        "spec": lambda: load(serve, run, {"up": PartitionSpec("a")}, like=LIKE),
-        "paper": lambda: load(serve, run, device="tpu-v5e:4"),
-        "bool": lambda: load(serve, run, strict_load="yes"),
-        "name map": lambda: load(serve, run, name_map=[("a", "b")]),
-        "weights": lambda: load(serve, run, weights=3),
-        "none of them": lambda: load(serve, run, like={"other": UP}),
-        "a layout of another model": lambda: load(serve, run, "dlrm/fsdp", like=LIKE),
-        "prefix": lambda: load(serve, run, {"up": (1, 4), "down": [(1, 3)]}, like=LIKE, device=four()),
-        "like": lambda: load(serve, run, like=UP),
-        "like of a module": lambda: load(Dense(), run, like=LIKE),
-    }
+        ("CheckpointError: checkpoint", lambda: load(serve)),
+        ("CheckpointError: checkpoint", lambda: load(serve, run, unified_safetensors_dir=tmp_path)),
+        ("CheckpointError: checkpoint", lambda: load(serve, tmp_path / "nowhere")),
+        ("CheckpointError: checkpoint", lambda: load(serve, tmp_path / "model.ckpt")),
+        ("CheckpointError: checkpoint", lambda: load(serve, files)),
+        ("CheckpointError: checkpoint", lambda: load(serve, files[:3], None, strategy)),
+        ("CheckpointError: params/down/0, params/up", lambda: load(serve, run, like=wide)),
+        (
+            "StrategyError: predict_strategy['nothing'], predict_strategy['down/0'], predict_strategy['up']",
+            lambda: load(serve, run, {"up": (1, 3), "down/0": (1, 1, 1), "nothing": (1,)}, like=LIKE, device=four()),
+        ),
+        (
+            "StrategyError: predict_strategy['down.0'], predict_strategy['up']",
+            lambda: load(serve, run, rows((8,)), like=LIKE, device=four()),
+        ),
+        ("StrategyError: predict_strategy['up']", lambda: load(serve, run, {"up": PartitionSpec("a")}, like=LIKE)),
+        ("CheckpointError: device", lambda: load(serve, run, device="tpu-v5e:4")),
+        ("StrategyTypeError: strict_load", lambda: load(serve, run, strict_load="yes")),
+        ("CheckpointError: name_map", lambda: load(serve, run, name_map=[("a", "b")])),
+        ("StrategyTypeError: weights", lambda: load(serve, run, weights=3)),
+        ("CheckpointError: other", lambda: load(serve, run, like={"other": UP})),
+        ("CheckpointError: predict_strategy", lambda: load(serve, run, "dlrm/fsdp", like=LIKE)),
+        (
+            "StrategyError: predict_strategy['down'][0]",
+            lambda: load(serve, run, {"up": (1, 4), "down": [(1, 3)]}, like=LIKE, device=four()),
+        ),
+        ("StrategyTypeError: like", lambda: load(serve, run, like=UP)),
+        ("CheckpointError: like", lambda: load(Dense(), run, like=LIKE)),
+    ]
 
 
-def test_errors_say_what_to_do(run, tmp_path, golden):
-    lines = []
-    for name, call in problems(run, tmp_path).items():
-        with warnings.catch_warnings(), pytest.raises(ShardError) as error:
+def test_bad_load_is_refused_with_type_place_and_fix(run, tmp_path):
+    for expected, call in problems(run, tmp_path):
+        with warnings.catch_warnings():
             warnings.simplefilter("error")
-            call()
-        assert "secret" not in str(error.value)
-        lines.append(f"== {name}\n{type(error.value).__name__}: {error.value}\n")
-    text = "\n".join(lines).replace(str(tmp_path), "TMP").replace(str(run), "RUN")
-    golden("inference_errors", text)
+            error = refusal(call)
+        assert told(error) == expected
+        assert "secret" not in str(error)
+
+
+def test_message_of_a_bad_load_reads_as_the_golden_file(run, golden):
+    call = lambda: load_distributed_checkpoint(  # noqa: E731
+        serve, run, {"up": (1, 3), "down/0": (1, 1, 1), "nothing": (1,)}, like=LIKE, device=four()
+    )
+    golden("messages_loading", str(refusal(call)))
 
 
 def test_kinds_of_errors(run):

@@ -20,9 +20,10 @@ from examples.models import abstract, gpt2
 from shardfn.compiled import targets
 from shardfn.compiled.executable import read
 from shardfn.cost.devices.hardware import CHIPS, Chip, resolve
-from shardfn.errors import DeviceError, ShardError, StrategyError
+from shardfn.errors import DeviceError, StrategyError
 from shardfn.planning.plan import Constraint
 from shardfn.runtime import verify
+from tests.messages import refusal, told
 
 S = jax.ShapeDtypeStruct
 
@@ -152,43 +153,30 @@ def test_what_if_keeps_the_way_back():
 # ---- what cannot be compiled
 
 
-def refused(golden_name, golden, plan):
-    with pytest.raises(ShardError) as caught:
-        plan.verify()
-    golden(golden_name, str(caught.value))
-    return caught.value
-
-
 def small(device, **options):
     return shardfn.plan(lambda x: 2 * x, array(16, 4), device=device, **{"in_strategy": ((4, 1),), **options})
 
 
-def test_without_libtpu(golden, monkeypatch):
+@pytest.mark.parametrize(("device", "extra"), [("tpu-v5e:2x2", "tpu-aot"), ("h100:8", "gpu-aot")])
+def test_verify_without_the_compiler_says_what_to_install(device, extra, monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name))
-    assert isinstance(refused("verify_no_libtpu", golden, small("tpu-v5e:2x2")), DeviceError)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: find(name) if name.startswith("shardfn") else None)
+    error = refusal(small(device).verify)
+    assert isinstance(error, DeviceError) and error.problems[0].fix == f"pip install 'shardfn[{extra}]'"
+    assert told(error) == "DeviceError: device"
 
 
-def test_without_the_cuda_plugin(golden, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert isinstance(refused("verify_no_cuda", golden, small("h100:8")), DeviceError)
+@pytest.mark.parametrize(("name", "size"), [("h100", 8), ("tpu-v5e", "2x2")])
+def test_verify_for_a_chip_of_ones_own_names_those_that_the_compiler_knows(name, size):
+    chip = dataclasses.replace(CHIPS[name], name="mine", aot_name="")
+    error = refusal(small(chip.pod(size)).verify)
+    assert isinstance(error, DeviceError) and "the" in error.problems[0].what and "it knows" in error.problems[0].why
 
 
-def test_a_gpu_of_ones_own(golden):
-    chip = dataclasses.replace(CHIPS["h100"], name="gpu-mine", aot_name="")
-    assert isinstance(refused("verify_own_gpu", golden, small(chip.pod(8))), DeviceError)
-
-
-def test_a_tpu_of_ones_own(golden):
-    chip = dataclasses.replace(CHIPS["tpu-v5e"], name="tpu-mine", aot_name="")
-    assert isinstance(refused("verify_own_chip", golden, small(chip.pod("2x2"))), DeviceError)
-
-
-def test_a_plan_from_another_process(golden):
+def test_verify_of_a_plan_from_another_process_is_refused():
     plan = pickle.loads(pickle.dumps(small("cpu:4")))
-    assert plan._verifier is None
-    refused("verify_no_function", golden, plan)
-    assert copy.deepcopy(small("cpu:4"))._verifier is not None
+    assert "has no function to compile" in str(refusal(plan.verify))
+    assert copy.deepcopy(small("cpu:4")).verify()
 
 
 def test_a_function_that_calls_back():
@@ -208,35 +196,30 @@ def test_a_compiler_that_dies(monkeypatch):
         plan.verify()
 
 
-SAID = {
-    "memory": "RESOURCE_EXHAUSTED: E1000: Oom: Ran out of memory on HBM, 16.00G exceeds 15.75G. HLO module: m.\nmore",
-    "topology": 'INVALID_ARGUMENT: Topology layout "v5e:1x8" is not divisible\nmore',
-    "other": "INTERNAL: Mosaic failed to compile\nmore",
-}
+SAID = [
+    ("tpu-v5e:2x2", "RESOURCE_EXHAUSTED: E1000: Oom: Ran out of memory on HBM, 16.00G exceeds 15.75G.",
+     "does not fit on tpu-v5e:2x2", "plan with level=1, for more devices, or with a lower memory_limit"),
+    ("tpu-v5e:2x2", 'INVALID_ARGUMENT: Topology layout "v5e:1x8" is not divisible',
+     "the TPU compiler refuses the topology v5e:2x2", "name a slice that exists"),
+    ("tpu-v5e:2x2", "INTERNAL: Mosaic failed to compile", "does not compile for tpu-v5e:2x2",
+     "pip install 'shardfn[tpu-aot]' for the compiler that fits this JAX; else look for the op it names"),
+    ("h100:4", "INTERNAL: no such op", "does not compile for h100:4", "pip install 'shardfn[gpu-aot]'"),
+    ("cpu:4", "INTERNAL: no such op", "does not compile for cpu:4", "look for the op it names"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SAID)
-def test_what_a_compiler_says_is_told(name, golden):
-    plan = small("tpu-v5e:2x2")
-    with pytest.raises(ShardError) as caught:
-        verify._refused(plan, targets.Target("tpu", 8, "v5e:1x8"), SAID[name])
-    golden(f"verify_refused_{name}", str(caught.value))
-
-
-@pytest.mark.parametrize(
-    ("target", "fix"),
-    [
-        (targets.Target("cpu", 8), "look for the op it names"),
-        (
-            targets.Target("cuda", 8),
-            "pip install 'shardfn[gpu-aot]' for the compiler that fits this JAX; else look for the op it names",
-        ),
-    ],
-)
-def test_a_compiler_is_installed_only_where_there_is_one_to_install(target, fix):
-    with pytest.raises(StrategyError) as caught:
-        verify._refused(small("cpu:4"), target, SAID["other"])
-    assert str(caught.value).endswith(f"fix:   {fix}")
+@pytest.mark.parametrize(("device", "said", "what", "fix"), SAID)
+def test_verify_tells_what_the_compiler_says(device, said, what, fix, tmp_path, monkeypatch):
+    """A process that fails as the compiler's does."""
+    (tmp_path / "python").write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
+    (tmp_path / "python").chmod(0o755)
+    plan = small(device)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    error = refusal(plan.verify)
+    assert told(error).endswith("Error: device")
+    assert what in error.problems[0].what and error.problems[0].fix.startswith(fix)
+    assert said.removeprefix("RESOURCE_EXHAUSTED: E1000: Oom: ") in error.problems[0].why
 
 
 # ---- targets
