@@ -10,7 +10,7 @@ import pytest
 import shardfn
 from examples.models import abstract, mlp
 from shardfn import compiled
-from shardfn.cost.backends.tpu import FastMemoryRequest, assign_fast_memory, residency_intervals, row_major_bytes
+from shardfn.cost.backends.tpu import row_major_bytes
 from shardfn.cost.devices.chips import CHIPS
 from shardfn.cost.fusion import fuse
 from shardfn.cost.memory.live_ranges import memory
@@ -45,23 +45,6 @@ def test_tiles(shape, bits, laid_out):
 def test_rows_are_padded_to_the_lanes():
     assert row_major_bytes((65536, 64), 32) == 2 * 65536 * 64 * 4
     assert row_major_bytes((100, 256), 32) == 100 * 256 * 4
-
-
-def test_who_gains_most_has_its_place():
-    claims = [
-        FastMemoryRequest(0, 9, 60, 1),
-        FastMemoryRequest(3, 4, 60, 2),
-        FastMemoryRequest(5, 9, 40, 0),
-        FastMemoryRequest(0, 1, 101, 9),
-    ]
-    assert assign_fast_memory(claims, 100) == [False, True, True, False]
-    assert assign_fast_memory(claims, 170) == [True, True, True, True]
-    assert assign_fast_memory([], 1) == []
-
-
-def test_accesses_far_apart_are_stretches_of_their_own():
-    assert residency_intervals([], 1.0) == [(0, 0)]
-    assert residency_intervals([0.5, 3.0, 0.5], 1.0) == [(0, 1), (2, 3)]
 
 
 def partitioned(fn, *args, entries, device=V5E, **options):

@@ -13,10 +13,8 @@ import shardfn
 from examples.models import abstract, gpt2, llama
 from shardfn import compiled
 from shardfn.cost.estimate import estimate_cost
-from shardfn.ir.model import Communication, Graph, Op, OpConstraint, PartitionedProgram, Value
-from shardfn.partition.combine_reductions import combine_partial_sums
+from shardfn.ir.model import OpConstraint
 from shardfn.partition.libtpu import MAX_CSE_DISTANCE, makes_reduce_scatter
-from shardfn.partition.tpu_padding import tiled_dims
 
 V5E, SQUARE = "tpu-v5e:2x4", "tpu-v5e:4x4"
 
@@ -53,11 +51,6 @@ SCATTERED = [
 @pytest.mark.parametrize(("piece", "dim", "bits", "is_whole", "torus", "expected"), SCATTERED)
 def test_which_sums_are_scattered(piece, dim, bits, is_whole, torus, expected):
     assert makes_reduce_scatter(piece, dim, bits, is_whole, torus) is expected
-
-
-def test_of_dims_that_waste_alike_the_last_are_tiled():
-    assert tiled_dims((8, 8, 128), 32) == (1, 2)
-    assert tiled_dims((256, 8, 4), 32) == (2, 0)
 
 
 def sent(fn, *args, entries, device=V5E, **options):
@@ -122,19 +115,6 @@ def test_a_sum_that_is_read_elsewhere_too_stays():
     assert sent(two, *args, entries=entries, out_strategy=((1, 1), (1, 1)))["all-reduce", (64, 512)] == 2
     alone = sent(lambda *args: two(*args)[0], *args, entries=entries, out_strategy=((1, 1),))
     assert alone["all-reduce", (64, 512)] == 1
-
-
-def test_what_is_gathered_is_not_summed_together():
-    def op(name, inputs, output):
-        return Op(name, inputs, (output,), None, 1, "")
-
-    gathers = [op("all_gather", (v,), v + 2) for v in (0, 1)]
-    ops = (*gathers, op("add", (2, 3), 4), op("all_reduce", (4,), 5))
-    graph = Graph((Value((8,), "f32"),) * 6, ops, (0, 1), (5,), ())
-    pairs = (("all-gather", 0, 2), ("all-gather", 1, 3), ("all-reduce", 4, 5))
-    sent = tuple(Communication(kind, ("a",), 8, v, w, 1, "", "") for kind, v, w in pairs)
-    partitioned = PartitionedProgram(graph, ((("a",),),) * 2 + (((),),) * 4, {"a": 8}, sent, "tpu")
-    assert combine_partial_sums(partitioned) == partitioned
 
 
 def apart(steps):

@@ -150,12 +150,6 @@ def test_a_sum_wanted_in_pieces(platform, sent):
     assert kinds(insert_collectives(partitioned, platform)) == sent
 
 
-def test_a_flow_is_worked_out_once():
-    partitioned = laid(jnp.matmul, (("a", 8),), (((), ("a",)), (("a",), ())), (((), ()),), f32(32, 64), f32(64, 8))
-    once = insert_collectives(partitioned, "tpu")
-    assert once.platform == "tpu" and insert_collectives(once, "cpu") is once
-
-
 @pytest.mark.parametrize(("platform", "sent"), [("cuda", ("f32", 7 * 8 * 64 * 4)), ("tpu", ("bf16", 7 * 8 * 64 * 2))])
 def test_weights_are_gathered_once_for_all_their_uses(platform, sent):
     def both_ways(x, w):
@@ -250,28 +244,6 @@ def test_an_empty_slice_may_be_padded_along_a_cut_dim():
         return lax.associative_scan(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (x / 3, x), axis=1)[1].sum()
 
     assert shardfn.plan(jax.grad(recurrence), f32(8, 64, 64), level=1, device="cpu:8").cost.time_s > 0
-
-
-def test_a_module_in_its_form_gives_the_same_flows_again_and_again():
-    def function(x, w):
-        def step(c, _):
-            return jax.nn.relu(jnp.tanh(c @ w) + w.mean()[None, None]), c.sum()
-
-        return jax.lax.scan(step, jax.nn.relu(x), None, length=3)
-
-    shapes = f32(8, 4), f32(4, 4)
-    module = shardy.flat(jax.jit(function).lower(*shapes).compiler_ir("stablehlo"))
-    ready, axes = shardy.prepare_for_propagation(module), (("a", 2), ("b", 2))
-    for specs in ([(("a",), ()), ((), ("b",))], [((), ("a",)), (("a",), ("b",))], [None, ((), ("a", "b"))]):
-        assert shardy.propagate(module, axes, specs, [None, None], None, ready) == shardy.propagate(
-            module, axes, specs, [None, None]
-        )
-    dot = next(op.site for op in shardy.read_graph(module).ops if op.name == "dot_general")
-    constraints = {dot: OpConstraint((None, ((), ())), ((("b",), ()),))}
-    specs = [(("a",), ()), ((), ("b",))]
-    held = shardy.propagate(module, axes, specs, [None, None], constraints, ready)  # from the module as it was read
-    assert held == shardy.propagate(module, axes, specs, [None, None], constraints)
-    assert held != shardy.propagate(module, axes, specs, [None, None])
 
 
 def test_a_layout_that_does_not_fit_is_found_before_the_passes_run():

@@ -9,13 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import shardfn
-from shardfn import AUTO, compiled
+from shardfn import AUTO
 from shardfn.mindspore import Layout
-from shardfn.partition.resharding import resharding_steps
-from shardfn.planning.diagnostics import is_constant, origin
 
 ON = Layout((2, 4), ("a", "b"))
 
@@ -106,52 +103,7 @@ def test_the_same_array_each_time():
     assert sum(c["runs"] for c in data["compiled"]["collectives"] if c["kind"] == "all-gather") == 1
 
 
-def test_what_is_constant_in_a_loop():
-    def body(w, x):
-        return jax.lax.fori_loop(0, 5, lambda i, h: (h * 2.0) @ jnp.sin(w) + jnp.cos(h), x)
-
-    partitioned = shardfn.plan(body, shaped(8, 8), shaped(8, 8), device="cpu:1").partitioned
-    known = {op.name: is_constant(partitioned, op.outputs[0], 5) for op in partitioned.graph.ops if op.trips == 5}
-    assert known["sine"] is True
-    assert known["cosine"] is False
-    assert known["dot_general"] is False
-
-
-def test_the_origin_of_a_value():
-    made = shardfn.plan(lambda w, x: x @ jnp.tanh(w.T), shaped(8, 4), shaped(2, 4), device="cpu:1")
-    (dot,) = (op for op in made.partitioned.graph.ops if op.name == "dot_general")
-    found = [origin(made, v) for v in dot.inputs]
-    assert [d.path for d in found if d] == ["x", "w"]
-    assert origin(made, dot.outputs[0]) is None
-
-
 # ---- full rematerialisation
-
-
-AXES = {"a": 2, "b:(1)2": 2, "b:(2)2": 2}
-B = ("b:(1)2", "b:(2)2")
-ROADS = [
-    (((*B, "a"), ()), ((), B)),
-    ((("a", *B), ()), ((), ("a",))),
-    ((("a", *B), ()), ((), B)),
-    (((*B, "a"), ()), ((), ("a",))),
-    ((("a",), B), (B, ("a",))),
-    (((), ("a",)), ((), (*B, "a"))),
-    ((("a", *B), ()), (("a",), ())),
-]
-
-
-@pytest.mark.parametrize(("before", "after"), ROADS)
-def test_what_xla_sends_from_one_layout_to_another(before, after):
-    mesh = jax.make_mesh((2, 2, 2), tuple(AXES), axis_types=(AxisType.Auto,) * 3)
-    here, there = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (before, after))
-
-    def held(x):
-        return jax.lax.with_sharding_constraint(jnp.sin(jax.lax.with_sharding_constraint(x, there)), there)
-
-    made = jax.jit(held, in_shardings=here, out_shardings=there).lower(shaped(512, 512)).compile()
-    road = resharding_steps(before, after, AXES)
-    assert [step.kind for step in road if step.kind] == [c.kind for c in compiled.read(made).collectives]
 
 
 def mlp(x, w1, w2):

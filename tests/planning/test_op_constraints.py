@@ -15,8 +15,8 @@ from shardfn.frontend.trace import trace
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
 from shardfn.ir.model import OpConstraint
 from shardfn.ir.op_traits import CONSTRAINABLE
-from shardfn.ir.rewrite import bind_one, equations, inner, rebind
-from shardfn.planning.op_constraints import anchors, unique_positions
+from shardfn.ir.rewrite import equations
+from shardfn.planning.op_constraints import anchors
 from shardfn.search import Answer
 from shardfn.search.problem import objective
 
@@ -161,20 +161,6 @@ def test_a_reduction_with_two_results_inside_the_module_and_one_outside():
         search.forget("reductions")
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_an_anchor_is_the_equation_of_its_op(name):
-    function, args = PROGRAMS[name]
-    traced = trace(jax.grad(loss(function)) if name != "fori" else function, args, (), "cpu")
-    found = anchors(traced.jaxpr, traced.graph)
-    at = {number: eqn for number, eqn, _ in equations(traced.jaxpr)}
-    kinds = [traced.graph.ops[index].name for index in found]
-    assert kinds.count("dot_general") == sum(op.name == "dot_general" for op in traced.graph.ops)
-    for index, number in found.items():
-        op = traced.graph.ops[index]
-        assert at[number].primitive.name in CONSTRAINABLE[op.name]
-        assert at[number].outvars[0].aval.shape == traced.graph.values[op.outputs[0]].shape
-
-
 UNMATCHED = pytest.mark.xfail(
     not IS_BEFORE_JAX_0_12,
     reason="JAX 0.12 lowers its indices of a triangle otherwise: sums and products are not told apart there",
@@ -210,39 +196,6 @@ def test_sums_and_products_of_whole_models_are_found(name):
 
 def op_shape(traced, op):
     return traced.graph.values[op.outputs[0]].shape
-
-
-@pytest.mark.parametrize(
-    ("part", "whole", "places"),
-    [
-        ("abc", "abc", [0, 1, 2]),
-        ("abc", "aXbYcZ", [0, 2, 4]),
-        ("ab", "aab", [None, 2]),  # the first may be either
-        ("aa", "aXa", [0, 2]),
-        ("aa", "aaa", [None, None]),
-        ("", "abc", []),
-        ("ba", "ab", None),
-        ("a", "", None),
-    ],
-)
-def test_the_only_way_to_find_some_in_a_row(part, whole, places):
-    assert unique_positions(part, whole) == places
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_numbers_are_those_that_binding_counts(name):
-    function, args = PROGRAMS[name]
-    jaxpr = jax.make_jaxpr(function)(*args).jaxpr
-    at = {number: eqn.primitive.name for number, eqn, is_reached in equations(jaxpr) if is_reached}
-    leaves = {number for number, eqn, is_reached in equations(jaxpr) if is_reached and not inner(eqn)}
-    seen = {}
-
-    def bind(eqn, inputs, number):
-        seen[number] = eqn.primitive.name
-        return bind_one(eqn, inputs)
-
-    close(rebind(function, lambda eqn, number: number in leaves, bind)(*args), function(*args))
-    assert seen == {number: at[number] for number in leaves}
 
 
 def test_a_function_that_traces_to_another_program_is_refused():

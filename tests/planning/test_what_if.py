@@ -1,7 +1,6 @@
 """Why not another cut, and what if: every figure is held against a plan in which that cut was given."""
 
 import dataclasses
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +10,6 @@ import shardfn
 from shardfn import AUTO, ShardError
 from shardfn.mindspore import Layout
 from shardfn.planning.decisions import Alternatives, Figures
-from shardfn.search.one_array_changes import array_specs
-from shardfn.search.resharding_costs import strategy_of
 
 ON = Layout((2, 4), ("a", "b"))
 
@@ -204,33 +201,6 @@ def test_the_title_of_many_arrays_names_a_few():
 def test_how_many_must_be_a_number(most):
     with pytest.raises(ShardError, match="cannot be evaluated"):
         given().why("x", most=most)
-
-
-@pytest.mark.parametrize("shape", [(), (4,), (6, 4), (8, 8, 2), (0, 4)])
-def test_layouts_are_all_that_divide(shape):
-    axes = (("a", 2), ("b", 4))
-    whole = ((),) * len(shape)
-    found = list(array_specs(shape, axes, whole))
-    assert len(set(found)) == len(found)
-    assert whole not in found
-    expected = 0
-    for choice in itertools.product(range(-1, len(shape)), repeat=2):
-        cuts = [1] * len(shape)
-        for (_, size), at in zip(axes, choice, strict=True):
-            if at >= 0:
-                cuts[at] *= size
-        expected += max(cuts, default=1) > 1 and all(
-            n and n % c == 0 for n, c in zip(shape, cuts, strict=True) if c > 1
-        )
-    assert len(found) == expected
-    assert all(n % c == 0 for spec in found for n, c in zip(shape, strategy_of(spec, axes), strict=True))
-
-
-def test_of_very_many_layouts_some_are_left_out():
-    axes = tuple((f"x{i}", 2) for i in range(12))
-    found = list(array_specs((4096, 4096, 8), axes, ((), (), ())))
-    assert len(found) == len(set(found)) == 2 * 78 + 33  # runs of axes on a dim; on the last one, up to three of them
-    assert ((), tuple(name for name, _ in axes), ()) in found
 
 
 # ---- what if

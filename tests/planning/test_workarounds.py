@@ -7,7 +7,6 @@ import pytest
 
 import shardfn
 from shardfn.ir.jax_release import IS_BEFORE_JAX_0_12
-from shardfn.ir.rewrite import bind_one, rebind
 
 X = jax.random.normal(jax.random.key(0), (8, 8, 16, 16))
 K = jax.random.normal(jax.random.key(1), (8, 8, 3, 3))
@@ -86,52 +85,6 @@ def test_the_gradient_of_max_pooling_is_right(window, stride, mended, padding):
     batched = shardfn.shard(step, ((4, 1, 1, 2),))
     np.testing.assert_allclose(batched(x), step(x), rtol=1e-3, atol=1e-4)
     assert not any("shardfn gathers" in f for f in batched.plan(x).diagnostics)
-
-
-def is_sin(eqn, number):
-    return eqn.primitive.name == "sin"
-
-
-def test_rebound_opens_loops_branches_jit_and_checkpoint():
-    def f(x):
-        def body(c, y):
-            return jax.jit(jnp.sin)(c) + y, c
-
-        c, ys = jax.lax.scan(body, x, jnp.arange(6.0).reshape(3, 2))
-        c = jax.lax.cond(c.sum() > 0, lambda c: jnp.sin(c), lambda c: -jnp.sin(c), c)
-        c = jax.checkpoint(lambda c: jnp.sin(c) * 2)(c)
-        return jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, jnp.sin(c[1])), (0, c))[1], ys
-
-    seen = []
-
-    def bind(eqn, inputs, number):
-        seen.append(eqn.primitive.name)
-        return bind_one(eqn, inputs)
-
-    x = jnp.array([0.3, 0.7])
-    again = rebind(f, is_sin, bind)
-    jax.tree.map(np.testing.assert_allclose, again(x), f(x))
-    assert len(seen) >= 5
-    total = lambda g: lambda x: g(x)[0].sum() + g(x)[1].sum()  # noqa: E731
-    forward = lambda x: jax.checkpoint(lambda c: jnp.sin(jnp.sin(c)))(x)  # noqa: E731
-    np.testing.assert_allclose(
-        jax.grad(lambda x: rebind(forward, is_sin, bind)(x).sum())(x),
-        jax.grad(lambda x: forward(x).sum())(x),
-    )
-    assert total(again)(x) == pytest.approx(float(total(f)(x)))
-
-
-def test_rebound_keeps_custom_derivatives():
-    @jax.custom_vjp
-    def twice(x):
-        return jnp.sin(x)
-
-    twice.defvjp(lambda x: (jnp.sin(x), None), lambda _, g: (7 * g,))
-    told = []
-    again = rebind(twice, is_sin, lambda eqn, inputs, number: [jnp.zeros_like(inputs[0])], unreached=told.append)
-    assert float(again(0.5)) == pytest.approx(float(jnp.sin(0.5)))
-    assert float(jax.grad(again)(0.5)) == 7.0
-    assert told and all("custom_vjp" in eqn.primitive.name for eqn in told)
 
 
 def test_a_convolution_out_of_reach_is_refused_not_computed_wrongly():

@@ -11,10 +11,7 @@ import pytest
 
 from benchmarks import iopddl
 from shardfn.solver.budget import Budget
-from shardfn.solver.content import Store
-from shardfn.solver.contract import contract
-from shardfn.solver.eliminate import eliminate
-from shardfn.solver.labelling import busy_times, labelling, peak_of, total_cost
+from shardfn.solver.labelling import labelling, peak_of, total_cost
 from shardfn.solver.solve import Effort, solve, solve_within
 from tests.solver.exhaustive import exhaustive
 
@@ -105,14 +102,6 @@ def test_a_time_limit_answers_and_the_same_problem_gives_the_same_answer():
     assert first.choice == second.choice and first.bound == second.bound
 
 
-def test_contracting_keeps_the_optimum_and_followers_go():
-    same = np.where(np.eye(4), 0, NEVER)
-    problem = labelling([[3, 1, 2, 5]] * 5, tables=[((i, i + 1), same.ravel().tolist()) for i in range(4)])
-    core = contract(problem)
-    assert not core.costs and core.constant == 5
-    assert core.full({}).tolist() == [1] * 5
-
-
 def test_contracting_finds_that_nothing_is_possible():
     table = [NEVER] * 4
     found = solve(labelling([[0, 0], [0, 0]], tables=[((0, 1), table)]))
@@ -123,31 +112,6 @@ def test_the_least_possible_usage_over_the_limit_is_infeasible():
     found = solve(labelling([[0, 1], [0, 1]], [[5, 4], [5, 4]], [(0, 2), (1, 3)], limit=7))
     assert not found.feasible and found.proved
     assert solve(labelling([[0, 1], [0, 1]], [[5, 4], [5, 4]], [(0, 1), (1, 3)], limit=5)).cost == 0  # half-open
-
-
-def test_elimination_holds_nodes_rather_than_build_a_large_table():
-    rng = np.random.default_rng(0)
-    costs = [rng.random(4) for _ in range(12)]
-    tables = [{v: None for v in range(12) if v != u} for u in range(12)]
-    for u in range(12):
-        for v in range(u):
-            table = rng.random((4, 4))
-            tables[u][v], tables[v][u] = table, table.T
-    store = Store()
-    assert eliminate(costs, tables, 100, store=store) is None
-    assert not store.results  # it is known before any table is made
-    current = [0] * 12
-
-    def total(labels):
-        pairs = sum(tables[u][v][labels[u], labels[v]] for u in range(12) for v in range(u))
-        return pairs + sum(cost[a] for cost, a in zip(costs, labels, strict=True))
-
-    found = eliminate(costs, tables, 100, current=current)
-    assert total(found) < total(current)
-    some = eliminate(costs, tables, 1e4, free=[2, 5], current=current)
-    assert [v for v in range(12) if some[v]] in ([], [2], [5], [2, 5])
-    every = ([a if v == 2 else b if v == 5 else 0 for v in range(12)] for a in range(4) for b in range(4))
-    assert total(some) == pytest.approx(min(map(total, every)))
 
 
 def ladder(length: int, labels: int, held: bool):
@@ -168,12 +132,6 @@ def test_deep_networks_are_solved_exactly_and_fast():
         found = solve(problem)
         assert found.proved and found.feasible
         assert time.process_time() - begin < 5  # measured: 0.5 s; the machine may be busy
-
-
-def test_busy_times_are_those_of_largest_sets():
-    problem = labelling([[0]] * 4, [[1]] * 4, [(0, 3), (1, 2), (2, 4), (5, 5)])
-    assert busy_times(problem).tolist() == [1, 2]
-    assert peak_of(problem, (0, 0, 0, 0)) == 2
 
 
 @pytest.mark.parametrize(
