@@ -35,6 +35,16 @@ def cuda():
 
 
 @pytest.fixture
+def compiles():
+    """What JAX compiles from here on, one event each."""
+    events = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **_: events.append(event) if "backend_compile" in event else None
+    )
+    return events
+
+
+@pytest.fixture
 def as_user_code(monkeypatch):
     """For code that asks for its eight CPU devices itself: they are here already, and JAX refuses to be asked again."""
     update = jax.config.update

@@ -23,7 +23,7 @@ COMPILED = {"accumulated", "noisy"}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(name, monkeypatch):
+def test_numpy_jit_of_an_optimizer_gives_the_numbers_of_jit_and_compiles_only_what_numpy_has_not(name, compiles):
     optimizer = OPTIMIZERS[name]
 
     def update(params, state):
@@ -37,10 +37,9 @@ def test_optimizers(name, monkeypatch):
         return params
 
     expected = twice(jax.jit(optimizer.init), jax.jit(update))
-    jits = []
-    monkeypatch.setattr(jax, "jit", lambda f, jit=jax.jit, **options: jits.append(f) or jit(f, **options))
+    compiles.clear()
     found = twice(numpy_jit(optimizer.init), numpy_jit(update))
-    assert (update in jits) == (name in COMPILED)
+    assert bool(compiles) == (name in COMPILED)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2e-2 if a.dtype == jnp.bfloat16 else 1e-4, atol=1e-6),
         found, expected,
