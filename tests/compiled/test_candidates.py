@@ -31,7 +31,7 @@ def test_compile_candidates_without_a_compiler_is_refused(monkeypatch):
         shardfn.plan(step, W1, W2, X, device="h100:4", compile_candidates=3)
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("level", [1, 2])
 def test_compile_candidates_takes_the_best_with_the_figures_of_xla(level):
     sharded = shardfn.shard(step, level=level, compile_candidates=3)
     found, wanted = sharded(W1, W2, X), step(W1, W2, X)
@@ -42,11 +42,9 @@ def test_compile_candidates_takes_the_best_with_the_figures_of_xla(level):
     assert len(rows) == 3
     winner = re.search(r"Best: (.+?); the search alone", told)[1]
     sent, peak = re.search(re.escape(winner) + r", mesh \S+: ([\d,]+) B sent, ([\d,]+) B peak", told).groups()
-    compiled = sharded.lower(W1, W2, X).compile().memory_analysis()
-    held = compiled.argument_size_in_bytes + compiled.output_size_in_bytes + compiled.temp_size_in_bytes
-    assert int(peak.replace(",", "")) == held - compiled.alias_size_in_bytes
-    kinds = sharded.explain(W1, W2, X, compiled=True).to_dict()["compiled"]["kinds"].values()
-    assert int(sent.replace(",", "")) == sum(kind["compiled"]["bytes_sent"] for kind in kinds)
+    compiled = sharded.explain(W1, W2, X, compiled=True).to_dict()["compiled"]
+    assert int(peak.replace(",", "")) == compiled["memory"]["together"]["compiled"]
+    assert int(sent.replace(",", "")) == sum(kind["compiled"]["bytes_sent"] for kind in compiled["kinds"].values())
     least = min(int(b.replace(",", "")) for _, b in rows)
     assert level != 1 or int(peak.replace(",", "")) == least
 
@@ -90,26 +88,26 @@ def test_seven_candidates_are_the_same_at_each_level():
 
 
 def test_a_candidate_is_compiled_once_whatever_the_limit(compiles):
-    def scaled(w1, w2, x):
-        return step(3 * w1, w2, x)
+    def scaled(x, w1, w2):
+        return mlp(3 * x, w1, w2)
 
-    first = shardfn.shard(scaled, level=2, compile_candidates=3).plan(W1, W2, X)
+    first = shardfn.shard(scaled, level=2, compile_candidates=3).plan(X, W1, W2)
     assert len(compiles) == 3
-    again = shardfn.shard(scaled, level=2, compile_candidates=3, memory_limit="1GiB").plan(W1, W2, X)
+    again = shardfn.shard(scaled, level=2, compile_candidates=3, memory_limit="1GiB").plan(X, W1, W2)
     assert len(compiles) == 3 and again.cost == first.cost
-    shardfn.shard(lambda w1, w2, x: scaled(2 * w1, w2, x), level=2, compile_candidates=2).plan(W1, W2, X)
+    shardfn.shard(lambda x, w1, w2: scaled(2 * x, w1, w2), level=2, compile_candidates=2).plan(X, W1, W2)
     assert len(compiles) == 5
 
 
 def test_memory_limit_is_judged_as_compiled():
     """A finalist that is predicted to hold more is not exchanged for another answer before it was compiled."""
     with pytest.raises(shardfn.ShardError) as error:
-        shardfn.shard(step, level=2, compile_candidates=3, memory_limit=1000).plan(W1, W2, X)
+        shardfn.shard(mlp, level=2, compile_candidates=3, memory_limit=1000).plan(X, W1, W2)
     least = re.search(
         r"none of 3 plans .* 1,000 bytes.*the least is ([\d,]+) bytes.*or memory_limit=(\d+)", str(error.value), re.S
     )
     assert int(least[1].replace(",", "")) == int(least[2])
-    assert shardfn.shard(step, level=2, compile_candidates=3, memory_limit=int(least[2])).plan(W1, W2, X)
+    assert shardfn.shard(mlp, level=2, compile_candidates=3, memory_limit=int(least[2])).plan(X, W1, W2)
 
 
 def refuses(monkeypatch, which):

@@ -56,9 +56,10 @@ def attempt(
         sharded = shardfn.shard(fn, entries(strategy), entries(out), device, **options)
         if not here:
             return Outcome(sharded.plan(*args), None, None)
-        value, plan = sharded(*args), sharded.plan(*args)
-        shardings = jax.tree.leaves(sharded.lower(*args).compile().input_shardings)
+        plan, compiled = sharded.plan(*args), sharded.lower(*args).compile()
+        shardings = jax.tree.leaves(compiled.input_shardings)
         received = tuple(s.shard_shape(d.shape) for s, d in zip(shardings, plan.inputs, strict=True))
+        value = sharded(*args) if isinstance(fn, shardfn.mindspore.Cell) else compiled(*args)
         return Outcome(plan, received, value)
 
 

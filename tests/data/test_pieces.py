@@ -1,12 +1,11 @@
 """One large image onto a grid: one read for each distinct window, the whole never; and a convolution over its pieces."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tifffile
 
-from shardfn import data, halo
+from shardfn import data
 from shardfn.errors import StrategyError, StrategyTypeError
 from shardfn.mindspore import Layout, set_auto_parallel_context
 
@@ -61,25 +60,6 @@ def test_device_and_context():
     assert data.read(IMAGE, (4, 1, 1), device=jax.devices()[4:]).sharding.device_set == set(jax.devices()[4:])
     set_auto_parallel_context(device_num=2)
     assert len(data.read(IMAGE, None).sharding.device_set) == 2
-
-
-def test_a_convolution_over_the_pieces_is_that_of_the_whole_image():
-    layout = GRID("None", "row", "column", "None")
-    kernels = [jnp.asarray(np.random.default_rng(i).normal(size=shape) / 9, jnp.float32)
-               for i, shape in enumerate([(5, 5, 3, 4), (3, 3, 4, 4)])]  # fmt: skip
-    image = data.read(IMAGE[None].astype("float32") / 255, layout)
-
-    def net(x, conv):
-        for kernel, stride in zip(kernels, (1, 2), strict=True):
-            x = jax.nn.relu(conv(x, kernel, (stride, stride)))
-        return x
-
-    numbers = ("NHWC", "HWIO", "NHWC")
-    cut = net(image, lambda x, k, s: halo.conv(x, k, s, "SAME", dimension_numbers=numbers, layout=layout))
-    whole = net(jnp.asarray(IMAGE[None].astype("float32") / 255),
-                lambda x, k, s: jax.lax.conv_general_dilated(x, k, s, "SAME", dimension_numbers=numbers))  # fmt: skip
-    np.testing.assert_allclose(cut, whole, rtol=1e-4, atol=1e-5)
-    assert cut.sharding.shard_shape(cut.shape) == (1, 16, 16, 4)
 
 
 @pytest.mark.parametrize(

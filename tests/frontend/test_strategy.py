@@ -288,29 +288,6 @@ def test_cuts_that_fit(shape, entry, devices, expected):
 
 
 @pytest.mark.parametrize(
-    ("shape", "entry", "devices", "count"),
-    [
-        ((8, 16), (4, 1, 1), 8, 1),
-        ((8, 16), (3, 5), 8, 2),
-        ((8, 16), (3, AUTO), 8, 1),
-        ((8, 16), (AUTO, 2, 1), 8, 1),
-        ((16, 16), (16, AUTO), 8, 1),
-        ((8, 16), (0, 3), 8, 2),
-        ((8, 16), (True, 3), 8, 2),
-        ((8, 16), (True, 0, 1.5), 8, 4),  # and the rank
-        ((8, 16), (8, 2), 8, 1),
-        ((8, 16), (3, 1), 1, 1),
-        ((8, 16), "dp", 8, 1),
-        ((7,), (8,), 8, 1),
-    ],
-    ids=str,
-)
-def test_cuts_that_do_not_fit_are_told_each(shape, entry, devices, count):
-    assert check(Leaf("x", "x", shape, "float32", entry), devices, problems := []) is None
-    assert len(problems) == count
-
-
-@pytest.mark.parametrize(
     ("size", "cut", "devices", "fix"),
     [
         (30, 4, 8, "use 1 or 2 there, or pad that dimension to 32"),

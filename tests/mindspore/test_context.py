@@ -172,25 +172,6 @@ def test_global_rank_is_held_against_the_devices_in_use():
         current().defaults.check_rank(4)
 
 
-def test_a_search_of_the_users_own_is_a_search_mode():
-    with pytest.raises(ContextError, match="one of auto"):
-        set_auto_parallel_context(search_mode="mine")
-    search.register("mine", search.MODES["sharding_propagation"])
-    try:
-        set_auto_parallel_context(search_mode="mine")
-        assert current().search_mode == "mine"
-        with pytest.raises(ContextError, match="free identifier"):
-            search.register("mine", search.MODES["auto"])
-    finally:
-        search.forget("mine")
-    with pytest.raises(ContextError, match="one of auto"):
-        set_auto_parallel_context(search_mode="mine")
-    with pytest.raises(ContextTypeError, match="must be callable"):
-        search.register("mine", "greedy")
-    with pytest.raises(ContextError, match="no search was registered"):
-        search.forget("auto")
-
-
 # ---- two names of one setting ----
 
 

@@ -282,9 +282,3 @@ def test_a_layout_that_xla_computes_wrongly_is_told():
     assert not any("shardfn gathers" in f for f in made.diagnostics)
     other = made.what_if({"x": (1, 1, 4, 2)})
     assert any("shardfn gathers" in f for f in other.diagnostics)
-
-
-def test_a_path_without_its_argument_says_the_same():
-    made = shardfn.plan(mlp, PARAMS, X, device="h100:8", level=2)
-    assert made.why("w1").rows == made.why("params/w1").rows
-    assert any(row.more.memory for row in made.why("w1").rows)

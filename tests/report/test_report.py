@@ -13,7 +13,6 @@ import shardfn
 from shardfn.cost.devices.hardware import CHIPS, Hardware, resolve
 from shardfn.cost.estimate import Cost
 from shardfn.cost.memory.live_ranges import MemoryEstimate
-from shardfn.errors import ContextError
 from shardfn.ir.model import Collective, Graph, Op, PartitionedProgram, Value
 from shardfn.planning import what_if
 from shardfn.planning.decisions import Candidate, Constraint, Figures
@@ -446,22 +445,6 @@ def test_saved_graphs_are_numbered_and_never_overwritten(tmp_path):
 )  # fmt: skip
 def test_saved_names_are_safe(tmp_path, name, safe):
     assert save_graphs(made(function=name), tmp_path)[0] == tmp_path / f"{safe}_0_strategies.txt"
-
-
-def test_a_path_that_cannot_be_written_is_an_error(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ContextError) as caught:
-        save_graphs(made(), str(tmp_path / "file"))
-    assert caught.value.problems[0].fix
-
-
-def test_the_context_saves_what_is_compiled(tmp_path):
-    shardfn.mindspore.set_context(save_graphs=True, save_graphs_path=str(tmp_path))
-    function = shardfn.shard(dense, ((4, 1), (1, 2)))
-    function(ONES((64, 32)), ONES((32, 128)))
-    function(ONES((64, 32)), ONES((32, 128)))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense_0_report.json", "dense_0_strategies.txt"]
-    assert "in_strategy: ((4, 1), (1, 2)), out_strategy: ((4, 2),)" in (tmp_path / "dense_0_strategies.txt").read_text()
 
 
 def test_axes_of_a_mesh_of_ones_own_are_named():

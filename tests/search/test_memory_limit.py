@@ -28,44 +28,19 @@ STEP = ARGS[1], ARGS[2], S((64, 1024), jnp.float32)
 
 @pytest.mark.parametrize(
     ("text", "amount"),
-    [
-        ("14GiB", 14 * 2**30),
-        ("1.5 kB", 1500),
-        ("16gb", 16e9),
-        (" 3 TiB ", 3 * 2**40),
-        ("512", 512),
-        ("1e3MB", 1e9),
-        (7, 7),
-        (np.int64(200_000), 200_000),
-        (np.uint8(200), 200),
-        (np.float32(16e9), 16e9),
-    ],
-)
-def test_amounts(text, amount):
+    [("14GiB", 14 * 2**30), ("1.5 kB", 1500), ("16gb", 16e9), (" 3 TiB ", 3 * 2**40), ("512", 512), ("1e3MB", 1e9), (7, 7),
+     (np.int64(200_000), 200_000), (np.uint8(200), 200), (np.float32(16e9), 16e9)],
+)  # fmt: skip
+def test_bytes_of_a_size_is_its_number_of_bytes(text, amount):
     assert bytes_of(text, "memory_limit") == amount
 
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "",
-        "GiB",
-        "-1GiB",
-        "0",
-        "12 apples",
-        "1,5GB",
-        "1.5",
-        "1.5 B",
-        0,
-        -3,
-        1.5,
-        float("nan"),
-        float("inf"),
-        np.int8(-3),
-        np.float64(1.5),
-    ],
-)
-def test_what_is_no_amount(text):
+    ["", "GiB", "-1GiB", "0", "12 apples", "1,5GB", "1.5", "1.5 B", 0, -3, 1.5, float("nan"), float("inf"), np.int8(-3),
+     np.float64(1.5)],
+)  # fmt: skip
+def test_bytes_of_what_is_no_size_is_a_problem(text):
     found = bytes_of(text, "memory_limit")
     assert isinstance(found, Problem) and not found.is_type
     with pytest.raises(ShardError, match="memory_limit") as error:
@@ -74,7 +49,7 @@ def test_what_is_no_amount(text):
 
 
 @pytest.mark.parametrize("value", [True, np.True_, [1], None, b"1GiB"])
-def test_what_is_not_even_a_number(value):
+def test_bytes_of_another_type_is_a_problem_of_type(value):
     found = bytes_of(value, "memory_limit")
     assert isinstance(found, Problem) and found.is_type
 

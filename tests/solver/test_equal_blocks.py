@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 
-from shardfn.solver.budget import Budget
 from shardfn.solver.eliminate import eliminate
 from shardfn.solver.labelling import labelling, total_cost
 from shardfn.solver.solve import solve, solve_within
@@ -48,15 +47,6 @@ def test_solve_of_equal_blocks_costs_what_each_block_alone_costs(seed):
     problem = blocks(seed, count=3 + seed % 6, whole=seed % 2 == 0)
     found = solve(problem)
     assert found.proved and found.cost == pytest.approx(plain(problem), rel=1e-12)
-
-
-def test_solve_of_equal_blocks_shares_most_of_their_work():
-    def work(count):
-        budget = Budget()
-        assert solve(blocks(3, count), budget).proved
-        return budget.spent
-
-    assert work(64) < 4 * work(8), "8 times as many blocks; only what is near an end differs"
 
 
 def test_solve_within_a_ceiling_keeps_the_optimum_and_leaves_out_what_is_dearer():
