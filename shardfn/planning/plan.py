@@ -193,6 +193,24 @@ class Plan:
         """
         importlib.import_module("shardfn.layoutfile.files").save_plan(self, path)
 
+    def draw(self, kind: str, path: str | None = None, width: float = 760) -> Any:
+        """A picture of the plan (SVG): a notebook shows it, `str` is its text, `.save("plan.svg")` writes it.
+
+        Args:
+          kind: "mesh", "arrays", "memory", "time" or "search"; `shardfn.draw.draw_plan` describes them.
+          path: the array that "mesh" shows; the largest argument by default.
+          width: pixels.
+
+        Raises:
+          StrategyError: there is no such kind, array or width.
+
+        >>> import jax, shardfn
+        >>> made = shardfn.plan(abs, jax.ShapeDtypeStruct((8,), "float32"), in_strategy=((4,),), device="tpu-v5e:4")
+        >>> print(made.draw("memory").title)
+        Memory of abs on one device
+        """
+        return importlib.import_module("shardfn.draw").draw_plan(self, kind, path, width)
+
     def _studied(self) -> Study:
         if self._study is None:
             fail(StrategyError, f"the plan of `{self.function}` allows no what-if analysis",

@@ -8,7 +8,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
-from shardfn.cost.memory.live_ranges import MemoryEstimate, at_peak
+from shardfn.cost.memory.live_memory import at_peak
+from shardfn.cost.memory.live_ranges import MemoryEstimate
 from shardfn.errors import StrategyError, fail
 from shardfn.ir.model import Op
 from shardfn.search.feasibility import is_infeasible

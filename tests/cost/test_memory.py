@@ -8,7 +8,8 @@ import shardfn
 from shardfn import compiled
 from shardfn.cost.devices.hardware import resolve
 from shardfn.cost.fusion import fuse
-from shardfn.cost.memory.live_ranges import at_peak, memory
+from shardfn.cost.memory.live_memory import at_peak
+from shardfn.cost.memory.live_ranges import memory
 
 from .programs import HEADS, LAYERS, WEIGHTS, X_SMALL, X, array, attention, mlp, scanned, scanned_step, step
 

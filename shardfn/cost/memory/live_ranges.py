@@ -89,29 +89,12 @@ def memory_of(
     order: ExecutionOrder, fusion: FusionPlan, donated: Collection[int] = (), chip: Chip | None = None
 ) -> MemoryEstimate:
     """`memory` of a schedule and its fusion."""
-    buffers = _buffers(order, fusion, donated, chip)
+    buffers = device_buffers(order, fusion, donated, chip)
     taken = sum(size for _, size in buffers.donated)
-    return MemoryEstimate(sum(buffers.arguments), sum(buffers.results), _most(buffers.places)[0], taken)
+    return MemoryEstimate(sum(buffers.arguments), sum(buffers.results), most_alive(buffers.places)[0], taken)
 
 
-def at_peak(
-    partitioned: PartitionedProgram, donated: Collection[int] = (), chip: Chip | None = None
-) -> tuple[PartitionedProgram, list[tuple[tuple[int, ...], int]]]:
-    """What `MemoryEstimate.peak` is made of: the program as XLA runs it, and its live buffers: values in one place
-    (none of a copy that XLA makes) with bytes: arguments, results but those in the place of donated arguments, and temporaries
-    that are alive when the most are."""
-    order, fusion = schedule_ops(lower_for_backend(partitioned, chip))
-    buffers, graph = _buffers(order, fusion, donated, chip), order.partitioned.graph
-    tick = _most(buffers.places)[1]
-    apart = collections.Counter(graph.outputs) - collections.Counter(v for v, _ in buffers.donated)
-    size_of = dict(zip(graph.outputs, buffers.results, strict=True))
-    held = [((v,), size) for v, size in zip(graph.inputs, buffers.arguments, strict=True)]
-    held += [((v,), size_of[v]) for v in apart.elements()]
-    temporaries = [(p.values, p.bytes) for p in buffers.places if p.start <= tick <= p.end]
-    return order.partitioned, [*held, *temporaries]
-
-
-class _Buffers(NamedTuple):
+class DeviceBuffers(NamedTuple):
     """Bytes of arguments and of results; results in the place of donated arguments, with bytes; what temporaries take else."""
 
     arguments: list[int]
@@ -120,7 +103,10 @@ class _Buffers(NamedTuple):
     places: list[LiveBuffer]
 
 
-def _buffers(order: ExecutionOrder, fusion: FusionPlan, donated: Collection[int], chip: Chip | None) -> _Buffers:
+def device_buffers(
+    order: ExecutionOrder, fusion: FusionPlan, donated: Collection[int], chip: Chip | None
+) -> DeviceBuffers:
+    """The buffers of a schedule and its fusion."""
     partitioned, graph = order.partitioned, order.partitioned.graph
     places, results = live_buffers(order, fusion)
     size = functools.partial(_tiled, partitioned) if partitioned.platform == "tpu" else partitioned.local_bytes
@@ -143,7 +129,7 @@ def _buffers(order: ExecutionOrder, fusion: FusionPlan, donated: Collection[int]
         places, rooms = [*places, *copies], [*rooms, *vacated]
     places = [*places, *_turned_tables(partitioned, fusion)]
     left = _outside_fast(order, fusion, places, donated, chip) if chip and chip.fast_bytes else places
-    return _Buffers(arguments, [size(v) for v in graph.outputs], taken, _outside(left, rooms))
+    return DeviceBuffers(arguments, [size(v) for v in graph.outputs], taken, _outside(left, rooms))
 
 
 def _saved(
@@ -485,7 +471,7 @@ def _outside(places: Iterable[LiveBuffer], rooms: Iterable[ReusableBuffer]) -> l
     return left
 
 
-def _most(places: Iterable[LiveBuffer]) -> tuple[int, int]:
+def most_alive(places: Iterable[LiveBuffer]) -> tuple[int, int]:
     """The most bytes that are alive at once, and a tick at which they are."""
     change: dict[int, int] = {}
     for place in places:

@@ -15,6 +15,9 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 
+from shardfn.draw import Picture, pipeline_picture
+from shardfn.draw.picture import WIDTH
+
 FORWARD = "forward"
 BACKWARD = "backward"
 SCHEDULES = ("1f1b", "gpipe")
@@ -77,6 +80,23 @@ class Schedule:
     def slots(self) -> int:
         """How many inputs of chunks a device keeps at most."""
         return 1 + max((unit.slot for tick in self.ticks for unit in tick.units if unit), default=0)
+
+    def draw(self, width: float = WIDTH) -> Picture:
+        """The schedule as a Gantt chart (SVG): a notebook shows it, `.save("schedule.svg")` writes it.
+
+        Args:
+          width: pixels.
+
+        Returns:
+          The picture.
+
+        Raises:
+          StrategyError: the width is too small or too large.
+
+        >>> schedule("1f1b", 2, 3).draw()
+        <Picture 'Pipeline schedule 1f1b: 2 devices, 3 micro-batches', 760 x ...>
+        """
+        return pipeline_picture(self, width)
 
     def __str__(self) -> str:
         lines = [

@@ -1,0 +1,298 @@
+"""The picture of a mesh: an array divided into shards, and the shard that each device holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from shardfn.draw.palette import COLOURS, soft
+from shardfn.draw.picture import Picture, head, picture
+from shardfn.draw.svg import MARGIN, fitted, rectangle, text, text_width, wrapped
+from shardfn.planning.plan import Decision, Plan
+from shardfn.planning.summary import mesh_text
+from shardfn.render.cells import shape_text, spec_text
+from shardfn.units import bytes_text
+
+MOST_DEVICES = 512
+"""Of a larger mesh the first devices are drawn, and of more shards the first."""
+MOST_COLUMNS = 32
+"""Devices side by side."""
+GAP = 32.0
+"""Between the array and the devices."""
+HIGHEST = 560.0
+"""Pixels of all rows together: more of them have less text, and at last none."""
+_LINE = 15.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cell:
+    """A rectangle of a grid: what it says, the line above, the shard that colours it, and its tooltip."""
+
+    label: str
+    slices: str
+    shard: int
+    title: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Grid:
+    """Cells in rows, with the titles of rows and columns."""
+
+    title: str
+    notes: tuple[str, ...]
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    cells: tuple[tuple[_Cell, ...], ...]
+
+    def width_with(self, *texts: str) -> float:
+        """The width of the grid where all cells show some of their texts."""
+        return self.label_width + max(_widest(self, name) for name in texts) * max(map(len, self.cells))
+
+    @property
+    def label_width(self) -> float:
+        """The width of the titles of rows."""
+        return max((text_width(row, 11) + 6 for row in self.rows if row), default=0.0)
+
+
+def _widest(grid: _Grid, name: str) -> float:
+    """The width of a cell in which a text of every cell fits; the longest text stands for all."""
+    longest = sorted((getattr(cell, name) for row in grid.cells for cell in row), key=len)[-8:]
+    return max(text_width(text, 11) for text in longest) + 8
+
+
+def mesh_picture(plan: Plan, path: str | None, width: float) -> Picture:
+    """The shards of one array and the devices that hold them.
+
+    Args:
+      plan: the plan.
+      path: the array's path; the largest argument by default.
+      width: pixels.
+
+    Raises:
+      StrategyError: no array has that path.
+    """
+    if path is not None:
+        shown = plan.decision(path)
+    else:
+        shown = max(plan.inputs or plan.outputs, key=lambda d: d.local_bytes * math.prod(d.strategy), default=None)
+    if shown is None:
+        shown = Decision("no array", (), "", (), (), "")
+    count = math.prod(shown.strategy)
+    copies = plan.hardware.count // count
+    held = f"on {copies} devices each" if copies > 1 else "on one device each"
+    name = f"{shown.path}: {shown.dtype}{shape_text(shown.shape)}" if shown.dtype else shown.path
+    notes = [
+        f"mesh {mesh_text(plan.axes)}, {plan.hardware.name}" if plan.axes else plan.hardware.name,
+        f"{spec_text(shown.spec)}: {count} shards of {shape_text(shown.local_shape)}, {bytes_text(shown.local_bytes)}, {held}"
+        if count > 1
+        else f"replicated: every device holds all of it, {bytes_text(shown.local_bytes)}",
+    ]
+    elements, y = head(width, name, notes)
+    array, devices = _array_grid(plan, shown), _device_grid(plan, shown)
+    room = width - 2 * MARGIN
+    half = (room - GAP) / 2
+    narrow = min(half, max(array.width_with("label", "slices"), room / 4))
+    if room >= 560 and devices.width_with("slices") <= room - GAP - narrow:
+        left = min(max(narrow, room * 0.36), half, room - GAP - devices.width_with("slices"))
+        drawn, bottoms = zip(
+            _grid(array, MARGIN, y, left, count, _array_height(shown, left)),
+            _grid(devices, MARGIN + left + GAP, y, room - left - GAP, count), strict=True,
+        )  # fmt: skip
+        elements += itertools.chain.from_iterable(drawn)
+        return picture(width, max(bottoms) + MARGIN, elements, name, notes)
+    for grid, height in ((array, _array_height(shown, room) / 2), (devices, 0.0)):
+        drawn_one, bottom = _grid(grid, MARGIN, y, room, count, height)
+        elements += drawn_one
+        y = bottom + 18
+    return picture(width, y - 18 + MARGIN, elements, name, notes)
+
+
+def shard_of_device(d: Decision, axes: Sequence[tuple[str, int]]) -> np.ndarray:
+    """The index of the shard along each dimension that is at each position of the mesh: (devices, dimensions).
+
+    >>> from shardfn.planning.decisions import Decision
+    >>> d = Decision("x", (8, 4), "float32", (2, 2), (("b",), ("a",)), "you")
+    >>> shard_of_device(d, (("a", 2), ("b", 2))).tolist()
+    [[0, 0], [1, 0], [0, 1], [1, 1]]
+    """
+    sizes = dict(axes)
+    places = np.indices([size for _, size in axes]).reshape(len(axes), math.prod(size for _, size in axes)).T
+    position = {name: places[:, i] for i, (name, _) in enumerate(axes)}
+    found = np.zeros((len(places), len(d.spec)), int)
+    for dim, names in enumerate(d.spec):
+        for name in names:  # major to minor
+            found[:, dim] = found[:, dim] * sizes[name] + position[name]
+    return found
+
+
+def _slices(d: Decision, shard: Sequence[int]) -> str:
+    """The slice of an array that a shard is, as one would index it; `:` for a dimension without shards."""
+    parts = zip(shard, d.strategy, d.local_shape, strict=True)
+    return f"[{', '.join(':' if n == 1 else f'{i * size}:{(i + 1) * size}' for i, n, size in parts)}]"
+
+
+def _array_grid(plan: Plan, d: Decision) -> _Grid:
+    """The array's shards: the last sharded dimension from left to right, the others from top to bottom."""
+    sharded = [i for i, n in enumerate(d.strategy) if n > 1]
+    # A matrix with sharded rows is drawn with its shards below each other.
+    across = sharded.pop() if len(sharded) > 1 or sharded == [len(d.shape) - 1] else None
+    columns = 1 if across is None else d.strategy[across]
+    devices: dict[tuple[int, ...], list[int]] = {}
+    for place, shard in enumerate(map(tuple, shard_of_device(d, plan.axes).tolist())):
+        devices.setdefault(shard, []).append(_device(plan, place))
+    cells = []
+    for number, shard in enumerate(itertools.islice(np.ndindex(*d.strategy), MOST_DEVICES // columns * columns)):
+        holders, slices = devices.get(shard, []), _slices(d, shard)
+        named = ", ".join(map(str, holders[:8])) + (f" and {len(holders) - 8} more" if len(holders) > 8 else "")
+        label = (
+            f"device {named}"
+            if len(holders) == 1
+            else f"{len(holders)} devices"
+            if len(holders) > 4
+            else f"devices {named}"
+        )
+        cells.append(_Cell(label, slices, number, f"{slices} is on device{'s'[: len(holders) != 1]} {named}"))
+    names = {
+        i: f"dimension {i} ({d.shape[i]:,}) over {', '.join(d.spec[i])}" for i, n in enumerate(d.strategy) if n > 1
+    }
+    notes = [f"{'top to bottom' if i != across else 'left to right'}: {text}" for i, text in names.items()]
+    if len(cells) < math.prod(d.strategy):
+        notes.append(f"the first {len(cells):,} of {math.prod(d.strategy):,} shards are drawn")
+    rows = tuple(tuple(cells[i : i + columns]) for i in range(0, len(cells), columns))
+    return _Grid("The array", tuple(notes or ["not sharded"]), ("",) * len(rows), (), rows)
+
+
+def _device_grid(plan: Plan, d: Decision) -> _Grid:
+    """The mesh: its last axis from left to right, all others from top to bottom; a long last axis takes several rows."""
+    *outer, (last, size) = plan.axes or (("", 1),)
+    number = {shard: n for n, shard in enumerate(np.ndindex(*d.strategy))}
+    shards = list(map(tuple, shard_of_device(d, plan.axes).tolist()))
+    step = max((n for n in range(1, min(size, MOST_COLUMNS) + 1) if size % n == 0), default=1)
+    step = size if size <= MOST_COLUMNS else step if step > MOST_COLUMNS // 4 else MOST_COLUMNS
+    rows, titles, base = [], [], 0
+    for index in itertools.product(*(range(n) for _, n in outer)):
+        name = " ".join(f"{axis}={i}" for (axis, _), i in zip(outer, index, strict=True))
+        for first in range(base, base + size, step):
+            if first >= MOST_DEVICES:
+                break
+            rows.append(
+                tuple(_device_cell(plan, d, shards[p], number, p) for p in range(first, min(first + step, base + size)))
+            )
+            part = f"{last}={first - base}–{min(first - base + step, size) - 1}" if step < size else ""
+            titles.append(" ".join(filter(None, (name, part))))
+        base += size
+    shown = sum(map(len, rows))
+    down = " and ".join(name for name, _ in outer)
+    notes = [
+        f"left to right: {last}; top to bottom: {down}" if outer else f"left to right: {last}" if last else "one device"
+    ]
+    if shown < len(shards):
+        notes.append(f"the first {shown:,} of {len(shards):,} devices are drawn")
+    columns = tuple(f"{last}={i}" for i in range(size)) if step == size and last else ()
+    return _Grid("The devices", tuple(notes), tuple(titles), columns, tuple(rows))
+
+
+def _device_cell(
+    plan: Plan, d: Decision, shard: tuple[int, ...], number: dict[tuple[int, ...], int], place: int
+) -> _Cell:
+    device, slices = _device(plan, place), _slices(d, shard)
+    return _Cell(str(device), slices, number[shard], f"device {device} holds {d.path}{slices}")
+
+
+def _device(plan: Plan, place: int) -> int:
+    return plan.order[place] if plan.order else place
+
+
+def _array_height(d: Decision, width: float) -> float:
+    """A height that hints at the array's shape: a wide matrix is drawn wide."""
+    if len(d.shape) < 2:
+        return 56.0
+    rows, columns = max(1, math.prod(d.shape[:-1])), max(1, d.shape[-1])
+    return min(width, max(width / 3, width * rows / columns))
+
+
+def _grid(grid: _Grid, x: float, y: float, width: float, shards: int, height: float = 0) -> tuple[list[str], float]:
+    """The elements of a grid and the `y` below it; with a `height` its rows share it, else they are as high as their text."""
+    elements = [text(x, y + 12, fitted(grid.title, width, 12, True), is_bold=True)]
+    y += 12
+    for note in grid.notes:
+        for row in wrapped(note, width, 11):
+            y += _LINE
+            elements.append(text(x, y, row, size=11, fill="muted"))
+    y += 8
+    left = min(grid.label_width, width * 0.3)
+    cell, rows = (width - left) / max(map(len, grid.cells)), len(grid.cells)
+    fits = {name: _widest(grid, name) <= cell for name in ("slices", "label")}
+    has_slices, has_label = fits["slices"], fits["label"]
+    if rows * (2 * _LINE + 8) > HIGHEST:  # one line at most
+        has_slices = has_slices and not has_label
+    if rows * (_LINE + 3) > HIGHEST:
+        has_slices = has_label = False
+    lines = has_slices + has_label
+    least = lines * _LINE + (8 if lines == 2 else 3) if lines else min(18.0, max(6.0, cell))
+    tall = min(max(least, height / rows), max(HIGHEST / rows, 36.0 if rows < 3 else 0.0))
+    if grid.columns:
+        shown = _shown_titles(grid.columns, cell)
+        elements += [
+            text(x + left + (i + 0.5) * cell, y + 10, grid.columns[i], size=11, anchor="middle", fill="muted")
+            for i in shown
+        ]
+        y += _LINE + 2 if shown else 0
+    lines_of_rows = max(1, math.ceil(13 / tall))
+    for r, row in enumerate(grid.cells):
+        top = y + r * tall
+        if r % lines_of_rows == 0:
+            elements.append(
+                text(
+                    x,
+                    top + min(tall, 24) / 2 + 4,
+                    fitted(grid.rows[r], left, 11),
+                    size=11,
+                    fill="muted",
+                    title=grid.rows[r],
+                )
+            )
+        for c, each in enumerate(row):
+            elements += _cell(each, x + left + c * cell, top, cell, tall, shards, has_slices, has_label)
+    return elements, y + tall * len(grid.cells)
+
+
+def _cell(
+    cell: _Cell, x: float, y: float, width: float, height: float, shards: int, has_slices: bool, has_label: bool
+) -> Iterator[str]:
+    gap = 1.0 if min(width, height) >= 12 else 0.25
+    hue, opacity = shard_colour(cell.shard, shards)
+    yield rectangle(x + gap, y + gap, width - 2 * gap, height - 2 * gap, hue, opacity=opacity,
+                    radius=2 if gap == 1 else 0, title=cell.title)  # fmt: skip
+    middle, at = x + width / 2, y + height / 2 + 4
+    if has_slices and has_label:
+        yield text(middle, at - 7, cell.label, size=11, anchor="middle", fill="muted")
+        yield text(middle, at + 8, cell.slices, size=11, anchor="middle")
+    elif has_slices or has_label:
+        yield text(middle, at, cell.slices if has_slices else cell.label, size=11, anchor="middle")
+
+
+def shard_colour(shard: int, shards: int) -> tuple[str, float]:
+    """The hue and the opacity of a shard: neighbours share a hue where there are more shards than hues.
+
+    >>> shard_colour(3, 4), shard_colour(1, 16)
+    (('soft3', 1.0), ('soft0', 0.65))
+    """
+    if shards == 1:
+        return "pale", 1.0
+    per_hue = -(-shards // COLOURS)
+    hue, step = divmod(shard, per_hue)
+    return soft(hue), 1.0 - 0.7 * step / per_hue
+
+
+def _shown_titles(titles: Sequence[str], cell: float) -> list[int]:
+    """The titles of columns for which there is room: all of them, or every second, fourth, …"""
+    widest = max(text_width(title, 11) for title in titles) + 6
+    every = 1
+    while every * cell < widest:
+        every *= 2
+    return list(range(0, len(titles), every)) if every < 2 * len(titles) else []
