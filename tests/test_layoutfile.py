@@ -50,7 +50,8 @@ def made(text: str, name: str = "layout.toml") -> LayoutFile:
 
 def wrong(text: str) -> list[str]:
     problems: list[Problem] = []
-    assert parse_toml(text, "layout.toml", problems) is None
+    parse_toml(text, "layout.toml", problems)
+    assert problems
     return [p.what for p in problems]
 
 
@@ -709,7 +710,7 @@ def test_parse_level_by_number_or_word(level):
 def test_errors_name_file_and_line():
     problems: list[Problem] = []
     text = BY_HAND + '"a/*" = [1.5]\n"b" = ["data", 1]\n'
-    assert parse_toml(text, "layout.toml", problems) is None
+    parse_toml(text, "layout.toml", problems)
     line = text.splitlines().index('"a/*" = [1.5]') + 1
     assert [p.where for p in problems] == [f"layout.toml:{line}: arguments.a/* = [1.5]"]
     fit = check_layout(made(text.replace("[1.5]", '["rows"]')), {"a/c": X, "b": X}, device="cpu:8")
@@ -738,7 +739,7 @@ def test_any_text_is_read_or_refused(text, begins_well):
     head = 'format = "shardfn-layout"\nversion = 2\n[mesh]\ndata = 4\n[arguments]\n' if begins_well else ""
     problems: list[Problem] = []
     layout = parse_toml(head + text, "any", problems)
-    assert (layout is None) == bool(problems)
+    assert layout is not None or problems
     assert all(p.what and p.fix and len(str(p)) < 3000 for p in problems)
     if layout is not None:
         held_against_a_tree(layout)

@@ -17,7 +17,6 @@ from shardfn.checkpoint.safetensors_files import (
     INDEX,
     SUFFIX,
     TensorHeader,
-    atomic_file,
     contiguous_boxes,
     read_tensors,
     split_into_files,
@@ -25,6 +24,7 @@ from shardfn.checkpoint.safetensors_files import (
 )
 from shardfn.checkpoint.step_folders import absolute_path, open_step
 from shardfn.errors import CheckpointError, Problem, raise_problems
+from shardfn.layoutfile.files import atomic_file
 from shardfn.runtime.extras import need
 
 FILE_BYTES = 5 << 30

@@ -21,6 +21,7 @@ import numpy as np
 
 from shardfn.checkpoint.chunks import Box, box_shape, full_box
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
+from shardfn.layoutfile.files import atomic_file
 
 SUFFIX = ".safetensors"
 INDEX = ".safetensors.index.json"
@@ -201,20 +202,6 @@ def write_tensors(target: pathlib.Path, rows: Sequence[TensorHeader]) -> Iterato
         yield file
         if file.tell() != 8 + len(text) + at:
             raise AssertionError(f"{target.name} has {file.tell()} bytes, not {8 + len(text) + at}")
-
-
-@contextlib.contextmanager
-def atomic_file(target: pathlib.Path) -> Iterator[BinaryIO]:
-    """A file, open for bytes, that gets its name when it is complete and on disk."""
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, target)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def contiguous_boxes(shape: Sequence[int], most: int, row_multiple: int = 1) -> Iterator[Box]:

@@ -23,6 +23,7 @@ from shardfn.runtime.layout_check import check_with_plan
 from shardfn.search import MODES
 
 VIRTUAL_DEVICES = 8
+LAYOUT = 'a layout file, or a recipe by its name: "llama/fsdp-tp"'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,104 +54,94 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"shardfn {shardfn.__version__}, jax {jax.__version__}")
     commands = parser.add_subparsers(required=True, metavar="demo | plan | explain | check | calibrate | checkpoint")
 
-    demo = commands.add_parser("demo", help="a small training run on 8 virtual CPU devices, with its report")
-    demo.set_defaults(command=_demo, platform="cpu")
+    def command(
+        name: str, run: Any, text: str, description: str | None = None, epilog: str = "", platform: str | None = None
+    ) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=description, epilog=epilog,
+                                   formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+        made.set_defaults(command=run, platform=platform)
+        return made
 
-    plan = commands.add_parser(
-        "plan",
-        help="search the shardings of a function, also for hardware you do not have",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Search the open shardings, print the report and save the plan. Nothing runs.\n"
+    command("demo", _demo, "a small training run on 8 virtual CPU devices, with its report", platform="cpu")
+
+    plan = command(
+        "plan", _plan, "search the shardings of a function, also for hardware you do not have",
+        "Search the open shardings, print the report and save the plan. Nothing runs.\n"
         "With a target as --device no hardware is needed.",
-        epilog="example: python -m shardfn plan train.py:step --args train.py:shapes --device tpu-v5e:4x4 \\\n"
+        "example: python -m shardfn plan train.py:step --args train.py:shapes --device tpu-v5e:4x4 \\\n"
         "           --level time --memory-limit 14GiB --save layout.toml",
-    )
+    )  # fmt: skip
     _add_call(plan, "auto, the default, is the exact search for small programs")
-    plan.add_argument(
-        "--memory-limit", metavar="BYTES", help='memory of one device: 14GiB, "512 MB", 2e9; default: all of it'
-    )
-    plan.add_argument(
-        "--time-limit", type=float, metavar="S", help="seconds after which the search returns the best plan so far"
-    )
-    plan.add_argument(
-        "--compile-candidates", type=int, metavar="N", help="compile the N best plans and take the best compiled one"
-    )
-    plan.add_argument("--save", metavar="FILE", help="write the plan as a layout file (TOML); - for standard output")  # fmt: skip
-    plan.set_defaults(command=_plan, platform=None)
+    add = plan.add_argument
+    add("--memory-limit", metavar="BYTES", help='memory of one device: 14GiB, "512 MB", 2e9; default: all of it')
+    add("--time-limit", type=float, metavar="S", help="seconds after which the search returns the best plan so far")
+    add("--compile-candidates", type=int, metavar="N", help="compile the N best plans and take the best compiled one")
+    add("--save", metavar="FILE", help="write the plan as a layout file (TOML); - for standard output")
 
-    explain = commands.add_parser(
-        "explain",
-        help="report shardings, collectives and memory of a function",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Plan a function from shapes and print the report. Nothing runs, and with a target as --device "
-        "no\nhardware is needed.",
-        epilog='example: python -m shardfn explain jax.numpy:matmul --shapes "f32[16,32]" "f32[32,64]" \\\n'
+    explain = command(
+        "explain", _explain, "report shardings, collectives and memory of a function",
+        "Plan a function from shapes and print the report. Nothing runs, and with a target as --device no\n"
+        "hardware is needed.",
+        'example: python -m shardfn explain jax.numpy:matmul --shapes "f32[16,32]" "f32[32,64]" \\\n'
         '           --in-strategy "((4, 1), (1, 2))" --device tpu-v5e:4x4',
-    )
+    )  # fmt: skip
     _add_call(explain, "the search for open shardings")
-    explain.add_argument("--compiled", action="store_true", help="compile, and compare the program with the prediction")
-    explain.add_argument(
-        "--json", metavar="FILE", help="also write the data of the report; - writes it to standard output alone"
-    )
-    explain.add_argument("--html", metavar="FILE", help="also write the full report as a web page")
-    explain.set_defaults(command=_explain, platform=None)
+    add = explain.add_argument
+    add("--compiled", action="store_true", help="compile, and compare the program with the prediction")
+    add("--json", metavar="FILE", help="also write the data of the report; - writes it to standard output alone")
+    add("--html", metavar="FILE", help="also write the full report as a web page")
 
-    check = commands.add_parser(
-        "check",
-        help="check a layout file against a model",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="List everything that does not match between a layout file and a model: arrays without a rule, rules\n"
+    check = command(
+        "check", _check, "check a layout file against a model",
+        "List everything that does not match between a layout file and a model: arrays without a rule, rules\n"
         "without an array, ranks, mesh axes, strategies, the mesh. Nothing runs.",
-        epilog="example: python -m shardfn check llama/fsdp-tp --model model.py:make --device tpu-v5e:4x4",
-    )
-    check.add_argument("file", metavar="FILE", help='a layout file, or a recipe by its name: "llama/fsdp-tp"')
+        "example: python -m shardfn check llama/fsdp-tp --model model.py:make --device tpu-v5e:4x4",
+    )  # fmt: skip
+    check.add_argument("file", metavar="FILE", help=LAYOUT)
     check.add_argument("--model", required=True, metavar="MODULE:FUNCTION",
                        help="a function without parameters that returns (function, arguments), or a tree of parameters; "
                        "with --args or --shapes, as in plan, the function itself")  # fmt: skip
-    arguments = check.add_mutually_exclusive_group()
-    arguments.add_argument("--shapes", nargs="+", default=[], metavar="SHAPE", help="as in plan")
-    arguments.add_argument("--args", metavar="MODULE:FUNCTION", help="as in plan")
+    _add_arguments(check, "as in plan", "as in plan")
     where = check.add_mutually_exclusive_group()
     where.add_argument("--devices", type=int, metavar="N", help="how many devices there are, of any kind")
     where.add_argument("--device", help="CPU, GPU, TPU, or a target such as tpu-v5e:4x4")
-    check.set_defaults(command=_check, platform=None)
 
-    calibrate = commands.add_parser("calibrate", help="measure the virtual CPU devices of this machine",
-                                    description="Measure what one virtual CPU device does per second while all are busy. "
-                                    "Plans for CPU devices\nuse the figures where the environment variable SHARDFN_CPU "
-                                    "names the saved file.")  # fmt: skip
-    calibrate.add_argument(
-        "--devices", type=int, default=VIRTUAL_DEVICES, help=f"how many; {VIRTUAL_DEVICES} if left out"
-    )
-    calibrate.add_argument("--save", metavar="FILE", help="write the figures, as JSON")
-    calibrate.set_defaults(command=_calibrate, platform="cpu")
+    calibrate = command(
+        "calibrate", _calibrate, "measure the virtual CPU devices of this machine",
+        "Measure what one virtual CPU device does per second while all are busy. Plans for CPU devices\n"
+        "use the figures where the environment variable SHARDFN_CPU names the saved file.",
+        platform="cpu",
+    )  # fmt: skip
+    add = calibrate.add_argument
+    add("--devices", type=int, default=VIRTUAL_DEVICES, help=f"how many; {VIRTUAL_DEVICES} if left out")
+    add("--save", metavar="FILE", help="write the figures, as JSON")
     checkpoint.add(commands)
     return parser
 
 
+def _add_arguments(command: argparse.ArgumentParser, shapes: str, args: str) -> None:
+    either = command.add_mutually_exclusive_group()
+    either.add_argument("--shapes", nargs="+", default=[], metavar="SHAPE", help=shapes)
+    either.add_argument("--args", metavar="MODULE:FUNCTION", help=args)
+
+
 def _add_call(command: argparse.ArgumentParser, modes: str) -> None:
     """What `plan` and `explain` share: the function, its arguments, and their shardings."""
-    command.add_argument("function", help="module:function or file.py:function")
-    arguments = command.add_mutually_exclusive_group()
-    arguments.add_argument("--shapes", nargs="+", default=[], metavar="SHAPE",
-                           help="one for each argument: f32[16,32], or for a pytree \"{'w': 'f32[4,4]'}\"")  # fmt: skip
-    arguments.add_argument("--args", metavar="MODULE:FUNCTION",
-                           help="a function without parameters that returns the tuple of arguments")  # fmt: skip
-    command.add_argument("--in-strategy", metavar="TUPLE", help='one entry for each argument: "((4, 1), None, AUTO)"')
-    command.add_argument("--out-strategy", metavar="TUPLE", help='one entry for each result: "((4, 2),)"')
-    command.add_argument("--parameter-plan", metavar="DICT", help="entries by path: \"{'params/w1': (1, 4)}\"")
-    command.add_argument("--layout", metavar="FILE", help='a layout file, or a recipe by its name: "llama/fsdp-tp"')
-    command.add_argument(
-        "--donate", nargs="+", metavar="N", help="arguments whose memory the results reuse: 0 1, or 0,1"
-    )
-    command.add_argument("--device", help="CPU, GPU, TPU, or a target to plan for, such as tpu-v5e:4x4 or cpu:64")
-    command.add_argument(
-        "--level", type=_level, help="objective of the search: communication, memory or time (or 0, 1, 2)"
-    )
-    command.add_argument("--search-mode", metavar="NAME", help=f"{', '.join(MODES)}: {modes}")
-    command.add_argument("--detail", choices=("short", "full"), default="short",
-                         help="full adds dimension groups, op strategies, constraints, candidates and runners-up")  # fmt: skip
-    command.add_argument("--quiet", action="store_true", help="do not print the report")
+    add = command.add_argument
+    add("function", help="module:function or file.py:function")
+    _add_arguments(command, "one for each argument: f32[16,32], or for a pytree \"{'w': 'f32[4,4]'}\"",
+                   "a function without parameters that returns the tuple of arguments")  # fmt: skip
+    add("--in-strategy", metavar="TUPLE", help='one entry for each argument: "((4, 1), None, AUTO)"')
+    add("--out-strategy", metavar="TUPLE", help='one entry for each result: "((4, 2),)"')
+    add("--parameter-plan", metavar="DICT", help="entries by path: \"{'params/w1': (1, 4)}\"")
+    add("--layout", metavar="FILE", help=LAYOUT)
+    add("--donate", nargs="+", metavar="N", help="arguments whose memory the results reuse: 0 1, or 0,1")
+    add("--device", help="CPU, GPU, TPU, or a target to plan for, such as tpu-v5e:4x4 or cpu:64")
+    add("--level", type=_level, help="objective of the search: communication, memory or time (or 0, 1, 2)")
+    add("--search-mode", metavar="NAME", help=f"{', '.join(MODES)}: {modes}")
+    add("--detail", choices=("short", "full"), default="short",
+        help="full adds dimension groups, op strategies, constraints, candidates and runners-up")  # fmt: skip
+    add("--quiet", action="store_true", help="do not print the report")
 
 
 def _level(text: str) -> int | str:
@@ -194,21 +185,18 @@ def _calibrate(options: argparse.Namespace) -> None:
         print(f"saved: plans for CPU devices use it with SHARDFN_CPU={options.save}")
 
 
-def _call(options: argparse.Namespace, **more: Any) -> tuple[shardfn.ShardedFunction, tuple[Any, ...]]:
-    """The function that the command line names, as it is to be sharded, and its arguments."""
-    function = load(options.function, "function")
-    arguments = made(options.args) if options.args else tuple(map(shapes, options.shapes))
-    given = {
-        "in_strategy": literal(options.in_strategy, "--in-strategy"),
-        "out_strategy": literal(options.out_strategy, "--out-strategy"),
-        "parameter_plan": literal(options.parameter_plan, "--parameter-plan"),
-        "layout": options.layout,
-        "donate_argnums": None if options.donate is None else numbers(options.donate, "--donate"),
-        "device": options.device,
-        "level": options.level,
-        "search_mode": options.search_mode,
-        **more,
-    }
+def _arguments(options: argparse.Namespace) -> tuple[Any, ...]:
+    return made(options.args) if options.args else tuple(map(shapes, options.shapes))
+
+
+def _call(options: argparse.Namespace, *more: str) -> tuple[shardfn.ShardedFunction, tuple[Any, ...]]:
+    """The function that the command line names, sharded with the options that are set, and its arguments."""
+    function, arguments = load(options.function, "function"), _arguments(options)
+    entries = {name: literal(getattr(options, name), f"--{name.replace('_', '-')}")
+               for name in ("in_strategy", "out_strategy", "parameter_plan")}  # fmt: skip
+    donated = None if options.donate is None else numbers(options.donate, "--donate")
+    plain = {name: getattr(options, name) for name in ("layout", "device", "level", "search_mode", *more)}
+    given = {**entries, **plain, "donate_argnums": donated}
     given = {name: value for name, value in given.items() if value is not None}
     if isinstance(function, shardfn.ShardedFunction):
         said = {field.name: getattr(function.options, field.name) for field in dataclasses.fields(function.options)}
@@ -225,12 +213,7 @@ def _plan(options: argparse.Namespace) -> None:
     if not folder.is_dir():
         fail(StrategyError, f"{options.save} cannot be written", where=f"--save {options.save}",
              why=f"there is no directory {folder}", fix="make it, or write the file elsewhere")  # fmt: skip
-    function, arguments = _call(
-        options,
-        memory_limit=options.memory_limit,
-        time_limit=options.time_limit,
-        compile_candidates=options.compile_candidates,
-    )
+    function, arguments = _call(options, "memory_limit", "time_limit", "compile_candidates")
     with tracing(options.function):
         plan = function.plan(*arguments)
     if options.save == "-":
@@ -262,8 +245,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.devices is not None and options.devices < 1:
         fail(StrategyError, f"--devices {options.devices} is not a number of devices", where="check", fix="write 8")
     if options.args or options.shapes:
-        function: Any = load(options.model, "function")
-        arguments = made(options.args) if options.args else tuple(map(shapes, options.shapes))
+        function, arguments = load(options.model, "function"), _arguments(options)
     else:
         function, arguments = model(options.model)
     device = f"cpu:{options.devices}" if options.devices is not None else options.device

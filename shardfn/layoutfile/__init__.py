@@ -11,13 +11,7 @@
 `shardfn.planning.layout_rules`.
 """
 
-from shardfn.layoutfile.files import (
-    LayoutFileError,
-    layout_shardings,
-    read_layout,
-    recipes,
-    write_layout,
-)
+from shardfn.layoutfile.files import LayoutFileError, layout_shardings, read_layout, recipes, write_layout
 
 __all__ = [
     "LayoutFileError",

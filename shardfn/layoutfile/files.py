@@ -7,13 +7,14 @@ P(None, None, None, None)
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import os
 import pathlib
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
 
 import jax
 from jax import tree_util
@@ -26,7 +27,7 @@ from shardfn.frontend.strategy import Argument, leaves_of, short
 from shardfn.ir.model import Axes
 from shardfn.layoutfile.mindspore_json import json_text, parse_json, trained
 from shardfn.layoutfile.plan_file import layout_of_plan, plan_to_toml, rules_of, sources_of
-from shardfn.layoutfile.toml import MAX_BYTES, parse_toml, to_toml, valid_part
+from shardfn.layoutfile.toml import MAX_BYTES, parse_toml, to_toml
 from shardfn.planning.layout_rules import LayoutFile, as_layout, rule_entries
 from shardfn.planning.plan import Plan, op_strategies
 
@@ -100,9 +101,9 @@ def read_layout(source: Any) -> LayoutFile:
              fix="use globs: one rule matches the arrays of every layer")  # fmt: skip
     problems: list[Problem] = []
     layout = parser(text, name, problems)
-    if layout is None:
+    if layout is None or problems:
         error = LayoutFileError(problems)
-        error.part = valid_part(text, name) if parser is parse_toml else None
+        error.part = layout
         raise error
     return layout
 
@@ -136,16 +137,25 @@ def write_layout(layout: Any, path: str | os.PathLike[str], text: str | None = N
     target = pathlib.Path(path)
     text = to_toml(read_layout(layout)) if text is None else text
     try:
-        part = target.with_name(f".{target.name}.{os.getpid()}.part")
-        try:
-            part.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
-            os.replace(part, target)
-        except OSError:
-            part.unlink(missing_ok=True)
-            raise
+        with atomic_file(target) as file:
+            file.write((text.rstrip("\n") + "\n").encode())
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have
         fail(LayoutFileError, f"{short(str(target))} cannot be written", where=f"path = {short(str(target))}", why=str(error),
              fix="create its folder, or write it elsewhere")  # fmt: skip
+
+
+@contextlib.contextmanager
+def atomic_file(target: pathlib.Path) -> Iterator[BinaryIO]:
+    """A file, open for bytes, that gets its name when it is complete and on disk."""
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str], only_trained: bool = False) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from shardfn.frontend.paths import alike, escaped, layer, met, normal, ruled, starred
 from shardfn.layoutfile.toml import rule_dims, to_toml
@@ -12,9 +12,6 @@ from shardfn.planning.layout_rules import DecisionSource, LayoutFile, LayoutRule
 
 MIN_FOLDED = 3
 """Equally sharded arrays of so many layers, whose paths differ only in the layer number, share a rule."""
-
-_T = TypeVar("_T")
-_K = TypeVar("_K")
 
 
 def layout_of_plan(plan: Any) -> LayoutFile:
@@ -47,9 +44,8 @@ def plan_to_toml(plan: Any, layout: LayoutFile | None = None) -> str:
     for section, decisions in (("arguments", plan.inputs), ("results", plan.outputs)):
         rules = getattr(layout, section)
         met_by = ruled([r.glob for r in rules], [normal(d.path) for d in decisions], lambda one, two: True).rules
-        for rule, same in _grouped(decisions, lambda i, of=met_by: of.get(i)).items():
-            if rule is not None:
-                notes[section, rules[rule].glob] = _note(same)
+        for same in alike(sorted(met_by), met_by.__getitem__, least=1):
+            notes[section, rules[met_by[same[0]]].glob] = _note([decisions[i] for i in same])
     return head + to_toml(layout, notes)
 
 
@@ -60,8 +56,8 @@ def rules_of(decisions: Sequence[Decision], every: Sequence[Decision]) -> tuple[
     numbered = [i for i, d in enumerate(every) if d.path in mine]
     globs: dict[int, str] = {}
     alone: set[int] = set()
-    groups = _grouped(numbered, lambda at: (layer(every[numbered[at]].path), every[numbered[at]].spec))
-    for same in sorted((g for g in groups.values() if len(g) >= MIN_FOLDED), key=lambda same: (-len(same), same)):
+    groups = alike(numbered, lambda i: (layer(every[i].path), every[i].spec), MIN_FOLDED)
+    for same in sorted((g for g in groups if len(g) >= MIN_FOLDED), key=lambda same: (-len(same), same)):
         glob = starred([escaped(every[i].path) for i in same])
         others = set(met(glob, paths)[0]).difference(same)
         if not alone.intersection(same) and others <= set(numbered) - globs.keys():
@@ -69,14 +65,6 @@ def rules_of(decisions: Sequence[Decision], every: Sequence[Decision]) -> tuple[
             alone |= others
     found = {globs.get(i, escaped(every[i].path)): rule_dims(every[i].spec) for i in numbered}
     return tuple(LayoutRule(glob, dims) for glob, dims in found.items())
-
-
-def _grouped(items: Sequence[_T], key: Callable[[int], _K]) -> dict[_K, list[_T]]:
-    """Items grouped by the key of their position."""
-    groups: dict[_K, list[_T]] = {}
-    for at, item in enumerate(items):
-        groups.setdefault(key(at), []).append(item)
-    return groups
 
 
 def sources_of(decisions: Sequence[Decision]) -> tuple[DecisionSource, ...]:

@@ -54,7 +54,8 @@ def parse_toml(text: str, name: str, problems: Problems) -> LayoutFile | None:
       problems: receives everything that is wrong.
 
     Returns:
-      The layout file, or None where `problems` has grown.
+      The layout file. Where `problems` has grown, the part of it that can be compared with a model: a faulty rule becomes
+      unsharded. None where the fault is not in the rules alone; comparing would then report its consequences as faults.
 
     >>> parse_toml('format = "shardfn-layout"\\nversion = 2\\n[mesh]\\ndata = "left"\\n[arguments]\\nx = ["data", 1]', "x", [])
     LayoutFile(mesh=(('data', None),), arguments=(LayoutRule(glob='x', sharding=('data', 1), dims=(), optional=False),), ...
@@ -64,15 +65,14 @@ def parse_toml(text: str, name: str, problems: Problems) -> LayoutFile | None:
     if data is None:
         return None
     version = data.get("version")
-    if not _is_known(data):
-        is_newer = type(version) is int and version > VERSION and data.get("format") == FORMAT
-        fix = (
-            "read it with a newer shardfn" if is_newer else f'begin it with format = "{FORMAT}" and version = {VERSION}'
-        )
+    is_ours = data.get("format") == FORMAT and type(version) is int
+    if not is_ours or version not in VERSIONS_READ:
+        is_newer = is_ours and version > VERSION
+        fix = f'begin it with format = "{FORMAT}" and version = {VERSION}'
         problems.append(Problem(f"{name} is {'a layout file of a newer version' if is_newer else 'not a layout file'}",
                                 where=f"format = {_short(data.get('format'))}, version = {_short(version)}",
                                 why=f"this release reads format = {FORMAT!r}, version = {VERSION} or older",
-                                fix=fix))  # fmt: skip
+                                fix="read it with a newer shardfn" if is_newer else fix))  # fmt: skip
         return None
     reader = _Reader(name, problems, _lines(text))
     known = {**_FIELDS, "format": None, "version": None}
@@ -80,49 +80,14 @@ def parse_toml(text: str, name: str, problems: Problems) -> LayoutFile | None:
         reader.line = reader.lines.get(("", key), 0)
         reader.wrong(f"layout files have no key `{_short(key)}`", _short(key), nearest(_short(key), known),
                      f"the keys are {', '.join(known)}")  # fmt: skip
-    layout = reader.layout(data, _FIELDS)
+    layout = reader.layout(data)
     if len(problems) == before:
         reader.check_rules_together(layout)
-    return None if len(problems) > before else layout
-
-
-def valid_part(text: str, name: str) -> LayoutFile | None:
-    """The part of a file that `parse_toml` refuses which can be compared with a model: a faulty rule becomes unsharded.
-
-    None where the fault is not in the rules alone; comparing would then report its consequences as faults.
-
-    >>> head = 'format = "shardfn-layout"\\nversion = 2\\n[mesh]\\ndata = 8\\n[arguments]\\n'
-    >>> valid_part(head + 'x = [1.5]\\ny = ["data"]', "x").arguments[0]
-    LayoutRule(glob='x', sharding=('...',), dims=(), optional=True)
-    """
-    problems: Problems = []
-    data = _load(text, name, problems)
-    if data is None or not _is_known(data):
-        return None
-    reader = _Reader(name, problems, _lines(text))
-    layout = reader.layout(data, ("mesh", "others", "batch"))
-    if problems:
-        return None
-    sections: dict[str, tuple[LayoutRule, ...]] = {}
-    for section in ("arguments", "results", "activations"):
-        written = data.get(section, {})
-        if not isinstance(written, dict) or (written and not reader.rules(written, section)):
-            return None
-        if any(not 0 < len(glob) <= MAX_CHARACTERS or glob.count("*") > MAX_STARS for glob in written):
-            return None
-        rules = []
-        for glob, value in written.items():
-            faults: Problems = []
-            rule = _Reader(name, faults, reader.lines).rule(glob, value, section)
-            rules.append(dataclasses.replace(rule, sharding=UNSHARDED, dims=(), optional=True) if faults else rule)
-        sections[section] = tuple(rules)
-    layout = dataclasses.replace(layout, **sections)
-    return layout if layout.mesh or not any(rule.has_axes for rule in _all_rules(layout)) else None
-
-
-def _is_known(data: Mapping[str, Any]) -> bool:
-    version = data.get("version")
-    return data.get("format") == FORMAT and type(version) is int and version in VERSIONS_READ
+    if len(problems) == before:
+        return layout
+    can_be_compared = reader.is_comparable and (layout.mesh or not any(rule.has_axes for rule in _all_rules(layout)))
+    left_out = {"constraints": (), "sources": (), "order": None, "level": None}
+    return dataclasses.replace(layout, **left_out) if can_be_compared else None
 
 
 def _all_rules(layout: LayoutFile) -> list[LayoutRule]:
@@ -181,21 +146,28 @@ def _short(value: Any, most: int = 60) -> str:
 
 
 class _Reader:
-    """Reads the values of a file as fields of a `LayoutFile`; `problems` receives what is wrong, with its line."""
+    """Reads the values of a file as fields of a `LayoutFile`; `problems` receives what is wrong, with its line.
+
+    `is_comparable` becomes false at a fault that is not of a single rule.
+    """
 
     def __init__(self, name: str, problems: Problems, lines: Mapping[tuple[str, str], int]):
         self.name, self.problems, self.lines, self.line = name, problems, lines, 0
+        self.faults, self.is_comparable = 0, True
 
-    def layout(self, data: Mapping[str, Any], keys: Iterable[str]) -> LayoutFile:
+    def layout(self, data: Mapping[str, Any]) -> LayoutFile:
         fields = {}
-        for key in keys:
+        for key, read in _FIELDS.items():
             if key in data:
                 self.line = self.lines.get(("", key), self.lines.get((key, ""), 0))
-                fields[key] = _FIELDS[key](self, data[key], key)
+                before = self.faults
+                fields[key] = read(self, data[key], key)
+                self.is_comparable &= self.faults == before or key not in ("mesh", "others", "batch")
         lines = {section or key: n for (section, key), n in self.lines.items() if not (section and key)}
         return LayoutFile(**fields, name=self.name, lines=lines)
 
     def wrong(self, what: str, where: str, fix: str, why: str = "") -> None:
+        self.faults += 1
         if len(self.problems) < 100:
             self.problems.append(Problem(what, f"{at_line(self.name, self.line)}: {where}", why, fix))
 
@@ -258,10 +230,9 @@ class _Reader:
             ):
                 found.append(tuple(dim[:MAX_DIMS]) if len(dim) != 1 else dim[0])
             else:
+                what, at = f"`{_short(dim)}` is no entry of a dimension", f"{_short(where)} = {_short(value)}"
                 why = 'an entry is a mesh axis, a list of mesh axes, a number of shards (1: unsharded), or "..."'
-                self.wrong(
-                    f"`{_short(dim)}` is no entry of a dimension", f"{_short(where)} = {_short(value)}", fix, why
-                )
+                self.wrong(what, at, fix, why)
         if found.count(ELLIPSIS) > 1:
             self.wrong('"..." occurs twice', f"{_short(where)} = {_short(value)}", "write it once",
                        "the dimensions that each stands for would be ambiguous")  # fmt: skip
@@ -272,6 +243,7 @@ class _Reader:
         if len(glob) > MAX_CHARACTERS or glob.count("*") > MAX_STARS or not glob:
             self.wrong("a path is empty, too long or has too many *", at, "write a shorter glob",
                        f"up to {MAX_CHARACTERS} characters and {MAX_STARS} *")  # fmt: skip
+            self.is_comparable = False
         if not isinstance(value, dict):
             return LayoutRule(glob, None if value == "open" else self.dims(value, at), line=self.line)
         for key in value:
@@ -298,16 +270,27 @@ class _Reader:
         return LayoutRule(glob, found, tuple(map(str, names)), bool(optional), self.line)
 
     def rules(self, value: Any, where: str) -> tuple[LayoutRule, ...]:
+        """The rules of a section; a faulty one becomes unsharded."""
+        globs = [glob for glob in value if any(c in glob for c in "*?[")] if isinstance(value, dict) else []
         if not isinstance(value, dict):
             self.wrong(f"`{where}` must be a table of rules", f"{where} = {_short(value)}",
                        f'write [{where}] and a line for each rule: "*/w1" = ["data", 1]')  # fmt: skip
-            return ()
-        globs = sum(any(c in glob for c in "*?[") for glob in value)
-        if len(value) > MAX_RULES or globs > MAX_GLOBS:
-            self.wrong(f"[{where}] has {len(value)} rules, {globs} of them with wildcards", where, "use fewer, wider globs",
+        elif len(value) > MAX_RULES or len(globs) > MAX_GLOBS:
+            self.wrong(f"[{where}] has {len(value)} rules, {len(globs)} of them with wildcards", where,
+                       "use fewer, wider globs",
                        f"up to {MAX_RULES} are read, {MAX_GLOBS} of them with wildcards")  # fmt: skip
-            return ()
-        return tuple(self.rule(glob, entry, where) for glob, entry in value.items())
+        else:
+            found = []
+            for glob, entry in value.items():
+                before = self.faults
+                rule = self.rule(glob, entry, where)
+                is_valid = self.faults == before
+                found.append(
+                    rule if is_valid else dataclasses.replace(rule, sharding=UNSHARDED, dims=(), optional=True)
+                )
+            return tuple(found)
+        self.is_comparable = False
+        return ()
 
     def ranks(self, value: Any, where: str) -> tuple[int, ...]:
         if isinstance(value, list) and all(type(r) is int for r in value) and sorted(value) == list(range(len(value))):
@@ -345,9 +328,8 @@ class _Reader:
         for value in values[:4096]:
             dims = None if value == "open" else self.dims(value, where)
             if any((dim != 1 and not isinstance(dim, str | tuple)) or dim == ELLIPSIS for dim in dims or ()):
-                self.wrong(
-                    "a constraint names mesh axes, or 1", f"{where}: {_short(value)}", 'write ["data", 1], or "open"'
-                )
+                found_text = f"{where}: {_short(value)}"
+                self.wrong("a constraint names mesh axes, or 1", found_text, 'write ["data", 1], or "open"')
             found.append(None if dims is None else tuple(
                 () if isinstance(dim, int) else (dim,) if isinstance(dim, str) else dim for dim in dims))  # fmt: skip
         return tuple(found)

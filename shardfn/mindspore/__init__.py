@@ -3,10 +3,7 @@
 from shardfn.api import reshard
 from shardfn.mindspore.cell import Cell
 from shardfn.mindspore.context import (
-    GRAPH_MODE,
-    PYNATIVE_MODE,
     ParallelContext,
-    ParallelMode,
     auto_parallel,
     get_algo_parameters,
     get_auto_parallel_context,
@@ -18,6 +15,7 @@ from shardfn.mindspore.context import (
     set_auto_parallel_context,
     set_context,
 )
+from shardfn.mindspore.context_keys import GRAPH_MODE, PYNATIVE_MODE, ParallelMode
 from shardfn.mindspore.inference import PredictLayout, WeightLayout, infer_predict_layout, load_distributed_checkpoint
 from shardfn.mindspore.layout import Layout
 from shardfn.mindspore.parallel import get_strategy, layout_of, shard

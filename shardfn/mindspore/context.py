@@ -16,35 +16,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from shardfn.errors import (
-    ContextError,
-    ContextTypeError,
-    NotAvailableError,
-    Problem,
-    fail,
-    nearest,
-    raise_problems,
-)
+from shardfn.errors import ContextError, ContextTypeError, NotAvailableError, Problem, fail, nearest, raise_problems
 from shardfn.frontend.defaults import Defaults, register
 from shardfn.frontend.training_settings import TrainingSettings
 from shardfn.frontend.value_checks import clipped
-from shardfn.mindspore.context_keys import (
-    ALGO_KEYS,
-    AUTO_PARALLEL_KEYS,
-    GRAPH_MODE,
-    PYNATIVE_MODE,
-    RUN_KEYS,
-    Key,
-    ParallelMode,
-)
+from shardfn.mindspore.context_keys import ALGO_KEYS, AUTO_PARALLEL_KEYS, RUN_KEYS, Key
 from shardfn.search.problem import Algorithm
-
-__all__ = [
-    "GRAPH_MODE", "PYNATIVE_MODE", "ParallelContext", "ParallelMode", "auto_parallel", "current",
-    "get_algo_parameters", "get_auto_parallel_context", "get_context",
-    "reset_algo_parameters", "reset_auto_parallel_context", "reset_context",
-    "set_algo_parameters", "set_auto_parallel_context", "set_context",
-]  # fmt: skip
 
 _TRAINING = frozenset(f.name for f in dataclasses.fields(TrainingSettings)) - {"all_reduce_fusion_config"}
 _KEYS: dict[str, Key] = {**AUTO_PARALLEL_KEYS, **RUN_KEYS, **ALGO_KEYS}
@@ -233,7 +210,7 @@ def set_context(**settings: Any) -> None:
       ContextError: as in `set_auto_parallel_context`.
 
     >>> with auto_parallel():
-    ...     set_context(mode=GRAPH_MODE, device_target="cpu")
+    ...     set_context(mode=0, device_target="cpu")
     ...     get_context("device_target")
     'CPU'
     """
@@ -241,19 +218,19 @@ def set_context(**settings: Any) -> None:
 
 
 def get_context(key: str) -> Any:
-    """The value of a key of `set_context`.
+    """What `set_context` has set.
 
     Args:
-      key: the key.
+      key: a key of `set_context`, such as "mode".
 
     Returns:
-      The value, or the default.
+      Its value; the default if it was not set.
 
     Raises:
-      ContextError: there is no such key.
+      ContextError: `set_context` has no such key.
 
-    >>> get_context("mode") == PYNATIVE_MODE
-    True
+    >>> get_context("save_graphs_path")
+    '.'
     """
     return _read(RUN_KEYS, "get_context", key)
 

@@ -20,20 +20,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardfn.errors import DeviceError, LayoutError, fail, raise_problems
 from shardfn.frontend.meshes import MeshLayout, abstract_mesh, mesh_on, partition_spec, spec_of
-from shardfn.mindspore.layout_checks import (
-    INTERLEAVED,
-    UNSHARDED,
-    axis_names,
-    call_text,
-    dim_problems,
-    map_problems,
-    matrix_problems,
-    rank_problems,
-    real_axes,
-    shape_problems,
-    sharding_problems,
-    strategy_problems,
-)
+from shardfn.mindspore import layout_checks as checks
+from shardfn.mindspore.layout_checks import INTERLEAVED, UNSHARDED, axis_names, call_text, real_axes
 
 Dim = str | tuple[str, ...]  # one dim as typed: an axis, several axes (major to minor), or "None" for unsharded
 Spec = tuple[tuple[str, ...], ...]  # for each dim the axes that shard it, major to minor; () for unsharded
@@ -70,9 +58,9 @@ class Layout:
     def __init__(
         self, device_matrix: tuple[int, ...], alias_name: tuple[str, ...], rank_list: list[int] | None = None
     ) -> None:
-        raise_problems(matrix_problems(device_matrix, alias_name), LayoutError)
+        raise_problems(checks.matrix_problems(device_matrix, alias_name), LayoutError)
         ranks: Sequence[int] = range(math.prod(size for _, size in real_axes(device_matrix, alias_name)))
-        raise_problems(rank_problems(rank_list, ranks, math.prod(device_matrix)), LayoutError)
+        raise_problems(checks.rank_problems(rank_list, ranks, math.prod(device_matrix)), LayoutError)
         if rank_list and rank_list != list(range(len(rank_list))):
             ranks = tuple(rank_list)
         values = {"device_matrix": device_matrix, "alias_name": alias_name, "rank_list": ranks}
@@ -95,7 +83,7 @@ class Layout:
         >>> Layout((2, 4), ("dp", "mp"))("None", "mp").strategy
         (1, 4)
         """
-        raise_problems(dim_problems(self.device_matrix, self.alias_name, dims), LayoutError)
+        raise_problems(checks.dim_problems(self.device_matrix, self.alias_name, dims), LayoutError)
         bound = copy.copy(self)
         object.__setattr__(bound, "_dims", dims)
         object.__setattr__(bound, "_spec", tuple(tuple(a for a in axis_names(dim) if a != UNSHARDED) for dim in dims))
@@ -127,7 +115,7 @@ class Layout:
         >>> Layout.from_strategy((4, 1), 8)
         Layout((4, 2), ('dim0', 'repeat'))('dim0', 'None')
         """
-        raise_problems(strategy_problems(strategy, device_num), LayoutError)
+        raise_problems(checks.strategy_problems(strategy, device_num), LayoutError)
         layout = MeshLayout.of_strategy(strategy, device_num)
         return spec_layout(layout.axes, layout.spec)
 
@@ -153,7 +141,7 @@ class Layout:
         matrix: Any = tuple(device_matrix) if isinstance(device_matrix, list) else device_matrix
         names = tuple(f"axis{i}" for i in range(len(matrix) if isinstance(matrix, tuple) else 1))
         layout = cls(matrix, names)
-        raise_problems(map_problems(matrix, tensor_map), LayoutError)
+        raise_problems(checks.map_problems(matrix, tensor_map), LayoutError)
         number = {-1: UNSHARDED} | dict(enumerate(reversed(names)))
         return layout(*(number[d] if isinstance(d, int) else tuple(number[k] for k in d) for d in tensor_map))
 
@@ -177,7 +165,7 @@ class Layout:
         >>> Layout.from_sharding(NamedSharding(AbstractMesh((2, 4), ("dp", "mp")), PartitionSpec("mp")), ndim=2)
         Layout((2, 4), ('dp', 'mp'))('mp', 'None')
         """
-        raise_problems(sharding_problems(sharding, ndim), LayoutError)
+        raise_problems(checks.sharding_problems(sharding, ndim), LayoutError)
         axes = tuple(sharding.mesh.shape.items()) or (("repeat", 1),)
         return spec_layout(axes, spec_of(sharding.spec, ndim), _ranks(sharding.mesh, devices))
 
@@ -245,7 +233,7 @@ class Layout:
           LayoutError: another number of dims, or a dim that its number of shards does not divide.
           LayoutTypeError: `shape` is no tuple of ints.
         """
-        raise_problems(shape_problems(self, shape), LayoutError)
+        raise_problems(checks.shape_problems(self, shape), LayoutError)
         return tuple(int(n) // count for n, count in zip(shape, self.strategy, strict=True))
 
     def slices(self, shape: Sequence[int]) -> tuple[tuple[slice, ...], ...]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import collections
 import math
 import reprlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.errors import Problem
+from shardfn.frontend.strategy import count
+from shardfn.frontend.validation import any_of
+from shardfn.partition.resharding import divisors
 
 INTERLEAVED = "interleaved_parallel"
 UNSHARDED = "None"
@@ -22,22 +25,9 @@ def axis_names(dim: Any) -> tuple[Any, ...]:
     return dim if isinstance(dim, tuple) else (dim,)
 
 
-def _count(n: int) -> str:
-    return f"{n} {'entry' if n == 1 else 'entries'}"
-
-
 def call_text(dims: Iterable[Any]) -> str:
     """The arguments of a call of a layout, as typed."""
     return f"({', '.join(map(repr, dims))})"
-
-
-def _either(choices: Sequence[Any]) -> str:
-    return " or ".join(part for part in (", ".join(map(str, choices[:-1])), str(choices[-1])) if part)
-
-
-def _divisors(*numbers: int) -> list[int]:
-    common = math.gcd(*numbers)
-    return [d for d in range(1, common + 1) if common % d == 0]
 
 
 def real_axes(matrix: tuple[int, ...], names: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
@@ -119,7 +109,7 @@ def rank_problems(ranks: Any, default: range, virtual: int) -> Iterator[Problem]
 def dim_problems(matrix: tuple[int, ...], names: tuple[str, ...], dims: tuple[Any, ...]) -> Iterator[Problem]:
     """What is wrong with the dims of a call."""
     where = f"Layout({matrix!r}, {names!r}){call_text(dims)}"
-    use = "use " + _either([f'"{name}"' for name in (*names, UNSHARDED) if name != INTERLEAVED])
+    use = "use " + any_of([f'"{name}"' for name in (*names, UNSHARDED) if name != INTERLEAVED])
     seen: dict[str, int] = {}
     for i, axis in ((i, axis) for i, dim in enumerate(dims) for axis in axis_names(dim)):
         if axis is None:
@@ -154,7 +144,9 @@ def strategy_problems(strategy: Any, device_num: Any) -> Iterator[Problem]:
     if not found and device_num % math.prod(strategy):
         needed = math.prod(strategy)
         what, why = f"the strategy needs {needed} devices", f"{device_num} is not divisible by {needed}"
-        yield Problem(what, where, why, f"choose a strategy whose product is {_either(_divisors(device_num))}")
+        yield Problem(
+            what, where, why, f"choose a strategy whose product is {any_of(divisors(device_num, device_num))}"
+        )
 
 
 def map_problems(matrix: tuple[int, ...], tensor_map: Any) -> Iterator[Problem]:
@@ -199,11 +191,14 @@ def shape_problems(layout: Any, shape: Any) -> Iterator[Problem]:
     elif len(shape) != len(layout.strategy):
         what = f"the layout has {len(layout.strategy)} dims and the array has {len(shape)}"
         why = 'each dim has an entry, which is "None" for an unsharded dim'
-        yield Problem(what, where, why, f"call the layout with {_count(len(shape))}, one for each dim")
+        yield Problem(
+            what, where, why, f"call the layout with {count(len(shape), 'entry', 'entries')}, one for each dim"
+        )
     else:
-        for i, (n, count) in enumerate(zip(shape, layout.strategy, strict=True)):
-            if n % count:
-                ways = _either(_divisors(int(n), layout.size))
+        for i, (n, shards) in enumerate(zip(shape, layout.strategy, strict=True)):
+            if n % shards:
+                ways = any_of(divisors(math.gcd(int(n), layout.size), layout.size))
                 other = f"shard it {ways} ways on {layout.size} devices" if ways != "1" else "leave it unsharded"
-                fix = f"{other}, or pad it to {-(-n // count) * count}"
-                yield Problem(f"dim {i} cannot be sharded {count} ways", where, f"{n} is not divisible by {count}", fix)
+                fix = f"{other}, or pad it to {-(-n // shards) * shards}"
+                why = f"{n} is not divisible by {shards}"
+                yield Problem(f"dim {i} cannot be sharded {shards} ways", where, why, fix)

@@ -17,7 +17,7 @@ from shardfn.planning.decisions import Constraint, Decision, DimensionGroup
 from shardfn.planning.plan_kind import kind_of, layouts_of
 from shardfn.render.cells import file_line, shape_text, table, times
 from shardfn.render.parts import Table, Text
-from shardfn.render.text import to_text
+from shardfn.render.text import terminal_width, to_text
 from shardfn.units import bytes_text, flops_text, time_text
 
 MOST_ARRAYS = 10
@@ -195,7 +195,7 @@ def summary(plan: Summarised) -> str:
         many = f"{len(plan.diagnostics)} diagnostics, the first" if len(plan.diagnostics) > 1 else "1 diagnostic"
         lines.append(f"{many}: {next(iter(plan.diagnostics))}")
     end = "full report: shardfn.explain(plan)"
-    return to_text([Text("", tuple(lines)), *(t for t in tables if t.rows), Text("", (end,))])
+    return to_text([Text("", tuple(lines)), *(t for t in tables if t.rows), Text("", (end,))], terminal_width())
 
 
 def _arrays(title: str, decisions: Sequence[Decision], most: int) -> Table:

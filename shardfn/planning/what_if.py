@@ -24,7 +24,7 @@ from shardfn.planning.posed_call import AnsweredCall
 from shardfn.render.html import to_html
 from shardfn.render.parts import Table
 from shardfn.render.text import Shown as Rendered
-from shardfn.render.text import to_text
+from shardfn.render.text import terminal_width, to_text
 from shardfn.search.one_array_changes import array_specs
 from shardfn.search.problem import objective
 from shardfn.search.resharding_costs import strategy_of
@@ -213,7 +213,7 @@ class AlternativesTable(Alternatives):
         return Table(title, columns, tuple(rows), "; ".join(notes))
 
     def __str__(self) -> str:
-        return to_text([self.table()])
+        return to_text([self.table()], terminal_width())
 
     __repr__ = __str__
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -30,6 +32,11 @@ def to_text(parts: Sequence[Part], width: int | None = None) -> str:
     weights   12 B
     """
     return "\n".join(line for line, _ in _lines(parts, width))
+
+
+def terminal_width() -> int | None:
+    """The width for text on standard output: that of the terminal, at least 60; None for a file or a pipe."""
+    return max(60, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
 
 
 class Shown:

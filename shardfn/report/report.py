@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +14,7 @@ from shardfn.planning.plan import Plan
 from shardfn.planning.what_if import with_runners_up
 from shardfn.render.html import to_html
 from shardfn.render.parts import Part
-from shardfn.render.text import Shown, to_text
+from shardfn.render.text import Shown, terminal_width, to_text
 from shardfn.report.data import compiled_data, plan_data
 from shardfn.report.sections import parts
 
@@ -42,7 +40,7 @@ class Report:
 
     def __str__(self) -> str:
         """Fitted to the terminal; nothing is wrapped where standard output is a file or a pipe."""
-        return self.to_text(max(60, shutil.get_terminal_size().columns) if sys.stdout.isatty() else None)
+        return self.to_text(terminal_width())
 
     __repr__ = __str__
 

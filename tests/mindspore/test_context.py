@@ -15,7 +15,6 @@ from shardfn.errors import ContextError, ContextTypeError, NotAvailableError, Sh
 from shardfn.mindspore import context, context_keys
 from shardfn.mindspore.context import (
     ParallelContext,
-    ParallelMode,
     auto_parallel,
     current,
     get_algo_parameters,
@@ -25,6 +24,7 @@ from shardfn.mindspore.context import (
     set_auto_parallel_context,
     set_context,
 )
+from shardfn.mindspore.context_keys import ParallelMode
 from shardfn.mindspore.layout import Layout
 from tests.messages import refusal
 
@@ -108,7 +108,7 @@ ACCEPTED = [
         {"pipeline_config": {"pipeline_interleave": True, "pipeline_scheduler": "gpipe"}},
         None,
     ),
-    (set_context, {"mode": context.GRAPH_MODE}, None),
+    (set_context, {"mode": context_keys.GRAPH_MODE}, None),
     (set_context, {"device_target": "gpu"}, "GPU"),
     (set_context, {"device_target": "Tpu"}, "TPU"),
     (set_context, {"device_target": "ASCEND"}, "Ascend"),
@@ -391,10 +391,10 @@ def test_a_block_restores_what_was_there():
     with auto_parallel(parallel_mode="auto_parallel") as outer:
         assert outer == current() and outer.device_num == 8
         set_auto_parallel_context(device_num=2)
-        set_context(mode=context.GRAPH_MODE)
+        set_context(mode=context_keys.GRAPH_MODE)
         with auto_parallel(device_num=4):
             context.reset_auto_parallel_context()
-            assert current().device_num is None and current().mode == context.GRAPH_MODE
+            assert current().device_num is None and current().mode == context_keys.GRAPH_MODE
         assert current().device_num == 2
     assert current() == ParallelContext(device_num=8)
 

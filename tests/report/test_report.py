@@ -455,3 +455,12 @@ def test_axes_of_a_mesh_of_ones_own_are_named():
     assert "mesh data=4 x model=2" in text
     assert "P('data', 'model')" in text
     assert "nothing: its devices repeat the same work" in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_texts_in_a_terminal_keep_its_width(monkeypatch, width):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    made = shardfn.plan(jnp.matmul, ONES((64, 32)), ONES((32, 128)), device="tpu-v5e:2x4")
+    for text in (str(made), str(shardfn.explain(made)), str(made.why("a"))):
+        assert max(map(len, text.splitlines())) <= width

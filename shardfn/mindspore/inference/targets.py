@@ -110,11 +110,12 @@ def _written(strategy: Any, entries: Sequence[StoredArray], tree: Any, found: Ha
 
 def _as_said(problem: Problem) -> Problem:
     """The problem, with `predict_strategy` in place of the option that has the entries in `shard`."""
-    *texts, is_type = dataclasses.astuple(problem)
+    texts = dataclasses.asdict(problem)
+    is_type = texts.pop("is_type")
     for old, new in (("in_strategy[0]", "predict_strategy"), ("parameter_plan", "predict_strategy"),
                      ("array of this call", "weight")):  # fmt: skip
-        texts = [text.replace(old, new) for text in texts]
-    return Problem(*texts, is_type)
+        texts = {name: text.replace(old, new) for name, text in texts.items()}
+    return Problem(**texts, is_type=is_type)
 
 
 def _is_table(strategy: Any) -> bool:
