@@ -16,7 +16,7 @@ from shardfn.render.html import to_html
 from shardfn.render.parts import Part
 from shardfn.render.text import Shown, terminal_width, to_text
 from shardfn.report.data import compiled_data, plan_data
-from shardfn.report.sections import parts
+from shardfn.report.sections import Subject, parts
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -108,7 +108,7 @@ def make_report(plan: Plan, executable: Any = None, transfers: Sequence[str] = (
     data = plan_data(plan, transfers)
     if found is not None and compared is not None:
         data["compiled"] = compiled_data(found, compared)
-    short, complete = (parts(plan, transfers, compared, is_full) for is_full in (False, True))
+    short, complete = (parts(Subject(plan, transfers, compared, is_full)) for is_full in (False, True))
     return Report(f"Plan of {plan.function}", short, complete, json.dumps(data, ensure_ascii=False))
 
 

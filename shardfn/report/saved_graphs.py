@@ -35,13 +35,8 @@ def save_graphs(plan: Plan, path: str = ".") -> tuple[pathlib.Path, pathlib.Path
                     second.write_text(report + "\n", encoding="utf-8")
                     return first, second
     except OSError as error:
-        fail(
-            ContextError,
-            f"the graphs of `{plan.function}` cannot be saved",
-            where=f"save_graphs_path = {str(path)!r}",
-            why=str(error),
-            fix="give a directory that can be written to",
-        )
+        fail(ContextError, f"the graphs of `{plan.function}` cannot be saved", where=f"save_graphs_path = {str(path)!r}",
+             why=str(error), fix="give a directory that can be written to")  # fmt: skip
     raise AssertionError("the numbers never end")
 
 

@@ -26,58 +26,67 @@ MOST_REASONS = 6
 MOST_ROWS = (12, 32)
 """Rows of a table in a short and in a full report."""
 
-Section = Callable[[Plan, Sequence[str], Comparison | None, bool], Iterable[Part]]
-"""From a plan, transfers of arguments, the comparison with the compiled program, and whether the report is full."""
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What a section reads: a plan, transfers of arguments, the compiled program, and whether the report is full."""
+
+    plan: Plan
+    transfers: Sequence[str]
+    compared: Comparison | None
+    is_full: bool
+
+    @property
+    def most(self) -> int:
+        """The most rows of a table."""
+        return MOST_ROWS[self.is_full]
 
 
-def _headline(plan: Plan, transfers: Sequence[str], compared: Comparison | None, is_full: bool) -> Iterable[Part]:
-    yield Text("", tuple(headline(plan)))
+def _headline(of: Subject) -> Iterable[Part]:
+    yield Text("", tuple(headline(of.plan)))
 
 
-def _diagnostics(plan: Plan, transfers: Sequence[str], compared: Comparison | None, is_full: bool) -> Iterable[Part]:
-    unmodelled = plan.cost.unmodelled_ops
+def _diagnostics(of: Subject) -> Iterable[Part]:
+    unmodelled = of.plan.cost.unmodelled_ops
     lines = [
-        *plan.diagnostics,
+        *of.plan.diagnostics,
         *([f"{UNMODELLED}: {', '.join(map(file_line, unmodelled))}"] if unmodelled else []),
-        *transfers,
+        *of.transfers,
     ]
     if lines:
         yield Text("Diagnostics", tuple(lines))
 
 
-def _mesh(plan: Plan, transfers: Sequence[str], compared: Comparison | None, is_full: bool) -> Iterable[Part]:
+def _mesh(of: Subject) -> Iterable[Part]:
     rows = []
-    used = {axis.partition(":")[0] for spec in plan.partitioned.specs for dim in spec for axis in dim}
-    for name, size, stride in strides(plan):
+    used = {axis.partition(":")[0] for spec in of.plan.partitioned.specs for dim in spec for axis in dim}
+    for name, size, stride in strides(of.plan):
         first = ", ".join(str(i * stride) for i in range(min(size, 4))) + (", …" if size > 4 else "")
-        groups = [g.name for g in plan.dimension_groups if name in g.axes]
+        groups = [g.name for g in of.plan.dimension_groups if name in g.axes]
         inside = "arrays inside the function" if name in used else "nothing: its devices repeat the same work"
         rows.append((name, str(size), first, few(groups, 3) or inside))
-    note = f"devices in the order of the mesh: {few(list(map(str, plan.order)), 16)}" if plan.order else ""
-    if rows:
-        yield table("Mesh", ("axis", "size", "first devices", "shards dimension group"), rows, note)
+    note = f"devices in the order of the mesh: {few(list(map(str, of.plan.order)), 16)}" if of.plan.order else ""
+    yield table("Mesh", ("axis", "size", "first devices", "shards dimension group"), rows, note)
 
 
-def _arrays(plan: Plan, transfers: Sequence[str], compared: Comparison | None, is_full: bool) -> Iterable[Part]:
-    most = MOST_ROWS[is_full]
-    for title, decisions in (("Arguments", plan.inputs), ("Results", plan.outputs)):
+def _arrays(of: Subject) -> Iterable[Part]:
+    for title, decisions in (("Arguments", of.plan.inputs), ("Results", of.plan.outputs)):
         groups = alike(decisions, lambda d: dataclasses.replace(d, path=layer(d.path), reason=layer(d.reason)), least=2)
-        if len(groups) > most:  # sharded arrays first, then large ones
+        if len(groups) > of.most:  # sharded arrays first, then large ones
             groups.sort(key=lambda same: (not any(same[0].spec), -same[0].local_bytes))
         counts = collections.Counter(_reason(same[0]) for same in groups)
         stated = {reason for reason, count in counts.items() if count >= min(MOST_REASONS, len(groups)) > 1}
         rows = [
             (starred([d.path for d in same]), times(len(same)), f"{d.dtype}{shape_text(d.shape)}", str(d.strategy),
              spec_text(d.spec), shape_text(d.local_shape) if any(d.spec) else "replicated", bytes_text(d.local_bytes),
-             _chosen_by(same, is_full and _reason(d) not in stated))
+             _chosen_by(same, of.is_full and _reason(d) not in stated))
             for same in groups for d in same[:1]
         ]  # fmt: skip
         note = "; ".join(
-            f"{source}: {reason}" for source, reason in sorted(stated) if is_full and reason and source != "you"
+            f"{source}: {reason}" for source, reason in sorted(stated) if of.is_full and reason and source != "you"
         )
-        if rows:
-            columns = ("array", "count", "shape", "strategy", "spec", "shard", "per device", "chosen by")
-            yield table(title, columns, rows, note, most, ("spec",))
+        columns = ("array", "count", "shape", "strategy", "spec", "shard", "per device", "chosen by")
+        yield table(title, columns, rows, note, of.most, ("spec",))
 
 
 def _chosen_by(same: Sequence[Decision], has_reason: bool) -> str:
@@ -93,31 +102,30 @@ def _reason(d: Decision) -> tuple[str, str]:
     return d.source, re.sub(r"`[^`]*`", "`…`", d.reason)
 
 
-def _collectives(plan: Plan, transfers: Sequence[str], compared: Comparison | None, is_full: bool) -> Iterable[Part]:
-    counts = collections.Counter(plan.collectives)
+def _collectives(of: Subject) -> Iterable[Part]:
+    counts = collections.Counter(of.plan.collectives)
     due: dict[Collective, list[str]] = {}
-    for c, names in zip(plan.collectives, attributions(plan), strict=True):
+    for c, names in zip(of.plan.collectives, attributions(of.plan), strict=True):
         due[c] = list(dict.fromkeys([*due.get(c, []), *names]))
-    groups = sorted(counts.items(), key=lambda g: (-seconds(plan, g[0]) * g[1], -g[0].total_bytes * g[1]))
+    groups = sorted(counts.items(), key=lambda g: (-seconds(of.plan, g[0]) * g[1], -g[0].total_bytes * g[1]))
     rows = [
         (c.kind, times(count), f"{','.join(c.axes) or '-'} ({c.group_size})", f"{c.dtype}{shape_text(c.shape)}",
-         times(c.trips), bytes_text(c.total_bytes * count), time_text(seconds(plan, c) * count), file_line(c.where),
+         times(c.trips), bytes_text(c.total_bytes * count), time_text(seconds(of.plan, c) * count), file_line(c.where),
          ": ".join(filter(None, (_CAUSES.get(c.cause, c.cause), few(due[c], 2)))))
         for c, count in groups
     ]  # fmt: skip
     columns = ("collective", "count", "mesh axes", "operand", "runs", "sent", "time", "line", "caused by")
-    if rows:
-        note = "slowest first; bytes by ring algorithms; times are modelled"
-        yield table("Collectives, per device and call", columns, rows, note, MOST_ROWS[is_full])
-    else:
+    note = "slowest first; bytes by ring algorithms; times are modelled"
+    yield table("Collectives, per device and call", columns, rows, note, of.most)
+    if not rows:
         yield Text("Collectives", ("none predicted",))
 
 
 _CAUSES = {"return": "sharding of a result or of a loop carry"}
 
 
-def _memory(plan: Plan, transfers: Sequence[str], compared: Comparison | None, is_full: bool) -> Iterable[Part]:
-    memory, device = plan.cost.memory, plan.hardware.chip.memory_bytes
+def _memory(of: Subject) -> Iterable[Part]:
+    memory, device = of.plan.cost.memory, of.plan.hardware.chip.memory_bytes
     sizes = (("arguments", memory.arguments), ("results", memory.results), ("donated", -memory.donated),
              ("temporaries (estimate)", memory.temporaries), ("peak (estimate)", memory.peak))  # fmt: skip
     rows = [
@@ -125,63 +133,48 @@ def _memory(plan: Plan, transfers: Sequence[str], compared: Comparison | None, i
         for what, n in sizes
         if n or what != "donated"
     ]
-    yield table("Memory per device", ("part", "size", f"of {bytes_text(device)} ({plan.hardware.chip.name})"), rows)
+    yield table("Memory per device", ("part", "size", f"of {bytes_text(device)} ({of.plan.hardware.chip.name})"), rows)
 
 
 # ---- sections of a full report only
 
 
-def _runners_up(plan: Plan, transfers: Sequence[str], compared: Comparison | None, is_full: bool) -> Iterable[Part]:
-    chosen = [d for d in plan.inputs if d.runner_up]
-    without = sum(d.source == "searched" and any(n > 1 for n in d.shape) for d in plan.inputs) - len(chosen)
+def _runners_up(of: Subject) -> Iterable[Part]:
+    chosen = [d for d in of.plan.inputs if d.runner_up]
+    without = sum(d.source == "searched" and any(n > 1 for n in d.shape) for d in of.plan.inputs) - len(chosen)
     groups = alike(chosen, lambda d: (layer(d.path), d.strategy, d.runner_up), least=2)
     rows = [
         (starred([d.path for d in same]), times(len(same)), str(same[0].strategy), same[0].runner_up) for same in groups
     ]
     note = "everything else as planned; evaluate a strategy of your own with plan.what_if"
     note += f"; {without} smaller arrays: plan.why(path)" if without > 0 else ""
-    if rows:
-        yield table(
-            "Runners-up", ("array", "count", "planned", "next best strategy and its additional cost"), rows, note
-        )
-    elif plan.runner_up:
-        yield Text("Runner-up", (plan.runner_up,))
+    yield table("Runners-up", ("array", "count", "planned", "next best strategy and its additional cost"), rows, note)
+    if not rows and of.plan.runner_up:
+        yield Text("Runner-up", (of.plan.runner_up,))
 
 
-def _dimension_groups(
-    plan: Plan, transfers: Sequence[str], compared: Comparison | None, is_full: bool
-) -> Iterable[Part]:
+def _dimension_groups(of: Subject) -> Iterable[Part]:
     def key(g: DimensionGroup) -> Any:
         return layer(g.name), g.size, g.axes, tuple(map(layer, g.members))
 
     rows = []
-    for same in alike(sorted(plan.dimension_groups, key=lambda g: not g.axes), key, least=2):
+    for same in alike(sorted(of.plan.dimension_groups, key=lambda g: not g.axes), key, least=2):
         members = [starred(each) for each in zip(*(g.members[1:] for g in same), strict=True)]
         name = starred([g.name for g in same])
         rows.append((name, times(len(same)), str(same[0].size), ",".join(same[0].axes) or "-", few(members, 3)))
-    if rows:
-        columns = ("dimension", "count", "size", "mesh axes", "tied dimensions")
-        yield table("Dimension groups", columns, rows)
+    yield table("Dimension groups", ("dimension", "count", "size", "mesh axes", "tied dimensions"), rows)
 
 
-def _candidates(plan: Plan, transfers: Sequence[str], compared: Comparison | None, is_full: bool) -> Iterable[Part]:
-    rows = [
-        (
-            c.name,
-            "x".join(str(size) for _, size in c.axes) or "1",
-            *figure_texts(c.figures),
-            flops_text(c.figures.flops),
-        )
-        for c in plan.candidates
-    ]
-    if rows:
-        yield table(
-            "Candidates evaluated", ("plan", "mesh", "time", "sent", "memory", "compute"), rows, most=MOST_ROWS[is_full]
-        )
+def _candidates(of: Subject) -> Iterable[Part]:
+    rows = []
+    for c in of.plan.candidates:
+        mesh = "x".join(str(size) for _, size in c.axes) or "1"
+        rows.append((c.name, mesh, *figure_texts(c.figures), flops_text(c.figures.flops)))
+    yield table("Candidates evaluated", ("plan", "mesh", "time", "sent", "memory", "compute"), rows, most=of.most)
 
 
-def _ops(plan: Plan, transfers: Sequence[str], compared: Comparison | None, is_full: bool) -> Iterable[Part]:
-    every = op_strategies(plan)
+def _ops(of: Subject) -> Iterable[Part]:
+    every = op_strategies(of.plan)
     shown = collections.Counter(o for o in every if o.op in LISTED or o.op.startswith("custom_call"))
     rows = [
         (o.op, times(count), ", ".join(map(str, o.inputs)), ", ".join(map(str, o.outputs)), times(o.trips),
@@ -190,27 +183,17 @@ def _ops(plan: Plan, transfers: Sequence[str], compared: Comparison | None, is_f
     ]  # fmt: skip
     hidden = len(every) - sum(shown.values())
     note = f'{hidden} more op{"s"[: hidden != 1]} (elementwise, or moving data): .to_dict()["ops"]' if hidden else ""
-    if rows:
-        yield table(
-            "Op strategies",
-            ("op", "count", "in_strategy", "out_strategy", "runs", "line"),
-            rows,
-            note,
-            MOST_ROWS[is_full],
-        )
+    yield table("Op strategies", ("op", "count", "in_strategy", "out_strategy", "runs", "line"), rows, note, of.most)
 
 
-def _constraints(plan: Plan, transfers: Sequence[str], compared: Comparison | None, is_full: bool) -> Iterable[Part]:
-    shown = collections.Counter((c.kind, c.where, c.operands, c.results) for c in plan.constraints)
+def _constraints(of: Subject) -> Iterable[Part]:
+    shown = collections.Counter((c.kind, c.where, c.operands, c.results) for c in of.plan.constraints)
     rows = [
         (kind, times(count), ", ".join(map(_open, operands)), ", ".join(map(_open, results)), file_line(where))
         for (kind, where, operands, results), count in shown.items()
     ]
     note = "sharding propagation alone would choose other shardings for these ops"
-    if rows:
-        yield table(
-            "Sharding constraints", ("op", "count", "operands", "results", "line"), rows, note, MOST_ROWS[is_full]
-        )
+    yield table("Sharding constraints", ("op", "count", "operands", "results", "line"), rows, note, of.most)
 
 
 def _open(spec: Spec | None) -> str:
@@ -220,10 +203,10 @@ def _open(spec: Spec | None) -> str:
 # ---- the compiled program
 
 
-def _compiled(plan: Plan, transfers: Sequence[str], compared: Comparison | None, is_full: bool) -> Iterable[Part]:
-    if compared is None:
+def _compiled(of: Subject) -> Iterable[Part]:
+    if of.compared is None:
         return
-    kinds = compared.kinds
+    kinds = of.compared.kinds
     if len(kinds) > 1:
         totals = (Tally(*map(sum, zip(*map(dataclasses.astuple, side), strict=True)))
                   for side in ([p for _, p, _ in kinds], [c for _, _, c in kinds]))  # fmt: skip
@@ -234,16 +217,15 @@ def _compiled(plan: Plan, transfers: Sequence[str], compared: Comparison | None,
         for kind, p, c in kinds
     ]  # fmt: skip
     columns = ("collective", "predicted", "compiled", "predicted sent", "compiled sent", "ratio")
-    if rows:
-        yield table("Compiled: collectives, per device and call", columns, rows)
-    pairs = [(_MEMORY.get(what, what), pair, bytes_text) for what, pair in compared.memory]
+    yield table("Compiled: collectives, per device and call", columns, rows)
+    pairs = [(_MEMORY.get(what, what), pair, bytes_text) for what, pair in of.compared.memory]
     rows = [
         (what, *("-" if v is None else text(v) for v in (pair.predicted, pair.compiled)),
          "-" if pair.ratio is None else f"{pair.ratio:.2f}")
-        for what, pair, text in (*pairs, ("matmul work", compared.matrix_flops, flops_text))
+        for what, pair, text in (*pairs, ("matmul work", of.compared.matrix_flops, flops_text))
     ]  # fmt: skip
     yield table("Compiled: memory and work per device", ("part", "predicted", "compiled", "ratio"), rows)
-    yield Text("Why they differ", compared.why or ("They agree.",))
+    yield Text("Why they differ", of.compared.why or ("They agree.",))
 
 
 def _ran(tally: Tally) -> str:
@@ -253,12 +235,12 @@ def _ran(tally: Tally) -> str:
 _MEMORY = {"together": "peak", "xla_peak": "peak by XLA's own count"}
 
 
-def _drawing(plan: Plan, transfers: Sequence[str], compared: Comparison | None, is_full: bool) -> Iterable[Part]:
-    if plan.hardware.count > 1:
-        yield drawing(plan)
+def _drawing(of: Subject) -> Iterable[Part]:
+    if of.plan.hardware.count > 1:
+        yield drawing(of.plan)
 
 
-SECTIONS: tuple[tuple[Section, bool], ...] = (
+SECTIONS: tuple[tuple[Callable[[Subject], Iterable[Part]], bool], ...] = (
     (_headline, True), (_diagnostics, True), (_mesh, True), (_drawing, True), (_arrays, True), (_collectives, True),
     (_memory, True), (_compiled, True), (_dimension_groups, False), (_ops, False), (_constraints, False),
     (_candidates, False), (_runners_up, False),
@@ -266,15 +248,16 @@ SECTIONS: tuple[tuple[Section, bool], ...] = (
 """Each section, and whether a short report has it."""
 
 
-def parts(plan: Plan, transfers: Sequence[str], compared: Comparison | None, is_full: bool) -> tuple[Part, ...]:
-    """The parts of a short or a full report. The sections that a short report leaves out are closed at first in HTML."""
-    made = [
-        dataclasses.replace(part, is_open=is_short) if isinstance(part, Table) else part
-        for section, is_short in SECTIONS
-        if is_short or is_full
-        for part in section(plan, transfers, compared, is_full)
-    ]
-    return tuple(made if is_full else [*made, MORE])
+def parts(of: Subject) -> tuple[Part, ...]:
+    """The parts of a report. The sections that a short report leaves out are closed at first in HTML."""
+    made: list[Part] = []
+    for section, is_short in SECTIONS:
+        for part in section(of) if is_short or of.is_full else ():
+            if not isinstance(part, Table):
+                made.append(part)
+            elif part.rows:
+                made.append(dataclasses.replace(part, is_open=is_short))
+    return tuple(made if of.is_full else [*made, MORE])
 
 
 MORE = Text("", ('Everything else: explain(..., detail="full") or report.full(); as data: report.to_dict().',))
