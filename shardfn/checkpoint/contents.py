@@ -54,7 +54,7 @@ class StoredArray:
       strategy: the number of shards of each dimension.
       chunks: the shapes of its files and chunks.
       spec: the mesh axes that shard each dimension.
-      mesh: the number of its mesh in `Contents.meshes`.
+      mesh: the mesh that it was sharded over.
       kind: "array", the type of a Python number, or `KEY` and the implementation of a PRNG key.
     """
 
@@ -65,7 +65,7 @@ class StoredArray:
     strategy: tuple[int, ...]
     chunks: Chunks
     spec: Spec = ()
-    mesh: int = 0
+    mesh: StoredMesh = StoredMesh(())
     kind: str = "array"
 
     @property
@@ -102,16 +102,19 @@ class Contents:
 
     Attributes:
       entries: its arrays.
-      meshes: the meshes that they were sharded over.
       devices, processes: how many saved it.
       files: the name and fingerprint of each file; empty in old checkpoints.
     """
 
     entries: tuple[StoredArray, ...]
-    meshes: tuple[StoredMesh, ...] = (StoredMesh(()),)
     devices: int = 1
     processes: int = 1
     files: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def meshes(self) -> tuple[StoredMesh, ...]:
+        """The meshes of the arrays, each once."""
+        return tuple(dict.fromkeys(entry.mesh for entry in self.entries)) or (StoredMesh(()),)
 
     @property
     def nbytes(self) -> int:
@@ -139,16 +142,17 @@ def contents_to_json(contents: Contents) -> str:
     >>> contents_from_json(contents_to_json(Contents(()))) == Contents(())
     True
     """
+    meshes = contents.meshes
     data: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
         "devices": contents.devices,
         "processes": contents.processes,
-        "grids": [{"axes": dict(g.axes), "order": g.order} for g in contents.meshes],
+        "grids": [{"axes": dict(g.axes), "order": g.order} for g in meshes],
         "arrays": {
             e.path: {
                 "shape": e.shape, "dtype": e.dtype, "kind": e.kind, "keys": e.keys, "cuts": e.strategy, "axes": e.spec,
-                "grid": e.mesh, "file": e.chunks.file, "chunk": e.chunks.chunk,
+                "grid": meshes.index(e.mesh), "file": e.chunks.file, "chunk": e.chunks.chunk,
             }
             for e in contents.entries
         },
@@ -218,9 +222,9 @@ def contents_from_json(text: str, file: str = FILE) -> Contents:
 
 def _contents(data: dict[str, Any]) -> Contents:
     meshes = tuple(_mesh(row) for row in data["grids"])
-    entries = tuple(_entry(path, row, len(meshes)) for path, row in data["arrays"].items())
+    entries = tuple(_entry(path, row, meshes) for path, row in data["arrays"].items())
     files = tuple((_inside(name), str(stated)) for name, stated in data.get("files", {}).items())
-    return Contents(entries, meshes, _int(data["devices"], 1), _int(data["processes"], 1), files)
+    return Contents(entries, _int(data["devices"], 1), _int(data["processes"], 1), files)
 
 
 def _mesh(row: dict[str, Any]) -> StoredMesh:
@@ -234,7 +238,7 @@ def _inside(name: str) -> str:
     return name
 
 
-def _entry(path: str, row: dict[str, Any], meshes: int) -> StoredArray:
+def _entry(path: str, row: dict[str, Any], meshes: tuple[StoredMesh, ...]) -> StoredArray:
     shape, strategy = _ints(row["shape"]), _ints(row["cuts"], 1)
     chunks = Chunks(_ints(row["file"]), _ints(row["chunk"]))
     if not len(shape) == len(strategy) == len(chunks.file) == len(chunks.chunk):
@@ -245,11 +249,12 @@ def _entry(path: str, row: dict[str, Any], meshes: int) -> StoredArray:
     if row["kind"] not in KINDS and not str(row["kind"]).startswith(KEY):
         raise ValueError(f"`{path}` has the unknown kind {row['kind']!r:.40}")
     jnp.dtype(row["dtype"])  # raises for an unknown name
-    if not 0 <= _int(row["grid"]) < meshes:
+    if _int(row["grid"]) >= len(meshes):
         raise ValueError(f"`{path}` names a mesh that is not described")
     keys = tuple((str(kind), str(name)) for kind, name in row["keys"])
     spec = tuple(tuple(str(axis) for axis in dim) for dim in row["axes"])
-    return StoredArray(path, shape, row["dtype"], keys, strategy, chunks, spec, row["grid"], str(row["kind"]))
+    mesh = meshes[row["grid"]]
+    return StoredArray(path, shape, row["dtype"], keys, strategy, chunks, spec, mesh, str(row["kind"]))
 
 
 def _int(value: Any, least: int = 0) -> int:

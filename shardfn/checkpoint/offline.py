@@ -196,7 +196,6 @@ def _device_count(layout: LayoutFile) -> int:
 
 def _described(entries: Sequence[StoredArray], layout: LayoutFile | None, devices: int, bound: int) -> Contents:
     """The description of arrays under the shardings of a layout file, unsharded if it is None; `bound` in bytes."""
-    meshes: dict[StoredMesh, int] = {}
     shown = [entry.without_key_data for entry in entries]
     found = targets.layout_targets(shown, layout, None, devices) if layout is not None else {}
     most, rows = bound // SHARE, []
@@ -209,9 +208,8 @@ def _described(entries: Sequence[StoredArray], layout: LayoutFile | None, device
             strategy = shard_counts(entry.shape, sharding)
         if 0 not in entry.shape:
             chunks = choose_chunks(entry.shape, strategy, entry.itemsize, max(most, 1 << 16), most)
-        number = meshes.setdefault(mesh, len(meshes))
-        rows.append(dataclasses.replace(entry, strategy=strategy, spec=spec, mesh=number, chunks=chunks))
-    return Contents(tuple(rows), tuple(meshes) or (StoredMesh(()),), devices, 1)
+        rows.append(dataclasses.replace(entry, strategy=strategy, spec=spec, mesh=mesh, chunks=chunks))
+    return Contents(tuple(rows), devices)
 
 
 def memory_bytes(memory: int | str) -> int:

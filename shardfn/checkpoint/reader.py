@@ -69,7 +69,7 @@ def restore(
     need("tensorstore", "checkpoint")
     folder, _, contents = open_step(path, step)
     chosen = choose_arrays(contents, like, only, name_map, dtype)
-    values = _values(folder, contents, array_reads(contents, chosen, target, like))
+    values = _values(folder, contents, array_reads(chosen, target, like))
     leaves = {new: state_tree.restore_leaf(new.kind, value) for (_, new), value in zip(chosen, values, strict=True)}
     if like is None:
         return state_tree.nested({new.keys: leaf for new, leaf in leaves.items()})
@@ -141,7 +141,7 @@ def reads(
     _, _, contents = open_step(path, step)
     needed: dict[Any, int] = {}
     read: dict[Any, int] = {}
-    for want in array_reads(contents, choose_arrays(contents, like, only, name_map), target, like):
+    for want in array_reads(choose_arrays(contents, like, only, name_map), target, like):
         for total, part in zip((needed, read), arrays.bytes_by_device(want), strict=True):
             for device, count in part.items():
                 total[device] = total.get(device, 0) + count
@@ -177,11 +177,11 @@ def choose_arrays(
     return [Renamed(old, dataclasses.replace(new, dtype=str(found[new.path]))) for old, new in chosen.values()]
 
 
-def array_reads(contents: Contents, chosen: Sequence[Renamed], target: Any, like: Any) -> list[arrays.ArrayRead]:
+def array_reads(chosen: Sequence[Renamed], target: Any, like: Any) -> list[arrays.ArrayRead]:
     """The reads of arrays under the shardings of `target`. Arguments as of `restore`."""
     if target is None and like is not None:
         target = _shardings_like(like)
-    placed = targets.target_shardings([new for _, new in chosen], target, contents)
+    placed = targets.target_shardings([new for _, new in chosen], target)
     return [arrays.ArrayRead(old, placed[new.path], new.numpy_dtype) for old, new in chosen]
 
 

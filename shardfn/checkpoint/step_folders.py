@@ -10,8 +10,7 @@ from typing import Any
 
 from shardfn.checkpoint import contents
 from shardfn.errors import CheckpointError, a, fail
-from shardfn.render.cells import shape_text
-from shardfn.render.parts import Table, Text
+from shardfn.render.parts import Table, Text, shape_text
 from shardfn.render.text import to_text
 
 ITEM = "state"

@@ -26,18 +26,17 @@ TARGETS = "a plan, a layout file or its name, a mesh, a device or a list of them
 PLATFORMS = ("cpu", "gpu", "tpu", "cuda", "rocm")
 
 
-def target_shardings(entries: Sequence[StoredArray], target: Any, contents: Contents) -> dict[str, Sharding]:
+def target_shardings(entries: Sequence[StoredArray], target: Any) -> dict[str, Sharding]:
     """The sharding of each array, by its path.
 
     Args:
       entries: the arrays, under the paths that `target` uses.
       target: as in `restore`; None for the stored shardings.
-      contents: the description of the checkpoint.
 
     Raises:
       ShardError: shardings that do not fit, all at once.
     """
-    found = _shardings([entry.without_key_data for entry in entries], target, contents)
+    found = _shardings([entry.without_key_data for entry in entries], target)
     problems = [
         Problem(f"`{entry.path}` cannot have its target sharding", where=f"{entry.text}, {found[entry.path]}",
                 why="the axes of a dimension must divide it, and a sharding has at most the rank of its array",
@@ -56,9 +55,9 @@ def _fits(entry: StoredArray, sharding: Sharding) -> bool:
     return True
 
 
-def _shardings(entries: Sequence[StoredArray], target: Any, contents: Contents) -> dict[str, Sharding]:
+def _shardings(entries: Sequence[StoredArray], target: Any) -> dict[str, Sharding]:
     if target is None:
-        return _stored(entries, contents)
+        return _stored(entries)
     if isinstance(target, str) and target.lower() in PLATFORMS:
         target = _device(target)
     if isinstance(target, jax.Device):
@@ -68,7 +67,7 @@ def _shardings(entries: Sequence[StoredArray], target: Any, contents: Contents) 
     if isinstance(target, Sharding):
         return {entry.path: target for entry in entries}
     if isinstance(target, Mesh):
-        return _on_mesh(entries, target, contents)
+        return _on_mesh(entries, target)
     if isinstance(target, Plan):
         return _planned(entries, target)
     if isinstance(target, str | os.PathLike | LayoutFile):
@@ -96,18 +95,17 @@ def _device(platform: str) -> Any:
              fix=f"the devices here are {jax.default_backend()}")  # fmt: skip
 
 
-def _stored(entries: Sequence[StoredArray], contents: Contents) -> dict[str, Sharding]:
+def _stored(entries: Sequence[StoredArray]) -> dict[str, Sharding]:
     """The stored shardings, on as many devices."""
     pool = jax.devices()
     meshes = {}
-    for number in {entry.mesh for entry in entries}:
-        mesh = contents.meshes[number]
+    for mesh in {entry.mesh for entry in entries}:
         if mesh.devices > 1 and mesh.devices != len(pool):
             fail(CheckpointError, f"the checkpoint was saved on {mesh.devices} devices, and here are {len(pool)}",
                  why="without a target, arrays keep their stored shardings",
                  fix="give a target: a layout, jax.devices()[0], or a Mesh with the same axis names")  # fmt: skip
         if mesh.devices > 1:
-            meshes[number] = mesh_on([pool[i] for i in mesh.order or range(mesh.devices)], mesh.axes)
+            meshes[mesh] = mesh_on([pool[i] for i in mesh.order or range(mesh.devices)], mesh.axes)
     one = SingleDeviceSharding(jax.local_devices()[0])
     return {
         entry.path: NamedSharding(meshes[entry.mesh], partition_spec(entry.spec)) if entry.mesh in meshes else one
@@ -115,7 +113,7 @@ def _stored(entries: Sequence[StoredArray], contents: Contents) -> dict[str, Sha
     }
 
 
-def _on_mesh(entries: Sequence[StoredArray], mesh: Mesh, contents: Contents) -> dict[str, Sharding]:
+def _on_mesh(entries: Sequence[StoredArray], mesh: Mesh) -> dict[str, Sharding]:
     """The stored mesh axes, as far as the mesh has axes of these names."""
     used = {axis for entry in entries for dim in entry.spec for axis in dim}
     if used and not used & set(mesh.shape):
@@ -162,7 +160,7 @@ def _planned(entries: Sequence[StoredArray], plan: Plan) -> dict[str, Sharding]:
 
 def stored_layout(contents: Contents) -> LayoutFile | None:
     """The layout file of the stored shardings; None where they are over several meshes."""
-    meshes = {contents.meshes[entry.mesh] for entry in contents.entries if any(entry.spec)}
+    meshes = {entry.mesh for entry in contents.entries if any(entry.spec)}
     if len(meshes) > 1:
         return None
     mesh = next(iter(meshes), StoredMesh(()))

@@ -101,19 +101,16 @@ def save(
 
 def _described(flat: Sequence[state_tree.StateLeaf]) -> Contents:
     """The description of a state: the sharding, files and chunks of every array."""
-    meshes: dict[StoredMesh, int] = {}
     entries = []
     devices = 1
     for leaf in flat:
         mesh, strategy, spec = _sharding(leaf.value)
-        number = meshes.setdefault(mesh, len(meshes))
         devices = max(devices, len(leaf.value.sharding.device_set) if isinstance(leaf.value, jax.Array) else 1)
         empty = Chunks(leaf.shape, leaf.shape)
         chunks = empty if 0 in leaf.shape else choose_chunks(leaf.shape, strategy, bits(leaf.dtype) / 8)
-        entries.append(
-            StoredArray(leaf.path, leaf.shape, leaf.dtype, leaf.keys, strategy, chunks, spec, number, leaf.kind)
-        )
-    return Contents(tuple(entries), tuple(meshes), devices, jax.process_count())
+        entry = StoredArray(leaf.path, leaf.shape, leaf.dtype, leaf.keys, strategy, chunks, spec, mesh, leaf.kind)
+        entries.append(entry)
+    return Contents(tuple(entries), devices, jax.process_count())
 
 
 def _sharding(value: Any) -> tuple[StoredMesh, tuple[int, ...], Spec]:

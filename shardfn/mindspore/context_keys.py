@@ -14,19 +14,8 @@ from typing import Any, NamedTuple
 
 from shardfn import search
 from shardfn.errors import Problem
-from shardfn.frontend.training_settings import CHECKS, FUSION, OPTIMIZER, shard_size
-from shardfn.frontend.value_checks import (
-    Check,
-    boolean,
-    clipped,
-    in_turn,
-    indices,
-    integer,
-    one_of,
-    record,
-    text,
-    wrong,
-)
+from shardfn.frontend.training_settings import CHECKS, FUSION, OPTIMIZER
+from shardfn.frontend.value_checks import Check, boolean, clipped, in_turn, integer, one_of, record, text, wrong
 from shardfn.mindspore.layout import Layout
 
 PYNATIVE_MODE = 1
@@ -167,8 +156,9 @@ def _later(
     return Key(name, default, check, doc, honours=(default, *also), lacks=lacks, **more)
 
 
-def _trains(name: str, default: Any, check: Check, doc: str, **more: Any) -> Key:
+def _trains(name: str, default: Any, doc: str, **more: Any) -> Key:
     """A setting that the training step reads; a dict is kept as its JSON, so that a context stays hashable."""
+    check = more.pop("check", None) or CHECKS[name]
     if isinstance(default, dict):
         defaults = default
         default = json.dumps(defaults)
@@ -241,25 +231,23 @@ AUTO_PARALLEL_KEYS = _table(
     _now("out_strategy_mode", "overwrite", one_of("overwrite", "honour"),
          "Whether out_strategy gives way to data parallelism, as in MindSpore, in the semi-auto and auto modes."),
 
-    _trains("gradients_mean", False, boolean,
+    _trains("gradients_mean", False,
             "Whether the training step divides the sum of the devices' gradients by their number; it does if not set."),
-    _trains("gradient_fp32_sync", True, boolean, "Sum gradients of 16 bits in float32."),
-    _trains("loss_repeated_mean", True, boolean,
+    _trains("gradient_fp32_sync", True, "Sum gradients of 16 bits in float32."),
+    _trains("loss_repeated_mean", True,
             "Divide the gradient of a loss that several devices compute alike by their number."),
-    _trains("parameter_broadcast", False, boolean, "Send process 0's parameters to all before the first step."),
-    _trains("enable_parallel_optimizer", False, boolean, "Shard optimizer states over the devices that hold replicas."),
-    _trains("parallel_optimizer_config", dict(OPTIMIZER), CHECKS["parallel_optimizer_config"],
-            "Which of them are sharded, and how many ways."),
-    _trains("optimizer_weight_shard_size", -1, shard_size,
-            "The number of shards of each; -1 is as many as possible."),
+    _trains("parameter_broadcast", False, "Send process 0's parameters to all before the first step."),
+    _trains("enable_parallel_optimizer", False, "Shard optimizer states over the devices that hold replicas."),
+    _trains("parallel_optimizer_config", dict(OPTIMIZER), "Which of them are sharded, and how many ways."),
+    _trains("optimizer_weight_shard_size", -1, "The number of shards of each; -1 is as many as possible."),
     _later("force_fp32_communication", False, boolean, "a choice of the collectives' dtype", "Reduce in float32."),
     _later("communi_parallel_mode", "all_group_parallel",
            one_of("all_group_parallel", "same_server_group_parallel", "no_group_parallel"),
            "an order of the collectives", "Which groups' collectives may run at the same time."),
     # XLA chooses all-to-all where it is cheaper: neither value has an effect.
     _later("enable_alltoall", False, boolean, "", "Redistribute with all-to-all.", also=(True,)),
-    _trains("comm_fusion", dict(FUSION), CHECKS["comm_fusion"], "Which collectives of the training step are combined."),
-    _trains("all_reduce_fusion_config", None, indices, "The last all-reduce of each bucket.",
+    _trains("comm_fusion", dict(FUSION), "Which collectives of the training step are combined."),
+    _trains("all_reduce_fusion_config", None, "The last all-reduce of each bucket.",
             store=tuple, read=lambda kept: None if kept is None else list(kept)),
     _later("optimizer_weight_shard_aggregated_save", False, boolean, "the sharding of optimizer states",
            "Gather them before they are saved."),
@@ -273,8 +261,8 @@ AUTO_PARALLEL_KEYS = _table(
          alias_of="strategy_ckpt_config", write=lambda value, standing: standing._replace(save_file=value),
          read=lambda kept: kept.save_file),
     _later("group_ckpt_save_file", "", text, "writing the groups of devices", "A file for the groups of devices."),
-    _trains("pipeline_stages", 1, integer(1), "The number of stages of `train.pipeline`."),
-    _trains("pipeline_config", _PIPELINE, _pipeline_check, "The schedule of the stages.",
+    _trains("pipeline_stages", 1, "The number of stages of `train.pipeline`."),
+    _trains("pipeline_config", _PIPELINE, "The schedule of the stages.", check=_pipeline_check,
             honours=_orders((False, "1f1b"), (True, "1f1b"), (True, "gpipe")),
             lacks="a pipeline in another order than 1f1b and gpipe",
             instead="use the pipeline_scheduler 1f1b or gpipe"),
@@ -284,7 +272,7 @@ AUTO_PARALLEL_KEYS = _table(
         read=lambda kept: json.loads(kept)["pipeline_interleave"]),
     _later("pipeline_result_broadcast", False, boolean, "a pipeline that gives more than a loss",
            "Send the last result to all."),
-    _trains("auto_pipeline", False, boolean, "Split the stages of `train.pipeline` where their costs are most equal."),
+    _trains("auto_pipeline", False, "Split the stages of `train.pipeline` where their costs are most equal."),
     _later("grad_accumulation_step", 1, in_turn(integer(1), _removed("accumulate with optax.MultiSteps")),
            "gradient accumulation", "Removed in MindSpore: only 1."),
     _later("sharding_propagation", False, boolean, "the old switch of this search", "The old name of a search_mode.",

@@ -10,8 +10,7 @@ import numpy as np
 
 from shardfn.frontend.paths import few
 from shardfn.planning.plan import Decision, Plan
-from shardfn.render.cells import shape_text
-from shardfn.render.parts import Drawing, Placed
+from shardfn.render.parts import Drawing, Placed, shape_text
 
 MOST_DEVICES = 64
 MOST_DRAWN = 16

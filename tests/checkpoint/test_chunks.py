@@ -37,13 +37,14 @@ def test_boxes_cover_everything_once(shape, data):
     assert sum(map(volume, boxes(shape, size))) == math.prod(shape)
 
 
+MESH = StoredMesh((("x", 2), ("y", 4)), (1, 0, 2, 3, 4, 5, 6, 7))
+
+
 def entry(path="a/b", shape=(8, 4)):
     cut = choose_chunks(shape, (2, 1), 4)
-    return StoredArray(path, shape, "float32", (("key", "a"), ("key", "b")), (2, 1), cut, (("x",), ()), 0)
+    return StoredArray(path, shape, "float32", (("key", "a"), ("key", "b")), (2, 1), cut, (("x",), ()), MESH)
 
 
 def test_a_description_round_trips():
-    held = Contents(
-        (entry(), entry("ä/ñ\ud800", (4, 4))), (StoredMesh((("x", 2), ("y", 4)), (1, 0, 2, 3, 4, 5, 6, 7)),), 8, 2
-    )
+    held = Contents((entry(), entry("ä/ñ\ud800", (4, 4))), 8, 2)
     assert contents_from_json(contents_to_json(held)) == held

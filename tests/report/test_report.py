@@ -19,7 +19,7 @@ from shardfn.planning.decisions import Candidate, Constraint, Figures
 from shardfn.planning.plan import Decision, DimensionGroup, Plan
 from shardfn.planning.summary import proof
 from shardfn.render import parts as render
-from shardfn.report.facts import attributions
+from shardfn.report.data import attributions
 from shardfn.report.report import Report, make_report
 from shardfn.report.saved_graphs import save_graphs, strategies_text
 

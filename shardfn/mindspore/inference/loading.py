@@ -18,11 +18,10 @@ from shardfn.frontend.callee import Callee
 from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import short
 from shardfn.mindspore import context
-from shardfn.mindspore.inference.matching import matched
 from shardfn.mindspore.inference.predict import PredictLayout, with_options
 from shardfn.mindspore.inference.sources import Source, one_of, open_source
 from shardfn.mindspore.inference.targets import shardings
-from shardfn.mindspore.inference.weights import Named, Weights, check_named, of_module, of_tree
+from shardfn.mindspore.inference.weights import Named, Weights, check_named, matched, of_module, of_tree
 
 
 def load_distributed_checkpoint(
@@ -216,7 +215,7 @@ def _read(
         tree = shapes
     else:
         tree = state_tree.nested({e.keys: shapes[e.path] for e in asked})
-    placed = shardings(strategy, asked, tree, source.contents, device)
+    placed = shardings(strategy, asked, tree, device)
     wanted = {} if known is None else {name: shape.dtype for name, shape in known.shapes.items()}
     casts = reader.casts(asked, wanted, dtype)
     values = source.read([ArrayRead(old, placed[new.path], casts[new.path]) for old, new in chosen])

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from shardfn import layoutfile
 from shardfn.checkpoint import targets
-from shardfn.checkpoint.contents import Contents, StoredArray
+from shardfn.checkpoint.contents import StoredArray
 from shardfn.cost.devices import hardware
 from shardfn.cost.devices.hardware import Hardware
 from shardfn.errors import CheckpointError, Problem, StrategyError, fail, raise_problems
@@ -26,9 +26,7 @@ from shardfn.planning.layout_rules import LayoutFile
 from shardfn.planning.plan import Plan
 
 
-def shardings(
-    strategy: Any, entries: Sequence[StoredArray], tree: Any, contents: Contents, device: Any
-) -> dict[str, Sharding]:
+def shardings(strategy: Any, entries: Sequence[StoredArray], tree: Any, device: Any) -> dict[str, Sharding]:
     """The sharding of each weight, by its name.
 
     Args:
@@ -36,7 +34,6 @@ def shardings(
         glob as in `parameter_plan`, one entry or a pytree prefix of entries as in `in_strategy`, shardings. None: one device.
       entries: the weights, under their names.
       tree: their structure, with shapes.
-      contents: of the checkpoint.
       device: which devices, as `shard` takes it; all if None. A plan has its own.
 
     Raises:
@@ -53,7 +50,7 @@ def shardings(
     if strategy is None:
         return {entry.path: SingleDeviceSharding(found.devices[0]) for entry in entries}
     if isinstance(strategy, Plan | Sharding | Mesh | jax.Device) or targets.is_device_list(strategy):
-        return targets.target_shardings(entries, strategy, contents)
+        return targets.target_shardings(entries, strategy)
     if isinstance(strategy, str | os.PathLike | LayoutFile):
         layout = layoutfile.read_layout(strategy)
         if layout.arguments and not any(_meets(rule.glob, entries) for rule in layout.arguments):
