@@ -10,7 +10,7 @@ import math
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from shardfn.checkpoint import arrays, reader, targets
 from shardfn.checkpoint.chunks import Box, boxes, choose_chunks, volume
 from shardfn.checkpoint.contents import FILE, Contents, StoredArray, StoredMesh, contents_to_json
 from shardfn.checkpoint.fingerprints import changed_files, file_fingerprints
-from shardfn.checkpoint.step_folders import ITEM, absolute_path, open_step, steps, write_text
+from shardfn.checkpoint.step_folders import ITEM, StrPath, absolute_path, open_step, steps, write_text
 from shardfn.checkpoint.writer import LAYOUT, shard_counts
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
 from shardfn.frontend.byte_sizes import bytes_of
@@ -66,14 +66,14 @@ class CopyResult:
 
 
 def relayout(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
+    source: StrPath,
+    target: StrPath,
     layout: Any,
     *,
     devices: int | None = None,
     step: int | None = None,
     only: reader.Globs = None,
-    name_map: Mapping[str, str] | None = None,
+    name_map: reader.Names = None,
     dtype: Any = None,
     memory: int | str = MEMORY,
 ) -> CopyResult:
@@ -105,12 +105,12 @@ def relayout(
 
 
 def merge(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
+    source: StrPath,
+    target: StrPath,
     *,
     step: int | None = None,
     only: reader.Globs = None,
-    name_map: Mapping[str, str] | None = None,
+    name_map: reader.Names = None,
     dtype: Any = None,
     memory: int | str = MEMORY,
 ) -> CopyResult:
@@ -284,7 +284,7 @@ def new_step(path: Any, step: int) -> Iterator[tuple[pathlib.Path, Commit]]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def verify(path: str | os.PathLike[str], step: int | None = None) -> None:
+def verify(path: StrPath, step: int | None = None) -> None:
     """Read and check every byte of a checkpoint, a file at a time.
 
     Each file must be the one that was saved: an intact file of another step or shard is an error too.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import os
 import pathlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,22 +16,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardfn.checkpoint import arrays, fingerprints, state_tree, targets
 from shardfn.checkpoint.contents import KEY, Contents, StoredArray
-from shardfn.checkpoint.step_folders import open_step
+from shardfn.checkpoint.step_folders import StrPath, open_step
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, fail, raise_problems
 from shardfn.frontend.paths import join, listed, met, normal
 from shardfn.runtime.extras import need
 
 Globs = str | Sequence[str] | None
+Names = Mapping[str, str] | None
 
 
 def restore(
-    path: str | os.PathLike[str],
+    path: StrPath,
     target: Any = None,
     *,
     like: Any = None,
     step: int | None = None,
     only: Globs = None,
-    name_map: Mapping[str, str] | None = None,
+    name_map: Names = None,
     dtype: Any = None,
 ) -> Any:
     """Read a checkpoint under any sharding, on any number of devices and processes; each device reads what it holds.
@@ -114,13 +114,13 @@ class RestoreReads:
 
 
 def reads(
-    path: str | os.PathLike[str],
+    path: StrPath,
     target: Any = None,
     *,
     like: Any = None,
     step: int | None = None,
     only: Globs = None,
-    name_map: Mapping[str, str] | None = None,
+    name_map: Names = None,
 ) -> RestoreReads:
     """The bytes that a restore would read for each device of this process, from the description alone.
 
@@ -155,9 +155,7 @@ class Renamed(NamedTuple):
     new: StoredArray
 
 
-def choose_arrays(
-    contents: Contents, like: Any, only: Globs, name_map: Mapping[str, str] | None, dtype: Any = None
-) -> list[Renamed]:
+def choose_arrays(contents: Contents, like: Any, only: Globs, name_map: Names, dtype: Any = None) -> list[Renamed]:
     """The arrays to restore, with their paths and dtypes in the result. Arguments as of `restore`."""
     problems: list[Problem] = []
     named = {row.new.path: row for row in rename_arrays(contents.entries, name_map or {})}

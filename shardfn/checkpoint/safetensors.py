@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
-from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 from shardfn import layoutfile
@@ -22,7 +20,7 @@ from shardfn.checkpoint.safetensors_files import (
     split_into_files,
     write_tensors,
 )
-from shardfn.checkpoint.step_folders import absolute_path, open_step
+from shardfn.checkpoint.step_folders import StrPath, absolute_path, open_step
 from shardfn.errors import CheckpointError, Problem, raise_problems
 from shardfn.layoutfile.files import atomic_file
 from shardfn.runtime.extras import need
@@ -31,12 +29,12 @@ FILE_BYTES = 5 << 30
 
 
 def export_safetensors(
-    path: str | os.PathLike[str],
-    target: str | os.PathLike[str],
+    path: StrPath,
+    target: StrPath,
     *,
     step: int | None = None,
     only: reader.Globs = None,
-    name_map: Mapping[str, str] | None = None,
+    name_map: reader.Names = None,
     dtype: Any = None,
     separator: str = ".",
     file_bytes: int | str = FILE_BYTES,
@@ -110,13 +108,13 @@ def _write(out: BinaryIO, folder: pathlib.Path, row: reader.Renamed, bound: int)
 
 
 def import_safetensors(
-    source: str | os.PathLike[str],
-    path: str | os.PathLike[str],
+    source: StrPath,
+    path: StrPath,
     layout: Any = None,
     *,
     devices: int | None = None,
     step: int = 0,
-    name_map: Mapping[str, str] | None = None,
+    name_map: reader.Names = None,
     separator: str = ".",
     memory: int | str = offline.MEMORY,
 ) -> offline.CopyResult:

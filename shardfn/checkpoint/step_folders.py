@@ -13,6 +13,8 @@ from shardfn.errors import CheckpointError, a, fail
 from shardfn.render.parts import Table, Text, shape_text
 from shardfn.render.text import to_text
 
+StrPath = str | os.PathLike[str]
+
 ITEM = "state"
 MARKS = {ITEM, "_CHECKPOINT_METADATA", "commit_success.txt"}
 """The entries of a step folder, with those that Orbax adds. A folder without any of them is not a checkpoint."""
@@ -30,7 +32,7 @@ def absolute_path(path: Any) -> pathlib.Path:
     return pathlib.Path(os.path.abspath(os.path.expanduser(os.fspath(path))))
 
 
-def steps(path: str | os.PathLike[str]) -> tuple[int, ...]:
+def steps(path: StrPath) -> tuple[int, ...]:
     """The complete steps in a folder. Waits for a background save of this process.
 
     A step folder gets its name when it is complete. Retention deletes old ones, so a folder without a description counts as
@@ -74,7 +76,7 @@ def wait_for_save(folder: pathlib.Path) -> None:
         store.wait_for_save(folder)
 
 
-def open_step(path: str | os.PathLike[str], step: int | None = None) -> tuple[pathlib.Path, int, contents.Contents]:
+def open_step(path: StrPath, step: int | None = None) -> tuple[pathlib.Path, int, contents.Contents]:
     """The array folder of a step, its number and its description; `step` None is the last.
 
     A damaged description of the last step is an error; no older step is taken instead.
@@ -142,7 +144,7 @@ class Inspection:
         return to_text([Text("", tuple(lines)), Table("", ("array", "shape", "strategy", "B"), tuple(rows))])
 
 
-def inspect(path: str | os.PathLike[str], step: int | None = None) -> Inspection:
+def inspect(path: StrPath, step: int | None = None) -> Inspection:
     """Describe a checkpoint without reading its arrays.
 
     Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from shardfn import layoutfile
 from shardfn.checkpoint import arrays, state_tree, targets
 from shardfn.checkpoint.chunks import Chunks, choose_chunks
 from shardfn.checkpoint.contents import Contents, StoredArray, StoredMesh, bits
-from shardfn.checkpoint.step_folders import absolute_path, steps
+from shardfn.checkpoint.step_folders import StrPath, absolute_path, steps
 from shardfn.errors import CheckpointError, CheckpointFileError, fail
 from shardfn.frontend.meshes import spec_of
 from shardfn.ir.model import Spec
@@ -28,7 +27,7 @@ LAYOUT = "layout.toml"
 
 
 def save(
-    path: str | os.PathLike[str],
+    path: StrPath,
     state: Any,
     plan: Any = None,
     *,

@@ -27,12 +27,10 @@ from shardfn.errors import ShardError, StrategyError, StrategyTypeError, fail
 from shardfn.frontend.paths import listed
 from shardfn.frontend.strategy import shape_of
 
-DTYPES = {
-    **{f"f{bits}": f"float{bits}" for bits in (16, 32, 64)},
-    **{f"{short}{bits}": f"{name}{bits}" for short, name in (("i", "int"), ("s", "int"), ("u", "uint"))
-       for bits in (8, 16, 32, 64)},
-    **{"bf16": "bfloat16", "c64": "complex64", "c128": "complex128", "pred": "bool"},
-}  # fmt: skip
+DTYPES = {f"f{bits}": f"float{bits}" for bits in (16, 32, 64)}
+DTYPES |= {f"{short}{bits}": f"{name}{bits}" for short, name in (("i", "int"), ("s", "int"), ("u", "uint"))
+           for bits in (8, 16, 32, 64)}  # fmt: skip
+DTYPES |= {"bf16": "bfloat16", "c64": "complex64", "c128": "complex128", "pred": "bool"}
 """The short names of element types; NumPy's own names do as well."""
 
 
@@ -103,8 +101,8 @@ def check_given(function: Callable[..., Any], arguments: Sequence[Any], name: st
         parameters = signature.parameters.values()
         needed = [p.name for p in parameters if p.kind in kinds and p.default is p.empty]
         what = f"{len(arguments) or 'no'} argument{'s'[: len(arguments) != 1]}"
-        shapes = " ".join(['"f32[16,32]"'] * len(needed))
-        fix = (f"write a shape for each: --shapes {shapes}; or --args FILE.py:FUNCTION, "
+        shapes = ' "f32[16,32]"' * len(needed)
+        fix = (f"write a shape for each: --shapes{shapes}; or --args FILE.py:FUNCTION, "
                "a function without parameters that returns the tuple of arguments")  # fmt: skip
         fail(StrategyError, f"the command line gives {what} to `{name}`, which takes {', '.join(needed) or 'none'}", where=name,
              why=f"a plan is made from the shapes of the arguments: {error}",

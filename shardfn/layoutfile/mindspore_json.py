@@ -10,15 +10,16 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import string
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 
 from shardfn.errors import Problem
 from shardfn.frontend.paths import escaped
 from shardfn.frontend.strategy import short
-from shardfn.layoutfile.toml import MAX_DIMS, MAX_RULES, MAX_SIZE
+from shardfn.layoutfile.toml import MAX_DIMS, MAX_RULES, MAX_SIZE, rule_dims
 from shardfn.planning.decisions import Decision
-from shardfn.planning.layout_rules import LayoutFile, LayoutRule, RuleDim
+from shardfn.planning.layout_rules import LayoutFile, LayoutRule
 
 LAYOUTS, STRATEGIES = "parallel_layout_item", "parallel_strategy_item"
 
@@ -38,16 +39,12 @@ def parse_json(text: str, name: str, problems: list[Problem]) -> LayoutFile | No
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        problems.append(
-            Problem(f"{name} is no JSON", where=name, why=short(str(error)), fix="write it again: plan.save(path)")
-        )
+        problems.append(Problem(f"{name} is no JSON", name, short(str(error)), "write it again: plan.save(path)"))
         return None
     items = data.get(LAYOUTS) if isinstance(data, dict) else None
     if not isinstance(items, dict) or not 0 < len(items) <= MAX_RULES:
-        problems.append(
-            Problem(f"{name} is no strategy JSON", where=name, why=f"it holds no `{LAYOUTS}`, a dict of parameters",
-                    fix="save it with MindSpore's strategy_ckpt_config, its name ending in .json")
-        )  # fmt: skip
+        problems.append(Problem(f"{name} is no strategy JSON", name, f"it holds no `{LAYOUTS}`, a dict of parameters",
+                                "save it with MindSpore's strategy_ckpt_config, its name ending in .json"))  # fmt: skip
         return None
     ranges = {parameter: _ranges(parameter, item, name, problems) for parameter, item in items.items()}
     totals = {math.prod(item["dev_matrix"]) for item in items.values()} if len(problems) == before else {1}
@@ -65,23 +62,14 @@ def parse_json(text: str, name: str, problems: list[Problem]) -> LayoutFile | No
                                     why=f"axes begin every {major} and every {minor} ranks",
                                     fix="save it with one order of the axes for all parameters"))  # fmt: skip
             return None
-    names = _names(len(strides) - 1)
-    axes = list(zip(names, itertools.pairwise(strides), strict=False))
+    letters = string.ascii_lowercase
+    axes = [(letters[i % 26] + str(i // 26 or ""), pair) for i, pair in enumerate(itertools.pairwise(strides))]
     rules = []
     for parameter, rows in ranges.items():
-        dims: list[RuleDim] = []
-        for row in rows:
-            along = [n for major, minor in row for n, (top, low) in axes if low >= minor and top <= major]
-            dims.append(1 if not along else along[0] if len(along) == 1 else tuple(along))
-        rules.append(LayoutRule(escaped(parameter), tuple(dims)))
-    return LayoutFile(
-        mesh=tuple((n, top // low) for n, (top, low) in axes), arguments=tuple(rules), about=f"from {name}", name=name
-    )
-
-
-def _names(count: int) -> list[str]:
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    return [letters[i % 26] + str(i // 26 or "") for i in range(count)]
+        spec = [[n for major, minor in row for n, (top, low) in axes if low >= minor and top <= major] for row in rows]
+        rules.append(LayoutRule(escaped(parameter), rule_dims(spec)))
+    mesh = tuple((n, top // low) for n, (top, low) in axes)
+    return LayoutFile(mesh=mesh, arguments=tuple(rules), about=f"from {name}", name=name)
 
 
 def _ranges(parameter: str, item: Any, name: str, problems: list[Problem]) -> list[list[Range]]:

@@ -113,10 +113,9 @@ def _load(text: str, name: str, problems: Problems) -> dict[str, Any] | None:
     except (ValueError, RecursionError, OverflowError, TypeError) as error:
         why = str(error) if not isinstance(error, RecursionError) else "it is nested too deep"
         found = re.search(r"at line (\d+)", why)
-        problems.append(
-            Problem(f"{name} is not valid TOML", where=at_line(name, int(found[1]) if found else 0), why=_short(why, 200),
-                    fix="correct that line, or write the file again: plan.save(path)")
-        )  # fmt: skip
+        where = at_line(name, int(found[1]) if found else 0)
+        problems.append(Problem(f"{name} is not valid TOML", where, _short(why, 200),
+                                "correct that line, or write the file again: plan.save(path)"))  # fmt: skip
         return None
     return {new if (new := OLD_KEYS.get(key, key)) not in data else key: value for key, value in data.items()}
 

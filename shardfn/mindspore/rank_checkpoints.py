@@ -30,12 +30,10 @@ from shardfn.checkpoint.safetensors_files import (
     read_tensors,
     write_tensors,
 )
-from shardfn.checkpoint.step_folders import absolute_path
+from shardfn.checkpoint.step_folders import StrPath, absolute_path
 from shardfn.errors import CheckpointError, CheckpointFileError, Problem, a, fail, raise_problems
 from shardfn.layoutfile.mindspore_json import checked
 from shardfn.mindspore.layout import Layout
-
-__all__ = ["merge_sliced_parameter", "rank_list_for_transform", "transform_checkpoints"]
 
 MOST_BYTES = 256 << 20
 
@@ -106,12 +104,8 @@ def merge_sliced_parameter(sliced_parameters: Sequence[Any], strategy: Any = Non
     """
     slices = [np.asarray(one) for one in sliced_parameters]
     if not slices:
-        fail(
-            CheckpointError,
-            "there are no slices to merge",
-            where="sliced_parameters = []",
-            fix="pass one for each rank",
-        )
+        fail(CheckpointError, "there are no slices to merge", where="sliced_parameters = []",
+             fix="pass one for each rank")  # fmt: skip
     first = slices[0]
     problems = [
         Problem(f"slice {rank} is {one.dtype}{list(one.shape)}, and slice 0 {first.dtype}{list(first.shape)}",
@@ -122,7 +116,10 @@ def merge_sliced_parameter(sliced_parameters: Sequence[Any], strategy: Any = Non
     raise_problems(problems, CheckpointError)
     if strategy is None:
         return np.concatenate(slices) if first.ndim else first
-    sliced = _sliced("the parameter", strategy) if isinstance(strategy, Mapping) else Sliced(_layout(strategy))
+    if not isinstance(strategy, Mapping | Layout):
+        fail(CheckpointError, f"a strategy is a Layout or a dict, not {a(strategy)}", where=f"strategy = {strategy!r:.80}",
+             fix='write for instance Layout((2, 4), ("dp", "mp"))("dp", "mp")')  # fmt: skip
+    sliced = Sliced(strategy) if isinstance(strategy, Layout) else _sliced("the parameter", strategy)
     if len(slices) != sliced.ranks:
         fail(CheckpointError, f"there are {len(slices)} slices for {sliced.ranks} ranks", where=repr(sliced.layout),
              why="each rank of the device matrix has one", fix="pass one slice for each rank, in order")  # fmt: skip
@@ -133,13 +130,6 @@ def merge_sliced_parameter(sliced_parameters: Sequence[Any], strategy: Any = Non
     for box, one in zip(boxes_of(sliced, merged.shape), slices, strict=True):
         merged[box] = one
     return merged
-
-
-def _layout(strategy: Any) -> Layout:
-    if not isinstance(strategy, Layout):
-        fail(CheckpointError, f"a strategy is a Layout or a dict, not {a(strategy)}", where=f"strategy = {strategy!r:.80}",
-             fix='write for instance Layout((2, 4), ("dp", "mp"))("dp", "mp")')  # fmt: skip
-    return strategy
 
 
 def read_strategy(source: Any) -> dict[str, Sliced]:
@@ -205,7 +195,9 @@ def rank_list_for_transform(rank_id: int, src_strategy_file: Any = None, dst_str
     ([0, 1], [3])
     """
     source, target = read_strategy(src_strategy_file), read_strategy(dst_strategy_file)
-    _check_rank(rank_id, ranks_of(target))
+    if type(rank_id) is not int or not 0 <= rank_id < ranks_of(target):
+        fail(CheckpointError, f"there is no rank {rank_id!r:.40} in the destination",
+             why=f"its ranks are 0 to {ranks_of(target) - 1}", fix="choose one of them")  # fmt: skip
     if not source:
         return [0]
     needed: set[int] = set()
@@ -221,12 +213,6 @@ def rank_list_for_transform(rank_id: int, src_strategy_file: Any = None, dst_str
 def ranks_of(strategy: Strategy) -> int:
     """How many ranks a strategy is for."""
     return max((sliced.ranks for sliced in strategy.values()), default=1)
-
-
-def _check_rank(rank: Any, ranks: int) -> None:
-    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < ranks:
-        fail(CheckpointError, f"there is no rank {rank!r:.40} in the destination", why=f"its ranks are 0 to {ranks - 1}",
-             fix="choose one of them")  # fmt: skip
 
 
 def _box_of(name: str, shape: tuple[int, ...], rank: int, strategy: Strategy) -> Box:
@@ -268,8 +254,8 @@ def read_box(
 
 
 def transform_checkpoints(
-    src_checkpoints_dir: str | os.PathLike[str],
-    dst_checkpoints_dir: str | os.PathLike[str],
+    src_checkpoints_dir: StrPath,
+    dst_checkpoints_dir: StrPath,
     ckpt_prefix: str,
     src_strategy_file: Any = None,
     dst_strategy_file: Any = None,
