@@ -10,7 +10,8 @@ from typing import Any
 
 from shardfn.checkpoint import contents
 from shardfn.errors import CheckpointError, a, fail
-from shardfn.render.parts import Table, Text, shape_text
+from shardfn.render.cells import shape_text
+from shardfn.render.parts import Table, Text
 from shardfn.render.text import to_text
 
 StrPath = str | os.PathLike[str]

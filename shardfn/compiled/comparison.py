@@ -12,7 +12,7 @@ from shardfn.cost.collectives import COLLECTIVE_KINDS
 from shardfn.cost.compute import matrix_flops
 from shardfn.ir.model import Collective
 from shardfn.planning.plan import Plan
-from shardfn.render.parts import file_line
+from shardfn.render.cells import file_line
 from shardfn.units import bytes_text
 
 

@@ -15,7 +15,8 @@ from shardfn.frontend.paths import alike, layer, starred
 from shardfn.ir.model import Collective, PartitionedProgram
 from shardfn.planning.decisions import Constraint, Decision, DimensionGroup
 from shardfn.planning.plan_kind import kind_of, layouts_of
-from shardfn.render.parts import Table, Text, file_line, shape_text, table, times
+from shardfn.render.cells import file_line, shape_text, table, times
+from shardfn.render.parts import Table, Text
 from shardfn.render.text import terminal_width, to_text
 from shardfn.units import bytes_text, flops_text, time_text
 

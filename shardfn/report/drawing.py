@@ -10,7 +10,8 @@ import numpy as np
 
 from shardfn.frontend.paths import few
 from shardfn.planning.plan import Decision, Plan
-from shardfn.render.parts import Drawing, Placed, shape_text
+from shardfn.render.cells import shape_text
+from shardfn.render.parts import Drawing, Placed
 
 MOST_DEVICES = 64
 MOST_DRAWN = 16

@@ -15,7 +15,8 @@ from shardfn.ir.op_traits import LISTED
 from shardfn.planning.plan import Decision, DimensionGroup, Plan, op_strategies
 from shardfn.planning.summary import headline
 from shardfn.planning.what_if import figure_texts
-from shardfn.render.parts import Part, Table, Text, file_line, shape_text, spec_text, table, times
+from shardfn.render.cells import file_line, shape_text, spec_text, table, times
+from shardfn.render.parts import Part, Table, Text
 from shardfn.report.data import UNMODELLED, attributions, seconds, strides
 from shardfn.report.drawing import drawing
 from shardfn.units import bytes_text, flops_text, number_text, time_text

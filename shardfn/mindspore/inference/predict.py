@@ -16,7 +16,8 @@ from shardfn.mindspore.inference.weights import Named, Weights, of_call
 from shardfn.mindspore.parallel import layout_of
 from shardfn.planning.plan import Plan
 from shardfn.planning.summary import mesh_text
-from shardfn.render.parts import Table, Text, shape_text
+from shardfn.render.cells import shape_text
+from shardfn.render.parts import Table, Text
 from shardfn.render.text import to_text
 from shardfn.runtime.sharded_function import ShardedFunction
 

@@ -1,0 +1,53 @@
+"""The cells of tables as text, and tables without empty columns and with a limited number of rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from shardfn.render.parts import Table
+
+
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[tuple[str, ...]],
+    note: str = "",
+    most: int = 32,
+    optional: tuple[str, ...] = (),
+) -> Table:
+    """A table without its empty columns and with at most `most` rows."""
+    kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
+    more = [f"… {len(rows) - most} more rows"] if len(rows) > most else []
+    cells = tuple(tuple(row[i] for i in kept) for row in rows[:most])
+    return Table(
+        title, tuple(columns[i] for i in kept), cells, "; ".join([*more, *([note] if note else [])]), optional=optional
+    )
+
+
+def times(count: int) -> str:
+    """A count, if it is above one."""
+    return f"{count:,}" if count > 1 else ""
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """`[32,64]`."""
+    return f"[{','.join(map(str, shape))}]"
+
+
+def spec_text(spec: Sequence[Sequence[str]]) -> str:
+    """As JAX writes a PartitionSpec.
+
+    >>> spec_text((("a",), (), ("b", "c")))
+    "P('a', None, ('b', 'c'))"
+    """
+    return f"P({', '.join(repr(None if not d else d[0] if len(d) == 1 else d) for d in spec) if any(spec) else ''})"
+
+
+def file_line(where: str) -> str:
+    """`file:line` without the directories, also within a text.
+
+    >>> file_line("cumsum (/home/me/model.py:20)")
+    'cumsum (model.py:20)'
+    """
+    return re.sub(r"[^\s(]*[/\\]", "", where)
