@@ -71,6 +71,8 @@ def mlp(theme: dict[str, str]) -> str:
     c.arrow(212, 186, 250, 186)
 
     c.text(520, 26, "shards on a mesh, a=2 x b=4", 15, bold=True)
+    for column in range(4):
+        c.text(328 + column * 128, 46, f"b={column}", 12, "faint", mono=True)
     for row in range(2):
         for column in range(4):
             x, y = 272 + column * 128, 52 + row * 158
@@ -98,12 +100,12 @@ def mlp(theme: dict[str, str]) -> str:
 
 def search(theme: dict[str, str]) -> str:
     """The stages of the search."""
-    c = Canvas(880, 300, "From a traced function to a plan", theme)
+    c = Canvas(880, 310, "From a traced function to a plan", theme)
     stages = [
         (20, 40, "your function", "traced once; entries stand"),
         (240, 40, "meshes", "16, 8x2, 2x8, 4x4"),
         (460, 40, "labels and costs", "shardings of each op"),
-        (680, 40, "solver", "one label per op, proof or gap"),
+        (680, 40, "solver", "a proof or a gap"),
         (680, 190, "candidates", "solutions and baselines"),
         (460, 190, "partitioned programs", "collectives, memory, time"),
         (240, 190, "compiled candidates", "only if you ask for them"),
@@ -119,10 +121,10 @@ def search(theme: dict[str, str]) -> str:
     c.arrow(770, 114, 770, 186)
     c.text(760, 155, "the best few meshes", 12, "faint", "end")
     c.parts.append(
-        f'<path d="M550 264 C550 296 770 296 770 266" fill="none" stroke="{theme["accent"]}" stroke-width="1.6" '
+        f'<path d="M550 264 C550 292 770 292 770 266" fill="none" stroke="{theme["accent"]}" stroke-width="1.6" '
         'marker-end="url(#tip)"/>'
     )
-    c.text(660, 282, "local search: change one array", 12, "faint")
+    c.text(660, 302, "local search: change one array", 12, "faint")
     return c.done()
 
 

@@ -100,6 +100,16 @@ def relayout(
       CheckpointError: there is no such step, or the target has it already.
       CheckpointFileError: damaged files, by name; a full disk. The target gets no partial step.
       ShardError: the layout does not fit the arrays.
+
+    >>> import os, shardfn, tempfile, jax.numpy as jnp
+    >>> from shardfn import checkpoint
+    >>> plan = shardfn.plan(jnp.tanh, jnp.ones((8, 4)), in_strategy=((2, 1),), device="cpu:2")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run, pod, layout = (os.path.join(folder, name) for name in ("run", "pod", "layout.toml"))
+    ...     plan.save(layout)
+    ...     _ = checkpoint.save(run, {"x": jnp.ones((8, 4))})
+    ...     checkpoint.relayout(run, pod, layout).arrays
+    1
     """
     return _copy(source, target, step, only, name_map, dtype, memory, layoutfile.read_layout(layout), devices)
 
@@ -130,6 +140,13 @@ def merge(
 
     Raises:
       CheckpointError, CheckpointFileError: as `relayout`.
+
+    >>> import os, tempfile, jax.numpy as jnp
+    >>> from shardfn import checkpoint
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = checkpoint.save(os.path.join(folder, "run"), {"w": jnp.ones((8, 4)), "b": jnp.ones(4)})
+    ...     checkpoint.merge(os.path.join(folder, "run"), os.path.join(folder, "one"), only="w").arrays
+    1
     """
     return _copy(source, target, step, only, name_map, dtype, memory, None, None)
 
@@ -296,6 +313,12 @@ def verify(path: StrPath, step: int | None = None) -> None:
     Raises:
       CheckpointError: there is no such step.
       CheckpointFileError: files that are missing, truncated or changed, all of them, by name.
+
+    >>> import tempfile, jax.numpy as jnp
+    >>> from shardfn import checkpoint
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = checkpoint.save(folder, {"w": jnp.ones((8, 4))})
+    ...     checkpoint.verify(folder)  # every byte is right
     """
     need("tensorstore", "checkpoint")
     folder, _, contents = open_step(path, step)

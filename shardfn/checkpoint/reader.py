@@ -137,6 +137,15 @@ def reads(
 
     Raises:
       ShardError: as `restore`.
+
+    >>> import tempfile, jax, jax.numpy as jnp
+    >>> from shardfn import checkpoint
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = checkpoint.save(folder, {"w": jnp.ones((8, 4))})
+    ...     print(checkpoint.reads(folder, jax.devices()[0]))
+    device                          needed B          read B    more
+    cpu:0                                128             128    0.0%
+    the checkpoint holds 128 B
     """
     _, _, contents = open_step(path, step)
     needed: dict[Any, int] = {}

@@ -59,6 +59,14 @@ def export_safetensors(
     Raises:
       CheckpointError: dtypes that safetensors does not have, two tensors with one name, no such step.
       CheckpointFileError: damaged files, by name; a full disk.
+
+    >>> import os, tempfile, jax.numpy as jnp
+    >>> from shardfn import checkpoint
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = checkpoint.save(os.path.join(folder, "run"), {"w": jnp.ones((8, 4))})
+    ...     files = checkpoint.export_safetensors(os.path.join(folder, "run"), os.path.join(folder, "model.safetensors"))
+    ...     [file.name for file in files]
+    ['model.safetensors']
     """
     need("tensorstore", "checkpoint")
     bound, most = offline.memory_bytes(memory), offline.memory_bytes(file_bytes)
@@ -137,6 +145,16 @@ def import_safetensors(
       CheckpointError: the step exists already; two tensors with one name.
       CheckpointFileError: files that are missing, truncated, or not safetensors; a full disk.
       ShardError: the layout does not fit the arrays.
+
+    >>> import os, tempfile, jax.numpy as jnp
+    >>> from shardfn import checkpoint
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run, file, again = (os.path.join(folder, name) for name in ("run", "model.safetensors", "again"))
+    ...     _ = checkpoint.save(run, {"layer": {"w": jnp.ones((8, 4))}})
+    ...     _ = checkpoint.export_safetensors(run, file)
+    ...     _ = checkpoint.import_safetensors(file, again)
+    ...     checkpoint.restore(again)["layer"]["w"].shape
+    (8, 4)
     """
     need("tensorstore", "checkpoint")
     bound = offline.memory_bytes(memory)

@@ -158,6 +158,13 @@ def inspect(path: StrPath, step: int | None = None) -> Inspection:
     Raises:
       CheckpointError: there is no such step.
       CheckpointFileError: its description is damaged.
+
+    >>> import tempfile, jax.numpy as jnp
+    >>> from shardfn import checkpoint
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = checkpoint.save(folder, {"w": jnp.ones((8, 4))}, step=7)
+    ...     checkpoint.inspect(folder).step
+    7
     """
     folder, step, held = open_step(path, step)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -74,6 +74,9 @@ def read_layout(source: Any) -> LayoutFile:
     Raises:
       LayoutFileError: the file does not exist, or is not a valid layout file; all problems together.
       StrategyTypeError: `source` has another type.
+
+    >>> read_layout("gpt2/data-parallel").mesh
+    (('data', None),)
     """
     if isinstance(source, LayoutFile):
         return source
@@ -133,6 +136,12 @@ def write_layout(layout: Any, path: str | os.PathLike[str], text: str | None = N
 
     Raises:
       LayoutFileError: the file cannot be written.
+
+    >>> import os, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_layout("gpt2/data-parallel", os.path.join(folder, "layout.toml"))
+    ...     read_layout(os.path.join(folder, "layout.toml")).mesh
+    (('data', None),)
     """
     target = pathlib.Path(path)
     text = to_toml(read_layout(layout)) if text is None else text

@@ -281,6 +281,16 @@ def transform_checkpoints(
     Raises:
       CheckpointError: ranks or parameters that are missing, slices that do not fit the strategy; all at once.
       CheckpointFileError: a truncated file, or no safetensors; a full disk.
+
+    >>> import os, tempfile, jax.numpy as jnp
+    >>> from shardfn import checkpoint
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run, source, target = (os.path.join(folder, name) for name in ("run", "source", "target"))
+    ...     _ = checkpoint.save(run, {"w": jnp.ones((8, 4))})
+    ...     os.makedirs(os.path.join(source, "rank_0"))
+    ...     _ = checkpoint.export_safetensors(run, os.path.join(source, "rank_0", "checkpoint0.safetensors"))
+    ...     [file.name for file in transform_checkpoints(source, target, "net")]
+    ['net0.safetensors']
     """
     bound = offline.memory_bytes(memory)
     source, target = read_strategy(src_strategy_file), read_strategy(dst_strategy_file)
